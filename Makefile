@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make book` and `make test`.
+PY     ?= python3
+PYTHON ?= .venv/bin/python
+export PYTHONPATH := src
+export OMP_NUM_THREADS ?= 2
+
+# The virtual environment is made only when it is the Python that is used.
+ifeq ($(PYTHON),.venv/bin/python)
+VENV := .venv/.ready
+endif
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+book: notebooks ## execute every chapter and build the site; a warning or a broken cell fails it
+	$(dir $(PYTHON))jupyter-book build . -W -n --keep-going --all
+	@echo "The book: _build/html/index.html"
+
+test: $(VENV) ## run every test that needs no GPU (the site is built and its pages are executed too)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadgroup
+	@echo "All tests passed."
+
+test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
+	$(PYTHON) -m pytest -m gpu --gpu-summary benchmarks/results/test-gpu.json
+	@echo "The summary: benchmarks/results/test-gpu.json"
+
+notebooks: $(VENV) ## write notebooks/*.ipynb from book/*.md
+	$(PYTHON) tools/make_notebooks.py
+
+serve: book ## build, then show the book at http://localhost:8000
+	$(PYTHON) -m http.server --directory _build/html
+
+lint: $(VENV) ## check style and format of code and notebooks
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check src tests tools book
+
+clean: ## remove what was built (the virtual environment stays)
+	rm -rf _build build dist src/*.egg-info
+
+.venv/.ready: requirements.txt pyproject.toml
+	@echo "Installing into .venv (once; a few minutes, about 2 GB)"
+	$(PY) -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
+	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+.PHONY: help book test test-gpu notebooks serve lint clean
+.DEFAULT_GOAL := help

@@ -1,0 +1,130 @@
+"""The book's own Sphinx extension: what Jupyter Book cannot be told in _config.yml.
+
+* A chapter's number is the one in its file name (``book/09_chunkwise_gla.md`` is chapter 9).
+* The Colab and download buttons lead to the generated notebook; with no public repository
+  address (``repository.url`` in _config.yml) there is no button that needs one.
+* Executed pages are cached under a key that covers the package, not only the page's cells.
+* Equations are rendered by a local KaTeX, strictly; nothing is loaded from another host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path, PurePosixPath
+
+from docutils import nodes
+from sphinx.util import logging
+from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
+
+CHAPTER = re.compile(r"book/(\d\d)_\w+$")
+COLAB = "https://colab.research.google.com"
+MACROS = {r"\R": r"\mathbb{R}", r"\diag": r"\operatorname{diag}"}
+
+log = logging.getLogger(__name__)
+
+
+def number_by_file_name(collector, env):
+    """Give chapter ``book/NN_slug`` the number NN (instead of its place in the table of contents)."""
+    old, env.toc_secnumbers = env.toc_secnumbers, {}
+    for page, toc in env.tocs.items():
+        if match := CHAPTER.match(page):
+            number = (int(match[1]),)
+            first, *rest = toc.findall(nodes.reference)
+            first["secnumber"] = env.titles[page]["secnumber"] = number
+            env.toc_secnumbers[page] = {"": number} | {r["anchorname"]: () for r in rest}
+    return [page for page, number in env.toc_secnumbers.items() if number != old.get(page)]
+
+
+def use_repository(app, config):
+    """Show the repository's buttons only when there is a public address."""
+    options = config.html_theme_options
+    for button in ("use_repository_button", "use_edit_page_button", "use_issues_button"):
+        options[button] = bool(options.get("repository_url"))
+    if options.get("repository_url"):
+        options["launch_buttons"] = {"colab_url": COLAB}
+
+
+def colab_url(repository_url: str, branch: str, notebook: str) -> str:
+    slug = repository_url.removeprefix("https://github.com/").strip("/")
+    return f"{COLAB}/github/{slug}/blob/{branch}/notebooks/{notebook}"
+
+
+def use_generated_notebook(app, pagename, templatename, context, doctree):
+    """Launch and download notebooks/NN_slug.ipynb, where the theme knows only the page itself."""
+    if not CHAPTER.match(pagename):
+        return
+    name = PurePosixPath(pagename).name + ".ipynb"
+    notebook = Path(app.srcdir) / "notebooks" / name
+    if not notebook.exists():
+        log.warning("no notebooks/%s: run `make notebooks`", name, location=pagename)
+        return
+    options = app.config.html_theme_options
+    for group in context.get("header_buttons", []):
+        for button in group.get("buttons", []):
+            if button.get("text") == "Colab":
+                button["url"] = colab_url(
+                    options["repository_url"], options["repository_branch"], name
+                )
+    # the theme has just copied the executed page here
+    if source := context.get("ipynb_source"):
+        shutil.copyfile(notebook, Path(app.outdir) / "_sources" / source)
+
+
+def clean_page(app, pagename, templatename, context, doctree):
+    """Drop thebe, which Jupyter Book loads always and which throws; report formulas not rendered."""
+
+    def wanted(asset) -> bool:
+        inline = getattr(asset, "attributes", {}).get("body") or ""
+        return "thebe" not in str(getattr(asset, "filename", asset)) and "THEBE" not in inline
+
+    for key in ("script_files", "css_files"):
+        context[key] = [asset for asset in context[key] if wanted(asset)]
+    body = context.get("body") or ""
+    if "katex-error" in body or "color:#cc0000" in body:
+        log.warning("KaTeX could not render an equation", location=pagename)
+
+
+def execution_cache(root: Path) -> Path:
+    """Where the outputs of executed pages are kept: jupyter-cache compares cells, not the package."""
+    digest = hashlib.sha256()
+    package = root / "src" / "gla_ref"
+    for file in [*sorted(package.rglob("*.py")), *package.glob("*.mplstyle")]:
+        digest.update(file.read_bytes())
+    digest.update((root / "requirements.txt").read_bytes())
+    return root / "_build" / ".jupyter_cache" / digest.hexdigest()[:16]
+
+
+def use_execution_cache(app, config):
+    config.nb_execution_cache_path = str(execution_cache(Path(app.srcdir)))
+
+
+def use_local_katex(app, config):
+    """Render at build time where node is, else in the browser; a bad equation is an error."""
+    from sphinxcontrib import katex
+
+    config.katex_prerender = shutil.which("node") is not None
+    katex.KATEX_DEFAULT_OPTIONS.update(throwOnError=True, strict="error", macros=dict(MACROS))
+    config.katex_options = f"macros: {json.dumps(MACROS)}, throwOnError: false"
+
+
+def interpret_triton_without_gpu():
+    """Kernels on pages run in Triton's interpreter on a CPU (inherited by the pages' processes)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def setup(app):
+    interpret_triton_without_gpu()
+    TocTreeCollectorWithStyles.assign_section_numbers = number_by_file_name
+    for configure in (use_repository, use_execution_cache, use_local_katex):
+        app.connect("config-inited", configure)
+    # sphinx_book_theme fills in its buttons at priority 501
+    app.connect("html-page-context", use_generated_notebook, priority=502)
+    app.connect("html-page-context", clean_page, priority=900)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
