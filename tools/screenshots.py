@@ -22,7 +22,8 @@ WIDTHS, THEMES = (1280, 390), ("light", "dark")
 
 #: elements wider than the page that no ancestor lets scroll
 TOO_WIDE = """() => {
-  const scrolls = e => e && (getComputedStyle(e).overflowX !== "visible" || scrolls(e.parentElement));
+  const clips = e => getComputedStyle(e).overflowX !== "visible";
+  const scrolls = e => e && (clips(e) || scrolls(e.parentElement));
   return [...document.querySelectorAll(".bd-article *")]
     .filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e.parentElement))
     .map(e => e.outerHTML.slice(0, 80)).slice(0, 3)

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def number_by_file_name(collector, env):
-    """Give chapter ``book/NN_slug`` the number NN (instead of its place in the table of contents)."""
+    """Give chapter ``book/NN_slug`` the number NN, whatever its place in the table of contents."""
     old, env.toc_secnumbers = env.toc_secnumbers, {}
     for page, toc in env.tocs.items():
         if match := CHAPTER.match(page):
@@ -53,6 +53,12 @@ def colab_url(repository_url: str, branch: str, notebook: str) -> str:
     return f"{COLAB}/github/{slug}/blob/{branch}/notebooks/{notebook}"
 
 
+def offer_notebook(app, pagename, templatename, context, doctree):
+    """Ask the theme for a download button, which it shows by itself only beside a Colab button."""
+    if CHAPTER.match(pagename):
+        context["ipynb_source"] = f"{pagename}.ipynb"
+
+
 def use_generated_notebook(app, pagename, templatename, context, doctree):
     """Launch and download notebooks/NN_slug.ipynb, where the theme knows only the page itself."""
     if not CHAPTER.match(pagename):
@@ -62,20 +68,18 @@ def use_generated_notebook(app, pagename, templatename, context, doctree):
     if not notebook.exists():
         log.warning("no notebooks/%s: run `make notebooks`", name, location=pagename)
         return
+    download = Path(app.outdir) / "_sources" / context["ipynb_source"]
+    download.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(notebook, download)
     options = app.config.html_theme_options
-    for group in context.get("header_buttons", []):
-        for button in group.get("buttons", []):
-            if button.get("text") == "Colab":
-                button["url"] = colab_url(
-                    options["repository_url"], options["repository_branch"], name
-                )
-    # the theme has just copied the executed page here
-    if source := context.get("ipynb_source"):
-        shutil.copyfile(notebook, Path(app.outdir) / "_sources" / source)
+    for button in (b for group in context["header_buttons"] for b in group.get("buttons", [])):
+        if button.get("text") == "Colab":
+            url, branch = options["repository_url"], options["repository_branch"]
+            button["url"] = colab_url(url, branch, name)
 
 
 def clean_page(app, pagename, templatename, context, doctree):
-    """Drop thebe, which Jupyter Book loads always and which throws; report formulas not rendered."""
+    """Drop thebe, which Jupyter Book always loads and which throws; report failed formulas."""
 
     def wanted(asset) -> bool:
         inline = getattr(asset, "attributes", {}).get("body") or ""
@@ -89,7 +93,7 @@ def clean_page(app, pagename, templatename, context, doctree):
 
 
 def execution_cache(root: Path) -> Path:
-    """Where the outputs of executed pages are kept: jupyter-cache compares cells, not the package."""
+    """Where executed pages are kept; jupyter-cache compares their cells only, not the package."""
     digest = hashlib.sha256()
     package = root / "src" / "gla_ref"
     for file in [*sorted(package.rglob("*.py")), *package.glob("*.mplstyle")]:
@@ -125,6 +129,7 @@ def setup(app):
     for configure in (use_repository, use_execution_cache, use_local_katex):
         app.connect("config-inited", configure)
     # sphinx_book_theme fills in its buttons at priority 501
+    app.connect("html-page-context", offer_notebook, priority=499)
     app.connect("html-page-context", use_generated_notebook, priority=502)
     app.connect("html-page-context", clean_page, priority=900)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

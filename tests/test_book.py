@@ -1,0 +1,242 @@
+"""The book: notebooks in step with the chapters, every page runs, the built site is whole."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import pytest
+
+pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
+
+import gla_book
+import make_notebooks
+from bs4 import BeautifulSoup
+from filelock import FileLock
+from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "_build" / "html"
+CHAPTERS = sorted(path.stem for path in (ROOT / "book").glob("[0-9][0-9]_*.md"))
+MODULES = sorted(
+    path
+    for path in (ROOT / "src" / "gla_ref").rglob("*.py")
+    if not any(part.startswith("_") for part in path.relative_to(ROOT).parts)
+)
+
+pytestmark = pytest.mark.timeout(500)
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=500
+    )
+
+
+def build(root: Path) -> subprocess.CompletedProcess:
+    """What `make book` does."""
+    jupyter_book = "import sys; from jupyter_book.cli.main import main; sys.exit(main())"
+    return run("-c", jupyter_book, "build", root, "-W", "-n", "--keep-going", "--all", cwd=root)
+
+
+def notebook(chapter: str) -> nbformat.NotebookNode:
+    return nbformat.read(ROOT / "notebooks" / f"{chapter}.ipynb", 4)
+
+
+# -- chapters and notebooks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_notebook_runs(chapter):
+    """Executed here or by the book's build, whichever comes first: both keep what they ran."""
+    nb = notebook(chapter)
+    nb.cells = [cell for cell in nb.cells if "install" not in cell.metadata.get("tags", [])]
+    path = gla_book.execution_cache(ROOT)
+    path.mkdir(parents=True, exist_ok=True)
+    with FileLock(path / "lock"):
+        store = get_cache(path)
+        try:
+            store.match_cache_notebook(nb)
+            return
+        except KeyError:
+            pass
+    gla_book.interpret_triton_without_gpu()
+    folder = {"metadata": {"path": str(ROOT / "book")}}
+    try:
+        NotebookClient(nb, timeout=120, resources=folder, record_timing=False).execute()
+    except CellExecutionError as error:
+        pytest.fail(f"{chapter}\n{error}", pytrace=False)
+    errors = [o.text for c in nb.cells for o in c.get("outputs", []) if o.get("name") == "stderr"]
+    assert not errors, "a page must not print to stderr"
+    with FileLock(path / "lock"):
+        bundle = CacheBundleIn(nb, str(ROOT / "book" / f"{chapter}.md"))
+        store.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+
+
+def test_notebooks_are_in_step_with_the_chapters():
+    result = run("tools/make_notebooks.py", "--check")
+    assert result.returncode == 0, f"run `make notebooks`\n{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_notebook_has_no_outputs_and_no_raw_myst(chapter):
+    raw = re.compile(r"(?m)^\s*:::|```\{|\{[\w:]+\}`|^\([\w-]+\)=$|^\+\+\+|\$\$ \([\w-]+\)")
+    cells = notebook(chapter).cells
+    assert not any(cell.get("outputs") for cell in cells)
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            text = re.sub(r"^```.*?^```", "", cell.source, flags=re.DOTALL | re.MULTILINE)
+            assert not (found := raw.search(text)), f"{found[0]!r} in:\n{cell.source}"
+
+
+def test_first_cell_tells_how_to_install():
+    unset = make_notebooks.install_cell("", "main")
+    assert unset.cell_type == "markdown" and "pip install" in unset.source
+    cell = make_notebooks.install_cell("https://github.com/o/r/", "main")
+    assert cell.cell_type == "code" and "git+https://github.com/o/r@main" in cell.source
+    assert unset.metadata["tags"] == cell.metadata["tags"] == ["install"]
+
+
+def test_buttons_need_a_repository():
+    unset = SimpleNamespace(html_theme_options={"repository_url": ""})
+    gla_book.use_repository(None, unset)
+    assert not unset.html_theme_options["use_repository_button"]
+    assert "launch_buttons" not in unset.html_theme_options
+    known = SimpleNamespace(html_theme_options={"repository_url": "https://github.com/o/r"})
+    gla_book.use_repository(None, known)
+    assert known.html_theme_options["use_edit_page_button"]
+    assert known.html_theme_options["launch_buttons"] == {"colab_url": gla_book.COLAB}
+    assert gla_book.colab_url("https://github.com/o/r/", "main", "01_x.ipynb") == (
+        "https://colab.research.google.com/github/o/r/blob/main/notebooks/01_x.ipynb"
+    )
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_module_names_its_chapter(module):
+    first = (ast.get_docstring(ast.parse(module.read_text())) or "").split("\n")[0]
+    named = re.search(r"[Cc]hapters? \d+(?:(?:, | and |, and )\d+)*", first)
+    assert named, f"the first docstring line names no chapter: {first!r}"
+    numbers = {int(chapter[:2]) for chapter in CHAPTERS}
+    assert {int(n) for n in re.findall(r"\d+", named[0])} <= numbers, named[0]
+
+
+def test_broken_cell_fails_the_build(tmp_path):
+    for name in ("_config.yml", "requirements.txt", "src", "book/_ext", "book/_static"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "book" / "references.bib").write_text("")
+    (tmp_path / "_toc.yml").write_text("{format: jb-book, root: book/page}")
+    front = "---\njupytext: {text_representation: {format_name: myst}}\n"
+    front += "kernelspec: {name: python3, display_name: Python 3}\n---\n"
+    page = tmp_path / "book" / "page.md"
+    page.write_text(f"{front}# Page\n\n```{{code-cell}} python\n1 / 0\n```\n")
+    broken = build(tmp_path)
+    assert broken.returncode != 0 and "ZeroDivisionError" in broken.stdout + broken.stderr
+
+
+# -- the built site ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory, testrun_uid) -> Path:
+    """The site as `make book` makes it, built once even when several processes run the tests."""
+    shared = tmp_path_factory.getbasetemp().parent
+    report = shared / f"site-{testrun_uid}.txt"
+    with FileLock(shared / "site.lock"):
+        if not report.exists():
+            result = build(ROOT)
+            problem = (result.stdout + result.stderr)[-6000:] if result.returncode else ""
+            report.write_text(problem)
+    if problem := report.read_text():
+        pytest.fail(f"make book fails\n{problem}", pytrace=False)
+    return SITE
+
+
+def pages(site: Path) -> list[Path]:
+    return [page for page in site.rglob("*.html") if "_static" not in page.parts]
+
+
+@cache
+def soup(page: Path) -> BeautifulSoup:
+    return BeautifulSoup(page.read_text(), "html.parser")
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    return frozenset(tag["id"] for tag in soup(page).find_all(id=True))
+
+
+def loaded(page: Path) -> list[str]:
+    """What a browser fetches by itself when it opens the page."""
+    tags = soup(page).select("script[src], img[src], iframe[src], source[src], video[src]")
+    links = [tag for tag in soup(page).select("link[href]") if "canonical" not in tag["rel"]]
+    inline = " ".join(tag.text for tag in soup(page).select("style, script:not([src])"))
+    calls = re.findall(r"""(?:url\(|@import|import|fetch\()\s*["'(]*(https?://[^"')]+)""", inline)
+    return [tag["src"] for tag in tags] + [tag["href"] for tag in links] + calls
+
+
+def test_site_loads_nothing_from_elsewhere(site):
+    remote = re.compile(r"(?:https?:)?//")
+    assert len(pages(site)) > len(CHAPTERS)
+    found = {(page.name, url) for page in pages(site) for url in loaded(page) if remote.match(url)}
+    for style in site.rglob("*.css"):
+        urls = re.findall(r"""(?:url\(|@import)\s*["']?([^"')]+)""", style.read_text())
+        found |= {(style.name, url) for url in urls if remote.match(url)}
+    assert not found
+
+
+def test_site_has_no_broken_link(site):
+    broken = []
+    for page in pages(site):
+        for url in [tag["href"] for tag in soup(page).select("a[href]")] + loaded(page):
+            parts = urlsplit(url)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            fragment = unquote(parts.fragment)
+            missing = fragment and target.suffix == ".html" and fragment not in anchors(target)
+            if not target.exists() or missing:
+                broken.append(f"{page.relative_to(site)}: {url}")
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_figures_have_alternative_text(site, chapter):
+    article = soup(site / "book" / f"{chapter}.html").select_one("article")
+    for image in article.find_all("img"):
+        assert len(image.get("alt", "")) >= 25, f"describe the figure: {image.get('alt')!r}"
+    for figure in article.select(".cell_output svg, .gla-viz svg"):
+        assert figure.get("role") == "img", "an SVG figure has role=img"
+        assert figure.get("aria-label") or figure.find("title"), "an SVG figure has a label"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_numbers_agree_between_site_and_notebook(site, chapter):
+    page = soup(site / "book" / f"{chapter}.html")
+    on_page = [tag.text.strip("()#\n ") for tag in page.select("article .eqno")]
+    in_notebook = [
+        number
+        for cell in notebook(chapter).cells
+        for number in re.findall(r"\\tag\{([\d.]+)\}", cell.source)
+    ]
+    assert on_page == in_notebook
+    assert {number.split(".")[0] for number in on_page} <= {str(int(chapter[:2]))}
+    assert page.select_one("article h1").text.startswith(f"{int(chapter[:2])}. ")
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_download_is_the_generated_notebook(site, chapter):
+    page = site / "book" / f"{chapter}.html"
+    link = soup(page).select_one("a.btn-download-notebook-button")["href"]
+    generated = ROOT / "notebooks" / f"{chapter}.ipynb"
+    assert (page.parent / link).read_bytes() == generated.read_bytes()
