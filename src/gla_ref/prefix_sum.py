@@ -133,7 +133,7 @@ def _length(x: Tensor | Sequence[Tensor], dim: int) -> int:
         if lengths[-1] != lengths[0] or lengths[0] == 0:
             want = lengths[0] or "at least 1"
             raise ValueError(
-                f"xs[{i}]: expected length {want} along axis {dim}, got {list(x.shape)}"
+                f"{name}: expected length {want} along axis {dim}, got shape {list(x.shape)}"
             )
     return lengths[0]
 
