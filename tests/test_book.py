@@ -130,6 +130,19 @@ def test_module_names_its_chapter(module):
     assert {int(n) for n in re.findall(r"\d+", named[0])} <= numbers, named[0]
 
 
+def test_api_page_lists_every_module():
+    listed = re.findall(r"automodule:: ([\w.]+)", (ROOT / "book" / "api.md").read_text())
+    names = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in MODULES}
+    assert names == set(listed) - {"gla_ref"}
+
+
+def test_readme_example_runs():
+    (example,) = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "README.md").read_text())
+    result = run("-c", example)
+    assert result.returncode == 0, result.stderr
+    assert float(re.search(r"[\d.]+e-\d+|0\.", result.stdout)[0]) < 1e-12
+
+
 def test_broken_cell_fails_the_build(tmp_path):
     for name in ("_config.yml", "requirements.txt", "src", "book/_ext", "book/_static"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
