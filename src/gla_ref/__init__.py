@@ -1,0 +1,49 @@
+"""gla_ref: exact references for softmax, linear and gated linear attention (chapters 1 to 9).
+
+`FORMS[mechanism][form]` is a function `o, state = form(q, k, v, ..., *, scale=None, initial_state=None,
+cu_seqlens=None, **options)`; every form of a mechanism computes the same thing. Importing the
+package needs neither Triton nor a GPU.
+"""
+
+from . import gates, gla, gla_backward, linear_attention, prefix_sum, simple_gla, softmax, softmax_attention
+
+__version__ = "0.1.0"
+__all__ = [
+    "FORMS",
+    "gates",
+    "gla",
+    "gla_backward",
+    "linear_attention",
+    "prefix_sum",
+    "simple_gla",
+    "softmax",
+    "softmax_attention",
+]
+
+FORMS = {
+    "softmax_attention": {
+        "recurrent": softmax_attention.recurrent,
+        "parallel": softmax_attention.parallel,
+        "two_pass": softmax_attention.two_pass,
+        "flash": softmax_attention.flash,
+    },
+    "linear_attention": {
+        "recurrent": linear_attention.recurrent,
+        "parallel": linear_attention.parallel,
+        "chunkwise": linear_attention.chunkwise,
+        "scan": linear_attention.scan,
+    },
+    "simple_gla": {
+        "recurrent": simple_gla.recurrent,
+        "parallel": simple_gla.parallel,
+        "chunkwise": simple_gla.chunkwise,
+    },
+    "gla": {
+        "recurrent": gla.recurrent,
+        "parallel": gla.parallel,
+        "parallel_log": gla.parallel_log,
+        "scan": gla.scan,
+        "chunkwise": gla.chunkwise,
+        "chunkwise_two_level": gla.chunkwise_two_level,
+    },
+}

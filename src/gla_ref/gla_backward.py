@@ -1,0 +1,155 @@
+"""Gradients of Gated Linear Attention in closed form, chunk by chunk (chapter 9).
+
+With P_ij = sum_K q_i k_j exp(b_i - b_j), the state S_n at the end of chunk n and dS_n, the gradient that reaches it
+from later outputs and from the final state, the gradient of the log gate at token t of chunk n is
+
+    dg_t = sum_{i >= t, i in n} (q_i * dq_i - k_i * dk_i) + rowsum(S_n * dS_n)
+
+The paper sums from t to the end of the sequence instead: the same on paper, but in floating point the
+terms that cancel pile up. The i = j terms of dq and dk cancel exactly and are left out of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ._contract import (
+    check_chunk,
+    check_cu_seqlens,
+    check_gate,
+    check_scale,
+    check_state,
+    check_tensors,
+    compute_dtype,
+    per_sequence,
+)
+from .gates import decay_from_start, decay_to_end, segment_sum
+from .gla import _decayed, _gate, _update, _weighted
+
+__all__ = ["Gradients", "backward"]
+
+SHAPES = {name: f"B T H {x}" for name, x in {"q": "K", "k": "K", "v": "V", "g": "K", "g_v": "V", "do": "V"}.items()}
+
+
+class Gradients(NamedTuple):
+    """Gradients of a scalar loss, each in the shape of what it belongs to and in the compute precision."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dg_v: Tensor | None
+    d_initial_state: Tensor
+
+
+@torch.no_grad()
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    do: Tensor,
+    dS: Tensor | None = None,
+    *,
+    g_v: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    C: int = 64,
+) -> Gradients:
+    """Gradients of every form of :mod:`gla_ref.gla`, from its inputs and the gradients of its results alone.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`.
+        g: natural log gates `[B, T, H, K]` in [-inf, 0]; where g = -inf its gradient is exactly 0.
+        do: gradient of o, `[B, T, H, V]`.
+        dS: gradient of the final state, `[N_seq, H, K, V]`, zeros when None.
+        g_v: natural log gates on the value axis, `[B, T, H, V]`, or None.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: `[N_seq, H, K, V]`, zeros when None.
+        cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed sequences (B = 1).
+        C: chunk length; states are kept at chunk ends only.
+
+    Returns:
+        Gradients(dq, dk, dv, dg, dg_v, d_initial_state); dg_v is None without g_v.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+
+    Source: GLA paper, section 4.3, appendices B (d log alpha) and C (d log beta).
+    """
+    tokens = {"q": q, "k": k, "v": v, "g": g, "g_v": g_v, "do": do}
+    sizes = check_tensors(tokens, SHAPES)
+    check_gate("g", g), check_gate("g_v", g_v), check_chunk(C=C)
+    scale, ends = check_scale(scale, sizes["K"]), check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"])
+    dtype = compute_dtype(*tokens.values(), initial_state, dS)
+    tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
+    N = sizes["B"] if ends is None else len(ends) - 1
+    states = {
+        name: check_state(name, x, sizes, N, tokens["v"]) for name, x in {"initial_state": initial_state, "dS": dS}.items()
+    }
+
+    def one(q, k, v, g, g_v, do, initial_state, dS):
+        """Forward over the chunks for the states, then back over them with dS."""
+        chunks = [rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v, g, do)]
+        chunks.append([None] * len(chunks[0]) if g_v is None else rearrange(g_v, "b t h d -> b h t d").split(C, -2))
+        chunks, S = list(zip(*chunks, strict=True)), [initial_state]
+        for _, k_n, v_n, g_n, _, h_n in chunks:
+            S.append(_update(k_n, v_n, S[-1], g_n, h_n))
+        out = []
+        for n in reversed(range(len(chunks))):
+            *grads, dS = _chunk_backward(*chunks[n], S[n], S[n + 1], dS)
+            out.insert(0, grads)
+        dq, dk, dv, dg, dg_v = (
+            None if xs[0] is None else rearrange(torch.cat(xs, -2), "b h t d -> b t h d")
+            for xs in zip(*out, strict=True)
+        )
+        return (scale * dq, dk, dv, dg, dg_v), (dS,)
+
+    grads, (d_initial_state,) = per_sequence(one, ends, tokens, states)
+    return Gradients(*grads, d_initial_state)
+
+
+def _chunk_backward(q, k, v, g, do, g_v, S, S_end, dS_end):
+    """Gradients of one chunk, `[B, H, C, ...]`; q carries the scale. Returns dq, dk, dv, dg, dg_v and dS before it."""
+    E = segment_sum(g).exp()  # [B H C C K], 0 above the diagonal
+    dP = (
+        (do @ v.mT).tril()
+        if g_v is None
+        else (do[..., :, None, :] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-1)
+    )
+    P = (q[..., :, None, :] * k[..., None, :, :] * E).sum(-1)  # [B H C C]
+    own, dP_own = P.diagonal(dim1=-2, dim2=-1)[..., None], dP.diagonal(dim1=-2, dim2=-1)[..., None]  # the i = j terms
+
+    q_in, do_in = _decayed(q, g, decay_from_start), _decayed(do, g_v, decay_from_start)  # as they meet S
+    k_out, v_out = _decayed(k, g, decay_to_end), _decayed(v, g_v, decay_to_end)  # as they enter S_end
+    dq = _decayed(do_in @ S.mT, g, decay_from_start) + (dP.tril(-1)[..., None] * k[..., None, :, :] * E).sum(-2)
+    dk = _decayed(v_out @ dS_end.mT, g, decay_to_end) + (dP.tril(-1)[..., None] * q[..., :, None, :] * E).sum(-3)
+    dv = _decayed(k_out @ dS_end, g_v, decay_to_end) + _transposed(P.tril(-1), do, g_v)
+    dS = _gate(g.sum(-2), None if g_v is None else g_v.sum(-2)) * dS_end + q_in.mT @ do_in
+
+    dg = _gate_gradient(q * dq - k * dk, (S_end * dS_end).sum(-1), g)
+    dg_v = None
+    if g_v is not None:
+        o = _decayed(q_in @ S, g_v, decay_from_start) + _weighted(P.tril(-1), v, g_v)
+        dg_v = _gate_gradient(o * do - v * dv, (S_end * dS_end).sum(-2), g_v)
+    return dq + dP_own * k, dk + dP_own * q, dv + own * do, dg, dg_v, dS
+
+
+def _transposed(P: Tensor, do: Tensor, g_v: Tensor | None) -> Tensor:
+    """dv_j = sum_i P_ij do_i, each column decayed on its way from i back to j."""
+    if g_v is None:
+        return P.mT @ do
+    return (P[..., None] * do[..., :, None, :] * segment_sum(g_v).exp()).sum(-3)
+
+
+def _gate_gradient(x: Tensor, at_end: Tensor, g: Tensor) -> Tensor:
+    """Reverse inclusive sum of x inside the chunk plus what reaches the chunk's end; 0 where g = -inf."""
+    dg = x.flip(-2).cumsum(-2).flip(-2) + at_end[..., None, :]
+    return torch.where(g == -torch.inf, 0, dg)

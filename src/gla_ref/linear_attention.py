@@ -1,0 +1,153 @@
+"""Linear attention in four forms that compute the same thing (chapters 4 and 5).
+
+    S_t = S_{t-1} + phi(k_t)^T v_t,    o_t = scale * phi(q_t) S_t,    normalised: o_t / (phi(q_t) z_t)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+from torch.nn import functional as F
+
+from ._contract import check_scale, check_tensors, compute_dtype, form
+from .prefix_sum import hillis_steele
+
+__all__ = ["chunkwise", "dpfp", "elu_plus_one", "exponential", "parallel", "polynomial2", "recurrent", "scan"]
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """elu(x) + 1, positive, `[..., K]` to `[..., K]`. Source: Katharopoulos et al. 2020, eq. 7."""
+    return F.elu(x) + 1
+
+
+def exponential(x: Tensor, t: float = 1.0) -> Tensor:
+    """exp(t x), element-wise: a larger t concentrates the attention. Source: GLA paper, appendix A.1."""
+    return (t * x).exp()
+
+
+def polynomial2(x: Tensor) -> Tensor:
+    """All products x_i x_j, `[..., K]` to `[..., K * K]`: phi(q) phi(k)^T = (q k^T)^2."""
+    return rearrange(x[..., :, None] * x[..., None, :], "... i j -> ... (i j)")
+
+
+def dpfp(x: Tensor, nu: int = 1) -> Tensor:
+    """Deterministic parameter-free projection, `[..., K]` to `[..., 2 * K * nu]`. Source: Schlag et al. 2021, eq. 37."""
+    x = torch.cat([x.relu(), (-x).relu()], -1)
+    return torch.cat([x * x.roll(shift, -1) for shift in range(1, nu + 1)], -1)
+
+
+def _featured(body: Callable) -> Callable:
+    """Add `feature_map` and `normalize` to a form of the bare recurrence.
+
+    The normaliser z_t = z_{t-1} + phi(k_t) is the state of one more value column that holds 1.
+    """
+
+    @functools.wraps(body)
+    def wrapper(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+        cu_seqlens: Tensor | None = None,
+        feature_map: Callable[[Tensor], Tensor] | None = None,
+        normalize: bool = False,
+        **options,
+    ):
+        sizes = check_tensors({"q": q, "k": k, "v": v}, {"q": "B T H K", "k": "B T H K", "v": "B T H V"})
+        scale, dtype, result = check_scale(scale, sizes["K"]), compute_dtype(q, k, v), v.dtype
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        if feature_map is not None:
+            q, k = feature_map(q), feature_map(k)
+        if normalize:
+            v = F.pad(v, (0, 1), value=1)
+            if initial_state is not None:
+                if not isinstance(initial_state, tuple) or len(initial_state) != 2:
+                    raise TypeError(f"initial_state: expected (S, z) with normalize=True, got {type(initial_state).__name__}")
+                S, z = initial_state
+                if S.shape[:-1] != z.shape:
+                    raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}")
+                initial_state = torch.cat([S, z[..., None]], -1)
+        o, S = body(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+        if not normalize:
+            return o.to(result), S
+        return (o[..., :-1] / o[..., -1:]).to(result), (S[..., :-1], S[..., -1])
+
+    own = [p for p in inspect.signature(wrapper, follow_wrapped=False).parameters.values() if p.kind != p.VAR_KEYWORD]
+    extra = [p for name, p in inspect.signature(body).parameters.items() if name in ("C",)]
+    wrapper.__signature__ = inspect.Signature(own + extra)
+    wrapper.__doc__ = (body.__doc__ or "") + _ARGUMENTS
+    return wrapper
+
+
+_ARGUMENTS = """
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: S `[N_seq, H, K', V]`, or (S, z) with z `[N_seq, H, K']` when normalised; zeros when None.
+        cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed sequences (B = 1).
+        feature_map: phi, applied to q and k, K features to K'; None is the identity.
+        normalize: divide by phi(q_t) z_t; meant for positive feature maps.
+
+    Returns:
+        o `[B, T, H, V]` in the dtype of v, and the final state.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+
+
+@_featured
+@form()
+def recurrent(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """Token by token: two vector operations and one state (GLA paper, eq. 1)."""
+    S, o = initial_state, []
+    for t in range(q.shape[1]):
+        S = S + k[:, t, :, :, None] * v[:, t, :, None, :]  # [B H K V]
+        o.append(scale * (q[:, t, :, :, None] * S).sum(-2))
+    return torch.stack(o, 1), S
+
+
+@_featured
+@form()
+def parallel(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """All pairs of tokens at once, (Q K^T * M) V; quadratic in T."""
+    q, k, v = (rearrange(x, "b t h d -> b h t d") for x in (scale * q, k, v))
+    P = (q @ k.mT).tril()  # [B H T T]
+    o = P @ v + q @ initial_state
+    return rearrange(o, "b h t d -> b t h d"), initial_state + k.mT @ v
+
+
+@_featured
+@form()
+def chunkwise(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+    """Chunks of C tokens: parallel inside, recurrent between (GLA paper, section 2.2; Hua et al. 2022)."""
+    q, k, v = (rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v))
+    S, o = initial_state, []
+    for q_n, k_n, v_n in zip(q, k, v, strict=True):
+        P = (q_n @ k_n.mT).tril()  # [B H C C]
+        o.append(q_n @ S + P @ v_n)  # inter-chunk + intra-chunk
+        S = S + k_n.mT @ v_n
+    return rearrange(torch.cat(o, -2), "b h t d -> b t h d"), S
+
+
+@_featured
+@form()
+def scan(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """An associative scan over pairs (alpha, S), every state in memory: log2 T steps, T K V numbers.
+
+    (a1, S1) then (a2, S2) is (a1 a2, a2 S1 + S2); here alpha = 1, chapter 7 gives it a meaning.
+    """
+    write = k[..., :, None] * v[..., None, :]  # [B T H K V]
+    alpha = torch.ones_like(write[..., :1, :1])
+    alpha, S = hillis_steele(lambda x, y: (x[0] * y[0], y[0] * x[1] + y[1]), (alpha, write))
+    S = S + alpha * repeat(initial_state, "b h k v -> b t h k v", t=1)
+    return scale * (q[..., :, None] * S).sum(-2), S[:, -1]

@@ -1,0 +1,101 @@
+"""Linear attention with one scalar gate a head, as in RetNet, lightning attention and Mamba-2 (chapters 7 and 8).
+
+    S_t = exp(g_t) S_{t-1} + k_t^T v_t,    o_t = scale * q_t S_t,    g_t <= 0 a number for each head
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ._contract import form
+from .gates import decay_to_end, segment_sum
+
+__all__ = ["chunkwise", "parallel", "recurrent"]
+
+
+@form(g="B T H")
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Token by token; in float64 the oracle of this mechanism (Mamba-2 paper, section 2; RetNet paper, eq. 6).
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`.
+        g: natural log gates `[B, T, H]` in [-inf, 0].
+        scale: factor on q, K^-0.5 when None.
+        initial_state: `[N_seq, H, K, V]`, zeros when None.
+        cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed sequences (B = 1).
+
+    Returns:
+        o `[B, T, H, V]` in the dtype of v, and the final state `[N_seq, H, K, V]`, at least float32.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    S, o = initial_state, []
+    for t in range(q.shape[1]):
+        S = g[:, t, :, None, None].exp() * S + k[:, t, :, :, None] * v[:, t, :, None, :]  # [B H K V]
+        o.append(scale * (q[:, t, :, :, None] * S).sum(-2))
+    return torch.stack(o, 1), S
+
+
+@form(g="B T H")
+def parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """All pairs at once through the ratio b_i / b_j of cumulative products; kept as the form that breaks.
+
+    Right while the total decay of the sequence stays well inside the exponent range; beyond it
+    1 / b_j overflows, and inf * 0 is NaN. Arguments and results as in :func:`recurrent`.
+    """
+    q, k, v = (rearrange(x, "b t h d -> b h t d") for x in (scale * q, k, v))
+    b = rearrange(g, "b t h -> b h t 1").cumsum(-2).exp()
+    P = ((q * b) @ (k / b).mT).tril()
+    o = P @ v + (q * b) @ initial_state
+    S = b[..., -1:, :] * (initial_state + (k / b).mT @ v)
+    return rearrange(o, "b h t d -> b t h d"), S
+
+
+@form(g="B T H")
+def chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    C: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Chunks of C tokens; one decay matrix `[C, C]` a chunk multiplies the scores (Mamba-2 paper, section 6).
+
+    A scalar gate factors out of q k^T, so the scores stay one matrix product and every exponent
+    is <= 0: right for every gate in [-inf, 0]. Arguments and results as in :func:`recurrent`.
+    """
+    q, k, v, g = (rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v, g[..., None]))
+    S, o = initial_state, []
+    for q_n, k_n, v_n, g_n in zip(q, k, v, g, strict=True):
+        b = g_n.cumsum(-2)  # [B H C 1]: decay since the chunk's start
+        P = (q_n @ k_n.mT) * segment_sum(g_n)[..., 0].exp()  # [B H C C]
+        o.append((q_n * b.exp()) @ S + P @ v_n)
+        S = b[..., -1:, :].exp() * S + (k_n * decay_to_end(g_n).exp()).mT @ v_n
+    return rearrange(torch.cat(o, -2), "b h t d -> b t h d"), S
