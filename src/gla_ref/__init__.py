@@ -5,11 +5,22 @@ cu_seqlens=None, **options)`; every form of a mechanism computes the same thing.
 package needs neither Triton nor a GPU.
 """
 
-from . import gates, gla, gla_backward, linear_attention, prefix_sum, simple_gla, softmax, softmax_attention
+from . import (
+    costs,
+    gates,
+    gla,
+    gla_backward,
+    linear_attention,
+    prefix_sum,
+    simple_gla,
+    softmax,
+    softmax_attention,
+)
 
 __version__ = "0.1.0"
 __all__ = [
     "FORMS",
+    "costs",
     "gates",
     "gla",
     "gla_backward",

@@ -15,7 +15,15 @@ import torch
 from einops import parse_shape
 from torch import Tensor
 
-__all__ = ["check_chunk", "check_cu_seqlens", "check_gate", "check_tensors", "compute_dtype", "form", "per_sequence"]
+__all__ = [
+    "check_chunk",
+    "check_cu_seqlens",
+    "check_gate",
+    "check_tensors",
+    "compute_dtype",
+    "form",
+    "per_sequence",
+]
 
 
 def check_tensors(tensors: dict[str, Tensor | None], shapes: dict[str, str]) -> dict[str, int]:
@@ -33,15 +41,21 @@ def check_tensors(tensors: dict[str, Tensor | None], shapes: dict[str, str]) -> 
     given = {name: x for name, x in tensors.items() if x is not None}
     for name, x in given.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor of shape [{shapes[name]}], got {type(x).__name__}")
+            raise TypeError(
+                f"{name}: expected a torch.Tensor of shape [{shapes[name]}], got {type(x).__name__}"
+            )
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name}: expected a floating-point dtype, got {x.dtype}")
         axes = shapes[name].split()
         if x.ndim != len(axes):
-            raise ValueError(f"{name}: expected {len(axes)} axes [{shapes[name]}], got shape {list(x.shape)}")
+            raise ValueError(
+                f"{name}: expected {len(axes)} axes [{shapes[name]}], got shape {list(x.shape)}"
+            )
         for axis, size in parse_shape(x, shapes[name]).items():
             if size == 0:
-                raise ValueError(f"{name}: axis {axis} must not be empty, got shape {list(x.shape)}")
+                raise ValueError(
+                    f"{name}: axis {axis} must not be empty, got shape {list(x.shape)}"
+                )
             want, source = sizes.setdefault(axis, (size, name))
             if size != want:
                 raise ValueError(
@@ -50,16 +64,22 @@ def check_tensors(tensors: dict[str, Tensor | None], shapes: dict[str, str]) -> 
     first = next(iter(given))
     for name, x in given.items():
         if x.device != given[first].device:
-            raise ValueError(f"{name}: expected device {given[first].device} as for {first}, got {x.device}")
+            raise ValueError(
+                f"{name}: expected device {given[first].device} as for {first}, got {x.device}"
+            )
         if name in ("k", "v", "do") and x.dtype != given[first].dtype:
-            raise TypeError(f"{name}: expected dtype {given[first].dtype} as for {first}, got {x.dtype}")
+            raise TypeError(
+                f"{name}: expected dtype {given[first].dtype} as for {first}, got {x.dtype}"
+            )
     return {axis: size for axis, (size, _) in sizes.items()}
 
 
 def check_gate(name: str, g: Tensor | None) -> None:
     """Log gates lie in [-inf, 0]; anything else (NaN too) is a ValueError."""
     if g is not None and not (g <= 0).all():
-        raise ValueError(f"{name}: log gates must lie in [-inf, 0], got a largest value of {g.max().item()}")
+        raise ValueError(
+            f"{name}: log gates must lie in [-inf, 0], got a largest value of {g.max().item()}"
+        )
 
 
 def check_chunk(**sizes: int) -> None:
@@ -81,12 +101,16 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int) -> list[int] | N
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: expected an int32 or int64 tensor, got {got}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens: expected shape [N_seq + 1], N_seq >= 1, got {list(cu_seqlens.shape)}")
+        raise ValueError(
+            f"cu_seqlens: expected shape [N_seq + 1], N_seq >= 1, got {list(cu_seqlens.shape)}"
+        )
     if B != 1:
         raise ValueError(f"cu_seqlens: packed sequences need batch size B = 1, got B = {B}")
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
-        raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {T} without falling, got {ends}")
+        raise ValueError(
+            f"cu_seqlens: expected to rise from 0 to T = {T} without falling, got {ends}"
+        )
     return ends
 
 
@@ -101,10 +125,14 @@ def check_scale(scale: float | None, K: int) -> float:
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The precision that a reference works in: that of its widest input, and at least float32."""
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32)
+    return functools.reduce(
+        torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32
+    )
 
 
-def check_state(name: str, state: Tensor | None, sizes: dict[str, int], N: int, like: Tensor) -> Tensor:
+def check_state(
+    name: str, state: Tensor | None, sizes: dict[str, int], N: int, like: Tensor
+) -> Tensor:
     """Return the state `[N, H, K, V]` in the precision of `like`: zeros when None was given."""
     shape = (N, sizes["H"], sizes["K"], sizes["V"])
     if state is None:
@@ -113,17 +141,22 @@ def check_state(name: str, state: Tensor | None, sizes: dict[str, int], N: int, 
         got = state.dtype if isinstance(state, Tensor) else type(state).__name__
         raise TypeError(f"{name}: expected a float32 or float64 tensor, got {got}")
     if tuple(state.shape) != shape:
-        raise ValueError(f"{name}: expected shape [N_seq, H, K, V] = {list(shape)}, got {list(state.shape)}")
+        raise ValueError(
+            f"{name}: expected shape [N_seq, H, K, V] = {list(shape)}, got {list(state.shape)}"
+        )
     if state.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, got {state.device}")
     return state.to(like.dtype)
 
 
-def per_sequence(body: Callable, ends: list[int] | None, tokens: dict, states: dict) -> tuple[tuple, tuple]:
+def per_sequence(
+    body: Callable, ends: list[int] | None, tokens: dict, states: dict
+) -> tuple[tuple, tuple]:
     """Call `body` once for the batch or, when packed, once for each sequence, and join what it returns.
 
     `tokens` are tensors `[B, T, ...]`, `states` tensors `[N_seq, ...]`; `body` returns a tuple of token
-    tensors and a tuple of state tensors (an entry may be None). An empty sequence is not computed: it leaves its state as it was.
+    tensors and a tuple of state tensors (an entry may be None). An empty sequence is not computed: its
+    state, the last of `states`, comes out as it went in.
     """
     if ends is None:
         return body(**tokens, **states)
@@ -133,12 +166,16 @@ def per_sequence(body: Callable, ends: list[int] | None, tokens: dict, states: d
         if a == b:
             finals.append(tuple(here.values())[-1:])
             continue
-        out, final = body(**{name: x if x is None else x[:, a:b] for name, x in tokens.items()}, **here)
+        out, final = body(
+            **{name: x if x is None else x[:, a:b] for name, x in tokens.items()}, **here
+        )
         outs.append(out)
         finals.append(final)
 
     def join(parts, dim):
-        return tuple(None if xs[0] is None else torch.cat(xs, dim) for xs in zip(*parts, strict=True))
+        return tuple(
+            None if xs[0] is None else torch.cat(xs, dim) for xs in zip(*parts, strict=True)
+        )
 
     return join(outs, 1), join(finals, 0)
 
@@ -169,7 +206,9 @@ def form(**gates: str) -> Callable:
             options["scale"] = check_scale(options["scale"], sizes["K"])
             ends = check_cu_seqlens(options.pop("cu_seqlens"), sizes["B"], sizes["T"])
             initial, result = options.pop("initial_state"), tokens["v"].dtype
-            dtype = compute_dtype(*tokens.values(), initial if isinstance(initial, Tensor) else None)
+            dtype = compute_dtype(
+                *tokens.values(), initial if isinstance(initial, Tensor) else None
+            )
             tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
             N = sizes["B"] if ends is None else len(ends) - 1
             state = check_state("initial_state", initial, sizes, N, tokens["v"])

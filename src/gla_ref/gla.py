@@ -19,7 +19,15 @@ from ._contract import check_chunk, form
 from .gates import decay_from_start, decay_to_end, segment_sum
 from .prefix_sum import hillis_steele
 
-__all__ = ["chunkwise", "chunkwise_two_level", "parallel", "parallel_log", "recurrent", "scan", "two_level_blocks"]
+__all__ = [
+    "chunkwise",
+    "chunkwise_two_level",
+    "parallel",
+    "parallel_log",
+    "recurrent",
+    "scan",
+    "two_level_blocks",
+]
 
 
 def _gate(g: Tensor, g_v: Tensor | None) -> Tensor:
@@ -92,7 +100,11 @@ def _scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 def _weighted(P: Tensor, v: Tensor, g_v: Tensor | None, mm: Callable = torch.matmul) -> Tensor:
     """P v; with a gate on V every value also decays on its way from j to i."""
-    return mm(P, v) if g_v is None else (P[..., None] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-2)
+    return (
+        mm(P, v)
+        if g_v is None
+        else (P[..., None] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-2)
+    )
 
 
 def _decayed(x: Tensor, g: Tensor | None, since: Callable[[Tensor], Tensor]) -> Tensor:
@@ -100,13 +112,17 @@ def _decayed(x: Tensor, g: Tensor | None, since: Callable[[Tensor], Tensor]) -> 
     return x if g is None else x * since(g).exp()
 
 
-def _read(q: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None, mm: Callable = torch.matmul) -> Tensor:
+def _read(
+    q: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None, mm: Callable = torch.matmul
+) -> Tensor:
     """What the tokens of a chunk read from the state S before it (the paper's Lambda decays q)."""
     return _decayed(mm(_decayed(q, g, decay_from_start), S), g_v, decay_from_start)
 
 
-def _update(k: Tensor, v: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None, mm: Callable = torch.matmul) -> Tensor:
-    """The state after a chunk: S decayed by the whole chunk, plus every write decayed to its end (the paper's Gamma)."""
+def _update(
+    k: Tensor, v: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None, mm: Callable = torch.matmul
+) -> Tensor:
+    """The state after a chunk: S decayed by all of it, plus every write decayed to its end (the paper's Gamma)."""
     write = mm(_decayed(k, g, decay_to_end).mT, _decayed(v, g_v, decay_to_end))
     return _gate(g.sum(-2), None if g_v is None else g_v.sum(-2)) * S + write
 
@@ -135,7 +151,9 @@ def scan(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=Non
 
 
 @form(g="B T H K", g_v="B T H V")
-def chunkwise(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+def chunkwise(
+    q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64
+):
     """Chunks of C tokens: `parallel_log` inside, recurrent between (GLA paper, section 4.2)."""
     split = [x.split(C, -2) for x in _heads_first(scale * q, k, v, g)]
     split.append([None] * len(split[0]) if g_v is None else _heads_first(g_v)[0].split(C, -2))
@@ -166,7 +184,18 @@ def two_level_blocks(T: int, C: int, c: int) -> Iterator[tuple[str, slice, slice
 
 @form(g="B T H K", g_v="B T H V")
 def chunkwise_two_level(
-    q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64, c: int = 16, round_to=None
+    q,
+    k,
+    v,
+    g,
+    *,
+    g_v=None,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    C: int = 64,
+    c: int = 16,
+    round_to=None,
 ):
     """Chunks of C tokens in sub-chunks of c: matrix products but for the diagonal blocks.
 
@@ -183,7 +212,9 @@ def chunkwise_two_level(
     """
 
     def mm(x, y):
-        return x @ y if round_to is None else x.to(round_to).to(x.dtype) @ y.to(round_to).to(y.dtype)
+        return (
+            x @ y if round_to is None else x.to(round_to).to(x.dtype) @ y.to(round_to).to(y.dtype)
+        )
 
     q, k, v, g, g_v = _heads_first(scale * q, k, v, g, g_v)
     S, o = initial_state, torch.zeros_like(v)
@@ -196,7 +227,9 @@ def chunkwise_two_level(
             S = _update(k[..., rows, :], v[..., rows, :], S, g_i, h_i, mm)
         elif kind == "inter-sub-chunk":
             P = mm(_decayed(q_i, g_i, decay_from_start), _decayed(k_j, g_j, decay_to_end).mT)
-            o[..., rows, :] += _decayed(mm(P, _decayed(v_j, h_j, decay_to_end)), h_i, decay_from_start)
+            o[..., rows, :] += _decayed(
+                mm(P, _decayed(v_j, h_j, decay_to_end)), h_i, decay_from_start
+            )
         else:
             o[..., rows, :] += _weighted(_scores(q_i, k_j, g_i), v_j, h_i, mm)
     return rearrange(o, "b h t d -> b t h d"), S

@@ -1,12 +1,15 @@
 """Gradients of Gated Linear Attention in closed form, chunk by chunk (chapter 9).
 
-With P_ij = sum_K q_i k_j exp(b_i - b_j), the state S_n at the end of chunk n and dS_n, the gradient that reaches it
-from later outputs and from the final state, the gradient of the log gate at token t of chunk n is
+Changing the log gate g_t scales every path that crosses token t: from a write j < t, or from the state S before the
+chunk, to a read i >= t, or to the state after the chunk, whose gradient is dS. Inside a chunk of C tokens
 
-    dg_t = sum_{i >= t, i in n} (q_i * dq_i - k_i * dk_i) + rowsum(S_n * dS_n)
+    dg_t = sum_{i >= t} (q_i * dq_i - k_i * dk_i) over the chunk's own pairs      write to read
+         + sum_{i >= t} q_i * dq_i from S  +  sum_{j < t} k_j * dk_j from dS      state to read, write to state
+         + rowsum(exp(b_C) S * dS)                                               state to state
 
-The paper sums from t to the end of the sequence instead: the same on paper, but in floating point the
-terms that cancel pile up. The i = j terms of dq and dk cancel exactly and are left out of the sum.
+The paper sums q * dq - k * dk from t to the end of the sequence instead: the same on paper, but paths that lie wholly
+after t enter twice with opposite signs, and in floating point they no longer cancel. Here only the chunk's own
+pairs cancel, and of those the i = j terms are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn import functional as F
 
 from ._contract import (
     check_chunk,
@@ -28,11 +32,14 @@ from ._contract import (
     per_sequence,
 )
 from .gates import decay_from_start, decay_to_end, segment_sum
-from .gla import _decayed, _gate, _update, _weighted
+from .gla import _decayed, _gate, _read, _update, _weighted
 
 __all__ = ["Gradients", "backward"]
 
-SHAPES = {name: f"B T H {x}" for name, x in {"q": "K", "k": "K", "v": "V", "g": "K", "g_v": "V", "do": "V"}.items()}
+SHAPES = {
+    name: f"B T H {x}"
+    for name, x in {"q": "K", "k": "K", "v": "V", "g": "K", "g_v": "V", "do": "V"}.items()
+}
 
 
 class Gradients(NamedTuple):
@@ -87,24 +94,32 @@ def backward(
     tokens = {"q": q, "k": k, "v": v, "g": g, "g_v": g_v, "do": do}
     sizes = check_tensors(tokens, SHAPES)
     check_gate("g", g), check_gate("g_v", g_v), check_chunk(C=C)
-    scale, ends = check_scale(scale, sizes["K"]), check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"])
+    scale, ends = (
+        check_scale(scale, sizes["K"]),
+        check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"]),
+    )
     dtype = compute_dtype(*tokens.values(), initial_state, dS)
     tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
     N = sizes["B"] if ends is None else len(ends) - 1
     states = {
-        name: check_state(name, x, sizes, N, tokens["v"]) for name, x in {"initial_state": initial_state, "dS": dS}.items()
+        name: check_state(name, x, sizes, N, tokens["v"])
+        for name, x in {"initial_state": initial_state, "dS": dS}.items()
     }
 
     def one(q, k, v, g, g_v, do, initial_state, dS):
         """Forward over the chunks for the states, then back over them with dS."""
         chunks = [rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v, g, do)]
-        chunks.append([None] * len(chunks[0]) if g_v is None else rearrange(g_v, "b t h d -> b h t d").split(C, -2))
+        chunks.append(
+            [None] * len(chunks[0])
+            if g_v is None
+            else rearrange(g_v, "b t h d -> b h t d").split(C, -2)
+        )
         chunks, S = list(zip(*chunks, strict=True)), [initial_state]
-        for _, k_n, v_n, g_n, _, h_n in chunks:
+        for _, k_n, v_n, g_n, _, h_n in chunks[:-1]:
             S.append(_update(k_n, v_n, S[-1], g_n, h_n))
         out = []
         for n in reversed(range(len(chunks))):
-            *grads, dS = _chunk_backward(*chunks[n], S[n], S[n + 1], dS)
+            *grads, dS = _chunk_backward(*chunks[n], S[n], dS)
             out.insert(0, grads)
         dq, dk, dv, dg, dg_v = (
             None if xs[0] is None else rearrange(torch.cat(xs, -2), "b h t d -> b t h d")
@@ -116,7 +131,7 @@ def backward(
     return Gradients(*grads, d_initial_state)
 
 
-def _chunk_backward(q, k, v, g, do, g_v, S, S_end, dS_end):
+def _chunk_backward(q, k, v, g, do, g_v, S, dS_end):
     """Gradients of one chunk, `[B, H, C, ...]`; q carries the scale. Returns dq, dk, dv, dg, dg_v and dS before it."""
     E = segment_sum(g).exp()  # [B H C C K], 0 above the diagonal
     dP = (
@@ -125,21 +140,28 @@ def _chunk_backward(q, k, v, g, do, g_v, S, S_end, dS_end):
         else (do[..., :, None, :] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-1)
     )
     P = (q[..., :, None, :] * k[..., None, :, :] * E).sum(-1)  # [B H C C]
-    own, dP_own = P.diagonal(dim1=-2, dim2=-1)[..., None], dP.diagonal(dim1=-2, dim2=-1)[..., None]  # the i = j terms
+    own, dP_own = (
+        P.diagonal(dim1=-2, dim2=-1)[..., None],
+        dP.diagonal(dim1=-2, dim2=-1)[..., None],
+    )  # the i = j terms
 
-    q_in, do_in = _decayed(q, g, decay_from_start), _decayed(do, g_v, decay_from_start)  # as they meet S
-    k_out, v_out = _decayed(k, g, decay_to_end), _decayed(v, g_v, decay_to_end)  # as they enter S_end
-    dq = _decayed(do_in @ S.mT, g, decay_from_start) + (dP.tril(-1)[..., None] * k[..., None, :, :] * E).sum(-2)
-    dk = _decayed(v_out @ dS_end.mT, g, decay_to_end) + (dP.tril(-1)[..., None] * q[..., :, None, :] * E).sum(-3)
-    dv = _decayed(k_out @ dS_end, g_v, decay_to_end) + _transposed(P.tril(-1), do, g_v)
-    dS = _gate(g.sum(-2), None if g_v is None else g_v.sum(-2)) * dS_end + q_in.mT @ do_in
+    read = _decayed(_decayed(do, g_v, decay_from_start) @ S.mT, g, decay_from_start)  # dq from S
+    write = _decayed(_decayed(v, g_v, decay_to_end) @ dS_end.mT, g, decay_to_end)  # dk from dS_end
+    dq = (dP.tril(-1)[..., None] * k[..., None, :, :] * E).sum(-2)
+    dk = (dP.tril(-1)[..., None] * q[..., :, None, :] * E).sum(-3)
+    G = _gate(g.sum(-2), None if g_v is None else g_v.sum(-2))
+    kept = G * S * dS_end  # [B H K V]: state to state
+    dg = _gate_gradient(q * dq - k * dk, q * read, k * write, kept.sum(-1), g)
 
-    dg = _gate_gradient(q * dq - k * dk, (S_end * dS_end).sum(-1), g)
+    v_write = _decayed(_decayed(k, g, decay_to_end) @ dS_end, g_v, decay_to_end)  # dv from dS_end
+    dv = _transposed(P.tril(-1), do, g_v)
     dg_v = None
     if g_v is not None:
-        o = _decayed(q_in @ S, g_v, decay_from_start) + _weighted(P.tril(-1), v, g_v)
-        dg_v = _gate_gradient(o * do - v * dv, (S_end * dS_end).sum(-2), g_v)
-    return dq + dP_own * k, dk + dP_own * q, dv + own * do, dg, dg_v, dS
+        o, o_read = _weighted(P.tril(-1), v, g_v), _read(q, S, g, g_v)
+        dg_v = _gate_gradient(o * do - v * dv, o_read * do, v * v_write, kept.sum(-2), g_v)
+
+    dS = G * dS_end + _decayed(q, g, decay_from_start).mT @ _decayed(do, g_v, decay_from_start)
+    return dq + read + dP_own * k, dk + write + dP_own * q, dv + v_write + own * do, dg, dg_v, dS
 
 
 def _transposed(P: Tensor, do: Tensor, g_v: Tensor | None) -> Tensor:
@@ -149,7 +171,8 @@ def _transposed(P: Tensor, do: Tensor, g_v: Tensor | None) -> Tensor:
     return (P[..., None] * do[..., :, None, :] * segment_sum(g_v).exp()).sum(-3)
 
 
-def _gate_gradient(x: Tensor, at_end: Tensor, g: Tensor) -> Tensor:
-    """Reverse inclusive sum of x inside the chunk plus what reaches the chunk's end; 0 where g = -inf."""
-    dg = x.flip(-2).cumsum(-2).flip(-2) + at_end[..., None, :]
-    return torch.where(g == -torch.inf, 0, dg)
+def _gate_gradient(pairs: Tensor, reads: Tensor, writes: Tensor, kept: Tensor, g: Tensor) -> Tensor:
+    """The four sums of the module's docstring for every t; 0 where g = -inf, which no path crosses."""
+    from_t = (pairs + reads).flip(-2).cumsum(-2).flip(-2)
+    before_t = F.pad(writes[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
+    return torch.where(g == -torch.inf, 0, from_t + before_t + kept[..., None, :])

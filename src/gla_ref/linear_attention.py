@@ -1,6 +1,6 @@
 """Linear attention in four forms that compute the same thing (chapters 4 and 5).
 
-    S_t = S_{t-1} + phi(k_t)^T v_t,    o_t = scale * phi(q_t) S_t,    normalised: o_t / (phi(q_t) z_t)
+S_t = S_{t-1} + phi(k_t)^T v_t,    o_t = scale * phi(q_t) S_t,    normalised: o_t / (phi(q_t) z_t)
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from torch.nn import functional as F
 from ._contract import check_scale, check_tensors, compute_dtype, form
 from .prefix_sum import hillis_steele
 
-__all__ = ["chunkwise", "dpfp", "elu_plus_one", "exponential", "parallel", "polynomial2", "recurrent", "scan"]
+__all__ = [
+    "chunkwise",
+    "dpfp",
+    "elu_plus_one",
+    "exponential",
+    "parallel",
+    "polynomial2",
+    "recurrent",
+    "scan",
+]
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
@@ -36,7 +45,7 @@ def polynomial2(x: Tensor) -> Tensor:
 
 
 def dpfp(x: Tensor, nu: int = 1) -> Tensor:
-    """Deterministic parameter-free projection, `[..., K]` to `[..., 2 * K * nu]`. Source: Schlag et al. 2021, eq. 37."""
+    """Deterministic parameter-free projection, `[..., K]` to `[..., 2 * K * nu]`. Source: Schlag et al. 2021."""
     x = torch.cat([x.relu(), (-x).relu()], -1)
     return torch.cat([x * x.roll(shift, -1) for shift in range(1, nu + 1)], -1)
 
@@ -60,7 +69,9 @@ def _featured(body: Callable) -> Callable:
         normalize: bool = False,
         **options,
     ):
-        sizes = check_tensors({"q": q, "k": k, "v": v}, {"q": "B T H K", "k": "B T H K", "v": "B T H V"})
+        sizes = check_tensors(
+            {"q": q, "k": k, "v": v}, {"q": "B T H K", "k": "B T H K", "v": "B T H V"}
+        )
         scale, dtype, result = check_scale(scale, sizes["K"]), compute_dtype(q, k, v), v.dtype
         q, k, v = (x.to(dtype) for x in (q, k, v))
         if feature_map is not None:
@@ -69,17 +80,27 @@ def _featured(body: Callable) -> Callable:
             v = F.pad(v, (0, 1), value=1)
             if initial_state is not None:
                 if not isinstance(initial_state, tuple) or len(initial_state) != 2:
-                    raise TypeError(f"initial_state: expected (S, z) with normalize=True, got {type(initial_state).__name__}")
+                    raise TypeError(
+                        f"initial_state: expected (S, z) with normalize=True, got {type(initial_state).__name__}"
+                    )
                 S, z = initial_state
                 if S.shape[:-1] != z.shape:
-                    raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}")
+                    raise ValueError(
+                        f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}"
+                    )
                 initial_state = torch.cat([S, z[..., None]], -1)
-        o, S = body(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+        o, S = body(
+            q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **options
+        )
         if not normalize:
             return o.to(result), S
         return (o[..., :-1] / o[..., -1:]).to(result), (S[..., :-1], S[..., -1])
 
-    own = [p for p in inspect.signature(wrapper, follow_wrapped=False).parameters.values() if p.kind != p.VAR_KEYWORD]
+    own = [
+        p
+        for p in inspect.signature(wrapper, follow_wrapped=False).parameters.values()
+        if p.kind != p.VAR_KEYWORD
+    ]
     extra = [p for name, p in inspect.signature(body).parameters.items() if name in ("C",)]
     wrapper.__signature__ = inspect.Signature(own + extra)
     wrapper.__doc__ = (body.__doc__ or "") + _ARGUMENTS

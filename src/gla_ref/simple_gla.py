@@ -1,6 +1,6 @@
 """Linear attention with one scalar gate a head, as in RetNet, lightning attention and Mamba-2 (chapters 7 and 8).
 
-    S_t = exp(g_t) S_{t-1} + k_t^T v_t,    o_t = scale * q_t S_t,    g_t <= 0 a number for each head
+S_t = exp(g_t) S_{t-1} + k_t^T v_t,    o_t = scale * q_t S_t,    g_t <= 0 a number for each head
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def recurrent(
     """
     S, o = initial_state, []
     for t in range(q.shape[1]):
-        S = g[:, t, :, None, None].exp() * S + k[:, t, :, :, None] * v[:, t, :, None, :]  # [B H K V]
+        S = (
+            g[:, t, :, None, None].exp() * S + k[:, t, :, :, None] * v[:, t, :, None, :]
+        )  # [B H K V]
         o.append(scale * (q[:, t, :, :, None] * S).sum(-2))
     return torch.stack(o, 1), S
 
@@ -91,7 +93,9 @@ def chunkwise(
     A scalar gate factors out of q k^T, so the scores stay one matrix product and every exponent
     is <= 0: right for every gate in [-inf, 0]. Arguments and results as in :func:`recurrent`.
     """
-    q, k, v, g = (rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v, g[..., None]))
+    q, k, v, g = (
+        rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v, g[..., None])
+    )
     S, o = initial_state, []
     for q_n, k_n, v_n, g_n in zip(q, k, v, g, strict=True):
         b = g_n.cumsum(-2)  # [B H C 1]: decay since the chunk's start

@@ -1,0 +1,35 @@
+"""What every launcher checks before it launches."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+from torch import Tensor
+
+from .._contract import check_gate
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_launch(tensors: dict[str, Tensor]) -> None:
+    """Kernels take float32, float16 and bfloat16 on a CUDA device, or on the CPU in Triton's interpreter.
+
+    The values of gates (names that begin with g) are looked at under GLA_REF_DEBUG=1 only, because
+    looking means waiting for the GPU.
+
+    Raises:
+        TypeError: a dtype that kernels do not take.
+        ValueError: a device that they do not run on, or a gate above 0 (under GLA_REF_DEBUG=1).
+    """
+    for name, x in tensors.items():
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {x.dtype}")
+        if not x.is_cuda and not triton.knobs.runtime.interpret:
+            raise ValueError(
+                f"{name}: expected a CUDA tensor, got one on {x.device}; "
+                "to interpret kernels on the CPU, set TRITON_INTERPRET=1 before importing triton"
+            )
+        if name.startswith("g") and os.environ.get("GLA_REF_DEBUG") == "1":
+            check_gate(name, x)

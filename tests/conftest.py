@@ -1,0 +1,59 @@
+"""Settings of the whole run: Triton's interpreter without a GPU, hypothesis, and the summary of a GPU run."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+try:
+    from hypothesis import settings
+
+    settings.register_profile(
+        "exact", max_examples=200, derandomize=True, deadline=None, database=None
+    )
+    settings.load_profile("exact")
+except ImportError:  # the GPU host may lack it; the tests that use it say so themselves
+    pass
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--gpu-summary", metavar="FILE", help="write GPU, versions and results of the run to FILE"
+    )
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    target = config.getoption("--gpu-summary")
+    if not target:
+        return
+    if not torch.cuda.is_available():
+        pytest.exit("--gpu-summary: expected an NVIDIA GPU, found none", returncode=1)
+    import triton
+
+    def run(*command):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    stats = terminalreporter.stats
+    summary = {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "commit": os.environ.get("GLA_REF_COMMIT") or run("git", "rev-parse", "HEAD"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "exit_status": int(exitstatus),
+        **{kind: len(stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")},
+        "tests": sorted(f"{r.nodeid} {r.duration:.3f} s" for r in stats.get("passed", [])),
+    }
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    Path(target).write_text(json.dumps(summary, indent=1) + "\n")

@@ -1,0 +1,146 @@
+"""Wrong input is refused by every form with an error that names the argument, what was expected and what came."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import GATED, LINEAR, inputs, options, pairs
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gla_ref
+
+FORMS = gla_ref.FORMS
+ALL = pairs(*LINEAR)
+SIZES = {"B": 1, "T": 6, "H": 2, "K": 3, "V": 4}
+
+
+def call(mechanism, form, change):
+    args, named = inputs(mechanism, **SIZES)
+    given = dict(zip(["q", "k", "v", "g"], args, strict=False), **named)
+    change(given)
+    return FORMS[mechanism][form](**given, **options(form))
+
+
+BAD = {
+    "q is no tensor": (TypeError, "q", lambda a: a.update(q=[1.0])),
+    "k has too few axes": (ValueError, "k", lambda a: a.update(k=a["k"][0])),
+    "k has another length": (ValueError, "k", lambda a: a.update(k=a["k"][:, 1:])),
+    "k has another size": (ValueError, "k", lambda a: a.update(k=a["k"][..., 1:])),
+    "v has other heads": (ValueError, "v", lambda a: a.update(v=a["v"][:, :, 1:])),
+    "v has another dtype": (TypeError, "v", lambda a: a.update(v=a["v"].float())),
+    "q holds integers": (TypeError, "q", lambda a: a.update(q=a["q"].long())),
+    "v is empty": (ValueError, "v", lambda a: a.update(v=a["v"][..., :0])),
+    "k is on another device": (ValueError, "k", lambda a: a.update(k=a["k"].to("meta"))),
+    "state has another shape": (ValueError, "initial_state", lambda a: a.update(initial_state=torch.zeros(1, 2, 4, 3))),
+    "state is half": (TypeError, "initial_state", lambda a: a.update(initial_state=a["initial_state"].half())),
+    "state is no tensor": (TypeError, "initial_state", lambda a: a.update(initial_state=0)),
+    "scale is a string": (TypeError, "scale", lambda a: a.update(scale="1")),
+    "scale is infinite": (TypeError, "scale", lambda a: a.update(scale=float("inf"))),
+    "cu_seqlens is a list": (TypeError, "cu_seqlens", lambda a: a.update(cu_seqlens=[0, 6])),
+    "cu_seqlens is floating": (TypeError, "cu_seqlens", lambda a: a.update(cu_seqlens=torch.tensor([0.0, 6.0]))),
+    "cu_seqlens starts late": (ValueError, "cu_seqlens", lambda a: a.update(cu_seqlens=torch.tensor([1, 6]))),
+    "cu_seqlens stops early": (ValueError, "cu_seqlens", lambda a: a.update(cu_seqlens=torch.tensor([0, 5]))),
+    "cu_seqlens falls": (ValueError, "cu_seqlens", lambda a: a.update(cu_seqlens=torch.tensor([0, 4, 2, 6]))),
+    "cu_seqlens has one entry": (ValueError, "cu_seqlens", lambda a: a.update(cu_seqlens=torch.tensor([6]))),
+    "states do not match cu_seqlens": (ValueError, "initial_state", lambda a: a.update(cu_seqlens=torch.arange(7))),
+}  # fmt: skip
+BAD_GATE = {
+    "g has another shape": (ValueError, "g", lambda a: a.update(g=a["g"][:, 1:])),
+    "g is above 0": (ValueError, "g", lambda a: a["g"][:, 2].fill_(1e-3)),
+    "g is NaN": (ValueError, "g", lambda a: a["g"][:, 2].fill_(float("nan"))),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("mechanism, form", ALL)
+def test_bad_argument(mechanism, form, case):
+    kind, name, change = BAD[case]
+    with pytest.raises(kind, match=rf"^{name}: .*(got|empty)"):
+        call(mechanism, form, change)
+
+
+@pytest.mark.parametrize("case", BAD_GATE)
+@pytest.mark.parametrize("mechanism, form", pairs(*GATED))
+def test_bad_gate(mechanism, form, case):
+    kind, name, change = BAD_GATE[case]
+    with pytest.raises(kind, match=rf"^{name}: .*got"):
+        call(mechanism, form, change)
+
+
+@pytest.mark.parametrize("form", FORMS["gla"])
+def test_bad_gate_on_values(form):
+    with pytest.raises(ValueError, match="^g_v: .*got"):
+        call("gla", form, lambda a: a.update(g_v=torch.ones_like(a["v"])))
+    with pytest.raises(ValueError, match="^g_v: .*got"):
+        call("gla", form, lambda a: a.update(g_v=-torch.ones_like(a["q"])))
+
+
+@pytest.mark.parametrize("C", [0, -1, 2.0, True, None])
+@pytest.mark.parametrize("mechanism", LINEAR)
+def test_bad_chunk_length(mechanism, C):
+    args, _ = inputs(mechanism, **SIZES)
+    with pytest.raises(ValueError, match="^C: .*got"):
+        FORMS[mechanism]["chunkwise"](*args, C=C)
+
+
+def test_sub_chunks_divide_chunks():
+    args, _ = inputs("gla", **SIZES)
+    with pytest.raises(ValueError, match="^c: expected a divisor of C = 16, got 3"):
+        FORMS["gla"]["chunkwise_two_level"](*args, C=16, c=3)
+
+
+def test_packed_batches_are_refused():
+    args, _ = inputs("gla", B=2, T=6, H=1, K=2, V=2)
+    with pytest.raises(ValueError, match="^cu_seqlens: .*B = 1, got B = 2"):
+        FORMS["gla"]["chunkwise"](*args, cu_seqlens=torch.tensor([0, 6]))
+
+
+@pytest.mark.parametrize("form", FORMS["linear_attention"])
+def test_normalised_state_is_a_pair(form):
+    q, k, v = inputs("linear_attention", **SIZES)[0]
+    S = torch.zeros(1, 2, 3, 4, dtype=q.dtype)
+    function = FORMS["linear_attention"][form]
+    with pytest.raises(TypeError, match=r"^initial_state: expected \(S, z\)"):
+        function(q, k, v, normalize=True, initial_state=S)
+    with pytest.raises(ValueError, match="^initial_state: expected z of shape"):
+        function(q, k, v, normalize=True, initial_state=(S, S[..., 0, :]))
+
+
+@given(data=st.data())
+def test_malformed_shapes_never_pass_silently(data):
+    """A random axis of a random tensor is cut, repeated, dropped or added: always an error that names a tensor."""
+    mechanism, form = data.draw(st.sampled_from(ALL))
+    args, named = inputs(mechanism, B=2, T=6, H=2, K=3, V=4)
+    names = ["q", "k", "v", "g"][: len(args)] + list(named)
+    tensors = [*args, *named.values()]
+    i = data.draw(st.integers(0, len(tensors) - 1))
+    axis = data.draw(st.integers(0, tensors[i].ndim - 1))
+    how = data.draw(st.sampled_from(["cut", "repeat", "drop", "add"]))
+    x = tensors[i]
+    tensors[i] = {
+        "cut": lambda: x.narrow(axis, 0, x.shape[axis] - 1),
+        "repeat": lambda: torch.cat([x, x], axis),
+        "drop": lambda: x.select(axis, 0),
+        "add": lambda: x.unsqueeze(axis),
+    }[how]()
+    with pytest.raises(ValueError, match=r"^(q|k|v|g|initial_state): .*(got|empty)"):
+        FORMS[mechanism][form](
+            *tensors[: len(args)],
+            **dict(zip(names[len(args) :], tensors[len(args) :], strict=True)),
+            **options(form),
+        )
+
+
+def test_import_needs_neither_triton_nor_a_gpu():
+    """In a fresh process where importing Triton fails; every form is a function."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import gla_ref; print(gla_ref.FORMS)\n"
+        "assert all(callable(f) for forms in gla_ref.FORMS.values() for f in forms.values())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and "chunkwise_two_level" in done.stdout, done.stderr

@@ -1,0 +1,104 @@
+"""Triton kernels against the float64 references: interpreted on the CPU (float32), for real on a GPU (marked gpu)."""
+
+import pytest
+import torch
+from cases import F64, gate
+
+from gla_ref.gates import chunk_cumsum
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+LADDER = (
+    "zero",
+    "-1e-4",
+    "logsigmoid/16",
+    "-1",
+    "-20",
+    "-1e3",
+    "-inf",
+    "one strong channel",
+    "many resets",
+)
+
+
+def assert_within_rounding(b, g, C):
+    """Band of a float32 sum of n <= C terms: n roundings of partial sums no larger than sum |g|, and the product."""
+    exact = chunk_cumsum(g.to(F64), C, base2=True)
+    reset = exact == -torch.inf
+    assert torch.equal(b == -torch.inf, reset.to(b.device))
+    band = C * torch.finfo(torch.float32).eps * exact.abs()
+    worst = (b.to(F64) - exact).abs() - band
+    assert b.dtype == torch.float32 and (worst[~reset] <= 0).all(), worst[~reset].max()
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 37])
+@pytest.mark.parametrize("kind", LADDER)
+def test_decay_cumsum_on_the_ladder(device, T, kind):
+    if device == "cpu" and HERE == "cuda":
+        pytest.skip("kernels are compiled here; the interpreter runs where there is no GPU")
+    g = gate(kind, 2, T, 3, 5).to(device, torch.float32)
+    for C in (16, 5, 64):
+        assert_within_rounding(decay_cumsum(g, C=C), g, C)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("K", [1, 60, 64, 100])
+def test_decay_cumsum_strides_and_poisoned_memory(device, K, monkeypatch):
+    if device == "cpu" and HERE == "cuda":
+        pytest.skip("kernels are compiled here; the interpreter runs where there is no GPU")
+    g = (
+        gate("logsigmoid/16", 2, 3, 33, K).to(device, torch.float32).transpose(1, 2)
+    )  # [B, T, H, K], not contiguous
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
+    first, before = decay_cumsum(g), g.clone()
+    assert_within_rounding(first, g, 16)
+    assert torch.equal(first, decay_cumsum(g)) and torch.equal(g, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("T, C", [(63, 16), (257, 64), (1000, 16), (4097, 64), (4096, 256)])
+def test_decay_cumsum_at_size(dtype, T, C):
+    g = gate("logsigmoid/16", 4, T, 8, 128).to("cuda", dtype)
+    assert_within_rounding(decay_cumsum(g, C=C), g, C)
+
+
+@pytest.mark.gpu
+def test_decay_cumsum_beyond_2_to_the_31_elements():
+    """Offsets are 64-bit: the last head of a tensor of more than 2^31 elements is right."""
+    g = torch.full((1, 1 << 17, 130, 128), -0.5, dtype=torch.float16, device="cuda")
+    b = decay_cumsum(g)
+    assert_within_rounding(b[:, -32:, -1:], g[:, -32:, -1:], 16)
+    assert_within_rounding(b[:, :32, :1], g[:, :32, :1], 16)
+
+
+def test_decay_cumsum_names_bad_arguments(monkeypatch):
+    g = gate("-1", 1, 4, 2, 3).float().to(HERE)
+    with pytest.raises(TypeError, match="^g: expected float32, float16 or bfloat16"):
+        decay_cumsum(g.double())
+    with pytest.raises(ValueError, match="^g: expected 4 axes"):
+        decay_cumsum(g[0])
+    with pytest.raises(ValueError, match="^g: .*requires_grad=True"):
+        decay_cumsum(g.clone().requires_grad_())
+    for C in (0, 257, 1.5):
+        with pytest.raises(ValueError, match="^C: expected"):
+            decay_cumsum(g, C=C)
+    monkeypatch.setenv("GLA_REF_DEBUG", "1")
+    with pytest.raises(ValueError, match="^g: log gates must lie in"):
+        decay_cumsum(-g)
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(
+        ValueError, match="^g: expected a CUDA tensor, got one on cpu; .*TRITON_INTERPRET"
+    ):
+        decay_cumsum(gate("-1", 1, 4, 2, 3).float())

@@ -1,0 +1,75 @@
+"""What a form does, not only what it returns: operators are counted as they are dispatched."""
+
+import pytest
+import torch
+from cases import LINEAR, inputs, options, pairs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gla_ref
+
+FORMS = gla_ref.FORMS
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(mechanism, form, T, **extra) -> int:
+    args, _ = inputs(mechanism, B=1, T=T, H=1, K=2, V=3)
+    with torch.no_grad(), Count() as count:
+        FORMS[mechanism][form](*args, **(extra or options(form, C=64, c=32)))
+    return count.n
+
+
+def test_every_form_has_its_structure():
+    """A new form must be given one here."""
+    seen, per_token = set(), {}
+    for mechanism, form in pairs(*LINEAR):
+        n = {T: operators(mechanism, form, T) for T in (128, 256, 512, 1024)}
+        steps = [n[2 * T] - n[T] for T in (128, 256, 512)]
+        print(f"{mechanism}.{form}: {n}")
+        if form in ("parallel", "parallel_log"):
+            assert steps == [0, 0, 0], "constant in T"
+        elif form == "scan":
+            assert steps[0] == steps[1] == steps[2] > 0, "grows with log2 T"
+        else:
+            assert steps[1] == 2 * steps[0] and steps[2] == 4 * steps[0] > 0, "grows with T"
+            per_token[form] = steps[2] / 512
+            assert form == "recurrent" or per_token[form] < per_token["recurrent"] / 3, (
+                "T / C, not T"
+            )
+        seen.add(form)
+    assert seen == {
+        "recurrent",
+        "parallel",
+        "parallel_log",
+        "scan",
+        "chunkwise",
+        "chunkwise_two_level",
+    }
+
+
+@pytest.mark.parametrize("mechanism", LINEAR)
+def test_chunkwise_grows_with_the_number_of_chunks(mechanism):
+    n = {C: operators(mechanism, "chunkwise", 128, C=C) for C in (128, 64, 32, 16)}
+    assert n[32] - n[64] == 2 * (n[64] - n[128]) and n[16] - n[32] == 2 * (n[32] - n[64]) > 0
+
+
+def test_softmax_forms():
+    def operators(form, T, **extra):
+        q, k, v = torch.randn(3, 1, T, 1, 2, dtype=torch.float64)
+        with torch.no_grad(), Count() as count:
+            FORMS["softmax_attention"][form](q, k, v, **extra)
+        return count.n
+
+    assert operators("parallel", 16) == operators("parallel", 64)
+    n = [operators("recurrent", T) for T in (16, 32, 64)]
+    assert n[2] - n[1] == 2 * (n[1] - n[0]) > 0
+    n = [operators("flash", T, block_q=16, block_k=16) for T in (16, 32, 64)]
+    assert n[1] - n[0] < n[2] - n[1] <= 8 * n[0], "grows with the number of tiles"
