@@ -112,6 +112,10 @@ def use_local_katex(app, config):
 
     config.katex_prerender = shutil.which("node") is not None
     katex.KATEX_DEFAULT_OPTIONS.update(throwOnError=True, strict="error", macros=dict(MACROS))
+    katex.STARTUP_TIMEOUT = katex.RENDER_TIMEOUT = 60
+    # On a busy machine the package connects to its file socket before node listens there, fails and
+    # leaves node behind; over a port it tries again.
+    katex.KaTeXServer.start_server_process = katex.KaTeXServer.start_network_socket
     config.katex_options = f"macros: {json.dumps(MACROS)}, throwOnError: false"
 
 
