@@ -49,7 +49,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
-        "commit": os.environ.get("GLA_REF_COMMIT") or run("git", "rev-parse", "HEAD"),
+        "commit": os.environ.get("GLA_REF_COMMIT") or run("git", "rev-parse", "--verify", "HEAD"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "exit_status": int(exitstatus),
         **{kind: len(stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")},
