@@ -38,7 +38,7 @@ class Markdown:
     def __init__(self, app: Sphinx, page: str):
         self.page, self.base = page, app.config.html_baseurl
         self.numbers = app.env.toc_fignumbers.get(page, {})
-        self.chapter = app.env.toc_secnumbers[page][""][0]
+        self.titles, self.chapters = app.env.titles, app.env.toc_secnumbers
         self.formats = app.config.numfig_format
         self.macros = sys.modules["gla_book"].MACROS
         self.level = 0
@@ -122,6 +122,10 @@ class Markdown:
         return f"${self.tex(' '.join(node.astext().split()))}$"
 
     def inline_reference(self, node):
+        page = f"book/{node.get('refuri', '').removesuffix('.html')}"
+        number = self.chapters.get(page, {}).get("")
+        if number and node.astext() == self.titles[page].astext():  # a chapter by its title
+            return self.link(node, f"*{number[0]}. {self.spans(node)}*")
         return self.link(node, self.spans(node))
 
     inline_number_reference = inline_reference
@@ -155,7 +159,7 @@ class Markdown:
         self.level -= 1
 
     def block_title(self, node):
-        chapter = f"{self.chapter}. " if self.level == 1 else ""
+        chapter = f"{self.chapters[self.page][''][0]}. " if self.level == 1 else ""
         yield f"{'#' * self.level} {chapter}{self.spans(node)}"
 
     def block_paragraph(self, node):

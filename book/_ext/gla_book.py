@@ -61,7 +61,9 @@ def offer_notebook(app, pagename, templatename, context, doctree):
 
 def use_generated_notebook(app, pagename, templatename, context, doctree):
     """Launch and download notebooks/NN_slug.ipynb, where the theme knows only the page itself."""
-    if not CHAPTER.match(pagename):
+    if not CHAPTER.match(pagename):  # an executed page without a notebook, such as the errata
+        buttons = context.get("header_buttons", [])
+        context["header_buttons"] = [b for b in buttons if b.get("label") != "launch-buttons"]
         return
     name = PurePosixPath(pagename).name + ".ipynb"
     notebook = Path(app.srcdir) / "notebooks" / name
