@@ -205,6 +205,19 @@ def test_precision_layout_and_scale(mechanism, form):
         assert error(o, exact_o) < 50 * torch.finfo(dtype).eps and error(S, exact_S) < 1e-4
 
 
+@pytest.mark.parametrize("mechanism, form", ALL)
+def test_a_sequence_does_not_notice_its_batch_and_runs_are_bitwise_equal(mechanism, form):
+    args, named = inputs(mechanism, T=37, g_v=mechanism == "gla", **SIZES)
+    function, extra = FORMS[mechanism][form], options(form)
+    o, S = function(*args, **named, **extra)
+    alone, alone_S = function(
+        *(x[1:] for x in args), **{n: x[1:] for n, x in named.items()}, **extra
+    )
+    assert error(alone, o[1:]) < TOLERANCE and error(alone_S, S[1:]) < TOLERANCE
+    again, again_S = function(*args, **named, **extra)
+    assert torch.equal(again, o) and torch.equal(again_S, S)
+
+
 @pytest.mark.parametrize("mechanism", GATED)
 @given(
     T=st.integers(1, 40), C=st.integers(1, 20), sub=st.integers(1, 20), kind=st.sampled_from(LADDER),
