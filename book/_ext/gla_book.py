@@ -14,6 +14,9 @@ import json
 import os
 import re
 import shutil
+import socket
+import subprocess
+import time
 from pathlib import Path, PurePosixPath
 
 from docutils import nodes
@@ -115,10 +118,28 @@ def use_local_katex(app, config):
     config.katex_prerender = shutil.which("node") is not None
     katex.KATEX_DEFAULT_OPTIONS.update(throwOnError=True, strict="error", macros=dict(MACROS))
     katex.STARTUP_TIMEOUT = katex.RENDER_TIMEOUT = 60
-    # On a busy machine the package connects to its file socket before node listens there, fails and
-    # leaves node behind; over a port it tries again.
-    katex.KaTeXServer.start_server_process = katex.KaTeXServer.start_network_socket
+    katex.KaTeXServer.start_server_process = start_katex
     config.katex_options = f"macros: {json.dumps(MACROS)}, throwOnError: false"
+
+
+def start_katex(rundir: Path, timeout: float):
+    """Start node and connect; the package tries once, often before a busy node listens."""
+    from sphinxcontrib.katex import KaTeXServer
+
+    path = rundir / "katex.sock"
+    command = KaTeXServer.build_command(socket=path)
+    process = subprocess.Popen(command, cwd=rundir, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    connection = socket.socket(socket.AF_UNIX)
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            connection.connect(str(path))
+            return process, connection
+        except (FileNotFoundError, ConnectionRefusedError):
+            if process.poll() is not None or time.monotonic() > end:
+                process.kill()
+                raise
+            time.sleep(0.01)
 
 
 def interpret_triton_without_gpu():
