@@ -24,6 +24,9 @@ test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 u
 	$(PYTHON) -m pytest tests/test_kernels*.py -m gpu --gpu-summary benchmarks/results/test-gpu.json
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
+bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
+	$(PY) benchmarks/run.py $(SUITE)
+
 notebooks: $(VENV) ## write notebooks/*.ipynb from book/*.md
 	$(PYTHON) tools/make_notebooks.py
 
@@ -32,7 +35,7 @@ serve: book ## build, then show the book at http://localhost:8000
 
 lint: $(VENV) ## check style and format of code and notebooks
 	$(PYTHON) -m ruff check
-	$(PYTHON) -m ruff format --check src tests tools book
+	$(PYTHON) -m ruff format --check src tests tools book benchmarks
 
 clean: ## remove what was built (the virtual environment stays)
 	rm -rf _build build dist src/*.egg-info
@@ -44,5 +47,5 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-gpu notebooks serve lint clean
+.PHONY: help book test test-gpu bench notebooks serve lint clean
 .DEFAULT_GOAL := help

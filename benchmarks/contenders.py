@@ -1,0 +1,141 @@
+"""Who is measured. A contender gets the case and its tensors and returns o, differentiable by autograd.
+
+    @contender("linear_attention", peer=True)
+    def fla_chunk(case, q, k, v, **_):
+        ...
+        return o
+
+Imports stand inside the functions, so that a peer that is not installed is recorded as refusing, with its message.
+Tensors come as [B, T, H, D] (g as [B, T, H, K] or [B, T, H]) and, when packed, with cu_seqlens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    call: Callable
+    peer: bool
+    directions: tuple[str, ...]
+    packed: bool | None  # True: packed cases only, False: never packed, None: both
+    limit_s: float  # of the first call; a peer that autotunes may be given more
+
+
+CONTENDERS: dict[str, list[Contender]] = {}
+
+
+def contender(
+    *mechanisms: str,
+    name: str | None = None,
+    peer: bool = False,
+    directions=("forward", "backward"),
+    packed: bool | None = None,
+    limit_s: float = 60.0,
+) -> Callable:
+    """Register the decorated function for these mechanisms, under its own name unless one is given."""
+
+    def register(call: Callable) -> Callable:
+        it = Contender(name or call.__name__, call, peer, tuple(directions), packed, limit_s)
+        for mechanism in mechanisms:
+            CONTENDERS.setdefault(mechanism, []).append(it)
+        return call
+
+    return register
+
+
+def form(mechanism: str, entry: str) -> Callable:
+    """A contender's body from an entry of gla_ref.FORMS."""
+
+    def call(case, q, k, v, g=None, cu_seqlens=None):
+        from gla_ref import FORMS
+
+        gates = () if g is None else (g,)
+        return FORMS[mechanism][entry](q, k, v, *gates, cu_seqlens=cu_seqlens)[0]
+
+    return call
+
+
+def ours(mechanism: str, entry: str, **options) -> None:
+    """Register an entry of gla_ref.FORMS under its own name."""
+    contender(mechanism, name=entry, **options)(form(mechanism, entry))
+
+
+def looped(mechanism: str, entry: str, **options) -> None:
+    """Register an entry of gla_ref.FORMS, called once for each packed sequence."""
+    call = form(mechanism, entry)
+
+    def loop(case, q, k, v, g=None, cu_seqlens=None):
+        o, a = [], 0
+        for n in case.lengths:  # known on the host: the loop itself waits for nothing
+            xs = (x[:, a : a + n] for x in (q, k, v, g) if x is not None)
+            o.append(call(case, *xs))
+            a += n
+        return torch.cat(o, 1)
+
+    contender(mechanism, name=f"{entry}_loop", packed=True, **options)(loop)
+
+
+# softmax attention
+
+ours("softmax_attention", "triton")
+looped("softmax_attention", "triton")
+
+
+def sdpa(backend: str) -> Callable:
+    def call(case, q, k, v, **_):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(SDPBackend[backend]):
+            heads = (x.transpose(1, 2) for x in (q, k, v))
+            o = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return o.transpose(1, 2)
+
+    return call
+
+
+contender("softmax_attention", name="sdpa_flash", peer=True, packed=False)(sdpa("FLASH_ATTENTION"))
+contender("softmax_attention", name="sdpa_cudnn", peer=True, packed=False)(sdpa("CUDNN_ATTENTION"))
+
+
+@contender("softmax_attention", peer=True, packed=True)
+def sdpa_flash_loop(case, q, k, v, cu_seqlens):
+    """What serving code without packing does: one call a sequence."""
+    call, o, a = sdpa("FLASH_ATTENTION"), [], 0
+    for n in case.lengths:
+        o.append(call(case, *(x[:, a : a + n] for x in (q, k, v))))
+        a += n
+    return torch.cat(o, 1)
+
+
+# linear attention
+
+
+@contender("linear_attention", "simple_gla", peer=True, packed=False)
+def torch_chunkwise(case, q, k, v, g=None, **_):
+    """Plain PyTorch: all chunks' own products at once, then a loop over their states."""
+    C, scale = 64, case.K**-0.5
+    B, T, H, K = q.shape
+    N = -(-T // C)
+
+    def chunks(x):
+        x = torch.nn.functional.pad(x, (0,) * (2 * (x.ndim - 2)) + (0, N * C - T))
+        return x.unflatten(1, (N, C)).movedim(3, 1)  # [B, H, N, C, ...]
+
+    q, k, v = chunks(q), chunks(k), chunks(v)
+    b = chunks(g.float()).cumsum(-1) if g is not None else q.new_zeros(B, H, N, C).float()
+    decay = (b[..., :, None] - b[..., None, :]).tril().exp().tril()
+    intra = (scale * (q @ k.mT) * decay).to(v.dtype) @ v
+    last = b[..., -1:]
+    kv = (k * (last - b).exp()[..., None].to(k.dtype)).mT @ v  # [B, H, N, K, V]
+    S, states = torch.zeros_like(kv[:, :, 0]), []
+    for n in range(N):
+        states.append(S)
+        S = S * last[:, :, n, :, None].exp().to(S.dtype) + kv[:, :, n]
+    inter = scale * (q * b.exp()[..., None].to(q.dtype)) @ torch.stack(states, 2)
+    return (intra + inter).movedim(1, 3).flatten(1, 2)[:, :T]

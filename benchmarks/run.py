@@ -1,0 +1,414 @@
+"""Check, then time: every contender of every case of some suites, into benchmarks/results/<gpu>.json.
+
+    python benchmarks/run.py flash linear            # or: make bench SUITE="flash linear"
+    python benchmarks/run.py --list
+
+It runs in the host's own Python, needs a GPU and no network. A record replaces the older one of the same suite,
+contender, direction and shape; the rest of the file stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+if __name__ == "__main__":  # first calls are measured with nothing compiled before
+    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="triton-"))
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
+
+import oracles  # noqa: E402
+from contenders import CONTENDERS, Contender  # noqa: E402
+from suites import LEAVES, SUITES, Case, flop_floor, inputs, memory_floor_bytes  # noqa: E402
+
+PEERS = ("flash-linear-attention", "fla-core")
+
+
+class Late(Exception):
+    """A call took longer than it may."""
+
+
+@contextlib.contextmanager
+def limit(seconds: float):
+    """Raise Late in this thread after so many seconds: bounds compilers and autotuners, not a hung GPU."""
+
+    def late(*_):
+        raise Late(f"did not return within {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1.0))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def command(*line: str) -> str:
+    try:
+        return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def clocks() -> dict[str, int]:
+    """Clocks in MHz, just after the work that they are reported for."""
+    line = command(
+        "nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"
+    )
+    return dict(zip(("sm_mhz", "memory_mhz"), map(int, re.findall(r"\d+", line)), strict=False))
+
+
+def samples(calls: list, reps: int) -> list[float]:
+    """Milliseconds of each of `reps` calls, taken in rotation, by CUDA events.
+
+    The GPU first sleeps, so that the calls are queued before it reaches them: what is timed is the
+    GPU, not Python's launches. A call that waits for the GPU itself still pays for that.
+    """
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(True)) for _ in range(reps)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10_000_000 + 500_000 * reps)  # cycles: about 5 ms, and 0.25 ms a call
+    for i, (start, stop) in enumerate(events):
+        start.record()
+        calls[i % len(calls)]()
+        stop.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(stop) for start, stop in events]
+
+
+def median_ms(calls: list, budget_s: float = 0.5) -> tuple[float, list[float]]:
+    once = max(min(samples(calls, 3)), 1e-3)
+    times = samples(calls, int(min(50, max(7, budget_s * 1e3 / once))))
+    return statistics.median(times), [round(t, 5) for t in times]
+
+
+def ceilings() -> dict[str, float]:
+    """What this GPU does at best, measured here: a device copy (bytes read + written), a bf16 product."""
+    x = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    copy, _ = median_ms([lambda x=x, y=y: y.copy_(x)])
+    del x, y
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product, _ = median_ms([lambda: a @ b])
+    return {
+        "copy_gb_s": round(2 * 2**31 / copy / 1e6, 1),
+        "matmul_tflop_s": round(2 * 8192**3 / product / 1e9, 1),
+    }
+
+
+def poison() -> None:
+    """Leave NaN in freed memory, so that an element that a kernel does not write shows."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    size = min(free // 3, 8 << 30)
+    del_me = [torch.full((n // 4,), float("nan"), device="cuda") for n in (size, 1 << 20)]
+    del del_me
+
+
+class Truth:
+    """Oracle and emulated run of a case for two random (b, h) pairs over the full T, made once."""
+
+    def __init__(self, case: Case, x: dict[str, Tensor]):
+        rng = random.Random(str(case))
+        self.pairs = [(rng.randrange(case.B), rng.randrange(case.H)) for _ in range(2)]
+        self.spans, a = [], 0
+        for n in case.lengths or (case.T,):
+            self.spans.append(slice(a, a + n))
+            a += n
+        self.runs = [
+            [
+                oracles.run(case.mechanism, self.head(x, b, h, s), low)
+                for low in (None, getattr(torch, case.dtype))
+            ]
+            for b, h in self.pairs
+            for s in self.spans
+        ]
+
+    @staticmethod
+    def head(x, b, h, span):
+        return {n: y[b, span, h] for n, y in x.items() if n != "cu_seqlens"}
+
+    def judge(self, got: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+        worst: dict[str, tuple[float, float]] = {}
+        places = [(b, h, s) for b, h in self.pairs for s in self.spans]
+        for (b, h, s), (exact, low) in zip(places, self.runs, strict=True):
+            for n, v in oracles.judge(self.head(got, b, h, s), exact, low).items():
+                if n not in worst or v[0] / v[1] > worst[n][0] / worst[n][1]:
+                    worst[n] = v
+        return worst
+
+
+def leaves(x: dict[str, Tensor]) -> list[str]:
+    return [n for n in LEAVES if n in x]
+
+
+def call(contender: Contender, case: Case, x: dict[str, Tensor]) -> Tensor:
+    return contender.call(case, **{n: y for n, y in x.items() if n != "do"})
+
+
+def timed(f):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = f()
+    torch.cuda.synchronize()
+    return result, round(time.perf_counter() - start, 3)
+
+
+def peak_bytes(f) -> int:
+    """Most memory in use during f(), beyond what was before it and what it returns."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = f()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    kept = torch.cuda.memory_allocated()
+    del result
+    return peak - max(kept, before)
+
+
+def measure(contender: Contender, case: Case, sets: list[dict], truth: Truth) -> dict[str, dict]:
+    """{direction: what a record says beyond the shape}. First calls, check, then times and memory."""
+    found = {}
+    x = sets[0]
+    names = leaves(x)
+
+    def forward(x=x):
+        with torch.no_grad():
+            return call(contender, case, x)
+
+    def graph(x):
+        with torch.enable_grad():
+            return call(contender, case, x)
+
+    def backward(o, x=x):
+        return torch.autograd.grad(o, [x[n] for n in names], x["do"], retain_graph=True)
+
+    for direction in case.directions:
+        if direction not in contender.directions:
+            continue
+        try:
+            poison()
+            with limit(contender.limit_s):
+                if direction == "forward":
+                    o, first_s = timed(forward)
+                    verdict = truth.judge({"o": o})
+                    del o
+                    calls = [lambda x=x: forward(x) for x in sets]
+                    f = forward
+                else:
+                    o = graph(x)
+                    grads, first_s = timed(lambda o=o: backward(o))
+                    verdict = truth.judge({f"d{n}": d for n, d in zip(names, grads, strict=True)})
+                    del grads
+                    outs = [o, *(graph(x) for x in sets[1:])]
+                    calls = [
+                        lambda o=o, x=x: backward(o, x) for o, x in zip(outs, sets, strict=True)
+                    ]
+                    f = lambda o=o: backward(o)  # noqa: E731
+            worst = max(verdict, key=lambda n: verdict[n][0] / verdict[n][1])
+            with limit(60):
+                extra = peak_bytes(f)
+                ms, every = median_ms(calls)
+            wrong = [n for n, (e, b) in verdict.items() if not e <= b]
+            found[direction] = {
+                "ms": round(ms, 5),
+                "samples_ms": every,
+                "peak_bytes": extra,
+                "first_call_s": first_s,
+                "correct": not wrong,
+                "error": verdict[worst][0],
+                "budget": verdict[worst][1],
+                "message": f"beyond the budget: {', '.join(wrong)}" if wrong else None,
+                "clocks": clocks(),
+            }
+        except Exception as e:  # a refusal is a result; the next contender still runs
+            if not contender.peer:
+                traceback.print_exc()
+            found[direction] = {
+                "ms": None,
+                "samples_ms": [],
+                "peak_bytes": None,
+                "first_call_s": None,
+                "correct": False,
+                "error": None,
+                "budget": None,
+                "message": f"{type(e).__name__}: {e}".strip()[:400],
+                "clocks": {},
+            }
+            torch.cuda.synchronize()
+        o = outs = calls = f = None
+        torch.cuda.empty_cache()
+    return found
+
+
+def sets_of(case: Case) -> list[dict]:
+    """Input sets to rotate over: together several times the L2 cache, at least two, at most eight."""
+    L2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
+    size = memory_floor_bytes(case, "forward")
+    n = min(8, max(2, -(-4 * L2 // size)))
+    return [inputs(case, seed) for seed in range(n)]
+
+
+def table(records: list[dict], peers: set[str]) -> str:
+    from tabulate import tabulate
+
+    rows = []
+    fastest = min(
+        (r["ms"] for r in records if r["contender"] in peers and r["ms"] and r["correct"]),
+        default=None,
+    )
+    for r in sorted(records, key=lambda r: r["ms"] or float("inf")):
+        ok = r["ms"] is not None
+        rows.append([
+            r["contender"], f"{r['ms']:.3f}" if ok else "-",
+            f"{r['ms'] / fastest:.2f}" if ok and fastest else "-",
+            f"{r['ms'] / r['floor_ms']:.2f}" if ok else "-",
+            f"{r['ms'] / r['flop_floor_ms']:.2f}" if ok else "-",
+            f"{r['peak_bytes'] / 1e6:.1f}" if ok else "-",
+            r["first_call_s"], "yes" if r["correct"] else "NO",
+            f"{r['error']:.2g} / {r['budget']:.2g}" if ok else "-", r["message"] or "",
+        ])  # fmt: skip
+    head = ["contender", "ms", "/ best peer", "/ memory", "/ FLOP", "extra MB", "first s", "correct",
+            "error / budget", ""]  # fmt: skip
+    return tabulate(rows, head, maxcolwidths=[None] * 9 + [60], disable_numparse=True)
+
+
+def results_file(gpu: str) -> Path:
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return ROOT / "results" / f"{slug}.json"
+
+
+IDENTITY = ("suite", "mechanism", "contender", "direction", "B", "T", "H", "K", "V", "dtype", "gates",
+            "lengths")  # fmt: skip
+
+
+def merge(path: Path, environment: dict, records: list[dict]) -> None:
+    old = json.loads(path.read_text())["records"] if path.exists() else []
+
+    def identity(r):
+        return json.dumps([r.get(n) for n in IDENTITY])
+
+    every = {identity(r): r for r in [*old, *records]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(r) for r in every.values())
+    path.write_text(
+        f'{{"environment": {json.dumps(environment, indent=1)},\n"records": [\n{lines}\n]}}\n'
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "suites", nargs="*", help="; ".join(f"{n}: {f.__doc__}" for n, f in SUITES.items())
+    )
+    parser.add_argument("--list", action="store_true", help="print suites, shapes and contenders")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="these contenders only")
+    parser.add_argument("--direction", choices=["forward", "backward"], help="this one only")
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="start no contender later than this"
+    )
+    parser.add_argument("--out", type=Path, help="the JSON file to merge into")
+    args = parser.parse_args()
+    for suite in args.suites:
+        if suite not in SUITES:
+            parser.error(f"suite {suite!r}: expected one of {', '.join(SUITES)}")
+    if args.list or not args.suites:
+        for name, cases in SUITES.items():
+            print(f"{name}: {cases.__doc__}")
+            for case in cases():
+                print(f"  {case}: {', '.join(c.name for c in CONTENDERS.get(case.mechanism, []))}")
+        return
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks: expected an NVIDIA GPU, found none")
+
+    began = time.monotonic()
+    commit = os.environ.get("GLA_REF_COMMIT") or command(
+        "git", "-C", str(ROOT), "rev-parse", "HEAD"
+    )
+    limits = ceilings()
+    environment = {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "peers": {n: installed(n) for n in PEERS} | {"cudnn": torch.backends.cudnn.version()},
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **limits,
+    }
+    print(json.dumps(environment), flush=True)
+    path = args.out or results_file(environment["gpu"])
+    for suite in args.suites:
+        for case in SUITES[suite]():
+            every = [
+                c
+                for c in CONTENDERS.get(case.mechanism, [])
+                if c.packed in (None, bool(case.lengths))
+                and (case.only is None or c.name in case.only)
+                and (not args.only or c.name in args.only)
+            ]
+            if args.direction:
+                case = Case(**{**vars(case), "directions": (args.direction,)})
+            shape = {
+                n: getattr(case, n)
+                for n in ("mechanism", "B", "T", "H", "K", "V", "dtype", "gates")
+            }
+            records, sets, truth = [], None, None
+            for it in every:
+                left = args.seconds - (time.monotonic() - began)
+                if left <= 0:
+                    print(f"{case} {it.name}: not run, {args.seconds:.0f} s are over", flush=True)
+                    continue
+                if truth is None:
+                    sets = sets_of(case)
+                    truth = Truth(case, sets[0])
+                for direction, found in measure(it, case, sets, truth).items():
+                    moved = memory_floor_bytes(case, direction)
+                    records.append({
+                        "suite": suite, **shape, "lengths": case.lengths, "contender": it.name, "peer": it.peer,
+                        "direction": direction, **found, "commit": commit,
+                        "floor_ms": round(moved / limits["copy_gb_s"] / 1e6, 5),
+                        "flop_floor_ms": round(flop_floor(case, direction) / limits["matmul_tflop_s"] / 1e9, 5),
+                    })  # fmt: skip
+            for direction in case.directions:
+                here = [r for r in records if r["direction"] == direction]
+                if here:
+                    print(f"\n{suite}: {case} {direction}: memory floor {here[0]['floor_ms']:.3f} ms, "
+                          f"FLOP floor {here[0]['flop_floor_ms']:.3f} ms")  # fmt: skip
+                    print(table(here, {c.name for c in every if c.peer}), flush=True)
+            if records:
+                merge(path, environment, records)
+            sets = truth = None
+            torch.cuda.empty_cache()
+    print(f"\n{time.monotonic() - began:.0f} s; results: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What is measured: shapes, random inputs, and suites of them by name.
+
+To add a suite, add a line to SUITES: a function that returns cases. To add a contender, see
+contenders.py; every contender of a case's mechanism runs on it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem; `lengths` packs sequences (B = 1), `gates` names an entry of GATES."""
+
+    mechanism: str
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    dtype: str = "bfloat16"
+    gates: str | None = None
+    lengths: tuple[int, ...] | None = None
+    only: tuple[str, ...] | None = None  # contenders by name, when not all of the mechanism's
+    directions: tuple[str, ...] = ("forward", "backward")
+
+    def __str__(self):
+        packed = f" packed x{len(self.lengths)}" if self.lengths else ""
+        gates = f" gates {self.gates}" if self.gates else ""
+        return f"{self.mechanism} ({self.B}, {self.T}, {self.H}, {self.K}/{self.V}) {self.dtype}{gates}{packed}"
+
+
+# how g [B, T, H] or [B, T, H, K] is drawn, from a standard normal x of its shape
+GATES = {
+    "logsigmoid/16": lambda x: logsigmoid(x) / 16,
+    "retnet": lambda x: (
+        torch.log1p(-torch.exp2(-5.0 - torch.arange(x.shape[2], device=x.device)))
+        .view(1, 1, -1, *[1] * (x.ndim - 3))
+        .expand_as(x)
+        .contiguous()
+    ),
+    "mamba2": lambda x: -torch.nn.functional.softplus(x),
+    "zero": torch.zeros_like,
+    "-2": lambda x: torch.full_like(x, -2.0),
+}
+
+
+def inputs(case: Case, seed: int, device="cuda") -> dict[str, Tensor]:
+    """Leaves q, k, v (and g), the gradient `do` of the output, and cu_seqlens when packed."""
+    rng = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=rng, device=device, dtype=dtype)
+
+    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
+    x = {
+        "q": normal(B, T, H, K),
+        "k": normal(B, T, H, K),
+        "v": normal(B, T, H, V),
+        "do": normal(B, T, H, V),
+    }
+    if case.gates:
+        shape = (B, T, H) if case.mechanism == "simple_gla" else (B, T, H, K)
+        x["g"] = GATES[case.gates](normal(*shape).float()).to(dtype)
+    if case.lengths:
+        ends = torch.tensor([0, *case.lengths]).cumsum(0)
+        x["cu_seqlens"] = ends.to(device, torch.int32)
+    for name in LEAVES:
+        if name in x:
+            x[name].requires_grad_()
+    return x
+
+
+LEAVES = ("q", "k", "v", "g")
+
+
+def memory_floor_bytes(case: Case, direction: str) -> int:
+    """Each input read once, each output written once (states are left out: they are small)."""
+    size = getattr(torch, case.dtype).itemsize
+    gates = {None: 0}.get(case.gates, 1 if case.mechanism == "simple_gla" else case.K)
+    leaves = 2 * case.K + case.V + gates
+    # forward: leaves in, o out; backward: leaves and do in (and softmax's o), gradients of the leaves out
+    extra = case.V if case.mechanism == "softmax_attention" else 0
+    width = leaves + case.V if direction == "forward" else 2 * leaves + case.V + extra
+    return case.B * case.T * case.H * width * size
+
+
+def flop_floor(case: Case, direction: str) -> float:
+    """Matrix FLOPs that the mechanism needs.
+
+    Softmax: the causal half, 2 products forward, 5 backward. Linear: the state's own products, of
+    which there are 2 forward and 5 backward (S, dq, dS, dk, dv); chunks cost more.
+    """
+    if case.mechanism == "softmax_attention":
+        pairs = sum(n * (n + 1) / 2 for n in case.lengths or (case.T,))
+        width = case.K + case.V if direction == "forward" else 3 * case.K + 2 * case.V
+        return case.B * case.H * pairs * 2 * width
+    products = 2 if direction == "forward" else 5
+    return case.B * case.H * case.T * products * 2 * case.K * case.V
+
+
+def log_uniform(n: int, low: int, high: int, seed: int = 0) -> tuple[int, ...]:
+    """n lengths, log-uniform in [low, high]."""
+    u = torch.rand(n, generator=torch.Generator().manual_seed(seed))
+    return tuple(int(math.exp(x)) for x in math.log(low) + u * math.log(high / low))
+
+
+def figure2() -> list[Case]:
+    """The setting of the GLA paper's Figure 2: batch 32, 16 heads, head size 64."""
+    return [
+        Case(m, 32, T, 16, 64, 64)
+        for T in (512, 1024, 2048, 4096, 8192, 16384)
+        for m in ("softmax_attention", "linear_attention")
+    ]
+
+
+def flash() -> list[Case]:
+    """Softmax attention where the target is set: T = 8192, B * H = 128."""
+    return [Case("softmax_attention", 8, 8192, 16, D, D) for D in (64, 128)]
+
+
+def linear() -> list[Case]:
+    """Linear attention at the issue's shapes, and scalar gates at one of them."""
+    shapes = [(32, T, 16, 64, 64) for T in (512, 1024, 2048, 4096, 8192)]
+    shapes += [
+        (8, 8192, 16, 128, 128),
+        (1, 65536, 16, 128, 128),
+        (1, 65536, 4, 128, 128),
+        (32, 2048, 4, 256, 512),
+    ]
+    gated = [Case("simple_gla", 8, 8192, 16, 128, 128, gates=g) for g in ("retnet", "mamba2")]
+    return [Case("linear_attention", *shape) for shape in shapes] + gated
+
+
+def batch() -> list[Case]:
+    """How many sequences it takes to fill the chip, at T = 4096."""
+    return [
+        Case(m, B, 4096, 16, 128, 128)
+        for B in (1, 2, 4, 8, 16)
+        for m in ("softmax_attention", "linear_attention")
+    ]
+
+
+def prefill() -> list[Case]:
+    """One long prompt and few heads: B = 1, H in {4, 16, 64}, forward only."""
+    return [
+        Case(m, 1, 16384, H, 128, 128, directions=("forward",))
+        for H in (4, 16, 64)
+        for m in ("softmax_attention", "linear_attention")
+    ]
+
+
+def packed() -> list[Case]:
+    """32 sequences of log-uniform length in one launch against a Python loop of launches."""
+    lengths = log_uniform(32, 64, 8192)
+    case = Case("softmax_attention", 1, sum(lengths), 16, 128, 128, lengths=lengths)
+    return [
+        replace(case, mechanism=m, directions=("forward",))
+        for m in ("softmax_attention", "linear_attention")
+    ]
+
+
+SUITES = {f.__name__: f for f in (figure2, flash, linear, batch, prefill, packed)}
