@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine: `make book` and `make test`.
 PY     ?= python3
 PYTHON ?= .venv/bin/python
-export PYTHONPATH := src
+export PYTHONPATH := $(CURDIR)/src
 export OMP_NUM_THREADS ?= 2
 
 # The virtual environment is made only when it is the Python that is used.
