@@ -5,6 +5,12 @@ cu_seqlens=None, **options)`; every form of a mechanism computes the same thing.
 package needs neither Triton nor a GPU.
 """
 
+import importlib
+import sys
+from collections.abc import Callable
+
+import torch
+
 from . import (
     costs,
     gates,
@@ -31,12 +37,32 @@ __all__ = [
     "softmax_attention",
 ]
 
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace an import; this runs it instead
+def _import(path: str) -> bool:
+    return bool(importlib.import_module(path))
+
+
+def _kernel(module: str, name: str) -> Callable:
+    """The function `name` of kernels/`module`.py, imported (and Triton with it) by the first call."""
+    path = f"gla_ref.kernels.{module}"
+
+    def call(*args, **kwargs):
+        _import(path)
+        return getattr(sys.modules[path], name)(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"See `gla_ref.kernels.{module}.{name}`."
+    return call
+
+
 FORMS = {
     "softmax_attention": {
         "recurrent": softmax_attention.recurrent,
         "parallel": softmax_attention.parallel,
         "two_pass": softmax_attention.two_pass,
         "flash": softmax_attention.flash,
+        "triton": _kernel("flash_attention", "flash_attention"),
     },
     "linear_attention": {
         "recurrent": linear_attention.recurrent,

@@ -93,8 +93,13 @@ def check_chunk(**sizes: int) -> None:
         outer = name, size
 
 
-def check_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int) -> list[int] | None:
-    """Return the sequence boundaries `[0, ..., T]` of a packed batch as integers, or None."""
+def check_cu_seqlens(
+    cu_seqlens: Tensor | None, B: int, T: int, *, values: bool = True
+) -> list[int] | None:
+    """Return the sequence boundaries `[0, ..., T]` of a packed batch as integers, or None.
+
+    With `values=False` they are not looked at (that would wait for a GPU), and None is returned.
+    """
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -106,6 +111,8 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int) -> list[int] | N
         )
     if B != 1:
         raise ValueError(f"cu_seqlens: packed sequences need batch size B = 1, got B = {B}")
+    if not values:
+        return None
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._contract import check_gate
+from .._contract import check_cu_seqlens, check_gate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -33,3 +33,10 @@ def check_launch(tensors: dict[str, Tensor]) -> None:
             )
         if name.startswith("g") and os.environ.get("GLA_REF_DEBUG") == "1":
             check_gate(name, x)
+
+
+def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device) -> None:
+    """As `check_cu_seqlens`, on the device of the other tensors; the values under GLA_REF_DEBUG=1 only."""
+    check_cu_seqlens(cu_seqlens, B, T, values=os.environ.get("GLA_REF_DEBUG") == "1")
+    if cu_seqlens is not None and cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens: expected device {device}, got {cu_seqlens.device}")

@@ -1,0 +1,464 @@
+"""Causal softmax attention without the T x T matrix, forward and backward: FlashAttention-2 (chapter 3).
+
+    o_i = sum_j p_ij v_j,   p_ij = exp(scale q_i k_j - lse_i),   lse_i = log sum_j exp(scale q_i k_j),   j <= i
+
+and, with delta_i = o_i . do_i and ds_ij = p_ij (do_i . v_j - delta_i),
+
+    dv_j = sum_i p_ij do_i,   dk_j = scale sum_i ds_ij q_i,   dq_i = scale sum_j ds_ij k_j
+
+Reference: :func:`gla_ref.softmax_attention.recurrent`; Dao 2023, algorithms 1 and 2. Programs, all independent:
+
+=========  ============================  =====================  ================================  ==================
+kernel     one program                   walks over             FLOPs a pair of tiles             bytes a step
+=========  ============================  =====================  ================================  ==================
+`fwd`      BM queries of a head          keys up to its end     2 BM BN (K + V)                   2 BN (K + V)
+`bwd_dq`   BM queries of a head          keys up to its end     2 BM BN (2 K + V)                 2 BN (K + V)
+`bwd_dkv`  BN keys of a head             queries from its start 2 BM BN (2 K + 2 V)               2 BM (K + V) + 8 BM
+=========  ============================  =====================  ================================  ==================
+
+The backward computes 7 products where 5 would do: s and do . v once for dq and once for dk and dv. That is the price
+of results that are bitwise the same in every run: sharing them needs atomic additions, in whatever order, to dq.
+A step's bytes come from the L2 cache: programs that run at the same time belong to the same few heads.
+Limits: K, V <= 256, float32 (ieee products), float16, bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .. import _contract as contract
+from ..softmax_attention import CACHE, TOKENS
+from ._launch import check_launch, check_packed
+
+__all__ = ["flash_attention"]
+
+# (BM, BN, warps, stages) for K and V up to the width: benchmarks/LAB.md says what else was tried.
+FWD = {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
+BWD_DQ = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)}
+BWD_DKV = {64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)}
+FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}  # no tensor cores
+
+
+@triton.jit
+def load_tile(
+    x, s, i_b, i_h, o_t, end, D,
+    BT: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """Rows o_t ... o_t + BT - 1 of x[i_b, :, i_h, :] as [BT, BD], zero from row `end` and column D on."""
+    o_r, o_d = o_t + tl.arange(0, BT), tl.arange(0, BD)
+    if (
+        TMA
+    ):  # the descriptor itself knows where the tensor ends, but not where a packed sequence does
+        b = x.load([i_b, i_h, o_t, 0]).reshape(BT, BD)
+        if CLIP:  # 0 * inf of a neighbour would be NaN
+            b = tl.where((o_r < end)[:, None], b, 0.0)
+    else:
+        p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
+        p += o_r[:, None].to(tl.int64) * s[1] + o_d[None, :] * s[3]
+        b = tl.load(p, mask=(o_r < end)[:, None] & (o_d < D)[None, :], other=0.0)
+    return b
+
+
+@triton.jit
+def store_tile(x, s, b, i_b, i_h, o_t, end, D, BT: tl.constexpr, BD: tl.constexpr):
+    o_r, o_d = o_t + tl.arange(0, BT), tl.arange(0, BD)
+    p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
+    p += o_r[:, None].to(tl.int64) * s[1] + o_d[None, :] * s[3]
+    tl.store(p, b.to(x.dtype.element_ty), mask=(o_r < end)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def which_tile(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
+    """Head and tile of this program: (i_b, i_h, i_tile, first row of the sequence, its queries, its keys).
+
+    Packed, sequence n owns the slots from cu[n] // BT + n on: at least as many as it has tiles, and
+    computed without knowing any other length, so that the host need not look at cu. Spare slots
+    get a tile beyond the end.
+    """
+    i_p = tl.program_id(0)
+    i_t, i_bh = i_p % slots, i_p // slots  # tiles of one head run together and share its keys in L2
+    if PACKED:
+        n_before = 0
+        for o in range(0, N, 256):
+            o_n = o + tl.arange(0, 256)
+            b_cu = tl.load(cu + o_n, mask=o_n < N, other=0).to(tl.int32)
+            n_before += tl.sum(((b_cu // BT + o_n <= i_t) & (o_n < N)).to(tl.int32))
+        start = tl.load(cu + n_before - 1).to(tl.int32)
+        T = tl.load(cu + n_before).to(tl.int32) - start
+        return i_bh * 0, i_bh, i_t - (start // BT + n_before - 1), start, T, T
+    else:
+        return i_bh // H, i_bh % H, i_t, i_bh * 0, T, S
+
+
+@triton.jit
+def fwd_keys(
+    b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
+    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    for o_n in tl.range(lo, hi, BN):
+        b_k = load_tile(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
+        b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
+        if MASK:
+            o_j = o_n + tl.arange(0, BN)
+            b_s = tl.where(o_i[:, None] >= o_j[None, :], b_s * scale2, float("-inf"))
+            b_mn = tl.maximum(b_m, tl.max(b_s, 1))  # [BM]
+            b_p = tl.exp2(b_s - b_mn[:, None])  # [BM, BN]
+        else:  # scale and shift are one fused multiply-add an element
+            b_mn = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
+            b_p = tl.exp2(b_s * scale2 - b_mn[:, None])
+        b_r = tl.exp2(b_m - b_mn)  # [BM], what older tiles are worth now
+        b_l = b_l * b_r + tl.sum(b_p, 1)
+        b_v = load_tile(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_r[:, None], input_precision="ieee")  # [BM, BV]
+        b_m = b_mn
+    return b_o, b_l, b_m
+
+
+@triton.jit
+def fwd(
+    q, k, v, o, lse, cu, s_q, s_k, s_v, s_o,
+    N, T, S, H, K, V, slots, rows, scale2,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TMA: tl.constexpr, PACKED: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    # which tile: the longest rows first, so that none is left over at the end
+    i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BM, PACKED)
+    o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
+    if o_m < 0:
+        return
+    o_i = o_m + tl.arange(0, BM) + (S - T)  # [BM], position among the keys
+    p_lse = lse + (i_b * H + i_h).to(tl.int64) * rows + start + o_m + tl.arange(0, BM)
+
+    # load
+    b_q = load_tile(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
+    if NEGATIVE:  # of a positive scale, the largest product is the largest score
+        b_q = -b_q
+        scale2 = -scale2
+
+    # compute: keys that every query of the tile sees, then the diagonal, where a mask is needed
+    b_o = tl.zeros([BM, BV], dtype=tl.float32)
+    b_l = tl.zeros([BM], dtype=tl.float32)
+    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
+    full = (o_m + S - T + 1) // BN * BN
+    b_o, b_l, b_m = fwd_keys(
+        b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i, 0, full, K, V, scale2,
+        BN, BK, BV, TMA, False, False,
+    )  # fmt: skip
+    b_o, b_l, b_m = fwd_keys(
+        b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
+        full, tl.minimum(o_m + BM + S - T, S), K, V, scale2, BN, BK, BV, TMA, PACKED, True,
+    )  # fmt: skip
+
+    # store: lse in base 2, as the backward wants it
+    store_tile(o, s_o, b_o / b_l[:, None], i_b, i_h, start + o_m, start + T, V, BM, BV)
+    tl.store(p_lse, b_m + tl.log2(b_l), mask=o_m + tl.arange(0, BM) < T)
+
+
+@triton.jit
+def dq_keys(
+    b_dq, b_q, b_do, b_lse, b_delta, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
+    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    for o_n in tl.range(lo, hi, BN):
+        b_k = load_tile(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
+        b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
+        b_dp = tl.dot(b_do, b_v.T, input_precision="ieee")  # [BM, BN]
+        b_p = tl.exp2(b_s * scale2 - b_lse[:, None])
+        if MASK:
+            o_j = o_n + tl.arange(0, BN)
+            b_p = tl.where(o_i[:, None] >= o_j[None, :], b_p, 0.0)
+        b_ds = (b_p * (b_dp - b_delta[:, None])).to(b_k.dtype)  # [BM, BN]
+        b_dq = tl.dot(b_ds, b_k, b_dq, input_precision="ieee")  # [BM, BK]
+    return b_dq
+
+
+@triton.jit
+def bwd_dq(
+    q, k, v, o, do, lse, delta, dq, cu, s_q, s_k, s_v, s_o, s_do, s_dq,
+    N, T, S, H, K, V, slots, rows, scale, scale2,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TMA: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    # which tile, as in fwd
+    i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BM, PACKED)
+    o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
+    if o_m < 0:
+        return
+    o_i = o_m + tl.arange(0, BM) + (S - T)  # [BM]
+    o_row = (i_b * H + i_h).to(tl.int64) * rows + start + o_m + tl.arange(0, BM)
+    m_row = o_m + tl.arange(0, BM) < T
+
+    # load; delta is made here, the first time that o and do are in one place, for bwd_dkv too
+    b_o = load_tile(o, s_o, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)  # [BM, BV]
+    b_do = load_tile(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
+    tl.store(delta + o_row, b_delta, mask=m_row)
+    b_q = load_tile(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
+    b_lse = tl.load(lse + o_row, mask=m_row, other=float("inf"))  # p = 0 beyond the end
+
+    # compute
+    b_dq = tl.zeros([BM, BK], dtype=tl.float32)
+    full = (o_m + S - T + 1) // BN * BN
+    b_dq = dq_keys(
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
+        0, full, K, V, scale2, BN, BK, BV, TMA, False, False,
+    )  # fmt: skip
+    b_dq = dq_keys(
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
+        full, tl.minimum(o_m + BM + S - T, S), K, V, scale2, BN, BK, BV, TMA, PACKED, True,
+    )  # fmt: skip
+
+    # store
+    store_tile(dq, s_dq, b_dq * scale, i_b, i_h, start + o_m, start + T, K, BM, BK)
+
+
+@triton.jit
+def dkv_queries(
+    b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j, lo, hi, K, V, scale2,
+    BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    for o_m in tl.range(lo, hi, BM):
+        o_i = o_m + tl.arange(0, BM)
+        m_i = o_i < T
+        b_q = load_tile(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, CLIP)  # [BM, BK]
+        b_do = load_tile(
+            do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, CLIP
+        )  # [BM, BV]
+        b_lse = tl.load(lse + o_head + o_i, mask=m_i, other=float("inf"))  # p = 0 beyond the end
+        b_delta = tl.load(delta + o_head + o_i, mask=m_i, other=0.0)
+        # transposed tiles: p and ds are then the left operands of both sums, and stay in registers
+        b_s = tl.dot(b_k, b_q.T, input_precision="ieee")  # [BN, BM]
+        b_dp = tl.dot(b_v, b_do.T, input_precision="ieee")  # [BN, BM]
+        b_p = tl.exp2(b_s * scale2 - b_lse[None, :])
+        if MASK:
+            b_p = tl.where(o_i[None, :] >= o_j[:, None], b_p, 0.0)
+        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision="ieee")  # [BN, BV]
+        b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q.dtype)
+        b_dk = tl.dot(b_ds, b_q, b_dk, input_precision="ieee")  # [BN, BK]
+    return b_dk, b_dv
+
+
+@triton.jit
+def bwd_dkv(
+    q, k, v, do, lse, delta, dk, dv, cu, s_q, s_k, s_v, s_do, s_dk, s_dv,
+    N, T, S, H, K, V, slots, rows, scale, scale2,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TMA: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    # which tile: the first keys, which most queries see, come first
+    i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BN, PACKED)
+    o_n = i_t * BN
+    if o_n >= S:
+        return
+    o_j = o_n + tl.arange(0, BN) - (S - T)  # [BN], the first query that sees the key
+    o_head = (i_b * H + i_h).to(tl.int64) * rows + start
+
+    # load
+    b_k = load_tile(k, s_k, i_b, i_h, start + o_n, start + S, K, BN, BK, TMA, False)  # [BN, BK]
+    b_v = load_tile(v, s_v, i_b, i_h, start + o_n, start + S, V, BN, BV, TMA, False)  # [BN, BV]
+
+    # compute: queries on the diagonal, those that see every key of the tile, and the last few
+    b_dk = tl.zeros([BN, BK], dtype=tl.float32)
+    b_dv = tl.zeros([BN, BV], dtype=tl.float32)
+    first = tl.maximum(o_n - (S - T), 0) // BM * BM
+    full = tl.cdiv(tl.maximum(o_n + BN - 1 - (S - T), 0), BM) * BM
+    full = tl.minimum(full, tl.cdiv(T, BM) * BM)
+    last = tl.maximum(T // BM * BM, full) if PACKED else tl.cdiv(T, BM) * BM
+    b_dk, b_dv = dkv_queries(
+        b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
+        first, full, K, V, scale2, BM, BK, BV, TMA, PACKED, True,
+    )  # fmt: skip
+    b_dk, b_dv = dkv_queries(
+        b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
+        full, last, K, V, scale2, BM, BK, BV, TMA, False, False,
+    )  # fmt: skip
+    if PACKED:
+        b_dk, b_dv = dkv_queries(
+            b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
+            last, T, K, V, scale2, BM, BK, BV, TMA, True, False,
+        )  # fmt: skip
+
+    # store
+    store_tile(dk, s_dk, b_dk * scale, i_b, i_h, start + o_n, start + S, K, BN, BK)
+    store_tile(dv, s_dv, b_dv, i_b, i_h, start + o_n, start + S, V, BN, BV)
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether the copy engine (TMA) can address x: 2 bytes an element, rows and strides of 16 bytes."""
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] >= 9
+        and x.element_size() == 2
+        and x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and aligned
+    )
+
+
+def _describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """x [B, T, H, D] as boxes of `rows` tokens of one head; beyond the tensor they read zeros."""
+    shape, strides = x.transpose(1, 2).shape, x.transpose(1, 2).stride()
+    # the stride of an axis of one element is never used but must be valid
+    strides = [s if n > 1 else 8 * x.shape[-1] for s, n in zip(strides, shape, strict=True)]
+    return TensorDescriptor(x, list(shape), [*strides[:3], 1], [1, 1, rows, width])
+
+
+def _geometry(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> tuple[dict, dict, int]:
+    """(sizes, tile widths, table column) that the three kernels share."""
+    B, T, H, K = q.shape
+    V, S = v.shape[-1], k.shape[1]
+    N = 0 if cu is None else len(cu) - 1
+    sizes = {"N": N, "T": T, "S": S, "H": H, "K": K, "V": V, "rows": T}
+    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    return sizes, {"BK": BK, "BV": BV, "PACKED": cu is not None}, max(64, BK, BV)
+
+
+def _slots(length: int, block: int, N: int) -> int:
+    return length // block + N if N else triton.cdiv(length, block)
+
+
+@torch.library.custom_op("gla_ref::flash_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    (B, T, H), V = q.shape[:3], v.shape[-1]
+    o = torch.empty(B, T, H, V, dtype=v.dtype, device=q.device)
+    lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    sizes, widths, column = _geometry(q, k, v, cu)
+    BM, BN, warps, stages = (FLOAT32 if q.dtype == torch.float32 else FWD)[column]
+    TMA = all(map(_describable, (q, k, v)))
+    slots = _slots(T, BM, sizes["N"])
+    tiles = [(q, BM, widths["BK"]), (k, BN, widths["BK"]), (v, BN, widths["BV"])]
+    fwd[(slots * B * H,)](
+        *(_describe(*tile) if TMA else tile[0] for tile in tiles), o, lse, cu,
+        q.stride(), k.stride(), v.stride(), o.stride(), **sizes, slots=slots,
+        scale2=scale / math.log(2), BM=BM, BN=BN, **widths, TMA=TMA, NEGATIVE=scale < 0,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return o, lse
+
+
+@_forward.register_fake
+def _(q, k, v, cu, scale):
+    o = q.new_empty(*q.shape[:3], v.shape[-1])
+    return o, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("gla_ref::flash_attention_backward", mutates_args=())
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, cu: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (B, T, H), S = q.shape[:3], k.shape[1]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    sizes, widths, column = _geometry(q, k, v, cu)
+    TMA = all(map(_describable, (q, k, v)))
+    if TMA and not _describable(do):  # the gradient of a sum has strides of 0
+        do = do.contiguous()
+    scales = {"scale": scale, "scale2": scale / math.log(2)}
+    BK, BV = widths["BK"], widths["BV"]
+
+    BM, BN, warps, stages = (FLOAT32 if q.dtype == torch.float32 else BWD_DQ)[column]
+    slots = _slots(T, BM, sizes["N"])
+    tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)]
+    bwd_dq[(slots * B * H,)](
+        *(_describe(*tile) if TMA else tile[0] for tile in tiles), lse, delta, dq, cu,
+        *(x.stride() for x in (q, k, v, o, do, dq)), **sizes, slots=slots, **scales,
+        BM=BM, BN=BN, **widths, TMA=TMA, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+    BM, BN, warps, stages = (FLOAT32 if q.dtype == torch.float32 else BWD_DKV)[column]
+    slots = _slots(S, BN, sizes["N"])
+    tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)]
+    bwd_dkv[(slots * B * H,)](
+        *(_describe(*tile) if TMA else tile[0] for tile in tiles), lse, delta, dk, dv, cu,
+        *(x.stride() for x in (q, k, v, do, dk, dv)), **sizes, slots=slots, **scales,
+        BM=BM, BN=BN, **widths, TMA=TMA, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(q, k, v, o, lse, do, cu, scale):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _save(ctx, inputs, output):
+    q, k, v, cu, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, cu)
+
+
+def _gradients(
+    ctx, do, dlse
+):  # lse leaves the operator for the backward only: nobody differentiates it
+    q, k, v, o, lse, cu = ctx.saved_tensors
+    return *_backward(q, k, v, o, lse, do, cu, ctx.scale), None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _check(q, k, v, cache, cu_seqlens) -> None:
+    if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
+        raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
+    past = {} if cache is None else dict(zip(CACHE, cache, strict=True))
+    tensors = {"q": q, "k": k, "v": v, **past}
+    sizes = contract.check_tensors(tensors, TOKENS | CACHE)
+    check_launch(tensors)
+    for name, x in past.items():
+        if x.dtype != k.dtype:
+            raise TypeError(f"{name}: expected dtype {k.dtype} as for k, got {x.dtype}")
+    for name, size in (("q", sizes["K"]), ("v", sizes["V"])):
+        if size > 256:
+            raise ValueError(f"{name}: expected a head size of at most 256, got {size}")
+    if cu_seqlens is not None and past:
+        raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
+    check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Causal attention by tiles in one pass, differentiable; memory grows with T, not with T squared.
+
+    Args:
+        q: queries `[B, T, H, K]`, T >= 1, K <= 256; float32, float16 or bfloat16, any strides.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`, V <= 256.
+        scale: factor on the scores, K^-0.5 when None.
+        initial_state: cache of earlier tokens `(k_cache [B, T0, H, K], v_cache [B, T0, H, V])`, which
+            every query sees. None together with `cu_seqlens`.
+        cu_seqlens: `[N_seq + 1]` boundaries of packed sequences (B = 1), int32 or int64, on the device
+            of q. Their values are looked at under GLA_REF_DEBUG=1 only: a launch never waits for the GPU.
+
+    Returns:
+        o `[B, T, H, V]`, and the cache `(k [B, T0 + T, H, K], v [B, T0 + T, H, V])`.
+
+    Raises:
+        TypeError: the kind or dtype of an argument is wrong.
+        ValueError: a shape, a size or a device is wrong.
+    """
+    if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
+        _check(q, k, v, initial_state, cu_seqlens)
+    if initial_state is not None:
+        k, v = (torch.cat(pair, 1) for pair in zip(initial_state, (k, v), strict=True))
+    o, _ = _forward(q, k, v, cu_seqlens, contract.check_scale(scale, q.shape[-1]))
+    return o, (k, v)
