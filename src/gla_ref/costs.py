@@ -1,7 +1,4 @@
-"""What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 9).
-
-Counted for one call, all heads and batch entries, without `g_v`, `feature_map` or packing.
-"""
+"""What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 9)."""
 
 from __future__ import annotations
 
@@ -34,7 +31,9 @@ class Cost:
 def cost(
     mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C=64, c=16, itemsize=2
 ) -> Cost:
-    """Cost of one form by these rules; both FLOP counts are exactly those of the reference.
+    """Cost of one call of a form, without `g_v`, `feature_map` or packing.
+
+    Counted by these rules; both FLOP counts are exactly those of the reference.
 
     * *Matrix products*: 2 m n k each, masked entries included; a shorter last chunk as it is.
     * *Element-wise*: one FLOP for each number that `+ - * / exp max` writes, and for each that a
