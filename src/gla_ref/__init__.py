@@ -5,12 +5,6 @@ cu_seqlens=None, **options)`; every form of a mechanism computes the same thing.
 package needs neither Triton nor a GPU.
 """
 
-import importlib
-import sys
-from collections.abc import Callable
-
-import torch
-
 from . import (
     costs,
     gates,
@@ -38,22 +32,13 @@ __all__ = [
 ]
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace an import; this runs it instead
-def _import(path: str) -> bool:
-    return bool(importlib.import_module(path))
+# Kernels are imported by their first call. An import statement in a function, unlike importlib, is
+# something that torch.compile(fullgraph=True) can trace.
+def _flash_attention(*args, **kwargs):
+    """Triton: :func:`gla_ref.kernels.flash_attention.flash_attention`."""
+    from .kernels.flash_attention import flash_attention
 
-
-def _kernel(module: str, name: str) -> Callable:
-    """The function `name` of kernels/`module`.py, imported (and Triton with it) by the first call."""
-    path = f"gla_ref.kernels.{module}"
-
-    def call(*args, **kwargs):
-        _import(path)
-        return getattr(sys.modules[path], name)(*args, **kwargs)
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"See `gla_ref.kernels.{module}.{name}`."
-    return call
+    return flash_attention(*args, **kwargs)
 
 
 FORMS = {
@@ -62,7 +47,7 @@ FORMS = {
         "parallel": softmax_attention.parallel,
         "two_pass": softmax_attention.two_pass,
         "flash": softmax_attention.flash,
-        "triton": _kernel("flash_attention", "flash_attention"),
+        "triton": _flash_attention,
     },
     "linear_attention": {
         "recurrent": linear_attention.recurrent,
