@@ -13,7 +13,7 @@ kernel     one program                   walks over             FLOPs a pair of 
 =========  ============================  =====================  ================================  ==================
 `fwd`      BM queries of a head          keys up to its end     2 BM BN (K + V)                   2 BN (K + V)
 `bwd_dq`   BM queries of a head          keys up to its end     2 BM BN (2 K + V)                 2 BN (K + V)
-`bwd_dkv`  BN keys of a head             queries from its start 2 BM BN (2 K + 2 V)               2 BM (K + V) + 8 BM
+`bwd_dkv`  BN keys of a head             later queries          2 BM BN (2 K + 2 V)               2 BM (K + V) + 8 BM
 =========  ============================  =====================  ================================  ==================
 
 The backward computes 7 products where 5 would do: s and do . v once for dq and once for dk and dv. That is the price
