@@ -91,7 +91,7 @@ def sdpa(backend: str) -> Callable:
     def call(case, q, k, v, **_):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        with sdpa_kernel(SDPBackend[backend]):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
             heads = (x.transpose(1, 2) for x in (q, k, v))
             o = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         return o.transpose(1, 2)

@@ -142,10 +142,7 @@ class Truth:
             self.spans.append(slice(a, a + n))
             a += n
         self.runs = [
-            [
-                oracles.run(case.mechanism, self.head(x, b, h, s), low)
-                for low in (None, getattr(torch, case.dtype))
-            ]
+            oracles.runs(case.mechanism, self.head(x, b, h, s), getattr(torch, case.dtype))
             for b, h in self.pairs
             for s in self.spans
         ]
@@ -157,8 +154,8 @@ class Truth:
     def judge(self, got: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
         worst: dict[str, tuple[float, float]] = {}
         places = [(b, h, s) for b, h in self.pairs for s in self.spans]
-        for (b, h, s), (exact, low) in zip(places, self.runs, strict=True):
-            for n, v in oracles.judge(self.head(got, b, h, s), exact, low).items():
+        for (b, h, s), runs in zip(places, self.runs, strict=True):
+            for n, v in oracles.judge(self.head(got, b, h, s), runs).items():
                 if n not in worst or v[0] / v[1] > worst[n][0] / worst[n][1]:
                     worst[n] = v
         return worst

@@ -39,9 +39,9 @@ from ._launch import check_launch, check_packed
 __all__ = ["flash_attention"]
 
 # (BM, BN, warps, stages) for K and V up to the width: benchmarks/LAB.md says what else was tried.
-FWD = {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
+FWD = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
 BWD_DQ = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)}
-BWD_DKV = {64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)}
+BWD_DKV = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
 FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}  # no tensor cores
 
 

@@ -1,0 +1,345 @@
+"""FlashAttention in Triton against float64 attention: interpreted on the CPU (float32), for real on a GPU.
+
+The float64 side is the one-head oracle of benchmarks/oracles.py, which tests/test_bench.py holds against the
+`recurrent` form; its second, emulated run gives the budget (the oracle rule).
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import oracles  # noqa: E402
+
+from gla_ref import FORMS  # noqa: E402
+from gla_ref.kernels.flash_attention import flash_attention  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+HERE = "cuda" if CUDA else "cpu"
+HALF = (torch.bfloat16, torch.float16)
+NAMES = ("q", "k", "v")
+
+
+def inputs(B, T, H, K, V, dtype=torch.float32, past=0, seed=0):
+    """Leaves q, k, v (and the cache) and the gradient of o."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=rng).to(HERE, dtype)
+
+    x = {"q": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
+    if past:
+        x |= {"k0": normal(B, past, H, K), "v0": normal(B, past, H, V)}
+    return {n: y.requires_grad_() for n, y in x.items()} | {"do": normal(B, T, H, V)}
+
+
+def run(x, **options):
+    """o and the gradients of every leaf, by the kernels."""
+    leaves = {n: y for n, y in x.items() if n != "do"}
+    cache = (x["k0"], x["v0"]) if "k0" in x else None
+    o, _ = flash_attention(x["q"], x["k"], x["v"], initial_state=cache, **options)
+    grads = torch.autograd.grad(o, list(leaves.values()), x["do"])
+    return {"o": o.detach()} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def assert_right(got, x, spans=None, heads=None, scale=None):
+    """Each of `heads` (b, h), each sequence, within its budget."""
+    B, T, H, _ = x["q"].shape
+    for b, h in heads or [(b, h) for b in range(B) for h in range(H)]:
+        for span in spans or [slice(0, T)]:
+            one = {n: y[b, span, h] for n, y in x.items()}
+            runs = oracles.runs("softmax_attention", one, x["q"].dtype, scale, times=8)
+            for n, (e, budget) in oracles.judge(
+                {n: y[b, span, h] for n, y in got.items()}, runs
+            ).items():
+                assert e <= budget, (
+                    f"{n} of head {b, h}, tokens {span}: error {e:.2g}, budget {budget:.2g}"
+                )
+
+
+# T in 1 ... 130, each once, with every kind of size: equal, unequal, above and below powers of two
+LENGTHS = [(T, *[(16, 16), (5, 7), (8, 20), (33, 4)][T % 4]) for T in range(1, 131)]
+
+
+@pytest.mark.parametrize("first", range(10))
+def test_every_length(first):
+    for T, K, V in LENGTHS[first::10]:
+        x = inputs(1, T, 1, K, V, seed=T)
+        assert_right(run(x), x)
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 3, 16, 8), (1, 40, 2, 60, 100), (1, 33, 1, 256, 200)])
+def test_heads_and_sizes(shape):
+    x = inputs(*shape)
+    assert_right(run(x), x)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.7, 0.0])
+def test_scale(scale):
+    x = inputs(1, 70, 1, 8, 8)
+    assert_right(run(x, scale=scale), x, scale=scale)
+
+
+def test_large_scores():
+    x = inputs(1, 50, 1, 8, 8)
+    x["q"] = (1e3 * x["q"].detach()).requires_grad_()
+    o = run(x)["o"]
+    exact, _ = FORMS["softmax_attention"]["recurrent"](*(x[n].detach().double() for n in NAMES))
+    # scores of up to 1e4 carry float32 errors of 1e4 eps, and so do the logarithms of all weights
+    assert oracles.error(o, exact) < 1e4 * torch.finfo(torch.float32).eps * 4
+
+
+@pytest.mark.parametrize("past", [1, 31, 32, 45])
+@pytest.mark.parametrize("T", [1, 20, 33, 64])
+def test_cache_is_the_first_part_of_a_longer_sequence(T, past):
+    """Gradients flow into the cache; queries of the earlier part do not exist."""
+    x = inputs(1, T, 1, 8, 12, past=past)
+    leaves = {n: y.detach().double().requires_grad_() for n, y in x.items() if n != "do"}
+    cache = (leaves["k0"], leaves["v0"])
+    form = FORMS["softmax_attention"]["recurrent"]
+    o, _ = form(*(leaves[n] for n in NAMES), initial_state=cache)
+    grads = torch.autograd.grad(o, list(leaves.values()), x["do"].double())
+    want = {"o": o} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+    got = run(x)
+    for (
+        n,
+        y,
+    ) in (
+        want.items()
+    ):  # an absolute band: sums of at most 110 terms of order 1, and rounding of each
+        assert (got[n] - y).abs().max() < 1e-5, n
+    _, (k, v) = flash_attention(*(x[n] for n in NAMES), initial_state=(x["k0"], x["v0"]))
+    assert torch.equal(k, torch.cat([x["k0"], x["k"]], 1))
+    assert torch.equal(v, torch.cat([x["v0"], x["v"]], 1))
+
+
+PACKS = [
+    [0, 3, 3, 50, 100],
+    [0, 0, 0, 31, 33, 65, 65],
+    [0, 1, 2, 3, 4, 5],
+    [0, 130],
+    [0, 32, 64, 96],
+    [0, 0, 97, 97],
+]
+
+
+@pytest.mark.parametrize("ends", PACKS, ids=str)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_packed_sequences(ends, kind):
+    x = inputs(1, ends[-1], 2, 8, 12)
+    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
+    assert_right(run(x, cu_seqlens=torch.tensor(ends, dtype=kind, device=HERE)), x, spans)
+
+
+def test_more_sequences_than_one_look_up_takes():
+    rng = torch.Generator().manual_seed(0)
+    ends = [0, *torch.randint(0, 3, (600,), generator=rng).cumsum(0).tolist()]
+    x = inputs(1, ends[-1], 1, 4, 4)
+    o, _ = flash_attention(*(x[n] for n in NAMES), cu_seqlens=torch.tensor(ends, device=HERE))
+    want, _ = FORMS["softmax_attention"]["parallel"](
+        *(x[n].double() for n in NAMES), cu_seqlens=torch.tensor(ends)
+    )
+    assert (o - want).abs().max() < 1e-5
+
+
+def test_packed_sequences_do_not_see_their_neighbours():
+    ends = [0, 21, 45, 70]
+    cu = torch.tensor(ends, device=HERE)
+    dtype = (
+        torch.bfloat16 if CUDA else torch.float32
+    )  # the copy engine reads past the end of a sequence
+    x = inputs(1, 70, 1, 16, 16, dtype)
+    got, y = run(x, cu_seqlens=cu), inputs(1, 70, 1, 16, 16, dtype)
+    with torch.no_grad():
+        for n in y:
+            y[n][:, :21] = y[n][:, 45:] = float("nan")
+    for n, z in run(y, cu_seqlens=cu).items():
+        assert torch.equal(z[:, 21:45], got[n][:, 21:45]), n
+
+
+def test_strides_poisoned_memory_and_repetition(monkeypatch):
+    x = inputs(2, 3, 50, 16, 24, torch.bfloat16 if CUDA else torch.float32)
+    y = {
+        n: z.detach().transpose(1, 2).requires_grad_(n != "do") for n, z in x.items()
+    }  # [B, T, H, D]
+    assert not any(z.is_contiguous() for z in y.values())
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
+    before = {n: z.clone() for n, z in y.items()}
+    first, second = run(y), run(y)
+    assert_right(first, y)
+    assert all(torch.equal(first[n], second[n]) for n in first), "bitwise, from run to run"
+    assert all(torch.equal(before[n], y[n]) for n in y), "inputs are left alone"
+    every_other = torch.stack([y["v"].detach(), y["v"].detach()], -1).flatten(-2)[..., ::2]
+    assert every_other.stride(-1) == 2
+    z = dict(y, v=every_other.requires_grad_(), do=y["do"][:, :1].expand_as(y["do"]))
+    assert_right(run(z), z, heads=[(1, 2)])
+
+
+def test_registered_form_compiles():
+    """The operator is opaque to torch.compile: no graph break, the same numbers."""
+    form = FORMS["softmax_attention"]["triton"]
+    x = inputs(1, 40, 2, 16, 8, torch.bfloat16 if CUDA else torch.float32)
+
+    def f(q, k, v):
+        o, (k, _) = form(2 * q, k, v)
+        return o + 1, k
+
+    compiled = torch.compile(f, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
+    args = [x[n] for n in NAMES]
+    for a, b in zip(f(*args), compiled(*args), strict=True):
+        assert torch.equal(a, b)
+    grads = [torch.autograd.grad(g(*args)[0], args, x["do"]) for g in (f, compiled)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_operator_is_registered_right():
+    x = inputs(1, 20, 1, 8, 8)
+    args = (*(x[n] for n in NAMES), None, 0.5)
+    torch.library.opcheck(torch.ops.gla_ref.flash_attention.default, args)
+
+
+WRONG = {
+    "q: expected a floating": (TypeError, {"q": torch.ones(1, 4, 2, 8, dtype=torch.int64)}),
+    "q: expected float32, float16 or bfloat16": (TypeError, {n: torch.ones(1, 4, 2, 8).double() for n in NAMES}),
+    "k: expected dtype .* as for q": (TypeError, {"k": torch.ones(1, 4, 2, 8).half()}),
+    "k: expected shape .* K = 8 as in q": (ValueError, {"k": torch.ones(1, 4, 2, 9)}),
+    "v: expected 4 axes": (ValueError, {"v": torch.ones(1, 4, 8)}),
+    "q: expected a head size of at most 256, got 257": (ValueError, {n: torch.ones(1, 4, 2, 257) for n in NAMES}),
+    "v: expected a head size of at most 256, got 300": (ValueError, {"v": torch.ones(1, 4, 2, 300)}),
+    "scale: expected a finite number": (TypeError, {"scale": "1"}),
+    "initial_state: expected a pair": (TypeError, {"initial_state": torch.ones(1, 2, 2, 8)}),
+    r"initial_state\[1\]: expected dtype": (
+        TypeError, {"initial_state": (torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8).half())}),
+    "initial_state: expected None beside cu_seqlens": (
+        ValueError, {"initial_state": (torch.ones(1, 2, 2, 8),) * 2, "cu_seqlens": torch.tensor([0, 4])}),
+    "cu_seqlens: expected an int32": (TypeError, {"cu_seqlens": torch.tensor([0.0, 4.0])}),
+    "cu_seqlens: expected shape": (ValueError, {"cu_seqlens": torch.tensor([0])}),
+    "cu_seqlens: packed sequences need batch size B = 1": (
+        ValueError, {n: torch.ones(2, 4, 2, 8) for n in NAMES} | {"cu_seqlens": torch.tensor([0, 4])}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_input_is_named(message):
+    kind, wrong = WRONG[message]
+    given = {n: torch.ones(1, 4, 2, 8) for n in NAMES} | wrong
+    move = {n: y.to(HERE) if isinstance(y, torch.Tensor) else y for n, y in given.items()}
+    if "initial_state" in move and isinstance(move["initial_state"], tuple):
+        move["initial_state"] = tuple(y.to(HERE) for y in move["initial_state"])
+    q, k, v = (move.pop(n) for n in NAMES)
+    with pytest.raises(kind, match="^" + message):
+        flash_attention(q, k, v, **move)
+
+
+def test_contents_of_cu_seqlens_are_looked_at_when_asked(monkeypatch):
+    x = inputs(1, 6, 1, 4, 4)
+    monkeypatch.setenv("GLA_REF_DEBUG", "1")
+    with pytest.raises(ValueError, match="^cu_seqlens: expected to rise from 0 to T = 6"):
+        flash_attention(*(x[n] for n in NAMES), cu_seqlens=torch.tensor([0, 5], device=HERE))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("T", [63, 257, 1000, 4097])
+@pytest.mark.parametrize(
+    "K, V", [(16, 16), (60, 60), (64, 64), (100, 100), (128, 128), (256, 256), (96, 160), (64, 256)]
+)
+def test_at_size(dtype, T, K, V):
+    if dtype == torch.float32 and (T > 1000 or K not in (60, 256)):
+        pytest.skip("float32 is compiled for a few sizes only: every one costs ten seconds")
+    x = inputs(2, T, 3, K, V, dtype, seed=T)
+    assert_right(run(x), x, heads=[(0, 0), (1, 2)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (100, 60)])
+def test_packed_at_size(dtype, K, V):
+    ends = [0, 500, 500, 501, 1629, 1757, 1757, 4000]
+    x = inputs(1, ends[-1], 2, K, V, dtype)
+    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
+    assert_right(run(x, cu_seqlens=torch.tensor(ends, device=HERE)), x, spans)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("past", [1, 128, 700])
+@pytest.mark.parametrize("T", [1, 64, 300])
+def test_cache_at_size(past, T):
+    """Carrying on = the whole: the same rows to rounding, the gradients of both parts."""
+    x = inputs(1, past + T, 2, 128, 64, torch.bfloat16)
+    y = {n: x[n].detach()[:, past:].contiguous() for n in (*NAMES, "do")}
+    y |= {f"{n}0": x[n].detach()[:, :past].contiguous() for n in ("k", "v")}
+    y = {n: z.requires_grad_(n != "do") for n, z in y.items()}
+    got = run(y)
+    with torch.no_grad():
+        x["do"][:, :past] = 0  # the earlier outputs have no gradient
+    for h in range(2):
+        one = {n: z[0, :, h] for n, z in x.items()}
+        runs = oracles.runs("softmax_attention", one, torch.bfloat16)
+        joined = {
+            "o": got["o"], "dq": got["dq"],
+            "dk": torch.cat([got["dk0"], got["dk"]], 1), "dv": torch.cat([got["dv0"], got["dv"]], 1),
+        }  # fmt: skip
+        for n, z in joined.items():
+            late = [[{n: r[n][len(r[n]) - z.shape[1] :]} for r in pair] for pair in runs]
+            e, budget = oracles.judge({n: z[0, :, h]}, late)[n]
+            assert e <= budget, (n, e, budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_bitwise_equal_at_size(dtype, K):
+    x = inputs(2, 2049, 4, K, K, dtype)
+    first = run(x)
+    for _ in range(3):
+        assert all(torch.equal(first[n], y) for n, y in run(x).items())
+
+
+@pytest.mark.gpu
+def test_beyond_2_to_the_31_elements():
+    """Offsets are 64-bit: the last head of a tensor of more than 2^31 elements is right."""
+    x = [torch.randn(1, 1 << 17, 260, 64, dtype=torch.bfloat16, device="cuda") for _ in "qkv"]
+    cu = torch.arange(
+        0, (1 << 17) + 1, 1 << 10, device="cuda"
+    )  # short sequences: it is about offsets
+    with torch.no_grad():
+        o, _ = flash_attention(*x, cu_seqlens=cu)
+    span = slice((1 << 17) - 1024, 1 << 17)
+    q, k, v = (y[:, span, -1:].double() for y in x)
+    exact, _ = FORMS["softmax_attention"]["parallel"](q, k, v)
+    assert oracles.error(o[:, span, -1:], exact) < 0.1
+
+
+@pytest.mark.gpu
+def test_first_call_in_a_fresh_process(record_property):
+    """No autotuner: compiling forward and backward takes at most ten seconds."""
+    code = (
+        "import time, torch; from gla_ref import FORMS; torch.cuda.synchronize(); a = time.time();"
+        "x = [torch.randn(1, 512, 2, 128, device='cuda').bfloat16().requires_grad_() for _ in 'qkv'];"
+        "FORMS['softmax_attention']['triton'](*x)[0].sum().backward();"
+        "torch.cuda.synchronize(); print(time.time() - a)"
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        env = os.environ | {
+            "TRITON_CACHE_DIR": cache,
+            "PYTHONPATH": str(Path(__file__).parents[1] / "src"),
+        }
+        out = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+    seconds = float(out.stdout)
+    print(f"first forward and backward: {seconds:.1f} s")
+    record_property("first_call_s", seconds)
+    assert seconds <= 10
