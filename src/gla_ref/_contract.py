@@ -15,16 +15,6 @@ import torch
 from einops import parse_shape
 from torch import Tensor
 
-__all__ = [
-    "check_chunk",
-    "check_cu_seqlens",
-    "check_gate",
-    "check_tensors",
-    "compute_dtype",
-    "form",
-    "per_sequence",
-]
-
 
 def check_tensors(tensors: dict[str, Tensor | None], shapes: dict[str, str]) -> dict[str, int]:
     """Check kinds, devices, dtypes and shapes; return the size of every axis.

@@ -100,11 +100,9 @@ def _scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 def _weighted(P: Tensor, v: Tensor, g_v: Tensor | None, mm: Callable = torch.matmul) -> Tensor:
     """P v; with a gate on V every value also decays on its way from j to i."""
-    return (
-        mm(P, v)
-        if g_v is None
-        else (P[..., None] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-2)
-    )
+    if g_v is None:
+        return mm(P, v)
+    return (P[..., None] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-2)
 
 
 def _decayed(x: Tensor, g: Tensor | None, since: Callable[[Tensor], Tensor]) -> Tensor:
@@ -212,9 +210,9 @@ def chunkwise_two_level(
     """
 
     def mm(x, y):
-        return (
-            x @ y if round_to is None else x.to(round_to).to(x.dtype) @ y.to(round_to).to(y.dtype)
-        )
+        if round_to is not None:
+            x, y = x.to(round_to).to(x.dtype), y.to(round_to).to(y.dtype)
+        return x @ y
 
     q, k, v, g, g_v = _heads_first(scale * q, k, v, g, g_v)
     S, o = initial_state, torch.zeros_like(v)
