@@ -346,7 +346,7 @@ def main() -> None:
 
     began = time.monotonic()
     commit = os.environ.get("GLA_REF_COMMIT") or command(
-        "git", "-C", str(ROOT), "rev-parse", "HEAD"
+        "git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"
     )
     limits = ceilings()
     environment = {

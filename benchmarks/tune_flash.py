@@ -26,22 +26,21 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 SOURCE = ROOT.parent / "src/gla_ref/kernels/flash_attention.py"
 
-CANDIDATES = {  # head size: kernel: (BM, BN, warps, stages)
+CANDIDATES = {  # head size: kernel: (BM, BN, warps, stages); what lost by far is in LAB.md only
     64: {
-        "FWD": [(64, 128, 4, 2), (64, 128, 4, 3), (128, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 256, 4, 2),
-                (128, 64, 4, 3), (128, 64, 8, 3)],
-        "BWD_DQ": [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 2), (128, 32, 4, 4)],
-        "BWD_DKV": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 4), (32, 128, 4, 3), (64, 128, 8, 4), (128, 64, 4, 2)],
+        "FWD": [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 3)],
+        "BWD_DQ": [(128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
+        "BWD_DKV": [(64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 4), (128, 64, 4, 2)],
     },
     128: {
-        "FWD": [(128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3)],
-        "BWD_DQ": [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2), (128, 32, 4, 3), (128, 32, 4, 4)],
-        "BWD_DKV": [(64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 3)],
+        "FWD": [(128, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 3)],
+        "BWD_DQ": [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 2), (128, 32, 4, 3)],
+        "BWD_DKV": [(64, 64, 4, 2), (32, 64, 4, 2)],
     },
     256: {
-        "FWD": [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3)],
-        "BWD_DQ": [(64, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 3), (128, 32, 8, 2)],
-        "BWD_DKV": [(32, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 3), (64, 64, 8, 1), (32, 64, 4, 2)],
+        "FWD": [(128, 64, 8, 2), (64, 32, 4, 2)],
+        "BWD_DQ": [(64, 64, 4, 2), (128, 32, 8, 2)],
+        "BWD_DKV": [(64, 64, 8, 2), (32, 64, 8, 3)],
     },
 }  # fmt: skip
 KERNEL = {"FWD": "fwd", "BWD_DQ": "bwd_dq", "BWD_DKV": "bwd_dkv"}
@@ -117,7 +116,13 @@ def timed(jobs, D, B=8, T=8192, H=16):
                 return flash._forward(*x[:3], None, D**-0.5)
             return flash._backward(*x[:3], o, lse, x[3], None, D**-0.5)
 
-        for _ in range(2):
+        began = time.time()
+        call()
+        torch.cuda.synchronize()
+        reps = (
+            int(0.3 / (time.time() - began)) + 3
+        )  # the clock falls under sustained load, as it will in use
+        for _ in range(reps):
             call()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as p:

@@ -39,9 +39,9 @@ from ._launch import check_launch, check_packed
 __all__ = ["flash_attention"]
 
 # (BM, BN, warps, stages) for K and V up to the width: benchmarks/LAB.md says what else was tried.
-FWD = {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
-BWD_DQ = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)}
-BWD_DKV = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
+FWD = {64: (64, 128, 4, 2), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)}
+BWD_DQ = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)}
+BWD_DKV = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
 FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}  # no tensor cores
 
 
@@ -222,29 +222,43 @@ def bwd_dq(
 
 
 @triton.jit
+def load_rows(lse, delta, o_head, o_m, T, BM: tl.constexpr):
+    o_i = o_m + tl.arange(0, BM)
+    b_lse = tl.load(lse + o_head + o_i, mask=o_i < T, other=float("inf"))  # p = 0 beyond the end
+    return b_lse, tl.load(delta + o_head + o_i, mask=o_i < T, other=0.0)
+
+
+@triton.jit
 def dkv_queries(
     b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j, lo, hi, K, V, scale2,
-    BM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TMA: tl.constexpr, AHEAD: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
+    b_lse, b_delta = load_rows(lse, delta, o_head, lo, T, BM)  # [BM] each
     for o_m in tl.range(lo, hi, BM):
-        o_i = o_m + tl.arange(0, BM)
-        m_i = o_i < T
         b_q = load_tile(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, CLIP)  # [BM, BK]
         b_do = load_tile(
             do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, CLIP
         )  # [BM, BV]
-        b_lse = tl.load(lse + o_head + o_i, mask=m_i, other=float("inf"))  # p = 0 beyond the end
-        b_delta = tl.load(delta + o_head + o_i, mask=m_i, other=0.0)
+        if (
+            AHEAD
+        ):  # small tiles leave registers for the next step's rows, which are then never waited for
+            b_lse_next, b_delta_next = load_rows(lse, delta, o_head, o_m + BM, T, BM)
+        else:
+            b_lse, b_delta = load_rows(lse, delta, o_head, o_m, T, BM)
         # transposed tiles: p and ds are then the left operands of both sums, and stay in registers
         b_s = tl.dot(b_k, b_q.T, input_precision="ieee")  # [BN, BM]
-        b_dp = tl.dot(b_v, b_do.T, input_precision="ieee")  # [BN, BM]
+        # the sum starts at -delta: no operation of its own, and delta needs no registers any more
+        b_dp = tl.broadcast_to(-b_delta[None, :], [BN, BM])
+        b_dp = tl.dot(b_v, b_do.T, b_dp, input_precision="ieee")  # [BN, BM]
         b_p = tl.exp2(b_s * scale2 - b_lse[None, :])
         if MASK:
+            o_i = o_m + tl.arange(0, BM)
             b_p = tl.where(o_i[None, :] >= o_j[:, None], b_p, 0.0)
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision="ieee")  # [BN, BV]
-        b_ds = (b_p * (b_dp - b_delta[None, :])).to(b_q.dtype)
-        b_dk = tl.dot(b_ds, b_q, b_dk, input_precision="ieee")  # [BN, BK]
+        b_dk = tl.dot((b_p * b_dp).to(b_q.dtype), b_q, b_dk, input_precision="ieee")  # [BN, BK]
+        if AHEAD:
+            b_lse, b_delta = b_lse_next, b_delta_next
     return b_dk, b_dv
 
 
@@ -253,7 +267,7 @@ def bwd_dkv(
     q, k, v, do, lse, delta, dk, dv, cu, s_q, s_k, s_v, s_do, s_dk, s_dv,
     N, T, S, H, K, V, slots, rows, scale, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, PACKED: tl.constexpr,
+    TMA: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     # which tile: the first keys, which most queries see, come first
     i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BN, PACKED)
@@ -276,16 +290,16 @@ def bwd_dkv(
     last = tl.maximum(T // BM * BM, full) if PACKED else tl.cdiv(T, BM) * BM
     b_dk, b_dv = dkv_queries(
         b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
-        first, full, K, V, scale2, BM, BK, BV, TMA, PACKED, True,
+        first, full, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, PACKED, True,
     )  # fmt: skip
     b_dk, b_dv = dkv_queries(
         b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
-        full, last, K, V, scale2, BM, BK, BV, TMA, False, False,
+        full, last, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, False, False,
     )  # fmt: skip
     if PACKED:
         b_dk, b_dv = dkv_queries(
             b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
-            last, T, K, V, scale2, BM, BK, BV, TMA, True, False,
+            last, T, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, True, False,
         )  # fmt: skip
 
     # store
@@ -385,7 +399,7 @@ def _backward(
     bwd_dkv[(slots * B * H,)](
         *(_describe(*tile) if TMA else tile[0] for tile in tiles), lse, delta, dk, dv, cu,
         *(x.stride() for x in (q, k, v, do, dk, dv)), **sizes, slots=slots, **scales,
-        BM=BM, BN=BN, **widths, TMA=TMA, num_warps=warps, num_stages=stages,
+        BM=BM, BN=BN, **widths, TMA=TMA, AHEAD=column == 64, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, dk, dv
 
