@@ -39,9 +39,9 @@ from ._launch import check_launch, check_packed
 __all__ = ["flash_attention"]
 
 # (BM, BN, warps, stages) for K and V up to the width: benchmarks/LAB.md says what else was tried.
-FWD = {64: (64, 128, 4, 2), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)}
+FWD = {64: (64, 128, 4, 2), 128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}
 BWD_DQ = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)}
-BWD_DKV = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
+BWD_DKV = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
 FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}  # no tensor cores
 
 
@@ -104,6 +104,7 @@ def fwd_keys(
 ):  # fmt: skip
     for o_n in tl.range(lo, hi, BN):
         b_k = load_tile(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
         if MASK:
             o_j = o_n + tl.arange(0, BN)
@@ -115,7 +116,6 @@ def fwd_keys(
             b_p = tl.exp2(b_s * scale2 - b_mn[:, None])
         b_r = tl.exp2(b_m - b_mn)  # [BM], what older tiles are worth now
         b_l = b_l * b_r + tl.sum(b_p, 1)
-        b_v = load_tile(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_r[:, None], input_precision="ieee")  # [BM, BV]
         b_m = b_mn
     return b_o, b_l, b_m
