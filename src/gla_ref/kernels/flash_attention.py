@@ -38,11 +38,12 @@ from ._launch import check_launch, check_packed
 
 __all__ = ["flash_attention"]
 
-# (BM, BN, warps, stages) for K and V up to the width: benchmarks/LAB.md says what else was tried.
+# (BM, BN, warps, stages) for K and V up to the width, on Hopper: benchmarks/LAB.md says what else was tried.
 FWD = {64: (64, 128, 4, 2), 128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}
 BWD_DQ = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)}
 BWD_DKV = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
-FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}  # no tensor cores
+# all three kernels in float32, which tensor cores do not multiply, and on GPUs with less shared memory
+SMALL = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}
 
 
 @triton.jit
@@ -52,9 +53,8 @@ def load_tile(
 ):  # fmt: skip
     """Rows o_t ... o_t + BT - 1 of x[i_b, :, i_h, :] as [BT, BD], zero from row `end` and column D on."""
     o_r, o_d = o_t + tl.arange(0, BT), tl.arange(0, BD)
-    if (
-        TMA
-    ):  # the descriptor itself knows where the tensor ends, but not where a packed sequence does
+    if TMA:
+        # the descriptor itself knows where the tensor ends, but not where a packed sequence does
         b = x.load([i_b, i_h, o_t, 0]).reshape(BT, BD)
         if CLIP:  # 0 * inf of a neighbour would be NaN
             b = tl.where((o_r < end)[:, None], b, 0.0)
@@ -312,8 +312,7 @@ def _describable(x: Tensor) -> bool:
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
     aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
     return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] >= 9
+        _hopper(x)
         and x.element_size() == 2
         and x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
@@ -339,6 +338,14 @@ def _geometry(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> tuple[dict,
     return sizes, {"BK": BK, "BV": BV, "PACKED": cu is not None}, max(64, BK, BV)
 
 
+def _hopper(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+
+
+def _tiles(table: dict, q: Tensor, column: int) -> tuple[int, int, int, int]:
+    return (table if _hopper(q) and q.dtype != torch.float32 else SMALL)[column]
+
+
 def _slots(length: int, block: int, N: int) -> int:
     return length // block + N if N else triton.cdiv(length, block)
 
@@ -351,16 +358,17 @@ def _forward(
     o = torch.empty(B, T, H, V, dtype=v.dtype, device=q.device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     sizes, widths, column = _geometry(q, k, v, cu)
-    BM, BN, warps, stages = (FLOAT32 if q.dtype == torch.float32 else FWD)[column]
+    BM, BN, warps, stages = _tiles(FWD, q, column)
     TMA = all(map(_describable, (q, k, v)))
     slots = _slots(T, BM, sizes["N"])
     tiles = [(q, BM, widths["BK"]), (k, BN, widths["BK"]), (v, BN, widths["BV"])]
-    fwd[(slots * B * H,)](
-        *(_describe(*tile) if TMA else tile[0] for tile in tiles), o, lse, cu,
-        q.stride(), k.stride(), v.stride(), o.stride(), **sizes, slots=slots,
-        scale2=scale / math.log(2), BM=BM, BN=BN, **widths, TMA=TMA, NEGATIVE=scale < 0,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        fwd[(slots * B * H,)](
+            *(_describe(*tile) if TMA else tile[0] for tile in tiles), o, lse, cu,
+            q.stride(), k.stride(), v.stride(), o.stride(), **sizes, slots=slots,
+            scale2=scale / math.log(2), BM=BM, BN=BN, **widths, TMA=TMA, NEGATIVE=scale < 0,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return o, lse
 
 
@@ -384,23 +392,25 @@ def _backward(
     scales = {"scale": scale, "scale2": scale / math.log(2)}
     BK, BV = widths["BK"], widths["BV"]
 
-    BM, BN, warps, stages = (FLOAT32 if q.dtype == torch.float32 else BWD_DQ)[column]
+    BM, BN, warps, stages = _tiles(BWD_DQ, q, column)
     slots = _slots(T, BM, sizes["N"])
     tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)]
-    bwd_dq[(slots * B * H,)](
-        *(_describe(*tile) if TMA else tile[0] for tile in tiles), lse, delta, dq, cu,
-        *(x.stride() for x in (q, k, v, o, do, dq)), **sizes, slots=slots, **scales,
-        BM=BM, BN=BN, **widths, TMA=TMA, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        bwd_dq[(slots * B * H,)](
+            *(_describe(*tile) if TMA else tile[0] for tile in tiles), lse, delta, dq, cu,
+            *(x.stride() for x in (q, k, v, o, do, dq)), **sizes, slots=slots, **scales,
+            BM=BM, BN=BN, **widths, TMA=TMA, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
 
-    BM, BN, warps, stages = (FLOAT32 if q.dtype == torch.float32 else BWD_DKV)[column]
+    BM, BN, warps, stages = _tiles(BWD_DKV, q, column)
     slots = _slots(S, BN, sizes["N"])
     tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)]
-    bwd_dkv[(slots * B * H,)](
-        *(_describe(*tile) if TMA else tile[0] for tile in tiles), lse, delta, dk, dv, cu,
-        *(x.stride() for x in (q, k, v, do, dk, dv)), **sizes, slots=slots, **scales,
-        BM=BM, BN=BN, **widths, TMA=TMA, AHEAD=column == 64, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        bwd_dkv[(slots * B * H,)](
+            *(_describe(*tile) if TMA else tile[0] for tile in tiles), lse, delta, dk, dv, cu,
+            *(x.stride() for x in (q, k, v, do, dk, dv)), **sizes, slots=slots, **scales,
+            BM=BM, BN=BN, **widths, TMA=TMA, AHEAD=column == 64, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return dq, dk, dv
 
 
@@ -414,9 +424,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, *output, cu)
 
 
-def _gradients(
-    ctx, do, dlse
-):  # lse leaves the operator for the backward only: nobody differentiates it
+def _gradients(ctx, do, dlse):  # lse is returned for the backward's sake: nobody differentiates it
     q, k, v, o, lse, cu = ctx.saved_tensors
     return *_backward(q, k, v, o, lse, do, cu, ctx.scale), None, None
 
