@@ -98,12 +98,12 @@ def clean_page(app, pagename, templatename, context, doctree):
 
 
 def execution_cache(root: Path) -> Path:
-    """Where executed pages are kept; jupyter-cache compares their cells only, not the package."""
+    """Where executed pages are kept; jupyter-cache compares their cells only, not what they read."""
     digest = hashlib.sha256()
-    package = root / "src" / "gla_ref"
-    for file in [*sorted(package.rglob("*.py")), *package.glob("*.mplstyle")]:
+    package, measured = root / "src" / "gla_ref", root / "benchmarks" / "results"
+    files = [*package.rglob("*.py"), *package.glob("*.mplstyle"), *measured.glob("*.json")]
+    for file in [*sorted(files), root / "requirements.txt"]:
         digest.update(file.read_bytes())
-    digest.update((root / "requirements.txt").read_bytes())
     return root / "_build" / ".jupyter_cache" / digest.hexdigest()[:16]
 
 
