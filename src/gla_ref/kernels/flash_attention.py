@@ -1,4 +1,4 @@
-"""Causal softmax attention without the T x T matrix, forward and backward: FlashAttention-2 (chapter 2).
+"""Causal softmax attention without the T x T matrix, forward and backward: FlashAttention-2 (chapter 3).
 
     o_i = sum_j p_ij v_j,   p_ij = exp(scale q_i k_j - lse_i),   lse_i = log sum_j exp(scale q_i k_j),   j <= i
 
