@@ -115,6 +115,32 @@ def sdpa_flash_loop(case, q, k, v, cu_seqlens):
 
 # linear attention
 
+ours("linear_attention", "triton")
+ours("linear_attention", "triton_materialised", packed=False)
+looped("linear_attention", "triton")
+ours("simple_gla", "triton")
+
+
+def fla(op: str) -> Callable:
+    """chunk_linear_attn, fused_chunk_linear_attn or chunk_simple_gla of flash-linear-attention."""
+
+    def call(case, q, k, v, g=None, cu_seqlens=None):
+        from fla.ops import linear_attn, simple_gla
+
+        if g is not None:
+            return getattr(simple_gla, op)(q, k, v, g, cu_seqlens=cu_seqlens)[0]
+        packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        return getattr(linear_attn, op)(q, k, v, normalize=False, **packed)[0]
+
+    return call
+
+
+for op in ("chunk_linear_attn", "fused_chunk_linear_attn"):
+    contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)(fla(op))
+contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)(
+    fla("chunk_simple_gla")
+)
+
 
 @contender("linear_attention", "simple_gla", peer=True, packed=False)
 def torch_chunkwise(case, q, k, v, g=None, **_):

@@ -41,6 +41,25 @@ def _flash_attention(*args, **kwargs):
     return flash_attention(*args, **kwargs)
 
 
+def _linear_attention(*args, **kwargs):
+    """Triton: :func:`gla_ref.kernels.linear_attention.linear_attention`."""
+    from .kernels.linear_attention import linear_attention
+
+    return linear_attention(*args, **kwargs)
+
+
+def _linear_attention_materialised(*args, **kwargs):
+    """Triton, every chunk's state in memory: :func:`gla_ref.kernels.linear_attention.linear_attention`."""
+    return _linear_attention(*args, path="materialised", **kwargs)
+
+
+def _simple_gla(*args, **kwargs):
+    """Triton: :func:`gla_ref.kernels.linear_attention.simple_gla`."""
+    from .kernels.linear_attention import simple_gla
+
+    return simple_gla(*args, **kwargs)
+
+
 FORMS = {
     "softmax_attention": {
         "recurrent": softmax_attention.recurrent,
@@ -54,11 +73,14 @@ FORMS = {
         "parallel": linear_attention.parallel,
         "chunkwise": linear_attention.chunkwise,
         "scan": linear_attention.scan,
+        "triton": _linear_attention,
+        "triton_materialised": _linear_attention_materialised,
     },
     "simple_gla": {
         "recurrent": simple_gla.recurrent,
         "parallel": simple_gla.parallel,
         "chunkwise": simple_gla.chunkwise,
+        "triton": _simple_gla,
     },
     "gla": {
         "recurrent": gla.recurrent,
