@@ -1,4 +1,4 @@
-"""Linear attention and its scalar-gated kin (simple GLA) in chunks: FlashLinearAttention, both ways (chapter 6).
+"""Linear attention and its scalar-gated kin (simple GLA) in chunks: FlashLinearAttention, both ways (chapter 5).
 
     o = scale * (e^b * (q S) + (q k^T * E) v)        E_ij = e^(b_i - b_j) for j <= i, else 0
     S <- e^(b_C) S + k^T (e^(b_C - b) * v)           b the running sum of g in the chunk (0 without gates)
@@ -16,7 +16,7 @@ Backward: dq reads S^T, dk and dv read dS = R in the same way, so each is one mo
 
     dq = walk(do, v, k)     dk = walk backwards(v, do, q)     dv = walk backwards(k, q, do)
 
-States are rebuilt, none is saved; only `gate_gradient` (chapter 12's sums of paths) has them stored before each chunk.
+States are rebuilt, none is saved; only `gate_gradient` (:mod:`gla_ref.gla_backward`) has them before each chunk in memory.
 A program moves 2 C (2 K + BV) bytes in and 2 C BV out a chunk (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs; q and k of
 neighbouring V tiles come from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16.
 """
