@@ -16,7 +16,7 @@ Backward: dq reads S^T, dk and dv read dS = R in the same way, so each is one mo
 
     dq = walk(do, v, k)     dk = walk backwards(v, do, q)     dv = walk backwards(k, q, do)
 
-States are rebuilt, none is saved; only `gate_gradient` (:mod:`gla_ref.gla_backward`) has them before each chunk in memory.
+States are rebuilt, none is saved; only `gate_gradient` (:mod:`gla_ref.gla_backward`) has them stored before each chunk.
 A program moves 2 C (2 K + BV) bytes in and 2 C BV out a chunk (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs; q and k of
 neighbouring V tiles come from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16.
 """
