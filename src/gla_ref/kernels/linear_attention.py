@@ -35,7 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .. import _contract as contract
 from ._launch import check_launch, check_packed
 
-__all__ = ["linear_attention", "simple_gla"]
+__all__ = ["choose_path", "linear_attention", "simple_gla"]
 
 # K up to: (C, BV, warps, stages); benchmarks/LAB.md says what else was tried. 512 serves dq and dk, whose keys are
 # values. Gates leave their programs waiting for sums, so two must share a multiprocessor: fewer stages.
