@@ -127,7 +127,7 @@ def flash() -> list[Case]:
 
 
 def linear() -> list[Case]:
-    """Linear attention at the issue's shapes, and scalar gates at one of them."""
+    """Linear attention from narrow to wide heads and from many to few, and scalar gates at one shape."""
     shapes = [(32, T, 16, 64, 64) for T in (512, 1024, 2048, 4096, 8192)]
     shapes += [
         (8, 8192, 16, 128, 128),
