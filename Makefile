@@ -21,7 +21,7 @@ test: $(VENV) ## run every test that needs no GPU (the site is built and its pag
 	@echo "All tests passed."
 
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
-	$(PYTHON) -m pytest tests/test_kernels*.py -m gpu --gpu-summary benchmarks/results/test-gpu.json
+	$(PYTHON) -m pytest tests/test_kernels*.py -m gpu -n auto --maxprocesses 14 --gpu-summary benchmarks/results/test-gpu.json
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
