@@ -25,6 +25,7 @@ class Contender:
     directions: tuple[str, ...]
     packed: bool | None  # True: packed cases only, False: never packed, None: both
     limit_s: float  # of the first call; a peer that autotunes may be given more
+    named: bool  # only for cases that name it in `only`
 
 
 CONTENDERS: dict[str, list[Contender]] = {}
@@ -37,11 +38,12 @@ def contender(
     directions=("forward", "backward"),
     packed: bool | None = None,
     limit_s: float = 60.0,
+    named: bool = False,
 ) -> Callable:
     """Register the decorated function for these mechanisms, under its own name unless one is given."""
 
     def register(call: Callable) -> Callable:
-        it = Contender(name or call.__name__, call, peer, tuple(directions), packed, limit_s)
+        it = Contender(name or call.__name__, call, peer, tuple(directions), packed, limit_s, named)
         for mechanism in mechanisms:
             CONTENDERS.setdefault(mechanism, []).append(it)
         return call
@@ -49,14 +51,14 @@ def contender(
     return register
 
 
-def form(mechanism: str, entry: str) -> Callable:
+def form(mechanism: str, entry: str, **chosen) -> Callable:
     """A contender's body from an entry of gla_ref.FORMS."""
 
     def call(case, q, k, v, g=None, cu_seqlens=None):
         from gla_ref import FORMS
 
         gates = () if g is None else (g,)
-        return FORMS[mechanism][entry](q, k, v, *gates, cu_seqlens=cu_seqlens)[0]
+        return FORMS[mechanism][entry](q, k, v, *gates, cu_seqlens=cu_seqlens, **chosen)[0]
 
     return call
 
@@ -118,6 +120,10 @@ def sdpa_flash_loop(case, q, k, v, cu_seqlens):
 ours("linear_attention", "triton")
 ours("linear_attention", "triton_materialised", packed=False)
 looped("linear_attention", "triton")
+for path in ("fused", "segmented"):
+    contender("linear_attention", name=f"triton_{path}", named=True)(
+        form("linear_attention", "triton", path=path)
+    )
 ours("simple_gla", "triton")
 
 

@@ -272,6 +272,16 @@ def sets_of(case: Case) -> list[dict]:
     return [inputs(case, seed) for seed in range(n)]
 
 
+def who(case: Case) -> list[Contender]:
+    """The contenders that are measured on a case."""
+    return [
+        c
+        for c in CONTENDERS.get(case.mechanism, [])
+        if c.packed in (None, bool(case.lengths))
+        and (c.name in case.only if case.only else not c.named)
+    ]
+
+
 def table(records: list[dict], peers: set[str]) -> str:
     from tabulate import tabulate
 
@@ -339,7 +349,7 @@ def main() -> None:
         for name, cases in SUITES.items():
             print(f"{name}: {cases.__doc__}")
             for case in cases():
-                print(f"  {case}: {', '.join(c.name for c in CONTENDERS.get(case.mechanism, []))}")
+                print(f"  {case}: {', '.join(c.name for c in who(case))}")
         return
     if not torch.cuda.is_available():
         sys.exit("benchmarks: expected an NVIDIA GPU, found none")
@@ -364,13 +374,7 @@ def main() -> None:
     path = args.out or results_file(environment["gpu"])
     for suite in args.suites:
         for case in SUITES[suite]():
-            every = [
-                c
-                for c in CONTENDERS.get(case.mechanism, [])
-                if c.packed in (None, bool(case.lengths))
-                and (case.only is None or c.name in case.only)
-                and (not args.only or c.name in args.only)
-            ]
+            every = [c for c in who(case) if not args.only or c.name in args.only]
             if args.direction:
                 case = Case(**{**vars(case), "directions": (args.direction,)})
             shape = {

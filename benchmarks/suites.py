@@ -139,6 +139,13 @@ def linear() -> list[Case]:
     return [Case("linear_attention", *shape) for shape in shapes] + gated
 
 
+def paths() -> list[Case]:
+    """What the rule of linear attention chooses from: each path, from 2 heads to 128, forward."""
+    names = ("triton_fused", "triton_segmented", "triton_materialised")
+    case = Case("linear_attention", 1, 16384, 1, 128, 128, only=names, directions=("forward",))
+    return [replace(case, H=H) for H in (2, 4, 8, 16, 32, 64, 96, 128)]
+
+
 def batch() -> list[Case]:
     """How many sequences it takes to fill the chip, at T = 4096."""
     return [
@@ -167,4 +174,4 @@ def packed() -> list[Case]:
     ]
 
 
-SUITES = {f.__name__: f for f in (figure2, flash, linear, batch, prefill, packed)}
+SUITES = {f.__name__: f for f in (figure2, flash, linear, paths, batch, prefill, packed)}
