@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import sys
 
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     for step, got, exact in rows:
         grid = " x ".join(map(str, step.grid)) or "PyTorch"
         programs = torch.Size(step.grid).numel() if step.grid else ""
-        worst = max(map(error, got, exact))
+        worst = max(map(error, got, exact), key=lambda e: (math.isnan(e), e))
         print(f"{step.name:28}{grid:>16}{programs:>10}{step.bytes / 1e6:10.3f}{worst:11.1e}")
 
     # the whole: twice the error of an emulated run with operands rounded to dtype, and 4 eps
