@@ -20,8 +20,11 @@ from einops import einsum, rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
+from .gates import chunk_cumsum
+
 __all__ = [
     "Step",
+    "chunk_fuse",
     "combine",
     "fused_chunk_gla_fwd",
     "fwd_inner_chunk",
@@ -73,6 +76,17 @@ def combine(o: Tensor, A: Tensor, v: Tensor) -> Tensor:
     A = A.sum(0).to(v.dtype)
     inner = rearrange(A @ _chunks(v, A.shape[-1]), "b h n c v -> b (n c) h v")
     return o.sum(0).add_(inner[:, : v.shape[1]]).to(v.dtype)
+
+
+def chunk_fuse(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S: Tensor, C: int = 16
+) -> tuple[Tensor, Tensor]:
+    """(o, S): all five steps, in the precision of the inputs; g `[B, T, H, K]` and S `[B, H, K, V]`."""
+    b = chunk_cumsum(g, C, base2=True)
+    q_g, k_g = prepare_qg_kg(q, k, b, scale, C)
+    o, S = fused_chunk_gla_fwd(q_g, k_g, v, b, S, C)
+    A = fwd_inner_chunk(q, k, b, scale, C)
+    return combine(o[None], A[None], v), S
 
 
 @dataclass(frozen=True)
