@@ -12,8 +12,8 @@ References: :mod:`gla_ref.gla_chunk_fuse`, step by step, and :func:`gla_ref.gla.
     combine                      PyTorch       sums what the NK blocks of channels left, adds A v
 
 with N = ceil(T / C) chunks, NK = ceil(K / BK), NV = ceil(V / BV) and BK, BV <= 64. Bytes and FLOPs of each:
-:func:`gla_ref.gla_chunk_fuse.steps`. Any K and V. Limits, those of the original: no gradients, no packed sequences, no
-gate on V; gates of -inf make NaN, and a strong gate costs the decays after it their low bits.
+:func:`gla_ref.gla_chunk_fuse.steps`. Any K and V. Limits, those of the description: no gradients, no packed sequences,
+no gate on V; gates of -inf make NaN, and a strong gate costs the decays after it their low bits.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _grid(x: Tensor, C: int) -> tuple[int, int, int]:
 
 
 def qg_kg(q: Tensor, k: Tensor, b: Tensor, scale: float, C: int = 16) -> tuple[Tensor, Tensor]:
-    """Decayed q and k `[B, T, H, K]` in their dtype; b is :func:`decay_cumsum`'s, of the same C."""
+    """Decayed q and k `[B, T, H, K]` in their dtype; b is what `decay_cumsum` returns for the same C."""
     B, T, H, K = q.shape
     q_g, k_g = (torch.empty(B, T, H, K, dtype=q.dtype, device=q.device) for _ in "qk")
     prepare_qg_kg[_grid(q, C)](
