@@ -78,9 +78,8 @@ def fused_chunk_gla_fwd_kernel(
     o_c = tl.arange(0, BT)
     o_S = i_bh * K * V + o_k[:, None] * V + o_v[None, :]  # [BK, BV]
     m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
-    o += (
-        i_k.to(tl.int64) * s_o[0]
-    )  # each block of channels has an output of its own: they are summed later
+    # each block of channels has an output of its own: they are summed later
+    o += i_k.to(tl.int64) * s_o[0]
 
     # load
     b_h = tl.zeros([BK, BV], dtype=tl.float32)
