@@ -15,6 +15,7 @@ def folder(tmp_path):
         environment = {"gpu": gpu, "torch": "2.11.0+cu130", "triton": "3.6.0"}
         content = {"environment": environment, "records": records}
         (tmp_path / f"{gpu[7:].lower()}.json").write_text(json.dumps(content))
+    (tmp_path / "a-steps.json").write_text('{"environment": {"gpu": "NVIDIA A100"}, "steps": [1]}')
     (tmp_path / "0-test-gpu.json").write_text('{"passed": 3}')
     return tmp_path
 
@@ -22,6 +23,7 @@ def folder(tmp_path):
 def test_load_by_gpu(folder):
     assert results.load("h200", folder)["environment"]["gpu"] == "NVIDIA H200"
     assert results.load(None, folder)["environment"]["gpu"] == "NVIDIA A100"
+    assert results.load(None, folder, kind="steps")["steps"] == [1]
     assert results.load("B200", folder) is None and results.load(None, folder / "none") is None
 
 

@@ -1,4 +1,4 @@
-"""gla_ref: exact references for softmax, linear and gated linear attention (chapters 1 to 9).
+"""gla_ref: exact references for softmax, linear and gated linear attention (chapters 1 to 10).
 
 `FORMS[mechanism][form]` is a function `o, state = form(q, k, v, ..., *, scale=None, initial_state=None,
 cu_seqlens=None, **options)`; every form of a mechanism computes the same thing. Importing the
@@ -10,6 +10,7 @@ from . import (
     gates,
     gla,
     gla_backward,
+    gla_chunk_fuse,
     linear_attention,
     prefix_sum,
     simple_gla,
@@ -24,6 +25,7 @@ __all__ = [
     "gates",
     "gla",
     "gla_backward",
+    "gla_chunk_fuse",
     "linear_attention",
     "prefix_sum",
     "simple_gla",
@@ -60,6 +62,13 @@ def _simple_gla(*args, **kwargs):
     return simple_gla(*args, **kwargs)
 
 
+def _gla_chunk_fuse(*args, **kwargs):
+    """Triton, the original's four kernels, forward only: :func:`gla_ref.kernels.gla_chunk_fuse.gla_chunk_fuse`."""
+    from .kernels.gla_chunk_fuse import gla_chunk_fuse
+
+    return gla_chunk_fuse(*args, **kwargs)
+
+
 FORMS = {
     "softmax_attention": {
         "recurrent": softmax_attention.recurrent,
@@ -89,5 +98,6 @@ FORMS = {
         "scan": gla.scan,
         "chunkwise": gla.chunkwise,
         "chunkwise_two_level": gla.chunkwise_two_level,
+        "triton_chunk_fuse": _gla_chunk_fuse,
     },
 }

@@ -1,4 +1,4 @@
-"""Read what benchmarks/run.py measured, for the figures of the book (chapter 3).
+"""Read what the programs in benchmarks/ measured, for the figures of the book (chapter 3).
 
 The files lie in `benchmarks/results/` of a checkout. An installed wheel has none: `load` returns None.
 """
@@ -11,13 +11,14 @@ from pathlib import Path
 __all__ = ["label", "load", "select"]
 
 
-def load(gpu: str | None = None, folder: str | None = None) -> dict | None:
-    """The measurements of one GPU: `{"environment": {...}, "records": [{...}, ...]}`.
+def load(gpu: str | None = None, folder: str | None = None, kind: str = "records") -> dict | None:
+    """The measurements of one GPU: `{"environment": {...}, kind: [{...}, ...]}`.
 
     Args:
         gpu: a part of the GPU's name, such as "h200"; None takes the first file by name.
         folder: where the files are; None looks in the checkout of this package, then in the working
             directory and the directories above it.
+        kind: "records" of run.py or "steps" of chunk_fuse.py.
 
     Returns:
         The content of the file, or None where there is none.
@@ -26,8 +27,8 @@ def load(gpu: str | None = None, folder: str | None = None) -> dict | None:
     folders = [Path(folder)] if folder else [up / "benchmarks" / "results" for up in here]
     for path in (path for each in folders for path in sorted(each.glob("*.json"))):
         data = json.loads(path.read_text())
-        if not isinstance(data, dict) or not {"environment", "records"} <= data.keys():
-            continue  # the summary of a test run
+        if not isinstance(data, dict) or not {"environment", kind} <= data.keys():
+            continue  # of another kind, or the summary of a test run
         if (gpu or "").lower() in data["environment"]["gpu"].lower():
             return data
     return None

@@ -1,0 +1,151 @@
+"""`python -m gla_ref`: run the four kernels of the original GLA on random input and check them (chapter 10).
+
+Without a GPU Triton interprets them on the CPU. Exit status: 0 right, 1 wrong, 2 cannot run as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from . import gates, gla
+from . import gla_chunk_fuse as reference
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """max |x - x*| / rms(x*)."""
+    x, exact = x.double(), exact.double()
+    return ((x - exact).abs().max() / exact.square().mean().sqrt()).item()
+
+
+def prepare_device(args: argparse.Namespace) -> str:
+    """Where the kernels run; the interpreter must be chosen before Triton is imported."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            "the kernels need Triton, which is not installed (pip install triton, on Linux)"
+        )
+    if torch.cuda.is_available():
+        print(f"on {torch.cuda.get_device_name()}")
+        return "cuda"
+    os.environ["TRITON_INTERPRET"] = "1"
+    print("no GPU found: TRITON_INTERPRET=1 is set and Triton interprets the kernels on the CPU")
+    if args.dtype != "float32":
+        raise ValueError(f"--dtype: expected float32 without a GPU, got {args.dtype}")
+    return "cpu"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Each step against its PyTorch reference in float64, then the whole against the recurrence."""
+    device, dtype = prepare_device(args), getattr(torch, args.dtype)
+    from .kernels import gla_chunk_fuse as kernels
+    from .kernels.decay_cumsum import decay_cumsum
+
+    sizes = {name: getattr(args, name) for name in ("B", "T", "H", "K", "V")}
+    B, T, H, K, V = sizes.values()
+    C, scale = args.C, K**-0.5
+    rng = torch.Generator(device).manual_seed(args.seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=rng, device=device, dtype=torch.float32)
+
+    q, k, x = normal(3, B, T, H, K).to(dtype)
+    v, S0 = normal(B, T, H, V).to(dtype), normal(B, H, K, V)
+    g = logsigmoid(x) / 16 if args.gate is None else torch.full_like(x, args.gate)
+    print(f"{', '.join(f'{n} = {size}' for n, size in sizes.items())}, C = {C}, {args.dtype}")
+    gate = "logsigmoid(x) / 16" if args.gate is None else args.gate
+    print(f"gates {gate}, seed {args.seed}\n")
+
+    # each step on what the step before it made, against the same in float64
+    b = decay_cumsum(g, C=C)
+    q_g, k_g = kernels.qg_kg(q, k, b, scale, C)
+    parts, S = kernels.read_states(q_g, k_g, v, b, S0, C)
+    A = kernels.inner_scores(q, k, b, scale, C)
+    o = reference.combine(parts, A, v)
+    q64, k64, v64, b64, qg64, kg64 = (x.double() for x in (q, k, v, b, q_g, k_g))
+    reads, S64 = reference.fused_chunk_gla_fwd(qg64, kg64, v64, b64, S0.double(), C)
+    made = [(b,), (q_g, k_g), (parts.sum(0), S), (A.sum(0),), (o,)]
+    expected = [
+        (gates.chunk_cumsum(g.double(), C, base2=True),),
+        reference.prepare_qg_kg(q64, k64, b64, scale, C),
+        (reads, S64),
+        (reference.fwd_inner_chunk(q64, k64, b64, scale, C),),
+        (reference.combine(parts.double(), A.double(), v64),),
+    ]
+    print(f"{'step':28}{'grid':>16}{'programs':>10}{'MB':>10}{'error':>11}")
+    rows = zip(reference.steps(**sizes, C=C, itemsize=dtype.itemsize), made, expected, strict=True)
+    for step, got, exact in rows:
+        grid = " x ".join(map(str, step.grid)) or "PyTorch"
+        programs = torch.Size(step.grid).numel() if step.grid else ""
+        worst = max(map(error, got, exact), key=lambda e: (math.isnan(e), e))
+        print(f"{step.name:28}{grid:>16}{programs:>10}{step.bytes / 1e6:10.3f}{worst:11.1e}")
+
+    # the whole: twice the worst error of emulated runs with operands rounded to dtype, and 4 eps
+    given = [x.double() for x in (q, k, v, g)]
+    exact = gla.recurrent(*given, initial_state=S0.double())
+    low = [x.float() for x in given]
+    emulated = [
+        gla.chunkwise_two_level(*low, initial_state=S0, C=n, c=n, round_to=dtype)
+        for n in (16, 32, 64)
+    ]
+    emulated.append(reference.chunk_fuse(*low, scale, S0, C))
+    wrong = False
+    print()
+    for n, (name, x, y, kept) in enumerate(
+        zip(("o", "state"), (o, S), exact, (dtype, torch.float32), strict=True)
+    ):
+        worst = max(error(run[n].to(kept), y) for run in emulated)
+        found, budget = error(x, y), 2 * worst + 4 * torch.finfo(kept).eps
+        right = found <= budget  # NaN is not
+        wrong |= not right
+        verdict = "right" if right else "WRONG"
+        print(
+            f"{name:5} against the float64 recurrence: {found:.1e} of {budget:.1e} allowed, {verdict}"
+        )
+    return 1 if wrong else 0
+
+
+def size(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return value
+
+
+def log_gate(text: str) -> float:
+    if not (value := float(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"expected a log gate, at most 0, got {text}")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m gla_ref", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    it = commands.add_parser("run", help="run and check the four kernels (the default)")
+    it.set_defaults(function=run)
+    for name, default in (("B", 1), ("T", 100), ("H", 2), ("K", 80), ("V", 48)):
+        it.add_argument(f"--{name}", type=size, default=default, help="default %(default)s")
+    it.add_argument("--C", type=int, choices=(16, 32, 64), default=16, help="chunk length")
+    it.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    it.add_argument(
+        "--gate", type=log_gate, metavar="G", help="this log gate everywhere: --gate=-20"
+    )
+    it.add_argument("--seed", type=int, default=0, help="of the random input, default %(default)s")
+    args = parser.parse_args((sys.argv[1:] if argv is None else argv) or ["run"])
+    try:
+        with np.errstate(
+            all="ignore"
+        ):  # the interpreter computes with NumPy; NaN will be reported as wrong
+            return args.function(args)
+    except ValueError as reason:
+        parser.error(str(reason))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

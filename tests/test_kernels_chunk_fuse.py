@@ -1,0 +1,355 @@
+"""The four kernels of the original GLA: each step alone, the whole against the recurrence, and where it breaks."""
+
+import math
+
+import pytest
+import torch
+from cases import F64, LADDER, error, inputs
+from torch.utils.flop_counter import FlopCounterMode
+
+from gla_ref import gates, gla, prefix_sum
+from gla_ref import gla_chunk_fuse as reference
+from gla_ref.gla_chunk_fuse import combine, steps
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from gla_ref.kernels import gla_chunk_fuse as kernels  # noqa: E402
+from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
+from gla_ref.kernels.gla_chunk_fuse import gla_chunk_fuse  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+HERE = "cuda" if CUDA else "cpu"
+U = 2.0**-24  # unit roundoff of float32
+RESETS = ("-inf", "resets at chunk ends", "many resets")
+FINITE = [kind for kind in LADDER if kind not in RESETS]
+interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
+compiled = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no GPU")]
+EVERY_DTYPE = [
+    pytest.param(torch.float32, marks=interpreted, id="interpreted"),
+    *(
+        pytest.param(getattr(torch, name), marks=compiled, id=name)
+        for name in ("float32", "float16", "bfloat16")
+    ),
+]
+ANYWHERE = [
+    pytest.param("cpu", marks=interpreted),
+    pytest.param("cuda", marks=compiled),
+]
+
+
+def given(B, T, H, K, V, dtype=torch.float32, kind="logsigmoid/16", seed=0):
+    """q, k, v, g in float64 but exact in dtype (gates in float32), an initial state, and the same for the kernels."""
+    args, named = inputs("gla", B, T, H, K, V, kind=kind, seed=seed)
+    low = [x.to(HERE, dtype) for x in args[:3]]
+    low += [args[3].to(HERE, torch.float32), named["initial_state"].to(HERE, torch.float32)]
+    return [x.to(F64) for x in low], low
+
+
+# each step alone
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("T, K, V", [(1, 5, 3), (16, 64, 20), (75, 20, 36), (37, 80, 100)])
+def test_each_step(T, K, V, C, dtype):
+    if C > 16 and not CUDA and T != 75:
+        pytest.skip("the interpreter is slow")
+    (q, k, v, g, S), low = given(2, T, 2, K, V, dtype)
+    scale, info = K**-0.5, torch.finfo(dtype)
+    b = decay_cumsum(low[3], C=C)
+    assert (b - gates.chunk_cumsum(g, C, base2=True)).abs().max() <= C * 2 * U * b.abs().max()
+
+    # q_g, k_g: an exponent of size |b| is rounded, then exp2 and two products, then the result
+    qg_kg = kernels.qg_kg(*low[:2], b, scale, C)
+    band = (8 + b.abs().max()) * U + info.eps / 2
+    floor = max(info.smallest_normal * info.eps, 2.0**-120)  # below, formats and exp2 flush
+    for x, exact in zip(qg_kg, reference.prepare_qg_kg(q, k, b.double(), scale, C), strict=True):
+        assert x.dtype == dtype and ((x - exact).abs() <= band * exact.abs() + floor).all()
+
+    # o, S: an emulated run has the state rounded before it is read, as the operand of a product is
+    wide = [x.double() for x in (*qg_kg, low[2], b)]
+    o, S_out = kernels.read_states(*qg_kg, low[2], b, low[4], C)
+    exact = reference.fused_chunk_gla_fwd(*wide, S, C)
+    run = read_emulated(*(x.float() for x in wide), low[4], C, dtype)
+    assert o.dtype == S_out.dtype == torch.float32
+    for x, e, y in zip((o.sum(0), S_out), run, exact, strict=True):
+        assert error(x, y) <= 2 * error(e, y) + 4 * torch.finfo(torch.float32).eps
+
+    # A: K products in float32
+    A = kernels.inner_scores(*low[:2], b, scale, C)
+    exact = reference.fwd_inner_chunk(q, k, b.double(), scale, C)
+    size = reference.fwd_inner_chunk(q.abs(), k.abs(), b.double(), scale, C)
+    inside = torch.arange(A.shape[3] * C).view(-1, C, 1) < T  # rows after the end are nobody's
+    worst = (A.double().sum(0) - exact).abs() - (K + 8 + b.abs().max()) * U * size
+    assert worst.masked_fill(~inside.to(HERE), -1).max() <= 0
+
+    # the sum
+    A, o = A.nan_to_num(), o.contiguous()
+    exact = combine(o.double(), A.double(), v)
+    product = (A.sum(0).to(dtype).double() @ reference._chunks(v, C)).to(dtype)
+    run = o.double().sum(0)
+    run += product.permute(0, 2, 3, 1, 4).reshape(2, -1, 2, V)[:, :T]
+    result = combine(o, A, low[2])
+    assert result.dtype == dtype
+    assert error(result, exact) <= 2 * error(run.to(dtype), exact) + 4 * info.eps
+
+
+def read_emulated(q_g, k_g, v, b, S, C, dtype):
+    o = []
+    for q_n, k_n, v_n, b_n in zip(*(x.split(C, 1) for x in (q_g, k_g, v, b)), strict=True):
+        o_n, S_n = reference.fused_chunk_gla_fwd(q_n, k_n, v_n, b_n, S, C)
+        o.append(reference.fused_chunk_gla_fwd(q_n, k_n, v_n, b_n, S.to(dtype).float(), C)[0])
+        S = S_n
+    return torch.cat(o, 1), S
+
+
+# the whole, where its gates are mild
+
+
+def check(B, T, H, K, V, *, C=16, dtype=torch.float32, kind="logsigmoid/16"):
+    """Within twice the error of two-level chunks with operands rounded to dtype, plus 4 eps."""
+    args, low = given(B, T, H, K, V, dtype, kind)
+    if C > 16:  # float32 shows the drift of longer chunks even for mild gates
+        return check_drift(args, C, dtype)
+    o, S = gla_chunk_fuse(*low[:4], initial_state=low[4], C=C)
+    exact = gla.recurrent(*args[:4], initial_state=args[4])
+    run = gla.chunkwise_two_level(
+        *(x.float() for x in args[:4]), initial_state=low[4], C=C, c=C, round_to=dtype
+    )
+    for x, e, y, result in zip((o, S), run, exact, (dtype, torch.float32), strict=True):
+        budget = 2 * error(e.to(result), y) + 4 * torch.finfo(result).eps
+        assert error(x, y) <= budget, (error(x, y), budget)
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+@pytest.mark.parametrize("kind", ["zero", "-1e-4", "logsigmoid/16"])
+@pytest.mark.parametrize(
+    "T, K, V, C",
+    [
+        (1, 3, 5, 16),
+        (15, 5, 3, 16),
+        (16, 20, 36, 16),
+        (17, 80, 20, 16),
+        (49, 7, 70, 16),
+        (70, 20, 36, 32),
+        (65, 5, 20, 64),
+    ],
+)
+def test_mild_gates(T, K, V, C, kind, dtype):
+    check(1, T, 2, K, V, C=C, kind=kind, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("T, K, V", [(1000, 64, 64), (777, 100, 130), (513, 256, 512)])
+def test_mild_gates_at_size(T, K, V, C, dtype):
+    check(2, T, 3, K, V, C=C, dtype=dtype)
+
+
+# where it drifts and where it breaks
+
+
+def emulated(args, C, dtype):
+    """The steps in float32 with the operands of products rounded to dtype, by two orders of the running sums.
+
+    Both differ from the kernels in nothing but the order of additions: their error is the algorithm's.
+    """
+    q, k, v, g, S = (x.float() for x in args)
+    scale = q.shape[-1] ** -0.5
+    for running_sum in (torch.Tensor.cumsum, in_a_tree):
+        b = torch.cat([running_sum(g_n, 1) for g_n in g.split(C, 1)], 1) / math.log(2)
+        q_g, k_g = (x.to(dtype).float() for x in reference.prepare_qg_kg(q, k, b, scale, C))
+        o, S_out = read_emulated(q_g, k_g, v, b, S, C, dtype)
+        A = reference.fwd_inner_chunk(q, k, b, scale, C).to(dtype).float()
+        yield combine(o[None], A[None], v).to(dtype), S_out
+
+
+def in_a_tree(x, axis):
+    add = prefix_sum.hillis_steele(lambda x, y: (x[0] + y[0],), (x.movedim(axis, 1),))[0]
+    return add.movedim(1, axis)
+
+
+def check_drift(args, C=16, dtype=torch.float32):
+    """Within twice the larger error of the emulated runs, plus 4 eps; returns the error of o."""
+    low = [x.to(dtype) for x in args[:3]] + [x.float() for x in args[3:]]
+    exact = gla.recurrent(*args[:4], initial_state=args[4])
+    found = gla_chunk_fuse(*low[:4], initial_state=low[4], C=C)
+    runs = list(emulated(args, C, dtype))
+    for n, (x, y, result) in enumerate(zip(found, exact, (dtype, torch.float32), strict=True)):
+        budget = 2 * max(error(run[n], y) for run in runs) + 4 * torch.finfo(result).eps
+        assert error(x, y) <= budget, (n, error(x, y), budget)
+    return error(found[0], exact[0])
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+@pytest.mark.parametrize("kind", FINITE)
+def test_finite_gates_drift_as_the_algorithm_does(kind, dtype):
+    args, _ = given(1, 70, 2, 20, 9, dtype, kind)
+    for C in (16, 64):
+        check_drift(args, C, dtype)
+
+
+STRONG = (-1.0, -10.0, -1e2, -1e3, -1e4, -1e5, -1e6, -1e7)
+
+
+@pytest.mark.parametrize("device", ANYWHERE)
+def test_drift_grows_with_the_strongest_gate(device):
+    """One strong gate in each chunk of mild ones: an error in proportion; two-level chunks have none."""
+    errors = {}
+    for strength in STRONG:
+        (*args, g, S), _ = given(1, 64, 1, 8, 5)
+        g[:, 3::16] = strength
+        args = [*args, g, S]
+        errors[strength] = check_drift(args)
+        exact, _ = gla.recurrent(*args[:4], initial_state=S)
+        safe, _ = gla.chunkwise_two_level(*(x.float() for x in args[:4]), initial_state=S.float())
+        assert error(safe, exact) < 2e-6
+        assert errors[strength] < 1e-6 + 64 * U * abs(strength)
+    assert errors[-1e2] > 1e-5 and errors[-1e4] > 1e-3
+    assert errors[-1e6] > 0.05  # more than bfloat16 itself costs
+    assert errors[-1e7] > 0.3
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow encountered")
+@pytest.mark.parametrize("device", ANYWHERE)
+@pytest.mark.parametrize("reset", [-torch.inf, -3e38])  # 3e38 / ln 2 is beyond float32
+@pytest.mark.parametrize("t", [0, 5, 15])
+def test_a_reset_makes_nan_from_its_token_on(t, reset, device):
+    (q, k, v, g, S), low = given(1, 40, 1, 4, 3)
+    low[3][0, 16 + t, 0, 2] = reset
+    o, S_out = gla_chunk_fuse(*low[:4], initial_state=low[4])
+    assert o[0, : 16 + t].isfinite().all() and o[0, 16 + t :].isnan().all()
+    assert S_out[0, 0, 2].isnan().all() and S_out[0, 0, [0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("device", ANYWHERE)
+def test_float16_cannot_read_a_state_beyond_65504(device):
+    """q_g has the inputs' dtype and so must the state that it multiplies: float16 overflows, though o would not."""
+    T = 64
+    k = torch.full((1, T, 1, 4), 64.0, device=HERE)
+    q, v, g = k / 2**14, k, torch.zeros_like(k)
+    for dtype, finite in ((torch.float16, False), (torch.bfloat16, True), (torch.float32, True)):
+        if dtype == torch.bfloat16 and not CUDA:
+            continue  # the interpreter's product is wrong
+        o, S = gla_chunk_fuse(*(x.to(dtype) for x in (q, k, v, g)))
+        exact, _ = gla.recurrent(*(x.double() for x in (q, k, v, g)))
+        assert S.max() == T * 64**2 and exact.max() == T * 32
+        assert o[0, :16].isfinite().all() and o.isfinite().all() == finite
+
+
+# states, memory, contract
+
+
+@pytest.mark.parametrize("device", ANYWHERE)
+def test_states_carry(device):
+    _, (*args, S0) = given(1, 50, 2, 20, 9)
+    whole, S = gla_chunk_fuse(*args, initial_state=S0)
+    for a in (1, 16, 33):
+        first, S_a = gla_chunk_fuse(*(x[:, :a] for x in args), initial_state=S0)
+        second, S_b = gla_chunk_fuse(*(x[:, a:] for x in args), initial_state=S_a.double())
+        assert error(torch.cat([first, second], 1), whole) < 1e-5 and error(S_b, S) < 1e-5
+    o, _ = gla_chunk_fuse(*args)
+    assert torch.equal(
+        o, gla_chunk_fuse(*args, initial_state=torch.zeros_like(S0), scale=20**-0.5)[0]
+    )
+
+
+@pytest.mark.parametrize("device", ANYWHERE)
+def test_strides_poison_and_equal_runs(device, monkeypatch):
+    _, (*args, S0) = given(1, 20, 2, 70, 20)
+    odd = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in args]
+    odd[0] = torch.stack([odd[0], odd[0]], -1)[..., 0]  # a last stride of 2
+    S_odd = S0.mT.contiguous().mT
+    before = [x.clone() for x in (*odd, S_odd)]
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
+    first = gla_chunk_fuse(*args, initial_state=S0)
+    assert all(x.isfinite().all() for x in first)
+    for given_to in ((*args, S0), (*odd, S_odd)):
+        again = gla_chunk_fuse(*given_to[:4], initial_state=given_to[4])
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(before, (*odd, S_odd), strict=True))
+
+
+@pytest.mark.parametrize("device", ANYWHERE)
+def test_wrong_input_is_named(device):
+    _, (q, k, v, g, S) = given(2, 5, 1, 4, 3)
+    for message, change in {
+        "^k: expected dtype": {"k": k.half()},
+        "^q: expected float32, float16 or bfloat16": dict(q=q.double(), k=k.double(), v=v.double()),
+        "^g: expected 4 axes": {"g": g[..., 0]},
+        "^C: expected 16, 32 or 64, got 8": {"C": 8},
+        "^g_v: expected None": {"g_v": g[..., :3]},
+        "^cu_seqlens: expected None": {"cu_seqlens": torch.tensor([0, 5])},
+        "^initial_state: expected shape": {"initial_state": S[:1]},
+        "^initial_state: .*forward only": {"initial_state": S.clone().requires_grad_()},
+        "^v: .*forward only": {"v": v.clone().requires_grad_()},
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            gla_chunk_fuse(**{"q": q, "k": k, "v": v, "g": g, **change})
+    with torch.no_grad():
+        gla_chunk_fuse(q, k, v.clone().requires_grad_(), g)
+
+
+# costs
+
+
+@interpreted
+def test_grids_and_bytes_are_those_of_the_kernels(monkeypatch):
+    """What the interpreter's programs load and store, element by element, and how many programs there are."""
+    from triton.runtime import interpreter
+
+    moved, grids, builder = [0], [], interpreter.InterpreterBuilder
+
+    def count(name, values):
+        original = getattr(builder, name)
+
+        def counted(self, ptrs, *args, **kwargs):
+            mask = args[1] if values else args[0]
+            moved[0] += int(mask.data.sum()) * ptrs.dtype.element_ty.primitive_bitwidth // 8
+            return original(self, ptrs, *args, **kwargs)
+
+        monkeypatch.setattr(builder, name, counted)
+
+    def watch(name, module):
+        kernel = getattr(module, name)
+
+        class Watched:
+            def __getitem__(self, grid):
+                def launch(*args, **kwargs):
+                    moved[0] = 0
+                    kernel[grid](*args, **kwargs)
+                    grids.append((name, grid, moved[0]))
+
+                return launch
+
+        monkeypatch.setattr(module, name, Watched())
+
+    from gla_ref.kernels import decay_cumsum as first
+
+    count("create_masked_load", values=False)
+    count("create_masked_store", values=True)
+    sizes = dict(B=1, T=37, H=2, K=80, V=70)
+    expected = steps(**sizes, itemsize=4)[:4]
+    watch("fwd_decay_cumsum", first)
+    for step in expected[1:]:
+        watch(step.name, kernels)
+    _, (*args, S) = given(**sizes)
+    gla_chunk_fuse(*args, initial_state=S)
+    assert sorted(grids) == sorted((s.name, s.grid, s.bytes) for s in expected)
+
+
+def test_flops_of_products():
+    sizes = dict(B=2, T=32, H=3, K=5, V=7)
+    (q, k, v, g, S), _ = given(**sizes)
+    b = gates.chunk_cumsum(g, 16, base2=True)
+    expected = {s.name: s.matmul_flops for s in steps(**sizes)}
+    with FlopCounterMode(display=False) as counted:
+        o, _ = reference.fused_chunk_gla_fwd(q, k, v, b, S, 16)
+    assert counted.get_total_flops() == expected["fused_chunk_gla_fwd_kernel"]
+    A = reference.fwd_inner_chunk(q, k, b, 1.0, 16)
+    with FlopCounterMode(display=False) as counted:
+        combine(o[None], A[None], v)
+    assert counted.get_total_flops() == expected["combine"]

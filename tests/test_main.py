@@ -1,0 +1,67 @@
+"""`python -m gla_ref`: what it prints and its exit status, in this process and in a fresh one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gla_ref.__main__ import main
+from gla_ref.gla_chunk_fuse import steps
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+SMALL = ["run", "--T", "20", "--H", "1", "--K", "5", "--V", "3"]
+
+
+def test_right_steps_are_listed(capsys):
+    assert main([*SMALL, "--C", "32"]) == 0
+    printed = capsys.readouterr().out
+    for step in steps(B=1, T=20, H=1, K=5, V=3, C=32, itemsize=4):
+        (line,) = (line for line in printed.split("\n") if line.startswith(step.name))
+        assert f"{step.bytes / 1e6:.3f}" in line and float(line.split()[-1]) < 1e-5
+        assert not step.grid or " x ".join(map(str, step.grid)) in line
+    assert printed.count(", right") == 2
+
+
+def test_wrong_is_told(capsys):
+    assert main([*SMALL, "--gate=-inf"]) == 1
+    assert capsys.readouterr().out.count(", WRONG") == 2
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["run", "--gate", "1"], "--gate: expected a log gate, at most 0, got 1"),
+        (["run", "--T", "0"], "--T: expected a positive integer, got 0"),
+        (["run", "--C", "8"], "--C: invalid choice"),
+        (["walk"], "invalid choice: 'walk'"),
+        pytest.param(
+            ["run", "--dtype", "bfloat16"],
+            "--dtype: expected float32 without a GPU, got bfloat16",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes it"),
+        ),
+    ],
+)
+def test_bad_arguments_are_named(argv, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_without_triton_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stopped:
+        main(SMALL)
+    assert stopped.value.code == 2 and "need Triton" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a host without a GPU")
+def test_a_fresh_process_chooses_the_interpreter():
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gla_ref"], env=environment, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "TRITON_INTERPRET=1 is set" in done.stdout and not done.stderr
