@@ -5,8 +5,8 @@
 
 References: :mod:`gla_ref.linear_attention`, :mod:`gla_ref.simple_gla`; GLA paper, section 3 and algorithms 1 and 2.
 
-`walk` is the only kernel that multiplies: a program holds BV columns of one head's state on chip and walks over a
-segment of the sequence, chunk by chunk. What a segment is makes the three paths:
+`walk` makes outputs: a program holds BV columns of one head's state on chip and walks over a segment of the
+sequence, chunk by chunk. What a segment is makes the three paths:
 
     fused         segment = sequence         grid V tiles * H * sequences; no memory beyond o and S
     segmented     a few segments a sequence  for few heads: their states alone, `carry`, then all from their true start
@@ -16,7 +16,8 @@ Backward: dq reads S^T, dk and dv read dS = R in the same way, so each is one mo
 
     dq = walk(do, v, k)     dk = walk backwards(v, do, q)     dv = walk backwards(k, q, do)
 
-States are rebuilt, none is saved; only `gate_gradient` (:mod:`gla_ref.gla_backward`) has them stored before each chunk.
+Narrow heads without gates need one walk for all three (`unwind`): from the returned S_T the states run backwards.
+No other state is kept; only `gate_gradient` (_scalar_gates.py) has them stored before each chunk.
 A program moves 2 C (2 K + BV) bytes in and 2 C BV out a chunk (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs; q and k of
 neighbouring V tiles come from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16.
 """
@@ -29,88 +30,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _contract as contract
 from ._launch import check_launch, check_packed
+from ._scalar_gates import between, gate_gradient, load_sums, running_sums
+from ._tiles import describable, describe, load_tile, slots, store_tile, which_segment
 
 __all__ = ["choose_path", "linear_attention", "simple_gla"]
 
-# K up to: (C, BV, warps, stages); benchmarks/LAB.md says what else was tried. 512 serves dq and dk, whose keys are
-# values. Gates leave their programs waiting for sums, so two must share a multiprocessor: fewer stages.
-HALF = {64: (64, 64, 4, 3), 128: (64, 128, 4, 3), 256: (64, 64, 4, 1), 512: (64, 64, 8, 1)}
-GATED = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 4, 1), 512: (64, 64, 8, 1)}
-FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)}
+# K up to: (BV, warps, stages), for chunks of 64 tokens, of 16 in float32; benchmarks/LAB.md says what else was
+# tried. 512 serves dq and dk, whose keys are values.
+HALF = {64: (64, 4, 3), 128: (128, 4, 3), 256: (64, 4, 1), 512: (64, 8, 1)}
+GATED = {64: (64, 4, 2), 128: (64, 4, 2), 256: (64, 4, 1), 512: (64, 8, 1)}
+FLOAT32 = {64: (32, 4, 2), 128: (32, 4, 2), 256: (32, 4, 1), 512: (16, 4, 1)}
 PATHS = ("fused", "segmented", "materialised")
 
 
 @triton.jit
-def load_tile(
-    x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
-):
-    """Rows o_t ... of x[i_b, :, i_h, o_d:] as [C, BD]; zero from row `end` and column D on."""
-    if TMA:  # the copy engine: no addresses to compute, and it knows where the tensor ends
-        b = x.load([i_b, i_h, o_t, o_d]).reshape(C, BD)
-    else:
-        o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
-        p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
-        p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :] * s[3]
-        b = tl.load(p, mask=(o_r < end)[:, None] & (o_c < D)[None, :], other=0.0)
-    return b
-
-
-@triton.jit
-def load_gates(g, s, i_b, i_h, o_t, end, C: tl.constexpr):
-    o_r = o_t + tl.arange(0, C)
-    p = g + i_b.to(tl.int64) * s[0] + o_r.to(tl.int64) * s[1] + i_h.to(tl.int64) * s[2]
-    return tl.load(p, mask=o_r < end, other=0.0)  # [C]
-
-
-@triton.jit
-def running_sums(b_g):
-    """Running sums of a chunk's gates in base 2, as two float32 numbers each: (coarse, fine, their totals).
-
-    exp2 of a difference needs what lies between two tokens; the difference of plain float32 sums has
-    lost it after a strong gate. The coarse part, multiples of 1/512 up to 64 * 150, sums exactly, the
-    fine part is below 1/16. A gate below -150 (-104 nats, -inf) is 0 in float32 and becomes -150.
-    """
-    b_g = b_g.to(tl.float32) * 1.4426950408889634  # [C]
-    b_g = tl.maximum(b_g, -150.0, propagate_nan=tl.PropagateNan.ALL)
-    b_coarse = tl.floor(b_g * 512 + 0.5) / 512
-    b_fine = b_g - b_coarse
-    return tl.cumsum(b_coarse), tl.cumsum(b_fine), tl.sum(b_coarse), tl.sum(b_fine)
-
-
-@triton.jit
-def between(b_coarse, b_fine):
-    """exp2's argument for the decay from token j (column) to token i (row): [C, C]."""
-    return (b_coarse[:, None] - b_coarse[None, :]) + (b_fine[:, None] - b_fine[None, :])
-
-
-@triton.jit
-def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
-    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s.
-
-    Packed, sequence n owns the slots from cu[n] // L + n on: at least as many as it has segments, and
-    the host need not know any length. Spare slots begin at or after the stop.
-    """
-    if PACKED:
-        i_n = i_s * 0 - 1
-        for o in range(0, N, 256):
-            o_n = o + tl.arange(0, 256)
-            b_cu = tl.load(cu + o_n, mask=o_n < N, other=0).to(tl.int32)
-            i_n += tl.sum(((b_cu // L + o_n <= i_s) & (o_n < N)).to(tl.int32))
-        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
-        return i_n, i_n * 0, start, stop, start + (i_s - start // L - i_n) * L
-    else:
-        n_s = tl.cdiv(T, L)
-        return i_s // n_s, i_s // n_s, i_s * 0, i_s * 0 + T, i_s % n_s * L
-
-
-@triton.jit
 def walk(
-    q, k, v, g, o, S_in, S_out, states, decay, cu, s_q, s_k, s_v, s_g, s_o, N, T, L, H, K, V, scale,
+    q, k, v, o, sums, S_in, S_out, states, decay, cu, s_q, s_k, s_v, s_o, N, T, L, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -120,10 +58,10 @@ def walk(
     i_s = tl.program_id(0) // n_v // H
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
+    o_k, o_v, o_c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
     o_S = o_k[:, None] * V + o_v[None, :]  # [BK, BV]
     m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
-    o_c = tl.arange(0, C)
     m_P = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
 
     # load
@@ -138,23 +76,22 @@ def walk(
     n_c = tl.cdiv(end - begin, C)
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
+        i_t = first + (o_t - start) // C
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
         b_low = b_S.to(b_v.dtype)  # operands are in the inputs' precision, sums in float32
-        if g is not None:
-            b_g = load_gates(g, s_g, i_b, i_h, o_t, end, C)  # [C]
-            b_coarse, b_fine, coarse, fine = running_sums(b_g)
+        if sums is not None:
+            b_coarse, b_fine, coarse, fine = load_sums(sums, i_t, i_h, H, C)
             b_from = tl.exp2(b_coarse + b_fine)  # [C], since the chunk began
             b_to = tl.exp2((coarse - b_coarse) + (fine - b_fine))  # [C], until it ends
         if states is not None:
-            i_t = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (o_t - start) // C
             p_t = states + (i_t * H + i_h).to(tl.int64) * K * V + o_S
             tl.store(p_t, b_low, mask=m_S)
         if o is not None:
             b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
             b_o = tl.dot(b_q, b_low, input_precision="ieee")  # [C, BV]
-            if g is not None:
+            if sums is not None:
                 b_D = between(b_coarse, b_fine)
                 # mask before exp2: above the diagonal it may overflow
                 b_P *= tl.exp2(tl.where(m_P, -b_D if REVERSE else b_D, float("-inf")))
@@ -164,14 +101,8 @@ def walk(
             b_o = tl.dot(b_P.to(b_v.dtype), b_v, b_o, input_precision="ieee")
             # store
             b_o = (b_o * scale).to(b_v.dtype)
-            if TMA and g is None:  # with gates the registers do not suffice
-                o.store([i_b, i_h, o_t, i_v * BV], b_o.reshape(1, 1, C, BV))
-            else:
-                o_r = o_t + o_c
-                p_o = o + i_b.to(tl.int64) * s_o[0] + i_h.to(tl.int64) * s_o[2]
-                p_o += o_r[:, None].to(tl.int64) * s_o[1] + o_v[None, :] * s_o[3]
-                tl.store(p_o, b_o, mask=(o_r < end)[:, None] & (o_v < V)[None, :])
-        if g is not None:
+            store_tile(o, b_o, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+        if sums is not None:
             b_v = (b_v * (b_from if REVERSE else b_to)[:, None]).to(b_k.dtype)
             b_S *= tl.exp2(coarse + fine)
             b_all *= tl.exp2(coarse + fine)
@@ -221,84 +152,61 @@ def carry(
 
 
 @triton.jit
-def gate_gradient(
-    q, k, v, do, g, states, dstates, dg, cu, s_q, s_k, s_v, s_do, s_g, s_dg, N, T, H, K, V, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+def unwind(
+    q, k, v, do, dq, dk, dv, S, R, dS, cu, s_q, s_k, s_v, s_do, s_dk, s_dv, T, H, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dg of one chunk: every path across token t, write to read, state to read, write to state, state to state."""
-    # which tile
-    i_h, i_s = tl.program_id(0) % H, tl.program_id(0) // H
-    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
-    if o_t >= stop:
-        return
-    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    """dq, dk and dv of a head in one walk from its end, where S is known: S_(n-1) = S_n - k^T v as R grows."""
+    # which tile: a sequence and head
+    i_h, i_n = tl.program_id(0) % H, tl.program_id(0) // H
+    if PACKED:
+        start, end = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
+    else:
+        start, end = i_n * 0, i_n * 0 + T
+    i_b = i_n * 0 if PACKED else i_n
+    o_k, o_v, o_c = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
+    o_S = tl.program_id(0).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]  # [BK, BV]
+    m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
+    m_P = o_c[:, None] <= o_c[None, :]  # [C, C], token j of a write by token i of a read
 
-    # load
-    b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, 0, K, C, BK, False)  # [C, BK]
-    b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, 0, K, C, BK, False)  # [C, BK]
-    b_g = load_gates(g, s_g, i_b, i_h, o_t, stop, C)
-    b_coarse, b_fine, coarse, fine = running_sums(b_g)
+    # load: minus S, so that it is added to
+    b_S = -tl.load(S + o_S, mask=m_S, other=0.0)  # [BK, BV]
+    b_R = tl.zeros([BK, BV], dtype=tl.float32)
+    if R is not None:  # what is read is multiplied by scale, which R has no part in
+        b_R = tl.load(R + o_S, mask=m_S, other=0.0) / scale
 
     # compute
-    b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
-    b_dP = tl.zeros([C, C], dtype=tl.float32)
-    b_read, b_write = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
-    b_kept = tl.zeros([BK], dtype=tl.float32)
-    for i_v in tl.range(0, tl.cdiv(V, BV)):
-        o_v = i_v * BV + tl.arange(0, BV)
-        o_S = (i_s * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
-        m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
-        b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-        b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-        b_S = tl.load(states + o_S, mask=m_S, other=0.0)  # [BK, BV]
-        b_R = tl.load(
-            dstates + o_S, mask=m_S, other=0.0
-        )  # [BK, BV], the gradient of the state after
-        b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
-        b_read += tl.sum(tl.dot(b_q, b_S, input_precision="ieee") * b_do, 1)
-        b_write += tl.sum(tl.dot(b_k, b_R, input_precision="ieee") * b_v, 1)
-        b_kept += tl.sum(b_S.to(tl.float32) * b_R, 1)
-    b_read *= tl.exp2(b_coarse + b_fine)
-    b_write *= tl.exp2((coarse - b_coarse) + (fine - b_fine))
-    kept = tl.sum(b_kept) * tl.exp2(coarse + fine)
-    m_below = o_c[:, None] > o_c[None, :]  # without i = j, which crosses no gate
-    b_A = b_P * b_dP * tl.exp2(tl.where(m_below, between(b_coarse, b_fine), float("-inf")))
-    # a pair crosses t when j < t <= i; sums of what counts, never total minus rest
-    b_row = tl.sum(b_A, 1) + b_read  # [C]
-    b_col = tl.sum(b_A, 0)  # [C]
-    m_from = o_c[:, None] >= o_c[None, :]  # row i at or after column t
-    b_dg = tl.sum(tl.where(m_from, b_row[:, None], 0.0), 0) - tl.sum(
-        tl.where(m_from, b_col[:, None], 0.0), 0
-    )
-    b_dg += tl.sum(tl.where(m_from, 0.0, b_write[:, None]), 0) + kept
+    n_c = tl.cdiv(end - start, C)
+    for i_c in tl.range(0, n_c):
+        o_t = start + (n_c - 1 - i_c) * C
+        b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, end, 0, V, C, BV, TMA)  # [C, BV]
+        b_do = load_tile(do, s_do, i_b, i_h, o_t, end, 0, V, C, BV, TMA)  # [C, BV]
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")  # minus the state before the chunk
+        b_low = (-b_S).to(b_k.dtype)
+        b_A = tl.dot(b_do, b_v.T, input_precision="ieee")  # [C, C]
+        b_A = tl.where(m_P.T, b_A, 0.0).to(b_k.dtype)
+        b_d = tl.dot(b_do, b_low.T, input_precision="ieee")
+        b_d = tl.dot(b_A, b_k, b_d, input_precision="ieee")  # [C, BK]
+        # store as soon as done: three results and both states at once would not fit on chip
+        store_tile(dq, (b_d * scale).to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
+        b_low = b_R.to(b_k.dtype)
+        b_A = tl.dot(b_v, b_do.T, input_precision="ieee")  # made again: cheaper than turned
+        b_A = tl.where(m_P, b_A, 0.0).to(b_k.dtype)
+        b_d = tl.dot(b_v, b_low.T, input_precision="ieee")
+        b_d = tl.dot(b_A, b_q, b_d, input_precision="ieee")  # [C, BK]
+        store_tile(dk, (b_d * scale).to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
+        b_P = tl.dot(b_k, b_q.T, input_precision="ieee")  # [C, C]
+        b_P = tl.where(m_P, b_P, 0.0).to(b_k.dtype)
+        b_d = tl.dot(b_k, b_low, input_precision="ieee")
+        b_d = tl.dot(b_P, b_do, b_d, input_precision="ieee")  # [C, BV]
+        store_tile(dv, (b_d * scale).to(b_k.dtype), s_dv, i_b, i_h, o_t, end, 0, V, C, BV, TMA)
+        b_R = tl.dot(b_q.T, b_do, b_R, input_precision="ieee")
 
-    # store: nothing crosses g = -inf
-    o_r = o_t + o_c
-    b_dg = tl.where(b_g == float("-inf"), 0.0, b_dg * scale)
-    p_dg = dg + i_b.to(tl.int64) * s_dg[0] + o_r.to(tl.int64) * s_dg[1] + i_h.to(tl.int64) * s_dg[2]
-    tl.store(p_dg, b_dg.to(dg.dtype.element_ty), mask=o_r < stop)
-
-
-def _describable(x: Tensor) -> bool:
-    """Whether the copy engine (TMA) can address x: 2 bytes an element, rows and strides of 16 bytes."""
-    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-    return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] >= 9
-        and x.element_size() == 2
-        and x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and x.shape[-1] % 8 == 0
-        and all(s > 0 and s % 8 == 0 for s in strides)
-    )
-
-
-def _describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """x [B, T, H, D] as boxes of `rows` tokens of one head; beyond the tensor they read zeros."""
-    x = x.transpose(1, 2)
-    # the stride of an axis of one element is never used but must be valid
-    strides = [s if n > 1 else 8 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
+    # store
+    if dS is not None:
+        tl.store(dS + o_S, b_R * scale, mask=m_S)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -321,48 +229,60 @@ def choose_path(programs: int, chunks: int, multiprocessors: int) -> tuple[str, 
     return ("segmented", length) if length < chunks else ("fused", chunks)
 
 
+def _unwinds(T: int, programs: int, path: str | None, device: torch.device) -> bool:
+    """Whether states may run backwards: enough heads, and a state that has not lost its start in what followed.
+
+    Sums of float32 in tensor cores lose up to 2^-23 of the state for every 16 tokens, on the way there and back: at
+    T = 16384 that is 2^-12 of the final state, where rounding it to bf16 loses 2^-9.
+    """
+    if T > 16384 or path not in (None, "fused"):
+        return False
+    chosen, _ = choose_path(programs, triton.cdiv(T, 64), _multiprocessors(device))
+    return path == "fused" or chosen == "fused"
+
+
+def _chunk(x: Tensor) -> int:
+    return 16 if x.dtype == torch.float32 else 64
+
+
 def _walk(
-    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, S_in: Tensor | None, cu: Tensor | None,
-    scale: float, path: str | None, C: int | None = None, reverse: bool = False,
+    q: Tensor | None, k: Tensor, v: Tensor, sums: Tensor | None, S_in: Tensor | None, cu: Tensor | None,
+    scale: float, path: str | None, reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, final state); without q the states before each chunk [slots, H, K, V] instead of o."""
-    (B, T, H, K), V = k.shape, v.shape[-1]
+    (B, T, H, K), V, C = k.shape, v.shape[-1], _chunk(k)
     N = B if cu is None else len(cu) - 1
     half = k.dtype != torch.float32
     BK = max(64 if half else 16, triton.next_power_of_2(K))
-    table = FLOAT32 if not half else HALF if g is None else GATED
-    C_, BV, warps, stages = table[max(64, BK)]
-    C = C or C_
+    table = FLOAT32 if not half else HALF if sums is None else GATED
+    BV, warps, stages = table[max(64, BK)]
     if not half:  # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
         BV = min(BV, max(16, triton.next_power_of_2(V)))
-    TMA = cu is None and all(_describable(x) for x in (q, k, v) if x is not None)
-
-    def slots(L: int) -> int:
-        return T // L + N if cu is not None else B * triton.cdiv(T, L)
+    TMA = cu is None and all(describable(x) for x in (q, k, v) if x is not None)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=k.device)
 
     def launch(L, q, o, S_in, S_out, states=None, decay=None):
-        tiles = [(q, BK), (k, BK), (v, BV)]
-        walk[(triton.cdiv(V, BV) * H * slots(L),)](
-            *(_describe(x, C, w) if TMA and x is not None else x for x, w in tiles),
-            g, _describe(o, C, BV) if TMA and g is None and o is not None else o, S_in, S_out, states, decay, cu,
-            *(x if x is None else x.stride() for x in (q, k, v, g, o)), N, T, L, H, K, V, scale,
+        tiles = [(q, BK), (k, BK), (v, BV), (o, BV)]
+        walk[(triton.cdiv(V, BV) * H * slots(B, T, cu, L),)](
+            *(describe(x, C, w) if TMA and x is not None else x for x, w in tiles),
+            sums, S_in, S_out, states, decay, cu,
+            *(x if x is None else x.stride() for x in (q, k, v, o)), N, T, L, H, K, V, scale,
             C=C, BK=BK, BV=BV, TMA=TMA, PACKED=cu is not None, REVERSE=reverse,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
-    whole = (T // C + 1) * C  # longer than any sequence
-    L, o, S = whole, None if q is None else new(B, T, H, V, dtype=v.dtype), new(N, H, K, V)
+    L = (T // C + 1) * C  # longer than any sequence
+    o, S = None if q is None else new(B, T, H, V, dtype=v.dtype), new(N, H, K, V)
     programs = triton.cdiv(V, BV) * H * N
     auto, length = choose_path(programs, triton.cdiv(T, C), _multiprocessors(k.device))
     path = path or auto
     S_out = S
     if path == "segmented" or (q is None and auto == "segmented"):
         L = length * C if auto == "segmented" else triton.cdiv(triton.cdiv(T, C), 3) * C
-        part = new(slots(L), H, K, V)
-        decay = None if g is None else new(slots(L), H)
+        n_s = slots(B, T, cu, L)
+        part, decay = new(n_s, H, K, V), None if sums is None else new(n_s, H)
         launch(L, None, None, None, part, decay=decay)
         BD = min(1024, triton.next_power_of_2(K * V))
         carry[(triton.cdiv(K * V, BD) * H * N,)](
@@ -371,7 +291,7 @@ def _walk(
         S_in, S_out = part, None
     if path == "materialised" or q is None:
         # an operand of one product each: stored in its precision, nothing is lost
-        states = new(slots(C), H, K, V, dtype=k.dtype)
+        states = new(slots(B, T, cu, C), H, K, V, dtype=k.dtype)
         launch(L, None, None, S_in, S_out, states=states)
         if q is None:
             return states, S
@@ -381,12 +301,29 @@ def _walk(
     return o, S
 
 
+def _unwind(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, S: Tensor, R: Tensor | None, dS: Tensor | None,
+    cu: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) from the final state S and its gradient R; the initial state's goes to dS."""
+    (_, T, H, K), V, C = k.shape, v.shape[-1], _chunk(k)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    TMA = cu is None and all(describable(x) for x in (q, k, v, do))
+    unwind[(len(S) * H,)](
+        *(describe(x, C, 64) if TMA else x for x in (q, k, v, do, dq, dk, dv)), S, R, dS, cu,
+        *(x.stride() for x in (q, k, v, do, dk, dv)), T, H, K, V, scale,
+        C=C, BK=64, BV=64, TMA=TMA, PACKED=cu is not None, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
 @torch.library.custom_op("gla_ref::linear_attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor | None, cu: Tensor | None,
     scale: float, path: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _walk(q, k, v, g, None if S is None else S.contiguous(), cu, scale, path)
+    sums = None if g is None else running_sums(g, cu, _chunk(q))
+    return _walk(q, k, v, sums, None if S is None else S.contiguous(), cu, scale, path)
 
 
 @_forward.register_fake
@@ -398,50 +335,63 @@ def _(q, k, v, g, S, cu, scale, path):
 
 @torch.library.custom_op("gla_ref::linear_attention_backward", mutates_args=())
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor | None, cu: Tensor | None,
-    do: Tensor, dS: Tensor, scale: float, path: str | None, need_dg: bool,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor | None, S_T: Tensor | None,
+    cu: Tensor | None, do: Tensor, dS: Tensor | None, scale: float, path: str | None, need_dg: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if _describable(q) and not _describable(do):  # the gradient of a sum has strides of 0
+    (B, T, H, K), V, C = q.shape, v.shape[-1], _chunk(q)
+    N = B if cu is None else len(cu) - 1
+    if describable(q) and not describable(do):  # the gradient of a sum has strides of 0
         do = do.contiguous()
     if scale == 0:  # then o says nothing, the final state all the same
         do, scale = torch.zeros_like(do), 1.0
-    # every walk multiplies what it reads by scale, which dS has no part in
-    R, S = dS / scale, None if S is None else S.contiguous()
-    S_T, R_T = (None if x is None else x.mT.contiguous() for x in (S, R))
-    dq, _ = _walk(do, v, k, g, S_T, cu, scale, path)
-    dk, _ = _walk(v, do, q, g, R_T, cu, scale, path, reverse=True)
-    dv, dS = _walk(k, q, do, g, R, cu, scale, path, reverse=True)
+    S, dS = (None if x is None else x.contiguous() for x in (S, dS))
     dg = torch.empty(0, device=q.device)
+    dS0 = torch.empty_like(dg if S is None else S)
+    if S_T is not None and _unwinds(T, N * H, path, q.device):
+        dq, dk, dv = _unwind(q, k, v, do, S_T, dS, None if S is None else dS0, cu, scale)
+        return dq, dk, dv, dg, dS0
+    # every walk multiplies what it reads by scale, which dS has no part in
+    R = None if dS is None else dS / scale
+    S_, R_ = (None if x is None else x.mT.contiguous() for x in (S, R))
+    sums = None if g is None else running_sums(g, cu, C)
+    dq, _ = _walk(do, v, k, sums, S_, cu, scale, path)
+    dk, _ = _walk(v, do, q, sums, R_, cu, scale, path, reverse=True)
+    dv, R_0 = _walk(k, q, do, sums, R, cu, scale, path, reverse=True)
+    if S is not None:
+        dS0 = R_0 * scale
     if need_dg:
         dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-        (B, T, H, K), V = q.shape, v.shape[-1]
-        BK = max(64, triton.next_power_of_2(K))
-        C = 16 if q.dtype == torch.float32 else 64
-        states, _ = _walk(None, k, v, g, S, cu, scale, path, C)
-        dstates, _ = _walk(None, q, do, g, R, cu, scale, path, C, reverse=True)
+        states, _ = _walk(None, k, v, sums, S, cu, scale, path)
+        dstates, _ = _walk(None, q, do, sums, R, cu, scale, path, reverse=True)
         gate_gradient[(len(states) * H,)](
-            q, k, v, do, g, states, dstates, dg, cu, *(x.stride() for x in (q, k, v, do, g, dg)),
-            B if cu is None else len(cu) - 1, T, H, K, V, scale,
-            C=C, BK=BK, BV=32, PACKED=cu is not None, num_warps=4, num_stages=2,
+            q, k, v, do, g, sums, states, dstates, dg, cu, *(x.stride() for x in (q, k, v, do, g, dg)),
+            N, T, H, K, V, scale, C=C, BK=max(64, triton.next_power_of_2(K)), BV=32,
+            PACKED=cu is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
-    return dq, dk, dv, dg, dS * scale
+    return dq, dk, dv, dg, dS0
 
 
 @_backward.register_fake
-def _(q, k, v, g, S, cu, do, dS, scale, path, need_dg):
-    dg = g.new_empty(g.shape) if need_dg else q.new_empty(0, dtype=torch.float32)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dg, torch.empty_like(dS)
+def _(q, k, v, g, S, S_T, cu, do, dS, scale, path, need_dg):
+    none = q.new_empty(0, dtype=torch.float32)
+    dg, dS0 = g.new_empty(g.shape) if need_dg else none, none if S is None else torch.empty_like(S)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dg, dS0.clone()
 
 
 def _save(ctx, inputs, output):
     *tensors, ctx.scale, ctx.path = inputs
-    ctx.save_for_backward(*tensors)
+    q, _, v, g, *_ = tensors
+    narrow = q.dtype != torch.float32 and g is None and max(q.shape[-1], v.shape[-1]) <= 64
+    ctx.save_for_backward(*tensors, output[1] if narrow else None)
+    ctx.set_materialize_grads(False)  # the final state seldom has a gradient
 
 
 def _gradients(ctx, do, dS):
-    q, k, v, g, S, cu = ctx.saved_tensors
+    q, k, v, g, S, cu, S_T = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(v)
     dq, dk, dv, dg, dS = _backward(
-        q, k, v, g, S, cu, do, dS, ctx.scale, ctx.path, ctx.needs_input_grad[3]
+        q, k, v, g, S, S_T, cu, do, dS, ctx.scale, ctx.path, ctx.needs_input_grad[3]
     )
     return dq, dk, dv, None if g is None else dg, None if S is None else dS, None, None, None
 
@@ -522,24 +472,28 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
     """As :func:`simple_gla` without gates; `feature_map` and `normalize` as in :mod:`gla_ref.linear_attention`.
 
-    The map runs outside the kernel, K counts its features, and the normaliser is one more value column.
+    The map runs outside the kernel, K counts its features, and the normaliser is linear attention of ones.
     `initial_state` and the state returned are (S, z) when normalised.
     """
     if feature_map is not None:
         scale = contract.check_scale(scale, q.shape[-1])
         q, k = feature_map(q), feature_map(k)
+
+    def attend(v, S):
+        return _attention(q, k, v, None, scale, S, cu_seqlens, path)
+
     if not normalize:
-        return _attention(q, k, v, None, scale, initial_state, cu_seqlens, path)
+        return attend(v, initial_state)
+    S, z = None, None
     if initial_state is not None:
         if not isinstance(initial_state, tuple) or len(initial_state) != 2:
             got = type(initial_state).__name__
             raise TypeError(f"initial_state: expected (S, z) with normalize=True, got {got}")
-        S, z = initial_state
-        if S.shape[:-1] != z.shape:
+        S, z = initial_state[0], initial_state[1][..., None]
+        if S.shape[:-1] != z.shape[:-1]:
             raise ValueError(
-                f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}"
+                f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape[:-1])}"
             )
-        initial_state = torch.cat([S, z[..., None]], -1)
-    v = F.pad(v, (0, 1), value=1.0)
-    o, S = _attention(q, k, v, None, scale, initial_state, cu_seqlens, path)
-    return o[..., :-1] / o[..., -1:], (S[..., :-1], S[..., -1])
+    o, S = attend(v, S)
+    total, z = attend(v.new_ones(1).expand(*v.shape[:3], 1), z)
+    return o / total, (S, z[..., 0])

@@ -1,0 +1,85 @@
+"""Tiles of a head, and which piece of which sequence a program has: shared by the kernels that walk over chunks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@triton.jit
+def load_tile(
+    x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
+):
+    """Rows o_t ... of x[i_b, :, i_h, o_d:] as [C, BD]; zero from row `end` and column D on."""
+    if TMA:  # the copy engine: no addresses to compute, and it knows where the tensor ends
+        b = x.load([i_b, i_h, o_t, o_d]).reshape(C, BD)
+    else:
+        o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
+        p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
+        p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :] * s[3]
+        b = tl.load(p, mask=(o_r < end)[:, None] & (o_c < D)[None, :], other=0.0)
+    return b
+
+
+@triton.jit
+def store_tile(
+    x, b, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
+):
+    """b [C, BD] to rows o_t ... of x[i_b, :, i_h, o_d:], up to row `end` and column D."""
+    if TMA:
+        x.store([i_b, i_h, o_t, o_d], b.reshape(1, 1, C, BD))
+    else:
+        o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
+        p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
+        p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :] * s[3]
+        tl.store(p, b, mask=(o_r < end)[:, None] & (o_c < D)[None, :])
+
+
+@triton.jit
+def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
+    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s.
+
+    Packed, sequence n owns the slots from cu[n] // L + n on: at least as many as it has segments, and
+    the host need not know any length. Spare slots begin at or after the stop.
+    """
+    if PACKED:
+        i_n = i_s * 0 - 1
+        for o in range(0, N, 256):
+            o_n = o + tl.arange(0, 256)
+            b_cu = tl.load(cu + o_n, mask=o_n < N, other=0).to(tl.int32)
+            i_n += tl.sum(((b_cu // L + o_n <= i_s) & (o_n < N)).to(tl.int32))
+        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
+        return i_n, i_n * 0, start, stop, start + (i_s - start // L - i_n) * L
+    else:
+        n_s = tl.cdiv(T, L)
+        return i_s // n_s, i_s // n_s, i_s * 0, i_s * 0 + T, i_s % n_s * L
+
+
+def slots(B: int, T: int, cu: Tensor | None, L: int) -> int:
+    """How many slots `which_segment` tells apart."""
+    return B * triton.cdiv(T, L) if cu is None else T // L + len(cu) - 1
+
+
+def describable(x: Tensor) -> bool:
+    """Whether the copy engine (TMA) can address x: 2 bytes an element, rows and strides of 16 bytes."""
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] >= 9
+        and x.element_size() == 2
+        and x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and x.shape[-1] % 8 == 0
+        and all(s > 0 and s % 8 == 0 for s in strides)
+    )
+
+
+def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """x [B, T, H, D] as boxes of `rows` tokens of one head; beyond the tensor they read zeros."""
+    x = x.transpose(1, 2)
+    # the stride of an axis of one element is never used but must be valid
+    strides = [s if n > 1 else 8 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
