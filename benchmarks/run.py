@@ -93,7 +93,11 @@ def samples(calls: list, reps: int) -> list[float]:
     """
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(True)) for _ in range(reps)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(10_000_000 + 500_000 * reps)  # cycles: about 5 ms, and 0.25 ms a call
+    began = time.perf_counter()
+    calls[0]()
+    launch_s = min(time.perf_counter() - began, 0.02)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(2e9 * (0.005 + 2 * reps * launch_s)))  # cycles of at most 2 GHz
     for i, (start, stop) in enumerate(events):
         start.record()
         calls[i % len(calls)]()

@@ -44,6 +44,7 @@ HALF = {64: (64, 4, 3), 128: (128, 4, 3), 256: (64, 4, 1), 512: (64, 8, 1)}
 GATED = {64: (64, 4, 2), 128: (64, 4, 2), 256: (64, 4, 1), 512: (64, 8, 1)}
 FLOAT32 = {64: (32, 4, 2), 128: (32, 4, 2), 256: (32, 4, 1), 512: (16, 4, 1)}
 PATHS = ("fused", "segmented", "materialised")
+UNWOUND = {torch.bfloat16: 8192, torch.float16: 2048}  # tokens
 
 
 @triton.jit
@@ -229,15 +230,17 @@ def choose_path(programs: int, chunks: int, multiprocessors: int) -> tuple[str, 
     return ("segmented", length) if length < chunks else ("fused", chunks)
 
 
-def _unwinds(T: int, programs: int, path: str | None, device: torch.device) -> bool:
-    """Whether states may run backwards: enough heads, and a state that has not lost its start in what followed.
+def _unwinds(x: Tensor, programs: int, path: str | None) -> bool:
+    """Whether states may run backwards: enough heads, and early states that have not drowned in late ones.
 
-    Sums of float32 in tensor cores lose up to 2^-23 of the state for every 16 tokens, on the way there and back: at
-    T = 16384 that is 2^-12 of the final state, where rounding it to bf16 loses 2^-9.
+    A float32 sum in tensor cores loses up to 2^-23 of the state for every 16 tokens, on the way there and back.
+    With positive k and v, the worst case, that has grown to what rounding loses, of a state of 64 tokens, at the
+    lengths in UNWOUND (benchmarks/LAB.md).
     """
-    if T > 16384 or path not in (None, "fused"):
+    T = x.shape[1]
+    if T > UNWOUND[x.dtype] or path not in (None, "fused"):
         return False
-    chosen, _ = choose_path(programs, triton.cdiv(T, 64), _multiprocessors(device))
+    chosen, _ = choose_path(programs, triton.cdiv(T, 64), _multiprocessors(x.device))
     return path == "fused" or chosen == "fused"
 
 
@@ -347,7 +350,7 @@ def _backward(
     S, dS = (None if x is None else x.contiguous() for x in (S, dS))
     dg = torch.empty(0, device=q.device)
     dS0 = torch.empty_like(dg if S is None else S)
-    if S_T is not None and _unwinds(T, N * H, path, q.device):
+    if S_T is not None and _unwinds(q, N * H, path):
         dq, dk, dv = _unwind(q, k, v, do, S_T, dS, None if S is None else dS0, cu, scale)
         return dq, dk, dv, dg, dS0
     # every walk multiplies what it reads by scale, which dS has no part in
