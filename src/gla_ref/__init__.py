@@ -60,6 +60,13 @@ def _simple_gla(*args, **kwargs):
     return simple_gla(*args, **kwargs)
 
 
+def _gla(*args, **kwargs):
+    """Triton: :func:`gla_ref.kernels.gla.gla`."""
+    from .kernels.gla import gla
+
+    return gla(*args, **kwargs)
+
+
 FORMS = {
     "softmax_attention": {
         "recurrent": softmax_attention.recurrent,
@@ -89,5 +96,6 @@ FORMS = {
         "scan": gla.scan,
         "chunkwise": gla.chunkwise,
         "chunkwise_two_level": gla.chunkwise_two_level,
+        "triton": _gla,
     },
 }
