@@ -165,3 +165,8 @@ def torch_chunkwise(case, q, k, v, g=None, **_):
         S = S * last[:, :, n, :, None].exp().to(S.dtype) + kv[:, :, n]
     inter = scale * (q * b.exp()[..., None].to(q.dtype)) @ torch.stack(states, 2)
     return (intra + inter).movedim(1, 3).flatten(1, 2)[:, :T]
+
+
+# gated linear attention
+
+ours("gla", "triton")

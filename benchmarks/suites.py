@@ -48,6 +48,9 @@ GATES = {
     "mamba2": lambda x: -torch.nn.functional.softplus(x),
     "zero": torch.zeros_like,
     "-2": lambda x: torch.full_like(x, -2.0),
+    "1 % at -1e3": lambda x: torch.where(
+        torch.arange(x.shape[-1], device=x.device) % 100 == 50, -1e3, logsigmoid(x) / 16
+    ),
 }
 
 
@@ -139,6 +142,13 @@ def linear() -> list[Case]:
     return [Case("linear_attention", *shape) for shape in shapes] + gated
 
 
+def gla() -> list[Case]:
+    """Gated linear attention where the targets are set, and at gates too strong for one product a chunk."""
+    shapes = [(8, 8192, 16, 128, 128), (32, 2048, 16, 64, 64), (1, 65536, 16, 128, 128), (32, 2048, 4, 256, 512)]
+    cases = [Case("gla", *shape, gates="logsigmoid/16") for shape in shapes]
+    return cases + [Case("gla", *shapes[0], gates=g) for g in ("-2", "1 % at -1e3")]
+
+
 def batch() -> list[Case]:
     """How many sequences it takes to fill the chip, at T = 4096."""
     return [
@@ -167,4 +177,4 @@ def packed() -> list[Case]:
     ]
 
 
-SUITES = {f.__name__: f for f in (figure2, flash, linear, batch, prefill, packed)}
+SUITES = {f.__name__: f for f in (figure2, flash, linear, gla, batch, prefill, packed)}

@@ -60,32 +60,36 @@ def clamped(b_g):
 
 
 @triton.jit
+def sums(m, x, LOW: tl.constexpr):
+    """Sums of the rows of x [C, D] that m [C, C] names, added up by a matrix product.
+
+    For 16-bit kernels on tensor cores and in two bf16 parts, to 2^-17 (bf16 itself: exactly).
+    """
+    if LOW:
+        ones, high = m.to(tl.bfloat16), x.to(tl.bfloat16)
+        b = tl.dot(ones, high)
+        if x.dtype != tl.bfloat16:
+            b = tl.dot(ones, (x - high.to(tl.float32)).to(tl.bfloat16), b)
+        return b
+    else:
+        return tl.dot(m.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+
+
+@triton.jit
 def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr):
     """Of a chunk's gates [C, D]: factors of q and of k [C, D], of the state at both edges and between [D], mild?
 
     The state is multiplied by `edge`, read, multiplied by `mid`, written to, and multiplied by `edge` again.
     """
-    C: tl.constexpr = b_g.shape[0]
+    o_c = tl.arange(0, b_g.shape[0])
     b_f = clamped(b_g)
-    if LOW:  # a product with a triangle of ones: exact for bf16, otherwise in two parts, to 2^-17
-        o_c = tl.arange(0, C)
-        ones = (o_c[:, None] >= o_c[None, :]).to(tl.bfloat16)
-        high = b_f.to(tl.bfloat16)
-        b = tl.dot(ones, high)
-        if b_g.dtype != tl.bfloat16:
-            b = tl.dot(ones, (b_f - high.to(tl.float32)).to(tl.bfloat16), b)
-        b *= LOG2E
-        total = tl.sum(b_f, 0) * LOG2E
+    total = tl.sum(b_f, 0) * LOG2E
+    b_l = b_f.to(tl.bfloat16) if LOW and b_g.dtype == tl.bfloat16 else b_f
+    b = sums(o_c[:, None] >= o_c[None, :], b_l, LOW) * LOG2E
+    if LOW:
         after = total[None, :] - b
-    else:  # multiples of 1/512 sum exactly, so a strong gate takes no digits from the others
-        b_f *= LOG2E
-        coarse = tl.floor(b_f * 512 + 0.5) / 512
-        fine = b_f - coarse
-        b_coarse, b_fine = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
-        b = b_coarse + b_fine
-        total_coarse, total_fine = tl.sum(coarse, 0), tl.sum(fine, 0)
-        total = total_coarse + total_fine
-        after = (total_coarse[None, :] - b_coarse) + (total_fine[None, :] - b_fine)
+    else:  # summed on its own, so that a strong gate takes no digits from those after it
+        after = sums(o_c[:, None] < o_c[None, :], b_l, LOW) * LOG2E
     mild = total >= LIMIT * LOG2E
     edge = tl.where(mild, total * 0.5, 0.0)
     mid = tl.where(mild, 0.0, total)
@@ -365,7 +369,7 @@ def mend(
             up, down, mild = sub_decays(
                 g_v, s_gv, i_b, i_h, first, last, o_b, o_v, V, C, BC, REVERSE, LIMIT
             )
-            b_A = tl.where(mild | (o_c < o_b)[None, :], b_P, 0.0).to(b_v.dtype)
+            b_A = tl.where((o_c < tl.where(mild, C, o_b))[None, :], b_P, 0.0).to(b_v.dtype)
             b_o = tl.dot(b_A, (b_v * down).to(b_v.dtype), input_precision="ieee") * up  # [BC, BV]
             if not mild:
                 b_D = tl.zeros([BC, BV], dtype=tl.float32)
@@ -461,9 +465,10 @@ def gradients(
     b_read, b_write = b_read * up * edge[None, :], b_write * down * edge[None, :]
     if dg is not None:
         # paths that cross t: a pair's, from a read at or after it, from a write before it, from state to state
-        b_w = b_k * b_write
-        b_d = tl.cumsum(b_q * (b_dq + b_read) - b_k * b_dk, 0, reverse=True)
-        b_d += tl.cumsum(b_w, 0) - b_w + (b_kept * edge * edge * mid)[None, :]
+        b_x = b_q * (b_dq + b_read) - b_k * b_dk
+        b_d = sums(o_c[:, None] <= o_c[None, :], b_x, LOW)
+        b_d += sums(o_c[:, None] > o_c[None, :], b_k * b_write, LOW)
+        b_d += (b_kept * edge * edge * mid)[None, :]
         b_d = tl.where(b_g == float("-inf"), 0.0, b_d * scale)
     b_dq += b_read + b_own * b_k
     b_dk += b_write + b_own * b_q
@@ -503,8 +508,10 @@ class _Launch:
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def prepare(self, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k with their chunk's decay in them, and what decay is left to the state."""
+    def prepare(self, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """(q, k, g, None) for a walk that makes q' and k' itself, else (q', k', None, what decays the state)."""
+        if not self.half or self.K <= 64:
+            return q, k, g, None
         hats = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
         decay = self.new(self.slots(self.C), self.H, 2, self.K)
         BK = min(64, self.block(self.K))
@@ -512,7 +519,7 @@ class _Launch:
             q, k, g, *hats, decay, self.cu, *(x.stride() for x in (q, k, g, hats[0])), self.N, self.T, self.H, self.K,
             C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, num_warps=4,
         )  # fmt: skip
-        return *hats, decay
+        return *hats, None, decay
 
     def walk(
         self, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, g_v: Tensor | None, decay: Tensor | None,
@@ -603,11 +610,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     run = _Launch(q, v, cu, scale, path)
     S = None if S is None else S.contiguous()
-    x = run.prepare(q, k, g) if run.K > 64 and run.half else None
-    if x is None:
-        o, S, _, strong = run.walk(q, k, v, g, g_v, None, S)
-    else:
-        o, S, _, strong = run.walk(x[0], x[1], v, None, g_v, x[2], S)
+    q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
+    o, S, _, strong = run.walk(q_hat, k_hat, v, g_hat, g_v, decay, S)
     run.mend(q, k, v, g, g_v, o, strong, run.BV)
     return o, S
 
@@ -630,13 +634,12 @@ def _backward(
         do, scale = torch.zeros_like(do), 1.0
     # all that a walk reads is multiplied by scale, which dS has no part in
     run, R, S = _Launch(q, v, cu, scale, path), dS / scale, None if S is None else S.contiguous()
-    x = run.prepare(q, k, g) if run.K > 64 and run.half else (q, k, None)
-    g_k = g if x[2] is None else None
-    _, _, states, _ = run.walk(None, x[1], v, g_k, g_v, x[2], S, states=True)
+    q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
+    _, _, states, _ = run.walk(None, k_hat, v, g_hat, g_v, decay, S, states=True)
     dv, dS, dstates, strong = run.walk(
-        x[1], x[0], do, g_k, g_v, x[2], R, reverse=True, states=True
+        k_hat, q_hat, do, g_hat, g_v, decay, R, reverse=True, states=True
     )
-    del x
+    del q_hat, k_hat
     dg_v = torch.empty(0, device=q.device)
     if g_v is None:
         run.mend(k, q, do, g, g_v, dv, strong, run.BV, True)
