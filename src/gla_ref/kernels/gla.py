@@ -49,14 +49,16 @@ FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}
 # nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
 # float32 could bear 80, but differences of larger sums cost it digits
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
+GRADIENTS = (64, 64, 8, 2)  # BK, BV, warps, stages
 PATHS = ("fused", "segmented")
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def clamped(b_g):
-    """Gates in float32. e^-104 is 0 in float32, so -104 stands for all below, -inf too."""
-    return tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
+    """Gates for sums. e^-104 is 0 in float32, so -104 stands for all below, -inf too."""
+    b_f = tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
+    return b_f.to(tl.bfloat16) if b_g.dtype == tl.bfloat16 else b_f
 
 
 @triton.jit
@@ -83,18 +85,33 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr):
     """
     o_c = tl.arange(0, b_g.shape[0])
     b_f = clamped(b_g)
-    total = tl.sum(b_f, 0) * LOG2E
-    b_l = b_f.to(tl.bfloat16) if LOW and b_g.dtype == tl.bfloat16 else b_f
-    b = sums(o_c[:, None] >= o_c[None, :], b_l, LOW) * LOG2E
-    if LOW:
-        after = total[None, :] - b
-    else:  # summed on its own, so that a strong gate takes no digits from those after it
-        after = sums(o_c[:, None] < o_c[None, :], b_l, LOW) * LOG2E
+    total = tl.sum(b_f.to(tl.float32), 0) * LOG2E
     mild = total >= LIMIT * LOG2E
+    up = sums(o_c[:, None] >= o_c[None, :], b_f, LOW) * LOG2E
+    if LOW:
+        down = total[None, :] - up
+    else:  # summed on its own, so that a strong gate takes no digits from those after it
+        down = sums(o_c[:, None] < o_c[None, :], b_f, LOW) * LOG2E
     edge = tl.where(mild, total * 0.5, 0.0)
-    mid = tl.where(mild, 0.0, total)
-    up, down = tl.exp2(b - edge[None, :]), tl.exp2(after - edge[None, :])
-    return up, down, tl.exp2(edge), tl.exp2(mid), tl.min(mild.to(tl.int32)) != 0
+    up, down = tl.exp2(up - edge[None, :]), tl.exp2(down - edge[None, :])
+    return up, down, tl.exp2(edge), tl.exp2(tl.where(mild, 0.0, total)), tl.min(mild.to(tl.int32)) != 0
+
+
+@triton.jit
+def to_border(b_g, level, LOW: tl.constexpr):
+    """Decay [C, D] between each token and the middle of its block of 2^(level + 1) tokens: no exponent above 0."""
+    o_c = tl.arange(0, b_g.shape[0])
+    border = ((o_c >> level) | 1) << level  # the first token of a block's second half
+    t, i = o_c[:, None], o_c[None, :]
+    m = (i <= t) & (i >= border[:, None]) | (i > t) & (i < border[:, None])
+    return tl.exp2(sums(m, b_g, LOW) * LOG2E)
+
+
+@triton.jit
+def across(level, C: tl.constexpr):
+    """Which pairs (i, j), [C, C], meet at this level: i in the second half of a block, j in its first."""
+    o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
+    return (o_i == (o_j | 1)) & (o_i > o_j)
 
 
 @triton.jit
@@ -260,157 +277,70 @@ def carry(
 
 
 @triton.jit
-def rows(x, s, i_b, i_h, first, last, o_p, o_d, D, REVERSE: tl.constexpr):
-    """Pointers and mask of the tokens o_p of a chunk [first, last), counted from its end when backwards."""
-    o_r = last - 1 - o_p if REVERSE else first + o_p
+def rows(x, s, i_b, i_h, o_t, stop, o_d, D, C: tl.constexpr):
+    """Pointers and mask [C, ...] of what `load_tile` loads."""
+    o_r = o_t + tl.arange(0, C)
     p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
     p += o_r[:, None].to(tl.int64) * s[1] + o_d[None, :] * s[3]
-    return p, ((o_r >= first) & (o_r < last))[:, None] & (o_d < D)[None, :]
-
-
-@triton.jit
-def take(x, s, i_b, i_h, first, last, o_p, m_p, o_d, D, REVERSE: tl.constexpr):
-    p, m = rows(x, s, i_b, i_h, first, last, o_p, o_d, D, REVERSE)
-    return tl.load(p, mask=m & m_p[:, None], other=0.0)
-
-
-@triton.jit
-def take_gates(g, s, i_b, i_h, first, last, o_p, m_p, o_d, D, REVERSE: tl.constexpr):
-    """Gates, in base 2, that a path to token o_p meets last: g of o_p itself, or of the token after it in time."""
-    o_p = o_p - 1 if REVERSE else o_p
-    return clamped(take(g, s, i_b, i_h, first, last, o_p, m_p, o_d, D, REVERSE)) * LOG2E
-
-
-@triton.jit
-def sub_decays(
-    g, s, i_b, i_h, first, last, o, o_d, D,
-    C: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """Factors of the sub-chunk of readers at o [BC, D] and of the chunk's writers [C, D], and whether it is mild.
-
-    Writers before o decay to o; those in the sub-chunk stand in one product with the readers, if it is mild.
-    Each is a sum of just the gates between, so one strong gate takes no digits from the others.
-    """
-    o_i, o_c = o + tl.arange(0, BC), tl.arange(0, C)
-    b_g = take_gates(g, s, i_b, i_h, first, last, o_i, o_i >= 0, o_d, D, REVERSE)
-    total = tl.sum(b_g, 0)
-    mild = tl.min(total) >= LIMIT * LOG2E
-    r = tl.where(mild, total * 0.5, 0.0)[None, :]
-    before = take_gates(g, s, i_b, i_h, first, last, o_c + 1, o_c + 1 < o, o_d, D, REVERSE)
-    inside = take_gates(
-        g, s, i_b, i_h, first, last, o_c, (o_c >= o) & (o_c < o + BC), o_d, D, REVERSE
-    )
-    before, inside = tl.cumsum(before, 0, reverse=True), tl.cumsum(inside, 0)
-    # in a strong sub-chunk inside writers are not used: no exponent but those <= 0
-    b_w = tl.where((o_c < o)[:, None], before + r, tl.where(mild, r - inside, 0.0))
-    return tl.exp2(tl.cumsum(b_g, 0) - r), tl.exp2(b_w), mild
+    return p, (o_r < stop)[:, None] & (o_d < D)[None, :]
 
 
 @triton.jit
 def mend(
-    q, k, v, g, g_v, o, strong, other, pairs, dg, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_x, s_p, s_d,
-    N, T, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, LIMIT: tl.constexpr,
+    q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_c,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """o += pairs of strong chunks. With `pairs`, also what g_v's gradient needs: other * (o without i = j)."""
-    # which tile: as in the kernel that left it out
+    """Give o the pairs that `walk` has left out of strong tiles."""
+    # which tiles: BN chunks' V tiles; most find nothing to do
     n_v = tl.cdiv(V, BV)
-    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
-    i_s = tl.program_id(0) // n_v // H
-    i_n, i_b, start, stop, first = which_segment(cu, i_s, N, T, C, PACKED)
-    if first >= stop:
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    if tl.max(tl.load(strong + o_n, mask=o_n < n_c, other=0).to(tl.int32)) == 0:
         return
-    if tl.load(strong + (i_s * H + i_h).to(tl.int64) * n_v + i_v) == 0:
-        return
-    last = tl.minimum(first + C, stop)
-    BC: tl.constexpr = 16
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    o_c, o_1 = tl.arange(0, C), tl.arange(0, 1)
-    b_sum = tl.zeros([BV], dtype=tl.float32)
-
-    for o_b in tl.range(0, tl.cdiv(last - first, BC) * BC, BC):
-        o_i = o_b + tl.arange(0, BC)
-        m_i, m_c = o_i >= 0, o_c < o_b + BC
-        at = o_c[None, :] - o_i[:, None]  # [BC, C], 0 on the diagonal
-        # load
-        b_q = take(q, s_q, i_b, i_h, first, last, o_i, m_i, o_k, K, REVERSE)  # [BC, BK]
-        b_k = take(k, s_k, i_b, i_h, first, last, o_c, m_c, o_k, K, REVERSE)  # [C, BK]
-        b_v = take(v, s_v, i_b, i_h, first, last, o_c, m_c, o_v, V, REVERSE)  # [C, BV]
-
-        # compute: scores
-        if g is None:
-            b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BC, C]
-        else:
-            up, down, mild = sub_decays(
-                g, s_g, i_b, i_h, first, last, o_b, o_k, K, C, BC, REVERSE, LIMIT
-            )
-            b_x, b_y = (b_q * up).to(b_q.dtype), (b_k * down).to(b_k.dtype)
-            b_P = tl.dot(b_x, b_y.T, input_precision="ieee")  # [BC, C]
-            if not mild:
-                b_P = tl.where((o_c < o_b)[None, :], b_P, 0.0)
-                b_D = tl.zeros([BC, BK], dtype=tl.float32)  # from writer j to each reader
-                for i in tl.range(0, BC):
-                    j = o_b + BC - 1 - i + o_1
-                    b_g = take_gates(
-                        g, s_g, i_b, i_h, first, last, j + 1, j >= 0, o_k, K, REVERSE
-                    )
-                    b_j = take(
-                        k, s_k, i_b, i_h, first, last, j, j >= 0, o_k, K, REVERSE
-                    )  # [1, BK]
-                    b_D += tl.where((o_i > j)[:, None], b_g, 0.0)
-                    b_c = tl.sum(b_q.to(tl.float32) * b_j * tl.exp2(b_D), 1)  # [BC]
-                    b_P += tl.where((o_c == j)[None, :], b_c[:, None], 0.0)
-        b_own = tl.sum(tl.where(at == 0, b_P, 0.0), 1)  # [BC]
-        b_P = tl.where(at < 0, b_P, 0.0)
-        # compute: values
-        if g_v is None:
-            b_o = tl.dot(b_P.to(b_v.dtype), b_v, input_precision="ieee")  # [BC, BV]
-        else:
-            up, down, mild = sub_decays(
-                g_v, s_gv, i_b, i_h, first, last, o_b, o_v, V, C, BC, REVERSE, LIMIT
-            )
-            b_A = tl.where((o_c < tl.where(mild, C, o_b))[None, :], b_P, 0.0).to(b_v.dtype)
-            b_o = tl.dot(b_A, (b_v * down).to(b_v.dtype), input_precision="ieee") * up  # [BC, BV]
-            if not mild:
-                b_D = tl.zeros([BC, BV], dtype=tl.float32)
-                for i in tl.range(0, BC):
-                    j = o_b + BC - 1 - i + o_1
-                    b_g = take_gates(
-                        g_v, s_gv, i_b, i_h, first, last, j + 1, j >= 0, o_v, V, REVERSE
-                    )
-                    b_j = take(
-                        v, s_v, i_b, i_h, first, last, j, j >= 0, o_v, V, REVERSE
-                    )  # [1, BV]
-                    b_D += tl.where((o_i > j)[:, None], b_g, 0.0)
-                    b_c = tl.sum(tl.where((o_c == j)[None, :], b_P, 0.0), 1)  # [BC]
-                    b_o += b_c[:, None] * b_j * tl.exp2(b_D)
-
-        # store
-        p, m = rows(o, s_o, i_b, i_h, first, last, o_i, o_v, V, REVERSE)
-        b_i = take(v, s_v, i_b, i_h, first, last, o_i, m_i, o_v, V, REVERSE)  # [BC, BV]
-        b_all = (b_o + b_own[:, None] * b_i) * scale
-        tl.store(p, (tl.load(p, mask=m, other=0.0) + b_all).to(o.dtype.element_ty), mask=m)
-        if pairs is not None:
-            p, m = rows(pairs, s_p, i_b, i_h, first, last, o_i, o_v, V, REVERSE)
-            b_o *= take(other, s_x, i_b, i_h, first, last, o_i, m_i, o_v, V, REVERSE)
-            if dg is None:
-                tl.store(p, b_o, mask=m)
-            else:  # backwards in time: a sum from t to the chunk's end
-                b_o = tl.load(p, mask=m, other=0.0) - b_o
-                b_d = (b_sum[None, :] + tl.cumsum(b_o, 0)) * scale
-                b_sum += tl.sum(b_o, 0)
-                p, m = rows(g_v, s_gv, i_b, i_h, first, last, o_i, o_v, V, REVERSE)
-                m &= tl.load(p, mask=m, other=0.0) > float("-inf")  # nothing crosses g = -inf
-                p, _ = rows(dg, s_d, i_b, i_h, first, last, o_i, o_v, V, REVERSE)
-                b_d += tl.load(p, mask=m, other=0.0)
-                tl.store(p, b_d.to(dg.dtype.element_ty), mask=m)
+    for i in tl.range(tl.program_id(0) * BN, tl.minimum(tl.program_id(0) * BN + BN, n_c)):
+        if tl.load(strong + i) != 0:
+            i_v, i_h, i_s = i % n_v, i // n_v % H, i // n_v // H
+            i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+            o_v = i_v * BV + tl.arange(0, BV)
+            # scores, in levels: two tokens meet at the border of the smallest block that holds both
+            o_c = tl.arange(0, C)
+            b_P = tl.zeros([C, C], dtype=tl.float32)
+            for o_k in tl.range(0, K, BK):
+                b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_g = clamped(load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False))
+                b_D = tl.dot(b_q, b_k.T, input_precision="ieee")
+                b_P += tl.where(o_c[:, None] == o_c[None, :], b_D, 0.0)
+                for level in tl.range(0, LEVELS):
+                    b_x = to_border(b_g, level, LOW)
+                    b_x, b_y = (b_q * b_x).to(b_q.dtype), (b_k * b_x).to(b_k.dtype)
+                    b_D = tl.dot(b_x, b_y.T, input_precision="ieee")
+                    m = across(level, C)
+                    b_P += tl.where(tl.trans(m) if REVERSE else m, b_D, 0.0)
+            # values
+            b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+            if g_v is None:
+                b_o = tl.dot(b_P.to(b_v.dtype), b_v, input_precision="ieee")  # [C, BV]
+            else:
+                b_g = clamped(load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False))
+                b_D = tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0)
+                b_o = tl.dot(b_D.to(b_v.dtype), b_v, input_precision="ieee")
+                for level in tl.range(0, LEVELS):
+                    b_x = to_border(b_g, level, LOW)
+                    m = across(level, C)
+                    b_D = tl.where(tl.trans(m) if REVERSE else m, b_P, 0.0).to(b_v.dtype)
+                    b_o += tl.dot(b_D, (b_v * b_x).to(b_v.dtype), input_precision="ieee") * b_x
+            # store
+            p, m = rows(o, s_o, i_b, i_h, o_t, stop, o_v, V, C)
+            b_o = tl.load(p, mask=m, other=0.0) + b_o * scale
+            tl.store(p, b_o.to(o.dtype.element_ty), mask=m)
 
 
 @triton.jit
 def gradients(
-    q, k, v, do, g, g_v, S, R, dq, dk, dg, strong, cu, s_q, s_k, s_v, s_do, s_g, s_gv, s_dq, s_dk, s_dg, s_S,
-    N, T, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    LIMIT: tl.constexpr, LOW: tl.constexpr,
+    q, k, v, do, g, g_v, S, R, dq, dk, dg, cu, s_q, s_k, s_v, s_do, s_g, s_gv, s_dq, s_dk, s_dg, s_S,
+    N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of a chunk from S before it and R, the gradient of the state after it."""
     # which tile: BK channels of a chunk of a head
@@ -426,8 +356,8 @@ def gradients(
     # compute: over all of V
     b_dP = tl.zeros([C, C], dtype=tl.float32)
     b_read, b_write = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-    b_kept, b_own = tl.zeros([BK], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
-    mild = i_h >= 0
+    b_kept = tl.zeros([BK], dtype=tl.float32)
+    m_own = o_c[:, None] == o_c[None, :]
     for i_v in tl.range(0, tl.cdiv(V, BV)):
         o_v = i_v * BV + tl.arange(0, BV)
         o_S = i_t * K * V + o_k[:, None] * s_S[0] + o_v[None, :] * s_S[1]
@@ -436,17 +366,26 @@ def gradients(
         b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
         b_S = tl.load(S + o_S, mask=m_S, other=0.0)  # [BK, BV]
         b_R = tl.load(R + o_S, mask=m_S, other=0.0)  # [BK, BV]
-        b_own += tl.sum(b_do.to(tl.float32) * b_v, 1)
         if g_v is None:
+            b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
             b_kept += tl.sum(b_S.to(tl.float32) * b_R, 1)
         else:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-            up, down, edge, mid, mild_v = chunk_decays(b_gv, LIMIT, LOW)
-            b_v, b_do = (b_v * down).to(b_S.dtype), (b_do * up).to(b_S.dtype)
+            up, down, edge, mid, mild = chunk_decays(b_gv, LIMIT, LOW)
+            b_x, b_y = (b_do * up).to(b_S.dtype), (b_v * down).to(b_S.dtype)
+            if mild:
+                b_dP = tl.dot(b_x, b_y.T, b_dP, input_precision="ieee")
+            else:
+                b_D = tl.dot(b_do, b_v.T, input_precision="ieee")
+                b_dP += tl.where(m_own, b_D, 0.0)
+                for level in tl.range(0, LEVELS):
+                    b_D = to_border(clamped(b_gv), level, LOW)
+                    b_l, b_r = (b_do * b_D).to(b_S.dtype), (b_v * b_D).to(b_S.dtype)
+                    b_D = tl.dot(b_l, b_r.T, input_precision="ieee")
+                    b_dP += tl.where(across(level, C), b_D, 0.0)
+            b_do, b_v = b_x, b_y
             b_S, b_R = (b_S * edge[None, :]).to(b_S.dtype), (b_R * edge[None, :]).to(b_S.dtype)
             b_kept += tl.sum(b_S.to(tl.float32) * b_R * mid[None, :], 1)
-            mild &= mild_v
-        b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
         b_read = tl.dot(b_do, b_S.T, b_read, input_precision="ieee")
         b_write = tl.dot(b_v, b_R.T, b_write, input_precision="ieee")
 
@@ -456,13 +395,20 @@ def gradients(
     b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
     # compute: over the chunk's pairs
-    up, down, edge, mid, mild_k = chunk_decays(b_g, LIMIT, LOW)
-    mild &= mild_k
-    b_dP = tl.where((o_c[:, None] > o_c[None, :]) & mild, b_dP, 0.0).to(b_q.dtype)
-    b_own = tl.where(mild, b_own, 0.0)[:, None]
-    b_dq = tl.dot(b_dP, (b_k * down).to(b_k.dtype), input_precision="ieee") * up
-    b_dk = tl.dot(b_dP.T, (b_q * up).to(b_q.dtype), input_precision="ieee") * down
+    up, down, edge, mid, mild = chunk_decays(b_g, LIMIT, LOW)
     b_read, b_write = b_read * up * edge[None, :], b_write * down * edge[None, :]
+    b_own = tl.sum(tl.where(m_own, b_dP, 0.0), 1)[:, None]
+    if mild:
+        b_dP = tl.where(o_c[:, None] > o_c[None, :], b_dP, 0.0).to(b_q.dtype)
+        b_dq = tl.dot(b_dP, (b_k * down).to(b_k.dtype), input_precision="ieee") * up
+        b_dk = tl.dot(b_dP.T, (b_q * up).to(b_q.dtype), input_precision="ieee") * down
+    else:
+        b_dq, b_dk = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+        for level in tl.range(0, LEVELS):
+            b_x = to_border(clamped(b_g), level, LOW)
+            b_D = tl.where(across(level, C), b_dP, 0.0).to(b_q.dtype)
+            b_dq += tl.dot(b_D, (b_k * b_x).to(b_k.dtype), input_precision="ieee") * b_x
+            b_dk += tl.dot(b_D.T, (b_q * b_x).to(b_q.dtype), input_precision="ieee") * b_x
     if dg is not None:
         # paths that cross t: a pair's, from a read at or after it, from a write before it, from state to state
         b_x = b_q * (b_dq + b_read) - b_k * b_dk
@@ -474,14 +420,13 @@ def gradients(
     b_dk += b_write + b_own * b_q
 
     # store
-    p, m = rows(dq, s_dq, i_b, i_h, o_t, stop, o_c, o_k, K, False)
+    p, m = rows(dq, s_dq, i_b, i_h, o_t, stop, o_k, K, C)
     tl.store(p, (b_dq * scale).to(dq.dtype.element_ty), mask=m)
-    p, m = rows(dk, s_dk, i_b, i_h, o_t, stop, o_c, o_k, K, False)
+    p, m = rows(dk, s_dk, i_b, i_h, o_t, stop, o_k, K, C)
     tl.store(p, (b_dk * scale).to(dk.dtype.element_ty), mask=m)
     if dg is not None:
-        p, m = rows(dg, s_dg, i_b, i_h, o_t, stop, o_c, o_k, K, False)
+        p, m = rows(dg, s_dg, i_b, i_h, o_t, stop, o_k, K, C)
         tl.store(p, b_d.to(dg.dtype.element_ty), mask=m)
-    tl.store(strong + i_t * n_k + i_k, (mild == 0).to(tl.int8))
 
 
 class _Launch:
@@ -567,18 +512,14 @@ class _Launch:
         return o, S_out, stored, strong
 
     def mend(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_v: Tensor | None, o: Tensor, strong: Tensor,
-        BV: int, reverse: bool = False, other: Tensor | None = None, pairs: Tensor | None = None,
-        dg: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, o: Tensor, strong: Tensor,
+        reverse: bool = False,
     ) -> None:  # fmt: skip
-        """Give o the pairs that are left out of strong tiles, which are BV columns wide."""
-        K, V = k.shape[-1], v.shape[-1]
-        BK = self.block(K)
-        mend[(triton.cdiv(V, BV) * self.H * self.slots(self.C),)](
-            q, k, v, g, g_v, o, strong, other, pairs, dg, self.cu,
-            *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o, other, pairs, dg)),
-            self.N, self.T, self.H, K, V, self.scale, C=self.C, BK=BK, BV=BV,
-            PACKED=self.cu is not None, REVERSE=reverse, LIMIT=self.limit, num_warps=4 if BK <= 128 else 8,
+        BK, n = min(64, self.block(self.K)), strong.numel()
+        mend[(triton.cdiv(n, 16),)](
+            q, k, v, g, g_v, o, strong, self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)),
+            self.N, self.T, self.H, self.K, self.V, self.scale, n, C=self.C, LEVELS=self.C.bit_length() - 1,
+            BK=BK, BV=self.BV, BN=16, PACKED=self.cu is not None, REVERSE=reverse, LOW=self.half, num_warps=4,
         )  # fmt: skip
 
     def gradients(
@@ -587,19 +528,15 @@ class _Launch:
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """dq, dk and dg (None when not needed) from the states at every chunk's ends."""
         K, V = q.shape[-1], v.shape[-1]
-        BK = BV = 64 if self.half else 16
+        BK, BV, warps, stages = GRADIENTS if self.half else (16, 16, 4, 2)
         dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         dg = torch.empty(g.shape, dtype=g.dtype, device=g.device) if need_dg else None
-        strong = self.new(self.slots(self.C), self.H, triton.cdiv(K, BK), dtype=torch.int8)
         gradients[(triton.cdiv(K, BK) * self.H * self.slots(self.C),)](
-            q, k, v, do, g, g_v, S, R, dq, dk, dg, strong, self.cu,
+            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu,
             *(x if x is None else x.stride() for x in (q, k, v, do, g, g_v, dq, dk, dg)), S.stride()[2:],
-            self.N, self.T, self.H, K, V, self.scale, C=self.C, BK=BK, BV=BV, PACKED=self.cu is not None,
-            LIMIT=self.limit, LOW=self.half, num_warps=4, num_stages=2,
+            self.N, self.T, self.H, K, V, self.scale, C=self.C, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
+            PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        pairs = self.new(*g.shape) if need_dg else None
-        self.mend(do, v, k, g_v, g, dq, strong, BK, False, q if need_dg else None, pairs)
-        self.mend(v, do, q, g_v, g, dk, strong, BK, True, k if need_dg else None, pairs, dg)
         return dq, dk, dg
 
 
@@ -612,7 +549,7 @@ def _forward(
     S = None if S is None else S.contiguous()
     q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
     o, S, _, strong = run.walk(q_hat, k_hat, v, g_hat, g_v, decay, S)
-    run.mend(q, k, v, g, g_v, o, strong, run.BV)
+    run.mend(q, k, v, g, g_v, o, strong)
     return o, S
 
 
@@ -642,7 +579,7 @@ def _backward(
     del q_hat, k_hat
     dg_v = torch.empty(0, device=q.device)
     if g_v is None:
-        run.mend(k, q, do, g, g_v, dv, strong, run.BV, True)
+        run.mend(k, q, do, g, g_v, dv, strong, True)
     else:
         _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, states.mT, dstates.mT, True)
     dq, dk, dg = run.gradients(q, k, v, do, g, g_v, states, dstates, need_dg)
