@@ -399,16 +399,16 @@ def gradients(
     b_read, b_write = b_read * up * edge[None, :], b_write * down * edge[None, :]
     b_own = tl.sum(tl.where(m_own, b_dP, 0.0), 1)[:, None]
     if mild:
-        b_dP = tl.where(o_c[:, None] > o_c[None, :], b_dP, 0.0).to(b_q.dtype)
-        b_dq = tl.dot(b_dP, (b_k * down).to(b_k.dtype), input_precision="ieee") * up
-        b_dk = tl.dot(b_dP.T, (b_q * up).to(b_q.dtype), input_precision="ieee") * down
+        b_A = tl.where(o_c[:, None] > o_c[None, :], b_dP, 0.0).to(b_q.dtype)
+        b_dq = tl.dot(b_A, (b_k * down).to(b_k.dtype), input_precision="ieee") * up
+        b_dk = tl.dot(b_A.T, (b_q * up).to(b_q.dtype), input_precision="ieee") * down
     else:
         b_dq, b_dk = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
         for level in tl.range(0, LEVELS):
             b_x = to_border(clamped(b_g), level, LOW)
-            b_D = tl.where(across(level, C), b_dP, 0.0).to(b_q.dtype)
-            b_dq += tl.dot(b_D, (b_k * b_x).to(b_k.dtype), input_precision="ieee") * b_x
-            b_dk += tl.dot(b_D.T, (b_q * b_x).to(b_q.dtype), input_precision="ieee") * b_x
+            b_L = tl.where(across(level, C), b_dP, 0.0).to(b_q.dtype)
+            b_dq += tl.dot(b_L, (b_k * b_x).to(b_k.dtype), input_precision="ieee") * b_x
+            b_dk += tl.dot(b_L.T, (b_q * b_x).to(b_q.dtype), input_precision="ieee") * b_x
     if dg is not None:
         # paths that cross t: a pair's, from a read at or after it, from a write before it, from state to state
         b_x = b_q * (b_dq + b_read) - b_k * b_dk
