@@ -49,6 +49,8 @@ FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}
 # nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
 # float32 could bear 80, but differences of larger sums cost it digits
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
+TUNE = {}
+PREP_BK = 64
 GRADIENTS = (64, 64, 8, 2)  # BK, BV, warps, stages
 PATHS = ("fused", "segmented")
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -220,9 +222,10 @@ def walk(
                 p_o += o_r[:, None].to(tl.int64) * s_o[1] + o_v[None, :] * s_o[3]
                 tl.store(p_o, b_o, mask=(o_r < end)[:, None] & (o_v < V)[None, :])
             tl.store(strong + i_t * n_v + i_v, (mild == 0).to(tl.int8))
-        b_S *= mid[:, None]
-        if g_v is not None:
-            b_S *= mid_v[None, :]
+        if not mild:
+            b_S *= mid[:, None]
+            if g_v is not None:
+                b_S *= mid_v[None, :]
         b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee") * edge[:, None]
         if g_v is not None:
             b_S *= edge_v[None, :]
@@ -409,22 +412,19 @@ def gradients(
             b_L = tl.where(across(level, C), b_dP, 0.0).to(b_q.dtype)
             b_dq += tl.dot(b_L, (b_k * b_x).to(b_k.dtype), input_precision="ieee") * b_x
             b_dk += tl.dot(b_L.T, (b_q * b_x).to(b_q.dtype), input_precision="ieee") * b_x
+
+    # store
+    b_dq += b_read
+    p, m = rows(dq, s_dq, i_b, i_h, o_t, stop, o_k, K, C)
+    tl.store(p, ((b_dq + b_own * b_k) * scale).to(dq.dtype.element_ty), mask=m)
+    p, m = rows(dk, s_dk, i_b, i_h, o_t, stop, o_k, K, C)
+    tl.store(p, ((b_dk + b_write + b_own * b_q) * scale).to(dk.dtype.element_ty), mask=m)
     if dg is not None:
         # paths that cross t: a pair's, from a read at or after it, from a write before it, from state to state
-        b_x = b_q * (b_dq + b_read) - b_k * b_dk
-        b_d = sums(o_c[:, None] <= o_c[None, :], b_x, LOW)
+        b_d = sums(o_c[:, None] <= o_c[None, :], b_q * b_dq - b_k * b_dk, LOW)
         b_d += sums(o_c[:, None] > o_c[None, :], b_k * b_write, LOW)
         b_d += (b_kept * edge * edge * mid)[None, :]
         b_d = tl.where(b_g == float("-inf"), 0.0, b_d * scale)
-    b_dq += b_read + b_own * b_k
-    b_dk += b_write + b_own * b_q
-
-    # store
-    p, m = rows(dq, s_dq, i_b, i_h, o_t, stop, o_k, K, C)
-    tl.store(p, (b_dq * scale).to(dq.dtype.element_ty), mask=m)
-    p, m = rows(dk, s_dk, i_b, i_h, o_t, stop, o_k, K, C)
-    tl.store(p, (b_dk * scale).to(dk.dtype.element_ty), mask=m)
-    if dg is not None:
         p, m = rows(dg, s_dg, i_b, i_h, o_t, stop, o_k, K, C)
         tl.store(p, b_d.to(dg.dtype.element_ty), mask=m)
 
@@ -459,10 +459,10 @@ class _Launch:
             return q, k, g, None
         hats = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
         decay = self.new(self.slots(self.C), self.H, 2, self.K)
-        BK = min(64, self.block(self.K))
+        BK = min(PREP_BK, self.block(self.K))
         prepare[(triton.cdiv(self.K, BK) * self.H * self.slots(self.C),)](
             q, k, g, *hats, decay, self.cu, *(x.stride() for x in (q, k, g, hats[0])), self.N, self.T, self.H, self.K,
-            C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, num_warps=4,
+            C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, **{"num_warps": 4, **TUNE.get('prepare', {})},
         )  # fmt: skip
         return *hats, None, decay
 
@@ -487,7 +487,7 @@ class _Launch:
                 _describe(o, C, BV) if TMA and o is not None else o, S_in, S_out, stored, strong, all_k, all_v,
                 self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)), N, T, L, H, K, V,
                 self.scale, C=C, BK=BK, BV=BV, TMA=TMA, PACKED=self.cu is not None, REVERSE=reverse,
-                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages,
+                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages, **TUNE.get('walk', {}),
             )  # fmt: skip
 
         chunks, S_out = triton.cdiv(T, C), self.new(N, H, K, V)
@@ -535,7 +535,7 @@ class _Launch:
             q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu,
             *(x if x is None else x.stride() for x in (q, k, v, do, g, g_v, dq, dk, dg)), S.stride()[2:],
             self.N, self.T, self.H, K, V, self.scale, C=self.C, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
-            PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, num_warps=warps, num_stages=stages,
+            PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, num_warps=warps, num_stages=stages, **TUNE.get('gradients', {}),
         )  # fmt: skip
         return dq, dk, dg
 
