@@ -327,13 +327,13 @@ def mend(
     # which tiles: those of BN chunks; most find nothing to do
     n_v = tl.cdiv(V, BV)
     first, last = tl.program_id(0) * BN, tl.minimum(tl.program_id(0) * BN + BN, n_c)
-    o_n = first * n_v + tl.arange(0, BN * BNV)
-    if tl.max(tl.load(strong + o_n, mask=o_n < last * n_v, other=0).to(tl.int32)) == 0:
+    o_f = first * n_v + tl.arange(0, BN * BNV)
+    if tl.max(tl.load(strong + o_f, mask=o_f < last * n_v, other=0).to(tl.int32)) == 0:
         return
+    o_n = tl.arange(0, BNV)
     o_c = tl.arange(0, C)
     m_own = o_c[:, None] == o_c[None, :]
     for i in tl.range(first, last):
-        o_n = tl.arange(0, BNV)
         flags = tl.load(strong + i * n_v + o_n, mask=o_n < n_v, other=0).to(tl.int32)
         if tl.max(flags) != 0:
             i_h, i_s = i % H, i // H
