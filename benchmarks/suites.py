@@ -144,7 +144,12 @@ def linear() -> list[Case]:
 
 def gla() -> list[Case]:
     """Gated linear attention where the targets are set, and at gates too strong for one product a chunk."""
-    shapes = [(8, 8192, 16, 128, 128), (32, 2048, 16, 64, 64), (1, 65536, 16, 128, 128), (32, 2048, 4, 256, 512)]
+    shapes = [
+        (8, 8192, 16, 128, 128),
+        (32, 2048, 16, 64, 64),
+        (1, 65536, 16, 128, 128),
+        (32, 2048, 4, 256, 512),
+    ]
     cases = [Case("gla", *shape, gates="logsigmoid/16") for shape in shapes]
     return cases + [Case("gla", *shapes[0], gates=g) for g in ("-2", "1 % at -1e3")]
 

@@ -83,7 +83,7 @@ def emulated_packed(tokens, S0, ends, scale, dtype, C):
 NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dS0", "dg_v")
 
 
-def truth(args, g_v, S0, do, dS, ends, dtype, scale):
+def truth(args, g_v, S0, do, dS, ends, dtype, gates, scale):
     """({quantity: exact}, {quantity: budget}): float64 recurrence and closed-form gradients, and an emulated run."""
     q, k = args[:2]
     cu = None if ends is None else torch.tensor(ends, device=q.device)
@@ -93,9 +93,7 @@ def truth(args, g_v, S0, do, dS, ends, dtype, scale):
     else:  # the recurrence in larger steps: test_forms.py holds it against the recurrence
         o, S = references.chunkwise(*args, **named, C=16)
     d = gla_backward.backward(*args, do, dS, **named, C=16)
-    exact = dict(
-        zip(NAMES, (o, S, d.dq, d.dk, d.dv, d.dg, d.d_initial_state, d.dg_v), strict=True)
-    )
+    exact = dict(zip(NAMES, (o, S, d.dq, d.dk, d.dv, d.dg, d.d_initial_state, d.dg_v), strict=True))
     leaves = [x if x is None else x.float().requires_grad_() for x in (*args, g_v, S0)]
     given, budget = [x for x in leaves if x is not None], {}
     for C in (16, 64):  # chunks of different lengths round differently: the worst counts
@@ -105,7 +103,9 @@ def truth(args, g_v, S0, do, dS, ends, dtype, scale):
         for name, x in zip(NAMES, (*low, *grads), strict=True):
             if x is None:
                 continue
-            result = torch.float32 if name in ("S", "dS0") else dtype
+            result = {"S": torch.float32, "dS0": torch.float32, "dg": gates, "dg_v": gates}.get(
+                name, dtype
+            )
             worst = 2 * error(x.detach().to(result), exact[name]) + 4 * torch.finfo(result).eps
             budget[name] = max(worst, budget.get(name, 0.0))
     # kernels add products to the running state one by one (tensor cores cut off instead of rounding, once for
@@ -114,7 +114,9 @@ def truth(args, g_v, S0, do, dS, ends, dtype, scale):
         rms = exact[name].square().mean().sqrt().clamp_min(1e-300)
         peak = exact[name].abs().max() / rms
         budget[name] += peak.item() * (q.shape[1] / 16 + 1) * 2**-23
-    if dtype == torch.float32:  # the same inside a chunk; and one product has four factors e^x, |x| up to 8
+    if (
+        dtype == torch.float32
+    ):  # the same inside a chunk; and one product has four factors e^x, |x| up to 8
         budget = {name: 3 * x for name, x in budget.items()}
     # the closed form sums q dq - k dk over a chunk; what they cancel to carries the rounding of each
     pairs = {"dg": (q * d.dq).abs() + (k * d.dk).abs()}
@@ -144,7 +146,7 @@ def check(
     g_v = named["g_v"].to(gates).to(HERE, F64) if two_sided else None
     do, S0, dS = do.to(dtype).to(HERE, F64), S0.to(HERE), dS.to(HERE)
     scale = scale or K**-0.5
-    exact, budget = truth(args, g_v, S0, do, dS, ends, dtype, scale)
+    exact, budget = truth(args, g_v, S0, do, dS, ends, dtype, gates, scale)
     leaves = [x.to(dtype) for x in args[:3]] + [args[3].to(gates), S0.float()]
     leaves += [g_v.to(gates)] if two_sided else []
     leaves = [x.requires_grad_() for x in leaves]

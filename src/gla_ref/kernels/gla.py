@@ -7,13 +7,15 @@ Reference: :mod:`gla_ref.gla` (`recurrent`), :mod:`gla_ref.gla_backward`; GLA pa
 
 One product a chunk is gated attention at the price of ungated, as long as e^(b_C / 2) is a number. Of a channel whose
 decay in a chunk is beyond LIMIT, q decays from the chunk's start instead and k to its end (exponents <= 0): right
-for the state, useless for pairs inside the chunk. Such a chunk is marked `strong`, and `mend` adds its pairs
-afterwards in sub-chunks of 16, with one product where a sub-chunk is mild, else pair by pair in log space.
+for the state, useless for pairs inside the chunk. A chunk with such a channel is strong: its pairs are made in
+levels instead. Tokens j < i meet at the border in the middle of the smallest block of 2^n tokens that holds both, to
+which k_j decays and from which q_i does; a level (n) is one product, of which the blocks' lower left quarters count.
+No exponent is above 0, every sum is one of just the gates between: exact for every gate, without a loop over pairs.
 
     prepare    q' and k' once, where several V tiles would each make them again (K > 64)    a chunk, 64 channels
     walk       a head's state over a segment, chunk by chunk: o, or the states              V tiles * H * segments
     carry      segments' states in order, for few heads and long sequences
-    mend       the pairs of strong chunks; exits at once where there are none               V tiles * H * chunks
+    mend       adds to o the pairs of strong chunks; exits at once where there are none     H * chunks / 16
     gradients  dq, dk and dg of a chunk from the states at its ends                         K tiles * H * chunks
 
 Backward: dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, and stores R, the gradient of the state after
@@ -44,15 +46,13 @@ from .linear_attention import (
 
 __all__ = ["gla"]
 
-# K up to: (C, BV, warps, stages, stages when states are stored) of a walk; benchmarks/LAB.md says what else was tried
+# K up to: (C, BV, warps, stages, stages when states are stored) of a walk. benchmarks/LAB.md says what else was
+# tried, and why float32 is not pipelined
 HALF = {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)}
 FLOAT32 = {64: (32, 32, 4, 1, 1), 128: (32, 32, 4, 1, 1), 256: (16, 32, 4, 1, 1)}
 # nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
 # float32 could bear 80, but differences of larger sums cost it digits
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
-TUNE = {}
-PREP_BK = 64
-GRADIENTS = (64, 64, 4, 1)  # BK, BV, warps, stages
 PATHS = ("fused", "segmented")
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -161,8 +161,8 @@ def prepare(
 @triton.jit
 def walk(
     q, k, v, g, g_v, decay, strong_k, o, S_in, S_out, states, strong, all_k, all_v, cu, s_q, s_k, s_v, s_g, s_gv, s_o,
-    N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
+    N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
+    TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """q reads, k and v write. Backwards in time they have changed places: q is what decays to the chunk's end."""
     # which tile: V tiles of a head are neighbours and share q and k in L2
@@ -437,7 +437,10 @@ def gradients(
         b_A = tl.where(o_c[:, None] >= o_c[None, :], b_dP, 0.0).to(b_q.dtype)
         b_dq = tl.dot(b_A, b_r, b_read, input_precision="ieee")
         b_dk = tl.dot(b_A.T, b_l, input_precision="ieee")
-        b_x, b_w = b_l * b_dq - b_r * b_dk, b_r * b_write  # what i = j adds to both sides cancels exactly
+        b_x, b_w = (
+            b_l * b_dq - b_r * b_dk,
+            b_r * b_write,
+        )  # what i = j adds to both sides cancels exactly
         b_dq, b_dk = b_dq * up, (b_dk + b_write) * down
     else:
         b_dq, b_write = b_read * up, b_write * down
@@ -496,17 +499,20 @@ class _Launch:
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def prepare(self, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor | None, tuple | None]:
+    def prepare(
+        self, q: Tensor, k: Tensor, g: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, tuple | None]:
         """(q, k, g, None) for a walk that makes q' and k' itself, else (q', k', None, what the state needs)."""
         if not self.half or self.K <= 64:
             return q, k, g, None
         hats = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
         decay = self.new(self.slots(self.C), self.H, 2, self.K)
-        BK = min(PREP_BK, self.block(self.K))
+        BK = min(64, self.block(self.K))
         strong = self.new(self.slots(self.C), self.H, triton.cdiv(self.K, BK), dtype=torch.int8)
         prepare[(triton.cdiv(self.K, BK) * self.H * self.slots(self.C),)](
-            q, k, g, *hats, decay, strong, self.cu, *(x.stride() for x in (q, k, g, hats[0])), self.N, self.T, self.H, self.K,
-            C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, **{"num_warps": 4, "maxnreg": 128, **TUNE.get('prepare', {})},
+            q, k, g, *hats, decay, strong, self.cu, *(x.stride() for x in (q, k, g, hats[0])),
+            self.N, self.T, self.H, self.K, C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half,
+            num_warps=4, maxnreg=128,
         )  # fmt: skip
         return *hats, None, (decay, strong)
 
@@ -523,16 +529,17 @@ class _Launch:
         o = None if q is None else self.new(self.B, T, H, V, dtype=v.dtype)
         strong = self.new(self.slots(C), H, n_v, dtype=torch.int8)
         stored = self.new(self.slots(C), H, K, V, dtype=k.dtype) if states else None
+        parts = 1 if decay is None else decay[1].shape[-1]
 
         def launch(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
             tiles = [(q, BK), (k, BK), (v, BV), (g, BK)]
             walk[(n_v * H * self.slots(L),)](
                 *(_describe(x, C, w) if TMA and x is not None else x for x, w in tiles), g_v, *(decay or (None, None)),
                 _describe(o, C, BV) if TMA and o is not None else o, S_in, S_out,
-                stored if stored is None or not TMA else _describe_states(stored, BK, BV), strong, all_k, all_v, self.cu,
-                *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)), N, T, L, H, K, V,
-                self.scale, C=C, BK=BK, BV=BV, PARTS=1 if decay is None else decay[1].shape[-1], TMA=TMA, PACKED=self.cu is not None, REVERSE=reverse,
-                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages[states], **TUNE.get('walk', {}),
+                _describe_states(stored, BK, BV) if TMA and stored is not None else stored, strong, all_k, all_v,
+                self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)), N, T, L, H, K, V,
+                self.scale, C=C, BK=BK, BV=BV, PARTS=parts, TMA=TMA, PACKED=self.cu is not None, REVERSE=reverse,
+                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages[states],
             )  # fmt: skip
 
         chunks, S_out = triton.cdiv(T, C), self.new(N, H, K, V)
@@ -574,14 +581,15 @@ class _Launch:
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """dq, dk and dg (None when not needed) from the states at every chunk's ends."""
         K, V = q.shape[-1], v.shape[-1]
-        BK, BV, warps, stages = GRADIENTS if self.half else (16, 16, 4, 1)
+        BK = BV = 64 if self.half else 16
+        stages = 2 if self.half and V > 128 and g_v is None else 1  # pays from a few V tiles on
         dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         dg = torch.empty(g.shape, dtype=g.dtype, device=g.device) if need_dg else None
         gradients[(triton.cdiv(K, BK) * self.H * self.slots(self.C),)](
             q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu,
             *(x if x is None else x.stride() for x in (q, k, v, do, g, g_v, dq, dk, dg)), S.stride()[2:],
             self.N, self.T, self.H, K, V, self.scale, C=self.C, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
-            PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, num_warps=warps, num_stages=stages, **TUNE.get('gradients', {}),
+            PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, num_warps=4, num_stages=stages,
         )  # fmt: skip
         return dq, dk, dg
 
