@@ -69,7 +69,7 @@ def test_bad_gate(mechanism, form, case):
         call(mechanism, form, change)
 
 
-@pytest.mark.parametrize("form", FORMS["gla"])
+@pytest.mark.parametrize("form", [f for f in FORMS["gla"] if not f.startswith("triton")])
 def test_bad_gate_on_values(form):
     with pytest.raises(ValueError, match="^g_v: .*got"):
         call("gla", form, lambda a: a.update(g_v=torch.ones_like(a["v"])))

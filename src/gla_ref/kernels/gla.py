@@ -1,4 +1,4 @@
-"""Gated Linear Attention for every log gate in [-inf, 0], on the key axis and on the value axis (chapters 11 and 12).
+"""Gated Linear Attention for every log gate in [-inf, 0], on the key axis and on the value axis (chapter 9).
 
     o = scale * (q' S + tril(q' k'^T) v)        q' = q e^(b - r),  k' = k e^(r - b),  S taken times e^r
     S <- e^(b_C - r) (S + k'^T v)               b the running sum of g in the chunk, r = b_C / 2
@@ -511,8 +511,8 @@ class _Launch:
         strong = self.new(self.slots(self.C), self.H, triton.cdiv(self.K, BK), dtype=torch.int8)
         prepare[(triton.cdiv(self.K, BK) * self.H * self.slots(self.C),)](
             q, k, g, *hats, decay, strong, self.cu, *(x.stride() for x in (q, k, g, hats[0])),
-            self.N, self.T, self.H, self.K, C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half,
-            num_warps=4, maxnreg=128,
+            self.N, self.T, self.H, self.K, C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit,
+            LOW=self.half, num_warps=4, maxnreg=128,
         )  # fmt: skip
         return *hats, None, (decay, strong)
 
