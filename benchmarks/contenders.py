@@ -171,3 +171,16 @@ def torch_chunkwise(case, q, k, v, g=None, **_):
         S = S * last[:, :, n, :, None].exp().to(S.dtype) + kv[:, :, n]
     inter = scale * (q * b.exp()[..., None].to(q.dtype)) @ torch.stack(states, 2)
     return (intra + inter).movedim(1, 3).flatten(1, 2)[:, :T]
+
+
+# gated linear attention
+
+ours("gla", "triton")
+
+
+@contender("gla", peer=True, packed=None, limit_s=200)
+def fla_chunk_gla(case, q, k, v, g, cu_seqlens=None):
+    """Its first call autotunes for one to three minutes; on Hopper it refuses its backward."""
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(q, k, v, g, cu_seqlens=cu_seqlens)[0]

@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from gla_ref.gates import decay_from_start, decay_to_end, segment_sum
+
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b with operands rounded to `dtype` and a float32 sum.
@@ -112,10 +114,34 @@ def simple_gla(mm, q, k, v, g, scale, C=64):
     yield slice(0, T), torch.cat(o)
 
 
+def gla(mm, q, k, v, g, scale, C=64, c=16):
+    """Two-level chunks, all at once but for their states: every exponent is a sum of gates between two tokens."""
+    T, N = len(k), -(-len(k) // C)
+    q, k, v, g = (
+        torch.nn.functional.pad(x, (0, 0, 0, N * C - T)).view(N, C, -1) for x in (q, k, v, g)
+    )
+    kv, total = mm((k * decay_to_end(g).exp()).mT, v), g.sum(1).exp()  # [N K V], [N K]
+    states = [torch.zeros_like(kv[0])]
+    for n in range(N - 1):
+        states.append(states[-1] * total[n, :, None] + kv[n])
+    o = mm(scale * q * decay_from_start(g).exp(), torch.stack(states))
+    for i in range(0, C, c):
+        q_i, k_i, v_i, g_i = (x[:, i : i + c] for x in (q, k, v, g))
+        P = (q_i[:, :, None] * k_i[:, None] * segment_sum(g_i).exp()).sum(-1)
+        intra = mm(scale * P, v_i)
+        if i:
+            k_j = k[:, :i] * decay_to_end(g[:, :i]).exp()
+            P = mm(q_i * decay_from_start(g_i).exp(), k_j.mT)
+            intra = intra + mm(scale * P, v[:, :i])
+        o = o + torch.nn.functional.pad(intra, (0, 0, i, C - i - c))
+    yield slice(0, T), o.reshape(N * C, -1)[:T]
+
+
 ORACLES = {
     "softmax_attention": softmax_attention,
     "linear_attention": simple_gla,
     "simple_gla": simple_gla,
+    "gla": gla,
 }
 
 

@@ -48,6 +48,9 @@ GATES = {
     "mamba2": lambda x: -torch.nn.functional.softplus(x),
     "zero": torch.zeros_like,
     "-2": lambda x: torch.full_like(x, -2.0),
+    "1 % at -1e3": lambda x: torch.where(
+        torch.arange(x.shape[-1], device=x.device) % 100 == 50, -1e3, logsigmoid(x) / 16
+    ),
 }
 
 
@@ -146,6 +149,18 @@ def paths() -> list[Case]:
     return [replace(case, H=H) for H in (2, 4, 8, 16, 32, 64, 96, 128)]
 
 
+def gla() -> list[Case]:
+    """Gated linear attention where the targets are set, and at gates too strong for one product a chunk."""
+    shapes = [
+        (8, 8192, 16, 128, 128),
+        (32, 2048, 16, 64, 64),
+        (1, 65536, 16, 128, 128),
+        (32, 2048, 4, 256, 512),
+    ]
+    cases = [Case("gla", *shape, gates="logsigmoid/16") for shape in shapes]
+    return cases + [Case("gla", *shapes[0], gates=g) for g in ("-2", "1 % at -1e3")]
+
+
 def batch() -> list[Case]:
     """How many sequences it takes to fill the chip, at T = 4096."""
     return [
@@ -174,4 +189,4 @@ def packed() -> list[Case]:
     ]
 
 
-SUITES = {f.__name__: f for f in (figure2, flash, linear, paths, batch, prefill, packed)}
+SUITES = {f.__name__: f for f in (figure2, flash, linear, gla, paths, batch, prefill, packed)}

@@ -22,7 +22,7 @@ def test_oracles_are_the_recurrent_forms(mechanism, monkeypatch):
     monkeypatch.setattr(
         oracles.softmax_attention, "__defaults__", (32,)
     )  # several tiles of queries
-    gates = "logsigmoid/16" if mechanism == "simple_gla" else None
+    gates = "logsigmoid/16" if mechanism in ("simple_gla", "gla") else None
     case = suites.Case(mechanism, 1, 150, 1, 5, 7, dtype="float64", gates=gates)
     x = suites.inputs(case, seed=1, device="cpu")
     names = [n for n in suites.LEAVES if n in x]

@@ -69,6 +69,13 @@ def _gla_chunk_fuse(*args, **kwargs):
     return gla_chunk_fuse(*args, **kwargs)
 
 
+def _gla(*args, **kwargs):
+    """Triton: :func:`gla_ref.kernels.gla.gla`."""
+    from .kernels.gla import gla
+
+    return gla(*args, **kwargs)
+
+
 FORMS = {
     "softmax_attention": {
         "recurrent": softmax_attention.recurrent,
@@ -98,6 +105,7 @@ FORMS = {
         "scan": gla.scan,
         "chunkwise": gla.chunkwise,
         "chunkwise_two_level": gla.chunkwise_two_level,
+        "triton": _gla,
         "triton_chunk_fuse": _gla_chunk_fuse,
     },
 }

@@ -1,0 +1,724 @@
+"""Gated Linear Attention for every log gate in [-inf, 0], on the key axis and on the value axis (chapter 9).
+
+    o = scale * (q' S + tril(q' k'^T) v)        q' = q e^(b - r),  k' = k e^(r - b),  S taken times e^r
+    S <- e^(b_C - r) (S + k'^T v)               b the running sum of g in the chunk, r = b_C / 2
+
+Reference: :mod:`gla_ref.gla` (`recurrent`), :mod:`gla_ref.gla_backward`; GLA paper, section 4.
+
+One product a chunk is gated attention at the price of ungated, as long as e^(b_C / 2) is a number. Of a channel whose
+decay in a chunk is beyond LIMIT, q decays from the chunk's start instead and k to its end (exponents <= 0): right
+for the state, useless for pairs inside the chunk. A chunk with such a channel is strong: its pairs are made in
+levels instead. Tokens j < i meet at the border in the middle of the smallest block of 2^n tokens that holds both, to
+which k_j decays and from which q_i does; a level (n) is one product, of which the blocks' lower left quarters count.
+No exponent is above 0, every sum is one of just the gates between: exact for every gate, without a loop over pairs.
+
+    prepare    q' and k' once, where several V tiles would each make them again (K > 64)    a chunk, 64 channels
+    walk       a head's state over a segment, chunk by chunk: o, or the states              V tiles * H * segments
+    carry      segments' states in order, for few heads and long sequences
+    mend       adds to o the pairs of strong chunks; exits at once where there are none     H * chunks / 16
+    gradients  dq, dk and dg of a chunk from the states at its ends                         K tiles * H * chunks
+
+Backward: dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, and stores R, the gradient of the state after
+each chunk; a walk forward stores S before each; the rest is local to a chunk. Keys with g and values with g_v play
+the same part there, so dg_v is `gradients` with the two exchanged.
+
+A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs. Limits: K <= 256, V <= 512.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .. import _contract as contract
+from ._launch import check_launch, check_packed
+from .linear_attention import (
+    _describable,
+    _describe,
+    _multiprocessors,
+    choose_path,
+    load_tile,
+    which_segment,
+)
+
+__all__ = ["gla"]
+
+# K up to: (C, BV, warps, stages, stages when states are stored) of a walk. benchmarks/LAB.md says what else was
+# tried, and why float32 is not pipelined
+HALF = {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)}
+FLOAT32 = {64: (32, 32, 4, 1, 1), 128: (32, 32, 4, 1, 1), 256: (16, 32, 4, 1, 1)}
+# nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
+# float32 could bear 80, but differences of larger sums cost it digits
+LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
+PATHS = ("fused", "segmented")
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def clamped(b_g):
+    """Gates for sums. e^-104 is 0 in float32, so -104 stands for all below, -inf too."""
+    b_f = tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
+    return b_f.to(tl.bfloat16) if b_g.dtype == tl.bfloat16 else b_f
+
+
+@triton.jit
+def sums(m, x, LOW: tl.constexpr):
+    """m x, sums of the rows of x [C, D] weighed by m [C, C], whose weights are halves: a product, to be fast.
+
+    For 16-bit kernels on tensor cores and in two bf16 parts, to 2^-17 (bf16 itself: exactly).
+    """
+    if LOW:
+        m, high = m.to(tl.bfloat16), x.to(tl.bfloat16)
+        b = tl.dot(m, high)
+        if x.dtype != tl.bfloat16:
+            b = tl.dot(m, (x - high.to(tl.float32)).to(tl.bfloat16), b)
+        return b
+    else:
+        return tl.dot(m.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+
+
+@triton.jit
+def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr):
+    """Of a chunk's gates [C, D]: factors of q and of k [C, D], of the state at both edges [D], all decay [D], mild?
+
+    The state is multiplied by `edge`, read, multiplied by `total` in strong channels, written to, and multiplied by
+    `edge` again.
+    """
+    o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
+    b_f = clamped(b_g)
+    total = tl.sum(b_f.to(tl.float32), 0) * LOG2E
+    mild = total >= LIMIT * LOG2E
+    if LOW:  # b - b_C / 2, as if summed half from the left and half from the right
+        up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, LOW) * LOG2E
+        rest = tl.where(mild, 0.0, total * 0.5)[None, :]
+        up, down = tl.exp2(rest + up), tl.exp2(rest - up)
+    else:  # each summed on its own, so that a strong gate takes no digits from those after it
+        half = tl.where(mild, total * 0.5, 0.0)[None, :]
+        up = tl.exp2(sums(o_i >= o_j, b_f, LOW) * LOG2E - half)
+        down = tl.exp2(sums(o_i < o_j, b_f, LOW) * LOG2E - half)
+    edge = tl.exp2(tl.where(mild, total * 0.5, 0.0))
+    return up, down, edge, total, tl.min(mild.to(tl.int32)) != 0
+
+
+@triton.jit
+def through(total, LIMIT: tl.constexpr):
+    """The state's decay in the middle of a chunk: all of it in strong channels, none in mild ones."""
+    return tl.exp2(tl.where(total >= LIMIT * LOG2E, 0.0, total))
+
+
+@triton.jit
+def to_border(b_g, level, LOW: tl.constexpr):
+    """Decay [C, D] between each token and the middle of its block of 2^(level + 1) tokens: no exponent above 0."""
+    o_c = tl.arange(0, b_g.shape[0])
+    border = ((o_c >> level) | 1) << level  # the first token of a block's second half
+    t, i = o_c[:, None], o_c[None, :]
+    m = (i <= t) & (i >= border[:, None]) | (i > t) & (i < border[:, None])
+    return tl.exp2(sums(m, b_g, LOW) * LOG2E)
+
+
+@triton.jit
+def across(level, C: tl.constexpr, REVERSE: tl.constexpr = False):
+    """Which pairs (i, j), [C, C], meet at this level: i in the second half of a block, j in its first."""
+    o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
+    return (o_j == (o_i | 1)) & (o_j > o_i) if REVERSE else (o_i == (o_j | 1)) & (o_i > o_j)
+
+
+@triton.jit
+def prepare(
+    q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
+    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    # which tile: BK channels of a chunk of a head
+    n_k = tl.cdiv(K, BK)
+    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
+    i_s = tl.program_id(0) // n_k // H
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+    o_r, o_k = o_t + tl.arange(0, C), i_k * BK + tl.arange(0, BK)
+    m = (o_r < stop)[:, None] & (o_k < K)[None, :]
+
+    # load
+    b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+
+    # compute
+    up, down, edge, total, mild = chunk_decays(b_g, LIMIT, LOW)
+
+    # store
+    o_h = i_b.to(tl.int64) * s_h[0] + i_h.to(tl.int64) * s_h[2]
+    o_h += o_r[:, None].to(tl.int64) * s_h[1] + o_k[None, :]
+    tl.store(q_hat + o_h, (b_q * up).to(b_q.dtype), mask=m)
+    tl.store(k_hat + o_h, (b_k * down).to(b_k.dtype), mask=m)
+    p_d = decay + (i_s * H + i_h).to(tl.int64) * 2 * K + o_k
+    tl.store(p_d, edge, mask=o_k < K)
+    tl.store(p_d + K, total, mask=o_k < K)
+    tl.store(strong + (i_s * H + i_h) * n_k + i_k, (mild == 0).to(tl.int8))
+
+
+@triton.jit
+def walk(
+    q, k, v, g, g_v, decay, strong_k, o, S_in, S_out, states, strong, all_k, all_v, cu, s_q, s_k, s_v, s_g, s_gv, s_o,
+    N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
+    TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """q reads, k and v write. Backwards in time they have changed places: q is what decays to the chunk's end."""
+    # which tile: V tiles of a head are neighbours and share q and k in L2
+    n_v = tl.cdiv(V, BV)
+    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
+    i_s = tl.program_id(0) // n_v // H
+    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
+    end = tl.minimum(begin + L, stop)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    o_S = o_k[:, None] * V + o_v[None, :]  # [BK, BV]
+    m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
+    o_c = tl.arange(0, C)
+    m_P = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
+
+    # load
+    if S_in is not None:
+        p_S = S_in + (i_s * H + i_h).to(tl.int64) * K * V + o_S
+        b_S = tl.load(p_S, mask=m_S, other=0.0).to(tl.float32)  # [BK, BV]
+    else:
+        b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    b_all_k = tl.full([BK], 1.0, dtype=tl.float32)  # decay of the whole segment
+    b_all_v = tl.full([BV], 1.0, dtype=tl.float32)
+
+    # compute
+    n_c = tl.cdiv(end - begin, C)
+    i_t = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
+    i_t += n_c - 1 if REVERSE else 0
+    if decay is not None:  # loaded a chunk ahead: nothing else in a chunk is ready before it
+        m_k = (o_k < K) & (n_c > 0)
+        p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
+        next_edge = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
+    for i_c in tl.range(0, n_c):
+        o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
+        i_d = (i_t * H + i_h).to(tl.int64)
+        i_t += -1 if REVERSE else 1
+        b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
+        if q is not None:
+            b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        if g is not None:
+            b_g = load_tile(g, s_g, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+            up, down, edge, total, mild_k = chunk_decays(b_g, LIMIT, LOW)
+            b_k = (b_k * (up if REVERSE else down)).to(b_v.dtype)
+            if q is not None:
+                b_q = (b_q * (down if REVERSE else up)).to(b_v.dtype)
+        else:
+            edge = next_edge
+            p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
+            next_edge = tl.load(p_d, mask=m_k & (i_c + 1 < n_c), other=1.0)  # [BK]
+            mild_k = tl.load(strong_k + i_d * PARTS) == 0
+            for i in tl.static_range(1, PARTS):
+                mild_k &= tl.load(strong_k + i_d * PARTS + i) == 0
+        mild = mild_k
+        if states is not None:
+            if TMA:
+                states.store([i_d.to(tl.int32), 0, i_v * BV], b_S.to(b_v.dtype).reshape(1, BK, BV))
+            else:
+                tl.store(states + i_d * K * V + o_S, b_S.to(b_v.dtype), mask=m_S)
+        b_S *= edge[:, None]
+        if g_v is not None:
+            b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
+            up_v, down_v, edge_v, total_v, mild_v = chunk_decays(b_gv, LIMIT, LOW)
+            b_v = (b_v * (up_v if REVERSE else down_v)).to(b_v.dtype)
+            b_S *= edge_v[None, :]
+            mild &= mild_v
+        if o is not None:
+            b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
+            b_o = tl.dot(b_q, b_S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
+            # by where: what is left out may be infinite
+            b_P = tl.where(m_P & mild, b_P, 0.0).to(b_v.dtype)
+            b_o = tl.dot(b_P, b_v, b_o, input_precision="ieee")
+            if g_v is not None:
+                b_o *= down_v if REVERSE else up_v
+            # store
+            b_o = (b_o * scale).to(o.dtype if TMA else o.dtype.element_ty)
+            if TMA:
+                o.store([i_b, i_h, o_t, i_v * BV], b_o.reshape(1, 1, C, BV))
+            else:
+                o_r = o_t + o_c
+                p_o = o + i_b.to(tl.int64) * s_o[0] + i_h.to(tl.int64) * s_o[2]
+                p_o += o_r[:, None].to(tl.int64) * s_o[1] + o_v[None, :] * s_o[3]
+                tl.store(p_o, b_o, mask=(o_r < end)[:, None] & (o_v < V)[None, :])
+            tl.store(strong + i_d * n_v + i_v, (mild == 0).to(tl.int8))
+        if not mild_k:
+            if decay is not None:
+                total = tl.load(decay + i_d * 2 * K + K + o_k, mask=o_k < K, other=0.0)  # [BK]
+            b_S *= through(total, LIMIT)[:, None]
+            if all_k is not None:
+                b_all_k *= through(total, LIMIT)
+        if g_v is not None:
+            b_S *= through(total_v, LIMIT)[None, :]
+            b_all_v *= edge_v * edge_v * through(total_v, LIMIT)
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee") * edge[:, None]
+        if g_v is not None:
+            b_S *= edge_v[None, :]
+        if all_k is not None:
+            b_all_k *= edge * edge
+
+    # store
+    if S_out is not None:
+        tl.store(S_out + (i_s * H + i_h).to(tl.int64) * K * V + o_S, b_S, mask=m_S)
+    if all_k is not None:
+        tl.store(all_k + (i_s * H + i_h) * K + o_k, b_all_k, mask=(o_k < K) & (i_v == 0))
+        if all_v is not None:
+            tl.store(all_v + (i_s * H + i_h) * V + o_v, b_all_v, mask=o_v < V)
+
+
+@triton.jit
+def carry(
+    part, all_k, all_v, S_in, S_out, cu, N, T, L, H, K, V,
+    BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Replace what each segment adds to the state (`part` [slots, H, K, V]) by the state that it starts from."""
+    # which tile: BD numbers of the state of a head
+    D = K * V
+    n_d = tl.cdiv(D, BD)
+    o_d = tl.program_id(0) % n_d * BD + tl.arange(0, BD)
+    i_h, i_n = tl.program_id(0) // n_d % H, tl.program_id(0) // n_d // H
+    if PACKED:
+        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
+        first, n_s = start // L + i_n, tl.cdiv(stop - start, L)
+    else:
+        first, n_s = i_n * tl.cdiv(T, L), tl.cdiv(T, L)
+
+    # load
+    o_S, m_d = (i_n * H + i_h).to(tl.int64) * D + o_d, o_d < D
+    b_S = tl.zeros([BD], dtype=tl.float32)
+    if S_in is not None:
+        b_S += tl.load(S_in + o_S, mask=m_d, other=0.0)
+
+    # compute
+    for i in range(0, n_s):
+        i_s = (first + (n_s - 1 - i if REVERSE else i)) * H + i_h
+        p = part + i_s.to(tl.int64) * D + o_d
+        b_part = tl.load(p, mask=m_d, other=0.0)  # [BD]
+        tl.store(p, b_S, mask=m_d)
+        b_S *= tl.load(all_k + i_s * K + o_d // V, mask=m_d, other=0.0)
+        if all_v is not None:
+            b_S *= tl.load(all_v + i_s * V + o_d % V, mask=m_d, other=0.0)
+        b_S += b_part
+
+    # store
+    tl.store(S_out + o_S, b_S, mask=m_d)
+
+
+@triton.jit
+def rows(x, s, i_b, i_h, o_t, stop, o_d, D, C: tl.constexpr):
+    """Pointers and mask [C, ...] of what `load_tile` loads."""
+    o_r = o_t + tl.arange(0, C)
+    p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
+    p += o_r[:, None].to(tl.int64) * s[1] + o_d[None, :] * s[3]
+    return p, (o_r < stop)[:, None] & (o_d < D)[None, :]
+
+
+@triton.jit
+def mend(
+    q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_c,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    BNV: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Give o the pairs that `walk` has left out of strong tiles."""
+    # which tiles: those of BN chunks; most find nothing to do
+    n_v = tl.cdiv(V, BV)
+    first, last = tl.program_id(0) * BN, tl.minimum(tl.program_id(0) * BN + BN, n_c)
+    o_f = first * n_v + tl.arange(0, BN * BNV)
+    if tl.max(tl.load(strong + o_f, mask=o_f < last * n_v, other=0).to(tl.int32)) == 0:
+        return
+    o_n = tl.arange(0, BNV)
+    o_c = tl.arange(0, C)
+    m_own = o_c[:, None] == o_c[None, :]
+    for i in tl.range(first, last):
+        flags = tl.load(strong + i * n_v + o_n, mask=o_n < n_v, other=0).to(tl.int32)
+        if tl.max(flags) != 0:
+            i_h, i_s = i % H, i // H
+            i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+            # scores, in levels: two tokens meet at the border of the smallest block that holds both
+            b_P = tl.zeros([C, C], dtype=tl.float32)
+            for o_k in tl.range(0, K, BK):
+                b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_g = clamped(load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False))
+                b_P += tl.where(m_own, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)
+                for level in tl.range(0, LEVELS):
+                    b_x = to_border(b_g, level, LOW)
+                    b_x, b_y = (b_q * b_x).to(b_q.dtype), (b_k * b_x).to(b_k.dtype)
+                    m = across(level, C, REVERSE)
+                    b_P += tl.where(m, tl.dot(b_x, b_y.T, input_precision="ieee"), 0.0)
+            # values
+            for i_v in tl.range(0, n_v):
+                if tl.max(tl.where(o_n == i_v, flags, 0)) != 0:
+                    b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                    if g_v is None:
+                        b_o = tl.dot(b_P.to(b_v.dtype), b_v, input_precision="ieee")  # [C, BV]
+                    else:
+                        b_g = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                        b_D = tl.where(m_own, b_P, 0.0).to(b_v.dtype)
+                        b_o = tl.dot(b_D, b_v, input_precision="ieee")  # [C, BV]
+                        for level in tl.range(0, LEVELS):
+                            b_x = to_border(clamped(b_g), level, LOW)
+                            b_D = tl.where(across(level, C, REVERSE), b_P, 0.0).to(b_v.dtype)
+                            b_y = (b_v * b_x).to(b_v.dtype)
+                            b_o += tl.dot(b_D, b_y, input_precision="ieee") * b_x
+                    # store
+                    p, m = rows(o, s_o, i_b, i_h, o_t, stop, i_v * BV + tl.arange(0, BV), V, C)
+                    b_o = tl.load(p, mask=m, other=0.0) + b_o * scale
+                    tl.store(p, b_o.to(o.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def gradients(
+    q, k, v, do, g, g_v, S, R, dq, dk, dg, cu, s_q, s_k, s_v, s_do, s_g, s_gv, s_dq, s_dk, s_dg, s_S,
+    N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dg of a chunk from S before it and R, the gradient of the state after it."""
+    # which tile: BK channels of a chunk of a head
+    n_k = tl.cdiv(K, BK)
+    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
+    i_s = tl.program_id(0) // n_k // H
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+    if o_t >= stop:
+        return
+    o_c, o_k = tl.arange(0, C), i_k * BK + tl.arange(0, BK)
+    i_t = (i_s * H + i_h).to(tl.int64)
+
+    # compute: over all of V
+    b_dP = tl.zeros([C, C], dtype=tl.float32)
+    b_read, b_write = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+    b_kept = tl.zeros([BK], dtype=tl.float32)
+    m_own = o_c[:, None] == o_c[None, :]
+    for i_v in tl.range(0, tl.cdiv(V, BV)):
+        o_v = i_v * BV + tl.arange(0, BV)
+        o_S = i_t * K * V + o_k[:, None] * s_S[0] + o_v[None, :] * s_S[1]
+        m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+        b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+        b_S = tl.load(S + o_S, mask=m_S, other=0.0)  # [BK, BV]
+        b_R = tl.load(R + o_S, mask=m_S, other=0.0)  # [BK, BV]
+        if g_v is None:
+            b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
+            b_kept += tl.sum(b_S.to(tl.float32) * b_R, 1)
+        else:
+            b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+            up, down, edge, total, mild = chunk_decays(b_gv, LIMIT, LOW)
+            b_x, b_y = (b_do * up).to(b_S.dtype), (b_v * down).to(b_S.dtype)
+            if mild:
+                b_dP = tl.dot(b_x, b_y.T, b_dP, input_precision="ieee")
+            else:
+                b_D = tl.dot(b_do, b_v.T, input_precision="ieee")
+                b_dP += tl.where(m_own, b_D, 0.0)
+                for level in tl.range(0, LEVELS):
+                    b_D = to_border(clamped(b_gv), level, LOW)
+                    b_l, b_r = (b_do * b_D).to(b_S.dtype), (b_v * b_D).to(b_S.dtype)
+                    b_D = tl.dot(b_l, b_r.T, input_precision="ieee")
+                    b_dP += tl.where(across(level, C), b_D, 0.0)
+            b_do, b_v = b_x, b_y
+            b_S, b_R = (b_S * edge[None, :]).to(b_S.dtype), (b_R * edge[None, :]).to(b_S.dtype)
+            b_kept += tl.sum(b_S.to(tl.float32) * b_R * through(total, LIMIT)[None, :], 1)
+        b_read = tl.dot(b_do, b_S.T, b_read, input_precision="ieee")
+        b_write = tl.dot(b_v, b_R.T, b_write, input_precision="ieee")
+
+    # load
+    b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+
+    # compute: over the chunk's pairs; b_x and b_w, what q and k have of dq and dk from either side of a token
+    up, down, edge, total, mild = chunk_decays(b_g, LIMIT, LOW)
+    b_read, b_write = b_read * edge[None, :], b_write * edge[None, :]
+    if mild:
+        b_l, b_r = (b_q * up).to(b_q.dtype), (b_k * down).to(b_k.dtype)
+        b_A = tl.where(o_c[:, None] >= o_c[None, :], b_dP, 0.0).to(b_q.dtype)
+        b_dq = tl.dot(b_A, b_r, b_read, input_precision="ieee")
+        b_dk = tl.dot(b_A.T, b_l, input_precision="ieee")
+        b_x, b_w = (
+            b_l * b_dq - b_r * b_dk,
+            b_r * b_write,
+        )  # what i = j adds to both sides cancels exactly
+        b_dq, b_dk = b_dq * up, (b_dk + b_write) * down
+    else:
+        b_dq, b_write = b_read * up, b_write * down
+        b_dk = tl.zeros([C, BK], dtype=tl.float32)
+        for level in tl.range(0, LEVELS):
+            b_D = to_border(clamped(b_g), level, LOW)
+            b_L = tl.where(across(level, C), b_dP, 0.0).to(b_q.dtype)
+            b_dq += tl.dot(b_L, (b_k * b_D).to(b_k.dtype), input_precision="ieee") * b_D
+            b_dk += tl.dot(b_L.T, (b_q * b_D).to(b_q.dtype), input_precision="ieee") * b_D
+        b_x, b_w = b_q * b_dq - b_k * b_dk, b_k * b_write
+        b_own = tl.sum(tl.where(m_own, b_dP, 0.0), 1)[:, None]
+        b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
+
+    # store
+    p, m = rows(dq, s_dq, i_b, i_h, o_t, stop, o_k, K, C)
+    tl.store(p, (b_dq * scale).to(dq.dtype.element_ty), mask=m)
+    p, m = rows(dk, s_dk, i_b, i_h, o_t, stop, o_k, K, C)
+    tl.store(p, (b_dk * scale).to(dk.dtype.element_ty), mask=m)
+    if dg is not None:
+        # paths that cross t: a pair's, from a read at or after it, from a write before it, from state to state
+        b_d = sums(o_c[:, None] <= o_c[None, :], b_x, LOW)
+        b_d += sums(o_c[:, None] > o_c[None, :], b_w, LOW)
+        b_d += (b_kept * tl.exp2(total))[None, :]
+        b_d = tl.where(b_g == float("-inf"), 0.0, b_d * scale)
+        p, m = rows(dg, s_dg, i_b, i_h, o_t, stop, o_k, K, C)
+        tl.store(p, b_d.to(dg.dtype.element_ty), mask=m)
+
+
+def _describe_states(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """States [slots, H, K, V] as boxes of one head's state; what lies beyond K and V is not written."""
+    x = x.flatten(0, 1)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, width])
+
+
+class _Launch:
+    """The launches of one call, which share its sizes, its packing and its chunk length."""
+
+    def __init__(self, q: Tensor, v: Tensor, cu: Tensor | None, scale: float, path: str | None):
+        (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
+        self.cu, self.scale, self.path = cu, scale, path
+        self.N = self.B if cu is None else len(cu) - 1
+        self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype]
+        self.device, self.dtype = q.device, q.dtype
+        table = HALF if self.half else FLOAT32
+        self.C, self.BV, self.warps, *self.stages = table[max(64, self.block(self.K))]
+        if not self.half:
+            self.BV = min(self.BV, self.block(self.V))
+
+    def block(self, D: int) -> int:
+        # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
+        return max(64 if self.half else 16, triton.next_power_of_2(D))
+
+    def slots(self, L: int) -> int:
+        return self.T // L + self.N if self.cu is not None else self.B * triton.cdiv(self.T, L)
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def prepare(
+        self, q: Tensor, k: Tensor, g: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, tuple | None]:
+        """(q, k, g, None) for a walk that makes q' and k' itself, else (q', k', None, what the state needs)."""
+        if not self.half or self.K <= 64:
+            return q, k, g, None
+        hats = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
+        decay = self.new(self.slots(self.C), self.H, 2, self.K)
+        BK = min(64, self.block(self.K))
+        strong = self.new(self.slots(self.C), self.H, triton.cdiv(self.K, BK), dtype=torch.int8)
+        prepare[(triton.cdiv(self.K, BK) * self.H * self.slots(self.C),)](
+            q, k, g, *hats, decay, strong, self.cu, *(x.stride() for x in (q, k, g, hats[0])),
+            self.N, self.T, self.H, self.K, C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit,
+            LOW=self.half, num_warps=4, maxnreg=128,
+        )  # fmt: skip
+        return *hats, None, (decay, strong)
+
+    def walk(
+        self, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, g_v: Tensor | None, decay: tuple | None,
+        S_in: Tensor | None, reverse: bool = False, states: bool = False,
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """(o, final state, the states before each chunk, which tiles are strong)."""
+        C, BV, BK, N, T, H, K, V = (
+            self.C, self.BV, self.block(self.K), self.N, self.T, self.H, self.K, self.V
+        )  # fmt: skip
+        n_v = triton.cdiv(V, BV)
+        TMA = self.cu is None and all(_describable(x) for x in (q, k, v, g) if x is not None)
+        o = None if q is None else self.new(self.B, T, H, V, dtype=v.dtype)
+        strong = self.new(self.slots(C), H, n_v, dtype=torch.int8)
+        stored = self.new(self.slots(C), H, K, V, dtype=k.dtype) if states else None
+        parts = 1 if decay is None else decay[1].shape[-1]
+
+        def launch(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
+            tiles = [(q, BK), (k, BK), (v, BV), (g, BK)]
+            walk[(n_v * H * self.slots(L),)](
+                *(_describe(x, C, w) if TMA and x is not None else x for x, w in tiles), g_v, *(decay or (None, None)),
+                _describe(o, C, BV) if TMA and o is not None else o, S_in, S_out,
+                _describe_states(stored, BK, BV) if TMA and stored is not None else stored, strong, all_k, all_v,
+                self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)), N, T, L, H, K, V,
+                self.scale, C=C, BK=BK, BV=BV, PARTS=parts, TMA=TMA, PACKED=self.cu is not None, REVERSE=reverse,
+                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages[states],
+            )  # fmt: skip
+
+        chunks, S_out = triton.cdiv(T, C), self.new(N, H, K, V)
+        path, length = choose_path(n_v * H * N, chunks, _multiprocessors(self.device))
+        if self.path is not None:
+            path, length = self.path, triton.cdiv(chunks, 3) if path == "fused" else length
+        if path == "fused":
+            launch((T // C + 1) * C, q, o, S_in, S_out, stored)
+        else:
+            L = length * C
+            n = self.slots(L)
+            part, all_k = self.new(n, H, K, V), self.new(n, H, K)
+            all_v = None if g_v is None else self.new(n, H, V)
+            launch(L, None, None, None, part, None, all_k, all_v)
+            BD = min(1024, triton.next_power_of_2(K * V))
+            carry[(triton.cdiv(K * V, BD) * H * N,)](
+                part, all_k, all_v, S_in, S_out, self.cu, N, T, L, H, K, V,
+                BD=BD, PACKED=self.cu is not None, REVERSE=reverse,
+            )  # fmt: skip
+            if o is not None or stored is not None:
+                launch(L, q, o, part, None, stored)
+        return o, S_out, stored, strong
+
+    def mend(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, o: Tensor, strong: Tensor,
+        reverse: bool = False,
+    ) -> None:  # fmt: skip
+        n, n_v = self.slots(self.C) * self.H, strong.shape[-1]
+        mend[(triton.cdiv(n, 16),)](
+            q, k, v, g, g_v, o, strong, self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)),
+            self.N, self.T, self.H, self.K, self.V, self.scale, n, C=self.C, LEVELS=self.C.bit_length() - 1,
+            BK=min(64, self.block(self.K)), BV=self.BV, BN=16, BNV=triton.next_power_of_2(n_v),
+            PACKED=self.cu is not None, REVERSE=reverse, LOW=self.half, num_warps=4,
+        )  # fmt: skip
+
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor, R: Tensor,
+        need_dg: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """dq, dk and dg (None when not needed) from the states at every chunk's ends."""
+        K, V = q.shape[-1], v.shape[-1]
+        BK = BV = 64 if self.half else 16
+        stages = 2 if self.half and V > 128 and g_v is None else 1  # pays from a few V tiles on
+        dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+        dg = torch.empty(g.shape, dtype=g.dtype, device=g.device) if need_dg else None
+        gradients[(triton.cdiv(K, BK) * self.H * self.slots(self.C),)](
+            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu,
+            *(x if x is None else x.stride() for x in (q, k, v, do, g, g_v, dq, dk, dg)), S.stride()[2:],
+            self.N, self.T, self.H, K, V, self.scale, C=self.C, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
+            PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, num_warps=4, num_stages=stages,
+        )  # fmt: skip
+        return dq, dk, dg
+
+
+@torch.library.custom_op("gla_ref::gla", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
+    scale: float, path: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    run = _Launch(q, v, cu, scale, path)
+    S = None if S is None else S.contiguous()
+    q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
+    o, S, _, strong = run.walk(q_hat, k_hat, v, g_hat, g_v, decay, S)
+    run.mend(q, k, v, g, g_v, o, strong)
+    return o, S
+
+
+@_forward.register_fake
+def _(q, k, v, g, g_v, S, cu, scale, path):
+    N = q.shape[0] if cu is None else cu.shape[0] - 1
+    o = q.new_empty(*q.shape[:3], v.shape[-1])
+    return o, q.new_empty(N, q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("gla_ref::gla_backward", mutates_args=())
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
+    do: Tensor, dS: Tensor, scale: float, path: str | None, need_dg: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if _describable(v) and not _describable(do):  # the gradient of a sum has strides of 0
+        do = do.contiguous()
+    if scale == 0:  # then o says nothing, the final state all the same
+        do, scale = torch.zeros_like(do), 1.0
+    # all that a walk reads is multiplied by scale, which dS has no part in
+    run, R, S = _Launch(q, v, cu, scale, path), dS / scale, None if S is None else S.contiguous()
+    q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
+    _, _, states, _ = run.walk(None, k_hat, v, g_hat, g_v, decay, S, states=True)
+    dv, dS, dstates, strong = run.walk(
+        k_hat, q_hat, do, g_hat, g_v, decay, R, reverse=True, states=True
+    )
+    del q_hat, k_hat
+    dg_v = torch.empty(0, device=q.device)
+    if g_v is None:
+        run.mend(k, q, do, g, g_v, dv, strong, True)
+    else:
+        _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, states.mT, dstates.mT, True)
+    dq, dk, dg = run.gradients(q, k, v, do, g, g_v, states, dstates, need_dg)
+    return dq, dk, dv, torch.empty(0, device=q.device) if dg is None else dg, dg_v, dS * scale
+
+
+@_backward.register_fake
+def _(q, k, v, g, g_v, S, cu, do, dS, scale, path, need_dg):
+    none = q.new_empty(0, dtype=torch.float32)
+    dg, dg_v = (
+        g.new_empty(g.shape) if need_dg else none,
+        none if g_v is None else g_v.new_empty(g_v.shape),
+    )
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dg, dg_v, torch.empty_like(dS)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.path = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx, do, dS):
+    q, k, v, g, g_v, S, cu = ctx.saved_tensors
+    dq, dk, dv, dg, dg_v, dS = _backward(
+        q, k, v, g, g_v, S, cu, do, dS, ctx.scale, ctx.path, ctx.needs_input_grad[3]
+    )
+    dg, dg_v = dg if ctx.needs_input_grad[3] else None, None if g_v is None else dg_v
+    return dq, dk, dv, dg, dg_v, None if S is None else dS, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _check(q, k, v, g, g_v, S, cu_seqlens, path) -> None:
+    tensors = {"q": q, "k": k, "v": v, "g": g, **({} if g_v is None else {"g_v": g_v})}
+    shapes = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "g": "B T H K", "g_v": "B T H V"}
+    sizes = contract.check_tensors(tensors, shapes)
+    check_launch(tensors)
+    for name, axis, most in (("q", "K", 256), ("v", "V", 512)):
+        if sizes[axis] > most:
+            raise ValueError(f"{name}: expected {axis} of at most {most}, got {sizes[axis]}")
+    check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
+    N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
+    if S is not None:
+        contract.check_state("initial_state", S, sizes, N, v)
+    if path not in (None, *PATHS):
+        raise ValueError(f"path: expected one of {', '.join(PATHS)} or None, got {path!r}")
+
+
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    g_v: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    path: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gated Linear Attention, differentiable; right for every gate in [-inf, 0].
+
+    Args:
+        q: queries `[B, T, H, K]`, T >= 1, K <= 256; float32, float16 or bfloat16, any strides.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`, V <= 512.
+        g: natural log gates on the key axis, `[B, T, H, K]`, in any of the three dtypes.
+        g_v: natural log gates on the value axis, `[B, T, H, V]`, or None.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: `[N_seq, H, K, V]`, zeros when None.
+        cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
+            Their values, and those of g and g_v, are looked at under GLA_REF_DEBUG=1 only.
+        path: "fused" (a sequence in one go) or "segmented"; None chooses by
+            :func:`gla_ref.kernels.linear_attention.choose_path`.
+
+    Returns:
+        o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
+        float16 bears |q| and |k| up to 3000, since a mild chunk's decay multiplies them by as much as e^3.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
+        _check(q, k, v, g, g_v, initial_state, cu_seqlens, path)
+    S = initial_state if initial_state is None else initial_state.float()
+    scale = contract.check_scale(scale, q.shape[-1])
+    return _forward(q, k, v, g, g_v, S, cu_seqlens, scale, path)
