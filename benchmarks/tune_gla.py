@@ -20,7 +20,8 @@ exec((ROOT / "trials.py").read_text())
 def raw(self, q, k, g):
     return q, k, g, None
 
-def configure(prep, column, config):
+def configure(prep, column, config, tune=None, prep_bk=64, gradients=(32, 64, 4, 1)):
+    kernel.TUNE, kernel.PREP_BK, kernel.GRADIENTS = tune or {}, prep_bk, gradients
     kernel.HALF.update(TABLE)
     kernel.HALF[column] = config
     kernel._Launch.prepare = PREP if prep else raw
