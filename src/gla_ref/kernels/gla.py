@@ -44,9 +44,9 @@ from .linear_attention import (
 
 __all__ = ["gla"]
 
-# K up to: (C, BV, warps, stages) of a walk; benchmarks/LAB.md says what else was tried
-HALF = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 1)}
-FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}
+# K up to: (C, BV, warps, stages, stages when states are stored) of a walk; benchmarks/LAB.md says what else was tried
+HALF = {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)}
+FLOAT32 = {64: (32, 32, 4, 1, 1), 128: (32, 32, 4, 1, 1), 256: (16, 32, 4, 1, 1)}
 # nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
 # float32 could bear 80, but differences of larger sums cost it digits
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
@@ -194,7 +194,6 @@ def walk(
         m_k = (o_k < K) & (n_c > 0)
         p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
         next_edge = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
-    last_edge = tl.full([BK], 1.0, dtype=tl.float32)  # owed to b_S
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
         i_d = (i_t * H + i_h).to(tl.int64)
@@ -218,13 +217,11 @@ def walk(
                 mild_k &= tl.load(strong_k + i_d * PARTS + i) == 0
         mild = mild_k
         if states is not None:
-            b_low = (b_S * last_edge[:, None]).to(b_v.dtype)
             if TMA:
-                states.store([i_d.to(tl.int32), 0, i_v * BV], b_low.reshape(1, BK, BV))
+                states.store([i_d.to(tl.int32), 0, i_v * BV], b_S.to(b_v.dtype).reshape(1, BK, BV))
             else:
-                tl.store(states + i_d * K * V + o_S, b_low, mask=m_S)
-        b_S *= (last_edge * edge)[:, None]
-        last_edge = edge
+                tl.store(states + i_d * K * V + o_S, b_S.to(b_v.dtype), mask=m_S)
+        b_S *= edge[:, None]
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
             up_v, down_v, edge_v, total_v, mild_v = chunk_decays(b_gv, LIMIT, LOW)
@@ -258,7 +255,7 @@ def walk(
         if g_v is not None:
             b_S *= through(total_v, LIMIT)[None, :]
             b_all_v *= edge_v * edge_v * through(total_v, LIMIT)
-        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee") * edge[:, None]
         if g_v is not None:
             b_S *= edge_v[None, :]
         if all_k is not None:
@@ -266,7 +263,6 @@ def walk(
 
     # store
     if S_out is not None:
-        b_S *= last_edge[:, None]
         tl.store(S_out + (i_s * H + i_h).to(tl.int64) * K * V + o_S, b_S, mask=m_S)
     if all_k is not None:
         tl.store(all_k + (i_s * H + i_h) * K + o_k, b_all_k, mask=(o_k < K) & (i_v == 0))
@@ -486,7 +482,7 @@ class _Launch:
         self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype]
         self.device, self.dtype = q.device, q.dtype
         table = HALF if self.half else FLOAT32
-        self.C, self.BV, self.warps, self.stages = table[max(64, self.block(self.K))]
+        self.C, self.BV, self.warps, *self.stages = table[max(64, self.block(self.K))]
         if not self.half:
             self.BV = min(self.BV, self.block(self.V))
 
@@ -536,7 +532,7 @@ class _Launch:
                 stored if stored is None or not TMA else _describe_states(stored, BK, BV), strong, all_k, all_v, self.cu,
                 *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)), N, T, L, H, K, V,
                 self.scale, C=C, BK=BK, BV=BV, PARTS=1 if decay is None else decay[1].shape[-1], TMA=TMA, PACKED=self.cu is not None, REVERSE=reverse,
-                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages, **TUNE.get('walk', {}),
+                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages[states], **TUNE.get('walk', {}),
             )  # fmt: skip
 
         chunks, S_out = triton.cdiv(T, C), self.new(N, H, K, V)
@@ -578,7 +574,7 @@ class _Launch:
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """dq, dk and dg (None when not needed) from the states at every chunk's ends."""
         K, V = q.shape[-1], v.shape[-1]
-        BK, BV, warps, stages = GRADIENTS if self.half else (16, 16, 4, 2)
+        BK, BV, warps, stages = GRADIENTS if self.half else (16, 16, 4, 1)
         dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         dg = torch.empty(g.shape, dtype=g.dtype, device=g.device) if need_dg else None
         gradients[(triton.cdiv(K, BK) * self.H * self.slots(self.C),)](
