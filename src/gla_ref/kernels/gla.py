@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _contract as contract
 from ._launch import check_launch, check_packed
@@ -65,15 +66,15 @@ def clamped(b_g):
 
 @triton.jit
 def sums(m, x, LOW: tl.constexpr):
-    """Sums of the rows of x [C, D] that m [C, C] names, added up by a matrix product.
+    """m x, sums of the rows of x [C, D] weighed by m [C, C], whose weights are halves: a product, to be fast.
 
     For 16-bit kernels on tensor cores and in two bf16 parts, to 2^-17 (bf16 itself: exactly).
     """
     if LOW:
-        ones, high = m.to(tl.bfloat16), x.to(tl.bfloat16)
-        b = tl.dot(ones, high)
+        m, high = m.to(tl.bfloat16), x.to(tl.bfloat16)
+        b = tl.dot(m, high)
         if x.dtype != tl.bfloat16:
-            b = tl.dot(ones, (x - high.to(tl.float32)).to(tl.bfloat16), b)
+            b = tl.dot(m, (x - high.to(tl.float32)).to(tl.bfloat16), b)
         return b
     else:
         return tl.dot(m.to(tl.float32), x.to(tl.float32), input_precision="ieee")
@@ -81,22 +82,31 @@ def sums(m, x, LOW: tl.constexpr):
 
 @triton.jit
 def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr):
-    """Of a chunk's gates [C, D]: factors of q and of k [C, D], of the state at both edges and between [D], mild?
+    """Of a chunk's gates [C, D]: factors of q and of k [C, D], of the state at both edges [D], all decay [D], mild?
 
-    The state is multiplied by `edge`, read, multiplied by `mid`, written to, and multiplied by `edge` again.
+    The state is multiplied by `edge`, read, multiplied by `total` in strong channels, written to, and multiplied by
+    `edge` again.
     """
-    o_c = tl.arange(0, b_g.shape[0])
+    o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
     b_f = clamped(b_g)
     total = tl.sum(b_f.to(tl.float32), 0) * LOG2E
     mild = total >= LIMIT * LOG2E
-    up = sums(o_c[:, None] >= o_c[None, :], b_f, LOW) * LOG2E
-    if LOW:
-        down = total[None, :] - up
-    else:  # summed on its own, so that a strong gate takes no digits from those after it
-        down = sums(o_c[:, None] < o_c[None, :], b_f, LOW) * LOG2E
-    edge = tl.where(mild, total * 0.5, 0.0)
-    up, down = tl.exp2(up - edge[None, :]), tl.exp2(down - edge[None, :])
-    return up, down, tl.exp2(edge), tl.exp2(tl.where(mild, 0.0, total)), tl.min(mild.to(tl.int32)) != 0
+    if LOW:  # b - b_C / 2, as if summed half from the left and half from the right
+        up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, LOW) * LOG2E
+        rest = tl.where(mild, 0.0, total * 0.5)[None, :]
+        up, down = tl.exp2(rest + up), tl.exp2(rest - up)
+    else:  # each summed on its own, so that a strong gate takes no digits from those after it
+        half = tl.where(mild, total * 0.5, 0.0)[None, :]
+        up = tl.exp2(sums(o_i >= o_j, b_f, LOW) * LOG2E - half)
+        down = tl.exp2(sums(o_i < o_j, b_f, LOW) * LOG2E - half)
+    edge = tl.exp2(tl.where(mild, total * 0.5, 0.0))
+    return up, down, edge, total, tl.min(mild.to(tl.int32)) != 0
+
+
+@triton.jit
+def through(total, LIMIT: tl.constexpr):
+    """The state's decay in the middle of a chunk: all of it in strong channels, none in mild ones."""
+    return tl.exp2(tl.where(total >= LIMIT * LOG2E, 0.0, total))
 
 
 @triton.jit
@@ -110,15 +120,15 @@ def to_border(b_g, level, LOW: tl.constexpr):
 
 
 @triton.jit
-def across(level, C: tl.constexpr):
+def across(level, C: tl.constexpr, REVERSE: tl.constexpr = False):
     """Which pairs (i, j), [C, C], meet at this level: i in the second half of a block, j in its first."""
     o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
-    return (o_i == (o_j | 1)) & (o_i > o_j)
+    return (o_j == (o_i | 1)) & (o_j > o_i) if REVERSE else (o_i == (o_j | 1)) & (o_i > o_j)
 
 
 @triton.jit
 def prepare(
-    q, k, g, q_hat, k_hat, decay, cu, s_q, s_k, s_g, s_h, N, T, H, K,
+    q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     # which tile: BK channels of a chunk of a head
@@ -135,7 +145,7 @@ def prepare(
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
     # compute
-    up, down, edge, mid, _ = chunk_decays(b_g, LIMIT, LOW)
+    up, down, edge, total, mild = chunk_decays(b_g, LIMIT, LOW)
 
     # store
     o_h = i_b.to(tl.int64) * s_h[0] + i_h.to(tl.int64) * s_h[2]
@@ -144,13 +154,14 @@ def prepare(
     tl.store(k_hat + o_h, (b_k * down).to(b_k.dtype), mask=m)
     p_d = decay + (i_s * H + i_h).to(tl.int64) * 2 * K + o_k
     tl.store(p_d, edge, mask=o_k < K)
-    tl.store(p_d + K, mid, mask=o_k < K)
+    tl.store(p_d + K, total, mask=o_k < K)
+    tl.store(strong + (i_s * H + i_h) * n_k + i_k, (mild == 0).to(tl.int8))
 
 
 @triton.jit
 def walk(
-    q, k, v, g, g_v, decay, o, S_in, S_out, states, strong, all_k, all_v, cu, s_q, s_k, s_v, s_g, s_gv, s_o,
-    N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, g, g_v, decay, strong_k, o, S_in, S_out, states, strong, all_k, all_v, cu, s_q, s_k, s_v, s_g, s_gv, s_o,
+    N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """q reads, k and v write. Backwards in time they have changed places: q is what decays to the chunk's end."""
@@ -177,30 +188,46 @@ def walk(
 
     # compute
     n_c = tl.cdiv(end - begin, C)
+    i_t = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
+    i_t += n_c - 1 if REVERSE else 0
+    if decay is not None:  # loaded a chunk ahead: nothing else in a chunk is ready before it
+        m_k = (o_k < K) & (n_c > 0)
+        p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
+        next_edge = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
+    last_edge = tl.full([BK], 1.0, dtype=tl.float32)  # owed to b_S
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
-        i_t = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (o_t - start) // C
-        i_t = (i_t * H + i_h).to(tl.int64)
+        i_d = (i_t * H + i_h).to(tl.int64)
+        i_t += -1 if REVERSE else 1
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
         if q is not None:
             b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         if g is not None:
             b_g = load_tile(g, s_g, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
-            up, down, edge, mid, mild = chunk_decays(b_g, LIMIT, LOW)
+            up, down, edge, total, mild_k = chunk_decays(b_g, LIMIT, LOW)
             b_k = (b_k * (up if REVERSE else down)).to(b_v.dtype)
             if q is not None:
                 b_q = (b_q * (down if REVERSE else up)).to(b_v.dtype)
         else:
-            edge = tl.load(decay + i_t * 2 * K + o_k, mask=o_k < K, other=1.0)  # [BK]
-            mid = tl.load(decay + i_t * 2 * K + K + o_k, mask=o_k < K, other=1.0)  # [BK]
-            mild = tl.min(mid) == 1.0
+            edge = next_edge
+            p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
+            next_edge = tl.load(p_d, mask=m_k & (i_c + 1 < n_c), other=1.0)  # [BK]
+            mild_k = tl.load(strong_k + i_d * PARTS) == 0
+            for i in tl.static_range(1, PARTS):
+                mild_k &= tl.load(strong_k + i_d * PARTS + i) == 0
+        mild = mild_k
         if states is not None:
-            tl.store(states + i_t * K * V + o_S, b_S.to(b_v.dtype), mask=m_S)
-        b_S *= edge[:, None]
+            b_low = (b_S * last_edge[:, None]).to(b_v.dtype)
+            if TMA:
+                states.store([i_d.to(tl.int32), 0, i_v * BV], b_low.reshape(1, BK, BV))
+            else:
+                tl.store(states + i_d * K * V + o_S, b_low, mask=m_S)
+        b_S *= (last_edge * edge)[:, None]
+        last_edge = edge
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
-            up_v, down_v, edge_v, mid_v, mild_v = chunk_decays(b_gv, LIMIT, LOW)
+            up_v, down_v, edge_v, total_v, mild_v = chunk_decays(b_gv, LIMIT, LOW)
             b_v = (b_v * (up_v if REVERSE else down_v)).to(b_v.dtype)
             b_S *= edge_v[None, :]
             mild &= mild_v
@@ -221,19 +248,25 @@ def walk(
                 p_o = o + i_b.to(tl.int64) * s_o[0] + i_h.to(tl.int64) * s_o[2]
                 p_o += o_r[:, None].to(tl.int64) * s_o[1] + o_v[None, :] * s_o[3]
                 tl.store(p_o, b_o, mask=(o_r < end)[:, None] & (o_v < V)[None, :])
-            tl.store(strong + i_t * n_v + i_v, (mild == 0).to(tl.int8))
-        if not mild:
-            b_S *= mid[:, None]
-            if g_v is not None:
-                b_S *= mid_v[None, :]
-        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee") * edge[:, None]
+            tl.store(strong + i_d * n_v + i_v, (mild == 0).to(tl.int8))
+        if not mild_k:
+            if decay is not None:
+                total = tl.load(decay + i_d * 2 * K + K + o_k, mask=o_k < K, other=0.0)  # [BK]
+            b_S *= through(total, LIMIT)[:, None]
+            if all_k is not None:
+                b_all_k *= through(total, LIMIT)
+        if g_v is not None:
+            b_S *= through(total_v, LIMIT)[None, :]
+            b_all_v *= edge_v * edge_v * through(total_v, LIMIT)
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")
         if g_v is not None:
             b_S *= edge_v[None, :]
-            b_all_v *= edge_v * edge_v * mid_v
-        b_all_k *= edge * edge * mid
+        if all_k is not None:
+            b_all_k *= edge * edge
 
     # store
     if S_out is not None:
+        b_S *= last_edge[:, None]
         tl.store(S_out + (i_s * H + i_h).to(tl.int64) * K * V + o_S, b_S, mask=m_S)
     if all_k is not None:
         tl.store(all_k + (i_s * H + i_h) * K + o_k, b_all_k, mask=(o_k < K) & (i_v == 0))
@@ -292,51 +325,54 @@ def rows(x, s, i_b, i_h, o_t, stop, o_d, D, C: tl.constexpr):
 def mend(
     q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_c,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, LOW: tl.constexpr,
+    BNV: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """Give o the pairs that `walk` has left out of strong tiles."""
-    # which tiles: BN chunks' V tiles; most find nothing to do
+    # which tiles: those of BN chunks; most find nothing to do
     n_v = tl.cdiv(V, BV)
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
-    if tl.max(tl.load(strong + o_n, mask=o_n < n_c, other=0).to(tl.int32)) == 0:
+    first, last = tl.program_id(0) * BN, tl.minimum(tl.program_id(0) * BN + BN, n_c)
+    o_f = first * n_v + tl.arange(0, BN * BNV)
+    if tl.max(tl.load(strong + o_f, mask=o_f < last * n_v, other=0).to(tl.int32)) == 0:
         return
-    for i in tl.range(tl.program_id(0) * BN, tl.minimum(tl.program_id(0) * BN + BN, n_c)):
-        if tl.load(strong + i) != 0:
-            i_v, i_h, i_s = i % n_v, i // n_v % H, i // n_v // H
+    o_n = tl.arange(0, BNV)
+    o_c = tl.arange(0, C)
+    m_own = o_c[:, None] == o_c[None, :]
+    for i in tl.range(first, last):
+        flags = tl.load(strong + i * n_v + o_n, mask=o_n < n_v, other=0).to(tl.int32)
+        if tl.max(flags) != 0:
+            i_h, i_s = i % H, i // H
             i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
-            o_v = i_v * BV + tl.arange(0, BV)
             # scores, in levels: two tokens meet at the border of the smallest block that holds both
-            o_c = tl.arange(0, C)
             b_P = tl.zeros([C, C], dtype=tl.float32)
             for o_k in tl.range(0, K, BK):
                 b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_g = clamped(load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False))
-                b_D = tl.dot(b_q, b_k.T, input_precision="ieee")
-                b_P += tl.where(o_c[:, None] == o_c[None, :], b_D, 0.0)
+                b_P += tl.where(m_own, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)
                 for level in tl.range(0, LEVELS):
                     b_x = to_border(b_g, level, LOW)
                     b_x, b_y = (b_q * b_x).to(b_q.dtype), (b_k * b_x).to(b_k.dtype)
-                    b_D = tl.dot(b_x, b_y.T, input_precision="ieee")
-                    m = across(level, C)
-                    b_P += tl.where(tl.trans(m) if REVERSE else m, b_D, 0.0)
+                    m = across(level, C, REVERSE)
+                    b_P += tl.where(m, tl.dot(b_x, b_y.T, input_precision="ieee"), 0.0)
             # values
-            b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-            if g_v is None:
-                b_o = tl.dot(b_P.to(b_v.dtype), b_v, input_precision="ieee")  # [C, BV]
-            else:
-                b_g = clamped(load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False))
-                b_D = tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0)
-                b_o = tl.dot(b_D.to(b_v.dtype), b_v, input_precision="ieee")
-                for level in tl.range(0, LEVELS):
-                    b_x = to_border(b_g, level, LOW)
-                    m = across(level, C)
-                    b_D = tl.where(tl.trans(m) if REVERSE else m, b_P, 0.0).to(b_v.dtype)
-                    b_o += tl.dot(b_D, (b_v * b_x).to(b_v.dtype), input_precision="ieee") * b_x
-            # store
-            p, m = rows(o, s_o, i_b, i_h, o_t, stop, o_v, V, C)
-            b_o = tl.load(p, mask=m, other=0.0) + b_o * scale
-            tl.store(p, b_o.to(o.dtype.element_ty), mask=m)
+            for i_v in tl.range(0, n_v):
+                if tl.max(tl.where(o_n == i_v, flags, 0)) != 0:
+                    b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                    if g_v is None:
+                        b_o = tl.dot(b_P.to(b_v.dtype), b_v, input_precision="ieee")  # [C, BV]
+                    else:
+                        b_g = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                        b_D = tl.where(m_own, b_P, 0.0).to(b_v.dtype)
+                        b_o = tl.dot(b_D, b_v, input_precision="ieee")  # [C, BV]
+                        for level in tl.range(0, LEVELS):
+                            b_x = to_border(clamped(b_g), level, LOW)
+                            b_D = tl.where(across(level, C, REVERSE), b_P, 0.0).to(b_v.dtype)
+                            b_y = (b_v * b_x).to(b_v.dtype)
+                            b_o += tl.dot(b_D, b_y, input_precision="ieee") * b_x
+                    # store
+                    p, m = rows(o, s_o, i_b, i_h, o_t, stop, i_v * BV + tl.arange(0, BV), V, C)
+                    b_o = tl.load(p, mask=m, other=0.0) + b_o * scale
+                    tl.store(p, b_o.to(o.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -374,7 +410,7 @@ def gradients(
             b_kept += tl.sum(b_S.to(tl.float32) * b_R, 1)
         else:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-            up, down, edge, mid, mild = chunk_decays(b_gv, LIMIT, LOW)
+            up, down, edge, total, mild = chunk_decays(b_gv, LIMIT, LOW)
             b_x, b_y = (b_do * up).to(b_S.dtype), (b_v * down).to(b_S.dtype)
             if mild:
                 b_dP = tl.dot(b_x, b_y.T, b_dP, input_precision="ieee")
@@ -388,7 +424,7 @@ def gradients(
                     b_dP += tl.where(across(level, C), b_D, 0.0)
             b_do, b_v = b_x, b_y
             b_S, b_R = (b_S * edge[None, :]).to(b_S.dtype), (b_R * edge[None, :]).to(b_S.dtype)
-            b_kept += tl.sum(b_S.to(tl.float32) * b_R * mid[None, :], 1)
+            b_kept += tl.sum(b_S.to(tl.float32) * b_R * through(total, LIMIT)[None, :], 1)
         b_read = tl.dot(b_do, b_S.T, b_read, input_precision="ieee")
         b_write = tl.dot(b_v, b_R.T, b_write, input_precision="ieee")
 
@@ -397,36 +433,47 @@ def gradients(
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
     b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
-    # compute: over the chunk's pairs
-    up, down, edge, mid, mild = chunk_decays(b_g, LIMIT, LOW)
-    b_read, b_write = b_read * up * edge[None, :], b_write * down * edge[None, :]
-    b_own = tl.sum(tl.where(m_own, b_dP, 0.0), 1)[:, None]
+    # compute: over the chunk's pairs; b_x and b_w, what q and k have of dq and dk from either side of a token
+    up, down, edge, total, mild = chunk_decays(b_g, LIMIT, LOW)
+    b_read, b_write = b_read * edge[None, :], b_write * edge[None, :]
     if mild:
-        b_A = tl.where(o_c[:, None] > o_c[None, :], b_dP, 0.0).to(b_q.dtype)
-        b_dq = tl.dot(b_A, (b_k * down).to(b_k.dtype), input_precision="ieee") * up
-        b_dk = tl.dot(b_A.T, (b_q * up).to(b_q.dtype), input_precision="ieee") * down
+        b_l, b_r = (b_q * up).to(b_q.dtype), (b_k * down).to(b_k.dtype)
+        b_A = tl.where(o_c[:, None] >= o_c[None, :], b_dP, 0.0).to(b_q.dtype)
+        b_dq = tl.dot(b_A, b_r, b_read, input_precision="ieee")
+        b_dk = tl.dot(b_A.T, b_l, input_precision="ieee")
+        b_x, b_w = b_l * b_dq - b_r * b_dk, b_r * b_write  # what i = j adds to both sides cancels exactly
+        b_dq, b_dk = b_dq * up, (b_dk + b_write) * down
     else:
-        b_dq, b_dk = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+        b_dq, b_write = b_read * up, b_write * down
+        b_dk = tl.zeros([C, BK], dtype=tl.float32)
         for level in tl.range(0, LEVELS):
-            b_x = to_border(clamped(b_g), level, LOW)
+            b_D = to_border(clamped(b_g), level, LOW)
             b_L = tl.where(across(level, C), b_dP, 0.0).to(b_q.dtype)
-            b_dq += tl.dot(b_L, (b_k * b_x).to(b_k.dtype), input_precision="ieee") * b_x
-            b_dk += tl.dot(b_L.T, (b_q * b_x).to(b_q.dtype), input_precision="ieee") * b_x
+            b_dq += tl.dot(b_L, (b_k * b_D).to(b_k.dtype), input_precision="ieee") * b_D
+            b_dk += tl.dot(b_L.T, (b_q * b_D).to(b_q.dtype), input_precision="ieee") * b_D
+        b_x, b_w = b_q * b_dq - b_k * b_dk, b_k * b_write
+        b_own = tl.sum(tl.where(m_own, b_dP, 0.0), 1)[:, None]
+        b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
 
     # store
-    b_dq += b_read
     p, m = rows(dq, s_dq, i_b, i_h, o_t, stop, o_k, K, C)
-    tl.store(p, ((b_dq + b_own * b_k) * scale).to(dq.dtype.element_ty), mask=m)
+    tl.store(p, (b_dq * scale).to(dq.dtype.element_ty), mask=m)
     p, m = rows(dk, s_dk, i_b, i_h, o_t, stop, o_k, K, C)
-    tl.store(p, ((b_dk + b_write + b_own * b_q) * scale).to(dk.dtype.element_ty), mask=m)
+    tl.store(p, (b_dk * scale).to(dk.dtype.element_ty), mask=m)
     if dg is not None:
         # paths that cross t: a pair's, from a read at or after it, from a write before it, from state to state
-        b_d = sums(o_c[:, None] <= o_c[None, :], b_q * b_dq - b_k * b_dk, LOW)
-        b_d += sums(o_c[:, None] > o_c[None, :], b_k * b_write, LOW)
-        b_d += (b_kept * edge * edge * mid)[None, :]
+        b_d = sums(o_c[:, None] <= o_c[None, :], b_x, LOW)
+        b_d += sums(o_c[:, None] > o_c[None, :], b_w, LOW)
+        b_d += (b_kept * tl.exp2(total))[None, :]
         b_d = tl.where(b_g == float("-inf"), 0.0, b_d * scale)
         p, m = rows(dg, s_dg, i_b, i_h, o_t, stop, o_k, K, C)
         tl.store(p, b_d.to(dg.dtype.element_ty), mask=m)
+
+
+def _describe_states(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """States [slots, H, K, V] as boxes of one head's state; what lies beyond K and V is not written."""
+    x = x.flatten(0, 1)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, width])
 
 
 class _Launch:
@@ -453,21 +500,22 @@ class _Launch:
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def prepare(self, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """(q, k, g, None) for a walk that makes q' and k' itself, else (q', k', None, what decays the state)."""
+    def prepare(self, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor | None, tuple | None]:
+        """(q, k, g, None) for a walk that makes q' and k' itself, else (q', k', None, what the state needs)."""
         if not self.half or self.K <= 64:
             return q, k, g, None
         hats = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
         decay = self.new(self.slots(self.C), self.H, 2, self.K)
         BK = min(PREP_BK, self.block(self.K))
+        strong = self.new(self.slots(self.C), self.H, triton.cdiv(self.K, BK), dtype=torch.int8)
         prepare[(triton.cdiv(self.K, BK) * self.H * self.slots(self.C),)](
-            q, k, g, *hats, decay, self.cu, *(x.stride() for x in (q, k, g, hats[0])), self.N, self.T, self.H, self.K,
+            q, k, g, *hats, decay, strong, self.cu, *(x.stride() for x in (q, k, g, hats[0])), self.N, self.T, self.H, self.K,
             C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, **{"num_warps": 4, **TUNE.get('prepare', {})},
         )  # fmt: skip
-        return *hats, None, decay
+        return *hats, None, (decay, strong)
 
     def walk(
-        self, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, g_v: Tensor | None, decay: Tensor | None,
+        self, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, g_v: Tensor | None, decay: tuple | None,
         S_in: Tensor | None, reverse: bool = False, states: bool = False,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """(o, final state, the states before each chunk, which tiles are strong)."""
@@ -483,10 +531,11 @@ class _Launch:
         def launch(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
             tiles = [(q, BK), (k, BK), (v, BV), (g, BK)]
             walk[(n_v * H * self.slots(L),)](
-                *(_describe(x, C, w) if TMA and x is not None else x for x, w in tiles), g_v, decay,
-                _describe(o, C, BV) if TMA and o is not None else o, S_in, S_out, stored, strong, all_k, all_v,
-                self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)), N, T, L, H, K, V,
-                self.scale, C=C, BK=BK, BV=BV, TMA=TMA, PACKED=self.cu is not None, REVERSE=reverse,
+                *(_describe(x, C, w) if TMA and x is not None else x for x, w in tiles), g_v, *(decay or (None, None)),
+                _describe(o, C, BV) if TMA and o is not None else o, S_in, S_out,
+                stored if stored is None or not TMA else _describe_states(stored, BK, BV), strong, all_k, all_v, self.cu,
+                *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)), N, T, L, H, K, V,
+                self.scale, C=C, BK=BK, BV=BV, PARTS=1 if decay is None else decay[1].shape[-1], TMA=TMA, PACKED=self.cu is not None, REVERSE=reverse,
                 LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages, **TUNE.get('walk', {}),
             )  # fmt: skip
 
@@ -515,11 +564,12 @@ class _Launch:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, o: Tensor, strong: Tensor,
         reverse: bool = False,
     ) -> None:  # fmt: skip
-        BK, n = min(64, self.block(self.K)), strong.numel()
+        n, n_v = self.slots(self.C) * self.H, strong.shape[-1]
         mend[(triton.cdiv(n, 16),)](
             q, k, v, g, g_v, o, strong, self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)),
             self.N, self.T, self.H, self.K, self.V, self.scale, n, C=self.C, LEVELS=self.C.bit_length() - 1,
-            BK=BK, BV=self.BV, BN=16, PACKED=self.cu is not None, REVERSE=reverse, LOW=self.half, num_warps=4,
+            BK=min(64, self.block(self.K)), BV=self.BV, BN=16, BNV=triton.next_power_of_2(n_v),
+            PACKED=self.cu is not None, REVERSE=reverse, LOW=self.half, num_warps=4,
         )  # fmt: skip
 
     def gradients(
