@@ -45,14 +45,14 @@ from .linear_attention import (
 __all__ = ["gla"]
 
 # K up to: (C, BV, warps, stages) of a walk; benchmarks/LAB.md says what else was tried
-HALF = {64: (64, 64, 4, 2), 128: (64, 64, 4, 3), 256: (64, 64, 4, 1)}
+HALF = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 1)}
 FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}
 # nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
 # float32 could bear 80, but differences of larger sums cost it digits
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
 TUNE = {}
 PREP_BK = 64
-GRADIENTS = (64, 64, 8, 2)  # BK, BV, warps, stages
+GRADIENTS = (64, 64, 4, 1)  # BK, BV, warps, stages
 PATHS = ("fused", "segmented")
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -510,7 +510,7 @@ class _Launch:
         strong = self.new(self.slots(self.C), self.H, triton.cdiv(self.K, BK), dtype=torch.int8)
         prepare[(triton.cdiv(self.K, BK) * self.H * self.slots(self.C),)](
             q, k, g, *hats, decay, strong, self.cu, *(x.stride() for x in (q, k, g, hats[0])), self.N, self.T, self.H, self.K,
-            C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, **{"num_warps": 4, **TUNE.get('prepare', {})},
+            C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, **{"num_warps": 4, "maxnreg": 128, **TUNE.get('prepare', {})},
         )  # fmt: skip
         return *hats, None, (decay, strong)
 
