@@ -708,7 +708,7 @@ def gla(
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
-        float16 bears |q| and |k| up to 3000, since a mild chunk's decay multiplies them by as much as e^3.
+        float16 bears entries of q and k up to 3000, since a mild chunk's decay multiplies them by as much as e^3.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
