@@ -194,7 +194,6 @@ def walk(
         m_k = (o_k < K) & (n_c > 0)
         p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
         next_edge = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
-    last_edge = tl.full([BK], 1.0, dtype=tl.float32)  # owed to b_S
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
         i_d = (i_t * H + i_h).to(tl.int64)
@@ -218,13 +217,11 @@ def walk(
                 mild_k &= tl.load(strong_k + i_d * PARTS + i) == 0
         mild = mild_k
         if states is not None:
-            b_low = (b_S * last_edge[:, None]).to(b_v.dtype)
             if TMA:
-                states.store([i_d.to(tl.int32), 0, i_v * BV], b_low.reshape(1, BK, BV))
+                states.store([i_d.to(tl.int32), 0, i_v * BV], b_S.to(b_v.dtype).reshape(1, BK, BV))
             else:
-                tl.store(states + i_d * K * V + o_S, b_low, mask=m_S)
-        b_S *= (last_edge * edge)[:, None]
-        last_edge = edge
+                tl.store(states + i_d * K * V + o_S, b_S.to(b_v.dtype), mask=m_S)
+        b_S *= edge[:, None]
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
             up_v, down_v, edge_v, total_v, mild_v = chunk_decays(b_gv, LIMIT, LOW)
@@ -258,7 +255,7 @@ def walk(
         if g_v is not None:
             b_S *= through(total_v, LIMIT)[None, :]
             b_all_v *= edge_v * edge_v * through(total_v, LIMIT)
-        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee") * edge[:, None]
         if g_v is not None:
             b_S *= edge_v[None, :]
         if all_k is not None:
@@ -266,7 +263,6 @@ def walk(
 
     # store
     if S_out is not None:
-        b_S *= last_edge[:, None]
         tl.store(S_out + (i_s * H + i_h).to(tl.int64) * K * V + o_S, b_S, mask=m_S)
     if all_k is not None:
         tl.store(all_k + (i_s * H + i_h) * K + o_k, b_all_k, mask=(o_k < K) & (i_v == 0))
