@@ -170,3 +170,11 @@ def torch_chunkwise(case, q, k, v, g=None, **_):
 # gated linear attention
 
 ours("gla", "triton")
+
+
+@contender("gla", peer=True, packed=None, limit_s=200)
+def fla_chunk_gla(case, q, k, v, g, cu_seqlens=None):
+    """Its first call autotunes for one to three minutes; on Hopper it refuses its backward."""
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(q, k, v, g, cu_seqlens=cu_seqlens)[0]

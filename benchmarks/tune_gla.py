@@ -23,7 +23,7 @@ def raw(self, q, k, g):
 def configure(prep, column, config, tune=None, prep_bk=64, gradients=(32, 64, 4, 1)):
     kernel.TUNE, kernel.PREP_BK, kernel.GRADIENTS = tune or {}, prep_bk, gradients
     kernel.HALF.update(TABLE)
-    kernel.HALF[column] = config
+    kernel.HALF[column] = config if len(config) > 4 else (*config, config[-1])
     kernel._Launch.prepare = PREP if prep else raw
 
 def leaves(x):

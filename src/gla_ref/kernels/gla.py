@@ -44,9 +44,9 @@ from .linear_attention import (
 
 __all__ = ["gla"]
 
-# K up to: (C, BV, warps, stages) of a walk; benchmarks/LAB.md says what else was tried
-HALF = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 1)}
-FLOAT32 = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}
+# K up to: (C, BV, warps, stages, stages when states are stored) of a walk; benchmarks/LAB.md says what else was tried
+HALF = {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)}
+FLOAT32 = {64: (32, 32, 4, 1, 1), 128: (32, 32, 4, 1, 1), 256: (16, 32, 4, 1, 1)}
 # nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
 # float32 could bear 80, but differences of larger sums cost it digits
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
@@ -482,7 +482,7 @@ class _Launch:
         self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype]
         self.device, self.dtype = q.device, q.dtype
         table = HALF if self.half else FLOAT32
-        self.C, self.BV, self.warps, self.stages = table[max(64, self.block(self.K))]
+        self.C, self.BV, self.warps, *self.stages = table[max(64, self.block(self.K))]
         if not self.half:
             self.BV = min(self.BV, self.block(self.V))
 
@@ -532,7 +532,7 @@ class _Launch:
                 stored if stored is None or not TMA else _describe_states(stored, BK, BV), strong, all_k, all_v, self.cu,
                 *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)), N, T, L, H, K, V,
                 self.scale, C=C, BK=BK, BV=BV, PARTS=1 if decay is None else decay[1].shape[-1], TMA=TMA, PACKED=self.cu is not None, REVERSE=reverse,
-                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages, **TUNE.get('walk', {}),
+                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages[states], **TUNE.get('walk', {}),
             )  # fmt: skip
 
         chunks, S_out = triton.cdiv(T, C), self.new(N, H, K, V)
@@ -574,7 +574,7 @@ class _Launch:
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """dq, dk and dg (None when not needed) from the states at every chunk's ends."""
         K, V = q.shape[-1], v.shape[-1]
-        BK, BV, warps, stages = GRADIENTS if self.half else (16, 16, 4, 2)
+        BK, BV, warps, stages = GRADIENTS if self.half else (16, 16, 4, 1)
         dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         dg = torch.empty(g.shape, dtype=g.dtype, device=g.device) if need_dg else None
         gradients[(triton.cdiv(K, BK) * self.H * self.slots(self.C),)](
