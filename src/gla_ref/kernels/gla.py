@@ -347,7 +347,9 @@ def mend(
                             b_y = (b_v * b_x).to(b_v.dtype)
                             b_o += tl.dot(b_D, b_y, input_precision="ieee") * b_x
                     # store
-                    b_o = b_o * scale + load_tile(o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                    b_o = b_o * scale + load_tile(
+                        o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False
+                    )
                     b_o = b_o.to(o.dtype.element_ty)
                     store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
 
@@ -461,8 +463,8 @@ class _Launch:
     def __init__(self, q: Tensor, v: Tensor, cu: Tensor | None, scale: float, path: str | None):
         if q.is_cuda and os.environ.get("GLA_REF_DRAFT") != "1":
             raise NotImplementedError(
-                "gla: this kernel has passed its tests in Triton's interpreter only; on a GPU 22 of 241 failed and their "
-                "mending has not been tested there (benchmarks/LAB.md). GLA_REF_DRAFT=1 runs it all the same"
+                "gla: this kernel has passed its tests in Triton's interpreter only; on a GPU 22 of 241 failed, and "
+                "what was mended since has not run there (benchmarks/LAB.md). GLA_REF_DRAFT=1 runs it all the same"
             )
         (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
         self.cu, self.scale, self.path = cu, scale, path
