@@ -611,7 +611,8 @@ def _backward(
     if scale == 0:  # then o says nothing, the final state all the same
         do, scale = torch.zeros_like(do), 1.0
     # all that a walk reads is multiplied by scale, which dS has no part in
-    run, R, S = _Launch(q, v, cu, scale, path), dS / scale, None if S is None else S.contiguous()
+    R, S = (dS / scale).contiguous(), None if S is None else S.contiguous()
+    run = _Launch(q, v, cu, scale, path)
     q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
     _, _, states, _ = run.walk(None, k_hat, v, g_hat, g_v, decay, S, states=True)
     dv, dS, dstates, strong = run.walk(
@@ -634,7 +635,7 @@ def _(q, k, v, g, g_v, S, cu, do, dS, scale, path, need_dg):
         g.new_empty(g.shape) if need_dg else none,
         none if g_v is None else g_v.new_empty(g_v.shape),
     )
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dg, dg_v, torch.empty_like(dS)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dg, dg_v, dS.new_empty(dS.shape)
 
 
 def _save(ctx, inputs, output):
