@@ -582,7 +582,8 @@ class _Launch:
         """dq, dk and dg (None when not needed) from the states at every chunk's ends."""
         K, V = q.shape[-1], v.shape[-1]
         BK = BV = 64 if self.half else 16
-        stages = 2 if self.half and V > 128 and g_v is None else 1  # pays from a few V tiles on
+        # pays from a few V tiles on. Never with g_v: Triton then refills v's buffer before the strong branch reads it
+        stages = 2 if self.half and V > 128 and g_v is None else 1
         dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         dg = torch.empty(g.shape, dtype=g.dtype, device=g.device) if need_dg else None
         gradients[(triton.cdiv(K, BK) * self.H * self.slots(self.C),)](
