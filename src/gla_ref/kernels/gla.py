@@ -19,11 +19,11 @@ is one of just the gates between: exact for every gate, no loop over pairs.
 
 The kernels, and the number of programs of each::
 
-    prepare    K tiles * H * chunks      q' and k' once, not in every V tile (K > 64)
-    walk       V tiles * H * segments    a head's state, chunk by chunk: o, or states
-    carry      K V / 1024 * H * N        segments' states in order (few heads, large T)
-    mend       H * chunks / 16           adds to o the pairs of strong chunks, if any
-    gradients  K tiles * H * chunks      dq, dk, dg of a chunk from states at its ends
+    prepare    K tiles * H * chunks    q', k' once, not a V tile (K > 64)
+    walk       V tiles * H * segments  a head's chunks: o, or states
+    carry      K V / 1024 * H * N      segments' states (few heads, large T)
+    mend       H * chunks / 16         adds to o the pairs of strong chunks
+    gradients  K tiles * H * chunks    dq, dk, dg from states at chunks' ends
 
 Backward: dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, and
 stores R, the gradient of the state after each chunk (over scale, so that scale
