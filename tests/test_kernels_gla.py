@@ -319,6 +319,21 @@ def test_strides_poison_and_equal_runs(path, monkeypatch):
 
 
 @anywhere
+def test_the_gradient_of_the_state_may_have_any_strides():
+    args, S0 = small()
+    leaves = [x.requires_grad_() for x in (*args, S0)]
+    o, S = gla(*leaves[:4], initial_state=leaves[4])
+    d = torch.randn_like(S)
+    turned = d.mT.contiguous().mT
+    for x, y in zip(
+        torch.autograd.grad((o, S), leaves, (o.detach(), d), retain_graph=True),
+        torch.autograd.grad((o, S), leaves, (o.detach(), turned)),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+@anywhere
 @pytest.mark.parametrize("two_sided", [False, True])
 def test_compiled_equals_eager(two_sided):
     args, S0 = small()

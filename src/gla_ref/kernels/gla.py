@@ -1,28 +1,38 @@
-"""Gated Linear Attention for every log gate in [-inf, 0], on the key axis and on the value axis (chapters 11 and 12).
+"""Gated Linear Attention for every log gate in [-inf, 0] (chapters 11 and 12).
 
-    o = scale * (q' S + tril(q' k'^T) v)        q' = q e^(b - r),  k' = k e^(r - b),  S taken times e^r
-    S <- e^(b_C - r) (S + k'^T v)               b the running sum of g in the chunk, r = b_C / 2
+    o = scale * (q' S + tril(q' k'^T) v)    q' = q e^(b - r),  k' = k e^(r - b)
+    S <- e^(b_C - r) (S + k'^T v)           with S already times e^r
 
-Reference: :mod:`gla_ref.gla` (`recurrent`), :mod:`gla_ref.gla_backward`; GLA paper, section 4.
+b is the running sum of g in the chunk, r = b_C / 2; g is on the key axis, and
+g_v on the value axis is treated alike. Reference: :mod:`gla_ref.gla`
+(`recurrent`), :mod:`gla_ref.gla_backward`; GLA paper, section 4.
 
-One product a chunk is gated attention at the price of ungated, as long as e^(b_C / 2) is a number. Of a channel whose
-decay in a chunk is beyond LIMIT, q decays from the chunk's start instead and k to its end (exponents <= 0): right
-for the state, useless for pairs inside the chunk. A chunk with such a channel is strong: its pairs are made in
-levels instead. Tokens j < i meet at the border in the middle of the smallest block of 2^n tokens that holds both, to
-which k_j decays and from which q_i does; a level (n) is one product, of which the blocks' lower left quarters count.
-No exponent is above 0, every sum is one of just the gates between: exact for every gate, without a loop over pairs.
+One product a chunk is gated attention at the price of ungated, as long as
+e^(b_C / 2) is a number. Of a channel whose decay in a chunk is beyond LIMIT,
+q decays from the chunk's start instead and k to its end (exponents <= 0):
+right for the state, useless for pairs inside the chunk. A chunk with such a
+channel is strong: its pairs are made in levels instead. Tokens j < i meet at
+the border in the middle of the smallest block of 2^n tokens that holds both,
+to which k_j decays and from which q_i does; a level (n) is one product, of
+which the blocks' lower left quarters count. No exponent is above 0, every sum
+is one of just the gates between: exact for every gate, no loop over pairs.
 
-    prepare    q' and k' once, where several V tiles would each make them again (K > 64)    a chunk, 64 channels
-    walk       a head's state over a segment, chunk by chunk: o, or the states              V tiles * H * segments
-    carry      segments' states in order, for few heads and long sequences
-    mend       adds to o the pairs of strong chunks; exits at once where there are none     H * chunks / 16
-    gradients  dq, dk and dg of a chunk from the states at its ends                         K tiles * H * chunks
+The kernels, and the number of programs of each::
 
-Backward: dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, and stores R, the gradient of the state after
-each chunk; a walk forward stores S before each; the rest is local to a chunk. Keys with g and values with g_v play
-the same part there, so dg_v is `gradients` with the two exchanged.
+    prepare    K tiles * H * chunks    q', k' once, not a V tile (K > 64)
+    walk       V tiles * H * segments  a head's chunks: o, or states
+    carry      K V / 1024 * H * N      segments' states (few heads, large T)
+    mend       H * chunks / 16         adds to o the pairs of strong chunks
+    gradients  K tiles * H * chunks    dq, dk, dg from states at chunks' ends
 
-A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs. Limits: K <= 256, V <= 512.
+Backward: dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, and
+stores R, the gradient of the state after each chunk (over scale, so that scale
+may come last); a walk forward stores S before each; the rest is local. Keys
+with g and values with g_v play the same part there, so dg_v is `gradients` with
+the two exchanged.
+
+A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g)
+for 2 C (C (K + BV) + 2 K BV) FLOPs. Limits: K <= 256, V <= 512.
 """
 
 from __future__ import annotations
@@ -127,6 +137,7 @@ def prepare(
     q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
+    """q' and k', `decay` [slots, H, 2, K]: what the state needs, edge and total; `strong` [slots, H, n_k]."""
     # which tile: BK channels of a chunk of a head
     n_k = tl.cdiv(K, BK)
     i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
@@ -160,7 +171,10 @@ def walk(
     N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """q reads, k and v write. Backwards in time they have changed places: q is what decays to the chunk's end."""
+    """q reads, k and v write. Backwards in time they have changed places: q is what decays to the chunk's end.
+
+    Either g is there, or `decay` and `strong_k` (PARTS flags a chunk) with q' and k', as `prepare` left them.
+    """
     # which tile: V tiles of a head are neighbours and share q and k in L2
     n_v = tl.cdiv(V, BV)
     i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
@@ -183,7 +197,8 @@ def walk(
     b_all_v = tl.full([BV], 1.0, dtype=tl.float32)
 
     # compute
-    n_c = tl.cdiv(end - begin, C)
+    n_c = tl.cdiv(end - begin, C)  # not above 0 in a spare slot
+    # the chunk's slot: the sequence's first one, the segment's start, and from behind its last chunk
     i_t = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
     i_t += n_c - 1 if REVERSE else 0
     if decay is not None:  # loaded a chunk ahead: nothing else in a chunk is ready before it
@@ -192,7 +207,7 @@ def walk(
         next_edge = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
-        i_d = (i_t * H + i_h).to(tl.int64)
+        i_d = (i_t * H + i_h).to(tl.int64)  # the chunk of this head, in decay, states and flags
         i_t += -1 if REVERSE else 1
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
@@ -217,7 +232,7 @@ def walk(
                 states.store([i_d.to(tl.int32), 0, i_v * BV], b_S.to(b_v.dtype).reshape(1, BK, BV))
             else:
                 tl.store(states + i_d * K * V + o_S, b_S.to(b_v.dtype), mask=m_S)
-        b_S *= edge[:, None]
+        b_S *= edge[:, None]  # half way into the chunk
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
             up_v, down_v, edge_v, total_v, mild_v = chunk_decays(b_gv, LIMIT, LOW)
@@ -236,6 +251,7 @@ def walk(
             b_o = (b_o * scale).to(o.dtype if TMA else o.dtype.element_ty)
             store_tile(o, b_o, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
             tl.store(strong + i_d * n_v + i_v, (mild == 0).to(tl.int8))
+        # all the way through it in strong channels, writes, and the other half
         if not mild_k:
             if decay is not None:
                 total = tl.load(decay + i_d * 2 * K + K + o_k, mask=o_k < K, other=0.0)  # [BK]
@@ -319,7 +335,7 @@ def mend(
         if tl.max(flags) != 0:
             i_h, i_s = i % H, i // H
             i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
-            # scores, in levels: two tokens meet at the border of the smallest block that holds both
+            # scores: of a token with itself, then level by level
             b_P = tl.zeros([C, C], dtype=tl.float32)
             for o_k in tl.range(0, K, BK):
                 b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
@@ -327,8 +343,8 @@ def mend(
                 b_g = clamped(load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False))
                 b_P += tl.where(m_own, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)
                 for level in tl.range(0, LEVELS):
-                    b_x = to_border(b_g, level, LOW)
-                    b_x, b_y = (b_q * b_x).to(b_q.dtype), (b_k * b_x).to(b_k.dtype)
+                    b_E = to_border(b_g, level, LOW)  # [C, BK]
+                    b_x, b_y = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
                     m = across(level, C, REVERSE)
                     b_P += tl.where(m, tl.dot(b_x, b_y.T, input_precision="ieee"), 0.0)
             # values
@@ -338,19 +354,17 @@ def mend(
                     if g_v is None:
                         b_o = tl.dot(b_P.to(b_v.dtype), b_v, input_precision="ieee")  # [C, BV]
                     else:
-                        b_g = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
-                        b_D = tl.where(m_own, b_P, 0.0).to(b_v.dtype)
-                        b_o = tl.dot(b_D, b_v, input_precision="ieee")  # [C, BV]
+                        b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                        b_own = tl.where(m_own, b_P, 0.0).to(b_v.dtype)
+                        b_o = tl.dot(b_own, b_v, input_precision="ieee")  # [C, BV]
                         for level in tl.range(0, LEVELS):
-                            b_x = to_border(clamped(b_g), level, LOW)
-                            b_D = tl.where(across(level, C, REVERSE), b_P, 0.0).to(b_v.dtype)
-                            b_y = (b_v * b_x).to(b_v.dtype)
-                            b_o += tl.dot(b_D, b_y, input_precision="ieee") * b_x
+                            b_E = to_border(clamped(b_gv), level, LOW)  # [C, BV]
+                            b_A = tl.where(across(level, C, REVERSE), b_P, 0.0).to(b_v.dtype)
+                            b_y = (b_v * b_E).to(b_v.dtype)
+                            b_o += tl.dot(b_A, b_y, input_precision="ieee") * b_E
                     # store
-                    b_o = b_o * scale + load_tile(
-                        o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False
-                    )
-                    b_o = b_o.to(o.dtype.element_ty)
+                    b_walk = load_tile(o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                    b_o = (b_o * scale + b_walk).to(o.dtype.element_ty)
                     store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
 
 
@@ -360,7 +374,7 @@ def gradients(
     N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of a chunk from S before it and R, the gradient of the state after it."""
+    """dq, dk and dg of a chunk from S before it and R, the gradient of the state after it, over scale."""
     # which tile: BK channels of a chunk of a head
     n_k = tl.cdiv(K, BK)
     i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
@@ -394,13 +408,12 @@ def gradients(
             if mild:
                 b_dP = tl.dot(b_x, b_y.T, b_dP, input_precision="ieee")
             else:
-                b_D = tl.dot(b_do, b_v.T, input_precision="ieee")
-                b_dP += tl.where(m_own, b_D, 0.0)
+                b_dP += tl.where(m_own, tl.dot(b_do, b_v.T, input_precision="ieee"), 0.0)
                 for level in tl.range(0, LEVELS):
-                    b_D = to_border(clamped(b_gv), level, LOW)
-                    b_l, b_r = (b_do * b_D).to(b_S.dtype), (b_v * b_D).to(b_S.dtype)
-                    b_D = tl.dot(b_l, b_r.T, input_precision="ieee")
-                    b_dP += tl.where(across(level, C), b_D, 0.0)
+                    b_E = to_border(clamped(b_gv), level, LOW)  # [C, BV]
+                    b_l, b_r = (b_do * b_E).to(b_S.dtype), (b_v * b_E).to(b_S.dtype)
+                    b_pairs = tl.dot(b_l, b_r.T, input_precision="ieee")  # [C, C]
+                    b_dP += tl.where(across(level, C), b_pairs, 0.0)
             b_do, b_v = b_x, b_y
             b_S, b_R = (b_S * edge[None, :]).to(b_S.dtype), (b_R * edge[None, :]).to(b_S.dtype)
             b_kept += tl.sum(b_S.to(tl.float32) * b_R * through(total, LIMIT)[None, :], 1)
@@ -412,7 +425,8 @@ def gradients(
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
     b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
-    # compute: over the chunk's pairs; b_x and b_w, what q and k have of dq and dk from either side of a token
+    # compute: over the chunk's pairs. For dg, b_x is what paths count that are read at a token, less what they
+    # count that are written at it and read in the chunk; b_w, what is written at it for later chunks (all [C, BK])
     up, down, edge, total, mild = chunk_decays(b_g, LIMIT, LOW)
     b_read, b_write = b_read * edge[None, :], b_write * edge[None, :]
     if mild:
@@ -420,19 +434,17 @@ def gradients(
         b_A = tl.where(o_c[:, None] >= o_c[None, :], b_dP, 0.0).to(b_q.dtype)
         b_dq = tl.dot(b_A, b_r, b_read, input_precision="ieee")
         b_dk = tl.dot(b_A.T, b_l, input_precision="ieee")
-        b_x, b_w = (
-            b_l * b_dq - b_r * b_dk,
-            b_r * b_write,
-        )  # what i = j adds to both sides cancels exactly
+        # with the rounded factors of the products, so that what i = j adds to both sides cancels exactly
+        b_x, b_w = b_l * b_dq - b_r * b_dk, b_r * b_write
         b_dq, b_dk = b_dq * up, (b_dk + b_write) * down
     else:
         b_dq, b_write = b_read * up, b_write * down
         b_dk = tl.zeros([C, BK], dtype=tl.float32)
         for level in tl.range(0, LEVELS):
-            b_D = to_border(clamped(b_g), level, LOW)
-            b_L = tl.where(across(level, C), b_dP, 0.0).to(b_q.dtype)
-            b_dq += tl.dot(b_L, (b_k * b_D).to(b_k.dtype), input_precision="ieee") * b_D
-            b_dk += tl.dot(b_L.T, (b_q * b_D).to(b_q.dtype), input_precision="ieee") * b_D
+            b_E = to_border(clamped(b_g), level, LOW)  # [C, BK]
+            b_A = tl.where(across(level, C), b_dP, 0.0).to(b_q.dtype)  # [C, C]
+            b_dq += tl.dot(b_A, (b_k * b_E).to(b_k.dtype), input_precision="ieee") * b_E
+            b_dk += tl.dot(b_A.T, (b_q * b_E).to(b_q.dtype), input_precision="ieee") * b_E
         b_x, b_w = b_q * b_dq - b_k * b_dk, b_k * b_write
         b_own = tl.sum(tl.where(m_own, b_dP, 0.0), 1)[:, None]
         b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
@@ -442,7 +454,7 @@ def gradients(
     store_tile(dq, b_dq, s_dq, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
     store_tile(dk, b_dk, s_dk, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
     if dg is not None:
-        # paths that cross t: a pair's, from a read at or after it, from a write before it, from state to state
+        # paths that cross t: read in the chunk, at or after t; written before t for later; from state to state
         b_d = sums(o_c[:, None] <= o_c[None, :], b_x, LOW)
         b_d += sums(o_c[:, None] > o_c[None, :], b_w, LOW)
         b_d += (b_kept * tl.exp2(total))[None, :]
@@ -494,7 +506,7 @@ class _Launch:
             return q, k, g, None
         hats = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
         decay = self.new(self.slots(self.C), self.H, 2, self.K)
-        BK = min(64, self.block(self.K))
+        BK = 64
         strong = self.new(self.slots(self.C), self.H, triton.cdiv(self.K, BK), dtype=torch.int8)
         prepare[(triton.cdiv(self.K, BK) * self.H * self.slots(self.C),)](
             q, k, g, *hats, decay, strong, self.cu, *(x.stride() for x in (q, k, g, hats[0])),
@@ -532,7 +544,8 @@ class _Launch:
         chunks, S_out = triton.cdiv(T, C), self.new(N, H, K, V)
         path, length = choose_path(n_v * H * N, chunks, _multiprocessors(self.device))
         if self.path is not None:
-            path, length = self.path, triton.cdiv(chunks, 3) if path == "fused" else length
+            # asked for: three segments where the rule would not have cut
+            path, length = self.path, (triton.cdiv(chunks, 3) if path == "fused" else length)
         if path == "fused":
             launch((T // C + 1) * C, q, o, S_in, S_out, stored)
         else:
@@ -559,7 +572,7 @@ class _Launch:
             q, k, v, g, g_v, o, strong, self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)),
             self.N, self.T, self.H, self.K, self.V, self.scale, n, C=self.C, LEVELS=self.C.bit_length() - 1,
             BK=min(64, self.block(self.K)), BV=self.BV, BN=16, BNV=triton.next_power_of_2(n_v),
-            PACKED=self.cu is not None, REVERSE=reverse, LOW=self.half, num_warps=4,
+            PACKED=self.cu is not None, REVERSE=reverse, LOW=self.half, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def gradients(
@@ -569,7 +582,8 @@ class _Launch:
         """dq, dk and dg (None when not needed) from the states at every chunk's ends."""
         K, V = q.shape[-1], v.shape[-1]
         BK = BV = 64 if self.half else 16
-        stages = 2 if self.half and V > 128 and g_v is None else 1  # pays from a few V tiles on
+        # pays from a few V tiles on. Never with g_v: Triton then refills v's buffer before the strong branch reads it
+        stages = 2 if self.half and V > 128 and g_v is None else 1
         dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         dg = torch.empty(g.shape, dtype=g.dtype, device=g.device) if need_dg else None
         gradients[(triton.cdiv(K, BK) * self.H * self.slots(self.C),)](
@@ -611,7 +625,8 @@ def _backward(
     if scale == 0:  # then o says nothing, the final state all the same
         do, scale = torch.zeros_like(do), 1.0
     # all that a walk reads is multiplied by scale, which dS has no part in
-    run, R, S = _Launch(q, v, cu, scale, path), dS / scale, None if S is None else S.contiguous()
+    R, S = (dS / scale).contiguous(), None if S is None else S.contiguous()
+    run = _Launch(q, v, cu, scale, path)
     q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
     _, _, states, _ = run.walk(None, k_hat, v, g_hat, g_v, decay, S, states=True)
     dv, dS, dstates, strong = run.walk(
@@ -634,7 +649,7 @@ def _(q, k, v, g, g_v, S, cu, do, dS, scale, path, need_dg):
         g.new_empty(g.shape) if need_dg else none,
         none if g_v is None else g_v.new_empty(g_v.shape),
     )
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dg, dg_v, torch.empty_like(dS)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dg, dg_v, dS.new_empty(dS.shape)
 
 
 def _save(ctx, inputs, output):
