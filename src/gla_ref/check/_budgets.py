@@ -104,34 +104,37 @@ def gate_floor(x: dict, exact: dict, dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=400)
 def problem(mechanism: str, case: Case, dtype: torch.dtype, seed: int, device: str) -> Problem:
-    """2 x the worst error of three emulated runs + 4 eps, the second and third on inputs shaken by one percent.
+    """2 x the worst error of emulated runs + 4 eps, the second and third on inputs shaken by one percent.
 
     The worst element of one run is one rounding's luck. Chunks of different lengths round
     differently, so the runs differ in that too.
     """
     kind, rng = MECHANISMS[mechanism], torch.Generator().manual_seed(seed)
     first = {n: y.to(device) for n, y in inputs(mechanism, case, dtype, seed).items()}
-    single = {"S", "S0", "dS0"}  # states are float32
+    wide = {"S", "S0", "d S", "dS0"}  # states are float32
     budgets: dict[str, list[float]] = {}
     for run, chunk in enumerate((SUB, C, SUB)):
         x = first
         if run:
             shake = {n: 1 + 0.01 * torch.rand(y.shape, generator=rng).to(device) for n, y in x.items()}
-            x = {n: (y * shake[n]).to(torch.float32 if n in single else dtype).double() for n, y in x.items()}
+            x = {n: (y * shake[n]).to(torch.float32 if n in wide else dtype).double() for n, y in x.items()}
         exact = evaluate(kind.fast if run else kind.oracle, kind, x, case)
 
         def low(*tokens, chunk=chunk, **named):
             return kind.emulate(*tokens, **named, dtype=dtype, C=chunk)
 
-        emulated = evaluate(low, kind, {n: y.float() for n, y in x.items()}, case)
+        forms = [low] if dtype != torch.float32 else [low, *kind.single]
+        single = {n: y.float() for n, y in x.items()}
+        emulated = [evaluate(form, kind, single, case) for form in forms]
         if run == 0:
             right = exact
-            dtypes = {n: torch.float32 if n in single else dtype for n in exact}
+            dtypes = {n: torch.float32 if n in wide else dtype for n in exact}
             floor = gate_floor(x, exact, dtype) if kind.gate else None
         for n, y in exact.items():
-            y, made, eps = y.double(), emulated[n].to(dtypes[n]), torch.finfo(dtypes[n]).eps
-            found = [2 * error(made[s], y[s]) + 4 * eps for s in octaves(n, y)]
-            budgets[n] = [max(p) for p in zip(found, budgets.get(n, found), strict=True)]
+            for made in (e[n].to(dtypes[n]) for e in emulated):
+                eps = torch.finfo(dtypes[n]).eps
+                found = [2 * error(made[s], y[s]) + 4 * eps for s in octaves(n, y)]
+                budgets[n] = [max(p) for p in zip(found, budgets.get(n, found), strict=True)]
     if floor is not None:
         rows = zip(octaves("dg", floor), budgets["dg"], strict=True)
         budgets["dg"] = [b + 2 * floor[s].max().item() / unit(right["dg"][s]) for s, b in rows]

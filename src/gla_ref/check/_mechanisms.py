@@ -105,6 +105,8 @@ class Mechanism:
         fast: a form held against it by the tests, for long sequences.
         emulated: `(q, k, v, g, state, scale, dtype, C) -> o, state` in float32 with rounded products;
             g comes as `[B, T, H, K]`, zeros where there is no gate.
+        single: forms whose own run in float32 shows how a right float32 kernel may differ, too: the
+            recurrence rounds every decay anew, and all of them one way when they are equal.
         gate: the axes of g; None for no gate.
         cache: the state is the pair of all keys and values, instead of S `[N, H, K, V]`.
     """
@@ -112,6 +114,7 @@ class Mechanism:
     exact: Callable
     fast: Callable
     emulated: Callable
+    single: tuple[Callable, ...]
     gate: str | None = None
     cache: bool = False
 
@@ -159,11 +162,18 @@ class Mechanism:
 
 MECHANISMS = {
     "softmax_attention": Mechanism(
-        softmax_attention.recurrent, softmax_attention.parallel, attend, cache=True
+        softmax_attention.recurrent,
+        softmax_attention.parallel,
+        attend,
+        (softmax_attention.recurrent, softmax_attention.two_pass),
+        cache=True,
     ),
     "linear_attention": Mechanism(
-        linear_attention.recurrent, linear_attention.chunkwise, two_level
+        linear_attention.recurrent,
+        linear_attention.chunkwise,
+        two_level,
+        (linear_attention.recurrent, linear_attention.parallel),
     ),
-    "simple_gla": Mechanism(simple_gla.recurrent, simple_gla.chunkwise, two_level, gate="B T H"),
-    "gla": Mechanism(gla.recurrent, gla.chunkwise, two_level, gate="B T H K"),
+    "simple_gla": Mechanism(simple_gla.recurrent, simple_gla.chunkwise, two_level, (simple_gla.recurrent, simple_gla.chunkwise), gate="B T H"),
+    "gla": Mechanism(gla.recurrent, gla.chunkwise, two_level, (gla.recurrent, gla.parallel_log), gate="B T H K"),
 }
