@@ -80,8 +80,19 @@ def kernel(
     chosen = [c for c in cases(mechanism, level) if only is None or fnmatch(c.name, only)]
     if not chosen:
         raise ValueError(f"only: expected a pattern that fits a case, got {only!r}")
-    settings = {"mechanism": mechanism, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
-    settings |= {"level": level, "only": only, "seed": seed, "layout": layout, "state": state, "gate": gate}
+    settings = {
+        "mechanism": mechanism,
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    settings |= {
+        "level": level,
+        "only": only,
+        "seed": seed,
+        "layout": layout,
+        "state": state,
+        "gate": gate,
+    }
     report, seen = Report(settings), []
     for i, case in enumerate(chosen):
         if progress:
@@ -94,10 +105,12 @@ def kernel(
         if lacks:
             report.rows.append(Row(case.name, "call", "not covered", message=lacks))
             continue
-        p = problem(mechanism, case, dtype, seed, str(device))
+        p = problem(mechanism, case, dtype, seed, str(device), gate)
         found, findings = observe(fn, kind, how, takes, p, time_limit)
         report.rows += [judge(p, n, x) for n, x in found.items()]
-        report.rows += [Row(case.name, f.quantity, "failed", f.kind, message=str(f)) for f in findings]
+        report.rows += [
+            Row(case.name, f.quantity, "failed", f.kind, message=str(f)) for f in findings
+        ]
         if found:
             seen.append((p, found))
     if progress:

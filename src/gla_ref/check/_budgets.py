@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._cases import SUB, C, Case, inputs
+from ._cases import SUB, C, Case, inputs, representable
 from ._mechanisms import MECHANISMS, Mechanism
 
 TOKENS = ("o", "dq", "dk", "dv", "dg")  # quantities with a time axis
@@ -35,7 +35,9 @@ def evaluate(fn: Callable, kind: Mechanism, x: dict, case: Case) -> dict[str, Te
     grads = (None,) * len(leaves)
     if "o" in pulled:
         cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
-        grads = torch.autograd.grad(list(pulled.values()), list(leaves.values()), cotangents, allow_unused=True)
+        grads = torch.autograd.grad(
+            list(pulled.values()), list(leaves.values()), cotangents, allow_unused=True
+        )
     found |= {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
     return {n: y if y is None else y.detach() for n, y in found.items()}
 
@@ -103,21 +105,29 @@ def gate_floor(x: dict, exact: dict, dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=400)
-def problem(mechanism: str, case: Case, dtype: torch.dtype, seed: int, device: str) -> Problem:
+def problem(
+    mechanism: str, case: Case, dtype: torch.dtype, seed: int, device: str, form: str = "log"
+) -> Problem:
     """2 x the worst error of emulated runs + 4 eps, the second and third on inputs shaken by one percent.
 
     The worst element of one run is one rounding's luck. Chunks of different lengths round
     differently, so the runs differ in that too.
     """
     kind, rng = MECHANISMS[mechanism], torch.Generator().manual_seed(seed)
-    first = {n: y.to(device) for n, y in inputs(mechanism, case, dtype, seed).items()}
+    first = {n: y.to(device) for n, y in inputs(mechanism, case, dtype, seed, form).items()}
     wide = {"S", "S0", "d S", "dS0"}  # states are float32
     budgets: dict[str, list[float]] = {}
     for run, chunk in enumerate((SUB, C, SUB)):
         x = first
         if run:
-            shake = {n: 1 + 0.01 * torch.rand(y.shape, generator=rng).to(device) for n, y in x.items()}
-            x = {n: (y * shake[n]).to(torch.float32 if n in wide else dtype).double() for n, y in x.items()}
+            shake = {
+                n: 1 + 0.01 * torch.rand(y.shape, generator=rng).to(device) for n, y in x.items()
+            }
+            x = {
+                n: (y * shake[n]).to(torch.float32 if n in wide else dtype).double()
+                for n, y in x.items()
+            }
+            x |= {"g": representable(x["g"], form, dtype)} if kind.gate else {}
         exact = evaluate(kind.fast if run else kind.oracle, kind, x, case)
 
         def low(*tokens, chunk=chunk, **named):

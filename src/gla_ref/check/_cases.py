@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +12,11 @@ from torch.nn.functional import logsigmoid
 from ._mechanisms import MECHANISMS
 
 F64 = torch.float64
-C, SUB = 64, 16  # the chunk and sub-chunk that lengths and gates aim at, and that findings are located in
+LN2 = math.log(2)
+C, SUB = (
+    64,
+    16,
+)  # the chunk and sub-chunk that lengths and gates aim at, and that findings are located in
 MILD = "logsigmoid/16"
 GATES = (
     "zero", "-1e-4", MILD, "-1", "-20", "-1e3", "-inf", "one strong channel", "mild and strong chunks",
@@ -48,7 +53,9 @@ def cases(mechanism: str, level: str = "quick") -> list[Case]:
     lengths = (1, C - 1, C, C + 1, 2 * C + SUB + 1)
     found = [Case(f"length {T}", T=T, telling=T == lengths[-1]) for T in lengths]
     if kind.gate:
-        found += [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g, telling=g == "many resets") for g in GATES]
+        found += [
+            Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g, telling=g == "many resets") for g in GATES
+        ]
     packed = (0, 0, 33, 33, 40, 120, 130, 130)
     found += [
         Case("square", K=6, V=6, T=C + 7, telling=True),
@@ -62,11 +69,18 @@ def cases(mechanism: str, level: str = "quick") -> list[Case]:
         Case("long", B=1, H=2, T=300),
     ]
     if level == "full":
-        found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (1024 + SUB + 1, 4096, 8192)]
-        found += [Case(f"sizes {K} {V}", B=1, H=1, K=K, V=V, T=C + 1) for K, V in ((1, 1), (128, 100), (100, 128))]
+        found += [
+            Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (1024 + SUB + 1, 4096, 8192)
+        ]
+        found += [
+            Case(f"sizes {K} {V}", B=1, H=1, K=K, V=V, T=C + 1)
+            for K, V in ((1, 1), (128, 100), (100, 128))
+        ]
         if kind.gate:
             long = [Case(f"gate {g} long", B=1, H=1, T=1000, gate=g) for g in GATES]
-            found += long + [replace(Case(f"gate {g} packed", B=1, T=130, gate=g), ends=packed) for g in GATES]
+            found += long + [
+                replace(Case(f"gate {g} packed", B=1, T=130, gate=g), ends=packed) for g in GATES
+            ]
     return found
 
 
@@ -81,7 +95,9 @@ def gate(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
         return torch.where(channel, -1e3, 0.0).to(F64).expand(shape).clone()
     if kind == "mild and strong chunks":
         return torch.where(t // SUB % 2 == 1, -30.0, mild)
-    if kind.startswith("switch"):  # a chunk's total decay where kernels change their way of computing
+    if kind.startswith(
+        "switch"
+    ):  # a chunk's total decay where kernels change their way of computing
         return torch.full(shape, (-80.0 + float(kind[7] + "1e-3")) / C, dtype=F64)
     if kind == "resets at chunk ends":
         return torch.where((t % C == 0) | (t % C == C - 1), -torch.inf, mild)
@@ -90,11 +106,24 @@ def gate(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     return torch.full(shape, 0.0 if kind == "zero" else float(kind), dtype=F64)
 
 
-def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+def convert(g: Tensor, gate: str) -> Tensor:
+    """Natural log gates as a kernel wants them."""
+    return {"log": lambda g: g, "log2": lambda g: g / LN2, "alpha": torch.exp}[gate](g)
+
+
+def representable(g: Tensor, gate: str, dtype: torch.dtype) -> Tensor:
+    """The log gates that a kernel is given when it holds them in its own convention and dtype."""
+    held = convert(g, gate).to(dtype).to(F64)
+    return {"log": lambda x: x, "log2": lambda x: x * LN2, "alpha": torch.log}[gate](held)
+
+
+def inputs(
+    mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str = "log"
+) -> dict[str, Tensor]:
     """Random-sign tensors of a case in float64, holding values that the kernel's dtype holds exactly.
 
     Named as tokens and states of the mechanism; what the loss puts on o and on each state is named
-    "d " + its name.
+    "d " + its name. `form` is the kernel's convention for gates: log, log2 or alpha.
     """
     kind, rng = MECHANISMS[mechanism], torch.Generator().manual_seed(1000 + seed)
     B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
@@ -102,7 +131,11 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int) -> dict[st
     def normal(*shape):
         return torch.randn(shape, generator=rng, dtype=F64)
 
-    x = {"q": case.size * normal(B, T, H, K), "k": normal(B, T, H, K), "v": case.size * normal(B, T, H, V)}
+    x = {
+        "q": case.size * normal(B, T, H, K),
+        "k": normal(B, T, H, K),
+        "v": case.size * normal(B, T, H, V),
+    }
     if kind.gate:
         x["g"] = gate(case.gate, (B, T, H, K)[: len(kind.gate.split())], rng)
     x["d o"] = normal(B, T, H, V)
@@ -116,4 +149,5 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int) -> dict[st
         for name in kind.states:
             del x[name]
     wide = {n for n in x if n.endswith("S") or n == "S0"}
-    return {n: y.to(torch.float32 if n in wide else dtype).to(F64) for n, y in x.items()}
+    exact = {n: y.to(torch.float32 if n in wide else dtype).to(F64) for n, y in x.items()}
+    return exact | ({"g": representable(x["g"], form, dtype)} if kind.gate else {})

@@ -13,7 +13,9 @@ from ._runner import placed
 from .mistakes import MISTAKES, Mistake, apply
 
 CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
-SHARE = 0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
+SHARE = (
+    0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
+)
 
 
 @functools.lru_cache(maxsize=4000)

@@ -140,9 +140,11 @@ class Mechanism:
         if self.cache:
             empty = (k[:, :0], v[:, :0])
             state = initial_state
-            one = lambda q, k, v, g: (  # noqa: E731
-                (attend(q, k, v, g, state or (k[:, :0], v[:, :0]), scale, dtype, C)[0],),
-                (),
+            one = (
+                lambda q, k, v, g: (  # noqa: E731
+                    (attend(q, k, v, g, state or (k[:, :0], v[:, :0]), scale, dtype, C)[0],),
+                    (),
+                )
             )
             ends = None if cu_seqlens is None else cu_seqlens.tolist()
             (o,), _ = per_sequence(one, ends, x, {})
@@ -174,6 +176,14 @@ MECHANISMS = {
         two_level,
         (linear_attention.recurrent, linear_attention.parallel),
     ),
-    "simple_gla": Mechanism(simple_gla.recurrent, simple_gla.chunkwise, two_level, (simple_gla.recurrent, simple_gla.chunkwise), gate="B T H"),
-    "gla": Mechanism(gla.recurrent, gla.chunkwise, two_level, (gla.recurrent, gla.parallel_log), gate="B T H K"),
+    "simple_gla": Mechanism(
+        simple_gla.recurrent,
+        simple_gla.chunkwise,
+        two_level,
+        (simple_gla.recurrent, simple_gla.chunkwise),
+        gate="B T H",
+    ),
+    "gla": Mechanism(
+        gla.recurrent, gla.chunkwise, two_level, (gla.recurrent, gla.parallel_log), gate="B T H K"
+    ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -49,7 +50,9 @@ def locate(p: Problem, name: str, x: Tensor) -> tuple[dict[str, int], str]:
         where, line = {"sequence": n, "head": h, "row": i, "column": j}, excess.amax((0, 1, 3))
     width = -(-len(line) // 60)
     levels = [max(0.0, part.max().item()) for part in line.split(width)]
-    shade = [0 if y <= 1 else 9 if y == math.inf else min(9, 1 + int(math.log10(y) * 2)) for y in levels]
+    shade = [
+        0 if y <= 1 else 9 if y == math.inf else min(9, 1 + int(math.log10(y) * 2)) for y in levels
+    ]
     return where, "".join(SHADES[i] for i in shade)
 
 
@@ -117,7 +120,12 @@ class Report:
         verdict = "right" if self.ok else "WRONG" if self.failures else "NOTHING COVERED"
         s = self.settings
         head = f"{s['mechanism']} on {s['device']} in {s['dtype']}, {s['level']}, seed {s['seed']}: {verdict}"
-        lines = [head, "", f"{'quantity':10}{'cases':>6}{'failed':>8}{'error':>10}{'budget':>10}  worst case"]
+        lines = [head]
+        if any(r.error is not None for r in self.rows):
+            lines += [
+                "",
+                f"{'quantity':10}{'cases':>6}{'failed':>8}{'error':>10}{'budget':>10}  worst case",
+            ]
         for name in dict.fromkeys(r.quantity for r in self.rows if r.error is not None):
             rows = [r for r in self.rows if r.quantity == name and r.error is not None]
             worst = max(rows, key=lambda r: r.ratio)
@@ -125,23 +133,40 @@ class Report:
             lines.append(
                 f"{name:10}{len(rows):6}{failed:8}{worst.error:10.1e}{worst.budget:10.1e}  {worst.case[:34]}"
             )
-        other = [r for r in self.failures if r.error is None]
-        for row in other[:8]:
-            lines += ["", f"{row.kind}: {row.quantity}, case {row.case}", f"    {row.message[:300]}"]
-        if len(other) > 8:
-            lines += ["", f"and {len(other) - 8} more like these"]
-        for row in [r for r in self.failures if r.where][:3]:
+        calls: dict[tuple, list[Row]] = {}
+        for row in self.failures:
+            if row.error is None:
+                calls.setdefault((row.kind, row.message), []).append(row)
+        for (kind, message), rows in calls.items():
+            found = ", ".join(dict.fromkeys(r.quantity for r in rows))
+            n = len({r.case for r in rows})
+            lines += ["", f"{kind}: {found} ({n} cases, first {rows[0].case})"]
+            lines += textwrap.wrap(
+                message[:400], 76, initial_indent="    ", subsequent_indent="    "
+            )
+        first = {r.quantity: r for r in reversed(self.failures) if r.where and r.case != "length 1"}
+        first = first or {r.quantity: r for r in reversed(self.failures) if r.where}
+        for row in sorted(first.values(), key=self.rows.index)[:3]:
             where = ", ".join(f"{n} {i}" for n, i in row.where.items())
             along = "time" if row.quantity in TOKENS else "rows"
-            lines += ["", f"first wrong {row.quantity} of case {row.case}:", f"    {where}", f"    {along} |{row.map}|"]
+            lines += [
+                "",
+                f"first wrong {row.quantity} of case {row.case}:",
+                f"    {where}",
+                f"    {along} |{row.map}|",
+            ]
         if self.diagnosis:
-            lines += ["", "It behaves as if:" if len(self.diagnosis) == 1 else "It behaves as one of:"]
+            lines += [
+                "",
+                "It behaves as if:" if len(self.diagnosis) == 1 else "It behaves as one of:",
+            ]
             for match in self.diagnosis:
                 lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
-        elif self.failures:
+        elif first:
             lines += ["", "No named mistake explains all of it."]
         if self.not_covered:
-            lines += ["", "Not covered: " + "; ".join(f"{n} ({i})" for n, i in self.not_covered.items())]
+            left = "; ".join(f"{n} ({i})" for n, i in self.not_covered.items())
+            lines += ["", *textwrap.wrap(f"Not covered (cases): {left}", 80)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ._budgets import Problem, evaluate
+from ._cases import convert
 from ._mechanisms import Mechanism
-
-LN2 = math.log(2)
 
 
 class Finding(Exception):
@@ -37,7 +36,11 @@ class Convention:
     gate: str = "log"
 
     def __post_init__(self):
-        known = {"layout": ("bthd", "bhtd"), "state": ("kv", "vk"), "gate": ("log", "log2", "alpha")}
+        known = {
+            "layout": ("bthd", "bhtd"),
+            "state": ("kv", "vk"),
+            "gate": ("log", "log2", "alpha"),
+        }
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: expected one of {values}, got {getattr(self, name)!r}")
@@ -50,8 +53,8 @@ class Convention:
             return self.tokens(x)
         return x if self.state == "kv" else x.mT
 
-    def gates(self, g: Tensor) -> Tensor:
-        return {"log": lambda g: g, "log2": lambda g: g / LN2, "alpha": torch.exp}[self.gate](g)
+    def gates(self, g: Tensor, dtype: torch.dtype) -> Tensor:
+        return convert(g, self.gate).to(dtype)
 
 
 def accepted(fn: Callable) -> set[str]:
@@ -66,7 +69,7 @@ def accepted(fn: Callable) -> set[str]:
     return options & {p.name for p in parameters}
 
 
-def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str], dtypes: dict) -> Callable:
+def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str]) -> Callable:
     """`fn` under the contract: called in its own convention, its results checked and turned back."""
 
     def checked(name, x, shape, dtypes, device):
@@ -83,12 +86,14 @@ def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str], dtype
     def call(*tokens, scale, initial_state, cu_seqlens):
         q, k, v, *g = tokens
         own = [how.tokens(x).contiguous() if how.layout == "bhtd" else x for x in (q, k, v)]
-        own += [how.tokens(how.gates(x)) for x in g]
+        own += [how.tokens(how.gates(x, v.dtype)) for x in g]
         named = {"scale": scale, "cu_seqlens": cu_seqlens, "output_final_state": True}
         if isinstance(initial_state, tuple):
             named["initial_state"] = tuple(how.states(x, kind) for x in initial_state)
         else:
-            named["initial_state"] = initial_state if initial_state is None else how.states(initial_state, kind)
+            named["initial_state"] = (
+                initial_state if initial_state is None else how.states(initial_state, kind)
+            )
         result = fn(*own, **{n: x for n, x in named.items() if n in takes})
         if result is None:
             raise Finding("none", "the function returned None")
@@ -102,9 +107,20 @@ def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str], dtype
         if state is None:
             return o, None
         if kind.cache:
-            caches = zip(kind.states.values(), state, (k, v), initial_state or (k[:, :0], v[:, :0]), strict=True)
+            caches = zip(
+                kind.states.values(),
+                state,
+                (k, v),
+                initial_state or (k[:, :0], v[:, :0]),
+                strict=True,
+            )
             state = tuple(
-                how.states(checked(n, y, how.states(torch.cat([p, x], 1), kind).shape, [x.dtype], x.device), kind)
+                how.states(
+                    checked(
+                        n, y, how.states(torch.cat([p, x], 1), kind).shape, [x.dtype], x.device
+                    ),
+                    kind,
+                )
                 for n, y, x, p in caches
             )
             return o, state
@@ -119,12 +135,18 @@ def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str], dtype
 @contextlib.contextmanager
 def poisoned(device: str):
     """Uninitialised memory holds NaN: through PyTorch's own switch, and on a GPU in freed blocks too."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
         if torch.device(device).type == "cuda":
-            blocks = [torch.full((n,), math.nan, device=device) for n in (1 << 10, 1 << 16, 1 << 22, 1 << 26)]
+            blocks = [
+                torch.full((n,), math.nan, device=device)
+                for n in (1 << 10, 1 << 16, 1 << 22, 1 << 26)
+            ]
             del blocks
         try:
             yield
@@ -135,7 +157,12 @@ def poisoned(device: str):
 def placed(x: Tensor, strides: str) -> Tensor:
     """The same values at other addresses: rows apart (NaN between them), or one element off a 16-byte boundary."""
     if strides == "strided":
-        room = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan).transpose(0, 1).contiguous().transpose(0, 1)
+        room = (
+            x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan)
+            .transpose(0, 1)
+            .contiguous()
+            .transpose(0, 1)
+        )
         view = room[..., : x.shape[-1]]
     elif strides == "misaligned":
         view = x.new_full((x.numel() + 1,), math.nan)[1:].view(x.shape)
@@ -166,17 +193,21 @@ def within(seconds: float, work: Callable, *args):
     return result
 
 
-def observe(fn: Callable, kind: Mechanism, how: Convention, takes: set[str], p: Problem, seconds: float) -> tuple:
+def observe(
+    fn: Callable, kind: Mechanism, how: Convention, takes: set[str], p: Problem, seconds: float
+) -> tuple:
     """({quantity: what the kernel made of it or None}, [Finding, ...]) of one case, run twice."""
     device = p.inputs["q"].device
     names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
     x = {n: y.to(p.dtypes.get(f"d{n}", p.dtypes["o"])) for n, y in p.inputs.items()}
+    if "g" in x and how.gate != "log":  # kept finer until the kernel's own convention is made of it
+        x["g"] = p.inputs["g"].float()
     x = {n: placed(y, p.case.strides) if n in names else y for n, y in x.items()}
     for n in ("d S", "S0"):
         if n in x:
             x[n] = p.inputs[n].float()
     before = {n: x[n].clone() for n in names}
-    call, findings, runs = adapt(fn, kind, how, takes, p.dtypes), [], []
+    call, findings, runs = adapt(fn, kind, how, takes), [], []
 
     def work():
         with poisoned(str(device)):
@@ -197,8 +228,10 @@ def observe(fn: Callable, kind: Mechanism, how: Convention, takes: set[str], p: 
     for n in names:
         if not torch.equal(x[n], before[n]):
             findings.append(Finding("modified", "the kernel wrote into its input", n))
-    for n, y in runs[0].items():
-        if y is not None and not torch.equal(y.nan_to_num(nan=1e30), runs[1][n].nan_to_num(nan=1e30)):
+    for n, y in () if findings else runs[0].items():
+        if y is not None and not torch.equal(
+            y.nan_to_num(nan=1e30), runs[1][n].nan_to_num(nan=1e30)
+        ):
             findings.append(Finding("differs", "two runs on the same inputs differ", n))
     if runs[0]["dq"] is None and any(y is not None for n, y in runs[0].items() if n[0] == "d"):
         findings.append(Finding("gradient", "no gradient reaches q", "dq"))

@@ -73,7 +73,11 @@ class Mistake:
 LINEAR = ("linear_attention", "simple_gla", "gla")
 GATED = ("simple_gla", "gla")
 DECAY, READ, WRITE = "S_t = exp(g_t) S_{t-1} + ...", "o_t = scale q_t S_t", "S_t = ... + k_t^T v_t"
-CARRY, GRADIENT, PACK = "S_[n+1] from S_[n]: chunk to chunk", "the backward pass", "S_0 of each sequence"
+CARRY, GRADIENT, PACK = (
+    "S_[n+1] from S_[n]: chunk to chunk",
+    "the backward pass",
+    "S_0 of each sequence",
+)
 MISTAKES: list[Mistake] = []
 
 
@@ -126,22 +130,47 @@ def read(q: Tensor, S: Tensor) -> Tensor:
 
 
 # -- gates -------------------------------------------------------------------------------------
-simple("gate applied after the update instead of before", DECAY, lambda c: {"k": c.k * c.g.exp()}, GATED)
+simple(
+    "gate applied after the update instead of before",
+    DECAY,
+    lambda c: {"k": c.k * c.g.exp()},
+    GATED,
+)
 simple("gate forgotten", DECAY, lambda c: {"g": 0 * c.g.clamp_min(-1)}, GATED)
 simple("gate of the previous token", DECAY, lambda c: {"g": later(c.g)}, GATED)
 simple(
-    "gate of the next token", DECAY, lambda c: {"g": torch.cat([c.g[:, 1:], torch.zeros_like(c.g[:, :1])], 1)}, GATED
+    "gate of the next token",
+    DECAY,
+    lambda c: {"g": torch.cat([c.g[:, 1:], torch.zeros_like(c.g[:, :1])], 1)},
+    GATED,
 )
 simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, GATED)
 simple("factor 1 / ln 2 applied twice", DECAY, lambda c: {"g": c.g / log(2)}, GATED)
 simple("every decay applied twice", DECAY, lambda c: {"g": 2 * c.g}, GATED)
-simple("gate of head 0 shared by all heads", DECAY, lambda c: {"g": c.g[:, :, :1].expand_as(c.g)}, GATED)
+simple(
+    "gate of head 0 shared by all heads",
+    DECAY,
+    lambda c: {"g": c.g[:, :, :1].expand_as(c.g)},
+    GATED,
+)
 simple("gate of batch 0 for every batch", DECAY, lambda c: {"g": c.g[:1].expand_as(c.g)}, GATED)
-simple("one gate a head: channel 0 for all channels", DECAY, lambda c: {"g": c.g[..., :1].expand_as(c.g)}, ("gla",))
-simple("gate averaged over channels", DECAY, lambda c: {"g": c.g.mean(-1, keepdim=True).expand_as(c.g)}, ("gla",))
+simple(
+    "one gate a head: channel 0 for all channels",
+    DECAY,
+    lambda c: {"g": c.g[..., :1].expand_as(c.g)},
+    ("gla",),
+)
+simple(
+    "gate averaged over channels",
+    DECAY,
+    lambda c: {"g": c.g.mean(-1, keepdim=True).expand_as(c.g)},
+    ("gla",),
+)
 simple("channels of the gate in reverse order", DECAY, lambda c: {"g": c.g.flip(-1)}, ("gla",))
 simple("strong gates cut off at -5", DECAY, lambda c: {"g": c.g.clamp_min(-5)}, GATED)
-simple("gate -inf taken as no gate", DECAY, lambda c: {"g": c.g.masked_fill(c.g.isneginf(), 0)}, GATED)
+simple(
+    "gate -inf taken as no gate", DECAY, lambda c: {"g": c.g.masked_fill(c.g.isneginf(), 0)}, GATED
+)
 
 
 @mistake("running sum of gates in bfloat16", DECAY, GATED)
@@ -188,7 +217,11 @@ def _(c):
 simple("scale forgotten", READ, lambda c: {"scale": 1.0})
 simple("scale applied twice", READ, lambda c: {"scale": c.s * c.s})
 simple("scale given by the caller ignored", READ, lambda c: {"scale": None})
-simple("scale from V instead of K", READ, lambda c: {"scale": c.v.shape[-1] ** -0.5 if c.scale is None else c.scale})
+simple(
+    "scale from V instead of K",
+    READ,
+    lambda c: {"scale": c.v.shape[-1] ** -0.5 if c.scale is None else c.scale},
+)
 simple("scale on k: the state carries it", READ, lambda c: {"k": c.s * c.k, "scale": 1.0})
 
 
@@ -222,7 +255,9 @@ def _(c):
     first, S = c.cut(0, C).run()
     if c.q.shape[1] <= C:
         return first, S
-    rest, S = c.cut(C, None, S=torch.zeros_like(c.S)).chunks(lambda c, o, S: c.run(S=torch.zeros_like(c.S)))
+    rest, S = c.cut(C, None, S=torch.zeros_like(c.S)).chunks(
+        lambda c, o, S: c.run(S=torch.zeros_like(c.S))
+    )
     return torch.cat([first, rest], 1), S
 
 
@@ -240,20 +275,33 @@ def inter(name: str, wrong: Callable[[Call], Tensor]) -> None:
 
 
 carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S, GATED)
-carry("state decayed twice from chunk to chunk", lambda c, S: S + decay(c.g) * (decay(c.g) - 1) * c.S, GATED)
+carry(
+    "state decayed twice from chunk to chunk",
+    lambda c, S: S + decay(c.g) * (decay(c.g) - 1) * c.S,
+    GATED,
+)
 carry("last token of a chunk lost from the state", lambda c, S: S - write(c.k[:, -1:], c.v[:, -1:]))
 carry(
     "first token of a chunk lost from the state",
     lambda c, S: S - decay(c.g[:, 1:]) * write(c.k[:, :1], c.v[:, :1]),
 )
-carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.v), GATED)
+carry(
+    "writes not decayed to the end of their chunk",
+    lambda c, S: decay(c.g) * c.S + write(c.k, c.v),
+    GATED,
+)
 carry(
     "writes decayed by an inclusive sum: once too often",
     lambda c, S: c.run(k=c.k * c.g.exp())[1],
     GATED,
 )
-carry("state kept in bfloat16 between chunks", lambda c, S: S + (S.to(torch.bfloat16).to(S.dtype) - S).detach())
-inter("exclusive instead of inclusive sum of gates in the read", lambda c: later(c.g).cumsum(1).exp())
+carry(
+    "state kept in bfloat16 between chunks",
+    lambda c, S: S + (S.to(torch.bfloat16).to(S.dtype) - S).detach(),
+)
+inter(
+    "exclusive instead of inclusive sum of gates in the read", lambda c: later(c.g).cumsum(1).exp()
+)
 inter("state read without its decay", lambda c: torch.ones_like(c.g))
 carry("gradient stops at chunk boundaries", lambda c, S: S.detach() if c.q.shape[1] == C else S)
 
@@ -283,7 +331,11 @@ def _(c):
 
 # -- states ------------------------------------------------------------------------------------
 simple("initial state ignored", PACK, lambda c: {"S": torch.zeros_like(c.S)})
-simple("initial state read as V x K", PACK, lambda c: {"S": c.S.reshape(*c.S.shape[:2], *c.S.shape[:1:-1]).mT})
+simple(
+    "initial state read as V x K",
+    PACK,
+    lambda c: {"S": c.S.reshape(*c.S.shape[:2], *c.S.shape[:1:-1]).mT},
+)
 
 
 @mistake("initial state read but not carried to the end", PACK)
@@ -336,7 +388,9 @@ def _(c):
     return c.run(S=c.S.detach())[0], c.run()[1]
 
 
-def gradient(name: str, tensor: str, change: Callable[[Tensor, Call], Tensor], mechanisms=LINEAR) -> None:
+def gradient(
+    name: str, tensor: str, change: Callable[[Tensor, Call], Tensor], mechanisms=LINEAR
+) -> None:
     mistake(name, GRADIENT, mechanisms)(
         lambda c: c.run(**{tensor: backward(getattr(c, tensor), lambda d: change(d, c))})
     )
@@ -412,7 +466,11 @@ class Contiguous(torch.autograd.Function):
     def forward(ctx, x):
         if x.is_contiguous():
             return x.clone()
-        return x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset()).nan_to_num().clone()
+        return (
+            x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset())
+            .nan_to_num()
+            .clone()
+        )
 
     @staticmethod
     def backward(ctx, d):
