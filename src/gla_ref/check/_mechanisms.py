@@ -137,19 +137,15 @@ class Mechanism:
         g = g[0] if g else torch.zeros_like(q)
         x = {"q": q, "k": k, "v": v, "g": g if g.ndim == 4 else g[..., None].expand_as(q)}
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if self.cache:
-            empty = (k[:, :0], v[:, :0])
-            state = initial_state
-            one = (
-                lambda q, k, v, g: (  # noqa: E731
-                    (attend(q, k, v, g, state or (k[:, :0], v[:, :0]), scale, dtype, C)[0],),
-                    (),
-                )
-            )
-            ends = None if cu_seqlens is None else cu_seqlens.tolist()
-            (o,), _ = per_sequence(one, ends, x, {})
-            return o, tuple(torch.cat(p, 1) for p in zip(state or empty, (k, v), strict=True))
         ends = None if cu_seqlens is None else cu_seqlens.tolist()
+        if self.cache:
+            cache = initial_state or (k[:, :0], v[:, :0])
+
+            def attended(**x):
+                return (attend(*x.values(), cache, scale, dtype, C)[0],), ()
+
+            (o,), _ = per_sequence(attended, ends, x, {})
+            return o, tuple(torch.cat(pair, 1) for pair in zip(cache, (k, v), strict=True))
         N = q.shape[0] if ends is None else len(ends) - 1
         S = q.new_zeros(N, q.shape[2], q.shape[3], v.shape[3])
         S = S if initial_state is None else initial_state

@@ -1,4 +1,4 @@
-"""Calling a stranger's kernel: its conventions, its time limit, and what can be wrong before any number is (chapter 9)."""
+"""Calling a stranger's kernel: its conventions, its time limit, and what may be wrong before any number is."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def within(seconds: float, work: Callable, *args):
     def target():
         try:
             box.append((work(*args), None))
-        except BaseException as reason:  # noqa: B036: a stranger's code may raise anything, SystemExit too
+        except BaseException as reason:  # a stranger's code may raise anything, SystemExit too
             box.append((None, reason))
 
     thread = threading.Thread(target=target, daemon=True)
@@ -221,7 +221,7 @@ def observe(
             runs.append(within(seconds, work))
         except Finding as finding:
             return {}, [finding]
-        except BaseException as reason:  # noqa: B036
+        except BaseException as reason:
             where = traceback.extract_tb(reason.__traceback__)[-1]
             message = f"{type(reason).__name__}: {reason} ({where.name}, line {where.lineno})"
             return {}, [Finding("raises", message)]
