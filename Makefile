@@ -24,6 +24,9 @@ test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 u
 	$(PYTHON) -m pytest tests/test_kernels*.py -m gpu -n auto --maxprocesses 14 --gpu-summary benchmarks/results/test-gpu.json
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
+mutants: $(VENV) ## hold the check kit against every named mistake: how many are caught, how many named
+	$(PYTHON) tools/mutants.py
+
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
 	$(PY) benchmarks/run.py $(SUITE)
 
@@ -47,5 +50,5 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-gpu bench notebooks serve lint clean
+.PHONY: help book test test-gpu mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help

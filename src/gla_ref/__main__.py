@@ -1,12 +1,16 @@
-"""`python -m gla_ref`: run the four kernels of the original GLA on random input and check them (chapter 10).
+"""`python -m gla_ref`: run the four kernels of the original GLA, or check a kernel of your own (chapter 10).
 
-Without a GPU Triton interprets them on the CPU. Exit status: 0 right, 1 wrong, 2 cannot run as asked.
+`run` takes random input and checks every step; without a GPU Triton interprets them on the CPU.
+`check gla my_module:my_fn` says whether a function is right, and if not, where and why.
+Exit status: 0 right, 1 wrong, 2 cannot run as asked.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
+import json
 import math
 import os
 import sys
@@ -112,6 +116,83 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def load(name: str):
+    """The function that `module:function` names; modules of the current folder count."""
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"kernel: expected MODULE:FUNCTION, got {name}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as reason:
+        raise ValueError(f"kernel: cannot load {name}: {reason}") from reason
+
+
+def check_kernel(args: argparse.Namespace) -> int:
+    """The report of :func:`gla_ref.check.kernel`, printed."""
+    from . import check
+
+    def progress(done: int, total: int, name: str):
+        if sys.stderr.isatty():
+            bar = ("#" * (30 * done // total)).ljust(30)
+            print(f"\r[{bar}] {done}/{total} {name[:34]:34}", end="", file=sys.stderr)
+            print(end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected a GPU for {args.device}, found none")
+    options = {n: getattr(args, n) for n in ("device", "only", "seed", "layout", "state", "gate")}
+    report = check.kernel(
+        args.mechanism,
+        load(args.kernel),
+        dtype=DTYPES[args.dtype],
+        level=args.level,
+        time_limit=args.time_limit,
+        progress=progress,
+        **options,
+    )
+    print(report)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(report.to_json(), file, indent=1)
+    if not report.ok and not report.failures:
+        return 2
+    return 0 if report.ok else 1
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_check(commands) -> None:
+    it = commands.add_parser("check", help="is MODULE:FUNCTION right, and if not, where and why?")
+    it.set_defaults(function=check_kernel)
+    it.add_argument(
+        "mechanism", choices=("softmax_attention", "linear_attention", "simple_gla", "gla")
+    )
+    it.add_argument("kernel", metavar="MODULE:FUNCTION")
+    it.add_argument("--device", default="cpu", help="default %(default)s")
+    it.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="of q, k, v, g; default %(default)s"
+    )
+    level = it.add_mutually_exclusive_group()
+    level.add_argument(
+        "--quick", dest="level", action="store_const", const="quick", help="the default"
+    )
+    level.add_argument(
+        "--full", dest="level", action="store_const", const="full", help="up to T = 8192"
+    )
+    it.set_defaults(level="quick")
+    it.add_argument("--only", metavar="PATTERN", help='cases of such names only: --only "gate*"')
+    it.add_argument("--seed", type=int, default=0, help="of the random inputs, default %(default)s")
+    it.add_argument("--layout", choices=("bthd", "bhtd"), default="bthd", help="of token tensors")
+    it.add_argument("--state", choices=("kv", "vk"), default="kv", help="the state's last axes")
+    it.add_argument("--gate", choices=("log", "log2", "alpha"), default="log", help="what g holds")
+    it.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="S", help="seconds a call may take"
+    )
+    it.add_argument("--json", metavar="FILE", help="write the report there, too")
+
+
 def size(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
@@ -137,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         "--gate", type=log_gate, metavar="G", help="this log gate everywhere: --gate=-20"
     )
     it.add_argument("--seed", type=int, default=0, help="of the random input, default %(default)s")
+    add_check(commands)
     args = parser.parse_args((sys.argv[1:] if argv is None else argv) or ["run"])
     try:
         with np.errstate(

@@ -1,0 +1,151 @@
+"""How wrong a right kernel may be, computed for every case and quantity from emulated runs (chapters 6 and 9)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._cases import SUB, C, Case, inputs, representable
+from ._mechanisms import MECHANISMS, Mechanism
+
+TOKENS = ("o", "dq", "dk", "dv", "dg")  # quantities with a time axis
+
+
+def evaluate(fn: Callable, kind: Mechanism, x: dict, case: Case) -> dict[str, Tensor | None]:
+    """o, final states and every gradient of one call; None for what the function does not give."""
+    names = [*kind.tokens, *kind.states]
+    leaves = {n: x[n].detach().requires_grad_() for n in names if n in x}
+    given = [leaves[n] for n in kind.states if n in leaves]
+    cu = None
+    if case.ends is not None:
+        cu = torch.tensor(case.ends, dtype=torch.int32, device=x["q"].device)
+    o, state = fn(
+        *(leaves[n] for n in kind.tokens),
+        scale=case.scale,
+        initial_state=None if not given else tuple(given) if kind.cache else given[0],
+        cu_seqlens=cu,
+    )
+    states = (None,) * len(kind.states) if state is None else state if kind.cache else (state,)
+    found = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
+    pulled = {n: y for n, y in found.items() if y is not None and y.requires_grad}
+    grads = (None,) * len(leaves)
+    if "o" in pulled:
+        cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
+        grads = torch.autograd.grad(
+            list(pulled.values()), list(leaves.values()), cotangents, allow_unused=True
+        )
+    found |= {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
+    return {n: y if y is None else y.detach() for n, y in found.items()}
+
+
+def octaves(name: str, x: Tensor) -> Iterator[tuple]:
+    """Indices of [0, 64), [64, 128), [128, 256) ... along time: an error among late tokens shows in its own."""
+    if name not in TOKENS:
+        yield (slice(None),)
+        return
+    a, b = 0, C
+    while a < x.shape[1]:
+        yield slice(None), slice(a, b)
+        a, b = b, 2 * b
+
+
+def unit(exact: Tensor) -> float:
+    """What errors are divided by: rms(x*); 1 (an absolute error) where x* is, or cancels to, nearly 0."""
+    rms = exact.square().mean().sqrt().item() if exact.numel() else 1.0
+    return rms if rms > 1e-3 else 1.0
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """max|x - x*| / rms(x*), infinite where x is not finite."""
+    if not torch.isfinite(x).all():
+        return float("inf")
+    return (x.double() - exact).abs().max().item() / unit(exact) if exact.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with its inputs, the exact quantities and, for each octave, the error allowed."""
+
+    case: Case
+    inputs: dict[str, Tensor]
+    exact: dict[str, Tensor]
+    dtypes: dict[str, torch.dtype]
+    budgets: dict[str, list[float]]
+
+    def judge(self, name: str, x: Tensor, against: Tensor | None = None) -> tuple[float, float]:
+        """(error, budget) of a quantity's worst octave."""
+        exact = self.exact[name]
+        against = exact if against is None else against
+        rows = zip(octaves(name, exact), self.budgets[name], strict=True)
+        pairs = []
+        for s, budget in rows:
+            found = error(x[s], against[s]) * unit(against[s]) / unit(exact[s])
+            pairs.append((found, budget))
+        return max(pairs, key=lambda p: p[0] / p[1])
+
+    def band(self, name: str) -> Tensor:
+        """The largest deviation allowed, for every element."""
+        exact = self.exact[name]
+        band = torch.zeros_like(exact)
+        for s, budget in zip(octaves(name, exact), self.budgets[name], strict=True):
+            band[s] = budget * unit(exact[s])
+        return band
+
+
+def gate_floor(x: dict, exact: dict, dtype: torch.dtype) -> Tensor:
+    """Rounding of d log alpha: a chunk's reverse sum of q dq - k dk, whose terms' roundings are independent."""
+    terms = (x["q"] * exact["dq"]).square() + (x["k"] * exact["dk"]).square()
+    terms = terms if exact["dg"].ndim == 4 else terms.sum(-1)
+    later = torch.cat([n.flip(1).cumsum(1).flip(1) for n in terms.split(C, 1)], 1)
+    return torch.finfo(dtype).eps / 2 * later.sqrt()
+
+
+@functools.lru_cache(maxsize=400)
+def problem(
+    mechanism: str, case: Case, dtype: torch.dtype, seed: int, device: str, form: str = "log"
+) -> Problem:
+    """2 x the worst error of emulated runs + 4 eps, the second and third on inputs shaken by one percent.
+
+    The worst element of one run is one rounding's luck. Chunks of different lengths round
+    differently, so the runs differ in that too.
+    """
+    kind, rng = MECHANISMS[mechanism], torch.Generator().manual_seed(seed)
+    first = {n: y.to(device) for n, y in inputs(mechanism, case, dtype, seed, form).items()}
+    wide = {"S", "S0", "d S", "dS0"}  # states are float32
+    budgets: dict[str, list[float]] = {}
+    for run, chunk in enumerate((SUB, C, SUB)):
+        x = first
+        if run:
+            shake = {
+                n: 1 + 0.01 * torch.rand(y.shape, generator=rng).to(device) for n, y in x.items()
+            }
+            x = {
+                n: (y * shake[n]).to(torch.float32 if n in wide else dtype).double()
+                for n, y in x.items()
+            }
+            x |= {"g": representable(x["g"], form, dtype)} if kind.gate else {}
+        exact = evaluate(kind.fast if run else kind.oracle, kind, x, case)
+
+        def low(*tokens, chunk=chunk, **named):
+            return kind.emulate(*tokens, **named, dtype=dtype, C=chunk)
+
+        forms = [low] if dtype != torch.float32 else [low, *kind.single]
+        single = {n: y.float() for n, y in x.items()}
+        emulated = [evaluate(form, kind, single, case) for form in forms]
+        if run == 0:
+            right = exact
+            dtypes = {n: torch.float32 if n in wide else dtype for n in exact}
+            floor = gate_floor(x, exact, dtype) if kind.gate else None
+        for n, y in exact.items():
+            for made in (e[n].to(dtypes[n]) for e in emulated):
+                eps = torch.finfo(dtypes[n]).eps
+                found = [2 * error(made[s], y[s]) + 4 * eps for s in octaves(n, y)]
+                budgets[n] = [max(p) for p in zip(found, budgets.get(n, found), strict=True)]
+    if floor is not None:
+        rows = zip(octaves("dg", floor), budgets["dg"], strict=True)
+        budgets["dg"] = [b + 2 * floor[s].max().item() / unit(right["dg"][s]) for s, b in rows]
+    return Problem(case, first, right, dtypes, budgets)

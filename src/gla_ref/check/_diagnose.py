@@ -1,0 +1,87 @@
+"""Why a kernel is wrong: its outputs held against those of every named mistake; tensors only (chapter 9)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ._budgets import Problem, evaluate
+from ._mechanisms import MECHANISMS
+from ._runner import placed
+from .mistakes import MISTAKES, Mistake, apply
+
+CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
+SHARE = (
+    0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
+)
+
+
+@functools.lru_cache(maxsize=4000)
+def variant(mechanism: str, m: Mistake, p: _Key) -> dict[str, Tensor] | None:
+    """What the mistake makes of a problem in float64; None where it has no result (as on empty chunks)."""
+    kind, x = MECHANISMS[mechanism], p.problem.inputs
+    names = [n for n in (*kind.tokens, *kind.states) if n in x]
+    x = {n: placed(y, p.problem.case.strides) if n in names else y for n, y in x.items()}
+    try:
+        return evaluate(apply(mechanism, m), kind, x, p.problem.case)
+    except (RuntimeError, IndexError):
+        return None
+
+
+class _Key:
+    """A problem as a key of the cache: problems are cached themselves, and so compared by identity."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+
+    def __hash__(self):
+        return id(self.problem)
+
+    def __eq__(self, other):
+        return self.problem is other.problem
+
+
+def distance(p: Problem, name: str, x: Tensor, wrong: Tensor) -> float:
+    """How far x is from the mistake's quantity: at most 1 is a match."""
+    exact, same = p.exact[name], torch.isfinite(wrong)
+    if not torch.equal(torch.isfinite(x), same):
+        return float("inf")
+    x, wrong, exact = (torch.where(same, y.double(), 0) for y in (x, wrong, exact))
+    found, budget = p.judge(name, x, wrong)
+    if found <= CLOSE * budget:
+        return found / budget / CLOSE
+    left, whole = ((x - y).square().mean().sqrt().item() for y in (wrong, exact))
+    return left / whole / SHARE if whole else float("inf")
+
+
+def differs(p: Problem, name: str, x: Tensor) -> bool:
+    found, budget = p.judge(name, x)
+    return not found <= budget
+
+
+def diagnose(mechanism: str, seen: list[tuple[Problem, dict]]) -> list[tuple[Mistake, float]]:
+    """The mistakes that explain everything that was seen, best first; at most three.
+
+    `seen` holds problems and what the kernel made of them. Mistakes that cannot be told apart on
+    these problems all appear.
+    """
+    matches = []
+    for m in MISTAKES:
+        if mechanism not in m.mechanisms:
+            continue
+        worst, visible = 0.0, False
+        for p, found in seen:
+            wrong = variant(mechanism, m, _Key(p))
+            given = [n for n, x in found.items() if x is not None]
+            if wrong is None or any(wrong[n] is None for n in given):
+                worst = float("inf")
+                break
+            worst = max([worst, *(distance(p, n, found[n], wrong[n]) for n in given)])
+            if worst > 1:
+                break
+            visible = visible or any(differs(p, n, wrong[n]) for n in given)
+        if worst <= 1 and visible:
+            matches.append((m, worst))
+    return sorted(matches, key=lambda match: match[1])[:3]

@@ -1,0 +1,238 @@
+"""Calling a stranger's kernel: its conventions, its time limit, and what may be wrong before any number is."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._budgets import Problem, evaluate
+from ._cases import convert
+from ._mechanisms import Mechanism
+
+
+class Finding(Exception):
+    """Something wrong with the call itself; `kind` is one word for it, `quantity` what it is about."""
+
+    def __init__(self, kind: str, message: str, quantity: str = "call"):
+        super().__init__(message)
+        self.kind, self.quantity = kind, quantity
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a kernel wants its arguments; results and gradients are turned back to the book's convention."""
+
+    layout: str = "bthd"
+    state: str = "kv"
+    gate: str = "log"
+
+    def __post_init__(self):
+        known = {
+            "layout": ("bthd", "bhtd"),
+            "state": ("kv", "vk"),
+            "gate": ("log", "log2", "alpha"),
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: expected one of {values}, got {getattr(self, name)!r}")
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return x if self.layout == "bthd" else x.transpose(1, 2)
+
+    def states(self, x: Tensor, kind: Mechanism) -> Tensor:
+        if kind.cache:
+            return self.tokens(x)
+        return x if self.state == "kv" else x.mT
+
+    def gates(self, g: Tensor, dtype: torch.dtype) -> Tensor:
+        return convert(g, self.gate).to(dtype)
+
+
+def accepted(fn: Callable) -> set[str]:
+    """Which of the contract's options a function takes."""
+    options = {"scale", "initial_state", "cu_seqlens", "output_final_state"}
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # no signature to be had: the contract's own
+        return options - {"output_final_state"}
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return options - {"output_final_state"} | options & {p.name for p in parameters}
+    return options & {p.name for p in parameters}
+
+
+def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str]) -> Callable:
+    """`fn` under the contract: called in its own convention, its results checked and turned back."""
+
+    def checked(name, x, shape, dtypes, device):
+        if not isinstance(x, Tensor):
+            raise Finding("type", f"expected a tensor, got {type(x).__name__}", name)
+        if tuple(x.shape) != tuple(shape):
+            raise Finding("shape", f"expected {list(shape)}, got {list(x.shape)}", name)
+        if x.dtype not in dtypes:
+            raise Finding("dtype", f"expected {' or '.join(map(str, dtypes))}, got {x.dtype}", name)
+        if x.device != device:
+            raise Finding("device", f"expected {device}, got {x.device}", name)
+        return x
+
+    def call(*tokens, scale, initial_state, cu_seqlens):
+        q, k, v, *g = tokens
+        own = [how.tokens(x).contiguous() if how.layout == "bhtd" else x for x in (q, k, v)]
+        own += [how.tokens(how.gates(x, v.dtype)) for x in g]
+        named = {"scale": scale, "cu_seqlens": cu_seqlens, "output_final_state": True}
+        if isinstance(initial_state, tuple):
+            named["initial_state"] = tuple(how.states(x, kind) for x in initial_state)
+        else:
+            named["initial_state"] = (
+                initial_state if initial_state is None else how.states(initial_state, kind)
+            )
+        result = fn(*own, **{n: x for n, x in named.items() if n in takes})
+        if result is None:
+            raise Finding("none", "the function returned None")
+        if not isinstance(result, tuple | list):
+            result = (result, None)
+        if len(result) < 2:
+            raise Finding("type", f"expected (o, state), got {len(result)} values")
+        o, state = result[:2]
+        checked("o", o, how.tokens(v).shape, [v.dtype], v.device)
+        o = how.tokens(o)
+        if state is None:
+            return o, None
+        if kind.cache:
+            caches = zip(
+                kind.states.values(),
+                state,
+                (k, v),
+                initial_state or (k[:, :0], v[:, :0]),
+                strict=True,
+            )
+            state = tuple(
+                how.states(
+                    checked(
+                        n, y, how.states(torch.cat([p, x], 1), kind).shape, [x.dtype], x.device
+                    ),
+                    kind,
+                )
+                for n, y, x, p in caches
+            )
+            return o, state
+        N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        shape = (N, q.shape[2], q.shape[3], v.shape[3])
+        shape = shape if how.state == "kv" else (*shape[:2], *shape[:1:-1])
+        return o, how.states(checked("S", state, shape, [torch.float32], v.device), kind)
+
+    return call
+
+
+@contextlib.contextmanager
+def poisoned(device: str):
+    """Uninitialised memory holds NaN: through PyTorch's own switch, and on a GPU in freed blocks too."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        if torch.device(device).type == "cuda":
+            blocks = [
+                torch.full((n,), math.nan, device=device)
+                for n in (1 << 10, 1 << 16, 1 << 22, 1 << 26)
+            ]
+            del blocks
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def placed(x: Tensor, strides: str) -> Tensor:
+    """The same values at other addresses: rows apart (NaN between them), or one element off a 16-byte boundary."""
+    if strides == "strided":
+        room = (
+            x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan)
+            .transpose(0, 1)
+            .contiguous()
+            .transpose(0, 1)
+        )
+        view = room[..., : x.shape[-1]]
+    elif strides == "misaligned":
+        view = x.new_full((x.numel() + 1,), math.nan)[1:].view(x.shape)
+    else:
+        return x
+    view.copy_(x)
+    return view
+
+
+def within(seconds: float, work: Callable, *args):
+    """work(*args) in a thread that is left behind when its time is up."""
+    box: list = []
+
+    def target():
+        try:
+            box.append((work(*args), None))
+        except BaseException as reason:  # a stranger's code may raise anything, SystemExit too
+            box.append((None, reason))
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not box:
+        raise Finding("hangs", f"no result after {seconds:g} s")
+    result, reason = box[0]
+    if reason is not None:
+        raise reason
+    return result
+
+
+def observe(
+    fn: Callable, kind: Mechanism, how: Convention, takes: set[str], p: Problem, seconds: float
+) -> tuple:
+    """({quantity: what the kernel made of it or None}, [Finding, ...]) of one case, run twice."""
+    device = p.inputs["q"].device
+    names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
+    x = {n: y.to(p.dtypes.get(f"d{n}", p.dtypes["o"])) for n, y in p.inputs.items()}
+    if "g" in x and how.gate != "log":  # kept finer until the kernel's own convention is made of it
+        x["g"] = p.inputs["g"].float()
+    x = {n: placed(y, p.case.strides) if n in names else y for n, y in x.items()}
+    for n in ("d S", "S0"):
+        if n in x:
+            x[n] = p.inputs[n].float()
+    before = {n: x[n].clone() for n in names}
+    call, findings, runs = adapt(fn, kind, how, takes), [], []
+
+    def work():
+        with poisoned(str(device)):
+            found = evaluate(call, kind, x, p.case)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return found
+
+    for _ in range(2):
+        try:
+            runs.append(within(seconds, work))
+        except Finding as finding:
+            return {}, [finding]
+        except BaseException as reason:
+            where = traceback.extract_tb(reason.__traceback__)[-1]
+            message = f"{type(reason).__name__}: {reason} ({where.name}, line {where.lineno})"
+            return {}, [Finding("raises", message)]
+    for n in names:
+        if not torch.equal(x[n], before[n]):
+            findings.append(Finding("modified", "the kernel wrote into its input", n))
+    for n, y in () if findings else runs[0].items():
+        if y is not None and not torch.equal(
+            y.nan_to_num(nan=1e30), runs[1][n].nan_to_num(nan=1e30)
+        ):
+            findings.append(Finding("differs", "two runs on the same inputs differ", n))
+    if runs[0]["dq"] is None and any(y is not None for n, y in runs[0].items() if n[0] == "d"):
+        findings.append(Finding("gradient", "no gradient reaches q", "dq"))
+    return runs[0], findings

@@ -1,0 +1,278 @@
+"""The check kit: right forms pass, wrong ones are caught and named, and no kernel can break it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cases import BREAK, pairs
+
+from gla_ref import FORMS, check, gla
+from gla_ref.check import mistakes
+
+F32, BF16 = torch.float32, torch.bfloat16
+GATED = FORMS["gla"]["chunkwise"]
+
+
+@pytest.mark.parametrize("mechanism, form", pairs(*FORMS, without=BREAK))
+def test_right_forms_pass(mechanism, form):
+    check.kernel(mechanism, FORMS[mechanism][form]).raise_if_failed()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_right_forms_pass_on_other_seeds(seed):
+    check.kernel("gla", GATED, seed=seed).raise_if_failed()
+
+
+@pytest.mark.parametrize("mechanism", FORMS)
+def test_right_forms_pass_in_bfloat16(mechanism):
+    check.kernel(mechanism, FORMS[mechanism]["parallel_log" if mechanism == "gla" else "parallel"], dtype=BF16,
+                 only="[!g]*").raise_if_failed()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAK)
+def test_the_forms_that_break_are_told(name):
+    mechanism, form = name.split(".")
+    report = check.kernel(mechanism, FORMS[mechanism][form], only="[!s]*")
+    failed = {row.case for row in report.failures}
+    assert {"gate -20", "gate -inf", "gate many resets"} <= failed
+    assert not {"length 65", "packed", "gate zero"} & failed
+
+
+SOME = [m.name for m in mistakes.MISTAKES if "gla" in m.mechanisms][::9]  # `make mutants`: all
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_mistake_is_caught_and_named(name):
+    (m,) = (m for m in mistakes.MISTAKES if m.name == name)
+    report = check.kernel("gla", mistakes.apply("gla", m), seed=0)
+    assert report.failures and name in [match["mistake"] for match in report.diagnosis]
+
+
+def loop(update, read, scale=lambda s: s, unit=1.0):
+    """A recurrence that shares no code with the library of mistakes."""
+
+    def fn(q, k, v, g, *, initial_state=None):
+        B, T, H, K = q.shape
+        S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
+        o = []
+        for t in range(T):
+            a, kv = (unit * g[:, t, :, :, None]).exp(), k[:, t, :, :, None] * v[:, t, :, None, :]
+            old, S = S, update(S, a, kv)
+            o.append(scale(K**-0.5) * (q[:, t, :, :, None] * read(old, S, a, kv)).sum(-2))
+        return torch.stack(o, 1), S
+
+    return fn
+
+
+OWN = {
+    "gate applied after the update instead of before": loop(
+        lambda S, a, kv: a * (S + kv), lambda old, S, a, kv: S
+    ),
+    "mask strict instead of inclusive: a token does not see itself": loop(
+        lambda S, a, kv: a * S + kv, lambda old, S, a, kv: a * old
+    ),
+    "decay of the current token lost in the read": loop(
+        lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old + kv
+    ),
+    "natural log read as base 2": loop(
+        lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, unit=0.6931471805599453
+    ),
+    "scale applied twice": loop(
+        lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, lambda s: s * s
+    ),
+    "the state read before its update": loop(
+        lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_mistakes_written_without_the_library_are_named(name):
+    report = check.kernel("gla", OWN[name])
+    assert [match["mistake"] for match in report.diagnosis] == [name], str(report)
+    assert {"packed sequences", "scale"} <= set(report.not_covered)
+
+
+def test_where_it_is_wrong():
+    def wrong(q, k, v, g, **named):
+        o, S = GATED(q, k, v, g, **named)
+        o = o.clone()
+        if o.shape[1] > 100:
+            o[1 % len(o), 85, 1, 4] += 1e-3
+        return o, S
+
+    report = check.kernel("gla", wrong, only="length 145")
+    (row,) = report.failures
+    assert row.quantity == "o" and not report.diagnosis
+    assert row.where == {"t": 85, "chunk": 1, "sub-chunk": 1, "batch": 1, "head": 1, "channel": 4}
+    assert "No named mistake" in str(report) and set(row.map) > {" "}
+
+
+def noisy(q, k, v, g, **named):
+    o, S = GATED(q, k, v, g, **named)
+    return o * (1 + 1e-7 * torch.rand_like(o)), S
+
+
+def writing(q, k, v, g, **named):
+    result = GATED(q, k, v, g, **named)
+    k.data.mul_(2)
+    return result
+
+
+def sleeping(q, k, v, g, **named):
+    time.sleep(1.2 if q.shape[1] == 1 else 0)
+    return GATED(q, k, v, g, **named)
+
+
+def raising(q, k, v, g, **named):
+    if q.shape[1] == 64:
+        raise RuntimeError("out of tiles")
+    return GATED(q, k, v, g, **named)
+
+
+def uninitialised(q, k, v, g, **named):
+    o, S = GATED(q, k, v, g, **named)
+    return o + 0 * torch.empty_like(o), S
+
+
+@pytest.mark.parametrize(
+    "fn, kind, cases",
+    [
+        (lambda *x, **named: None, "none", 5),
+        (lambda q, k, v, g, **named: (q, None), "shape", 5),
+        (lambda *x, **named: (GATED(*x, **named)[0].double(), None), "dtype", 5),
+        (lambda *x, **named: (GATED(*x, **named)[0].to("meta"), None), "device", 5),
+        (lambda *x, **named: "o", "type", 5),
+        (noisy, "differs", 5),
+        (writing, "modified", 5),
+        (sleeping, "hangs", 1),
+        (raising, "raises", 1),
+        (uninitialised, "not finite", 5),
+    ],
+)
+def test_bad_manners_are_findings_and_the_other_cases_run(fn, kind, cases):
+    report = check.kernel("gla", fn, only="length*", time_limit=1.0)
+    found = [row for row in report.failures if row.kind == kind]
+    assert len({row.case for row in found}) == cases and not report.ok
+    assert len({row.case for row in report.rows}) == 5
+    assert kind in str(report) or "inf" in str(report)
+
+
+def test_what_is_not_covered_is_said():
+    def forward(q, k, v, g):
+        with torch.no_grad():
+            return GATED(q, k, v, g)[0]
+
+    report = check.kernel("gla", forward)
+    assert report.ok and "Not covered" in str(report)
+    assert {"S", "dq", "dg", "initial state", "scale", "packed sequences"} <= set(
+        report.not_covered
+    )
+    assert {row.quantity for row in report.rows if row.status == "passed"} == {"o"}
+
+
+def test_conventions_are_adapted():
+    def other(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
+        q, k, v, g = (x.transpose(1, 2) for x in (q, k, v, g * 0.6931471805599453))
+        S = None if initial_state is None else initial_state.mT
+        o, S = GATED(q, k, v, g, scale=scale, initial_state=S, cu_seqlens=cu_seqlens)
+        return o.transpose(1, 2), S.mT
+
+    check.kernel(
+        "gla", other, layout="bhtd", state="vk", gate="log2", only="[psl]*"
+    ).raise_if_failed()
+    assert not check.kernel("gla", other, layout="bhtd", state="kv", gate="log2", only="square").ok
+
+    def alpha(q, k, v, a, *, initial_state=None):
+        S, o = 0 if initial_state is None else initial_state, []
+        for t in range(q.shape[1]):
+            S = a[:, t, :, :, None] * S + k[:, t, :, :, None] * v[:, t, :, None, :]
+            o.append(q.shape[-1] ** -0.5 * (q[:, t, :, :, None] * S).sum(-2))
+        return torch.stack(o, 1), S
+
+    check.kernel("gla", alpha, gate="alpha", only="gate [-m]*").raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mechanism": "delta"}, "mechanism: expected one of"),
+        ({"dtype": torch.float64}, "dtype: expected one of"),
+        ({"level": "long"}, "level: expected"),
+        ({"only": "nothing"}, "only: expected a pattern"),
+        ({"layout": "tbhd"}, "layout: expected one of"),
+        ({"gate": "sigmoid"}, "gate: expected one of"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        check.kernel(**{"mechanism": "gla", "fn": gla.recurrent, **options})
+
+
+def test_json_has_its_schema():
+    def wrong(q, k, v, g, **named):
+        o, S = GATED(q, k, v, g, **named)
+        return o / 0, S
+
+    report = check.kernel("gla", wrong, only="length 65")
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert set(data) == {"schema", "ok", "settings", "rows", "diagnosis", "not_covered"}
+    assert data["schema"] == 1 and data["ok"] is False
+    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "map"}
+    assert all(set(row) == keys for row in data["rows"])
+    assert {row["status"] for row in data["rows"]} <= {"passed", "failed", "not covered"}
+    assert "inf" in [row["error"] for row in data["rows"]]
+    assert report._repr_html_().startswith("<pre>")
+    with pytest.raises(AssertionError, match="WRONG"):
+        report.raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "kernel, code, printed",
+    [
+        ("own:right", 0, "right"),
+        ("own:wrong", 1, "WRONG"),
+        ("own:absent", 2, "cannot load"),
+        ("nowhere:fn", 2, "cannot load"),
+    ],
+)
+def test_the_command(tmp_path, kernel, code, printed):
+    (tmp_path / "own.py").write_text(
+        "from gla_ref.gla import chunkwise as right\n"
+        "def wrong(q, k, v, g, **named):\n    return right(q, k, v, 2 * g, **named)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "gla_ref",
+        "check",
+        "gla",
+        kernel,
+        "--quick",
+        "--only",
+        "length*",
+    ]
+    source = str(Path(check.__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": source}
+    done = subprocess.run(
+        [*command, "--json", "out.json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == code and printed in done.stdout + done.stderr
+    assert max(map(len, done.stdout.split("\n"))) <= 80
+    if code < 2:
+        assert json.loads((tmp_path / "out.json").read_text())["ok"] == (code == 0)
+
+
+def test_importing_the_package_loads_no_triton():
+    program = "import sys, gla_ref.check; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,63 @@
+"""The score of the check kit: named mistakes caught and diagnosed, right forms passed (`make mutants`).
+
+Exit status 1 if a mistake escapes, fewer than nine in ten are named, or a right form is called wrong.
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+
+from gla_ref import FORMS, check
+from gla_ref.check import mistakes
+
+BREAK = ("simple_gla.parallel", "gla.parallel")  # wrong for strong gates, on purpose
+
+
+def score(mechanism: str, dtype: torch.dtype, device: str) -> bool:
+    """Every mistake once; the kit sees tensors only."""
+    start, known = time.time(), [m for m in mistakes.MISTAKES if mechanism in m.mechanisms]
+    caught = named = 0
+    for m in known:
+        report = check.kernel(mechanism, mistakes.apply(mechanism, m), dtype=dtype, device=device)
+        found = [match["mistake"] for match in report.diagnosis]
+        caught, named = caught + bool(report.failures), named + (m.name in found)
+        if found != [m.name]:
+            print(f"  {m.name}: {found if report.failures else 'NOT CAUGHT'}")
+    print(
+        f"{mechanism} {dtype}: {caught} of {len(known)} caught, {named} named,"
+        f" {time.time() - start:.0f} s",
+        flush=True,
+    )
+    return caught == len(known) and named >= 0.9 * len(known)
+
+
+def right(mechanism: str, dtype: torch.dtype, device: str, seeds: int) -> bool:
+    """Every form passes, whatever the seed."""
+    alarms, forms = 0, [f for f in FORMS[mechanism] if not f.startswith("triton")]
+    forms = [form for form in forms if f"{mechanism}.{form}" not in BREAK]
+    for seed in range(seeds):
+        for form in forms:
+            report = check.kernel(
+                mechanism, FORMS[mechanism][form], dtype=dtype, device=device, seed=seed
+            )
+            for row in report.failures:
+                alarms += 1
+                print(f"  {form}, seed {seed}: {row.case}, {row.quantity}, {row.ratio:.2f} budgets")
+    print(
+        f"{mechanism} {dtype}: {len(forms)} forms, {seeds} seeds, {alarms} false alarms", flush=True
+    )
+    return not alarms
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--seeds", type=int, default=2)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    fine = [score(m, dtype, args.device) for m in FORMS if m != "softmax_attention"]
+    fine += [right(m, dtype, args.device, args.seeds) for m in FORMS]
+    sys.exit(not all(fine))
