@@ -125,7 +125,7 @@ def writing(q, k, v, g, **named):
 
 
 def sleeping(q, k, v, g, **named):
-    time.sleep(1.2 if q.shape[1] == 1 else 0)
+    time.sleep(5.0 if q.shape[1] == 1 else 0)
     return GATED(q, k, v, g, **named)
 
 
@@ -156,7 +156,7 @@ def uninitialised(q, k, v, g, **named):
     ],
 )
 def test_bad_manners_are_findings_and_the_other_cases_run(fn, kind, cases):
-    report = check.kernel("gla", fn, only="length*", time_limit=1.0)
+    report = check.kernel("gla", fn, only="length*", time_limit=4.0 if fn is sleeping else 30.0)
     found = [row for row in report.failures if row.kind == kind]
     assert len({row.case for row in found}) == cases and not report.ok
     assert len({row.case for row in report.rows}) == 5
@@ -203,7 +203,6 @@ def test_conventions_are_adapted():
     [
         ({"mechanism": "delta"}, "mechanism: expected one of"),
         ({"dtype": torch.float64}, "dtype: expected one of"),
-        ({"level": "long"}, "level: expected"),
         ({"only": "nothing"}, "only: expected a pattern"),
         ({"layout": "tbhd"}, "layout: expected one of"),
         ({"gate": "sigmoid"}, "gate: expected one of"),
@@ -253,7 +252,6 @@ def test_the_command(tmp_path, kernel, code, printed):
         "check",
         "gla",
         kernel,
-        "--quick",
         "--only",
         "length*",
     ]

@@ -146,7 +146,6 @@ def check_kernel(args: argparse.Namespace) -> int:
         args.mechanism,
         load(args.kernel),
         dtype=DTYPES[args.dtype],
-        level=args.level,
         time_limit=args.time_limit,
         progress=progress,
         **options,
@@ -174,14 +173,6 @@ def add_check(commands) -> None:
     it.add_argument(
         "--dtype", choices=DTYPES, default="fp32", help="of q, k, v, g; default %(default)s"
     )
-    level = it.add_mutually_exclusive_group()
-    level.add_argument(
-        "--quick", dest="level", action="store_const", const="quick", help="the default"
-    )
-    level.add_argument(
-        "--full", dest="level", action="store_const", const="full", help="up to T = 8192"
-    )
-    it.set_defaults(level="quick")
     it.add_argument("--only", metavar="PATTERN", help='cases of such names only: --only "gate*"')
     it.add_argument("--seed", type=int, default=0, help="of the random inputs, default %(default)s")
     it.add_argument("--layout", choices=("bthd", "bhtd"), default="bthd", help="of token tensors")

@@ -34,7 +34,6 @@ def kernel(
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    level: str = "quick",
     only: str | None = None,
     seed: int = 0,
     layout: str = "bthd",
@@ -52,7 +51,6 @@ def kernel(
             not covered. It gets `output_final_state=True` if it names that.
         device: where the inputs lie.
         dtype: of q, k, v and g: float32, bfloat16 or float16. States are float32 (a cache has `dtype`).
-        level: "quick" or "full"; full has longer sequences and more gates.
         only: a pattern like "gate*"; cases of other names are left out.
         seed: of the random inputs.
         layout: "bthd", or "bhtd" with heads before time in every token tensor.
@@ -74,10 +72,8 @@ def kernel(
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype}")
-    if level not in ("quick", "full"):
-        raise ValueError(f"level: expected 'quick' or 'full', got {level!r}")
     kind, how, takes = MECHANISMS[mechanism], Convention(layout, state, gate), accepted(fn)
-    chosen = [c for c in cases(mechanism, level) if only is None or fnmatch(c.name, only)]
+    chosen = [c for c in cases(mechanism) if only is None or fnmatch(c.name, only)]
     if not chosen:
         raise ValueError(f"only: expected a pattern that fits a case, got {only!r}")
     settings = {
@@ -86,7 +82,6 @@ def kernel(
         "dtype": str(dtype).removeprefix("torch."),
     }
     settings |= {
-        "level": level,
         "only": only,
         "seed": seed,
         "layout": layout,

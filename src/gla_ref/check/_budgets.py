@@ -133,7 +133,7 @@ def problem(
         def low(*tokens, chunk=chunk, **named):
             return kind.emulate(*tokens, **named, dtype=dtype, C=chunk)
 
-        forms = [low] if dtype != torch.float32 else [low, *kind.single]
+        forms = [low, *kind.single] if dtype == torch.float32 else [low]
         single = {n: y.float() for n, y in x.items()}
         emulated = [evaluate(form, kind, single, case) for form in forms]
         if run == 0:

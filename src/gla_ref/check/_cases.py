@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,8 +47,8 @@ class Case:
         return " ".join(f"{n}={getattr(self, n)}" for n in "BTHKV")
 
 
-def cases(mechanism: str, level: str = "quick") -> list[Case]:
-    """The cases of a level; those of "full" begin with those of "quick"."""
+def cases(mechanism: str) -> list[Case]:
+    """The cases of a mechanism: lengths, gates, sizes, packing, strides, states."""
     kind = MECHANISMS[mechanism]
     lengths = (1, C - 1, C, C + 1, 2 * C + SUB + 1)
     found = [Case(f"length {T}", T=T, telling=T == lengths[-1]) for T in lengths]
@@ -68,19 +68,6 @@ def cases(mechanism: str, level: str = "quick") -> list[Case]:
         Case("large", size=30.0, telling=True),
         Case("long", B=1, H=2, T=300),
     ]
-    if level == "full":
-        found += [
-            Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (1024 + SUB + 1, 4096, 8192)
-        ]
-        found += [
-            Case(f"sizes {K} {V}", B=1, H=1, K=K, V=V, T=C + 1)
-            for K, V in ((1, 1), (128, 100), (100, 128))
-        ]
-        if kind.gate:
-            long = [Case(f"gate {g} long", B=1, H=1, T=1000, gate=g) for g in GATES]
-            found += long + [
-                replace(Case(f"gate {g} packed", B=1, T=130, gate=g), ends=packed) for g in GATES
-            ]
     return found
 
 

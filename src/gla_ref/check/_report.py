@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._budgets import TOKENS, Problem
 from ._cases import SUB, C
+from .mistakes import MISTAKES
 
 SHADES = " .:-=+*#%@"  # within budget, then one more for every factor of ten
 
@@ -119,7 +120,7 @@ class Report:
     def __str__(self) -> str:
         verdict = "right" if self.ok else "WRONG" if self.failures else "NOTHING COVERED"
         s = self.settings
-        head = f"{s['mechanism']} on {s['device']} in {s['dtype']}, {s['level']}, seed {s['seed']}: {verdict}"
+        head = f"{s['mechanism']} on {s['device']} in {s['dtype']}, seed {s['seed']}: {verdict}"
         lines = [head]
         if any(r.error is not None for r in self.rows):
             lines += [
@@ -163,7 +164,9 @@ class Report:
             for match in self.diagnosis:
                 lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
         elif first:
-            lines += ["", "No named mistake explains all of it."]
+            known = any(self.settings["mechanism"] in m.mechanisms for m in MISTAKES)
+            lines += ["", "No named mistake explains all of it." if known else
+                      f"There are no named mistakes of {self.settings['mechanism']} to compare with."]  # fmt: skip
         if self.not_covered:
             left = "; ".join(f"{n} ({i})" for n, i in self.not_covered.items())
             lines += ["", *textwrap.wrap(f"Not covered (cases): {left}", 80)]
