@@ -23,7 +23,7 @@ def test_right_forms_pass(mechanism, form):
     check.kernel(mechanism, FORMS[mechanism][form]).raise_if_failed()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_right_forms_pass_on_other_seeds(seed):
     check.kernel("gla", GATED, seed=seed).raise_if_failed()
 
@@ -43,7 +43,7 @@ def test_the_forms_that_break_are_told(name):
     assert not {"length 65", "packed", "gate zero"} & failed
 
 
-SOME = [m.name for m in mistakes.MISTAKES if "gla" in m.mechanisms][::9]  # `make mutants`: all
+SOME = [m.name for m in mistakes.MISTAKES if "gla" in m.mechanisms][::18]  # `make mutants`: all
 
 
 @pytest.mark.parametrize("name", SOME)

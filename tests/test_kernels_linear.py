@@ -311,7 +311,7 @@ def test_gradients_of_the_widest_normalised_values():
 @pytest.mark.parametrize("path", PATHS)
 def test_split_and_carry(path):
     """The parts are as right as the whole."""
-    x, judged = problem(2, 35, 3, 20, 36, kind="logsigmoid/16")
+    x, judged = problem(2, 19, 2, 20, 36, kind="logsigmoid/16")
     args = [x[n] for n in ("q", "k", "v", "g")]
     for a in (1, 15, 16, 17, 33):
         first, S = simple_gla(*(y[:, :a] for y in args), initial_state=x["S"], path=path)
@@ -322,7 +322,7 @@ def test_split_and_carry(path):
 @anywhere
 @pytest.mark.parametrize("path", PATHS)
 def test_strides_poison_and_equal_runs(path, monkeypatch):
-    x, judged = problem(2, 35, 3, 20, 36, kind="logsigmoid/16")
+    x, judged = problem(2, 19, 2, 20, 36, kind="logsigmoid/16")
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
     first, second = results(x, path=path), results(x, path=path)
@@ -336,8 +336,8 @@ def test_strides_poison_and_equal_runs(path, monkeypatch):
     before = {n: y.clone() for n, y in odd.items()}
     found, same = results(odd, path=path), results({**x, "do": odd["do"].contiguous()}, path=path)
     compare({n: found[n] for n in ("o", "S")}, judged)
-    for n in NAMES:  # an absolute band: the same sums of at most 36 * 35 terms, in whatever order
-        band = 36 * 35 * EPS * same[n].abs().max()
+    for n in NAMES:  # an absolute band: the same sums of at most 36 * 19 terms, in whatever order
+        band = 36 * 19 * EPS * same[n].abs().max()
         assert (found[n] - same[n]).abs().max() <= band, n
     assert all(torch.equal(odd[n], y) for n, y in before.items()), "inputs are left alone"
 

@@ -82,7 +82,7 @@ class Report:
 
     @property
     def not_covered(self) -> dict[str, int]:
-        """{quantity or feature: number of cases} that the kernel gave no answer to."""
+        """How many cases did not cover what: by quantity, or by what the kernel lacks."""
         left: dict[str, int] = {}
         for row in self.rows:
             if row.status == "not covered":
