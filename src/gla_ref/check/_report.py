@@ -82,7 +82,7 @@ class Report:
 
     @property
     def not_covered(self) -> dict[str, int]:
-        """How many cases did not cover what: by quantity, or by what the kernel lacks."""
+        """The number of cases that did not cover something, for each quantity or missing feature."""
         left: dict[str, int] = {}
         for row in self.rows:
             if row.status == "not covered":
