@@ -1,0 +1,95 @@
+"""Exercises that answer: `check("ex-prefix-sqrt", 64)` says right, or what went wrong (chapters 1 to 12).
+
+A judge is a function that raises :class:`Wrong` with a sentence for the reader, or returns. It sees values and
+functions only, never how they were written.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["JUDGES", "MODULES", "Verdict", "Wrong", "check", "exercise"]
+
+Kind = Literal["predict", "derive", "implement"]
+
+#: the modules that hold the judges, in the order of the chapters
+MODULES = ()
+
+#: label -> (kind, judge), filled by the modules
+JUDGES: dict[str, tuple[Kind, Callable[[Any], None]]] = {}
+
+
+class Wrong(Exception):
+    """The answer is wrong; the message names the mistake and, if it can, the way on."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :func:`check` found: true when the answer is right, else the message says why not.
+
+    Attributes:
+        status: "right", "wrong" or "open" (not answered yet).
+        message: a sentence or two for the reader.
+    """
+
+    status: Literal["right", "wrong", "open"]
+    message: str
+
+    def __bool__(self) -> bool:
+        return self.status == "right"
+
+    def __repr__(self) -> str:
+        return f"{ {'right': '✓', 'wrong': '✗', 'open': '…'}[self.status] } {self.message}"
+
+    def _repr_html_(self) -> str:
+        return f'<p class="verdict verdict-{self.status}">{html.escape(repr(self))}</p>'
+
+
+def exercise(label: str, kind: Kind) -> Callable:
+    """Register a judge under its exercise's label in the book."""
+
+    def register(judge: Callable[[Any], None]) -> Callable[[Any], None]:
+        JUDGES[label] = (kind, judge)
+        return judge
+
+    return register
+
+
+def check(label: str, answer: Any = ...) -> Verdict:
+    """Judge an answer to an exercise of the book.
+
+    Args:
+        label: the exercise's label, as its starting cell has it.
+        answer: a number, a choice, a list, a tensor or a function, as the exercise says; `...` is no answer yet.
+
+    Returns:
+        a :class:`Verdict`, which is true when the answer is right.
+
+    Raises:
+        ValueError: no exercise has this label.
+    """
+    for module in MODULES:
+        importlib.import_module(f"{__name__}.{module}")
+    if label not in JUDGES:
+        raise ValueError(f"label: expected one of {sorted(JUDGES)}, got {label!r}")
+    kind, judge = JUDGES[label]
+    if answer is None or answer is ...:
+        return Verdict("open", "Your turn: put your answer in place of the dots and run this cell.")
+    if kind == "implement" and not callable(answer):
+        return Verdict("wrong", f"Expected a function, got {type(answer).__name__}.")
+    try:
+        judge(answer)
+    except Wrong as reason:
+        return Verdict("wrong", str(reason))
+    except Exception as reason:  # the reader's code, or an answer of a kind that cannot be compared
+        where = traceback.extract_tb(reason.__traceback__)[-1]
+        return Verdict(
+            "wrong",
+            f"It stopped with {type(reason).__name__}: {reason} (line {where.lineno} of {where.name}).",
+        )
+    return Verdict("right", "Right.")
