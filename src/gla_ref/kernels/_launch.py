@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._contract import check_cu_seqlens, check_gate
+from .._contract import check_cu_seqlens, check_gate, check_state, check_tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,3 +40,28 @@ def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device
     check_cu_seqlens(cu_seqlens, B, T, values=os.environ.get("GLA_REF_DEBUG") == "1")
     if cu_seqlens is not None and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens: expected device {device}, got {cu_seqlens.device}")
+
+
+def check_call(
+    q: Tensor, k: Tensor, v: Tensor, gates: dict[str, tuple[Tensor | None, str]], S: Tensor | None,
+    cu_seqlens: Tensor | None, path: str | None, paths: tuple[str, ...],
+) -> None:  # fmt: skip
+    """A whole call of a kernel with states: `gates` are (tensor or None, its axes) by name.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    given = {name: x for name, (x, _) in gates.items() if x is not None}
+    axes = {name: shape for name, (_, shape) in gates.items()}
+    tensors = {"q": q, "k": k, "v": v, **given}
+    sizes = check_tensors(tensors, {"q": "B T H K", "k": "B T H K", "v": "B T H V", **axes})
+    check_launch(tensors)
+    for name, axis, most in (("q", "K", 256), ("v", "V", 512)):
+        if sizes[axis] > most:
+            raise ValueError(f"{name}: expected {axis} of at most {most}, got {sizes[axis]}")
+    check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
+    if S is not None:
+        N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
+        check_state("initial_state", S, sizes, N, v)
+    if path not in (None, *paths):
+        raise ValueError(f"path: expected one of {', '.join(paths)} or None, got {path!r}")

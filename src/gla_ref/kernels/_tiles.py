@@ -1,4 +1,7 @@
-"""Tiles of a head, and which piece of which sequence a program has: shared by the kernels that walk over chunks."""
+"""Tiles of a head, which piece of which sequence a program has, states from segment to segment (chapter 6).
+
+Shared by the kernels that walk over chunks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def load_tile(
     else:
         o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
         p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
-        p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :] * s[3]
+        p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :].to(tl.int64) * s[3]
         b = tl.load(p, mask=(o_r < end)[:, None] & (o_c < D)[None, :], other=0.0)
     return b
 
@@ -28,14 +31,14 @@ def load_tile(
 def store_tile(
     x, b, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
 ):
-    """b [C, BD] to rows o_t ... of x[i_b, :, i_h, o_d:], up to row `end` and column D."""
+    """b [C, BD], in x's precision, to rows o_t ... of x[i_b, :, i_h, o_d:], up to row `end` and column D."""
     if TMA:
-        x.store([i_b, i_h, o_t, o_d], b.reshape(1, 1, C, BD))
+        x.store([i_b, i_h, o_t, o_d], b.to(x.dtype).reshape(1, 1, C, BD))
     else:
         o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
         p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
-        p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :] * s[3]
-        tl.store(p, b, mask=(o_r < end)[:, None] & (o_c < D)[None, :])
+        p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :].to(tl.int64) * s[3]
+        tl.store(p, b.to(x.dtype.element_ty), mask=(o_r < end)[:, None] & (o_c < D)[None, :])
 
 
 @triton.jit
@@ -58,6 +61,61 @@ def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
         return i_s // n_s, i_s // n_s, i_s * 0, i_s * 0 + T, i_s % n_s * L
 
 
+@triton.jit
+def carry(
+    part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, D,
+    BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Replace what each segment adds to the state (`part` [slots, H, D]) by the state that it starts from.
+
+    A segment's decays: `rows` [slots, H, R], each of D / R numbers in a row, and `columns` [slots, H, V].
+    """
+    # which tile: BD numbers of the state of a head
+    n_d = tl.cdiv(D, BD)
+    o_d = tl.program_id(0) % n_d * BD + tl.arange(0, BD)
+    i_h, i_n = tl.program_id(0) // n_d % H, tl.program_id(0) // n_d // H
+    if PACKED:
+        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
+        first, n_s = start // L + i_n, tl.cdiv(stop - start, L)
+    else:
+        first, n_s = i_n * tl.cdiv(T, L), tl.cdiv(T, L)
+
+    # load
+    o_S, m_d = (i_n * H + i_h).to(tl.int64) * D + o_d, o_d < D
+    b_S = tl.zeros([BD], dtype=tl.float32)
+    if S_in is not None:
+        b_S += tl.load(S_in + o_S, mask=m_d, other=0.0)
+
+    # compute
+    for i in range(0, n_s):
+        i_s = (first + (n_s - 1 - i if REVERSE else i)) * H + i_h
+        p = part + i_s.to(tl.int64) * D + o_d
+        b_part = tl.load(p, mask=m_d, other=0.0)  # [BD]
+        tl.store(p, b_S, mask=m_d)
+        if rows is not None:
+            b_S *= tl.load(rows + i_s * R + o_d // (D // R), mask=m_d, other=0.0)
+        if columns is not None:
+            b_S *= tl.load(columns + i_s * V + o_d % V, mask=m_d, other=0.0)
+        b_S += b_part
+
+    # store
+    tl.store(S_out + o_S, b_S, mask=m_d)
+
+
+def carry_states(
+    part: Tensor, rows: Tensor | None, columns: Tensor | None, S_in: Tensor | None, S_out: Tensor,
+    cu: Tensor | None, T: int, L: int, reverse: bool,
+) -> None:  # fmt: skip
+    """`carry` of segments of L tokens; afterwards S_out [N, H, K, V] holds the states after each sequence."""
+    N, H, K, V = S_out.shape
+    BD = min(1024, triton.next_power_of_2(K * V))
+    R = K if rows is None or rows.ndim == 3 else 1
+    carry[(triton.cdiv(K * V, BD) * H * N,)](
+        part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, K * V,
+        BD=BD, PACKED=cu is not None, REVERSE=reverse,
+    )  # fmt: skip
+
+
 def slots(B: int, T: int, cu: Tensor | None, L: int) -> int:
     """How many slots `which_segment` tells apart."""
     return B * triton.cdiv(T, L) if cu is None else T // L + len(cu) - 1
@@ -75,6 +133,15 @@ def describable(x: Tensor) -> bool:
         and x.shape[-1] % 8 == 0
         and all(s > 0 and s % 8 == 0 for s in strides)
     )
+
+
+def boxes(TMA: bool, rows: int, *tiles: tuple[Tensor | None, int]) -> list:
+    """Each (x, width) as what a kernel gets: a descriptor where the copy engine is used, else x."""
+    return [describe(x, rows, width) if TMA and x is not None else x for x, width in tiles]
+
+
+def strides(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
+    return [x if x is None else x.stride() for x in tensors]
 
 
 def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:

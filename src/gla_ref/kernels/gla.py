@@ -43,11 +43,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _contract as contract
-from ._launch import check_launch, check_packed
-from ._tiles import describable, describe, load_tile, slots, store_tile, which_segment
+from ._launch import check_call
+from ._tiles import (
+    boxes,
+    carry_states,
+    describable,
+    load_tile,
+    slots,
+    store_tile,
+    strides,
+    which_segment,
+)
 from .linear_attention import _multiprocessors, choose_path
 
 __all__ = ["gla"]
@@ -87,11 +95,25 @@ def sums(m, x, LOW: tl.constexpr):
 
 
 @triton.jit
-def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr):
-    """Of a chunk's gates [C, D]: factors of q and of k [C, D], of the state at both edges [D], all decay [D], mild?
+def operand(x, dtype: tl.constexpr):
+    """x in a product's precision, and what to multiply the product by.
 
-    The state is multiplied by `edge`, read, multiplied by `total` in strong channels, written to, and multiplied by
-    `edge` again.
+    float16 ends at 65504; sums (scores, states) may be larger, and are divided by a power of two.
+    """
+    if dtype == tl.float16:
+        most = tl.log2(tl.maximum(tl.max(tl.abs(x)), 1.0))
+        size = tl.exp2(tl.maximum(tl.ceil(most) - 15.0, 0.0))
+        return (x / size).to(dtype), size
+    else:
+        return x.to(dtype), 1.0
+
+
+@triton.jit
+def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
+    """Of a chunk's gates [C, D]: factors of what reads and of what writes [C, D], of the state [D], mild?
+
+    The state is multiplied by `edge`, read, multiplied by `through` (1 in mild channels), written to, and multiplied
+    by `edge` again. Backwards in time, what reads is what decays to the chunk's end.
     """
     o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
     b_f = clamped(b_g)
@@ -105,14 +127,9 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr):
         half = tl.where(mild, total * 0.5, 0.0)[None, :]
         up = tl.exp2(sums(o_i >= o_j, b_f, LOW) * LOG2E - half)
         down = tl.exp2(sums(o_i < o_j, b_f, LOW) * LOG2E - half)
-    edge = tl.exp2(tl.where(mild, total * 0.5, 0.0))
-    return up, down, edge, total, tl.min(mild.to(tl.int32)) != 0
-
-
-@triton.jit
-def through(total, LIMIT: tl.constexpr):
-    """The state's decay in the middle of a chunk: all of it in strong channels, none in mild ones."""
-    return tl.exp2(tl.where(total >= LIMIT * LOG2E, 0.0, total))
+    edge, through = tl.exp2(tl.where(mild, total * 0.5, 0.0)), tl.exp2(tl.where(mild, 0.0, total))
+    read, write = (down, up) if REVERSE else (up, down)
+    return read, write, edge, through, tl.min(mild.to(tl.int32)) != 0
 
 
 @triton.jit
@@ -133,18 +150,30 @@ def across(level, C: tl.constexpr, REVERSE: tl.constexpr = False):
 
 
 @triton.jit
+def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
+    """Of a strong chunk, [C, C]: of each token with itself, then level by level."""
+    o_c = tl.arange(0, b_q.shape[0])
+    b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
+    b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
+    for level in tl.range(0, LEVELS):
+        b_E = to_border(b_g, level, LOW)  # [C, BK]
+        b_x, b_y = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
+        b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee")
+        b_P += tl.where(across(level, b_q.shape[0], REVERSE), b_pairs, 0.0)
+    return b_P
+
+
+@triton.jit
 def prepare(
     q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """q' and k', `decay` [slots, H, 2, K]: what the state needs, edge and total; `strong` [slots, H, n_k]."""
+    """q' and k', `decay` [slots, H, 2, K]: edge and through; `strong` [slots, H], zeros before."""
     # which tile: BK channels of a chunk of a head
     n_k = tl.cdiv(K, BK)
     i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
     i_s = tl.program_id(0) // n_k // H
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
-    o_r, o_k = o_t + tl.arange(0, C), i_k * BK + tl.arange(0, BK)
-    m = (o_r < stop)[:, None] & (o_k < K)[None, :]
 
     # load
     b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
@@ -152,28 +181,28 @@ def prepare(
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
     # compute
-    up, down, edge, total, mild = chunk_decays(b_g, LIMIT, LOW)
+    read, write, edge, through, mild = chunk_decays(b_g, LIMIT, LOW, False)
 
     # store
-    o_h = i_b.to(tl.int64) * s_h[0] + i_h.to(tl.int64) * s_h[2]
-    o_h += o_r[:, None].to(tl.int64) * s_h[1] + o_k[None, :]
-    tl.store(q_hat + o_h, (b_q * up).to(b_q.dtype), mask=m)
-    tl.store(k_hat + o_h, (b_k * down).to(b_k.dtype), mask=m)
-    p_d = decay + (i_s * H + i_h).to(tl.int64) * 2 * K + o_k
+    store_tile(q_hat, b_q * read, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    store_tile(k_hat, b_k * write, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    i_c, o_k = i_s * H + i_h, i_k * BK + tl.arange(0, BK)
+    p_d = decay + i_c.to(tl.int64) * 2 * K + o_k
     tl.store(p_d, edge, mask=o_k < K)
-    tl.store(p_d + K, total, mask=o_k < K)
-    tl.store(strong + (i_s * H + i_h) * n_k + i_k, (mild == 0).to(tl.int8))
+    tl.store(p_d + K, through, mask=o_k < K)
+    tl.store(strong + i_c, 1, mask=mild == 0)
 
 
 @triton.jit
 def walk(
     q, k, v, g, g_v, decay, strong_k, o, S_in, S_out, states, strong, all_k, all_v, cu, s_q, s_k, s_v, s_g, s_gv, s_o,
-    N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
+    s_S, N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """q reads, k and v write. Backwards in time they have changed places: q is what decays to the chunk's end.
+    """q reads, k and v write; backwards in time they have changed places.
 
-    Either g is there, or `decay` and `strong_k` (PARTS flags a chunk) with q' and k', as `prepare` left them.
+    Either g is there, or `decay` and `strong_k` with q' and k', as `prepare` left them. States are
+    [..., K, H, V] here.
     """
     # which tile: V tiles of a head are neighbours and share q and k in L2
     n_v = tl.cdiv(V, BV)
@@ -181,18 +210,13 @@ def walk(
     i_s = tl.program_id(0) // n_v // H
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    o_S = o_k[:, None] * V + o_v[None, :]  # [BK, BV]
-    m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
-    o_c = tl.arange(0, C)
+    o_k, o_v, o_c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
     m_P = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
 
     # load
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if S_in is not None:
-        p_S = S_in + (i_s * H + i_h).to(tl.int64) * K * V + o_S
-        b_S = tl.load(p_S, mask=m_S, other=0.0).to(tl.float32)  # [BK, BV]
-    else:
-        b_S = tl.zeros([BK, BV], dtype=tl.float32)
+        b_S += load_tile(S_in, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
     b_all_k = tl.full([BK], 1.0, dtype=tl.float32)  # decay of the whole segment
     b_all_v = tl.full([BV], 1.0, dtype=tl.float32)
 
@@ -207,69 +231,62 @@ def walk(
         next_edge = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
-        i_d = (i_t * H + i_h).to(tl.int64)  # the chunk of this head, in decay, states and flags
+        i_d, i_slot = (i_t * H + i_h).to(tl.int64), i_t  # the chunk of this head: in decay and flags, in states
         i_t += -1 if REVERSE else 1
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
-        if q is not None:
+        if o is not None:
             b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         if g is not None:
             b_g = load_tile(g, s_g, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
-            up, down, edge, total, mild_k = chunk_decays(b_g, LIMIT, LOW)
-            b_k = (b_k * (up if REVERSE else down)).to(b_v.dtype)
-            if q is not None:
-                b_q = (b_q * (down if REVERSE else up)).to(b_v.dtype)
+            read, write, edge, through, mild_k = chunk_decays(b_g, LIMIT, LOW, REVERSE)
+            b_k = (b_k * write).to(b_v.dtype)
+            if o is not None:
+                b_q = (b_q * read).to(b_v.dtype)
         else:
             edge = next_edge
             p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
             next_edge = tl.load(p_d, mask=m_k & (i_c + 1 < n_c), other=1.0)  # [BK]
-            mild_k = tl.load(strong_k + i_d * PARTS) == 0
-            for i in tl.static_range(1, PARTS):
-                mild_k &= tl.load(strong_k + i_d * PARTS + i) == 0
+            mild_k = tl.load(strong_k + i_d) == 0
         mild = mild_k
         if states is not None:
-            if TMA:
-                states.store([i_d.to(tl.int32), 0, i_v * BV], b_S.to(b_v.dtype).reshape(1, BK, BV))
-            else:
-                tl.store(states + i_d * K * V + o_S, b_S.to(b_v.dtype), mask=m_S)
+            store_tile(states, b_S, s_S, i_slot, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
         b_S *= edge[:, None]  # half way into the chunk
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
-            up_v, down_v, edge_v, total_v, mild_v = chunk_decays(b_gv, LIMIT, LOW)
-            b_v = (b_v * (up_v if REVERSE else down_v)).to(b_v.dtype)
+            read_v, write_v, edge_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, LOW, REVERSE)
+            b_v = (b_v * write_v).to(b_v.dtype)
             b_S *= edge_v[None, :]
             mild &= mild_v
         if o is not None:
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
-            b_o = tl.dot(b_q, b_S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
+            b_low, of_S = operand(b_S, b_v.dtype)
+            b_o = tl.dot(b_q, b_low, input_precision="ieee") * of_S  # [C, BV]
             # by where: what is left out may be infinite
-            b_P = tl.where(m_P & mild, b_P, 0.0).to(b_v.dtype)
-            b_o = tl.dot(b_P, b_v, b_o, input_precision="ieee")
+            b_P, of_P = operand(tl.where(m_P & mild, b_P, 0.0), b_v.dtype)
+            b_o = tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
             if g_v is not None:
-                b_o *= down_v if REVERSE else up_v
+                b_o *= read_v
             # store
-            b_o = (b_o * scale).to(o.dtype if TMA else o.dtype.element_ty)
-            store_tile(o, b_o, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
-            tl.store(strong + i_d * n_v + i_v, (mild == 0).to(tl.int8))
+            store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+            tl.store(strong + i_d * NV + i_v, 1, mask=mild == 0)
         # all the way through it in strong channels, writes, and the other half
         if not mild_k:
             if decay is not None:
-                total = tl.load(decay + i_d * 2 * K + K + o_k, mask=o_k < K, other=0.0)  # [BK]
-            b_S *= through(total, LIMIT)[:, None]
-            if all_k is not None:
-                b_all_k *= through(total, LIMIT)
+                through = tl.load(decay + i_d * 2 * K + K + o_k, mask=o_k < K, other=1.0)  # [BK]
+            b_S *= through[:, None]
+            b_all_k *= through
         if g_v is not None:
-            b_S *= through(total_v, LIMIT)[None, :]
-            b_all_v *= edge_v * edge_v * through(total_v, LIMIT)
+            b_S *= through_v[None, :]
+            b_all_v *= edge_v * edge_v * through_v
         b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee") * edge[:, None]
         if g_v is not None:
             b_S *= edge_v[None, :]
-        if all_k is not None:
-            b_all_k *= edge * edge
+        b_all_k *= edge * edge
 
     # store
     if S_out is not None:
-        tl.store(S_out + (i_s * H + i_h).to(tl.int64) * K * V + o_S, b_S, mask=m_S)
+        store_tile(S_out, b_S, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
     if all_k is not None:
         tl.store(all_k + (i_s * H + i_h) * K + o_k, b_all_k, mask=(o_k < K) & (i_v == 0))
         if all_v is not None:
@@ -277,94 +294,46 @@ def walk(
 
 
 @triton.jit
-def carry(
-    part, all_k, all_v, S_in, S_out, cu, N, T, L, H, K, V,
-    BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Replace what each segment adds to the state (`part` [slots, H, K, V]) by the state that it starts from."""
-    # which tile: BD numbers of the state of a head
-    D = K * V
-    n_d = tl.cdiv(D, BD)
-    o_d = tl.program_id(0) % n_d * BD + tl.arange(0, BD)
-    i_h, i_n = tl.program_id(0) // n_d % H, tl.program_id(0) // n_d // H
-    if PACKED:
-        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
-        first, n_s = start // L + i_n, tl.cdiv(stop - start, L)
-    else:
-        first, n_s = i_n * tl.cdiv(T, L), tl.cdiv(T, L)
-
-    # load
-    o_S, m_d = (i_n * H + i_h).to(tl.int64) * D + o_d, o_d < D
-    b_S = tl.zeros([BD], dtype=tl.float32)
-    if S_in is not None:
-        b_S += tl.load(S_in + o_S, mask=m_d, other=0.0)
-
-    # compute
-    for i in range(0, n_s):
-        i_s = (first + (n_s - 1 - i if REVERSE else i)) * H + i_h
-        p = part + i_s.to(tl.int64) * D + o_d
-        b_part = tl.load(p, mask=m_d, other=0.0)  # [BD]
-        tl.store(p, b_S, mask=m_d)
-        b_S *= tl.load(all_k + i_s * K + o_d // V, mask=m_d, other=0.0)
-        if all_v is not None:
-            b_S *= tl.load(all_v + i_s * V + o_d % V, mask=m_d, other=0.0)
-        b_S += b_part
-
-    # store
-    tl.store(S_out + o_S, b_S, mask=m_d)
-
-
-@triton.jit
 def mend(
     q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_c,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    BNV: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LOW: tl.constexpr,
+    NV: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Give o the pairs that `walk` has left out of strong tiles."""
+    """Give o the pairs that `walk` has left out of strong tiles; `strong` [slots, H, NV]."""
     # which tiles: those of BN chunks; most find nothing to do
-    n_v = tl.cdiv(V, BV)
-    first, last = tl.program_id(0) * BN, tl.minimum(tl.program_id(0) * BN + BN, n_c)
-    o_f = first * n_v + tl.arange(0, BN * BNV)
-    if tl.max(tl.load(strong + o_f, mask=o_f < last * n_v, other=0).to(tl.int32)) == 0:
+    first = tl.program_id(0) * BN
+    o_f, o_n, o_c = first * NV + tl.arange(0, BN * NV), tl.arange(0, NV), tl.arange(0, C)
+    if tl.max(tl.load(strong + o_f, mask=o_f < n_c * NV, other=0).to(tl.int32)) == 0:
         return
-    o_n = tl.arange(0, BNV)
-    o_c = tl.arange(0, C)
-    m_own = o_c[:, None] == o_c[None, :]
-    for i in tl.range(first, last):
-        flags = tl.load(strong + i * n_v + o_n, mask=o_n < n_v, other=0).to(tl.int32)
+    for i in tl.range(first, tl.minimum(first + BN, n_c)):
+        flags = tl.load(strong + i * NV + o_n).to(tl.int32)
         if tl.max(flags) != 0:
             i_h, i_s = i % H, i // H
             i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
-            # scores: of a token with itself, then level by level
             b_P = tl.zeros([C, C], dtype=tl.float32)
             for o_k in tl.range(0, K, BK):
                 b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
-                b_g = clamped(load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False))
-                b_P += tl.where(m_own, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)
-                for level in tl.range(0, LEVELS):
-                    b_E = to_border(b_g, level, LOW)  # [C, BK]
-                    b_x, b_y = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
-                    m = across(level, C, REVERSE)
-                    b_P += tl.where(m, tl.dot(b_x, b_y.T, input_precision="ieee"), 0.0)
-            # values
-            for i_v in tl.range(0, n_v):
+                b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_P += scores(b_q, b_k, clamped(b_g), LEVELS, LOW, REVERSE)
+            b_P, of_P = operand(b_P, v.dtype.element_ty)
+            for i_v in tl.range(0, tl.cdiv(V, BV)):
                 if tl.max(tl.where(o_n == i_v, flags, 0)) != 0:
-                    b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                    b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
                     if g_v is None:
-                        b_o = tl.dot(b_P.to(b_v.dtype), b_v, input_precision="ieee")  # [C, BV]
+                        b_o = tl.dot(b_P, b_v, input_precision="ieee")  # [C, BV]
                     else:
-                        b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
-                        b_own = tl.where(m_own, b_P, 0.0).to(b_v.dtype)
-                        b_o = tl.dot(b_own, b_v, input_precision="ieee")  # [C, BV]
+                        b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+                        b_A = tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0).to(b_v.dtype)
+                        b_o = tl.dot(b_A, b_v, input_precision="ieee")  # [C, BV]
                         for level in tl.range(0, LEVELS):
                             b_E = to_border(clamped(b_gv), level, LOW)  # [C, BV]
                             b_A = tl.where(across(level, C, REVERSE), b_P, 0.0).to(b_v.dtype)
                             b_y = (b_v * b_E).to(b_v.dtype)
                             b_o += tl.dot(b_A, b_y, input_precision="ieee") * b_E
                     # store
-                    b_walk = load_tile(o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
-                    b_o = (b_o * scale + b_walk).to(o.dtype.element_ty)
+                    b_walk = load_tile(o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+                    b_o = b_o * (of_P * scale) + b_walk
                     store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
 
 
@@ -382,43 +351,35 @@ def gradients(
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
     if o_t >= stop:
         return
-    o_c, o_k = tl.arange(0, C), i_k * BK + tl.arange(0, BK)
-    i_t = (i_s * H + i_h).to(tl.int64)
+    o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
 
     # compute: over all of V
     b_dP = tl.zeros([C, C], dtype=tl.float32)
     b_read, b_write = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
     b_kept = tl.zeros([BK], dtype=tl.float32)
-    m_own = o_c[:, None] == o_c[None, :]
     for i_v in tl.range(0, tl.cdiv(V, BV)):
-        o_v = i_v * BV + tl.arange(0, BV)
-        o_S = i_t * K * V + o_k[:, None] * s_S[0] + o_v[None, :] * s_S[1]
-        m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
         b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-        b_S = tl.load(S + o_S, mask=m_S, other=0.0)  # [BK, BV]
-        b_R = tl.load(R + o_S, mask=m_S, other=0.0)  # [BK, BV]
+        b_S = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
+        b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         if g_v is None:
             b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
             b_kept += tl.sum(b_S.to(tl.float32) * b_R, 1)
         else:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-            up, down, edge, total, mild = chunk_decays(b_gv, LIMIT, LOW)
-            b_x, b_y = (b_do * up).to(b_S.dtype), (b_v * down).to(b_S.dtype)
+            up, down, edge, through, mild = chunk_decays(b_gv, LIMIT, LOW, False)
+            b_x, b_y = (b_do * up).to(b_do.dtype), (b_v * down).to(b_v.dtype)
             if mild:
                 b_dP = tl.dot(b_x, b_y.T, b_dP, input_precision="ieee")
             else:
-                b_dP += tl.where(m_own, tl.dot(b_do, b_v.T, input_precision="ieee"), 0.0)
-                for level in tl.range(0, LEVELS):
-                    b_E = to_border(clamped(b_gv), level, LOW)  # [C, BV]
-                    b_l, b_r = (b_do * b_E).to(b_S.dtype), (b_v * b_E).to(b_S.dtype)
-                    b_pairs = tl.dot(b_l, b_r.T, input_precision="ieee")  # [C, C]
-                    b_dP += tl.where(across(level, C), b_pairs, 0.0)
+                b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, LOW, False)
             b_do, b_v = b_x, b_y
-            b_S, b_R = (b_S * edge[None, :]).to(b_S.dtype), (b_R * edge[None, :]).to(b_S.dtype)
-            b_kept += tl.sum(b_S.to(tl.float32) * b_R * through(total, LIMIT)[None, :], 1)
-        b_read = tl.dot(b_do, b_S.T, b_read, input_precision="ieee")
-        b_write = tl.dot(b_v, b_R.T, b_write, input_precision="ieee")
+            b_S, b_R = (b_S * edge[None, :]).to(b_S.dtype), (b_R * edge[None, :]).to(b_R.dtype)
+            b_kept += tl.sum(b_S.to(tl.float32) * b_R * through[None, :], 1)
+        b_x, of_S = operand(b_S, b_do.dtype)
+        b_y, of_R = operand(b_R, b_do.dtype)
+        b_read += tl.dot(b_do, b_x.T, input_precision="ieee") * of_S
+        b_write += tl.dot(b_v, b_y.T, input_precision="ieee") * of_R
 
     # load
     b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
@@ -427,13 +388,13 @@ def gradients(
 
     # compute: over the chunk's pairs. For dg, b_x is what paths count that are read at a token, less what they
     # count that are written at it and read in the chunk; b_w, what is written at it for later chunks (all [C, BK])
-    up, down, edge, total, mild = chunk_decays(b_g, LIMIT, LOW)
+    up, down, edge, through, mild = chunk_decays(b_g, LIMIT, LOW, False)
     b_read, b_write = b_read * edge[None, :], b_write * edge[None, :]
+    b_A, of_A = operand(tl.where(o_i >= o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
     if mild:
         b_l, b_r = (b_q * up).to(b_q.dtype), (b_k * down).to(b_k.dtype)
-        b_A = tl.where(o_c[:, None] >= o_c[None, :], b_dP, 0.0).to(b_q.dtype)
-        b_dq = tl.dot(b_A, b_r, b_read, input_precision="ieee")
-        b_dk = tl.dot(b_A.T, b_l, input_precision="ieee")
+        b_dq = b_read + tl.dot(b_A, b_r, input_precision="ieee") * of_A
+        b_dk = tl.dot(b_A.T, b_l, input_precision="ieee") * of_A
         # with the rounded factors of the products, so that what i = j adds to both sides cancels exactly
         b_x, b_w = b_l * b_dq - b_r * b_dk, b_r * b_write
         b_dq, b_dk = b_dq * up, (b_dk + b_write) * down
@@ -442,31 +403,22 @@ def gradients(
         b_dk = tl.zeros([C, BK], dtype=tl.float32)
         for level in tl.range(0, LEVELS):
             b_E = to_border(clamped(b_g), level, LOW)  # [C, BK]
-            b_A = tl.where(across(level, C), b_dP, 0.0).to(b_q.dtype)  # [C, C]
-            b_dq += tl.dot(b_A, (b_k * b_E).to(b_k.dtype), input_precision="ieee") * b_E
-            b_dk += tl.dot(b_A.T, (b_q * b_E).to(b_q.dtype), input_precision="ieee") * b_E
+            b_low = tl.where(across(level, C), b_A, 0.0).to(b_q.dtype)
+            b_dq += tl.dot(b_low, (b_k * b_E).to(b_k.dtype), input_precision="ieee") * (b_E * of_A)
+            b_dk += tl.dot(b_low.T, (b_q * b_E).to(b_q.dtype), input_precision="ieee") * (b_E * of_A)
         b_x, b_w = b_q * b_dq - b_k * b_dk, b_k * b_write
-        b_own = tl.sum(tl.where(m_own, b_dP, 0.0), 1)[:, None]
+        b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]
         b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
 
     # store
-    b_dq, b_dk = (b_dq * scale).to(dq.dtype.element_ty), (b_dk * scale).to(dk.dtype.element_ty)
-    store_tile(dq, b_dq, s_dq, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
-    store_tile(dk, b_dk, s_dk, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    store_tile(dq, b_dq * scale, s_dq, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    store_tile(dk, b_dk * scale, s_dk, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
     if dg is not None:
         # paths that cross t: read in the chunk, at or after t; written before t for later; from state to state
-        b_d = sums(o_c[:, None] <= o_c[None, :], b_x, LOW)
-        b_d += sums(o_c[:, None] > o_c[None, :], b_w, LOW)
-        b_d += (b_kept * tl.exp2(total))[None, :]
-        b_d = tl.where(b_g == float("-inf"), 0.0, b_d * scale)
-        b_d = b_d.to(dg.dtype.element_ty)
+        b_d = sums(o_i <= o_j, b_x, LOW) + sums(o_i > o_j, b_w, LOW)
+        b_d = (b_d + (b_kept * edge * edge * through)[None, :]) * scale
+        b_d = tl.where(b_g == float("-inf"), 0.0, b_d)
         store_tile(dg, b_d, s_dg, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
-
-
-def _describe_states(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """States [slots, H, K, V] as boxes of one head's state; what lies beyond K and V is not written."""
-    x = x.flatten(0, 1)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, width])
 
 
 class _Launch:
@@ -479,70 +431,62 @@ class _Launch:
                 "what was mended since has not run there (benchmarks/LAB.md). GLA_REF_DRAFT=1 runs it all the same"
             )
         (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
-        self.cu, self.scale, self.path = cu, scale, path
+        self.cu, self.scale, self.path, self.device = cu, scale, path, q.device
         self.N = self.B if cu is None else len(cu) - 1
-        self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype]
-        self.device, self.dtype = q.device, q.dtype
-        table = HALF if self.half else FLOAT32
-        self.C, self.BV, self.warps, *self.stages = table[max(64, self.block(self.K))]
-        if not self.half:
-            self.BV = min(self.BV, self.block(self.V))
-
-    def block(self, D: int) -> int:
+        self.half = q.dtype != torch.float32
         # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
-        return max(64 if self.half else 16, triton.next_power_of_2(D))
+        self.BK, wide = (max(64 if self.half else 16, triton.next_power_of_2(D)) for D in (self.K, self.V))
+        self.C, BV, self.warps, *self.stages = (HALF if self.half else FLOAT32)[max(64, self.BK)]
+        self.BV, self.n = min(BV, wide), slots(self.B, self.T, cu, self.C)
+        self.NV = triton.next_power_of_2(triton.cdiv(self.V, self.BV))  # strong flags of a chunk
+        self.same = {"C": self.C, "PACKED": cu is not None, "LOW": self.half}
+        self.limit = LIMIT[q.dtype]
 
-    def slots(self, L: int) -> int:
-        return slots(self.B, self.T, self.cu, L)
-
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32, of=torch.empty) -> Tensor:
+        return of(shape, dtype=dtype, device=self.device)
 
     def prepare(
         self, q: Tensor, k: Tensor, g: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, tuple | None]:
-        """(q, k, g, None) for a walk that makes q' and k' itself, else (q', k', None, what the state needs)."""
+    ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+        """q, k, g and (None, None) for a walk that makes q' and k' itself, else q', k', None, (decay, strong)."""
         if not self.half or self.K <= 64:
-            return q, k, g, None
-        hats = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
-        decay = self.new(self.slots(self.C), self.H, 2, self.K)
-        BK = 64
-        strong = self.new(self.slots(self.C), self.H, triton.cdiv(self.K, BK), dtype=torch.int8)
-        prepare[(triton.cdiv(self.K, BK) * self.H * self.slots(self.C),)](
-            q, k, g, *hats, decay, strong, self.cu, *(x.stride() for x in (q, k, g, hats[0])),
-            self.N, self.T, self.H, self.K, C=self.C, BK=BK, PACKED=self.cu is not None, LIMIT=self.limit,
-            LOW=self.half, num_warps=4, maxnreg=128,
+            return q, k, g, (None, None)
+        hats = [self.new(*x.shape, dtype=x.dtype) for x in (q, k)]
+        decay = self.new(self.n, self.H, 2, self.K)
+        strong = self.new(self.n, self.H, dtype=torch.int8, of=torch.zeros)
+        prepare[(triton.cdiv(self.K, 64) * self.H * self.n,)](
+            q, k, g, *hats, decay, strong, self.cu, *strides(q, k, g, hats[0]), self.N, self.T, self.H, self.K,
+            BK=64, LIMIT=self.limit, **self.same, num_warps=4, maxnreg=128,
         )  # fmt: skip
         return *hats, None, (decay, strong)
 
     def walk(
-        self, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, g_v: Tensor | None, decay: tuple | None,
+        self, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, g_v: Tensor | None, decay: tuple,
         S_in: Tensor | None, reverse: bool = False, states: bool = False,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """(o, final state, the states before each chunk, which tiles are strong)."""
-        C, BV, BK, N, T, H, K, V = (
-            self.C, self.BV, self.block(self.K), self.N, self.T, self.H, self.K, self.V
-        )  # fmt: skip
-        n_v = triton.cdiv(V, BV)
+        C, BV, N, T, H, K, V = self.C, self.BV, self.N, self.T, self.H, self.K, self.V
         TMA = self.cu is None and all(describable(x) for x in (q, k, v, g) if x is not None)
-        o = None if q is None else self.new(self.B, T, H, V, dtype=v.dtype)
-        strong = self.new(self.slots(C), H, n_v, dtype=torch.int8)
-        stored = self.new(self.slots(C), H, K, V, dtype=k.dtype) if states else None
-        parts = 1 if decay is None else decay[1].shape[-1]
+        o = strong = stored = None
+        if q is not None:
+            o = self.new(self.B, T, H, V, dtype=v.dtype)
+            strong = self.new(self.n, H, self.NV, dtype=torch.int8, of=torch.zeros)
+        if states:  # float16 may be too small for sums
+            dtype = torch.bfloat16 if k.dtype == torch.bfloat16 else torch.float32
+            stored = self.new(self.n, H, K, V, dtype=dtype).transpose(1, 2)
 
         def launch(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
-            tiles = [(q, BK), (k, BK), (v, BV), (g, BK)]
-            walk[(n_v * H * self.slots(L),)](
-                *(describe(x, C, w) if TMA and x is not None else x for x, w in tiles), g_v, *(decay or (None, None)),
-                describe(o, C, BV) if TMA and o is not None else o, S_in, S_out,
-                _describe_states(stored, BK, BV) if TMA and stored is not None else stored, strong, all_k, all_v,
-                self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)), N, T, L, H, K, V,
-                self.scale, C=C, BK=BK, BV=BV, PARTS=parts, TMA=TMA, PACKED=self.cu is not None, REVERSE=reverse,
-                LIMIT=self.limit, LOW=self.half, num_warps=self.warps, num_stages=self.stages[states],
+            S_in, S_out = (x if x is None else x.transpose(1, 2) for x in (S_in, S_out))
+            walk[(triton.cdiv(V, BV) * H * slots(self.B, T, self.cu, L),)](
+                *boxes(TMA, C, (q, self.BK), (k, self.BK), (v, BV), (g, self.BK)), g_v, *decay,
+                *boxes(TMA, C, (o, BV)), S_in, S_out, *boxes(TMA, self.BK, (stored, BV)), strong, all_k, all_v,
+                self.cu, *strides(q, k, v, g, g_v, o), (H * K * V, V, K * V, 1), N, T, L, H, K, V, self.scale,
+                BK=self.BK, BV=BV, NV=self.NV, TMA=TMA, REVERSE=reverse, LIMIT=self.limit, **self.same,
+                num_warps=self.warps, num_stages=self.stages[states],
             )  # fmt: skip
 
         chunks, S_out = triton.cdiv(T, C), self.new(N, H, K, V)
-        path, length = choose_path(n_v * H * N, chunks, _multiprocessors(self.device))
+        path, length = choose_path(triton.cdiv(V, BV) * H * N, chunks, _multiprocessors(self.device))
         if self.path is not None:
             # asked for: three segments where the rule would not have cut
             path, length = self.path, (triton.cdiv(chunks, 3) if path == "fused" else length)
@@ -550,15 +494,11 @@ class _Launch:
             launch((T // C + 1) * C, q, o, S_in, S_out, stored)
         else:
             L = length * C
-            n = self.slots(L)
+            n = slots(self.B, T, self.cu, L)
             part, all_k = self.new(n, H, K, V), self.new(n, H, K)
             all_v = None if g_v is None else self.new(n, H, V)
             launch(L, None, None, None, part, None, all_k, all_v)
-            BD = min(1024, triton.next_power_of_2(K * V))
-            carry[(triton.cdiv(K * V, BD) * H * N,)](
-                part, all_k, all_v, S_in, S_out, self.cu, N, T, L, H, K, V,
-                BD=BD, PACKED=self.cu is not None, REVERSE=reverse,
-            )  # fmt: skip
+            carry_states(part, all_k, all_v, S_in, S_out, self.cu, T, L, reverse)
             if o is not None or stored is not None:
                 launch(L, q, o, part, None, stored)
         return o, S_out, stored, strong
@@ -567,30 +507,28 @@ class _Launch:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, o: Tensor, strong: Tensor,
         reverse: bool = False,
     ) -> None:  # fmt: skip
-        n, n_v = self.slots(self.C) * self.H, strong.shape[-1]
+        n = self.n * self.H
         mend[(triton.cdiv(n, 16),)](
-            q, k, v, g, g_v, o, strong, self.cu, *(x if x is None else x.stride() for x in (q, k, v, g, g_v, o)),
-            self.N, self.T, self.H, self.K, self.V, self.scale, n, C=self.C, LEVELS=self.C.bit_length() - 1,
-            BK=min(64, self.block(self.K)), BV=self.BV, BN=16, BNV=triton.next_power_of_2(n_v),
-            PACKED=self.cu is not None, REVERSE=reverse, LOW=self.half, num_warps=4, num_stages=1,
+            q, k, v, g, g_v, o, strong, self.cu, *strides(q, k, v, g, g_v, o), self.N, self.T, self.H, self.K, self.V,
+            self.scale, n, LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV, BN=16, NV=self.NV,
+            REVERSE=reverse, **self.same, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor, R: Tensor,
         need_dg: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """dq, dk and dg (None when not needed) from the states at every chunk's ends."""
+        """dq, dk and dg (None when not needed) from the states at every chunk's ends, [..., K, H, V]."""
         K, V = q.shape[-1], v.shape[-1]
         BK = BV = 64 if self.half else 16
         # pays from a few V tiles on. Never with g_v: Triton then refills v's buffer before the strong branch reads it
         stages = 2 if self.half and V > 128 and g_v is None else 1
-        dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-        dg = torch.empty(g.shape, dtype=g.dtype, device=g.device) if need_dg else None
-        gradients[(triton.cdiv(K, BK) * self.H * self.slots(self.C),)](
-            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu,
-            *(x if x is None else x.stride() for x in (q, k, v, do, g, g_v, dq, dk, dg)), S.stride()[2:],
-            self.N, self.T, self.H, K, V, self.scale, C=self.C, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
-            PACKED=self.cu is not None, LIMIT=self.limit, LOW=self.half, num_warps=4, num_stages=stages,
+        dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
+        dg = self.new(*g.shape, dtype=g.dtype) if need_dg else None
+        gradients[(triton.cdiv(K, BK) * self.H * self.n,)](
+            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu, *strides(q, k, v, do, g, g_v, dq, dk, dg, S),
+            self.N, self.T, self.H, K, V, self.scale, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
+            LIMIT=self.limit, **self.same, num_warps=4, num_stages=stages,
         )  # fmt: skip
         return dq, dk, dg
 
@@ -637,7 +575,7 @@ def _backward(
     if g_v is None:
         run.mend(k, q, do, g, g_v, dv, strong, True)
     else:
-        _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, states.mT, dstates.mT, True)
+        _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, *(x.transpose(1, 3) for x in (states, dstates)), True)
     dq, dk, dg = run.gradients(q, k, v, do, g, g_v, states, dstates, need_dg)
     return dq, dk, dv, torch.empty(0, device=q.device) if dg is None else dg, dg_v, dS * scale
 
@@ -667,22 +605,6 @@ def _gradients(ctx, do, dS):
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
-
-
-def _check(q, k, v, g, g_v, S, cu_seqlens, path) -> None:
-    tensors = {"q": q, "k": k, "v": v, "g": g, **({} if g_v is None else {"g_v": g_v})}
-    shapes = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "g": "B T H K", "g_v": "B T H V"}
-    sizes = contract.check_tensors(tensors, shapes)
-    check_launch(tensors)
-    for name, axis, most in (("q", "K", 256), ("v", "V", 512)):
-        if sizes[axis] > most:
-            raise ValueError(f"{name}: expected {axis} of at most {most}, got {sizes[axis]}")
-    check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
-    N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
-    if S is not None:
-        contract.check_state("initial_state", S, sizes, N, v)
-    if path not in (None, *PATHS):
-        raise ValueError(f"path: expected one of {', '.join(PATHS)} or None, got {path!r}")
 
 
 def gla(
@@ -720,7 +642,8 @@ def gla(
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
-        _check(q, k, v, g, g_v, initial_state, cu_seqlens, path)
+        gates = {"g": (g, "B T H K"), "g_v": (g_v, "B T H V")}
+        check_call(q, k, v, gates, initial_state, cu_seqlens, path, PATHS)
     S = initial_state if initial_state is None else initial_state.float()
     scale = contract.check_scale(scale, q.shape[-1])
     return _forward(q, k, v, g, g_v, S, cu_seqlens, scale, path)

@@ -32,9 +32,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ._launch import check_launch, check_packed
+from ._launch import check_call
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
-from ._tiles import describable, describe, load_tile, slots, store_tile, which_segment
+from ._tiles import (
+    boxes,
+    carry_states,
+    describable,
+    load_tile,
+    slots,
+    store_tile,
+    strides,
+    which_segment,
+)  # fmt: skip
 
 __all__ = ["choose_path", "linear_attention", "simple_gla"]
 
@@ -114,42 +123,6 @@ def walk(
         tl.store(S_out + (i_s * H + i_h).to(tl.int64) * K * V + o_S, b_S, mask=m_S)
     if decay is not None:
         tl.store(decay + i_s * H + i_h, b_all, mask=i_v == 0)
-
-
-@triton.jit
-def carry(
-    part, decay, S_in, S_out, cu, N, T, L, H, D,
-    BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Replace what each segment adds to the state (`part` [slots, H, D], D = K V) by the state that it starts from."""
-    # which tile: BD numbers of the state of a head
-    n_d = tl.cdiv(D, BD)
-    o_d = tl.program_id(0) % n_d * BD + tl.arange(0, BD)
-    i_h, i_n = tl.program_id(0) // n_d % H, tl.program_id(0) // n_d // H
-    if PACKED:
-        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
-        first, n_s = start // L + i_n, tl.cdiv(stop - start, L)
-    else:
-        first, n_s = i_n * tl.cdiv(T, L), tl.cdiv(T, L)
-
-    # load
-    o_S, m_d = (i_n * H + i_h).to(tl.int64) * D + o_d, o_d < D
-    b_S = tl.zeros([BD], dtype=tl.float32)
-    if S_in is not None:
-        b_S += tl.load(S_in + o_S, mask=m_d, other=0.0)
-
-    # compute
-    for i in range(0, n_s):
-        i_s = first + (n_s - 1 - i if REVERSE else i)
-        p = part + (i_s * H + i_h).to(tl.int64) * D + o_d
-        b_part = tl.load(p, mask=m_d, other=0.0)  # [BD]
-        tl.store(p, b_S, mask=m_d)
-        if decay is not None:
-            b_S *= tl.load(decay + i_s * H + i_h)
-        b_S += b_part
-
-    # store
-    tl.store(S_out + o_S, b_S, mask=m_d)
 
 
 @triton.jit
@@ -267,11 +240,9 @@ def _walk(
         return torch.empty(shape, dtype=dtype, device=k.device)
 
     def launch(L, q, o, S_in, S_out, states=None, decay=None):
-        tiles = [(q, BK), (k, BK), (v, BV), (o, BV)]
         walk[(triton.cdiv(V, BV) * H * slots(B, T, cu, L),)](
-            *(describe(x, C, w) if TMA and x is not None else x for x, w in tiles),
-            sums, S_in, S_out, states, decay, cu,
-            *(x if x is None else x.stride() for x in (q, k, v, o)), N, T, L, H, K, V, scale,
+            *boxes(TMA, C, (q, BK), (k, BK), (v, BV), (o, BV)), sums, S_in, S_out, states, decay, cu,
+            *strides(q, k, v, o), N, T, L, H, K, V, scale,
             C=C, BK=BK, BV=BV, TMA=TMA, PACKED=cu is not None, REVERSE=reverse,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -287,10 +258,7 @@ def _walk(
         n_s = slots(B, T, cu, L)
         part, decay = new(n_s, H, K, V), None if sums is None else new(n_s, H)
         launch(L, None, None, None, part, decay=decay)
-        BD = min(1024, triton.next_power_of_2(K * V))
-        carry[(triton.cdiv(K * V, BD) * H * N,)](
-            part, decay, S_in, S, cu, N, T, L, H, K * V, BD=BD, PACKED=cu is not None, REVERSE=reverse
-        )  # fmt: skip
+        carry_states(part, decay, None, S_in, S, cu, T, L, reverse)
         S_in, S_out = part, None
     if path == "materialised" or q is None:
         # an operand of one product each: stored in its precision, nothing is lost
@@ -313,8 +281,8 @@ def _unwind(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     TMA = cu is None and all(describable(x) for x in (q, k, v, do))
     unwind[(len(S) * H,)](
-        *(describe(x, C, 64) if TMA else x for x in (q, k, v, do, dq, dk, dv)), S, R, dS, cu,
-        *(x.stride() for x in (q, k, v, do, dk, dv)), T, H, K, V, scale,
+        *boxes(TMA, C, *((x, 64) for x in (q, k, v, do, dq, dk, dv))), S, R, dS, cu,
+        *strides(q, k, v, do, dk, dv), T, H, K, V, scale,
         C=C, BK=64, BV=64, TMA=TMA, PACKED=cu is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
     return dq, dk, dv
@@ -367,7 +335,7 @@ def _backward(
         states, _ = _walk(None, k, v, sums, S, cu, scale, path)
         dstates, _ = _walk(None, q, do, sums, R, cu, scale, path, reverse=True)
         gate_gradient[(len(states) * H,)](
-            q, k, v, do, g, sums, states, dstates, dg, cu, *(x.stride() for x in (q, k, v, do, g, dg)),
+            q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do, g, dg),
             N, T, H, K, V, scale, C=C, BK=max(64, triton.next_power_of_2(K)), BV=32,
             PACKED=cu is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
@@ -402,27 +370,9 @@ def _gradients(ctx, do, dS):
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _check(q, k, v, g, S, cu_seqlens, path) -> None:
-    gates = {} if g is None else {"g": g}
-    tensors = {"q": q, "k": k, "v": v, **gates}
-    sizes = contract.check_tensors(
-        tensors, {"q": "B T H K", "k": "B T H K", "v": "B T H V", "g": "B T H"}
-    )
-    check_launch(tensors)
-    for name, axis, most in (("q", "K", 256), ("v", "V", 512)):
-        if sizes[axis] > most:
-            raise ValueError(f"{name}: expected {axis} of at most {most}, got {sizes[axis]}")
-    check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
-    N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
-    if S is not None:
-        contract.check_state("initial_state", S, sizes, N, v)
-    if path is not None and path not in PATHS:
-        raise ValueError(f"path: expected one of {', '.join(PATHS)} or None, got {path!r}")
-
-
 def _attention(q, k, v, g, scale, initial_state, cu_seqlens, path):
     if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
-        _check(q, k, v, g, initial_state, cu_seqlens, path)
+        check_call(q, k, v, {"g": (g, "B T H")}, initial_state, cu_seqlens, path, PATHS)
     S = initial_state if initial_state is None else initial_state.float()
     scale = contract.check_scale(scale, q.shape[-1])
     return _forward(q, k, v, g, S, cu_seqlens, scale, path)
