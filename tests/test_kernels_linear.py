@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from cases import F64, LADDER, error, inputs
+from emulated import chunks, product
 
 from gla_ref import gates, gla_backward
 from gla_ref import linear_attention as linear_references
@@ -32,24 +33,6 @@ interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
 # single run is one rounding's luck.
 NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dS0")
 RUNS = 3
-
-
-def product(c, a, b, dtype):
-    """c + a b in float32: a fused multiply-add for each term, or in halves 16 terms at a time, cut off, not rounded."""
-    step = 1 if dtype == torch.float32 else 16
-    a, b = (x.to(dtype).double() for x in (a, b))
-    for x, y in zip(a.split(step, -1), b.split(step, -2), strict=True):
-        exact = c.double() + x @ y
-        c = exact.float()
-        if dtype != torch.float32:
-            c = torch.where(c.double().abs() > exact.abs(), c.nextafter(torch.zeros_like(c)), c)
-    return c
-
-
-def chunks(x, C):
-    """[B, T, H, D] as [B, H, chunks, C, D], zeros beyond T."""
-    x = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[1] % C))
-    return x.unflatten(1, (-1, C)).permute(0, 3, 1, 2, 4)
 
 
 def emulated_walk(q, k, v, g, S, scale, dtype, C, reverse=False):

@@ -76,6 +76,13 @@ def _gla(*args, **kwargs):
     return gla(*args, **kwargs)
 
 
+def _gla_step(*args, **kwargs):
+    """Triton, token by token, forward only: :func:`gla_ref.kernels.gla_step.gla_step`."""
+    from .kernels.gla_step import gla_step
+
+    return gla_step(*args, **kwargs)
+
+
 FORMS = {
     "softmax_attention": {
         "recurrent": softmax_attention.recurrent,
@@ -107,5 +114,6 @@ FORMS = {
         "chunkwise_two_level": gla.chunkwise_two_level,
         "triton": _gla,
         "triton_chunk_fuse": _gla_chunk_fuse,
+        "triton_recurrent": _gla_step,
     },
 }

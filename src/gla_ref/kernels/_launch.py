@@ -44,7 +44,7 @@ def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device
 
 def check_call(
     q: Tensor, k: Tensor, v: Tensor, gates: dict[str, tuple[Tensor | None, str]], S: Tensor | None,
-    cu_seqlens: Tensor | None, path: str | None, paths: tuple[str, ...],
+    cu_seqlens: Tensor | None, path: str | None = None, paths: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
     """A whole call of a kernel with states: `gates` are (tensor or None, its axes) by name.
 
@@ -65,3 +65,16 @@ def check_call(
         check_state("initial_state", S, sizes, N, v)
     if path not in (None, *paths):
         raise ValueError(f"path: expected one of {', '.join(paths)} or None, got {path!r}")
+
+
+def check_forward_only(tensors: dict[str, Tensor | None], who: str) -> None:
+    """No tensor may need a gradient that nobody will compute; `who` is the message's subject and verb.
+
+    Raises:
+        ValueError: one does.
+    """
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: expected a tensor that needs no gradient, got requires_grad=True; {who} forward only"
+            )

@@ -56,6 +56,16 @@ from ._tiles import (
     strides,
     which_segment,
 )
+from ._vector_gates import (
+    across,
+    chunk_decays,
+    clamped,
+    operand,
+    prepared,
+    scores,
+    sums,
+    to_border,
+)
 from .linear_attention import _multiprocessors, choose_path
 
 __all__ = ["gla"]
@@ -68,129 +78,6 @@ FLOAT32 = {64: (32, 32, 4, 1, 1), 128: (32, 32, 4, 1, 1), 256: (16, 32, 4, 1, 1)
 # float32 could bear 80, but differences of larger sums cost it digits
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
 PATHS = ("fused", "segmented")
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def clamped(b_g):
-    """Gates for sums. e^-104 is 0 in float32, so -104 stands for all below, -inf too."""
-    b_f = tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
-    return b_f.to(tl.bfloat16) if b_g.dtype == tl.bfloat16 else b_f
-
-
-@triton.jit
-def sums(m, x, LOW: tl.constexpr):
-    """m x, sums of the rows of x [C, D] weighed by m [C, C], whose weights are halves: a product, to be fast.
-
-    For 16-bit kernels on tensor cores and in two bf16 parts, to 2^-17 (bf16 itself: exactly).
-    """
-    if LOW:
-        m, high = m.to(tl.bfloat16), x.to(tl.bfloat16)
-        b = tl.dot(m, high)
-        if x.dtype != tl.bfloat16:
-            b = tl.dot(m, (x - high.to(tl.float32)).to(tl.bfloat16), b)
-        return b
-    else:
-        return tl.dot(m.to(tl.float32), x.to(tl.float32), input_precision="ieee")
-
-
-@triton.jit
-def operand(x, dtype: tl.constexpr):
-    """x in a product's precision, and what to multiply the product by.
-
-    float16 ends at 65504; sums (scores, states) may be larger, and are divided by a power of two.
-    """
-    if dtype == tl.float16:
-        most = tl.log2(tl.maximum(tl.max(tl.abs(x)), 1.0))
-        size = tl.exp2(tl.maximum(tl.ceil(most) - 15.0, 0.0))
-        return (x / size).to(dtype), size
-    else:
-        return x.to(dtype), 1.0
-
-
-@triton.jit
-def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
-    """Of a chunk's gates [C, D]: factors of what reads and of what writes [C, D], of the state [D], mild?
-
-    The state is multiplied by `edge`, read, multiplied by `through` (1 in mild channels), written to, and multiplied
-    by `edge` again. Backwards in time, what reads is what decays to the chunk's end.
-    """
-    o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
-    b_f = clamped(b_g)
-    total = tl.sum(b_f.to(tl.float32), 0) * LOG2E
-    mild = total >= LIMIT * LOG2E
-    if LOW:  # b - b_C / 2, as if summed half from the left and half from the right
-        up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, LOW) * LOG2E
-        rest = tl.where(mild, 0.0, total * 0.5)[None, :]
-        up, down = tl.exp2(rest + up), tl.exp2(rest - up)
-    else:  # each summed on its own, so that a strong gate takes no digits from those after it
-        half = tl.where(mild, total * 0.5, 0.0)[None, :]
-        up = tl.exp2(sums(o_i >= o_j, b_f, LOW) * LOG2E - half)
-        down = tl.exp2(sums(o_i < o_j, b_f, LOW) * LOG2E - half)
-    edge, through = tl.exp2(tl.where(mild, total * 0.5, 0.0)), tl.exp2(tl.where(mild, 0.0, total))
-    read, write = (down, up) if REVERSE else (up, down)
-    return read, write, edge, through, tl.min(mild.to(tl.int32)) != 0
-
-
-@triton.jit
-def to_border(b_g, level, LOW: tl.constexpr):
-    """Decay [C, D] between each token and the middle of its block of 2^(level + 1) tokens: no exponent above 0."""
-    o_c = tl.arange(0, b_g.shape[0])
-    border = ((o_c >> level) | 1) << level  # the first token of a block's second half
-    t, i = o_c[:, None], o_c[None, :]
-    m = (i <= t) & (i >= border[:, None]) | (i > t) & (i < border[:, None])
-    return tl.exp2(sums(m, b_g, LOW) * LOG2E)
-
-
-@triton.jit
-def across(level, C: tl.constexpr, REVERSE: tl.constexpr = False):
-    """Which pairs (i, j), [C, C], meet at this level: i in the second half of a block, j in its first."""
-    o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
-    return (o_j == (o_i | 1)) & (o_j > o_i) if REVERSE else (o_i == (o_j | 1)) & (o_i > o_j)
-
-
-@triton.jit
-def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
-    """Of a strong chunk, [C, C]: of each token with itself, then level by level."""
-    o_c = tl.arange(0, b_q.shape[0])
-    b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
-    b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
-    for level in tl.range(0, LEVELS):
-        b_E = to_border(b_g, level, LOW)  # [C, BK]
-        b_x, b_y = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
-        b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee")
-        b_P += tl.where(across(level, b_q.shape[0], REVERSE), b_pairs, 0.0)
-    return b_P
-
-
-@triton.jit
-def prepare(
-    q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
-    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
-    """q' and k', `decay` [slots, H, 2, K]: edge and through; `strong` [slots, H], zeros before."""
-    # which tile: BK channels of a chunk of a head
-    n_k = tl.cdiv(K, BK)
-    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
-    i_s = tl.program_id(0) // n_k // H
-    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
-
-    # load
-    b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
-    b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
-    b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
-
-    # compute
-    read, write, edge, through, mild = chunk_decays(b_g, LIMIT, LOW, False)
-
-    # store
-    store_tile(q_hat, b_q * read, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
-    store_tile(k_hat, b_k * write, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
-    i_c, o_k = i_s * H + i_h, i_k * BK + tl.arange(0, BK)
-    p_d = decay + i_c.to(tl.int64) * 2 * K + o_k
-    tl.store(p_d, edge, mask=o_k < K)
-    tl.store(p_d + K, through, mask=o_k < K)
-    tl.store(strong + i_c, 1, mask=mild == 0)
 
 
 @triton.jit
@@ -231,7 +118,8 @@ def walk(
         next_edge = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
-        i_d, i_slot = (i_t * H + i_h).to(tl.int64), i_t  # the chunk of this head: in decay and flags, in states
+        i_chunk = i_t  # in states
+        i_d = (i_t * H + i_h).to(tl.int64)  # the chunk of this head, in decay and flags
         i_t += -1 if REVERSE else 1
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
@@ -250,7 +138,7 @@ def walk(
             mild_k = tl.load(strong_k + i_d) == 0
         mild = mild_k
         if states is not None:
-            store_tile(states, b_S, s_S, i_slot, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
+            store_tile(states, b_S, s_S, i_chunk, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
         b_S *= edge[:, None]  # half way into the chunk
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
@@ -275,14 +163,16 @@ def walk(
             if decay is not None:
                 through = tl.load(decay + i_d * 2 * K + K + o_k, mask=o_k < K, other=1.0)  # [BK]
             b_S *= through[:, None]
-            b_all_k *= through
+            if all_k is not None:
+                b_all_k *= through
         if g_v is not None:
             b_S *= through_v[None, :]
             b_all_v *= edge_v * edge_v * through_v
         b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee") * edge[:, None]
         if g_v is not None:
             b_S *= edge_v[None, :]
-        b_all_k *= edge * edge
+        if all_k is not None:
+            b_all_k *= edge * edge
 
     # store
     if S_out is not None:
@@ -319,11 +209,12 @@ def mend(
             b_P, of_P = operand(b_P, v.dtype.element_ty)
             for i_v in tl.range(0, tl.cdiv(V, BV)):
                 if tl.max(tl.where(o_n == i_v, flags, 0)) != 0:
-                    b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+                    o_v = i_v * BV
+                    b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
                     if g_v is None:
                         b_o = tl.dot(b_P, b_v, input_precision="ieee")  # [C, BV]
                     else:
-                        b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+                        b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
                         b_A = tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0).to(b_v.dtype)
                         b_o = tl.dot(b_A, b_v, input_precision="ieee")  # [C, BV]
                         for level in tl.range(0, LEVELS):
@@ -332,9 +223,9 @@ def mend(
                             b_y = (b_v * b_E).to(b_v.dtype)
                             b_o += tl.dot(b_A, b_y, input_precision="ieee") * b_E
                     # store
-                    b_walk = load_tile(o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+                    b_walk = load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
                     b_o = b_o * (of_P * scale) + b_walk
-                    store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                    store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
 
 
 @triton.jit
@@ -399,15 +290,16 @@ def gradients(
         b_x, b_w = b_l * b_dq - b_r * b_dk, b_r * b_write
         b_dq, b_dk = b_dq * up, (b_dk + b_write) * down
     else:
+        b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]
         b_dq, b_write = b_read * up, b_write * down
         b_dk = tl.zeros([C, BK], dtype=tl.float32)
         for level in tl.range(0, LEVELS):
             b_E = to_border(clamped(b_g), level, LOW)  # [C, BK]
-            b_low = tl.where(across(level, C), b_A, 0.0).to(b_q.dtype)
-            b_dq += tl.dot(b_low, (b_k * b_E).to(b_k.dtype), input_precision="ieee") * (b_E * of_A)
-            b_dk += tl.dot(b_low.T, (b_q * b_E).to(b_q.dtype), input_precision="ieee") * (b_E * of_A)
+            b_l, b_r = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
+            b_low, b_E = tl.where(across(level, C), b_A, 0.0).to(b_q.dtype), b_E * of_A
+            b_dq += tl.dot(b_low, b_r, input_precision="ieee") * b_E
+            b_dk += tl.dot(b_low.T, b_l, input_precision="ieee") * b_E
         b_x, b_w = b_q * b_dq - b_k * b_dk, b_k * b_write
-        b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]
         b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
 
     # store
@@ -435,7 +327,8 @@ class _Launch:
         self.N = self.B if cu is None else len(cu) - 1
         self.half = q.dtype != torch.float32
         # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
-        self.BK, wide = (max(64 if self.half else 16, triton.next_power_of_2(D)) for D in (self.K, self.V))
+        least = 64 if self.half else 16
+        self.BK, wide = (max(least, triton.next_power_of_2(D)) for D in (self.K, self.V))
         self.C, BV, self.warps, *self.stages = (HALF if self.half else FLOAT32)[max(64, self.BK)]
         self.BV, self.n = min(BV, wide), slots(self.B, self.T, cu, self.C)
         self.NV = triton.next_power_of_2(triton.cdiv(self.V, self.BV))  # strong flags of a chunk
@@ -445,20 +338,12 @@ class _Launch:
     def new(self, *shape: int, dtype: torch.dtype = torch.float32, of=torch.empty) -> Tensor:
         return of(shape, dtype=dtype, device=self.device)
 
-    def prepare(
-        self, q: Tensor, k: Tensor, g: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    def prepare(self, q: Tensor, k: Tensor, g: Tensor) -> tuple:
         """q, k, g and (None, None) for a walk that makes q' and k' itself, else q', k', None, (decay, strong)."""
         if not self.half or self.K <= 64:
             return q, k, g, (None, None)
-        hats = [self.new(*x.shape, dtype=x.dtype) for x in (q, k)]
-        decay = self.new(self.n, self.H, 2, self.K)
-        strong = self.new(self.n, self.H, dtype=torch.int8, of=torch.zeros)
-        prepare[(triton.cdiv(self.K, 64) * self.H * self.n,)](
-            q, k, g, *hats, decay, strong, self.cu, *strides(q, k, g, hats[0]), self.N, self.T, self.H, self.K,
-            BK=64, LIMIT=self.limit, **self.same, num_warps=4, maxnreg=128,
-        )  # fmt: skip
-        return *hats, None, (decay, strong)
+        q_hat, k_hat, *decay = prepared(q, k, g, self.cu, self.C, self.limit)
+        return q_hat, k_hat, None, decay
 
     def walk(
         self, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, g_v: Tensor | None, decay: tuple,
@@ -486,7 +371,8 @@ class _Launch:
             )  # fmt: skip
 
         chunks, S_out = triton.cdiv(T, C), self.new(N, H, K, V)
-        path, length = choose_path(triton.cdiv(V, BV) * H * N, chunks, _multiprocessors(self.device))
+        programs, SMs = triton.cdiv(V, BV) * H * N, _multiprocessors(self.device)
+        path, length = choose_path(programs, chunks, SMs)
         if self.path is not None:
             # asked for: three segments where the rule would not have cut
             path, length = self.path, (triton.cdiv(chunks, 3) if path == "fused" else length)
@@ -575,7 +461,8 @@ def _backward(
     if g_v is None:
         run.mend(k, q, do, g, g_v, dv, strong, True)
     else:
-        _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, *(x.transpose(1, 3) for x in (states, dstates)), True)
+        turned = [x.transpose(1, 3) for x in (states, dstates)]
+        _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, *turned, True)
     dq, dk, dg = run.gradients(q, k, v, do, g, g_v, states, dstates, need_dg)
     return dq, dk, dv, torch.empty(0, device=q.device) if dg is None else dg, dg_v, dS * scale
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ..gla_chunk_fuse import combine, tile
-from ._launch import check_launch
+from ._launch import check_forward_only, check_launch
 from .decay_cumsum import decay_cumsum
 
 __all__ = ["gla_chunk_fuse", "inner_scores", "qg_kg", "read_states"]
@@ -220,13 +220,7 @@ def gla_chunk_fuse(
     if S is not None:
         contract.check_state("initial_state", S, sizes, sizes["B"], v)
         S = S.float().contiguous()
-    if torch.is_grad_enabled():
-        for name, x in {**tensors, "initial_state": initial_state}.items():
-            if x is not None and x.requires_grad:
-                raise ValueError(
-                    f"{name}: expected a tensor that needs no gradient, got requires_grad=True; "
-                    "the four kernels are forward only"
-                )
+    check_forward_only({**tensors, "initial_state": initial_state}, "the four kernels are")
     scale = contract.check_scale(scale, sizes["K"])
     b = decay_cumsum(g, C=C)
     q_g, k_g = qg_kg(q, k, b, scale, C)

@@ -1,0 +1,157 @@
+"""What one gate a channel and token adds to the chunks of gla.py: factors of q, k and state, and levels (chapter 11).
+
+    mild channels    q e^(b - r), k e^(r - b), the state e^r before and after, r = b_C / 2
+    strong ones      q e^b, k e^(b_C - b), the state e^(b_C) in between; pairs inside the chunk in levels
+
+b is the running sum of g in the chunk. Reference: :mod:`gla_ref.gla`. The kernels of gla.py call these functions;
+`prepare` is a kernel of its own, for heads whose V tiles would all make the same q' and k'.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._tiles import load_tile, slots, store_tile, strides, which_segment
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def clamped(b_g):
+    """Gates for sums. e^-104 is 0 in float32, so -104 stands for all below, -inf too."""
+    b_f = tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
+    return b_f.to(tl.bfloat16) if b_g.dtype == tl.bfloat16 else b_f
+
+
+@triton.jit
+def sums(m, x, LOW: tl.constexpr):
+    """m x, sums of the rows of x [C, D] weighed by m [C, C], whose weights are halves: a product, to be fast.
+
+    For 16-bit kernels on tensor cores and in two bf16 parts, to 2^-17 (bf16 itself: exactly).
+    """
+    if LOW:
+        m, high = m.to(tl.bfloat16), x.to(tl.bfloat16)
+        b = tl.dot(m, high)
+        if x.dtype != tl.bfloat16:
+            b = tl.dot(m, (x - high.to(tl.float32)).to(tl.bfloat16), b)
+        return b
+    else:
+        return tl.dot(m.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+
+
+@triton.jit
+def operand(x, dtype: tl.constexpr):
+    """x in a product's precision, and what to multiply the product by.
+
+    float16 ends at 65504; sums (scores, states) may be larger, and are divided by a power of two.
+    """
+    if dtype == tl.float16:
+        most = tl.log2(tl.maximum(tl.max(tl.abs(x)), 1.0))
+        size = tl.exp2(tl.maximum(tl.ceil(most) - 15.0, 0.0))
+        return (x / size).to(dtype), size
+    else:
+        return x.to(dtype), 1.0
+
+
+@triton.jit
+def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
+    """Of a chunk's gates [C, D]: factors of what reads and of what writes [C, D], of the state [D], mild?
+
+    The state is multiplied by `edge`, read, multiplied by `through` (1 in mild channels), written to, and multiplied
+    by `edge` again. Backwards in time, what reads is what decays to the chunk's end.
+    """
+    o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
+    b_f = clamped(b_g)
+    total = tl.sum(b_f.to(tl.float32), 0) * LOG2E
+    mild = total >= LIMIT * LOG2E
+    if LOW:  # b - b_C / 2, as if summed half from the left and half from the right
+        up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, LOW) * LOG2E
+        rest = tl.where(mild, 0.0, total * 0.5)[None, :]
+        up, down = tl.exp2(rest + up), tl.exp2(rest - up)
+    else:  # each summed on its own, so that a strong gate takes no digits from those after it
+        half = tl.where(mild, total * 0.5, 0.0)[None, :]
+        up = tl.exp2(sums(o_i >= o_j, b_f, LOW) * LOG2E - half)
+        down = tl.exp2(sums(o_i < o_j, b_f, LOW) * LOG2E - half)
+    edge, through = tl.exp2(tl.where(mild, total * 0.5, 0.0)), tl.exp2(tl.where(mild, 0.0, total))
+    read, write = (down, up) if REVERSE else (up, down)
+    return read, write, edge, through, tl.min(mild.to(tl.int32)) != 0
+
+
+@triton.jit
+def to_border(b_g, level, LOW: tl.constexpr):
+    """Decay [C, D] between each token and the middle of its block of 2^(level + 1) tokens: no exponent above 0."""
+    o_c = tl.arange(0, b_g.shape[0])
+    border = ((o_c >> level) | 1) << level  # the first token of a block's second half
+    t, i = o_c[:, None], o_c[None, :]
+    m = (i <= t) & (i >= border[:, None]) | (i > t) & (i < border[:, None])
+    return tl.exp2(sums(m, b_g, LOW) * LOG2E)
+
+
+@triton.jit
+def across(level, C: tl.constexpr, REVERSE: tl.constexpr = False):
+    """Which pairs (i, j), [C, C], meet at this level: i in the second half of a block, j in its first."""
+    o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
+    return (o_j == (o_i | 1)) & (o_j > o_i) if REVERSE else (o_i == (o_j | 1)) & (o_i > o_j)
+
+
+@triton.jit
+def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
+    """Of a strong chunk, [C, C]: of each token with itself, then level by level."""
+    o_c = tl.arange(0, b_q.shape[0])
+    b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
+    b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
+    for level in tl.range(0, LEVELS):
+        b_E = to_border(b_g, level, LOW)  # [C, BK]
+        b_x, b_y = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
+        b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee")
+        b_P += tl.where(across(level, b_q.shape[0], REVERSE), b_pairs, 0.0)
+    return b_P
+
+
+@triton.jit
+def prepare(
+    q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
+    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """q' and k', `decay` [slots, H, 2, K]: edge and through; `strong` [slots, H], zeros before."""
+    # which tile: BK channels of a chunk of a head
+    n_k = tl.cdiv(K, BK)
+    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
+    i_s = tl.program_id(0) // n_k // H
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+
+    # load
+    b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+
+    # compute
+    read, write, edge, through, mild = chunk_decays(b_g, LIMIT, LOW, False)
+
+    # store
+    store_tile(q_hat, b_q * read, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    store_tile(k_hat, b_k * write, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    i_c, o_k = i_s * H + i_h, i_k * BK + tl.arange(0, BK)
+    p_d = decay + i_c.to(tl.int64) * 2 * K + o_k
+    tl.store(p_d, edge, mask=o_k < K)
+    tl.store(p_d + K, through, mask=o_k < K)
+    tl.store(strong + i_c, 1, mask=mild == 0)
+
+
+def prepared(
+    q: Tensor, k: Tensor, g: Tensor, cu: Tensor | None, C: int, limit: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q', k', `decay` and `strong` of `prepare`, for chunks of C tokens of a 16-bit dtype."""
+    B, T, H, K = q.shape
+    N, n = B if cu is None else len(cu) - 1, slots(B, T, cu, C)
+    q_hat, k_hat = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    decay = torch.empty((n, H, 2, K), dtype=torch.float32, device=q.device)
+    strong = torch.zeros((n, H), dtype=torch.int8, device=q.device)
+    prepare[(triton.cdiv(K, 64) * H * n,)](
+        q, k, g, q_hat, k_hat, decay, strong, cu, *strides(q, k, g, q_hat), N, T, H, K,
+        C=C, BK=64, PACKED=cu is not None, LIMIT=limit, LOW=True, num_warps=4, maxnreg=128,
+    )  # fmt: skip
+    return q_hat, k_hat, decay, strong

@@ -1,0 +1,142 @@
+"""Gated Linear Attention token by token: for decoding, and right for any gate (chapter 11).
+
+    S <- (alpha^T beta) * S + k^T v        alpha = e^g, beta = e^(g_v)
+    o  = scale * q S
+
+Reference: :func:`gla_ref.gla.recurrent`, of which this is the kernel: no chunk, no product of matrices, float32 inside.
+A program holds BV columns of one head's state in registers and walks over the tokens of its sequence::
+
+    step    V tiles * H * sequences    reads and writes its part of the state once
+
+For one token that is 8 K V bytes a head and little else (q, k, g, v and o are 2 (3 K + 2 V) in bf16), for 5 K V FLOPs:
+memory sets the pace, as it does for every model that answers one token at a time. Many tokens are the business of
+:mod:`gla_ref.kernels.gla`, whose state it takes and hands on. Forward only. Limits: K <= 256, V <= 512.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import _contract as contract
+from ._launch import check_call, check_forward_only
+from ._tiles import load_tile, store_tile, strides
+
+__all__ = ["gla_step"]
+
+BV = 32  # columns: a row of the tile is 128 bytes, one line of memory, and the tile at most 64 registers a thread
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def row(x, s, i_b, t, i_h, o_d, D, BD: tl.constexpr):
+    """x[i_b, t, i_h, o_d:] as [BD] in float32."""
+    return load_tile(x, s, i_b, i_h, t, t + 1, o_d, D, 1, BD, False).reshape(BD).to(tl.float32)
+
+
+@triton.jit
+def step(
+    q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, K, V, scale,
+    BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    # which tile: BV columns of the state of a head of a sequence
+    n_v = tl.cdiv(V, BV)
+    o_v, i_h = tl.program_id(0) % n_v * BV, tl.program_id(0) // n_v % H
+    i_n = tl.program_id(0) // n_v // H
+    if PACKED:
+        start, stop, i_b = (
+            tl.load(cu + i_n).to(tl.int32),
+            tl.load(cu + i_n + 1).to(tl.int32),
+            i_n * 0,
+        )
+    else:
+        start, stop, i_b = i_n * 0, i_n * 0 + T, i_n
+
+    # load: states are [N, K, H, V] here
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_in, i_n, i_h, 0, K, o_v, V, BK, BV, False)  # [BK, BV]
+
+    for t in tl.range(start, stop):
+        # load
+        b_q = row(q, s_q, i_b, t, i_h, 0, K, BK)  # [BK]
+        b_k = row(k, s_k, i_b, t, i_h, 0, K, BK)  # [BK]
+        b_g = row(g, s_g, i_b, t, i_h, 0, K, BK)  # [BK]
+        b_v = row(v, s_v, i_b, t, i_h, o_v, V, BV)  # [BV]
+
+        # compute
+        b_S *= tl.exp2(b_g * LOG2E)[:, None]
+        if g_v is not None:
+            b_S *= tl.exp2(row(g_v, s_gv, i_b, t, i_h, o_v, V, BV) * LOG2E)[None, :]
+        b_S += b_k[:, None] * b_v[None, :]
+        b_o = tl.sum(b_q[:, None] * b_S, 0) * scale  # [BV]
+
+        # store
+        store_tile(o, b_o[None, :], s_o, i_b, i_h, t, stop, o_v, V, 1, BV, False)
+
+    # store
+    store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
+
+
+@torch.library.custom_op("gla_ref::gla_step", mutates_args=())
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    T, H, K = q.shape[1:]
+    V, N = v.shape[-1], len(q) if cu is None else len(cu) - 1
+    o = torch.empty(v.shape, dtype=v.dtype, device=q.device)
+    S_out = torch.empty(N, H, K, V, dtype=torch.float32, device=q.device)
+    states = [x if x is None else x.transpose(1, 2) for x in (S, S_out)]
+    step[(triton.cdiv(V, BV) * H * N,)](
+        q, k, v, g, g_v, o, *states, cu, *strides(q, k, v, g, g_v, o, *states), T, H, K, V, scale,
+        BK=triton.next_power_of_2(K), BV=BV, PACKED=cu is not None, num_warps=4,
+    )  # fmt: skip
+    return o, S_out
+
+
+@_step.register_fake
+def _(q, k, v, g, g_v, S, cu, scale):
+    N = q.shape[0] if cu is None else cu.shape[0] - 1
+    return torch.empty_like(v), q.new_empty(N, *q.shape[2:], v.shape[-1], dtype=torch.float32)
+
+
+def gla_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    g_v: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of GLA in one kernel, for one token or a few; forward only, right for every gate in [-inf, 0].
+
+    Args:
+        q: queries `[B, T, H, K]`, T >= 1 (1 when decoding), K <= 256; float32, float16 or bfloat16, any strides.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`, V <= 512.
+        g: natural log gates on the key axis, `[B, T, H, K]`, in any of the three dtypes.
+        g_v: natural log gates on the value axis, `[B, T, H, V]`, or None.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: `[N_seq, H, K, V]`, zeros when None; it is left as it is.
+        cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
+            Their values, and those of g and g_v, are looked at under GLA_REF_DEBUG=1 only.
+
+    Returns:
+        o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
+    """
+    if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
+        gates = {"g": (g, "B T H K"), "g_v": (g_v, "B T H V")}
+        check_call(q, k, v, gates, initial_state, cu_seqlens)
+        tensors = {"q": q, "k": k, "v": v, "g": g, "g_v": g_v, "initial_state": initial_state}
+        check_forward_only(tensors, "this kernel is")
+    S = initial_state if initial_state is None else initial_state.float()
+    return _step(q, k, v, g, g_v, S, cu_seqlens, contract.check_scale(scale, q.shape[-1]))

@@ -1,0 +1,174 @@
+"""Emulated runs: what kernels compute, step by step, with operands rounded to their dtype (the oracle rule)."""
+
+import math
+
+import torch
+
+LOG2E = 1 / math.log(2)
+
+
+def product(c, a, b, dtype):
+    """c + a b in float32: a fused multiply-add for each term, or in halves 16 terms at a time, cut off, not rounded."""
+    step = 1 if dtype == torch.float32 else 16
+    a, b = (x.to(dtype).double() for x in (a, b))
+    for x, y in zip(a.split(step, -1), b.split(step, -2), strict=True):
+        exact = c.double() + x @ y
+        c = exact.float()
+        if dtype != torch.float32:
+            c = torch.where(c.double().abs() > exact.abs(), c.nextafter(torch.zeros_like(c)), c)
+    return c
+
+
+def chunks(x, C):
+    """[B, T, H, D] as [B, H, chunks, C, D], zeros beyond T."""
+    x = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[1] % C))
+    return x.unflatten(1, (-1, C)).permute(0, 3, 1, 2, 4)
+
+
+class Gla:
+    """kernels/gla.py for one sequence, or a batch of them: the one-product form where a chunk is mild, else levels."""
+
+    def __init__(self, dtype, limit, C):
+        self.dtype, self.limit, self.C = dtype, limit, C
+
+    def mm(self, a, b, c=None):
+        return product(torch.zeros(1, device=a.device) if c is None else c, a, b, self.dtype)
+
+    def low(self, x):
+        return x.to(self.dtype).float()
+
+    def sums(self, m, x):
+        """m x in float32, of 16-bit kernels in two bf16 parts."""
+        if self.dtype == torch.float32:
+            return m.float() @ x
+        high = x.bfloat16().float()
+        return m.float() @ high + m.float() @ (x - high).bfloat16().float()
+
+    def decays(self, g):
+        """(up, down [..., C, D], edge, through [..., 1, D], mild [..., 1, 1]) of chunks of gates."""
+        i = torch.arange(self.C, device=g.device)
+        g = g.clamp(min=-104.0)
+        total = g.sum(-2, keepdim=True) * LOG2E
+        mild = total >= self.limit * LOG2E
+        half, none = total / 2, torch.zeros_like(total)
+        if self.dtype == torch.float32:
+            half = torch.where(mild, half, none)
+            up = self.sums(i[:, None] >= i, g) * LOG2E - half
+            down = self.sums(i[:, None] < i, g) * LOG2E - half
+        else:
+            up = self.sums((i[:, None] >= i).float() - 0.5, g) * LOG2E
+            rest = torch.where(mild, none, half)
+            up, down = rest + up, rest - up
+        edge, through = torch.where(mild, total / 2, none), torch.where(mild, none, total)
+        return *(x.exp2() for x in (up, down, edge, through)), mild.all(-1, keepdim=True)
+
+    def levels(self, g):
+        """(decay to the level's border [..., C, D], which pairs meet there [C, C]) of each level."""
+        i = torch.arange(self.C, device=g.device)
+        for level in range(self.C.bit_length() - 1):
+            border = ((i >> level | 1) << level)[:, None]
+            m = (i <= i[:, None]) & (i >= border) | (i > i[:, None]) & (i < border)
+            half = i >> level
+            across = (half[:, None] == (half | 1)) & (half[:, None] > half)
+            yield (self.sums(m, g.clamp(min=-104.0)) * LOG2E).exp2(), across
+
+    def scores(self, q, k, g, since, until, mild, turned=False):
+        """[..., C, C] of q reading k; turned: of a walk backwards."""
+        i = torch.arange(self.C, device=q.device)
+        keep = i[:, None] <= i if turned else i[:, None] >= i
+        one = torch.where(keep, self.mm(q * since, (k * until).mT), 0.0)
+        strong = torch.where(i[:, None] == i, self.mm(q, k.mT), 0.0)
+        for E, across in self.levels(g):
+            strong += torch.where(across.mT if turned else across, self.mm(q * E, (k * E).mT), 0.0)
+        return torch.where(mild, one, strong)
+
+    def weighted(self, P, v, g, since, until, mild, turned=False):
+        """P v, every value decayed on its way (g None: not at all)."""
+        if g is None:
+            return self.mm(P, v)
+        i = torch.arange(self.C, device=v.device)
+        strong = self.mm(torch.where(i[:, None] == i, P, 0.0), v)
+        for E, across in self.levels(g):
+            across = across.mT if turned else across
+            strong += self.mm(torch.where(across, P, 0.0), v * E) * E
+        return torch.where(mild, self.mm(P, v * until) * since, strong)
+
+    def walk(self, q, k, v, g, g_v, S, reverse=False):
+        """(o / scale, final state, the states before each chunk)."""
+        since, until, edge, through, mild = self.decays(g)
+        ones = torch.ones_like(v)
+        v_since, v_until, v_edge, v_through, v_mild = (
+            (ones, ones, ones[..., :1, :], ones[..., :1, :], torch.ones_like(mild))
+            if g_v is None
+            else self.decays(g_v)
+        )
+        if reverse:
+            since, until, v_since, v_until = until, since, v_until, v_since
+        # pairs on one axis in levels, on the other as one product, are in levels on both
+        both = mild & v_mild
+        q_hat, k_hat, v_hat = self.low(q * since), self.low(k * until), self.low(v * v_until)
+        states, reads = torch.empty(*k.shape[:3], k.shape[-1], v.shape[-1], device=k.device), []
+        for n in reversed(range(k.shape[2])) if reverse else range(k.shape[2]):
+            states[:, :, n] = S
+            S = S * edge[:, :, n].mT * v_edge[:, :, n]
+            reads.insert(0 if reverse else len(reads), self.mm(q_hat[:, :, n], S))
+            S = S * through[:, :, n].mT * v_through[:, :, n]
+            S = self.mm(k_hat[:, :, n].mT, v_hat[:, :, n], S)
+            S = S * edge[:, :, n].mT * v_edge[:, :, n]
+        P = self.scores(q, k, g, since, until, both, reverse)
+        pairs = self.weighted(P, v, g_v, v_since, v_until, both, reverse)
+        return torch.stack(reads, 2) * v_since + pairs, S, states
+
+    def gradients(self, q, k, v, do, g, g_v, S, R):
+        """(dq, dk, dg) / scale from the states at every chunk's ends."""
+        i = torch.arange(self.C, device=q.device)
+        S, R = self.low(S), self.low(R)
+        if g_v is None:
+            x, y, dP, kept = do, v, self.mm(do, v.mT), (S * R).sum(-1)
+        else:
+            since, until, edge, through, mild = self.decays(g_v)
+            dP = self.scores(do, v, g_v, since, until, mild)
+            x, y = self.low(do * since), self.low(v * until)
+            S, R = self.low(S * edge), self.low(R * edge)
+            kept = (S * R * through).sum(-1)
+        up, down, edge, through, mild = self.decays(g)
+        read, write = self.mm(x, S.mT) * edge, self.mm(y, R.mT) * edge
+        A = torch.where(i[:, None] >= i, dP, 0.0)
+        left, right = self.low(q * up), self.low(k * down)
+        dq, dk = self.mm(A, right, read), self.mm(A.mT, left)
+        pairs = left * dq - right * dk
+        one = dq * up, (dk + write) * down, pairs, right * write
+        dq, write, dk = read * up, write * down, torch.zeros_like(k)
+        for E, across in self.levels(g):
+            low = torch.where(across, A, 0.0)
+            dq = dq + self.mm(low, k * E) * E
+            dk = dk + self.mm(low.mT, q * E) * E
+        own = dP.diagonal(dim1=-2, dim2=-1)[..., None]
+        strong = dq + own * k, dk + write + own * q, q * dq - k * dk, k * write
+        dq, dk, pairs, write = (torch.where(mild, a, b) for a, b in zip(one, strong, strict=True))
+        dg = self.sums(i[:, None] <= i, pairs) + self.sums(i[:, None] > i, write)
+        return dq, dk, dg + kept[..., None, :] * edge * edge * through
+
+    def run(self, q, k, v, g, g_v, S, do, dS, scale):
+        """o, S, dq, dk, dv, dg, dS0 and dg_v, as the kernels make them."""
+        T, hard = q.shape[1], torch.isneginf(g)
+        hard_v = None if g_v is None else torch.isneginf(g_v)
+        q, k, v, g, do = (chunks(x, self.C) for x in (q, k, v, g, do))
+        g_v = None if g_v is None else chunks(g_v, self.C)
+
+        def back(x, reset=None):
+            x = x.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T]
+            return x if reset is None else torch.where(reset, 0.0, x)
+
+        o, S_T, states = self.walk(q, k, v, g, g_v, S)
+        o = scale * o
+        if scale == 0:
+            do, scale = 0 * do, 1.0
+        dv, dS0, dstates = self.walk(k, q, do, g, g_v, dS / scale, reverse=True)
+        dq, dk, dg = self.gradients(q, k, v, do, g, g_v, states, dstates)
+        dg_v = None
+        if g_v is not None:
+            _, dv, dg_v = self.gradients(do, v, k, q, g_v, g, states.mT, dstates.mT)
+            dg_v = back(scale * dg_v, hard_v)
+        dq, dk, dv = (back(scale * x) for x in (dq, dk, dv))
+        return back(o), S_T, dq, dk, dv, back(scale * dg, hard), dS0 * scale, dg_v
