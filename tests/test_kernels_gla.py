@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import gla as kernels  # noqa: E402
 from gla_ref.kernels.gla import gla  # noqa: E402
+from gla_ref.kernels.gla_step import gla_step  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 if CUDA and os.environ.get("GLA_REF_DRAFT") != "1":
@@ -273,6 +274,21 @@ def test_split_and_carry(path):
         first, S_a = gla(*(x[:, :a] for x in args), initial_state=S0, path=path)
         second, S_b = gla(*(x[:, a:] for x in args), initial_state=S_a, path=path)
         assert error(torch.cat([first, second], 1), whole) < 1e-5 and error(S_b, S) < 1e-5
+
+
+@anywhere
+@pytest.mark.parametrize("kind", ["logsigmoid/16", "many resets"])
+def test_prefill_then_decode_is_the_whole(kind):
+    """37 tokens by chunks, four one by one; each hands its state on and leaves the one that it was given."""
+    x, judged = problem(2, 41, 1, 5, 7, kind=kind, two_sided=True)
+    S, before, parts = x["S"], x["S"].clone(), []
+    for a, b in [(0, 37), *((t, t + 1) for t in range(37, 41))]:
+        q, k, v, g, g_v = (x[n][:, a:b] for n in ("q", "k", "v", "g", "g_v"))
+        form = gla if b - a > 1 else gla_step
+        o, S = form(q, k, v, g, g_v=g_v, initial_state=S)
+        parts.append(o)
+    compare({"o": torch.cat(parts, 1), "S": S}, judged)
+    assert torch.equal(x["S"], before)
 
 
 @anywhere
