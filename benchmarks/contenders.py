@@ -184,3 +184,73 @@ def fla_chunk_gla(case, q, k, v, g, cu_seqlens=None):
     from fla.ops.gla import chunk_gla
 
     return chunk_gla(q, k, v, g, cu_seqlens=cu_seqlens)[0]
+
+
+@contender("gla", name="torch_chunkwise", peer=True, packed=False)
+def torch_levels(case, q, k, v, g, **_):
+    """Plain PyTorch, right for every gate: all chunks at once, pairs in levels, then a loop over states."""
+    from gla_ref.gates import decay_from_start, decay_to_end
+
+    C, T, low = 64, q.shape[1], q.dtype
+    N = -(-T // C)
+
+    def chunks(x):
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, N * C - T))
+        return x.unflatten(1, (N, C)).movedim(3, 1)  # [B, H, N, C, D]
+
+    def read(q, g):
+        return (q * decay_from_start(g).exp()).to(low)
+
+    def write(k, g):
+        return (k * decay_to_end(g).exp()).to(low).mT
+
+    q, k, v, g = chunks(q), chunks(k), chunks(v), chunks(g.float())
+    o = (q * k).float().sum(-1, keepdim=True) * v
+    for half in (1 << level for level in range(C.bit_length() - 1)):
+        early, late = zip(*(x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, v, g)))  # noqa: B905
+        pairs = read(late[0], late[3]) @ write(early[1], early[3]) @ early[2]
+        o = o + torch.stack([torch.zeros_like(pairs), pairs], -3).flatten(-4, -2)
+    kv, total = write(k, g) @ v, g.sum(-2).exp()[..., None]  # [B, H, N, K, V], [B, H, N, K, 1]
+    S, states = torch.zeros_like(kv[:, :, 0], dtype=torch.float32), []
+    for n in range(N):
+        states.append(S.to(low))
+        S = S * total[:, :, n] + kv[:, :, n]
+    o = o + read(q, g) @ torch.stack(states, 2)
+    return (case.K**-0.5 * o).to(low).movedim(1, 3).flatten(1, 2)[:, :T]
+
+
+def stepped(step: Callable) -> Callable:
+    """A contender that decodes: one call a token, each with the state of the one before."""
+
+    def call(case, q, k, v, g, **_):
+        S = q.new_zeros(case.B, case.H, case.K, case.V, dtype=torch.float32)
+        o = []
+        for t in range(case.T):
+            o_t, S = step(*(x[:, t : t + 1] for x in (q, k, v, g)), S)
+            o.append(o_t)
+        return torch.cat(o, 1)
+
+    return call
+
+
+def triton_recurrent(q, k, v, g, S):
+    from gla_ref import FORMS
+
+    return FORMS["gla"]["triton_recurrent"](q, k, v, g, initial_state=S)
+
+
+def fla_fused_recurrent(q, k, v, g, S):
+    from fla.ops.gla import fused_recurrent_gla
+
+    return fused_recurrent_gla(q, k, v, gk=g, initial_state=S, output_final_state=True)
+
+
+for step, is_peer in ((triton_recurrent, False), (fla_fused_recurrent, True)):
+    contender(
+        "gla",
+        name=f"{step.__name__}_steps",
+        peer=is_peer,
+        directions=("forward",),
+        packed=False,
+        named=True,
+    )(stepped(step))

@@ -29,6 +29,9 @@ class Case:
     lengths: tuple[int, ...] | None = None
     only: tuple[str, ...] | None = None  # contenders by name, when not all of the mechanism's
     directions: tuple[str, ...] = ("forward", "backward")
+    decode: bool = (
+        False  # token by token: every token reads the state from memory and writes it back
+    )
 
     def __str__(self):
         packed = f" packed x{len(self.lengths)}" if self.lengths else ""
@@ -85,14 +88,15 @@ LEAVES = ("q", "k", "v", "g")
 
 
 def memory_floor_bytes(case: Case, direction: str) -> int:
-    """Each input read once, each output written once (states are left out: they are small)."""
+    """Each input read once, each output written once (states are small and left out, but not when decoding)."""
     size = getattr(torch, case.dtype).itemsize
     gates = {None: 0}.get(case.gates, 1 if case.mechanism == "simple_gla" else case.K)
     leaves = 2 * case.K + case.V + gates
     # forward: leaves in, o out; backward: leaves and do in (and softmax's o), gradients of the leaves out
     extra = case.V if case.mechanism == "softmax_attention" else 0
     width = leaves + case.V if direction == "forward" else 2 * leaves + case.V + extra
-    return case.B * case.T * case.H * width * size
+    states = 2 * 4 * case.K * case.V if case.decode else 0  # a token: read and written, float32
+    return case.B * case.T * case.H * (width * size + states)
 
 
 def flop_floor(case: Case, direction: str) -> float:
@@ -161,6 +165,14 @@ def gla() -> list[Case]:
     return cases + [Case("gla", *shapes[0], gates=g) for g in ("-2", "1 % at -1e3")]
 
 
+def decode() -> list[Case]:
+    """Eight tokens of gated linear attention, one call a token, from one sequence to many."""
+    names = ("triton_recurrent_steps", "fla_fused_recurrent_steps")
+    case = Case("gla", 1, 8, 16, 128, 128, gates="logsigmoid/16", only=names, decode=True)
+    case = replace(case, directions=("forward",))
+    return [*(replace(case, B=B) for B in (1, 8, 64, 256)), replace(case, B=64, H=4, K=256, V=512)]
+
+
 def batch() -> list[Case]:
     """How many sequences it takes to fill the chip, at T = 4096."""
     return [
@@ -189,4 +201,6 @@ def packed() -> list[Case]:
     ]
 
 
-SUITES = {f.__name__: f for f in (figure2, flash, linear, gla, paths, batch, prefill, packed)}
+SUITES = {
+    f.__name__: f for f in (figure2, flash, linear, gla, decode, paths, batch, prefill, packed)
+}

@@ -56,6 +56,41 @@ def test_every_suite_has_cases_and_contenders():
                 assert suites.flop_floor(case, direction) > 0
 
 
+@pytest.mark.parametrize("gates", ["logsigmoid/16", "-2", "1 % at -1e3"])
+def test_plain_pytorch_is_gated_linear_attention(gates):
+    """The contender in PyTorch, over chunks that T does not fill, and its gradients."""
+    case = suites.Case("gla", 2, 75, 1, 60, 7, dtype="float32", gates=gates)
+    x = suites.inputs(case, seed=1, device="cpu")
+    (plain,) = (c for c in CONTENDERS["gla"] if c.name == "torch_chunkwise")
+    names = ("q", "k", "v", "g")
+    wide = [x[n].detach().double().requires_grad_() for n in names]
+    want, _ = FORMS["gla"]["recurrent"](*wide)
+    got = plain.call(case, *(x[n] for n in names))
+    for a, b in zip(
+        (got, *torch.autograd.grad(got, [x[n] for n in names], x["do"])),
+        (want, *torch.autograd.grad(want, wide, x["do"].double())),
+        strict=True,
+    ):
+        # an absolute band: sums of at most 75 * 60 products, each rounded
+        assert (a - b).abs().max() <= 75 * torch.finfo(torch.float32).eps * max(1, b.abs().max())
+
+
+def test_decoding_reads_and_writes_the_state_for_every_token():
+    case = suites.decode()[0]
+    steps = next(c for c in CONTENDERS["gla"] if c.name == "triton_recurrent_steps")
+    tokens = suites.replace(case, T=3, H=2, K=4, V=5, dtype="float32")
+    x = {
+        n: y.detach() for n, y in suites.inputs(tokens, seed=1, device="cpu").items() if n in "qkvg"
+    }
+    want, _ = FORMS["gla"]["recurrent"](*x.values())
+    if run.torch.cuda.is_available():
+        x = {n: y.cuda() for n, y in x.items()}
+    torch.testing.assert_close(steps.call(tokens, **x).cpu(), want)
+    whole = suites.memory_floor_bytes(case, "forward")
+    state = 2 * 4 * case.K * case.V * case.B * case.T * case.H
+    assert whole - state == suites.memory_floor_bytes(suites.replace(case, decode=False), "forward")
+
+
 def test_a_new_record_replaces_the_old_one(tmp_path):
     path = tmp_path / "gpu.json"
     record = {n: 1 for n in run.IDENTITY}

@@ -461,6 +461,20 @@ def test_more_than_2_to_the_31_elements():
     assert not o[0, :-64].any()
 
 
+@pytest.mark.gpu
+def test_memory_of_forward_and_backward():
+    """At most half of what fla takes at this shape beyond inputs and gradients of them: 6.4 GB."""
+    if torch.cuda.mem_get_info()[0] < 12e9:
+        pytest.skip("needs 12 GB of memory")
+    x = [torch.randn(8, 8192, 16, 128, device="cuda").bfloat16().requires_grad_() for _ in "qkv"]
+    x.append(torch.full_like(x[0], -0.05).requires_grad_())
+    do = torch.randn_like(x[2])
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(gla(*x)[0], x, do)
+    assert torch.cuda.max_memory_allocated() - before <= 3.2e9
+
+
 FIRST = """
 import time, torch
 x = [torch.randn(2, 2048, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
