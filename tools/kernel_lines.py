@@ -3,7 +3,9 @@
     python tools/kernel_lines.py [FILE ...] [--entry NAME]
 
 What the entry (default: the file's own name) reaches, by the names that its source mentions, is
-forward; the rest of the file is backward. Lines longer than 120 columns are an error.
+forward; the rest of the file is backward. Beside it: the lines of helpers that it shares with other
+kernels (modules whose names begin with an underscore), as far as they are imported.
+Lines longer than 120 columns are an error.
 """
 
 from __future__ import annotations
@@ -71,15 +73,33 @@ def pieces(text: str) -> list[tuple[str, set[int], set[str]]]:
     return found
 
 
+def reached(text: str, entries: set[str]) -> set[int]:
+    """Lines of a module's text that the entries reach."""
+    every, done, new = pieces(text), set(), set(entries)
+    while new:
+        done |= new
+        mentioned = [names for name, _, names in every if name in new]
+        new = {n for names in mentioned for n in names} & {name for name, _, _ in every} - done
+    return {i for name, own, _ in every if name in done for i in own}
+
+
 def count(text: str, entry: str) -> dict[str, int]:
     """{"forward": lines, "backward": lines} of a module's text; imports count as forward."""
-    every, reached, new = pieces(text), {"import"}, {entry}
-    while new:
-        reached |= new
-        mentioned = [names for name, _, names in every if name in new]
-        new = {n for names in mentioned for n in names} & {name for name, _, _ in every} - reached
-    forward = {i for name, own, _ in every if name in reached for i in own}
+    forward = reached(text, {entry, "import"})
     return {"forward": len(forward), "backward": len(code_lines(text) - forward)}
+
+
+def shared(path: Path) -> int:
+    """Lines of the helper modules beside a kernel file that its imports reach."""
+    names: dict[Path, set[str]] = {}
+    files = [path]
+    for file in files:  # grows on the way
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module[0] == "_":
+                helper = file.parent / f"{node.module}.py"
+                names.setdefault(helper, set()).update(a.name for a in node.names)
+                files += [helper] if helper not in files else []
+    return sum(len(reached(file.read_text(), entries)) for file, entries in names.items())
 
 
 def main() -> None:
@@ -92,8 +112,8 @@ def main() -> None:
         text = path.read_text()
         if long := [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 120]:
             sys.exit(f"{path}: longer than 120 columns: lines {long}")
-        rows.append([path.stem, *count(text, args.entry or path.stem).values()])
-    print(tabulate(rows, ["file", "forward", "backward"]))
+        rows.append([path.stem, *count(text, args.entry or path.stem).values(), shared(path)])
+    print(tabulate(rows, ["file", "forward", "backward", "shared helpers"]))
 
 
 if __name__ == "__main__":
