@@ -3,9 +3,27 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 import kernel_lines  # noqa: E402
+
+LOOP = """
+scf.for %i = %a to %b {
+  %x = ttg.memdesc_index %buffer[%n] : smem
+  %t = ttg.memdesc_trans %x : smem
+  %o = ttng.warp_group_dot %q, %t, %c {inputPrecision = 0 : i32, isAsync = true} : tensor
+  %w:2 = ttng.warp_group_dot_wait %o, %t {pendings = 0 : i32} : tensor
+  ttg.async_copy_global_to_local %p, %x : smem
+  %s = scf.if %mild {
+    %d = ttng.warp_group_dot %y, %z, %c {inputPrecision = 0 : i32} : tensor
+    scf.yield %d : tensor
+  } else {
+    scf.yield %c : tensor
+  } loc(#1)
+} loc(#2)
+"""
 
 TEXT = '''"""Doc."""
 import torch  # why
@@ -40,6 +58,15 @@ def other(x):
 
 def test_lines_of_a_kernel_are_split_by_what_its_entry_reaches():
     assert kernel_lines.count(TEXT, "entry") == {"forward": 1 + 3 + 2 + 2 + 3, "backward": 2}
+
+
+def test_loops_that_lose_an_operand_are_found():
+    broken = pytest.importorskip("compile_kernels", reason="needs Triton").broken
+    assert not broken(LOOP)
+    late = LOOP.replace("pendings = 0", "pendings = 1")
+    assert ["in flight" in text for text in broken(late)] == [True]
+    branch = LOOP.replace("%y, %z", "%y, %t")
+    assert ["in a branch" in text for text in broken(branch)] == [True]
 
 
 def test_shared_helpers_count_as_far_as_they_are_imported(tmp_path):

@@ -1,0 +1,160 @@
+"""Compile the GLA kernels for a GPU that is not there: registers, spills, shared memory, and a rule of pipelining.
+
+    python tools/compile_kernels.py [CASE ...]        # default: all; needs no GPU, a few minutes
+
+Triton's compiler needs a target, not a device; the assembler comes with Triton. Every launch of forward and backward
+is compiled for sm_90 as its launcher would have it. The rule that is checked on the compiled loops was learnt from
+wrong results (benchmarks/LAB.md): a product on tensor cores is waited for, and with it its operands, before shared
+memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop refills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from tabulate import tabulate
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+CASES = {  # K, V, dtype, dtype of gates, and what else the call has
+    "128": (128, 128, "bfloat16", "bfloat16", ()),
+    "64": (64, 64, "bfloat16", "bfloat16", ()),
+    "256/512": (256, 512, "bfloat16", "bfloat16", ()),
+    "segments": (64, 128, "bfloat16", "bfloat16", ("segmented",)),
+    "packed": (64, 128, "bfloat16", "bfloat16", ("packed",)),
+    "packed 128": (128, 64, "bfloat16", "bfloat16", ("packed",)),
+    "two-sided": (64, 128, "bfloat16", "bfloat16", ("g_v",)),
+    "two-sided 128": (128, 64, "bfloat16", "bfloat16", ("g_v",)),
+    "float32 gates": (64, 128, "bfloat16", "float32", ()),
+    "float16": (64, 64, "float16", "float16", ()),
+    "float16 128": (128, 128, "float16", "float16", ()),
+    "float32": (64, 64, "float32", "float32", ()),
+    "float32 two-sided": (64, 128, "float32", "float32", ("g_v",)),
+}
+REFILL = re.compile(r"async_copy_global_to_local|async_tma_copy_global_to_local|ttg\.local_store")
+
+
+class Target:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+def broken(ttgir: str) -> list[str]:
+    """Lines of a kernel's TTGIR that break the rule."""
+    lines = [line for line in ttgir.splitlines() if line.strip()]
+    regions: list[tuple[int, str]] = []  # (indentation, kind) of what is open
+    buffers: set[str] = set()
+    found = []
+    for n, line in enumerate(lines):
+        indent, text = len(line) - len(line.lstrip()), line.strip()
+        while regions and indent <= regions[-1][0] and not text.startswith("} else"):
+            regions.pop()
+        if view := re.match(r"(%\S+) = ttg\.memdesc_(index|trans) (%\w+)", text):
+            if view[2] == "index" or view[3] in buffers:
+                buffers.add(view[1])
+        if product := re.match(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+)", text):
+            inside = [kind for _, kind in regions]
+            branch = "if" in inside and "for" in inside[: inside.index("if")]
+            if branch and buffers & {product[2], product[3]}:
+                found.append(f"in a branch, from a pipelined buffer: {text[:90]}")
+            for later in lines[n + 1 :] if "isAsync = true" in text else ():
+                waits = "warp_group_dot_wait" in later and re.search(rf"{product[1]}\b", later)
+                if waits and "pendings = 0" in later:
+                    break
+                if waits or REFILL.search(later) or "scf.yield" in later:
+                    found.append(f"in flight when memory is written: {text[:90]}")
+                    break
+        if opens := re.search(r"scf\.(if|for|while)\b.*\{$", text):
+            regions.append((indent, "if" if opens[1] == "if" else "for"))
+    return found
+
+
+def resources(kernel) -> tuple[str, str, int]:
+    """(registers a thread, bytes spilled, bytes of shared memory)."""
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        command = [str(ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+)", said), re.search(r"(\d+) bytes spill st", said)
+    return registers[1], spilled[1], kernel.metadata.shared
+
+
+def compile_case(K, V, dtype, gates, extra) -> None:
+    """Every launch of one call, forward and backward."""
+    from gla_ref.kernels import gla
+
+    B, T, H = 1 if "packed" in extra else 2, 256, 4
+    q, k, v, do = (torch.zeros(B, T, H, D, dtype=getattr(torch, dtype)) for D in (K, K, V, V))
+    g, g_v = (torch.zeros(B, T, H, D, dtype=getattr(torch, gates)) for D in (K, V))
+    g_v = g_v if "g_v" in extra else None
+    cu = torch.tensor([0, 100, T], dtype=torch.int32) if "packed" in extra else None
+    path = "segmented" if "segmented" in extra else "fused"
+    gla._forward._init_fn(q, k, v, g, g_v, None, cu, 0.1, path)
+    dS = torch.zeros(2, H, K, V)
+    gla._backward._init_fn(q, k, v, g, g_v, None, cu, do, dS, 0.1, path, True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
+    args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES)}")
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET: expected it to be unset, since nothing is compiled with it")
+    triton.runtime.driver.set_active(Target())
+    from gla_ref.kernels import gla
+
+    def describable(x):
+        """The package's own says no to a tensor on a CPU; here it stands for one on a Hopper."""
+        strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+        aligned = x.shape[-1] % 8 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
+        return x.element_size() == 2 and x.stride(-1) == 1 and aligned
+
+    gla.describable = describable
+    launched, run = [], JITFunction.run
+
+    def compiled(self, *arguments, grid=None, warmup=False, **options):
+        kernel = run(self, *arguments, grid=(1,), warmup=True, **options)
+        launched.append((self.fn.__name__, kernel, options))
+
+    JITFunction.run = compiled
+    rows, wrong = [], []
+    for case in args.cases or CASES:
+        compile_case(*CASES[case])
+        for name, kernel, options in launched:
+            bad = broken(kernel.asm["ttgir"])
+            wrong += [f"{case}, {name}: {text}" for text in bad]
+            way = "back" if options.get("REVERSE") else ""
+            rows.append([case, name, way, *resources(kernel), len(bad) or "no"])
+        launched.clear()
+    print(f"Triton {triton.__version__}, sm_90")
+    head = ["case", "kernel", "", "registers", "spilled", "shared", "broken"]
+    print(tabulate(rows, head))
+    sys.exit("\n".join(wrong) or 0)
+
+
+if __name__ == "__main__":
+    main()
