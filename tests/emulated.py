@@ -31,11 +31,18 @@ class Gla:
     def __init__(self, dtype, limit, C):
         self.dtype, self.limit, self.C = dtype, limit, C
 
+    def size(self, x):
+        """A power of two that brings x into the range of float16."""
+        most = x.abs().max().clamp(min=1.0).log2().ceil() - 15
+        return most.clamp(min=0.0).exp2() if self.dtype == torch.float16 else 1.0
+
     def mm(self, a, b, c=None):
-        return product(torch.zeros(1, device=a.device) if c is None else c, a, b, self.dtype)
+        c = torch.zeros(1, device=a.device) if c is None else c
+        of_a, of_b = self.size(a), self.size(b)
+        return product(c / (of_a * of_b), a / of_a, b / of_b, self.dtype) * (of_a * of_b)
 
     def low(self, x):
-        return x.to(self.dtype).float()
+        return (x / self.size(x)).to(self.dtype).float() * self.size(x)
 
     def sums(self, m, x):
         """m x in float32, of 16-bit kernels in two bf16 parts."""

@@ -106,6 +106,7 @@ def compare(found, judged):
     errors = {n: (error(x.detach(), judged[n][0]), judged[n][1]) for n, x in found.items()}
     wrong = {n: f"{e:.3g} > {budget:.3g}" for n, (e, budget) in errors.items() if not e <= budget}
     assert not wrong, wrong
+    assert all(budget < float("inf") for _, budget in judged.values())
 
 
 def results(x, ends=None, **options):

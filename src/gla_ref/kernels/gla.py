@@ -523,7 +523,8 @@ def gla(
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
-        float16 bears q and k up to 3000 in size, since a mild chunk's decay multiplies them by as much as e^3.
+        float16 bears q and k (with g_v, v and the gradient of o too) up to 3000 in size, since a mild chunk's decay
+        multiplies them by as much as e^3; scores and states may be of any size that float32 bears.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
