@@ -131,13 +131,14 @@ class Gla:
         i = torch.arange(self.C, device=q.device)
         S, R = self.low(S), self.low(R)
         if g_v is None:
-            x, y, dP, kept = do, v, self.mm(do, v.mT), (S * R).sum(-1)
+            x, y, dP, SR = do, v, self.mm(do, v.mT), S
         else:
             since, until, edge, through, mild = self.decays(g_v)
             dP = self.scores(do, v, g_v, since, until, mild)
             x, y = self.low(do * since), self.low(v * until)
             S, R = self.low(S * edge), self.low(R * edge)
-            kept = (S * R * through).sum(-1)
+            SR = S * through
+        kept = self.mm(SR, R.mT).diagonal(dim1=-2, dim2=-1)
         up, down, edge, through, mild = self.decays(g)
         read, write = self.mm(x, S.mT) * edge, self.mm(y, R.mT) * edge
         A = torch.where(i[:, None] >= i, dP, 0.0)

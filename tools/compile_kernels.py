@@ -63,30 +63,56 @@ def broken(ttgir: str) -> list[str]:
     """Lines of a kernel's TTGIR that break the rule."""
     lines = [line for line in ttgir.splitlines() if line.strip()]
     regions: list[tuple[int, str]] = []  # (indentation, kind) of what is open
-    buffers: set[str] = set()
+    slots: dict[
+        str, str
+    ] = {}  # a view of a buffer that a pipelined loop refills: which slot of which
     found = []
     for n, line in enumerate(lines):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         while regions and indent <= regions[-1][0] and not text.startswith("} else"):
             regions.pop()
-        if view := re.match(r"(%\S+) = ttg\.memdesc_(index|trans) (%\w+)", text):
-            if view[2] == "index" or view[3] in buffers:
-                buffers.add(view[1])
+        if view := re.match(r"(%\w+) = ttg\.memdesc_index (%\w+\[%[\w-]+\])", text):
+            slots[view[1]] = view[2]
+            if "<1x" in text:  # one slot, whatever it is called
+                slots[view[1]] = view[2].split("[")[0]
+        if view := re.match(r"(%\w+) = ttg\.memdesc_trans (%\w+)", text):
+            slots |= {view[1]: slots[view[2]]} if view[2] in slots else {}
         if product := re.match(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+)", text):
-            inside = [kind for _, kind in regions]
+            inside, operands = [kind for _, kind in regions], {product[2], product[3]}
             branch = "if" in inside and "for" in inside[: inside.index("if")]
-            if branch and buffers & {product[2], product[3]}:
+            if branch and operands & set(slots):
                 found.append(f"in a branch, from a pipelined buffer: {text[:90]}")
-            for later in lines[n + 1 :] if "isAsync = true" in text else ():
-                waits = "warp_group_dot_wait" in later and re.search(rf"{product[1]}\b", later)
-                if waits and "pendings = 0" in later:
-                    break
-                if waits or REFILL.search(later) or "scf.yield" in later:
-                    found.append(f"in flight when memory is written: {text[:90]}")
-                    break
+            if "isAsync = true" in text and refilled(product[1], operands, lines[n + 1 :], slots):
+                found.append(f"in flight when its memory is written: {text[:90]}")
         if opens := re.search(r"scf\.(if|for|while)\b.*\{$", text):
             regions.append((indent, "if" if opens[1] == "if" else "for"))
     return found
+
+
+def refilled(product: str, operands: set[str], later: list[str], slots: dict[str, str]) -> bool:
+    """Whether memory that holds an operand may be written while the product is in flight.
+
+    It may stay in flight into the next round only if all operands are slots that the copies of this round leave alone.
+    """
+    views = dict(slots)
+    for line in later:
+        if "warp_group_dot_wait" in line and re.search(rf"{product}\b", line):
+            if "pendings = 0" in line:
+                return False
+            if not operands <= set(
+                slots
+            ):  # a passing copy, whose memory counts as free from here on
+                return True
+        if view := re.search(r"(%\w+) = ttg\.memdesc_index (%\w+\[%[\w-]+\])", line):
+            views[view[1]] = view[2].split("[")[0] if "<1x" in line else view[2]
+        written = (
+            {views.get(x, x) for x in re.findall(r"%\w+", line)} if REFILL.search(line) else set()
+        )
+        if written & {slots.get(x, x) for x in operands}:
+            return True
+        if "scf.yield" in line:
+            break
+    return not operands <= set(slots)
 
 
 def resources(kernel) -> tuple[str, str, int]:

@@ -247,7 +247,7 @@ def gradients(
     # compute: over all of V
     b_dP = tl.zeros([C, C], dtype=tl.float32)
     b_read, b_write = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-    b_kept = tl.zeros([BK], dtype=tl.float32)
+    b_SR = tl.zeros([BK, BK], dtype=tl.float32)
     for i_v in tl.range(0, tl.cdiv(V, BV)):
         b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
         b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
@@ -255,7 +255,7 @@ def gradients(
         b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         if g_v is None:
             b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
-            b_kept += tl.sum(b_S.to(tl.float32) * b_R, 1)
+            b_x = b_S
         else:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
             up, down, edge, through, mild = chunk_decays(b_gv, LIMIT, LOW, False)
@@ -266,11 +266,19 @@ def gradients(
                 b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, LOW, False)
             b_do, b_v = b_x, b_y
             b_S, b_R = (b_S * edge[None, :]).to(b_S.dtype), (b_R * edge[None, :]).to(b_R.dtype)
-            b_kept += tl.sum(b_S.to(tl.float32) * b_R * through[None, :], 1)
-        b_x, of_S = operand(b_S, b_do.dtype)
-        b_y, of_R = operand(b_R, b_do.dtype)
-        b_read += tl.dot(b_do, b_x.T, input_precision="ieee") * of_S
-        b_write += tl.dot(b_v, b_y.T, input_precision="ieee") * of_R
+            b_x = (b_S * through[None, :]).to(b_S.dtype)
+        b_S, of_S = operand(b_S, b_do.dtype)
+        b_R, of_R = operand(b_R, b_do.dtype)
+        b_x, of_x = operand(b_x, b_do.dtype)
+        b_read += tl.dot(b_do, b_S.T, input_precision="ieee") * of_S
+        b_write += tl.dot(b_v, b_R.T, input_precision="ieee") * of_R
+        # a product, of which the diagonal counts: a tile that were also read into registers would get one buffer
+        # only, and the next copy would not wait for the products that are still reading it (benchmarks/LAB.md)
+        b_SR += tl.dot(b_x, b_R.T, input_precision="ieee") * (of_x * of_R)
+    o_k = tl.arange(0, BK)
+    b_kept = tl.sum(
+        tl.where(o_k[:, None] == o_k[None, :], b_SR, 0.0), 0
+    )  # [BK], from state to state
 
     # load
     b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
