@@ -37,6 +37,7 @@ CASES = {  # K, V, dtype, dtype of gates, and what else the call has
     "float32 gates": (64, 128, "bfloat16", "float32", ()),
     "float16": (64, 64, "float16", "float16", ()),
     "float16 128": (128, 128, "float16", "float16", ()),
+    "float16 256/512": (256, 512, "float16", "float16", ()),
     "float32": (64, 64, "float32", "float32", ()),
     "float32 two-sided": (64, 128, "float32", "float32", ("g_v",)),
 }
