@@ -95,15 +95,14 @@ def refilled(product: str, operands: set[str], later: list[str], slots: dict[str
 
     It may stay in flight into the next round only if all operands are slots that the copies of this round leave alone.
     """
-    views = dict(slots)
+    views, issued = dict(slots), 0
     for line in later:
-        if "warp_group_dot_wait" in line and re.search(rf"{product}\b", line):
-            if "pendings = 0" in line:
+        issued += " = ttng.warp_group_dot " in line
+        if "warp_group_dot_wait" in line:
+            if int(re.search(r"pendings = (\d+)", line)[1]) <= issued:  # products end in order
                 return False
-            if not operands <= set(
-                slots
-            ):  # a passing copy, whose memory counts as free from here on
-                return True
+            if re.search(rf"{product}\b", line) and not operands <= set(slots):
+                return True  # a passing copy, whose memory counts as free from here on
         if view := re.search(r"(%\w+) = ttg\.memdesc_index (%\w+\[%[\w-]+\])", line):
             views[view[1]] = view[2].split("[")[0] if "<1x" in line else view[2]
         written = (

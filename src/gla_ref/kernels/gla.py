@@ -272,13 +272,12 @@ def gradients(
         b_x, of_x = operand(b_x, b_do.dtype)
         b_read += tl.dot(b_do, b_S.T, input_precision="ieee") * of_S
         b_write += tl.dot(b_v, b_R.T, input_precision="ieee") * of_R
-        # a product, of which the diagonal counts: a tile that were also read into registers would get one buffer
-        # only, and the next copy would not wait for the products that are still reading it (benchmarks/LAB.md)
+        # a product, of which the diagonal counts: Triton gives a tile that goes into registers as well one buffer
+        # only, and refills it without a wait while products are still reading it (benchmarks/LAB.md)
         b_SR += tl.dot(b_x, b_R.T, input_precision="ieee") * (of_x * of_R)
     o_k = tl.arange(0, BK)
-    b_kept = tl.sum(
-        tl.where(o_k[:, None] == o_k[None, :], b_SR, 0.0), 0
-    )  # [BK], from state to state
+    m_own = o_k[:, None] == o_k[None, :]
+    b_kept = tl.sum(tl.where(m_own, b_SR, 0.0), 0)  # [BK], from state to state
 
     # load
     b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
