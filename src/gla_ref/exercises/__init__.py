@@ -18,7 +18,14 @@ __all__ = ["JUDGES", "MODULES", "Open", "Verdict", "Wrong", "check", "exercise"]
 Kind = Literal["predict", "derive", "implement"]
 
 #: the modules that hold the judges, in the order of the chapters
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = (
+    "gates",
+    "parallel_gla",
+    "chunkwise_gla",
+    "four_kernels",
+    "adaptive_chunks",
+    "gradients",
+)
 
 #: label -> (kind, judge), filled by the modules
 JUDGES: dict[str, tuple[Kind, Callable[[Any], None]]] = {}
