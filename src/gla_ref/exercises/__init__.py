@@ -1,4 +1,4 @@
-"""Exercises that answer: `check("ex-prefix-sqrt", 64)` says right, or what went wrong (chapters 1 to 12).
+"""Exercises that answer: `check("ex-linear-capacity", 17)` says right, or what went wrong (chapters 1 to 12).
 
 A judge is a function that raises :class:`Wrong` with a sentence for the reader, or returns. It sees values and
 functions only, never how they were written.
@@ -19,6 +19,12 @@ Kind = Literal["predict", "derive", "implement"]
 
 #: the modules that hold the judges, in the order of the chapters
 MODULES: tuple[str, ...] = (
+    "softmax_attention",
+    "online_softmax",
+    "flash_attention",
+    "linear_attention",
+    "prefix_sums",
+    "flash_linear_attention",
     "gates",
     "parallel_gla",
     "chunkwise_gla",

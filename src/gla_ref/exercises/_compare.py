@@ -45,8 +45,8 @@ def locate(name: str, axes: str, got: Tensor, want: Tensor) -> str:
     size = 1 + want.abs().max().item()
     i = tuple(((got - want).abs() > CLOSE * size).nonzero()[0].tolist())
     words = [f"{AXES[a]} {n + 1}" for a, n in zip(axes.split(), i, strict=True) if a in AXES]
-    index = f"[{', '.join(map(str, i))}]" if i else ""
-    where = f"{', '.join(words)} ({name}{index})" if words else f"{name}{index}"
+    where = f"{name}[{', '.join(map(str, i))}]"
+    where = f"{', '.join(words)}, {where}" if words else where
     return f"The first difference is at {where}: {got[i]:.4g} instead of {want[i]:.4g}."
 
 
@@ -96,19 +96,28 @@ def hold(
         made = made if isinstance(made, tuple) else (made,)
         return [torch.as_tensor(x, dtype=torch.float64) for x in made]
 
+    def made_by(mistake, args, got):
+        try:
+            return all(map(close, got, run(mistake, args)))
+        except (RuntimeError, IndexError):  # it has no result here
+            return False
+
     for args in cases:
         want = run(right, args)
         got = results(call(answer, *args), want, names)
         if all(map(close, got, want)):
             continue
         for sentence, mistake in mistakes.items():
-            if all(map(close, got, run(mistake, args))):
+            if made_by(mistake, args, got):
                 raise Wrong(sentence)
         for name, axis, x, y in zip(names, axes, got, want, strict=True):
             if x.shape != y.shape:
                 raise Wrong(f"{name}: expected shape {list(y.shape)}, got {list(x.shape)}.")
             if not x.isfinite().all():
                 raise Wrong(f"{name} holds {'NaN' if x.isnan().any() else 'infinity'}.")
+            if not y.ndim and not close(x, y):
+                given = ", ".join(f"{a:g}" for a in args)
+                raise Wrong(f"{name} is {x:.4g} instead of {y:.4g} for the arguments {given}.")
             if not close(x, y):
                 raise Wrong(locate(name, axis, x, y))
 
@@ -116,10 +125,9 @@ def hold(
 def same(x: Any, y: Any, tolerance: float) -> bool:
     if isinstance(y, (list, tuple)):
         return len(x) == len(y) and all(same(a, b, tolerance) for a, b in zip(x, y, strict=True))
-    if isinstance(y, str):
-        return x == y
-    exact = isinstance(y, int)
-    return math.isclose(x, y, rel_tol=1e-9 if exact else tolerance, abs_tol=1e-9)
+    if y is ... or isinstance(y, str):
+        return y is ... or x == y
+    return math.isclose(x, y, rel_tol=1e-9 if isinstance(y, int) else tolerance, abs_tol=1e-9)
 
 
 def expect(
@@ -134,7 +142,8 @@ def expect(
     Args:
         answer: the reader's.
         right: a number, a word, or a list of them.
-        mistakes: pairs of what a mistake leads to and the sentence that names it.
+        mistakes: pairs of what a mistake leads to and the sentence that names it; `...` in a list
+            is anything.
         hint: what to say about any other wrong answer.
         tolerance: the relative error that a number may have where the right one is a float.
 
@@ -157,6 +166,26 @@ def expect(
         if same(answer, wrong, tolerance):
             raise Wrong(sentence)
     raise Wrong(hint)
+
+
+def choose(answer: Any, right: Any, why: dict[Any, str]) -> None:
+    """Hold a choice of several, like "ac" or [1, 3], against the right one.
+
+    Args:
+        answer: a string of letters, or a list or set.
+        right: the same.
+        why: every option -> the sentence that says why it belongs to the choice, or does not.
+
+    Raises:
+        Wrong: with the sentence of the first option that is missing or too much.
+    """
+    answer = [x for x in answer if x not in " ,"] if isinstance(answer, str) else answer
+    if not isinstance(answer, (list, tuple, set)) or not set(answer) <= set(why):
+        raise Wrong(f"Expected some of {', '.join(map(str, why))}, got {answer!r}.")
+    for option, sentence in why.items():
+        if (option in answer) != (option in right):
+            excess = "does not belong to it" if option in answer else "is missing"
+            raise Wrong(f"{option} {excess}. {sentence}")
 
 
 def _kind(x: Any) -> str:
