@@ -9,33 +9,21 @@ from torch.nn import functional as F
 
 from .. import gla
 from ..gates import decay_from_start, decay_to_end
-from . import Wrong, exercise
-from ._compare import draw, expect, hold
-
-ROWS, COLS = range(17, 33), range(1, 17)  # tokens of the two sub-chunks, counted from 1
+from . import exercise
+from ._compare import choose, draw, expect, hold
 
 
 @exercise("ex-twolevel-anchor", "predict")
 def anchor(answer):
-    answer = [answer] if isinstance(answer, int) else answer
-    if not isinstance(answer, (list, tuple, set)):
-        raise Wrong(f"Expected a list of tokens, got {type(answer).__name__}.")
-    safe = [z for z in (*COLS, *ROWS) if max(COLS) <= z <= min(ROWS)]
-    for z in sorted(set(answer) - set(safe)):
-        if z in ROWS:
-            raise Wrong(
-                f"With the anchor at token {z} the reader 17 gets the exponent b_17 - b_{z}: minus "
-                f"the gates of tokens 18 to {z}, positive, and as large as they are strong."
-            )
-        if z in COLS:
-            raise Wrong(
-                f"With the anchor at token {z} the writer 16 gets the exponent b_{z} - b_16: minus "
-                f"the gates of tokens {z + 1} to 16, positive, and as large as they are strong."
-            )
-        raise Wrong(f"{z} is none of the tokens 1 to 32.")
-    if missing := len(set(safe) - set(answer)):
-        more = "One more is" if missing == 1 else f"{missing} are"
-        raise Wrong(f"{more} safe: which z has j <= z <= i for all readers i and writers j?")
+    before = "The writer 16 gets the exponent b_{0} - b_16: minus the gates of tokens {1} to 16, positive."
+    after = "The reader 17 gets the exponent b_17 - b_{0}: minus the gates of tokens 18 to {0}, positive."
+    between = (
+        "It lies between all writers j <= 16 and all readers i >= 17: no exponent is positive."
+    )
+    why = {z: before.format(z, z + 1) for z in (1, 15)}
+    why |= {16: between, 17: between + " The reader 17 itself gets 0."}
+    why |= {z: after.format(z) for z in (18, 32)}
+    choose([answer] if isinstance(answer, int) else answer, [16, 17], why)
 
 
 @exercise("ex-twolevel-extremes", "predict")

@@ -24,11 +24,7 @@ def grid(answer):
         (small, walk // 3, "The state has columns: blocks of V divide the walk further."),
         (small, walk // 2, "The state has rows: each program of the walk has a block of them."),
         (small * 3, walk, "q, k and b have no columns of V: these divide the walk only."),
-        (
-            small // 2,
-            walk // 2,
-            "A factor 2 is missing: two sequences, or 80 channels in blocks of 64.",
-        ),
+        (small // 2, walk // 2, "Half is missing: there are two sequences, and two blocks of K."),
     ]
     hint = (
         "Blocks of channels times chunks times heads of all sequences; for the walk, blocks of rows "

@@ -23,7 +23,6 @@ def first(answer):
         "Sum over the columns: all of a row share its gate.": lambda S, dS: S * dS,
         "Summed over everything: each row has a gate of its own.": lambda S, dS: (S * dS).sum(),
         "S_0 is missing: its gradient alone is no path.": lambda S, dS: dS.sum(-1),
-        "dS_0 is missing: only what reaches the loss counts.": lambda S, dS: S.sum(-1),
         "The sign: a larger gate lets more of S_0 through.": lambda S, dS: -(S * dS).sum(-1),
         "It is 0 only without S_0: paths that begin there cross token 1.": (
             lambda S, dS: 0 * S.sum(-1)
