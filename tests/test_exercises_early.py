@@ -382,7 +382,7 @@ WRONG = {
     "ex-prefix-associative": [
         ("acdef", "e does not belong to it. ||1 - 2| - 4| = 3"),
         ("abcdf", "(8 - 4) - 2"),
-        ("adf", "c is missing. It is (1 + a)(1 + b) - 1"),
+        ("adf", "c is missing. It is (1 + x)(1 + y) - 1"),
         ("acf", "d is missing. Both groupings"),
         (["acdf"], "Expected some of"),
     ],
@@ -391,7 +391,7 @@ WRONG = {
         (suffixes(exchange=False), "operands must be exchanged"),
         (suffixes(back=False), "not turned back: its first element"),
         (suffixes(exchange=False, back=False), "and the operands are not exchanged"),
-        (suffixes(turn=False, back=False), "not reversed"),
+        (suffixes(turn=False, back=False), "the sequence is not"),
     ],
     "ex-prefix-segments": [
         (restart(lambda r1, r2: r2), "must keep the left flag"),
@@ -406,7 +406,7 @@ WRONG = {
             "first number of a text is lost",
         ),
         (lambda a, b: (a[0] + b[0], (1 - b[0]) * a[1] + b[1]), "two starts make 2"),
-        (lambda a, b: a[1] + b[1], "Expected a pair"),
+        (lambda a, b: a[1] + b[1], "Expected 2 result(s), r, x"),
     ],
     "ex-fla-programs": [
         ([16, 2048, 64], "Columns of V are independent"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,10 +32,10 @@ def close(x: Tensor, y: Tensor) -> bool:
 
 
 def call(answer: Callable, *args: Any) -> tuple:
-    """What the reader's function returns, as a tuple; it gets copies and so cannot change the judge's tensors."""
+    """What the reader's function returns, as a tuple; it gets copies, so that it cannot change the judge's."""
     if not callable(answer):
         raise Wrong(f"Expected a function, got {type(answer).__name__}.")
-    got = answer(*(x.clone() if isinstance(x, Tensor) else x for x in args))
+    got = answer(*copy.deepcopy(args))
     if got is None:
         raise Open("Your turn: the function returns nothing yet.")
     return tuple(got) if isinstance(got, (tuple, list)) else (got,)
