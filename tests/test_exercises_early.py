@@ -58,6 +58,7 @@ def test_unfinished_answers_are_open():
         assert check(label, ...).status == "open"
         if kind == "implement":
             assert check(label, lambda *_: None).status == "open", label
+    assert check("ex-prefix-sqrt", [64, ..., ...]).status == "open"
 
 
 def test_unknown_label():
@@ -215,7 +216,7 @@ RIGHT = {
     "ex-softmax-afterwards": [[0.125, 0.5, 0.625, 1], torch.tensor([1 / 8, 3 / 6, 5 / 8, 12 / 12])],
     "ex-softmax-order": [{1, 2}, [2, 1]],
     "ex-softmax-cache": [after_cache()],
-    "ex-online-first": ["be", "b, e", ["b", "e"]],
+    "ex-online-first": ["be", "B, E", ["b", "e"]],
     "ex-online-rescale": [[3, 2, 1], (3, 2, 1)],
     "ex-online-divide": [
         lambda m, new, x: (math.exp(m) / math.exp(new), math.exp(x) / math.exp(new))
