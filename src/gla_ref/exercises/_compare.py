@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,10 +32,10 @@ def close(x: Tensor, y: Tensor) -> bool:
 
 
 def call(answer: Callable, *args: Any) -> tuple:
-    """What the reader's function returns, as a tuple; it gets copies and so cannot change the judge's tensors."""
+    """What the reader's function returns, as a tuple; it gets copies, so that it cannot change the judge's."""
     if not callable(answer):
         raise Wrong(f"Expected a function, got {type(answer).__name__}.")
-    got = answer(*(x.clone() if isinstance(x, Tensor) else x for x in args))
+    got = answer(*copy.deepcopy(args))
     if got is None:
         raise Open("Your turn: the function returns nothing yet.")
     return tuple(got) if isinstance(got, (tuple, list)) else (got,)
@@ -149,8 +150,9 @@ def expect(
 
     Raises:
         Wrong: with one of the sentences, or what was expected instead.
+        Open: a part of the list is still missing.
     """
-    answer = answer.tolist() if isinstance(answer, Tensor) else answer
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
     many = isinstance(right, (list, tuple))
     if many != isinstance(answer, (list, tuple)) or (many and len(answer) != len(right)):
         kind = f"a list of {len(right)}" if many else f"one {_kind(right)}"
@@ -158,6 +160,8 @@ def expect(
         raise Wrong(f"Expected {kind}, got {type(answer).__name__}{size}.")
     pairs = zip(answer, right, strict=True) if many else [(answer, right)]
     for x, y in pairs:
+        if x is ...:
+            raise Open("Your turn: one of the answers is still missing.")
         if isinstance(y, str) != isinstance(x, str):
             raise Wrong(f"Expected a {_kind(y)}, got {type(x).__name__}.")
     if same(answer, right, tolerance):
@@ -179,7 +183,8 @@ def choose(answer: Any, right: Any, why: dict[Any, str]) -> None:
     Raises:
         Wrong: with the sentence of the first option that is missing or too much.
     """
-    answer = [x for x in answer if x not in " ,"] if isinstance(answer, str) else answer
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
+    answer = [x for x in answer.lower() if x not in " ,"] if isinstance(answer, str) else answer
     if not isinstance(answer, (list, tuple, set)) or not set(answer) <= set(why):
         raise Wrong(f"Expected some of {', '.join(map(str, why))}, got {answer!r}.")
     for option, sentence in why.items():

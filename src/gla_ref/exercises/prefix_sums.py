@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 from gla_ref.prefix_sum import blelloch, hillis_steele
 
-from . import Wrong, exercise
-from ._compare import call, choose, draw, expect, hold
+from . import exercise
+from ._compare import call, choose, draw, expect, hold, results
 
 
 @exercise("ex-prefix-sqrt", "predict")
@@ -40,7 +42,7 @@ def associative(answer):
         {
             "a": "The largest of three is the same in any grouping.",
             "b": "(8 - 4) - 2 = 2, but 8 - (4 - 2) = 6.",
-            "c": "It is (1 + a)(1 + b) - 1, and products may be regrouped.",
+            "c": "It is (1 + x)(1 + y) - 1, and products may be regrouped.",
             "d": "Both groupings of three give the last one.",
             "e": "||1 - 2| - 4| = 3, but |1 - |2 - 4|| = 1.",
             "f": "Products of matrices may be regrouped; only their order must stay.",
@@ -55,18 +57,16 @@ def reverse(answer):
     def product(left, right):
         return (left[0] @ right[0],)
 
-    def exchanged(left, right):
-        return product(right, left)
-
     def right(combine, xs):
         suffixes = [xs[0][:, -1:]]
         for t in reversed(range(xs[0].shape[1] - 1)):
             suffixes.insert(0, xs[0][:, t : t + 1] @ suffixes[0])
         return torch.cat(suffixes, 1)
 
-    def flipped(operator, back=True):
+    def variant(turn=True, exchange=True, back=True):
         def wrong(combine, xs):
-            (y,) = blelloch(operator, (xs[0].flip(1),))
+            x = xs[0].flip(1) if turn else xs[0]
+            (y,) = blelloch((lambda a, b: product(b, a)) if exchange else product, (x,))
             return y.flip(1) if back else y
 
         return wrong
@@ -76,21 +76,17 @@ def reverse(answer):
         [(product, tuple(draw(T, (1, T, 2, 2)))) for T in (6, 7, 1)],
         right,
         {
-            "These are prefixes, x_1 to x_t: the sequence must be reversed.": (
-                lambda combine, xs: blelloch(product, xs)
-            ),
+            "These are prefixes: the sequence must be reversed.": variant(False, False, False),
             "The operands must be exchanged: in the reversed sequence the left one is the later one.": (
-                flipped(product)
+                variant(exchange=False)
             ),
             "The result is not turned back: its first element belongs to the last position.": (
-                flipped(exchanged, back=False)
+                variant(back=False)
             ),
             "The result is not turned back, and the operands are not exchanged.": (
-                flipped(product, back=False)
+                variant(exchange=False, back=False)
             ),
-            "The operands are exchanged, but the sequence is not reversed.": (
-                lambda combine, xs: blelloch(exchanged, xs)
-            ),
+            "The operands are reversed, the sequence is not.": variant(turn=False, back=False),
         },
         names=("y",),
         axes=("B T i j",),
@@ -103,26 +99,20 @@ def segments(answer):
 
     def scans(combine):
         def both(r, x):
-            rows, left = [], (r[:, :1], x[:, :1])
-            for t in range(r.shape[1]):
-                left = left if t == 0 else combine(left, (r[:, t : t + 1], x[:, t : t + 1]))
-                rows.append(left[1])
+            left, *rest = zip(r.split(1, 1), x.split(1, 1), strict=True)
+            rows = [y for _, y in accumulate(rest, combine, initial=left)]
             trees = (scan(combine, (r, x))[1] for scan in (hillis_steele, blelloch))
             return torch.cat(rows, 1), *trees
 
         return both
 
     def asked(left, right):
-        pair = call(answer, left, right)
-        if len(pair) != 2:
-            raise Wrong(f"Expected a pair (r, x), got {len(pair)} result(s).")
-        return tuple(torch.as_tensor(y).to(torch.float64) for y in pair)
+        return tuple(results(call(answer, left, right), left, ("r", "x")))
 
     def right(r, x):
-        sums = [x[:, :1]]
-        for t in range(1, x.shape[1]):
-            sums.append(torch.where(r[:, t : t + 1] == 1, 0, sums[-1]) + x[:, t : t + 1])
-        return (torch.cat(sums, 1),) * 3
+        text = r.cumsum(1)  # its number; a token adds up the earlier tokens of the same text
+        same = text[..., :, None] == text[..., None, :]
+        return ((same.tril() * x[:, None]).sum(-1),) * 3
 
     def made_of(flag, number):
         return scans(lambda a, b: (flag(a[0], b[0]), number(a[0], a[1], b[0], b[1])))
@@ -130,8 +120,8 @@ def segments(answer):
     def cut(r1, x1, r2, x2):
         return (1 - r2) * x1 + x2
 
-    starts = [[1, 0, 0, 1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 1]]
-    starts = [torch.tensor([r], dtype=torch.float64) for r in starts]
+    rows = [1, 0, 0, 1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 1]
+    starts = [torch.tensor([r], dtype=torch.float64) for r in rows]
     hold(
         scans(asked),
         [(r, *draw(0, r.shape)) for r in starts],
