@@ -95,9 +95,7 @@ def one(answer):
         "6 bytes are too few: a part of o is float32, 4 written and 4 read, and v takes 2 more.": saved(
             6
         ),
-        "The parts of o are written and read in float32; without v, and one way, 4 bytes.": saved(
-            4
-        ),
+        "Only the writing of o is counted: the sum reads it again, and v is loaded.": saved(4),
         "v is bfloat16: 2 bytes a number.": saved(12),
         "Those are numbers; each takes 4 bytes (o, twice) or 2 (v).": saved(3),
     }

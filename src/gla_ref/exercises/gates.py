@@ -38,7 +38,6 @@ def reset(answer):
             _seen({2, 4}, {2, 4}),
             "A reset of one channel leaves the other as it is, with all that was written there.",
         ),
-        (_seen({2}, set()), "Token 4 resets a channel, too: who is left in the other one?"),
         (_seen(set(), set()), "Nothing is forgotten in this list: what do the resets clear?"),
     ]
     hint = (
