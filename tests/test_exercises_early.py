@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from gla_ref import exercises
-from gla_ref.exercises import check
+from gla_ref.exercises import _compare, check
 from gla_ref.prefix_sum import blelloch, hillis_steele
 
 BOOK = Path(__file__).resolve().parents[1] / "book"
 CHAPTERS = sorted(BOOK.glob("[0-9][0-9]_*.md"))
+
+check("ex-softmax-order")  # imports the judges
+LABELS = sorted(exercises.JUDGES)
 
 
 # -- the book: a judge, a starting cell and a checked solution for every exercise --------------------
@@ -33,7 +38,6 @@ def boxes(text: str) -> dict[str, str]:
 
 
 def test_every_exercise_of_the_book_is_checked():
-    check("ex-softmax-order")  # fills JUDGES
     found = {path.stem: boxes(path.read_text()) for path in CHAPTERS}
     labels = [label for chapter in found.values() for label in chapter]
     assert len(labels) == len(set(labels))
@@ -53,7 +57,6 @@ def test_every_exercise_of_the_book_is_checked():
 
 
 def test_unfinished_answers_are_open():
-    check("ex-softmax-order")
     for label, (kind, _) in exercises.JUDGES.items():
         assert check(label, ...).status == "open"
         if kind == "implement":
@@ -64,6 +67,48 @@ def test_unfinished_answers_are_open():
 def test_unknown_label():
     with pytest.raises(ValueError, match="label: expected one of"):
         check("ex-nothing", 1)
+
+
+# -- the judges: whoever makes a mistake that they know gets its sentence ---------------------------
+
+
+def known(label: str, monkeypatch) -> list[tuple]:
+    """(helper, its arguments after the answer) of every comparison that the judge makes."""
+    seen, kind = [], exercises.JUDGES[label][0]
+    module = sys.modules[exercises.JUDGES[label][1].__module__]
+    for name in ("hold", "expect", "choose"):
+        if hasattr(module, name):
+            note = partial(lambda name, answer, *a, **k: seen.append((name, a, k)), name)
+            monkeypatch.setattr(module, name, note)
+    assert check(label, (lambda *_: None) if kind == "implement" else 0) or kind == "derive"
+    return seen
+
+
+def told(helper: str, answer, args, options) -> str:
+    with pytest.raises(exercises.Wrong) as wrong:
+        getattr(_compare, helper)(answer, *args, **options)
+    return str(wrong.value)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_every_known_mistake_is_told_apart(label, monkeypatch):
+    """Each mistake shows on the judge's cases, and no sentence before it takes it for another one."""
+    for helper, args, options in known(label, monkeypatch):
+        if helper == "hold":
+            cases, right, mistakes, *rest = args
+            for sentence, mistake in mistakes.items():
+                again = list(cases), right, mistakes, *rest
+                assert told("hold", mistake, again, options) == sentence
+        elif helper == "expect":
+            right, mistakes, *_ = args
+            for wrong, sentence in mistakes:
+                if isinstance(right, (list, tuple)):
+                    wrong = [r if w is ... else w for w, r in zip(wrong, right, strict=True)]
+                assert told("expect", wrong, args, options) == sentence
+        else:
+            right, why = args
+            for option, sentence in why.items():
+                assert told("choose", set(right) ^ {option}, args, options).endswith(sentence)
 
 
 # -- chapter 1 ---------------------------------------------------------------------------------------
@@ -463,7 +508,6 @@ def test_wrong_answers_are_named(label):
 
 
 def test_every_early_exercise_is_tried():
-    check("ex-softmax-order")
     topics = ("softmax", "online", "flash", "linear", "prefix", "fla")
     early = {label for label in exercises.JUDGES if label.split("-")[1] in topics}
     assert early == set(RIGHT) == set(WRONG)

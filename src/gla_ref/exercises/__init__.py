@@ -77,7 +77,7 @@ def exercise(label: str, kind: Kind) -> Callable:
     return register
 
 
-def check(label: str, answer: Any = ...) -> Verdict:
+def check(label: str, answer: object = ...) -> Verdict:
     """Judge an answer to an exercise of the book.
 
     Args:
