@@ -201,7 +201,7 @@ RIGHT = {
     "ex-adaptive-level": [[(1, 6), (5, 32), (2, 28)], [[1, 6], [5, 32], [2, 28]]],
     "ex-adaptive-range": [lambda b: b[-1] + (b.max(0).values - b.min(0).values) / 2],
     "ex-adaptive-channels": [two_ways(), pairs],
-    "ex-adaptive-difference": [["bfloat16"], "bfloat16"],
+    "ex-adaptive-difference": [["bfloat16", "float16"], ("float16", "bfloat16")],
     "ex-gradients-first": [lambda S, dS: torch.einsum("bhkv,bhkv->bhk", S, dS)],
     "ex-gradients-stored": ["about as large"],
     "ex-gradients-scalar": [scalar()],
@@ -345,7 +345,7 @@ WRONG = {
         (1, "a single kernel"),
         (1.5, "More: each of sum"),
         (5, "Less: the largest"),
-        ("many", "It stopped with ValueError"),
+        ("many", "Expected a number, got 'many'"),
     ],
     "ex-fuse-one": [
         (lambda NK, T, V: 10 * NK * T * V, "NK - 1 are saved"),
@@ -392,9 +392,9 @@ WRONG = {
         (lambda q, k, g: pairs(q, k, g) / 5**0.5, "scale is no part"),
     ],
     "ex-adaptive-difference": [
-        (["bfloat16", "float16"], "float16 does not belong to it. It rounds by up to 5e-04"),
+        (["bfloat16"], "float16 is missing. It rounds by up to 5e-04; with 32"),
         (["float32", "float16", "bfloat16"], "float32 does not belong to it"),
-        ([], "bfloat16 is missing. It rounds by up to 4e-03"),
+        (["float16"], "bfloat16 is missing. It rounds by up to 4e-03"),
         (["int8"], "Expected some of float32"),
     ],
     "ex-gradients-first": [
@@ -434,6 +434,7 @@ WRONG = {
         ([4, 16], "longer chunks have fewer states"),
         ([4, 1 / 4], "one state and one gradient"),
         ([4], "Expected two factors"),
+        (["four", 1 / 16], "Expected a number, got 'four'"),
     ],
 }
 

@@ -123,6 +123,16 @@ def hold(
                 raise Wrong(locate(name, axis, x, y))
 
 
+def number(x: Any) -> float:
+    """A number of the reader's; Wrong if it is none, Open if it is still missing."""
+    if x is ...:
+        raise Open("Your turn: one of the answers is still missing.")
+    try:
+        return float(x)
+    except (TypeError, ValueError):
+        raise Wrong(f"Expected a number, got {x!r}.") from None
+
+
 def same(x: Any, y: Any, tolerance: float) -> bool:
     if isinstance(y, (list, tuple)):
         return len(x) == len(y) and all(same(a, b, tolerance) for a, b in zip(x, y, strict=True))

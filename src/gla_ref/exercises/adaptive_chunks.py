@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from ..gates import decay_to_end, segment_sum
 from . import Wrong, exercise
-from ._compare import choose, draw, expect, hold
+from ._compare import choose, draw, expect, hold, number
 
 PAIRS = [(5, 6), (21, 37), (24, 31)]  # (j, i), counted from 0, in a chunk of 64
 
@@ -46,7 +46,7 @@ def level(answer):
     if not isinstance(answer, lists) or not all(isinstance(x, lists) for x in answer):
         raise Wrong("Expected a list of three pairs (level, border), such as [(0, 6), ...].")
     hint = "The highest bit in which i and j differ is the level; m is i with all lower bits 0."
-    expect([list(x) for x in answer], where(highest), mistakes, hint)
+    expect([list(map(number, x)) for x in answer], where(highest), mistakes, hint)
 
 
 @exercise("ex-adaptive-range", "derive")
@@ -124,7 +124,8 @@ def difference(answer):
     g[:32] = -104.0
     halves = torch.where(torch.ones(64, 64).tril() > 0, 0.5, -0.5).float()
     exact = decay_to_end(g.double()).exp()
-    found = (g.sum(0) / 2 - halves @ g).double().exp()
+    whole, weighed = (g.double().sum(0) / 2).float(), (halves.double() @ g.double()).float()
+    found = (whole - weighed).double().exp()
     worst = (found / exact - 1)[exact > 2**-20].abs().max().item()
     why = {
         name: f"It rounds by up to {unit:.0e}; with 32 such gates a decay is off by {worst:.0e}."

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from .. import gla_chunk_fuse as fuse
 from ..gates import decay_from_start, decay_to_end
 from . import Wrong, exercise
-from ._compare import draw, expect, hold
+from ._compare import draw, expect, hold, number
 
 
 @exercise("ex-fuse-grid", "predict")
@@ -75,7 +75,7 @@ def moved(NK: int, T: int, C: int, V: int) -> int:
 def total(answer):
     NK, C, T, V = 4, 16, 2048, 512
     least = fuse.steps(B=1, T=T, H=1, K=64 * NK, V=V, C=C)[-1].bytes
-    times, answer = moved(NK, T, C, V) / least, float(answer)
+    times, answer = moved(NK, T, C, V) / least, number(answer)
     if answer < 1.2:
         raise Wrong("That would need a single kernel: PyTorch's operators hand over in memory.")
     if answer < times - 0.5:
@@ -92,9 +92,7 @@ def one(answer):
     mistakes = {
         "One block has to write and read its output as well: NK - 1 are saved.": saved(10, 0),
         "v is missing: every block of channels loads it, 2 bytes a number.": saved(8),
-        "6 bytes are too few: a part of o is float32, 4 written and 4 read, and v takes 2 more.": saved(
-            6
-        ),
+        "6 bytes are too few: o takes 4 written and 4 read, and v another 2.": saved(6),
         "Only the writing of o is counted: the sum reads it again, and v is loaded.": saved(4),
         "v is bfloat16: 2 bytes a number.": saved(12),
         "Those are numbers; each takes 4 bytes (o, twice) or 2 (v).": saved(3),

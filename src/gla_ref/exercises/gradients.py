@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from .. import simple_gla
 from ..gla_backward import backward
 from . import Wrong, exercise
-from ._compare import call, close, draw, expect, hold, locate, results
+from ._compare import call, close, draw, expect, hold, locate, number, results
 
 
 def _reverse_sum(x, axis=0):
@@ -139,7 +139,7 @@ def same(answer):
 def chunk(answer):
     if not isinstance(answer, (list, tuple)) or len(answer) != 2:
         raise Wrong("Expected two factors: that of the error and that of the states' bytes.")
-    error, states = map(float, answer)
+    error, states = map(number, answer)
     if states > 1:
         raise Wrong("The states' bytes: longer chunks have fewer states.")
     if abs(states - 1 / 16) > 1e-9:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from .. import gla
 from . import Wrong, exercise
-from ._compare import close, draw, hold
+from ._compare import close, draw, hold, number
 
 
 def _final(k, v, g):
@@ -21,7 +21,7 @@ def _final(k, v, g):
 def padding(answer):
     if not isinstance(answer, dict) or set(answer) != set("kvg"):
         raise Wrong("Expected dict(k=..., v=..., g=...), a number for each of the three.")
-    key, value, gate = (float(answer[n]) for n in "kvg")
+    key, value, gate = (number(answer[n]) for n in "kvg")
     if math.isnan(gate) or not math.isfinite(key + value) or gate > 0:
         raise Wrong("k and v have to be finite numbers, and a log gate is at most 0.")
     k, v, g = draw(0, (5, 3), (5, 4), (5, 3))
