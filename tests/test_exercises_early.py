@@ -328,6 +328,7 @@ WRONG = {
         (lambda q, k, v, *_: v / 0, "infinity"),
         (lambda q, k, v, *_: v, "The first difference is at token 1, o[0, 0]"),
         (lambda q, k, v, *_: q @ v, "It stopped with RuntimeError"),
+        (lambda q, k, v, *_: torch.einsum("tk,tk->", q, v), "of <lambda>)."),  # not of einsum
         (7, "Expected a function"),
     ],
     "ex-online-first": [
@@ -357,6 +358,7 @@ WRONG = {
         (lambda L1, o1, L2, o2: (max(L1, L2), merged(L1, o1, L2, o2)[1]), "maximum is not enough"),
         (lambda L1, o1, L2, o2: merged(L1, o2, L2, o1), "shares are exchanged"),
         (merged_unsafe, "e^1000 overflows"),
+        (lambda *x: (merged(*x)[0] + 1, merged(*x)[1]), "for the arguments 0.3, -1.2"),
         (
             lambda *x: (torch.logaddexp(x[0], x[2]), merged_unsafe(*x)[1]),
             "in the shares e^1000 overflows",

@@ -117,7 +117,8 @@ def hold(
             if not x.isfinite().all():
                 raise Wrong(f"{name} holds {'NaN' if x.isnan().any() else 'infinity'}.")
             if not y.ndim and not close(x, y):
-                given = ", ".join(f"{a:g}" for a in args)
+                numbers = [a for a in args if isinstance(a, (int, float)) or torch.is_tensor(a)]
+                given = ", ".join(f"{a:g}" for a in numbers if not getattr(a, "ndim", 0))
                 raise Wrong(f"{name} is {x:.4g} instead of {y:.4g} for the arguments {given}.")
             if not close(x, y):
                 raise Wrong(locate(name, axis, x, y))
