@@ -65,6 +65,28 @@ def test_unfinished_answers_are_open():
     assert check("ex-prefix-sqrt", [64, ..., ...]).status == "open"
 
 
+@pytest.mark.parametrize("label", LABELS)
+def test_nonsense_is_wrong_and_raises_nothing(label):
+    nonsense = [
+        True,
+        -3.5,
+        math.nan,
+        "x",
+        "",
+        [],
+        [[]],
+        [None, None],
+        {},
+        {"k": "x"},
+        torch.zeros(3),
+    ]
+    nonsense += [lambda: 0, lambda *_: "x", lambda *_: [], lambda *x: x[0], lambda *_: math.nan]
+    nonsense += [lambda *x: tuple(x), lambda *_: torch.full((2, 2), math.nan), dict]
+    for answer in nonsense:
+        verdict = check(label, answer)
+        assert verdict.status == "wrong" and len(verdict.message) > 10, (answer, verdict)
+
+
 def test_unknown_label():
     with pytest.raises(ValueError, match="label: expected one of"):
         check("ex-nothing", 1)
@@ -402,6 +424,7 @@ WRONG = {
         (33, "root is missing"),
         (64, "nearly 1"),
         (20, "solve for N"),
+        ({}, "Expected a number, got dict"),
         ("many", "Expected a number, got str"),
     ],
     "ex-linear-taylor": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ def expect(
     for x, y in pairs:
         if x is ...:
             raise Open("Your turn: one of the answers is still missing.")
-        if isinstance(y, str) != isinstance(x, str):
+        if not isinstance(x, _KINDS[_kind(y)]):
             raise Wrong(f"Expected a {_kind(y)}, got {type(x).__name__}.")
     if same(answer, right, tolerance):
         return
@@ -204,5 +205,8 @@ def choose(answer: Any, right: Any, why: dict[Any, str]) -> None:
             raise Wrong(f"{option} {excess}. {sentence}")
 
 
+_KINDS = {"word": str, "number": Real, "list": (list, tuple)}
+
+
 def _kind(x: Any) -> str:
-    return "word" if isinstance(x, str) else "number"
+    return next(name for name, kind in _KINDS.items() if isinstance(x, kind))

@@ -145,6 +145,6 @@ def segments(answer):
                 made_of(torch.maximum, lambda r1, x1, r2, x2: (1 - r2) * (x1 + x2))
             ),
         },
-        names=("one after the other", "Hillis-Steele", "Blelloch"),
+        names=("in_order", "hillis_steele", "blelloch"),
         axes=("B T",) * 3,
     )
