@@ -201,9 +201,11 @@ _STYLE = """
 .explorable .edge { stroke: currentColor; stroke-width: .8 }
 .explorable [class*=line] { stroke-width: 2; stroke-linejoin: round }
 .explorable .line { stroke: currentColor; stroke-width: 1.2 } .explorable .dashed { stroke-dasharray: 4 3 }
+.explorable .ink { fill: var(--ink) } .explorable .hollow { stroke: var(--ink) }
 .explorable .faint { opacity: .45 } .explorable text.faint { opacity: .75 }
 %COLOURS%
 .explorable-readout { margin: .35rem 0; min-height: 3em; line-height: 1.5 }
+@media (max-width: 32rem) { .explorable-readout { min-height: 4.5em } }
 .explorable figcaption { margin: 0; font-size: .9em }
 @media print { .explorable { break-inside: avoid } .explorable-controls:not([hidden]) { display: none } }
 """.replace(

@@ -2,8 +2,9 @@
 
 Fills: white, grey, orange, pink, blue, vermilion, green, sky (Okabe and Ito; as in book.mplstyle), and
 the pale ones pale-blue, pale-red, pale-grey for tiles with numbers in them. Strokes: the same names
-with ``line-`` before them; ``line`` is the page's ink, ``edge`` a thin outline of it. Text follows the page's
-ink; ``on`` is for text on a fill, which blue, vermilion and green are too dark for.
+with ``line-`` before them; ``line`` is the page's ink, ``edge`` a thin outline of it. Text follows
+the page's ink. On a fill, dark in all themes: ``on`` text, ``ink`` and ``hollow`` shapes; blue, vermilion and
+green are too dark for text.
 """
 
 from __future__ import annotations
