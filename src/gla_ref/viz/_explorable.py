@@ -212,6 +212,6 @@ _STYLE = """
     "%COLOURS%",
     "\n".join(
         f".explorable .{name} {{ fill: var(--{name}) }} .explorable .line-{name} {{ stroke: var(--{name}) }}"
-        for name in "white ink grey orange pink blue vermilion green sky pale-blue pale-red pale-grey".split()
+        for name in "white grey orange pink blue vermilion green sky pale-blue pale-red pale-grey".split()
     ),
 )

@@ -99,6 +99,7 @@ def _oracle(gate: float, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     return x, gla.recurrent(*(y.double() for y in x))[0]
 
 
+@cache
 def measured(form: str, gate: float, dtype: torch.dtype) -> float:
     """Error of a form, max|o - o*| / rms(o*), every log gate being -gate; inf when o is not finite."""
     x, exact = _oracle(gate, dtype)
@@ -179,9 +180,8 @@ def _frame(name: str, gate: float) -> Frame:
     ratio, product, levels = errors
     return Frame(
         pieces,
-        f"{name}, every log gate −{gate:g}: a chunk decays by {C * gate:.4g} nats, the sequence by {T * gate:.4g}; "
-        f"the largest number is e to the {math.log(torch.finfo(dtype).max):.1f}. One ratio: {ratio}. "
-        f"One product a chunk: {product}. Two levels: {levels}.",
+        f"{name}: {C * gate:.4g} nats of decay a chunk, {T * gate:.4g} in all; the largest number is e to the "
+        f"{math.log(torch.finfo(dtype).max):.1f}. One ratio: {ratio}. One product: {product}. Two levels: {levels}.",
     )
 
 

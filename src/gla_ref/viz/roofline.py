@@ -130,7 +130,10 @@ def _plot(data: dict) -> str:
         pieces.append(
             path([_at(x, min(height, x * bandwidth)) for x in (start, ridge, right)], kind)
         )
-    pieces += [text(4, 10, "TFLOP/s", "start"), text(X + WIDE - 6, Y + HIGH - 10, "FLOP a byte", "end")]
+    pieces += [
+        text(4, 10, "TFLOP/s", "start"),
+        text(X + WIDE - 6, Y + HIGH - 10, "FLOP a byte", "end"),
+    ]
     for i, (mechanism, color) in enumerate(COLORS.items()):
         x, y = X + 5 + 170 * (i % 2), Y + HIGH + 38 + 20 * (i // 2)
         pieces.append(circle(x, y, 4.5, color))
@@ -156,17 +159,16 @@ def _mark(point: Point) -> str:
 
 
 def _words(point: Point, gpu: str) -> str:
-    if point.record is None:
+    r, intensity = point.record, f"{point.intensity:.3g} FLOP a byte"
+    if r is None:
         return (
             f"{point.name}, predicted, not measured: at least {point.ms:.3g} ms, for {point.limit}; "
-            f"{point.intensity:.3g} FLOP a byte; {point.steps:,} step{'s' * (point.steps > 1)} in a row."
+            f"{intensity}; {point.steps:,} step{'s' * (point.steps > 1)} in a row."
         )
-    r = point.record
     least = max(r["floor_ms"], r["flop_floor_ms"])
     return (
-        f"{point.name}, measured on {gpu} at commit {r['commit'][:7]}: {point.ms:.3g} ms. The mechanism needs at "
-        f"least {least:.3g} ms, for {point.limit}: this is {least / point.ms:.0%} of what can be attained. "
-        f"{point.intensity:.3g} FLOP a byte."
+        f"{point.name}, measured on {gpu} (commit {r['commit'][:7]}): {point.ms:.3g} ms; at least "
+        f"{least:.3g}, for {point.limit}: {least / point.ms:.0%} of the attainable; {intensity}."
     )
 
 
@@ -211,5 +213,5 @@ def roofline(data: dict) -> Explorable:
         ),
         frames=frames,
         height=Y + HIGH + 90,
-        start=(names.index("B 8, T 8192, H 16, K/V 128/128"), 0, 0),
+        start=(max(range(len(names)), key=lambda i: len(frames[i][0])), 0, 0),
     )

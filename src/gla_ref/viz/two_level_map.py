@@ -44,8 +44,8 @@ def _arrows(rows: slice, cols: slice) -> list[str]:
     """To a block's corner on the diagonal, where its keys decay to, and from it, as its queries do."""
     x, y, half = X + SIZE * cols.stop, Y + SIZE * rows.start, SIZE / 2
     return [
-        arrow((X + SIZE * cols.start + 2, y + half), (x - 2, y + half), "line-ink"),
-        arrow((x - half, y + 2), (x - half, Y + SIZE * rows.stop - 2), "line-ink"),
+        arrow((X + SIZE * cols.start + 2, y + half), (x - 2, y + half), "line hollow"),
+        arrow((x - half, y + 2), (x - half, Y + SIZE * rows.stop - 2), "line hollow"),
         circle(x, y, 4, "vermilion"),
     ]
 
@@ -140,5 +140,5 @@ def two_level_map() -> Explorable:
         ),
         frames=[[_row(C, c) for c in SUB_CHUNKS] for C in CHUNKS],
         height=BARS + 46,
-        start=(1, 0, 14),
+        start=(2, 0, 10),
     )
