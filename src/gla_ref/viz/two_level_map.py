@@ -140,5 +140,5 @@ def two_level_map() -> Explorable:
         ),
         frames=[[_row(C, c) for c in SUB_CHUNKS] for C in CHUNKS],
         height=BARS + 46,
-        start=(2, 0, 10),
+        start=(1, 0, 8),
     )
