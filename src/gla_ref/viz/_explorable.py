@@ -134,7 +134,7 @@ def _control(control: Choice | Slider, i: int) -> str:
         )
         return f'<label>{label} <select autocomplete="off">{options}</select></label>'
     return (
-        f'<label>{label} <output>{values[i]}</output> <input type="range" min="0" step="1" '
+        f'<label>{label} <b aria-hidden="true">{values[i]}</b> <input type="range" min="0" step="1" '
         f'max="{len(values) - 1}" value="{i}" aria-valuetext="{values[i]}" autocomplete="off"></label>'
     )
 
@@ -145,8 +145,8 @@ _HTML = """<figure class="explorable" id="%ID%">
 <div class="explorable-controls" hidden>%CONTROLS%</div>
 <div class="explorable-picture"><svg viewBox="0 0 %SIZE%" role="img" aria-label="%ALT%">%PICTURE%</svg></div>
 <div class="explorable-readout" aria-live="polite">%READOUT%</div>
-<figcaption>%NOTICE%</figcaption>
 <script>%SCRIPT%</script>
+<figcaption>%NOTICE%</figcaption>
 </figure>"""
 
 # The same for every explorable: find the frame that the controls point at, and show it.
@@ -161,7 +161,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
         control.max = node.length - 1;
         const label = labels[n][control.value];
         control.setAttribute("aria-valuetext", label);
-        control.parentNode.querySelector("output").textContent = label;
+        control.parentNode.querySelector("b").textContent = label;
       }
       node = node[control.value];
     });
@@ -191,9 +191,9 @@ _STYLE = """
 .explorable-controls input { flex: 1 1 8rem; min-width: 8rem; min-height: 1.75rem; margin: 0;
   accent-color: var(--blue); cursor: pointer }
 .explorable-controls select { font: inherit; padding: .15rem .3rem; cursor: pointer }
-.explorable-controls output { min-width: 1.5em; font-weight: 600 }
-.explorable :is(output, text, .explorable-readout) { font-variant-numeric: tabular-nums }
-.explorable svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif }
+.explorable-controls b { min-width: 1.5em }
+.explorable :is(b, text, .explorable-readout) { font-variant-numeric: tabular-nums }
+.explorable svg { display: block; width: 100%; height: auto; font-size: 13px }
 .explorable text { fill: currentColor; text-anchor: middle; dominant-baseline: central }
 .explorable text.start { text-anchor: start } .explorable text.end { text-anchor: end }
 .explorable text.on { fill: var(--ink) } .explorable text.strong { font-weight: 700 }
@@ -206,7 +206,7 @@ _STYLE = """
 %COLOURS%
 .explorable-readout { margin: .35rem 0; min-height: 3em; line-height: 1.5 }
 @media (max-width: 32rem) { .explorable-readout { min-height: 4.5em } }
-.explorable figcaption { margin: 0; font-size: .9em }
+figure.explorable > figcaption { margin: 0; padding: 0; max-width: none; font-size: .9em }
 @media print { .explorable { break-inside: avoid } .explorable-controls:not([hidden]) { display: none } }
 """.replace(
     "%COLOURS%",
