@@ -92,7 +92,7 @@ def exponents(form: str, g: Tensor) -> list[tuple[str, int, Tensor]]:
 def _oracle(gate: float, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """q, k, v, g in float32, with the values of `dtype`, and the float64 recurrence of them."""
     generator = torch.Generator().manual_seed(0)
-    tokens = (torch.randn(1, T, 1, D, generator=generator) for D in (K, K, V))
+    tokens = (torch.randn(1, T, 1, D, generator=generator, dtype=torch.float32) for D in (K, K, V))
     x = [y.to(dtype).float() for y in tokens] + [
         torch.full((1, T, 1, K), -gate, dtype=torch.float32)
     ]
@@ -101,7 +101,7 @@ def _oracle(gate: float, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
 
 @cache
 def measured(form: str, gate: float, dtype: torch.dtype) -> float:
-    """Error of a form, max|o - o*| / rms(o*), every log gate being -gate; inf when o is not finite."""
+    """Largest error of o over the rms of the true o, every log gate being -gate; inf when o is not finite."""
     x, exact = _oracle(gate, dtype)
     with torch.no_grad(), Rounded(dtype):
         o, _ = FORMS[form](*x)

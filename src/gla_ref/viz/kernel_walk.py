@@ -180,7 +180,7 @@ def _words(way: str, step: int, last: int) -> str:
 def kernel_walk() -> Explorable:
     """One head of linear attention: a single program, a program a chunk, or one a segment, step by step."""
     generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randn(N * C, D, generator=generator) for D in (K, K, V)]
+    tokens = [torch.randn(N * C, D, generator=generator, dtype=torch.float32) for D in (K, K, V)]
     moves = {way: walk(way, *tokens)[2] for way in WAYS}
 
     def total(way, action, step=N + 1):
