@@ -14,9 +14,13 @@ from gla_ref.costs import cost
 from gla_ref.prefix_sum import chunked
 from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Slider
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
+<<<<<<< HEAD
 from gla_ref.viz.gate_strength import gate_strength
 from gla_ref.viz.kernel_walk import kernel_walk
 from gla_ref.viz.online_softmax import BAR, TILES, VALUES, WEIGHTS, online_softmax
+=======
+from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
+>>>>>>> wt-expla
 from gla_ref.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
 from gla_ref.viz.roofline import roofline
@@ -163,6 +167,7 @@ def test_online_softmax_shows_the_statistics_of_the_keys_read(b):
         bars = rects(adds, "grey edge", "orange edge")
         heights = torch.tensor([bar["height"] for bar in bars]).double() / BAR
         assert len(bars) == end and torch.allclose(heights, (x[:end] - m).exp(), atol=0.1 / BAR)
+        assert all(bar["y"] + bar["height"] == pytest.approx(BASE, abs=0.2) for bar in bars)
         assert len(rects(adds, "orange edge")) == end - n * b and f"= {d:.2f}." in adds.readout
         ghosts = rects(reads, "line dashed")
         assert len(ghosts) == (n * b if m > m_old else 0)

@@ -118,7 +118,7 @@ def _plot(data: dict) -> str:
     """Axes, legend, the two ceilings that were measured, and the ceiling of ordinary cores, dashed."""
     bandwidth, products = _ceilings(data)
     pieces = [rect(X, Y, WIDE, HIGH, "edge")]
-    for power, name in enumerate(("1", "10", "100", "1000", "10⁴")):
+    for power, name in enumerate(("1", "10", "100", "1000", "10000")):
         x, y = _at(10.0**power, 10.0 ** (12 + power))
         pieces += [path([(x, Y), (x, Y + HIGH)], "edge faint"), text(x, Y + HIGH + 12, name)]
         if power < 4:
@@ -175,7 +175,7 @@ def _words(point: Point, gpu: str) -> str:
 def _row(data: dict, plot: str, direction: str, shape: dict[str, int]) -> list[Frame]:
     """A frame for every point of a shape; one without any where there is none."""
     found = points(data, direction, **shape)
-    marks = "".join(map(_mark, found))
+    marks = "".join(map(_mark, reversed(found)))  # what was measured on top
     if not found:
         return [
             Frame([plot], "Nothing was measured here, and costs.py counts forward passes only.")
@@ -200,10 +200,10 @@ def roofline(data: dict) -> Explorable:
     most = max(len(row) for shape in frames for row in shape)
     return Explorable(
         title=f"Forms and kernels under the roof of one GPU, {data['environment']['gpu']}",
-        notice="Left of the ridge memory is the limit, right of it products; the dashed roof is that of ordinary "
-        "cores. A measured point counts the least work of its mechanism, so its distance from the roof is time lost. "
-        "A prediction (counted by costs.py, chunks of 64) is a bound: it lets the whole chip work all the time, which "
-        "thousands of steps in a row do not. Forms without products stay under the dashed roof, however short.",
+        notice="Left of the ridge memory is the limit, right of it products. A measured point counts the least work of "
+        "its mechanism, so its distance from the roof is lost time. Predictions (from costs.py, chunks of 64) lie on "
+        "the roof, unless element-wise work, for which the roof is the dashed one, holds them down. They let the "
+        "whole chip work all the time, which thousands of steps in a row do not.",
         alt="A plot of speed over arithmetic intensity, both logarithmic, with a roof that rises, then is flat. Hollow "
         "circles, forms, lie on it or below; filled marks, measured kernels, lie below.",
         controls=(

@@ -89,8 +89,8 @@ def _words(kind: str, rows: slice, cols: slice) -> str:
         )
     if kind == "inter-chunk":
         return (
-            f"Between chunks: {_span(rows)} read {_span(cols)} from the state, two products for all of them, "
-            f"and write to it."
+            f"Between chunks: {_span(rows)} read {_span(cols)} through the state, in one product, and write to it "
+            f"in another."
         )
     if kind == "inter-sub-chunk":
         return f"Between sub-chunks: {_span(rows)} read {_span(cols)} in a matrix product of their own."
