@@ -14,13 +14,9 @@ from gla_ref.costs import cost
 from gla_ref.prefix_sum import chunked
 from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Slider
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
-<<<<<<< HEAD
 from gla_ref.viz.gate_strength import gate_strength
 from gla_ref.viz.kernel_walk import kernel_walk
-from gla_ref.viz.online_softmax import BAR, TILES, VALUES, WEIGHTS, online_softmax
-=======
 from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
->>>>>>> wt-expla
 from gla_ref.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
 from gla_ref.viz.roofline import roofline

@@ -239,7 +239,7 @@ def test_errors_do_not_depend_on_the_default_dtype(default_dtype):
     assert 1e-8 < errors[0] == errors[1] < 1e-5
 
 
-# -- the roofline (chapters 6 and 9) -----------------------------------------------------------
+# -- the roofline (chapter 6) ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
