@@ -80,11 +80,11 @@ def exponents(form: str, g: Tensor) -> list[tuple[str, int, Tensor]]:
                 pieces.append(("q", rows.start, gates.decay_from_start(g[rows])))
                 pieces.append(("k", cols.start, gates.decay_to_end(g[cols])))
     else:
-        size = len(g) if form == "one ratio for the sequence" else C
+        size, middle = (len(g), 0) if form == "one ratio for the sequence" else (C, 1 / 2)
         for start in range(0, len(g), size):
             b = gates.decay_from_start(g[start : start + size])
-            b = b if size == len(g) else b - b[-1] / 2
-            pieces += [("q", start, b), ("k", start, -b)]
+            r = middle * b[-1]
+            pieces += [("q", start, b - r), ("k", start, r - b)]
     return [(side, start, b[:, 0]) for side, start, b in pieces]
 
 
@@ -135,7 +135,8 @@ def _panel(form: str, dtype: torch.dtype) -> str:
         name = "2" + str(round(power)).translate(RAISED) if power else "1"
         pieces.append(text(LEFT - 5, y + unit * (top - power), name, "end"))
     if form != "one ratio for the sequence":
-        pieces += [rect(LEFT + WIDE * t / T, y, 1, PANEL, "white") for t in range(C, T, C)]
+        for x in (LEFT + WIDE * t / T for t in range(C, T, C)):
+            pieces.append(path([(x, y), (x, y + PANEL)], "edge faint"))
     return "".join(pieces) + text(LEFT, y - 11, form, "start strong")
 
 
@@ -189,10 +190,10 @@ def gate_strength() -> Explorable:
     """Exponents and measured errors of three forms of GLA, by gate and number format."""
     return Explorable(
         title="How strong may a gate be?",
-        notice="Not the digits of a format decide but its exponents (grey): bfloat16 and float32 give up at the same "
-        "gates, float16 far earlier. One product a chunk bears gates eight times as strong as one ratio, for a chunk "
-        "is a quarter of the sequence and its anchor in the middle; in float16 it loses digits at −0.3 already. With "
-        "two levels no factor is above 1, and what leaves the range below is a decay that is as good as 0.",
+        notice="What decides is a format's range of exponents (grey), not its digits: bfloat16 and float32 give up at "
+        "the same gates, float16 far earlier. One product a chunk bears gates eight times as strong as one ratio, for "
+        "a chunk is a quarter of the sequence and its anchor in the middle; in float16 it loses digits at −0.3 "
+        "already. With two levels no factor is above 1, and what leaves the range below is a decay next to nothing.",
         alt="Three panels, a form each: powers of two of the factors on q and k over 256 tokens, on top of the range "
         "of the number format, with the error of the form.",
         controls=(

@@ -71,12 +71,11 @@ def walk(way: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, lis
         for n in range(N):  # all at the same time
             chunk(N + 1, n, n, move(N + 1, n, "load", "S", n, states[n]), outputs=True)
     else:
-        starts = range(0, N, L)
+        starts, states = range(0, N, L), []
         for m, start in enumerate(starts):  # all at the same time
             D = q.new_zeros(K, V)
             for i in range(L):
                 D = chunk(i + 1, m, start + i, D, outputs=False)
-            states = [] if m == 0 else states
             states.append(move(L, m, "store", "D", start + L, D, 4))
         for m, start in enumerate(starts):  # one small program: a running sum
             move(L + 1, 0, "store", "S", start, S, 4)
@@ -198,10 +197,8 @@ def kernel_walk() -> Explorable:
             moved, least = (sum(row[i] for row in rows) // 1024 for i in (1, 2))
             words = f"{_words(way, step, last)} Moved so far: {moved} KiB"
             words += f", {moved / least:.2f} times the least possible." if step == last else "."
-            done, now = (
-                [m for m in moves[way] if m.step < step],
-                [m for m in moves[way] if m.step == step],
-            )
+            done = [m for m in moves[way] if m.step < step]
+            now = [m for m in moves[way] if m.step == step]
             frames[-1].append(Frame(_memory(done, now) + _chip(now) + _bars(rows, most), words))
     return Explorable(
         title="A kernel's walk through the sequence",
