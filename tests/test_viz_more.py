@@ -214,7 +214,10 @@ def test_forms_break_where_they_must(name):
     row = EXPLORABLES["gate_strength"]().frames[list(gate_strength.DTYPES).index(name)]
     for i, frame in enumerate(row):
         wanted = [
-            f"error {errors[f][i]:.0e}" if errors[f][i] < math.inf else "not a number" for f in FORM
+            f"error {errors[f][i]:.0e}".replace("-", "−")
+            if errors[f][i] < math.inf
+            else "not a number"
+            for f in FORM
         ]
         assert [t for t in texts(frame, "end") if "error" in t or "not" in t] == wanted
         dots = sum(p.count("<circle") for p in frame.pieces) - 1  # one is in the legend

@@ -175,7 +175,8 @@ def _frame(name: str, gate: float) -> Frame:
     dtype, pieces, errors = DTYPES[name], [_legend()], []
     for form, y in TOPS.items():
         error = measured(form, gate, dtype)
-        errors.append(f"error {error:.0e}" if error < math.inf else "not a number")
+        said = f"error {error:.0e}".replace("-", "−")  # where no line breaks
+        errors.append(said if error < math.inf else "not a number")
         pieces += [_panel(form, dtype), _curves(form, gate, dtype)]
         pieces.append(text(LEFT + WIDE, y - 11, errors[-1], "end"))
     ratio, product, levels = errors
