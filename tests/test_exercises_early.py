@@ -291,7 +291,10 @@ RIGHT = {
     "ex-online-lse": [merged],
     "ex-flash-rows": [256],
     "ex-flash-order": [[6, 5]],
-    "ex-flash-split": [lambda L: 1 / (L[None] - L[:, None]).exp().sum(-1)],
+    "ex-flash-split": [
+        lambda L: 1 / (L[None] - L[:, None]).exp().sum(-1),
+        lambda L: torch.softmax(L, 0).tolist(),
+    ],
     "ex-flash-gradients": [attention_gradients()],
     "ex-linear-rank": [[3, 5, 5]],
     "ex-linear-capacity": [17, 17.0],

@@ -54,6 +54,8 @@ def locate(name: str, axes: str, got: Tensor, want: Tensor) -> str:
 
 def results(got: Sequence, want: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
     """The answer's results as float64 tensors; Wrong if their number or kind does not fit."""
+    if len(want) == 1 and want[0].ndim and all(isinstance(x, (int, float)) for x in got):
+        got = [torch.tensor(got, dtype=torch.float64)]  # one result, as a plain list of numbers
     if len(got) != len(want):
         expected = ", ".join(names)
         raise Wrong(f"Expected {len(want)} result(s), {expected}; got {len(got)}.")
