@@ -1,4 +1,4 @@
-"""Is a kernel right, and if not, where and why: `check.kernel("gla", fn)` (chapter 9).
+"""Is a kernel right, and if not, where and why: `check.kernel("gla", fn)` (appendix "Check your kernel").
 
     report = check.kernel("gla", my_fn, device="cuda", dtype=torch.bfloat16)
     print(report)
@@ -21,9 +21,9 @@ from ._cases import cases
 from ._diagnose import diagnose
 from ._mechanisms import MECHANISMS
 from ._report import Report, Row, judge
-from ._runner import Convention, accepted, observe
+from ._runner import Convention, NotClaimed, accepted, observe
 
-__all__ = ["MECHANISMS", "Report", "Row", "kernel", "mistakes"]
+__all__ = ["MECHANISMS", "NotClaimed", "Report", "Row", "kernel", "mistakes"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,7 +48,8 @@ def kernel(
         mechanism: a key of `gla_ref.FORMS`.
         fn: `o, state = fn(q, k, v[, g], scale=, initial_state=, cu_seqlens=)`. What its signature
             lacks, a state that is None or not returned, and gradients that it does not give are reported as
-            not covered. It gets `output_final_state=True` if it names that.
+            not covered, as are calls that raise :class:`NotClaimed`. It gets `output_final_state=True` if
+            it names that.
         device: where the inputs lie.
         dtype: of q, k, v and g: float32, bfloat16 or float16. States are float32 (a cache has `dtype`).
         only: a pattern like "gate*"; cases of other names are left out.
@@ -103,9 +104,9 @@ def kernel(
         p = problem(mechanism, case, dtype, seed, str(device), gate)
         found, findings = observe(fn, kind, how, takes, p, time_limit)
         report.rows += [judge(p, n, x) for n, x in found.items()]
-        report.rows += [
-            Row(case.name, f.quantity, "failed", f.kind, message=str(f)) for f in findings
-        ]
+        for f in findings:
+            status = "not covered" if f.kind == "not covered" else "failed"
+            report.rows.append(Row(case.name, f.quantity, status, f.kind, message=str(f)))
         if found:
             seen.append((p, found))
     if progress:

@@ -1,4 +1,4 @@
-"""What was found, for a reader at 80 columns, for a program (JSON) and for a notebook (chapter 9)."""
+"""What was found, for a reader at 80 columns, for a program (JSON) and for a notebook (appendix "Check your kernel")."""
 
 from __future__ import annotations
 
