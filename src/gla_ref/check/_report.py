@@ -65,11 +65,13 @@ class Report:
         settings: what was checked and how, as given.
         rows: one :class:`Row` a case and quantity.
         diagnosis: {"mistake", "line", "distance"} of each match, best first.
+        reproduction: at the full level, lines of Python that run the smallest case that fails.
     """
 
     settings: dict
     rows: list[Row] = field(default_factory=list)
     diagnosis: list[dict] = field(default_factory=list)
+    reproduction: str = ""
 
     @property
     def failures(self) -> list[Row]:
@@ -101,8 +103,8 @@ class Report:
         Returns:
             {"schema": 1, "ok": bool, "settings": {name: value}, "rows": [{"case", "quantity",
             "status", "kind", "error", "budget", "message", "where", "map"}, ...], "diagnosis":
-            [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases}}; an error that is
-            not finite is the string "inf".
+            [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases}, "reproduction": str};
+            an error that is not finite is the string "inf".
         """
         rows = [asdict(row) for row in self.rows]
         for row in rows:
@@ -115,12 +117,13 @@ class Report:
             "rows": rows,
             "diagnosis": self.diagnosis,
             "not_covered": self.not_covered,
+            "reproduction": self.reproduction,
         }
 
     def __str__(self) -> str:
         verdict = "right" if self.ok else "WRONG" if self.failures else "NOTHING COVERED"
         s = self.settings
-        head = f"{s['mechanism']} on {s['device']} in {s['dtype']}, seed {s['seed']}: {verdict}"
+        head = f"{s['mechanism']} on {s['device']} in {s['dtype']}, {s['level']}, seed {s['seed']}: {verdict}"
         lines = [head]
         if any(r.error is not None for r in self.rows):
             lines += [
@@ -167,6 +170,9 @@ class Report:
             known = any(self.settings["mechanism"] in m.mechanisms for m in MISTAKES)
             lines += ["", "No named mistake explains all of it." if known else
                       f"There are no named mistakes of {self.settings['mechanism']} to compare with."]  # fmt: skip
+        if self.reproduction:
+            lines += ["", "The smallest case that fails, to run:", ""]
+            lines.append(textwrap.indent(self.reproduction, "    "))
         if self.not_covered:
             left = "; ".join(f"{n} ({i})" for n, i in self.not_covered.items())
             lines += ["", *textwrap.wrap(f"Not covered (cases): {left}", 80)]
