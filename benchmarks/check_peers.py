@@ -87,6 +87,7 @@ def judge(subject: str, dtype: str, options: dict, progress) -> dict:
         "diagnosis": found["diagnosis"],
         "not_covered": found["not_covered"],
         "reproduction": again,
+        "smallest": report.reproduction,
     }
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ._cases import SUB, C, Case, inputs, representable
-from ._mechanisms import MECHANISMS, Mechanism
+from ._mechanisms import MECHANISMS, SHORT, Mechanism
 
 TOKENS = ("o", "dq", "dk", "dv", "dg")  # quantities with a time axis
 
@@ -104,7 +104,7 @@ def gate_floor(x: dict, exact: dict, dtype: torch.dtype) -> Tensor:
     return torch.finfo(dtype).eps / 2 * later.sqrt()
 
 
-@functools.lru_cache(maxsize=400)
+@lru_cache(maxsize=400)
 def problem(
     mechanism: str, case: Case, dtype: torch.dtype, seed: int, device: str, form: str = "log"
 ) -> Problem:
@@ -128,16 +128,15 @@ def problem(
                 for n, y in x.items()
             }
             x |= {"g": representable(x["g"], form, dtype)} if kind.gate else {}
-        exact = evaluate(kind.fast if run else kind.oracle, kind, x, case)
-
-        def low(*tokens, chunk=chunk, **named):
-            return kind.emulate(*tokens, **named, dtype=dtype, C=chunk)
-
-        forms = [low, *kind.single] if dtype == torch.float32 else [low]
+        exact = evaluate(kind.emulate if run else kind.oracle, kind, x, case)
         single = {n: y.float() for n, y in x.items()}
-        emulated = [evaluate(form, kind, single, case) for form in forms]
+        right = [
+            partial(kind.emulate, dtype=dtype, C=chunk, run=i) for i in range(len(kind.emulated))
+        ]
+        right += kind.also if dtype == torch.float32 and case.T <= SHORT else ()
+        emulated = [evaluate(form, kind, single, case) for form in right]
         if run == 0:
-            right = exact
+            first_exact = exact
             dtypes = {n: torch.float32 if n in wide else dtype for n in exact}
             floor = gate_floor(x, exact, dtype) if kind.gate else None
         for n, y in exact.items():
@@ -147,5 +146,5 @@ def problem(
                 budgets[n] = [max(p) for p in zip(found, budgets.get(n, found), strict=True)]
     if floor is not None:
         rows = zip(octaves("dg", floor), budgets["dg"], strict=True)
-        budgets["dg"] = [b + 2 * floor[s].max().item() / unit(right["dg"][s]) for s, b in rows]
-    return Problem(case, first, right, dtypes, budgets)
+        budgets["dg"] = [b + 2 * floor[s].max().item() / unit(first_exact["dg"][s]) for s, b in rows]
+    return Problem(case, first, first_exact, dtypes, budgets)

@@ -130,10 +130,8 @@ def legend() -> str:
 
 def render(report: Report) -> str:
     """The whole report; every word that came from outside is escaped."""
-    s = report.settings
     kind = {"right": "in", "WRONG": "out"}.get(report.verdict, "")
-    what = f"{s['mechanism']} on {s['device']} in {s['dtype']}, seed {s['seed']}"
-    parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(what)}</p>']
+    parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(report.title)}</p>']
     parts += table(report)
     for (kind, message), rows in report.findings.items():
         found = ", ".join(dict.fromkeys(row.quantity for row in rows))
@@ -159,6 +157,9 @@ def render(report: Report) -> str:
         parts.append(f"<p>{one}</p><ul>{items}</ul>")
     elif report.first_wrong:
         parts.append(f"<p>{report.undiagnosed}</p>")
+    if report.reproduction:
+        parts.append("<p>The smallest case that fails, to run:</p>")
+        parts.append(f'<pre tabindex="0">{escape(report.reproduction)}</pre>')
     if report.not_covered:
         left = "; ".join(f"{escape(name)} ({n})" for name, n in report.not_covered.items())
         parts.append(f"<p>Not covered (cases): {left}</p>")

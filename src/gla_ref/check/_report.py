@@ -73,11 +73,13 @@ class Report:
         settings: what was checked and how, as given.
         rows: one :class:`Row` a case and quantity.
         diagnosis: {"mistake", "line", "distance"} of each match, best first.
+        reproduction: at the full level, lines of Python that run the smallest case that fails.
     """
 
     settings: dict
     rows: list[Row] = field(default_factory=list)
     diagnosis: list[dict] = field(default_factory=list)
+    reproduction: str = ""
 
     @property
     def failures(self) -> list[Row]:
@@ -87,6 +89,11 @@ class Report:
     def ok(self) -> bool:
         """Nothing that was covered failed, and something was covered."""
         return not self.failures and any(row.status == "passed" for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        s = self.settings
+        return f"{s['mechanism']} on {s['device']} in {s['dtype']}, {s['level']}, seed {s['seed']}"
 
     @property
     def verdict(self) -> str:
@@ -138,9 +145,9 @@ class Report:
         Returns:
             {"schema": 1, "ok": bool, "settings": {name: value}, "rows": [{"case", "quantity",
             "status", "kind", "error", "budget", "message", "where", "map", "grid"}, ...], "diagnosis":
-            [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases}}; an error that is
-            not finite is the string "inf". `map` and `grid["cells"]` hold a character for the worst of some
-            elements: a space within budget, then one of `.:-=+*#%@` for every half power of ten.
+            [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases}, "reproduction": str};
+            an error that is not finite is the string "inf". `map` and `grid["cells"]` hold a character for
+            the worst of some elements: a space within budget, then one of `.:-=+*#%@` for every half power of ten.
         """
         rows = [asdict(row) for row in self.rows]
         for row in rows:
@@ -153,12 +160,11 @@ class Report:
             "rows": rows,
             "diagnosis": self.diagnosis,
             "not_covered": self.not_covered,
+            "reproduction": self.reproduction,
         }
 
     def __str__(self) -> str:
-        s = self.settings
-        head = f"{s['mechanism']} on {s['device']} in {s['dtype']}, seed {s['seed']}"
-        lines = [f"{head}: {self.verdict}"]
+        lines = [f"{self.title}: {self.verdict}"]
         if any(r.error is not None for r in self.rows):
             lines += [
                 "",
@@ -196,6 +202,9 @@ class Report:
                 lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
         elif self.first_wrong:
             lines += ["", self.undiagnosed]
+        if self.reproduction:
+            lines += ["", "The smallest case that fails, to run:", ""]
+            lines.append(textwrap.indent(self.reproduction, "    "))
         if self.not_covered:
             left = "; ".join(f"{n} ({i})" for n, i in self.not_covered.items())
             lines += ["", *textwrap.wrap(f"Not covered (cases): {left}", 80)]
