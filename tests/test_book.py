@@ -140,6 +140,11 @@ def test_api_page_lists_every_module():
     assert names == set(listed) - {"gla_ref", "gla_ref.check"}
 
 
+def test_every_page_is_listed():
+    listed = set(re.findall(r"book/\w+", (ROOT / "_toc.yml").read_text()))
+    assert listed == {f"book/{path.stem}" for path in (ROOT / "book").glob("*.md")}
+
+
 def test_readme_example_runs():
     (example,) = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "README.md").read_text())
     result = run("-c", example)

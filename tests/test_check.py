@@ -220,7 +220,8 @@ def test_json_has_its_schema():
 
     report = check.kernel("gla", wrong, only="length 65")
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert set(data) == {"schema", "ok", "settings", "rows", "diagnosis", "not_covered"}
+    known = {"schema", "ok", "settings", "rows", "diagnosis", "not_covered", "reproduction"}
+    assert set(data) == known
     assert data["schema"] == 1 and data["ok"] is False
     keys = {
         "case",
