@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._report import Report, Row
 
 SHADES = " .:-=+*#%@"  # within budget, then one more for every half power of ten
-LOW, HIGH = -2, 6  # powers of ten of error / budget that a bar spans
+LOW, HIGH = -2, 8  # powers of ten of error / budget that a bar spans
 WIDTH, LEFT, SIDE = 480, 80, 14  # of a picture, of its margin; most that a cell may measure
 
 
@@ -24,7 +24,7 @@ def times(ratio: float) -> str:
     """An error in budgets, in a few characters."""
     if not math.isfinite(ratio):
         return "∞"
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.0e}"
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}" if ratio < 1e9 else f"{ratio:.0e}"
 
 
 def bar(ratio: float) -> str:
@@ -172,11 +172,12 @@ STYLE = """
 .gla-check .errors { overflow-x: auto }
 :is(html[data-theme=dark], [data-jp-theme-light=false], html[theme=dark], .vscode-dark) .gla-check {
   --check-in: #56b4e9; --check-out: #ff8a3d }
-html[data-theme=dark] .bd-content div.cell_output .text_html:has(> .gla-check) {
+html[data-theme=dark] .bd-content div.cell_output .text_html:has(> div.gla-check) {
   background: none; color: inherit; padding: 0 }
 .gla-check p { margin: .5rem 0 } .gla-check strong.in { color: var(--check-in) }
 .gla-check strong.out { color: var(--check-out) }
-.gla-check table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; color: inherit }
+.gla-check table { margin: 0; border-collapse: collapse; font-size: .875rem; color: inherit;
+  font-variant-numeric: tabular-nums }
 .gla-check :is(th, td) { padding: .15rem .6rem .15rem 0; text-align: left; background: none; color: inherit;
   white-space: nowrap }
 .gla-check thead th { border-bottom: 1px solid; font-weight: 600 }
