@@ -83,6 +83,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("large", size=30.0, telling=True),
         Case("long", B=1, H=2, T=300),
     ]
+    if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
+        found.append(Case("steep", scale=300.0, state=False))
     if level == "full":
         long = 16 * C + SUB + 1
         found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (long, 4096, 8192)]

@@ -7,6 +7,8 @@ so that their gradients round as they do. The bench judges with the same functio
 
 from __future__ import annotations
 
+from math import log
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -114,32 +116,34 @@ def two_level(q, k, v, g, S, scale, dtype, C, c=16):
     return o[:, :T], states[:, :, -1]
 
 
-def by_token(q, k, v, g, S, scale, dtype, C):
-    """The recurrence in the precision of q, every decay but 1 one unit in its last place short; C plays no part.
+def by_token(q, k, v, g, S, scale, dtype):
+    """The recurrence in the precision of q, every decay but 1 one unit in its last place short.
 
     Units that compute exponentials err by that much, and for equal gates always the same way: over a
     long sequence the largest error that a right kernel can make. Exact decays in float64.
     """
     decays, short = g.exp(), torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
     decays, o = torch.where(g == 0, decays, decays * (1 - short)), []
-    for q_t, k_t, v_t, a_t in zip(*(x.unbind(1) for x in (q, k, v, decays)), strict=True):
+    for q_t, k_t, v_t, a_t in zip(*(x.unbind(1) for x in (scale * q, k, v, decays)), strict=True):
         S = a_t[..., None] * S + k_t[..., None] * v_t[..., None, :]
         o.append((q_t[..., None] * S).sum(-2))
-    return scale * torch.stack(o, 1), S
+    return torch.stack(o, 1), S
 
 
 class Attend(torch.autograd.Function):
     """Attention and its closed-form backward as kernels do them, `ROWS` queries at a time to bound the memory.
 
-    ds = p (do v^T - D), where D is o . do, o as it was stored, or summed key by key like the rows'
-    totals (`by_key`). k and v are handed through: what comes back for them is where dk and dv start.
+    ds = p (do v^T - D), where D is o . do, o as it was stored; or, `by_key`, a sum key by key like the
+    rows' totals, and exponentials to base 2. k and v are handed through:
+    what comes back for them is where dk and dv start.
     """
 
     ROWS = 1024
 
     @staticmethod
-    def tiles(q, k, scale, dtype):
+    def tiles(q, k, scale, dtype, base2):
         """Each tile of queries: where its rows and keys are, and exp(x - m), x = scale q k^T, -inf in the future."""
+        scale, exp = (scale / log(2), torch.exp2) if base2 else (scale, torch.exp)
         T, S = q.shape[-2], k.shape[-2]
         for a in range(0, T, Attend.ROWS):
             i = (..., slice(a, min(a + Attend.ROWS, T)), slice(None))
@@ -147,7 +151,7 @@ class Attend(torch.autograd.Function):
             x = scale * multiply(q[i], k[j].mT, dtype)
             seen = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
             x = x.masked_fill(~seen.tril(x.shape[-1] - x.shape[-2]), -torch.inf)
-            yield i, j, (x - x.amax(-1, keepdim=True)).exp()
+            yield i, j, exp(x - x.amax(-1, keepdim=True))
 
     @staticmethod
     def row_sum(x):
@@ -156,7 +160,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale, dtype, by_key):
         o, total = torch.empty_like(v[..., -q.shape[-2] :, :]), torch.empty_like(q[..., :1])
-        for i, j, p in Attend.tiles(q, k, scale, dtype):
+        for i, j, p in Attend.tiles(q, k, scale, dtype, by_key):
             total[i] = Attend.row_sum(p)  # p is rounded as an operand, its sum is not
             o[i] = multiply(p, v[j], dtype) / total[i]
         ctx.save_for_backward(q, k, v, total, o.to(dtype).to(o.dtype))
@@ -167,11 +171,13 @@ class Attend(torch.autograd.Function):
     def backward(ctx, do, dk, dv):
         (q, k, v, total, o), (scale, dtype, by_key) = ctx.saved_tensors, ctx.options
         dq, dk, dv = torch.empty_like(q), dk.clone(), dv.clone()
-        for i, j, p in Attend.tiles(q, k, scale, dtype):
+        for i, j, p in Attend.tiles(q, k, scale, dtype, by_key):
             p, dp = p / total[i], multiply(do[i], v[j].mT, dtype)
             D = (o[i] * do[i]).sum(-1, keepdim=True)
             ds = p * (dp - D)
-            if by_key:  # on paper nothing flows through m; really, what the two sums of T terms leave of D
+            if (
+                by_key
+            ):  # on paper nothing flows through m; really, what the two sums of T terms leave of D
                 read, kept = Attend.row_sum(p * dp), Attend.row_sum(p * D)
                 left = (read - D).abs() + (kept - D).abs()
                 ds = (p * (dp - read)).scatter_add(-1, p.argmax(-1, keepdim=True), left)
@@ -182,8 +188,8 @@ class Attend(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def attend(q, k, v, g, cache, scale, dtype, C, by_key=False):
-    """Softmax attention on top of a cache; g and C play no part."""
+def attend(q, k, v, g, cache, scale, dtype, by_key=False):
+    """Softmax attention on top of a cache; g plays no part."""
     keys = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(cache, (k, v), strict=True))
     made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key)
     o, k, v = (x.transpose(1, 2) for x in made)

@@ -10,7 +10,13 @@ import torch
 
 from ._cases import MILD, Case
 
-PLAIN = (("strides", "contiguous"), ("size", 1.0), ("scale", None), ("ends", None), ("state", False))
+PLAIN = (
+    ("strides", "contiguous"),
+    ("size", 1.0),
+    ("scale", None),
+    ("ends", None),
+    ("state", False),
+)
 GATES = ("zero", "-1", MILD)  # from the plainest on
 
 
