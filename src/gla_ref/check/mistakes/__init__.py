@@ -5,7 +5,7 @@ state as the wrong kernel would; autograd carries it to the gradients. In float6
 diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the tests with.
 """
 
-from . import _backward, _gated, _linear, _softmax  # noqa: F401  (each adds its mistakes to the list)
+from . import _backward, _cache, _gated, _linear, _softmax  # noqa: F401  (each adds its mistakes to the list)
 from ._calls import Attention, Call
 from ._core import MISTAKES, Mistake, apply
 
