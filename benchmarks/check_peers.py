@@ -39,6 +39,7 @@ from gla_ref.compat import fla  # noqa: E402
 PEERS = ("fused_recurrent_gla", "chunk_gla", "chunk_linear_attn", "chunk_simple_gla")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SUBJECTS = [f"{m}.{form}" for m in FORMS for form in FORMS[m] if form.startswith("triton")]
+SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: forward only, mild gates only (chapter 10)
 SUBJECTS += [f"fla.{name}" for name in PEERS]
 SCORES = [
     f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)
@@ -61,8 +62,9 @@ def kernel(subject: str):
 def judge(subject: str, dtype: str, options: dict, progress) -> dict:
     """The report of one kernel without what passed, and a program that shows its first failure again."""
     mechanism, fn, written = kernel(subject)
-    options |= {"dtype": DTYPES[dtype]}
-    report = check.kernel(mechanism, fn, **options, time_limit=200.0, progress=progress)
+    report = check.kernel(
+        mechanism, fn, dtype=DTYPES[dtype], **options, time_limit=200.0, progress=progress
+    )
     worst: dict[str, float] = {}
     for row in report.rows:
         if row.error is not None:  # JSON has no infinity
@@ -72,13 +74,11 @@ def judge(subject: str, dtype: str, options: dict, progress) -> dict:
     kept = ("case", "quantity", "kind", "error", "budget", "message", "where")
     again = None
     if rows:
-        options |= {"only": rows[0]["case"]}
-        named = ", ".join(f"{n}={str(x) if n == 'dtype' else repr(x)}" for n, x in options.items())
-        home = (
-            "from gla_ref.compat import fla" if "fla." in written else "from gla_ref import FORMS"
-        )
-        again = f"import torch\nfrom gla_ref import check\n{home}\n"
-        again += f'print(check.kernel("{mechanism}", {written},\n    {named}))'
+        given = [f"{n}={options[n]!r}" for n in ("device", "level", "seed")]
+        given = f"{', '.join(given)},\n    only={rows[0]['case']!r}, dtype={DTYPES[dtype]}"
+        again = "import torch\nfrom gla_ref import check\nfrom gla_ref"
+        again += ".compat import fla\n" if subject.startswith("fla.") else " import FORMS\n"
+        again += f'print(check.kernel("{mechanism}", {written},\n    {given}))'
     return {
         "ok": report.ok,
         "cases": len({row.case for row in report.rows}),
