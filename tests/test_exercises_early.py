@@ -291,7 +291,10 @@ RIGHT = {
     "ex-online-lse": [merged],
     "ex-flash-rows": [256],
     "ex-flash-order": [[6, 5]],
-    "ex-flash-split": [lambda L: 1 / (L[None] - L[:, None]).exp().sum(-1)],
+    "ex-flash-split": [
+        lambda L: 1 / (L[None] - L[:, None]).exp().sum(-1),
+        lambda L: torch.softmax(L, 0).tolist(),
+    ],
     "ex-flash-gradients": [attention_gradients()],
     "ex-linear-rank": [[3, 5, 5]],
     "ex-linear-capacity": [17, 17.0],
@@ -326,6 +329,7 @@ WRONG = {
         ([0, 1 / 6, 2 / 8, 6 / 12], "a token reads itself"),
         ([1, 3, 5, 12], "divide by the sum"),
         ([0.5, 0.5], "Expected a list of 4, got list of 2"),
+        ([0.125, 0.5, 0.6, 1], "Answer 3 of 4"),
     ],
     "ex-softmax-order": [
         ([1, 2, 3], "3 does not belong to it. It reads places 1 to 3"),
@@ -333,7 +337,7 @@ WRONG = {
         ([], "1 is missing. It reads one place only"),
         ([1, 2, 4], "places 1 to 4"),
         ([0, 1], "Expected some of 1, 2, 3, 4"),
-        (2, "Expected some of"),
+        (2, "as a list, got 2"),
     ],
     "ex-softmax-cache": [
         (after_cache(lambda P, t: t + 1), "does not know of the cache"),
@@ -389,7 +393,7 @@ WRONG = {
     "ex-flash-rows": [
         (128, "does 128 FLOPs a byte"),
         (103, "e = 2 bytes"),
-        (206, "next power of two"),
+        (206.04, "ridge itself"),
         (512, "Fewer will do"),
     ],
     "ex-flash-order": [
@@ -431,6 +435,7 @@ WRONG = {
         (features(pairs=1), "both sides together"),
         (features(pairs=0.5), "1 / sqrt(2)"),
         (features(constant=0), "needs a feature"),
+        (features(pairs=0), "quadratic term is missing"),
         (features(squares_only=True), "Only squares"),
         (lambda x: None, "returns nothing yet"),
     ],

@@ -407,7 +407,7 @@ WRONG = {
     ],
     "ex-gradients-stored": [
         ("much smaller", "dg is off by"),
-        ("much larger", "Storing rounds once more"),
+        ("much larger", "Each number is rounded once"),
         ("small", "Expected one of"),
         (3, "Expected a word"),
     ],

@@ -54,6 +54,8 @@ def locate(name: str, axes: str, got: Tensor, want: Tensor) -> str:
 
 def results(got: Sequence, want: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
     """The answer's results as float64 tensors; Wrong if their number or kind does not fit."""
+    if len(want) == 1 and want[0].ndim and all(isinstance(x, (int, float)) for x in got):
+        got = [torch.tensor(got, dtype=torch.float64)]  # one result, as a plain list of numbers
     if len(got) != len(want):
         expected = ", ".join(names)
         raise Wrong(f"Expected {len(want)} result(s), {expected}; got {len(got)}.")
@@ -63,8 +65,8 @@ def results(got: Sequence, want: Sequence[Tensor], names: Sequence[str]) -> list
             raise Wrong(f"{name}: expected numbers, got {type(x).__name__}.")
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
             raise Wrong(
-                f"{name} is {x.dtype}, but the inputs are float64: make new tensors with "
-                "`k.new_zeros` or `dtype=`."
+                f"{name} is {x.dtype}, but the inputs are float64: give new tensors their dtype, "
+                "with `x.new_zeros` or `dtype=x.dtype`."
             )
         made.append(torch.as_tensor(x, dtype=torch.float64).detach())
     return made
@@ -170,7 +172,7 @@ def expect(
         kind = f"a list of {len(right)}" if many else f"one {_kind(right)}"
         size = f" of {len(answer)}" if isinstance(answer, (list, tuple)) else ""
         raise Wrong(f"Expected {kind}, got {type(answer).__name__}{size}.")
-    pairs = zip(answer, right, strict=True) if many else [(answer, right)]
+    pairs = list(zip(answer, right, strict=True)) if many else [(answer, right)]
     for x, y in pairs:
         if x is ...:
             raise Open("Your turn: one of the answers is still missing.")
@@ -181,7 +183,8 @@ def expect(
     for wrong, sentence in mistakes:
         if same(answer, wrong, tolerance):
             raise Wrong(sentence)
-    raise Wrong(hint)
+    first = next((n for n, (x, y) in enumerate(pairs, 1) if not same(x, y, tolerance)), 1)
+    raise Wrong(f"Answer {first} of {len(pairs)} is not right. {hint}" if many else hint)
 
 
 def choose(answer: Any, right: Any, why: dict[Any, str]) -> None:
@@ -195,10 +198,11 @@ def choose(answer: Any, right: Any, why: dict[Any, str]) -> None:
     Raises:
         Wrong: with the sentence of the first option that is missing or too much.
     """
-    answer = answer.tolist() if hasattr(answer, "tolist") else answer
+    given = answer = answer.tolist() if hasattr(answer, "tolist") else answer
     answer = [x for x in answer.lower() if x not in " ,"] if isinstance(answer, str) else answer
     if not isinstance(answer, (list, tuple, set)) or not set(answer) <= set(why):
-        raise Wrong(f"Expected some of {', '.join(map(str, why))}, got {answer!r}.")
+        kind = "" if isinstance(right, str) else " as a list"
+        raise Wrong(f"Expected some of {', '.join(map(str, why))}{kind}, got {given!r}.")
     for option, sentence in why.items():
         if (option in answer) != (option in right):
             excess = "does not belong to it" if option in answer else "is missing"

@@ -67,7 +67,7 @@ def best(answer):
         "Log space costs 5 K for a pair, the factors 3 K for a number: they are not equally dear.": (
             lambda C: math.sqrt(C / 2)
         ),
-        "The readers' part does not depend on c: 3 K c for the c tokens of a sub-chunk.": (
+        "The readers' part does not depend on c: 3 K c for c tokens is 3 K for each.": (
             lambda C: math.sqrt(3 * C / 16)
         ),
         "That is a power of two next to it; the formula gives a real number.": (

@@ -23,7 +23,7 @@ def rows(answer):
             ),
             (512, "Fewer will do: with e = 2 bytes a number, 2 b / e is b."),
             (103, "That forgets that a number has e = 2 bytes: 2 b / e is b, not 2 b."),
-            (206, "That is the ridge itself. The next power of two?"),
+            (206.0, "That is the ridge itself. The next power of two?"),
             (207, "That is enough. As a power of two?"),
         ],
         "Compare 2 b / e FLOPs a byte with the chip's FLOPs in the time of one byte, printed in the section "

@@ -56,7 +56,7 @@ def narrow(answer):
             lambda x, y: bound(x - y, 0)
         ),
         "Both sums are rounded, not only one.": lambda x, y: bound(x, 0),
-        "Right, but for the last step: take 2 ** x - 1 to first order in x.": (
+        "Nearly: now take 2 ** x - 1 to first order in x.": (
             lambda x, y: 2 ** (bound(x, y) / math.log(2)) - 1
         ),
     }

@@ -48,7 +48,7 @@ def stored(answer):
             "The terms stay the rounded ones, however exact the sum: stored and summed this way, "
             f"dg is off by {share:.1%} at T = 512 already.",
         ),
-        ("much larger", "Storing rounds once more, as much as a rounded operand does."),
+        ("much larger", "Each number is rounded once, as each operand of a product is."),
     ]
     hint = 'Expected one of "much smaller", "about as large" and "much larger".'
     expect(answer, "about as large", mistakes, hint)

@@ -72,6 +72,9 @@ def taylor(answer):
             ),
             "The constant needs a feature, too: one that is always 1.": (series(0, 1, 0.5)),
             "The linear term is missing: x itself belongs to the features.": series(1, 0, 0.5),
+            "The quadratic term is missing: all products of two coordinates belong to the features.": (
+                series(1, 1, 0)
+            ),
             "Only squares are there: (q k^T)^2 has products of different coordinates, too.": (
                 lambda q, k: 1 + q @ k.T + q**2 @ (k**2).T / 2
             ),
