@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ._budgets import TOKENS, Problem
 from ._cases import SUB, C
-from .mistakes import MISTAKES
 
 SHADES = " .:-=+*#%@"  # within budget, then one more for every factor of ten
 
@@ -167,9 +166,7 @@ class Report:
             for match in self.diagnosis:
                 lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
         elif first:
-            known = any(self.settings["mechanism"] in m.mechanisms for m in MISTAKES)
-            lines += ["", "No named mistake explains all of it." if known else
-                      f"There are no named mistakes of {self.settings['mechanism']} to compare with."]  # fmt: skip
+            lines += ["", "No named mistake explains all of it."]
         if self.reproduction:
             lines += ["", "The smallest case that fails, to run:", ""]
             lines.append(textwrap.indent(self.reproduction, "    "))
