@@ -1,4 +1,4 @@
-"""Is a kernel right, and if not, where and why: `check.kernel("gla", fn)` (chapter 9).
+"""Is a kernel right, and if not, where and why: `check.kernel("gla", fn)` (appendix "Check your kernel").
 
     report = check.kernel("gla", my_fn, device="cuda", dtype=torch.bfloat16)
     print(report)
@@ -21,10 +21,10 @@ from ._cases import Case, cases
 from ._diagnose import diagnose
 from ._mechanisms import MECHANISMS
 from ._report import Report, Row, judge
-from ._runner import Convention, accepted, observe
+from ._runner import Convention, NotClaimed, accepted, observe
 from ._shrink import reproduction, shrink
 
-__all__ = ["MECHANISMS", "Case", "Report", "Row", "kernel", "mistakes"]
+__all__ = ["MECHANISMS", "Case", "NotClaimed", "Report", "Row", "kernel", "mistakes"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,7 +50,8 @@ def kernel(
         mechanism: a key of `gla_ref.FORMS`.
         fn: `o, state = fn(q, k, v[, g], scale=, initial_state=, cu_seqlens=)`. What its signature
             lacks, a state that is None or not returned, and gradients that it does not give are reported as
-            not covered. It gets `output_final_state=True` if it names that.
+            not covered, as are calls that raise :class:`NotClaimed`. It gets `output_final_state=True` if
+            it names that.
         device: where the inputs lie.
         dtype: of q, k, v and g: float32, bfloat16 or float16. States are float32 (a cache has `dtype`).
         level: "quick", or "full": also T up to 8192, K up to 256, V up to 512, every gate in long and in
@@ -108,7 +109,9 @@ def kernel(
         p = problem(mechanism, case, dtype, seed, str(device), gate)
         found, findings = observe(fn, kind, how, takes, p, time_limit)
         rows += [judge(p, n, x) for n, x in found.items()]
-        rows += [Row(case.name, f.quantity, "failed", f.kind, message=str(f)) for f in findings]
+        for f in findings:
+            status = "not covered" if f.kind == "not covered" else "failed"
+            rows.append(Row(case.name, f.quantity, status, f.kind, message=str(f)))
         return rows, [(p, found)] if found else []
 
     report, seen = Report(settings), []

@@ -1,4 +1,4 @@
-"""Inputs that tell right from wrong: the oracle rule's ladders of lengths, gates, states and strides (chapter 9)."""
+"""Inputs that tell right from wrong: ladders of lengths, gates, states and strides (appendix "Check your kernel")."""
 
 from __future__ import annotations
 

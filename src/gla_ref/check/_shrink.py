@@ -1,4 +1,4 @@
-"""The smallest case on which a kernel still fails, and the lines that show it (chapter 9)."""
+"""The smallest case on which a kernel still fails, and the lines that show it (appendix "Check your kernel")."""
 
 from __future__ import annotations
 

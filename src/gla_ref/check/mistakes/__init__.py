@@ -1,4 +1,4 @@
-"""Named mistakes that kernels make, each a small wrong variant of the reference (chapter 9).
+"""Named mistakes that kernels make, each a small wrong variant of the reference (appendix "Check your kernel").
 
 A mistake is a function of a call, one sequence (or batch) in the book's notation, that returns o and the
 state as the wrong kernel would; autograd carries it to the gradients. In float64 it is what a

@@ -1,4 +1,4 @@
-"""The list of mistakes, and ways to write one down (chapter 9)."""
+"""The list of mistakes, and ways to write one down (appendix "Check your kernel")."""
 
 from __future__ import annotations
 
