@@ -25,7 +25,7 @@ test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 u
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
 mutants: $(VENV) ## hold the check kit against every named mistake: how many are caught, how many named
-	$(PYTHON) tools/mutants.py
+	$(PYTHON) tools/mutants.py --dtype float32 bfloat16
 
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
 	$(PY) benchmarks/run.py $(SUITE)

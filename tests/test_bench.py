@@ -18,13 +18,12 @@ import suites  # noqa: E402
 from contenders import CONTENDERS  # noqa: E402
 
 from gla_ref import FORMS  # noqa: E402
+from gla_ref.check._emulate import Attend  # noqa: E402
 
 
-@pytest.mark.parametrize("mechanism", oracles.ORACLES)
+@pytest.mark.parametrize("mechanism", oracles.MECHANISMS)
 def test_oracles_are_the_recurrent_forms(mechanism, monkeypatch):
-    monkeypatch.setattr(
-        oracles.softmax_attention, "__defaults__", (32,)
-    )  # several tiles of queries
+    monkeypatch.setattr(Attend, "ROWS", 32)  # several tiles of queries
     gates = "logsigmoid/16" if mechanism in ("simple_gla", "gla") else None
     case = suites.Case(mechanism, 1, 150, 1, 5, 7, dtype="float64", gates=gates)
     x = suites.inputs(case, seed=1, device="cpu")
@@ -51,7 +50,7 @@ def test_oracles_are_the_recurrent_forms(mechanism, monkeypatch):
 def test_every_suite_has_cases_and_contenders():
     for suite in suites.SUITES.values():
         for case in suite():
-            assert case.mechanism in CONTENDERS and case.mechanism in oracles.ORACLES
+            assert case.mechanism in CONTENDERS and case.mechanism in oracles.MECHANISMS
             assert sum(case.lengths or (case.T,)) == case.T
             assert {c.name for c in run.who(case)} >= set(case.only or {"triton"})
             for direction in case.directions:

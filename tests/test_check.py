@@ -15,7 +15,8 @@ from cases import BREAK, pairs
 from gla_ref import FORMS, check, gla
 from gla_ref.check import MECHANISMS, Case, mistakes
 from gla_ref.check._budgets import evaluate
-from gla_ref.check._cases import inputs
+from gla_ref.check._cases import GATES, inputs
+from gla_ref.check._shrink import reproduction
 
 F32, BF16 = torch.float32, torch.bfloat16
 GATED = FORMS["gla"]["chunkwise"]
@@ -100,11 +101,17 @@ def test_a_failure_is_shrunk_to_lines_that_run(capsys):
     report = check.kernel("gla", late, level="full", only="length 65")
     case = "case = check.Case(name='smallest', B=1, T=38, H=2, K=1, V=1, gate='zero', state=False)"
     lines = " ".join(report.reproduction.split())
-    assert case in lines and lines in " ".join(str(report).split())
+    assert case in lines and lines in " ".join(str(report).split()), lines
     exec(report.reproduction, {})
     printed = capsys.readouterr().out
     assert "WRONG" in printed and "t 37, chunk 0, sub-chunk 2, batch 0, head 1" in printed
     assert not check.kernel("gla", late, only="length 65").reproduction  # of the full level only
+    for gate in GATES:  # names with spaces are not broken in two
+        case = Case(T=100, gate=gate, ends=(0, 10, 100), scale=-0.3, strides="misaligned")
+        lines = reproduction("gla", late, case, F32, device="cuda:0", seed=3, layout="bhtd")
+        assert f"gate={gate!r}" in lines or gate == case.gate == Case.gate
+        assert max(map(len, lines.split("\n"))) <= 76
+        compile(lines, "lines", "exec")
     known = check.kernel(
         "gla", lambda *x, **named: late(*x, **named), level="full", only="length 65"
     )

@@ -33,20 +33,23 @@ def score(mechanism: str, dtype: torch.dtype, device: str) -> bool:
     return caught == len(known) and named >= 0.9 * len(known)
 
 
-def right(mechanism: str, dtype: torch.dtype, device: str, seeds: int) -> bool:
+def right(
+    mechanism: str, dtype: torch.dtype, device: str, seeds: int, level: str = "quick"
+) -> bool:
     """Every form passes, whatever the seed."""
     alarms, forms = 0, [f for f in FORMS[mechanism] if not f.startswith("triton")]
     forms = [form for form in forms if f"{mechanism}.{form}" not in BREAK]
     for seed in range(seeds):
         for form in forms:
-            report = check.kernel(
-                mechanism, FORMS[mechanism][form], dtype=dtype, device=device, seed=seed
-            )
+            fn = FORMS[mechanism][form]
+            report = check.kernel(mechanism, fn, dtype=dtype, device=device, seed=seed, level=level)
             for row in report.failures:
                 alarms += 1
-                print(f"  {form}, seed {seed}: {row.case}, {row.quantity}, {row.ratio:.2f} budgets")
+                what = row.message or f"{row.ratio:.2f} budgets"
+                print(f"  {form}, seed {seed}: {row.case}, {row.quantity}, {what}")
     print(
-        f"{mechanism} {dtype}: {len(forms)} forms, {seeds} seeds, {alarms} false alarms", flush=True
+        f"{mechanism} {dtype}: {len(forms)} forms, {level}, {seeds} seeds, {alarms} false alarms",
+        flush=True,
     )
     return not alarms
 
@@ -54,10 +57,16 @@ def right(mechanism: str, dtype: torch.dtype, device: str, seeds: int) -> bool:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--dtype", nargs="+", default=["float32"], help="float32 bfloat16 float16")
+    parser.add_argument("--mechanism", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--seeds", type=int, default=2, help="that right forms are tried with")
+    parser.add_argument(
+        "--level", choices=("quick", "full"), default="quick", help="of right forms"
+    )
     args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
-    fine = [score(m, dtype, args.device) for m in FORMS if m != "softmax_attention"]
-    fine += [right(m, dtype, args.device, args.seeds) for m in FORMS]
+    fine = []
+    for dtype in (getattr(torch, name) for name in args.dtype):
+        for mechanism in args.mechanism:
+            fine.append(score(mechanism, dtype, args.device))
+            fine.append(right(mechanism, dtype, args.device, args.seeds, args.level))
     sys.exit(not all(fine))

@@ -26,11 +26,10 @@ GATES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One problem, its tensors made from it and a seed.
+    """One problem of sizes B, T, H, K, V; its tensors are made from it and a seed.
 
     Attributes:
         name: what the report calls it.
-        B, T, H, K, V: sizes.
         gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16".
         scale: as the kernel gets it; None for K^-0.5.
         ends: boundaries of packed sequences, from 0 to T (with B = 1); None for none.

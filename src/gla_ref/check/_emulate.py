@@ -133,25 +133,23 @@ def by_token(q, k, v, g, S, scale, dtype):
 class Attend(torch.autograd.Function):
     """Attention and its closed-form backward as kernels do them, `ROWS` queries at a time to bound the memory.
 
-    ds = p (do v^T - D), where D is o . do, o as it was stored; or, `by_key`, a sum key by key like the
-    rows' totals, and exponentials to base 2. k and v are handed through:
-    what comes back for them is where dk and dv start.
+    Exponentials are to base 2, the backward makes p from the rows' log-sum-exp, and ds = p (do v^T - D),
+    D = o . do, o as it was stored. Or, `by_key`, to base e, from maximum and sum, and D is summed key
+    by key. k and v are handed through: what comes back for them is where dk and dv start.
     """
 
     ROWS = 1024
 
     @staticmethod
-    def tiles(q, k, scale, dtype, base2):
-        """Each tile of queries: where its rows and keys are, and exp(x - m), x = scale q k^T, -inf in the future."""
-        scale, exp = (scale / log(2), torch.exp2) if base2 else (scale, torch.exp)
+    def tiles(q, k, scale, dtype):
+        """Each tile of queries: where its rows and its keys are, and scale q k^T, -inf in the future."""
         T, S = q.shape[-2], k.shape[-2]
         for a in range(0, T, Attend.ROWS):
             i = (..., slice(a, min(a + Attend.ROWS, T)), slice(None))
             j = (..., slice(S - T + i[1].stop), slice(None))
             x = scale * multiply(q[i], k[j].mT, dtype)
             seen = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
-            x = x.masked_fill(~seen.tril(x.shape[-1] - x.shape[-2]), -torch.inf)
-            yield i, j, exp(x - x.amax(-1, keepdim=True))
+            yield i, j, x.masked_fill(~seen.tril(x.shape[-1] - x.shape[-2]), -torch.inf)
 
     @staticmethod
     def row_sum(x):
@@ -159,28 +157,33 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, scale, dtype, by_key):
-        o, total = torch.empty_like(v[..., -q.shape[-2] :, :]), torch.empty_like(q[..., :1])
-        for i, j, p in Attend.tiles(q, k, scale, dtype, by_key):
+        exp, unit = (torch.exp, scale) if by_key else (torch.exp2, scale / log(2))
+        o = torch.empty_like(v[..., -q.shape[-2] :, :])
+        m, total = torch.empty_like(q[..., :1]), torch.empty_like(q[..., :1])
+        for i, j, x in Attend.tiles(q, k, unit, dtype):
+            m[i] = x.amax(-1, keepdim=True)
+            p = exp(x - m[i])
             total[i] = Attend.row_sum(p)  # p is rounded as an operand, its sum is not
             o[i] = multiply(p, v[j], dtype) / total[i]
-        ctx.save_for_backward(q, k, v, total, o.to(dtype).to(o.dtype))
-        ctx.options = scale, dtype, by_key
+        ctx.save_for_backward(q, k, v, m, total, o.to(dtype).to(o.dtype))
+        ctx.options = scale, unit, dtype, by_key
         return o, k.clone(), v.clone()
 
     @staticmethod
     def backward(ctx, do, dk, dv):
-        (q, k, v, total, o), (scale, dtype, by_key) = ctx.saved_tensors, ctx.options
+        (q, k, v, m, total, o), (scale, unit, dtype, by_key) = ctx.saved_tensors, ctx.options
         dq, dk, dv = torch.empty_like(q), dk.clone(), dv.clone()
-        for i, j, p in Attend.tiles(q, k, scale, dtype, by_key):
-            p, dp = p / total[i], multiply(do[i], v[j].mT, dtype)
-            D = (o[i] * do[i]).sum(-1, keepdim=True)
-            ds = p * (dp - D)
-            if (
-                by_key
-            ):  # on paper nothing flows through m; really, what the two sums of T terms leave of D
+        for i, j, x in Attend.tiles(q, k, unit, dtype):
+            dp, D = multiply(do[i], v[j].mT, dtype), (o[i] * do[i]).sum(-1, keepdim=True)
+            if by_key:
+                p = (x - m[i]).exp() / total[i]
                 read, kept = Attend.row_sum(p * dp), Attend.row_sum(p * D)
+                # on paper nothing flows through m; really, what the two sums of T terms leave of D
                 left = (read - D).abs() + (kept - D).abs()
                 ds = (p * (dp - read)).scatter_add(-1, p.argmax(-1, keepdim=True), left)
+            else:
+                p = (x - (m[i] + total[i].log2())).exp2()
+                ds = p * (dp - D)
             ds = scale * ds
             dq[i] = multiply(ds, k[j], dtype)
             dk[j] = multiply(ds.mT, q[i], dtype, onto=dk[j])

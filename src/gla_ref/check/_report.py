@@ -12,7 +12,6 @@ from torch import Tensor
 from ._budgets import TOKENS, Problem
 from ._cases import SUB, C
 from ._html import SHADES, render
-from .mistakes import MISTAKES
 
 CACHES = ("k_cache", "v_cache", "dk0", "dv0")  # these have a time axis, too
 
@@ -119,10 +118,7 @@ class Report:
     @property
     def undiagnosed(self) -> str:
         """What to say of wrong numbers that no mistake explains."""
-        name = self.settings["mechanism"]
-        if any(name in m.mechanisms for m in MISTAKES):
-            return "No named mistake explains all of it."
-        return f"There are no named mistakes of {name} to compare with."
+        return "No named mistake explains all of it."
 
     @property
     def not_covered(self) -> dict[str, int]:

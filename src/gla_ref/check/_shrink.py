@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,4 +62,8 @@ def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, *
         f"case = check.{case}",
         f"print(check.kernel({mechanism!r}, {name}, dtype={dtype}, only=case{named}))",
     ]
-    return "\n".join(textwrap.fill(line, 78, subsequent_indent="    ") for line in lines)
+    whole = (re.sub("'[^']*'", lambda m: m[0].replace(" ", "\0"), line) for line in lines)
+    wrapper = textwrap.TextWrapper(
+        76, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+    )
+    return "\n".join(wrapper.fill(line) for line in whole).replace("\0", " ")
