@@ -1,0 +1,137 @@
+"""Every page of the built book in a headless Chromium, with the network refused (make test-browser)."""
+
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import browser as tools
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+WIDTHS, THEMES = (1280, 390), ("light", "dark")
+PAGES = tools.book_pages()
+#: from the start of the navigation until the whole text stands there, painted
+READABLE = """() => {
+  const [page] = performance.getEntriesByType("navigation");
+  const [paint] = performance.getEntriesByName("first-contentful-paint");
+  return Math.max(page.domContentLoadedEventEnd, paint.startTime) / 1000
+}"""
+EXPLORABLES = """() => [...document.querySelectorAll("figure.explorable")]
+  .reduce((sum, e) => sum + new Blob([e.parentElement.innerHTML]).size, 0)"""
+#: the elements that Tab reaches, in turn, and whether one sees where the focus is
+FOCUS = """() => {
+  const e = document.activeElement, style = getComputedStyle(e);
+  if (e === document.body) return null;
+  const outlined = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1;
+  const box = e.getBoundingClientRect();
+  return {seen: outlined || style.boxShadow !== "none", size: box.width * box.height, tag: e.outerHTML.slice(0, 120)};
+}"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Nothing on the terminal."""
+
+
+def url(page: str) -> str:
+    return (tools.SITE / f"{page}.html").as_uri()
+
+
+@pytest.fixture
+def visit(chromium, request):
+    """A tab with an empty cache."""
+    options = getattr(request, "param", {})
+    context = chromium.new_context(
+        viewport={"width": 1280, "height": 900}, reduced_motion="reduce", **options
+    )
+    yield tools.Visit(context)
+    context.close()
+
+
+def seconds_to_read(chromium, page: str, tries: int = 3) -> float:
+    """The least of some visits, each with an empty cache: what else runs on this machine is not the page's."""
+    best = float("inf")
+    for _ in range(tries):
+        context = chromium.new_context()
+        tab = tools.Visit(context).tab
+        tab.goto(url(page))
+        best = min(best, tab.evaluate(READABLE))
+        context.close()
+        if best <= 1:
+            break
+    return best
+
+
+def axe_problems(tab, theme: str) -> list[str]:
+    """Serious and critical violations. A theme changes colours only; a formula has its text's colour."""
+    options = {"preload": False, "resultTypes": ["violations"]}  # preload fetches style sheets again
+    if theme == "dark":
+        options["runOnly"] = ["color-contrast", "link-in-text-block"]
+    violations = Axe().run(tab, {"exclude": [[".katex"]]}, options).response["violations"]
+    return [
+        f"axe, {theme}: {v['id']} ({len(v['nodes'])}): {[n['html'][:150] for n in v['nodes'][:4]]}"
+        for v in violations
+        if v["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page(chromium, visit, record, page):
+    """No error, no request beyond the site, formulas rendered, all inside the window, quick; axe finds nothing."""
+    visit.tab.goto(url(page))
+    visit.tab.wait_for_timeout(100)  # scripts that start after loading
+    bytes_ = sum(file.stat().st_size for file in visit.files)
+    weight = {"bytes": bytes_, "explorables": visit.tab.evaluate(EXPLORABLES)}
+    found = []
+    for theme in THEMES:
+        visit.tab.emulate_media(color_scheme=theme)
+        visit.tab.wait_for_function(f"document.documentElement.dataset.theme === '{theme}'", timeout=5000)
+        for width in WIDTHS:
+            visit.tab.set_viewport_size({"width": width, "height": 900})
+            found += [f"{theme} {width}: {p}" for p in tools.layout_problems(visit.tab)]
+        found += axe_problems(visit.tab, theme)
+    found += visit.problems
+    record[page] = weight | {"seconds": round(seconds_to_read(chromium, page), 3)}
+    assert not found, "\n".join(found)
+    assert record[page]["seconds"] <= 2
+    assert record[page]["explorables"] <= 1.5e6
+
+
+@pytest.mark.parametrize("page", ["book/index", "book/09_chunkwise_gla", "book/benchmarks"])
+@pytest.mark.parametrize("theme", THEMES)
+def test_focus_is_visible(visit, page, theme):
+    visit.tab.emulate_media(color_scheme=theme)
+    visit.tab.goto(url(page))
+    stops = []
+    for _ in range(80):
+        visit.tab.keyboard.press("Tab")
+        if (stop := visit.tab.evaluate(FOCUS)) is None:
+            break
+        stops.append(stop)
+    assert len(stops) >= 20
+    hidden = [stop["tag"] for stop in stops if not stop["seen"] or not stop["size"]]
+    assert not hidden, "\n".join(hidden)
+
+
+def test_search_finds_two_level_chunking(chromium):
+    """From the disk, and from a server, where the results have excerpts too."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tools.SITE)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    served = f"http://127.0.0.1:{server.server_port}/"
+    for site in (tools.SITE.as_uri() + "/", served):
+        context = chromium.new_context(viewport={"width": 1280, "height": 900})
+        visit = tools.Visit(context, own=site)
+        visit.tab.goto(site + "book/index.html")
+        visit.tab.keyboard.press("Control+k")
+        visit.tab.keyboard.type("two-level chunking")
+        visit.tab.keyboard.press("Enter")
+        visit.tab.wait_for_selector("#search-results li a")
+        first = visit.tab.locator("#search-results li a").first
+        assert "09_chunkwise_gla" in first.get_attribute("href")
+        if site == served:
+            visit.tab.wait_for_selector("#search-results li .context")
+            assert not visit.problems
+        first.click()
+        visit.tab.wait_for_url("**/09_chunkwise_gla.html*")
+        context.close()
+    server.shutdown()
