@@ -27,6 +27,12 @@ CHAPTER = re.compile(r"book/(\d\d)_\w+$")
 COLAB = "https://colab.research.google.com"
 MACROS = {r"\R": r"\mathbb{R}", r"\diag": r"\operatorname{diag}"}
 
+#: what Sphinx and docutils mark up as lists of which screen readers find no items, and what they are
+NO_LIST = (
+    ('<dl>\n<dd><em class="sig-param">', '<dl role="presentation">\n<dd><em class="sig-param">'),
+    ('<div role="list" class="citation-list">', '<div class="citation-list">'),
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -84,7 +90,7 @@ def use_generated_notebook(app, pagename, templatename, context, doctree):
 
 
 def clean_page(app, pagename, templatename, context, doctree):
-    """Drop thebe, which Jupyter Book always loads and which throws; report failed formulas."""
+    """Drop thebe, which Jupyter Book always loads and which throws; mend lists; report failed formulas."""
 
     def wanted(asset) -> bool:
         inline = getattr(asset, "attributes", {}).get("body") or ""
@@ -93,6 +99,9 @@ def clean_page(app, pagename, templatename, context, doctree):
     for key in ("script_files", "css_files"):
         context[key] = [asset for asset in context[key] if wanted(asset)]
     body = context.get("body") or ""
+    for claimed, meant in NO_LIST:
+        body = body.replace(claimed, meant)
+    context["body"] = body
     if "katex-error" in body or "color:#cc0000" in body:
         log.warning("KaTeX could not render an equation", location=pagename)
 
