@@ -2,8 +2,8 @@
 
 The articles of all pages, in the order of the table of contents, become one HTML document: links between
 pages lead inside it, solutions are unfolded, explorables show their first state, code is wrapped, and what
-is wider than the paper is scaled. Chromium prints it with bookmarks (tagged, A4). It does so twice: the
-page numbers of the contents are those of the first print's bookmarks.
+is wider than the paper is scaled. Chromium prints it with bookmarks (tagged, A4). The bookmarks tell the page
+numbers of the contents, which are then stamped upon it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from urllib.parse import urldefrag
 
 import pypdfium2
 import yaml
-from bs4 import BeautifulSoup, Tag
-
 from browser import ROOT, SITE, chromium
+from bs4 import BeautifulSoup, Tag
+from playwright.sync_api import Page
 
 PDF = SITE.parent / "gated-linear-attention.pdf"
 #: what only works on a screen, and the folded code of figures, which site and notebooks have
@@ -67,7 +67,9 @@ class Book:
         for tag in article.select("details"):
             tag.name = "div"
         for tag in article.select("[id]"):
-            if not tag.find_parent("figure", class_="explorable") and "explorable" not in tag.get("class", ()):
+            if not tag.find_parent("figure", class_="explorable") and "explorable" not in tag.get(
+                "class", ()
+            ):
                 tag["id"] = self.name(page, tag["id"])
         for tag in article.select("[src]"):
             tag["src"] = (source.parent / tag["src"]).resolve().as_uri()
@@ -97,49 +99,60 @@ class Book:
         else:
             tag.unwrap()
 
-    def contents(self, numbers: list[int] | None) -> str:
-        """Chapters and their sections with page numbers (none yet: as many digits)."""
+    def contents(self, numbers: list[int]) -> str:
+        """Chapters and their sections with page numbers."""
         rows, firsts = [], {self.name(page): caption for page, caption in self.parts.items()}
-        for i, (level, text, target) in enumerate(self.headings):
+        for (level, text, target), number in zip(self.headings, numbers, strict=True):
             if level > 2:
                 continue
             if level == 1 and target in firsts:
                 rows.append(f'<p class="part">{escape(firsts[target])}</p>')
-            number = numbers[i] if numbers else 999
             rows.append(
                 f'<p class="level-{level}"><a href="#{target}"><span>{escape(text)}</span>'
-                f"<i></i><span>{number}</span></a></p>"
+                f'<i></i><span class="number">{number}</span></a></p>'
             )
-        return '<nav class="print-contents"><p class="contents-title">Contents</p>' + "".join(rows) + "</nav>"
+        return f'<nav class="print-contents"><p class="title">Contents</p>{"".join(rows)}</nav>'
 
-    def html(self, numbers: list[int] | None) -> str:
-        head = BeautifulSoup((self.site / f"{self.order[-1]}.html").read_text(), "html.parser").head
-        styles = [tag["href"] for tag in head.select("link[rel=stylesheet]")]
-        base = (self.site / self.order[-1]).parent
-        links = [(base / urldefrag(s)[0].split("?")[0]).resolve().as_uri() for s in styles]
-        links.append((ROOT / "book" / "_static" / "print.css").as_uri())
+    def html(self, numbers: list[int] | None = None) -> str:
+        """The book with a contents without page numbers; or, with these, nothing but them, in their places."""
+        page = self.site / f"{self.order[-1]}.html"
+        head = BeautifulSoup(page.read_text(), "html.parser").head
+        styles = [
+            urldefrag(tag["href"])[0].split("?")[0] for tag in head.select("link[rel=stylesheet]")
+        ]
+        files = [(page.parent / style).resolve() for style in styles]
+        files.append(ROOT / "book" / "_static" / "print.css")
         settings = yaml.safe_load((ROOT / "_config.yml").read_text())
-        title, _, subtitle = "Gated Linear Attention, from softmax to silicon".partition(", ")
-        return (
-            '<!DOCTYPE html><html lang="en" data-theme="light" data-mode="light"><head><meta charset="utf-8">'
-            f"<title>{escape(settings['title'])}</title>"
-            + "".join(f'<link rel="stylesheet" href="{link}">' for link in links)
-            + f'</head><body><header class="print-title"><img src="{(base / "../_static/logo.svg").resolve().as_uri()}" alt="">'
-            f'<p class="title">{title}</p><p class="subtitle">{subtitle}</p>'
-            f'<p class="author">{escape(settings["author"])}, {settings["copyright"]}</p></header>'
-            + self.contents(numbers)
-            + '<main class="bd-content"><div class="bd-article-container">'
-            + "".join(self.articles)
-            + "</div></main></body></html>"
-        )
+        title, _, subtitle = self.headings[0][1].partition(", ")
+        return "".join([
+            '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8">',
+            f"<title>{escape(settings['title'])}</title>",
+            *(f'<link rel="stylesheet" href="{file.as_uri()}">' for file in files),
+            f'</head><body class="print-{"numbers" if numbers else "book"}"><header class="print-title">',
+            f'<img src="{(self.site / "_static" / "logo.svg").as_uri()}" alt="">',
+            f'<p class="title">{escape(title)}</p><p class="subtitle">{escape(subtitle)}</p>',
+            f'<p class="author">{escape(settings["author"])}, {settings["copyright"]}</p></header>',
+            self.contents(numbers or [0] * len(self.headings)),
+            '<main class="bd-content"><div class="bd-article-container">',
+            *([] if numbers else self.articles),
+            "</div></main></body></html>",
+        ])  # fmt: skip
 
 
-def bookmarks(pdf: Path) -> list[tuple[str, int]]:
-    """Title and page number of each bookmark, in order."""
-    document = pypdfium2.PdfDocument(pdf)
-    found = [(b.get_title(), b.get_dest().get_index() + 1) for b in document.get_toc()]
-    document.close()
-    return found
+def print_page(tab: Page, html: str, out: Path) -> None:
+    """Print a document that lies beside the site.
+
+    Raises:
+        RuntimeError: something is cut off at the paper's edge or in its box.
+    """
+    source = out.with_suffix(".html")
+    source.write_text(html)
+    tab.goto(source.as_uri(), timeout=300_000)
+    tab.evaluate(READY)
+    tab.evaluate(FIT)
+    if cut := tab.evaluate(CUT):
+        raise RuntimeError("wider than the paper:\n" + "\n".join(cut))
+    tab.pdf(path=out, prefer_css_page_size=True, print_background=True, outline=True, tagged=True)
 
 
 def print_book(out: Path) -> int:
@@ -149,25 +162,23 @@ def print_book(out: Path) -> int:
         RuntimeError: something is cut off, or a heading has no bookmark.
     """
     book = Book(SITE, yaml.safe_load((ROOT / "_toc.yml").read_text()))
-    source = SITE.parent / "print.html"
-    numbers = None
+    draft, front = SITE.parent / "print.pdf", SITE.parent / "print-contents.pdf"
     with chromium() as browser:
         tab = browser.new_page(viewport={"width": WIDTH, "height": 960})
+        tab.set_default_timeout(300_000)
         tab.emulate_media(media="print")
-        for _ in range(2):
-            source.write_text(book.html(numbers))
-            tab.goto(source.as_uri(), timeout=120_000)
-            tab.evaluate(READY)
-            tab.evaluate(FIT)
-            if cut := tab.evaluate(CUT):
-                raise RuntimeError("wider than the paper:\n" + "\n".join(cut))
-            tab.pdf(path=out, prefer_css_page_size=True, print_background=True, outline=True, tagged=True)
-            marks = bookmarks(out)
-            missing = {text for _, text, _ in book.headings} - {text for text, _ in marks}
-            if len(marks) != len(book.headings):
-                raise RuntimeError(f"{len(book.headings)} headings, {len(marks)} bookmarks: {missing}")
-            numbers = [number for _, number in marks]
-    with pypdfium2.PdfDocument(out) as document:
+        print_page(tab, book.html(), draft)
+        with pypdfium2.PdfDocument(draft) as document:
+            numbers = [mark.get_dest().get_index() + 1 for mark in document.get_toc()]
+        if len(numbers) != len(book.headings):
+            raise RuntimeError(f"expected {len(book.headings)} bookmarks, found {len(numbers)}")
+        print_page(tab, book.html(numbers), front)
+    with pypdfium2.PdfDocument(draft) as document, pypdfium2.PdfDocument(front) as stamps:
+        for i in range(len(stamps)):
+            page = document[i]
+            page.insert_obj(stamps.page_as_xobject(i, document).as_pageobject())
+            page.gen_content()
+        document.save(out)
         return len(document)
 
 

@@ -13,9 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from playwright.sync_api import Browser
-
 from browser import SITE, Visit, chromium, layout_problems
+from playwright.sync_api import Browser
 
 WIDTHS, THEMES = (1280, 390), ("light", "dark")
 

@@ -45,7 +45,9 @@ def test_controls_change_picture_and_readout(chromium, page, way):
     if 'class="explorable"' not in source.read_text():
         pytest.skip("no explorable on this page")
     context = chromium.new_context(
-        viewport={"width": 390, "height": 900} if way == "touch" else {"width": 1280, "height": 900},
+        viewport={"width": 390, "height": 900}
+        if way == "touch"
+        else {"width": 1280, "height": 900},
         has_touch=way == "touch",
     )
     visit = tools.Visit(context)
