@@ -33,6 +33,11 @@ NO_LIST = (
     ('<div role="list" class="citation-list">', '<div class="citation-list">'),
 )
 
+#: IPython's settings for pages: drawings as vectors (images inside them stay images), the same in every build
+FIGURES = """c.InlineBackend.figure_formats = {"svg"}
+c.InlineBackend.print_figure_kwargs = {"bbox_inches": "tight", "metadata": {"Date": None}}
+"""
+
 log = logging.getLogger(__name__)
 
 
@@ -117,6 +122,7 @@ def execution_cache(root: Path) -> Path:
 
 
 def use_execution_cache(app, config):
+    prepare_kernels(Path(app.srcdir))
     config.nb_execution_cache_path = str(execution_cache(Path(app.srcdir)))
 
 
@@ -151,16 +157,19 @@ def start_katex(rundir: Path, timeout: float):
             time.sleep(0.01)
 
 
-def interpret_triton_without_gpu():
-    """Kernels on pages run in Triton's interpreter on a CPU (inherited by the pages' processes)."""
+def prepare_kernels(root: Path):
+    """What the processes that execute pages inherit: Triton interprets without a GPU, figures are SVG."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["IPYTHONDIR"] = str(root / "_build" / ".ipython")
+    settings = root / "_build" / ".ipython" / "profile_default" / "ipython_kernel_config.py"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(FIGURES)
 
 
 def setup(app):
-    interpret_triton_without_gpu()
     TocTreeCollectorWithStyles.assign_section_numbers = number_by_file_name
     for configure in (use_repository, use_execution_cache, use_local_katex):
         app.connect("config-inited", configure)
