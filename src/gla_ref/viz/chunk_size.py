@@ -1,0 +1,107 @@
+"""Chunk length from recurrent to parallel: who is computed how, and what it costs (chapter 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .. import linear_attention
+from ..costs import cost
+from ._explorable import Explorable, Frame, Slider
+from ._svg import path, rect, text
+
+__all__ = ["chunk_size"]
+
+T, D = 64, 16
+LENGTHS = (1, 2, 4, 8, 16, 32, 64)
+LEFT, TOP, CELL = 8, 26, 3  # of the map
+NAME, VALUE = 224, 392  # edges of the bars
+
+
+def chunk_size() -> Explorable:
+    """One head of linear attention, T = 64 and K = V = 16; counts from `costs.cost`, the map from the form itself."""
+    rows = [_counts(C) for C in LENGTHS]
+    largest = {name: max(row[name] for row in rows) for name in rows[0]}
+    frames = [_frame(C, row, rows[0], largest) for C, row in zip(LENGTHS, rows, strict=True)]
+    return Explorable(
+        title="From recurrent to parallel",
+        notice="Each doubling of C halves the steps and the state bytes: one state written and one read a step, "
+        "unless a kernel keeps it on the chip. FLOPs in a step wait for nobody, and there are ever more of them. Up "
+        "to C = 16, the head size, all FLOPs stay below twice those of C = 1; then they come closer to doubling, too.",
+        alt="Left, a lower triangle of outputs by tokens: blue triangles of width C along the diagonal are computed as "
+        "scores, all left of them in red goes through the state. Right, five bars: FLOPs, steps, FLOPs in a step, "
+        "bytes of tensors, bytes of states.",
+        controls=(Slider("Chunk length C", LENGTHS),),
+        frames=frames,
+        height=242,
+        start=(3,),
+    )  # fmt: skip
+
+
+def _counts(C: int) -> dict[str, int]:
+    n = cost("linear_attention", "chunkwise", B=1, T=T, H=1, K=D, V=D, C=C)
+    return {
+        "matrix FLOPs": n.matmul_flops,
+        "steps in a chain": n.steps,
+        "FLOPs in a step": n.matmul_flops // n.steps,
+        "tensor bytes": n.bytes,
+        "state bytes": 2 * n.steps * n.state_bytes,
+    }
+
+
+def _through_state(C: int) -> list[int]:
+    """For every output, the number of tokens that reach it through the state only.
+
+    The values are unit vectors, so that row t of an output shows what each token contributed.
+    Packed as sequences of their own, the chunks have no state to read.
+    """
+    torch.manual_seed(0)
+    q, k = torch.rand(2, 1, T, 1, D, dtype=torch.float64)  # positive: no zero is an accident
+    v = torch.eye(T, dtype=torch.float64)[None, :, None]
+    whole, _ = linear_attention.chunkwise(q, k, v, C=C)
+    alone, _ = linear_attention.chunkwise(q, k, v, C=C, cu_seqlens=torch.arange(0, T + 1, C))
+    return ((whole != 0) & (alone == 0))[0, :, 0].sum(-1).tolist()
+
+
+def _frame(C: int, row: dict[str, int], first: dict[str, int], largest: dict[str, int]) -> Frame:
+    inter = _through_state(C)
+    pieces = [
+        text(LEFT, 10, "outputs ↓ by tokens →", "start"),
+        _stairs(range(1, T + 1), "pale-blue"),
+        _stairs(inter, "pale-red"),
+        text(LEFT + CELL * 46, TOP + CELL * 14, "future", "faint"),
+        rect(LEFT, 226, 12, 12, "pale-blue"),
+        text(LEFT + 18, 232, "scores", "start"),
+        rect(LEFT + 84, 226, 12, 12, "pale-red"),
+        text(LEFT + 102, 232, "through the state", "start"),
+    ]
+    for n in range(C, T, C):
+        if C >= 4:  # a line for each chunk
+            y = TOP + CELL * n
+            pieces.append(path([(LEFT, y), (LEFT + CELL * (n + C), y)], "line faint"))
+    for i, (name, value) in enumerate(row.items()):
+        y = TOP + 40 * i
+        pieces.append(text(NAME, y, name, "start"))
+        pieces.append(text(VALUE, y, f"{value:,}", "end strong"))
+        pieces.append(rect(NAME, y + 10, VALUE - NAME, 9, "pale-grey faint"))
+        pieces.append(rect(NAME, y + 10, (VALUE - NAME) * value / largest[name], 9, "blue"))
+    form = {1: "the recurrent form", T: "the parallel form"}.get(C, f"{T // C} chunks")
+    ratio = row["matrix FLOPs"] / first["matrix FLOPs"]
+    share = sum(inter) / (T * (T + 1) / 2)
+    steps = row["steps in a chain"]
+    said = (
+        f"C = {C}, {form}: {steps} step{'s, one after the other' if steps > 1 else ''}; {ratio:.2f} times the FLOPs "
+        f"of C = 1; {share:.0%} of the pairs (output, token) meet through the state."
+    )
+    return Frame(pieces, said)
+
+
+def _stairs(widths: Iterable[int], kind: str) -> str:
+    """The first widths[t] tokens of every row t, as one closed path."""
+    corners = [(0, 0)]
+    for t, width in enumerate(widths):
+        if width != corners[-1][0]:
+            corners += [(corners[-1][0], t), (width, t)]
+    corners += [(corners[-1][0], T), (0, T)]
+    return path([(LEFT + CELL * i, TOP + CELL * t) for i, t in corners], kind, closed=True)

@@ -1,0 +1,248 @@
+"""Explorables: the class, and the numbers in the pictures against the package's (chapters 2 and 5)."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from gla_ref import linear_attention, softmax
+from gla_ref.costs import cost
+from gla_ref.prefix_sum import chunked
+from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Slider
+from gla_ref.viz.chunk_size import LENGTHS, chunk_size
+from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
+from gla_ref.viz.prefix_sum import KEYS, prefix_sum
+from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
+
+bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
+
+
+def toy(**changes) -> Explorable:
+    frames = [
+        [Frame((f"<text>{a}</text>", "<path/>"), f"{a} at {i} </script>") for i in range(n)]
+        for a, n in (("one", 2), ("two", 3))
+    ]
+    given = dict(
+        title="Toy & more", notice="See.", alt="A toy.", frames=frames, height=50, start=(1, 2)
+    )
+    controls = Choice("which", ["one", "two"]), Slider("step", range(3))
+    return Explorable(**(given | {"controls": controls} | changes))
+
+
+def sent(explorable: Explorable) -> dict:
+    """What the page's script gets."""
+    (data,) = re.findall(r"labels\} = (\{.*\});", explorable._repr_html_())
+    return json.loads(data)
+
+
+def test_page_gets_every_frame_and_shows_the_first():
+    html = toy()._repr_html_()
+    data, figure = sent(toy()), bs4.BeautifulSoup(html, "html.parser").figure
+    assert data["pieces"] == ["<text>one</text>", "<path/>", "<text>two</text>"]
+    assert data["frames"][0] == [["one at 0 </script>", 0, 1], ["one at 1 </script>", 0, 1]]
+    assert len(data["frames"][1]) == 3 and data["labels"] == [["one", "two"], ["0", "1", "2"]]
+    assert figure["class"] == ["explorable"] and re.fullmatch(
+        "explorable-[0-9a-f]{8}", figure["id"]
+    )
+    assert (
+        figure.select_one(".explorable-picture svg").decode_contents()
+        == "<text>two</text><path></path>"
+    )
+    assert figure.select_one(".explorable-readout[aria-live=polite]").text == "two at 2 </script>"
+    assert figure.select_one("select option[selected]").text == "two"
+    assert figure.select_one("input")["value"] == "2"
+    assert html.count("</script>") == 1 and "%" not in re.sub(r"\d%", "", html)
+    assert toy()._repr_html_() == html and figure["id"] not in toy(title="Other")._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(start=(1,)), "start: expected 2 indices, got (1,)"),
+        (dict(start=(0, 2)), "start: expected 'step' in [0, 2), got 2"),
+        (dict(controls=(Choice("which", "abc"), Slider("step", range(3)))), "frames: expected 3 for 'which', got 2"),
+        (dict(controls=(Choice("which", "ab"), Slider("step", range(2)))), "frames: expected 2 for 'step', got 3"),
+        (dict(controls=(Choice("which", "ab"),), start=(0,)), "frames: expected a Frame, got list"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        toy(**changes)
+
+
+# -- every explorable --------------------------------------------------------------------------
+
+EXPLORABLES = {
+    "online_softmax": online_softmax,
+    "chunk_size": chunk_size,
+    "prefix_sum": prefix_sum,
+    "prefix_sum_states": lambda: prefix_sum(states=True),
+}
+
+
+def frames(node) -> list[Frame]:
+    return [node] if isinstance(node, Frame) else [f for child in node for f in frames(child)]
+
+
+def at(explorable: Explorable, indices) -> Frame:
+    node = explorable.frames
+    for i in indices:
+        node = node[i]
+    return node
+
+
+@pytest.mark.parametrize("name", EXPLORABLES)
+def test_every_control_changes_picture_and_readout(name):
+    explorable = EXPLORABLES[name]()
+    first = at(explorable, explorable.start)
+    for n in range(len(explorable.controls)):
+        for step in (-1, 1):
+            moved = list(explorable.start)
+            moved[n] += step
+            other = at(explorable, moved)
+            assert list(other.pieces) != list(first.pieces) and other.readout != first.readout
+
+
+@pytest.mark.parametrize("name", EXPLORABLES)
+def test_pictures_are_whole_and_light(name):
+    explorable = EXPLORABLES[name]()
+    assert len(explorable._repr_html_()) < 150 * 1024
+    shown = frames(explorable.frames)
+    assert all("nan" not in frame.readout and len(frame.readout) < 180 for frame in shown)
+    drawing = bs4.BeautifulSoup("".join({p for f in shown for p in f.pieces}), "html.parser")
+    for box in drawing.find_all("rect"):
+        x, y, width, height = (float(box[a]) for a in ("x", "y", "width", "height"))
+        assert 0 <= x and x + width <= WIDTH and 0 <= y and y + height <= explorable.height
+    for mark in drawing.find_all("text"):
+        half = 3.6 * len(mark.text)  # 13 units high, about 7 wide
+        anchor = {"start": half, "end": -half}.get((mark.get("class") or [""])[0], 0)
+        middle = float(mark["x"]) + anchor
+        assert 0 <= middle - half and middle + half <= WIDTH, mark.text
+        assert 6 <= float(mark["y"]) <= explorable.height - 6
+
+
+def texts(frame: Frame, kind: str | None = None) -> list[str]:
+    drawing = bs4.BeautifulSoup("".join(frame.pieces), "html.parser")
+    return [
+        t.text for t in drawing.find_all("text") if kind is None or kind in (t.get("class") or [])
+    ]
+
+
+def rects(frame: Frame, *kinds: str) -> list[dict[str, float]]:
+    drawing = bs4.BeautifulSoup("".join(frame.pieces), "html.parser")
+    found = [r for r in drawing.find_all("rect") if " ".join(r["class"]) in kinds]
+    return [{a: float(r[a]) for a in ("x", "y", "width", "height")} for r in found]
+
+
+# -- online softmax (chapter 2) ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("b", TILES)
+def test_online_softmax_shows_the_statistics_of_the_keys_read(b):
+    x, v = torch.tensor(WEIGHTS).double().log(), torch.tensor(VALUES).double()
+    row, m_old = online_softmax().frames[TILES.index(b)], -torch.inf
+    assert len(row) == 1 + 2 * -(-len(x) // b)
+    for n, (reads, adds) in enumerate(zip(row[1::2], row[2::2], strict=True)):
+        end = min((n + 1) * b, len(x))
+        m, d = softmax.statistics(x[:end])
+        o = softmax.online(x[:end]) @ v[:end]
+        vector = ", ".join(f"{y:.2f}" for y in o)
+        assert texts(adds, "on") == [f"m = {m:.2f}", f"d′ = {d:.2f}", f"o′ = ({vector})"]
+        bars = rects(adds, "grey edge", "orange edge")
+        heights = torch.tensor([bar["height"] for bar in bars]).double() / BAR
+        assert len(bars) == end and torch.allclose(heights, (x[:end] - m).exp(), atol=0.1 / BAR)
+        assert all(bar["y"] + bar["height"] == pytest.approx(BASE, abs=0.2) for bar in bars)
+        assert len(rects(adds, "orange edge")) == end - n * b and f"= {d:.2f}." in adds.readout
+        ghosts = rects(reads, "line dashed")
+        assert len(ghosts) == (n * b if m > m_old else 0)
+        if n and m > m_old:
+            factor = f"= {(m_old - m).exp():.2f}, "
+            assert factor in reads.readout and len(rects(reads, "grey edge")) == n * b
+        elif n:
+            assert "The factor is 1" in reads.readout
+        m_old = m
+    if b == 1:  # by hand, in the chapter
+        sums = [texts(frame, "on")[1] for frame in row[2:9:2]]
+        assert sums == ["d′ = 1.00", "d′ = 1.50", "d′ = 2.00", "d′ = 2.00"]
+        assert texts(row[8], "on")[2] == "o′ = (0.58, 0.67, 0.75)"
+
+
+# -- chunk length (chapter 5) ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("C", LENGTHS)
+def test_chunk_size_shows_the_costs_and_who_meets_where(C):
+    frame = chunk_size().frames[LENGTHS.index(C)]
+    n = cost("linear_attention", "chunkwise", B=1, T=64, H=1, K=16, V=16, C=C)
+    shown = [int(number.replace(",", "")) for number in texts(frame, "strong")]
+    assert shown == [
+        n.matmul_flops,
+        n.steps,
+        n.matmul_flops // n.steps,
+        n.bytes,
+        2 * n.steps * n.state_bytes,
+    ]
+    if C == 64:
+        whole = cost("linear_attention", "parallel", B=1, T=64, H=1, K=16, V=16)
+        assert (n.matmul_flops, n.steps) == (whole.matmul_flops, whole.steps)
+    outer = sum(i // C < t // C for t in range(64) for i in range(t + 1))
+    assert f"; {outer / (64 * 65 / 2):.0%} of the pairs" in frame.readout
+    (red,) = (p for p in frame.pieces if p.startswith('<path class="pale-red"'))
+    corners = [tuple(map(float, pair.split())) for pair in re.search("M(.*)Z", red)[1].split("L")]
+    area = (
+        sum(
+            a * d - b * c for (a, b), (c, d) in zip(corners, corners[1:] + corners[:1], strict=True)
+        )
+        / 2
+    )
+    assert abs(area) == 9 * outer  # a pair is a square of 3 by 3
+
+
+def test_chunk_size_tells_the_truth_in_its_notice():
+    flops = [
+        cost("linear_attention", "chunkwise", B=1, T=64, H=1, K=16, V=16, C=C).matmul_flops
+        for C in LENGTHS
+    ]
+    assert flops[LENGTHS.index(16)] < 2 * flops[0] < flops[LENGTHS.index(32)]
+    growth = [b / a for a, b in zip(flops, flops[1:], strict=False)]
+    assert growth == sorted(growth) and growth[-1] < 2
+
+
+# -- prefix sums (chapter 5) -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("C", [1, 2, 3, 4, 6, 12])
+def test_prefix_sum_shows_the_rows_of_chunked(C):
+    row = prefix_sum().frames[[1, 2, 3, 4, 6, 12].index(C)]
+    local, carry, result = (y.tolist() for y in chunked(torch.arange(12), C))
+    N = 12 // C
+    assert len(row) == 1 + (C - 1) + (N - 1)  # the chapter's depth
+    wanted = [*range(12), *local, *(carry[t // C] for t in range(12)), *result]
+    assert texts(row[-1], "on") == [str(y) for y in wanted]
+    assert f"{(12 - N) + (12 - C)} additions, {C + N - 2} in a row" in row[-1].readout
+    for frame in row[1:]:
+        equations = re.findall(r"(\d+) \+ (\d+) = (\d+)", frame.readout)
+        assert equations and all(int(a) + int(b) == int(y) for a, b, y in equations)
+    done = [sum(len(re.findall("=", f.readout)) for f in row[: i + 1]) for i in range(len(row))]
+    said = [int(re.search(r"far (\d+)", f.readout)[1]) for f in row[1:]]
+    assert said == done[1:]  # every addition was shown
+
+
+def test_prefix_sum_of_states_ends_in_the_states_of_linear_attention():
+    k, v = (torch.tensor(x).double()[None, :, None] for x in (KEYS, STATE_VALUES))
+    explorable = prefix_sum(states=True)
+    states = []
+    for t in range(1, 13):
+        _, S = linear_attention.recurrent(k[:, :t], k[:, :t], v[:, :t])
+        states.append(S[0, 0])
+    states = torch.stack(states)
+    for row in explorable.frames:
+        for kind, of in (("ink", states > 0), ("hollow", states < 0)):
+            squares = [r for r in rects(row[-1], kind) if r["y"] > 206]
+            assert len(squares) == int(of.sum())
+        areas = sum(r["width"] ** 2 for r in rects(row[-1], "ink") if r["y"] > 206)
+        wanted = 8.5**2 * (states.clamp(min=0) / states.abs().max()).sum().item()
+        assert areas == pytest.approx(wanted, rel=0.02)  # sides are rounded to a tenth
