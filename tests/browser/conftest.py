@@ -2,11 +2,9 @@
 
 import json
 
-import pytest
-
-pytest.importorskip("playwright", reason="the browser tests need playwright")
-
 import browser as tools
+import pytest
+from filelock import FileLock
 
 RECORD = tools.SITE.parent / "pages.json"
 
@@ -28,11 +26,19 @@ def record():
     """Per page: bytes on disk that it loads, bytes of its explorables, seconds to readable text."""
     pages = {}
     yield pages
-    if pages:
-        RECORD.write_text(json.dumps(pages, indent=1) + "\n")
-        heaviest = max(pages, key=lambda name: pages[name]["bytes"])
-        slowest = max(pages, key=lambda name: pages[name]["seconds"])
-        print(
-            f"\n{len(pages)} pages: the heaviest {heaviest}, {pages[heaviest]['bytes'] / 1e6:.2f} MB; "
-            f"the slowest {slowest}, {pages[slowest]['seconds']:.2f} s; {RECORD}"
-        )
+    with FileLock(RECORD.with_suffix(".lock")):  # several processes run the tests
+        kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        kept = {name: kept[name] for name in tools.book_pages() if name in kept}
+        RECORD.write_text(json.dumps(kept | pages, indent=1) + "\n")
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not RECORD.exists():
+        return
+    pages = json.loads(RECORD.read_text())
+    heaviest = max(pages, key=lambda name: pages[name]["bytes"])
+    slowest = max(pages, key=lambda name: pages[name]["seconds"])
+    terminalreporter.write_line(
+        f"{len(pages)} pages in {RECORD.name}: the heaviest {heaviest}, {pages[heaviest]['bytes'] / 1e6:.2f} MB; "
+        f"the slowest {slowest}, {pages[slowest]['seconds']:.2f} s"
+    )

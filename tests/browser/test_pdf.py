@@ -5,6 +5,8 @@ import make_pdf
 import pypdfium2
 import pytest
 
+pytestmark = pytest.mark.xdist_group("pdf")  # one process prints
+
 POINTS = 72 / 25.4  # a millimetre
 IMAGE = pypdfium2.raw.FPDF_PAGEOBJ_IMAGE
 
