@@ -24,11 +24,11 @@ test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 u
 	$(PYTHON) -m pytest tests/test_kernels*.py -m gpu -n auto --maxprocesses 14 --gpu-summary benchmarks/results/test-gpu.json
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
-test-browser: _build/html/index.html ## open every page in a headless Chromium, network refused; then print the book
+test-browser: $(VENV) _build/html/index.html ## open every page in a headless Chromium, network refused; then print the book
 	$(PYTHON) tools/install_chromium.py
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/browser -m browser -n 2 --dist loadgroup
 
-pdf: _build/html/index.html ## print the whole book: _build/gated-linear-attention.pdf
+pdf: $(VENV) _build/html/index.html ## print the whole book: _build/gated-linear-attention.pdf
 	$(PYTHON) tools/install_chromium.py
 	$(PYTHON) tools/make_pdf.py
 
@@ -45,7 +45,7 @@ _build/html/index.html:
 	$(MAKE) book
 
 test-notebooks: $(VENV) ## run the notebooks as Colab does: the built wheel in a clean environment
-	$(PYTHON) tools/run_notebooks_clean.py
+	$(PYTHON) tools/run_notebooks_clean.py $(NOTEBOOKS)
 
 serve: book ## build, then show the book at http://localhost:8000
 	$(PYTHON) -m http.server --directory _build/html

@@ -33,11 +33,13 @@ FIT = """() => {
     if (wide > room) e.style.zoom = 0.99 * room / wide;
   }
 }"""
-#: what is still too wide, or cut off inside its own box
-CUT = """() => [...document.querySelectorAll("article *")].filter(e => {
+#: what is still too wide for the paper, which Chromium would shrink or cut, or cut off inside its own box
+CUT = """() => [...document.querySelectorAll("article, article *")].filter(e => {
     if (e.closest(".katex-mathml, svg")) return false;
-    const style = getComputedStyle(e), hides = style.overflowX !== "visible" && style.display !== "inline";
-    return (hides && e.scrollWidth > e.clientWidth + 1) || e.getBoundingClientRect().right > innerWidth + 1;
+    const style = getComputedStyle(e), box = e.getBoundingClientRect();
+    const hides = style.overflowX !== "visible" && style.display !== "inline";
+    return (hides && e.scrollWidth > e.clientWidth + 1) || box.right > innerWidth + 1 || (box.width && box.left < -1)
+      || (e.tagName === "ARTICLE" && e.scrollWidth > innerWidth + 1);
   }).map(e => e.outerHTML.slice(0, 100)).slice(0, 5)"""
 
 

@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("pdf")  # one process prints
 
-POINTS = 72 / 25.4  # a millimetre
+EDGE = 15 * 72 / 25.4  # of the margins of 18 mm: indices and accents reach a little out
 IMAGE = pypdfium2.raw.FPDF_PAGEOBJ_IMAGE
 
 
@@ -19,7 +19,7 @@ def pdf():
 
 
 def boxes(page):
-    """(left, bottom, right, top) of every line of text and of every image, on the page."""
+    """(left, bottom, right, top) of every piece of text and of every image, on the page."""
     text = page.get_textpage()
     yield from (text.get_rect(i) for i in range(text.count_rects()))
     for image in page.get_objects(filter=[IMAGE]):
@@ -33,15 +33,19 @@ def boxes(page):
         yield min(xs), min(ys), max(xs), max(ys)
 
 
+def outside(page):
+    width, height = page.get_size()
+    return [
+        box
+        for box in boxes(page)
+        if box[0] < EDGE or box[2] > width - EDGE or box[1] < 0 or box[3] > height
+    ]
+
+
 def test_no_text_and_no_image_outside_its_page(pdf):
     assert len(pdf) > 100
-    found, edge = [], 15 * POINTS  # of the margins of 18 mm; indices and accents reach a little out
-    for number, page in enumerate(pdf, 1):
-        width, height = page.get_size()
-        for left, bottom, right, top in boxes(page):
-            if left < edge or right > width - edge or bottom < 0 or top > height:
-                found.append(f"page {number}: {left:.0f} to {right:.0f}, {bottom:.0f} to {top:.0f}")
-    assert not found, "\n".join(found)
+    found = {number: wrong for number, page in enumerate(pdf, 1) if (wrong := outside(page))}
+    assert not found
 
 
 def test_contents_and_bookmarks_lead_to_the_chapters(pdf):
@@ -56,3 +60,23 @@ def test_contents_and_bookmarks_lead_to_the_chapters(pdf):
     for title, index in chapters:
         assert texts[index].startswith(title), (title, index + 1)
         assert f"{title}{index + 1}" in contents, (title, index + 1)
+
+
+@pytest.mark.parametrize("cut", ["overflow: hidden", "width: 900px", "", "margin-left: -40px"])
+def test_what_would_be_cut_off_is_refused(chromium, tmp_path, cut):
+    tab = chromium.new_page(viewport={"width": make_pdf.WIDTH, "height": 960})
+    words = "word " * (2 if "margin" in cut else 200)
+    html = f'<article><p style="white-space: nowrap; {cut}">{words}</p></article>'
+    with pytest.raises(RuntimeError, match="wider than the paper"):
+        make_pdf.print_page(tab, html, tmp_path / "a.pdf")
+    tab.close()
+
+
+@pytest.mark.parametrize("margin, count", [(5, 1), (18, 0)])
+def test_what_is_outside_is_seen(chromium, tmp_path, margin, count):
+    tab = chromium.new_page(viewport={"width": make_pdf.WIDTH, "height": 960})
+    html = f"<style>@page {{ size: A4; margin: {margin}mm }} body {{ margin: 0 }}</style><article>word</article>"
+    make_pdf.print_page(tab, html, tmp_path / "a.pdf")
+    tab.close()
+    with pypdfium2.PdfDocument(tmp_path / "a.pdf") as document:
+        assert len(outside(document[0])) == count
