@@ -83,6 +83,13 @@ OUTSIDE = """() => {
     return box.width && (box.right > innerWidth + 1 || box.left < -1) && !clips(e.parentElement);
   }).map(e => e.outerHTML.slice(0, 80)).slice(0, 3)
 }"""
+#: what its own box cuts off, where nothing scrolls
+CUT_OFF = """() => [...document.querySelectorAll(".bd-article *")].filter(e => {
+    if (e.closest(".katex, svg, .toggle-hidden")) return false;
+    const style = getComputedStyle(e), hides = value => value === "hidden" || value === "clip";
+    return e.clientWidth && (hides(style.overflowX) && e.scrollWidth > e.clientWidth + 1
+      || hides(style.overflowY) && e.scrollHeight > e.clientHeight + 1);
+  }).map(e => e.outerHTML.slice(0, 80)).slice(0, 3)"""
 #: by how many pixels the page is wider than the window
 TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 #: formulas left as source: KaTeX failed, or never ran
@@ -95,6 +102,7 @@ def layout_problems(tab: Page) -> list[str]:
     """Formulas that were not rendered, and what stands outside the window."""
     problems = [f"formula not rendered: {text}" for text in tab.evaluate(RAW_MATH)]
     problems += [f"outside the window: {tag}" for tag in tab.evaluate(OUTSIDE)]
+    problems += [f"cut off: {tag}" for tag in tab.evaluate(CUT_OFF)]
     if (pixels := tab.evaluate(TOO_WIDE)) > 0:
         problems.append(f"{pixels} pixels too wide")
     return problems

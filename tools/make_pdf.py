@@ -18,7 +18,7 @@ import pypdfium2
 import yaml
 from browser import ROOT, SITE, chromium
 from bs4 import BeautifulSoup, Tag
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 PDF = SITE.parent / "gated-linear-attention.pdf"
 #: what only works on a screen, and the folded code of figures, which site and notebooks have
@@ -157,7 +157,7 @@ def print_page(tab: Page, html: str, out: Path) -> None:
     tab.pdf(path=out, prefer_css_page_size=True, print_background=True, outline=True, tagged=True)
 
 
-def print_book(out: Path) -> int:
+def print_book(browser: Browser, out: Path) -> int:
     """Print the site that is built; returns the number of pages.
 
     Raises:
@@ -165,16 +165,16 @@ def print_book(out: Path) -> int:
     """
     book = Book(SITE, yaml.safe_load((ROOT / "_toc.yml").read_text()))
     draft, front = SITE.parent / "print.pdf", SITE.parent / "print-contents.pdf"
-    with chromium() as browser:
-        tab = browser.new_page(viewport={"width": WIDTH, "height": 960})
-        tab.set_default_timeout(300_000)
-        tab.emulate_media(media="print")
-        print_page(tab, book.html(), draft)
-        with pypdfium2.PdfDocument(draft) as document:
-            numbers = [mark.get_dest().get_index() + 1 for mark in document.get_toc()]
-        if len(numbers) != len(book.headings):
-            raise RuntimeError(f"expected {len(book.headings)} bookmarks, found {len(numbers)}")
-        print_page(tab, book.html(numbers), front)
+    tab = browser.new_page(viewport={"width": WIDTH, "height": 960})
+    tab.set_default_timeout(300_000)
+    tab.emulate_media(media="print")
+    print_page(tab, book.html(), draft)
+    with pypdfium2.PdfDocument(draft) as document:
+        numbers = [mark.get_dest().get_index() + 1 for mark in document.get_toc()]
+    if len(numbers) != len(book.headings):
+        raise RuntimeError(f"expected {len(book.headings)} bookmarks, found {len(numbers)}")
+    print_page(tab, book.html(numbers), front)
+    tab.close()
     with pypdfium2.PdfDocument(draft) as document, pypdfium2.PdfDocument(front) as stamps:
         for i in range(len(stamps)):
             page = document[i]
@@ -190,7 +190,8 @@ def main() -> int:
     args = parser.parse_args()
     if not (SITE / "index.html").exists():
         sys.exit("needs a built book (make book)")
-    pages = print_book(args.out)
+    with chromium() as browser:
+        pages = print_book(browser, args.out)
     print(f"{args.out}: {pages} pages, {args.out.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -1,5 +1,6 @@
 """Every page of the built book in a headless Chromium, with the network refused (make test-browser)."""
 
+import os
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -128,9 +129,13 @@ def test_page(chromium, visit, record, page):
     weight = {"bytes": bytes_, "explorables": tab.evaluate(EXPLORABLES)}
     found = [problem for theme in THEMES for width in WIDTHS for problem in look(tab, theme, width)]
     found += listen(tab) + visit.problems
-    record[page] = weight | {"seconds": round(seconds_to_read(chromium, page), 3)}
+    busy = (
+        os.getloadavg()[0] > 2 * os.cpu_count()
+    )  # with other work: then the time is not the page's
+    seconds = round(seconds_to_read(chromium, page), 3)
+    record[page] = weight | {"seconds": seconds, "busy_machine": busy}
     assert not found, "\n".join(found)
-    assert record[page]["seconds"] <= 2
+    assert seconds <= 2 or busy
     assert record[page]["explorables"] <= 1.5e6
 
 

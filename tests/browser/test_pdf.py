@@ -12,8 +12,8 @@ IMAGE = pypdfium2.raw.FPDF_PAGEOBJ_IMAGE
 
 
 @pytest.fixture(scope="module")
-def pdf():
-    make_pdf.print_book(make_pdf.PDF)
+def pdf(chromium):
+    make_pdf.print_book(chromium, make_pdf.PDF)
     with pypdfium2.PdfDocument(make_pdf.PDF) as document:
         yield document
 
