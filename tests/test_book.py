@@ -133,7 +133,8 @@ def test_module_names_its_chapter(module):
 def test_api_page_lists_every_module():
     listed = re.findall(r"automodule:: ([\w.]+)", (ROOT / "book" / "api.md").read_text())
     names = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in MODULES}
-    assert names == set(listed) - {"gla_ref", "gla_ref.check", "gla_ref.kernels", "gla_ref.viz"}
+    packages = {name for name in listed if (ROOT / "src" / name.replace(".", "/")).is_dir()}
+    assert names == set(listed) - packages
 
 
 def test_readme_example_runs():

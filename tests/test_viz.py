@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 
 import pytest
 import torch
 
-from gla_ref import linear_attention, softmax
+from gla_ref import linear_attention, results, softmax
 from gla_ref.costs import cost
 from gla_ref.prefix_sum import chunked
 from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Slider
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
+from gla_ref.viz.gate_strength import gate_strength
+from gla_ref.viz.kernel_walk import kernel_walk
 from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
 from gla_ref.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
+from gla_ref.viz.roofline import roofline
+from gla_ref.viz.two_level_map import two_level_map
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 
@@ -80,6 +85,10 @@ EXPLORABLES = {
     "chunk_size": chunk_size,
     "prefix_sum": prefix_sum,
     "prefix_sum_states": lambda: prefix_sum(states=True),
+    "gate_strength": cache(gate_strength),
+    "two_level_map": cache(two_level_map),
+    "kernel_walk": kernel_walk,
+    "roofline": cache(lambda: roofline(results.load("h200"))),
 }
 
 

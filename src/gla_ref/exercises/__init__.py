@@ -1,4 +1,4 @@
-"""Exercises that answer: `check("ex-prefix-sqrt", 64)` says right, or what went wrong (chapters 1 to 12).
+"""Exercises that answer: `check("ex-linear-capacity", 17)` says right, or what went wrong (chapters 1 to 12).
 
 A judge is a function that raises :class:`Wrong` with a sentence for the reader, or returns. It sees values and
 functions only, never how they were written.
@@ -13,12 +13,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["JUDGES", "MODULES", "Verdict", "Wrong", "check", "exercise"]
+__all__ = ["JUDGES", "MODULES", "Open", "Verdict", "Wrong", "check", "exercise"]
 
 Kind = Literal["predict", "derive", "implement"]
 
 #: the modules that hold the judges, in the order of the chapters
-MODULES = ()
+MODULES: tuple[str, ...] = (
+    "softmax_attention",
+    "online_softmax",
+    "flash_attention",
+    "linear_attention",
+    "prefix_sums",
+    "flash_linear_attention",
+    "gates",
+    "parallel_gla",
+    "chunkwise_gla",
+    "four_kernels",
+    "adaptive_chunks",
+    "gradients",
+)
 
 #: label -> (kind, judge), filled by the modules
 JUDGES: dict[str, tuple[Kind, Callable[[Any], None]]] = {}
@@ -26,6 +39,10 @@ JUDGES: dict[str, tuple[Kind, Callable[[Any], None]]] = {}
 
 class Wrong(Exception):
     """The answer is wrong; the message names the mistake and, if it can, the way on."""
+
+
+class Open(Exception):
+    """There is no answer yet, as when a function's body is still `...`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ def exercise(label: str, kind: Kind) -> Callable:
     return register
 
 
-def check(label: str, answer: Any = ...) -> Verdict:
+def check(label: str, answer: object = ...) -> Verdict:
     """Judge an answer to an exercise of the book.
 
     Args:
@@ -84,10 +101,14 @@ def check(label: str, answer: Any = ...) -> Verdict:
         return Verdict("wrong", f"Expected a function, got {type(answer).__name__}.")
     try:
         judge(answer)
+    except Open as reason:
+        return Verdict("open", str(reason))
     except Wrong as reason:
         return Verdict("wrong", str(reason))
     except Exception as reason:  # the reader's code, or an answer of a kind that cannot be compared
-        where = traceback.extract_tb(reason.__traceback__)[-1]
+        frames = traceback.extract_tb(reason.__traceback__)
+        file = getattr(getattr(answer, "__code__", None), "co_filename", None)
+        where = ([f for f in frames if f.filename == file] or frames)[-1]  # the reader's own line
         return Verdict(
             "wrong",
             f"It stopped with {type(reason).__name__}: {reason} (line {where.lineno} of {where.name}).",

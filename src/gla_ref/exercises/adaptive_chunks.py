@@ -1,0 +1,135 @@
+"""Judges of the exercises on anchors, levels and the decision between them (chapter 11)."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from ..gates import decay_to_end, segment_sum
+from . import Wrong, exercise
+from ._compare import choose, draw, expect, hold, number
+
+PAIRS = [(5, 6), (21, 37), (24, 31)]  # (j, i), counted from 0, in a chunk of 64
+
+
+@exercise("ex-adaptive-level", "predict")
+def level(answer):
+    def where(level, border=lambda i, n: i >> n << n):
+        return [[n, border(i, n)] for n, i in ((level(j, i), i) for j, i in PAIRS)]
+
+    def highest(j, i):
+        return (i ^ j).bit_length() - 1
+
+    mistakes = [
+        (
+            where(highest, lambda i, n: i >> (n + 1) << (n + 1)),
+            "The levels are right; m is where the second half of the block begins, not the block.",
+        ),
+        (
+            where(highest, lambda i, n: (i >> n << n) - 1),
+            "The levels are right; m is the second half's first token, not the first half's last.",
+        ),
+        (
+            [[n + 1, m] for n, m in where(highest)],
+            "The borders are right; levels count from 0, where a block has two tokens.",
+        ),
+        (
+            where(lambda j, i: ((i ^ j) & -(i ^ j)).bit_length() - 1),
+            "That is the lowest bit in which they differ; at that level they are in different blocks.",
+        ),
+        (
+            where(lambda j, i: (i - j).bit_length() - 1),
+            "The distance does not decide: two neighbours may meet at a border of any level.",
+        ),
+    ]
+    lists = list, tuple
+    if not isinstance(answer, lists) or not all(isinstance(x, lists) for x in answer):
+        raise Wrong("Expected a list of three pairs (level, border), such as [(0, 6), ...].")
+    hint = "The highest bit in which i and j differ is the level; m is i with all lower bits 0."
+    expect([list(map(number, x)) for x in answer], where(highest), mistakes, hint)
+
+
+@exercise("ex-adaptive-range", "derive")
+def anchor(answer):
+    mistakes = {
+        "That is the chapter's anchor: b begins at b_1, not at 0, so the interval is shorter.": (
+            lambda b: b[-1] / 2
+        ),
+        "Half of the interval's length is the largest exponent; r is the interval's middle.": (
+            lambda b: (b[-1] - b[0]) / 2
+        ),
+        "The mean is drawn to where most tokens are; only the two ends matter.": (
+            lambda b: b.mean(0)
+        ),
+        "b at the middle token: half of the decay need not have happened by then.": (
+            lambda b: b[len(b) // 2]
+        ),
+        "One anchor for all channels: each has an interval of its own.": (
+            lambda b: ((b[0] + b[-1]) / 2).mean().expand_as(b[0])
+        ),
+    }
+    (noise,) = draw(7, (9, 3))
+    cases = [((-noise.abs()).cumsum(0),)]
+    hold(answer, cases, lambda b: (b[0] + b[-1]) / 2, mistakes, ("r",), ("K",))
+
+
+def _exact(q, k, g):
+    return (q[:, None] * k * segment_sum(g).exp()).sum(-1)
+
+
+def _scores(q, k, g, mild=lambda g: g.sum(0) >= -80, cut=torch.tril, products=1, levels=1):
+    """The two ways added; the options leave something out."""
+    mild = mild(g)
+    b = g[:, mild].cumsum(0)
+    r = b[-1] / 2
+    P = cut((q[:, mild] * (b - r).exp()) @ (k[:, mild] * (r - b).exp()).T)
+    return products * P + levels * _exact(q[:, ~mild], k[:, ~mild], g[:, ~mild])
+
+
+@exercise("ex-adaptive-channels", "implement")
+def channels(answer):
+    mistakes = {
+        "One product for all channels overflows: leave the strong ones out of it.": (
+            lambda *x: _scores(*x, mild=lambda g: g[0] < 1)
+        ),
+        "The strong channels are left out: add their scores, from levels.": (
+            lambda *x: _scores(*x, levels=0)
+        ),
+        "The mild channels are left out: add their one product.": (
+            lambda *x: _scores(*x, products=0)
+        ),
+        "The mild product is not masked: select its lower triangle.": (
+            lambda *x: _scores(*x, cut=lambda P: P)
+        ),
+        "The mild product lacks its diagonal: a token reads its own write in all channels.": (
+            lambda *x: _scores(*x, cut=lambda P: P.tril(-1))
+        ),
+        "A channel is strong by the sum of its gates in the chunk, not by one of them.": (
+            lambda *x: _scores(*x, mild=lambda g: g.min(0).values >= -80)
+        ),
+        "scale is no part of these scores.": lambda q, k, g: q.shape[1] ** -0.5 * _exact(q, k, g),
+    }
+    q, k, noise = draw(8, (24, 5), (24, 5), (24, 5))
+    mild = F.logsigmoid(noise) / 16
+    strong = mild.clone()
+    strong[13, 1], strong[:, 3] = -torch.inf, -70.0
+    hold(answer, [(q, k, mild), (q, k, strong)], _exact, mistakes, ("P",), ("T T",))
+
+
+@exercise("ex-adaptive-difference", "predict")
+def difference(answer):
+    units = {n: torch.finfo(getattr(torch, n)).eps / 2 for n in ("float32", "float16", "bfloat16")}
+    (noise,) = draw(4, (64, 500))
+    g = -(noise.abs().clamp(max=1) / 16).float()
+    g[:32] = -104.0
+    halves = torch.where(torch.ones(64, 64).tril() > 0, 0.5, -0.5).float()
+    exact = decay_to_end(g.double()).exp()
+    whole, weighed = (g.double().sum(0) / 2).float(), (halves.double() @ g.double()).float()
+    found = (whole - weighed).double().exp()
+    worst = (found / exact - 1)[exact > 2**-20].abs().max().item()
+    why = {
+        name: f"It rounds by up to {unit:.0e}; with 32 such gates a decay is off by {worst:.0e}."
+        for name, unit in units.items()
+    }
+    hidden = [name for name, unit in units.items() if worst < unit]
+    choose([answer] if isinstance(answer, str) else answer, hidden, why)

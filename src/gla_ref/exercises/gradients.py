@@ -1,0 +1,150 @@
+"""Judges of the exercises on gradients in closed form (chapter 12)."""
+
+from __future__ import annotations
+
+from torch.nn import functional as F
+
+from .. import simple_gla
+from ..gla_backward import backward
+from . import Wrong, exercise
+from ._compare import call, close, draw, expect, hold, locate, number, results
+
+
+def _reverse_sum(x, axis=0):
+    return x.flip(axis).cumsum(axis).flip(axis)
+
+
+@exercise("ex-gradients-first", "derive")
+def first(answer):
+    mistakes = {
+        "Summed over the rows, each of which has its own gate; sum over the columns, V.": (
+            lambda S, dS: (S * dS).sum(-2)
+        ),
+        "Sum over the columns: all of a row share its gate.": lambda S, dS: S * dS,
+        "Summed over everything: each row has a gate of its own.": lambda S, dS: (S * dS).sum(),
+        "S_0 is missing: its gradient alone is no path.": lambda S, dS: dS.sum(-1),
+        "The sign: a larger gate lets more of S_0 through.": lambda S, dS: -(S * dS).sum(-1),
+        "It is 0 only without S_0: paths that begin there cross token 1.": (
+            lambda S, dS: 0 * S.sum(-1)
+        ),
+    }
+    key, value, state = (1, 5, 2, 3), (1, 5, 2, 4), (1, 2, 3, 4)
+    q, k, g, v, do, S_0, D = draw(9, key, key, key, value, value, state, state)
+    found = backward(q, k, v, -g.abs(), do, D, initial_state=S_0)
+    case = S_0, found.d_initial_state
+    hold(answer, [case], lambda *_: found.dg[:, 0], mistakes, ("dg_1",), ("B H K",))
+
+
+@exercise("ex-gradients-stored", "predict")
+def stored(answer):
+    q, k, v, do, noise = draw(11, *5 * [(1, 512, 1, 8)])
+    found = backward(q, k, v, F.logsigmoid(noise) / 16, do)
+    dq, dk = (x.bfloat16().double() for x in (found.dq, found.dk))
+    off = _reverse_sum(q * dq - k * dk, 1) - found.dg
+    share = (off.square().mean() / found.dg.square().mean()).sqrt().item()
+    mistakes = [
+        (
+            "much smaller",
+            "The terms stay the rounded ones, however exact the sum: stored and summed this way, "
+            f"dg is off by {share:.1%} at T = 512 already.",
+        ),
+        ("much larger", "Each number is rounded once, as each operand of a product is."),
+    ]
+    hint = 'Expected one of "much smaller", "about as large" and "much larger".'
+    expect(answer, "about as large", mistakes, hint)
+
+
+@exercise("ex-gradients-scalar", "implement")
+def scalar(answer):
+    def channels(q, k, dq, dk, S, D):
+        return _reverse_sum(q * dq - k * dk, 1) + (S * D).sum(-1)[:, None]
+
+    def terms(q, k, dq, dk, S, D):
+        return (q * dq - k * dk).sum(-1)
+
+    def end(q, k, dq, dk, S, D):
+        return (S * D).sum((-2, -1))[:, None]
+
+    mistakes = {
+        "There is one gate for all channels: its gradient is the sum over them.": channels,
+        "The sum runs from the start; a gate is crossed by paths that end at t or later.": (
+            lambda *x: terms(*x).cumsum(1) + end(*x)
+        ),
+        "Token t's own term is missing: the sum begins with i = t.": (
+            lambda *x: _reverse_sum(terms(*x), 1) - terms(*x) + end(*x)
+        ),
+        "The sum over the later tokens is missing.": lambda *x: terms(*x) + end(*x),
+        "The sign: q dq counts paths, and k dk takes away those that do not cross t.": (
+            lambda *x: end(*x) - _reverse_sum(terms(*x), 1)
+        ),
+        "The final state is missing: read after every token, it adds the sum of S_T * D.": (
+            lambda *x: _reverse_sum(terms(*x), 1)
+        ),
+    }
+    key, value, state = (2, 6, 2, 3), (2, 6, 2, 4), (2, 2, 3, 4)
+    q, k, noise, v, do, S_0, D = draw(12, key, key, key, value, value, state, state)
+    g = -noise[..., 0].abs()
+    _, S_T = simple_gla.recurrent(q, k, v, g, initial_state=S_0)
+    wide = g[..., None].expand(key)  # the same gate for all channels: their gradients add up
+    dq, dk, _, dg, *_ = backward(q, k, v, wide, do, D, initial_state=S_0)
+    case = q, k, dq, dk, S_T, D
+    hold(answer, [case], lambda *_: dg.sum(-1), mistakes, ("dg",), ("B T H",))
+
+
+@exercise("ex-gradients-same", "implement")
+def same(answer):
+    def terms(q, k, g, dP, low, taken=1.0):
+        b = g.cumsum(0)
+        r = b[-1] / 2
+        x, y, dP = low(q * (b - r).exp()), low(k * (r - b).exp()), low(dP)
+        return x * (dP @ y) - taken * y * (dP.T @ x)
+
+    mistakes = {
+        "The sum over the later tokens is missing.": terms,
+        "The sum runs from the start; it goes from t to the chunk's end.": (
+            lambda *x: terms(*x).cumsum(0)
+        ),
+        "The sign: the reader's side counts, the writer's is taken away.": (
+            lambda *x: -_reverse_sum(terms(*x))
+        ),
+        "The writer's side is missing: pairs that lie wholly after t are to be taken away.": (
+            lambda *x: _reverse_sum(terms(*x, taken=0.0))
+        ),
+    }
+
+    def right(*x):
+        return _reverse_sum(terms(*x))
+
+    def low(x):
+        return x.bfloat16().to(x.dtype)
+
+    q, k, noise, do, v = draw(14, (16, 3), (16, 3), (16, 3), (16, 4), (16, 4))
+    case = q, k, -noise.abs() / 4, (do @ v.T).tril(-1)
+    hold(answer, [(*case, lambda x: x)], right, mistakes, ("dg",), ("T K",))
+    want, exact = right(*case, low), right(*case, lambda x: x)
+    (found,) = results(call(answer, *case, low), [want], ("dg",))
+    if close(found, exact):
+        raise Wrong("Nothing is rounded: low belongs around the operands of both products.")
+    left = (found[0].abs().max() / want.abs().max()).item()
+    if left > 1e-6:
+        raise Wrong(
+            f"All pairs lie after token 1, so its row must cancel; {left:.0e} of the largest entry "
+            "is left. A factor stands rounded on one side and unrounded on the other."
+        )
+    if not close(found, want):
+        raise Wrong(f"Other factors are rounded. {locate('dg', 'T K', found, want)}")
+
+
+@exercise("ex-gradients-chunk", "predict")
+def chunk(answer):
+    if not isinstance(answer, (list, tuple)) or len(answer) != 2:
+        raise Wrong("Expected two factors: that of the error and that of the states' bytes.")
+    error, states = map(number, answer)
+    if states > 1:
+        raise Wrong("The states' bytes: longer chunks have fewer states.")
+    if abs(states - 1 / 16) > 1e-9:
+        raise Wrong("The states' bytes: one state and one gradient for each chunk.")
+    if error > 6:
+        raise Wrong("The error: errors of either sign partly cancel, n add up to about sqrt(n).")
+    if not error >= 2:
+        raise Wrong("The error: a longer chunk adds and takes away more pairs.")

@@ -1,0 +1,217 @@
+"""Every form and every measured kernel under the roof of one GPU (chapter 6)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .. import costs, results
+from ._explorable import Choice, Explorable, Frame, Slider
+from ._svg import circle, path, rect, text
+
+__all__ = ["ORDINARY", "Point", "points", "roofline", "shapes"]
+
+#: FLOP/s in float32 without tensor cores, by the data sheet of the H200 (the other two ceilings are measured)
+ORDINARY = 67e12
+SUITES = ("flash", "linear", "figure2", "gla")
+COLORS = {
+    "softmax_attention": "vermilion",
+    "linear_attention": "blue",
+    "simple_gla": "green",
+    "gla": "orange",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A form or a kernel at one shape.
+
+    Attributes:
+        name: mechanism and form, or mechanism and kernel.
+        intensity: FLOPs for each byte to and from memory; of products, or of element-wise work where there are none.
+        rate: the same FLOPs a second, as measured, or the most that the ceilings allow.
+        ms: the time that was measured, or the least that the ceilings allow.
+        limit: what that least time is for, memory or products or element-wise work.
+        record: the measurement, or None for a prediction.
+        steps: longest chain of steps of which each needs the one before; None for a measurement.
+    """
+
+    name: str
+    mechanism: str
+    intensity: float
+    rate: float
+    ms: float
+    limit: str
+    record: dict | None = None
+    steps: int | None = None
+
+
+def _ceilings(data: dict) -> tuple[float, float]:
+    """(bytes a second of a copy, FLOP/s of a large product), as measured."""
+    environment = data["environment"]
+    return environment["copy_gb_s"] * 1e9, environment["matmul_tflop_s"] * 1e12
+
+
+def shapes(data: dict) -> list[dict[str, int]]:
+    """The shapes that some kernel was measured at, in the order of the file."""
+    found = [r for suite in SUITES for r in results.select(data, suite=suite, lengths=None)]
+    return [dict(x) for x in dict.fromkeys(tuple((n, r[n]) for n in "BTHKV") for r in found)]
+
+
+def points(data: dict, direction: str, **shape: int) -> list[Point]:
+    """What was measured at a shape, then, for the forward direction, what `costs.py` predicts of every form.
+
+    A measurement is placed by the fewest FLOPs and bytes that its mechanism needs (the floors of the
+    record), whatever the kernel does beyond. Its distance from the roof is then a ratio of times.
+    """
+    bandwidth, products = _ceilings(data)
+    found = {}
+    for suite in SUITES:
+        for r in results.select(data, suite=suite, direction=direction, lengths=None, **shape):
+            found.setdefault((r["mechanism"], r["contender"], r["gates"]), r)
+    measured = []
+    for (mechanism, contender, gates), r in found.items():
+        flops = r["flop_floor_ms"] / 1e3 * products
+        measured.append(
+            Point(
+                f"{mechanism}: {contender}" + (f", gates {gates}" if gates else ""),
+                mechanism,
+                flops / (r["floor_ms"] / 1e3 * bandwidth),
+                flops / (r["ms"] / 1e3),
+                r["ms"],
+                "memory" if r["floor_ms"] > r["flop_floor_ms"] else "products",
+                r,
+            )
+        )
+    measured.sort(key=lambda p: p.ms)
+    if direction != "forward":
+        return measured
+    predicted = []
+    for mechanism, forms in costs.FORMS.items():
+        for form in forms:
+            n = costs.cost(mechanism, form, **shape)
+            least = {
+                "memory": n.bytes / bandwidth,
+                "products": n.matmul_flops / products,
+                "element-wise work": n.elementwise_flops / ORDINARY,
+            }
+            limit = max(least, key=least.get)
+            flops, name = n.matmul_flops or n.elementwise_flops, f"{mechanism}: {form}"
+            rate, ms = flops / least[limit], 1e3 * least[limit]
+            predicted.append(
+                Point(name, mechanism, flops / n.bytes, rate, ms, limit, steps=n.steps)
+            )
+    return measured + sorted(predicted, key=lambda p: p.ms)
+
+
+X, Y, WIDE, HIGH = 40, 26, 350, 250  # of the plot: left, top, width, height
+LOW, TOP = (-0.8, -0.2), (4.8, 3.2)  # its corners: log10 of FLOP a byte and of TFLOP/s
+
+
+def _at(intensity: float, rate: float) -> tuple[float, float]:
+    x = (math.log10(intensity) - LOW[0]) / (TOP[0] - LOW[0])
+    y = (math.log10(rate / 1e12) - LOW[1]) / (TOP[1] - LOW[1])
+    return X + WIDE * x, Y + HIGH * (1 - y)
+
+
+def _plot(data: dict) -> str:
+    """Axes, legend, the two ceilings that were measured, and the ceiling of ordinary cores, dashed."""
+    bandwidth, products = _ceilings(data)
+    pieces = [rect(X, Y, WIDE, HIGH, "edge")]
+    for power, name in enumerate(("1", "10", "100", "1000", "10000")):
+        x, y = _at(10.0**power, 10.0 ** (12 + power))
+        pieces += [path([(x, Y), (x, Y + HIGH)], "edge faint"), text(x, Y + HIGH + 12, name)]
+        if power < 4:
+            pieces += [path([(X, y), (X + WIDE, y)], "edge faint"), text(X - 5, y, name, "end")]
+    left, right = 10 ** LOW[0], 10 ** TOP[0]
+    for height, kind in ((products, "line-grey"), (ORDINARY, "line-grey dashed")):
+        ridge = height / bandwidth
+        start = left if height == products else ridge
+        pieces.append(
+            path([_at(x, min(height, x * bandwidth)) for x in (start, ridge, right)], kind)
+        )
+    pieces += [
+        text(4, 10, "TFLOP/s", "start"),
+        text(X + WIDE - 6, Y + HIGH - 10, "FLOP a byte", "end"),
+    ]
+    for i, (mechanism, color) in enumerate(COLORS.items()):
+        x, y = X + 5 + 170 * (i % 2), Y + HIGH + 38 + 20 * (i // 2)
+        pieces.append(circle(x, y, 4.5, color))
+        pieces.append(text(x + 11, y, mechanism.replace("_", " "), "start"))
+    y = Y + HIGH + 78
+    return "".join(
+        [
+            *pieces,
+            circle(X + 5, y, 4, "line-grey") + text(X + 16, y, "predicted", "start"),
+            circle(X + 105, y, 4.5, "grey") + text(X + 116, y, "measured", "start"),
+            rect(X + 201, y - 4, 8, 8, "grey") + text(X + 216, y, "measured, peer", "start"),
+        ]
+    )
+
+
+def _mark(point: Point) -> str:
+    (x, y), color = _at(point.intensity, point.rate), COLORS[point.mechanism]
+    if point.record is None:
+        return circle(x, y, 4, f"line-{color}")
+    if point.record["peer"]:
+        return rect(x - 4, y - 4, 8, 8, color)
+    return circle(x, y, 4.5, color)
+
+
+def _words(point: Point, gpu: str) -> str:
+    r, intensity = point.record, f"{point.intensity:.3g} FLOP a byte"
+    if r is None:
+        return (
+            f"{point.name}, predicted, not measured: at least {point.ms:.3g} ms, for {point.limit}; "
+            f"{intensity}; {point.steps:,} step{'s' * (point.steps > 1)} in a row."
+        )
+    least = max(r["floor_ms"], r["flop_floor_ms"])
+    return (
+        f"{point.name}, measured on {gpu} (commit {r['commit'][:7]}): {point.ms:.3g} ms; at least "
+        f"{least:.3g}, for {point.limit}: {least / point.ms:.0%} of the attainable; {intensity}."
+    )
+
+
+def _row(data: dict, plot: str, direction: str, shape: dict[str, int]) -> list[Frame]:
+    """A frame for every point of a shape; one without any where there is none."""
+    found = points(data, direction, **shape)
+    marks = "".join(map(_mark, reversed(found)))  # what was measured on top
+    if not found:
+        return [
+            Frame([plot], "Nothing was measured here, and costs.py counts forward passes only.")
+        ]
+    frames = []
+    for p in found:
+        ring = circle(*_at(p.intensity, p.rate), 9, "line")
+        time = text(X + WIDE, 10, f"{'at least ' * (p.record is None)}{p.ms:.3g} ms", "end strong")
+        frames.append(Frame([plot, marks, ring, time], _words(p, data["environment"]["gpu"])))
+    return frames
+
+
+def roofline(data: dict) -> Explorable:
+    """The forms and kernels at each measured shape, under the ceilings of the GPU that they were measured on.
+
+    Args:
+        data: what :func:`gla_ref.results.load` returns.
+    """
+    plot, directions = _plot(data), ("forward", "backward")
+    frames = [[_row(data, plot, d, shape) for d in directions] for shape in shapes(data)]
+    names = [f"B {s['B']}, T {s['T']}, H {s['H']}, K/V {s['K']}/{s['V']}" for s in shapes(data)]
+    most = max(len(row) for shape in frames for row in shape)
+    return Explorable(
+        title=f"Forms and kernels under the roof of one GPU, {data['environment']['gpu']}",
+        notice="Left of the ridge memory is the limit, right of it products. A measured point counts the least work of "
+        "its mechanism, so its distance from the roof is lost time. Predictions (from costs.py, chunks of 64) lie on "
+        "the roof, unless element-wise work, for which the roof is the dashed one, holds them down. They let the "
+        "whole chip work all the time, which thousands of steps in a row do not.",
+        alt="A plot of speed over arithmetic intensity, both logarithmic, with a roof that rises, then is flat. Hollow "
+        "circles, forms, lie on it or below; filled marks, measured kernels, lie below.",
+        controls=(
+            Choice("shape", names),
+            Choice("direction", directions),
+            Slider("point", range(1, most + 1)),
+        ),
+        frames=frames,
+        height=Y + HIGH + 90,
+        start=(max(range(len(names)), key=lambda i: len(frames[i][0])), 0, 0),
+    )

@@ -1,0 +1,571 @@
+"""Exercises of chapters 1 to 6: right answers are accepted, typical wrong ones are told what is wrong with them.
+
+And of all chapters: every exercise of the book has a judge, a cell to answer it in, and a solution that passes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import test_exercises_late as late
+import torch
+
+from gla_ref import exercises
+from gla_ref.exercises import _compare, check
+from gla_ref.prefix_sum import blelloch, hillis_steele
+
+BOOK = Path(__file__).resolve().parents[1] / "book"
+CHAPTERS = sorted(BOOK.glob("[0-9][0-9]_*.md"))
+
+check("ex-softmax-order")  # imports the judges
+LABELS = sorted(exercises.JUDGES)
+
+
+# -- the book: a judge, a starting cell and a checked solution for every exercise --------------------
+
+
+def boxes(text: str) -> dict[str, str]:
+    """Label -> the text from its exercise to the next one, or to the end of its section."""
+    parts = re.split(r"(?m)^:::+\{exercise\}.*\n:label: (\S+)$", text)
+    ends = (re.split(r"(?m)^## ", part)[0] for part in parts[2::2])
+    return dict(zip(parts[1::2], ends, strict=True))
+
+
+def test_every_exercise_of_the_book_is_checked():
+    found = {path.stem: boxes(path.read_text()) for path in CHAPTERS}
+    labels = [label for chapter in found.values() for label in chapter]
+    assert len(labels) == len(set(labels))
+    assert set(labels) == set(exercises.JUDGES)
+    kinds = {}
+    for chapter, of in found.items():
+        for label, text in of.items():
+            start, solution = re.split(r"(?m)^:::+\{solution-start\} " + label + "$", text)
+            assert f'\ncheck("{label}", ' in start, f"{label}: no cell to answer it in"
+            assert f'assert check("{label}", ' in solution, f"{label}: its solution is not checked"
+        kinds[chapter] = Counter(exercises.JUDGES[label][0] for label in of)
+        print(f"{chapter:30s} {sum(kinds[chapter].values())}  {dict(kinds[chapter])}")
+        assert sum(kinds[chapter].values()) >= 3, chapter
+        assert set(kinds[chapter]) == {"predict", "derive", "implement"}, chapter
+    print(f"{len(labels)} exercises, {dict(sum(kinds.values(), Counter()))}")
+    assert len(labels) >= 40
+
+
+def test_unfinished_answers_are_open():
+    for label, (kind, _) in exercises.JUDGES.items():
+        assert check(label, ...).status == "open"
+        if kind == "implement":
+            assert check(label, lambda *_: None).status == "open", label
+    assert check("ex-prefix-sqrt", [64, ..., ...]).status == "open"
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_nonsense_is_wrong_and_raises_nothing(label):
+    nonsense = [
+        True,
+        -3.5,
+        math.nan,
+        "x",
+        "",
+        [],
+        [[]],
+        [None, None],
+        {},
+        {"k": "x"},
+        torch.zeros(3),
+    ]
+    nonsense += [lambda: 0, lambda *_: "x", lambda *_: [], lambda *x: x[0], lambda *_: math.nan]
+    nonsense += [lambda *x: tuple(x), lambda *_: torch.full((2, 2), math.nan), dict]
+    for answer in nonsense:
+        verdict = check(label, answer)
+        assert verdict.status == "wrong" and len(verdict.message) > 10, (answer, verdict)
+
+
+def test_unknown_label():
+    with pytest.raises(ValueError, match="label: expected one of"):
+        check("ex-nothing", 1)
+
+
+# -- the judges: whoever makes a mistake that they know gets its sentence ---------------------------
+
+
+def known(label: str, monkeypatch) -> list[tuple]:
+    """(helper, its arguments after the answer) of every comparison that the judge makes."""
+    seen, (_, judge) = [], exercises.JUDGES[label]
+    for name in ("hold", "expect", "choose"):
+        if hasattr(sys.modules[judge.__module__], name):
+            note = partial(lambda name, answer, *a, **k: seen.append((name, a, k)), name)
+            monkeypatch.setattr(sys.modules[judge.__module__], name, note)
+    judge((RIGHT | late.RIGHT)[label][0])
+    return seen
+
+
+def told(helper: str, answer, args, options) -> str:
+    with pytest.raises(exercises.Wrong) as wrong:
+        getattr(_compare, helper)(answer, *args, **options)
+    return str(wrong.value)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_every_known_mistake_is_told_apart(label, monkeypatch):
+    """Each mistake shows on the judge's cases, and no sentence before it takes it for another one."""
+    for helper, args, options in known(label, monkeypatch):
+        if helper == "hold":
+            cases, right, mistakes, *rest = args
+            for sentence, mistake in mistakes.items():
+                again = list(cases), right, mistakes, *rest
+                assert told("hold", mistake, again, options) == sentence
+        elif helper == "expect":
+            right, mistakes, *_ = args
+            for wrong, sentence in mistakes:
+                if isinstance(right, (list, tuple)):
+                    wrong = [r if w is ... else w for w, r in zip(wrong, right, strict=True)]
+                assert told("expect", wrong, args, options) == sentence
+        else:
+            right, why = args
+            for option, sentence in why.items():
+                assert told("choose", set(right) ^ {option}, args, options).endswith(sentence)
+
+
+# -- chapter 1 ---------------------------------------------------------------------------------------
+
+
+def after_cache(shift=None, scaled=True):
+    """Tokens one by one; `shift` says how many more or fewer keys than it may a token sees."""
+
+    def form(q, k, v, keys, values, scale):
+        keys, values, rows = torch.cat([keys, k]), torch.cat([values, v]), []
+        for t in range(len(q)):
+            n = len(keys) - len(q) + t + 1 if shift is None else shift(len(keys) - len(q), t)
+            x = keys[:n] @ q[t] * (scale if scaled else 1)
+            a = x.exp() / x.exp().sum()
+            rows.append(sum(a[j] * values[j] for j in range(len(a))))
+        return torch.stack(rows)
+
+    return form
+
+
+def only_new(q, k, v, keys, values, scale):
+    x = (scale * q @ k.T).masked_fill(torch.ones(len(q), len(q)).triu(1) > 0, -math.inf)
+    return x.softmax(-1) @ v
+
+
+def not_extended(q, k, v, keys, values, scale):
+    return (scale * q @ keys.T).softmax(-1) @ values
+
+
+# -- chapter 2 ---------------------------------------------------------------------------------------
+
+
+def merged(L1, o1, L2, o2):
+    top = max(L1, L2)
+    a, b = math.exp(L1 - top), math.exp(L2 - top)
+    return top + math.log(a + b), (a * o1 + b * o2) / (a + b)
+
+
+def merged_unsafe(L1, o1, L2, o2):
+    a, b = L1.exp(), L2.exp()
+    return (a + b).log(), (a * o1 + b * o2) / (a + b)
+
+
+def merged_alike(L1, o1, L2, o2):
+    return torch.logaddexp(L1, L2), 0.5 * o1 + 0.5 * o2
+
+
+def merged_sum(L1, o1, L2, o2):
+    return torch.logaddexp(L1, L2), o1 + o2
+
+
+def merged_added(L1, o1, L2, o2):
+    return L1 + L2, merged(L1, o1, L2, o2)[1]
+
+
+# -- chapter 3 ---------------------------------------------------------------------------------------
+
+
+def attention_gradients(mask=True, delta=True, scaled=True, softmax=True):
+    def form(q, k, v, o, L, do, scale):
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for i in range(len(q)):
+            for j in range(i + 1 if mask else len(k)):
+                p = torch.exp(scale * q[i] @ k[j] - L[i])
+                dx = do[i] @ v[j] - (do[i] @ o[i] if delta else 0)
+                dx = dx * (p if softmax else 1) * (scale if scaled else 1)
+                dv[j] += p * do[i]
+                dq[i] += dx * k[j]
+                dk[j] += dx * q[i]
+        return dq, dk, dv
+
+    return form
+
+
+# -- chapter 4 ---------------------------------------------------------------------------------------
+
+
+def features(constant=1.0, pairs=0.5**0.5, squares_only=False):
+    def phi(x):
+        products = torch.einsum("...a,...b->...ab", x, x)
+        products = products.diagonal(dim1=-2, dim2=-1) if squares_only else products.flatten(-2)
+        return torch.cat([constant * torch.ones_like(x[..., :1]), x, pairs * products], -1)
+
+    return phi
+
+
+def windowed(start=lambda t, w: max(0, t - w + 1), end=lambda t: t + 1):
+    """The sum over a range of tokens, straight from the definition."""
+
+    def form(q, k, v, w):
+        rows = []
+        for t in range(len(q)):
+            span = slice(start(t, w), end(t))
+            rows.append((k[span] @ q[t]) @ v[span])
+        return torch.stack(rows)
+
+    return form
+
+
+def unguarded(q, k, v, w):
+    S, o = 0, []
+    for t in range(len(q)):
+        S = S + torch.outer(k[t], v[t]) - torch.outer(k[t - w], v[t - w])
+        o.append(q[t] @ S)
+    return torch.stack(o)
+
+
+def one_late(q, k, v, w):
+    S, o = 0, []
+    for t in range(len(q)):
+        S = S + torch.outer(k[t], v[t])
+        if t > w:
+            S = S - torch.outer(k[t - w], v[t - w])
+        o.append(q[t] @ S)
+    return torch.stack(o)
+
+
+# -- chapter 5 ---------------------------------------------------------------------------------------
+
+
+def suffixes(turn=True, exchange=True, back=True):
+    def form(combine, xs):
+        xs = tuple(x.flip(1) for x in xs) if turn else xs
+        operator = (lambda a, b: combine(b, a)) if exchange else combine
+        ys = hillis_steele(operator, xs)
+        return tuple(y.flip(1) for y in ys) if back else ys
+
+    return form
+
+
+def restart(flag=torch.maximum, number=lambda r1, x1, r2, x2: torch.where(r2 > 0, x2, x1 + x2)):
+    return lambda a, b: (flag(a[0], b[0]), number(*a, *b))
+
+
+# -- chapter 6 ---------------------------------------------------------------------------------------
+
+
+def turned(into=True, back=True, exchange=False):
+    def form(walk, q, k, v, do):
+        q, k, v, do = [x.flip(0) for x in (q, k, v, do)] if into else (q, k, v, do)
+        dk, dv = walk(v, do, q), walk(k, q, do)
+        dk, dv = (dk.flip(0), dv.flip(0)) if back else (dk, dv)
+        return (dv, dk) if exchange else (dk, dv)
+
+    return form
+
+
+RIGHT = {
+    "ex-softmax-dominates": [lambda d, H: 8 * d**2 / (4 * H * (d / H))],
+    "ex-softmax-afterwards": [[0.125, 0.5, 0.625, 1], torch.tensor([1 / 8, 3 / 6, 5 / 8, 12 / 12])],
+    "ex-softmax-order": [{1, 2}, [2, 1]],
+    "ex-softmax-cache": [after_cache()],
+    "ex-online-first": ["be", "B, E", ["b", "e"]],
+    "ex-online-rescale": [[3, 2, 1], (3, 2, 1)],
+    "ex-online-divide": [
+        lambda m, new, x: (math.exp(m) / math.exp(new), math.exp(x) / math.exp(new))
+    ],
+    "ex-online-lse": [merged],
+    "ex-flash-rows": [256],
+    "ex-flash-order": [[6, 5]],
+    "ex-flash-split": [
+        lambda L: 1 / (L[None] - L[:, None]).exp().sum(-1),
+        lambda L: torch.softmax(L, 0).tolist(),
+    ],
+    "ex-flash-gradients": [attention_gradients()],
+    "ex-linear-rank": [[3, 5, 5]],
+    "ex-linear-capacity": [17, 17.0],
+    "ex-linear-taylor": [features()],
+    "ex-linear-window": [windowed()],
+    "ex-prefix-sqrt": [[64, 126, 8064]],
+    "ex-prefix-associative": ["acdf", "f, d, c, a"],
+    "ex-prefix-reverse": [suffixes()],
+    "ex-prefix-segments": [
+        restart(),
+        lambda a, b: (a[0] + b[0] - a[0] * b[0], a[1] * (1 - b[0]) + b[1]),
+    ],
+    "ex-fla-programs": [[32, 4096, 128]],
+    "ex-fla-chunk": [[284, 1], [285, 1.0]],
+    "ex-fla-flip": [turned()],
+    "ex-fla-packed": [lambda c, n, L: c // L + n],
+}
+
+#: label -> wrong answers, each with words that name its mistake
+WRONG = {
+    "ex-softmax-dominates": [
+        (lambda d, H: 2 * d / H, "their number cancels"),
+        (lambda d, H: 4 * d, "two products with T^2"),
+        (lambda d, H: d + d / 2, "four projections"),
+        (lambda d, H: d, "a multiplication and an addition"),
+        (lambda d, H: d * H, "instead of 192 for the arguments 96, 3"),
+        (3, "Expected a function, got int"),
+    ],
+    "ex-softmax-afterwards": [
+        ([1, 1, 1, 1], "before the mask"),
+        ([7 / 8, 1 / 2, 3 / 8, 0], "thrown away"),
+        ([0, 1 / 6, 2 / 8, 6 / 12], "a token reads itself"),
+        ([1, 3, 5, 12], "divide by the sum"),
+        ([0.5, 0.5], "Expected a list of 4, got list of 2"),
+        ([0.125, 0.5, 0.6, 1], "Answer 3 of 4"),
+    ],
+    "ex-softmax-order": [
+        ([1, 2, 3], "3 does not belong to it. It reads places 1 to 3"),
+        ([1], "2 is missing. It reads two places"),
+        ([], "1 is missing. It reads one place only"),
+        ([1, 2, 4], "places 1 to 4"),
+        ([0, 1], "Expected some of 1, 2, 3, 4"),
+        (2, "as a list, got 2"),
+    ],
+    "ex-softmax-cache": [
+        (after_cache(lambda P, t: t + 1), "does not know of the cache"),
+        (after_cache(lambda P, t: None), "New tokens see later ones"),
+        (after_cache(lambda P, t: P + t), "No new token sees itself"),
+        (only_new, "cache is not read"),
+        (not_extended, "new keys are not read"),
+        (after_cache(scaled=False), "scale is forgotten"),
+        (
+            lambda q, k, v, *_: after_cache()(q, k, v, *_)[:2],
+            "o: expected shape [4, 2], got [2, 2]",
+        ),
+        (lambda q, k, v, *_: v.float(), "torch.float32"),
+        (lambda q, k, v, *_: v / 0, "infinity"),
+        (lambda q, k, v, *_: v, "The first difference is at token 1, o[0, 0]"),
+        (lambda q, k, v, *_: q @ v, "It stopped with RuntimeError"),
+        (lambda q, k, v, *_: torch.einsum("tk,tk->", q, v), "of <lambda>)."),  # not of einsum
+        (7, "Expected a function"),
+    ],
+    "ex-online-first": [
+        ("b", "e is missing. The exponents are 0 and 100"),
+        ("bce", "c does not belong to it. No exponent is positive"),
+        ("abe", "Only differences count"),
+        ("bde", "just below the 88.7"),
+        ("x", "Expected some of a, b"),
+    ],
+    "ex-online-rescale": [
+        ([4, 3, 2], "no old sum to shrink"),
+        ([7, 3, 1], "the factor is e^0 = 1"),
+        ([3, 3, 3], "once a tile at most"),
+        ([0, 0, 0], "count how often it rises"),
+    ],
+    "ex-online-divide": [
+        (lambda m, n, x: ((n - m).exp(), (x - n).exp()), "upside down"),
+        (lambda m, n, x: (1, (x - n).exp()), "brought to the new one"),
+        (lambda m, n, x: ((m - n).exp(), (x - m).exp()), "relative to the old maximum"),
+        (lambda m, n, x: ((m - n).exp(), 1), "only when it is the largest"),
+        (lambda m, n, x: (m - n).exp(), "Expected 2 result(s), a, b; got 1"),
+    ],
+    "ex-online-lse": [
+        (merged_alike, "count alike"),
+        (merged_sum, "Two averages are added"),
+        (merged_added, "do not add"),
+        (lambda L1, o1, L2, o2: (max(L1, L2), merged(L1, o1, L2, o2)[1]), "maximum is not enough"),
+        (lambda L1, o1, L2, o2: merged(L1, o2, L2, o1), "shares are exchanged"),
+        (merged_unsafe, "e^1000 overflows"),
+        (lambda *x: (merged(*x)[0] + 1, merged(*x)[1]), "for the arguments 0.3, -1.2"),
+        (
+            lambda *x: (torch.logaddexp(x[0], x[2]), merged_unsafe(*x)[1]),
+            "in the shares e^1000 overflows",
+        ),
+    ],
+    "ex-flash-rows": [
+        (128, "does 128 FLOPs a byte"),
+        (103, "e = 2 bytes"),
+        (206.04, "ridge itself"),
+        (512, "Fewer will do"),
+    ],
+    "ex-flash-order": [
+        ([5, 6], "other way round"),
+        ([5, 5], "both are busy to the end"),
+        ([10, 10], "at the same time"),
+        ([6, 6], "Longest first"),
+    ],
+    "ex-flash-split": [
+        (lambda L: torch.ones_like(L) / len(L), "do not count alike"),
+        (lambda L: L / L.sum(), "L is a logarithm"),
+        (lambda L: L.exp(), "must sum to 1"),
+        (lambda L: (L - L.max()).exp(), "after subtracting the largest"),
+        (lambda L: L.exp() / L.exp().sum(), "e^1000 overflows"),
+    ],
+    "ex-flash-gradients": [
+        (attention_gradients(mask=False), "future is not masked"),
+        (attention_gradients(delta=False), "row sum is missing"),
+        (attention_gradients(scaled=False), "scale is missing in dq and dk"),
+        (attention_gradients(softmax=False), "factor p is missing"),
+        (lambda *x: attention_gradients()(*x)[:2], "Expected 3 result(s), dq, dk, dv; got 2"),
+        (lambda *x: [2 * y for y in attention_gradients()(*x)], "token 2, dq[1, 0]"),
+    ],
+    "ex-linear-rank": [
+        ([3, 6, 8], "only V = 5 columns"),
+        ([3, 6, 100], "no rank above 5"),
+        ([5, 5, 5], "no more than rank 3"),
+        ([1, 1, 1], "The sum of three"),
+    ],
+    "ex-linear-capacity": [
+        (16, "does not disturb itself"),
+        (33, "root is missing"),
+        (64, "nearly 1"),
+        (20, "solve for N"),
+        ({}, "Expected a number, got dict"),
+        ("many", "Expected a number, got str"),
+    ],
+    "ex-linear-taylor": [
+        (features(pairs=1), "both sides together"),
+        (features(pairs=0.5), "1 / sqrt(2)"),
+        (features(constant=0), "needs a feature"),
+        (features(pairs=0), "quadratic term is missing"),
+        (features(squares_only=True), "Only squares"),
+        (lambda x: None, "returns nothing yet"),
+    ],
+    "ex-linear-window": [
+        (windowed(lambda t, w: 0), "Nothing leaves the window"),
+        (windowed(lambda t, w: max(0, t - w)), "holds w + 1 tokens"),
+        (windowed(lambda t, w: max(0, t - w + 2)), "holds w - 1 tokens"),
+        (windowed(lambda t, w: max(0, t - w), lambda t: t), "read before it is written"),
+        (unguarded, "Python counts from the end"),
+        (one_late, "At t = w the first token"),
+        (lambda q, k, v, w: windowed()(q, k, v, w) / 3**0.5, "the scale is 1"),
+    ],
+    "ex-prefix-sqrt": [
+        ([64, 128, 8064], "a chain of C - 1"),
+        ([64, 126, 8192], "none for a chunk's first number"),
+        ([64, 126, 4095], "one after the other"),
+        ([64, 126, 8128], "no carry to the first chunk"),
+        ([32, 158, 8064], "its derivative is zero"),
+    ],
+    "ex-prefix-associative": [
+        ("acdef", "e does not belong to it. ||1 - 2| - 4| = 3"),
+        ("abcdf", "(8 - 4) - 2"),
+        ("adf", "c is missing. It is (1 + x)(1 + y) - 1"),
+        ("acf", "d is missing. Both groupings"),
+        (["acdf"], "Expected some of"),
+    ],
+    "ex-prefix-reverse": [
+        (suffixes(turn=False, exchange=False, back=False), "These are prefixes"),
+        (suffixes(exchange=False), "operands must be exchanged"),
+        (suffixes(back=False), "not turned back: its first element"),
+        (suffixes(exchange=False, back=False), "and the operands are not exchanged"),
+        (suffixes(turn=False, back=False), "the sequence is not"),
+    ],
+    "ex-prefix-segments": [
+        (restart(lambda r1, r2: r2), "must keep the left flag"),
+        (restart(lambda r1, r2: r1 * r2), "joined with `and`"),
+        (
+            restart(number=lambda r1, x1, r2, x2: torch.where(r1 > 0, x2, x1 + x2)),
+            "not the left part's",
+        ),
+        (restart(number=lambda r1, x1, r2, x2: x1 + x2), "never starts anew"),
+        (
+            restart(number=lambda r1, x1, r2, x2: (1 - r2) * (x1 + x2)),
+            "first number of a text is lost",
+        ),
+        (lambda a, b: (a[0] + b[0], (1 - b[0]) * a[1] + b[1]), "two starts make 2"),
+        (lambda a, b: a[1] + b[1], "Expected 2 result(s), r, x"),
+    ],
+    "ex-fla-programs": [
+        ([16, 2048, 64], "Columns of V are independent"),
+        ([4096, 4096, 4096], "T has no part"),
+        ([32, 4096, 4096], "owns a whole segment"),
+        ([8, 1024, 32], "Two sequences"),
+    ],
+    "ex-fla-chunk": [
+        ([78, 1], "e = 2 bytes"),
+        ([206, 1], "d counts as well"),
+        ([284, 284 / 64], "And a token?"),
+        ([284, 2.15], "Do the bytes shrink?"),
+        ([100, 1], "Solve (C + d) / e"),
+    ],
+    "ex-fla-flip": [
+        (turned(into=False, back=False), "turn the tokens round first"),
+        (turned(back=False), "not turned back"),
+        (turned(into=False), "only the results"),
+        (turned(exchange=True), "dk and dv are exchanged"),
+        (
+            lambda walk, q, k, v, do: turned()(walk, do, k, v, q),
+            "have changed places",
+        ),
+    ],
+    "ex-fla-packed": [
+        (lambda c, n, L: c // L, "floor(c / L) has not grown"),
+        (lambda c, n, L: -(-c // L), "inside one multiple of L"),
+        (lambda c, n, L: -(-c // L) + n, "1 more than floor(T / L) + N"),
+        (lambda c, n, L: c + n, "more than floor(T / L) + N"),
+        (lambda c, n, L: n, "slot(s) are its own"),
+        (lambda c, n, L: c // L + n - 1, "counted from 0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("label", RIGHT)
+def test_right_answers(label):
+    for answer in RIGHT[label]:
+        begin, state = time.perf_counter(), torch.get_rng_state()
+        verdict = check(label, answer)
+        assert verdict and verdict.status == "right", verdict
+        assert torch.equal(state, torch.get_rng_state()), "a judge must leave the global generator"
+        assert time.perf_counter() - begin < 3, "a judge takes 0.3 s at most on an idle machine"
+
+
+@pytest.mark.parametrize("label", WRONG)
+def test_wrong_answers_are_named(label):
+    kind = exercises.JUDGES[label][0]
+    assert len(WRONG[label]) >= (3 if kind == "implement" else 2)
+    for answer, words in WRONG[label]:
+        verdict = check(label, answer)
+        assert not verdict and words in verdict.message, (words, verdict)
+
+
+def test_every_early_exercise_is_tried():
+    topics = ("softmax", "online", "flash", "linear", "prefix", "fla")
+    early = {label for label in exercises.JUDGES if label.split("-")[1] in topics}
+    assert early == set(RIGHT) == set(WRONG)
+    assert len(early) >= 22
+
+
+def test_a_function_may_change_what_it_gets():
+    """Judges hand out copies."""
+
+    def in_place(q, k, v, w):
+        o = windowed()(q, k, v, w)
+        return o, q.zero_(), k.zero_()
+
+    assert check("ex-linear-window", lambda *x: in_place(*x)[0])
+
+
+def test_default_dtype_does_not_matter():
+    """Some chapters set it to float64, others do not."""
+    try:
+        torch.set_default_dtype(torch.float64)
+        for label, answers in RIGHT.items():
+            assert check(label, answers[0]), label
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_scans_are_the_books():
+    """The judge of a segmented sum runs both trees of the chapter."""
+    r = torch.tensor([[1.0, 0, 1, 0, 0]])
+    for scan in (hillis_steele, blelloch):
+        assert scan(restart(), (r, torch.ones(1, 5)))[1].tolist() == [[1, 2, 1, 2, 3]]

@@ -1,0 +1,318 @@
+"""Explorables of walks, maps, exponents and roofs: they show what the package computes (chapters 6 to 11)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+import pytest
+import torch
+from test_viz import EXPLORABLES, rects, texts
+from torch.overrides import TorchFunctionMode
+
+from gla_ref import gla, linear_attention, results
+from gla_ref.costs import FORMS, cost
+from gla_ref.viz import gate_strength, kernel_walk, roofline, two_level_map
+
+# -- a kernel's walk (chapter 6) ---------------------------------------------------------------
+
+N, C, L, K, V = (getattr(kernel_walk, name) for name in ("N", "C", "L", "K", "V"))
+KIB = 1024
+
+
+@pytest.fixture(scope="module")
+def walks():
+    tokens = [torch.randn(N * C, D, dtype=torch.float64) for D in (K, K, V)]
+    return tokens, {way: kernel_walk.walk(way, *tokens) for way in kernel_walk.WAYS}
+
+
+@pytest.mark.parametrize("way", kernel_walk.WAYS)
+def test_walk_computes_linear_attention_and_moves_what_the_chapter_counts(walks, way):
+    tokens, done = walks
+    o, S, moves = done[way]
+    exact = linear_attention.recurrent(*(x[None, :, None] for x in tokens))
+    assert (o - exact[0][0, :, 0]).abs().max() < 1e-11
+    assert (S - exact[1][0, 0]).abs().max() < 1e-11
+    T, extra = N * C, {
+        "fused": 0,
+        "materialised": 2 * N * C * (K + V) + 2 * 2 * N * K * V,
+        "segmented": 2 * N * C * (K + V) + 16 * (N // L) * K * V,
+    }  # fmt: skip
+    n = cost("linear_attention", "chunkwise", B=1, T=T, H=1, K=K, V=V, C=C)
+    least = n.bytes - 4 * K * V  # these walks start from zero, and read no initial state
+    assert sum(m.bytes for m in moves) == least + extra[way]
+    assert max(m.step for m in moves) == {"fused": N, "materialised": N + 1, "segmented": 5}[way]
+    loads = Counter((m.tensor, m.n) for m in moves if m.action == "load")
+    stores = Counter((m.tensor, m.n) for m in moves if m.action == "store")
+    for i in range(N):
+        assert loads["q", i] == stores["o", i] == 1
+        assert loads["k", i] == loads["v", i] == (1 if way == "fused" else 2)
+    ready = {}  # a state is stored in an earlier step than it is loaded in, or by the same program
+    for m in moves:
+        if m.tensor in "SD":
+            if m.action == "store":
+                ready[m.tensor, m.n] = m.step
+            else:
+                assert ready[m.tensor, m.n] < m.step
+
+
+@pytest.mark.parametrize("way", kernel_walk.WAYS)
+def test_walk_shows_its_moves(way):
+    tokens = [torch.zeros(N * C, D) for D in (K, K, V)]
+    moves = kernel_walk.walk(way, *tokens)[2]
+    row = kernel_walk.kernel_walk().frames[kernel_walk.WAYS.index(way)]
+    assert len(row) == 1 + max(m.step for m in moves)
+    for step, frame in enumerate(row):
+        so_far = [m for m in moves if m.step <= step]
+        totals = [sum(m.bytes for m in so_far if m.action == a) for a in ("load", "store")]
+        assert [t for t in texts(frame) if t.endswith("KiB")] == [f"{x // KIB} KiB" for x in totals]
+        assert f"so far: {sum(totals) // KIB} KiB" in frame.readout
+        now = {(m.tensor, m.n): m.action for m in moves if m.step == step}
+        blue, orange = rects(frame, "pale-blue"), rects(frame, "orange")
+        for color, action in ((blue, "load"), (orange, "store")):
+            tiles = [r for r in color if r["y"] < kernel_walk.CHIP and r["height"] == 22]
+            assert len(tiles) == list(now.values()).count(action)
+        boxes = [r for r in rects(frame, "edge") if r["height"] > 22]
+        assert len(boxes) == len({m.program for m in moves if m.step == step})
+
+
+# -- the map of two-level chunking (chapter 9) -------------------------------------------------
+
+
+@pytest.mark.parametrize("C", two_level_map.CHUNKS)
+@pytest.mark.parametrize("c", two_level_map.SUB_CHUNKS)
+def test_map_shows_the_blocks_and_their_work(C, c):
+    T, K, V = (getattr(two_level_map, name) for name in "TKV")
+    frames = EXPLORABLES["two_level_map"]().frames
+    row = frames[two_level_map.CHUNKS.index(C)][two_level_map.SUB_CHUNKS.index(c)]
+    blocks = list(gla.two_level_blocks(T, C, c))
+    assert len(row) == len(blocks)
+    pattern = r"FLOPs: ([\d,]+) in products, ([\d,]+) element-wise"
+    shown = [[int(x.replace(",", "")) for x in re.search(pattern, f.readout).groups()] for f in row]
+    n = cost("gla", "chunkwise_two_level", B=1, T=T, H=1, K=K, V=V, C=C, c=c)
+    assert [sum(x) for x in zip(*shown, strict=True)] == [n.matmul_flops, n.elementwise_flops]
+    for step, (frame, (kind, rows, _)) in enumerate(zip(row, blocks, strict=True)):
+        assert f"tokens {rows.start + 1} to {rows.stop}" in frame.readout
+        words = {"inter-chunk": "chunk", "inter-sub-chunk": "Between sub-chunks"}
+        assert words.get(kind, "log space") in frame.readout
+        areas = Counter()
+        for piece in frame.pieces:
+            found = re.match(r'<path class="(grey|orange|pink)( faint)?" d="M(.*)Z"', piece)
+            if found:
+                areas[found[1], bool(found[2])] += _pairs(found[3])
+        wanted = Counter()
+        for i, (name, r, s) in enumerate(blocks):
+            m, width = r.stop - r.start, s.stop - s.start
+            pairs = m * (m + 1) / 2 if name == "intra-sub-chunk" else m * width
+            wanted[two_level_map.COLORS[name], i > step] += pairs
+        assert {k: x for k, x in areas.items() if x} == {k: x for k, x in wanted.items() if x}
+        assert sum(areas.values()) == T * (T + 1) / 2  # every pair once
+
+
+def _pairs(d: str) -> float:
+    """The area of a polygon, in pairs of tokens; it must lie on the grid of the map."""
+    x0, y0, size = two_level_map.X, two_level_map.Y, two_level_map.SIZE
+    corners = [tuple(map(float, point.split())) for point in d.split("L")]
+    corners = [((x - x0) / size, (y - y0) / size) for x, y in corners]
+    assert all(x == int(x) and y == int(y) for x, y in corners)
+    following = corners[1:] + corners[:1]
+    return sum(a * d - b * c for (a, b), (c, d) in zip(corners, following, strict=True)) / 2
+
+
+def test_map_tells_the_truth_in_its_notice():
+    T, K, V = (getattr(two_level_map, name) for name in "TKV")
+    for C in two_level_map.CHUNKS:
+        shares = {}
+        for c in two_level_map.SUB_CHUNKS:
+            pink = total = pairs = 0
+            for kind, rows, cols in gla.two_level_blocks(T, C, c):
+                m = rows.stop - rows.start
+                work = two_level_map.block_flops(kind, m, cols.stop - cols.start)[1]
+                total += work
+                if kind == "intra-sub-chunk":
+                    pink, pairs = pink + work, pairs + m * (m + 1) // 2
+                elif cols.stop:  # the block touches the diagonal in the corner of the two arrows
+                    assert cols.stop == rows.start
+            shares[c] = pink / total
+            assert pairs <= T * (T + 1) / 2 / 5 and shares[c] > 2 * pairs / (T * (T + 1) / 2)
+        assert shares[2] < 0.7 * shares[4]
+
+
+# -- gate strength and exponents (chapter 11) --------------------------------------------------
+
+FORM = list(gate_strength.FORMS)
+FIRST = {  # by hand: the largest number is e^88.7, in float16 e^11.09; 256 tokens, or half of 64
+    "float16": (math.log(65504) / 256, math.log(65504) / 32),
+    "bfloat16": (88.72 / 256, 88.72 / 32),
+    "float32": (88.72 / 256, 88.72 / 32),
+}
+
+
+def tokens(T, K, V):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, T, 3, D, generator=generator).double() for D in (K, K, V))
+    return (
+        q,
+        k,
+        v,
+        torch.nn.functional.logsigmoid(torch.randn(2, T, 3, K, generator=generator)).double(),
+    )
+
+
+@pytest.mark.parametrize("form", FORM)
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 145])
+def test_forms_compute_the_recurrence(form, T):
+    q, k, v, g = tokens(T, 5, 7)
+    exact = gla.recurrent(q, k, v, g / 8)
+    for x, y in zip(gate_strength.FORMS[form](q, k, v, g / 8), exact, strict=True):
+        assert (x - y).abs().max() < 1e-10
+
+
+def test_rounding_mode_is_that_of_the_two_level_form():
+    x = [y.float() for y in tokens(130, 5, 7)]
+    for dtype in gate_strength.DTYPES.values():
+        with gate_strength.Rounded(dtype):
+            o, S = gate_strength.two_levels(*x)
+        same = gla.chunkwise_two_level(*x, round_to=dtype)
+        assert torch.equal(o, same[0]) and torch.equal(S, same[1])
+
+
+@pytest.mark.parametrize("form", FORM)
+def test_exponents_are_those_of_the_factors_that_the_form_multiplies(form):
+    """With q = k = 1 the operands of products are the factors themselves."""
+    T, seen = gate_strength.T, []
+
+    class Look(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.matmul:
+                seen.extend(args)
+            return function(*args, **(kwargs or {}))
+
+    g = -torch.rand(T, generator=torch.Generator().manual_seed(2)).double() / 8
+    ones = torch.ones(1, T, 1, 1).double()
+    with Look():
+        gate_strength.FORMS[form](ones, ones, ones, g[None, :, None, None])
+    columns = [x.flatten().log() for x in seen if (x > 0).all()]
+    for _, _, b in gate_strength.exponents(form, g):
+        assert any(
+            len(x) == len(b) and torch.allclose(x, b, atol=1e-12, rtol=0) for x in columns
+        ), "no operand has these exponents"
+
+
+@pytest.mark.parametrize("name", gate_strength.DTYPES)
+def test_forms_break_where_they_must(name):
+    dtype = gate_strength.DTYPES[name]
+    errors = {f: [gate_strength.measured(f, x, dtype) for x in gate_strength.GATES] for f in FORM}
+    for form, limit in zip(FORM, FIRST[name], strict=False):
+        for gate, error in zip(gate_strength.GATES, errors[form], strict=True):
+            assert (error < math.inf) == (gate < limit), (form, gate)
+    assert max(errors[FORM[2]]) < 8 * torch.finfo(dtype).eps
+    fine = [e for e in errors[FORM[1]] if e < math.inf]
+    if name == "float16":  # the last before it breaks
+        assert gate_strength.GATES[len(fine) - 1] == 0.3 and fine[-1] > 2 * fine[0]
+    row = EXPLORABLES["gate_strength"]().frames[list(gate_strength.DTYPES).index(name)]
+    for i, frame in enumerate(row):
+        wanted = [
+            f"error {errors[f][i]:.0e}".replace("-", "−")
+            if errors[f][i] < math.inf
+            else "not a number"
+            for f in FORM
+        ]
+        assert [t for t in texts(frame, "end") if "error" in t or "not" in t] == wanted
+        dots = sum(p.count("<circle") for p in frame.pieces) - 1  # one is in the legend
+        assert (dots > 0) == ("not a number" in wanted)
+    assert FIRST[name][1] == pytest.approx(8 * FIRST[name][0])
+
+
+@pytest.fixture
+def default_dtype():
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+def test_errors_do_not_depend_on_the_default_dtype(default_dtype):
+    errors = []
+    for default in (torch.float32, torch.float64):  # chapters set the latter
+        default_dtype(default)
+        gate_strength.measured.cache_clear()
+        gate_strength._oracle.cache_clear()
+        errors.append(gate_strength.measured(FORM[1], 0.1, torch.float32))
+    assert 1e-8 < errors[0] == errors[1] < 1e-5
+
+
+# -- the roofline (chapter 6) ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data():
+    return results.load("h200")
+
+
+def test_roofline_shows_measurements_as_measured_and_predictions_as_predicted(data):
+    bandwidth, products = (data["environment"][n] for n in ("copy_gb_s", "matmul_tflop_s"))
+    explorable, seen = EXPLORABLES["roofline"](), 0
+    for shape, row in zip(roofline.shapes(data), explorable.frames, strict=True):
+        for direction, frames in zip(("forward", "backward"), row, strict=True):
+            found = roofline.points(data, direction, **shape)
+            assert len(frames) == max(1, len(found))
+            predicted = [p for p in found if p.record is None]
+            assert len(predicted) == (direction == "forward") * sum(map(len, FORMS.values()))
+            for p, frame in zip(found, frames, strict=False):
+                roof = min(p.intensity * bandwidth / 1e3, products) * 1e12
+                if p.record is not None:
+                    r, seen = p.record, seen + 1
+                    assert r in data["records"] and r["correct"] and p.ms == r["ms"]
+                    assert (r["direction"], [r[n] for n in "BTHKV"]) == (
+                        direction,
+                        [*shape.values()],
+                    )
+                    assert roof / p.rate == pytest.approx(
+                        r["ms"] / max(r["floor_ms"], r["flop_floor_ms"])
+                    )
+                    assert (
+                        data["environment"]["gpu"] in frame.readout
+                        and r["commit"][:7] in frame.readout
+                    )
+                    assert "predicted" not in frame.readout
+                else:
+                    assert (
+                        p.rate <= roof * (1 + 1e-12) and "predicted, not measured" in frame.readout
+                    )
+                    assert f">at least {p.ms:.3g} ms<" in "".join(frame.pieces)
+                x, y = roofline._at(p.intensity, p.rate)
+                assert roofline.X < x < roofline.X + roofline.WIDE
+                assert roofline.Y < y < roofline.Y + roofline.HIGH
+    assert seen >= 100
+
+
+def test_roofline_predicts_from_costs(data):
+    shape = dict(B=8, T=8192, H=16, K=128, V=128)
+    found = {p.name: p for p in roofline.points(data, "forward", **shape) if p.record is None}
+    bandwidth, products = (
+        data["environment"]["copy_gb_s"] * 1e6,
+        data["environment"]["matmul_tflop_s"] * 1e9,
+    )
+    for name, limit in (
+        ("linear_attention: chunkwise", "memory"),
+        ("softmax_attention: flash", "products"),
+        ("gla: chunkwise", "element-wise work"),
+    ):
+        n = cost(*name.split(": "), **shape)
+        least = {
+            "memory": n.bytes / bandwidth,
+            "products": n.matmul_flops / products,
+            "element-wise work": n.elementwise_flops / (roofline.ORDINARY / 1e3),
+        }
+        assert found[name].limit == limit and found[name].ms == pytest.approx(least[limit])
+        assert found[name].ms == pytest.approx(max(least.values()))
+
+
+def test_roofline_without_a_measurement_backward(data):
+    only = dict(B=8, T=8192, H=16, K=64, V=64, direction="forward")
+    records = [r for r in data["records"] if all(r[n] == x for n, x in only.items())]
+    (first,) = roofline.roofline(data | {"records": records}).frames
+    assert len(first[0]) > 1 and [f.readout for f in first[1]] == [
+        "Nothing was measured here, and costs.py counts forward passes only."
+    ]
