@@ -48,18 +48,29 @@ def test_no_text_and_no_image_outside_its_page(pdf):
     assert not found
 
 
+def number_beside(page, title: str) -> str | None:
+    """What stands at the right edge of the line with this title; None where there is no such line."""
+    text = page.get_textpage()
+    if (found := text.search(title, match_case=True).get_next()) is None:
+        return None
+    _, bottom, right, top = text.get_charbox(found[0] + found[1] - 1, loose=True)
+    return text.get_text_bounded(
+        left=right + 20, bottom=bottom, right=page.get_width(), top=top
+    ).strip()
+
+
 def test_contents_and_bookmarks_lead_to_the_chapters(pdf):
     def squeeze(text):
         return "".join(text.split())
 
-    marks = [(m.level, squeeze(m.get_title()), m.get_dest().get_index()) for m in pdf.get_toc()]
-    chapters = [(title, index) for level, title, index in marks if level == 0]
-    assert len(chapters) == len(tools.book_pages())
-    texts = [squeeze(page.get_textpage().get_text_bounded()) for page in pdf]
-    contents = "".join(texts[: chapters[0][1]])
-    for title, index in chapters:
-        assert texts[index].startswith(title), (title, index + 1)
-        assert f"{title}{index + 1}" in contents, (title, index + 1)
+    marks = [mark for mark in pdf.get_toc() if mark.level == 0]
+    assert len(marks) == len(tools.book_pages())
+    contents = [pdf[i] for i in range(1, marks[0].get_dest().get_index())]
+    for mark in marks:
+        title, index = mark.get_title(), mark.get_dest().get_index()
+        text = squeeze(pdf[index].get_textpage().get_text_bounded())
+        assert text.removeprefix(str(index + 1)).startswith(squeeze(title))
+        assert str(index + 1) in [number_beside(page, title) for page in contents], title
 
 
 @pytest.mark.parametrize("cut", ["overflow: hidden", "width: 900px", "", "margin-left: -40px"])
