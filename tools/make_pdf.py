@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page
 
 PDF = SITE.parent / "gated-linear-attention.pdf"
 #: what only works on a screen, and the folded code of figures, which site and notebooks have
-DROPPED = "script, noscript, link, .headerlink, .hide.above-input, .explorable-controls, summary"
+DROPPED = "script, noscript, link, .headerlink, .hide.above-input, .explorable-controls, .viewcode-link, summary"
 WIDTH = 658  # CSS pixels: 210 mm less the margins in print.css
 #: the loaded figures and fonts
 READY = "() => Promise.all([document.fonts.ready, ...[...document.images].map(i => i.decode())])"
