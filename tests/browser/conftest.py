@@ -9,11 +9,6 @@ from filelock import FileLock
 RECORD = tools.SITE.parent / "pages.json"
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        item.add_marker(pytest.mark.browser)
-
-
 @pytest.fixture(scope="session")
 def chromium():
     assert (tools.SITE / "index.html").exists(), "the book is not built: make book"
@@ -32,8 +27,8 @@ def record():
         RECORD.write_text(json.dumps(kept | pages, indent=1) + "\n")
 
 
-def pytest_terminal_summary(terminalreporter):
-    if not RECORD.exists():
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.markexpr != "browser" or not RECORD.exists():
         return
     pages = json.loads(RECORD.read_text())
     heaviest = max(pages, key=lambda name: pages[name]["bytes"])

@@ -3,6 +3,8 @@
 import browser as tools
 import pytest
 
+pytestmark = pytest.mark.browser
+
 PAGES = tools.book_pages()
 WAYS = ("keyboard", "mouse", "touch")
 STATE = """e => [

@@ -9,6 +9,8 @@ import browser as tools
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
+pytestmark = pytest.mark.browser
+
 WIDTHS, THEMES = (1280, 390), ("light", "dark")
 PAGES = tools.book_pages()
 #: from the start of the navigation until the whole text stands there, painted

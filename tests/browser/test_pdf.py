@@ -5,7 +5,7 @@ import make_pdf
 import pypdfium2
 import pytest
 
-pytestmark = pytest.mark.xdist_group("pdf")  # one process prints
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("pdf")]  # one process prints
 
 EDGE = 15 * 72 / 25.4  # of the margins of 18 mm: indices and accents reach a little out
 IMAGE = pypdfium2.raw.FPDF_PAGEOBJ_IMAGE
