@@ -68,8 +68,7 @@ def test_contents_and_bookmarks_lead_to_the_chapters(pdf):
     contents = [pdf[i] for i in range(1, marks[0].get_dest().get_index())]
     for mark in marks:
         title, index = mark.get_title(), mark.get_dest().get_index()
-        text = squeeze(pdf[index].get_textpage().get_text_bounded())
-        assert text.removeprefix(str(index + 1)).startswith(squeeze(title))
+        assert squeeze(title) in squeeze(pdf[index].get_textpage().get_text_bounded()), title
         assert str(index + 1) in [number_beside(page, title) for page in contents], title
 
 
