@@ -1,7 +1,9 @@
 """The bench's own judgement: its oracles against the recurrent forms, its budgets, its suites, its records."""
 
+import argparse
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import check_peers  # noqa: E402
 import oracles  # noqa: E402
 import run  # noqa: E402
 import suites  # noqa: E402
@@ -70,3 +73,62 @@ def test_late_calls_are_cut_off():
     with pytest.raises(run.Late, match="did not return within 1 s"), run.limit(1):
         while True:
             pass
+
+
+def wrong_library(monkeypatch):
+    """A library named fla whose chunk_gla loses the last gate."""
+    module = types.ModuleType("fla.ops.gla")
+
+    def chunk_gla(q, k, v, g, output_final_state, **named):
+        g = torch.cat([g[:, :-1], torch.zeros_like(g[:, -1:])], 1)
+        return FORMS["gla"]["chunkwise"](q, k, v, g, **named)
+
+    module.chunk_gla = chunk_gla
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fla.ops.gla", module)
+
+
+def test_a_checked_peer_is_recorded_and_its_failure_runs_again(monkeypatch, capsys):
+    wrong_library(monkeypatch)
+    options = {"device": "cpu", "level": "quick", "seed": 3, "only": "length 1"}
+    found = check_peers.judge("fla.chunk_gla", "fp32", options, None)
+    json.dumps(found, allow_nan=False)
+    assert found["ok"] is False and found["cases"] == 1 and found["worst"]["o"] > 1
+    first = found["failures"][0]
+    assert (first["case"], first["quantity"]) == ("length 1", "o") and first["where"]["t"] == 0
+    exec(found["reproduction"], {})
+    printed = capsys.readouterr().out
+    assert "gla on cpu in float32, quick, seed 3: WRONG" in printed and "length 1" in printed
+    assert {"fla.chunk_gla", "gla.triton", "simple_gla.triton"} <= set(check_peers.SUBJECTS)
+    assert check_peers.kernel("gla.triton")[0] == "gla"
+
+
+CHILDREN = {  # what a process makes of it: message, verdict
+    'pathlib.Path(out).write_text(\'{"ok": true, "worst": {}}\')': (None, True),
+    "print('no memory'); sys.exit(3)": ("exit status 3: no memory", None),
+    "print('0 9 length 1', flush=True); time.sleep(60)": ("not done after 2 s: 0 9 length 1", None),
+}
+
+
+@pytest.mark.parametrize("body", CHILDREN)
+def test_a_check_apart(tmp_path, monkeypatch, body):
+    child, (message, ok) = tmp_path / "child.py", CHILDREN[body]
+    child.write_text(f"import pathlib, sys, time\nout = sys.argv[sys.argv.index('--out') + 1]\n{body}\n")  # fmt: skip
+    monkeypatch.setattr(check_peers, "__file__", str(child))
+    args = argparse.Namespace(seed=0, device="cpu", cases=None, seconds=2.0)
+    record = check_peers.apart("fla.chunk_gla", "bf16", "quick", args)
+    assert (record["message"], record["ok"]) == (message, ok)
+    assert ok or "none" in check_peers.line(record)
+    path = tmp_path / "gpu-check.json"
+    for seconds in (1.0, 2.0):
+        check_peers.merge(path, {"gpu": "X"}, [record | {"seconds": seconds}])
+    assert [r["seconds"] for r in json.loads(path.read_text())["checks"]] == [2.0]
+
+
+def test_the_score_counts(monkeypatch):
+    known = [m for m in check_peers.mistakes.MISTAKES if "gla" in m.mechanisms][:2]
+    monkeypatch.setattr(check_peers.mistakes, "MISTAKES", known)
+    options = {"device": "cpu", "level": "quick", "seed": 0, "only": "length 65"}
+    found = check_peers.score("gla", "fp32", options, lambda *at: None)
+    assert found == {"ok": True, "mistakes": 2, "escaped": [], "unnamed": []}

@@ -124,6 +124,10 @@ def test_buttons_need_a_repository():
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_module_names_its_chapter(module):
     first = (ast.get_docstring(ast.parse(module.read_text())) or "").split("\n")[0]
+    if appendix := re.search(r'appendix "(.+?)"', first):
+        titles = [path.read_text() for path in (ROOT / "book").glob("[a-z]*.md")]
+        assert any(f"\n# {appendix[1]}\n" in text for text in titles), appendix[0]
+        return
     named = re.search(r"[Cc]hapters? \d+(?:(?:, | and |, and )\d+)*", first)
     assert named, f"the first docstring line names no chapter: {first!r}"
     numbers = {int(chapter[:2]) for chapter in CHAPTERS}
@@ -135,6 +139,11 @@ def test_api_page_lists_every_module():
     names = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in MODULES}
     packages = {name for name in listed if (ROOT / "src" / name.replace(".", "/")).is_dir()}
     assert names == set(listed) - packages
+
+
+def test_every_page_is_listed():
+    listed = set(re.findall(r"book/\w+", (ROOT / "_toc.yml").read_text()))
+    assert listed == {f"book/{path.stem}" for path in (ROOT / "book").glob("*.md")}
 
 
 def test_readme_example_runs():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from cases import BREAK, pairs
 
 from gla_ref import FORMS, check, gla
-from gla_ref.check import mistakes
+from gla_ref.check import MECHANISMS, Case, mistakes
+from gla_ref.check._budgets import evaluate
+from gla_ref.check._cases import inputs
 
 F32, BF16 = torch.float32, torch.bfloat16
 GATED = FORMS["gla"]["chunkwise"]
@@ -26,6 +29,13 @@ def test_right_forms_pass(mechanism, form):
 @pytest.mark.parametrize("seed", [1])
 def test_right_forms_pass_on_other_seeds(seed):
     check.kernel("gla", GATED, seed=seed).raise_if_failed()
+
+
+@pytest.mark.parametrize("only, cases", [("random ?", 10), ("gate many resets long", 1)])
+def test_a_right_form_passes_what_the_full_level_adds(only, cases):
+    report = check.kernel("gla", GATED, level="full", only=only)
+    report.raise_if_failed()
+    assert len({row.case for row in report.rows}) == cases and not report.reproduction
 
 
 @pytest.mark.parametrize("mechanism", FORMS)
@@ -43,14 +53,62 @@ def test_the_forms_that_break_are_told(name):
     assert not {"length 65", "packed", "gate zero"} & failed
 
 
-SOME = [m.name for m in mistakes.MISTAKES if "gla" in m.mechanisms][::18]  # `make mutants`: all
+SOME = [
+    (mechanism, m)
+    for mechanism in ("gla", "softmax_attention")  # `make mutants`: all
+    for m in [m for m in mistakes.MISTAKES if mechanism in m.mechanisms][::14]
+]
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_a_mistake_is_caught_and_named(name):
-    (m,) = (m for m in mistakes.MISTAKES if m.name == name)
-    report = check.kernel("gla", mistakes.apply("gla", m), seed=0)
-    assert report.failures and name in [match["mistake"] for match in report.diagnosis]
+@pytest.mark.parametrize("mechanism, m", SOME, ids=[m.name for _, m in SOME])
+def test_a_mistake_is_caught_and_named(mechanism, m):
+    report = check.kernel(mechanism, mistakes.apply(mechanism, m))
+    assert report.failures and m.name in [match["mistake"] for match in report.diagnosis]
+
+
+@pytest.mark.parametrize("mechanism, runs", [("softmax_attention", 2), ("gla", 4)])
+def test_emulated_runs_are_the_recurrence_when_they_round_nothing(mechanism, runs):
+    kind, packed = MECHANISMS[mechanism], (0, 0, 33, 33, 40, 120, 130)
+    assert len(kind.emulated) == runs
+    some = [Case(T=150, scale=-0.3, gate="mild and strong chunks")]
+    some.append(Case(B=1, T=130, ends=packed, gate="many resets", state=not kind.cache))
+    for case in some:
+        x = inputs(mechanism, case, torch.float32, seed=0)
+        exact = evaluate(kind.exact, kind, x, case)
+        for run in range(runs):
+            for name, y in evaluate(partial(kind.emulate, run=run), kind, x, case).items():
+                torch.testing.assert_close(y, exact[name], rtol=1e-11, atol=1e-11)
+
+
+def test_states_kept_in_bfloat16_are_caught_in_bfloat16():
+    (m,) = (m for m in mistakes.MISTAKES if m.name == "state kept in bfloat16 between chunks")
+    for mechanism in m.mechanisms:
+        report = check.kernel(mechanism, mistakes.apply(mechanism, m), dtype=BF16, only="[lg]*[5o]")
+        assert m.name in [match["mistake"] for match in report.diagnosis], str(report)
+
+
+def late(q, k, v, g, **named):
+    """Wrong for head 1 from token 37 on."""
+    o, S = GATED(q, k, v, g, **named)
+    wrong = (torch.arange(o.shape[1]) >= 37)[:, None, None] & (torch.arange(o.shape[2]) == 1)[
+        :, None
+    ]
+    return torch.where(wrong, 2 * o, o), S
+
+
+def test_a_failure_is_shrunk_to_lines_that_run(capsys):
+    report = check.kernel("gla", late, level="full", only="length 65")
+    case = "case = check.Case(name='smallest', B=1, T=38, H=2, K=1, V=1, gate='zero', state=False)"
+    lines = " ".join(report.reproduction.split())
+    assert case in lines and lines in " ".join(str(report).split())
+    exec(report.reproduction, {})
+    printed = capsys.readouterr().out
+    assert "WRONG" in printed and "t 37, chunk 0, sub-chunk 2, batch 0, head 1" in printed
+    assert not check.kernel("gla", late, only="length 65").reproduction  # of the full level only
+    known = check.kernel(
+        "gla", lambda *x, **named: late(*x, **named), level="full", only="length 65"
+    )
+    assert "# fn: the function that was checked" in known.reproduction
 
 
 def loop(update, read, scale=lambda s: s, unit=1.0):
@@ -203,6 +261,7 @@ def test_conventions_are_adapted():
     [
         ({"mechanism": "delta"}, "mechanism: expected one of"),
         ({"dtype": torch.float64}, "dtype: expected one of"),
+        ({"level": "slow"}, "level: expected 'quick' or 'full'"),
         ({"only": "nothing"}, "only: expected a pattern"),
         ({"layout": "tbhd"}, "layout: expected one of"),
         ({"gate": "sigmoid"}, "gate: expected one of"),
@@ -220,13 +279,19 @@ def test_json_has_its_schema():
 
     report = check.kernel("gla", wrong, only="length 65")
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert set(data) == {"schema", "ok", "settings", "rows", "diagnosis", "not_covered"}
+    assert set(data) == {
+        "schema", "ok", "settings", "rows", "diagnosis", "not_covered", "reproduction",
+    }  # fmt: skip
+    assert data["settings"] == {
+        "mechanism": "gla", "device": "cpu", "dtype": "float32", "level": "quick", "only": "length 65",
+        "seed": 0, "layout": "bthd", "state": "kv", "gate": "log",
+    }  # fmt: skip
     assert data["schema"] == 1 and data["ok"] is False
-    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "map"}
+    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "map", "grid"}
     assert all(set(row) == keys for row in data["rows"])
     assert {row["status"] for row in data["rows"]} <= {"passed", "failed", "not covered"}
     assert "inf" in [row["error"] for row in data["rows"]]
-    assert report._repr_html_().startswith("<pre>")
+    assert report._repr_html_().startswith("<div")
     with pytest.raises(AssertionError, match="WRONG"):
         report.raise_if_failed()
 
@@ -252,6 +317,7 @@ def test_the_command(tmp_path, kernel, code, printed):
         "check",
         "gla",
         kernel,
+        "--quick",
         "--only",
         "length*",
     ]

@@ -139,7 +139,8 @@ def check_kernel(args: argparse.Namespace) -> int:
 
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected a GPU for {args.device}, found none")
-    options = {n: getattr(args, n) for n in ("device", "only", "seed", "layout", "state", "gate")}
+    names = ("device", "level", "only", "seed", "layout", "state", "gate")
+    options = {n: getattr(args, n) for n in names}
     report = check.kernel(
         args.mechanism,
         load(args.kernel),
@@ -160,26 +161,57 @@ def check_kernel(args: argparse.Namespace) -> int:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+CALLED = (
+    "It is called as o, state = FUNCTION(q, k, v[, g], scale=, initial_state=, cu_seqlens=) on [B, T, H, D];"
+    " what its signature lacks is reported as not covered."
+)
+
+
 def add_check(commands) -> None:
-    it = commands.add_parser("check", help="is MODULE:FUNCTION right, and if not, where and why?")
+    about = "is MODULE:FUNCTION right, and if not, where and why?"
+    it = commands.add_parser("check", help=about, description=f"{about} {CALLED}")
     it.set_defaults(function=check_kernel)
     it.add_argument(
         "mechanism", choices=("softmax_attention", "linear_attention", "simple_gla", "gla")
     )
     it.add_argument("kernel", metavar="MODULE:FUNCTION")
-    it.add_argument("--device", default="cpu", help="default %(default)s")
+    it.add_argument(
+        "--device", default="cpu", help="where the inputs lie: cpu, cuda, cuda:1; default cpu"
+    )
     it.add_argument(
         "--dtype", choices=DTYPES, default="fp32", help="of q, k, v, g; default %(default)s"
     )
+    level = it.add_mutually_exclusive_group()
+    for name, what in (
+        ("quick", "less than a minute on a CPU; the default"),
+        ("full", "also T to 8192, K to 256, V to 512, a random search, the smallest failure"),
+    ):
+        level.add_argument(f"--{name}", dest="level", action="store_const", const=name, help=what)
+    it.set_defaults(level="quick")
     it.add_argument("--only", metavar="PATTERN", help='cases of such names only: --only "gate*"')
     it.add_argument("--seed", type=int, default=0, help="of the random inputs, default %(default)s")
-    it.add_argument("--layout", choices=("bthd", "bhtd"), default="bthd", help="of token tensors")
-    it.add_argument("--state", choices=("kv", "vk"), default="kv", help="the state's last axes")
-    it.add_argument("--gate", choices=("log", "log2", "alpha"), default="log", help="what g holds")
     it.add_argument(
-        "--time-limit", type=float, default=60.0, metavar="S", help="seconds a call may take"
+        "--layout", choices=("bthd", "bhtd"), default="bthd", help="of q, k, v, g and o"
     )
-    it.add_argument("--json", metavar="FILE", help="write the report there, too")
+    it.add_argument("--state", choices=("kv", "vk"), default="kv", help="last axes of states")
+    it.add_argument(
+        "--gate",
+        choices=("log", "log2", "alpha"),
+        default="log",
+        help="what g holds: natural log, log2, or the decay itself",
+    )
+    it.add_argument(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="a call may take so many seconds, default %(default)s",
+    )
+    it.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the report there too (its schema: gla_ref.check.Report.to_json)",
+    )
 
 
 def size(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Is a kernel right, and if not, where and why: `check.kernel("gla", fn)` (chapter 9).
+"""Is a kernel right, and if not, where and why: `check.kernel("gla", fn)` (appendix "Check your kernel").
 
     report = check.kernel("gla", my_fn, device="cuda", dtype=torch.bfloat16)
     print(report)
@@ -17,13 +17,14 @@ import torch
 
 from . import mistakes
 from ._budgets import problem
-from ._cases import cases
+from ._cases import Case, cases
 from ._diagnose import diagnose
 from ._mechanisms import MECHANISMS
 from ._report import Report, Row, judge
-from ._runner import Convention, accepted, observe
+from ._runner import Convention, NotClaimed, accepted, observe
+from ._shrink import reproduction, shrink
 
-__all__ = ["MECHANISMS", "Report", "Row", "kernel", "mistakes"]
+__all__ = ["MECHANISMS", "Case", "NotClaimed", "Report", "Row", "kernel", "mistakes"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,7 +35,8 @@ def kernel(
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    only: str | None = None,
+    level: str = "quick",
+    only: str | Case | None = None,
     seed: int = 0,
     layout: str = "bthd",
     state: str = "kv",
@@ -48,10 +50,13 @@ def kernel(
         mechanism: a key of `gla_ref.FORMS`.
         fn: `o, state = fn(q, k, v[, g], scale=, initial_state=, cu_seqlens=)`. What its signature
             lacks, a state that is None or not returned, and gradients that it does not give are reported as
-            not covered. It gets `output_final_state=True` if it names that.
+            not covered, as are calls that raise :class:`NotClaimed`. It gets `output_final_state=True` if
+            it names that.
         device: where the inputs lie.
         dtype: of q, k, v and g: float32, bfloat16 or float16. States are float32 (a cache has `dtype`).
-        only: a pattern like "gate*"; cases of other names are left out.
+        level: "quick", or "full": also T up to 8192, K up to 256, V up to 512, every gate in long and in
+            packed sequences, a random search, and the smallest failing case as lines to run.
+        only: a pattern like "gate*"; cases of other names are left out. Or one :class:`Case` to run.
         seed: of the random inputs.
         layout: "bthd", or "bhtd" with heads before time in every token tensor.
         state: "kv", or "vk" for states `[N, H, V, K]`.
@@ -72,42 +77,68 @@ def kernel(
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype}")
+    if level not in ("quick", "full"):
+        raise ValueError(f"level: expected 'quick' or 'full', got {level!r}")
     kind, how, takes = MECHANISMS[mechanism], Convention(layout, state, gate), accepted(fn)
-    chosen = [c for c in cases(mechanism) if only is None or fnmatch(c.name, only)]
+    chosen = [only] if isinstance(only, Case) else cases(mechanism, level, seed)
+    if isinstance(only, str):
+        chosen = [case for case in chosen if fnmatch(case.name, only)]
     if not chosen:
         raise ValueError(f"only: expected a pattern that fits a case, got {only!r}")
+    conventions = {"layout": layout, "state": state, "gate": gate}
     settings = {
         "mechanism": mechanism,
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
-    }
-    settings |= {
-        "only": only,
+        "level": level,
+        "only": None if only is None else str(only),
         "seed": seed,
-        "layout": layout,
-        "state": state,
-        "gate": gate,
+        **conventions,
     }
-    report, seen = Report(settings), []
-    for i, case in enumerate(chosen):
-        if progress:
-            progress(i, len(chosen), case.name)
+
+    def run(case: Case) -> tuple[list[Row], list]:
+        """The rows of a case, and (problem, what the kernel made of it) if it made anything."""
+        rows = []
         if case.state and "initial_state" not in takes:
-            report.rows.append(Row(case.name, "S0", "not covered", message="initial state"))
+            rows.append(Row(case.name, "S0", "not covered", message="initial state"))
             case = replace(case, state=False)
         lacks = case.ends and "cu_seqlens" not in takes and "packed sequences"
         lacks = lacks or (case.scale is not None and "scale" not in takes and "scale")
         if lacks:
-            report.rows.append(Row(case.name, "call", "not covered", message=lacks))
-            continue
+            return [*rows, Row(case.name, "call", "not covered", message=lacks)], []
         p = problem(mechanism, case, dtype, seed, str(device), gate)
         found, findings = observe(fn, kind, how, takes, p, time_limit)
-        report.rows += [judge(p, n, x) for n, x in found.items()]
-        report.rows += [
-            Row(case.name, f.quantity, "failed", f.kind, message=str(f)) for f in findings
-        ]
-        if found:
-            seen.append((p, found))
+        rows += [judge(p, n, x) for n, x in found.items()]
+        for f in findings:
+            status = "not covered" if f.kind == "not covered" else "failed"
+            rows.append(Row(case.name, f.quantity, status, f.kind, message=str(f)))
+        return rows, [(p, found)] if found else []
+
+    report, seen = Report(settings), []
+    for i, case in enumerate(chosen):
+        if progress:
+            progress(i, len(chosen), case.name)
+        rows, made = run(case)
+        report.rows += rows
+        seen += made
+    if level == "full" and report.failures:
+        if progress:
+            progress(len(chosen) - 1, len(chosen), "looking for the smallest failure")
+        failed = {row.case: row for row in reversed(report.failures)}
+        least = min(
+            (c for c in chosen if c.name in failed), key=lambda c: c.B * c.T * c.H * c.K * c.V
+        )
+        first = failed[least.name]
+
+        def fails(case: Case) -> bool:
+            return any(r.status == "failed" and r.quantity == first.quantity for r in run(case)[0])
+
+        if first.kind != "hangs":  # every attempt would take the time limit
+            least = shrink(least, fails)
+        given = {"device": str(device), "seed": seed, **conventions}
+        plain = {"device": "cpu", "seed": 0, "layout": "bthd", "state": "kv", "gate": "log"}
+        options = {n: value for n, value in given.items() if value != plain[n]}
+        report.reproduction = reproduction(mechanism, fn, least, dtype, **options)
     if progress:
         progress(len(chosen), len(chosen), "")
     if any(row.where for row in report.rows):

@@ -1,9 +1,10 @@
-"""Inputs that tell right from wrong: the oracle rule's ladders of lengths, gates, states and strides (chapter 9)."""
+"""Inputs that tell right from wrong: ladders of lengths, gates, states and strides (appendix "Check your kernel")."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from random import Random
 
 import torch
 from torch import Tensor
@@ -13,10 +14,9 @@ from ._mechanisms import MECHANISMS
 
 F64 = torch.float64
 LN2 = math.log(2)
-C, SUB = (
-    64,
-    16,
-)  # the chunk and sub-chunk that lengths and gates aim at, and that findings are located in
+C = 64  # the chunk that lengths and gates aim at, and that findings are located in
+SUB = 16  # its sub-chunk
+SEARCH = 40  # random cases of the full level
 MILD = "logsigmoid/16"
 GATES = (
     "zero", "-1e-4", MILD, "-1", "-20", "-1e3", "-inf", "one strong channel", "mild and strong chunks",
@@ -26,9 +26,21 @@ GATES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: sizes, gates, states, strides; `telling` ones are what the diagnosis looks at first."""
+    """One problem, its tensors made from it and a seed.
 
-    name: str
+    Attributes:
+        name: what the report calls it.
+        B, T, H, K, V: sizes.
+        gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16".
+        scale: as the kernel gets it; None for K^-0.5.
+        ends: boundaries of packed sequences, from 0 to T (with B = 1); None for none.
+        state: whether there is an initial state (for softmax attention a cache of nine tokens).
+        strides: of the inputs: "contiguous", "strided" (rows apart) or "misaligned" (off 16 bytes).
+        size: standard deviation of q, v and the initial state; k has 1.
+        telling: the diagnosis looks at it first.
+    """
+
+    name: str = "own"
     B: int = 2
     T: int = 70
     H: int = 3
@@ -42,13 +54,16 @@ class Case:
     size: float = 1.0
     telling: bool = False
 
-    @property
-    def sizes(self) -> str:
-        return " ".join(f"{n}={getattr(self, n)}" for n in "BTHKV")
+    def __str__(self) -> str:
+        """The call that makes it: sizes, and what is not by default so."""
+        plain = {f.name: f.default for f in fields(self)}
+        given = {n: getattr(self, n) for n in plain}
+        names = [n for n in plain if n in "BTHKV" or given[n] != plain[n] and n != "telling"]
+        return f"Case({', '.join(f'{n}={given[n]!r}' for n in names)})"
 
 
-def cases(mechanism: str) -> list[Case]:
-    """The cases of a mechanism: lengths, gates, sizes, packing, strides, states."""
+def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
+    """The cases of a level; those of "full" begin with those of "quick" and end with a random search."""
     kind = MECHANISMS[mechanism]
     lengths = (1, C - 1, C, C + 1, 2 * C + SUB + 1)
     found = [Case(f"length {T}", T=T, telling=T == lengths[-1]) for T in lengths]
@@ -68,7 +83,44 @@ def cases(mechanism: str) -> list[Case]:
         Case("large", size=30.0, telling=True),
         Case("long", B=1, H=2, T=300),
     ]
+    if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
+        found.append(Case("steep", scale=300.0, state=False))
+    if level == "full":
+        long = 16 * C + SUB + 1
+        found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (long, 4096, 8192)]
+        sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100), (1, 1, 256, 512))
+        found += [
+            Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1)
+            for B, H, K, V in sizes
+        ]
+        for g in GATES if kind.gate else ():
+            found.append(Case(f"gate {g} long", B=1, H=2, T=long, gate=g))
+            found.append(Case(f"gate {g} packed", B=1, T=packed[-1], ends=packed, gate=g))
+        found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
+
+
+def any_case(mechanism: str, rng: Random, name: str) -> Case:
+    """One of the random search; half of its lengths lie near a multiple of a chunk."""
+    kind = MECHANISMS[mechanism]
+    T = rng.randint(1, 200)
+    T = rng.choice((T, max(1, rng.choice((SUB, C, 2 * C, 3 * C)) + rng.randint(-2, 2))))
+    ends = None
+    if rng.random() < 0.3:
+        ends = (0, *sorted(rng.choices(range(T + 1), k=rng.randint(0, 5))), T)
+    return Case(
+        name,
+        B=rng.randint(1, 3) if ends is None else 1,
+        T=T,
+        H=rng.randint(1, 4),
+        K=rng.choice((1, 2, 3, 5, 8, 16, 17, 31, 33, 48)),
+        V=rng.choice((1, 2, 3, 5, 8, 16, 17, 31, 33, 48)),
+        gate=rng.choice(GATES) if kind.gate else MILD,
+        scale=rng.choice((None, None, 1.0, -0.3)),
+        ends=ends,
+        state=rng.random() < 0.7 and not (kind.cache and ends),
+        strides=rng.choice(("contiguous", "contiguous", "strided", "misaligned")),
+    )
 
 
 def gate(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""Why a kernel is wrong: its outputs held against those of every named mistake; tensors only (chapter 9)."""
+"""Why a kernel is wrong: its outputs held against those of named mistakes (appendix "Check your kernel")."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What was found, for a reader at 80 columns, for a program (JSON) and for a notebook (chapter 9)."""
+"""What was found, for a reader, a program (JSON) and a notebook (appendix "Check your kernel")."""
 
 from __future__ import annotations
 
-import html
 import math
 import textwrap
 from dataclasses import asdict, dataclass, field
@@ -12,9 +11,10 @@ from torch import Tensor
 
 from ._budgets import TOKENS, Problem
 from ._cases import SUB, C
+from ._html import SHADES, render
 from .mistakes import MISTAKES
 
-SHADES = " .:-=+*#%@"  # within budget, then one more for every factor of ten
+CACHES = ("k_cache", "v_cache", "dk0", "dv0")  # these have a time axis, too
 
 
 @dataclass
@@ -30,31 +30,39 @@ class Row:
     message: str = ""
     where: dict[str, int] | None = None
     map: str = ""
+    grid: dict | None = None
 
     @property
     def ratio(self) -> float:
         return 0.0 if self.error is None else self.error / self.budget
 
 
-def locate(p: Problem, name: str, x: Tensor) -> tuple[dict[str, int], str]:
-    """The first wrong element in the order of time, and a line of shades: the excess along time (or K)."""
+def shaded(excess: Tensor, down: int, along: int) -> list[str]:
+    """A plane of errors over their budgets in shades, the worst of each block, `down` x `along` of them at most."""
+    for dim, most in enumerate((down, along)):
+        parts = excess.split(-(-excess.shape[dim] // most), dim)
+        excess = torch.stack([part.amax(dim) for part in parts], dim)
+    levels = (excess.clamp_min(1).log10() * 2).clamp_max(8).int() + (excess > 1)
+    return ["".join(SHADES[i] for i in line) for line in levels.tolist()]
+
+
+def locate(p: Problem, name: str, x: Tensor) -> dict:
+    """Where a quantity is wrong: the first element in the order of time, a line along time (or K), a plane."""
     excess = (x.double() - p.exact[name]).abs() / p.band(name)
     excess = excess.nan_to_num(nan=math.inf, posinf=math.inf)
-    if name in TOKENS:
+    if name in TOKENS or name in CACHES:
         t = int((excess.amax([d for d in range(excess.ndim) if d != 1]) > 1).nonzero()[0])
         b, h, *channel = (int(i) for i in (excess[:, t] > 1).nonzero()[0])
         where = {"t": t, "chunk": t // C, "sub-chunk": t % C // SUB, "batch": b, "head": h}
         where |= {"channel": channel[0]} if channel else {}
-        line = excess.transpose(0, 1).flatten(1).amax(1)
+        axes = ["t", "channel" if channel else "head"]
+        plane, line = excess.amax((0, 2) if channel else 0).T, excess.transpose(0, 1).flatten(1)
     else:
         n, h, i, j = (int(i) for i in (excess > 1).nonzero()[0])
-        where, line = {"sequence": n, "head": h, "row": i, "column": j}, excess.amax((0, 1, 3))
-    width = -(-len(line) // 60)
-    levels = [max(0.0, part.max().item()) for part in line.split(width)]
-    shade = [
-        0 if y <= 1 else 9 if y == math.inf else min(9, 1 + int(math.log10(y) * 2)) for y in levels
-    ]
-    return where, "".join(SHADES[i] for i in shade)
+        where, axes = {"sequence": n, "head": h, "row": i, "column": j}, ["column", "row"]
+        plane, line = excess.amax((0, 1)), excess.movedim(2, 0).flatten(1)
+    grid = {"axes": axes, "size": [*plane.shape[::-1]], "cells": shaded(plane, 32, 64)}
+    return {"where": where, "map": shaded(line.amax(1)[None], 1, 60)[0], "grid": grid}
 
 
 @dataclass
@@ -65,11 +73,13 @@ class Report:
         settings: what was checked and how, as given.
         rows: one :class:`Row` a case and quantity.
         diagnosis: {"mistake", "line", "distance"} of each match, best first.
+        reproduction: at the full level, lines of Python that run the smallest case that fails.
     """
 
     settings: dict
     rows: list[Row] = field(default_factory=list)
     diagnosis: list[dict] = field(default_factory=list)
+    reproduction: str = ""
 
     @property
     def failures(self) -> list[Row]:
@@ -79,6 +89,40 @@ class Report:
     def ok(self) -> bool:
         """Nothing that was covered failed, and something was covered."""
         return not self.failures and any(row.status == "passed" for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        s = self.settings
+        return f"{s['mechanism']} on {s['device']} in {s['dtype']}, {s['level']}, seed {s['seed']}"
+
+    @property
+    def verdict(self) -> str:
+        return "right" if self.ok else "WRONG" if self.failures else "NOTHING COVERED"
+
+    @property
+    def findings(self) -> dict[tuple[str, str], list[Row]]:
+        """Failures of calls rather than of numbers, by kind and message."""
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in self.failures:
+            if row.error is None:
+                found.setdefault((row.kind, row.message), []).append(row)
+        return found
+
+    @property
+    def first_wrong(self) -> list[Row]:
+        """The first wrong case of the first three wrong quantities; a single token says least, and comes last."""
+        wrong = [row for row in reversed(self.failures) if row.where]
+        first = {row.quantity: row for row in wrong if row.case != "length 1"}
+        first = first or {row.quantity: row for row in wrong}
+        return sorted(first.values(), key=self.rows.index)[:3]
+
+    @property
+    def undiagnosed(self) -> str:
+        """What to say of wrong numbers that no mistake explains."""
+        name = self.settings["mechanism"]
+        if any(name in m.mechanisms for m in MISTAKES):
+            return "No named mistake explains all of it."
+        return f"There are no named mistakes of {name} to compare with."
 
     @property
     def not_covered(self) -> dict[str, int]:
@@ -100,9 +144,10 @@ class Report:
 
         Returns:
             {"schema": 1, "ok": bool, "settings": {name: value}, "rows": [{"case", "quantity",
-            "status", "kind", "error", "budget", "message", "where", "map"}, ...], "diagnosis":
-            [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases}}; an error that is
-            not finite is the string "inf".
+            "status", "kind", "error", "budget", "message", "where", "map", "grid"}, ...], "diagnosis":
+            [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases}, "reproduction": str};
+            an error that is not finite is the string "inf". `map` and `grid["cells"]` hold a character for
+            the worst of some elements: a space within budget, then one of `.:-=+*#%@` for every half power of ten.
         """
         rows = [asdict(row) for row in self.rows]
         for row in rows:
@@ -115,13 +160,11 @@ class Report:
             "rows": rows,
             "diagnosis": self.diagnosis,
             "not_covered": self.not_covered,
+            "reproduction": self.reproduction,
         }
 
     def __str__(self) -> str:
-        verdict = "right" if self.ok else "WRONG" if self.failures else "NOTHING COVERED"
-        s = self.settings
-        head = f"{s['mechanism']} on {s['device']} in {s['dtype']}, seed {s['seed']}: {verdict}"
-        lines = [head]
+        lines = [f"{self.title}: {self.verdict}"]
         if any(r.error is not None for r in self.rows):
             lines += [
                 "",
@@ -134,22 +177,16 @@ class Report:
             lines.append(
                 f"{name:10}{len(rows):6}{failed:8}{worst.error:10.1e}{worst.budget:10.1e}  {worst.case[:34]}"
             )
-        calls: dict[tuple, list[Row]] = {}
-        for row in self.failures:
-            if row.error is None:
-                calls.setdefault((row.kind, row.message), []).append(row)
-        for (kind, message), rows in calls.items():
+        for (kind, message), rows in self.findings.items():
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
             n = len({r.case for r in rows})
-            lines += ["", f"{kind}: {found} ({n} cases, first {rows[0].case})"]
+            lines += ["", f"{kind}: {found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"]
             lines += textwrap.wrap(
                 message[:400], 76, initial_indent="    ", subsequent_indent="    "
             )
-        first = {r.quantity: r for r in reversed(self.failures) if r.where and r.case != "length 1"}
-        first = first or {r.quantity: r for r in reversed(self.failures) if r.where}
-        for row in sorted(first.values(), key=self.rows.index)[:3]:
+        for row in self.first_wrong:
             where = ", ".join(f"{n} {i}" for n, i in row.where.items())
-            along = "time" if row.quantity in TOKENS else "rows"
+            along = "time" if "t" in row.where else "rows"
             lines += [
                 "",
                 f"first wrong {row.quantity} of case {row.case}:",
@@ -163,17 +200,18 @@ class Report:
             ]
             for match in self.diagnosis:
                 lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
-        elif first:
-            known = any(self.settings["mechanism"] in m.mechanisms for m in MISTAKES)
-            lines += ["", "No named mistake explains all of it." if known else
-                      f"There are no named mistakes of {self.settings['mechanism']} to compare with."]  # fmt: skip
+        elif self.first_wrong:
+            lines += ["", self.undiagnosed]
+        if self.reproduction:
+            lines += ["", "The smallest case that fails, to run:", ""]
+            lines.append(textwrap.indent(self.reproduction, "    "))
         if self.not_covered:
             left = "; ".join(f"{n} ({i})" for n, i in self.not_covered.items())
             lines += ["", *textwrap.wrap(f"Not covered (cases): {left}", 80)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return render(self)
 
 
 def judge(p: Problem, name: str, x: Tensor | None) -> Row:
@@ -183,7 +221,8 @@ def judge(p: Problem, name: str, x: Tensor | None) -> Row:
     row = Row(p.case.name, name, "passed", "error", error, budget)
     if not error <= budget:
         row.status = "failed"
-        row.where, row.map = locate(p, name, x)
+        place = locate(p, name, x)
+        row.where, row.map, row.grid = place["where"], place["map"], place["grid"]
         if not torch.isfinite(x).all():
             row.kind, row.message = "not finite", "NaN or infinity"
     return row

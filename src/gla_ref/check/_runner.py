@@ -27,6 +27,10 @@ class Finding(Exception):
         self.kind, self.quantity = kind, quantity
 
 
+class NotClaimed(Exception):
+    """For an adapter to raise where its kernel makes no claim: the case is reported as not covered."""
+
+
 @dataclass(frozen=True)
 class Convention:
     """How a kernel wants its arguments; results and gradients are turned back to the book's convention."""
@@ -221,6 +225,8 @@ def observe(
             runs.append(within(seconds, work))
         except Finding as finding:
             return {}, [finding]
+        except NotClaimed as reason:
+            return {}, [Finding("not covered", str(reason))]
         except BaseException as reason:
             where = traceback.extract_tb(reason.__traceback__)[-1]
             message = f"{type(reason).__name__}: {reason} ({where.name}, line {where.lineno})"

@@ -1,0 +1,222 @@
+"""Our kernels and fla's under the cases of gla_ref.check on a GPU, and how many named mistakes the kit catches there.
+
+    python benchmarks/check_peers.py                          # everything: quick, and full on one seed
+    python benchmarks/check_peers.py --only "fla.*" --levels quick --dtypes bf16
+
+Every check is a process of its own with a time limit: one that hangs or takes the GPU down with it costs its own
+record only. Writes results/<gpu>-check.json; a check replaces the older one of the same subject, dtype
+and level. It runs in the host's own Python and needs no network. Products of float32 are asked to be exact of every
+kernel that does not say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any float32 budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
+
+import torch
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
+
+import run  # noqa: E402
+
+from gla_ref import FORMS, check  # noqa: E402
+from gla_ref.check import mistakes  # noqa: E402
+from gla_ref.compat import fla  # noqa: E402
+
+PEERS = ("fused_recurrent_gla", "chunk_gla", "chunk_linear_attn", "chunk_simple_gla")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SUBJECTS = [f"{m}.{form}" for m in FORMS for form in FORMS[m] if form.startswith("triton")]
+SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: forward only, mild gates only (chapter 10)
+SUBJECTS += [f"fla.{name}" for name in PEERS]
+SCORES = [
+    f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)
+]
+LEVELS = ("quick", "full")
+VERDICTS = {True: "right", False: "WRONG", None: "none"}
+FORWARD = " forward"  # after the name of a peer that refuses its backward pass
+
+
+def kernel(subject: str):
+    """(mechanism, function, how to write that function) of `gla.triton`, `fla.chunk_gla` or `fla.chunk_gla forward`."""
+    owner, name = subject.removesuffix(FORWARD).split(".")
+    if owner != "fla":
+        return owner, FORMS[owner][name], f'FORMS["{owner}"]["{name}"]'
+    only_forward = subject.endswith(FORWARD)
+    written = f'fla.theirs("{name}"{", gradients=False" if only_forward else ""})'
+    return fla.mechanism(name), fla.theirs(name, gradients=not only_forward), written
+
+
+def judge(subject: str, dtype: str, options: dict, progress) -> dict:
+    """The report of one kernel without what passed, and a program that shows its first failure again."""
+    mechanism, fn, written = kernel(subject)
+    report = check.kernel(
+        mechanism, fn, dtype=DTYPES[dtype], **options, time_limit=200.0, progress=progress
+    )
+    worst: dict[str, float] = {}
+    for row in report.rows:
+        if row.error is not None:  # JSON has no infinity
+            worst[row.quantity] = max(worst.get(row.quantity, 0.0), min(row.ratio, 1e9))
+    found = report.to_json()
+    rows = [row for row in found["rows"] if row["status"] == "failed"]
+    kept = ("case", "quantity", "kind", "error", "budget", "message", "where")
+    again = None
+    if rows:
+        given = [f"{n}={options[n]!r}" for n in ("device", "level", "seed")]
+        given = f"{', '.join(given)},\n    only={rows[0]['case']!r}, dtype={DTYPES[dtype]}"
+        again = "import torch\nfrom gla_ref import check\nfrom gla_ref"
+        again += ".compat import fla\n" if subject.startswith("fla.") else " import FORMS\n"
+        again += f'print(check.kernel("{mechanism}", {written},\n    {given}))'
+    return {
+        "ok": report.ok,
+        "cases": len({row.case for row in report.rows}),
+        "worst": worst,
+        "failures": [{n: row[n] for n in kept} for row in rows],
+        "diagnosis": found["diagnosis"],
+        "not_covered": found["not_covered"],
+        "reproduction": again,
+        "smallest": report.reproduction,
+    }
+
+
+def score(mechanism: str, dtype: str, options: dict, progress) -> dict:
+    """Every named mistake once; the kit sees tensors only."""
+    known = [m for m in mistakes.MISTAKES if mechanism in m.mechanisms]
+    escaped, unnamed = [], []
+    for i, m in enumerate(known):
+        progress(i, len(known), m.name)
+        fn = mistakes.apply(mechanism, m)
+        report = check.kernel(mechanism, fn, dtype=DTYPES[dtype], **options)
+        escaped += [] if report.failures else [m.name]
+        unnamed += [] if m.name in [match["mistake"] for match in report.diagnosis] else [m.name]
+    right = not escaped and len(unnamed) <= 0.1 * len(known)
+    return {"ok": right, "mistakes": len(known), "escaped": escaped, "unnamed": unnamed}
+
+
+def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dict:
+    """One check in a process of its own: a record of what it found, or of why it did not finish."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "found.json", Path(folder) / "log"
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            subject,
+            "--dtypes",
+            dtype,
+            "--levels",
+            level,
+        ]
+        command += ["--seed", str(args.seed), "--device", args.device, "--out", str(out)]
+        command += ["--cases", args.cases] if args.cases else []
+        with log.open("w") as sink:
+            process = subprocess.Popen(command, stdout=sink, stderr=sink)
+            try:
+                process.wait(args.seconds)
+                message = f"exit status {process.returncode}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                message = f"not done after {args.seconds:.0f} s"
+        said = log.read_text(errors="replace").strip()[-400:]
+        found = json.loads(out.read_text()) if out.exists() else {"ok": None}
+    return {
+        "subject": subject, "dtype": dtype, "level": level, "seed": args.seed,
+        "seconds": round(time.monotonic() - began, 1), **found,
+        "message": None if "worst" in found or "mistakes" in found else f"{message}: {said}",
+    }  # fmt: skip
+
+
+def merge(path: Path, environment: dict, records: list[dict]) -> None:
+    old = json.loads(path.read_text())["checks"] if path.exists() else []
+    every = {
+        tuple(r[n] for n in ("subject", "dtype", "level", "seed")): r for r in [*old, *records]
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(r, allow_nan=False) for r in every.values())
+    path.write_text(
+        f'{{"environment": {json.dumps(environment, indent=1)},\n"checks": [\n{lines}\n]}}\n'
+    )
+
+
+def line(r: dict) -> str:
+    """A record for the terminal."""
+    name = f"{r['subject']} {r['dtype']} {r['level']}"
+    if r["message"]:
+        said = r["message"].replace("\n", " ")[:100]
+    elif "mistakes" in r:
+        said = f"{r['mistakes']} mistakes, {len(r['escaped'])} escaped, {len(r['unnamed'])} unnamed"
+    else:
+        said = f"{r['cases']} cases, {len(r['failures'])} failures"
+        said += f", first {r['failures'][0]['case']}" if r["failures"] else ""
+    return f"{name:44} {VERDICTS[r['ok']]:6}{r['seconds']:7.1f} s  {said}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", metavar="PATTERN", help=f"of {', '.join(SUBJECTS + SCORES)}")
+    parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=480, help="of one check")
+    parser.add_argument("--device", default="cuda", help="cpu interprets our kernels, to try this")
+    parser.add_argument("--cases", metavar="PATTERN", help="these cases only, to try this")
+    parser.add_argument("--out", type=Path, help="the JSON file to merge into")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        options = {"device": args.device, "level": args.levels[0], "seed": args.seed}
+        options |= {"only": args.cases} if args.cases else {}
+        owner, name = args.child.split(".")
+        work, what = (score, name) if owner == "mistakes" else (judge, args.child)
+        found = work(what, args.dtypes[0], options, lambda *at: print(*at, flush=True))
+        args.out.write_text(json.dumps(found, allow_nan=False))
+        return
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("check_peers: expected an NVIDIA GPU, found none")
+
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    environment = {
+        "gpu": gpu,
+        "driver": run.command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": run.installed("triton"),
+        "peers": {n: run.installed(n) for n in run.PEERS},
+        "float32_products": os.environ["TRITON_F32_DEFAULT"],
+        "commit": os.environ.get("GLA_REF_COMMIT")
+        or run.command("git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    print(json.dumps(environment), flush=True)
+    path = args.out or run.results_file(f"{gpu} check")
+    for subject in (s for s in SUBJECTS + SCORES if fnmatch(s, args.only or "*")):
+        for dtype in args.dtypes:
+            for level in args.levels:
+                if subject in SCORES and level != "quick":
+                    continue
+                records = [apart(subject, dtype, level, args)]
+                refuses = subject.startswith("fla.") and records[0].get("worst") == {}
+                if refuses:  # its backward pass, maybe: the forward alone
+                    records.append(apart(subject + FORWARD, dtype, level, args))
+                for record in records:
+                    print(line(record), flush=True)
+                merge(path, environment, records)
+    print(f"results: {path}")
+
+
+if __name__ == "__main__":
+    main()

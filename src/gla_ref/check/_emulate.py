@@ -1,0 +1,196 @@
+"""Right computations as a low-precision kernel makes them, and exact ones in float64 (chapters 3, 6 and 9).
+
+Every function takes the dtype that operands are rounded to; with float64 inputs and dtype it is exact, and the tests
+hold it against the recurrence. Products and sums of states have one home each, :class:`Product` and :class:`Carry`,
+so that their gradients round as they do. The bench judges with the same functions.
+"""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .. import gla
+from ..gates import decay_from_start, decay_to_end
+
+EXACT = (torch.float32, torch.float64)  # dtypes whose products hold operands as they are
+TERMS = 16  # of a product that a tensor core adds up before it cuts the sum off to float32
+
+
+def cut(exact: Tensor) -> Tensor:
+    """A float64 sum as a tensor core hands it back: float32, low bits cut off instead of rounded."""
+    x = exact.float()
+    return torch.where(x.double().abs() > exact.abs(), x.nextafter(torch.zeros_like(x)), x)
+
+
+def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.0) -> Tensor:
+    """onto + x y with operands rounded to `dtype`.
+
+    For float32 the sum runs term after term, as a kernel's chain of fused multiply-adds does; a
+    library's product, which sums in parts, is several times more exact than that. Below, 16 terms
+    at a time, each sum cut off: over a long sequence that bias, not rounding, is what adds up.
+    """
+    if dtype == torch.float64:
+        return onto + x @ y
+    out = x.new_zeros(*x.shape[:-1], y.shape[-1]) + onto
+    if dtype == torch.float32:
+        for a, b in zip(x.split(1, -1), y.split(1, -2), strict=True):
+            out.addcmul_(a, b)
+        return out
+    x, y = (z.to(dtype).double() for z in (x, y))
+    for a, b in zip(x.split(TERMS, -1), y.split(TERMS, -2), strict=True):
+        out = cut(out.double() + a @ b)
+    return out
+
+
+class Product(torch.autograd.Function):
+    """`multiply`, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, y, dtype):
+        ctx.save_for_backward(x, y)
+        ctx.dtype = dtype
+        return multiply(x, y, dtype)
+
+    @staticmethod
+    def backward(ctx, d):
+        x, y = ctx.saved_tensors
+        return multiply(d, y.mT, ctx.dtype), multiply(x.mT, d, ctx.dtype), None
+
+
+class Carry(torch.autograd.Function):
+    """The states S_0 .. S_N `[..., N + 1, K, V]` of S_[n+1] = kept_n S_n + write_n, and dS as it comes back."""
+
+    @staticmethod
+    def add(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        return x + y if dtype in EXACT else cut(x.double() + y.double())
+
+    @staticmethod
+    def forward(ctx, write, kept, S, dtype):
+        states = [S]
+        for w, a in zip(write.unbind(-3), kept.unbind(-3), strict=True):
+            states.append(Carry.add(a * states[-1], w, dtype))
+        states = torch.stack(states, -3)
+        ctx.save_for_backward(states, kept)
+        ctx.dtype = dtype
+        return states
+
+    @staticmethod
+    def backward(ctx, d):
+        states, kept = ctx.saved_tensors
+        *d, R = d.unbind(-3)
+        later = [R]
+        for x, a in zip(reversed(d), reversed(kept.unbind(-3)), strict=True):
+            later.append(Carry.add(a * later[-1], x, ctx.dtype))
+        *later, dS = later
+        dwrite = torch.stack(later[::-1], -3)
+        return dwrite, (states[..., :-1, :, :] * dwrite).sum(-1, keepdim=True), dS, None
+
+
+def two_level(q, k, v, g, S, scale, dtype, C, c=16):
+    """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S."""
+
+    def mm(x, y):
+        return Product.apply(x, y, dtype)
+
+    T, tokens = q.shape[1], (q, k, v, g)
+    C = min(C, -(-T // c) * c)
+    q, k, v, g = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
+    q, k, v, g = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g))
+    write = mm((k * decay_to_end(g).exp()).mT, v)
+    states = Carry.apply(write, g.sum(-2).exp()[..., None], S, dtype)
+    inter, intra = mm(q * decay_from_start(g).exp(), states[:, :, :-1]), []
+    for i in range(0, C, c):
+        q_i, k_i, v_i, g_i = (x[..., i : i + c, :] for x in (q, k, v, g))
+        o = mm(gla._scores(q_i, k_i, g_i), v_i)
+        if i:
+            k_j = k[..., :i, :] * decay_to_end(g[..., :i, :]).exp()
+            P = mm(q_i * decay_from_start(g_i).exp(), k_j.mT)
+            o = o + mm(P, v[..., :i, :])
+        intra.append(o)
+    o = rearrange(scale * (inter + torch.cat(intra, -2)), "b h n t d -> b (n t) h d")
+    return o[:, :T], states[:, :, -1]
+
+
+def by_token(q, k, v, g, S, scale, dtype):
+    """The recurrence in the precision of q, every decay but 1 one unit in its last place short.
+
+    Units that compute exponentials err by that much, and for equal gates always the same way: over a
+    long sequence the largest error that a right kernel can make. Exact decays in float64.
+    """
+    decays, short = g.exp(), torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
+    decays, o = torch.where(g == 0, decays, decays * (1 - short)), []
+    for q_t, k_t, v_t, a_t in zip(*(x.unbind(1) for x in (scale * q, k, v, decays)), strict=True):
+        S = a_t[..., None] * S + k_t[..., None] * v_t[..., None, :]
+        o.append((q_t[..., None] * S).sum(-2))
+    return torch.stack(o, 1), S
+
+
+class Attend(torch.autograd.Function):
+    """Attention and its closed-form backward as kernels do them, `ROWS` queries at a time to bound the memory.
+
+    ds = p (do v^T - D), where D is o . do, o as it was stored; or, `by_key`, a sum key by key like the
+    rows' totals, and exponentials to base 2. k and v are handed through:
+    what comes back for them is where dk and dv start.
+    """
+
+    ROWS = 1024
+
+    @staticmethod
+    def tiles(q, k, scale, dtype, base2):
+        """Each tile of queries: where its rows and keys are, and exp(x - m), x = scale q k^T, -inf in the future."""
+        scale, exp = (scale / log(2), torch.exp2) if base2 else (scale, torch.exp)
+        T, S = q.shape[-2], k.shape[-2]
+        for a in range(0, T, Attend.ROWS):
+            i = (..., slice(a, min(a + Attend.ROWS, T)), slice(None))
+            j = (..., slice(S - T + i[1].stop), slice(None))
+            x = scale * multiply(q[i], k[j].mT, dtype)
+            seen = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
+            x = x.masked_fill(~seen.tril(x.shape[-1] - x.shape[-2]), -torch.inf)
+            yield i, j, exp(x - x.amax(-1, keepdim=True))
+
+    @staticmethod
+    def row_sum(x):
+        return multiply(x, x.new_ones(x.shape[-1], 1), x.dtype)
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, dtype, by_key):
+        o, total = torch.empty_like(v[..., -q.shape[-2] :, :]), torch.empty_like(q[..., :1])
+        for i, j, p in Attend.tiles(q, k, scale, dtype, by_key):
+            total[i] = Attend.row_sum(p)  # p is rounded as an operand, its sum is not
+            o[i] = multiply(p, v[j], dtype) / total[i]
+        ctx.save_for_backward(q, k, v, total, o.to(dtype).to(o.dtype))
+        ctx.options = scale, dtype, by_key
+        return o, k.clone(), v.clone()
+
+    @staticmethod
+    def backward(ctx, do, dk, dv):
+        (q, k, v, total, o), (scale, dtype, by_key) = ctx.saved_tensors, ctx.options
+        dq, dk, dv = torch.empty_like(q), dk.clone(), dv.clone()
+        for i, j, p in Attend.tiles(q, k, scale, dtype, by_key):
+            p, dp = p / total[i], multiply(do[i], v[j].mT, dtype)
+            D = (o[i] * do[i]).sum(-1, keepdim=True)
+            ds = p * (dp - D)
+            if (
+                by_key
+            ):  # on paper nothing flows through m; really, what the two sums of T terms leave of D
+                read, kept = Attend.row_sum(p * dp), Attend.row_sum(p * D)
+                left = (read - D).abs() + (kept - D).abs()
+                ds = (p * (dp - read)).scatter_add(-1, p.argmax(-1, keepdim=True), left)
+            ds = scale * ds
+            dq[i] = multiply(ds, k[j], dtype)
+            dk[j] = multiply(ds.mT, q[i], dtype, onto=dk[j])
+            dv[j] = multiply(p.mT, do[i], dtype, onto=dv[j])
+        return dq, dk, dv, None, None, None
+
+
+def attend(q, k, v, g, cache, scale, dtype, by_key=False):
+    """Softmax attention on top of a cache; g plays no part."""
+    keys = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(cache, (k, v), strict=True))
+    made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key)
+    o, k, v = (x.transpose(1, 2) for x in made)
+    return o, (k, v)

@@ -1,0 +1,64 @@
+"""The smallest case on which a kernel still fails, and the lines that show it (appendix "Check your kernel")."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ._cases import MILD, Case
+
+PLAIN = (
+    ("strides", "contiguous"),
+    ("size", 1.0),
+    ("scale", None),
+    ("ends", None),
+    ("state", False),
+)
+GATES = ("zero", "-1", MILD)  # from the plainest on
+
+
+def less(case: Case, name: str, part: int) -> Case:
+    """A size smaller by one in `part` (at least by 1), packed sequences cut off at T."""
+    size = getattr(case, name)
+    size = max(1, size - max(1, size // part))
+    ends = case.ends
+    if name == "T" and ends:
+        ends = tuple(min(end, size) for end in ends)
+    return replace(case, **{name: size, "ends": ends})
+
+
+def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
+    """Halve T, B, H, K and V while it fails, make the rest plain, then take single steps; until nothing helps."""
+    steps = [lambda c, n=n: less(c, n, 2) for n in "TBHKV"]
+    steps += [lambda c, n=n, value=value: replace(c, **{n: value}) for n, value in PLAIN]
+    for i, gate in enumerate(GATES):
+        plainer = GATES[:i]
+        steps.append(lambda c, g=gate, p=plainer: c if c.gate in p else replace(c, gate=g))
+    steps += [lambda c, n=n, part=part: less(c, n, part) for n in "TBHKV" for part in (8, 10**9)]
+    case, before = replace(case, name="smallest", telling=False), None
+    while case != before:
+        before = case
+        for step in steps:
+            while (smaller := step(case)) != case and fails(smaller):
+                case = smaller
+    return case
+
+
+def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, **options) -> str:
+    """Lines of Python that run that case, and as a comment whence fn comes if it cannot be imported."""
+    name, module = getattr(fn, "__qualname__", "<object>"), getattr(fn, "__module__", None)
+    source = f"from {module} import {name}"
+    if not name.isidentifier():
+        name, source = "fn", "# fn: the function that was checked"
+    named = "".join(f", {n}={value!r}" for n, value in options.items())
+    lines = [
+        "import torch",
+        "from gla_ref import check",
+        source,
+        f"case = check.{case}",
+        f"print(check.kernel({mechanism!r}, {name}, dtype={dtype}, only=case{named}))",
+    ]
+    return "\n".join(textwrap.fill(line, 78, subsequent_indent="    ") for line in lines)

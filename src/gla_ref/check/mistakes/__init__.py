@@ -1,0 +1,12 @@
+"""Named mistakes that kernels make, each a small wrong variant of the reference (appendix "Check your kernel").
+
+A mistake is a function of a call, one sequence (or batch) in the book's notation, that returns o and the
+state as the wrong kernel would; autograd carries it to the gradients. In float64 it is what a
+diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the tests with.
+"""
+
+from . import _backward, _cache, _gated, _linear, _softmax  # noqa: F401  (each adds its mistakes to the list)
+from ._calls import Attention, Call
+from ._core import MISTAKES, Mistake, apply
+
+__all__ = ["MISTAKES", "Attention", "Call", "Mistake", "apply"]

@@ -1,0 +1,125 @@
+"""Mistakes with gates: when, where and how often a decay applies (chapters 7, 8 and 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import log
+
+import torch
+from torch import Tensor
+
+from ._calls import Call
+from ._core import DECAY, GATED, READ, gradient, later, mistake, simple, state_term
+from ._linear import carry, decay, read, write
+
+simple(
+    "gate applied after the update instead of before",
+    DECAY,
+    lambda c: {"k": c.k * c.g.exp()},
+    GATED,
+)
+simple("gate forgotten", DECAY, lambda c: {"g": 0 * c.g.clamp_min(-1)}, GATED)
+simple("gate of the previous token", DECAY, lambda c: {"g": later(c.g)}, GATED)
+simple(
+    "gate of the next token",
+    DECAY,
+    lambda c: {"g": torch.cat([c.g[:, 1:], torch.zeros_like(c.g[:, :1])], 1)},
+    GATED,
+)
+simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, GATED)
+simple("factor 1 / ln 2 applied twice", DECAY, lambda c: {"g": c.g / log(2)}, GATED)
+simple("every decay applied twice", DECAY, lambda c: {"g": 2 * c.g}, GATED)
+simple(
+    "gate of head 0 shared by all heads",
+    DECAY,
+    lambda c: {"g": c.g[:, :, :1].expand_as(c.g)},
+    GATED,
+)
+simple("gate of batch 0 for every batch", DECAY, lambda c: {"g": c.g[:1].expand_as(c.g)}, GATED)
+simple(
+    "one gate a head: channel 0 for all channels",
+    DECAY,
+    lambda c: {"g": c.g[..., :1].expand_as(c.g)},
+    ("gla",),
+)
+simple(
+    "gate averaged over channels",
+    DECAY,
+    lambda c: {"g": c.g.mean(-1, keepdim=True).expand_as(c.g)},
+    ("gla",),
+)
+simple("channels of the gate in reverse order", DECAY, lambda c: {"g": c.g.flip(-1)}, ("gla",))
+simple("strong gates cut off at -5", DECAY, lambda c: {"g": c.g.clamp_min(-5)}, GATED)
+simple(
+    "gate -inf taken as no gate", DECAY, lambda c: {"g": c.g.masked_fill(c.g.isneginf(), 0)}, GATED
+)
+
+
+@mistake("running sum of gates in bfloat16", DECAY, GATED)
+def _(c):
+    b = c.g.clamp_min(-1e4).cumsum(1)
+    b = b + (b.to(torch.bfloat16).to(b.dtype) - b).detach()
+    return c.run(g=torch.cat([b[:, :1], b.diff(dim=1)], 1).clamp_max(0))
+
+
+@mistake("decay of the current token lost in the read", READ, GATED)
+def _(c):
+    o, S = c.run(q=torch.cat([c.q[:, 1:], c.q[:, :1]], 1))  # at t: q_{t+1} S_t
+    before = torch.cat([c.s * read(c.q[:, :1], c.S), o[:, :-1]], 1)
+    return before + c.own, S
+
+
+@mistake("decay of the current token doubled in the read", READ, GATED)
+def _(c):
+    again = replace(c, q=c.q * c.g.exp())
+    o, S = again.run()
+    return o - again.own + c.own, S
+
+
+@mistake("the state read before its update", READ, GATED)
+def _(c):
+    o, S = c.run(q=torch.cat([c.q[:, 1:], c.q[:, :1]], 1))
+    return torch.cat([c.s * read(c.q[:, :1], c.S), o[:, :-1]], 1), S
+
+
+def inter(name: str, wrong: Callable[[Call], Tensor]) -> None:
+    """A wrong factor on q where a chunk reads the state before it."""
+    mistake(name, READ, GATED)(
+        lambda c: c.chunks(
+            lambda c, o, S: (o + c.s * read(c.q * (wrong(c) - c.g.cumsum(1).exp()), c.S), S)
+        )
+    )
+
+
+carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S, GATED)
+carry(
+    "state decayed twice from chunk to chunk",
+    lambda c, S: S + decay(c.g) * (decay(c.g) - 1) * c.S,
+    GATED,
+)
+carry(
+    "writes not decayed to the end of their chunk",
+    lambda c, S: decay(c.g) * c.S + write(c.k, c.v),
+    GATED,
+)
+carry(
+    "writes decayed by an inclusive sum: once too often",
+    lambda c, S: c.run(k=c.k * c.g.exp())[1],
+    GATED,
+)
+inter(
+    "exclusive instead of inclusive sum of gates in the read", lambda c: later(c.g).cumsum(1).exp()
+)
+inter("state read without its decay", lambda c: torch.ones_like(c.g))
+
+gradient(
+    "reverse sum of the gate's gradient not reversed",
+    "g",
+    lambda d, c: (d - torch.cat([d[:, 1:], 0 * d[:, :1]], 1)).cumsum(1),
+    GATED,
+)
+gradient("gate's gradient one token late", "g", lambda d, c: later(d), GATED)
+gradient("gate's gradient in base 2", "g", lambda d, c: d * log(2), GATED)
+gradient("gate's gradient with the wrong sign", "g", lambda d, c: -d, GATED)
+state_term("gate's gradient without the final state term", "g", GATED)

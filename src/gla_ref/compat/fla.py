@@ -1,0 +1,313 @@
+"""Our kernels under fla's names and signatures, and fla's own for the check kit (appendix "Check your kernel").
+
+    from gla_ref.compat.fla import chunk_gla            # was: from fla.ops.gla import chunk_gla
+    report = check.kernel("gla", theirs("chunk_gla"), device="cuda")    # fla's own, checked
+
+The signatures are those of fla-core 0.6.0. Every function returns `(o, final_state)`, the state None
+unless `output_final_state`. Like all our kernels they run on a GPU, or interpreted under
+TRITON_INTERPRET=1, and never fall back to a reference. What they cannot do raises an error that names the argument:
+`reverse`, heads before time, a chunk length. Names that differ only in how fla computes (chunk, fused
+chunk, fused recurrent) call the same kernel here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import FORMS
+from ..check import NotClaimed
+
+__all__ = [
+    "chunk_gla",
+    "chunk_linear_attn",
+    "chunk_simple_gla",
+    "fused_chunk_linear_attn",
+    "fused_chunk_simple_gla",
+    "fused_recurrent_gla",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_simple_gla",
+    "mechanism",
+    "theirs",
+]
+
+REFUSED = {
+    "head_first": "False: tokens are [B, T, H, D] with time before heads",
+    "reverse": "False: the recurrence runs forward in time",
+    "chunk_size": "None: a kernel chooses its own chunk by its table",
+    "transpose_state_layout": "False: it is called state_v_first",
+}
+
+
+def _refuse(**given) -> None:
+    """What is left at its default asks for nothing; anything else is an error, never ignored."""
+    for name, value in given.items():
+        if name not in REFUSED:
+            raise TypeError(f"{name}: expected an argument of fla-core 0.6.0, got {name}={value!r}")
+        if value not in (None, False):
+            raise ValueError(f"{name}: expected {REFUSED[name]}; got {value!r}")
+
+
+def _run(
+    mechanism, *tokens, initial_state, output_final_state, state_v_first=False, cu_seqlens_cpu=None, **options
+):  # fmt: skip
+    """Our kernel; states turned over if they are `[N, H, V, K]`."""
+    if cu_seqlens_cpu is not None and options["cu_seqlens"] is None:
+        raise ValueError("cu_seqlens: expected the boundaries that cu_seqlens_cpu copies, got None")
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.mT
+    o, S = FORMS[mechanism]["triton"](*tokens, initial_state=initial_state, **options)
+    if not output_final_state:
+        return o, None
+    return o, S.mT.contiguous() if state_v_first else S
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated linear attention by :func:`gla_ref.kernels.gla.gla`.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`.
+        g: natural log gates `[B, T, H, K]`.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: float32 `[N, H, K, V]`, zeros when None.
+        output_final_state: return the final state; else None stands in its place.
+        state_v_first: states are `[N, H, V, K]`.
+        cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
+        cu_seqlens_cpu: a copy of it on the CPU, not needed here: no launch waits for the GPU.
+
+    Returns:
+        o `[B, T, H, V]`, and the final state in float32 or None.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
+    """
+    return _run(
+        "gla", q, k, v, g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+    )  # fmt: skip
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`chunk_gla`, with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
+    _refuse(reverse=reverse, **kwargs)
+    if gk is None and gv is not None:
+        gk = q.new_zeros(()).expand(q.shape)
+    gates = () if gk is None else (gk,)
+    named = {} if gv is None else {"g_v": gv}
+    return _run(
+        "gla" if gates else "linear_attention", q, k, v, *gates, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens, **named,
+    )  # fmt: skip
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`chunk_gla` with one gate a head: `g` `[B, T, H]`, or `g_gamma` `[H]`, the same for all tokens.
+
+    With neither it is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`.
+    """
+    _refuse(**kwargs)
+    if g is not None and g_gamma is not None:
+        raise ValueError("g_gamma: expected None beside g, got both")
+    g = g if g_gamma is None else g_gamma.expand(q.shape[:3])
+    gates = () if g is None else (g,)
+    return _run(
+        "simple_gla" if gates else "linear_attention", q, k, v, *gates, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+    )  # fmt: skip
+
+
+def fused_chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`chunk_simple_gla`."""
+    return chunk_simple_gla(
+        q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
+    )
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`chunk_simple_gla`."""
+    _refuse(reverse=reverse)
+    return chunk_simple_gla(
+        q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, **kwargs
+    )  # fmt: skip
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
+    """Linear attention by :func:`gla_ref.kernels.linear_attention.linear_attention`.
+
+    Normalised, unless `normalize=False`: o is divided by q z, z the sum of all keys so far (fla adds
+    1e-10 to it, we do not). The state is then `(S, z)`, z `[N, 1, H, K]`; an `initial_state` of S alone starts from
+    z = 0. The other arguments are those of :func:`chunk_gla`.
+    """
+    if not normalize:
+        return _run(
+            "linear_attention", q, k, v, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+    if isinstance(initial_state, Tensor):
+        initial_state = initial_state, initial_state.new_zeros(initial_state[:, None, ..., 0].shape)
+    if initial_state is not None:
+        S, z = initial_state
+        if z.ndim != 4 or z.shape[1] != 1:
+            raise ValueError(f"initial_state: expected z as [N, 1, H, K], got {list(z.shape)}")
+        initial_state = S, z[:, 0]
+    o, (S, z) = FORMS["linear_attention"]["triton"](
+        q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, normalize=True
+    )
+    return o, (S, z[:, None]) if output_final_state else None
+
+
+def fused_chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
+    """As :func:`chunk_linear_attn`."""
+    return chunk_linear_attn(
+        q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens
+    )
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
+    """As :func:`chunk_linear_attn`, but normalised only on request."""
+    _refuse(reverse=reverse)
+    return chunk_linear_attn(
+        q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens
+    )
+
+
+MODULES = {"gla": "gla", "simple_gla": "simple_gla", "linear_attn": "linear_attention"}
+
+
+def mechanism(name: str) -> str:
+    """The mechanism that a function of fla computes: "linear_attention" for "chunk_linear_attn"."""
+    for module in ("simple_gla", "linear_attn", "gla"):
+        if name in __all__ and name.endswith(f"_{module}"):
+            return MODULES[module]
+    known = sorted(n for n in __all__ if "_" in n)
+    raise ValueError(f"name: expected one of {', '.join(known)}; got {name!r}")
+
+
+def theirs(name: str, gradients: bool = True) -> Callable:
+    """fla's own function under this book's contract, for `check.kernel(mechanism(name), theirs(name))`.
+
+    fla is imported by the first call. Linear attention is called with `normalize=False`, and boundaries are
+    int64. Its documentation speaks of log gates as logsigmoid makes them, which are finite; of states in
+    float32, packed sequences as in flash-attn, and no limit on T, K or V. So a case with gates of -inf (hard
+    resets) is *not covered*, and every other one counts.
+
+    Args:
+        name: one of the functions of this module, such as "chunk_gla".
+        gradients: False calls it without autograd, for a function that refuses its backward pass.
+
+    Returns:
+        `o, state = fn(q, k, v[, g], *, scale=None, initial_state=None, cu_seqlens=None)`.
+
+    Raises:
+        ValueError: fla has no such function among those of this module.
+    """
+    module = {m: n for n, m in MODULES.items()}[mechanism(name)]
+    options = {"normalize": False} if module == "linear_attn" else {}
+
+    def fn(q, k, v, *g, scale=None, initial_state=None, cu_seqlens=None):
+        if g and g[0].isneginf().any():
+            raise NotClaimed("gates of -inf")
+        own = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+        with contextlib.nullcontext() if gradients else torch.no_grad():
+            return own(
+                q, k, v, *g, scale=scale, initial_state=initial_state, output_final_state=True,
+                cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(), **options,
+            )  # fmt: skip
+
+    fn.__name__ = name
+    return fn

@@ -1,0 +1,253 @@
+"""compat.fla: names and signatures of fla-core, our kernels behind them, and fla's own as the check kit calls them."""
+
+import ast
+import importlib.util
+import inspect
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from cases import error
+
+from gla_ref import check, gla, linear_attention, simple_gla
+from gla_ref.compat import fla
+
+if torch.cuda.is_available():
+    pytest.skip("these run in Triton's interpreter", allow_module_level=True)
+
+PACKED = "cu_seqlens"
+TAIL = ["scale", "initial_state", "output_final_state"]
+SIGNATURES = {  # fla-core 0.6.0
+    "chunk_gla": ["g", *TAIL, "state_v_first", PACKED, "cu_seqlens_cpu"],
+    "fused_recurrent_gla": ["gk", "gv", *TAIL, "reverse", "state_v_first", PACKED, "kwargs"],
+    "chunk_simple_gla": ["g", "g_gamma", *TAIL, "state_v_first", PACKED, "cu_seqlens_cpu", "kwargs"],
+    "fused_chunk_simple_gla": ["g", "g_gamma", *TAIL, PACKED],
+    "fused_recurrent_simple_gla": ["g", "g_gamma", *TAIL, "reverse", "state_v_first", PACKED, "kwargs"],
+    "chunk_linear_attn": [*TAIL, "normalize", PACKED],
+    "fused_chunk_linear_attn": [*TAIL, "normalize", PACKED],
+    "fused_recurrent_linear_attn": [*TAIL, "reverse", "normalize", PACKED],
+}  # fmt: skip
+
+
+def parameters(name: str) -> dict:
+    """{argument: default} of ours, "..." where there is none."""
+    found = inspect.signature(getattr(fla, name)).parameters.values()
+    return {p.name: "..." if p.default is p.empty else repr(p.default) for p in found}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    assert list(parameters(name)) == ["q", "k", "v", *SIGNATURES[name]]
+    assert set(SIGNATURES) == set(fla.__all__) - {"mechanism", "theirs"}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_of_the_library(name):
+    """Read from its source, since importing it may need a GPU."""
+    library = importlib.util.find_spec("fla")
+    if library is None:
+        pytest.skip("fla is not installed")
+    way, module = name.split("_gla")[0].split("_simple")[0].split("_linear")[0], "gla"
+    module = "simple_gla" if "simple" in name else "linear_attn" if "linear" in name else module
+    path = Path(next(iter(library.submodule_search_locations))) / "ops" / module / f"{way}.py"
+    (its,) = (n.args for n in ast.parse(path.read_text()).body if getattr(n, "name", "") == name)
+    names = [a.arg for a in its.args]
+    defaults = ["..."] * (len(names) - len(its.defaults)) + [ast.unparse(d) for d in its.defaults]
+    expected = dict(zip(names, defaults, strict=True))
+    assert parameters(name) == expected | ({its.kwarg.arg: "..."} if its.kwarg else {})
+
+
+def tensors(gate: str | None = None, T: int = 9, N: int = 2, seed: int = 0):
+    """q, k, v[, g] and a state, float32, K = 5 and V = 7."""
+    rng = torch.Generator().manual_seed(seed)
+    B = 1 if N == 3 else N
+    q, k, x = torch.randn(3, B, T, 3, 5, generator=rng)
+    v, S = torch.randn(B, T, 3, 7, generator=rng), torch.randn(N, 3, 5, 7, generator=rng)
+    g = torch.nn.functional.logsigmoid(x) / 16
+    return (q, k, v), {"vector": g, "scalar": g[..., 0], None: None}[gate], S
+
+
+def double(x):
+    """Float64 copies: tensors, pairs of them, None and options."""
+    if isinstance(x, tuple):
+        return tuple(map(double, x))
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def quantities(result):
+    o, S = result
+    return (o, *S) if isinstance(S, tuple) else (o, S)
+
+
+def close(found, form, *tokens, **named):
+    """Within twice the worst error of float32 runs, one on shaken tokens, and 4 eps of the float64 recurrence."""
+    shaken = [x * (1 + 0.01 * torch.rand(x.shape)) for x in tokens]
+    runs = []
+    for given in (tuple(shaken), tokens):
+        true = quantities(
+            form.recurrent(*double(given), **{n: double(x) for n, x in named.items()})
+        )
+        for run in (form.recurrent, form.chunkwise):
+            low = quantities(run(*given, **named))
+            runs.append([error(x, y) for x, y in zip(low, true, strict=True)])
+    for x, y, *errors in zip(quantities(found), true, *runs, strict=True):
+        budget = 2 * max(errors) + 4 * torch.finfo(torch.float32).eps
+        assert x.dtype == torch.float32 and error(x, y) <= budget, (error(x, y), budget)
+
+
+CU = torch.tensor([0, 4, 4, 9])
+
+
+@pytest.mark.parametrize("cu", [None, CU], ids=["batch", "packed"])
+@pytest.mark.parametrize("name", ["chunk_gla", "fused_recurrent_gla", "chunk_simple_gla"])
+def test_gated_kernels_are_the_recurrence(name, cu):
+    form = simple_gla if "simple" in name else gla
+    qkv, g, S = tensors("scalar" if "simple" in name else "vector", N=2 if cu is None else 3)
+    ours, gate = getattr(fla, name), {SIGNATURES[name][0]: g}
+    named = {"scale": -0.3, "cu_seqlens": cu}
+    o, after = ours(
+        *qkv, **gate, **named, initial_state=S.mT, output_final_state=True, state_v_first=True
+    )
+    assert after.is_contiguous()
+    close((o, after.mT), form, *qkv, g, initial_state=S, **named)
+    if cu is None:
+        found = ours(*qkv, **gate, **named, initial_state=S, output_final_state=True)
+        assert torch.equal(found[0], o) and torch.equal(found[1], after.mT)
+        assert ours(*qkv, **gate)[1] is None
+
+
+@pytest.mark.parametrize("name", ["fused_chunk_linear_attn", "fused_recurrent_linear_attn"])
+@pytest.mark.parametrize("cu", [None, CU], ids=["batch", "packed"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_linear_attention_is_the_recurrence(name, cu, normalize):
+    (q, k, v), _, S = tensors(N=2 if cu is None else 3)
+    q, k, z = q.exp(), k.exp(), S.abs().sum(-1)  # a normaliser far from 0
+    named = {"normalize": normalize, "cu_seqlens": cu}
+    given = (S, z[:, None]) if normalize else S
+    o, after = getattr(fla, name)(q, k, v, initial_state=given, output_final_state=True, **named)
+    if normalize:
+        assert after[1].shape == z[:, None].shape
+        given, after = (S, z), (after[0], after[1][:, 0])
+    close((o, after), linear_attention, q, k, v, initial_state=given, **named)
+
+
+def test_linear_attention_is_normalised_by_default_and_starts_from_S_alone():
+    (q, k, v), _, S = tensors()
+    q, k = q.exp(), k.exp()
+    o, (after, z) = fla.chunk_linear_attn(q, k, v, initial_state=S, output_final_state=True)
+    start = S, torch.zeros(2, 3, 5)
+    found = o, (after, z[:, 0])
+    close(found, linear_attention, q, k, v, initial_state=start, normalize=True)
+    assert fla.chunk_linear_attn(q, k, v)[1] is None
+    found = fla.fused_recurrent_linear_attn(q, k, v, output_final_state=True)
+    close(found, linear_attention, q, k, v)
+
+
+def test_other_gates():
+    (q, k, v), g, S = tensors("vector")
+    g_v, last = torch.nn.functional.logsigmoid(v) / 16, {"output_final_state": True}
+    close(fla.fused_recurrent_gla(q, k, v, g, g_v, **last), gla, q, k, v, g, g_v=g_v)
+    none = torch.zeros_like(g)
+    close(fla.fused_recurrent_gla(q, k, v, gv=g_v, **last), gla, q, k, v, none, g_v=g_v)
+    found = fla.fused_recurrent_gla(q, k, v, initial_state=S, **last)
+    close(found, linear_attention, q, k, v, initial_state=S)
+    found = fla.fused_chunk_simple_gla(q, k, v, None, None, None, S, True)
+    close(found, linear_attention, q, k, v, initial_state=S)
+    gamma = torch.tensor([-0.1, -0.5, -2.0])
+    found = fla.fused_recurrent_simple_gla(q, k, v, g_gamma=gamma, **last)
+    close(found, simple_gla, q, k, v, gamma.expand(q.shape[:3]))
+
+
+def test_they_are_kernels_that_the_kit_calls_as_they_are():
+    """Gradients and all, with a final state on request."""
+    check.kernel("gla", fla.chunk_gla, only="length 1").raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("fused_recurrent_gla", {"reverse": True}, "reverse: expected False"),
+        ("fused_recurrent_linear_attn", {"reverse": True}, "reverse: expected False"),
+        ("fused_recurrent_gla", {"head_first": True}, "head_first: expected False"),
+        ("chunk_simple_gla", {"chunk_size": 32}, "chunk_size: expected None"),
+        ("chunk_simple_gla", {"g_gamma": torch.zeros(3)}, "g_gamma: expected None beside g"),
+        ("chunk_simple_gla", {"cu_seqlens_cpu": CU}, "cu_seqlens: expected the boundaries"),
+        ("chunk_linear_attn", {"initial_state": (torch.zeros(2, 3, 5, 7), torch.zeros(2, 3, 5))},
+         r"z as \[N, 1, H, K\], got \[2, 3, 5\]"),
+        ("chunk_gla", {"initial_state": torch.zeros(2, 3, 7, 5)}, "initial_state: expected shape"),
+    ],
+)  # fmt: skip
+def test_what_we_cannot_do_is_refused(name, options, message):
+    gate = "vector" if name.endswith("_gla") and "simple" not in name else "scalar"
+    qkv, g, _ = tensors(None if "linear" in name else gate)
+    with pytest.raises(ValueError, match=message):
+        getattr(fla, name)(*qkv, *(() if g is None else (g,)), **options)
+
+
+def test_unknown_arguments_are_errors():
+    qkv, g, _ = tensors("scalar")
+    with pytest.raises(TypeError, match="gate_logit: expected an argument of fla-core"):
+        fla.chunk_simple_gla(*qkv, g, gate_logit=1)
+    fla.chunk_simple_gla(*qkv, g, head_first=False)  # asks for what is done anyway
+
+
+# -- theirs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A library of that name whose functions are the references, with the manners of fla's."""
+    ops = types.ModuleType("fla.ops")
+    calls = []
+
+    def function(form, name):
+        def fn(q, k, v, *g, scale, initial_state, output_final_state, cu_seqlens, **options):
+            calls.append((name, options))
+            assert output_final_state and (cu_seqlens is None or cu_seqlens.dtype == torch.int64)
+            return form(q, k, v, *g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)  # fmt: skip
+
+        return fn
+
+    forms = {"gla": gla, "simple_gla": simple_gla, "linear_attn": linear_attention}
+    for name, form in forms.items():
+        module = types.ModuleType(f"fla.ops.{name}")
+        setattr(module, f"chunk_{name}", function(form.chunkwise, f"chunk_{name}"))
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", ops)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["chunk_gla", "chunk_simple_gla", "chunk_linear_attn"])
+def test_their_functions_are_checked(library, name):
+    report = check.kernel(fla.mechanism(name), fla.theirs(name), only="packed")
+    report.raise_if_failed()
+    assert not report.not_covered
+    assert library[0] == (name, {"normalize": False} if "linear" in name else {})
+
+
+def test_what_they_do_not_claim_is_not_covered(library):
+    report = check.kernel("gla", fla.theirs("chunk_gla"), only="gate -[1i]*")
+    assert report.ok and report.not_covered == {"gates of -inf": 1}, report.not_covered
+    assert "Not covered (cases): gates of -inf (1)" in str(report)
+    alone = check.kernel("gla", fla.theirs("chunk_gla"), only="gate -inf")
+    assert not alone.ok and not alone.failures and "NOTHING COVERED" in str(alone)
+
+
+def test_their_forward_pass_alone(library):
+    report = check.kernel("gla", fla.theirs("chunk_gla", gradients=False), only="length 65")
+    assert report.ok and {r.quantity for r in report.rows if r.status == "passed"} == {"o", "S"}
+
+
+def test_a_library_that_is_missing_is_a_finding(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.setitem(sys.modules, "fla.ops", None)
+    report = check.kernel("gla", fla.theirs("chunk_gla"), only="length 65")
+    assert not report.ok and report.failures[0].kind == "raises"
+    with pytest.raises(ValueError, match="name: expected one of chunk_gla"):
+        fla.theirs("chunk_kda")
