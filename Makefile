@@ -24,6 +24,14 @@ test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 u
 	$(PYTHON) -m pytest tests/test_kernels*.py -m gpu -n auto --maxprocesses 14 --gpu-summary benchmarks/results/test-gpu.json
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
+test-browser: $(VENV) _build/html/index.html ## open every page in a headless Chromium, network refused; then print the book
+	$(PYTHON) tools/install_chromium.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/browser -m browser -n 2 --dist loadgroup
+
+pdf: $(VENV) _build/html/index.html ## print the whole book: _build/gated-linear-attention.pdf
+	$(PYTHON) tools/install_chromium.py
+	$(PYTHON) tools/make_pdf.py
+
 mutants: $(VENV) ## hold the check kit against every named mistake: how many are caught, how many named
 	$(PYTHON) tools/mutants.py --dtype float32 bfloat16
 
@@ -32,6 +40,12 @@ bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flas
 
 notebooks: $(VENV) ## write notebooks/*.ipynb from book/*.md
 	$(PYTHON) tools/make_notebooks.py
+
+_build/html/index.html:
+	$(MAKE) book
+
+test-notebooks: $(VENV) ## run the notebooks as Colab does: the built wheel in a clean environment
+	$(PYTHON) tools/run_notebooks_clean.py
 
 serve: book ## build, then show the book at http://localhost:8000
 	$(PYTHON) -m http.server --directory _build/html
@@ -50,5 +64,5 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-gpu mutants bench notebooks serve lint clean
+.PHONY: help book test test-gpu test-browser test-notebooks pdf mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help

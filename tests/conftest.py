@@ -1,6 +1,7 @@
 """Settings of the whole run: Triton's interpreter without a GPU, hypothesis, and the summary of a GPU run."""
 
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -12,6 +13,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+if importlib.util.find_spec("playwright") is None:
+    collect_ignore = ["browser"]
 
 try:
     from hypothesis import settings

@@ -1,16 +1,26 @@
 """Run the notebooks as Colab does: the built wheel, Jupyter, matplotlib and nothing else.
 
-    python tools/run_notebooks_clean.py [NN_slug ...] [--python python3.12] [--dir DIR]
+    python tools/run_notebooks_clean.py [NN_slug ...] [--python python3.12] [--dir DIR] [--record]
 
 Makes a virtual environment in DIR (default: a temporary one; about 2 GB), installs the wheel of the
 checkout into it, and executes the committed notebooks top to bottom outside the checkout. Triton
-comes with it, as on Colab; where there is no GPU it interprets (TRITON_INTERPRET=1).
+comes with it, as on Colab; the kernels run on the GPU, or are interpreted where there is none.
+--record writes benchmarks/results/notebooks-<gpu or cpu>.json, which the book's status page shows.
+
+A GPU host without a network brings its own PyTorch and Triton; the rest comes in a folder:
+
+    pip wheel --no-deps --wheel-dir build/wheels .
+    pip download --only-binary=:all: --python-version 3.12 --dest build/wheels matplotlib nbclient ipykernel einops
+    python tools/run_notebooks_clean.py --offline build/wheels --record     # there
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,9 +34,16 @@ PACKAGES = ["matplotlib", "nbclient", "ipykernel"]
 if sys.platform == "linux":
     PACKAGES.append("triton")
 RUN = """
-import sys, nbformat, nbclient
+import json, sys, nbformat, nbclient
 notebook = nbformat.read(sys.argv[1], 4)
 nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+print(json.dumps(sum(cell.cell_type == "code" for cell in notebook.cells)))
+"""
+DESCRIBE = """
+import json, platform, torch, triton
+gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+print(json.dumps({"gpu": gpu, "python": platform.python_version(), "torch": torch.__version__,
+                  "triton": triton.__version__}))
 """
 
 
@@ -34,32 +51,62 @@ def run(*command: str | Path, **options) -> None:
     subprocess.run([str(part) for part in command], check=True, **options)
 
 
+def install(python: Path, work: Path, offline: Path | None) -> Path:
+    """Install the wheel and what notebooks need into the environment of `python`; returns the wheel."""
+    pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    if offline:
+        (wheel,) = offline.glob("gla_ref-*.whl")
+        source = ["--no-index", "--find-links", offline]
+    else:
+        copy = work / "source"  # building in the checkout would leave files there
+        shutil.rmtree(copy, ignore_errors=True)
+        wanted = shutil.ignore_patterns(".*", "_build", "*.egg-info", "__pycache__", "build")
+        shutil.copytree(ROOT, copy, ignore=wanted)
+        shutil.rmtree(work / "wheel", ignore_errors=True)
+        run(*pip, "wheel", "--no-deps", "--wheel-dir", work / "wheel", copy)
+        (wheel,) = (work / "wheel").glob("gla_ref-*.whl")
+        source = ["--constraint", ROOT / "requirements.txt"]
+    run(*pip, "install", wheel, *PACKAGES, *source)
+    run(*pip, "install", "--force-reinstall", "--no-deps", wheel)
+    return wheel
+
+
+def write_record(environment: dict, notebooks: dict[str, dict]) -> Path:
+    """What ran, where and how long, for the status page."""
+    commit = os.environ.get("GLA_REF_COMMIT") or subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()  # fmt: skip
+    name = re.sub(r"\W+", "-", environment["gpu"] or "cpu").lower()
+    environment |= {
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    path = ROOT / "benchmarks" / "results" / f"notebooks-{name}.json"
+    path.write_text(
+        json.dumps({"environment": environment, "notebooks": notebooks}, indent=1) + "\n"
+    )
+    return path
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="notebooks without .ipynb (default: all)")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--dir", type=Path)
+    parser.add_argument("--offline", type=Path, help="a folder of wheels; torch is the host's own")
+    parser.add_argument("--record", action="store_true", help="keep seconds, cells and versions")
     args = parser.parse_args()
     work = args.dir or Path(tempfile.mkdtemp(prefix="gla-clean-"))
     python = work / "venv" / "bin" / "python"
     if not python.exists():
-        run(args.python, "-m", "venv", work / "venv")
-    source = work / "source"  # building in the checkout would leave files there
-    shutil.rmtree(source, ignore_errors=True)
-    wanted = shutil.ignore_patterns(".*", "_build", "*.egg-info", "__pycache__", "build")
-    shutil.copytree(ROOT, source, ignore=wanted)
-    shutil.rmtree(work / "wheel", ignore_errors=True)
-    pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--no-deps", "--wheel-dir", work / "wheel", source)
-    (wheel,) = (work / "wheel").glob("gla_ref-*.whl")
-    run(*pip, "install", wheel, *PACKAGES, "--constraint", ROOT / "requirements.txt")
-    run(*pip, "install", "--force-reinstall", "--no-deps", wheel)
+        own = ["--system-site-packages"] if args.offline else []
+        run(args.python, "-m", "venv", *own, work / "venv")
+    wheel = install(python, work, args.offline)
 
     names = args.names or [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    if not shutil.which("nvidia-smi"):
-        env.setdefault("TRITON_INTERPRET", "1")
-    failed = []
+    left_out = ("PYTHONPATH", "TRITON_INTERPRET")  # notebooks find out by themselves
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    notebooks, failed = {}, []
     for name in names:
         start = time.perf_counter()
         notebook = ROOT / "notebooks" / f"{name}.ipynb"
@@ -71,7 +118,13 @@ def main() -> int:
         if result.returncode:
             failed.append(name)
             print(result.stderr[-3000:])
+        else:
+            cells = json.loads(result.stdout.splitlines()[-1])
+            notebooks[name] = {"seconds": round(seconds, 1), "cells": cells}
     print(f"{len(names) - len(failed)} of {len(names)} notebooks run with only {wheel.name}")
+    if args.record and not failed:
+        described = subprocess.run([python, "-c", DESCRIBE], env=env, check=True, stdout=-1).stdout
+        print(f"The record: {write_record(json.loads(described), notebooks)}")
     if not args.dir:
         shutil.rmtree(work)
     return 1 if failed else 0

@@ -27,6 +27,17 @@ CHAPTER = re.compile(r"book/(\d\d)_\w+$")
 COLAB = "https://colab.research.google.com"
 MACROS = {r"\R": r"\mathbb{R}", r"\diag": r"\operatorname{diag}"}
 
+#: what Sphinx and docutils mark up as lists of which screen readers find no items, and what they are
+NO_LIST = (
+    ('<dl>\n<dd><em class="sig-param">', '<dl role="presentation">\n<dd><em class="sig-param">'),
+    ('<div role="list" class="citation-list">', '<div class="citation-list">'),
+)
+
+#: IPython's settings for pages: drawings as vectors (images inside them stay images), the same in every build
+FIGURES = """c.InlineBackend.figure_formats = {"svg"}
+c.InlineBackend.print_figure_kwargs = {"bbox_inches": "tight", "metadata": {"Date": None}}
+"""
+
 log = logging.getLogger(__name__)
 
 
@@ -84,7 +95,7 @@ def use_generated_notebook(app, pagename, templatename, context, doctree):
 
 
 def clean_page(app, pagename, templatename, context, doctree):
-    """Drop thebe, which Jupyter Book always loads and which throws; report failed formulas."""
+    """Drop thebe, which Jupyter Book always loads and which throws; mend lists; report failed formulas."""
 
     def wanted(asset) -> bool:
         inline = getattr(asset, "attributes", {}).get("body") or ""
@@ -93,6 +104,9 @@ def clean_page(app, pagename, templatename, context, doctree):
     for key in ("script_files", "css_files"):
         context[key] = [asset for asset in context[key] if wanted(asset)]
     body = context.get("body") or ""
+    for claimed, meant in NO_LIST:
+        body = body.replace(claimed, meant)
+    context["body"] = body
     if "katex-error" in body or "color:#cc0000" in body:
         log.warning("KaTeX could not render an equation", location=pagename)
 
@@ -108,6 +122,7 @@ def execution_cache(root: Path) -> Path:
 
 
 def use_execution_cache(app, config):
+    prepare_kernels(Path(app.srcdir))
     config.nb_execution_cache_path = str(execution_cache(Path(app.srcdir)))
 
 
@@ -142,16 +157,19 @@ def start_katex(rundir: Path, timeout: float):
             time.sleep(0.01)
 
 
-def interpret_triton_without_gpu():
-    """Kernels on pages run in Triton's interpreter on a CPU (inherited by the pages' processes)."""
+def prepare_kernels(root: Path):
+    """What the processes that execute pages inherit: Triton interprets without a GPU, figures are SVG."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["IPYTHONDIR"] = str(root / "_build" / ".ipython")
+    settings = root / "_build" / ".ipython" / "profile_default" / "ipython_kernel_config.py"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(FIGURES)
 
 
 def setup(app):
-    interpret_triton_without_gpu()
     TocTreeCollectorWithStyles.assign_section_numbers = number_by_file_name
     for configure in (use_repository, use_execution_cache, use_local_katex):
         app.connect("config-inited", configure)

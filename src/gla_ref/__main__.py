@@ -22,6 +22,7 @@ from torch.nn.functional import logsigmoid
 
 from . import gates, gla
 from . import gla_chunk_fuse as reference
+from .kernels import find_device
 
 
 def error(x: Tensor, exact: Tensor) -> float:
@@ -36,14 +37,11 @@ def prepare_device(args: argparse.Namespace) -> str:
         raise ValueError(
             "the kernels need Triton, which is not installed (pip install triton, on Linux)"
         )
-    if torch.cuda.is_available():
-        print(f"on {torch.cuda.get_device_name()}")
-        return "cuda"
-    os.environ["TRITON_INTERPRET"] = "1"
-    print("no GPU found: TRITON_INTERPRET=1 is set and Triton interprets the kernels on the CPU")
-    if args.dtype != "float32":
+    device, _, sentence = find_device()
+    print(sentence)
+    if device == "cpu" and args.dtype != "float32":
         raise ValueError(f"--dtype: expected float32 without a GPU, got {args.dtype}")
-    return "cpu"
+    return device
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,3 +2,39 @@
 
 Nothing here is imported by `import gla_ref`.
 """
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Device", "find_device"]
+
+
+class Device(NamedTuple):
+    """Where kernels run on this machine."""
+
+    device: str  # "cuda" or "cpu"
+    dtype: torch.dtype  # the half precision of a GPU; float32 in the interpreter
+    sentence: str  # which GPU, or that there is none
+
+
+def find_device() -> Device:
+    """Where this machine runs kernels, and with which inputs: to be called before Triton is imported.
+
+    On a GPU they are compiled. Without one, or under TRITON_INTERPRET=1, Triton's interpreter executes
+    them on the CPU; it is told so here, which it only hears when it is imported. GPUs older than Ampere,
+    such as a T4, have no bfloat16 in their matrix units; float16 takes its place there.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        found = "No GPU" if not torch.cuda.is_available() else "GPU not used"
+        sentence = f"{found}: TRITON_INTERPRET=1 is set, kernels are interpreted, in float32."
+        return Device("cpu", torch.float32, sentence)
+    name, (major, _) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if major < 8:
+        sentence = f"Kernels run on {name}, in float16 (it has no bfloat16) and float32."
+        return Device("cuda", torch.float16, sentence)
+    return Device("cuda", torch.bfloat16, f"Kernels run on {name}, in bfloat16 and float32.")

@@ -1,0 +1,39 @@
+"""One browser for all tests, and the record of what each page weighs and how soon it can be read."""
+
+import json
+
+import browser as tools
+import pytest
+from filelock import FileLock
+
+RECORD = tools.SITE.parent / "pages.json"
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    assert (tools.SITE / "index.html").exists(), "the book is not built: make book"
+    with tools.chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def record():
+    """Per page: bytes on disk that it loads, bytes of its explorables, seconds to readable text."""
+    pages = {}
+    yield pages
+    with FileLock(RECORD.with_suffix(".lock")):  # several processes run the tests
+        kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        kept = {name: kept[name] for name in tools.book_pages() if name in kept}
+        RECORD.write_text(json.dumps(kept | pages, indent=1) + "\n")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.markexpr != "browser" or not RECORD.exists():
+        return
+    pages = json.loads(RECORD.read_text())
+    heaviest = max(pages, key=lambda name: pages[name]["bytes"])
+    slowest = max(pages, key=lambda name: pages[name]["seconds"])
+    terminalreporter.write_line(
+        f"{len(pages)} pages in {RECORD.name}: the heaviest {heaviest}, {pages[heaviest]['bytes'] / 1e6:.2f} MB; "
+        f"the slowest {slowest}, {pages[slowest]['seconds']:.2f} s"
+    )

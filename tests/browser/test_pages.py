@@ -1,0 +1,180 @@
+"""Every page of the built book in a headless Chromium, with the network refused (make test-browser)."""
+
+import os
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import browser as tools
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+pytestmark = pytest.mark.browser
+
+WIDTHS, THEMES = (1280, 390), ("light", "dark")
+PAGES = tools.book_pages()
+#: from the start of the navigation until the whole text stands there, painted
+READABLE = """() => {
+  const [page] = performance.getEntriesByType("navigation");
+  const [paint] = performance.getEntriesByName("first-contentful-paint");
+  return Math.max(page.domContentLoadedEventEnd, paint.startTime) / 1000
+}"""
+EXPLORABLES = """() => [...document.querySelectorAll("figure.explorable")]
+  .reduce((sum, e) => sum + new Blob([e.parentElement.innerHTML]).size, 0)"""
+#: axe takes minutes for ten thousand elements that are alike: of each kind of coloured word in each block
+#: of a kind one is kept, the others lose their mark-up, and formulas their insides
+THIN = """() => {
+  const seen = new Set();
+  for (const word of document.querySelectorAll("pre span[class]:not(:has(*))")) {
+    const [box, note] = ["div[class*=highlight-]", ".admonition"].map(around => word.closest(around)?.className);
+    const kind = [word.className, box, note].join();
+    if (seen.has(kind)) word.replaceWith(word.textContent);
+    seen.add(kind);
+  }
+  for (const formula of document.querySelectorAll(".katex")) formula.replaceChildren();
+}"""
+#: the elements that Tab reaches, in turn, and whether one sees where the focus is
+FOCUS = """() => {
+  const e = document.activeElement, style = getComputedStyle(e);
+  if (e === document.body) return null;
+  const outlined = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1;
+  const box = e.getBoundingClientRect();
+  return {seen: outlined || style.boxShadow !== "none", size: box.width * box.height, tag: e.outerHTML.slice(0, 120)};
+}"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Nothing on the terminal."""
+
+
+def url(page: str) -> str:
+    return (tools.SITE / f"{page}.html").as_uri()
+
+
+@pytest.fixture
+def visit(chromium, request):
+    """A tab with an empty cache."""
+    options = getattr(request, "param", {})
+    context = chromium.new_context(
+        viewport={"width": 1280, "height": 900}, reduced_motion="reduce", **options
+    )
+    yield tools.Visit(context)
+    context.close()
+
+
+def seconds_to_read(chromium, page: str, tries: int = 3) -> float:
+    """The least of some visits, each with an empty cache: what else runs on this machine is not the page's."""
+    best = float("inf")
+    for _ in range(tries):
+        context = chromium.new_context()
+        tab = tools.Visit(context).tab
+        tab.goto(url(page))
+        best = min(best, tab.evaluate(READABLE))
+        context.close()
+        if best <= 1:
+            break
+    return best
+
+
+def layout_problems(tab) -> list[str]:
+    """What is still wrong half a second after the window changed: side bars slide."""
+    for _ in range(5):
+        if not (problems := tools.layout_problems(tab)):
+            break
+        tab.wait_for_timeout(100)
+    return problems
+
+
+def axe_problems(tab, **options) -> list[str]:
+    """Serious and critical violations; formulas have their text's colour."""
+    options |= {
+        "preload": False,
+        "resultTypes": ["violations"],
+    }  # preload fetches style sheets again
+    violations = Axe().run(tab, {"exclude": [[".katex"]]}, options).response["violations"]
+    return [
+        f"axe: {v['id']} ({len(v['nodes'])}): {[n['html'][:150] for n in v['nodes'][:4]]}"
+        for v in violations
+        if v["impact"] in ("serious", "critical")
+    ]
+
+
+def look(tab, theme: str, width: int) -> list[str]:
+    """Nothing is wrong with the layout at this width and theme."""
+    tab.emulate_media(color_scheme=theme)
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.wait_for_function("t => document.documentElement.dataset.theme === t", arg=theme)
+    return [f"{theme} {width}: {problem}" for problem in layout_problems(tab)]
+
+
+def listen(tab) -> list[str]:
+    """All of axe's rules in a wide window, those about scrolling in a narrow one, about colours in both themes."""
+    found = look(tab, "light", 390)
+    tab.wait_for_timeout(300)  # the theme marks what scrolls after a pause
+    found += axe_problems(tab, runOnly=["scrollable-region-focusable", "target-size"])
+    look(tab, "light", 1280)
+    tab.wait_for_timeout(300)
+    tab.evaluate(THIN)
+    found += axe_problems(tab)
+    look(tab, "dark", 1280)
+    return found + axe_problems(tab, runOnly=["color-contrast", "link-in-text-block"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page(chromium, visit, record, page):
+    """No error, no request beyond the site, formulas rendered, all inside the window, quick; axe finds nothing."""
+    tab = visit.tab
+    tab.goto(url(page))
+    tab.wait_for_timeout(100)  # scripts that start after loading
+    bytes_ = sum(file.stat().st_size for file in visit.files)
+    weight = {"bytes": bytes_, "explorables": tab.evaluate(EXPLORABLES)}
+    found = [problem for theme in THEMES for width in WIDTHS for problem in look(tab, theme, width)]
+    found += listen(tab) + visit.problems
+    busy = (
+        os.getloadavg()[0] > 2 * os.cpu_count()
+    )  # with other work: then the time is not the page's
+    seconds = round(seconds_to_read(chromium, page), 3)
+    record[page] = weight | {"seconds": seconds, "busy_machine": busy}
+    assert not found, "\n".join(found)
+    assert seconds <= 2 or busy
+    assert record[page]["explorables"] <= 1.5e6
+
+
+@pytest.mark.parametrize("page", ["book/index", "book/09_chunkwise_gla", "book/benchmarks"])
+@pytest.mark.parametrize("theme", THEMES)
+def test_focus_is_visible(visit, page, theme):
+    visit.tab.emulate_media(color_scheme=theme)
+    visit.tab.goto(url(page))
+    stops = []
+    for _ in range(80):
+        visit.tab.keyboard.press("Tab")
+        if (stop := visit.tab.evaluate(FOCUS)) is None:
+            break
+        stops.append(stop)
+    assert len(stops) >= 20
+    hidden = [stop["tag"] for stop in stops if not stop["seen"] or not stop["size"]]
+    assert not hidden, "\n".join(hidden)
+
+
+def test_search_finds_two_level_chunking(chromium):
+    """From the disk, and from a server, where the results have excerpts too."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tools.SITE)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    served = f"http://127.0.0.1:{server.server_port}/"
+    for site in (tools.SITE.as_uri() + "/", served):
+        context = chromium.new_context(viewport={"width": 1280, "height": 900})
+        visit = tools.Visit(context, own=site)
+        visit.tab.goto(site + "book/index.html")
+        visit.tab.keyboard.press("Control+k")
+        visit.tab.keyboard.type("two-level chunking")
+        visit.tab.keyboard.press("Enter")
+        visit.tab.wait_for_selector("#search-results li a")
+        chapter = visit.tab.locator("#search-results li a[href*='09_chunkwise_gla']").first
+        if site == served:
+            visit.tab.wait_for_selector("#search-results li .context")
+            assert not visit.problems
+        chapter.click()
+        visit.tab.wait_for_url("**/09_chunkwise_gla.html*")
+        context.close()
+    server.shutdown()

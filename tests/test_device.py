@@ -1,0 +1,51 @@
+"""Where kernels run on a machine: a GPU with or without bfloat16, or the interpreter."""
+
+import os
+
+import pytest
+import torch
+
+from gla_ref.kernels import find_device
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend a GPU of this name and compute capability, or none."""
+
+    def pretend(name=None, capability=None):
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: name is not None)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+
+    return pretend
+
+
+def test_without_a_gpu_triton_is_told_to_interpret(machine):
+    machine()
+    found = find_device()
+    assert found[:2] == ("cpu", torch.float32) and "No GPU" in found.sentence
+    assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.mark.parametrize(
+    "name, capability, dtype",
+    [
+        ("NVIDIA H200", (9, 0), torch.bfloat16),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), torch.bfloat16),
+        ("Tesla T4", (7, 5), torch.float16),
+    ],
+)
+def test_a_gpu_is_named_with_its_half_precision(machine, name, capability, dtype):
+    machine(name, capability)
+    found = find_device()
+    assert found[:2] == ("cuda", dtype) and name in found.sentence
+    assert ("no bfloat16" in found.sentence) == (dtype == torch.float16)
+    assert "TRITON_INTERPRET" not in os.environ and len(found.sentence) <= 75
+
+
+def test_the_interpreter_can_be_asked_for_on_a_gpu(machine, monkeypatch):
+    machine("NVIDIA H200", (9, 0))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = find_device()
+    assert found[:2] == ("cpu", torch.float32) and "GPU not used" in found.sentence
