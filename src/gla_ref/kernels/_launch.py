@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_launch(tensors: dict[str, Tensor]) -> None:
-    """Kernels take float32, float16 and bfloat16 on a CUDA device, or on the CPU in Triton's interpreter.
+    """Kernels take float32, float16 and bfloat16 on a CUDA device, the first two in Triton's interpreter too.
 
     The values of gates (names that begin with g) are looked at under GLA_REF_DEBUG=1 only, because
     looking means waiting for the GPU.
@@ -30,6 +30,11 @@ def check_launch(tensors: dict[str, Tensor]) -> None:
             raise ValueError(
                 f"{name}: expected a CUDA tensor, got one on {x.device}; "
                 "to interpret kernels on the CPU, set TRITON_INTERPRET=1 before importing triton"
+            )
+        if not x.is_cuda and name in "qkv" and x.dtype == torch.bfloat16:
+            raise TypeError(
+                f"{name}: expected float32 or float16 on the CPU, got bfloat16, "
+                "whose products Triton's interpreter gets wrong"
             )
         if name.startswith("g") and os.environ.get("GLA_REF_DEBUG") == "1":
             check_gate(name, x)
