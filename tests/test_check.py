@@ -294,7 +294,18 @@ def test_json_has_its_schema():
         "seed": 0, "layout": "bthd", "state": "kv", "gate": "log",
     }  # fmt: skip
     assert data["schema"] == 1 and data["ok"] is False
-    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "map", "grid"}
+    keys = {
+        "case",
+        "quantity",
+        "status",
+        "kind",
+        "error",
+        "budget",
+        "message",
+        "where",
+        "map",
+        "grid",
+    }
     assert all(set(row) == keys for row in data["rows"])
     assert {row["status"] for row in data["rows"]} <= {"passed", "failed", "not covered"}
     assert "inf" in [row["error"] for row in data["rows"]]
