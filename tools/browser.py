@@ -60,7 +60,11 @@ class Visit:
         self.tab: Page = context.new_page()
         self.tab.on("console", lambda m: m.type == "error" and self._note(f"console: {m.text}"))
         self.tab.on("pageerror", lambda error: self._note(f"script: {error}"))
-        self.tab.on("requestfailed", lambda request: self._note(f"failed: {request.url}"))
+        self.tab.on("requestfailed", self._failed)
+
+    def _failed(self, request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # cancelled, since the tab went elsewhere
+            self._note(f"failed: {request.url}")
 
     def _note(self, problem: str) -> None:
         self.problems.append(problem)
