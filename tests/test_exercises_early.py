@@ -1,6 +1,6 @@
-"""Exercises of chapters 1 to 6: right answers are accepted, typical wrong ones are told what is wrong with them.
+"""Exercises: right answers are accepted, typical wrong ones are told what is wrong with them.
 
-And of all chapters: every exercise of the book has a judge, a cell to answer it in, and a solution that passes.
+The answers of chapters 1 to 6 stand here, those of 7 to 12 in test_exercises_late.py. And every exercise of the book has a judge, a cell to answer it in, and a solution that passes.
 """
 
 from __future__ import annotations
@@ -518,9 +518,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("label", RIGHT)
+@pytest.mark.parametrize("label", RIGHT | late.RIGHT)
 def test_right_answers(label):
-    for answer in RIGHT[label]:
+    for answer in (RIGHT | late.RIGHT)[label]:
         begin, state = time.perf_counter(), torch.get_rng_state()
         verdict = check(label, answer)
         assert verdict and verdict.status == "right", verdict
@@ -528,11 +528,11 @@ def test_right_answers(label):
         assert time.perf_counter() - begin < 3, "a judge takes 0.3 s at most on an idle machine"
 
 
-@pytest.mark.parametrize("label", WRONG)
+@pytest.mark.parametrize("label", WRONG | late.WRONG)
 def test_wrong_answers_are_named(label):
-    kind = exercises.JUDGES[label][0]
-    assert len(WRONG[label]) >= (3 if kind == "implement" else 2)
-    for answer, words in WRONG[label]:
+    kind, answers = exercises.JUDGES[label][0], (WRONG | late.WRONG)[label]
+    assert len(answers) >= (3 if kind == "implement" else 2)
+    for answer, words in answers:
         verdict = check(label, answer)
         assert not verdict and words in verdict.message, (words, verdict)
 

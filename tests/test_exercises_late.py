@@ -1,11 +1,9 @@
-"""Exercises of chapters 7 to 12: right answers are accepted, typical wrong ones are told what is wrong with them."""
+"""Answers to the exercises of chapters 7 to 12, right ones and wrong ones with what they are told."""
 
 from __future__ import annotations
 
 import math
-import time
 
-import pytest
 import torch
 
 from gla_ref import exercises
@@ -437,25 +435,6 @@ WRONG = {
         (["four", 1 / 16], "Expected a number, got 'four'"),
     ],
 }
-
-
-@pytest.mark.parametrize("label", RIGHT)
-def test_right_answers(label):
-    for answer in RIGHT[label]:
-        begin, state = time.perf_counter(), torch.get_rng_state()
-        verdict = check(label, answer)
-        assert verdict and verdict.status == "right", verdict
-        assert torch.equal(state, torch.get_rng_state()), "a judge must leave the global generator"
-        assert time.perf_counter() - begin < 3, "a judge takes 0.3 s at most on an idle machine"
-
-
-@pytest.mark.parametrize("label", WRONG)
-def test_wrong_answers_are_named(label):
-    kind = exercises.JUDGES[label][0]
-    assert len(WRONG[label]) >= (3 if kind == "implement" else 2)
-    for answer, words in WRONG[label]:
-        verdict = check(label, answer)
-        assert not verdict and words in verdict.message, (words, verdict)
 
 
 def test_every_late_exercise_is_tried():
