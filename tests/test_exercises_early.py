@@ -1,6 +1,7 @@
 """Exercises: right answers are accepted, typical wrong ones are told what is wrong with them.
 
-The answers of chapters 1 to 6 stand here, those of 7 to 12 in test_exercises_late.py. And every exercise of the book has a judge, a cell to answer it in, and a solution that passes.
+The answers of chapters 1 to 6 stand here, those of 7 to 12 in test_exercises_late.py. And every exercise of the
+book has a judge, a cell to answer it in, and a solution that passes.
 """
 
 from __future__ import annotations
