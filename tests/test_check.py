@@ -241,6 +241,17 @@ def test_what_is_not_covered_is_said():
     assert {row.quantity for row in report.rows if row.status == "passed"} == {"o"}
 
 
+def test_a_small_error_is_not_blamed_on_a_mistake_that_does_not_show():
+    """One percent, near the budgets of bf16: mistakes that are as near to what is right explain nothing."""
+
+    def larger(*args, **options):
+        o, S = GATED(*args, **options)
+        return (1.01 * o.float()).to(o.dtype), S
+
+    report = check.kernel("gla", larger, dtype=BF16, only="s*")
+    assert not report.ok and not report.diagnosis
+
+
 def test_conventions_are_adapted():
     def other(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
         q, k, v, g = (x.transpose(1, 2) for x in (q, k, v, g * 0.6931471805599453))

@@ -16,6 +16,7 @@ CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its roun
 SHARE = (
     0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
 )
+BETTER = 0.75  # the part of a largest error beyond its budget that may be left: else the mistake explains nothing
 
 
 @functools.lru_cache(maxsize=4000)
@@ -50,6 +51,9 @@ def distance(p: Problem, name: str, x: Tensor, wrong: Tensor) -> float:
         return float("inf")
     x, wrong, exact = (torch.where(same, y.double(), 0) for y in (x, wrong, exact))
     found, budget = p.judge(name, x, wrong)
+    error, allowed = p.judge(name, x)
+    if error > allowed and found > BETTER * error:  # as far from the mistake as from what is right
+        return float("inf")
     if found <= CLOSE * budget:
         return found / budget / CLOSE
     left, whole = ((x - y).square().mean().sqrt().item() for y in (wrong, exact))
