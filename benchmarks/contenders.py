@@ -207,7 +207,9 @@ def torch_levels(case, q, k, v, g, **_):
     q, k, v, g = chunks(q), chunks(k), chunks(v), chunks(g.float())
     o = (q * k).float().sum(-1, keepdim=True) * v
     for half in (1 << level for level in range(C.bit_length() - 1)):
-        early, late = zip(*(x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, v, g)))  # noqa: B905
+        early, late = zip(
+            *(x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, v, g)), strict=True
+        )
         pairs = read(late[0], late[3]) @ write(early[1], early[3]) @ early[2]
         o = o + torch.stack([torch.zeros_like(pairs), pairs], -3).flatten(-4, -2)
     kv, total = write(k, g) @ v, g.sum(-2).exp()[..., None]  # [B, H, N, K, V], [B, H, N, K, 1]
