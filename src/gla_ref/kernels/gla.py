@@ -339,7 +339,7 @@ class _Launch:
         self.C, BV, self.warps, *self.stages = (HALF if self.half else FLOAT32)[max(64, self.BK)]
         self.BV, self.n = min(BV, wide), slots(self.B, self.T, cu, self.C)
         self.NV = triton.next_power_of_2(triton.cdiv(self.V, self.BV))  # strong flags of a chunk
-        low = self.half and q.is_cuda  # Triton's interpreter gets products of bf16 wrong
+        low = self.half and not triton.knobs.runtime.interpret  # which gets products of bf16 wrong
         self.same = {"C": self.C, "PACKED": cu is not None, "LOW": low}
         self.limit = LIMIT[q.dtype]
 
