@@ -323,6 +323,7 @@ def test_beyond_2_to_the_31_elements():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_first_call_in_a_fresh_process(record_property):
     """No autotuner: compiling forward and backward takes at most ten seconds."""
     code = (

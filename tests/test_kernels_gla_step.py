@@ -3,11 +3,13 @@
 import pytest
 import torch
 from cases import LADDER, error, inputs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ref import FORMS, gla
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from gla_ref.kernels._launch import check_call  # noqa: E402
 from gla_ref.kernels.gla_step import gla_step  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -109,6 +111,22 @@ def test_compiled_equals_eager():
 
 
 @anywhere
+def test_checking_a_call_moves_no_tensor():
+    """When decoding, to convert the state once more is nearly as dear as the token."""
+
+    class Listed(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            done.append(op)
+            return op(*args, **(kwargs or {}))
+
+    done: list = []
+    q, k, v, g = (torch.randn(2, 1, 3, D, dtype=torch.float16, device=HERE) for D in (5, 5, 7, 5))
+    S = torch.randn(2, 3, 5, 7, device=HERE)
+    with Listed():
+        check_call(q, k, v, {"g": (g, "B T H K")}, S, None)
+    assert not done
+
+
 def test_wrong_input_is_named(monkeypatch):
     (q, k, v, g), named, *_ = problem(2, 1, 1, 5, 7)
     S = named["initial_state"]

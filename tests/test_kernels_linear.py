@@ -488,6 +488,7 @@ print(time.perf_counter() - start)
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_first_call_takes_at_most_ten_seconds(tmp_path):
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", FIRST], env=env, capture_output=True, text=True)

@@ -128,12 +128,10 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def check_state(
-    name: str, state: Tensor | None, sizes: dict[str, int], N: int, like: Tensor
-) -> Tensor:
-    """Return the state `[N, H, K, V]` in the precision of `like`: zeros when None was given."""
+    name: str, state: Tensor, sizes: dict[str, int], N: int, device: torch.device
+) -> None:
+    """A state is float32 or float64 `[N, H, K, V]`, on the device of the other tensors."""
     shape = (N, sizes["H"], sizes["K"], sizes["V"])
-    if state is None:
-        return like.new_zeros(shape)
     if not isinstance(state, Tensor) or state.dtype not in (torch.float32, torch.float64):
         got = state.dtype if isinstance(state, Tensor) else type(state).__name__
         raise TypeError(f"{name}: expected a float32 or float64 tensor, got {got}")
@@ -141,8 +139,17 @@ def check_state(
         raise ValueError(
             f"{name}: expected shape [N_seq, H, K, V] = {list(shape)}, got {list(state.shape)}"
         )
-    if state.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, got {state.device}")
+    if state.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {state.device}")
+
+
+def state_or_zeros(
+    name: str, state: Tensor | None, sizes: dict[str, int], N: int, like: Tensor
+) -> Tensor:
+    """The state `[N, H, K, V]`, checked, in the precision of `like`: zeros when None was given."""
+    if state is None:
+        return like.new_zeros(N, sizes["H"], sizes["K"], sizes["V"])
+    check_state(name, state, sizes, N, like.device)
     return state.to(like.dtype)
 
 
@@ -208,7 +215,7 @@ def form(**gates: str) -> Callable:
             )
             tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
             N = sizes["B"] if ends is None else len(ends) - 1
-            state = check_state("initial_state", initial, sizes, N, tokens["v"])
+            state = state_or_zeros("initial_state", initial, sizes, N, tokens["v"])
 
             def one(**tensors):
                 o, S = body(**tensors, **options)

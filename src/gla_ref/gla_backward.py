@@ -26,10 +26,10 @@ from ._contract import (
     check_cu_seqlens,
     check_gate,
     check_scale,
-    check_state,
     check_tensors,
     compute_dtype,
     per_sequence,
+    state_or_zeros,
 )
 from .gates import decay_from_start, decay_to_end, segment_sum
 from .gla import _decayed, _gate, _read, _update, _weighted
@@ -102,7 +102,7 @@ def backward(
     tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
     N = sizes["B"] if ends is None else len(ends) - 1
     states = {
-        name: check_state(name, x, sizes, N, tokens["v"])
+        name: state_or_zeros(name, x, sizes, N, tokens["v"])
         for name, x in {"initial_state": initial_state, "dS": dS}.items()
     }
 

@@ -67,7 +67,7 @@ def check_call(
     check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
     if S is not None:
         N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
-        check_state("initial_state", S, sizes, N, v)
+        check_state("initial_state", S, sizes, N, q.device)
     if path not in (None, *paths):
         raise ValueError(f"path: expected one of {', '.join(paths)} or None, got {path!r}")
 

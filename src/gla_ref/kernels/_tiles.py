@@ -14,8 +14,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def load_tile(
-    x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
-):
+    x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
+    POLICY: tl.constexpr = "",
+):  # fmt: skip
     """Rows o_t ... of x[i_b, :, i_h, o_d:] as [C, BD]; zero from row `end` and column D on."""
     if TMA:  # the copy engine: no addresses to compute, and it knows where the tensor ends
         b = x.load([i_b, i_h, o_t, o_d]).reshape(C, BD)
@@ -23,7 +24,9 @@ def load_tile(
         o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
         p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
         p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :].to(tl.int64) * s[3]
-        b = tl.load(p, mask=(o_r < end)[:, None] & (o_c < D)[None, :], other=0.0)
+        b = tl.load(
+            p, mask=(o_r < end)[:, None] & (o_c < D)[None, :], other=0.0, eviction_policy=POLICY
+        )
     return b
 
 

@@ -152,6 +152,7 @@ def prepared(
     strong = torch.zeros((n, H), dtype=torch.int8, device=q.device)
     prepare[(triton.cdiv(K, 64) * H * n,)](
         q, k, g, q_hat, k_hat, decay, strong, cu, *strides(q, k, g, q_hat), N, T, H, K,
-        C=C, BK=64, PACKED=cu is not None, LIMIT=limit, LOW=not triton.knobs.runtime.interpret, num_warps=4, maxnreg=128,
+        C=C, BK=64, PACKED=cu is not None, LIMIT=limit, LOW=not triton.knobs.runtime.interpret,
+        num_warps=4, maxnreg=128,
     )  # fmt: skip
     return q_hat, k_hat, decay, strong

@@ -218,7 +218,7 @@ def gla_chunk_fuse(
             raise ValueError(f"{name}: expected None, which is all these kernels know, got a value")
     S = initial_state
     if S is not None:
-        contract.check_state("initial_state", S, sizes, sizes["B"], v)
+        contract.check_state("initial_state", S, sizes, sizes["B"], v.device)
         S = S.float().contiguous()
     check_forward_only({**tensors, "initial_state": initial_state}, "the four kernels are")
     scale = contract.check_scale(scale, sizes["K"])

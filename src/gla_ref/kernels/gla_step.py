@@ -90,9 +90,10 @@ def _step(
     o = torch.empty(v.shape, dtype=v.dtype, device=q.device)
     S_out = torch.empty(N, H, K, V, dtype=torch.float32, device=q.device)
     states = [x if x is None else x.transpose(1, 2) for x in (S, S_out)]
+    BK = triton.next_power_of_2(K)
     step[(triton.cdiv(V, BV) * H * N,)](
         q, k, v, g, g_v, o, *states, cu, *strides(q, k, v, g, g_v, o, *states), T, H, K, V, scale,
-        BK=triton.next_power_of_2(K), BV=BV, PACKED=cu is not None, num_warps=4,
+        BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
     )  # fmt: skip
     return o, S_out
 
