@@ -15,18 +15,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 @triton.jit
 def load_tile(
     x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
-    POLICY: tl.constexpr = "",
+    LAST: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows o_t ... of x[i_b, :, i_h, o_d:] as [C, BD]; zero from row `end` and column D on."""
+    """Rows o_t ... of x[i_b, :, i_h, o_d:] as [C, BD]; zero from row `end` and column D on.
+
+    LAST: nobody will read them again, so that L2 need not keep them.
+    """
     if TMA:  # the copy engine: no addresses to compute, and it knows where the tensor ends
         b = x.load([i_b, i_h, o_t, o_d]).reshape(C, BD)
     else:
         o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
         p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
         p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :].to(tl.int64) * s[3]
-        b = tl.load(
-            p, mask=(o_r < end)[:, None] & (o_c < D)[None, :], other=0.0, eviction_policy=POLICY
-        )
+        m = (o_r < end)[:, None] & (o_c < D)[None, :]
+        b = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first" if LAST else "")
     return b
 
 

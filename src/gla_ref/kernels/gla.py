@@ -253,8 +253,8 @@ def gradients(
         b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         # loaded once more, from L2: Triton gives a tile that goes to products and into registers one buffer only, and
         # refills it without a wait while products are still reading it (benchmarks/LAB.md)
-        b_x = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, "evict_first")
-        b_y = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, "evict_first")
+        b_x = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
+        b_y = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
         b_SR = b_x.to(tl.float32) * b_y  # [BK, BV]
         if g_v is None:
             b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
