@@ -1,6 +1,7 @@
-"""Compile the GLA kernels for a GPU that is not there: registers, spills, shared memory, and a rule of pipelining.
+"""Compile the kernels for a GPU that is not there: registers, spills, shared memory, and a rule of pipelining.
 
     python tools/compile_kernels.py [CASE ...]        # default: all; needs no GPU, a few minutes
+    PYTHONPATH=DIR python tools/compile_kernels.py    # another Triton: pip install --no-deps --target DIR triton==3.6.0
 
 Triton's compiler needs a target, not a device; the assembler comes with Triton. Every launch of forward and backward
 is compiled for sm_90 as its launcher would have it. The rule that is checked on the compiled loops was learnt from
@@ -11,6 +12,7 @@ memory is written again; and no product in a branch takes an operand from a buff
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import subprocess
 import sys
@@ -25,21 +27,35 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-CASES = {  # K, V, dtype, dtype of gates, and what else the call has
-    "128": (128, 128, "bfloat16", "bfloat16", ()),
-    "64": (64, 64, "bfloat16", "bfloat16", ()),
-    "256/512": (256, 512, "bfloat16", "bfloat16", ()),
-    "segments": (64, 128, "bfloat16", "bfloat16", ("segmented",)),
-    "packed": (64, 128, "bfloat16", "bfloat16", ("packed",)),
-    "packed 128": (128, 64, "bfloat16", "bfloat16", ("packed",)),
-    "two-sided": (64, 128, "bfloat16", "bfloat16", ("g_v",)),
-    "two-sided 128": (128, 64, "bfloat16", "bfloat16", ("g_v",)),
-    "float32 gates": (64, 128, "bfloat16", "float32", ()),
-    "float16": (64, 64, "float16", "float16", ()),
-    "float16 128": (128, 128, "float16", "float16", ()),
-    "float16 256/512": (256, 512, "float16", "float16", ()),
-    "float32": (64, 64, "float32", "float32", ()),
-    "float32 two-sided": (64, 128, "float32", "float32", ("g_v",)),
+CASES = {  # kernel, K, V, dtype, dtype of gates, and what else the call has
+    "gla 128": ("gla", 128, 128, "bfloat16", "bfloat16", ()),
+    "gla 64": ("gla", 64, 64, "bfloat16", "bfloat16", ()),
+    "gla 256/512": ("gla", 256, 512, "bfloat16", "bfloat16", ()),
+    "gla segments": ("gla", 64, 128, "bfloat16", "bfloat16", ("segmented",)),
+    "gla packed": ("gla", 64, 128, "bfloat16", "bfloat16", ("packed",)),
+    "gla packed 128": ("gla", 128, 64, "bfloat16", "bfloat16", ("packed",)),
+    "gla two-sided": ("gla", 64, 128, "bfloat16", "bfloat16", ("g_v",)),
+    "gla two-sided 128": ("gla", 128, 64, "bfloat16", "bfloat16", ("g_v",)),
+    "gla float32 gates": ("gla", 64, 128, "bfloat16", "float32", ()),
+    "gla float16": ("gla", 64, 64, "float16", "float16", ()),
+    "gla float16 128": ("gla", 128, 128, "float16", "float16", ()),
+    "gla float16 256/512": ("gla", 256, 512, "float16", "float16", ()),
+    "gla float32": ("gla", 64, 64, "float32", "float32", ()),
+    "gla float32 two-sided": ("gla", 64, 128, "float32", "float32", ("g_v",)),
+    "step": ("gla_step", 128, 128, "bfloat16", "bfloat16", ()),
+    "step 256/512": ("gla_step", 256, 512, "bfloat16", "float32", ("g_v", "packed")),
+    "linear 64": ("linear_attention", 64, 64, "bfloat16", None, ()),
+    "linear 128": ("linear_attention", 128, 128, "bfloat16", None, ()),
+    "linear 256/512": ("linear_attention", 256, 512, "bfloat16", None, ()),
+    "linear segments": ("linear_attention", 128, 128, "bfloat16", None, ("segmented",)),
+    "linear materialised": ("linear_attention", 64, 64, "bfloat16", None, ("materialised",)),
+    "linear packed": ("linear_attention", 64, 128, "bfloat16", None, ("packed",)),
+    "linear gated": ("linear_attention", 128, 128, "bfloat16", "float32", ()),
+    "linear float32": ("linear_attention", 64, 64, "float32", "float32", ()),
+    "flash 64": ("flash_attention", 64, 64, "bfloat16", None, ()),
+    "flash 128": ("flash_attention", 128, 128, "bfloat16", None, ()),
+    "flash packed": ("flash_attention", 128, 64, "bfloat16", None, ("packed",)),
+    "flash float32": ("flash_attention", 64, 64, "float32", None, ()),
 }
 REFILL = re.compile(r"async_copy_global_to_local|async_tma_copy_global_to_local|ttg\.local_store")
 
@@ -80,6 +96,8 @@ def broken(ttgir: str) -> list[str]:
             slots |= {view[1]: slots[view[2]]} if view[2] in slots else {}
         if product := re.match(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+)", text):
             inside, operands = [kind for _, kind in regions], {product[2], product[3]}
+            if re.search(r" : tensor<.*> \* !ttg", text):  # the first one is in registers, the assembler's concern
+                operands = {product[3]}
             branch = "if" in inside and "for" in inside[: inside.index("if")]
             if branch and operands & set(slots):
                 found.append(f"in a branch, from a pipelined buffer: {text[:90]}")
@@ -127,19 +145,31 @@ def resources(kernel) -> tuple[str, str, int]:
     return registers[1], spilled[1], kernel.metadata.shared
 
 
-def compile_case(K, V, dtype, gates, extra) -> None:
+def compile_case(kernel, K, V, dtype, gates, extra) -> None:
     """Every launch of one call, forward and backward."""
-    from gla_ref.kernels import gla
-
+    module = importlib.import_module(f"gla_ref.kernels.{kernel}")
     B, T, H = 1 if "packed" in extra else 2, 256, 4
     q, k, v, do = (torch.zeros(B, T, H, D, dtype=getattr(torch, dtype)) for D in (K, K, V, V))
-    g, g_v = (torch.zeros(B, T, H, D, dtype=getattr(torch, gates)) for D in (K, V))
-    g_v = g_v if "g_v" in extra else None
     cu = torch.tensor([0, 100, T], dtype=torch.int32) if "packed" in extra else None
-    path = "segmented" if "segmented" in extra else "fused"
-    gla._forward._init_fn(q, k, v, g, g_v, None, cu, 0.1, path)
-    dS = torch.zeros(2, H, K, V)
-    gla._backward._init_fn(q, k, v, g, g_v, None, cu, do, dS, 0.1, path, True)
+    S, dS = torch.zeros(2, H, K, V), torch.zeros(2, H, K, V)
+    if kernel == "flash_attention":
+        o, lse = module._forward._init_fn(q, k, v, cu, 0.1)
+        module._backward._init_fn(q, k, v, o, lse, do, cu, 0.1)
+        return
+    path = next((x for x in ("segmented", "materialised") if x in extra), "fused")
+    shape = (B, T, H) if kernel == "linear_attention" else (B, T, H, K)
+    g = None if gates is None else torch.zeros(shape, dtype=getattr(torch, gates))
+    if kernel == "linear_attention":
+        module._forward._init_fn(q, k, v, g, S, cu, 0.1, path)
+        S_T = torch.zeros_like(S) if q.dtype in module.UNWOUND else None
+        module._backward._init_fn(q, k, v, g, S, S_T, cu, do, dS, 0.1, path, g is not None)
+        return
+    g_v = torch.zeros(B, T, H, V, dtype=getattr(torch, gates)) if "g_v" in extra else None
+    if kernel == "gla_step":
+        module._step._init_fn(q[:, :1], k[:, :1], v[:, :1], g[:, :1], g_v, S, cu, 0.1)
+        return
+    module._forward._init_fn(q, k, v, g, g_v, None, cu, 0.1, path)
+    module._backward._init_fn(q, k, v, g, g_v, None, cu, do, dS, 0.1, path, True)
 
 
 def main() -> None:
@@ -151,7 +181,7 @@ def main() -> None:
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET: expected it to be unset, since nothing is compiled with it")
     triton.runtime.driver.set_active(Target())
-    from gla_ref.kernels import gla
+    from gla_ref.kernels import flash_attention, gla, linear_attention
 
     def describable(x):
         """The package's own says no to a tensor on a CPU; here it stands for one on a Hopper."""
@@ -159,7 +189,8 @@ def main() -> None:
         aligned = x.shape[-1] % 8 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
         return x.element_size() == 2 and x.stride(-1) == 1 and aligned
 
-    gla.describable = describable
+    flash_attention._hopper = lambda x: True
+    gla.describable = linear_attention.describable = flash_attention._describable = describable
     launched, run = [], JITFunction.run
 
     def compiled(self, *arguments, grid=None, warmup=False, **options):
