@@ -320,7 +320,12 @@ IDENTITY = ("suite", "mechanism", "contender", "direction", "B", "T", "H", "K", 
 
 
 def merge(path: Path, environment: dict, records: list[dict]) -> None:
-    old = json.loads(path.read_text())["records"] if path.exists() else []
+    """Records of `path` that were not measured again stay, and so do the versions of their peers."""
+    before = json.loads(path.read_text()) if path.exists() else {"environment": {}, "records": []}
+    old, peers = before["records"], before["environment"].get("peers", {})
+    environment = environment | {
+        "peers": {n: v or peers.get(n) for n, v in environment["peers"].items()}
+    }
 
     def identity(r):
         return json.dumps([r.get(n) for n in IDENTITY])
