@@ -180,7 +180,7 @@ ours("gla", "triton")
 
 @contender("gla", peer=True, packed=None, limit_s=200)
 def fla_chunk_gla(case, q, k, v, g, cu_seqlens=None):
-    """Its first call autotunes for one to three minutes; on Hopper it refuses its backward."""
+    """Its first call autotunes, for one to two minutes each way."""
     from fla.ops.gla import chunk_gla
 
     return chunk_gla(q, k, v, g, cu_seqlens=cu_seqlens)[0]

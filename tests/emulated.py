@@ -129,16 +129,18 @@ class Gla:
     def gradients(self, q, k, v, do, g, g_v, S, R):
         """(dq, dk, dg) / scale from the states at every chunk's ends."""
         i = torch.arange(self.C, device=q.device)
-        S, R = self.low(S), self.low(R)
+        if self.dtype == torch.bfloat16:  # the others' states are stored in float32
+            S, R = self.low(S), self.low(R)
+        kept, (S, R) = S * R, (self.low(S), self.low(R))
         if g_v is None:
-            x, y, dP, SR = do, v, self.mm(do, v.mT), S
+            x, y, dP = do, v, self.mm(do, v.mT)
         else:
             since, until, edge, through, mild = self.decays(g_v)
             dP = self.scores(do, v, g_v, since, until, mild)
             x, y = self.low(do * since), self.low(v * until)
             S, R = self.low(S * edge), self.low(R * edge)
-            SR = S * through
-        kept = self.mm(SR, R.mT).diagonal(dim1=-2, dim2=-1)
+            kept = kept * edge * edge * through
+        kept = kept.sum(-1)
         up, down, edge, through, mild = self.decays(g)
         read, write = self.mm(x, S.mT) * edge, self.mm(y, R.mT) * edge
         A = torch.where(i[:, None] >= i, dP, 0.0)
