@@ -96,7 +96,8 @@ def broken(ttgir: str) -> list[str]:
             slots |= {view[1]: slots[view[2]]} if view[2] in slots else {}
         if product := re.match(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+)", text):
             inside, operands = [kind for _, kind in regions], {product[2], product[3]}
-            if re.search(r" : tensor<.*> \* !ttg", text):  # the first one is in registers, the assembler's concern
+            # a first operand in registers is the assembler's concern
+            if re.search(r" : tensor<.*> \* !ttg", text):
                 operands = {product[3]}
             branch = "if" in inside and "for" in inside[: inside.index("if")]
             if branch and operands & set(slots):
