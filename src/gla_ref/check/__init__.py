@@ -144,7 +144,9 @@ def kernel(
     if any(row.where for row in report.rows):
         wrong = [row.case for row in report.rows if row.where]
         telling = [pair for pair in seen if pair[0].case.telling]
-        extra = [pair for pair in seen if pair[0].case.name in wrong and not pair[0].case.telling]
-        for m, distance in diagnose(mechanism, telling + extra[:2]):
+        others = [pair for pair in seen if not pair[0].case.telling]
+        extra = [pair for pair in others if pair[0].case.name in wrong]
+        passed = [pair for pair in others if pair[0].case.name not in wrong]
+        for m, distance in diagnose(mechanism, telling + extra[:2], passed):
             report.diagnosis.append({"mistake": m.name, "line": m.line, "distance": distance})
     return report
