@@ -1,6 +1,7 @@
 """The check kit: right forms pass, wrong ones are caught and named, and no kernel can break it."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -178,6 +179,58 @@ def test_where_it_is_wrong():
     assert "No named mistake" in str(report) and set(row.map) > {" "}
 
 
+def test_where_it_is_wrong_in_packed_sequences():
+    def wrong(q, k, v, g, **named):
+        o, S = GATED(q, k, v, g, **named)
+        o = o.clone()
+        o[0, 110, 1, 4] += 1e-3
+        return o, S
+
+    report = check.kernel("gla", wrong, only="packed")
+    (row,) = report.failures
+    own = {"sequence": 4, "token": 70, "chunk": 1, "sub-chunk": 0}
+    assert row.where == {"t": 110, **own, "batch": 0, "head": 1, "channel": 4}
+    assert "t 110, sequence 4, token 70, chunk 1, sub-chunk 0" in str(report)
+
+
+def test_the_failing_cases_are_listed_and_nan_is_no_infinity():
+    def wrong(q, k, v, g, **named):
+        o, S = GATED(q, k, v, g, **named)
+        return o / (1 - 1.0 * (q.shape[1] == 63)), S / (0 if q.shape[1] == 64 else 1)
+
+    def broken(*tokens, **named):
+        o, S = wrong(*tokens, **named)
+        return o.masked_fill(o.isinf(), math.nan), S
+
+    for fn, error, word, sign in (
+        (wrong, math.inf, "infinity", "∞"),
+        (broken, math.nan, "NaN", "NaN"),
+    ):
+        report = check.kernel("gla", fn, only="length*")
+        text, html = str(report), report._repr_html_()
+        assert "failing (2 of 7 cases): length 63, length 64\n" in text and report.undiagnosed
+        assert "Failing (2 of 7 cases): length 63, length 64<" in html
+        assert f"first wrong o of case length 63 ({word}):" in text
+        line = next(line for line in text.splitlines() if line.startswith("o "))
+        assert line.split()[3] == str(error) and f"<td>{sign}</td>" in html
+        errors = {(row["case"], row["quantity"]): row["error"] for row in report.to_json()["rows"]}
+        assert errors["length 63", "o"] == str(error)
+    right = check.kernel("gla", GATED, only="length 1")
+    assert not right.undiagnosed and "failing" not in str(right)
+
+
+def test_a_mistake_that_would_show_where_the_kernel_passes_is_not_named():
+    def forgetful(least):
+        def fn(q, k, v, g, **named):
+            return GATED(q, k, v, 0 * g.clamp_min(-1) if q.shape[1] > least else g, **named)
+
+        return fn
+
+    always, late = (check.kernel("gla", forgetful(T), only="gate*") for T in (0, 150))
+    assert [match["mistake"] for match in always.diagnosis] == ["gate forgotten"]
+    assert late.failing == ["gate many resets"] and not late.diagnosis
+
+
 def noisy(q, k, v, g, **named):
     o, S = GATED(q, k, v, g, **named)
     return o * (1 + 1e-7 * torch.rand_like(o)), S
@@ -225,7 +278,7 @@ def test_bad_manners_are_findings_and_the_other_cases_run(fn, kind, cases):
     found = [row for row in report.failures if row.kind == kind]
     assert len({row.case for row in found}) == cases and not report.ok
     assert len({row.case for row in report.rows}) == 7
-    assert kind in str(report) or "inf" in str(report)
+    assert {"not finite": "(NaN)"}.get(kind, kind) in str(report)
 
 
 def test_what_is_not_covered_is_said():
