@@ -208,15 +208,28 @@ def test_the_failing_cases_are_listed_and_nan_is_no_infinity():
     ):
         report = check.kernel("gla", fn, only="length*")
         text, html = str(report), report._repr_html_()
-        assert "failing (2 of 7 cases): length 63, length 64\n" in text and report.undiagnosed
-        assert "Failing (2 of 7 cases): length 63, length 64<" in html
+        assert "Failing in 2 of 7 cases: length 63, length 64\n" in text and report.undiagnosed
+        assert "Failing in 2 of 7 cases: length 63, length 64<" in html
         assert f"first wrong o of case length 63 ({word}):" in text
         line = next(line for line in text.splitlines() if line.startswith("o "))
         assert line.split()[3] == str(error) and f"<td>{sign}</td>" in html
         errors = {(row["case"], row["quantity"]): row["error"] for row in report.to_json()["rows"]}
         assert errors["length 63", "o"] == str(error)
     right = check.kernel("gla", GATED, only="length 1")
-    assert not right.undiagnosed and "failing" not in str(right)
+    assert not right.undiagnosed and "Failing" not in str(right)
+
+
+@pytest.mark.parametrize("least, lines", [(0, 1), (1, 5)])
+def test_all_failing_cases_take_one_line_and_many_names_at_most_five(least, lines):
+    def wrong(q, k, v, g, *, initial_state=None):
+        o, S = GATED(q, k, v, g, initial_state=initial_state)
+        return o * (1.0 + (q.shape[1] > least)), S
+
+    report = check.kernel("gla", wrong)
+    (part,) = (x for x in str(report).split("\n\n") if x.startswith("Failing in"))
+    assert part.count("\n") + 1 == lines and max(map(len, part.split("\n"))) <= 80
+    if lines > 1:
+        assert part.endswith("[...]") and "gate mild and strong chunks" in part
 
 
 def test_a_mistake_that_would_show_where_the_kernel_passes_is_not_named():

@@ -135,9 +135,7 @@ def render(report: Report) -> str:
     parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(report.title)}</p>']
     parts += table(report)
     if report.failing:
-        cases = len({row.case for row in report.rows})
-        names = escape(", ".join(report.failing))
-        parts.append(f"<p>Failing ({len(report.failing)} of {cases} cases): {names}</p>")
+        parts.append(f"<p>{escape(report.extent)}</p>")
     for (kind, message), rows in report.findings.items():
         found = ", ".join(dict.fromkeys(row.quantity for row in rows))
         n = len({row.case for row in rows})

@@ -106,6 +106,15 @@ class Report:
         return list(dict.fromkeys(row.case for row in self.failures))
 
     @property
+    def extent(self) -> str:
+        """In how many of the cases that were covered something failed, and in which."""
+        failing = self.failing
+        cases = len({row.case for row in self.rows if row.status != "not covered"})
+        if len(failing) == cases > 1:
+            return f"Failing in all {cases} cases"
+        return f"Failing in {len(failing)} of {cases} cases: {', '.join(failing)}"
+
+    @property
     def title(self) -> str:
         s = self.settings
         return f"{s['mechanism']} on {s['device']} in {s['dtype']}, {s['level']}, seed {s['seed']}"
@@ -194,9 +203,11 @@ class Report:
                 f"{name:10}{len(rows):6}{failed:8}{worst.error:10.1e}{worst.budget:10.1e}  {worst.case[:34]}"
             )
         if self.failing:
-            cases = len({row.case for row in self.rows})
-            text = f"failing ({len(self.failing)} of {cases} cases): {', '.join(self.failing)}"
-            lines += ["", *textwrap.wrap(text, 80, subsequent_indent="    ", max_lines=5)]
+            whole = self.extent
+            for name in self.failing:  # not broken in two where it has spaces
+                whole = whole.replace(name, name.replace(" ", "\0"))
+            text = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
+            lines += ["", text.replace("\0", " ")]
         for (kind, message), rows in self.findings.items():
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
             n = len({r.case for r in rows})
