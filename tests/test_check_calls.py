@@ -66,6 +66,10 @@ def linear(mistake):
             S = Unlike.apply(S, in_order, lambda d, passes: d)
         if mistake == "no gradient of q where v needs none" and not v.requires_grad:
             q = q.detach()
+        if mistake == "no gradients unless k or v need one" and not (
+            k.requires_grad or v.requires_grad
+        ):
+            q, S = q.detach(), S if S is None else S.detach()
         if mistake == "no gradients unless all need one" and not (
             q.requires_grad and v.requires_grad
         ):
@@ -97,9 +101,10 @@ WAYS = {  # mistake: a failure that names it
     "do read as if contiguous": ("strided", "dv", "error"),
     "dS read as if contiguous": ("strided", "dv", "error"),
     "other code without gradients": ("length 7", "o", "no_grad"),
-    "gradients added up from pass to pass": ("length 7", "dq", "again"),
+    "gradients added up from pass to pass": ("length 7", "dq", "twice"),
     "no gradient of q where v needs none": ("frozen inputs", "dq", "frozen"),
     "no gradients unless all need one": ("frozen inputs", "dk", "frozen"),
+    "no gradients unless k or v need one": ("frozen inputs", "dq", "frozen"),
 }
 
 
@@ -147,5 +152,5 @@ def test_what_goes_wrong_in_one_way_only_says_in_which(way):
         "no_grad": "under torch.no_grad(): the function returned None",
         "frozen": "where q requires no gradient: RuntimeError: q has no gradient",
     }
-    (row,) = report.failures
+    row = report.failures[0]
     assert row.message.startswith(said[way]) and not report.undiagnosed

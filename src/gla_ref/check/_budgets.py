@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -16,15 +16,20 @@ TOKENS = ("o", "dq", "dk", "dv", "dg")  # quantities with a time axis
 
 
 def evaluate(
-    fn: Callable, kind: Mechanism, x: dict, case: Case, frozen: str = "", backwards: int = 1
+    fn: Callable,
+    kind: Mechanism,
+    x: dict,
+    case: Case,
+    frozen: Sequence[str] = (),
+    backwards: int = 1,
 ) -> dict[str, Tensor | None]:
     """o, final states and every gradient of one call; None for what the function does not give.
 
-    There is no gradient for the input that is `frozen`. Of several backward passes through the same graph the
-    last one counts.
+    There is no gradient for the inputs that are `frozen`. Of several backward passes through the same graph
+    the last one counts.
     """
     names = [*kind.tokens, *kind.states]
-    leaves = {n: x[n].detach().requires_grad_(n != frozen) for n in names if n in x}
+    leaves = {n: x[n].detach().requires_grad_(n not in frozen) for n in names if n in x}
     given = [leaves[n] for n in kind.states if n in leaves]
     cu = None
     if case.ends is not None:

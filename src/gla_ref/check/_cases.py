@@ -38,7 +38,7 @@ class Case:
         strides: of inputs, states and what backward passes get: "contiguous", "strided" (rows apart) or
             "misaligned" (off 16 bytes).
         size: standard deviation of q, v and the initial state; k has 1.
-        frozen: it runs also with each input in turn requiring no gradient.
+        frozen: it runs also with each input in turn requiring no gradient, or alone requiring one.
         telling: the diagnosis looks at it first.
     """
 

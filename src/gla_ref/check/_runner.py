@@ -238,7 +238,7 @@ def observe(
     """({quantity: what the kernel made of it or None}, [Finding, ...]) of one case.
 
     Two runs must be the same. Then come the ways in which a training loop calls a kernel too, which may take
-    other code: without gradients, through its graph a second time, with an input that needs no gradient.
+    other code: without gradients, through its graph a second time, with inputs that need no gradient.
     """
     device = p.inputs["q"].device
     names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
@@ -265,13 +265,15 @@ def observe(
     differ = [n for n, y in usual.items() if not same(y, again[n])]
     ways = [("no_grad", "under torch.no_grad()", False, {})]
     if usual["dq"] is not None:
-        ways.append(("again", "in a second backward pass", True, {"backwards": 2}))
-        frozen = names if p.case.frozen else ()
-        ways += [("frozen", f"where {n} requires no gradient", True, {"frozen": n}) for n in frozen]
+        ways.append(("twice", "in a second backward pass", True, {"backwards": 2}))
+        for n in names if p.case.frozen else ():
+            ways.append(("frozen", f"where {n} requires no gradient", True, {"frozen": [n]}))
+            rest = [other for other in names if other != n]
+            ways.append(("frozen", f"where only {n} requires a gradient", True, {"frozen": rest}))
     for way, when, gradients, options in ways:
         found = attempt(seconds, work, gradients, options)
         if isinstance(found, Finding):
-            if (way, found.kind) == ("again", "raises"):  # it says so: nobody is misled
+            if (way, found.kind) == ("twice", "raises"):  # it says so: nobody is misled
                 findings.append(Finding("not covered", "second backward pass"))
             else:
                 findings.append(Finding(found.kind, f"{when}: {found}", found.quantity))
