@@ -67,7 +67,20 @@ class Case:
 
 
 def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
-    """The cases of a level; those of "full" begin with those of "quick" and end with a random search."""
+    """The cases of a level; those of "full" begin with those of "quick" and end with a random search.
+
+    Args:
+        mechanism: a key of `gla_ref.FORMS`.
+        level: "quick" or "full".
+        seed: of the random search.
+
+    Raises:
+        ValueError: there is no such mechanism or level.
+    """
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"mechanism: expected one of {sorted(MECHANISMS)}, got {mechanism!r}")
+    if level not in ("quick", "full"):
+        raise ValueError(f"level: expected 'quick' or 'full', got {level!r}")
     kind = MECHANISMS[mechanism]
     lengths = (1, 7, C - 1, C, C + 1, 2 * C, 2 * C + SUB + 1)
     found = [Case(f"length {T}", T=T, telling=T == lengths[-1]) for T in lengths]

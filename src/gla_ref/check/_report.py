@@ -112,7 +112,8 @@ class Report:
         cases = len({row.case for row in self.rows if row.status != "not covered"})
         if len(failing) == cases > 1:
             return f"Failing in all {cases} cases"
-        return f"Failing in {len(failing)} of {cases} cases: {', '.join(failing)}"
+        plural = "s" * (cases != 1)
+        return f"Failing in {len(failing)} of {cases} case{plural}: {', '.join(failing)}"
 
     @property
     def title(self) -> str:
