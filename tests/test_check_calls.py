@@ -115,12 +115,37 @@ def test_no_way_of_calling_is_left_out(mistake):
     assert WAYS[mistake] in found, str(report)
 
 
+def test_strides_are_those_of_the_own_order_of_axes():
+    """What is contiguous, and what is not, whatever the layout, is what the kernel sees."""
+    seen = {}
+
+    class Contiguous(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, o, S):
+            return o.clone(), S.clone()
+
+        @staticmethod
+        def backward(ctx, do, dS):
+            seen["backward"] = {do.is_contiguous(), dS.is_contiguous()}
+            return do, dS
+
+    def fn(q, k, v, g, *, initial_state=None):
+        S = initial_state
+        seen["forward"] = {x.is_contiguous() for x in (q, k, v, g, S)}
+        o, S = GATED(*(x.transpose(1, 2) for x in (q, k, v, g)), initial_state=S.mT)
+        return Contiguous.apply(o.transpose(1, 2).contiguous(), S.mT.contiguous())
+
+    for case, contiguous in (("square", True), ("strided", False)):
+        check.kernel("gla", fn, layout="bhtd", state="vk", only=case).raise_if_failed()
+        assert seen == {"forward": {contiguous}, "backward": {contiguous}}
+
+
 def test_resets_of_late_tokens_are_not_left_out():
     def fn(q, k, v, g, **named):
         early = torch.arange(g.shape[1])[:, None, None] < 128
         return GATED(q, k, v, torch.where(early, g, g.clamp_min(-5)), **named)
 
-    report = check.kernel("gla", fn, only="gate*")
+    report = check.kernel("gla", fn, only="gate [mr]*")
     assert report.failing == ["gate many resets"], str(report)
 
 

@@ -91,8 +91,7 @@ def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str]) -> Ca
 
     def call(*tokens, scale, initial_state, cu_seqlens):
         q, k, v, *g = tokens
-        own = [how.tokens(x).contiguous() if how.layout == "bhtd" else x for x in (q, k, v)]
-        own += [how.tokens(how.gates(x, v.dtype)) for x in g]
+        own = [how.tokens(x) for x in (q, k, v, *(how.gates(x, v.dtype) for x in g))]
         named = {"scale": scale, "cu_seqlens": cu_seqlens, "output_final_state": True}
         if isinstance(initial_state, tuple):
             named["initial_state"] = tuple(how.states(x, kind) for x in initial_state)
@@ -245,7 +244,12 @@ def observe(
     x = {n: y.to(F32 if n in WIDE else p.dtypes["o"]) for n, y in p.inputs.items()}
     if "g" in x and how.gate != "log":  # kept finer until the kernel's own convention is made of it
         x["g"] = p.inputs["g"].float()
-    x = {n: placed(y, p.case.strides) for n, y in x.items()}
+
+    def own(n, y):
+        """In the kernel's own order of axes, and from there back."""
+        return how.states(y, kind) if n in WIDE else how.tokens(y)
+
+    x = {n: own(n, placed(own(n, y).contiguous(), p.case.strides)) for n, y in x.items()}
     before = {n: x[n].clone() for n in names}
     call, findings = adapt(fn, kind, how, takes), []
 
