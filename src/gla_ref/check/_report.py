@@ -58,12 +58,12 @@ def locate(p: Problem, name: str, x: Tensor) -> dict:
     if name in TOKENS or name in CACHES:
         t = int((excess.amax([d for d in range(excess.ndim) if d != 1]) > 1).nonzero()[0])
         b, h, *channel = (int(i) for i in (excess[:, t] > 1).nonzero()[0])
-        where, own = {"t": t}, t
+        where, own, batch = {"t": t}, t, {"batch": b}
         if p.case.ends:
             n = bisect_right(p.case.ends, t) - 1
-            own = t - p.case.ends[n]
+            own, batch = t - p.case.ends[n], {}
             where |= {"sequence": n, "token": own}
-        where |= {"chunk": own // C, "sub-chunk": own % C // SUB, "batch": b, "head": h}
+        where |= {"chunk": own // C, "sub-chunk": own % C // SUB, **batch, "head": h}
         where |= {"channel": channel[0]} if channel else {}
         axes = ["t", "channel" if channel else "head"]
         plane, line = excess.amax((0, 2) if channel else 0).T, excess.transpose(0, 1).flatten(1)
