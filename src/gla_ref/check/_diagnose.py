@@ -67,7 +67,7 @@ def differs(p: Problem, name: str, x: Tensor) -> bool:
 
 
 def shows(mechanism: str, m: Mistake, p: Problem, found: dict[str, Tensor | None]) -> bool:
-    """Whether a kernel that passes cannot be the mistake, rounded as a match may be."""
+    """Whether the mistake would have failed here, however a match is rounded; the kernel passes."""
     wrong = variant(mechanism, m, _Key(p))
     for n in [] if wrong is None else [n for n, x in found.items() if x is not None]:
         error, budget = (math.inf, 1.0) if wrong[n] is None else p.judge(n, wrong[n])
