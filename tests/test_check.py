@@ -1,6 +1,7 @@
 """The check kit: right forms pass, wrong ones are caught and named, and no kernel can break it."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -178,6 +179,71 @@ def test_where_it_is_wrong():
     assert "No named mistake" in str(report) and set(row.map) > {" "}
 
 
+def test_where_it_is_wrong_in_packed_sequences():
+    def wrong(q, k, v, g, **named):
+        o, S = GATED(q, k, v, g, **named)
+        o = o.clone()
+        o[0, 110, 1, 4] += 1e-3
+        return o, S
+
+    report = check.kernel("gla", wrong, only="packed")
+    (row,) = report.failures
+    own = {"sequence": 4, "token": 70, "chunk": 1, "sub-chunk": 0}
+    assert row.where == {"t": 110, **own, "head": 1, "channel": 4}
+    assert "t 110, sequence 4, token 70, chunk 1, sub-chunk 0" in str(report)
+
+
+def test_the_failing_cases_are_listed_and_nan_is_no_infinity():
+    def wrong(q, k, v, g, **named):
+        o, S = GATED(q, k, v, g, **named)
+        return o / (1 - 1.0 * (q.shape[1] == 63)), S / (0 if q.shape[1] == 64 else 1)
+
+    def broken(*tokens, **named):
+        o, S = wrong(*tokens, **named)
+        return o.masked_fill(o.isinf(), math.nan), S
+
+    for fn, error, word, sign in (
+        (wrong, math.inf, "infinity", "∞"),
+        (broken, math.nan, "NaN", "NaN"),
+    ):
+        report = check.kernel("gla", fn, only="length*")
+        text, html = str(report), report._repr_html_()
+        assert "Failing in 2 of 7 cases: length 63, length 64\n" in text and report.undiagnosed
+        assert "Failing in 2 of 7 cases: length 63, length 64<" in html
+        assert f"first wrong o of case length 63 ({word}):" in text
+        line = next(line for line in text.splitlines() if line.startswith("o "))
+        assert line.split()[3] == str(error) and f"<td>{sign}</td>" in html
+        errors = {(row["case"], row["quantity"]): row["error"] for row in report.to_json()["rows"]}
+        assert errors["length 63", "o"] == str(error)
+    right = check.kernel("gla", GATED, only="length 1")
+    assert not right.undiagnosed and "Failing" not in str(right)
+
+
+@pytest.mark.parametrize("least, lines", [(0, 1), (1, 5)])
+def test_all_failing_cases_take_one_line_and_many_names_at_most_five(least, lines):
+    def wrong(q, k, v, g, *, initial_state=None):
+        o, S = GATED(q, k, v, g, initial_state=initial_state)
+        return o * (1.0 + (q.shape[1] > least)), S
+
+    report = check.kernel("gla", wrong)
+    (part,) = (x for x in str(report).split("\n\n") if x.startswith("Failing in"))
+    assert part.count("\n") + 1 == lines and max(map(len, part.split("\n"))) <= 80
+    if lines > 1:
+        assert part.endswith("[...]") and "gate mild and strong chunks" in part
+
+
+def test_a_mistake_that_would_show_where_the_kernel_passes_is_not_named():
+    def forgetful(least):
+        def fn(q, k, v, g, **named):
+            return GATED(q, k, v, 0 * g.clamp_min(-1) if q.shape[1] > least else g, **named)
+
+        return fn
+
+    always, late = (check.kernel("gla", forgetful(T), only="gate*") for T in (0, 150))
+    assert [match["mistake"] for match in always.diagnosis] == ["gate forgotten"]
+    assert late.failing == ["gate many resets"] and not late.diagnosis
+
+
 def noisy(q, k, v, g, **named):
     o, S = GATED(q, k, v, g, **named)
     return o * (1 + 1e-7 * torch.rand_like(o)), S
@@ -208,24 +274,24 @@ def uninitialised(q, k, v, g, **named):
 @pytest.mark.parametrize(
     "fn, kind, cases",
     [
-        (lambda *x, **named: None, "none", 5),
-        (lambda q, k, v, g, **named: (q, None), "shape", 5),
-        (lambda *x, **named: (GATED(*x, **named)[0].double(), None), "dtype", 5),
-        (lambda *x, **named: (GATED(*x, **named)[0].to("meta"), None), "device", 5),
-        (lambda *x, **named: "o", "type", 5),
-        (noisy, "differs", 5),
-        (writing, "modified", 5),
+        (lambda *x, **named: None, "none", 7),
+        (lambda q, k, v, g, **named: (q, None), "shape", 7),
+        (lambda *x, **named: (GATED(*x, **named)[0].double(), None), "dtype", 7),
+        (lambda *x, **named: (GATED(*x, **named)[0].to("meta"), None), "device", 7),
+        (lambda *x, **named: "o", "type", 7),
+        (noisy, "differs", 7),
+        (writing, "modified", 7),
         (sleeping, "hangs", 1),
         (raising, "raises", 1),
-        (uninitialised, "not finite", 5),
+        (uninitialised, "not finite", 7),
     ],
 )
 def test_bad_manners_are_findings_and_the_other_cases_run(fn, kind, cases):
     report = check.kernel("gla", fn, only="length*", time_limit=4.0 if fn is sleeping else 30.0)
     found = [row for row in report.failures if row.kind == kind]
     assert len({row.case for row in found}) == cases and not report.ok
-    assert len({row.case for row in report.rows}) == 5
-    assert kind in str(report) or "inf" in str(report)
+    assert len({row.case for row in report.rows}) == 7
+    assert {"not finite": "(NaN)"}.get(kind, kind) in str(report)
 
 
 def test_what_is_not_covered_is_said():

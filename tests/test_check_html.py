@@ -69,12 +69,12 @@ def test_a_long_and_wide_map_is_made_smaller_and_keeps_its_worst():
         o[0, 63, 1, 47] = torch.nan
         return o, S
 
-    failures = check.kernel("linear_attention", wrong, only="wide").failures
+    failures = check.kernel("linear_attention", wrong, only="wider").failures
     (row,) = (row for row in failures if row.quantity == "o")
-    assert row.grid["axes"] == ["t", "channel"] and row.grid["size"] == [81, 48]
+    assert row.grid["axes"] == ["t", "channel"] and row.grid["size"] == [81, 72]
     columns, lines = len(row.grid["cells"][0]), len(row.grid["cells"])
     assert columns <= 64 and lines <= 32
-    assert row.grid["cells"][47 // 2][63 // 2] == "@" and row.map[63 // 2] == "@"
+    assert row.grid["cells"][47 // 3][63 // 2] == "@" and row.map[63 // 2] == "@"
     assert sum(shade != " " for line in row.grid["cells"] for shade in line) == 1
 
 

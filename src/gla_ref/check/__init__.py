@@ -24,7 +24,7 @@ from ._report import Report, Row, judge
 from ._runner import Convention, NotClaimed, accepted, observe
 from ._shrink import reproduction, shrink
 
-__all__ = ["MECHANISMS", "Case", "NotClaimed", "Report", "Row", "kernel", "mistakes"]
+__all__ = ["MECHANISMS", "Case", "NotClaimed", "Report", "Row", "cases", "kernel", "mistakes"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,6 +45,8 @@ def kernel(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
     """Run a kernel on the cases of its mechanism and hold every result against the float64 recurrence.
+
+    Each case is called twice, under `torch.no_grad`, and with a second backward pass through the same graph.
 
     Args:
         mechanism: a key of `gla_ref.FORMS`.
@@ -71,17 +73,15 @@ def kernel(
         TypeError: `fn` cannot be called.
         ValueError: an option has a value that it cannot have.
     """
-    if mechanism not in MECHANISMS:
-        raise ValueError(f"mechanism: expected one of {sorted(MECHANISMS)}, got {mechanism!r}")
+    chosen = cases(mechanism, level, seed)
     if not callable(fn):
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype}")
-    if level not in ("quick", "full"):
-        raise ValueError(f"level: expected 'quick' or 'full', got {level!r}")
     kind, how, takes = MECHANISMS[mechanism], Convention(layout, state, gate), accepted(fn)
-    chosen = [only] if isinstance(only, Case) else cases(mechanism, level, seed)
-    if isinstance(only, str):
+    if isinstance(only, Case):
+        chosen = [only]
+    elif only is not None:
         chosen = [case for case in chosen if fnmatch(case.name, only)]
     if not chosen:
         raise ValueError(f"only: expected a pattern that fits a case, got {only!r}")
@@ -144,7 +144,9 @@ def kernel(
     if any(row.where for row in report.rows):
         wrong = [row.case for row in report.rows if row.where]
         telling = [pair for pair in seen if pair[0].case.telling]
-        extra = [pair for pair in seen if pair[0].case.name in wrong and not pair[0].case.telling]
-        for m, distance in diagnose(mechanism, telling + extra[:2]):
+        others = [pair for pair in seen if not pair[0].case.telling]
+        extra = [pair for pair in others if pair[0].case.name in wrong]
+        passed = [pair for pair in others if pair[0].case.name not in wrong]
+        for m, distance in diagnose(mechanism, telling + extra[:2], passed):
             report.diagnosis.append({"mistake": m.name, "line": m.line, "distance": distance})
     return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -15,14 +15,25 @@ from ._mechanisms import MECHANISMS, SHORT, Mechanism
 TOKENS = ("o", "dq", "dk", "dv", "dg")  # quantities with a time axis
 
 
-def evaluate(fn: Callable, kind: Mechanism, x: dict, case: Case) -> dict[str, Tensor | None]:
-    """o, final states and every gradient of one call; None for what the function does not give."""
+def evaluate(
+    fn: Callable,
+    kind: Mechanism,
+    x: dict,
+    case: Case,
+    frozen: Sequence[str] = (),
+    backwards: int = 1,
+) -> dict[str, Tensor | None]:
+    """o, final states and every gradient of one call; None for what the function does not give.
+
+    There is no gradient for the inputs that are `frozen`. Of several backward passes through the same graph
+    the last one counts.
+    """
     names = [*kind.tokens, *kind.states]
-    leaves = {n: x[n].detach().requires_grad_() for n in names if n in x}
+    leaves = {n: x[n].detach().requires_grad_(n not in frozen) for n in names if n in x}
     given = [leaves[n] for n in kind.states if n in leaves]
     cu = None
     if case.ends is not None:
-        cu = torch.tensor(case.ends, dtype=torch.int32, device=x["q"].device)
+        cu = torch.tensor(case.ends, dtype=getattr(torch, case.index), device=x["q"].device)
     o, state = fn(
         *(leaves[n] for n in kind.tokens),
         scale=case.scale,
@@ -32,13 +43,18 @@ def evaluate(fn: Callable, kind: Mechanism, x: dict, case: Case) -> dict[str, Te
     states = (None,) * len(kind.states) if state is None else state if kind.cache else (state,)
     found = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
     pulled = {n: y for n, y in found.items() if y is not None and y.requires_grad}
-    grads = (None,) * len(leaves)
-    if "o" in pulled:
+    asked = {n: y for n, y in leaves.items() if y.requires_grad}
+    grads = (None,) * len(asked)
+    for left in reversed(range(backwards if "o" in pulled else 0)):
         cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
         grads = torch.autograd.grad(
-            list(pulled.values()), list(leaves.values()), cotangents, allow_unused=True
+            list(pulled.values()),
+            list(asked.values()),
+            cotangents,
+            allow_unused=True,
+            retain_graph=left > 0,
         )
-    found |= {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
+    found |= {f"d{n}": d for n, d in zip(asked, grads, strict=True)}
     return {n: y if y is None else y.detach() for n, y in found.items()}
 
 

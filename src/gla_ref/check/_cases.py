@@ -34,8 +34,11 @@ class Case:
         scale: as the kernel gets it; None for K^-0.5.
         ends: boundaries of packed sequences, from 0 to T (with B = 1); None for none.
         state: whether there is an initial state (for softmax attention a cache of nine tokens).
-        strides: of the inputs: "contiguous", "strided" (rows apart) or "misaligned" (off 16 bytes).
+        index: dtype of `cu_seqlens`: "int32" or "int64".
+        strides: of inputs, states and what backward passes get: "contiguous", "strided" (rows apart) or
+            "misaligned" (off 16 bytes).
         size: standard deviation of q, v and the initial state; k has 1.
+        frozen: it runs also with each input in turn requiring no gradient, or alone requiring one.
         telling: the diagnosis looks at it first.
     """
 
@@ -48,9 +51,11 @@ class Case:
     gate: str = MILD
     scale: float | None = None
     ends: tuple[int, ...] | None = None
+    index: str = "int32"
     state: bool = True
     strides: str = "contiguous"
     size: float = 1.0
+    frozen: bool = False
     telling: bool = False
 
     def __str__(self) -> str:
@@ -62,25 +67,43 @@ class Case:
 
 
 def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
-    """The cases of a level; those of "full" begin with those of "quick" and end with a random search."""
+    """The cases of a level; those of "full" begin with those of "quick" and end with a random search.
+
+    Args:
+        mechanism: a key of `gla_ref.FORMS`.
+        level: "quick" or "full".
+        seed: of the random search.
+
+    Raises:
+        ValueError: there is no such mechanism or level.
+    """
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"mechanism: expected one of {sorted(MECHANISMS)}, got {mechanism!r}")
+    if level not in ("quick", "full"):
+        raise ValueError(f"level: expected 'quick' or 'full', got {level!r}")
     kind = MECHANISMS[mechanism]
-    lengths = (1, C - 1, C, C + 1, 2 * C + SUB + 1)
+    lengths = (1, 7, C - 1, C, C + 1, 2 * C, 2 * C + SUB + 1)
     found = [Case(f"length {T}", T=T, telling=T == lengths[-1]) for T in lengths]
     if kind.gate:
-        found += [
-            Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g, telling=g == "many resets") for g in GATES
-        ]
-    packed = (0, 0, 33, 33, 40, 120, 130, 130)
+        found += [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g) for g in GATES[:-1]]
+        found.append(Case("gate many resets", T=3 * C + 3, H=2, gate=GATES[-1], telling=True))
+    ends = (0, 0, 33, 33, 40, 120, 130, 130)
+    packed = {"B": 1, "T": ends[-1], "ends": ends}
     found += [
         Case("square", K=6, V=6, T=C + 7, telling=True),
-        Case("wide", B=1, H=2, K=64, V=48, T=C + SUB + 1),
+        Case("one head", H=1, K=64, V=48, T=C + SUB + 1),
+        Case("wide", H=2, K=40, V=36, T=C + 3),
+        Case("wider", B=1, H=2, K=80, V=72, T=C + SUB + 1),
         Case("scale given", scale=-0.3, T=C + 3, telling=True),
         Case("no initial state", state=False),
-        Case("packed", B=1, T=packed[-1], ends=packed, state=not kind.cache, telling=True),
+        Case("packed", **packed, state=not kind.cache, telling=True),
+        Case("packed without state", **packed, state=False, index="int64"),
+        Case("packed with scale", **packed, state=not kind.cache, scale=0.7),
         Case("strided", strides="strided", telling=True),
         Case("misaligned", strides="misaligned"),
+        Case("frozen inputs", frozen=True),
         Case("large", size=30.0, telling=True),
-        Case("long", B=1, H=2, T=300),
+        Case("long", H=2, T=300),
     ]
     if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
         found.append(Case("steep", scale=300.0, state=False))
@@ -94,7 +117,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         ]
         for g in GATES if kind.gate else ():
             found.append(Case(f"gate {g} long", B=1, H=2, T=long, gate=g))
-            found.append(Case(f"gate {g} packed", B=1, T=packed[-1], ends=packed, gate=g))
+            found.append(Case(f"gate {g} packed", **packed, gate=g))
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
 
@@ -119,6 +142,8 @@ def any_case(mechanism: str, rng: Random, name: str) -> Case:
         ends=ends,
         state=rng.random() < 0.7 and not (kind.cache and ends),
         strides=rng.choice(("contiguous", "contiguous", "strided", "misaligned")),
+        index=rng.choice(("int32", "int64")),
+        frozen=rng.random() < 0.1,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -22,11 +24,10 @@ BETTER = 0.75  # the part of a largest error beyond its budget that may be left:
 @functools.lru_cache(maxsize=4000)
 def variant(mechanism: str, m: Mistake, p: _Key) -> dict[str, Tensor] | None:
     """What the mistake makes of a problem in float64; None where it has no result (as on empty chunks)."""
-    kind, x = MECHANISMS[mechanism], p.problem.inputs
-    names = [n for n in (*kind.tokens, *kind.states) if n in x]
-    x = {n: placed(y, p.problem.case.strides) if n in names else y for n, y in x.items()}
+    case = p.problem.case
+    x = {n: placed(y, case.strides) for n, y in p.problem.inputs.items()}
     try:
-        return evaluate(apply(mechanism, m), kind, x, p.problem.case)
+        return evaluate(apply(mechanism, m), MECHANISMS[mechanism], x, case)
     except (RuntimeError, IndexError):
         return None
 
@@ -65,11 +66,23 @@ def differs(p: Problem, name: str, x: Tensor) -> bool:
     return not found <= budget
 
 
-def diagnose(mechanism: str, seen: list[tuple[Problem, dict]]) -> list[tuple[Mistake, float]]:
+def shows(mechanism: str, m: Mistake, p: Problem, found: dict[str, Tensor | None]) -> bool:
+    """Whether the mistake would have failed here, however a match is rounded; the kernel passes."""
+    wrong = variant(mechanism, m, _Key(p))
+    for n in [] if wrong is None else [n for n, x in found.items() if x is not None]:
+        error, budget = (math.inf, 1.0) if wrong[n] is None else p.judge(n, wrong[n])
+        if not error <= (1 + CLOSE) * budget:
+            return True
+    return False
+
+
+def diagnose(
+    mechanism: str, seen: list[tuple[Problem, dict]], passed: list[tuple[Problem, dict]]
+) -> list[tuple[Mistake, float]]:
     """The mistakes that explain everything that was seen, best first; at most three.
 
-    `seen` holds problems and what the kernel made of them. Mistakes that cannot be told apart on
-    these problems all appear.
+    `seen` and `passed` hold problems and what the kernel made of them; a mistake that would show in one of
+    those that passed is none. Mistakes that cannot be told apart on these problems all appear.
     """
     matches = []
     for m in MISTAKES:
@@ -88,4 +101,9 @@ def diagnose(mechanism: str, seen: list[tuple[Problem, dict]]) -> list[tuple[Mis
             visible = visible or any(differs(p, n, wrong[n]) for n in given)
         if worst <= 1 and visible:
             matches.append((m, worst))
-    return sorted(matches, key=lambda match: match[1])[:3]
+    matches = (
+        match
+        for match in sorted(matches, key=lambda match: match[1])
+        if not any(shows(mechanism, match[0], *pair) for pair in passed)
+    )
+    return list(itertools.islice(matches, 3))

@@ -20,10 +20,11 @@ LOW, HIGH = -2, 8  # powers of ten of error / budget that a bar spans
 WIDTH, LEFT, SIDE = 480, 80, 14  # of a picture, of its margin; most that a cell may measure
 
 
-def times(ratio: float) -> str:
+def times(row: Row) -> str:
     """An error in budgets, in a few characters."""
-    if not math.isfinite(ratio):
-        return "∞"
+    if not math.isfinite(row.error):
+        return "NaN" if math.isnan(row.error) else "∞"
+    ratio = row.ratio
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}" if ratio < 1e9 else f"{ratio:.0e}"
 
 
@@ -54,7 +55,7 @@ def table(report: Report) -> Iterator[str]:
         worst, failed = max(rows, key=lambda r: r.ratio), sum(r.status == "failed" for r in rows)
         yield (
             f'<tr><th scope="row">{escape(name)}</th><td>{len(rows)}</td><td>{failed}</td>'
-            f"<td>{times(worst.ratio)}</td><td>{bar(worst.ratio)}</td><td>{escape(worst.case)}</td></tr>"
+            f"<td>{times(worst)}</td><td>{bar(worst.ratio)}</td><td>{escape(worst.case)}</td></tr>"
         )
     yield "</tbody></table></div>"
 
@@ -133,6 +134,8 @@ def render(report: Report) -> str:
     kind = {"right": "in", "WRONG": "out"}.get(report.verdict, "")
     parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(report.title)}</p>']
     parts += table(report)
+    if report.failing:
+        parts.append(f"<p>{escape(report.extent)}</p>")
     for (kind, message), rows in report.findings.items():
         found = ", ".join(dict.fromkeys(row.quantity for row in rows))
         n = len({row.case for row in rows})
@@ -155,7 +158,7 @@ def render(report: Report) -> str:
         )
         one = "It behaves as if:" if len(report.diagnosis) == 1 else "It behaves as one of:"
         parts.append(f"<p>{one}</p><ul>{items}</ul>")
-    elif report.first_wrong:
+    if report.undiagnosed:
         parts.append(f"<p>{report.undiagnosed}</p>")
     if report.reproduction:
         parts.append("<p>The smallest case that fails, to run:</p>")

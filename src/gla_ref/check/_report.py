@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -33,7 +34,9 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        return 0.0 if self.error is None else self.error / self.budget
+        if self.error is None:
+            return 0.0
+        return math.inf if math.isnan(self.error) else self.error / self.budget
 
 
 def shaded(excess: Tensor, down: int, along: int) -> list[str]:
@@ -46,13 +49,21 @@ def shaded(excess: Tensor, down: int, along: int) -> list[str]:
 
 
 def locate(p: Problem, name: str, x: Tensor) -> dict:
-    """Where a quantity is wrong: the first element in the order of time, a line along time (or K), a plane."""
+    """Where a quantity is wrong: the first element in the order of time, a line along time (or K), a plane.
+
+    In a packed sequence chunks are counted from its own first token.
+    """
     excess = (x.double() - p.exact[name]).abs() / p.band(name)
     excess = excess.nan_to_num(nan=math.inf, posinf=math.inf)
     if name in TOKENS or name in CACHES:
         t = int((excess.amax([d for d in range(excess.ndim) if d != 1]) > 1).nonzero()[0])
         b, h, *channel = (int(i) for i in (excess[:, t] > 1).nonzero()[0])
-        where = {"t": t, "chunk": t // C, "sub-chunk": t % C // SUB, "batch": b, "head": h}
+        where, own, batch = {"t": t}, t, {"batch": b}
+        if p.case.ends:
+            n = bisect_right(p.case.ends, t) - 1
+            own, batch = t - p.case.ends[n], {}
+            where |= {"sequence": n, "token": own}
+        where |= {"chunk": own // C, "sub-chunk": own % C // SUB, **batch, "head": h}
         where |= {"channel": channel[0]} if channel else {}
         axes = ["t", "channel" if channel else "head"]
         plane, line = excess.amax((0, 2) if channel else 0).T, excess.transpose(0, 1).flatten(1)
@@ -90,6 +101,21 @@ class Report:
         return not self.failures and any(row.status == "passed" for row in self.rows)
 
     @property
+    def failing(self) -> list[str]:
+        """The names of the cases in which something failed."""
+        return list(dict.fromkeys(row.case for row in self.failures))
+
+    @property
+    def extent(self) -> str:
+        """In how many of the cases that were covered something failed, and in which."""
+        failing = self.failing
+        cases = len({row.case for row in self.rows if row.status != "not covered"})
+        if len(failing) == cases > 1:
+            return f"Failing in all {cases} cases"
+        plural = "s" * (cases != 1)
+        return f"Failing in {len(failing)} of {cases} case{plural}: {', '.join(failing)}"
+
+    @property
     def title(self) -> str:
         s = self.settings
         return f"{s['mechanism']} on {s['device']} in {s['dtype']}, {s['level']}, seed {s['seed']}"
@@ -117,8 +143,12 @@ class Report:
 
     @property
     def undiagnosed(self) -> str:
-        """What to say of wrong numbers that no mistake explains."""
-        return "No named mistake explains all of it."
+        """What to say of wrong numbers that no mistake explains; empty where there are none."""
+        return (
+            "No named mistake explains all of it."
+            if self.first_wrong and not self.diagnosis
+            else ""
+        )
 
     @property
     def not_covered(self) -> dict[str, int]:
@@ -142,13 +172,13 @@ class Report:
             {"schema": 1, "ok": bool, "settings": {name: value}, "rows": [{"case", "quantity",
             "status", "kind", "error", "budget", "message", "where", "map", "grid"}, ...], "diagnosis":
             [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases}, "reproduction": str};
-            an error that is not finite is the string "inf". `map` and `grid["cells"]` hold a character for
+            an error that is not finite is the string "inf" or "nan". `map` and `grid["cells"]` hold a character for
             the worst of some elements: a space within budget, then one of `.:-=+*#%@` for every half power of ten.
         """
         rows = [asdict(row) for row in self.rows]
         for row in rows:
             if row["error"] is not None and not math.isfinite(row["error"]):
-                row["error"] = "inf"
+                row["error"] = str(row["error"])
         return {
             "schema": 1,
             "ok": self.ok,
@@ -173,6 +203,12 @@ class Report:
             lines.append(
                 f"{name:10}{len(rows):6}{failed:8}{worst.error:10.1e}{worst.budget:10.1e}  {worst.case[:34]}"
             )
+        if self.failing:
+            whole = self.extent
+            for name in self.failing:  # not broken in two where it has spaces
+                whole = whole.replace(name, name.replace(" ", "\0"))
+            text = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
+            lines += ["", text.replace("\0", " ")]
         for (kind, message), rows in self.findings.items():
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
             n = len({r.case for r in rows})
@@ -185,7 +221,7 @@ class Report:
             along = "time" if "t" in row.where else "rows"
             lines += [
                 "",
-                f"first wrong {row.quantity} of case {row.case}:",
+                f"first wrong {row.quantity} of case {row.case}{row.message and f' ({row.message})'}:",
                 f"    {where}",
                 f"    {along} |{row.map}|",
             ]
@@ -196,7 +232,7 @@ class Report:
             ]
             for match in self.diagnosis:
                 lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
-        elif self.first_wrong:
+        if self.undiagnosed:
             lines += ["", self.undiagnosed]
         if self.reproduction:
             lines += ["", "The smallest case that fails, to run:", ""]
@@ -220,5 +256,6 @@ def judge(p: Problem, name: str, x: Tensor | None) -> Row:
         place = locate(p, name, x)
         row.where, row.map, row.grid = place["where"], place["map"], place["grid"]
         if not torch.isfinite(x).all():
-            row.kind, row.message = "not finite", "NaN or infinity"
+            row.kind, nan = "not finite", bool(x.isnan().any())
+            row.error, row.message = (math.nan, "NaN") if nan else (math.inf, "infinity")
     return row

@@ -18,6 +18,8 @@ from ._budgets import Problem, evaluate
 from ._cases import convert
 from ._mechanisms import Mechanism
 
+F32, WIDE = torch.float32, ("S0", "d S")  # and what has that dtype whatever the kernel's
+
 
 class Finding(Exception):
     """Something wrong with the call itself; `kind` is one word for it, `quantity` what it is about."""
@@ -89,8 +91,7 @@ def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str]) -> Ca
 
     def call(*tokens, scale, initial_state, cu_seqlens):
         q, k, v, *g = tokens
-        own = [how.tokens(x).contiguous() if how.layout == "bhtd" else x for x in (q, k, v)]
-        own += [how.tokens(how.gates(x, v.dtype)) for x in g]
+        own = [how.tokens(x) for x in (q, k, v, *(how.gates(x, v.dtype) for x in g))]
         named = {"scale": scale, "cu_seqlens": cu_seqlens, "output_final_state": True}
         if isinstance(initial_state, tuple):
             named["initial_state"] = tuple(how.states(x, kind) for x in initial_state)
@@ -197,48 +198,100 @@ def within(seconds: float, work: Callable, *args):
     return result
 
 
+def attempt(seconds: float, work: Callable, *args):
+    """What work(*args) returns, or the Finding that it gives instead."""
+    try:
+        return within(seconds, work, *args)
+    except Finding as finding:
+        return finding
+    except NotClaimed as reason:
+        return Finding("not covered", str(reason))
+    except BaseException as reason:
+        where = traceback.extract_tb(reason.__traceback__)[-1]
+        message = f"{type(reason).__name__}: {reason} ({where.name}, line {where.lineno})"
+        return Finding("raises", message)
+
+
+def same(x: Tensor | None, y: Tensor | None) -> bool:
+    """Equal bit for bit, NaN to NaN, or both missing."""
+    if x is None or y is None:
+        return x is y
+    return torch.equal(x.nan_to_num(nan=1e30), y.nan_to_num(nan=1e30))
+
+
+def only_then(p: Problem, usual: dict, found: dict) -> list[str]:
+    """The quantities of `found` that are missing or beyond their budget, and within it in the usual run."""
+
+    def right(n, x):
+        if x is None:
+            return False
+        error, budget = p.judge(n, x)
+        return error <= budget
+
+    return [n for n, x in found.items() if right(n, usual[n]) and not right(n, x)]
+
+
 def observe(
     fn: Callable, kind: Mechanism, how: Convention, takes: set[str], p: Problem, seconds: float
 ) -> tuple:
-    """({quantity: what the kernel made of it or None}, [Finding, ...]) of one case, run twice."""
+    """({quantity: what the kernel made of it or None}, [Finding, ...]) of one case.
+
+    Two runs must be the same. Then come the ways in which a training loop calls a kernel too, which may take
+    other code: without gradients, through its graph a second time, with inputs that need no gradient.
+    """
     device = p.inputs["q"].device
     names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
-    x = {n: y.to(p.dtypes.get(f"d{n}", p.dtypes["o"])) for n, y in p.inputs.items()}
+    x = {n: y.to(F32 if n in WIDE else p.dtypes["o"]) for n, y in p.inputs.items()}
     if "g" in x and how.gate != "log":  # kept finer until the kernel's own convention is made of it
         x["g"] = p.inputs["g"].float()
-    x = {n: placed(y, p.case.strides) if n in names else y for n, y in x.items()}
-    for n in ("d S", "S0"):
-        if n in x:
-            x[n] = p.inputs[n].float()
-    before = {n: x[n].clone() for n in names}
-    call, findings, runs = adapt(fn, kind, how, takes), [], []
 
-    def work():
-        with poisoned(str(device)):
-            found = evaluate(call, kind, x, p.case)
+    def own(n, y):
+        """In the kernel's own order of axes, and from there back."""
+        return how.states(y, kind) if n in WIDE else how.tokens(y)
+
+    x = {n: own(n, placed(own(n, y).contiguous(), p.case.strides)) for n, y in x.items()}
+    before = {n: x[n].clone() for n in names}
+    call, findings = adapt(fn, kind, how, takes), []
+
+    def work(gradients: bool, options: dict):
+        with poisoned(str(device)), torch.set_grad_enabled(gradients):
+            found = evaluate(call, kind, x, p.case, **options)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            return found
+            return {n: y if y is None else y.clone() for n, y in found.items()}
 
+    runs = []
     for _ in range(2):
-        try:
-            runs.append(within(seconds, work))
-        except Finding as finding:
-            return {}, [finding]
-        except NotClaimed as reason:
-            return {}, [Finding("not covered", str(reason))]
-        except BaseException as reason:
-            where = traceback.extract_tb(reason.__traceback__)[-1]
-            message = f"{type(reason).__name__}: {reason} ({where.name}, line {where.lineno})"
-            return {}, [Finding("raises", message)]
-    for n in names:
-        if not torch.equal(x[n], before[n]):
-            findings.append(Finding("modified", "the kernel wrote into its input", n))
-    for n, y in () if findings else runs[0].items():
-        if y is not None and not torch.equal(
-            y.nan_to_num(nan=1e30), runs[1][n].nan_to_num(nan=1e30)
-        ):
-            findings.append(Finding("differs", "two runs on the same inputs differ", n))
-    if runs[0]["dq"] is None and any(y is not None for n, y in runs[0].items() if n[0] == "d"):
+        runs.append(attempt(seconds, work, True, {}))
+        if isinstance(runs[-1], Finding):
+            return {}, runs[-1:]
+    usual, again = runs
+    differ = [n for n, y in usual.items() if not same(y, again[n])]
+    ways = [("no_grad", "under torch.no_grad()", False, {})]
+    if usual["dq"] is not None:
+        ways.append(("twice", "in a second backward pass", True, {"backwards": 2}))
+        for n in names if p.case.frozen else ():
+            ways.append(("frozen", f"where {n} requires no gradient", True, {"frozen": [n]}))
+            rest = [other for other in names if other != n]
+            ways.append(("frozen", f"where only {n} requires a gradient", True, {"frozen": rest}))
+    for way, when, gradients, options in ways:
+        found = attempt(seconds, work, gradients, options)
+        if isinstance(found, Finding):
+            if (way, found.kind) == ("twice", "raises"):  # it says so: nobody is misled
+                findings.append(Finding("not covered", "second backward pass"))
+            else:
+                findings.append(Finding(found.kind, f"{when}: {found}", found.quantity))
+            if found.kind == "hangs":
+                break
+            continue
+        if not gradients:
+            found = {n: y for n, y in found.items() if n == "o" or n in kind.states.values()}
+        for n in only_then(p, usual, found):
+            findings.append(Finding(way, f"wrong {when}, right otherwise", n))
+    changed = [n for n in names if not torch.equal(x[n], before[n])]
+    if changed:
+        return usual, [Finding("modified", "the kernel wrote into its input", n) for n in changed]
+    findings += [Finding("differs", "two runs on the same inputs differ", n) for n in differ]
+    if usual["dq"] is None and any(y is not None for n, y in usual.items() if n[0] == "d"):
         findings.append(Finding("gradient", "no gradient reaches q", "dq"))
-    return runs[0], findings
+    return usual, findings

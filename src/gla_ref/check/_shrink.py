@@ -16,6 +16,8 @@ PLAIN = (
     ("size", 1.0),
     ("scale", None),
     ("ends", None),
+    ("index", "int32"),
+    ("frozen", False),
     ("state", False),
 )
 GATES = ("zero", "-1", MILD)  # from the plainest on

@@ -1,0 +1,181 @@
+"""Mistakes of a right form that show only in some sizes, strides or ways of being called; all are caught."""
+
+import pytest
+import torch
+
+from gla_ref import FORMS, check
+
+LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
+
+
+def wrong_if(where):
+    """A right form whose output is off by one percent on calls of that kind."""
+
+    def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+        o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        return 1.01 * o if where(q, scale, initial_state, cu_seqlens) else o, S
+
+    return fn
+
+
+CALLS = {
+    "one head": lambda q, scale, S, cu: q.shape[2] == 1,
+    "two whole chunks": lambda q, scale, S, cu: q.shape[1] == 128,
+    "less than a sub-chunk": lambda q, scale, S, cu: 1 < q.shape[1] < 16,
+    "packed without a state": lambda q, scale, S, cu: cu is not None and S is None,
+    "packed with a scale": lambda q, scale, S, cu: cu is not None and scale is not None,
+    "boundaries of int64": lambda q, scale, S, cu: cu is not None and cu.dtype == torch.int64,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_kind_of_call_is_left_out(name):
+    report = check.kernel("linear_attention", wrong_if(CALLS[name]))
+    assert {(row.quantity, row.kind) for row in report.failures} >= {("o", "error")}, str(report)
+
+
+class Unlike(torch.autograd.Function):
+    """x as `read` sees it, and of its gradient what `pull` makes, which gets a count of the passes too."""
+
+    @staticmethod
+    def forward(ctx, x, read, pull):
+        ctx.pull, ctx.passes = pull, 0
+        return read(x).clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        ctx.passes += 1
+        return ctx.pull(d, ctx.passes), None, None
+
+
+def in_order(x):
+    """What a kernel reads that takes x to be contiguous; of the poison between the rows, zeros."""
+    return x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset()).nan_to_num()
+
+
+def linear(mistake):
+    """Linear attention whose mistake shows in some shapes, strides or ways of being called only."""
+
+    def fn(q, k, v, *, scale=None, initial_state=None):
+        K, V, S = q.shape[-1], v.shape[-1], initial_state
+        if mistake == "a tile of 64 keys, its tail dropped" and K > 64:
+            q = torch.cat([q[..., :64], 0 * q[..., 64:]], -1)
+        if mistake == "a tile of 32 keys, its tail dropped" and 32 < K < 64:
+            q = torch.cat([q[..., :32], 0 * q[..., 32:]], -1)
+        if mistake == "S0 read as if contiguous" and S is not None:
+            S = Unlike.apply(S, in_order, lambda d, passes: d)
+        if mistake == "no gradient of q where v needs none" and not v.requires_grad:
+            q = q.detach()
+        if mistake == "no gradients unless k or v need one" and not (
+            k.requires_grad or v.requires_grad
+        ):
+            q, S = q.detach(), S if S is None else S.detach()
+        if mistake == "no gradients unless all need one" and not (
+            q.requires_grad and v.requires_grad
+        ):
+            q, k, v, S = (x if x is None else x.detach() for x in (q, k, v, S))
+        o, S = LINEAR(q, k, v, scale=scale, initial_state=S)
+        if mistake == "a tile of 64 values, its tail dropped" and V > 64:
+            o = torch.cat([o[..., :64], 0 * o[..., 64:]], -1)
+        if mistake == "the second batch reads the first, from chunk 4 on" and len(o) > 1:
+            o = torch.cat([o[:, :256], o[:1, 256:].expand_as(o[:, 256:])], 1)
+        if mistake == "do read as if contiguous":
+            o = Unlike.apply(o, torch.clone, lambda d, passes: in_order(d))
+        if mistake == "dS read as if contiguous":
+            S = Unlike.apply(S, torch.clone, lambda d, passes: in_order(d))
+        if mistake == "gradients added up from pass to pass":
+            o = Unlike.apply(o, torch.clone, lambda d, passes: passes * d)
+        if mistake == "other code without gradients" and not torch.is_grad_enabled():
+            o = 1.01 * o
+        return o, S
+
+    return fn
+
+
+WAYS = {  # mistake: a failure that names it
+    "a tile of 64 keys, its tail dropped": ("wider", "o", "error"),
+    "a tile of 64 values, its tail dropped": ("wider", "o", "error"),
+    "a tile of 32 keys, its tail dropped": ("wide", "o", "error"),
+    "the second batch reads the first, from chunk 4 on": ("long", "o", "error"),
+    "S0 read as if contiguous": ("strided", "S", "error"),
+    "do read as if contiguous": ("strided", "dv", "error"),
+    "dS read as if contiguous": ("strided", "dv", "error"),
+    "other code without gradients": ("length 7", "o", "no_grad"),
+    "gradients added up from pass to pass": ("length 7", "dq", "twice"),
+    "no gradient of q where v needs none": ("frozen inputs", "dq", "frozen"),
+    "no gradients unless all need one": ("frozen inputs", "dk", "frozen"),
+    "no gradients unless k or v need one": ("frozen inputs", "dq", "frozen"),
+}
+
+
+@pytest.mark.parametrize("mistake", WAYS)
+def test_no_way_of_calling_is_left_out(mistake):
+    report = check.kernel("linear_attention", linear(mistake))
+    found = {(row.case, row.quantity, row.kind) for row in report.failures}
+    assert WAYS[mistake] in found, str(report)
+
+
+def test_strides_are_those_of_the_own_order_of_axes():
+    """What is contiguous, and what is not, whatever the layout, is what the kernel sees."""
+    seen = {}
+
+    class Contiguous(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, o, S):
+            return o.clone(), S.clone()
+
+        @staticmethod
+        def backward(ctx, do, dS):
+            seen["backward"] = {do.is_contiguous(), dS.is_contiguous()}
+            return do, dS
+
+    def fn(q, k, v, g, *, initial_state=None):
+        S = initial_state
+        seen["forward"] = {x.is_contiguous() for x in (q, k, v, g, S)}
+        o, S = GATED(*(x.transpose(1, 2) for x in (q, k, v, g)), initial_state=S.mT)
+        return Contiguous.apply(o.transpose(1, 2).contiguous(), S.mT.contiguous())
+
+    for case, contiguous in (("square", True), ("strided", False)):
+        check.kernel("gla", fn, layout="bhtd", state="vk", only=case).raise_if_failed()
+        assert seen == {"forward": {contiguous}, "backward": {contiguous}}
+
+
+def test_resets_of_late_tokens_are_not_left_out():
+    def fn(q, k, v, g, **named):
+        early = torch.arange(g.shape[1])[:, None, None] < 128
+        return GATED(q, k, v, torch.where(early, g, g.clamp_min(-5)), **named)
+
+    report = check.kernel("gla", fn, only="gate [mr]*")
+    assert report.failing == ["gate many resets"], str(report)
+
+
+def test_a_kernel_that_refuses_a_second_backward_pass_is_not_covered_there():
+    def once(d, passes):
+        if passes > 1:
+            raise RuntimeError("called twice")
+        return d
+
+    def fn(*tokens, **named):
+        o, S = LINEAR(*tokens, **named)
+        return Unlike.apply(o, torch.clone, once), S
+
+    report = check.kernel("linear_attention", fn, only="length 6?")
+    assert report.ok and report.not_covered == {"second backward pass": 3}
+
+
+@pytest.mark.parametrize("way", ["no_grad", "frozen"])
+def test_what_goes_wrong_in_one_way_only_says_in_which(way):
+    def fn(q, *tokens, **named):
+        if way == "no_grad" and not torch.is_grad_enabled():
+            return None
+        if way == "frozen" and not q.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("q has no gradient")
+        return LINEAR(q, *tokens, **named)
+
+    report = check.kernel("linear_attention", fn, only="frozen inputs")
+    said = {
+        "no_grad": "under torch.no_grad(): the function returned None",
+        "frozen": "where q requires no gradient: RuntimeError: q has no gradient",
+    }
+    row = report.failures[0]
+    assert row.message.startswith(said[way]) and not report.undiagnosed
