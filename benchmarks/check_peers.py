@@ -4,9 +4,10 @@
     python benchmarks/check_peers.py --only "fla.*" --levels quick --dtypes bf16
 
 Every check is a process of its own with a time limit: one that hangs or takes the GPU down with it costs its own
-record only. Writes results/<gpu>-check.json; a check replaces the older one of the same subject, dtype
-and level. It runs in the host's own Python and needs no network. Products of float32 are asked to be exact of every
-kernel that does not say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any float32 budget.
+record only, and --jobs of them run side by side. Writes results/<gpu>-check.json; a check replaces the older one of
+the same subject, dtype and level. It runs in the host's own Python and needs no network. Products of float32 are asked
+to be exact of every kernel that does not say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any
+float32 budget. fla's kernels take the first configuration of each search: a search for every shape takes minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -57,6 +59,27 @@ def kernel(subject: str):
     only_forward = subject.endswith(FORWARD)
     written = f'fla.theirs("{name}"{", gradients=False" if only_forward else ""})'
     return fla.mechanism(name), fla.theirs(name, gradients=not only_forward), written
+
+
+def prepare_triton() -> list[float]:
+    """Autotuners take their first configuration from here on; returns a list that the seconds of compilers go to."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    init, compile, spent = Autotuner.__init__, JITFunction._do_compile, []
+
+    def init_with_one(self, fn, arg_names, configs, *args, **named):
+        init(self, fn, arg_names, configs[:1], *args, **named)
+
+    def timed_compile(self, *args, **named):
+        began = time.monotonic()
+        try:
+            return compile(self, *args, **named)
+        finally:
+            spent.append(time.monotonic() - began)
+
+    Autotuner.__init__, JITFunction._do_compile = init_with_one, timed_compile
+    return spent
 
 
 def judge(subject: str, dtype: str, options: dict, progress) -> dict:
@@ -162,7 +185,8 @@ def line(r: dict) -> str:
     else:
         said = f"{r['cases']} cases, {len(r['failures'])} failures"
         said += f", first {r['failures'][0]['case']}" if r["failures"] else ""
-    return f"{name:44} {VERDICTS[r['ok']]:6}{r['seconds']:7.1f} s  {said}"
+    compiling = f" ({r['compiling_s']:.1f} s compiling)" if r.get("compiling_s") else ""
+    return f"{name:44} {VERDICTS[r['ok']]:6}{r['seconds']:7.1f} s{compiling}  {said}"
 
 
 def main() -> None:
@@ -172,6 +196,7 @@ def main() -> None:
     parser.add_argument("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=480, help="of one check")
+    parser.add_argument("--jobs", type=int, default=1, help="checks side by side")
     parser.add_argument("--device", default="cuda", help="cpu interprets our kernels, to try this")
     parser.add_argument("--cases", metavar="PATTERN", help="these cases only, to try this")
     parser.add_argument("--out", type=Path, help="the JSON file to merge into")
@@ -182,7 +207,9 @@ def main() -> None:
         options |= {"only": args.cases} if args.cases else {}
         owner, name = args.child.split(".")
         work, what = (score, name) if owner == "mistakes" else (judge, args.child)
+        spent = prepare_triton()
         found = work(what, args.dtypes[0], options, lambda *at: print(*at, flush=True))
+        found["compiling_s"] = round(sum(spent), 1)
         args.out.write_text(json.dumps(found, allow_nan=False))
         return
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -203,18 +230,28 @@ def main() -> None:
     }
     print(json.dumps(environment), flush=True)
     path = args.out or run.results_file(f"{gpu} check")
-    for subject in (s for s in SUBJECTS + SCORES if fnmatch(s, args.only or "*")):
-        for dtype in args.dtypes:
-            for level in args.levels:
-                if subject in SCORES and level != "quick":
-                    continue
-                records = [apart(subject, dtype, level, args)]
-                refuses = subject.startswith("fla.") and records[0].get("worst") == {}
-                if refuses:  # its backward pass, maybe: the forward alone
-                    records.append(apart(subject + FORWARD, dtype, level, args))
-                for record in records:
-                    print(line(record), flush=True)
-                merge(path, environment, records)
+
+    def records(check: tuple[str, str, str]) -> list[dict]:
+        subject, dtype, level = check
+        found = [apart(subject, dtype, level, args)]
+        if subject.startswith("fla.") and found[0].get("worst") == {}:
+            # its backward pass, maybe, is what it refuses: the forward alone
+            found.append(apart(subject + FORWARD, dtype, level, args))
+        return found
+
+    subjects = [s for s in SUBJECTS + SCORES if fnmatch(s, args.only or "*")]
+    checks = [
+        (s, dtype, level)
+        for s in subjects
+        for dtype in args.dtypes
+        for level in args.levels
+        if level == "quick" or s not in SCORES
+    ]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for found in pool.map(records, checks):
+            for record in found:
+                print(line(record), flush=True)
+            merge(path, environment, found)
     print(f"results: {path}")
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -96,10 +98,11 @@ def test_decoding_reads_and_writes_the_state_for_every_token():
 def test_a_new_record_replaces_the_old_one(tmp_path):
     path = tmp_path / "gpu.json"
     record = {n: 1 for n in run.IDENTITY}
-    run.merge(path, {"gpu": "a"}, [record | {"ms": 1.0}, record | {"T": 2, "ms": 2.0}])
-    run.merge(path, {"gpu": "b"}, [record | {"ms": 3.0}])
+    before, now = {"gpu": "a", "peers": {"x": "1", "y": "1"}}, {"peers": {"x": None, "y": "2"}}
+    run.merge(path, before, [record | {"ms": 1.0}, record | {"T": 2, "ms": 2.0}])
+    run.merge(path, now, [record | {"ms": 3.0}])
     found = json.loads(path.read_text())
-    assert found["environment"] == {"gpu": "b"}
+    assert found["environment"] == {"peers": {"x": "1", "y": "2"}}
     assert [r["ms"] for r in found["records"]] == [3.0, 2.0]
 
 
@@ -158,6 +161,27 @@ def test_a_check_apart(tmp_path, monkeypatch, body):
     for seconds in (1.0, 2.0):
         check_peers.merge(path, {"gpu": "X"}, [record | {"seconds": seconds}])
     assert [r["seconds"] for r in json.loads(path.read_text())["checks"]] == [2.0]
+
+
+def test_peers_are_not_searched_and_compilers_are_timed():
+    code = """
+import check_peers, triton
+from triton.runtime.jit import JITFunction
+JITFunction._do_compile = lambda self, x: x
+spent = check_peers.prepare_triton()
+
+@triton.autotune(configs=[triton.Config({}, num_warps=n) for n in (2, 4)], key=[])
+@triton.jit
+def kernel(x):
+    pass
+
+assert [c.num_warps for c in kernel.configs] == [2]
+assert kernel.fn._do_compile(3) == 3 and len(spent) == 1
+"""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 def test_the_score_counts(monkeypatch):
