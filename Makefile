@@ -47,7 +47,7 @@ _build/html/index.html:
 	$(MAKE) book
 
 test-notebooks: $(VENV) ## run the notebooks as Colab does: the built wheel in a clean environment
-	$(PYTHON) tools/run_notebooks_clean.py
+	OMP_NUM_THREADS=1 $(PYTHON) tools/run_notebooks_clean.py --jobs 2
 
 serve: book ## build, then show the book at http://localhost:8000
 	$(PYTHON) -m http.server --directory _build/html
