@@ -81,6 +81,13 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.conste
 
 
 @triton.jit
+def no_decays(C: tl.constexpr, D: tl.constexpr):
+    """What `chunk_decays` gives of gates that are all 0, without what writes."""
+    one = tl.full([D], 1.0, dtype=tl.float32)
+    return tl.full([C, D], 1.0, dtype=tl.float32), one, one, True
+
+
+@triton.jit
 def to_border(b_g, level, LOW: tl.constexpr):
     """Decay [C, D] between each token and the middle of its block of 2^(level + 1) tokens: no exponent above 0."""
     o_c = tl.arange(0, b_g.shape[0])
@@ -109,6 +116,19 @@ def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.c
         b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee")
         b_P += tl.where(across(level, b_q.shape[0], REVERSE), b_pairs, 0.0)
     return b_P
+
+
+@triton.jit
+def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
+    """Of a strong chunk, [C, D]: P v, with every value's decay on its way from token to token."""
+    o_c = tl.arange(0, b_v.shape[0])
+    b_A = tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0).to(b_v.dtype)
+    b_o = tl.dot(b_A, b_v, input_precision="ieee")
+    for level in tl.range(0, LEVELS):
+        b_E = to_border(b_g, level, LOW)  # [C, D]
+        b_A = tl.where(across(level, b_v.shape[0], REVERSE), b_P, 0.0).to(b_v.dtype)
+        b_o += tl.dot(b_A, (b_v * b_E).to(b_v.dtype), input_precision="ieee") * b_E
+    return b_o
 
 
 @triton.jit

@@ -58,13 +58,15 @@ from ._vector_gates import (
     across,
     chunk_decays,
     clamped,
+    no_decays,
     operand,
     prepared,
     scores,
     sums,
     to_border,
+    weighted,
 )
-from .linear_attention import _multiprocessors, choose_path
+from .linear_attention import segment_length
 
 __all__ = ["gla"]
 
@@ -134,16 +136,16 @@ def walk(
             p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
             next_edge = tl.load(p_d, mask=m_k & (i_c + 1 < n_c), other=1.0)  # [BK]
             mild_k = tl.load(strong_k + i_d) == 0
-        mild = mild_k
         if states is not None:
             store_tile(states, b_S, s_S, i_chunk, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
-        b_S *= edge[:, None]  # half way into the chunk
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
             read_v, write_v, edge_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, LOW, REVERSE)
             b_v = (b_v * write_v).to(b_v.dtype)
-            b_S *= edge_v[None, :]
-            mild &= mild_v
+        else:
+            read_v, edge_v, through_v, mild_v = no_decays(C, BV)
+        mild = mild_k & mild_v
+        b_S = b_S * edge[:, None] * edge_v[None, :]  # half way into the chunk
         if o is not None:
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
             b_low, of_S = operand(b_S, b_v.dtype)
@@ -151,10 +153,8 @@ def walk(
             # by where: what is left out may be infinite
             b_P, of_P = operand(tl.where(m_P & mild, b_P, 0.0), b_v.dtype)
             b_o = tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
-            if g_v is not None:
-                b_o *= read_v
             # store
-            store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+            store_tile(o, b_o * read_v * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
             tl.store(strong + i_d * NV + i_v, 1, mask=mild == 0)
         # all the way through it in strong channels, writes, and the other half
         if not mild_k:
@@ -163,14 +163,11 @@ def walk(
             b_S *= through[:, None]
             if all_k is not None:
                 b_all_k *= through
-        if g_v is not None:
-            b_S *= through_v[None, :]
-            b_all_v *= edge_v * edge_v * through_v
-        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee") * edge[:, None]
-        if g_v is not None:
-            b_S *= edge_v[None, :]
+        b_S = tl.dot(b_k.T, b_v, b_S * through_v[None, :], input_precision="ieee")
+        b_S = b_S * edge[:, None] * edge_v[None, :]
         if all_k is not None:
             b_all_k *= edge * edge
+            b_all_v *= edge_v * edge_v * through_v
 
     # store
     if S_out is not None:
@@ -190,7 +187,7 @@ def mend(
     """Give o the pairs that `walk` has left out of strong tiles; `strong` [slots, H, NV]."""
     # which tiles: those of BN chunks; most find nothing to do
     first = tl.program_id(0) * BN
-    o_f, o_n, o_c = first * NV + tl.arange(0, BN * NV), tl.arange(0, NV), tl.arange(0, C)
+    o_f, o_n = first * NV + tl.arange(0, BN * NV), tl.arange(0, NV)
     if tl.max(tl.load(strong + o_f, mask=o_f < n_c * NV, other=0).to(tl.int32)) == 0:
         return
     for i in tl.range(first, tl.minimum(first + BN, n_c)):
@@ -213,13 +210,7 @@ def mend(
                         b_o = tl.dot(b_P, b_v, input_precision="ieee")  # [C, BV]
                     else:
                         b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
-                        b_A = tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0).to(b_v.dtype)
-                        b_o = tl.dot(b_A, b_v, input_precision="ieee")  # [C, BV]
-                        for level in tl.range(0, LEVELS):
-                            b_E = to_border(clamped(b_gv), level, LOW)  # [C, BV]
-                            b_A = tl.where(across(level, C, REVERSE), b_P, 0.0).to(b_v.dtype)
-                            b_y = (b_v * b_E).to(b_v.dtype)
-                            b_o += tl.dot(b_A, b_y, input_precision="ieee") * b_E
+                        b_o = weighted(b_P, b_v, clamped(b_gv), LEVELS, LOW, REVERSE)  # [C, BV]
                     # store
                     b_walk = load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
                     b_o = b_o * (of_P * scale) + b_walk
@@ -369,16 +360,12 @@ class _Launch:
                 num_warps=self.warps, num_stages=self.stages[states],
             )  # fmt: skip
 
-        chunks, S_out = triton.cdiv(T, C), self.new(N, H, K, V)
-        programs, SMs = triton.cdiv(V, BV) * H * N, _multiprocessors(self.device)
-        path, length = choose_path(programs, chunks, SMs)
-        if self.path is not None:
-            # asked for: three segments where the rule would not have cut
-            path, length = self.path, (triton.cdiv(chunks, 3) if path == "fused" else length)
-        if path == "fused":
-            launch((T // C + 1) * C, q, o, S_in, S_out, stored)
+        S_out = self.new(N, H, K, V)
+        programs = triton.cdiv(V, BV) * H * N
+        L = C * segment_length(self.path, programs, triton.cdiv(T, C), self.device)
+        if L > T:
+            launch(L, q, o, S_in, S_out, stored)
         else:
-            L = length * C
             n = slots(self.B, T, self.cu, L)
             part, all_k = self.new(n, H, K, V), self.new(n, H, K)
             all_v = None if g_v is None else self.new(n, H, V)
@@ -424,7 +411,6 @@ def _forward(
     scale: float, path: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     run = _Launch(q, v, cu, scale, path)
-    S = None if S is None else S.contiguous()
     q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
     o, S, _, strong = run.walk(q_hat, k_hat, v, g_hat, g_v, decay, S)
     run.mend(q, k, v, g, g_v, o, strong)
@@ -448,7 +434,7 @@ def _backward(
     if scale == 0:  # then o says nothing, the final state all the same
         do, scale = torch.zeros_like(do), 1.0
     # all that a walk reads is multiplied by scale, which dS has no part in
-    R, S = (dS / scale).contiguous(), None if S is None else S.contiguous()
+    R = (dS / scale).contiguous()
     run = _Launch(q, v, cu, scale, path)
     q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
     _, _, states, _ = run.walk(None, k_hat, v, g_hat, g_v, decay, S, states=True)
@@ -494,17 +480,9 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    g_v: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    path: str | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, g_v: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gated Linear Attention, differentiable; right for every gate in [-inf, 0].
 
     Args:
@@ -531,6 +509,6 @@ def gla(
     if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
         gates = {"g": (g, "B T H K"), "g_v": (g_v, "B T H V")}
         check_call(q, k, v, gates, initial_state, cu_seqlens, path, PATHS)
-    S = initial_state if initial_state is None else initial_state.float()
+    S = initial_state if initial_state is None else initial_state.float().contiguous()
     scale = contract.check_scale(scale, q.shape[-1])
     return _forward(q, k, v, g, g_v, S, cu_seqlens, scale, path)

@@ -203,6 +203,14 @@ def choose_path(programs: int, chunks: int, multiprocessors: int) -> tuple[str, 
     return ("segmented", length) if length < chunks else ("fused", chunks)
 
 
+def segment_length(path: str | None, programs: int, chunks: int, device: torch.device) -> int:
+    """Chunks of a segment: on the path that is asked for, by the rule if none is; walked in one go, one too many."""
+    chosen, length = choose_path(programs, chunks, _multiprocessors(device))
+    if (path or chosen) != "segmented":
+        return chunks + 1
+    return length if chosen == "segmented" else triton.cdiv(chunks, 3)  # asked for: three segments
+
+
 def _unwinds(x: Tensor, programs: int, path: str | None) -> bool:
     """Whether states may run backwards: enough heads, and early states that have not drowned in late ones.
 
@@ -247,14 +255,11 @@ def _walk(
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
-    L = (T // C + 1) * C  # longer than any sequence
     o, S = None if q is None else new(B, T, H, V, dtype=v.dtype), new(N, H, K, V)
+    asked = path if q is not None or path == "segmented" else None
     programs = triton.cdiv(V, BV) * H * N
-    auto, length = choose_path(programs, triton.cdiv(T, C), _multiprocessors(k.device))
-    path = path or auto
-    S_out = S
-    if path == "segmented" or (q is None and auto == "segmented"):
-        L = length * C if auto == "segmented" else triton.cdiv(triton.cdiv(T, C), 3) * C
+    L, S_out = C * segment_length(asked, programs, triton.cdiv(T, C), k.device), S
+    if L <= T:
         n_s = slots(B, T, cu, L)
         part, decay = new(n_s, H, K, V), None if sums is None else new(n_s, H)
         launch(L, None, None, None, part, decay=decay)
