@@ -3,9 +3,9 @@
     python tools/kernel_lines.py [FILE ...] [--entry NAME]
 
 What the entry (default: the file's own name) reaches, by the names that its source mentions, is
-forward; the rest of the file is backward. Beside it: the lines of helpers that it shares with other
-kernels (modules whose names begin with an underscore), as far as they are imported.
-Lines longer than 120 columns are an error.
+forward: kernels, their tables and launchers. The rest of the file, but for imports, is backward.
+Beside it: the lines of helpers that it shares with other kernels (modules whose names begin with an
+underscore), as far as they are imported. Lines longer than 120 columns are an error.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def pieces(text: str) -> list[tuple[str, set[int], set[str]]]:
             add(node, to.value.id if to else node.name)
         elif isinstance(node, ast.Assign):
             add(node, node.targets[0].id)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found.append(("import", lines & set(range(node.lineno, node.end_lineno + 1)), set()))
-        else:
+        elif not isinstance(node, ast.Import | ast.ImportFrom):
             add(node, "")
     return found
 
@@ -84,9 +82,9 @@ def reached(text: str, entries: set[str]) -> set[int]:
 
 
 def count(text: str, entry: str) -> dict[str, int]:
-    """{"forward": lines, "backward": lines} of a module's text; imports count as forward."""
-    forward = reached(text, {entry, "import"})
-    return {"forward": len(forward), "backward": len(code_lines(text) - forward)}
+    """{"forward": lines, "backward": lines} of a module's text, without imports."""
+    forward, every = reached(text, {entry}), set().union(*(own for _, own, _ in pieces(text)))
+    return {"forward": len(forward), "backward": len(every - forward)}
 
 
 def shared(path: Path) -> int:

@@ -212,8 +212,8 @@ def mend(
                         b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
                         b_o = weighted(b_P, b_v, clamped(b_gv), LEVELS, LOW, REVERSE)  # [C, BV]
                     # store
-                    b_walk = load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
-                    b_o = b_o * (of_P * scale) + b_walk
+                    b_o *= of_P * scale
+                    b_o += load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
                     store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
 
 
@@ -325,8 +325,8 @@ class _Launch:
         self.same = {"C": self.C, "PACKED": cu is not None, "LOW": low}
         self.limit = LIMIT[q.dtype]
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32, of=torch.empty) -> Tensor:
-        return of(shape, dtype=dtype, device=self.device)
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def prepare(self, q: Tensor, k: Tensor, g: Tensor) -> tuple:
         """q, k, g and (None, None) for a walk that makes q' and k' itself, else q', k', None, (decay, strong)."""
@@ -335,20 +335,16 @@ class _Launch:
         q_hat, k_hat, *decay = prepared(q, k, g, self.cu, self.C, self.limit)
         return q_hat, k_hat, None, decay
 
-    def walk(
-        self, q: Tensor | None, k: Tensor, v: Tensor, g: Tensor | None, g_v: Tensor | None, decay: tuple,
-        S_in: Tensor | None, reverse: bool = False, states: bool = False,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """(o, final state, the states before each chunk, which tiles are strong)."""
+    def walk(self, q, k, v, g, g_v, decay, S_in, reverse=False, states=False) -> tuple:
+        """(o, final state, the states before each chunk, which tiles are strong); no o without q."""
         C, BV, N, T, H, K, V = self.C, self.BV, self.N, self.T, self.H, self.K, self.V
         TMA = self.cu is None and all(describable(x) for x in (q, k, v, g) if x is not None)
-        o = strong = stored = None
-        if q is not None:
-            o = self.new(self.B, T, H, V, dtype=v.dtype)
-            strong = self.new(self.n, H, self.NV, dtype=torch.int8, of=torch.zeros)
-        if states:  # float16 may be too small for sums
-            dtype = torch.bfloat16 if k.dtype == torch.bfloat16 else torch.float32
-            stored = self.new(self.n, H, K, V, dtype=dtype).transpose(1, 2)
+        o = None if q is None else self.new(self.B, T, H, V, dtype=v.dtype)
+        strong = None if q is None else self.new(self.n, H, self.NV, dtype=torch.int8).zero_()
+        low = (
+            k.dtype if k.dtype == torch.bfloat16 else torch.float32
+        )  # float16 may be too small for sums
+        stored = self.new(self.n, H, K, V, dtype=low).transpose(1, 2) if states else None
 
         def launch(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
             S_in, S_out = (x if x is None else x.transpose(1, 2) for x in (S_in, S_out))
@@ -360,8 +356,7 @@ class _Launch:
                 num_warps=self.warps, num_stages=self.stages[states],
             )  # fmt: skip
 
-        S_out = self.new(N, H, K, V)
-        programs = triton.cdiv(V, BV) * H * N
+        S_out, programs = self.new(N, H, K, V), triton.cdiv(V, BV) * H * N
         L = C * segment_length(self.path, programs, triton.cdiv(T, C), self.device)
         if L > T:
             launch(L, q, o, S_in, S_out, stored)
@@ -371,14 +366,11 @@ class _Launch:
             all_v = None if g_v is None else self.new(n, H, V)
             launch(L, None, None, None, part, None, all_k, all_v)
             carry_states(part, all_k, all_v, S_in, S_out, self.cu, T, L, reverse)
-            if o is not None or stored is not None:
-                launch(L, q, o, part, None, stored)
+            launch(L, q, o, part, None, stored)
         return o, S_out, stored, strong
 
-    def mend(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, o: Tensor, strong: Tensor,
-        reverse: bool = False,
-    ) -> None:  # fmt: skip
+    def mend(self, q, k, v, g, g_v, o, strong, reverse=False) -> None:
+        """Adds to o what `walk` has left out."""
         n = self.n * self.H
         mend[(triton.cdiv(n, 16),)](
             q, k, v, g, g_v, o, strong, self.cu, *strides(q, k, v, g, g_v, o), self.N, self.T, self.H, self.K, self.V,
@@ -386,10 +378,7 @@ class _Launch:
             REVERSE=reverse, **self.same, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor, R: Tensor,
-        need_dg: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    def gradients(self, q, k, v, do, g, g_v, S, R, need_dg) -> tuple:
         """dq, dk and dg (None when not needed) from the states at every chunk's ends, [..., K, H, V]."""
         K, V = q.shape[-1], v.shape[-1]
         BK = BV = 64 if self.half else 16
@@ -420,8 +409,7 @@ def _forward(
 @_forward.register_fake
 def _(q, k, v, g, g_v, S, cu, scale, path):
     N = q.shape[0] if cu is None else cu.shape[0] - 1
-    o = q.new_empty(*q.shape[:3], v.shape[-1])
-    return o, q.new_empty(N, q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
+    return v.new_empty(v.shape), q.new_empty(N, *q.shape[2:], v.shape[-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("gla_ref::gla_backward", mutates_args=())
