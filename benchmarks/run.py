@@ -85,25 +85,32 @@ def clocks() -> dict[str, int]:
     return dict(zip(("sm_mhz", "memory_mhz"), map(int, re.findall(r"\d+", line)), strict=False))
 
 
+BATCH = 10  # calls queued at a time: the queue holds about a thousand launches, and a call may have dozens
+
+
 def samples(calls: list, reps: int) -> list[float]:
     """Milliseconds of each of `reps` calls, taken in rotation, by CUDA events.
 
     The GPU first sleeps, so that the calls are queued before it reaches them: what is timed is the
     GPU, not Python's launches. A call that waits for the GPU itself still pays for that.
     """
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(True)) for _ in range(reps)]
     torch.cuda.synchronize()
     began = time.perf_counter()
     calls[0]()
     launch_s = min(time.perf_counter() - began, 0.02)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(2e9 * (0.005 + 2 * reps * launch_s)))  # cycles of at most 2 GHz
-    for i, (start, stop) in enumerate(events):
-        start.record()
-        calls[i % len(calls)]()
-        stop.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(stop) for start, stop in events]
+    times = []
+    while len(times) < reps:
+        n = min(BATCH, reps - len(times))
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(2e9 * (0.005 + 2 * n * launch_s)))  # cycles of at most 2 GHz
+        for i, (start, stop) in enumerate(events, len(times)):
+            start.record()
+            calls[i % len(calls)]()
+            stop.record()
+        torch.cuda.synchronize()
+        times += [start.elapsed_time(stop) for start, stop in events]
+    return times
 
 
 def median_ms(calls: list, budget_s: float = 0.5) -> tuple[float, list[float]]:
