@@ -33,8 +33,8 @@ class Gla:
 
     def size(self, x):
         """A power of two that brings x into the range of float16."""
-        most = x.abs().max().clamp(min=1.0).log2().ceil() - 15
-        return most.clamp(min=0.0).exp2() if self.dtype == torch.float16 else 1.0
+        most = x.abs().max().clamp(min=1e-30).log2().ceil() - 15
+        return most.clamp(min=-40.0).exp2() if self.dtype == torch.float16 else 1.0
 
     def mm(self, a, b, c=None):
         c = torch.zeros(1, device=a.device) if c is None else c
@@ -55,6 +55,8 @@ class Gla:
         """(up, down [..., C, D], edge, through [..., 1, D], mild [..., 1, 1]) of chunks of gates."""
         i = torch.arange(self.C, device=g.device)
         g = g.clamp(min=-104.0)
+        if self.dtype != torch.float32:
+            g = g.bfloat16().float() + (g - g.bfloat16().float()).bfloat16().float()
         total = g.sum(-2, keepdim=True) * LOG2E
         mild = total >= self.limit * LOG2E
         half, none = total / 2, torch.zeros_like(total)

@@ -78,8 +78,8 @@ def problem(
     result = (dtype, torch.float32, dtype, dtype, dtype, gates, torch.float32, gates)
     result = dict(zip(NAMES, result, strict=True))
     scale, judged = K**-0.5 if scale is None else scale, {}
-    C = kernels._Launch(args[0].to(dtype), args[2], None, scale, None).C
-    emulated = Gla(dtype, kernels.LIMIT[dtype], C)
+    launch = kernels._Launch(args[0].to(dtype), args[2], named.get("g_v"), None, scale, None)
+    emulated = Gla(dtype, launch.limit, launch.C)
     for run in range(RUNS):
         y = {}  # what the kernel is given is exact: rounding the inputs is no error of its own
         for n in x:
@@ -180,6 +180,21 @@ def test_float16(size):
         1, 70, 1, 5, 3, kind="mild and strong chunks", dtype=torch.float16, size=size, scale=1e-3
     )
     compare(results(x, scale=1e-3), judged)
+
+
+@interpreted
+@pytest.mark.parametrize("q_size, S_size", [(2e-5, 0.0), (1e3, 2e-8)])
+def test_float16_of_small_scores_and_states(q_size, S_size):
+    """Below 6e-8 float16 has nothing; what is read may be of any size all the same."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 1, D, generator=rng).half() for D in (16, 16, 8))
+    q, k = q_size * q, (2e-5 if S_size == 0 else 0.0) * k
+    v, g = 1e3 * v, torch.zeros(1, 40, 1, 16).half()
+    S = S_size * torch.randn(1, 1, 16, 8, generator=rng)
+    o, _ = gla(q, k, v, g, initial_state=S, scale=1.0)
+    wide = (x.double() for x in (q, k, v, g))
+    want, _ = references.recurrent(*wide, initial_state=S.double(), scale=1.0)
+    assert error(o, want) < 0.01
 
 
 # anywhere: interpreted by `make test`, compiled by `make test-gpu`
@@ -415,6 +430,31 @@ def test_gates_in_other_precisions(kind):
                          torch.bfloat16), (torch.bfloat16, torch.float16)]:  # fmt: skip
         check(2, 200, 3, 128, 64, kind=kind, dtype=dtype, gates=gates)
         check(2, 200, 3, 64, 64, kind=kind, dtype=dtype, gates=gates)
+
+
+@pytest.mark.gpu
+def test_two_gates_share_the_range():
+    """Of decays of 80 nats on keys and on values, k'^T v' would hold e^80 k v."""
+    q, k, v = (100 * torch.randn(1, 128, 1, 64, device="cuda").bfloat16() for _ in "qkv")
+    g = torch.full_like(q, -1.25)
+    o, S = gla(q, k, v, g, g_v=g)
+    wide = (x.double() for x in (q, k, v, g))
+    want = references.recurrent(*wide, g_v=g.double())
+    assert error(o, want[0]) < 0.03 and error(S, want[1]) < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", [0, 63])
+def test_digits_of_float32_gates(at):
+    """Beside 63 strong gates a mild one decays as it should, though sums are made of bf16 products."""
+    q, k, v = (torch.randn(1, 64, 1, 64, device="cuda").half() for _ in "qkv")
+    g = torch.full((1, 64, 1, 64), -90.12549, device="cuda")
+    g[:, at] = -0.01
+    S = torch.randn(1, 1, 64, 64, device="cuda")
+    o, S_T = gla(q, k, v, g, initial_state=S)
+    wide = (x.double() for x in (q, k, v, g))
+    want = references.recurrent(*wide, initial_state=S.double())
+    assert error(o, want[0]) < 4e-3 and error(S_T, want[1]) < 4e-3
 
 
 @pytest.mark.gpu

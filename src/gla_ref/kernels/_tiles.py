@@ -50,8 +50,8 @@ def store_tile(
 def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
     """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s.
 
-    Packed, sequence n owns the slots from cu[n] // L + n on: at least as many as it has segments, and
-    the host need not know any length. Spare slots begin at or after the stop.
+    Packed, sequence n owns the slots from cu[n] // L + n on: at least as many as it has segments (a start
+    rounded down, and one slot to spare), and the host need not know any length. Spare slots begin at or after the stop.
     """
     if PACKED:
         i_n = i_s * 0 - 1

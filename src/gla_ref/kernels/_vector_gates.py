@@ -28,7 +28,7 @@ def clamped(b_g):
 
 @triton.jit
 def sums(m, x, LOW: tl.constexpr):
-    """m x, sums of the rows of x [C, D] weighed by m [C, C], whose weights are halves: a product, to be fast.
+    """m x, sums of the rows of x [C, D] weighed by m [C, C], whose weights are multiples of 1/2: a product, to be fast.
 
     For 16-bit kernels on tensor cores and in two bf16 parts, to 2^-17 (bf16 itself: exactly).
     """
@@ -46,11 +46,11 @@ def sums(m, x, LOW: tl.constexpr):
 def operand(x, dtype: tl.constexpr):
     """x in a product's precision, and what to multiply the product by.
 
-    float16 ends at 65504; sums (scores, states) may be larger, and are divided by a power of two.
+    float16 ends at 65504 and at 6e-8. Sums (scores, states) may be larger or smaller; they are divided by a power of two.
     """
     if dtype == tl.float16:
-        most = tl.log2(tl.maximum(tl.max(tl.abs(x)), 1.0))
-        size = tl.exp2(tl.maximum(tl.ceil(most) - 15.0, 0.0))
+        most = tl.log2(tl.maximum(tl.max(tl.abs(x)), 1e-30))
+        size = tl.exp2(tl.maximum(tl.ceil(most) - 15.0, -40.0))
         return (x / size).to(dtype), size
     else:
         return x.to(dtype), 1.0
@@ -65,9 +65,14 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.conste
     """
     o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
     b_f = clamped(b_g)
+    if (
+        LOW and b_f.dtype != tl.bfloat16
+    ):  # what `sums` will make of it, so that differences of sums cancel
+        high = b_f.to(tl.bfloat16).to(tl.float32)
+        b_f = high + (b_f - high).to(tl.bfloat16).to(tl.float32)
     total = tl.sum(b_f.to(tl.float32), 0) * LOG2E
     mild = total >= LIMIT * LOG2E
-    if LOW:  # b - b_C / 2, as if summed half from the left and half from the right
+    if LOW:  # b - b_C / 2, as if summed half from the left and half from the right; of strong channels b and b_C - b
         up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, LOW) * LOG2E
         rest = tl.where(mild, 0.0, total * 0.5)[None, :]
         up, down = tl.exp2(rest + up), tl.exp2(rest - up)
@@ -82,7 +87,7 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.conste
 
 @triton.jit
 def no_decays(C: tl.constexpr, D: tl.constexpr):
-    """What `chunk_decays` gives of gates that are all 0, without what writes."""
+    """read, edge, through and mild of `chunk_decays`, of gates that are all 0."""
     one = tl.full([D], 1.0, dtype=tl.float32)
     return tl.full([C, D], 1.0, dtype=tl.float32), one, one, True
 

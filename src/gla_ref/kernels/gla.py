@@ -1,25 +1,26 @@
 """Gated Linear Attention for every log gate in [-inf, 0] (chapters 11 and 12).
 
     o = scale * (q' S + tril(q' k'^T) v)    q' = q e^(b - r),  k' = k e^(r - b)
-    S <- e^(b_C - r) (S + k'^T v)           with S already times e^r
+    S <- e^(b_C - r) (S + k'^T v)           S in both lines already times e^r
 
 b is the running sum of g in the chunk, r = b_C / 2; g is on the key axis, and
 g_v on the value axis is treated alike. Reference: :mod:`gla_ref.gla`
 (`recurrent`), :mod:`gla_ref.gla_backward`; GLA paper, section 4.
 
 One product a chunk is gated attention at the price of ungated, as long as
-e^(b_C / 2) is a number. Of a channel whose decay in a chunk is beyond LIMIT,
-q decays from the chunk's start instead and k to its end (exponents <= 0):
-right for the state, useless for pairs inside the chunk. A chunk with such a
-channel is strong: its pairs are made in levels instead. Tokens j < i meet at
-the border in the middle of the smallest block of 2^n tokens that holds both,
-to which k_j decays and from which q_i does; a level (n) is one product, of
-which the blocks' lower left quarters count. No exponent is above 0, every sum
-is one of just the gates between: exact for every gate, no loop over pairs.
+e^(b_C / 2) is a number (pairs j > i, which are masked, may be infinite). Of a
+channel whose decay in a chunk is beyond LIMIT, q decays from the chunk's start
+instead and k to its end (exponents <= 0): right for the state, useless for
+pairs inside the chunk. A chunk with such a channel is strong: its pairs are
+made in levels instead. Tokens j < i meet at the border in the middle of the
+smallest block of 2^n tokens that holds both, to which k_j decays and from which
+q_i does; a level (n) is one product, of which the blocks' lower left quarters
+count. No exponent is above 0, every sum is one of just the gates between: exact
+for every gate, no loop over pairs.
 
 The kernels, and the number of programs of each::
 
-    prepare    K tiles * H * chunks    q', k' once, not a V tile (K > 64)
+    prepare    K tiles * H * chunks    q', k' once for all V tiles (16 bits, K > 64)
     walk       V tiles * H * segments  a head's chunks: o, or states
     carry      K V / 1024 * H * N      segments' states (few heads, large T)
     mend       H * chunks / 16         adds to o the pairs of strong chunks
@@ -28,8 +29,8 @@ The kernels, and the number of programs of each::
 Backward: dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, and
 stores R, the gradient of the state after each chunk (over scale, so that scale
 may come last); a walk forward stores S before each; the rest is local. Keys
-with g and values with g_v play the same part there, so dg_v is `gradients` with
-the two exchanged.
+with g and values with g_v play the same part there, so dv and dg_v are then
+`gradients` with the two exchanged, and the walk backwards is for R alone.
 
 A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g)
 for 2 C (C (K + BV) + 2 K BV) FLOPs. Limits: K <= 256, V <= 512.
@@ -75,7 +76,7 @@ __all__ = ["gla"]
 HALF = {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)}
 FLOAT32 = {64: (32, 32, 4, 1, 1), 128: (32, 32, 4, 1, 1), 256: (16, 32, 4, 1, 1)}
 # nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
-# float32 could bear 80, but differences of larger sums cost it digits
+# float32 could bear 80, but differences of larger sums cost it digits. Keys and values share it, since k'^T v' has both
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
 PATHS = ("fused", "segmented")
 
@@ -86,10 +87,10 @@ def walk(
     s_S, N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """q reads, k and v write; backwards in time they have changed places.
+    """q reads, k and v write. For a walk backwards (REVERSE) the caller exchanges them: walk(k, q, do).
 
-    Either g is there, or `decay` and `strong_k` with q' and k', as `prepare` left them. States are
-    [..., K, H, V] here.
+    Either g is there, or `decay` and `strong_k` (a flag a chunk and head) with q' and k', as `prepare` left them.
+    States are [..., H, K, V] in memory and seen as [..., K, H, V], so that tiles of tokens fit them.
     """
     # which tile: V tiles of a head are neighbours and share q and k in L2
     n_v = tl.cdiv(V, BV)
@@ -109,10 +110,12 @@ def walk(
 
     # compute
     n_c = tl.cdiv(end - begin, C)  # not above 0 in a spare slot
-    # the chunk's slot: the sequence's first one, the segment's start, and from behind its last chunk
+    # i_t, the chunk's slot: the sequence's first one, the segment's start, and backwards the segment's last chunk
     i_t = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
     i_t += n_c - 1 if REVERSE else 0
-    if decay is not None:  # loaded a chunk ahead: nothing else in a chunk is ready before it
+    if (
+        decay is not None
+    ):  # loaded a chunk ahead, of slot i_t: nothing else in a chunk is ready before it
         m_k = (o_k < K) & (n_c > 0)
         p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
         next_edge = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
@@ -120,7 +123,7 @@ def walk(
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
         i_chunk = i_t  # in states
         i_d = (i_t * H + i_h).to(tl.int64)  # the chunk of this head, in decay and flags
-        i_t += -1 if REVERSE else 1
+        i_t += -1 if REVERSE else 1  # the next chunk's from here on
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
         if o is not None:
@@ -145,7 +148,7 @@ def walk(
         else:
             read_v, edge_v, through_v, mild_v = no_decays(C, BV)
         mild = mild_k & mild_v
-        b_S = b_S * edge[:, None] * edge_v[None, :]  # half way into the chunk
+        b_S = b_S * edge[:, None] * edge_v[None, :]  # mild channels: half way into the chunk
         if o is not None:
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
             b_low, of_S = operand(b_S, b_v.dtype)
@@ -156,8 +159,8 @@ def walk(
             # store
             store_tile(o, b_o * read_v * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
             tl.store(strong + i_d * NV + i_v, 1, mask=mild == 0)
-        # all the way through it in strong channels, writes, and the other half
-        if not mild_k:
+        # strong channels: all the way through; then writes; then the other half of mild ones
+        if not mild_k:  # to load `through` no more than needed
             if decay is not None:
                 through = tl.load(decay + i_d * 2 * K + K + o_k, mask=o_k < K, other=1.0)  # [BK]
             b_S *= through[:, None]
@@ -235,8 +238,9 @@ def gradients(
 
     # compute: over all of V
     b_dP = tl.zeros([C, C], dtype=tl.float32)
+    # do S^T, v R^T and, from state to state, the row sums of S * R
     b_read, b_write = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-    b_kept = tl.zeros([BK], dtype=tl.float32)  # from state to state
+    b_kept = tl.zeros([BK], dtype=tl.float32)
     for i_v in tl.range(0, tl.cdiv(V, BV)):
         b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
         b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
@@ -244,22 +248,22 @@ def gradients(
         b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         # loaded once more, from L2: Triton gives a tile that goes to products and into registers one buffer only, and
         # refills it without a wait while products are still reading it (benchmarks/LAB.md)
-        b_x = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
-        b_y = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
-        b_SR = b_x.to(tl.float32) * b_y  # [BK, BV]
+        b_S2 = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
+        b_R2 = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
+        b_SR = b_S2.to(tl.float32) * b_R2  # [BK, BV]
         if g_v is None:
             b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
         else:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-            up, down, edge, through, mild = chunk_decays(b_gv, LIMIT, LOW, False)
-            b_x, b_y = (b_do * up).to(b_do.dtype), (b_v * down).to(b_v.dtype)
-            if mild:
-                b_dP = tl.dot(b_x, b_y.T, b_dP, input_precision="ieee")
+            up_v, down_v, edge_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, LOW, False)
+            b_do_hat, b_v_hat = (b_do * up_v).to(b_do.dtype), (b_v * down_v).to(b_v.dtype)
+            if mild_v:
+                b_dP = tl.dot(b_do_hat, b_v_hat.T, b_dP, input_precision="ieee")
             else:
                 b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, LOW, False)
-            b_do, b_v = b_x, b_y
-            b_S, b_R = (b_S * edge[None, :]).to(b_S.dtype), (b_R * edge[None, :]).to(b_R.dtype)
-            b_SR *= (edge * edge * through)[None, :]
+            b_do, b_v = b_do_hat, b_v_hat
+            b_S, b_R = (b_S * edge_v[None, :]).to(b_S.dtype), (b_R * edge_v[None, :]).to(b_R.dtype)
+            b_SR *= (edge_v * edge_v * through_v)[None, :]
         b_S, of_S = operand(b_S, b_do.dtype)
         b_R, of_R = operand(b_R, b_do.dtype)
         b_read += tl.dot(b_do, b_S.T, input_precision="ieee") * of_S
@@ -271,8 +275,8 @@ def gradients(
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
     b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
-    # compute: over the chunk's pairs. For dg, b_x is what paths count that are read at a token, less what they
-    # count that are written at it and read in the chunk; b_w, what is written at it for later chunks (all [C, BK])
+    # compute: over the chunk's pairs. For dg: b_net = q dq - k (dk of pairs), which summed from t on counts the paths
+    # that cross t and are read in the chunk; b_later = k (dk of later chunks), summed up to t, the others (all [C, BK])
     up, down, edge, through, mild = chunk_decays(b_g, LIMIT, LOW, False)
     b_read, b_write = b_read * edge[None, :], b_write * edge[None, :]
     b_A, of_A = operand(tl.where(o_i >= o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
@@ -281,27 +285,27 @@ def gradients(
         b_dq = b_read + tl.dot(b_A, b_r, input_precision="ieee") * of_A
         b_dk = tl.dot(b_A.T, b_l, input_precision="ieee") * of_A
         # with the rounded factors of the products, so that what i = j adds to both sides cancels exactly
-        b_x, b_w = b_l * b_dq - b_r * b_dk, b_r * b_write
+        b_net, b_later = b_l * b_dq - b_r * b_dk, b_r * b_write
         b_dq, b_dk = b_dq * up, (b_dk + b_write) * down
-    else:
+    else:  # i = j has no decay: it is in no level, and not in dg
         b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]
         b_dq, b_write = b_read * up, b_write * down
         b_dk = tl.zeros([C, BK], dtype=tl.float32)
         for level in tl.range(0, LEVELS):
             b_E = to_border(clamped(b_g), level, LOW)  # [C, BK]
             b_l, b_r = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
-            b_low, b_E = tl.where(across(level, C), b_A, 0.0).to(b_q.dtype), b_E * of_A
-            b_dq += tl.dot(b_low, b_r, input_precision="ieee") * b_E
-            b_dk += tl.dot(b_low.T, b_l, input_precision="ieee") * b_E
-        b_x, b_w = b_q * b_dq - b_k * b_dk, b_k * b_write
+            b_low, b_out = tl.where(across(level, C), b_A, 0.0).to(b_q.dtype), b_E * of_A
+            b_dq += tl.dot(b_low, b_r, input_precision="ieee") * b_out
+            b_dk += tl.dot(b_low.T, b_l, input_precision="ieee") * b_out
+        b_net, b_later = b_q * b_dq - b_k * b_dk, b_k * b_write
         b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
 
     # store
     store_tile(dq, b_dq * scale, s_dq, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
     store_tile(dk, b_dk * scale, s_dk, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
     if dg is not None:
-        # paths that cross t: read in the chunk, at or after t; written before t for later; from state to state
-        b_d = sums(o_i <= o_j, b_x, LOW) + sums(o_i > o_j, b_w, LOW)
+        # of row t, the paths that cross t: read in the chunk, at or after t; written before t for later; state to state
+        b_d = sums(o_i <= o_j, b_net, LOW) + sums(o_i > o_j, b_later, LOW)
         b_d = (b_d + (b_kept * edge * edge * through)[None, :]) * scale
         b_d = tl.where(b_g == float("-inf"), 0.0, b_d)
         store_tile(dg, b_d, s_dg, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
@@ -310,12 +314,12 @@ def gradients(
 class _Launch:
     """The launches of one call, which share its sizes, its packing and its chunk length."""
 
-    def __init__(self, q: Tensor, v: Tensor, cu: Tensor | None, scale: float, path: str | None):
+    def __init__(self, q, v, g_v, cu, scale: float, path: str | None):
         (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
         self.cu, self.scale, self.path, self.device = cu, scale, path, q.device
         self.N = self.B if cu is None else len(cu) - 1
         self.half = q.dtype != torch.float32
-        # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
+        # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; benchmarks/LAB.md)
         least = 64 if self.half else 16
         self.BK, wide = (max(least, triton.next_power_of_2(D)) for D in (self.K, self.V))
         self.C, BV, self.warps, *self.stages = (HALF if self.half else FLOAT32)[max(64, self.BK)]
@@ -323,7 +327,7 @@ class _Launch:
         self.NV = triton.next_power_of_2(triton.cdiv(self.V, self.BV))  # strong flags of a chunk
         low = self.half and not triton.knobs.runtime.interpret  # which gets products of bf16 wrong
         self.same = {"C": self.C, "PACKED": cu is not None, "LOW": low}
-        self.limit = LIMIT[q.dtype]
+        self.limit = LIMIT[q.dtype] / (1 if g_v is None else 2)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -341,10 +345,9 @@ class _Launch:
         TMA = self.cu is None and all(describable(x) for x in (q, k, v, g) if x is not None)
         o = None if q is None else self.new(self.B, T, H, V, dtype=v.dtype)
         strong = None if q is None else self.new(self.n, H, self.NV, dtype=torch.int8).zero_()
-        low = (
-            k.dtype if k.dtype == torch.bfloat16 else torch.float32
-        )  # float16 may be too small for sums
-        stored = self.new(self.n, H, K, V, dtype=low).transpose(1, 2) if states else None
+        # float16 may be too small for sums
+        kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
+        stored = self.new(self.n, H, K, V, dtype=kept).transpose(1, 2) if states else None
 
         def launch(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
             S_in, S_out = (x if x is None else x.transpose(1, 2) for x in (S_in, S_out))
@@ -353,14 +356,14 @@ class _Launch:
                 *boxes(TMA, C, (o, BV)), S_in, S_out, *boxes(TMA, self.BK, (stored, BV)), strong, all_k, all_v,
                 self.cu, *strides(q, k, v, g, g_v, o), (H * K * V, V, K * V, 1), N, T, L, H, K, V, self.scale,
                 BK=self.BK, BV=BV, NV=self.NV, TMA=TMA, REVERSE=reverse, LIMIT=self.limit, **self.same,
-                num_warps=self.warps, num_stages=self.stages[states],
+                num_warps=self.warps, num_stages=self.stages[int(states)],
             )  # fmt: skip
 
         S_out, programs = self.new(N, H, K, V), triton.cdiv(V, BV) * H * N
         L = C * segment_length(self.path, programs, triton.cdiv(T, C), self.device)
-        if L > T:
+        if L > T:  # in one go
             launch(L, q, o, S_in, S_out, stored)
-        else:
+        else:  # what each segment adds to the state, the states that they start from, and then the walk itself
             n = slots(self.B, T, self.cu, L)
             part, all_k = self.new(n, H, K, V), self.new(n, H, K)
             all_v = None if g_v is None else self.new(n, H, V)
@@ -399,7 +402,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
     scale: float, path: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    run = _Launch(q, v, cu, scale, path)
+    run = _Launch(q, v, g_v, cu, scale, path)
     q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
     o, S, _, strong = run.walk(q_hat, k_hat, v, g_hat, g_v, decay, S)
     run.mend(q, k, v, g, g_v, o, strong)
@@ -423,21 +426,21 @@ def _backward(
         do, scale = torch.zeros_like(do), 1.0
     # all that a walk reads is multiplied by scale, which dS has no part in
     R = (dS / scale).contiguous()
-    run = _Launch(q, v, cu, scale, path)
+    run = _Launch(q, v, g_v, cu, scale, path)
     q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
     _, _, states, _ = run.walk(None, k_hat, v, g_hat, g_v, decay, S, states=True)
+    reads, dg_v = k_hat if g_v is None else None, run.new(0)
     dv, dS, dstates, strong = run.walk(
-        k_hat, q_hat, do, g_hat, g_v, decay, R, reverse=True, states=True
+        reads, q_hat, do, g_hat, g_v, decay, R, reverse=True, states=True
     )
-    del q_hat, k_hat
-    dg_v = torch.empty(0, device=q.device)
+    del q_hat, k_hat, reads
     if g_v is None:
         run.mend(k, q, do, g, g_v, dv, strong, True)
-    else:
+    else:  # keys and values exchanged, and in the states too: [..., V, H, K]
         turned = [x.transpose(1, 3) for x in (states, dstates)]
         _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, *turned, True)
     dq, dk, dg = run.gradients(q, k, v, do, g, g_v, states, dstates, need_dg)
-    return dq, dk, dv, torch.empty(0, device=q.device) if dg is None else dg, dg_v, dS * scale
+    return dq, dk, dv, run.new(0) if dg is None else dg, dg_v, dS * scale
 
 
 @_backward.register_fake
