@@ -46,7 +46,7 @@ def sums(m, x, LOW: tl.constexpr):
 def operand(x, dtype: tl.constexpr):
     """x in a product's precision, and what to multiply the product by.
 
-    float16 ends at 65504 and at 6e-8. Sums (scores, states) may be larger or smaller; they are divided by a power of two.
+    float16 ends at 65504 and at 6e-8. Sums (scores, states) may be larger or smaller, and are divided by a power of 2.
     """
     if dtype == tl.float16:
         most = tl.log2(tl.maximum(tl.max(tl.abs(x)), 1e-30))
