@@ -10,7 +10,7 @@ import torch
 from cases import F64, LADDER, error, inputs
 from emulated import chunks, product
 
-from gla_ref import gates, gla_backward
+from gla_ref import FORMS, gates, gla_backward
 from gla_ref import linear_attention as linear_references
 from gla_ref import simple_gla as references
 
@@ -212,6 +212,38 @@ def test_sizes_in_the_interpreter(K, V):
 def test_states_running_backwards(ends):
     """Narrow heads of halves without gates: all gradients in one walk (float16 is right in the interpreter)."""
     check(1 if ends else 2, 130, 2, 6, 5, dtype=torch.float16, path="fused", ends=ends)
+
+
+SIZES = {  # of q, k, v and the initial state, and scale
+    "small scores": ((2e-5, 2e-5, 1e3, 0.0), 1.0),
+    "a small state": ((1e3, 1e-5, 1e-3, 2e-8), 1.0),
+    "large scores": ((3e2, 3e2, 1e-2, 0.0), 1e-3),
+    "a large state": ((1e-3, 1.0, 1.0, 1e6), 1e-3),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", SIZES)
+def test_float16_reads_scores_and_states_of_any_size(name, gated):
+    """float16 holds 6e-8 to 65504; what it reads may be smaller and larger, if what it returns is not."""
+    sizes, scale = SIZES[name]
+    rng = torch.Generator().manual_seed(0)
+    normal = [torch.randn(1, 40, 1, D, generator=rng) for D in (16, 16, 8)]
+    q, k, v = (size * x for size, x in zip(sizes, normal, strict=False))
+    S = sizes[3] * torch.randn(1, 1, 16, 8, generator=rng)
+    g = [-0.1 * torch.rand(1, 40, 1, generator=rng)] * gated
+    x = [y.half().requires_grad_() for y in (q, k, v, *g)]
+    wide = [y.detach().double().requires_grad_() for y in x]
+    mechanism = "simple_gla" if gated else "linear_attention"
+    o, S_T = FORMS[mechanism]["triton"](*x, initial_state=S, scale=scale)
+    want, S_want = FORMS[mechanism]["recurrent"](*wide, initial_state=S.double(), scale=scale)
+    assert error(o, want) < 0.01 and error(S_T, S_want) < 0.01
+    if name.startswith("a large") or name.startswith("large"):
+        do = torch.randn(o.shape, generator=rng)
+        got = torch.autograd.grad(o, x, do.half())
+        for d, d_want in zip(got, torch.autograd.grad(want, wide, do.half().double()), strict=True):
+            assert error(d, d_want) < 0.01
 
 
 # anywhere: interpreted by `make test`, compiled by `make test-gpu`

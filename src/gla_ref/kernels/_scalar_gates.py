@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._tiles import load_tile, slots, which_segment
+from ._tiles import load_tile, operand, slots, which_segment
 
 
 @triton.jit
@@ -97,9 +97,11 @@ def gate_gradient(
             dstates + o_S, mask=m_S, other=0.0
         )  # [BK, BV], the gradient of the state after
         b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
-        b_read += tl.sum(tl.dot(b_q, b_S, input_precision="ieee") * b_do, 1)
-        b_write += tl.sum(tl.dot(b_k, b_R, input_precision="ieee") * b_v, 1)
         b_kept += tl.sum(b_S.to(tl.float32) * b_R, 1)
+        b_S, of_S = operand(b_S, b_q.dtype)
+        b_R, of_R = operand(b_R, b_q.dtype)
+        b_read += tl.sum(tl.dot(b_q, b_S, input_precision="ieee") * b_do, 1) * of_S
+        b_write += tl.sum(tl.dot(b_k, b_R, input_precision="ieee") * b_v, 1) * of_R
     b_read *= tl.exp2(b_coarse + b_fine)
     b_write *= tl.exp2((coarse - b_coarse) + (fine - b_fine))
     kept = tl.sum(b_kept) * tl.exp2(coarse + fine)

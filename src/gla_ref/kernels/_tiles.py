@@ -47,6 +47,20 @@ def store_tile(
 
 
 @triton.jit
+def operand(x, dtype: tl.constexpr):
+    """x in a product's precision, and what to multiply the product by.
+
+    float16 ends at 65504 and at 6e-8. Sums (scores, states) may be larger or smaller, and are divided by a power of 2.
+    """
+    if dtype == tl.float16:
+        most = tl.log2(tl.maximum(tl.max(tl.abs(x)), 1e-30))
+        size = tl.exp2(tl.maximum(tl.ceil(most) - 15.0, -40.0))
+        return (x / size).to(dtype), size
+    else:
+        return x.to(dtype), 1.0
+
+
+@triton.jit
 def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
     """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s.
 

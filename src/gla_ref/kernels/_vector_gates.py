@@ -43,20 +43,6 @@ def sums(m, x, LOW: tl.constexpr):
 
 
 @triton.jit
-def operand(x, dtype: tl.constexpr):
-    """x in a product's precision, and what to multiply the product by.
-
-    float16 ends at 65504 and at 6e-8. Sums (scores, states) may be larger or smaller, and are divided by a power of 2.
-    """
-    if dtype == tl.float16:
-        most = tl.log2(tl.maximum(tl.max(tl.abs(x)), 1e-30))
-        size = tl.exp2(tl.maximum(tl.ceil(most) - 15.0, -40.0))
-        return (x / size).to(dtype), size
-    else:
-        return x.to(dtype), 1.0
-
-
-@triton.jit
 def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
     """Of a chunk's gates [C, D]: factors of what reads and of what writes [C, D], of the state [D], mild?
 

@@ -19,7 +19,8 @@ Backward: dq reads S^T, dk and dv read dS = R in the same way, so each is one mo
 Narrow heads without gates need one walk for all three (`unwind`): from the returned S_T the states run backwards.
 No other state is kept; only `gate_gradient` (_scalar_gates.py) has them stored before each chunk.
 A program moves 2 C (2 K + BV) bytes in and 2 C BV out a chunk (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs; q and k of
-neighbouring V tiles come from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16.
+neighbouring V tiles come from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16. Scores and
+states may be beyond the range of float16, which is scaled; results may not.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ._tiles import (
     carry_states,
     describable,
     load_tile,
+    operand,
     slots,
     store_tile,
     strides,
@@ -89,18 +91,18 @@ def walk(
         i_t = first + (o_t - start) // C
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
-        b_low = b_S.to(b_v.dtype)  # operands are in the inputs' precision, sums in float32
+        b_low, of_S = operand(b_S, b_v.dtype)  # in the inputs' precision; sums are in float32
         if sums is not None:
             b_coarse, b_fine, coarse, fine = load_sums(sums, i_t, i_h, H, C)
             b_from = tl.exp2(b_coarse + b_fine)  # [C], since the chunk began
             b_to = tl.exp2((coarse - b_coarse) + (fine - b_fine))  # [C], until it ends
         if states is not None:
             p_t = states + (i_t * H + i_h).to(tl.int64) * K * V + o_S
-            tl.store(p_t, b_low, mask=m_S)
+            tl.store(p_t, b_S.to(states.dtype.element_ty), mask=m_S)
         if o is not None:
             b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
-            b_o = tl.dot(b_q, b_low, input_precision="ieee")  # [C, BV]
+            b_o = tl.dot(b_q, b_low, input_precision="ieee") * of_S  # [C, BV]
             if sums is not None:
                 b_D = between(b_coarse, b_fine)
                 # mask before exp2: above the diagonal it may overflow
@@ -108,7 +110,8 @@ def walk(
                 b_o *= (b_to if REVERSE else b_from)[:, None]
             else:
                 b_P = tl.where(m_P, b_P, 0.0)
-            b_o = tl.dot(b_P.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+            b_P, of_P = operand(b_P, b_v.dtype)
+            b_o = tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
             # store
             b_o = (b_o * scale).to(b_v.dtype)
             store_tile(o, b_o, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
@@ -158,23 +161,23 @@ def unwind(
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, 0, V, C, BV, TMA)  # [C, BV]
         b_do = load_tile(do, s_do, i_b, i_h, o_t, end, 0, V, C, BV, TMA)  # [C, BV]
         b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")  # minus the state before the chunk
-        b_low = (-b_S).to(b_k.dtype)
+        b_low, of_S = operand(-b_S, b_k.dtype)
         b_A = tl.dot(b_do, b_v.T, input_precision="ieee")  # [C, C]
-        b_A = tl.where(m_P.T, b_A, 0.0).to(b_k.dtype)
-        b_d = tl.dot(b_do, b_low.T, input_precision="ieee")
-        b_d = tl.dot(b_A, b_k, b_d, input_precision="ieee")  # [C, BK]
+        b_A, of_A = operand(tl.where(m_P.T, b_A, 0.0), b_k.dtype)
+        b_d = tl.dot(b_do, b_low.T, input_precision="ieee") * of_S
+        b_d = tl.dot(b_A, b_k, b_d / of_A, input_precision="ieee") * of_A  # [C, BK]
         # store as soon as done: three results and both states at once would not fit on chip
         store_tile(dq, (b_d * scale).to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
-        b_low = b_R.to(b_k.dtype)
+        b_low, of_R = operand(b_R, b_k.dtype)
         b_A = tl.dot(b_v, b_do.T, input_precision="ieee")  # made again: cheaper than turned
-        b_A = tl.where(m_P, b_A, 0.0).to(b_k.dtype)
-        b_d = tl.dot(b_v, b_low.T, input_precision="ieee")
-        b_d = tl.dot(b_A, b_q, b_d, input_precision="ieee")  # [C, BK]
+        b_A, of_A = operand(tl.where(m_P, b_A, 0.0), b_k.dtype)
+        b_d = tl.dot(b_v, b_low.T, input_precision="ieee") * of_R
+        b_d = tl.dot(b_A, b_q, b_d / of_A, input_precision="ieee") * of_A  # [C, BK]
         store_tile(dk, (b_d * scale).to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
         b_P = tl.dot(b_k, b_q.T, input_precision="ieee")  # [C, C]
-        b_P = tl.where(m_P, b_P, 0.0).to(b_k.dtype)
-        b_d = tl.dot(b_k, b_low, input_precision="ieee")
-        b_d = tl.dot(b_P, b_do, b_d, input_precision="ieee")  # [C, BV]
+        b_P, of_P = operand(tl.where(m_P, b_P, 0.0), b_k.dtype)
+        b_d = tl.dot(b_k, b_low, input_precision="ieee") * of_R
+        b_d = tl.dot(b_P, b_do, b_d / of_P, input_precision="ieee") * of_P  # [C, BV]
         store_tile(dv, (b_d * scale).to(b_k.dtype), s_dv, i_b, i_h, o_t, end, 0, V, C, BV, TMA)
         b_R = tl.dot(b_q.T, b_do, b_R, input_precision="ieee")
 
@@ -266,8 +269,9 @@ def _walk(
         carry_states(part, decay, None, S_in, S, cu, T, L, reverse)
         S_in, S_out = part, None
     if path == "materialised" or q is None:
-        # an operand of one product each: stored in its precision, nothing is lost
-        states = new(slots(B, T, cu, C), H, K, V, dtype=k.dtype)
+        # an operand of one product each: stored in its precision nothing is lost, but that float16 may be too small
+        kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
+        states = new(slots(B, T, cu, C), H, K, V, dtype=kept)
         launch(L, None, None, S_in, S_out, states=states)
         if q is None:
             return states, S
