@@ -440,7 +440,7 @@ def test_two_gates_share_the_range():
     o, S = gla(q, k, v, g, g_v=g)
     wide = (x.double() for x in (q, k, v, g))
     want = references.recurrent(*wide, g_v=g.double())
-    assert error(o, want[0]) < 0.03 and error(S, want[1]) < 0.01
+    assert error(o, want[0]) < 0.06 and error(S, want[1]) < 0.01
 
 
 @pytest.mark.gpu
@@ -454,7 +454,7 @@ def test_digits_of_float32_gates(at):
     o, S_T = gla(q, k, v, g, initial_state=S)
     wide = (x.double() for x in (q, k, v, g))
     want = references.recurrent(*wide, initial_state=S.double())
-    assert error(o, want[0]) < 4e-3 and error(S_T, want[1]) < 4e-3
+    assert error(o, want[0]) < 0.01 and error(S_T, want[1]) < 0.005
 
 
 @pytest.mark.gpu
