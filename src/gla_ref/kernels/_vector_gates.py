@@ -43,6 +43,23 @@ def sums(m, x, LOW: tl.constexpr):
 
 
 @triton.jit
+def totals(x, LOW: tl.constexpr):
+    """The sum [D] of x [C, D] over all rows, of the same two parts as `sums`, so that differences of sums cancel.
+
+    It is a product too, x^T times ones, since its rows lie where those of a state do: nothing has to change places.
+    """
+    if LOW:
+        ones = tl.full([x.shape[0], 16], 1.0, tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        b = tl.dot(high.T, ones)  # [D, 16], all columns alike
+        if x.dtype != tl.bfloat16:
+            b = tl.dot((x - high.to(tl.float32)).to(tl.bfloat16).T, ones, b)
+        return tl.max(b, 1)
+    else:
+        return tl.sum(x.to(tl.float32), 0)
+
+
+@triton.jit
 def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
     """Of a chunk's gates [C, D]: factors of what reads and of what writes [C, D], of the state [D], mild?
 
@@ -51,12 +68,7 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.conste
     """
     o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
     b_f = clamped(b_g)
-    if (
-        LOW and b_f.dtype != tl.bfloat16
-    ):  # what `sums` will make of it, so that differences of sums cancel
-        high = b_f.to(tl.bfloat16).to(tl.float32)
-        b_f = high + (b_f - high).to(tl.bfloat16).to(tl.float32)
-    total = tl.sum(b_f.to(tl.float32), 0) * LOG2E
+    total = totals(b_f, LOW) * LOG2E
     mild = total >= LIMIT * LOG2E
     if LOW:  # b - b_C / 2, as if summed half from the left and half from the right; of strong channels b and b_C - b
         up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, LOW) * LOG2E
