@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._tiles import load_tile, operand, slots, which_segment
+from ._tiles import VARYING, load_tile, operand, slots, which_segment
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sum_gates(g, sums, cu, s_g, N, T, H, C: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr):
     """Running sums of every chunk's gates in base 2, as two float32 numbers each: sums [chunks, H, 2, C].
 
@@ -60,7 +60,7 @@ def between(b_coarse, b_fine):
     return (b_coarse[:, None] - b_coarse[None, :]) + (b_fine[:, None] - b_fine[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def gate_gradient(
     q, k, v, do, g, sums, states, dstates, dg, cu, s_q, s_k, s_v, s_do, s_g, s_dg, N, T, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,

@@ -11,6 +11,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+# arguments that change from call to call, and of which 1 and multiples of 16 shall not be compiled apart
+VARYING = ("N", "T", "L", "H", "n_c")
+
 
 @triton.jit
 def load_tile(
@@ -80,7 +83,7 @@ def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
         return i_s // n_s, i_s // n_s, i_s * 0, i_s * 0 + T, i_s % n_s * L
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def carry(
     part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, D,
     BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._tiles import load_tile, slots, store_tile, strides, which_segment
+from ._tiles import VARYING, load_tile, slots, store_tile, strides, which_segment
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -134,7 +134,7 @@ def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, REVERSE: tl
     return b_o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def prepare(
     q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,

@@ -46,6 +46,7 @@ from torch import Tensor
 from .. import _contract as contract
 from ._launch import check_call
 from ._tiles import (
+    VARYING,
     boxes,
     carry_states,
     describable,
@@ -81,7 +82,7 @@ LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -16.0}
 PATHS = ("fused", "segmented")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def walk(
     q, k, v, g, g_v, decay, strong_k, o, S_in, S_out, states, strong, all_k, all_v, cu, s_q, s_k, s_v, s_g, s_gv, s_o,
     s_S, N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
@@ -181,7 +182,7 @@ def walk(
             tl.store(all_v + (i_s * H + i_h) * V + o_v, b_all_v, mask=o_v < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def mend(
     q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_c,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
@@ -220,7 +221,7 @@ def mend(
                     store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def gradients(
     q, k, v, do, g, g_v, S, R, dq, dk, dg, cu, s_q, s_k, s_v, s_do, s_g, s_gv, s_dq, s_dk, s_dg, s_S,
     N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,

@@ -36,6 +36,7 @@ from .. import _contract as contract
 from ._launch import check_call
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
 from ._tiles import (
+    VARYING,
     boxes,
     carry_states,
     describable,
@@ -58,7 +59,7 @@ PATHS = ("fused", "segmented", "materialised")
 UNWOUND = {torch.bfloat16: 8192, torch.float16: 2048}  # tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def walk(
     q, k, v, o, sums, S_in, S_out, states, decay, cu, s_q, s_k, s_v, s_o, N, T, L, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -128,7 +129,7 @@ def walk(
         tl.store(decay + i_s * H + i_h, b_all, mask=i_v == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def unwind(
     q, k, v, do, dq, dk, dv, S, R, dS, cu, s_q, s_k, s_v, s_do, s_dk, s_dv, T, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
