@@ -386,8 +386,8 @@ class _Launch:
         """dq, dk and dg (None when not needed) from the states at every chunk's ends, [..., K, H, V]."""
         K, V = q.shape[-1], v.shape[-1]
         BK = BV = 64 if self.half else 16
-        # never two with g_v: Triton then refills v's buffer before the strong branch reads it
-        stages = 2 if self.half and V > BV and g_v is None else 1
+        # one with g_v: Triton else refills v's buffer before the strong branch reads it
+        stages = 3 if self.half and V > BV and g_v is None else 1
         dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
         dg = self.new(*g.shape, dtype=g.dtype) if need_dg else None
         gradients[(triton.cdiv(K, BK) * self.H * self.n,)](
