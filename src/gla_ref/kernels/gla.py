@@ -386,8 +386,11 @@ class _Launch:
         """dq, dk and dg (None when not needed) from the states at every chunk's ends, [..., K, H, V]."""
         K, V = q.shape[-1], v.shape[-1]
         BK = BV = 64 if self.half else 16
-        # one with g_v: Triton else refills v's buffer before the strong branch reads it
-        stages = 3 if self.half and V > BV and g_v is None else 1
+        stages = 1
+        if (
+            self.half and V > BV and g_v is None
+        ):  # with g_v Triton refills v's buffer before the strong branch reads it
+            stages = 3 if S.dtype == torch.bfloat16 else 2  # for states in float32 there is no room
         dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
         dg = self.new(*g.shape, dtype=g.dtype) if need_dg else None
         gradients[(triton.cdiv(K, BK) * self.H * self.n,)](
