@@ -4,6 +4,7 @@ The float64 side is the one-head oracle of benchmarks/oracles.py, which tests/te
 `recurrent` form; its second, emulated run gives the budget (the oracle rule).
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import oracles  # noqa: E402
 
 from gla_ref import FORMS  # noqa: E402
+from gla_ref.check._emulate import multiply  # noqa: E402
 from gla_ref.kernels.flash_attention import flash_attention  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -92,6 +94,83 @@ def test_large_scores():
     x = inputs(1, 50, 1, 8, 8)
     x["q"] = (1e3 * x["q"].detach()).requires_grad_()
     assert_right(run(x), x)
+
+
+def offset(T, H, K, V, seed=0):
+    """Rows of scores to base 2 that float32 holds exactly: an offset, up to 992 from 0, and a few multiples of 2^-6."""
+    x = inputs(1, T, H, K, V, seed=seed)
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for n in ("q", "k"):
+            x[n].mul_(4).round_().clamp_(-8, 8).div_(8)
+        x["q"][..., 0] = torch.randint(-992, 993, (1, T, H), generator=rng)
+        x["k"][..., 0] = 1
+    return x
+
+
+def by_maximum_and_sum(x):
+    """o and the gradients of one head in float32 where a row's maximum and sum are never made one number."""
+
+    def mm(a, b):
+        return multiply(a, b, torch.float32)
+
+    q, k, v, do = (x[n].detach() for n in (*NAMES, "do"))
+    scores = mm(q, k.mT)
+    scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf)
+    p = (scores - scores.amax(-1, keepdim=True)).exp2()
+    total = p.sum(-1, keepdim=True)
+    o = mm(p, v) / total
+    p = p / total
+    ds = math.log(2) * p * (mm(do, v.mT) - (o * do).sum(-1, keepdim=True))
+    return {"o": o, "dq": mm(ds, k), "dk": mm(ds.mT, q), "dv": mm(p.mT, do)}
+
+
+def packing(ends):
+    return {"cu_seqlens": torch.tensor(ends, device=HERE)} if len(ends) > 2 else {}
+
+
+def assert_right_far_from_zero(ends, H, K, V):
+    """float32 loses no digits where scores, which it holds exactly, are large: p is as if they were small.
+
+    One float32 of log-sum-exp would be wrong by up to 2^-15 here. All but the first emulated run have v and do shaken.
+    """
+    x, rng = offset(ends[-1], H, K, V), torch.Generator().manual_seed(1)
+    log2 = math.log(2)  # the scale that leaves scores to base 2 as they are
+    got = run(x, scale=log2, **packing(ends))
+    for h in range(H):
+        for span in [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]:
+            one, runs = {n: y[0, span, h].detach() for n, y in x.items()}, []
+            for i in range(8):
+                shake = 1 + (i > 0) * 0.01 * torch.rand(one["v"].shape, generator=rng).to(HERE)
+                y = one | {"v": one["v"] * shake, "do": one["do"] * shake.flip(0)}
+                exact = oracles.run("softmax_attention", y, None, log2)
+                runs.append((exact, by_maximum_and_sum(y)))
+            mine = {n: y[0, span, h] for n, y in got.items()}
+            for n, (e, budget) in oracles.judge(mine, runs).items():
+                assert e <= budget, (
+                    f"{n} of head {h}, tokens {span}: error {e:.2g}, budget {budget:.2g}"
+                )
+
+
+STEEP = [[0, 63], [0, 130], [0, 40, 40, 103, 130]]
+
+
+@pytest.mark.parametrize("ends", STEEP, ids=str)
+def test_scores_far_from_zero(ends):
+    assert_right_far_from_zero(ends, 2, 8, 12)
+
+
+@pytest.mark.parametrize("ends", STEEP, ids=str)
+def test_one_key_takes_all(ends):
+    """Scores of up to 2600, rounded, each key ahead of the last by 20: fused multiply-adds, as on GPUs, must agree."""
+    x = inputs(1, ends[-1], 2, 8, 12)
+    with torch.no_grad():
+        x["q"].mul_(0.1).add_(20 / 8)
+        x["k"].copy_(
+            (1 + 0.1 * x["k"][:, :1]) * torch.arange(1, ends[-1] + 1, device=HERE)[:, None, None]
+        )
+    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
+    assert_right(run(x, scale=1.0, **packing(ends)), x, spans, scale=1.0)
 
 
 def assert_carries_on(x, past):
@@ -265,6 +344,12 @@ def test_at_size(dtype, T, K, V):
         pytest.skip("float32 is compiled for a few sizes only: every one costs ten seconds")
     x = inputs(2, T, 3, K, V, dtype, seed=T)
     assert_right(run(x), x, heads=[(0, 0), (1, 2)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends", [[0, 1000], [0, 63, 500, 500, 1000]], ids=str)
+def test_scores_far_from_zero_at_size(ends):
+    assert_right_far_from_zero(ends, 2, 60, 60)
 
 
 @pytest.mark.gpu

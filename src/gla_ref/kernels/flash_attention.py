@@ -19,6 +19,8 @@ kernel     one program                   walks over             FLOPs a pair of 
 The backward computes 7 products where 5 would do: s and do . v once for dq and once for dk and dv. That is the price
 of results that are bitwise the same in every run: sharing them needs atomic additions, in whatever order, to dq.
 A step's bytes come from the L2 cache: programs that run at the same time belong to the same few heads.
+lse is kept to base 2, rounded to float32; beside float32 operands as its two terms, maximum and log2 of the sum, since
+rounding it would give all p of a row a factor of up to 1 + |lse| 2^-24.
 Limits: K, V <= 256, float32 (ieee products), float16, bfloat16.
 """
 
@@ -106,12 +108,12 @@ def fwd_keys(
         b_k = load_tile(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
         b_v = load_tile(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
+        # scale and shift are one fused multiply-add an element: rounded once, and alike here and in the backward
         if MASK:
-            o_j = o_n + tl.arange(0, BN)
-            b_s = tl.where(o_i[:, None] >= o_j[None, :], b_s * scale2, float("-inf"))
-            b_mn = tl.maximum(b_m, tl.max(b_s, 1))  # [BM]
-            b_p = tl.exp2(b_s - b_mn[:, None])  # [BM, BN]
-        else:  # scale and shift are one fused multiply-add an element
+            seen = o_i[:, None] >= (o_n + tl.arange(0, BN))[None, :]
+            b_mn = tl.maximum(b_m, tl.max(tl.where(seen, b_s * scale2, float("-inf")), 1))  # [BM]
+            b_p = tl.where(seen, tl.exp2(b_s * scale2 - b_mn[:, None]), 0.0)  # [BM, BN]
+        else:
             b_mn = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
             b_p = tl.exp2(b_s * scale2 - b_mn[:, None])
         b_r = tl.exp2(b_m - b_mn)  # [BM], what older tiles are worth now
@@ -123,7 +125,7 @@ def fwd_keys(
 
 @triton.jit
 def fwd(
-    q, k, v, o, lse, cu, s_q, s_k, s_v, s_o,
+    q, k, v, o, lse, low, cu, s_q, s_k, s_v, s_o,
     N, T, S, H, K, V, slots, rows, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, NEGATIVE: tl.constexpr,
@@ -134,7 +136,8 @@ def fwd(
     if o_m < 0:
         return
     o_i = o_m + tl.arange(0, BM) + (S - T)  # [BM], position among the keys
-    p_lse = lse + (i_b * H + i_h).to(tl.int64) * rows + start + o_m + tl.arange(0, BM)
+    o_row = (i_b * H + i_h).to(tl.int64) * rows + start + o_m + tl.arange(0, BM)
+    m_row = o_m + tl.arange(0, BM) < T
 
     # load
     b_q = load_tile(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
@@ -156,14 +159,18 @@ def fwd(
         full, tl.minimum(o_m + BM + S - T, S), K, V, scale2, BN, BK, BV, TMA, PACKED, True,
     )  # fmt: skip
 
-    # store: lse in base 2, as the backward wants it
+    # store: lse in base 2, as the backward wants it; for float32 its two terms
     store_tile(o, s_o, b_o / b_l[:, None], i_b, i_h, start + o_m, start + T, V, BM, BV)
-    tl.store(p_lse, b_m + tl.log2(b_l), mask=o_m + tl.arange(0, BM) < T)
+    if low is None:
+        tl.store(lse + o_row, b_m + tl.log2(b_l), mask=m_row)
+    else:
+        tl.store(lse + o_row, b_m, mask=m_row)
+        tl.store(low + o_row, tl.log2(b_l), mask=m_row)
 
 
 @triton.jit
 def dq_keys(
-    b_dq, b_q, b_do, b_lse, b_delta, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
+    b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
     BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +179,8 @@ def dq_keys(
         b_v = load_tile(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
         b_dp = tl.dot(b_do, b_v.T, input_precision="ieee")  # [BM, BN]
-        b_p = tl.exp2(b_s * scale2 - b_lse[:, None])
+        b_s = b_s * scale2 - b_lse[:, None]
+        b_p = tl.exp2(b_s if b_low is None else b_s - b_low[:, None])
         if MASK:
             o_j = o_n + tl.arange(0, BN)
             b_p = tl.where(o_i[:, None] >= o_j[None, :], b_p, 0.0)
@@ -183,7 +191,7 @@ def dq_keys(
 
 @triton.jit
 def bwd_dq(
-    q, k, v, o, do, lse, delta, dq, cu, s_q, s_k, s_v, s_o, s_do, s_dq,
+    q, k, v, o, do, lse, low, delta, dq, cu, s_q, s_k, s_v, s_o, s_do, s_dq,
     N, T, S, H, K, V, slots, rows, scale, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr,
@@ -204,16 +212,17 @@ def bwd_dq(
     tl.store(delta + o_row, b_delta, mask=m_row)
     b_q = load_tile(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
     b_lse = tl.load(lse + o_row, mask=m_row, other=float("inf"))  # p = 0 beyond the end
+    b_low = None if low is None else tl.load(low + o_row, mask=m_row, other=0.0)
 
     # compute
     b_dq = tl.zeros([BM, BK], dtype=tl.float32)
     full = (o_m + S - T + 1) // BN * BN
     b_dq = dq_keys(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
+        b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
         0, full, K, V, scale2, BN, BK, BV, TMA, False, False,
     )  # fmt: skip
     b_dq = dq_keys(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
+        b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
         full, tl.minimum(o_m + BM + S - T, S), K, V, scale2, BN, BK, BV, TMA, PACKED, True,
     )  # fmt: skip
 
@@ -230,7 +239,7 @@ def load_rows(lse, delta, o_head, o_m, T, BM: tl.constexpr):
 
 @triton.jit
 def dkv_queries(
-    b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j, lo, hi, K, V, scale2,
+    b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j, lo, hi, K, V, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, AHEAD: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
@@ -251,9 +260,12 @@ def dkv_queries(
         # the sum starts at -delta: no operation of its own, and delta needs no registers any more
         b_dp = tl.broadcast_to(-b_delta[None, :], [BN, BM])
         b_dp = tl.dot(b_v, b_do.T, b_dp, input_precision="ieee")  # [BN, BM]
-        b_p = tl.exp2(b_s * scale2 - b_lse[None, :])
+        o_i = o_m + tl.arange(0, BM)
+        b_s = b_s * scale2 - b_lse[None, :]
+        if low is not None:
+            b_s -= tl.load(low + o_head + o_i, mask=o_i < T, other=0.0)[None, :]
+        b_p = tl.exp2(b_s)
         if MASK:
-            o_i = o_m + tl.arange(0, BM)
             b_p = tl.where(o_i[None, :] >= o_j[:, None], b_p, 0.0)
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision="ieee")  # [BN, BV]
         b_dk = tl.dot((b_p * b_dp).to(b_q.dtype), b_q, b_dk, input_precision="ieee")  # [BN, BK]
@@ -264,7 +276,7 @@ def dkv_queries(
 
 @triton.jit
 def bwd_dkv(
-    q, k, v, do, lse, delta, dk, dv, cu, s_q, s_k, s_v, s_do, s_dk, s_dv,
+    q, k, v, do, lse, low, delta, dk, dv, cu, s_q, s_k, s_v, s_do, s_dk, s_dv,
     N, T, S, H, K, V, slots, rows, scale, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
@@ -289,16 +301,16 @@ def bwd_dkv(
     full = tl.minimum(full, tl.cdiv(T, BM) * BM)
     last = tl.maximum(T // BM * BM, full) if PACKED else tl.cdiv(T, BM) * BM
     b_dk, b_dv = dkv_queries(
-        b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
+        b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
         first, full, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, PACKED, True,
     )  # fmt: skip
     b_dk, b_dv = dkv_queries(
-        b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
+        b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
         full, last, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, False, False,
     )  # fmt: skip
     if PACKED:
         b_dk, b_dv = dkv_queries(
-            b_dk, b_dv, b_k, b_v, q, do, lse, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
+            b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
             last, T, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, True, False,
         )  # fmt: skip
 
@@ -350,13 +362,22 @@ def _slots(length: int, block: int, N: int) -> int:
     return length // block + N if N else triton.cdiv(length, block)
 
 
+def _parts(q: Tensor) -> int:
+    """How many numbers a row hold its log-sum-exp: itself beside 16-bit operands, its two terms beside float32."""
+    return 2 if q.dtype == torch.float32 else 1
+
+
+def _rows(lse: Tensor) -> tuple[Tensor, Tensor | None]:
+    return (*lse, None)[:2]
+
+
 @torch.library.custom_op("gla_ref::flash_attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     (B, T, H), V = q.shape[:3], v.shape[-1]
     o = torch.empty(B, T, H, V, dtype=v.dtype, device=q.device)
-    lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    lse = torch.empty(_parts(q), B, H, T, dtype=torch.float32, device=q.device)
     sizes, widths, column = _geometry(q, k, v, cu)
     BM, BN, warps, stages = _tiles(FWD, q, column)
     TMA = all(map(_describable, (q, k, v)))
@@ -364,7 +385,7 @@ def _forward(
     tiles = [(q, BM, widths["BK"]), (k, BN, widths["BK"]), (v, BN, widths["BV"])]
     with torch.cuda.device_of(q):  # Triton launches on the current device
         fwd[(slots * B * H,)](
-            *(_describe(*tile) if TMA else tile[0] for tile in tiles), o, lse, cu,
+            *(_describe(*tile) if TMA else tile[0] for tile in tiles), o, *_rows(lse), cu,
             q.stride(), k.stride(), v.stride(), o.stride(), **sizes, slots=slots,
             scale2=scale / math.log(2), BM=BM, BN=BN, **widths, TMA=TMA, NEGATIVE=scale < 0,
             num_warps=warps, num_stages=stages,
@@ -375,7 +396,7 @@ def _forward(
 @_forward.register_fake
 def _(q, k, v, cu, scale):
     o = q.new_empty(*q.shape[:3], v.shape[-1])
-    return o, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    return o, q.new_empty(_parts(q), q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
 @torch.library.custom_op("gla_ref::flash_attention_backward", mutates_args=())
@@ -384,7 +405,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, T, H), S = q.shape[:3], k.shape[1]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(lse[0])
     sizes, widths, column = _geometry(q, k, v, cu)
     TMA = all(map(_describable, (q, k, v)))
     if TMA and not _describable(do):  # the gradient of a sum has strides of 0
@@ -397,7 +418,7 @@ def _backward(
     tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)]
     with torch.cuda.device_of(q):
         bwd_dq[(slots * B * H,)](
-            *(_describe(*tile) if TMA else tile[0] for tile in tiles), lse, delta, dq, cu,
+            *(_describe(*tile) if TMA else tile[0] for tile in tiles), *_rows(lse), delta, dq, cu,
             *(x.stride() for x in (q, k, v, o, do, dq)), **sizes, slots=slots, **scales,
             BM=BM, BN=BN, **widths, TMA=TMA, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -407,7 +428,7 @@ def _backward(
     tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)]
     with torch.cuda.device_of(q):
         bwd_dkv[(slots * B * H,)](
-            *(_describe(*tile) if TMA else tile[0] for tile in tiles), lse, delta, dk, dv, cu,
+            *(_describe(*tile) if TMA else tile[0] for tile in tiles), *_rows(lse), delta, dk, dv, cu,
             *(x.stride() for x in (q, k, v, do, dk, dv)), **sizes, slots=slots, **scales,
             BM=BM, BN=BN, **widths, TMA=TMA, AHEAD=column == 64, num_warps=warps, num_stages=stages,
         )  # fmt: skip
