@@ -4,10 +4,12 @@
     python benchmarks/check_peers.py --only "fla.*" --levels quick --dtypes bf16
 
 Every check is a process of its own with a time limit: one that hangs or takes the GPU down with it costs its own
-record only, and --jobs of them run side by side. Writes results/<gpu>-check.json; a check replaces the older one of
-the same subject, dtype and level. It runs in the host's own Python and needs no network. Products of float32 are asked
-to be exact of every kernel that does not say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any
-float32 budget. fla's kernels take the first configuration of each search: a search for every shape takes minutes.
+record only, and --jobs of them run side by side, the longest first. Mistakes are wrong computations of tensors, no
+kernels: these checks run on the CPU beside the others, and their records say so. What is done is written to
+results/<gpu>-check.json at once, where it replaces the older check of the same subject, dtype and level. It runs in
+the host's own Python and needs no network. Products of float32 are asked to be exact of every kernel that does not
+say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any float32 budget. fla's kernels take the first
+configuration of each search: a search for every shape takes minutes.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -48,6 +51,7 @@ SCORES = [
 ]
 LEVELS = ("quick", "full")
 VERDICTS = {True: "right", False: "WRONG", None: "none"}
+RUNNING: set[subprocess.Popen] = set()
 FORWARD = " forward"  # after the name of a peer that refuses its backward pass
 
 
@@ -130,7 +134,7 @@ def score(mechanism: str, dtype: str, options: dict, progress) -> dict:
 
 def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dict:
     """One check in a process of its own: a record of what it found, or of why it did not finish."""
-    began = time.monotonic()
+    began, device = time.monotonic(), "cpu" if subject in SCORES else args.device
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "found.json", Path(folder) / "log"
         command = [
@@ -143,10 +147,12 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
             "--levels",
             level,
         ]
-        command += ["--seed", str(args.seed), "--device", args.device, "--out", str(out)]
+        command += ["--seed", str(args.seed), "--device", device, "--out", str(out)]
         command += ["--cases", args.cases] if args.cases else []
         with log.open("w") as sink:
-            process = subprocess.Popen(command, stdout=sink, stderr=sink)
+            env = os.environ | {"OMP_NUM_THREADS": "1"}  # as many processes as cores
+            process = subprocess.Popen(command, stdout=sink, stderr=sink, env=env)
+            RUNNING.add(process)
             try:
                 process.wait(args.seconds)
                 message = f"exit status {process.returncode}"
@@ -154,10 +160,11 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
                 process.kill()
                 process.wait()
                 message = f"not done after {args.seconds:.0f} s"
+            RUNNING.discard(process)
         said = log.read_text(errors="replace").strip()[-400:]
         found = json.loads(out.read_text()) if out.exists() else {"ok": None}
     return {
-        "subject": subject, "dtype": dtype, "level": level, "seed": args.seed,
+        "subject": subject, "dtype": dtype, "level": level, "seed": args.seed, "device": device,
         "seconds": round(time.monotonic() - began, 1), **found,
         "message": None if "worst" in found or "mistakes" in found else f"{message}: {said}",
     }  # fmt: skip
@@ -196,7 +203,8 @@ def main() -> None:
     parser.add_argument("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=480, help="of one check")
-    parser.add_argument("--jobs", type=int, default=1, help="checks side by side")
+    parser.add_argument("--seconds-in-all", type=float, help="then what runs is stopped")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="checks side by side")
     parser.add_argument("--device", default="cuda", help="cpu interprets our kernels, to try this")
     parser.add_argument("--cases", metavar="PATTERN", help="these cases only, to try this")
     parser.add_argument("--out", type=Path, help="the JSON file to merge into")
@@ -247,11 +255,25 @@ def main() -> None:
         for level in args.levels
         if level == "quick" or s not in SCORES
     ]
+    # the longest first; a sort keeps the rest in its order
+    checks.sort(key=lambda check: (check[0] not in SCORES, check[2] == "quick"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("check_peers: stopped"))
     with ThreadPoolExecutor(args.jobs) as pool:
-        for found in pool.map(records, checks):
-            for record in found:
-                print(line(record), flush=True)
-            merge(path, environment, found)
+        waiting = {pool.submit(records, check): check for check in checks}
+        try:
+            for done in as_completed(list(waiting), args.seconds_in_all):
+                del waiting[done]
+                for record in done.result():
+                    print(line(record), flush=True)
+                merge(path, environment, done.result())
+        except TimeoutError:
+            print(f"not done after {args.seconds_in_all:.0f} s in all:")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(RUNNING):
+                process.kill()
+            for check in waiting.values():
+                print("  not done:", *check, flush=True)
     print(f"results: {path}")
 
 

@@ -54,10 +54,10 @@ def kernel(
             lacks, a state that is None or not returned, and gradients that it does not give are reported as
             not covered, as are calls that raise :class:`NotClaimed`. It gets `output_final_state=True` if
             it names that.
-        device: where the inputs lie.
+        device: where the kernel runs. What it is held against is computed on the CPU, but for long attention.
         dtype: of q, k, v and g: float32, bfloat16 or float16. States are float32 (a cache has `dtype`).
-        level: "quick", or "full": also T up to 8192, K up to 256, V up to 512, every gate in long and in
-            packed sequences, a random search, and the smallest failing case as lines to run.
+        level: "quick", or "full": also T up to 8192, K up to 256, V up to 512 (softmax attention: 256), every
+            gate in long and in packed sequences, a random search, and the smallest failing case as lines to run.
         only: a pattern like "gate*"; cases of other names are left out. Or one :class:`Case` to run.
         seed: of the random inputs.
         layout: "bthd", or "bhtd" with heads before time in every token tensor.
@@ -106,8 +106,8 @@ def kernel(
         lacks = lacks or (case.scale is not None and "scale" not in takes and "scale")
         if lacks:
             return [*rows, Row(case.name, "call", "not covered", message=lacks)], []
-        p = problem(mechanism, case, dtype, seed, str(device), gate)
-        found, findings = observe(fn, kind, how, takes, p, time_limit)
+        p = problem(mechanism, case, dtype, seed, gate, str(device))
+        found, findings = observe(fn, kind, how, takes, p, time_limit, torch.device(device))
         rows += [judge(p, n, x) for n, x in found.items()]
         for f in findings:
             status = "not covered" if f.kind == "not covered" else "failed"

@@ -110,7 +110,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     if level == "full":
         long = 16 * C + SUB + 1
         found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (long, 4096, 8192)]
-        sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100), (1, 1, 256, 512))
+        sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100))
+        sizes += ((1, 1, 256, kind.widest),)
         found += [
             Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1)
             for B, H, K, V in sizes

@@ -19,12 +19,13 @@ from ..gates import decay_from_start, decay_to_end
 
 EXACT = (torch.float32, torch.float64)  # dtypes whose products hold operands as they are
 TERMS = 16  # of a product that a tensor core adds up before it cuts the sum off to float32
+BEYOND = 52 - 23  # bits of a float64's fraction that a float32's has not
 
 
-def cut(exact: Tensor) -> Tensor:
-    """A float64 sum as a tensor core hands it back: float32, low bits cut off instead of rounded."""
-    x = exact.float()
-    return torch.where(x.double().abs() > exact.abs(), x.nextafter(torch.zeros_like(x)), x)
+def cut_(exact: Tensor) -> Tensor:
+    """A new float64 sum as a tensor core hands it back: what float32 holds, low bits cut off instead of rounded."""
+    exact.view(torch.int64).bitwise_and_(-1 << BEYOND)
+    return exact
 
 
 def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.0) -> Tensor:
@@ -41,10 +42,10 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
         for a, b in zip(x.split(1, -1), y.split(1, -2), strict=True):
             out.addcmul_(a, b)
         return out
-    x, y = (z.to(dtype).double() for z in (x, y))
+    x, y, out = x.to(dtype).double(), y.to(dtype).double(), out.double()
     for a, b in zip(x.split(TERMS, -1), y.split(TERMS, -2), strict=True):
-        out = cut(out.double() + a @ b)
-    return out
+        out = cut_((a @ b).add_(out))
+    return out.float()
 
 
 class Product(torch.autograd.Function):
@@ -67,7 +68,7 @@ class Carry(torch.autograd.Function):
 
     @staticmethod
     def add(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return x + y if dtype in EXACT else cut(x.double() + y.double())
+        return x + y if dtype in EXACT else cut_(x.double() + y.double()).float()
 
     @staticmethod
     def forward(ctx, write, kept, S, dtype):

@@ -30,6 +30,7 @@ class Mechanism:
         also: forms whose own float32 run counts among them, up to SHORT tokens.
         gate: the axes of g; None for no gate.
         cache: the state is the pair of all keys and values, instead of S `[N, H, K, V]`.
+        widest: the largest V of its cases.
     """
 
     exact: Callable
@@ -37,6 +38,7 @@ class Mechanism:
     also: tuple[Callable, ...] = ()
     gate: str | None = None
     cache: bool = False
+    widest: int = 512
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -86,6 +88,7 @@ MECHANISMS = {
         (attend, partial(attend, by_key=True)),
         (softmax_attention.two_pass,),
         cache=True,
+        widest=256,
     ),
     "linear_attention": Mechanism(linear_attention.recurrent),
     "simple_gla": Mechanism(simple_gla.recurrent, gate="B T H"),

@@ -232,14 +232,14 @@ def only_then(p: Problem, usual: dict, found: dict) -> list[str]:
 
 
 def observe(
-    fn: Callable, kind: Mechanism, how: Convention, takes: set[str], p: Problem, seconds: float
-) -> tuple:
-    """({quantity: what the kernel made of it or None}, [Finding, ...]) of one case.
+    fn: Callable, kind: Mechanism, how: Convention, takes: set[str], p: Problem, seconds: float,
+    device: torch.device,
+) -> tuple:  # fmt: skip
+    """({quantity: what the kernel made of it, on the CPU, or None}, [Finding, ...]) of one case.
 
     Two runs must be the same. Then come the ways in which a training loop calls a kernel too, which may take
     other code: without gradients, through its graph a second time, with inputs that need no gradient.
     """
-    device = p.inputs["q"].device
     names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
     x = {n: y.to(F32 if n in WIDE else p.dtypes["o"]) for n, y in p.inputs.items()}
     if "g" in x and how.gate != "log":  # kept finer until the kernel's own convention is made of it
@@ -249,6 +249,7 @@ def observe(
         """In the kernel's own order of axes, and from there back."""
         return how.states(y, kind) if n in WIDE else how.tokens(y)
 
+    x = {n: y.to(device) for n, y in x.items()}
     x = {n: own(n, placed(own(n, y).contiguous(), p.case.strides)) for n, y in x.items()}
     before = {n: x[n].clone() for n in names}
     call, findings = adapt(fn, kind, how, takes), []
@@ -258,7 +259,7 @@ def observe(
             found = evaluate(call, kind, x, p.case, **options)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            return {n: y if y is None else y.clone() for n, y in found.items()}
+            return {n: y if y is None else y.to("cpu", copy=True) for n, y in found.items()}
 
     runs = []
     for _ in range(2):
