@@ -17,6 +17,7 @@ from gla_ref import FORMS, check, gla
 from gla_ref.check import MECHANISMS, Case, mistakes
 from gla_ref.check._budgets import evaluate
 from gla_ref.check._cases import GATES, inputs
+from gla_ref.check._emulate import cut_
 from gla_ref.check._shrink import reproduction
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -435,3 +436,19 @@ def test_the_command(tmp_path, kernel, code, printed):
 def test_importing_the_package_loads_no_triton():
     program = "import sys, gla_ref.check; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_sum_is_cut_off_to_float32_towards_zero():
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = torch.cat([exact, exact * 1e30, torch.tensor([0.0, 1.0, -torch.inf])])
+    below = exact.float()
+    beyond = below.double().abs() > exact.abs()
+    assert 800 < beyond.sum() < 1200
+    below = torch.where(beyond, below.nextafter(torch.zeros(())), below)
+    assert torch.equal(cut_(exact.clone()), below.double())
+
+
+@pytest.mark.parametrize("mechanism, V", [("softmax_attention", 256), ("gla", 512)])
+def test_values_are_as_wide_as_the_mechanism_says(mechanism, V):
+    widest = max(check.cases(mechanism, "full"), key=lambda case: case.V)
+    assert (widest.K, widest.V, widest.name) == (256, V, f"sizes B=1 H=1 K=256 V={V}")
