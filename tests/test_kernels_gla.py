@@ -518,6 +518,20 @@ def test_memory_of_forward_and_backward():
     assert torch.cuda.max_memory_allocated() - before <= 3.2e9
 
 
+@interpreted
+def test_a_call_does_not_import_the_compiler_of_pytorch():
+    """It would add seconds to the first one."""
+    code = """
+import sys, torch
+from gla_ref.kernels.gla import gla
+x = [torch.randn(1, 3, 1, 4, requires_grad=True) for _ in "qkv"]
+gla(*x, torch.full_like(x[0], -0.05))[0].sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
 FIRST = """
 import time, torch
 x = [torch.randn(2, 2048, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]

@@ -154,26 +154,26 @@ def compile_case(kernel, K, V, dtype, gates, extra) -> None:
     cu = torch.tensor([0, 100, T], dtype=torch.int32) if "packed" in extra else None
     S, dS = torch.zeros(2, H, K, V), torch.zeros(2, H, K, V)
     if kernel == "flash_attention":
-        o, lse = module._forward._init_fn(q, k, v, cu, 0.1)
-        module._backward._init_fn(q, k, v, o, lse, do, cu, 0.1)
+        o, lse = module._forward.function(q, k, v, cu, 0.1)
+        module._backward.function(q, k, v, o, lse, do, cu, 0.1)
         return
     path = next((x for x in ("segmented", "materialised") if x in extra), "fused")
     shape = (B, T, H) if kernel == "linear_attention" else (B, T, H, K)
     g = None if gates is None else torch.zeros(shape, dtype=getattr(torch, gates))
     if kernel == "linear_attention":
-        module._forward._init_fn(q, k, v, g, S, cu, 0.1, path)
+        module._forward.function(q, k, v, g, S, cu, 0.1, path)
         narrow = (
             q.dtype in module.UNWOUND and g is None and max(K, V) <= 64
         )  # as the launcher has it
         S_T = torch.zeros_like(S) if narrow else None
-        module._backward._init_fn(q, k, v, g, S, S_T, cu, do, dS, 0.1, path, g is not None)
+        module._backward.function(q, k, v, g, S, S_T, cu, do, dS, 0.1, path, g is not None)
         return
     g_v = torch.zeros(B, T, H, V, dtype=getattr(torch, gates)) if "g_v" in extra else None
     if kernel == "gla_step":
-        module._step._init_fn(q[:, :1], k[:, :1], v[:, :1], g[:, :1], g_v, S, cu, 0.1)
+        module._step.function(q[:, :1], k[:, :1], v[:, :1], g[:, :1], g_v, S, cu, 0.1)
         return
-    module._forward._init_fn(q, k, v, g, g_v, None, cu, 0.1, path)
-    module._backward._init_fn(q, k, v, g, g_v, None, cu, do, dS, 0.1, path, True)
+    module._forward.function(q, k, v, g, g_v, None, cu, 0.1, path)
+    module._backward.function(q, k, v, g, g_v, None, cu, do, dS, 0.1, path, True)
 
 
 def main() -> None:

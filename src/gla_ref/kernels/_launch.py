@@ -1,7 +1,8 @@
-"""What every launcher checks before it launches."""
+"""What every launcher checks before it launches, and how it is registered with PyTorch."""
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -11,6 +12,36 @@ from torch import Tensor
 from .._contract import check_cu_seqlens, check_gate, check_state, check_tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LIBRARY = torch.library.Library("gla_ref", "FRAGMENT")
+
+
+class Operator:
+    """A function that changes none of its arguments as PyTorch's operator gla_ref::name, opaque to torch.compile.
+
+    What `torch.library.custom_op` is, but that imports the whole of PyTorch's compiler in its first call, only to
+    keep it out: two seconds and more.
+    """
+
+    def __init__(self, name: str, function):
+        self.name, self.function = f"gla_ref::{name}", function
+        LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        self.overload = getattr(torch.ops.gla_ref, name).default
+
+    def __call__(self, *args):
+        return self.overload(*args)
+
+    def register_fake(self, function):
+        torch.library.register_fake(self.name, function, lib=LIBRARY)
+
+    def register_autograd(self, backward, setup_context):
+        torch.library.register_autograd(
+            self.name, backward, setup_context=setup_context, lib=LIBRARY
+        )
+
+
+def operator(name: str):
+    return functools.partial(Operator, name)
 
 
 def check_launch(tensors: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # arguments that change from call to call, and of which 1 and multiples of 16 shall not be compiled apart
-VARYING = ("N", "T", "L", "H", "n_c")
+VARYING = ("N", "T", "L", "H", "n_c", "reverse")
 
 
 @triton.jit

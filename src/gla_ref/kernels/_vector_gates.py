@@ -101,14 +101,15 @@ def to_border(b_g, level, LOW: tl.constexpr):
 
 
 @triton.jit
-def across(level, C: tl.constexpr, REVERSE: tl.constexpr = False):
+def across(level, C: tl.constexpr, reverse=0):
     """Which pairs (i, j), [C, C], meet at this level: i in the second half of a block, j in its first."""
     o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
-    return (o_j == (o_i | 1)) & (o_j > o_i) if REVERSE else (o_i == (o_j | 1)) & (o_i > o_j)
+    later, earlier = tl.where(reverse != 0, o_j, o_i), tl.where(reverse != 0, o_i, o_j)
+    return (later == (earlier | 1)) & (later > earlier)
 
 
 @triton.jit
-def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
+def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, reverse=0):
     """Of a strong chunk, [C, C]: of each token with itself, then level by level."""
     o_c = tl.arange(0, b_q.shape[0])
     b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
@@ -117,19 +118,19 @@ def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.c
         b_E = to_border(b_g, level, LOW)  # [C, BK]
         b_x, b_y = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
         b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee")
-        b_P += tl.where(across(level, b_q.shape[0], REVERSE), b_pairs, 0.0)
+        b_P += tl.where(across(level, b_q.shape[0], reverse), b_pairs, 0.0)
     return b_P
 
 
 @triton.jit
-def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
+def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr):
     """Of a strong chunk, [C, D]: P v, with every value's decay on its way from token to token."""
     o_c = tl.arange(0, b_v.shape[0])
     b_A = tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0).to(b_v.dtype)
     b_o = tl.dot(b_A, b_v, input_precision="ieee")
     for level in tl.range(0, LEVELS):
         b_E = to_border(b_g, level, LOW)  # [C, D]
-        b_A = tl.where(across(level, b_v.shape[0], REVERSE), b_P, 0.0).to(b_v.dtype)
+        b_A = tl.where(across(level, b_v.shape[0]), b_P, 0.0).to(b_v.dtype)
         b_o += tl.dot(b_A, (b_v * b_E).to(b_v.dtype), input_precision="ieee") * b_E
     return b_o
 

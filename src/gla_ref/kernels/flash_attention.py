@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _contract as contract
 from ..softmax_attention import CACHE, TOKENS
-from ._launch import check_launch, check_packed
+from ._launch import check_launch, check_packed, operator
 
 __all__ = ["flash_attention"]
 
@@ -371,7 +371,7 @@ def _rows(lse: Tensor) -> tuple[Tensor, Tensor | None]:
     return (*lse, None)[:2]
 
 
-@torch.library.custom_op("gla_ref::flash_attention", mutates_args=())
+@operator("flash_attention")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -399,7 +399,7 @@ def _(q, k, v, cu, scale):
     return o, q.new_empty(_parts(q), q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
-@torch.library.custom_op("gla_ref::flash_attention_backward", mutates_args=())
+@operator("flash_attention_backward")
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, cu: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

@@ -44,7 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ._launch import check_call
+from ._launch import check_call, operator
 from ._tiles import (
     VARYING,
     boxes,
@@ -184,11 +184,11 @@ def walk(
 
 @triton.jit(do_not_specialize=VARYING)
 def mend(
-    q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_c,
+    q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_c, reverse,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    NV: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LOW: tl.constexpr,
+    NV: tl.constexpr, PACKED: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Give o the pairs that `walk` has left out of strong tiles; `strong` [slots, H, NV]."""
+    """Give o the pairs that `walk` has left out of strong tiles; `strong` [slots, H, NV]. Never `reverse` with g_v."""
     # which tiles: those of BN chunks; most find nothing to do
     first = tl.program_id(0) * BN
     o_f, o_n = first * NV + tl.arange(0, BN * NV), tl.arange(0, NV)
@@ -204,7 +204,7 @@ def mend(
                 b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
-                b_P += scores(b_q, b_k, clamped(b_g), LEVELS, LOW, REVERSE)
+                b_P += scores(b_q, b_k, clamped(b_g), LEVELS, LOW, reverse)
             b_P, of_P = operand(b_P, v.dtype.element_ty)
             for i_v in tl.range(0, tl.cdiv(V, BV)):
                 if tl.max(tl.where(o_n == i_v, flags, 0)) != 0:
@@ -214,7 +214,7 @@ def mend(
                         b_o = tl.dot(b_P, b_v, input_precision="ieee")  # [C, BV]
                     else:
                         b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
-                        b_o = weighted(b_P, b_v, clamped(b_gv), LEVELS, LOW, REVERSE)  # [C, BV]
+                        b_o = weighted(b_P, b_v, clamped(b_gv), LEVELS, LOW)  # [C, BV]
                     # store
                     b_o *= of_P * scale
                     b_o += load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
@@ -261,7 +261,7 @@ def gradients(
             if mild_v:
                 b_dP = tl.dot(b_do_hat, b_v_hat.T, b_dP, input_precision="ieee")
             else:
-                b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, LOW, False)
+                b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, LOW)
             b_do, b_v = b_do_hat, b_v_hat
             b_S, b_R = (b_S * edge_v[None, :]).to(b_S.dtype), (b_R * edge_v[None, :]).to(b_R.dtype)
             b_SR *= (edge_v * edge_v * through_v)[None, :]
@@ -378,8 +378,8 @@ class _Launch:
         n = self.n * self.H
         mend[(triton.cdiv(n, 16),)](
             q, k, v, g, g_v, o, strong, self.cu, *strides(q, k, v, g, g_v, o), self.N, self.T, self.H, self.K, self.V,
-            self.scale, n, LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV, BN=16, NV=self.NV,
-            REVERSE=reverse, **self.same, num_warps=4, num_stages=1,
+            self.scale, n, int(reverse), LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV, BN=16, NV=self.NV,
+            **self.same, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def gradients(self, q, k, v, do, g, g_v, S, R, need_dg) -> tuple:
@@ -401,7 +401,7 @@ class _Launch:
         return dq, dk, dg
 
 
-@torch.library.custom_op("gla_ref::gla", mutates_args=())
+@operator("gla")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
     scale: float, path: str | None,
@@ -419,7 +419,7 @@ def _(q, k, v, g, g_v, S, cu, scale, path):
     return v.new_empty(v.shape), q.new_empty(N, *q.shape[2:], v.shape[-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("gla_ref::gla_backward", mutates_args=())
+@operator("gla_backward")
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
     do: Tensor, dS: Tensor, scale: float, path: str | None, need_dg: bool,
@@ -497,6 +497,7 @@ def gla(
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
         float16 bears q and k (with g_v, v and the gradient of o too) up to 3000 in size, since a mild chunk's decay
         multiplies them by as much as e^3; scores and states may be of any size that float32 bears.
+        Its least number is 6e-8: in strong chunks, what has decayed below it (e^-17) counts as gone.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.

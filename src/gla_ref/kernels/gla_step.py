@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ._launch import check_call, check_forward_only
+from ._launch import check_call, check_forward_only, operator
 from ._tiles import VARYING, load_tile, store_tile, strides
 
 __all__ = ["gla_step"]
@@ -80,7 +80,7 @@ def step(
     store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
 
 
-@torch.library.custom_op("gla_ref::gla_step", mutates_args=())
+@operator("gla_step")
 def _step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
     scale: float,

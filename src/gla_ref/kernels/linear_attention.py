@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ._launch import check_call
+from ._launch import check_call, operator
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
 from ._tiles import (
     VARYING,
@@ -298,7 +298,7 @@ def _unwind(
     return dq, dk, dv
 
 
-@torch.library.custom_op("gla_ref::linear_attention", mutates_args=())
+@operator("linear_attention")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor | None, cu: Tensor | None,
     scale: float, path: str | None,
@@ -314,7 +314,7 @@ def _(q, k, v, g, S, cu, scale, path):
     return o, q.new_empty(N, q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("gla_ref::linear_attention_backward", mutates_args=())
+@operator("linear_attention_backward")
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor | None, S_T: Tensor | None,
     cu: Tensor | None, do: Tensor, dS: Tensor | None, scale: float, path: str | None, need_dg: bool,
