@@ -378,8 +378,8 @@ class _Launch:
         n = self.n * self.H
         mend[(triton.cdiv(n, 16),)](
             q, k, v, g, g_v, o, strong, self.cu, *strides(q, k, v, g, g_v, o), self.N, self.T, self.H, self.K, self.V,
-            self.scale, n, int(reverse), LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV, BN=16, NV=self.NV,
-            **self.same, num_warps=4, num_stages=1,
+            self.scale, n, int(reverse), LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV, BN=16,
+            NV=self.NV, **self.same, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def gradients(self, q, k, v, do, g, g_v, S, R, need_dg) -> tuple:

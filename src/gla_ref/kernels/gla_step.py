@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ._launch import check_call, check_forward_only, operator
-from ._tiles import VARYING, load_tile, store_tile, strides
+from ._tiles import load_tile, store_tile, strides
 
 __all__ = ["gla_step"]
 
@@ -36,7 +36,7 @@ def row(x, s, i_b, t, i_h, o_d, D, BD: tl.constexpr):
     return load_tile(x, s, i_b, i_h, t, t + 1, o_d, D, 1, BD, False).reshape(BD).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit  # T = 1 is compiled apart, unlike in the other kernels: there is no loop then, and half the registers
 def step(
     q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, K, V, scale,
     BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
