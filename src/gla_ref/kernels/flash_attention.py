@@ -20,7 +20,7 @@ The backward computes 7 products where 5 would do: s and do . v once for dq and 
 of results that are bitwise the same in every run: sharing them needs atomic additions, in whatever order, to dq.
 A step's bytes come from the L2 cache: programs that run at the same time belong to the same few heads.
 lse is kept to base 2, rounded to float32; beside float32 operands as its two terms, maximum and log2 of the sum, since
-rounding it would give all p of a row a factor of up to 1 + |lse| 2^-24.
+rounding it would give all p of a row the same factor, off by up to lse times 2^-24.
 Limits: K, V <= 256, float32 (ieee products), float16, bfloat16.
 """
 
