@@ -105,7 +105,7 @@ def points(data: dict, direction: str, **shape: int) -> list[Point]:
 
 
 X, Y, WIDE, HIGH = 40, 26, 350, 250  # of the plot: left, top, width, height
-LOW, TOP = (-0.8, -0.2), (4.8, 3.2)  # its corners: log10 of FLOP a byte and of TFLOP/s
+LOW, TOP = (-0.8, -0.8), (4.8, 3.2)  # its corners: log10 of FLOP a byte and of TFLOP/s
 
 
 def _at(intensity: float, rate: float) -> tuple[float, float]:
