@@ -34,8 +34,7 @@ MODULES = sorted(
     if not any(part.startswith("_") for part in path.relative_to(ROOT).parts)
 )
 
-# one process: the site takes the pages that the notebooks have executed, and nobody waits for it
-pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("site")]
+pytestmark = pytest.mark.timeout(500)
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess:
