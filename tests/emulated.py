@@ -41,10 +41,6 @@ class Gla:
         of_a, of_b = self.size(a), self.size(b)
         return product(c / (of_a * of_b), a / of_a, b / of_b, self.dtype) * (of_a * of_b)
 
-    def half(self, x):
-        """x as a kernel rounds it that does not divide by anything: q', k' and v'."""
-        return x.to(self.dtype).float()
-
     def low(self, x):
         return (x / self.size(x)).to(self.dtype).float() * self.size(x)
 
@@ -89,12 +85,10 @@ class Gla:
         """[..., C, C] of q reading k; turned: of a walk backwards."""
         i = torch.arange(self.C, device=q.device)
         keep = i[:, None] <= i if turned else i[:, None] >= i
-        one = torch.where(keep, self.mm(self.half(q * since), self.half(k * until).mT), 0.0)
+        one = torch.where(keep, self.mm(q * since, (k * until).mT), 0.0)
         strong = torch.where(i[:, None] == i, self.mm(q, k.mT), 0.0)
         for E, across in self.levels(g):
-            strong += torch.where(
-                across.mT if turned else across, self.mm(self.half(q * E), self.half(k * E).mT), 0.0
-            )
+            strong += torch.where(across.mT if turned else across, self.mm(q * E, (k * E).mT), 0.0)
         return torch.where(mild, one, strong)
 
     def weighted(self, P, v, g, since, until, mild, turned=False):
@@ -105,8 +99,8 @@ class Gla:
         strong = self.mm(torch.where(i[:, None] == i, P, 0.0), v)
         for E, across in self.levels(g):
             across = across.mT if turned else across
-            strong += self.mm(torch.where(across, P, 0.0), self.half(v * E)) * E
-        return torch.where(mild, self.mm(P, self.half(v * until)) * since, strong)
+            strong += self.mm(torch.where(across, P, 0.0), v * E) * E
+        return torch.where(mild, self.mm(P, v * until) * since, strong)
 
     def walk(self, q, k, v, g, g_v, S, reverse=False):
         """(o / scale, final state, the states before each chunk)."""
@@ -121,7 +115,7 @@ class Gla:
             since, until, v_since, v_until = until, since, v_until, v_since
         # pairs on one axis in levels, on the other as one product, are in levels on both
         both = mild & v_mild
-        q_hat, k_hat, v_hat = self.half(q * since), self.half(k * until), self.half(v * v_until)
+        q_hat, k_hat, v_hat = self.low(q * since), self.low(k * until), self.low(v * v_until)
         states, reads = torch.empty(*k.shape[:3], k.shape[-1], v.shape[-1], device=k.device), []
         for n in reversed(range(k.shape[2])) if reverse else range(k.shape[2]):
             states[:, :, n] = S
@@ -145,22 +139,22 @@ class Gla:
         else:
             since, until, edge, through, mild = self.decays(g_v)
             dP = self.scores(do, v, g_v, since, until, mild)
-            x, y = self.half(do * since), self.half(v * until)
+            x, y = self.low(do * since), self.low(v * until)
             S, R = self.low(S * edge), self.low(R * edge)
             kept = kept * edge * edge * through
         kept = kept.sum(-1)
         up, down, edge, through, mild = self.decays(g)
         read, write = self.mm(x, S.mT) * edge, self.mm(y, R.mT) * edge
         A = torch.where(i[:, None] >= i, dP, 0.0)
-        left, right = self.half(q * up), self.half(k * down)
+        left, right = self.low(q * up), self.low(k * down)
         dq, dk = self.mm(A, right, read), self.mm(A.mT, left)
         pairs = left * dq - right * dk
         one = dq * up, (dk + write) * down, pairs, right * write
         dq, write, dk = read * up, write * down, torch.zeros_like(k)
         for E, across in self.levels(g):
             low = torch.where(across, A, 0.0)
-            dq = dq + self.mm(low, self.half(k * E)) * E
-            dk = dk + self.mm(low.mT, self.half(q * E)) * E
+            dq = dq + self.mm(low, k * E) * E
+            dk = dk + self.mm(low.mT, q * E) * E
         own = dP.diagonal(dim1=-2, dim2=-1)[..., None]
         strong = dq + own * k, dk + write + own * q, q * dq - k * dk, k * write
         dq, dk, pairs, write = (torch.where(mild, a, b) for a, b in zip(one, strong, strict=True))
