@@ -182,6 +182,13 @@ def test_float16(size):
     compare(results(x, scale=1e-3), judged)
 
 
+@interpreted
+@pytest.mark.parametrize("K, two_sided", [(5, False), (70, False), (5, True)])
+def test_float16_at_strong_gates(K, two_sided):
+    """One step's decay, e^-20, is below all numbers of float16; what has it, such as dS0 and dg, is right all the same."""
+    check(1, 70, 1, K, 6, kind="-20", dtype=torch.float16, gates=torch.float32, two_sided=two_sided)
+
+
 def forward_within_budget(q, k, v, g, g_v=None, S=None):
     """o and S of inputs as they are, by the rule above."""
     K, dtype, judged = q.shape[-1], q.dtype, {}

@@ -1,9 +1,11 @@
-"""What every launcher checks before it launches, and how it is registered with PyTorch."""
+"""What every launcher checks, how it is registered with PyTorch, and how its kernels are compiled side by side."""
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import triton
@@ -13,6 +15,7 @@ from .._contract import check_cu_seqlens, check_gate, check_state, check_tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LIBRARY = torch.library.Library("gla_ref", "FRAGMENT")
+PLAN = threading.local()  # .launches: those that a call would make, while it is planned
 
 
 class Operator:
@@ -20,16 +23,34 @@ class Operator:
 
     What `torch.library.custom_op` is, but that imports the whole of PyTorch's compiler in its first call, only to
     keep it out: two seconds and more.
+
+    Triton compiles a kernel when it is first launched, one after the other. Here the first call of its kind (dtypes,
+    sizes of heads, options) goes through the function once without launching anything, and has all the kernels
+    compiled side by side.
     """
 
     def __init__(self, name: str, function):
-        self.name, self.function = f"gla_ref::{name}", function
+        self.name, self.function, self.compiled = f"gla_ref::{name}", function, set()
         LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.gla_ref, name).default
 
     def __call__(self, *args):
         return self.overload(*args)
+
+    def run(self, *args):
+        device = args[0].device
+        kind = device, *map(_kind, args)
+        if kind not in self.compiled and device.type == "cuda":
+            PLAN.launches = []
+            try:
+                self.function(*args)
+            finally:
+                launches, PLAN.launches = PLAN.launches, None
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(functools.partial(_compile, device), launches))
+            self.compiled.add(kind)
+        return self.function(*args)
 
     def register_fake(self, function):
         torch.library.register_fake(self.name, function, lib=LIBRARY)
@@ -42,6 +63,28 @@ class Operator:
 
 def operator(name: str):
     return functools.partial(Operator, name)
+
+
+def _kind(x):
+    if isinstance(x, Tensor):
+        return (x.dtype, x.shape[-1]) if x.ndim == 4 else x.dtype
+    return type(x) if isinstance(x, float) else x
+
+
+def _compile(device: torch.device, warmup) -> None:
+    """One kernel, and the C function that launches it: both wait for other programs, the assembler and the compiler."""
+    with torch.cuda.device(device):
+        _ = warmup().run
+
+
+def launch(kernel, *grid: int):
+    """kernel[grid], or, while a call is planned, a note of what it would launch."""
+    launches = getattr(PLAN, "launches", None)
+    if launches is None:
+        return kernel[grid]
+    return lambda *args, **options: launches.append(
+        functools.partial(kernel.warmup, *args, grid=grid, **options)
+    )
 
 
 def check_launch(tensors: dict[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._launch import launch
 from ._tiles import VARYING, load_tile, operand, slots, which_segment
 
 
@@ -128,7 +129,7 @@ def running_sums(g: Tensor, cu: Tensor | None, C: int) -> Tensor:
     chunks = slots(B, T, cu, C)
     sums = torch.empty((chunks, H, 2, C), dtype=torch.float32, device=g.device)
     BH = min(32, triton.next_power_of_2(H))
-    sum_gates[(chunks, triton.cdiv(H, BH))](
+    launch(sum_gates, chunks, triton.cdiv(H, BH))(
         g, sums, cu, g.stride(), N, T, H, C=C, BH=BH, PACKED=cu is not None
     )
     return sums

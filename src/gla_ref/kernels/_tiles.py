@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ._launch import launch
+
 # arguments that change from call to call, and of which 1 and multiples of 16 shall not be compiled apart
 VARYING = ("N", "T", "L", "H", "n_c", "reverse")
 
@@ -132,7 +134,7 @@ def carry_states(
     N, H, K, V = S_out.shape
     BD = min(1024, triton.next_power_of_2(K * V))
     R = K if rows is None or rows.ndim == 3 else 1
-    carry[(triton.cdiv(K * V, BD) * H * N,)](
+    launch(carry, triton.cdiv(K * V, BD) * H * N)(
         part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, K * V,
         BD=BD, PACKED=cu is not None, REVERSE=reverse,
     )  # fmt: skip

@@ -3,6 +3,7 @@
     mild channels    q e^(b - r), k e^(r - b), the state e^r before and after, r = b_C / 2
     strong ones      q e^b, k e^(b_C - b), the state e^(b_C) in between; pairs inside the chunk in levels
 
+float16 is too small for q e^b at g = -20 already: a power of two is taken out of it, and given to the state.
 b is the running sum of g in the chunk. Reference: :mod:`gla_ref.gla`. The kernels of gla.py call these functions;
 `prepare` is a kernel of its own, for heads whose V tiles would all make the same q' and k'.
 """
@@ -14,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._tiles import VARYING, load_tile, slots, store_tile, strides, which_segment
+from ._launch import launch
+from ._tiles import VARYING, load_tile, operand, slots, store_tile, strides, which_segment
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -60,11 +62,13 @@ def totals(x, LOW: tl.constexpr):
 
 
 @triton.jit
-def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr):
+def chunk_decays(
+    b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr, dtype: tl.constexpr
+):
     """Of a chunk's gates [C, D]: factors of what reads and of what writes [C, D], of the state [D], mild?
 
-    The state is multiplied by `edge`, read, multiplied by `through` (1 in mild channels), written to, and multiplied
-    by `edge` again. Backwards in time, what reads is what decays to the chunk's end.
+    The state is multiplied by `first`, read, multiplied by `through` (1 in mild channels), written to, and multiplied
+    by `last`, in mild channels the same. Backwards in time, what reads is what decays to the chunk's end.
     """
     o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
     b_f = clamped(b_g)
@@ -73,21 +77,29 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.conste
     if LOW:  # b - b_C / 2, as if summed half from the left and half from the right; of strong channels b and b_C - b
         up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, LOW) * LOG2E
         rest = tl.where(mild, 0.0, total * 0.5)[None, :]
-        up, down = tl.exp2(rest + up), tl.exp2(rest - up)
+        up, down = rest + up, rest - up
     else:  # each summed on its own, so that a strong gate takes no digits from those after it
         half = tl.where(mild, total * 0.5, 0.0)[None, :]
-        up = tl.exp2(sums(o_i >= o_j, b_f, LOW) * LOG2E - half)
-        down = tl.exp2(sums(o_i < o_j, b_f, LOW) * LOG2E - half)
-    edge, through = tl.exp2(tl.where(mild, total * 0.5, 0.0)), tl.exp2(tl.where(mild, 0.0, total))
-    read, write = (down, up) if REVERSE else (up, down)
-    return read, write, edge, through, tl.min(mild.to(tl.int32)) != 0
+        up = sums(o_i >= o_j, b_f, LOW) * LOG2E - half
+        down = sums(o_i < o_j, b_f, LOW) * LOG2E - half
+    edge, through = tl.where(mild, total * 0.5, 0.0), tl.where(mild, 0.0, total)
+    of_q, of_k = edge, edge
+    if dtype == tl.float16:
+        # that of the first token, of all the largest
+        most = totals(tl.where(o_i == 0, b_f, 0.0).to(b_f.dtype), LOW) * LOG2E
+        shift = tl.where(mild, 0.0, tl.floor(tl.maximum(most, -100.0)))
+        up, of_q, through = up - shift[None, :], edge + shift, through - shift
+    up, down, through = tl.exp2(up), tl.exp2(down), tl.exp2(through)
+    of_q, of_k = tl.exp2(of_q), tl.exp2(of_k)
+    read, write, first, last = (down, up, of_k, of_q) if REVERSE else (up, down, of_q, of_k)
+    return read, write, first, last, through, tl.min(mild.to(tl.int32)) != 0
 
 
 @triton.jit
 def no_decays(C: tl.constexpr, D: tl.constexpr):
-    """read, edge, through and mild of `chunk_decays`, of gates that are all 0."""
+    """read, first, last, through and mild of `chunk_decays`, of gates that are all 0."""
     one = tl.full([D], 1.0, dtype=tl.float32)
-    return tl.full([C, D], 1.0, dtype=tl.float32), one, one, True
+    return tl.full([C, D], 1.0, dtype=tl.float32), one, one, one, True
 
 
 @triton.jit
@@ -109,6 +121,18 @@ def across(level, C: tl.constexpr, reverse=0):
 
 
 @triton.jit
+def one_half(x, level, half, dtype: tl.constexpr):
+    """`operand` of rows x [C, D] decayed by `to_border`, of which a level needs one half (1: the second) of each block.
+
+    Of float16 the other half, whose decays may be far larger, must not set the size.
+    """
+    if dtype == tl.float16:
+        o_c = tl.arange(0, x.shape[0])
+        x = tl.where((((o_c >> level) & 1) == half)[:, None], x, 0.0)
+    return operand(x, dtype)
+
+
+@triton.jit
 def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, reverse=0):
     """Of a strong chunk, [C, C]: of each token with itself, then level by level."""
     o_c = tl.arange(0, b_q.shape[0])
@@ -116,8 +140,9 @@ def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, reverse=0):
     b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
     for level in tl.range(0, LEVELS):
         b_E = to_border(b_g, level, LOW)  # [C, BK]
-        b_x, b_y = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
-        b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee")
+        b_x, of_x = one_half(b_q * b_E, level, 1 - reverse, b_q.dtype)
+        b_y, of_y = one_half(b_k * b_E, level, reverse, b_k.dtype)
+        b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee") * (of_x * of_y)
         b_P += tl.where(across(level, b_q.shape[0], reverse), b_pairs, 0.0)
     return b_P
 
@@ -126,12 +151,12 @@ def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr, reverse=0):
 def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr):
     """Of a strong chunk, [C, D]: P v, with every value's decay on its way from token to token."""
     o_c = tl.arange(0, b_v.shape[0])
-    b_A = tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0).to(b_v.dtype)
-    b_o = tl.dot(b_A, b_v, input_precision="ieee")
+    b_A, of_A = operand(tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0), b_v.dtype)
+    b_o = tl.dot(b_A, b_v, input_precision="ieee") * of_A
     for level in tl.range(0, LEVELS):
         b_E = to_border(b_g, level, LOW)  # [C, D]
-        b_A = tl.where(across(level, b_v.shape[0]), b_P, 0.0).to(b_v.dtype)
-        b_o += tl.dot(b_A, (b_v * b_E).to(b_v.dtype), input_precision="ieee") * b_E
+        b_A, of_A = operand(tl.where(across(level, b_v.shape[0]), b_P, 0.0), b_v.dtype)
+        b_o += tl.dot(b_A, (b_v * b_E).to(b_v.dtype), input_precision="ieee") * (b_E * of_A)
     return b_o
 
 
@@ -140,7 +165,7 @@ def prepare(
     q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """q' and k', `decay` [slots, H, 2, K]: edge and through; `strong` [slots, H], zeros before."""
+    """q' and k', `decay` [slots, H, 3, K]: of q, through, of k; `strong` [slots, H], zeros before."""
     # which tile: BK channels of a chunk of a head
     n_k = tl.cdiv(K, BK)
     i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
@@ -153,15 +178,19 @@ def prepare(
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
     # compute
-    read, write, edge, through, mild = chunk_decays(b_g, LIMIT, LOW, False)
+    read, write, first, last, through, mild = chunk_decays(
+        b_g, LIMIT, LOW, False, q_hat.dtype.element_ty
+    )
 
     # store
     store_tile(q_hat, b_q * read, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
     store_tile(k_hat, b_k * write, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
     i_c, o_k = i_s * H + i_h, i_k * BK + tl.arange(0, BK)
-    p_d = decay + i_c.to(tl.int64) * 2 * K + o_k
-    tl.store(p_d, edge, mask=o_k < K)
+    p_d = decay + i_c.to(tl.int64) * 3 * K + o_k
+    tl.store(p_d, first, mask=o_k < K)
     tl.store(p_d + K, through, mask=o_k < K)
+    if q_hat.dtype.element_ty == tl.float16:  # else that of q
+        tl.store(p_d + 2 * K, last, mask=o_k < K)
     tl.store(strong + i_c, 1, mask=mild == 0)
 
 
@@ -172,9 +201,9 @@ def prepared(
     B, T, H, K = q.shape
     N, n = B if cu is None else len(cu) - 1, slots(B, T, cu, C)
     q_hat, k_hat = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    decay = torch.empty((n, H, 2, K), dtype=torch.float32, device=q.device)
+    decay = torch.empty((n, H, 3, K), dtype=torch.float32, device=q.device)
     strong = torch.zeros((n, H), dtype=torch.int8, device=q.device)
-    prepare[(triton.cdiv(K, 64) * H * n,)](
+    launch(prepare, triton.cdiv(K, 64) * H * n)(
         q, k, g, q_hat, k_hat, decay, strong, cu, *strides(q, k, g, q_hat), N, T, H, K,
         C=C, BK=64, PACKED=cu is not None, LIMIT=limit, LOW=not triton.knobs.runtime.interpret,
         num_warps=4, maxnreg=128,

@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _contract as contract
 from ..softmax_attention import CACHE, TOKENS
-from ._launch import check_launch, check_packed, operator
+from ._launch import check_launch, check_packed, launch, operator
 
 __all__ = ["flash_attention"]
 
@@ -384,7 +384,7 @@ def _forward(
     slots = _slots(T, BM, sizes["N"])
     tiles = [(q, BM, widths["BK"]), (k, BN, widths["BK"]), (v, BN, widths["BV"])]
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        fwd[(slots * B * H,)](
+        launch(fwd, slots * B * H)(
             *(_describe(*tile) if TMA else tile[0] for tile in tiles), o, *_rows(lse), cu,
             q.stride(), k.stride(), v.stride(), o.stride(), **sizes, slots=slots,
             scale2=scale / math.log(2), BM=BM, BN=BN, **widths, TMA=TMA, NEGATIVE=scale < 0,
@@ -417,7 +417,7 @@ def _backward(
     slots = _slots(T, BM, sizes["N"])
     tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)]
     with torch.cuda.device_of(q):
-        bwd_dq[(slots * B * H,)](
+        launch(bwd_dq, slots * B * H)(
             *(_describe(*tile) if TMA else tile[0] for tile in tiles), *_rows(lse), delta, dq, cu,
             *(x.stride() for x in (q, k, v, o, do, dq)), **sizes, slots=slots, **scales,
             BM=BM, BN=BN, **widths, TMA=TMA, num_warps=warps, num_stages=stages,
@@ -427,7 +427,7 @@ def _backward(
     slots = _slots(S, BN, sizes["N"])
     tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)]
     with torch.cuda.device_of(q):
-        bwd_dkv[(slots * B * H,)](
+        launch(bwd_dkv, slots * B * H)(
             *(_describe(*tile) if TMA else tile[0] for tile in tiles), *_rows(lse), delta, dk, dv, cu,
             *(x.stride() for x in (q, k, v, do, dk, dv)), **sizes, slots=slots, **scales,
             BM=BM, BN=BN, **widths, TMA=TMA, AHEAD=column == 64, num_warps=warps, num_stages=stages,

@@ -44,7 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ._launch import check_call, operator
+from ._launch import check_call, launch, operator
 from ._tiles import (
     VARYING,
     boxes,
@@ -62,6 +62,7 @@ from ._vector_gates import (
     chunk_decays,
     clamped,
     no_decays,
+    one_half,
     prepared,
     scores,
     sums,
@@ -102,6 +103,9 @@ def walk(
     o_k, o_v, o_c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
     m_P = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
 
+    # of decay, the row of k: of float16 one of its own
+    OF_K: tl.constexpr = 2 if (v.dtype if TMA else v.dtype.element_ty) == tl.float16 else 0
+
     # load
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if S_in is not None:
@@ -118,8 +122,8 @@ def walk(
         decay is not None
     ):  # loaded a chunk ahead, of slot i_t: nothing else in a chunk is ready before it
         m_k = (o_k < K) & (n_c > 0)
-        p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
-        next_edge = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
+        p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + (OF_K if REVERSE else 0)) * K + o_k
+        next_first = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
         i_chunk = i_t  # in states
@@ -131,25 +135,29 @@ def walk(
             b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         if g is not None:
             b_g = load_tile(g, s_g, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
-            read, write, edge, through, mild_k = chunk_decays(b_g, LIMIT, LOW, REVERSE)
+            read, write, first, last, through, mild_k = chunk_decays(
+                b_g, LIMIT, LOW, REVERSE, b_v.dtype
+            )
             b_k = (b_k * write).to(b_v.dtype)
             if o is not None:
                 b_q = (b_q * read).to(b_v.dtype)
         else:
-            edge = next_edge
-            p_d = decay + (i_t * H + i_h).to(tl.int64) * 2 * K + o_k
-            next_edge = tl.load(p_d, mask=m_k & (i_c + 1 < n_c), other=1.0)  # [BK]
+            first, last = next_first, next_first
+            p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + (OF_K if REVERSE else 0)) * K + o_k
+            next_first = tl.load(p_d, mask=m_k & (i_c + 1 < n_c), other=1.0)  # [BK]
             mild_k = tl.load(strong_k + i_d) == 0
         if states is not None:
             store_tile(states, b_S, s_S, i_chunk, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
-            read_v, write_v, edge_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, LOW, REVERSE)
+            read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(
+                b_gv, LIMIT, LOW, REVERSE, b_v.dtype
+            )
             b_v = (b_v * write_v).to(b_v.dtype)
         else:
-            read_v, edge_v, through_v, mild_v = no_decays(C, BV)
+            read_v, first_v, last_v, through_v, mild_v = no_decays(C, BV)
         mild = mild_k & mild_v
-        b_S = b_S * edge[:, None] * edge_v[None, :]  # mild channels: half way into the chunk
+        b_S = b_S * first[:, None] * first_v[None, :]  # mild channels: half way into the chunk
         if o is not None:
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
             b_low, of_S = operand(b_S, b_v.dtype)
@@ -163,15 +171,20 @@ def walk(
         # strong channels: all the way through; then writes; then the other half of mild ones
         if not mild_k:  # to load `through` no more than needed
             if decay is not None:
-                through = tl.load(decay + i_d * 2 * K + K + o_k, mask=o_k < K, other=1.0)  # [BK]
+                p_c = decay + i_d * 3 * K + o_k
+                through = tl.load(p_c + K, mask=o_k < K, other=1.0)  # [BK]
+                if OF_K != 0:
+                    last = tl.load(
+                        p_c + (0 if REVERSE else OF_K * K), mask=o_k < K, other=1.0
+                    )  # [BK]
             b_S *= through[:, None]
             if all_k is not None:
                 b_all_k *= through
         b_S = tl.dot(b_k.T, b_v, b_S * through_v[None, :], input_precision="ieee")
-        b_S = b_S * edge[:, None] * edge_v[None, :]
+        b_S = b_S * last[:, None] * last_v[None, :]
         if all_k is not None:
-            b_all_k *= edge * edge
-            b_all_v *= edge_v * edge_v * through_v
+            b_all_k *= first * last
+            b_all_v *= first_v * last_v * through_v
 
     # store
     if S_out is not None:
@@ -205,18 +218,18 @@ def mend(
                 b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_P += scores(b_q, b_k, clamped(b_g), LEVELS, LOW, reverse)
-            b_P, of_P = operand(b_P, v.dtype.element_ty)
+            b_low, of_P = operand(b_P, v.dtype.element_ty)
             for i_v in tl.range(0, tl.cdiv(V, BV)):
                 if tl.max(tl.where(o_n == i_v, flags, 0)) != 0:
                     o_v = i_v * BV
                     b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
                     if g_v is None:
-                        b_o = tl.dot(b_P, b_v, input_precision="ieee")  # [C, BV]
+                        b_o = tl.dot(b_low, b_v, input_precision="ieee") * of_P  # [C, BV]
                     else:
                         b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
                         b_o = weighted(b_P, b_v, clamped(b_gv), LEVELS, LOW)  # [C, BV]
                     # store
-                    b_o *= of_P * scale
+                    b_o *= scale
                     b_o += load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
                     store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
 
@@ -256,15 +269,17 @@ def gradients(
             b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
         else:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-            up_v, down_v, edge_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, LOW, False)
+            up_v, down_v, of_do, of_v, through_v, mild_v = chunk_decays(
+                b_gv, LIMIT, LOW, False, b_v.dtype
+            )
             b_do_hat, b_v_hat = (b_do * up_v).to(b_do.dtype), (b_v * down_v).to(b_v.dtype)
             if mild_v:
                 b_dP = tl.dot(b_do_hat, b_v_hat.T, b_dP, input_precision="ieee")
             else:
                 b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, LOW)
             b_do, b_v = b_do_hat, b_v_hat
-            b_S, b_R = (b_S * edge_v[None, :]).to(b_S.dtype), (b_R * edge_v[None, :]).to(b_R.dtype)
-            b_SR *= (edge_v * edge_v * through_v)[None, :]
+            b_S, b_R = (b_S * of_do[None, :]).to(b_S.dtype), (b_R * of_v[None, :]).to(b_R.dtype)
+            b_SR *= (of_do * of_v * through_v)[None, :]
         b_S, of_S = operand(b_S, b_do.dtype)
         b_R, of_R = operand(b_R, b_do.dtype)
         b_read += tl.dot(b_do, b_S.T, input_precision="ieee") * of_S
@@ -278,8 +293,8 @@ def gradients(
 
     # compute: over the chunk's pairs. For dg: b_net = q dq - k (dk of pairs), which summed from t on counts the paths
     # that cross t and are read in the chunk; b_later = k (dk of later chunks), summed up to t, the others (all [C, BK])
-    up, down, edge, through, mild = chunk_decays(b_g, LIMIT, LOW, False)
-    b_read, b_write = b_read * edge[None, :], b_write * edge[None, :]
+    up, down, of_q, of_k, through, mild = chunk_decays(b_g, LIMIT, LOW, False, b_q.dtype)
+    b_read, b_write = b_read * of_q[None, :], b_write * of_k[None, :]
     b_A, of_A = operand(tl.where(o_i >= o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
     if mild:
         b_l, b_r = (b_q * up).to(b_q.dtype), (b_k * down).to(b_k.dtype)
@@ -294,10 +309,11 @@ def gradients(
         b_dk = tl.zeros([C, BK], dtype=tl.float32)
         for level in tl.range(0, LEVELS):
             b_E = to_border(clamped(b_g), level, LOW)  # [C, BK]
-            b_l, b_r = (b_q * b_E).to(b_q.dtype), (b_k * b_E).to(b_k.dtype)
-            b_low, b_out = tl.where(across(level, C), b_A, 0.0).to(b_q.dtype), b_E * of_A
-            b_dq += tl.dot(b_low, b_r, input_precision="ieee") * b_out
-            b_dk += tl.dot(b_low.T, b_l, input_precision="ieee") * b_out
+            b_l, of_l = one_half(b_q * b_E, level, 1, b_q.dtype)
+            b_r, of_r = one_half(b_k * b_E, level, 0, b_k.dtype)
+            b_low, of_low = operand(tl.where(across(level, C), b_dP, 0.0), b_q.dtype)
+            b_dq += tl.dot(b_low, b_r, input_precision="ieee") * (b_E * (of_low * of_r))
+            b_dk += tl.dot(b_low.T, b_l, input_precision="ieee") * (b_E * (of_low * of_l))
         b_net, b_later = b_q * b_dq - b_k * b_dk, b_k * b_write
         b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
 
@@ -307,7 +323,7 @@ def gradients(
     if dg is not None:
         # of row t, the paths that cross t: read in the chunk, at or after t; written before t for later; state to state
         b_d = sums(o_i <= o_j, b_net, LOW) + sums(o_i > o_j, b_later, LOW)
-        b_d = (b_d + (b_kept * edge * edge * through)[None, :]) * scale
+        b_d = (b_d + (b_kept * of_q * of_k * through)[None, :]) * scale
         b_d = tl.where(b_g == float("-inf"), 0.0, b_d)
         store_tile(dg, b_d, s_dg, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
 
@@ -350,9 +366,9 @@ class _Launch:
         kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
         stored = self.new(self.n, H, K, V, dtype=kept).transpose(1, 2) if states else None
 
-        def launch(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
+        def walk_all(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
             S_in, S_out = (x if x is None else x.transpose(1, 2) for x in (S_in, S_out))
-            walk[(triton.cdiv(V, BV) * H * slots(self.B, T, self.cu, L),)](
+            launch(walk, triton.cdiv(V, BV) * H * slots(self.B, T, self.cu, L))(
                 *boxes(TMA, C, (q, self.BK), (k, self.BK), (v, BV), (g, self.BK)), g_v, *decay,
                 *boxes(TMA, C, (o, BV)), S_in, S_out, *boxes(TMA, self.BK, (stored, BV)), strong, all_k, all_v,
                 self.cu, *strides(q, k, v, g, g_v, o), (H * K * V, V, K * V, 1), N, T, L, H, K, V, self.scale,
@@ -363,20 +379,20 @@ class _Launch:
         S_out, programs = self.new(N, H, K, V), triton.cdiv(V, BV) * H * N
         L = C * segment_length(self.path, programs, triton.cdiv(T, C), self.device)
         if L > T:  # in one go
-            launch(L, q, o, S_in, S_out, stored)
+            walk_all(L, q, o, S_in, S_out, stored)
         else:  # what each segment adds to the state, the states that they start from, and then the walk itself
             n = slots(self.B, T, self.cu, L)
             part, all_k = self.new(n, H, K, V), self.new(n, H, K)
             all_v = None if g_v is None else self.new(n, H, V)
-            launch(L, None, None, None, part, None, all_k, all_v)
+            walk_all(L, None, None, None, part, None, all_k, all_v)
             carry_states(part, all_k, all_v, S_in, S_out, self.cu, T, L, reverse)
-            launch(L, q, o, part, None, stored)
+            walk_all(L, q, o, part, None, stored)
         return o, S_out, stored, strong
 
     def mend(self, q, k, v, g, g_v, o, strong, reverse=False) -> None:
         """Adds to o what `walk` has left out."""
         n = self.n * self.H
-        mend[(triton.cdiv(n, 16),)](
+        launch(mend, triton.cdiv(n, 16))(
             q, k, v, g, g_v, o, strong, self.cu, *strides(q, k, v, g, g_v, o), self.N, self.T, self.H, self.K, self.V,
             self.scale, n, int(reverse), LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV, BN=16,
             NV=self.NV, **self.same, num_warps=4, num_stages=1,
@@ -393,7 +409,7 @@ class _Launch:
             stages = 3 if S.dtype == torch.bfloat16 else 2  # for states in float32 there is no room
         dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
         dg = self.new(*g.shape, dtype=g.dtype) if need_dg else None
-        gradients[(triton.cdiv(K, BK) * self.H * self.n,)](
+        launch(gradients, triton.cdiv(K, BK) * self.H * self.n)(
             q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu, *strides(q, k, v, do, g, g_v, dq, dk, dg, S),
             self.N, self.T, self.H, K, V, self.scale, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
             LIMIT=self.limit, **self.same, num_warps=4, num_stages=stages,
@@ -497,7 +513,6 @@ def gla(
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
         float16 bears q and k (with g_v, v and the gradient of o too) up to 3000 in size, since a mild chunk's decay
         multiplies them by as much as e^3; scores and states may be of any size that float32 bears.
-        Its least number is 6e-8: in strong chunks, what has decayed below it (e^-17) counts as gone.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ._launch import check_call, operator
+from ._launch import check_call, launch, operator
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
 from ._tiles import (
     VARYING,
@@ -251,8 +251,8 @@ def _walk(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=k.device)
 
-    def launch(L, q, o, S_in, S_out, states=None, decay=None):
-        walk[(triton.cdiv(V, BV) * H * slots(B, T, cu, L),)](
+    def walk_all(L, q, o, S_in, S_out, states=None, decay=None):
+        launch(walk, triton.cdiv(V, BV) * H * slots(B, T, cu, L))(
             *boxes(TMA, C, (q, BK), (k, BK), (v, BV), (o, BV)), sums, S_in, S_out, states, decay, cu,
             *strides(q, k, v, o), N, T, L, H, K, V, scale,
             C=C, BK=BK, BV=BV, TMA=TMA, PACKED=cu is not None, REVERSE=reverse,
@@ -266,19 +266,19 @@ def _walk(
     if L <= T:
         n_s = slots(B, T, cu, L)
         part, decay = new(n_s, H, K, V), None if sums is None else new(n_s, H)
-        launch(L, None, None, None, part, decay=decay)
+        walk_all(L, None, None, None, part, decay=decay)
         carry_states(part, decay, None, S_in, S, cu, T, L, reverse)
         S_in, S_out = part, None
     if path == "materialised" or q is None:
         # an operand of one product each: stored in its precision nothing is lost, but that float16 may be too small
         kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
         states = new(slots(B, T, cu, C), H, K, V, dtype=kept)
-        launch(L, None, None, S_in, S_out, states=states)
+        walk_all(L, None, None, S_in, S_out, states=states)
         if q is None:
             return states, S
-        launch(C, q, o, states, None)
+        walk_all(C, q, o, states, None)
     else:
-        launch(L, q, o, S_in, S_out)
+        walk_all(L, q, o, S_in, S_out)
     return o, S
 
 
@@ -290,7 +290,7 @@ def _unwind(
     (_, T, H, K), V, C = k.shape, v.shape[-1], _chunk(k)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     TMA = cu is None and all(describable(x) for x in (q, k, v, do))
-    unwind[(len(S) * H,)](
+    launch(unwind, len(S) * H)(
         *boxes(TMA, C, *((x, 64) for x in (q, k, v, do, dq, dk, dv))), S, R, dS, cu,
         *strides(q, k, v, do, dk, dv), T, H, K, V, scale,
         C=C, BK=64, BV=64, TMA=TMA, PACKED=cu is not None, num_warps=4, num_stages=3,
@@ -344,7 +344,7 @@ def _backward(
         dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
         states, _ = _walk(None, k, v, sums, S, cu, scale, path)
         dstates, _ = _walk(None, q, do, sums, R, cu, scale, path, reverse=True)
-        gate_gradient[(len(states) * H,)](
+        launch(gate_gradient, len(states) * H)(
             q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do, g, dg),
             N, T, H, K, V, scale, C=C, BK=max(64, triton.next_power_of_2(K)), BV=32,
             PACKED=cu is not None, num_warps=4, num_stages=2,
