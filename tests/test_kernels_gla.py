@@ -185,7 +185,7 @@ def test_float16(size):
 @interpreted
 @pytest.mark.parametrize("K, two_sided", [(5, False), (70, False), (5, True)])
 def test_float16_at_strong_gates(K, two_sided):
-    """One step's decay, e^-20, is below all numbers of float16; what has it, such as dS0 and dg, is right all the same."""
+    """The decay of one step is below all numbers of float16; dS0 and dg, which have it, are right all the same."""
     check(1, 70, 1, K, 6, kind="-20", dtype=torch.float16, gates=torch.float32, two_sided=two_sided)
 
 

@@ -52,14 +52,16 @@ def store_tile(
 
 
 @triton.jit
-def operand(x, dtype: tl.constexpr):
-    """x in a product's precision, and what to multiply the product by.
+def operand(x, dtype: tl.constexpr, LEAST: tl.constexpr = -40.0, ROWS: tl.constexpr = False):
+    """x in a product's precision, and what to multiply the product by (ROWS: each of its rows).
 
-    float16 ends at 65504 and at 6e-8. Sums (scores, states) may be larger or smaller, and are divided by a power of 2.
+    float16 ends at 65504 and at 6e-8. Sums (scores, states) may be larger or smaller, and are divided by a power of 2:
+    2^LEAST at least, so that what is added to the product, divided too, stays finite.
     """
     if dtype == tl.float16:
-        most = tl.log2(tl.maximum(tl.max(tl.abs(x)), 1e-30))
-        size = tl.exp2(tl.maximum(tl.ceil(most) - 15.0, -40.0))
+        most = tl.max(tl.abs(x), 1)[:, None] if ROWS else tl.max(tl.abs(x))
+        most = tl.log2(tl.maximum(most, 1e-30))
+        size = tl.exp2(tl.maximum(tl.ceil(most) - 15.0, LEAST))
         return (x / size).to(dtype), size
     else:
         return x.to(dtype), 1.0

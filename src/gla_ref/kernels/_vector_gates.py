@@ -129,7 +129,7 @@ def one_half(x, level, half, dtype: tl.constexpr):
     if dtype == tl.float16:
         o_c = tl.arange(0, x.shape[0])
         x = tl.where((((o_c >> level) & 1) == half)[:, None], x, 0.0)
-    return operand(x, dtype)
+    return operand(x, dtype, -100.0)
 
 
 @triton.jit

@@ -265,25 +265,28 @@ def gradients(
         b_S2 = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
         b_R2 = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
         b_SR = b_S2.to(tl.float32) * b_R2  # [BK, BV]
+        of_do, of_v = 1.0, 1.0
         if g_v is None:
             b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
         else:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-            up_v, down_v, of_do, of_v, through_v, mild_v = chunk_decays(
+            up_v, down_v, first_v, last_v, through_v, mild_v = chunk_decays(
                 b_gv, LIMIT, LOW, False, b_v.dtype
             )
-            b_do_hat, b_v_hat = (b_do * up_v).to(b_do.dtype), (b_v * down_v).to(b_v.dtype)
+            b_do_hat, of_do = operand(b_do * up_v, b_do.dtype, -100.0, True)
+            b_v_hat, of_v = operand(b_v * down_v, b_v.dtype, -100.0, True)
             if mild_v:
-                b_dP = tl.dot(b_do_hat, b_v_hat.T, b_dP, input_precision="ieee")
+                b_l, b_r = (b_do * up_v).to(b_do.dtype), (b_v * down_v).to(b_v.dtype)
+                b_dP = tl.dot(b_l, b_r.T, b_dP, input_precision="ieee")
             else:
                 b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, LOW)
             b_do, b_v = b_do_hat, b_v_hat
-            b_S, b_R = (b_S * of_do[None, :]).to(b_S.dtype), (b_R * of_v[None, :]).to(b_R.dtype)
-            b_SR *= (of_do * of_v * through_v)[None, :]
+            b_S, b_R = (b_S * first_v[None, :]).to(b_S.dtype), (b_R * last_v[None, :]).to(b_R.dtype)
+            b_SR *= (first_v * last_v * through_v)[None, :]
         b_S, of_S = operand(b_S, b_do.dtype)
         b_R, of_R = operand(b_R, b_do.dtype)
-        b_read += tl.dot(b_do, b_S.T, input_precision="ieee") * of_S
-        b_write += tl.dot(b_v, b_R.T, input_precision="ieee") * of_R
+        b_read += tl.dot(b_do, b_S.T, input_precision="ieee") * (of_do * of_S)
+        b_write += tl.dot(b_v, b_R.T, input_precision="ieee") * (of_v * of_R)
         b_kept += tl.sum(b_SR, 1)
 
     # load
@@ -311,7 +314,7 @@ def gradients(
             b_E = to_border(clamped(b_g), level, LOW)  # [C, BK]
             b_l, of_l = one_half(b_q * b_E, level, 1, b_q.dtype)
             b_r, of_r = one_half(b_k * b_E, level, 0, b_k.dtype)
-            b_low, of_low = operand(tl.where(across(level, C), b_dP, 0.0), b_q.dtype)
+            b_low, of_low = operand(tl.where(across(level, C), b_dP, 0.0), b_q.dtype, -100.0)
             b_dq += tl.dot(b_low, b_r, input_precision="ieee") * (b_E * (of_low * of_r))
             b_dk += tl.dot(b_low.T, b_l, input_precision="ieee") * (b_E * (of_low * of_l))
         b_net, b_later = b_q * b_dq - b_k * b_dk, b_k * b_write
