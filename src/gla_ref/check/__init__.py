@@ -10,13 +10,14 @@ The same from a shell: `python -m gla_ref check gla my_module:my_fn --device cpu
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatch
 
 import torch
 
 from . import mistakes
-from ._budgets import problem
+from ._budgets import Problem, problem
 from ._cases import Case, cases
 from ._diagnose import diagnose
 from ._mechanisms import MECHANISMS
@@ -96,8 +97,8 @@ def kernel(
         **conventions,
     }
 
-    def run(case: Case) -> tuple[list[Row], list]:
-        """The rows of a case, and (problem, what the kernel made of it) if it made anything."""
+    def pose(case: Case) -> tuple[list[Row], Problem | None]:
+        """The rows of what the function cannot be asked of a case, and the problem that is left."""
         rows = []
         if case.state and "initial_state" not in takes:
             rows.append(Row(case.name, "S0", "not covered", message="initial state"))
@@ -105,8 +106,13 @@ def kernel(
         lacks = case.ends and "cu_seqlens" not in takes and "packed sequences"
         lacks = lacks or (case.scale is not None and "scale" not in takes and "scale")
         if lacks:
-            return [*rows, Row(case.name, "call", "not covered", message=lacks)], []
-        p = problem(mechanism, case, dtype, seed, gate, str(device))
+            return [*rows, Row(case.name, "call", "not covered", message=lacks)], None
+        return rows, problem(mechanism, case, dtype, seed, gate, str(device))
+
+    def run(case: Case, rows: list[Row], p: Problem | None) -> tuple[list[Row], list]:
+        """The rows of a case, and (problem, what the kernel made of it) if it made anything."""
+        if p is None:
+            return rows, []
         found, findings = observe(fn, kind, how, takes, p, time_limit, torch.device(device))
         rows += [judge(p, n, x) for n, x in found.items()]
         for f in findings:
@@ -115,12 +121,15 @@ def kernel(
         return rows, [(p, found)] if found else []
 
     report, seen = Report(settings), []
-    for i, case in enumerate(chosen):
-        if progress:
-            progress(i, len(chosen), case.name)
-        rows, made = run(case)
-        report.rows += rows
-        seen += made
+    with ThreadPoolExecutor(2) as pool:  # the next problems are worked out while a kernel compiles
+        posed = [pool.submit(pose, case) for case in chosen[:4]]
+        for i, case in enumerate(chosen):
+            if progress:
+                progress(i, len(chosen), case.name)
+            posed += [pool.submit(pose, later) for later in chosen[i + 4 : i + 5]]
+            rows, made = run(case, *posed[i].result())
+            report.rows += rows
+            seen += made
     if level == "full" and report.failures:
         if progress:
             progress(len(chosen) - 1, len(chosen), "looking for the smallest failure")
@@ -131,7 +140,10 @@ def kernel(
         first = failed[least.name]
 
         def fails(case: Case) -> bool:
-            return any(r.status == "failed" and r.quantity == first.quantity for r in run(case)[0])
+            return any(
+                r.status == "failed" and r.quantity == first.quantity
+                for r in run(case, *pose(case))[0]
+            )
 
         if first.kind != "hangs":  # every attempt would take the time limit
             least = shrink(least, fails)

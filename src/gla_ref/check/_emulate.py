@@ -92,8 +92,12 @@ class Carry(torch.autograd.Function):
         return dwrite, (states[..., :-1, :, :] * dwrite).sum(-1, keepdim=True), dS, None
 
 
-def two_level(q, k, v, g, S, scale, dtype, C, c=16):
-    """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S."""
+def two_level(q, k, v, g, S, scale, dtype, C, c=16, halves=False):
+    """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S.
+
+    What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
+    kernel may that has one product a chunk (chapter 11), and by e^-3 at most from there on, to be within float16.
+    """
 
     def mm(x, y):
         return Product.apply(x, y, dtype)
@@ -102,9 +106,11 @@ def two_level(q, k, v, g, S, scale, dtype, C, c=16):
     C = min(C, -(-T // c) * c)
     q, k, v, g = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
     q, k, v, g = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g))
-    write = mm((k * decay_to_end(g).exp()).mT, v)
+    half = (g.sum(-2, keepdim=True) / 2).clamp(min=-3.0 if halves else 0.0).detach()
+    write = half.exp().mT * mm((k * (decay_to_end(g) - half).exp()).mT, v)
     states = Carry.apply(write, g.sum(-2).exp()[..., None], S, dtype)
-    inter, intra = mm(q * decay_from_start(g).exp(), states[:, :, :-1]), []
+    inter = mm(q * (decay_from_start(g) - half).exp(), half.exp().mT * states[:, :, :-1])
+    intra = []
     for i in range(0, C, c):
         q_i, k_i, v_i, g_i = (x[..., i : i + c, :] for x in (q, k, v, g))
         o = mm(gla._scores(q_i, k_i, g_i), v_i)

@@ -18,6 +18,12 @@ VARYING = ("N", "T", "L", "H", "n_c", "reverse")
 
 
 @triton.jit
+def stride(s, axis: tl.constexpr):
+    """An axis' stride of a tensor, from what `strides` makes of it."""
+    return s[axis] if len(s) == 4 else s[axis] >> 4
+
+
+@triton.jit
 def load_tile(
     x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
     LAST: tl.constexpr = False,
@@ -30,8 +36,8 @@ def load_tile(
         b = x.load([i_b, i_h, o_t, o_d]).reshape(C, BD)
     else:
         o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
-        p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
-        p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :].to(tl.int64) * s[3]
+        p = x + i_b.to(tl.int64) * stride(s, 0) + i_h.to(tl.int64) * stride(s, 2)
+        p += o_r[:, None].to(tl.int64) * stride(s, 1) + o_c[None, :].to(tl.int64) * stride(s, 3)
         m = (o_r < end)[:, None] & (o_c < D)[None, :]
         b = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first" if LAST else "")
     return b
@@ -46,8 +52,8 @@ def store_tile(
         x.store([i_b, i_h, o_t, o_d], b.to(x.dtype).reshape(1, 1, C, BD))
     else:
         o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
-        p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
-        p += o_r[:, None].to(tl.int64) * s[1] + o_c[None, :].to(tl.int64) * s[3]
+        p = x + i_b.to(tl.int64) * stride(s, 0) + i_h.to(tl.int64) * stride(s, 2)
+        p += o_r[:, None].to(tl.int64) * stride(s, 1) + o_c[None, :].to(tl.int64) * stride(s, 3)
         tl.store(p, b.to(x.dtype.element_ty), mask=(o_r < end)[:, None] & (o_c < D)[None, :])
 
 
@@ -167,7 +173,18 @@ def boxes(TMA: bool, rows: int, *tiles: tuple[Tensor | None, int]) -> list:
 
 
 def strides(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
-    return [x if x is None else x.stride() for x in tensors]
+    """The strides of each [B, T, H, D], as kernels get them.
+
+    Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. The one that makes memory
+    accesses wide (a last stride of 1, all others multiples of 16) stays; the rest become 16 s + 8 and have a fifth
+    number beside them, so that they are one pattern.
+    """
+    return [x if x is None else pattern(*x.stride()) for x in tensors]
+
+
+def pattern(*s: int) -> tuple[int, ...]:
+    plain = s[-1] == 1 and all(n % 16 == 0 for n in s[:-1])
+    return s if plain else (*(16 * n + 8 for n in s), 0)
 
 
 def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:

@@ -345,7 +345,7 @@ def _backward(
         states, _ = _walk(None, k, v, sums, S, cu, scale, path)
         dstates, _ = _walk(None, q, do, sums, R, cu, scale, path, reverse=True)
         launch(gate_gradient, len(states) * H)(
-            q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do, g, dg),
+            q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do, g[..., None], dg[..., None]),
             N, T, H, K, V, scale, C=C, BK=max(64, triton.next_power_of_2(K)), BV=32,
             PACKED=cu is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
@@ -385,7 +385,8 @@ def _attention(q, k, v, g, scale, initial_state, cu_seqlens, path):
         check_call(q, k, v, {"g": (g, "B T H")}, initial_state, cu_seqlens, path, PATHS)
     S = initial_state if initial_state is None else initial_state.float()
     scale = contract.check_scale(scale, q.shape[-1])
-    return _forward(q, k, v, g, S, cu_seqlens, scale, path)
+    cu = None if cu_seqlens is None else cu_seqlens.int()
+    return _forward(q, k, v, g, S, cu, scale, path)
 
 
 def simple_gla(
