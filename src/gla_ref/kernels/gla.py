@@ -168,7 +168,6 @@ def walk(
             b_o = tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
             # store
             store_tile(o, b_o * read_v * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
-        if strong is not None:
             tl.store(strong + i_d * NV + i_v, 1, mask=mild == 0)
         # strong channels: all the way through; then writes; then the other half of mild ones
         if not mild_k:  # to load `through` no more than needed
@@ -238,23 +237,17 @@ def mend(
 
 @triton.jit(do_not_specialize=VARYING)
 def gradients(
-    q, k, v, do, g, g_v, S, R, dq, dk, dg, strong, cu, s_q, s_k, s_v, s_do, s_g, s_gv, s_dq, s_dk, s_dg, s_S,
-    N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
-    PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, STRONG: tl.constexpr,
+    q, k, v, do, g, g_v, S, R, dq, dk, dg, cu, s_q, s_k, s_v, s_do, s_g, s_gv, s_dq, s_dk, s_dg, s_S,
+    N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of a chunk from S before it and R, the gradient of the state after it, over scale.
-
-    One launch for mild chunks, one for STRONG ones; `strong` [slots, H, NV] tells them apart.
-    """
+    """dq, dk and dg of a chunk from S before it and R, the gradient of the state after it, over scale."""
     # which tile: BK channels of a chunk of a head
     n_k = tl.cdiv(K, BK)
     i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
     i_s = tl.program_id(0) // n_k // H
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
     if o_t >= stop:
-        return
-    flags = tl.load(strong + (i_s * H + i_h) * NV + tl.arange(0, NV)).to(tl.int32)
-    if (tl.max(flags) != 0) != STRONG:
         return
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
 
@@ -283,7 +276,7 @@ def gradients(
             )
             b_do_hat, of_do = operand(b_do * up_v, b_do.dtype, -100.0, True)
             b_v_hat, of_v = operand(b_v * down_v, b_v.dtype, -100.0, True)
-            if not STRONG:
+            if mild_v:
                 b_l, b_r = (b_do * up_v).to(b_do.dtype), (b_v * down_v).to(b_v.dtype)
                 b_dP = tl.dot(b_l, b_r.T, b_dP, input_precision="ieee")
             else:
@@ -307,7 +300,7 @@ def gradients(
     up, down, of_q, of_k, through, mild = chunk_decays(b_g, LIMIT, LOW, False, b_q.dtype)
     b_read, b_write = b_read * of_q[None, :], b_write * of_k[None, :]
     b_A, of_A = operand(tl.where(o_i >= o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
-    if not STRONG:
+    if mild:
         b_l, b_r = (b_q * up).to(b_q.dtype), (b_k * down).to(b_k.dtype)
         b_dq = b_read + tl.dot(b_A, b_r, input_precision="ieee") * of_A
         b_dk = tl.dot(b_A.T, b_l, input_precision="ieee") * of_A
@@ -372,8 +365,7 @@ class _Launch:
         C, BV, N, T, H, K, V = self.C, self.BV, self.N, self.T, self.H, self.K, self.V
         TMA = self.cu is None and all(describable(x) for x in (q, k, v, g) if x is not None)
         o = None if q is None else self.new(self.B, T, H, V, dtype=v.dtype)
-        told = q is not None or reverse  # `mend` and `gradients` ask which chunks are strong
-        strong = self.new(self.n, H, self.NV, dtype=torch.int8).zero_() if told else None
+        strong = None if q is None else self.new(self.n, H, self.NV, dtype=torch.int8).zero_()
         # float16 may be too small for sums
         kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
         stored = self.new(self.n, H, K, V, dtype=kept).transpose(1, 2) if states else None
@@ -410,7 +402,7 @@ class _Launch:
             NV=self.NV, **self.same, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    def gradients(self, q, k, v, do, g, g_v, S, R, strong, need_dg) -> tuple:
+    def gradients(self, q, k, v, do, g, g_v, S, R, need_dg) -> tuple:
         """dq, dk and dg (None when not needed) from the states at every chunk's ends, [..., K, H, V]."""
         K, V = q.shape[-1], v.shape[-1]
         BK = BV = 64 if self.half else 16
@@ -421,12 +413,11 @@ class _Launch:
             stages = 3 if S.dtype == torch.bfloat16 else 2  # for states in float32 there is no room
         dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
         dg = self.new(*g.shape, dtype=g.dtype) if need_dg else None
-        for those in (False, True):
-            launch(gradients, triton.cdiv(K, BK) * self.H * self.n)(
-                q, k, v, do, g, g_v, S, R, dq, dk, dg, strong, self.cu, *strides(q, k, v, do, g, g_v, dq, dk, dg, S),
-                self.N, self.T, self.H, K, V, self.scale, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV, NV=self.NV,
-                LIMIT=self.limit, **self.same, STRONG=those, num_warps=4, num_stages=stages,
-            )  # fmt: skip
+        launch(gradients, triton.cdiv(K, BK) * self.H * self.n)(
+            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu, *strides(q, k, v, do, g, g_v, dq, dk, dg, S),
+            self.N, self.T, self.H, K, V, self.scale, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
+            LIMIT=self.limit, **self.same, num_warps=4, num_stages=stages,
+        )  # fmt: skip
         return dq, dk, dg
 
 
@@ -471,8 +462,8 @@ def _backward(
         run.mend(k, q, do, g, g_v, dv, strong, True)
     else:  # keys and values exchanged, and in the states too: [..., V, H, K]
         turned = [x.transpose(1, 3) for x in (states, dstates)]
-        _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, *turned, strong, True)
-    dq, dk, dg = run.gradients(q, k, v, do, g, g_v, states, dstates, strong, need_dg)
+        _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, *turned, True)
+    dq, dk, dg = run.gradients(q, k, v, do, g, g_v, states, dstates, need_dg)
     return dq, dk, dv, run.new(0) if dg is None else dg, dg_v, dS * scale
 
 
