@@ -18,19 +18,6 @@ LIBRARY = torch.library.Library("gla_ref", "FRAGMENT")
 PLAN = threading.local()  # .launches: those that a call would make, while it is planned
 
 
-class Context:
-    """As much of autograd's context as a plan needs."""
-
-    def __init__(self, needs_input_grad: list[bool]):
-        self.needs_input_grad, self.materialize = needs_input_grad, True
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        self.materialize = value
-
-
 class Operator:
     """A function that changes none of its arguments as PyTorch's operator gla_ref::name, opaque to torch.compile.
 
@@ -38,8 +25,8 @@ class Operator:
     keep it out: two seconds and more.
 
     Triton compiles a kernel when it is first launched, one after the other. Here the first call of its kind (dtypes,
-    sizes of heads, options) goes through the function once without launching anything, and through its gradient where
-    one will be wanted, and has all their kernels compiled side by side.
+    sizes of heads, options) goes through the function once without launching anything, and has all the kernels
+    compiled side by side.
     """
 
     def __init__(self, name: str, function):
@@ -55,31 +42,20 @@ class Operator:
         device = args[0].device
         kind = device, *map(_kind, args)
         if kind not in self.compiled and device.type == "cuda":
+            PLAN.launches = []
+            try:
+                self.function(*args)
+            finally:
+                launches, PLAN.launches = PLAN.launches, None
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(functools.partial(_compile, device), launches))
             self.compiled.add(kind)
-            if getattr(PLAN, "launches", None) is None:  # else a plan goes through here
-                self.compile(device, args)
         return self.function(*args)
-
-    def compile(self, device: torch.device, args: tuple) -> None:
-        needed = [isinstance(x, Tensor) and x.requires_grad for x in args]
-        PLAN.launches = []
-        try:
-            outputs = self.function(*args)
-            if any(needed):
-                ctx = Context(needed)
-                self.setup_context(ctx, args, outputs)
-                others = (torch.empty_like(y) if ctx.materialize else None for y in outputs[1:])
-                self.backward(ctx, torch.empty_like(outputs[0]), *others)
-        finally:
-            launches, PLAN.launches = PLAN.launches, None
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(functools.partial(_compile, device), launches))
 
     def register_fake(self, function):
         torch.library.register_fake(self.name, function, lib=LIBRARY)
 
     def register_autograd(self, backward, setup_context):
-        self.backward, self.setup_context = backward, setup_context
         torch.library.register_autograd(
             self.name, backward, setup_context=setup_context, lib=LIBRARY
         )
