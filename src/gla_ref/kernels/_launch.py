@@ -42,15 +42,18 @@ class Operator:
         device = args[0].device
         kind = device, *map(_kind, args)
         if kind not in self.compiled and device.type == "cuda":
-            PLAN.launches = []
-            try:
-                self.function(*args)
-            finally:
-                launches, PLAN.launches = PLAN.launches, None
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(functools.partial(_compile, device), launches))
+            self.compile(device, args)
             self.compiled.add(kind)
         return self.function(*args)
+
+    def compile(self, device: torch.device, args: tuple) -> None:
+        PLAN.launches = []
+        try:
+            self.function(*args)
+        finally:
+            launches, PLAN.launches = PLAN.launches, None
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(functools.partial(_compile, device), launches))
 
     def register_fake(self, function):
         torch.library.register_fake(self.name, function, lib=LIBRARY)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from ._tiles import VARYING, load_tile, operand, slots, stride, strides, which_segment
+from ._tiles import VARYING, load_tile, operand, slots, which_segment
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -33,8 +33,7 @@ def sum_gates(g, sums, cu, s_g, N, T, H, C: tl.constexpr, BH: tl.constexpr, PACK
 
     # load
     o_r, m_h = o_t + o_c, o_h < H
-    p_g = g + i_b.to(tl.int64) * stride(s_g, 0) + o_h[None, :] * stride(s_g, 2)
-    p_g += o_r[:, None].to(tl.int64) * stride(s_g, 1)
+    p_g = g + i_b.to(tl.int64) * s_g[0] + o_r[:, None].to(tl.int64) * s_g[1] + o_h[None, :] * s_g[2]
     b_g = tl.load(p_g, mask=(o_r < stop)[:, None] & m_h[None, :], other=0.0)  # [C, BH]
 
     # compute
@@ -79,8 +78,7 @@ def gate_gradient(
     b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, 0, K, C, BK, False)  # [C, BK]
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, 0, K, C, BK, False)  # [C, BK]
     o_r = o_t + o_c
-    p_g = g + i_b.to(tl.int64) * stride(s_g, 0) + i_h.to(tl.int64) * stride(s_g, 2)
-    p_g += o_r.to(tl.int64) * stride(s_g, 1)
+    p_g = g + i_b.to(tl.int64) * s_g[0] + o_r.to(tl.int64) * s_g[1] + i_h.to(tl.int64) * s_g[2]
     b_g = tl.load(p_g, mask=o_r < stop, other=0.0)  # [C]
     b_coarse, b_fine, coarse, fine = load_sums(sums, i_s, i_h, H, C)
 
@@ -121,8 +119,7 @@ def gate_gradient(
 
     # store: nothing crosses g = -inf
     b_dg = tl.where(b_g == float("-inf"), 0.0, b_dg * scale)
-    p_dg = dg + i_b.to(tl.int64) * stride(s_dg, 0) + i_h.to(tl.int64) * stride(s_dg, 2)
-    p_dg += o_r.to(tl.int64) * stride(s_dg, 1)
+    p_dg = dg + i_b.to(tl.int64) * s_dg[0] + o_r.to(tl.int64) * s_dg[1] + i_h.to(tl.int64) * s_dg[2]
     tl.store(p_dg, b_dg.to(dg.dtype.element_ty), mask=o_r < stop)
 
 
@@ -133,6 +130,6 @@ def running_sums(g: Tensor, cu: Tensor | None, C: int) -> Tensor:
     sums = torch.empty((chunks, H, 2, C), dtype=torch.float32, device=g.device)
     BH = min(32, triton.next_power_of_2(H))
     launch(sum_gates, chunks, triton.cdiv(H, BH))(
-        g, sums, cu, *strides(g[..., None]), N, T, H, C=C, BH=BH, PACKED=cu is not None
+        g, sums, cu, g.stride(), N, T, H, C=C, BH=BH, PACKED=cu is not None
     )
     return sums

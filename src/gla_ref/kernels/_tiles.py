@@ -19,8 +19,8 @@ VARYING = ("N", "T", "L", "H", "n_c", "reverse")
 
 @triton.jit
 def stride(s, axis: tl.constexpr):
-    """An axis' stride of a tensor, from what `strides` makes of it."""
-    return s[axis] if len(s) == 4 else s[axis] >> 4
+    """An axis' stride of a tensor, of its `strides` or `patterns`."""
+    return s[axis] >> 4 if len(s) == 5 and axis < 3 else s[axis]
 
 
 @triton.jit
@@ -173,18 +173,22 @@ def boxes(TMA: bool, rows: int, *tiles: tuple[Tensor | None, int]) -> list:
 
 
 def strides(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
-    """The strides of each [B, T, H, D], as kernels get them.
+    return [x if x is None else x.stride() for x in tensors]
 
-    Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. The one that makes memory
-    accesses wide (a last stride of 1, all others multiples of 16) stays; the rest become 16 s + 8 and have a fifth
-    number beside them, so that they are one pattern.
+
+def patterns(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
+    """The strides of each [B, T, H, D] so that fewer variants of a kernel are compiled.
+
+    Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Where the last stride is
+    1 and not all others are multiples of 16, which is what makes memory accesses wide, these become 16 s + 8, and a
+    fifth number tells: one pattern. The last stays as it is, since by its 1 Triton lays out the threads.
     """
     return [x if x is None else pattern(*x.stride()) for x in tensors]
 
 
 def pattern(*s: int) -> tuple[int, ...]:
-    plain = s[-1] == 1 and all(n % 16 == 0 for n in s[:-1])
-    return s if plain else (*(16 * n + 8 for n in s), 0)
+    odd = s[-1] == 1 and any(n % 16 for n in s[:-1])
+    return (*(16 * n + 8 for n in s[:-1]), 1, 0) if odd else s
 
 
 def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:

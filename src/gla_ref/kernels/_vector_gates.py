@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from ._tiles import VARYING, load_tile, operand, slots, store_tile, strides, which_segment
+from ._tiles import VARYING, load_tile, operand, patterns, slots, store_tile, which_segment
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -204,7 +204,7 @@ def prepared(
     decay = torch.empty((n, H, 3, K), dtype=torch.float32, device=q.device)
     strong = torch.zeros((n, H), dtype=torch.int8, device=q.device)
     launch(prepare, triton.cdiv(K, 64) * H * n)(
-        q, k, g, q_hat, k_hat, decay, strong, cu, *strides(q, k, g, q_hat), N, T, H, K,
+        q, k, g, q_hat, k_hat, decay, strong, cu, *patterns(q, k, g, q_hat), N, T, H, K,
         C=C, BK=64, PACKED=cu is not None, LIMIT=limit, LOW=not triton.knobs.runtime.interpret,
         num_warps=4, maxnreg=128,
     )  # fmt: skip

@@ -37,7 +37,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .. import _contract as contract
 from ..softmax_attention import CACHE, TOKENS
 from ._launch import check_launch, check_packed, launch, operator
-from ._tiles import stride, strides
 
 __all__ = ["flash_attention"]
 
@@ -62,8 +61,8 @@ def load_tile(
         if CLIP:  # 0 * inf of a neighbour would be NaN
             b = tl.where((o_r < end)[:, None], b, 0.0)
     else:
-        p = x + i_b.to(tl.int64) * stride(s, 0) + i_h.to(tl.int64) * stride(s, 2)
-        p += o_r[:, None].to(tl.int64) * stride(s, 1) + o_d[None, :] * stride(s, 3)
+        p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
+        p += o_r[:, None].to(tl.int64) * s[1] + o_d[None, :] * s[3]
         b = tl.load(p, mask=(o_r < end)[:, None] & (o_d < D)[None, :], other=0.0)
     return b
 
@@ -71,8 +70,8 @@ def load_tile(
 @triton.jit
 def store_tile(x, s, b, i_b, i_h, o_t, end, D, BT: tl.constexpr, BD: tl.constexpr):
     o_r, o_d = o_t + tl.arange(0, BT), tl.arange(0, BD)
-    p = x + i_b.to(tl.int64) * stride(s, 0) + i_h.to(tl.int64) * stride(s, 2)
-    p += o_r[:, None].to(tl.int64) * stride(s, 1) + o_d[None, :] * stride(s, 3)
+    p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
+    p += o_r[:, None].to(tl.int64) * s[1] + o_d[None, :] * s[3]
     tl.store(p, b.to(x.dtype.element_ty), mask=(o_r < end)[:, None] & (o_d < D)[None, :])
 
 
@@ -387,7 +386,7 @@ def _forward(
     with torch.cuda.device_of(q):  # Triton launches on the current device
         launch(fwd, slots * B * H)(
             *(_describe(*tile) if TMA else tile[0] for tile in tiles), o, *_rows(lse), cu,
-            *strides(q, k, v, o), **sizes, slots=slots,
+            q.stride(), k.stride(), v.stride(), o.stride(), **sizes, slots=slots,
             scale2=scale / math.log(2), BM=BM, BN=BN, **widths, TMA=TMA, NEGATIVE=scale < 0,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -420,7 +419,7 @@ def _backward(
     with torch.cuda.device_of(q):
         launch(bwd_dq, slots * B * H)(
             *(_describe(*tile) if TMA else tile[0] for tile in tiles), *_rows(lse), delta, dq, cu,
-            *strides(q, k, v, o, do, dq), **sizes, slots=slots, **scales,
+            *(x.stride() for x in (q, k, v, o, do, dq)), **sizes, slots=slots, **scales,
             BM=BM, BN=BN, **widths, TMA=TMA, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
@@ -430,7 +429,7 @@ def _backward(
     with torch.cuda.device_of(q):
         launch(bwd_dkv, slots * B * H)(
             *(_describe(*tile) if TMA else tile[0] for tile in tiles), *_rows(lse), delta, dk, dv, cu,
-            *strides(q, k, v, do, dk, dv), **sizes, slots=slots, **scales,
+            *(x.stride() for x in (q, k, v, do, dk, dv)), **sizes, slots=slots, **scales,
             BM=BM, BN=BN, **widths, TMA=TMA, AHEAD=column == 64, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv

@@ -53,9 +53,9 @@ from ._tiles import (
     load_tile,
     operand,
     pattern,
+    patterns,
     slots,
     store_tile,
-    strides,
     which_segment,
 )
 from ._vector_gates import (
@@ -375,7 +375,7 @@ class _Launch:
             launch(walk, triton.cdiv(V, BV) * H * slots(self.B, T, self.cu, L))(
                 *boxes(TMA, C, (q, self.BK), (k, self.BK), (v, BV), (g, self.BK)), g_v, *decay,
                 *boxes(TMA, C, (o, BV)), S_in, S_out, *boxes(TMA, self.BK, (stored, BV)), strong, all_k, all_v,
-                self.cu, *strides(q, k, v, g, g_v, o), pattern(H * K * V, V, K * V, 1), N, T, L, H, K, V, self.scale,
+                self.cu, *patterns(q, k, v, g, g_v, o), pattern(H * K * V, V, K * V, 1), N, T, L, H, K, V, self.scale,
                 BK=self.BK, BV=BV, NV=self.NV, TMA=TMA, REVERSE=reverse, LIMIT=self.limit, **self.same,
                 num_warps=self.warps, num_stages=self.stages[int(states)],
             )  # fmt: skip
@@ -397,7 +397,7 @@ class _Launch:
         """Adds to o what `walk` has left out."""
         n = self.n * self.H
         launch(mend, triton.cdiv(n, 16))(
-            q, k, v, g, g_v, o, strong, self.cu, *strides(q, k, v, g, g_v, o), self.N, self.T, self.H, self.K, self.V,
+            q, k, v, g, g_v, o, strong, self.cu, *patterns(q, k, v, g, g_v, o), self.N, self.T, self.H, self.K, self.V,
             self.scale, n, int(reverse), LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV, BN=16,
             NV=self.NV, **self.same, num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -414,7 +414,7 @@ class _Launch:
         dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
         dg = self.new(*g.shape, dtype=g.dtype) if need_dg else None
         launch(gradients, triton.cdiv(K, BK) * self.H * self.n)(
-            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu, *strides(q, k, v, do, g, g_v, dq, dk, dg, S),
+            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu, *patterns(q, k, v, do, g, g_v, dq, dk, dg, S),
             self.N, self.T, self.H, K, V, self.scale, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
             LIMIT=self.limit, **self.same, num_warps=4, num_stages=stages,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ._launch import check_call, check_forward_only, launch, operator
-from ._tiles import load_tile, store_tile, strides
+from ._tiles import load_tile, patterns, store_tile
 
 __all__ = ["gla_step"]
 
@@ -92,7 +92,7 @@ def _step(
     states = [x if x is None else x.transpose(1, 2) for x in (S, S_out)]
     BK = triton.next_power_of_2(K)
     launch(step, triton.cdiv(V, BV) * H * N)(
-        q, k, v, g, g_v, o, *states, cu, *strides(q, k, v, g, g_v, o, *states), T, H, K, V, scale,
+        q, k, v, g, g_v, o, *states, cu, *patterns(q, k, v, g, g_v, o, *states), T, H, K, V, scale,
         BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
     )  # fmt: skip
     return o, S_out

@@ -345,7 +345,7 @@ def _backward(
         states, _ = _walk(None, k, v, sums, S, cu, scale, path)
         dstates, _ = _walk(None, q, do, sums, R, cu, scale, path, reverse=True)
         launch(gate_gradient, len(states) * H)(
-            q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do, g[..., None], dg[..., None]),
+            q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do, g, dg),
             N, T, H, K, V, scale, C=C, BK=max(64, triton.next_power_of_2(K)), BV=32,
             PACKED=cu is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
