@@ -97,33 +97,33 @@ def walk(
     """
     # which tile: V tiles of a head are neighbours and share q and k in L2
     n_v = tl.cdiv(V, BV)
-    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
-    i_s = tl.program_id(0) // n_v // H
+    i_v, i_h, i_s = (
+        tl.program_id(0) % n_v,
+        tl.program_id(0) // n_v % H,
+        tl.program_id(0) // n_v // H,
+    )
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     o_k, o_v, o_c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
     m_P = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
 
-    # of decay, the row of k: of float16 one of its own
-    OF_K: tl.constexpr = 2 if (v.dtype if TMA else v.dtype.element_ty) == tl.float16 else 0
+    FP16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
 
     # load
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if S_in is not None:
         b_S += load_tile(S_in, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
-    b_all_k = tl.full([BK], 1.0, dtype=tl.float32)  # decay of the whole segment
-    b_all_v = tl.full([BV], 1.0, dtype=tl.float32)
+    # decay of the whole segment
+    b_all_k, b_all_v = tl.full([BK], 1.0, dtype=tl.float32), tl.full([BV], 1.0, dtype=tl.float32)
 
     # compute
     n_c = tl.cdiv(end - begin, C)  # not above 0 in a spare slot
     # i_t, the chunk's slot: the sequence's first one, the segment's start, and backwards the segment's last chunk
     i_t = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
     i_t += n_c - 1 if REVERSE else 0
-    if (
-        decay is not None
-    ):  # loaded a chunk ahead, of slot i_t: nothing else in a chunk is ready before it
+    if decay is not None:  # loaded a chunk ahead, of slot i_t: nothing else is ready before it
         m_k = (o_k < K) & (n_c > 0)
-        p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + (OF_K if REVERSE else 0)) * K + o_k
+        p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + (2 if REVERSE and FP16 else 0)) * K + o_k
         next_first = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
@@ -136,24 +136,26 @@ def walk(
             b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         if g is not None:
             b_g = load_tile(g, s_g, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
-            read, write, first, last, through, mild_k = chunk_decays(
-                b_g, LIMIT, LOW, REVERSE, b_v.dtype
-            )
+            read, write, first, last, through, mild_k = chunk_decays(b_g, LIMIT, LOW, REVERSE, b_v.dtype)  # fmt: skip
             b_k = (b_k * write).to(b_v.dtype)
             if o is not None:
                 b_q = (b_q * read).to(b_v.dtype)
         else:
             first, last = next_first, next_first
-            p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + (OF_K if REVERSE else 0)) * K + o_k
+            p_d = (
+                decay
+                + ((i_t * H + i_h).to(tl.int64) * 3 + (2 if REVERSE and FP16 else 0)) * K
+                + o_k
+            )
             next_first = tl.load(p_d, mask=m_k & (i_c + 1 < n_c), other=1.0)  # [BK]
             mild_k = tl.load(strong_k + i_d) == 0
         if states is not None:
             store_tile(states, b_S, s_S, i_chunk, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
-            read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(
-                b_gv, LIMIT, LOW, REVERSE, b_v.dtype
-            )
+            # fmt: off
+            read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, LOW, REVERSE, b_v.dtype)
+            # fmt: on
             b_v = (b_v * write_v).to(b_v.dtype)
         else:
             read_v, first_v, last_v, through_v, mild_v = no_decays(C, BV)
@@ -174,10 +176,7 @@ def walk(
             if decay is not None:
                 p_c = decay + i_d * 3 * K + o_k
                 through = tl.load(p_c + K, mask=o_k < K, other=1.0)  # [BK]
-                if OF_K != 0:
-                    last = tl.load(
-                        p_c + (0 if REVERSE else OF_K * K), mask=o_k < K, other=1.0
-                    )  # [BK]
+                last = tl.load(p_c + (0 if REVERSE else 2 * K), o_k < K, 1.0) if FP16 else last
             b_S *= through[:, None]
             if all_k is not None:
                 b_all_k *= through
@@ -222,17 +221,16 @@ def mend(
             b_low, of_P = operand(b_P, v.dtype.element_ty)
             for i_v in tl.range(0, tl.cdiv(V, BV)):
                 if tl.max(tl.where(o_n == i_v, flags, 0)) != 0:
-                    o_v = i_v * BV
-                    b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                    b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
                     if g_v is None:
                         b_o = tl.dot(b_low, b_v, input_precision="ieee") * of_P  # [C, BV]
                     else:
-                        b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+                        b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
                         b_o = weighted(b_P, b_v, clamped(b_gv), LEVELS, LOW)  # [C, BV]
                     # store
                     b_o *= scale
-                    b_o += load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
-                    store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+                    b_o += load_tile(o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                    store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -337,8 +335,8 @@ class _Launch:
 
     def __init__(self, q, v, g_v, cu, scale: float, path: str | None):
         (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
-        self.cu, self.scale, self.path, self.device = cu, scale, path, q.device
-        self.N = self.B if cu is None else len(cu) - 1
+        self.scale, self.path, self.device = scale, path, q.device
+        self.cu, self.N = (None, self.B) if cu is None else (cu.int(), len(cu) - 1)
         self.half = q.dtype != torch.float32
         # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; benchmarks/LAB.md)
         least = 64 if self.half else 16
@@ -395,11 +393,10 @@ class _Launch:
 
     def mend(self, q, k, v, g, g_v, o, strong, reverse=False) -> None:
         """Adds to o what `walk` has left out."""
-        n = self.n * self.H
-        launch(mend, triton.cdiv(n, 16))(
+        launch(mend, triton.cdiv(self.n * self.H, 16))(
             q, k, v, g, g_v, o, strong, self.cu, *patterns(q, k, v, g, g_v, o), self.N, self.T, self.H, self.K, self.V,
-            self.scale, n, int(reverse), LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV, BN=16,
-            NV=self.NV, **self.same, num_warps=4, num_stages=1,
+            self.scale, self.n * self.H, int(reverse), LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV,
+            BN=16, NV=self.NV, **self.same, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def gradients(self, q, k, v, do, g, g_v, S, R, need_dg) -> tuple:
@@ -407,9 +404,8 @@ class _Launch:
         K, V = q.shape[-1], v.shape[-1]
         BK = BV = 64 if self.half else 16
         stages = 1
-        if (
-            self.half and V > BV and g_v is None
-        ):  # with g_v Triton refills v's buffer before the strong branch reads it
+        # with g_v Triton refills v's buffer before the strong branch reads it
+        if self.half and V > BV and g_v is None:
             stages = 3 if S.dtype == torch.bfloat16 else 2  # for states in float32 there is no room
         dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
         dg = self.new(*g.shape, dtype=g.dtype) if need_dg else None
@@ -525,6 +521,4 @@ def gla(
         gates = {"g": (g, "B T H K"), "g_v": (g_v, "B T H V")}
         check_call(q, k, v, gates, initial_state, cu_seqlens, path, PATHS)
     S = initial_state if initial_state is None else initial_state.float().contiguous()
-    scale = contract.check_scale(scale, q.shape[-1])
-    cu = None if cu_seqlens is None else cu_seqlens.int()
-    return _forward(q, k, v, g, g_v, S, cu, scale, path)
+    return _forward(q, k, v, g, g_v, S, cu_seqlens, contract.check_scale(scale, q.shape[-1]), path)
