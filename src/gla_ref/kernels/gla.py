@@ -97,11 +97,8 @@ def walk(
     """
     # which tile: V tiles of a head are neighbours and share q and k in L2
     n_v = tl.cdiv(V, BV)
-    i_v, i_h, i_s = (
-        tl.program_id(0) % n_v,
-        tl.program_id(0) // n_v % H,
-        tl.program_id(0) // n_v // H,
-    )
+    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
+    i_s = tl.program_id(0) // n_v // H
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     o_k, o_v, o_c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
@@ -337,7 +334,7 @@ class _Launch:
         (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
         self.scale, self.path, self.device = scale, path, q.device
         self.cu, self.N = (None, self.B) if cu is None else (cu.int(), len(cu) - 1)
-        self.half = q.dtype != torch.float32
+        self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype] / (1 if g_v is None else 2)
         # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; benchmarks/LAB.md)
         least = 64 if self.half else 16
         self.BK, wide = (max(least, triton.next_power_of_2(D)) for D in (self.K, self.V))
@@ -346,7 +343,6 @@ class _Launch:
         self.NV = triton.next_power_of_2(triton.cdiv(self.V, self.BV))  # strong flags of a chunk
         low = self.half and not triton.knobs.runtime.interpret  # which gets products of bf16 wrong
         self.same = {"C": self.C, "PACKED": cu is not None, "LOW": low}
-        self.limit = LIMIT[q.dtype] / (1 if g_v is None else 2)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
