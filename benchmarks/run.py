@@ -374,7 +374,8 @@ def main() -> None:
         "--compiled",
         type=Path,
         metavar="DIR",
-        help="a TRITON_CACHE_DIR that only peers have filled; their first calls are then not measured, older ones stay",
+        help="a TRITON_CACHE_DIR that only peers have filled (compile_peers.py does): their first calls are then "
+        "not measured, older ones stay",
     )
     args = parser.parse_args()
     for suite in args.suites:

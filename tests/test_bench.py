@@ -14,6 +14,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import check_peers  # noqa: E402
+import compile_peers  # noqa: E402
 import oracles  # noqa: E402
 import run  # noqa: E402
 import suites  # noqa: E402
@@ -177,9 +178,11 @@ def test_a_check_apart(tmp_path, monkeypatch, body):
 
 def test_peers_are_not_searched_and_compilers_are_timed(tmp_path):
     code = """
+import time
+from concurrent.futures import ThreadPoolExecutor
 import check_peers, triton
 from triton.runtime.jit import JITFunction
-JITFunction._do_compile = lambda self, x: x
+JITFunction._do_compile = lambda self, x: time.sleep(0.3) or x
 spent = check_peers.prepare_triton()
 
 @triton.autotune(configs=[triton.Config({}, num_warps=n) for n in (2, 4)], key=[])
@@ -189,6 +192,9 @@ def kernel(x):
 
 assert [c.num_warps for c in kernel.configs] == [2]
 assert kernel.fn._do_compile(3) == 3 and len(spent) == 1
+with ThreadPoolExecutor() as pool:  # side by side: 0.3 s, not 0.6
+    list(pool.map(kernel.fn._do_compile, (1, 2)))
+assert 0.6 <= sum(spent) < 0.85, spent
 """
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
@@ -203,3 +209,25 @@ def test_the_score_counts(monkeypatch):
     options = {"device": "cpu", "level": "quick", "seed": 0, "only": "length 65"}
     found = check_peers.score("gla", "fp32", options, lambda *at: None)
     assert found == {"ok": True, "mistakes": 2, "escaped": [], "unnamed": []}
+
+
+def test_peers_configurations_are_shared_out(monkeypatch):
+    """Every configuration is compiled by one process and measured by none."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+    config = types.SimpleNamespace(all_kwargs=lambda: {"num_warps": 4})
+    compiled = []
+    for piece in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(autotuner.Autotuner, "_bench", autotuner.Autotuner._bench)  # put back
+            compile_peers.share(piece, 3)
+            for n in range(7):
+                fn = types.SimpleNamespace(run=lambda *_, n=n, **named: compiled.append((n, named)))
+                search = types.SimpleNamespace(fn=fn, base_fn=fn)
+                autotuner.Autotuner._bench(search, config=config, warmup=False)
+    assert sorted(n for n, _ in compiled) == list(range(7))
+    assert all(named == {"warmup": True, "num_warps": 4} for _, named in compiled)
+
+
+def test_peers_shapes_are_those_of_the_suite():
+    found = {(c.B, c.H, c.K, c.V) for c in compile_peers.shapes().values()}
+    assert found == {(c.B, c.H, c.K, c.V) for c in suites.SUITES["gla"]()}

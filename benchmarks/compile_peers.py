@@ -1,0 +1,99 @@
+"""Compile every configuration of fla's searches, many side by side, for `run.py gla --compiled DIR`.
+
+    python benchmarks/compile_peers.py DIR                    # every shape of the suite
+    python benchmarks/compile_peers.py DIR --shapes 256/512 --jobs 8
+
+fla's first call compiles some 170 configurations a shape one after the other, for minutes, and measures each. Here each
+of many processes compiles its share and measures nothing; what is measured, and which configuration wins, is `run.py`'s
+affair. Triton writes a search's result beside the compiled kernels: those files are removed in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
+
+import run  # noqa: E402
+from contenders import CONTENDERS  # noqa: E402
+from suites import SUITES, Case, inputs  # noqa: E402
+
+
+def shapes() -> dict[str, Case]:
+    """One case a shape, by "K/V" or "K/V B=1"; short, since fla compiles batches and heads apart, but no length."""
+    found = {}
+    for case in SUITES["gla"]():
+        name = f"{case.K}/{case.V}" + (" B=1" if case.B == 1 else "")
+        short = replace(case, T=512, gates="logsigmoid/16")
+        found.setdefault(name, short)
+    return found
+
+
+def share(piece: int, pieces: int) -> None:
+    """Autotuners compile every `pieces`-th configuration from now on, and take one of these for the best."""
+    from triton.runtime.autotuner import Autotuner
+
+    count = itertools.count()
+
+    def compile_only(self, *args, config, **named):
+        if next(count) % pieces != piece:
+            return [2.0] * 3
+        try:
+            self.fn.run(*args, **{**named, **config.all_kwargs(), "warmup": True})
+        except (
+            Exception
+        ) as reason:  # a configuration too large for the chip: the search drops it as well
+            print(f"{self.base_fn.__name__}: {type(reason).__name__}", flush=True)
+            return [float("inf")] * 3
+        return [1.0] * 3
+
+    Autotuner._bench = compile_only
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="to be a TRITON_CACHE_DIR")
+    parser.add_argument("--shapes", nargs="*", choices=shapes(), default=list(shapes()))
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--seconds", type=float, default=300, help="then what runs is stopped")
+    parser.add_argument("--piece", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("compile_peers: expected an NVIDIA GPU, found none")
+    if args.piece is not None:
+        share(args.piece, args.jobs)
+        fla = next(c for c in CONTENDERS["gla"] if c.name == "fla_chunk_gla")
+        for name in args.shapes:
+            x = inputs(shapes()[name], 0)
+            o = run.call(fla, shapes()[name], x)
+            torch.autograd.grad(o, [x[n] for n in run.leaves(x)], x["do"])
+        return
+    settings = {"TRITON_CACHE_DIR": str(args.folder), "FLA_CACHE_RESULTS": "0"}
+    env, began = os.environ | settings | {"OMP_NUM_THREADS": "1"}, time.monotonic()
+    command = [sys.executable, __file__, str(args.folder), "--shapes", *args.shapes]
+    command += ["--jobs", str(args.jobs), "--piece"]
+    pieces = [subprocess.Popen([*command, str(i)], env=env) for i in range(args.jobs)]
+    for process in pieces:
+        try:
+            process.wait(max(0.0, args.seconds - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for found in args.folder.rglob("*.autotune.json"):
+        found.unlink()
+    done = sum(process.returncode == 0 for process in pieces)
+    print(f"{done} of {args.jobs} shares done in {time.monotonic() - began:.0f} s: {args.folder}")
+
+
+if __name__ == "__main__":
+    main()
