@@ -105,6 +105,7 @@ def walk(
     m_P = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
 
     FP16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
+    ROW: tl.constexpr = 2 if REVERSE and FP16 else 0  # of `decay`, that of `first`
 
     # load
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
@@ -120,7 +121,7 @@ def walk(
     i_t += n_c - 1 if REVERSE else 0
     if decay is not None:  # loaded a chunk ahead, of slot i_t: nothing else is ready before it
         m_k = (o_k < K) & (n_c > 0)
-        p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + (2 if REVERSE and FP16 else 0)) * K + o_k
+        p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + ROW) * K + o_k
         next_first = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
@@ -139,20 +140,16 @@ def walk(
                 b_q = (b_q * read).to(b_v.dtype)
         else:
             first, last = next_first, next_first
-            p_d = (
-                decay
-                + ((i_t * H + i_h).to(tl.int64) * 3 + (2 if REVERSE and FP16 else 0)) * K
-                + o_k
-            )
+            p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + ROW) * K + o_k
             next_first = tl.load(p_d, mask=m_k & (i_c + 1 < n_c), other=1.0)  # [BK]
             mild_k = tl.load(strong_k + i_d) == 0
         if states is not None:
             store_tile(states, b_S, s_S, i_chunk, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
         if g_v is not None:
             b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
-            # fmt: off
-            read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, LOW, REVERSE, b_v.dtype)
-            # fmt: on
+            read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(
+                b_gv, LIMIT, LOW, REVERSE, b_v.dtype
+            )
             b_v = (b_v * write_v).to(b_v.dtype)
         else:
             read_v, first_v, last_v, through_v, mild_v = no_decays(C, BV)
@@ -173,7 +170,7 @@ def walk(
             if decay is not None:
                 p_c = decay + i_d * 3 * K + o_k
                 through = tl.load(p_c + K, mask=o_k < K, other=1.0)  # [BK]
-                last = tl.load(p_c + (0 if REVERSE else 2 * K), o_k < K, 1.0) if FP16 else last
+                last = tl.load(p_c + (2 - ROW) * K, mask=o_k < K, other=1.0) if FP16 else last
             b_S *= through[:, None]
             if all_k is not None:
                 b_all_k *= through
