@@ -3,8 +3,8 @@
     python benchmarks/compile_peers.py DIR                    # every shape of the suite
     python benchmarks/compile_peers.py DIR --shapes 256/512 --jobs 8
 
-fla's first call compiles some 170 configurations a shape one after the other, for minutes, and measures each. Here each
-of many processes compiles its share and measures nothing; what is measured, and which configuration wins, is `run.py`'s
+fla's first call compiles one configuration after the other, for minutes, and measures each. Here each of many
+processes compiles its share and measures nothing; what is measured, and which configuration wins, is `run.py`'s
 affair. Triton writes a search's result beside the compiled kernels: those files are removed in the end.
 """
 

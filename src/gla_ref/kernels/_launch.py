@@ -47,6 +47,7 @@ class Operator:
         return self.function(*args)
 
     def compile(self, device: torch.device, args: tuple) -> None:
+        """Side by side, what a call would launch; its tensors are let go before the call makes its own."""
         PLAN.launches = []
         try:
             self.function(*args)
@@ -69,6 +70,7 @@ def operator(name: str):
 
 
 def _kind(x):
+    """What of an argument chooses among kernels; a miss costs no more than compiling in a row."""
     if isinstance(x, Tensor):
         return (x.dtype, x.shape[-1]) if x.ndim == 4 else x.dtype
     return type(x) if isinstance(x, float) else x

@@ -503,6 +503,6 @@ def flash_attention(
         _check(q, k, v, initial_state, cu_seqlens)
     if initial_state is not None:
         k, v = (torch.cat(pair, 1) for pair in zip(initial_state, (k, v), strict=True))
-    cu = None if cu_seqlens is None else cu_seqlens.int()
+    cu = None if cu_seqlens is None else cu_seqlens.int()  # one dtype to compile for
     o, _ = _forward(q, k, v, cu, contract.check_scale(scale, q.shape[-1]))
     return o, (k, v)

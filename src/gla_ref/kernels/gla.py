@@ -330,6 +330,7 @@ class _Launch:
     def __init__(self, q, v, g_v, cu, scale: float, path: str | None):
         (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
         self.scale, self.path, self.device = scale, path, q.device
+        # int32: one dtype to compile for
         self.cu, self.N = (None, self.B) if cu is None else (cu.int(), len(cu) - 1)
         self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype] / (1 if g_v is None else 2)
         # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; benchmarks/LAB.md)

@@ -140,5 +140,5 @@ def gla_step(
         tensors = {"q": q, "k": k, "v": v, "g": g, "g_v": g_v, "initial_state": initial_state}
         check_forward_only(tensors, "this kernel is")
     S = initial_state if initial_state is None else initial_state.float()
-    cu = None if cu_seqlens is None else cu_seqlens.int()
+    cu = None if cu_seqlens is None else cu_seqlens.int()  # one dtype to compile for
     return _step(q, k, v, g, g_v, S, cu, contract.check_scale(scale, q.shape[-1]))

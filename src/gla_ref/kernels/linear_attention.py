@@ -385,7 +385,7 @@ def _attention(q, k, v, g, scale, initial_state, cu_seqlens, path):
         check_call(q, k, v, {"g": (g, "B T H")}, initial_state, cu_seqlens, path, PATHS)
     S = initial_state if initial_state is None else initial_state.float()
     scale = contract.check_scale(scale, q.shape[-1])
-    cu = None if cu_seqlens is None else cu_seqlens.int()
+    cu = None if cu_seqlens is None else cu_seqlens.int()  # one dtype to compile for
     return _forward(q, k, v, g, S, cu, scale, path)
 
 
