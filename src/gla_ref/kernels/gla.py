@@ -289,8 +289,8 @@ def gradients(
 
     # compute: over the chunk's pairs. For dg: b_net = q dq - k (dk of pairs), which summed from t on counts the paths
     # that cross t and are read in the chunk; b_later = k (dk of later chunks), summed up to t, the others (all [C, BK])
-    up, down, of_q, of_k, through, mild = chunk_decays(b_g, LIMIT, LOW, False, b_q.dtype)
-    b_read, b_write = b_read * of_q[None, :], b_write * of_k[None, :]
+    up, down, first, last, through, mild = chunk_decays(b_g, LIMIT, LOW, False, b_q.dtype)
+    b_read, b_write = b_read * first[None, :], b_write * last[None, :]
     b_A, of_A = operand(tl.where(o_i >= o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
     if mild:
         b_l, b_r = (b_q * up).to(b_q.dtype), (b_k * down).to(b_k.dtype)
@@ -319,7 +319,7 @@ def gradients(
     if dg is not None:
         # of row t, the paths that cross t: read in the chunk, at or after t; written before t for later; state to state
         b_d = sums(o_i <= o_j, b_net, LOW) + sums(o_i > o_j, b_later, LOW)
-        b_d = (b_d + (b_kept * of_q * of_k * through)[None, :]) * scale
+        b_d = (b_d + (b_kept * first * last * through)[None, :]) * scale
         b_d = tl.where(b_g == float("-inf"), 0.0, b_d)
         store_tile(dg, b_d, s_dg, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
 
