@@ -11,7 +11,7 @@ from gla_ref.gates import chunk_cumsum
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import _launch  # noqa: E402
-from gla_ref.kernels._tiles import pattern  # noqa: E402
+from gla_ref.kernels._tiles import pattern, patterns, sizes_of  # noqa: E402
 from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -140,10 +140,22 @@ def test_calls_of_one_kind_are_compiled_once():
 
 
 def test_strides_of_one_pattern():
-    """Wide accesses stay recognisable; odd strides are neither 1 nor multiples of 16, and told by a fifth number."""
-    assert pattern(960, 48, 16, 1) == (960, 48, 16, 1)
-    assert pattern(960, 48, 16, 2) == (960, 48, 16, 2)  # a last stride of its own: as it is
-    for s in [(1050, 15, 5, 1), (16, 1, 1, 1), (0, 0, 8, 1)]:
-        *hidden, last, told = pattern(*s)
+    """Wide accesses stay recognisable; else numbers are neither 1 nor multiples of 16, and told by one more."""
+    assert pattern(True, 960, 48, 16, 1) == (960, 48, 16, 1)
+    assert pattern(True, 960, 48, 16, 2) == (960, 48, 16, 2)  # a last stride of its own: as it is
+    for wide, s in [(True, (1050, 15, 5, 1)), (True, (0, 0, 8, 1)), (False, (960, 48, 16, 1))]:
+        *hidden, last, told = pattern(wide, *s)
         assert [n >> 4 for n in hidden] == list(s[:3]) and (last, told) == (1, 0)
         assert all(n != 1 and n % 16 for n in hidden)
+
+
+def test_sizes_of_one_pattern():
+    """All of a call's tensors are read in wide accesses only where K and V both allow it."""
+    assert sizes_of(16, 512) == (16, 512)
+    for sizes in [(1, 16), (16, 1), (40, 72)]:
+        *hidden, told = sizes_of(*sizes)
+        assert [n >> 4 for n in hidden] == list(sizes) and told == 0
+        assert all(n != 1 and n % 16 for n in hidden)
+    x = torch.zeros(2, 16, 3, 16)
+    assert patterns((16, 32), x, None) == [x.stride(), None]
+    assert patterns(sizes_of(16, 7), x) == [pattern(False, *x.stride())]

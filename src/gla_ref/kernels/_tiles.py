@@ -24,6 +24,12 @@ def stride(s, axis: tl.constexpr):
 
 
 @triton.jit
+def size(sizes, axis: tl.constexpr):
+    """K (axis 0) or V (1) of `sizes_of`."""
+    return sizes[axis] >> 4 if len(sizes) == 3 else sizes[axis]
+
+
+@triton.jit
 def load_tile(
     x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
     LAST: tl.constexpr = False,
@@ -176,19 +182,25 @@ def strides(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
     return [x if x is None else x.stride() for x in tensors]
 
 
-def patterns(*tensors: Tensor | None) -> list[tuple[int, ...] | None]:
+def sizes_of(K: int, V: int) -> tuple[int, ...]:
+    """Sizes of heads as kernels get them, whose numbers `patterns` explains."""
+    return (K, V) if K % 16 == 0 and V % 16 == 0 else (16 * K + 8, 16 * V + 8, 0)
+
+
+def patterns(sizes: tuple[int, ...], *tensors: Tensor | None) -> list[tuple[int, ...] | None]:
     """The strides of each [B, T, H, D] so that fewer variants of a kernel are compiled.
 
-    Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Where the last stride is
-    1 and not all others are multiples of 16, which is what makes memory accesses wide, these become 16 s + 8, and a
-    fifth number tells: one pattern. The last stays as it is, since by its 1 Triton lays out the threads.
+    Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Memory accesses are wide
+    where the last stride is 1 and all else, sizes too, is a multiple of 16. Elsewhere a number n becomes 16 n + 8, and
+    one number more tells: one pattern. The last stride stays as it is, since by its 1 Triton lays out the threads.
     """
-    return [x if x is None else pattern(*x.stride()) for x in tensors]
+    return [x if x is None else pattern(len(sizes) == 2, *x.stride()) for x in tensors]
 
 
-def pattern(*s: int) -> tuple[int, ...]:
-    odd = s[-1] == 1 and any(n % 16 for n in s[:-1])
-    return (*(16 * n + 8 for n in s[:-1]), 1, 0) if odd else s
+def pattern(wide: bool, *s: int) -> tuple[int, ...]:
+    if s[-1] != 1 or wide and all(n % 16 == 0 for n in s[:-1]):
+        return s
+    return *(16 * n + 8 for n in s[:-1]), 1, 0
 
 
 def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:

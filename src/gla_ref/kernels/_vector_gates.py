@@ -16,7 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import launch
-from ._tiles import VARYING, load_tile, operand, patterns, slots, store_tile, which_segment
+from ._tiles import (
+    VARYING,
+    load_tile,
+    operand,
+    patterns,
+    size,
+    sizes_of,
+    slots,
+    store_tile,
+    which_segment,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -162,11 +172,12 @@ def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def prepare(
-    q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
+    q, k, g, q_hat, k_hat, decay, strong, cu, s_q, s_k, s_g, s_h, N, T, H, sizes,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """q' and k', `decay` [slots, H, 3, K]: of q, through, of k; `strong` [slots, H], zeros before."""
     # which tile: BK channels of a chunk of a head
+    K = size(sizes, 0)
     n_k = tl.cdiv(K, BK)
     i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
     i_s = tl.program_id(0) // n_k // H
@@ -199,12 +210,12 @@ def prepared(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q', k', `decay` and `strong` of `prepare`, for chunks of C tokens of a 16-bit dtype."""
     B, T, H, K = q.shape
-    N, n = B if cu is None else len(cu) - 1, slots(B, T, cu, C)
+    N, n, sizes = B if cu is None else len(cu) - 1, slots(B, T, cu, C), sizes_of(K, K)
     q_hat, k_hat = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     decay = torch.empty((n, H, 3, K), dtype=torch.float32, device=q.device)
     strong = torch.zeros((n, H), dtype=torch.int8, device=q.device)
     launch(prepare, triton.cdiv(K, 64) * H * n)(
-        q, k, g, q_hat, k_hat, decay, strong, cu, *patterns(q, k, g, q_hat), N, T, H, K,
+        q, k, g, q_hat, k_hat, decay, strong, cu, *patterns(sizes, q, k, g, q_hat), N, T, H, sizes,
         C=C, BK=64, PACKED=cu is not None, LIMIT=limit, LOW=not triton.knobs.runtime.interpret,
         num_warps=4, maxnreg=128,
     )  # fmt: skip

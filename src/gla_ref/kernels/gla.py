@@ -52,8 +52,9 @@ from ._tiles import (
     describable,
     load_tile,
     operand,
-    pattern,
     patterns,
+    size,
+    sizes_of,
     slots,
     store_tile,
     which_segment,
@@ -87,7 +88,7 @@ PATHS = ("fused", "segmented")
 @triton.jit(do_not_specialize=VARYING)
 def walk(
     q, k, v, g, g_v, decay, strong_k, o, S_in, S_out, states, strong, all_k, all_v, cu, s_q, s_k, s_v, s_g, s_gv, s_o,
-    s_S, N, T, L, H, K, V, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
+    s_S, N, T, L, H, sizes, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """q reads, k and v write. For a walk backwards (REVERSE) the caller exchanges them: walk(k, q, do).
@@ -96,6 +97,7 @@ def walk(
     States are [..., H, K, V] in memory and seen as [..., K, H, V], so that tiles of tokens fit them.
     """
     # which tile: V tiles of a head are neighbours and share q and k in L2
+    K, V = size(sizes, 0), size(sizes, 1)
     n_v = tl.cdiv(V, BV)
     i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
     i_s = tl.program_id(0) // n_v // H
@@ -191,12 +193,13 @@ def walk(
 
 @triton.jit(do_not_specialize=VARYING)
 def mend(
-    q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_c, reverse,
+    q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, sizes, scale, n_c, reverse,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     NV: tl.constexpr, PACKED: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """Give o the pairs that `walk` has left out of strong tiles; `strong` [slots, H, NV]. Never `reverse` with g_v."""
     # which tiles: those of BN chunks; most find nothing to do
+    K, V = size(sizes, 0), size(sizes, 1)
     first = tl.program_id(0) * BN
     o_f, o_n = first * NV + tl.arange(0, BN * NV), tl.arange(0, NV)
     if tl.max(tl.load(strong + o_f, mask=o_f < n_c * NV, other=0).to(tl.int32)) == 0:
@@ -222,19 +225,19 @@ def mend(
                         b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
                         b_o = weighted(b_P, b_v, clamped(b_gv), LEVELS, LOW)  # [C, BV]
                     # store
-                    b_o *= scale
-                    b_o += load_tile(o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
+                    b_o = b_o * scale + load_tile(o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # fmt: skip
                     store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def gradients(
     q, k, v, do, g, g_v, S, R, dq, dk, dg, cu, s_q, s_k, s_v, s_do, s_g, s_gv, s_dq, s_dk, s_dg, s_S,
-    N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    N, T, H, sizes, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of a chunk from S before it and R, the gradient of the state after it, over scale."""
     # which tile: BK channels of a chunk of a head
+    K, V = size(sizes, 0), size(sizes, 1)
     n_k = tl.cdiv(K, BK)
     i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
     i_s = tl.program_id(0) // n_k // H
@@ -328,8 +331,8 @@ class _Launch:
     """The launches of one call, which share its sizes, its packing and its chunk length."""
 
     def __init__(self, q, v, g_v, cu, scale: float, path: str | None):
-        (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
-        self.scale, self.path, self.device = scale, path, q.device
+        (self.B, self.T, self.H, self.K), self.V, self.scale = q.shape, v.shape[-1], scale
+        self.path, self.device, self.sizes = path, q.device, sizes_of(self.K, self.V)
         # int32: one dtype to compile for
         self.cu, self.N = (None, self.B) if cu is None else (cu.int(), len(cu) - 1)
         self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype] / (1 if g_v is None else 2)
@@ -361,41 +364,42 @@ class _Launch:
         # float16 may be too small for sums
         kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
         stored = self.new(self.n, H, K, V, dtype=kept).transpose(1, 2) if states else None
+        S, programs = self.new(N, H, K, V), triton.cdiv(V, BV) * H * N
 
         def walk_all(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
             S_in, S_out = (x if x is None else x.transpose(1, 2) for x in (S_in, S_out))
             launch(walk, triton.cdiv(V, BV) * H * slots(self.B, T, self.cu, L))(
                 *boxes(TMA, C, (q, self.BK), (k, self.BK), (v, BV), (g, self.BK)), g_v, *decay,
                 *boxes(TMA, C, (o, BV)), S_in, S_out, *boxes(TMA, self.BK, (stored, BV)), strong, all_k, all_v,
-                self.cu, *patterns(q, k, v, g, g_v, o), pattern(H * K * V, V, K * V, 1), N, T, L, H, K, V, self.scale,
-                BK=self.BK, BV=BV, NV=self.NV, TMA=TMA, REVERSE=reverse, LIMIT=self.limit, **self.same,
+                self.cu, *patterns(self.sizes, q, k, v, g, g_v, o, S.transpose(1, 2)), N, T, L, H, self.sizes,
+                self.scale, BK=self.BK, BV=BV, NV=self.NV, TMA=TMA, REVERSE=reverse, LIMIT=self.limit, **self.same,
                 num_warps=self.warps, num_stages=self.stages[int(states)],
             )  # fmt: skip
 
-        S_out, programs = self.new(N, H, K, V), triton.cdiv(V, BV) * H * N
         L = C * segment_length(self.path, programs, triton.cdiv(T, C), self.device)
         if L > T:  # in one go
-            walk_all(L, q, o, S_in, S_out, stored)
+            walk_all(L, q, o, S_in, S, stored)
         else:  # what each segment adds to the state, the states that they start from, and then the walk itself
             n = slots(self.B, T, self.cu, L)
             part, all_k = self.new(n, H, K, V), self.new(n, H, K)
             all_v = None if g_v is None else self.new(n, H, V)
             walk_all(L, None, None, None, part, None, all_k, all_v)
-            carry_states(part, all_k, all_v, S_in, S_out, self.cu, T, L, reverse)
+            carry_states(part, all_k, all_v, S_in, S, self.cu, T, L, reverse)
             walk_all(L, q, o, part, None, stored)
-        return o, S_out, stored, strong
+        return o, S, stored, strong
 
     def mend(self, q, k, v, g, g_v, o, strong, reverse=False) -> None:
         """Adds to o what `walk` has left out."""
         launch(mend, triton.cdiv(self.n * self.H, 16))(
-            q, k, v, g, g_v, o, strong, self.cu, *patterns(q, k, v, g, g_v, o), self.N, self.T, self.H, self.K, self.V,
-            self.scale, self.n * self.H, int(reverse), LEVELS=self.C.bit_length() - 1, BK=min(64, self.BK), BV=self.BV,
-            BN=16, NV=self.NV, **self.same, num_warps=4, num_stages=1,
+            q, k, v, g, g_v, o, strong, self.cu, *patterns(self.sizes, q, k, v, g, g_v, o), self.N, self.T, self.H,
+            self.sizes, self.scale, self.n * self.H, int(reverse), LEVELS=self.C.bit_length() - 1,
+            BK=min(64, self.BK), BV=self.BV, BN=16, NV=self.NV, **self.same, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def gradients(self, q, k, v, do, g, g_v, S, R, need_dg) -> tuple:
         """dq, dk and dg (None when not needed) from the states at every chunk's ends, [..., K, H, V]."""
         K, V = q.shape[-1], v.shape[-1]
+        sizes = sizes_of(K, V)
         BK = BV = 64 if self.half else 16
         stages = 1
         # with g_v Triton refills v's buffer before the strong branch reads it
@@ -404,8 +408,8 @@ class _Launch:
         dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
         dg = self.new(*g.shape, dtype=g.dtype) if need_dg else None
         launch(gradients, triton.cdiv(K, BK) * self.H * self.n)(
-            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu, *patterns(q, k, v, do, g, g_v, dq, dk, dg, S),
-            self.N, self.T, self.H, K, V, self.scale, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
+            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu, *patterns(sizes, q, k, v, do, g, g_v, dq, dk, dg, S),
+            self.N, self.T, self.H, sizes, self.scale, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
             LIMIT=self.limit, **self.same, num_warps=4, num_stages=stages,
         )  # fmt: skip
         return dq, dk, dg

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ._launch import check_call, check_forward_only, launch, operator
-from ._tiles import load_tile, patterns, store_tile
+from ._tiles import load_tile, patterns, size, sizes_of, store_tile
 
 __all__ = ["gla_step"]
 
@@ -38,10 +38,11 @@ def row(x, s, i_b, t, i_h, o_d, D, BD: tl.constexpr):
 
 @triton.jit  # T = 1 is compiled apart, unlike in the other kernels: there is no loop then, and half the registers
 def step(
-    q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, K, V, scale,
+    q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, sizes, scale,
     BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     # which tile: BV columns of the state of a head of a sequence
+    K, V = size(sizes, 0), size(sizes, 1)
     n_v = tl.cdiv(V, BV)
     o_v, i_h = tl.program_id(0) % n_v * BV, tl.program_id(0) // n_v % H
     i_n = tl.program_id(0) // n_v // H
@@ -90,9 +91,9 @@ def _step(
     o = torch.empty(v.shape, dtype=v.dtype, device=q.device)
     S_out = torch.empty(N, H, K, V, dtype=torch.float32, device=q.device)
     states = [x if x is None else x.transpose(1, 2) for x in (S, S_out)]
-    BK = triton.next_power_of_2(K)
+    BK, sizes = triton.next_power_of_2(K), sizes_of(K, V)
     launch(step, triton.cdiv(V, BV) * H * N)(
-        q, k, v, g, g_v, o, *states, cu, *patterns(q, k, v, g, g_v, o, *states), T, H, K, V, scale,
+        q, k, v, g, g_v, o, *states, cu, *patterns(sizes, q, k, v, g, g_v, o, *states), T, H, sizes, scale,
         BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
     )  # fmt: skip
     return o, S_out
