@@ -1,15 +1,16 @@
 """Our kernels and fla's under the cases of gla_ref.check on a GPU, and how many named mistakes the kit catches there.
 
-    python benchmarks/check_peers.py                          # everything: quick, and full on one seed
+    python benchmarks/check_peers.py                          # everything: quick and full
     python benchmarks/check_peers.py --only "fla.*" --levels quick --dtypes bf16
+    python benchmarks/check_peers.py --only "*.triton*" --levels quick --seeds 20
 
 Every check is a process of its own with a time limit: one that hangs or takes the GPU down with it costs its own
 record only, and --jobs of them run side by side, the longest first. Mistakes are wrong computations of tensors, no
 kernels: these checks run on the CPU beside the others, and their records say so. What is done is written to
-results/<gpu>-check.json at once, where it replaces the older check of the same subject, dtype and level. It runs in
-the host's own Python and needs no network. Products of float32 are asked to be exact of every kernel that does not
-say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any float32 budget. fla's kernels take the first
-configuration of each search: a search for every shape takes minutes.
+results/<gpu>-check.json at once, where it replaces the older check of the same subject, dtype, level and number of
+seeds. It runs in the host's own Python and needs no network. Products of float32 are asked to be exact of every kernel
+that does not say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any float32 budget. fla's kernels
+take the first configuration of each search: a search for every shape takes minutes.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ from gla_ref.check import mistakes  # noqa: E402
 from gla_ref.compat import fla  # noqa: E402
 
 PEERS = ("fused_recurrent_gla", "chunk_gla", "chunk_linear_attn", "chunk_simple_gla")
+FORWARD = " forward"  # after the name of what has no backward pass, or refuses it
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SUBJECTS = [f"{m}.{form}" for m in FORMS for form in FORMS[m] if form.startswith("triton")]
-SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: forward only, mild gates only (chapter 10)
+SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapter 10)
+SUBJECTS[SUBJECTS.index("gla.triton_recurrent")] += FORWARD
 SUBJECTS += [f"fla.{name}" for name in PEERS]
 SCORES = [
     f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)
@@ -53,7 +56,6 @@ SCORES = [
 LEVELS = ("quick", "full")
 VERDICTS = {True: "right", False: "WRONG", None: "none"}
 RUNNING: set[subprocess.Popen] = set()
-FORWARD = " forward"  # after the name of a peer that refuses its backward pass
 
 
 def kernel(subject: str):
@@ -61,9 +63,7 @@ def kernel(subject: str):
     owner, name = subject.removesuffix(FORWARD).split(".")
     if owner != "fla":
         return owner, FORMS[owner][name], f'FORMS["{owner}"]["{name}"]'
-    only_forward = subject.endswith(FORWARD)
-    written = f'fla.theirs("{name}"{", gradients=False" if only_forward else ""})'
-    return fla.mechanism(name), fla.theirs(name, gradients=not only_forward), written
+    return fla.mechanism(name), fla.theirs(name), f'fla.theirs("{name}")'
 
 
 def prepare_triton() -> list[float]:
@@ -95,29 +95,37 @@ def prepare_triton() -> list[float]:
     return spent
 
 
-def judge(subject: str, dtype: str, options: dict, progress) -> dict:
-    """The report of one kernel without what passed, and a program that shows its first failure again."""
+def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict:
+    """What one kernel fails, on the first seed that it fails on, and a program that shows its first failure again."""
     mechanism, fn, written = kernel(subject)
-    report = check.kernel(
-        mechanism, fn, dtype=DTYPES[dtype], **options, time_limit=200.0, progress=progress
-    )
+    options = options | ({"forward_only": True} if subject.endswith(FORWARD) else {})
     worst: dict[str, float] = {}
-    for row in report.rows:
-        if row.error is not None:  # JSON has no infinity
-            worst[row.quantity] = max(worst.get(row.quantity, 0.0), min(row.ratio, 1e9))
+    cases = 0
+    for seed in range(seeds):
+        options["seed"] = seed
+        report = check.kernel(
+            mechanism, fn, dtype=DTYPES[dtype], **options, time_limit=200.0, progress=progress
+        )
+        cases += len({row.case for row in report.rows})
+        for row in report.rows:
+            if row.error is not None:  # JSON has no infinity
+                worst[row.quantity] = max(worst.get(row.quantity, 0.0), min(row.ratio, 1e9))
+        if not report.ok:
+            break
     found = report.to_json()
     rows = [row for row in found["rows"] if row["status"] == "failed"]
     kept = ("case", "quantity", "kind", "error", "budget", "message", "where")
     again = None
     if rows:
-        given = [f"{n}={options[n]!r}" for n in ("device", "level", "seed")]
-        given = f"{', '.join(given)},\n    only={rows[0]['case']!r}, dtype={DTYPES[dtype]}"
+        said = {n: x for n, x in options.items() if n != "only"}
+        given = ", ".join(f"{n}={x!r}" for n, x in said.items())
+        given = f"{given},\n    only={rows[0]['case']!r}, dtype={DTYPES[dtype]}"
         again = "import torch\nfrom gla_ref import check\nfrom gla_ref"
         again += ".compat import fla\n" if subject.startswith("fla.") else " import FORMS\n"
         again += f'print(check.kernel("{mechanism}", {written},\n    {given}))'
     return {
         "ok": report.ok,
-        "cases": len({row.case for row in report.rows}),
+        "cases": cases,
         "worst": worst,
         "failures": [{n: row[n] for n in kept} for row in rows],
         "diagnosis": found["diagnosis"],
@@ -143,7 +151,8 @@ def score(mechanism: str, dtype: str, options: dict, progress) -> dict:
 
 def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dict:
     """One check in a process of its own: a record of what it found, or of why it did not finish."""
-    began, device = time.monotonic(), "cpu" if subject in SCORES else args.device
+    began = time.monotonic()
+    device, seeds = ("cpu", 1) if subject in SCORES else (args.device, args.seeds)
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "found.json", Path(folder) / "log"
         command = [
@@ -156,7 +165,7 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
             "--levels",
             level,
         ]
-        command += ["--seed", str(args.seed), "--device", device, "--out", str(out)]
+        command += ["--seeds", str(seeds), "--device", device, "--out", str(out)]
         command += ["--cases", args.cases] if args.cases else []
         with log.open("w") as sink:
             env = os.environ | {"OMP_NUM_THREADS": "1"}  # as many processes as cores
@@ -173,7 +182,7 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
         said = log.read_text(errors="replace").strip()[-400:]
         found = json.loads(out.read_text()) if out.exists() else {"ok": None}
     return {
-        "subject": subject, "dtype": dtype, "level": level, "seed": args.seed, "device": device,
+        "subject": subject, "dtype": dtype, "level": level, "seeds": seeds, "device": device,
         "seconds": round(time.monotonic() - began, 1), **found,
         "message": None if "worst" in found or "mistakes" in found else f"{message}: {said}",
     }  # fmt: skip
@@ -182,7 +191,7 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
 def merge(path: Path, environment: dict, records: list[dict]) -> None:
     old = json.loads(path.read_text())["checks"] if path.exists() else []
     every = {
-        tuple(r[n] for n in ("subject", "dtype", "level", "seed")): r for r in [*old, *records]
+        tuple(r[n] for n in ("subject", "dtype", "level", "seeds")): r for r in [*old, *records]
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(r, allow_nan=False) for r in every.values())
@@ -199,7 +208,7 @@ def line(r: dict) -> str:
     elif "mistakes" in r:
         said = f"{r['mistakes']} mistakes, {len(r['escaped'])} escaped, {len(r['unnamed'])} unnamed"
     else:
-        said = f"{r['cases']} cases, {len(r['failures'])} failures"
+        said = f"{r['cases']} cases of {r['seeds']} seeds, {len(r['failures'])} failures"
         said += f", first {r['failures'][0]['case']}" if r["failures"] else ""
     compiling = f" ({r['compiling_s']:.1f} s compiling)" if r.get("compiling_s") else ""
     return f"{name:44} {VERDICTS[r['ok']]:6}{r['seconds']:7.1f} s{compiling}  {said}"
@@ -210,7 +219,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="PATTERN", help=f"of {', '.join(SUBJECTS + SCORES)}")
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="0, 1, ... of the inputs; default 1")
     parser.add_argument("--seconds", type=float, default=480, help="of one check")
     parser.add_argument("--seconds-in-all", type=float, help="then what runs is stopped")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="checks side by side")
@@ -220,12 +229,18 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        options = {"device": args.device, "level": args.levels[0], "seed": args.seed}
+        options = {"device": args.device, "level": args.levels[0]}
         options |= {"only": args.cases} if args.cases else {}
         owner, name = args.child.split(".")
-        work, what = (score, name) if owner == "mistakes" else (judge, args.child)
-        spent = prepare_triton()
-        found = work(what, args.dtypes[0], options, lambda *at: print(*at, flush=True))
+        dtype, spent = args.dtypes[0], prepare_triton()
+
+        def progress(*at):
+            print(*at, flush=True)
+
+        if owner == "mistakes":
+            found = score(name, dtype, options, progress)
+        else:
+            found = judge(args.child, dtype, args.seeds, options, progress)
         found["compiling_s"] = round(sum(spent), 1)
         args.out.write_text(json.dumps(found, allow_nan=False))
         return

@@ -141,17 +141,45 @@ def wrong_library(monkeypatch):
 
 def test_a_checked_peer_is_recorded_and_its_failure_runs_again(monkeypatch, capsys):
     wrong_library(monkeypatch)
-    options = {"device": "cpu", "level": "quick", "seed": 3, "only": "length 1"}
-    found = check_peers.judge("fla.chunk_gla", "fp32", options, None)
+    options = {"device": "cpu", "level": "quick", "only": "length 1"}
+    found = check_peers.judge("fla.chunk_gla", "fp32", 3, options, None)
     json.dumps(found, allow_nan=False)
     assert found["ok"] is False and found["cases"] == 1 and found["worst"]["o"] > 1
     first = found["failures"][0]
     assert (first["case"], first["quantity"]) == ("length 1", "o") and first["where"]["t"] == 0
     exec(found["reproduction"], {})
     printed = capsys.readouterr().out
-    assert "gla on cpu in float32, quick, seed 3: WRONG" in printed and "length 1" in printed
+    assert "gla on cpu in float32, quick, seed 0: WRONG" in printed and "length 1" in printed
     assert {"fla.chunk_gla", "gla.triton", "simple_gla.triton"} <= set(check_peers.SUBJECTS)
     assert check_peers.kernel("gla.triton")[0] == "gla"
+
+
+def test_a_kernel_is_checked_on_several_seeds_up_to_the_first_failure(monkeypatch):
+    def only_without_gradients(q, k, v, g):
+        if torch.is_grad_enabled():
+            raise ValueError("no")
+        return FORMS["gla"]["recurrent"](q, k, v, g)
+
+    later, asked = -1, []
+    right = check_peers.check.kernel
+
+    def counted(*args, seed, **named):
+        asked.append(seed)
+        if seed == later:
+            named["forward_only"] = False
+        return right(*args, seed=seed, **named)
+
+    monkeypatch.setattr(check_peers.check, "kernel", counted)
+    monkeypatch.setitem(FORMS["gla"], "own", only_without_gradients)
+    options = {"device": "cpu", "level": "quick", "only": "length 7"}
+    found = check_peers.judge("gla.own forward", "fp32", 3, options, None)
+    assert (
+        found["ok"] and found["cases"] == 3 and asked == [0, 1, 2] and "dq" in found["not_covered"]
+    )
+    later = 1
+    found = check_peers.judge("gla.own forward", "fp32", 3, options, None)
+    assert not found["ok"] and found["cases"] == 2 and asked[3:] == [0, 1]
+    assert "forward_only=True" in found["reproduction"] and "seed=1" in found["reproduction"]
 
 
 CHILDREN = {  # what a process makes of it: message, verdict
@@ -166,7 +194,7 @@ def test_a_check_apart(tmp_path, monkeypatch, body):
     child, (message, ok) = tmp_path / "child.py", CHILDREN[body]
     child.write_text(f"import pathlib, sys, time\nout = sys.argv[sys.argv.index('--out') + 1]\n{body}\n")  # fmt: skip
     monkeypatch.setattr(check_peers, "__file__", str(child))
-    args = argparse.Namespace(seed=0, device="cpu", cases=None, seconds=2.0)
+    args = argparse.Namespace(seeds=1, device="cpu", cases=None, seconds=2.0)
     record = check_peers.apart("fla.chunk_gla", "bf16", "quick", args)
     assert (record["message"], record["ok"]) == (message, ok)
     assert ok or "none" in check_peers.line(record)
@@ -214,7 +242,7 @@ def test_the_score_counts(monkeypatch):
 def test_peers_configurations_are_shared_out(monkeypatch):
     """Every configuration is compiled by one process and measured by none."""
     autotuner = pytest.importorskip("triton.runtime.autotuner")
-    config = types.SimpleNamespace(all_kwargs=lambda: {"num_warps": 4})
+    config = types.SimpleNamespace(num_stages=2, all_kwargs=lambda: {"num_warps": 4})
     compiled = []
     for piece in range(3):
         with monkeypatch.context() as patch:

@@ -308,6 +308,23 @@ def test_what_is_not_covered_is_said():
     assert {row.quantity for row in report.rows if row.status == "passed"} == {"o"}
 
 
+def test_a_kernel_that_refuses_gradients_is_checked_without():
+    calls = []
+
+    def refuses(q, k, v, g):
+        calls.append(torch.is_grad_enabled())
+        if calls[-1]:
+            raise ValueError("q: expected a tensor that needs no gradient")
+        return GATED(q, k, v, g)
+
+    assert {r.kind for r in check.kernel("gla", refuses, only="length 7").failures} == {"raises"}
+    calls.clear()
+    report = check.kernel("gla", refuses, forward_only=True, only="length 7")
+    assert report.ok and calls == [False, False]
+    assert {"dq", "dk", "dv", "dg"} <= set(report.not_covered)
+    assert {row.quantity for row in report.rows if row.status == "passed"} == {"o", "S"}
+
+
 def test_a_small_error_is_not_blamed_on_a_mistake_that_does_not_show():
     """One percent, near the budgets of bf16: mistakes that are as near to what is right explain nothing."""
 
@@ -369,7 +386,7 @@ def test_json_has_its_schema():
     }  # fmt: skip
     assert data["settings"] == {
         "mechanism": "gla", "device": "cpu", "dtype": "float32", "level": "quick", "only": "length 65",
-        "seed": 0, "layout": "bthd", "state": "kv", "gate": "log",
+        "seed": 0, "layout": "bthd", "state": "kv", "gate": "log", "forward_only": False,
     }  # fmt: skip
     assert data["schema"] == 1 and data["ok"] is False
     keys = {

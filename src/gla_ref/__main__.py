@@ -139,7 +139,7 @@ def check_kernel(args: argparse.Namespace) -> int:
 
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected a GPU for {args.device}, found none")
-    names = ("device", "level", "only", "seed", "layout", "state", "gate")
+    names = ("device", "level", "only", "seed", "layout", "state", "gate", "forward_only")
     options = {n: getattr(args, n) for n in names}
     report = check.kernel(
         args.mechanism,
@@ -199,6 +199,11 @@ def add_check(commands) -> None:
         choices=("log", "log2", "alpha"),
         default="log",
         help="what g holds: natural log, log2, or the decay itself",
+    )
+    it.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="call it without gradients, which it does not have",
     )
     it.add_argument(
         "--time-limit",

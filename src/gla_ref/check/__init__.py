@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 
 import torch
@@ -42,6 +42,7 @@ def kernel(
     layout: str = "bthd",
     state: str = "kv",
     gate: str = "log",
+    forward_only: bool = False,
     time_limit: float = 60.0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
@@ -64,6 +65,8 @@ def kernel(
         layout: "bthd", or "bhtd" with heads before time in every token tensor.
         state: "kv", or "vk" for states `[N, H, V, K]`.
         gate: "log" (natural), "log2" or "alpha" (not a logarithm).
+        forward_only: call it under `torch.no_grad` only, where it refuses inputs that need gradients, or refuses
+            its backward pass; gradients are then not covered.
         time_limit: seconds a call may take, compilation included, before it counts as hanging.
         progress: called with (cases done, cases in all, name of the next).
 
@@ -79,14 +82,14 @@ def kernel(
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype}")
-    kind, how, takes = MECHANISMS[mechanism], Convention(layout, state, gate), accepted(fn)
+    conventions = {"layout": layout, "state": state, "gate": gate, "forward_only": forward_only}
+    kind, how, takes = MECHANISMS[mechanism], Convention(**conventions), accepted(fn)
     if isinstance(only, Case):
         chosen = [only]
     elif only is not None:
         chosen = [case for case in chosen if fnmatch(case.name, only)]
     if not chosen:
         raise ValueError(f"only: expected a pattern that fits a case, got {only!r}")
-    conventions = {"layout": layout, "state": state, "gate": gate}
     settings = {
         "mechanism": mechanism,
         "device": str(device),
@@ -148,7 +151,7 @@ def kernel(
         if first.kind != "hangs":  # every attempt would take the time limit
             least = shrink(least, fails)
         given = {"device": str(device), "seed": seed, **conventions}
-        plain = {"device": "cpu", "seed": 0, "layout": "bthd", "state": "kv", "gate": "log"}
+        plain = {"device": "cpu", "seed": 0} | asdict(Convention())
         options = {n: value for n, value in given.items() if value != plain[n]}
         report.reproduction = reproduction(mechanism, fn, least, dtype, **options)
     if progress:

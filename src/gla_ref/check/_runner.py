@@ -40,6 +40,7 @@ class Convention:
     layout: str = "bthd"
     state: str = "kv"
     gate: str = "log"
+    forward_only: bool = False
 
     def __post_init__(self):
         known = {
@@ -238,7 +239,8 @@ def observe(
     """({quantity: what the kernel made of it, on the CPU, or None}, [Finding, ...]) of one case.
 
     Two runs must be the same. Then come the ways in which a training loop calls a kernel too, which may take
-    other code: without gradients, through its graph a second time, with inputs that need no gradient.
+    other code: without gradients, through its graph a second time, with inputs that need no gradient. A kernel
+    that is forward only is called without gradients and in no other way.
     """
     names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
     x = {n: y.to(F32 if n in WIDE else p.dtypes["o"]) for n, y in p.inputs.items()}
@@ -263,12 +265,12 @@ def observe(
 
     runs = []
     for _ in range(2):
-        runs.append(attempt(seconds, work, True, {}))
+        runs.append(attempt(seconds, work, not how.forward_only, {}))
         if isinstance(runs[-1], Finding):
             return {}, runs[-1:]
     usual, again = runs
     differ = [n for n, y in usual.items() if not same(y, again[n])]
-    ways = [("no_grad", "under torch.no_grad()", False, {})]
+    ways = [] if how.forward_only else [("no_grad", "under torch.no_grad()", False, {})]
     if usual["dq"] is not None:
         ways.append(("twice", "in a second backward pass", True, {"backwards": 2}))
         for n in names if p.case.frozen else ():

@@ -12,11 +12,9 @@ chunk, fused recurrent) call the same kernel here.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from .. import FORMS
@@ -278,7 +276,7 @@ def mechanism(name: str) -> str:
     raise ValueError(f"name: expected one of {', '.join(known)}; got {name!r}")
 
 
-def theirs(name: str, gradients: bool = True) -> Callable:
+def theirs(name: str) -> Callable:
     """fla's own function under this book's contract, for `check.kernel(mechanism(name), theirs(name))`.
 
     fla is imported by the first call. Linear attention is called with `normalize=False`, and boundaries are
@@ -288,7 +286,6 @@ def theirs(name: str, gradients: bool = True) -> Callable:
 
     Args:
         name: one of the functions of this module, such as "chunk_gla".
-        gradients: False calls it without autograd, for a function that refuses its backward pass.
 
     Returns:
         `o, state = fn(q, k, v[, g], *, scale=None, initial_state=None, cu_seqlens=None)`.
@@ -303,11 +300,10 @@ def theirs(name: str, gradients: bool = True) -> Callable:
         if g and g[0].isneginf().any():
             raise NotClaimed("gates of -inf")
         own = getattr(importlib.import_module(f"fla.ops.{module}"), name)
-        with contextlib.nullcontext() if gradients else torch.no_grad():
-            return own(
-                q, k, v, *g, scale=scale, initial_state=initial_state, output_final_state=True,
-                cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(), **options,
-            )  # fmt: skip
+        return own(
+            q, k, v, *g, scale=scale, initial_state=initial_state, output_final_state=True,
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(), **options,
+        )  # fmt: skip
 
     fn.__name__ = name
     return fn
