@@ -208,7 +208,7 @@ def line(r: dict) -> str:
     elif "mistakes" in r:
         said = f"{r['mistakes']} mistakes, {len(r['escaped'])} escaped, {len(r['unnamed'])} unnamed"
     else:
-        said = f"{r['cases']} cases of {r['seeds']} seeds, {len(r['failures'])} failures"
+        said = f"{r['cases']} cases, {len(r['failures'])} failures"
         said += f", first {r['failures'][0]['case']}" if r["failures"] else ""
     compiling = f" ({r['compiling_s']:.1f} s compiling)" if r.get("compiling_s") else ""
     return f"{name:44} {VERDICTS[r['ok']]:6}{r['seconds']:7.1f} s{compiling}  {said}"
