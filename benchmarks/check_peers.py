@@ -54,6 +54,7 @@ SCORES = [
     f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)
 ]
 LEVELS = ("quick", "full")
+KEY = ("subject", "dtype", "level", "seeds")  # of a record, which a newer one replaces
 VERDICTS = {True: "right", False: "WRONG", None: "none"}
 RUNNING: set[subprocess.Popen] = set()
 
@@ -183,18 +184,16 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
         found = json.loads(out.read_text()) if out.exists() else {"ok": None}
     return {
         "subject": subject, "dtype": dtype, "level": level, "seeds": seeds, "device": device,
-        "seconds": round(time.monotonic() - began, 1), **found,
+        "alone": args.alone, "commit": args.commit, "seconds": round(time.monotonic() - began, 1), **found,
         "message": None if "worst" in found or "mistakes" in found else f"{message}: {said}",
     }  # fmt: skip
 
 
 def merge(path: Path, environment: dict, records: list[dict]) -> None:
     old = json.loads(path.read_text())["checks"] if path.exists() else []
-    every = {
-        tuple(r[n] for n in ("subject", "dtype", "level", "seeds")): r for r in [*old, *records]
-    }
+    every = {tuple(r[n] for n in KEY): r for r in [*old, *records]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(r, allow_nan=False) for r in every.values())
+    lines = ",\n".join("  " + json.dumps(r, allow_nan=False) for _, r in sorted(every.items()))
     path.write_text(
         f'{{"environment": {json.dumps(environment, indent=1)},\n"checks": [\n{lines}\n]}}\n'
     )
@@ -247,6 +246,9 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("check_peers: expected an NVIDIA GPU, found none")
 
+    args.commit = os.environ.get("GLA_REF_COMMIT") or run.command(
+        "git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"
+    )
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     environment = {
         "gpu": gpu,
@@ -256,8 +258,7 @@ def main() -> None:
         "triton": run.installed("triton"),
         "peers": {n: run.installed(n) for n in run.PEERS},
         "float32_products": os.environ["TRITON_F32_DEFAULT"],
-        "commit": os.environ.get("GLA_REF_COMMIT")
-        or run.command("git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"),
+        "commit": args.commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
     print(json.dumps(environment), flush=True)
@@ -279,6 +280,7 @@ def main() -> None:
         for level in args.levels
         if level == "quick" or s not in SCORES
     ]
+    args.alone = len(checks) == 1  # else others ran beside each, and its seconds are theirs too
     # the longest first; a sort keeps the rest in its order
     checks.sort(key=lambda check: (check[0] not in SCORES, check[2] == "quick"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("check_peers: stopped"))

@@ -11,6 +11,7 @@ from cases import F64, LADDER, error, inputs
 from emulated import Gla
 
 from gla_ref import FORMS, gla_backward
+from gla_ref import check as kit
 from gla_ref import gla as references
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -231,6 +232,16 @@ def here(request):
 
 
 anywhere = pytest.mark.usefixtures("here")
+
+
+@anywhere
+@pytest.mark.parametrize(
+    "dtype, T", [(torch.float32, 8), (torch.float32, 32), (torch.float16, 32)], ids=str
+)
+def test_just_inside_the_limit(dtype, T):
+    """Where one product costs the most digits, by budgets that know nothing of the kernel's limits."""
+    case = kit.Case(B=1, H=1, T=T, gate=str((kernels.LIMIT[dtype] + 1e-3) / T))
+    kit.kernel("gla", FORMS["gla"]["triton"], device=HERE, dtype=dtype, only=case).raise_if_failed()
 
 
 def small(T=35, **kw):

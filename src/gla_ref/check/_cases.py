@@ -19,7 +19,7 @@ SUB = 16  # its sub-chunk
 SEARCH = 40  # random cases of the full level
 MILD = "logsigmoid/16"
 GATES = (
-    "zero", "-1e-4", MILD, "-1", "-20", "-1e3", "-inf", "one strong channel", "mild and strong chunks",
+    "zero", "-1e-4", MILD, "-0.2", "-1", "-20", "-1e3", "-inf", "one strong channel", "mild and strong chunks",
     "switch - 1e-3", "switch + 1e-3", "resets at chunk ends", "many resets",
 )  # fmt: skip
 
