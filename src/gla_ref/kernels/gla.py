@@ -95,6 +95,7 @@ def walk(
 
     Either g is there, or `decay` and `strong_k` (a flag a chunk and head) with q' and k', as `prepare` left them.
     States are [..., H, K, V] in memory and seen as [..., K, H, V], so that tiles of tokens fit them.
+    Strides (s_q, ...) and sizes (K and V) are as `patterns` has them.
     """
     # which tile: V tiles of a head are neighbours and share q and k in L2
     K, V = size(sizes, 0), size(sizes, 1)
