@@ -280,18 +280,18 @@ def test_any_scale(scale):
 
 
 @anywhere
-@pytest.mark.parametrize("V", [36, 512])
+@pytest.mark.parametrize("B, H, V", [(2, 3, 36), (1, 1, 512)])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_feature_maps_and_normaliser(normalize, V):
+def test_feature_maps_and_normaliser(normalize, B, H, V):
     """Budgets of o before the division, of both sums after it: 2 x what an emulated run has, + 4 eps."""
-    x, _ = problem(2, 35, 3, 20, V)
+    x, _ = problem(B, 35, H, 20, V)
     args, phi = [x[n] for n in ("q", "k", "v")], linear_references.elu_plus_one
     options = {"feature_map": phi, "normalize": normalize}
     o, states = linear_references.recurrent(*(y.double() for y in args), **options)
 
     q, k, v = phi(args[0]), phi(args[1]), args[2]
     g, ones = torch.zeros_like(q[..., 0]), torch.ones_like(v[..., :1])
-    S0 = torch.zeros(2, 3, 20, V, device=HERE)
+    S0 = torch.zeros(B, H, 20, V, device=HERE)
     low, S, _ = emulated_walk(q, k, v, g, S0, 20**-0.5, torch.float32, 16)
     total, z, _ = emulated_walk(q, k, ones, g, S0[..., :1], 20**-0.5, torch.float32, 16)
     names = ("o", "S", "z") if normalize else ("o", "S")
