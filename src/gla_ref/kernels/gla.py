@@ -123,9 +123,8 @@ def walk(
     i_t = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
     i_t += n_c - 1 if REVERSE else 0
     if decay is not None:  # loaded a chunk ahead, of slot i_t: nothing else is ready before it
-        m_k = (o_k < K) & (n_c > 0)
         p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + ROW) * K + o_k
-        next_first = tl.load(p_d, mask=m_k, other=1.0)  # [BK]
+        next_first = tl.load(p_d, mask=o_k < tl.where(n_c > 0, K, 0), other=1.0)  # [BK]
     for i_c in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
         i_chunk = i_t  # in states
@@ -144,7 +143,7 @@ def walk(
         else:
             first, last = next_first, next_first
             p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + ROW) * K + o_k
-            next_first = tl.load(p_d, mask=m_k & (i_c + 1 < n_c), other=1.0)  # [BK]
+            next_first = tl.load(p_d, mask=o_k < tl.where(i_c + 1 < n_c, K, 0), other=1.0)  # [BK]
             mild_k = tl.load(strong_k + i_d) == 0
         if states is not None:
             store_tile(states, b_S, s_S, i_chunk, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
@@ -187,7 +186,7 @@ def walk(
     if S_out is not None:
         store_tile(S_out, b_S, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
     if all_k is not None:
-        tl.store(all_k + (i_s * H + i_h) * K + o_k, b_all_k, mask=(o_k < K) & (i_v == 0))
+        tl.store(all_k + (i_s * H + i_h) * K + o_k, b_all_k, mask=o_k < tl.where(i_v == 0, K, 0))
         if all_v is not None:
             tl.store(all_v + (i_s * H + i_h) * V + o_v, b_all_v, mask=o_v < V)
 
