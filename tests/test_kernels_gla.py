@@ -16,6 +16,10 @@ from gla_ref import gla as references
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from gla_ref.kernels import _vector_gates as vector_gates  # noqa: E402
 from gla_ref.kernels import gla as kernels  # noqa: E402
 from gla_ref.kernels.gla import gla  # noqa: E402
 from gla_ref.kernels.gla_step import gla_step  # noqa: E402
@@ -242,6 +246,19 @@ def test_just_inside_the_limit(dtype, T):
     """Where one product costs the most digits, by budgets that know nothing of the kernel's limits."""
     case = kit.Case(B=1, H=1, T=T, gate=str((kernels.LIMIT[dtype] + 1e-3) / T))
     kit.kernel("gla", FORMS["gla"]["triton"], device=HERE, dtype=dtype, only=case).raise_if_failed()
+
+
+@triton.jit
+def total_off(x, LOW: tl.constexpr):
+    return tl.sum(x.to(tl.float32), 0) * (1 + 2**-22)
+
+
+@interpreted
+def test_pairs_do_not_see_the_order_in_which_a_total_is_summed(monkeypatch):
+    """The interpreter sums a total in order, a GPU as a tree, an ulp or two away (benchmarks/LAB.md)."""
+    monkeypatch.setattr(vector_gates, "totals", total_off)
+    case = kit.Case(B=1, H=1, T=19, gate="-0.2")
+    kit.kernel("gla", FORMS["gla"]["triton"], dtype=torch.float32, only=case).raise_if_failed()
 
 
 def small(T=35, **kw):

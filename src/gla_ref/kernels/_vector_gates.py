@@ -88,10 +88,11 @@ def chunk_decays(
         up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, LOW) * LOG2E
         rest = tl.where(mild, 0.0, total * 0.5)[None, :]
         up, down = rest + up, rest - up
-    else:  # each summed on its own, so that a strong gate takes no digits from those after it
-        half = tl.where(mild, total * 0.5, 0.0)[None, :]
-        up = sums(o_i >= o_j, b_f, LOW) * LOG2E - half
-        down = sums(o_i < o_j, b_f, LOW) * LOG2E - half
+    else:  # each summed on its own, so that a strong gate takes no digits from those after it; of mild channels half of
+        # their difference, since a total, whose terms are added in another order, would be off from both in all pairs
+        up, down = sums(o_i >= o_j, b_f, LOW) * LOG2E, sums(o_i < o_j, b_f, LOW) * LOG2E
+        half = (up - down) * 0.5
+        up, down = tl.where(mild[None, :], half, up), tl.where(mild[None, :], -half, down)
     edge, through = tl.where(mild, total * 0.5, 0.0), tl.where(mild, 0.0, total)
     of_q, of_k = edge, edge
     if dtype == tl.float16:
