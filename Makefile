@@ -17,7 +17,7 @@ book: notebooks ## execute every chapter and build the site; a warning or a brok
 	@echo "The book: _build/html/index.html"
 
 test: $(VENV) ## run every test that needs no GPU (the site is built and its pages are executed too)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	@echo "All tests passed."
 
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)

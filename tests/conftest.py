@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,30 @@ try:
     settings.load_profile("exact")
 except ImportError:  # the GPU host may lack it; the tests that use it say so themselves
     pass
+
+
+def pytest_configure():
+    """Triton's interpreter patches its language at every call inside a kernel, half of its time: once is enough."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_once(fn):
+        languages = [x for x in fn.__globals__.values() if x is tl or x is tl.core]
+        if any(tl.core.is_builtin(language.load) for language in languages):
+            return patch(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_once
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest start first, so that in the end no worker waits for another's."""
+    longest = ["test_book", "test_kernels_linear", "test_check", "test_kernels_gla"]
+    items.sort(key=lambda item: (longest + [item.path.stem]).index(item.path.stem))
 
 
 def pytest_addoption(parser):

@@ -1,7 +1,7 @@
 """What one gate a channel and token adds to the chunks of gla.py: factors of q, k and state, and levels (chapter 11).
 
     mild channels    q e^(b - r), k e^(r - b), the state e^r before and after, r = b_C / 2
-    strong ones      q e^b, k e^(b_C - b), the state e^(b_C) in between; pairs inside the chunk in levels
+    strong ones      q e^b, k e^(b_C - b), the state e^(b_C) in between; all pairs of their chunk in levels
 
 float16 is too small for q e^b at g = -20 already: a power of two is taken out of it, and given to the state.
 b is the running sum of g in the chunk. Reference: :mod:`gla_ref.gla`. The kernels of gla.py call these functions;
@@ -75,10 +75,10 @@ def totals(x, LOW: tl.constexpr):
 def chunk_decays(
     b_g, LIMIT: tl.constexpr, LOW: tl.constexpr, REVERSE: tl.constexpr, dtype: tl.constexpr
 ):
-    """Of a chunk's gates [C, D]: factors of what reads and of what writes [C, D], of the state [D], mild?
+    """Of a chunk's gates [C, D]: factors of what reads and of what writes [C, D], of the state [D]; are all mild?
 
     The state is multiplied by `first`, read, multiplied by `through` (1 in mild channels), written to, and multiplied
-    by `last`, in mild channels the same. Backwards in time, what reads is what decays to the chunk's end.
+    by `last` (in mild channels `first` again, else 1). Backwards in time, what reads is what decays to the chunk's end.
     """
     o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
     b_f = clamped(b_g)
@@ -88,15 +88,15 @@ def chunk_decays(
         up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, LOW) * LOG2E
         rest = tl.where(mild, 0.0, total * 0.5)[None, :]
         up, down = rest + up, rest - up
-    else:  # each summed on its own, so that a strong gate takes no digits from those after it; of mild channels half of
-        # their difference, since a total, whose terms are added in another order, would be off from both in all pairs
+    else:  # each summed on its own, so that a strong gate takes no digits from those after it. Half their difference is
+        # b - b_C / 2 of mild channels: with `total`, whose terms are added in another order, i = j would not cancel
         up, down = sums(o_i >= o_j, b_f, LOW) * LOG2E, sums(o_i < o_j, b_f, LOW) * LOG2E
         half = (up - down) * 0.5
         up, down = tl.where(mild[None, :], half, up), tl.where(mild[None, :], -half, down)
     edge, through = tl.where(mild, total * 0.5, 0.0), tl.where(mild, 0.0, total)
     of_q, of_k = edge, edge
     if dtype == tl.float16:
-        # that of the first token, of all the largest
+        # decay of the first token, the largest of all
         most = totals(tl.where(o_i == 0, b_f, 0.0).to(b_f.dtype), LOW) * LOG2E
         shift = tl.where(mild, 0.0, tl.floor(tl.maximum(most, -100.0)))
         up, of_q, through = up - shift[None, :], edge + shift, through - shift

@@ -14,7 +14,7 @@ instead and k to its end (exponents <= 0): right for the state, useless for
 pairs inside the chunk. A chunk with such a channel is strong: its pairs are
 made in levels instead. Tokens j < i meet at the border in the middle of the
 smallest block of 2^n tokens that holds both, to which k_j decays and from which
-q_i does; a level (n) is one product, of which the blocks' lower left quarters
+q_i does; a level (one n) is one product, of which the blocks' lower left quarters
 count. No exponent is above 0, every sum is one of just the gates between: exact
 for every gate, no loop over pairs.
 
@@ -28,9 +28,9 @@ The kernels, and the number of programs of each::
 
 Backward: dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, and
 stores R, the gradient of the state after each chunk (over scale, so that scale
-may come last); a walk forward stores S before each; the rest is local. Keys
-with g and values with g_v play the same part there, so dv and dg_v are then
-`gradients` with the two exchanged, and the walk backwards is for R alone.
+may come last); a walk forward stores S before each; the rest is local. With
+g_v, keys and values play the same part: dv and dg_v are `gradients` with the
+two exchanged, and the walk backwards is for R alone.
 
 A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g)
 for 2 C (C (K + BV) + 2 K BV) FLOPs. Limits: K <= 256, V <= 512.
@@ -94,7 +94,7 @@ def walk(
     """q reads, k and v write. For a walk backwards (REVERSE) the caller exchanges them: walk(k, q, do).
 
     Either g is there, or `decay` and `strong_k` (a flag a chunk and head) with q' and k', as `prepare` left them.
-    States are [..., H, K, V] in memory and seen as [..., K, H, V], so that tiles of tokens fit them.
+    States are [..., H, K, V] in memory and seen as [..., K, H, V], so that `load_tile` fits them.
     Strides (s_q, ...) and sizes (K and V) are as `patterns` has them.
     """
     # which tile: V tiles of a head are neighbours and share q and k in L2
@@ -122,7 +122,7 @@ def walk(
     # i_t, the chunk's slot: the sequence's first one, the segment's start, and backwards the segment's last chunk
     i_t = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
     i_t += n_c - 1 if REVERSE else 0
-    if decay is not None:  # loaded a chunk ahead, of slot i_t: nothing else is ready before it
+    if decay is not None:  # `first` of slot i_t, a chunk ahead: nothing can begin before it
         p_d = decay + ((i_t * H + i_h).to(tl.int64) * 3 + ROW) * K + o_k
         next_first = tl.load(p_d, mask=o_k < tl.where(n_c > 0, K, 0), other=1.0)  # [BK]
     for i_c in tl.range(0, n_c):
@@ -156,7 +156,7 @@ def walk(
         else:
             read_v, first_v, last_v, through_v, mild_v = no_decays(C, BV)
         mild = mild_k & mild_v
-        b_S = b_S * first[:, None] * first_v[None, :]  # mild channels: half way into the chunk
+        b_S = b_S * first[:, None] * first_v[None, :]  # half way, of mild channels
         if o is not None:
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
             b_low, of_S = operand(b_S, b_v.dtype)
@@ -290,8 +290,8 @@ def gradients(
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
     b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
-    # compute: over the chunk's pairs. For dg: b_net = q dq - k (dk of pairs), which summed from t on counts the paths
-    # that cross t and are read in the chunk; b_later = k (dk of later chunks), summed up to t, the others (all [C, BK])
+    # compute: over the chunk's pairs. For dg: b_net = q dq - k (dk of pairs), summed from t on: the paths that cross t
+    # and are read in the chunk; b_later = k (dk of later chunks), summed before t: those read later (all [C, BK])
     up, down, first, last, through, mild = chunk_decays(b_g, LIMIT, LOW, False, b_q.dtype)
     b_read, b_write = b_read * first[None, :], b_write * last[None, :]
     b_A, of_A = operand(tl.where(o_i >= o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
@@ -342,7 +342,7 @@ class _Launch:
         self.C, BV, self.warps, *self.stages = (HALF if self.half else FLOAT32)[max(64, self.BK)]
         self.BV, self.n = min(BV, wide), slots(self.B, self.T, cu, self.C)
         self.NV = triton.next_power_of_2(triton.cdiv(self.V, self.BV))  # strong flags of a chunk
-        low = self.half and not triton.knobs.runtime.interpret  # which gets products of bf16 wrong
+        low = self.half and not triton.knobs.runtime.interpret  # its products of bf16 are wrong
         self.same = {"C": self.C, "PACKED": cu is not None, "LOW": low}
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -356,7 +356,7 @@ class _Launch:
         return q_hat, k_hat, None, decay
 
     def walk(self, q, k, v, g, g_v, decay, S_in, reverse=False, states=False) -> tuple:
-        """(o, final state, the states before each chunk, which tiles are strong); no o without q."""
+        """(o, final state, the states before each chunk (backwards: after it), strong tiles); no o without q."""
         C, BV, N, T, H, K, V = self.C, self.BV, self.N, self.T, self.H, self.K, self.V
         TMA = self.cu is None and all(describable(x) for x in (q, k, v, g) if x is not None)
         o = None if q is None else self.new(self.B, T, H, V, dtype=v.dtype)
@@ -402,7 +402,7 @@ class _Launch:
         sizes = sizes_of(K, V)
         BK = BV = 64 if self.half else 16
         stages = 1
-        # with g_v Triton refills v's buffer before the strong branch reads it
+        # not with g_v: Triton would refill v's buffer before the strong branch reads it
         if self.half and V > BV and g_v is None:
             stages = 3 if S.dtype == torch.bfloat16 else 2  # for states in float32 there is no room
         dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
@@ -510,7 +510,8 @@ def gla(
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
         float16 bears q and k (with g_v, v and the gradient of o too) up to 3000 in size, since a mild chunk's decay
-        multiplies them by as much as e^3; scores and states may be of any size that float32 bears.
+        multiplies them by up to e^3; scores and states may be of any size that float32 bears. In a strong chunk
+        a token reads 0 of what has decayed to less than 6e-8 since the chunk's first token.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
