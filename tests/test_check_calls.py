@@ -53,11 +53,39 @@ def in_order(x):
     return x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset()).nan_to_num()
 
 
+class Early(torch.autograd.Function):
+    """o and S, whose backward pass is over where nothing comes for o (0) or for S (1)."""
+
+    @staticmethod
+    def forward(ctx, o, S, which):
+        ctx.set_materialize_grads(False)
+        ctx.which = which
+        ctx.save_for_backward(o, S)
+        return o.clone(), S.clone()
+
+    @staticmethod
+    def backward(ctx, *d):
+        zeros = [torch.zeros_like(x) for x in ctx.saved_tensors]
+        d = (
+            zeros
+            if d[ctx.which] is None
+            else [z if x is None else x for x, z in zip(d, zeros, strict=True)]
+        )
+        return *d, None
+
+
 def linear(mistake):
     """Linear attention whose mistake shows in some shapes, strides or ways of being called only."""
+    kept = {}  # from call to call
 
-    def fn(q, k, v, *, scale=None, initial_state=None):
+    def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
         K, V, S = q.shape[-1], v.shape[-1], initial_state
+        if mistake == "k read with q's strides":
+            k = k.as_strided(k.shape, q.stride(), k.storage_offset())
+        if mistake == "a scale of 0 taken for none":
+            scale = scale or None
+        if mistake == "the plan of another pack" and cu_seqlens is not None:
+            cu_seqlens = kept.setdefault((len(cu_seqlens), q.shape[1]), cu_seqlens)
         if mistake == "a tile of 64 keys, its tail dropped" and K > 64:
             q = torch.cat([q[..., :64], 0 * q[..., 64:]], -1)
         if mistake == "a tile of 32 keys, its tail dropped" and 32 < K < 64:
@@ -74,7 +102,13 @@ def linear(mistake):
             q.requires_grad and v.requires_grad
         ):
             q, k, v, S = (x if x is None else x.detach() for x in (q, k, v, S))
-        o, S = LINEAR(q, k, v, scale=scale, initial_state=S)
+        o, S = LINEAR(q, k, v, scale=scale, initial_state=S, cu_seqlens=cu_seqlens)
+        if mistake == "the state in a workspace" and not torch.is_grad_enabled():
+            S = kept.setdefault(S.shape, torch.empty_like(S)).copy_(S)
+        if mistake == "no gradients but with one of o":
+            o, S = Early.apply(o, S, 0)
+        if mistake == "no gradients but with one of S":
+            o, S = Early.apply(o, S, 1)
         if mistake == "a tile of 64 values, its tail dropped" and V > 64:
             o = torch.cat([o[..., :64], 0 * o[..., 64:]], -1)
         if mistake == "the second batch reads the first, from chunk 4 on" and len(o) > 1:
@@ -105,14 +139,48 @@ WAYS = {  # mistake: a failure that names it
     "no gradient of q where v needs none": ("frozen inputs", "dq", "frozen"),
     "no gradients unless all need one": ("frozen inputs", "dk", "frozen"),
     "no gradients unless k or v need one": ("frozen inputs", "dq", "frozen"),
+    "the state in a workspace": ("frozen inputs", "S", "overwritten"),
+    "k read with q's strides": ("strided", "o", "not finite"),
+    "a scale of 0 taken for none": ("scale zero", "o", "error"),
+    "the plan of another pack": ("packed*", "o", "error"),
+    "no gradients but with one of o": ("loss of the state alone", "dk", "error"),
+    "no gradients but with one of S": ("loss of o alone", "dq", "error"),
 }
 
 
 @pytest.mark.parametrize("mistake", WAYS)
 def test_no_way_of_calling_is_left_out(mistake):
-    report = check.kernel("linear_attention", linear(mistake))
-    found = {(row.case, row.quantity, row.kind) for row in report.failures}
-    assert WAYS[mistake] in found, str(report)
+    only, *what = WAYS[mistake]
+    report = check.kernel("linear_attention", linear(mistake), only=only)
+    assert what in [[row.quantity, row.kind] for row in report.failures], str(report)
+
+
+def test_a_sum_over_later_tokens_in_sixteen_bits_is_caught():
+    def pull(d, passes):
+        terms, d, rest = d - torch.cat([d[:, 1:], 0 * d[:, :1]], 1), d.clone(), 0
+        for t in reversed(range(d.shape[1])):
+            d[:, t] = rest = (rest + terms[:, t]).bfloat16()
+        return d
+
+    def fn(q, k, v, g, **named):
+        g = Unlike.apply(g.float(), torch.clone, pull)
+        o, S = GATED(q.float(), k.float(), v.float(), g, **named)
+        return o.to(v.dtype), S
+
+    report = check.kernel("gla", fn, dtype=torch.bfloat16, only="gate -1e-4*")
+    assert [(row.case, row.quantity) for row in report.failures] == [("gate -1e-4 long", "dg")]
+
+
+def test_a_maximum_taken_before_a_negative_scale_is_caught():
+    def fn(q, k, v, *, scale=None):
+        later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        x = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(later, -torch.inf)
+        p = (scale * (x - x.amax(-1, keepdim=True))).masked_fill(later, -torch.inf).exp()
+        return torch.einsum("bhij,bjhd->bihd", p / p.sum(-1, keepdim=True), v)
+
+    report = check.kernel("softmax_attention", fn, only="steep*")
+    assert report.failing == ["steep and negative"]
 
 
 def test_strides_are_those_of_the_own_order_of_axes():
@@ -179,3 +247,13 @@ def test_what_goes_wrong_in_one_way_only_says_in_which(way):
     }
     row = report.failures[0]
     assert row.message.startswith(said[way]) and not report.undiagnosed
+
+
+@pytest.mark.parametrize("mechanism", ["linear_attention", "softmax_attention"])
+def test_without_a_final_state_gradients_are_those_of_o(mechanism):
+    def fn(q, k, v, *, scale=None):
+        return FORMS[mechanism]["parallel"](q, k, v, scale=scale)[0]
+
+    report = check.kernel(mechanism, fn, only="l*")
+    report.raise_if_failed()
+    assert {"dq", "dk", "dv"} <= {row.quantity for row in report.rows if row.status == "passed"}

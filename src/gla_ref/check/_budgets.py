@@ -26,8 +26,8 @@ def evaluate(
 ) -> dict[str, Tensor | None]:
     """o, final states and every gradient of one call; None for what the function does not give.
 
-    There is no gradient for the inputs that are `frozen`. Of several backward passes through the same graph
-    the last one counts.
+    There is no gradient for the inputs that are `frozen`; what a loss of the state alone does not reach has one of
+    0. Of several backward passes through the same graph the last one counts.
     """
     names = [*kind.tokens, *kind.states]
     leaves = {n: x[n].detach().requires_grad_(n not in frozen) for n in names if n in x}
@@ -43,10 +43,11 @@ def evaluate(
     )
     states = (None,) * len(kind.states) if state is None else state if kind.cache else (state,)
     found = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
-    pulled = {n: y for n, y in found.items() if y is not None and y.requires_grad}
+    pulled = {n: y for n, y in found.items() if f"d {n}" in x and y is not None and y.requires_grad}
     asked = {n: y for n, y in leaves.items() if y.requires_grad}
     grads = (None,) * len(asked)
-    for left in reversed(range(backwards if "o" in pulled else 0)):
+    reached = pulled if case.loss == "state" else "o" in pulled
+    for left in reversed(range(backwards if reached else 0)):
         cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
         grads = torch.autograd.grad(
             list(pulled.values()),
@@ -54,6 +55,7 @@ def evaluate(
             cotangents,
             allow_unused=True,
             retain_graph=left > 0,
+            materialize_grads=case.loss == "state",
         )
     found |= {f"d{n}": d for n, d in zip(asked, grads, strict=True)}
     return {n: y if y is None else y.detach() for n, y in found.items()}

@@ -35,10 +35,12 @@ class Case:
         ends: boundaries of packed sequences, from 0 to T (with B = 1); None for none.
         state: whether there is an initial state (for softmax attention a cache of nine tokens).
         index: dtype of `cu_seqlens`: "int32" or "int64".
-        strides: of inputs, states and what backward passes get: "contiguous", "strided" (rows apart) or
-            "misaligned" (off 16 bytes).
+        strides: of inputs, states and what backward passes get: "contiguous", "strided" (rows apart, no two
+            tensors alike) or "misaligned" (off 16 bytes).
         size: standard deviation of q, v and the initial state; k has 1.
-        frozen: it runs also with each input in turn requiring no gradient, or alone requiring one.
+        frozen: it runs also with each input in turn requiring no gradient, or alone requiring one, and
+            another call must leave its results as they are.
+        loss: of "both" o and the final state, of "o" alone or of the "state" alone.
         telling: the diagnosis looks at it first.
     """
 
@@ -56,6 +58,7 @@ class Case:
     strides: str = "contiguous"
     size: float = 1.0
     frozen: bool = False
+    loss: str = "both"
     telling: bool = False
 
     def __str__(self) -> str:
@@ -87,28 +90,34 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     if kind.gate:
         found += [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g) for g in GATES[:-1]]
         found.append(Case("gate many resets", T=3 * C + 3, H=2, gate=GATES[-1], telling=True))
-    ends = (0, 0, 33, 33, 40, 120, 130, 130)
+    ends, others = (0, 0, 33, 33, 40, 120, 130, 130), (0, 20, 20, 53, 90, 97, 97, 130)
     packed = {"B": 1, "T": ends[-1], "ends": ends}
+    long = 16 * C + SUB + 1
     found += [
         Case("square", K=6, V=6, T=C + 7, telling=True),
         Case("one head", H=1, K=64, V=48, T=C + SUB + 1),
         Case("wide", H=2, K=40, V=36, T=C + 3),
         Case("wider", B=1, H=2, K=80, V=72, T=C + SUB + 1),
         Case("scale given", scale=-0.3, T=C + 3, telling=True),
+        Case("scale zero", scale=0.0, T=SUB + 3),
         Case("no initial state", state=False),
         Case("packed", **packed, state=not kind.cache, telling=True),
-        Case("packed without state", **packed, state=False, index="int64"),
+        Case("packed otherwise", **packed | {"ends": others}, state=False, index="int64"),
         Case("packed with scale", **packed, state=not kind.cache, scale=0.7),
         Case("strided", strides="strided", telling=True),
         Case("misaligned", strides="misaligned"),
         Case("frozen inputs", frozen=True),
+        Case("loss of o alone", loss="o"),
+        Case("loss of the state alone", loss="state"),
         Case("large", size=30.0, telling=True),
         Case("long", H=2, T=300),
     ]
     if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
-        found.append(Case("steep", scale=300.0, state=False))
+        found += [Case("steep", scale=300.0, state=False)]
+        found += [Case("steep and negative", scale=-300.0, state=False)]
+    if kind.gate:  # where sums of gradients over all later tokens drift most
+        found.append(Case("gate -1e-4 long", B=1, H=2, T=long, gate="-1e-4"))
     if level == "full":
-        long = 16 * C + SUB + 1
         found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (long, 4096, 8192)]
         sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100))
         sizes += ((1, 1, 256, kind.widest),)
@@ -117,8 +126,9 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
             for B, H, K, V in sizes
         ]
         for g in GATES if kind.gate else ():
-            found.append(Case(f"gate {g} long", B=1, H=2, T=long, gate=g))
             found.append(Case(f"gate {g} packed", **packed, gate=g))
+            if g != "-1e-4":  # that one is quick's
+                found.append(Case(f"gate {g} long", B=1, H=2, T=long, gate=g))
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
 
@@ -212,6 +222,8 @@ def inputs(
     if not case.state:
         for name in kind.states:
             del x[name]
+    if case.loss != "both":
+        x = {n: y for n, y in x.items() if n[:2] != "d " or (n == "d o") == (case.loss == "o")}
     wide = {n for n in x if n.endswith("S") or n == "S0"}
     exact = {n: y.to(torch.float32 if n in wide else dtype).to(F64) for n, y in x.items()}
     return exact | ({"g": representable(x["g"], form, dtype)} if kind.gate else {})

@@ -25,7 +25,7 @@ BETTER = 0.75  # the part of a largest error beyond its budget that may be left:
 def variant(mechanism: str, m: Mistake, p: _Key) -> dict[str, Tensor] | None:
     """What the mistake makes of a problem in float64; None where it has no result (as on empty chunks)."""
     case = p.problem.case
-    x = {n: placed(y, case.strides) for n, y in p.problem.inputs.items()}
+    x = {n: placed(y, case.strides, i) for i, (n, y) in enumerate(p.problem.inputs.items())}
     try:
         return evaluate(apply(mechanism, m), MECHANISMS[mechanism], x, case)
     except (RuntimeError, IndexError):

@@ -160,11 +160,14 @@ def poisoned(device: str):
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def placed(x: Tensor, strides: str) -> Tensor:
-    """The same values at other addresses: rows apart (NaN between them), or one element off a 16-byte boundary."""
+def placed(x: Tensor, strides: str, i: int) -> Tensor:
+    """The same values at other addresses: rows apart (NaN between them), or one element off a 16-byte boundary.
+
+    How far apart, an odd number, differs for every tensor i of a call: one that takes another's strides reads NaN.
+    """
     if strides == "strided":
         room = (
-            x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan)
+            x.new_full((*x.shape[:-1], 2 * (x.shape[-1] + i) + 1), math.nan)
             .transpose(0, 1)
             .contiguous()
             .transpose(0, 1)
@@ -239,8 +242,9 @@ def observe(
     """({quantity: what the kernel made of it, on the CPU, or None}, [Finding, ...]) of one case.
 
     Two runs must be the same. Then come the ways in which a training loop calls a kernel too, which may take
-    other code: without gradients, through its graph a second time, with inputs that need no gradient. A kernel
-    that is forward only is called without gradients and in no other way.
+    other code: without gradients, through its graph a second time, with inputs that need no gradient, and once
+    more before the results of the first call are used. A kernel that is forward only is called without gradients
+    and in no other way; one whose runs differ in none of them, since it would differ there too.
     """
     names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
     x = {n: y.to(F32 if n in WIDE else p.dtypes["o"]) for n, y in p.inputs.items()}
@@ -252,7 +256,10 @@ def observe(
         return how.states(y, kind) if n in WIDE else how.tokens(y)
 
     x = {n: y.to(device) for n, y in x.items()}
-    x = {n: own(n, placed(own(n, y).contiguous(), p.case.strides)) for n, y in x.items()}
+    x = {
+        n: own(n, placed(own(n, y).contiguous(), p.case.strides, i))
+        for i, (n, y) in enumerate(x.items())
+    }
     before = {n: x[n].clone() for n in names}
     call, findings = adapt(fn, kind, how, takes), []
 
@@ -263,6 +270,15 @@ def observe(
                 torch.cuda.synchronize(device)
             return {n: y if y is None else y.to("cpu", copy=True) for n, y in found.items()}
 
+    def overwritten(gradients: bool):
+        """Which results of a call are not what they were after another one, on the inputs moved along by one."""
+        other = {n: y.roll(1, 1) for n, y in x.items()}
+        with torch.set_grad_enabled(gradients):
+            found = evaluate(call, kind, x, p.case)
+            kept = {n: y if y is None else y.clone() for n, y in found.items()}
+            evaluate(call, kind, other, p.case)
+            return [n for n, y in found.items() if not same(y, kept[n])]
+
     runs = []
     for _ in range(2):
         runs.append(attempt(seconds, work, not how.forward_only, {}))
@@ -270,8 +286,9 @@ def observe(
             return {}, runs[-1:]
     usual, again = runs
     differ = [n for n, y in usual.items() if not same(y, again[n])]
-    ways = [] if how.forward_only else [("no_grad", "under torch.no_grad()", False, {})]
-    if usual["dq"] is not None:
+    once = how.forward_only or differ
+    ways = [] if once else [("no_grad", "under torch.no_grad()", False, {})]
+    if usual["dq"] is not None and not once:
         ways.append(("twice", "in a second backward pass", True, {"backwards": 2}))
         for n in names if p.case.frozen else ():
             ways.append(("frozen", f"where {n} requires no gradient", True, {"frozen": [n]}))
@@ -291,6 +308,10 @@ def observe(
             found = {n: y for n, y in found.items() if n == "o" or n in kind.states.values()}
         for n in only_then(p, usual, found):
             findings.append(Finding(way, f"wrong {when}, right otherwise", n))
+    for gradients in {not how.forward_only, False} if p.case.frozen and not differ else ():
+        found = attempt(seconds, overwritten, gradients)
+        for n in [] if isinstance(found, Finding) else found:
+            findings.append(Finding("overwritten", "another call writes into the results", n))
     changed = [n for n in names if not torch.equal(x[n], before[n])]
     if changed:
         return usual, [Finding("modified", "the kernel wrote into its input", n) for n in changed]

@@ -18,6 +18,7 @@ PLAIN = (
     ("ends", None),
     ("index", "int32"),
     ("frozen", False),
+    ("loss", "both"),
     ("state", False),
 )
 GATES = ("zero", "-1", MILD)  # from the plainest on
