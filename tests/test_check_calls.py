@@ -167,8 +167,8 @@ def test_a_sum_over_later_tokens_in_sixteen_bits_is_caught():
         o, S = GATED(q.float(), k.float(), v.float(), g, **named)
         return o.to(v.dtype), S
 
-    report = check.kernel("gla", fn, dtype=torch.bfloat16, only="gate -1e-4*")
-    assert [(row.case, row.quantity) for row in report.failures] == [("gate -1e-4 long", "dg")]
+    report = check.kernel("gla", fn, dtype=torch.bfloat16, only="slow decay")
+    assert [row.quantity for row in report.failures] == ["dg"]
 
 
 def test_a_maximum_taken_before_a_negative_scale_is_caught():

@@ -116,7 +116,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found += [Case("steep", scale=300.0, state=False)]
         found += [Case("steep and negative", scale=-300.0, state=False)]
     if kind.gate:  # where sums of gradients over all later tokens drift most
-        found.append(Case("gate -1e-4 long", B=1, H=2, T=long, gate="-1e-4"))
+        found.append(Case("slow decay", B=1, H=2, T=long, gate="-1e-4"))
     if level == "full":
         found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (long, 4096, 8192)]
         sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100))
@@ -127,7 +127,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         ]
         for g in GATES if kind.gate else ():
             found.append(Case(f"gate {g} packed", **packed, gate=g))
-            if g != "-1e-4":  # that one is quick's
+            if g != "-1e-4":  # slow decay
                 found.append(Case(f"gate {g} long", B=1, H=2, T=long, gate=g))
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
