@@ -113,8 +113,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("long", H=2, T=300),
     ]
     if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
-        found += [Case("steep", scale=300.0, state=False)]
-        found += [Case("steep and negative", scale=-300.0, state=False)]
+        found.append(Case("steep", scale=300.0, state=False))
+        found.append(Case("steep and negative", scale=-300.0, state=False))
     if kind.gate:  # where sums of gradients over all later tokens drift most
         found.append(Case("slow decay", B=1, H=2, T=long, gate="-1e-4"))
     if level == "full":
