@@ -14,12 +14,9 @@ from gla_ref import FORMS, gla_backward
 from gla_ref import check as kit
 from gla_ref import gla as references
 
-pytest.importorskip("triton", reason="Triton exists for Linux only")
+triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
+tl = pytest.importorskip("triton.language")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-from gla_ref.kernels import _vector_gates as vector_gates  # noqa: E402
 from gla_ref.kernels import gla as kernels  # noqa: E402
 from gla_ref.kernels.gla import gla  # noqa: E402
 from gla_ref.kernels.gla_step import gla_step  # noqa: E402
@@ -256,7 +253,7 @@ def total_off(x, LOW: tl.constexpr):
 @interpreted
 def test_pairs_do_not_see_the_order_in_which_a_total_is_summed(monkeypatch):
     """The interpreter sums a total in order, a GPU as a tree, an ulp or two away (benchmarks/LAB.md)."""
-    monkeypatch.setattr(vector_gates, "totals", total_off)
+    monkeypatch.setattr("gla_ref.kernels._vector_gates.totals", total_off)
     case = kit.Case(B=1, H=1, T=19, gate="-0.2")
     kit.kernel("gla", FORMS["gla"]["triton"], dtype=torch.float32, only=case).raise_if_failed()
 
