@@ -237,7 +237,7 @@ anywhere = pytest.mark.usefixtures("here")
 
 @anywhere
 @pytest.mark.parametrize(
-    "dtype, T", [(torch.float32, 8), (torch.float32, 32), (torch.float16, 32)], ids=str
+    "dtype, T", [(torch.float32, 8), (torch.float32, 16), (torch.float16, 32)], ids=str
 )
 def test_just_inside_the_limit(dtype, T):
     """Where one product costs the most digits, by budgets that know nothing of the kernel's limits."""
@@ -254,8 +254,9 @@ def total_off(x, LOW: tl.constexpr):
 def test_pairs_do_not_see_the_order_in_which_a_total_is_summed(monkeypatch):
     """The interpreter sums a total in order, a GPU as a tree, an ulp or two away (benchmarks/LAB.md)."""
     monkeypatch.setattr("gla_ref.kernels._vector_gates.totals", total_off)
-    case = kit.Case(B=1, H=1, T=19, gate="-0.2")
-    kit.kernel("gla", FORMS["gla"]["triton"], dtype=torch.float32, only=case).raise_if_failed()
+    case = kit.Case(B=1, H=1, T=48, gate="-0.245")
+    form = FORMS["gla"]["triton"]
+    kit.kernel("gla", form, dtype=torch.float32, only=case, seed=1).raise_if_failed()
 
 
 def small(T=35, **kw):

@@ -22,7 +22,7 @@ from ._cases import Case, cases
 from ._diagnose import diagnose
 from ._mechanisms import MECHANISMS
 from ._report import Report, Row, judge
-from ._runner import Convention, NotClaimed, accepted, observe
+from ._runner import Convention, NotClaimed, accepted, never_given, observe
 from ._shrink import reproduction, shrink
 
 __all__ = ["MECHANISMS", "Case", "NotClaimed", "Report", "Row", "cases", "kernel", "mistakes"]
@@ -98,6 +98,7 @@ def kernel(
         "only": None if only is None else str(only),
         "seed": seed,
         **conventions,
+        "defaults": never_given(fn, kind),
     }
 
     def pose(case: Case) -> tuple[list[Row], Problem | None]:
@@ -128,7 +129,7 @@ def kernel(
             rows.append(Row(case.name, f.quantity, status, f.kind, message=str(f)))
         return rows, [(p, found)] if found else []
 
-    report, seen = Report(settings), []
+    report, seen = Report(settings, {case.name: case for case in chosen}), []
     with ThreadPoolExecutor(2) as pool:  # the next problems are worked out while a kernel compiles
         posed = [pool.submit(pose, case) for case in chosen[:4]]
         for i, case in enumerate(chosen):

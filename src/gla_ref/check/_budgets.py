@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ._cases import C, Case, inputs, representable
+from ._cases import C, Case, held, inputs, representable
 from ._mechanisms import MECHANISMS, SHORT, Mechanism
 
 TOKENS = ("o", "dq", "dk", "dv", "dg")  # quantities with a time axis
@@ -23,11 +23,14 @@ def evaluate(
     case: Case,
     frozen: Sequence[str] = (),
     backwards: int = 1,
+    between: Callable[[], object] | None = None,
+    moved: bool = False,
 ) -> dict[str, Tensor | None]:
     """o, final states and every gradient of one call; None for what the function does not give.
 
     There is no gradient for the inputs that are `frozen`; what a loss of the state alone does not reach has one of
-    0. Of several backward passes through the same graph the last one counts.
+    0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them
+    other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call before.
     """
     names = [*kind.tokens, *kind.states]
     leaves = {n: x[n].detach().requires_grad_(n not in frozen) for n in names if n in x}
@@ -35,12 +38,21 @@ def evaluate(
     cu = None
     if case.ends is not None:
         cu = torch.tensor(case.ends, dtype=getattr(torch, case.index), device=x["q"].device)
-    o, state = fn(
+    call = partial(
+        fn,
         *(leaves[n] for n in kind.tokens),
         scale=case.scale,
         initial_state=None if not given else tuple(given) if kind.cache else given[0],
         cu_seqlens=cu,
     )
+    if moved:
+        right = cu.clone()
+        cu.copy_(right[-1] - right.flip(0))
+        call()
+        cu.copy_(right)
+    o, state = call()
+    if between:
+        between()
     states = (None,) * len(kind.states) if state is None else state if kind.cache else (state,)
     found = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
     pulled = {n: y for n, y in found.items() if f"d {n}" in x and y is not None and y.requires_grad}
@@ -48,7 +60,9 @@ def evaluate(
     grads = (None,) * len(asked)
     reached = pulled if case.loss == "state" else "o" in pulled
     for left in reversed(range(backwards if reached else 0)):
+        pull = 1.0 if x["q"].dtype == torch.float16 else case.pull
         cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
+        cotangents = cotangents if pull == 1 else [pull * d for d in cotangents]
         grads = torch.autograd.grad(
             list(pulled.values()),
             list(asked.values()),
@@ -57,6 +71,7 @@ def evaluate(
             retain_graph=left > 0,
             materialize_grads=case.loss == "state",
         )
+        grads = grads if pull == 1 else [d if d is None else d / pull for d in grads]
     found |= {f"d{n}": d for n, d in zip(asked, grads, strict=True)}
     return {n: y if y is None else y.detach() for n, y in found.items()}
 
@@ -170,7 +185,7 @@ def problem(
     """
     kind = MECHANISMS[mechanism]
     given = inputs(mechanism, case, dtype, seed, form)
-    dtypes = {n: torch.float32 if n in ("S0", "d S") else dtype for n in given}
+    dtypes = {n: held(n, case, dtype) for n in given}
     runs = min(16, max(3, 2**21 // (case.B * case.T * case.H * case.K * case.V)))
     x = copies(given, runs, seed, kind, form, dtypes)
     x = {n: y.to(device if kind.cache and case.T > FEW else "cpu") for n, y in x.items()}
@@ -180,7 +195,7 @@ def problem(
     single = {n: y.float() for n, y in x.items()}
     emulated = [evaluate(way, kind, single, case) for way in ways]
 
-    dtypes = {n: torch.float32 if n in ("S", "dS0") else dtype for n in exact}
+    dtypes = {n: held(n, case, dtype) for n in exact}
     right = {n: y.chunk(runs, head_axis(n))[0].contiguous() for n, y in exact.items()}
     budgets = {}
     for n, y in exact.items():

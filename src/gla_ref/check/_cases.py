@@ -17,11 +17,18 @@ LN2 = math.log(2)
 C = 64  # the chunk that lengths and gates aim at, and that findings are located in
 SUB = 16  # its sub-chunk
 SEARCH = 40  # random cases of the full level
+MANY = 130  # packed sequences, more than fit in a block that looks them all up
 MILD = "logsigmoid/16"
 GATES = (
     "zero", "-1e-4", MILD, "-0.2", "-1", "-20", "-1e3", "-inf", "one strong channel", "mild and strong chunks",
     "switch - 1e-3", "switch + 1e-3", "resets at chunk ends", "many resets",
 )  # fmt: skip
+OPTIONAL = {
+    "g": "gates in float32",
+    "S0": "a state of float64",
+    "transposed": "inputs whose channels lie apart",
+    "expanded": "inputs with strides of 0",
+}
 
 
 @dataclass(frozen=True)
@@ -33,13 +40,19 @@ class Case:
         gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16".
         scale: as the kernel gets it; None for K^-0.5.
         ends: boundaries of packed sequences, from 0 to T (with B = 1); None for none.
-        state: whether there is an initial state (for softmax attention a cache of nine tokens).
+        state: whether there is an initial state (for softmax attention a cache).
+        past: the number of tokens in that cache.
         index: dtype of `cu_seqlens`: "int32" or "int64".
         strides: of inputs, states and what backward passes get: "contiguous", "strided" (rows apart, no two
-            tensors alike) or "misaligned" (off 16 bytes).
-        size: standard deviation of q, v and the initial state; k has 1.
+            tensors alike), "misaligned" (off 16 bytes), "transposed" (channels apart) or "expanded" (with strides
+            of 0: keys and values that heads share, one gate for all channels, one initial state for all
+            sequences, and the gradients of a sum).
+        other: the input that has another dtype than usual, "g" (float32) or "S0" (float64); "" for none.
+        size: standard deviation of q, v and the initial state (in float16 100 at most); k has 1.
+        pull: the size of what the loss puts on o and the final state (in float16 always 1); the gradients are
+            divided by it.
         frozen: it runs also with each input in turn requiring no gradient, or alone requiring one, and
-            another call must leave its results as they are.
+            another call must leave its results as they are, and what its backward pass needs.
         loss: of "both" o and the final state, of "o" alone or of the "state" alone.
         telling: the diagnosis looks at it first.
     """
@@ -55,11 +68,19 @@ class Case:
     ends: tuple[int, ...] | None = None
     index: str = "int32"
     state: bool = True
+    past: int = 9
     strides: str = "contiguous"
+    other: str = ""
     size: float = 1.0
+    pull: float = 1.0
     frozen: bool = False
     loss: str = "both"
     telling: bool = False
+
+    @property
+    def optional(self) -> str:
+        """What a kernel may refuse by raising; empty where it may not."""
+        return OPTIONAL.get(self.other) or OPTIONAL.get(self.strides, "")
 
     def __str__(self) -> str:
         """The call that makes it: sizes, and what is not by default so."""
@@ -92,31 +113,55 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found.append(Case("gate many resets", T=3 * C + 3, H=2, gate=GATES[-1], telling=True))
     ends, others = (0, 0, 33, 33, 40, 120, 130, 130), (0, 20, 20, 53, 90, 97, 97, 130)
     packed = {"B": 1, "T": ends[-1], "ends": ends}
+    whole = (0, C, 3 * C, 3 * C, 6 * C + 8, 6 * C + SUB + 8, 7 * C + SUB + 8)
+    many = tuple(n + n // 3 for n in range(MANY + 1))
     long = 16 * C + SUB + 1
     found += [
         Case("square", K=6, V=6, T=C + 7, telling=True),
         Case("one head", H=1, K=64, V=48, T=C + SUB + 1),
         Case("wide", H=2, K=40, V=36, T=C + 3),
         Case("wider", B=1, H=2, K=80, V=72, T=C + SUB + 1),
+        Case("widest", B=1, H=2, K=160, V=136, T=C + 3),
         Case("scale given", scale=-0.3, T=C + 3, telling=True),
         Case("scale zero", scale=0.0, T=SUB + 3),
+        Case("one token with scale", T=1, scale=0.7),
+        Case("one token without state", T=1, state=False),
         Case("no initial state", state=False),
+        Case("scale without state", scale=0.7, state=False, strides="strided", loss="o"),
+        Case("loss without state", state=False, strides="misaligned", loss="state"),
         Case("packed", **packed, state=not kind.cache, telling=True),
         Case("packed otherwise", **packed | {"ends": others}, state=False, index="int64"),
         Case("packed with scale", **packed, state=not kind.cache, scale=0.7),
+        Case("packed whole chunks", B=1, T=whole[-1], ends=whole, state=not kind.cache),
+        Case("many sequences", B=1, T=many[-1], H=1, K=3, V=5, ends=many, state=not kind.cache),
+        Case("packed strided", **packed, state=False, strides="strided", loss="o"),
+        Case("packed transposed", **packed, state=not kind.cache, strides="transposed", scale=-0.3),
         Case("strided", strides="strided", telling=True),
         Case("misaligned", strides="misaligned"),
+        Case("transposed", strides="transposed"),
+        Case("expanded", strides="expanded"),
+        Case("many heads", B=3, H=101, K=4, V=6, T=SUB + 3, state=False),
         Case("frozen inputs", frozen=True),
-        Case("loss of o alone", loss="o"),
+        Case("loss of o alone", T=3 * C + 3, loss="o"),
         Case("loss of the state alone", loss="state"),
+        Case("small loss", pull=2.0**-24),
         Case("large", size=30.0, telling=True),
+        Case("huge", size=2.0**18, state=not kind.cache),
         Case("long", H=2, T=300),
     ]
     if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
         found.append(Case("steep", scale=300.0, state=False))
         found.append(Case("steep and negative", scale=-300.0, state=False))
-    if kind.gate:  # where sums of gradients over all later tokens drift most
-        found.append(Case("slow decay", B=1, H=2, T=long, gate="-1e-4"))
+        found.append(Case("long cache", T=SUB + 3, past=600, scale=3.0))
+        found.append(Case("long cache and one token", T=1, past=600, scale=3.0))
+    else:
+        found.append(Case("state of float64", other="S0"))
+    later = [Case(f"gate {g} packed", **packed, gate=g) for g in GATES]
+    later += [Case(f"gate {g} long", B=1, H=2, T=long, gate=g) for g in GATES]
+    if kind.gate:  # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
+        names = "gate -1e-4 long", "gate -1 long", "gate many resets packed"
+        found += [case for case in later if case.name in names]
+        found.append(Case("gates in float32", other="g"))
     if level == "full":
         found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (long, 4096, 8192)]
         sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100))
@@ -125,10 +170,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
             Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1)
             for B, H, K, V in sizes
         ]
-        for g in GATES if kind.gate else ():
-            found.append(Case(f"gate {g} packed", **packed, gate=g))
-            if g != "-1e-4":  # slow decay
-                found.append(Case(f"gate {g} long", B=1, H=2, T=long, gate=g))
+        found += [case for case in later if kind.gate and case not in found]
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
 
@@ -152,7 +194,8 @@ def any_case(mechanism: str, rng: Random, name: str) -> Case:
         scale=rng.choice((None, None, 1.0, -0.3)),
         ends=ends,
         state=rng.random() < 0.7 and not (kind.cache and ends),
-        strides=rng.choice(("contiguous", "contiguous", "strided", "misaligned")),
+        strides=rng.choice(("contiguous", "contiguous", "strided", "misaligned", "transposed")),
+        loss=rng.choice(("both", "both", "both", "o", "state")),
         index=rng.choice(("int32", "int64")),
         frozen=rng.random() < 0.1,
     )
@@ -191,6 +234,23 @@ def representable(g: Tensor, gate: str, dtype: torch.dtype) -> Tensor:
     return {"log": lambda x: x, "log2": lambda x: x * LN2, "alpha": torch.log}[gate](held)
 
 
+def held(name: str, case: Case, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an input or a result of a kernel's (of "dg" that of "g") in a case."""
+    name = name.removeprefix("d").strip()
+    if name == "S0" and case.other == name:
+        return F64
+    return torch.float32 if name in ("S", "S0", case.other) else dtype
+
+
+def shared(name: str, y: Tensor) -> Tensor:
+    """Values that need no more memory than that of a single head, channel, sequence or number."""
+    if name in ("k", "v", "k0", "v0"):
+        return y[:, :, :1].expand_as(y)
+    if name == "S0":
+        return y[:1].expand_as(y)
+    return y[..., :1].expand_as(y) if name == "g" else torch.ones_like(y) if name[:2] == "d " else y
+
+
 def inputs(
     mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str = "log"
 ) -> dict[str, Tensor]:
@@ -201,29 +261,32 @@ def inputs(
     """
     kind, rng = MECHANISMS[mechanism], torch.Generator().manual_seed(1000 + seed)
     B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
+    size = min(case.size, 100.0) if dtype == torch.float16 else case.size
 
     def normal(*shape):
         return torch.randn(shape, generator=rng, dtype=F64)
 
     x = {
-        "q": case.size * normal(B, T, H, K),
+        "q": size * normal(B, T, H, K),
         "k": normal(B, T, H, K),
-        "v": case.size * normal(B, T, H, V),
+        "v": size * normal(B, T, H, V),
     }
     if kind.gate:
         x["g"] = gate(case.gate, (B, T, H, K)[: len(kind.gate.split())], rng)
     x["d o"] = normal(B, T, H, V)
-    N, past = B if case.ends is None else len(case.ends) - 1, 9 if case.state else 0
+    N, past = B if case.ends is None else len(case.ends) - 1, case.past if case.state else 0
     if kind.cache:
-        x |= {"k0": normal(B, past, H, K), "v0": case.size * normal(B, past, H, V)}
+        x |= {"k0": normal(B, past, H, K), "v0": size * normal(B, past, H, V)}
         x |= {"d k_cache": normal(B, past + T, H, K), "d v_cache": normal(B, past + T, H, V)}
     else:
-        x |= {"S0": case.size * normal(N, H, K, V), "d S": normal(N, H, K, V)}
+        x |= {"S0": size * normal(N, H, K, V), "d S": normal(N, H, K, V)}
     if not case.state:
         for name in kind.states:
             del x[name]
     if case.loss != "both":
         x = {n: y for n, y in x.items() if n[:2] != "d " or (n == "d o") == (case.loss == "o")}
-    wide = {n for n in x if n.endswith("S") or n == "S0"}
-    exact = {n: y.to(torch.float32 if n in wide else dtype).to(F64) for n, y in x.items()}
-    return exact | ({"g": representable(x["g"], form, dtype)} if kind.gate else {})
+    if case.strides == "expanded":
+        x = {n: shared(n, y) for n, y in x.items()}
+    exact = {n: y.to(held(n, case, dtype)).to(F64) for n, y in x.items()}
+    g = {"g": representable(x["g"], form, held("g", case, dtype))} if kind.gate else {}
+    return exact | g

@@ -136,6 +136,8 @@ def render(report: Report) -> str:
     parts += table(report)
     if report.failing:
         parts.append(f"<p>{escape(report.extent)}</p>")
+    if report.common:
+        parts.append(f"<p>Only these have {escape('; '.join(report.common))}</p>")
     for (kind, message), rows in report.findings.items():
         found = ", ".join(dict.fromkeys(row.quantity for row in rows))
         n = len({row.case for row in rows})
@@ -166,6 +168,8 @@ def render(report: Report) -> str:
     if report.not_covered:
         left = "; ".join(f"{escape(name)} ({n})" for name, n in report.not_covered.items())
         parts.append(f"<p>Not covered (cases): {left}</p>")
+    if report.tried:
+        parts.append(f"<p>{escape(report.tried)}</p>")
     return f'<div class="gla-check"><style>{STYLE}</style>{"".join(parts)}</div>'
 
 

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ._budgets import TOKENS, Problem
-from ._cases import SUB, C
+from ._cases import SUB, C, Case
+from ._common import common, reach
 from ._html import SHADES, render
 
+SCALE = f"a space is within budget, each of {SHADES[1:]} half a power of ten further"
 CACHES = ("k_cache", "v_cache", "dk0", "dv0")  # these have a time axis, too
 
 
@@ -80,13 +82,16 @@ class Report:
     """The result of :func:`gla_ref.check.kernel`: rows, and the mistakes that explain the failures.
 
     Attributes:
-        settings: what was checked and how, as given.
+        settings: what was checked and how, as given; "defaults" are the arguments of the function that it was
+            never given.
+        cases: what was tried, by name.
         rows: one :class:`Row` a case and quantity.
         diagnosis: {"mistake", "line", "distance"} of each match, best first.
         reproduction: at the full level, lines of Python that run the smallest case that fails.
     """
 
     settings: dict
+    cases: dict[str, Case] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     diagnosis: list[dict] = field(default_factory=list)
     reproduction: str = ""
@@ -114,6 +119,26 @@ class Report:
             return f"Failing in all {cases} cases"
         plural = "s" * (cases != 1)
         return f"Failing in {len(failing)} of {cases} case{plural}: {', '.join(failing)}"
+
+    @property
+    def common(self) -> list[str]:
+        """What all failing cases share and no case that passes, if several fail."""
+        failing = set(self.failing)
+        passing = {row.case for row in self.rows if row.status == "passed"} - failing
+        if len(failing) < 2:
+            return []
+        return common(*([self.cases[n] for n in self.cases if n in x] for x in (failing, passing)))
+
+    @property
+    def tried(self) -> str:
+        """How large the cases were, and what no case gave the function."""
+        covered = {row.case for row in self.rows if row.status != "not covered"}
+        if not covered:
+            return ""
+        left = self.settings.get("defaults")
+        return f"Tried {reach([self.cases[n] for n in self.cases if n in covered])}" + (
+            f"; {', '.join(left)} not given." if left else "."
+        )
 
     @property
     def title(self) -> str:
@@ -169,9 +194,10 @@ class Report:
         """The report as plain values.
 
         Returns:
-            {"schema": 1, "ok": bool, "settings": {name: value}, "rows": [{"case", "quantity",
-            "status", "kind", "error", "budget", "message", "where", "map", "grid"}, ...], "diagnosis":
-            [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases}, "reproduction": str};
+            {"schema": 2, "ok": bool, "settings": {name: value}, "cases": {name: {field: value}}, "rows": [{"case",
+            "quantity", "status", "kind", "error", "budget", "message", "where", "map", "grid"}, ...], "common":
+            [str, ...], "diagnosis": [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases},
+            "reproduction": str};
             an error that is not finite is the string "inf" or "nan". `map` and `grid["cells"]` hold a character for
             the worst of some elements: a space within budget, then one of `.:-=+*#%@` for every half power of ten.
         """
@@ -180,10 +206,12 @@ class Report:
             if row["error"] is not None and not math.isfinite(row["error"]):
                 row["error"] = str(row["error"])
         return {
-            "schema": 1,
+            "schema": 2,
             "ok": self.ok,
             "settings": self.settings,
+            "cases": {name: asdict(case) for name, case in self.cases.items()},
             "rows": rows,
+            "common": self.common,
             "diagnosis": self.diagnosis,
             "not_covered": self.not_covered,
             "reproduction": self.reproduction,
@@ -209,6 +237,10 @@ class Report:
                 whole = whole.replace(name, name.replace(" ", "\0"))
             text = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
             lines += ["", text.replace("\0", " ")]
+        if self.common:
+            lines += textwrap.wrap(
+                f"Only these have {'; '.join(self.common)}", 80, subsequent_indent="    "
+            )
         for (kind, message), rows in self.findings.items():
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
             n = len({r.case for r in rows})
@@ -216,15 +248,21 @@ class Report:
             lines += textwrap.wrap(
                 message[:400], 76, initial_indent="    ", subsequent_indent="    "
             )
+        shown = ""
         for row in self.first_wrong:
             where = ", ".join(f"{n} {i}" for n, i in row.where.items())
             along = "time" if "t" in row.where else "rows"
+            what = [] if row.case == shown else textwrap.wrap(str(self.cases[row.case]), 76)
+            shown = row.case
             lines += [
                 "",
                 f"first wrong {row.quantity} of case {row.case}{row.message and f' ({row.message})'}:",
+                *(f"    {line}" for line in what),
                 f"    {where}",
                 f"    {along} |{row.map}|",
             ]
+        if self.first_wrong:
+            lines += [f"    ({SCALE})"]
         if self.diagnosis:
             lines += [
                 "",
@@ -240,6 +278,8 @@ class Report:
         if self.not_covered:
             left = "; ".join(f"{n} ({i})" for n, i in self.not_covered.items())
             lines += ["", *textwrap.wrap(f"Not covered (cases): {left}", 80)]
+        if self.tried:
+            lines += ["", *textwrap.wrap(self.tried, 80)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

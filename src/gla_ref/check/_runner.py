@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import threading
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ._budgets import Problem, evaluate
-from ._cases import convert
+from ._cases import convert, held
 from ._mechanisms import Mechanism
 
-F32, WIDE = torch.float32, ("S0", "d S")  # and what has that dtype whatever the kernel's
+STATES = ("S0", "d S")
 
 
 class Finding(Exception):
@@ -76,7 +77,18 @@ def accepted(fn: Callable) -> set[str]:
     return options & {p.name for p in parameters}
 
 
-def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str]) -> Callable:
+def never_given(fn: Callable, kind: Mechanism) -> list[str]:
+    """Which of a function's arguments no call of the kit has."""
+    try:
+        named = [p for p in inspect.signature(fn).parameters.values() if p.kind != p.VAR_KEYWORD]
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in named[len(kind.tokens) :] if p.name not in accepted(fn)]
+
+
+def adapt(
+    fn: Callable, kind: Mechanism, how: Convention, takes: set[str], gates: torch.dtype
+) -> Callable:
     """`fn` under the contract: called in its own convention, its results checked and turned back."""
 
     def checked(name, x, shape, dtypes, device):
@@ -90,10 +102,10 @@ def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str]) -> Ca
             raise Finding("device", f"expected {device}, got {x.device}", name)
         return x
 
-    def call(*tokens, scale, initial_state, cu_seqlens):
+    def call(*tokens, scale, initial_state, cu_seqlens, final=True):
         q, k, v, *g = tokens
-        own = [how.tokens(x) for x in (q, k, v, *(how.gates(x, v.dtype) for x in g))]
-        named = {"scale": scale, "cu_seqlens": cu_seqlens, "output_final_state": True}
+        own = [how.tokens(x) for x in (q, k, v, *(how.gates(x, gates) for x in g))]
+        named = {"scale": scale, "cu_seqlens": cu_seqlens, "output_final_state": final}
         if isinstance(initial_state, tuple):
             named["initial_state"] = tuple(how.states(x, kind) for x in initial_state)
         else:
@@ -133,7 +145,9 @@ def adapt(fn: Callable, kind: Mechanism, how: Convention, takes: set[str]) -> Ca
         N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         shape = (N, q.shape[2], q.shape[3], v.shape[3])
         shape = shape if how.state == "kv" else (*shape[:2], *shape[:1:-1])
-        return o, how.states(checked("S", state, shape, [torch.float32], v.device), kind)
+        dtypes = [torch.float32]
+        dtypes += [] if initial_state is None else [initial_state.dtype]
+        return o, how.states(checked("S", state, shape, dtypes, v.device), kind)
 
     return call
 
@@ -161,7 +175,8 @@ def poisoned(device: str):
 
 
 def placed(x: Tensor, strides: str, i: int) -> Tensor:
-    """The same values at other addresses: rows apart (NaN between them), or one element off a 16-byte boundary.
+    """The same values at other addresses: rows apart (NaN between them), one element off a 16-byte boundary, channels
+    apart, or all along an axis of equal values at one address.
 
     How far apart, an odd number, differs for every tensor i of a call: one that takes another's strides reads NaN.
     """
@@ -173,6 +188,18 @@ def placed(x: Tensor, strides: str, i: int) -> Tensor:
             .transpose(0, 1)
         )
         view = room[..., : x.shape[-1]]
+    elif strides == "transposed":
+        view = torch.empty_like(x.transpose(1, -1), memory_format=torch.contiguous_format)
+        view = view.transpose(1, -1)
+    elif strides == "expanded":
+        view = x
+        for dim in range(x.ndim):
+            first = view.narrow(dim, 0, min(1, x.shape[dim]))
+            view = first if first.expand_as(view).equal(view) else view
+        room = x.new_full((x.numel(),), math.nan)[
+            : view.numel()
+        ]  # NaN where its own strides do not lead
+        return room.copy_(view.flatten()).view(view.shape).expand_as(x)
     elif strides == "misaligned":
         view = x.new_full((x.numel() + 1,), math.nan)[1:].view(x.shape)
     else:
@@ -247,49 +274,68 @@ def observe(
     and in no other way; one whose runs differ in none of them, since it would differ there too.
     """
     names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
-    x = {n: y.to(F32 if n in WIDE else p.dtypes["o"]) for n, y in p.inputs.items()}
+    dtype = p.dtypes["o"]
+    x = {n: y.to(held(n, p.case, dtype)) for n, y in p.inputs.items()}
     if "g" in x and how.gate != "log":  # kept finer until the kernel's own convention is made of it
         x["g"] = p.inputs["g"].float()
 
     def own(n, y):
         """In the kernel's own order of axes, and from there back."""
-        return how.states(y, kind) if n in WIDE else how.tokens(y)
+        return how.states(y, kind) if n in STATES else how.tokens(y)
 
     x = {n: y.to(device) for n, y in x.items()}
     x = {
         n: own(n, placed(own(n, y).contiguous(), p.case.strides, i))
         for i, (n, y) in enumerate(x.items())
     }
-    before = {n: x[n].clone() for n in names}
-    call, findings = adapt(fn, kind, how, takes), []
+    before = {n: y.clone() for n, y in x.items()}
+    call, findings = adapt(fn, kind, how, takes, held("g", p.case, dtype)), []
+    other = {n: y.roll(1, 1) for n, y in x.items()}
 
     def work(gradients: bool, options: dict):
         with poisoned(str(device)), torch.set_grad_enabled(gradients):
-            found = evaluate(call, kind, x, p.case, **options)
+            found = evaluate(**{"fn": call, "kind": kind, "x": x, "case": p.case} | options)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             return {n: y if y is None else y.to("cpu", copy=True) for n, y in found.items()}
 
     def overwritten(gradients: bool):
         """Which results of a call are not what they were after another one, on the inputs moved along by one."""
-        other = {n: y.roll(1, 1) for n, y in x.items()}
         with torch.set_grad_enabled(gradients):
             found = evaluate(call, kind, x, p.case)
             kept = {n: y if y is None else y.clone() for n, y in found.items()}
             evaluate(call, kind, other, p.case)
             return [n for n, y in found.items() if not same(y, kept[n])]
 
-    runs = []
+    inference = {"frozen": names}  # activations need no gradients then
+    runs, options = [], inference if how.forward_only else {}
     for _ in range(2):
-        runs.append(attempt(seconds, work, not how.forward_only, {}))
+        runs.append(attempt(seconds, work, not how.forward_only, options))
         if isinstance(runs[-1], Finding):
+            if p.case.optional and runs[-1].kind in ("raises", "dtype"):
+                return {}, [Finding("not covered", p.case.optional)]
             return {}, runs[-1:]
     usual, again = runs
     differ = [n for n, y in usual.items() if not same(y, again[n])]
+    if how.forward_only:
+        usual |= {f"d{n}": None for n in names}
     once = how.forward_only or differ
-    ways = [] if once else [("no_grad", "under torch.no_grad()", False, {})]
+    ways = [] if once else [("no_grad", "under torch.no_grad()", False, inference)]
+    if p.case.ends and "cu_seqlens" in takes and not differ:
+        when = "where the boundaries in cu_seqlens have changed since a call before"
+        ways.append(("moved", when, not how.forward_only, options | {"moved": True}))
     if usual["dq"] is not None and not once:
         ways.append(("twice", "in a second backward pass", True, {"backwards": 2}))
+        if p.case.frozen:
+            when = "where another call comes before the backward pass"
+            between = functools.partial(evaluate, call, kind, other, p.case)
+            ways.append(("interleaved", when, True, {"between": between}))
+        if p.case.loss == "o" and "output_final_state" in takes:
+            when, without = (
+                "where output_final_state is False",
+                functools.partial(call, final=False),
+            )
+            ways.append(("stateless", when, True, {"fn": without}))
         for n in names if p.case.frozen else ():
             ways.append(("frozen", f"where {n} requires no gradient", True, {"frozen": [n]}))
             rest = [other for other in names if other != n]
@@ -306,15 +352,18 @@ def observe(
             continue
         if not gradients:
             found = {n: y for n, y in found.items() if n == "o" or n in kind.states.values()}
+        if way == "stateless":
+            found = {n: y for n, y in found.items() if n not in kind.states.values()}
         for n in only_then(p, usual, found):
             findings.append(Finding(way, f"wrong {when}, right otherwise", n))
     for gradients in {not how.forward_only, False} if p.case.frozen and not differ else ():
         found = attempt(seconds, overwritten, gradients)
         for n in [] if isinstance(found, Finding) else found:
             findings.append(Finding("overwritten", "another call writes into the results", n))
-    changed = [n for n in names if not torch.equal(x[n], before[n])]
+    changed = [n.replace("d ", "d") for n, y in x.items() if not torch.equal(y, before[n])]
     if changed:
-        return usual, [Finding("modified", "the kernel wrote into its input", n) for n in changed]
+        what = "the kernel wrote into what it was given"
+        return usual, [Finding("modified", what, n) for n in changed]
     findings += [Finding("differs", "two runs on the same inputs differ", n) for n in differ]
     if usual["dq"] is None and any(y is not None for n, y in usual.items() if n[0] == "d"):
         findings.append(Finding("gradient", "no gradient reaches q", "dq"))

@@ -13,12 +13,14 @@ from ._cases import MILD, Case
 
 PLAIN = (
     ("strides", "contiguous"),
+    ("other", ""),
     ("size", 1.0),
     ("scale", None),
     ("ends", None),
     ("index", "int32"),
     ("frozen", False),
     ("loss", "both"),
+    ("past", 9),
     ("state", False),
 )
 GATES = ("zero", "-1", MILD)  # from the plainest on

@@ -78,7 +78,7 @@ __all__ = ["gla"]
 # K up to: (C, BV, warps, stages, stages when states are stored) of a walk. benchmarks/LAB.md says what else was
 # tried, and why float32 is not pipelined
 HALF = {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)}
-FLOAT32 = {64: (32, 32, 8, 1, 1), 128: (32, 32, 8, 1, 1), 256: (16, 32, 8, 1, 1)}
+FLOAT32 = {64: (16, 32, 4, 1, 1), 128: (16, 16, 4, 1, 1), 256: (16, 32, 8, 1, 1)}
 # nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
 # float32 could bear 80, but differences of larger sums cost it digits. Keys and values share it, since k'^T v' has both
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -4.0}
