@@ -24,6 +24,15 @@ CALLS = {  # when it is wrong, and the case that tells
     "less than a sub-chunk": (lambda q, scale, S, cu: 1 < q.shape[1] < 16, "length 7"),
     "packed without a state": (lambda q, scale, S, cu: cu is not None and S is None, "packed otherwise"),
     "packed with a scale": (lambda q, scale, S, cu: cu is not None and scale is not None, "packed with scale"),
+    "one token with a scale": (lambda q, scale, S, cu: q.shape[1] == 1 and scale is not None, "one token with scale"),
+    "one token without a state": (lambda q, scale, S, cu: q.shape[1] == 1 and S is None, "one token without state"),
+    "a scale without a state": (lambda q, scale, S, cu: scale is not None and S is None, "scale without state"),
+    "whole chunks in a pack": (lambda q, scale, S, cu: cu is not None and 64 in cu.diff(), "packed whole chunks"),
+    "more sequences than a warp has lanes": (lambda q, scale, S, cu: cu is not None and len(cu) > 33, "many sequences"),
+    "heads by fours, the rest left out": (lambda q, scale, S, cu: q.shape[2] > 4, "many heads"),
+    "more programs than multiprocessors": (lambda q, scale, S, cu: len(q) * q.shape[2] > 148, "many heads"),
+    "a tile of 128 keys, its tail dropped": (lambda q, scale, S, cu: q.shape[3] > 128, "widest"),
+    "a state of float64": (lambda q, scale, S, cu: S is not None and S.dtype == torch.float64, "state of float64"),
     "boundaries of int64": (lambda q, scale, S, cu: cu is not None and cu.dtype == torch.int64, "packed otherwise"),
 }  # fmt: skip
 
@@ -54,6 +63,33 @@ def in_order(x):
     return x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset()).nan_to_num()
 
 
+def neighbours(x):
+    """What a kernel reads that knows all strides but the last, and takes that for 1."""
+    last = torch.arange(x.shape[-1]) + sum(
+        torch.arange(n).view(-1, *[1] * (x.ndim - 1 - i)) * s
+        for i, (n, s) in enumerate(zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    )
+    whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return whole[(x.storage_offset() + last) % len(whole)].nan_to_num()
+
+
+class Workspace(torch.autograd.Function):
+    """x, whose backward pass needs what the latest forward pass of this size has left."""
+
+    kept = {}
+
+    @staticmethod
+    def forward(ctx, x):
+        Workspace.kept[x.shape] = x.detach()
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        (x,) = ctx.saved_tensors
+        return d if torch.equal(Workspace.kept[x.shape], x) else 2 * d
+
+
 class Early(torch.autograd.Function):
     """o and S, whose backward pass is over where nothing comes for o (0) or for S (1)."""
 
@@ -79,8 +115,17 @@ def linear(mistake):
     """Linear attention whose mistake shows in some shapes, strides or ways of being called only."""
     kept = {}  # from call to call
 
-    def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, output_final_state=False):
         K, V, S = q.shape[-1], v.shape[-1], initial_state
+        if mistake == "boundaries looked up by address" and cu_seqlens is not None:
+            key = cu_seqlens.data_ptr(), cu_seqlens.dtype, len(cu_seqlens)
+            cu_seqlens = kept.setdefault(key, (cu_seqlens, cu_seqlens.clone()))[1]
+        if mistake == "channels read as neighbours":
+            k = Unlike.apply(k, neighbours, lambda d, passes: d)
+        if mistake == "another call's q in the backward pass":
+            q = Workspace.apply(q)
+        if mistake == "scores beyond half precision":
+            q = torch.where(q.abs() > 65504, torch.inf, q)
         if mistake == "k read with q's strides":
             k = k.as_strided(k.shape, q.stride(), k.storage_offset())
         if mistake == "a scale of 0 taken for none":
@@ -104,6 +149,15 @@ def linear(mistake):
         ):
             q, k, v, S = (x if x is None else x.detach() for x in (q, k, v, S))
         o, S = LINEAR(q, k, v, scale=scale, initial_state=S, cu_seqlens=cu_seqlens)
+        if mistake == "the state updated in place" and initial_state is not None:
+            if not any(x.requires_grad for x in (q, k, v, initial_state)):
+                S = initial_state.copy_(S)
+        if mistake == "the loss's gradient in half precision":
+            o = Unlike.apply(o, torch.clone, lambda d, passes: torch.where(d.abs() < 2**-24, 0, d))
+        if mistake == "the loss's gradient scaled in place":
+            o = Unlike.apply(o, torch.clone, lambda d, passes: d.mul_(2) / 2)
+        if mistake == "no chain of gradients without a final state" and not output_final_state:
+            o = Unlike.apply(o, torch.clone, lambda d, passes: 0.5 * d)
         if mistake == "the state in a workspace" and not torch.is_grad_enabled():
             S = kept.setdefault(S.shape, torch.empty_like(S)).copy_(S)
         if mistake == "no gradients but with one of o":
@@ -144,6 +198,14 @@ WAYS = {  # mistake: a failure that names it
     "k read with q's strides": ("strided", "o", "not finite"),
     "a scale of 0 taken for none": ("scale zero", "o", "error"),
     "the plan of another pack": ("packed*", "o", "error"),
+    "boundaries looked up by address": ("packed", "o", "moved"),
+    "channels read as neighbours": ("transposed", "o", "error"),
+    "another call's q in the backward pass": ("frozen inputs", "dq", "interleaved"),
+    "scores beyond half precision": ("huge", "o", "not finite"),
+    "the state updated in place": ("length 7", "S0", "modified"),
+    "the loss's gradient in half precision": ("small loss", "dq", "error"),
+    "the loss's gradient scaled in place": ("length 7", "do", "modified"),
+    "no chain of gradients without a final state": ("loss of o alone", "dk", "stateless"),
     "no gradients but with one of o": ("loss of the state alone", "dk", "error"),
     "no gradients but with one of S": ("loss of o alone", "dq", "error"),
 }
@@ -154,6 +216,70 @@ def test_no_way_of_calling_is_left_out(mistake):
     only, *what = WAYS[mistake]
     report = check.kernel("linear_attention", linear(mistake), only=only)
     assert what in [[row.quantity, row.kind] for row in report.failures], str(report)
+
+
+@pytest.mark.parametrize("name", ["expanded", "transposed", "packed strided"])
+def test_every_stride_is_tried(name):
+    """A kernel that reads channels as neighbours is right where they are, and wrong for gates that they share."""
+
+    def fn(q, k, v, g, **named):
+        return GATED(q, k, v, Unlike.apply(g, neighbours, lambda d, passes: d), **named)
+
+    assert check.kernel("gla", fn, only=name).ok == (name == "packed strided")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_may_be_finer_than_the_rest(dtype):
+    def fn(q, k, v, g, **named):
+        if refuse and g.dtype != q.dtype:
+            raise TypeError("g: expected the dtype of q")
+        return GATED(q, k, v, g.view(q.dtype)[..., : q.shape[-1]], **named)
+
+    refuse = False
+    report = check.kernel("gla", fn, dtype=dtype, only="gates in float32")
+    assert report.ok == (dtype == torch.float32)
+    refuse = True  # says so: nobody is misled
+    report = check.kernel("gla", fn, dtype=dtype, only="gates in float32")
+    left = {} if dtype == torch.float32 else {"gates in float32": 1}
+    assert not report.failures and report.not_covered == left
+
+
+def test_a_mask_that_is_not_infinite_is_caught():
+    def fn(q, k, v):
+        later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+        x = q.shape[-1] ** -0.5 * torch.einsum("bihd,bjhd->bhij", q, k)
+        return torch.einsum("bhij,bjhd->bihd", x.masked_fill(later, -1e4).softmax(-1), v)
+
+    assert check.kernel("softmax_attention", fn).failing == ["huge"]
+
+
+def test_a_page_of_a_cache_is_not_left_out():
+    def fn(q, k, v, *, scale=None, initial_state=None):
+        pages = initial_state and tuple(x[:, :128] for x in initial_state)
+        o, _ = FORMS["softmax_attention"]["parallel"](q, k, v, scale=scale, initial_state=pages)
+        return o
+
+    report = check.kernel("softmax_attention", fn)
+    assert report.failing == ["long cache", "long cache and one token"]
+
+
+def test_what_failing_cases_share_and_how_far_all_go():
+    report = check.kernel("linear_attention", wrong_if(lambda q, scale, S, cu: cu is not None))
+    assert report.common == ["packed sequences: any"]
+    assert "\nOnly these have packed sequences: any\n" in str(report)
+    report = check.kernel(
+        "linear_attention", wrong_if(lambda q, scale, S, cu: q.shape[1] > 64), only="length*"
+    )
+    assert report.common == ["tokens in a sequence: more than 64"]
+
+    def few(q, k, v, *, C=64):
+        return LINEAR(q, k, v)[0]
+
+    report = check.kernel("linear_attention", few, only="length ?")
+    assert (
+        report.common == []
+        and report.tried == "Tried up to B = 2, T = 7, H = 3, K = 5, V = 7; C not given."
+    )
 
 
 def test_a_sum_over_later_tokens_in_sixteen_bits_is_caught():

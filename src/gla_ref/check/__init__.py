@@ -27,6 +27,7 @@ from ._shrink import reproduction, shrink
 
 __all__ = ["MECHANISMS", "Case", "NotClaimed", "Report", "Row", "cases", "kernel", "mistakes"]
 
+AHEAD = 4  # problems that are worked out side by side
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -130,12 +131,14 @@ def kernel(
         return rows, [(p, found)] if found else []
 
     report, seen = Report(settings, {case.name: case for case in chosen}), []
-    with ThreadPoolExecutor(2) as pool:  # the next problems are worked out while a kernel compiles
-        posed = [pool.submit(pose, case) for case in chosen[:4]]
+    with ThreadPoolExecutor(
+        AHEAD
+    ) as pool:  # the next problems are worked out while a kernel compiles
+        posed = [pool.submit(pose, case) for case in chosen[: 2 * AHEAD]]
         for i, case in enumerate(chosen):
             if progress:
                 progress(i, len(chosen), case.name)
-            posed += [pool.submit(pose, later) for later in chosen[i + 4 : i + 5]]
+            posed += [pool.submit(pose, later) for later in chosen[i + 2 * AHEAD :][:1]]
             rows, made = run(case, *posed[i].result())
             report.rows += rows
             seen += made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -168,7 +168,15 @@ def head_axis(name: str) -> int:
 
 
 @lru_cache(maxsize=400)
-def problem(
+def problem(mechanism: str, case: Case, dtype: torch.dtype, seed: int, *where: str) -> Problem:
+    """A case worked out; cases that differ in how a kernel is called share the numbers."""
+    plain = replace(case, name="", strides=case.strides if case.strides == "expanded" else "contiguous",
+                    frozen=False, pull=1.0, index="int32", telling=False)  # fmt: skip
+    return replace(worked_out(mechanism, plain, dtype, seed, *where), case=case)
+
+
+@lru_cache(maxsize=400)
+def worked_out(
     mechanism: str,
     case: Case,
     dtype: torch.dtype,

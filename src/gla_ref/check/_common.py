@@ -24,7 +24,6 @@ NUMBERS = {
 }
 KINDS = {
     "initial state": lambda case: "yes" if case.state else "no",
-    "scale": lambda case: "default" if case.scale is None else f"{case.scale:g}",
     "scale given": lambda case: "no" if case.scale is None else "yes",
     "gates": lambda case: case.gate,
     "strides": lambda case: case.strides,
