@@ -145,7 +145,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("loss of the state alone", loss="state"),
         Case("small loss", pull=2.0**-24),
         Case("large", size=30.0, telling=True),
-        Case("huge", size=2.0**18, state=not kind.cache),
+        Case("huge", size=2.0**18, state=not kind.cache, loss="state" if kind.cache else "both"),
         Case("long", H=2, T=300),
     ]
     if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
