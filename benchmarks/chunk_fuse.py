@@ -97,7 +97,9 @@ def main() -> None:
     limits = run.ceilings()
     environment = {
         "gpu": torch.cuda.get_device_name(),
-        "driver": run.command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": run.command(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": run.installed("triton"),

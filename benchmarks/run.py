@@ -399,7 +399,9 @@ def main() -> None:
     limits = ceilings()
     environment = {
         "gpu": torch.cuda.get_device_name(),
-        "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": command(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": installed("triton"),

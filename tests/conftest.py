@@ -73,7 +73,9 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     stats = terminalreporter.stats
     summary = {
         "gpu": torch.cuda.get_device_name(),
-        "driver": run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": run(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
