@@ -251,7 +251,8 @@ def test_a_mask_that_is_not_infinite_is_caught():
         x = q.shape[-1] ** -0.5 * torch.einsum("bihd,bjhd->bhij", q, k)
         return torch.einsum("bhij,bjhd->bihd", x.masked_fill(later, -1e4).softmax(-1), v)
 
-    assert check.kernel("softmax_attention", fn, only="[hsl]*").failing == ["huge"]
+    assert check.kernel("softmax_attention", fn, only="huge").failing == ["huge"]
+    assert check.kernel("softmax_attention", fn, only="length 6?").ok
 
 
 def test_a_page_of_a_cache_is_not_left_out():
