@@ -49,7 +49,8 @@ def kernel(
 ) -> Report:
     """Run a kernel on the cases of its mechanism and hold every result against the float64 recurrence.
 
-    Each case is called twice, under `torch.no_grad`, and with a second backward pass through the same graph.
+    Each case is called twice, as in inference (nothing requires a gradient), and with a second backward pass through
+    the same graph; some cases in further ways, such as another call between the forward and the backward pass.
 
     Args:
         mechanism: a key of `gla_ref.FORMS`.
@@ -58,7 +59,8 @@ def kernel(
             not give are reported as not covered, as are calls that raise :class:`NotClaimed`. It gets
             `output_final_state=True` if it names that.
         device: where the kernel runs. What it is held against is computed on the CPU, but for long attention.
-        dtype: of q, k, v and g: float32, bfloat16 or float16. States are float32 (a cache has `dtype`).
+        dtype: of q, k, v and g: float32, bfloat16 or float16. States are float32 (a cache has `dtype`). In a case
+            each, g is float32 and the state float64; a kernel may refuse both by raising.
         level: "quick", or "full": also T up to 8192, K up to 256, V up to 512 (softmax attention: 256), every
             gate in long and in packed sequences, a random search, and the smallest failing case as lines to run.
         only: a pattern like "gate*"; cases of other names are left out. Or one :class:`Case` to run.
@@ -131,9 +133,8 @@ def kernel(
         return rows, [(p, found)] if found else []
 
     report, seen = Report(settings, {case.name: case for case in chosen}), []
-    with ThreadPoolExecutor(
-        AHEAD
-    ) as pool:  # the next problems are worked out while a kernel compiles
+    # the next problems are worked out while a kernel compiles
+    with ThreadPoolExecutor(AHEAD) as pool:
         posed = [pool.submit(pose, case) for case in chosen[: 2 * AHEAD]]
         for i, case in enumerate(chosen):
             if progress:

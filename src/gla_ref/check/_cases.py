@@ -17,7 +17,7 @@ LN2 = math.log(2)
 C = 64  # the chunk that lengths and gates aim at, and that findings are located in
 SUB = 16  # its sub-chunk
 SEARCH = 40  # random cases of the full level
-MANY = 70  # packed sequences, more than fit in a block that looks them all up
+MANY = 70  # packed sequences, more than a block of 64 holds that looks them all up
 MILD = "logsigmoid/16"
 GATES = (
     "zero", "-1e-4", MILD, "-0.2", "-1", "-20", "-1e3", "-inf", "one strong channel", "mild and strong chunks",
@@ -48,7 +48,7 @@ class Case:
             of 0: keys and values that heads share, one gate for all channels, one initial state for all
             sequences, and the gradients of a sum).
         other: the input that has another dtype than usual, "g" (float32) or "S0" (float64); "" for none.
-        size: standard deviation of q, v and the initial state (in float16 100 at most); k has 1.
+        size: standard deviation of q, v and the initial state (in float16 30 at most); k has 1.
         pull: the size of what the loss puts on o and the final state (in float16 always 1); the gradients are
             divided by it.
         frozen: it runs also with each input in turn requiring no gradient, or alone requiring one, and
@@ -260,7 +260,7 @@ def inputs(
     """
     kind, rng = MECHANISMS[mechanism], torch.Generator().manual_seed(1000 + seed)
     B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
-    size = min(case.size, 100.0) if dtype == torch.float16 else case.size
+    size = min(case.size, 30.0) if dtype == torch.float16 else case.size
 
     def normal(*shape):
         return torch.randn(shape, generator=rng, dtype=F64)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._budgets import Problem, evaluate
 from ._mechanisms import MECHANISMS
-from ._runner import placed
+from ._memory import placed
 from .mistakes import MISTAKES, Mistake, apply
 
 CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own

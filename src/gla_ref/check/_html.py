@@ -148,8 +148,8 @@ def render(report: Report) -> str:
     for row in report.first_wrong:
         where = ", ".join(f"{name} {i}" for name, i in row.where.items())
         parts.append(
-            f"<p>First wrong <strong>{escape(row.quantity)}</strong> of case {escape(row.case)}: {where}</p>"
-            f"{picture(row)}"
+            f"<p>First wrong <strong>{escape(row.quantity)}</strong> of case {escape(row.case)}: {where}<br>"
+            f"<code>{escape(str(report.cases.get(row.case)))}</code></p>{picture(row)}"
         )
     if report.first_wrong:
         parts.append(legend())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import math
 import threading
 import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +15,7 @@ from torch import Tensor
 from ._budgets import Problem, evaluate
 from ._cases import convert, held
 from ._mechanisms import Mechanism
+from ._memory import placed, poisoned
 
 STATES = ("S0", "d S")
 
@@ -152,62 +150,6 @@ def adapt(
     return call
 
 
-@contextlib.contextmanager
-def poisoned(device: str):
-    """Uninitialised memory holds NaN: through PyTorch's own switch, and on a GPU in freed blocks too."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        if torch.device(device).type == "cuda":
-            blocks = [
-                torch.full((n,), math.nan, device=device)
-                for n in (1 << 10, 1 << 16, 1 << 22, 1 << 26)
-            ]
-            del blocks
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def placed(x: Tensor, strides: str, i: int) -> Tensor:
-    """The same values at other addresses: rows apart (NaN between them), one element off a 16-byte boundary, channels
-    apart, or all along an axis of equal values at one address.
-
-    How far apart, an odd number, differs for every tensor i of a call: one that takes another's strides reads NaN.
-    """
-    if strides == "strided":
-        room = (
-            x.new_full((*x.shape[:-1], 2 * (x.shape[-1] + i) + 1), math.nan)
-            .transpose(0, 1)
-            .contiguous()
-            .transpose(0, 1)
-        )
-        view = room[..., : x.shape[-1]]
-    elif strides == "transposed":
-        view = torch.empty_like(x.transpose(1, -1), memory_format=torch.contiguous_format)
-        view = view.transpose(1, -1)
-    elif strides == "expanded":
-        view = x
-        for dim in range(x.ndim):
-            first = view.narrow(dim, 0, min(1, x.shape[dim]))
-            view = first if first.expand_as(view).equal(view) else view
-        room = x.new_full((x.numel(),), math.nan)[
-            : view.numel()
-        ]  # NaN where its own strides do not lead
-        return room.copy_(view.flatten()).view(view.shape).expand_as(x)
-    elif strides == "misaligned":
-        view = x.new_full((x.numel() + 1,), math.nan)[1:].view(x.shape)
-    else:
-        return x
-    view.copy_(x)
-    return view
-
-
 def within(seconds: float, work: Callable, *args):
     """work(*args) in a thread that is left behind when its time is up."""
     box: list = []
@@ -268,10 +210,11 @@ def observe(
 ) -> tuple:  # fmt: skip
     """({quantity: what the kernel made of it, on the CPU, or None}, [Finding, ...]) of one case.
 
-    Two runs must be the same. Then come the ways in which a training loop calls a kernel too, which may take
-    other code: without gradients, through its graph a second time, with inputs that need no gradient, and once
-    more before the results of the first call are used. A kernel that is forward only is called without gradients
-    and in no other way; one whose runs differ in none of them, since it would differ there too.
+    Two runs must be the same. Then come the other ways in which training and inference call a kernel: without
+    gradients, with boundaries of sequences that have moved in their tensor, through its graph a second time, with
+    inputs that need no gradient, without the final state, with another call before the backward pass, and once more
+    before the results of the first call are used. A kernel that is forward only is called without gradients
+    throughout; one whose runs differ in no other way, since it would differ there too.
     """
     names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
     dtype = p.dtypes["o"]
@@ -290,7 +233,7 @@ def observe(
     }
     before = {n: y.clone() for n, y in x.items()}
     call, findings = adapt(fn, kind, how, takes, held("g", p.case, dtype)), []
-    other = {n: y.roll(1, 1) for n, y in x.items()}
+    other = {n: y.roll(1, 1) for n, y in x.items()} if p.case.frozen else {}
 
     def work(gradients: bool, options: dict):
         with poisoned(str(device)), torch.set_grad_enabled(gradients):
@@ -331,11 +274,8 @@ def observe(
             between = functools.partial(evaluate, call, kind, other, p.case)
             ways.append(("interleaved", when, True, {"between": between}))
         if p.case.loss == "o" and "output_final_state" in takes:
-            when, without = (
-                "where output_final_state is False",
-                functools.partial(call, final=False),
-            )
-            ways.append(("stateless", when, True, {"fn": without}))
+            when = "where output_final_state is False"
+            ways.append(("stateless", when, True, {"fn": functools.partial(call, final=False)}))
         for n in names if p.case.frozen else ():
             ways.append(("frozen", f"where {n} requires no gradient", True, {"frozen": [n]}))
             rest = [other for other in names if other != n]

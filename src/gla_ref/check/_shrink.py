@@ -15,6 +15,7 @@ PLAIN = (
     ("strides", "contiguous"),
     ("other", ""),
     ("size", 1.0),
+    ("pull", 1.0),
     ("scale", None),
     ("ends", None),
     ("index", "int32"),
