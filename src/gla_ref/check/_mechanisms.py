@@ -13,7 +13,7 @@ from gla_ref import gla, linear_attention, simple_gla, softmax_attention
 from .._contract import per_sequence
 from ._emulate import attend, by_token, two_level
 
-SHORT = 300  # tokens up to which the recurrence itself is the oracle; then a form held against it
+SHORT = 500  # tokens up to which the recurrence itself is the oracle; then a form held against it
 # one chunk after another, of lengths that kernels have (and the longest is most cases' whole), and token after token
 LINEAR = (
     partial(two_level, C=16),
