@@ -37,6 +37,9 @@ pdf: $(VENV) _build/html/index.html ## print the whole book: _build/gated-linear
 mutants: $(VENV) ## hold the check kit against every named mistake: how many are caught, how many named
 	$(PYTHON) tools/mutants.py --dtype float32 bfloat16
 
+compile: $(VENV) ## compile every kernel for every class of GPU, without one: registers, spills, shared memory
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py
+
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
 	$(PY) benchmarks/run.py $(SUITE)
 
@@ -66,5 +69,5 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-gpu test-browser test-notebooks pdf mutants bench notebooks serve lint clean
+.PHONY: help book test test-gpu compile test-browser test-notebooks pdf mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help

@@ -30,13 +30,14 @@ from suites import SUITES, Case, inputs  # noqa: E402
 
 
 def shapes() -> dict[str, Case]:
-    """One case a shape, by "K/V" or "K/V B=1"; short, since fla compiles batches and heads apart, but no length."""
+    """One case a shape, by "K/V", "K/V B=1" or "host": short, since fla compiles batches and heads apart, no length."""
     found = {}
     for case in SUITES["gla"]():
         name = f"{case.K}/{case.V}" + (" B=1" if case.B == 1 else "")
         short = replace(case, T=512, gates="logsigmoid/16")
         found.setdefault(name, short)
-    return found
+    small = next(c for c in SUITES["host"]() if c.mechanism == "gla" and c.B == 2)
+    return found | {"host": replace(small, T=512, directions=("forward", "backward"))}
 
 
 def share(piece: int, pieces: int) -> None:

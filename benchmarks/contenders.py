@@ -6,13 +6,13 @@
         return o
 
 Imports stand inside the functions, so that a peer that is not installed is recorded as refusing, with its message.
-Tensors come as [B, T, H, D] (g as [B, T, H, K] or [B, T, H]) and, when packed, with cu_seqlens.
+Tensors come by name, as `gla_ref.mechanisms` has names and axes, and when packed, with cu_seqlens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,6 +26,8 @@ class Contender:
     packed: bool | None  # True: packed cases only, False: never packed, None: both
     limit_s: float  # of the first call; a peer that autotunes may be given more
     named: bool  # only for cases that name it in `only`
+    entry: str | None = None  # of gla_ref.FORMS, if it is one that plans
+    options: dict = field(default_factory=dict)  # that it is called with
 
 
 CONTENDERS: dict[str, list[Contender]] = {}
@@ -39,11 +41,15 @@ def contender(
     packed: bool | None = None,
     limit_s: float = 60.0,
     named: bool = False,
+    entry: str | None = None,
+    options: dict | None = None,
 ) -> Callable:
     """Register the decorated function for these mechanisms, under its own name unless one is given."""
 
     def register(call: Callable) -> Callable:
-        it = Contender(name or call.__name__, call, peer, tuple(directions), packed, limit_s, named)
+        it = Contender(
+            name or call.__name__, call, peer, tuple(directions), packed, limit_s, named, entry, options or {}
+        )  # fmt: skip
         for mechanism in mechanisms:
             CONTENDERS.setdefault(mechanism, []).append(it)
         return call
@@ -54,29 +60,27 @@ def contender(
 def form(mechanism: str, entry: str, **chosen) -> Callable:
     """A contender's body from an entry of gla_ref.FORMS."""
 
-    def call(case, q, k, v, g=None, cu_seqlens=None):
+    def call(case, cu_seqlens=None, **tensors):
         from gla_ref import FORMS
 
-        gates = () if g is None else (g,)
-        return FORMS[mechanism][entry](q, k, v, *gates, cu_seqlens=cu_seqlens, **chosen)[0]
+        return FORMS[mechanism][entry](**tensors, cu_seqlens=cu_seqlens, **chosen)[0]
 
     return call
 
 
 def ours(mechanism: str, entry: str, **options) -> None:
     """Register an entry of gla_ref.FORMS under its own name."""
-    contender(mechanism, name=entry, **options)(form(mechanism, entry))
+    contender(mechanism, name=entry, entry=entry, **options)(form(mechanism, entry))
 
 
 def looped(mechanism: str, entry: str, **options) -> None:
     """Register an entry of gla_ref.FORMS, called once for each packed sequence."""
     call = form(mechanism, entry)
 
-    def loop(case, q, k, v, g=None, cu_seqlens=None):
+    def loop(case, cu_seqlens=None, **tensors):
         o, a = [], 0
         for n in case.lengths:  # known on the host: the loop itself waits for nothing
-            xs = (x[:, a : a + n] for x in (q, k, v, g) if x is not None)
-            o.append(call(case, *xs))
+            o.append(call(case, **{name: x[:, a : a + n] for name, x in tensors.items()}))
             a += n
         return torch.cat(o, 1)
 
@@ -121,22 +125,25 @@ ours("linear_attention", "triton")
 ours("linear_attention", "triton_materialised", packed=False)
 looped("linear_attention", "triton")
 for path in ("fused", "segmented"):
-    contender("linear_attention", name=f"triton_{path}", named=True)(
-        form("linear_attention", "triton", path=path)
-    )
+    contender(
+        "linear_attention",
+        name=f"triton_{path}",
+        named=True,
+        entry="triton",
+        options={"path": path},
+    )(form("linear_attention", "triton", path=path))
 ours("simple_gla", "triton")
 
 
 def fla(op: str) -> Callable:
     """chunk_linear_attn, fused_chunk_linear_attn or chunk_simple_gla of flash-linear-attention."""
 
-    def call(case, q, k, v, g=None, cu_seqlens=None):
+    def call(case, q, k, v, g=None, **given):  # cu_seqlens and initial_state, where there are
         from fla.ops import linear_attn, simple_gla
 
         if g is not None:
-            return getattr(simple_gla, op)(q, k, v, g, cu_seqlens=cu_seqlens)[0]
-        packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        return getattr(linear_attn, op)(q, k, v, normalize=False, **packed)[0]
+            return getattr(simple_gla, op)(q, k, v, g, **given)[0]
+        return getattr(linear_attn, op)(q, k, v, normalize=False, **given)[0]
 
     return call
 
@@ -179,11 +186,11 @@ ours("gla", "triton")
 
 
 @contender("gla", peer=True, packed=None, limit_s=200)
-def fla_chunk_gla(case, q, k, v, g, cu_seqlens=None):
+def fla_chunk_gla(case, q, k, v, g, **given):
     """Its first call autotunes, for one to two minutes each way."""
     from fla.ops.gla import chunk_gla
 
-    return chunk_gla(q, k, v, g, cu_seqlens=cu_seqlens)[0]
+    return chunk_gla(q, k, v, g, **given)[0]
 
 
 @contender("gla", name="torch_chunkwise", peer=True, packed=False)

@@ -18,19 +18,20 @@ CHUNKS_OF_64 = 1  # the emulated run of the linear mechanisms
 def run(
     mechanism: str, x: dict[str, Tensor], low: torch.dtype | None, scale: float | None = None
 ) -> dict[str, Tensor]:
-    """o and the gradients dq, dk, dv (dg) of one head of one sequence: exact, or emulated in `low`."""
-    kind = MECHANISMS[mechanism]
-    wide = torch.float64 if low is None else torch.float32
-    named = {"scale": scale, "initial_state": None, "cu_seqlens": None}
+    """o and the gradients dq, dk, dv (and so on) of one head of one sequence: exact, or emulated in `low`."""
+    kind, wide = MECHANISMS[mechanism], torch.float64 if low is None else torch.float32
+    S = x.get("initial_state")  # [K, V]
+    state = S if S is None else S.to(wide)[None, None]
+    named = {"scale": scale, "initial_state": state, "cu_seqlens": None}
     named |= {"dtype": low or wide, "run": 0 if kind.cache else CHUNKS_OF_64}
     # with a batch of one and one head
-    leaves = {n: x[n].detach().to(wide)[None, :, None].requires_grad_() for n in kind.tokens}
+    leaves = {n: x[n].detach().to(wide)[None, :, None].requires_grad_() for n in kind.arguments}
     with torch.enable_grad():
         o, _ = kind.emulate(*leaves.values(), **named)
         grads = torch.autograd.grad(o, list(leaves.values()), x["do"].to(wide)[None, :, None])
-    result = {"o": o.detach(), **{f"d{n}": d for n, d in zip(leaves, grads, strict=True)}}
-    dtypes = {n: x["v" if n == "o" else n[1:]].dtype if low else wide for n in result}
-    return {n: y[0, :, 0].to(dtypes[n]) for n, y in result.items()}
+    result = {"o": (o.detach(), x["v"])}  # each with a tensor of its dtype
+    result |= {f"d{n}": (d, x[n]) for n, d in zip(leaves, grads, strict=True)}
+    return {n: y[0, :, 0].to(like.dtype if low else wide) for n, (y, like) in result.items()}
 
 
 def runs(
@@ -56,7 +57,7 @@ def judge(got: dict[str, Tensor], runs: list) -> dict[str, tuple[float, float]]:
     verdict = {}
     for name, x in got.items():
         pairs = []
-        for _, s in octaves(name, x[None]):
+        for s in octaves(len(x)):
             worst = max(error(low[name][s], exact[name][s].double()) for exact, low in runs)
             budget = 2 * worst + 4 * torch.finfo(x.dtype).eps
             pairs.append((error(x[s], runs[0][0][name][s].double()), budget))

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -154,14 +155,19 @@ class Truth:
             self.spans.append(slice(a, a + n))
             a += n
         self.runs = [
-            oracles.runs(case.mechanism, self.head(x, b, h, s), getattr(torch, case.dtype))
+            oracles.runs(case.mechanism, self.head(x, b, h, s, n), getattr(torch, case.dtype))
             for b, h in self.pairs
-            for s in self.spans
+            for n, s in enumerate(self.spans)
         ]
 
     @staticmethod
-    def head(x, b, h, span):
-        return {n: y[b, span, h] for n, y in x.items() if n != "cu_seqlens"}
+    def head(x, b, h, span, sequence=0):
+        """One head of one sequence, the n-th of a pack (else of the batch) for its initial state."""
+        tokens = {
+            n: y[b, span, h] for n, y in x.items() if n not in ("cu_seqlens", "initial_state")
+        }
+        states = {n: y[sequence + b, h] for n, y in x.items() if n == "initial_state"}
+        return tokens | states
 
     def judge(self, got: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
         worst: dict[str, tuple[float, float]] = {}
@@ -187,6 +193,38 @@ def timed(f):
     result = f()
     torch.cuda.synchronize()
     return result, round(time.perf_counter() - start, 3)
+
+
+def on_the_clock(calls: list, reps: int = 50, rounds: int = 7) -> dict[str, float]:
+    """Of calls one after the other: microseconds until each returns, milliseconds on the clock until all are done."""
+    host, clock = [], []
+    for _ in range(rounds + 1):  # the first round warms up
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for i in range(reps):
+            calls[i % len(calls)]()
+        returned = time.perf_counter()
+        torch.cuda.synchronize()
+        host.append((returned - began) / reps)
+        clock.append((time.perf_counter() - began) / reps)
+    host, clock = (statistics.median(times[1:]) for times in (host, clock))
+    return {"host_us": round(host * 1e6, 1), "clock_ms": round(clock * 1e3, 4)}
+
+
+LENGTHS = 40  # that are new to a kernel
+
+
+def new_length_us(contender: Contender, case: Case) -> float:
+    """Median microseconds until a forward call of a length returns that was not met before, nothing else being new."""
+    sets = [inputs(replace(case, T=case.T + 1 + n), seed=n) for n in range(LENGTHS)]
+    times = []
+    with torch.no_grad():
+        for x in sets:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call(contender, case, x)
+            times.append(time.perf_counter() - began)
+    return round(statistics.median(times) * 1e6, 1)
 
 
 def peak_bytes(f) -> int:
@@ -235,6 +273,12 @@ def measure(
                     del o
                     calls = [lambda x=x: forward(x) for x in sets]
                     f = forward
+                elif direction == "both":
+                    grads, first_s = timed(lambda x=x: backward(graph(x)))
+                    verdict = truth.judge({f"d{n}": d for n, d in zip(names, grads, strict=True)})
+                    del grads
+                    calls = [lambda x=x: backward(graph(x), x) for x in sets]
+                    f = calls[0]
                 else:
                     o = graph(x)
                     grads, first_s = timed(lambda o=o: backward(o))
@@ -249,10 +293,16 @@ def measure(
             with limit(60):
                 extra = peak_bytes(f)
                 ms, every = median_ms(calls)
+                clock = on_the_clock(calls) if case.clock else {}
+                if clock and not contender.peer and direction == "forward" and not case.lengths:
+                    clock |= (
+                        {} if case.decode else {"new_length_us": new_length_us(contender, case)}
+                    )
             wrong = [n for n, (e, b) in verdict.items() if not e <= b]
             found[direction] = {
                 "ms": round(ms, 5),
                 "samples_ms": every,
+                **clock,
                 "peak_bytes": extra,
                 "first_call_s": None if compiled else first_s,
                 "correct": not wrong,
@@ -299,6 +349,17 @@ def who(case: Case) -> list[Contender]:
     ]
 
 
+def ran(contender: Contender, case: Case, x: dict[str, Tensor]) -> str | None:
+    """The name of the kernels that one of our own contenders runs: what the plan chose."""
+    if contender.entry is None:
+        return None
+    from gla_ref import kernels
+
+    given = {n: x[n] for n in case.given}
+    options = {n: x.get(n) for n in ("initial_state", "cu_seqlens")} | contender.options
+    return kernels.plan(case.mechanism, *given.values(), **options).name
+
+
 def table(records: list[dict], peers: set[str]) -> str:
     from tabulate import tabulate
 
@@ -316,11 +377,12 @@ def table(records: list[dict], peers: set[str]) -> str:
             f"{r['ms'] / r['flop_floor_ms']:.2f}" if ok else "-",
             f"{r['peak_bytes'] / 1e6:.1f}" if ok else "-",
             "-" if r["first_call_s"] is None else r["first_call_s"], "yes" if r["correct"] else "NO",
-            f"{r['error']:.2g} / {r['budget']:.2g}" if ok else "-", r["message"] or "",
+            f"{r['error']:.2g} / {r['budget']:.2g}" if ok else "-",
+            r.get("host_us", "-"), r.get("clock_ms", "-"), r.get("new_length_us", "-"), r["message"] or "",
         ])  # fmt: skip
     head = ["contender", "ms", "/ best peer", "/ memory", "/ FLOP", "extra MB", "first s", "correct",
-            "error / budget", ""]  # fmt: skip
-    return tabulate(rows, head, maxcolwidths=[None] * 9 + [60], disable_numparse=True)
+            "error / budget", "host us", "clock ms", "new length us", ""]  # fmt: skip
+    return tabulate(rows, head, maxcolwidths=[None] * 12 + [60], disable_numparse=True)
 
 
 def results_file(gpu: str) -> Path:
@@ -329,7 +391,7 @@ def results_file(gpu: str) -> Path:
 
 
 IDENTITY = ("suite", "mechanism", "contender", "direction", "B", "T", "H", "K", "V", "dtype", "gates",
-            "lengths")  # fmt: skip
+            "lengths", "state", "decode")  # fmt: skip
 
 
 def merge(path: Path, environment: dict, records: list[dict]) -> None:
@@ -341,7 +403,7 @@ def merge(path: Path, environment: dict, records: list[dict]) -> None:
     }
 
     def identity(r):
-        return json.dumps([r.get(n) for n in IDENTITY])
+        return json.dumps([r.get(n) or None for n in IDENTITY])  # older records lack some
 
     every = {identity(r): r for r in old}
     for r in records:
@@ -435,8 +497,9 @@ def main() -> None:
                     searched += it.peer * (found["first_call_s"] or 0)
                     moved = memory_floor_bytes(case, direction)
                     records.append({
-                        "suite": suite, **shape, "lengths": case.lengths, "contender": it.name, "peer": it.peer,
-                        "direction": direction, **found, "commit": commit,
+                        "suite": suite, **shape, "lengths": case.lengths, "state": case.state, "decode": case.decode,
+                        "contender": it.name, "peer": it.peer,
+                        "direction": direction, "ran": ran(it, case, sets[0]), **found, "commit": commit,
                         "floor_ms": round(moved / limits["copy_gb_s"] / 1e6, 5),
                         "flop_floor_ms": round(flop_floor(case, direction) / limits["matmul_tflop_s"] / 1e9, 5),
                     })  # fmt: skip

@@ -11,12 +11,20 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
+
+from gla_ref.mechanisms import MECHANISMS, Argument
+
+# everything that any mechanism is given, by name: what gradients are taken of
+LEAVES = tuple(dict.fromkeys(x.name for m in MECHANISMS.values() for x in m.arguments))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; `lengths` packs sequences (B = 1), `gates` names an entry of GATES."""
+    """One problem; `lengths` packs sequences (B = 1), `gates` names an entry of GATES.
+
+    `groups` value heads read one key head, where the mechanism has that.
+    """
 
     mechanism: str
     B: int
@@ -32,9 +40,30 @@ class Case:
     decode: bool = (
         False  # token by token: every token reads the state from memory and writes it back
     )
+    groups: int = 1
+    clock: bool = False  # what a call costs on the host is measured too
+    state: bool = False  # there is an initial state
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of every axis of the mechanism's tensors; of states, one for each sequence of the batch."""
+        N = len(self.lengths) if self.lengths else self.B
+        found = {"B": self.B, "T": self.T, "H": self.H, "K": self.K, "V": self.V, "N": N}
+        pairs = MECHANISMS[self.mechanism].multiples
+        return found | {many: self.groups * found[few] for many, few in pairs}
+
+    @property
+    def given(self) -> dict[str, Argument]:
+        """The tensors that every call is given, by name."""
+        kind = MECHANISMS[self.mechanism]
+        return {x.name: x for x in kind.arguments if not x.optional}
+
+    def shape(self, x: Argument) -> tuple[int, ...]:
+        return tuple(self.sizes[axis] for axis in x.axes.split())
 
     def __str__(self):
         packed = f" packed x{len(self.lengths)}" if self.lengths else ""
+        packed += " with a state" if self.state else ""
         gates = f" gates {self.gates}" if self.gates else ""
         return f"{self.mechanism} ({self.B}, {self.T}, {self.H}, {self.K}/{self.V}) {self.dtype}{gates}{packed}"
 
@@ -58,45 +87,46 @@ GATES = {
 
 
 def inputs(case: Case, seed: int, device="cuda") -> dict[str, Tensor]:
-    """Leaves q, k, v (and g), the gradient `do` of the output, and cu_seqlens when packed."""
+    """What the mechanism is given, the gradient `do` of the output, and cu_seqlens when packed."""
     rng = torch.Generator(device).manual_seed(seed)
-    dtype = getattr(torch, case.dtype)
+    dtype, given = getattr(torch, case.dtype), case.given
 
-    def normal(*shape):
-        return torch.randn(shape, generator=rng, device=device, dtype=dtype)
+    def normal(x: Argument) -> Tensor:
+        return torch.randn(case.shape(x), generator=rng, device=device, dtype=dtype)
 
-    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
-    x = {
-        "q": normal(B, T, H, K),
-        "k": normal(B, T, H, K),
-        "v": normal(B, T, H, V),
-        "do": normal(B, T, H, V),
-    }
-    if case.gates:
-        shape = (B, T, H) if case.mechanism == "simple_gla" else (B, T, H, K)
-        x["g"] = GATES[case.gates](normal(*shape).float()).to(dtype)
+    x = {n: normal(a) for n, a in given.items() if a.role == "token"}
+    x["do"] = normal(given["v"])
+    for n, a in given.items():
+        if a.role == "gate":
+            x[n] = GATES[case.gates](normal(a).float()).to(dtype)
+        if a.role == "strength":
+            x[n] = normal(a).float().sigmoid().to(dtype)
+            x["k"] = normalize(x["k"].float(), dim=-1).to(dtype)
+    if case.state:
+        (state,) = MECHANISMS[case.mechanism].states
+        x["initial_state"] = torch.randn(case.shape(state), generator=rng, device=device)
     if case.lengths:
         ends = torch.tensor([0, *case.lengths]).cumsum(0)
         x["cu_seqlens"] = ends.to(device, torch.int32)
-    for name in LEAVES:
-        if name in x:
-            x[name].requires_grad_()
+    for name in given:
+        x[name].requires_grad_()
     return x
-
-
-LEAVES = ("q", "k", "v", "g")
 
 
 def memory_floor_bytes(case: Case, direction: str) -> int:
     """Each input read once, each output written once (states are small and left out, but not when decoding)."""
-    size = getattr(torch, case.dtype).itemsize
-    gates = {None: 0}.get(case.gates, 1 if case.mechanism == "simple_gla" else case.K)
-    leaves = 2 * case.K + case.V + gates
+    if direction == "both":
+        return memory_floor_bytes(case, "forward") + memory_floor_bytes(case, "backward")
+    given = {n: math.prod(case.shape(x)) for n, x in case.given.items()}
+    leaves, o = sum(given.values()), given["v"]
     # forward: leaves in, o out; backward: leaves and do in (and softmax's o), gradients of the leaves out
-    extra = case.V if case.mechanism == "softmax_attention" else 0
-    width = leaves + case.V if direction == "forward" else 2 * leaves + case.V + extra
-    states = 2 * 4 * case.K * case.V if case.decode else 0  # a token: read and written, float32
-    return case.B * case.T * case.H * (width * size + states)
+    extra = o if case.mechanism == "softmax_attention" else 0
+    numbers = leaves + o if direction == "forward" else 2 * leaves + o + extra
+    states = 0
+    if case.decode:  # a token: read and written, float32
+        state = sum(math.prod(case.shape(x)) for x in MECHANISMS[case.mechanism].states)
+        states = 2 * 4 * case.T * state
+    return numbers * getattr(torch, case.dtype).itemsize + states
 
 
 def flop_floor(case: Case, direction: str) -> float:
@@ -105,12 +135,14 @@ def flop_floor(case: Case, direction: str) -> float:
     Softmax: the causal half, 2 products forward, 5 backward. Linear: the state's own products, of
     which there are 2 forward and 5 backward (S, dq, dS, dk, dv); chunks cost more.
     """
+    if direction == "both":
+        return flop_floor(case, "forward") + flop_floor(case, "backward")
     if case.mechanism == "softmax_attention":
         pairs = sum(n * (n + 1) / 2 for n in case.lengths or (case.T,))
         width = case.K + case.V if direction == "forward" else 3 * case.K + 2 * case.V
         return case.B * case.H * pairs * 2 * width
     products = 2 if direction == "forward" else 5
-    return case.B * case.H * case.T * products * 2 * case.K * case.V
+    return case.B * case.H * case.groups * case.T * products * 2 * case.K * case.V
 
 
 def log_uniform(n: int, low: int, high: int, seed: int = 0) -> tuple[int, ...]:
@@ -173,6 +205,41 @@ def decode() -> list[Case]:
     return [*(replace(case, B=B) for B in (1, 8, 64, 256)), replace(case, B=64, H=4, K=256, V=512)]
 
 
+def host() -> list[Case]:
+    """What a call costs outside the GPU: small problems, forward and with its gradient, and decoding."""
+    gates = {"simple_gla": "logsigmoid/16", "gla": "logsigmoid/16"}
+    peers = {
+        "softmax_attention": ("sdpa_flash", "sdpa_cudnn"),
+        "linear_attention": ("fla_chunk_linear_attn",),
+        "simple_gla": ("fla_chunk_simple_gla",),
+        "gla": ("fla_chunk_gla",),
+    }
+    shapes = [
+        (1, 64, 2, 64, 64),
+        *((2, T, 4, 64, 64) for T in (2048, 16384)),
+        (8, 2048, 16, 64, 64),
+    ]
+    cases = [
+        Case(
+            m,
+            *shape,
+            gates=gates.get(m),
+            only=("triton", *theirs),
+            directions=("forward", "both"),
+            clock=True,
+        )
+        for shape in shapes
+        for m, theirs in peers.items()
+    ]
+    packed = [
+        replace(case, lengths=(20, 44), state=True, directions=("forward",))
+        for case in cases[: len(peers)]
+        if case.mechanism != "softmax_attention"
+    ]
+    steps = [replace(case, clock=True) for case in decode() if case.B <= 64 and case.H == 16]
+    return cases + packed + steps
+
+
 def batch() -> list[Case]:
     """How many sequences it takes to fill the chip, at T = 4096."""
     return [
@@ -202,5 +269,6 @@ def packed() -> list[Case]:
 
 
 SUITES = {
-    f.__name__: f for f in (figure2, flash, linear, gla, decode, paths, batch, prefill, packed)
+    f.__name__: f
+    for f in (figure2, flash, linear, gla, decode, host, paths, batch, prefill, packed)
 }

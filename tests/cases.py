@@ -5,10 +5,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import gla_ref
+from gla_ref.mechanisms import MECHANISMS
 
 F64 = torch.float64
-GATED = ("simple_gla", "gla")
-LINEAR = ("linear_attention", *GATED)
+LINEAR = ("linear_attention", "simple_gla", "gla")
+GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
 
 LADDER = (
     "zero", "-1e-4", "logsigmoid/16", "-1", "-20", "-1e3", "-inf",
@@ -66,18 +67,28 @@ def inputs(
     seed=0,
 ):
     """Random-sign float64 inputs: (positional tensors, {initial_state, g_v})."""
-    rng = torch.Generator().manual_seed(1000 + seed)
-    q, k = (torch.randn(B, T, H, K, generator=rng, dtype=F64) for _ in "qk")
-    v = torch.randn(B, T, H, V, generator=rng, dtype=F64)
-    named = {"initial_state": torch.randn(B, H, K, V, generator=rng, dtype=F64)}
-    args = [q, k, v]
-    if mechanism == "simple_gla":
-        args.append(gate(kind, B, T, H, seed=seed))
-    if mechanism == "gla":
-        args.append(gate(kind, B, T, H, K, seed=seed))
-        if g_v:
-            named["g_v"] = gate(kind, B, T, H, V, seed=seed + 1)
-    return args, named
+    rng, declared = torch.Generator().manual_seed(1000 + seed), MECHANISMS[mechanism]
+    sizes = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": B}
+    sizes |= {many: 2 * sizes[few] for many, few in declared.multiples}
+
+    def shape(x):
+        return [sizes[axis] for axis in x.axes.split()]
+
+    def normal(x):
+        return torch.randn(shape(x), generator=rng, dtype=F64)
+
+    made = {x.name: normal(x) for x in declared.arguments if x.role == "token"}
+    (state,) = declared.states
+    named = {"initial_state": normal(state)}
+    gates = [x for x in declared.arguments if x.role == "gate" and (g_v or not x.optional)]
+    for i, x in enumerate(gates):
+        made[x.name] = gate(kind, *shape(x), seed=seed + i)
+    for x in declared.arguments:
+        if x.role == "strength":
+            made[x.name] = torch.rand(shape(x), generator=rng, dtype=F64)
+            made["k"] = made["k"] / made["k"].norm(dim=-1, keepdim=True)
+    named |= {x.name: made[x.name] for x in gates if x.optional}
+    return [made[name] for name in declared.required], named
 
 
 def error(x: Tensor, exact: Tensor) -> float:

@@ -27,16 +27,17 @@ from gla_ref.check._emulate import Attend  # noqa: E402
 @pytest.mark.parametrize("mechanism", oracles.MECHANISMS)
 def test_oracles_are_the_recurrent_forms(mechanism, monkeypatch):
     monkeypatch.setattr(Attend, "ROWS", 32)  # several tiles of queries
-    gates = "logsigmoid/16" if mechanism in ("simple_gla", "gla") else None
+    gates = "logsigmoid/16" if oracles.MECHANISMS[mechanism].named("gate") else None
     case = suites.Case(mechanism, 1, 150, 1, 5, 7, dtype="float64", gates=gates)
     x = suites.inputs(case, seed=1, device="cpu")
-    names = [n for n in suites.LEAVES if n in x]
-    o, _ = FORMS[mechanism]["recurrent"](*(x[n] for n in names))
-    want = {"o": o, **dict(zip("qkvg", torch.autograd.grad(o, [x[n] for n in names], x["do"])))}  # noqa: B905
+    leaves = {n: x[n] for n in suites.LEAVES if n in x}
+    o, _ = FORMS[mechanism]["recurrent"](**leaves)
+    grads = torch.autograd.grad(o, [*leaves.values()], x["do"])
+    want = {"o": o} | {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
     head = {n: y[0, :, 0] for n, y in x.items()}
     exact = oracles.run(mechanism, head, None)
     for n, y in want.items():
-        torch.testing.assert_close(exact[n if n == "o" else f"d{n}"], y[0, :, 0])
+        torch.testing.assert_close(exact[n], y[0, :, 0])
 
     half = {n: y.bfloat16() for n, y in head.items()}
     exact, low = oracles.run(mechanism, half, None), oracles.run(mechanism, half, torch.bfloat16)
@@ -67,7 +68,7 @@ def test_plain_pytorch_is_gated_linear_attention(gates):
     case = suites.Case("gla", 2, 75, 1, 60, 7, dtype="float32", gates=gates)
     x = suites.inputs(case, seed=1, device="cpu")
     (plain,) = (c for c in CONTENDERS["gla"] if c.name == "torch_chunkwise")
-    names = ("q", "k", "v", "g")
+    names = [*case.given]
     wide = [x[n].detach().double().requires_grad_() for n in names]
     want, _ = FORMS["gla"]["recurrent"](*wide)
     got = plain.call(case, *(x[n] for n in names))
@@ -84,10 +85,9 @@ def test_decoding_reads_and_writes_the_state_for_every_token():
     case = suites.decode()[0]
     steps = next(c for c in CONTENDERS["gla"] if c.name == "triton_recurrent_steps")
     tokens = suites.replace(case, T=3, H=2, K=4, V=5, dtype="float32")
-    x = {
-        n: y.detach() for n, y in suites.inputs(tokens, seed=1, device="cpu").items() if n in "qkvg"
-    }
-    want, _ = FORMS["gla"]["recurrent"](*x.values())
+    x = suites.inputs(tokens, seed=1, device="cpu")
+    x = {n: x[n].detach() for n in tokens.given}
+    want, _ = FORMS["gla"]["recurrent"](**x)
     if run.torch.cuda.is_available():
         x = {n: y.cuda() for n, y in x.items()}
     torch.testing.assert_close(steps.call(tokens, **x).cpu(), want)
@@ -260,4 +260,4 @@ def test_peers_configurations_are_shared_out(monkeypatch):
 
 def test_peers_shapes_are_those_of_the_suite():
     found = {(c.B, c.H, c.K, c.V) for c in compile_peers.shapes().values()}
-    assert found == {(c.B, c.H, c.K, c.V) for c in suites.SUITES["gla"]()}
+    assert found == {(c.B, c.H, c.K, c.V) for c in suites.SUITES["gla"]()} | {(2, 4, 64, 64)}

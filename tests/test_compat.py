@@ -206,10 +206,10 @@ def library(monkeypatch):
     calls = []
 
     def function(form, name):
-        def fn(q, k, v, *g, scale, initial_state, output_final_state, cu_seqlens, **options):
+        def fn(*tensors, scale, initial_state, output_final_state, cu_seqlens, **options):
             calls.append((name, options))
             assert output_final_state and (cu_seqlens is None or cu_seqlens.dtype == torch.int64)
-            return form(q, k, v, *g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)  # fmt: skip
+            return form(*tensors, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
         return fn
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gla_ref
+from gla_ref.mechanisms import MECHANISMS
 
 FORMS = gla_ref.FORMS
 ALL = pairs(*LINEAR)
@@ -18,7 +19,7 @@ SIZES = {"B": 1, "T": 6, "H": 2, "K": 3, "V": 4}
 
 def call(mechanism, form, change):
     args, named = inputs(mechanism, **SIZES)
-    given = dict(zip(["q", "k", "v", "g"], args, strict=False), **named)
+    given = dict(zip(MECHANISMS[mechanism].required, args, strict=True), **named)
     change(given)
     return FORMS[mechanism][form](**given, **options(form))
 
@@ -113,7 +114,7 @@ def test_malformed_shapes_never_pass_silently(data):
     """A random axis of a random tensor is cut, repeated, dropped or added: always an error that names a tensor."""
     mechanism, form = data.draw(st.sampled_from(ALL))
     args, named = inputs(mechanism, B=2, T=6, H=2, K=3, V=4)
-    names = ["q", "k", "v", "g"][: len(args)] + list(named)
+    names = [*MECHANISMS[mechanism].required, *named]
     tensors = [*args, *named.values()]
     i = data.draw(st.integers(0, len(tensors) - 1))
     axis = data.draw(st.integers(0, tensors[i].ndim - 1))
@@ -125,7 +126,7 @@ def test_malformed_shapes_never_pass_silently(data):
         "drop": lambda: x.select(axis, 0),
         "add": lambda: x.unsqueeze(axis),
     }[how]()
-    with pytest.raises(ValueError, match=r"^(q|k|v|g|initial_state): .*(got|empty)"):
+    with pytest.raises(ValueError, match=rf"^({'|'.join(names)}): .*(got|empty)"):
         FORMS[mechanism][form](
             *tensors[: len(args)],
             **dict(zip(names[len(args) :], tensors[len(args) :], strict=True)),

@@ -7,6 +7,7 @@ from cases import BREAK, F64, GATED, LADDER, error, gate, inputs, options, pairs
 import gla_ref
 from gla_ref import gla
 from gla_ref.gla_backward import backward
+from gla_ref.mechanisms import MECHANISMS
 
 TOLERANCE = 1e-9
 FORMS = gla_ref.FORMS
@@ -30,16 +31,14 @@ def test_gradcheck(mechanism, form, g_v):
     assert torch.autograd.gradcheck(run, leaves)
 
 
-def autograd_gradients(function, args, named, do, dS, **extra):
+def autograd_gradients(function, args, named, do, dS, names=MECHANISMS["gla"].required, **extra):
     """Gradients of <o, do> + <S, dS> with respect to every tensor, by autograd."""
     leaves = [x.clone().requires_grad_() for x in (*args, *named.values())]
     o, S = function(
         *leaves[: len(args)], **dict(zip(named, leaves[len(args) :], strict=True)), **extra
     )
     grads = torch.autograd.grad((o, S), leaves, (do, dS))
-    return dict(
-        zip(["dq", "dk", "dv", "dg"][: len(args)] + [f"d_{n}" for n in named], grads, strict=True)
-    )
+    return dict(zip([f"d{n}" for n in names] + [f"d_{n}" for n in named], grads, strict=True))
 
 
 @pytest.mark.parametrize("kind", [*LADDER, "-5"])

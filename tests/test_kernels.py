@@ -1,7 +1,5 @@
 """Triton kernels against the float64 references: interpreted on the CPU (float32), for real on a GPU (marked gpu)."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from cases import F64, gate
@@ -10,7 +8,7 @@ from gla_ref.gates import chunk_cumsum
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import _launch  # noqa: E402
+from gla_ref.kernels._plan import spec_of  # noqa: E402
 from gla_ref.kernels._tiles import pattern, patterns, sizes_of  # noqa: E402
 from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
 
@@ -108,37 +106,6 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
         decay_cumsum(gate("-1", 1, 4, 2, 3).float())
 
 
-def test_a_plan_notes_launches_instead_of_making_them():
-    kernel = SimpleNamespace(warmup=lambda *args, **options: (args, options))
-    _launch.PLAN.launches = []
-    try:
-        _launch.launch(kernel, 3, 2)("x", BK=16)
-    finally:
-        noted, _launch.PLAN.launches = _launch.PLAN.launches, None
-    assert [warmup() for warmup in noted] == [(("x",), {"grid": (3, 2), "BK": 16})]
-
-
-def test_a_failed_plan_does_not_keep_later_calls_from_launching():
-    def fails(*args):
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="^no$"):
-        _launch.Operator.compile(SimpleNamespace(function=fails), torch.device("cuda"), ())
-    assert _launch.PLAN.launches is None
-
-
-def test_calls_of_one_kind_are_compiled_once():
-    """Lengths and values of numbers make no kind of their own, dtypes, sizes of heads and options do."""
-
-    def kind(T=3, K=4, dtype=torch.float32, scale=0.1, path="fused"):
-        x = torch.zeros(1, T, 2, K, dtype=dtype)
-        return [*map(_launch._kind, (x, None, scale, path))]
-
-    assert kind() == kind(T=5, scale=0.2)
-    others = [kind(), kind(K=5), kind(dtype=torch.bfloat16), kind(path="segmented")]
-    assert all(x != y for i, x in enumerate(others) for y in others[:i])
-
-
 def test_strides_of_one_pattern():
     """Wide accesses stay recognisable; else numbers are neither 1 nor multiples of 16, and told by one more."""
     assert pattern(True, 960, 48, 16, 1) == (960, 48, 16, 1)
@@ -156,6 +123,6 @@ def test_sizes_of_one_pattern():
         *hidden, told = sizes_of(*sizes)
         assert [n >> 4 for n in hidden] == list(sizes) and told == 0
         assert all(n != 1 and n % 16 for n in hidden)
-    x = torch.zeros(2, 16, 3, 16)
-    assert patterns((16, 32), x, None) == [x.stride(), None]
-    assert patterns(sizes_of(16, 7), x) == [pattern(False, *x.stride())]
+    x = spec_of("x", torch.zeros(2, 16, 3, 16))
+    assert patterns((16, 32), x, None) == [x.strides, None]
+    assert patterns(sizes_of(16, 7), x) == [pattern(False, *x.strides)]

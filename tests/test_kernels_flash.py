@@ -380,18 +380,6 @@ def test_bitwise_equal_at_size(dtype, K):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("K, V", [(64, 60), (128, 128), (256, 256)])
-def test_without_hopper(dtype, K, V, monkeypatch):
-    """Small tiles and plain pointers, as on GPUs before Hopper."""
-    from gla_ref.kernels import flash_attention as module
-
-    monkeypatch.setattr(module, "_hopper", lambda x: False)
-    x = inputs(1, 257, 2, K, V, dtype)
-    assert_right(run(x), x)
-
-
-@pytest.mark.gpu
 def test_beyond_2_to_the_31_elements():
     """Offsets are 64-bit: the last head of a tensor of more than 2^31 elements is right."""
     x = [torch.randn(1, 1 << 17, 260, 64, dtype=torch.bfloat16, device="cuda") for _ in "qkv"]

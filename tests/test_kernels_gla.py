@@ -18,6 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 tl = pytest.importorskip("triton.language")
 
 from gla_ref.kernels import gla as kernels  # noqa: E402
+from gla_ref.kernels import plan  # noqa: E402
 from gla_ref.kernels.gla import gla  # noqa: E402
 from gla_ref.kernels.gla_step import gla_step  # noqa: E402
 
@@ -34,6 +35,13 @@ interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
 # in strong chunks (`mend` adds to what `walk` stored): that has to fit in, too.
 NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dS0", "dg_v")
 RUNS = 3
+
+
+def limit_and_chunk(*tensors, **options):
+    """Nats of decay in a chunk up to which the kernel makes one product of it, and tokens a chunk, as planned here."""
+    walks = plan("gla", *(x.to(HERE) for x in tensors), **options).launches
+    walk = next(launch for launch in walks if launch.name == "walk")
+    return walk.given("LIMIT"), walk.given("C")
 
 
 def exact(q, k, v, g, g_v, S, do, dS, scale):
@@ -80,8 +88,7 @@ def problem(
     result = (dtype, torch.float32, dtype, dtype, dtype, gates, torch.float32, gates)
     result = dict(zip(NAMES, result, strict=True))
     scale, judged = K**-0.5 if scale is None else scale, {}
-    launch = kernels._Launch(args[0].to(dtype), args[2], named.get("g_v"), None, scale, None)
-    emulated = Gla(dtype, launch.limit, launch.C)
+    emulated = Gla(dtype, *limit_and_chunk(*(y.to(dtype) for y in args), g_v=named.get("g_v")))
     for run in range(RUNS):
         y = {}  # what the kernel is given is exact: rounding the inputs is no error of its own
         for n in x:
@@ -194,8 +201,7 @@ def test_float16_at_strong_gates(K, two_sided):
 def forward_within_budget(q, k, v, g, g_v=None, S=None):
     """o and S of inputs as they are, by the rule above."""
     K, dtype, judged = q.shape[-1], q.dtype, {}
-    run = kernels._Launch(q, v, g_v, None, 1.0, None)
-    emulated = Gla(dtype, run.limit, run.C)
+    emulated = Gla(dtype, *limit_and_chunk(q, k, v, g, g_v=g_v))
     S = torch.zeros(len(q), q.shape[2], K, v.shape[-1], device=q.device) if S is None else S
     for shaken in range(RUNS):
         x = [

@@ -123,7 +123,7 @@ def test_checking_a_call_moves_no_tensor():
     q, k, v, g = (torch.randn(2, 1, 3, D, dtype=torch.float16, device=HERE) for D in (5, 5, 7, 5))
     S = torch.randn(2, 3, 5, 7, device=HERE)
     with Listed():
-        check_call(q, k, v, {"g": (g, "B T H K")}, S, None)
+        check_call("gla", (q, k, v, g, None), S, None, None, {"K": 256, "V": 512})
     assert not done
 
 

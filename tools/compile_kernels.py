@@ -1,79 +1,124 @@
-"""Compile the kernels for a GPU that is not there: registers, spills, shared memory, and a rule of pipelining.
+"""Compile the kernels for GPUs that are not there: registers, spills, shared memory, and a rule of pipelining.
 
-    python tools/compile_kernels.py [CASE ...]        # default: all; needs no GPU, a few minutes
+    python tools/compile_kernels.py [CASE ...] [--arch 75 80 ...]    # default: all; needs no GPU, some minutes
     PYTHONPATH=DIR python tools/compile_kernels.py    # another Triton: pip install --no-deps --target DIR triton==3.6.0
 
-Triton's compiler needs a target, not a device; the assembler comes with Triton. Every launch of forward and backward
-is compiled for sm_90 as its launcher would have it. The rule that is checked on the compiled loops was learnt from
-wrong results (benchmarks/LAB.md): a product on tensor cores is waited for, and with it its operands, before shared
-memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop refills.
+A plan says what a call launches on any class of GPU, and Triton's compiler needs a target, not a device; the assembler
+comes with Triton. Every launch of forward and backward must fit its card and, where K, V <= 128, spill at most 128
+bytes a thread (but on Hopper, whose tiles were chosen by time, on a GPU). The rule that is checked on compiled loops
+was learnt from wrong results (benchmarks/LAB.md): a product on tensor cores is waited for, and with it its operands,
+before shared memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop
+refills.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import io
+import json
+import os
 import re
-import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
 from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from gla_ref.kernels import gla_step, plan  # noqa: E402
+from gla_ref.kernels._hardware import CLASSES  # noqa: E402
+from gla_ref.kernels._plan import Launch, spec_of  # noqa: E402
+from gla_ref.kernels._program import compile_launch  # noqa: E402
 
-CASES = {  # kernel, K, V, dtype, dtype of gates, and what else the call has
-    "gla 128": ("gla", 128, 128, "bfloat16", "bfloat16", ()),
-    "gla 64": ("gla", 64, 64, "bfloat16", "bfloat16", ()),
-    "gla 256/512": ("gla", 256, 512, "bfloat16", "bfloat16", ()),
-    "gla segments": ("gla", 64, 128, "bfloat16", "bfloat16", ("segmented",)),
-    "gla packed": ("gla", 64, 128, "bfloat16", "bfloat16", ("packed",)),
-    "gla packed 128": ("gla", 128, 64, "bfloat16", "bfloat16", ("packed",)),
-    "gla two-sided": ("gla", 64, 128, "bfloat16", "bfloat16", ("g_v",)),
-    "gla two-sided 128": ("gla", 128, 64, "bfloat16", "bfloat16", ("g_v",)),
-    "gla float32 gates": ("gla", 64, 128, "bfloat16", "float32", ()),
-    "gla float16": ("gla", 64, 64, "float16", "float16", ()),
-    "gla float16 128": ("gla", 128, 128, "float16", "float16", ()),
-    "gla float16 256/512": ("gla", 256, 512, "float16", "float16", ()),
-    "gla float32": ("gla", 64, 64, "float32", "float32", ()),
-    "gla float32 two-sided": ("gla", 64, 128, "float32", "float32", ("g_v",)),
-    "step": ("gla_step", 128, 128, "bfloat16", "bfloat16", ()),
-    "step 256/512": ("gla_step", 256, 512, "bfloat16", "float32", ("g_v", "packed")),
-    "linear 64": ("linear_attention", 64, 64, "bfloat16", None, ()),
-    "linear 128": ("linear_attention", 128, 128, "bfloat16", None, ()),
-    "linear 256/512": ("linear_attention", 256, 512, "bfloat16", None, ()),
-    "linear segments": ("linear_attention", 128, 128, "bfloat16", None, ("segmented",)),
-    "linear materialised": ("linear_attention", 64, 64, "bfloat16", None, ("materialised",)),
-    "linear packed": ("linear_attention", 64, 128, "bfloat16", None, ("packed",)),
-    "linear gated": ("linear_attention", 128, 128, "bfloat16", "float32", ()),
-    "linear float32": ("linear_attention", 64, 64, "float32", "float32", ()),
-    "flash 64": ("flash_attention", 64, 64, "bfloat16", None, ()),
-    "flash 128": ("flash_attention", 128, 128, "bfloat16", None, ()),
-    "flash packed": ("flash_attention", 128, 64, "bfloat16", None, ("packed",)),
-    "flash float32": ("flash_attention", 64, 64, "float32", None, ()),
+SPILLED = 128  # bytes a thread may spill where K, V <= 128
+# Hopper's tiles are the fastest of those tried on a GPU (benchmarks/LAB.md), whatever they spill
+MEASURED = (90,)
+
+
+class Case(NamedTuple):
+    """One call: which kernels, with which sizes and dtypes, and what else it has."""
+
+    mechanism: str
+    K: int
+    V: int
+    dtype: str
+    gates: str | None = None
+    extra: tuple[str, ...] = ()
+
+    def plans(self, arch: int) -> list:
+        """Forward and backward."""
+        B, T, H = 1 if "packed" in self.extra else 16, 240, 16  # walked in one go unless asked
+        T = 1 if self.mechanism == "gla_step" else T
+        K, V, dtype, gates = self.K, self.V, self.dtype, self.gates
+
+        def meta(*shape, dtype="float32"):
+            return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
+
+        tensors = [meta(B, T, H, D, dtype=dtype) for D in (K, K, V)]
+        if gates:
+            axes = (B, T, H) if self.mechanism == "simple_gla" else (B, T, H, K)
+            tensors.append(meta(*axes, dtype=gates))
+        options = {}
+        if "packed" in self.extra:
+            options["cu_seqlens"] = meta(3, dtype="int32")
+        if "g_v" in self.extra:
+            options["g_v"] = meta(B, T, H, V, dtype=gates)
+        if self.mechanism != "softmax_attention":
+            options["initial_state"] = meta(2 if B == 1 else B, H, K, V)
+        if self.mechanism == "gla_step":
+            named = dict(zip(("q", "k", "v", "g"), tensors, strict=True)) | options
+            specs = [spec_of(n, named.get(n)) for n in gla_step.TENSORS]
+            return [gla_step.forward.plan(CLASSES[f"sm_{arch}"], *specs, None)]
+        if self.mechanism != "softmax_attention":
+            paths = [x for x in ("segmented", "materialised") if x in self.extra]
+            options["path"] = paths[0] if paths else "fused"
+        return [
+            plan(self.mechanism, *tensors, direction=d, hardware=f"sm_{arch}", **options)
+            for d in ("forward", "backward")
+        ]
+
+
+GATES = {"simple_gla", "gla", "gla_step"}
+# in every class
+CASES = {
+    f"{name} {D} {dtype}": Case(
+        name.split()[0], D, D, dtype, dtype if name.split()[0] in GATES else None, tuple(name.split()[1:])
+    )
+    for name in ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step")
+    for D in (64, 128)
+    for dtype in ("bfloat16", "float16", "float32")
+}  # fmt: skip
+# for sm_90 besides
+WIDE = {
+    "softmax wide": Case("softmax_attention", 256, 256, "bfloat16"),
+    "softmax packed": Case("softmax_attention", 128, 64, "bfloat16", None, ("packed",)),
+    "linear wide": Case("linear_attention", 256, 512, "bfloat16"),
+    "linear segments": Case("linear_attention", 128, 128, "bfloat16", None, ("segmented",)),
+    "linear materialised": Case("linear_attention", 64, 64, "bfloat16", None, ("materialised",)),
+    "linear packed": Case("linear_attention", 64, 128, "bfloat16", None, ("packed",)),
+    "simple wide": Case("simple_gla", 256, 512, "bfloat16", "float32"),
+    "simple float32 gates": Case("simple_gla", 128, 128, "bfloat16", "float32"),
+    "gla wide": Case("gla", 256, 512, "bfloat16", "bfloat16"),
+    "gla wide float16": Case("gla", 256, 512, "float16", "float16"),
+    "gla segments": Case("gla", 64, 128, "bfloat16", "bfloat16", ("segmented",)),
+    "gla packed": Case("gla", 64, 128, "bfloat16", "bfloat16", ("packed",)),
+    "gla packed 128": Case("gla", 128, 64, "bfloat16", "bfloat16", ("packed",)),
+    "gla float32 gates": Case("gla", 64, 128, "bfloat16", "float32"),
+    "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
+    "step wide": Case("gla_step", 256, 512, "bfloat16", "float32", ("g_v", "packed")),
 }
+# classes that launch what sm_80 does, by the same assembler: only the cases that need most
+ALIKE = (86, 89)
 REFILL = re.compile(r"async_copy_global_to_local|async_tma_copy_global_to_local|ttg\.local_store")
-
-
-class Target:
-    """As much of a driver as compiling asks for."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
+TILES = ("C", "BM", "BN", "BK", "BV")
 
 
 def broken(ttgir: str) -> list[str]:
@@ -134,86 +179,141 @@ def refilled(product: str, operands: set[str], later: list[str], slots: dict[str
     return not operands <= set(slots)
 
 
-def resources(kernel) -> tuple[str, str, int]:
-    """(registers a thread, bytes spilled, bytes of shared memory)."""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(kernel.asm["ptx"])
-        file.flush()
-        command = [str(ptxas), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+)", said), re.search(r"(\d+) bytes spill st", said)
-    return registers[1], spilled[1], kernel.metadata.shared
+def cases_of(arch: int) -> list[str]:
+    """What is compiled for a class when nothing is asked for."""
+    if arch in ALIKE:
+        return [n for n, case in CASES.items() if case.K == 128 and case.dtype == "float16"]
+    return [*CASES, *(WIDE if arch == 90 else ())]
 
 
-def compile_case(kernel, K, V, dtype, gates, extra) -> None:
-    """Every launch of one call, forward and backward."""
-    module = importlib.import_module(f"gla_ref.kernels.{kernel}")
-    B, T, H = 1 if "packed" in extra else 2, 256, 4
-    q, k, v, do = (torch.zeros(B, T, H, D, dtype=getattr(torch, dtype)) for D in (K, K, V, V))
-    cu = torch.tensor([0, 100, T], dtype=torch.int32) if "packed" in extra else None
-    S, dS = torch.zeros(2, H, K, V), torch.zeros(2, H, K, V)
-    if kernel == "flash_attention":
-        o, lse = module._forward.function(q, k, v, cu, 0.1)
-        module._backward.function(q, k, v, o, lse, do, cu, 0.1)
-        return
-    path = next((x for x in ("segmented", "materialised") if x in extra), "fused")
-    shape = (B, T, H) if kernel == "linear_attention" else (B, T, H, K)
-    g = None if gates is None else torch.zeros(shape, dtype=getattr(torch, gates))
-    if kernel == "linear_attention":
-        module._forward.function(q, k, v, g, S, cu, 0.1, path)
-        narrow = (
-            q.dtype in module.UNWOUND and g is None and max(K, V) <= 64
-        )  # as the launcher has it
-        S_T = torch.zeros_like(S) if narrow else None
-        module._backward.function(q, k, v, g, S, S_T, cu, do, dS, 0.1, path, g is not None)
-        return
-    g_v = torch.zeros(B, T, H, V, dtype=getattr(torch, gates)) if "g_v" in extra else None
-    if kernel == "gla_step":
-        module._step.function(q[:, :1], k[:, :1], v[:, :1], g[:, :1], g_v, S, cu, 0.1)
-        return
-    module._forward.function(q, k, v, g, g_v, None, cu, 0.1, path)
-    module._backward.function(q, k, v, g, g_v, None, cu, do, dS, 0.1, path, True)
+class Target:
+    """As much of a driver as compiling asks for; what is compiled for one class is kept apart from another's."""
+
+    arch = 90
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return self.arch
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+SEEN: dict = {}  # (registers, bytes spilled) of what this process has compiled
+
+
+def compiled(launch: Launch, arch: int) -> dict:
+    """What a launch needs of a GPU."""
+    Target.arch, log = arch, io.StringIO()
+    with contextlib.redirect_stdout(log):  # what ptxas -v says, on the first time
+        kernel = compile_launch(launch)
+    if found := re.search(r"(\d+) bytes spill stores.*?Used (\d+) reg", log.getvalue(), re.DOTALL):
+        SEEN[arch, kernel.hash] = int(found[2]), int(found[1])
+    registers, spilled = SEEN[arch, kernel.hash]
+    warps, stages = (launch.options.get(n, d) for n, d in (("num_warps", 4), ("num_stages", 3)))
+    return {
+        "kernel": launch.name,
+        "way": "back" if launch.given("REVERSE") else "",
+        "tiles": " ".join(f"{n}={x}" for n in TILES if (x := launch.given(n)) is not None),
+        "warps": warps,
+        "stages": stages,
+        "registers": registers,
+        "spilled": spilled,
+        "shared": kernel.metadata.shared,
+        "broken": broken(kernel.asm["ttgir"]),
+    }
+
+
+def begin(cache: str) -> None:
+    """A process: nothing is taken from an earlier run, whose log would be missing."""
+    triton.knobs.cache.dir = cache
+    triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
+    triton.runtime.driver.set_active(Target())
+    torch.set_num_threads(1)
+
+
+def report(found: dict) -> None:
+    """A case's rows, as soon as they are there."""
+    print(f"sm_{found['arch']}, {found['case']} {found['refused']} {found['failed']}", flush=True)
+    rows = [[*list(row.values())[:-1], len(row["broken"]) or ""] for row in found["rows"]]
+    head = ["kernel", "", "tiles", "warps", "stages", "registers", "spilled", "shared", "broken"]
+    if rows:
+        print(tabulate(rows, head, tablefmt="plain"), flush=True)
+
+
+def compile_case(task: tuple[int, str]) -> dict:
+    """Every launch of a case for a class: {"rows": [...], "refused": what the plan said, "failed": what went wrong}."""
+    arch, name = task
+    case = (CASES | WIDE)[name]
+    found = {"arch": arch, "case": name, "rows": [], "refused": "", "failed": ""}
+    try:
+        plans = case.plans(arch)
+    except ValueError as error:
+        return found | {"refused": str(error)}
+    for launch in [x for p in plans for x in p.launches]:
+        try:
+            row = compiled(launch, arch)
+        except Exception as error:  # whatever the compiler says
+            found["failed"] = f"{launch.name}: {str(error).strip()[-300:]}"
+        else:
+            found["rows"] += [] if row in found["rows"] else [row]
+    return found
+
+
+def wrongs(found: dict) -> list[str]:
+    """What of a case's launches must not be."""
+    case, arch = (CASES | WIDE)[found["case"]], found["arch"]
+    wrong = [found["failed"]] if found["failed"] else []
+    if found["refused"] and max(case.K, case.V) <= 128:
+        wrong.append(f"refused: {found['refused']}")
+    for row in found["rows"]:
+        wrong += [f"{row['kernel']}: {text}" for text in row["broken"]]
+        room = CLASSES[f"sm_{arch}"].shared_memory
+        if row["shared"] > room:
+            wrong.append(f"{row['kernel']}: {row['shared']} bytes of shared memory of {room}")
+        narrow = max(case.K, case.V) <= 128 and arch not in MEASURED
+        if row["spilled"] > SPILLED and narrow:
+            wrong.append(f"{row['kernel']} {row['way']}: {row['spilled']} bytes spilled")
+    return [f"sm_{arch}, {found['case']}, {text}" for text in wrong]
 
 
 def main() -> None:
+    known = [int(name.removeprefix("sm_")) for name in CLASSES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
+    parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--json", type=Path, help="where to write all that was found")
     args = parser.parse_args()
-    if unknown := set(args.cases) - set(CASES):
-        parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES)}")
+    if unknown := set(args.cases) - set(CASES | WIDE):
+        parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET: expected it to be unset, since nothing is compiled with it")
-    triton.runtime.driver.set_active(Target())
-    from gla_ref.kernels import flash_attention, gla, linear_attention
-
-    def describable(x):
-        """The package's own says no to a tensor on a CPU; here it stands for one on a Hopper."""
-        strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-        aligned = x.shape[-1] % 8 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
-        return x.element_size() == 2 and x.stride(-1) == 1 and aligned
-
-    flash_attention._hopper = lambda x: True
-    gla.describable = linear_attention.describable = flash_attention._describable = describable
-    launched, run = [], JITFunction.run
-
-    def compiled(self, *arguments, grid=None, warmup=False, **options):
-        kernel = run(self, *arguments, grid=(1,), warmup=True, **options)
-        launched.append((self.fn.__name__, kernel, options))
-
-    JITFunction.run = compiled
-    rows, wrong = [], []
-    for case in args.cases or CASES:
-        compile_case(*CASES[case])
-        for name, kernel, options in launched:
-            bad = broken(kernel.asm["ttgir"])
-            wrong += [f"{case}, {name}: {text}" for text in bad]
-            way = "back" if options.get("REVERSE") else ""
-            rows.append([case, name, way, *resources(kernel), len(bad) or "no"])
-        launched.clear()
-    print(f"Triton {triton.__version__}, sm_90")
-    head = ["case", "kernel", "", "registers", "spilled", "shared", "broken"]
-    print(tabulate(rows, head))
+    tasks = [
+        (arch, name)
+        for arch in args.arch
+        for name, case in (CASES | WIDE).items()
+        if (not args.cases or name in args.cases)
+        and (name in args.cases or name in cases_of(arch))
+        and (arch >= 80 or case.dtype != "bfloat16")
+    ]
+    begun, everything = time.time(), []
+    with tempfile.TemporaryDirectory() as cache:
+        # of its own kind of pool, since a compiler that dies must not be waited for
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(args.jobs, spawn, begin, (cache,)) as pool:
+            for found in pool.map(compile_case, tasks):
+                everything.append(found)
+                report(found)
+    wrong = [text for found in everything for text in wrongs(found)]
+    print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s")
+    if args.json:
+        args.json.write_text(json.dumps(everything, indent=1))
     sys.exit("\n".join(wrong) or 0)
 
 

@@ -12,6 +12,7 @@ from . import (
     gla_backward,
     gla_chunk_fuse,
     linear_attention,
+    mechanisms,
     prefix_sum,
     simple_gla,
     softmax,
@@ -27,6 +28,7 @@ __all__ = [
     "gla_backward",
     "gla_chunk_fuse",
     "linear_attention",
+    "mechanisms",
     "prefix_sum",
     "simple_gla",
     "softmax",
@@ -76,6 +78,16 @@ def _gla(*args, **kwargs):
     return gla(*args, **kwargs)
 
 
+def _portable(kernel):
+    """The same by the portable kernel, whatever a plan would choose."""
+
+    def forced(*args, **kwargs):
+        return kernel(*args, kernel="portable", **kwargs)
+
+    forced.__doc__ = f"{kernel.__doc__.rstrip('.')}, the portable one."
+    return forced
+
+
 def _gla_step(*args, **kwargs):
     """Triton, token by token, forward only: :func:`gla_ref.kernels.gla_step.gla_step`."""
     from .kernels.gla_step import gla_step
@@ -90,6 +102,7 @@ FORMS = {
         "two_pass": softmax_attention.two_pass,
         "flash": softmax_attention.flash,
         "triton": _flash_attention,
+        "triton_portable": _portable(_flash_attention),
     },
     "linear_attention": {
         "recurrent": linear_attention.recurrent,
@@ -97,6 +110,7 @@ FORMS = {
         "chunkwise": linear_attention.chunkwise,
         "scan": linear_attention.scan,
         "triton": _linear_attention,
+        "triton_portable": _portable(_linear_attention),
         "triton_materialised": _linear_attention_materialised,
     },
     "simple_gla": {
@@ -104,6 +118,7 @@ FORMS = {
         "parallel": simple_gla.parallel,
         "chunkwise": simple_gla.chunkwise,
         "triton": _simple_gla,
+        "triton_portable": _portable(_simple_gla),
     },
     "gla": {
         "recurrent": gla.recurrent,
@@ -113,6 +128,7 @@ FORMS = {
         "chunkwise": gla.chunkwise,
         "chunkwise_two_level": gla.chunkwise_two_level,
         "triton": _gla,
+        "triton_portable": _portable(_gla),
         "triton_chunk_fuse": _gla_chunk_fuse,
         "triton_recurrent": _gla_step,
     },

@@ -9,39 +9,49 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
-from einops import parse_shape
 from torch import Tensor
 
+from .mechanisms import MECHANISMS, Argument, Mechanism
 
-def check_tensors(tensors: dict[str, Tensor | None], shapes: dict[str, str]) -> dict[str, int]:
+
+def check_tensors(
+    tensors: dict[str, Tensor | None],
+    arguments: Iterable[Argument],
+    multiples: Iterable[tuple[str, str]] = (),
+) -> dict[str, int]:
     """Check kinds, devices, dtypes and shapes; return the size of every axis.
 
     Args:
         tensors: what was given, by argument name; `None` means "left out".
-        shapes: what each should be, e.g. `{"q": "B T H K"}`; an axis keeps one size throughout.
+        arguments: what each should be; an axis keeps one size throughout, and tokens have one dtype.
+        multiples: pairs of axes, of which the first is a multiple of the second.
 
     Raises:
-        TypeError: something is no tensor, or has a dtype that is not floating, or q, k, v differ in dtype.
+        TypeError: something is no tensor, or has a dtype that is not floating, or tokens differ in dtype.
         ValueError: a shape or device does not fit.
     """
     sizes: dict[str, tuple[int, str]] = {}
-    given = {name: x for name, x in tensors.items() if x is not None}
-    for name, x in given.items():
+    known = {a.name: a for a in arguments}
+    first = None  # (name, tensor) of the first one given
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        _, shape, role, _ = known[name]
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"{name}: expected a torch.Tensor of shape [{shapes[name]}], got {type(x).__name__}"
+                f"{name}: expected a torch.Tensor of shape [{shape}], got {type(x).__name__}"
             )
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name}: expected a floating-point dtype, got {x.dtype}")
-        axes = shapes[name].split()
+        axes = shape.split()
         if x.ndim != len(axes):
             raise ValueError(
-                f"{name}: expected {len(axes)} axes [{shapes[name]}], got shape {list(x.shape)}"
+                f"{name}: expected {len(axes)} axes [{shape}], got shape {list(x.shape)}"
             )
-        for axis, size in parse_shape(x, shapes[name]).items():
+        for axis, size in zip(axes, x.shape, strict=True):
             if size == 0:
                 raise ValueError(
                     f"{name}: axis {axis} must not be empty, got shape {list(x.shape)}"
@@ -49,17 +59,22 @@ def check_tensors(tensors: dict[str, Tensor | None], shapes: dict[str, str]) -> 
             want, source = sizes.setdefault(axis, (size, name))
             if size != want:
                 raise ValueError(
-                    f"{name}: expected shape [{shapes[name]}] with {axis} = {want} as in {source}, got {list(x.shape)}"
+                    f"{name}: expected shape [{shape}] with {axis} = {want} as in {source}, got {list(x.shape)}"
                 )
-    first = next(iter(given))
-    for name, x in given.items():
-        if x.device != given[first].device:
+        first = first or (name, x)
+        if x.device != first[1].device:
             raise ValueError(
-                f"{name}: expected device {given[first].device} as for {first}, got {x.device}"
+                f"{name}: expected device {first[1].device} as for {first[0]}, got {x.device}"
             )
-        if name in ("k", "v", "do") and x.dtype != given[first].dtype:
+        if role == "token" and x.dtype != first[1].dtype:
             raise TypeError(
-                f"{name}: expected dtype {given[first].dtype} as for {first}, got {x.dtype}"
+                f"{name}: expected dtype {first[1].dtype} as for {first[0]}, got {x.dtype}"
+            )
+    for many, few in multiples:
+        if sizes[many][0] % sizes[few][0]:
+            (n, name), (m, source) = sizes[many], sizes[few]
+            raise ValueError(
+                f"{name}: expected {many} a multiple of {few} = {m} as in {source}, got {n}"
             )
     return {axis: size for axis, (size, _) in sizes.items()}
 
@@ -69,6 +84,14 @@ def check_gate(name: str, g: Tensor | None) -> None:
     if g is not None and not (g <= 0).all():
         raise ValueError(
             f"{name}: log gates must lie in [-inf, 0], got a largest value of {g.max().item()}"
+        )
+
+
+def check_strength(name: str, beta: Tensor | None) -> None:
+    """Write strengths lie in [0, 2]; anything else (NaN too) is a ValueError."""
+    if beta is not None and not ((beta >= 0) & (beta <= 2)).all():
+        raise ValueError(
+            f"{name}: write strengths must lie in [0, 2], got {beta.min().item()} to {beta.max().item()}"
         )
 
 
@@ -127,11 +150,8 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     )
 
 
-def check_state(
-    name: str, state: Tensor, sizes: dict[str, int], N: int, device: torch.device
-) -> None:
-    """A state is float32 or float64 `[N, H, K, V]`, on the device of the other tensors."""
-    shape = (N, sizes["H"], sizes["K"], sizes["V"])
+def check_state(name: str, state: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """A state is float32 or float64, of this shape `[N_seq, H, K, V]`, on the device of the other tensors."""
     if not isinstance(state, Tensor) or state.dtype not in (torch.float32, torch.float64):
         got = state.dtype if isinstance(state, Tensor) else type(state).__name__
         raise TypeError(f"{name}: expected a float32 or float64 tensor, got {got}")
@@ -143,14 +163,18 @@ def check_state(
         raise ValueError(f"{name}: expected device {device}, got {state.device}")
 
 
-def state_or_zeros(
-    name: str, state: Tensor | None, sizes: dict[str, int], N: int, like: Tensor
-) -> Tensor:
-    """The state `[N, H, K, V]`, checked, in the precision of `like`: zeros when None was given."""
+def state_or_zeros(name: str, state: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The state, checked, in the precision of `like`: zeros when None was given."""
     if state is None:
-        return like.new_zeros(N, sizes["H"], sizes["K"], sizes["V"])
-    check_state(name, state, sizes, N, like.device)
+        return like.new_zeros(shape)
+    check_state(name, state, shape, like.device)
     return state.to(like.dtype)
+
+
+def state_shape(mechanism: Mechanism, sizes: dict[str, int], N: int) -> tuple[int, ...]:
+    """The sizes of the one state of a linear mechanism, of N sequences."""
+    (state,) = mechanism.states
+    return tuple((sizes | {"N": N})[axis] for axis in state.axes.split())
 
 
 def per_sequence(
@@ -184,14 +208,13 @@ def per_sequence(
     return join(outs, 1), join(finals, 0)
 
 
-def form(**gates: str) -> Callable:
+def form(mechanism: str | Mechanism) -> Callable:
     """Make a form of a linear mechanism keep the contract (one state `[N_seq, H, K, V]`).
 
-    `gates` gives the shapes of the tensors beside q, k, v, e.g. `@form(g="B T H K", g_v="B T H V")`.
-    The decorated body gets every tensor in the compute precision, `scale` as a number and
+    The decorated body gets every tensor of the mechanism in the compute precision, `scale` as a number and
     `initial_state` as a tensor; it never sees `cu_seqlens`.
     """
-    shapes = {"q": "B T H K", "k": "B T H K", "v": "B T H V", **gates}
+    kind = MECHANISMS[mechanism] if isinstance(mechanism, str) else mechanism
 
     def decorate(body: Callable) -> Callable:
         signature = inspect.signature(body)
@@ -201,11 +224,12 @@ def form(**gates: str) -> Callable:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             options = dict(bound.arguments)
-            tokens = {name: options.pop(name) for name in shapes}
-            sizes = check_tensors(tokens, shapes)
-            for name in gates:
-                if name.startswith("g"):
-                    check_gate(name, tokens[name])
+            tokens = {x.name: options.pop(x.name) for x in kind.arguments}
+            sizes = check_tensors(tokens, kind.arguments, kind.multiples)
+            for name in kind.named("gate"):
+                check_gate(name, tokens[name])
+            for name in kind.named("strength"):
+                check_strength(name, tokens[name])
             check_chunk(**{name: options[name] for name in ("C", "c") if name in options})
             options["scale"] = check_scale(options["scale"], sizes["K"])
             ends = check_cu_seqlens(options.pop("cu_seqlens"), sizes["B"], sizes["T"])
@@ -215,7 +239,8 @@ def form(**gates: str) -> Callable:
             )
             tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
             N = sizes["B"] if ends is None else len(ends) - 1
-            state = state_or_zeros("initial_state", initial, sizes, N, tokens["v"])
+            shape = state_shape(kind, sizes, N)
+            state = state_or_zeros("initial_state", initial, shape, tokens["v"])
 
             def one(**tensors):
                 o, S = body(**tensors, **options)

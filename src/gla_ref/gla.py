@@ -39,7 +39,7 @@ def _heads_first(*tensors: Tensor | None) -> list[Tensor | None]:
     return [x if x is None else rearrange(x, "b t h d -> b h t d") for x in tensors]
 
 
-@form(g="B T H K", g_v="B T H V")
+@form("gla")
 def recurrent(
     q: Tensor,
     k: Tensor,
@@ -77,7 +77,7 @@ def recurrent(
     return torch.stack(o, 1), S
 
 
-@form(g="B T H K", g_v="B T H V")
+@form("gla")
 def parallel(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None):
     """((Q B)(K / B)^T * M) V with cumulative products B: one matrix product, and the form that breaks.
 
@@ -125,7 +125,7 @@ def _update(
     return _gate(g.sum(-2), None if g_v is None else g_v.sum(-2)) * S + write
 
 
-@form(g="B T H K", g_v="B T H V")
+@form("gla")
 def parallel_log(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None):
     """All pairs at once in log space: right for every gate, but T * T * K exponentials and no matrix product.
 
@@ -136,7 +136,7 @@ def parallel_log(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seq
     return rearrange(o, "b h t d -> b t h d"), _update(k, v, initial_state, g, g_v)
 
 
-@form(g="B T H K", g_v="B T H V")
+@form("gla")
 def scan(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None):
     """An associative scan over pairs (G, S), every state in memory: log2 T steps, T * K * V numbers.
 
@@ -148,7 +148,7 @@ def scan(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=Non
     return scale * (q[..., :, None] * S).sum(-2), S[:, -1]
 
 
-@form(g="B T H K", g_v="B T H V")
+@form("gla")
 def chunkwise(
     q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64
 ):
@@ -180,7 +180,7 @@ def two_level_blocks(T: int, C: int, c: int) -> Iterator[tuple[str, slice, slice
             yield "intra-sub-chunk", rows, rows
 
 
-@form(g="B T H K", g_v="B T H V")
+@form("gla")
 def chunkwise_two_level(
     q,
     k,

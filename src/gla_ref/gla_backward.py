@@ -33,13 +33,11 @@ from ._contract import (
 )
 from .gates import decay_from_start, decay_to_end, segment_sum
 from .gla import _decayed, _gate, _read, _update, _weighted
+from .mechanisms import MECHANISMS, Argument
 
 __all__ = ["Gradients", "backward"]
 
-SHAPES = {
-    name: f"B T H {x}"
-    for name, x in {"q": "K", "k": "K", "v": "V", "g": "K", "g_v": "V", "do": "V"}.items()
-}
+ARGUMENTS = (*MECHANISMS["gla"].arguments, Argument("do", "B T H V", "token"))
 
 
 class Gradients(NamedTuple):
@@ -92,7 +90,7 @@ def backward(
     Source: GLA paper, section 4.3, appendices B (d log alpha) and C (d log beta).
     """
     tokens = {"q": q, "k": k, "v": v, "g": g, "g_v": g_v, "do": do}
-    sizes = check_tensors(tokens, SHAPES)
+    sizes = check_tensors(tokens, ARGUMENTS)
     check_gate("g", g), check_gate("g_v", g_v), check_chunk(C=C)
     scale, ends = (
         check_scale(scale, sizes["K"]),
@@ -102,7 +100,7 @@ def backward(
     tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
     N = sizes["B"] if ends is None else len(ends) - 1
     states = {
-        name: state_or_zeros(name, x, sizes, N, tokens["v"])
+        name: state_or_zeros(name, x, (N, sizes["H"], sizes["K"], sizes["V"]), tokens["v"])
         for name, x in {"initial_state": initial_state, "dS": dS}.items()
     }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._contract import check_scale, check_tensors, compute_dtype, form
+from .mechanisms import MECHANISMS
 from .prefix_sum import hillis_steele
 
 __all__ = [
@@ -70,7 +71,7 @@ def _featured(body: Callable) -> Callable:
         **options,
     ):
         sizes = check_tensors(
-            {"q": q, "k": k, "v": v}, {"q": "B T H K", "k": "B T H K", "v": "B T H V"}
+            {"q": q, "k": k, "v": v}, MECHANISMS["linear_attention"].arguments
         )
         scale, dtype, result = check_scale(scale, sizes["K"]), compute_dtype(q, k, v), v.dtype
         q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -127,7 +128,7 @@ _ARGUMENTS = """
 
 
 @_featured
-@form()
+@form("linear_attention")
 def recurrent(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     """Token by token: two vector operations and one state (GLA paper, eq. 1)."""
     S, o = initial_state, []
@@ -138,7 +139,7 @@ def recurrent(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
 
 
 @_featured
-@form()
+@form("linear_attention")
 def parallel(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     """All pairs of tokens at once, (Q K^T * M) V; quadratic in T."""
     q, k, v = (rearrange(x, "b t h d -> b h t d") for x in (scale * q, k, v))
@@ -148,7 +149,7 @@ def parallel(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
 
 
 @_featured
-@form()
+@form("linear_attention")
 def chunkwise(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
     """Chunks of C tokens: parallel inside, recurrent between (GLA paper, section 2.2; Hua et al. 2022)."""
     q, k, v = (rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v))
@@ -161,7 +162,7 @@ def chunkwise(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, C: in
 
 
 @_featured
-@form()
+@form("linear_attention")
 def scan(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     """An associative scan over pairs (alpha, S), every state in memory: log2 T steps, T K V numbers.
 

@@ -15,7 +15,7 @@ from .gates import decay_to_end, segment_sum
 __all__ = ["chunkwise", "parallel", "recurrent"]
 
 
-@form(g="B T H")
+@form("simple_gla")
 def recurrent(
     q: Tensor,
     k: Tensor,
@@ -52,7 +52,7 @@ def recurrent(
     return torch.stack(o, 1), S
 
 
-@form(g="B T H")
+@form("simple_gla")
 def parallel(
     q: Tensor,
     k: Tensor,
@@ -76,7 +76,7 @@ def parallel(
     return rearrange(o, "b h t d -> b t h d"), S
 
 
-@form(g="B T H")
+@form("simple_gla")
 def chunkwise(
     q: Tensor,
     k: Tensor,

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from gla_ref import _contract as contract
 from gla_ref import softmax
+from gla_ref.mechanisms import MECHANISMS
 
 __all__ = ["flash", "parallel", "recurrent", "two_pass"]
 
-TOKENS = {"q": "B T H K", "k": "B T H K", "v": "B T H V"}
-CACHE = {"initial_state[0]": "B T0 H K", "initial_state[1]": "B T0 H V"}
+KIND = MECHANISMS["softmax_attention"]
+TOKENS = KIND.required
+# the cache as messages call it: its keys and its values
+CACHE = tuple(x._replace(name=f"initial_state[{i}]") for i, x in enumerate(KIND.states))
 
 
 def _form(body: Callable) -> Callable:
@@ -36,8 +39,10 @@ def _form(body: Callable) -> Callable:
         cache = options.pop("initial_state")
         if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
             raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
-        past = {} if cache is None else dict(zip(CACHE, cache, strict=True))
-        sizes = contract.check_tensors({"q": q, "k": k, "v": v, **past}, TOKENS | CACHE)
+        past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
+        sizes = contract.check_tensors(
+            {"q": q, "k": k, "v": v, **past}, (*KIND.arguments, *CACHE)
+        )
         for name, x in past.items():
             if x.dtype != k.dtype:
                 raise TypeError(f"{name}: expected dtype {k.dtype} as for k, got {x.dtype}")
@@ -49,7 +54,7 @@ def _form(body: Callable) -> Callable:
             if ends:
                 raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
             k, v = (torch.cat(pair, 1) for pair in zip(cache, (k, v), strict=True))
-        wide = {n: x.to(contract.compute_dtype(x)) for n, x in zip("qkv", (q, k, v), strict=True)}
+        wide = {n: x.to(contract.compute_dtype(x)) for n, x in zip(TOKENS, (q, k, v), strict=True)}
         (o,), _ = contract.per_sequence(lambda **x: ((body(**x, **options),), ()), ends, wide, {})
         return o.to(v.dtype), (k, v)
 

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from ._cases import C, Case, held, inputs, representable
-from ._mechanisms import MECHANISMS, SHORT, Mechanism
+from ._mechanisms import MECHANISMS, SHORT, Kind
 
-TOKENS = ("o", "dq", "dk", "dv", "dg")  # quantities with a time axis
 FEW = 1000  # keys that a CPU attends to as fast as a GPU
 
 
 def evaluate(
     fn: Callable,
-    kind: Mechanism,
+    kind: Kind,
     x: dict,
     case: Case,
     frozen: Sequence[str] = (),
@@ -32,7 +31,7 @@ def evaluate(
     0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them
     other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call before.
     """
-    names = [*kind.tokens, *kind.states]
+    names = [*kind.arguments, *kind.states]
     leaves = {n: x[n].detach().requires_grad_(n not in frozen) for n in names if n in x}
     given = [leaves[n] for n in kind.states if n in leaves]
     cu = None
@@ -40,7 +39,7 @@ def evaluate(
         cu = torch.tensor(case.ends, dtype=getattr(torch, case.index), device=x["q"].device)
     call = partial(
         fn,
-        *(leaves[n] for n in kind.tokens),
+        *(leaves[n] for n in kind.arguments),
         scale=case.scale,
         initial_state=None if not given else tuple(given) if kind.cache else given[0],
         cu_seqlens=cu,
@@ -76,15 +75,19 @@ def evaluate(
     return {n: y if y is None else y.detach() for n, y in found.items()}
 
 
-def octaves(name: str, x: Tensor) -> Iterator[tuple]:
-    """Indices of [0, 64), [64, 128), [128, 256) ... along time: an error among late tokens shows in its own."""
-    if name not in TOKENS:
-        yield (slice(None),)
-        return
+def octaves(T: int) -> Iterator[slice]:
+    """[0, 64), [64, 128), [128, 256) ... of T tokens: an error among late tokens shows in its own."""
     a, b = 0, C
-    while a < x.shape[1]:
-        yield slice(None), slice(a, b)
+    while a < T:
+        yield slice(a, b)
         a, b = b, 2 * b
+
+
+def parts(kind: Kind, name: str, x: Tensor) -> list[tuple]:
+    """Indices of what is judged apart: octaves along the time axis, or all of a tensor that has none."""
+    if "T" not in kind.axes(name):
+        return [(slice(None),)]
+    return [(slice(None), s) for s in octaves(x.shape[1])]
 
 
 def unit(exact: Tensor) -> float:
@@ -116,6 +119,7 @@ def worst(made: Tensor, exact: Tensor, runs: int, axis: int) -> float:
 class Problem:
     """A case with its inputs, the exact quantities and, for each octave, the error allowed."""
 
+    kind: Kind
     case: Case
     inputs: dict[str, Tensor]
     exact: dict[str, Tensor]
@@ -126,7 +130,7 @@ class Problem:
         """(error, budget) of a quantity's worst octave."""
         exact = self.exact[name]
         against = exact if against is None else against
-        rows = zip(octaves(name, exact), self.budgets[name], strict=True)
+        rows = zip(parts(self.kind, name, exact), self.budgets[name], strict=True)
         pairs = []
         for s, budget in rows:
             found = error(x[s], against[s]) * unit(against[s]) / unit(exact[s])
@@ -137,34 +141,26 @@ class Problem:
         """The largest deviation allowed, for every element."""
         exact = self.exact[name]
         band = torch.zeros_like(exact)
-        for s, budget in zip(octaves(name, exact), self.budgets[name], strict=True):
+        rows = zip(parts(self.kind, name, exact), self.budgets[name], strict=True)
+        for s, budget in rows:
             band[s] = budget * unit(exact[s])
         return band
 
 
-def gate_floor(x: dict, exact: dict, dtype: torch.dtype) -> Tensor:
-    """Rounding of d log alpha: a chunk's reverse sum of q dq - k dk, whose terms' roundings are independent."""
-    terms = (x["q"] * exact["dq"]).square() + (x["k"] * exact["dk"]).square()
-    terms = terms if exact["dg"].ndim == 4 else terms.sum(-1)
-    later = torch.cat([n.flip(1).cumsum(1).flip(1) for n in terms.split(C, 1)], 1)
-    return torch.finfo(dtype).eps / 2 * later.sqrt()
+def copies(x: dict, n: int, seed: int, kind: Kind, form: str, dtypes: dict) -> dict:
+    """n copies of the inputs side by side as heads, all but the first shaken by one percent and rounded again.
 
-
-def copies(x: dict, n: int, seed: int, kind: Mechanism, form: str, dtypes: dict) -> dict:
-    """n copies of the inputs side by side as heads, all but the first shaken by one percent and rounded again."""
+    Strengths become smaller, so that they keep within their bounds.
+    """
     rng, made = torch.Generator().manual_seed(seed), {}
     for name, y in x.items():
-        shape, axis = (n, *y.shape), head_axis(name)
-        shake = 1 + 0.01 * torch.rand(shape, generator=rng).to(y.device)
+        role, dtype = kind.tensors[name].role, dtypes[name]
+        shake = 1 + 0.01 * torch.rand((n, *y.shape), generator=rng).to(y.device)
         shake[0] = 1
-        y = y * shake
-        y = representable(y, form, dtypes[name]) if name == "g" else y.to(dtypes[name]).double()
-        made[name] = torch.cat(y.unbind(0), axis)
+        y = y / shake if role == "strength" else y * shake
+        y = representable(y, form, dtype) if name in kind.named("gate") else y.to(dtype).double()
+        made[name] = torch.cat(y.unbind(0), kind.head_axis(name))
     return made
-
-
-def head_axis(name: str) -> int:
-    return 1 if name.removeprefix("d").strip() in ("S", "S0") else 2
 
 
 @lru_cache(maxsize=400)
@@ -193,8 +189,8 @@ def worked_out(
     """
     kind = MECHANISMS[mechanism]
     given = inputs(mechanism, case, dtype, seed, form)
-    dtypes = {n: held(n, case, dtype) for n in given}
-    runs = min(16, max(3, 2**21 // (case.B * case.T * case.H * case.K * case.V)))
+    dtypes = {n: held(kind, n, case, dtype) for n in given}
+    runs = min(16, max(3, 2**21 // (given["v"].numel() * case.K)))
     x = copies(given, runs, seed, kind, form, dtypes)
     x = {n: y.to(device if kind.cache and case.T > FEW else "cpu") for n, y in x.items()}
     exact = {n: y.cpu() for n, y in evaluate(kind.oracle, kind, x, case).items()}
@@ -203,17 +199,17 @@ def worked_out(
     single = {n: y.float() for n, y in x.items()}
     emulated = [evaluate(way, kind, single, case) for way in ways]
 
-    dtypes = {n: held(n, case, dtype) for n in exact}
-    right = {n: y.chunk(runs, head_axis(n))[0].contiguous() for n, y in exact.items()}
+    dtypes = {n: held(kind, n, case, dtype) for n in exact}
+    right = {n: y.chunk(runs, kind.head_axis(n))[0].contiguous() for n, y in exact.items()}
     budgets = {}
     for n, y in exact.items():
         made = torch.stack([e[n].to(dtypes[n]).double().cpu() for e in emulated])
         budgets[n] = [
-            2 * worst(made[:, *s], y[s], runs, head_axis(n)) + 4 * torch.finfo(dtypes[n]).eps
-            for s in octaves(n, y)
+            2 * worst(made[:, *s], y[s], runs, kind.head_axis(n)) + 4 * torch.finfo(dtypes[n]).eps
+            for s in parts(kind, n, y)
         ]
-    if kind.gate:
-        floor = gate_floor(given, right, dtype)
-        rows = zip(octaves("dg", floor), budgets["dg"], strict=True)
-        budgets["dg"] = [b + 2 * floor[s].max().item() / unit(right["dg"][s]) for s, b in rows]
-    return Problem(case, given, right, dtypes, budgets)
+    for n, floor in kind.floors.items():
+        off = floor(given, right, dtype)
+        rows = zip(parts(kind, n, off), budgets[n], strict=True)
+        budgets[n] = [b + 2 * off[s].max().item() / unit(right[n][s]) for s, b in rows]
+    return Problem(kind, case, given, right, dtypes, budgets)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ._mechanisms import MECHANISMS
+from ..mechanisms import Argument
+from ._mechanisms import MECHANISMS, Kind
 
 F64 = torch.float64
 LN2 = math.log(2)
@@ -23,9 +24,11 @@ GATES = (
     "zero", "-1e-4", MILD, "-0.2", "-1", "-20", "-1e3", "-inf", "one strong channel", "mild and strong chunks",
     "switch - 1e-3", "switch + 1e-3", "resets at chunk ends", "many resets",
 )  # fmt: skip
-OPTIONAL = {
-    "g": "gates in float32",
-    "S0": "a state of float64",
+KEYS = ("k", "k_cache")  # of size 1 whatever the others have
+OPTIONAL = {  # what a kernel may refuse: by the role of the input that has another dtype, or by strides
+    "gate": "gates in float32",
+    "strength": "strengths in float32",
+    "state": "a state of float64",
     "transposed": "inputs whose channels lie apart",
     "expanded": "inputs with strides of 0",
 }
@@ -38,6 +41,8 @@ class Case:
     Attributes:
         name: what the report calls it.
         gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16".
+        strength: what write strengths stay below, 1 or 2.
+        groups: value heads that read the same key head, where a mechanism has that.
         scale: as the kernel gets it; None for K^-0.5.
         ends: boundaries of packed sequences, from 0 to T (with B = 1); None for none.
         state: whether there is an initial state (for softmax attention a cache).
@@ -47,8 +52,10 @@ class Case:
             tensors alike), "misaligned" (off 16 bytes), "transposed" (channels apart) or "expanded" (with strides
             of 0: keys and values that heads share, one gate for all channels, one initial state for all
             sequences, and the gradients of a sum).
-        other: the input that has another dtype than usual, "g" (float32) or "S0" (float64); "" for none.
-        size: standard deviation of q, v and the initial state (in float16 30 at most); k has 1.
+        other: the input that has another dtype than usual, a gate such as "g" or a strength (float32), or "S0"
+            (float64); "" for none.
+        size: standard deviation of q, v and the initial state (in float16 30 at most); k has 1, or the length 1 where
+            there is a write strength.
         pull: the size of what the loss puts on o and the final state (in float16 always 1); the gradients are
             divided by it.
         frozen: it runs also with each input in turn requiring no gradient, or alone requiring one, and
@@ -64,6 +71,8 @@ class Case:
     K: int = 5
     V: int = 7
     gate: str = MILD
+    strength: float = 1.0
+    groups: int = 1
     scale: float | None = None
     ends: tuple[int, ...] | None = None
     index: str = "int32"
@@ -76,11 +85,6 @@ class Case:
     frozen: bool = False
     loss: str = "both"
     telling: bool = False
-
-    @property
-    def optional(self) -> str:
-        """What a kernel may refuse by raising; empty where it may not."""
-        return OPTIONAL.get(self.other) or OPTIONAL.get(self.strides, "")
 
     def __str__(self) -> str:
         """The call that makes it: sizes, and what is not by default so."""
@@ -108,7 +112,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     kind = MECHANISMS[mechanism]
     lengths = (1, 7, C - 1, C, C + 1, 2 * C, 2 * C + SUB + 1)
     found = [Case(f"length {T}", T=T, telling=T == lengths[-1]) for T in lengths]
-    if kind.gate:
+    gates, strengths = kind.named("gate"), kind.named("strength")
+    if gates:
         found += [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g) for g in GATES[:-1]]
         found.append(Case("gate many resets", T=3 * C + 3, H=2, gate=GATES[-1], telling=True))
     ends, others = (0, 0, 33, 33, 40, 120, 130, 130), (0, 20, 20, 53, 90, 97, 97, 130)
@@ -154,13 +159,23 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found.append(Case("long cache", T=SUB + 3, past=600, scale=3.0))
         found.append(Case("long cache and one token", T=1, past=600, scale=3.0))
     else:
-        found.append(Case("state of float64", other="S0"))
+        found += [Case("state of float64", other=name) for name in kind.states]
     later = [Case(f"gate {g} packed", **packed, gate=g) for g in GATES]
     later += [Case(f"gate {g} long", B=1, H=2, T=long, gate=g) for g in GATES]
-    if kind.gate:  # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
+    if gates:  # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
         names = "gate -1e-4 long", "gate -1 long", "gate many resets packed"
         found += [case for case in later if case.name in names]
-        found.append(Case("gates in float32", other="g"))
+        found.append(Case("gates in float32", other=gates[0]))
+    if strengths:
+        found.append(Case("strengths up to 2", strength=2.0, T=2 * C + 3))
+        found.append(Case("strengths in float32", other=strengths[0]))
+    if kind.mechanism.multiples:
+        found += [
+            Case("value heads", groups=2, T=C + SUB + 3, telling=True),
+            Case("value heads of one key head", H=1, groups=3, T=C + 3),
+            Case("value heads packed", **packed, H=2, groups=3),
+            Case("value heads strided", H=2, groups=2, strides="strided"),
+        ]
     if level == "full":
         found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (long, 4096, 8192)]
         sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100))
@@ -169,7 +184,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
             Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1)
             for B, H, K, V in sizes
         ]
-        found += [case for case in later if kind.gate and case not in found]
+        found += [case for case in later if gates and case not in found]
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
 
@@ -189,7 +204,7 @@ def any_case(mechanism: str, rng: Random, name: str) -> Case:
         H=rng.randint(1, 4),
         K=rng.choice((1, 2, 3, 5, 8, 16, 17, 31, 33, 48)),
         V=rng.choice((1, 2, 3, 5, 8, 16, 17, 31, 33, 48)),
-        gate=rng.choice(GATES) if kind.gate else MILD,
+        gate=rng.choice(GATES) if kind.named("gate") else MILD,
         scale=rng.choice((None, None, 1.0, -0.3)),
         ends=ends,
         state=rng.random() < 0.7 and not (kind.cache and ends),
@@ -197,6 +212,8 @@ def any_case(mechanism: str, rng: Random, name: str) -> Case:
         loss=rng.choice(("both", "both", "both", "o", "state")),
         index=rng.choice(("int32", "int64")),
         frozen=rng.random() < 0.1,
+        strength=rng.choice((1.0, 2.0)) if kind.named("strength") else 1.0,
+        groups=rng.choice((1, 2, 3)) if kind.mechanism.multiples else 1,
     )
 
 
@@ -233,21 +250,36 @@ def representable(g: Tensor, gate: str, dtype: torch.dtype) -> Tensor:
     return {"log": lambda x: x, "log2": lambda x: x * LN2, "alpha": torch.log}[gate](held)
 
 
-def held(name: str, case: Case, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of an input or a result of a kernel's (of "dg" that of "g") in a case."""
-    name = name.removeprefix("d").strip()
-    if name == "S0" and case.other == name:
-        return F64
-    return torch.float32 if name in ("S", "S0", case.other) else dtype
+def sizes_of(kind: Kind, case: Case) -> dict[str, int]:
+    """The size of every axis of what a case gives."""
+    found = {"B": case.B, "T": case.T, "H": case.H, "K": case.K, "V": case.V}
+    found |= {many: case.groups * found[few] for many, few in kind.mechanism.multiples}
+    N = case.B if case.ends is None else len(case.ends) - 1
+    return found | {"N": N, "T0": case.past if case.state else 0}
 
 
-def shared(name: str, y: Tensor) -> Tensor:
-    """Values that need no more memory than that of a single head, channel, sequence or number."""
-    if name in ("k", "v", "k0", "v0"):
-        return y[:, :, :1].expand_as(y)
-    if name == "S0":
+def optional(kind: Kind, case: Case) -> str:
+    """What a kernel may refuse by raising; empty where it may not."""
+    return OPTIONAL.get(kind.tensors[case.other].role if case.other else case.strides, "")
+
+
+def held(kind: Kind, name: str, case: Case, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in a case, by its name in `kind.tensors`; a gradient has that of its input."""
+    x = kind.tensors[name]
+    state = x.role == "state" and not kind.cache
+    if x.name == case.other:
+        return F64 if state else torch.float32
+    return torch.float32 if state else dtype
+
+
+def shared(kind: Kind, name: str, y: Tensor) -> Tensor:
+    """An input's values that need no more memory than that of a single head, channel or sequence."""
+    x = kind.tensors[name]
+    if x.role in ("gate", "strength"):
+        return y[..., :1].expand_as(y)
+    if x.role == "state" and not kind.cache:
         return y[:1].expand_as(y)
-    return y[..., :1].expand_as(y) if name == "g" else torch.ones_like(y) if name[:2] == "d " else y
+    return y if name == "q" else y[:, :, :1].expand_as(y)
 
 
 def inputs(
@@ -255,37 +287,44 @@ def inputs(
 ) -> dict[str, Tensor]:
     """Random-sign tensors of a case in float64, holding values that the kernel's dtype holds exactly.
 
-    Named as tokens and states of the mechanism; what the loss puts on o and on each state is named
-    "d " + its name. `form` is the kernel's convention for gates: log, log2 or alpha.
+    Named as the mechanism's tensors, with initial states S0 or k0 and v0; what the loss puts on o and on each state is
+    named "d " + its name. `form` is the kernel's convention for gates: log, log2 or alpha.
     """
     kind, rng = MECHANISMS[mechanism], torch.Generator().manual_seed(1000 + seed)
-    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
     size = min(case.size, 30.0) if dtype == torch.float16 else case.size
+    before = sizes_of(kind, case)
+    after = before | {"T0": before["T0"] + case.T}  # what a cache has grown to
 
-    def normal(*shape):
-        return torch.randn(shape, generator=rng, dtype=F64)
+    def shape(x: Argument, sizes: dict[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[axis] for axis in x.axes.split())
 
-    x = {
-        "q": size * normal(B, T, H, K),
-        "k": normal(B, T, H, K),
-        "v": size * normal(B, T, H, V),
-    }
-    if kind.gate:
-        x["g"] = gate(case.gate, (B, T, H, K)[: len(kind.gate.split())], rng)
-    x["d o"] = normal(B, T, H, V)
-    N, past = B if case.ends is None else len(case.ends) - 1, case.past if case.state else 0
-    if kind.cache:
-        x |= {"k0": normal(B, past, H, K), "v0": size * normal(B, past, H, V)}
-        x |= {"d k_cache": normal(B, past + T, H, K), "d v_cache": normal(B, past + T, H, V)}
-    else:
-        x |= {"S0": size * normal(N, H, K, V), "d S": normal(N, H, K, V)}
-    if not case.state:
-        for name in kind.states:
-            del x[name]
-    if case.loss != "both":
-        x = {n: y for n, y in x.items() if n[:2] != "d " or (n == "d o") == (case.loss == "o")}
+    def normal(x: Argument, sizes: dict[str, int] = before) -> Tensor:
+        return torch.randn(shape(x, sizes), generator=rng, dtype=F64)
+
+    def drawn(x: Argument) -> Tensor:
+        if x.role == "gate":
+            return gate(case.gate, shape(x, before), rng)
+        if x.role == "strength":
+            return case.strength * torch.rand(shape(x, before), generator=rng, dtype=F64)
+        if x.name not in KEYS:
+            return size * normal(x)
+        y = normal(x)
+        return y / y.norm(dim=-1, keepdim=True) if kind.named("strength") else y
+
+    states = dict(zip(kind.states, kind.mechanism.states, strict=True))
+    x = {n: drawn(kind.tensors[n]) for n in kind.arguments}
+    x["d o"] = normal(kind.tensors["o"])
+    x |= {n: drawn(state) for n, state in states.items()}
+    x |= {f"d {state.name}": normal(state, after) for state in states.values()}
+    pulls = {"d o": "o"} | {f"d {state.name}": "state" for state in states.values()}
+    # left out only now: what is drawn does not depend on it
+    left = {n for n, of in pulls.items() if case.loss not in ("both", of)}
+    left |= set() if case.state else {*states}
+    x = {n: y for n, y in x.items() if n not in left}
     if case.strides == "expanded":
-        x = {n: shared(n, y) for n, y in x.items()}
-    exact = {n: y.to(held(n, case, dtype)).to(F64) for n, y in x.items()}
-    g = {"g": representable(x["g"], form, held("g", case, dtype))} if kind.gate else {}
-    return exact | g
+        x = {n: torch.ones_like(y) if n in pulls else shared(kind, n, y) for n, y in x.items()}
+    gates = kind.named("gate")
+    for n, y in x.items():
+        low = held(kind, n, case, dtype)
+        x[n] = representable(y, form, low) if n in gates else y.to(low).to(F64)
+    return x

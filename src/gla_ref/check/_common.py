@@ -19,6 +19,7 @@ NUMBERS = {
     "tokens in a sequence": longest,
     "packed sequences": lambda case: len(case.ends or (0,)) - 1,
     "heads": lambda case: case.H,
+    "value heads of a key head": lambda case: case.groups,
     "keys' channels": lambda case: case.K,
     "values' channels": lambda case: case.V,
 }
@@ -26,6 +27,7 @@ KINDS = {
     "initial state": lambda case: "yes" if case.state else "no",
     "scale given": lambda case: "no" if case.scale is None else "yes",
     "gates": lambda case: case.gate,
+    "strengths below": lambda case: f"{case.strength:g}",
     "strides": lambda case: case.strides,
     "loss of": lambda case: case.loss,
     "values of size": lambda case: f"{case.size:g}",

@@ -92,7 +92,14 @@ class Carry(torch.autograd.Function):
         return dwrite, (states[..., :-1, :, :] * dwrite).sum(-1, keepdim=True), dS, None
 
 
-def two_level(q, k, v, g, S, scale, dtype, C, c=16, halves=False):
+def by_channel(g: Tensor | None, k: Tensor) -> Tensor:
+    """Log gates as wide as k: each channel's own, each head's for all its channels, or zeros where there are none."""
+    if g is None:
+        return torch.zeros_like(k)
+    return g if g.ndim == k.ndim else g[..., None].expand_as(k)
+
+
+def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False):
     """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S.
 
     What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
@@ -102,13 +109,13 @@ def two_level(q, k, v, g, S, scale, dtype, C, c=16, halves=False):
     def mm(x, y):
         return Product.apply(x, y, dtype)
 
-    T, tokens = q.shape[1], (q, k, v, g)
+    T, tokens = q.shape[1], (q, k, v, by_channel(g, k))
     C = min(C, -(-T // c) * c)
     q, k, v, g = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
     q, k, v, g = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g))
     half = (g.sum(-2, keepdim=True) / 2).clamp(min=-3.0 if halves else 0.0).detach()
     write = half.exp().mT * mm((k * (decay_to_end(g) - half).exp()).mT, v)
-    states = Carry.apply(write, g.sum(-2).exp()[..., None], S, dtype)
+    states = Carry.apply(write, g.sum(-2).exp()[..., None], state, dtype)
     inter = mm(q * (decay_from_start(g) - half).exp(), half.exp().mT * states[:, :, :-1])
     intra = []
     for i in range(0, C, c):
@@ -123,18 +130,27 @@ def two_level(q, k, v, g, S, scale, dtype, C, c=16, halves=False):
     return o[:, :T], states[:, :, -1]
 
 
-def by_token(q, k, v, g, S, scale, dtype):
+def by_token(q, k, v, g=None, *, state, scale, dtype):
     """The recurrence in the precision of q, every decay but 1 one unit in its last place short.
 
     Units that compute exponentials err by that much, and for equal gates always the same way: over a
     long sequence the largest error that a right kernel can make. Exact decays in float64.
     """
+    S, g = state, by_channel(g, k)
     decays, short = g.exp(), torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
     decays, o = torch.where(g == 0, decays, decays * (1 - short)), []
     for q_t, k_t, v_t, a_t in zip(*(x.unbind(1) for x in (scale * q, k, v, decays)), strict=True):
         S = a_t[..., None] * S + k_t[..., None] * v_t[..., None, :]
         o.append((q_t[..., None] * S).sum(-2))
     return torch.stack(o, 1), S
+
+
+def gate_floor(x: dict, exact: dict, dtype: torch.dtype, C: int = 64) -> Tensor:
+    """Rounding of d log alpha: a chunk's reverse sum of q dq - k dk, whose terms' roundings are independent."""
+    terms = (x["q"] * exact["dq"]).square() + (x["k"] * exact["dk"]).square()
+    terms = terms if exact["dg"].ndim == terms.ndim else terms.sum(-1)
+    later = torch.cat([n.flip(1).cumsum(1).flip(1) for n in terms.split(C, 1)], 1)
+    return torch.finfo(dtype).eps / 2 * later.sqrt()
 
 
 class Attend(torch.autograd.Function):
@@ -198,9 +214,9 @@ class Attend(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def attend(q, k, v, g, cache, scale, dtype, by_key=False):
-    """Softmax attention on top of a cache; g plays no part."""
-    keys = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(cache, (k, v), strict=True))
+def attend(q, k, v, *, state, scale, dtype, by_key=False):
+    """Softmax attention on top of a cache of keys and values."""
+    keys = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(state, (k, v), strict=True))
     made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key)
     o, k, v = (x.transpose(1, 2) for x in made)
     return o, (k, v)

@@ -1,17 +1,20 @@
-"""What the kit knows of a mechanism, in one declaration (chapters 1, 4, 7 and 9)."""
+"""What the kit knows of a mechanism: its tensors as declared, and the callables that judge it (chapters 1, 4, 7, 9)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
+from torch import Tensor
 
 from gla_ref import gla, linear_attention, simple_gla, softmax_attention
 
-from .._contract import per_sequence
-from ._emulate import attend, by_token, two_level
+from .. import mechanisms
+from .._contract import per_sequence, state_shape
+from ..mechanisms import Argument, Mechanism
+from ._emulate import attend, by_token, gate_floor, two_level
 
 SHORT = 500  # tokens up to which the recurrence itself is the oracle; then a form held against it
 # one chunk after another, of lengths that kernels have (and the longest is most cases' whole), and token after token
@@ -24,35 +27,75 @@ LINEAR = (
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class Kind:
     """All that the kit must know of a mechanism.
 
     Attributes:
-        exact: the float64 oracle.
-        emulated: right runs `(q, k, v, g, state, scale, dtype) -> o, state` whose errors budgets are
-            made of; g comes as `[B, T, H, K]`, zeros where there is no gate. The first one, in
-            float64, stands for the oracle in long sequences; the tests hold it against that.
+        mechanism: its tensors; the kit gives those that every call is given.
+        exact: the float64 oracle, a form.
+        emulated: right runs `(**tensors, state, scale, dtype) -> o, state`, tensors by their names, whose
+            errors budgets are made of. The first one, in float64, stands for the oracle in long sequences; the tests
+            hold it against that.
         also: forms whose own float32 run counts among them, up to SHORT tokens.
-        gate: the axes of g; None for no gate.
-        cache: the state is the pair of all keys and values, instead of S `[N, H, K, V]`.
+        floors: by the name of a gradient, `(inputs, exact, dtype) -> deviations` that every right kernel may have.
         widest: the largest V of its cases.
     """
 
+    mechanism: Mechanism
     exact: Callable
     emulated: tuple[Callable, ...] = LINEAR
     also: tuple[Callable, ...] = ()
-    gate: str | None = None
-    cache: bool = False
+    floors: dict[str, Callable] = field(default_factory=dict)
     widest: int = 512
 
     @property
-    def tokens(self) -> tuple[str, ...]:
-        return ("q", "k", "v") if self.gate is None else ("q", "k", "v", "g")
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the tensors that every call is given, in order."""
+        return self.mechanism.required
 
     @property
     def states(self) -> dict[str, str]:
-        """Name of each state given, to the name of what comes out."""
-        return {"k0": "k_cache", "v0": "v_cache"} if self.cache else {"S0": "S"}
+        """Name of each state as it is given (S0, k0), to the name of what comes out (S, k_cache)."""
+        return {x.name.removesuffix("_cache") + "0": x.name for x in self.mechanism.states}
+
+    @property
+    def cache(self) -> bool:
+        """Whether the state is all tokens so far, and has a time axis, instead of one S for each sequence."""
+        return any("T0" in x.axes.split() for x in self.mechanism.states)
+
+    @cached_property
+    def tensors(self) -> dict[str, Argument]:
+        """What each tensor of a problem is like, by its name.
+
+        They are those given (q, S0), those returned (o, S), the gradients of the former (dq, dS0), and what the loss
+        puts on the latter (d o, d S).
+        """
+        given = [x for x in self.mechanism.arguments if not x.optional]
+        (v,) = (x for x in given if x.name == "v")
+        states = zip(self.states, self.mechanism.states, strict=True)
+        given += [x._replace(name=before) for before, x in states]
+        made = [v._replace(name="o"), *self.mechanism.states]
+        found = {x.name: x for x in (*given, *made)}
+        return found | {f"d{x.name}": x for x in given} | {f"d {x.name}": x for x in made}
+
+    def named(self, role: str) -> tuple[str, ...]:
+        """Names of the tensors of a role that every call is given."""
+        return self.mechanism.named(role, optional=False)
+
+    def sizes(self, x: dict[str, Tensor]) -> dict[str, int]:
+        """The size of every axis of tensors given."""
+        axes = ((a, n) for name in x for a, n in zip(self.axes(name), x[name].shape, strict=True))
+        return dict(axes)
+
+    def axes(self, name: str) -> list[str]:
+        """The axes of a tensor of a problem: ["B", "T", "H", "K"] for q and dq."""
+        return self.tensors[name].axes.split()
+
+    def head_axis(self, name: str) -> int:
+        """Which axis of a tensor of a problem runs over heads."""
+        heads = {"H", *(many for many, _ in self.mechanism.multiples)}
+        (axis,) = (i for i, a in enumerate(self.axes(name)) if a in heads)
+        return axis
 
     def oracle(self, *tokens, **options):
         if tokens[0].shape[1] <= SHORT:
@@ -61,41 +104,40 @@ class Mechanism:
 
     def emulate(self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0):
         """One of the emulated runs under the contract; exact in float64."""
-        q, k, v, *g = tokens
-        g = g[0] if g else torch.zeros_like(q)
-        x = {"q": q, "k": k, "v": v, "g": g if g.ndim == 4 else g[..., None].expand_as(q)}
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        x = dict(zip(self.arguments, tokens, strict=True))
+        sizes, q, k, v = self.sizes(x), x["q"], x["k"], x["v"]
+        options = {"scale": sizes["K"] ** -0.5 if scale is None else scale, "dtype": dtype}
         ends = None if cu_seqlens is None else cu_seqlens.tolist()
         if self.cache:
             cache = initial_state or (k[:, :0], v[:, :0])
 
             def attended(**x):
-                o, (k, v) = self.emulated[run](*x.values(), cache, scale, dtype)
-                return (o, k, v), ()
+                o, cached = self.emulated[run](**x, state=cache, **options)
+                return (o, *cached), ()
 
-            (o, k, v), _ = per_sequence(attended, ends, x, {})
-            return o, (k, v)
-        N = q.shape[0] if ends is None else len(ends) - 1
-        S = q.new_zeros(N, q.shape[2], q.shape[3], v.shape[3])
-        S = S if initial_state is None else initial_state
+            (o, *cached), _ = per_sequence(attended, ends, x, {})
+            return o, tuple(cached)
+        S, N = initial_state, sizes["B"] if ends is None else len(ends) - 1
+        S = q.new_zeros(state_shape(self.mechanism, sizes, N)) if S is None else S
 
-        def one(S, **x):
-            o, S = self.emulated[run](*x.values(), S, scale, dtype)
+        def one(**x):
+            o, S = self.emulated[run](**x, **options)
             return (o,), (S,)
 
-        (o,), (S,) = per_sequence(one, ends, x, {"S": S})
+        (o,), (S,) = per_sequence(one, ends, x, {"state": S})
         return o, S
 
 
+DECLARED = mechanisms.MECHANISMS
 MECHANISMS = {
-    "softmax_attention": Mechanism(
+    "softmax_attention": Kind(
+        DECLARED["softmax_attention"],
         softmax_attention.recurrent,
         (attend, partial(attend, by_key=True)),
         (softmax_attention.two_pass,),
-        cache=True,
         widest=256,
     ),
-    "linear_attention": Mechanism(linear_attention.recurrent),
-    "simple_gla": Mechanism(simple_gla.recurrent, gate="B T H"),
-    "gla": Mechanism(gla.recurrent, gate="B T H K"),
+    "linear_attention": Kind(DECLARED["linear_attention"], linear_attention.recurrent),
+    "simple_gla": Kind(DECLARED["simple_gla"], simple_gla.recurrent, floors={"dg": gate_floor}),
+    "gla": Kind(DECLARED["gla"], gla.recurrent, floors={"dg": gate_floor}),
 }

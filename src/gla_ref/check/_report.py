@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from ._budgets import TOKENS, Problem
+from ._budgets import Problem
 from ._cases import SUB, C, Case
 from ._common import common, reach
 from ._html import SHADES, render
 
 SCALE = f"a space is within budget, each of {SHADES[1:]} half a power of ten further"
-CACHES = ("k_cache", "v_cache", "dk0", "dv0")  # these have a time axis, too
+TIME = {"T", "T0"}  # of tokens, and of those in a cache
 
 
 @dataclass
@@ -57,7 +57,7 @@ def locate(p: Problem, name: str, x: Tensor) -> dict:
     """
     excess = (x.double() - p.exact[name]).abs() / p.band(name)
     excess = excess.nan_to_num(nan=math.inf, posinf=math.inf)
-    if name in TOKENS or name in CACHES:
+    if TIME & {*p.kind.axes(name)}:
         t = int((excess.amax([d for d in range(excess.ndim) if d != 1]) > 1).nonzero()[0])
         b, h, *channel = (int(i) for i in (excess[:, t] > 1).nonzero()[0])
         where, own, batch = {"t": t}, t, {"batch": b}

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._contract import state_shape
 from ._budgets import Problem, evaluate
-from ._cases import convert, held
-from ._mechanisms import Mechanism
+from ._cases import convert, held, optional
+from ._mechanisms import Kind
 from ._memory import placed, poisoned
-
-STATES = ("S0", "d S")
 
 
 class Finding(Exception):
@@ -54,7 +53,7 @@ class Convention:
     def tokens(self, x: Tensor) -> Tensor:
         return x if self.layout == "bthd" else x.transpose(1, 2)
 
-    def states(self, x: Tensor, kind: Mechanism) -> Tensor:
+    def states(self, x: Tensor, kind: Kind) -> Tensor:
         if kind.cache:
             return self.tokens(x)
         return x if self.state == "kv" else x.mT
@@ -75,19 +74,22 @@ def accepted(fn: Callable) -> set[str]:
     return options & {p.name for p in parameters}
 
 
-def never_given(fn: Callable, kind: Mechanism) -> list[str]:
+def never_given(fn: Callable, kind: Kind) -> list[str]:
     """Which of a function's arguments no call of the kit has."""
     try:
         named = [p for p in inspect.signature(fn).parameters.values() if p.kind != p.VAR_KEYWORD]
     except (TypeError, ValueError):
         return []
-    return [p.name for p in named[len(kind.tokens) :] if p.name not in accepted(fn)]
+    return [p.name for p in named[len(kind.arguments) :] if p.name not in accepted(fn)]
 
 
 def adapt(
-    fn: Callable, kind: Mechanism, how: Convention, takes: set[str], gates: torch.dtype
+    fn: Callable, kind: Kind, how: Convention, takes: set[str], gates: dict[str, torch.dtype]
 ) -> Callable:
-    """`fn` under the contract: called in its own convention, its results checked and turned back."""
+    """`fn` under the contract: called in its own convention, its results checked and turned back.
+
+    It gets the mechanism's tensors in their order, whatever it calls them, and each of the `gates` in its dtype.
+    """
 
     def checked(name, x, shape, dtypes, device):
         if not isinstance(x, Tensor):
@@ -101,8 +103,9 @@ def adapt(
         return x
 
     def call(*tokens, scale, initial_state, cu_seqlens, final=True):
-        q, k, v, *g = tokens
-        own = [how.tokens(x) for x in (q, k, v, *(how.gates(x, gates) for x in g))]
+        x = dict(zip(kind.arguments, tokens, strict=True))
+        k, v = x["k"], x["v"]
+        own = [how.gates(y, gates[n]) if n in gates else y for n, y in x.items()]
         named = {"scale": scale, "cu_seqlens": cu_seqlens, "output_final_state": final}
         if isinstance(initial_state, tuple):
             named["initial_state"] = tuple(how.states(x, kind) for x in initial_state)
@@ -110,7 +113,7 @@ def adapt(
             named["initial_state"] = (
                 initial_state if initial_state is None else how.states(initial_state, kind)
             )
-        result = fn(*own, **{n: x for n, x in named.items() if n in takes})
+        result = fn(*map(how.tokens, own), **{n: x for n, x in named.items() if n in takes})
         if result is None:
             raise Finding("none", "the function returned None")
         if not isinstance(result, tuple | list):
@@ -140,12 +143,13 @@ def adapt(
                 for n, y, x, p in caches
             )
             return o, state
-        N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        shape = (N, q.shape[2], q.shape[3], v.shape[3])
+        N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+        shape = state_shape(kind.mechanism, kind.sizes(x), N)
         shape = shape if how.state == "kv" else (*shape[:2], *shape[:1:-1])
         dtypes = [torch.float32]
         dtypes += [] if initial_state is None else [initial_state.dtype]
-        return o, how.states(checked("S", state, shape, dtypes, v.device), kind)
+        (name,) = kind.states.values()
+        return o, how.states(checked(name, state, shape, dtypes, v.device), kind)
 
     return call
 
@@ -205,7 +209,7 @@ def only_then(p: Problem, usual: dict, found: dict) -> list[str]:
 
 
 def observe(
-    fn: Callable, kind: Mechanism, how: Convention, takes: set[str], p: Problem, seconds: float,
+    fn: Callable, kind: Kind, how: Convention, takes: set[str], p: Problem, seconds: float,
     device: torch.device,
 ) -> tuple:  # fmt: skip
     """({quantity: what the kernel made of it, on the CPU, or None}, [Finding, ...]) of one case.
@@ -216,15 +220,16 @@ def observe(
     before the results of the first call are used. A kernel that is forward only is called without gradients
     throughout; one whose runs differ in no other way, since it would differ there too.
     """
-    names = [n for n in (*kind.tokens, *kind.states) if n in p.inputs]
-    dtype = p.dtypes["o"]
-    x = {n: y.to(held(n, p.case, dtype)) for n, y in p.inputs.items()}
-    if "g" in x and how.gate != "log":  # kept finer until the kernel's own convention is made of it
-        x["g"] = p.inputs["g"].float()
+    names = [n for n in (*kind.arguments, *kind.states) if n in p.inputs]
+    dtypes = {n: held(kind, n, p.case, p.dtypes["o"]) for n in p.inputs}
+    gates = {n: dtypes[n] for n in kind.named("gate")}
+    if how.gate != "log":  # kept finer until the kernel's own convention is made of them
+        dtypes |= dict.fromkeys(gates, torch.float32)
+    x = {n: y.to(dtypes[n]) for n, y in p.inputs.items()}
 
     def own(n, y):
         """In the kernel's own order of axes, and from there back."""
-        return how.states(y, kind) if n in STATES else how.tokens(y)
+        return how.states(y, kind) if kind.tensors[n].role == "state" else how.tokens(y)
 
     x = {n: y.to(device) for n, y in x.items()}
     x = {
@@ -232,7 +237,7 @@ def observe(
         for i, (n, y) in enumerate(x.items())
     }
     before = {n: y.clone() for n, y in x.items()}
-    call, findings = adapt(fn, kind, how, takes, held("g", p.case, dtype)), []
+    call, findings = adapt(fn, kind, how, takes, gates), []
     other = {n: y.roll(1, 1) for n, y in x.items()} if p.case.frozen else {}
 
     def work(gradients: bool, options: dict):
@@ -255,8 +260,9 @@ def observe(
     for _ in range(2):
         runs.append(attempt(seconds, work, not how.forward_only, options))
         if isinstance(runs[-1], Finding):
-            if p.case.optional and runs[-1].kind in ("raises", "dtype"):
-                return {}, [Finding("not covered", p.case.optional)]
+            may = optional(kind, p.case)
+            if may and runs[-1].kind in ("raises", "dtype"):
+                return {}, [Finding("not covered", may)]
             return {}, runs[-1:]
     usual, again = runs
     differ = [n for n, y in usual.items() if not same(y, again[n])]
@@ -305,6 +311,6 @@ def observe(
         what = "the kernel wrote into what it was given"
         return usual, [Finding("modified", what, n) for n in changed]
     findings += [Finding("differs", "two runs on the same inputs differ", n) for n in differ]
-    if usual["dq"] is None and any(y is not None for n, y in usual.items() if n[0] == "d"):
+    if usual["dq"] is None and any(usual[f"d{n}"] is not None for n in names):
         findings.append(Finding("gradient", "no gradient reaches q", "dq"))
     return usual, findings

@@ -17,6 +17,8 @@ PLAIN = (
     ("size", 1.0),
     ("pull", 1.0),
     ("scale", None),
+    ("strength", 1.0),
+    ("groups", 1),
     ("ends", None),
     ("index", "int32"),
     ("frozen", False),

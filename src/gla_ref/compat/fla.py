@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import FORMS
 from ..check import NotClaimed
+from ..mechanisms import MECHANISMS
 
 __all__ = [
     "chunk_gla",
@@ -264,16 +265,21 @@ def fused_recurrent_linear_attn(
     )
 
 
-MODULES = {"gla": "gla", "simple_gla": "simple_gla", "linear_attn": "linear_attention"}
+MODULES = {"gla": "gla", "simple_gla": "simple_gla", "linear_attention": "linear_attn"}
+WAYS = {  # of computing a mechanism, as their functions are called
+    "gla": ("chunk", "fused_recurrent"),
+    "simple_gla": ("chunk", "fused_chunk", "fused_recurrent"),
+    "linear_attention": ("chunk", "fused_chunk", "fused_recurrent"),
+}
+COMPUTES = {f"{way}_{MODULES[m]}": m for m, ways in WAYS.items() for way in ways}
 
 
 def mechanism(name: str) -> str:
     """The mechanism that a function of fla computes: "linear_attention" for "chunk_linear_attn"."""
-    for module in ("simple_gla", "linear_attn", "gla"):
-        if name in __all__ and name.endswith(f"_{module}"):
-            return MODULES[module]
-    known = sorted(n for n in __all__ if "_" in n)
-    raise ValueError(f"name: expected one of {', '.join(known)}; got {name!r}")
+    if name not in COMPUTES:
+        known = ", ".join(sorted(COMPUTES))
+        raise ValueError(f"name: expected one of {known}; got {name!r}")
+    return COMPUTES[name]
 
 
 def theirs(name: str) -> Callable:
@@ -293,15 +299,17 @@ def theirs(name: str) -> Callable:
     Raises:
         ValueError: fla has no such function among those of this module.
     """
-    module = {m: n for n, m in MODULES.items()}[mechanism(name)]
-    options = {"normalize": False} if module == "linear_attn" else {}
+    computed = mechanism(name)
+    kind, module = MECHANISMS[computed], MODULES[computed]
+    options = {"normalize": False} if computed == "linear_attention" else {}
 
-    def fn(q, k, v, *g, scale=None, initial_state=None, cu_seqlens=None):
-        if g and g[0].isneginf().any():
+    def fn(*tensors, scale=None, initial_state=None, cu_seqlens=None):
+        given = dict(zip(kind.required, tensors, strict=True))
+        if any(given[gate].isneginf().any() for gate in kind.named("gate", optional=False)):
             raise NotClaimed("gates of -inf")
         own = getattr(importlib.import_module(f"fla.ops.{module}"), name)
-        return own(
-            q, k, v, *g, scale=scale, initial_state=initial_state, output_final_state=True,
+        return own(  # in this order; it has other names for some
+            *tensors, scale=scale, initial_state=initial_state, output_final_state=True,
             cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(), **options,
         )  # fmt: skip
 

@@ -9,8 +9,9 @@ import os
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-__all__ = ["Device", "find_device"]
+__all__ = ["Device", "explain", "find_device", "plan"]
 
 
 class Device(NamedTuple):
@@ -38,3 +39,35 @@ def find_device() -> Device:
         sentence = f"Kernels run on {name}, in float16 (it has no bfloat16) and float32."
         return Device("cuda", torch.float16, sentence)
     return Device("cuda", torch.bfloat16, f"Kernels run on {name}, in bfloat16 and float32.")
+
+
+def plan(mechanism: str, *tensors: Tensor, direction: str = "forward", hardware=None, **options):
+    """What a call of a mechanism's kernels would do, as data: nothing is compiled, launched or looked at.
+
+    Args:
+        mechanism: a key of `gla_ref.FORMS`.
+        tensors: as in a call, `q, k, v[, g]`; on any device, "meta" too.
+        direction: "forward", or "backward" (for the gradients of everything, of a loss of o).
+        hardware: the class of GPU to plan for, such as "sm_80"; None for that of the tensors.
+        options: as in a call: `g_v`, `scale`, `initial_state`, `cu_seqlens`, `path`, `kernel`.
+
+    Returns:
+        a frozen `Plan`: its `launches`, the tensors that they make, and `why`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or the sizes do not fit the GPU; the message names it.
+    """
+    from ._explain import plan
+
+    return plan(mechanism, *tensors, direction=direction, hardware=hardware, **options)
+
+
+def explain(mechanism: str, *tensors: Tensor, hardware=None, **options) -> str:
+    """:func:`plan` in words, forward and backward: kernels, programs, tiles, warps, bytes, and why."""
+    from ._explain import describe
+
+    directions = ("forward", "backward")
+    found = [
+        plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in directions
+    ]
+    return "\n\n".join(f"{d}: {describe(p)}" for d, p in zip(directions, found, strict=True))

@@ -1,108 +1,121 @@
-"""What every launcher checks, how it is registered with PyTorch, and how its kernels are compiled side by side."""
+"""What every kernel's function does before its plan: checks, once a signature; the way to autograd or torch.compile."""
 
 from __future__ import annotations
 
-import functools
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .._contract import check_cu_seqlens, check_gate, check_state, check_tensors
+from .._contract import (
+    check_cu_seqlens,
+    check_gate,
+    check_scale,
+    check_state,
+    check_strength,
+    check_tensors,
+    state_shape,
+)
+from ..mechanisms import MECHANISMS, Argument, Mechanism
+from ._hardware import hardware_of
+from ._program import Planned
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LIBRARY = torch.library.Library("gla_ref", "FRAGMENT")
-PLAN = threading.local()  # .launches: those that a call would make, while it is planned
+KERNELS = ("portable",)  # what an argument `kernel` may ask for
 
 
 class Operator:
-    """A function that changes none of its arguments as PyTorch's operator gla_ref::name, opaque to torch.compile.
+    """A planned function on its way through PyTorch, by the shortest one there is.
 
-    What `torch.library.custom_op` is, but that imports the whole of PyTorch's compiler in its first call, only to
-    keep it out: two seconds and more.
-
-    Triton compiles a kernel when it is first launched, one after the other. Here the first call of its kind (dtypes,
-    sizes of heads, options) goes through the function once without launching anything, and has all the kernels
-    compiled side by side.
+    Called on plain tensors, it looks its program up and runs it, inside a `torch.autograd.Function` where a gradient
+    is needed. Where PyTorch itself looks on (torch.compile, torch.func, fake tensors) it is the operator gla_ref::name,
+    which none of them looks into. `torch.library.custom_op` would do the latter, but imports the whole of
+    PyTorch's compiler in its first call, only to keep it out: two seconds and more.
     """
 
-    def __init__(self, name: str, function):
-        self.name, self.function, self.compiled = f"gla_ref::{name}", function, set()
-        LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-        LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
+    def __init__(self, name: str, planned: Planned, schema: str):
+        """`schema` as PyTorch writes it; what a plan returns beyond its outputs is for the backward pass only."""
+        self.name, self.planned, self.tensors = f"gla_ref::{name}", planned, len(planned.names)
+        LIBRARY.define(name + schema)
+        self.outputs = None if schema.endswith("[]") else schema.split("->")[1].count("Tensor")
+        LIBRARY.impl(
+            name,
+            lambda *args: given(planned(*args)[: self.outputs], args[0]),
+            "CompositeExplicitAutograd",
+        )
         self.overload = getattr(torch.ops.gla_ref, name).default
+        self.function = None
 
     def __call__(self, *args):
-        return self.overload(*args)
-
-    def run(self, *args):
-        device = args[0].device
-        kind = device, *map(_kind, args)
-        if kind not in self.compiled and device.type == "cuda":
-            self.compile(device, args)
-            self.compiled.add(kind)
-        return self.function(*args)
-
-    def compile(self, device: torch.device, args: tuple) -> None:
-        """Side by side, what a call would launch; its tensors are let go before the call makes its own."""
-        PLAN.launches = []
-        try:
-            self.function(*args)
-        finally:
-            launches, PLAN.launches = PLAN.launches, None
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(functools.partial(_compile, device), launches))
+        if torch.compiler.is_compiling() or _watched(args[0]):
+            return self.overload(*args)
+        if os.environ.get("GLA_REF_DEBUG") == "1" and self.planned.check:
+            self.planned.check(*args)
+        program = self.planned.find(args)
+        tensors = args[: self.tensors]
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            if self.function is None:
+                check_forward_only(
+                    dict(zip(self.planned.names, tensors, strict=True)), "this kernel is"
+                )
+            return self.function.apply(*args, program)
+        return program(tensors)
 
     def register_fake(self, function):
         torch.library.register_fake(self.name, function, lib=LIBRARY)
 
-    def register_autograd(self, backward, setup_context):
-        torch.library.register_autograd(
-            self.name, backward, setup_context=setup_context, lib=LIBRARY
-        )
+    def register_autograd(self, save: Callable, gradients: Callable):
+        """`save(ctx, inputs, output)` what `gradients(ctx, *grads)` needs."""
+        torch.library.register_autograd(self.name, gradients, setup_context=save, lib=LIBRARY)
+
+        def forward(ctx, *args):
+            *inputs, program = args
+            outputs = tuple(program(inputs[: self.tensors]))
+            save(ctx, inputs, outputs)
+            return outputs[: self.outputs]
+
+        @once_differentiable
+        def backward(ctx, *grads):
+            return *gradients(ctx, *grads), None
+
+        # made by its name, which `o.grad_fn` shows
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        name = self.name.removeprefix("gla_ref::")
+        self.function = type(name, (torch.autograd.Function,), methods)
 
 
-def operator(name: str):
-    return functools.partial(Operator, name)
+def given(outputs: list[Tensor | None], like: Tensor) -> list[Tensor]:
+    """Outputs as an operator returns them, which knows no None: an empty tensor stands for it."""
+    return [like.new_empty(0) if x is None else x for x in outputs]
 
 
-def _kind(x):
-    """What of an argument chooses among kernels; a miss costs no more than compiling in a row."""
-    if isinstance(x, Tensor):
-        return (x.dtype, x.shape[-1]) if x.ndim == 4 else x.dtype
-    return type(x) if isinstance(x, float) else x
-
-
-def _compile(device: torch.device, warmup) -> None:
-    """One kernel, and the C function that launches it: both wait for other programs, the assembler and the compiler."""
-    with torch.cuda.device(device):
-        _ = warmup().run
-
-
-def launch(kernel, *grid: int):
-    """kernel[grid], or, while a call is planned, a note of what it would launch."""
-    launches = getattr(PLAN, "launches", None)
-    if launches is None:
-        return kernel[grid]
-    return lambda *args, **options: launches.append(
-        functools.partial(kernel.warmup, *args, grid=grid, **options)
+def _watched(x) -> bool:
+    """Whether somebody other than autograd follows what happens to a tensor."""
+    return (
+        type(x) not in (Tensor, torch.nn.Parameter)
+        and isinstance(x, Tensor)
+        or torch._C._are_functorch_transforms_active()
     )
 
 
-def check_launch(tensors: dict[str, Tensor]) -> None:
+def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) -> None:
     """Kernels take float32, float16 and bfloat16 on a CUDA device, the first two in Triton's interpreter too.
 
-    The values of gates (names that begin with g) are looked at under GLA_REF_DEBUG=1 only, because
-    looking means waiting for the GPU.
+    The values of gates and strengths are looked at under GLA_REF_DEBUG=1 only, because looking means waiting for
+    the GPU.
 
     Raises:
         TypeError: a dtype that kernels do not take.
-        ValueError: a device that they do not run on, or a gate above 0 (under GLA_REF_DEBUG=1).
+        ValueError: a device that they do not run on, or a value out of range (under GLA_REF_DEBUG=1).
     """
+    known = {a.name: a for a in arguments}
+    look = os.environ.get("GLA_REF_DEBUG") == "1"
     for name, x in tensors.items():
+        role = known[name].role
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {x.dtype}")
         if not x.is_cuda and not triton.knobs.runtime.interpret:
@@ -110,13 +123,22 @@ def check_launch(tensors: dict[str, Tensor]) -> None:
                 f"{name}: expected a CUDA tensor, got one on {x.device}; "
                 "to interpret kernels on the CPU, set TRITON_INTERPRET=1 before importing triton"
             )
-        if not x.is_cuda and name in "qkv" and x.dtype == torch.bfloat16:
-            raise TypeError(
-                f"{name}: expected float32 or float16 on the CPU, got bfloat16, "
-                "whose products Triton's interpreter gets wrong"
-            )
-        if name.startswith("g") and os.environ.get("GLA_REF_DEBUG") == "1":
+        if role == "token" and x.dtype == torch.bfloat16:
+            hardware = hardware_of(x.device)
+            if hardware.interpreted:
+                raise TypeError(
+                    f"{name}: expected float32 or float16 on the CPU, got bfloat16, "
+                    "whose products Triton's interpreter gets wrong"
+                )
+            if not hardware.matrix_units:
+                raise TypeError(
+                    f"{name}: expected float32 or float16 on {hardware.name}, got bfloat16, "
+                    "which GPUs multiply from compute capability 8.0 on"
+                )
+        if look and role == "gate":
             check_gate(name, x)
+        if look and role == "strength":
+            check_strength(name, x)
 
 
 def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device) -> None:
@@ -127,28 +149,60 @@ def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device
 
 
 def check_call(
-    q: Tensor, k: Tensor, v: Tensor, gates: dict[str, tuple[Tensor | None, str]], S: Tensor | None,
-    cu_seqlens: Tensor | None, path: str | None = None, paths: tuple[str, ...] = (),
-) -> None:  # fmt: skip
-    """A whole call of a kernel with states: `gates` are (tensor or None, its axes) by name.
+    mechanism: str, tensors: tuple[Tensor | None, ...], S: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float | None, most: dict[str, int],
+) -> dict[str, int]:  # fmt: skip
+    """A whole call of a kernel with states; `most` has the largest size of some axes. The sizes of all axes.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    given = {name: x for name, (x, _) in gates.items() if x is not None}
-    axes = {name: shape for name, (_, shape) in gates.items()}
-    tensors = {"q": q, "k": k, "v": v, **given}
-    sizes = check_tensors(tensors, {"q": "B T H K", "k": "B T H K", "v": "B T H V", **axes})
-    check_launch(tensors)
-    for name, axis, most in (("q", "K", 256), ("v", "V", 512)):
-        if sizes[axis] > most:
-            raise ValueError(f"{name}: expected {axis} of at most {most}, got {sizes[axis]}")
-    check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
+    kind = MECHANISMS[mechanism]
+    given = {a.name: x for a, x in zip(kind.arguments, tensors, strict=True) if x is not None}
+    check_required(kind, given)
+    sizes = check_tensors(given, kind.arguments, kind.multiples)
+    check_launch(given, kind.arguments)
+    check_sizes(kind.arguments, sizes, most)
+    check_scale(scale, sizes["K"])
+    device = next(iter(given.values())).device
+    check_packed(cu_seqlens, sizes["B"], sizes["T"], device)
     if S is not None:
         N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
-        check_state("initial_state", S, sizes, N, q.device)
-    if path not in (None, *paths):
-        raise ValueError(f"path: expected one of {', '.join(paths)} or None, got {path!r}")
+        check_state("initial_state", S, state_shape(kind, sizes, N), device)
+    return sizes
+
+
+def check_required(kind: Mechanism, tensors: dict[str, Tensor]) -> None:
+    """Nothing is left out that every call needs.
+
+    Raises:
+        TypeError: something is.
+    """
+    for argument in kind.arguments:
+        if not argument.optional and argument.name not in tensors:
+            raise TypeError(
+                f"{argument.name}: expected a torch.Tensor of shape [{argument.axes}], got None"
+            )
+
+
+def check_sizes(
+    arguments: tuple[Argument, ...], sizes: dict[str, int], most: dict[str, int], where: str = ""
+) -> None:
+    """No axis is larger than `most` says; the message names the first argument that has it.
+
+    Raises:
+        ValueError: one is.
+    """
+    for axis, size in most.items():
+        if sizes[axis] > size:
+            name = next(a.name for a in arguments if axis in a.axes.split())
+            raise ValueError(f"{name}: expected {axis} of at most {size}{where}, got {sizes[axis]}")
+
+
+def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """An option is None or one of its choices."""
+    if value not in (None, *choices):
+        raise ValueError(f"{name}: expected one of {', '.join(choices)} or None, got {value!r}")
 
 
 def check_forward_only(tensors: dict[str, Tensor | None], who: str) -> None:

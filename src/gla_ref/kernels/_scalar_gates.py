@@ -9,17 +9,21 @@ once, with their states.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ._launch import launch
-from ._tiles import VARYING, load_tile, operand, slots, which_segment
+from ._plan import Draft, Spec, cdiv, next_power_of_2
+from ._segments import sequences, slots, which_segment
+from ._tiles import VARYING, load_tile, operand
+
+# strides of gates [B, T, H] change with T, even modulo 16; in tuples they would be compiled in all the same
+VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh", "s_db", "s_dt", "s_dh")
 
 
-@triton.jit(do_not_specialize=VARYING)
-def sum_gates(g, sums, cu, s_g, N, T, H, C: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr):
+@triton.jit(do_not_specialize=VARIABLE)
+def sum_gates(
+    g, sums, cu, s_gb, s_gt, s_gh, N, T, H, C: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr
+):
     """Running sums of every chunk's gates in base 2, as two float32 numbers each: sums [chunks, H, 2, C].
 
     exp2 of a difference needs what lies between two tokens; the difference of plain float32 sums has
@@ -33,7 +37,7 @@ def sum_gates(g, sums, cu, s_g, N, T, H, C: tl.constexpr, BH: tl.constexpr, PACK
 
     # load
     o_r, m_h = o_t + o_c, o_h < H
-    p_g = g + i_b.to(tl.int64) * s_g[0] + o_r[:, None].to(tl.int64) * s_g[1] + o_h[None, :] * s_g[2]
+    p_g = g + i_b.to(tl.int64) * s_gb + o_r[:, None].to(tl.int64) * s_gt + o_h[None, :] * s_gh
     b_g = tl.load(p_g, mask=(o_r < stop)[:, None] & m_h[None, :], other=0.0)  # [C, BH]
 
     # compute
@@ -61,9 +65,10 @@ def between(b_coarse, b_fine):
     return (b_coarse[:, None] - b_coarse[None, :]) + (b_fine[:, None] - b_fine[None, :])
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARIABLE)
 def gate_gradient(
-    q, k, v, do, g, sums, states, dstates, dg, cu, s_q, s_k, s_v, s_do, s_g, s_dg, N, T, H, K, V, scale,
+    q, k, v, do, g, sums, states, dstates, dg, cu, s_q, s_k, s_v, s_do,
+    s_gb, s_gt, s_gh, s_db, s_dt, s_dh, N, T, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dg of one chunk: every path across token t, write to read, state to read, write to state, state to state."""
@@ -78,7 +83,7 @@ def gate_gradient(
     b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, 0, K, C, BK, False)  # [C, BK]
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, 0, K, C, BK, False)  # [C, BK]
     o_r = o_t + o_c
-    p_g = g + i_b.to(tl.int64) * s_g[0] + o_r.to(tl.int64) * s_g[1] + i_h.to(tl.int64) * s_g[2]
+    p_g = g + i_b.to(tl.int64) * s_gb + o_r.to(tl.int64) * s_gt + i_h.to(tl.int64) * s_gh
     b_g = tl.load(p_g, mask=o_r < stop, other=0.0)  # [C]
     b_coarse, b_fine, coarse, fine = load_sums(sums, i_s, i_h, H, C)
 
@@ -89,13 +94,16 @@ def gate_gradient(
     b_kept = tl.zeros([BK], dtype=tl.float32)
     for i_v in tl.range(0, tl.cdiv(V, BV)):
         o_v = i_v * BV + tl.arange(0, BV)
-        o_S = (i_s * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
+        o_R = (i_s * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
+        o_S = (
+            (i_s * H + i_h).to(tl.int64) * K * V + o_k[:, None] + o_v[None, :] * K
+        )  # [V, K] in memory
         m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
         b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
         b_S = tl.load(states + o_S, mask=m_S, other=0.0)  # [BK, BV]
         b_R = tl.load(
-            dstates + o_S, mask=m_S, other=0.0
+            dstates + o_R, mask=m_S, other=0.0
         )  # [BK, BV], the gradient of the state after
         b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
         b_kept += tl.sum(b_S.to(tl.float32) * b_R, 1)
@@ -119,17 +127,18 @@ def gate_gradient(
 
     # store: nothing crosses g = -inf
     b_dg = tl.where(b_g == float("-inf"), 0.0, b_dg * scale)
-    p_dg = dg + i_b.to(tl.int64) * s_dg[0] + o_r.to(tl.int64) * s_dg[1] + i_h.to(tl.int64) * s_dg[2]
+    p_dg = dg + i_b.to(tl.int64) * s_db + o_r.to(tl.int64) * s_dt + i_h.to(tl.int64) * s_dh
     tl.store(p_dg, b_dg.to(dg.dtype.element_ty), mask=o_r < stop)
 
 
-def running_sums(g: Tensor, cu: Tensor | None, C: int) -> Tensor:
+def running_sums(draft: Draft, g: Spec, cu: Spec | None, C: int) -> Spec:
     """`sum_gates` of g [B, T, H] in chunks of C tokens: [chunks, H, 2, C]."""
-    (B, T, H), N = g.shape, g.shape[0] if cu is None else len(cu) - 1
+    B, T, H = g.shape
     chunks = slots(B, T, cu, C)
-    sums = torch.empty((chunks, H, 2, C), dtype=torch.float32, device=g.device)
-    BH = min(32, triton.next_power_of_2(H))
-    launch(sum_gates, chunks, triton.cdiv(H, BH))(
-        g, sums, cu, g.stride(), N, T, H, C=C, BH=BH, PACKED=cu is not None
-    )
+    sums = draft.new("sums", chunks, H, 2, C)
+    BH = min(32, next_power_of_2(H))
+    draft.launch(
+        sum_gates, (chunks, cdiv(H, BH)),
+        g, sums, cu, *g.strides, sequences(B, cu), T, H, C=C, BH=BH, PACKED=cu is not None,
+    )  # fmt: skip
     return sums

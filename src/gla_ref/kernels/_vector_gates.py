@@ -13,20 +13,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ._launch import launch
-from ._tiles import (
-    VARYING,
-    load_tile,
-    operand,
-    patterns,
-    size,
-    sizes_of,
-    slots,
-    store_tile,
-    which_segment,
-)
+from ._plan import Draft, Spec, cdiv
+from ._segments import sequences, slots, which_segment
+from ._tiles import VARYING, load_tile, operand, patterns, size, sizes_of, store_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -206,18 +196,26 @@ def prepare(
     tl.store(strong + i_c, 1, mask=mild == 0)
 
 
-def prepared(
-    q: Tensor, k: Tensor, g: Tensor, cu: Tensor | None, C: int, limit: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def prepare_all(
+    draft: Draft,
+    q: Spec,
+    k: Spec,
+    g: Spec,
+    cu: Spec | None,
+    C: int,
+    limit: float,
+    low: bool,
+) -> tuple[Spec, Spec, Spec, Spec]:
     """q', k', `decay` and `strong` of `prepare`, for chunks of C tokens of a 16-bit dtype."""
     B, T, H, K = q.shape
-    N, n, sizes = B if cu is None else len(cu) - 1, slots(B, T, cu, C), sizes_of(K, K)
-    q_hat, k_hat = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    decay = torch.empty((n, H, 3, K), dtype=torch.float32, device=q.device)
-    strong = torch.zeros((n, H), dtype=torch.int8, device=q.device)
-    launch(prepare, triton.cdiv(K, 64) * H * n)(
+    N, n, sizes = sequences(B, cu), slots(B, T, cu, C), sizes_of(K, K)
+    q_hat, k_hat = draft.like("q_hat", q), draft.like("k_hat", k)
+    decay = draft.new("decay", n, H, 3, K)
+    strong = draft.new("strong_k", n, H, dtype=torch.int8, zero=True)
+    draft.launch(
+        prepare, cdiv(K, 64) * H * n,
         q, k, g, q_hat, k_hat, decay, strong, cu, *patterns(sizes, q, k, g, q_hat), N, T, H, sizes,
-        C=C, BK=64, PACKED=cu is not None, LIMIT=limit, LOW=not triton.knobs.runtime.interpret,
+        C=C, BK=64, PACKED=cu is not None, LIMIT=limit, LOW=low,
         num_warps=4, maxnreg=128,
     )  # fmt: skip
     return q_hat, k_hat, decay, strong

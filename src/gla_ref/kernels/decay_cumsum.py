@@ -18,9 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .._contract import check_chunk, check_tensors
+from ..mechanisms import Argument
 from ._launch import check_launch
 
 __all__ = ["decay_cumsum"]
+
+GATE = Argument("g", "B T H K", "gate")
 
 
 @triton.jit
@@ -66,11 +69,11 @@ def decay_cumsum(g: Tensor, *, C: int = 16) -> Tensor:
 
     Source: the notes on the four-kernel implementation of GLA, step 1.
     """
-    sizes = check_tensors({"g": g}, {"g": "B T H K"})
+    sizes = check_tensors({"g": g}, (GATE,))
     check_chunk(C=C)
     if C > 256:
         raise ValueError(f"C: expected at most 256, got {C}")
-    check_launch({"g": g})
+    check_launch({"g": g}, (GATE,))
     if g.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "g: expected a tensor that needs no gradient, got requires_grad=True; this kernel has no backward"

@@ -32,20 +32,58 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _contract as contract
-from ..softmax_attention import CACHE, TOKENS
-from ._launch import check_launch, check_packed, launch, operator
+from ..softmax_attention import CACHE, KIND
+from ._hardware import Hardware, tiles
+from ._launch import (
+    KERNELS,
+    Operator,
+    check_choice,
+    check_launch,
+    check_packed,
+    check_required,
+    check_sizes,
+)
+from ._plan import (
+    Draft,
+    Plan,
+    Spec,
+    boxes,
+    cdiv,
+    describable,
+    next_power_of_2,
+    strides_of,
+)
+from ._program import Planned
+from ._segments import sequences
 
 __all__ = ["flash_attention"]
 
-# (BM, BN, warps, stages) for K and V up to the width, on Hopper: benchmarks/LAB.md says what else was tried.
-FWD = {64: (64, 128, 4, 2), 128: (128, 128, 8, 3), 256: (128, 64, 8, 2)}
-BWD_DQ = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)}
-BWD_DKV = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
-# all three kernels in float32, which tensor cores do not multiply, and on GPUs with less shared memory
-SMALL = {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)}
+# all three kernels in float32, which tensor cores do not multiply: (BM, BN, warps, stages) for K and V up to the width
+SMALL = {
+    ("hopper", 32): {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)},
+    ("ampere", 32): {64: (32, 32, 4, 2), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    ("turing", 16): {64: (32, 32, 8, 1), 128: (16, 16, 8, 1)},
+    ("turing", 32): {64: (32, 32, 8, 1), 128: (16, 16, 8, 1)},
+}
+# and each of them in 16 bits. Hopper's were the fastest; benchmarks/LAB.md says what else was tried
+FWD = SMALL | {
+    ("hopper", 16): {64: (64, 128, 4, 2), 128: (128, 128, 8, 3), 256: (128, 64, 8, 2)},
+    ("ampere", 16): {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
+}
+BWD_DQ = SMALL | {
+    ("hopper", 16): {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)},
+    ("ampere", 16): {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 8, 1)},
+    ("ampere", 32): {64: (32, 32, 4, 2), 128: (16, 16, 8, 1), 256: (16, 16, 8, 1)},
+}
+BWD_DKV = SMALL | {
+    ("hopper", 16): {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
+    ("ampere", 16): {64: (32, 64, 4, 2), 128: (32, 32, 4, 2), 256: (32, 32, 8, 1)},
+}
+# arguments that change from call to call, and of which 1 and multiples of 16 shall not be compiled apart; of T they
+# are, for wide accesses to rows of lse (a fifth of the backward's time at K = 128), and both kinds at once (`_twin`)
+VARYING = ("N", "S", "H", "slots")
 
 
 @triton.jit
@@ -123,7 +161,7 @@ def fwd_keys(
     return b_o, b_l, b_m
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def fwd(
     q, k, v, o, lse, low, cu, s_q, s_k, s_v, s_o,
     N, T, S, H, K, V, slots, rows, scale2,
@@ -189,7 +227,7 @@ def dq_keys(
     return b_dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def bwd_dq(
     q, k, v, o, do, lse, low, delta, dq, cu, s_q, s_k, s_v, s_o, s_do, s_dq,
     N, T, S, H, K, V, slots, rows, scale, scale2,
@@ -274,7 +312,7 @@ def dkv_queries(
     return b_dk, b_dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def bwd_dkv(
     q, k, v, do, lse, low, delta, dk, dv, cu, s_q, s_k, s_v, s_do, s_dk, s_dv,
     N, T, S, H, K, V, slots, rows, scale, scale2,
@@ -319,156 +357,173 @@ def bwd_dkv(
     store_tile(dv, s_dv, b_dv, i_b, i_h, start + o_n, start + S, V, BN, BV)
 
 
-def _describable(x: Tensor) -> bool:
-    """Whether the copy engine (TMA) can address x: 2 bytes an element, rows and strides of 16 bytes."""
-    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-    aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
-    return (
-        _hopper(x)
-        and x.element_size() == 2
-        and x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and aligned
-    )
+class _Call:
+    """What the launches of one call share: sizes, widths of tiles, packing, and which table they are from."""
 
+    def __init__(self, hardware: Hardware, q: Spec, k: Spec, v: Spec, cu: Spec | None, scale):
+        self.draft, self.B, self.T = Draft(hardware), *q.shape[:2]
+        H, K, V = *q.shape[2:], v.shape[-1]
+        self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(0, cu)
+        self.sizes = {
+            "N": self.N,
+            "T": self.T,
+            "S": k.shape[1],
+            "H": H,
+            "K": K,
+            "V": V,
+            "rows": self.T,
+        }
+        self.BK, self.BV = (max(16, next_power_of_2(n)) for n in (K, V))
+        self.AHEAD = max(self.BK, self.BV) <= 64
+        # small tiles are interpreted sooner
+        self.dtype = torch.float32 if hardware.interpreted else q.dtype
+        self.engine = all(describable(x, hardware) for x in (q, k, v))
+        self.scale = contract.check_scale(scale, K)
 
-def _describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """x [B, T, H, D] as boxes of `rows` tokens of one head; beyond the tensor they read zeros."""
-    shape, strides = x.transpose(1, 2).shape, x.transpose(1, 2).stride()
-    # the stride of an axis of one element is never used but must be valid
-    strides = [s if n > 1 else 8 * x.shape[-1] for s, n in zip(strides, shape, strict=True)]
-    return TensorDescriptor(x, list(shape), [*strides[:3], 1], [1, 1, rows, width])
+    def tiles(self, table: dict) -> tuple[int, int, int, int]:
+        """BM, BN, warps and stages."""
+        return tiles(table, self.draft.hardware, self.dtype, K=self.sizes["K"], V=self.sizes["V"])
 
-
-def _geometry(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> tuple[dict, dict, int]:
-    """(sizes, tile widths, table column) that the three kernels share."""
-    B, T, H, K = q.shape
-    V, S = v.shape[-1], k.shape[1]
-    N = 0 if cu is None else len(cu) - 1
-    sizes = {"N": N, "T": T, "S": S, "H": H, "K": K, "V": V, "rows": T}
-    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
-    return sizes, {"BK": BK, "BV": BV, "PACKED": cu is not None}, max(64, BK, BV)
-
-
-def _hopper(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-
-
-def _tiles(table: dict, q: Tensor, column: int) -> tuple[int, int, int, int]:
-    return (table if _hopper(q) and q.dtype != torch.float32 else SMALL)[column]
-
-
-def _slots(length: int, block: int, N: int) -> int:
-    return length // block + N if N else triton.cdiv(length, block)
-
-
-def _parts(q: Tensor) -> int:
-    """How many numbers a row hold its log-sum-exp: itself beside 16-bit operands, its two terms beside float32."""
-    return 2 if q.dtype == torch.float32 else 1
-
-
-def _rows(lse: Tensor) -> tuple[Tensor, Tensor | None]:
-    return (*lse, None)[:2]
-
-
-@operator("flash_attention")
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    (B, T, H), V = q.shape[:3], v.shape[-1]
-    o = torch.empty(B, T, H, V, dtype=v.dtype, device=q.device)
-    lse = torch.empty(_parts(q), B, H, T, dtype=torch.float32, device=q.device)
-    sizes, widths, column = _geometry(q, k, v, cu)
-    BM, BN, warps, stages = _tiles(FWD, q, column)
-    TMA = all(map(_describable, (q, k, v)))
-    slots = _slots(T, BM, sizes["N"])
-    tiles = [(q, BM, widths["BK"]), (k, BN, widths["BK"]), (v, BN, widths["BV"])]
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        launch(fwd, slots * B * H)(
-            *(_describe(*tile) if TMA else tile[0] for tile in tiles), o, *_rows(lse), cu,
-            q.stride(), k.stride(), v.stride(), o.stride(), **sizes, slots=slots,
-            scale2=scale / math.log(2), BM=BM, BN=BN, **widths, TMA=TMA, NEGATIVE=scale < 0,
-            num_warps=warps, num_stages=stages,
+    def launch(
+        self, kernel, length: int, rows: int, tiles: list, *args, warps: int, stages: int, **named
+    ):
+        """`kernel` on every `rows` of `length` tokens; `tiles` are what it loads, as (tensor, rows, width)."""
+        slots = length // rows + self.N if self.N else cdiv(length, rows)
+        loaded = [boxes(self.engine, n, (x, width))[0] for x, n, width in tiles]
+        self.draft.launch(
+            kernel, slots * self.B * self.sizes["H"], *loaded, *args, **self.sizes, slots=slots,
+            scale2=self.scale / math.log(2), BK=self.BK, BV=self.BV, TMA=self.engine,
+            PACKED=self.cu is not None, **named, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return o, lse
+
+
+def _parts(dtype: torch.dtype) -> int:
+    """How many numbers a row hold its log-sum-exp: itself beside 16-bit operands, its two terms beside float32."""
+    return 2 if dtype == torch.float32 else 1
+
+
+def plan_forward(hardware: Hardware, q, k, v, cu, scale, kernel, cached) -> Plan:
+    """(o, lse, low) of specs of the tensors: low is the second term of lse, or None; `kernel` has one choice today."""
+    call = _Call(hardware, q, k, v, cu, scale)
+    B, T, H, _ = q.shape
+    o = call.draft.new("o", B, T, H, v.shape[-1], dtype=v.dtype)
+    lse, low = call.draft.new("lse", B, H, T), None
+    if _parts(q.dtype) == 2:
+        low = call.draft.new("low", B, H, T)
+    BM, BN, warps, stages = call.tiles(FWD)
+    call.launch(
+        fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
+        *(x.strides for x in (q, k, v, o)), BM=BM, BN=BN, NEGATIVE=call.scale < 0, warps=warps, stages=stages,
+    )  # fmt: skip
+    return call.draft.plan("portable", (q, k, v, cu), o, lse, low)
+
+
+def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale, kernel) -> Plan:
+    """(dq, dk, dv)."""
+    call, inputs = _Call(hardware, q, k, v, cu, scale), (q, k, v, o, lse, low, do, cu)
+    dq, dk, dv = (call.draft.like(f"d{x.name}", x) for x in (q, k, v))
+    delta = call.draft.like("delta", lse)
+    if call.engine and not describable(do, hardware):  # the gradient of a sum has strides of 0
+        do = call.draft.contiguous(do)
+    rows, BK, BV = (lse, low), call.BK, call.BV
+    BM, BN, warps, stages = call.tiles(BWD_DQ)
+    call.launch(
+        bwd_dq, call.T, BM, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)], *rows, delta, dq,
+        call.cu, *(x.strides for x in (q, k, v, o, do, dq)), scale=call.scale, BM=BM, BN=BN,
+        warps=warps, stages=stages,
+    )  # fmt: skip
+    BM, BN, warps, stages = call.tiles(BWD_DKV)
+    call.launch(
+        bwd_dkv, k.shape[1], BN, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)], *rows, delta, dk, dv,
+        call.cu, *(x.strides for x in (q, k, v, do, dk, dv)), scale=call.scale, BM=BM, BN=BN,
+        AHEAD=call.AHEAD, warps=warps, stages=stages,
+    )  # fmt: skip
+    return call.draft.plan("portable", inputs, dq, dk, dv)
+
+
+def _twin(q: Spec, *others: Spec | None) -> list[Spec | None]:
+    """The same tensors for a length that is a multiple of 16 where this one is none, or the reverse."""
+    T = q.shape[1]
+    more = 1 if T % 16 == 0 else -T % 16
+
+    def longer(x: Spec | None) -> Spec | None:
+        if x is None or x.name == "cu_seqlens":
+            return x
+        axis = 1 if len(x.shape) == 4 else 2  # of lse
+        shape = (*x.shape[:axis], x.shape[axis] + more, *x.shape[axis + 1 :])
+        return x._replace(shape=shape, strides=strides_of(shape) if x.contiguous else x.strides)
+
+    return [longer(x) for x in (q, *others)]
+
+
+def check(q, k, v, cu_seqlens, scale, kernel, cached=False, cache=None) -> None:
+    """What a call of a new signature is held against; `cached` ones were, before k and v got the cache in front.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    check_choice("kernel", kernel, KERNELS)
+    if cached:
+        return
+    if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
+        raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
+    past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
+    tensors, arguments = {"q": q, "k": k, "v": v, **past}, (*KIND.arguments, *CACHE)
+    check_required(KIND, {name: x for name, x in tensors.items() if x is not None})
+    sizes = contract.check_tensors(tensors, arguments)
+    check_launch(tensors, arguments)
+    for name, x in past.items():
+        if x.dtype != k.dtype:
+            raise TypeError(f"{name}: expected dtype {k.dtype} as for k, got {x.dtype}")
+    check_sizes(KIND.arguments, sizes, {"K": 256, "V": 256})
+    if cu_seqlens is not None and past:
+        raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
+    check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
+    contract.check_scale(scale, sizes["K"])
+
+
+CHOICES = ("scale", "kernel")
+forward = Planned(plan_forward, ("q", "k", "v", "cu_seqlens"), (*CHOICES, "cached"), check, _twin)
+backward = Planned(
+    plan_backward, ("q", "k", "v", "o", "lse", "low", "do", "cu_seqlens"), CHOICES, twin=_twin
+)
+OPTIONS = "float? scale, str? kernel"
+_forward = Operator(
+    "flash_attention", forward,
+    f"(Tensor q, Tensor k, Tensor v, Tensor? cu, {OPTIONS}, bool cached) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+_backward = Operator(
+    "flash_attention_backward", backward,
+    "(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? low, Tensor do, Tensor? cu, "
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
 
 
 @_forward.register_fake
-def _(q, k, v, cu, scale):
+def _(q, k, v, cu, scale, kernel, cached):
     o = q.new_empty(*q.shape[:3], v.shape[-1])
-    return o, q.new_empty(_parts(q), q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-
-
-@operator("flash_attention_backward")
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, cu: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (B, T, H), S = q.shape[:3], k.shape[1]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty_like(lse[0])
-    sizes, widths, column = _geometry(q, k, v, cu)
-    TMA = all(map(_describable, (q, k, v)))
-    if TMA and not _describable(do):  # the gradient of a sum has strides of 0
-        do = do.contiguous()
-    scales = {"scale": scale, "scale2": scale / math.log(2)}
-    BK, BV = widths["BK"], widths["BV"]
-
-    BM, BN, warps, stages = _tiles(BWD_DQ, q, column)
-    slots = _slots(T, BM, sizes["N"])
-    tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)]
-    with torch.cuda.device_of(q):
-        launch(bwd_dq, slots * B * H)(
-            *(_describe(*tile) if TMA else tile[0] for tile in tiles), *_rows(lse), delta, dq, cu,
-            *(x.stride() for x in (q, k, v, o, do, dq)), **sizes, slots=slots, **scales,
-            BM=BM, BN=BN, **widths, TMA=TMA, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-
-    BM, BN, warps, stages = _tiles(BWD_DKV, q, column)
-    slots = _slots(S, BN, sizes["N"])
-    tiles = [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)]
-    with torch.cuda.device_of(q):
-        launch(bwd_dkv, slots * B * H)(
-            *(_describe(*tile) if TMA else tile[0] for tile in tiles), *_rows(lse), delta, dk, dv, cu,
-            *(x.stride() for x in (q, k, v, do, dk, dv)), **sizes, slots=slots, **scales,
-            BM=BM, BN=BN, **widths, TMA=TMA, AHEAD=column == 64, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-    return dq, dk, dv
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    return o, lse, lse.clone() if q.dtype == torch.float32 else q.new_empty(0)
 
 
 @_backward.register_fake
-def _(q, k, v, o, lse, do, cu, scale):
+def _(q, k, v, o, lse, low, do, cu, scale, kernel):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _save(ctx, inputs, output):
-    q, k, v, cu, ctx.scale = inputs
+    q, k, v, cu, ctx.scale, ctx.kernel, _ = inputs
     ctx.save_for_backward(q, k, v, *output, cu)
 
 
-def _gradients(ctx, do, dlse):  # lse is returned for the backward's sake: nobody differentiates it
-    q, k, v, o, lse, cu = ctx.saved_tensors
-    return *_backward(q, k, v, o, lse, do, cu, ctx.scale), None, None
+def _gradients(ctx, do, *_):  # lse is returned for the backward's sake: nobody differentiates it
+    q, k, v, o, lse, low, cu = ctx.saved_tensors
+    low = low if q.dtype == torch.float32 else None
+    grads = _backward(q, k, v, o, lse, low, do, cu, ctx.scale, ctx.kernel)
+    return *grads, *[None] * 4
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
-
-
-def _check(q, k, v, cache, cu_seqlens) -> None:
-    if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
-        raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
-    past = {} if cache is None else dict(zip(CACHE, cache, strict=True))
-    tensors = {"q": q, "k": k, "v": v, **past}
-    sizes = contract.check_tensors(tensors, TOKENS | CACHE)
-    check_launch(tensors)
-    for name, x in past.items():
-        if x.dtype != k.dtype:
-            raise TypeError(f"{name}: expected dtype {k.dtype} as for k, got {x.dtype}")
-    for name, size in (("q", sizes["K"]), ("v", sizes["V"])):
-        if size > 256:
-            raise ValueError(f"{name}: expected a head size of at most 256, got {size}")
-    if cu_seqlens is not None and past:
-        raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
-    check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
+_forward.register_autograd(_save, _gradients)
 
 
 def flash_attention(
@@ -479,6 +534,7 @@ def flash_attention(
     scale: float | None = None,
     initial_state: tuple[Tensor, Tensor] | None = None,
     cu_seqlens: Tensor | None = None,
+    kernel: str | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Causal attention by tiles in one pass, differentiable; memory grows with T, not with T squared.
 
@@ -491,6 +547,7 @@ def flash_attention(
             every query sees. None together with `cu_seqlens`.
         cu_seqlens: `[N_seq + 1]` boundaries of packed sequences (B = 1), int32 or int64, on the device
             of q. Their values are looked at under GLA_REF_DEBUG=1 only: a launch never waits for the GPU.
+        kernel: "portable"; None lets the plan choose, which :func:`gla_ref.kernels.explain` prints.
 
     Returns:
         o `[B, T, H, V]`, and the cache `(k [B, T0 + T, H, K], v [B, T0 + T, H, V])`.
@@ -499,10 +556,11 @@ def flash_attention(
         TypeError: the kind or dtype of an argument is wrong.
         ValueError: a shape, a size or a device is wrong.
     """
-    if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
-        _check(q, k, v, initial_state, cu_seqlens)
-    if initial_state is not None:
+    cached = initial_state is not None
+    if cached:
+        if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
+            check(q, k, v, cu_seqlens, scale, kernel, cache=initial_state)
         k, v = (torch.cat(pair, 1) for pair in zip(initial_state, (k, v), strict=True))
-    cu = None if cu_seqlens is None else cu_seqlens.int()  # one dtype to compile for
-    o, _ = _forward(q, k, v, cu, contract.check_scale(scale, q.shape[-1]))
+    scale = scale if scale is None else contract.check_scale(scale, 1)
+    o, *_ = _forward(q, k, v, cu_seqlens, scale, kernel, cached)
     return o, (k, v)

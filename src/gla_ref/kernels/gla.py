@@ -44,41 +44,54 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ._launch import check_call, launch, operator
-from ._tiles import (
-    VARYING,
-    boxes,
-    carry_states,
-    describable,
-    load_tile,
-    operand,
-    patterns,
-    size,
-    sizes_of,
-    slots,
-    store_tile,
-    which_segment,
-)
+from ..mechanisms import MECHANISMS
+from ._hardware import Hardware, tiles
+from ._launch import KERNELS, Operator, check_call, check_choice, given
+from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from ._program import Planned
+from ._segments import carry_states, segment_length, sequences, slots, which_segment
+from ._tiles import VARYING, load_tile, operand, patterns, size, sizes_of, store_tile
 from ._vector_gates import (
     across,
     chunk_decays,
     clamped,
     no_decays,
     one_half,
-    prepared,
+    prepare_all,
     scores,
     sums,
     to_border,
     weighted,
 )
-from .linear_attention import segment_length
 
 __all__ = ["gla"]
 
-# K up to: (C, BV, warps, stages, stages when states are stored) of a walk. benchmarks/LAB.md says what else was
-# tried, and why float32 is not pipelined
-HALF = {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)}
-FLOAT32 = {64: (16, 32, 4, 1, 1), 128: (16, 16, 4, 1, 1), 256: (16, 32, 8, 1, 1)}
+# by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk. Hopper's were fastest;
+# benchmarks/LAB.md says what else was tried, and why float32 is not pipelined. The others' are the largest that
+# hardly spill, as tools/compile_kernels.py shows
+WALK = {
+    ("hopper", 16): {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)},
+    ("hopper", 32): {64: (16, 32, 4, 1, 1), 128: (16, 16, 4, 1, 1), 256: (16, 32, 8, 1, 1)},
+    ("ampere", 16): {64: (32, 32, 4, 2, 2), 128: (32, 32, 4, 2, 1), 256: (32, 32, 8, 1, 1)},
+    ("ampere", 32): {64: (16, 32, 4, 1, 1), 128: (16, 16, 8, 1, 1), 256: (16, 16, 8, 1, 1)},
+    ("turing", 16): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
+    ("turing", 32): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
+}
+# BK = BV, warps and most stages of `gradients`
+GRADIENTS = {
+    ("hopper", 16): (64, 4, 3),
+    ("hopper", 32): (16, 4, 1),
+    ("ampere", 16): (64, 8, 1),
+    ("ampere", 32): (16, 4, 1),
+    ("turing", 16): (32, 4, 1),
+    ("turing", 32): (16, 4, 1),
+}
+MEND = {"hopper": 64, "ampere": 32, "turing": 32}  # most of BK in `mend`
+# walk and gradients with g_v
+WALK_BOTH = WALK | {
+    ("ampere", 16): {64: (16, 32, 4, 1, 1), 128: (16, 32, 4, 1, 1), 256: (16, 32, 8, 1, 1)}
+}
+GRADIENTS_BOTH = GRADIENTS | {("ampere", 16): (32, 8, 1)}
 # nats of decay in a chunk up to which one product is exact: half of it must be far from the dtype's largest number.
 # float32 could bear 80, but differences of larger sums cost it digits. Keys and values share it, since k'^T v' has both
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -4.0}
@@ -166,7 +179,7 @@ def walk(
             b_o = tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
             # store
             store_tile(o, b_o * read_v * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
-            tl.store(strong + i_d * NV + i_v, 1, mask=mild == 0)
+            tl.store(strong + i_d * NV + i_v, (mild == 0).to(tl.int8))
         # strong channels: all the way through; then writes; then the other half of mild ones
         if not mild_k:  # to load `through` no more than needed
             if decay is not None:
@@ -327,170 +340,265 @@ def gradients(
         store_tile(dg, b_d, s_dg, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
 
 
-class _Launch:
+class _Call:
     """The launches of one call, which share its sizes, its packing and its chunk length."""
 
-    def __init__(self, q, v, g_v, cu, scale: float, path: str | None):
-        (self.B, self.T, self.H, self.K), self.V, self.scale = q.shape, v.shape[-1], scale
-        self.path, self.device, self.sizes = path, q.device, sizes_of(self.K, self.V)
-        # int32: one dtype to compile for
-        self.cu, self.N = (None, self.B) if cu is None else (cu.int(), len(cu) - 1)
+    def __init__(
+        self, hardware: Hardware, q: Spec, v: Spec, g_v: Spec | None, cu: Spec | None, scale, path
+    ):
+        self.draft = Draft(hardware)
+        (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
+        self.scale, self.path = contract.check_scale(scale, self.K), path
+        self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(self.B, cu)
+        self.sizes = sizes_of(self.K, self.V)
         self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype] / (1 if g_v is None else 2)
         # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; benchmarks/LAB.md)
         least = 64 if self.half else 16
-        self.BK, wide = (max(least, triton.next_power_of_2(D)) for D in (self.K, self.V))
-        self.C, BV, self.warps, *self.stages = (HALF if self.half else FLOAT32)[max(64, self.BK)]
+        self.BK, wide = (max(least, next_power_of_2(D)) for D in (self.K, self.V))
+        self.C, BV, self.warps, *self.stages = tiles(
+            WALK if g_v is None else WALK_BOTH, hardware, q.dtype, K=self.K
+        )
         self.BV, self.n = min(BV, wide), slots(self.B, self.T, cu, self.C)
-        self.NV = triton.next_power_of_2(triton.cdiv(self.V, self.BV))  # strong flags of a chunk
-        low = self.half and not triton.knobs.runtime.interpret  # its products of bf16 are wrong
+        self.NV = next_power_of_2(cdiv(self.V, self.BV))  # strong flags of a chunk
+        # products of bf16, which the interpreter gets wrong
+        low = self.half and hardware.matrix_units and not hardware.interpreted
         self.same = {"C": self.C, "PACKED": cu is not None, "LOW": low}
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def prepare(self, q: Tensor, k: Tensor, g: Tensor) -> tuple:
+    def prepare(self, q: Spec, k: Spec, g: Spec) -> tuple:
         """q, k, g and (None, None) for a walk that makes q' and k' itself, else q', k', None, (decay, strong)."""
         if not self.half or self.K <= 64:
             return q, k, g, (None, None)
-        q_hat, k_hat, *decay = prepared(q, k, g, self.cu, self.C, self.limit)
+        self.draft.because("q' and k' are made once, for all tiles of V: K > 64")
+        low = self.same["LOW"]
+        q_hat, k_hat, *decay = prepare_all(self.draft, q, k, g, self.cu, self.C, self.limit, low)
         return q_hat, k_hat, None, decay
 
-    def walk(self, q, k, v, g, g_v, decay, S_in, reverse=False, states=False) -> tuple:
-        """(o, final state, the states before each chunk (backwards: after it), strong tiles); no o without q."""
-        C, BV, N, T, H, K, V = self.C, self.BV, self.N, self.T, self.H, self.K, self.V
-        TMA = self.cu is None and all(describable(x) for x in (q, k, v, g) if x is not None)
-        o = None if q is None else self.new(self.B, T, H, V, dtype=v.dtype)
-        strong = None if q is None else self.new(self.n, H, self.NV, dtype=torch.int8).zero_()
+    def walk(
+        self,
+        q,
+        k,
+        v,
+        g,
+        g_v,
+        decay,
+        S_in,
+        names: str,
+        reverse=False,
+        states=False,
+        final=True,
+        starts=None,
+    ) -> tuple:
+        """(o, final state, the states before each chunk (backwards: after it), strong tiles, starts); no o without q.
+
+        `names` are those of the outputs, `final` says whether the final state is needed, and `starts` are the states
+        that segments start from, if an earlier walk has found them; None where sequences are walked in one go.
+        """
+        draft, C, BV, N, T, H, K, V = (
+            self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V,
+        )  # fmt: skip
+        o, S, stored, strong = names.split()
+        engine = self.cu is None and all(describable(x, draft.hardware) for x in (q, k, v, g) if x)
+        if q is None:
+            o = strong = None
+        else:
+            o = draft.new(o, self.B, T, H, V, dtype=v.dtype)
+            # what no program of a walk comes by: spare slots, and flags beyond the last tile of V
+            unwritten = self.cu is not None or self.NV * BV >= V + BV
+            strong = draft.new(strong, self.n, H, self.NV, dtype=torch.int8, zero=unwritten)
         # float16 may be too small for sums
         kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
-        stored = self.new(self.n, H, K, V, dtype=kept).transpose(1, 2) if states else None
-        S, programs = self.new(N, H, K, V), triton.cdiv(V, BV) * H * N
+        stored = draft.new(stored, self.n, H, K, V, dtype=kept).transposed(1, 2) if states else None
+        programs = cdiv(V, BV) * H * N
+        L = C * segment_length(draft, self.path, programs, cdiv(T, C))
+        S = draft.new(S, N, H, K, V) if final or L <= T and starts is None else None
+        s_S = Spec("", (N, H, K, V), (H * K * V, K * V, V, 1), torch.float32).transposed(1, 2)
 
         def walk_all(L, q, o, S_in, S_out, stored=None, all_k=None, all_v=None):
-            S_in, S_out = (x if x is None else x.transpose(1, 2) for x in (S_in, S_out))
-            launch(walk, triton.cdiv(V, BV) * H * slots(self.B, T, self.cu, L))(
-                *boxes(TMA, C, (q, self.BK), (k, self.BK), (v, BV), (g, self.BK)), g_v, *decay,
-                *boxes(TMA, C, (o, BV)), S_in, S_out, *boxes(TMA, self.BK, (stored, BV)), strong, all_k, all_v,
-                self.cu, *patterns(self.sizes, q, k, v, g, g_v, o, S.transpose(1, 2)), N, T, L, H, self.sizes,
-                self.scale, BK=self.BK, BV=BV, NV=self.NV, TMA=TMA, REVERSE=reverse, LIMIT=self.limit, **self.same,
+            S_in, S_out = (x if x is None else x.transposed(1, 2) for x in (S_in, S_out))
+            draft.launch(
+                walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
+                *boxes(engine, C, (q, self.BK), (k, self.BK), (v, BV), (g, self.BK)), g_v, *decay,
+                *boxes(engine, C, (o, BV)), S_in, S_out, *boxes(engine, self.BK, (stored, BV)), strong, all_k, all_v,
+                self.cu, *patterns(self.sizes, q, k, v, g, g_v, o, s_S), N, T, L, H, self.sizes,
+                self.scale, BK=self.BK, BV=BV, NV=self.NV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
                 num_warps=self.warps, num_stages=self.stages[int(states)],
             )  # fmt: skip
 
-        L = C * segment_length(self.path, programs, triton.cdiv(T, C), self.device)
         if L > T:  # in one go
             walk_all(L, q, o, S_in, S, stored)
-        else:  # what each segment adds to the state, the states that they start from, and then the walk itself
+            return o, S, stored, strong, None
+        if (
+            starts is None
+        ):  # what each segment adds to the state, and what carrying that on makes of it
             n = slots(self.B, T, self.cu, L)
-            part, all_k = self.new(n, H, K, V), self.new(n, H, K)
-            all_v = None if g_v is None else self.new(n, H, V)
-            walk_all(L, None, None, None, part, None, all_k, all_v)
-            carry_states(part, all_k, all_v, S_in, S, self.cu, T, L, reverse)
-            walk_all(L, q, o, part, None, stored)
-        return o, S, stored, strong
+            starts, all_k = (
+                draft.new("starts", n, H, K, V),
+                draft.new("all_k", n, H, K),
+            )
+            all_v = None if g_v is None else draft.new("all_v", n, H, V)
+            walk_all(L, None, None, None, starts, None, all_k, all_v)
+            carry_states(draft, starts, all_k, all_v, S_in, S, self.cu, T, L, reverse)
+        walk_all(L, q, o, starts, None, stored)
+        return o, S, stored, strong, starts
 
     def mend(self, q, k, v, g, g_v, o, strong, reverse=False) -> None:
         """Adds to o what `walk` has left out."""
-        launch(mend, triton.cdiv(self.n * self.H, 16))(
+        self.draft.launch(
+            mend, cdiv(self.n * self.H, 16),
             q, k, v, g, g_v, o, strong, self.cu, *patterns(self.sizes, q, k, v, g, g_v, o), self.N, self.T, self.H,
             self.sizes, self.scale, self.n * self.H, int(reverse), LEVELS=self.C.bit_length() - 1,
-            BK=min(64, self.BK), BV=self.BV, BN=16, NV=self.NV, **self.same, num_warps=4, num_stages=1,
+            BK=min(MEND[self.draft.hardware.family], self.BK), BV=self.BV, BN=16, NV=self.NV, **self.same,
+            num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    def gradients(self, q, k, v, do, g, g_v, S, R, need_dg) -> tuple:
+    def gradients(self, q, k, v, do, g, g_v, S, R, names: str, need_dg: bool) -> tuple:
         """dq, dk and dg (None when not needed) from the states at every chunk's ends, [..., K, H, V]."""
-        K, V = q.shape[-1], v.shape[-1]
+        K, V, draft = q.shape[-1], v.shape[-1], self.draft
         sizes = sizes_of(K, V)
-        BK = BV = 64 if self.half else 16
+        table = GRADIENTS if g_v is None else GRADIENTS_BOTH
+        B, warps, most = table[draft.hardware.family, 8 * q.dtype.itemsize]
         stages = 1
         # not with g_v: Triton would refill v's buffer before the strong branch reads it
-        if self.half and V > BV and g_v is None:
-            stages = 3 if S.dtype == torch.bfloat16 else 2  # for states in float32 there is no room
-        dq, dk = (self.new(*x.shape, dtype=x.dtype) for x in (q, k))
-        dg = self.new(*g.shape, dtype=g.dtype) if need_dg else None
-        launch(gradients, triton.cdiv(K, BK) * self.H * self.n)(
+        if self.half and V > B and g_v is None:
+            # for states in float32 there is no room
+            stages = min(most, 3 if S.dtype == torch.bfloat16 else 2)
+        dq, dk, dg = names.split()
+        dq, dk, dg = draft.like(dq, q), draft.like(dk, k), draft.like(dg, g) if need_dg else None
+        draft.launch(
+            gradients, cdiv(K, B) * self.H * self.n,
             q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu, *patterns(sizes, q, k, v, do, g, g_v, dq, dk, dg, S),
-            self.N, self.T, self.H, sizes, self.scale, LEVELS=self.C.bit_length() - 1, BK=BK, BV=BV,
-            LIMIT=self.limit, **self.same, num_warps=4, num_stages=stages,
+            self.N, self.T, self.H, sizes, self.scale, LEVELS=self.C.bit_length() - 1, BK=B, BV=B,
+            LIMIT=self.limit, **self.same, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return dq, dk, dg
 
 
-@operator("gla")
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
-    scale: float, path: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    run = _Launch(q, v, g_v, cu, scale, path)
-    q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
-    o, S, _, strong = run.walk(q_hat, k_hat, v, g_hat, g_v, decay, S)
-    run.mend(q, k, v, g, g_v, o, strong)
-    return o, S
+def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel) -> Plan:
+    """(o, final state, starts) of specs of the tensors; `kernel` has one choice today."""
+    call = _Call(hardware, q, v, g_v, cu, scale, path)
+    S_in = call.draft.contiguous(S, torch.float32)
+    q_hat, k_hat, g_hat, decay = call.prepare(q, k, g)
+    names = "o S_T _ strong"
+    o, S_T, _, strong, starts = call.walk(q_hat, k_hat, v, g_hat, g_v, decay, S_in, names)
+    call.mend(q, k, v, g, g_v, o, strong)
+    return call.draft.plan("portable", (q, k, v, g, g_v, S, cu), o, S_T, starts)
+
+
+def plan_backward(
+    hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg
+) -> Plan:
+    """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
+    inputs = q, k, v, g, g_v, S, cu, starts, do, dS
+    call = _Call(hardware, q, v, g_v, cu, scale, path)
+    draft = call.draft
+    # the gradient of a sum has strides of 0
+    if describable(v, hardware) and not describable(do, hardware):
+        do = draft.contiguous(do)
+    if call.scale == 0:  # then o says nothing, the final state all the same
+        do, call.scale = draft.new("0", *do.shape, dtype=do.dtype, zero=True), 1.0
+    # all that a walk reads is multiplied by scale, which dS has no part in
+    R = None if dS is None else draft.compute(draft.spec("R", *dS.shape), _over, dS, call.scale)
+    q_hat, k_hat, g_hat, decay = call.prepare(q, k, g)
+    S_in = draft.contiguous(S, torch.float32)
+    _, _, states, _, _ = call.walk(
+        None,
+        k_hat,
+        v,
+        g_hat,
+        g_v,
+        decay,
+        S_in,
+        "_ S_T states _",
+        states=True,
+        final=False,
+        starts=starts,
+    )
+    reads = k_hat if g_v is None else None
+    dv, R_0, dstates, strong, _ = call.walk(
+        reads, q_hat, do, g_hat, g_v, decay, R, "dv R_0 dstates strong", reverse=True, states=True,
+        final=S is not None,
+    )  # fmt: skip
+    dg_v = None
+    if g_v is None:
+        call.mend(k, q, do, g, g_v, dv, strong, True)
+    else:  # keys and values exchanged, and in the states too: [..., V, H, K]
+        turned = [x.transposed(1, 3) for x in (states, dstates)]
+        _, dv, dg_v = call.gradients(do, v, k, q, g_v, g, *turned, "_do dv dg_v", True)
+    dq, dk, dg = call.gradients(q, k, v, do, g, g_v, states, dstates, "dq dk dg", need_dg)
+    dS0 = None
+    if S is not None:
+        dS0 = draft.compute(draft.spec("dS0", *R_0.shape), torch.mul, R_0, call.scale)
+    return draft.plan("portable", inputs, dq, dk, dv, dg, dg_v, dS0)
+
+
+def _over(dS: Tensor, scale: float) -> Tensor:
+    return (dS / scale).contiguous()
+
+
+def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel) -> None:
+    """What a call of a new signature is held against.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    tensors = q, k, v, g, g_v
+    check_call("gla", tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
+    check_choice("path", path, PATHS)
+    check_choice("kernel", kernel, KERNELS)
+
+
+TENSORS = (*(x.name for x in MECHANISMS["gla"].arguments), "initial_state", "cu_seqlens")
+CHOICES = ("scale", "path", "kernel")
+forward = Planned(plan_forward, TENSORS, CHOICES, check)
+backward = Planned(plan_backward, (*TENSORS, "starts", "do", "dS"), (*CHOICES, "need_dg"))
+ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? g_v, Tensor? S, Tensor? cu"
+OPTIONS = "float? scale, str? path, str? kernel"
+_forward = Operator("gla", forward, f"({ARGUMENTS}, {OPTIONS}) -> (Tensor, Tensor)")
+_backward = Operator(
+    "gla_backward",
+    backward,
+    f"({ARGUMENTS}, Tensor? starts, Tensor do, Tensor? dS, {OPTIONS}, bool need_dg) -> Tensor[]",
+)
 
 
 @_forward.register_fake
-def _(q, k, v, g, g_v, S, cu, scale, path):
+def _(q, k, v, g, g_v, S, cu, scale, path, kernel):
     N = q.shape[0] if cu is None else cu.shape[0] - 1
     return v.new_empty(v.shape), q.new_empty(N, *q.shape[2:], v.shape[-1], dtype=torch.float32)
 
 
-@operator("gla_backward")
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
-    do: Tensor, dS: Tensor, scale: float, path: str | None, need_dg: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if describable(v) and not describable(do):  # the gradient of a sum has strides of 0
-        do = do.contiguous()
-    if scale == 0:  # then o says nothing, the final state all the same
-        do, scale = torch.zeros_like(do), 1.0
-    # all that a walk reads is multiplied by scale, which dS has no part in
-    R = (dS / scale).contiguous()
-    run = _Launch(q, v, g_v, cu, scale, path)
-    q_hat, k_hat, g_hat, decay = run.prepare(q, k, g)
-    _, _, states, _ = run.walk(None, k_hat, v, g_hat, g_v, decay, S, states=True)
-    reads, dg_v = k_hat if g_v is None else None, run.new(0)
-    dv, dS, dstates, strong = run.walk(
-        reads, q_hat, do, g_hat, g_v, decay, R, reverse=True, states=True
-    )
-    del q_hat, k_hat, reads
-    if g_v is None:
-        run.mend(k, q, do, g, g_v, dv, strong, True)
-    else:  # keys and values exchanged, and in the states too: [..., V, H, K]
-        turned = [x.transpose(1, 3) for x in (states, dstates)]
-        _, dv, dg_v = run.gradients(do, v, k, q, g_v, g, *turned, True)
-    dq, dk, dg = run.gradients(q, k, v, do, g, g_v, states, dstates, need_dg)
-    return dq, dk, dv, run.new(0) if dg is None else dg, dg_v, dS * scale
-
-
 @_backward.register_fake
-def _(q, k, v, g, g_v, S, cu, do, dS, scale, path, need_dg):
-    none = q.new_empty(0, dtype=torch.float32)
-    dg, dg_v = (
-        g.new_empty(g.shape) if need_dg else none,
-        none if g_v is None else g_v.new_empty(g_v.shape),
-    )
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dg, dg_v, dS.new_empty(dS.shape)
+def _(q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg):
+    like = [q, k, v, g if need_dg else None, g_v]
+    dS0 = None if S is None else S.new_empty(S.shape, dtype=torch.float32)
+    return given([*(x if x is None else x.new_empty(x.shape) for x in like), dS0], q)
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.path = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.scale, ctx.path, ctx.kernel = inputs
+    _, _, *starts = output
+    ctx.save_for_backward(*tensors, *starts or [None])
+    ctx.set_materialize_grads(False)  # the final state seldom has a gradient
 
 
 def _gradients(ctx, do, dS):
-    q, k, v, g, g_v, S, cu = ctx.saved_tensors
-    dq, dk, dv, dg, dg_v, dS = _backward(
-        q, k, v, g, g_v, S, cu, do, dS, ctx.scale, ctx.path, ctx.needs_input_grad[3]
-    )
-    dg, dg_v = dg if ctx.needs_input_grad[3] else None, None if g_v is None else dg_v
-    return dq, dk, dv, dg, dg_v, None if S is None else dS, None, None, None
+    saved = ctx.saved_tensors
+    _, _, v, _, g_v, S, *_ = saved
+    do, need_dg = torch.zeros_like(v) if do is None else do, ctx.needs_input_grad[3]
+    dq, dk, dv, dg, dg_v, dS0 = _backward(*saved, do, dS, ctx.scale, ctx.path, ctx.kernel, need_dg)
+    return (
+        dq, dk, dv, dg if need_dg else None, None if g_v is None else dg_v, None if S is None else dS0,
+        *[None] * 4,
+    )  # fmt: skip
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+_forward.register_autograd(_save, _gradients)
 
 
 def gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, g_v: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str | None = None,
+    kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gated Linear Attention, differentiable; right for every gate in [-inf, 0].
 
@@ -506,6 +614,7 @@ def gla(
             Their values, and those of g and g_v, are looked at under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None chooses by
             :func:`gla_ref.kernels.linear_attention.choose_path`.
+        kernel: "portable"; None lets the plan choose, which :func:`gla_ref.kernels.explain` prints.
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
@@ -516,8 +625,6 @@ def gla(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
-        gates = {"g": (g, "B T H K"), "g_v": (g_v, "B T H V")}
-        check_call(q, k, v, gates, initial_state, cu_seqlens, path, PATHS)
-    S = initial_state if initial_state is None else initial_state.float().contiguous()
-    return _forward(q, k, v, g, g_v, S, cu_seqlens, contract.check_scale(scale, q.shape[-1]), path)
+    scale = scale if scale is None else contract.check_scale(scale, 1)
+    o, S, *_ = _forward(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel)
+    return o, S

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ..gla_chunk_fuse import combine, tile
-from ._launch import check_forward_only, check_launch
+from ..mechanisms import MECHANISMS
+from ._launch import check_forward_only, check_launch, check_required
 from .decay_cumsum import decay_cumsum
 
 __all__ = ["gla_chunk_fuse", "inner_scores", "qg_kg", "read_states"]
@@ -207,10 +208,10 @@ def gla_chunk_fuse(
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
     tensors = {"q": q, "k": k, "v": v, "g": g}
-    sizes = contract.check_tensors(
-        tensors, {"q": "B T H K", "k": "B T H K", "v": "B T H V", "g": "B T H K"}
-    )
-    check_launch(tensors)
+    kind = MECHANISMS["gla"]
+    check_required(kind, {name: x for name, x in tensors.items() if x is not None})
+    sizes = contract.check_tensors(tensors, kind.arguments)
+    check_launch(tensors, kind.arguments)
     if C not in WARPS:
         raise ValueError(f"C: expected 16, 32 or 64, got {C!r}")
     for name, x in (("g_v", g_v), ("cu_seqlens", cu_seqlens)):
@@ -218,7 +219,9 @@ def gla_chunk_fuse(
             raise ValueError(f"{name}: expected None, which is all these kernels know, got a value")
     S = initial_state
     if S is not None:
-        contract.check_state("initial_state", S, sizes, sizes["B"], v.device)
+        contract.check_state(
+            "initial_state", S, contract.state_shape(kind, sizes, sizes["B"]), v.device
+        )
         S = S.float().contiguous()
     check_forward_only({**tensors, "initial_state": initial_state}, "the four kernels are")
     scale = contract.check_scale(scale, sizes["K"])

@@ -21,7 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ._launch import check_call, check_forward_only, launch, operator
+from ..mechanisms import MECHANISMS
+from ._hardware import Hardware
+from ._launch import Operator, check_call
+from ._plan import Draft, Plan, cdiv, next_power_of_2
+from ._program import Planned
+from ._segments import sequences
 from ._tiles import load_tile, patterns, size, sizes_of, store_tile
 
 __all__ = ["gla_step"]
@@ -81,22 +86,34 @@ def step(
     store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
 
 
-@operator("gla_step")
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, g_v: Tensor | None, S: Tensor | None, cu: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    T, H, K = q.shape[1:]
-    V, N = v.shape[-1], len(q) if cu is None else len(cu) - 1
-    o = torch.empty(v.shape, dtype=v.dtype, device=q.device)
-    S_out = torch.empty(N, H, K, V, dtype=torch.float32, device=q.device)
-    states = [x if x is None else x.transpose(1, 2) for x in (S, S_out)]
-    BK, sizes = triton.next_power_of_2(K), sizes_of(K, V)
-    launch(step, triton.cdiv(V, BV) * H * N)(
+def plan_step(hardware: Hardware, q, k, v, g, g_v, S, cu, scale) -> Plan:
+    """(o, final state) of specs of the tensors."""
+    draft, inputs = Draft(hardware), (q, k, v, g, g_v, S, cu)
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    N, scale = sequences(B, cu), contract.check_scale(scale, K)
+    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
+    o, S_T = draft.like("o", v), draft.new("S_T", N, H, K, V)
+    states = [x if x is None else x.transposed(1, 2) for x in (S, S_T)]
+    BK, sizes = next_power_of_2(K), sizes_of(K, V)
+    draft.launch(
+        step, cdiv(V, BV) * H * N,
         q, k, v, g, g_v, o, *states, cu, *patterns(sizes, q, k, v, g, g_v, o, *states), T, H, sizes, scale,
         BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
     )  # fmt: skip
-    return o, S_out
+    return draft.plan("recurrent", inputs, o, S_T)
+
+
+def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale) -> None:
+    """What a call of a new signature is held against; that nothing needs a gradient is checked in every call."""
+    check_call("gla", (q, k, v, g, g_v), initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
+
+
+TENSORS = (*(x.name for x in MECHANISMS["gla"].arguments), "initial_state", "cu_seqlens")
+forward = Planned(plan_step, TENSORS, ("scale",), check)
+_step = Operator(
+    "gla_step", forward,
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? g_v, Tensor? S, Tensor? cu, float? scale) -> (Tensor, Tensor)",
+)  # fmt: skip
 
 
 @_step.register_fake
@@ -135,11 +152,6 @@ def gla_step(
     Raises:
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
-    if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
-        gates = {"g": (g, "B T H K"), "g_v": (g_v, "B T H V")}
-        check_call(q, k, v, gates, initial_state, cu_seqlens)
-        tensors = {"q": q, "k": k, "v": v, "g": g, "g_v": g_v, "initial_state": initial_state}
-        check_forward_only(tensors, "this kernel is")
-    S = initial_state if initial_state is None else initial_state.float()
-    cu = None if cu_seqlens is None else cu_seqlens.int()  # one dtype to compile for
-    return _step(q, k, v, g, g_v, S, cu, contract.check_scale(scale, q.shape[-1]))
+    scale = scale if scale is None else contract.check_scale(scale, 1)
+    o, S = _step(q, k, v, g, g_v, initial_state, cu_seqlens, scale)
+    return o, S

@@ -33,28 +33,55 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ._launch import check_call, launch, operator
+from ..mechanisms import MECHANISMS
+from ._hardware import Hardware, tiles
+from ._launch import KERNELS, Operator, check_call, check_choice, check_required, given
+from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from ._program import Planned
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
-from ._tiles import (
-    VARYING,
-    boxes,
+from ._segments import (
     carry_states,
-    describable,
-    load_tile,
-    operand,
+    choose_path,
+    segment_length,
+    sequences,
     slots,
-    store_tile,
-    strides,
     which_segment,
-)  # fmt: skip
+)
+from ._tiles import VARYING, load_tile, operand, store_tile, strides
 
 __all__ = ["choose_path", "linear_attention", "simple_gla"]
 
-# K up to: (BV, warps, stages), for chunks of 64 tokens, of 16 in float32; benchmarks/LAB.md says what else was
-# tried. 512 serves dq and dk, whose keys are values.
-HALF = {64: (64, 4, 3), 128: (128, 4, 3), 256: (64, 4, 1), 512: (64, 8, 1)}
-GATED = {64: (64, 4, 2), 128: (64, 4, 2), 256: (64, 4, 1), 512: (64, 8, 1)}
-FLOAT32 = {64: (32, 4, 2), 128: (32, 4, 2), 256: (32, 4, 1), 512: (16, 4, 1)}
+# by family and bits, the tokens of a chunk
+CHUNK = {
+    ("hopper", 16): 64, ("hopper", 32): 16,
+    ("ampere", 16): 32, ("ampere", 32): 16,
+    ("turing", 16): 16, ("turing", 32): 16,
+}  # fmt: skip
+# and K up to: (BV, warps, stages). Hopper's were fastest; benchmarks/LAB.md says what else was tried. The others' are
+# the largest that hardly spill, as tools/compile_kernels.py shows. 512 serves dq and dk, whose keys are values
+WALK = {
+    ("hopper", 16): {64: (64, 4, 3), 128: (128, 4, 3), 256: (64, 4, 1), 512: (64, 8, 1)},
+    ("hopper", 32): {64: (32, 4, 2), 128: (32, 4, 2), 256: (32, 4, 1), 512: (16, 4, 1)},
+    ("ampere", 16): {64: (64, 4, 2), 128: (32, 4, 2), 256: (32, 8, 1), 512: (32, 8, 1)},
+    ("ampere", 32): {64: (32, 4, 1), 128: (16, 8, 1), 256: (16, 8, 1), 512: (16, 16, 1)},
+    ("turing", 16): {64: (32, 4, 1), 128: (16, 8, 1)},
+    ("turing", 32): {64: (32, 4, 1), 128: (16, 8, 1)},
+}
+GATED = WALK | {
+    ("hopper", 16): {64: (64, 4, 2), 128: (64, 4, 2), 256: (64, 4, 1), 512: (64, 8, 1)},
+    ("ampere", 16): {64: (32, 4, 2), 128: (32, 8, 1), 256: (32, 8, 1), 512: (32, 8, 1)},
+}
+# K up to: (BV, warps, stages) of `gate_gradient`
+GATE_GRADIENT = {
+    ("hopper", 16): {256: (32, 4, 2)},
+    ("hopper", 32): {256: (32, 4, 2)},
+    ("ampere", 16): {128: (32, 4, 2), 256: (32, 8, 1)},
+    ("ampere", 32): {256: (16, 8, 1)},
+    ("turing", 16): {128: (16, 8, 1)},
+    ("turing", 32): {128: (16, 8, 1)},
+}
+# warps and stages of `unwind`, which elsewhere would spill
+UNWIND = {("hopper", 16): (4, 3)}
 PATHS = ("fused", "segmented", "materialised")
 UNWOUND = {torch.bfloat16: 8192, torch.float16: 2048}  # tokens
 
@@ -187,35 +214,7 @@ def unwind(
         tl.store(dS + o_S, b_R * scale, mask=m_S)
 
 
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def choose_path(programs: int, chunks: int, multiprocessors: int) -> tuple[str, int]:
-    """(path, chunks a segment) for so many programs of so many chunks each.
-
-    A sequence is walked in one go as long as that keeps two thirds of the chip busy. Below, it pays to read k
-    and v twice, 1.5 times the bytes: cut into segments, one program for each multiprocessor, though not below
-    8 chunks a segment, since each costs a state to memory. The measurements behind it: benchmarks/LAB.md.
-    """
-    if 3 * programs >= 2 * multiprocessors or chunks < 16:
-        return "fused", chunks
-    segments = max(1, multiprocessors // programs)
-    length = max(8, triton.cdiv(chunks, segments))
-    return ("segmented", length) if length < chunks else ("fused", chunks)
-
-
-def segment_length(path: str | None, programs: int, chunks: int, device: torch.device) -> int:
-    """Chunks of a segment: on the path that is asked for, by the rule if none is; walked in one go, one too many."""
-    chosen, length = choose_path(programs, chunks, _multiprocessors(device))
-    if (path or chosen) != "segmented":
-        return chunks + 1
-    return length if chosen == "segmented" else triton.cdiv(chunks, 3)  # asked for: three segments
-
-
-def _unwinds(x: Tensor, programs: int, path: str | None) -> bool:
+def _unwinds(hardware: Hardware, x: Spec, programs: int, path: str | None) -> bool:
     """Whether states may run backwards: enough heads, and early states that have not drowned in late ones.
 
     A float32 sum in tensor cores loses up to 2^-23 of the state for every 16 tokens, on the way there and back.
@@ -223,170 +222,225 @@ def _unwinds(x: Tensor, programs: int, path: str | None) -> bool:
     lengths in UNWOUND (benchmarks/LAB.md).
     """
     T = x.shape[1]
-    if T > UNWOUND[x.dtype] or path not in (None, "fused"):
+    if (hardware.family, 8 * x.dtype.itemsize) not in UNWIND or T > UNWOUND[x.dtype]:
         return False
-    chosen, _ = choose_path(programs, triton.cdiv(T, 64), _multiprocessors(x.device))
+    if path not in (None, "fused"):
+        return False
+    chosen, _ = choose_path(programs, cdiv(T, 64), hardware.multiprocessors)
     return path == "fused" or chosen == "fused"
 
 
-def _chunk(x: Tensor) -> int:
-    return 16 if x.dtype == torch.float32 else 64
+def _chunk(hardware: Hardware, x: Spec) -> int:
+    return CHUNK[hardware.family, 8 * x.dtype.itemsize]
 
 
 def _walk(
-    q: Tensor | None, k: Tensor, v: Tensor, sums: Tensor | None, S_in: Tensor | None, cu: Tensor | None,
-    scale: float, path: str | None, reverse: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o, final state); without q the states before each chunk [slots, H, K, V] instead of o."""
-    (B, T, H, K), V, C = k.shape, v.shape[-1], _chunk(k)
-    N = B if cu is None else len(cu) - 1
-    half = k.dtype != torch.float32
-    BK = max(64 if half else 16, triton.next_power_of_2(K))
-    table = FLOAT32 if not half else HALF if sums is None else GATED
-    BV, warps, stages = table[max(64, BK)]
-    if not half:  # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
-        BV = min(BV, max(16, triton.next_power_of_2(V)))
-    TMA = cu is None and all(describable(x) for x in (q, k, v) if x is not None)
+    draft: Draft, q: Spec | None, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
+    scale: float, path: str | None, names: str, reverse: bool = False, final: bool = True, keep: bool = False,
+) -> tuple[Spec, Spec | None, Spec | None]:  # fmt: skip
+    """(o, final state, the states before each chunk (backwards: after it) [slots, H, K, V]).
 
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=k.device)
+    `names` are those of the first two; the other two are made where they are needed: `final`, `keep`.
+    """
+    (B, T, H, K), V, C = k.shape, v.shape[-1], _chunk(draft.hardware, k)
+    N, (o, S) = sequences(B, cu), names.split()
+    half = k.dtype != torch.float32
+    BK = max(64 if half else 16, next_power_of_2(K))
+    table = WALK if sums is None else GATED
+    BV, warps, stages = tiles(table, draft.hardware, k.dtype, K=K)
+    if not half:  # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
+        BV = min(BV, max(16, next_power_of_2(V)))
+    engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v) if x is not None)
 
     def walk_all(L, q, o, S_in, S_out, states=None, decay=None):
-        launch(walk, triton.cdiv(V, BV) * H * slots(B, T, cu, L))(
-            *boxes(TMA, C, (q, BK), (k, BK), (v, BV), (o, BV)), sums, S_in, S_out, states, decay, cu,
+        draft.launch(
+            walk, cdiv(V, BV) * H * slots(B, T, cu, L),
+            *boxes(engine, C, (q, BK), (k, BK), (v, BV), (o, BV)), sums, S_in, S_out, states, decay, cu,
             *strides(q, k, v, o), N, T, L, H, K, V, scale,
-            C=C, BK=BK, BV=BV, TMA=TMA, PACKED=cu is not None, REVERSE=reverse,
+            C=C, BK=BK, BV=BV, TMA=engine, PACKED=cu is not None, REVERSE=reverse,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
-    o, S = None if q is None else new(B, T, H, V, dtype=v.dtype), new(N, H, K, V)
-    asked = path if q is not None or path == "segmented" else None
-    programs = triton.cdiv(V, BV) * H * N
-    L, S_out = C * segment_length(asked, programs, triton.cdiv(T, C), k.device), S
+    programs = cdiv(V, BV) * H * N
+    L = C * segment_length(draft, path, programs, cdiv(T, C))
+    S = S_out = draft.new(S, N, H, K, V) if final or L <= T else None
     if L <= T:
         n_s = slots(B, T, cu, L)
-        part, decay = new(n_s, H, K, V), None if sums is None else new(n_s, H)
+        part = draft.new("part", n_s, H, K, V)
+        decay = None if sums is None else draft.new("decay", n_s, H)
         walk_all(L, None, None, None, part, decay=decay)
-        carry_states(part, decay, None, S_in, S, cu, T, L, reverse)
+        carry_states(draft, part, decay, None, S_in, S, cu, T, L, reverse)
         S_in, S_out = part, None
-    if path == "materialised" or q is None:
+    states = None
+    if keep or path == "materialised":
         # an operand of one product each: stored in its precision nothing is lost, but that float16 may be too small
         kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
-        states = new(slots(B, T, cu, C), H, K, V, dtype=kept)
+        states = draft.new("states", slots(B, T, cu, C), H, K, V, dtype=kept)
+    o = draft.new(o, B, T, H, V, dtype=v.dtype)
+    if path == "materialised":
         walk_all(L, None, None, S_in, S_out, states=states)
-        if q is None:
-            return states, S
         walk_all(C, q, o, states, None)
     else:
-        walk_all(L, q, o, S_in, S_out)
-    return o, S
+        walk_all(L, q, o, S_in, S_out, states=states)
+    return o, S, states
 
 
 def _unwind(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, S: Tensor, R: Tensor | None, dS: Tensor | None,
-    cu: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) from the final state S and its gradient R; the initial state's goes to dS."""
-    (_, T, H, K), V, C = k.shape, v.shape[-1], _chunk(k)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    TMA = cu is None and all(describable(x) for x in (q, k, v, do))
-    launch(unwind, len(S) * H)(
-        *boxes(TMA, C, *((x, 64) for x in (q, k, v, do, dq, dk, dv))), S, R, dS, cu,
+    draft: Draft, q: Spec, k: Spec, v: Spec, do: Spec, S: Spec, R: Spec | None, with_dS0: bool,
+    cu: Spec | None, scale: float,
+) -> tuple[Spec, Spec, Spec, Spec | None]:  # fmt: skip
+    """(dq, dk, dv, dS0) from the final state S and its gradient R; dS0, the initial state's, only `with_dS0`."""
+    (_, T, H, K), V, C = k.shape, v.shape[-1], _chunk(draft.hardware, k)
+    dq, dk, dv = (draft.like(f"d{x.name}", x) for x in (q, k, v))
+    dS0 = draft.like("dS0", S) if with_dS0 else None
+    engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v, do))
+    draft.because("states run backwards: one walk makes dq, dk and dv")
+    warps, stages = UNWIND[draft.hardware.family, 8 * k.dtype.itemsize]
+    draft.launch(
+        unwind, S.shape[0] * H,
+        *boxes(engine, C, *((x, 64) for x in (q, k, v, do, dq, dk, dv))), S, R, dS0, cu,
         *strides(q, k, v, do, dk, dv), T, H, K, V, scale,
-        C=C, BK=64, BV=64, TMA=TMA, PACKED=cu is not None, num_warps=4, num_stages=3,
+        C=C, BK=64, BV=64, TMA=engine, PACKED=cu is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, dS0
 
 
-@operator("linear_attention")
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor | None, cu: Tensor | None,
-    scale: float, path: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sums = None if g is None else running_sums(g, cu, _chunk(q))
-    return _walk(q, k, v, sums, None if S is None else S.contiguous(), cu, scale, path)
+def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> Plan:
+    """(o, final state, the gates' sums) of specs of the tensors; `kernel` has one choice today."""
+    draft, inputs = Draft(hardware), (q, k, v, g, S, cu)
+    tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])  # backward too, where V is K
+    scale = contract.check_scale(scale, q.shape[-1])
+    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
+    sums = None if g is None else running_sums(draft, g, cu, _chunk(hardware, q))
+    o, S_T, _ = _walk(draft, q, k, v, sums, S, cu, scale, path, "o S_T")
+    return draft.plan("portable", inputs, o, S_T, sums)
+
+
+def plan_backward(
+    hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, kernel, need_dg
+) -> Plan:
+    """(dq, dk, dv, dg, dS0); None for what is not given or, of dg, not needed. `S_T` and `sums` may be None."""
+    draft, inputs = Draft(hardware), (q, k, v, g, S, cu, S_T, sums, do, dS)
+    tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])
+    C, scale = _chunk(hardware, q), contract.check_scale(scale, q.shape[-1])
+    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
+    dS = draft.contiguous(dS)
+    if describable(q, hardware) and not describable(
+        do, hardware
+    ):  # the gradient of a sum has strides of 0
+        do = draft.contiguous(do)
+    if scale == 0:  # then o says nothing, the final state all the same
+        do, scale = draft.new("0", *do.shape, dtype=do.dtype, zero=True), 1.0
+    programs = q.shape[2] * sequences(q.shape[0], cu)
+    if S_T is not None and _unwinds(hardware, q, programs, path):
+        dq, dk, dv, dS0 = _unwind(draft, q, k, v, do, S_T, dS, S is not None, cu, scale)
+        return draft.plan("portable", inputs, dq, dk, dv, None, dS0)
+    # every walk multiplies what it reads by scale, which dS has no part in
+    R = None if dS is None else draft.compute(draft.spec("R", *dS.shape), torch.div, dS, scale)
+    S_, R_ = (
+        None if x is None else draft.compute(draft.spec(f"{x.name}^T", *_turned(x.shape)), _turn, x)
+        for x in (S, R)
+    )
+    if g is not None and sums is None:
+        sums = running_sums(draft, g, cu, C)
+    # dg wants S^T before each chunk, which dq's walk has, and R after it, which dv's has
+    dq, _, states = _walk(
+        draft, do, v, k, sums, S_, cu, scale, path, "dq _", final=False, keep=need_dg
+    )
+    dk, _, _ = _walk(draft, v, do, q, sums, R_, cu, scale, path, "dk _", reverse=True, final=False)
+    dv, R_0, dstates = _walk(
+        draft, k, q, do, sums, R, cu, scale, path, "dv R_0",
+        reverse=True, final=S is not None, keep=need_dg,
+    )  # fmt: skip
+    dS0 = dg = None
+    if S is not None:
+        dS0 = draft.compute(draft.spec("dS0", *R_0.shape), torch.mul, R_0, scale)
+    if need_dg:
+        dg = draft.like("dg", g)
+        (B, T, H, K), V = q.shape, v.shape[-1]
+        BV, warps, stages = tiles(GATE_GRADIENT, hardware, q.dtype, K=K)
+        draft.launch(
+            gate_gradient, states.shape[0] * H,
+            q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do), *g.strides, *dg.strides,
+            sequences(B, cu), T, H, K, V, scale, C=C, BK=max(64, next_power_of_2(K)), BV=BV,
+            PACKED=cu is not None, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return draft.plan("portable", inputs, dq, dk, dv, dg, dS0)
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return *shape[:-2], shape[-1], shape[-2]
+
+
+def _turn(x: Tensor) -> Tensor:
+    return x.mT.contiguous()
+
+
+def check(q, k, v, g, initial_state, cu_seqlens, scale, path, kernel) -> None:
+    """What a call of a new signature is held against.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    mechanism, tensors = (
+        ("linear_attention", (q, k, v)) if g is None else ("simple_gla", (q, k, v, g))
+    )
+    check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
+    check_choice("path", path, PATHS)
+    check_choice("kernel", kernel, KERNELS)
+
+
+TENSORS = ("q", "k", "v", "g", "initial_state", "cu_seqlens")
+CHOICES = ("scale", "path", "kernel")
+forward = Planned(plan_forward, TENSORS, CHOICES, check)
+backward = Planned(plan_backward, (*TENSORS, "S_T", "sums", "do", "dS"), (*CHOICES, "need_dg"))
+ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? S, Tensor? cu"
+OPTIONS = "float? scale, str? path, str? kernel"
+_forward = Operator("linear_attention", forward, f"({ARGUMENTS}, {OPTIONS}) -> (Tensor, Tensor)")
+_backward = Operator(
+    "linear_attention_backward", backward,
+    f"({ARGUMENTS}, Tensor? S_T, Tensor? sums, Tensor do, Tensor? dS, {OPTIONS}, bool need_dg) -> Tensor[]",
+)  # fmt: skip
 
 
 @_forward.register_fake
-def _(q, k, v, g, S, cu, scale, path):
+def _(q, k, v, g, S, cu, scale, path, kernel):
     N = q.shape[0] if cu is None else cu.shape[0] - 1
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     return o, q.new_empty(N, q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
 
 
-@operator("linear_attention_backward")
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, S: Tensor | None, S_T: Tensor | None,
-    cu: Tensor | None, do: Tensor, dS: Tensor | None, scale: float, path: str | None, need_dg: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    (B, T, H, K), V, C = q.shape, v.shape[-1], _chunk(q)
-    N = B if cu is None else len(cu) - 1
-    if describable(q) and not describable(do):  # the gradient of a sum has strides of 0
-        do = do.contiguous()
-    if scale == 0:  # then o says nothing, the final state all the same
-        do, scale = torch.zeros_like(do), 1.0
-    S, dS = (None if x is None else x.contiguous() for x in (S, dS))
-    dg = torch.empty(0, device=q.device)
-    dS0 = torch.empty_like(dg if S is None else S)
-    if S_T is not None and _unwinds(q, N * H, path):
-        dq, dk, dv = _unwind(q, k, v, do, S_T, dS, None if S is None else dS0, cu, scale)
-        return dq, dk, dv, dg, dS0
-    # every walk multiplies what it reads by scale, which dS has no part in
-    R = None if dS is None else dS / scale
-    S_, R_ = (None if x is None else x.mT.contiguous() for x in (S, R))
-    sums = None if g is None else running_sums(g, cu, C)
-    dq, _ = _walk(do, v, k, sums, S_, cu, scale, path)
-    dk, _ = _walk(v, do, q, sums, R_, cu, scale, path, reverse=True)
-    dv, R_0 = _walk(k, q, do, sums, R, cu, scale, path, reverse=True)
-    if S is not None:
-        dS0 = R_0 * scale
-    if need_dg:
-        dg = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-        states, _ = _walk(None, k, v, sums, S, cu, scale, path)
-        dstates, _ = _walk(None, q, do, sums, R, cu, scale, path, reverse=True)
-        launch(gate_gradient, len(states) * H)(
-            q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do, g, dg),
-            N, T, H, K, V, scale, C=C, BK=max(64, triton.next_power_of_2(K)), BV=32,
-            PACKED=cu is not None, num_warps=4, num_stages=2,
-        )  # fmt: skip
-    return dq, dk, dv, dg, dS0
-
-
 @_backward.register_fake
-def _(q, k, v, g, S, S_T, cu, do, dS, scale, path, need_dg):
-    none = q.new_empty(0, dtype=torch.float32)
-    dg, dS0 = g.new_empty(g.shape) if need_dg else none, none if S is None else torch.empty_like(S)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dg, dS0.clone()
+def _(q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, kernel, need_dg):
+    dS0 = None if S is None else S.new_empty(S.shape, dtype=torch.float32)
+    dg = g.new_empty(g.shape) if need_dg else None
+    return given([*(x.new_empty(x.shape) for x in (q, k, v)), dg, dS0], q)
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.path = inputs
+    *tensors, ctx.scale, ctx.path, ctx.kernel = inputs
     q, _, v, g, *_ = tensors
+    _, S_T, *sums = output
     narrow = q.dtype != torch.float32 and g is None and max(q.shape[-1], v.shape[-1]) <= 64
-    ctx.save_for_backward(*tensors, output[1] if narrow else None)
+    ctx.save_for_backward(*tensors, S_T if narrow else None, *sums or [None])
     ctx.set_materialize_grads(False)  # the final state seldom has a gradient
 
 
 def _gradients(ctx, do, dS):
-    q, k, v, g, S, cu, S_T = ctx.saved_tensors
-    if do is None:
-        do = torch.zeros_like(v)
-    dq, dk, dv, dg, dS = _backward(
-        q, k, v, g, S, S_T, cu, do, dS, ctx.scale, ctx.path, ctx.needs_input_grad[3]
-    )
-    return dq, dk, dv, None if g is None else dg, None if S is None else dS, None, None, None
+    saved = ctx.saved_tensors
+    _, _, v, _, S, *_ = saved
+    do, need_dg = torch.zeros_like(v) if do is None else do, ctx.needs_input_grad[3]
+    dq, dk, dv, dg, dS0 = _backward(*saved, do, dS, ctx.scale, ctx.path, ctx.kernel, need_dg)
+    return dq, dk, dv, dg if need_dg else None, None if S is None else dS0, *[None] * 4
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+_forward.register_autograd(_save, _gradients)
 
 
-def _attention(q, k, v, g, scale, initial_state, cu_seqlens, path):
-    if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
-        check_call(q, k, v, {"g": (g, "B T H")}, initial_state, cu_seqlens, path, PATHS)
-    S = initial_state if initial_state is None else initial_state.float()
-    scale = contract.check_scale(scale, q.shape[-1])
-    cu = None if cu_seqlens is None else cu_seqlens.int()  # one dtype to compile for
-    return _forward(q, k, v, g, S, cu, scale, path)
+def _attention(q, k, v, g, scale, initial_state, cu_seqlens, path, kernel):
+    scale = scale if scale is None else contract.check_scale(scale, 1)
+    o, S, *_ = _forward(q, k, v, g, initial_state, cu_seqlens, scale, path, kernel)
+    return o, S
 
 
 def simple_gla(
@@ -399,6 +453,7 @@ def simple_gla(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     path: str | None = None,
+    kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Linear attention with one scalar gate a head and token, differentiable; right for every gate in [-inf, 0].
 
@@ -412,6 +467,7 @@ def simple_gla(
         cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
             Their values, and those of g, are looked at under GLA_REF_DEBUG=1 only.
         path: "fused", "segmented" or "materialised"; None chooses by :func:`choose_path`.
+        kernel: "portable"; None lets the plan choose, which :func:`gla_ref.kernels.explain` prints.
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
@@ -419,7 +475,9 @@ def simple_gla(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    return _attention(q, k, v, g, scale, initial_state, cu_seqlens, path)
+    if g is None:  # which is linear attention to what comes next
+        check_required(MECHANISMS["simple_gla"], {"q": q, "k": k, "v": v})
+    return _attention(q, k, v, g, scale, initial_state, cu_seqlens, path, kernel)
 
 
 def linear_attention(
@@ -433,6 +491,7 @@ def linear_attention(
     feature_map: Callable[[Tensor], Tensor] | None = None,
     normalize: bool = False,
     path: str | None = None,
+    kernel: str | None = None,
 ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
     """As :func:`simple_gla` without gates; `feature_map` and `normalize` as in :mod:`gla_ref.linear_attention`.
 
@@ -444,7 +503,7 @@ def linear_attention(
         q, k = feature_map(q), feature_map(k)
 
     def attend(v, S):
-        return _attention(q, k, v, None, scale, S, cu_seqlens, path)
+        return _attention(q, k, v, None, scale, S, cu_seqlens, path, kernel)
 
     if not normalize:
         return attend(v, initial_state)

@@ -40,16 +40,18 @@ def _(c, ends):
     return replace(c, q=Contiguous.apply(c.q)).each(ends)
 
 
-for name, n, axis in (
-    ("keys of batch 0 for every batch", "k", 0),
-    ("values of batch 0 for every batch", "v", 0),
-    ("keys of head 0 for every head", "k", 2),
-    ("values of head 0 for every head", "v", 2),
+KEYS, VALUES = ("k", "k0"), ("v", "v0")
+for name, those, axis in (
+    ("keys of batch 0 for every batch", KEYS, 0),
+    ("values of batch 0 for every batch", VALUES, 0),
+    ("keys of head 0 for every head", KEYS, 2),
+    ("values of head 0 for every head", VALUES, 2),
 ):
 
     @mistake(name, HEADS, SOFTMAX)
-    def _(c, n=n, axis=axis):
-        first = {m: getattr(c, m).narrow(axis, 0, 1).expand_as(getattr(c, m)) for m in (n, f"{n}0")}
+    def _(c, those=those, axis=axis):
+        own = {n: getattr(c, n) for n in those}
+        first = {n: x.narrow(axis, 0, 1).expand_as(x) for n, x in own.items()}
         return c.run(**first)[0], c.cache
 
 

@@ -10,13 +10,17 @@ from torch import Tensor
 
 from ... import gla
 from ..._contract import per_sequence
+from ...mechanisms import MECHANISMS
 
 C = 64  # the chunk, or tile of keys, that the mistakes at chunk boundaries assume
 
 
 @dataclass(frozen=True)
 class Call:
-    """q, k, v, g (heads third; g as wide as k), scale, the state S before the first token; right by itself."""
+    """A call of gated linear attention: its tensors, scale, the state S before the first token; right by itself.
+
+    Mechanisms with one gate a head, or none, are calls whose g `[B, T, H, K]` is the same for all channels, or 0.
+    """
 
     q: Tensor
     k: Tensor
@@ -24,6 +28,11 @@ class Call:
     g: Tensor
     scale: float | None
     S: Tensor
+
+    @property
+    def tokens(self) -> dict[str, Tensor]:
+        """What has a time axis, by name."""
+        return {n: getattr(self, n) for n in MECHANISMS["gla"].required}
 
     @property
     def s(self) -> float:
@@ -41,7 +50,7 @@ class Call:
         return gla.chunkwise.__wrapped__(c.q, c.k, c.v, c.g, scale=c.s, initial_state=c.S, C=16)
 
     def cut(self, a: int, b: int | None, **changes) -> Call:
-        return replace(self, **{n: getattr(self, n)[:, a:b] for n in "qkvg"}, **changes)
+        return replace(self, **{n: x[:, a:b] for n, x in self.tokens.items()}, **changes)
 
     def chunks(self, turn: Callable) -> tuple[Tensor, Tensor]:
         """Chunk by chunk; `turn(c, o, S)` gets each chunk's call and right results and returns (o, S) to go on with."""
@@ -61,7 +70,7 @@ class Call:
             o, S = (variant or Call.run)(replace(self, **x, S=S))
             return (o,), (S,)
 
-        (o,), (S,) = per_sequence(one, ends, {n: getattr(self, n) for n in "qkvg"}, {"S": self.S})
+        (o,), (S,) = per_sequence(one, ends, self.tokens, {"S": self.S})
         return o, S
 
 
@@ -77,6 +86,11 @@ class Attention:
     v0: Tensor
 
     s = Call.s
+
+    @property
+    def tokens(self) -> dict[str, Tensor]:
+        """What has a time axis, by name."""
+        return {n: getattr(self, n) for n in MECHANISMS["softmax_attention"].required}
 
     @property
     def cache(self) -> tuple[Tensor, Tensor]:
@@ -102,5 +116,5 @@ class Attention:
             o, cache = (variant or Attention.run)(replace(self, **x))
             return (o, *cache), ()
 
-        (o, *cache), _ = per_sequence(one, ends, {n: getattr(self, n) for n in "qkv"}, {})
+        (o, *cache), _ = per_sequence(one, ends, self.tokens, {})
         return o, tuple(cache)

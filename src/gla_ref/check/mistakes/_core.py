@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._contract import compute_dtype
+from ..._contract import compute_dtype, state_shape
+from .._emulate import by_channel
+from .._mechanisms import MECHANISMS
 from ._calls import Attention, Call
 
 
@@ -23,9 +25,11 @@ class Mistake:
     whole: bool = False  # it gets all packed sequences at once, with their boundaries
 
 
-SOFTMAX = ("softmax_attention",)
-LINEAR = ("linear_attention", "simple_gla", "gla")
-GATED = ("simple_gla", "gla")
+SOFTMAX = tuple(m for m, kind in MECHANISMS.items() if kind.cache)
+# what a Call can be: one state, and writes that do not depend on it
+LINEAR = tuple(m for m, kind in MECHANISMS.items() if not kind.cache and not kind.named("strength"))
+GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
+CHANNELS = tuple(m for m in GATED if "K" in MECHANISMS[m].axes("g"))  # a gate for each of them
 DECAY, READ, WRITE = "S_t = exp(g_t) S_{t-1} + ...", "o_t = scale q_t S_t", "S_t = ... + k_t^T v_t"
 CARRY, GRADIENT, PACK = (
     "S_[n+1] from S_[n]: chunk to chunk",
@@ -105,23 +109,25 @@ class Contiguous(torch.autograd.Function):
 
 def apply(mechanism: str, m: Mistake | None) -> Callable:
     """A kernel with that mistake (None: without one) under the contract, in at least float32."""
+    kind = MECHANISMS[mechanism]
 
-    def fn(q, k, v, *g, scale=None, initial_state=None, cu_seqlens=None):
-        dtype, result = compute_dtype(q, k, v), v.dtype
-        q, k, v, *g = (x.to(dtype) for x in (q, k, v, *g))
+    def fn(*tokens, scale=None, initial_state=None, cu_seqlens=None):
+        x = dict(zip(kind.arguments, tokens, strict=True))
+        dtype, result = compute_dtype(*(x[n] for n in kind.named("token"))), x["v"].dtype
+        x = {n: y.to(dtype) for n, y in x.items()}
         ends = None if cu_seqlens is None else cu_seqlens.tolist()
-        if mechanism in SOFTMAX:
-            c = Attention(q, k, v, scale, *(initial_state or (k[:, :0], v[:, :0])))
+        if kind.cache:
+            k0, v0 = initial_state or (x["k"][:, :0], x["v"][:, :0])
+            c = Attention(**x, scale=scale, k0=k0, v0=v0)
         else:
-            gates = g[0] if g else torch.zeros_like(k)
-            gates = gates if gates.ndim == 4 else gates[..., None].expand_as(k)
-            N = q.shape[0] if ends is None else len(ends) - 1
-            S = q.new_zeros(N, q.shape[2], q.shape[3], v.shape[3])
-            c = Call(q, k, v, gates, scale, S if initial_state is None else initial_state.to(dtype))
+            N, sizes = len(x["q"]) if ends is None else len(ends) - 1, kind.sizes(x)
+            S = x["q"].new_zeros(state_shape(kind.mechanism, sizes, N))
+            S = S if initial_state is None else initial_state.to(dtype)
+            c = Call(**x | {"g": by_channel(x.get("g"), x["k"])}, scale=scale, S=S)
         if m is None:
             o, state = c.each(ends)
         else:
             o, state = m.variant(c, ends) if m.whole else c.each(ends, m.variant)
-        return o.to(result), tuple(x.to(result) for x in state) if mechanism in SOFTMAX else state
+        return o.to(result), tuple(x.to(result) for x in state) if kind.cache else state
 
     return fn

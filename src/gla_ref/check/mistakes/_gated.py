@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._calls import Call
-from ._core import DECAY, GATED, READ, gradient, later, mistake, simple, state_term
+from ._core import CHANNELS, DECAY, GATED, READ, gradient, later, mistake, simple, state_term
 from ._linear import carry, decay, read, write
 
 simple(
@@ -41,15 +41,15 @@ simple(
     "one gate a head: channel 0 for all channels",
     DECAY,
     lambda c: {"g": c.g[..., :1].expand_as(c.g)},
-    ("gla",),
+    CHANNELS,
 )
 simple(
     "gate averaged over channels",
     DECAY,
     lambda c: {"g": c.g.mean(-1, keepdim=True).expand_as(c.g)},
-    ("gla",),
+    CHANNELS,
 )
-simple("channels of the gate in reverse order", DECAY, lambda c: {"g": c.g.flip(-1)}, ("gla",))
+simple("channels of the gate in reverse order", DECAY, lambda c: {"g": c.g.flip(-1)}, CHANNELS)
 simple("strong gates cut off at -5", DECAY, lambda c: {"g": c.g.clamp_min(-5)}, GATED)
 simple(
     "gate -inf taken as no gate", DECAY, lambda c: {"g": c.g.masked_fill(c.g.isneginf(), 0)}, GATED

@@ -1,0 +1,349 @@
+"""Plans bound to compiled kernels, and the look-up that finds them again (`_plan.py` says what for)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import BuiltinFunctionType, SimpleNamespace
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.nvidia import driver as nvidia
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._hardware import hardware_of
+from ._plan import Box, Launch, Make, Plan, Spec, spec_of
+
+MOST = 1024  # programs that a function keeps; lengths may change from call to call for ever
+THREAD = threading.local()  # has the names of devices that a thread has worked on
+
+
+class Mock:
+    """As much of a tensor as Triton's compiler asks for."""
+
+    def __init__(self, spec: Spec):
+        self.dtype, self.address = spec.dtype, 0 if spec.aligned else 8
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def describe(box: Box, base) -> TensorDescriptor:
+    return TensorDescriptor(base, list(box.shape), list(box.strides), list(box.block))
+
+
+def compile_launch(launch: Launch):
+    """The compiled kernel of a launch, for Triton's current target; nothing is launched."""
+    args = []
+    for x in launch.args:
+        if isinstance(x, Box):
+            x = describe(x, Mock(x.tensor))
+        args.append(Mock(x) if isinstance(x, Spec) else x)
+    return launch.kernel.warmup(*args, grid=launch.grid, **launch.options)
+
+
+def variant(launch: Launch, device: torch.device) -> tuple:
+    """What of a launch is compiled into its kernel: for equal variants the compiled kernel is the same.
+
+    Of numbers, Triton compiles in whether they are 1, multiples of 16 and larger than 32 bits; of those that a kernel
+    declares `do_not_specialize`, only the last (but never of tuples).
+    """
+    kernel, _, args, options = launch
+    key = [kernel, device, *options.items()]
+    for x, (constant, varying) in zip(args, _parameters(kernel), strict=True):
+        kind = type(x)
+        if kind is Spec:
+            key.append((x.dtype, x.aligned))
+        elif kind is Box:
+            key.append((x.tensor.dtype, x.block))
+        elif constant or x is None:
+            key.append(x)
+        elif kind is tuple:
+            key.append(tuple([_compiled_in(n, False) for n in x]))
+        elif kind is int:
+            key.append(_compiled_in(x, varying))
+        else:
+            key.append(kind)
+    return tuple(key)
+
+
+def _compiled_in(n: int, varying: bool):
+    return n < 2**31 if varying else (n == 1, n % 16 == 0, n < 2**31)
+
+
+@functools.cache
+def _parameters(kernel) -> list[tuple[bool, bool]]:
+    return [(p.is_constexpr, p.do_not_specialize) for p in kernel.params]
+
+
+COMPILED: dict[tuple, Callable] = {}  # kernels by their variants
+
+
+def compiled(
+    launches: list[Launch], device: torch.device, twins: Callable[[], list[Launch]]
+) -> list:
+    """The kernels of launches. Those that are new are compiled side by side: Triton would do it one by one.
+
+    With them `twins`, which later calls will want.
+    """
+    variants = [variant(launch, device) for launch in launches]
+    new = {v: x for v, x in zip(variants, launches, strict=True) if v not in COMPILED}
+    if new:
+        new |= {v: x for x in twins() if (v := variant(x, device)) not in COMPILED}
+
+    def compile_new(launch: Launch):
+        with torch.cuda.device(device):
+            kernel = compile_launch(launch)
+            _ = kernel.run  # the function that launches it, which Triton compiles as well
+            return kernel
+
+    if new:
+        with ThreadPoolExecutor() as pool:
+            COMPILED.update(zip(new, pool.map(compile_new, new.values()), strict=True))
+    return [COMPILED[v] for v in variants]
+
+
+class Program:
+    """A plan with its kernels, to be called with its inputs.
+
+    Tensors are let go after the last step that has them.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, twins: Callable[[], list[Launch]] = list):
+        self.plan, self.device = plan, device
+        self.cuda = str(device) if device.type == "cuda" else ""
+        places = {x.name: i for i, x in enumerate(plan.inputs, 1) if x is not None} | {None: 0}
+        inputs, last = len(plan.inputs) + 1, {}  # the step that uses a tensor last
+        kernels = iter(compiled(plan.launches, device, twins) if self.cuda else ())
+        steps = []
+        for i, step in enumerate(plan.steps):
+            if isinstance(step, Launch):
+                used = step.tensors
+                kernel = next(kernels, None)
+                run = launcher(step, places, kernel)
+            else:
+                used = [x for x in step.args if isinstance(x, Spec)]
+                run = _maker(step, places, device)
+                places[step.tensor.name] = inputs + sum(
+                    not isinstance(x, Launch) for x in plan.steps[:i]
+                )
+            last |= {places[x.name]: i for x in used}
+            steps.append(run)
+        self.results = [places[x and x.name] for x in plan.outputs]
+        done = [[] for _ in steps]
+        for place, i in last.items():
+            if place >= inputs and place not in self.results:
+                done[i].append(place)
+        self.steps = list(zip(steps, done, strict=True))
+
+    def __call__(self, inputs: tuple) -> list[Tensor | None]:
+        if self.cuda:
+            if torch.cuda.current_device() != self.device.index:
+                with torch.cuda.device(self.device):
+                    return self(inputs)
+            if not hasattr(THREAD, self.cuda):
+                # descriptors want a context, which a thread's first work for the runtime gives it
+                torch.zeros(1, device=self.device)
+                setattr(THREAD, self.cuda, True)
+        # in the place of tensors that are not given; those who launch look there for the stream
+        values = [
+            torch._C._cuda_getCurrentRawStream(self.device.index) if self.cuda else None,
+            *inputs,
+        ]
+        for step, done in self.steps:
+            step(values)
+            for place in done:
+                values[place] = None
+        return [values[place] if place else None for place in self.results]
+
+
+def _maker(step: Make, places: dict, device: torch.device) -> Callable[[list], None]:
+    """Make a tensor, as a function of the list of all tensors, which it adds to."""
+    function, shape, dtype = step.function, step.tensor.shape, step.tensor.dtype
+    if function is None:
+
+        def make(values):
+            kind = torch.zeros if step.zero else torch.empty
+            values.append(kind(shape, dtype=dtype, device=device))
+
+        return make
+    args = [(places[x.name], None) if isinstance(x, Spec) else (None, x) for x in step.args]
+
+    def compute(values):
+        own = [x if place is None else values[place] for place, x in args]
+        values.append(function(*own))
+
+    return compute
+
+
+def launcher(launch: Launch, places: dict, kernel) -> Callable[[list], None]:
+    """A launch as a function of the list of all tensors; interpreted where there is no compiled kernel."""
+    if kernel is None:
+        return by_triton(
+            launch, places, functools.partial(launch.kernel[launch.grid], **launch.options)
+        )
+    plain = functools.partial(by_triton, launch, places, kernel[(*launch.grid, 1, 1)[:3]])
+    return direct(launch, places, kernel, plain) or plain()
+
+
+def by_triton(launch: Launch, places: dict, run: Callable) -> Callable[[list], None]:
+    """Launch as Triton does; `run` takes the kernel's arguments."""
+    constants = [None if isinstance(x, Spec | Box) else x for x in launch.args]
+    tensors = [(i, places[x.name]) for i, x in enumerate(launch.args) if isinstance(x, Spec)]
+    boxes = [(i, places[x.tensor.name], x) for i, x in enumerate(launch.args) if isinstance(x, Box)]
+
+    def start(values):
+        args = constants.copy()
+        for i, place in tensors:
+            args[i] = values[place]
+        for i, place, box in boxes:
+            args[i] = describe(box, values[place])
+        run(*args)
+
+    return start
+
+
+ADDRESSES = 64  # of which a launch keeps descriptors
+
+
+def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[list], None] | None:
+    """Launch by the C function that Triton comes to in the end, which saves half of the time (benchmarks/LAB.md).
+
+    A descriptor says where a tensor is and nothing of what is there, so those of the last addresses are kept. Only
+    for the Triton that this was read in and measured with: None for any other. Where somebody counts launches (a
+    profiler), the function that `plain` makes launches instead.
+    """
+    run, hooks = kernel.run, triton.knobs.runtime
+    if (
+        not triton.__version__.startswith("3.6.")
+        or run.global_scratch_size
+        or run.profile_scratch_size
+    ):
+        return None
+    metas = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+    template, tensors, boxes = [], [], []
+    for x in launch.args:
+        if isinstance(x, Box):  # the C function takes it, its shape and its strides
+            boxes.append((len(template), places[x.tensor.name], x, next(metas, None), {}))
+            template += [None, *x.shape, *x.strides]
+        elif isinstance(x, Spec):
+            tensors.append((len(template), places[x.name]))
+            template.append(None)
+        else:
+            template.append(x)
+    call = run.launch
+    if boxes:  # it is inside a function that makes descriptors
+        inside = [cell.cell_contents for cell in call.__closure__ or ()]
+        call = next((f for f in inside if isinstance(f, BuiltinFunctionType)), None)
+        if call is None or any(meta is None for *_, meta, _ in boxes):
+            return None
+    grid, function = (*launch.grid, 1, 1)[:3], kernel.function
+    # scratch memory for the kernel and for a profiler; what kind of kernel it is; what and who profiles
+    fixed = (
+        run.launch_cooperative_grid,
+        run.launch_pdl,
+        None,
+        None,
+        kernel.packed_metadata,
+        None,
+        None,
+        None,
+    )
+
+    def start(values):
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            return plain()(values)
+        args = template.copy()
+        for i, place in tensors:
+            args[i] = values[place].data_ptr()
+        for i, place, box, meta, known in boxes:
+            address = values[place].data_ptr()
+            descriptor = known.get(address)
+            if descriptor is None:
+                if len(known) >= ADDRESSES:
+                    known.clear()
+                # as much of a TensorDescriptor as is asked for, without the checks of its constructor
+                of = SimpleNamespace(
+                    base=values[place], shape=box.shape, strides=box.strides, padding="zero"
+                )
+                descriptor, *_ = nvidia.make_tensordesc_arg(of, meta)
+                known[address] = descriptor
+            args[i] = descriptor
+        call(*grid, values[0], function, *fixed, *args)
+
+    return start
+
+
+class Planned:
+    """A function of tensors that is planned once a signature.
+
+    Attributes:
+        plan: `(hardware, *specs, *options) -> Plan`, pure.
+        names: of the tensors, which come first among the arguments.
+        options: names of the rest.
+        check: called with the arguments of a new signature; raises what is wrong with them.
+        twin: specs of tensors of another length, whose kernels are to be compiled too.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[..., Plan],
+        names: tuple[str, ...],
+        options: tuple[str, ...],
+        check: Callable | None = None,
+        twin: Callable[..., list[Spec | None]] | None = None,
+    ):
+        self.plan, self.names, self.options = plan, names, options
+        self.check, self.twin = check, twin
+        self.programs, self.lock = {}, threading.Lock()
+
+    def find(self, args: tuple) -> Program:
+        """The program of these arguments.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit.
+        """
+        try:
+            key = signature(args, len(self.names))
+            program = self.programs.get(key)
+        except (AttributeError, TypeError):  # no tensor, or an option that is no option
+            if self.check:
+                self.check(*args)
+            raise
+        if program is None:
+            if self.check:
+                self.check(*args)
+            program = self.remember(key, args)
+        return program
+
+    def remember(self, key: tuple, args: tuple) -> Program:
+        tensors, options = args[: len(self.names)], args[len(self.names) :]
+        specs, device = list(map(spec_of, self.names, tensors)), tensors[0].device
+        hardware = hardware_of(device)
+
+        def twins() -> list[Launch]:
+            return self.plan(hardware, *self.twin(*specs), *options).launches if self.twin else []
+
+        program = Program(self.plan(hardware, *specs, *options), device, twins)
+        with self.lock:
+            while len(self.programs) >= MOST:
+                del self.programs[next(iter(self.programs))]
+            self.programs[key] = program
+        return program
+
+    def __call__(self, *args) -> list[Tensor | None]:
+        return self.find(args)(args[: len(self.names)])
+
+
+def signature(args: tuple, tensors: int) -> tuple:
+    """All that decides how a call with these tensors and options runs, to be looked up: no values, no addresses."""
+    return (
+        *[
+            x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+            for x in args[:tensors]
+        ],
+        *args[tensors:],
+    )

@@ -1,0 +1,76 @@
+"""The tensors of each mechanism as data: what they are called, their axes, what they are for (chapters 1, 4, 7 and 9).
+
+References, kernels, the check kit, other libraries' names and the tests all read them here, so that a mechanism with
+another gate, or with a write strength, is one more entry.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["MECHANISMS", "Argument", "Mechanism"]
+
+ROLES = ("token", "gate", "strength", "state")
+
+
+class Argument(NamedTuple):
+    """One tensor.
+
+    Attributes:
+        name: as functions and reports call it.
+        axes: one word an axis, as in `B T H K`; an axis has one size throughout a call.
+        role: "token" (q, k, v and what has their dtype), "gate" (log gates in [-inf, 0]), "strength" (of writing, in
+            [0, 2]) or "state" (what is handed from call to call, at least in float32; a cache has the tokens' dtype).
+        optional: given by keyword or not at all.
+    """
+
+    name: str
+    axes: str
+    role: str
+    optional: bool = False
+
+
+class Mechanism(NamedTuple):
+    """The arguments of a mechanism, in the order of its functions, and what else is true of their axes.
+
+    Attributes:
+        arguments: tokens, gates and strengths as functions take them.
+        states: what `initial_state` is; several are a tuple.
+        multiples: pairs of axes, of which the first is a multiple of the second: value heads of key heads.
+    """
+
+    arguments: tuple[Argument, ...]
+    states: tuple[Argument, ...]
+    multiples: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Names of what every call is given, in order."""
+        return tuple(x.name for x in self.arguments if not x.optional)
+
+    def named(self, role: str, optional: bool = True) -> tuple[str, ...]:
+        """Names of the arguments that have a role; without `optional`, of those that every call is given."""
+        return tuple(x.name for x in self.arguments if x.role == role and optional >= x.optional)
+
+
+def _tokens(heads: str = "H") -> tuple[Argument, ...]:
+    axes = {"q": "B T H K", "k": "B T H K", "v": f"B T {heads} V"}
+    return tuple(Argument(name, a, "token") for name, a in axes.items())
+
+
+STATE = (Argument("S", "N H K V", "state"),)
+CACHE = (Argument("k_cache", "B T0 H K", "state"), Argument("v_cache", "B T0 H V", "state"))
+
+MECHANISMS = {
+    "softmax_attention": Mechanism(_tokens(), CACHE),
+    "linear_attention": Mechanism(_tokens(), STATE),
+    "simple_gla": Mechanism((*_tokens(), Argument("g", "B T H", "gate")), STATE),
+    "gla": Mechanism(
+        (
+            *_tokens(),
+            Argument("g", "B T H K", "gate"),
+            Argument("g_v", "B T H V", "gate", optional=True),
+        ),
+        STATE,
+    ),
+}

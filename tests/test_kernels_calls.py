@@ -1,0 +1,310 @@
+"""What lies between a call and the GPU: signatures, plans and programs; interpreted here, for real on a GPU."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from cases import F64, error, inputs
+
+from gla_ref import FORMS
+from gla_ref import check as kit
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from gla_ref.kernels import _program, flash_attention, gla, gla_step, linear_attention  # noqa: E402
+from gla_ref.kernels._hardware import CLASSES  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+HERE = "cuda" if CUDA else "cpu"
+MECHANISMS = ("softmax_attention", "linear_attention", "simple_gla", "gla")
+PLANNED = {
+    "softmax_attention": flash_attention,
+    "linear_attention": linear_attention,
+    "simple_gla": linear_attention,
+    "gla": gla,
+}
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)], autouse=True)
+def here(request):
+    if request.param != HERE:
+        pytest.skip("kernels are compiled where there is a GPU, interpreted elsewhere")
+
+
+def tokens(mechanism, B=2, T=20, H=2, K=16, V=16, dtype=torch.float32, seed=0):
+    kind = (
+        "linear_attention" if mechanism == "softmax_attention" else mechanism
+    )  # of the same tokens
+    args, _ = inputs(kind, B, T, H, K, V, seed=seed)
+    return [x.to(HERE, dtype) for x in args]
+
+
+def both(mechanism, x, **options):
+    """o and the gradients of its sum of squares."""
+    leaves = [y.detach().requires_grad_() for y in x]
+    o, _ = FORMS[mechanism]["triton"](*leaves, **options)
+    return [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
+
+
+def assert_right(mechanism, x, found, tolerance=1e-3):
+    """Within float32's reach of the recurrence: these tests are about calls, those of each kernel about digits."""
+    leaves = [y.detach().to(F64).requires_grad_() for y in x]
+    o, _ = FORMS[mechanism]["recurrent"](*leaves)
+    exact = [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
+    worst = max(error(y, z) for y, z in zip(found, exact, strict=True))
+    assert worst < tolerance, worst
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_signature_is_planned_and_checked_once(mechanism, monkeypatch):
+    """The second call of a kind neither plans nor checks; another shape, stride, alignment or option does."""
+    x, form, planned = tokens(mechanism), FORMS[mechanism]["triton"], PLANNED[mechanism].forward
+    seen = []
+    monkeypatch.setattr(planned, "programs", {})
+    monkeypatch.setattr(
+        planned, "remember", lambda key, args: seen.append(key) or remember(key, args)
+    )
+    remember = type(planned).remember.__get__(planned)
+    form(*x), form(*x), form(*(y.clone() for y in x))
+    assert len(seen) == 1
+    apart = torch.empty(x[0].numel() + 1, dtype=x[0].dtype, device=HERE)[1:].view(x[0].shape)
+    for other in (
+        [y[:, :-1] for y in x],
+        [x[0].transpose(1, 2).contiguous().transpose(1, 2), *x[1:]],
+        [apart.copy_(x[0]), *x[1:]],
+    ):
+        before = len(seen)
+        form(*other), form(*other)
+        assert len(seen) == before + 1
+    form(*x, scale=0.5), form(*x, scale=0.5)
+    assert len(set(seen)) == len(seen) == 5
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_contiguous_transposed_and_expanded_inputs_in_turn(mechanism):
+    """Each has a signature of its own, and gets its own results."""
+    x = tokens(mechanism)
+    turned = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
+    shared = [y[:, :, :1].expand_as(y) for y in x]
+    for _ in range(2):
+        for z in (x, turned, shared):
+            assert_right(mechanism, z, both(mechanism, z))
+
+
+def test_programs_are_bounded(monkeypatch):
+    monkeypatch.setattr(_program, "MOST", 3)
+    monkeypatch.setattr(linear_attention.forward, "programs", {})
+    for T in range(1, 8):
+        x = tokens("linear_attention", T=T)
+        with torch.no_grad():
+            o, _ = FORMS["linear_attention"]["triton"](*x)
+        assert o.shape[1] == T and len(linear_attention.forward.programs) <= 3
+    latest = {key[0][0][1] for key in linear_attention.forward.programs}
+    assert latest == {5, 6, 7}
+
+
+def test_a_program_keeps_no_tensor():
+    """Not its inputs, outputs or what it made in between; not in the first call either."""
+    x = [y.requires_grad_() for y in tokens("gla")]
+    o, S = FORMS["gla"]["triton"](*x)
+    o.square().sum().backward()
+    refs = [weakref.ref(y) for y in (*x, o, S)]
+    del x, o, S
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_threads_at_once(mechanism, monkeypatch):
+    """Each gets its own results, also of signatures that another thread is planning."""
+    for planned in (PLANNED[mechanism].forward, PLANNED[mechanism].backward):
+        monkeypatch.setattr(planned, "programs", {})
+    count = 4 if CUDA else 2
+    x = [tokens(mechanism, T=17 + i % 2, seed=i) for i in range(count)]
+    found = [None] * count
+
+    def work(i):
+        for _ in range(3):
+            found[i] = both(mechanism, x[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    # Triton's interpreter patches its language while a kernel runs, which is no business for two at once
+    for thread in threads:
+        thread.start()
+        if not CUDA:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    for y, z in zip(x, found, strict=True):
+        assert_right(mechanism, y, z)
+
+
+def test_a_second_derivative_is_refused():
+    x = [y.requires_grad_() for y in tokens("gla")]
+    o, _ = FORMS["gla"]["triton"](*x)
+    (dq,) = torch.autograd.grad(o.square().sum(), x[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_what_comes_is_named_when_it_is_no_tensor(mechanism):
+    x, form = tokens(mechanism), FORMS[mechanism]["triton"]
+    with pytest.raises(TypeError, match="^q: expected a torch.Tensor of shape .*, got list"):
+        form([1.0], *x[1:])
+    with pytest.raises(TypeError, match="^v: expected a torch.Tensor of shape .*, got None"):
+        form(*x[:2], None, *x[3:])
+    with pytest.raises(TypeError, match="^scale: expected a finite number"):
+        form(*x, scale="1")
+    with pytest.raises(TypeError, match="^scale: expected a finite number"):
+        form(*x), form(*x, scale=True)  # True is equal to 1.0, and is not it
+    with pytest.raises(ValueError, match="^kernel: expected one of portable or None, got 'fast'"):
+        form(*x, kernel="fast")
+    if mechanism.endswith("gla"):
+        with pytest.raises(TypeError, match="^g: expected a torch.Tensor of shape .*, got None"):
+            form(*x[:3], None)
+
+
+def test_decoding_refuses_gradients_in_every_call():
+    x = tokens("gla", T=1)
+    gla_step.gla_step(*x)
+    with pytest.raises(ValueError, match="^v: expected a tensor that needs no gradient"):
+        gla_step.gla_step(*x[:2], x[2].requires_grad_(), x[3])
+
+
+@gpu
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_autocast(mechanism):
+    """Tokens that autocast has made 16-bit, gates that it has left in float32; backward outside of it."""
+    x = tokens(mechanism, T=100, K=64, V=64)
+    weights = [torch.randn(64, 64, device=HERE).mul_(0.125).requires_grad_() for _ in range(3)]
+    with torch.autocast("cuda", torch.bfloat16):
+        q, k, v = (y @ w for y, w in zip(x, weights, strict=False))
+        o, _ = FORMS[mechanism]["triton"](q, k, v, *x[3:])
+    assert q.dtype == o.dtype == torch.bfloat16
+    grads = torch.autograd.grad(o.float().square().sum(), weights)
+    assert all(d.dtype == torch.float32 and d.isfinite().all() and d.any() for d in grads)
+
+
+@gpu
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_streams(mechanism):
+    """A call launches on the stream that is current, and its backward pass on the same."""
+    x = tokens(mechanism, T=4096, K=64, V=64, dtype=torch.bfloat16)
+    right, side = both(mechanism, x), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)  # on another stream the kernels would be done before this
+        y = [z.clone() for z in x]
+        found = both(mechanism, y)
+    side.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_graphs_with_gradients(mechanism):
+    """Captured once, replayed on other values."""
+    x = [tokens(mechanism, T=130, K=64, V=64, dtype=torch.bfloat16, seed=i) for i in range(2)]
+    right = both(mechanism, x[1])
+    held = [y.clone().requires_grad_() for y in x[0]]
+    form, stream = FORMS[mechanism]["triton"], torch.cuda.Stream()
+
+    def work():
+        o, _ = form(*held)
+        return [o, *torch.autograd.grad(o.square().sum(), held)]
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work()
+    with torch.no_grad():
+        for y, z in zip(held, x[1], strict=True):
+            y.copy_(z)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_several_gpus_in_turn(mechanism):
+    """Whatever device is current."""
+    x = tokens(mechanism, T=130, K=64, V=64, dtype=torch.bfloat16)
+    right = both(mechanism, x)
+    for device in (1, 0, 1):
+        found = both(mechanism, [y.to(f"cuda:{device}") for y in x])
+        assert all(y.device.index == device for y in found)
+        assert all(torch.equal(a.to("cuda:0"), b) for a, b in zip(found, right, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_new_length_compiles_nothing(mechanism, monkeypatch):
+    """Whatever it is modulo 16; also backward."""
+    both(mechanism, tokens(mechanism, T=64, K=64, V=64, dtype=torch.bfloat16))
+    both(mechanism, tokens(mechanism, T=3000, K=64, V=64, dtype=torch.bfloat16))
+    known = len(_program.COMPILED)
+    # attention of a single query is compiled apart: decoding with a cache
+    for T in (1,) * (mechanism != "softmax_attention") + (65, 80, 100, 127, 3001, 3008):
+        both(mechanism, tokens(mechanism, T=T, K=64, V=64, dtype=torch.bfloat16))
+    assert len(_program.COMPILED) == known
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["sm_75", "sm_80", "sm_89", "sm_100", "sm_120"])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_tiles_of_other_classes(mechanism, name, dtype, monkeypatch):
+    """What is planned for other GPUs is right on this one: tiles, pointers in place of descriptors, paths."""
+    monkeypatch.setattr(_program, "hardware_of", lambda device: CLASSES[name])
+    for planned in (PLANNED[mechanism].forward, PLANNED[mechanism].backward):
+        monkeypatch.setattr(planned, "programs", {})
+    state = mechanism != "softmax_attention"
+    for case in (
+        kit.Case(B=1, T=150, H=2, K=128, V=128, state=state),
+        kit.Case(B=1, T=90, H=2, K=60, V=64, gate="many resets", state=state),
+    ):
+        form = FORMS[mechanism]["triton"]
+        kit.kernel(mechanism, form, device="cuda", dtype=dtype, only=case).raise_if_failed()
+
+
+@gpu
+def test_other_addresses_than_a_descriptor_was_made_for(monkeypatch):
+    """More tensors than addresses are kept, each read where it is."""
+    monkeypatch.setattr(_program, "ADDRESSES", 3)
+    x = [tokens("gla", T=70, K=64, V=64, dtype=torch.bfloat16, seed=i) for i in range(8)]
+    for _ in range(2):
+        found = [both("gla", y) for y in x]
+    for y, z in zip(x, found, strict=True):
+        assert all(
+            torch.equal(a, b) for a, b in zip(both("gla", [t.clone() for t in y]), z, strict=True)
+        )
+
+
+@gpu
+def test_a_profiler_sees_the_launches():
+    """Triton's hooks are called, although launches take a shorter way without them."""
+    import triton
+
+    x, names = tokens("gla", T=70, K=64, V=64, dtype=torch.bfloat16), []
+    both("gla", x)
+    hooks = triton.knobs.runtime.launch_enter_hook
+
+    def hook(metadata):
+        names.append(metadata.get()["name"])
+
+    hooks.add(hook)
+    try:
+        both("gla", x)
+    finally:
+        hooks.remove(hook)
+    assert {"walk", "mend", "gradients"} <= set(names)

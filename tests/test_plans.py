@@ -1,0 +1,154 @@
+"""Plans for every class of GPU, made without one: which tiles, which sizes are refused. Nothing is compiled."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from gla_ref.kernels import _launch, explain, gla_step, plan  # noqa: E402
+from gla_ref.kernels._hardware import CLASSES, INTERPRETER, class_of  # noqa: E402
+from gla_ref.kernels._plan import spec_of  # noqa: E402
+from gla_ref.mechanisms import MECHANISMS  # noqa: E402
+
+SIZES = (16, 60, 64, 100, 128)
+CALLS = ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step")
+OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def plans(call, K, V, dtype, hardware):
+    """Forward and backward of a call of some length."""
+    mechanism, *extra = call.split()
+    B, T, H = 2, 300, 3
+    tensors = [meta(B, T, H, D, dtype=dtype) for D in (K, K, V)]
+    if mechanism == "simple_gla":
+        tensors.append(meta(B, T, H, dtype=dtype))
+    if mechanism in ("gla", "gla_step"):
+        tensors.append(meta(B, T, H, K, dtype=dtype))
+    if mechanism == "gla_step":
+        hardware = hardware if isinstance(hardware, tuple) else CLASSES[hardware]
+        specs = [spec_of(n, x) for n, x in zip("qkvg", tensors, strict=True)]
+        return [gla_step.forward.plan(hardware, *specs, None, None, None, None)]
+    options = {"g_v": meta(B, T, H, V, dtype=dtype)} if extra else {}
+    return [
+        plan(mechanism, *tensors, direction=d, hardware=hardware, **options)
+        for d in ("forward", "backward")
+    ]
+
+
+def tiles(call, K, V, dtype, hardware):
+    """(kernel, its tiles, warps, stages) of each launch that has some, once."""
+    found = []
+    for launch in [x for p in plans(call, K, V, dtype, hardware) for x in p.launches]:
+        sizes = [launch.given(n) for n in ("C", "BM", "BN", "BK", "BV")]
+        sizes = [n for n in sizes if n is not None]
+        options = [launch.options.get(n, default) for n, default in OPTIONS.items()]
+        if sizes and (row := (launch.name, *sizes, *options)) not in found:
+            found.append(row)
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_has_a_plan_up_to_128(call, name):
+    dtypes = [torch.float32, torch.float16]
+    if CLASSES[name].matrix_units:
+        dtypes.append(torch.bfloat16)
+    for K in SIZES:
+        for V in (16, 100, 128):
+            for dtype in dtypes:
+                made = plans(call, K, V, dtype, name)
+                assert made == plans(call, K, V, dtype, name)  # of the call alone
+                for launch in [x for p in made for x in p.launches]:
+                    C, BK, BV = (launch.given(n) for n in ("C", "BK", "BV"))
+                    if launch.name in ("walk", "step"):  # all rows of a state are in one program
+                        k = launch.given("k")
+                        assert BK >= getattr(k, "tensor", k).shape[-1]
+                    if launch.name == "mend":
+                        assert 1 << launch.given("LEVELS") == C and C >= 16
+                    if dtype == torch.bfloat16 and launch.name in ("walk", "gradients"):
+                        assert min(BK, BV) >= 32  # narrower ones came out wrong once
+
+
+def test_a_plan_is_frozen():
+    forward, _ = plans("gla", 64, 64, torch.float16, "sm_75")
+    with pytest.raises(AttributeError):
+        forward.steps = ()
+    with pytest.raises(AttributeError):
+        forward.launches[0].grid = (1,)
+
+
+HOPPER = {  # as they were measured on an H200 (benchmarks/LAB.md)
+    ("gla", 128, torch.bfloat16): {
+        ("prepare", 64, 64, 4, 3),
+        ("walk", 64, 128, 64, 4, 2),
+        ("walk", 64, 128, 64, 4, 3),
+        ("mend", 64, 16, 64, 64, 4, 1),
+        ("gradients", 64, 64, 64, 4, 3),
+    },
+    ("gla", 64, torch.float32): {
+        ("walk", 16, 64, 32, 4, 1),
+        ("mend", 16, 16, 64, 32, 4, 1),
+        ("gradients", 16, 16, 16, 4, 1),
+    },
+    ("linear_attention", 64, torch.bfloat16): {("walk", 64, 64, 64, 4, 3), ("unwind", 64, 64, 64, 4, 3)},
+    ("linear_attention", 128, torch.bfloat16): {("walk", 64, 128, 128, 4, 3)},
+    ("softmax_attention", 128, torch.bfloat16): {
+        ("fwd", 128, 128, 128, 128, 8, 3),
+        ("bwd_dq", 128, 64, 128, 128, 8, 3),
+        ("bwd_dkv", 64, 64, 128, 128, 4, 2),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOPPER, ids=lambda case: f"{case[0]} {case[1]} {case[2]}")
+def test_what_was_measured_on_hopper_stays(case):
+    call, D, dtype = case
+    assert set(tiles(call, D, D, dtype, "sm_90")) == HOPPER[case]
+    if call == "gla":
+        assert set(tiles(call, D, D, dtype, INTERPRETER)) == HOPPER[case]
+
+
+@pytest.mark.parametrize("call", CALLS[:-1])
+def test_sizes_that_do_not_fit_are_named(call):
+    with pytest.raises(
+        ValueError, match=r"^q: expected K of at most 128 .* on sm_75 \(64 KB .*, got 256$"
+    ):
+        plans(call, 256, 64, torch.float16, "sm_75")
+    for name in set(CLASSES) - {"sm_75"}:
+        assert plans(call, 256, 256, torch.float16, name)
+
+
+@pytest.mark.parametrize("call", ("softmax_attention", "linear_attention", "simple_gla"))
+def test_values_that_do_not_fit_are_named(call):
+    """Backward they are keys to the walk that makes dq."""
+    with pytest.raises(ValueError, match=r"^v: expected V of at most 128 .* on sm_75 .*, got 200$"):
+        plans(call, 64, 200, torch.float32, "sm_75")
+
+
+def test_bfloat16_needs_matrix_units(monkeypatch):
+    with pytest.raises(TypeError, match="float32 or float16 on sm_75, got bfloat16"):
+        plans("gla", 64, 64, torch.bfloat16, "sm_75")
+    monkeypatch.setattr(_launch, "hardware_of", lambda device: CLASSES["sm_75"])
+    q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=HERE)
+    with pytest.raises(TypeError, match="q: expected float32 or float16 on sm_75, got bfloat16"):
+        _launch.check_launch({"q": q}, MECHANISMS["gla"].arguments)
+
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_plans_explain_themselves(name):
+    q, g = meta(1, 4096, 4, 64, dtype=torch.float16), meta(1, 4096, 4, 64)
+    text = explain("gla", q, q, q, g, hardware=name)
+    assert name in text and "walk" in text and "gradients" in text
+
+
+def test_newer_cards_are_planned_as_the_newest_known():
+    assert class_of(8, 7).name == "sm_86" and class_of(12, 1).name == "sm_120"
+    with pytest.raises(ValueError, match="7.5 or newer, got 7.0"):
+        class_of(7, 0)
