@@ -70,9 +70,7 @@ def _featured(body: Callable) -> Callable:
         normalize: bool = False,
         **options,
     ):
-        sizes = check_tensors(
-            {"q": q, "k": k, "v": v}, MECHANISMS["linear_attention"].arguments
-        )
+        sizes = check_tensors({"q": q, "k": k, "v": v}, MECHANISMS["linear_attention"].arguments)
         scale, dtype, result = check_scale(scale, sizes["K"]), compute_dtype(q, k, v), v.dtype
         q, k, v = (x.to(dtype) for x in (q, k, v))
         if feature_map is not None:

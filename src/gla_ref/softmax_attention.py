@@ -40,9 +40,7 @@ def _form(body: Callable) -> Callable:
         if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
             raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
         past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
-        sizes = contract.check_tensors(
-            {"q": q, "k": k, "v": v, **past}, (*KIND.arguments, *CACHE)
-        )
+        sizes = contract.check_tensors({"q": q, "k": k, "v": v, **past}, (*KIND.arguments, *CACHE))
         for name, x in past.items():
             if x.dtype != k.dtype:
                 raise TypeError(f"{name}: expected dtype {k.dtype} as for k, got {x.dtype}")
