@@ -262,7 +262,7 @@ def measure(
         return torch.autograd.grad(o, [x[n] for n in names], x["do"], retain_graph=True)
 
     for direction in case.directions:
-        if direction not in contender.directions:
+        if {"both": "backward"}.get(direction, direction) not in contender.directions:
             continue
         try:
             poison()
