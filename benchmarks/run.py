@@ -500,8 +500,8 @@ def main() -> None:
                         "suite": suite, **shape, "lengths": case.lengths, "state": case.state, "decode": case.decode,
                         "contender": it.name, "peer": it.peer,
                         "direction": direction, "ran": ran(it, case, sets[0]), **found, "commit": commit,
-                        "floor_ms": round(moved / limits["copy_gb_s"] / 1e6, 5),
-                        "flop_floor_ms": round(flop_floor(case, direction) / limits["matmul_tflop_s"] / 1e9, 5),
+                        "floor_ms": round(moved / limits["copy_gb_s"] / 1e6, 9),
+                        "flop_floor_ms": round(flop_floor(case, direction) / limits["matmul_tflop_s"] / 1e9, 9),
                     })  # fmt: skip
             for direction in case.directions:
                 here = [r for r in records if r["direction"] == direction]

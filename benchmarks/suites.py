@@ -206,10 +206,7 @@ def decode() -> list[Case]:
 
 
 def host() -> list[Case]:
-    """What a call costs outside the GPU: small problems, forward and with its gradient, and decoding.
-
-    fla, which searches for a minute or two for every batch and head count, is measured where B = 2.
-    """
+    """What a call costs outside the GPU: small problems and decoding; fla, whose searches take minutes, where B = 2."""
     gates = {"simple_gla": "logsigmoid/16", "gla": "logsigmoid/16"}
     peers = {
         "softmax_attention": ("sdpa_flash", "sdpa_cudnn"),

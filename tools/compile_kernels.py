@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import io
 import json
 import os
+import platform
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -282,13 +285,41 @@ def wrongs(found: dict) -> list[str]:
     return [f"sm_{arch}, {found['case']}, {text}" for text in wrong]
 
 
+def record(path: Path, everything: list[dict]) -> None:
+    """The worst launch of each mechanism and precision on each class, for the status page."""
+    worst: dict[tuple, dict] = {}
+    for found in everything:
+        *name, dtype = found["case"].split()
+        mechanism = " ".join(x for x in name if not x[0].isdigit())
+        row = worst.setdefault(
+            (found["arch"], mechanism, dtype), {"registers": 0, "spilled": 0, "shared": 0}
+        )
+        for launch in found["rows"]:
+            row |= {n: max(row[n], launch[n]) for n in row}
+    command = ["git", "rev-parse", "--verify", "HEAD"]
+    environment = {
+        "gpu": None,
+        "torch": torch.__version__.split("+")[0],
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": subprocess.run(command, capture_output=True, text=True).stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    names = ("arch", "mechanism", "dtype")
+    rows = [dict(zip(names, key, strict=True)) | row for key, row in worst.items()]
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    path.write_text(
+        f'{{"environment": {json.dumps(environment, indent=1)},\n"compiled": [\n{lines}\n]}}\n'
+    )
+
+
 def main() -> None:
     known = [int(name.removeprefix("sm_")) for name in CLASSES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
     parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--json", type=Path, help="where to write all that was found")
+    parser.add_argument("--json", type=Path, help="where to write the worst launches of each class")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES | WIDE):
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
@@ -313,7 +344,7 @@ def main() -> None:
     wrong = [text for found in everything for text in wrongs(found)]
     print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s")
     if args.json:
-        args.json.write_text(json.dumps(everything, indent=1))
+        record(args.json, everything)
     sys.exit("\n".join(wrong) or 0)
 
 

@@ -72,7 +72,7 @@ def plan(
     else:
         state = None if initial_state is None else spec_of("initial_state", initial_state)
         final = _spec("S_T", N, H, K, V)
-        narrow = do.dtype != torch.float32 and max(K, V) <= 64
+        narrow = "g" not in given and do.dtype != torch.float32 and max(K, V) <= 64
         given |= {"initial_state": state, "S_T": final if narrow else None, "do": do, "dS": None}
         given |= {"g": given.get("g"), "need_dg": "g" in given}
 

@@ -80,8 +80,8 @@ class Launch(NamedTuple):
 
     @property
     def tensors(self) -> list[Spec]:
-        found = (x.tensor if isinstance(x, Box) else x for x in self.args)
-        return [x for x in found if isinstance(x, Spec)]
+        kinds = [(type(x), x) for x in self.args]
+        return [x.tensor if kind is Box else x for kind, x in kinds if kind is Spec or kind is Box]
 
     def given(self, name: str):
         """What a parameter of the kernel gets; None where it has no such parameter."""

@@ -56,22 +56,19 @@ def variant(launch: Launch, device: torch.device) -> tuple:
     for x, (constant, varying) in zip(args, _parameters(kernel), strict=True):
         kind = type(x)
         if kind is Spec:
-            key.append((x.dtype, x.aligned))
+            x = x.dtype, x.aligned
         elif kind is Box:
-            key.append((x.tensor.dtype, x.block))
+            x = x.tensor.dtype, x.block
         elif constant or x is None:
-            key.append(x)
+            pass
         elif kind is tuple:
-            key.append(tuple([_compiled_in(n, False) for n in x]))
+            x = tuple([(n == 1, n % 16 == 0, n < 2**31) for n in x])
         elif kind is int:
-            key.append(_compiled_in(x, varying))
+            x = x < 2**31 if varying else (x == 1, x % 16 == 0, x < 2**31)
         else:
-            key.append(kind)
+            x = kind
+        key.append(x)
     return tuple(key)
-
-
-def _compiled_in(n: int, varying: bool):
-    return n < 2**31 if varying else (n == 1, n % 16 == 0, n < 2**31)
 
 
 @functools.cache

@@ -93,6 +93,6 @@ def patterns(sizes: tuple[int, ...], *tensors: Spec | None) -> list[tuple[int, .
 
 
 def pattern(wide: bool, *s: int) -> tuple[int, ...]:
-    if s[-1] != 1 or wide and all(n % 16 == 0 for n in s[:-1]):
+    if s[-1] != 1 or wide and not any([n % 16 for n in s[:-1]]):
         return s
-    return *(16 * n + 8 for n in s[:-1]), 1, 0
+    return *[16 * n + 8 for n in s[:-1]], 1, 0
