@@ -138,7 +138,7 @@ class Program:
 
     def __call__(self, inputs: tuple) -> list[Tensor | None]:
         if self.cuda:
-            if torch.cuda.current_device() != self.device.index:
+            if torch._C._cuda_getDevice() != self.device.index:
                 with torch.cuda.device(self.device):
                     return self(inputs)
             if not hasattr(THREAD, self.cuda):
@@ -339,7 +339,9 @@ def signature(args: tuple, tensors: int) -> tuple:
     """All that decides how a call with these tensors and options runs, to be looked up: no values, no addresses."""
     return (
         *[
-            x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+            x
+            if x is None
+            else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0)
             for x in args[:tensors]
         ],
         *args[tensors:],
