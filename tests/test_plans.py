@@ -1,5 +1,9 @@
 """Plans for every class of GPU, made without one: which tiles, which sizes are refused. Nothing is compiled."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -152,3 +156,51 @@ def test_newer_cards_are_planned_as_the_newest_known():
     assert class_of(8, 7).name == "sm_86" and class_of(12, 1).name == "sm_120"
     with pytest.raises(ValueError, match="7.5 or newer, got 7.0"):
         class_of(7, 0)
+
+
+VARIANTS = """
+import itertools, torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Target:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device=None: 0
+    get_active_torch_device = lambda self: torch.device("cpu")
+
+triton.runtime.driver.set_active(Target())
+from gla_ref.kernels import _program, plan
+from gla_ref.kernels._plan import Box, Spec
+
+found, binders = {}, {}
+mechanisms = "softmax_attention", "linear_attention", "simple_gla", "gla"
+for mechanism, T, (B, H), K, cut in itertools.product(
+    mechanisms, (1, 64, 65, 100, 3000), ((1, 1), (2, 3)), (60, 64), (0, 1)
+):
+    shapes = {"simple_gla": [(B, T, H)], "gla": [(B, T, H, K)]}.get(mechanism, [])
+    # with `cut`, rows apart and off 16 bytes
+    x = [torch.empty(*s[:-1], s[-1] + cut, dtype=torch.bfloat16)[..., cut:] for s in [(B, T, H, K)] * 3 + shapes]
+    for direction in ("forward", "backward"):
+        for launch in plan(mechanism, *x, direction=direction, hardware="sm_90").launches:
+            args = []
+            for y in launch.args:
+                if isinstance(y, Box):
+                    y = _program.describe(y, _program.Mock(y.tensor))
+                args.append(_program.Mock(y) if isinstance(y, Spec) else y)
+            if launch.kernel not in binders:
+                *_, binders[launch.kernel] = launch.kernel.create_binder()
+            _, specialised, options = binders[launch.kernel](*args, **launch.options, debug=False)
+            key = _program.variant(launch, torch.device("cpu"))
+            found.setdefault(key, set()).add(str((specialised, sorted(options.items()))))
+print(len(found), max(map(len, found.values())))
+"""
+
+
+def test_equal_variants_are_compiled_alike():
+    """What Triton would compile apart never shares a kernel: Triton's own specialisation is asked, nothing compiled."""
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run = subprocess.run([sys.executable, "-c", VARIANTS], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    variants, most = map(int, run.stdout.split())
+    assert variants > 50 and most == 1
