@@ -61,14 +61,13 @@ def plan(
     N, V = B if cu is None else cu.shape[0] - 1, given["v"].shape[-1]
     do = Spec("do", given["v"].shape, given["v"].strides, given["v"].dtype)
     if mechanism == "softmax_attention":
-        past = 0 if initial_state is None else initial_state[0].shape[1]
-        for name in ("k", "v"):
-            given[name] = _spec(
-                name, B, past + T, H, given[name].shape[-1], dtype=given[name].dtype
-            )
+        cached = initial_state is not None  # then k and v are copied behind the cache
+        for name, past in zip(("k", "v"), initial_state or (), strict=False):
+            size, dtype = given[name].shape[-1], given[name].dtype
+            given[name] = _spec(name, B, past.shape[1] + T, H, size, dtype=dtype)
         o, lse = _spec("o", *given["q"].shape[:3], V, dtype=do.dtype), _spec("lse", B, H, T)
         low = _spec("low", B, H, T) if do.dtype == torch.float32 else None
-        given |= {"o": o, "lse": lse, "low": low, "do": o._replace(name="do"), "cached": past > 0}
+        given |= {"o": o, "lse": lse, "low": low, "do": o._replace(name="do"), "cached": cached}
     else:
         state = None if initial_state is None else spec_of("initial_state", initial_state)
         final = _spec("S_T", N, H, K, V)

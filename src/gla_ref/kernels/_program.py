@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ._hardware import hardware_of
 from ._plan import Box, Launch, Make, Plan, Spec, spec_of
 
-MOST = 1024  # programs that a function keeps; lengths may change from call to call for ever
+MOST = 512  # programs that a function keeps; lengths may change from call to call for ever
 THREAD = threading.local()  # has the names of devices that a thread has worked on
 
 

@@ -28,9 +28,10 @@ The kernels, and the number of programs of each::
 
 Backward: dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, and
 stores R, the gradient of the state after each chunk (over scale, so that scale
-may come last); a walk forward stores S before each; the rest is local. With
-g_v, keys and values play the same part: dv and dg_v are `gradients` with the
-two exchanged, and the walk backwards is for R alone.
+may come last); a walk forward stores S before each, from the states that the
+forward pass has found for its segments; the rest is local. With g_v, keys and
+values play the same part: dv and dg_v are `gradients` with the two exchanged,
+and the walk backwards is for R alone.
 
 A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g)
 for 2 C (C (K + BV) + 2 K BV) FLOPs. Limits: K <= 256, V <= 512.

@@ -17,7 +17,7 @@ Backward: dq reads S^T, dk and dv read dS = R in the same way, so each is one mo
     dq = walk(do, v, k)     dk = walk backwards(v, do, q)     dv = walk backwards(k, q, do)
 
 Narrow heads without gates need one walk for all three (`unwind`): from the returned S_T the states run backwards.
-No other state is kept; only `gate_gradient` (_scalar_gates.py) has them stored before each chunk.
+No other state is kept; only for `gate_gradient` (_scalar_gates.py), the walks of dq and dv store theirs chunk by chunk.
 A program moves 2 C (2 K + BV) bytes in and 2 C BV out a chunk (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs; q and k of
 neighbouring V tiles come from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16. Scores and
 states may be beyond the range of float16, which is scaled; results may not.
