@@ -25,6 +25,7 @@ scf.for %i = %a to %b {
 } loc(#2)
 """
 
+
 def test_loops_that_lose_an_operand_are_found():
     broken = pytest.importorskip("compile_kernels", reason="needs Triton").broken
     assert not broken(LOOP)  # the next round's copy goes to the other slot

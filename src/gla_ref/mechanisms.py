@@ -10,18 +10,13 @@ from typing import NamedTuple
 
 __all__ = ["MECHANISMS", "Argument", "Mechanism"]
 
-ROLES = ("token", "gate", "strength", "state")
-
 
 class Argument(NamedTuple):
-    """One tensor.
+    """One tensor: its name, its axes (a word each, as in `B T H K`, of one size throughout a call), its role.
 
-    Attributes:
-        name: as functions and reports call it.
-        axes: one word an axis, as in `B T H K`; an axis has one size throughout a call.
-        role: "token" (q, k, v and what has their dtype), "gate" (log gates in [-inf, 0]), "strength" (of writing, in
-            [0, 2]) or "state" (what is handed from call to call, at least in float32; a cache has the tokens' dtype).
-        optional: given by keyword or not at all.
+    A role is "token" (q, k, v and what has their dtype), "gate" (log gates in [-inf, 0]), "strength" (of writing, in
+    [0, 2]) or "state" (what is handed from call to call, at least in float32; a cache has the tokens' dtype). What is
+    optional is given by keyword or not at all.
     """
 
     name: str
@@ -31,12 +26,10 @@ class Argument(NamedTuple):
 
 
 class Mechanism(NamedTuple):
-    """The arguments of a mechanism, in the order of its functions, and what else is true of their axes.
+    """The arguments of a mechanism (tokens, gates, strengths, in the order of its functions) and what its states are.
 
-    Attributes:
-        arguments: tokens, gates and strengths as functions take them.
-        states: what `initial_state` is; several are a tuple.
-        multiples: pairs of axes, of which the first is a multiple of the second: value heads of key heads.
+    Several states are a tuple, as `initial_state` is then. In each pair of `multiples` the first axis is a multiple of
+    the second: value heads of key heads.
     """
 
     arguments: tuple[Argument, ...]
