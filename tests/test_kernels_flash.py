@@ -286,7 +286,7 @@ def test_registered_form_compiles():
 
 def test_operator_is_registered_right():
     x = inputs(1, 20, 1, 8, 8)
-    args = (*(x[n] for n in NAMES), None, 0.5)
+    args = (*(x[n] for n in NAMES), None, 0.5, None, False)
     torch.library.opcheck(torch.ops.gla_ref.flash_attention.default, args)
 
 
@@ -296,8 +296,8 @@ WRONG = {
     "k: expected dtype .* as for q": (TypeError, {"k": torch.ones(1, 4, 2, 8).half()}),
     "k: expected shape .* K = 8 as in q": (ValueError, {"k": torch.ones(1, 4, 2, 9)}),
     "v: expected 4 axes": (ValueError, {"v": torch.ones(1, 4, 8)}),
-    "q: expected a head size of at most 256, got 257": (ValueError, {n: torch.ones(1, 4, 2, 257) for n in NAMES}),
-    "v: expected a head size of at most 256, got 300": (ValueError, {"v": torch.ones(1, 4, 2, 300)}),
+    "q: expected K of at most 256, got 257": (ValueError, {n: torch.ones(1, 4, 2, 257) for n in NAMES}),
+    "v: expected V of at most 256, got 300": (ValueError, {"v": torch.ones(1, 4, 2, 300)}),
     "scale: expected a finite number": (TypeError, {"scale": "1"}),
     "initial_state: expected a pair": (TypeError, {"initial_state": torch.ones(1, 2, 2, 8)}),
     r"initial_state\[1\]: expected dtype": (
