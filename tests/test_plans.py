@@ -23,10 +23,10 @@ def meta(*shape, dtype=torch.float32):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def plans(call, K, V, dtype, hardware):
+def plans(call, K, V, dtype, hardware, T=300):
     """Forward and backward of a call of some length."""
     mechanism, *extra = call.split()
-    B, T, H = 2, 300, 3
+    B, H = 2, 3
     tensors = [meta(B, T, H, D, dtype=dtype) for D in (K, K, V)]
     if mechanism == "simple_gla":
         tensors.append(meta(B, T, H, dtype=dtype))
@@ -156,6 +156,15 @@ def test_newer_cards_are_planned_as_the_newest_known():
     assert class_of(8, 7).name == "sm_86" and class_of(12, 1).name == "sm_120"
     with pytest.raises(ValueError, match="7.5 or newer, got 7.0"):
         class_of(7, 0)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_tensor_of_a_plan_has_a_name_of_its_own(call):
+    """Inputs too; programs find tensors by them. The lengths are such that sequences are cut into segments."""
+    for p in plans(call, 64, 64, torch.bfloat16, CLASSES["sm_90"], T=5000):
+        made = [step.tensor.name for step in p.steps if hasattr(step, "tensor")]
+        names = made + [x.name for x in p.inputs if x is not None]
+        assert len(set(names)) == len(names), names
 
 
 VARIANTS = """

@@ -107,8 +107,9 @@ class Plan(NamedTuple):
 class Draft:
     """A plan while it is made."""
 
-    def __init__(self, hardware: Hardware):
-        self.hardware, self.steps, self.reasons, self.names = hardware, [], [], {}
+    def __init__(self, hardware: Hardware, *inputs: Spec | None):
+        self.hardware, self.inputs, self.steps, self.reasons = hardware, inputs, [], []
+        self.names = {x.name: 1 for x in inputs if x is not None}  # how often each was given
 
     def spec(self, name: str, *shape: int, dtype=torch.float32) -> Spec:
         """What a contiguous tensor will be; its name is made one of a kind."""
@@ -145,10 +146,10 @@ class Draft:
     def because(self, sentence: str) -> None:
         self.reasons.append(sentence)
 
-    def plan(self, name: str, inputs: tuple, *outputs: Spec | None) -> Plan:
+    def plan(self, name: str, *outputs: Spec | None) -> Plan:
         """The plan, when all is said."""
         why = tuple(dict.fromkeys(self.reasons))
-        return Plan(name, self.hardware, inputs, tuple(self.steps), outputs, why)
+        return Plan(name, self.hardware, self.inputs, tuple(self.steps), outputs, why)
 
 
 def cdiv(n: int, d: int) -> int:

@@ -360,8 +360,9 @@ def bwd_dkv(
 class _Call:
     """What the launches of one call share: sizes, widths of tiles, packing, and which table they are from."""
 
-    def __init__(self, hardware: Hardware, q: Spec, k: Spec, v: Spec, cu: Spec | None, scale):
-        self.draft, self.B, self.T = Draft(hardware), *q.shape[:2]
+    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale):
+        q, k, v, *_, cu = inputs
+        self.draft, self.B, self.T = Draft(hardware, *inputs), *q.shape[:2]
         H, K, V = *q.shape[2:], v.shape[-1]
         self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(0, cu)
         self.sizes = {
@@ -404,7 +405,7 @@ def _parts(dtype: torch.dtype) -> int:
 
 def plan_forward(hardware: Hardware, q, k, v, cu, scale, kernel, cached) -> Plan:
     """(o, lse, low) of specs of the tensors: low is the second term of lse, or None; `kernel` has one choice today."""
-    call = _Call(hardware, q, k, v, cu, scale)
+    call = _Call(hardware, (q, k, v, cu), scale)
     B, T, H, _ = q.shape
     o = call.draft.new("o", B, T, H, v.shape[-1], dtype=v.dtype)
     lse, low = call.draft.new("lse", B, H, T), None
@@ -415,12 +416,12 @@ def plan_forward(hardware: Hardware, q, k, v, cu, scale, kernel, cached) -> Plan
         fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
         *(x.strides for x in (q, k, v, o)), BM=BM, BN=BN, NEGATIVE=call.scale < 0, warps=warps, stages=stages,
     )  # fmt: skip
-    return call.draft.plan("portable", (q, k, v, cu), o, lse, low)
+    return call.draft.plan("portable", o, lse, low)
 
 
 def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale, kernel) -> Plan:
     """(dq, dk, dv)."""
-    call, inputs = _Call(hardware, q, k, v, cu, scale), (q, k, v, o, lse, low, do, cu)
+    call = _Call(hardware, (q, k, v, o, lse, low, do, cu), scale)
     dq, dk, dv = (call.draft.like(f"d{x.name}", x) for x in (q, k, v))
     delta = call.draft.like("delta", lse)
     if call.engine and not describable(do, hardware):  # the gradient of a sum has strides of 0
@@ -438,7 +439,7 @@ def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale, kerne
         call.cu, *(x.strides for x in (q, k, v, do, dk, dv)), scale=call.scale, BM=BM, BN=BN,
         AHEAD=call.AHEAD, warps=warps, stages=stages,
     )  # fmt: skip
-    return call.draft.plan("portable", inputs, dq, dk, dv)
+    return call.draft.plan("portable", dq, dk, dv)
 
 
 def _twin(q: Spec, *others: Spec | None) -> list[Spec | None]:

@@ -344,10 +344,9 @@ def gradients(
 class _Call:
     """The launches of one call, which share its sizes, its packing and its chunk length."""
 
-    def __init__(
-        self, hardware: Hardware, q: Spec, v: Spec, g_v: Spec | None, cu: Spec | None, scale, path
-    ):
-        self.draft = Draft(hardware)
+    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path):
+        self.draft = Draft(hardware, *inputs)
+        q, _, v, _, g_v, _, cu, *_ = inputs
         (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
         self.scale, self.path = contract.check_scale(scale, self.K), path
         self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(self.B, cu)
@@ -476,21 +475,20 @@ class _Call:
 
 def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel) -> Plan:
     """(o, final state, starts) of specs of the tensors; `kernel` has one choice today."""
-    call = _Call(hardware, q, v, g_v, cu, scale, path)
+    call = _Call(hardware, (q, k, v, g, g_v, S, cu), scale, path)
     S_in = call.draft.contiguous(S, torch.float32)
     q_hat, k_hat, g_hat, decay = call.prepare(q, k, g)
     names = "o S_T _ strong"
     o, S_T, _, strong, starts = call.walk(q_hat, k_hat, v, g_hat, g_v, decay, S_in, names)
     call.mend(q, k, v, g, g_v, o, strong)
-    return call.draft.plan("portable", (q, k, v, g, g_v, S, cu), o, S_T, starts)
+    return call.draft.plan("portable", o, S_T, starts)
 
 
 def plan_backward(
     hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg
 ) -> Plan:
     """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    inputs = q, k, v, g, g_v, S, cu, starts, do, dS
-    call = _Call(hardware, q, v, g_v, cu, scale, path)
+    call = _Call(hardware, (q, k, v, g, g_v, S, cu, starts, do, dS), scale, path)
     draft = call.draft
     # the gradient of a sum has strides of 0
     if describable(v, hardware) and not describable(do, hardware):
@@ -529,7 +527,7 @@ def plan_backward(
     dS0 = None
     if S is not None:
         dS0 = draft.compute(draft.spec("dS0", *R_0.shape), torch.mul, R_0, call.scale)
-    return draft.plan("portable", inputs, dq, dk, dv, dg, dg_v, dS0)
+    return draft.plan("portable", dq, dk, dv, dg, dg_v, dS0)
 
 
 def _over(dS: Tensor, scale: float) -> Tensor:

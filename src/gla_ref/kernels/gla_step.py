@@ -88,7 +88,7 @@ def step(
 
 def plan_step(hardware: Hardware, q, k, v, g, g_v, S, cu, scale) -> Plan:
     """(o, final state) of specs of the tensors."""
-    draft, inputs = Draft(hardware), (q, k, v, g, g_v, S, cu)
+    draft = Draft(hardware, q, k, v, g, g_v, S, cu)
     (B, T, H, K), V = q.shape, v.shape[-1]
     N, scale = sequences(B, cu), contract.check_scale(scale, K)
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
@@ -100,7 +100,7 @@ def plan_step(hardware: Hardware, q, k, v, g, g_v, S, cu, scale) -> Plan:
         q, k, v, g, g_v, o, *states, cu, *patterns(sizes, q, k, v, g, g_v, o, *states), T, H, sizes, scale,
         BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
     )  # fmt: skip
-    return draft.plan("recurrent", inputs, o, S_T)
+    return draft.plan("recurrent", o, S_T)
 
 
 def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale) -> None:

@@ -307,20 +307,20 @@ def _unwind(
 
 def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> Plan:
     """(o, final state, the gates' sums) of specs of the tensors; `kernel` has one choice today."""
-    draft, inputs = Draft(hardware), (q, k, v, g, S, cu)
+    draft = Draft(hardware, q, k, v, g, S, cu)
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])  # backward too, where V is K
     scale = contract.check_scale(scale, q.shape[-1])
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
     sums = None if g is None else running_sums(draft, g, cu, _chunk(hardware, q))
     o, S_T, _ = _walk(draft, q, k, v, sums, S, cu, scale, path, "o S_T")
-    return draft.plan("portable", inputs, o, S_T, sums)
+    return draft.plan("portable", o, S_T, sums)
 
 
 def plan_backward(
     hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, kernel, need_dg
 ) -> Plan:
     """(dq, dk, dv, dg, dS0); None for what is not given or, of dg, not needed. `S_T` and `sums` may be None."""
-    draft, inputs = Draft(hardware), (q, k, v, g, S, cu, S_T, sums, do, dS)
+    draft = Draft(hardware, q, k, v, g, S, cu, S_T, sums, do, dS)
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])
     C, scale = _chunk(hardware, q), contract.check_scale(scale, q.shape[-1])
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
@@ -334,7 +334,7 @@ def plan_backward(
     programs = q.shape[2] * sequences(q.shape[0], cu)
     if S_T is not None and _unwinds(hardware, q, programs, path):
         dq, dk, dv, dS0 = _unwind(draft, q, k, v, do, S_T, dS, S is not None, cu, scale)
-        return draft.plan("portable", inputs, dq, dk, dv, None, dS0)
+        return draft.plan("portable", dq, dk, dv, None, dS0)
     # every walk multiplies what it reads by scale, which dS has no part in
     R = None if dS is None else draft.compute(draft.spec("R", *dS.shape), torch.div, dS, scale)
     S_, R_ = (
@@ -365,7 +365,7 @@ def plan_backward(
             sequences(B, cu), T, H, K, V, scale, C=C, BK=max(64, next_power_of_2(K)), BV=BV,
             PACKED=cu is not None, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return draft.plan("portable", inputs, dq, dk, dv, dg, dS0)
+    return draft.plan("portable", dq, dk, dv, dg, dS0)
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
