@@ -80,8 +80,14 @@ class Launch(NamedTuple):
 
     @property
     def tensors(self) -> list[Spec]:
-        kinds = [(type(x), x) for x in self.args]
-        return [x.tensor if kind is Box else x for kind, x in kinds if kind is Spec or kind is Box]
+        found = []
+        for x in self.args:
+            kind = type(x)
+            if kind is Spec:
+                found.append(x)
+            elif kind is Box:
+                found.append(x.tensor)
+        return found
 
     def given(self, name: str):
         """What a parameter of the kernel gets; None where it has no such parameter."""

@@ -52,28 +52,33 @@ def variant(launch: Launch, device: torch.device) -> tuple:
     declares `do_not_specialize`, only the last (but never of tuples).
     """
     kernel, _, args, options = launch
-    key = [kernel, device, *options.items()]
-    for x, (constant, varying) in zip(args, _parameters(kernel), strict=True):
+    constants, rest = _parameters(kernel)
+    key = [kernel.fn, device, *options.items(), *[args[i] for i in constants]]
+    for i, varying in rest:
+        x = args[i]
         kind = type(x)
         if kind is Spec:
             x = x.dtype, x.aligned
         elif kind is Box:
             x = x.tensor.dtype, x.block
-        elif constant or x is None:
-            pass
         elif kind is tuple:
             x = tuple([(n == 1, n % 16 == 0, n < 2**31) for n in x])
         elif kind is int:
             x = x < 2**31 if varying else (x == 1, x % 16 == 0, x < 2**31)
-        else:
+        elif x is not None:
             x = kind
         key.append(x)
     return tuple(key)
 
 
 @functools.cache
-def _parameters(kernel) -> list[tuple[bool, bool]]:
-    return [(p.is_constexpr, p.do_not_specialize) for p in kernel.params]
+def _parameters(kernel) -> tuple[list[int], list[tuple[int, bool]]]:
+    """The places of a kernel's constants, and of its other parameters with whether they are not specialised."""
+    places = list(enumerate(kernel.params))
+    return (
+        [i for i, p in places if p.is_constexpr],
+        [(i, p.do_not_specialize) for i, p in places if not p.is_constexpr],
+    )
 
 
 COMPILED: dict[tuple, Callable] = {}  # kernels by their variants
@@ -87,9 +92,12 @@ def compiled(
     With them `twins`, which later calls will want.
     """
     variants = [variant(launch, device) for launch in launches]
-    new = {v: x for v, x in zip(variants, launches, strict=True) if v not in COMPILED}
-    if new:
-        new |= {v: x for x in twins() if (v := variant(x, device)) not in COMPILED}
+    found = [COMPILED.get(v) for v in variants]
+    if None not in found:
+        return found
+    wanted = zip(variants, launches, strict=True)
+    more = [(variant(x, device), x) for x in twins()]
+    new = {v: x for v, x in [*wanted, *more] if v not in COMPILED}
 
     def compile_new(launch: Launch):
         with torch.cuda.device(device):
@@ -97,9 +105,8 @@ def compiled(
             _ = kernel.run  # the function that launches it, which Triton compiles as well
             return kernel
 
-    if new:
-        with ThreadPoolExecutor() as pool:
-            COMPILED.update(zip(new, pool.map(compile_new, new.values()), strict=True))
+    with ThreadPoolExecutor() as pool:
+        COMPILED.update(zip(new, pool.map(compile_new, new.values()), strict=True))
     return [COMPILED[v] for v in variants]
 
 
@@ -112,29 +119,27 @@ class Program:
     def __init__(self, plan: Plan, device: torch.device, twins: Callable[[], list[Launch]] = list):
         self.plan, self.device = plan, device
         self.cuda = str(device) if device.type == "cuda" else ""
-        places = {x.name: i for i, x in enumerate(plan.inputs, 1) if x is not None} | {None: 0}
-        inputs, last = len(plan.inputs) + 1, {}  # the step that uses a tensor last
+        places = {x.name: i for i, x in enumerate(plan.inputs, 1) if x is not None}
+        first = count = len(plan.inputs) + 1  # the place of the first tensor made
         kernels = iter(compiled(plan.launches, device, twins) if self.cuda else ())
-        steps = []
+        runs, last = [], {}  # the step that uses a tensor last
         for i, step in enumerate(plan.steps):
-            if isinstance(step, Launch):
+            if type(step) is Launch:
                 used = step.tensors
-                kernel = next(kernels, None)
-                run = launcher(step, places, kernel)
+                runs.append(launcher(step, places, next(kernels, None)))
             else:
-                used = [x for x in step.args if isinstance(x, Spec)]
-                run = _maker(step, places, device)
-                places[step.tensor.name] = inputs + sum(
-                    not isinstance(x, Launch) for x in plan.steps[:i]
-                )
-            last |= {places[x.name]: i for x in used}
-            steps.append(run)
-        self.results = [places[x and x.name] for x in plan.outputs]
-        done = [[] for _ in steps]
+                used = [x for x in step.args if type(x) is Spec]
+                runs.append(_maker(step, places, device))
+                places[step.tensor.name] = count
+                count += 1
+            for x in used:
+                last[places[x.name]] = i
+        self.results = [0 if x is None else places[x.name] for x in plan.outputs]
+        done = [[] for _ in runs]
         for place, i in last.items():
-            if place >= inputs and place not in self.results:
+            if place >= first and place not in self.results:
                 done[i].append(place)
-        self.steps = list(zip(steps, done, strict=True))
+        self.steps = list(zip(runs, done, strict=True))
 
     def __call__(self, inputs: tuple) -> list[Tensor | None]:
         if self.cuda:
@@ -182,7 +187,10 @@ def launcher(launch: Launch, places: dict, kernel) -> Callable[[list], None]:
         return by_triton(
             launch, places, functools.partial(launch.kernel[launch.grid], **launch.options)
         )
-    plain = functools.partial(by_triton, launch, places, kernel[(*launch.grid, 1, 1)[:3]])
+
+    def plain():
+        return by_triton(launch, places, kernel[(*launch.grid, 1, 1)[:3]])
+
     return direct(launch, places, kernel, plain) or plain()
 
 
@@ -223,10 +231,11 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
     metas = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
     template, tensors, boxes = [], [], []
     for x in launch.args:
-        if isinstance(x, Box):  # the C function takes it, its shape and its strides
+        kind = type(x)
+        if kind is Box:  # the C function takes it, its shape and its strides
             boxes.append((len(template), places[x.tensor.name], x, next(metas, None), {}))
             template += [None, *x.shape, *x.strides]
-        elif isinstance(x, Spec):
+        elif kind is Spec:
             tensors.append((len(template), places[x.name]))
             template.append(None)
         else:
