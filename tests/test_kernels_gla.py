@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 tl = pytest.importorskip("triton.language")
 
 from gla_ref.kernels import gla as kernels  # noqa: E402
-from gla_ref.kernels import plan  # noqa: E402
+from gla_ref.kernels import gla_forward, plan  # noqa: E402
 from gla_ref.kernels.gla import gla  # noqa: E402
 from gla_ref.kernels.gla_step import gla_step  # noqa: E402
 
@@ -247,7 +247,7 @@ anywhere = pytest.mark.usefixtures("here")
 )
 def test_just_inside_the_limit(dtype, T):
     """Where one product costs the most digits, by budgets that know nothing of the kernel's limits."""
-    case = kit.Case(B=1, H=1, T=T, gate=str((kernels.LIMIT[dtype] + 1e-3) / T))
+    case = kit.Case(B=1, H=1, T=T, gate=str((gla_forward.LIMIT[dtype] + 1e-3) / T))
     kit.kernel("gla", FORMS["gla"]["triton"], device=HERE, dtype=dtype, only=case).raise_if_failed()
 
 
@@ -259,7 +259,7 @@ def total_off(x, LOW: tl.constexpr):
 @interpreted
 def test_pairs_do_not_see_the_order_in_which_a_total_is_summed(monkeypatch):
     """The interpreter sums a total in order, a GPU as a tree, an ulp or two away (benchmarks/LAB.md)."""
-    monkeypatch.setattr("gla_ref.kernels._vector_gates.totals", total_off)
+    monkeypatch.setattr("gla_ref.kernels.gla_forward.totals", total_off)
     case = kit.Case(B=1, H=1, T=48, gate="-0.245")
     form = FORMS["gla"]["triton"]
     kit.kernel("gla", form, dtype=torch.float32, only=case, seed=1).raise_if_failed()

@@ -18,12 +18,6 @@ def stride(s, axis: tl.constexpr):
 
 
 @triton.jit
-def size(sizes, axis: tl.constexpr):
-    """K (axis 0) or V (1) of `sizes_of`."""
-    return sizes[axis] >> 4 if len(sizes) == 3 else sizes[axis]
-
-
-@triton.jit
 def load_tile(
     x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
     LAST: tl.constexpr = False,
@@ -73,26 +67,37 @@ def operand(x, dtype: tl.constexpr, LEAST: tl.constexpr = -40.0, ROWS: tl.conste
         return x.to(dtype), 1.0
 
 
+@triton.jit
+def product(x, y, total=None):
+    """total + x y, in the precision of x or of y: the other may be sums in float32, which are rounded to it first."""
+    size = 1.0
+    if x.dtype != y.dtype:
+        if x.dtype == tl.float32:
+            x, size = operand(x, y.dtype)
+        else:
+            y, size = operand(y, x.dtype)
+    if total is None:
+        return tl.dot(x, y, input_precision="ieee") * size
+    else:
+        return tl.dot(x, y, total / size, input_precision="ieee") * size
+
+
 def strides(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
     return [x if x is None else x.strides for x in tensors]
 
 
-def sizes_of(K: int, V: int) -> tuple[int, ...]:
-    """Sizes of heads as kernels get them, whose numbers `patterns` explains."""
-    return (K, V) if K % 16 == 0 and V % 16 == 0 else (16 * K + 8, 16 * V + 8, 0)
+def patterns(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
+    """The strides of each [B, T, H, D] as `load_tile` takes them, so that fewer variants are compiled.
 
-
-def patterns(sizes: tuple[int, ...], *tensors: Spec | None) -> list[tuple[int, ...] | None]:
-    """The strides of each [B, T, H, D] so that fewer variants of a kernel are compiled.
-
-    Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Memory accesses are wide
-    where the last stride is 1 and all else, sizes too, is a multiple of 16. Elsewhere a number n becomes 16 n + 8, and
-    one number more tells: one pattern. The last stride stays as it is, since by its 1 Triton lays out the threads.
+    Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Memory accesses are
+    wide where the last stride is 1 and all others are multiples of 16. Elsewhere a number n becomes 16 n + 8, and one
+    number more tells: one pattern. The last stride stays as it is, since by its 1 Triton lays out the threads.
+    A full check on a GPU compiles 84 s less for it (benchmarks/LAB.md).
     """
-    return [x if x is None else pattern(len(sizes) == 2, *x.strides) for x in tensors]
+    return [x if x is None else pattern(*x.strides) for x in tensors]
 
 
-def pattern(wide: bool, *s: int) -> tuple[int, ...]:
-    if s[-1] != 1 or wide and not any([n % 16 for n in s[:-1]]):
+def pattern(*s: int) -> tuple[int, ...]:
+    if s[-1] != 1 or not any([n % 16 for n in s[:-1]]):
         return s
     return *[16 * n + 8 for n in s[:-1]], 1, 0

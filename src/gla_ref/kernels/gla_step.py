@@ -27,7 +27,7 @@ from ._launch import Operator, check_call
 from ._plan import Draft, Plan, cdiv, next_power_of_2
 from ._program import Planned
 from ._segments import sequences
-from ._tiles import load_tile, patterns, size, sizes_of, store_tile
+from ._tiles import load_tile, patterns, store_tile
 
 __all__ = ["gla_step"]
 
@@ -43,20 +43,16 @@ def row(x, s, i_b, t, i_h, o_d, D, BD: tl.constexpr):
 
 @triton.jit  # T = 1 is compiled apart, unlike in the other kernels: there is no loop then, and half the registers
 def step(
-    q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, sizes, scale,
+    q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, K, V, scale,
     BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     # which tile: BV columns of the state of a head of a sequence
-    K, V = size(sizes, 0), size(sizes, 1)
     n_v = tl.cdiv(V, BV)
     o_v, i_h = tl.program_id(0) % n_v * BV, tl.program_id(0) // n_v % H
     i_n = tl.program_id(0) // n_v // H
     if PACKED:
-        start, stop, i_b = (
-            tl.load(cu + i_n).to(tl.int32),
-            tl.load(cu + i_n + 1).to(tl.int32),
-            i_n * 0,
-        )
+        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
+        i_b = i_n * 0
     else:
         start, stop, i_b = i_n * 0, i_n * 0 + T, i_n
 
@@ -94,10 +90,10 @@ def plan_step(hardware: Hardware, q, k, v, g, g_v, S, cu, scale) -> Plan:
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
     o, S_T = draft.like("o", v), draft.new("S_T", N, H, K, V)
     states = [x if x is None else x.transposed(1, 2) for x in (S, S_T)]
-    BK, sizes = next_power_of_2(K), sizes_of(K, V)
+    BK = next_power_of_2(K)
     draft.launch(
         step, cdiv(V, BV) * H * N,
-        q, k, v, g, g_v, o, *states, cu, *patterns(sizes, q, k, v, g, g_v, o, *states), T, H, sizes, scale,
+        q, k, v, g, g_v, o, *states, cu, *patterns(q, k, v, g, g_v, o, *states), T, H, K, V, scale,
         BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
     )  # fmt: skip
     return draft.plan("recurrent", o, S_T)

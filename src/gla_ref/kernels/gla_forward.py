@@ -1,0 +1,485 @@
+"""Gated Linear Attention, forward, for every log gate in [-inf, 0] (chapter 11).
+
+    q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                          (1)
+    o  = scale * (q' S' + tril(q' k'^T) v)                                                      (2)
+    S <- e^(b_C - r) (S' + k'^T v)                                                              (3)
+
+b is the running sum of g in the chunk, r = b_C / 2. Reference: :mod:`gla_ref.gla` (`recurrent`);
+GLA paper, section 4. gla_ref/pages/gla.py is this kernel without all that is said from here on.
+
+*Strong chunks.* (1) to (3) hold as long as e^(b_C / 2) is a number (pairs j > i, which are masked,
+may be infinite). Of a channel whose decay in a chunk is beyond LIMIT, q decays from the chunk's
+start instead and k to its end (exponents <= 0): right for the state, useless for pairs inside the
+chunk. A chunk with such a channel is strong: `walk` leaves its pairs out and sets a flag, and `mend`
+adds them in levels. Tokens j < i meet at the border in the middle of the smallest block of 2^n
+tokens that holds both, to which k_j decays and from which q_i does; a level (one n) is one product,
+of which the blocks' lower left quarters count. No exponent is above 0, every sum is one of just the
+gates between: exact for every gate, no loop over pairs.
+
+*Segments.* Where heads are too few to fill the chip, a sequence is cut into segments: `walk` finds
+what each adds to the state and its decay, `carry` (_segments.py) makes of that the state each starts
+from, and `walk` goes over all of them at once.
+
+*Packed sequences.* `which_segment` (_segments.py) tells a program its sequence and where it begins;
+after that a program knows one sequence only.
+
+The kernels, and the number of programs of each::
+
+    prepare    K tiles * H * chunks    (1) once for all V tiles (16 bits, K > 64)
+    walk       V tiles * H * segments  a head's chunks: o, or states
+    carry      K V / 1024 * H * N      segments' states (few heads, large T)
+    mend       H * chunks / 16         adds to o the pairs of strong chunks
+
+A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g) for
+2 C (C (K + BV) + 2 K BV) FLOPs. Limits: K <= 256, V <= 512.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import _contract as contract
+from ._hardware import Hardware, tiles
+from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from ._segments import carry_states, segment_length, sequences, slots, which_segment
+from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile
+
+# by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
+# Hopper's were fastest; benchmarks/LAB.md says what else was tried, and why float32 is not pipelined.
+# The others' are the largest that hardly spill, as tools/compile_kernels.py shows
+WALK = {
+    ("hopper", 16): {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)},
+    ("hopper", 32): {64: (16, 32, 4, 1, 1), 128: (16, 16, 4, 1, 1), 256: (16, 32, 8, 1, 1)},
+    ("ampere", 16): {64: (32, 32, 4, 2, 2), 128: (32, 32, 4, 2, 1), 256: (32, 32, 8, 1, 1)},
+    ("ampere", 32): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1), 256: (16, 16, 8, 1, 1)},
+    ("turing", 16): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
+    ("turing", 32): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
+}
+MEND = {"hopper": 64, "ampere": 32, "turing": 32}  # most of BK in `mend`
+# nats of decay in a chunk up to which (1) is exact: half of it must be far from the dtype's largest
+# number. float32 could bear 80, but differences of larger sums cost it digits
+LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -4.0}
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# The kernels: what reads is q, what writes is k and v. A walk backwards in time (REVERSE) is the
+# gradient of v, with q and k exchanged by the caller.
+
+
+@triton.jit(do_not_specialize=VARYING)
+def walk(
+    q, k, v, g, factors, strong, o, S_in, S_out, states, decay, cu,
+    s_q, s_k, s_v, s_g, s_o, s_S, N, T, L, H, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
+):  # fmt: skip
+    """A segment of a head, chunk by chunk, from its state in S_in to S_out.
+
+    Either g is given, or q' and k' with the state's `factors` and `strong`, as `prepare` left them.
+    Of the results any may be None: o; `states`, the one before each chunk; `decay` of the segment.
+    """
+    # which tile: V tiles of a head are neighbours and share q and k in L2
+    n_v = tl.cdiv(V, BV)
+    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
+    i_s = tl.program_id(0) // n_v // H
+    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
+    end = tl.minimum(begin + L, stop)
+    n_c = tl.cdiv(end - begin, C)  # chunks of this segment; not above 0 in a spare one
+    i_0 = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C  # the first
+    o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
+    seen = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
+
+    # load
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
+    b_decay = tl.full([BK], 1.0, dtype=tl.float32)
+    if g is None:
+        FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
+        FIRST: tl.constexpr = 2 if REVERSE and FLOAT16 else 0  # of a chunk's rows of `factors`
+        i_d = ((i_0 + (n_c - 1 if REVERSE else 0)) * H + i_h).to(tl.int64)
+        p_first = factors + (i_d * 3 + FIRST) * K + o_k
+        next_first = tl.load(p_first, mask=o_k < tl.where(n_c > 0, K, 0), other=1.0)  # [BK]
+
+    for i in tl.range(0, n_c):
+        i_c = n_c - 1 - i if REVERSE else i  # chunk of the segment
+        i_d = ((i_0 + i_c) * H + i_h).to(tl.int64)  # among the chunks of all heads
+        o_t = begin + i_c * C
+
+        # load
+        b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
+        if o is not None:
+            b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+
+        # compute: (1)
+        if g is not None:
+            b_g = load_tile(g, s_g, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+            read, write, first, last, through, mild = chunk_decays(
+                b_g, LIMIT, FAST_SUMS, REVERSE, b_v.dtype
+            )
+            b_k = (b_k * write).to(b_v.dtype)
+            if o is not None:
+                b_q = (b_q * read).to(b_v.dtype)
+                tl.store(strong + i_d, (mild == 0).to(tl.int8))
+        else:  # loaded one chunk ahead, since all that follows waits for it
+            first, last = next_first, next_first
+            p_first = factors + ((i_d + (-H if REVERSE else H)) * 3 + FIRST) * K + o_k
+            next_first = tl.load(p_first, mask=o_k < tl.where(i + 1 < n_c, K, 0), other=1.0)
+            mild = tl.load(strong + i_d) == 0
+        if states is not None:
+            store_tile(states, b_S, s_S, i_0 + i_c, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
+        b_S = b_S * first[:, None]
+
+        # (2), of a strong chunk without its pairs; by where: what is left out may be infinite
+        if o is not None:
+            b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
+            b_o = product(b_q, b_S)  # [C, BV]
+            b_o = product(tl.where(seen & mild, b_P, 0.0), b_v, b_o)
+            store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+
+        # (3)
+        if not mild:  # a strong channel's whole decay lies between its read and its write
+            if g is None:
+                p_d = factors + i_d * 3 * K + o_k
+                through = tl.load(p_d + K, mask=o_k < K, other=1.0)  # [BK]
+                if FLOAT16:
+                    last = tl.load(p_d + (2 - FIRST) * K, mask=o_k < K, other=1.0)
+            b_S *= through[:, None]
+            b_decay *= through
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")
+        b_S = b_S * last[:, None]
+        b_decay *= first * last
+
+    # store
+    if S_out is not None:
+        store_tile(S_out, b_S, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
+    if decay is not None:
+        tl.store(decay + (i_s * H + i_h) * K + o_k, b_decay, mask=o_k < tl.where(i_v == 0, K, 0))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def mend(
+    q, k, v, g, o, strong, cu, s_q, s_k, s_v, s_g, s_o, N, T, H, K, V, scale, n_c, reverse,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Add to o the pairs of strong chunks; `strong` [n_c], a flag for each chunk of each head."""
+    # which chunks: BN of them, of which most have nothing to do
+    first = tl.program_id(0) * BN
+    o_n = first + tl.arange(0, BN)
+    if tl.max(tl.load(strong + o_n, mask=o_n < n_c, other=0).to(tl.int32)) == 0:
+        return
+    for i in tl.range(first, tl.minimum(first + BN, n_c)):
+        if tl.load(strong + i) != 0:
+            i_h, i_s = i % H, i // H
+            i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+            b_P = tl.zeros([C, C], dtype=tl.float32)
+            for o_k in tl.range(0, K, BK):
+                b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_P += scores(b_q, b_k, clamped(b_g), LEVELS, FAST_SUMS, reverse)
+            for o_v in tl.range(0, V, BV):
+                b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                b_o = load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                b_o += product(b_P, b_v) * scale
+                store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def prepare(
+    q, k, g, q_hat, k_hat, factors, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
+    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
+    FAST_SUMS: tl.constexpr,
+):  # fmt: skip
+    """(1): q' and k'; the state's `factors` [chunks, H, 3, K], of q, through, of k; `strong`, from zeros."""
+    # which tile: BK channels of a chunk of a head
+    n_k = tl.cdiv(K, BK)
+    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
+    i_s = tl.program_id(0) // n_k // H
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+
+    # load
+    b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+
+    # compute
+    read, write, first, last, through, mild = chunk_decays(
+        b_g, LIMIT, FAST_SUMS, False, q_hat.dtype.element_ty
+    )
+
+    # store
+    store_tile(q_hat, b_q * read, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    store_tile(k_hat, b_k * write, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    i_d, o_k = i_s * H + i_h, i_k * BK + tl.arange(0, BK)
+    p_d = factors + i_d.to(tl.int64) * 3 * K + o_k
+    tl.store(p_d, first, mask=o_k < K)
+    tl.store(p_d + K, through, mask=o_k < K)
+    if q_hat.dtype.element_ty == tl.float16:  # else that of q
+        tl.store(p_d + 2 * K, last, mask=o_k < K)
+    tl.store(strong + i_d, 1, mask=mild == 0)
+
+
+# What the kernels make of a chunk's gates.
+
+
+@triton.jit
+def clamped(b_g):
+    """Gates for sums. e^-104 is 0 in float32, so -104 stands for all below, -inf too."""
+    b_f = tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
+    return b_f.to(tl.bfloat16) if b_g.dtype == tl.bfloat16 else b_f
+
+
+@triton.jit
+def sums(m, x, FAST: tl.constexpr):
+    """m x, sums of the rows of x [C, D] weighed by m [C, C], whose weights are multiples of 1/2.
+
+    A product, to be fast: on tensor cores and in two bf16 parts, to 2^-17 (bf16 itself: exactly).
+    """
+    if FAST:
+        m, high = m.to(tl.bfloat16), x.to(tl.bfloat16)
+        b = tl.dot(m, high)
+        if x.dtype != tl.bfloat16:
+            b = tl.dot(m, (x - high.to(tl.float32)).to(tl.bfloat16), b)
+        return b
+    else:
+        return tl.dot(m.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+
+
+@triton.jit
+def totals(x, FAST: tl.constexpr):
+    """The sum [D] of x [C, D] over all rows, of the same two parts as `sums`, so that differences cancel.
+
+    A product too, x^T times ones, since its rows lie where those of a state do: nothing has to move.
+    """
+    if FAST:
+        ones = tl.full([x.shape[0], 16], 1.0, tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        b = tl.dot(high.T, ones)  # [D, 16], all columns alike
+        if x.dtype != tl.bfloat16:
+            b = tl.dot((x - high.to(tl.float32)).to(tl.bfloat16).T, ones, b)
+        return tl.max(b, 1)
+    else:
+        return tl.sum(x.to(tl.float32), 0)
+
+
+@triton.jit
+def chunk_decays(
+    b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.constexpr, dtype: tl.constexpr
+):
+    """Of a chunk's gates [C, D]: factors of what reads and writes [C, D], of the state [D]; are all mild?
+
+    The state is multiplied by `first`, read, multiplied by `through` (1 in mild channels), written
+    to, and multiplied by `last` (in mild channels `first` again, else 1)::
+
+        mild channels    q e^(b - r), k e^(r - b), the state e^r before and after
+        strong ones      q e^b, k e^(b_C - b), the state e^(b_C) in between
+
+    Backwards in time, what reads is what decays to the chunk's end.
+    """
+    o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
+    b_f = clamped(b_g)
+    total = totals(b_f, FAST) * LOG2E
+    mild = total >= LIMIT * LOG2E
+    if FAST:  # b - r, as if summed half from the left and half from the right; strong: b, b_C - b
+        up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, FAST) * LOG2E
+        rest = tl.where(mild, 0.0, total * 0.5)[None, :]
+        up, down = rest + up, rest - up
+    else:  # each summed on its own, so that a strong gate takes no digits from those after it. Half
+        # their difference is b - r: with `total`, added in another order, i = j would not cancel
+        up, down = sums(o_i >= o_j, b_f, FAST) * LOG2E, sums(o_i < o_j, b_f, FAST) * LOG2E
+        half = (up - down) * 0.5
+        up, down = tl.where(mild[None, :], half, up), tl.where(mild[None, :], -half, down)
+    edge, through = tl.where(mild, total * 0.5, 0.0), tl.where(mild, 0.0, total)
+    of_q, of_k = edge, edge
+    if dtype == tl.float16:  # q e^b is too small for it at g = -20 already: the state takes a power
+        # of 2 over, that of the first token, whose decay is the largest of all
+        most = totals(tl.where(o_i == 0, b_f, 0.0).to(b_f.dtype), FAST) * LOG2E
+        shift = tl.where(mild, 0.0, tl.floor(tl.maximum(most, -100.0)))
+        up, of_q, through = up - shift[None, :], edge + shift, through - shift
+    up, down, through = tl.exp2(up), tl.exp2(down), tl.exp2(through)
+    of_q, of_k = tl.exp2(of_q), tl.exp2(of_k)
+    read, write, first, last = (down, up, of_k, of_q) if REVERSE else (up, down, of_q, of_k)
+    return read, write, first, last, through, tl.min(mild.to(tl.int32)) != 0
+
+
+@triton.jit
+def to_border(b_g, level, FAST: tl.constexpr):
+    """Decay [C, D] between each token and the middle of its block of 2^(level + 1): no exponent above 0."""
+    o_c = tl.arange(0, b_g.shape[0])
+    border = ((o_c >> level) | 1) << level  # the first token of a block's second half
+    t, i = o_c[:, None], o_c[None, :]
+    m = (i <= t) & (i >= border[:, None]) | (i > t) & (i < border[:, None])
+    return tl.exp2(sums(m, b_g, FAST) * LOG2E)
+
+
+@triton.jit
+def across(level, C: tl.constexpr, reverse=0):
+    """Which pairs (i, j), [C, C], meet at this level: i in the second half of a block, j in its first."""
+    o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
+    later, earlier = tl.where(reverse != 0, o_j, o_i), tl.where(reverse != 0, o_i, o_j)
+    return (later == (earlier | 1)) & (later > earlier)
+
+
+@triton.jit
+def one_half(x, level, half, dtype: tl.constexpr):
+    """`operand` of rows x [C, D] decayed by `to_border`, of which a level needs one half of each block.
+
+    (1: the second.) Of float16 the other half, whose decays may be far larger, must not set the size.
+    """
+    if dtype == tl.float16:
+        o_c = tl.arange(0, x.shape[0])
+        x = tl.where((((o_c >> level) & 1) == half)[:, None], x, 0.0)
+    return operand(x, dtype, -100.0)
+
+
+@triton.jit
+def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr, reverse=0):
+    """Of a strong chunk, [C, C]: of each token with itself, then level by level."""
+    o_c = tl.arange(0, b_q.shape[0])
+    b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
+    b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
+    for level in tl.range(0, LEVELS):
+        b_E = to_border(b_g, level, FAST)  # [C, BK]
+        b_x, of_x = one_half(b_q * b_E, level, 1 - reverse, b_q.dtype)
+        b_y, of_y = one_half(b_k * b_E, level, reverse, b_k.dtype)
+        b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee") * (of_x * of_y)
+        b_P += tl.where(across(level, b_q.shape[0], reverse), b_pairs, 0.0)
+    return b_P
+
+
+# The plan: which launches a call makes.
+
+
+class Readers(NamedTuple):
+    """What a walk is given of queries and keys: as they are, with g, or as `prepare` leaves them."""
+
+    q: Spec | None
+    k: Spec
+    g: Spec | None
+    factors: Spec | None
+    strong: Spec
+
+
+class Walked(NamedTuple):
+    """What walks have made; None where it was not asked for."""
+
+    o: Spec | None
+    S: Spec | None  # the final state (backwards: the gradient of the first)
+    states: Spec | None  # [chunks, K, H, V] in memory [chunks, H, K, V]
+    starts: Spec | None  # the state that each segment starts from
+
+
+class Call:
+    """What the launches of one call share: sizes, packing, scale, tiles."""
+
+    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path, table=WALK):
+        self.draft = Draft(hardware, *inputs)
+        q, _, v, _, _, _, cu, *_ = inputs
+        (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
+        self.scale, self.path = contract.check_scale(scale, self.K), path
+        self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(self.B, cu)
+        self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype]
+        # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; benchmarks/LAB.md)
+        least = 64 if self.half else 16
+        self.BK, wide = max(least, next_power_of_2(self.K)), max(least, next_power_of_2(self.V))
+        self.C, BV, self.warps, *self.stages = tiles(table, hardware, q.dtype, K=self.K)
+        self.BV, self.n = min(BV, wide), slots(self.B, self.T, cu, self.C)
+        self.levels = self.C.bit_length() - 1
+        # products of bf16, which the interpreter gets wrong
+        fast = self.half and hardware.matrix_units and not hardware.interpreted
+        self.same = {"C": self.C, "PACKED": cu is not None, "FAST_SUMS": fast}
+
+    def prepare(self, q: Spec, k: Spec, g: Spec) -> Readers:
+        """(1) of all chunks, where that pays; else all as it is."""
+        draft, n, H, K = self.draft, self.n, self.H, self.K
+        if not self.half or K <= 64:
+            # spare slots are nobody's: their flags must be zeros
+            flags = draft.new("strong", n, H, dtype=torch.int8, zero=self.cu is not None)
+            return Readers(q, k, g, None, flags)
+        draft.because("q' and k' are made once, for all tiles of V: K > 64")
+        return self.prepare_all(q, k, g)
+
+    def prepare_all(self, q: Spec, k: Spec, g: Spec) -> Readers:
+        draft, n, H, K = self.draft, self.n, self.H, self.K
+        q_hat, k_hat = draft.like("q_hat", q), draft.like("k_hat", k)
+        factors = draft.new("factors", n, H, 3, K)
+        strong = draft.new("strong", n, H, dtype=torch.int8, zero=True)
+        draft.launch(
+            prepare, cdiv(K, 64) * H * n,
+            q, k, g, q_hat, k_hat, factors, strong, self.cu, *patterns(q, k, g, q_hat),
+            self.N, self.T, H, K, BK=64, LIMIT=self.limit, **self.same, num_warps=4, maxnreg=128,
+        )  # fmt: skip
+        return Readers(q_hat, k_hat, None, factors, strong)
+
+    def walk(
+        self, x: Readers, v: Spec, S_in: Spec | None, o: str = "", S: str = "", states: str = "",
+        starts: Spec | None = None, reverse: bool = False,
+    ) -> Walked:  # fmt: skip
+        """Make what has a name: o, the final state S, the states before each chunk (backwards: after it).
+
+        `starts` are the states that segments start from, if an earlier walk has found them.
+        """
+        draft, C, BV, N, T, H, K, V = (
+            self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V,
+        )  # fmt: skip
+        tokens = (x.q, x.k, v, x.g) if o else (x.k, v, x.g)
+        engine = self.cu is None and all([describable(y, draft.hardware) for y in tokens if y])
+        o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
+        kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
+        states = draft.new(states, self.n, H, K, V, dtype=kept).transposed(1, 2) if states else None
+        s_S = pattern(H * K * V, V, K * V, 1)
+
+        def walk_all(L, S_in, S_out, o=None, states=None, decay=None):
+            q = x.q if o else None
+            draft.launch(
+                walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
+                *boxes(engine, C, (q, self.BK), (x.k, self.BK), (v, BV), (x.g, self.BK)),
+                x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
+                *boxes(engine, self.BK, (states, BV)), decay, self.cu,
+                *patterns(q, x.k, v, x.g, o), s_S, N, T, L, H, K, V, self.scale,
+                BK=self.BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
+                num_warps=self.warps, num_stages=self.stages[int(states is not None)],
+            )  # fmt: skip
+
+        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C))
+        if L > T:  # in one go
+            S = draft.new(S, N, H, K, V) if S else None
+            walk_all(L, S_in, S, o, states)
+            return Walked(o, S, states, None)
+        if starts is None:
+            # what each segment adds to the state, and what carrying that on makes of it
+            n = slots(self.B, T, self.cu, L)
+            starts, decay = draft.new("starts", n, H, K, V), draft.new("decay", n, H, K)
+            S = draft.new(S or "S", N, H, K, V)
+            walk_all(L, None, starts, decay=decay)
+            carry_states(draft, starts, decay, None, S_in, S, self.cu, T, L, reverse)
+        else:
+            S = None
+        walk_all(L, starts, None, o, states)
+        return Walked(o, S, states, starts)
+
+    def mend(self, q, k, v, g, o, strong, reverse=False) -> None:
+        """Add to o what `walk` has left out."""
+        self.draft.launch(
+            mend, cdiv(self.n * self.H, 16),
+            q, k, v, g, o, strong, self.cu, *patterns(q, k, v, g, o),
+            self.N, self.T, self.H, self.K, self.V, self.scale, self.n * self.H, int(reverse),
+            LEVELS=self.levels, BK=min(MEND[self.draft.hardware.family], self.BK), BV=self.BV, BN=16,
+            **self.same, num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
+    """(o, final state, starts) of specs of the tensors."""
+    call = Call(hardware, (q, k, v, g, None, S, cu), scale, path)
+    x = call.prepare(q, k, g)
+    walked = call.walk(x, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
+    call.mend(q, k, v, g, walked.o, x.strong)
+    return call.draft.plan("portable", walked.o, walked.S, walked.starts)
