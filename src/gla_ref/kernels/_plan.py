@@ -196,15 +196,18 @@ def describable(x: Spec, hardware: Hardware) -> bool:
     *strides, last = x.strides
     if last != 1 or x.shape[-1] % 8:
         return False
-    return all([s > 0 and s % 8 == 0 for s, n in zip(strides, x.shape, strict=False) if n > 1])
+    for s, n in zip(strides, x.shape, strict=False):
+        if n > 1 and (s <= 0 or s % 8):
+            return False
+    return True
 
 
 def boxed(x: Spec, rows: int, width: int) -> Box:
     """x [B, T, H, D] as boxes of `rows` tokens of one head; beyond the tensor they read zeros."""
-    B, T, H, D = x.shape
+    (B, T, H, D), (b, t, h, _) = x.shape, x.strides
     # the stride of an axis of one element is never used but must be valid
-    b, t, h, _ = [s if n > 1 else 8 for s, n in zip(x.strides, x.shape, strict=True)]
-    return Box(x, (B, H, T, D), (b, h, t, 1), (1, 1, rows, width))
+    strides = b if B > 1 else 8, h if H > 1 else 8, t if T > 1 else 8, 1
+    return Box(x, (B, H, T, D), strides, (1, 1, rows, width))
 
 
 def boxes(engine: bool, rows: int, *tiles: tuple[Spec | None, int]) -> list[Spec | Box | None]:

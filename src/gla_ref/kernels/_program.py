@@ -62,13 +62,18 @@ def variant(launch: Launch, device: torch.device) -> tuple:
         elif kind is Box:
             x = x.tensor.dtype, x.block
         elif kind is tuple:
-            x = tuple([(n == 1, n % 16 == 0, n < 2**31) for n in x])
+            x = _kinds(x)
         elif kind is int:
             x = x < 2**31 if varying else (x == 1, x % 16 == 0, x < 2**31)
         elif x is not None:
             x = kind
         key.append(x)
     return tuple(key)
+
+
+@functools.lru_cache(MOST)
+def _kinds(numbers: tuple[int, ...]) -> tuple:
+    return tuple([(n == 1, n % 16 == 0, n < 2**31) for n in numbers])
 
 
 @functools.cache

@@ -97,7 +97,7 @@ def patterns(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
     return [x if x is None else pattern(*x.strides) for x in tensors]
 
 
-def pattern(*s: int) -> tuple[int, ...]:
-    if s[-1] != 1 or not any([n % 16 for n in s[:-1]]):
-        return s
-    return *[16 * n + 8 for n in s[:-1]], 1, 0
+def pattern(b: int, t: int, h: int, d: int) -> tuple[int, ...]:
+    if d != 1 or not (b % 16 or t % 16 or h % 16):
+        return b, t, h, d
+    return 16 * b + 8, 16 * t + 8, 16 * h + 8, 1, 0

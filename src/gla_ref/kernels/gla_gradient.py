@@ -82,9 +82,9 @@ def gradients(
     b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
     # compute: over the chunk's pairs
-    up, down, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, b_q.dtype)
+    read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, b_q.dtype)
     b_dq, b_dk, b_net, b_later = pairs(
-        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], up, down, mild,
+        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild,
         LEVELS, FAST_SUMS,
     )  # fmt: skip
 
@@ -98,22 +98,22 @@ def gradients(
 
 @triton.jit
 def pairs(
-    b_q, b_k, b_g, b_dP, b_read, b_write, up, down, mild, LEVELS: tl.constexpr, FAST: tl.constexpr
+    b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.constexpr, FAST: tl.constexpr
 ):
     """dq, dk; and for (3) b_net = q dq - k (dk of pairs) and b_later = k (dk of later chunks), all [C, BK]."""
     C: tl.constexpr = b_q.shape[0]
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if mild:
         b_A, of_A = operand(tl.where(o_i >= o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
-        b_l, b_r = (b_q * up).to(b_q.dtype), (b_k * down).to(b_k.dtype)
+        b_l, b_r = (b_q * read).to(b_q.dtype), (b_k * write).to(b_k.dtype)
         b_dq = b_read + tl.dot(b_A, b_r, input_precision="ieee") * of_A
         b_dk = tl.dot(b_A.T, b_l, input_precision="ieee") * of_A
         # with the rounded factors of the products, so that what i = j adds to both sides cancels
         b_net, b_later = b_l * b_dq - b_r * b_dk, b_r * b_write
-        b_dq, b_dk = b_dq * up, (b_dk + b_write) * down  # (1), (2)
+        b_dq, b_dk = b_dq * read, (b_dk + b_write) * write  # (1), (2)
     else:  # i = j has no decay: it is in no level, and not in dg
         b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]
-        b_dq, b_write = b_read * up, b_write * down
+        b_dq, b_write = b_read * read, b_write * write
         b_dk = tl.zeros(b_q.shape, dtype=tl.float32)
         for level in tl.range(0, LEVELS):
             b_E = to_border(clamped(b_g), level, FAST)  # [C, BK]

@@ -193,17 +193,17 @@ def gradients(
         b_S = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-        up_v, down_v, first_v, last_v, through_v, mild_v = chunk_decays(
+        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(
             b_gv, LIMIT, FAST_SUMS, False, b_v.dtype
         )
         if mild_v:
-            b_l, b_r = (b_do * up_v).to(b_do.dtype), (b_v * down_v).to(b_v.dtype)
+            b_l, b_r = (b_do * read_v).to(b_do.dtype), (b_v * write_v).to(b_v.dtype)
             b_dP = tl.dot(b_l, b_r.T, b_dP, input_precision="ieee")
         else:
             b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, FAST_SUMS)
         b_SR = b_S.to(tl.float32) * b_R * (first_v * last_v * through_v)[None, :]
-        b_l, of_l = operand(b_do * up_v, b_do.dtype, -100.0, True)  # [C, BV], each row's size apart
-        b_r, of_r = operand(b_v * down_v, b_v.dtype, -100.0, True)
+        b_l, of_l = operand(b_do * read_v, b_do.dtype, -100.0, True)  # [C, BV], each row's size apart
+        b_r, of_r = operand(b_v * write_v, b_v.dtype, -100.0, True)
         b_S, of_S = operand((b_S * first_v[None, :]).to(S.dtype.element_ty), b_do.dtype)
         b_R, of_R = operand((b_R * last_v[None, :]).to(R.dtype.element_ty), b_do.dtype)
         b_read += tl.dot(b_l, b_S.T, input_precision="ieee") * (of_l * of_S)
@@ -216,9 +216,9 @@ def gradients(
     b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
     # compute: over the chunk's pairs
-    up, down, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, b_q.dtype)
+    read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, b_q.dtype)
     b_dq, b_dk, b_net, b_later = pairs(
-        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], up, down, mild,
+        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild,
         LEVELS, FAST_SUMS,
     )  # fmt: skip
 
