@@ -50,13 +50,13 @@ from ._plan import (
     Plan,
     Spec,
     boxes,
-    cdiv,
     describable,
     next_power_of_2,
     strides_of,
 )
 from ._program import Planned
-from ._segments import sequences
+from ._segments import sequences, slots, which_segment
+from ._tiles import load_tile, store_tile
 
 __all__ = ["flash_attention"]
 
@@ -87,51 +87,31 @@ VARYING = ("N", "S", "H", "slots")
 
 
 @triton.jit
-def load_tile(
+def load_rows(
     x, s, i_b, i_h, o_t, end, D,
     BT: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Rows o_t ... o_t + BT - 1 of x[i_b, :, i_h, :] as [BT, BD], zero from row `end` and column D on."""
-    o_r, o_d = o_t + tl.arange(0, BT), tl.arange(0, BD)
-    if TMA:
-        # the descriptor itself knows where the tensor ends, but not where a packed sequence does
-        b = x.load([i_b, i_h, o_t, 0]).reshape(BT, BD)
-        if CLIP:  # 0 * inf of a neighbour would be NaN
-            b = tl.where((o_r < end)[:, None], b, 0.0)
-    else:
-        p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
-        p += o_r[:, None].to(tl.int64) * s[1] + o_d[None, :] * s[3]
-        b = tl.load(p, mask=(o_r < end)[:, None] & (o_d < D)[None, :], other=0.0)
+    """Rows o_t ... o_t + BT - 1 of x[i_b, :, i_h, :] as [BT, BD], zero from row `end` and column D on.
+
+    The copy engine knows where a tensor ends, but not where a packed sequence does: that is for CLIP.
+    """
+    b = load_tile(x, s, i_b, i_h, o_t, end, 0, D, BT, BD, TMA)
+    if TMA and CLIP:  # 0 * inf of a neighbour would be NaN
+        b = tl.where((o_t + tl.arange(0, BT) < end)[:, None], b, 0.0)
     return b
-
-
-@triton.jit
-def store_tile(x, s, b, i_b, i_h, o_t, end, D, BT: tl.constexpr, BD: tl.constexpr):
-    o_r, o_d = o_t + tl.arange(0, BT), tl.arange(0, BD)
-    p = x + i_b.to(tl.int64) * s[0] + i_h.to(tl.int64) * s[2]
-    p += o_r[:, None].to(tl.int64) * s[1] + o_d[None, :] * s[3]
-    tl.store(p, b.to(x.dtype.element_ty), mask=(o_r < end)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit
 def which_tile(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
     """Head and tile of this program: (i_b, i_h, i_tile, first row of the sequence, its queries, its keys).
 
-    Packed, sequence n owns the slots from cu[n] // BT + n on: at least as many as it has tiles, and
-    computed without knowing any other length, so that the host need not look at cu. Spare slots
-    get a tile beyond the end.
+    A spare slot of a packed batch (`which_segment`) gets a tile beyond the end.
     """
     i_p = tl.program_id(0)
     i_t, i_bh = i_p % slots, i_p // slots  # tiles of one head run together and share its keys in L2
     if PACKED:
-        n_before = 0
-        for o in range(0, N, 256):
-            o_n = o + tl.arange(0, 256)
-            b_cu = tl.load(cu + o_n, mask=o_n < N, other=0).to(tl.int32)
-            n_before += tl.sum(((b_cu // BT + o_n <= i_t) & (o_n < N)).to(tl.int32))
-        start = tl.load(cu + n_before - 1).to(tl.int32)
-        T = tl.load(cu + n_before).to(tl.int32) - start
-        return i_bh * 0, i_bh, i_t - (start // BT + n_before - 1), start, T, T
+        i_n, i_b, start, stop, begin = which_segment(cu, i_t, N, T, BT, PACKED)
+        return i_b, i_bh, (begin - start) // BT, start, stop - start, stop - start
     else:
         return i_bh // H, i_bh % H, i_t, i_bh * 0, T, S
 
@@ -143,8 +123,8 @@ def fwd_keys(
     TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     for o_n in tl.range(lo, hi, BN):
-        b_k = load_tile(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
-        b_v = load_tile(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
+        b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
+        b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
         # scale and shift are one fused multiply-add an element: rounded once, and alike here and in the backward
         if MASK:
@@ -178,7 +158,7 @@ def fwd(
     m_row = o_m + tl.arange(0, BM) < T
 
     # load
-    b_q = load_tile(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
+    b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
     if NEGATIVE:  # of a positive scale, the largest product is the largest score
         b_q = -b_q
         scale2 = -scale2
@@ -198,7 +178,7 @@ def fwd(
     )  # fmt: skip
 
     # store: lse in base 2, as the backward wants it; for float32 its two terms
-    store_tile(o, s_o, b_o / b_l[:, None], i_b, i_h, start + o_m, start + T, V, BM, BV)
+    store_tile(o, b_o / b_l[:, None], s_o, i_b, i_h, start + o_m, start + T, 0, V, BM, BV, False)
     if low is None:
         tl.store(lse + o_row, b_m + tl.log2(b_l), mask=m_row)
     else:
@@ -213,8 +193,8 @@ def dq_keys(
     TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     for o_n in tl.range(lo, hi, BN):
-        b_k = load_tile(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
-        b_v = load_tile(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
+        b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
+        b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
         b_dp = tl.dot(b_do, b_v.T, input_precision="ieee")  # [BM, BN]
         b_s = b_s * scale2 - b_lse[:, None]
@@ -244,11 +224,11 @@ def bwd_dq(
     m_row = o_m + tl.arange(0, BM) < T
 
     # load; delta is made here, the first time that o and do are in one place, for bwd_dkv too
-    b_o = load_tile(o, s_o, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)  # [BM, BV]
-    b_do = load_tile(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)
+    b_o = load_rows(o, s_o, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)  # [BM, BV]
+    b_do = load_rows(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
     tl.store(delta + o_row, b_delta, mask=m_row)
-    b_q = load_tile(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
+    b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
     b_lse = tl.load(lse + o_row, mask=m_row, other=float("inf"))  # p = 0 beyond the end
     b_low = None if low is None else tl.load(low + o_row, mask=m_row, other=0.0)
 
@@ -265,11 +245,11 @@ def bwd_dq(
     )  # fmt: skip
 
     # store
-    store_tile(dq, s_dq, b_dq * scale, i_b, i_h, start + o_m, start + T, K, BM, BK)
+    store_tile(dq, b_dq * scale, s_dq, i_b, i_h, start + o_m, start + T, 0, K, BM, BK, False)
 
 
 @triton.jit
-def load_rows(lse, delta, o_head, o_m, T, BM: tl.constexpr):
+def load_sums(lse, delta, o_head, o_m, T, BM: tl.constexpr):
     o_i = o_m + tl.arange(0, BM)
     b_lse = tl.load(lse + o_head + o_i, mask=o_i < T, other=float("inf"))  # p = 0 beyond the end
     return b_lse, tl.load(delta + o_head + o_i, mask=o_i < T, other=0.0)
@@ -281,18 +261,14 @@ def dkv_queries(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, AHEAD: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    b_lse, b_delta = load_rows(lse, delta, o_head, lo, T, BM)  # [BM] each
+    b_lse, b_delta = load_sums(lse, delta, o_head, lo, T, BM)  # [BM] each
     for o_m in tl.range(lo, hi, BM):
-        b_q = load_tile(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, CLIP)  # [BM, BK]
-        b_do = load_tile(
-            do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, CLIP
-        )  # [BM, BV]
-        if (
-            AHEAD
-        ):  # small tiles leave registers for the next step's rows, which are then never waited for
-            b_lse_next, b_delta_next = load_rows(lse, delta, o_head, o_m + BM, T, BM)
+        b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, CLIP)  # [BM, BK]
+        b_do = load_rows(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, CLIP)  # [BM, BV]
+        if AHEAD:  # small tiles leave registers for the next rows, which are then never waited for
+            b_lse_next, b_delta_next = load_sums(lse, delta, o_head, o_m + BM, T, BM)
         else:
-            b_lse, b_delta = load_rows(lse, delta, o_head, o_m, T, BM)
+            b_lse, b_delta = load_sums(lse, delta, o_head, o_m, T, BM)
         # transposed tiles: p and ds are then the left operands of both sums, and stay in registers
         b_s = tl.dot(b_k, b_q.T, input_precision="ieee")  # [BN, BM]
         # the sum starts at -delta: no operation of its own, and delta needs no registers any more
@@ -328,8 +304,8 @@ def bwd_dkv(
     o_head = (i_b * H + i_h).to(tl.int64) * rows + start
 
     # load
-    b_k = load_tile(k, s_k, i_b, i_h, start + o_n, start + S, K, BN, BK, TMA, False)  # [BN, BK]
-    b_v = load_tile(v, s_v, i_b, i_h, start + o_n, start + S, V, BN, BV, TMA, False)  # [BN, BV]
+    b_k = load_rows(k, s_k, i_b, i_h, start + o_n, start + S, K, BN, BK, TMA, False)  # [BN, BK]
+    b_v = load_rows(v, s_v, i_b, i_h, start + o_n, start + S, V, BN, BV, TMA, False)  # [BN, BV]
 
     # compute: queries on the diagonal, those that see every key of the tile, and the last few
     b_dk = tl.zeros([BN, BK], dtype=tl.float32)
@@ -353,8 +329,8 @@ def bwd_dkv(
         )  # fmt: skip
 
     # store
-    store_tile(dk, s_dk, b_dk * scale, i_b, i_h, start + o_n, start + S, K, BN, BK)
-    store_tile(dv, s_dv, b_dv, i_b, i_h, start + o_n, start + S, V, BN, BV)
+    store_tile(dk, b_dk * scale, s_dk, i_b, i_h, start + o_n, start + S, 0, K, BN, BK, False)
+    store_tile(dv, b_dv, s_dv, i_b, i_h, start + o_n, start + S, 0, V, BN, BV, False)
 
 
 class _Call:
@@ -389,10 +365,10 @@ class _Call:
         self, kernel, length: int, rows: int, tiles: list, *args, warps: int, stages: int, **named
     ):
         """`kernel` on every `rows` of `length` tokens; `tiles` are what it loads, as (tensor, rows, width)."""
-        slots = length // rows + self.N if self.N else cdiv(length, rows)
+        n = slots(1, length, self.cu, rows)
         loaded = [boxes(self.engine, n, (x, width))[0] for x, n, width in tiles]
         self.draft.launch(
-            kernel, slots * self.B * self.sizes["H"], *loaded, *args, **self.sizes, slots=slots,
+            kernel, n * self.B * self.sizes["H"], *loaded, *args, **self.sizes, slots=n,
             scale2=self.scale / math.log(2), BK=self.BK, BV=self.BV, TMA=self.engine,
             PACKED=self.cu is not None, **named, num_warps=warps, num_stages=stages,
         )  # fmt: skip

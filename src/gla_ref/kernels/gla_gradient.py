@@ -1,7 +1,7 @@
 """The gradient of Gated Linear Attention, chunk by chunk (chapter 12).
 
 With S the state before a chunk, R the gradient of the state after it (over scale, so that scale may
-come last), and P, q', k', r, b as in gla_forward.py:
+come last), and P, q', k', r, b as in gla_forward.py::
 
     dP = tril(do v^T)
     dq = scale * e^(b - r) (do (e^r S)^T + dP k')                                               (1)
@@ -12,6 +12,8 @@ come last), and P, q', k', r, b as in gla_forward.py:
 dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, which stores every R; a walk forward
 stores every S, from the states that the forward pass has found for its segments; the rest is local
 to a chunk. Reference: :mod:`gla_ref.gla_backward`.
+
+The kernel, and its programs::
 
     gradients    K tiles * H * chunks    dq, dk, dg from S and R
 """

@@ -11,6 +11,8 @@ chunk and u = w_C / 2, the chunk of gla_forward.py becomes:
 A chunk is strong where either gate is. q' and k' are always made by `prepare`. The models of the
 GLA paper do not use this form; nothing here is needed to understand the others.
 
+The kernels, and the number of programs of each::
+
     prepare, carry             as in gla_forward.py
     walk       V tiles * H * segments  a head's chunks: o, or states
     mend       H * chunks / 16         adds to o the pairs of strong tiles
