@@ -19,14 +19,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# bits, K up to: tokens a chunk, BV, stages (chunks in flight)
-TILES = {
-    (16, 64): (64, 64, 3),
-    (16, 128): (64, 128, 3),
-    (32, 64): (16, 32, 2),
-    (32, 128): (16, 32, 2),
-}
-
 
 @triton.jit
 def walk(
@@ -56,9 +48,10 @@ def walk(
     S_T.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
 
 
-def check(name, x, shape, like):
-    """Refuse what this page leaves out; `like` is a tensor that x must agree with."""
-    if x.shape != shape or min(shape) < 1 or shape[3] not in (16, 32, 64, 128):
+def tiles(name, x, shape, like, *box):
+    """x [B, T, H, D] for the copy engine, in boxes of some tokens and channels of a head; refuses what is left out."""
+    B, T, H, D = shape
+    if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
     if x.dtype != like.dtype or x.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"{name}: expected bfloat16 or float32, all of one dtype, got {x.dtype}")
@@ -68,11 +61,6 @@ def check(name, x, shape, like):
         raise ValueError(f"{name}: expected contiguous, 16-byte aligned, got strides {x.stride()}")
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(f"{name}: expected no gradient (use torch.no_grad), got requires_grad")
-
-
-def tiles(x, *box):
-    """x [B, T, H, D] as the copy engine takes it: in boxes of some tokens and channels of one head."""
-    B, T, H, D = x.shape
     return TensorDescriptor(x, [B, H, T, D], [T * H * D, D, H * D, 1], [1, 1, *box])
 
 
@@ -84,15 +72,13 @@ def linear_attention(q, k, v, scale=None):
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")
     (B, T, H, K), V = q.shape, v.shape[3]
-    for name, x, D in (("q", q, K), ("k", k, K), ("v", v, V)):
-        check(name, x, (B, T, H, D), q)
-    o, S = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32)
-    BK = max(K, 64)
-    C, BV, stages = TILES[8 * q.element_size(), BK]
-    d_q, d_k, d_v, d_o = tiles(q, C, BK), tiles(k, C, BK), tiles(v, C, BV), tiles(o, C, BV)
-    d_S = TensorDescriptor(S, S.shape, S.stride(), [1, 1, BK, BV])
+    C, BV = (64, max(V, 64)) if q.dtype == torch.bfloat16 else (16, 16)
+    o, S, BK = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32), max(K, 64)
+    keys = [tiles(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k))]
+    values = [tiles(n, x, (B, T, H, V), q, C, BV) for n, x in (("v", v), ("o", o))]
+    state = TensorDescriptor(S, S.shape, S.stride(), [1, 1, BK, BV])
     walk[triton.cdiv(V, BV), H, B](
-        d_q, d_k, d_v, d_o, d_S, T, K**-0.5 if scale is None else scale,
-        C=C, BK=BK, BV=BV, num_warps=4, num_stages=stages,
+        *keys, *values, state, T, K**-0.5 if scale is None else scale,
+        C=C, BK=BK, BV=BV, num_warps=4, num_stages=3,
     )  # fmt: skip
     return o, S
