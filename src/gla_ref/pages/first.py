@@ -11,7 +11,7 @@ Programs: N / 1024 of `add`, each for 1024 numbers, 12 bytes and one FLOP a numb
 multiprocessor of `softmax_rows`, which take a row after another, each read once and written once; H * B of `attend`,
 each for all T tokens of a head, 4 T T (K + V) / 2 FLOPs that count.
 
-Left out: more than 2^31 numbers, rows of more than 8192, more than 128 tokens, gradients.
+Left out: more than 2^31 numbers, rows of more than 8192, more than 64 tokens, gradients.
 """
 
 import torch
@@ -93,7 +93,7 @@ def add(x, y):
 
 def softmax_rows(x):
     """The softmax of each row of x [rows, N], N at most 8192; rows may lie any stride apart."""
-    if x.ndim != 2 or x.shape[1] > 8192 or x.stride(1) != 1:
+    if x.ndim != 2 or x.shape[1] > 8192 or x.stride(1) != 1 or len(x) * x.stride(0) >= 2**31:
         raise ValueError(f"x: expected [rows, N <= 8192], got {tuple(x.shape)}, {x.stride()}")
     check("x", x, x.shape, x, rows_apart=True)
     y, (rows, N) = torch.empty_like(x), x.shape
@@ -108,10 +108,10 @@ def softmax_rows(x):
 
 
 def attend(q, k, v, scale=None):
-    """Causal attention o [B, T, H, V] of q, k [B, T, H, K], v [B, T, H, V], T <= 128; scale is K^-0.5 when None."""
-    if q.ndim != 4 or v.ndim != 4 or q.shape[1] > 128:
+    """Causal attention o [B, T, H, V] of q, k [B, T, H, K], v [B, T, H, V], T <= 64; scale is K^-0.5 when None."""
+    if q.ndim != 4 or v.ndim != 4 or q.shape[1] > 64:
         raise ValueError(
-            f"q, v: expected [B, T <= 128, H, D], got {tuple(q.shape)}, {tuple(v.shape)}"
+            f"q, v: expected [B, T <= 64, H, D], got {tuple(q.shape)}, {tuple(v.shape)}"
         )
     (B, T, H, K), V = q.shape, v.shape[3]
     for name, x, D in (("q", q, K), ("k", k, K), ("v", v, V)):
@@ -120,5 +120,5 @@ def attend(q, k, v, scale=None):
             raise ValueError(f"{name}: expected 16, 32, 64 or 128 channels, got {D}")
     o, BT = torch.empty_like(v), max(16, triton.next_power_of_2(T))  # tl.dot wants 16 at least
     scale = K**-0.5 if scale is None else scale
-    attend_kernel[H, B](q, k, v, o, T, H, scale, BT=BT, K=K, V=V, num_warps=4 if BT < 128 else 8)
+    attend_kernel[H, B](q, k, v, o, T, H, scale, BT=BT, K=K, V=V, num_warps=8)
     return o
