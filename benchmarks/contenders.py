@@ -26,6 +26,7 @@ class Contender:
     packed: bool | None  # True: packed cases only, False: never packed, None: both
     limit_s: float  # of the first call; a peer that autotunes may be given more
     named: bool  # only for cases that name it in `only`
+    takes: Callable  # whether it is for a case
     entry: str | None = None  # of gla_ref.FORMS, if it is one that plans
     options: dict = field(default_factory=dict)  # that it is called with
 
@@ -41,6 +42,7 @@ def contender(
     packed: bool | None = None,
     limit_s: float = 60.0,
     named: bool = False,
+    takes: Callable = lambda case: True,
     entry: str | None = None,
     options: dict | None = None,
 ) -> Callable:
@@ -48,7 +50,7 @@ def contender(
 
     def register(call: Callable) -> Callable:
         it = Contender(
-            name or call.__name__, call, peer, tuple(directions), packed, limit_s, named, entry, options or {}
+            name or call.__name__, call, peer, tuple(directions), packed, limit_s, named, takes, entry, options or {}
         )  # fmt: skip
         for mechanism in mechanisms:
             CONTENDERS.setdefault(mechanism, []).append(it)
@@ -87,6 +89,16 @@ def looped(mechanism: str, entry: str, **options) -> None:
     contender(mechanism, name=f"{entry}_loop", packed=True, **options)(loop)
 
 
+def page(*mechanisms: str, name: str = "page", gates: tuple = (None, "logsigmoid/16"), **options):
+    """Register the decorated function, which calls a page of gla_ref.pages, for the cases that the page takes."""
+
+    def takes(case) -> bool:
+        sizes = (16, 32, 64, 128)
+        return case.K in sizes and case.V in sizes and case.gates in gates and not case.state
+
+    return contender(*mechanisms, name=name, packed=False, takes=takes, **options)
+
+
 # softmax attention
 
 ours("softmax_attention", "triton")
@@ -117,6 +129,13 @@ def sdpa_flash_loop(case, q, k, v, cu_seqlens):
         o.append(call(case, *(x[:, a : a + n] for x in (q, k, v))))
         a += n
     return torch.cat(o, 1)
+
+
+@page("softmax_attention", directions=("forward",))
+def flash_page(case, q, k, v, **_):
+    from gla_ref.pages.flash_attention import flash_attention
+
+    return flash_attention(q, k, v)
 
 
 # linear attention
@@ -180,9 +199,57 @@ def torch_chunkwise(case, q, k, v, g=None, **_):
     return (intra + inter).movedim(1, 3).flatten(1, 2)[:, :T]
 
 
+@page("linear_attention", directions=("forward",))
+def linear_page(case, q, k, v, **_):
+    from gla_ref.pages.linear_attention import linear_attention
+
+    return linear_attention(q, k, v)[0]
+
+
+@page("linear_attention", name="page_segments", directions=("forward",))
+def segments_page(case, q, k, v, **_):
+    from gla_ref.pages.linear_attention_segments import linear_attention
+
+    return linear_attention(q, k, v)[0]
+
+
 # gated linear attention
 
 ours("gla", "triton")
+
+
+class Pages(torch.autograd.Function):
+    """The page of the forward pass and, for its gradient, the other one."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g):
+        from gla_ref.pages.gla import gla
+
+        ctx.save_for_backward(q, k, v, g)
+        return gla(q, k, v, g)[0]
+
+    @staticmethod
+    def backward(ctx, do):
+        from gla_ref.pages.gla_gradient import gla_gradient
+
+        do.new_zeros(
+            1
+        )  # descriptors need a thread that has used the GPU, and autograd has its own thread
+        return gla_gradient(*ctx.saved_tensors, do)
+
+
+@page("gla")
+def gla_page(case, q, k, v, g, **_):
+    return Pages.apply(q, k, v, g)
+
+
+@page(
+    "gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), directions=("forward",)
+)
+def levels_page(case, q, k, v, g, **_):
+    from gla_ref.pages.gla_levels import gla
+
+    return gla(q, k, v, g)[0]
 
 
 @contender("gla", peer=True, packed=None, limit_s=200)
@@ -254,7 +321,18 @@ def fla_fused_recurrent(q, k, v, g, S):
     return fused_recurrent_gla(q, k, v, gk=g, initial_state=S, output_final_state=True)
 
 
-for step, is_peer in ((triton_recurrent, False), (fla_fused_recurrent, True)):
+def page_recurrent(q, k, v, g, S):
+    from gla_ref.pages.gla_step import gla_step
+
+    o, S = gla_step(*(x[:, 0] for x in (q, k, v, g)), S)
+    return o[:, None], S
+
+
+for step, is_peer in (
+    (triton_recurrent, False),
+    (page_recurrent, False),
+    (fla_fused_recurrent, True),
+):
     contender(
         "gla",
         name=f"{step.__name__}_steps",

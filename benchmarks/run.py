@@ -366,6 +366,7 @@ def who(case: Case) -> list[Contender]:
         for c in CONTENDERS.get(case.mechanism, [])
         if c.packed in (None, bool(case.lengths))
         and (c.name in case.only if case.only else not c.named)
+        and c.takes(case)
     ]
 
 

@@ -199,10 +199,11 @@ def gla() -> list[Case]:
 
 def decode() -> list[Case]:
     """Eight tokens of gated linear attention, one call a token, from one sequence to many."""
-    names = ("triton_recurrent_steps", "fla_fused_recurrent_steps")
+    names = ("triton_recurrent_steps", "page_recurrent_steps", "fla_fused_recurrent_steps")
     case = Case("gla", 1, 8, 16, 128, 128, gates="logsigmoid/16", only=names, decode=True)
     case = replace(case, directions=("forward",))
-    return [*(replace(case, B=B) for B in (1, 8, 64, 256)), replace(case, B=64, H=4, K=256, V=512)]
+    wide = replace(case, B=64, H=4, K=256, V=512, only=(names[0], names[2]))
+    return [*(replace(case, B=B) for B in (1, 8, 64, 256)), wide]
 
 
 def host() -> list[Case]:

@@ -1,0 +1,160 @@
+"""Gated linear attention on a page, for every log gate in [-inf, 0]: pairs of strong chunks in levels (chapter 11).
+
+One product a chunk, as in :mod:`gla_ref.pages.gla`, needs that e^(b_C / 2) is a number, b the running sum of the gates.
+In a *strong* chunk, where some channel decays by more, reads decay from its start and writes to its end instead::
+
+    mild    q' = q e^(b - b_C / 2)   k' = k e^(b_C / 2 - b)   S' = e^(b_C / 2) S, before and after     (1)
+    strong  q' = q e^b               k' = k e^(b_C - b)       S' = e^(b_C) S, in between               (2)
+    o  = scale (q' S' + P v)         S <- S' + k'^T v                                                  (3)
+
+P is tril(q' k'^T) in a mild chunk. In a strong one, tokens j < i meet at the border in the middle of the smallest block
+of 2^n tokens that holds both: k_j decays up to the border and q_i from there on, one product for each level n::
+
+    P_ij = q_i E_i . k_j E_j         E the decay between a token and the border of its block           (4)
+
+No exponent is above 0, and each is the sum of just the gates between: exact for every gate. Reference:
+:func:`gla_ref.gla.recurrent`. Programs: V / BV * H * B of `walk`, which leaves P out of strong chunks, T / C * H * B of
+`levels`, which adds P v there for 2 C C (2 K log2(C) + V) FLOPs, and ends at once elsewhere.
+
+Left out: packed sequences, initial states, gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_gates(g, i_b, i_h, t, C: tl.constexpr, BK: tl.constexpr):
+    b_g = g.load([i_b, i_h, t, 0]).reshape(C, BK).to(tl.float32)  # [C, BK]
+    # e^-104 is 0 in float32, so that -104 stands for all below
+    return tl.maximum(b_g, -104.0, propagate_nan=tl.PropagateNan.ALL).to(g.dtype)
+
+
+@triton.jit
+def walk(
+    q, k, g, v, o, S_T, strong, T, H, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    # which tile: columns from i_v on of head i_h of sequence i_b
+    i_v, i_h, i_b = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    ones = tl.full([C, 16], 1.0, g.dtype)  # [C, 16]
+    S = tl.zeros([BK, BV], tl.float32)
+    for t in tl.range(0, T, C):
+        # load: 0 beyond T
+        b_g = load_gates(g, i_b, i_h, t, C, BK)  # [C, BK]
+        b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
+        b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
+        b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
+
+        # compute
+        total = tl.max(tl.dot(b_g.T, ones, input_precision="ieee"), 1) * LOG2E  # [BK], b_C
+        mild = tl.min(total) >= -LIMIT * LOG2E
+        edge = tl.where(mild, total / 2, 0.0)  # [BK]
+        if (
+            g.dtype == tl.bfloat16
+        ):  # one product for both: half of the sum before less half of the sum after
+            x = tl.dot(tl.where(i >= j, 0.5, -0.5).to(g.dtype), b_g) * LOG2E  # [C, BK]
+            up, down = (total / 2 - edge)[None, :] + x, (total / 2 - edge)[None, :] - x
+        else:  # each summed on its own: a strong gate must not take digits from the gates after it
+            up = tl.dot((i >= j).to(g.dtype), b_g, input_precision="ieee") * LOG2E  # [C, BK]
+            down = tl.dot((i < j).to(g.dtype), b_g, input_precision="ieee") * LOG2E  # [C, BK]
+            x = (up - down) / 2
+            up, down = tl.where(mild, x, up), tl.where(mild, -x, down)
+        b_q = (b_q * tl.exp2(up)).to(b_v.dtype)  # (1), (2)
+        b_k = (b_k * tl.exp2(down)).to(b_v.dtype)  # (1), (2)
+        S *= tl.exp2(edge)[:, None]  # (1)
+        P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
+        P = tl.where(j <= tl.where(mild, i, -1), P, 0.0).to(b_v.dtype)  # of a strong chunk nothing
+        b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
+        b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (3)
+        S *= tl.exp2(total - 2 * edge)[:, None]  # (2)
+        S = tl.dot(b_k.T, b_v, S, input_precision="ieee") * tl.exp2(edge)[:, None]  # (3), (1)
+
+        # store
+        row = ((i_b * T + t + i).to(tl.int64) * H + i_h) * V  # [C, 1]
+        column = i_v + tl.arange(0, BV)[None, :]  # [1, BV]
+        tl.store(o + row + column, b_o.to(b_v.dtype), mask=(t + i < T) & (column < V))
+        tl.store(strong + (i_b * H + i_h) * tl.cdiv(T, C) + t // C, mild == 0)
+    S_T.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
+
+
+@triton.jit
+def levels(
+    q, k, g, v, o, strong, H, V, scale,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    # which tile: the chunk of head i_h of sequence i_b that starts at t
+    t, i_h, i_b = tl.program_id(0) * C, tl.program_id(1), tl.program_id(2)
+    if tl.load(strong + (i_b * H + i_h) * tl.num_programs(0) + tl.program_id(0)) == 0:
+        return
+    # load
+    b_g = load_gates(g, i_b, i_h, t, C, BK)  # [C, BK]
+    b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
+    b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
+    # compute: each token with itself, which nothing decays, then level by level
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    P = tl.where(i == j, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)  # [C, C]
+    for n in tl.range(0, LEVELS):
+        border = ((i >> n) | 1) << n  # the first token of the second half of a block of 2^(n + 1)
+        between = (j <= i) & (j >= border) | (j > i) & (
+            j < border
+        )  # [C, C], of token i and its border
+        E = tl.exp2(tl.dot(between.to(g.dtype), b_g, input_precision="ieee") * LOG2E)  # [C, BK]
+        x, y = (b_q * E).to(v.dtype), (b_k * E).to(v.dtype)  # [C, BK]
+        meet = ((i >> n) == ((j >> n) | 1)) & ((i >> n) > (j >> n))  # [C, C]
+        P += tl.where(meet, tl.dot(x, y.T, input_precision="ieee"), 0.0)  # (4)
+    # store: on top of what `walk` has read from the state
+    for i_v in tl.range(0, V, BV):
+        b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
+        b_o = tl.dot(P.to(b_v.dtype), b_v, input_precision="ieee") * scale  # (3)
+        b_o += o.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
+        o.store([i_b, i_h, t, i_v], b_o.to(b_v.dtype).reshape(1, 1, C, BV))
+
+
+def tiles(name, x, shape, like, *box):
+    """x [B, T, H, D] for the copy engine, in boxes of some tokens and channels of a head; refuses what is left out."""
+    B, T, H, D = shape
+    if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
+        raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
+    if x.dtype != like.dtype or x.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"{name}: expected bfloat16 or float32, all of one dtype, got {x.dtype}")
+    if x.device != like.device or not (x.is_cuda or triton.knobs.runtime.interpret):
+        raise ValueError(f"{name}: expected all tensors on one GPU, got {x.device}")
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        raise ValueError(f"{name}: expected contiguous, 16-byte aligned, got strides {x.stride()}")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"{name}: expected no gradient (use torch.no_grad), got requires_grad")
+    return TensorDescriptor(x, [B, H, T, D], [T * H * D, D, H * D, 1], [1, 1, *box])
+
+
+def gla(q, k, v, g, scale=None):
+    """o [B, T, H, V] and the state after the last token, float32 [B, H, K, V].
+
+    q, k and log gates g [B, T, H, K], v [B, T, H, V]; scale is K^-0.5 when None.
+    """
+    if q.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")
+    (B, T, H, K), V = q.shape, v.shape[3]
+    C, BV, limit = (64, 64, 80.0) if q.dtype == torch.bfloat16 else (16, 16, 4.0)
+    o, S, BK = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32), max(K, 64)
+    keys = [tiles(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k), ("g", g))]
+    d_v, d_o = (tiles(n, x, (B, T, H, V), q, C, BV) for n, x in (("v", v), ("o", o)))
+    state = TensorDescriptor(S, S.shape, S.stride(), [1, 1, BK, BV])
+    strong, scale = (
+        S.new_empty(B, H, triton.cdiv(T, C), dtype=torch.int8),
+        K**-0.5 if scale is None else scale,
+    )
+    walk[triton.cdiv(V, BV), H, B](
+        *keys, d_v, o, state, strong, T, H, V, scale,
+        C=C, BK=BK, BV=BV, LIMIT=limit, num_warps=4, num_stages=3 if K <= 64 else 2,
+    )  # fmt: skip
+    levels[triton.cdiv(T, C), H, B](
+        *keys, d_v, d_o, strong, H, V, scale,
+        C=C, LEVELS=C.bit_length() - 1, BK=BK, BV=BV, num_warps=8, num_stages=1,
+    )  # fmt: skip
+    return o, S
