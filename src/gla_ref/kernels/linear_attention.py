@@ -47,7 +47,7 @@ from ._segments import (
     slots,
     which_segment,
 )
-from ._tiles import VARYING, load_tile, operand, product, store_tile, strides
+from ._tiles import VARYING, load_tile, operand, store_tile, strides
 
 __all__ = ["choose_path", "linear_attention", "simple_gla"]
 
@@ -119,6 +119,7 @@ def walk(
         i_t = first + (o_t - start) // C
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
+        b_low, of_S = operand(b_S, b_v.dtype)  # in the inputs' precision; sums are in float32
         if sums is not None:
             b_coarse, b_fine, coarse, fine = load_sums(sums, i_t, i_h, H, C)
             b_from = tl.exp2(b_coarse + b_fine)  # [C], since the chunk began
@@ -129,7 +130,7 @@ def walk(
         if o is not None:
             b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
-            b_o = product(b_q, b_S)  # [C, BV]
+            b_o = tl.dot(b_q, b_low, input_precision="ieee") * of_S  # [C, BV]
             if sums is not None:
                 b_D = between(b_coarse, b_fine)
                 # mask before exp2: above the diagonal it may overflow
@@ -137,9 +138,11 @@ def walk(
                 b_o *= (b_to if REVERSE else b_from)[:, None]
             else:
                 b_P = tl.where(m_P, b_P, 0.0)
-            b_o = product(b_P, b_v, b_o)
+            b_P, of_P = operand(b_P, b_v.dtype)
+            b_o = tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
             # store
-            store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+            b_o = (b_o * scale).to(b_v.dtype)
+            store_tile(o, b_o, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
         if sums is not None:
             b_v = (b_v * (b_from if REVERSE else b_to)[:, None]).to(b_k.dtype)
             b_S *= tl.exp2(coarse + fine)
