@@ -11,10 +11,10 @@ from ._tiles import VARYING
 
 @triton.jit
 def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
-    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s.
+    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s; of chunks too, L = C.
 
-    Packed, sequence n owns the slots from cu[n] // L + n on: at least as many as it has segments (a start
-    rounded down, and one slot to spare), and the host need not know any length. Spare slots begin at or after the stop.
+    Packed, sequence n owns the slots from cu[n] // L + n on, up to cu[n + 1] // L + n + 1: as many as it has segments
+    or one more, and the host need not know any length. A spare slot begins at or after the stop.
     """
     if PACKED:
         i_n = i_s * 0 - 1
@@ -94,8 +94,11 @@ def slots(B: int, T: int, cu: Spec | None, L: int) -> int:
     return B * cdiv(T, L) if cu is None else T // L + sequences(B, cu)
 
 
-def choose_path(programs: int, chunks: int, multiprocessors: int) -> tuple[str, int]:
-    """(path, chunks a segment) for so many programs of so many chunks each.
+def choose_path(
+    programs: int, chunks: int, multiprocessors: int, packed: int | None = None
+) -> tuple[str, int]:
+    """(path, chunks a segment) for so many programs of so many chunks each; or of so many chunks in all, for each of
+    the programs that a sequence has, where so many sequences are `packed`.
 
     A sequence is walked in one go as long as that keeps two thirds of the chip busy. Below, it pays to read k
     and v twice, 1.5 times the bytes: cut into segments, one program for each multiprocessor, though not below
@@ -103,14 +106,16 @@ def choose_path(programs: int, chunks: int, multiprocessors: int) -> tuple[str, 
     """
     if 3 * programs >= 2 * multiprocessors or chunks < 16:
         return "fused", chunks
-    segments = max(1, multiprocessors // programs)
+    segments = max(1, multiprocessors * (packed or 1) // programs)
     length = max(8, cdiv(chunks, segments))
     return ("segmented", length) if length < chunks else ("fused", chunks)
 
 
-def segment_length(draft: Draft, path: str | None, programs: int, chunks: int) -> int:
-    """Chunks of a segment: on the path that is asked for, by the rule if none is; walked in one go, one too many."""
-    chosen, length = choose_path(programs, chunks, draft.hardware.multiprocessors)
+def segment_length(
+    draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None
+) -> int:
+    """Chunks of a segment: on the path that is asked for, by `choose_path` if none is; all and one more in one go."""
+    chosen, length = choose_path(programs, chunks, draft.hardware.multiprocessors, packed)
     who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
     if (path or chosen) != "segmented":
         draft.because(f"each sequence in one go: {who}")

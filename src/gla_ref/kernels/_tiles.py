@@ -8,7 +8,7 @@ import triton.language as tl
 from ._plan import Spec
 
 # arguments that change from call to call, and of which 1 and multiples of 16 shall not be compiled apart
-VARYING = ("N", "T", "L", "H", "n_c", "reverse")
+VARYING = ("N", "T", "L", "H", "n_flags", "reverse")
 
 
 @triton.jit
@@ -90,9 +90,9 @@ def patterns(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
     """The strides of each [B, T, H, D] as `load_tile` takes them, so that fewer variants are compiled.
 
     Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Memory accesses are
-    wide where the last stride is 1 and all others are multiples of 16. Elsewhere a number n becomes 16 n + 8, and one
-    number more tells: one pattern. The last stride stays as it is, since by its 1 Triton lays out the threads.
-    A full check on a GPU compiles 84 s less for it (benchmarks/LAB.md).
+    wide where the last stride is 1 and all others are multiples of 16. Where the last is 1 and the others are not all,
+    a number n becomes 16 n + 8, and a fifth number tells: one pattern. The 1 stays, since by it Triton lays out the
+    threads. A full check on a GPU compiles 84 s less for it (benchmarks/LAB.md).
     """
     return [x if x is None else pattern(*x.strides) for x in tensors]
 

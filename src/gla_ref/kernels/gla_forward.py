@@ -10,18 +10,20 @@ GLA paper, section 4. gla_ref/pages/gla.py is this kernel without all that is sa
 *Strong chunks.* (1) to (3) hold as long as e^(b_C / 2) is a number (pairs j > i, which are masked,
 may be infinite). Of a channel whose decay in a chunk is beyond LIMIT, q decays from the chunk's
 start instead and k to its end (exponents <= 0): right for the state, useless for pairs inside the
-chunk. A chunk with such a channel is strong: `walk` leaves its pairs out and sets a flag, and `mend`
-adds them in levels. Tokens j < i meet at the border in the middle of the smallest block of 2^n
-tokens that holds both, to which k_j decays and from which q_i does; a level (one n) is one product,
-of which the blocks' lower left quarters count. No exponent is above 0, every sum is one of just the
-gates between: exact for every gate, no loop over pairs.
+chunk. A chunk with such a channel is strong: `walk` leaves all its pairs out, of every channel and
+the diagonal too, and sets a flag; `mend` adds them in levels, from q, k and g as they came. Tokens
+j < i meet at the border in the middle of the smallest block of 2^n tokens that holds both, to which
+k_j decays and from which q_i does; a level (one n) is one product, of which the blocks' lower left
+quarters count. In it no exponent is above 0, and every sum is one of just the gates between: exact
+for every gate, no loop over pairs.
 
-*Segments.* Where heads are too few to fill the chip, a sequence is cut into segments: `walk` finds
-what each adds to the state and its decay, `carry` (_segments.py) makes of that the state each starts
-from, and `walk` goes over all of them at once.
+*Segments.* Where heads are too few to fill the chip, a sequence is cut into segments, and there are
+three launches instead of one. `walk` from a state of zeros finds what each segment adds to the state,
+and its decay; `carry` (_segments.py) goes from segment to segment and puts in the place of what each
+adds the state that it starts from; `walk` once more, from these, makes o.
 
 *Packed sequences.* `which_segment` (_segments.py) tells a program its sequence and where it begins;
-after that a program knows one sequence only.
+after that a program knows one sequence only. Chunks are numbered by the same rule, with L = C.
 
 The kernels, and the number of programs of each::
 
@@ -66,8 +68,8 @@ LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -4.0}
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-# The kernels: what reads is q, what writes is k and v. A walk backwards in time (REVERSE) is the
-# gradient of v, with q and k exchanged by the caller.
+# The kernels. What reads is called q, what writes k and v. A walk backwards in time (REVERSE) makes the
+# gradient of v: its caller gives k, q, do for q, k, v, and the state before a chunk is the one after it.
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -79,7 +81,8 @@ def walk(
 ):  # fmt: skip
     """A segment of a head, chunk by chunk, from its state in S_in to S_out.
 
-    Either g is given, or q' and k' with the state's `factors` and `strong`, as `prepare` left them.
+    With g, (1) is made here, and with o `strong` is written: one flag for each chunk of a head. Without
+    it q and k are q' and k', and `factors` and `strong` are read, as `prepare` left them.
     Of the results any may be None: o; `states`, the one before each chunk; `decay` of the segment.
     """
     # which tile: V tiles of a head are neighbours and share q and k in L2
@@ -88,8 +91,9 @@ def walk(
     i_s = tl.program_id(0) // n_v // H
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
-    n_c = tl.cdiv(end - begin, C)  # chunks of this segment; not above 0 in a spare one
-    i_0 = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C  # the first
+    n_c = tl.cdiv(end - begin, C)  # chunks of this segment; not above 0 in a spare slot
+    # the number of the first of them among the chunks of all sequences, by the rule of which_segment
+    i_0 = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
     o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
     seen = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
 
@@ -100,9 +104,12 @@ def walk(
     b_decay = tl.full([BK], 1.0, dtype=tl.float32)
     if g is None:
         FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
-        FIRST: tl.constexpr = 2 if REVERSE and FLOAT16 else 0  # of a chunk's rows of `factors`
+        # the row of `factors` that comes first. Only in float16, and there in strong channels, it is
+        # not the last as well
+        ROW: tl.constexpr = 2 if REVERSE and FLOAT16 else 0
         i_d = ((i_0 + (n_c - 1 if REVERSE else 0)) * H + i_h).to(tl.int64)
-        p_first = factors + (i_d * 3 + FIRST) * K + o_k
+        p_first = factors + (i_d * 3 + ROW) * K + o_k
+        # the mask of a block with a condition for all of it
         next_first = tl.load(p_first, mask=o_k < tl.where(n_c > 0, K, 0), other=1.0)  # [BK]
 
     for i in tl.range(0, n_c):
@@ -128,7 +135,7 @@ def walk(
                 tl.store(strong + i_d, (mild == 0).to(tl.int8))
         else:  # loaded one chunk ahead, since all that follows waits for it
             first, last = next_first, next_first
-            p_first = factors + ((i_d + (-H if REVERSE else H)) * 3 + FIRST) * K + o_k
+            p_first = factors + ((i_d + (-H if REVERSE else H)) * 3 + ROW) * K + o_k
             next_first = tl.load(p_first, mask=o_k < tl.where(i + 1 < n_c, K, 0), other=1.0)
             mild = tl.load(strong + i_d) == 0
         if states is not None:
@@ -148,7 +155,7 @@ def walk(
                 p_d = factors + i_d * 3 * K + o_k
                 through = tl.load(p_d + K, mask=o_k < K, other=1.0)  # [BK]
                 if FLOAT16:
-                    last = tl.load(p_d + (2 - FIRST) * K, mask=o_k < K, other=1.0)
+                    last = tl.load(p_d + (2 - ROW) * K, mask=o_k < K, other=1.0)
             b_S *= through[:, None]
             b_decay *= through
         b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")
@@ -164,17 +171,17 @@ def walk(
 
 @triton.jit(do_not_specialize=VARYING)
 def mend(
-    q, k, v, g, o, strong, cu, s_q, s_k, s_v, s_g, s_o, N, T, H, K, V, scale, n_c, reverse,
+    q, k, v, g, o, strong, cu, s_q, s_k, s_v, s_g, s_o, N, T, H, K, V, scale, n_flags, reverse,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Add to o the pairs of strong chunks; `strong` [n_c], a flag for each chunk of each head."""
+    """Add to o the pairs of strong chunks; `strong` [n_flags], one for each chunk of a head."""
     # which chunks: BN of them, of which most have nothing to do
     first = tl.program_id(0) * BN
     o_n = first + tl.arange(0, BN)
-    if tl.max(tl.load(strong + o_n, mask=o_n < n_c, other=0).to(tl.int32)) == 0:
+    if tl.max(tl.load(strong + o_n, mask=o_n < n_flags, other=0).to(tl.int32)) == 0:
         return
-    for i in tl.range(first, tl.minimum(first + BN, n_c)):
+    for i in tl.range(first, tl.minimum(first + BN, n_flags)):
         if tl.load(strong + i) != 0:
             i_h, i_s = i % H, i // H
             i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -193,7 +200,7 @@ def mend(
 
 @triton.jit(do_not_specialize=VARYING)
 def prepare(
-    q, k, g, q_hat, k_hat, factors, strong, cu, s_q, s_k, s_g, s_h, N, T, H, K,
+    q, k, g, q_hat, k_hat, factors, strong, cu, s_q, s_k, s_g, s_hat, N, T, H, K,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
     FAST_SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -215,8 +222,8 @@ def prepare(
     )
 
     # store
-    store_tile(q_hat, b_q * read, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
-    store_tile(k_hat, b_k * write, s_h, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    store_tile(q_hat, b_q * read, s_hat, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    store_tile(k_hat, b_k * write, s_hat, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
     i_d, o_k = i_s * H + i_h, i_k * BK + tl.arange(0, BK)
     p_d = factors + i_d.to(tl.int64) * 3 * K + o_k
     tl.store(p_d, first, mask=o_k < K)
@@ -280,6 +287,7 @@ def chunk_decays(
 
         mild channels    q e^(b - r), k e^(r - b), the state e^r before and after
         strong ones      q e^b, k e^(b_C - b), the state e^(b_C) in between
+        in float16       q e^b / 2^s, the state 2^s before, and e^(b_C) / 2^s in between
 
     Backwards in time, what reads is what decays to the chunk's end.
     """
@@ -298,8 +306,8 @@ def chunk_decays(
         up, down = tl.where(mild[None, :], half, up), tl.where(mild[None, :], -half, down)
     edge, through = tl.where(mild, total * 0.5, 0.0), tl.where(mild, 0.0, total)
     of_q, of_k = edge, edge
-    if dtype == tl.float16:  # q e^b is too small for it at g = -20 already: the state takes a power
-        # of 2 over, that of the first token, whose decay is the largest of all
+    if dtype == tl.float16:  # q e^b is too small for it at g = -20 already: 2^s moves from q to the
+        # state, e^b of the first token, which no other exceeds, rounded down to a power of 2
         most = totals(tl.where(o_i == 0, b_f, 0.0).to(b_f.dtype), FAST) * LOG2E
         shift = tl.where(mild, 0.0, tl.floor(tl.maximum(most, -100.0)))
         up, of_q, through = up - shift[None, :], edge + shift, through - shift
@@ -390,7 +398,7 @@ class Call:
         least = 64 if self.half else 16
         self.BK, wide = max(least, next_power_of_2(self.K)), max(least, next_power_of_2(self.V))
         self.C, BV, self.warps, *self.stages = tiles(table, hardware, q.dtype, K=self.K)
-        self.BV, self.n = min(BV, wide), slots(self.B, self.T, cu, self.C)
+        self.BV, self.chunks = min(BV, wide), slots(self.B, self.T, cu, self.C)
         self.levels = self.C.bit_length() - 1
         # products of bf16, which the interpreter gets wrong
         fast = self.half and hardware.matrix_units and not hardware.interpreted
@@ -398,7 +406,7 @@ class Call:
 
     def prepare(self, q: Spec, k: Spec, g: Spec) -> Readers:
         """(1) of all chunks, where that pays; else all as it is."""
-        draft, n, H, K = self.draft, self.n, self.H, self.K
+        draft, n, H, K = self.draft, self.chunks, self.H, self.K
         if not self.half or K <= 64:
             # spare slots are nobody's: their flags must be zeros
             flags = draft.new("strong", n, H, dtype=torch.int8, zero=self.cu is not None)
@@ -407,7 +415,7 @@ class Call:
         return self.prepare_all(q, k, g)
 
     def prepare_all(self, q: Spec, k: Spec, g: Spec) -> Readers:
-        draft, n, H, K = self.draft, self.n, self.H, self.K
+        draft, n, H, K = self.draft, self.chunks, self.H, self.K
         q_hat, k_hat = draft.like("q_hat", q), draft.like("k_hat", k)
         factors = draft.new("factors", n, H, 3, K)
         strong = draft.new("strong", n, H, dtype=torch.int8, zero=True)
@@ -422,9 +430,11 @@ class Call:
         self, x: Readers, v: Spec, S_in: Spec | None, o: str = "", S: str = "", states: str = "",
         starts: Spec | None = None, reverse: bool = False,
     ) -> Walked:  # fmt: skip
-        """Make what has a name: o, the final state S, the states before each chunk (backwards: after it).
+        """Make what is given a name: o, the final state S, the states before each chunk.
 
-        `starts` are the states that segments start from, if an earlier walk has found them.
+        One launch where sequences are walked in one go, else the three that the module's docstring
+        tells of; of these the last alone, if an earlier walk has found the states that segments
+        start from (`starts`; there is no S then).
         """
         draft, C, BV, N, T, H, K, V = (
             self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V,
@@ -433,7 +443,7 @@ class Call:
         engine = self.cu is None and all([describable(y, draft.hardware) for y in tokens if y])
         o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
         kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
-        states = draft.new(states, self.n, H, K, V, dtype=kept).transposed(1, 2) if states else None
+        states = draft.new(states, self.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
         s_S = pattern(H * K * V, V, K * V, 1)
 
         def walk_all(L, S_in, S_out, o=None, states=None, decay=None):
@@ -448,13 +458,12 @@ class Call:
                 num_warps=self.warps, num_stages=self.stages[int(states is not None)],
             )  # fmt: skip
 
-        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C))
-        if L > T:  # in one go
+        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), self.cu and N)
+        if L > T:  # in one go; there is a slot for each sequence, so that S_in and S are by slots too
             S = draft.new(S, N, H, K, V) if S else None
             walk_all(L, S_in, S, o, states)
             return Walked(o, S, states, None)
         if starts is None:
-            # what each segment adds to the state, and what carrying that on makes of it
             n = slots(self.B, T, self.cu, L)
             starts, decay = draft.new("starts", n, H, K, V), draft.new("decay", n, H, K)
             S = draft.new(S or "S", N, H, K, V)
@@ -468,9 +477,9 @@ class Call:
     def mend(self, q, k, v, g, o, strong, reverse=False) -> None:
         """Add to o what `walk` has left out."""
         self.draft.launch(
-            mend, cdiv(self.n * self.H, 16),
+            mend, cdiv(self.chunks * self.H, 16),
             q, k, v, g, o, strong, self.cu, *patterns(q, k, v, g, o),
-            self.N, self.T, self.H, self.K, self.V, self.scale, self.n * self.H, int(reverse),
+            self.N, self.T, self.H, self.K, self.V, self.scale, self.chunks * self.H, int(reverse),
             LEVELS=self.levels, BK=min(MEND[self.draft.hardware.family], self.BK), BV=self.BV, BN=16,
             **self.same, num_warps=4, num_stages=1,
         )  # fmt: skip

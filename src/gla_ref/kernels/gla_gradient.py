@@ -178,7 +178,7 @@ def plan_backward(
     if S_all.dtype != torch.bfloat16:
         stages = min(stages, 2)  # for states in float32 there is no room
     draft.launch(
-        gradients, cdiv(call.K, B) * call.H * call.n,
+        gradients, cdiv(call.K, B) * call.H * call.chunks,
         q, k, v, do, g, S_all, back.states, dq, dk, dg, call.cu,
         *patterns(q, k, v, do, g, dq, S_all), call.N, call.T, call.H, call.K, call.V, call.scale,
         LEVELS=call.levels, BK=B, BV=B, LIMIT=call.limit, **call.same,

@@ -127,17 +127,17 @@ def walk(
 
 @triton.jit(do_not_specialize=VARYING)
 def mend(
-    q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_c,
+    q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_flags,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     NV: tl.constexpr, PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Add to o the pairs of strong tiles; `strong` [n_c, NV]."""
+    """Add to o the pairs of strong tiles; `strong` [n_flags, NV]."""
     # which chunks: BN of them, of which most have nothing to do
     first = tl.program_id(0) * BN
     o_f, o_n = first * NV + tl.arange(0, BN * NV), tl.arange(0, NV)
-    if tl.max(tl.load(strong + o_f, mask=o_f < n_c * NV, other=0).to(tl.int32)) == 0:
+    if tl.max(tl.load(strong + o_f, mask=o_f < n_flags * NV, other=0).to(tl.int32)) == 0:
         return
-    for i in tl.range(first, tl.minimum(first + BN, n_c)):
+    for i in tl.range(first, tl.minimum(first + BN, n_flags)):
         flags = tl.load(strong + i * NV + o_n).to(tl.int32)
         if tl.max(flags) != 0:
             i_h, i_s = i % H, i // H
@@ -252,9 +252,9 @@ class TwoSided(Call):
         engine = self.cu is None and all([describable(y, draft.hardware) for y in tokens])
         o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
         # zeros, since no program comes by spare slots, nor by flags beyond the last tile of V
-        strong = draft.new("strong_v", self.n, H, self.NV, dtype=torch.int8, zero=True) if o else None
+        strong = draft.new("strong_v", self.chunks, H, self.NV, dtype=torch.int8, zero=True) if o else None
         kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
-        states = draft.new(states, self.n, H, K, V, dtype=kept).transposed(1, 2) if states else None
+        states = draft.new(states, self.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
         s_S = pattern(H * K * V, V, K * V, 1)
 
         def walk_all(L, S_in, S_out, o=None, states=None, decay_k=None, decay_v=None):
@@ -269,7 +269,7 @@ class TwoSided(Call):
                 **self.same, num_warps=self.warps, num_stages=self.stages[int(states is not None)],
             )  # fmt: skip
 
-        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C))
+        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), self.cu and N)
         if L > T:  # in one go
             S = draft.new(S, N, H, K, V) if S else None
             walk_all(L, S_in, S, o, states)
@@ -293,7 +293,7 @@ class TwoSided(Call):
         K, V = q.shape[-1], v.shape[-1]
         B, warps, _ = GRADIENT_TILES[draft.hardware.family, 8 * q.dtype.itemsize]
         draft.launch(
-            gradients, cdiv(K, B) * self.H * self.n,
+            gradients, cdiv(K, B) * self.H * self.chunks,
             q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu,
             *patterns(q, k, v, do, g, g_v, dq, S), self.N, self.T, self.H, K, V, self.scale,
             LEVELS=self.levels, BK=B, BV=B, LIMIT=self.limit, **self.same,
@@ -309,9 +309,9 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Pla
     x, S_in = call.prepare_all(q, k, g), call.draft.contiguous(S, torch.float32)
     walked, strong = call.walk(x, v, g_v, S_in, o="o", S="S_T")
     call.draft.launch(
-        mend, cdiv(call.n * call.H, 16),
+        mend, cdiv(call.chunks * call.H, 16),
         q, k, v, g, g_v, walked.o, strong, call.cu, *patterns(q, k, v, g, g_v, walked.o),
-        call.N, call.T, call.H, call.K, call.V, call.scale, call.n * call.H,
+        call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H,
         LEVELS=call.levels, BK=min(MEND[hardware.family], call.BK), BV=call.BV, BN=16, NV=call.NV,
         **call.same, num_warps=4, num_stages=1,
     )  # fmt: skip

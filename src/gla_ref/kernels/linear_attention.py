@@ -262,7 +262,7 @@ def _walk(
         )  # fmt: skip
 
     programs = cdiv(V, BV) * H * N
-    L = C * segment_length(draft, path, programs, cdiv(T, C))
+    L = C * segment_length(draft, path, programs, cdiv(T, C), cu and N)
     S = S_out = draft.new(S, N, H, K, V) if final or L <= T else None
     if L <= T:
         n_s = slots(B, T, cu, L)
