@@ -12,11 +12,10 @@ of 2^n tokens that holds both: k_j decays up to the border and q_i from there on
 
     P_ij = q_i E_i . k_j E_j         E the decay between a token and the border of its block           (4)
 
-No exponent is above 0, and each is the sum of just the gates between: exact for every gate. Reference:
-:func:`gla_ref.gla.recurrent`. Programs: V / BV * H * B of `walk`, which leaves P out of strong chunks, T / C * H * B of
-`levels`, which adds P v there for 2 C C (2 K log2(C) + V) FLOPs, and ends at once elsewhere.
-
-Left out: packed sequences, initial states, gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
+No exponent is above 0, and each is the sum of just the gates between: right for every gate. Programs: V / BV * H * B of
+`walk`, which leaves P out of strong chunks; T / C * H * B of `levels`, which adds P v there for 2 C C (2 K log2(C) + V)
+FLOPs and ends at once elsewhere. Reference: :func:`gla_ref.gla.recurrent`. Left out: packed sequences, initial states,
+gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
 """
 
 import torch
@@ -29,8 +28,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_gates(g, i_b, i_h, t, C: tl.constexpr, BK: tl.constexpr):
-    b_g = g.load([i_b, i_h, t, 0]).reshape(C, BK).to(tl.float32)  # [C, BK]
-    # e^-104 is 0 in float32, so that -104 stands for all below
+    """[C, BK]. e^-104 is 0 in float32, so that -104 stands for all gates below."""
+    b_g = g.load([i_b, i_h, t, 0]).reshape(C, BK).to(tl.float32)
     return tl.maximum(b_g, -104.0, propagate_nan=tl.PropagateNan.ALL).to(g.dtype)
 
 
@@ -55,9 +54,7 @@ def walk(
         total = tl.max(tl.dot(b_g.T, ones, input_precision="ieee"), 1) * LOG2E  # [BK], b_C
         mild = tl.min(total) >= -LIMIT * LOG2E
         edge = tl.where(mild, total / 2, 0.0)  # [BK]
-        if (
-            g.dtype == tl.bfloat16
-        ):  # one product for both: half of the sum before less half of the sum after
+        if g.dtype == tl.bfloat16:  # one product: half of the sum before less half of that after
             x = tl.dot(tl.where(i >= j, 0.5, -0.5).to(g.dtype), b_g) * LOG2E  # [C, BK]
             up, down = (total / 2 - edge)[None, :] + x, (total / 2 - edge)[None, :] - x
         else:  # each summed on its own: a strong gate must not take digits from the gates after it
@@ -72,13 +69,12 @@ def walk(
         P = tl.where(j <= tl.where(mild, i, -1), P, 0.0).to(b_v.dtype)  # of a strong chunk nothing
         b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (3)
-        S *= tl.exp2(total - 2 * edge)[:, None]  # (2)
+        S *= tl.exp2(total - 2 * edge)[:, None]  # (2), 1 in a mild chunk
         S = tl.dot(b_k.T, b_v, S, input_precision="ieee") * tl.exp2(edge)[:, None]  # (3), (1)
 
         # store
-        row = ((i_b * T + t + i).to(tl.int64) * H + i_h) * V  # [C, 1]
-        column = i_v + tl.arange(0, BV)[None, :]  # [1, BV]
-        tl.store(o + row + column, b_o.to(b_v.dtype), mask=(t + i < T) & (column < V))
+        row, column = (i_b * T + t + i).to(tl.int64) * H + i_h, i_v + tl.arange(0, BV)[None, :]
+        tl.store(o + row * V + column, b_o.to(b_v.dtype), mask=(t + i < T) & (column < V))
         tl.store(strong + (i_b * H + i_h) * tl.cdiv(T, C) + t // C, mild == 0)
     S_T.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
 
@@ -101,9 +97,7 @@ def levels(
     P = tl.where(i == j, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)  # [C, C]
     for n in tl.range(0, LEVELS):
         border = ((i >> n) | 1) << n  # the first token of the second half of a block of 2^(n + 1)
-        between = (j <= i) & (j >= border) | (j > i) & (
-            j < border
-        )  # [C, C], of token i and its border
+        between = (j <= i) & (j >= border) | (j > i) & (j < border)  # [C, C], i and its border
         E = tl.exp2(tl.dot(between.to(g.dtype), b_g, input_precision="ieee") * LOG2E)  # [C, BK]
         x, y = (b_q * E).to(v.dtype), (b_k * E).to(v.dtype)  # [C, BK]
         meet = ((i >> n) == ((j >> n) | 1)) & ((i >> n) > (j >> n))  # [C, C]
@@ -133,10 +127,7 @@ def tiles(name, x, shape, like, *box):
 
 
 def gla(q, k, v, g, scale=None):
-    """o [B, T, H, V] and the state after the last token, float32 [B, H, K, V].
-
-    q, k and log gates g [B, T, H, K], v [B, T, H, V]; scale is K^-0.5 when None.
-    """
+    """o [B, T, H, V] and the state after the last token, of q, k, v and log gates g, as in :mod:`gla_ref.pages.gla`."""
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")
     (B, T, H, K), V = q.shape, v.shape[3]
@@ -145,15 +136,13 @@ def gla(q, k, v, g, scale=None):
     keys = [tiles(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k), ("g", g))]
     d_v, d_o = (tiles(n, x, (B, T, H, V), q, C, BV) for n, x in (("v", v), ("o", o)))
     state = TensorDescriptor(S, S.shape, S.stride(), [1, 1, BK, BV])
-    strong, scale = (
-        S.new_empty(B, H, triton.cdiv(T, C), dtype=torch.int8),
-        K**-0.5 if scale is None else scale,
-    )
+    N, scale = triton.cdiv(T, C), K**-0.5 if scale is None else scale
+    strong = S.new_empty(B, H, N, dtype=torch.int8)
     walk[triton.cdiv(V, BV), H, B](
         *keys, d_v, o, state, strong, T, H, V, scale,
         C=C, BK=BK, BV=BV, LIMIT=limit, num_warps=4, num_stages=3 if K <= 64 else 2,
     )  # fmt: skip
-    levels[triton.cdiv(T, C), H, B](
+    levels[N, H, B](
         *keys, d_v, d_o, strong, H, V, scale,
         C=C, LEVELS=C.bit_length() - 1, BK=BK, BV=BV, num_warps=8, num_stages=1,
     )  # fmt: skip
