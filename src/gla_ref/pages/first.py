@@ -1,7 +1,7 @@
 """First kernels: add two vectors, take the softmax of rows, attend in one tile (chapter 3).
 
 A kernel is a function that many *programs* run at once, each told apart by `tl.program_id`. It works on tiles, whose
-sizes are powers of two and known when it is compiled (`tl.constexpr`), and reads and writes memory itself, by pointers::
+sizes are powers of two and known when it is compiled (`tl.constexpr`), and reads and writes memory by pointers::
 
     z = x + y                                         `add`: grid, offsets, mask                       (1)
     y = e^(x - max x) / sum e^(x - max x)             `softmax_rows`: strides, rows, warps, stages     (2)
