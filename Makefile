@@ -21,7 +21,7 @@ test: $(VENV) ## run every test that needs no GPU (the site is built and its pag
 	@echo "All tests passed."
 
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/test_kernels*.py -m "gpu and not alone" -n auto --maxprocesses 15 \
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/test_kernels*.py tests/test_pages.py -m "gpu and not alone" -n auto --maxprocesses 15 \
 	  --gpu-summary benchmarks/results/test-gpu.json
 	$(PYTHON) -m pytest tests/test_kernels*.py -m "gpu and alone"
 	@echo "The summary: benchmarks/results/test-gpu.json"

@@ -1,7 +1,7 @@
 """First kernels: add two vectors, take the softmax of rows, attend in one tile (chapter 3).
 
 A kernel is a function that many *programs* run at once, each told apart by `tl.program_id`. It works on tiles, whose
-sizes are powers of two and known when it is compiled (`tl.constexpr`), and reads and writes memory itself, by pointers.
+sizes are powers of two and known when it is compiled (`tl.constexpr`), and reads and writes memory by pointers::
 
     z = x + y                                         `add`: grid, offsets, mask                       (1)
     y = e^(x - max x) / sum e^(x - max x)             `softmax_rows`: strides, rows, warps, stages     (2)
@@ -9,9 +9,9 @@ sizes are powers of two and known when it is compiled (`tl.constexpr`), and read
 
 Programs: N / 1024 of `add`, each for 1024 numbers, 12 bytes and one FLOP a number in float32; a few for each
 multiprocessor of `softmax_rows`, which take a row after another, each read once and written once; H * B of `attend`,
-each for all T tokens of a head, 4 T T (K + V) / 2 FLOPs that count.
+each for all T tokens of a head, 2 T T (K + V) FLOPs, of which about half count.
 
-Left out: more than 2^31 numbers, rows of more than 8192, more than 64 tokens, gradients.
+Left out: more than 2^30 numbers, rows of more than 8192, more than 64 tokens, gradients.
 """
 
 import torch
@@ -38,10 +38,9 @@ def softmax_kernel(x, y, rows, N, x_stride, y_stride, BLOCK: tl.constexpr, STAGE
     o = tl.arange(0, BLOCK)  # [BLOCK], at least N
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
         # load: rows lie a stride apart; -inf beyond the row's end, e^-inf = 0
-        b_x = tl.load(x + row * x_stride + o, mask=o < N, other=float("-inf")).to(
-            tl.float32
-        )  # [BLOCK]
+        b_x = tl.load(x + row * x_stride + o, mask=o < N, other=float("-inf"))  # [BLOCK]
         # compute: tl.max and tl.sum go over all threads of the program's warps
+        b_x = b_x.to(tl.float32)  # [BLOCK]
         b_e = tl.exp(b_x - tl.max(b_x, 0))  # [BLOCK]
         b_y = b_e / tl.sum(b_e, 0)  # (2)
         # store
@@ -70,7 +69,7 @@ def attend_kernel(q, k, v, o, T, H, scale, BT: tl.constexpr, K: tl.constexpr, V:
 
 def check(name, x, shape, like, rows_apart=False):
     """Refuse what these kernels leave out."""
-    if x.shape != shape or not 0 < x.numel() < 2**31:
+    if x.shape != shape or not 0 < x.numel() <= 2**30:
         raise ValueError(f"{name}: expected {tuple(shape)}, not empty, got {tuple(x.shape)}")
     if x.dtype != like.dtype or x.dtype not in FLOATS:
         raise TypeError(f"{name}: expected bfloat16, float16 or float32, all alike, got {x.dtype}")
@@ -93,7 +92,7 @@ def add(x, y):
 
 def softmax_rows(x):
     """The softmax of each row of x [rows, N], N at most 8192; rows may lie any stride apart."""
-    if x.ndim != 2 or x.shape[1] > 8192 or x.stride(1) != 1 or len(x) * x.stride(0) >= 2**31:
+    if x.ndim != 2 or x.shape[1] > 8192 or x.stride(1) != 1 or len(x) * x.stride(0) > 2**30:
         raise ValueError(f"x: expected [rows, N <= 8192], got {tuple(x.shape)}, {x.stride()}")
     check("x", x, x.shape, x, rows_apart=True)
     y, (rows, N) = torch.empty_like(x), x.shape

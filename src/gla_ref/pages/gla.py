@@ -10,9 +10,10 @@ Reference: :func:`gla_ref.gla.recurrent`. A program owns BV columns of the state
 and walks over the chunks of its sequence: V / BV * H * B programs. A chunk moves 2 C (3 K + 2 BV) bytes in bf16 and
 costs 2 C (C (2 K + BV) + 2 K BV) FLOPs, of which the product that sums the gates has 2 C C K.
 
-Left out: packed sequences, initial states, gradients, gates on values, float16, other sizes than 16, 32, 64 and 128.
-Products k_j e^(r - b_j) grow up to e^40 in bf16, e^2 in float32. A head that decays by more in a chunk, twice as much
-in a channel, is NaN from that chunk on: :mod:`gla_ref.pages.gla_levels` has no such limit.
+Left out: packed sequences, initial states, gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
+k' may be k times e^40 in bf16 and e^2 in float32, which is how far a channel may decay in half a chunk. If one decays
+by more, all outputs of its head are NaN from that chunk on, and so is the channel's row of the state. There is no such
+limit in :mod:`gla_ref.pages.gla_levels`.
 """
 
 import torch

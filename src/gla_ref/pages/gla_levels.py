@@ -8,15 +8,13 @@ In a *strong* chunk, where some channel decays by more, reads decay from its sta
     o  = scale (q' S' + P v)         S <- S' + k'^T v                                                  (3)
 
 P is tril(q' k'^T) in a mild chunk. In a strong one, tokens j < i meet at the border in the middle of the smallest block
-of 2^n tokens that holds both: k_j decays up to the border and q_i from there on, one product for each level n::
+of 2^l tokens that holds both: k_j decays up to the border and q_i from there on, one product for each level l::
 
     P_ij = q_i E_i . k_j E_j         E the decay between a token and the border of its block           (4)
 
-No exponent is above 0, and each is the sum of just the gates between: exact for every gate. Reference:
-:func:`gla_ref.gla.recurrent`. Programs: V / BV * H * B of `walk`, which leaves P out of strong chunks, T / C * H * B of
-`levels`, which adds P v there for 2 C C (2 K log2(C) + V) FLOPs, and ends at once elsewhere.
-
-Left out: packed sequences, initial states, gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
+No exponent is above 0, and each is the sum of just the gates between: right for every gate. Programs: V / BV * H * B of
+`walk`, which XX Reference: :func:`gla_ref.gla.recurrent`. Left out: packed sequences, initial states,
+gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
 """
 
 import torch
@@ -29,8 +27,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_gates(g, i_b, i_h, t, C: tl.constexpr, BK: tl.constexpr):
-    b_g = g.load([i_b, i_h, t, 0]).reshape(C, BK).to(tl.float32)  # [C, BK]
-    # e^-104 is 0 in float32, so that -104 stands for all below
+    """[C, BK]. e^-104 is 0 in float32, so that -104 stands for all gates below."""
+    b_g = g.load([i_b, i_h, t, 0]).reshape(C, BK).to(tl.float32)
     return tl.maximum(b_g, -104.0, propagate_nan=tl.PropagateNan.ALL).to(g.dtype)
 
 
@@ -55,65 +53,61 @@ def walk(
         total = tl.max(tl.dot(b_g.T, ones, input_precision="ieee"), 1) * LOG2E  # [BK], b_C
         mild = tl.min(total) >= -LIMIT * LOG2E
         edge = tl.where(mild, total / 2, 0.0)  # [BK]
-        if (
-            g.dtype == tl.bfloat16
-        ):  # one product for both: half of the sum before less half of the sum after
+        if g.dtype == tl.bfloat16:  # one product: half of the sum before less half of that after
             x = tl.dot(tl.where(i >= j, 0.5, -0.5).to(g.dtype), b_g) * LOG2E  # [C, BK]
             up, down = (total / 2 - edge)[None, :] + x, (total / 2 - edge)[None, :] - x
         else:  # each summed on its own: a strong gate must not take digits from the gates after it
             up = tl.dot((i >= j).to(g.dtype), b_g, input_precision="ieee") * LOG2E  # [C, BK]
             down = tl.dot((i < j).to(g.dtype), b_g, input_precision="ieee") * LOG2E  # [C, BK]
-            x = (up - down) / 2
-            up, down = tl.where(mild, x, up), tl.where(mild, -x, down)
-        b_q = (b_q * tl.exp2(up)).to(b_v.dtype)  # (1), (2)
-        b_k = (b_k * tl.exp2(down)).to(b_v.dtype)  # (1), (2)
+            up, down = tl.where(mild, (up - down) / 2, up), tl.where(mild, (down - up) / 2, down)
+        b_q, b_k = (b_q * tl.exp2(up)).to(v.dtype), (b_k * tl.exp2(down)).to(v.dtype)  # (1), (2)
         S *= tl.exp2(edge)[:, None]  # (1)
         P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
         P = tl.where(j <= tl.where(mild, i, -1), P, 0.0).to(b_v.dtype)  # of a strong chunk nothing
         b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (3)
-        S *= tl.exp2(total - 2 * edge)[:, None]  # (2)
+        S *= tl.exp2(total - 2 * edge)[:, None]  # (2), 1 in a mild chunk
         S = tl.dot(b_k.T, b_v, S, input_precision="ieee") * tl.exp2(edge)[:, None]  # (3), (1)
 
         # store
-        row = ((i_b * T + t + i).to(tl.int64) * H + i_h) * V  # [C, 1]
-        column = i_v + tl.arange(0, BV)[None, :]  # [1, BV]
-        tl.store(o + row + column, b_o.to(b_v.dtype), mask=(t + i < T) & (column < V))
+        row, column = (i_b * T + t + i).to(tl.int64) * H + i_h, i_v + tl.arange(0, BV)[None, :]
+        tl.store(o + row * V + column, b_o.to(b_v.dtype), mask=(t + i < T) & (column < V))
         tl.store(strong + (i_b * H + i_h) * tl.cdiv(T, C) + t // C, mild == 0)
     S_T.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
 
 
 @triton.jit
 def levels(
-    q, k, g, v, o, strong, H, V, scale,
-    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, k, g, v, o, strong, H, N, V, scale, LEVELS: tl.constexpr, MANY: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    # which tile: the chunk of head i_h of sequence i_b that starts at t
-    t, i_h, i_b = tl.program_id(0) * C, tl.program_id(1), tl.program_id(2)
-    if tl.load(strong + (i_b * H + i_h) * tl.num_programs(0) + tl.program_id(0)) == 0:
+    # which tile: strong ones of MANY chunks from `first` on of head i_h of sequence i_b; most have none
+    first, i_h, i_b = tl.program_id(0) * MANY, tl.program_id(1), tl.program_id(2)
+    i, j, n = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], first + tl.arange(0, MANY)
+    flags = strong + (i_b * H + i_h) * N
+    if tl.max(tl.load(flags + n, mask=n < N, other=0).to(tl.int32), 0) == 0:
         return
-    # load
-    b_g = load_gates(g, i_b, i_h, t, C, BK)  # [C, BK]
-    b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
-    b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
-    # compute: each token with itself, which nothing decays, then level by level
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    P = tl.where(i == j, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)  # [C, C]
-    for n in tl.range(0, LEVELS):
-        border = ((i >> n) | 1) << n  # the first token of the second half of a block of 2^(n + 1)
-        between = (j <= i) & (j >= border) | (j > i) & (
-            j < border
-        )  # [C, C], of token i and its border
-        E = tl.exp2(tl.dot(between.to(g.dtype), b_g, input_precision="ieee") * LOG2E)  # [C, BK]
-        x, y = (b_q * E).to(v.dtype), (b_k * E).to(v.dtype)  # [C, BK]
-        meet = ((i >> n) == ((j >> n) | 1)) & ((i >> n) > (j >> n))  # [C, C]
-        P += tl.where(meet, tl.dot(x, y.T, input_precision="ieee"), 0.0)  # (4)
-    # store: on top of what `walk` has read from the state
-    for i_v in tl.range(0, V, BV):
-        b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
-        b_o = tl.dot(P.to(b_v.dtype), b_v, input_precision="ieee") * scale  # (3)
-        b_o += o.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
-        o.store([i_b, i_h, t, i_v], b_o.to(b_v.dtype).reshape(1, 1, C, BV))
+    for c in tl.range(first, tl.minimum(first + MANY, N)):
+        if tl.load(flags + c) != 0:
+            # load
+            b_g = load_gates(g, i_b, i_h, c * C, C, BK)  # [C, BK]
+            b_q = q.load([i_b, i_h, c * C, 0]).reshape(C, BK)  # [C, BK]
+            b_k = k.load([i_b, i_h, c * C, 0]).reshape(C, BK)  # [C, BK]
+            # compute: each token with itself, which nothing decays, then level by level
+            P = tl.where(i == j, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)  # [C, C]
+            for l in tl.range(0, LEVELS):
+                border = ((i >> l) | 1) << l  # where the second half of a block begins
+                between = (j <= i) & (j >= border) | (j > i) & (j < border)  # [C, C]
+                E = tl.dot(between.to(g.dtype), b_g, input_precision="ieee") * LOG2E  # [C, BK]
+                x, y = (b_q * tl.exp2(E)).to(v.dtype), (b_k * tl.exp2(E)).to(v.dtype)  # [C, BK]
+                meet = ((i >> l) == ((j >> l) | 1)) & ((i >> l) > (j >> l))  # [C, C]
+                P += tl.where(meet, tl.dot(x, y.T, input_precision="ieee"), 0.0)  # (4)
+            # store: on top of what `walk` has read from the state
+            for i_v in tl.range(0, V, BV):
+                b_v = v.load([i_b, i_h, c * C, i_v]).reshape(C, BV)  # [C, BV]
+                b_o = tl.dot(P.to(b_v.dtype), b_v, input_precision="ieee") * scale  # (3)
+                b_o += o.load([i_b, i_h, c * C, i_v]).reshape(C, BV)  # [C, BV]
+                o.store([i_b, i_h, c * C, i_v], b_o.to(b_v.dtype).reshape(1, 1, C, BV))
 
 
 def tiles(name, x, shape, like, *box):
@@ -133,10 +127,7 @@ def tiles(name, x, shape, like, *box):
 
 
 def gla(q, k, v, g, scale=None):
-    """o [B, T, H, V] and the state after the last token, float32 [B, H, K, V].
-
-    q, k and log gates g [B, T, H, K], v [B, T, H, V]; scale is K^-0.5 when None.
-    """
+    """o [B, T, H, V] and the state after the last token, of q, k, v and log gates g, as in :mod:`gla_ref.pages.gla`."""
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")
     (B, T, H, K), V = q.shape, v.shape[3]
@@ -144,17 +135,14 @@ def gla(q, k, v, g, scale=None):
     o, S, BK = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32), max(K, 64)
     keys = [tiles(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k), ("g", g))]
     d_v, d_o = (tiles(n, x, (B, T, H, V), q, C, BV) for n, x in (("v", v), ("o", o)))
-    state = TensorDescriptor(S, S.shape, S.stride(), [1, 1, BK, BV])
-    strong, scale = (
-        S.new_empty(B, H, triton.cdiv(T, C), dtype=torch.int8),
-        K**-0.5 if scale is None else scale,
-    )
+    N, scale = triton.cdiv(T, C), K**-0.5 if scale is None else scale
+    strong = S.new_empty(B, H, N, dtype=torch.int8)
     walk[triton.cdiv(V, BV), H, B](
-        *keys, d_v, o, state, strong, T, H, V, scale,
+        *keys, d_v, o, TensorDescriptor(S, S.shape, S.stride(), [1, 1, BK, BV]), strong, T, H, V, scale,
         C=C, BK=BK, BV=BV, LIMIT=limit, num_warps=4, num_stages=3 if K <= 64 else 2,
     )  # fmt: skip
-    levels[triton.cdiv(T, C), H, B](
-        *keys, d_v, d_o, strong, H, V, scale,
-        C=C, LEVELS=C.bit_length() - 1, BK=BK, BV=BV, num_warps=8, num_stages=1,
+    levels[triton.cdiv(N, 16), H, B](
+        *keys, d_v, d_o, strong, H, N, V, scale, LEVELS=C.bit_length() - 1, MANY=16,
+        C=C, BK=BK, BV=BV, num_warps=8, num_stages=1,
     )  # fmt: skip
     return o, S
