@@ -21,10 +21,10 @@ if importlib.util.find_spec("playwright") is None:
 try:
     from hypothesis import settings
 
-    settings.register_profile(
-        "exact", max_examples=200, derandomize=True, deadline=None, database=None
-    )
-    settings.load_profile("exact")
+    fixed = {"derandomize": True, "deadline": None, "database": None}
+    settings.register_profile("quick", max_examples=25, **fixed)
+    settings.register_profile("deep", max_examples=300, **fixed)
+    settings.load_profile("quick")  # make test-deep asks for the other
 except ImportError:  # the GPU host may lack it; the tests that use it say so themselves
     pass
 

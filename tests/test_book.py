@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 
+import build_book
 import gla_book
 import make_notebooks
 from bs4 import BeautifulSoup
@@ -41,12 +42,6 @@ def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=500
     )
-
-
-def build(root: Path) -> subprocess.CompletedProcess:
-    """What `make book` does."""
-    jupyter_book = "import sys; from jupyter_book.cli.main import main; sys.exit(main())"
-    return run("-c", jupyter_book, "build", root, "-W", "-n", "--keep-going", "--all", cwd=root)
 
 
 def notebook(chapter: str) -> nbformat.NotebookNode:
@@ -163,7 +158,7 @@ def test_broken_cell_fails_the_build(tmp_path):
     front += "kernelspec: {name: python3, display_name: Python 3}\n---\n"
     page = tmp_path / "book" / "page.md"
     page.write_text(f"{front}# Page\n\n```{{code-cell}} python\n1 / 0\n```\n")
-    broken = build(tmp_path)
+    broken = build_book.build(tmp_path, capture_output=True, text=True, timeout=500)
     assert broken.returncode != 0 and "ZeroDivisionError" in broken.stdout + broken.stderr
 
 
@@ -171,16 +166,15 @@ def test_broken_cell_fails_the_build(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory, testrun_uid) -> Path:
-    """The site as `make book` makes it, built once even when several processes run the tests."""
-    shared = tmp_path_factory.getbasetemp().parent
-    report = shared / f"site-{testrun_uid}.txt"
-    with FileLock(shared / "site.lock"):
-        if not report.exists():
-            result = build(ROOT)
-            problem = (result.stdout + result.stderr)[-6000:] if result.returncode else ""
-            report.write_text(problem)
-    if problem := report.read_text():
+def site() -> Path:
+    """The site as `make book` leaves it; built here unless it was built from the same sources."""
+    SITE.parent.mkdir(exist_ok=True)
+    with FileLock(SITE.parent / "site.lock"):  # several processes may run the tests
+        if build_book.fresh(ROOT, build_book.SITE):
+            return SITE
+        result = build_book.build(ROOT, capture_output=True, text=True, timeout=500)
+    if result.returncode:
+        problem = (result.stdout + result.stderr)[-6000:]
         pytest.fail(f"make book fails\n{problem}", pytrace=False)
     return SITE
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import F64, LADDER, error, inputs
+from cases import F64, LADDER, error, inputs, thin
 from torch.utils.flop_counter import FlopCounterMode
 
 from gla_ref import gates, gla, prefix_sum
@@ -49,8 +49,10 @@ def given(B, T, H, K, V, dtype=torch.float32, kind="logsigmoid/16", seed=0):
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("C", [16, 32, 64])
-@pytest.mark.parametrize("T, K, V", [(1, 5, 3), (16, 64, 20), (75, 20, 36), (37, 80, 100)])
+@pytest.mark.parametrize("C", thin([16, 32, 64], 16))
+@pytest.mark.parametrize(
+    "T, K, V", thin([(1, 5, 3), (16, 64, 20), (75, 20, 36), (37, 80, 100)], (75, 20, 36))
+)
 def test_each_step(T, K, V, C, dtype):
     if C > 16 and not CUDA and T != 75:
         pytest.skip("the interpreter is slow")
@@ -122,18 +124,23 @@ def check(B, T, H, K, V, *, C=16, dtype=torch.float32, kind="logsigmoid/16"):
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("kind", ["zero", "-1e-4", "logsigmoid/16"])
+@pytest.mark.parametrize("kind", thin(["zero", "-1e-4", "logsigmoid/16"], "logsigmoid/16"))
 @pytest.mark.parametrize(
     "T, K, V, C",
-    [
+    thin(
+        [
+            (1, 3, 5, 16),
+            (15, 5, 3, 16),
+            (16, 20, 36, 16),
+            (17, 80, 20, 16),
+            (49, 7, 70, 16),
+            (70, 20, 36, 32),
+            (65, 5, 20, 64),
+        ],
         (1, 3, 5, 16),
-        (15, 5, 3, 16),
-        (16, 20, 36, 16),
-        (17, 80, 20, 16),
-        (49, 7, 70, 16),
         (70, 20, 36, 32),
         (65, 5, 20, 64),
-    ],
+    ),
 )
 def test_mild_gates(T, K, V, C, kind, dtype):
     check(1, T, 2, K, V, C=C, kind=kind, dtype=dtype)
@@ -183,7 +190,7 @@ def check_drift(args, C=16, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("kind", FINITE)
+@pytest.mark.parametrize("kind", thin(FINITE, "one strong channel"))
 def test_finite_gates_drift_as_the_algorithm_does(kind, dtype):
     args, _ = given(1, 70, 2, 20, 9, dtype, kind)
     for C in (16, 64):
@@ -193,6 +200,7 @@ def test_finite_gates_drift_as_the_algorithm_does(kind, dtype):
 STRONG = (-1.0, -10.0, -1e2, -1e3, -1e4, -1e5, -1e6, -1e7)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("device", ANYWHERE)
 def test_drift_grows_with_the_strongest_gate(device):
     """One strong gate in each chunk of mild ones: an error in proportion; two-level chunks have none."""
@@ -242,6 +250,7 @@ def test_float16_cannot_read_a_state_beyond_65504(device):
 # states, memory, contract
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("device", ANYWHERE)
 def test_states_carry(device):
     _, (*args, S0) = given(1, 50, 2, 20, 9)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cases import F64, LADDER, error, inputs
+from cases import F64, LADDER, error, inputs, thin
 from emulated import Gla
 
 from gla_ref import FORMS, gla_backward
@@ -141,6 +141,7 @@ def check(*sizes, path=None, ends=None, scale=None, **kw):
 # interpreted
 
 
+@pytest.mark.deep
 @interpreted
 def test_every_length():
     """1 to 130 tokens as 130 packed sequences; judged as a batch in which the short ones end in zeros."""
@@ -161,7 +162,7 @@ def test_every_length():
 
 
 @interpreted
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", thin(PATHS, "segmented"))
 def test_gradients_at_edges(path):
     """Of sequences of 1, 31, 32, 33, 63, 64, 65 and no tokens, packed, with odd sizes."""
     ends = torch.tensor([0, 1, 31, 32, 0, 33, 65]).cumsum(0).tolist()
@@ -170,13 +171,15 @@ def test_gradients_at_edges(path):
 
 @interpreted
 @pytest.mark.parametrize("two_sided", [False, True])
-@pytest.mark.parametrize("kind", LADDER)
+@pytest.mark.parametrize("kind", thin(LADDER, "logsigmoid/16", "many resets"))
 def test_the_gate_ladder(kind, two_sided):
     check(1, 70, 1, 5, 3, kind=kind, two_sided=two_sided)
 
 
 @interpreted
-@pytest.mark.parametrize("K, V", [(60, 16), (64, 100), (128, 16), (256, 40), (16, 512)])
+@pytest.mark.parametrize(
+    "K, V", thin([(60, 16), (64, 100), (128, 16), (256, 40), (16, 512)], (60, 16), (128, 16))
+)
 def test_sizes_in_the_interpreter(K, V):
     check(1, 33, 1, K, V, kind="mild and strong chunks" if K == 64 else "logsigmoid/16")
 
@@ -256,6 +259,7 @@ def total_off(x, LOW: tl.constexpr):
     return tl.sum(x.to(tl.float32), 0) * (1 + 2**-22)
 
 
+@pytest.mark.deep
 @interpreted
 def test_pairs_do_not_see_the_order_in_which_a_total_is_summed(monkeypatch):
     """The interpreter sums a total in order, a GPU as a tree, an ulp or two away (benchmarks/LAB.md)."""
@@ -312,7 +316,7 @@ def test_the_path_of_a_chunk_changes_rounding_only():
 
 
 @anywhere
-@pytest.mark.parametrize("scale", [0.0, -2.0])
+@pytest.mark.parametrize("scale", thin([0.0, -2.0], 0.0))
 def test_any_scale(scale):
     args, S0 = small()
     leaves = [x.requires_grad_() for x in (*args, S0)]
@@ -327,7 +331,7 @@ def test_any_scale(scale):
 
 
 @anywhere
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", thin(PATHS, "fused"))
 def test_split_and_carry(path):
     args, S0 = small(kind="mild and strong chunks")
     whole, S = gla(*args, initial_state=S0, path=path)
@@ -353,7 +357,7 @@ def test_prefill_then_decode_is_the_whole(kind):
 
 
 @anywhere
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", thin(PATHS, "fused"))
 def test_strides_poison_and_equal_runs(path, monkeypatch):
     args, S0 = small(kind="mild and strong chunks")
     odd = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in args]
@@ -381,6 +385,7 @@ def test_strides_poison_and_equal_runs(path, monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(before, (*odd, S_odd), strict=True))
 
 
+@pytest.mark.deep
 @anywhere
 def test_the_gradient_of_the_state_may_have_any_strides():
     args, S0 = small()
@@ -397,7 +402,7 @@ def test_the_gradient_of_the_state_may_have_any_strides():
 
 
 @anywhere
-@pytest.mark.parametrize("two_sided", [False, True])
+@pytest.mark.parametrize("two_sided", thin([False, True], False))
 def test_compiled_equals_eager(two_sided):
     args, S0 = small()
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cases import F64, LADDER, error, inputs
+from cases import F64, LADDER, error, inputs, thin
 from emulated import chunks, product
 
 from gla_ref import gates, gla_backward
@@ -163,7 +163,7 @@ def check(*sizes, path=None, ends=None, scale=None, **kw):
 
 
 @interpreted
-@pytest.mark.parametrize("start", range(1, 131, 10))
+@pytest.mark.parametrize("start", thin(range(1, 131, 10), 61))
 def test_every_length(start):
     for T in range(start, start + 10):
         kind = "logsigmoid/16" if T % 2 else "many resets"
@@ -181,27 +181,28 @@ def test_gradients_at_edges(T):
 
 
 @interpreted
-@pytest.mark.parametrize("kind", LADDER)
+@pytest.mark.parametrize("kind", thin(LADDER, "logsigmoid/16", "-inf", "many resets"))
 def test_the_gate_ladder(kind):
     check(1, 70, 2, 5, 3, kind=kind)
 
 
 @interpreted
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", thin(PATHS, "segmented"))
 def test_paths_in_the_interpreter(path):
     check(1, 100, 2, 20, 37, kind="mild and strong chunks", path=path)
     check(2, 65, 2, 7, 3, path=path)
 
 
 @interpreted
-@pytest.mark.parametrize("path", [None, *PATHS])
+@pytest.mark.parametrize("path", thin([None, *PATHS], "segmented"))
 def test_packed_sequences(path):
     check(1, 130, 2, 6, 5, kind="many resets", path=path, ends=[0, 0, 33, 33, 40, 97, 130, 130])
 
 
 @interpreted
 @pytest.mark.parametrize(
-    "K, V", [(16, 60), (60, 16), (64, 100), (100, 64), (128, 16), (256, 40), (16, 512)]
+    "K, V",
+    thin([(16, 60), (60, 16), (64, 100), (100, 64), (128, 16), (256, 40), (16, 512)], (60, 16)),
 )
 def test_sizes_in_the_interpreter(K, V):
     check(1, 33, 1, K, V, kind="logsigmoid/16")
@@ -337,7 +338,7 @@ def test_split_and_carry(path):
 
 
 @anywhere
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", thin(PATHS, "fused"))
 def test_strides_poison_and_equal_runs(path, monkeypatch):
     x, judged = problem(2, 19, 2, 20, 36, kind="logsigmoid/16")
     empty = torch.empty
@@ -360,7 +361,7 @@ def test_strides_poison_and_equal_runs(path, monkeypatch):
 
 
 @anywhere
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", thin([False, True], True))
 def test_compiled_equals_eager(gated):
     args, S0 = small(gated=gated)
     form = simple_gla if gated else linear_attention
