@@ -29,6 +29,13 @@ except ImportError:  # the GPU host may lack it; the tests that use it say so th
     pass
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def here(request):
+    """Where kernels run: interpreted without a GPU, compiled with one."""
+    if (request.param == "cuda") != torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU, interpreted elsewhere")
+
+
 def pytest_configure():
     """Triton's interpreter patches its language at every call inside a kernel, half of its time: once is enough."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import F64, gate, thin
+from harness import HERE
 
 from gla_ref.gates import chunk_cumsum
 
@@ -13,7 +14,6 @@ from gla_ref.kernels._tiles import pattern, patterns, sizes_of  # noqa: E402
 from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
 LADDER = (
     "zero",
     "-1e-4",

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from cases import F64, error, inputs, thin
+from harness import CUDA, HERE
 
 from gla_ref import FORMS
 from gla_ref import check as kit
@@ -16,8 +17,6 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gla_ref.kernels import _program, flash_attention, gla, gla_step, linear_attention  # noqa: E402
 from gla_ref.kernels._hardware import CLASSES  # noqa: E402
 
-CUDA = torch.cuda.is_available()
-HERE = "cuda" if CUDA else "cpu"
 MECHANISMS = ("softmax_attention", "linear_attention", "simple_gla", "gla")
 PLANNED = {
     "softmax_attention": flash_attention,
@@ -27,12 +26,7 @@ PLANNED = {
 }
 FEW = thin(MECHANISMS, "softmax_attention", "linear_attention")
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)], autouse=True)
-def here(request):
-    if request.param != HERE:
-        pytest.skip("kernels are compiled where there is a GPU, interpreted elsewhere")
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def tokens(mechanism, B=2, T=20, H=2, K=16, V=16, dtype=torch.float32, seed=0):

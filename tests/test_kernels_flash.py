@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import thin
+from harness import CUDA, HERE
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -24,8 +25,6 @@ from gla_ref import FORMS  # noqa: E402
 from gla_ref.check._emulate import multiply  # noqa: E402
 from gla_ref.kernels.flash_attention import flash_attention  # noqa: E402
 
-CUDA = torch.cuda.is_available()
-HERE = "cuda" if CUDA else "cpu"
 HALF = (torch.bfloat16, torch.float16)
 NAMES = ("q", "k", "v")
 

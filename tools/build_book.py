@@ -41,7 +41,7 @@ def state(root: Path, *made: str) -> str:
                 digest.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
                 digest.update(file.read_bytes())
     # the front page names the tests
-    others = sorted(path.name for path in (root / "tests").glob("*.py"))
+    others = sorted(path.name for path in (root / "tests").glob("test_*.py"))
     others += sorted({f"{x.name} {x.version}" for x in distributions()})
     digest.update("\n".join([*others, sys.version, str(shutil.which("node"))]).encode())
     return digest.hexdigest()
@@ -76,19 +76,24 @@ def execute(page: Path) -> str:
             pass
     result = single_nb_execution(notebook, cwd=str(page.parent), timeout=120, allow_errors=False)
     if result.err is not None:
-        return f"{page.name}\n{result.exc_string}"
+        return f"{page.name}\n{result.err}"
     with FileLock(path / "lock"):
         bundle = CacheBundleIn(notebook, str(page), data={"execution_seconds": result.time})
         get_cache(path).cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
     return ""
 
 
-def execute_pages(root: Path) -> str:
-    """Run every page that the cache lacks, several at a time, where Jupyter Book would run one after the other."""
+def execute_pages(root: Path) -> dict[str, str]:
+    """Run every page that the cache lacks, several at a time; which failed, and how.
+
+    Jupyter Book, which would run one after the other, then finds them all.
+    """
     gla_book.prepare_kernels(root)
-    gla_book.execution_cache(root).mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(min(4, os.cpu_count())) as pool:
-        return "\n".join(filter(None, pool.map(execute, sorted((root / "book").glob("*.md")))))
+    cache, pages = gla_book.execution_cache(root), sorted((root / "book").glob("*.md"))
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / "pages.lock"), ThreadPoolExecutor(min(4, os.cpu_count())) as pool:
+        problems = zip(pages, pool.map(execute, pages), strict=True)
+        return {page.stem: problem for page, problem in problems if problem}
 
 
 def build(root: Path, **options) -> subprocess.CompletedProcess:
@@ -106,6 +111,6 @@ if __name__ == "__main__":
     if fresh(ROOT, SITE):
         print("The book is built from these sources already.")
     else:
-        if problem := execute_pages(ROOT):
-            sys.exit(problem)
+        if problems := execute_pages(ROOT):
+            sys.exit("\n".join(problems.values()))
         sys.exit(build(ROOT).returncode)

@@ -119,7 +119,7 @@ def execution_cache(root: Path) -> Path:
     files += [*measured.glob("results/*.json"), *measured.glob("LAB.md")]
     for file in [*sorted(files), *(root / "book").glob("index.md"), root / "requirements.txt"]:
         digest.update(file.read_bytes())
-    listed = [root.glob(name) for name in ("book/*.md", "notebooks/*.ipynb", "tests/*.py")]
+    listed = [root.glob(name) for name in ("book/*.md", "notebooks/*.ipynb", "tests/test_*.py")]
     digest.update("\n".join(sorted(path.name for names in listed for path in names)).encode())
     return root / "_build" / ".jupyter_cache" / digest.hexdigest()[:16]
 
