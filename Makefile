@@ -21,7 +21,7 @@ test: $(VENV) ## run the tests that need no GPU (the site is built and its pages
 	$(PYTEST)
 	@echo "All tests passed. What takes long: make test-deep"
 
-test-deep: $(VENV) ## run what is left to test without a GPU: whole ladders, sweeps of the check kit, every property 200 times
+test-deep: $(VENV) ## run what is left to test without a GPU: whole ladders, sweeps of the check kit, every property 300 times
 	$(PYTEST) -m "(deep or hypothesis) and not gpu and not browser" --hypothesis-profile deep
 	@echo "All deep tests passed."
 
