@@ -3,6 +3,7 @@ PY     ?= python3
 PYTHON ?= .venv/bin/python
 export PYTHONPATH := $(CURDIR)/src
 export OMP_NUM_THREADS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The virtual environment is made only when it is the Python that is used.
 ifeq ($(PYTHON),.venv/bin/python)
@@ -13,12 +14,16 @@ help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 book: notebooks ## execute every chapter and build the site; a warning or a broken cell fails it
-	$(dir $(PYTHON))jupyter-book build . -W -n --keep-going --all
+	$(PYTHON) tools/build_book.py
 	@echo "The book: _build/html/index.html"
 
-test: $(VENV) ## run every test that needs no GPU (the site is built and its pages are executed too)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-	@echo "All tests passed."
+test: $(VENV) ## run the tests that need no GPU (the site is built and its pages are executed, if they have not been)
+	$(PYTEST)
+	@echo "All tests passed. What takes long: make test-deep"
+
+test-deep: $(VENV) ## run what is left to test without a GPU: whole ladders, sweeps of the check kit, every property 300 times
+	$(PYTEST) -m "(deep or hypothesis) and not gpu and not browser" --hypothesis-profile deep
+	@echo "All deep tests passed."
 
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/test_kernels*.py tests/test_pages.py -m "gpu and not alone" -n auto --maxprocesses 15 \
@@ -26,11 +31,11 @@ test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 u
 	$(PYTHON) -m pytest tests/test_kernels*.py -m "gpu and alone"
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
-test-browser: $(VENV) _build/html/index.html ## open every page in a headless Chromium, network refused; then print the book
+test-browser: book ## open every page in a headless Chromium, network refused; then print the book
 	$(PYTHON) tools/install_chromium.py
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/browser -m browser -n 2 --dist loadgroup
 
-pdf: $(VENV) _build/html/index.html ## print the whole book: _build/gated-linear-attention.pdf
+pdf: book ## print the whole book: _build/gated-linear-attention.pdf
 	$(PYTHON) tools/install_chromium.py
 	$(PYTHON) tools/make_pdf.py
 
@@ -45,9 +50,6 @@ bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flas
 
 notebooks: $(VENV) ## write notebooks/*.ipynb from book/*.md
 	$(PYTHON) tools/make_notebooks.py
-
-_build/html/index.html:
-	$(MAKE) book
 
 test-notebooks: $(VENV) ## run the notebooks as Colab does: the built wheel in a clean environment
 	OMP_NUM_THREADS=1 $(PYTHON) tools/run_notebooks_clean.py --jobs 2
@@ -69,5 +71,5 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-gpu compile test-browser test-notebooks pdf mutants bench notebooks serve lint clean
+.PHONY: help book test test-deep test-gpu compile test-browser test-notebooks pdf mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help

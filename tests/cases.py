@@ -1,5 +1,6 @@
 """What the tests share: random inputs, the gate ladder, and the measure of error (the oracle rule)."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -17,6 +18,17 @@ LADDER = (
     "many resets",
 )  # fmt: skip
 SWITCH = -80.0  # total decay of a chunk at which a kernel changes from one product to two levels
+
+
+def thin(values, *kept):
+    """Parameters, of which `make test` takes those that are kept, and `make test-deep` the others."""
+    values = list(values)
+    assert kept and all(x in values for x in kept)
+    each = [x if isinstance(x, tuple) else (x,) for x in values]
+    return [
+        x if x in kept else pytest.param(*parts, marks=pytest.mark.deep)
+        for x, parts in zip(values, each, strict=True)
+    ]
 
 
 def gate(kind: str, *shape: int, C: int = 16, seed: int = 0) -> Tensor:

@@ -21,12 +21,19 @@ if importlib.util.find_spec("playwright") is None:
 try:
     from hypothesis import settings
 
-    settings.register_profile(
-        "exact", max_examples=200, derandomize=True, deadline=None, database=None
-    )
-    settings.load_profile("exact")
+    fixed = {"derandomize": True, "deadline": None, "database": None}
+    settings.register_profile("quick", max_examples=25, **fixed)
+    settings.register_profile("deep", max_examples=300, **fixed)
+    settings.load_profile("quick")  # make test-deep asks for the other
 except ImportError:  # the GPU host may lack it; the tests that use it say so themselves
     pass
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def here(request):
+    """Where kernels run: interpreted without a GPU, compiled with one."""
+    if (request.param == "cuda") != torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU, interpreted elsewhere")
 
 
 def pytest_configure():

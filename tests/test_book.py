@@ -16,14 +16,12 @@ import pytest
 
 pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 
+import build_book
 import gla_book
 import make_notebooks
 from bs4 import BeautifulSoup
 from filelock import FileLock
 from jupyter_cache import get_cache
-from jupyter_cache.base import CacheBundleIn
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "_build" / "html"
@@ -43,44 +41,35 @@ def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     )
 
 
-def build(root: Path) -> subprocess.CompletedProcess:
-    """What `make book` does."""
-    jupyter_book = "import sys; from jupyter_book.cli.main import main; sys.exit(main())"
-    return run("-c", jupyter_book, "build", root, "-W", "-n", "--keep-going", "--all", cwd=root)
-
-
 def notebook(chapter: str) -> nbformat.NotebookNode:
     return nbformat.read(ROOT / "notebooks" / f"{chapter}.ipynb", 4)
+
+
+def without_install(nb: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    nb.cells = [cell for cell in nb.cells if "install" not in cell.metadata.get("tags", [])]
+    return nb
 
 
 # -- chapters and notebooks --------------------------------------------------------------------
 
 
+@pytest.fixture(scope="session")
+def problems() -> dict[str, str]:
+    """Pages that do not run, and why; what `make book` has executed is not executed again, and the reverse."""
+    return build_book.execute_pages(ROOT)
+
+
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_notebook_runs(chapter):
-    """Executed here or by the book's build, whichever comes first: both keep what they ran."""
-    nb = notebook(chapter)
-    nb.cells = [cell for cell in nb.cells if "install" not in cell.metadata.get("tags", [])]
-    path = gla_book.execution_cache(ROOT)
-    path.mkdir(parents=True, exist_ok=True)
-    with FileLock(path / "lock"):
-        store = get_cache(path)
-        try:
-            store.match_cache_notebook(nb)
-            return
-        except KeyError:
-            pass
-    gla_book.prepare_kernels(ROOT)
-    folder = {"metadata": {"path": str(ROOT / "book")}}
-    try:
-        NotebookClient(nb, timeout=120, resources=folder, record_timing=False).execute()
-    except CellExecutionError as error:
-        pytest.fail(f"{chapter}\n{error}", pytrace=False)
-    errors = [o.text for c in nb.cells for o in c.get("outputs", []) if o.get("name") == "stderr"]
+def test_notebook_runs(chapter, problems):
+    if chapter in problems:
+        pytest.fail(problems[chapter], pytrace=False)
+    store = get_cache(gla_book.execution_cache(ROOT))
+    record = store.match_cache_notebook(without_install(notebook(chapter)))  # the chapter's cells
+    cells = store.get_cache_bundle(record.pk).nb.cells
+    errors = [
+        o.text for cell in cells for o in cell.get("outputs", []) if o.get("name") == "stderr"
+    ]
     assert not errors, "a page must not print to stderr"
-    with FileLock(path / "lock"):
-        bundle = CacheBundleIn(nb, str(ROOT / "book" / f"{chapter}.md"))
-        store.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
 
 
 def test_notebooks_are_in_step_with_the_chapters():
@@ -163,7 +152,7 @@ def test_broken_cell_fails_the_build(tmp_path):
     front += "kernelspec: {name: python3, display_name: Python 3}\n---\n"
     page = tmp_path / "book" / "page.md"
     page.write_text(f"{front}# Page\n\n```{{code-cell}} python\n1 / 0\n```\n")
-    broken = build(tmp_path)
+    broken = build_book.build(tmp_path, capture_output=True, text=True, timeout=500)
     assert broken.returncode != 0 and "ZeroDivisionError" in broken.stdout + broken.stderr
 
 
@@ -171,16 +160,15 @@ def test_broken_cell_fails_the_build(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory, testrun_uid) -> Path:
-    """The site as `make book` makes it, built once even when several processes run the tests."""
-    shared = tmp_path_factory.getbasetemp().parent
-    report = shared / f"site-{testrun_uid}.txt"
-    with FileLock(shared / "site.lock"):
-        if not report.exists():
-            result = build(ROOT)
-            problem = (result.stdout + result.stderr)[-6000:] if result.returncode else ""
-            report.write_text(problem)
-    if problem := report.read_text():
+def site() -> Path:
+    """The site as `make book` leaves it; built here unless it was built from the same sources."""
+    SITE.parent.mkdir(exist_ok=True)
+    with FileLock(SITE.parent / "site.lock"):  # several processes may run the tests
+        if build_book.fresh(ROOT, build_book.SITE):
+            return SITE
+        result = build_book.build(ROOT, capture_output=True, text=True, timeout=500)
+    if result.returncode:
+        problem = (result.stdout + result.stderr)[-6000:]
         pytest.fail(f"make book fails\n{problem}", pytrace=False)
     return SITE
 

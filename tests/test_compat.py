@@ -163,6 +163,7 @@ def test_other_gates():
     close(found, simple_gla, q, k, v, gamma.expand(q.shape[:3]))
 
 
+@pytest.mark.deep
 def test_they_are_kernels_that_the_kit_calls_as_they_are():
     """Gradients and all, with a final state on request."""
     check.kernel("gla", fla.chunk_gla, only="length 1").raise_if_failed()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import BREAK, F64, GATED, LADDER, error, gate, inputs, options, pairs
+from cases import BREAK, F64, GATED, LADDER, error, gate, inputs, options, pairs, thin
 
 import gla_ref
 from gla_ref import gla
@@ -13,8 +13,12 @@ TOLERANCE = 1e-9
 FORMS = gla_ref.FORMS
 
 
+FORWARD = pairs("linear_attention", *GATED)
+CHUNKED = [(m, "chunkwise") for m in ("linear_attention", *GATED)]
+
+
 @pytest.mark.parametrize("g_v", [False, True])
-@pytest.mark.parametrize("mechanism, form", pairs("linear_attention", *GATED))
+@pytest.mark.parametrize("mechanism, form", thin(FORWARD, *CHUNKED))
 def test_gradcheck(mechanism, form, g_v):
     if g_v and mechanism != "gla":
         return
@@ -59,7 +63,7 @@ def test_autograd_of_every_form_equals_that_of_the_recurrence(mechanism, form, k
 
 
 @pytest.mark.parametrize(
-    "T, C", [(1, 16), (15, 16), (16, 16), (17, 16), (37, 16), (37, 1), (37, 64)]
+    "T, C", thin([(1, 16), (15, 16), (16, 16), (17, 16), (37, 16), (37, 1), (37, 64)], (37, 16))
 )
 @pytest.mark.parametrize("kind", LADDER)
 @pytest.mark.parametrize("g_v", [False, True])

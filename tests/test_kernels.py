@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import F64, gate
+from cases import F64, gate, thin
+from harness import HERE
 
 from gla_ref.gates import chunk_cumsum
 
@@ -13,7 +14,6 @@ from gla_ref.kernels._tiles import pattern, patterns, sizes_of  # noqa: E402
 from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
 LADDER = (
     "zero",
     "-1e-4",
@@ -38,7 +38,7 @@ def assert_within_rounding(b, g, C):
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("T", [1, 15, 16, 17, 37])
+@pytest.mark.parametrize("T", thin([1, 15, 16, 17, 37], 17))
 @pytest.mark.parametrize("kind", LADDER)
 def test_decay_cumsum_on_the_ladder(device, T, kind):
     if device == "cpu" and HERE == "cuda":

@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 import torch
-from cases import F64, error, inputs
+from cases import F64, error, inputs, thin
+from harness import CUDA, HERE
 
 from gla_ref import FORMS
 from gla_ref import check as kit
@@ -16,8 +17,6 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gla_ref.kernels import _program, flash_attention, gla, gla_step, linear_attention  # noqa: E402
 from gla_ref.kernels._hardware import CLASSES  # noqa: E402
 
-CUDA = torch.cuda.is_available()
-HERE = "cuda" if CUDA else "cpu"
 MECHANISMS = ("softmax_attention", "linear_attention", "simple_gla", "gla")
 PLANNED = {
     "softmax_attention": flash_attention,
@@ -25,13 +24,9 @@ PLANNED = {
     "simple_gla": linear_attention,
     "gla": gla,
 }
+FEW = thin(MECHANISMS, "softmax_attention", "linear_attention")
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)], autouse=True)
-def here(request):
-    if request.param != HERE:
-        pytest.skip("kernels are compiled where there is a GPU, interpreted elsewhere")
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def tokens(mechanism, B=2, T=20, H=2, K=16, V=16, dtype=torch.float32, seed=0):
@@ -58,7 +53,7 @@ def assert_right(mechanism, x, found, tolerance=1e-3):
     assert worst < tolerance, worst
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", FEW)
 def test_a_signature_is_planned_and_checked_once(mechanism, monkeypatch):
     """The second call of a kind neither plans nor checks; another shape, stride, alignment or option does."""
     x, form, planned = tokens(mechanism), FORMS[mechanism]["triton"], PLANNED[mechanism].forward
@@ -83,7 +78,7 @@ def test_a_signature_is_planned_and_checked_once(mechanism, monkeypatch):
     assert len(set(seen)) == len(seen) == 5
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", FEW)
 def test_contiguous_transposed_and_expanded_inputs_in_turn(mechanism):
     """Each has a signature of its own, and gets its own results."""
     x = tokens(mechanism)
@@ -117,7 +112,7 @@ def test_a_program_keeps_no_tensor():
     assert not any(ref() is not None for ref in refs)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", FEW)
 def test_threads_at_once(mechanism, monkeypatch):
     """Each gets its own results, also of signatures that another thread is planning."""
     for planned in (PLANNED[mechanism].forward, PLANNED[mechanism].backward):

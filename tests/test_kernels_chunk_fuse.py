@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from cases import F64, LADDER, error, inputs
+from cases import F64, LADDER, error, inputs, thin
+from harness import CUDA, HERE, allowed, interpreted
 from torch.utils.flop_counter import FlopCounterMode
 
 from gla_ref import gates, gla, prefix_sum
@@ -17,12 +18,9 @@ from gla_ref.kernels import gla_chunk_fuse as kernels  # noqa: E402
 from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
 from gla_ref.kernels.gla_chunk_fuse import gla_chunk_fuse  # noqa: E402
 
-CUDA = torch.cuda.is_available()
-HERE = "cuda" if CUDA else "cpu"
 U = 2.0**-24  # unit roundoff of float32
 RESETS = ("-inf", "resets at chunk ends", "many resets")
 FINITE = [kind for kind in LADDER if kind not in RESETS]
-interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
 compiled = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no GPU")]
 EVERY_DTYPE = [
     pytest.param(torch.float32, marks=interpreted, id="interpreted"),
@@ -49,8 +47,10 @@ def given(B, T, H, K, V, dtype=torch.float32, kind="logsigmoid/16", seed=0):
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("C", [16, 32, 64])
-@pytest.mark.parametrize("T, K, V", [(1, 5, 3), (16, 64, 20), (75, 20, 36), (37, 80, 100)])
+@pytest.mark.parametrize("C", thin([16, 32, 64], 16))
+@pytest.mark.parametrize(
+    "T, K, V", thin([(1, 5, 3), (16, 64, 20), (75, 20, 36), (37, 80, 100)], (75, 20, 36))
+)
 def test_each_step(T, K, V, C, dtype):
     if C > 16 and not CUDA and T != 75:
         pytest.skip("the interpreter is slow")
@@ -73,7 +73,7 @@ def test_each_step(T, K, V, C, dtype):
     run = read_emulated(*(x.float() for x in wide), low[4], C, dtype)
     assert o.dtype == S_out.dtype == torch.float32
     for x, e, y in zip((o.sum(0), S_out), run, exact, strict=True):
-        assert error(x, y) <= 2 * error(e, y) + 4 * torch.finfo(torch.float32).eps
+        assert error(x, y) <= allowed(e, y)
 
     # A: K products in float32
     A = kernels.inner_scores(*low[:2], b, scale, C)
@@ -91,7 +91,7 @@ def test_each_step(T, K, V, C, dtype):
     run += product.permute(0, 2, 3, 1, 4).reshape(2, -1, 2, V)[:, :T]
     result = combine(o, A, low[2])
     assert result.dtype == dtype
-    assert error(result, exact) <= 2 * error(run.to(dtype), exact) + 4 * info.eps
+    assert error(result, exact) <= allowed(run.to(dtype), exact)
 
 
 def read_emulated(q_g, k_g, v, b, S, C, dtype):
@@ -117,23 +117,27 @@ def check(B, T, H, K, V, *, C=16, dtype=torch.float32, kind="logsigmoid/16"):
         *(x.float() for x in args[:4]), initial_state=low[4], C=C, c=C, round_to=dtype
     )
     for x, e, y, result in zip((o, S), run, exact, (dtype, torch.float32), strict=True):
-        budget = 2 * error(e.to(result), y) + 4 * torch.finfo(result).eps
-        assert error(x, y) <= budget, (error(x, y), budget)
+        assert error(x, y) <= allowed(e.to(result), y)
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("kind", ["zero", "-1e-4", "logsigmoid/16"])
+@pytest.mark.parametrize("kind", thin(["zero", "-1e-4", "logsigmoid/16"], "logsigmoid/16"))
 @pytest.mark.parametrize(
     "T, K, V, C",
-    [
+    thin(
+        [
+            (1, 3, 5, 16),
+            (15, 5, 3, 16),
+            (16, 20, 36, 16),
+            (17, 80, 20, 16),
+            (49, 7, 70, 16),
+            (70, 20, 36, 32),
+            (65, 5, 20, 64),
+        ],
         (1, 3, 5, 16),
-        (15, 5, 3, 16),
-        (16, 20, 36, 16),
-        (17, 80, 20, 16),
-        (49, 7, 70, 16),
         (70, 20, 36, 32),
         (65, 5, 20, 64),
-    ],
+    ),
 )
 def test_mild_gates(T, K, V, C, kind, dtype):
     check(1, T, 2, K, V, C=C, kind=kind, dtype=dtype)
@@ -183,7 +187,7 @@ def check_drift(args, C=16, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("kind", FINITE)
+@pytest.mark.parametrize("kind", thin(FINITE, "one strong channel"))
 def test_finite_gates_drift_as_the_algorithm_does(kind, dtype):
     args, _ = given(1, 70, 2, 20, 9, dtype, kind)
     for C in (16, 64):
@@ -193,6 +197,7 @@ def test_finite_gates_drift_as_the_algorithm_does(kind, dtype):
 STRONG = (-1.0, -10.0, -1e2, -1e3, -1e4, -1e5, -1e6, -1e7)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("device", ANYWHERE)
 def test_drift_grows_with_the_strongest_gate(device):
     """One strong gate in each chunk of mild ones: an error in proportion; two-level chunks have none."""
@@ -242,6 +247,7 @@ def test_float16_cannot_read_a_state_beyond_65504(device):
 # states, memory, contract
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("device", ANYWHERE)
 def test_states_carry(device):
     _, (*args, S0) = given(1, 50, 2, 20, 9)

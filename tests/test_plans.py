@@ -205,6 +205,7 @@ print(len(found), max(map(len, found.values())))
 """
 
 
+@pytest.mark.deep
 def test_equal_variants_are_compiled_alike():
     """What Triton would compile apart never shares a kernel: Triton's own specialisation is asked, nothing compiled."""
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gla_ref.prefix_sum import blelloch, chunked, hillis_steele, sequential
@@ -37,7 +37,6 @@ def test_worked_example():
     assert result.tolist() == [0, 1, 3, 6, 10, 15, 21, 28, 36, 45, 55, 66]
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
 @given(T=st.integers(1, 40), C=st.integers(1, 45), shape=st.lists(st.integers(1, 3), max_size=2))
 def test_chunked_is_a_prefix_sum(T, C, shape):
     torch.manual_seed(T * 50 + C)
@@ -58,7 +57,6 @@ def test_sequential(dim):
 
 
 @pytest.mark.parametrize("scan", SCANS)
-@settings(max_examples=200, derandomize=True, deadline=None)
 @given(T=st.integers(1, 70), dim=st.integers(0, 2))
 def test_scan_of_gated_states(scan, T, dim):
     torch.manual_seed(T)

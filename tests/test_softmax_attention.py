@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -144,7 +144,6 @@ def test_non_contiguous(name):
     close(FORMS[name](*heads_first, every_other)[0], recurrent(q, k, v)[0])
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (2, 7, 2, 3, 3))),
     past=st.integers(0, 3),

@@ -38,3 +38,22 @@ def test_loops_that_lose_an_operand_are_found():
     assert ["in flight" in text for text in broken(single)] == [True]
     branch = LOOP.replace("%y, %z", "%y, %t")
     assert ["in a branch" in text for text in broken(branch)] == [True]
+
+
+def test_what_is_built_is_fresh_while_sources_and_results_stay(tmp_path):
+    book = pytest.importorskip("build_book", reason="the book's tools are not installed")
+    source, page = tmp_path / "book" / "page.md", tmp_path / book.SITE / "page.html"
+    for file in (source, page):
+        file.parent.mkdir(parents=True)
+        file.write_text("one")
+    assert not book.fresh(tmp_path, book.SITE)
+    book.remember(tmp_path, book.SITE)
+    assert book.fresh(tmp_path, book.SITE)
+    for file in (source, page):
+        file.write_text("two")
+        assert not book.fresh(tmp_path, book.SITE)
+        file.write_text("one")
+        assert book.fresh(tmp_path, book.SITE)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "new.py").touch()
+    assert not book.fresh(tmp_path, book.SITE)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urljoin
 
+import build_book
 import myst_nb.sphinx_
 import nbformat
 from docutils import nodes
@@ -387,6 +388,9 @@ def make_notebooks(root: Path = ROOT) -> dict[Path, str]:
 
 def main() -> int:
     check = "--check" in sys.argv
+    if build_book.fresh(ROOT, "notebooks"):
+        print("notebooks: in step with the chapters, and nothing has changed since")
+        return 0
     made = make_notebooks()
     old = set((ROOT / "notebooks").glob("*.ipynb")) - set(made)
     stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
@@ -398,7 +402,10 @@ def main() -> int:
             path.unlink()
     names = ", ".join(path.name for path in sorted([*stale, *old])) or "none"
     print(f"notebooks: {len(made)}; {'stale' if check else 'written or removed'}: {names}")
-    return 1 if check and (stale or old) else 0
+    if check and (stale or old):
+        return 1
+    build_book.remember(ROOT, "notebooks")
+    return 0
 
 
 if __name__ == "__main__":
