@@ -26,13 +26,10 @@ from suites import Case, inputs, memory_floor_bytes  # noqa: E402
 
 from gla_ref import gates, gla  # noqa: E402
 from gla_ref import gla_chunk_fuse as reference  # noqa: E402
+from gla_ref.rounding import budget, error, operands_in  # noqa: E402
 
 SHAPES = [(8, 8192, 16, 128, 128), (32, 2048, 4, 256, 512)]  # the second has the notes' B, L and H
 CHUNKS = (16, 32, 64)
-
-
-def error(x: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((x.double() - exact).abs().max() / exact.square().mean().sqrt()).item()
 
 
 def last_head(x: torch.Tensor) -> torch.Tensor:
@@ -61,8 +58,9 @@ def measure(case: Case, C: int, x: dict, exact: torch.Tensor) -> list[dict]:
     }
 
     one = [last_head(y) for y in (q, k, v, g)]
-    emulated, _ = gla.chunkwise_two_level(*(y.float() for y in one), C=C, c=C, round_to=q.dtype)
-    budget = 2 * error(emulated.to(q.dtype), exact) + 4 * torch.finfo(q.dtype).eps
+    with operands_in(q.dtype):
+        emulated, _ = gla.chunkwise_two_level(*(y.float() for y in one), C=C, c=C)
+    allowed = budget(error(emulated.to(q.dtype), exact), q.dtype)
     q1, k1, v1, b1, q_g1, k_g1 = (last_head(y) for y in (q, k, v, b, q_g, k_g))
     S = torch.zeros(1, 1, case.K, case.V, dtype=torch.float64, device="cuda")
     A1, parts1 = A[:, -1:, -1:].double(), parts[:, -1:, :, -1:].double()
@@ -83,7 +81,7 @@ def measure(case: Case, C: int, x: dict, exact: torch.Tensor) -> list[dict]:
         records.append({
             "step": name, "C": C, **sizes, "dtype": case.dtype, "gates": case.gates, "ms": round(ms, 5),
             "bytes": step.bytes if step else memory_floor_bytes(case, "forward"),
-            "error": e, "budget": None if step else budget, "samples_ms": samples,
+            "error": e, "budget": None if step else allowed, "samples_ms": samples,
         })  # fmt: skip
     return records
 

@@ -21,6 +21,7 @@ from gla_ref.kernels import gla as kernels  # noqa: E402
 from gla_ref.kernels import plan  # noqa: E402
 from gla_ref.kernels.gla import gla  # noqa: E402
 from gla_ref.kernels.gla_step import gla_step  # noqa: E402
+from gla_ref.rounding import budget  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
@@ -104,7 +105,7 @@ def problem(
             first, tensors = right, y
         for n in NAMES:
             if low[n] is not None:
-                e = 2 * error(low[n].to(result[n]), right[n]) + 4 * torch.finfo(result[n]).eps
+                e = budget(error(low[n].to(result[n]), right[n]), result[n])
                 judged[n] = first[n], max(e, judged.get(n, (None, 0.0))[1])
     return {n: None if z is None else z.to(given[n]) for n, z in tensors.items()}, judged
 
@@ -212,7 +213,7 @@ def forward_within_budget(q, k, v, g, g_v=None, S=None):
         right = references.recurrent(*wide[:4], g_v=wide[4], initial_state=wide[5])
         o, S_T, *_ = emulated.run(*low, torch.zeros_like(low[2]), torch.zeros_like(S), K**-0.5)
         for n, y, want in zip("oS", (o.to(dtype), S_T), right, strict=True):
-            e = 2 * error(y, want) + 4 * torch.finfo(y.dtype).eps
+            e = budget(error(y, want), y.dtype)
             judged[n] = judged.get(n, (want,))[0], max(e, judged.get(n, (None, 0.0))[-1])
     o, S_T = gla(q, k, v, g, g_v=g_v, initial_state=S)
     compare({"o": o, "S": S_T}, judged)

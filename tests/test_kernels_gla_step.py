@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels._launch import check_call  # noqa: E402
 from gla_ref.kernels.gla_step import gla_step  # noqa: E402
+from gla_ref.rounding import budget  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
@@ -38,14 +39,12 @@ def problem(B, T, H, K, V, dtype=torch.float32, gates=None, **kw):
     # the emulated run is the recurrence itself in float32: the kernel rounds nothing else
     low = gla.recurrent(*(x.float() for x in args), **{n: x.float() for n, x in named.items()})
     results = low[0].to(dtype), low[1]
-    budget = [
-        2 * error(x, y) + 4 * torch.finfo(x.dtype).eps for x, y in zip(results, exact, strict=True)
-    ]
-    return args, named, exact, budget
+    budgets = [budget(error(x, y), x.dtype) for x, y in zip(results, exact, strict=True)]
+    return args, named, exact, budgets
 
 
-def compare(found, exact, budget):
-    for name, x, y, most in zip("oS", found, exact, budget, strict=True):
+def compare(found, exact, budgets):
+    for name, x, y, most in zip("oS", found, exact, budgets, strict=True):
         assert error(x, y) <= most, name
 
 
@@ -86,14 +85,12 @@ def test_packed_sequences_strides_and_poison(monkeypatch):
         *(x.double() for x in args), **{**named, "g_v": g_v.double(), "initial_state": S.double()}
     )
     low = gla.recurrent(*args, **named)
-    budget = [
-        2 * error(x, y) + 4 * torch.finfo(x.dtype).eps for x, y in zip(low, exact, strict=True)
-    ]
+    budgets = [budget(error(x, y), x.dtype) for x, y in zip(low, exact, strict=True)]
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
     args = [torch.stack([x, x], -1)[..., 0] for x in args]
     found = gla_step(*args, **named)
-    compare(found, exact, budget)
+    compare(found, exact, budgets)
     assert all(torch.equal(x, y) for x, y in zip(found, gla_step(*args, **named), strict=True))
 
 
