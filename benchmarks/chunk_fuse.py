@@ -10,10 +10,7 @@ It runs in the host's own Python and needs a GPU.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import sys
 from pathlib import Path
 
@@ -24,7 +21,7 @@ import run  # noqa: E402
 import torch  # noqa: E402
 from suites import Case, inputs, memory_floor_bytes  # noqa: E402
 
-from gla_ref import gates, gla  # noqa: E402
+from gla_ref import gates, gla, results  # noqa: E402
 from gla_ref import gla_chunk_fuse as reference  # noqa: E402
 from gla_ref.rounding import budget, error, operands_in  # noqa: E402
 
@@ -92,20 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks: expected an NVIDIA GPU, found none")
-    limits = run.ceilings()
-    environment = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": run.command(
-            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
-        ),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": run.installed("triton"),
-        "commit": os.environ.get("GLA_REF_COMMIT")
-        or run.command("git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        **limits,
-    }
+    environment = results.environment(torch.cuda.get_device_name()) | run.ceilings()
     print(json.dumps(environment), flush=True)
     records = []
     with torch.no_grad():
@@ -123,13 +107,8 @@ def main() -> None:
                     )
             del x
             torch.cuda.empty_cache()
-    path = run.results_file(environment["gpu"])
-    path = args.out or path.with_name(f"{path.stem}-chunk-fuse.json")
-    lines = ",\n".join("  " + json.dumps(r) for r in records)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f'{{"environment": {json.dumps(environment, indent=1)},\n"steps": [\n{lines}\n]}}\n'
-    )
+    path = args.out or results.file(f"{environment['gpu']} chunk fuse")
+    results.write(path, environment, "steps", records)
     wrong = [r["C"] for r in records if r["budget"] and not r["error"] <= r["budget"]]
     sys.exit(f"beyond the budget at C = {wrong}" if wrong else 0)
 
