@@ -138,7 +138,9 @@ def attention_flash(h: Head) -> Cost:
     tiles = h.tiles
     blocks = [(m, n) for i, m in enumerate(tiles) for n in tiles[: i + 1]]
     elementwise = sum(5 * m * (n + 1) + 2 * m * h.V for m, n in blocks)
-    elementwise += sum(m * (1 + h.V * i) for i, m in enumerate(tiles))  # o, rescaled from the second tile on
+    elementwise += sum(
+        m * (1 + h.V * i) for i, m in enumerate(tiles)
+    )  # o, rescaled from the second tile on
     return attention(h, blocks, elementwise, 2 * h.cache, len(tiles), len(tiles))
 
 
@@ -189,7 +191,9 @@ def gla_parallel_log(h: Head) -> Cost:
     pairs, T = h.T * h.T, h.T
     elementwise = 5 * pairs * h.K + T * (8 * h.K + h.V) + h.K + 2 * h.S
     matmul = 2 * pairs * h.V + 4 * T * h.S
-    return Cost(matmul, elementwise, h.moved(h.K) + 2 * pairs * h.itemsize, 4 * h.S, len(h.tiles), 1)
+    return Cost(
+        matmul, elementwise, h.moved(h.K) + 2 * pairs * h.itemsize, 4 * h.S, len(h.tiles), 1
+    )
 
 
 def gla_chunkwise(h: Head) -> Cost:

@@ -70,7 +70,9 @@ def write(path: Path, environment: dict, kind: str, records: Iterable[dict]) -> 
     """A file of records of one kind, a line each."""
     lines = ",\n".join("  " + json.dumps(r) for r in records)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"environment": {json.dumps(environment, indent=1)},\n"{kind}": [\n{lines}\n]}}\n')
+    path.write_text(
+        f'{{"environment": {json.dumps(environment, indent=1)},\n"{kind}": [\n{lines}\n]}}\n'
+    )
 
 
 def merge(

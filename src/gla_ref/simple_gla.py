@@ -46,24 +46,14 @@ def recurrent(
     """
     S, o = initial_state, []
     for t in range(q.shape[1]):
-        S = (
-            g[:, t, :, None, None].exp() * S + k[:, t, :, :, None] * v[:, t, :, None, :]
-        )  # [B H K V]
+        write = k[:, t, :, :, None] * v[:, t, :, None, :]  # [B H K V]
+        S = g[:, t, :, None, None].exp() * S + write
         o.append(scale * (q[:, t, :, :, None] * S).sum(-2))
     return torch.stack(o, 1), S
 
 
 @form("simple_gla")
-def parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def parallel(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
     """All pairs at once through the ratio b_i / b_j of cumulative products; kept as the form that breaks.
 
     Right while the total decay of the sequence stays well inside the exponent range; beyond it
@@ -78,17 +68,7 @@ def parallel(
 
 
 @form("simple_gla")
-def chunkwise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    C: int = 64,
-) -> tuple[Tensor, Tensor]:
+def chunkwise(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
     """Chunks of C tokens; one decay matrix `[C, C]` a chunk multiplies the scores (Mamba-2 paper, section 6).
 
     A scalar gate factors out of q k^T, so the scores stay one matrix product and every exponent
