@@ -16,10 +16,8 @@ take the first configuration of each search: a search for every shape takes minu
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -39,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
 import run  # noqa: E402
 
-from gla_ref import FORMS, check  # noqa: E402
+from gla_ref import FORMS, check, results  # noqa: E402
 from gla_ref.check import mistakes  # noqa: E402
 from gla_ref.compat import fla  # noqa: E402
 
@@ -194,16 +192,6 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
     }  # fmt: skip
 
 
-def merge(path: Path, environment: dict, records: list[dict]) -> None:
-    old = json.loads(path.read_text())["checks"] if path.exists() else []
-    every = {tuple(r[n] for n in KEY): r for r in [*old, *records]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(r, allow_nan=False) for _, r in sorted(every.items()))
-    path.write_text(
-        f'{{"environment": {json.dumps(environment, indent=1)},\n"checks": [\n{lines}\n]}}\n'
-    )
-
-
 def line(r: dict) -> str:
     """A record for the terminal."""
     name = f"{r['subject']} {r['dtype']} {r['level']}"
@@ -251,25 +239,12 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("check_peers: expected an NVIDIA GPU, found none")
 
-    args.commit = os.environ.get("GLA_REF_COMMIT") or run.command(
-        "git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"
-    )
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    environment = {
-        "gpu": gpu,
-        "driver": run.command(
-            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
-        ),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": run.installed("triton"),
-        "peers": {n: run.installed(n) for n in run.PEERS},
-        "float32_products": os.environ["TRITON_F32_DEFAULT"],
-        "commit": args.commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    environment = results.environment(gpu, run.PEERS)
+    environment["float32_products"] = os.environ["TRITON_F32_DEFAULT"]
+    args.commit = environment["commit"]
     print(json.dumps(environment), flush=True)
-    path = args.out or run.results_file(f"{gpu} check")
+    path = args.out or results.file(f"{gpu} check")
 
     def records(check: tuple[str, str, str]) -> list[dict]:
         subject, dtype, level = check
@@ -298,7 +273,7 @@ def main() -> None:
                 del waiting[done]
                 for record in done.result():
                     print(line(record), flush=True)
-                merge(path, environment, done.result())
+                results.merge(path, environment, "checks", done.result(), KEY)
         except TimeoutError:
             print(f"not done after {args.seconds_in_all:.0f} s in all:")
         finally:

@@ -10,10 +10,7 @@ It runs in the host's own Python and needs a GPU.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import sys
 from pathlib import Path
 
@@ -24,15 +21,12 @@ import run  # noqa: E402
 import torch  # noqa: E402
 from suites import Case, inputs, memory_floor_bytes  # noqa: E402
 
-from gla_ref import gates, gla  # noqa: E402
+from gla_ref import gates, gla, results  # noqa: E402
 from gla_ref import gla_chunk_fuse as reference  # noqa: E402
+from gla_ref.rounding import budget, error, operands_in  # noqa: E402
 
 SHAPES = [(8, 8192, 16, 128, 128), (32, 2048, 4, 256, 512)]  # the second has the notes' B, L and H
 CHUNKS = (16, 32, 64)
-
-
-def error(x: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((x.double() - exact).abs().max() / exact.square().mean().sqrt()).item()
 
 
 def last_head(x: torch.Tensor) -> torch.Tensor:
@@ -61,8 +55,9 @@ def measure(case: Case, C: int, x: dict, exact: torch.Tensor) -> list[dict]:
     }
 
     one = [last_head(y) for y in (q, k, v, g)]
-    emulated, _ = gla.chunkwise_two_level(*(y.float() for y in one), C=C, c=C, round_to=q.dtype)
-    budget = 2 * error(emulated.to(q.dtype), exact) + 4 * torch.finfo(q.dtype).eps
+    with operands_in(q.dtype):
+        emulated, _ = gla.chunkwise_two_level(*(y.float() for y in one), C=C, c=C)
+    allowed = budget(error(emulated.to(q.dtype), exact), q.dtype)
     q1, k1, v1, b1, q_g1, k_g1 = (last_head(y) for y in (q, k, v, b, q_g, k_g))
     S = torch.zeros(1, 1, case.K, case.V, dtype=torch.float64, device="cuda")
     A1, parts1 = A[:, -1:, -1:].double(), parts[:, -1:, :, -1:].double()
@@ -83,7 +78,7 @@ def measure(case: Case, C: int, x: dict, exact: torch.Tensor) -> list[dict]:
         records.append({
             "step": name, "C": C, **sizes, "dtype": case.dtype, "gates": case.gates, "ms": round(ms, 5),
             "bytes": step.bytes if step else memory_floor_bytes(case, "forward"),
-            "error": e, "budget": None if step else budget, "samples_ms": samples,
+            "error": e, "budget": None if step else allowed, "samples_ms": samples,
         })  # fmt: skip
     return records
 
@@ -94,20 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks: expected an NVIDIA GPU, found none")
-    limits = run.ceilings()
-    environment = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": run.command(
-            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
-        ),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": run.installed("triton"),
-        "commit": os.environ.get("GLA_REF_COMMIT")
-        or run.command("git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        **limits,
-    }
+    environment = results.environment(torch.cuda.get_device_name()) | run.ceilings()
     print(json.dumps(environment), flush=True)
     records = []
     with torch.no_grad():
@@ -125,13 +107,8 @@ def main() -> None:
                     )
             del x
             torch.cuda.empty_cache()
-    path = run.results_file(environment["gpu"])
-    path = args.out or path.with_name(f"{path.stem}-chunk-fuse.json")
-    lines = ",\n".join("  " + json.dumps(r) for r in records)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f'{{"environment": {json.dumps(environment, indent=1)},\n"steps": [\n{lines}\n]}}\n'
-    )
+    path = args.out or results.file(f"{environment['gpu']} chunk fuse")
+    results.write(path, environment, "steps", records)
     wrong = [r["C"] for r in records if r["budget"] and not r["error"] <= r["budget"]]
     sys.exit(f"beyond the budget at C = {wrong}" if wrong else 0)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gla_ref.check import MECHANISMS
-from gla_ref.check._budgets import error, octaves
+from gla_ref.check._budgets import octaves
+from gla_ref.rounding import budget, error
 
 CHUNKS_OF_64 = 1  # the emulated run of the linear mechanisms
 
@@ -58,8 +59,7 @@ def judge(got: dict[str, Tensor], runs: list) -> dict[str, tuple[float, float]]:
     for name, x in got.items():
         pairs = []
         for s in octaves(len(x)):
-            worst = max(error(low[name][s], exact[name][s].double()) for exact, low in runs)
-            budget = 2 * worst + 4 * torch.finfo(x.dtype).eps
-            pairs.append((error(x[s], runs[0][0][name][s].double()), budget))
+            worst = max(error(low[name][s], exact[name][s]) for exact, low in runs)
+            pairs.append((error(x[s], runs[0][0][name][s]), budget(worst, x.dtype)))
         verdict[name] = max(pairs, key=lambda p: p[0] / p[1])
     return verdict

@@ -12,23 +12,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
-import datetime
 import json
 import os
-import platform
 import pstats
 import random
 import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 if __name__ == "__main__":  # first calls are measured with nothing compiled before
@@ -43,6 +39,8 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 import oracles  # noqa: E402
 from contenders import CONTENDERS, Contender  # noqa: E402
 from suites import LEAVES, SUITES, Case, flop_floor, inputs, memory_floor_bytes  # noqa: E402
+
+from gla_ref import results  # noqa: E402
 
 PEERS = ("flash-linear-attention", "fla-core")
 
@@ -67,23 +65,9 @@ def limit(seconds: float):
         signal.signal(signal.SIGALRM, before)
 
 
-def command(*line: str) -> str:
-    try:
-        return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        return ""
-
-
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def clocks() -> dict[str, int]:
     """Clocks in MHz, just after the work that they are reported for."""
-    line = command(
+    line = results.command(
         "nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"
     )
     return dict(zip(("sm_mhz", "memory_mhz"), map(int, re.findall(r"\d+", line)), strict=False))
@@ -406,36 +390,15 @@ def table(records: list[dict], peers: set[str]) -> str:
     return tabulate(rows, head, maxcolwidths=[None] * 12 + [60], disable_numparse=True)
 
 
-def results_file(gpu: str) -> Path:
-    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    return ROOT / "results" / f"{slug}.json"
-
-
 IDENTITY = ("suite", "mechanism", "contender", "direction", "B", "T", "H", "K", "V", "dtype", "gates",
             "lengths", "state", "decode")  # fmt: skip
 
 
-def merge(path: Path, environment: dict, records: list[dict]) -> None:
-    """Records of `path` that were not measured again stay, as do their peers' versions and unmeasured first calls."""
-    before = json.loads(path.read_text()) if path.exists() else {"environment": {}, "records": []}
-    old, peers = before["records"], before["environment"].get("peers", {})
-    environment = environment | {
-        "peers": {n: v or peers.get(n) for n, v in environment["peers"].items()}
-    }
-
-    def identity(r):
-        return json.dumps([r.get(n) or None for n in IDENTITY])  # older records lack some
-
-    every = {identity(r): r for r in old}
-    for r in records:
-        if r["ms"] and "first_call_s" in r and r["first_call_s"] is None:
-            r["first_call_s"] = every.get(identity(r), {}).get("first_call_s")
-        every[identity(r)] = r
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(r) for r in every.values())
-    path.write_text(
-        f'{{"environment": {json.dumps(environment, indent=1)},\n"records": [\n{lines}\n]}}\n'
-    )
+def with_first_call(old: dict, new: dict) -> dict:
+    """A record whose first call was not measured keeps the older one's."""
+    if new["ms"] and "first_call_s" in new and new["first_call_s"] is None:
+        return new | {"first_call_s": old.get("first_call_s")}
+    return new
 
 
 def main() -> None:
@@ -479,25 +442,11 @@ def main() -> None:
     if args.compiled:
         shutil.copytree(args.compiled, os.environ["TRITON_CACHE_DIR"], dirs_exist_ok=True)
     began, searched = time.monotonic(), 0.0
-    commit = os.environ.get("GLA_REF_COMMIT") or command(
-        "git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"
-    )
     limits = ceilings()
-    environment = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": command(
-            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
-        ),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": installed("triton"),
-        "peers": {n: installed(n) for n in PEERS} | {"cudnn": torch.backends.cudnn.version()},
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        **limits,
-    }
+    environment = results.environment(torch.cuda.get_device_name(), PEERS) | limits
+    environment["peers"]["cudnn"] = torch.backends.cudnn.version()
     print(json.dumps(environment), flush=True)
-    path = args.out or results_file(environment["gpu"])
+    path = args.out or results.file(environment["gpu"])
     for suite in args.suites:
         for case in (c for c in SUITES[suite]() if re.search(args.match, str(c))):
             every = [c for c in who(case) if not args.only or c.name in args.only]
@@ -523,7 +472,7 @@ def main() -> None:
                     records.append({
                         "suite": suite, **shape, "lengths": case.lengths, "state": case.state, "decode": case.decode,
                         "contender": it.name, "peer": it.peer,
-                        "direction": direction, "ran": ran(it, case, sets[0]), **found, "commit": commit,
+                        "direction": direction, "ran": ran(it, case, sets[0]), **found, "commit": environment["commit"],
                         "floor_ms": round(moved / limits["copy_gb_s"] / 1e6, 9),
                         "flop_floor_ms": round(flop_floor(case, direction) / limits["matmul_tflop_s"] / 1e9, 9),
                     })  # fmt: skip
@@ -534,7 +483,7 @@ def main() -> None:
                           f"FLOP floor {here[0]['flop_floor_ms']:.3f} ms")  # fmt: skip
                     print(table(here, {c.name for c in every if c.peer}), flush=True)
             if records:
-                merge(path, environment, records)
+                results.merge(path, environment, "records", records, IDENTITY, with_first_call)
             sets = truth = None
             torch.cuda.empty_cache()
     spent = time.monotonic() - began

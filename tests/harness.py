@@ -9,6 +9,8 @@ import pytest
 import torch
 from cases import F64, error
 
+from gla_ref.rounding import budget
+
 CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,7 +25,7 @@ anywhere = pytest.mark.usefixtures(
 
 def allowed(x, exact):
     """The budget that one emulated result gives."""
-    return 2 * error(x, exact) + 4 * torch.finfo(x.dtype).eps
+    return budget(error(x, exact), x.dtype)
 
 
 def sequences(f, x, ends):

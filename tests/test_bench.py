@@ -20,7 +20,7 @@ import run  # noqa: E402
 import suites  # noqa: E402
 from contenders import CONTENDERS  # noqa: E402
 
-from gla_ref import FORMS  # noqa: E402
+from gla_ref import FORMS, results  # noqa: E402
 from gla_ref.check._emulate import Attend  # noqa: E402
 
 
@@ -96,12 +96,16 @@ def test_decoding_reads_and_writes_the_state_for_every_token():
     assert whole - state == suites.memory_floor_bytes(suites.replace(case, decode=False), "forward")
 
 
+def merge(path, environment, *records):
+    results.merge(path, environment, "records", records, run.IDENTITY, run.with_first_call)
+
+
 def test_a_new_record_replaces_the_old_one(tmp_path):
     path = tmp_path / "gpu.json"
     record = {n: 1 for n in run.IDENTITY}
     before, now = {"gpu": "a", "peers": {"x": "1", "y": "1"}}, {"peers": {"x": None, "y": "2"}}
-    run.merge(path, before, [record | {"ms": 1.0}, record | {"T": 2, "ms": 2.0}])
-    run.merge(path, now, [record | {"ms": 3.0}])
+    merge(path, before, record | {"ms": 1.0}, record | {"T": 2, "ms": 2.0})
+    merge(path, now, record | {"ms": 3.0})
     found = json.loads(path.read_text())
     assert found["environment"] == {"peers": {"x": "1", "y": "2"}}
     assert [r["ms"] for r in found["records"]] == [3.0, 2.0]
@@ -110,12 +114,12 @@ def test_a_new_record_replaces_the_old_one(tmp_path):
 def test_a_first_call_that_was_not_measured_keeps_the_older_one(tmp_path):
     path, environment = tmp_path / "r.json", {"peers": {}}
     record = {"suite": "s", "contender": "peer", "ms": 2.0, "first_call_s": 80.0}
-    run.merge(path, environment, [record])
-    run.merge(path, environment, [record | {"ms": 1.0, "first_call_s": None}])
+    merge(path, environment, record)
+    merge(path, environment, record | {"ms": 1.0, "first_call_s": None})
     (kept,) = json.loads(path.read_text())["records"]
     assert kept == record | {"ms": 1.0}
     refused = record | {"ms": None, "first_call_s": None}
-    run.merge(path, environment, [refused])
+    merge(path, environment, refused)
     assert json.loads(path.read_text())["records"] == [refused]
 
 
@@ -202,7 +206,8 @@ def test_a_check_apart(tmp_path, monkeypatch, body):
     assert ok or "none" in check_peers.line(record)
     path = tmp_path / "gpu-check.json"
     for seconds in (1.0, 2.0):
-        check_peers.merge(path, {"gpu": "X"}, [record | {"seconds": seconds}])
+        found = [record | {"seconds": seconds}]
+        results.merge(path, {"gpu": "X"}, "checks", found, check_peers.KEY)
     assert [r["seconds"] for r in json.loads(path.read_text())["checks"]] == [2.0]
 
 

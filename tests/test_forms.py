@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import gla_ref
 from gla_ref import gla, linear_attention, simple_gla
+from gla_ref.rounding import operands_in
 
 TOLERANCE = 1e-10
 LENGTHS = (1, 15, 16, 17, 37)  # 1, C - 1, C, C + 1, 2 C + c + 1 for C = 16, c = 4
@@ -241,7 +242,8 @@ def test_rounding_mode_imitates_a_kernel():
     (q, k, v, g), named = inputs("gla", B=1, T=130, H=2, K=32, V=32)
     exact, _ = gla.recurrent(q, k, v, g, **named)
     fine, _ = gla.chunkwise_two_level(q, k, v, g, **named)
-    rounded, _ = gla.chunkwise_two_level(q, k, v, g, **named, round_to=torch.bfloat16)
+    with operands_in(torch.bfloat16):
+        rounded, _ = gla.chunkwise_two_level(q, k, v, g, **named)
     eps = torch.finfo(torch.bfloat16).eps
     assert error(fine, exact) < TOLERANCE
     assert eps / 10 < error(rounded, exact) < 10 * eps

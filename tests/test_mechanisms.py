@@ -9,7 +9,7 @@ from gla_ref._contract import form
 from gla_ref.check import MECHANISMS, Case
 from gla_ref.check._budgets import evaluate, problem
 from gla_ref.check._cases import inputs
-from gla_ref.check._emulate import Product
+from gla_ref.check._emulate import products_in
 from gla_ref.check._mechanisms import Kind
 from gla_ref.mechanisms import Argument, Mechanism
 
@@ -28,27 +28,22 @@ DECLARED = Mechanism(
 
 
 @form(DECLARED)
-def recurrent(
-    q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None, mm=torch.matmul
-):
+def recurrent(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None):
     """S_t = e^g_t (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t and o_t = scale q_t S_t."""
     S, o, groups = initial_state, [], v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(groups, 2)[..., None, :] for x in (scale * q, k))
     v, alpha, beta = v[..., None, :], g.exp()[..., None, None], beta[..., None, None]
     for q_t, k_t, v_t, a_t, b_t in zip(*(x.unbind(1) for x in (q, k, v, alpha, beta)), strict=True):
         S = a_t * S
-        S = S + k_t.mT * (b_t * (v_t - mm(k_t, S)))
-        o.append(mm(q_t, S)[..., 0, :])
+        S = S + k_t.mT * (b_t * (v_t - k_t @ S))
+        o.append((q_t @ S)[..., 0, :])
     return torch.stack(o, 1), S
 
 
 def emulated(*, state, scale, dtype, **tensors):
     """The recurrence with products as a kernel makes them: operands rounded, sums term after term."""
-
-    def mm(x, y):
-        return Product.apply(x, y, dtype)
-
-    return recurrent.__wrapped__(**tensors, scale=scale, initial_state=state, mm=mm)
+    with products_in(dtype):
+        return recurrent.__wrapped__(**tensors, scale=scale, initial_state=state)
 
 
 @pytest.fixture(autouse=True)

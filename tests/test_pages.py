@@ -11,7 +11,7 @@ from emulated import Gla
 
 import gla_ref
 from gla_ref import gla_backward
-from gla_ref.check._budgets import error
+from gla_ref.rounding import error
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

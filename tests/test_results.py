@@ -34,6 +34,18 @@ def test_select_takes_what_was_timed_and_correct(folder):
     assert results.select(data, suite="linear") == []
 
 
+def test_environment_names_gpu_versions_and_commit(monkeypatch):
+    monkeypatch.setenv("GLA_REF_COMMIT", "abc")
+    found = results.environment("X", peers=("no-such-package", "numpy"))
+    assert (found["gpu"], found["commit"]) == ("X", "abc") and found["torch"]
+    assert found["peers"]["no-such-package"] is None and found["peers"]["numpy"]
+    assert {"driver", "peers"} & results.environment(None).keys() == set()
+
+
+def test_file_is_named_by_the_gpu():
+    assert results.file("NVIDIA H200 check").name == "nvidia-h200-check.json"
+
+
 def test_label_names_gpu_and_versions(folder):
     assert (
         results.label(results.load("h200", folder)) == "NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0"

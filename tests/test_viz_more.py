@@ -169,15 +169,6 @@ def test_forms_compute_the_recurrence(form, T):
         assert (x - y).abs().max() < 1e-10
 
 
-def test_rounding_mode_is_that_of_the_two_level_form():
-    x = [y.float() for y in tokens(130, 5, 7)]
-    for dtype in gate_strength.DTYPES.values():
-        with gate_strength.Rounded(dtype):
-            o, S = gate_strength.two_levels(*x)
-        same = gla.chunkwise_two_level(*x, round_to=dtype)
-        assert torch.equal(o, same[0]) and torch.equal(S, same[1])
-
-
 @pytest.mark.parametrize("form", FORM)
 def test_exponents_are_those_of_the_factors_that_the_form_multiplies(form):
     """With q = k = 1 the operands of products are the factors themselves."""

@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import io
-import json
 import os
-import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +32,7 @@ from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from gla_ref import results  # noqa: E402
 from gla_ref.kernels import gla_step, plan  # noqa: E402
 from gla_ref.kernels._hardware import CLASSES  # noqa: E402
 from gla_ref.kernels._plan import Launch, spec_of  # noqa: E402
@@ -296,21 +293,9 @@ def record(path: Path, everything: list[dict]) -> None:
         )
         for launch in found["rows"]:
             row |= {n: max(row[n], launch[n]) for n in row}
-    command = ["git", "rev-parse", "--verify", "HEAD"]
-    environment = {
-        "gpu": None,
-        "torch": torch.__version__.split("+")[0],
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "commit": subprocess.run(command, capture_output=True, text=True).stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
     names = ("arch", "mechanism", "dtype")
     rows = [dict(zip(names, key, strict=True)) | row for key, row in worst.items()]
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    path.write_text(
-        f'{{"environment": {json.dumps(environment, indent=1)},\n"compiled": [\n{lines}\n]}}\n'
-    )
+    results.write(path, results.environment(None), "compiled", rows)
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ A GPU host without a network brings its own PyTorch and Triton; what it lacks co
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -41,10 +40,10 @@ nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
 print(json.dumps(sum(cell.cell_type == "code" for cell in notebook.cells)))
 """
 DESCRIBE = """
-import json, platform, torch, triton
+import json, torch
+from gla_ref import results
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-print(json.dumps({"gpu": gpu, "python": platform.python_version(), "torch": torch.__version__,
-                  "triton": triton.__version__}))
+print(json.dumps(results.environment(gpu)))
 """
 
 
@@ -84,10 +83,7 @@ def write_record(environment: dict, notebooks: dict[str, dict]) -> Path:
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()  # fmt: skip
     name = re.sub(r"\W+", "-", environment["gpu"] or "cpu").lower()
-    environment |= {
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    environment |= {"commit": commit}  # a wheel knows none
     path = ROOT / "benchmarks" / "results" / f"notebooks-{name}.json"
     path.write_text(
         json.dumps({"environment": environment, "notebooks": notebooks}, indent=1) + "\n"

@@ -6,6 +6,7 @@ package needs neither Triton nor a GPU.
 """
 
 from . import (
+    chunks,
     costs,
     gates,
     gla,
@@ -14,6 +15,7 @@ from . import (
     linear_attention,
     mechanisms,
     prefix_sum,
+    rounding,
     simple_gla,
     softmax,
     softmax_attention,
@@ -22,6 +24,7 @@ from . import (
 __version__ = "0.1.0"
 __all__ = [
     "FORMS",
+    "chunks",
     "costs",
     "gates",
     "gla",
@@ -30,6 +33,7 @@ __all__ = [
     "linear_attention",
     "mechanisms",
     "prefix_sum",
+    "rounding",
     "simple_gla",
     "softmax",
     "softmax_attention",

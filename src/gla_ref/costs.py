@@ -8,13 +8,6 @@ from ._contract import check_chunk
 
 __all__ = ["Cost", "cost"]
 
-FORMS = {
-    "softmax_attention": ("recurrent", "parallel", "two_pass", "flash"),
-    "linear_attention": ("recurrent", "parallel", "chunkwise", "scan"),
-    "simple_gla": ("recurrent", "parallel", "chunkwise"),
-    "gla": ("recurrent", "parallel", "parallel_log", "scan", "chunkwise", "chunkwise_two_level"),
-}
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -68,82 +61,187 @@ def cost(
         check_chunk(**{name: size})
     if form == "chunkwise_two_level":
         check_chunk(C=C, c=c)
-    count = _softmax if mechanism == "softmax_attention" else _linear
-    *per_head, steps = count(mechanism, form, T, K, V, C, c, itemsize)
-    return Cost(*(B * H * x for x in per_head), steps)
+    one = FORMS[mechanism][form](Head(T, K, V, C, c, itemsize))
+    *counted, steps = vars(one).values()
+    return Cost(*(B * H * x for x in counted), steps)
 
 
-def _tiles(T: int, C: int) -> list[int]:  # lengths of the chunks of T tokens
+@dataclass(frozen=True)
+class Head:
+    """The sizes of one head, and what every form makes of them."""
+
+    T: int
+    K: int
+    V: int
+    C: int
+    c: int
+    itemsize: int
+
+    @property
+    def S(self) -> int:
+        """Numbers of a state."""
+        return self.K * self.V
+
+    @property
+    def tiles(self) -> list[int]:
+        """Lengths of the chunks."""
+        return pieces(self.T, self.C)
+
+    @property
+    def cache(self) -> int:
+        """Bytes of all keys and values."""
+        return self.T * (self.K + self.V) * self.itemsize
+
+    def moved(self, gate: int) -> int:
+        """Bytes of q, k, v, o and `gate` log gates a token, each once, and of a state in and out."""
+        return self.T * (2 * self.K + 2 * self.V + gate) * self.itemsize + 8 * self.S
+
+
+def pieces(T: int, C: int) -> list[int]:
     return [min(C, T - i) for i in range(0, T, C)]
 
 
-def _product(m: int, k: int, n: int) -> tuple[int, int]:
-    """(matmul, elementwise) of an einsum [m, k] x [k, n], which is no matrix product for k = 1."""
+# softmax attention: a cache of keys and values is its state
+
+
+def einsum(m: int, k: int, n: int) -> tuple[int, int]:
+    """(matmul, elementwise) FLOPs of [m, k] x [k, n], which over one element is no matrix product."""
     return (2 * m * k * n, 0) if k > 1 else (0, m * n)
 
 
-def _softmax(mechanism, form, T, K, V, C, c, itemsize):
-    """One head: (matmul, elementwise, bytes, state bytes, programs, steps)."""
-    tokens, cache = 2 * T * (K + V) * itemsize, T * (K + V) * itemsize
-    tiles = _tiles(T, C)
-    moved, programs, steps, weigh = {  # weigh: element-wise FLOPs of m queries by n keys
-        "recurrent": (cache * (T + 3) // 2, 1, T, lambda m, n: 8 * m * n),
-        "parallel": (tokens + 4 * T * T * itemsize, len(tiles), 1, lambda m, n: 8 * m * n),
-        "two_pass": (tokens + 16 * T, T, 2 * T, lambda m, n: (13 + 2 * V) * m * n),
-        "flash": (tokens, len(tiles), len(tiles), lambda m, n: 5 * m * (n + 1) + 2 * m * V),
-    }[form]
-    blocks = {
-        "recurrent": [(1, t) for t in range(1, T + 1)],
-        "flash": [(m, n) for i, m in enumerate(tiles) for n in tiles[: i + 1]],
-    }.get(form, [(T, T)])
-    flops = [0, 0]
-    for m, n in blocks:
-        scores = _product(m, K, n)
-        weighted = scores if form == "two_pass" else _product(m, n, V)
-        flops[0] += scores[0] + weighted[0]
-        flops[1] += scores[1] + weighted[1] + weigh(m, n)
-    if form == "flash":  # the running o is rescaled from the second tile on
-        flops[1] += sum(m * (1 + V * i) for i, m in enumerate(tiles))
-    return *flops, moved, cache, programs, steps
+def attention(h: Head, blocks, elementwise: int, bytes: int, parallelism: int, steps: int) -> Cost:
+    """Scores and weighted values of `blocks` of m queries by n keys, and other element-wise FLOPs beside them."""
+    products = [flops for m, n in blocks for flops in (einsum(m, h.K, n), einsum(m, n, h.V))]
+    matmul, scaled = map(sum, zip(*products, strict=True))
+    return Cost(matmul, elementwise + scaled, bytes, h.cache, parallelism, steps)
 
 
-def _linear(mechanism, form, T, K, V, C, c, itemsize):
-    """One head of a mechanism with a state; D is the width of its gate."""
-    D = {"linear_attention": 0, "simple_gla": 1, "gla": K}[mechanism]
-    S, tiles = K * V, _tiles(T, C)
-    tokens = T * (2 * K + 2 * V + D) * itemsize + 8 * S
-    if form == "recurrent":  # k v, + S, q S, sum; gated: exp(g), alpha S
-        return 0, T * (4 * S + V + D + S * (D > 0)), tokens, 4 * S, 1, T
-    if form == "scan":
-        rounds = (T - 1).bit_length()
-        pairs = rounds * T - (2**rounds - 1)  # round r combines T - 2^r pairs
-        elementwise = T * (5 * S + V + D) + pairs * (2 * S + (D or 1))
-        moved = tokens + 8 * (1 + rounds) * T * (S + (D or 1))
-        return 0, elementwise, moved, 4 * T * S, T, rounds
-    if form == "parallel":
-        elementwise = {
-            "linear_attention": T * (K + V) + S,
-            "simple_gla": T * (5 * K + V + 2) + 2 * S,
-            "gla": T * (7 * K + 4 * V) + 3 * S,
-        }[mechanism]
-        moved = tokens + (2 * T * T + 4 * T * K * (D > 0)) * itemsize
-        return 2 * T * T * (K + V) + 4 * T * S, elementwise, moved, 4 * S, len(tiles), 1
-    if form == "parallel_log":
-        elementwise = 5 * T * T * K + T * (8 * K + V) + K + 2 * S
-        matmul = 2 * T * T * V + 4 * T * S
-        return matmul, elementwise, tokens + 2 * T * T * itemsize, 4 * S, len(tiles), 1
-    matmul, elementwise = 4 * T * S, T * (K + V)  # through the state; scale q, inter + intra
-    for n in tiles:  # chunkwise
-        if mechanism == "linear_attention":
-            matmul, elementwise = matmul + 2 * n * n * (K + V), elementwise + S
-        elif mechanism == "simple_gla":
-            matmul += 2 * n * n * (K + V)
-            elementwise += 3 * n * n + n * (2 * K + 4) + 1 + 2 * S
-        else:
-            elementwise += 7 * n * K + K + 2 * S
-            two_level = form == "chunkwise_two_level"
-            for i, m in enumerate(_tiles(n, c) if two_level else [n]):
-                matmul += 2 * m * m * V + 2 * m * i * c * (K + V)
-                elementwise += 5 * m * m * K + two_level * m * V * (1 + (i > 0))
-                elementwise += 3 * (m + i * c) * K * (i > 0)
-    return matmul, elementwise, tokens, 4 * S, 1, len(tiles)
+def attention_recurrent(h: Head) -> Cost:
+    blocks = [(1, t) for t in range(1, h.T + 1)]
+    pairs = sum(t for _, t in blocks)
+    return attention(h, blocks, 8 * pairs, h.cache * (h.T + 3) // 2, 1, h.T)
+
+
+def attention_parallel(h: Head) -> Cost:
+    pairs = h.T * h.T
+    moved = 2 * h.cache + 4 * pairs * h.itemsize
+    return attention(h, [(h.T, h.T)], 8 * pairs, moved, len(h.tiles), 1)
+
+
+def attention_two_pass(h: Head) -> Cost:
+    matmul, scaled = einsum(h.T, h.K, h.T)  # the scores, twice; values are added element by element
+    elementwise = 2 * scaled + (13 + 2 * h.V) * h.T * h.T
+    return Cost(2 * matmul, elementwise, 2 * h.cache + 16 * h.T, h.cache, h.T, 2 * h.T)
+
+
+def attention_flash(h: Head) -> Cost:
+    tiles = h.tiles
+    blocks = [(m, n) for i, m in enumerate(tiles) for n in tiles[: i + 1]]
+    elementwise = sum(5 * m * (n + 1) + 2 * m * h.V for m, n in blocks)
+    elementwise += sum(
+        m * (1 + h.V * i) for i, m in enumerate(tiles)
+    )  # o, rescaled from the second tile on
+    return attention(h, blocks, elementwise, 2 * h.cache, len(tiles), len(tiles))
+
+
+# what the mechanisms with a state S share: `gate` is the width of their log gates, 0 where there are none
+
+
+def recurrent(h: Head, gate: int) -> Cost:
+    """k v, + S, q S and its sum; with gates exp(g) and alpha S."""
+    elementwise = h.T * (4 * h.S + h.V + gate + h.S * (gate > 0))
+    return Cost(0, elementwise, h.moved(gate), 4 * h.S, 1, h.T)
+
+
+def scan(h: Head, gate: int) -> Cost:
+    rounds, alpha = (h.T - 1).bit_length(), gate or 1
+    pairs = rounds * h.T - (2**rounds - 1)  # round r combines T - 2^r pairs
+    elementwise = h.T * (5 * h.S + h.V + gate) + pairs * (2 * h.S + alpha)
+    moved = h.moved(gate) + 8 * (1 + rounds) * h.T * (h.S + alpha)
+    return Cost(0, elementwise, moved, 4 * h.T * h.S, h.T, rounds)
+
+
+def parallel(h: Head, gate: int, elementwise: int) -> Cost:
+    """Scores, weighted values, q S and the final state; with gates q and k are stored decayed."""
+    matmul = 2 * h.T * h.T * (h.K + h.V) + 4 * h.T * h.S
+    moved = h.moved(gate) + (2 * h.T * h.T + 4 * h.T * h.K * (gate > 0)) * h.itemsize
+    return Cost(matmul, elementwise, moved, 4 * h.S, len(h.tiles), 1)
+
+
+def chunkwise(h: Head, gate: int, chunks: list[tuple[int, int]]) -> Cost:
+    """The (matmul, elementwise) FLOPs of each chunk's own, and what passes through the state."""
+    matmul, elementwise = map(sum, zip(*chunks, strict=True))
+    matmul += 4 * h.T * h.S
+    elementwise += h.T * (h.K + h.V)  # scale q, inter + intra
+    return Cost(matmul, elementwise, h.moved(gate), 4 * h.S, 1, len(chunks))
+
+
+def linear_attention_chunkwise(h: Head) -> Cost:
+    return chunkwise(h, 0, [(2 * n * n * (h.K + h.V), h.S) for n in h.tiles])
+
+
+def simple_gla_chunkwise(h: Head) -> Cost:
+    def one(n):
+        return 2 * n * n * (h.K + h.V), 3 * n * n + n * (2 * h.K + 4) + 1 + 2 * h.S
+
+    return chunkwise(h, 1, [one(n) for n in h.tiles])
+
+
+def gla_parallel_log(h: Head) -> Cost:
+    pairs, T = h.T * h.T, h.T
+    elementwise = 5 * pairs * h.K + T * (8 * h.K + h.V) + h.K + 2 * h.S
+    matmul = 2 * pairs * h.V + 4 * T * h.S
+    return Cost(
+        matmul, elementwise, h.moved(h.K) + 2 * pairs * h.itemsize, 4 * h.S, len(h.tiles), 1
+    )
+
+
+def gla_chunkwise(h: Head) -> Cost:
+    def one(n):
+        return 2 * n * n * h.V, 7 * n * h.K + h.K + 2 * h.S + 5 * n * n * h.K
+
+    return chunkwise(h, h.K, [one(n) for n in h.tiles])
+
+
+def gla_chunkwise_two_level(h: Head) -> Cost:
+    def one(n):
+        matmul, elementwise = 0, 7 * n * h.K + h.K + 2 * h.S
+        before = 0  # tokens of the chunk before the sub-chunk
+        for m in pieces(n, h.c):
+            matmul += 2 * m * m * h.V + 2 * m * before * (h.K + h.V)
+            elementwise += 5 * m * m * h.K + m * h.V
+            if before:
+                elementwise += m * h.V + 3 * (m + before) * h.K
+            before += m
+        return matmul, elementwise
+
+    return chunkwise(h, h.K, [one(n) for n in h.tiles])
+
+
+FORMS = {
+    "softmax_attention": {
+        "recurrent": attention_recurrent,
+        "parallel": attention_parallel,
+        "two_pass": attention_two_pass,
+        "flash": attention_flash,
+    },
+    "linear_attention": {
+        "recurrent": lambda h: recurrent(h, 0),
+        "parallel": lambda h: parallel(h, 0, h.T * (h.K + h.V) + h.S),
+        "chunkwise": linear_attention_chunkwise,
+        "scan": lambda h: scan(h, 0),
+    },
+    "simple_gla": {
+        "recurrent": lambda h: recurrent(h, 1),
+        "parallel": lambda h: parallel(h, 1, h.T * (5 * h.K + h.V + 2) + 2 * h.S),
+        "chunkwise": simple_gla_chunkwise,
+    },
+    "gla": {
+        "recurrent": lambda h: recurrent(h, h.K),
+        "parallel": lambda h: parallel(h, h.K, h.T * (7 * h.K + 4 * h.V) + 3 * h.S),
+        "parallel_log": gla_parallel_log,
+        "scan": lambda h: scan(h, h.K),
+        "chunkwise": gla_chunkwise,
+        "chunkwise_two_level": gla_chunkwise_two_level,
+    },
+}

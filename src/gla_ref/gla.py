@@ -9,14 +9,15 @@ every gate in [-inf, 0].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
 from ._contract import check_chunk, form
-from .gates import decay_from_start, decay_to_end, segment_sum
+from .chunks import by_chunk, decayed, gate, heads_first, read, scores, update, weighted
+from .gates import decay_from_start, decay_to_end
 from .prefix_sum import hillis_steele
 
 __all__ = [
@@ -28,15 +29,6 @@ __all__ = [
     "scan",
     "two_level_blocks",
 ]
-
-
-def _gate(g: Tensor, g_v: Tensor | None) -> Tensor:
-    """The gate matrix G = alpha^T beta of each token, `[..., K]` and `[..., V]` to `[..., K, V]`."""
-    return g[..., :, None].exp() if g_v is None else (g[..., :, None] + g_v[..., None, :]).exp()
-
-
-def _heads_first(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [x if x is None else rearrange(x, "b t h d -> b h t d") for x in tensors]
 
 
 @form("gla")
@@ -71,7 +63,7 @@ def recurrent(
     """
     S, o = initial_state, []
     for t in range(q.shape[1]):
-        G = _gate(g[:, t], None if g_v is None else g_v[:, t])
+        G = gate(g[:, t], None if g_v is None else g_v[:, t])
         S = G * S + k[:, t, :, :, None] * v[:, t, :, None, :]  # [B H K V]
         o.append(scale * (q[:, t, :, :, None] * S).sum(-2))
     return torch.stack(o, 1), S
@@ -84,7 +76,7 @@ def parallel(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens
     Kept to be broken in chapter 8: 1 / B overflows once the total decay leaves the exponent range
     (GLA paper, section 4.1; with g_v the product acts on V / D and the result is multiplied by D, appendix C.1).
     """
-    q, k, v, g, g_v = _heads_first(scale * q, k, v, g, g_v)
+    q, k, v, g, g_v = map(heads_first, (scale * q, k, v, g, g_v))
     b = g.cumsum(-2).exp()
     d = torch.ones_like(v) if g_v is None else g_v.cumsum(-2).exp()
     P = ((q * b) @ (k / b).mT).tril()  # [B H T T]
@@ -93,47 +85,15 @@ def parallel(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens
     return rearrange(o, "b h t d -> b t h d"), S
 
 
-def _scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """P_ij = sum_K q_i k_j exp(b_i - b_j) for j <= i, in log space: `[B, H, C, C]` (GLA paper, eq. 4)."""
-    return (q[..., :, None, :] * k[..., None, :, :] * segment_sum(g).exp()).sum(-1)
-
-
-def _weighted(P: Tensor, v: Tensor, g_v: Tensor | None, mm: Callable = torch.matmul) -> Tensor:
-    """P v; with a gate on V every value also decays on its way from j to i."""
-    if g_v is None:
-        return mm(P, v)
-    return (P[..., None] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-2)
-
-
-def _decayed(x: Tensor, g: Tensor | None, since: Callable[[Tensor], Tensor]) -> Tensor:
-    """x times the decay that a sum of gates stands for; x itself where there is no gate."""
-    return x if g is None else x * since(g).exp()
-
-
-def _read(
-    q: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None, mm: Callable = torch.matmul
-) -> Tensor:
-    """What the tokens of a chunk read from the state S before it (the paper's Lambda decays q)."""
-    return _decayed(mm(_decayed(q, g, decay_from_start), S), g_v, decay_from_start)
-
-
-def _update(
-    k: Tensor, v: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None, mm: Callable = torch.matmul
-) -> Tensor:
-    """The state after a chunk: S decayed by all of it, plus every write decayed to its end (the paper's Gamma)."""
-    write = mm(_decayed(k, g, decay_to_end).mT, _decayed(v, g_v, decay_to_end))
-    return _gate(g.sum(-2), None if g_v is None else g_v.sum(-2)) * S + write
-
-
 @form("gla")
 def parallel_log(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None):
     """All pairs at once in log space: right for every gate, but T * T * K exponentials and no matrix product.
 
     Source: GLA paper, eq. 4.
     """
-    q, k, v, g, g_v = _heads_first(scale * q, k, v, g, g_v)
-    o = _read(q, initial_state, g, g_v) + _weighted(_scores(q, k, g), v, g_v)
-    return rearrange(o, "b h t d -> b t h d"), _update(k, v, initial_state, g, g_v)
+    q, k, v, g, g_v = map(heads_first, (scale * q, k, v, g, g_v))
+    o = read(q, initial_state, g, g_v) + weighted(scores(q, k, g), v, g_v)
+    return rearrange(o, "b h t d -> b t h d"), update(k, v, initial_state, g, g_v)
 
 
 @form("gla")
@@ -142,7 +102,7 @@ def scan(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=Non
 
     (G1, S1) then (G2, S2) is (G2 G1, G2 S1 + S2), products element by element.
     """
-    G, write = _gate(g, g_v), k[..., :, None] * v[..., None, :]  # [B T H K V]
+    G, write = gate(g, g_v), k[..., :, None] * v[..., None, :]  # [B T H K V]
     G, S = hillis_steele(lambda x, y: (y[0] * x[0], y[0] * x[1] + y[1]), (G, write))
     S = S + G * repeat(initial_state, "b h k v -> b t h k v", t=1)
     return scale * (q[..., :, None] * S).sum(-2), S[:, -1]
@@ -153,12 +113,10 @@ def chunkwise(
     q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64
 ):
     """Chunks of C tokens: `parallel_log` inside, recurrent between (GLA paper, section 4.2)."""
-    split = [x.split(C, -2) for x in _heads_first(scale * q, k, v, g)]
-    split.append([None] * len(split[0]) if g_v is None else _heads_first(g_v)[0].split(C, -2))
     S, o = initial_state, []
-    for q_n, k_n, v_n, g_n, g_v_n in zip(*split, strict=True):
-        o.append(_read(q_n, S, g_n, g_v_n) + _weighted(_scores(q_n, k_n, g_n), v_n, g_v_n))
-        S = _update(k_n, v_n, S, g_n, g_v_n)
+    for q_n, k_n, v_n, g_n, h_n in by_chunk(C, scale * q, k, v, g, g_v):
+        o.append(read(q_n, S, g_n, h_n) + weighted(scores(q_n, k_n, g_n), v_n, h_n))
+        S = update(k_n, v_n, S, g_n, h_n)
     return rearrange(torch.cat(o, -2), "b h t d -> b t h d"), S
 
 
@@ -193,7 +151,6 @@ def chunkwise_two_level(
     cu_seqlens=None,
     C: int = 64,
     c: int = 16,
-    round_to=None,
 ):
     """Chunks of C tokens in sub-chunks of c: matrix products but for the diagonal blocks.
 
@@ -203,31 +160,21 @@ def chunkwise_two_level(
     Args:
         C: chunk length.
         c: sub-chunk length, a divisor of C.
-        round_to: a torch.dtype; round both operands of every matrix product to it (products still
-            accumulate in the compute precision). With it this form imitates a low-precision kernel.
 
     Source: GLA paper, section 4.3 and Listing 1 (with its two slips mended, see the errata).
     """
-
-    def mm(x, y):
-        if round_to is not None:
-            x, y = x.to(round_to).to(x.dtype), y.to(round_to).to(y.dtype)
-        return x @ y
-
-    q, k, v, g, g_v = _heads_first(scale * q, k, v, g, g_v)
+    q, k, v, g, g_v = map(heads_first, (scale * q, k, v, g, g_v))
     S, o = initial_state, torch.zeros_like(v)
     for kind, rows, cols in two_level_blocks(q.shape[-2], C, c):
         q_i, k_j, v_j = q[..., rows, :], k[..., cols, :], v[..., cols, :]
         g_i, g_j = g[..., rows, :], g[..., cols, :]
         h_i, h_j = (None, None) if g_v is None else (g_v[..., rows, :], g_v[..., cols, :])
         if kind == "inter-chunk":  # cols reach this chunk through S only
-            o[..., rows, :] += _read(q_i, S, g_i, h_i, mm)
-            S = _update(k[..., rows, :], v[..., rows, :], S, g_i, h_i, mm)
+            o[..., rows, :] += read(q_i, S, g_i, h_i)
+            S = update(k[..., rows, :], v[..., rows, :], S, g_i, h_i)
         elif kind == "inter-sub-chunk":
-            P = mm(_decayed(q_i, g_i, decay_from_start), _decayed(k_j, g_j, decay_to_end).mT)
-            o[..., rows, :] += _decayed(
-                mm(P, _decayed(v_j, h_j, decay_to_end)), h_i, decay_from_start
-            )
+            P = decayed(q_i, g_i, decay_from_start) @ decayed(k_j, g_j, decay_to_end).mT
+            o[..., rows, :] += decayed(P @ decayed(v_j, h_j, decay_to_end), h_i, decay_from_start)
         else:
-            o[..., rows, :] += _weighted(_scores(q_i, k_j, g_i), v_j, h_i, mm)
+            o[..., rows, :] += weighted(scores(q_i, k_j, g_i), v_j, h_i)
     return rearrange(o, "b h t d -> b t h d"), S

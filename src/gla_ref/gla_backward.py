@@ -31,8 +31,8 @@ from ._contract import (
     per_sequence,
     state_or_zeros,
 )
+from .chunks import by_chunk, decayed, gate, read, update, weighted
 from .gates import decay_from_start, decay_to_end, segment_sum
-from .gla import _decayed, _gate, _read, _update, _weighted
 from .mechanisms import MECHANISMS, Argument
 
 __all__ = ["Gradients", "backward"]
@@ -106,15 +106,9 @@ def backward(
 
     def one(q, k, v, g, g_v, do, initial_state, dS):
         """Forward over the chunks for the states, then back over them with dS."""
-        chunks = [rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v, g, do)]
-        chunks.append(
-            [None] * len(chunks[0])
-            if g_v is None
-            else rearrange(g_v, "b t h d -> b h t d").split(C, -2)
-        )
-        chunks, S = list(zip(*chunks, strict=True)), [initial_state]
+        chunks, S = list(by_chunk(C, scale * q, k, v, g, do, g_v)), [initial_state]
         for _, k_n, v_n, g_n, _, h_n in chunks[:-1]:
-            S.append(_update(k_n, v_n, S[-1], g_n, h_n))
+            S.append(update(k_n, v_n, S[-1], g_n, h_n))
         out = []
         for n in reversed(range(len(chunks))):
             *grads, dS = _chunk_backward(*chunks[n], S[n], dS)
@@ -143,23 +137,24 @@ def _chunk_backward(q, k, v, g, do, g_v, S, dS_end):
         dP.diagonal(dim1=-2, dim2=-1)[..., None],
     )  # the i = j terms
 
-    read = _decayed(_decayed(do, g_v, decay_from_start) @ S.mT, g, decay_from_start)  # dq from S
-    write = _decayed(_decayed(v, g_v, decay_to_end) @ dS_end.mT, g, decay_to_end)  # dk from dS_end
+    # what reaches q through the state before the chunk, and k through the state after it
+    dq_S = decayed(decayed(do, g_v, decay_from_start) @ S.mT, g, decay_from_start)
+    dk_S = decayed(decayed(v, g_v, decay_to_end) @ dS_end.mT, g, decay_to_end)
     dq = (dP.tril(-1)[..., None] * k[..., None, :, :] * E).sum(-2)
     dk = (dP.tril(-1)[..., None] * q[..., :, None, :] * E).sum(-3)
-    G = _gate(g.sum(-2), None if g_v is None else g_v.sum(-2))
+    G = gate(g.sum(-2), None if g_v is None else g_v.sum(-2))
     kept = G * S * dS_end  # [B H K V]: state to state
-    dg = _gate_gradient(q * dq - k * dk, q * read, k * write, kept.sum(-1), g)
+    dg = _gate_gradient(q * dq - k * dk, q * dq_S, k * dk_S, kept.sum(-1), g)
 
-    v_write = _decayed(_decayed(k, g, decay_to_end) @ dS_end, g_v, decay_to_end)  # dv from dS_end
+    dv_S = decayed(decayed(k, g, decay_to_end) @ dS_end, g_v, decay_to_end)
     dv = _transposed(P.tril(-1), do, g_v)
     dg_v = None
     if g_v is not None:
-        o, o_read = _weighted(P.tril(-1), v, g_v), _read(q, S, g, g_v)
-        dg_v = _gate_gradient(o * do - v * dv, o_read * do, v * v_write, kept.sum(-2), g_v)
+        o, o_read = weighted(P.tril(-1), v, g_v), read(q, S, g, g_v)
+        dg_v = _gate_gradient(o * do - v * dv, o_read * do, v * dv_S, kept.sum(-2), g_v)
 
-    dS = G * dS_end + _decayed(q, g, decay_from_start).mT @ _decayed(do, g_v, decay_from_start)
-    return dq + read + dP_own * k, dk + write + dP_own * q, dv + v_write + own * do, dg, dg_v, dS
+    dS = G * dS_end + decayed(q, g, decay_from_start).mT @ decayed(do, g_v, decay_from_start)
+    return dq + dq_S + dP_own * k, dk + dk_S + dP_own * q, dv + dv_S + own * do, dg, dg_v, dS
 
 
 def _transposed(P: Tensor, do: Tensor, g_v: Tensor | None) -> Tensor:

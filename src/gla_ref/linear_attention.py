@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._contract import check_scale, check_tensors, compute_dtype, form
+from .chunks import by_chunk, heads_first
 from .mechanisms import MECHANISMS
 from .prefix_sum import hillis_steele
 
@@ -140,7 +141,7 @@ def recurrent(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
 @form("linear_attention")
 def parallel(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     """All pairs of tokens at once, (Q K^T * M) V; quadratic in T."""
-    q, k, v = (rearrange(x, "b t h d -> b h t d") for x in (scale * q, k, v))
+    q, k, v = map(heads_first, (scale * q, k, v))
     P = (q @ k.mT).tril()  # [B H T T]
     o = P @ v + q @ initial_state
     return rearrange(o, "b h t d -> b t h d"), initial_state + k.mT @ v
@@ -150,9 +151,8 @@ def parallel(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
 @form("linear_attention")
 def chunkwise(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
     """Chunks of C tokens: parallel inside, recurrent between (GLA paper, section 2.2; Hua et al. 2022)."""
-    q, k, v = (rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v))
     S, o = initial_state, []
-    for q_n, k_n, v_n in zip(q, k, v, strict=True):
+    for q_n, k_n, v_n in by_chunk(C, scale * q, k, v):
         P = (q_n @ k_n.mT).tril()  # [B H C C]
         o.append(q_n @ S + P @ v_n)  # inter-chunk + intra-chunk
         S = S + k_n.mT @ v_n

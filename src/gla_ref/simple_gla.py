@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ._contract import form
+from .chunks import by_chunk, heads_first
 from .gates import decay_to_end, segment_sum
 
 __all__ = ["chunkwise", "parallel", "recurrent"]
@@ -45,30 +46,20 @@ def recurrent(
     """
     S, o = initial_state, []
     for t in range(q.shape[1]):
-        S = (
-            g[:, t, :, None, None].exp() * S + k[:, t, :, :, None] * v[:, t, :, None, :]
-        )  # [B H K V]
+        write = k[:, t, :, :, None] * v[:, t, :, None, :]  # [B H K V]
+        S = g[:, t, :, None, None].exp() * S + write
         o.append(scale * (q[:, t, :, :, None] * S).sum(-2))
     return torch.stack(o, 1), S
 
 
 @form("simple_gla")
-def parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def parallel(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
     """All pairs at once through the ratio b_i / b_j of cumulative products; kept as the form that breaks.
 
     Right while the total decay of the sequence stays well inside the exponent range; beyond it
     1 / b_j overflows, and inf * 0 is NaN. Arguments and results as in :func:`recurrent`.
     """
-    q, k, v = (rearrange(x, "b t h d -> b h t d") for x in (scale * q, k, v))
+    q, k, v = map(heads_first, (scale * q, k, v))
     b = rearrange(g, "b t h -> b h t 1").cumsum(-2).exp()
     P = ((q * b) @ (k / b).mT).tril()
     o = P @ v + (q * b) @ initial_state
@@ -77,27 +68,14 @@ def parallel(
 
 
 @form("simple_gla")
-def chunkwise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    C: int = 64,
-) -> tuple[Tensor, Tensor]:
+def chunkwise(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
     """Chunks of C tokens; one decay matrix `[C, C]` a chunk multiplies the scores (Mamba-2 paper, section 6).
 
     A scalar gate factors out of q k^T, so the scores stay one matrix product and every exponent
     is <= 0: right for every gate in [-inf, 0]. Arguments and results as in :func:`recurrent`.
     """
-    q, k, v, g = (
-        rearrange(x, "b t h d -> b h t d").split(C, -2) for x in (scale * q, k, v, g[..., None])
-    )
     S, o = initial_state, []
-    for q_n, k_n, v_n, g_n in zip(q, k, v, g, strict=True):
+    for q_n, k_n, v_n, g_n in by_chunk(C, scale * q, k, v, g[..., None]):
         b = g_n.cumsum(-2)  # [B H C 1]: decay since the chunk's start
         P = (q_n @ k_n.mT) * segment_sum(g_n)[..., 0].exp()  # [B H C C]
         o.append((q_n * b.exp()) @ S + P @ v_n)

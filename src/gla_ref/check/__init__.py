@@ -10,24 +10,20 @@ The same from a shell: `python -m gla_ref check gla my_module:my_fn --device cpu
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from fnmatch import fnmatch
 
 import torch
 
 from . import mistakes
-from ._budgets import Problem, problem
 from ._cases import Case, cases
-from ._diagnose import diagnose
+from ._examine import Examiner, examine
+from ._kernel import Convention, Kernel, NotClaimed
 from ._mechanisms import MECHANISMS
-from ._report import Report, Row, judge
-from ._runner import Convention, NotClaimed, accepted, never_given, observe
-from ._shrink import reproduction, shrink
+from ._report import Report, Row
 
 __all__ = ["MECHANISMS", "Case", "NotClaimed", "Report", "Row", "cases", "kernel", "mistakes"]
 
-AHEAD = 4  # problems that are worked out side by side
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -85,8 +81,8 @@ def kernel(
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype}")
-    conventions = {"layout": layout, "state": state, "gate": gate, "forward_only": forward_only}
-    kind, how, takes = MECHANISMS[mechanism], Convention(**conventions), accepted(fn)
+    how = Convention(layout, state, gate, forward_only)
+    it = Kernel(fn, mechanism, how, torch.device(device), time_limit)
     if isinstance(only, Case):
         chosen = [only]
     elif only is not None:
@@ -100,78 +96,9 @@ def kernel(
         "level": level,
         "only": None if only is None else str(only),
         "seed": seed,
-        **conventions,
-        "defaults": never_given(fn, kind),
+        **asdict(how),
+        "defaults": it.never_given,
     }
-
-    def pose(case: Case) -> tuple[list[Row], Problem | None]:
-        """The rows of what the function cannot be asked of a case, and the problem that is left."""
-        rows = []
-        if case.state and "initial_state" not in takes:
-            rows.append(Row(case.name, "S0", "not covered", message="initial state"))
-            case = replace(case, state=False)
-        lacks = case.ends and "cu_seqlens" not in takes and "packed sequences"
-        lacks = lacks or (case.scale is not None and "scale" not in takes and "scale")
-        if lacks:
-            return [*rows, Row(case.name, "call", "not covered", message=lacks)], None
-        return rows, problem(mechanism, case, dtype, seed, gate, str(device))
-
-    def run(case: Case, rows: list[Row], p: Problem | None) -> tuple[list[Row], list]:
-        """The rows of a case, and (problem, what the kernel made of it) if it made anything."""
-        if p is None:
-            return rows, []
-        found, findings = observe(fn, kind, how, takes, p, time_limit, torch.device(device))
-        stateless = found and all(found[n] is None for n in kind.states.values())
-        if stateless and p.case.loss == "both" and found["dq"] is not None:
-            # a loss cannot be of what is not returned
-            p = problem(mechanism, replace(p.case, loss="o"), dtype, seed, gate, str(device))
-            found, findings = observe(fn, kind, how, takes, p, time_limit, torch.device(device))
-        rows += [judge(p, n, x) for n, x in found.items()]
-        for f in findings:
-            status = "not covered" if f.kind == "not covered" else "failed"
-            rows.append(Row(case.name, f.quantity, status, f.kind, message=str(f)))
-        return rows, [(p, found)] if found else []
-
-    report, seen = Report(settings, {case.name: case for case in chosen}), []
-    # the next problems are worked out while a kernel compiles
-    with ThreadPoolExecutor(AHEAD) as pool:
-        posed = [pool.submit(pose, case) for case in chosen[: 2 * AHEAD]]
-        for i, case in enumerate(chosen):
-            if progress:
-                progress(i, len(chosen), case.name)
-            posed += [pool.submit(pose, later) for later in chosen[i + 2 * AHEAD :][:1]]
-            rows, made = run(case, *posed[i].result())
-            report.rows += rows
-            seen += made
-    if level == "full" and report.failures:
-        if progress:
-            progress(len(chosen) - 1, len(chosen), "looking for the smallest failure")
-        failed = {row.case: row for row in reversed(report.failures)}
-        least = min(
-            (c for c in chosen if c.name in failed), key=lambda c: c.B * c.T * c.H * c.K * c.V
-        )
-        first = failed[least.name]
-
-        def fails(case: Case) -> bool:
-            return any(
-                r.status == "failed" and r.quantity == first.quantity
-                for r in run(case, *pose(case))[0]
-            )
-
-        if first.kind != "hangs":  # every attempt would take the time limit
-            least = shrink(least, fails)
-        given = {"device": str(device), "seed": seed, **conventions}
-        plain = {"device": "cpu", "seed": 0} | asdict(Convention())
-        options = {n: value for n, value in given.items() if value != plain[n]}
-        report.reproduction = reproduction(mechanism, fn, least, dtype, **options)
-    if progress:
-        progress(len(chosen), len(chosen), "")
-    if any(row.where for row in report.rows):
-        wrong = [row.case for row in report.rows if row.where]
-        telling = [pair for pair in seen if pair[0].case.telling]
-        others = [pair for pair in seen if not pair[0].case.telling]
-        extra = [pair for pair in others if pair[0].case.name in wrong]
-        passed = [pair for pair in others if pair[0].case.name not in wrong]
-        for m, distance in diagnose(mechanism, telling + extra[:2], passed):
-            report.diagnosis.append({"mistake": m.name, "line": m.line, "distance": distance})
+    report = Report(settings, {case.name: case for case in chosen})
+    examine(Examiner(it, dtype, seed), report, progress or (lambda done, total, name: None))
     return report

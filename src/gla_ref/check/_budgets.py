@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ..rounding import budget, error, unit
 from ._cases import C, Case, held, inputs, representable
 from ._mechanisms import MECHANISMS, SHORT, Kind
 
@@ -90,19 +91,6 @@ def parts(kind: Kind, name: str, x: Tensor) -> list[tuple]:
     return [(slice(None), s) for s in octaves(x.shape[1])]
 
 
-def unit(exact: Tensor) -> float:
-    """What errors are divided by: rms(x*); 1 (an absolute error) where x* is, or cancels to, nearly 0."""
-    rms = exact.square().mean().sqrt().item() if exact.numel() else 1.0
-    return rms if rms > 1e-3 else 1.0
-
-
-def error(x: Tensor, exact: Tensor) -> float:
-    """max|x - x*| / rms(x*), infinite where x is not finite."""
-    if not torch.isfinite(x).all():
-        return float("inf")
-    return (x.double() - exact).abs().max().item() / unit(exact) if exact.numel() else 0.0
-
-
 def worst(made: Tensor, exact: Tensor, runs: int, axis: int) -> float:
     """The largest :func:`error` of several results `made` of the same x*, each of `runs` copies along `axis`."""
     if not exact.numel():
@@ -132,9 +120,9 @@ class Problem:
         against = exact if against is None else against
         rows = zip(parts(self.kind, name, exact), self.budgets[name], strict=True)
         pairs = []
-        for s, budget in rows:
+        for s, allowed in rows:
             found = error(x[s], against[s]) * unit(against[s]) / unit(exact[s])
-            pairs.append((found, budget))
+            pairs.append((found, allowed))
         return max(pairs, key=lambda p: p[0] / p[1])
 
     def band(self, name: str) -> Tensor:
@@ -142,8 +130,8 @@ class Problem:
         exact = self.exact[name]
         band = torch.zeros_like(exact)
         rows = zip(parts(self.kind, name, exact), self.budgets[name], strict=True)
-        for s, budget in rows:
-            band[s] = budget * unit(exact[s])
+        for s, allowed in rows:
+            band[s] = allowed * unit(exact[s])
         return band
 
 
@@ -205,7 +193,7 @@ def worked_out(
     for n, y in exact.items():
         made = torch.stack([e[n].to(dtypes[n]).double().cpu() for e in emulated])
         budgets[n] = [
-            2 * worst(made[:, *s], y[s], runs, kind.head_axis(n)) + 4 * torch.finfo(dtypes[n]).eps
+            budget(worst(made[:, *s], y[s], runs, kind.head_axis(n)), dtypes[n])
             for s in parts(kind, n, y)
         ]
     for n, floor in kind.floors.items():

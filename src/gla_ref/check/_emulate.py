@@ -14,8 +14,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import gla
+from ..chunks import scores
 from ..gates import decay_from_start, decay_to_end
+from ..rounding import Products
 
 EXACT = (torch.float32, torch.float64)  # dtypes whose products hold operands as they are
 TERMS = 16  # of a product that a tensor core adds up before it cuts the sum off to float32
@@ -63,6 +64,11 @@ class Product(torch.autograd.Function):
         return multiply(d, y.mT, ctx.dtype), multiply(x.mT, d, ctx.dtype), None
 
 
+def products_in(dtype: torch.dtype) -> Products:
+    """A mode in which matrix products are `multiply`, and their gradients too."""
+    return Products(lambda x, y: Product.apply(x, y, dtype))
+
+
 class Carry(torch.autograd.Function):
     """The states S_0 .. S_N `[..., N + 1, K, V]` of S_[n+1] = kept_n S_n + write_n, and dS as it comes back."""
 
@@ -105,27 +111,24 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False):
     What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
     kernel may that has one product a chunk (chapter 11), and by e^-3 at most from there on, to be within float16.
     """
-
-    def mm(x, y):
-        return Product.apply(x, y, dtype)
-
     T, tokens = q.shape[1], (q, k, v, by_channel(g, k))
     C = min(C, -(-T // c) * c)
     q, k, v, g = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
     q, k, v, g = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g))
     half = (g.sum(-2, keepdim=True) / 2).clamp(min=-3.0 if halves else 0.0).detach()
-    write = half.exp().mT * mm((k * (decay_to_end(g) - half).exp()).mT, v)
-    states = Carry.apply(write, g.sum(-2).exp()[..., None], state, dtype)
-    inter = mm(q * (decay_from_start(g) - half).exp(), half.exp().mT * states[:, :, :-1])
-    intra = []
-    for i in range(0, C, c):
-        q_i, k_i, v_i, g_i = (x[..., i : i + c, :] for x in (q, k, v, g))
-        o = mm(gla._scores(q_i, k_i, g_i), v_i)
-        if i:
-            k_j = k[..., :i, :] * decay_to_end(g[..., :i, :]).exp()
-            P = mm(q_i * decay_from_start(g_i).exp(), k_j.mT)
-            o = o + mm(P, v[..., :i, :])
-        intra.append(o)
+    with products_in(dtype):
+        write = half.exp().mT * ((k * (decay_to_end(g) - half).exp()).mT @ v)
+        states = Carry.apply(write, g.sum(-2).exp()[..., None], state, dtype)
+        inter = (q * (decay_from_start(g) - half).exp()) @ (half.exp().mT * states[:, :, :-1])
+        intra = []
+        for i in range(0, C, c):
+            q_i, k_i, v_i, g_i = (x[..., i : i + c, :] for x in (q, k, v, g))
+            o = scores(q_i, k_i, g_i) @ v_i
+            if i:
+                k_j = k[..., :i, :] * decay_to_end(g[..., :i, :]).exp()
+                P = (q_i * decay_from_start(g_i).exp()) @ k_j.mT
+                o = o + P @ v[..., :i, :]
+            intra.append(o)
     o = rearrange(scale * (inter + torch.cat(intra, -2)), "b h n t d -> b (n t) h d")
     return o[:, :T], states[:, :, -1]
 

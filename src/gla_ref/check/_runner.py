@@ -1,157 +1,22 @@
-"""Calling a stranger's kernel: its conventions, its time limit, and what may be wrong before any number is."""
+"""One case of a stranger's kernel: every way of calling it, within its time (appendix "Check your kernel")."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .._contract import state_shape
 from ._budgets import Problem, evaluate
-from ._cases import convert, held, optional
-from ._mechanisms import Kind
+from ._cases import held, optional
+from ._kernel import Finding, Kernel, NotClaimed
 from ._memory import placed, poisoned
 
-
-class Finding(Exception):
-    """Something wrong with the call itself; `kind` is one word for it, `quantity` what it is about."""
-
-    def __init__(self, kind: str, message: str, quantity: str = "call"):
-        super().__init__(message)
-        self.kind, self.quantity = kind, quantity
-
-
-class NotClaimed(Exception):
-    """For an adapter to raise where its kernel makes no claim: the case is reported as not covered."""
-
-
-@dataclass(frozen=True)
-class Convention:
-    """How a kernel wants its arguments; results and gradients are turned back to the book's convention."""
-
-    layout: str = "bthd"
-    state: str = "kv"
-    gate: str = "log"
-    forward_only: bool = False
-
-    def __post_init__(self):
-        known = {
-            "layout": ("bthd", "bhtd"),
-            "state": ("kv", "vk"),
-            "gate": ("log", "log2", "alpha"),
-        }
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name}: expected one of {values}, got {getattr(self, name)!r}")
-
-    def tokens(self, x: Tensor) -> Tensor:
-        return x if self.layout == "bthd" else x.transpose(1, 2)
-
-    def states(self, x: Tensor, kind: Kind) -> Tensor:
-        if kind.cache:
-            return self.tokens(x)
-        return x if self.state == "kv" else x.mT
-
-    def gates(self, g: Tensor, dtype: torch.dtype) -> Tensor:
-        return convert(g, self.gate).to(dtype)
-
-
-def accepted(fn: Callable) -> set[str]:
-    """Which of the contract's options a function takes."""
-    options = {"scale", "initial_state", "cu_seqlens", "output_final_state"}
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # no signature to be had: the contract's own
-        return options - {"output_final_state"}
-    if any(p.kind == p.VAR_KEYWORD for p in parameters):
-        return options - {"output_final_state"} | options & {p.name for p in parameters}
-    return options & {p.name for p in parameters}
-
-
-def never_given(fn: Callable, kind: Kind) -> list[str]:
-    """Which of a function's arguments no call of the kit has."""
-    try:
-        named = [p for p in inspect.signature(fn).parameters.values() if p.kind != p.VAR_KEYWORD]
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in named[len(kind.arguments) :] if p.name not in accepted(fn)]
-
-
-def adapt(
-    fn: Callable, kind: Kind, how: Convention, takes: set[str], gates: dict[str, torch.dtype]
-) -> Callable:
-    """`fn` under the contract: called in its own convention, its results checked and turned back.
-
-    It gets the mechanism's tensors in their order, whatever it calls them, and each of the `gates` in its dtype.
-    """
-
-    def checked(name, x, shape, dtypes, device):
-        if not isinstance(x, Tensor):
-            raise Finding("type", f"expected a tensor, got {type(x).__name__}", name)
-        if tuple(x.shape) != tuple(shape):
-            raise Finding("shape", f"expected {list(shape)}, got {list(x.shape)}", name)
-        if x.dtype not in dtypes:
-            raise Finding("dtype", f"expected {' or '.join(map(str, dtypes))}, got {x.dtype}", name)
-        if x.device != device:
-            raise Finding("device", f"expected {device}, got {x.device}", name)
-        return x
-
-    def call(*tokens, scale, initial_state, cu_seqlens, final=True):
-        x = dict(zip(kind.arguments, tokens, strict=True))
-        k, v = x["k"], x["v"]
-        own = [how.gates(y, gates[n]) if n in gates else y for n, y in x.items()]
-        named = {"scale": scale, "cu_seqlens": cu_seqlens, "output_final_state": final}
-        if isinstance(initial_state, tuple):
-            named["initial_state"] = tuple(how.states(x, kind) for x in initial_state)
-        else:
-            named["initial_state"] = (
-                initial_state if initial_state is None else how.states(initial_state, kind)
-            )
-        result = fn(*map(how.tokens, own), **{n: x for n, x in named.items() if n in takes})
-        if result is None:
-            raise Finding("none", "the function returned None")
-        if not isinstance(result, tuple | list):
-            result = (result, None)
-        if len(result) < 2:
-            raise Finding("type", f"expected (o, state), got {len(result)} values")
-        o, state = result[:2]
-        checked("o", o, how.tokens(v).shape, [v.dtype], v.device)
-        o = how.tokens(o)
-        if state is None:
-            return o, None
-        if kind.cache:
-            caches = zip(
-                kind.states.values(),
-                state,
-                (k, v),
-                initial_state or (k[:, :0], v[:, :0]),
-                strict=True,
-            )
-            state = tuple(
-                how.states(
-                    checked(
-                        n, y, how.states(torch.cat([p, x], 1), kind).shape, [x.dtype], x.device
-                    ),
-                    kind,
-                )
-                for n, y, x, p in caches
-            )
-            return o, state
-        N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
-        shape = state_shape(kind.mechanism, kind.sizes(x), N)
-        shape = shape if how.state == "kv" else (*shape[:2], *shape[:1:-1])
-        dtypes = [torch.float32]
-        dtypes += [] if initial_state is None else [initial_state.dtype]
-        (name,) = kind.states.values()
-        return o, how.states(checked(name, state, shape, dtypes, v.device), kind)
-
-    return call
+Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
 
 
 def within(seconds: float, work: Callable, *args):
@@ -196,7 +61,7 @@ def same(x: Tensor | None, y: Tensor | None) -> bool:
     return torch.equal(x.nan_to_num(nan=1e30), y.nan_to_num(nan=1e30))
 
 
-def only_then(p: Problem, usual: dict, found: dict) -> list[str]:
+def only_then(p: Problem, usual: Found, found: Found) -> list[str]:
     """The quantities of `found` that are missing or beyond their budget, and within it in the usual run."""
 
     def right(n, x):
@@ -208,109 +73,138 @@ def only_then(p: Problem, usual: dict, found: dict) -> list[str]:
     return [n for n, x in found.items() if right(n, usual[n]) and not right(n, x)]
 
 
-def observe(
-    fn: Callable, kind: Kind, how: Convention, takes: set[str], p: Problem, seconds: float,
-    device: torch.device,
-) -> tuple:  # fmt: skip
-    """({quantity: what the kernel made of it, on the CPU, or None}, [Finding, ...]) of one case.
+@dataclass(frozen=True)
+class Way:
+    """Another way in which training or inference calls a kernel; where it is right as usual, it must be right so too.
 
-    Two runs must be the same. Then come the other ways in which training and inference call a kernel: without
-    gradients, with boundaries of sequences that have moved in their tensor, through its graph a second time, with
-    inputs that need no gradient, without the final state, with another call before the backward pass, and once more
-    before the results of the first call are used. A kernel that is forward only is called without gradients
-    throughout; one whose runs differ in no other way, since it would differ there too.
+    Attributes:
+        kind: the word for a finding.
+        when: the same in a message.
+        options: of `evaluate`.
+        gradients: whether they are recorded.
+        lacks: quantities that it does not return.
+        may_raise: what is not covered where it raises; empty where it must not.
     """
-    names = [n for n in (*kind.arguments, *kind.states) if n in p.inputs]
-    dtypes = {n: held(kind, n, p.case, p.dtypes["o"]) for n in p.inputs}
-    gates = {n: dtypes[n] for n in kind.named("gate")}
-    if how.gate != "log":  # kept finer until the kernel's own convention is made of them
-        dtypes |= dict.fromkeys(gates, torch.float32)
-    x = {n: y.to(dtypes[n]) for n, y in p.inputs.items()}
 
-    def own(n, y):
-        """In the kernel's own order of axes, and from there back."""
-        return how.states(y, kind) if kind.tensors[n].role == "state" else how.tokens(y)
+    kind: str
+    when: str
+    options: dict = field(default_factory=dict)
+    gradients: bool = True
+    lacks: tuple[str, ...] = ()
+    may_raise: str = ""
 
-    x = {n: y.to(device) for n, y in x.items()}
-    x = {
-        n: own(n, placed(own(n, y).contiguous(), p.case.strides, i))
-        for i, (n, y) in enumerate(x.items())
-    }
-    before = {n: y.clone() for n, y in x.items()}
-    call, findings = adapt(fn, kind, how, takes, gates), []
-    other = {n: y.roll(1, 1) for n, y in x.items()} if p.case.frozen else {}
 
-    def work(gradients: bool, options: dict):
+class Trial:
+    """A case as one kernel meets it: the tensors that it is given, and its calls."""
+
+    def __init__(self, kernel: Kernel, p: Problem):
+        self.kernel, self.kind, self.p = kernel, kernel.kind, p
+        self.names = [n for n in (*self.kind.arguments, *self.kind.states) if n in p.inputs]
+        dtypes = {n: held(self.kind, n, p.case, p.dtypes["o"]) for n in p.inputs}
+        gates = {n: dtypes[n] for n in self.kind.named("gate")}
+        if kernel.how.gate != "log":  # kept finer until the kernel's own convention is made of them
+            dtypes |= dict.fromkeys(gates, torch.float32)
+        self.x = {}
+        for i, (n, y) in enumerate(p.inputs.items()):
+            y = kernel.own(n, y.to(dtypes[n]).to(kernel.device)).contiguous()
+            self.x[n] = kernel.own(n, placed(y, p.case.strides, i))
+        self.other = {n: y.roll(1, 1) for n, y in self.x.items()} if p.case.frozen else {}
+        self.call = partial(kernel.call, gates)
+        # activations need no gradients in inference
+        self.inference = {"frozen": self.names}
+        self.usual = self.inference if kernel.how.forward_only else {}
+
+    def run(self, gradients: bool, options: dict) -> Found:
+        """Every quantity of one call, on the CPU."""
+        device = self.kernel.device
         with poisoned(str(device)), torch.set_grad_enabled(gradients):
-            found = evaluate(**{"fn": call, "kind": kind, "x": x, "case": p.case} | options)
+            given = {"fn": self.call, "kind": self.kind, "x": self.x, "case": self.p.case}
+            found = evaluate(**given | options)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             return {n: y if y is None else y.to("cpu", copy=True) for n, y in found.items()}
 
-    def overwritten(gradients: bool):
+    def overwritten(self, gradients: bool) -> list[str]:
         """Which results of a call are not what they were after another one, on the inputs moved along by one."""
         with torch.set_grad_enabled(gradients):
-            found = evaluate(call, kind, x, p.case)
+            found = evaluate(self.call, self.kind, self.x, self.p.case)
             kept = {n: y if y is None else y.clone() for n, y in found.items()}
-            evaluate(call, kind, other, p.case)
+            evaluate(self.call, self.kind, self.other, self.p.case)
             return [n for n, y in found.items() if not same(y, kept[n])]
 
-    inference = {"frozen": names}  # activations need no gradients then
-    runs, options = [], inference if how.forward_only else {}
+    def ways(self, differentiable: bool) -> Iterator[Way]:
+        """Those that a case has; a kernel that is forward only is called without gradients throughout."""
+        case, takes, states = self.p.case, self.kernel.takes, tuple(self.kind.states.values())
+        forward_only = self.kernel.how.forward_only
+        if not forward_only:
+            yield Way("no_grad", "under torch.no_grad()", self.inference, gradients=False)
+        if case.ends and "cu_seqlens" in takes:
+            when = "where the boundaries in cu_seqlens have changed since a call before"
+            yield Way("moved", when, self.usual | {"moved": True}, gradients=not forward_only)
+        if forward_only or not differentiable:
+            return
+        when = "in a second backward pass"  # a kernel may refuse it: it says so, nobody is misled
+        yield Way("twice", when, {"backwards": 2}, may_raise="second backward pass")
+        if case.frozen:
+            between = partial(evaluate, self.call, self.kind, self.other, case)
+            when = "where another call comes before the backward pass"
+            yield Way("interleaved", when, {"between": between})
+        if case.loss == "o" and "output_final_state" in takes:
+            without = {"fn": partial(self.call, final=False)}
+            yield Way("stateless", "where output_final_state is False", without, lacks=states)
+        for n in self.names if case.frozen else ():
+            rest = [other for other in self.names if other != n]
+            yield Way("frozen", f"where {n} requires no gradient", {"frozen": [n]})
+            yield Way("frozen", f"where only {n} requires a gradient", {"frozen": rest})
+
+    def tried(self, usual: Found) -> Iterator[Finding]:
+        """What is wrong in the other ways and right, or there, as usual."""
+        for way in self.ways(usual["dq"] is not None):
+            found = attempt(self.kernel.seconds, self.run, way.gradients, way.options)
+            if not isinstance(found, Finding):
+                found = {n: x for n, x in found.items() if n not in way.lacks}
+                for n in only_then(self.p, usual, found):
+                    yield Finding(way.kind, f"wrong {way.when}, right otherwise", n)
+            elif way.may_raise and found.kind == "raises":
+                yield Finding("not covered", way.may_raise)
+            else:
+                yield Finding(found.kind, f"{way.when}: {found}", found.quantity)
+                if found.kind == "hangs":  # the next ones would, too
+                    break
+        for gradients in (False, True) if self.p.case.frozen else ():
+            if gradients and self.kernel.how.forward_only:
+                continue
+            found = attempt(self.kernel.seconds, self.overwritten, gradients)
+            for n in [] if isinstance(found, Finding) else found:
+                yield Finding("overwritten", "another call writes into the results", n)
+
+
+def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
+    """What the kernel made of each quantity of a case (nothing where it gave no result), and what is wrong with calls.
+
+    Two runs must be the same. Then come the other ways of calling it; for one whose runs differ none, since it would
+    differ there too. A kernel that writes into its inputs has seen others ever after: no finding but that one counts.
+    """
+    trial = Trial(kernel, p)
+    before = {n: y.clone() for n, y in trial.x.items()}
+    runs = []
     for _ in range(2):
-        runs.append(attempt(seconds, work, not how.forward_only, options))
-        if isinstance(runs[-1], Finding):
-            may = optional(kind, p.case)
-            if may and runs[-1].kind in ("raises", "dtype"):
-                return {}, [Finding("not covered", may)]
-            return {}, runs[-1:]
+        found = attempt(kernel.seconds, trial.run, not kernel.how.forward_only, trial.usual)
+        if isinstance(found, Finding):
+            may = optional(kernel.kind, p.case)
+            refused = may and found.kind in ("raises", "dtype")
+            return {}, [Finding("not covered", may) if refused else found]
+        runs.append(found)
     usual, again = runs
     differ = [n for n, y in usual.items() if not same(y, again[n])]
-    if how.forward_only:
-        usual |= {f"d{n}": None for n in names}
-    once = how.forward_only or differ
-    ways = [] if once else [("no_grad", "under torch.no_grad()", False, inference)]
-    if p.case.ends and "cu_seqlens" in takes and not differ:
-        when = "where the boundaries in cu_seqlens have changed since a call before"
-        ways.append(("moved", when, not how.forward_only, options | {"moved": True}))
-    if usual["dq"] is not None and not once:
-        ways.append(("twice", "in a second backward pass", True, {"backwards": 2}))
-        if p.case.frozen:
-            when = "where another call comes before the backward pass"
-            between = functools.partial(evaluate, call, kind, other, p.case)
-            ways.append(("interleaved", when, True, {"between": between}))
-        if p.case.loss == "o" and "output_final_state" in takes:
-            when = "where output_final_state is False"
-            ways.append(("stateless", when, True, {"fn": functools.partial(call, final=False)}))
-        for n in names if p.case.frozen else ():
-            ways.append(("frozen", f"where {n} requires no gradient", True, {"frozen": [n]}))
-            rest = [other for other in names if other != n]
-            ways.append(("frozen", f"where only {n} requires a gradient", True, {"frozen": rest}))
-    for way, when, gradients, options in ways:
-        found = attempt(seconds, work, gradients, options)
-        if isinstance(found, Finding):
-            if (way, found.kind) == ("twice", "raises"):  # it says so: nobody is misled
-                findings.append(Finding("not covered", "second backward pass"))
-            else:
-                findings.append(Finding(found.kind, f"{when}: {found}", found.quantity))
-            if found.kind == "hangs":
-                break
-            continue
-        if not gradients:
-            found = {n: y for n, y in found.items() if n == "o" or n in kind.states.values()}
-        if way == "stateless":
-            found = {n: y for n, y in found.items() if n not in kind.states.values()}
-        for n in only_then(p, usual, found):
-            findings.append(Finding(way, f"wrong {when}, right otherwise", n))
-    for gradients in {not how.forward_only, False} if p.case.frozen and not differ else ():
-        found = attempt(seconds, overwritten, gradients)
-        for n in [] if isinstance(found, Finding) else found:
-            findings.append(Finding("overwritten", "another call writes into the results", n))
-    changed = [n.replace("d ", "d") for n, y in x.items() if not torch.equal(y, before[n])]
+    if kernel.how.forward_only:
+        usual |= {f"d{n}": None for n in trial.names}
+    findings = [] if differ else list(trial.tried(usual))
+    changed = [n for n, y in trial.x.items() if not torch.equal(y, before[n])]
     if changed:
         what = "the kernel wrote into what it was given"
-        return usual, [Finding("modified", what, n) for n in changed]
+        return usual, [Finding("modified", what, n.replace("d ", "d")) for n in changed]
     findings += [Finding("differs", "two runs on the same inputs differ", n) for n in differ]
-    if usual["dq"] is None and any(usual[f"d{n}"] is not None for n in names):
+    if usual["dq"] is None and any(usual[f"d{n}"] is not None for n in trial.names):
         findings.append(Finding("gradient", "no gradient reaches q", "dq"))
     return usual, findings

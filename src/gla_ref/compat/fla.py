@@ -13,6 +13,7 @@ chunk, fused recurrent) call the same kernel here.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 
 from torch import Tensor
@@ -34,244 +35,21 @@ __all__ = [
     "theirs",
 ]
 
-REFUSED = {
-    "head_first": "False: tokens are [B, T, H, D] with time before heads",
-    "reverse": "False: the recurrence runs forward in time",
-    "chunk_size": "None: a kernel chooses its own chunk by its table",
-    "transpose_state_layout": "False: it is called state_v_first",
+COMPUTES = {  # every function of fla that we know: its mechanism
+    "chunk_gla": "gla",
+    "fused_recurrent_gla": "gla",
+    "chunk_simple_gla": "simple_gla",
+    "fused_chunk_simple_gla": "simple_gla",
+    "fused_recurrent_simple_gla": "simple_gla",
+    "chunk_linear_attn": "linear_attention",
+    "fused_chunk_linear_attn": "linear_attention",
+    "fused_recurrent_linear_attn": "linear_attention",
 }
-
-
-def _refuse(**given) -> None:
-    """What is left at its default asks for nothing; anything else is an error, never ignored."""
-    for name, value in given.items():
-        if name not in REFUSED:
-            raise TypeError(f"{name}: expected an argument of fla-core 0.6.0, got {name}={value!r}")
-        if value not in (None, False):
-            raise ValueError(f"{name}: expected {REFUSED[name]}; got {value!r}")
-
-
-def _run(
-    mechanism, *tokens, initial_state, output_final_state, state_v_first=False, cu_seqlens_cpu=None, **options
-):  # fmt: skip
-    """Our kernel; states turned over if they are `[N, H, V, K]`."""
-    if cu_seqlens_cpu is not None and options["cu_seqlens"] is None:
-        raise ValueError("cu_seqlens: expected the boundaries that cu_seqlens_cpu copies, got None")
-    if state_v_first and initial_state is not None:
-        initial_state = initial_state.mT
-    o, S = FORMS[mechanism]["triton"](*tokens, initial_state=initial_state, **options)
-    if not output_final_state:
-        return o, None
-    return o, S.mT.contiguous() if state_v_first else S
-
-
-def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention by :func:`gla_ref.kernels.gla.gla`.
-
-    Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, H, V]`.
-        g: natural log gates `[B, T, H, K]`.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: float32 `[N, H, K, V]`, zeros when None.
-        output_final_state: return the final state; else None stands in its place.
-        state_v_first: states are `[N, H, V, K]`.
-        cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
-        cu_seqlens_cpu: a copy of it on the CPU, not needed here: no launch waits for the GPU.
-
-    Returns:
-        o `[B, T, H, V]`, and the final state in float32 or None.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
-    """
-    return _run(
-        "gla", q, k, v, g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
-    )  # fmt: skip
-
-
-def fused_recurrent_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **kwargs,
-) -> tuple[Tensor, Tensor | None]:
-    """As :func:`chunk_gla`, with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
-    _refuse(reverse=reverse, **kwargs)
-    if gk is None and gv is not None:
-        gk = q.new_zeros(()).expand(q.shape)
-    gates = () if gk is None else (gk,)
-    named = {} if gv is None else {"g_v": gv}
-    return _run(
-        "gla" if gates else "linear_attention", q, k, v, *gates, scale=scale, initial_state=initial_state,
-        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens, **named,
-    )  # fmt: skip
-
-
-def chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    **kwargs,
-) -> tuple[Tensor, Tensor | None]:
-    """As :func:`chunk_gla` with one gate a head: `g` `[B, T, H]`, or `g_gamma` `[H]`, the same for all tokens.
-
-    With neither it is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`.
-    """
-    _refuse(**kwargs)
-    if g is not None and g_gamma is not None:
-        raise ValueError("g_gamma: expected None beside g, got both")
-    g = g if g_gamma is None else g_gamma.expand(q.shape[:3])
-    gates = () if g is None else (g,)
-    return _run(
-        "simple_gla" if gates else "linear_attention", q, k, v, *gates, scale=scale, initial_state=initial_state,
-        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )  # fmt: skip
-
-
-def fused_chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """As :func:`chunk_simple_gla`."""
-    return chunk_simple_gla(
-        q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
-    )
-
-
-def fused_recurrent_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **kwargs,
-) -> tuple[Tensor, Tensor | None]:
-    """As :func:`chunk_simple_gla`."""
-    _refuse(reverse=reverse)
-    return chunk_simple_gla(
-        q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, **kwargs
-    )  # fmt: skip
-
-
-def chunk_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
-    """Linear attention by :func:`gla_ref.kernels.linear_attention.linear_attention`.
-
-    Normalised, unless `normalize=False`: o is divided by q z, z the sum of all keys so far (fla adds
-    1e-10 to it, we do not). The state is then `(S, z)`, z `[N, 1, H, K]`; an `initial_state` of S alone starts from
-    z = 0. The other arguments are those of :func:`chunk_gla`.
-    """
-    if not normalize:
-        return _run(
-            "linear_attention", q, k, v, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-    if isinstance(initial_state, Tensor):
-        initial_state = initial_state, initial_state.new_zeros(initial_state[:, None, ..., 0].shape)
-    if initial_state is not None:
-        S, z = initial_state
-        if z.ndim != 4 or z.shape[1] != 1:
-            raise ValueError(f"initial_state: expected z as [N, 1, H, K], got {list(z.shape)}")
-        initial_state = S, z[:, 0]
-    o, (S, z) = FORMS["linear_attention"]["triton"](
-        q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, normalize=True
-    )
-    return o, (S, z[:, None]) if output_final_state else None
-
-
-def fused_chunk_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
-    """As :func:`chunk_linear_attn`."""
-    return chunk_linear_attn(
-        q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens
-    )
-
-
-def fused_recurrent_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    normalize: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
-    """As :func:`chunk_linear_attn`, but normalised only on request."""
-    _refuse(reverse=reverse)
-    return chunk_linear_attn(
-        q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens
-    )
-
-
-MODULES = {"gla": "gla", "simple_gla": "simple_gla", "linear_attention": "linear_attn"}
-WAYS = {  # of computing a mechanism, as their functions are called
-    "gla": ("chunk", "fused_recurrent"),
-    "simple_gla": ("chunk", "fused_chunk", "fused_recurrent"),
-    "linear_attention": ("chunk", "fused_chunk", "fused_recurrent"),
-}
-COMPUTES = {f"{way}_{MODULES[m]}": m for m, ways in WAYS.items() for way in ways}
+MODULES = {
+    "gla": "gla",
+    "simple_gla": "simple_gla",
+    "linear_attention": "linear_attn",
+}  # of fla.ops
 
 
 def mechanism(name: str) -> str:
@@ -315,3 +93,211 @@ def theirs(name: str) -> Callable:
 
     fn.__name__ = name
     return fn
+
+
+REFUSED = {
+    "head_first": "False: tokens are [B, T, H, D] with time before heads",
+    "reverse": "False: the recurrence runs forward in time",
+    "chunk_size": "None: a kernel chooses its own chunk by its table",
+    "transpose_state_layout": "False: it is called state_v_first",
+}
+
+
+def _refuse(**given) -> None:
+    """What is left at its default asks for nothing; anything else is an error, never ignored."""
+    for name, value in given.items():
+        if name not in REFUSED:
+            raise TypeError(f"{name}: expected an argument of fla-core 0.6.0, got {name}={value!r}")
+        if value not in (None, False):
+            raise ValueError(f"{name}: expected {REFUSED[name]}; got {value!r}")
+
+
+def _ours(
+    mechanism, *tokens, initial_state, output_final_state, state_v_first=False, cu_seqlens_cpu=None, **options
+):  # fmt: skip
+    """Our kernel under fla's conventions: states turned over if they are `[N, H, V, K]`, None unless asked for."""
+    if cu_seqlens_cpu is not None and options["cu_seqlens"] is None:
+        raise ValueError("cu_seqlens: expected the boundaries that cu_seqlens_cpu copies, got None")
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.mT
+    o, S = FORMS[mechanism]["triton"](*tokens, initial_state=initial_state, **options)
+    if not output_final_state:
+        return o, None
+    return o, S.mT.contiguous() if state_v_first else S
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated linear attention by :func:`gla_ref.kernels.gla.gla`.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`.
+        g: natural log gates `[B, T, H, K]`.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: float32 `[N, H, K, V]`, zeros when None.
+        output_final_state: return the final state; else None stands in its place.
+        state_v_first: states are `[N, H, V, K]`.
+        cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
+        cu_seqlens_cpu: a copy of it on the CPU, not needed here: no launch waits for the GPU.
+
+    Returns:
+        o `[B, T, H, V]`, and the final state in float32 or None.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
+    """
+    return _ours(
+        "gla", q, k, v, g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+    )  # fmt: skip
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`chunk_gla`, with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
+    _refuse(reverse=reverse, **kwargs)
+    if gk is None and gv is not None:
+        gk = q.new_zeros(()).expand(q.shape)
+    gates = () if gk is None else (gk,)
+    named = {} if gv is None else {"g_v": gv}
+    return _ours(
+        "gla" if gates else "linear_attention", q, k, v, *gates, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens, **named,
+    )  # fmt: skip
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`chunk_gla` with one gate a head: `g` `[B, T, H]`, or `g_gamma` `[H]`, the same for all tokens.
+
+    With neither it is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`.
+    """
+    _refuse(**kwargs)
+    if g is not None and g_gamma is not None:
+        raise ValueError("g_gamma: expected None beside g, got both")
+    g = g if g_gamma is None else g_gamma.expand(q.shape[:3])
+    gates = () if g is None else (g,)
+    return _ours(
+        "simple_gla" if gates else "linear_attention", q, k, v, *gates, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+    )  # fmt: skip
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
+    """Linear attention by :func:`gla_ref.kernels.linear_attention.linear_attention`.
+
+    Normalised, unless `normalize=False`: o is divided by q z, z the sum of all keys so far (fla adds
+    1e-10 to it, we do not). The state is then `(S, z)`, z `[N, 1, H, K]`; an `initial_state` of S alone starts from
+    z = 0. The other arguments are those of :func:`chunk_gla`.
+    """
+    if not normalize:
+        return _ours(
+            "linear_attention", q, k, v, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+    if isinstance(initial_state, Tensor):
+        initial_state = initial_state, initial_state.new_zeros(initial_state[:, None, ..., 0].shape)
+    if initial_state is not None:
+        S, z = initial_state
+        if z.ndim != 4 or z.shape[1] != 1:
+            raise ValueError(f"initial_state: expected z as [N, 1, H, K], got {list(z.shape)}")
+        initial_state = S, z[:, 0]
+    o, (S, z) = FORMS["linear_attention"]["triton"](
+        q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, normalize=True
+    )
+    return o, (S, z[:, None]) if output_final_state else None
+
+
+def _renamed(name: str, function: Callable, parameters: str, **defaults) -> Callable:
+    """A function of this module under another name of fla, with these of its parameters and, if named, `reverse`."""
+    reverse = inspect.Parameter(
+        "reverse", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation="bool"
+    )
+    known = {**inspect.signature(function).parameters, "reverse": reverse}
+    chosen = [known[n] for n in parameters.split()]
+    chosen = [p.replace(default=defaults[p.name]) if p.name in defaults else p for p in chosen]
+    signature = inspect.Signature(
+        chosen, return_annotation=inspect.signature(function).return_annotation
+    )
+
+    def renamed(*args, **named):
+        given = signature.bind(*args, **named)
+        given.apply_defaults()
+        options = dict(given.arguments)
+        _refuse(reverse=options.pop("reverse", None))
+        return function(**options.pop("kwargs", {}), **options)
+
+    renamed.__name__ = renamed.__qualname__ = name
+    renamed.__signature__ = signature
+    renamed.__doc__ = f"As :func:`{function.__name__}`."
+    return renamed
+
+
+# what fla computes in other ways is the same kernel here
+fused_chunk_simple_gla = _renamed(
+    "fused_chunk_simple_gla",
+    chunk_simple_gla,
+    "q k v g g_gamma scale initial_state output_final_state cu_seqlens",
+)
+fused_recurrent_simple_gla = _renamed(
+    "fused_recurrent_simple_gla",
+    chunk_simple_gla,
+    "q k v g g_gamma scale initial_state output_final_state reverse state_v_first cu_seqlens kwargs",
+)
+fused_chunk_linear_attn = _renamed(
+    "fused_chunk_linear_attn",
+    chunk_linear_attn,
+    "q k v scale initial_state output_final_state normalize cu_seqlens",
+)
+fused_recurrent_linear_attn = _renamed(
+    "fused_recurrent_linear_attn",
+    chunk_linear_attn,
+    "q k v scale initial_state output_final_state reverse normalize cu_seqlens",
+    normalize=False,
+)

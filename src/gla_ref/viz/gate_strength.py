@@ -7,9 +7,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from .. import gates, gla
+from .. import gates, gla, rounding
 from ._explorable import Choice, Explorable, Frame, Slider
 from ._svg import circle, path, rect, text
 
@@ -18,19 +17,6 @@ __all__ = ["exponents", "gate_strength", "measured", "one_product"]
 T, C, c, K, V = 256, 64, 16, 16, 8  # one head
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 GATES = (0.001, 0.01, 0.02, 0.04, 0.05, 0.1, 0.2, 0.3, 0.4, 1.0, 2.0, 2.7, 2.8, 5.0, 20.0)
-
-
-class Rounded(TorchFunctionMode):
-    """Both operands of every matrix product are rounded to a dtype, as tensor cores take them; sums are not."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-            args = [x.to(self.dtype).to(x.dtype) for x in args]
-        return function(*args, **(kwargs or {}))
 
 
 def one_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,11 +89,9 @@ def _oracle(gate: float, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
 def measured(form: str, gate: float, dtype: torch.dtype) -> float:
     """Largest error of o over the rms of the true o, every log gate being -gate; inf when o is not finite."""
     x, exact = _oracle(gate, dtype)
-    with torch.no_grad(), Rounded(dtype):
+    with torch.no_grad(), rounding.operands_in(dtype):
         o, _ = FORMS[form](*x)
-    if not o.isfinite().all():
-        return math.inf
-    return ((o - exact).abs().max() / exact.square().mean().sqrt()).item()
+    return rounding.error(o, exact)
 
 
 LEFT, WIDE, PANEL = 46, 340, 84  # of a panel: its left edge, its width, its height

@@ -1,0 +1,128 @@
+"""Cases as rows of a report: posed, run, judged; the smallest that fails; the mistakes that explain it all.
+
+Appendix "Check your kernel".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from ._budgets import Problem, problem
+from ._cases import Case
+from ._diagnose import diagnose
+from ._kernel import Convention, Kernel
+from ._report import Report, Row, judge
+from ._runner import Found, observe
+from ._shrink import reproduction, shrink
+
+Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
+AHEAD = 4  # problems that are worked out side by side
+
+
+@dataclass
+class Posed:
+    """A case as a function can be asked it: the rows of what it cannot, and the problem that is left, if any."""
+
+    rows: list[Row]
+    problem: Problem | None = None
+    found: Found | None = None  # what the kernel made of it
+
+
+@dataclass(frozen=True)
+class Examiner:
+    """Holds one kernel against the oracle, case by case."""
+
+    kernel: Kernel
+    dtype: torch.dtype
+    seed: int
+
+    def problem(self, case: Case) -> Problem:
+        k = self.kernel
+        return problem(k.mechanism, case, self.dtype, self.seed, k.how.gate, str(k.device))
+
+    def pose(self, case: Case) -> Posed:
+        rows, takes = [], self.kernel.takes
+        if case.state and "initial_state" not in takes:
+            rows.append(Row(case.name, "S0", "not covered", message="initial state"))
+            case = replace(case, state=False)
+        lacks = case.ends and "cu_seqlens" not in takes and "packed sequences"
+        lacks = lacks or (case.scale is not None and "scale" not in takes and "scale")
+        if lacks:
+            return Posed([*rows, Row(case.name, "call", "not covered", message=lacks)])
+        return Posed(rows, self.problem(case))
+
+    def run(self, it: Posed) -> Posed:
+        """Call the kernel; what it made of the case, and the rows of that."""
+        if it.problem is None:
+            return it
+        p, kind = it.problem, self.kernel.kind
+        found, findings = observe(self.kernel, p)
+        stateless = found and all(found[n] is None for n in kind.states.values())
+        if stateless and p.case.loss == "both" and found["dq"] is not None:
+            # a loss cannot be of what is not returned
+            p = self.problem(replace(p.case, loss="o"))
+            found, findings = observe(self.kernel, p)
+        rows = it.rows + [judge(p, n, x) for n, x in found.items()]
+        for f in findings:
+            status = "not covered" if f.kind == "not covered" else "failed"
+            rows.append(Row(p.case.name, f.quantity, status, f.kind, message=str(f)))
+        return Posed(rows, p, found)
+
+    def run_all(self, cases: list[Case], progress: Progress) -> Iterator[Posed]:
+        """The next problems are worked out while a kernel compiles."""
+        with ThreadPoolExecutor(AHEAD) as pool:
+            posed = [pool.submit(self.pose, case) for case in cases[: 2 * AHEAD]]
+            for i, case in enumerate(cases):
+                progress(i, len(cases), case.name)
+                posed += [pool.submit(self.pose, later) for later in cases[i + 2 * AHEAD :][:1]]
+                yield self.run(posed[i].result())
+
+    def smallest_failure(self, report: Report) -> str:
+        """The smallest case found that fails as the smallest of the report does, as lines to run."""
+        failed = {row.case: row for row in reversed(report.failures)}  # the first row of each
+        least = min(
+            (case for name, case in report.cases.items() if name in failed),
+            key=lambda c: c.B * c.T * c.H * c.K * c.V,
+        )
+        first = failed[least.name]
+
+        def fails(case: Case) -> bool:
+            rows = self.run(self.pose(case)).rows
+            return any(r.status == "failed" and r.quantity == first.quantity for r in rows)
+
+        if first.kind != "hangs":  # every attempt would take the time limit
+            least = shrink(least, fails)
+        k = self.kernel
+        given = {"device": str(k.device), "seed": self.seed, **vars(k.how)}
+        plain = {"device": "cpu", "seed": 0, **vars(Convention())}
+        options = {n: x for n, x in given.items() if x != plain[n]}
+        return reproduction(k.mechanism, k.fn, least, self.dtype, **options)
+
+    def explain(self, report: Report, seen: list[Posed]) -> list[dict]:
+        """The mistakes that what was seen fits; the cases that tell most are asked, and two others that are wrong."""
+        wrong = {row.case for row in report.rows if row.where}
+        telling, others, passed = [], [], []
+        for it in seen:
+            case = it.problem.case
+            kept = telling if case.telling else others if case.name in wrong else passed
+            kept.append((it.problem, it.found))
+        matches = diagnose(self.kernel.mechanism, telling + others[:2], passed)
+        return [{"mistake": m.name, "line": m.line, "distance": far} for m, far in matches]
+
+
+def examine(it: Examiner, report: Report, progress: Progress) -> None:
+    """Fill in a report on its cases."""
+    cases, seen = list(report.cases.values()), []
+    for done in it.run_all(cases, progress):
+        report.rows += done.rows
+        seen += [done] if done.found else []
+    if report.settings["level"] == "full" and report.failures:
+        progress(len(cases) - 1, len(cases), "looking for the smallest failure")
+        report.reproduction = it.smallest_failure(report)
+    progress(len(cases), len(cases), "")
+    if any(row.where for row in report.rows):
+        report.diagnosis = it.explain(report, seen)

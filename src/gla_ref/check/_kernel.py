@@ -1,0 +1,165 @@
+"""A stranger's kernel under the contract: its conventions, results of the right kind (appendix "Check your kernel")."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ._cases import convert
+from ._mechanisms import MECHANISMS, Kind
+
+OPTIONS = ("scale", "initial_state", "cu_seqlens")  # of the contract; a function may lack some
+
+
+class Finding(Exception):
+    """Something wrong with the call itself; `kind` is one word for it, `quantity` what it is about."""
+
+    def __init__(self, kind: str, message: str, quantity: str = "call"):
+        super().__init__(message)
+        self.kind, self.quantity = kind, quantity
+
+
+class NotClaimed(Exception):
+    """For an adapter to raise where its kernel makes no claim: the case is reported as not covered."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a kernel wants its arguments; results and gradients are turned back to the book's convention."""
+
+    layout: str = "bthd"
+    state: str = "kv"
+    gate: str = "log"
+    forward_only: bool = False
+
+    def __post_init__(self):
+        known = {
+            "layout": ("bthd", "bhtd"),
+            "state": ("kv", "vk"),
+            "gate": ("log", "log2", "alpha"),
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: expected one of {values}, got {getattr(self, name)!r}")
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return x if self.layout == "bthd" else x.transpose(1, 2)
+
+    def states(self, x: Tensor, kind: Kind) -> Tensor:
+        if kind.cache:
+            return self.tokens(x)
+        return x if self.state == "kv" else x.mT
+
+    def gates(self, g: Tensor, dtype: torch.dtype) -> Tensor:
+        return convert(g, self.gate).to(dtype)
+
+
+def checked(
+    name: str, x: object, shape: torch.Size, dtypes: list[torch.dtype], device: torch.device
+) -> Tensor:
+    """What a kernel returned, if it is what was expected."""
+    if not isinstance(x, Tensor):
+        raise Finding("type", f"expected a tensor, got {type(x).__name__}", name)
+    if x.shape != shape:
+        raise Finding("shape", f"expected {list(shape)}, got {list(x.shape)}", name)
+    if x.dtype not in dtypes:
+        raise Finding("dtype", f"expected {' or '.join(map(str, dtypes))}, got {x.dtype}", name)
+    if x.device != device:
+        raise Finding("device", f"expected {device}, got {x.device}", name)
+    return x
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function, what it computes, how it wants to be called, where it runs, and for how long a call may."""
+
+    fn: Callable
+    mechanism: str
+    how: Convention
+    device: torch.device
+    seconds: float
+
+    @property
+    def kind(self) -> Kind:
+        return MECHANISMS[self.mechanism]
+
+    @cached_property
+    def parameters(self) -> list[inspect.Parameter] | None:
+        """None where there is no signature to be had; then it is taken for the contract's own."""
+        try:
+            return list(inspect.signature(self.fn).parameters.values())
+        except (TypeError, ValueError):
+            return None
+
+    @cached_property
+    def takes(self) -> set[str]:
+        """Which of the contract's options it takes; `output_final_state` only if it names that."""
+        if self.parameters is None:
+            return {*OPTIONS}
+        found = {p.name for p in self.parameters} & {*OPTIONS, "output_final_state"}
+        return (
+            found | {*OPTIONS} if any(p.kind == p.VAR_KEYWORD for p in self.parameters) else found
+        )
+
+    @property
+    def never_given(self) -> list[str]:
+        """Which of its arguments no call of the kit has."""
+        named = [p.name for p in self.parameters or () if p.kind != p.VAR_KEYWORD]
+        return [name for name in named[len(self.kind.arguments) :] if name not in self.takes]
+
+    def own(self, name: str, y: Tensor) -> Tensor:
+        """A tensor of a problem in the kernel's own order of axes; applied again, from there back."""
+        if self.kind.tensors[name].role == "state":
+            return self.how.states(y, self.kind)
+        return self.how.tokens(y)
+
+    def call(
+        self, gates: dict[str, torch.dtype], *tensors, scale, initial_state, cu_seqlens, final=True
+    ):
+        """The function under the contract: called in its own convention, its results checked and turned back.
+
+        It gets the mechanism's tensors in their order, whatever it calls them, and each of the `gates` in its dtype.
+        """
+        kind, how = self.kind, self.how
+        x = dict(zip(kind.arguments, tensors, strict=True))
+        past = () if initial_state is None else initial_state if kind.cache else (initial_state,)
+        given = tuple(how.states(y, kind) for y in past)
+        options = {
+            "scale": scale,
+            "initial_state": None if not given else given if kind.cache else given[0],
+            "cu_seqlens": cu_seqlens,
+            "output_final_state": final,
+        }
+        result = self.fn(
+            *(how.tokens(how.gates(y, gates[n]) if n in gates else y) for n, y in x.items()),
+            **{n: y for n, y in options.items() if n in self.takes},
+        )
+        if result is None:
+            raise Finding("none", "the function returned None")
+        if not isinstance(result, tuple | list):
+            result = (result, None)
+        if len(result) < 2:
+            raise Finding("type", f"expected (o, state), got {len(result)} values")
+        o, state = result[:2]
+        v = x["v"]
+        o = how.tokens(checked("o", o, how.tokens(v).shape, [v.dtype], v.device))
+        if state is None:
+            return o, None
+
+        sizes = kind.sizes(x)
+        sizes["N"] = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
+        sizes["T0"] = sizes["T"] + (past[0].shape[1] if past and kind.cache else 0)
+        dtypes = [v.dtype] if kind.cache else [torch.float32, *(y.dtype for y in past)]
+        after = []
+        for declared, y in zip(
+            kind.mechanism.states, state if kind.cache else (state,), strict=True
+        ):
+            right = torch.empty([sizes[a] for a in declared.axes.split()], device="meta")
+            y = checked(declared.name, y, how.states(right, kind).shape, dtypes, v.device)
+            after.append(how.states(y, kind))
+        return o, tuple(after) if kind.cache else after[0]

@@ -1,0 +1,62 @@
+"""What a chunk of linear attention is made of: its own pairs, what it reads, what it writes (chapters 5 and 9).
+
+Tensors are `[B, H, C, ...]`: q, k with their log gates g `[B, H, C, K]`, v with g_v `[B, H, C, V]` or None where the
+values have no gate. Every exponent is a sum of gates, and so at most 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import repeat
+
+from einops import rearrange
+from torch import Tensor
+
+from .gates import decay_from_start, decay_to_end, segment_sum
+
+__all__ = ["by_chunk", "decayed", "gate", "heads_first", "read", "scores", "update", "weighted"]
+
+
+def heads_first(x: Tensor | None) -> Tensor | None:
+    """`[B, T, H, D]` to `[B, H, T, D]`; None stays None."""
+    return None if x is None else rearrange(x, "b t h d -> b h t d")
+
+
+def by_chunk(C: int, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+    """Tensors `[B, T, H, D]` chunk after chunk, `[B, H, C, D]`, the last one shorter; None stays None."""
+    return zip(
+        *(repeat(None) if x is None else heads_first(x).split(C, -2) for x in tensors), strict=False
+    )
+
+
+def gate(g: Tensor, g_v: Tensor | None) -> Tensor:
+    """The gate matrix G = alpha^T beta, `[..., K]` and `[..., V]` to `[..., K, V]`; without g_v `[..., K, 1]`."""
+    return g[..., :, None].exp() if g_v is None else (g[..., :, None] + g_v[..., None, :]).exp()
+
+
+def decayed(x: Tensor, g: Tensor | None, since: Callable[[Tensor], Tensor]) -> Tensor:
+    """x times the decay that a sum of gates stands for; x itself where there is no gate."""
+    return x if g is None else x * since(g).exp()
+
+
+def scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """P_ij = sum_K q_i k_j exp(b_i - b_j) for j <= i, in log space: `[B, H, C, C]` (GLA paper, eq. 4)."""
+    return (q[..., :, None, :] * k[..., None, :, :] * segment_sum(g).exp()).sum(-1)
+
+
+def weighted(P: Tensor, v: Tensor, g_v: Tensor | None) -> Tensor:
+    """P v; with a gate on V every value also decays on its way from j to i."""
+    if g_v is None:
+        return P @ v
+    return (P[..., None] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-2)
+
+
+def read(q: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None) -> Tensor:
+    """What the tokens of a chunk read from the state S before it (the paper's Lambda decays q)."""
+    return decayed(decayed(q, g, decay_from_start) @ S, g_v, decay_from_start)
+
+
+def update(k: Tensor, v: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None) -> Tensor:
+    """The state after a chunk: S decayed by all of it, plus every write decayed to its end (the paper's Gamma)."""
+    write = decayed(k, g, decay_to_end).mT @ decayed(v, g_v, decay_to_end)
+    return gate(g.sum(-2), None if g_v is None else g_v.sum(-2)) * S + write

@@ -1,0 +1,41 @@
+"""Rounding: the mode around products, the measure of error, the budget."""
+
+import math
+
+import pytest
+import torch
+
+from gla_ref import rounding
+
+
+def test_operands_are_rounded_and_nothing_else():
+    x, y = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(0))
+    low_x, low_y = x.bfloat16().float(), y.bfloat16().float()
+    with rounding.operands_in(torch.bfloat16):
+        products = x @ y, torch.matmul(x, y), x.matmul(y)
+        others = x * y, x + y, x.sum()
+    assert all(torch.equal(z, low_x @ low_y) for z in products)
+    assert not torch.equal(products[0], x @ y)
+    for a, b in zip(others, (x * y, x + y, x.sum()), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_are_those_of_the_product_that_was_made():
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y = torch.eye(3) * (1 + 2.0**-12)
+    with rounding.operands_in(torch.bfloat16):
+        z = x @ y
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], torch.ones(3, 3))
+
+
+def test_errors_are_relative_but_near_zero():
+    exact = torch.tensor([3.0, -3.0, 3.0, 3.0], dtype=torch.float64)
+    assert rounding.error(exact + 0.3, exact) == pytest.approx(0.1)
+    assert rounding.error(torch.full((2,), 1e-2), torch.full((2,), 1e-4)) == pytest.approx(9.9e-3)
+    assert rounding.error(torch.tensor([math.nan]), exact[:1]) == math.inf
+    assert rounding.error(exact[:0], exact[:0]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_budget_is_twice_the_error_and_four_eps(dtype):
+    assert rounding.budget(0.5, dtype) == 1 + 4 * torch.finfo(dtype).eps
