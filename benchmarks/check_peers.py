@@ -53,9 +53,7 @@ SUBJECTS = [
 SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapter 10)
 SUBJECTS[SUBJECTS.index("gla.triton_recurrent")] += FORWARD
 SUBJECTS += [f"fla.{name}" for name in PEERS]
-SCORES = [
-    f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)
-]
+SCORES = [f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)]
 LEVELS = ("quick", "full")
 KEY = ("subject", "dtype", "level", "seeds")  # of a record, which a newer one replaces
 VERDICTS = {True: "right", False: "WRONG", None: "none"}
@@ -107,9 +105,7 @@ def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict
     cases = 0
     for seed in range(seeds):
         options["seed"] = seed
-        report = check.kernel(
-            mechanism, fn, dtype=DTYPES[dtype], **options, time_limit=200.0, progress=progress
-        )
+        report = check.kernel(mechanism, fn, dtype=DTYPES[dtype], **options, time_limit=200.0, progress=progress)
         cases += len({row.case for row in report.rows})
         for row in report.rows:
             if row.error is not None:  # JSON has no infinity
@@ -159,16 +155,7 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
     device, seeds = ("cpu", 1) if subject in SCORES else (args.device, args.seeds)
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "found.json", Path(folder) / "log"
-        command = [
-            sys.executable,
-            __file__,
-            "--child",
-            subject,
-            "--dtypes",
-            dtype,
-            "--levels",
-            level,
-        ]
+        command = [sys.executable, __file__, "--child", subject, "--dtypes", dtype, "--levels", level]
         command += ["--seeds", str(seeds), "--device", device, "--out", str(out)]
         command += ["--cases", args.cases] if args.cases else []
         with log.open("w") as sink:
@@ -186,10 +173,17 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
         said = log.read_text(errors="replace").strip()[-400:]
         found = json.loads(out.read_text()) if out.exists() else {"ok": None}
     return {
-        "subject": subject, "dtype": dtype, "level": level, "seeds": seeds, "device": device,
-        "alone": args.alone, "commit": args.commit, "seconds": round(time.monotonic() - began, 1), **found,
+        "subject": subject,
+        "dtype": dtype,
+        "level": level,
+        "seeds": seeds,
+        "device": device,
+        "alone": args.alone,
+        "commit": args.commit,
+        "seconds": round(time.monotonic() - began, 1),
+        **found,
         "message": None if "worst" in found or "mistakes" in found else f"{message}: {said}",
-    }  # fmt: skip
+    }
 
 
 def line(r: dict) -> str:

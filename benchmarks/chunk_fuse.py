@@ -75,11 +75,20 @@ def measure(case: Case, C: int, x: dict, exact: torch.Tensor) -> list[dict]:
     records = []
     for (name, call), step, e in zip(calls.items(), counted, errors, strict=True):
         ms, samples = run.median_ms([call], 0.12)
-        records.append({
-            "step": name, "C": C, **sizes, "dtype": case.dtype, "gates": case.gates, "ms": round(ms, 5),
-            "bytes": step.bytes if step else memory_floor_bytes(case, "forward"),
-            "error": e, "budget": None if step else allowed, "samples_ms": samples,
-        })  # fmt: skip
+        records.append(
+            {
+                "step": name,
+                "C": C,
+                **sizes,
+                "dtype": case.dtype,
+                "gates": case.gates,
+                "ms": round(ms, 5),
+                "bytes": step.bytes if step else memory_floor_bytes(case, "forward"),
+                "error": e,
+                "budget": None if step else allowed,
+                "samples_ms": samples,
+            }
+        )
     return records
 
 

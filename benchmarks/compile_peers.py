@@ -54,9 +54,7 @@ def share(piece: int, pieces: int) -> None:
             return [2.0 + config.num_stages] * 3
         try:
             self.fn.run(*args, **{**named, **config.all_kwargs(), "warmup": True})
-        except (
-            Exception
-        ) as reason:  # a configuration too large for the chip: the search drops it as well
+        except Exception as reason:  # a configuration too large for the chip: the search drops it as well
             print(f"{self.base_fn.__name__}: {type(reason).__name__}", flush=True)
             return [float("inf")] * 3
         return [1.0] * 3

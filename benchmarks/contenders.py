@@ -51,7 +51,7 @@ def contender(
     def register(call: Callable) -> Callable:
         it = Contender(
             name or call.__name__, call, peer, tuple(directions), packed, limit_s, named, takes, entry, options or {}
-        )  # fmt: skip
+        )
         for mechanism in mechanisms:
             CONTENDERS.setdefault(mechanism, []).append(it)
         return call
@@ -144,13 +144,9 @@ ours("linear_attention", "triton")
 ours("linear_attention", "triton_materialised", packed=False)
 looped("linear_attention", "triton")
 for path in ("fused", "segmented"):
-    contender(
-        "linear_attention",
-        name=f"triton_{path}",
-        named=True,
-        entry="triton",
-        options={"path": path},
-    )(form("linear_attention", "triton", path=path))
+    contender("linear_attention", name=f"triton_{path}", named=True, entry="triton", options={"path": path})(
+        form("linear_attention", "triton", path=path)
+    )
 ours("simple_gla", "triton")
 
 
@@ -169,9 +165,7 @@ def fla(op: str) -> Callable:
 
 for op in ("chunk_linear_attn", "fused_chunk_linear_attn"):
     contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)(fla(op))
-contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)(
-    fla("chunk_simple_gla")
-)
+contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)(fla("chunk_simple_gla"))
 
 
 @contender("linear_attention", "simple_gla", peer=True, packed=False)
@@ -232,9 +226,7 @@ class Pages(torch.autograd.Function):
     def backward(ctx, do):
         from gla_ref.pages.gla_gradient import gla_gradient
 
-        do.new_zeros(
-            1
-        )  # descriptors need a thread that has used the GPU, and autograd has its own thread
+        do.new_zeros(1)  # descriptors need a thread that has used the GPU, and autograd has its own thread
         return gla_gradient(*ctx.saved_tensors, do)
 
 
@@ -243,9 +235,7 @@ def gla_page(case, q, k, v, g, **_):
     return Pages.apply(q, k, v, g)
 
 
-@page(
-    "gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), directions=("forward",)
-)
+@page("gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), directions=("forward",))
 def levels_page(case, q, k, v, g, **_):
     from gla_ref.pages.gla_levels import gla
 
@@ -281,9 +271,7 @@ def torch_levels(case, q, k, v, g, **_):
     q, k, v, g = chunks(q), chunks(k), chunks(v), chunks(g.float())
     o = (q * k).float().sum(-1, keepdim=True) * v
     for half in (1 << level for level in range(C.bit_length() - 1)):
-        early, late = zip(
-            *(x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, v, g)), strict=True
-        )
+        early, late = zip(*(x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, v, g)), strict=True)
         pairs = read(late[0], late[3]) @ write(early[1], early[3]) @ early[2]
         o = o + torch.stack([torch.zeros_like(pairs), pairs], -3).flatten(-4, -2)
     kv, total = write(k, g) @ v, g.sum(-2).exp()[..., None]  # [B, H, N, K, V], [B, H, N, K, 1]
@@ -328,16 +316,7 @@ def page_recurrent(q, k, v, g, S):
     return o[:, None], S
 
 
-for step, is_peer in (
-    (triton_recurrent, False),
-    (page_recurrent, False),
-    (fla_fused_recurrent, True),
-):
-    contender(
-        "gla",
-        name=f"{step.__name__}_steps",
-        peer=is_peer,
-        directions=("forward",),
-        packed=False,
-        named=True,
-    )(stepped(step))
+for step, is_peer in ((triton_recurrent, False), (page_recurrent, False), (fla_fused_recurrent, True)):
+    contender("gla", name=f"{step.__name__}_steps", peer=is_peer, directions=("forward",), packed=False, named=True)(
+        stepped(step)
+    )

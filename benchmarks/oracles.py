@@ -16,9 +16,7 @@ from gla_ref.rounding import budget, error
 CHUNKS_OF_64 = 1  # the emulated run of the linear mechanisms
 
 
-def run(
-    mechanism: str, x: dict[str, Tensor], low: torch.dtype | None, scale: float | None = None
-) -> dict[str, Tensor]:
+def run(mechanism: str, x: dict[str, Tensor], low: torch.dtype | None, scale: float | None = None) -> dict[str, Tensor]:
     """o and the gradients dq, dk, dv (and so on) of one head of one sequence: exact, or emulated in `low`."""
     kind, wide = MECHANISMS[mechanism], torch.float64 if low is None else torch.float32
     S = x.get("initial_state")  # [K, V]
@@ -35,9 +33,7 @@ def run(
     return {n: y[0, :, 0].to(like.dtype if low else wide) for n, (y, like) in result.items()}
 
 
-def runs(
-    mechanism: str, x: dict[str, Tensor], low: torch.dtype, scale=None, times: int = 2
-) -> list:
+def runs(mechanism: str, x: dict[str, Tensor], low: torch.dtype, scale=None, times: int = 2) -> list:
     """[(exact run, emulated run), ...]: the first of x itself, the others of inputs shaken by one percent.
 
     The worst element of one run is one rounding's luck; the worst of a few says how bad luck gets.
@@ -45,8 +41,7 @@ def runs(
     rng, found = torch.Generator(x["q"].device).manual_seed(0), []
     for i in range(times):
         y = {
-            n: z
-            * (1 + (i > 0) * 0.01 * torch.rand(z.shape, generator=rng, device=z.device)).to(z.dtype)
+            n: z * (1 + (i > 0) * 0.01 * torch.rand(z.shape, generator=rng, device=z.device)).to(z.dtype)
             for n, z in x.items()
         }
         found.append((run(mechanism, y, None, scale), run(mechanism, y, low, scale)))

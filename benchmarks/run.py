@@ -67,9 +67,7 @@ def limit(seconds: float):
 
 def clocks() -> dict[str, int]:
     """Clocks in MHz, just after the work that they are reported for."""
-    line = results.command(
-        "nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"
-    )
+    line = results.command("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits")
     return dict(zip(("sm_mhz", "memory_mhz"), map(int, re.findall(r"\d+", line)), strict=False))
 
 
@@ -115,10 +113,7 @@ def ceilings() -> dict[str, float]:
     del x, y
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
     product, _ = median_ms([lambda: a @ b])
-    return {
-        "copy_gb_s": round(2 * 2**31 / copy / 1e6, 1),
-        "matmul_tflop_s": round(2 * 8192**3 / product / 1e9, 1),
-    }
+    return {"copy_gb_s": round(2 * 2**31 / copy / 1e6, 1), "matmul_tflop_s": round(2 * 8192**3 / product / 1e9, 1)}
 
 
 def poison() -> None:
@@ -149,9 +144,7 @@ class Truth:
     @staticmethod
     def head(x, b, h, span, sequence=0):
         """One head of one sequence, the n-th of a pack (else of the batch) for its initial state."""
-        tokens = {
-            n: y[b, span, h] for n, y in x.items() if n not in ("cu_seqlens", "initial_state")
-        }
+        tokens = {n: y[b, span, h] for n, y in x.items() if n not in ("cu_seqlens", "initial_state")}
         states = {n: y[sequence + b, h] for n, y in x.items() if n == "initial_state"}
         return tokens | states
 
@@ -287,9 +280,7 @@ def measure(
                     verdict = truth.judge({f"d{n}": d for n, d in zip(names, grads, strict=True)})
                     del grads
                     outs = [o, *(graph(x) for x in sets[1:])]
-                    calls = [
-                        lambda o=o, x=x: backward(o, x) for o, x in zip(outs, sets, strict=True)
-                    ]
+                    calls = [lambda o=o, x=x: backward(o, x) for o, x in zip(outs, sets, strict=True)]
                     f = lambda o=o: backward(o)  # noqa: E731
             worst = max(verdict, key=lambda n: verdict[n][0] / verdict[n][1])
             with limit(60):
@@ -299,9 +290,7 @@ def measure(
                 if clock and direction == "forward":
                     clock["where_us"] = where_us(calls[0], clock["host_us"])
                 if clock and not contender.peer and direction == "forward" and not case.lengths:
-                    clock |= (
-                        {} if case.decode else {"new_length_us": new_length_us(contender, case)}
-                    )
+                    clock |= {} if case.decode else {"new_length_us": new_length_us(contender, case)}
             wrong = [n for n, (e, b) in verdict.items() if not e <= b]
             found[direction] = {
                 "ms": round(ms, 5),
@@ -369,29 +358,60 @@ def table(records: list[dict], peers: set[str]) -> str:
     from tabulate import tabulate
 
     rows = []
-    fastest = min(
-        (r["ms"] for r in records if r["contender"] in peers and r["ms"] and r["correct"]),
-        default=None,
-    )
+    fastest = min((r["ms"] for r in records if r["contender"] in peers and r["ms"] and r["correct"]), default=None)
     for r in sorted(records, key=lambda r: r["ms"] or float("inf")):
         ok = r["ms"] is not None
-        rows.append([
-            r["contender"], f"{r['ms']:.3f}" if ok else "-",
-            f"{r['ms'] / fastest:.2f}" if ok and fastest else "-",
-            f"{r['ms'] / r['floor_ms']:.2f}" if ok else "-",
-            f"{r['ms'] / r['flop_floor_ms']:.2f}" if ok else "-",
-            f"{r['peak_bytes'] / 1e6:.1f}" if ok else "-",
-            "-" if r["first_call_s"] is None else r["first_call_s"], "yes" if r["correct"] else "NO",
-            f"{r['error']:.2g} / {r['budget']:.2g}" if ok else "-",
-            r.get("host_us", "-"), r.get("clock_ms", "-"), r.get("new_length_us", "-"), r["message"] or "",
-        ])  # fmt: skip
-    head = ["contender", "ms", "/ best peer", "/ memory", "/ FLOP", "extra MB", "first s", "correct",
-            "error / budget", "host us", "clock ms", "new length us", ""]  # fmt: skip
+        rows.append(
+            [
+                r["contender"],
+                f"{r['ms']:.3f}" if ok else "-",
+                f"{r['ms'] / fastest:.2f}" if ok and fastest else "-",
+                f"{r['ms'] / r['floor_ms']:.2f}" if ok else "-",
+                f"{r['ms'] / r['flop_floor_ms']:.2f}" if ok else "-",
+                f"{r['peak_bytes'] / 1e6:.1f}" if ok else "-",
+                "-" if r["first_call_s"] is None else r["first_call_s"],
+                "yes" if r["correct"] else "NO",
+                f"{r['error']:.2g} / {r['budget']:.2g}" if ok else "-",
+                r.get("host_us", "-"),
+                r.get("clock_ms", "-"),
+                r.get("new_length_us", "-"),
+                r["message"] or "",
+            ]
+        )
+    head = [
+        "contender",
+        "ms",
+        "/ best peer",
+        "/ memory",
+        "/ FLOP",
+        "extra MB",
+        "first s",
+        "correct",
+        "error / budget",
+        "host us",
+        "clock ms",
+        "new length us",
+        "",
+    ]
     return tabulate(rows, head, maxcolwidths=[None] * 12 + [60], disable_numparse=True)
 
 
-IDENTITY = ("suite", "mechanism", "contender", "direction", "B", "T", "H", "K", "V", "dtype", "gates",
-            "lengths", "state", "decode")  # fmt: skip
+IDENTITY = (
+    "suite",
+    "mechanism",
+    "contender",
+    "direction",
+    "B",
+    "T",
+    "H",
+    "K",
+    "V",
+    "dtype",
+    "gates",
+    "lengths",
+    "state",
+    "decode",
+)
 
 
 def with_first_call(old: dict, new: dict) -> dict:
@@ -403,14 +423,10 @@ def with_first_call(old: dict, new: dict) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "suites", nargs="*", help="; ".join(f"{n}: {f.__doc__}" for n, f in SUITES.items())
-    )
+    parser.add_argument("suites", nargs="*", help="; ".join(f"{n}: {f.__doc__}" for n, f in SUITES.items()))
     parser.add_argument("--list", action="store_true", help="print suites, shapes and contenders")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these contenders only")
-    parser.add_argument(
-        "--match", default="", help="these cases only: a regular expression of what --list prints"
-    )
+    parser.add_argument("--match", default="", help="these cases only: a regular expression of what --list prints")
     parser.add_argument("--direction", choices=["forward", "backward"], help="this one only")
     parser.add_argument(
         "--seconds",
@@ -452,10 +468,7 @@ def main() -> None:
             every = [c for c in who(case) if not args.only or c.name in args.only]
             if args.direction:
                 case = Case(**{**vars(case), "directions": (args.direction,)})
-            shape = {
-                n: getattr(case, n)
-                for n in ("mechanism", "B", "T", "H", "K", "V", "dtype", "gates")
-            }
+            shape = {n: getattr(case, n) for n in ("mechanism", "B", "T", "H", "K", "V", "dtype", "gates")}
             records, sets, truth = [], None, None
             for it in every:
                 left = args.seconds - (time.monotonic() - began - searched)
@@ -469,18 +482,30 @@ def main() -> None:
                 for direction, found in measure(it, case, sets, truth, compiled).items():
                     searched += it.peer * (found["first_call_s"] or 0)
                     moved = memory_floor_bytes(case, direction)
-                    records.append({
-                        "suite": suite, **shape, "lengths": case.lengths, "state": case.state, "decode": case.decode,
-                        "contender": it.name, "peer": it.peer,
-                        "direction": direction, "ran": ran(it, case, sets[0]), **found, "commit": environment["commit"],
-                        "floor_ms": round(moved / limits["copy_gb_s"] / 1e6, 9),
-                        "flop_floor_ms": round(flop_floor(case, direction) / limits["matmul_tflop_s"] / 1e9, 9),
-                    })  # fmt: skip
+                    records.append(
+                        {
+                            "suite": suite,
+                            **shape,
+                            "lengths": case.lengths,
+                            "state": case.state,
+                            "decode": case.decode,
+                            "contender": it.name,
+                            "peer": it.peer,
+                            "direction": direction,
+                            "ran": ran(it, case, sets[0]),
+                            **found,
+                            "commit": environment["commit"],
+                            "floor_ms": round(moved / limits["copy_gb_s"] / 1e6, 9),
+                            "flop_floor_ms": round(flop_floor(case, direction) / limits["matmul_tflop_s"] / 1e9, 9),
+                        }
+                    )
             for direction in case.directions:
                 here = [r for r in records if r["direction"] == direction]
                 if here:
-                    print(f"\n{suite}: {case} {direction}: memory floor {here[0]['floor_ms']:.3f} ms, "
-                          f"FLOP floor {here[0]['flop_floor_ms']:.3f} ms")  # fmt: skip
+                    print(
+                        f"\n{suite}: {case} {direction}: memory floor {here[0]['floor_ms']:.3f} ms, "
+                        f"FLOP floor {here[0]['flop_floor_ms']:.3f} ms"
+                    )
                     print(table(here, {c.name for c in every if c.peer}), flush=True)
             if records:
                 results.merge(path, environment, "records", records, IDENTITY, with_first_call)

@@ -37,9 +37,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     only: tuple[str, ...] | None = None  # contenders by name, when not all of the mechanism's
     directions: tuple[str, ...] = ("forward", "backward")
-    decode: bool = (
-        False  # token by token: every token reads the state from memory and writes it back
-    )
+    decode: bool = False  # token by token: every token reads the state from memory and writes it back
     groups: int = 1
     clock: bool = False  # what a call costs on the host is measured too
     state: bool = False  # there is an initial state
@@ -168,12 +166,7 @@ def flash() -> list[Case]:
 def linear() -> list[Case]:
     """Linear attention from narrow to wide heads and from many to few, and scalar gates at one shape."""
     shapes = [(32, T, 16, 64, 64) for T in (512, 1024, 2048, 4096, 8192)]
-    shapes += [
-        (8, 8192, 16, 128, 128),
-        (1, 65536, 16, 128, 128),
-        (1, 65536, 4, 128, 128),
-        (32, 2048, 4, 256, 512),
-    ]
+    shapes += [(8, 8192, 16, 128, 128), (1, 65536, 16, 128, 128), (1, 65536, 4, 128, 128), (32, 2048, 4, 256, 512)]
     gated = [Case("simple_gla", 8, 8192, 16, 128, 128, gates=g) for g in ("retnet", "mamba2")]
     return [Case("linear_attention", *shape) for shape in shapes] + gated
 
@@ -187,12 +180,7 @@ def paths() -> list[Case]:
 
 def gla() -> list[Case]:
     """Gated linear attention where the targets are set, and at gates too strong for one product a chunk."""
-    shapes = [
-        (8, 8192, 16, 128, 128),
-        (32, 2048, 16, 64, 64),
-        (1, 65536, 16, 128, 128),
-        (32, 2048, 4, 256, 512),
-    ]
+    shapes = [(8, 8192, 16, 128, 128), (32, 2048, 16, 64, 64), (1, 65536, 16, 128, 128), (32, 2048, 4, 256, 512)]
     cases = [Case("gla", *shape, gates="logsigmoid/16") for shape in shapes]
     return cases + [Case("gla", *shapes[0], gates=g) for g in ("-2", "1 % at -1e3")]
 
@@ -215,11 +203,7 @@ def host() -> list[Case]:
         "simple_gla": ("fla_chunk_simple_gla",),
         "gla": ("fla_chunk_gla",),
     }
-    shapes = [
-        (1, 64, 2, 64, 64),
-        *((2, T, 4, 64, 64) for T in (2048, 16384)),
-        (8, 2048, 16, 64, 64),
-    ]
+    shapes = [(1, 64, 2, 64, 64), *((2, T, 4, 64, 64) for T in (2048, 16384)), (8, 2048, 16, 64, 64)]
     cases = [
         Case(
             m,
@@ -243,11 +227,7 @@ def host() -> list[Case]:
 
 def batch() -> list[Case]:
     """How many sequences it takes to fill the chip, at T = 4096."""
-    return [
-        Case(m, B, 4096, 16, 128, 128)
-        for B in (1, 2, 4, 8, 16)
-        for m in ("softmax_attention", "linear_attention")
-    ]
+    return [Case(m, B, 4096, 16, 128, 128) for B in (1, 2, 4, 8, 16) for m in ("softmax_attention", "linear_attention")]
 
 
 def prefill() -> list[Case]:
@@ -263,13 +243,7 @@ def packed() -> list[Case]:
     """32 sequences of log-uniform length in one launch against a Python loop of launches."""
     lengths = log_uniform(32, 64, 8192)
     case = Case("softmax_attention", 1, sum(lengths), 16, 128, 128, lengths=lengths)
-    return [
-        replace(case, mechanism=m, directions=("forward",))
-        for m in ("softmax_attention", "linear_attention")
-    ]
+    return [replace(case, mechanism=m, directions=("forward",)) for m in ("softmax_attention", "linear_attention")]
 
 
-SUITES = {
-    f.__name__: f
-    for f in (figure2, flash, linear, gla, decode, host, paths, batch, prefill, packed)
-}
+SUITES = {f.__name__: f for f in (figure2, flash, linear, gla, decode, host, paths, batch, prefill, packed)}

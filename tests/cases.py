@@ -13,10 +13,20 @@ LINEAR = ("linear_attention", "simple_gla", "gla")
 GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
 
 LADDER = (
-    "zero", "-1e-4", "logsigmoid/16", "-1", "-20", "-1e3", "-inf",
-    "one strong channel", "mild and strong chunks", "switch - 1e-3", "switch + 1e-3", "resets at chunk ends",
+    "zero",
+    "-1e-4",
+    "logsigmoid/16",
+    "-1",
+    "-20",
+    "-1e3",
+    "-inf",
+    "one strong channel",
+    "mild and strong chunks",
+    "switch - 1e-3",
+    "switch + 1e-3",
+    "resets at chunk ends",
     "many resets",
-)  # fmt: skip
+)
 SWITCH = -80.0  # total decay of a chunk at which a kernel changes from one product to two levels
 
 
@@ -26,8 +36,7 @@ def thin(values, *kept):
     assert kept and all(x in values for x in kept)
     each = [x if isinstance(x, tuple) else (x,) for x in values]
     return [
-        x if x in kept else pytest.param(*parts, marks=pytest.mark.deep)
-        for x, parts in zip(values, each, strict=True)
+        x if x in kept else pytest.param(*parts, marks=pytest.mark.deep) for x, parts in zip(values, each, strict=True)
     ]
 
 
@@ -36,25 +45,13 @@ def gate(kind: str, *shape: int, C: int = 16, seed: int = 0) -> Tensor:
     rng = torch.Generator().manual_seed(seed)
     T, mild = shape[1], logsigmoid(torch.randn(shape, generator=rng, dtype=F64)) / 16
     t = torch.arange(T).view(1, T, *[1] * (len(shape) - 2))
-    constant = {
-        "zero": 0.0,
-        "-1e-4": -1e-4,
-        "-1": -1.0,
-        "-20": -20.0,
-        "-1e3": -1e3,
-        "-inf": -torch.inf,
-    }
+    constant = {"zero": 0.0, "-1e-4": -1e-4, "-1": -1.0, "-20": -20.0, "-1e3": -1e3, "-inf": -torch.inf}
     if kind in constant:
         return torch.full(shape, constant[kind], dtype=F64)
     if kind == "logsigmoid/16":
         return mild
     if kind == "one strong channel":
-        return (
-            torch.where(torch.arange(shape[-1]) == shape[-1] // 2, -1e3, 0.0)
-            .to(F64)
-            .expand(shape)
-            .contiguous()
-        )
+        return torch.where(torch.arange(shape[-1]) == shape[-1] // 2, -1e3, 0.0).to(F64).expand(shape).contiguous()
     if kind == "mild and strong chunks":
         return torch.where(t // C % 2 == 1, -30.0, mild)
     if kind.startswith("switch"):
@@ -66,18 +63,7 @@ def gate(kind: str, *shape: int, C: int = 16, seed: int = 0) -> Tensor:
     raise KeyError(kind)
 
 
-def inputs(
-    mechanism: str,
-    B: int,
-    T: int,
-    H: int,
-    K: int,
-    V: int,
-    *,
-    kind="logsigmoid/16",
-    g_v=False,
-    seed=0,
-):
+def inputs(mechanism: str, B: int, T: int, H: int, K: int, V: int, *, kind="logsigmoid/16", g_v=False, seed=0):
     """Random-sign float64 inputs: (positional tensors, {initial_state, g_v})."""
     rng, declared = torch.Generator().manual_seed(1000 + seed), MECHANISMS[mechanism]
     sizes = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": B}

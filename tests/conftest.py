@@ -61,9 +61,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--gpu-summary", metavar="FILE", help="write GPU, versions and results of the run to FILE"
-    )
+    parser.addoption("--gpu-summary", metavar="FILE", help="write GPU, versions and results of the run to FILE")
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
@@ -80,9 +78,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     stats = terminalreporter.stats
     summary = {
         "gpu": torch.cuda.get_device_name(),
-        "driver": run(
-            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
-        ),
+        "driver": run("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

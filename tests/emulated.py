@@ -107,9 +107,7 @@ class Gla:
         since, until, edge, through, mild = self.decays(g)
         ones = torch.ones_like(v)
         v_since, v_until, v_edge, v_through, v_mild = (
-            (ones, ones, ones[..., :1, :], ones[..., :1, :], torch.ones_like(mild))
-            if g_v is None
-            else self.decays(g_v)
+            (ones, ones, ones[..., :1, :], ones[..., :1, :], torch.ones_like(mild)) if g_v is None else self.decays(g_v)
         )
         if reverse:
             since, until, v_since, v_until = until, since, v_until, v_since

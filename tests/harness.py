@@ -18,9 +18,7 @@ RUNS = 3
 NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dS0", "dg_v")
 LEAVES = ("q", "k", "v", "g", "S", "g_v")
 interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
-anywhere = pytest.mark.usefixtures(
-    "here"
-)  # interpreted by `make test`, compiled by `make test-gpu`
+anywhere = pytest.mark.usefixtures("here")  # interpreted by `make test`, compiled by `make test-gpu`
 
 
 def allowed(x, exact):
@@ -34,10 +32,7 @@ def sequences(f, x, ends):
         return dict(zip(NAMES, f(*x.values()), strict=False))
     parts = []
     for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
-        one = {
-            m: y if y is None else y[n : n + 1] if m in ("S", "dS") else y[:, a:b]
-            for m, y in x.items()
-        }
+        one = {m: y if y is None else y[n : n + 1] if m in ("S", "dS") else y[:, a:b] for m, y in x.items()}
         # o, S, dq, dk, dv, dg, dS0, dg_v of no tokens
         none = [one.get(m) for m in ("v", "S", "q", "k", "v", "g", "dS", "g_v")]
         parts.append(none if a == b else f(*one.values()))
@@ -56,9 +51,7 @@ def budgets(x, given, exact, emulated, rng, ends=None):
     result |= {"o": given["v"], "S": torch.float32, "dS0": torch.float32}
     judged = {}
     for run in range(RUNS):
-        y = dict.fromkeys(
-            x
-        )  # what the kernel is given is exact: rounding the inputs is no error of its own
+        y = dict.fromkeys(x)  # what the kernel is given is exact: rounding the inputs is no error of its own
         for n in x:
             if x[n] is not None:
                 shaken = x[n] * (1 + (run > 0) * 0.01 * torch.rand(x[n].shape, generator=rng))

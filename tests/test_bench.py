@@ -177,9 +177,7 @@ def test_a_kernel_is_checked_on_several_seeds_up_to_the_first_failure(monkeypatc
     monkeypatch.setitem(FORMS["gla"], "own", only_without_gradients)
     options = {"device": "cpu", "level": "quick", "only": "length 7"}
     found = check_peers.judge("gla.own forward", "fp32", 3, options, None)
-    assert (
-        found["ok"] and found["cases"] == 3 and asked == [0, 1, 2] and "dq" in found["not_covered"]
-    )
+    assert found["ok"] and found["cases"] == 3 and asked == [0, 1, 2] and "dq" in found["not_covered"]
     later = 1
     found = check_peers.judge("gla.own forward", "fp32", 3, options, None)
     assert not found["ok"] and found["cases"] == 2 and asked[3:] == [0, 1]
@@ -196,11 +194,9 @@ CHILDREN = {  # what a process makes of it: message, verdict
 @pytest.mark.parametrize("body", CHILDREN)
 def test_a_check_apart(tmp_path, monkeypatch, body):
     child, (message, ok) = tmp_path / "child.py", CHILDREN[body]
-    child.write_text(f"import pathlib, sys, time\nout = sys.argv[sys.argv.index('--out') + 1]\n{body}\n")  # fmt: skip
+    child.write_text(f"import pathlib, sys, time\nout = sys.argv[sys.argv.index('--out') + 1]\n{body}\n")
     monkeypatch.setattr(check_peers, "__file__", str(child))
-    args = argparse.Namespace(
-        seeds=1, alone=True, commit="c", device="cpu", cases=None, seconds=2.0
-    )
+    args = argparse.Namespace(seeds=1, alone=True, commit="c", device="cpu", cases=None, seconds=2.0)
     record = check_peers.apart("fla.chunk_gla", "bf16", "quick", args)
     assert (record["message"], record["ok"]) == (message, ok)
     assert ok or "none" in check_peers.line(record)

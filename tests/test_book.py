@@ -36,9 +36,7 @@ pytestmark = pytest.mark.timeout(500)
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=500
-    )
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=500)
 
 
 def notebook(chapter: str) -> nbformat.NotebookNode:
@@ -66,9 +64,7 @@ def test_notebook_runs(chapter, problems):
     store = get_cache(gla_book.execution_cache(ROOT))
     record = store.match_cache_notebook(without_install(notebook(chapter)))  # the chapter's cells
     cells = store.get_cache_bundle(record.pk).nb.cells
-    errors = [
-        o.text for cell in cells for o in cell.get("outputs", []) if o.get("name") == "stderr"
-    ]
+    errors = [o.text for cell in cells for o in cell.get("outputs", []) if o.get("name") == "stderr"]
     assert not errors, "a page must not print to stderr"
 
 
@@ -236,9 +232,7 @@ def test_numbers_agree_between_site_and_notebook(site, chapter):
     page = soup(site / "book" / f"{chapter}.html")
     on_page = [tag.text.strip("()#\n ") for tag in page.select("article .eqno")]
     in_notebook = [
-        number
-        for cell in notebook(chapter).cells
-        for number in re.findall(r"\\tag\{([\d.]+)\}", cell.source)
+        number for cell in notebook(chapter).cells for number in re.findall(r"\\tag\{([\d.]+)\}", cell.source)
     ]
     assert on_page == in_notebook
     assert {number.split(".")[0] for number in on_page} <= {str(int(chapter[:2]))}

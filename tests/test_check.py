@@ -47,8 +47,7 @@ def test_right_forms_pass_on_other_seeds(seed):
 
 
 @pytest.mark.parametrize(
-    "only, cases",
-    thin([("random ?", 10), ("gate many resets long", 1)], ("gate many resets long", 1)),
+    "only, cases", thin([("random ?", 10), ("gate many resets long", 1)], ("gate many resets long", 1))
 )
 def test_a_right_form_passes_what_the_full_level_adds(only, cases):
     report = check.kernel("gla", GATED, level="full", only=only)
@@ -58,8 +57,9 @@ def test_a_right_form_passes_what_the_full_level_adds(only, cases):
 
 @pytest.mark.parametrize("mechanism", thin(FORMS, "linear_attention"))
 def test_right_forms_pass_in_bfloat16(mechanism):
-    check.kernel(mechanism, FORMS[mechanism]["parallel_log" if mechanism == "gla" else "parallel"], dtype=BF16,
-                 only="[!gl]*").raise_if_failed()  # fmt: skip
+    check.kernel(
+        mechanism, FORMS[mechanism]["parallel_log" if mechanism == "gla" else "parallel"], dtype=BF16, only="[!gl]*"
+    ).raise_if_failed()
 
 
 @pytest.mark.deep
@@ -113,9 +113,7 @@ def test_states_kept_in_bfloat16_are_caught_in_bfloat16():
 def late(q, k, v, g, **named):
     """Wrong for head 1 from token 37 on."""
     o, S = GATED(q, k, v, g, **named)
-    wrong = (torch.arange(o.shape[1]) >= 37)[:, None, None] & (torch.arange(o.shape[2]) == 1)[
-        :, None
-    ]
+    wrong = (torch.arange(o.shape[1]) >= 37)[:, None, None] & (torch.arange(o.shape[2]) == 1)[:, None]
     return torch.where(wrong, 2 * o, o), S
 
 
@@ -134,9 +132,7 @@ def test_a_failure_is_shrunk_to_lines_that_run(capsys):
         assert f"gate={gate!r}" in lines or gate == case.gate == Case.gate
         assert max(map(len, lines.split("\n"))) <= 76
         compile(lines, "lines", "exec")
-    known = check.kernel(
-        "gla", lambda *x, **named: late(*x, **named), level="full", only="length 65"
-    )
+    known = check.kernel("gla", lambda *x, **named: late(*x, **named), level="full", only="length 65")
     assert "# fn: the function that was checked" in known.reproduction
 
 
@@ -157,25 +153,15 @@ def loop(update, read, scale=lambda s: s, unit=1.0):
 
 
 OWN = {
-    "gate applied after the update instead of before": loop(
-        lambda S, a, kv: a * (S + kv), lambda old, S, a, kv: S
-    ),
+    "gate applied after the update instead of before": loop(lambda S, a, kv: a * (S + kv), lambda old, S, a, kv: S),
     "mask strict instead of inclusive: a token does not see itself": loop(
         lambda S, a, kv: a * S + kv, lambda old, S, a, kv: a * old
     ),
-    "decay of the current token lost in the read": loop(
-        lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old + kv
-    ),
-    "natural log read as base 2": loop(
-        lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, unit=0.6931471805599453
-    ),
-    "scale applied twice": loop(
-        lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, lambda s: s * s
-    ),
-    "the state read before its update": loop(
-        lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old
-    ),
-}  # fmt: skip
+    "decay of the current token lost in the read": loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old + kv),
+    "natural log read as base 2": loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, unit=0.6931471805599453),
+    "scale applied twice": loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, lambda s: s * s),
+    "the state read before its update": loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old),
+}
 
 
 @pytest.mark.parametrize("name", thin(OWN, "scale applied twice"))
@@ -223,10 +209,7 @@ def test_the_failing_cases_are_listed_and_nan_is_no_infinity():
         o, S = wrong(*tokens, **named)
         return o.masked_fill(o.isinf(), math.nan), S
 
-    for fn, error, word, sign in (
-        (wrong, math.inf, "infinity", "∞"),
-        (broken, math.nan, "NaN", "NaN"),
-    ):
+    for fn, error, word, sign in ((wrong, math.inf, "infinity", "∞"), (broken, math.nan, "NaN", "NaN")):
         report = check.kernel("gla", fn, only="length*")
         text, html = str(report), report._repr_html_()
         assert "Failing in 2 of 7 cases: length 63, length 64\n" in text and report.undiagnosed
@@ -328,9 +311,7 @@ def test_what_is_not_covered_is_said():
 
     report = check.kernel("gla", forward, only="[ps]*")
     assert report.ok and "Not covered" in str(report)
-    assert {"S", "dq", "dg", "initial state", "scale", "packed sequences"} <= set(
-        report.not_covered
-    )
+    assert {"S", "dq", "dg", "initial state", "scale", "packed sequences"} <= set(report.not_covered)
     assert {row.quantity for row in report.rows if row.status == "passed"} == {"o"}
 
 
@@ -370,9 +351,7 @@ def test_conventions_are_adapted():
         o, S = GATED(q, k, v, g, scale=scale, initial_state=S, cu_seqlens=cu_seqlens)
         return o.transpose(1, 2), S.mT
 
-    check.kernel(
-        "gla", other, layout="bhtd", state="vk", gate="log2", only="[ps]*"
-    ).raise_if_failed()
+    check.kernel("gla", other, layout="bhtd", state="vk", gate="log2", only="[ps]*").raise_if_failed()
     assert not check.kernel("gla", other, layout="bhtd", state="kv", gate="log2", only="square").ok
 
 
@@ -412,28 +391,32 @@ def test_json_has_its_schema():
     report = check.kernel("gla", wrong, only="length 65")
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert set(data) == {
-        "schema", "ok", "settings", "cases", "rows", "common", "diagnosis", "not_covered",
+        "schema",
+        "ok",
+        "settings",
+        "cases",
+        "rows",
+        "common",
+        "diagnosis",
+        "not_covered",
         "reproduction",
-    }  # fmt: skip
+    }
     assert data["settings"] == {
-        "mechanism": "gla", "device": "cpu", "dtype": "float32", "level": "quick", "only": "length 65",
-        "seed": 0, "layout": "bthd", "state": "kv", "gate": "log", "forward_only": False,
+        "mechanism": "gla",
+        "device": "cpu",
+        "dtype": "float32",
+        "level": "quick",
+        "only": "length 65",
+        "seed": 0,
+        "layout": "bthd",
+        "state": "kv",
+        "gate": "log",
+        "forward_only": False,
         "defaults": [],
-    }  # fmt: skip
+    }
     assert check.Case(**data["cases"]["length 65"]) == report.cases["length 65"]
     assert data["schema"] == 2 and data["ok"] is False
-    keys = {
-        "case",
-        "quantity",
-        "status",
-        "kind",
-        "error",
-        "budget",
-        "message",
-        "where",
-        "map",
-        "grid",
-    }
+    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "map", "grid"}
     assert all(set(row) == keys for row in data["rows"])
     assert {row["status"] for row in data["rows"]} <= {"passed", "failed", "not covered"}
     assert "inf" in [row["error"] for row in data["rows"]]
@@ -460,26 +443,11 @@ def test_the_command(tmp_path, kernel, code, printed):
         "from gla_ref.gla import chunkwise as right\n"
         "def wrong(q, k, v, g, **named):\n    return right(q, k, v, 2 * g, **named)\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "gla_ref",
-        "check",
-        "gla",
-        kernel,
-        "--quick",
-        "--only",
-        "length 6?",
-    ]
+    command = [sys.executable, "-m", "gla_ref", "check", "gla", kernel, "--quick", "--only", "length 6?"]
     source = str(Path(check.__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": source}
     done = subprocess.run(
-        [*command, "--json", "out.json"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
+        [*command, "--json", "out.json"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == code and printed in done.stdout + done.stderr
     assert max(map(len, done.stdout.split("\n"))) <= 80

@@ -35,7 +35,7 @@ CALLS = {  # when it is wrong, and the case that tells
     "a tile of 128 keys, its tail dropped": (lambda q, scale, S, cu: q.shape[3] > 128, "widest"),
     "a state of float64": (lambda q, scale, S, cu: S is not None and S.dtype == torch.float64, "state of float64"),
     "boundaries of int64": (lambda q, scale, S, cu: cu is not None and cu.dtype == torch.int64, "packed otherwise"),
-}  # fmt: skip
+}
 
 
 SHORT = ["one head", "less than a sub-chunk", "one token with a scale", "boundaries of int64"]
@@ -107,11 +107,7 @@ class Early(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *d):
         zeros = [torch.zeros_like(x) for x in ctx.saved_tensors]
-        d = (
-            zeros
-            if d[ctx.which] is None
-            else [z if x is None else x for x, z in zip(d, zeros, strict=True)]
-        )
+        d = zeros if d[ctx.which] is None else [z if x is None else x for x, z in zip(d, zeros, strict=True)]
         return *d, None
 
 
@@ -144,13 +140,9 @@ def linear(mistake):
             S = Unlike.apply(S, in_order, lambda d, passes: d)
         if mistake == "no gradient of q where v needs none" and not v.requires_grad:
             q = q.detach()
-        if mistake == "no gradients unless k or v need one" and not (
-            k.requires_grad or v.requires_grad
-        ):
+        if mistake == "no gradients unless k or v need one" and not (k.requires_grad or v.requires_grad):
             q, S = q.detach(), S if S is None else S.detach()
-        if mistake == "no gradients unless all need one" and not (
-            q.requires_grad and v.requires_grad
-        ):
+        if mistake == "no gradients unless all need one" and not (q.requires_grad and v.requires_grad):
             q, k, v, S = (x if x is None else x.detach() for x in (q, k, v, S))
         o, S = LINEAR(q, k, v, scale=scale, initial_state=S, cu_seqlens=cu_seqlens)
         if mistake == "the state updated in place" and initial_state is not None:
@@ -279,19 +271,14 @@ def test_what_failing_cases_share_and_how_far_all_go():
     report = check.kernel("linear_attention", wrong_if(lambda q, scale, S, cu: cu is not None))
     assert report.common == ["packed sequences: any"]
     assert "\nOnly these have packed sequences: any\n" in str(report)
-    report = check.kernel(
-        "linear_attention", wrong_if(lambda q, scale, S, cu: q.shape[1] > 64), only="length*"
-    )
+    report = check.kernel("linear_attention", wrong_if(lambda q, scale, S, cu: q.shape[1] > 64), only="length*")
     assert report.common == ["tokens in a sequence: more than 64"]
 
     def few(q, k, v, *, C=64):
         return LINEAR(q, k, v)[0]
 
     report = check.kernel("linear_attention", few, only="length ?")
-    assert (
-        report.common == []
-        and report.tried == "Tried up to B = 2, T = 7, H = 3, K = 5, V = 7; C not given."
-    )
+    assert report.common == [] and report.tried == "Tried up to B = 2, T = 7, H = 3, K = 5, V = 7; C not given."
 
 
 @pytest.mark.deep

@@ -28,11 +28,7 @@ def page(report):
 def cells(svg) -> set[tuple[int, int]]:
     """(column, row) of every cell that the paths of a picture cover."""
     frame = svg.select_one(".first")
-    w, h, left = (
-        float(frame["width"]),
-        float(frame["height"]),
-        float(svg.select_one(".ground")["x"]),
-    )
+    w, h, left = (float(frame["width"]), float(frame["height"]), float(svg.select_one(".ground")["x"]))
     found = []
     for path in svg.select("path.wrong"):
         for x, y, n in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v[\d.]+h-[\d.]+z", path["d"]):
@@ -51,7 +47,7 @@ def test_a_wrong_kernel():
     measured = {row.quantity: row for row in report.rows}
     for name, (cases, failed, ratio, _, case) in rows.items():
         assert (cases, failed, case) == ("1", str(int(name in "oS")), "length 65")
-        assert float(ratio.replace(",", "")) == pytest.approx(measured[name].ratio, rel=0.1, abs=0.01)  # fmt: skip
+        assert float(ratio.replace(",", "")) == pytest.approx(measured[name].ratio, rel=0.1, abs=0.01)
     o, S = html.find_all("svg")
     assert o["role"] == "img" and "Where o of case length 65 is wrong" in o.title.text
     assert "first at t 20, chunk 0, sub-chunk 1, batch 1, head 1, channel 3" in o.desc.text
@@ -89,9 +85,7 @@ def test_gradients_of_scalar_gates_are_drawn_by_head_and_caches_by_time():
     assert {line.strip() != "" for line in row.grid["cells"][:2]} == {False}
 
     def attend(q, k, v, *, initial_state=None):
-        o, (keys, values) = FORMS["softmax_attention"]["parallel"](
-            q, k, v, initial_state=initial_state
-        )
+        o, (keys, values) = FORMS["softmax_attention"]["parallel"](q, k, v, initial_state=initial_state)
         keys = keys.clone()
         keys[:, 20:] = 0
         return o, (keys, values)

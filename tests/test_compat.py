@@ -32,7 +32,7 @@ SIGNATURES = {  # fla-core 0.6.0
     "chunk_linear_attn": [*TAIL, "normalize", PACKED],
     "fused_chunk_linear_attn": [*TAIL, "normalize", PACKED],
     "fused_recurrent_linear_attn": [*TAIL, "reverse", "normalize", PACKED],
-}  # fmt: skip
+}
 
 
 def parameters(name: str) -> dict:
@@ -90,9 +90,7 @@ def close(found, form, *tokens, **named):
     shaken = [x * (1 + 0.01 * torch.rand(x.shape)) for x in tokens]
     runs = []
     for given in (tuple(shaken), tokens):
-        true = quantities(
-            form.recurrent(*double(given), **{n: double(x) for n, x in named.items()})
-        )
+        true = quantities(form.recurrent(*double(given), **{n: double(x) for n, x in named.items()}))
         for run in (form.recurrent, form.chunkwise):
             low = quantities(run(*given, **named))
             runs.append([error(x, y) for x, y in zip(low, true, strict=True)])
@@ -111,9 +109,7 @@ def test_gated_kernels_are_the_recurrence(name, cu):
     qkv, g, S = tensors("scalar" if "simple" in name else "vector", N=2 if cu is None else 3)
     ours, gate = getattr(fla, name), {SIGNATURES[name][0]: g}
     named = {"scale": -0.3, "cu_seqlens": cu}
-    o, after = ours(
-        *qkv, **gate, **named, initial_state=S.mT, output_final_state=True, state_v_first=True
-    )
+    o, after = ours(*qkv, **gate, **named, initial_state=S.mT, output_final_state=True, state_v_first=True)
     assert after.is_contiguous()
     close((o, after.mT), form, *qkv, g, initial_state=S, **named)
     if cu is None:
@@ -179,11 +175,14 @@ def test_they_are_kernels_that_the_kit_calls_as_they_are():
         ("chunk_simple_gla", {"chunk_size": 32}, "chunk_size: expected None"),
         ("chunk_simple_gla", {"g_gamma": torch.zeros(3)}, "g_gamma: expected None beside g"),
         ("chunk_simple_gla", {"cu_seqlens_cpu": CU}, "cu_seqlens: expected the boundaries"),
-        ("chunk_linear_attn", {"initial_state": (torch.zeros(2, 3, 5, 7), torch.zeros(2, 3, 5))},
-         r"z as \[N, 1, H, K\], got \[2, 3, 5\]"),
+        (
+            "chunk_linear_attn",
+            {"initial_state": (torch.zeros(2, 3, 5, 7), torch.zeros(2, 3, 5))},
+            r"z as \[N, 1, H, K\], got \[2, 3, 5\]",
+        ),
         ("chunk_gla", {"initial_state": torch.zeros(2, 3, 7, 5)}, "initial_state: expected shape"),
     ],
-)  # fmt: skip
+)
 def test_what_we_cannot_do_is_refused(name, options, message):
     gate = "vector" if name.endswith("_gla") and "simple" not in name else "scalar"
     qkv, g, _ = tensors(None if "linear" in name else gate)

@@ -46,7 +46,7 @@ BAD = {
     "cu_seqlens falls": (ValueError, "cu_seqlens", lambda a: a.update(cu_seqlens=torch.tensor([0, 4, 2, 6]))),
     "cu_seqlens has one entry": (ValueError, "cu_seqlens", lambda a: a.update(cu_seqlens=torch.tensor([6]))),
     "states do not match cu_seqlens": (ValueError, "initial_state", lambda a: a.update(cu_seqlens=torch.arange(7))),
-}  # fmt: skip
+}
 BAD_GATE = {
     "g has another shape": (ValueError, "g", lambda a: a.update(g=a["g"][:, 1:])),
     "g is above 0": (ValueError, "g", lambda a: a["g"][:, 2].fill_(1e-3)),
@@ -128,9 +128,7 @@ def test_malformed_shapes_never_pass_silently(data):
     }[how]()
     with pytest.raises(ValueError, match=rf"^({'|'.join(names)}): .*(got|empty)"):
         FORMS[mechanism][form](
-            *tensors[: len(args)],
-            **dict(zip(names[len(args) :], tensors[len(args) :], strict=True)),
-            **options(form),
+            *tensors[: len(args)], **dict(zip(names[len(args) :], tensors[len(args) :], strict=True)), **options(form)
         )
 
 
@@ -141,7 +139,5 @@ def test_import_needs_neither_triton_nor_a_gpu():
         "import gla_ref; print(gla_ref.FORMS)\n"
         "assert all(callable(f) for forms in gla_ref.FORMS.values() for f in forms.values())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "chunkwise_two_level" in done.stdout, done.stderr

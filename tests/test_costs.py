@@ -54,11 +54,7 @@ def prepare(mechanism, form, B, T, H, K, V, C, c):
     """The form, its tensors and its options."""
     q, k, v = torch.randn(B, T, H, K), torch.randn(B, T, H, K), torch.randn(B, T, H, V)
     gates = {"simple_gla": [-torch.rand(B, T, H)], "gla": [-torch.rand(B, T, H, K)]}
-    options = {
-        "flash": {"block_q": C, "block_k": C},
-        "chunkwise": {"C": C},
-        "chunkwise_two_level": {"C": C, "c": c},
-    }
+    options = {"flash": {"block_q": C, "block_k": C}, "chunkwise": {"C": C}, "chunkwise_two_level": {"C": C, "c": c}}
     tensors = [q, k, v, *gates.get(mechanism, [])]
     return FORMS[mechanism][form], tensors, options.get(form, {})
 
@@ -70,10 +66,7 @@ def sizes(shape):
 def test_every_reference_has_a_cost():
     """Kernels compute a form that is counted already; nothing else is left out."""
     references = {
-        (mechanism, form)
-        for mechanism, forms in FORMS.items()
-        for form in forms
-        if not form.startswith("triton")
+        (mechanism, form) for mechanism, forms in FORMS.items() for form in forms if not form.startswith("triton")
     }
     assert set(CASES) == references
 

@@ -68,19 +68,7 @@ def test_unfinished_answers_are_open():
 
 @pytest.mark.parametrize("label", LABELS)
 def test_nonsense_is_wrong_and_raises_nothing(label):
-    nonsense = [
-        True,
-        -3.5,
-        math.nan,
-        "x",
-        "",
-        [],
-        [[]],
-        [None, None],
-        {},
-        {"k": "x"},
-        torch.zeros(3),
-    ]
+    nonsense = [True, -3.5, math.nan, "x", "", [], [[]], [None, None], {}, {"k": "x"}, torch.zeros(3)]
     nonsense += [lambda: 0, lambda *_: "x", lambda *_: [], lambda *x: x[0], lambda *_: math.nan]
     nonsense += [lambda *x: tuple(x), lambda *_: torch.full((2, 2), math.nan), dict]
     for answer in nonsense:
@@ -286,16 +274,11 @@ RIGHT = {
     "ex-softmax-cache": [after_cache()],
     "ex-online-first": ["be", "B, E", ["b", "e"]],
     "ex-online-rescale": [[3, 2, 1], (3, 2, 1)],
-    "ex-online-divide": [
-        lambda m, new, x: (math.exp(m) / math.exp(new), math.exp(x) / math.exp(new))
-    ],
+    "ex-online-divide": [lambda m, new, x: (math.exp(m) / math.exp(new), math.exp(x) / math.exp(new))],
     "ex-online-lse": [merged],
     "ex-flash-rows": [256],
     "ex-flash-order": [[6, 5]],
-    "ex-flash-split": [
-        lambda L: 1 / (L[None] - L[:, None]).exp().sum(-1),
-        lambda L: torch.softmax(L, 0).tolist(),
-    ],
+    "ex-flash-split": [lambda L: 1 / (L[None] - L[:, None]).exp().sum(-1), lambda L: torch.softmax(L, 0).tolist()],
     "ex-flash-gradients": [attention_gradients()],
     "ex-linear-rank": [[3, 5, 5]],
     "ex-linear-capacity": [17, 17.0],
@@ -304,10 +287,7 @@ RIGHT = {
     "ex-prefix-sqrt": [[64, 126, 8064]],
     "ex-prefix-associative": ["acdf", "f, d, c, a"],
     "ex-prefix-reverse": [suffixes()],
-    "ex-prefix-segments": [
-        restart(),
-        lambda a, b: (a[0] + b[0] - a[0] * b[0], a[1] * (1 - b[0]) + b[1]),
-    ],
+    "ex-prefix-segments": [restart(), lambda a, b: (a[0] + b[0] - a[0] * b[0], a[1] * (1 - b[0]) + b[1])],
     "ex-fla-programs": [[32, 4096, 128]],
     "ex-fla-chunk": [[284, 1], [285, 1.0]],
     "ex-fla-flip": [turned()],
@@ -347,10 +327,7 @@ WRONG = {
         (only_new, "cache is not read"),
         (not_extended, "new keys are not read"),
         (after_cache(scaled=False), "scale is forgotten"),
-        (
-            lambda q, k, v, *_: after_cache()(q, k, v, *_)[:2],
-            "o: expected shape [4, 2], got [2, 2]",
-        ),
+        (lambda q, k, v, *_: after_cache()(q, k, v, *_)[:2], "o: expected shape [4, 2], got [2, 2]"),
         (lambda q, k, v, *_: v.float(), "torch.float32"),
         (lambda q, k, v, *_: v / 0, "infinity"),
         (lambda q, k, v, *_: v, "The first difference is at token 1, o[0, 0]"),
@@ -386,10 +363,7 @@ WRONG = {
         (lambda L1, o1, L2, o2: merged(L1, o2, L2, o1), "shares are exchanged"),
         (merged_unsafe, "e^1000 overflows"),
         (lambda *x: (merged(*x)[0] + 1, merged(*x)[1]), "for the arguments 0.3, -1.2"),
-        (
-            lambda *x: (torch.logaddexp(x[0], x[2]), merged_unsafe(*x)[1]),
-            "in the shares e^1000 overflows",
-        ),
+        (lambda *x: (torch.logaddexp(x[0], x[2]), merged_unsafe(*x)[1]), "in the shares e^1000 overflows"),
     ],
     "ex-flash-rows": [
         (128, "does 128 FLOPs a byte"),
@@ -473,15 +447,9 @@ WRONG = {
     "ex-prefix-segments": [
         (restart(lambda r1, r2: r2), "must keep the left flag"),
         (restart(lambda r1, r2: r1 * r2), "joined with `and`"),
-        (
-            restart(number=lambda r1, x1, r2, x2: torch.where(r1 > 0, x2, x1 + x2)),
-            "not the left part's",
-        ),
+        (restart(number=lambda r1, x1, r2, x2: torch.where(r1 > 0, x2, x1 + x2)), "not the left part's"),
         (restart(number=lambda r1, x1, r2, x2: x1 + x2), "never starts anew"),
-        (
-            restart(number=lambda r1, x1, r2, x2: (1 - r2) * (x1 + x2)),
-            "first number of a text is lost",
-        ),
+        (restart(number=lambda r1, x1, r2, x2: (1 - r2) * (x1 + x2)), "first number of a text is lost"),
         (lambda a, b: (a[0] + b[0], (1 - b[0]) * a[1] + b[1]), "two starts make 2"),
         (lambda a, b: a[1] + b[1], "Expected 2 result(s), r, x"),
     ],
@@ -503,10 +471,7 @@ WRONG = {
         (turned(back=False), "not turned back"),
         (turned(into=False), "only the results"),
         (turned(exchange=True), "dk and dv are exchanged"),
-        (
-            lambda walk, q, k, v, do: turned()(walk, do, k, v, q),
-            "have changed places",
-        ),
+        (lambda walk, q, k, v, do: turned()(walk, do, k, v, q), "have changed places"),
     ],
     "ex-fla-packed": [
         (lambda c, n, L: c // L, "floor(c / L) has not grown"),

@@ -15,9 +15,7 @@ LN2 = math.log(2)
 def after(g, first=1):
     """Row j: the sum of the gates from token j + first on, token by token."""
     zero = torch.zeros_like(g[0])
-    return torch.stack(
-        [g[j + first :].sum(0) if j + first < len(g) else zero for j in range(len(g))]
-    )
+    return torch.stack([g[j + first :].sum(0) if j + first < len(g) else zero for j in range(len(g))])
 
 
 def by_difference(g):
@@ -259,10 +257,7 @@ WRONG = {
             lambda q, b, d, S: (from_state(q, b, d, S)[0], from_state(q, 0 * b, d, S)[1]),
             "the rows of the final state have decayed",
         ),
-        (
-            lambda q, b, d, S: (from_state(q, b, -d, S)[0], from_state(q, b, d, S)[1]),
-            "exp(-d) divides",
-        ),
+        (lambda q, b, d, S: (from_state(q, b, -d, S)[0], from_state(q, b, d, S)[1]), "exp(-d) divides"),
         (lambda q, b, d, S: (from_state(q, b, d, S)[0],) * 2, "S: expected shape [3, 4]"),
         (
             lambda q, b, d, S: (q @ from_state(q, b, d, S)[1], from_state(q, b, d, S)[1]),

@@ -31,11 +31,7 @@ def test_linear_attention_equals_the_recurrence(mechanism, form, T):
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize(
     "mechanism, form, g_v",
-    [
-        (m, f, two)
-        for m, f in pairs(*GATED, without=BREAK)
-        for two in ([False, True] if m == "gla" else [False])
-    ],
+    [(m, f, two) for m, f in pairs(*GATED, without=BREAK) for two in ([False, True] if m == "gla" else [False])],
 )
 def test_gated_forms_equal_the_recurrence_on_the_whole_ladder(mechanism, form, g_v, T, kind):
     args, named = inputs(mechanism, T=T, kind=kind, g_v=g_v, **SIZES)
@@ -77,9 +73,7 @@ def test_ratio_forms_break_once_the_total_decay_leaves_the_exponent_range(mechan
             middle = (low + high) / 2
             low, high = (low, middle) if breaks(middle, dtype) else (middle, high)
         limit = math.log(torch.finfo(dtype).max)
-        print(
-            f"{mechanism}.{form} in {dtype} breaks from a total decay of {high:.1f} nats; ln(max) = {limit:.1f}"
-        )
+        print(f"{mechanism}.{form} in {dtype} breaks from a total decay of {high:.1f} nats; ln(max) = {limit:.1f}")
         assert limit - 8 < high < limit + 20
 
 
@@ -117,16 +111,9 @@ def test_feature_maps_and_normaliser(name, normalize):
         o, state = function(q, k, v, feature_map=feature_map, normalize=normalize, **options(form))
         assert error(o, exact) < TOLERANCE, form
         assert isinstance(state, tuple) == normalize
-        first, S = function(
-            q[:, :9], k[:, :9], v[:, :9], feature_map=feature_map, normalize=normalize
-        )
+        first, S = function(q[:, :9], k[:, :9], v[:, :9], feature_map=feature_map, normalize=normalize)
         second, _ = function(
-            q[:, 9:],
-            k[:, 9:],
-            v[:, 9:],
-            feature_map=feature_map,
-            normalize=normalize,
-            initial_state=S,
+            q[:, 9:], k[:, 9:], v[:, 9:], feature_map=feature_map, normalize=normalize, initial_state=S
         )
         assert error(torch.cat([first, second], 1), exact) < TOLERANCE, form
 
@@ -134,11 +121,7 @@ def test_feature_maps_and_normaliser(name, normalize):
 def test_polynomial_features_are_the_square_of_the_product():
     x, y = torch.randn(2, 6, 4, dtype=F64)
     assert (
-        error(
-            (linear_attention.polynomial2(x) * linear_attention.polynomial2(y)).sum(-1),
-            (x * y).sum(-1) ** 2,
-        )
-        < 1e-12
+        error((linear_attention.polynomial2(x) * linear_attention.polynomial2(y)).sum(-1), (x * y).sum(-1) ** 2) < 1e-12
     )
 
 
@@ -171,9 +154,7 @@ def test_packed_sequences_equal_separate_ones(mechanism, form, dtype):
     S0 = torch.randn(5, 3, 5, 7, dtype=F64)
     function, extra = FORMS[mechanism][form], options(form)
     more = {} if g_v is None else {"g_v": g_v}
-    o, S = function(
-        *args, initial_state=S0, cu_seqlens=torch.tensor(ends, dtype=dtype), **more, **extra
-    )
+    o, S = function(*args, initial_state=S0, cu_seqlens=torch.tensor(ends, dtype=dtype), **more, **extra)
     assert S.shape == S0.shape and torch.equal(S[1], S0[1])
     for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
         if a < b:
@@ -213,9 +194,7 @@ def test_a_sequence_does_not_notice_its_batch_and_runs_are_bitwise_equal(mechani
     args, named = inputs(mechanism, T=37, g_v=mechanism == "gla", **SIZES)
     function, extra = FORMS[mechanism][form], options(form)
     o, S = function(*args, **named, **extra)
-    alone, alone_S = function(
-        *(x[1:] for x in args), **{n: x[1:] for n, x in named.items()}, **extra
-    )
+    alone, alone_S = function(*(x[1:] for x in args), **{n: x[1:] for n, x in named.items()}, **extra)
     assert error(alone, o[1:]) < TOLERANCE and error(alone_S, S[1:]) < TOLERANCE
     again, again_S = function(*args, **named, **extra)
     assert torch.equal(again, o) and torch.equal(again_S, S)
@@ -223,9 +202,16 @@ def test_a_sequence_does_not_notice_its_batch_and_runs_are_bitwise_equal(mechani
 
 @pytest.mark.parametrize("mechanism", GATED)
 @given(
-    T=st.integers(1, 40), C=st.integers(1, 20), sub=st.integers(1, 20), kind=st.sampled_from(LADDER),
-    B=st.integers(1, 2), H=st.integers(1, 2), K=st.integers(1, 6), V=st.integers(1, 6), seed=st.integers(0, 9),
-)  # fmt: skip
+    T=st.integers(1, 40),
+    C=st.integers(1, 20),
+    sub=st.integers(1, 20),
+    kind=st.sampled_from(LADDER),
+    B=st.integers(1, 2),
+    H=st.integers(1, 2),
+    K=st.integers(1, 6),
+    V=st.integers(1, 6),
+    seed=st.integers(0, 9),
+)
 def test_any_shape_chunk_and_gate(mechanism, T, C, sub, kind, B, H, K, V, seed):
     args, named = inputs(mechanism, B, T, H, K, V, kind=kind, seed=seed)
     exact_o, exact_S = FORMS[mechanism]["recurrent"](*args, **named)

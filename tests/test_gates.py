@@ -47,10 +47,7 @@ def test_low_rank_gate():
     [
         (lambda: low_rank_gate(torch.ones(2, 4), torch.ones(3, 2), torch.ones(2, 4)), "W1"),
         (lambda: low_rank_gate(torch.ones(2, 4), torch.ones(4, 2), torch.ones(3, 4)), "W2"),
-        (
-            lambda: low_rank_gate(torch.ones(2, 4), torch.ones(4, 2), torch.ones(2, 4), tau=0.0),
-            "tau",
-        ),
+        (lambda: low_rank_gate(torch.ones(2, 4), torch.ones(4, 2), torch.ones(2, 4), tau=0.0), "tau"),
         (lambda: chunk_cumsum(torch.zeros(1, 4, 1), 0), "C"),
         (lambda: chunk_cumsum(torch.zeros(1, 4, 1), 2.5), "C"),
     ],

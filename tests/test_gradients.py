@@ -27,9 +27,7 @@ def test_gradcheck(mechanism, form, g_v):
 
     def run(*leaves):
         return FORMS[mechanism][form](
-            *leaves[: len(args)],
-            **dict(zip(named, leaves[len(args) :], strict=True)),
-            **options(form, C=4, c=2),
+            *leaves[: len(args)], **dict(zip(named, leaves[len(args) :], strict=True)), **options(form, C=4, c=2)
         )
 
     assert torch.autograd.gradcheck(run, leaves)
@@ -38,17 +36,13 @@ def test_gradcheck(mechanism, form, g_v):
 def autograd_gradients(function, args, named, do, dS, names=MECHANISMS["gla"].required, **extra):
     """Gradients of <o, do> + <S, dS> with respect to every tensor, by autograd."""
     leaves = [x.clone().requires_grad_() for x in (*args, *named.values())]
-    o, S = function(
-        *leaves[: len(args)], **dict(zip(named, leaves[len(args) :], strict=True)), **extra
-    )
+    o, S = function(*leaves[: len(args)], **dict(zip(named, leaves[len(args) :], strict=True)), **extra)
     grads = torch.autograd.grad((o, S), leaves, (do, dS))
     return dict(zip([f"d{n}" for n in names] + [f"d_{n}" for n in named], grads, strict=True))
 
 
 @pytest.mark.parametrize("kind", [*LADDER, "-5"])
-@pytest.mark.parametrize(
-    "mechanism, form", pairs(*GATED, without=(*BREAK, "gla.recurrent", "simple_gla.recurrent"))
-)
+@pytest.mark.parametrize("mechanism, form", pairs(*GATED, without=(*BREAK, "gla.recurrent", "simple_gla.recurrent")))
 def test_autograd_of_every_form_equals_that_of_the_recurrence(mechanism, form, kind):
     """-inf included: no NaN gradient."""
     kind_of = "zero" if kind == "-5" else kind
@@ -62,9 +56,7 @@ def test_autograd_of_every_form_equals_that_of_the_recurrence(mechanism, form, k
         assert error(grads[name], exact[name]) < TOLERANCE, name
 
 
-@pytest.mark.parametrize(
-    "T, C", thin([(1, 16), (15, 16), (16, 16), (17, 16), (37, 16), (37, 1), (37, 64)], (37, 16))
-)
+@pytest.mark.parametrize("T, C", thin([(1, 16), (15, 16), (16, 16), (17, 16), (37, 16), (37, 1), (37, 64)], (37, 16)))
 @pytest.mark.parametrize("kind", LADDER)
 @pytest.mark.parametrize("g_v", [False, True])
 def test_closed_form_equals_autograd(g_v, kind, T, C):
@@ -86,15 +78,11 @@ def test_gate_gradient_keeps_its_digits_for_strong_gates(strength):
     """The chunk's four sums against the paper's one sum to the end of the sequence, in float32."""
     (q, k, v, _), _ = inputs("gla", B=1, T=256, H=1, K=8, V=8)
     g, do = torch.full_like(q, strength), torch.randn(1, 256, 1, 8, dtype=F64)
-    exact = autograd_gradients(
-        gla.recurrent, [q, k, v, g], {}, do, torch.zeros(1, 1, 8, 8, dtype=F64)
-    )
+    exact = autograd_gradients(gla.recurrent, [q, k, v, g], {}, do, torch.zeros(1, 1, 8, 8, dtype=F64))
     low = backward(*(x.float() for x in (q, k, v, g, do)))
     paper = (q * low.dq - k * low.dk).float().flip(1).cumsum(1).flip(1)
     ours, papers = error(low.dg, exact["dg"]), error(paper, exact["dg"])
-    print(
-        f"g = {strength}: relative error {ours:.1e}, the sum to the end of the sequence {papers:.1e}"
-    )
+    print(f"g = {strength}: relative error {ours:.1e}, the sum to the end of the sequence {papers:.1e}")
     assert ours < 1e-4 < papers
 
 
@@ -103,17 +91,19 @@ def test_closed_form_with_packed_sequences():
     args, named = inputs("gla", B=1, T=40, H=3, K=4, V=5, g_v=True)
     S0, dS = torch.randn(2, 5, 3, 4, 5, dtype=F64)
     do = torch.randn_like(args[2])
-    got = backward(
-        *args, do, dS, g_v=named["g_v"], initial_state=S0, cu_seqlens=torch.tensor(ends), C=8
-    )
+    got = backward(*args, do, dS, g_v=named["g_v"], initial_state=S0, cu_seqlens=torch.tensor(ends), C=8)
     assert torch.equal(got.d_initial_state[1], dS[1])
     for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
         if a == b:
             continue
         one = backward(
-            *(x[:, a:b] for x in args), do[:, a:b], dS[n : n + 1],
-            g_v=named["g_v"][:, a:b], initial_state=S0[n : n + 1], C=8,
-        )  # fmt: skip
+            *(x[:, a:b] for x in args),
+            do[:, a:b],
+            dS[n : n + 1],
+            g_v=named["g_v"][:, a:b],
+            initial_state=S0[n : n + 1],
+            C=8,
+        )
         for name in ("dq", "dk", "dv", "dg", "dg_v"):
             assert error(getattr(got, name)[:, a:b], getattr(one, name)) < TOLERANCE
         assert error(got.d_initial_state[n : n + 1], one.d_initial_state) < TOLERANCE
@@ -141,9 +131,13 @@ def test_no_gradient_of_the_final_state_means_zero():
 def test_bad_arguments_are_named(change, name, kind):
     q, k, v = torch.randn(3, 1, 6, 2, 3, dtype=F64)
     given = {
-        "q": q, "k": k, "v": v, "g": gate("-1", 1, 6, 2, 3), "do": torch.randn_like(v),
-        "dS": torch.zeros(1, 2, 3, 3, dtype=F64)
-    }  # fmt: skip
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": gate("-1", 1, 6, 2, 3),
+        "do": torch.randn_like(v),
+        "dS": torch.zeros(1, 2, 3, 3, dtype=F64),
+    }
     change(given)
     with pytest.raises(kind, match=rf"^{name}: expected|^{name}: log gates"):
         backward(**given)

@@ -14,17 +14,7 @@ from gla_ref.kernels._tiles import pattern, patterns, sizes_of  # noqa: E402
 from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-LADDER = (
-    "zero",
-    "-1e-4",
-    "logsigmoid/16",
-    "-1",
-    "-20",
-    "-1e3",
-    "-inf",
-    "one strong channel",
-    "many resets",
-)
+LADDER = ("zero", "-1e-4", "logsigmoid/16", "-1", "-20", "-1e3", "-inf", "one strong channel", "many resets")
 
 
 def assert_within_rounding(b, g, C):
@@ -53,9 +43,7 @@ def test_decay_cumsum_on_the_ladder(device, T, kind):
 def test_decay_cumsum_strides_and_poisoned_memory(device, K, monkeypatch):
     if device == "cpu" and HERE == "cuda":
         pytest.skip("kernels are compiled here; the interpreter runs where there is no GPU")
-    g = (
-        gate("logsigmoid/16", 2, 3, 33, K).to(device, torch.float32).transpose(1, 2)
-    )  # [B, T, H, K], not contiguous
+    g = gate("logsigmoid/16", 2, 3, 33, K).to(device, torch.float32).transpose(1, 2)  # [B, T, H, K], not contiguous
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
     first, before = decay_cumsum(g), g.clone()
@@ -100,9 +88,7 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
     import triton
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(
-        ValueError, match="^g: expected a CUDA tensor, got one on cpu; .*TRITON_INTERPRET"
-    ):
+    with pytest.raises(ValueError, match="^g: expected a CUDA tensor, got one on cpu; .*TRITON_INTERPRET"):
         decay_cumsum(gate("-1", 1, 4, 2, 3).float())
 
 

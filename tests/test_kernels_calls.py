@@ -30,9 +30,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 def tokens(mechanism, B=2, T=20, H=2, K=16, V=16, dtype=torch.float32, seed=0):
-    kind = (
-        "linear_attention" if mechanism == "softmax_attention" else mechanism
-    )  # of the same tokens
+    kind = "linear_attention" if mechanism == "softmax_attention" else mechanism  # of the same tokens
     args, _ = inputs(kind, B, T, H, K, V, seed=seed)
     return [x.to(HERE, dtype) for x in args]
 
@@ -59,9 +57,7 @@ def test_a_signature_is_planned_and_checked_once(mechanism, monkeypatch):
     x, form, planned = tokens(mechanism), FORMS[mechanism]["triton"], PLANNED[mechanism].forward
     seen = []
     monkeypatch.setattr(planned, "programs", {})
-    monkeypatch.setattr(
-        planned, "remember", lambda key, args: seen.append(key) or remember(key, args)
-    )
+    monkeypatch.setattr(planned, "remember", lambda key, args: seen.append(key) or remember(key, args))
     remember = type(planned).remember.__get__(planned)
     form(*x), form(*x), form(*(y.clone() for y in x))
     assert len(seen) == 1
@@ -280,9 +276,7 @@ def test_other_addresses_than_a_descriptor_was_made_for(monkeypatch):
     for _ in range(2):
         found = [both("gla", y) for y in x]
     for y, z in zip(x, found, strict=True):
-        assert all(
-            torch.equal(a, b) for a, b in zip(both("gla", [t.clone() for t in y]), z, strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(both("gla", [t.clone() for t in y]), z, strict=True))
 
 
 @gpu

@@ -25,15 +25,9 @@ FINITE = [kind for kind in LADDER if kind not in RESETS]
 compiled = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no GPU")]
 EVERY_DTYPE = [
     pytest.param(torch.float32, marks=interpreted, id="interpreted"),
-    *(
-        pytest.param(getattr(torch, name), marks=compiled, id=name)
-        for name in ("float32", "float16", "bfloat16")
-    ),
+    *(pytest.param(getattr(torch, name), marks=compiled, id=name) for name in ("float32", "float16", "bfloat16")),
 ]
-ANYWHERE = [
-    pytest.param("cpu", marks=interpreted),
-    pytest.param("cuda", marks=compiled),
-]
+ANYWHERE = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)]
 
 
 def given(B, T, H, K, V, dtype=torch.float32, kind="logsigmoid/16", seed=0):
@@ -49,9 +43,7 @@ def given(B, T, H, K, V, dtype=torch.float32, kind="logsigmoid/16", seed=0):
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
 @pytest.mark.parametrize("C", thin([16, 32, 64], 16))
-@pytest.mark.parametrize(
-    "T, K, V", thin([(1, 5, 3), (16, 64, 20), (75, 20, 36), (37, 80, 100)], (75, 20, 36))
-)
+@pytest.mark.parametrize("T, K, V", thin([(1, 5, 3), (16, 64, 20), (75, 20, 36), (37, 80, 100)], (75, 20, 36)))
 def test_each_step(T, K, V, C, dtype):
     if C > 16 and not CUDA and T != 75:
         pytest.skip("the interpreter is slow")
@@ -115,9 +107,7 @@ def check(B, T, H, K, V, *, C=16, dtype=torch.float32, kind="logsigmoid/16"):
     o, S = gla_chunk_fuse(*low[:4], initial_state=low[4], C=C)
     exact = gla.recurrent(*args[:4], initial_state=args[4])
     with operands_in(dtype):
-        run = gla.chunkwise_two_level(
-            *(x.float() for x in args[:4]), initial_state=low[4], C=C, c=C
-        )
+        run = gla.chunkwise_two_level(*(x.float() for x in args[:4]), initial_state=low[4], C=C, c=C)
     for x, e, y, result in zip((o, S), run, exact, (dtype, torch.float32), strict=True):
         assert error(x, y) <= allowed(e.to(result), y)
 
@@ -259,9 +249,7 @@ def test_states_carry(device):
         second, S_b = gla_chunk_fuse(*(x[:, a:] for x in args), initial_state=S_a.double())
         assert error(torch.cat([first, second], 1), whole) < 1e-5 and error(S_b, S) < 1e-5
     o, _ = gla_chunk_fuse(*args)
-    assert torch.equal(
-        o, gla_chunk_fuse(*args, initial_state=torch.zeros_like(S0), scale=20**-0.5)[0]
-    )
+    assert torch.equal(o, gla_chunk_fuse(*args, initial_state=torch.zeros_like(S0), scale=20**-0.5)[0])
 
 
 @pytest.mark.parametrize("device", ANYWHERE)

@@ -58,12 +58,8 @@ def assert_right(got, x, spans=None, heads=None, scale=None):
         for span in spans or [slice(0, T)]:
             one = {n: y[b, span, h] for n, y in x.items()}
             runs = oracles.runs("softmax_attention", one, x["q"].dtype, scale, times=8)
-            for n, (e, budget) in oracles.judge(
-                {n: y[b, span, h] for n, y in got.items()}, runs
-            ).items():
-                assert e <= budget, (
-                    f"{n} of head {b, h}, tokens {span}: error {e:.2g}, budget {budget:.2g}"
-                )
+            for n, (e, budget) in oracles.judge({n: y[b, span, h] for n, y in got.items()}, runs).items():
+                assert e <= budget, f"{n} of head {b, h}, tokens {span}: error {e:.2g}, budget {budget:.2g}"
 
 
 # T in 1 ... 130, each once, with every kind of size: equal, unequal, above and below powers of two
@@ -147,9 +143,7 @@ def assert_right_far_from_zero(ends, H, K, V):
                 runs.append((exact, by_maximum_and_sum(y)))
             mine = {n: y[0, span, h] for n, y in got.items()}
             for n, (e, budget) in oracles.judge(mine, runs).items():
-                assert e <= budget, (
-                    f"{n} of head {h}, tokens {span}: error {e:.2g}, budget {budget:.2g}"
-                )
+                assert e <= budget, f"{n} of head {h}, tokens {span}: error {e:.2g}, budget {budget:.2g}"
 
 
 STEEP = thin([[0, 63], [0, 130], [0, 40, 40, 103, 130]], [0, 63])
@@ -166,9 +160,7 @@ def test_one_key_takes_all(ends):
     x = inputs(1, ends[-1], 2, 8, 12)
     with torch.no_grad():
         x["q"].mul_(0.1).add_(20 / 8)
-        x["k"].copy_(
-            (1 + 0.1 * x["k"][:, :1]) * torch.arange(1, ends[-1] + 1, device=HERE)[:, None, None]
-        )
+        x["k"].copy_((1 + 0.1 * x["k"][:, :1]) * torch.arange(1, ends[-1] + 1, device=HERE)[:, None, None])
     spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
     assert_right(run(x, scale=1.0, **packing(ends)), x, spans, scale=1.0)
 
@@ -201,14 +193,7 @@ def test_cache_is_the_first_part_of_a_longer_sequence(T, past):
     assert torch.equal(v, torch.cat([x["v0"], x["v"]], 1))
 
 
-PACKS = [
-    [0, 3, 3, 50, 100],
-    [0, 0, 0, 31, 33, 65, 65],
-    [0, 1, 2, 3, 4, 5],
-    [0, 130],
-    [0, 32, 64, 96],
-    [0, 0, 97, 97],
-]
+PACKS = [[0, 3, 3, 50, 100], [0, 0, 0, 31, 33, 65, 65], [0, 1, 2, 3, 4, 5], [0, 130], [0, 32, 64, 96], [0, 0, 97, 97]]
 
 
 @pytest.mark.parametrize("ends", thin(PACKS, PACKS[1]), ids=str)
@@ -225,9 +210,7 @@ def test_more_sequences_than_one_look_up_takes():
     ends = [0, *torch.randint(0, 3, (600,), generator=rng).cumsum(0).tolist()]
     x = inputs(1, ends[-1], 1, 4, 4)
     o, _ = flash_attention(*(x[n] for n in NAMES), cu_seqlens=torch.tensor(ends, device=HERE))
-    want, _ = FORMS["softmax_attention"]["parallel"](
-        *(x[n].double() for n in NAMES), cu_seqlens=torch.tensor(ends)
-    )
+    want, _ = FORMS["softmax_attention"]["parallel"](*(x[n].double() for n in NAMES), cu_seqlens=torch.tensor(ends))
     # an absolute band: weights of at most two values, with relative errors of eps a score and a few eps
     scores = (x["q"].abs() * 4**0.5).amax() * (x["k"].abs()).amax()
     band = 4 * torch.finfo(torch.float32).eps * (1 + scores) * x["v"].abs().amax()
@@ -237,9 +220,7 @@ def test_more_sequences_than_one_look_up_takes():
 def test_packed_sequences_do_not_see_their_neighbours():
     ends = [0, 21, 45, 70]
     cu = torch.tensor(ends, device=HERE)
-    dtype = (
-        torch.bfloat16 if CUDA else torch.float32
-    )  # the copy engine reads past the end of a sequence
+    dtype = torch.bfloat16 if CUDA else torch.float32  # the copy engine reads past the end of a sequence
     x = inputs(1, 70, 1, 16, 16, dtype)
     got, y = run(x, cu_seqlens=cu), inputs(1, 70, 1, 16, 16, dtype)
     with torch.no_grad():
@@ -251,9 +232,7 @@ def test_packed_sequences_do_not_see_their_neighbours():
 
 def test_strides_poisoned_memory_and_repetition(monkeypatch):
     x = inputs(2, 3, 50, 16, 24, torch.bfloat16 if CUDA else torch.float32)
-    y = {
-        n: z.detach().transpose(1, 2).requires_grad_(n != "do") for n, z in x.items()
-    }  # [B, T, H, D]
+    y = {n: z.detach().transpose(1, 2).requires_grad_(n != "do") for n, z in x.items()}  # [B, T, H, D]
     assert not any(z.is_contiguous() for z in y.values())
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
@@ -302,14 +281,20 @@ WRONG = {
     "scale: expected a finite number": (TypeError, {"scale": "1"}),
     "initial_state: expected a pair": (TypeError, {"initial_state": torch.ones(1, 2, 2, 8)}),
     r"initial_state\[1\]: expected dtype": (
-        TypeError, {"initial_state": (torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8).half())}),
+        TypeError,
+        {"initial_state": (torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8).half())},
+    ),
     "initial_state: expected None beside cu_seqlens": (
-        ValueError, {"initial_state": (torch.ones(1, 2, 2, 8),) * 2, "cu_seqlens": torch.tensor([0, 4])}),
+        ValueError,
+        {"initial_state": (torch.ones(1, 2, 2, 8),) * 2, "cu_seqlens": torch.tensor([0, 4])},
+    ),
     "cu_seqlens: expected an int32": (TypeError, {"cu_seqlens": torch.tensor([0.0, 4.0])}),
     "cu_seqlens: expected shape": (ValueError, {"cu_seqlens": torch.tensor([0])}),
     "cu_seqlens: packed sequences need batch size B = 1": (
-        ValueError, {n: torch.ones(2, 4, 2, 8) for n in NAMES} | {"cu_seqlens": torch.tensor([0, 4])}),
-}  # fmt: skip
+        ValueError,
+        {n: torch.ones(2, 4, 2, 8) for n in NAMES} | {"cu_seqlens": torch.tensor([0, 4])},
+    ),
+}
 
 
 @pytest.mark.parametrize("message", WRONG)
@@ -384,9 +369,7 @@ def test_bitwise_equal_at_size(dtype, K):
 def test_beyond_2_to_the_31_elements():
     """Offsets are 64-bit: the last head of a tensor of more than 2^31 elements is right."""
     x = [torch.randn(1, 1 << 17, 260, 64, dtype=torch.bfloat16, device="cuda") for _ in "qkv"]
-    cu = torch.arange(
-        0, (1 << 17) + 1, 1 << 10, device="cuda"
-    )  # short sequences: it is about offsets
+    cu = torch.arange(0, (1 << 17) + 1, 1 << 10, device="cuda")  # short sequences: it is about offsets
     with torch.no_grad():
         o, _ = flash_attention(*x, cu_seqlens=cu)
     span = slice((1 << 17) - 1024, 1 << 17)
@@ -407,13 +390,8 @@ def test_first_call_in_a_fresh_process(record_property):
         "torch.cuda.synchronize(); print(time.time() - a)"
     )
     with tempfile.TemporaryDirectory() as cache:
-        env = os.environ | {
-            "TRITON_CACHE_DIR": cache,
-            "PYTHONPATH": str(Path(__file__).parents[1] / "src"),
-        }
-        out = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
+        env = os.environ | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+        out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     seconds = float(out.stdout)
     print(f"first forward and backward: {seconds:.1f} s")
     record_property("first_call_s", seconds)

@@ -9,18 +9,7 @@ import pytest
 import torch
 from cases import F64, LADDER, error, inputs, thin
 from emulated import Gla
-from harness import (
-    CUDA,
-    DTYPES,
-    HERE,
-    RUNS,
-    allowed,
-    anywhere,
-    budgets,
-    compare,
-    interpreted,
-    results,
-)
+from harness import CUDA, DTYPES, HERE, RUNS, allowed, anywhere, budgets, compare, interpreted, results
 
 from gla_ref import FORMS, gla_backward
 from gla_ref import check as kit
@@ -55,9 +44,20 @@ def exact(q, k, v, g, g_v, S, do, dS, scale):
 
 @functools.cache
 def problem(
-    B, T, H, K, V, kind="logsigmoid/16", two_sided=False, dtype=torch.float32, gates=None, ends=None, seed=0,
-    scale=None, size=1.0,
-):  # fmt: skip
+    B,
+    T,
+    H,
+    K,
+    V,
+    kind="logsigmoid/16",
+    two_sided=False,
+    dtype=torch.float32,
+    gates=None,
+    ends=None,
+    seed=0,
+    scale=None,
+    size=1.0,
+):
     """(inputs as the kernel is given them, {quantity: (exact, budget)}).
 
     An emulated run stores o once, the kernel twice in strong chunks (`mend` adds to what `walk` stored): that has to
@@ -73,9 +73,7 @@ def problem(
     given["g"] = given["g_v"] = gates or dtype
     scale = K**-0.5 if scale is None else scale
     emulated = Gla(dtype, *limit_and_chunk(*(y.to(dtype) for y in args), g_v=named.get("g_v")))
-    return budgets(
-        x, given, lambda *a: exact(*a, scale), lambda *a: emulated.run(*a, scale), rng, ends
-    )
+    return budgets(x, given, lambda *a: exact(*a, scale), lambda *a: emulated.run(*a, scale), rng, ends)
 
 
 def check(*sizes, path=None, ends=None, scale=None, **kw):
@@ -124,9 +122,7 @@ def test_the_gate_ladder(kind, two_sided):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "K, V", thin([(60, 16), (64, 100), (128, 16), (256, 40), (16, 512)], (60, 16), (128, 16))
-)
+@pytest.mark.parametrize("K, V", thin([(60, 16), (64, 100), (128, 16), (256, 40), (16, 512)], (60, 16), (128, 16)))
 def test_sizes_in_the_interpreter(K, V):
     check(1, 33, 1, K, V, kind="mild and strong chunks" if K == 64 else "logsigmoid/16")
 
@@ -135,9 +131,7 @@ def test_sizes_in_the_interpreter(K, V):
 @pytest.mark.parametrize("size", [1.0, 1e6])
 def test_float16(size):
     """A state of a million fits float32 only; scale brings what it adds to o and dq back."""
-    x, judged = problem(
-        1, 70, 1, 5, 3, kind="mild and strong chunks", dtype=torch.float16, size=size, scale=1e-3
-    )
+    x, judged = problem(1, 70, 1, 5, 3, kind="mild and strong chunks", dtype=torch.float16, size=size, scale=1e-3)
     compare(results(gla, x, scale=1e-3), judged)
 
 
@@ -183,9 +177,7 @@ def test_float16_of_small_scores_and_states(q_size, S_size):
 
 
 @anywhere
-@pytest.mark.parametrize(
-    "dtype, T", [(torch.float32, 8), (torch.float32, 16), (torch.float16, 32)], ids=str
-)
+@pytest.mark.parametrize("dtype, T", [(torch.float32, 8), (torch.float32, 16), (torch.float16, 32)], ids=str)
 def test_just_inside_the_limit(dtype, T):
     """Where one product costs the most digits, by budgets that know nothing of the kernel's limits."""
     case = kit.Case(B=1, H=1, T=T, gate=str((gla_forward.LIMIT[dtype] + 1e-3) / T))
@@ -216,9 +208,7 @@ def small(T=35, **kw):
 @anywhere
 def test_it_is_a_form():
     args, S0 = small()
-    for x, y in zip(
-        FORMS["gla"]["triton"](*args, initial_state=S0), gla(*args, initial_state=S0), strict=True
-    ):
+    for x, y in zip(FORMS["gla"]["triton"](*args, initial_state=S0), gla(*args, initial_state=S0), strict=True):
         assert torch.equal(x, y)
 
 
@@ -247,9 +237,7 @@ def test_the_path_of_a_chunk_changes_rounding_only():
     q[..., 7], k[..., 7], S0[:, :, 7] = 0, 0, 0
     strong = g.clone()
     strong[..., 7] = -1e3
-    for x, y in zip(
-        gla(q, k, v, g, initial_state=S0), gla(q, k, v, strong, initial_state=S0), strict=True
-    ):
+    for x, y in zip(gla(q, k, v, g, initial_state=S0), gla(q, k, v, strong, initial_state=S0), strict=True):
         assert error(x, y.double()) < 3e-6
 
 
@@ -377,8 +365,11 @@ def test_wrong_input_is_named(monkeypatch):
     with pytest.raises(ValueError, match="^path: expected one of fused"):
         gla(q, k, v, g, path="fast")
     with pytest.raises(ValueError, match="^q: expected K of at most 256, got 257"):
-        gla(*(torch.zeros(1, 2, 1, 257, device=HERE) for _ in "qk"), v[:1, :2, :1],
-            torch.zeros(1, 2, 1, 257, device=HERE))  # fmt: skip
+        gla(
+            *(torch.zeros(1, 2, 1, 257, device=HERE) for _ in "qk"),
+            v[:1, :2, :1],
+            torch.zeros(1, 2, 1, 257, device=HERE),
+        )
     with pytest.raises(ValueError, match="^cu_seqlens: packed sequences need"):
         gla(q, k, v, g, cu_seqlens=torch.tensor([0, 35], device=HERE))
     monkeypatch.setenv("GLA_REF_DEBUG", "1")
@@ -425,8 +416,12 @@ def test_two_sided_gates_on_the_gpu(dtype, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["logsigmoid/16", "many resets", "-1"])
 def test_gates_in_other_precisions(kind):
-    for dtype, gates in [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.float32,
-                         torch.bfloat16), (torch.bfloat16, torch.float16)]:  # fmt: skip
+    for dtype, gates in [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    ]:
         check(2, 200, 3, 128, 64, kind=kind, dtype=dtype, gates=gates)
         check(2, 200, 3, 64, 64, kind=kind, dtype=dtype, gates=gates)
 

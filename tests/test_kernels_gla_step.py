@@ -19,9 +19,7 @@ def problem(B, T, H, K, V, dtype=torch.float32, gates=None, **kw):
     args, named = inputs("gla", B, T, H, K, V, **kw)
     given = [dtype, dtype, dtype, gates or dtype]
     args = [x.to(d).to(HERE) for x, d in zip(args, given, strict=True)]
-    named = {
-        n: x.to(gates or dtype if n == "g_v" else torch.float32).to(HERE) for n, x in named.items()
-    }
+    named = {n: x.to(gates or dtype if n == "g_v" else torch.float32).to(HERE) for n, x in named.items()}
     return args, named, judge(args, named, dtype)
 
 
@@ -57,9 +55,7 @@ def test_sizes(K, V):
 
 
 @anywhere
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_halves(dtype):
     args, named, wanted = problem(2, 5, 3, 20, 36, dtype=dtype, gates=torch.float32, g_v=True)
     held(gla_step(*args, **named), wanted)

@@ -90,9 +90,7 @@ def problem(B, T, H, K, V, kind="zero", dtype=torch.float32, ends=None, seed=0, 
     x = dict(zip(("q", "k", "v", "g", "S", "do", "dS"), (*args, S, do, dS), strict=True))
     given = {n: torch.float32 if n in ("S", "dS") else dtype for n in x}
     scale = K**-0.5 if scale is None else scale
-    return budgets(
-        x, given, lambda *a: exact(*a, scale), lambda *a: emulated(*a, scale, dtype), rng, ends
-    )
+    return budgets(x, given, lambda *a: exact(*a, scale), lambda *a: emulated(*a, scale, dtype), rng, ends)
 
 
 def check(*sizes, path=None, ends=None, scale=None, **kw):
@@ -146,8 +144,7 @@ def test_packed_sequences(path):
 
 @interpreted
 @pytest.mark.parametrize(
-    "K, V",
-    thin([(16, 60), (60, 16), (64, 100), (100, 64), (128, 16), (256, 40), (16, 512)], (60, 16)),
+    "K, V", thin([(16, 60), (60, 16), (64, 100), (100, 64), (128, 16), (256, 40), (16, 512)], (60, 16))
 )
 def test_sizes_in_the_interpreter(K, V):
     check(1, 33, 1, K, V, kind="logsigmoid/16")

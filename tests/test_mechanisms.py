@@ -110,9 +110,15 @@ def test_its_cases_are_made_of_axes_and_roles():
     x = inputs(NAME, case, torch.bfloat16, seed=0)
     shapes = {name: tuple(y.shape) for name, y in x.items()}
     assert shapes == {
-        "q": (1, 9, 2, 4), "k": (1, 9, 2, 4), "v": (1, 9, 6, 3), "g": (1, 9, 6), "beta": (1, 9, 6),
-        "d o": (1, 9, 6, 3), "S0": (3, 6, 4, 3), "d S": (3, 6, 4, 3),
-    }  # fmt: skip
+        "q": (1, 9, 2, 4),
+        "k": (1, 9, 2, 4),
+        "v": (1, 9, 6, 3),
+        "g": (1, 9, 6),
+        "beta": (1, 9, 6),
+        "d o": (1, 9, 6, 3),
+        "S0": (3, 6, 4, 3),
+        "d S": (3, 6, 4, 3),
+    }
     assert 0 <= x["beta"].min() < 1 < x["beta"].max() <= 2 and (x["g"] <= 0).all()
     torch.testing.assert_close(x["k"].norm(dim=-1), torch.ones(1, 9, 2).double(), rtol=4e-3, atol=0)
     held = problem(NAME, case, torch.bfloat16, 0).dtypes
@@ -139,20 +145,13 @@ def test_a_pack_is_its_sequences():
     [
         ({"v": torch.zeros(1, 5, 5, 3)}, "v: expected HV a multiple of H = 2 as in q, got 5"),
         ({"v": torch.zeros(1, 5, 2, 3)}, "g: expected shape .B T HV. with HV = 2 as in v"),
-        (
-            {"beta": torch.full((1, 5, 4), 2.5)},
-            r"beta: write strengths must lie in \[0, 2\], got 2.5",
-        ),
+        ({"beta": torch.full((1, 5, 4), 2.5)}, r"beta: write strengths must lie in \[0, 2\], got 2.5"),
         ({"g": torch.ones(1, 5, 4)}, r"g: log gates must lie in \[-inf, 0\]"),
         ({"initial_state": torch.zeros(1, 2, 4, 3)}, r"initial_state: expected .*\[1, 4, 4, 3\]"),
     ],
 )
 def test_wrong_input_is_named(change, message):
-    given = {
-        "q": torch.zeros(1, 5, 2, 4),
-        "k": torch.zeros(1, 5, 2, 4),
-        "v": torch.zeros(1, 5, 4, 3),
-    }
+    given = {"q": torch.zeros(1, 5, 2, 4), "k": torch.zeros(1, 5, 2, 4), "v": torch.zeros(1, 5, 4, 3)}
     given |= {"g": torch.zeros(1, 5, 4), "beta": torch.zeros(1, 5, 4)}
     recurrent(**given)
     if change.keys() == {"v"} and change["v"].shape[2] == 5:  # else g would be the first to differ

@@ -54,7 +54,7 @@ SIZES = [
         for size in [(2, 1, 3, 64, 128), (3, 150, 2, 128, 64), (2, 77, 3, 16, 32), (1, 256, 2, 128, 128)]
         for dtype in (F32, BF16)
     ),
-]  # fmt: skip
+]
 sizes = pytest.mark.parametrize("size, dtype", SIZES, ids=str)
 
 
@@ -78,10 +78,7 @@ def judged(x, runs=3):
     dtype, K, found = x[0].dtype, x[0].shape[-1], {}
     emulated, rng = Gla(dtype, *LIMITS[dtype]), torch.Generator(HERE).manual_seed(0)
     for run in range(runs):
-        y = [
-            (z * (1 + (run > 0) * 0.01 * torch.rand(z.shape, generator=rng, device=HERE))).to(dtype)
-            for z in x
-        ]
+        y = [(z * (1 + (run > 0) * 0.01 * torch.rand(z.shape, generator=rng, device=HERE))).to(dtype) for z in x]
         q, k, v, g, do = (z.double() for z in y)
         d = gla_backward.backward(q, k, v, g, do, C=16)
         right = *gla_ref.gla.recurrent(q, k, v, g), d.dq, d.dk, d.dv, d.dg
@@ -157,7 +154,7 @@ def test_linear_attention(size, dtype, segment):
 @pytest.mark.parametrize("page", [flash_attention.flash_attention, first.attend])
 @pytest.mark.parametrize(
     "size, dtype", [*SIZES, ((2, 35, 3, 16, 32), F16), pytest.param((1, 64, 2, 128, 64), F16, marks=on_gpu)], ids=str
-)  # fmt: skip
+)
 def test_softmax_attention(page, size, dtype):
     x = dict(zip("qkv", tensors(size, dtype)[:3], strict=True))
     if page is first.attend and size[1] > 64:
@@ -180,9 +177,7 @@ def test_gla_step(kind, dtype):
     """Token by token, of tensors whose tokens are strides apart."""
     (q, k, v, g), more = inputs("gla", 2, 3, 3, 32, 64, kind=kind)
     x, S = [y.to(HERE, dtype) for y in (q, k, v, g)], more["initial_state"].to(HERE, F32)
-    exact, low = (
-        gla_ref.gla.recurrent(*(y.to(wide) for y in x), initial_state=S.to(wide)) for wide in (F64, F32)
-    )  # fmt: skip
+    exact, low = (gla_ref.gla.recurrent(*(y.to(wide) for y in x), initial_state=S.to(wide)) for wide in (F64, F32))
     before, start, o = S.clone(), S, []
     for t in range(3):
         o_t, S = gla_step.gla_step(*(y[:, t] for y in x), S)
@@ -368,17 +363,12 @@ def test_a_cpu_is_refused_without_the_interpreter(page, monkeypatch):
 def test_scale():
     """Of any sign but for softmax, and K^-0.5 unless given."""
     q, k, v, g, do = tensors((1, 19, 1, 16, 16), F32, -0.01)
-    for page, x in (
-        ("gla", (q, k, v, g)),
-        ("gla_levels", (q, k, v, g)),
-        ("linear_attention", (q, k, v)),
-    ):
+    for page, x in (("gla", (q, k, v, g)), ("gla_levels", (q, k, v, g)), ("linear_attention", (q, k, v))):
         function = CALLS[page][0]
         assert torch.equal(function(*x)[0], function(*x, scale=0.25)[0])
         assert torch.equal(function(*x, scale=-0.5)[0], -2 * function(*x)[0])
     assert torch.equal(
-        gla_gradient.gla_gradient(q, k, v, g, do, -0.5)[0],
-        -2 * gla_gradient.gla_gradient(q, k, v, g, do)[0],
+        gla_gradient.gla_gradient(q, k, v, g, do, -0.5)[0], -2 * gla_gradient.gla_gradient(q, k, v, g, do)[0]
     )
 
 
@@ -389,8 +379,6 @@ def test_a_page_is_a_page(file):
     assert sum(bool(line.strip()) for line in text.splitlines()) <= 130
     nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Import | ast.ImportFrom)]
     modules = {
-        name
-        for x in nodes
-        for name in ([x.module] if isinstance(x, ast.ImportFrom) else [y.name for y in x.names])
+        name for x in nodes for name in ([x.module] if isinstance(x, ast.ImportFrom) else [y.name for y in x.names])
     }
     assert {name.split(".")[0] for name in modules} <= {"torch", "triton", "einops"}

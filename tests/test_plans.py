@@ -37,10 +37,7 @@ def plans(call, K, V, dtype, hardware, T=300):
         specs = [spec_of(n, x) for n, x in zip("qkvg", tensors, strict=True)]
         return [gla_step.forward.plan(hardware, *specs, None, None, None, None)]
     options = {"g_v": meta(B, T, H, V, dtype=dtype)} if extra else {}
-    return [
-        plan(mechanism, *tensors, direction=d, hardware=hardware, **options)
-        for d in ("forward", "backward")
-    ]
+    return [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in ("forward", "backward")]
 
 
 def tiles(call, K, V, dtype, hardware):
@@ -105,7 +102,7 @@ HOPPER = {  # as they were measured on an H200 (benchmarks/LAB.md)
         ("bwd_dq", 128, 64, 128, 128, 8, 3),
         ("bwd_dkv", 64, 64, 128, 128, 4, 2),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HOPPER, ids=lambda case: f"{case[0]} {case[1]} {case[2]}")
@@ -118,9 +115,7 @@ def test_what_was_measured_on_hopper_stays(case):
 
 @pytest.mark.parametrize("call", CALLS[:-1])
 def test_sizes_that_do_not_fit_are_named(call):
-    with pytest.raises(
-        ValueError, match=r"^q: expected K of at most 128 .* on sm_75 \(64 KB .*, got 256$"
-    ):
+    with pytest.raises(ValueError, match=r"^q: expected K of at most 128 .* on sm_75 \(64 KB .*, got 256$"):
         plans(call, 256, 64, torch.float16, "sm_75")
     for name in set(CLASSES) - {"sm_75"}:
         assert plans(call, 256, 256, torch.float16, name)

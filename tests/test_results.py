@@ -47,6 +47,4 @@ def test_file_is_named_by_the_gpu():
 
 
 def test_label_names_gpu_and_versions(folder):
-    assert (
-        results.label(results.load("h200", folder)) == "NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0"
-    )
+    assert results.label(results.load("h200", folder)) == "NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0"

@@ -18,9 +18,7 @@ scores = st.lists(st.sampled_from([-INF, -1e4, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4]
 
 def stats(values):
     x = torch.tensor(values, dtype=torch.float64)
-    return (
-        softmax.statistics(x) if values else (torch.tensor(-INF).double(), torch.zeros(()).double())
-    )
+    return softmax.statistics(x) if values else (torch.tensor(-INF).double(), torch.zeros(()).double())
 
 
 def partial(values, v):

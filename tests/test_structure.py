@@ -41,18 +41,9 @@ def test_every_form_has_its_structure():
         else:
             assert steps[1] == 2 * steps[0] and steps[2] == 4 * steps[0] > 0, "grows with T"
             per_token[form] = steps[2] / 512
-            assert form == "recurrent" or per_token[form] < per_token["recurrent"] / 3, (
-                "T / C, not T"
-            )
+            assert form == "recurrent" or per_token[form] < per_token["recurrent"] / 3, "T / C, not T"
         seen.add(form)
-    assert seen == {
-        "recurrent",
-        "parallel",
-        "parallel_log",
-        "scan",
-        "chunkwise",
-        "chunkwise_two_level",
-    }
+    assert seen == {"recurrent", "parallel", "parallel_log", "scan", "chunkwise", "chunkwise_two_level"}
 
 
 @pytest.mark.parametrize("mechanism", LINEAR)

@@ -30,9 +30,7 @@ def toy(**changes) -> Explorable:
         [Frame((f"<text>{a}</text>", "<path/>"), f"{a} at {i} </script>") for i in range(n)]
         for a, n in (("one", 2), ("two", 3))
     ]
-    given = dict(
-        title="Toy & more", notice="See.", alt="A toy.", frames=frames, height=50, start=(1, 2)
-    )
+    given = dict(title="Toy & more", notice="See.", alt="A toy.", frames=frames, height=50, start=(1, 2))
     controls = Choice("which", ["one", "two"]), Slider("step", range(3))
     return Explorable(**(given | {"controls": controls} | changes))
 
@@ -49,13 +47,8 @@ def test_page_gets_every_frame_and_shows_the_first():
     assert data["pieces"] == ["<text>one</text>", "<path/>", "<text>two</text>"]
     assert data["frames"][0] == [["one at 0 </script>", 0, 1], ["one at 1 </script>", 0, 1]]
     assert len(data["frames"][1]) == 3 and data["labels"] == [["one", "two"], ["0", "1", "2"]]
-    assert figure["class"] == ["explorable"] and re.fullmatch(
-        "explorable-[0-9a-f]{8}", figure["id"]
-    )
-    assert (
-        figure.select_one(".explorable-picture svg").decode_contents()
-        == "<text>two</text><path></path>"
-    )
+    assert figure["class"] == ["explorable"] and re.fullmatch("explorable-[0-9a-f]{8}", figure["id"])
+    assert figure.select_one(".explorable-picture svg").decode_contents() == "<text>two</text><path></path>"
     assert figure.select_one(".explorable-readout[aria-live=polite]").text == "two at 2 </script>"
     assert figure.select_one("select option[selected]").text == "two"
     assert figure.select_one("input")["value"] == "2"
@@ -72,7 +65,7 @@ def test_page_gets_every_frame_and_shows_the_first():
         (dict(controls=(Choice("which", "ab"), Slider("step", range(2)))), "frames: expected 2 for 'step', got 3"),
         (dict(controls=(Choice("which", "ab"),), start=(0,)), "frames: expected a Frame, got list"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         toy(**changes)
@@ -135,9 +128,7 @@ def test_pictures_are_whole_and_light(name):
 
 def texts(frame: Frame, kind: str | None = None) -> list[str]:
     drawing = bs4.BeautifulSoup("".join(frame.pieces), "html.parser")
-    return [
-        t.text for t in drawing.find_all("text") if kind is None or kind in (t.get("class") or [])
-    ]
+    return [t.text for t in drawing.find_all("text") if kind is None or kind in (t.get("class") or [])]
 
 
 def rects(frame: Frame, *kinds: str) -> list[dict[str, float]]:
@@ -187,13 +178,7 @@ def test_chunk_size_shows_the_costs_and_who_meets_where(C):
     frame = chunk_size().frames[LENGTHS.index(C)]
     n = cost("linear_attention", "chunkwise", B=1, T=64, H=1, K=16, V=16, C=C)
     shown = [int(number.replace(",", "")) for number in texts(frame, "strong")]
-    assert shown == [
-        n.matmul_flops,
-        n.steps,
-        n.matmul_flops // n.steps,
-        n.bytes,
-        2 * n.steps * n.state_bytes,
-    ]
+    assert shown == [n.matmul_flops, n.steps, n.matmul_flops // n.steps, n.bytes, 2 * n.steps * n.state_bytes]
     if C == 64:
         whole = cost("linear_attention", "parallel", B=1, T=64, H=1, K=16, V=16)
         assert (n.matmul_flops, n.steps) == (whole.matmul_flops, whole.steps)
@@ -201,20 +186,12 @@ def test_chunk_size_shows_the_costs_and_who_meets_where(C):
     assert f"; {outer / (64 * 65 / 2):.0%} of the pairs" in frame.readout
     (red,) = (p for p in frame.pieces if p.startswith('<path class="pale-red"'))
     corners = [tuple(map(float, pair.split())) for pair in re.search("M(.*)Z", red)[1].split("L")]
-    area = (
-        sum(
-            a * d - b * c for (a, b), (c, d) in zip(corners, corners[1:] + corners[:1], strict=True)
-        )
-        / 2
-    )
+    area = sum(a * d - b * c for (a, b), (c, d) in zip(corners, corners[1:] + corners[:1], strict=True)) / 2
     assert abs(area) == 9 * outer  # a pair is a square of 3 by 3
 
 
 def test_chunk_size_tells_the_truth_in_its_notice():
-    flops = [
-        cost("linear_attention", "chunkwise", B=1, T=64, H=1, K=16, V=16, C=C).matmul_flops
-        for C in LENGTHS
-    ]
+    flops = [cost("linear_attention", "chunkwise", B=1, T=64, H=1, K=16, V=16, C=C).matmul_flops for C in LENGTHS]
     assert flops[LENGTHS.index(16)] < 2 * flops[0] < flops[LENGTHS.index(32)]
     growth = [b / a for a, b in zip(flops, flops[1:], strict=False)]
     assert growth == sorted(growth) and growth[-1] < 2

@@ -34,11 +34,14 @@ def test_walk_computes_linear_attention_and_moves_what_the_chapter_counts(walks,
     exact = linear_attention.recurrent(*(x[None, :, None] for x in tokens))
     assert (o - exact[0][0, :, 0]).abs().max() < 1e-11
     assert (S - exact[1][0, 0]).abs().max() < 1e-11
-    T, extra = N * C, {
-        "fused": 0,
-        "materialised": 2 * N * C * (K + V) + 2 * 2 * N * K * V,
-        "segmented": 2 * N * C * (K + V) + 16 * (N // L) * K * V,
-    }  # fmt: skip
+    T, extra = (
+        N * C,
+        {
+            "fused": 0,
+            "materialised": 2 * N * C * (K + V) + 2 * 2 * N * K * V,
+            "segmented": 2 * N * C * (K + V) + 16 * (N // L) * K * V,
+        },
+    )
     n = cost("linear_attention", "chunkwise", B=1, T=T, H=1, K=K, V=V, C=C)
     least = n.bytes - 4 * K * V  # these walks start from zero, and read no initial state
     assert sum(m.bytes for m in moves) == least + extra[way]
@@ -152,12 +155,7 @@ FIRST = {  # by hand: the largest number is e^88.7, in float16 e^11.09; 256 toke
 def tokens(T, K, V):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, T, 3, D, generator=generator).double() for D in (K, K, V))
-    return (
-        q,
-        k,
-        v,
-        torch.nn.functional.logsigmoid(torch.randn(2, T, 3, K, generator=generator)).double(),
-    )
+    return (q, k, v, torch.nn.functional.logsigmoid(torch.randn(2, T, 3, K, generator=generator)).double())
 
 
 @pytest.mark.parametrize("form", FORM)
@@ -186,9 +184,9 @@ def test_exponents_are_those_of_the_factors_that_the_form_multiplies(form):
         gate_strength.FORMS[form](ones, ones, ones, g[None, :, None, None])
     columns = [x.flatten().log() for x in seen if (x > 0).all()]
     for _, _, b in gate_strength.exponents(form, g):
-        assert any(
-            len(x) == len(b) and torch.allclose(x, b, atol=1e-12, rtol=0) for x in columns
-        ), "no operand has these exponents"
+        assert any(len(x) == len(b) and torch.allclose(x, b, atol=1e-12, rtol=0) for x in columns), (
+            "no operand has these exponents"
+        )
 
 
 @pytest.mark.parametrize("name", gate_strength.DTYPES)
@@ -205,10 +203,7 @@ def test_forms_break_where_they_must(name):
     row = EXPLORABLES["gate_strength"]().frames[list(gate_strength.DTYPES).index(name)]
     for i, frame in enumerate(row):
         wanted = [
-            f"error {errors[f][i]:.0e}".replace("-", "−")
-            if errors[f][i] < math.inf
-            else "not a number"
-            for f in FORM
+            f"error {errors[f][i]:.0e}".replace("-", "−") if errors[f][i] < math.inf else "not a number" for f in FORM
         ]
         assert [t for t in texts(frame, "end") if "error" in t or "not" in t] == wanted
         dots = sum(p.count("<circle") for p in frame.pieces) - 1  # one is in the legend
@@ -255,22 +250,12 @@ def test_roofline_shows_measurements_as_measured_and_predictions_as_predicted(da
                 if p.record is not None:
                     r, seen = p.record, seen + 1
                     assert r in data["records"] and r["correct"] and p.ms == r["ms"]
-                    assert (r["direction"], [r[n] for n in "BTHKV"]) == (
-                        direction,
-                        [*shape.values()],
-                    )
-                    assert roof / p.rate == pytest.approx(
-                        r["ms"] / max(r["floor_ms"], r["flop_floor_ms"])
-                    )
-                    assert (
-                        data["environment"]["gpu"] in frame.readout
-                        and r["commit"][:7] in frame.readout
-                    )
+                    assert (r["direction"], [r[n] for n in "BTHKV"]) == (direction, [*shape.values()])
+                    assert roof / p.rate == pytest.approx(r["ms"] / max(r["floor_ms"], r["flop_floor_ms"]))
+                    assert data["environment"]["gpu"] in frame.readout and r["commit"][:7] in frame.readout
                     assert "predicted" not in frame.readout
                 else:
-                    assert (
-                        p.rate <= roof * (1 + 1e-12) and "predicted, not measured" in frame.readout
-                    )
+                    assert p.rate <= roof * (1 + 1e-12) and "predicted, not measured" in frame.readout
                     assert f">at least {p.ms:.3g} ms<" in "".join(frame.pieces)
                 x, y = roofline._at(p.intensity, p.rate)
                 assert roofline.X < x < roofline.X + roofline.WIDE
@@ -281,10 +266,7 @@ def test_roofline_shows_measurements_as_measured_and_predictions_as_predicted(da
 def test_roofline_predicts_from_costs(data):
     shape = dict(B=8, T=8192, H=16, K=128, V=128)
     found = {p.name: p for p in roofline.points(data, "forward", **shape) if p.record is None}
-    bandwidth, products = (
-        data["environment"]["copy_gb_s"] * 1e6,
-        data["environment"]["matmul_tflop_s"] * 1e9,
-    )
+    bandwidth, products = (data["environment"]["copy_gb_s"] * 1e6, data["environment"]["matmul_tflop_s"] * 1e9)
     for name, limit in (
         ("linear_attention: chunkwise", "memory"),
         ("softmax_attention: flash", "products"),

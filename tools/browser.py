@@ -13,10 +13,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "_build" / "html"
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update"
-    " --disable-sync"
-)
+FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
 #: what a page may ask for, beside `own` addresses
 LOCAL = ("file:", "data:", "blob:", "about:")
 

@@ -26,9 +26,15 @@ import gla_book  # noqa: E402
 
 SITE = "_build/html"
 SOURCES = (
-    "_config.yml", "_toc.yml", "requirements.txt", "book", "notebooks", "src", "benchmarks",
+    "_config.yml",
+    "_toc.yml",
+    "requirements.txt",
+    "book",
+    "notebooks",
+    "src",
+    "benchmarks",
     "tools/make_notebooks.py",
-)  # fmt: skip
+)
 
 
 def state(root: Path, *made: str) -> str:

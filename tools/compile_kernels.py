@@ -95,7 +95,7 @@ CASES = {
     for name in ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step")
     for D in (64, 128)
     for dtype in ("bfloat16", "float16", "float32")
-}  # fmt: skip
+}
 # for sm_90 besides
 WIDE = {
     "softmax wide": Case("softmax_attention", 256, 256, "bfloat16"),
@@ -125,9 +125,7 @@ def broken(ttgir: str) -> list[str]:
     """Lines of a kernel's TTGIR that break the rule."""
     lines = [line for line in ttgir.splitlines() if line.strip()]
     regions: list[tuple[int, str]] = []  # (indentation, kind) of what is open
-    slots: dict[
-        str, str
-    ] = {}  # a view of a buffer that a pipelined loop refills: which slot of which
+    slots: dict[str, str] = {}  # a view of a buffer that a pipelined loop refills: which slot of which
     found = []
     for n, line in enumerate(lines):
         indent, text = len(line) - len(line.lstrip()), line.strip()
@@ -169,9 +167,7 @@ def refilled(product: str, operands: set[str], later: list[str], slots: dict[str
                 return True  # a passing copy, whose memory counts as free from here on
         if view := re.search(r"(%\w+) = ttg\.memdesc_index (%\w+\[%[\w-]+\])", line):
             views[view[1]] = view[2].split("[")[0] if "<1x" in line else view[2]
-        written = (
-            {views.get(x, x) for x in re.findall(r"%\w+", line)} if REFILL.search(line) else set()
-        )
+        written = {views.get(x, x) for x in re.findall(r"%\w+", line)} if REFILL.search(line) else set()
         if written & {slots.get(x, x) for x in operands}:
             return True
         if "scf.yield" in line:
@@ -288,9 +284,7 @@ def record(path: Path, everything: list[dict]) -> None:
     for found in (x for x in everything if x["case"] in CASES):
         *name, dtype = found["case"].split()
         mechanism = " ".join(x for x in name if not x[0].isdigit())
-        row = worst.setdefault(
-            (found["arch"], mechanism, dtype), {"registers": 0, "spilled": 0, "shared": 0}
-        )
+        row = worst.setdefault((found["arch"], mechanism, dtype), {"registers": 0, "spilled": 0, "shared": 0})
         for launch in found["rows"]:
             row |= {n: max(row[n], launch[n]) for n in row}
     names = ("arch", "mechanism", "dtype")

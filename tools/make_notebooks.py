@@ -210,10 +210,7 @@ class Markdown:
         for title in node.findall(nodes.title):
             yield f"**{self.formats['table'] % self.number(node)}.** {self.spans(title)}"
         self.in_table = True
-        rows = [
-            [" ".join(self.text(entry).split()) for entry in row.children]
-            for row in node.findall(nodes.row)
-        ]
+        rows = [[" ".join(self.text(entry).split()) for entry in row.children] for row in node.findall(nodes.row)]
         self.in_table = False
         first = next(node.findall(nodes.row))
         sides = {"text-right": "--:", "text-center": ":-:"}

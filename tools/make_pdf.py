@@ -69,9 +69,7 @@ class Book:
         for tag in article.select("details"):
             tag.name = "div"
         for tag in article.select("[id]"):
-            if not tag.find_parent("figure", class_="explorable") and "explorable" not in tag.get(
-                "class", ()
-            ):
+            if not tag.find_parent("figure", class_="explorable") and "explorable" not in tag.get("class", ()):
                 tag["id"] = self.name(page, tag["id"])
         for tag in article.select("[src]"):
             tag["src"] = (source.parent / tag["src"]).resolve().as_uri()
@@ -119,26 +117,26 @@ class Book:
         """The book with a contents without page numbers; or, with these, nothing but them, in their places."""
         page = self.site / f"{self.order[-1]}.html"
         head = BeautifulSoup(page.read_text(), "html.parser").head
-        styles = [
-            urldefrag(tag["href"])[0].split("?")[0] for tag in head.select("link[rel=stylesheet]")
-        ]
+        styles = [urldefrag(tag["href"])[0].split("?")[0] for tag in head.select("link[rel=stylesheet]")]
         files = [(page.parent / style).resolve() for style in styles]
         files.append(ROOT / "book" / "_static" / "print.css")
         settings = yaml.safe_load((ROOT / "_config.yml").read_text())
         title, _, subtitle = self.headings[0][1].partition(", ")
-        return "".join([
-            '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8">',
-            f"<title>{escape(settings['title'])}</title>",
-            *(f'<link rel="stylesheet" href="{file.as_uri()}">' for file in files),
-            f'</head><body class="print-{"numbers" if numbers else "book"}"><header class="print-title">',
-            f'<img src="{(self.site / "_static" / "logo.svg").as_uri()}" alt="">',
-            f'<p class="title">{escape(title)}</p><p class="subtitle">{escape(subtitle)}</p>',
-            f'<p class="author">{escape(settings["author"])}, {settings["copyright"]}</p></header>',
-            self.contents(numbers or [0] * len(self.headings)),
-            '<main class="bd-content"><div class="bd-article-container">',
-            *([] if numbers else self.articles),
-            "</div></main></body></html>",
-        ])  # fmt: skip
+        return "".join(
+            [
+                '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8">',
+                f"<title>{escape(settings['title'])}</title>",
+                *(f'<link rel="stylesheet" href="{file.as_uri()}">' for file in files),
+                f'</head><body class="print-{"numbers" if numbers else "book"}"><header class="print-title">',
+                f'<img src="{(self.site / "_static" / "logo.svg").as_uri()}" alt="">',
+                f'<p class="title">{escape(title)}</p><p class="subtitle">{escape(subtitle)}</p>',
+                f'<p class="author">{escape(settings["author"])}, {settings["copyright"]}</p></header>',
+                self.contents(numbers or [0] * len(self.headings)),
+                '<main class="bd-content"><div class="bd-article-container">',
+                *([] if numbers else self.articles),
+                "</div></main></body></html>",
+            ]
+        )
 
 
 def print_page(tab: Page, html: str, out: Path) -> None:

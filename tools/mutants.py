@@ -26,16 +26,12 @@ def score(mechanism: str, dtype: torch.dtype, device: str) -> bool:
         if found != [m.name]:
             print(f"  {m.name}: {found if report.failures else 'NOT CAUGHT'}")
     print(
-        f"{mechanism} {dtype}: {caught} of {len(known)} caught, {named} named,"
-        f" {time.time() - start:.0f} s",
-        flush=True,
+        f"{mechanism} {dtype}: {caught} of {len(known)} caught, {named} named, {time.time() - start:.0f} s", flush=True
     )
     return caught == len(known) and named >= 0.9 * len(known)
 
 
-def right(
-    mechanism: str, dtype: torch.dtype, device: str, seeds: int, level: str = "quick"
-) -> bool:
+def right(mechanism: str, dtype: torch.dtype, device: str, seeds: int, level: str = "quick") -> bool:
     """Every form passes, whatever the seed."""
     alarms, forms = 0, [f for f in FORMS[mechanism] if not f.startswith("triton")]
     forms = [form for form in forms if f"{mechanism}.{form}" not in BREAK]
@@ -44,17 +40,12 @@ def right(
             # T x T x K numbers do not fit into memory at T = 8192
             short = level == "full" and form == "parallel_log"
             options = {"level": level, "only": "[!l]*" if short else None, "time_limit": 600.0}
-            report = check.kernel(
-                mechanism, FORMS[mechanism][form], dtype=dtype, device=device, seed=seed, **options
-            )
+            report = check.kernel(mechanism, FORMS[mechanism][form], dtype=dtype, device=device, seed=seed, **options)
             for row in report.failures:
                 alarms += 1
                 what = row.message or f"{row.ratio:.2f} budgets"
                 print(f"  {form}, seed {seed}: {row.case}, {row.quantity}, {what}")
-    print(
-        f"{mechanism} {dtype}: {len(forms)} forms, {level}, {seeds} seeds, {alarms} false alarms",
-        flush=True,
-    )
+    print(f"{mechanism} {dtype}: {len(forms)} forms, {level}, {seeds} seeds, {alarms} false alarms", flush=True)
     return not alarms
 
 
@@ -64,9 +55,7 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", nargs="+", default=["float32"], help="float32 bfloat16 float16")
     parser.add_argument("--mechanism", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--seeds", type=int, default=2, help="that right forms are tried with")
-    parser.add_argument(
-        "--level", choices=("quick", "full"), default="quick", help="of right forms"
-    )
+    parser.add_argument("--level", choices=("quick", "full"), default="quick", help="of right forms")
     args = parser.parse_args()
     fine = []
     for dtype in (getattr(torch, name) for name in args.dtype):

@@ -79,15 +79,14 @@ def install(python: Path, work: Path, offline: Path | None) -> Path:
 
 def write_record(environment: dict, notebooks: dict[str, dict]) -> Path:
     """What ran, where and how long, for the status page."""
-    commit = os.environ.get("GLA_REF_COMMIT") or subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()  # fmt: skip
+    commit = (
+        os.environ.get("GLA_REF_COMMIT")
+        or subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    )
     name = re.sub(r"\W+", "-", environment["gpu"] or "cpu").lower()
     environment |= {"commit": commit}  # a wheel knows none
     path = ROOT / "benchmarks" / "results" / f"notebooks-{name}.json"
-    path.write_text(
-        json.dumps({"environment": environment, "notebooks": notebooks}, indent=1) + "\n"
-    )
+    path.write_text(json.dumps({"environment": environment, "notebooks": notebooks}, indent=1) + "\n")
     return path
 
 
@@ -122,10 +121,7 @@ def main() -> int:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         for name, (result, seconds) in zip(names, pool.map(execute, names), strict=True):
-            print(
-                f"{name:32} {'failed' if result.returncode else 'ok':8} {seconds:5.1f} s",
-                flush=True,
-            )
+            print(f"{name:32} {'failed' if result.returncode else 'ok':8} {seconds:5.1f} s", flush=True)
             if result.returncode:
                 failed.append(name)
                 print(result.stderr[-3000:])

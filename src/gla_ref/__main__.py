@@ -28,9 +28,7 @@ from .rounding import budget, error, operands_in
 def prepare_device(args: argparse.Namespace) -> str:
     """Where the kernels run; the interpreter must be chosen before Triton is imported."""
     if importlib.util.find_spec("triton") is None:
-        raise ValueError(
-            "the kernels need Triton, which is not installed (pip install triton, on Linux)"
-        )
+        raise ValueError("the kernels need Triton, which is not installed (pip install triton, on Linux)")
     device, _, sentence = find_device()
     print(sentence)
     if device == "cpu" and args.dtype != "float32":
@@ -94,15 +92,11 @@ def run(args: argparse.Namespace) -> int:
     print()
     for n, (name, x, kept) in enumerate((("o", o, dtype), ("state", S, torch.float32))):
         errors = [error(run[n].to(kept), exact[n]) for run in emulated]
-        allowed = budget(
-            max(e for e in errors if e < math.inf), kept
-        )  # a run that broke allows nothing
+        allowed = budget(max(e for e in errors if e < math.inf), kept)  # a run that broke allows nothing
         found = error(x, exact[n])
         wrong |= found > allowed
         verdict = "WRONG" if found > allowed else "right"
-        print(
-            f"{name:5} against the float64 recurrence: {found:.1e} of {allowed:.1e} allowed, {verdict}"
-        )
+        print(f"{name:5} against the float64 recurrence: {found:.1e} of {allowed:.1e} allowed, {verdict}")
     return 1 if wrong else 0
 
 
@@ -163,16 +157,10 @@ def add_check(commands) -> None:
     about = "is MODULE:FUNCTION right, and if not, where and why?"
     it = commands.add_parser("check", help=about, description=f"{about} {CALLED}")
     it.set_defaults(function=check_kernel)
-    it.add_argument(
-        "mechanism", choices=("softmax_attention", "linear_attention", "simple_gla", "gla")
-    )
+    it.add_argument("mechanism", choices=("softmax_attention", "linear_attention", "simple_gla", "gla"))
     it.add_argument("kernel", metavar="MODULE:FUNCTION")
-    it.add_argument(
-        "--device", default="cpu", help="where the inputs lie: cpu, cuda, cuda:1; default cpu"
-    )
-    it.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", help="of q, k, v, g; default %(default)s"
-    )
+    it.add_argument("--device", default="cpu", help="where the inputs lie: cpu, cuda, cuda:1; default cpu")
+    it.add_argument("--dtype", choices=DTYPES, default="fp32", help="of q, k, v, g; default %(default)s")
     level = it.add_mutually_exclusive_group()
     for name, what in (
         ("quick", "less than a minute on a CPU; the default"),
@@ -182,9 +170,7 @@ def add_check(commands) -> None:
     it.set_defaults(level="quick")
     it.add_argument("--only", metavar="PATTERN", help='cases of such names only: --only "gate*"')
     it.add_argument("--seed", type=int, default=0, help="of the random inputs, default %(default)s")
-    it.add_argument(
-        "--layout", choices=("bthd", "bhtd"), default="bthd", help="of q, k, v, g and o"
-    )
+    it.add_argument("--layout", choices=("bthd", "bhtd"), default="bthd", help="of q, k, v, g and o")
     it.add_argument("--state", choices=("kv", "vk"), default="kv", help="last axes of states")
     it.add_argument(
         "--gate",
@@ -192,11 +178,7 @@ def add_check(commands) -> None:
         default="log",
         help="what g holds: natural log, log2, or the decay itself",
     )
-    it.add_argument(
-        "--forward-only",
-        action="store_true",
-        help="call it without gradients, which it does not have",
-    )
+    it.add_argument("--forward-only", action="store_true", help="call it without gradients, which it does not have")
     it.add_argument(
         "--time-limit",
         type=float,
@@ -205,9 +187,7 @@ def add_check(commands) -> None:
         help="a call may take so many seconds, default %(default)s",
     )
     it.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the report there too (its schema: gla_ref.check.Report.to_json)",
+        "--json", metavar="FILE", help="write the report there too (its schema: gla_ref.check.Report.to_json)"
     )
 
 
@@ -232,16 +212,12 @@ def main(argv: list[str] | None = None) -> int:
         it.add_argument(f"--{name}", type=size, default=default, help="default %(default)s")
     it.add_argument("--C", type=int, choices=(16, 32, 64), default=16, help="chunk length")
     it.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
-    it.add_argument(
-        "--gate", type=log_gate, metavar="G", help="this log gate everywhere: --gate=-20"
-    )
+    it.add_argument("--gate", type=log_gate, metavar="G", help="this log gate everywhere: --gate=-20")
     it.add_argument("--seed", type=int, default=0, help="of the random input, default %(default)s")
     add_check(commands)
     args = parser.parse_args((sys.argv[1:] if argv is None else argv) or ["run"])
     try:
-        with np.errstate(
-            all="ignore"
-        ):  # the interpreter computes with NumPy; NaN will be reported as wrong
+        with np.errstate(all="ignore"):  # the interpreter computes with NumPy; NaN will be reported as wrong
             return args.function(args)
     except ValueError as reason:
         parser.error(str(reason))

@@ -18,9 +18,7 @@ from .mechanisms import MECHANISMS, Argument, Mechanism
 
 
 def check_tensors(
-    tensors: dict[str, Tensor | None],
-    arguments: Iterable[Argument],
-    multiples: Iterable[tuple[str, str]] = (),
+    tensors: dict[str, Tensor | None], arguments: Iterable[Argument], multiples: Iterable[tuple[str, str]] = ()
 ) -> dict[str, int]:
     """Check kinds, devices, dtypes and shapes; return the size of every axis.
 
@@ -41,21 +39,15 @@ def check_tensors(
             continue
         _, shape, role, _ = known[name]
         if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name}: expected a torch.Tensor of shape [{shape}], got {type(x).__name__}"
-            )
+            raise TypeError(f"{name}: expected a torch.Tensor of shape [{shape}], got {type(x).__name__}")
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name}: expected a floating-point dtype, got {x.dtype}")
         axes = shape.split()
         if x.ndim != len(axes):
-            raise ValueError(
-                f"{name}: expected {len(axes)} axes [{shape}], got shape {list(x.shape)}"
-            )
+            raise ValueError(f"{name}: expected {len(axes)} axes [{shape}], got shape {list(x.shape)}")
         for axis, size in zip(axes, x.shape, strict=True):
             if size == 0:
-                raise ValueError(
-                    f"{name}: axis {axis} must not be empty, got shape {list(x.shape)}"
-                )
+                raise ValueError(f"{name}: axis {axis} must not be empty, got shape {list(x.shape)}")
             want, source = sizes.setdefault(axis, (size, name))
             if size != want:
                 raise ValueError(
@@ -63,36 +55,26 @@ def check_tensors(
                 )
         first = first or (name, x)
         if x.device != first[1].device:
-            raise ValueError(
-                f"{name}: expected device {first[1].device} as for {first[0]}, got {x.device}"
-            )
+            raise ValueError(f"{name}: expected device {first[1].device} as for {first[0]}, got {x.device}")
         if role == "token" and x.dtype != first[1].dtype:
-            raise TypeError(
-                f"{name}: expected dtype {first[1].dtype} as for {first[0]}, got {x.dtype}"
-            )
+            raise TypeError(f"{name}: expected dtype {first[1].dtype} as for {first[0]}, got {x.dtype}")
     for many, few in multiples:
         if sizes[many][0] % sizes[few][0]:
             (n, name), (m, source) = sizes[many], sizes[few]
-            raise ValueError(
-                f"{name}: expected {many} a multiple of {few} = {m} as in {source}, got {n}"
-            )
+            raise ValueError(f"{name}: expected {many} a multiple of {few} = {m} as in {source}, got {n}")
     return {axis: size for axis, (size, _) in sizes.items()}
 
 
 def check_gate(name: str, g: Tensor | None) -> None:
     """Log gates lie in [-inf, 0]; anything else (NaN too) is a ValueError."""
     if g is not None and not (g <= 0).all():
-        raise ValueError(
-            f"{name}: log gates must lie in [-inf, 0], got a largest value of {g.max().item()}"
-        )
+        raise ValueError(f"{name}: log gates must lie in [-inf, 0], got a largest value of {g.max().item()}")
 
 
 def check_strength(name: str, beta: Tensor | None) -> None:
     """Write strengths lie in [0, 2]; anything else (NaN too) is a ValueError."""
     if beta is not None and not ((beta >= 0) & (beta <= 2)).all():
-        raise ValueError(
-            f"{name}: write strengths must lie in [0, 2], got {beta.min().item()} to {beta.max().item()}"
-        )
+        raise ValueError(f"{name}: write strengths must lie in [0, 2], got {beta.min().item()} to {beta.max().item()}")
 
 
 def check_chunk(**sizes: int) -> None:
@@ -106,9 +88,7 @@ def check_chunk(**sizes: int) -> None:
         outer = name, size
 
 
-def check_cu_seqlens(
-    cu_seqlens: Tensor | None, B: int, T: int, *, values: bool = True
-) -> list[int] | None:
+def check_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int, *, values: bool = True) -> list[int] | None:
     """Return the sequence boundaries `[0, ..., T]` of a packed batch as integers, or None.
 
     With `values=False` they are not looked at (that would wait for a GPU), and None is returned.
@@ -119,18 +99,14 @@ def check_cu_seqlens(
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: expected an int32 or int64 tensor, got {got}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ValueError(
-            f"cu_seqlens: expected shape [N_seq + 1], N_seq >= 1, got {list(cu_seqlens.shape)}"
-        )
+        raise ValueError(f"cu_seqlens: expected shape [N_seq + 1], N_seq >= 1, got {list(cu_seqlens.shape)}")
     if B != 1:
         raise ValueError(f"cu_seqlens: packed sequences need batch size B = 1, got B = {B}")
     if not values:
         return None
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
-        raise ValueError(
-            f"cu_seqlens: expected to rise from 0 to T = {T} without falling, got {ends}"
-        )
+        raise ValueError(f"cu_seqlens: expected to rise from 0 to T = {T} without falling, got {ends}")
     return ends
 
 
@@ -145,9 +121,7 @@ def check_scale(scale: float | None, K: int) -> float:
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The precision that a reference works in: that of its widest input, and at least float32."""
-    return functools.reduce(
-        torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32
-    )
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None), torch.float32)
 
 
 def check_state(name: str, state: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -156,9 +130,7 @@ def check_state(name: str, state: Tensor, shape: tuple[int, ...], device: torch.
         got = state.dtype if isinstance(state, Tensor) else type(state).__name__
         raise TypeError(f"{name}: expected a float32 or float64 tensor, got {got}")
     if tuple(state.shape) != shape:
-        raise ValueError(
-            f"{name}: expected shape [N_seq, H, K, V] = {list(shape)}, got {list(state.shape)}"
-        )
+        raise ValueError(f"{name}: expected shape [N_seq, H, K, V] = {list(shape)}, got {list(state.shape)}")
     if state.device != device:
         raise ValueError(f"{name}: expected device {device}, got {state.device}")
 
@@ -177,9 +149,7 @@ def state_shape(mechanism: Mechanism, sizes: dict[str, int], N: int) -> tuple[in
     return tuple((sizes | {"N": N})[axis] for axis in state.axes.split())
 
 
-def per_sequence(
-    body: Callable, ends: list[int] | None, tokens: dict, states: dict
-) -> tuple[tuple, tuple]:
+def per_sequence(body: Callable, ends: list[int] | None, tokens: dict, states: dict) -> tuple[tuple, tuple]:
     """Call `body` once for the batch or, when packed, once for each sequence, and join what it returns.
 
     `tokens` are tensors `[B, T, ...]`, `states` tensors `[N_seq, ...]`; `body` returns a tuple of token
@@ -194,16 +164,12 @@ def per_sequence(
         if a == b:
             finals.append(tuple(here.values())[-1:])
             continue
-        out, final = body(
-            **{name: x if x is None else x[:, a:b] for name, x in tokens.items()}, **here
-        )
+        out, final = body(**{name: x if x is None else x[:, a:b] for name, x in tokens.items()}, **here)
         outs.append(out)
         finals.append(final)
 
     def join(parts, dim):
-        return tuple(
-            None if xs[0] is None else torch.cat(xs, dim) for xs in zip(*parts, strict=True)
-        )
+        return tuple(None if xs[0] is None else torch.cat(xs, dim) for xs in zip(*parts, strict=True))
 
     return join(outs, 1), join(finals, 0)
 
@@ -234,9 +200,7 @@ def form(mechanism: str | Mechanism) -> Callable:
             options["scale"] = check_scale(options["scale"], sizes["K"])
             ends = check_cu_seqlens(options.pop("cu_seqlens"), sizes["B"], sizes["T"])
             initial, result = options.pop("initial_state"), tokens["v"].dtype
-            dtype = compute_dtype(
-                *tokens.values(), initial if isinstance(initial, Tensor) else None
-            )
+            dtype = compute_dtype(*tokens.values(), initial if isinstance(initial, Tensor) else None)
             tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
             N = sizes["B"] if ends is None else len(ends) - 1
             shape = state_shape(kind, sizes, N)

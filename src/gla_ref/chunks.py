@@ -24,9 +24,7 @@ def heads_first(x: Tensor | None) -> Tensor | None:
 
 def by_chunk(C: int, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
     """Tensors `[B, T, H, D]` chunk after chunk, `[B, H, C, D]`, the last one shorter; None stays None."""
-    return zip(
-        *(repeat(None) if x is None else heads_first(x).split(C, -2) for x in tensors), strict=False
-    )
+    return zip(*(repeat(None) if x is None else heads_first(x).split(C, -2) for x in tensors), strict=False)
 
 
 def gate(g: Tensor, g_v: Tensor | None) -> Tensor:

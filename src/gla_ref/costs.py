@@ -21,9 +21,7 @@ class Cost:
     steps: int  # longest chain of steps of which each needs the one before
 
 
-def cost(
-    mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C=64, c=16, itemsize=2
-) -> Cost:
+def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C=64, c=16, itemsize=2) -> Cost:
     """Cost of one call of a form, without `g_v`, `feature_map` or packing.
 
     Counted by these rules; both FLOP counts are exactly those of the reference.
@@ -51,10 +49,7 @@ def cost(
     Raises:
         ValueError: a name is unknown or a size is no positive integer; the message names it.
     """
-    for name, value, known in (
-        ("mechanism", mechanism, FORMS),
-        ("form", form, FORMS.get(mechanism)),
-    ):
+    for name, value, known in (("mechanism", mechanism, FORMS), ("form", form, FORMS.get(mechanism))):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     for name, size in dict(B=B, T=T, H=H, K=K, V=V, C=C, c=c, itemsize=itemsize).items():
@@ -138,9 +133,7 @@ def attention_flash(h: Head) -> Cost:
     tiles = h.tiles
     blocks = [(m, n) for i, m in enumerate(tiles) for n in tiles[: i + 1]]
     elementwise = sum(5 * m * (n + 1) + 2 * m * h.V for m, n in blocks)
-    elementwise += sum(
-        m * (1 + h.V * i) for i, m in enumerate(tiles)
-    )  # o, rescaled from the second tile on
+    elementwise += sum(m * (1 + h.V * i) for i, m in enumerate(tiles))  # o, rescaled from the second tile on
     return attention(h, blocks, elementwise, 2 * h.cache, len(tiles), len(tiles))
 
 
@@ -191,9 +184,7 @@ def gla_parallel_log(h: Head) -> Cost:
     pairs, T = h.T * h.T, h.T
     elementwise = 5 * pairs * h.K + T * (8 * h.K + h.V) + h.K + 2 * h.S
     matmul = 2 * pairs * h.V + 4 * T * h.S
-    return Cost(
-        matmul, elementwise, h.moved(h.K) + 2 * pairs * h.itemsize, 4 * h.S, len(h.tiles), 1
-    )
+    return Cost(matmul, elementwise, h.moved(h.K) + 2 * pairs * h.itemsize, 4 * h.S, len(h.tiles), 1)
 
 
 def gla_chunkwise(h: Head) -> Cost:

@@ -18,9 +18,7 @@ from ._contract import check_chunk
 __all__ = ["chunk_cumsum", "decay_from_start", "decay_to_end", "low_rank_gate", "segment_sum"]
 
 
-def low_rank_gate(
-    x: Tensor, W1: Tensor, W2: Tensor, bias: Tensor | None = None, *, tau: float = 16.0
-) -> Tensor:
+def low_rank_gate(x: Tensor, W1: Tensor, W2: Tensor, bias: Tensor | None = None, *, tau: float = 16.0) -> Tensor:
     r"""Log gate of a token from its embedding through a low-rank map.
 
     .. math::

@@ -20,15 +20,7 @@ from .chunks import by_chunk, decayed, gate, heads_first, read, scores, update, 
 from .gates import decay_from_start, decay_to_end
 from .prefix_sum import hillis_steele
 
-__all__ = [
-    "chunkwise",
-    "chunkwise_two_level",
-    "parallel",
-    "parallel_log",
-    "recurrent",
-    "scan",
-    "two_level_blocks",
-]
+__all__ = ["chunkwise", "chunkwise_two_level", "parallel", "parallel_log", "recurrent", "scan", "two_level_blocks"]
 
 
 @form("gla")
@@ -109,9 +101,7 @@ def scan(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=Non
 
 
 @form("gla")
-def chunkwise(
-    q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64
-):
+def chunkwise(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
     """Chunks of C tokens: `parallel_log` inside, recurrent between (GLA paper, section 4.2)."""
     S, o = initial_state, []
     for q_n, k_n, v_n, g_n, h_n in by_chunk(C, scale * q, k, v, g, g_v):
@@ -140,17 +130,7 @@ def two_level_blocks(T: int, C: int, c: int) -> Iterator[tuple[str, slice, slice
 
 @form("gla")
 def chunkwise_two_level(
-    q,
-    k,
-    v,
-    g,
-    *,
-    g_v=None,
-    scale=None,
-    initial_state=None,
-    cu_seqlens=None,
-    C: int = 64,
-    c: int = 16,
+    q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64, c: int = 16
 ):
     """Chunks of C tokens in sub-chunks of c: matrix products but for the diagonal blocks.
 

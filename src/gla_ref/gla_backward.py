@@ -92,10 +92,7 @@ def backward(
     tokens = {"q": q, "k": k, "v": v, "g": g, "g_v": g_v, "do": do}
     sizes = check_tensors(tokens, ARGUMENTS)
     check_gate("g", g), check_gate("g_v", g_v), check_chunk(C=C)
-    scale, ends = (
-        check_scale(scale, sizes["K"]),
-        check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"]),
-    )
+    scale, ends = (check_scale(scale, sizes["K"]), check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"]))
     dtype = compute_dtype(*tokens.values(), initial_state, dS)
     tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
     N = sizes["B"] if ends is None else len(ends) - 1
@@ -132,10 +129,7 @@ def _chunk_backward(q, k, v, g, do, g_v, S, dS_end):
         else (do[..., :, None, :] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-1)
     )
     P = (q[..., :, None, :] * k[..., None, :, :] * E).sum(-1)  # [B H C C]
-    own, dP_own = (
-        P.diagonal(dim1=-2, dim2=-1)[..., None],
-        dP.diagonal(dim1=-2, dim2=-1)[..., None],
-    )  # the i = j terms
+    own, dP_own = (P.diagonal(dim1=-2, dim2=-1)[..., None], dP.diagonal(dim1=-2, dim2=-1)[..., None])  # the i = j terms
 
     # what reaches q through the state before the chunk, and k through the state after it
     dq_S = decayed(decayed(do, g_v, decay_from_start) @ S.mT, g, decay_from_start)

@@ -22,16 +22,7 @@ from torch.nn import functional as F
 
 from .gates import chunk_cumsum
 
-__all__ = [
-    "Step",
-    "chunk_fuse",
-    "combine",
-    "fused_chunk_gla_fwd",
-    "fwd_inner_chunk",
-    "prepare_qg_kg",
-    "steps",
-    "tile",
-]
+__all__ = ["Step", "chunk_fuse", "combine", "fused_chunk_gla_fwd", "fwd_inner_chunk", "prepare_qg_kg", "steps", "tile"]
 
 
 def _chunks(x: Tensor, C: int) -> Tensor:
@@ -46,9 +37,7 @@ def prepare_qg_kg(q: Tensor, k: Tensor, b: Tensor, scale: float, C: int) -> tupl
     return scale * q * b.exp2(), k * (last_decay - b).exp2()
 
 
-def fused_chunk_gla_fwd(
-    q_g: Tensor, k_g: Tensor, v: Tensor, b: Tensor, S: Tensor, C: int
-) -> tuple[Tensor, Tensor]:
+def fused_chunk_gla_fwd(q_g: Tensor, k_g: Tensor, v: Tensor, b: Tensor, S: Tensor, C: int) -> tuple[Tensor, Tensor]:
     """(o, S): each chunk reads the state before it, then decays it and adds its own writes."""
     o = []
     for q_n, k_n, v_n, b_n in zip(*(x.split(C, 1) for x in (q_g, k_g, v, b)), strict=True):
@@ -124,13 +113,7 @@ def steps(*, B: int, T: int, H: int, K: int, V: int, C: int = 16, itemsize: int 
             4 * N * C * K * V,
             N * (2 * K * V + K * NV),
         ),
-        (
-            "fwd_inner_chunk",
-            chunked,
-            (2 * e + 8) * T * K + 4 * NK * N * C * C,
-            0,
-            5 * N * C * C * K + N * C * K,
-        ),
+        ("fwd_inner_chunk", chunked, (2 * e + 8) * T * K + 4 * NK * N * C * C, 0, 5 * N * C * C * K + N * C * K),
         (
             "combine",
             (),

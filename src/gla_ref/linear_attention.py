@@ -19,16 +19,7 @@ from .chunks import by_chunk, heads_first
 from .mechanisms import MECHANISMS
 from .prefix_sum import hillis_steele
 
-__all__ = [
-    "chunkwise",
-    "dpfp",
-    "elu_plus_one",
-    "exponential",
-    "parallel",
-    "polynomial2",
-    "recurrent",
-    "scan",
-]
+__all__ = ["chunkwise", "dpfp", "elu_plus_one", "exponential", "parallel", "polynomial2", "recurrent", "scan"]
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
@@ -85,22 +76,14 @@ def _featured(body: Callable) -> Callable:
                     )
                 S, z = initial_state
                 if S.shape[:-1] != z.shape:
-                    raise ValueError(
-                        f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}"
-                    )
+                    raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}")
                 initial_state = torch.cat([S, z[..., None]], -1)
-        o, S = body(
-            q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **options
-        )
+        o, S = body(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
         if not normalize:
             return o.to(result), S
         return (o[..., :-1] / o[..., -1:]).to(result), (S[..., :-1], S[..., -1])
 
-    own = [
-        p
-        for p in inspect.signature(wrapper, follow_wrapped=False).parameters.values()
-        if p.kind != p.VAR_KEYWORD
-    ]
+    own = [p for p in inspect.signature(wrapper, follow_wrapped=False).parameters.values() if p.kind != p.VAR_KEYWORD]
     extra = [p for name, p in inspect.signature(body).parameters.items() if name in ("C",)]
     wrapper.__signature__ = inspect.Signature(own + extra)
     wrapper.__doc__ = (body.__doc__ or "") + _ARGUMENTS

@@ -59,11 +59,6 @@ MECHANISMS = {
     "linear_attention": Mechanism(_tokens(), STATE),
     "simple_gla": Mechanism((*_tokens(), Argument("g", "B T H", "gate")), STATE),
     "gla": Mechanism(
-        (
-            *_tokens(),
-            Argument("g", "B T H K", "gate"),
-            Argument("g_v", "B T H V", "gate", optional=True),
-        ),
-        STATE,
+        (*_tokens(), Argument("g", "B T H K", "gate"), Argument("g_v", "B T H V", "gate", optional=True)), STATE
     ),
 }

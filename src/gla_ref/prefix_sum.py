@@ -118,9 +118,7 @@ def blelloch(combine: Combine, xs: Sequence[Tensor], dim: int = 1) -> Tensors:
 
 def _length(x: Tensor | Sequence[Tensor], dim: int) -> int:
     """The common length along `dim`, checked."""
-    named = (
-        [(f"xs[{i}]", y) for i, y in enumerate(x)] if isinstance(x, list | tuple) else [("x", x)]
-    )
+    named = [(f"xs[{i}]", y) for i, y in enumerate(x)] if isinstance(x, list | tuple) else [("x", x)]
     if not named:
         raise ValueError("xs: expected at least one tensor, got none")
     lengths = []
@@ -132,9 +130,7 @@ def _length(x: Tensor | Sequence[Tensor], dim: int) -> int:
         lengths.append(x.shape[dim])
         if lengths[-1] != lengths[0] or lengths[0] == 0:
             want = lengths[0] or "at least 1"
-            raise ValueError(
-                f"{name}: expected length {want} along axis {dim}, got shape {list(x.shape)}"
-            )
+            raise ValueError(f"{name}: expected length {want} along axis {dim}, got shape {list(x.shape)}")
     return lengths[0]
 
 

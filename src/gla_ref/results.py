@@ -70,9 +70,7 @@ def write(path: Path, environment: dict, kind: str, records: Iterable[dict]) -> 
     """A file of records of one kind, a line each."""
     lines = ",\n".join("  " + json.dumps(r) for r in records)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f'{{"environment": {json.dumps(environment, indent=1)},\n"{kind}": [\n{lines}\n]}}\n'
-    )
+    path.write_text(f'{{"environment": {json.dumps(environment, indent=1)},\n"{kind}": [\n{lines}\n]}}\n')
 
 
 def merge(
@@ -129,9 +127,7 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
 def select(data: dict, **wanted) -> list[dict]:
     """The records that were timed and found correct, with these values: `select(data, suite="flash", K=64)`."""
     return [
-        r
-        for r in data["records"]
-        if r["ms"] is not None and r["correct"] and all(r[n] == x for n, x in wanted.items())
+        r for r in data["records"] if r["ms"] is not None and r["correct"] and all(r[n] == x for n, x in wanted.items())
     ]
 
 

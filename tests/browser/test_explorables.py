@@ -6,11 +6,7 @@ import pytest
 pytestmark = pytest.mark.browser
 
 #: the pages whose cells draw one
-PAGES = [
-    page
-    for page in tools.book_pages()
-    if "from gla_ref.viz" in (tools.ROOT / f"{page}.md").read_text()
-]
+PAGES = [page for page in tools.book_pages() if "from gla_ref.viz" in (tools.ROOT / f"{page}.md").read_text()]
 WAYS = ("keyboard", "mouse", "touch")
 STATE = """e => [
   e.querySelector(".explorable-picture").innerHTML,
@@ -49,9 +45,7 @@ def use(tab, control, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_controls_change_picture_and_readout(chromium, page, way):
     context = chromium.new_context(
-        viewport={"width": 390, "height": 900}
-        if way == "touch"
-        else {"width": 1280, "height": 900},
+        viewport={"width": 390, "height": 900} if way == "touch" else {"width": 1280, "height": 900},
         has_touch=way == "touch",
     )
     visit = tools.Visit(context)

@@ -56,9 +56,7 @@ def url(page: str) -> str:
 def visit(chromium, request):
     """A tab with an empty cache."""
     options = getattr(request, "param", {})
-    context = chromium.new_context(
-        viewport={"width": 1280, "height": 900}, reduced_motion="reduce", **options
-    )
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce", **options)
     yield tools.Visit(context)
     context.close()
 
@@ -88,10 +86,7 @@ def layout_problems(tab) -> list[str]:
 
 def axe_problems(tab, **options) -> list[str]:
     """Serious and critical violations; formulas have their text's colour."""
-    options |= {
-        "preload": False,
-        "resultTypes": ["violations"],
-    }  # preload fetches style sheets again
+    options |= {"preload": False, "resultTypes": ["violations"]}  # preload fetches style sheets again
     violations = Axe().run(tab, {"exclude": [[".katex"]]}, options).response["violations"]
     return [
         f"axe: {v['id']} ({len(v['nodes'])}): {[n['html'][:150] for n in v['nodes'][:4]]}"
@@ -131,9 +126,7 @@ def test_page(chromium, visit, record, page):
     weight = {"bytes": bytes_, "explorables": tab.evaluate(EXPLORABLES)}
     found = [problem for theme in THEMES for width in WIDTHS for problem in look(tab, theme, width)]
     found += listen(tab) + visit.problems
-    busy = (
-        os.getloadavg()[0] > 2 * os.cpu_count()
-    )  # with other work: then the time is not the page's
+    busy = os.getloadavg()[0] > 2 * os.cpu_count()  # with other work: then the time is not the page's
     seconds = round(seconds_to_read(chromium, page), 3)
     record[page] = weight | {"seconds": seconds, "busy_machine": busy}
     assert not found, "\n".join(found)

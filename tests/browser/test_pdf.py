@@ -35,11 +35,7 @@ def boxes(page):
 
 def outside(page):
     width, height = page.get_size()
-    return [
-        box
-        for box in boxes(page)
-        if box[0] < EDGE or box[2] > width - EDGE or box[1] < 0 or box[3] > height
-    ]
+    return [box for box in boxes(page) if box[0] < EDGE or box[2] > width - EDGE or box[1] < 0 or box[3] > height]
 
 
 def test_no_text_and_no_image_outside_its_page(pdf):
@@ -54,9 +50,7 @@ def number_beside(page, title: str) -> str | None:
     if (found := text.search(title, match_case=True).get_next()) is None:
         return None
     _, bottom, right, top = text.get_charbox(found[0] + found[1] - 1, loose=True)
-    return text.get_text_bounded(
-        left=right + 20, bottom=bottom, right=page.get_width(), top=top
-    ).strip()
+    return text.get_text_bounded(left=right + 20, bottom=bottom, right=page.get_width(), top=top).strip()
 
 
 def test_contents_and_bookmarks_lead_to_the_chapters(pdf):

@@ -154,19 +154,21 @@ def copies(x: dict, n: int, seed: int, kind: Kind, form: str, dtypes: dict) -> d
 @lru_cache(maxsize=400)
 def problem(mechanism: str, case: Case, dtype: torch.dtype, seed: int, *where: str) -> Problem:
     """A case worked out; cases that differ in how a kernel is called share the numbers."""
-    plain = replace(case, name="", strides=case.strides if case.strides == "expanded" else "contiguous",
-                    frozen=False, pull=1.0, index="int32", telling=False)  # fmt: skip
+    plain = replace(
+        case,
+        name="",
+        strides=case.strides if case.strides == "expanded" else "contiguous",
+        frozen=False,
+        pull=1.0,
+        index="int32",
+        telling=False,
+    )
     return replace(worked_out(mechanism, plain, dtype, seed, *where), case=case)
 
 
 @lru_cache(maxsize=400)
 def worked_out(
-    mechanism: str,
-    case: Case,
-    dtype: torch.dtype,
-    seed: int,
-    form: str = "log",
-    device: str = "cpu",
+    mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str = "log", device: str = "cpu"
 ) -> Problem:
     """2 x the worst error of emulated runs + 4 eps, on the inputs and on copies shaken by one percent.
 
@@ -192,10 +194,7 @@ def worked_out(
     budgets = {}
     for n, y in exact.items():
         made = torch.stack([e[n].to(dtypes[n]).double().cpu() for e in emulated])
-        budgets[n] = [
-            budget(worst(made[:, *s], y[s], runs, kind.head_axis(n)), dtypes[n])
-            for s in parts(kind, n, y)
-        ]
+        budgets[n] = [budget(worst(made[:, *s], y[s], runs, kind.head_axis(n)), dtypes[n]) for s in parts(kind, n, y)]
     for n, floor in kind.floors.items():
         off = floor(given, right, dtype)
         rows = zip(parts(kind, n, off), budgets[n], strict=True)

@@ -21,9 +21,21 @@ SEARCH = 40  # random cases of the full level
 MANY = 70  # packed sequences, more than a block of 64 holds that looks them all up
 MILD = "logsigmoid/16"
 GATES = (
-    "zero", "-1e-4", MILD, "-0.2", "-1", "-20", "-1e3", "-inf", "one strong channel", "mild and strong chunks",
-    "switch - 1e-3", "switch + 1e-3", "resets at chunk ends", "many resets",
-)  # fmt: skip
+    "zero",
+    "-1e-4",
+    MILD,
+    "-0.2",
+    "-1",
+    "-20",
+    "-1e3",
+    "-inf",
+    "one strong channel",
+    "mild and strong chunks",
+    "switch - 1e-3",
+    "switch + 1e-3",
+    "resets at chunk ends",
+    "many resets",
+)
 KEYS = ("k", "k_cache")  # of size 1 whatever the others have
 OPTIONAL = {  # what a kernel may refuse: by the role of the input that has another dtype, or by strides
     "gate": "gates in float32",
@@ -180,10 +192,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (long, 4096, 8192)]
         sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100))
         sizes += ((1, 1, 256, kind.widest),)
-        found += [
-            Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1)
-            for B, H, K, V in sizes
-        ]
+        found += [Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1) for B, H, K, V in sizes]
         found += [case for case in later if gates and case not in found]
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
@@ -228,9 +237,7 @@ def gate(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
         return torch.where(channel, -1e3, 0.0).to(F64).expand(shape).clone()
     if kind == "mild and strong chunks":
         return torch.where(t // SUB % 2 == 1, -30.0, mild)
-    if kind.startswith(
-        "switch"
-    ):  # a chunk's total decay where kernels change their way of computing
+    if kind.startswith("switch"):  # a chunk's total decay where kernels change their way of computing
         return torch.full(shape, (-80.0 + float(kind[7] + "1e-3")) / C, dtype=F64)
     if kind == "resets at chunk ends":
         return torch.where((t % C == 0) | (t % C == C - 1), -torch.inf, mild)
@@ -282,9 +289,7 @@ def shared(kind: Kind, name: str, y: Tensor) -> Tensor:
     return y if name == "q" else y[:, :, :1].expand_as(y)
 
 
-def inputs(
-    mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str = "log"
-) -> dict[str, Tensor]:
+def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str = "log") -> dict[str, Tensor]:
     """Random-sign tensors of a case in float64, holding values that the kernel's dtype holds exactly.
 
     Named as the mechanism's tensors, with initial states S0 or k0 and v0; what the loss puts on o and on each state is

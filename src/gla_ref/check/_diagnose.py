@@ -15,9 +15,7 @@ from ._memory import placed
 from .mistakes import MISTAKES, Mistake, apply
 
 CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
-SHARE = (
-    0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
-)
+SHARE = 0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
 BETTER = 0.75  # the part of a largest error beyond its budget that may be left: else the mistake explains nothing
 
 

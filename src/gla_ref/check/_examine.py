@@ -85,8 +85,7 @@ class Examiner:
         """The smallest case found that fails as the smallest of the report does, as lines to run."""
         failed = {row.case: row for row in reversed(report.failures)}  # the first row of each
         least = min(
-            (case for name, case in report.cases.items() if name in failed),
-            key=lambda c: c.B * c.T * c.H * c.K * c.V,
+            (case for name, case in report.cases.items() if name in failed), key=lambda c: c.B * c.T * c.H * c.K * c.V
         )
         first = failed[least.name]
 

@@ -142,9 +142,7 @@ def render(report: Report) -> str:
         found = ", ".join(dict.fromkeys(row.quantity for row in rows))
         n = len({row.case for row in rows})
         where = f"{found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"
-        parts.append(
-            f"<p><strong>{escape(kind)}</strong> {escape(where)}: {escape(message[:400])}</p>"
-        )
+        parts.append(f"<p><strong>{escape(kind)}</strong> {escape(where)}: {escape(message[:400])}</p>")
     for row in report.first_wrong:
         where = ", ".join(f"{name} {i}" for name, i in row.where.items())
         parts.append(

@@ -38,11 +38,7 @@ class Convention:
     forward_only: bool = False
 
     def __post_init__(self):
-        known = {
-            "layout": ("bthd", "bhtd"),
-            "state": ("kv", "vk"),
-            "gate": ("log", "log2", "alpha"),
-        }
+        known = {"layout": ("bthd", "bhtd"), "state": ("kv", "vk"), "gate": ("log", "log2", "alpha")}
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: expected one of {values}, got {getattr(self, name)!r}")
@@ -59,9 +55,7 @@ class Convention:
         return convert(g, self.gate).to(dtype)
 
 
-def checked(
-    name: str, x: object, shape: torch.Size, dtypes: list[torch.dtype], device: torch.device
-) -> Tensor:
+def checked(name: str, x: object, shape: torch.Size, dtypes: list[torch.dtype], device: torch.device) -> Tensor:
     """What a kernel returned, if it is what was expected."""
     if not isinstance(x, Tensor):
         raise Finding("type", f"expected a tensor, got {type(x).__name__}", name)
@@ -102,9 +96,7 @@ class Kernel:
         if self.parameters is None:
             return {*OPTIONS}
         found = {p.name for p in self.parameters} & {*OPTIONS, "output_final_state"}
-        return (
-            found | {*OPTIONS} if any(p.kind == p.VAR_KEYWORD for p in self.parameters) else found
-        )
+        return found | {*OPTIONS} if any(p.kind == p.VAR_KEYWORD for p in self.parameters) else found
 
     @property
     def never_given(self) -> list[str]:
@@ -118,9 +110,7 @@ class Kernel:
             return self.how.states(y, self.kind)
         return self.how.tokens(y)
 
-    def call(
-        self, gates: dict[str, torch.dtype], *tensors, scale, initial_state, cu_seqlens, final=True
-    ):
+    def call(self, gates: dict[str, torch.dtype], *tensors, scale, initial_state, cu_seqlens, final=True):
         """The function under the contract: called in its own convention, its results checked and turned back.
 
         It gets the mechanism's tensors in their order, whatever it calls them, and each of the `gates` in its dtype.
@@ -156,9 +146,7 @@ class Kernel:
         sizes["T0"] = sizes["T"] + (past[0].shape[1] if past and kind.cache else 0)
         dtypes = [v.dtype] if kind.cache else [torch.float32, *(y.dtype for y in past)]
         after = []
-        for declared, y in zip(
-            kind.mechanism.states, state if kind.cache else (state,), strict=True
-        ):
+        for declared, y in zip(kind.mechanism.states, state if kind.cache else (state,), strict=True):
             right = torch.empty([sizes[a] for a in declared.axes.split()], device="meta")
             y = checked(declared.name, y, how.states(right, kind).shape, dtypes, v.device)
             after.append(how.states(y, kind))

@@ -18,12 +18,7 @@ from ._emulate import attend, by_token, gate_floor, two_level
 
 SHORT = 500  # tokens up to which the recurrence itself is the oracle; then a form held against it
 # one chunk after another, of lengths that kernels have (and the longest is most cases' whole), and token after token
-LINEAR = (
-    partial(two_level, C=16),
-    partial(two_level, C=64, halves=True),
-    partial(two_level, C=256),
-    by_token,
-)
+LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=256), by_token)
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,12 @@ from torch import Tensor
 @contextlib.contextmanager
 def poisoned(device: str):
     """Uninitialised memory holds NaN: through PyTorch's own switch, and on a GPU in freed blocks too."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
         if torch.device(device).type == "cuda":
-            blocks = [
-                torch.full((n,), math.nan, device=device)
-                for n in (1 << 10, 1 << 16, 1 << 22, 1 << 26)
-            ]
+            blocks = [torch.full((n,), math.nan, device=device) for n in (1 << 10, 1 << 16, 1 << 22, 1 << 26)]
             del blocks
         try:
             yield

@@ -169,11 +169,7 @@ class Report:
     @property
     def undiagnosed(self) -> str:
         """What to say of wrong numbers that no mistake explains; empty where there are none."""
-        return (
-            "No named mistake explains all of it."
-            if self.first_wrong and not self.diagnosis
-            else ""
-        )
+        return "No named mistake explains all of it." if self.first_wrong and not self.diagnosis else ""
 
     @property
     def not_covered(self) -> dict[str, int]:
@@ -220,17 +216,12 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.title}: {self.verdict}"]
         if any(r.error is not None for r in self.rows):
-            lines += [
-                "",
-                f"{'quantity':10}{'cases':>6}{'failed':>8}{'error':>10}{'budget':>10}  worst case",
-            ]
+            lines += ["", f"{'quantity':10}{'cases':>6}{'failed':>8}{'error':>10}{'budget':>10}  worst case"]
         for name in dict.fromkeys(r.quantity for r in self.rows if r.error is not None):
             rows = [r for r in self.rows if r.quantity == name and r.error is not None]
             worst = max(rows, key=lambda r: r.ratio)
             failed = sum(r.status == "failed" for r in rows)
-            lines.append(
-                f"{name:10}{len(rows):6}{failed:8}{worst.error:10.1e}{worst.budget:10.1e}  {worst.case[:34]}"
-            )
+            lines.append(f"{name:10}{len(rows):6}{failed:8}{worst.error:10.1e}{worst.budget:10.1e}  {worst.case[:34]}")
         if self.failing:
             whole = self.extent
             for name in self.failing:  # not broken in two where it has spaces
@@ -238,16 +229,12 @@ class Report:
             text = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
             lines += ["", text.replace("\0", " ")]
         if self.common:
-            lines += textwrap.wrap(
-                f"Only these have {'; '.join(self.common)}", 80, subsequent_indent="    "
-            )
+            lines += textwrap.wrap(f"Only these have {'; '.join(self.common)}", 80, subsequent_indent="    ")
         for (kind, message), rows in self.findings.items():
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
             n = len({r.case for r in rows})
             lines += ["", f"{kind}: {found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"]
-            lines += textwrap.wrap(
-                message[:400], 76, initial_indent="    ", subsequent_indent="    "
-            )
+            lines += textwrap.wrap(message[:400], 76, initial_indent="    ", subsequent_indent="    ")
         shown = ""
         for row in self.first_wrong:
             where = ", ".join(f"{n} {i}" for n, i in row.where.items())
@@ -264,10 +251,7 @@ class Report:
         if self.first_wrong:
             lines += [f"    ({SCALE})"]
         if self.diagnosis:
-            lines += [
-                "",
-                "It behaves as if:" if len(self.diagnosis) == 1 else "It behaves as one of:",
-            ]
+            lines += ["", "It behaves as if:" if len(self.diagnosis) == 1 else "It behaves as one of:"]
             for match in self.diagnosis:
                 lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
         if self.undiagnosed:

@@ -71,7 +71,5 @@ def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, *
         f"print(check.kernel({mechanism!r}, {name}, dtype={dtype}, only=case{named}))",
     ]
     whole = (re.sub("'[^']*'", lambda m: m[0].replace(" ", "\0"), line) for line in lines)
-    wrapper = textwrap.TextWrapper(
-        76, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
-    )
+    wrapper = textwrap.TextWrapper(76, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     return "\n".join(wrapper.fill(line) for line in whole).replace("\0", " ")

@@ -45,11 +45,7 @@ COMPUTES = {  # every function of fla that we know: its mechanism
     "fused_chunk_linear_attn": "linear_attention",
     "fused_recurrent_linear_attn": "linear_attention",
 }
-MODULES = {
-    "gla": "gla",
-    "simple_gla": "simple_gla",
-    "linear_attention": "linear_attn",
-}  # of fla.ops
+MODULES = {"gla": "gla", "simple_gla": "simple_gla", "linear_attention": "linear_attn"}  # of fla.ops
 
 
 def mechanism(name: str) -> str:
@@ -87,9 +83,13 @@ def theirs(name: str) -> Callable:
             raise NotClaimed("gates of -inf")
         own = getattr(importlib.import_module(f"fla.ops.{module}"), name)
         return own(  # in this order; it has other names for some
-            *tensors, scale=scale, initial_state=initial_state, output_final_state=True,
-            cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(), **options,
-        )  # fmt: skip
+            *tensors,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=True,
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
+            **options,
+        )
 
     fn.__name__ = name
     return fn
@@ -112,9 +112,7 @@ def _refuse(**given) -> None:
             raise ValueError(f"{name}: expected {REFUSED[name]}; got {value!r}")
 
 
-def _ours(
-    mechanism, *tokens, initial_state, output_final_state, state_v_first=False, cu_seqlens_cpu=None, **options
-):  # fmt: skip
+def _ours(mechanism, *tokens, initial_state, output_final_state, state_v_first=False, cu_seqlens_cpu=None, **options):
     """Our kernel under fla's conventions: states turned over if they are `[N, H, V, K]`, None unless asked for."""
     if cu_seqlens_cpu is not None and options["cu_seqlens"] is None:
         raise ValueError("cu_seqlens: expected the boundaries that cu_seqlens_cpu copies, got None")
@@ -159,9 +157,18 @@ def chunk_gla(
         TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
     """
     return _ours(
-        "gla", q, k, v, g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
-    )  # fmt: skip
+        "gla",
+        q,
+        k,
+        v,
+        g,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+    )
 
 
 def fused_recurrent_gla(
@@ -185,9 +192,18 @@ def fused_recurrent_gla(
     gates = () if gk is None else (gk,)
     named = {} if gv is None else {"g_v": gv}
     return _ours(
-        "gla" if gates else "linear_attention", q, k, v, *gates, scale=scale, initial_state=initial_state,
-        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens, **named,
-    )  # fmt: skip
+        "gla" if gates else "linear_attention",
+        q,
+        k,
+        v,
+        *gates,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        **named,
+    )
 
 
 def chunk_simple_gla(
@@ -214,10 +230,18 @@ def chunk_simple_gla(
     g = g if g_gamma is None else g_gamma.expand(q.shape[:3])
     gates = () if g is None else (g,)
     return _ours(
-        "simple_gla" if gates else "linear_attention", q, k, v, *gates, scale=scale, initial_state=initial_state,
-        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        "simple_gla" if gates else "linear_attention",
+        q,
+        k,
+        v,
+        *gates,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
-    )  # fmt: skip
+    )
 
 
 def chunk_linear_attn(
@@ -238,9 +262,15 @@ def chunk_linear_attn(
     """
     if not normalize:
         return _ours(
-            "linear_attention", q, k, v, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
+            "linear_attention",
+            q,
+            k,
+            v,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+        )
     if isinstance(initial_state, Tensor):
         initial_state = initial_state, initial_state.new_zeros(initial_state[:, None, ..., 0].shape)
     if initial_state is not None:
@@ -256,15 +286,11 @@ def chunk_linear_attn(
 
 def _renamed(name: str, function: Callable, parameters: str, **defaults) -> Callable:
     """A function of this module under another name of fla, with these of its parameters and, if named, `reverse`."""
-    reverse = inspect.Parameter(
-        "reverse", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation="bool"
-    )
+    reverse = inspect.Parameter("reverse", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation="bool")
     known = {**inspect.signature(function).parameters, "reverse": reverse}
     chosen = [known[n] for n in parameters.split()]
     chosen = [p.replace(default=defaults[p.name]) if p.name in defaults else p for p in chosen]
-    signature = inspect.Signature(
-        chosen, return_annotation=inspect.signature(function).return_annotation
-    )
+    signature = inspect.Signature(chosen, return_annotation=inspect.signature(function).return_annotation)
 
     def renamed(*args, **named):
         given = signature.bind(*args, **named)
@@ -281,9 +307,7 @@ def _renamed(name: str, function: Callable, parameters: str, **defaults) -> Call
 
 # what fla computes in other ways is the same kernel here
 fused_chunk_simple_gla = _renamed(
-    "fused_chunk_simple_gla",
-    chunk_simple_gla,
-    "q k v g g_gamma scale initial_state output_final_state cu_seqlens",
+    "fused_chunk_simple_gla", chunk_simple_gla, "q k v g g_gamma scale initial_state output_final_state cu_seqlens"
 )
 fused_recurrent_simple_gla = _renamed(
     "fused_recurrent_simple_gla",
@@ -291,9 +315,7 @@ fused_recurrent_simple_gla = _renamed(
     "q k v g g_gamma scale initial_state output_final_state reverse state_v_first cu_seqlens kwargs",
 )
 fused_chunk_linear_attn = _renamed(
-    "fused_chunk_linear_attn",
-    chunk_linear_attn,
-    "q k v scale initial_state output_final_state normalize cu_seqlens",
+    "fused_chunk_linear_attn", chunk_linear_attn, "q k v scale initial_state output_final_state normalize cu_seqlens"
 )
 fused_recurrent_linear_attn = _renamed(
     "fused_recurrent_linear_attn",

@@ -110,7 +110,6 @@ def check(label: str, answer: object = ...) -> Verdict:
         file = getattr(getattr(answer, "__code__", None), "co_filename", None)
         where = ([f for f in frames if f.filename == file] or frames)[-1]  # the reader's own line
         return Verdict(
-            "wrong",
-            f"It stopped with {type(reason).__name__}: {reason} (line {where.lineno} of {where.name}).",
+            "wrong", f"It stopped with {type(reason).__name__}: {reason} (line {where.lineno} of {where.name})."
         )
     return Verdict("right", "Right.")

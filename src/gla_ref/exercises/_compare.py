@@ -145,13 +145,7 @@ def same(x: Any, y: Any, tolerance: float) -> bool:
     return math.isclose(x, y, rel_tol=1e-9 if isinstance(y, int) else tolerance, abs_tol=1e-9)
 
 
-def expect(
-    answer: Any,
-    right: Any,
-    mistakes: Sequence[tuple[Any, str]],
-    hint: str,
-    tolerance: float = 1e-3,
-) -> None:
+def expect(answer: Any, right: Any, mistakes: Sequence[tuple[Any, str]], hint: str, tolerance: float = 1e-3) -> None:
     """Hold a predicted number, word or list of them against the right one; name the mistake behind a wrong one.
 
     Args:

@@ -52,18 +52,12 @@ def level(answer):
 @exercise("ex-adaptive-range", "derive")
 def anchor(answer):
     mistakes = {
-        "That is the chapter's anchor: b begins at b_1, not at 0, so the interval is shorter.": (
-            lambda b: b[-1] / 2
-        ),
+        "That is the chapter's anchor: b begins at b_1, not at 0, so the interval is shorter.": (lambda b: b[-1] / 2),
         "Half of the interval's length is the largest exponent; r is the interval's middle.": (
             lambda b: (b[-1] - b[0]) / 2
         ),
-        "The mean is drawn to where most tokens are; only the two ends matter.": (
-            lambda b: b.mean(0)
-        ),
-        "b at the middle token: half of the decay need not have happened by then.": (
-            lambda b: b[len(b) // 2]
-        ),
+        "The mean is drawn to where most tokens are; only the two ends matter.": (lambda b: b.mean(0)),
+        "b at the middle token: half of the decay need not have happened by then.": (lambda b: b[len(b) // 2]),
         "One anchor for all channels: each has an interval of its own.": (
             lambda b: ((b[0] + b[-1]) / 2).mean().expand_as(b[0])
         ),
@@ -92,15 +86,9 @@ def channels(answer):
         "One product for all channels overflows: leave the strong ones out of it.": (
             lambda *x: _scores(*x, mild=lambda g: g[0] < 1)
         ),
-        "The strong channels are left out: add their scores, from levels.": (
-            lambda *x: _scores(*x, levels=0)
-        ),
-        "The mild channels are left out: add their one product.": (
-            lambda *x: _scores(*x, products=0)
-        ),
-        "The mild product is not masked: select its lower triangle.": (
-            lambda *x: _scores(*x, cut=lambda P: P)
-        ),
+        "The strong channels are left out: add their scores, from levels.": (lambda *x: _scores(*x, levels=0)),
+        "The mild channels are left out: add their one product.": (lambda *x: _scores(*x, products=0)),
+        "The mild product is not masked: select its lower triangle.": (lambda *x: _scores(*x, cut=lambda P: P)),
         "The mild product lacks its diagonal: a token reads its own write in all channels.": (
             lambda *x: _scores(*x, cut=lambda P: P.tril(-1))
         ),

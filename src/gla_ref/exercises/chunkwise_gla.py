@@ -17,9 +17,7 @@ from ._compare import choose, draw, expect, hold
 def anchor(answer):
     before = "The writer 16 gets the exponent b_{0} - b_16: minus the gates of tokens {1} to 16, positive."
     after = "The reader 17 gets the exponent b_17 - b_{0}: minus the gates of tokens 18 to {0}, positive."
-    between = (
-        "It lies between all writers j <= 16 and all readers i >= 17: no exponent is positive."
-    )
+    between = "It lies between all writers j <= 16 and all readers i >= 17: no exponent is positive."
     why = {z: before.format(z, z + 1) for z in (1, 15)}
     why |= {16: between, 17: between + " The reader 17 itself gets 0."}
     why |= {z: after.format(z) for z in (18, 32)}
@@ -30,18 +28,12 @@ def anchor(answer):
 def extremes(answer):
     log, walk, chunks = "parallel_log", "recurrent", "chunkwise"
     mistakes = [
-        (
-            [log, walk, chunks],
-            "The first two are exchanged: in a chunk of one token there is nothing but the state.",
-        ),
+        ([log, walk, chunks], "The first two are exchanged: in a chunk of one token there is nothing but the state."),
         (
             [walk, "parallel", chunks],
             "parallel is the ratio form, which splits the exponential; a chunk keeps it whole.",
         ),
-        (
-            [walk, log, log],
-            "c = C leaves no borders inside a chunk; but between chunks there still is a state.",
-        ),
+        ([walk, log, log], "c = C leaves no borders inside a chunk; but between chunks there still is a state."),
         (
             ["scan", log, chunks],
             "A scan holds the states of all tokens at once; chunks of one token are walked in turn.",
@@ -61,9 +53,7 @@ def best(answer):
             lambda C: math.sqrt(3 * C / 5)
         ),
         "The square root is missing: 5 c = 3 C / (2 c) at the minimum.": lambda C: 3 * C / 10,
-        "The fraction is upside down: 5 c grows with c, 3 C / (2 c) falls.": (
-            lambda C: math.sqrt(10 * C / 3)
-        ),
+        "The fraction is upside down: 5 c grows with c, 3 C / (2 c) falls.": (lambda C: math.sqrt(10 * C / 3)),
         "Log space costs 5 K for a pair, the factors 3 K for a number: they are not equally dear.": (
             lambda C: math.sqrt(C / 2)
         ),
@@ -106,9 +96,7 @@ def update(answer):
         "The writes are decayed from the chunk's start; they need the way to its end.": (
             lambda *x: _update(*x, to_end=decay_from_start)
         ),
-        "The writes are not decayed to the chunk's end.": (
-            lambda *x: _update(*x, to_end=torch.zeros_like)
-        ),
+        "The writes are not decayed to the chunk's end.": (lambda *x: _update(*x, to_end=torch.zeros_like)),
         "b_C - b_j is a difference: after a reset it is -inf - (-inf), NaN. Add up from the end.": (
             lambda *x: _update(*x, to_end=lambda g: g.sum(0) - g.cumsum(0))
         ),

@@ -17,10 +17,7 @@ def rows(answer):
         answer,
         256,
         [
-            (
-                128,
-                "A tile of 128 does 128 FLOPs a byte in bf16, and the chip does 206 in that time.",
-            ),
+            (128, "A tile of 128 does 128 FLOPs a byte in bf16, and the chip does 206 in that time."),
             (512, "Fewer will do: with e = 2 bytes a number, 2 b / e is b."),
             (103, "That forgets that a number has e = 2 bytes: 2 b / e is b, not 2 b."),
             (206.0, "That is the ridge itself. The next power of two?"),
@@ -68,9 +65,7 @@ def split(answer):
             "Parts do not count alike: a part with larger scores holds more of the weight.": (
                 lambda L: torch.full_like(L, 1 / len(L))
             ),
-            "L is a logarithm: a part counts by its sum of exponentials, e^L.": lambda L: (
-                L / L.sum()
-            ),
+            "L is a logarithm: a part counts by its sum of exponentials, e^L.": lambda L: L / L.sum(),
             "The shares must sum to 1: divide by the sum over the parts.": lambda L: L.exp(),
             "The shares must sum to 1: divide by the sum over the parts, after subtracting the largest.": (
                 lambda L: (L - L.max()).exp()
@@ -112,18 +107,14 @@ def gradients(answer):
         cases,
         right,
         {
-            "The future is not masked: e^(x - L) is not zero above the diagonal.": variant(
-                mask=False
-            ),
+            "The future is not masked: e^(x - L) is not zero above the diagonal.": variant(mask=False),
             "The row sum is missing: a weight that grows takes from the others of its row, so "
             "dx = p (dp - delta).": variant(delta=0.0),
             "delta is added; it is subtracted.": variant(delta=-1.0),
             "The scale is missing in dq: x = scale q k^T.": variant(on_q=False),
             "The scale is missing in dk: x = scale q k^T.": variant(on_k=False),
             "The scale is missing in dq and dk: x = scale q k^T.": variant(on_q=False, on_k=False),
-            "dv is summed with dx; the values are averaged with the weights p.": (
-                variant(dv_from_p=False)
-            ),
+            "dv is summed with dx; the values are averaged with the weights p.": (variant(dv_from_p=False)),
             "The factor p is missing in dx = p (dp - delta).": variant(factor=False),
         },
         names=("dq", "dk", "dv"),

@@ -88,9 +88,7 @@ def flip(answer):
             "These sums run over i <= t: later outputs depend on k_t and v_t, so turn the tokens round first.": (
                 variant(False, False)
             ),
-            "The results are not turned back: their first row belongs to the last token.": (
-                variant(True, False)
-            ),
+            "The results are not turned back: their first row belongs to the last token.": (variant(True, False)),
             "The inputs are not turned round, only the results.": variant(False, True),
             "dk and dv are exchanged.": lambda *x: right(*x)[::-1],
             "q and do have changed places: dk reads with v what do wrote with q, dv reads with k what q wrote "

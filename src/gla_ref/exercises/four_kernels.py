@@ -15,9 +15,7 @@ from ._compare import draw, expect, hold, number
 
 @exercise("ex-fuse-grid", "predict")
 def grid(answer):
-    small, _, walk, _ = (
-        math.prod(s.grid) for s in fuse.steps(B=2, T=100, H=3, K=80, V=160) if s.grid
-    )
+    small, _, walk, _ = (math.prod(s.grid) for s in fuse.steps(B=2, T=100, H=3, K=80, V=160) if s.grid)
     mistakes = [
         (small // 7 * 6, walk, "A chunk is missing: 100 tokens are six chunks of 16 and one of 4."),
         (small, walk * 7, "The walk cannot divide time: one program takes all chunks in turn."),
@@ -40,9 +38,7 @@ def narrow(answer):
         return u * math.log(2) * (abs(x) + abs(y))
 
     mistakes = {
-        "That is float32's unit roundoff, 2 ** -24; bfloat16's is 2 ** -8.": (
-            lambda x, y: bound(x, y, 2**-24)
-        ),
+        "That is float32's unit roundoff, 2 ** -24; bfloat16's is 2 ** -8.": (lambda x, y: bound(x, y, 2**-24)),
         "2 ** -7 is the way from 1 to the next bfloat16; rounding errs by half of it at most.": (
             lambda x, y: bound(x, y, 2**-7)
         ),
@@ -56,9 +52,7 @@ def narrow(answer):
             lambda x, y: bound(x - y, 0)
         ),
         "Both sums are rounded, not only one.": lambda x, y: bound(x, 0),
-        "Nearly: now take 2 ** x - 1 to first order in x.": (
-            lambda x, y: 2 ** (bound(x, y) / math.log(2)) - 1
-        ),
+        "Nearly: now take 2 ** x - 1 to first order in x.": (lambda x, y: 2 ** (bound(x, y) / math.log(2)) - 1),
     }
     hold(answer, [(-23.0, -21.5), (-3.0, -0.5)], bound, mistakes, ("bound",), ("",))
 
@@ -125,9 +119,7 @@ def prepare(answer):
         "k has the decay from the chunk's start; its writes need the decay to the end.": (
             lambda *x: _prepare(*x, to_end=decay_from_start)
         ),
-        "The bases are mixed: exp2 needs sums of g / ln 2.": (
-            lambda *x: _prepare(*x, exp=torch.exp2)
-        ),
+        "The bases are mixed: exp2 needs sums of g / ln 2.": (lambda *x: _prepare(*x, exp=torch.exp2)),
         "The bases are mixed: sums of g / ln 2 belong to exp2.": (
             lambda *x: _prepare(*x, exp=lambda b: (b / math.log(2)).exp())
         ),

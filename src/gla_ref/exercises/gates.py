@@ -34,10 +34,7 @@ def reset(answer):
             _seen({2}, {4}, own=False),
             "A reset clears what was there before; then the token writes. Its own value stays.",
         ),
-        (
-            _seen({2, 4}, {2, 4}),
-            "A reset of one channel leaves the other as it is, with all that was written there.",
-        ),
+        (_seen({2, 4}, {2, 4}), "A reset of one channel leaves the other as it is, with all that was written there."),
         (_seen(set(), set()), "Nothing is forgotten in this list: what do the resets clear?"),
     ]
     hint = (
@@ -53,16 +50,12 @@ def bias(answer):
         return -math.log(math.expm1(x * math.log(2)))
 
     mistakes = {
-        "The sign is turned round: this gate forgets where it should keep.": (
-            lambda h, tau: -from_power(tau / h)
-        ),
+        "The sign is turned round: this gate forgets where it should keep.": (lambda h, tau: -from_power(tau / h)),
         "After h tokens this gate has decayed to 1/e, not to 1/2: ln 2 is missing.": (
             lambda h, tau: from_power(tau / h / math.log(2))
         ),
         "tau is missing: it divides the log gate.": lambda h, tau: from_power(1 / h),
-        "tau is on the wrong side: softplus(-y) / tau = ln 2 / h.": (
-            lambda h, tau: from_power(1 / h / tau)
-        ),
+        "tau is on the wrong side: softplus(-y) / tau = ln 2 / h.": (lambda h, tau: from_power(1 / h / tau)),
         "That is softplus(-y) = exp(-y), true for long half-lives only; solve it exactly.": (
             lambda h, tau: -math.log(tau * math.log(2) / h)
         ),
@@ -84,9 +77,7 @@ def retention(answer):
         return simple_gla.recurrent(*(x[None, :, None] for x in (q, k, v)), g)[0][0, :, 0]
 
     mistakes = {
-        "scale is forgotten: every form of the book multiplies q by K ** -0.5.": (
-            lambda *x: _retention(*x, scale=1.0)
-        ),
+        "scale is forgotten: every form of the book multiplies q by K ** -0.5.": (lambda *x: _retention(*x, scale=1.0)),
         "The mask is missing: above the diagonal D is 0, not a negative power of gamma.": (
             lambda *x: _retention(*x, cut=lambda D: D)
         ),
@@ -132,9 +123,7 @@ def order(answer):
         "Shifting the gates by a token takes the reader's own gate off the state.": (
             lambda q, k, v, g: gla.recurrent(q, k, v, shifted(g))
         ),
-        "g is a logarithm: the factor of k is exp(g).": (
-            lambda q, k, v, g: gla.recurrent(q, k * g, v, g)
-        ),
+        "g is a logarithm: the factor of k is exp(g).": (lambda q, k, v, g: gla.recurrent(q, k * g, v, g)),
     }
     key, value = (2, 7, 2, 3), (2, 7, 2, 4)
     q, k, v, noise = draw(1, key, key, value, key)

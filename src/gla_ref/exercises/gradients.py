@@ -24,9 +24,7 @@ def first(answer):
         "Summed over everything: each row has a gate of its own.": lambda S, dS: (S * dS).sum(),
         "S_0 is missing: its gradient alone is no path.": lambda S, dS: dS.sum(-1),
         "The sign: a larger gate lets more of S_0 through.": lambda S, dS: -(S * dS).sum(-1),
-        "It is 0 only without S_0: paths that begin there cross token 1.": (
-            lambda S, dS: 0 * S.sum(-1)
-        ),
+        "It is 0 only without S_0: paths that begin there cross token 1.": (lambda S, dS: 0 * S.sum(-1)),
     }
     key, value, state = (1, 5, 2, 3), (1, 5, 2, 4), (1, 2, 3, 4)
     q, k, g, v, do, S_0, D = draw(9, key, key, key, value, value, state, state)
@@ -101,12 +99,8 @@ def same(answer):
 
     mistakes = {
         "The sum over the later tokens is missing.": terms,
-        "The sum runs from the start; it goes from t to the chunk's end.": (
-            lambda *x: terms(*x).cumsum(0)
-        ),
-        "The sign: the reader's side counts, the writer's is taken away.": (
-            lambda *x: -_reverse_sum(terms(*x))
-        ),
+        "The sum runs from the start; it goes from t to the chunk's end.": (lambda *x: terms(*x).cumsum(0)),
+        "The sign: the reader's side counts, the writer's is taken away.": (lambda *x: -_reverse_sum(terms(*x))),
         "The writer's side is missing: pairs that lie wholly after t are to be taken away.": (
             lambda *x: _reverse_sum(terms(*x, taken=0.0))
         ),

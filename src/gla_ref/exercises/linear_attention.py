@@ -17,10 +17,7 @@ def rank(answer):
         answer,
         [3, 5, 5],
         [
-            (
-                [1, ..., ...],
-                "One token writes a matrix of rank 1. The sum of three has a higher rank.",
-            ),
+            ([1, ..., ...], "One token writes a matrix of rank 1. The sum of three has a higher rank."),
             ([5, ..., ...], "Three outer products: no more than rank 3."),
             ([8, ..., ...], "Three outer products: no more than rank 3."),
             ([..., 6, ...], "The state has only V = 5 columns: no rank above 5."),
@@ -64,17 +61,11 @@ def taylor(answer):
         [draw(0, (5, 3), (7, 3)), draw(1, (2, 4), (3, 4))],
         series(1, 1, 0.5),
         {
-            "The scores are 1 + s + s^2: both sides together must bring the factor 1 / 2.": (
-                series(1, 1, 1)
-            ),
-            "The scores end in s^2 / 4: the factor is on both sides, 1 / sqrt(2) on each.": (
-                series(1, 1, 0.25)
-            ),
+            "The scores are 1 + s + s^2: both sides together must bring the factor 1 / 2.": (series(1, 1, 1)),
+            "The scores end in s^2 / 4: the factor is on both sides, 1 / sqrt(2) on each.": (series(1, 1, 0.25)),
             "The constant needs a feature, too: one that is always 1.": (series(0, 1, 0.5)),
             "The linear term is missing: x itself belongs to the features.": series(1, 0, 0.5),
-            "The quadratic term is missing: all products of two coordinates belong to the features.": (
-                series(1, 1, 0)
-            ),
+            "The quadratic term is missing: all products of two coordinates belong to the features.": (series(1, 1, 0)),
             "Only squares are there: (q k^T)^2 has products of different coordinates, too.": (
                 lambda q, k: 1 + q @ k.T + q**2 @ (k**2).T / 2
             ),
@@ -132,12 +123,8 @@ def window(answer):
             "The window holds w - 1 tokens: the token itself and w - 1 before it belong to it.": (
                 masked(lambda w: 0, lambda w: w - 2)
             ),
-            "At t = w the first token (index 0) must leave: it never does.": steps(
-                lambda t, w: t > w
-            ),
-            "Each token is read before it is written: o_t misses its own k_t, v_t.": (
-                masked(lambda w: 1, lambda w: w)
-            ),
+            "At t = w the first token (index 0) must leave: it never does.": steps(lambda t, w: t > w),
+            "Each token is read before it is written: o_t misses its own k_t, v_t.": (masked(lambda w: 1, lambda w: w)),
             "Each token is read before it is written, and one too few is left in the window.": (
                 masked(lambda w: 1, lambda w: w - 1)
             ),

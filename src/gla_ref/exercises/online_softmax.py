@@ -35,14 +35,8 @@ def rescale(answer):
             ([4, 3, 2], "The first tile finds nothing: there is no old sum to shrink yet."),
             ([7, 3, 1], "Without a new largest score the factor is e^0 = 1."),
             ([8, 4, 2], "Without a new largest score the factor is e^0 = 1."),
-            (
-                [3, 3, 3],
-                "A tile brings its largest score only: the maximum rises once a tile at most.",
-            ),
-            (
-                [4, 2, 1],
-                "The very first score finds no old sum to shrink; the later counts are right.",
-            ),
+            ([3, 3, 3], "A tile brings its largest score only: the maximum rises once a tile at most."),
+            ([4, 2, 1], "The very first score finds no old sum to shrink; the later counts are right."),
         ],
         "Write down the largest score so far after every tile, and count how often it rises.",
     )
@@ -88,16 +82,11 @@ def lse(answer):
 
     (o1, o2), zero = draw(0, (3,), (3,)), torch.zeros(3, dtype=torch.float64)
     small, large, none = (
-        torch.tensor(x, dtype=torch.float64)
-        for x in ([0.3, -1.2], [1000.5, 999.0], [-torch.inf, 2.0])
+        torch.tensor(x, dtype=torch.float64) for x in ([0.3, -1.2], [1000.5, 999.0], [-torch.inf, 2.0])
     )
     hold(
         answer,
-        [
-            (small[0], o1, small[1], o2),
-            (large[0], o1, large[1], o2),
-            (none[0], zero, none[1], o2),
-        ],
+        [(small[0], o1, small[1], o2), (large[0], o1, large[1], o2), (none[0], zero, none[1], o2)],
         right,
         {
             "Both parts count alike. A part's share is the part of the exponentials that it holds, e^(L1 - L).": (
@@ -112,9 +101,7 @@ def lse(answer):
             "The maximum is not enough: L = ln(e^L1 + e^L2) is larger than both.": (
                 lambda L1, o1, L2, o2: (torch.maximum(L1, L2), right(L1, o1, L2, o2)[1])
             ),
-            "The shares are exchanged: o1 has the share e^(L1 - L).": (
-                lambda L1, o1, L2, o2: right(L1, o2, L2, o1)
-            ),
+            "The shares are exchanged: o1 has the share e^(L1 - L).": (lambda L1, o1, L2, o2: right(L1, o2, L2, o1)),
             "Right on paper, but e^1000 overflows: exponentiate differences such as L1 - L only.": unsafe,
             "L is right, but in the shares e^1000 overflows: exponentiate differences such as L1 - L only.": (
                 lambda *x: (right(*x)[0], unsafe(*x)[1])

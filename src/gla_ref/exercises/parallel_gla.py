@@ -30,9 +30,7 @@ def padding(answer):
     if close(_final(*(F.pad(x, (0, 0, 0, 3), value=n) for x, n in pads)), _final(*tokens)):
         return
     if gate == -math.inf:
-        raise Wrong(
-            "A gate of -inf clears the state: all that was written is lost at the first pad."
-        )
+        raise Wrong("A gate of -inf clears the state: all that was written is lost at the first pad.")
     if gate < 0:
         factor = f"exp({gate:g}) = {math.exp(gate):.3g}"
         raise Wrong(f"Every token of padding multiplies the state by {factor}: it fades.")
@@ -85,12 +83,8 @@ def anchor(answer):
 
     mistakes = {
         "scale is forgotten: q is multiplied by K ** -0.5.": lambda *x: _anchored(*x, scale=1.0),
-        "The mask is missing: every token reads all the others.": (
-            lambda *x: _anchored(*x, cut=lambda P: P)
-        ),
-        "The mask is strict: each token must read its own write.": (
-            lambda *x: _anchored(*x, cut=lambda P: P.tril(-1))
-        ),
+        "The mask is missing: every token reads all the others.": (lambda *x: _anchored(*x, cut=lambda P: P)),
+        "The mask is strict: each token must read its own write.": (lambda *x: _anchored(*x, cut=lambda P: P.tril(-1))),
         "The mask is a factor: infinity times 0 is NaN. Select instead, with tril or where.": (
             lambda *x: _anchored(*x, cut=lambda P: P * torch.ones_like(P).tril())
         ),

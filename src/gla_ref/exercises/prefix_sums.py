@@ -22,10 +22,7 @@ def sqrt(answer):
             ([12, ..., ...], "log2 T is the depth of a tree. Plain chunks cannot do it so fast."),
             ([..., 128, ...], "C numbers are a chain of C - 1 additions, N chunks one of N - 1."),
             ([..., ..., 4095], "So many are made one after the other; two steps make more."),
-            (
-                [..., ..., 8192],
-                "Step 1 needs none for a chunk's first number, step 2 none in chunk 1.",
-            ),
+            ([..., ..., 8192], "Step 1 needs none for a chunk's first number, step 2 none in chunk 1."),
             ([..., ..., 8128], "Step 2 adds no carry to the first chunk: C additions fewer."),
         ],
         "The depth C + T / C - 2 is least where its derivative is zero; step 1 makes T - N additions and "
@@ -80,12 +77,8 @@ def reverse(answer):
             "The operands must be exchanged: in the reversed sequence the left one is the later one.": (
                 variant(exchange=False)
             ),
-            "The result is not turned back: its first element belongs to the last position.": (
-                variant(back=False)
-            ),
-            "The result is not turned back, and the operands are not exchanged.": (
-                variant(exchange=False, back=False)
-            ),
+            "The result is not turned back: its first element belongs to the last position.": (variant(back=False)),
+            "The result is not turned back, and the operands are not exchanged.": (variant(exchange=False, back=False)),
             "The operands are reversed, the sequence is not.": variant(turn=False, back=False),
         },
         names=("y",),

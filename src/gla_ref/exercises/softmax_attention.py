@@ -18,19 +18,11 @@ def dominates(answer):
         [(96, 3), (64, 4), (128, 16)],
         lambda d, H: 2 * d,
         {
-            "Every head has d / H channels, but there are H heads: their number cancels.": (
-                lambda d, H: 2 * d / H
-            ),
+            "Every head has d / H channels, but there are H heads: their number cancels.": (lambda d, H: 2 * d / H),
             "Half of the heads' work is missing: the parallel form has two products with T^2, scores and "
-            "weights times values, and computes all of both, also above the diagonal.": (
-                lambda d, H: 4 * d
-            ),
-            "There are four projections: queries, keys, values and the output.": (
-                lambda d, H: 1.5 * d
-            ),
-            "Count a multiplication and an addition on both sides: 2 T d^2 a projection.": (
-                lambda d, H: d
-            ),
+            "weights times values, and computes all of both, also above the diagonal.": (lambda d, H: 4 * d),
+            "There are four projections: queries, keys, values and the output.": (lambda d, H: 1.5 * d),
+            "Count a multiplication and an addition on both sides: 2 T d^2 a projection.": (lambda d, H: d),
         },
         names=("T",),
         axes=("",),
@@ -50,10 +42,7 @@ def afterwards(answer):
                 [0, 1 / 6, 1 / 4, 1 / 2],
                 "The diagonal stays: a token reads itself, so only what lies above it is set to zero.",
             ),
-            (
-                [1, 3, 5, 12],
-                "These are sums of exponentials: divide by the sum over all four keys.",
-            ),
+            ([1, 3, 5, 12], "These are sums of exponentials: divide by the sum over all four keys."),
         ],
         "Exponentiate the scores of a query against all four keys, and add up the share of those that it may read.",
     )
@@ -62,9 +51,7 @@ def afterwards(answer):
 @exercise("ex-softmax-order", "predict")
 def order(answer):
     """Only the outputs whose set of tokens changes: 1 and 2."""
-    same = (
-        "It reads places 1 to {}, and the new order stays within them: the same set, the same sums."
-    )
+    same = "It reads places 1 to {}, and the new order stays within them: the same set, the same sums."
     choose(
         answer,
         [1, 2],
@@ -106,10 +93,7 @@ def cache(answer):
 
     hold(
         answer,
-        [
-            (*draw(P, (T, 3), (T, 3), (T, 2), (P, 3), (P, 2)), 0.7)
-            for P, T in ((5, 4), (2, 7), (6, 1))
-        ],
+        [(*draw(P, (T, 3), (T, 3), (T, 2), (P, 3), (P, 2)), 0.7) for P, T in ((5, 4), (2, 7), (6, 1))],
         right,
         {
             "The mask does not know of the cache: a new token sees all P cached tokens, so its "
@@ -117,9 +101,7 @@ def cache(answer):
             "New tokens see later ones. The cache needs no mask, but among themselves the new ones do.": (
                 with_mask(lambda P, T: P + T)
             ),
-            "No new token sees itself: the diagonal belongs to the past.": (
-                with_mask(lambda P, T: P - 1)
-            ),
+            "No new token sees itself: the diagonal belongs to the past.": (with_mask(lambda P, T: P - 1)),
             "The cache is not read.": lambda q, k, v, keys, values, scale: attend(
                 q, k, v, scale, torch.ones(len(q), len(q)).tril() > 0
             ),

@@ -151,7 +151,7 @@ def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device
 def check_call(
     mechanism: str, tensors: tuple[Tensor | None, ...], S: Tensor | None, cu_seqlens: Tensor | None,
     scale: float | None, most: dict[str, int],
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """A whole call of a kernel with states; `most` has the largest size of some axes. The sizes of all axes.
 
     Raises:

@@ -70,7 +70,7 @@ def gate_gradient(
     q, k, v, do, g, sums, states, dstates, dg, cu, s_q, s_k, s_v, s_do,
     s_gb, s_gt, s_gh, s_db, s_dt, s_dh, N, T, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+):
     """dg of one chunk: every path across token t, write to read, state to read, write to state, state to state."""
     # which tile
     i_h, i_s = tl.program_id(0) % H, tl.program_id(0) // H
@@ -140,5 +140,5 @@ def running_sums(draft: Draft, g: Spec, cu: Spec | None, C: int) -> Spec:
     draft.launch(
         sum_gates, (chunks, cdiv(H, BH)),
         g, sums, cu, *g.strides, sequences(B, cu), T, H, C=C, BH=BH, PACKED=cu is not None,
-    )  # fmt: skip
+    )
     return sums

@@ -33,7 +33,7 @@ def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
 def carry(
     part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, D,
     BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+):
     """Replace what each segment adds to the state (`part` [slots, H, D]) by the state that it starts from.
 
     A segment's decays: `rows` [slots, H, R], each of D / R numbers in a row, and `columns` [slots, H, V].
@@ -73,7 +73,7 @@ def carry(
 def carry_states(
     draft: Draft, part: Spec, rows: Spec | None, columns: Spec | None, S_in: Spec | None, S_out: Spec,
     cu: Spec | None, T: int, L: int, reverse: bool,
-) -> None:  # fmt: skip
+) -> None:
     """`carry` of segments of L tokens; afterwards S_out [N, H, K, V] holds the states after each sequence."""
     N, H, K, V = S_out.shape
     BD = min(1024, next_power_of_2(K * V))
@@ -82,7 +82,7 @@ def carry_states(
         carry, cdiv(K * V, BD) * H * N,
         part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, K * V,
         BD=BD, PACKED=cu is not None, REVERSE=reverse,
-    )  # fmt: skip
+    )
 
 
 def sequences(B: int, cu: Spec | None) -> int:

@@ -21,7 +21,7 @@ def stride(s, axis: tl.constexpr):
 def load_tile(
     x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
     LAST: tl.constexpr = False,
-):  # fmt: skip
+):
     """Rows o_t ... of x[i_b, :, i_h, o_d:] as [C, BD]; zero from row `end` and column D on.
 
     LAST: nobody will read them again, so that L2 need not keep them.

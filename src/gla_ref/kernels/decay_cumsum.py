@@ -32,7 +32,7 @@ def fwd_decay_cumsum(
     s_gb, s_gt, s_gh, s_gk, s_bb, s_bt, s_bh, s_bk,
     T, H, K,
     C: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, INV_LN2: tl.constexpr,
-):  # fmt: skip
+):
     # which tile
     i_k, i_c, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -89,5 +89,5 @@ def decay_cumsum(g: Tensor, *, C: int = 16) -> Tensor:
     fwd_decay_cumsum[grid](
         g, b, *g.stride(), *b.stride(), T, H, K,
         C=C, BC=triton.next_power_of_2(C), BK=BK, INV_LN2=1 / math.log(2), num_warps=1 if C <= 16 else 4,
-    )  # fmt: skip
+    )
     return b

@@ -36,24 +36,8 @@ from torch import Tensor
 from .. import _contract as contract
 from ..softmax_attention import CACHE, KIND
 from ._hardware import Hardware, tiles
-from ._launch import (
-    KERNELS,
-    Operator,
-    check_choice,
-    check_launch,
-    check_packed,
-    check_required,
-    check_sizes,
-)
-from ._plan import (
-    Draft,
-    Plan,
-    Spec,
-    boxes,
-    describable,
-    next_power_of_2,
-    strides_of,
-)
+from ._launch import KERNELS, Operator, check_choice, check_launch, check_packed, check_required, check_sizes
+from ._plan import Draft, Plan, Spec, boxes, describable, next_power_of_2, strides_of
 from ._program import Planned
 from ._segments import sequences, slots, which_segment
 from ._tiles import load_tile, store_tile
@@ -90,7 +74,7 @@ VARYING = ("N", "S", "H", "slots")
 def load_rows(
     x, s, i_b, i_h, o_t, end, D,
     BT: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
-):  # fmt: skip
+):
     """Rows o_t ... o_t + BT - 1 of x[i_b, :, i_h, :] as [BT, BD], zero from row `end` and column D on.
 
     The copy engine knows where a tensor ends, but not where a packed sequence does: that is for CLIP.
@@ -121,7 +105,7 @@ def fwd_keys(
     b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
     BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+):
     for o_n in tl.range(lo, hi, BN):
         b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
         b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
@@ -147,7 +131,7 @@ def fwd(
     N, T, S, H, K, V, slots, rows, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, NEGATIVE: tl.constexpr,
-):  # fmt: skip
+):
     # which tile: the longest rows first, so that none is left over at the end
     i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BM, PACKED)
     o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
@@ -171,11 +155,11 @@ def fwd(
     b_o, b_l, b_m = fwd_keys(
         b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i, 0, full, K, V, scale2,
         BN, BK, BV, TMA, False, False,
-    )  # fmt: skip
+    )
     b_o, b_l, b_m = fwd_keys(
         b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
         full, tl.minimum(o_m + BM + S - T, S), K, V, scale2, BN, BK, BV, TMA, PACKED, True,
-    )  # fmt: skip
+    )
 
     # store: lse in base 2, as the backward wants it; for float32 its two terms
     store_tile(o, b_o / b_l[:, None], s_o, i_b, i_h, start + o_m, start + T, 0, V, BM, BV, False)
@@ -191,7 +175,7 @@ def dq_keys(
     b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
     BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+):
     for o_n in tl.range(lo, hi, BN):
         b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
         b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
@@ -213,7 +197,7 @@ def bwd_dq(
     N, T, S, H, K, V, slots, rows, scale, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+):
     # which tile, as in fwd
     i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BM, PACKED)
     o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
@@ -238,11 +222,11 @@ def bwd_dq(
     b_dq = dq_keys(
         b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
         0, full, K, V, scale2, BN, BK, BV, TMA, False, False,
-    )  # fmt: skip
+    )
     b_dq = dq_keys(
         b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
         full, tl.minimum(o_m + BM + S - T, S), K, V, scale2, BN, BK, BV, TMA, PACKED, True,
-    )  # fmt: skip
+    )
 
     # store
     store_tile(dq, b_dq * scale, s_dq, i_b, i_h, start + o_m, start + T, 0, K, BM, BK, False)
@@ -260,7 +244,7 @@ def dkv_queries(
     b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j, lo, hi, K, V, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, AHEAD: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+):
     b_lse, b_delta = load_sums(lse, delta, o_head, lo, T, BM)  # [BM] each
     for o_m in tl.range(lo, hi, BM):
         b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, CLIP)  # [BM, BK]
@@ -294,7 +278,7 @@ def bwd_dkv(
     N, T, S, H, K, V, slots, rows, scale, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+):
     # which tile: the first keys, which most queries see, come first
     i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BN, PACKED)
     o_n = i_t * BN
@@ -317,16 +301,16 @@ def bwd_dkv(
     b_dk, b_dv = dkv_queries(
         b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
         first, full, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, PACKED, True,
-    )  # fmt: skip
+    )
     b_dk, b_dv = dkv_queries(
         b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
         full, last, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, False, False,
-    )  # fmt: skip
+    )
     if PACKED:
         b_dk, b_dv = dkv_queries(
             b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
             last, T, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, True, False,
-        )  # fmt: skip
+        )
 
     # store
     store_tile(dk, b_dk * scale, s_dk, i_b, i_h, start + o_n, start + S, 0, K, BN, BK, False)
@@ -371,7 +355,7 @@ class _Call:
             kernel, n * self.B * self.sizes["H"], *loaded, *args, **self.sizes, slots=n,
             scale2=self.scale / math.log(2), BK=self.BK, BV=self.BV, TMA=self.engine,
             PACKED=self.cu is not None, **named, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        )
 
 
 def _parts(dtype: torch.dtype) -> int:
@@ -391,7 +375,7 @@ def plan_forward(hardware: Hardware, q, k, v, cu, scale, kernel, cached) -> Plan
     call.launch(
         fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
         *(x.strides for x in (q, k, v, o)), BM=BM, BN=BN, NEGATIVE=call.scale < 0, warps=warps, stages=stages,
-    )  # fmt: skip
+    )
     return call.draft.plan("portable", o, lse, low)
 
 
@@ -408,13 +392,13 @@ def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale, kerne
         bwd_dq, call.T, BM, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)], *rows, delta, dq,
         call.cu, *(x.strides for x in (q, k, v, o, do, dq)), scale=call.scale, BM=BM, BN=BN,
         warps=warps, stages=stages,
-    )  # fmt: skip
+    )
     BM, BN, warps, stages = call.tiles(BWD_DKV)
     call.launch(
         bwd_dkv, k.shape[1], BN, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)], *rows, delta, dk, dv,
         call.cu, *(x.strides for x in (q, k, v, do, dk, dv)), scale=call.scale, BM=BM, BN=BN,
         AHEAD=call.AHEAD, warps=warps, stages=stages,
-    )  # fmt: skip
+    )
     return call.draft.plan("portable", dq, dk, dv)
 
 
@@ -468,12 +452,12 @@ OPTIONS = "float? scale, str? kernel"
 _forward = Operator(
     "flash_attention", forward,
     f"(Tensor q, Tensor k, Tensor v, Tensor? cu, {OPTIONS}, bool cached) -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 _backward = Operator(
     "flash_attention_backward", backward,
     "(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? low, Tensor do, Tensor? cu, "
     f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 
 
 @_forward.register_fake

@@ -92,7 +92,7 @@ def _gradients(ctx, do, dS):
     return (
         dq, dk, dv, dg if need_dg else None, None if g_v is None else dg_v, None if S is None else dS0,
         *[None] * 4,
-    )  # fmt: skip
+    )
 
 
 _forward.register_autograd(_save, _gradients)
@@ -102,7 +102,7 @@ def gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, g_v: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str | None = None,
     kernel: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Gated Linear Attention, differentiable; right for every gate in [-inf, 0].
 
     Args:

@@ -71,7 +71,7 @@ def prepare_qg_kg(
 def fused_chunk_gla_fwd_kernel(
     q_g, k_g, v, b, o, S_in, S_out, s_b, s_v, s_o, T, H, K, V,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+):
     # which tile: BK rows and BV columns of one head's state
     i_k, i_v, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -145,7 +145,7 @@ def qg_kg(q: Tensor, k: Tensor, b: Tensor, scale: float, C: int = 16) -> tuple[T
     prepare_qg_kg[_grid(q, C)](
         q, k, b, q_g, k_g, q.stride(), k.stride(), b.stride(), T, H, K, scale,
         BT=C, BK=tile(K), num_warps=WARPS[C][0],
-    )  # fmt: skip
+    )
     return q_g, k_g
 
 
@@ -161,7 +161,7 @@ def read_states(
     fused_chunk_gla_fwd_kernel[NK, NV, B * H](
         q_g, k_g, v, b, o, S, S_out, q_g.stride(), v.stride(), o.stride(), T, H, K, V,
         BT=C, BK=BK, BV=BV, num_warps=WARPS[C][1],
-    )  # fmt: skip
+    )
     return o, S_out
 
 
@@ -172,7 +172,7 @@ def inner_scores(q: Tensor, k: Tensor, b: Tensor, scale: float, C: int = 16) -> 
     fwd_inner_chunk[_grid(q, C)](
         q, k, b, A, q.stride(), k.stride(), b.stride(), T, H, K, scale,
         BT=C, BK=tile(K), num_warps=WARPS[C][2],
-    )  # fmt: skip
+    )
     return A
 
 

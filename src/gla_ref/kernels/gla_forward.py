@@ -78,7 +78,7 @@ def walk(
     s_q, s_k, s_v, s_g, s_o, s_S, N, T, L, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
-):  # fmt: skip
+):
     """A segment of a head, chunk by chunk, from its state in S_in to S_out.
 
     With g, (1) is made here, and with o `strong` is written: one flag for each chunk of a head. Without
@@ -174,7 +174,7 @@ def mend(
     q, k, v, g, o, strong, cu, s_q, s_k, s_v, s_g, s_o, N, T, H, K, V, scale, n_flags, reverse,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
-):  # fmt: skip
+):
     """Add to o the pairs of strong chunks; `strong` [n_flags], one for each chunk of a head."""
     # which chunks: BN of them, of which most have nothing to do
     first = tl.program_id(0) * BN
@@ -203,7 +203,7 @@ def prepare(
     q, k, g, q_hat, k_hat, factors, strong, cu, s_q, s_k, s_g, s_hat, N, T, H, K,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
     FAST_SUMS: tl.constexpr,
-):  # fmt: skip
+):
     """(1): q' and k'; the state's `factors` [chunks, H, 3, K], of q, through, of k; `strong`, from zeros."""
     # which tile: BK channels of a chunk of a head
     n_k = tl.cdiv(K, BK)
@@ -423,13 +423,13 @@ class Call:
             prepare, cdiv(K, 64) * H * n,
             q, k, g, q_hat, k_hat, factors, strong, self.cu, *patterns(q, k, g, q_hat),
             self.N, self.T, H, K, BK=64, LIMIT=self.limit, **self.same, num_warps=4, maxnreg=128,
-        )  # fmt: skip
+        )
         return Readers(q_hat, k_hat, None, factors, strong)
 
     def walk(
         self, x: Readers, v: Spec, S_in: Spec | None, o: str = "", S: str = "", states: str = "",
         starts: Spec | None = None, reverse: bool = False,
-    ) -> Walked:  # fmt: skip
+    ) -> Walked:
         """Make what is given a name: o, the final state S, the states before each chunk.
 
         One launch where sequences are walked in one go, else the three that the module's docstring
@@ -438,7 +438,7 @@ class Call:
         """
         draft, C, BV, N, T, H, K, V = (
             self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V,
-        )  # fmt: skip
+        )
         tokens = (x.q, x.k, v, x.g) if o else (x.k, v, x.g)
         engine = self.cu is None and all([describable(y, draft.hardware) for y in tokens if y])
         o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
@@ -456,7 +456,7 @@ class Call:
                 *patterns(q, x.k, v, x.g, o), s_S, N, T, L, H, K, V, self.scale,
                 BK=self.BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
                 num_warps=self.warps, num_stages=self.stages[int(states is not None)],
-            )  # fmt: skip
+            )
 
         L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), self.cu and N)
         if L > T:  # in one go; there is a slot for each sequence, so that S_in and S are by slots too
@@ -482,7 +482,7 @@ class Call:
             self.N, self.T, self.H, self.K, self.V, self.scale, self.chunks * self.H, int(reverse),
             LEVELS=self.levels, BK=min(MEND[self.draft.hardware.family], self.BK), BV=self.BV, BN=16,
             **self.same, num_warps=4, num_stages=1,
-        )  # fmt: skip
+        )
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:

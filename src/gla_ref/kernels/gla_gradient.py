@@ -47,7 +47,7 @@ def gradients(
     q, k, v, do, g, S, R, dq, dk, dg, cu, s_q, s_k, s_v, s_do, s_g, s_d, s_S, N, T, H, K, V, scale,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
-):  # fmt: skip
+):
     """dq, dk and dg (None where it is not needed) of a chunk, [B, T, H, K] with strides s_d."""
     # which tile: BK channels of a chunk of a head
     n_k = tl.cdiv(K, BK)
@@ -88,7 +88,7 @@ def gradients(
     b_dq, b_dk, b_net, b_later = pairs(
         b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild,
         LEVELS, FAST_SUMS,
-    )  # fmt: skip
+    )
 
     # store
     store_tile(dq, b_dq * scale, s_d, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
@@ -170,7 +170,7 @@ def plan_backward(
     S_all = call.walk(x, v, S_in, states="states", starts=starts).states
     back = call.walk(
         x._replace(q=x.k, k=x.q), do, R, o="dv", S="R_0" if S else "", states="dstates", reverse=True
-    )  # fmt: skip
+    )
     call.mend(k, q, do, g, back.o, x.strong, reverse=True)
     dq, dk = draft.like("dq", q), draft.like("dk", k)
     dg = draft.like("dg", g) if need_dg else None
@@ -183,6 +183,6 @@ def plan_backward(
         *patterns(q, k, v, do, g, dq, S_all), call.N, call.T, call.H, call.K, call.V, call.scale,
         LEVELS=call.levels, BK=B, BV=B, LIMIT=call.limit, **call.same,
         num_warps=warps, num_stages=stages if call.half and call.V > B else 1,
-    )  # fmt: skip
+    )
     dS0 = first_gradient(draft, back.S if S else None, call.scale)
     return draft.plan("portable", dq, dk, back.o, dg, None, dS0)

@@ -45,7 +45,7 @@ def row(x, s, i_b, t, i_h, o_d, D, BD: tl.constexpr):
 def step(
     q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, K, V, scale,
     BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+):
     # which tile: BV columns of the state of a head of a sequence
     n_v = tl.cdiv(V, BV)
     o_v, i_h = tl.program_id(0) % n_v * BV, tl.program_id(0) // n_v % H
@@ -95,7 +95,7 @@ def plan_step(hardware: Hardware, q, k, v, g, g_v, S, cu, scale) -> Plan:
         step, cdiv(V, BV) * H * N,
         q, k, v, g, g_v, o, *states, cu, *patterns(q, k, v, g, g_v, o, *states), T, H, K, V, scale,
         BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
-    )  # fmt: skip
+    )
     return draft.plan("recurrent", o, S_T)
 
 
@@ -109,7 +109,7 @@ forward = Planned(plan_step, TENSORS, ("scale",), check)
 _step = Operator(
     "gla_step", forward,
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? g_v, Tensor? S, Tensor? cu, float? scale) -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 
 
 @_step.register_fake

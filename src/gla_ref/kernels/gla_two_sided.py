@@ -31,18 +31,7 @@ from ._hardware import Hardware
 from ._plan import Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from ._segments import carry_states, segment_length, slots, which_segment
 from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile
-from .gla_forward import (
-    MEND,
-    WALK,
-    Call,
-    Readers,
-    Walked,
-    across,
-    chunk_decays,
-    clamped,
-    scores,
-    to_border,
-)
+from .gla_forward import MEND, WALK, Call, Readers, Walked, across, chunk_decays, clamped, scores, to_border
 from .gla_gradient import GRADIENTS, crossing, first_gradient, pairs, start_backward
 
 # as in gla_forward.py and gla_gradient.py, but for what spills
@@ -58,7 +47,7 @@ def walk(
     s_q, s_k, s_v, s_gv, s_o, s_S, N, T, L, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TMA: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
-):  # fmt: skip
+):
     """As `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
     # which tile
     n_v = tl.cdiv(V, BV)
@@ -130,7 +119,7 @@ def mend(
     q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_flags,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     NV: tl.constexpr, PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
-):  # fmt: skip
+):
     """Add to o the pairs of strong tiles; `strong` [n_flags, NV]."""
     # which chunks: BN of them, of which most have nothing to do
     first = tl.program_id(0) * BN
@@ -175,7 +164,7 @@ def gradients(
     q, k, v, do, g, g_v, S, R, dq, dk, dg, cu, s_q, s_k, s_v, s_do, s_g, s_gv, s_d, s_S,
     N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
-):  # fmt: skip
+):
     """As `gla_gradient.gradients`. With (q, k, g) and (do, v, g_v) exchanged: do, dv and dg_v."""
     # which tile: BK channels of a chunk of a head
     n_k = tl.cdiv(K, BK)
@@ -222,7 +211,7 @@ def gradients(
     b_dq, b_dk, b_net, b_later = pairs(
         b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild,
         LEVELS, FAST_SUMS,
-    )  # fmt: skip
+    )
 
     # store
     store_tile(dq, b_dq * scale, s_d, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
@@ -243,11 +232,11 @@ class TwoSided(Call):
     def walk(
         self, x: Readers, v: Spec, g_v: Spec, S_in: Spec | None, o: str = "", S: str = "",
         states: str = "", starts: Spec | None = None, reverse: bool = False,
-    ) -> tuple[Walked, Spec | None]:  # fmt: skip
+    ) -> tuple[Walked, Spec | None]:
         """As `Call.walk`, and with o the flags of strong tiles."""
         draft, C, BV, N, T, H, K, V = (
             self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V,
-        )  # fmt: skip
+        )
         tokens = (x.q, x.k, v) if o else (x.k, v)
         engine = self.cu is None and all([describable(y, draft.hardware) for y in tokens])
         o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
@@ -267,7 +256,7 @@ class TwoSided(Call):
                 *patterns(q, x.k, v, g_v, o), s_S, N, T, L, H, K, V, self.scale,
                 BK=self.BK, BV=BV, NV=self.NV, TMA=engine, REVERSE=reverse, LIMIT=self.limit,
                 **self.same, num_warps=self.warps, num_stages=self.stages[int(states is not None)],
-            )  # fmt: skip
+            )
 
         L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), self.cu and N)
         if L > T:  # in one go
@@ -299,7 +288,7 @@ class TwoSided(Call):
             LEVELS=self.levels, BK=B, BV=B, LIMIT=self.limit, **self.same,
             # one stage: Triton would refill v's buffer before the strong branch reads it
             num_warps=warps, num_stages=1,
-        )  # fmt: skip
+        )
         return dq, dk, dg
 
 
@@ -314,7 +303,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Pla
         call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H,
         LEVELS=call.levels, BK=min(MEND[hardware.family], call.BK), BV=call.BV, BN=16, NV=call.NV,
         **call.same, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    )
     return call.draft.plan("portable", walked.o, walked.S, walked.starts)
 
 
@@ -328,12 +317,12 @@ def plan_backward(
     ahead, _ = call.walk(x, v, g_v, S_in, states="states", starts=starts)
     back, _ = call.walk(
         x._replace(q=x.k, k=x.q), do, g_v, R, S="R_0" if S else "", states="dstates", reverse=True
-    )  # fmt: skip
+    )
     # keys and values exchanged, and in the states too: [..., V, H, K]
     turned = [y.transposed(1, 3) for y in (ahead.states, back.states)]
     _, dv, dg_v = call.gradients(do, v, k, q, g_v, g, *turned, "_do dv dg_v", True)
     dq, dk, dg = call.gradients(
         q, k, v, do, g, g_v, ahead.states, back.states, "dq dk dg", need_dg
-    )  # fmt: skip
+    )
     dS0 = first_gradient(call.draft, back.S if S else None, call.scale)
     return call.draft.plan("portable", dq, dk, dv, dg, dg_v, dS0)

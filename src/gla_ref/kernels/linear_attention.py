@@ -39,14 +39,7 @@ from ._launch import KERNELS, Operator, check_call, check_choice, check_required
 from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from ._program import Planned
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
-from ._segments import (
-    carry_states,
-    choose_path,
-    segment_length,
-    sequences,
-    slots,
-    which_segment,
-)
+from ._segments import carry_states, choose_path, segment_length, sequences, slots, which_segment
 from ._tiles import VARYING, load_tile, operand, store_tile, strides
 
 __all__ = ["choose_path", "linear_attention", "simple_gla"]
@@ -56,7 +49,7 @@ CHUNK = {
     ("hopper", 16): 64, ("hopper", 32): 16,
     ("ampere", 16): 32, ("ampere", 32): 16,
     ("turing", 16): 16, ("turing", 32): 16,
-}  # fmt: skip
+}
 # and K up to: (BV, warps, stages). Hopper's were fastest; benchmarks/LAB.md says what else was tried. The others' are
 # the largest that hardly spill, as tools/compile_kernels.py shows. 512 serves dq and dk, whose keys are values
 WALK = {
@@ -91,7 +84,7 @@ def walk(
     q, k, v, o, sums, S_in, S_out, states, decay, cu, s_q, s_k, s_v, s_o, N, T, L, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+):
     # which tile: V tiles of a head are neighbours and share q and k in L2
     n_v = tl.cdiv(V, BV)
     i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
@@ -160,7 +153,7 @@ def walk(
 def unwind(
     q, k, v, do, dq, dk, dv, S, R, dS, cu, s_q, s_k, s_v, s_do, s_dk, s_dv, T, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+):
     """dq, dk and dv of a head in one walk from its end, where S is known: S_(n-1) = S_n - k^T v as R grows."""
     # which tile: a sequence and head
     i_h, i_n = tl.program_id(0) % H, tl.program_id(0) // H
@@ -237,7 +230,7 @@ def _chunk(hardware: Hardware, x: Spec) -> int:
 def _walk(
     draft: Draft, q: Spec | None, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
     scale: float, path: str | None, names: str, reverse: bool = False, final: bool = True, keep: bool = False,
-) -> tuple[Spec, Spec | None, Spec | None]:  # fmt: skip
+) -> tuple[Spec, Spec | None, Spec | None]:
     """(o, final state, the states before each chunk (backwards: after it) [slots, H, K, V]).
 
     `names` are those of the first two; the other two are made where they are needed: `final`, `keep`.
@@ -259,7 +252,7 @@ def _walk(
             *strides(q, k, v, o), N, T, L, H, K, V, scale,
             C=C, BK=BK, BV=BV, TMA=engine, PACKED=cu is not None, REVERSE=reverse,
             num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        )
 
     programs = cdiv(V, BV) * H * N
     L = C * segment_length(draft, path, programs, cdiv(T, C), cu and N)
@@ -288,7 +281,7 @@ def _walk(
 def _unwind(
     draft: Draft, q: Spec, k: Spec, v: Spec, do: Spec, S: Spec, R: Spec | None, with_dS0: bool,
     cu: Spec | None, scale: float,
-) -> tuple[Spec, Spec, Spec, Spec | None]:  # fmt: skip
+) -> tuple[Spec, Spec, Spec, Spec | None]:
     """(dq, dk, dv, dS0) from the final state S and its gradient R; dS0, the initial state's, only `with_dS0`."""
     (_, T, H, K), V, C = k.shape, v.shape[-1], _chunk(draft.hardware, k)
     dq, dk, dv = (draft.like(f"d{x.name}", x) for x in (q, k, v))
@@ -301,7 +294,7 @@ def _unwind(
         *boxes(engine, C, *((x, 64) for x in (q, k, v, do, dq, dk, dv))), S, R, dS0, cu,
         *strides(q, k, v, do, dk, dv), T, H, K, V, scale,
         C=C, BK=64, BV=64, TMA=engine, PACKED=cu is not None, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    )
     return dq, dk, dv, dS0
 
 
@@ -351,7 +344,7 @@ def plan_backward(
     dv, R_0, dstates = _walk(
         draft, k, q, do, sums, R, cu, scale, path, "dv R_0",
         reverse=True, final=S is not None, keep=need_dg,
-    )  # fmt: skip
+    )
     dS0 = dg = None
     if S is not None:
         dS0 = draft.compute(draft.spec("dS0", *R_0.shape), torch.mul, R_0, scale)
@@ -364,7 +357,7 @@ def plan_backward(
             q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do), *g.strides, *dg.strides,
             sequences(B, cu), T, H, K, V, scale, C=C, BK=max(64, next_power_of_2(K)), BV=BV,
             PACKED=cu is not None, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        )
     return draft.plan("portable", dq, dk, dv, dg, dS0)
 
 
@@ -400,7 +393,7 @@ _forward = Operator("linear_attention", forward, f"({ARGUMENTS}, {OPTIONS}) -> (
 _backward = Operator(
     "linear_attention_backward", backward,
     f"({ARGUMENTS}, Tensor? S_T, Tensor? sums, Tensor do, Tensor? dS, {OPTIONS}, bool need_dg) -> Tensor[]",
-)  # fmt: skip
+)
 
 
 @_forward.register_fake

@@ -99,9 +99,7 @@ class Explorable:
         frames = encode(self.frames)
         labels = [[str(value) for value in control.values] for control in self.controls]
         data = json.dumps(
-            {"pieces": list(pieces), "frames": frames, "labels": labels},
-            ensure_ascii=False,
-            separators=(",", ":"),
+            {"pieces": list(pieces), "frames": frames, "labels": labels}, ensure_ascii=False, separators=(",", ":")
         ).replace("</", r"<\/")  # a string must not end the script
         first = self.frames
         for i in self.start:
@@ -129,8 +127,7 @@ def _control(control: Choice | Slider, i: int) -> str:
     label, values = escape(control.label), [escape(str(value)) for value in control.values]
     if isinstance(control, Choice):
         options = "".join(
-            f'<option value="{n}"{" selected" * (n == i)}>{value}</option>'
-            for n, value in enumerate(values)
+            f'<option value="{n}"{" selected" * (n == i)}>{value}</option>' for n, value in enumerate(values)
         )
         return f'<label>{label} <select autocomplete="off">{options}</select></label>'
     return (

@@ -15,9 +15,7 @@ Point = tuple[float, float]
 
 
 def rect(x: float, y: float, width: float, height: float, kind: str) -> str:
-    return (
-        f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"/>'
-    )
+    return f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"/>'
 
 
 def circle(x: float, y: float, r: float, kind: str) -> str:

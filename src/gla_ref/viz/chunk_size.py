@@ -36,7 +36,7 @@ def chunk_size() -> Explorable:
         frames=frames,
         height=242,
         start=(3,),
-    )  # fmt: skip
+    )
 
 
 def _counts(C: int) -> dict[str, int]:

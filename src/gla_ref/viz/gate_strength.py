@@ -79,9 +79,7 @@ def _oracle(gate: float, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """q, k, v, g in float32, with the values of `dtype`, and the float64 recurrence of them."""
     generator = torch.Generator().manual_seed(0)
     tokens = (torch.randn(1, T, 1, D, generator=generator, dtype=torch.float32) for D in (K, K, V))
-    x = [y.to(dtype).float() for y in tokens] + [
-        torch.full((1, T, 1, K), -gate, dtype=torch.float32)
-    ]
+    x = [y.to(dtype).float() for y in tokens] + [torch.full((1, T, 1, K), -gate, dtype=torch.float32)]
     return x, gla.recurrent(*(y.double() for y in x))[0]
 
 
@@ -181,10 +179,7 @@ def gate_strength() -> Explorable:
         "already. With two levels no factor is above 1, and what leaves the range below is a decay next to nothing.",
         alt="Three panels, a form each: powers of two of the factors on q and k over 256 tokens, on top of the range "
         "of the number format, with the error of the form.",
-        controls=(
-            Choice("format", list(DTYPES)),
-            Slider("log gate of every token", [f"−{gate:g}" for gate in GATES]),
-        ),
+        controls=(Choice("format", list(DTYPES)), Slider("log gate of every token", [f"−{gate:g}" for gate in GATES])),
         frames=[[_frame(name, gate) for gate in GATES] for name in DTYPES],
         height=max(TOPS.values()) + PANEL + 44,
         start=(1, 8),

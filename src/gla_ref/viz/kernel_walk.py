@@ -13,13 +13,7 @@ from ._svg import rect, text
 
 __all__ = ["WAYS", "Move", "kernel_walk", "walk"]
 
-N, C, L, K, V = (
-    8,
-    64,
-    2,
-    64,
-    64,
-)  # one head: chunks, tokens a chunk, chunks a segment, one tile of V
+N, C, L, K, V = (8, 64, 2, 64, 64)  # one head: chunks, tokens a chunk, chunks a segment, one tile of V
 WAYS = ("fused", "materialised", "segmented")
 
 
@@ -132,11 +126,7 @@ def _chip(now: list[Move]) -> list[str]:
         for i, (name, kind) in enumerate(tiles):
             x, y = LEFT + PITCH * p + 2 + 17 * (i % 2), CHIP + 2 + 26 * (i // 2)
             pieces += [rect(x, y, 15, 24, kind), text(x + 7.5, y + 12, NAMES.get(name, name), "on")]
-    for x, kind, name in (
-        (44, LOADED, "loaded"),
-        (140, STORED, "stored"),
-        (236, KEPT, "only on the chip"),
-    ):
+    for x, kind, name in ((44, LOADED, "loaded"), (140, STORED, "stored"), (236, KEPT, "only on the chip")):
         pieces += [rect(x, CHIP + 94, 12, 12, kind), text(x + 18, CHIP + 100, name, "start")]
     return pieces
 
@@ -171,9 +161,7 @@ def _words(way: str, step: int, last: int) -> str:
         return what + (" What it has added up, Δ, is stored." if step == L else "")
     if step == L + 1:
         return "One small program adds up Δ: now the state before each segment is known."
-    return (
-        f"A program a segment, from its true state: q, k and v of its chunk {step - L - 1}, and o."
-    )
+    return f"A program a segment, from its true state: q, k and v of its chunk {step - L - 1}, and o."
 
 
 def kernel_walk() -> Explorable:

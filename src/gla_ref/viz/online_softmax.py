@@ -20,8 +20,13 @@ LEFT, COLUMN = 8, 32
 # e^x of twelve keys and their values; the first four are the example by hand
 WEIGHTS = [1, 2, 3, 6, 3, 3, 12, 6, 6, 24, 12, 6]
 VALUES = [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0], [2, 0, 1]] + [
-    [1, 0, 0], [0, 0, 3], [0, 2, 0], [1, 1, 0], [0, 0, 1], [2, 0, 0]
-]  # fmt: skip
+    [1, 0, 0],
+    [0, 0, 3],
+    [0, 2, 0],
+    [1, 1, 0],
+    [0, 0, 1],
+    [2, 0, 0],
+]
 
 
 def online_softmax() -> Explorable:
@@ -38,10 +43,7 @@ def online_softmax() -> Explorable:
         "The size of the tiles changes what happens on the way; m, d′ and o′ end the same for all of them.",
         alt="Above, the scores of twelve keys as dots and their running maximum as a line; in the middle a bar of "
         "exp(x − m) for every key read; below, the three numbers kept between tiles.",
-        controls=(
-            Choice("Keys in a tile", TILES),
-            Slider("Step", range(max(len(row) for row in frames))),
-        ),
+        controls=(Choice("Keys in a tile", TILES), Slider("Step", range(max(len(row) for row in frames)))),
         frames=frames,
         height=304,
         start=(1, 3),
@@ -126,11 +128,7 @@ def _bar(j: int, x_j: Tensor, m: Tensor, kind: str) -> str:
 
 def _keys(keys: range) -> str:
     first, last = keys.start + 1, keys.stop
-    return (
-        f"key {last}"
-        if first == last
-        else f"keys {first} {'and' if last - first == 1 else 'to'} {last}"
-    )
+    return f"key {last}" if first == last else f"keys {first} {'and' if last - first == 1 else 'to'} {last}"
 
 
 def _number(y: Tensor) -> str:

@@ -13,31 +13,18 @@ __all__ = ["prefix_sum"]
 
 LENGTHS = (1, 2, 3, 4, 6, 12)
 COLUMN, TILE = 30, 28
-ROWS = (
-    "input",
-    "step 1, inside the chunks",
-    "step 2, between them: the carry",
-    "result: the sum of both",
-)
+ROWS = ("input", "step 1, inside the chunks", "step 2, between them: the carry", "result: the sum of both")
 
 # keys and values of twelve tokens; the first four are the chapter's example
-KEYS = [
-    [1, 0],
-    [0, 1],
-    [1, 1],
-    [1, 0],
-    [0, -1],
-    [1, 1],
-    [-1, 1],
-    [0, 1],
-    [1, 0],
-    [-1, 0],
-    [1, -1],
-    [0, 1],
-]
+KEYS = [[1, 0], [0, 1], [1, 1], [1, 0], [0, -1], [1, 1], [-1, 1], [0, 1], [1, 0], [-1, 0], [1, -1], [0, 1]]
 VALUES = [[1, 2, 3], [4, 0, 1], [0, 1, 0], [2, 2, 2], [1, 0, -2], [-2, 1, 0]] + [
-    [0, 3, 1], [1, -1, 0], [0, 2, -1], [3, 0, 1], [1, 1, -2], [-1, 2, 0]
-]  # fmt: skip
+    [0, 3, 1],
+    [1, -1, 0],
+    [0, 2, -1],
+    [3, 0, 1],
+    [1, 1, -2],
+    [-1, 2, 0],
+]
 
 
 def prefix_sum(*, states: bool = False) -> Explorable:
@@ -51,10 +38,7 @@ def prefix_sum(*, states: bool = False) -> Explorable:
         x = torch.tensor(KEYS)[:, :, None] * torch.tensor(VALUES)[:, None, :]  # [T K V]
     frames = [_walk(x, C) for C in LENGTHS]
     title, notice, alt = _STATES if states else _NUMBERS
-    controls = (
-        Choice("Chunk length", LENGTHS),
-        Slider("Additions in a row", range(max(len(row) for row in frames))),
-    )
+    controls = (Choice("Chunk length", LENGTHS), Slider("Additions in a row", range(max(len(row) for row in frames))))
     return Explorable(title, notice, alt, controls, frames, height=258, start=(3, 4))
 
 
@@ -110,9 +94,7 @@ def _frame(x: Tensor, sums: Chunked, C: int, inside: int, between: int) -> Frame
     else:
         new = [(1, t) for t in range(inside, T, C)] if inside else []
     for r, t in new:
-        pieces.append(
-            rect(left[t], 20 + 62 * r, TILE, 30, "line-blue" if r == 1 else "line-vermilion")
-        )
+        pieces.append(rect(left[t], 20 + 62 * r, TILE, 30, "line-blue" if r == 1 else "line-vermilion"))
     return Frame(pieces, _said(x, sums, C, inside, between))
 
 

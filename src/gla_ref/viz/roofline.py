@@ -14,12 +14,7 @@ __all__ = ["ORDINARY", "Point", "points", "roofline", "shapes"]
 #: FLOP/s in float32 without tensor cores, by the data sheet of the H200 (the other two ceilings are measured)
 ORDINARY = 67e12
 SUITES = ("flash", "linear", "figure2", "gla")
-COLORS = {
-    "softmax_attention": "vermilion",
-    "linear_attention": "blue",
-    "simple_gla": "green",
-    "gla": "orange",
-}
+COLORS = {"softmax_attention": "vermilion", "linear_attention": "blue", "simple_gla": "green", "gla": "orange"}
 
 
 @dataclass(frozen=True)
@@ -98,9 +93,7 @@ def points(data: dict, direction: str, **shape: int) -> list[Point]:
             limit = max(least, key=least.get)
             flops, name = n.matmul_flops or n.elementwise_flops, f"{mechanism}: {form}"
             rate, ms = flops / least[limit], 1e3 * least[limit]
-            predicted.append(
-                Point(name, mechanism, flops / n.bytes, rate, ms, limit, steps=n.steps)
-            )
+            predicted.append(Point(name, mechanism, flops / n.bytes, rate, ms, limit, steps=n.steps))
     return measured + sorted(predicted, key=lambda p: p.ms)
 
 
@@ -127,13 +120,8 @@ def _plot(data: dict) -> str:
     for height, kind in ((products, "line-grey"), (ORDINARY, "line-grey dashed")):
         ridge = height / bandwidth
         start = left if height == products else ridge
-        pieces.append(
-            path([_at(x, min(height, x * bandwidth)) for x in (start, ridge, right)], kind)
-        )
-    pieces += [
-        text(4, 10, "TFLOP/s", "start"),
-        text(X + WIDE - 6, Y + HIGH - 10, "FLOP a byte", "end"),
-    ]
+        pieces.append(path([_at(x, min(height, x * bandwidth)) for x in (start, ridge, right)], kind))
+    pieces += [text(4, 10, "TFLOP/s", "start"), text(X + WIDE - 6, Y + HIGH - 10, "FLOP a byte", "end")]
     for i, (mechanism, color) in enumerate(COLORS.items()):
         x, y = X + 5 + 170 * (i % 2), Y + HIGH + 38 + 20 * (i // 2)
         pieces.append(circle(x, y, 4.5, color))
@@ -177,9 +165,7 @@ def _row(data: dict, plot: str, direction: str, shape: dict[str, int]) -> list[F
     found = points(data, direction, **shape)
     marks = "".join(map(_mark, reversed(found)))  # what was measured on top
     if not found:
-        return [
-            Frame([plot], "Nothing was measured here, and costs.py counts forward passes only.")
-        ]
+        return [Frame([plot], "Nothing was measured here, and costs.py counts forward passes only.")]
     frames = []
     for p in found:
         ring = circle(*_at(p.intensity, p.rate), 9, "line")
@@ -206,11 +192,7 @@ def roofline(data: dict) -> Explorable:
         "whole chip work all the time, which thousands of steps in a row do not.",
         alt="A plot of speed over arithmetic intensity, both logarithmic, with a roof that rises, then is flat. Hollow "
         "circles, forms, lie on it or below; filled marks, measured kernels, lie below.",
-        controls=(
-            Choice("shape", names),
-            Choice("direction", directions),
-            Slider("point", range(1, most + 1)),
-        ),
+        controls=(Choice("shape", names), Choice("direction", directions), Slider("point", range(1, most + 1))),
         frames=frames,
         height=Y + HIGH + 90,
         start=(max(range(len(names)), key=lambda i: len(frames[i][0])), 0, 0),

@@ -84,9 +84,7 @@ def _span(tokens: slice) -> str:
 
 def _words(kind: str, rows: slice, cols: slice) -> str:
     if kind == "inter-chunk" and not cols.stop:
-        return (
-            f"Before the first chunk is the initial state: {_span(rows)} read it, then write to it."
-        )
+        return f"Before the first chunk is the initial state: {_span(rows)} read it, then write to it."
     if kind == "inter-chunk":
         return (
             f"Between chunks: {_span(rows)} read {_span(cols)} through the state, in one product, and write to it "

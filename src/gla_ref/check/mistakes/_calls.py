@@ -61,9 +61,7 @@ class Call:
             outs.append(o)
         return torch.cat(outs, 1), S
 
-    def each(
-        self, ends: list[int] | None, variant: Callable | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def each(self, ends: list[int] | None, variant: Callable | None = None) -> tuple[Tensor, Tensor]:
         """A variant, or the right computation, of every packed sequence by itself."""
 
         def one(S, **x):

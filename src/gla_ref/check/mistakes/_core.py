@@ -31,11 +31,7 @@ LINEAR = tuple(m for m, kind in MECHANISMS.items() if not kind.cache and not kin
 GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
 CHANNELS = tuple(m for m in GATED if "K" in MECHANISMS[m].axes("g"))  # a gate for each of them
 DECAY, READ, WRITE = "S_t = exp(g_t) S_{t-1} + ...", "o_t = scale q_t S_t", "S_t = ... + k_t^T v_t"
-CARRY, GRADIENT, PACK = (
-    "S_[n+1] from S_[n]: chunk to chunk",
-    "the backward pass",
-    "S_0 of each sequence",
-)
+CARRY, GRADIENT, PACK = ("S_[n+1] from S_[n]: chunk to chunk", "the backward pass", "S_0 of each sequence")
 MISTAKES: list[Mistake] = []
 
 
@@ -52,9 +48,7 @@ def simple(name: str, line: str, changes: Callable[[Call], dict], mechanisms=LIN
     mistake(name, line, mechanisms)(lambda c: c.run(**changes(c)))
 
 
-def gradient(
-    name: str, tensor: str, change: Callable[[Tensor, Call], Tensor], mechanisms=LINEAR
-) -> None:
+def gradient(name: str, tensor: str, change: Callable[[Tensor, Call], Tensor], mechanisms=LINEAR) -> None:
     """A mistake that is right but for the gradient of one tensor."""
     mistake(name, GRADIENT, mechanisms)(
         lambda c: c.run(**{tensor: backward(getattr(c, tensor), lambda d: change(d, c))})
@@ -63,9 +57,7 @@ def gradient(
 
 def state_term(name: str, tensor: str, mechanisms=LINEAR) -> None:
     """A gradient without what reaches it through the final state."""
-    mistake(name, GRADIENT, mechanisms)(
-        lambda c: (c.run()[0], c.run(**{tensor: getattr(c, tensor).detach()})[1])
-    )
+    mistake(name, GRADIENT, mechanisms)(lambda c: (c.run()[0], c.run(**{tensor: getattr(c, tensor).detach()})[1]))
 
 
 class _Backward(torch.autograd.Function):
@@ -96,11 +88,7 @@ class Contiguous(torch.autograd.Function):
     def forward(ctx, x):
         if x.is_contiguous():
             return x.clone()
-        return (
-            x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset())
-            .nan_to_num()
-            .clone()
-        )
+        return x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset()).nan_to_num().clone()
 
     @staticmethod
     def backward(ctx, d):

@@ -13,47 +13,22 @@ from ._calls import Call
 from ._core import CHANNELS, DECAY, GATED, READ, gradient, later, mistake, simple, state_term
 from ._linear import carry, decay, read, write
 
-simple(
-    "gate applied after the update instead of before",
-    DECAY,
-    lambda c: {"k": c.k * c.g.exp()},
-    GATED,
-)
+simple("gate applied after the update instead of before", DECAY, lambda c: {"k": c.k * c.g.exp()}, GATED)
 simple("gate forgotten", DECAY, lambda c: {"g": 0 * c.g.clamp_min(-1)}, GATED)
 simple("gate of the previous token", DECAY, lambda c: {"g": later(c.g)}, GATED)
 simple(
-    "gate of the next token",
-    DECAY,
-    lambda c: {"g": torch.cat([c.g[:, 1:], torch.zeros_like(c.g[:, :1])], 1)},
-    GATED,
+    "gate of the next token", DECAY, lambda c: {"g": torch.cat([c.g[:, 1:], torch.zeros_like(c.g[:, :1])], 1)}, GATED
 )
 simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, GATED)
 simple("factor 1 / ln 2 applied twice", DECAY, lambda c: {"g": c.g / log(2)}, GATED)
 simple("every decay applied twice", DECAY, lambda c: {"g": 2 * c.g}, GATED)
-simple(
-    "gate of head 0 shared by all heads",
-    DECAY,
-    lambda c: {"g": c.g[:, :, :1].expand_as(c.g)},
-    GATED,
-)
+simple("gate of head 0 shared by all heads", DECAY, lambda c: {"g": c.g[:, :, :1].expand_as(c.g)}, GATED)
 simple("gate of batch 0 for every batch", DECAY, lambda c: {"g": c.g[:1].expand_as(c.g)}, GATED)
-simple(
-    "one gate a head: channel 0 for all channels",
-    DECAY,
-    lambda c: {"g": c.g[..., :1].expand_as(c.g)},
-    CHANNELS,
-)
-simple(
-    "gate averaged over channels",
-    DECAY,
-    lambda c: {"g": c.g.mean(-1, keepdim=True).expand_as(c.g)},
-    CHANNELS,
-)
+simple("one gate a head: channel 0 for all channels", DECAY, lambda c: {"g": c.g[..., :1].expand_as(c.g)}, CHANNELS)
+simple("gate averaged over channels", DECAY, lambda c: {"g": c.g.mean(-1, keepdim=True).expand_as(c.g)}, CHANNELS)
 simple("channels of the gate in reverse order", DECAY, lambda c: {"g": c.g.flip(-1)}, CHANNELS)
 simple("strong gates cut off at -5", DECAY, lambda c: {"g": c.g.clamp_min(-5)}, GATED)
-simple(
-    "gate -inf taken as no gate", DECAY, lambda c: {"g": c.g.masked_fill(c.g.isneginf(), 0)}, GATED
-)
+simple("gate -inf taken as no gate", DECAY, lambda c: {"g": c.g.masked_fill(c.g.isneginf(), 0)}, GATED)
 
 
 @mistake("running sum of gates in bfloat16", DECAY, GATED)
@@ -86,31 +61,15 @@ def _(c):
 def inter(name: str, wrong: Callable[[Call], Tensor]) -> None:
     """A wrong factor on q where a chunk reads the state before it."""
     mistake(name, READ, GATED)(
-        lambda c: c.chunks(
-            lambda c, o, S: (o + c.s * read(c.q * (wrong(c) - c.g.cumsum(1).exp()), c.S), S)
-        )
+        lambda c: c.chunks(lambda c, o, S: (o + c.s * read(c.q * (wrong(c) - c.g.cumsum(1).exp()), c.S), S))
     )
 
 
 carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S, GATED)
-carry(
-    "state decayed twice from chunk to chunk",
-    lambda c, S: S + decay(c.g) * (decay(c.g) - 1) * c.S,
-    GATED,
-)
-carry(
-    "writes not decayed to the end of their chunk",
-    lambda c, S: decay(c.g) * c.S + write(c.k, c.v),
-    GATED,
-)
-carry(
-    "writes decayed by an inclusive sum: once too often",
-    lambda c, S: c.run(k=c.k * c.g.exp())[1],
-    GATED,
-)
-inter(
-    "exclusive instead of inclusive sum of gates in the read", lambda c: later(c.g).cumsum(1).exp()
-)
+carry("state decayed twice from chunk to chunk", lambda c, S: S + decay(c.g) * (decay(c.g) - 1) * c.S, GATED)
+carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.v), GATED)
+carry("writes decayed by an inclusive sum: once too often", lambda c, S: c.run(k=c.k * c.g.exp())[1], GATED)
+inter("exclusive instead of inclusive sum of gates in the read", lambda c: later(c.g).cumsum(1).exp())
 inter("state read without its decay", lambda c: torch.ones_like(c.g))
 
 gradient(

@@ -46,11 +46,7 @@ def _(c):
 simple("scale forgotten", READ, lambda c: {"scale": 1.0})
 simple("scale applied twice", READ, lambda c: {"scale": c.s * c.s})
 simple("scale given by the caller ignored", READ, lambda c: {"scale": None})
-simple(
-    "scale from V instead of K",
-    READ,
-    lambda c: {"scale": c.v.shape[-1] ** -0.5 if c.scale is None else c.scale},
-)
+simple("scale from V instead of K", READ, lambda c: {"scale": c.v.shape[-1] ** -0.5 if c.scale is None else c.scale})
 simple("scale on k: the state carries it", READ, lambda c: {"k": c.s * c.k, "scale": 1.0})
 
 
@@ -84,21 +80,13 @@ def _(c):
     first, S = c.cut(0, C).run()
     if c.q.shape[1] <= C:
         return first, S
-    rest, S = c.cut(C, None, S=torch.zeros_like(c.S)).chunks(
-        lambda c, o, S: c.run(S=torch.zeros_like(c.S))
-    )
+    rest, S = c.cut(C, None, S=torch.zeros_like(c.S)).chunks(lambda c, o, S: c.run(S=torch.zeros_like(c.S)))
     return torch.cat([first, rest], 1), S
 
 
 carry("last token of a chunk lost from the state", lambda c, S: S - write(c.k[:, -1:], c.v[:, -1:]))
-carry(
-    "first token of a chunk lost from the state",
-    lambda c, S: S - decay(c.g[:, 1:]) * write(c.k[:, :1], c.v[:, :1]),
-)
-carry(
-    "state kept in bfloat16 between chunks",
-    lambda c, S: S + (S.to(torch.bfloat16).to(S.dtype) - S).detach(),
-)
+carry("first token of a chunk lost from the state", lambda c, S: S - decay(c.g[:, 1:]) * write(c.k[:, :1], c.v[:, :1]))
+carry("state kept in bfloat16 between chunks", lambda c, S: S + (S.to(torch.bfloat16).to(S.dtype) - S).detach())
 carry("gradient stops at chunk boundaries", lambda c, S: S.detach() if c.q.shape[1] == C else S)
 
 
@@ -127,11 +115,7 @@ def _(c):
 
 # -- states ------------------------------------------------------------------------------------
 simple("initial state ignored", PACK, lambda c: {"S": torch.zeros_like(c.S)})
-simple(
-    "initial state read as V x K",
-    PACK,
-    lambda c: {"S": c.S.reshape(*c.S.shape[:2], *c.S.shape[:1:-1]).mT},
-)
+simple("initial state read as V x K", PACK, lambda c: {"S": c.S.reshape(*c.S.shape[:2], *c.S.shape[:1:-1]).mT})
 
 
 @mistake("initial state read but not carried to the end", PACK)

@@ -12,11 +12,7 @@ from torch.nn.functional import pad
 from ._calls import Attention, C
 from ._core import SOFTMAX, mistake, simple
 
-SCORES, MASK, CACHE = (
-    "x_ij = scale q_i k_j",
-    "x_ij = -inf for j > i",
-    "the cache of keys and values",
-)
+SCORES, MASK, CACHE = ("x_ij = scale q_i k_j", "x_ij = -inf for j > i", "the cache of keys and values")
 MAX, SUM, OUT = "m = max(m', x)", "d = d' exp(m' - m) + sum exp(x - m)", "o = o' exp(m' - m) + p v"
 DIVIDE, HEADS, PACKED = "o / d", "which head, which batch", "where a packed sequence begins"
 
@@ -25,9 +21,7 @@ for name, scale in {
     "scores without scale": lambda c: 1.0,
     "scale applied twice to the scores": lambda c: c.s**2,
     "scale of the scores: the caller's ignored": lambda c: None,
-    "scale of the scores from V instead of K": lambda c: (
-        c.v.shape[-1] ** -0.5 if c.scale is None else c.scale
-    ),
+    "scale of the scores from V instead of K": lambda c: c.v.shape[-1] ** -0.5 if c.scale is None else c.scale,
     "exp2 taken for exp: scores in the wrong base": lambda c: c.s * log(2),
     "factor 1 / ln 2 applied twice to the scores": lambda c: c.s / log(2),
 }.items():
@@ -42,11 +36,7 @@ def scored(name: str, line: str, change: Callable[[Attention], Tensor]) -> None:
 
 scored("causal mask forgotten", MASK, lambda c: c.scores(ahead=c.k.shape[1]))
 scored("causal mask one too wide: a query sees the next key", MASK, lambda c: c.scores(ahead=1))
-scored(
-    "mask as a product: later keys count with score 0",
-    MASK,
-    lambda c: c.scores().nan_to_num(neginf=0.0),
-)
+scored("mask as a product: later keys count with score 0", MASK, lambda c: c.scores().nan_to_num(neginf=0.0))
 
 
 @mistake("causal mask strict: a query does not see its own key", MASK, SOFTMAX)
@@ -96,14 +86,8 @@ def online(name: str, line: str, turn: Callable) -> None:
     mistake(name, line, SOFTMAX)(variant)
 
 
-online(
-    "running sum not rescaled to the new maximum", SUM, lambda d, o, r, s, pv: (d + s, o * r + pv)
-)
-online(
-    "running output not rescaled to the new maximum",
-    OUT,
-    lambda d, o, r, s, pv: (d * r + s, o + pv),
-)
+online("running sum not rescaled to the new maximum", SUM, lambda d, o, r, s, pv: (d + s, o * r + pv))
+online("running output not rescaled to the new maximum", OUT, lambda d, o, r, s, pv: (d * r + s, o + pv))
 online("nothing rescaled to the new maximum", MAX, lambda d, o, r, s, pv: (d + s, o + pv))
 online("running output rescaled twice", OUT, lambda d, o, r, s, pv: (d * r + s, o * r * r + pv))
 online("running output of the last tile only", OUT, lambda d, o, r, s, pv: (d * r + s, pv))
