@@ -10,7 +10,7 @@ from gla_ref.gates import chunk_cumsum
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels._plan import spec_of  # noqa: E402
-from gla_ref.kernels._tiles import pattern, patterns, sizes_of  # noqa: E402
+from gla_ref.kernels._tiles import pattern, patterns  # noqa: E402
 from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -94,21 +94,11 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(monkeypatch):
 
 def test_strides_of_one_pattern():
     """Wide accesses stay recognisable; else numbers are neither 1 nor multiples of 16, and told by one more."""
-    assert pattern(True, 960, 48, 16, 1) == (960, 48, 16, 1)
-    assert pattern(True, 960, 48, 16, 2) == (960, 48, 16, 2)  # a last stride of its own: as it is
-    for wide, s in [(True, (1050, 15, 5, 1)), (True, (0, 0, 8, 1)), (False, (960, 48, 16, 1))]:
-        *hidden, last, told = pattern(wide, *s)
+    assert pattern(960, 48, 16, 1) == (960, 48, 16, 1)
+    assert pattern(960, 48, 16, 2) == (960, 48, 16, 2)  # a last stride of its own: as it is
+    for s in [(1050, 15, 5, 1), (0, 0, 8, 1), (960, 48, 24, 1)]:
+        *hidden, last, told = pattern(*s)
         assert [n >> 4 for n in hidden] == list(s[:3]) and (last, told) == (1, 0)
         assert all(n != 1 and n % 16 for n in hidden)
-
-
-def test_sizes_of_one_pattern():
-    """All of a call's tensors are read in wide accesses only where K and V both allow it."""
-    assert sizes_of(16, 512) == (16, 512)
-    for sizes in [(1, 16), (16, 1), (40, 72)]:
-        *hidden, told = sizes_of(*sizes)
-        assert [n >> 4 for n in hidden] == list(sizes) and told == 0
-        assert all(n != 1 and n % 16 for n in hidden)
-    x = spec_of("x", torch.zeros(2, 16, 3, 16))
-    assert patterns((16, 32), x, None) == [x.strides, None]
-    assert patterns(sizes_of(16, 7), x) == [pattern(False, *x.strides)]
+    x, y = spec_of("x", torch.zeros(2, 16, 3, 16)), spec_of("y", torch.zeros(2, 16, 3, 7))
+    assert patterns(x, None, y) == [x.strides, None, pattern(*y.strides)]
