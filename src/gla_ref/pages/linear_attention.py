@@ -31,6 +31,7 @@ def walk(
     S = tl.zeros([BK, BV], tl.float32)
 
     for t in tl.range(0, T, C):
+        b_S = S.to(q.dtype)  # [BK, BV], rounded while the loads are on their way
         # load: descriptors know where the tensors end, and read 0 beyond
         b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
@@ -39,12 +40,12 @@ def walk(
         # compute: sums in float32, operands of products in the dtype of the inputs
         P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
         P = tl.where(i >= j, P, 0.0).to(b_v.dtype)  # token i reads tokens j <= i
-        b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
+        b_o = tl.dot(b_q, b_S, input_precision="ieee")  # [C, BV]
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (1)
-        S = tl.dot(b_k.T, b_v, S, input_precision="ieee")  # (2)
-
         # store: nothing is written beyond the end
         o.store([i_b, i_h, t, i_v], b_o.to(b_v.dtype).reshape(1, 1, C, BV))
+        # compute: once o has left its registers
+        S = tl.dot(b_k.T, b_v, S, input_precision="ieee")  # (2)
     S_T.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
 
 

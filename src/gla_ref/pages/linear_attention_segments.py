@@ -56,6 +56,7 @@ def walk(q, k, v, A, o, T, L, H, N, scale, C: tl.constexpr, BK: tl.constexpr, BV
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     S = A.load([(i_b * H + i_h) * N + n, 0, i_v]).reshape(BK, BV)  # [BK, BV]
     for t in tl.range(n * L, tl.minimum(n * L + L, T), C):
+        b_S = S.to(q.dtype)  # [BK, BV], rounded while the loads are on their way
         # load: 0 beyond T
         b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
@@ -63,11 +64,12 @@ def walk(q, k, v, A, o, T, L, H, N, scale, C: tl.constexpr, BK: tl.constexpr, BV
         # compute
         P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
         P = tl.where(i >= j, P, 0.0).to(b_v.dtype)  # token i reads tokens j <= i
-        b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
+        b_o = tl.dot(b_q, b_S, input_precision="ieee")  # [C, BV]
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (3)
-        S = tl.dot(b_k.T, b_v, S, input_precision="ieee")  # (4)
         # store: nothing beyond T
         o.store([i_b, i_h, t, i_v], b_o.to(b_v.dtype).reshape(1, 1, C, BV))
+        # compute: once o has left its registers
+        S = tl.dot(b_k.T, b_v, S, input_precision="ieee")  # (4)
 
 
 def tiles(name, x, shape, like, *box):
