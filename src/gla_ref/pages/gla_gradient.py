@@ -67,48 +67,70 @@ def walk(
 
 
 @triton.jit
+def tile(i_b, i_h, t, i_d, T, H, D, C: tl.constexpr, BD: tl.constexpr):
+    """Where C tokens and BD channels of a tensor [B, T, H, D] lie, and which of them there are."""
+    i, d = t + tl.arange(0, C)[:, None], i_d + tl.arange(0, BD)[None, :]
+    return ((i_b * T + i).to(tl.int64) * H + i_h) * D + d, (i < T) & (d < D)
+
+
+@triton.jit
+def add_up(which, x, dtype: tl.constexpr):
+    """The rows of x [C, D] that each row of `which` [C, C] marks, added up: by products, faster than tl.cumsum."""
+    high = x.to(dtype)  # in bf16 with the rest, rounded too: to 2^-17
+    b_sum = tl.dot(which.to(dtype), high, input_precision="ieee")
+    return tl.dot(which.to(dtype), (x - high).to(dtype), b_sum, input_precision="ieee")
+
+
+@triton.jit
 def local(
-    q, k, g, dq, dk, dg, v, do, states, dstates, H, V, scale,
+    q, k, g, dq, dk, dg, v, do, states, dstates, T, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    # which tile: channels from i_k on of the chunk of head i_h of sequence i_b that starts at t
-    i_k, i_h, i_b = tl.program_id(0) * BK, tl.program_id(2) % H, tl.program_id(2) // H
-    t, n = tl.program_id(1) * C, tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    # which tile: channels from i_k on of chunk i_c of head i_h of sequence i_b
+    n_k, i_c, i_b = tl.cdiv(K, BK), tl.program_id(1), tl.program_id(2)
+    i_k, i_h = tl.program_id(0) % n_k * BK, tl.program_id(0) // n_k
+    n = (i_b * H + i_h) * tl.num_programs(1) + i_c  # of all states
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
 
-    # compute: sums over V
+    # compute: sums over V. Loads by pointers: by descriptors each would wait for the one before
     A, kept = tl.zeros([C, C], tl.float32), tl.zeros([BK], tl.float32)
     read, write = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
-    for i_v in tl.range(0, V, BV, num_stages=1):  # S and R go to products and registers: no refills
-        b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
-        b_do = do.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
-        S = states.load([n, i_k, i_v]).reshape(BK, BV)  # [BK, BV]
-        R = dstates.load([n, i_k, i_v]).reshape(BK, BV)  # [BK, BV]
+    for i_v in tl.range(0, V, BV):
+        at, m = tile(i_b, i_h, i_c * C, i_v, T, H, V, C, BV)
+        b_v = tl.load(v + at, mask=m, other=0.0)  # [C, BV]
+        b_do = tl.load(do + at, mask=m, other=0.0)  # [C, BV]
+        at, m = tile(n, 0, i_k, i_v, K, 1, V, BK, BV)
+        S = tl.load(states + at, mask=m, other=0.0)  # [BK, BV]
+        R = tl.load(dstates + at, mask=m, other=0.0)  # [BK, BV]
+        # again, from L2: Triton refills a buffer that serves products and registers while products still read it
+        S_2 = tl.load(states + at, mask=m, other=0.0, eviction_policy="evict_first")
+        R_2 = tl.load(dstates + at, mask=m, other=0.0, eviction_policy="evict_first")
         A = tl.dot(b_do, b_v.T, A, input_precision="ieee")  # (3)
-        read = tl.dot(b_do, S.T, read, input_precision="ieee")
-        write = tl.dot(b_v, R.T, write, input_precision="ieee")
-        kept += tl.sum(S.to(tl.float32) * R, 1)
+        read += tl.dot(b_do, S.T, input_precision="ieee")
+        write += tl.dot(b_v, R.T, input_precision="ieee")
+        kept += tl.sum(S_2.to(tl.float32) * R_2, 1)
 
     # load
-    b_g = g.load([i_b, i_h, t, i_k]).reshape(C, BK)  # [C, BK]
-    b_q = q.load([i_b, i_h, t, i_k]).reshape(C, BK)  # [C, BK]
-    b_k = k.load([i_b, i_h, t, i_k]).reshape(C, BK)  # [C, BK]
+    at, m = tile(i_b, i_h, i_c * C, i_k, T, H, K, C, BK)
+    b_q = tl.load(q + at, mask=m, other=0.0)  # [C, BK]
+    b_k = tl.load(k + at, mask=m, other=0.0)  # [C, BK]
+    b_g = tl.load(g + at, mask=m, other=0.0)  # [C, BK]
 
     # compute
     up, down, e_r = decays(b_g, LIMIT)
-    b_q, b_k = (b_q * up).to(v.dtype), (b_k * down).to(v.dtype)  # q', k'
-    A = tl.where(i >= j, A, 0.0).to(v.dtype)  # (3)
+    A = tl.where(i >= j, A, 0.0).to(b_q.dtype)  # (3)
+    b_q, b_k = (b_q * up).to(b_g.dtype), (b_k * down).to(b_g.dtype)  # q', k'
     write *= e_r[None, :]  # (3)
-    b_dq = tl.dot(A, b_k, read * e_r[None, :], input_precision="ieee")  # (4)
+    b_dq = read * e_r[None, :] + tl.dot(A, b_k, input_precision="ieee")  # (4)
     b_dk = tl.dot(A.T, b_q, input_precision="ieee")  # [C, BK]
     b_net, b_later = b_q * b_dq - b_k * b_dk, b_k * write  # [C, BK], i = j cancels in b_net
-    b_dg = tl.cumsum(b_net, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later  # (5)
-    b_dg += (kept * e_r * e_r)[None, :]  # (5)
 
     # store: (4) and (5)
-    dq.store([i_b, i_h, t, i_k], (b_dq * up * scale).to(v.dtype).reshape(1, 1, C, BK))
-    dk.store([i_b, i_h, t, i_k], ((b_dk + write) * down * scale).to(v.dtype).reshape(1, 1, C, BK))
-    dg.store([i_b, i_h, t, i_k], (b_dg * scale).to(v.dtype).reshape(1, 1, C, BK))
+    tl.store(dq + at, (b_dq * up * scale).to(b_g.dtype), mask=m)
+    tl.store(dk + at, ((b_dk + write) * down * scale).to(b_g.dtype), mask=m)
+    b_dg = add_up(i <= j, b_net, b_g.dtype) + add_up(i > j, b_later, b_g.dtype)  # [C, BK]
+    b_dg = (b_dg + (kept * e_r * e_r)[None, :]) * scale  # (5)
+    tl.store(dg + at, b_dg.to(b_g.dtype), mask=m)
 
 
 def tiles(name, x, shape, like, *box):
@@ -138,13 +160,18 @@ def gla_gradient(q, k, v, g, do, scale=None):
     keys, values = (("q", q), ("k", k), ("g", g)), (("v", v), ("do", do), ("dv", dv))
     d_q, d_k, d_g = (tiles(n, x, (B, T, H, K), q, C, BK) for n, x in keys)
     d_v, d_do, d_dv = (tiles(n, x, (B, T, H, V), q, C, BV) for n, x in values)
-    parts = [tiles("", x, q.shape, q, C, 64) for x in (q, k, g, dq, dk, dg)]
     S, R = v.new_empty(2, B * H * N, K, V)
     d_S, d_R = (TensorDescriptor(x, x.shape, [K * V, V, 1], [1, BK, BV]) for x in (S, R))
-    both = (TensorDescriptor(x, x.shape, [K * V, V, 1], [1, 64, BV]) for x in (S, R))
     grid = triton.cdiv(V, BV), H, B
-    options = {"C": C, "BV": BV, "LIMIT": limit, "num_warps": 4, "num_stages": 2}
-    walk[grid](None, d_k, d_g, d_v, None, d_S, T, H, scale, BK=BK, BACK=False, **options)
-    walk[grid](d_k, d_q, d_g, d_do, d_dv, d_R, T, H, scale, BK=BK, BACK=True, **options)
-    local[triton.cdiv(K, 64), N, B * H](*parts, d_v, d_do, *both, H, V, scale, BK=64, **options)
+    options = {"C": C, "BV": BV, "LIMIT": limit, "num_warps": 4}
+    walk[grid](
+        None, d_k, d_g, d_v, None, d_S, T, H, scale, BK=BK, BACK=False, num_stages=2, **options
+    )
+    walk[grid](
+        d_k, d_q, d_g, d_do, d_dv, d_R, T, H, scale, BK=BK, BACK=True, num_stages=2, **options
+    )
+    local[triton.cdiv(K, 64) * H, N, B](
+        q, k, g, dq, dk, dg, v, do, S, R, T, H, K, V, scale,
+        BK=64, num_stages=3 if V > BV and limit == 80 else 1, **options,
+    )  # fmt: skip
     return dq, dk, dv, dg

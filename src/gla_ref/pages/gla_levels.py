@@ -26,10 +26,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_gates(g, i_b, i_h, t, C: tl.constexpr, BK: tl.constexpr):
-    """[C, BK]. e^-104 is 0 in float32, so that -104 stands for all gates below."""
-    b_g = g.load([i_b, i_h, t, 0]).reshape(C, BK).to(tl.float32)
-    return tl.maximum(b_g, -104.0, propagate_nan=tl.PropagateNan.ALL).to(g.dtype)
+def clamped(b_g):
+    """e^-104 is 0 in float32, so that -104 stands for all gates below."""
+    b_f = tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
+    return b_f.to(b_g.dtype)
+
+
+@triton.jit
+def tile(i_b, i_h, t, i_d, T, H, D, C: tl.constexpr, BD: tl.constexpr):
+    """Where C tokens and BD channels of a tensor [B, T, H, D] lie, and which of them there are."""
+    i, d = t + tl.arange(0, C)[:, None], i_d + tl.arange(0, BD)[None, :]
+    return ((i_b * T + i).to(tl.int64) * H + i_h) * D + d, (i < T) & (d < D)
 
 
 @triton.jit
@@ -44,7 +51,7 @@ def walk(
     S = tl.zeros([BK, BV], tl.float32)
     for t in tl.range(0, T, C):
         # load: 0 beyond T
-        b_g = load_gates(g, i_b, i_h, t, C, BK)  # [C, BK]
+        b_g = clamped(g.load([i_b, i_h, t, 0]).reshape(C, BK))  # [C, BK]
         b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
@@ -78,7 +85,7 @@ def walk(
 
 @triton.jit
 def levels(
-    q, k, g, v, o, strong, H, N, V, scale, LEVELS: tl.constexpr, MANY: tl.constexpr,
+    q, k, g, v, o, strong, T, H, N, K, V, scale, LEVELS: tl.constexpr, MANY: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     # which tile: strong ones of MANY chunks from `first` on of head i_h of sequence i_b; most have none
@@ -89,25 +96,29 @@ def levels(
         return
     for c in tl.range(first, tl.minimum(first + MANY, N)):
         if tl.load(flags + c) != 0:
-            # load
-            b_g = load_gates(g, i_b, i_h, c * C, C, BK)  # [C, BK]
-            b_q = q.load([i_b, i_h, c * C, 0]).reshape(C, BK)  # [C, BK]
-            b_k = k.load([i_b, i_h, c * C, 0]).reshape(C, BK)  # [C, BK]
-            # compute: each token with itself, which nothing decays, then level by level
-            P = tl.where(i == j, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)  # [C, C]
-            for l in tl.range(0, LEVELS):
-                border = ((i >> l) | 1) << l  # where the second half of a block begins
-                between = (j <= i) & (j >= border) | (j > i) & (j < border)  # [C, C]
-                E = tl.dot(between.to(g.dtype), b_g, input_precision="ieee") * LOG2E  # [C, BK]
-                x, y = (b_q * tl.exp2(E)).to(v.dtype), (b_k * tl.exp2(E)).to(v.dtype)  # [C, BK]
-                meet = ((i >> l) == ((j >> l) | 1)) & ((i >> l) > (j >> l))  # [C, C]
-                P += tl.where(meet, tl.dot(x, y.T, input_precision="ieee"), 0.0)  # (4)
-            # store: on top of what `walk` has read from the state
+            P = tl.zeros([C, C], tl.float32)
+            for i_k in tl.range(0, K, BK):
+                # load, by pointers: a load by descriptor waits for its end, and here nothing hides that
+                at, m = tile(i_b, i_h, c * C, i_k, T, H, K, C, BK)
+                b_q = tl.load(q + at, mask=m, other=0.0)  # [C, BK]
+                b_k = tl.load(k + at, mask=m, other=0.0)  # [C, BK]
+                b_g = clamped(tl.load(g + at, mask=m, other=0.0))  # [C, BK]
+                # compute: each token with itself, which nothing decays, then level by level
+                P += tl.where(i == j, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)
+                for l in tl.range(0, LEVELS):
+                    border = ((i >> l) | 1) << l  # where the second half of a block begins
+                    between = (j <= i) & (j >= border) | (j > i) & (j < border)  # [C, C]
+                    x = tl.dot(between.to(b_g.dtype), b_g, input_precision="ieee")
+                    E = tl.exp2(x * LOG2E)  # [C, BK]
+                    x, y = (b_q * E).to(b_q.dtype), (b_k * E).to(b_q.dtype)  # [C, BK]
+                    meet = ((i >> l) == ((j >> l) | 1)) & ((i >> l) > (j >> l))  # [C, C]
+                    P += tl.where(meet, tl.dot(x, y.T, input_precision="ieee"), 0.0)  # (4)
             for i_v in tl.range(0, V, BV):
-                b_v = v.load([i_b, i_h, c * C, i_v]).reshape(C, BV)  # [C, BV]
-                b_o = tl.dot(P.to(b_v.dtype), b_v, input_precision="ieee") * scale  # (3)
-                b_o += o.load([i_b, i_h, c * C, i_v]).reshape(C, BV)  # [C, BV]
-                o.store([i_b, i_h, c * C, i_v], b_o.to(b_v.dtype).reshape(1, 1, C, BV))
+                at, m = tile(i_b, i_h, c * C, i_v, T, H, V, C, BV)
+                b_v = tl.load(v + at, mask=m, other=0.0)  # [C, BV]
+                b_o = tl.load(o + at, mask=m, other=0.0)  # [C, BV], what `walk` read from the state
+                b_o += tl.dot(P.to(b_v.dtype), b_v, input_precision="ieee") * scale  # (3)
+                tl.store(o + at, b_o.to(b_v.dtype), mask=m)
 
 
 def tiles(name, x, shape, like, *box):
@@ -134,7 +145,7 @@ def gla(q, k, v, g, scale=None):
     C, BV, limit = (64, 64, 80.0) if q.dtype == torch.bfloat16 else (16, 16, 4.0)
     o, S, BK = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32), max(K, 64)
     keys = [tiles(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k), ("g", g))]
-    d_v, d_o = (tiles(n, x, (B, T, H, V), q, C, BV) for n, x in (("v", v), ("o", o)))
+    d_v = tiles("v", v, (B, T, H, V), q, C, BV)
     N, scale = triton.cdiv(T, C), K**-0.5 if scale is None else scale
     strong = S.new_empty(B, H, N, dtype=torch.int8)
     walk[triton.cdiv(V, BV), H, B](
@@ -142,7 +153,7 @@ def gla(q, k, v, g, scale=None):
         C=C, BK=BK, BV=BV, LIMIT=limit, num_warps=4, num_stages=3 if K <= 64 else 2,
     )  # fmt: skip
     levels[triton.cdiv(N, 16), H, B](
-        *keys, d_v, d_o, strong, H, N, V, scale, LEVELS=C.bit_length() - 1, MANY=16,
-        C=C, BK=BK, BV=BV, num_warps=8, num_stages=1,
+        q, k, g, v, o, strong, T, H, N, K, V, scale, LEVELS=C.bit_length() - 1, MANY=16,
+        C=C, BK=64, BV=BV, num_warps=4, num_stages=1,
     )  # fmt: skip
     return o, S
