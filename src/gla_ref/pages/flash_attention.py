@@ -71,8 +71,8 @@ def attend(
     o.store([i_b, i_h, i_m, 0], (b_o / l[:, None]).to(b_q.dtype).reshape(1, 1, BM, BV))
 
 
-def tiles(name, x, shape, like, *box):
-    """x [B, T, H, D] for the copy engine, in boxes of some tokens and channels of a head; refuses what is left out."""
+def descriptor(name, x, shape, like, *box):
+    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
@@ -100,8 +100,14 @@ def flash_attention(q, k, v, scale=None):
     BM, BN, warps, stages = (128, 128, 8, 3) if max(BK, BV) == 128 else (64, 128, 4, 2)
     if q.dtype == torch.float32:
         BM, BN, warps, stages = 32, 32, 4, 2
-    d_q, d_k = tiles("q", q, (B, T, H, K), q, BM, BK), tiles("k", k, (B, T, H, K), q, BN, BK)
-    d_v, d_o = tiles("v", v, (B, T, H, V), q, BN, BV), tiles("o", o, (B, T, H, V), q, BM, BV)
+    d_q, d_k = (
+        descriptor("q", q, (B, T, H, K), q, BM, BK),
+        descriptor("k", k, (B, T, H, K), q, BN, BK),
+    )
+    d_v, d_o = (
+        descriptor("v", v, (B, T, H, V), q, BN, BV),
+        descriptor("o", o, (B, T, H, V), q, BM, BV),
+    )
     attend[triton.cdiv(T, BM), H, B](
         d_q, d_k, d_v, d_o, T, scale * LOG2E,
         BM=BM, BN=BN, BK=BK, BV=BV, num_warps=warps, num_stages=stages,
