@@ -26,7 +26,7 @@ test-deep: $(VENV) ## run what is left to test without a GPU: whole ladders, swe
 	@echo "All deep tests passed."
 
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/test_kernels*.py tests/test_pages.py -m "gpu and not alone" -n auto --maxprocesses 15 \
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/test_kernels*.py -m "gpu and not alone" -n auto --maxprocesses 15 \
 	  --gpu-summary benchmarks/results/test-gpu.json
 	$(PYTHON) -m pytest tests/test_kernels*.py -m "gpu and alone"
 	@echo "The summary: benchmarks/results/test-gpu.json"

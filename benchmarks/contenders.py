@@ -89,11 +89,24 @@ def looped(mechanism: str, entry: str, **options) -> None:
     contender(mechanism, name=f"{entry}_loop", packed=True, **options)(loop)
 
 
-def page(*mechanisms: str, name: str = "page", gates: tuple = (None, "logsigmoid/16"), **options):
-    """Register the decorated function, which calls a page of gla_ref.pages, for the cases that the page takes."""
+def page(
+    *mechanisms: str,
+    name: str = "page",
+    gates: tuple = (None, "logsigmoid/16"),
+    columns: int = 0,
+    few: bool = False,
+    **options,
+):
+    """Register the decorated function, which calls a page of gla_ref.pages, for the cases that the page takes.
+
+    A page whose programs own `columns` of a head's state is for enough heads, or for `few`: for fewer programs than
+    two for each three of an H200's 132 multiprocessors.
+    """
 
     def takes(case) -> bool:
         sizes = (16, 32, 64, 128)
+        if columns and (3 * -(-case.V // columns) * case.H * case.B < 2 * 132) != few:
+            return False
         return case.K in sizes and case.V in sizes and case.gates in gates and not case.state
 
     return contender(*mechanisms, name=name, packed=False, takes=takes, **options)
@@ -193,14 +206,14 @@ def torch_chunkwise(case, q, k, v, g=None, **_):
     return (intra + inter).movedim(1, 3).flatten(1, 2)[:, :T]
 
 
-@page("linear_attention", directions=("forward",))
+@page("linear_attention", columns=128, directions=("forward",))
 def linear_page(case, q, k, v, **_):
     from gla_ref.pages.linear_attention import linear_attention
 
     return linear_attention(q, k, v)[0]
 
 
-@page("linear_attention", name="page_segments", directions=("forward",))
+@page("linear_attention", name="page_segments", columns=128, few=True, directions=("forward",))
 def segments_page(case, q, k, v, **_):
     from gla_ref.pages.linear_attention_segments import linear_attention
 
@@ -226,16 +239,16 @@ class Pages(torch.autograd.Function):
     def backward(ctx, do):
         from gla_ref.pages.gla_gradient import gla_gradient
 
-        do.new_zeros(1)  # descriptors need a thread that has used the GPU, and autograd has its own thread
+        do.new_zeros(1)  # autograd's own thread must have used the GPU before descriptors can
         return gla_gradient(*ctx.saved_tensors, do)
 
 
-@page("gla")
+@page("gla", columns=64)
 def gla_page(case, q, k, v, g, **_):
     return Pages.apply(q, k, v, g)
 
 
-@page("gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), directions=("forward",))
+@page("gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), columns=64, directions=("forward",))
 def levels_page(case, q, k, v, g, **_):
     from gla_ref.pages.gla_levels import gla
 

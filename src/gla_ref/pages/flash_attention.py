@@ -28,7 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def keys(
     b_q, b_o, l, m, k, v, i_b, i_h, o_i, first, last, scale,
     BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
+):
     """o [BM, BV], l and m [BM] after the keys from `first` to `last`."""
     for t in tl.range(first, last, BN):
         # load: 0 beyond the end
@@ -51,7 +51,7 @@ def keys(
 def attend(
     q, k, v, o, T, scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+):
     # which tile: the last queries, which have most to do, come first, so that none is left over in the end
     i_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     i_h, i_b = tl.program_id(1), tl.program_id(2)
@@ -71,8 +71,8 @@ def attend(
     o.store([i_b, i_h, i_m, 0], (b_o / l[:, None]).to(b_q.dtype).reshape(1, 1, BM, BV))
 
 
-def tiles(name, x, shape, like, *box):
-    """x [B, T, H, D] for the copy engine, in boxes of some tokens and channels of a head; refuses what is left out."""
+def descriptor(name, x, shape, like, *box):
+    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
@@ -100,10 +100,16 @@ def flash_attention(q, k, v, scale=None):
     BM, BN, warps, stages = (128, 128, 8, 3) if max(BK, BV) == 128 else (64, 128, 4, 2)
     if q.dtype == torch.float32:
         BM, BN, warps, stages = 32, 32, 4, 2
-    d_q, d_k = tiles("q", q, (B, T, H, K), q, BM, BK), tiles("k", k, (B, T, H, K), q, BN, BK)
-    d_v, d_o = tiles("v", v, (B, T, H, V), q, BN, BV), tiles("o", o, (B, T, H, V), q, BM, BV)
+    d_q, d_k = (
+        descriptor("q", q, (B, T, H, K), q, BM, BK),
+        descriptor("k", k, (B, T, H, K), q, BN, BK),
+    )
+    d_v, d_o = (
+        descriptor("v", v, (B, T, H, V), q, BN, BV),
+        descriptor("o", o, (B, T, H, V), q, BM, BV),
+    )
     attend[triton.cdiv(T, BM), H, B](
         d_q, d_k, d_v, d_o, T, scale * LOG2E,
         BM=BM, BN=BN, BK=BK, BV=BV, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    )
     return o

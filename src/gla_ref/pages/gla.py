@@ -1,19 +1,25 @@
-"""Gated linear attention on a page: one product a chunk, anchored in the middle (chapter 11).
+"""Gated linear attention on a page: the C x C scores in one product, without sub-blocks (chapter 11).
 
-Chunk by chunk, with b the running sum of the log gates g in the chunk and r = b_C / 2, half of its total::
+    S_t = diag(e^g_t) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
+
+with log gates g <= 0. Chunk by chunk, b [C, K] is the running sum of g, each token's own gate included, and r = b_C / 2
+[K] scales the rows of S [K, V]::
 
     q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                   (1)
     o  = scale (q' S' + tril(q' k'^T) v)                                                 (2)
     S <- e^r (S' + k'^T v)                                                               (3)
 
-Reference: :func:`gla_ref.gla.recurrent`. A program owns BV columns of the state of one head, keeps them in registers
-and walks over the chunks of its sequence: V / BV * H * B programs. A chunk moves 2 C (3 K + 2 BV) bytes in bf16 and
-costs 2 C (C (2 K + BV) + 2 K BV) FLOPs, of which the product that sums the gates has 2 C C K.
+Why r: exponents stay within |b_C| / 2. With b alone they would reach |b_C|. Reference: :func:`gla_ref.gla.recurrent`.
+
+A program owns BV columns of the state of one head, keeps them in registers and walks over the chunks of its sequence:
+V / BV * H * B programs, with C = BV = 64 in bf16 and 16 in float32. A chunk moves 2 C (3 K + 2 BV) bytes in bf16 and
+costs 2 C (C (2 BK + BV) + 2 BK BV + 16 BK) FLOPs, BK = max(K, 64). Of these, 2 C BK (C + 16) sum the gates.
 
 Left out: packed sequences, initial states, gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
-k' may be k times e^40 in bf16 and e^2 in float32, which is how far a channel may decay in half a chunk. If one decays
-by more, all outputs of its head are NaN from that chunk on, and so is the channel's row of the state. There is no such
-limit in :mod:`gla_ref.pages.gla_levels`.
+For few heads, which leave multiprocessors idle, see :mod:`gla_ref.pages.linear_attention_segments`. If any channel's
+log gates sum to less than -80 in a chunk (bf16; -4 in float32), o of that head is NaN from that chunk on, and so is
+that channel's row of the state. So q' and k' are at most e^40 (e^2) times q and k, and their products far from the
+largest number; in float32, larger exponents would cost digits. :mod:`gla_ref.pages.gla_levels` takes every gate.
 """
 
 import torch
@@ -26,46 +32,49 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def walk(
-    q, k, g, v, o, S_T, T, H, V, scale,
+    q, k, v, g, o, S_last, T, H, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    # which tile: columns from i_v on of head i_h of sequence i_b
+):
+    # which tile: columns from i_v on of head i_h of sequence i_b. b_ is a block, in registers
     i_v, i_h, i_b = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    # of g / 2: the sum up to a token less the sum after it is b - r
-    since = tl.where(i >= j, 1.0, -1.0).to(g.dtype)  # [C, C]
+    # sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = (b_i - (b_C - b_i)) / 2 = b_i - r
+    sign = tl.where(i >= j, 1.0, -1.0).to(g.dtype)  # [C, C]
     ones = tl.full([C, 16], 1.0, g.dtype)  # [C, 16], the narrowest product that there is
     S = tl.zeros([BK, BV], tl.float32)
 
     for t in tl.range(0, T, C):
-        # load: descriptors know where the tensors end, and read 0 beyond
-        b_h = g.load([i_b, i_h, t, 0]).reshape(C, BK) * 0.5  # [C, BK], exact
+        # load: 0 beyond T, where it changes nothing: g = 0 keeps the state, k = 0 adds nothing to it
+        half_g = g.load([i_b, i_h, t, 0]).reshape(C, BK) * 0.5  # [C, BK], exact
         b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
 
-        # compute: a product sums faster than tl.cumsum and tl.sum, and leaves r where the rows of S are
-        x = tl.dot(since, b_h, input_precision="ieee") * LOG2E  # [C, BK]
-        r = tl.max(tl.dot(b_h.T, ones, input_precision="ieee"), 1)  # [BK], all columns alike
+        # compute. "ieee": float32 is not rounded to TF32; for bf16 it changes nothing.
+        # Products sum faster than tl.cumsum and tl.sum. x is (b - r) log2 e; all 16 columns of the other product are r,
+        # and r lies in the same threads as the rows of S: nothing moves between threads
+        x = tl.dot(sign, half_g, input_precision="ieee") * LOG2E  # [C, BK]
+        r = tl.max(tl.dot(half_g.T, ones, input_precision="ieee"), 1)  # [BK]
         e_r = tl.where(r >= -LIMIT / 2, tl.exp2(r * LOG2E), float("nan"))[:, None]  # [BK, 1]
-        b_q = (b_q * tl.exp2(x)).to(b_v.dtype)  # (1)
-        b_k = (b_k * tl.exp2(-x)).to(b_v.dtype)  # (1)
-        S *= e_r  # (1)
-        P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
-        P = tl.where(i >= j, P, 0.0).to(b_v.dtype)  # where: above the diagonal it may be infinite
-        b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
+        b_q = (b_q * tl.exp2(x)).to(b_v.dtype)  # q' of (1)
+        b_k = (b_k * tl.exp2(-x)).to(b_v.dtype)  # k' of (1)
+        S *= e_r  # S' of (1)
+        P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C], q' k'^T
+        P = tl.where(i >= j, P, 0.0).to(b_v.dtype)  # tril: above the diagonal P may be huge
+        b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV], q' S'
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (2)
         S = tl.dot(b_k.T, b_v, S, input_precision="ieee") * e_r  # (3)
 
-        # store: by pointers, since what a descriptor stores waits in shared memory, of which two programs share one
+        # store by pointers: a descriptor's store needs a buffer in shared memory, and beside it there would be no room
+        # for a second program on a multiprocessor. int64: numbers before a row may be more than 2^31
         row = ((i_b * T + t + i).to(tl.int64) * H + i_h) * V  # [C, 1]
         column = i_v + tl.arange(0, BV)[None, :]  # [1, BV]
         tl.store(o + row + column, b_o.to(b_v.dtype), mask=(t + i < T) & (column < V))
-    S_T.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
+    S_last.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
 
 
-def tiles(name, x, shape, like, *box):
-    """x [B, T, H, D] for the copy engine, in boxes of some tokens and channels of a head; refuses what is left out."""
+def descriptor(name, x, shape, like, *box):
+    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
@@ -89,12 +98,15 @@ def gla(q, k, v, g, scale=None):
         raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")
     (B, T, H, K), V = q.shape, v.shape[3]
     C, BV, limit = (64, 64, 80.0) if q.dtype == torch.bfloat16 else (16, 16, 4.0)
-    o, S, BK = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32), max(K, 64)
-    keys = [tiles(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k), ("g", g))]
-    values = tiles("v", v, (B, T, H, V), q, C, BV)
-    state = TensorDescriptor(S, S.shape, S.stride(), [1, 1, BK, BV])
+    BK = max(K, 64)  # narrower tiles of bf16 were wrong (Triton 3.6); channels beyond K are zeros
+    o, S = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32)
+    keys = ("q", q), ("k", k), ("g", g)
+    d_q, d_k, d_g = (descriptor(n, x, (B, T, H, K), q, C, BK) for n, x in keys)
+    d_v = descriptor("v", v, (B, T, H, V), q, C, BV)
+    d_S = TensorDescriptor(S, S.shape, S.stride(), [1, 1, BK, BV])
     walk[triton.cdiv(V, BV), H, B](
-        *keys, values, o, state, T, H, V, K**-0.5 if scale is None else scale,
-        C=C, BK=BK, BV=BV, LIMIT=limit, num_warps=4, num_stages=3 if K <= 64 else 2,
-    )  # fmt: skip
+        d_q, d_k, d_v, d_g, o, d_S, T, H, V, K**-0.5 if scale is None else scale,
+        C=C, BK=BK, BV=BV, LIMIT=limit, num_warps=4,
+        num_stages=3 if K <= 64 else 2,  # chunks in shared memory: what two programs have room for
+    )
     return o, S

@@ -1,7 +1,7 @@
 """Gradients of gated linear attention on a page: states both ways, then each chunk by itself (chapter 12).
 
-Chunk by chunk, b the running sum of the log gates g, r = b_C / 2, q' = q e^(b - r) and k' = k e^(r - b), S the state
-before a chunk and R the gradient of the state after it::
+Of :mod:`gla_ref.pages.gla`, chunk by chunk: b is the running sum of the log gates g, each token's own included,
+r = b_C / 2, q' = q e^(b - r) and k' = k e^(r - b), S the state before a chunk, R the gradient of the state after it::
 
     S <- e^r (e^r S + k'^T v)  forwards           R <- e^r (e^r R + q'^T do)  backwards  (1)
     dv = k' e^r R + tril(q' k'^T)^T do                                                   (2)
@@ -9,13 +9,12 @@ before a chunk and R the gradient of the state after it::
     dq = e^(b - r) (do (e^r S)^T + A k')          dk = e^(r - b) (A^T q' + D)            (4)
     dg = sum from t on of q dq - k' (A^T q')  +  sum before t of k' D  +  rowsum(S * e^(2 r) R)  (5)
 
-and scale times all but R. The three parts of dg cross token t: read in the chunk; written there, read later; written
-earlier, read later. Reference: :mod:`gla_ref.gla_backward`. Programs: V / BV * H * B of each `walk`, which stores a
-state a chunk, and K / 64 * T / C * H * B of `local`, with 2 C (C V + 2 BK V + 2 C BK) FLOPs each.
-
+and scale times all but R. dg_t is what crosses token t: what the chunk reads, what it writes for later ones, and what
+passes it from state to state. Reference: :mod:`gla_ref.gla_backward`. Programs: V / BV * H * B of each `walk`, which
+stores a state a chunk, and K / 64 * H * T / C * B of `local`, 2 C (C V + 2 BK V + (9 C + 16) BK) FLOPs each in bf16.
 Left out: packed sequences, a gradient of the final state, gates on values, float16, sizes other than 16, 32, 64, 128.
-Of a channel that decays by more than 80 nats in a chunk (float32: 4), dq is NaN from there on, dk and all of dv up to
-there, dg everywhere.
+If a channel's log gates sum to less than -80 in a chunk (bf16; -4 in float32), its dq is NaN from that chunk on, its dk
+and all of dv up to it, its dg everywhere. For few heads, see :mod:`gla_ref.pages.linear_attention_segments`.
 """
 
 import torch
@@ -28,23 +27,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def decays(b_g, LIMIT: tl.constexpr):
-    """e^(b - r) and e^(r - b) [C, BK], e^r [BK]."""
+    """e^(b - r) and e^(r - b) [C, BK], e^r [BK]; x is (b - r) log2 e."""
     i, j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
-    b_h, ones = b_g * 0.5, tl.full([b_g.shape[0], 16], 1.0, b_g.dtype)  # [C, BK], [C, 16]
-    since = tl.where(i >= j, 1.0, -1.0).to(b_g.dtype)  # [C, C]
-    x = tl.dot(since, b_h, input_precision="ieee") * LOG2E  # [C, BK], b - r
-    r = tl.max(tl.dot(b_h.T, ones, input_precision="ieee"), 1)  # [BK]
+    half_g, ones = b_g * 0.5, tl.full([b_g.shape[0], 16], 1.0, b_g.dtype)  # [C, BK], [C, 16]
+    x = tl.dot(tl.where(i >= j, 1.0, -1.0).to(b_g.dtype), half_g, input_precision="ieee") * LOG2E
+    r = tl.max(tl.dot(half_g.T, ones, input_precision="ieee"), 1)  # [BK], all columns are alike
     e_r = tl.where(r >= -LIMIT / 2, tl.exp2(r * LOG2E), float("nan"))
     return tl.exp2(x), tl.exp2(-x), e_r
 
 
 @triton.jit
 def walk(
-    reads, writes, g, x, y, states, T, H, scale,
+    reads, writes, x, g, y, states, T, H, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
+):
     """Forwards, S of what k and x = v write. Backwards, R of what q and x = do write, and y = dv, which k reads."""
-    # which tile: columns from i_v on of head i_h of sequence i_b
+    # which tile: columns from i_v on of head i_h of sequence i_b. b_ is a block, in registers
     i_v, i_h, i_b = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     S, n = tl.zeros([BK, BV], tl.float32), tl.cdiv(T, C)
@@ -67,52 +65,60 @@ def walk(
 
 
 @triton.jit
-def local(
-    q, k, g, dq, dk, dg, v, do, states, dstates, H, V, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    # which tile: channels from i_k on of the chunk of head i_h of sequence i_b that starts at t
-    i_k, i_h, i_b = tl.program_id(0) * BK, tl.program_id(2) % H, tl.program_id(2) // H
-    t, n = tl.program_id(1) * C, tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+def tile(i_b, i_h, t, i_d, T, H, D, C: tl.constexpr, BD: tl.constexpr):
+    """Where C tokens and BD channels of a tensor [B, T, H, D] lie, and which of them there are."""
+    i, d = t + tl.arange(0, C)[:, None], i_d + tl.arange(0, BD)[None, :]
+    return ((i_b * T + i).to(tl.int64) * H + i_h) * D + d, (i < T) & (d < D)
 
-    # compute: sums over V
+
+@triton.jit
+def local(
+    q, k, v, g, do, S_all, R_all, dq, dk, dg, T, H, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr,
+):
+    # which tile: channels from i_k on of chunk i_c of head i_h of sequence i_b
+    n_k, i_c, i_b = tl.cdiv(K, BK), tl.program_id(1), tl.program_id(2)
+    i_k, i_h = tl.program_id(0) % n_k * BK, tl.program_id(0) // n_k
+    n = (i_b * H + i_h) * tl.num_programs(1) + i_c  # of all states
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    # compute: sums over V. By pointers: in a short program nothing hides how long the copy engine takes to start
     A, kept = tl.zeros([C, C], tl.float32), tl.zeros([BK], tl.float32)
     read, write = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
-    for i_v in tl.range(0, V, BV, num_stages=1):  # S and R go to products and registers: no refills
-        b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
-        b_do = do.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
-        S = states.load([n, i_k, i_v]).reshape(BK, BV)  # [BK, BV]
-        R = dstates.load([n, i_k, i_v]).reshape(BK, BV)  # [BK, BV]
-        A = tl.dot(b_do, b_v.T, A, input_precision="ieee")  # (3)
-        read = tl.dot(b_do, S.T, read, input_precision="ieee")
-        write = tl.dot(b_v, R.T, write, input_precision="ieee")
-        kept += tl.sum(S.to(tl.float32) * R, 1)
-
+    for i_v in tl.range(0, V, BV):
+        at, m = tile(i_b, i_h, i_c * C, i_v, T, H, V, C, BV)
+        b_v, b_do = tl.load(v + at, mask=m, other=0.0), tl.load(do + at, mask=m, other=0.0)
+        at, m = tile(n, 0, i_k, i_v, K, 1, V, BK, BV)
+        S, R = tl.load(S_all + at, mask=m, other=0.0), tl.load(R_all + at, mask=m, other=0.0)
+        # again, from L2: a buffer that serves products and registers is refilled too early (Triton 3.6)
+        S_2 = tl.load(S_all + at, mask=m, other=0.0, eviction_policy="evict_first")
+        R_2 = tl.load(R_all + at, mask=m, other=0.0, eviction_policy="evict_first")
+        A = tl.dot(b_do, b_v.T, A, input_precision="ieee")  # "ieee": no TF32 in float32
+        read += tl.dot(b_do, S.T, input_precision="ieee")
+        write += tl.dot(b_v, R.T, input_precision="ieee")
+        kept += tl.sum(S_2.to(tl.float32) * R_2, 1)
     # load
-    b_g = g.load([i_b, i_h, t, i_k]).reshape(C, BK)  # [C, BK]
-    b_q = q.load([i_b, i_h, t, i_k]).reshape(C, BK)  # [C, BK]
-    b_k = k.load([i_b, i_h, t, i_k]).reshape(C, BK)  # [C, BK]
-
+    at, m = tile(i_b, i_h, i_c * C, i_k, T, H, K, C, BK)
+    b_q, b_k = tl.load(q + at, mask=m, other=0.0), tl.load(k + at, mask=m, other=0.0)  # [C, BK]
+    b_g = tl.load(g + at, mask=m, other=0.0)  # [C, BK]
     # compute
     up, down, e_r = decays(b_g, LIMIT)
-    b_q, b_k = (b_q * up).to(v.dtype), (b_k * down).to(v.dtype)  # q', k'
-    A = tl.where(i >= j, A, 0.0).to(v.dtype)  # (3)
-    write *= e_r[None, :]  # (3)
-    b_dq = tl.dot(A, b_k, read * e_r[None, :], input_precision="ieee")  # (4)
+    b_q, b_k = (b_q * up).to(b_g.dtype), (b_k * down).to(b_g.dtype)  # q', k'
+    A, write = tl.where(i >= j, A, 0.0).to(b_g.dtype), write * e_r[None, :]  # (3)
+    b_dq = read * e_r[None, :] + tl.dot(A, b_k, input_precision="ieee")  # (4)
     b_dk = tl.dot(A.T, b_q, input_precision="ieee")  # [C, BK]
     b_net, b_later = b_q * b_dq - b_k * b_dk, b_k * write  # [C, BK], i = j cancels in b_net
-    b_dg = tl.cumsum(b_net, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later  # (5)
-    b_dg += (kept * e_r * e_r)[None, :]  # (5)
-
     # store: (4) and (5)
-    dq.store([i_b, i_h, t, i_k], (b_dq * up * scale).to(v.dtype).reshape(1, 1, C, BK))
-    dk.store([i_b, i_h, t, i_k], ((b_dk + write) * down * scale).to(v.dtype).reshape(1, 1, C, BK))
-    dg.store([i_b, i_h, t, i_k], (b_dg * scale).to(v.dtype).reshape(1, 1, C, BK))
+    tl.store(dq + at, (b_dq * up * scale).to(b_g.dtype), mask=m)
+    tl.store(dk + at, ((b_dk + write) * down * scale).to(b_g.dtype), mask=m)
+    # by products, since tl.cumsum is slow; bf16x3: of sums of two bf16 numbers, to 2^-16
+    exact: tl.constexpr = "bf16x3" if b_g.dtype == tl.bfloat16 else "ieee"
+    b_dg = tl.dot((i <= j).to(tl.float32), b_net, input_precision=exact)  # [C, BK]
+    b_dg = tl.dot((i > j).to(tl.float32), b_later, b_dg, input_precision=exact)
+    tl.store(dg + at, ((b_dg + (kept * e_r * e_r)[None, :]) * scale).to(b_g.dtype), mask=m)
 
 
-def tiles(name, x, shape, like, *box):
-    """x [B, T, H, D] for the copy engine, in boxes of some tokens and channels of a head; refuses what is left out."""
+def descriptor(name, x, shape, like, *box):
+    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
@@ -132,19 +138,20 @@ def gla_gradient(q, k, v, g, do, scale=None):
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")
     (B, T, H, K), V = q.shape, v.shape[3]
-    C, BV, limit = (64, 64, 80.0) if q.dtype == torch.bfloat16 else (16, 16, 4.0)
+    C, BV, limit, stages = (64, 64, 80.0, 3) if q.dtype == torch.bfloat16 else (16, 16, 4.0, 1)
     scale, BK, N = K**-0.5 if scale is None else scale, max(K, 64), triton.cdiv(T, C)
     dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
     keys, values = (("q", q), ("k", k), ("g", g)), (("v", v), ("do", do), ("dv", dv))
-    d_q, d_k, d_g = (tiles(n, x, (B, T, H, K), q, C, BK) for n, x in keys)
-    d_v, d_do, d_dv = (tiles(n, x, (B, T, H, V), q, C, BV) for n, x in values)
-    parts = [tiles("", x, q.shape, q, C, 64) for x in (q, k, g, dq, dk, dg)]
+    d_q, d_k, d_g = (descriptor(n, x, (B, T, H, K), q, C, BK) for n, x in keys)
+    d_v, d_do, d_dv = (descriptor(n, x, (B, T, H, V), q, C, BV) for n, x in values)
     S, R = v.new_empty(2, B * H * N, K, V)
-    d_S, d_R = (TensorDescriptor(x, x.shape, [K * V, V, 1], [1, BK, BV]) for x in (S, R))
-    both = (TensorDescriptor(x, x.shape, [K * V, V, 1], [1, 64, BV]) for x in (S, R))
+    d_S, d_R = (TensorDescriptor(x, x.shape, x.stride(), [1, BK, BV]) for x in (S, R))
     grid = triton.cdiv(V, BV), H, B
-    options = {"C": C, "BV": BV, "LIMIT": limit, "num_warps": 4, "num_stages": 2}
-    walk[grid](None, d_k, d_g, d_v, None, d_S, T, H, scale, BK=BK, BACK=False, **options)
-    walk[grid](d_k, d_q, d_g, d_do, d_dv, d_R, T, H, scale, BK=BK, BACK=True, **options)
-    local[triton.cdiv(K, 64), N, B * H](*parts, d_v, d_do, *both, H, V, scale, BK=64, **options)
+    options = {"C": C, "BK": BK, "BV": BV, "LIMIT": limit, "num_stages": 2}
+    walk[grid](None, d_k, d_v, d_g, None, d_S, T, H, scale, BACK=False, **options)
+    walk[grid](d_k, d_q, d_do, d_g, d_dv, d_R, T, H, scale, BACK=True, **options)
+    local[triton.cdiv(K, 64) * H, N, B](
+        q, k, v, g, do, S, R, dq, dk, dg, T, H, K, V, scale,
+        **options | {"BK": 64, "num_stages": stages if V > BV else 1},
+    )
     return dq, dk, dv, dg

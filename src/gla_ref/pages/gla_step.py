@@ -22,18 +22,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def step(
     q, k, v, g, S, o, S_next, q_stride, k_stride, v_stride, g_stride, H, scale,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+):
     # which tile: columns o_v of the state of head i_h of sequence i_b
-    i_h, i_b = (
-        tl.program_id(1),
-        tl.program_id(2).to(tl.int64),
-    )  # 64 bits: many states are many numbers
+    i_h, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)  # many states are many numbers
     o_k, o_v = tl.arange(0, K), tl.program_id(0) * BV + tl.arange(0, BV)
-    o_S = ((i_b * H + i_h) * K + o_k[:, None]) * V + o_v[
-        None, :
-    ]  # [K, BV], a row of S is V numbers long
+    o_S = ((i_b * H + i_h) * K + o_k[:, None]) * V + o_v[None, :]  # [K, BV]
 
-    # load
+    # load: b_ is a block, in registers
     b_S = tl.load(S + o_S)  # [K, BV]
     b_q = tl.load(q + i_b * q_stride + i_h * K + o_k).to(tl.float32)  # [K]
     b_k = tl.load(k + i_b * k_stride + i_h * K + o_k).to(tl.float32)  # [K]
@@ -78,13 +73,10 @@ def gla_step(q, k, v, g, S, scale=None):
     check("S", S, (B, H, K, V), (torch.float32,), q)
     if not S.is_contiguous():
         raise ValueError(f"S: expected contiguous, got strides {S.stride()}")
-    o, S_next, BV = (
-        v.new_empty(B, H, V),
-        torch.empty_like(S),
-        min(V, 32),
-    )  # 32 columns: one line of memory
+    o, S_next = v.new_empty(B, H, V), torch.empty_like(S)
+    BV = min(V, 32)  # 32 columns: one line of memory
     step[V // BV, H, B](
         q, k, v, g, S, o, S_next, *(x.stride(0) for x in (q, k, v, g)), H,
         K**-0.5 if scale is None else scale, K=K, V=V, BV=BV, num_warps=8 if K <= 128 else 4,
-    )  # fmt: skip
+    )
     return o, S_next

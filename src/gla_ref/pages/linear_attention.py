@@ -1,17 +1,19 @@
 """Linear attention on a page: the state stays in registers while the tokens come by (chapter 6).
 
-Chunk by chunk, with Q, K, V the rows of C tokens and S the sum of k^T v of all tokens before them::
+    S_t = S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
 
-    o  = scale (Q S + tril(Q K^T) V)                                                     (1)
-    S <- S + K^T V                                                                       (2)
+Chunk by chunk, with q, k and v of C tokens and S the state before them::
+
+    o  = scale (q S + tril(q k^T) v)                                                     (1)
+    S <- S + k^T v                                                                       (2)
 
 Reference: :func:`gla_ref.linear_attention.recurrent`. A program owns BV columns of the state of one head and walks over
 the chunks of its sequence: V / BV * H * B programs. A chunk moves 2 C (2 K + 2 BV) bytes in bf16 and costs
-2 C (C (K + BV) + 2 K BV) FLOPs: memory sets the pace, if enough heads keep the chip busy. For few heads and long
-sequences there is :mod:`gla_ref.pages.linear_attention_segments`.
+2 C (C (BK + BV) + 2 BK BV) FLOPs, BK = max(K, 64), BV = max(V, 64): memory sets the pace. In float32 C = BV = 16.
 
 Left out: packed sequences, initial states, normalisation, gradients, float16 (a state may be too large for it), other
-sizes than 16, 32, 64 and 128.
+sizes than 16, 32, 64 and 128. For few heads, which leave multiprocessors idle, see
+:mod:`gla_ref.pages.linear_attention_segments`.
 """
 
 import torch
@@ -22,34 +24,35 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def walk(
-    q, k, v, o, S_T, T, scale,
+    q, k, v, o, S_last, T, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    # which tile: columns from i_v on of head i_h of sequence i_b
+):
+    # which tile: columns from i_v on of head i_h of sequence i_b. b_ is a block, in registers
     i_v, i_h, i_b = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     S = tl.zeros([BK, BV], tl.float32)
 
     for t in tl.range(0, T, C):
-        # load: descriptors know where the tensors end, and read 0 beyond
+        b_S = S.to(q.dtype)  # [BK, BV], rounded while the loads are on their way
+        # load: descriptors know where the tensors end, and read 0 beyond, which adds nothing to S
         b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
 
-        # compute: sums in float32, operands of products in the dtype of the inputs
+        # compute: sums in float32, operands in the dtype of the inputs; "ieee": float32 is not rounded to TF32
         P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
         P = tl.where(i >= j, P, 0.0).to(b_v.dtype)  # token i reads tokens j <= i
-        b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
+        b_o = tl.dot(b_q, b_S, input_precision="ieee")  # [C, BV]
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (1)
-        S = tl.dot(b_k.T, b_v, S, input_precision="ieee")  # (2)
-
         # store: nothing is written beyond the end
         o.store([i_b, i_h, t, i_v], b_o.to(b_v.dtype).reshape(1, 1, C, BV))
-    S_T.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
+        # compute: once o has left its registers
+        S = tl.dot(b_k.T, b_v, S, input_precision="ieee")  # (2)
+    S_last.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
 
 
-def tiles(name, x, shape, like, *box):
-    """x [B, T, H, D] for the copy engine, in boxes of some tokens and channels of a head; refuses what is left out."""
+def descriptor(name, x, shape, like, *box):
+    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
@@ -72,13 +75,14 @@ def linear_attention(q, k, v, scale=None):
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")
     (B, T, H, K), V = q.shape, v.shape[3]
+    # at least 64 channels: narrower tiles of bf16 were wrong (Triton 3.6); those beyond K and V are zeros
     C, BV = (64, max(V, 64)) if q.dtype == torch.bfloat16 else (16, 16)
     o, S, BK = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32), max(K, 64)
-    keys = [tiles(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k))]
-    values = [tiles(n, x, (B, T, H, V), q, C, BV) for n, x in (("v", v), ("o", o))]
+    keys = [descriptor(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k))]
+    values = [descriptor(n, x, (B, T, H, V), q, C, BV) for n, x in (("v", v), ("o", o))]
     state = TensorDescriptor(S, S.shape, S.stride(), [1, 1, BK, BV])
     walk[triton.cdiv(V, BV), H, B](
         *keys, *values, state, T, K**-0.5 if scale is None else scale,
         C=C, BK=BK, BV=BV, num_warps=4, num_stages=3,
-    )  # fmt: skip
+    )
     return o, S

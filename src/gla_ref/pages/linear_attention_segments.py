@@ -1,19 +1,22 @@
 """Linear attention on a page, for few heads and long sequences: in segments, by three short kernels (chapter 6).
 
+    S_t = S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
+
 One program a head leaves most of a chip idle when there are few heads. So a sequence is cut into N segments::
 
     A_n = sum of k^T v over segment n             `add_up`, all segments at once           (1)
     S_n = A_1 + ... + A_(n-1)                     `carry`, a scan over N states            (2)
-    o  = scale (Q S + tril(Q K^T) V)              `walk`, all segments at once, each       (3)
-    S <- S + K^T V                                from its own S_n, chunk by chunk         (4)
+    o  = scale (q S + tril(q k^T) v)              `walk`, all segments at once, each       (3)
+    S <- S + k^T v                                from its own S_n, chunk by chunk         (4)
 
 Reference: :func:`gla_ref.linear_attention.recurrent`. Programs: V / BV * H * B * N of `add_up` and of `walk`, which own
 BV columns of a state, and K V / 1024 * H * B of `carry`. `add_up` reads k and v once more than one walk would, 1.5
 times the bytes in all, for N times the programs; a state costs 4 K V bytes four times. A chunk of `walk` has
-2 C (C (K + BV) + 2 K BV) FLOPs, one of `add_up` 2 C K BV.
+2 C (C (BK + BV) + 2 BK BV) FLOPs, BK = max(K, 64), one of `add_up` 2 C BK BV.
 
 Left out: packed sequences, initial states, normalisation, gradients, float16 (a state may be too large for it), other
-sizes than 16, 32, 64 and 128.
+sizes than 16, 32, 64 and 128. For enough heads, two programs for three multiprocessors and more,
+:mod:`gla_ref.pages.linear_attention` reads less.
 """
 
 import torch
@@ -24,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def add_up(k, v, A, T, L, H, N, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    # which tile: columns from i_v on of segment n of head i_h of sequence i_b
+    # which tile: columns from i_v on of segment n of head i_h of sequence i_b. b_ is a block, in registers
     i_v, i_h, i_n = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i_b, n = i_n // N, i_n % N
     S = tl.zeros([BK, BV], tl.float32)
@@ -36,7 +39,7 @@ def add_up(k, v, A, T, L, H, N, C: tl.constexpr, BK: tl.constexpr, BV: tl.conste
 
 
 @triton.jit
-def carry(A, S_T, N, KV, BLOCK: tl.constexpr):
+def carry(A, S_last, N, KV, BLOCK: tl.constexpr):
     # which tile: BLOCK numbers of the state of a head
     i_h, o = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     S = tl.zeros([BLOCK], tl.float32)
@@ -45,7 +48,7 @@ def carry(A, S_T, N, KV, BLOCK: tl.constexpr):
         b_A = tl.load(p, mask=o < KV)  # [BLOCK]
         tl.store(p, S, mask=o < KV)
         S += b_A  # (2)
-    tl.store(S_T + i_h * KV + o, S, mask=o < KV)
+    tl.store(S_last + i_h * KV + o, S, mask=o < KV)
 
 
 @triton.jit
@@ -56,22 +59,24 @@ def walk(q, k, v, A, o, T, L, H, N, scale, C: tl.constexpr, BK: tl.constexpr, BV
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     S = A.load([(i_b * H + i_h) * N + n, 0, i_v]).reshape(BK, BV)  # [BK, BV]
     for t in tl.range(n * L, tl.minimum(n * L + L, T), C):
-        # load: 0 beyond T
+        b_S = S.to(q.dtype)  # [BK, BV], rounded while the loads are on their way
+        # load: 0 beyond T, which adds nothing to S
         b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
         # compute
         P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
         P = tl.where(i >= j, P, 0.0).to(b_v.dtype)  # token i reads tokens j <= i
-        b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
+        b_o = tl.dot(b_q, b_S, input_precision="ieee")  # [C, BV]
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (3)
-        S = tl.dot(b_k.T, b_v, S, input_precision="ieee")  # (4)
         # store: nothing beyond T
         o.store([i_b, i_h, t, i_v], b_o.to(b_v.dtype).reshape(1, 1, C, BV))
+        # compute: once o has left its registers
+        S = tl.dot(b_k.T, b_v, S, input_precision="ieee")  # (4)
 
 
-def tiles(name, x, shape, like, *box):
-    """x [B, T, H, D] for the copy engine, in boxes of some tokens and channels of a head; refuses what is left out."""
+def descriptor(name, x, shape, like, *box):
+    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
@@ -97,8 +102,8 @@ def linear_attention(q, k, v, scale=None, segment=None):
     (B, T, H, K), V = q.shape, v.shape[3]
     C, BV = (64, max(V, 64)) if q.dtype == torch.bfloat16 else (16, 16)
     o, S, BK = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32), max(K, 64)
-    d_q, d_k = (tiles(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k)))
-    d_v, d_o = (tiles(n, x, (B, T, H, V), q, C, BV) for n, x in (("v", v), ("o", o)))
+    d_q, d_k = (descriptor(n, x, (B, T, H, K), q, C, BK) for n, x in (("q", q), ("k", k)))
+    d_v, d_o = (descriptor(n, x, (B, T, H, V), q, C, BV) for n, x in (("v", v), ("o", o)))
     if segment is None:
         n = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
         segments = max(1, n // (triton.cdiv(V, BV) * H * B))
@@ -107,10 +112,8 @@ def linear_attention(q, k, v, scale=None, segment=None):
         raise ValueError(f"segment: expected a multiple of {C} tokens, got {segment}")
     N, scale = triton.cdiv(T, segment), K**-0.5 if scale is None else scale
     A = v.new_empty(B * H * N, K, V, dtype=torch.float32)
-    d_A, grid = (
-        TensorDescriptor(A, A.shape, A.stride(), [1, BK, BV]),
-        (triton.cdiv(V, BV), H, B * N),
-    )
+    d_A = TensorDescriptor(A, A.shape, A.stride(), [1, BK, BV])
+    grid = triton.cdiv(V, BV), H, B * N
     options = {"C": C, "BK": BK, "BV": BV, "num_warps": 4, "num_stages": 3}
     add_up[grid](d_k, d_v, d_A, T, segment, H, N, **options)
     carry[triton.cdiv(K * V, 1024), B * H](A, S, N, K * V, BLOCK=1024)

@@ -376,7 +376,7 @@ def test_scale():
 def test_a_page_is_a_page(file):
     """About a hundred lines, blank ones not counted, and nothing imported but PyTorch, Triton and einops."""
     text = file.read_text()
-    assert sum(bool(line.strip()) for line in text.splitlines()) <= 130
+    assert sum(bool(line.strip()) for line in text.splitlines()) <= 140
     nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Import | ast.ImportFrom)]
     modules = {
         name for x in nodes for name in ([x.module] if isinstance(x, ast.ImportFrom) else [y.name for y in x.names])
