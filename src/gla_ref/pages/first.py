@@ -26,7 +26,7 @@ def add_kernel(x, y, z, N, BLOCK: tl.constexpr):
     # which tile: program 0 has the numbers 0 to BLOCK - 1, program 1 those from BLOCK on, ...
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     m = o < N  # [BLOCK], the last program has less to do
-    # load: x is a pointer to the first number, x + o are pointers to a whole tile
+    # load: x is a pointer to the first number, x + o are pointers to a whole tile; b_ is a block, in registers
     b_x, b_y = tl.load(x + o, mask=m), tl.load(y + o, mask=m)  # [BLOCK] each
     # compute and store: what the mask leaves out is neither read nor written
     tl.store(z + o, b_x + b_y, mask=m)  # (1)

@@ -31,10 +31,10 @@ def keys(
 ):
     """o [BM, BV], l and m [BM] after the keys from `first` to `last`."""
     for t in tl.range(first, last, BN):
-        # load: 0 beyond the end
+        # load: 0 beyond the end, where no query looks
         b_k = k.load([i_b, i_h, t, 0]).reshape(BN, BK)  # [BN, BK]
         b_v = v.load([i_b, i_h, t, 0]).reshape(BN, BV)  # [BN, BV]
-        # compute, to base 2: e^x = 2^(x log2(e)), and log2(e) is in scale
+        # compute, to base 2: e^x = 2^(x log2(e)), and log2(e) is in scale; "ieee": no TF32 in float32
         s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN], over scale
         if DIAGONAL:  # elsewhere every query sees every key
             s = tl.where(o_i[:, None] >= t + tl.arange(0, BN)[None, :], s, float("-inf"))
@@ -57,7 +57,7 @@ def attend(
     i_h, i_b = tl.program_id(1), tl.program_id(2)
     o_i = i_m + tl.arange(0, BM)  # [BM]
 
-    # load
+    # load: b_ is a block, in registers; what lies beyond the end is read as 0
     b_q = q.load([i_b, i_h, i_m, 0]).reshape(BM, BK)  # [BM, BK]
 
     # compute: keys that all BM queries see, then the diagonal

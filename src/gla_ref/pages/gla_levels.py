@@ -16,7 +16,7 @@ of 2^l tokens that holds both: k_j decays up to the border and q_i from there on
     P_ij = q_i E_i . k_j E_j         E the decay between a token and the border of its block           (4)
 
 No exponent is above 0, and each is the sum of just the gates between: right for every gate. Programs: V / BV * H * B
-of `walk`, each for BV columns of a state, and T / 16 C * H * B of `levels`, which adds P v of strong chunks to o, for
+of `walk`, each for BV columns of a state, and T / (16 C) * H * B of `levels`, which adds P v of strong chunks to o, for
 2 C C (13 K + V) FLOPs each in bf16: six levels of two products, and the diagonal. Reference:
 :func:`gla_ref.gla.recurrent`. Left out: packed sequences, initial states, gradients, gates on values, float16, sizes
 other than 16, 32, 64 and 128. For few heads, which leave multiprocessors idle, see
@@ -61,7 +61,7 @@ def walk(
         b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
 
-        # compute
+        # compute. "ieee": float32 is not rounded to TF32
         total = tl.max(tl.dot(b_g.T, ones, input_precision="ieee"), 1) * LOG2E  # [BK], b_C
         mild = tl.min(total) >= -LIMIT * LOG2E
         edge = tl.where(mild, total / 2, 0.0)  # [BK]
