@@ -9,7 +9,7 @@ with log gates g <= 0. Chunk by chunk, b [C, K] is the running sum of g, each to
     o  = scale (q' S' + tril(q' k'^T) v)                                                 (2)
     S <- e^r (S' + k'^T v)                                                               (3)
 
-Why r: exponents stay within |b_C| / 2. With b alone they would reach |b_C|. Reference: :func:`gla_ref.gla.recurrent`.
+Why r: exponents stay within half of b_C in size. With b alone they would reach all of it. Reference: :func:`gla_ref.gla.recurrent`.
 
 A program owns BV columns of the state of one head, keeps them in registers and walks over the chunks of its sequence:
 V / BV * H * B programs, with C = BV = 64 in bf16 and 16 in float32. A chunk moves 2 C (3 K + 2 BV) bytes in bf16 and
