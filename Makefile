@@ -17,11 +17,11 @@ book: notebooks ## execute every chapter and build the site; a warning or a brok
 	$(PYTHON) tools/build_book.py
 	@echo "The book: _build/html/index.html"
 
-test: $(VENV) ## run the tests that need no GPU (the site is built and its pages are executed, if they have not been)
+test: $(VENV) ## run the tests that need no GPU and no built book
 	$(PYTEST)
 	@echo "All tests passed. What takes long: make test-deep"
 
-test-deep: $(VENV) ## run what is left to test without a GPU: whole ladders, sweeps of the check kit, every property 300 times
+test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, sweeps of the check kit, properties 300 times, the site and its pages
 	$(PYTEST) -m "(deep or hypothesis) and not gpu and not browser" --hypothesis-profile deep
 	@echo "All deep tests passed."
 

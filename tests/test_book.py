@@ -57,6 +57,7 @@ def problems() -> dict[str, str]:
     return build_book.execute_pages(ROOT)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_notebook_runs(chapter, problems):
     if chapter in problems:
@@ -192,6 +193,7 @@ def loaded(page: Path) -> list[str]:
     return [tag["src"] for tag in tags] + [tag["href"] for tag in links] + calls
 
 
+@pytest.mark.deep
 def test_site_loads_nothing_from_elsewhere(site):
     remote = re.compile(r"(?:https?:)?//")
     assert len(pages(site)) > len(CHAPTERS)
@@ -202,6 +204,7 @@ def test_site_loads_nothing_from_elsewhere(site):
     assert not found
 
 
+@pytest.mark.deep
 def test_site_has_no_broken_link(site):
     broken = []
     for page in pages(site):
@@ -217,6 +220,7 @@ def test_site_has_no_broken_link(site):
     assert not broken, "\n".join(broken)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("page", sorted(path.stem for path in (ROOT / "book").glob("*.md")))
 def test_figures_have_alternative_text(site, page):
     article = soup(site / "book" / f"{page}.html").select_one("article")
@@ -227,6 +231,7 @@ def test_figures_have_alternative_text(site, page):
         assert figure.get("aria-label") or figure.find("title"), "an SVG figure has a label"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_numbers_agree_between_site_and_notebook(site, chapter):
     page = soup(site / "book" / f"{chapter}.html")
@@ -239,6 +244,7 @@ def test_numbers_agree_between_site_and_notebook(site, chapter):
     assert page.select_one("article h1").text.startswith(f"{int(chapter[:2])}. ")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_download_is_the_generated_notebook(site, chapter):
     page = site / "book" / f"{chapter}.html"
