@@ -1,15 +1,18 @@
 """Gated linear attention on a page: the C x C scores in one product, without sub-blocks (chapter 11).
 
+Computes, for log gates g <= 0::
+
     S_t = diag(e^g_t) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
 
-with log gates g <= 0. Chunk by chunk, b [C, K] is the running sum of g, each token's own gate included, and r = b_C / 2
-[K] scales the rows of S [K, V]::
+Chunk by chunk, b [C, K] is the running sum of g, each token's own gate included, and r = b_C / 2 [K] scales the rows of
+S [K, V]::
 
     q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                   (1)
     o  = scale (q' S' + tril(q' k'^T) v)                                                 (2)
     S <- e^r (S' + k'^T v)                                                               (3)
 
-Why r: exponents stay within half of b_C in size. With b alone they would reach all of it. Reference: :func:`gla_ref.gla.recurrent`.
+Why r: exponents stay within half of b_C in size. With b alone they would reach all of it. Reference:
+:func:`gla_ref.gla.recurrent`.
 
 A program owns BV columns of the state of one head, keeps them in registers and walks over the chunks of its sequence:
 V / BV * H * B programs, with C = BV = 64 in bf16 and 16 in float32. A chunk moves 2 C (3 K + 2 BV) bytes in bf16 and

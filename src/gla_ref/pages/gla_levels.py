@@ -1,10 +1,12 @@
 """Gated linear attention on a page, for every log gate in [-inf, 0]: pairs of strong chunks in levels (chapter 11).
 
+Computes::
+
     S_t = diag(e^g_t) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
 
-with log gates g in [-inf, 0]. Chunk by chunk, b is the running sum of g, each token's own gate included. One product a
-chunk, as in :mod:`gla_ref.pages.gla`, holds in *mild* chunks, where b_C is at least -80 (float32: -4) in all channels.
-In a *strong* chunk, all others, reads decay from its start and writes to its end instead::
+Chunk by chunk, b is the running sum of g, each token's own gate included. One product a chunk, as in
+:mod:`gla_ref.pages.gla`, holds in *mild* chunks, where b_C is at least -80 (float32: -4) in all channels. In a *strong*
+chunk, all others, reads decay from its start and writes to its end instead::
 
     mild    q' = q e^(b - b_C / 2)   k' = k e^(b_C / 2 - b)   S' = e^(b_C / 2) S, before and after     (1)
     strong  q' = q e^b               k' = k e^(b_C - b)       S' = e^(b_C) S, in between               (2)
@@ -19,8 +21,7 @@ No exponent is above 0, and each is the sum of just the gates between: right for
 of `walk`, each for BV columns of a state, and T / (16 C) * H * B of `levels`, which adds P v of strong chunks to o, for
 2 C C (13 K + V) FLOPs each in bf16: six levels of two products, and the diagonal. Reference:
 :func:`gla_ref.gla.recurrent`. Left out: packed sequences, initial states, gradients, gates on values, float16, sizes
-other than 16, 32, 64 and 128. For few heads, which leave multiprocessors idle, see
-:mod:`gla_ref.pages.linear_attention_segments`.
+other than 16, 32, 64 and 128. For few heads, see :mod:`gla_ref.pages.linear_attention_segments`.
 """
 
 import torch

@@ -1,5 +1,7 @@
 """Gated linear attention on a page, one token: what a model that answers does for every token (chapter 11).
 
+Computes::
+
     S <- diag(e^g) S + k^T v                                                             (1)
     o  = scale q S                                                                       (2)
 

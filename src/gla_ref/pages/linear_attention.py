@@ -1,5 +1,7 @@
 """Linear attention on a page: the state stays in registers while the tokens come by (chapter 6).
 
+Computes::
+
     S_t = S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
 
 Chunk by chunk, with q, k and v of C tokens and S the state before them::

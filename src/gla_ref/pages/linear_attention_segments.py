@@ -1,5 +1,7 @@
 """Linear attention on a page, for few heads and long sequences: in segments, by three short kernels (chapter 6).
 
+Computes::
+
     S_t = S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
 
 One program a head leaves most of a chip idle when there are few heads. So a sequence is cut into N segments::
