@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import F64, LADDER, inputs
 from emulated import Gla
+from harness import CUDA, HERE, anywhere
 
 import gla_ref
 from gla_ref import gla_backward
@@ -29,20 +30,11 @@ from gla_ref.pages import (  # noqa: E402
     linear_attention_segments,
 )
 
-CUDA = torch.cuda.is_available()
-HERE = "cuda" if CUDA else "cpu"
 FILES = sorted(Path(gla.__file__).parent.glob("[!_]*.py"))
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LIMITS = {F32: (-4.0, 16), BF16: (-80.0, 64)}  # nats of a mild chunk, tokens of a chunk
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def here(request):
-    if request.param != HERE:
-        pytest.skip("pages are compiled where there is a GPU, interpreted elsewhere")
-
-
-anywhere = pytest.mark.usefixtures("here")
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")]
 # B, T, H, K, V and dtype; the interpreter gets products of bfloat16 wrong
 SIZES = [
