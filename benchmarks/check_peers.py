@@ -50,7 +50,7 @@ SUBJECTS = [
     for form in FORMS[m]
     if form.startswith("triton") and form != "triton_portable"  # what "triton" plans today
 ]
-SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapter 10)
+SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapter 12)
 SUBJECTS[SUBJECTS.index("gla.triton_recurrent")] += FORWARD
 SUBJECTS += [f"fla.{name}" for name in PEERS]
 SCORES = [f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)]

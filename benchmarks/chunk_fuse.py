@@ -3,7 +3,7 @@
     python benchmarks/chunk_fuse.py [--out FILE]
 
 Checks one head against the float64 references, then times. A step's bytes are those its programs ask for, the
-whole form's its inputs and output once. Writes results/<gpu>-chunk-fuse.json, which chapter 10 draws its figures from.
+whole form's its inputs and output once. Writes results/<gpu>-chunk-fuse.json, which chapter 12 draws its figures from.
 It runs in the host's own Python and needs a GPU.
 """
 

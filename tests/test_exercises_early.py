@@ -1,6 +1,6 @@
 """Exercises: right answers are accepted, typical wrong ones are told what is wrong with them.
 
-The answers of chapters 1 to 6 stand here, those of 7 to 12 in test_exercises_late.py. And every exercise of the
+The answers of chapters 1 to 7 stand here, those of 7 to 12 in test_exercises_late.py. And every exercise of the
 book has a judge, a cell to answer it in, and a solution that passes.
 """
 
@@ -194,7 +194,7 @@ def attention_gradients(mask=True, delta=True, scaled=True, softmax=True):
     return form
 
 
-# -- chapter 4 ---------------------------------------------------------------------------------------
+# -- chapter 5 ---------------------------------------------------------------------------------------
 
 
 def features(constant=1.0, pairs=0.5**0.5, squares_only=False):
@@ -237,7 +237,7 @@ def one_late(q, k, v, w):
     return torch.stack(o)
 
 
-# -- chapter 5 ---------------------------------------------------------------------------------------
+# -- chapter 6 ---------------------------------------------------------------------------------------
 
 
 def suffixes(turn=True, exchange=True, back=True):
@@ -254,7 +254,7 @@ def restart(flag=torch.maximum, number=lambda r1, x1, r2, x2: torch.where(r2 > 0
     return lambda a, b: (flag(a[0], b[0]), number(*a, *b))
 
 
-# -- chapter 6 ---------------------------------------------------------------------------------------
+# -- chapter 7 ---------------------------------------------------------------------------------------
 
 
 def turned(into=True, back=True, exchange=False):

@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapters 7 to 12, right ones and wrong ones with what they are told."""
+"""Answers to the exercises of chapters 9 to 15, right ones and wrong ones with what they are told."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def by_difference(g):
     return b[-1] - b
 
 
-# -- chapter 7 ---------------------------------------------------------------------------------------
+# -- chapter 9 ---------------------------------------------------------------------------------------
 
 
 def retention(gates=lambda i, j: i - j, last=lambda i: i + 1, scaled=True):
@@ -57,7 +57,7 @@ def previous_gates(q, k, v, g):
     return walk(gate_old=1)(q, k, v, torch.cat([0 * g[:, :1].clamp_min(-1), g[:, :-1]], 1))
 
 
-# -- chapter 8 ---------------------------------------------------------------------------------------
+# -- chapter 10 ---------------------------------------------------------------------------------------
 
 
 def from_state(q, b, d, S_0):
@@ -82,7 +82,7 @@ def final(decay):
     return form
 
 
-# -- chapter 9 ---------------------------------------------------------------------------------------
+# -- chapter 11 ---------------------------------------------------------------------------------------
 
 
 def step(to_end=after, whole=lambda g: g.sum(0)):
@@ -105,7 +105,7 @@ def values_kept(S, k, v, g, g_v):
     return step()(S, 0 * k, v, g, g_v) + (k * after(g).exp()).T @ v
 
 
-# -- chapter 10 --------------------------------------------------------------------------------------
+# -- chapter 12 --------------------------------------------------------------------------------------
 
 
 def prepared(to_end=after, C=None, scale=None, on_k=1.0, power=torch.exp):
@@ -120,7 +120,7 @@ def prepared(to_end=after, C=None, scale=None, on_k=1.0, power=torch.exp):
     return form
 
 
-# -- chapter 11 --------------------------------------------------------------------------------------
+# -- chapter 13 --------------------------------------------------------------------------------------
 
 
 def pairs(q, k, g):
@@ -143,7 +143,7 @@ def two_ways(mild=lambda g: g.sum(0) >= -80, mask=torch.tril, strong=pairs):
     return form
 
 
-# -- chapter 12 --------------------------------------------------------------------------------------
+# -- chapter 15 --------------------------------------------------------------------------------------
 
 
 def to_the_end(x, axis=0):

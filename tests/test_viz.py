@@ -1,4 +1,4 @@
-"""Explorables: the class, and the numbers in the pictures against the package's (chapters 2 and 5)."""
+"""Explorables: the class, and the numbers in the pictures against the package's (chapters 2 and 6)."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_online_softmax_shows_the_statistics_of_the_keys_read(b):
         assert texts(row[8], "on")[2] == "o′ = (0.58, 0.67, 0.75)"
 
 
-# -- chunk length (chapter 5) ------------------------------------------------------------------
+# -- chunk length (chapter 6) ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("C", LENGTHS)
@@ -197,7 +197,7 @@ def test_chunk_size_tells_the_truth_in_its_notice():
     assert growth == sorted(growth) and growth[-1] < 2
 
 
-# -- prefix sums (chapter 5) -------------------------------------------------------------------
+# -- prefix sums (chapter 6) -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("C", [1, 2, 3, 4, 6, 12])

@@ -1,4 +1,4 @@
-"""Explorables of walks, maps, exponents and roofs: they show what the package computes (chapters 6 to 11)."""
+"""Explorables of walks, maps, exponents and roofs: they show what the package computes (chapters 7 to 13)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gla_ref import gla, linear_attention, results
 from gla_ref.costs import FORMS, cost
 from gla_ref.viz import gate_strength, kernel_walk, roofline, two_level_map
 
-# -- a kernel's walk (chapter 6) ---------------------------------------------------------------
+# -- a kernel's walk (chapter 7) ---------------------------------------------------------------
 
 N, C, L, K, V = (getattr(kernel_walk, name) for name in ("N", "C", "L", "K", "V"))
 KIB = 1024
@@ -80,7 +80,7 @@ def test_walk_shows_its_moves(way):
         assert len(boxes) == len({m.program for m in moves if m.step == step})
 
 
-# -- the map of two-level chunking (chapter 9) -------------------------------------------------
+# -- the map of two-level chunking (chapter 11) -------------------------------------------------
 
 
 @pytest.mark.parametrize("C", two_level_map.CHUNKS)
@@ -142,7 +142,7 @@ def test_map_tells_the_truth_in_its_notice():
         assert shares[2] < 0.7 * shares[4]
 
 
-# -- gate strength and exponents (chapter 11) --------------------------------------------------
+# -- gate strength and exponents (chapter 13) --------------------------------------------------
 
 FORM = list(gate_strength.FORMS)
 FIRST = {  # by hand: the largest number is e^88.7, in float16 e^11.09; 256 tokens, or half of 64
@@ -228,7 +228,7 @@ def test_errors_do_not_depend_on_the_default_dtype(default_dtype):
     assert 1e-8 < errors[0] == errors[1] < 1e-5
 
 
-# -- the roofline (chapter 6) ------------------------------------------------------------------
+# -- the roofline (chapter 7) ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

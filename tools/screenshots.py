@@ -37,7 +37,7 @@ def visit(browser: Browser, page: Path, width: int, theme: str, out: Path) -> li
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pages", nargs="*", help="names without .html, such as 09_chunkwise_gla")
+    parser.add_argument("pages", nargs="*", help="names without .html, such as 11_chunkwise_gla")
     parser.add_argument("--out", type=Path, default=SITE.parent / "screenshots")
     args = parser.parse_args()
     pages = [SITE / "book" / f"{name}.html" for name in args.pages]

@@ -1,6 +1,6 @@
 """The book's own Sphinx extension: what Jupyter Book cannot be told in _config.yml.
 
-* A chapter's number is the one in its file name (``book/09_chunkwise_gla.md`` is chapter 9).
+* A chapter's number is the one in its file name (``book/11_chunkwise_gla.md`` is chapter 11).
 * The Colab and download buttons lead to the generated notebook; with no public repository
   address (``repository.url`` in _config.yml) there is no button that needs one.
 * Executed pages are cached under a key that covers the package, not only the page's cells.

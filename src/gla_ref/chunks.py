@@ -1,4 +1,4 @@
-"""What a chunk of linear attention is made of: its own pairs, what it reads, what it writes (chapters 5 and 9).
+"""What a chunk of linear attention is made of: its own pairs, what it reads, what it writes (chapters 6 and 11).
 
 Tensors are `[B, H, C, ...]`: q, k with their log gates g `[B, H, C, K]`, v with g_v `[B, H, C, V]` or None where the
 values have no gate. Every exponent is a sum of gates, and so at most 0.

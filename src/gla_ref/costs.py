@@ -1,4 +1,4 @@
-"""What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 9)."""
+"""What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log gates: how they are made and how they are summed (chapters 7, 8 and 9).
+"""Log gates: how they are made and how they are summed (chapters 9, 10 and 11).
 
 Every log gate g = ln(alpha) lies in [-inf, 0]. The sums below only ever add gates, never
 subtract one running sum from another: each is exact to rounding, and g = -inf (a hard reset) is

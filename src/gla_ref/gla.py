@@ -1,4 +1,4 @@
-"""Gated Linear Attention in six forms: recurrent to two-level chunks (chapters 7, 8 and 9).
+"""Gated Linear Attention in six forms: recurrent to two-level chunks (chapters 9, 10 and 11).
 
     S_t = (alpha_t^T beta_t) * S_{t-1} + k_t^T v_t,    o_t = scale * q_t S_t
 
@@ -65,7 +65,7 @@ def recurrent(
 def parallel(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None):
     """((Q B)(K / B)^T * M) V with cumulative products B: one matrix product, and the form that breaks.
 
-    Kept to be broken in chapter 8: 1 / B overflows once the total decay leaves the exponent range
+    Kept to be broken in chapter 10: 1 / B overflows once the total decay leaves the exponent range
     (GLA paper, section 4.1; with g_v the product acts on V / D and the result is multiplied by D, appendix C.1).
     """
     q, k, v, g, g_v = map(heads_first, (scale * q, k, v, g, g_v))

@@ -1,4 +1,4 @@
-"""Linear attention in four forms that compute the same thing (chapters 4 and 5).
+"""Linear attention in four forms that compute the same thing (chapters 5 and 6).
 
 S_t = S_{t-1} + phi(k_t)^T v_t,    o_t = scale * phi(q_t) S_t,    normalised: o_t / (phi(q_t) z_t)
 """
@@ -147,7 +147,7 @@ def chunkwise(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, C: in
 def scan(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     """An associative scan over pairs (alpha, S), every state in memory: log2 T steps, T K V numbers.
 
-    (a1, S1) then (a2, S2) is (a1 a2, a2 S1 + S2); here alpha = 1, chapter 7 gives it a meaning.
+    (a1, S1) then (a2, S2) is (a1 a2, a2 S1 + S2); here alpha = 1, chapter 9 gives it a meaning.
     """
     write = k[..., :, None] * v[..., None, :]  # [B T H K V]
     alpha = torch.ones_like(write[..., :1, :1])

@@ -1,4 +1,4 @@
-"""The tensors of each mechanism as data: what they are called, their axes, what they are for (chapters 1, 4, 7 and 9).
+"""The tensors of each mechanism as data: what they are called, their axes, what they are for (chapters 1, 5, 9 and 11).
 
 References, kernels, the check kit, other libraries' names and the tests all read them here, so that a mechanism with
 another gate, or with a write strength, is one more entry.

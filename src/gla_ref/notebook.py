@@ -1,4 +1,4 @@
-"""Chapters 1 to 12. What a chapter's cells need beside the subject: a sentence with its numbers."""
+"""Chapters 1 to 15. What a chapter's cells need beside the subject: a sentence with its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix sums: sequential, in two steps over chunks, and as parallel scans (chapter 5)."""
+"""Prefix sums: sequential, in two steps over chunks, and as parallel scans (chapter 6)."""
 
 from __future__ import annotations
 

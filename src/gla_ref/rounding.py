@@ -1,4 +1,4 @@
-"""Rounding: imitated, measured, and how much of it is allowed (chapter 9).
+"""Rounding: imitated, measured, and how much of it is allowed (chapter 11).
 
 References are plain mathematics. What a kernel's number format does to them is a mode around them:
 

@@ -1,4 +1,4 @@
-"""Linear attention with one scalar gate a head, as in RetNet, lightning attention and Mamba-2 (chapters 7 and 8).
+"""Linear attention with one scalar gate a head, as in RetNet, lightning attention and Mamba-2 (chapters 9 and 10).
 
 S_t = exp(g_t) S_{t-1} + k_t^T v_t,    o_t = scale * q_t S_t,    g_t <= 0 a number for each head
 """

@@ -134,7 +134,7 @@ def test_page(chromium, visit, record, page):
     assert record[page]["explorables"] <= 1.5e6
 
 
-@pytest.mark.parametrize("page", ["book/index", "book/09_chunkwise_gla", "book/benchmarks"])
+@pytest.mark.parametrize("page", ["book/index", "book/11_chunkwise_gla", "book/benchmarks"])
 @pytest.mark.parametrize("theme", THEMES)
 def test_focus_is_visible(visit, page, theme):
     visit.tab.emulate_media(color_scheme=theme)
@@ -163,11 +163,11 @@ def test_search_finds_two_level_chunking(chromium):
         visit.tab.keyboard.type("two-level chunking")
         visit.tab.keyboard.press("Enter")
         visit.tab.wait_for_selector("#search-results li a")
-        chapter = visit.tab.locator("#search-results li a[href*='09_chunkwise_gla']").first
+        chapter = visit.tab.locator("#search-results li a[href*='11_chunkwise_gla']").first
         if site == served:
             visit.tab.wait_for_selector("#search-results li .context")
             assert not visit.problems
         chapter.click()
-        visit.tab.wait_for_url("**/09_chunkwise_gla.html*")
+        visit.tab.wait_for_url("**/11_chunkwise_gla.html*")
         context.close()
     server.shutdown()

@@ -1,4 +1,4 @@
-"""How wrong a right kernel may be, computed for every case and quantity from emulated runs (chapters 6 and 9)."""
+"""How wrong a right kernel may be, computed for every case and quantity from emulated runs (chapters 7 and 11)."""
 
 from __future__ import annotations
 

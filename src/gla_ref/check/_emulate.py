@@ -1,4 +1,4 @@
-"""Right computations as a low-precision kernel makes them, and exact ones in float64 (chapters 3, 6 and 9).
+"""Right computations as a low-precision kernel makes them, and exact ones in float64 (chapters 3, 7 and 11).
 
 Every function takes the dtype that operands are rounded to; with float64 inputs and dtype it is exact, and the tests
 hold it against the recurrence. Products and sums of states have one home each, :class:`Product` and :class:`Carry`,
@@ -109,7 +109,7 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False):
     """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S.
 
     What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
-    kernel may that has one product a chunk (chapter 11), and by e^-3 at most from there on, to be within float16.
+    kernel may that has one product a chunk (chapter 13), and by e^-3 at most from there on, to be within float16.
     """
     T, tokens = q.shape[1], (q, k, v, by_channel(g, k))
     C = min(C, -(-T // c) * c)

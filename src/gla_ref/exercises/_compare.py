@@ -1,4 +1,4 @@
-"""What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 12)."""
+"""What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 15)."""
 
 from __future__ import annotations
 

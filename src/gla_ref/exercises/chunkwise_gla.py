@@ -1,4 +1,4 @@
-"""Judges of the exercises on chunks and sub-chunks (chapter 9)."""
+"""Judges of the exercises on chunks and sub-chunks (chapter 11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges of the exercises on FlashLinearAttention (chapter 6)."""
+"""Judges of the exercises on FlashLinearAttention (chapter 7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges of the exercises on the four kernels of chunk fuse (chapter 10)."""
+"""Judges of the exercises on the four kernels of chunk fuse (chapter 12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges of the exercises on gates and decay (chapter 7)."""
+"""Judges of the exercises on gates and decay (chapter 9)."""
 
 from __future__ import annotations
 

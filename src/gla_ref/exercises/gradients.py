@@ -1,4 +1,4 @@
-"""Judges of the exercises on gradients in closed form (chapter 12)."""
+"""Judges of the exercises on gradients in closed form (chapter 15)."""
 
 from __future__ import annotations
 

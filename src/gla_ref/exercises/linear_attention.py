@@ -1,4 +1,4 @@
-"""Judges of the exercises on linear attention (chapter 4)."""
+"""Judges of the exercises on linear attention (chapter 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges of the exercises on GLA in parallel (chapter 8)."""
+"""Judges of the exercises on GLA in parallel (chapter 10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges of the exercises on prefix sums and chunks (chapter 5)."""
+"""Judges of the exercises on prefix sums and chunks (chapter 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which piece of which sequence a program has, and states from segment to segment (chapter 6)."""
+"""Which piece of which sequence a program has, and states from segment to segment (chapter 7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles of a head: how kernels that walk over chunks load, store and round them (chapter 6)."""
+"""Tiles of a head: how kernels that walk over chunks load, store and round them (chapter 7)."""
 
 from __future__ import annotations
 

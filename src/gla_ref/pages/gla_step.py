@@ -1,4 +1,4 @@
-"""Gated linear attention on a page, one token: what a model that answers does for every token (chapter 11).
+"""Gated linear attention on a page, one token: what a model that answers does for every token (chapter 13).
 
 Computes::
 

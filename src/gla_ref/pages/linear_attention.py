@@ -1,4 +1,4 @@
-"""Linear attention on a page: the state stays in registers while the tokens come by (chapter 6).
+"""Linear attention on a page: the state stays in registers while the tokens come by (chapter 7).
 
 Computes::
 

@@ -1,4 +1,4 @@
-"""Linear attention on a page, for few heads and long sequences: in segments, by three short kernels (chapter 6).
+"""Linear attention on a page, for few heads and long sequences: in segments, by three short kernels (chapter 7).
 
 Computes::
 

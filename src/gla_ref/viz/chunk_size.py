@@ -1,4 +1,4 @@
-"""Chunk length from recurrent to parallel: who is computed how, and what it costs (chapter 5)."""
+"""Chunk length from recurrent to parallel: who is computed how, and what it costs (chapter 6)."""
 
 from __future__ import annotations
 

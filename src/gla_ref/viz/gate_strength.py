@@ -1,4 +1,4 @@
-"""How strong a gate each form of gated attention can bear in each number format (chapter 11)."""
+"""How strong a gate each form of gated attention can bear in each number format (chapter 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel's walk through the sequence: what is loaded, kept on the chip and stored (chapter 6)."""
+"""A kernel's walk through the sequence: what is loaded, kept on the chip and stored (chapter 7)."""
 
 from __future__ import annotations
 

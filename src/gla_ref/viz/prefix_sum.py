@@ -1,4 +1,4 @@
-"""A prefix sum in two steps over chunks, of numbers or of states (chapter 5)."""
+"""A prefix sum in two steps over chunks, of numbers or of states (chapter 6)."""
 
 from __future__ import annotations
 

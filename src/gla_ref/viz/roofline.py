@@ -1,4 +1,4 @@
-"""Every form and every measured kernel under the roof of one GPU (chapter 6)."""
+"""Every form and every measured kernel under the roof of one GPU (chapter 7)."""
 
 from __future__ import annotations
 

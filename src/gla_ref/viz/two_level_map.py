@@ -1,4 +1,4 @@
-"""The attention-style map of two-level chunking, block by block as it is computed (chapter 9)."""
+"""The attention-style map of two-level chunking, block by block as it is computed (chapter 11)."""
 
 from __future__ import annotations
 

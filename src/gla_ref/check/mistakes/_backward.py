@@ -1,4 +1,4 @@
-"""Mistakes of every mechanism with a state: gradients, packed sequences, strides (chapters 12 and 9)."""
+"""Mistakes of every mechanism with a state: gradients, packed sequences, strides (chapters 15 and 11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes with gates: when, where and how often a decay applies (chapters 7, 8 and 9)."""
+"""Mistakes with gates: when, where and how often a decay applies (chapters 9, 10 and 11)."""
 
 from __future__ import annotations
 

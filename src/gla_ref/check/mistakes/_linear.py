@@ -1,4 +1,4 @@
-"""Mistakes of every mechanism with a state: reads, writes, chunks, states (chapters 4, 5 and 6)."""
+"""Mistakes of every mechanism with a state: reads, writes, chunks, states (chapters 5, 6 and 7)."""
 
 from __future__ import annotations
 
