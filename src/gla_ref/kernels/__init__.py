@@ -1,4 +1,4 @@
-"""Triton kernels, one mechanism a file (chapter 11); they need Triton, and a GPU or TRITON_INTERPRET=1.
+"""Triton kernels, one mechanism a file (chapter 4); they need Triton, and a GPU or TRITON_INTERPRET=1.
 
 Nothing here is imported by `import gla_ref`.
 """

@@ -1,4 +1,4 @@
-"""Gated Linear Attention token by token: for decoding, and right for any gate (chapter 13).
+"""Gated Linear Attention token by token: for decoding, and right for any gate (chapter 16).
 
     S <- (alpha^T beta) * S + k^T v        alpha = e^g, beta = e^(g_v)
     o  = scale * q S

@@ -1,4 +1,4 @@
-"""Linear attention and its scalar-gated kin (simple GLA) in chunks: FlashLinearAttention, both ways (chapter 7).
+"""Linear attention and its scalar-gated kin (simple GLA) in chunks: FlashLinearAttention, both ways (chapters 7 and 8).
 
     o = scale * (e^b * (q S) + (q k^T * E) v)        E_ij = e^(b_i - b_j) for j <= i, else 0
     S <- e^(b_C) S + k^T (e^(b_C - b) * v)           b the running sum of g in the chunk (0 without gates)

@@ -1,1 +1,1 @@
-"""Pages: one kernel a file, complete and short enough for one sitting (chapters 3, 7, 13 and 15)."""
+"""Pages: one kernel a file, complete and short enough for one sitting (chapters 4, 7 and 14 to 16)."""

@@ -1,4 +1,4 @@
-"""First kernels: add two vectors, take the softmax of rows, attend in one tile (chapter 3).
+"""First kernels: add two vectors, take the softmax of rows, attend in one tile (chapter 4).
 
 A kernel is a function that many *programs* run at once, each told apart by `tl.program_id`. It works on tiles, whose
 sizes are powers of two and known when it is compiled (`tl.constexpr`), and reads and writes memory by pointers::

@@ -1,4 +1,4 @@
-"""FlashAttention on a page: causal softmax attention without the T x T matrix (chapter 3).
+"""FlashAttention on a page: causal softmax attention without the T x T matrix (chapter 4).
 
 Token i attends to all j <= i; its row of scores is met in tiles, with a running maximum m and sum l::
 

@@ -1,4 +1,4 @@
-"""Gated linear attention on a page: the C x C scores in one product, without sub-blocks (chapter 13).
+"""Gated linear attention on a page: the C x C scores in one product, without sub-blocks (chapter 14).
 
 Computes, for log gates g <= 0::
 

@@ -1,4 +1,4 @@
-"""Gated linear attention on a page, one token: what a model that answers does for every token (chapter 13).
+"""Gated linear attention on a page, one token: what a model that answers does for every token (chapter 16).
 
 Computes::
 
