@@ -1,9 +1,12 @@
 """Every page of the built book in a headless Chromium, with the network refused (make test-browser)."""
 
 import os
+import re
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
+from urllib.parse import unquote, urlsplit
 
 import browser as tools
 import pytest
@@ -41,6 +44,14 @@ FOCUS = """() => {
   const box = e.getBoundingClientRect();
   return {seen: outlined || style.boxShadow !== "none", size: box.width * box.height, tag: e.outerHTML.slice(0, 120)};
 }"""
+
+#: where the first picture of the article begins, and how large each of its figures is shown: [source, width]
+PICTURES = ".bd-article :is(div.cell_output img, figure.explorable)"
+FIRST = "all => all.length ? all[0].getBoundingClientRect().top + scrollY : Infinity"
+SHOWN = """all => all.filter(e => e.tagName === "IMG").map(e => {
+  const style = getComputedStyle(e);
+  return [e.src, e.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight)];
+})"""
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -132,6 +143,24 @@ def test_page(chromium, visit, record, page):
     assert not found, "\n".join(found)
     assert seconds <= 2 or busy
     assert record[page]["explorables"] <= 1.5e6
+
+
+def smallest_label(source: str, width: float) -> float:
+    """Pixels of the smallest type in one of Matplotlib's drawings, which sets outlines of 100 units to the size."""
+    svg = Path(unquote(urlsplit(source).path)).read_text()
+    points = [100 * float(scale) for scale in re.findall(r" scale\(([\d.]+) -[\d.]+\)", svg)]
+    return min(points, default=99) * width / float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if re.search(r"/\d\d_", page)])
+def test_pictures_come_first_and_can_be_read(visit, page):
+    """A picture begins on the first screen of every chapter; on a phone no label of a figure is below 11 pixels."""
+    visit.tab.goto(url(page))
+    assert visit.tab.locator(PICTURES).evaluate_all(FIRST) <= 900
+    visit.tab.set_viewport_size({"width": 390, "height": 900})
+    shown = visit.tab.locator(PICTURES).evaluate_all(SHOWN)
+    small = {source.rsplit("/")[-1]: px for source, width in shown if (px := smallest_label(source, width)) < 11}
+    assert not small, small
 
 
 @pytest.mark.parametrize("page", ["book/index", "book/11_chunkwise_gla", "book/benchmarks"])
