@@ -49,11 +49,7 @@ def plan(
     for name in [x.name for x in kind.arguments if x.optional]:
         given[name] = spec_of(name, options.pop(name, None))
     given["cu_seqlens"] = cu = spec_of("cu_seqlens", cu_seqlens)
-    chosen = {
-        "scale": scale,
-        "path": options.pop("path", None),
-        "kernel": options.pop("kernel", None),
-    }
+    chosen = {"scale": scale, "path": options.pop("path", None), "kernel": options.pop("kernel", None)}
     if options:
         name = next(iter(options))
         raise TypeError(f"{name}: expected an option of {mechanism}, got {name}={options[name]!r}")
@@ -102,9 +98,7 @@ def describe(found: Plan) -> str:
         warps, stages = (launch.options.get(n, d) for n, d in (("num_warps", 4), ("num_stages", 3)))
         touched = {x.name: x.bytes for x in launch.tensors}
         programs = " x ".join(map(str, launch.grid))
-        rows.append(
-            [launch.name, programs, tiles, warps, stages, f"{sum(touched.values()) / 1e6:,.3g}"]
-        )
+        rows.append([launch.name, programs, tiles, warps, stages, f"{sum(touched.values()) / 1e6:,.3g}"])
     head = ["kernel", "programs", "tiles", "warps", "stages", "tensors, MB"]
     lines = [f"{found.name}, for {found.hardware}"]
     lines += [f"  {sentence}" for sentence in found.why]

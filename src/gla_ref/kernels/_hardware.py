@@ -37,11 +37,7 @@ class Hardware(NamedTuple):
         return FAMILIES[self.name]
 
     def __str__(self) -> str:
-        return (
-            self.name
-            if self.interpreted
-            else f"{self.name}, {self.multiprocessors} multiprocessors"
-        )
+        return self.name if self.interpreted else f"{self.name}, {self.multiprocessors} multiprocessors"
 
 
 # compute capability: shared memory a program, matrix units, copy engine, multiprocessors of a card that readers have
@@ -101,9 +97,7 @@ def class_of(major: int, minor: int) -> Hardware:
     known = {int(name.removeprefix("sm_")): x for name, x in CLASSES.items()}
     older = [n for n in known if n <= capability]
     if not older:
-        raise ValueError(
-            f"device: expected a GPU of compute capability 7.5 or newer, got {major}.{minor}"
-        )
+        raise ValueError(f"device: expected a GPU of compute capability 7.5 or newer, got {major}.{minor}")
     return known[max(older)]
 
 

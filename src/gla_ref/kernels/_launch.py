@@ -42,11 +42,7 @@ class Operator:
         self.name, self.planned, self.tensors = f"gla_ref::{name}", planned, len(planned.names)
         LIBRARY.define(name + schema)
         self.outputs = None if schema.endswith("[]") else schema.split("->")[1].count("Tensor")
-        LIBRARY.impl(
-            name,
-            lambda *args: given(planned(*args)[: self.outputs], args[0]),
-            "CompositeExplicitAutograd",
-        )
+        LIBRARY.impl(name, lambda *args: given(planned(*args)[: self.outputs], args[0]), "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.gla_ref, name).default
         self.function = None
 
@@ -59,9 +55,7 @@ class Operator:
         tensors = args[: self.tensors]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             if self.function is None:
-                check_forward_only(
-                    dict(zip(self.planned.names, tensors, strict=True)), "this kernel is"
-                )
+                check_forward_only(dict(zip(self.planned.names, tensors, strict=True)), "this kernel is")
             return self.function.apply(*args, program)
         return program(tensors)
 
@@ -149,8 +143,12 @@ def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device
 
 
 def check_call(
-    mechanism: str, tensors: tuple[Tensor | None, ...], S: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float | None, most: dict[str, int],
+    mechanism: str,
+    tensors: tuple[Tensor | None, ...],
+    S: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    most: dict[str, int],
 ) -> dict[str, int]:
     """A whole call of a kernel with states; `most` has the largest size of some axes. The sizes of all axes.
 
@@ -180,14 +178,10 @@ def check_required(kind: Mechanism, tensors: dict[str, Tensor]) -> None:
     """
     for argument in kind.arguments:
         if not argument.optional and argument.name not in tensors:
-            raise TypeError(
-                f"{argument.name}: expected a torch.Tensor of shape [{argument.axes}], got None"
-            )
+            raise TypeError(f"{argument.name}: expected a torch.Tensor of shape [{argument.axes}], got None")
 
 
-def check_sizes(
-    arguments: tuple[Argument, ...], sizes: dict[str, int], most: dict[str, int], where: str = ""
-) -> None:
+def check_sizes(arguments: tuple[Argument, ...], sizes: dict[str, int], most: dict[str, int], where: str = "") -> None:
     """No axis is larger than `most` says; the message names the first argument that has it.
 
     Raises:

@@ -28,9 +28,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel
     return gla_two_sided.plan_forward(hardware, q, k, v, g, g_v, S, cu, scale, path)
 
 
-def plan_backward(
-    hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg
-) -> Plan:
+def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg) -> Plan:
     """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed."""
     rest = S, cu, starts, do, dS, scale, path, need_dg
     if g_v is None:
@@ -89,18 +87,23 @@ def _gradients(ctx, do, dS):
     _, _, v, _, g_v, S, *_ = saved
     do, need_dg = torch.zeros_like(v) if do is None else do, ctx.needs_input_grad[3]
     dq, dk, dv, dg, dg_v, dS0 = _backward(*saved, do, dS, ctx.scale, ctx.path, ctx.kernel, need_dg)
-    return (
-        dq, dk, dv, dg if need_dg else None, None if g_v is None else dg_v, None if S is None else dS0,
-        *[None] * 4,
-    )
+    return (dq, dk, dv, dg if need_dg else None, None if g_v is None else dg_v, None if S is None else dS0, *[None] * 4)
 
 
 _forward.register_autograd(_save, _gradients)
 
 
 def gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, g_v: Tensor | None = None, scale: float | None = None,
-    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    g_v: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    path: str | None = None,
     kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gated Linear Attention, differentiable; right for every gate in [-inf, 0].
