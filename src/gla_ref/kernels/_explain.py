@@ -66,10 +66,9 @@ def plan(
         given |= {"o": o, "lse": lse, "low": low, "do": o._replace(name="do"), "cached": cached}
     else:
         state = None if initial_state is None else spec_of("initial_state", initial_state)
-        final = _spec("S_T", N, H, K, V)
-        narrow = "g" not in given and do.dtype != torch.float32 and max(K, V) <= 64
-        given |= {"initial_state": state, "S_T": final if narrow else None, "do": do, "dS": None}
-        given |= {"g": given.get("g"), "need_dg": "g" in given}
+        given |= {"g": given.get("g"), "need_dg": "g" in given, "initial_state": state, "do": do, "dS": None}
+        unwindable = linear_attention.unwindable(given["q"], given["v"], given["g"])
+        given["S_T"] = _spec("S_T", N, H, K, V) if unwindable else None
 
     def planned(function) -> Plan:
         names = (*function.names, *function.options)

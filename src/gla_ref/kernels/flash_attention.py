@@ -448,16 +448,8 @@ forward = Planned(plan_forward, ("q", "k", "v", "cu_seqlens"), (*CHOICES, "cache
 backward = Planned(
     plan_backward, ("q", "k", "v", "o", "lse", "low", "do", "cu_seqlens"), CHOICES, twin=_twin
 )
-OPTIONS = "float? scale, str? kernel"
-_forward = Operator(
-    "flash_attention", forward,
-    f"(Tensor q, Tensor k, Tensor v, Tensor? cu, {OPTIONS}, bool cached) -> (Tensor, Tensor, Tensor)",
-)
-_backward = Operator(
-    "flash_attention_backward", backward,
-    "(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? low, Tensor do, Tensor? cu, "
-    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)
+_forward = Operator("flash_attention", forward, 3)
+_backward = Operator("flash_attention_backward", backward, 3)
 
 
 @_forward.register_fake

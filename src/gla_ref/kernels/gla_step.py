@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
 from ._hardware import Hardware
-from ._launch import Operator, check_call
+from ._launch import check_call, with_state
 from ._plan import Draft, Plan, cdiv, next_power_of_2
 from ._program import Planned
 from ._segments import sequences
@@ -106,16 +106,7 @@ def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale) -> None:
 
 TENSORS = (*(x.name for x in MECHANISMS["gla"].arguments), "initial_state", "cu_seqlens")
 forward = Planned(plan_step, TENSORS, ("scale",), check)
-_step = Operator(
-    "gla_step", forward,
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? g_v, Tensor? S, Tensor? cu, float? scale) -> (Tensor, Tensor)",
-)
-
-
-@_step.register_fake
-def _(q, k, v, g, g_v, S, cu, scale):
-    N = q.shape[0] if cu is None else cu.shape[0] - 1
-    return torch.empty_like(v), q.new_empty(N, *q.shape[2:], v.shape[-1], dtype=torch.float32)
+_step = with_state("gla_step", forward)
 
 
 def gla_step(

@@ -35,7 +35,7 @@ from torch import Tensor
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
 from ._hardware import Hardware, tiles
-from ._launch import KERNELS, Operator, check_call, check_choice, check_required, given
+from ._launch import KERNELS, check_call, check_choice, check_required, differentiable, with_state
 from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from ._program import Planned
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
@@ -383,51 +383,24 @@ def check(q, k, v, g, initial_state, cu_seqlens, scale, path, kernel) -> None:
     check_choice("kernel", kernel, KERNELS)
 
 
+def unwindable(q, v, g) -> bool:
+    """Whether the returned state may have to run backwards, of tensors or specs (`_unwinds` has the rest)."""
+    return g is None and q.dtype != torch.float32 and max(q.shape[-1], v.shape[-1]) <= 64
+
+
+def keep(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
+    """The final state of narrow heads without gates; the gates' sums."""
+    q, _, v, g, *_ = tensors
+    _, S_T, *sums = outputs
+    return [S_T if unwindable(q, v, g) else None, *(sums or [None])]
+
+
 TENSORS = ("q", "k", "v", "g", "initial_state", "cu_seqlens")
 CHOICES = ("scale", "path", "kernel")
 forward = Planned(plan_forward, TENSORS, CHOICES, check)
 backward = Planned(plan_backward, (*TENSORS, "S_T", "sums", "do", "dS"), (*CHOICES, "need_dg"))
-ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? S, Tensor? cu"
-OPTIONS = "float? scale, str? path, str? kernel"
-_forward = Operator("linear_attention", forward, f"({ARGUMENTS}, {OPTIONS}) -> (Tensor, Tensor)")
-_backward = Operator(
-    "linear_attention_backward", backward,
-    f"({ARGUMENTS}, Tensor? S_T, Tensor? sums, Tensor do, Tensor? dS, {OPTIONS}, bool need_dg) -> Tensor[]",
-)
-
-
-@_forward.register_fake
-def _(q, k, v, g, S, cu, scale, path, kernel):
-    N = q.shape[0] if cu is None else cu.shape[0] - 1
-    o = q.new_empty(*q.shape[:3], v.shape[-1])
-    return o, q.new_empty(N, q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
-
-
-@_backward.register_fake
-def _(q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, kernel, need_dg):
-    dS0 = None if S is None else S.new_empty(S.shape, dtype=torch.float32)
-    dg = g.new_empty(g.shape) if need_dg else None
-    return given([*(x.new_empty(x.shape) for x in (q, k, v)), dg, dS0], q)
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.path, ctx.kernel = inputs
-    q, _, v, g, *_ = tensors
-    _, S_T, *sums = output
-    narrow = q.dtype != torch.float32 and g is None and max(q.shape[-1], v.shape[-1]) <= 64
-    ctx.save_for_backward(*tensors, S_T if narrow else None, *sums or [None])
-    ctx.set_materialize_grads(False)  # the final state seldom has a gradient
-
-
-def _gradients(ctx, do, dS):
-    saved = ctx.saved_tensors
-    _, _, v, _, S, *_ = saved
-    do, need_dg = torch.zeros_like(v) if do is None else do, ctx.needs_input_grad[3]
-    dq, dk, dv, dg, dS0 = _backward(*saved, do, dS, ctx.scale, ctx.path, ctx.kernel, need_dg)
-    return dq, dk, dv, dg if need_dg else None, None if S is None else dS0, *[None] * 4
-
-
-_forward.register_autograd(_save, _gradients)
+_forward = with_state("linear_attention", forward)
+differentiable(_forward, backward, keep)
 
 
 def _attention(q, k, v, g, scale, initial_state, cu_seqlens, path, kernel):
