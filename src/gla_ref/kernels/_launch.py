@@ -103,10 +103,10 @@ def with_state(name: str, planned: Planned) -> Operator:
     return operator
 
 
-def differentiable(operator: Operator, planned: Planned, keep: Callable) -> None:
+def differentiable(operator: Operator, planned: Planned, kept: Callable) -> None:
     """Make an operator of `with_state` differentiable by `planned`, which gives the gradients of all but cu_seqlens.
 
-    `planned` takes the tensors of the forward pass, what `keep(tensors, outputs)` returns (None: to be made again), the
+    `planned` takes the tensors of the forward pass, what `kept(tensors, outputs)` returns (None: to be made again), the
     gradients of o and state, the options, and whether the first gate needs a gradient.
     """
     gradient, n = Operator(f"{operator.name}_backward", planned), operator.tensors
@@ -120,7 +120,7 @@ def differentiable(operator: Operator, planned: Planned, keep: Callable) -> None
 
     def save(ctx, inputs, output):
         tensors, ctx.options = inputs[:n], inputs[n:]
-        ctx.save_for_backward(*tensors, *keep(tensors, output))
+        ctx.save_for_backward(*tensors, *kept(tensors, output))
         ctx.set_materialize_grads(False)  # the final state seldom has a gradient
 
     def gradients(ctx, do, dS):

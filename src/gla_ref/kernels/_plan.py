@@ -131,17 +131,22 @@ class Draft:
     def like(self, name: str, x: Spec) -> Spec:
         return self.new(name, *x.shape, dtype=x.dtype)
 
-    def compute(self, spec: Spec, function: Callable, *args) -> Spec:
-        """A tensor that PyTorch makes."""
-        self.steps.append(Make(spec, False, function, args))
+    def compute(
+        self, name: str, function: Callable, x: Spec | None, *args, shape=None, dtype=torch.float32
+    ) -> Spec | None:
+        """What a function of PyTorch makes of x, contiguous and of x's shape; None of None."""
+        if x is None:
+            return None
+        spec = self.spec(name, *(shape or x.shape), dtype=dtype)
+        self.steps.append(Make(spec, False, function, (x, *args)))
         return spec
 
     def contiguous(self, x: Spec | None, dtype: torch.dtype | None = None) -> Spec | None:
         """x itself, or a copy if it is not contiguous and of this dtype."""
         if x is None or (x.contiguous and x.dtype == (dtype or x.dtype)):
             return x
-        spec = self.spec(f"{x.name} contiguous", *x.shape, dtype=dtype or x.dtype)
-        return self.compute(spec, _copy, x, spec.dtype)
+        dtype = dtype or x.dtype
+        return self.compute(f"{x.name} contiguous", _copy, x, dtype, dtype=dtype)
 
     def launch(self, kernel, grid: int | tuple[int, ...], *args, **named) -> None:
         """Launch `kernel` with these arguments; what it has no parameter for is an option of Triton's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._plan import Draft, Spec, cdiv, next_power_of_2
+from ._plan import Draft, Spec, cdiv, describable, next_power_of_2
 from ._tiles import VARYING
 
 
@@ -83,6 +83,15 @@ def carry_states(
         part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, K * V,
         BD=BD, PACKED=cu is not None, REVERSE=reverse,
     )
+
+
+def gradient_of_o(draft: Draft, x: Spec, do: Spec, scale: float) -> tuple[Spec, float]:
+    """(do, scale) as a walk takes them: by the copy engine, if it takes x."""
+    if describable(x, draft.hardware) and not describable(do, draft.hardware):
+        do = draft.contiguous(do)  # the gradient of a sum has strides of 0
+    if scale == 0:  # then o says nothing, the final state all the same
+        return draft.new("0", *do.shape, dtype=do.dtype, zero=True), 1.0
+    return do, scale
 
 
 def sequences(B: int, cu: Spec | None) -> int:

@@ -47,7 +47,7 @@ def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel) -> No
     check_choice("kernel", kernel, KERNELS)
 
 
-def keep(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
+def kept(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
     """The states that segments start from."""
     _, _, *starts = outputs
     return starts or [None]
@@ -58,7 +58,7 @@ CHOICES = ("scale", "path", "kernel")
 forward = Planned(plan_forward, TENSORS, CHOICES, check)
 backward = Planned(plan_backward, (*TENSORS, "starts", "do", "dS"), (*CHOICES, "need_dg"))
 _forward = with_state("gla", forward)
-differentiable(_forward, backward, keep)
+differentiable(_forward, backward, kept)
 
 
 def gla(

@@ -38,6 +38,7 @@ A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g) 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ import triton.language as tl
 from .. import _contract as contract
 from ._hardware import Hardware, tiles
 from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
-from ._segments import carry_states, segment_length, sequences, slots, which_segment
+from ._segments import carry_states, gradient_of_o, segment_length, sequences, slots, which_segment
 from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile
 
 # by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
@@ -444,20 +445,7 @@ class Call:
         o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
         kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
         states = draft.new(states, self.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
-        s_S = pattern(H * K * V, V, K * V, 1)
-
-        def walk_all(L, S_in, S_out, o=None, states=None, decay=None):
-            q = x.q if o else None
-            draft.launch(
-                walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
-                *boxes(engine, C, (q, self.BK), (x.k, self.BK), (v, BV), (x.g, self.BK)),
-                x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
-                *boxes(engine, self.BK, (states, BV)), decay, self.cu,
-                *patterns(q, x.k, v, x.g, o), s_S, N, T, L, H, K, V, self.scale,
-                BK=self.BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
-                num_warps=self.warps, num_stages=self.stages[int(states is not None)],
-            )
-
+        walk_all = functools.partial(self.launch_walk, x, v, engine, reverse)
         L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), self.cu and N)
         if L > T:  # in one go; there is a slot for each sequence, so that S_in and S are by slots too
             S = draft.new(S, N, H, K, V) if S else None
@@ -465,14 +453,41 @@ class Call:
             return Walked(o, S, states, None)
         if starts is None:
             n = slots(self.B, T, self.cu, L)
-            starts, decay = draft.new("starts", n, H, K, V), draft.new("decay", n, H, K)
+            starts, decays = draft.new("starts", n, H, K, V), self.decays(n)
             S = draft.new(S or "S", N, H, K, V)
-            walk_all(L, None, starts, decay=decay)
-            carry_states(draft, starts, decay, None, S_in, S, self.cu, T, L, reverse)
+            walk_all(L, None, starts, decays=decays)
+            carry_states(draft, starts, *decays, S_in, S, self.cu, T, L, reverse)
         else:
             S = None
         walk_all(L, starts, None, o, states)
         return Walked(o, S, states, starts)
+
+    def decays(self, n: int) -> tuple[Spec | None, Spec | None]:
+        """Of n segments: those of the state's rows, and of its columns."""
+        return self.draft.new("decay", n, self.H, self.K), None
+
+    def launch_walk(
+        self, x: Readers, v: Spec, engine: bool, reverse: bool,
+        L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+    ) -> None:
+        """`walk` over segments of L tokens."""
+        C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
+        q = x.q if o else None
+        self.draft.launch(
+            walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
+            *boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK)),
+            x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
+            *boxes(engine, BK, (states, BV)), decays[0], self.cu, *patterns(q, x.k, v, x.g, o),
+            pattern(H * K * V, V, K * V, 1), self.N, T, L, H, K, V, self.scale,
+            BK=BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
+            num_warps=self.warps, num_stages=self.stages[int(states is not None)],
+        )
+
+    def start_backward(self, v: Spec, do: Spec, dS: Spec | None) -> tuple[Spec, Spec | None]:
+        """do and R after the last token, as the walks take them; `scale` may change."""
+        do, self.scale = gradient_of_o(self.draft, v, do, self.scale)
+        # all that a walk reads is multiplied by scale, which dS has no part in
+        return do, self.draft.compute("R", torch.div, self.draft.contiguous(dS), self.scale)
 
     def mend(self, q, k, v, g, o, strong, reverse=False) -> None:
         """Add to o what `walk` has left out."""

@@ -39,7 +39,7 @@ from ._launch import KERNELS, check_call, check_choice, check_required, differen
 from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from ._program import Planned
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
-from ._segments import carry_states, choose_path, segment_length, sequences, slots, which_segment
+from ._segments import carry_states, choose_path, gradient_of_o, segment_length, sequences, slots, which_segment
 from ._tiles import VARYING, load_tile, operand, store_tile, strides
 
 __all__ = ["choose_path", "linear_attention", "simple_gla"]
@@ -217,10 +217,8 @@ def _unwinds(hardware: Hardware, x: Spec, programs: int, path: str | None) -> bo
     T = x.shape[1]
     if (hardware.family, 8 * x.dtype.itemsize) not in UNWIND or T > UNWOUND[x.dtype]:
         return False
-    if path not in (None, "fused"):
-        return False
     chosen, _ = choose_path(programs, cdiv(T, 64), hardware.multiprocessors)
-    return path == "fused" or chosen == "fused"
+    return (path or chosen) == "fused"
 
 
 def _chunk(hardware: Hardware, x: Spec) -> int:
@@ -228,7 +226,7 @@ def _chunk(hardware: Hardware, x: Spec) -> int:
 
 
 def _walk(
-    draft: Draft, q: Spec | None, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
+    draft: Draft, q: Spec, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
     scale: float, path: str | None, names: str, reverse: bool = False, final: bool = True, keep: bool = False,
 ) -> tuple[Spec, Spec | None, Spec | None]:
     """(o, final state, the states before each chunk (backwards: after it) [slots, H, K, V]).
@@ -243,7 +241,7 @@ def _walk(
     BV, warps, stages = tiles(table, draft.hardware, k.dtype, K=K)
     if not half:  # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
         BV = min(BV, max(16, next_power_of_2(V)))
-    engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v) if x is not None)
+    engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v))
 
     def walk_all(L, q, o, S_in, S_out, states=None, decay=None):
         draft.launch(
@@ -318,22 +316,14 @@ def plan_backward(
     C, scale = _chunk(hardware, q), contract.check_scale(scale, q.shape[-1])
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
     dS = draft.contiguous(dS)
-    if describable(q, hardware) and not describable(
-        do, hardware
-    ):  # the gradient of a sum has strides of 0
-        do = draft.contiguous(do)
-    if scale == 0:  # then o says nothing, the final state all the same
-        do, scale = draft.new("0", *do.shape, dtype=do.dtype, zero=True), 1.0
+    do, scale = gradient_of_o(draft, q, do, scale)
     programs = q.shape[2] * sequences(q.shape[0], cu)
     if S_T is not None and _unwinds(hardware, q, programs, path):
         dq, dk, dv, dS0 = _unwind(draft, q, k, v, do, S_T, dS, S is not None, cu, scale)
         return draft.plan("portable", dq, dk, dv, None, dS0)
     # every walk multiplies what it reads by scale, which dS has no part in
-    R = None if dS is None else draft.compute(draft.spec("R", *dS.shape), torch.div, dS, scale)
-    S_, R_ = (
-        None if x is None else draft.compute(draft.spec(f"{x.name}^T", *_turned(x.shape)), _turn, x)
-        for x in (S, R)
-    )
+    R = draft.compute("R", torch.div, dS, scale)
+    S_, R_ = (x and draft.compute(f"{x.name}^T", _turn, x, shape=x.transposed(2, 3).shape) for x in (S, R))
     if g is not None and sums is None:
         sums = running_sums(draft, g, cu, C)
     # dg wants S^T before each chunk, which dq's walk has, and R after it, which dv's has
@@ -345,9 +335,7 @@ def plan_backward(
         draft, k, q, do, sums, R, cu, scale, path, "dv R_0",
         reverse=True, final=S is not None, keep=need_dg,
     )
-    dS0 = dg = None
-    if S is not None:
-        dS0 = draft.compute(draft.spec("dS0", *R_0.shape), torch.mul, R_0, scale)
+    dS0, dg = draft.compute("dS0", torch.mul, R_0 if S else None, scale), None
     if need_dg:
         dg = draft.like("dg", g)
         (B, T, H, K), V = q.shape, v.shape[-1]
@@ -359,10 +347,6 @@ def plan_backward(
             PACKED=cu is not None, num_warps=warps, num_stages=stages,
         )
     return draft.plan("portable", dq, dk, dv, dg, dS0)
-
-
-def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return *shape[:-2], shape[-1], shape[-2]
 
 
 def _turn(x: Tensor) -> Tensor:
@@ -388,7 +372,7 @@ def unwindable(q, v, g) -> bool:
     return g is None and q.dtype != torch.float32 and max(q.shape[-1], v.shape[-1]) <= 64
 
 
-def keep(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
+def kept(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
     """The final state of narrow heads without gates; the gates' sums."""
     q, _, v, g, *_ = tensors
     _, S_T, *sums = outputs
@@ -400,7 +384,7 @@ CHOICES = ("scale", "path", "kernel")
 forward = Planned(plan_forward, TENSORS, CHOICES, check)
 backward = Planned(plan_backward, (*TENSORS, "S_T", "sums", "do", "dS"), (*CHOICES, "need_dg"))
 _forward = with_state("linear_attention", forward)
-differentiable(_forward, backward, keep)
+differentiable(_forward, backward, kept)
 
 
 def _attention(q, k, v, g, scale, initial_state, cu_seqlens, path, kernel):
