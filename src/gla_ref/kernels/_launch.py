@@ -202,10 +202,7 @@ def check_call(
     """
     kind = MECHANISMS[mechanism]
     given = {a.name: x for a, x in zip(kind.arguments, tensors, strict=True) if x is not None}
-    check_required(kind, given)
-    sizes = check_tensors(given, kind.arguments, kind.multiples)
-    check_launch(given, kind.arguments)
-    check_sizes(kind.arguments, sizes, most)
+    sizes = check_inputs(kind, given, most)
     check_scale(scale, sizes["K"])
     device = next(iter(given.values())).device
     check_packed(cu_seqlens, sizes["B"], sizes["T"], device)
@@ -215,27 +212,24 @@ def check_call(
     return sizes
 
 
-def check_required(kind: Mechanism, tensors: dict[str, Tensor]) -> None:
-    """Nothing is left out that every call needs.
+def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]) -> dict[str, int]:
+    """Tensors and states that a call was given: nothing that every call needs is missing, all fits, no axis is larger
+    than `most` says. The sizes of all axes.
 
     Raises:
-        TypeError: something is.
+        TypeError, ValueError: otherwise; the message names the argument.
     """
     for argument in kind.arguments:
-        if not argument.optional and argument.name not in tensors:
+        if not argument.optional and argument.name not in given:
             raise TypeError(f"{argument.name}: expected a torch.Tensor of shape [{argument.axes}], got None")
-
-
-def check_sizes(arguments: tuple[Argument, ...], sizes: dict[str, int], most: dict[str, int], where: str = "") -> None:
-    """No axis is larger than `most` says; the message names the first argument that has it.
-
-    Raises:
-        ValueError: one is.
-    """
+    known = (*kind.arguments, *kind.states)
+    sizes = check_tensors(given, known, kind.multiples)
+    check_launch(given, known)
     for axis, size in most.items():
         if sizes[axis] > size:
-            name = next(a.name for a in arguments if axis in a.axes.split())
-            raise ValueError(f"{name}: expected {axis} of at most {size}{where}, got {sizes[axis]}")
+            name = next(a.name for a in known if axis in a.axes.split())
+            raise ValueError(f"{name}: expected {axis} of at most {size}, got {sizes[axis]}")
+    return sizes
 
 
 def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:

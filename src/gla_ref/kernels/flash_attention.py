@@ -36,7 +36,7 @@ from torch import Tensor
 from .. import _contract as contract
 from ..softmax_attention import CACHE, KIND
 from ._hardware import Hardware, tiles
-from ._launch import KERNELS, Operator, check_choice, check_launch, check_packed, check_required, check_sizes
+from ._launch import KERNELS, Operator, check_choice, check_inputs, check_packed
 from ._plan import Draft, Plan, Spec, boxes, describable, next_power_of_2, strides_of
 from ._program import Planned
 from ._segments import sequences, slots, which_segment
@@ -325,15 +325,7 @@ class _Call:
         self.draft, self.B, self.T = Draft(hardware, *inputs), *q.shape[:2]
         H, K, V = *q.shape[2:], v.shape[-1]
         self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(0, cu)
-        self.sizes = {
-            "N": self.N,
-            "T": self.T,
-            "S": k.shape[1],
-            "H": H,
-            "K": K,
-            "V": V,
-            "rows": self.T,
-        }
+        self.sizes = {"N": self.N, "T": self.T, "S": k.shape[1], "H": H, "K": K, "V": V, "rows": self.T}
         self.BK, self.BV = (max(16, next_power_of_2(n)) for n in (K, V))
         self.AHEAD = max(self.BK, self.BV) <= 64
         # small tiles are interpreted sooner
@@ -358,19 +350,13 @@ class _Call:
         )
 
 
-def _parts(dtype: torch.dtype) -> int:
-    """How many numbers a row hold its log-sum-exp: itself beside 16-bit operands, its two terms beside float32."""
-    return 2 if dtype == torch.float32 else 1
-
-
 def plan_forward(hardware: Hardware, q, k, v, cu, scale, kernel, cached) -> Plan:
-    """(o, lse, low) of specs of the tensors: low is the second term of lse, or None; `kernel` has one choice today."""
+    """(o, lse, low) of specs of the tensors: low, beside float32 only, is the second term of lse."""
     call = _Call(hardware, (q, k, v, cu), scale)
     B, T, H, _ = q.shape
     o = call.draft.new("o", B, T, H, v.shape[-1], dtype=v.dtype)
-    lse, low = call.draft.new("lse", B, H, T), None
-    if _parts(q.dtype) == 2:
-        low = call.draft.new("low", B, H, T)
+    lse = call.draft.new("lse", B, H, T)
+    low = call.draft.new("low", B, H, T) if q.dtype == torch.float32 else None
     BM, BN, warps, stages = call.tiles(FWD)
     call.launch(
         fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
@@ -418,25 +404,18 @@ def _twin(q: Spec, *others: Spec | None) -> list[Spec | None]:
 
 
 def check(q, k, v, cu_seqlens, scale, kernel, cached=False, cache=None) -> None:
-    """What a call of a new signature is held against; `cached` ones were, before k and v got the cache in front.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
-    """
+    """What a call of a new signature is held against; `cached` ones were, before k and v got the cache in front."""
     check_choice("kernel", kernel, KERNELS)
     if cached:
         return
     if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
         raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
     past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
-    tensors, arguments = {"q": q, "k": k, "v": v, **past}, (*KIND.arguments, *CACHE)
-    check_required(KIND, {name: x for name, x in tensors.items() if x is not None})
-    sizes = contract.check_tensors(tensors, arguments)
-    check_launch(tensors, arguments)
+    given = {name: x for name, x in {"q": q, "k": k, "v": v, **past}.items() if x is not None}
+    sizes = check_inputs(KIND, given, {"K": 256, "V": 256})
     for name, x in past.items():
         if x.dtype != k.dtype:
             raise TypeError(f"{name}: expected dtype {k.dtype} as for k, got {x.dtype}")
-    check_sizes(KIND.arguments, sizes, {"K": 256, "V": 256})
     if cu_seqlens is not None and past:
         raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
     check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)

@@ -36,13 +36,8 @@ def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, sc
 
 
 def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel) -> None:
-    """What a call of a new signature is held against.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
-    """
-    tensors = q, k, v, g, g_v
-    check_call("gla", tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
+    """What a call of a new signature is held against."""
+    check_call("gla", (q, k, v, g, g_v), initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
     check_choice("kernel", kernel, KERNELS)
 

@@ -33,9 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ..mechanisms import MECHANISMS
 from ._hardware import Hardware, tiles
-from ._launch import KERNELS, check_call, check_choice, check_required, differentiable, with_state
+from ._launch import KERNELS, check_call, check_choice, differentiable, with_state
 from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from ._program import Planned
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
@@ -354,14 +353,8 @@ def _turn(x: Tensor) -> Tensor:
 
 
 def check(q, k, v, g, initial_state, cu_seqlens, scale, path, kernel) -> None:
-    """What a call of a new signature is held against.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
-    """
-    mechanism, tensors = (
-        ("linear_attention", (q, k, v)) if g is None else ("simple_gla", (q, k, v, g))
-    )
+    """What a call of a new signature is held against."""
+    mechanism, tensors = ("linear_attention", (q, k, v)) if g is None else ("simple_gla", (q, k, v, g))
     check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
     check_choice("kernel", kernel, KERNELS)
@@ -426,7 +419,7 @@ def simple_gla(
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     if g is None:  # which is linear attention to what comes next
-        check_required(MECHANISMS["simple_gla"], {"q": q, "k": k, "v": v})
+        check_call("simple_gla", (q, k, v, g), initial_state, cu_seqlens, scale, {})
     return _attention(q, k, v, g, scale, initial_state, cu_seqlens, path, kernel)
 
 
