@@ -148,6 +148,14 @@ class Draft:
         dtype = dtype or x.dtype
         return self.compute(f"{x.name} contiguous", _copy, x, dtype, dtype=dtype)
 
+    def gradient_of_o(self, x: Spec, do: Spec, scale: float) -> tuple[Spec, float]:
+        """(do, scale) as walks backwards take them: do by the copy engine, if it takes x."""
+        if describable(x, self.hardware) and not describable(do, self.hardware):
+            do = self.contiguous(do)  # the gradient of a sum has strides of 0
+        if scale == 0:  # then o says nothing, the final state all the same
+            return self.new("0", *do.shape, dtype=do.dtype, zero=True), 1.0
+        return do, scale
+
     def launch(self, kernel, grid: int | tuple[int, ...], *args, **named) -> None:
         """Launch `kernel` with these arguments; what it has no parameter for is an option of Triton's."""
         rest = kernel.arg_names[len(args) :]

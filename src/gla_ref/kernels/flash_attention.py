@@ -86,7 +86,7 @@ def load_rows(
 
 
 @triton.jit
-def which_tile(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
+def which_rows(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
     """Head and tile of this program: (i_b, i_h, i_tile, first row of the sequence, its queries, its keys).
 
     A spare slot of a packed batch (`which_segment`) gets a tile beyond the end.
@@ -133,7 +133,7 @@ def fwd(
     TMA: tl.constexpr, PACKED: tl.constexpr, NEGATIVE: tl.constexpr,
 ):
     # which tile: the longest rows first, so that none is left over at the end
-    i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BM, PACKED)
+    i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)
     o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
     if o_m < 0:
         return
@@ -199,7 +199,7 @@ def bwd_dq(
     TMA: tl.constexpr, PACKED: tl.constexpr,
 ):
     # which tile, as in fwd
-    i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BM, PACKED)
+    i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)
     o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
     if o_m < 0:
         return
@@ -280,7 +280,7 @@ def bwd_dkv(
     TMA: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):
     # which tile: the first keys, which most queries see, come first
-    i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BN, PACKED)
+    i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BN, PACKED)
     o_n = i_t * BN
     if o_n >= S:
         return

@@ -48,8 +48,8 @@ import triton.language as tl
 from .. import _contract as contract
 from ._hardware import Hardware, tiles
 from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
-from ._segments import carry_states, gradient_of_o, segment_length, sequences, slots, which_segment
-from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile
+from ._segments import carry_states, segment_length, sequences, slots, which_segment
+from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
 # by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
 # Hopper's were fastest; benchmarks/LAB.md says what else was tried, and why float32 is not pipelined.
@@ -86,10 +86,8 @@ def walk(
     it q and k are q' and k', and `factors` and `strong` are read, as `prepare` left them.
     Of the results any may be None: o; `states`, the one before each chunk; `decay` of the segment.
     """
-    # which tile: V tiles of a head are neighbours and share q and k in L2
-    n_v = tl.cdiv(V, BV)
-    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
-    i_s = tl.program_id(0) // n_v // H
+    # which tile
+    i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     n_c = tl.cdiv(end - begin, C)  # chunks of this segment; not above 0 in a spare slot
@@ -207,9 +205,7 @@ def prepare(
 ):
     """(1): q' and k'; the state's `factors` [chunks, H, 3, K], of q, through, of k; `strong`, from zeros."""
     # which tile: BK channels of a chunk of a head
-    n_k = tl.cdiv(K, BK)
-    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
-    i_s = tl.program_id(0) // n_k // H
+    i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
 
     # load
@@ -485,7 +481,7 @@ class Call:
 
     def start_backward(self, v: Spec, do: Spec, dS: Spec | None) -> tuple[Spec, Spec | None]:
         """do and R after the last token, as the walks take them; `scale` may change."""
-        do, self.scale = gradient_of_o(self.draft, v, do, self.scale)
+        do, self.scale = self.draft.gradient_of_o(v, do, self.scale)
         # all that a walk reads is multiplied by scale, which dS has no part in
         return do, self.draft.compute("R", torch.div, self.draft.contiguous(dS), self.scale)
 

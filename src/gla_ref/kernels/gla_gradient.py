@@ -27,7 +27,7 @@ import triton.language as tl
 from ._hardware import Hardware
 from ._plan import Plan, cdiv
 from ._segments import which_segment
-from ._tiles import VARYING, load_tile, operand, patterns, store_tile
+from ._tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
 from .gla_forward import Call, across, chunk_decays, clamped, one_half, sums, to_border
 
 # BK = BV, warps and most stages of `gradients`
@@ -49,9 +49,7 @@ def gradients(
 ):
     """dq, dk and dg (None where it is not needed) of a chunk, [B, T, H, K] with strides s_d."""
     # which tile: BK channels of a chunk of a head
-    n_k = tl.cdiv(K, BK)
-    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
-    i_s = tl.program_id(0) // n_k // H
+    i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
     if o_t >= stop:
         return
@@ -136,9 +134,7 @@ def crossing(b_net, b_later, b_kept, b_g, FAST: tl.constexpr):
     return tl.where(b_g == float("-inf"), 0.0, b_d)
 
 
-def plan_backward(
-    hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg
-) -> Plan:
+def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
     call = Call(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
     draft, (do, R) = call.draft, call.start_backward(v, do, dS)

@@ -30,7 +30,7 @@ import triton.language as tl
 from ._hardware import Hardware
 from ._plan import Plan, Spec, boxes, cdiv, next_power_of_2
 from ._segments import slots, which_segment
-from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile
+from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 from .gla_forward import MEND, WALK, Call, Readers, across, chunk_decays, clamped, scores, to_border
 from .gla_gradient import GRADIENTS, crossing, pairs
 
@@ -50,9 +50,7 @@ def walk(
 ):
     """As `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
     # which tile
-    n_v = tl.cdiv(V, BV)
-    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
-    i_s = tl.program_id(0) // n_v // H
+    i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     n_c = tl.cdiv(end - begin, C)
@@ -167,9 +165,7 @@ def gradients(
 ):
     """As `gla_gradient.gradients`. With (q, k, g) and (do, v, g_v) exchanged: do, dv and dg_v."""
     # which tile: BK channels of a chunk of a head
-    n_k = tl.cdiv(K, BK)
-    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
-    i_s = tl.program_id(0) // n_k // H
+    i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
     if o_t >= stop:
         return
@@ -284,9 +280,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Pla
     return call.draft.plan("portable", walked.o, walked.S, walked.starts)
 
 
-def plan_backward(
-    hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, need_dg
-) -> Plan:
+def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
     call = TwoSided(hardware, (q, k, v, g, g_v, S, cu, starts, do, dS), scale, path)
     do, R = call.start_backward(v, do, dS)

@@ -38,8 +38,8 @@ from ._launch import KERNELS, check_call, check_choice, differentiable, with_sta
 from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from ._program import Planned
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
-from ._segments import carry_states, choose_path, gradient_of_o, segment_length, sequences, slots, which_segment
-from ._tiles import VARYING, load_tile, operand, store_tile, strides
+from ._segments import carry_states, choose_path, segment_length, sequences, slots, which_segment, which_sequence
+from ._tiles import VARYING, load_tile, operand, store_tile, strides, which_tile
 
 __all__ = ["choose_path", "linear_attention", "simple_gla"]
 
@@ -84,10 +84,8 @@ def walk(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
-    # which tile: V tiles of a head are neighbours and share q and k in L2
-    n_v = tl.cdiv(V, BV)
-    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
-    i_s = tl.program_id(0) // n_v // H
+    # which tile
+    i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
@@ -148,6 +146,14 @@ def walk(
         tl.store(decay + i_s * H + i_h, b_all, mask=i_v == 0)
 
 
+@triton.jit
+def attended(b_q, b_k, b_v, seen, b_S, of_S):
+    """What queries read of a chunk's pairs (`seen`) and of a state in two parts, [C, BV]: (q k^T * seen) v + q S."""
+    b_P, of_P = operand(tl.where(seen, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0), b_v.dtype)  # [C, C]
+    b_o = tl.dot(b_q, b_S, input_precision="ieee") * of_S
+    return tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
+
+
 @triton.jit(do_not_specialize=VARYING)
 def unwind(
     q, k, v, do, dq, dk, dv, S, R, dS, cu, s_q, s_k, s_v, s_do, s_dk, s_dv, T, H, K, V, scale,
@@ -156,11 +162,7 @@ def unwind(
     """dq, dk and dv of a head in one walk from its end, where S is known: S_(n-1) = S_n - k^T v as R grows."""
     # which tile: a sequence and head
     i_h, i_n = tl.program_id(0) % H, tl.program_id(0) // H
-    if PACKED:
-        start, end = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
-    else:
-        start, end = i_n * 0, i_n * 0 + T
-    i_b = i_n * 0 if PACKED else i_n
+    i_b, start, end = which_sequence(cu, i_n, T, PACKED)
     o_k, o_v, o_c = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     o_S = tl.program_id(0).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]  # [BK, BV]
     m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
@@ -182,23 +184,14 @@ def unwind(
         b_do = load_tile(do, s_do, i_b, i_h, o_t, end, 0, V, C, BV, TMA)  # [C, BV]
         b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")  # minus the state before the chunk
         b_low, of_S = operand(-b_S, b_k.dtype)
-        b_A = tl.dot(b_do, b_v.T, input_precision="ieee")  # [C, C]
-        b_A, of_A = operand(tl.where(m_P.T, b_A, 0.0), b_k.dtype)
-        b_d = tl.dot(b_do, b_low.T, input_precision="ieee") * of_S
-        b_d = tl.dot(b_A, b_k, b_d / of_A, input_precision="ieee") * of_A  # [C, BK]
+        b_d = attended(b_do, b_v, b_k, m_P.T, b_low.T, of_S) * scale  # [C, BK]
         # store as soon as done: three results and both states at once would not fit on chip
-        store_tile(dq, (b_d * scale).to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
+        store_tile(dq, b_d.to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
         b_low, of_R = operand(b_R, b_k.dtype)
-        b_A = tl.dot(b_v, b_do.T, input_precision="ieee")  # made again: cheaper than turned
-        b_A, of_A = operand(tl.where(m_P, b_A, 0.0), b_k.dtype)
-        b_d = tl.dot(b_v, b_low.T, input_precision="ieee") * of_R
-        b_d = tl.dot(b_A, b_q, b_d / of_A, input_precision="ieee") * of_A  # [C, BK]
-        store_tile(dk, (b_d * scale).to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
-        b_P = tl.dot(b_k, b_q.T, input_precision="ieee")  # [C, C]
-        b_P, of_P = operand(tl.where(m_P, b_P, 0.0), b_k.dtype)
-        b_d = tl.dot(b_k, b_low, input_precision="ieee") * of_R
-        b_d = tl.dot(b_P, b_do, b_d / of_P, input_precision="ieee") * of_P  # [C, BV]
-        store_tile(dv, (b_d * scale).to(b_k.dtype), s_dv, i_b, i_h, o_t, end, 0, V, C, BV, TMA)
+        b_d = attended(b_v, b_do, b_q, m_P, b_low.T, of_R) * scale  # [C, BK]; v do^T again: cheaper than turned
+        store_tile(dk, b_d.to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
+        b_d = attended(b_k, b_q, b_do, m_P, b_low, of_R) * scale  # [C, BV]
+        store_tile(dv, b_d.to(b_k.dtype), s_dv, i_b, i_h, o_t, end, 0, V, C, BV, TMA)
         b_R = tl.dot(b_q.T, b_do, b_R, input_precision="ieee")
 
     # store
@@ -306,16 +299,14 @@ def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> 
     return draft.plan("portable", o, S_T, sums)
 
 
-def plan_backward(
-    hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, kernel, need_dg
-) -> Plan:
+def plan_backward(hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, kernel, need_dg) -> Plan:
     """(dq, dk, dv, dg, dS0); None for what is not given or, of dg, not needed. `S_T` and `sums` may be None."""
     draft = Draft(hardware, q, k, v, g, S, cu, S_T, sums, do, dS)
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])
     C, scale = _chunk(hardware, q), contract.check_scale(scale, q.shape[-1])
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
     dS = draft.contiguous(dS)
-    do, scale = gradient_of_o(draft, q, do, scale)
+    do, scale = draft.gradient_of_o(q, do, scale)
     programs = q.shape[2] * sequences(q.shape[0], cu)
     if S_T is not None and _unwinds(hardware, q, programs, path):
         dq, dk, dv, dS0 = _unwind(draft, q, k, v, do, S_T, dS, S is not None, cu, scale)
@@ -326,9 +317,7 @@ def plan_backward(
     if g is not None and sums is None:
         sums = running_sums(draft, g, cu, C)
     # dg wants S^T before each chunk, which dq's walk has, and R after it, which dv's has
-    dq, _, states = _walk(
-        draft, do, v, k, sums, S_, cu, scale, path, "dq _", final=False, keep=need_dg
-    )
+    dq, _, states = _walk(draft, do, v, k, sums, S_, cu, scale, path, "dq _", final=False, keep=need_dg)
     dk, _, _ = _walk(draft, v, do, q, sums, R_, cu, scale, path, "dk _", reverse=True, final=False)
     dv, R_0, dstates = _walk(
         draft, k, q, do, sums, R, cu, scale, path, "dv R_0",
