@@ -219,14 +219,10 @@ def _chunk(hardware: Hardware, x: Spec) -> int:
 
 def _walk(
     draft: Draft, q: Spec, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
-    scale: float, path: str | None, names: str, reverse: bool = False, final: bool = True, keep: bool = False,
+    scale: float, path: str | None, o: str, S: str = "", reverse: bool = False, keep: bool = False,
 ) -> tuple[Spec, Spec | None, Spec | None]:
-    """(o, final state, the states before each chunk (backwards: after it) [slots, H, K, V]).
-
-    `names` are those of the first two; the other two are made where they are needed: `final`, `keep`.
-    """
-    (B, T, H, K), V, C = k.shape, v.shape[-1], _chunk(draft.hardware, k)
-    N, (o, S) = sequences(B, cu), names.split()
+    """What is given a name, o and the final state S; to `keep`, the states before each chunk (backwards: after it)."""
+    (B, T, H, K), V, C, N = k.shape, v.shape[-1], _chunk(draft.hardware, k), sequences(k.shape[0], cu)
     half = k.dtype != torch.float32
     BK = max(64 if half else 16, next_power_of_2(K))
     table = WALK if sums is None else GATED
@@ -244,10 +240,9 @@ def _walk(
             num_warps=warps, num_stages=stages,
         )
 
-    programs = cdiv(V, BV) * H * N
-    L = C * segment_length(draft, path, programs, cdiv(T, C), cu and N)
-    S = S_out = draft.new(S, N, H, K, V) if final or L <= T else None
-    if L <= T:
+    L = C * segment_length(draft, path, cdiv(V, BV) * H * N, cdiv(T, C), cu and N)
+    S = S_out = draft.new(S or "S", N, H, K, V) if S or L <= T else None
+    if L <= T:  # in segments, which start from states that are found first
         n_s = slots(B, T, cu, L)
         part = draft.new("part", n_s, H, K, V)
         decay = None if sums is None else draft.new("decay", n_s, H)
@@ -295,7 +290,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> 
     scale = contract.check_scale(scale, q.shape[-1])
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
     sums = None if g is None else running_sums(draft, g, cu, _chunk(hardware, q))
-    o, S_T, _ = _walk(draft, q, k, v, sums, S, cu, scale, path, "o S_T")
+    o, S_T, _ = _walk(draft, q, k, v, sums, S, cu, scale, path, "o", "S_T")
     return draft.plan("portable", o, S_T, sums)
 
 
@@ -317,12 +312,10 @@ def plan_backward(hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scal
     if g is not None and sums is None:
         sums = running_sums(draft, g, cu, C)
     # dg wants S^T before each chunk, which dq's walk has, and R after it, which dv's has
-    dq, _, states = _walk(draft, do, v, k, sums, S_, cu, scale, path, "dq _", final=False, keep=need_dg)
-    dk, _, _ = _walk(draft, v, do, q, sums, R_, cu, scale, path, "dk _", reverse=True, final=False)
-    dv, R_0, dstates = _walk(
-        draft, k, q, do, sums, R, cu, scale, path, "dv R_0",
-        reverse=True, final=S is not None, keep=need_dg,
-    )
+    dq, _, states = _walk(draft, do, v, k, sums, S_, cu, scale, path, "dq", keep=need_dg)
+    dk, _, _ = _walk(draft, v, do, q, sums, R_, cu, scale, path, "dk", reverse=True)
+    of_S = "R_0" if S else ""
+    dv, R_0, dstates = _walk(draft, k, q, do, sums, R, cu, scale, path, "dv", of_S, reverse=True, keep=need_dg)
     dS0, dg = draft.compute("dS0", torch.mul, R_0 if S else None, scale), None
     if need_dg:
         dg = draft.like("dg", g)
