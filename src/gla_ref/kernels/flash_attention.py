@@ -337,9 +337,7 @@ class _Call:
         """BM, BN, warps and stages."""
         return tiles(table, self.draft.hardware, self.dtype, K=self.sizes["K"], V=self.sizes["V"])
 
-    def launch(
-        self, kernel, length: int, rows: int, tiles: list, *args, warps: int, stages: int, **named
-    ):
+    def launch(self, kernel, length: int, rows: int, tiles: list, *args, warps: int, stages: int, **named):
         """`kernel` on every `rows` of `length` tokens; `tiles` are what it loads, as (tensor, rows, width)."""
         n = slots(1, length, self.cu, rows)
         loaded = [boxes(self.engine, n, (x, width))[0] for x, n, width in tiles]
@@ -412,7 +410,7 @@ def check(q, k, v, cu_seqlens, scale, kernel, cached=False, cache=None) -> None:
         raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
     past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
     given = {name: x for name, x in {"q": q, "k": k, "v": v, **past}.items() if x is not None}
-    sizes = check_inputs(KIND, given, {"K": 256, "V": 256})
+    sizes = check_inputs(KIND._replace(states=CACHE), given, {"K": 256, "V": 256})
     for name, x in past.items():
         if x.dtype != k.dtype:
             raise TypeError(f"{name}: expected dtype {k.dtype} as for k, got {x.dtype}")
@@ -424,9 +422,7 @@ def check(q, k, v, cu_seqlens, scale, kernel, cached=False, cache=None) -> None:
 
 CHOICES = ("scale", "kernel")
 forward = Planned(plan_forward, ("q", "k", "v", "cu_seqlens"), (*CHOICES, "cached"), check, _twin)
-backward = Planned(
-    plan_backward, ("q", "k", "v", "o", "lse", "low", "do", "cu_seqlens"), CHOICES, twin=_twin
-)
+backward = Planned(plan_backward, ("q", "k", "v", "o", "lse", "low", "do", "cu_seqlens"), CHOICES, twin=_twin)
 _forward = Operator("flash_attention", forward, 3)
 _backward = Operator("flash_attention_backward", backward, 3)
 

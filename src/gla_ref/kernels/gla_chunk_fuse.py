@@ -40,9 +40,7 @@ def at(x, s, i_b, i_h, o_t, o_d):
 
 
 @triton.jit
-def prepare_qg_kg(
-    q, k, b, q_g, k_g, s_q, s_k, s_b, T, H, K, scale, BT: tl.constexpr, BK: tl.constexpr
-):
+def prepare_qg_kg(q, k, b, q_g, k_g, s_q, s_k, s_b, T, H, K, scale, BT: tl.constexpr, BK: tl.constexpr):
     # which tile
     i_k, i_c, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H

@@ -125,9 +125,7 @@ def walk(
         # compute: (1)
         if g is not None:
             b_g = load_tile(g, s_g, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
-            read, write, first, last, through, mild = chunk_decays(
-                b_g, LIMIT, FAST_SUMS, REVERSE, b_v.dtype
-            )
+            read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, REVERSE, b_v.dtype)
             b_k = (b_k * write).to(b_v.dtype)
             if o is not None:
                 b_q = (b_q * read).to(b_v.dtype)
@@ -214,9 +212,7 @@ def prepare(
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
     # compute
-    read, write, first, last, through, mild = chunk_decays(
-        b_g, LIMIT, FAST_SUMS, False, q_hat.dtype.element_ty
-    )
+    read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, q_hat.dtype.element_ty)
 
     # store
     store_tile(q_hat, b_q * read, s_hat, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
@@ -274,9 +270,7 @@ def totals(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def chunk_decays(
-    b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.constexpr, dtype: tl.constexpr
-):
+def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.constexpr, dtype: tl.constexpr):
     """Of a chunk's gates [C, D]: factors of what reads and writes [C, D], of the state [D]; are all mild?
 
     The state is multiplied by `first`, read, multiplied by `through` (1 in mild channels), written
@@ -433,9 +427,7 @@ class Call:
         tells of; of these the last alone, if an earlier walk has found the states that segments
         start from (`starts`; there is no S then).
         """
-        draft, C, BV, N, T, H, K, V = (
-            self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V,
-        )
+        draft, C, BV, N, T, H, K, V = self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V
         tokens = (x.q, x.k, v, x.g) if o else (x.k, v, x.g)
         engine = self.cu is None and all([describable(y, draft.hardware) for y in tokens if y])
         o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None

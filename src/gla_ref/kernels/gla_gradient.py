@@ -96,9 +96,7 @@ def gradients(
 
 
 @triton.jit
-def pairs(
-    b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.constexpr, FAST: tl.constexpr
-):
+def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.constexpr, FAST: tl.constexpr):
     """dq, dk; and for (3) b_net = q dq - k (dk of pairs) and b_later = k (dk of later chunks), all [C, BK]."""
     C: tl.constexpr = b_q.shape[0]
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -140,9 +138,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, 
     draft, (do, R) = call.draft, call.start_backward(v, do, dS)
     x, S_in = call.prepare(q, k, g), draft.contiguous(S, torch.float32)
     S_all = call.walk(x, v, S_in, states="states", starts=starts).states
-    back = call.walk(
-        x._replace(q=x.k, k=x.q), do, R, o="dv", S="R_0" if S else "", states="dstates", reverse=True
-    )
+    back = call.walk(x._replace(q=x.k, k=x.q), do, R, o="dv", S="R_0" if S else "", states="dstates", reverse=True)
     call.mend(k, q, do, g, back.o, x.strong, reverse=True)
     dq, dk = draft.like("dq", q), draft.like("dk", k)
     dg = draft.like("dg", g) if need_dg else None

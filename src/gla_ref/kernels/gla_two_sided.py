@@ -82,9 +82,7 @@ def walk(
         last = tl.load(p_d + LAST * K, mask=o_k < K, other=1.0)  # [BK]
 
         # compute
-        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(
-            b_gv, LIMIT, FAST_SUMS, REVERSE, b_v.dtype
-        )
+        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, FAST_SUMS, REVERSE, b_v.dtype)
         mild = (tl.load(strong_k + i_d) == 0) & mild_v
         b_v = (b_v * write_v).to(b_v.dtype)
         if states is not None:
@@ -180,9 +178,7 @@ def gradients(
         b_S = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(
-            b_gv, LIMIT, FAST_SUMS, False, b_v.dtype
-        )
+        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, FAST_SUMS, False, b_v.dtype)
         if mild_v:
             b_l, b_r = (b_do * read_v).to(b_do.dtype), (b_v * write_v).to(b_v.dtype)
             b_dP = tl.dot(b_l, b_r.T, b_dP, input_precision="ieee")

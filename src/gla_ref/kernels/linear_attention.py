@@ -439,9 +439,7 @@ def linear_attention(
             raise TypeError(f"initial_state: expected (S, z) with normalize=True, got {got}")
         S, z = initial_state[0], initial_state[1][..., None]
         if S.shape[:-1] != z.shape[:-1]:
-            raise ValueError(
-                f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape[:-1])}"
-            )
+            raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape[:-1])}")
     o, S = attend(v, S)
     total, z = attend(v.new_ones(1).expand(*v.shape[:3], 1), z)
     return o / total, (S, z[..., 0])
