@@ -21,12 +21,12 @@ import torch
 class Contender:
     name: str
     call: Callable
-    peer: bool
-    directions: tuple[str, ...]
-    packed: bool | None  # True: packed cases only, False: never packed, None: both
-    limit_s: float  # of the first call; a peer that autotunes may be given more
-    named: bool  # only for cases that name it in `only`
-    takes: Callable  # whether it is for a case
+    peer: bool = False
+    directions: tuple[str, ...] = ("forward", "backward")
+    packed: bool | None = None  # True: packed cases only, False: never packed, None: both
+    limit_s: float = 60.0  # of the first call; a peer that autotunes may be given more
+    named: bool = False  # only for cases that name it in `only`
+    takes: Callable = lambda case: True  # whether it is for a case
     entry: str | None = None  # of gla_ref.FORMS, if it is one that plans
     options: dict = field(default_factory=dict)  # that it is called with
 
@@ -34,25 +34,12 @@ class Contender:
 CONTENDERS: dict[str, list[Contender]] = {}
 
 
-def contender(
-    *mechanisms: str,
-    name: str | None = None,
-    peer: bool = False,
-    directions=("forward", "backward"),
-    packed: bool | None = None,
-    limit_s: float = 60.0,
-    named: bool = False,
-    takes: Callable = lambda case: True,
-    entry: str | None = None,
-    options: dict | None = None,
-) -> Callable:
+def contender(*mechanisms: str, name: str | None = None, **fields) -> Callable:
     """Register the decorated function for these mechanisms, under its own name unless one is given."""
 
     def register(call: Callable) -> Callable:
-        it = Contender(
-            name or call.__name__, call, peer, tuple(directions), packed, limit_s, named, takes, entry, options or {}
-        )
         for mechanism in mechanisms:
+            it = Contender(name or call.__name__, call, **fields)
             CONTENDERS.setdefault(mechanism, []).append(it)
         return call
 
@@ -70,23 +57,20 @@ def form(mechanism: str, entry: str, **chosen) -> Callable:
     return call
 
 
-def ours(mechanism: str, entry: str, **options) -> None:
+def ours(mechanism: str, entry: str, **fields) -> None:
     """Register an entry of gla_ref.FORMS under its own name."""
-    contender(mechanism, name=entry, entry=entry, **options)(form(mechanism, entry))
+    contender(mechanism, name=entry, entry=entry, **fields)(form(mechanism, entry))
 
 
-def looped(mechanism: str, entry: str, **options) -> None:
-    """Register an entry of gla_ref.FORMS, called once for each packed sequence."""
-    call = form(mechanism, entry)
+def looped(mechanism: str, name: str, call: Callable, **fields) -> None:
+    """Register what serving code without packing does: one call a sequence."""
 
     def loop(case, cu_seqlens=None, **tensors):
-        o, a = [], 0
-        for n in case.lengths:  # known on the host: the loop itself waits for nothing
-            o.append(call(case, **{name: x[:, a : a + n] for name, x in tensors.items()}))
-            a += n
-        return torch.cat(o, 1)
+        # known on the host: the loop itself waits for nothing
+        pieces = zip(*(x.split(case.lengths, 1) for x in tensors.values()), strict=True)
+        return torch.cat([call(case, **dict(zip(tensors, piece, strict=True))) for piece in pieces], 1)
 
-    contender(mechanism, name=f"{entry}_loop", packed=True, **options)(loop)
+    contender(mechanism, name=name, packed=True, **fields)(loop)
 
 
 def page(
@@ -95,7 +79,7 @@ def page(
     gates: tuple = (None, "logsigmoid/16"),
     columns: int = 0,
     few: bool = False,
-    **options,
+    **fields,
 ):
     """Register the decorated function, which calls a page of gla_ref.pages, for the cases that the page takes.
 
@@ -109,13 +93,13 @@ def page(
             return False
         return case.K in sizes and case.V in sizes and case.gates in gates and not case.state
 
-    return contender(*mechanisms, name=name, packed=False, takes=takes, **options)
+    return contender(*mechanisms, name=name, packed=False, takes=takes, **fields)
 
 
 # softmax attention
 
 ours("softmax_attention", "triton")
-looped("softmax_attention", "triton")
+looped("softmax_attention", "triton_loop", form("softmax_attention", "triton"))
 
 
 def sdpa(backend: str) -> Callable:
@@ -132,16 +116,7 @@ def sdpa(backend: str) -> Callable:
 
 contender("softmax_attention", name="sdpa_flash", peer=True, packed=False)(sdpa("FLASH_ATTENTION"))
 contender("softmax_attention", name="sdpa_cudnn", peer=True, packed=False)(sdpa("CUDNN_ATTENTION"))
-
-
-@contender("softmax_attention", peer=True, packed=True)
-def sdpa_flash_loop(case, q, k, v, cu_seqlens):
-    """What serving code without packing does: one call a sequence."""
-    call, o, a = sdpa("FLASH_ATTENTION"), [], 0
-    for n in case.lengths:
-        o.append(call(case, *(x[:, a : a + n] for x in (q, k, v))))
-        a += n
-    return torch.cat(o, 1)
+looped("softmax_attention", "sdpa_flash_loop", sdpa("FLASH_ATTENTION"), peer=True)
 
 
 @page("softmax_attention", directions=("forward",))
@@ -155,7 +130,7 @@ def flash_page(case, q, k, v, **_):
 
 ours("linear_attention", "triton")
 ours("linear_attention", "triton_materialised", packed=False)
-looped("linear_attention", "triton")
+looped("linear_attention", "triton_loop", form("linear_attention", "triton"))
 for path in ("fused", "segmented"):
     contender("linear_attention", name=f"triton_{path}", named=True, entry="triton", options={"path": path})(
         form("linear_attention", "triton", path=path)
