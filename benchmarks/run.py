@@ -306,7 +306,7 @@ def measure(
                 traceback.print_exc()
             found[direction] = REFUSED | {"message": f"{type(e).__name__}: {e}".strip()[:400]}
             torch.cuda.synchronize()
-        first = calls = got = None
+        first = calls = None
         torch.cuda.empty_cache()
     return found
 
