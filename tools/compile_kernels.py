@@ -37,6 +37,7 @@ from gla_ref.kernels import gla_step, plan  # noqa: E402
 from gla_ref.kernels._hardware import CLASSES  # noqa: E402
 from gla_ref.kernels._plan import Launch, spec_of  # noqa: E402
 from gla_ref.kernels._program import compile_launch  # noqa: E402
+from gla_ref.mechanisms import MECHANISMS  # noqa: E402
 
 SPILLED = 128  # bytes a thread may spill where K, V <= 128
 # Hopper's tiles are the fastest of those tried on a GPU (benchmarks/LAB.md), whatever they spill
@@ -55,34 +56,28 @@ class Case(NamedTuple):
 
     def plans(self, arch: int) -> list:
         """Forward and backward."""
-        B, T, H = 1 if "packed" in self.extra else 16, 240, 16  # walked in one go unless asked
-        T = 1 if self.mechanism == "gla_step" else T
-        K, V, dtype, gates = self.K, self.V, self.dtype, self.gates
+        kind, hardware = MECHANISMS[self.mechanism.removesuffix("_step")], f"sm_{arch}"
+        B, T = 1 if "packed" in self.extra else 16, 1 if self.mechanism == "gla_step" else 240
+        sizes = {"B": B, "T": T, "H": 16, "K": self.K, "V": self.V, "N": 2 if B == 1 else B}
+        dtypes = {"token": self.dtype, "gate": self.gates, "state": "float32"}
 
-        def meta(*shape, dtype="float32"):
-            return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
+        def meta(x):
+            shape, dtype = [sizes[axis] for axis in x.axes.split()], getattr(torch, dtypes[x.role])
+            return torch.empty(shape, dtype=dtype, device="meta")
 
-        tensors = [meta(B, T, H, D, dtype=dtype) for D in (K, K, V)]
-        if gates:
-            axes = (B, T, H) if self.mechanism == "simple_gla" else (B, T, H, K)
-            tensors.append(meta(*axes, dtype=gates))
-        options = {}
+        given = {x.name: meta(x) for x in kind.arguments if not x.optional or x.name in self.extra}
         if "packed" in self.extra:
-            options["cu_seqlens"] = meta(3, dtype="int32")
-        if "g_v" in self.extra:
-            options["g_v"] = meta(B, T, H, V, dtype=gates)
+            given["cu_seqlens"] = torch.empty(3, dtype=torch.int32, device="meta")
         if self.mechanism != "softmax_attention":
-            options["initial_state"] = meta(2 if B == 1 else B, H, K, V)
+            given["initial_state"] = meta(*kind.states)
         if self.mechanism == "gla_step":
-            named = dict(zip(("q", "k", "v", "g"), tensors, strict=True)) | options
-            specs = [spec_of(n, named.get(n)) for n in gla_step.TENSORS]
-            return [gla_step.forward.plan(CLASSES[f"sm_{arch}"], *specs, None)]
-        if self.mechanism != "softmax_attention":
-            paths = [x for x in ("segmented", "materialised") if x in self.extra]
-            options["path"] = paths[0] if paths else "fused"
+            specs = [spec_of(n, given.get(n)) for n in gla_step.TENSORS]
+            return [gla_step.forward.plan(CLASSES[hardware], *specs, None)]
+        if self.mechanism != "softmax_attention":  # walked in one go unless asked
+            given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
+        tensors = [given.pop(name) for name in kind.required]
         return [
-            plan(self.mechanism, *tensors, direction=d, hardware=f"sm_{arch}", **options)
-            for d in ("forward", "backward")
+            plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")
         ]
 
 
