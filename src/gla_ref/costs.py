@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ._contract import check_chunk
@@ -161,23 +162,20 @@ def parallel(h: Head, gate: int, elementwise: int) -> Cost:
     return Cost(matmul, elementwise, moved, 4 * h.S, len(h.tiles), 1)
 
 
-def chunkwise(h: Head, gate: int, chunks: list[tuple[int, int]]) -> Cost:
-    """The (matmul, elementwise) FLOPs of each chunk's own, and what passes through the state."""
-    matmul, elementwise = map(sum, zip(*chunks, strict=True))
+def chunkwise(h: Head, gate: int, own: Callable[[int], tuple[int, int]]) -> Cost:
+    """The (matmul, elementwise) FLOPs of each chunk's own n tokens, and what passes through the state."""
+    matmul, elementwise = map(sum, zip(*map(own, h.tiles), strict=True))
     matmul += 4 * h.T * h.S
     elementwise += h.T * (h.K + h.V)  # scale q, inter + intra
-    return Cost(matmul, elementwise, h.moved(gate), 4 * h.S, 1, len(chunks))
+    return Cost(matmul, elementwise, h.moved(gate), 4 * h.S, 1, len(h.tiles))
 
 
 def linear_attention_chunkwise(h: Head) -> Cost:
-    return chunkwise(h, 0, [(2 * n * n * (h.K + h.V), h.S) for n in h.tiles])
+    return chunkwise(h, 0, lambda n: (2 * n * n * (h.K + h.V), h.S))
 
 
 def simple_gla_chunkwise(h: Head) -> Cost:
-    def one(n):
-        return 2 * n * n * (h.K + h.V), 3 * n * n + n * (2 * h.K + 4) + 1 + 2 * h.S
-
-    return chunkwise(h, 1, [one(n) for n in h.tiles])
+    return chunkwise(h, 1, lambda n: (2 * n * n * (h.K + h.V), 3 * n * n + n * (2 * h.K + 4) + 1 + 2 * h.S))
 
 
 def gla_parallel_log(h: Head) -> Cost:
@@ -188,14 +186,11 @@ def gla_parallel_log(h: Head) -> Cost:
 
 
 def gla_chunkwise(h: Head) -> Cost:
-    def one(n):
-        return 2 * n * n * h.V, 7 * n * h.K + h.K + 2 * h.S + 5 * n * n * h.K
-
-    return chunkwise(h, h.K, [one(n) for n in h.tiles])
+    return chunkwise(h, h.K, lambda n: (2 * n * n * h.V, 7 * n * h.K + h.K + 2 * h.S + 5 * n * n * h.K))
 
 
 def gla_chunkwise_two_level(h: Head) -> Cost:
-    def one(n):
+    def own(n):
         matmul, elementwise = 0, 7 * n * h.K + h.K + 2 * h.S
         before = 0  # tokens of the chunk before the sub-chunk
         for m in pieces(n, h.c):
@@ -206,7 +201,7 @@ def gla_chunkwise_two_level(h: Head) -> Cost:
             before += m
         return matmul, elementwise
 
-    return chunkwise(h, h.K, [one(n) for n in h.tiles])
+    return chunkwise(h, h.K, own)
 
 
 FORMS = {
