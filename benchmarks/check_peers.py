@@ -13,8 +13,6 @@ that does not say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exc
 take the first configuration of each search: a search for every shape takes minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ Imports stand inside the functions, so that a peer that is not installed is reco
 Tensors come by name, as `gla_ref.mechanisms` has names and axes, and when packed, with cu_seqlens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -7,8 +7,6 @@ It runs in the host's own Python, needs a GPU and no network. A record replaces 
 contender, direction and shape; the rest of the file stays.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import cProfile

@@ -1,7 +1,5 @@
 """A headless Chromium over the built book, with the network refused: for tests, pictures and print."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

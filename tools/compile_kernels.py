@@ -11,8 +11,6 @@ before shared memory is written again; and no product in a branch takes an opera
 refills.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

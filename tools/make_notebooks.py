@@ -5,8 +5,6 @@ on the site, so that (9.7) there is (9.7) here; the resolved pages are written a
 Jupyter and Colab know. Code cells are taken over unchanged: one execution serves site and tests.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

@@ -6,8 +6,6 @@ is wider than the paper is scaled. Chromium prints it with bookmarks (tagged, A4
 numbers of the contents, which are then stamped upon it.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from html import escape

@@ -14,8 +14,6 @@ A GPU host without a network brings its own PyTorch and Triton; what it lacks co
     python tools/run_notebooks_clean.py --offline build/wheels --record     # there
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

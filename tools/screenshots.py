@@ -7,8 +7,6 @@ Each page (default: every chapter) is opened in Chromium, with the network refus
 errors, failed or refused requests. Needs `pip install playwright` and a system's chromium.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

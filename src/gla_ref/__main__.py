@@ -5,8 +5,6 @@
 Exit status: 0 right, 1 wrong, 2 cannot run as asked.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

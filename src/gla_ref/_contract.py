@@ -4,8 +4,6 @@ A form is written for a batch of equally long sequences, in one precision, with 
 state given. `@form(...)` turns that body into a function that keeps the whole contract.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

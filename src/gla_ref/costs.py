@@ -1,7 +1,5 @@
 """What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 9)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

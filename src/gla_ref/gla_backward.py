@@ -12,8 +12,6 @@ after t enter twice with opposite signs, and in floating point they no longer ca
 pairs cancel, and of those the i = j terms are left out.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

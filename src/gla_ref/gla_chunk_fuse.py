@@ -11,8 +11,6 @@ decays of its chunk their low bits, and -inf makes NaN. Chapter 10 has the bound
 for every gate. The kernels are in :mod:`gla_ref.kernels.gla_chunk_fuse`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

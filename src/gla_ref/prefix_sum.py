@@ -1,7 +1,5 @@
 """Prefix sums: sequential, in two steps over chunks, and as parallel scans (chapter 5)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ TRITON_INTERPRET=1, and never fall back to a reference. What they cannot do rais
 chunk, fused recurrent) call the same kernel here.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ A judge is a function that raises :class:`Wrong` with a sentence for the reader,
 functions only, never how they were written.
 """
 
-from __future__ import annotations
-
 import html
 import importlib
 import pkgutil

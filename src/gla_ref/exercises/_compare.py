@@ -1,7 +1,5 @@
 """What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 12)."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence

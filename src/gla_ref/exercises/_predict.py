@@ -1,7 +1,5 @@
 """Exercises that only predict: their judges as data (chapters 1 to 12)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

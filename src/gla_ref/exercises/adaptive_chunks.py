@@ -1,7 +1,5 @@
 """Judges of the exercises on anchors, levels and the decision between them (chapter 11)."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

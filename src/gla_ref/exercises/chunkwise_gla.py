@@ -1,7 +1,5 @@
 """Judges of the exercises on chunks and sub-chunks (chapter 9)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

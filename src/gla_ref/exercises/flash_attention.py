@@ -1,7 +1,5 @@
 """Judges of the exercises on FlashAttention (chapter 3)."""
 
-from __future__ import annotations
-
 import torch
 
 from gla_ref import softmax_attention

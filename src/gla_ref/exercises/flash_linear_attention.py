@@ -1,7 +1,5 @@
 """Judges of the exercises on FlashLinearAttention (chapter 6)."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,7 +1,5 @@
 """Judges of the exercises on the four kernels of chunk fuse (chapter 10)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Judges of the exercises on gates and decay (chapter 7)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Judges of the exercises on gradients in closed form (chapter 12)."""
 
-from __future__ import annotations
-
 from torch.nn import functional as F
 
 from .. import simple_gla

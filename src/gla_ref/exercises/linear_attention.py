@@ -1,7 +1,5 @@
 """Judges of the exercises on linear attention (chapter 4)."""
 
-from __future__ import annotations
-
 import torch
 
 from . import exercise

@@ -1,7 +1,5 @@
 """Judges of the exercises on online softmax (chapter 2)."""
 
-from __future__ import annotations
-
 import torch
 
 from . import exercise

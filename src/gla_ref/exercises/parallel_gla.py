@@ -1,7 +1,5 @@
 """Judges of the exercises on GLA in parallel (chapter 8)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

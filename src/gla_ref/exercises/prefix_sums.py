@@ -1,7 +1,5 @@
 """Judges of the exercises on prefix sums and chunks (chapter 5)."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import accumulate
 

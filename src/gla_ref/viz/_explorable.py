@@ -1,7 +1,5 @@
 """The one class of all explorables: its HTML, style and script (chapter 2)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

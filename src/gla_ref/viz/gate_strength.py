@@ -1,7 +1,5 @@
 """How strong a gate each form of gated attention can bear in each number format (chapter 11)."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

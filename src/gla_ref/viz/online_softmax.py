@@ -1,7 +1,5 @@
 """Online softmax step by step: running maximum, running sum, rescaling, tiles (chapter 2)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A prefix sum in two steps over chunks, of numbers or of states (chapter 5)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

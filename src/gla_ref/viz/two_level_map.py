@@ -1,7 +1,5 @@
 """The attention-style map of two-level chunking, block by block as it is computed (chapter 9)."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 from .. import gla
