@@ -9,6 +9,7 @@ Imports stand inside the functions, so that a peer that is not installed is reco
 Tensors come by name, as `gla_ref.mechanisms` has names and axes, and when packed, with cu_seqlens.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,6 +52,16 @@ def form(mechanism: str, entry: str, **chosen) -> Callable:
         from gla_ref import FORMS
 
         return FORMS[mechanism][entry](**tensors, cu_seqlens=cu_seqlens, **chosen)[0]
+
+    return call
+
+
+def function(module: str, name: str, **chosen) -> Callable:
+    """A contender's body that calls a function of a module, which is imported then; of its results, o."""
+
+    def call(case, **tensors):
+        found = getattr(importlib.import_module(module), name)(**tensors, **chosen)
+        return found[0] if isinstance(found, tuple) else found
 
     return call
 
@@ -117,11 +128,7 @@ contender("softmax_attention", name="sdpa_cudnn", peer=True, packed=False)(sdpa(
 looped("softmax_attention", "sdpa_flash_loop", sdpa("FLASH_ATTENTION"), peer=True)
 
 
-@page("softmax_attention", directions=("forward",))
-def flash_page(case, q, k, v, **_):
-    from gla_ref.pages.flash_attention import flash_attention
-
-    return flash_attention(q, k, v)
+page("softmax_attention", directions=("forward",))(function("gla_ref.pages.flash_attention", "flash_attention"))
 
 
 # linear attention
@@ -136,22 +143,11 @@ for path in ("fused", "segmented"):
 ours("simple_gla", "triton")
 
 
-def fla(op: str) -> Callable:
-    """chunk_linear_attn, fused_chunk_linear_attn or chunk_simple_gla of flash-linear-attention."""
-
-    def call(case, q, k, v, g=None, **given):  # cu_seqlens and initial_state, where there are
-        from fla.ops import linear_attn, simple_gla
-
-        if g is not None:
-            return getattr(simple_gla, op)(q, k, v, g, **given)[0]
-        return getattr(linear_attn, op)(q, k, v, normalize=False, **given)[0]
-
-    return call
-
-
 for op in ("chunk_linear_attn", "fused_chunk_linear_attn"):
-    contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)(fla(op))
-contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)(fla("chunk_simple_gla"))
+    body = function("fla.ops.linear_attn", op, normalize=False)
+    contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)(body)
+body = function("fla.ops.simple_gla", "chunk_simple_gla")
+contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)(body)
 
 
 @contender("linear_attention", "simple_gla", peer=True, packed=False)
@@ -179,18 +175,10 @@ def torch_chunkwise(case, q, k, v, g=None, **_):
     return (intra + inter).movedim(1, 3).flatten(1, 2)[:, :T]
 
 
-@page("linear_attention", columns=128, directions=("forward",))
-def linear_page(case, q, k, v, **_):
-    from gla_ref.pages.linear_attention import linear_attention
-
-    return linear_attention(q, k, v)[0]
-
-
-@page("linear_attention", name="page_segments", columns=128, few=True, directions=("forward",))
-def segments_page(case, q, k, v, **_):
-    from gla_ref.pages.linear_attention_segments import linear_attention
-
-    return linear_attention(q, k, v)[0]
+body = function("gla_ref.pages.linear_attention", "linear_attention")
+page("linear_attention", columns=128, directions=("forward",))(body)
+body = function("gla_ref.pages.linear_attention_segments", "linear_attention")
+page("linear_attention", name="page_segments", columns=128, few=True, directions=("forward",))(body)
 
 
 # gated linear attention
@@ -221,19 +209,10 @@ def gla_page(case, q, k, v, g, **_):
     return Pages.apply(q, k, v, g)
 
 
-@page("gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), columns=64, directions=("forward",))
-def levels_page(case, q, k, v, g, **_):
-    from gla_ref.pages.gla_levels import gla
-
-    return gla(q, k, v, g)[0]
-
-
-@contender("gla", peer=True, packed=None, limit_s=200)
-def fla_chunk_gla(case, q, k, v, g, **given):
-    """Its first call autotunes, for one to two minutes each way."""
-    from fla.ops.gla import chunk_gla
-
-    return chunk_gla(q, k, v, g, **given)[0]
+body, gates = function("gla_ref.pages.gla_levels", "gla"), ("logsigmoid/16", "-2", "1 % at -1e3")
+page("gla", name="page_levels", gates=gates, columns=64, directions=("forward",))(body)
+# its first call autotunes, for one to two minutes each way
+contender("gla", name="fla_chunk_gla", peer=True, limit_s=200)(function("fla.ops.gla", "chunk_gla"))
 
 
 @contender("gla", name="torch_chunkwise", peer=True, packed=False)
