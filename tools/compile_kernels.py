@@ -114,6 +114,12 @@ REFILL = re.compile(r"async_copy_global_to_local|async_tma_copy_global_to_local|
 TILES = ("C", "BM", "BN", "BK", "BV")
 
 
+def slot(line: str) -> dict[str, str]:
+    """The view of a buffer that a line makes, and which slot of which it is; one slot, whatever it is called."""
+    view = re.search(r"(%\w+) = ttg\.memdesc_index (%\w+)(\[%[\w-]+\])", line)
+    return {view[1]: view[2] if "<1x" in line else view[2] + view[3]} if view else {}
+
+
 def broken(ttgir: str) -> list[str]:
     """Lines of a kernel's TTGIR that break the rule."""
     lines = [line for line in ttgir.splitlines() if line.strip()]
@@ -124,10 +130,7 @@ def broken(ttgir: str) -> list[str]:
         indent, text = len(line) - len(line.lstrip()), line.strip()
         while regions and indent <= regions[-1][0] and not text.startswith("} else"):
             regions.pop()
-        if view := re.match(r"(%\w+) = ttg\.memdesc_index (%\w+\[%[\w-]+\])", text):
-            slots[view[1]] = view[2]
-            if "<1x" in text:  # one slot, whatever it is called
-                slots[view[1]] = view[2].split("[")[0]
+        slots |= slot(text)
         if view := re.match(r"(%\w+) = ttg\.memdesc_trans (%\w+)", text):
             slots |= {view[1]: slots[view[2]]} if view[2] in slots else {}
         if product := re.match(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+)", text):
@@ -158,8 +161,7 @@ def refilled(product: str, operands: set[str], later: list[str], slots: dict[str
                 return False
             if re.search(rf"{product}\b", line) and not operands <= set(slots):
                 return True  # a passing copy, whose memory counts as free from here on
-        if view := re.search(r"(%\w+) = ttg\.memdesc_index (%\w+\[%[\w-]+\])", line):
-            views[view[1]] = view[2].split("[")[0] if "<1x" in line else view[2]
+        views |= slot(line)
         written = {views.get(x, x) for x in re.findall(r"%\w+", line)} if REFILL.search(line) else set()
         if written & {slots.get(x, x) for x in operands}:
             return True

@@ -1,6 +1,7 @@
 """Judges of the exercises on gates and decay (chapter 7)."""
 
 import math
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -87,15 +88,8 @@ def retention(answer):
 
 @exercise("ex-gates-order", "implement")
 def order(answer):
-    def right(q, k, v, g):
-        (B, T, H, K), V = q.shape, v.shape[-1]
-        S, rows = k.new_zeros(B, H, K, V), []
-        for t in range(T):
-            S = g[:, t, ..., None].exp() * (S + k[:, t, ..., None] * v[:, t, :, None])
-            rows.append(K**-0.5 * (q[:, t, ..., None] * S).sum(-2))
-        return torch.stack(rows, 1), S
-
     def gate_first(q, k, v, g, on_q=torch.ones_like, on_k=torch.ones_like, on_g=lambda g: g):
+        """Right where `on_k` is exp: S_t = alpha_t (S_{t-1} + k_t v_t) = alpha_t S_{t-1} + (alpha_t k_t) v_t."""
         return gla.recurrent(q * on_q(g), k * on_k(g), v, on_g(g))
 
     mistakes = {
@@ -115,4 +109,5 @@ def order(answer):
     resets = mild.clone()
     resets[:, 3, :, 1] = resets[0, 5] = -torch.inf
     axes = {"o": "B T H V", "S": "B H K V"}
+    right = partial(gate_first, on_k=torch.exp)
     hold(answer, [(q, k, v, mild), (q, k, v, resets)], right, variants(gate_first, mistakes), axes)
