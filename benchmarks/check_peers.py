@@ -24,6 +24,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
@@ -209,10 +210,7 @@ def main() -> None:
         options |= {"only": args.cases} if args.cases else {}
         owner, name = args.child.split(".")
         dtype, spent = args.dtypes[0], prepare_triton()
-
-        def progress(*at):
-            print(*at, flush=True)
-
+        progress = partial(print, flush=True)
         if owner == "mistakes":
             found = score(name, dtype, options, progress)
         else:

@@ -10,6 +10,7 @@ contender, direction and shape; the rest of the file stays.
 import argparse
 import contextlib
 import cProfile
+import itertools
 import json
 import os
 import pstats
@@ -129,10 +130,8 @@ class Truth:
     def __init__(self, case: Case, x: dict[str, Tensor]):
         rng = random.Random(str(case))
         self.pairs = [(rng.randrange(case.B), rng.randrange(case.H)) for _ in range(2)]
-        self.spans, a = [], 0
-        for n in case.lengths or (case.T,):
-            self.spans.append(slice(a, a + n))
-            a += n
+        ends = itertools.accumulate(case.lengths or (case.T,), initial=0)
+        self.spans = list(itertools.starmap(slice, itertools.pairwise(ends)))
         self.runs = [
             oracles.runs(case.mechanism, self.head(x, b, h, s, n), getattr(torch, case.dtype))
             for b, h in self.pairs

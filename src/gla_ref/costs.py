@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ._contract import check_chunk
+from .gla import two_level_blocks
 
-__all__ = ["Cost", "cost"]
+__all__ = ["Cost", "block_flops", "cost"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Head:
     @property
     def tiles(self) -> list[int]:
         """Lengths of the chunks."""
-        return pieces(self.T, self.C)
+        return [min(self.C, self.T - i) for i in range(0, self.T, self.C)]
 
     @property
     def cache(self) -> int:
@@ -89,10 +90,6 @@ class Head:
     def moved(self, gate: int) -> int:
         """Bytes of q, k, v, o and `gate` log gates a token, each once, and of a state in and out."""
         return self.T * (2 * self.K + 2 * self.V + gate) * self.itemsize + 8 * self.S
-
-
-def pieces(T: int, C: int) -> list[int]:
-    return [min(C, T - i) for i in range(0, T, C)]
 
 
 # softmax attention: a cache of keys and values is its state
@@ -187,19 +184,22 @@ def gla_chunkwise(h: Head) -> Cost:
     return chunkwise(h, h.K, lambda n: (2 * n * n * h.V, 7 * n * h.K + h.K + 2 * h.S + 5 * n * n * h.K))
 
 
-def gla_chunkwise_two_level(h: Head) -> Cost:
-    def own(n):
-        matmul, elementwise = 0, 7 * n * h.K + h.K + 2 * h.S
-        before = 0  # tokens of the chunk before the sub-chunk
-        for m in pieces(n, h.c):
-            matmul += 2 * m * m * h.V + 2 * m * before * (h.K + h.V)
-            elementwise += 5 * m * m * h.K + m * h.V
-            if before:
-                elementwise += m * h.V + 3 * (m + before) * h.K
-            before += m
-        return matmul, elementwise
+def block_flops(kind: str, m: int, n: int, K: int, V: int) -> tuple[int, int]:
+    """FLOPs of a block of :func:`gla_ref.gla.two_level_blocks`, m readers by n writers: (products, element-wise).
 
-    return chunkwise(h, h.K, own)
+    A chunk's block between chunks includes the update of the state by its own m tokens.
+    """
+    if kind == "inter-chunk":
+        return 4 * m * K * V, 7 * m * K + K + 2 * K * V + m * (K + V)
+    if kind == "inter-sub-chunk":
+        return 2 * m * n * (K + V), 3 * (m + n) * K + m * V
+    return 2 * m * m * V, 5 * m * m * K + m * V
+
+
+def gla_chunkwise_two_level(h: Head) -> Cost:
+    blocks = two_level_blocks(h.T, h.C, h.c)
+    counts = [block_flops(kind, *(x.stop - x.start for x in sides), h.K, h.V) for kind, *sides in blocks]
+    return Cost(*map(sum, zip(*counts, strict=True)), h.moved(h.K), 4 * h.S, 1, len(h.tiles))
 
 
 FORMS = {

@@ -111,9 +111,7 @@ def difference(answer):
     whole, weighed = (g.double().sum(0) / 2).float(), (halves.double() @ g.double()).float()
     found = (whole - weighed).double().exp()
     worst = (found / exact - 1)[exact > 2**-20].abs().max().item()
-    why = {
-        name: f"It rounds by up to {unit:.0e}; with 32 such gates a decay is off by {worst:.0e}."
-        for name, unit in units.items()
-    }
+    said = "It rounds by up to {:.0e}; with 32 such gates a decay is off by {:.0e}."
+    why = {name: said.format(unit, worst) for name, unit in units.items()}
     hidden = [name for name, unit in units.items() if worst < unit]
     choose([answer] if isinstance(answer, str) else answer, hidden, why)
