@@ -231,10 +231,8 @@ def begin(cache: str) -> None:
 def report(found: dict) -> None:
     """A case's rows, as soon as they are there."""
     print(f"sm_{found['arch']}, {found['case']} {found['refused']} {found['failed']}", flush=True)
-    rows = [[*list(row.values())[:-1], len(row["broken"]) or ""] for row in found["rows"]]
-    head = ["kernel", "", "tiles", "warps", "stages", "registers", "spilled", "shared", "broken"]
-    if rows:
-        print(tabulate(rows, head, tablefmt="plain"), flush=True)
+    if rows := [row | {"broken": len(row["broken"]) or ""} for row in found["rows"]]:
+        print(tabulate(rows, headers="keys", tablefmt="plain"), flush=True)
 
 
 def compile_case(task: tuple[int, str]) -> dict:
