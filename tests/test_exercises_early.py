@@ -322,9 +322,7 @@ WRONG = {
         (lambda q, k, v, *_: v, "The first difference is at token 1, o[0, 0]"),
         (lambda q, k, v, *_: q @ v, "It stopped with RuntimeError"),
         (lambda q, k, v, *_: torch.einsum("tk,tk->", q, v), "of <lambda>)."),  # not of einsum
-        (7, "Expected a function"),
     ],
-    "ex-online-first": [("x", "Expected some of a, b")],
     "ex-online-rescale": [([0, 0, 0], "count how often it rises")],
     "ex-online-divide": [
         (lambda m, n, x: ((n - m).exp(), (x - n).exp()), "upside down"),
@@ -355,14 +353,9 @@ WRONG = {
         (attention_gradients(delta=False), "row sum is missing"),
         (attention_gradients(scaled=False), "scale is missing in dq and dk"),
         (attention_gradients(softmax=False), "factor p is missing"),
-        (lambda *x: attention_gradients()(*x)[:2], "Expected 3 result(s), dq, dk, dv; got 2"),
         (lambda *x: [2 * y for y in attention_gradients()(*x)], "token 2, dq[1, 0]"),
     ],
-    "ex-linear-capacity": [
-        (20, "solve for N"),
-        ({}, "Expected a number, got dict"),
-        ("many", "Expected a number, got str"),
-    ],
+    "ex-linear-capacity": [(20, "solve for N"), ({}, "Expected a number, got dict")],
     "ex-linear-taylor": [
         (features(pairs=1), "both sides together"),
         (features(pairs=0.5), "1 / sqrt(2)"),
@@ -381,7 +374,6 @@ WRONG = {
         (lambda q, k, v, w: windowed()(q, k, v, w) / 3**0.5, "the scale is 1"),
     ],
     "ex-prefix-sqrt": [([32, 158, 8064], "its derivative is zero")],
-    "ex-prefix-associative": [(["acdf"], "Expected some of")],
     "ex-prefix-reverse": [
         (suffixes(turn=False, exchange=False, back=False), "These are prefixes"),
         (suffixes(exchange=False), "operands must be exchanged"),
@@ -396,7 +388,6 @@ WRONG = {
         (restart(number=lambda r1, x1, r2, x2: x1 + x2), "never starts anew"),
         (restart(number=lambda r1, x1, r2, x2: (1 - r2) * (x1 + x2)), "first number of a text is lost"),
         (lambda a, b: (a[0] + b[0], (1 - b[0]) * a[1] + b[1]), "two starts make 2"),
-        (lambda a, b: a[1] + b[1], "Expected 2 result(s), r, x"),
     ],
     "ex-fla-chunk": [([100, 1], "Solve (C + d) / e")],
     "ex-fla-flip": [

@@ -223,14 +223,12 @@ WRONG = {
         (retention(gates=lambda i, j: i - j + 1), "own gate is counted"),
         (retention(gates=lambda i, j: j - i), "upside down"),
         (retention(gates=lambda i, j: 0), "no decay"),
-        (lambda q, k, v, gamma: 0 * v, "first difference is at token 1"),
     ],
     "ex-gates-order": [
         (walk(gate_old=1), "That is gate before write"),
         (walk(gate_old=1, gate_write=-1), "goes the other way"),
         (walk(gate_old=1, gate_read=1), "reader's gate twice"),
         (previous_gates, "Shifting the gates"),
-        (lambda *x: walk(1, 1)(*x)[0], "Expected 2 result(s), o, S"),
     ],
     "ex-parallel-padding": [
         (dict(k=0, v=0, g=-math.inf), "clears the state"),
@@ -252,7 +250,6 @@ WRONG = {
             "the rows of the final state have decayed",
         ),
         (lambda q, b, d, S: (from_state(q, b, -d, S)[0], from_state(q, b, d, S)[1]), "exp(-d) divides"),
-        (lambda q, b, d, S: (from_state(q, b, d, S)[0],) * 2, "S: expected shape [3, 4]"),
         (
             lambda q, b, d, S: (q @ from_state(q, b, d, S)[1], from_state(q, b, d, S)[1]),
             "Every token reads the final state",
@@ -274,10 +271,8 @@ WRONG = {
         (final(lambda g: g.cumsum(0)), "The sums run from the start"),
         (final(torch.zeros_like), "No decay"),
         (final(lambda g: after(g.roll(-1, 0), 0)), "roll brings the first"),
-        (lambda k, v, g: v.T @ k, "S: expected shape [3, 4], got [4, 3]"),
     ],
-    "ex-twolevel-anchor": [([0, 15], "Expected some of 1, 15")],
-    "ex-twolevel-extremes": [(["a", "b", "c"], "Expected three names"), ("recurrent", "Expected a list of 3")],
+    "ex-twolevel-extremes": [(["a", "b", "c"], "Expected three names")],
     "ex-twolevel-best": [
         (lambda C: (0.6 * C) ** 0.5, "half of it on average"),
         (lambda C: 0.3 * C, "square root is missing"),
@@ -341,7 +336,6 @@ WRONG = {
         (lambda b: b.mean(0), "only the two ends"),
         (lambda b: b[len(b) // 2], "b at the middle token"),
         (lambda b: ((b[0] + b[-1]) / 2).mean().expand(3), "One anchor for all channels"),
-        (lambda b: ((b[0] + b[-1]) / 2).mean(), "r: expected shape [3], got []"),
     ],
     "ex-adaptive-channels": [
         (two_ways(lambda g: g[0] <= 0), "One product for all channels"),
@@ -352,7 +346,6 @@ WRONG = {
         (two_ways(lambda g: g.amin(0) >= -80), "by the sum of its gates"),
         (lambda q, k, g: pairs(q, k, g) / 5**0.5, "scale is no part"),
     ],
-    "ex-adaptive-difference": [(["int8"], "Expected some of float32")],
     "ex-gradients-first": [
         (lambda S, dS: (S * dS).sum(-2), "each of which has its own gate"),
         (lambda S, dS: S * dS, "all of a row share its gate"),
@@ -369,7 +362,6 @@ WRONG = {
         (scalar(total=lambda x: x), "sum over the later tokens is missing"),
         (scalar(sign=-1), "The sign"),
         (scalar(final=False), "The final state is missing"),
-        (lambda q, k, dq, dk, S_T, D: (dq, dk), "Expected 1 result(s), dg; got 2"),
     ],
     "ex-gradients-same": [
         (chunk_pairs(inside=False), "All pairs lie after token 1"),
@@ -385,7 +377,6 @@ WRONG = {
         ([4, 16], "longer chunks have fewer states"),
         ([4, 1 / 4], "one state and one gradient"),
         ([4], "Expected two factors"),
-        (["four", 1 / 16], "Expected a number, got 'four'"),
     ],
 }
 

@@ -6,6 +6,7 @@ The float64 side is the one-head oracle of benchmarks/oracles.py, which tests/te
 
 import math
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,10 @@ def run(x, **options):
     o, _ = flash_attention(x["q"], x["k"], x["v"], initial_state=cache, **options)
     grads = torch.autograd.grad(o, list(leaves.values()), x["do"])
     return {"o": o.detach()} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def spans_of(ends):
+    return [slice(a, b) for a, b in pairwise(ends) if a < b]
 
 
 def assert_right(got, x, spans=None, heads=None, scale=None):
@@ -131,7 +136,7 @@ def assert_right_far_from_zero(ends, H, K, V):
     log2 = math.log(2)  # the scale that leaves scores to base 2 as they are
     got = run(x, scale=log2, **packing(ends))
     for h in range(H):
-        for span in [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]:
+        for span in spans_of(ends):
             one, runs = {n: y[0, span, h].detach() for n, y in x.items()}, []
             for i in range(8):
                 shake = 1 + (i > 0) * 0.01 * torch.rand(one["v"].shape, generator=rng).to(HERE)
@@ -158,8 +163,7 @@ def test_one_key_takes_all(ends):
     with torch.no_grad():
         x["q"].mul_(0.1).add_(20 / 8)
         x["k"].copy_((1 + 0.1 * x["k"][:, :1]) * torch.arange(1, ends[-1] + 1, device=HERE)[:, None, None])
-    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
-    assert_right(run(x, scale=1.0, **packing(ends)), x, spans, scale=1.0)
+    assert_right(run(x, scale=1.0, **packing(ends)), x, spans_of(ends), scale=1.0)
 
 
 def assert_carries_on(x, past):
@@ -197,8 +201,7 @@ PACKS = [[0, 3, 3, 50, 100], [0, 0, 0, 31, 33, 65, 65], [0, 1, 2, 3, 4, 5], [0, 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_packed_sequences(ends, kind):
     x = inputs(1, ends[-1], 2, 8, 12)
-    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
-    assert_right(run(x, cu_seqlens=torch.tensor(ends, dtype=kind, device=HERE)), x, spans)
+    assert_right(run(x, cu_seqlens=torch.tensor(ends, dtype=kind, device=HERE)), x, spans_of(ends))
 
 
 @pytest.mark.deep
@@ -295,8 +298,7 @@ def test_scores_far_from_zero_at_size(ends):
 def test_packed_at_size(dtype, K, V):
     ends = [0, 500, 500, 501, 1629, 1757, 1757, 4000]
     x = inputs(1, ends[-1], 2, K, V, dtype)
-    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
-    assert_right(run(x, cu_seqlens=torch.tensor(ends, device=HERE)), x, spans)
+    assert_right(run(x, cu_seqlens=torch.tensor(ends, device=HERE)), x, spans_of(ends))
 
 
 @pytest.mark.gpu

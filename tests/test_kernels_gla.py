@@ -30,7 +30,7 @@ from gla_ref.kernels.gla_step import gla_step  # noqa: E402
 def test_float16(size):
     """A state of a million fits float32 only; scale brings what it adds to o and dq back."""
     x, judged = problem(
-        "gla", 1, 70, 1, 5, 3, kind="mild and strong chunks", dtype=torch.float16, size=size, scale=1e-3
+        "gla", 1, 70, 1, 5, 3, kind="mild and strong chunks", dtype=torch.float16, large=size, scale=1e-3
     )
     compare(results(gla, x, scale=1e-3), judged)
 

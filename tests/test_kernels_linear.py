@@ -25,7 +25,8 @@ from gla_ref.kernels.linear_attention import linear_attention, simple_gla  # noq
 KERNELS = {mechanism: FORMS[mechanism]["triton"] for mechanism in LINEAR}
 PATHS = {"simple_gla": kernels.PATHS, "gla": gla_kernels.PATHS}
 WAYS = [(mechanism, path) for mechanism in PATHS for path in PATHS[mechanism]]
-EPS = torch.finfo(torch.float32).eps
+F32 = torch.float32
+EPS = torch.finfo(F32).eps
 MILD = "logsigmoid/16"
 
 
@@ -49,33 +50,21 @@ def exact(q, k, v, g, g_v, S, do, dS, scale):
 
 @functools.cache
 def problem(
-    mechanism,
-    B,
-    T,
-    H,
-    K,
-    V,
-    kind=MILD,
-    two_sided=False,
-    dtype=torch.float32,
-    gates=None,
-    ends=None,
-    seed=0,
-    scale=None,
-    size=1.0,
+    mechanism, *sizes, kind=MILD, two_sided=False, dtype=F32, gates=None, ends=None, seed=0, scale=None, large=1.0
 ):
     """(inputs as the kernel is given them, {quantity: (exact, budget)}).
 
     An emulated run stores o once, GLA's kernel twice in strong chunks (`mend` adds to what `walk` stored): that has to
     fit in, too.
     """
-    args, named = inputs(mechanism, B, T, H, K, V, kind=kind, g_v=two_sided, seed=seed)
+    B, _, H, K, V = sizes
+    args, named = inputs(mechanism, *sizes, kind=kind, g_v=two_sided, seed=seed)
     rng, N = torch.Generator().manual_seed(seed), B if ends is None else len(ends) - 1
     S, dS = (torch.randn(N, H, K, V, generator=rng, dtype=F64) for _ in "SS")
     do = torch.randn(args[2].shape, generator=rng, dtype=F64)
-    every = (*args, named.get("g_v"), size * S, do, dS)
+    every = (*args, named.get("g_v"), large * S, do, dS)
     x = dict(zip(("q", "k", "v", "g", "g_v", "S", "do", "dS"), every, strict=True))
-    given = {n: torch.float32 if n in ("S", "dS") else dtype for n in x}
+    given = {n: F32 if n in ("S", "dS") else dtype for n in x}
     given["g"] = given["g_v"] = gates or dtype
     scale = K**-0.5 if scale is None else scale
     if mechanism == "gla":
@@ -220,8 +209,8 @@ def test_float16_reads_scores_and_states_of_any_size(name, gated):
 @pytest.mark.parametrize("mechanism", KERNELS)
 def test_initial_state_and_scale_are_optional(mechanism):
     args, named = inputs(mechanism, 2, 19, 1, 20, 7)
-    args = [x.to(HERE, torch.float32) for x in args]
-    zero = torch.zeros_like(named["initial_state"], dtype=torch.float32, device=HERE)
+    args = [x.to(HERE, F32) for x in args]
+    zero = torch.zeros_like(named["initial_state"], dtype=F32, device=HERE)
     form = KERNELS[mechanism]
     assert torch.equal(form(*args)[0], form(*args, initial_state=zero, scale=20**-0.5)[0])
 
@@ -246,8 +235,8 @@ def test_feature_maps_and_normaliser(normalize, B, H, V):
     q, k, v = phi(args[0]), phi(args[1]), args[2]
     g, ones = torch.zeros_like(q[..., 0]), torch.ones_like(v[..., :1])
     S0 = torch.zeros(B, H, 20, V, device=HERE)
-    low, S, _ = emulated.scalar_walk(q, k, v, g, S0, 20**-0.5, torch.float32, 16)
-    total, z, _ = emulated.scalar_walk(q, k, ones, g, S0[..., :1], 20**-0.5, torch.float32, 16)
+    low, S, _ = emulated.scalar_walk(q, k, v, g, S0, 20**-0.5, F32, 16)
+    total, z, _ = emulated.scalar_walk(q, k, ones, g, S0[..., :1], 20**-0.5, F32, 16)
     names = ("o", "S", "z") if normalize else ("o", "S")
     low = dict(zip(names, (low / total if normalize else low, S, z[..., 0]), strict=False))
 
@@ -327,7 +316,7 @@ COMPILED = [("linear_attention", False), ("simple_gla", False), ("gla", False), 
 @pytest.mark.parametrize("mechanism, two_sided", thin(COMPILED, ("simple_gla", False), ("gla", False)))
 def test_compiled_equals_eager(mechanism, two_sided):
     args, named = inputs(mechanism, 2, 19, 1, 5, 7, g_v=two_sided)
-    leaves = [x.to(HERE, torch.float32).requires_grad_() for x in (*named.values(), *args)]
+    leaves = [x.to(HERE, F32).requires_grad_() for x in (*named.values(), *args)]
 
     def f(*x):
         o, S = KERNELS[mechanism](*x[len(named) :], **dict(zip(named, x, strict=False)))
@@ -372,7 +361,7 @@ GRID = [*product(["simple_gla"], WIDTHS, (*WIDTHS, 512)), *product(["gla"], WIDT
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mechanism, K, V", GRID)
 def test_sizes_on_the_gpu(mechanism, K, V, dtype):
-    if dtype == torch.float32 and (K + V) % 16:
+    if dtype == F32 and (K + V) % 16:
         pytest.skip("float32 has one path for every size: half of them will do")
     kind = "zero" if mechanism == "simple_gla" and (K + V) % 8 == 0 else MILD
     check(mechanism, 2, 193, 3, K, V, kind=kind, dtype=dtype)
