@@ -50,10 +50,6 @@ def walk(gate_old=0, gate_write=0, gate_read=0):
     return form
 
 
-def previous_gates(q, k, v, g):
-    return walk(gate_old=1)(q, k, v, torch.cat([0 * g[:, :1].clamp_min(-1), g[:, :-1]], 1))
-
-
 # -- chapter 8 ---------------------------------------------------------------------------------------
 
 
@@ -88,18 +84,6 @@ def step(to_end=after, whole=lambda g: g.sum(0)):
         return kept + (k * to_end(g).exp()).T @ (v * to_end(g_v).exp())
 
     return form
-
-
-def one_gate(S, k, v, g, g_v):
-    return step()(S, k, v, g, 0 * g_v.clamp_min(-1))
-
-
-def columns_kept(S, k, v, g, g_v):
-    return step()(0 * S, k, v, g, g_v) + g.sum(0).exp()[:, None] * S
-
-
-def values_kept(S, k, v, g, g_v):
-    return step()(S, 0 * k, v, g, g_v) + (k * after(g).exp()).T @ v
 
 
 # -- chapter 10 --------------------------------------------------------------------------------------
@@ -155,10 +139,6 @@ def scalar(final=True, sign=1, own=True, total=lambda x: to_the_end(x, 1)):
         return dg + torch.einsum("bhkv,bhkv->bh", S_T, D)[:, None] if final else dg
 
     return form
-
-
-def by_channel(q, k, dq, dk, S_T, D):
-    return to_the_end(q * dq - k * dk, 1) + (S_T * D).sum(-1)[:, None]
 
 
 def chunk_pairs(rounded=True, turn=to_the_end, writer=1.0, inside=True):
@@ -228,7 +208,10 @@ WRONG = {
         (walk(gate_old=1), "That is gate before write"),
         (walk(gate_old=1, gate_write=-1), "goes the other way"),
         (walk(gate_old=1, gate_read=1), "reader's gate twice"),
-        (previous_gates, "Shifting the gates"),
+        (
+            lambda q, k, v, g: walk(gate_old=1)(q, k, v, g.roll(1, 1).index_fill(1, torch.tensor(0), 0)),
+            "Shifting the gates",
+        ),
     ],
     "ex-parallel-padding": [
         (dict(k=0, v=0, g=-math.inf), "clears the state"),
@@ -288,9 +271,9 @@ WRONG = {
         (step(lambda g: g.cumsum(0)), "from the chunk's start"),
         (step(torch.zeros_like), "The writes are not decayed"),
         (step(whole=lambda g: 0 * g[0].clamp_min(-1)), "The old state is not decayed"),
-        (one_gate, "The gate on the values is missing"),
-        (columns_kept, "The old state's columns"),
-        (values_kept, "The values have to decay"),
+        (lambda S, k, v, g, g_v: step()(S, k, v, g, torch.zeros_like(g_v)), "The gate on the values is missing"),
+        (lambda S, k, v, g, g_v: step()(0 * S, k, v, g, g_v) + g.sum(0).exp()[:, None] * S, "The old state's columns"),
+        (lambda S, k, v, g, g_v: step()(S, 0 * k, v, g, g_v) + (k * after(g).exp()).T @ v, "The values have to decay"),
     ],
     "ex-fuse-grid": [([1, 2, 3, 4], "Blocks of channels times chunks")],
     "ex-fuse-narrow": [
@@ -356,7 +339,10 @@ WRONG = {
     ],
     "ex-gradients-stored": [("small", "Expected one of"), (3, "Expected a word")],
     "ex-gradients-scalar": [
-        (by_channel, "one gate for all channels"),
+        (
+            lambda q, k, dq, dk, S_T, D: to_the_end(q * dq - k * dk, 1) + (S_T * D).sum(-1)[:, None],
+            "one gate for all channels",
+        ),
         (scalar(total=lambda x: x.cumsum(1)), "The sum runs from the start"),
         (scalar(own=False), "own term is missing"),
         (scalar(total=lambda x: x), "sum over the later tokens is missing"),
