@@ -112,25 +112,13 @@ def check(B, T, H, K, V, *, C=16, dtype=torch.float32, kind="logsigmoid/16"):
         assert error(x, y) <= allowed(e.to(result), y)
 
 
+SHAPES = [(1, 3, 5, 16), (70, 20, 36, 32), (65, 5, 20, 64)]
+MORE_SHAPES = [(15, 5, 3, 16), (16, 20, 36, 16), (17, 80, 20, 16), (49, 7, 70, 16)]
+
+
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
 @pytest.mark.parametrize("kind", thin(["zero", "-1e-4", "logsigmoid/16"], "logsigmoid/16"))
-@pytest.mark.parametrize(
-    "T, K, V, C",
-    thin(
-        [
-            (1, 3, 5, 16),
-            (15, 5, 3, 16),
-            (16, 20, 36, 16),
-            (17, 80, 20, 16),
-            (49, 7, 70, 16),
-            (70, 20, 36, 32),
-            (65, 5, 20, 64),
-        ],
-        (1, 3, 5, 16),
-        (70, 20, 36, 32),
-        (65, 5, 20, 64),
-    ),
-)
+@pytest.mark.parametrize("T, K, V, C", thin(SHAPES + MORE_SHAPES, *SHAPES))
 def test_mild_gates(T, K, V, C, kind, dtype):
     check(1, T, 2, K, V, C=C, kind=kind, dtype=dtype)
 

@@ -108,24 +108,6 @@ def test_checking_a_call_moves_no_tensor():
     assert not done
 
 
-def test_wrong_input_is_named(monkeypatch):
-    (q, k, v, g), named, _ = problem(2, 1, 1, 5, 7)
-    S = named["initial_state"]
-    with pytest.raises(TypeError, match="^q: expected float32, float16 or bfloat16"):
-        gla_step(q.double(), k.double(), v.double(), g)
-    with pytest.raises(ValueError, match="^g: expected 4 axes"):
-        gla_step(q, k, v, g[..., 0])
-    with pytest.raises(ValueError, match="^initial_state: expected shape"):
-        gla_step(q, k, v, g, initial_state=S[:1])
-    with pytest.raises(ValueError, match="^v: .*forward only"):
-        gla_step(q, k, v.clone().requires_grad_(), g)
-    with torch.no_grad():
-        gla_step(q, k, v.clone().requires_grad_(), g)
-    monkeypatch.setenv("GLA_REF_DEBUG", "1")
-    with pytest.raises(ValueError, match="^g: log gates must lie in"):
-        gla_step(q, k, v, -g)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("K, V", [(16, 16), (60, 100), (128, 128), (256, 512)])

@@ -27,11 +27,9 @@ def plans(call, K, V, dtype, hardware, T=300):
     """Forward and backward of a call of some length."""
     mechanism, *extra = call.split()
     B, H = 2, 3
-    tensors = [meta(B, T, H, D, dtype=dtype) for D in (K, K, V)]
-    if mechanism == "simple_gla":
-        tensors.append(meta(B, T, H, dtype=dtype))
-    if mechanism in ("gla", "gla_step"):
-        tensors.append(meta(B, T, H, K, dtype=dtype))
+    sizes = {"B": B, "T": T, "H": H, "K": K, "V": V}
+    declared = [x for x in MECHANISMS[mechanism.removesuffix("_step")].arguments if not x.optional]
+    tensors = [meta(*(sizes[axis] for axis in x.axes.split()), dtype=dtype) for x in declared]
     if mechanism == "gla_step":
         hardware = hardware if isinstance(hardware, tuple) else CLASSES[hardware]
         specs = [spec_of(n, x) for n, x in zip("qkvg", tensors, strict=True)]
