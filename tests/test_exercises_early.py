@@ -10,7 +10,6 @@ import math
 import re
 import sys
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -44,17 +43,12 @@ def test_every_exercise_of_the_book_is_checked():
     labels = [label for chapter in found.values() for label in chapter]
     assert len(labels) == len(set(labels))
     assert set(labels) == set(exercises.JUDGES)
-    kinds = {}
     for chapter, of in found.items():
         for label, text in of.items():
             start, solution = re.split(r"(?m)^:::+\{solution-start\} " + label + "$", text)
             assert f'\ncheck("{label}", ' in start, f"{label}: no cell to answer it in"
             assert f'assert check("{label}", ' in solution, f"{label}: its solution is not checked"
-        kinds[chapter] = Counter(exercises.JUDGES[label][0] for label in of)
-        print(f"{chapter:30s} {sum(kinds[chapter].values())}  {dict(kinds[chapter])}")
-        assert sum(kinds[chapter].values()) >= 3, chapter
-        assert set(kinds[chapter]) == {"predict", "derive", "implement"}, chapter
-    print(f"{len(labels)} exercises, {dict(sum(kinds.values(), Counter()))}")
+        assert {exercises.JUDGES[label][0] for label in of} == {"predict", "derive", "implement"}, chapter
     assert len(labels) >= 40
 
 

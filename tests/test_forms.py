@@ -58,7 +58,6 @@ def test_ratio_forms_break_once_the_total_decay_leaves_the_exponent_range(mechan
             middle = (low + high) / 2
             low, high = (low, middle) if breaks(middle, dtype) else (middle, high)
         limit = math.log(torch.finfo(dtype).max)
-        print(f"{mechanism}.{form} in {dtype} breaks from a total decay of {high:.1f} nats; ln(max) = {limit:.1f}")
         assert limit - 8 < high < limit + 20
 
 

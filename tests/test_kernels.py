@@ -35,10 +35,8 @@ def test_decay_cumsum_on_the_ladder(T, kind):
 
 @anywhere
 @pytest.mark.parametrize("K", [1, 60, 64, 100])
-def test_decay_cumsum_strides_and_poisoned_memory(K, monkeypatch):
+def test_decay_cumsum_strides_and_poisoned_memory(K, poisoned):
     g = gate("logsigmoid/16", 2, 3, 33, K).to(HERE, torch.float32).transpose(1, 2)  # [B, T, H, K], not contiguous
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
     first, before = decay_cumsum(g), g.clone()
     assert_within_rounding(first, g, 16)
     assert torch.equal(first, decay_cumsum(g)) and torch.equal(g, before)

@@ -152,11 +152,6 @@ def ends(*values):
     return {"cu_seqlens": torch.tensor(values, device=HERE)}
 
 
-def wide(x):
-    """Whose last axis is K, and v."""
-    return [n for n in x if x[n].ndim == 4]
-
-
 EVERY = (*MECHANISMS, "gla_step")
 CACHED, STATED, GATED, TWO_SIDED = EVERY[:1], EVERY[1:], EVERY[2:], EVERY[3:]
 WRONG = [  # (who says so, error, message, what is changed of x = {q, k, v, g}: B = 1, T = 20, H = 2, K = 16, V = 12)
@@ -170,7 +165,7 @@ WRONG = [  # (who says so, error, message, what is changed of x = {q, k, v, g}: 
     (EVERY, ValueError, "v: expected 4 axes", lambda x: {"v": x["v"][0]}),
     (GATED, ValueError, "g: expected [34] axes", lambda x: {"g": x["g"][..., 0]}),
     (TWO_SIDED, ValueError, "g_v: expected shape", lambda x: {"g_v": x["g"]}),
-    (EVERY, ValueError, "q: expected K of at most 256, got 257", lambda x: {n: zeros(1, 20, 2, 257) for n in wide(x)}),
+    (EVERY, ValueError, "q: .* most 256, got 257", lambda x: {n: zeros(1, 20, 2, 257) for n in x if x[n].ndim == 4}),
     (CACHED, ValueError, "v: expected V of at most 256, got 257", lambda x: {"v": zeros(1, 20, 2, 257)}),
     (STATED, ValueError, "v: expected V of at most 512, got 513", lambda x: {"v": zeros(1, 20, 2, 513)}),
     (EVERY, TypeError, "scale: expected a finite number", lambda x: {"scale": "1"}),

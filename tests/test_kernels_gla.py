@@ -22,6 +22,8 @@ from gla_ref.kernels import gla_forward  # noqa: E402
 from gla_ref.kernels.gla import PATHS, gla  # noqa: E402
 from gla_ref.kernels.gla_step import gla_step  # noqa: E402
 
+F32, BF16, F16 = DTYPES
+
 # interpreted
 
 
@@ -154,12 +156,7 @@ def test_lengths_on_the_gpu(dtype, T):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["logsigmoid/16", "many resets", "-1"])
 def test_gates_in_other_precisions(kind):
-    for dtype, gates in [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.bfloat16),
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float16),
-    ]:
+    for dtype, gates in [(BF16, F32), (F16, BF16), (F32, BF16), (BF16, F16)]:
         check("gla", 2, 200, 3, 128, 64, kind=kind, dtype=dtype, gates=gates)
         check("gla", 2, 200, 3, 64, 64, kind=kind, dtype=dtype, gates=gates)
 
