@@ -13,8 +13,6 @@ that does not say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exc
 take the first configuration of each search: a search for every shape takes minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -26,6 +24,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
@@ -33,8 +32,9 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
 import torch
 
 ROOT = Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
+sys.path[:0] = [str(ROOT), str(ROOT.parent / "src"), str(ROOT.parent / "tools")]
 
+import mutants  # noqa: E402
 import run  # noqa: E402
 
 from gla_ref import FORMS, check, results  # noqa: E402
@@ -136,17 +136,8 @@ def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict
 
 
 def score(mechanism: str, dtype: str, options: dict, progress) -> dict:
-    """Every named mistake once; the kit sees tensors only."""
-    known = [m for m in mistakes.MISTAKES if mechanism in m.mechanisms]
-    escaped, unnamed = [], []
-    for i, m in enumerate(known):
-        progress(i, len(known), m.name)
-        fn = mistakes.apply(mechanism, m)
-        report = check.kernel(mechanism, fn, dtype=DTYPES[dtype], **options)
-        escaped += [] if report.failures else [m.name]
-        unnamed += [] if m.name in [match["mistake"] for match in report.diagnosis] else [m.name]
-    right = not escaped and len(unnamed) <= 0.1 * len(known)
-    return {"ok": right, "mistakes": len(known), "escaped": escaped, "unnamed": unnamed}
+    """Every named mistake once."""
+    return mutants.score(mechanism, DTYPES[dtype], progress, **options)
 
 
 def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dict:
@@ -219,10 +210,7 @@ def main() -> None:
         options |= {"only": args.cases} if args.cases else {}
         owner, name = args.child.split(".")
         dtype, spent = args.dtypes[0], prepare_triton()
-
-        def progress(*at):
-            print(*at, flush=True)
-
+        progress = partial(print, flush=True)
         if owner == "mistakes":
             found = score(name, dtype, options, progress)
         else:

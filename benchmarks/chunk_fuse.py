@@ -7,8 +7,6 @@ whole form's its inputs and output once. Writes results/<gpu>-chunk-fuse.json, w
 It runs in the host's own Python and needs a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -8,8 +8,6 @@ processes compiles its share and measures nothing; what is measured, and which c
 affair. Triton writes a search's result beside the compiled kernels: those files are removed in the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -9,8 +9,7 @@ Imports stand inside the functions, so that a peer that is not installed is reco
 Tensors come by name, as `gla_ref.mechanisms` has names and axes, and when packed, with cu_seqlens.
 """
 
-from __future__ import annotations
-
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,12 +20,12 @@ import torch
 class Contender:
     name: str
     call: Callable
-    peer: bool
-    directions: tuple[str, ...]
-    packed: bool | None  # True: packed cases only, False: never packed, None: both
-    limit_s: float  # of the first call; a peer that autotunes may be given more
-    named: bool  # only for cases that name it in `only`
-    takes: Callable  # whether it is for a case
+    peer: bool = False
+    directions: tuple[str, ...] = ("forward", "backward")
+    packed: bool | None = None  # True: packed cases only, False: never packed, None: both
+    limit_s: float = 60.0  # of the first call; a peer that autotunes may be given more
+    named: bool = False  # only for cases that name it in `only`
+    takes: Callable = lambda case: True  # whether it is for a case
     entry: str | None = None  # of gla_ref.FORMS, if it is one that plans
     options: dict = field(default_factory=dict)  # that it is called with
 
@@ -34,25 +33,12 @@ class Contender:
 CONTENDERS: dict[str, list[Contender]] = {}
 
 
-def contender(
-    *mechanisms: str,
-    name: str | None = None,
-    peer: bool = False,
-    directions=("forward", "backward"),
-    packed: bool | None = None,
-    limit_s: float = 60.0,
-    named: bool = False,
-    takes: Callable = lambda case: True,
-    entry: str | None = None,
-    options: dict | None = None,
-) -> Callable:
+def contender(*mechanisms: str, name: str | None = None, **fields) -> Callable:
     """Register the decorated function for these mechanisms, under its own name unless one is given."""
 
     def register(call: Callable) -> Callable:
-        it = Contender(
-            name or call.__name__, call, peer, tuple(directions), packed, limit_s, named, takes, entry, options or {}
-        )
         for mechanism in mechanisms:
+            it = Contender(name or call.__name__, call, **fields)
             CONTENDERS.setdefault(mechanism, []).append(it)
         return call
 
@@ -70,23 +56,30 @@ def form(mechanism: str, entry: str, **chosen) -> Callable:
     return call
 
 
-def ours(mechanism: str, entry: str, **options) -> None:
+def function(module: str, name: str, **chosen) -> Callable:
+    """A contender's body that calls a function of a module, which is imported then; of its results, o."""
+
+    def call(case, **tensors):
+        found = getattr(importlib.import_module(module), name)(**tensors, **chosen)
+        return found[0] if isinstance(found, tuple) else found
+
+    return call
+
+
+def ours(mechanism: str, entry: str, **fields) -> None:
     """Register an entry of gla_ref.FORMS under its own name."""
-    contender(mechanism, name=entry, entry=entry, **options)(form(mechanism, entry))
+    contender(mechanism, name=entry, entry=entry, **fields)(form(mechanism, entry))
 
 
-def looped(mechanism: str, entry: str, **options) -> None:
-    """Register an entry of gla_ref.FORMS, called once for each packed sequence."""
-    call = form(mechanism, entry)
+def looped(mechanism: str, name: str, call: Callable, **fields) -> None:
+    """Register what serving code without packing does: one call a sequence."""
 
     def loop(case, cu_seqlens=None, **tensors):
-        o, a = [], 0
-        for n in case.lengths:  # known on the host: the loop itself waits for nothing
-            o.append(call(case, **{name: x[:, a : a + n] for name, x in tensors.items()}))
-            a += n
-        return torch.cat(o, 1)
+        # known on the host: the loop itself waits for nothing
+        pieces = zip(*(x.split(case.lengths, 1) for x in tensors.values()), strict=True)
+        return torch.cat([call(case, **dict(zip(tensors, piece, strict=True))) for piece in pieces], 1)
 
-    contender(mechanism, name=f"{entry}_loop", packed=True, **options)(loop)
+    contender(mechanism, name=name, packed=True, **fields)(loop)
 
 
 def page(
@@ -95,7 +88,7 @@ def page(
     gates: tuple = (None, "logsigmoid/16"),
     columns: int = 0,
     few: bool = False,
-    **options,
+    **fields,
 ):
     """Register the decorated function, which calls a page of gla_ref.pages, for the cases that the page takes.
 
@@ -109,13 +102,13 @@ def page(
             return False
         return case.K in sizes and case.V in sizes and case.gates in gates and not case.state
 
-    return contender(*mechanisms, name=name, packed=False, takes=takes, **options)
+    return contender(*mechanisms, name=name, packed=False, takes=takes, **fields)
 
 
 # softmax attention
 
 ours("softmax_attention", "triton")
-looped("softmax_attention", "triton")
+looped("softmax_attention", "triton_loop", form("softmax_attention", "triton"))
 
 
 def sdpa(backend: str) -> Callable:
@@ -132,30 +125,17 @@ def sdpa(backend: str) -> Callable:
 
 contender("softmax_attention", name="sdpa_flash", peer=True, packed=False)(sdpa("FLASH_ATTENTION"))
 contender("softmax_attention", name="sdpa_cudnn", peer=True, packed=False)(sdpa("CUDNN_ATTENTION"))
+looped("softmax_attention", "sdpa_flash_loop", sdpa("FLASH_ATTENTION"), peer=True)
 
 
-@contender("softmax_attention", peer=True, packed=True)
-def sdpa_flash_loop(case, q, k, v, cu_seqlens):
-    """What serving code without packing does: one call a sequence."""
-    call, o, a = sdpa("FLASH_ATTENTION"), [], 0
-    for n in case.lengths:
-        o.append(call(case, *(x[:, a : a + n] for x in (q, k, v))))
-        a += n
-    return torch.cat(o, 1)
-
-
-@page("softmax_attention", directions=("forward",))
-def flash_page(case, q, k, v, **_):
-    from gla_ref.pages.flash_attention import flash_attention
-
-    return flash_attention(q, k, v)
+page("softmax_attention", directions=("forward",))(function("gla_ref.pages.flash_attention", "flash_attention"))
 
 
 # linear attention
 
 ours("linear_attention", "triton")
 ours("linear_attention", "triton_materialised", packed=False)
-looped("linear_attention", "triton")
+looped("linear_attention", "triton_loop", form("linear_attention", "triton"))
 for path in ("fused", "segmented"):
     contender("linear_attention", name=f"triton_{path}", named=True, entry="triton", options={"path": path})(
         form("linear_attention", "triton", path=path)
@@ -163,22 +143,11 @@ for path in ("fused", "segmented"):
 ours("simple_gla", "triton")
 
 
-def fla(op: str) -> Callable:
-    """chunk_linear_attn, fused_chunk_linear_attn or chunk_simple_gla of flash-linear-attention."""
-
-    def call(case, q, k, v, g=None, **given):  # cu_seqlens and initial_state, where there are
-        from fla.ops import linear_attn, simple_gla
-
-        if g is not None:
-            return getattr(simple_gla, op)(q, k, v, g, **given)[0]
-        return getattr(linear_attn, op)(q, k, v, normalize=False, **given)[0]
-
-    return call
-
-
 for op in ("chunk_linear_attn", "fused_chunk_linear_attn"):
-    contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)(fla(op))
-contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)(fla("chunk_simple_gla"))
+    body = function("fla.ops.linear_attn", op, normalize=False)
+    contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)(body)
+body = function("fla.ops.simple_gla", "chunk_simple_gla")
+contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)(body)
 
 
 @contender("linear_attention", "simple_gla", peer=True, packed=False)
@@ -206,18 +175,10 @@ def torch_chunkwise(case, q, k, v, g=None, **_):
     return (intra + inter).movedim(1, 3).flatten(1, 2)[:, :T]
 
 
-@page("linear_attention", columns=128, directions=("forward",))
-def linear_page(case, q, k, v, **_):
-    from gla_ref.pages.linear_attention import linear_attention
-
-    return linear_attention(q, k, v)[0]
-
-
-@page("linear_attention", name="page_segments", columns=128, few=True, directions=("forward",))
-def segments_page(case, q, k, v, **_):
-    from gla_ref.pages.linear_attention_segments import linear_attention
-
-    return linear_attention(q, k, v)[0]
+body = function("gla_ref.pages.linear_attention", "linear_attention")
+page("linear_attention", columns=128, directions=("forward",))(body)
+body = function("gla_ref.pages.linear_attention_segments", "linear_attention")
+page("linear_attention", name="page_segments", columns=128, few=True, directions=("forward",))(body)
 
 
 # gated linear attention
@@ -248,19 +209,10 @@ def gla_page(case, q, k, v, g, **_):
     return Pages.apply(q, k, v, g)
 
 
-@page("gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), columns=64, directions=("forward",))
-def levels_page(case, q, k, v, g, **_):
-    from gla_ref.pages.gla_levels import gla
-
-    return gla(q, k, v, g)[0]
-
-
-@contender("gla", peer=True, packed=None, limit_s=200)
-def fla_chunk_gla(case, q, k, v, g, **given):
-    """Its first call autotunes, for one to two minutes each way."""
-    from fla.ops.gla import chunk_gla
-
-    return chunk_gla(q, k, v, g, **given)[0]
+body, gates = function("gla_ref.pages.gla_levels", "gla"), ("logsigmoid/16", "-2", "1 % at -1e3")
+page("gla", name="page_levels", gates=gates, columns=64, directions=("forward",))(body)
+# its first call autotunes, for one to two minutes each way
+contender("gla", name="fla_chunk_gla", peer=True, limit_s=200)(function("fla.ops.gla", "chunk_gla"))
 
 
 @contender("gla", name="torch_chunkwise", peer=True, packed=False)

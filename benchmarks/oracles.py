@@ -4,8 +4,6 @@ The exact run and the emulated one are the check kit's (`gla_ref.check`): softma
 the linear mechanisms in chunks of 64. tests/test_bench.py holds them against the `recurrent` forms.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

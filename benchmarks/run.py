@@ -7,11 +7,10 @@ It runs in the host's own Python, needs a GPU and no network. A record replaces 
 contender, direction and shape; the rest of the file stays.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import cProfile
+import itertools
 import json
 import os
 import pstats
@@ -131,10 +130,8 @@ class Truth:
     def __init__(self, case: Case, x: dict[str, Tensor]):
         rng = random.Random(str(case))
         self.pairs = [(rng.randrange(case.B), rng.randrange(case.H)) for _ in range(2)]
-        self.spans, a = [], 0
-        for n in case.lengths or (case.T,):
-            self.spans.append(slice(a, a + n))
-            a += n
+        ends = itertools.accumulate(case.lengths or (case.T,), initial=0)
+        self.spans = list(itertools.starmap(slice, itertools.pairwise(ends)))
         self.runs = [
             oracles.runs(case.mechanism, self.head(x, b, h, s, n), getattr(torch, case.dtype))
             for b, h in self.pairs
@@ -234,6 +231,10 @@ def peak_bytes(f) -> int:
     return peak - max(kept, before)
 
 
+REFUSED = dict.fromkeys(("ms", "peak_bytes", "first_call_s", "error", "budget"))
+REFUSED |= {"samples_ms": [], "clocks": {}, "correct": False}
+
+
 def measure(
     contender: Contender, case: Case, sets: list[dict], truth: Truth, compiled: bool = False
 ) -> dict[str, dict]:
@@ -241,11 +242,9 @@ def measure(
 
     compiled: the contender may find its kernels compiled, so that its first call says nothing.
     """
-    found = {}
-    x = sets[0]
-    names = leaves(x)
+    found, names = {}, leaves(sets[0])
 
-    def forward(x=x):
+    def forward(x):
         with torch.no_grad():
             return call(contender, case, x)
 
@@ -253,8 +252,17 @@ def measure(
         with torch.enable_grad():
             return call(contender, case, x)
 
-    def backward(o, x=x):
+    def backward(o, x):
         return torch.autograd.grad(o, [x[n] for n in names], x["do"], retain_graph=True)
+
+    def prepared(direction, x):
+        """The call that is timed."""
+        if direction == "forward":
+            return lambda: forward(x)
+        if direction == "both":
+            return lambda: backward(graph(x), x)
+        o = graph(x)
+        return lambda: backward(o, x)
 
     for direction in case.directions:
         if {"both": "backward"}.get(direction, direction) not in contender.directions:
@@ -262,29 +270,15 @@ def measure(
         try:
             poison()
             with limit(contender.limit_s):
-                if direction == "forward":
-                    o, first_s = timed(forward)
-                    verdict = truth.judge({"o": o})
-                    del o
-                    calls = [lambda x=x: forward(x) for x in sets]
-                    f = forward
-                elif direction == "both":
-                    grads, first_s = timed(lambda x=x: backward(graph(x)))
-                    verdict = truth.judge({f"d{n}": d for n, d in zip(names, grads, strict=True)})
-                    del grads
-                    calls = [lambda x=x: backward(graph(x), x) for x in sets]
-                    f = calls[0]
-                else:
-                    o = graph(x)
-                    grads, first_s = timed(lambda o=o: backward(o))
-                    verdict = truth.judge({f"d{n}": d for n, d in zip(names, grads, strict=True)})
-                    del grads
-                    outs = [o, *(graph(x) for x in sets[1:])]
-                    calls = [lambda o=o, x=x: backward(o, x) for o, x in zip(outs, sets, strict=True)]
-                    f = lambda o=o: backward(o)  # noqa: E731
+                first = prepared(direction, sets[0])
+                got, first_s = timed(first)
+                got = {"o": got} if direction == "forward" else dict(zip((f"d{n}" for n in names), got, strict=True))
+                verdict = truth.judge(got)
+                del got
+                calls = [first, *(prepared(direction, x) for x in sets[1:])]
             worst = max(verdict, key=lambda n: verdict[n][0] / verdict[n][1])
             with limit(60):
-                extra = peak_bytes(f)
+                extra = peak_bytes(first)
                 ms, every = median_ms(calls)
                 clock = on_the_clock(calls) if case.clock else {}
                 if clock and direction == "forward":
@@ -307,19 +301,9 @@ def measure(
         except Exception as e:  # a refusal is a result; the next contender still runs
             if not contender.peer:
                 traceback.print_exc()
-            found[direction] = {
-                "ms": None,
-                "samples_ms": [],
-                "peak_bytes": None,
-                "first_call_s": None,
-                "correct": False,
-                "error": None,
-                "budget": None,
-                "message": f"{type(e).__name__}: {e}".strip()[:400],
-                "clocks": {},
-            }
+            found[direction] = REFUSED | {"message": f"{type(e).__name__}: {e}".strip()[:400]}
             torch.cuda.synchronize()
-        o = outs = calls = f = None
+        first = calls = None
         torch.cuda.empty_cache()
     return found
 
@@ -362,56 +346,27 @@ def table(records: list[dict], peers: set[str]) -> str:
     for r in sorted(records, key=lambda r: r["ms"] or float("inf")):
         ok = r["ms"] is not None
         rows.append(
-            [
-                r["contender"],
-                f"{r['ms']:.3f}" if ok else "-",
-                f"{r['ms'] / fastest:.2f}" if ok and fastest else "-",
-                f"{r['ms'] / r['floor_ms']:.2f}" if ok else "-",
-                f"{r['ms'] / r['flop_floor_ms']:.2f}" if ok else "-",
-                f"{r['peak_bytes'] / 1e6:.1f}" if ok else "-",
-                "-" if r["first_call_s"] is None else r["first_call_s"],
-                "yes" if r["correct"] else "NO",
-                f"{r['error']:.2g} / {r['budget']:.2g}" if ok else "-",
-                r.get("host_us", "-"),
-                r.get("clock_ms", "-"),
-                r.get("new_length_us", "-"),
-                r["message"] or "",
-            ]
+            {
+                "contender": r["contender"],
+                "ms": f"{r['ms']:.3f}" if ok else "-",
+                "/ best peer": f"{r['ms'] / fastest:.2f}" if ok and fastest else "-",
+                "/ memory": f"{r['ms'] / r['floor_ms']:.2f}" if ok else "-",
+                "/ FLOP": f"{r['ms'] / r['flop_floor_ms']:.2f}" if ok else "-",
+                "extra MB": f"{r['peak_bytes'] / 1e6:.1f}" if ok else "-",
+                "first s": "-" if r["first_call_s"] is None else r["first_call_s"],
+                "correct": "yes" if r["correct"] else "NO",
+                "error / budget": f"{r['error']:.2g} / {r['budget']:.2g}" if ok else "-",
+                "host us": r.get("host_us", "-"),
+                "clock ms": r.get("clock_ms", "-"),
+                "new length us": r.get("new_length_us", "-"),
+                "": r["message"] or "",
+            }
         )
-    head = [
-        "contender",
-        "ms",
-        "/ best peer",
-        "/ memory",
-        "/ FLOP",
-        "extra MB",
-        "first s",
-        "correct",
-        "error / budget",
-        "host us",
-        "clock ms",
-        "new length us",
-        "",
-    ]
-    return tabulate(rows, head, maxcolwidths=[None] * 12 + [60], disable_numparse=True)
+    return tabulate(rows, headers="keys", maxcolwidths=[None] * 12 + [60], disable_numparse=True)
 
 
-IDENTITY = (
-    "suite",
-    "mechanism",
-    "contender",
-    "direction",
-    "B",
-    "T",
-    "H",
-    "K",
-    "V",
-    "dtype",
-    "gates",
-    "lengths",
-    "state",
-    "decode",
-)
+SHAPE = ("mechanism", "B", "T", "H", "K", "V", "dtype", "gates", "lengths", "state", "decode")
+IDENTITY = ("suite", "contender", "direction", *SHAPE)
 
 
 def with_first_call(old: dict, new: dict) -> dict:
@@ -428,24 +383,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these contenders only")
     parser.add_argument("--match", default="", help="these cases only: a regular expression of what --list prints")
     parser.add_argument("--direction", choices=["forward", "backward"], help="this one only")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=480,
-        help="start no contender later than this, the peers' first calls (searches, mostly) not counted",
-    )
+    seconds = "start no contender later than this, the peers' first calls (searches, mostly) not counted"
+    parser.add_argument("--seconds", type=float, default=480, help=seconds)
     parser.add_argument("--out", type=Path, help="the JSON file to merge into")
-    parser.add_argument(
-        "--compiled",
-        type=Path,
-        metavar="DIR",
-        help="a TRITON_CACHE_DIR that only peers have filled (compile_peers.py does): their first calls are then "
-        "not measured, older ones stay",
-    )
+    compiled = "a TRITON_CACHE_DIR that only peers filled (compile_peers.py): their first calls are not measured anew"
+    parser.add_argument("--compiled", type=Path, metavar="DIR", help=compiled)
     args = parser.parse_args()
-    for suite in args.suites:
-        if suite not in SUITES:
-            parser.error(f"suite {suite!r}: expected one of {', '.join(SUITES)}")
+    if unknown := set(args.suites) - set(SUITES):
+        parser.error(f"suites {sorted(unknown)}: expected some of {', '.join(SUITES)}")
     if args.list or not args.suites:
         for name, cases in SUITES.items():
             print(f"{name}: {cases.__doc__}")
@@ -467,8 +412,7 @@ def main() -> None:
         for case in (c for c in SUITES[suite]() if re.search(args.match, str(c))):
             every = [c for c in who(case) if not args.only or c.name in args.only]
             if args.direction:
-                case = Case(**{**vars(case), "directions": (args.direction,)})
-            shape = {n: getattr(case, n) for n in ("mechanism", "B", "T", "H", "K", "V", "dtype", "gates")}
+                case = replace(case, directions=(args.direction,))
             records, sets, truth = [], None, None
             for it in every:
                 left = args.seconds - (time.monotonic() - began - searched)
@@ -485,10 +429,7 @@ def main() -> None:
                     records.append(
                         {
                             "suite": suite,
-                            **shape,
-                            "lengths": case.lengths,
-                            "state": case.state,
-                            "decode": case.decode,
+                            **{n: getattr(case, n) for n in SHAPE},
                             "contender": it.name,
                             "peer": it.peer,
                             "direction": direction,

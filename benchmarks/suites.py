@@ -4,8 +4,6 @@ To add a suite, add a line to SUITES: a function that returns cases. To add a co
 contenders.py; every contender of a case's mechanism runs on it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -36,6 +36,18 @@ def here(request):
         pytest.skip("kernels are compiled where there is a GPU, interpreted elsewhere")
 
 
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that nobody has written holds NaN."""
+    empty = torch.empty
+
+    def poison(*args, **options):
+        x = empty(*args, **options)
+        return x.fill_(float("nan") if x.is_floating_point() else 1)
+
+    monkeypatch.setattr(torch, "empty", poison)
+
+
 def pytest_configure():
     """Triton's interpreter patches its language at every call inside a kernel, half of its time: once is enough."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from gla_ref import gates
+
 LOG2E = 1 / math.log(2)
 
 
@@ -182,3 +184,50 @@ class Gla:
             dg_v = back(scale * dg_v, hard_v)
         dq, dk, dv = (back(scale * x) for x in (dq, dk, dv))
         return back(o), S_T, dq, dk, dv, back(scale * dg, hard), dS0 * scale, dg_v
+
+
+def scalar_walk(q, k, v, g, S, scale, dtype, C, reverse=False):
+    """(o, final state, the states before each chunk) as `walk` of kernels/linear_attention.py makes them."""
+    T, (q, k, v, g) = q.shape[1], (chunks(x, C) for x in (q, k, v, g[..., None]))
+    since, until = gates.decay_from_start(g).exp(), gates.decay_to_end(g).exp()
+    E, total = gates.segment_sum(g)[..., 0].exp(), g.sum(-2, keepdim=True).exp()
+    if reverse:
+        since, until, E = until, since, E.mT
+    states = torch.empty(*k.shape[:3], k.shape[-1], v.shape[-1], device=k.device)
+    for n in reversed(range(k.shape[2])) if reverse else range(k.shape[2]):
+        states[:, :, n] = S
+        S = product(total[:, :, n] * S, k[:, :, n].mT, v[:, :, n] * until[:, :, n], dtype)
+    zero = torch.zeros(1, device=k.device)
+    P = product(zero, q, k.mT, dtype) * E
+    o = scale * product(product(zero, q, states, dtype) * since, P, v, dtype)
+    return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], S, states
+
+
+def scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C):
+    """As `gate_gradient`."""
+    hard, T = torch.isneginf(g), q.shape[1]
+    q, k, v, do, g = (chunks(x, C) for x in (q, k, v, do, g[..., None]))
+    zero, total = torch.zeros(1, device=q.device), g.sum((-2, -1)).exp()
+    S, R = (x.to(dtype).float() for x in (states, dstates))
+    E = gates.segment_sum(g)[..., 0].exp().tril(-1)
+    A = product(zero, q, k.mT, dtype) * product(zero, do, v.mT, dtype) * E
+    read = A.sum(-1) + (product(zero, q, S, dtype) * do * gates.decay_from_start(g).exp()).sum(-1)
+    write = (product(zero, k, R, dtype) * v * gates.decay_to_end(g).exp()).sum(-1)
+    kept = (total * (S * R).sum((-2, -1)))[..., None]
+    dg = (read - A.sum(-2)).flip(-1).cumsum(-1).flip(-1) + write.cumsum(-1) - write + kept
+    dg = scale * dg.permute(0, 2, 3, 1).flatten(1, 2)[:, :T]
+    return torch.where(hard, 0.0, dg)
+
+
+def simple_gla(q, k, v, g, g_v, S, do, dS, scale, dtype):
+    """As `Gla.run`, of kernels/linear_attention.py; there is no g_v."""
+    C = 16 if dtype == torch.float32 else 64
+    o, S_T, states = scalar_walk(q, k, v, g, S, scale, dtype, C)
+    if scale == 0:
+        do, scale = 0 * do, 1.0
+    R = dS / scale
+    dq, *_ = scalar_walk(do, v, k, g, S.mT, scale, dtype, C)
+    dk, *_ = scalar_walk(v, do, q, g, R.mT, scale, dtype, C, reverse=True)
+    dv, dS0, dstates = scalar_walk(k, q, do, g, R, scale, dtype, C, reverse=True)
+    dg = scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C)
+    return o, S_T, dq, dk, dv, dg, dS0 * scale

@@ -10,7 +10,6 @@ import math
 import re
 import sys
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -44,17 +43,12 @@ def test_every_exercise_of_the_book_is_checked():
     labels = [label for chapter in found.values() for label in chapter]
     assert len(labels) == len(set(labels))
     assert set(labels) == set(exercises.JUDGES)
-    kinds = {}
     for chapter, of in found.items():
         for label, text in of.items():
             start, solution = re.split(r"(?m)^:::+\{solution-start\} " + label + "$", text)
             assert f'\ncheck("{label}", ' in start, f"{label}: no cell to answer it in"
             assert f'assert check("{label}", ' in solution, f"{label}: its solution is not checked"
-        kinds[chapter] = Counter(exercises.JUDGES[label][0] for label in of)
-        print(f"{chapter:30s} {sum(kinds[chapter].values())}  {dict(kinds[chapter])}")
-        assert sum(kinds[chapter].values()) >= 3, chapter
-        assert set(kinds[chapter]) == {"predict", "derive", "implement"}, chapter
-    print(f"{len(labels)} exercises, {dict(sum(kinds.values(), Counter()))}")
+        assert {exercises.JUDGES[label][0] for label in of} == {"predict", "derive", "implement"}, chapter
     assert len(labels) >= 40
 
 
@@ -91,7 +85,7 @@ def known(label: str, monkeypatch) -> list[tuple]:
         if hasattr(sys.modules[judge.__module__], name):
             note = partial(lambda name, answer, *a, **k: seen.append((name, a, k)), name)
             monkeypatch.setattr(sys.modules[judge.__module__], name, note)
-    judge((RIGHT | late.RIGHT)[label][0])
+    judge(RIGHT[label][0])
     return seen
 
 
@@ -145,10 +139,6 @@ def only_new(q, k, v, keys, values, scale):
     return x.softmax(-1) @ v
 
 
-def not_extended(q, k, v, keys, values, scale):
-    return (scale * q @ keys.T).softmax(-1) @ values
-
-
 # -- chapter 2 ---------------------------------------------------------------------------------------
 
 
@@ -161,18 +151,6 @@ def merged(L1, o1, L2, o2):
 def merged_unsafe(L1, o1, L2, o2):
     a, b = L1.exp(), L2.exp()
     return (a + b).log(), (a * o1 + b * o2) / (a + b)
-
-
-def merged_alike(L1, o1, L2, o2):
-    return torch.logaddexp(L1, L2), 0.5 * o1 + 0.5 * o2
-
-
-def merged_sum(L1, o1, L2, o2):
-    return torch.logaddexp(L1, L2), o1 + o2
-
-
-def merged_added(L1, o1, L2, o2):
-    return L1 + L2, merged(L1, o1, L2, o2)[1]
 
 
 # -- chapter 3 ---------------------------------------------------------------------------------------
@@ -294,7 +272,7 @@ RIGHT = {
     "ex-fla-packed": [lambda c, n, L: c // L + n],
 }
 
-#: label -> wrong answers, each with words that name its mistake
+#: label -> wrong answers that the judge does not list itself, each with words that name its mistake
 WRONG = {
     "ex-softmax-dominates": [
         (lambda d, H: 2 * d / H, "their number cancels"),
@@ -305,27 +283,16 @@ WRONG = {
         (3, "Expected a function, got int"),
     ],
     "ex-softmax-afterwards": [
-        ([1, 1, 1, 1], "before the mask"),
-        ([7 / 8, 1 / 2, 3 / 8, 0], "thrown away"),
-        ([0, 1 / 6, 2 / 8, 6 / 12], "a token reads itself"),
-        ([1, 3, 5, 12], "divide by the sum"),
         ([0.5, 0.5], "Expected a list of 4, got list of 2"),
         ([0.125, 0.5, 0.6, 1], "Answer 3 of 4"),
     ],
-    "ex-softmax-order": [
-        ([1, 2, 3], "3 does not belong to it. It reads places 1 to 3"),
-        ([1], "2 is missing. It reads two places"),
-        ([], "1 is missing. It reads one place only"),
-        ([1, 2, 4], "places 1 to 4"),
-        ([0, 1], "Expected some of 1, 2, 3, 4"),
-        (2, "as a list, got 2"),
-    ],
+    "ex-softmax-order": [([0, 1], "Expected some of 1, 2, 3, 4"), (2, "as a list, got 2")],
     "ex-softmax-cache": [
         (after_cache(lambda P, t: t + 1), "does not know of the cache"),
         (after_cache(lambda P, t: None), "New tokens see later ones"),
         (after_cache(lambda P, t: P + t), "No new token sees itself"),
         (only_new, "cache is not read"),
-        (not_extended, "new keys are not read"),
+        (lambda q, k, v, keys, values, scale: (scale * q @ keys.T).softmax(-1) @ values, "new keys are not read"),
         (after_cache(scaled=False), "scale is forgotten"),
         (lambda q, k, v, *_: after_cache()(q, k, v, *_)[:2], "o: expected shape [4, 2], got [2, 2]"),
         (lambda q, k, v, *_: v.float(), "torch.float32"),
@@ -333,21 +300,8 @@ WRONG = {
         (lambda q, k, v, *_: v, "The first difference is at token 1, o[0, 0]"),
         (lambda q, k, v, *_: q @ v, "It stopped with RuntimeError"),
         (lambda q, k, v, *_: torch.einsum("tk,tk->", q, v), "of <lambda>)."),  # not of einsum
-        (7, "Expected a function"),
     ],
-    "ex-online-first": [
-        ("b", "e is missing. The exponents are 0 and 100"),
-        ("bce", "c does not belong to it. No exponent is positive"),
-        ("abe", "Only differences count"),
-        ("bde", "just below the 88.7"),
-        ("x", "Expected some of a, b"),
-    ],
-    "ex-online-rescale": [
-        ([4, 3, 2], "no old sum to shrink"),
-        ([7, 3, 1], "the factor is e^0 = 1"),
-        ([3, 3, 3], "once a tile at most"),
-        ([0, 0, 0], "count how often it rises"),
-    ],
+    "ex-online-rescale": [([0, 0, 0], "count how often it rises")],
     "ex-online-divide": [
         (lambda m, n, x: ((n - m).exp(), (x - n).exp()), "upside down"),
         (lambda m, n, x: (1, (x - n).exp()), "brought to the new one"),
@@ -356,26 +310,14 @@ WRONG = {
         (lambda m, n, x: (m - n).exp(), "Expected 2 result(s), a, b; got 1"),
     ],
     "ex-online-lse": [
-        (merged_alike, "count alike"),
-        (merged_sum, "Two averages are added"),
-        (merged_added, "do not add"),
+        (lambda L1, o1, L2, o2: (torch.logaddexp(L1, L2), 0.5 * o1 + 0.5 * o2), "count alike"),
+        (lambda L1, o1, L2, o2: (torch.logaddexp(L1, L2), o1 + o2), "Two averages are added"),
+        (lambda L1, o1, L2, o2: (L1 + L2, merged(L1, o1, L2, o2)[1]), "do not add"),
         (lambda L1, o1, L2, o2: (max(L1, L2), merged(L1, o1, L2, o2)[1]), "maximum is not enough"),
         (lambda L1, o1, L2, o2: merged(L1, o2, L2, o1), "shares are exchanged"),
         (merged_unsafe, "e^1000 overflows"),
         (lambda *x: (merged(*x)[0] + 1, merged(*x)[1]), "for the arguments 0.3, -1.2"),
         (lambda *x: (torch.logaddexp(x[0], x[2]), merged_unsafe(*x)[1]), "in the shares e^1000 overflows"),
-    ],
-    "ex-flash-rows": [
-        (128, "does 128 FLOPs a byte"),
-        (103, "e = 2 bytes"),
-        (206.04, "ridge itself"),
-        (512, "Fewer will do"),
-    ],
-    "ex-flash-order": [
-        ([5, 6], "other way round"),
-        ([5, 5], "both are busy to the end"),
-        ([10, 10], "at the same time"),
-        ([6, 6], "Longest first"),
     ],
     "ex-flash-split": [
         (lambda L: torch.ones_like(L) / len(L), "do not count alike"),
@@ -389,23 +331,9 @@ WRONG = {
         (attention_gradients(delta=False), "row sum is missing"),
         (attention_gradients(scaled=False), "scale is missing in dq and dk"),
         (attention_gradients(softmax=False), "factor p is missing"),
-        (lambda *x: attention_gradients()(*x)[:2], "Expected 3 result(s), dq, dk, dv; got 2"),
         (lambda *x: [2 * y for y in attention_gradients()(*x)], "token 2, dq[1, 0]"),
     ],
-    "ex-linear-rank": [
-        ([3, 6, 8], "only V = 5 columns"),
-        ([3, 6, 100], "no rank above 5"),
-        ([5, 5, 5], "no more than rank 3"),
-        ([1, 1, 1], "The sum of three"),
-    ],
-    "ex-linear-capacity": [
-        (16, "does not disturb itself"),
-        (33, "root is missing"),
-        (64, "nearly 1"),
-        (20, "solve for N"),
-        ({}, "Expected a number, got dict"),
-        ("many", "Expected a number, got str"),
-    ],
+    "ex-linear-capacity": [(20, "solve for N"), ({}, "Expected a number, got dict")],
     "ex-linear-taylor": [
         (features(pairs=1), "both sides together"),
         (features(pairs=0.5), "1 / sqrt(2)"),
@@ -423,20 +351,7 @@ WRONG = {
         (one_late, "At t = w the first token"),
         (lambda q, k, v, w: windowed()(q, k, v, w) / 3**0.5, "the scale is 1"),
     ],
-    "ex-prefix-sqrt": [
-        ([64, 128, 8064], "a chain of C - 1"),
-        ([64, 126, 8192], "none for a chunk's first number"),
-        ([64, 126, 4095], "one after the other"),
-        ([64, 126, 8128], "no carry to the first chunk"),
-        ([32, 158, 8064], "its derivative is zero"),
-    ],
-    "ex-prefix-associative": [
-        ("acdef", "e does not belong to it. ||1 - 2| - 4| = 3"),
-        ("abcdf", "(8 - 4) - 2"),
-        ("adf", "c is missing. It is (1 + x)(1 + y) - 1"),
-        ("acf", "d is missing. Both groupings"),
-        (["acdf"], "Expected some of"),
-    ],
+    "ex-prefix-sqrt": [([32, 158, 8064], "its derivative is zero")],
     "ex-prefix-reverse": [
         (suffixes(turn=False, exchange=False, back=False), "These are prefixes"),
         (suffixes(exchange=False), "operands must be exchanged"),
@@ -451,21 +366,8 @@ WRONG = {
         (restart(number=lambda r1, x1, r2, x2: x1 + x2), "never starts anew"),
         (restart(number=lambda r1, x1, r2, x2: (1 - r2) * (x1 + x2)), "first number of a text is lost"),
         (lambda a, b: (a[0] + b[0], (1 - b[0]) * a[1] + b[1]), "two starts make 2"),
-        (lambda a, b: a[1] + b[1], "Expected 2 result(s), r, x"),
     ],
-    "ex-fla-programs": [
-        ([16, 2048, 64], "Columns of V are independent"),
-        ([4096, 4096, 4096], "T has no part"),
-        ([32, 4096, 4096], "owns a whole segment"),
-        ([8, 1024, 32], "Two sequences"),
-    ],
-    "ex-fla-chunk": [
-        ([78, 1], "e = 2 bytes"),
-        ([206, 1], "d counts as well"),
-        ([284, 284 / 64], "And a token?"),
-        ([284, 2.15], "Do the bytes shrink?"),
-        ([100, 1], "Solve (C + d) / e"),
-    ],
+    "ex-fla-chunk": [([100, 1], "Solve (C + d) / e")],
     "ex-fla-flip": [
         (turned(into=False, back=False), "turn the tokens round first"),
         (turned(back=False), "not turned back"),
@@ -484,9 +386,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("label", RIGHT | late.RIGHT)
+RIGHT |= late.RIGHT
+WRONG |= late.WRONG
+
+
+@pytest.mark.parametrize("label", RIGHT)
 def test_right_answers(label):
-    for answer in (RIGHT | late.RIGHT)[label]:
+    for answer in RIGHT[label]:
         begin, state = time.perf_counter(), torch.get_rng_state()
         verdict = check(label, answer)
         assert verdict and verdict.status == "right", verdict
@@ -494,20 +400,19 @@ def test_right_answers(label):
         assert time.perf_counter() - begin < 3, "a judge takes 0.3 s at most on an idle machine"
 
 
-@pytest.mark.parametrize("label", WRONG | late.WRONG)
-def test_wrong_answers_are_named(label):
-    kind, answers = exercises.JUDGES[label][0], (WRONG | late.WRONG)[label]
-    assert len(answers) >= (3 if kind == "implement" else 2)
+@pytest.mark.parametrize("label", RIGHT)
+def test_wrong_answers_are_named(label, monkeypatch):
+    with monkeypatch.context() as patch:
+        own = sum(len(args[1]) for helper, args, _ in known(label, patch) if helper != "hold")
+    answers = WRONG.get(label, [])
+    assert own + len(answers) >= (3 if exercises.JUDGES[label][0] == "implement" else 2)
     for answer, words in answers:
         verdict = check(label, answer)
         assert not verdict and words in verdict.message, (words, verdict)
 
 
-def test_every_early_exercise_is_tried():
-    topics = ("softmax", "online", "flash", "linear", "prefix", "fla")
-    early = {label for label in exercises.JUDGES if label.split("-")[1] in topics}
-    assert early == set(RIGHT) == set(WRONG)
-    assert len(early) >= 22
+def test_every_exercise_is_tried():
+    assert set(RIGHT) == set(exercises.JUDGES) and set(WRONG) <= set(RIGHT)
 
 
 def test_a_function_may_change_what_it_gets():

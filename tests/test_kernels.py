@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import F64, gate, thin
-from harness import HERE
+from cases import F64, LADDER, gate, thin
+from harness import HERE, anywhere
 
 from gla_ref.gates import chunk_cumsum
 
@@ -12,9 +12,6 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gla_ref.kernels._plan import spec_of  # noqa: E402
 from gla_ref.kernels._tiles import pattern, patterns  # noqa: E402
 from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
-
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-LADDER = ("zero", "-1e-4", "logsigmoid/16", "-1", "-20", "-1e3", "-inf", "one strong channel", "many resets")
 
 
 def assert_within_rounding(b, g, C):
@@ -27,25 +24,19 @@ def assert_within_rounding(b, g, C):
     assert b.dtype == torch.float32 and (worst[~reset] <= 0).all(), worst[~reset].max()
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@anywhere
 @pytest.mark.parametrize("T", thin([1, 15, 16, 17, 37], 17))
 @pytest.mark.parametrize("kind", LADDER)
-def test_decay_cumsum_on_the_ladder(device, T, kind):
-    if device == "cpu" and HERE == "cuda":
-        pytest.skip("kernels are compiled here; the interpreter runs where there is no GPU")
-    g = gate(kind, 2, T, 3, 5).to(device, torch.float32)
+def test_decay_cumsum_on_the_ladder(T, kind):
+    g = gate(kind, 2, T, 3, 5).to(HERE, torch.float32)
     for C in (16, 5, 64):
         assert_within_rounding(decay_cumsum(g, C=C), g, C)
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@anywhere
 @pytest.mark.parametrize("K", [1, 60, 64, 100])
-def test_decay_cumsum_strides_and_poisoned_memory(device, K, monkeypatch):
-    if device == "cpu" and HERE == "cuda":
-        pytest.skip("kernels are compiled here; the interpreter runs where there is no GPU")
-    g = gate("logsigmoid/16", 2, 3, 33, K).to(device, torch.float32).transpose(1, 2)  # [B, T, H, K], not contiguous
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
+def test_decay_cumsum_strides_and_poisoned_memory(K, poisoned):
+    g = gate("logsigmoid/16", 2, 3, 33, K).to(HERE, torch.float32).transpose(1, 2)  # [B, T, H, K], not contiguous
     first, before = decay_cumsum(g), g.clone()
     assert_within_rounding(first, g, 16)
     assert torch.equal(first, decay_cumsum(g)) and torch.equal(g, before)

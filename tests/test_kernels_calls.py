@@ -1,6 +1,9 @@
 """What lies between a call and the GPU: signatures, plans and programs; interpreted here, for real on a GPU."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -77,7 +80,7 @@ def test_a_signature_is_planned_and_checked_once(mechanism, monkeypatch):
 @pytest.mark.parametrize("mechanism", FEW)
 def test_contiguous_transposed_and_expanded_inputs_in_turn(mechanism):
     """Each has a signature of its own, and gets its own results."""
-    x = tokens(mechanism)
+    x = tokens(mechanism, B=1)
     turned = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
     shared = [y[:, :, :1].expand_as(y) for y in x]
     for _ in range(2):
@@ -114,7 +117,7 @@ def test_threads_at_once(mechanism, monkeypatch):
     for planned in (PLANNED[mechanism].forward, PLANNED[mechanism].backward):
         monkeypatch.setattr(planned, "programs", {})
     count = 4 if CUDA else 2
-    x = [tokens(mechanism, T=17 + i % 2, seed=i) for i in range(count)]
+    x = [tokens(mechanism, B=1, T=17 + i % 2, seed=i) for i in range(count)]
     found = [None] * count
 
     def work(i):
@@ -141,29 +144,82 @@ def test_a_second_derivative_is_refused():
         dq.sum().backward()
 
 
+def zeros(*shape):
+    return torch.zeros(shape, device=HERE)
+
+
+def ends(*values):
+    return {"cu_seqlens": torch.tensor(values, device=HERE)}
+
+
+EVERY = (*MECHANISMS, "gla_step")
+CACHED, STATED, GATED, TWO_SIDED = EVERY[:1], EVERY[1:], EVERY[2:], EVERY[3:]
+WRONG = [  # (who says so, error, message, what is changed of x = {q, k, v, g}: B = 1, T = 20, H = 2, K = 16, V = 12)
+    (EVERY, TypeError, "q: expected a torch.Tensor of shape .*, got list", lambda x: {"q": [1.0]}),
+    (EVERY, TypeError, "v: expected a torch.Tensor of shape .*, got None", lambda x: {"v": None}),
+    (GATED, TypeError, "g: expected a torch.Tensor of shape .*, got None", lambda x: {"g": None}),
+    (EVERY, TypeError, "q: expected a floating", lambda x: {"q": x["q"].long()}),
+    (EVERY, TypeError, "q: expected float32, float16 or bfloat16", lambda x: {n: y.double() for n, y in x.items()}),
+    (EVERY, TypeError, "k: expected dtype .* as for q", lambda x: {"k": x["k"].half()}),
+    (EVERY, ValueError, "k: expected shape .* K = 16 as in q", lambda x: {"k": x["k"][..., 1:]}),
+    (EVERY, ValueError, "v: expected 4 axes", lambda x: {"v": x["v"][0]}),
+    (GATED, ValueError, "g: expected [34] axes", lambda x: {"g": x["g"][..., 0]}),
+    (TWO_SIDED, ValueError, "g_v: expected shape", lambda x: {"g_v": x["g"]}),
+    (EVERY, ValueError, "q: .* most 256, got 257", lambda x: {n: zeros(1, 20, 2, 257) for n in x if x[n].ndim == 4}),
+    (CACHED, ValueError, "v: expected V of at most 256, got 257", lambda x: {"v": zeros(1, 20, 2, 257)}),
+    (STATED, ValueError, "v: expected V of at most 512, got 513", lambda x: {"v": zeros(1, 20, 2, 513)}),
+    (EVERY, TypeError, "scale: expected a finite number", lambda x: {"scale": "1"}),
+    (EVERY, TypeError, "scale: expected a finite number", lambda x: {"scale": float("nan")}),
+    (MECHANISMS, ValueError, "kernel: expected one of portable or None, got 'fast'", lambda x: {"kernel": "fast"}),
+    (MECHANISMS[1:], ValueError, "path: expected one of fused", lambda x: {"path": "fast"}),
+    (STATED, ValueError, "initial_state: expected shape", lambda x: {"initial_state": zeros(2, 2, 16, 12)}),
+    (STATED[:1], TypeError, "initial_state: expected", lambda x: {"initial_state": x["k"], "normalize": True}),
+    (CACHED, TypeError, "initial_state: expected a pair", lambda x: {"initial_state": x["k"]}),
+    (CACHED, TypeError, r"initial_state\[1\]: expected dtype", lambda x: {"initial_state": (x["k"], x["v"].half())}),
+    (CACHED, ValueError, "initial_state: expected None", lambda x: {"initial_state": (x["k"], x["v"])} | ends(0, 20)),
+    (EVERY, TypeError, "cu_seqlens: expected an int32", lambda x: ends(0.0, 20.0)),
+    (EVERY, ValueError, "cu_seqlens: expected shape", lambda x: ends(0)),
+    (EVERY, ValueError, "cu_seqlens: .* B = 1", lambda x: {n: torch.cat([y, y]) for n, y in x.items()} | ends(0, 20)),
+]
+VALUES = [  # looked at when asked
+    (GATED, ValueError, "g: log gates must lie in", lambda x: {"g": -x["g"]}),
+    (EVERY, ValueError, "cu_seqlens: expected to rise from 0 to T = 20", lambda x: ends(0, 5)),
+]
+if not CUDA:
+    message = "q: expected float32 or float16 on the CPU"
+    WRONG.append((EVERY, TypeError, message, lambda x: {n: y.bfloat16() for n, y in x.items()}))
+
+
+@pytest.mark.parametrize(
+    "mechanism, kind, message, change", [(who, *row[1:]) for row in WRONG + VALUES for who in row[0]]
+)
+def test_what_is_wrong_is_named(mechanism, kind, message, change, monkeypatch):
+    step = mechanism == "gla_step"
+    form = gla_step.gla_step if step else FORMS[mechanism]["triton"]
+    x = dict(zip("qkvg", tokens("gla" if step else mechanism, B=1, V=12), strict=False))
+    if change in [row[-1] for row in VALUES]:
+        monkeypatch.setenv("GLA_REF_DEBUG", "1")
+    with pytest.raises(kind, match="^" + message):
+        form(**(x | change(x)))
+
+
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_what_comes_is_named_when_it_is_no_tensor(mechanism):
-    x, form = tokens(mechanism), FORMS[mechanism]["triton"]
-    with pytest.raises(TypeError, match="^q: expected a torch.Tensor of shape .*, got list"):
-        form([1.0], *x[1:])
-    with pytest.raises(TypeError, match="^v: expected a torch.Tensor of shape .*, got None"):
-        form(*x[:2], None, *x[3:])
+def test_true_is_no_scale(mechanism):
+    """It is equal to 1.0, of which a program is remembered."""
+    x, form = tokens(mechanism, B=1, H=1, T=3), FORMS[mechanism]["triton"]
+    form(*x, scale=1.0)
     with pytest.raises(TypeError, match="^scale: expected a finite number"):
-        form(*x, scale="1")
-    with pytest.raises(TypeError, match="^scale: expected a finite number"):
-        form(*x), form(*x, scale=True)  # True is equal to 1.0, and is not it
-    with pytest.raises(ValueError, match="^kernel: expected one of portable or None, got 'fast'"):
-        form(*x, kernel="fast")
-    if mechanism.endswith("gla"):
-        with pytest.raises(TypeError, match="^g: expected a torch.Tensor of shape .*, got None"):
-            form(*x[:3], None)
+        form(*x, scale=True)
 
 
 def test_decoding_refuses_gradients_in_every_call():
-    x = tokens("gla", T=1)
-    gla_step.gla_step(*x)
-    with pytest.raises(ValueError, match="^v: expected a tensor that needs no gradient"):
-        gla_step.gla_step(*x[:2], x[2].requires_grad_(), x[3])
+    q, k, v, g = tokens("gla", T=1)
+    gla_step.gla_step(q, k, v, g)
+    v.requires_grad_()
+    with pytest.raises(ValueError, match="^v: expected a tensor that needs no gradient.*forward only"):
+        gla_step.gla_step(q, k, v, g)
+    with torch.no_grad():
+        gla_step.gla_step(q, k, v, g)
 
 
 @gpu
@@ -297,3 +353,28 @@ def test_a_profiler_sees_the_launches():
     finally:
         hooks.remove(hook)
     assert {"walk", "mend", "gradients"} <= set(names)
+
+
+FIRST = """
+import sys, time, torch
+x = [torch.randn(2, 2048, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+if sys.argv[1] == "gla":
+    x.append(torch.full_like(x[0], -0.05, requires_grad=True))
+torch.cuda.synchronize()
+start = time.perf_counter()
+from gla_ref import FORMS
+FORMS[sys.argv[1]]["triton"](*x)[0].sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+
+
+@gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("mechanism", ["softmax_attention", "linear_attention", "gla"])
+def test_first_call_takes_at_most_ten_seconds(mechanism, tmp_path):
+    """There is no autotuner; compiling forward and backward is all that it does, in a fresh process."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", FIRST, mechanism], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert float(run.stdout) <= 10, run.stdout

@@ -5,10 +5,8 @@ The float64 side is the one-head oracle of benchmarks/oracles.py, which tests/te
 """
 
 import math
-import os
-import subprocess
 import sys
-import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,6 +47,10 @@ def run(x, **options):
     o, _ = flash_attention(x["q"], x["k"], x["v"], initial_state=cache, **options)
     grads = torch.autograd.grad(o, list(leaves.values()), x["do"])
     return {"o": o.detach()} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def spans_of(ends):
+    return [slice(a, b) for a, b in pairwise(ends) if a < b]
 
 
 def assert_right(got, x, spans=None, heads=None, scale=None):
@@ -134,7 +136,7 @@ def assert_right_far_from_zero(ends, H, K, V):
     log2 = math.log(2)  # the scale that leaves scores to base 2 as they are
     got = run(x, scale=log2, **packing(ends))
     for h in range(H):
-        for span in [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]:
+        for span in spans_of(ends):
             one, runs = {n: y[0, span, h].detach() for n, y in x.items()}, []
             for i in range(8):
                 shake = 1 + (i > 0) * 0.01 * torch.rand(one["v"].shape, generator=rng).to(HERE)
@@ -161,8 +163,7 @@ def test_one_key_takes_all(ends):
     with torch.no_grad():
         x["q"].mul_(0.1).add_(20 / 8)
         x["k"].copy_((1 + 0.1 * x["k"][:, :1]) * torch.arange(1, ends[-1] + 1, device=HERE)[:, None, None])
-    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
-    assert_right(run(x, scale=1.0, **packing(ends)), x, spans, scale=1.0)
+    assert_right(run(x, scale=1.0, **packing(ends)), x, spans_of(ends), scale=1.0)
 
 
 def assert_carries_on(x, past):
@@ -200,8 +201,7 @@ PACKS = [[0, 3, 3, 50, 100], [0, 0, 0, 31, 33, 65, 65], [0, 1, 2, 3, 4, 5], [0, 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_packed_sequences(ends, kind):
     x = inputs(1, ends[-1], 2, 8, 12)
-    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
-    assert_right(run(x, cu_seqlens=torch.tensor(ends, dtype=kind, device=HERE)), x, spans)
+    assert_right(run(x, cu_seqlens=torch.tensor(ends, dtype=kind, device=HERE)), x, spans_of(ends))
 
 
 @pytest.mark.deep
@@ -230,12 +230,10 @@ def test_packed_sequences_do_not_see_their_neighbours():
         assert torch.equal(z[:, 21:45], got[n][:, 21:45]), n
 
 
-def test_strides_poisoned_memory_and_repetition(monkeypatch):
+def test_strides_poisoned_memory_and_repetition(poisoned):
     x = inputs(2, 3, 50, 16, 24, torch.bfloat16 if CUDA else torch.float32)
     y = {n: z.detach().transpose(1, 2).requires_grad_(n != "do") for n, z in x.items()}  # [B, T, H, D]
     assert not any(z.is_contiguous() for z in y.values())
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
     before = {n: z.clone() for n, z in y.items()}
     first, second = run(y), run(y)
     assert_right(first, y)
@@ -270,52 +268,6 @@ def test_operator_is_registered_right():
     torch.library.opcheck(torch.ops.gla_ref.flash_attention.default, args)
 
 
-WRONG = {
-    "q: expected a floating": (TypeError, {"q": torch.ones(1, 4, 2, 8, dtype=torch.int64)}),
-    "q: expected float32, float16 or bfloat16": (TypeError, {n: torch.ones(1, 4, 2, 8).double() for n in NAMES}),
-    "k: expected dtype .* as for q": (TypeError, {"k": torch.ones(1, 4, 2, 8).half()}),
-    "k: expected shape .* K = 8 as in q": (ValueError, {"k": torch.ones(1, 4, 2, 9)}),
-    "v: expected 4 axes": (ValueError, {"v": torch.ones(1, 4, 8)}),
-    "q: expected K of at most 256, got 257": (ValueError, {n: torch.ones(1, 4, 2, 257) for n in NAMES}),
-    "v: expected V of at most 256, got 300": (ValueError, {"v": torch.ones(1, 4, 2, 300)}),
-    "scale: expected a finite number": (TypeError, {"scale": "1"}),
-    "initial_state: expected a pair": (TypeError, {"initial_state": torch.ones(1, 2, 2, 8)}),
-    r"initial_state\[1\]: expected dtype": (
-        TypeError,
-        {"initial_state": (torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8).half())},
-    ),
-    "initial_state: expected None beside cu_seqlens": (
-        ValueError,
-        {"initial_state": (torch.ones(1, 2, 2, 8),) * 2, "cu_seqlens": torch.tensor([0, 4])},
-    ),
-    "cu_seqlens: expected an int32": (TypeError, {"cu_seqlens": torch.tensor([0.0, 4.0])}),
-    "cu_seqlens: expected shape": (ValueError, {"cu_seqlens": torch.tensor([0])}),
-    "cu_seqlens: packed sequences need batch size B = 1": (
-        ValueError,
-        {n: torch.ones(2, 4, 2, 8) for n in NAMES} | {"cu_seqlens": torch.tensor([0, 4])},
-    ),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_input_is_named(message):
-    kind, wrong = WRONG[message]
-    given = {n: torch.ones(1, 4, 2, 8) for n in NAMES} | wrong
-    move = {n: y.to(HERE) if isinstance(y, torch.Tensor) else y for n, y in given.items()}
-    if "initial_state" in move and isinstance(move["initial_state"], tuple):
-        move["initial_state"] = tuple(y.to(HERE) for y in move["initial_state"])
-    q, k, v = (move.pop(n) for n in NAMES)
-    with pytest.raises(kind, match="^" + message):
-        flash_attention(q, k, v, **move)
-
-
-def test_contents_of_cu_seqlens_are_looked_at_when_asked(monkeypatch):
-    x = inputs(1, 6, 1, 4, 4)
-    monkeypatch.setenv("GLA_REF_DEBUG", "1")
-    with pytest.raises(ValueError, match="^cu_seqlens: expected to rise from 0 to T = 6"):
-        flash_attention(*(x[n] for n in NAMES), cu_seqlens=torch.tensor([0, 5], device=HERE))
-
-
 # On a GPU
 
 
@@ -344,8 +296,7 @@ def test_scores_far_from_zero_at_size(ends):
 def test_packed_at_size(dtype, K, V):
     ends = [0, 500, 500, 501, 1629, 1757, 1757, 4000]
     x = inputs(1, ends[-1], 2, K, V, dtype)
-    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
-    assert_right(run(x, cu_seqlens=torch.tensor(ends, device=HERE)), x, spans)
+    assert_right(run(x, cu_seqlens=torch.tensor(ends, device=HERE)), x, spans_of(ends))
 
 
 @pytest.mark.gpu
@@ -377,22 +328,3 @@ def test_beyond_2_to_the_31_elements():
     runs = oracles.runs("softmax_attention", one, torch.bfloat16, times=2)
     e, budget = oracles.judge({"o": o[0, span, -1]}, runs)["o"]
     assert e <= budget
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_first_call_in_a_fresh_process(record_property):
-    """No autotuner: compiling forward and backward takes at most ten seconds."""
-    code = (
-        "import time, torch; from gla_ref import FORMS; torch.cuda.synchronize(); a = time.time();"
-        "x = [torch.randn(1, 512, 2, 128, device='cuda').bfloat16().requires_grad_() for _ in 'qkv'];"
-        "FORMS['softmax_attention']['triton'](*x)[0].sum().backward();"
-        "torch.cuda.synchronize(); print(time.time() - a)"
-    )
-    with tempfile.TemporaryDirectory() as cache:
-        env = os.environ | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
-        out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    seconds = float(out.stdout)
-    print(f"first forward and backward: {seconds:.1f} s")
-    record_property("first_call_s", seconds)
-    assert seconds <= 10

@@ -62,7 +62,7 @@ def test_halves(dtype):
 
 
 @anywhere
-def test_packed_sequences_strides_and_poison(monkeypatch):
+def test_packed_sequences_strides_and_poison(poisoned):
     """One of no tokens among them, and tensors whose last stride is 2."""
     ends = torch.tensor([0, 2, 2, 7], device=HERE)
     args, named = inputs("gla", 1, 7, 3, 20, 36, g_v=True)
@@ -70,8 +70,6 @@ def test_packed_sequences_strides_and_poison(monkeypatch):
     S = torch.randn(3, 3, 36, 20, generator=torch.Generator().manual_seed(1)).to(HERE).mT
     named = {"g_v": g_v, "initial_state": S, "cu_seqlens": ends}
     judged = judge(args, named)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
     args = [torch.stack([x, x], -1)[..., 0] for x in args]
     found = gla_step(*args, **named)
     held(found, judged)
@@ -106,24 +104,6 @@ def test_checking_a_call_moves_no_tensor():
     with Listed():
         check_call("gla", (q, k, v, g, None), S, None, None, {"K": 256, "V": 512})
     assert not done
-
-
-def test_wrong_input_is_named(monkeypatch):
-    (q, k, v, g), named, _ = problem(2, 1, 1, 5, 7)
-    S = named["initial_state"]
-    with pytest.raises(TypeError, match="^q: expected float32, float16 or bfloat16"):
-        gla_step(q.double(), k.double(), v.double(), g)
-    with pytest.raises(ValueError, match="^g: expected 4 axes"):
-        gla_step(q, k, v, g[..., 0])
-    with pytest.raises(ValueError, match="^initial_state: expected shape"):
-        gla_step(q, k, v, g, initial_state=S[:1])
-    with pytest.raises(ValueError, match="^v: .*forward only"):
-        gla_step(q, k, v.clone().requires_grad_(), g)
-    with torch.no_grad():
-        gla_step(q, k, v.clone().requires_grad_(), g)
-    monkeypatch.setenv("GLA_REF_DEBUG", "1")
-    with pytest.raises(ValueError, match="^g: log gates must lie in"):
-        gla_step(q, k, v, -g)
 
 
 @pytest.mark.gpu

@@ -2,16 +2,17 @@
 
 import ast
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cases import F64, LADDER, inputs
 from emulated import Gla
-from harness import CUDA, HERE, anywhere
+from harness import CUDA, HERE, anywhere, budgets
+from test_kernels_linear import exact
 
 import gla_ref
-from gla_ref import gla_backward
 from gla_ref.rounding import error
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -65,24 +66,15 @@ def tensors(size, dtype, kind="logsigmoid/16", seed=0):
     return [x.to(HERE, dtype) for x in (q, k, v, g, do)]
 
 
-def judged(x, runs=3):
-    """{quantity: (exact, budget)}: 2 x the worst emulated run of these inputs and shaken ones + 4 eps."""
-    dtype, K, found = x[0].dtype, x[0].shape[-1], {}
-    emulated, rng = Gla(dtype, *LIMITS[dtype]), torch.Generator(HERE).manual_seed(0)
-    for run in range(runs):
-        y = [(z * (1 + (run > 0) * 0.01 * torch.rand(z.shape, generator=rng, device=HERE))).to(dtype) for z in x]
-        q, k, v, g, do = (z.double() for z in y)
-        d = gla_backward.backward(q, k, v, g, do, C=16)
-        right = *gla_ref.gla.recurrent(q, k, v, g), d.dq, d.dk, d.dv, d.dg
-        q, k, v, g, do = (z.float() for z in y)
-        S = torch.zeros_like(right[1], dtype=F32)
-        low = emulated.run(q, k, v, g, None, S, do, S, K**-0.5)
-        for name, z, exact in zip(("o", "S", "dq", "dk", "dv", "dg"), low, right, strict=False):
-            z = z if name == "S" else z.to(dtype)
-            budget = 2 * error(z, exact) + 4 * torch.finfo(z.dtype).eps
-            first, worst = found.get(name, (exact, 0.0))
-            found[name] = first, max(worst, budget)
-    return found
+def judged(x):
+    """{quantity: (exact, budget)} without states, by the worst emulated run of these inputs and shaken ones."""
+    q, k, v, g, do = (y.cpu().double() for y in x)
+    S, scale = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=F64), q.shape[3] ** -0.5
+    wide = {"q": q, "k": k, "v": v, "g": g, "g_v": None, "S": S, "do": do, "dS": S}
+    given = dict.fromkeys(wide, x[0].dtype) | {"S": F32, "dS": F32}
+    emulated = partial(Gla(x[0].dtype, *LIMITS[x[0].dtype]).run, scale=scale)
+    rng = torch.Generator().manual_seed(0)
+    return budgets(wide, given, partial(exact, scale=scale), emulated, rng)[1]
 
 
 def compare(found, right, where=...):
@@ -100,17 +92,9 @@ def named(results):
 @anywhere
 @sizes
 @pytest.mark.parametrize("kind", ["logsigmoid/16", "edge"])
-def test_gla(size, dtype, kind):
-    *x, do = tensors(size, dtype, mild(kind, dtype))
-    compare(named(gla.gla(*x)), judged([*x, do]))
-
-
-@anywhere
-@sizes
-@pytest.mark.parametrize("kind", ["logsigmoid/16", "edge"])
-def test_gla_gradient(size, dtype, kind):
+def test_gla_and_its_gradient(size, dtype, kind):
     x = tensors(size, dtype, mild(kind, dtype))
-    compare(named(gla_gradient.gla_gradient(*x)), judged(x))
+    compare(named(gla.gla(*x[:4])) | named(gla_gradient.gla_gradient(*x)), judged(x))
 
 
 @anywhere
@@ -133,13 +117,12 @@ def test_gate_ladder(kind, dtype):
 @pytest.mark.parametrize("segment", [None, 1, 2])
 def test_linear_attention(size, dtype, segment):
     q, k, v, _, do = tensors(size, dtype)
-    right = judged([q, k, v, torch.zeros_like(q), do])
-    C = LIMITS[dtype][1]
     if segment is None:
-        compare(named(linear_attention.linear_attention(q, k, v)), right)
+        found = linear_attention.linear_attention(q, k, v)
     else:
-        chosen = None if segment == 1 else segment * C
-        compare(named(linear_attention_segments.linear_attention(q, k, v, segment=chosen)), right)
+        chosen = None if segment == 1 else segment * LIMITS[dtype][1]
+        found = linear_attention_segments.linear_attention(q, k, v, segment=chosen)
+    compare(named(found), judged([q, k, v, torch.zeros_like(q), do]))
 
 
 @anywhere

@@ -26,17 +26,14 @@ def meta(*shape, dtype=torch.float32):
 def plans(call, K, V, dtype, hardware, T=300):
     """Forward and backward of a call of some length."""
     mechanism, *extra = call.split()
-    B, H = 2, 3
-    tensors = [meta(B, T, H, D, dtype=dtype) for D in (K, K, V)]
-    if mechanism == "simple_gla":
-        tensors.append(meta(B, T, H, dtype=dtype))
-    if mechanism in ("gla", "gla_step"):
-        tensors.append(meta(B, T, H, K, dtype=dtype))
+    sizes = {"B": 2, "T": T, "H": 3, "K": K, "V": V}
+    declared = [x for x in MECHANISMS[mechanism.removesuffix("_step")].arguments if not x.optional]
+    tensors = [meta(*(sizes[axis] for axis in x.axes.split()), dtype=dtype) for x in declared]
     if mechanism == "gla_step":
         hardware = hardware if isinstance(hardware, tuple) else CLASSES[hardware]
         specs = [spec_of(n, x) for n, x in zip("qkvg", tensors, strict=True)]
         return [gla_step.forward.plan(hardware, *specs, None, None, None, None)]
-    options = {"g_v": meta(B, T, H, V, dtype=dtype)} if extra else {}
+    options = {"g_v": meta(*tensors[2].shape, dtype=dtype)} if extra else {}
     return [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in ("forward", "backward")]
 
 

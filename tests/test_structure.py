@@ -33,7 +33,6 @@ def test_every_form_has_its_structure():
     for mechanism, form in pairs(*LINEAR):
         n = {T: operators(mechanism, form, T) for T in (128, 256, 512, 1024)}
         steps = [n[2 * T] - n[T] for T in (128, 256, 512)]
-        print(f"{mechanism}.{form}: {n}")
         if form in ("parallel", "parallel_log"):
             assert steps == [0, 0, 0], "constant in T"
         elif form == "scan":

@@ -1,7 +1,5 @@
 """A headless Chromium over the built book, with the network refused: for tests, pictures and print."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,16 +53,14 @@ class Visit:
         self.own = own
         context.route("**/*", self._route)
         self.tab: Page = context.new_page()
-        self.tab.on("console", lambda m: m.type == "error" and self._note(f"console: {m.text}"))
-        self.tab.on("pageerror", lambda error: self._note(f"script: {error}"))
+        note = self.problems.append
+        self.tab.on("console", lambda m: m.type == "error" and note(f"console: {m.text}"))
+        self.tab.on("pageerror", lambda error: note(f"script: {error}"))
         self.tab.on("requestfailed", self._failed)
 
     def _failed(self, request) -> None:
         if request.failure != "net::ERR_ABORTED":  # cancelled, since the tab went elsewhere
-            self._note(f"failed: {request.url}")
-
-    def _note(self, problem: str) -> None:
-        self.problems.append(problem)
+            self.problems.append(f"failed: {request.url}")
 
     def _route(self, route) -> None:
         url = route.request.url
@@ -72,7 +68,7 @@ class Visit:
             self.files.add(Path(unquote(urlsplit(url).path)))
         if url.startswith((*LOCAL, self.own)):
             return route.continue_()
-        self._note(f"asks for {url}")
+        self.problems.append(f"asks for {url}")
         return route.abort()
 
 

@@ -3,8 +3,6 @@
 Contents decide, not times: of the sources, of the versions of what builds, and of the files that were made.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -11,8 +11,6 @@ before shared memory is written again; and no product in a branch takes an opera
 refills.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -37,6 +35,7 @@ from gla_ref.kernels import gla_step, plan  # noqa: E402
 from gla_ref.kernels._hardware import CLASSES  # noqa: E402
 from gla_ref.kernels._plan import Launch, spec_of  # noqa: E402
 from gla_ref.kernels._program import compile_launch  # noqa: E402
+from gla_ref.mechanisms import MECHANISMS  # noqa: E402
 
 SPILLED = 128  # bytes a thread may spill where K, V <= 128
 # Hopper's tiles are the fastest of those tried on a GPU (benchmarks/LAB.md), whatever they spill
@@ -55,34 +54,28 @@ class Case(NamedTuple):
 
     def plans(self, arch: int) -> list:
         """Forward and backward."""
-        B, T, H = 1 if "packed" in self.extra else 16, 240, 16  # walked in one go unless asked
-        T = 1 if self.mechanism == "gla_step" else T
-        K, V, dtype, gates = self.K, self.V, self.dtype, self.gates
+        kind, hardware = MECHANISMS[self.mechanism.removesuffix("_step")], f"sm_{arch}"
+        B, T = 1 if "packed" in self.extra else 16, 1 if self.mechanism == "gla_step" else 240
+        sizes = {"B": B, "T": T, "H": 16, "K": self.K, "V": self.V, "N": 2 if B == 1 else B}
+        dtypes = {"token": self.dtype, "gate": self.gates, "state": "float32"}
 
-        def meta(*shape, dtype="float32"):
-            return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
+        def meta(x):
+            shape, dtype = [sizes[axis] for axis in x.axes.split()], getattr(torch, dtypes[x.role])
+            return torch.empty(shape, dtype=dtype, device="meta")
 
-        tensors = [meta(B, T, H, D, dtype=dtype) for D in (K, K, V)]
-        if gates:
-            axes = (B, T, H) if self.mechanism == "simple_gla" else (B, T, H, K)
-            tensors.append(meta(*axes, dtype=gates))
-        options = {}
+        given = {x.name: meta(x) for x in kind.arguments if not x.optional or x.name in self.extra}
         if "packed" in self.extra:
-            options["cu_seqlens"] = meta(3, dtype="int32")
-        if "g_v" in self.extra:
-            options["g_v"] = meta(B, T, H, V, dtype=gates)
+            given["cu_seqlens"] = torch.empty(3, dtype=torch.int32, device="meta")
         if self.mechanism != "softmax_attention":
-            options["initial_state"] = meta(2 if B == 1 else B, H, K, V)
+            given["initial_state"] = meta(*kind.states)
         if self.mechanism == "gla_step":
-            named = dict(zip(("q", "k", "v", "g"), tensors, strict=True)) | options
-            specs = [spec_of(n, named.get(n)) for n in gla_step.TENSORS]
-            return [gla_step.forward.plan(CLASSES[f"sm_{arch}"], *specs, None)]
-        if self.mechanism != "softmax_attention":
-            paths = [x for x in ("segmented", "materialised") if x in self.extra]
-            options["path"] = paths[0] if paths else "fused"
+            specs = [spec_of(n, given.get(n)) for n in gla_step.TENSORS]
+            return [gla_step.forward.plan(CLASSES[hardware], *specs, None)]
+        if self.mechanism != "softmax_attention":  # walked in one go unless asked
+            given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
+        tensors = [given.pop(name) for name in kind.required]
         return [
-            plan(self.mechanism, *tensors, direction=d, hardware=f"sm_{arch}", **options)
-            for d in ("forward", "backward")
+            plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")
         ]
 
 
@@ -121,6 +114,12 @@ REFILL = re.compile(r"async_copy_global_to_local|async_tma_copy_global_to_local|
 TILES = ("C", "BM", "BN", "BK", "BV")
 
 
+def slot(line: str) -> dict[str, str]:
+    """The view of a buffer that a line makes, and which slot of which it is; one slot, whatever it is called."""
+    view = re.search(r"(%\w+) = ttg\.memdesc_index (%\w+)(\[%[\w-]+\])", line)
+    return {view[1]: view[2] if "<1x" in line else view[2] + view[3]} if view else {}
+
+
 def broken(ttgir: str) -> list[str]:
     """Lines of a kernel's TTGIR that break the rule."""
     lines = [line for line in ttgir.splitlines() if line.strip()]
@@ -131,10 +130,7 @@ def broken(ttgir: str) -> list[str]:
         indent, text = len(line) - len(line.lstrip()), line.strip()
         while regions and indent <= regions[-1][0] and not text.startswith("} else"):
             regions.pop()
-        if view := re.match(r"(%\w+) = ttg\.memdesc_index (%\w+\[%[\w-]+\])", text):
-            slots[view[1]] = view[2]
-            if "<1x" in text:  # one slot, whatever it is called
-                slots[view[1]] = view[2].split("[")[0]
+        slots |= slot(text)
         if view := re.match(r"(%\w+) = ttg\.memdesc_trans (%\w+)", text):
             slots |= {view[1]: slots[view[2]]} if view[2] in slots else {}
         if product := re.match(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+)", text):
@@ -165,8 +161,7 @@ def refilled(product: str, operands: set[str], later: list[str], slots: dict[str
                 return False
             if re.search(rf"{product}\b", line) and not operands <= set(slots):
                 return True  # a passing copy, whose memory counts as free from here on
-        if view := re.search(r"(%\w+) = ttg\.memdesc_index (%\w+\[%[\w-]+\])", line):
-            views[view[1]] = view[2].split("[")[0] if "<1x" in line else view[2]
+        views |= slot(line)
         written = {views.get(x, x) for x in re.findall(r"%\w+", line)} if REFILL.search(line) else set()
         if written & {slots.get(x, x) for x in operands}:
             return True
@@ -236,10 +231,8 @@ def begin(cache: str) -> None:
 def report(found: dict) -> None:
     """A case's rows, as soon as they are there."""
     print(f"sm_{found['arch']}, {found['case']} {found['refused']} {found['failed']}", flush=True)
-    rows = [[*list(row.values())[:-1], len(row["broken"]) or ""] for row in found["rows"]]
-    head = ["kernel", "", "tiles", "warps", "stages", "registers", "spilled", "shared", "broken"]
-    if rows:
-        print(tabulate(rows, head, tablefmt="plain"), flush=True)
+    if rows := [row | {"broken": len(row["broken"]) or ""} for row in found["rows"]]:
+        print(tabulate(rows, headers="keys", tablefmt="plain"), flush=True)
 
 
 def compile_case(task: tuple[int, str]) -> dict:

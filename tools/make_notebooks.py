@@ -5,14 +5,12 @@ on the site, so that (9.7) there is (9.7) here; the resolved pages are written a
 Jupyter and Colab know. Code cells are taken over unchanged: one execution serves site and tests.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urljoin
 
@@ -28,6 +26,10 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[1]
 #: stands for a figure that was not drawn: it has a caption and takes a number all the same
 NOT_DRAWN = "bm90IGRyYXdu"
+
+
+def between(before: str, after: str) -> Callable:
+    return lambda self, node: f"{before}{self.spans(node)}{after}"
 
 
 class Markdown:
@@ -46,6 +48,12 @@ class Markdown:
         self.in_table = False
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def rendered(self, place: str, node: nodes.Node):
+        for kind in type(node).__mro__:
+            if method := getattr(self, f"{place}_{kind.__name__}", None):
+                return method(node)
+        raise NotImplementedError(f"{self.page}: no Markdown for {place} <{node.tagname}>: {node}")
 
     def number(self, node: nodes.Element) -> str:
         """The node's number on the site, such as 9.7 ('' when it has none)."""
@@ -82,12 +90,10 @@ class Markdown:
     # -- inline ----------------------------------------------------------------------------------
 
     def inline(self, node: nodes.Node) -> str:
-        for kind in type(node).__mro__:
-            if method := getattr(self, f"inline_{kind.__name__}", None):
-                return method(node)
-        raise NotImplementedError(f"{self.page}: no Markdown for inline <{node.tagname}>: {node}")
+        return self.rendered("inline", node)
 
     def spans(self, node: nodes.Element) -> str:
+        """What stands in a node."""
         return "".join(map(self.inline, node.children))
 
     inline_inline = inline_abbreviation = inline_generated = spans
@@ -97,21 +103,10 @@ class Markdown:
         text = re.sub(r"<(?=[A-Za-z/!])", "&lt;", text)
         return text.replace("|", r"\|") if self.in_table else text
 
-    def inline_emphasis(self, node):
-        return f"*{self.spans(node)}*"
-
-    inline_title_reference = inline_emphasis
-
-    def inline_strong(self, node):
-        return f"**{self.spans(node)}**"
-
-    def inline_subscript(self, node):
-        return f"<sub>{self.spans(node)}</sub>"
-
-    def inline_superscript(self, node):
-        return f"<sup>{self.spans(node)}</sup>"
-
-    inline_footnote_reference = inline_superscript
+    inline_emphasis = inline_title_reference = between("*", "*")
+    inline_strong = between("**", "**")
+    inline_subscript = between("<sub>", "</sub>")
+    inline_superscript = inline_footnote_reference = between("<sup>", "</sup>")
 
     def inline_literal(self, node):
         text = node.astext()
@@ -139,10 +134,7 @@ class Markdown:
     # -- blocks ----------------------------------------------------------------------------------
 
     def blocks(self, node: nodes.Node) -> Iterator[str | int]:
-        for kind in type(node).__mro__:
-            if method := getattr(self, f"block_{kind.__name__}", None):
-                return method(node)
-        raise NotImplementedError(f"{self.page}: no Markdown for block <{node.tagname}>")
+        return self.rendered("block", node)
 
     def nothing(self, node):
         yield from ()
@@ -167,7 +159,7 @@ class Markdown:
         yield self.spans(node).strip()
 
     def block_rubric(self, node):
-        yield f"**{self.spans(node)}**"
+        yield self.inline_strong(node)
 
     def block_transition(self, node):
         yield "---"
@@ -240,11 +232,10 @@ class Markdown:
         if "realtype" in node:  # sphinx-proof's
             yield from self.box(node["realtype"].capitalize(), node)
             return
-        title = node.tagname.capitalize()
+        # a proof says so itself
+        title = "" if isinstance(node, nodes.admonition) else node.tagname.capitalize()
         if isinstance(node.children[0], nodes.title):
             title = self.spans(node.children[0])
-        elif isinstance(node, nodes.admonition):
-            title = ""  # a proof says so itself
         body = "\n\n".join(self.children(node, nodes.title))
         box = f"**{title}.** {body}" if title else body
         yield box if next(node.findall(nodes.math_block), None) else quote(box)
@@ -308,6 +299,7 @@ def read_book(root: Path, out: str) -> tuple[Sphinx, dict[str, nbformat.Notebook
 
 def install_cell(url: str, branch: str) -> nbformat.NotebookNode:
     """The first cell: how this notebook gets the package."""
+    tags = {"tags": ["install"]}
     if url:
         source = (
             "# Installs the book's package where it is missing, as on Colab.\n"
@@ -315,15 +307,13 @@ def install_cell(url: str, branch: str) -> nbformat.NotebookNode:
             'if importlib.util.find_spec("gla_ref") is None:\n'
             f'    %pip install -q "gla-ref @ git+{url.rstrip("/")}@{branch}"'
         )
-        cell = v4.new_code_cell(source)
-    else:
-        cell = v4.new_markdown_cell(
-            "*This notebook is a chapter of the book* Gated Linear Attention. *It needs the*\n"
-            "*package* `gla_ref` *and matplotlib. In a checkout of the book:*\n"
-            "`pip install -e . matplotlib`*; with a wheel:* `pip install gla_ref-*.whl matplotlib`."
-        )
-    cell.metadata = {"tags": ["install"]}
-    return cell
+        return v4.new_code_cell(source, metadata=tags)
+    source = (
+        "*This notebook is a chapter of the book* Gated Linear Attention. *It needs the*\n"
+        "*package* `gla_ref` *and matplotlib. In a checkout of the book:*\n"
+        "`pip install -e . matplotlib`*; with a wheel:* `pip install gla_ref-*.whl matplotlib`."
+    )
+    return v4.new_markdown_cell(source, metadata=tags)
 
 
 def make_notebook(app: Sphinx, page: str, source: nbformat.NotebookNode) -> nbformat.NotebookNode:

@@ -6,8 +6,6 @@ is wider than the paper is scaled. Chromium prints it with bookmarks (tagged, A4
 numbers of the contents, which are then stamped upon it.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from html import escape
@@ -16,7 +14,7 @@ from urllib.parse import urldefrag
 
 import pypdfium2
 import yaml
-from browser import ROOT, SITE, chromium
+from browser import ROOT, SITE, book_pages, chromium
 from bs4 import BeautifulSoup, Tag
 from playwright.sync_api import Browser, Page
 
@@ -47,12 +45,9 @@ class Book:
     """The articles of the book in one document, and the headings that its contents list."""
 
     def __init__(self, site: Path, toc: dict):
-        self.site, self.order = site, [toc["root"]]
-        self.parts: dict[str, str] = {}  # the first page of each part, and its caption
-        for part in toc["parts"]:
-            files = [chapter["file"] for chapter in part["chapters"]]
-            self.parts[files[0]] = part["caption"]
-            self.order += files
+        self.site, self.order = site, book_pages()
+        # the first page of each part, and its caption
+        self.parts = {part["chapters"][0]["file"]: part["caption"] for part in toc["parts"]}
         self.headings: list[tuple[int, str, str]] = []  # level, text, target: as in the bookmarks
         self.articles = [self.article(page) for page in self.order]
 
@@ -78,10 +73,7 @@ class Book:
         article["id"] = self.name(page)
         for tag in article.find_all(["h1", "h2", "h3", "h4", "h5", "h6"]):
             text = " ".join(tag.get_text().split())
-            if tag.name == "h1":
-                target = article["id"]
-            else:
-                target = tag.find_parent("section")["id"]
+            target = article["id"] if tag.name == "h1" else tag.find_parent("section")["id"]
             self.headings.append((int(tag.name[1]), text, target))
         return str(article)
 

@@ -14,8 +14,6 @@ A GPU host without a network brings its own PyTorch and Triton; what it lacks co
     python tools/run_notebooks_clean.py --offline build/wheels --record     # there
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -79,12 +77,7 @@ def install(python: Path, work: Path, offline: Path | None) -> Path:
 
 def write_record(environment: dict, notebooks: dict[str, dict]) -> Path:
     """What ran, where and how long, for the status page."""
-    commit = (
-        os.environ.get("GLA_REF_COMMIT")
-        or subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    )
     name = re.sub(r"\W+", "-", environment["gpu"] or "cpu").lower()
-    environment |= {"commit": commit}  # a wheel knows none
     path = ROOT / "benchmarks" / "results" / f"notebooks-{name}.json"
     path.write_text(json.dumps({"environment": environment, "notebooks": notebooks}, indent=1) + "\n")
     return path
@@ -130,6 +123,9 @@ def main() -> int:
                 notebooks[name] = {"seconds": round(seconds, 1), "cells": cells}
     print(f"{len(names) - len(failed)} of {len(names)} notebooks run with only {wheel.name}")
     if args.record and not failed:
+        if "GLA_REF_COMMIT" not in env:  # a wheel knows none
+            head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+            env["GLA_REF_COMMIT"] = head.stdout.strip()
         described = subprocess.run([python, "-c", DESCRIBE], env=env, check=True, stdout=-1).stdout
         print(f"The record: {write_record(json.loads(described), notebooks)}")
     if not args.dir:

@@ -7,10 +7,9 @@ Each page (default: every chapter) is opened in Chromium, with the network refus
 errors, failed or refused requests. Needs `pip install playwright` and a system's chromium.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 
 from browser import SITE, Visit, chromium, layout_problems
@@ -47,12 +46,10 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     bad = 0
     with chromium() as browser:
-        for page in pages:
-            for width in WIDTHS:
-                for theme in THEMES:
-                    problems = visit(browser, page, width, theme, args.out)
-                    bad += bool(problems)
-                    print(f"{page.stem:28} {width:5} {theme:5}", "; ".join(problems) or "ok")
+        for page, width, theme in product(pages, WIDTHS, THEMES):
+            problems = visit(browser, page, width, theme, args.out)
+            bad += bool(problems)
+            print(f"{page.stem:28} {width:5} {theme:5}", "; ".join(problems) or "ok")
     print(f"pictures: {args.out}")
     return 1 if bad else 0
 

@@ -5,14 +5,12 @@
 Exit status: 0 right, 1 wrong, 2 cannot run as asked.
 """
 
-from __future__ import annotations
-
 import argparse
-import importlib
 import importlib.util
 import json
 import math
 import os
+import pkgutil
 import sys
 
 import numpy as np
@@ -102,13 +100,12 @@ def run(args: argparse.Namespace) -> int:
 
 def load(name: str):
     """The function that `module:function` names; modules of the current folder count."""
-    module, colon, function = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"kernel: expected MODULE:FUNCTION, got {name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as reason:
         raise ValueError(f"kernel: cannot load {name}: {reason}") from reason
 
@@ -125,23 +122,14 @@ def check_kernel(args: argparse.Namespace) -> int:
 
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected a GPU for {args.device}, found none")
-    names = ("device", "level", "only", "seed", "layout", "state", "gate", "forward_only")
-    options = {n: getattr(args, n) for n in names}
-    report = check.kernel(
-        args.mechanism,
-        load(args.kernel),
-        dtype=DTYPES[args.dtype],
-        time_limit=args.time_limit,
-        progress=progress,
-        **options,
-    )
+    options = {n: x for n, x in vars(args).items() if n not in ("command", "function", "mechanism", "kernel", "json")}
+    options |= {"dtype": DTYPES[args.dtype], "progress": progress}
+    report = check.kernel(args.mechanism, load(args.kernel), **options)
     print(report)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(report.to_json(), file, indent=1)
-    if not report.ok and not report.failures:
-        return 2
-    return 0 if report.ok else 1
+    return 0 if report.ok else 1 if report.failures else 2
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -4,8 +4,6 @@ A form is written for a batch of equally long sequences, in one precision, with 
 state given. `@form(...)` turns that body into a function that keeps the whole contract.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -174,6 +172,30 @@ def per_sequence(body: Callable, ends: list[int] | None, tokens: dict, states: d
     return join(outs, 1), join(finals, 0)
 
 
+def run(
+    kind: Mechanism, body: Callable, given: dict, states: Iterable[str] = ("initial_state",)
+) -> tuple[tuple, tuple]:
+    """Check what a call was given, then call `body` as :func:`per_sequence` does.
+
+    It gets every tensor in the compute precision, `states` as tensors, `scale` as a number, and the other options.
+    """
+    tokens = {x.name: given.pop(x.name) for x in kind.arguments}
+    sizes = check_tensors(tokens, kind.arguments, kind.multiples)
+    for name in kind.named("gate"):
+        check_gate(name, tokens[name])
+    for name in kind.named("strength"):
+        check_strength(name, tokens[name])
+    check_chunk(**{name: given[name] for name in ("C", "c") if name in given})
+    given["scale"] = check_scale(given["scale"], sizes["K"])
+    ends = check_cu_seqlens(given.pop("cu_seqlens"), sizes["B"], sizes["T"])
+    states = {name: given.pop(name) for name in states}
+    dtype = compute_dtype(*tokens.values(), *(x for x in states.values() if isinstance(x, Tensor)))
+    tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
+    shape = state_shape(kind, sizes, sizes["B"] if ends is None else len(ends) - 1)
+    states = {name: state_or_zeros(name, x, shape, tokens["v"]) for name, x in states.items()}
+    return per_sequence(functools.partial(body, **given), ends, tokens, states)
+
+
 def form(mechanism: str | Mechanism) -> Callable:
     """Make a form of a linear mechanism keep the contract (one state `[N_seq, H, K, V]`).
 
@@ -189,29 +211,14 @@ def form(mechanism: str | Mechanism) -> Callable:
         def wrapper(*args, **kwargs):
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            options = dict(bound.arguments)
-            tokens = {x.name: options.pop(x.name) for x in kind.arguments}
-            sizes = check_tensors(tokens, kind.arguments, kind.multiples)
-            for name in kind.named("gate"):
-                check_gate(name, tokens[name])
-            for name in kind.named("strength"):
-                check_strength(name, tokens[name])
-            check_chunk(**{name: options[name] for name in ("C", "c") if name in options})
-            options["scale"] = check_scale(options["scale"], sizes["K"])
-            ends = check_cu_seqlens(options.pop("cu_seqlens"), sizes["B"], sizes["T"])
-            initial, result = options.pop("initial_state"), tokens["v"].dtype
-            dtype = compute_dtype(*tokens.values(), initial if isinstance(initial, Tensor) else None)
-            tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
-            N = sizes["B"] if ends is None else len(ends) - 1
-            shape = state_shape(kind, sizes, N)
-            state = state_or_zeros("initial_state", initial, shape, tokens["v"])
+            given = dict(bound.arguments)
 
-            def one(**tensors):
-                o, S = body(**tensors, **options)
+            def one(**given):
+                o, S = body(**given)
                 return (o,), (S,)
 
-            (o,), (S,) = per_sequence(one, ends, tokens, {"initial_state": state})
-            return o.to(result), S
+            (o,), (S,) = run(kind, one, dict(given))
+            return o.to(given["v"].dtype), S
 
         return wrapper
 

@@ -4,8 +4,6 @@ Tensors are `[B, H, C, ...]`: q, k with their log gates g `[B, H, C, K]`, v with
 values have no gate. Every exponent is a sum of gates, and so at most 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import repeat
 

@@ -1,12 +1,12 @@
 """What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 11)."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ._contract import check_chunk
+from .gla import two_level_blocks
 
-__all__ = ["Cost", "cost"]
+__all__ = ["Cost", "block_flops", "cost"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Head:
     @property
     def tiles(self) -> list[int]:
         """Lengths of the chunks."""
-        return pieces(self.T, self.C)
+        return [min(self.C, self.T - i) for i in range(0, self.T, self.C)]
 
     @property
     def cache(self) -> int:
@@ -90,10 +90,6 @@ class Head:
     def moved(self, gate: int) -> int:
         """Bytes of q, k, v, o and `gate` log gates a token, each once, and of a state in and out."""
         return self.T * (2 * self.K + 2 * self.V + gate) * self.itemsize + 8 * self.S
-
-
-def pieces(T: int, C: int) -> list[int]:
-    return [min(C, T - i) for i in range(0, T, C)]
 
 
 # softmax attention: a cache of keys and values is its state
@@ -161,23 +157,20 @@ def parallel(h: Head, gate: int, elementwise: int) -> Cost:
     return Cost(matmul, elementwise, moved, 4 * h.S, len(h.tiles), 1)
 
 
-def chunkwise(h: Head, gate: int, chunks: list[tuple[int, int]]) -> Cost:
-    """The (matmul, elementwise) FLOPs of each chunk's own, and what passes through the state."""
-    matmul, elementwise = map(sum, zip(*chunks, strict=True))
+def chunkwise(h: Head, gate: int, own: Callable[[int], tuple[int, int]]) -> Cost:
+    """The (matmul, elementwise) FLOPs of each chunk's own n tokens, and what passes through the state."""
+    matmul, elementwise = map(sum, zip(*map(own, h.tiles), strict=True))
     matmul += 4 * h.T * h.S
     elementwise += h.T * (h.K + h.V)  # scale q, inter + intra
-    return Cost(matmul, elementwise, h.moved(gate), 4 * h.S, 1, len(chunks))
+    return Cost(matmul, elementwise, h.moved(gate), 4 * h.S, 1, len(h.tiles))
 
 
 def linear_attention_chunkwise(h: Head) -> Cost:
-    return chunkwise(h, 0, [(2 * n * n * (h.K + h.V), h.S) for n in h.tiles])
+    return chunkwise(h, 0, lambda n: (2 * n * n * (h.K + h.V), h.S))
 
 
 def simple_gla_chunkwise(h: Head) -> Cost:
-    def one(n):
-        return 2 * n * n * (h.K + h.V), 3 * n * n + n * (2 * h.K + 4) + 1 + 2 * h.S
-
-    return chunkwise(h, 1, [one(n) for n in h.tiles])
+    return chunkwise(h, 1, lambda n: (2 * n * n * (h.K + h.V), 3 * n * n + n * (2 * h.K + 4) + 1 + 2 * h.S))
 
 
 def gla_parallel_log(h: Head) -> Cost:
@@ -188,25 +181,25 @@ def gla_parallel_log(h: Head) -> Cost:
 
 
 def gla_chunkwise(h: Head) -> Cost:
-    def one(n):
-        return 2 * n * n * h.V, 7 * n * h.K + h.K + 2 * h.S + 5 * n * n * h.K
+    return chunkwise(h, h.K, lambda n: (2 * n * n * h.V, 7 * n * h.K + h.K + 2 * h.S + 5 * n * n * h.K))
 
-    return chunkwise(h, h.K, [one(n) for n in h.tiles])
+
+def block_flops(kind: str, m: int, n: int, K: int, V: int) -> tuple[int, int]:
+    """FLOPs of a block of :func:`gla_ref.gla.two_level_blocks`, m readers by n writers: (products, element-wise).
+
+    A chunk's block between chunks includes the update of the state by its own m tokens.
+    """
+    if kind == "inter-chunk":
+        return 4 * m * K * V, 7 * m * K + K + 2 * K * V + m * (K + V)
+    if kind == "inter-sub-chunk":
+        return 2 * m * n * (K + V), 3 * (m + n) * K + m * V
+    return 2 * m * m * V, 5 * m * m * K + m * V
 
 
 def gla_chunkwise_two_level(h: Head) -> Cost:
-    def one(n):
-        matmul, elementwise = 0, 7 * n * h.K + h.K + 2 * h.S
-        before = 0  # tokens of the chunk before the sub-chunk
-        for m in pieces(n, h.c):
-            matmul += 2 * m * m * h.V + 2 * m * before * (h.K + h.V)
-            elementwise += 5 * m * m * h.K + m * h.V
-            if before:
-                elementwise += m * h.V + 3 * (m + before) * h.K
-            before += m
-        return matmul, elementwise
-
-    return chunkwise(h, h.K, [one(n) for n in h.tiles])
+    blocks = two_level_blocks(h.T, h.C, h.c)
+    counts = [block_flops(kind, *(x.stop - x.start for x in sides), h.K, h.V) for kind, *sides in blocks]
+    return Cost(*map(sum, zip(*counts, strict=True)), h.moved(h.K), 4 * h.S, 1, len(h.tiles))
 
 
 FORMS = {

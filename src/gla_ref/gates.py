@@ -5,8 +5,6 @@ subtract one running sum from another: each is exact to rounding, and g = -inf (
 an ordinary value in them.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -7,8 +7,6 @@ All forms take and return what :func:`recurrent` documents; all but :func:`paral
 every gate in [-inf, 0].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

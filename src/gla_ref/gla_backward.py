@@ -12,8 +12,6 @@ after t enter twice with opposite signs, and in floating point they no longer ca
 pairs cancel, and of those the i = j terms are left out.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -21,23 +19,15 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._contract import (
-    check_chunk,
-    check_cu_seqlens,
-    check_gate,
-    check_scale,
-    check_tensors,
-    compute_dtype,
-    per_sequence,
-    state_or_zeros,
-)
-from .chunks import by_chunk, decayed, gate, read, update, weighted
+from ._contract import run
+from .chunks import by_chunk, decayed, gate, read, scores, update, weighted
 from .gates import decay_from_start, decay_to_end, segment_sum
 from .mechanisms import MECHANISMS, Argument
 
 __all__ = ["Gradients", "backward"]
 
-ARGUMENTS = (*MECHANISMS["gla"].arguments, Argument("do", "B T H V", "token"))
+GLA = MECHANISMS["gla"]
+BACKWARD = GLA._replace(arguments=(*GLA.arguments, Argument("do", "B T H V", "token")))
 
 
 class Gradients(NamedTuple):
@@ -89,19 +79,10 @@ def backward(
 
     Source: GLA paper, section 4.3, appendices B (d log alpha) and C (d log beta).
     """
-    tokens = {"q": q, "k": k, "v": v, "g": g, "g_v": g_v, "do": do}
-    sizes = check_tensors(tokens, ARGUMENTS)
-    check_gate("g", g), check_gate("g_v", g_v), check_chunk(C=C)
-    scale, ends = (check_scale(scale, sizes["K"]), check_cu_seqlens(cu_seqlens, sizes["B"], sizes["T"]))
-    dtype = compute_dtype(*tokens.values(), initial_state, dS)
-    tokens = {name: x if x is None else x.to(dtype) for name, x in tokens.items()}
-    N = sizes["B"] if ends is None else len(ends) - 1
-    states = {
-        name: state_or_zeros(name, x, (N, sizes["H"], sizes["K"], sizes["V"]), tokens["v"])
-        for name, x in {"initial_state": initial_state, "dS": dS}.items()
-    }
+    given = dict(q=q, k=k, v=v, g=g, g_v=g_v, do=do, scale=scale, cu_seqlens=cu_seqlens, C=C)
+    given |= dict(initial_state=initial_state, dS=dS)
 
-    def one(q, k, v, g, g_v, do, initial_state, dS):
+    def one(q, k, v, g, g_v, do, initial_state, dS, scale, C):
         """Forward over the chunks for the states, then back over them with dS."""
         chunks, S = list(by_chunk(C, scale * q, k, v, g, do, g_v)), [initial_state]
         for _, k_n, v_n, g_n, _, h_n in chunks[:-1]:
@@ -116,20 +97,16 @@ def backward(
         )
         return (scale * dq, dk, dv, dg, dg_v), (dS,)
 
-    grads, (d_initial_state,) = per_sequence(one, ends, tokens, states)
+    grads, (d_initial_state,) = run(BACKWARD, one, given, ("initial_state", "dS"))
     return Gradients(*grads, d_initial_state)
 
 
 def _chunk_backward(q, k, v, g, do, g_v, S, dS_end):
     """Gradients of one chunk, `[B, H, C, ...]`; q carries the scale. Returns dq, dk, dv, dg, dg_v and dS before it."""
     E = segment_sum(g).exp()  # [B H C C K], 0 above the diagonal
-    dP = (
-        (do @ v.mT).tril()
-        if g_v is None
-        else (do[..., :, None, :] * v[..., None, :, :] * segment_sum(g_v).exp()).sum(-1)
-    )
+    dP = (do @ v.mT).tril() if g_v is None else scores(do, v, g_v)
     P = (q[..., :, None, :] * k[..., None, :, :] * E).sum(-1)  # [B H C C]
-    own, dP_own = (P.diagonal(dim1=-2, dim2=-1)[..., None], dP.diagonal(dim1=-2, dim2=-1)[..., None])  # the i = j terms
+    own, dP_own = (x.diagonal(dim1=-2, dim2=-1)[..., None] for x in (P, dP))  # the i = j terms
 
     # what reaches q through the state before the chunk, and k through the state after it
     dq_S = decayed(decayed(do, g_v, decay_from_start) @ S.mT, g, decay_from_start)

@@ -11,8 +11,6 @@ decays of its chunk their low bits, and -inf makes NaN. Chapter 12 has the bound
 for every gate. The kernels are in :mod:`gla_ref.kernels.gla_chunk_fuse`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -103,23 +101,13 @@ def steps(*, B: int, T: int, H: int, K: int, V: int, C: int = 16, itemsize: int 
     """
     N, NK, NV, heads = -(-T // C), -(-K // tile(K)), -(-V // tile(V)), B * H
     e, chunked = itemsize, (NK, N, heads)
+    walk = 2 * e * T * K * NV + 4 * N * K * NV + (e + 4) * T * V * NK + 8 * K * V
+    summed = 4 * NK * (N * C * C + T * V) + 2 * e * T * V
     rows = [  # of one head
         ("fwd_decay_cumsum", chunked, (e + 4) * T * K, 0, 2 * T * K),
         ("prepare_qg_kg", chunked, (4 * e + 4) * T * K + 4 * N * K, 0, 6 * T * K),
-        (
-            "fused_chunk_gla_fwd_kernel",
-            (NK, NV, heads),
-            2 * e * T * K * NV + 4 * N * K * NV + (e + 4) * T * V * NK + 8 * K * V,
-            4 * N * C * K * V,
-            N * (2 * K * V + K * NV),
-        ),
+        ("fused_chunk_gla_fwd_kernel", (NK, NV, heads), walk, 4 * N * C * K * V, N * (2 * K * V + K * NV)),
         ("fwd_inner_chunk", chunked, (2 * e + 8) * T * K + 4 * NK * N * C * C, 0, 5 * N * C * C * K + N * C * K),
-        (
-            "combine",
-            (),
-            4 * NK * (N * C * C + T * V) + 2 * e * T * V,
-            2 * N * C * C * V,
-            NK * N * C * C + (NK + 1) * T * V,
-        ),
+        ("combine", (), summed, 2 * N * C * C * V, NK * N * C * C + (NK + 1) * T * V),
     ]
     return [Step(name, grid, *(heads * x for x in counted)) for name, grid, *counted in rows]

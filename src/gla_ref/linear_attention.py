@@ -3,8 +3,6 @@
 S_t = S_{t-1} + phi(k_t)^T v_t,    o_t = scale * phi(q_t) S_t,    normalised: o_t / (phi(q_t) z_t)
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -4,8 +4,6 @@ References, kernels, the check kit, other libraries' names and the tests all rea
 another gate, or with a write strength, is one more entry.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 __all__ = ["MECHANISMS", "Argument", "Mechanism"]

@@ -1,7 +1,5 @@
 """Prefix sums: sequential, in two steps over chunks, and as parallel scans (chapter 6)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+
+from ._contract import check_chunk
 
 __all__ = ["Chunked", "blelloch", "chunked", "hillis_steele", "sequential"]
 
@@ -59,8 +59,7 @@ def chunked(x: Tensor, C: int) -> Chunked:
         ValueError: `x` has no first axis or an empty one, or C < 1.
     """
     T = _length(x, 0)
-    if not isinstance(C, int) or isinstance(C, bool) or C < 1:
-        raise ValueError(f"C: expected a chunk length of at least 1, got {C!r}")
+    check_chunk(C=C)
     padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, -T % C))
     local = rearrange(padded, "(N C) ... -> N C ...", C=C).cumsum(1)
     totals = local[:, -1]

@@ -3,8 +3,6 @@
 The files lie in `benchmarks/results/` of a checkout. An installed wheel has none: `load` returns None.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

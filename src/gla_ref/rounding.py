@@ -6,8 +6,6 @@ References are plain mathematics. What a kernel's number format does to them is 
         o, S = gla.chunkwise_two_level(q, k, v, g)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 S_t = exp(g_t) S_{t-1} + k_t^T v_t,    o_t = scale * q_t S_t,    g_t <= 0 a number for each head
 """
 
-from __future__ import annotations
-
 import torch
 from einops import rearrange
 from torch import Tensor

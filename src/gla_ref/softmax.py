@@ -1,7 +1,5 @@
 """Softmax: naive, safe and online, and its statistics as a merge (chapters 1 and 2)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

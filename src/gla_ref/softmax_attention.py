@@ -1,7 +1,5 @@
 """Causal softmax attention: parallel, decoding, two passes, one pass (chapters 1 and 2)."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

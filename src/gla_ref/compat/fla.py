@@ -10,10 +10,7 @@ TRITON_INTERPRET=1, and never fall back to a reference. What they cannot do rais
 chunk, fused recurrent) call the same kernel here.
 """
 
-from __future__ import annotations
-
 import importlib
-import inspect
 from collections.abc import Callable
 
 from torch import Tensor
@@ -21,19 +18,6 @@ from torch import Tensor
 from .. import FORMS
 from ..check import NotClaimed
 from ..mechanisms import MECHANISMS
-
-__all__ = [
-    "chunk_gla",
-    "chunk_linear_attn",
-    "chunk_simple_gla",
-    "fused_chunk_linear_attn",
-    "fused_chunk_simple_gla",
-    "fused_recurrent_gla",
-    "fused_recurrent_linear_attn",
-    "fused_recurrent_simple_gla",
-    "mechanism",
-    "theirs",
-]
 
 COMPUTES = {  # every function of fla that we know: its mechanism
     "chunk_gla": "gla",
@@ -46,6 +30,7 @@ COMPUTES = {  # every function of fla that we know: its mechanism
     "fused_recurrent_linear_attn": "linear_attention",
 }
 MODULES = {"gla": "gla", "simple_gla": "simple_gla", "linear_attention": "linear_attn"}  # of fla.ops
+__all__ = [*COMPUTES, "mechanism", "theirs"]
 
 
 def mechanism(name: str) -> str:
@@ -112,16 +97,20 @@ def _refuse(**given) -> None:
             raise ValueError(f"{name}: expected {REFUSED[name]}; got {value!r}")
 
 
-def _ours(mechanism, *tokens, initial_state, output_final_state, state_v_first=False, cu_seqlens_cpu=None, **options):
+def _ours(mechanism, tokens, scale, initial_state, output_final_state, cu_seqlens, state_v_first=False, **options):
     """Our kernel under fla's conventions: states turned over if they are `[N, H, V, K]`, None unless asked for."""
-    if cu_seqlens_cpu is not None and options["cu_seqlens"] is None:
-        raise ValueError("cu_seqlens: expected the boundaries that cu_seqlens_cpu copies, got None")
     if state_v_first and initial_state is not None:
         initial_state = initial_state.mT
-    o, S = FORMS[mechanism]["triton"](*tokens, initial_state=initial_state, **options)
+    options |= {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    o, S = FORMS[mechanism]["triton"](*tokens, **options)
     if not output_final_state:
         return o, None
     return o, S.mT.contiguous() if state_v_first else S
+
+
+def _check_copy(cu_seqlens, cu_seqlens_cpu) -> None:
+    if cu_seqlens_cpu is not None and cu_seqlens is None:
+        raise ValueError("cu_seqlens: expected the boundaries that cu_seqlens_cpu copies, got None")
 
 
 def chunk_gla(
@@ -156,104 +145,63 @@ def chunk_gla(
     Raises:
         TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
     """
-    return _ours(
-        "gla",
-        q,
-        k,
-        v,
-        g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )
+    _check_copy(cu_seqlens, cu_seqlens_cpu)
+    return _ours("gla", (q, k, v, g), scale, initial_state, output_final_state, cu_seqlens, state_v_first)
 
 
 def fused_recurrent_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
+    q,
+    k,
+    v,
+    gk=None,
+    gv=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    reverse=False,
+    state_v_first=False,
+    cu_seqlens=None,
     **kwargs,
-) -> tuple[Tensor, Tensor | None]:
+):
     """As :func:`chunk_gla`, with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
     _refuse(reverse=reverse, **kwargs)
-    if gk is None and gv is not None:
-        gk = q.new_zeros(()).expand(q.shape)
-    gates = () if gk is None else (gk,)
-    named = {} if gv is None else {"g_v": gv}
-    return _ours(
-        "gla" if gates else "linear_attention",
-        q,
-        k,
-        v,
-        *gates,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        **named,
-    )
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    if gk is None and gv is None:
+        return _ours("linear_attention", (q, k, v), *rest)
+    gk = q.new_zeros(()).expand(q.shape) if gk is None else gk
+    return _ours("gla", (q, k, v, gk), *rest, g_v=gv)
 
 
 def chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    q,
+    k,
+    v,
+    g=None,
+    g_gamma=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    state_v_first=False,
+    cu_seqlens=None,
+    cu_seqlens_cpu=None,
     **kwargs,
-) -> tuple[Tensor, Tensor | None]:
+):
     """As :func:`chunk_gla` with one gate a head: `g` `[B, T, H]`, or `g_gamma` `[H]`, the same for all tokens.
 
     With neither it is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`.
     """
     _refuse(**kwargs)
+    _check_copy(cu_seqlens, cu_seqlens_cpu)
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: expected None beside g, got both")
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
     g = g if g_gamma is None else g_gamma.expand(q.shape[:3])
-    gates = () if g is None else (g,)
-    return _ours(
-        "simple_gla" if gates else "linear_attention",
-        q,
-        k,
-        v,
-        *gates,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )
+    return _ours("linear_attention", (q, k, v), *rest) if g is None else _ours("simple_gla", (q, k, v, g), *rest)
 
 
 def chunk_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
+    q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True, cu_seqlens=None
+):
     """Linear attention by :func:`gla_ref.kernels.linear_attention.linear_attention`.
 
     Normalised, unless `normalize=False`: o is divided by q z, z the sum of all keys so far (fla adds
@@ -261,16 +209,7 @@ def chunk_linear_attn(
     z = 0. The other arguments are those of :func:`chunk_gla`.
     """
     if not normalize:
-        return _ours(
-            "linear_attention",
-            q,
-            k,
-            v,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-        )
+        return _ours("linear_attention", (q, k, v), scale, initial_state, output_final_state, cu_seqlens)
     if isinstance(initial_state, Tensor):
         initial_state = initial_state, initial_state.new_zeros(initial_state[:, None, ..., 0].shape)
     if initial_state is not None:
@@ -278,48 +217,51 @@ def chunk_linear_attn(
         if z.ndim != 4 or z.shape[1] != 1:
             raise ValueError(f"initial_state: expected z as [N, 1, H, K], got {list(z.shape)}")
         initial_state = S, z[:, 0]
-    o, (S, z) = FORMS["linear_attention"]["triton"](
-        q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, normalize=True
+    o, state = _ours(
+        "linear_attention", (q, k, v), scale, initial_state, output_final_state, cu_seqlens, normalize=True
     )
-    return o, (S, z[:, None]) if output_final_state else None
-
-
-def _renamed(name: str, function: Callable, parameters: str, **defaults) -> Callable:
-    """A function of this module under another name of fla, with these of its parameters and, if named, `reverse`."""
-    reverse = inspect.Parameter("reverse", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation="bool")
-    known = {**inspect.signature(function).parameters, "reverse": reverse}
-    chosen = [known[n] for n in parameters.split()]
-    chosen = [p.replace(default=defaults[p.name]) if p.name in defaults else p for p in chosen]
-    signature = inspect.Signature(chosen, return_annotation=inspect.signature(function).return_annotation)
-
-    def renamed(*args, **named):
-        given = signature.bind(*args, **named)
-        given.apply_defaults()
-        options = dict(given.arguments)
-        _refuse(reverse=options.pop("reverse", None))
-        return function(**options.pop("kwargs", {}), **options)
-
-    renamed.__name__ = renamed.__qualname__ = name
-    renamed.__signature__ = signature
-    renamed.__doc__ = f"As :func:`{function.__name__}`."
-    return renamed
+    return o, None if state is None else (state[0], state[1][:, None])
 
 
 # what fla computes in other ways is the same kernel here
-fused_chunk_simple_gla = _renamed(
-    "fused_chunk_simple_gla", chunk_simple_gla, "q k v g g_gamma scale initial_state output_final_state cu_seqlens"
-)
-fused_recurrent_simple_gla = _renamed(
-    "fused_recurrent_simple_gla",
-    chunk_simple_gla,
-    "q k v g g_gamma scale initial_state output_final_state reverse state_v_first cu_seqlens kwargs",
-)
-fused_chunk_linear_attn = _renamed(
-    "fused_chunk_linear_attn", chunk_linear_attn, "q k v scale initial_state output_final_state normalize cu_seqlens"
-)
-fused_recurrent_linear_attn = _renamed(
-    "fused_recurrent_linear_attn",
-    chunk_linear_attn,
-    "q k v scale initial_state output_final_state reverse normalize cu_seqlens",
-    normalize=False,
-)
+
+
+def fused_chunk_simple_gla(
+    q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
+):
+    """As :func:`chunk_simple_gla`."""
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+
+
+def fused_recurrent_simple_gla(
+    q,
+    k,
+    v,
+    g=None,
+    g_gamma=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    reverse=False,
+    state_v_first=False,
+    cu_seqlens=None,
+    **kwargs,
+):
+    """As :func:`chunk_simple_gla`."""
+    named = {"reverse": reverse, "cu_seqlens": cu_seqlens, **kwargs}
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, **named)
+
+
+def fused_chunk_linear_attn(
+    q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True, cu_seqlens=None
+):
+    """As :func:`chunk_linear_attn`."""
+    return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def fused_recurrent_linear_attn(
+    q, k, v, scale=None, initial_state=None, output_final_state=False, reverse=False, normalize=False, cu_seqlens=None
+):
+    """As :func:`chunk_linear_attn`."""
+    _refuse(reverse=reverse)
+    return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)

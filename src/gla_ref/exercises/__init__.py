@@ -4,34 +4,17 @@ A judge is a function that raises :class:`Wrong` with a sentence for the reader,
 functions only, never how they were written.
 """
 
-from __future__ import annotations
-
 import html
 import importlib
+import pkgutil
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["JUDGES", "MODULES", "Open", "Verdict", "Wrong", "check", "exercise"]
+__all__ = ["JUDGES", "Open", "Verdict", "Wrong", "check", "exercise"]
 
 Kind = Literal["predict", "derive", "implement"]
-
-#: the modules that hold the judges, in the order of the chapters
-MODULES: tuple[str, ...] = (
-    "softmax_attention",
-    "online_softmax",
-    "flash_attention",
-    "linear_attention",
-    "prefix_sums",
-    "flash_linear_attention",
-    "gates",
-    "parallel_gla",
-    "chunkwise_gla",
-    "four_kernels",
-    "adaptive_chunks",
-    "gradients",
-)
 
 #: label -> (kind, judge), filled by the modules
 JUDGES: dict[str, tuple[Kind, Callable[[Any], None]]] = {}
@@ -90,8 +73,8 @@ def check(label: str, answer: object = ...) -> Verdict:
     Raises:
         ValueError: no exercise has this label.
     """
-    for module in MODULES:
-        importlib.import_module(f"{__name__}.{module}")
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
     if label not in JUDGES:
         raise ValueError(f"label: expected one of {sorted(JUDGES)}, got {label!r}")
     kind, judge = JUDGES[label]

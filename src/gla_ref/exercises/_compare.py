@@ -1,10 +1,9 @@
 """What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 15)."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -21,6 +20,22 @@ def draw(seed: int, *shapes: Sequence[int]) -> list[Tensor]:
     """Float64 tensors of random signs, from a generator of their own."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*s, generator=generator, dtype=torch.float64) for s in shapes]
+
+
+def one_head(form: Callable, *tokens: Tensor, **options) -> tuple[Tensor, Any]:
+    """o `[T, V]` and the state that a form of the package returns for one head's tokens `[T, ...]`."""
+    o, state = form(*(x[None, :, None] for x in tokens), **options)
+    return o[0, :, 0], state
+
+
+def reverse_sum(x: Tensor, axis: int = 0) -> Tensor:
+    """Element t is the sum from t to the end."""
+    return x.flip(axis).cumsum(axis).flip(axis)
+
+
+def variants(function: Callable, mistakes: dict[str, dict | Callable]) -> dict[str, Callable]:
+    """A sentence -> the function that makes this mistake, where `mistakes` may have only its options of `function`."""
+    return {s: partial(function, **m) if isinstance(m, dict) else m for s, m in mistakes.items()}
 
 
 def close(x: Tensor, y: Tensor) -> bool:
@@ -77,8 +92,7 @@ def hold(
     cases: Iterable[tuple],
     right: Callable,
     mistakes: dict[str, Callable],
-    names: Sequence[str] = ("o",),
-    axes: Sequence[str] = ("T V",),
+    axes: dict[str, str] | None = None,
 ) -> None:
     """Hold the reader's function against `right` on every case; name the mistake that it makes.
 
@@ -87,13 +101,13 @@ def hold(
         cases: arguments, small and in float64.
         right: what it should compute.
         mistakes: a sentence for the reader -> the function that makes this mistake.
-        names: of the results.
-        axes: the axes of each result, such as "T H V", to say where the first difference is.
+        axes: of each result by its name, to say where the first difference is; {"o": "T V"} when None.
 
     Raises:
         Wrong: with the sentence of a mistake, or what does not fit, or the first difference.
         Open: the function returns nothing yet.
     """
+    axes = axes or {"o": "T V"}
 
     def run(function, args):
         made = function(*args)
@@ -108,13 +122,13 @@ def hold(
 
     for args in cases:
         want = run(right, args)
-        got = results(call(answer, *args), want, names)
+        got = results(call(answer, *args), want, list(axes))
         if all(map(close, got, want)):
             continue
         for sentence, mistake in mistakes.items():
             if made_by(mistake, args, got):
                 raise Wrong(sentence)
-        for name, axis, x, y in zip(names, axes, got, want, strict=True):
+        for (name, axis), x, y in zip(axes.items(), got, want, strict=True):
             if x.shape != y.shape:
                 raise Wrong(f"{name}: expected shape {list(y.shape)}, got {list(x.shape)}.")
             if not x.isfinite().all():

@@ -1,13 +1,11 @@
 """Judges of the exercises on anchors, levels and the decision between them (chapter 13)."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 
 from ..gates import decay_to_end, segment_sum
 from . import Wrong, exercise
-from ._compare import choose, draw, expect, hold, number
+from ._compare import choose, draw, expect, hold, number, variants
 
 PAIRS = [(5, 6), (21, 37), (24, 31)]  # (j, i), counted from 0, in a chunk of 64
 
@@ -64,7 +62,7 @@ def anchor(answer):
     }
     (noise,) = draw(7, (9, 3))
     cases = [((-noise.abs()).cumsum(0),)]
-    hold(answer, cases, lambda b: (b[0] + b[-1]) / 2, mistakes, ("r",), ("K",))
+    hold(answer, cases, lambda b: (b[0] + b[-1]) / 2, mistakes, {"r": "K"})
 
 
 def _exact(q, k, g):
@@ -83,17 +81,15 @@ def _scores(q, k, g, mild=lambda g: g.sum(0) >= -80, cut=torch.tril, products=1,
 @exercise("ex-adaptive-channels", "implement")
 def channels(answer):
     mistakes = {
-        "One product for all channels overflows: leave the strong ones out of it.": (
-            lambda *x: _scores(*x, mild=lambda g: g[0] < 1)
+        "One product for all channels overflows: leave the strong ones out of it.": dict(mild=lambda g: g[0] < 1),
+        "The strong channels are left out: add their scores, from levels.": dict(levels=0),
+        "The mild channels are left out: add their one product.": dict(products=0),
+        "The mild product is not masked: select its lower triangle.": dict(cut=lambda P: P),
+        "The mild product lacks its diagonal: a token reads its own write in all channels.": dict(
+            cut=lambda P: P.tril(-1)
         ),
-        "The strong channels are left out: add their scores, from levels.": (lambda *x: _scores(*x, levels=0)),
-        "The mild channels are left out: add their one product.": (lambda *x: _scores(*x, products=0)),
-        "The mild product is not masked: select its lower triangle.": (lambda *x: _scores(*x, cut=lambda P: P)),
-        "The mild product lacks its diagonal: a token reads its own write in all channels.": (
-            lambda *x: _scores(*x, cut=lambda P: P.tril(-1))
-        ),
-        "A channel is strong by the sum of its gates in the chunk, not by one of them.": (
-            lambda *x: _scores(*x, mild=lambda g: g.min(0).values >= -80)
+        "A channel is strong by the sum of its gates in the chunk, not by one of them.": dict(
+            mild=lambda g: g.min(0).values >= -80
         ),
         "scale is no part of these scores.": lambda q, k, g: q.shape[1] ** -0.5 * _exact(q, k, g),
     }
@@ -101,7 +97,7 @@ def channels(answer):
     mild = F.logsigmoid(noise) / 16
     strong = mild.clone()
     strong[13, 1], strong[:, 3] = -torch.inf, -70.0
-    hold(answer, [(q, k, mild), (q, k, strong)], _exact, mistakes, ("P",), ("T T",))
+    hold(answer, [(q, k, mild), (q, k, strong)], _exact, variants(_scores, mistakes), {"P": "T T"})
 
 
 @exercise("ex-adaptive-difference", "predict")
@@ -115,9 +111,7 @@ def difference(answer):
     whole, weighed = (g.double().sum(0) / 2).float(), (halves.double() @ g.double()).float()
     found = (whole - weighed).double().exp()
     worst = (found / exact - 1)[exact > 2**-20].abs().max().item()
-    why = {
-        name: f"It rounds by up to {unit:.0e}; with 32 such gates a decay is off by {worst:.0e}."
-        for name, unit in units.items()
-    }
+    said = "It rounds by up to {:.0e}; with 32 such gates a decay is off by {:.0e}."
+    why = {name: said.format(unit, worst) for name, unit in units.items()}
     hidden = [name for name, unit in units.items() if worst < unit]
     choose([answer] if isinstance(answer, str) else answer, hidden, why)

@@ -1,7 +1,5 @@
 """Judges of the exercises on chunks and sub-chunks (chapter 11)."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -10,7 +8,8 @@ from torch.nn import functional as F
 from .. import gla
 from ..gates import decay_from_start, decay_to_end
 from . import exercise
-from ._compare import choose, draw, expect, hold
+from ._compare import choose, draw, hold, one_head, reverse_sum, variants
+from ._predict import predict
 
 
 @exercise("ex-twolevel-anchor", "predict")
@@ -24,26 +23,19 @@ def anchor(answer):
     choose([answer] if isinstance(answer, int) else answer, [16, 17], why)
 
 
-@exercise("ex-twolevel-extremes", "predict")
-def extremes(answer):
-    log, walk, chunks = "parallel_log", "recurrent", "chunkwise"
-    mistakes = [
-        ([log, walk, chunks], "The first two are exchanged: in a chunk of one token there is nothing but the state."),
-        (
-            [walk, "parallel", chunks],
-            "parallel is the ratio form, which splits the exponential; a chunk keeps it whole.",
-        ),
-        ([walk, log, log], "c = C leaves no borders inside a chunk; but between chunks there still is a state."),
-        (
-            ["scan", log, chunks],
-            "A scan holds the states of all tokens at once; chunks of one token are walked in turn.",
-        ),
-    ]
-    hint = (
-        "Expected three names of recurrent, parallel, parallel_log, scan and chunkwise. "
-        "For each: which pairs of tokens meet through the state, and which in log space?"
-    )
-    expect(answer, [walk, log, chunks], mistakes, hint)
+WALK, LOG, CHUNKS = "recurrent", "parallel_log", "chunkwise"
+predict(
+    "ex-twolevel-extremes",
+    [WALK, LOG, CHUNKS],
+    [
+        ([LOG, WALK, CHUNKS], "The first two are exchanged: in a chunk of one token there is nothing but the state."),
+        ([WALK, "parallel", ...], "parallel is the ratio form, which splits the exponential; a chunk keeps it whole."),
+        ([WALK, LOG, LOG], "c = C leaves no borders inside a chunk; but between chunks there still is a state."),
+        (["scan", ..., ...], "A scan holds the states of all tokens at once; chunks of one token are walked in turn."),
+    ],
+    "Expected three names of recurrent, parallel, parallel_log, scan and chunkwise. "
+    "For each: which pairs of tokens meet through the state, and which in log space?",
+)
 
 
 @exercise("ex-twolevel-best", "derive")
@@ -53,19 +45,16 @@ def best(answer):
             lambda C: math.sqrt(3 * C / 5)
         ),
         "The square root is missing: 5 c = 3 C / (2 c) at the minimum.": lambda C: 3 * C / 10,
-        "The fraction is upside down: 5 c grows with c, 3 C / (2 c) falls.": (lambda C: math.sqrt(10 * C / 3)),
+        "The fraction is upside down: 5 c grows with c, 3 C / (2 c) falls.": lambda C: math.sqrt(10 * C / 3),
         "Log space costs 5 K for a pair, the factors 3 K for a number: they are not equally dear.": (
             lambda C: math.sqrt(C / 2)
         ),
-        "The readers' part does not depend on c: 3 K c for c tokens is 3 K for each.": (
-            lambda C: math.sqrt(3 * C / 16)
-        ),
+        "The readers' part does not depend on c: 3 K c for c tokens is 3 K for each.": lambda C: math.sqrt(3 * C / 16),
         "That is a power of two next to it; the formula gives a real number.": (
             lambda C: 2.0 ** round(math.log2(math.sqrt(3 * C / 10)))
         ),
     }
-    cases = [(64,), (128,), (256,)]
-    hold(answer, cases, lambda C: math.sqrt(3 * C / 10), mistakes, ("c",), ("",))
+    hold(answer, [(64,), (128,), (256,)], lambda C: math.sqrt(3 * C / 10), mistakes, {"c": ""})
 
 
 def _update(S, k, v, g, g_v, to_end=decay_to_end, rows=1, columns=1, values=True):
@@ -79,26 +68,21 @@ def _update(S, k, v, g, g_v, to_end=decay_to_end, rows=1, columns=1, values=True
 @exercise("ex-twolevel-update", "implement")
 def update(answer):
     def right(S, k, v, g, g_v):
-        one = [x[None, :, None] for x in (k, k, v, g)]
-        return gla.recurrent(*one, g_v=g_v[None, :, None], initial_state=S[None, None])[1][0, 0]
+        return one_head(gla.recurrent, k, k, v, g, g_v=g_v[None, :, None], initial_state=S[None, None])[1][0, 0]
 
     mistakes = {
-        "The old state is not decayed.": lambda *x: _update(*x, rows=0, columns=0),
-        "The gate on the values is missing: it decays the state's columns and the values.": (
-            lambda *x: _update(*x, columns=0, values=False)
+        "The old state is not decayed.": dict(rows=0, columns=0),
+        "The gate on the values is missing: it decays the state's columns and the values.": dict(
+            columns=0, values=False
         ),
-        "The values have to decay to the chunk's end, too.": lambda *x: _update(*x, values=False),
-        "The old state's columns have to decay, too.": lambda *x: _update(*x, columns=0),
-        "The old state's rows have to decay, too.": lambda *x: _update(*x, rows=0),
-        "Each write is decayed by its own gates as well: it passes only those after it.": (
-            lambda *x: _update(*x, to_end=lambda g: g.flip(0).cumsum(0).flip(0))
-        ),
-        "The writes are decayed from the chunk's start; they need the way to its end.": (
-            lambda *x: _update(*x, to_end=decay_from_start)
-        ),
-        "The writes are not decayed to the chunk's end.": (lambda *x: _update(*x, to_end=torch.zeros_like)),
-        "b_C - b_j is a difference: after a reset it is -inf - (-inf), NaN. Add up from the end.": (
-            lambda *x: _update(*x, to_end=lambda g: g.sum(0) - g.cumsum(0))
+        "The values have to decay to the chunk's end, too.": dict(values=False),
+        "The old state's columns have to decay, too.": dict(columns=0),
+        "The old state's rows have to decay, too.": dict(rows=0),
+        "Each write is decayed by its own gates as well: it passes only those after it.": dict(to_end=reverse_sum),
+        "The writes are decayed from the chunk's start; they need the way to its end.": dict(to_end=decay_from_start),
+        "The writes are not decayed to the chunk's end.": dict(to_end=torch.zeros_like),
+        "b_C - b_j is a difference: after a reset it is -inf - (-inf), NaN. Add up from the end.": dict(
+            to_end=lambda g: g.sum(0) - g.cumsum(0)
         ),
     }
     S, k, v, noise, noise_v = draw(5, (3, 4), (7, 3), (7, 4), (7, 3), (7, 4))
@@ -106,4 +90,4 @@ def update(answer):
     resets, resets_v = g.clone(), g_v.clone()
     resets[3, 1] = resets_v[4, 2] = -torch.inf
     cases = [(S, k, v, g, g_v), (S, k, v, resets, resets_v)]
-    hold(answer, cases, right, mistakes, ("S",), ("K V",))
+    hold(answer, cases, right, variants(_update, mistakes), {"S": "K V"})

@@ -1,7 +1,5 @@
 """Judges of the exercises on the four kernels of chunk fuse (chapter 12)."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -10,26 +8,25 @@ from torch.nn import functional as F
 from .. import gla_chunk_fuse as fuse
 from ..gates import decay_from_start, decay_to_end
 from . import Wrong, exercise
-from ._compare import draw, expect, hold, number
+from ._compare import draw, hold, number, reverse_sum, variants
+from ._predict import predict
 
-
-@exercise("ex-fuse-grid", "predict")
-def grid(answer):
-    small, _, walk, _ = (math.prod(s.grid) for s in fuse.steps(B=2, T=100, H=3, K=80, V=160) if s.grid)
-    mistakes = [
-        (small // 7 * 6, walk, "A chunk is missing: 100 tokens are six chunks of 16 and one of 4."),
-        (small, walk * 7, "The walk cannot divide time: one program takes all chunks in turn."),
-        (small, walk // 3, "The state has columns: blocks of V divide the walk further."),
-        (small, walk // 2, "The state has rows: each program of the walk has a block of them."),
-        (small * 3, walk, "q, k and b have no columns of V: these divide the walk only."),
-        (small // 2, walk // 2, "Half is missing: there are two sequences, and two blocks of K."),
-    ]
-    hint = (
-        "Blocks of channels times chunks times heads of all sequences; for the walk, blocks of rows "
-        "times blocks of columns times heads. A part of a block or chunk counts as one."
-    )
-    wrong = [([n, n, m, n], sentence) for n, m, sentence in mistakes]
-    expect(answer, [small, small, walk, small], wrong, hint)
+SMALL, _, WALK, _ = (math.prod(s.grid) for s in fuse.steps(B=2, T=100, H=3, K=80, V=160) if s.grid)
+GRIDS = [
+    (SMALL // 7 * 6, WALK, "A chunk is missing: 100 tokens are six chunks of 16 and one of 4."),
+    (SMALL, WALK * 7, "The walk cannot divide time: one program takes all chunks in turn."),
+    (SMALL, WALK // 3, "The state has columns: blocks of V divide the walk further."),
+    (SMALL, WALK // 2, "The state has rows: each program of the walk has a block of them."),
+    (SMALL * 3, WALK, "q, k and b have no columns of V: these divide the walk only."),
+    (SMALL // 2, WALK // 2, "Half is missing: there are two sequences, and two blocks of K."),
+]
+predict(
+    "ex-fuse-grid",
+    [SMALL, SMALL, WALK, SMALL],
+    [([n, n, m, n], sentence) for n, m, sentence in GRIDS],
+    "Blocks of channels times chunks times heads of all sequences; for the walk, blocks of rows "
+    "times blocks of columns times heads. A part of a block or chunk counts as one.",
+)
 
 
 @exercise("ex-fuse-narrow", "derive")
@@ -38,13 +35,9 @@ def narrow(answer):
         return u * math.log(2) * (abs(x) + abs(y))
 
     mistakes = {
-        "That is float32's unit roundoff, 2 ** -24; bfloat16's is 2 ** -8.": (lambda x, y: bound(x, y, 2**-24)),
-        "2 ** -7 is the way from 1 to the next bfloat16; rounding errs by half of it at most.": (
-            lambda x, y: bound(x, y, 2**-7)
-        ),
-        "2 ** -9 is too small: bfloat16 has 8 significant bits, so rounding errs by up to 2 ** -8.": (
-            lambda x, y: bound(x, y, 2**-9)
-        ),
+        "That is float32's unit roundoff, 2 ** -24; bfloat16's is 2 ** -8.": dict(u=2**-24),
+        "2 ** -7 is the way from 1 to the next bfloat16; rounding errs by half of it at most.": dict(u=2**-7),
+        "2 ** -9 is too small: bfloat16 has 8 significant bits, so rounding errs by up to 2 ** -8.": dict(u=2**-9),
         "ln 2 is missing: an error e in the exponent is a factor 2 ** e, about 1 + e ln 2.": (
             lambda x, y: bound(x, y) / math.log(2)
         ),
@@ -54,7 +47,7 @@ def narrow(answer):
         "Both sums are rounded, not only one.": lambda x, y: bound(x, 0),
         "Nearly: now take 2 ** x - 1 to first order in x.": (lambda x, y: 2 ** (bound(x, y) / math.log(2)) - 1),
     }
-    hold(answer, [(-23.0, -21.5), (-3.0, -0.5)], bound, mistakes, ("bound",), ("",))
+    hold(answer, [(-23.0, -21.5), (-3.0, -0.5)], bound, variants(bound, mistakes), {"bound": ""})
 
 
 def moved(NK: int, T: int, C: int, V: int) -> int:
@@ -80,19 +73,19 @@ def total(answer):
 
 @exercise("ex-fuse-one", "derive")
 def one(answer):
-    def saved(bytes_each, blocks_kept=1):
-        return lambda NK, T, V: bytes_each * (NK - blocks_kept) * T * V
+    def saved(NK, T, V, each=10, kept=1):
+        return each * (NK - kept) * T * V
 
     mistakes = {
-        "One block has to write and read its output as well: NK - 1 are saved.": saved(10, 0),
-        "v is missing: every block of channels loads it, 2 bytes a number.": saved(8),
-        "6 bytes are too few: o takes 4 written and 4 read, and v another 2.": saved(6),
-        "Only the writing of o is counted: the sum reads it again, and v is loaded.": saved(4),
-        "v is bfloat16: 2 bytes a number.": saved(12),
-        "Those are numbers; each takes 4 bytes (o, twice) or 2 (v).": saved(3),
+        "One block has to write and read its output as well: NK - 1 are saved.": dict(kept=0),
+        "v is missing: every block of channels loads it, 2 bytes a number.": dict(each=8),
+        "6 bytes are too few: o takes 4 written and 4 read, and v another 2.": dict(each=6),
+        "Only the writing of o is counted: the sum reads it again, and v is loaded.": dict(each=4),
+        "v is bfloat16: 2 bytes a number.": dict(each=12),
+        "Those are numbers; each takes 4 bytes (o, twice) or 2 (v).": dict(each=3),
     }
     cases = [(4, 2048, 512), (2, 100, 48), (1, 64, 16)]
-    hold(answer, cases, saved(10), mistakes, ("bytes",), ("",))
+    hold(answer, cases, saved, variants(saved, mistakes), {"bytes": ""})
 
 
 def _prepare(q, k, g, C, to_end=decay_to_end, scale=None, exp=torch.exp, on_k=1.0):
@@ -106,25 +99,19 @@ def _prepare(q, k, g, C, to_end=decay_to_end, scale=None, exp=torch.exp, on_k=1.
 @exercise("ex-fuse-prepare", "implement")
 def prepare(answer):
     mistakes = {
-        "scale is forgotten: it belongs to q, in every form.": lambda *x: _prepare(*x, scale=1.0),
+        "scale is forgotten: it belongs to q, in every form.": dict(scale=1.0),
         "scale is on k as well, so that the scores have it twice.": (
             lambda *x: _prepare(*x, on_k=x[1].shape[1] ** -0.5)
         ),
         "The sums are not restarted: each chunk has its own start and its own last token.": (
             lambda q, k, g, C: _prepare(q, k, g, None)
         ),
-        "k is decayed by its own gate as well: its write passes the gates after it.": (
-            lambda *x: _prepare(*x, to_end=lambda g: g.flip(0).cumsum(0).flip(0))
-        ),
-        "k has the decay from the chunk's start; its writes need the decay to the end.": (
-            lambda *x: _prepare(*x, to_end=decay_from_start)
-        ),
-        "The bases are mixed: exp2 needs sums of g / ln 2.": (lambda *x: _prepare(*x, exp=torch.exp2)),
-        "The bases are mixed: sums of g / ln 2 belong to exp2.": (
-            lambda *x: _prepare(*x, exp=lambda b: (b / math.log(2)).exp())
-        ),
-        "last_decay - b is a difference: after a reset -inf - (-inf), NaN. Add up from the end.": (
-            lambda *x: _prepare(*x, to_end=lambda g: g.sum(0) - g.cumsum(0))
+        "k is decayed by its own gate as well: its write passes the gates after it.": dict(to_end=reverse_sum),
+        "k has the decay from the chunk's start; its writes need the decay to the end.": dict(to_end=decay_from_start),
+        "The bases are mixed: exp2 needs sums of g / ln 2.": dict(exp=torch.exp2),
+        "The bases are mixed: sums of g / ln 2 belong to exp2.": dict(exp=lambda b: (b / math.log(2)).exp()),
+        "last_decay - b is a difference: after a reset -inf - (-inf), NaN. Add up from the end.": dict(
+            to_end=lambda g: g.sum(0) - g.cumsum(0)
         ),
     }
     q, k, noise = draw(6, (11, 3), (11, 3), (11, 3))
@@ -132,4 +119,4 @@ def prepare(answer):
     resets = mild.clone()
     resets[1, 0] = resets[5] = -torch.inf
     cases = [(q, k, mild, 4), (q, k, resets, 4)]
-    hold(answer, cases, _prepare, mistakes, ("q_g", "k_g"), ("T K", "T K"))
+    hold(answer, cases, _prepare, variants(_prepare, mistakes), {"q_g": "T K", "k_g": "T K"})

@@ -1,27 +1,26 @@
 """Judges of the exercises on gates and decay (chapter 9)."""
 
-from __future__ import annotations
-
 import math
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from .. import gla, simple_gla
 from . import Wrong, exercise
-from ._compare import draw, expect, hold
+from ._compare import draw, expect, hold, one_head, variants
 
 
 def _seen(first: set[int], second: set[int], own: bool = True) -> list[list[int]]:
     """Which writes reach o_1 .. o_4 through two channels that are reset at the given tokens."""
-    g = torch.zeros(1, 4, 1, 2, dtype=torch.float64)
+    g = torch.zeros(4, 2, dtype=torch.float64)
     for channel, tokens in enumerate((first, second)):
         for t in tokens:
-            g[0, t - 1, 0, channel] = -torch.inf
-    q, v = torch.ones_like(g), torch.eye(4, dtype=torch.float64)[None, :, None]
+            g[t - 1, channel] = -torch.inf
+    q, v = torch.ones_like(g), torch.eye(4, dtype=torch.float64)
     k = q if own else g.exp()  # where a reset also clears the write of its own token
-    o, _ = gla.recurrent(q, k, v, g)
-    return [[j + 1 for j in range(4) if row[j] > 0] for row in o[0, :, 0]]
+    o, _ = one_head(gla.recurrent, q, k, v, g)
+    return [[j + 1 for j in range(4) if row[j] > 0] for row in o]
 
 
 @exercise("ex-gates-reset", "predict")
@@ -50,85 +49,65 @@ def bias(answer):
         return -math.log(math.expm1(x * math.log(2)))
 
     mistakes = {
-        "The sign is turned round: this gate forgets where it should keep.": (lambda h, tau: -from_power(tau / h)),
+        "The sign is turned round: this gate forgets where it should keep.": lambda h, tau: -from_power(tau / h),
         "After h tokens this gate has decayed to 1/e, not to 1/2: ln 2 is missing.": (
             lambda h, tau: from_power(tau / h / math.log(2))
         ),
         "tau is missing: it divides the log gate.": lambda h, tau: from_power(1 / h),
-        "tau is on the wrong side: softplus(-y) / tau = ln 2 / h.": (lambda h, tau: from_power(1 / h / tau)),
+        "tau is on the wrong side: softplus(-y) / tau = ln 2 / h.": lambda h, tau: from_power(1 / h / tau),
         "That is softplus(-y) = exp(-y), true for long half-lives only; solve it exactly.": (
             lambda h, tau: -math.log(tau * math.log(2) / h)
         ),
     }
     cases = [(256.0, 1.0), (256.0, 16.0), (5.0, 4.0)]
-    hold(answer, cases, lambda h, tau: from_power(tau / h), mistakes, ("bias",), ("",))
+    hold(answer, cases, lambda h, tau: from_power(tau / h), mistakes, {"bias": ""})
 
 
-def _retention(q, k, v, gamma, shift=0, scale=None, cut=torch.tril):
+def _retention(q, k, v, gamma, power=1, shift=0, scale=None, cut=torch.tril):
     T = len(q)
-    D = cut(gamma ** (torch.arange(T)[:, None] - torch.arange(T) + shift).double())
+    D = cut(gamma ** (power * (torch.arange(T)[:, None] - torch.arange(T) + shift)).double())
     return (q.shape[1] ** -0.5 if scale is None else scale) * ((q @ k.T) * D) @ v
 
 
 @exercise("ex-gates-retention", "implement")
 def retention(answer):
     def right(q, k, v, gamma):
-        g = torch.full((1, len(q), 1), math.log(gamma), dtype=q.dtype)
-        return simple_gla.recurrent(*(x[None, :, None] for x in (q, k, v)), g)[0][0, :, 0]
+        g = torch.full((len(q),), math.log(gamma), dtype=q.dtype)
+        return one_head(simple_gla.recurrent, q, k, v, g)[0]
 
     mistakes = {
-        "scale is forgotten: every form of the book multiplies q by K ** -0.5.": (lambda *x: _retention(*x, scale=1.0)),
-        "The mask is missing: above the diagonal D is 0, not a negative power of gamma.": (
-            lambda *x: _retention(*x, cut=lambda D: D)
-        ),
-        "Each token misses its own write: the diagonal of D is gamma ** 0 = 1.": (
-            lambda *x: _retention(*x, cut=lambda D: D.tril(-1))
-        ),
-        "The token's own gate is counted: a write passes the gates after it, i - j of them.": (
-            lambda *x: _retention(*x, shift=1)
-        ),
-        "The power is upside down: gamma ** (j - i) grows with the distance.": (
-            lambda q, k, v, gamma: _retention(q, k, v, 1 / gamma)
-        ),
-        "There is no decay in it: D is not the mask of ones, but gamma ** (i - j).": (
-            lambda q, k, v, gamma: _retention(q, k, v, 1.0)
-        ),
+        "scale is forgotten: every form of the book multiplies q by K ** -0.5.": dict(scale=1.0),
+        "The mask is missing: above the diagonal D is 0, not a negative power of gamma.": dict(cut=lambda D: D),
+        "Each token misses its own write: the diagonal of D is gamma ** 0 = 1.": dict(cut=lambda D: D.tril(-1)),
+        "The token's own gate is counted: a write passes the gates after it, i - j of them.": dict(shift=1),
+        "The power is upside down: gamma ** (j - i) grows with the distance.": dict(power=-1),
+        "There is no decay in it: D is not the mask of ones, but gamma ** (i - j).": dict(power=0),
     }
-    hold(answer, [(*draw(0, (7, 3), (7, 3), (7, 4)), 0.9)], right, mistakes)
+    hold(answer, [(*draw(0, (7, 3), (7, 3), (7, 4)), 0.9)], right, variants(_retention, mistakes))
 
 
 @exercise("ex-gates-order", "implement")
 def order(answer):
-    def right(q, k, v, g):
-        (B, T, H, K), V = q.shape, v.shape[-1]
-        S, rows = k.new_zeros(B, H, K, V), []
-        for t in range(T):
-            S = g[:, t, ..., None].exp() * (S + k[:, t, ..., None] * v[:, t, :, None])
-            rows.append(K**-0.5 * (q[:, t, ..., None] * S).sum(-2))
-        return torch.stack(rows, 1), S
-
-    def shifted(g):
-        return F.pad(g, (0, 0, 0, 0, 1, 0))[:, :-1]
+    def gate_first(q, k, v, g, on_q=torch.ones_like, on_k=torch.ones_like, on_g=lambda g: g):
+        """Right where `on_k` is exp: S_t = alpha_t (S_{t-1} + k_t v_t) = alpha_t S_{t-1} + (alpha_t k_t) v_t."""
+        return gla.recurrent(q * on_q(g), k * on_k(g), v, on_g(g))
 
     mistakes = {
-        "That is gate before write: a token's own write must feel its own gate as well.": (
-            lambda q, k, v, g: gla.recurrent(q, k, v, g)
+        "That is gate before write: a token's own write must feel its own gate as well.": dict(),
+        "Dividing k by its gate goes the other way: each write here feels one gate more.": dict(
+            on_k=lambda g: (-g).exp()
         ),
-        "Dividing k by its gate goes the other way: each write here feels one gate more.": (
-            lambda q, k, v, g: gla.recurrent(q, k / g.exp(), v, g)
+        "The gate went to q: older writes then feel the reader's gate twice.": dict(on_q=torch.exp),
+        "Shifting the gates by a token takes the reader's own gate off the state.": dict(
+            on_g=lambda g: F.pad(g, (0, 0, 0, 0, 1, 0))[:, :-1]
         ),
-        "The gate went to q: older writes then feel the reader's gate twice.": (
-            lambda q, k, v, g: gla.recurrent(q * g.exp(), k, v, g)
-        ),
-        "Shifting the gates by a token takes the reader's own gate off the state.": (
-            lambda q, k, v, g: gla.recurrent(q, k, v, shifted(g))
-        ),
-        "g is a logarithm: the factor of k is exp(g).": (lambda q, k, v, g: gla.recurrent(q, k * g, v, g)),
+        "g is a logarithm: the factor of k is exp(g).": dict(on_k=lambda g: g),
     }
     key, value = (2, 7, 2, 3), (2, 7, 2, 4)
     q, k, v, noise = draw(1, key, key, value, key)
     mild = F.logsigmoid(noise)
     resets = mild.clone()
     resets[:, 3, :, 1] = resets[0, 5] = -torch.inf
-    cases = [(q, k, v, mild), (q, k, v, resets)]
-    hold(answer, cases, right, mistakes, ("o", "S"), ("B T H V", "B H K V"))
+    axes = {"o": "B T H V", "S": "B H K V"}
+    right = partial(gate_first, on_k=torch.exp)
+    hold(answer, [(q, k, v, mild), (q, k, v, resets)], right, variants(gate_first, mistakes), axes)

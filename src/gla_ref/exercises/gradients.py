@@ -1,36 +1,30 @@
 """Judges of the exercises on gradients in closed form (chapter 15)."""
 
-from __future__ import annotations
-
 from torch.nn import functional as F
 
 from .. import simple_gla
 from ..gla_backward import backward
 from . import Wrong, exercise
-from ._compare import call, close, draw, expect, hold, locate, number, results
-
-
-def _reverse_sum(x, axis=0):
-    return x.flip(axis).cumsum(axis).flip(axis)
+from ._compare import call, close, draw, expect, hold, locate, number, results, reverse_sum
 
 
 @exercise("ex-gradients-first", "derive")
 def first(answer):
     mistakes = {
-        "Summed over the rows, each of which has its own gate; sum over the columns, V.": (
-            lambda S, dS: (S * dS).sum(-2)
+        "Summed over the rows, each of which has its own gate; sum over the columns, V.": lambda S, dS: (S * dS).sum(
+            -2
         ),
         "Sum over the columns: all of a row share its gate.": lambda S, dS: S * dS,
         "Summed over everything: each row has a gate of its own.": lambda S, dS: (S * dS).sum(),
         "S_0 is missing: its gradient alone is no path.": lambda S, dS: dS.sum(-1),
         "The sign: a larger gate lets more of S_0 through.": lambda S, dS: -(S * dS).sum(-1),
-        "It is 0 only without S_0: paths that begin there cross token 1.": (lambda S, dS: 0 * S.sum(-1)),
+        "It is 0 only without S_0: paths that begin there cross token 1.": lambda S, dS: 0 * S.sum(-1),
     }
     key, value, state = (1, 5, 2, 3), (1, 5, 2, 4), (1, 2, 3, 4)
     q, k, g, v, do, S_0, D = draw(9, key, key, key, value, value, state, state)
     found = backward(q, k, v, -g.abs(), do, D, initial_state=S_0)
     case = S_0, found.d_initial_state
-    hold(answer, [case], lambda *_: found.dg[:, 0], mistakes, ("dg_1",), ("B H K",))
+    hold(answer, [case], lambda *_: found.dg[:, 0], mistakes, {"dg_1": "B H K"})
 
 
 @exercise("ex-gradients-stored", "predict")
@@ -38,7 +32,7 @@ def stored(answer):
     q, k, v, do, noise = draw(11, *5 * [(1, 512, 1, 8)])
     found = backward(q, k, v, F.logsigmoid(noise) / 16, do)
     dq, dk = (x.bfloat16().double() for x in (found.dq, found.dk))
-    off = _reverse_sum(q * dq - k * dk, 1) - found.dg
+    off = reverse_sum(q * dq - k * dk, 1) - found.dg
     share = (off.square().mean() / found.dg.square().mean()).sqrt().item()
     mistakes = [
         (
@@ -55,7 +49,7 @@ def stored(answer):
 @exercise("ex-gradients-scalar", "implement")
 def scalar(answer):
     def channels(q, k, dq, dk, S, D):
-        return _reverse_sum(q * dq - k * dk, 1) + (S * D).sum(-1)[:, None]
+        return reverse_sum(q * dq - k * dk, 1) + (S * D).sum(-1)[:, None]
 
     def terms(q, k, dq, dk, S, D):
         return (q * dq - k * dk).sum(-1)
@@ -69,14 +63,14 @@ def scalar(answer):
             lambda *x: terms(*x).cumsum(1) + end(*x)
         ),
         "Token t's own term is missing: the sum begins with i = t.": (
-            lambda *x: _reverse_sum(terms(*x), 1) - terms(*x) + end(*x)
+            lambda *x: reverse_sum(terms(*x), 1) - terms(*x) + end(*x)
         ),
         "The sum over the later tokens is missing.": lambda *x: terms(*x) + end(*x),
         "The sign: q dq counts paths, and k dk takes away those that do not cross t.": (
-            lambda *x: end(*x) - _reverse_sum(terms(*x), 1)
+            lambda *x: end(*x) - reverse_sum(terms(*x), 1)
         ),
         "The final state is missing: read after every token, it adds the sum of S_T * D.": (
-            lambda *x: _reverse_sum(terms(*x), 1)
+            lambda *x: reverse_sum(terms(*x), 1)
         ),
     }
     key, value, state = (2, 6, 2, 3), (2, 6, 2, 4), (2, 2, 3, 4)
@@ -86,7 +80,7 @@ def scalar(answer):
     wide = g[..., None].expand(key)  # the same gate for all channels: their gradients add up
     dq, dk, _, dg, *_ = backward(q, k, v, wide, do, D, initial_state=S_0)
     case = q, k, dq, dk, S_T, D
-    hold(answer, [case], lambda *_: dg.sum(-1), mistakes, ("dg",), ("B T H",))
+    hold(answer, [case], lambda *_: dg.sum(-1), mistakes, {"dg": "B T H"})
 
 
 @exercise("ex-gradients-same", "implement")
@@ -99,22 +93,22 @@ def same(answer):
 
     mistakes = {
         "The sum over the later tokens is missing.": terms,
-        "The sum runs from the start; it goes from t to the chunk's end.": (lambda *x: terms(*x).cumsum(0)),
-        "The sign: the reader's side counts, the writer's is taken away.": (lambda *x: -_reverse_sum(terms(*x))),
+        "The sum runs from the start; it goes from t to the chunk's end.": lambda *x: terms(*x).cumsum(0),
+        "The sign: the reader's side counts, the writer's is taken away.": lambda *x: -right(*x),
         "The writer's side is missing: pairs that lie wholly after t are to be taken away.": (
-            lambda *x: _reverse_sum(terms(*x, taken=0.0))
+            lambda *x: reverse_sum(terms(*x, taken=0.0))
         ),
     }
 
     def right(*x):
-        return _reverse_sum(terms(*x))
+        return reverse_sum(terms(*x))
 
     def low(x):
         return x.bfloat16().to(x.dtype)
 
     q, k, noise, do, v = draw(14, (16, 3), (16, 3), (16, 3), (16, 4), (16, 4))
     case = q, k, -noise.abs() / 4, (do @ v.T).tril(-1)
-    hold(answer, [(*case, lambda x: x)], right, mistakes, ("dg",), ("T K",))
+    hold(answer, [(*case, lambda x: x)], right, mistakes, {"dg": "T K"})
     want, exact = right(*case, low), right(*case, lambda x: x)
     (found,) = results(call(answer, *case, low), [want], ("dg",))
     if close(found, exact):

@@ -1,71 +1,61 @@
 """Judges of the exercises on online softmax (chapter 2)."""
 
-from __future__ import annotations
-
 import torch
 
 from . import exercise
-from ._compare import choose, draw, expect, hold
+from ._compare import draw, hold
+from ._predict import choice, predict
 
+choice(
+    "ex-online-first",
+    "be",  # the first score as reference fails where another one is 88.7 larger
+    {
+        "a": "Only differences count: the exponents are 0 and 1.",
+        "b": "The last exponent is 100. float32 ends at e^88.7, and infinity over infinity is not a number.",
+        "c": "No exponent is positive and the first is 0, so the sum is at least 1; what underflows "
+        "to zero is a weight that is nearly zero.",
+        "d": "The largest exponent is 88, just below the 88.7 where float32 ends.",
+        "e": "The exponents are 0 and 100: that the scores are negative does not help.",
+    },
+)
 
-@exercise("ex-online-first", "predict")
-def first(answer):
-    """The first score as reference fails where another one is 88.7 larger."""
-    choose(
-        answer,
-        "be",
-        {
-            "a": "Only differences count: the exponents are 0 and 1.",
-            "b": "The last exponent is 100. float32 ends at e^88.7, and infinity over infinity is not a number.",
-            "c": "No exponent is positive and the first is 0, so the sum is at least 1; what underflows "
-            "to zero is a weight that is nearly zero.",
-            "d": "The largest exponent is 88, just below the 88.7 where float32 ends.",
-            "e": "The exponents are 0 and 100: that the scores are negative does not help.",
-        },
-    )
-
-
-@exercise("ex-online-rescale", "predict")
-def rescale(answer):
-    """The maximum rises at 4, 5, 9; in tiles of two at 4, 9; in tiles of four at 9."""
-    expect(
-        answer,
-        [3, 2, 1],
-        [
-            ([4, 3, 2], "The first tile finds nothing: there is no old sum to shrink yet."),
-            ([7, 3, 1], "Without a new largest score the factor is e^0 = 1."),
-            ([8, 4, 2], "Without a new largest score the factor is e^0 = 1."),
-            ([3, 3, 3], "A tile brings its largest score only: the maximum rises once a tile at most."),
-            ([4, 2, 1], "The very first score finds no old sum to shrink; the later counts are right."),
-        ],
-        "Write down the largest score so far after every tile, and count how often it rises.",
-    )
+predict(
+    "ex-online-rescale",
+    [3, 2, 1],  # the maximum rises at 4, 5, 9; in tiles of two at 4, 9; in tiles of four at 9
+    [
+        ([4, 3, 2], "The first tile finds nothing: there is no old sum to shrink yet."),
+        ([7, 3, 1], "Without a new largest score the factor is e^0 = 1."),
+        ([8, 4, 2], "Without a new largest score the factor is e^0 = 1."),
+        ([3, 3, 3], "A tile brings its largest score only: the maximum rises once a tile at most."),
+        ([4, 2, 1], "The very first score finds no old sum to shrink; the later counts are right."),
+    ],
+    "Write down the largest score so far after every tile, and count how often it rises.",
+)
 
 
 @exercise("ex-online-divide", "derive")
 def divide(answer):
     """u_i = e^(m_{i-1} - m_i) u_{i-1} + e^(x_i - m_i) v_i."""
+
+    def right(m, m_new, x):
+        return (m - m_new).exp(), (x - m_new).exp()
+
+    mistakes = {
+        "The first factor is upside down: a sum relative to a smaller maximum shrinks when the "
+        "maximum grows.": lambda m, m_new, x: ((m_new - m).exp(), (x - m_new).exp()),
+        "The old sum is relative to the old maximum: it must be brought to the new one.": (
+            lambda *x: (1.0, right(*x)[1])
+        ),
+        "The newcomer is taken relative to the old maximum; both terms need the new one.": (
+            lambda m, m_new, x: ((m - m_new).exp(), (x - m).exp())
+        ),
+        "The newcomer counts as 1 only when it is the largest: in general as e^(x - m_new).": (
+            lambda *x: (right(*x)[0], 1.0)
+        ),
+    }
     old, new, x = (torch.tensor(n, dtype=torch.float64) for n in (1.5, 2.25, 0.5))
-    hold(
-        answer,
-        [(old, new, new), (new, new, x), (old, old, -x), (-torch.inf * new, x, x)],
-        lambda m, m_new, x: ((m - m_new).exp(), (x - m_new).exp()),
-        {
-            "The first factor is upside down: a sum relative to a smaller maximum shrinks when the "
-            "maximum grows.": lambda m, m_new, x: ((m_new - m).exp(), (x - m_new).exp()),
-            "The old sum is relative to the old maximum: it must be brought to the new one.": (
-                lambda m, m_new, x: (1.0, (x - m_new).exp())
-            ),
-            "The newcomer is taken relative to the old maximum; both terms need the new one.": (
-                lambda m, m_new, x: ((m - m_new).exp(), (x - m).exp())
-            ),
-            "The newcomer counts as 1 only when it is the largest: in general as e^(x - m_new).": (
-                lambda m, m_new, x: ((m - m_new).exp(), 1.0)
-            ),
-        },
-        names=("a", "b"),
-        axes=("", ""),
-    )
+    cases = [(old, new, new), (new, new, x), (old, old, -x), (-torch.inf * new, x, x)]
+    hold(answer, cases, right, mistakes, {"a": "", "b": ""})
 
 
 @exercise("ex-online-lse", "implement")
@@ -80,33 +70,24 @@ def lse(answer):
         total = L1.exp() + L2.exp()
         return total.log(), (L1.exp() * o1 + L2.exp() * o2) / total
 
-    (o1, o2), zero = draw(0, (3,), (3,)), torch.zeros(3, dtype=torch.float64)
-    small, large, none = (
-        torch.tensor(x, dtype=torch.float64) for x in ([0.3, -1.2], [1000.5, 999.0], [-torch.inf, 2.0])
-    )
-    hold(
-        answer,
-        [(small[0], o1, small[1], o2), (large[0], o1, large[1], o2), (none[0], zero, none[1], o2)],
-        right,
-        {
-            "Both parts count alike. A part's share is the part of the exponentials that it holds, e^(L1 - L).": (
-                lambda L1, o1, L2, o2: (torch.logaddexp(L1, L2), (o1 + o2) / 2)
-            ),
-            "Two averages are added: their shares, e^(L1 - L) and e^(L2 - L), must sum to 1.": (
-                lambda L1, o1, L2, o2: (torch.logaddexp(L1, L2), o1 + o2)
-            ),
-            "Logarithms of sums do not add: L = ln(e^L1 + e^L2).": (
-                lambda L1, o1, L2, o2: (L1 + L2, right(L1, o1, L2, o2)[1])
-            ),
-            "The maximum is not enough: L = ln(e^L1 + e^L2) is larger than both.": (
-                lambda L1, o1, L2, o2: (torch.maximum(L1, L2), right(L1, o1, L2, o2)[1])
-            ),
-            "The shares are exchanged: o1 has the share e^(L1 - L).": (lambda L1, o1, L2, o2: right(L1, o2, L2, o1)),
-            "Right on paper, but e^1000 overflows: exponentiate differences such as L1 - L only.": unsafe,
-            "L is right, but in the shares e^1000 overflows: exponentiate differences such as L1 - L only.": (
-                lambda *x: (right(*x)[0], unsafe(*x)[1])
-            ),
-        },
-        names=("L", "o"),
-        axes=("", "V"),
-    )
+    mistakes = {
+        "Both parts count alike. A part's share is the part of the exponentials that it holds, e^(L1 - L).": (
+            lambda L1, o1, L2, o2: (torch.logaddexp(L1, L2), (o1 + o2) / 2)
+        ),
+        "Two averages are added: their shares, e^(L1 - L) and e^(L2 - L), must sum to 1.": (
+            lambda L1, o1, L2, o2: (torch.logaddexp(L1, L2), o1 + o2)
+        ),
+        "Logarithms of sums do not add: L = ln(e^L1 + e^L2).": lambda *x: (x[0] + x[2], right(*x)[1]),
+        "The maximum is not enough: L = ln(e^L1 + e^L2) is larger than both.": (
+            lambda *x: (torch.maximum(x[0], x[2]), right(*x)[1])
+        ),
+        "The shares are exchanged: o1 has the share e^(L1 - L).": lambda L1, o1, L2, o2: right(L1, o2, L2, o1),
+        "Right on paper, but e^1000 overflows: exponentiate differences such as L1 - L only.": unsafe,
+        "L is right, but in the shares e^1000 overflows: exponentiate differences such as L1 - L only.": (
+            lambda *x: (right(*x)[0], unsafe(*x)[1])
+        ),
+    }
+    o1, o2 = draw(0, (3,), (3,))
+    L = torch.tensor([[0.3, -1.2], [1000.5, 999.0], [-torch.inf, 2.0]], dtype=torch.float64)
+    cases = [(L1, o, L2, o2) for (L1, L2), o in zip(L, (o1, o1, 0 * o1), strict=True)]
+    hold(answer, cases, right, mistakes, {"L": "", "o": "V"})

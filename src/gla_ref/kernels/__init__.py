@@ -67,7 +67,5 @@ def explain(mechanism: str, *tensors: Tensor, hardware=None, **options) -> str:
     from ._explain import describe
 
     directions = ("forward", "backward")
-    found = [
-        plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in directions
-    ]
+    found = [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in directions]
     return "\n\n".join(f"{d}: {describe(p)}" for d, p in zip(directions, found, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from tabulate import tabulate
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from ..mechanisms import MECHANISMS
 from . import flash_attention, gla, linear_attention
 from ._hardware import CLASSES, Hardware, hardware_of
 from ._plan import Launch, Plan, Spec, spec_of, strides_of
+from ._program import Planned
 
 PLANNERS = {
     "softmax_attention": flash_attention,
@@ -45,50 +45,37 @@ def plan(
     names = kind.required
     if len(tensors) != len(names):
         raise TypeError(f"tensors: expected {', '.join(names)}, got {len(tensors)} tensors")
-    given = {n: spec_of(n, x) for n, x in zip(names, tensors, strict=True)}
-    for name in [x.name for x in kind.arguments if x.optional]:
-        given[name] = spec_of(name, options.pop(name, None))
-    given["cu_seqlens"] = cu = spec_of("cu_seqlens", cu_seqlens)
-    chosen = {
-        "scale": scale,
-        "path": options.pop("path", None),
-        "kernel": options.pop("kernel", None),
-    }
+    given = {"g": None} | {n: spec_of(n, x) for n, x in zip(names, tensors, strict=True)}
+    given |= {x.name: spec_of(x.name, options.pop(x.name, None)) for x in kind.arguments if x.optional}
+    given |= {"path": options.pop("path", None), "kernel": options.pop("kernel", None), "scale": scale}
+    given["cu_seqlens"] = spec_of("cu_seqlens", cu_seqlens)
     if options:
         name = next(iter(options))
         raise TypeError(f"{name}: expected an option of {mechanism}, got {name}={options[name]!r}")
-    B, T, H, K = given["q"].shape
-    N, V = B if cu is None else cu.shape[0] - 1, given["v"].shape[-1]
-    do = Spec("do", given["v"].shape, given["v"].strides, given["v"].dtype)
-    if mechanism == "softmax_attention":
-        cached = initial_state is not None  # then k and v are copied behind the cache
-        for name, past in zip(("k", "v"), initial_state or (), strict=False):
-            size, dtype = given[name].shape[-1], given[name].dtype
-            given[name] = _spec(name, B, past.shape[1] + T, H, size, dtype=dtype)
-        o, lse = _spec("o", *given["q"].shape[:3], V, dtype=do.dtype), _spec("lse", B, H, T)
-        low = _spec("low", B, H, T) if do.dtype == torch.float32 else None
-        given |= {"o": o, "lse": lse, "low": low, "do": o._replace(name="do"), "cached": cached}
+    v, cached = given["v"], mechanism == "softmax_attention" and initial_state is not None
+    given |= {"do": v._replace(name="do"), "dS": None, "cached": cached, "need_dg": given["g"] is not None}
+    if cached:  # then k and v are copied behind the cache
+        for name, past in zip(("k", "v"), initial_state, strict=True):
+            B, T, H, D = given[name].shape
+            shape = B, past.shape[1] + T, H, D
+            given[name] = Spec(name, shape, strides_of(shape), given[name].dtype)
     else:
-        state = None if initial_state is None else spec_of("initial_state", initial_state)
-        final = _spec("S_T", N, H, K, V)
-        narrow = "g" not in given and do.dtype != torch.float32 and max(K, V) <= 64
-        given |= {"initial_state": state, "S_T": final if narrow else None, "do": do, "dS": None}
-        given |= {"g": given.get("g"), "need_dg": "g" in given}
+        given["initial_state"] = spec_of("initial_state", initial_state)
 
-    def planned(function) -> Plan:
-        names = (*function.names, *function.options)
-        return function.plan(hardware, *((given | chosen)[n] for n in names))
+    def planned(function: Planned) -> Plan:
+        return function.plan(hardware, *(given[n] for n in (*function.names, *function.options)))
 
     found = planned(planner.forward)
     if direction == "forward":
         return found
-    kept = found.outputs[2]  # what a forward pass hands to its backward pass
-    given |= {"starts": kept, "sums": kept}
+    if mechanism == "softmax_attention":
+        given |= zip(("o", "lse", "low"), found.outputs, strict=True)
+        given["do"] = found.outputs[0]._replace(name="do")
+    else:
+        tensors = [given[n] for n in planner.forward.names]
+        names = planner.backward.names[len(tensors) :]
+        given |= zip(names, planner.kept(tensors, found.outputs), strict=False)
     return planned(planner.backward)
-
-
-def _spec(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Spec:
-    return Spec(name, shape, strides_of(shape), dtype)
 
 
 def describe(found: Plan) -> str:
@@ -102,9 +89,7 @@ def describe(found: Plan) -> str:
         warps, stages = (launch.options.get(n, d) for n, d in (("num_warps", 4), ("num_stages", 3)))
         touched = {x.name: x.bytes for x in launch.tensors}
         programs = " x ".join(map(str, launch.grid))
-        rows.append(
-            [launch.name, programs, tiles, warps, stages, f"{sum(touched.values()) / 1e6:,.3g}"]
-        )
+        rows.append([launch.name, programs, tiles, warps, stages, f"{sum(touched.values()) / 1e6:,.3g}"])
     head = ["kernel", "programs", "tiles", "warps", "stages", "tensors, MB"]
     lines = [f"{found.name}, for {found.hardware}"]
     lines += [f"  {sentence}" for sentence in found.why]

@@ -15,6 +15,7 @@ class Hardware(NamedTuple):
 
     Attributes:
         name: its compute capability, such as "sm_90"; "interpreter" for Triton's interpreter on a CPU.
+        family: the classes that share tables of tiles, since Triton makes the same products for them.
         shared_memory: bytes that one program may have of it.
         matrix_units: whether Triton multiplies 16-bit tiles on them; bfloat16 then, too.
         copy_engine: whether tiles are loaded and stored by descriptors (TMA).
@@ -22,6 +23,7 @@ class Hardware(NamedTuple):
     """
 
     name: str
+    family: str
     shared_memory: int
     matrix_units: bool
     copy_engine: bool
@@ -31,44 +33,30 @@ class Hardware(NamedTuple):
     def interpreted(self) -> bool:
         return self.name == "interpreter"
 
-    @property
-    def family(self) -> str:
-        """The classes that share tables of tiles, since Triton makes the same products for them."""
-        return FAMILIES[self.name]
-
     def __str__(self) -> str:
-        return (
-            self.name
-            if self.interpreted
-            else f"{self.name}, {self.multiprocessors} multiprocessors"
-        )
+        return self.name if self.interpreted else f"{self.name}, {self.multiprocessors} multiprocessors"
 
 
-# compute capability: shared memory a program, matrix units, copy engine, multiprocessors of a card that readers have
-# (T4, A100, A10, L4, H100 and H200, B200, RTX 5090). CUDA C++ Programming Guide, table "Technical Specifications per
-# Compute Capability". The rest is seen in what Triton 3.7.1 compiles: Turing's matrix units are left alone, so none are
-# said to be there. Nor are copy engines but Hopper's: on sm_100 the compiler ends, and Python with it, where a
-# pipelined loop stores by one, and on sm_120 attention spills ten times as much with it as without
+# compute capability: family, shared memory a program, matrix units, copy engine, multiprocessors of a card that readers
+# have (T4, A100, A10, L4, H100 and H200, B200, RTX 5090). CUDA C++ Programming Guide, table "Technical Specifications
+# per Compute Capability". The rest is seen in what Triton 3.7.1 compiles: Turing's matrix units are left alone, so none
+# are said to be there. Nor are copy engines but Hopper's: on sm_100 the compiler ends, and Python with it, where a
+# pipelined loop stores by one, and on sm_120 attention spills ten times as much with it as without. Hopper's tiles were
+# measured there, and fit nothing else: elsewhere operands of a product take registers. Of the rest that have matrix
+# units, all have tiles for the smallest, since it is registers that they are short of
 CLASSES = {
-    name: Hardware(name, shared * KIB, *rest)
-    for name, shared, *rest in [
-        ("sm_75", 64, False, False, 40),
-        ("sm_80", 163, True, False, 108),
-        ("sm_86", 99, True, False, 72),
-        ("sm_89", 99, True, False, 58),
-        ("sm_90", 227, True, True, 132),
-        ("sm_100", 227, True, False, 148),
-        ("sm_120", 99, True, False, 170),
+    name: Hardware(name, family, shared * KIB, *rest)
+    for name, family, shared, *rest in [
+        ("sm_75", "turing", 64, False, False, 40),
+        ("sm_80", "ampere", 163, True, False, 108),
+        ("sm_86", "ampere", 99, True, False, 72),
+        ("sm_89", "ampere", 99, True, False, 58),
+        ("sm_90", "hopper", 227, True, True, 132),
+        ("sm_100", "ampere", 227, True, False, 148),
+        ("sm_120", "ampere", 99, True, False, 170),
     ]
 }
-INTERPRETER = Hardware("interpreter", 227 * KIB, True, False, 1)
-# Hopper's tiles were measured there, and fit nothing else: elsewhere operands of a product take registers. Of the rest
-# that have matrix units, all have tiles for the smallest, since it is registers that they are short of
-FAMILIES = {
-    "sm_75": "turing",
-    **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"), "ampere"),
-    **dict.fromkeys(("sm_90", "interpreter"), "hopper"),
-}
+INTERPRETER = Hardware("interpreter", "hopper", 227 * KIB, True, False, 1)
 
 
 def tiles(table: dict, hardware: Hardware, dtype: torch.dtype, **sizes: int):
@@ -101,9 +89,7 @@ def class_of(major: int, minor: int) -> Hardware:
     known = {int(name.removeprefix("sm_")): x for name, x in CLASSES.items()}
     older = [n for n in known if n <= capability]
     if not older:
-        raise ValueError(
-            f"device: expected a GPU of compute capability 7.5 or newer, got {major}.{minor}"
-        )
+        raise ValueError(f"device: expected a GPU of compute capability 7.5 or newer, got {major}.{minor}")
     return known[max(older)]
 
 

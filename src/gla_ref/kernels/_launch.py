@@ -26,6 +26,7 @@ from ._program import Planned
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LIBRARY = torch.library.Library("gla_ref", "FRAGMENT")
 KERNELS = ("portable",)  # what an argument `kernel` may ask for
+OPTIONS = {"scale": "float?", "path": "str?", "kernel": "str?", "cached": "bool", "need_dg": "bool"}
 
 
 class Operator:
@@ -37,40 +38,37 @@ class Operator:
     PyTorch's compiler in its first call, only to keep it out: two seconds and more.
     """
 
-    def __init__(self, name: str, planned: Planned, schema: str):
-        """`schema` as PyTorch writes it; what a plan returns beyond its outputs is for the backward pass only."""
-        self.name, self.planned, self.tensors = f"gla_ref::{name}", planned, len(planned.names)
-        LIBRARY.define(name + schema)
-        self.outputs = None if schema.endswith("[]") else schema.split("->")[1].count("Tensor")
-        LIBRARY.impl(
-            name,
-            lambda *args: given(planned(*args)[: self.outputs], args[0]),
-            "CompositeExplicitAutograd",
-        )
+    def __init__(self, name: str, planned: Planned, outputs: int | None = None):
+        """What a plan returns beyond `outputs` is for the backward pass only; None: a list of all is returned."""
+        self.name, self.planned, self.tensors, self.outputs = name, planned, len(planned.names), outputs
+        arguments = [f"Tensor{'?' if i > 2 else ''} {n}" for i, n in enumerate(planned.names)]  # all have q, k and v
+        arguments += [f"{OPTIONS[n]} {n}" for n in planned.options]
+        results = f"({', '.join(['Tensor'] * outputs)})" if outputs else "Tensor[]"
+        LIBRARY.define(f"{name}({', '.join(arguments)}) -> {results}")
+        LIBRARY.impl(name, lambda *args: given(planned(*args)[:outputs], args[0]), "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.gla_ref, name).default
         self.function = None
 
     def __call__(self, *args):
         if torch.compiler.is_compiling() or _watched(args[0]):
-            return self.overload(*args)
+            found = self.overload(*args)
+            return found if self.outputs else [x if x.ndim > 1 else None for x in found]
         if os.environ.get("GLA_REF_DEBUG") == "1" and self.planned.check:
             self.planned.check(*args)
         program = self.planned.find(args)
         tensors = args[: self.tensors]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             if self.function is None:
-                check_forward_only(
-                    dict(zip(self.planned.names, tensors, strict=True)), "this kernel is"
-                )
+                check_forward_only(dict(zip(self.planned.names, tensors, strict=True)), "this kernel is")
             return self.function.apply(*args, program)
         return program(tensors)
 
     def register_fake(self, function):
-        torch.library.register_fake(self.name, function, lib=LIBRARY)
+        torch.library.register_fake(f"gla_ref::{self.name}", function, lib=LIBRARY)
 
     def register_autograd(self, save: Callable, gradients: Callable):
         """`save(ctx, inputs, output)` what `gradients(ctx, *grads)` needs."""
-        torch.library.register_autograd(self.name, gradients, setup_context=save, lib=LIBRARY)
+        torch.library.register_autograd(f"gla_ref::{self.name}", gradients, setup_context=save, lib=LIBRARY)
 
         def forward(ctx, *args):
             *inputs, program = args
@@ -84,13 +82,54 @@ class Operator:
 
         # made by its name, which `o.grad_fn` shows
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        name = self.name.removeprefix("gla_ref::")
-        self.function = type(name, (torch.autograd.Function,), methods)
+        self.function = type(self.name, (torch.autograd.Function,), methods)
 
 
 def given(outputs: list[Tensor | None], like: Tensor) -> list[Tensor]:
-    """Outputs as an operator returns them, which knows no None: an empty tensor stands for it."""
+    """Outputs as PyTorch's operators return them, which know no None: an empty tensor [0] stands for it."""
     return [like.new_empty(0) if x is None else x for x in outputs]
+
+
+def with_state(name: str, planned: Planned) -> Operator:
+    """The operator of a mechanism with a state: (o, state) of q, k, v, gates, initial state, cu_seqlens, options."""
+    operator = Operator(name, planned, 2)
+
+    @operator.register_fake
+    def _(q, k, v, *rest):
+        cu = rest[operator.tensors - 4]
+        N = q.shape[0] if cu is None else cu.shape[0] - 1
+        return v.new_empty(v.shape), q.new_empty(N, *q.shape[2:], v.shape[-1], dtype=torch.float32)
+
+    return operator
+
+
+def differentiable(operator: Operator, planned: Planned, kept: Callable) -> None:
+    """Make an operator of `with_state` differentiable by `planned`, which gives the gradients of all but cu_seqlens.
+
+    `planned` takes the tensors of the forward pass, what `kept(tensors, outputs)` returns (None: to be made again), the
+    gradients of o and state, the options, and whether the first gate needs a gradient.
+    """
+    gradient, n = Operator(f"{operator.name}_backward", planned), operator.tensors
+
+    @gradient.register_fake
+    def _(*args):
+        *tensors, S, _ = args[:n]
+        tensors[3] = tensors[3] if args[-1] else None
+        dS0 = None if S is None else S.new_empty(S.shape, dtype=torch.float32)
+        return given([*(x if x is None else x.new_empty(x.shape) for x in tensors), dS0], args[0])
+
+    def save(ctx, inputs, output):
+        tensors, ctx.options = inputs[:n], inputs[n:]
+        ctx.save_for_backward(*tensors, *kept(tensors, output))
+        ctx.set_materialize_grads(False)  # the final state seldom has a gradient
+
+    def gradients(ctx, do, dS):
+        saved = ctx.saved_tensors
+        do = torch.zeros_like(saved[2]) if do is None else do
+        grads = gradient(*saved, do, dS, *ctx.options, ctx.needs_input_grad[3])
+        return *grads, None, *[None] * len(ctx.options)
+
+    operator.register_autograd(save, gradients)
 
 
 def _watched(x) -> bool:
@@ -149,8 +188,12 @@ def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device
 
 
 def check_call(
-    mechanism: str, tensors: tuple[Tensor | None, ...], S: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float | None, most: dict[str, int],
+    mechanism: str,
+    tensors: tuple[Tensor | None, ...],
+    S: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    most: dict[str, int],
 ) -> dict[str, int]:
     """A whole call of a kernel with states; `most` has the largest size of some axes. The sizes of all axes.
 
@@ -159,10 +202,7 @@ def check_call(
     """
     kind = MECHANISMS[mechanism]
     given = {a.name: x for a, x in zip(kind.arguments, tensors, strict=True) if x is not None}
-    check_required(kind, given)
-    sizes = check_tensors(given, kind.arguments, kind.multiples)
-    check_launch(given, kind.arguments)
-    check_sizes(kind.arguments, sizes, most)
+    sizes = check_inputs(kind, given, most)
     check_scale(scale, sizes["K"])
     device = next(iter(given.values())).device
     check_packed(cu_seqlens, sizes["B"], sizes["T"], device)
@@ -172,31 +212,24 @@ def check_call(
     return sizes
 
 
-def check_required(kind: Mechanism, tensors: dict[str, Tensor]) -> None:
-    """Nothing is left out that every call needs.
+def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]) -> dict[str, int]:
+    """Tensors and states that a call was given: nothing that every call needs is missing, all fits, no axis is larger
+    than `most` says. The sizes of all axes.
 
     Raises:
-        TypeError: something is.
+        TypeError, ValueError: otherwise; the message names the argument.
     """
     for argument in kind.arguments:
-        if not argument.optional and argument.name not in tensors:
-            raise TypeError(
-                f"{argument.name}: expected a torch.Tensor of shape [{argument.axes}], got None"
-            )
-
-
-def check_sizes(
-    arguments: tuple[Argument, ...], sizes: dict[str, int], most: dict[str, int], where: str = ""
-) -> None:
-    """No axis is larger than `most` says; the message names the first argument that has it.
-
-    Raises:
-        ValueError: one is.
-    """
+        if not argument.optional and argument.name not in given:
+            raise TypeError(f"{argument.name}: expected a torch.Tensor of shape [{argument.axes}], got None")
+    known = (*kind.arguments, *kind.states)
+    sizes = check_tensors(given, known, kind.multiples)
+    check_launch(given, known)
     for axis, size in most.items():
         if sizes[axis] > size:
-            name = next(a.name for a in arguments if axis in a.axes.split())
-            raise ValueError(f"{name}: expected {axis} of at most {size}{where}, got {sizes[axis]}")
+            name = next(a.name for a in known if axis in a.axes.split())
+            raise ValueError(f"{name}: expected {axis} of at most {size}, got {sizes[axis]}")
+    return sizes
 
 
 def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:

@@ -131,17 +131,30 @@ class Draft:
     def like(self, name: str, x: Spec) -> Spec:
         return self.new(name, *x.shape, dtype=x.dtype)
 
-    def compute(self, spec: Spec, function: Callable, *args) -> Spec:
-        """A tensor that PyTorch makes."""
-        self.steps.append(Make(spec, False, function, args))
+    def compute(
+        self, name: str, function: Callable, x: Spec | None, *args, shape=None, dtype=torch.float32
+    ) -> Spec | None:
+        """What a function of PyTorch makes of x, contiguous and of x's shape; None of None."""
+        if x is None:
+            return None
+        spec = self.spec(name, *(shape or x.shape), dtype=dtype)
+        self.steps.append(Make(spec, False, function, (x, *args)))
         return spec
 
     def contiguous(self, x: Spec | None, dtype: torch.dtype | None = None) -> Spec | None:
         """x itself, or a copy if it is not contiguous and of this dtype."""
         if x is None or (x.contiguous and x.dtype == (dtype or x.dtype)):
             return x
-        spec = self.spec(f"{x.name} contiguous", *x.shape, dtype=dtype or x.dtype)
-        return self.compute(spec, _copy, x, spec.dtype)
+        dtype = dtype or x.dtype
+        return self.compute(f"{x.name} contiguous", _copy, x, dtype, dtype=dtype)
+
+    def gradient_of_o(self, x: Spec, do: Spec, scale: float) -> tuple[Spec, float]:
+        """(do, scale) as walks backwards take them: do by the copy engine, if it takes x."""
+        if describable(x, self.hardware) and not describable(do, self.hardware):
+            do = self.contiguous(do)  # the gradient of a sum has strides of 0
+        if scale == 0:  # then o says nothing, the final state all the same
+            return self.new("0", *do.shape, dtype=do.dtype, zero=True), 1.0
+        return do, scale
 
     def launch(self, kernel, grid: int | tuple[int, ...], *args, **named) -> None:
         """Launch `kernel` with these arguments; what it has no parameter for is an option of Triton's."""

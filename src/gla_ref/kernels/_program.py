@@ -89,9 +89,7 @@ def _parameters(kernel) -> tuple[list[int], list[tuple[int, bool]]]:
 COMPILED: dict[tuple, Callable] = {}  # kernels by their variants
 
 
-def compiled(
-    launches: list[Launch], device: torch.device, twins: Callable[[], list[Launch]]
-) -> list:
+def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], list[Launch]]) -> list:
     """The kernels of launches. Those that are new are compiled side by side: Triton would do it one by one.
 
     With them `twins`, which later calls will want.
@@ -156,10 +154,7 @@ class Program:
                 torch.zeros(1, device=self.device)
                 setattr(THREAD, self.cuda, True)
         # in the place of tensors that are not given; those who launch look there for the stream
-        values = [
-            torch._C._cuda_getCurrentRawStream(self.device.index) if self.cuda else None,
-            *inputs,
-        ]
+        values = [torch._C._cuda_getCurrentRawStream(self.device.index) if self.cuda else None, *inputs]
         for step, done in self.steps:
             step(values)
             for place in done:
@@ -189,9 +184,7 @@ def _maker(step: Make, places: dict, device: torch.device) -> Callable[[list], N
 def launcher(launch: Launch, places: dict, kernel) -> Callable[[list], None]:
     """A launch as a function of the list of all tensors; interpreted where there is no compiled kernel."""
     if kernel is None:
-        return by_triton(
-            launch, places, functools.partial(launch.kernel[launch.grid], **launch.options)
-        )
+        return by_triton(launch, places, functools.partial(launch.kernel[launch.grid], **launch.options))
 
     def plain():
         return by_triton(launch, places, kernel[(*launch.grid, 1, 1)[:3]])
@@ -227,11 +220,7 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
     profiler), the function that `plain` makes launches instead.
     """
     run, hooks = kernel.run, triton.knobs.runtime
-    if (
-        not triton.__version__.startswith("3.6.")
-        or run.global_scratch_size
-        or run.profile_scratch_size
-    ):
+    if not triton.__version__.startswith("3.6.") or run.global_scratch_size or run.profile_scratch_size:
         return None
     metas = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
     template, tensors, boxes = [], [], []
@@ -253,16 +242,7 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
             return None
     grid, function = (*launch.grid, 1, 1)[:3], kernel.function
     # scratch memory for the kernel and for a profiler; what kind of kernel it is; what and who profiles
-    fixed = (
-        run.launch_cooperative_grid,
-        run.launch_pdl,
-        None,
-        None,
-        kernel.packed_metadata,
-        None,
-        None,
-        None,
-    )
+    fixed = (run.launch_cooperative_grid, run.launch_pdl, None, None, kernel.packed_metadata, None, None, None)
 
     def start(values):
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
@@ -277,9 +257,7 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
                 if len(known) >= ADDRESSES:
                     known.clear()
                 # as much of a TensorDescriptor as is asked for, without the checks of its constructor
-                of = SimpleNamespace(
-                    base=values[place], shape=box.shape, strides=box.strides, padding="zero"
-                )
+                of = SimpleNamespace(base=values[place], shape=box.shape, strides=box.strides, padding="zero")
                 descriptor, *_ = nvidia.make_tensordesc_arg(of, meta)
                 known[address] = descriptor
             args[i] = descriptor
@@ -353,9 +331,7 @@ def signature(args: tuple, tensors: int) -> tuple:
     """All that decides how a call with these tensors and options runs, to be looked up: no values, no addresses."""
     return (
         *[
-            x
-            if x is None
-            else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0)
+            x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0)
             for x in args[:tensors]
         ],
         *args[tensors:],

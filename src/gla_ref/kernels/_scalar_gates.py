@@ -21,9 +21,7 @@ VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh", "s_db", "s_dt", "s_dh")
 
 
 @triton.jit(do_not_specialize=VARIABLE)
-def sum_gates(
-    g, sums, cu, s_gb, s_gt, s_gh, N, T, H, C: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr
-):
+def sum_gates(g, sums, cu, s_gb, s_gt, s_gh, N, T, H, C: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr):
     """Running sums of every chunk's gates in base 2, as two float32 numbers each: sums [chunks, H, 2, C].
 
     exp2 of a difference needs what lies between two tokens; the difference of plain float32 sums has
@@ -95,16 +93,12 @@ def gate_gradient(
     for i_v in tl.range(0, tl.cdiv(V, BV)):
         o_v = i_v * BV + tl.arange(0, BV)
         o_R = (i_s * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
-        o_S = (
-            (i_s * H + i_h).to(tl.int64) * K * V + o_k[:, None] + o_v[None, :] * K
-        )  # [V, K] in memory
+        o_S = (i_s * H + i_h).to(tl.int64) * K * V + o_k[:, None] + o_v[None, :] * K  # [V, K] in memory
         m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
         b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
         b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
         b_S = tl.load(states + o_S, mask=m_S, other=0.0)  # [BK, BV]
-        b_R = tl.load(
-            dstates + o_R, mask=m_S, other=0.0
-        )  # [BK, BV], the gradient of the state after
+        b_R = tl.load(dstates + o_R, mask=m_S, other=0.0)  # [BK, BV], the gradient of the state after
         b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
         b_kept += tl.sum(b_S.to(tl.float32) * b_R, 1)
         b_S, of_S = operand(b_S, b_q.dtype)
@@ -120,9 +114,7 @@ def gate_gradient(
     b_row = tl.sum(b_A, 1) + b_read  # [C]
     b_col = tl.sum(b_A, 0)  # [C]
     m_from = o_c[:, None] >= o_c[None, :]  # row i at or after column t
-    b_dg = tl.sum(tl.where(m_from, b_row[:, None], 0.0), 0) - tl.sum(
-        tl.where(m_from, b_col[:, None], 0.0), 0
-    )
+    b_dg = tl.sum(tl.where(m_from, b_row[:, None], 0.0), 0) - tl.sum(tl.where(m_from, b_col[:, None], 0.0), 0)
     b_dg += tl.sum(tl.where(m_from, 0.0, b_write[:, None]), 0) + kept
 
     # store: nothing crosses g = -inf

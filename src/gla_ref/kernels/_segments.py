@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 
 from ._plan import Draft, Spec, cdiv, next_power_of_2
-from ._tiles import VARYING
+from ._tiles import VARYING, which_tile
+
+
+@triton.jit
+def which_sequence(cu, i_n, T, PACKED: tl.constexpr):
+    """(batch row, start, stop) of sequence i_n."""
+    if PACKED:
+        return i_n * 0, tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
+    else:
+        return i_n, i_n * 0, i_n * 0 + T
 
 
 @triton.jit
@@ -22,8 +31,8 @@ def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
             o_n = o + tl.arange(0, 256)
             b_cu = tl.load(cu + o_n, mask=o_n < N, other=0).to(tl.int32)
             i_n += tl.sum(((b_cu // L + o_n <= i_s) & (o_n < N)).to(tl.int32))
-        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
-        return i_n, i_n * 0, start, stop, start + (i_s - start // L - i_n) * L
+        i_b, start, stop = which_sequence(cu, i_n, T, PACKED)
+        return i_n, i_b, start, stop, start + (i_s - start // L - i_n) * L
     else:
         n_s = tl.cdiv(T, L)
         return i_s // n_s, i_s // n_s, i_s * 0, i_s * 0 + T, i_s % n_s * L
@@ -39,14 +48,11 @@ def carry(
     A segment's decays: `rows` [slots, H, R], each of D / R numbers in a row, and `columns` [slots, H, V].
     """
     # which tile: BD numbers of the state of a head
-    n_d = tl.cdiv(D, BD)
-    o_d = tl.program_id(0) % n_d * BD + tl.arange(0, BD)
-    i_h, i_n = tl.program_id(0) // n_d % H, tl.program_id(0) // n_d // H
-    if PACKED:
-        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
-        first, n_s = start // L + i_n, tl.cdiv(stop - start, L)
-    else:
-        first, n_s = i_n * tl.cdiv(T, L), tl.cdiv(T, L)
+    i_d, i_h, i_n = which_tile(H, D, BD)
+    o_d = i_d * BD + tl.arange(0, BD)
+    _, start, stop = which_sequence(cu, i_n, T, PACKED)
+    first = start // L + i_n if PACKED else i_n * tl.cdiv(T, L)
+    n_s = tl.cdiv(stop - start, L)
 
     # load
     o_S, m_d = (i_n * H + i_h).to(tl.int64) * D + o_d, o_d < D
@@ -94,9 +100,7 @@ def slots(B: int, T: int, cu: Spec | None, L: int) -> int:
     return B * cdiv(T, L) if cu is None else T // L + sequences(B, cu)
 
 
-def choose_path(
-    programs: int, chunks: int, multiprocessors: int, packed: int | None = None
-) -> tuple[str, int]:
+def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | None = None) -> tuple[str, int]:
     """(path, chunks a segment) for so many programs of so many chunks each; or of so many chunks in all, for each of
     the programs that a sequence has, where so many sequences are `packed`.
 
@@ -111,9 +115,7 @@ def choose_path(
     return ("segmented", length) if length < chunks else ("fused", chunks)
 
 
-def segment_length(
-    draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None
-) -> int:
+def segment_length(draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None) -> int:
     """Chunks of a segment: on the path that is asked for, by `choose_path` if none is; all and one more in one go."""
     chosen, length = choose_path(programs, chunks, draft.hardware.multiprocessors, packed)
     who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"

@@ -18,6 +18,22 @@ def stride(s, axis: tl.constexpr):
 
 
 @triton.jit
+def which_tile(H, D, BD: tl.constexpr):
+    """(tile of BD of a head's D columns, head, the rest) of this program; neighbours share in L2 what they read."""
+    n_d, i = tl.cdiv(D, BD), tl.program_id(0)
+    return i % n_d, i // n_d % H, i // n_d // H
+
+
+@triton.jit
+def rows(x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr):
+    """Pointers to rows o_t ... of x[i_b, :, i_h, o_d:] and their mask, [C, BD], up to row `end` and column D."""
+    o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
+    p = x + i_b.to(tl.int64) * stride(s, 0) + i_h.to(tl.int64) * stride(s, 2)
+    p += o_r[:, None].to(tl.int64) * stride(s, 1) + o_c[None, :].to(tl.int64) * stride(s, 3)
+    return p, (o_r < end)[:, None] & (o_c < D)[None, :]
+
+
+@triton.jit
 def load_tile(
     x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
     LAST: tl.constexpr = False,
@@ -29,26 +45,19 @@ def load_tile(
     if TMA:  # the copy engine: no addresses to compute, and it knows where the tensor ends
         b = x.load([i_b, i_h, o_t, o_d]).reshape(C, BD)
     else:
-        o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
-        p = x + i_b.to(tl.int64) * stride(s, 0) + i_h.to(tl.int64) * stride(s, 2)
-        p += o_r[:, None].to(tl.int64) * stride(s, 1) + o_c[None, :].to(tl.int64) * stride(s, 3)
-        m = (o_r < end)[:, None] & (o_c < D)[None, :]
+        p, m = rows(x, s, i_b, i_h, o_t, end, o_d, D, C, BD)
         b = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first" if LAST else "")
     return b
 
 
 @triton.jit
-def store_tile(
-    x, b, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
-):
+def store_tile(x, b, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
     """b [C, BD], in x's precision, to rows o_t ... of x[i_b, :, i_h, o_d:], up to row `end` and column D."""
     if TMA:
         x.store([i_b, i_h, o_t, o_d], b.to(x.dtype).reshape(1, 1, C, BD))
     else:
-        o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
-        p = x + i_b.to(tl.int64) * stride(s, 0) + i_h.to(tl.int64) * stride(s, 2)
-        p += o_r[:, None].to(tl.int64) * stride(s, 1) + o_c[None, :].to(tl.int64) * stride(s, 3)
-        tl.store(p, b.to(x.dtype.element_ty), mask=(o_r < end)[:, None] & (o_c < D)[None, :])
+        p, m = rows(x, s, i_b, i_h, o_t, end, o_d, D, C, BD)
+        tl.store(p, b.to(x.dtype.element_ty), mask=m)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._contract import check_chunk, check_tensors
 from ..mechanisms import Argument
-from ._launch import check_launch
+from ._launch import check_forward_only, check_launch
 
 __all__ = ["decay_cumsum"]
 
@@ -74,18 +74,13 @@ def decay_cumsum(g: Tensor, *, C: int = 16) -> Tensor:
     if C > 256:
         raise ValueError(f"C: expected at most 256, got {C}")
     check_launch({"g": g}, (GATE,))
-    if g.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "g: expected a tensor that needs no gradient, got requires_grad=True; this kernel has no backward"
-        )
+    check_forward_only({"g": g}, "this kernel is")
     B, T, H, K = sizes["B"], sizes["T"], sizes["H"], sizes["K"]
     b = torch.empty(B, T, H, K, dtype=torch.float32, device=g.device)
     BK = min(64, triton.next_power_of_2(K))
     grid = (triton.cdiv(K, BK), triton.cdiv(T, C), B * H)
     if max(grid[1:]) > 65535:  # CUDA's limit on the second and third axis of a grid
-        raise ValueError(
-            f"g: expected at most 65535 chunks and 65535 heads in all, got {grid[1]} and {grid[2]}"
-        )
+        raise ValueError(f"g: expected at most 65535 chunks and 65535 heads in all, got {grid[1]} and {grid[2]}")
     fwd_decay_cumsum[grid](
         g, b, *g.stride(), *b.stride(), T, H, K,
         C=C, BC=triton.next_power_of_2(C), BK=BK, INV_LN2=1 / math.log(2), num_warps=1 if C <= 16 else 4,

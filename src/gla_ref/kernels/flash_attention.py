@@ -36,7 +36,7 @@ from torch import Tensor
 from .. import _contract as contract
 from ..softmax_attention import CACHE, KIND
 from ._hardware import Hardware, tiles
-from ._launch import KERNELS, Operator, check_choice, check_launch, check_packed, check_required, check_sizes
+from ._launch import KERNELS, Operator, check_choice, check_inputs, check_packed
 from ._plan import Draft, Plan, Spec, boxes, describable, next_power_of_2, strides_of
 from ._program import Planned
 from ._segments import sequences, slots, which_segment
@@ -86,7 +86,7 @@ def load_rows(
 
 
 @triton.jit
-def which_tile(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
+def which_rows(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
     """Head and tile of this program: (i_b, i_h, i_tile, first row of the sequence, its queries, its keys).
 
     A spare slot of a packed batch (`which_segment`) gets a tile beyond the end.
@@ -133,7 +133,7 @@ def fwd(
     TMA: tl.constexpr, PACKED: tl.constexpr, NEGATIVE: tl.constexpr,
 ):
     # which tile: the longest rows first, so that none is left over at the end
-    i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BM, PACKED)
+    i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)
     o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
     if o_m < 0:
         return
@@ -199,7 +199,7 @@ def bwd_dq(
     TMA: tl.constexpr, PACKED: tl.constexpr,
 ):
     # which tile, as in fwd
-    i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BM, PACKED)
+    i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)
     o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
     if o_m < 0:
         return
@@ -280,7 +280,7 @@ def bwd_dkv(
     TMA: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):
     # which tile: the first keys, which most queries see, come first
-    i_b, i_h, i_t, start, T, S = which_tile(cu, N, T, S, H, slots, BN, PACKED)
+    i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BN, PACKED)
     o_n = i_t * BN
     if o_n >= S:
         return
@@ -325,15 +325,7 @@ class _Call:
         self.draft, self.B, self.T = Draft(hardware, *inputs), *q.shape[:2]
         H, K, V = *q.shape[2:], v.shape[-1]
         self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(0, cu)
-        self.sizes = {
-            "N": self.N,
-            "T": self.T,
-            "S": k.shape[1],
-            "H": H,
-            "K": K,
-            "V": V,
-            "rows": self.T,
-        }
+        self.sizes = {"N": self.N, "T": self.T, "S": k.shape[1], "H": H, "K": K, "V": V, "rows": self.T}
         self.BK, self.BV = (max(16, next_power_of_2(n)) for n in (K, V))
         self.AHEAD = max(self.BK, self.BV) <= 64
         # small tiles are interpreted sooner
@@ -345,9 +337,7 @@ class _Call:
         """BM, BN, warps and stages."""
         return tiles(table, self.draft.hardware, self.dtype, K=self.sizes["K"], V=self.sizes["V"])
 
-    def launch(
-        self, kernel, length: int, rows: int, tiles: list, *args, warps: int, stages: int, **named
-    ):
+    def launch(self, kernel, length: int, rows: int, tiles: list, *args, warps: int, stages: int, **named):
         """`kernel` on every `rows` of `length` tokens; `tiles` are what it loads, as (tensor, rows, width)."""
         n = slots(1, length, self.cu, rows)
         loaded = [boxes(self.engine, n, (x, width))[0] for x, n, width in tiles]
@@ -358,19 +348,13 @@ class _Call:
         )
 
 
-def _parts(dtype: torch.dtype) -> int:
-    """How many numbers a row hold its log-sum-exp: itself beside 16-bit operands, its two terms beside float32."""
-    return 2 if dtype == torch.float32 else 1
-
-
 def plan_forward(hardware: Hardware, q, k, v, cu, scale, kernel, cached) -> Plan:
-    """(o, lse, low) of specs of the tensors: low is the second term of lse, or None; `kernel` has one choice today."""
+    """(o, lse, low) of specs of the tensors: low, beside float32 only, is the second term of lse."""
     call = _Call(hardware, (q, k, v, cu), scale)
     B, T, H, _ = q.shape
     o = call.draft.new("o", B, T, H, v.shape[-1], dtype=v.dtype)
-    lse, low = call.draft.new("lse", B, H, T), None
-    if _parts(q.dtype) == 2:
-        low = call.draft.new("low", B, H, T)
+    lse = call.draft.new("lse", B, H, T)
+    low = call.draft.new("low", B, H, T) if q.dtype == torch.float32 else None
     BM, BN, warps, stages = call.tiles(FWD)
     call.launch(
         fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
@@ -418,25 +402,18 @@ def _twin(q: Spec, *others: Spec | None) -> list[Spec | None]:
 
 
 def check(q, k, v, cu_seqlens, scale, kernel, cached=False, cache=None) -> None:
-    """What a call of a new signature is held against; `cached` ones were, before k and v got the cache in front.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
-    """
+    """What a call of a new signature is held against; `cached` ones were, before k and v got the cache in front."""
     check_choice("kernel", kernel, KERNELS)
     if cached:
         return
     if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
         raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
     past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
-    tensors, arguments = {"q": q, "k": k, "v": v, **past}, (*KIND.arguments, *CACHE)
-    check_required(KIND, {name: x for name, x in tensors.items() if x is not None})
-    sizes = contract.check_tensors(tensors, arguments)
-    check_launch(tensors, arguments)
+    given = {name: x for name, x in {"q": q, "k": k, "v": v, **past}.items() if x is not None}
+    sizes = check_inputs(KIND._replace(states=CACHE), given, {"K": 256, "V": 256})
     for name, x in past.items():
         if x.dtype != k.dtype:
             raise TypeError(f"{name}: expected dtype {k.dtype} as for k, got {x.dtype}")
-    check_sizes(KIND.arguments, sizes, {"K": 256, "V": 256})
     if cu_seqlens is not None and past:
         raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
     check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
@@ -445,19 +422,9 @@ def check(q, k, v, cu_seqlens, scale, kernel, cached=False, cache=None) -> None:
 
 CHOICES = ("scale", "kernel")
 forward = Planned(plan_forward, ("q", "k", "v", "cu_seqlens"), (*CHOICES, "cached"), check, _twin)
-backward = Planned(
-    plan_backward, ("q", "k", "v", "o", "lse", "low", "do", "cu_seqlens"), CHOICES, twin=_twin
-)
-OPTIONS = "float? scale, str? kernel"
-_forward = Operator(
-    "flash_attention", forward,
-    f"(Tensor q, Tensor k, Tensor v, Tensor? cu, {OPTIONS}, bool cached) -> (Tensor, Tensor, Tensor)",
-)
-_backward = Operator(
-    "flash_attention_backward", backward,
-    "(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? low, Tensor do, Tensor? cu, "
-    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)
+backward = Planned(plan_backward, ("q", "k", "v", "o", "lse", "low", "do", "cu_seqlens"), CHOICES, twin=_twin)
+_forward = Operator("flash_attention", forward, 3)
+_backward = Operator("flash_attention_backward", backward, 3)
 
 
 @_forward.register_fake

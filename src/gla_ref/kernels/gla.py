@@ -5,14 +5,13 @@ The kernels are in gla_forward.py and gla_gradient.py; with gates on values too,
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
 from . import gla_forward, gla_gradient, gla_two_sided
 from ._hardware import Hardware
-from ._launch import KERNELS, Operator, check_call, check_choice, given
+from ._launch import KERNELS, check_call, check_choice, differentiable, with_state
 from ._plan import Plan
 from ._program import Planned
 
@@ -28,9 +27,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel
     return gla_two_sided.plan_forward(hardware, q, k, v, g, g_v, S, cu, scale, path)
 
 
-def plan_backward(
-    hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg
-) -> Plan:
+def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg) -> Plan:
     """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed."""
     rest = S, cu, starts, do, dS, scale, path, need_dg
     if g_v is None:
@@ -39,68 +36,37 @@ def plan_backward(
 
 
 def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel) -> None:
-    """What a call of a new signature is held against.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
-    """
-    tensors = q, k, v, g, g_v
-    check_call("gla", tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
+    """What a call of a new signature is held against."""
+    check_call("gla", (q, k, v, g, g_v), initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
     check_choice("kernel", kernel, KERNELS)
+
+
+def kept(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
+    """The states that segments start from."""
+    _, _, *starts = outputs
+    return starts or [None]
 
 
 TENSORS = (*(x.name for x in MECHANISMS["gla"].arguments), "initial_state", "cu_seqlens")
 CHOICES = ("scale", "path", "kernel")
 forward = Planned(plan_forward, TENSORS, CHOICES, check)
 backward = Planned(plan_backward, (*TENSORS, "starts", "do", "dS"), (*CHOICES, "need_dg"))
-ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? g_v, Tensor? S, Tensor? cu"
-OPTIONS = "float? scale, str? path, str? kernel"
-_forward = Operator("gla", forward, f"({ARGUMENTS}, {OPTIONS}) -> (Tensor, Tensor)")
-_backward = Operator(
-    "gla_backward",
-    backward,
-    f"({ARGUMENTS}, Tensor? starts, Tensor do, Tensor? dS, {OPTIONS}, bool need_dg) -> Tensor[]",
-)
-
-
-@_forward.register_fake
-def _(q, k, v, g, g_v, S, cu, scale, path, kernel):
-    N = q.shape[0] if cu is None else cu.shape[0] - 1
-    return v.new_empty(v.shape), q.new_empty(N, *q.shape[2:], v.shape[-1], dtype=torch.float32)
-
-
-@_backward.register_fake
-def _(q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg):
-    like = [q, k, v, g if need_dg else None, g_v]
-    dS0 = None if S is None else S.new_empty(S.shape, dtype=torch.float32)
-    return given([*(x if x is None else x.new_empty(x.shape) for x in like), dS0], q)
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.path, ctx.kernel = inputs
-    _, _, *starts = output
-    ctx.save_for_backward(*tensors, *starts or [None])
-    ctx.set_materialize_grads(False)  # the final state seldom has a gradient
-
-
-def _gradients(ctx, do, dS):
-    saved = ctx.saved_tensors
-    _, _, v, _, g_v, S, *_ = saved
-    do, need_dg = torch.zeros_like(v) if do is None else do, ctx.needs_input_grad[3]
-    dq, dk, dv, dg, dg_v, dS0 = _backward(*saved, do, dS, ctx.scale, ctx.path, ctx.kernel, need_dg)
-    return (
-        dq, dk, dv, dg if need_dg else None, None if g_v is None else dg_v, None if S is None else dS0,
-        *[None] * 4,
-    )
-
-
-_forward.register_autograd(_save, _gradients)
+_forward = with_state("gla", forward)
+differentiable(_forward, backward, kept)
 
 
 def gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, g_v: Tensor | None = None, scale: float | None = None,
-    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    g_v: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    path: str | None = None,
     kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gated Linear Attention, differentiable; right for every gate in [-inf, 0].

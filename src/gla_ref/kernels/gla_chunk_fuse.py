@@ -25,8 +25,7 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ..gla_chunk_fuse import combine, tile
-from ..mechanisms import MECHANISMS
-from ._launch import check_forward_only, check_launch, check_required
+from ._launch import check_call, check_forward_only
 from .decay_cumsum import decay_cumsum
 
 __all__ = ["gla_chunk_fuse", "inner_scores", "qg_kg", "read_states"]
@@ -41,9 +40,7 @@ def at(x, s, i_b, i_h, o_t, o_d):
 
 
 @triton.jit
-def prepare_qg_kg(
-    q, k, b, q_g, k_g, s_q, s_k, s_b, T, H, K, scale, BT: tl.constexpr, BK: tl.constexpr
-):
+def prepare_qg_kg(q, k, b, q_g, k_g, s_q, s_k, s_b, T, H, K, scale, BT: tl.constexpr, BK: tl.constexpr):
     # which tile
     i_k, i_c, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -207,24 +204,15 @@ def gla_chunk_fuse(
     Raises:
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
-    tensors = {"q": q, "k": k, "v": v, "g": g}
-    kind = MECHANISMS["gla"]
-    check_required(kind, {name: x for name, x in tensors.items() if x is not None})
-    sizes = contract.check_tensors(tensors, kind.arguments)
-    check_launch(tensors, kind.arguments)
+    sizes = check_call("gla", (q, k, v, g, None), initial_state, None, scale, {})
     if C not in WARPS:
         raise ValueError(f"C: expected 16, 32 or 64, got {C!r}")
     for name, x in (("g_v", g_v), ("cu_seqlens", cu_seqlens)):
         if x is not None:
             raise ValueError(f"{name}: expected None, which is all these kernels know, got a value")
-    S = initial_state
-    if S is not None:
-        contract.check_state(
-            "initial_state", S, contract.state_shape(kind, sizes, sizes["B"]), v.device
-        )
-        S = S.float().contiguous()
-    check_forward_only({**tensors, "initial_state": initial_state}, "the four kernels are")
-    scale = contract.check_scale(scale, sizes["K"])
+    check_forward_only({"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state}, "the four kernels are")
+    scale, S = contract.check_scale(scale, sizes["K"]), initial_state
+    S = S if S is None else S.float().contiguous()
     b = decay_cumsum(g, C=C)
     q_g, k_g = qg_kg(q, k, b, scale, C)
     o, S = read_states(q_g, k_g, v, b, S, C)

@@ -38,6 +38,7 @@ A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g) 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ from .. import _contract as contract
 from ._hardware import Hardware, tiles
 from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from ._segments import carry_states, segment_length, sequences, slots, which_segment
-from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile
+from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
 # by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
 # Hopper's were fastest; benchmarks/LAB.md says what else was tried, and why float32 is not pipelined.
@@ -85,10 +86,8 @@ def walk(
     it q and k are q' and k', and `factors` and `strong` are read, as `prepare` left them.
     Of the results any may be None: o; `states`, the one before each chunk; `decay` of the segment.
     """
-    # which tile: V tiles of a head are neighbours and share q and k in L2
-    n_v = tl.cdiv(V, BV)
-    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
-    i_s = tl.program_id(0) // n_v // H
+    # which tile
+    i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     n_c = tl.cdiv(end - begin, C)  # chunks of this segment; not above 0 in a spare slot
@@ -126,9 +125,7 @@ def walk(
         # compute: (1)
         if g is not None:
             b_g = load_tile(g, s_g, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
-            read, write, first, last, through, mild = chunk_decays(
-                b_g, LIMIT, FAST_SUMS, REVERSE, b_v.dtype
-            )
+            read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, REVERSE, b_v.dtype)
             b_k = (b_k * write).to(b_v.dtype)
             if o is not None:
                 b_q = (b_q * read).to(b_v.dtype)
@@ -206,9 +203,7 @@ def prepare(
 ):
     """(1): q' and k'; the state's `factors` [chunks, H, 3, K], of q, through, of k; `strong`, from zeros."""
     # which tile: BK channels of a chunk of a head
-    n_k = tl.cdiv(K, BK)
-    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
-    i_s = tl.program_id(0) // n_k // H
+    i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
 
     # load
@@ -217,9 +212,7 @@ def prepare(
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
 
     # compute
-    read, write, first, last, through, mild = chunk_decays(
-        b_g, LIMIT, FAST_SUMS, False, q_hat.dtype.element_ty
-    )
+    read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, q_hat.dtype.element_ty)
 
     # store
     store_tile(q_hat, b_q * read, s_hat, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
@@ -277,9 +270,7 @@ def totals(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def chunk_decays(
-    b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.constexpr, dtype: tl.constexpr
-):
+def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.constexpr, dtype: tl.constexpr):
     """Of a chunk's gates [C, D]: factors of what reads and writes [C, D], of the state [D]; are all mild?
 
     The state is multiplied by `first`, read, multiplied by `through` (1 in mild channels), written
@@ -436,28 +427,13 @@ class Call:
         tells of; of these the last alone, if an earlier walk has found the states that segments
         start from (`starts`; there is no S then).
         """
-        draft, C, BV, N, T, H, K, V = (
-            self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V,
-        )
+        draft, C, BV, N, T, H, K, V = self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V
         tokens = (x.q, x.k, v, x.g) if o else (x.k, v, x.g)
         engine = self.cu is None and all([describable(y, draft.hardware) for y in tokens if y])
         o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
         kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
         states = draft.new(states, self.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
-        s_S = pattern(H * K * V, V, K * V, 1)
-
-        def walk_all(L, S_in, S_out, o=None, states=None, decay=None):
-            q = x.q if o else None
-            draft.launch(
-                walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
-                *boxes(engine, C, (q, self.BK), (x.k, self.BK), (v, BV), (x.g, self.BK)),
-                x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
-                *boxes(engine, self.BK, (states, BV)), decay, self.cu,
-                *patterns(q, x.k, v, x.g, o), s_S, N, T, L, H, K, V, self.scale,
-                BK=self.BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
-                num_warps=self.warps, num_stages=self.stages[int(states is not None)],
-            )
-
+        walk_all = functools.partial(self.launch_walk, x, v, engine, reverse)
         L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), self.cu and N)
         if L > T:  # in one go; there is a slot for each sequence, so that S_in and S are by slots too
             S = draft.new(S, N, H, K, V) if S else None
@@ -465,14 +441,41 @@ class Call:
             return Walked(o, S, states, None)
         if starts is None:
             n = slots(self.B, T, self.cu, L)
-            starts, decay = draft.new("starts", n, H, K, V), draft.new("decay", n, H, K)
+            starts, decays = draft.new("starts", n, H, K, V), self.decays(n)
             S = draft.new(S or "S", N, H, K, V)
-            walk_all(L, None, starts, decay=decay)
-            carry_states(draft, starts, decay, None, S_in, S, self.cu, T, L, reverse)
+            walk_all(L, None, starts, decays=decays)
+            carry_states(draft, starts, *decays, S_in, S, self.cu, T, L, reverse)
         else:
             S = None
         walk_all(L, starts, None, o, states)
         return Walked(o, S, states, starts)
+
+    def decays(self, n: int) -> tuple[Spec | None, Spec | None]:
+        """Of n segments: those of the state's rows, and of its columns."""
+        return self.draft.new("decay", n, self.H, self.K), None
+
+    def launch_walk(
+        self, x: Readers, v: Spec, engine: bool, reverse: bool,
+        L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+    ) -> None:
+        """`walk` over segments of L tokens."""
+        C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
+        q = x.q if o else None
+        self.draft.launch(
+            walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
+            *boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK)),
+            x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
+            *boxes(engine, BK, (states, BV)), decays[0], self.cu, *patterns(q, x.k, v, x.g, o),
+            pattern(H * K * V, V, K * V, 1), self.N, T, L, H, K, V, self.scale,
+            BK=BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
+            num_warps=self.warps, num_stages=self.stages[int(states is not None)],
+        )
+
+    def start_backward(self, v: Spec, do: Spec, dS: Spec | None) -> tuple[Spec, Spec | None]:
+        """do and R after the last token, as the walks take them; `scale` may change."""
+        do, self.scale = self.draft.gradient_of_o(v, do, self.scale)
+        # all that a walk reads is multiplied by scale, which dS has no part in
+        return do, self.draft.compute("R", torch.div, self.draft.contiguous(dS), self.scale)
 
     def mend(self, q, k, v, g, o, strong, reverse=False) -> None:
         """Add to o what `walk` has left out."""

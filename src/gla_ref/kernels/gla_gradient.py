@@ -23,12 +23,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ._hardware import Hardware
-from ._plan import Draft, Plan, Spec, cdiv, describable
+from ._plan import Plan, cdiv
 from ._segments import which_segment
-from ._tiles import VARYING, load_tile, operand, patterns, store_tile
+from ._tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
 from .gla_forward import Call, across, chunk_decays, clamped, one_half, sums, to_border
 
 # BK = BV, warps and most stages of `gradients`
@@ -50,9 +49,7 @@ def gradients(
 ):
     """dq, dk and dg (None where it is not needed) of a chunk, [B, T, H, K] with strides s_d."""
     # which tile: BK channels of a chunk of a head
-    n_k = tl.cdiv(K, BK)
-    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
-    i_s = tl.program_id(0) // n_k // H
+    i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
     if o_t >= stop:
         return
@@ -99,9 +96,7 @@ def gradients(
 
 
 @triton.jit
-def pairs(
-    b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.constexpr, FAST: tl.constexpr
-):
+def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.constexpr, FAST: tl.constexpr):
     """dq, dk; and for (3) b_net = q dq - k (dk of pairs) and b_later = k (dk of later chunks), all [C, BK]."""
     C: tl.constexpr = b_q.shape[0]
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -137,40 +132,13 @@ def crossing(b_net, b_later, b_kept, b_g, FAST: tl.constexpr):
     return tl.where(b_g == float("-inf"), 0.0, b_d)
 
 
-def start_backward(call: Call, v: Spec, do: Spec, dS: Spec | None) -> tuple[Spec, Spec | None]:
-    """do and R after the last token, as the walks take them; `call.scale` may change."""
-    draft = call.draft
-    if describable(v, draft.hardware) and not describable(do, draft.hardware):
-        do = draft.contiguous(do)  # the gradient of a sum has strides of 0
-    if call.scale == 0:  # then o says nothing, the final state all the same
-        do, call.scale = draft.new("0", *do.shape, dtype=do.dtype, zero=True), 1.0
-    # all that a walk reads is multiplied by scale, which dS has no part in
-    R = None if dS is None else draft.compute(draft.spec("R", *dS.shape), _over, dS, call.scale)
-    return do, R
-
-
-def _over(dS: Tensor, scale: float) -> Tensor:
-    return (dS / scale).contiguous()
-
-
-def first_gradient(draft: Draft, R: Spec | None, scale: float) -> Spec | None:
-    """That of the initial state, of what a walk backwards ends with."""
-    return R and draft.compute(draft.spec("dS0", *R.shape), torch.mul, R, scale)
-
-
-def plan_backward(
-    hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg
-) -> Plan:
+def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
     call = Call(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
-    draft = call.draft
-    do, R = start_backward(call, v, do, dS)
-    x = call.prepare(q, k, g)
-    S_in = draft.contiguous(S, torch.float32)
+    draft, (do, R) = call.draft, call.start_backward(v, do, dS)
+    x, S_in = call.prepare(q, k, g), draft.contiguous(S, torch.float32)
     S_all = call.walk(x, v, S_in, states="states", starts=starts).states
-    back = call.walk(
-        x._replace(q=x.k, k=x.q), do, R, o="dv", S="R_0" if S else "", states="dstates", reverse=True
-    )
+    back = call.walk(x._replace(q=x.k, k=x.q), do, R, o="dv", S="R_0" if S else "", states="dstates", reverse=True)
     call.mend(k, q, do, g, back.o, x.strong, reverse=True)
     dq, dk = draft.like("dq", q), draft.like("dk", k)
     dg = draft.like("dg", g) if need_dg else None
@@ -184,5 +152,5 @@ def plan_backward(
         LEVELS=call.levels, BK=B, BV=B, LIMIT=call.limit, **call.same,
         num_warps=warps, num_stages=stages if call.half and call.V > B else 1,
     )
-    dS0 = first_gradient(draft, back.S if S else None, call.scale)
+    dS0 = draft.compute("dS0", torch.mul, back.S if S else None, call.scale)
     return draft.plan("portable", dq, dk, back.o, dg, None, dS0)

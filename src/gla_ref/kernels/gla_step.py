@@ -23,11 +23,11 @@ from torch import Tensor
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
 from ._hardware import Hardware
-from ._launch import Operator, check_call
+from ._launch import check_call, with_state
 from ._plan import Draft, Plan, cdiv, next_power_of_2
 from ._program import Planned
-from ._segments import sequences
-from ._tiles import load_tile, patterns, store_tile
+from ._segments import sequences, which_sequence
+from ._tiles import load_tile, patterns, store_tile, which_tile
 
 __all__ = ["gla_step"]
 
@@ -47,14 +47,9 @@ def step(
     BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):
     # which tile: BV columns of the state of a head of a sequence
-    n_v = tl.cdiv(V, BV)
-    o_v, i_h = tl.program_id(0) % n_v * BV, tl.program_id(0) // n_v % H
-    i_n = tl.program_id(0) // n_v // H
-    if PACKED:
-        start, stop = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
-        i_b = i_n * 0
-    else:
-        start, stop, i_b = i_n * 0, i_n * 0 + T, i_n
+    i_v, i_h, i_n = which_tile(H, V, BV)
+    i_b, start, stop = which_sequence(cu, i_n, T, PACKED)
+    o_v = i_v * BV
 
     # load: states are [N, K, H, V] here
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
@@ -106,16 +101,7 @@ def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale) -> None:
 
 TENSORS = (*(x.name for x in MECHANISMS["gla"].arguments), "initial_state", "cu_seqlens")
 forward = Planned(plan_step, TENSORS, ("scale",), check)
-_step = Operator(
-    "gla_step", forward,
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? g_v, Tensor? S, Tensor? cu, float? scale) -> (Tensor, Tensor)",
-)
-
-
-@_step.register_fake
-def _(q, k, v, g, g_v, S, cu, scale):
-    N = q.shape[0] if cu is None else cu.shape[0] - 1
-    return torch.empty_like(v), q.new_empty(N, *q.shape[2:], v.shape[-1], dtype=torch.float32)
+_step = with_state("gla_step", forward)
 
 
 def gla_step(

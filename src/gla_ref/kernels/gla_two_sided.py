@@ -28,11 +28,11 @@ import triton
 import triton.language as tl
 
 from ._hardware import Hardware
-from ._plan import Plan, Spec, boxes, cdiv, describable, next_power_of_2
-from ._segments import carry_states, segment_length, slots, which_segment
-from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile
-from .gla_forward import MEND, WALK, Call, Readers, Walked, across, chunk_decays, clamped, scores, to_border
-from .gla_gradient import GRADIENTS, crossing, first_gradient, pairs, start_backward
+from ._plan import Plan, Spec, boxes, cdiv, next_power_of_2
+from ._segments import slots, which_segment
+from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+from .gla_forward import MEND, WALK, Call, Readers, across, chunk_decays, clamped, scores, to_border
+from .gla_gradient import GRADIENTS, crossing, pairs
 
 # as in gla_forward.py and gla_gradient.py, but for what spills
 TILES = WALK | {
@@ -50,9 +50,7 @@ def walk(
 ):
     """As `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
     # which tile
-    n_v = tl.cdiv(V, BV)
-    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
-    i_s = tl.program_id(0) // n_v // H
+    i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     n_c = tl.cdiv(end - begin, C)
@@ -84,9 +82,7 @@ def walk(
         last = tl.load(p_d + LAST * K, mask=o_k < K, other=1.0)  # [BK]
 
         # compute
-        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(
-            b_gv, LIMIT, FAST_SUMS, REVERSE, b_v.dtype
-        )
+        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, FAST_SUMS, REVERSE, b_v.dtype)
         mild = (tl.load(strong_k + i_d) == 0) & mild_v
         b_v = (b_v * write_v).to(b_v.dtype)
         if states is not None:
@@ -167,9 +163,7 @@ def gradients(
 ):
     """As `gla_gradient.gradients`. With (q, k, g) and (do, v, g_v) exchanged: do, dv and dg_v."""
     # which tile: BK channels of a chunk of a head
-    n_k = tl.cdiv(K, BK)
-    i_k, i_h = tl.program_id(0) % n_k, tl.program_id(0) // n_k % H
-    i_s = tl.program_id(0) // n_k // H
+    i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
     if o_t >= stop:
         return
@@ -184,9 +178,7 @@ def gradients(
         b_S = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
-        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(
-            b_gv, LIMIT, FAST_SUMS, False, b_v.dtype
-        )
+        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, FAST_SUMS, False, b_v.dtype)
         if mild_v:
             b_l, b_r = (b_do * read_v).to(b_do.dtype), (b_v * write_v).to(b_v.dtype)
             b_dP = tl.dot(b_l, b_r.T, b_dP, input_precision="ieee")
@@ -228,52 +220,27 @@ class TwoSided(Call):
         super().__init__(hardware, inputs, scale, path, TILES)
         self.limit /= 2  # k'^T v' has the factors of both gates
         self.NV = next_power_of_2(cdiv(self.V, self.BV))
+        self.g_v, self.strong = inputs[4], None
 
-    def walk(
-        self, x: Readers, v: Spec, g_v: Spec, S_in: Spec | None, o: str = "", S: str = "",
-        states: str = "", starts: Spec | None = None, reverse: bool = False,
-    ) -> tuple[Walked, Spec | None]:
-        """As `Call.walk`, and with o the flags of strong tiles."""
-        draft, C, BV, N, T, H, K, V = (
-            self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V,
+    def decays(self, n: int) -> tuple[Spec, Spec]:
+        return self.draft.new("decay_k", n, self.H, self.K), self.draft.new("decay_v", n, self.H, self.V)
+
+    def launch_walk(
+        self, x: Readers, v: Spec, engine: bool, reverse: bool,
+        L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+    ) -> None:
+        """`walk` over segments of L tokens; with o it sets flags in `strong`."""
+        C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
+        q = x.q if o else None
+        self.draft.launch(
+            walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
+            *boxes(engine, C, (q, BK), (x.k, BK), (v, BV)), self.g_v, x.factors, x.strong,
+            self.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
+            *boxes(engine, BK, (states, BV)), *decays, self.cu, *patterns(q, x.k, v, self.g_v, o),
+            pattern(H * K * V, V, K * V, 1), self.N, T, L, H, K, V, self.scale,
+            BK=BK, BV=BV, NV=self.NV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
+            num_warps=self.warps, num_stages=self.stages[int(states is not None)],
         )
-        tokens = (x.q, x.k, v) if o else (x.k, v)
-        engine = self.cu is None and all([describable(y, draft.hardware) for y in tokens])
-        o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
-        # zeros, since no program comes by spare slots, nor by flags beyond the last tile of V
-        strong = draft.new("strong_v", self.chunks, H, self.NV, dtype=torch.int8, zero=True) if o else None
-        kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
-        states = draft.new(states, self.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
-        s_S = pattern(H * K * V, V, K * V, 1)
-
-        def walk_all(L, S_in, S_out, o=None, states=None, decay_k=None, decay_v=None):
-            q = x.q if o else None
-            draft.launch(
-                walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
-                *boxes(engine, C, (q, self.BK), (x.k, self.BK), (v, BV)), g_v, x.factors, x.strong,
-                strong, *boxes(engine, C, (o, BV)), S_in, S_out,
-                *boxes(engine, self.BK, (states, BV)), decay_k, decay_v, self.cu,
-                *patterns(q, x.k, v, g_v, o), s_S, N, T, L, H, K, V, self.scale,
-                BK=self.BK, BV=BV, NV=self.NV, TMA=engine, REVERSE=reverse, LIMIT=self.limit,
-                **self.same, num_warps=self.warps, num_stages=self.stages[int(states is not None)],
-            )
-
-        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), self.cu and N)
-        if L > T:  # in one go
-            S = draft.new(S, N, H, K, V) if S else None
-            walk_all(L, S_in, S, o, states)
-            return Walked(o, S, states, None), strong
-        if starts is None:
-            n = slots(self.B, T, self.cu, L)
-            starts = draft.new("starts", n, H, K, V)
-            decays = draft.new("decay_k", n, H, K), draft.new("decay_v", n, H, V)
-            S = draft.new(S or "S", N, H, K, V)
-            walk_all(L, None, starts, None, None, *decays)
-            carry_states(draft, starts, *decays, S_in, S, self.cu, T, L, reverse)
-        else:
-            S = None
-        walk_all(L, starts, None, o, states)
-        return Walked(o, S, states, starts), strong
 
     def gradients(self, q, k, v, do, g, g_v, S, R, names: str, need_dg: bool) -> tuple:
         """dq, dk and dg (None when not needed), by their names."""
@@ -296,10 +263,12 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Pla
     """(o, final state, starts) of specs of the tensors."""
     call = TwoSided(hardware, (q, k, v, g, g_v, S, cu), scale, path)
     x, S_in = call.prepare_all(q, k, g), call.draft.contiguous(S, torch.float32)
-    walked, strong = call.walk(x, v, g_v, S_in, o="o", S="S_T")
+    # zeros, since no program comes by spare slots, nor by flags beyond the last tile of V
+    call.strong = call.draft.new("strong_v", call.chunks, call.H, call.NV, dtype=torch.int8, zero=True)
+    walked = call.walk(x, v, S_in, o="o", S="S_T")
     call.draft.launch(
         mend, cdiv(call.chunks * call.H, 16),
-        q, k, v, g, g_v, walked.o, strong, call.cu, *patterns(q, k, v, g, g_v, walked.o),
+        q, k, v, g, g_v, walked.o, call.strong, call.cu, *patterns(q, k, v, g, g_v, walked.o),
         call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H,
         LEVELS=call.levels, BK=min(MEND[hardware.family], call.BK), BV=call.BV, BN=16, NV=call.NV,
         **call.same, num_warps=4, num_stages=1,
@@ -307,22 +276,17 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Pla
     return call.draft.plan("portable", walked.o, walked.S, walked.starts)
 
 
-def plan_backward(
-    hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, need_dg
-) -> Plan:
+def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
     call = TwoSided(hardware, (q, k, v, g, g_v, S, cu, starts, do, dS), scale, path)
-    do, R = start_backward(call, v, do, dS)
+    do, R = call.start_backward(v, do, dS)
     x, S_in = call.prepare_all(q, k, g), call.draft.contiguous(S, torch.float32)
-    ahead, _ = call.walk(x, v, g_v, S_in, states="states", starts=starts)
-    back, _ = call.walk(
-        x._replace(q=x.k, k=x.q), do, g_v, R, S="R_0" if S else "", states="dstates", reverse=True
-    )
+    ahead = call.walk(x, v, S_in, states="states", starts=starts)
+    x = x._replace(q=x.k, k=x.q)
+    back = call.walk(x, do, R, S="R_0" if S else "", states="dstates", reverse=True)
     # keys and values exchanged, and in the states too: [..., V, H, K]
     turned = [y.transposed(1, 3) for y in (ahead.states, back.states)]
     _, dv, dg_v = call.gradients(do, v, k, q, g_v, g, *turned, "_do dv dg_v", True)
-    dq, dk, dg = call.gradients(
-        q, k, v, do, g, g_v, ahead.states, back.states, "dq dk dg", need_dg
-    )
-    dS0 = first_gradient(call.draft, back.S if S else None, call.scale)
+    dq, dk, dg = call.gradients(q, k, v, do, g, g_v, ahead.states, back.states, "dq dk dg", need_dg)
+    dS0 = call.draft.compute("dS0", torch.mul, back.S if S else None, call.scale)
     return call.draft.plan("portable", dq, dk, dv, dg, dg_v, dS0)

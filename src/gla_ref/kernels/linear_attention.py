@@ -33,14 +33,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
-from ..mechanisms import MECHANISMS
 from ._hardware import Hardware, tiles
-from ._launch import KERNELS, Operator, check_call, check_choice, check_required, given
+from ._launch import KERNELS, check_call, check_choice, differentiable, with_state
 from ._plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from ._program import Planned
 from ._scalar_gates import between, gate_gradient, load_sums, running_sums
-from ._segments import carry_states, choose_path, segment_length, sequences, slots, which_segment
-from ._tiles import VARYING, load_tile, operand, store_tile, strides
+from ._segments import carry_states, choose_path, segment_length, sequences, slots, which_segment, which_sequence
+from ._tiles import VARYING, load_tile, operand, store_tile, strides, which_tile
 
 __all__ = ["choose_path", "linear_attention", "simple_gla"]
 
@@ -85,10 +84,8 @@ def walk(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
-    # which tile: V tiles of a head are neighbours and share q and k in L2
-    n_v = tl.cdiv(V, BV)
-    i_v, i_h = tl.program_id(0) % n_v, tl.program_id(0) // n_v % H
-    i_s = tl.program_id(0) // n_v // H
+    # which tile
+    i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
@@ -149,6 +146,14 @@ def walk(
         tl.store(decay + i_s * H + i_h, b_all, mask=i_v == 0)
 
 
+@triton.jit
+def attended(b_q, b_k, b_v, seen, b_S, of_S):
+    """What queries read of a chunk's pairs (`seen`) and of a state in two parts, [C, BV]: (q k^T * seen) v + q S."""
+    b_P, of_P = operand(tl.where(seen, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0), b_v.dtype)  # [C, C]
+    b_o = tl.dot(b_q, b_S, input_precision="ieee") * of_S
+    return tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
+
+
 @triton.jit(do_not_specialize=VARYING)
 def unwind(
     q, k, v, do, dq, dk, dv, S, R, dS, cu, s_q, s_k, s_v, s_do, s_dk, s_dv, T, H, K, V, scale,
@@ -157,11 +162,7 @@ def unwind(
     """dq, dk and dv of a head in one walk from its end, where S is known: S_(n-1) = S_n - k^T v as R grows."""
     # which tile: a sequence and head
     i_h, i_n = tl.program_id(0) % H, tl.program_id(0) // H
-    if PACKED:
-        start, end = tl.load(cu + i_n).to(tl.int32), tl.load(cu + i_n + 1).to(tl.int32)
-    else:
-        start, end = i_n * 0, i_n * 0 + T
-    i_b = i_n * 0 if PACKED else i_n
+    i_b, start, end = which_sequence(cu, i_n, T, PACKED)
     o_k, o_v, o_c = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     o_S = tl.program_id(0).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]  # [BK, BV]
     m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
@@ -183,23 +184,14 @@ def unwind(
         b_do = load_tile(do, s_do, i_b, i_h, o_t, end, 0, V, C, BV, TMA)  # [C, BV]
         b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")  # minus the state before the chunk
         b_low, of_S = operand(-b_S, b_k.dtype)
-        b_A = tl.dot(b_do, b_v.T, input_precision="ieee")  # [C, C]
-        b_A, of_A = operand(tl.where(m_P.T, b_A, 0.0), b_k.dtype)
-        b_d = tl.dot(b_do, b_low.T, input_precision="ieee") * of_S
-        b_d = tl.dot(b_A, b_k, b_d / of_A, input_precision="ieee") * of_A  # [C, BK]
+        b_d = attended(b_do, b_v, b_k, m_P.T, b_low.T, of_S) * scale  # [C, BK]
         # store as soon as done: three results and both states at once would not fit on chip
-        store_tile(dq, (b_d * scale).to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
+        store_tile(dq, b_d.to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
         b_low, of_R = operand(b_R, b_k.dtype)
-        b_A = tl.dot(b_v, b_do.T, input_precision="ieee")  # made again: cheaper than turned
-        b_A, of_A = operand(tl.where(m_P, b_A, 0.0), b_k.dtype)
-        b_d = tl.dot(b_v, b_low.T, input_precision="ieee") * of_R
-        b_d = tl.dot(b_A, b_q, b_d / of_A, input_precision="ieee") * of_A  # [C, BK]
-        store_tile(dk, (b_d * scale).to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
-        b_P = tl.dot(b_k, b_q.T, input_precision="ieee")  # [C, C]
-        b_P, of_P = operand(tl.where(m_P, b_P, 0.0), b_k.dtype)
-        b_d = tl.dot(b_k, b_low, input_precision="ieee") * of_R
-        b_d = tl.dot(b_P, b_do, b_d / of_P, input_precision="ieee") * of_P  # [C, BV]
-        store_tile(dv, (b_d * scale).to(b_k.dtype), s_dv, i_b, i_h, o_t, end, 0, V, C, BV, TMA)
+        b_d = attended(b_v, b_do, b_q, m_P, b_low.T, of_R) * scale  # [C, BK]; v do^T again: cheaper than turned
+        store_tile(dk, b_d.to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
+        b_d = attended(b_k, b_q, b_do, m_P, b_low, of_R) * scale  # [C, BV]
+        store_tile(dv, b_d.to(b_k.dtype), s_dv, i_b, i_h, o_t, end, 0, V, C, BV, TMA)
         b_R = tl.dot(b_q.T, b_do, b_R, input_precision="ieee")
 
     # store
@@ -217,10 +209,8 @@ def _unwinds(hardware: Hardware, x: Spec, programs: int, path: str | None) -> bo
     T = x.shape[1]
     if (hardware.family, 8 * x.dtype.itemsize) not in UNWIND or T > UNWOUND[x.dtype]:
         return False
-    if path not in (None, "fused"):
-        return False
     chosen, _ = choose_path(programs, cdiv(T, 64), hardware.multiprocessors)
-    return path == "fused" or chosen == "fused"
+    return (path or chosen) == "fused"
 
 
 def _chunk(hardware: Hardware, x: Spec) -> int:
@@ -228,22 +218,18 @@ def _chunk(hardware: Hardware, x: Spec) -> int:
 
 
 def _walk(
-    draft: Draft, q: Spec | None, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
-    scale: float, path: str | None, names: str, reverse: bool = False, final: bool = True, keep: bool = False,
+    draft: Draft, q: Spec, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
+    scale: float, path: str | None, o: str, S: str = "", reverse: bool = False, keep: bool = False,
 ) -> tuple[Spec, Spec | None, Spec | None]:
-    """(o, final state, the states before each chunk (backwards: after it) [slots, H, K, V]).
-
-    `names` are those of the first two; the other two are made where they are needed: `final`, `keep`.
-    """
-    (B, T, H, K), V, C = k.shape, v.shape[-1], _chunk(draft.hardware, k)
-    N, (o, S) = sequences(B, cu), names.split()
+    """What is given a name, o and the final state S; to `keep`, the states before each chunk (backwards: after it)."""
+    (B, T, H, K), V, C, N = k.shape, v.shape[-1], _chunk(draft.hardware, k), sequences(k.shape[0], cu)
     half = k.dtype != torch.float32
     BK = max(64 if half else 16, next_power_of_2(K))
     table = WALK if sums is None else GATED
     BV, warps, stages = tiles(table, draft.hardware, k.dtype, K=K)
     if not half:  # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
         BV = min(BV, max(16, next_power_of_2(V)))
-    engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v) if x is not None)
+    engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v))
 
     def walk_all(L, q, o, S_in, S_out, states=None, decay=None):
         draft.launch(
@@ -254,10 +240,9 @@ def _walk(
             num_warps=warps, num_stages=stages,
         )
 
-    programs = cdiv(V, BV) * H * N
-    L = C * segment_length(draft, path, programs, cdiv(T, C), cu and N)
-    S = S_out = draft.new(S, N, H, K, V) if final or L <= T else None
-    if L <= T:
+    L = C * segment_length(draft, path, cdiv(V, BV) * H * N, cdiv(T, C), cu and N)
+    S = S_out = draft.new(S or "S", N, H, K, V) if S or L <= T else None
+    if L <= T:  # in segments, which start from states that are found first
         n_s = slots(B, T, cu, L)
         part = draft.new("part", n_s, H, K, V)
         decay = None if sums is None else draft.new("decay", n_s, H)
@@ -305,49 +290,33 @@ def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> 
     scale = contract.check_scale(scale, q.shape[-1])
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
     sums = None if g is None else running_sums(draft, g, cu, _chunk(hardware, q))
-    o, S_T, _ = _walk(draft, q, k, v, sums, S, cu, scale, path, "o S_T")
+    o, S_T, _ = _walk(draft, q, k, v, sums, S, cu, scale, path, "o", "S_T")
     return draft.plan("portable", o, S_T, sums)
 
 
-def plan_backward(
-    hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, kernel, need_dg
-) -> Plan:
+def plan_backward(hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, kernel, need_dg) -> Plan:
     """(dq, dk, dv, dg, dS0); None for what is not given or, of dg, not needed. `S_T` and `sums` may be None."""
     draft = Draft(hardware, q, k, v, g, S, cu, S_T, sums, do, dS)
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])
     C, scale = _chunk(hardware, q), contract.check_scale(scale, q.shape[-1])
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
     dS = draft.contiguous(dS)
-    if describable(q, hardware) and not describable(
-        do, hardware
-    ):  # the gradient of a sum has strides of 0
-        do = draft.contiguous(do)
-    if scale == 0:  # then o says nothing, the final state all the same
-        do, scale = draft.new("0", *do.shape, dtype=do.dtype, zero=True), 1.0
+    do, scale = draft.gradient_of_o(q, do, scale)
     programs = q.shape[2] * sequences(q.shape[0], cu)
     if S_T is not None and _unwinds(hardware, q, programs, path):
         dq, dk, dv, dS0 = _unwind(draft, q, k, v, do, S_T, dS, S is not None, cu, scale)
         return draft.plan("portable", dq, dk, dv, None, dS0)
     # every walk multiplies what it reads by scale, which dS has no part in
-    R = None if dS is None else draft.compute(draft.spec("R", *dS.shape), torch.div, dS, scale)
-    S_, R_ = (
-        None if x is None else draft.compute(draft.spec(f"{x.name}^T", *_turned(x.shape)), _turn, x)
-        for x in (S, R)
-    )
+    R = draft.compute("R", torch.div, dS, scale)
+    S_, R_ = (x and draft.compute(f"{x.name}^T", _turn, x, shape=x.transposed(2, 3).shape) for x in (S, R))
     if g is not None and sums is None:
         sums = running_sums(draft, g, cu, C)
     # dg wants S^T before each chunk, which dq's walk has, and R after it, which dv's has
-    dq, _, states = _walk(
-        draft, do, v, k, sums, S_, cu, scale, path, "dq _", final=False, keep=need_dg
-    )
-    dk, _, _ = _walk(draft, v, do, q, sums, R_, cu, scale, path, "dk _", reverse=True, final=False)
-    dv, R_0, dstates = _walk(
-        draft, k, q, do, sums, R, cu, scale, path, "dv R_0",
-        reverse=True, final=S is not None, keep=need_dg,
-    )
-    dS0 = dg = None
-    if S is not None:
-        dS0 = draft.compute(draft.spec("dS0", *R_0.shape), torch.mul, R_0, scale)
+    dq, _, states = _walk(draft, do, v, k, sums, S_, cu, scale, path, "dq", keep=need_dg)
+    dk, _, _ = _walk(draft, v, do, q, sums, R_, cu, scale, path, "dk", reverse=True)
+    of_S = "R_0" if S else ""
+    dv, R_0, dstates = _walk(draft, k, q, do, sums, R, cu, scale, path, "dv", of_S, reverse=True, keep=need_dg)
+    dS0, dg = draft.compute("dS0", torch.mul, R_0 if S else None, scale), None
     if need_dg:
         dg = draft.like("dg", g)
         (B, T, H, K), V = q.shape, v.shape[-1]
@@ -361,73 +330,36 @@ def plan_backward(
     return draft.plan("portable", dq, dk, dv, dg, dS0)
 
 
-def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return *shape[:-2], shape[-1], shape[-2]
-
-
 def _turn(x: Tensor) -> Tensor:
     return x.mT.contiguous()
 
 
 def check(q, k, v, g, initial_state, cu_seqlens, scale, path, kernel) -> None:
-    """What a call of a new signature is held against.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
-    """
-    mechanism, tensors = (
-        ("linear_attention", (q, k, v)) if g is None else ("simple_gla", (q, k, v, g))
-    )
+    """What a call of a new signature is held against."""
+    mechanism, tensors = ("linear_attention", (q, k, v)) if g is None else ("simple_gla", (q, k, v, g))
     check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
     check_choice("kernel", kernel, KERNELS)
+
+
+def unwindable(q, v, g) -> bool:
+    """Whether the returned state may have to run backwards, of tensors or specs (`_unwinds` has the rest)."""
+    return g is None and q.dtype != torch.float32 and max(q.shape[-1], v.shape[-1]) <= 64
+
+
+def kept(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
+    """The final state of narrow heads without gates; the gates' sums."""
+    q, _, v, g, *_ = tensors
+    _, S_T, *sums = outputs
+    return [S_T if unwindable(q, v, g) else None, *(sums or [None])]
 
 
 TENSORS = ("q", "k", "v", "g", "initial_state", "cu_seqlens")
 CHOICES = ("scale", "path", "kernel")
 forward = Planned(plan_forward, TENSORS, CHOICES, check)
 backward = Planned(plan_backward, (*TENSORS, "S_T", "sums", "do", "dS"), (*CHOICES, "need_dg"))
-ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? S, Tensor? cu"
-OPTIONS = "float? scale, str? path, str? kernel"
-_forward = Operator("linear_attention", forward, f"({ARGUMENTS}, {OPTIONS}) -> (Tensor, Tensor)")
-_backward = Operator(
-    "linear_attention_backward", backward,
-    f"({ARGUMENTS}, Tensor? S_T, Tensor? sums, Tensor do, Tensor? dS, {OPTIONS}, bool need_dg) -> Tensor[]",
-)
-
-
-@_forward.register_fake
-def _(q, k, v, g, S, cu, scale, path, kernel):
-    N = q.shape[0] if cu is None else cu.shape[0] - 1
-    o = q.new_empty(*q.shape[:3], v.shape[-1])
-    return o, q.new_empty(N, q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
-
-
-@_backward.register_fake
-def _(q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, kernel, need_dg):
-    dS0 = None if S is None else S.new_empty(S.shape, dtype=torch.float32)
-    dg = g.new_empty(g.shape) if need_dg else None
-    return given([*(x.new_empty(x.shape) for x in (q, k, v)), dg, dS0], q)
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.path, ctx.kernel = inputs
-    q, _, v, g, *_ = tensors
-    _, S_T, *sums = output
-    narrow = q.dtype != torch.float32 and g is None and max(q.shape[-1], v.shape[-1]) <= 64
-    ctx.save_for_backward(*tensors, S_T if narrow else None, *sums or [None])
-    ctx.set_materialize_grads(False)  # the final state seldom has a gradient
-
-
-def _gradients(ctx, do, dS):
-    saved = ctx.saved_tensors
-    _, _, v, _, S, *_ = saved
-    do, need_dg = torch.zeros_like(v) if do is None else do, ctx.needs_input_grad[3]
-    dq, dk, dv, dg, dS0 = _backward(*saved, do, dS, ctx.scale, ctx.path, ctx.kernel, need_dg)
-    return dq, dk, dv, dg if need_dg else None, None if S is None else dS0, *[None] * 4
-
-
-_forward.register_autograd(_save, _gradients)
+_forward = with_state("linear_attention", forward)
+differentiable(_forward, backward, kept)
 
 
 def _attention(q, k, v, g, scale, initial_state, cu_seqlens, path, kernel):
@@ -469,7 +401,7 @@ def simple_gla(
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     if g is None:  # which is linear attention to what comes next
-        check_required(MECHANISMS["simple_gla"], {"q": q, "k": k, "v": v})
+        check_call("simple_gla", (q, k, v, g), initial_state, cu_seqlens, scale, {})
     return _attention(q, k, v, g, scale, initial_state, cu_seqlens, path, kernel)
 
 
@@ -507,9 +439,7 @@ def linear_attention(
             raise TypeError(f"initial_state: expected (S, z) with normalize=True, got {got}")
         S, z = initial_state[0], initial_state[1][..., None]
         if S.shape[:-1] != z.shape[:-1]:
-            raise ValueError(
-                f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape[:-1])}"
-            )
+            raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape[:-1])}")
     o, S = attend(v, S)
     total, z = attend(v.new_ones(1).expand(*v.shape[:3], 1), z)
     return o / total, (S, z[..., 0])

@@ -1,9 +1,9 @@
 """The one class of all explorables: its HTML, style and script (chapter 2)."""
 
-from __future__ import annotations
-
+import functools
 import hashlib
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -98,12 +98,10 @@ class Explorable:
 
         frames = encode(self.frames)
         labels = [[str(value) for value in control.values] for control in self.controls]
-        data = json.dumps(
-            {"pieces": list(pieces), "frames": frames, "labels": labels}, ensure_ascii=False, separators=(",", ":")
-        ).replace("</", r"<\/")  # a string must not end the script
-        first = self.frames
-        for i in self.start:
-            first = first[i]
+        sent = {"pieces": list(pieces), "frames": frames, "labels": labels}
+        data = json.dumps(sent, ensure_ascii=False, separators=(",", ":"))
+        data = data.replace("</", r"<\/")  # a string must not end the script
+        first = functools.reduce(operator.getitem, self.start, self.frames)
         parts = {
             "STYLE": _STYLE,
             "SCRIPT": _SCRIPT,

@@ -7,8 +7,6 @@ the page's ink. On a fill, dark in all themes: ``on`` text, ``ink`` and ``hollow
 green are too dark for text.
 """
 
-from __future__ import annotations
-
 from html import escape
 
 Point = tuple[float, float]

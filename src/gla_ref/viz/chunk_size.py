@@ -1,7 +1,5 @@
 """Chunk length from recurrent to parallel: who is computed how, and what it costs (chapter 6)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,9 +1,7 @@
 """How strong a gate each form of gated attention can bear in each number format (chapter 13)."""
 
-from __future__ import annotations
-
 import math
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -38,15 +36,11 @@ def one_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Ten
     return torch.cat(o, 1), S
 
 
-def two_levels(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return gla.chunkwise_two_level(q, k, v, g, C=C, c=c)
-
-
 #: what the figure compares, from the earliest to break to the one that does not
 FORMS = {
     "one ratio for the sequence": gla.parallel,
     "one product a chunk": one_product,
-    "two levels of chunks": two_levels,
+    "two levels of chunks": partial(gla.chunkwise_two_level, C=C, c=c),
 }
 
 

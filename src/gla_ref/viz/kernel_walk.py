@@ -1,7 +1,5 @@
 """A kernel's walk through the sequence: what is loaded, kept on the chip and stored (chapter 7)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

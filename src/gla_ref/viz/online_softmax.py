@@ -1,7 +1,5 @@
 """Online softmax step by step: running maximum, running sum, rescaling, tiles (chapter 2)."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -19,14 +17,8 @@ LEFT, COLUMN = 8, 32
 
 # e^x of twelve keys and their values; the first four are the example by hand
 WEIGHTS = [1, 2, 3, 6, 3, 3, 12, 6, 6, 24, 12, 6]
-VALUES = [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0], [2, 0, 1]] + [
-    [1, 0, 0],
-    [0, 0, 3],
-    [0, 2, 0],
-    [1, 1, 0],
-    [0, 0, 1],
-    [2, 0, 0],
-]
+VALUES = [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0], [2, 0, 1]]
+VALUES += [[1, 0, 0], [0, 0, 3], [0, 2, 0], [1, 1, 0], [0, 0, 1], [2, 0, 0]]
 
 
 def online_softmax() -> Explorable:

@@ -1,7 +1,5 @@
 """A prefix sum in two steps over chunks, of numbers or of states (chapter 6)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -17,14 +15,8 @@ ROWS = ("input", "step 1, inside the chunks", "step 2, between them: the carry",
 
 # keys and values of twelve tokens; the first four are the chapter's example
 KEYS = [[1, 0], [0, 1], [1, 1], [1, 0], [0, -1], [1, 1], [-1, 1], [0, 1], [1, 0], [-1, 0], [1, -1], [0, 1]]
-VALUES = [[1, 2, 3], [4, 0, 1], [0, 1, 0], [2, 2, 2], [1, 0, -2], [-2, 1, 0]] + [
-    [0, 3, 1],
-    [1, -1, 0],
-    [0, 2, -1],
-    [3, 0, 1],
-    [1, 1, -2],
-    [-1, 2, 0],
-]
+VALUES = [[1, 2, 3], [4, 0, 1], [0, 1, 0], [2, 2, 2], [1, 0, -2], [-2, 1, 0]]
+VALUES += [[0, 3, 1], [1, -1, 0], [0, 2, -1], [3, 0, 1], [1, 1, -2], [-1, 2, 0]]
 
 
 def prefix_sum(*, states: bool = False) -> Explorable:

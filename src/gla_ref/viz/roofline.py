@@ -1,7 +1,5 @@
 """Every form and every measured kernel under the roof of one GPU (chapter 7)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,10 +1,8 @@
 """The attention-style map of two-level chunking, block by block as it is computed (chapter 11)."""
 
-from __future__ import annotations
-
 from itertools import chain
 
-from .. import gla
+from .. import costs, gla
 from ._explorable import Choice, Explorable, Frame, Slider
 from ._svg import arrow, circle, path, rect, text
 
@@ -16,15 +14,8 @@ COLORS = {"inter-chunk": "grey", "inter-sub-chunk": "orange", "intra-sub-chunk":
 
 
 def block_flops(kind: str, m: int, n: int) -> tuple[int, int]:
-    """FLOPs of one block, m readers by n writers: (matrix products, element-wise), by the rules of `gla_ref.costs`.
-
-    A chunk's block between chunks includes the update of the state by its own m tokens.
-    """
-    if kind == "inter-chunk":
-        return 4 * m * K * V, 7 * m * K + K + 2 * K * V + m * (K + V)
-    if kind == "inter-sub-chunk":
-        return 2 * m * n * (K + V), 3 * (m + n) * K + m * V
-    return 2 * m * m * V, 5 * m * m * K + m * V
+    """:func:`gla_ref.costs.block_flops` of the picture's heads."""
+    return costs.block_flops(kind, m, n, K, V)
 
 
 X, Y, SIZE = 34, 4, 14  # of the map's corner, and of a pair of tokens
