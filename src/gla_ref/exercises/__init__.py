@@ -30,6 +30,8 @@ MODULES: tuple[str, ...] = (
     "chunkwise_gla",
     "four_kernels",
     "adaptive_chunks",
+    "gla_kernel",
+    "decoding",
     "gradients",
 )
 
