@@ -114,10 +114,7 @@ def small(answer):
         (2 * 24 * ln2, "2^-24 is the smallest number of all; below 2^-14 digits are already missing."),
         (2 * 16 * ln2, "2^16 is where the large numbers end; the small ones end earlier."),
         (28, "Those are powers of two: a nat is a power of e."),
-        (
-            14,
-        (14, "Those are powers of two, and of the query alone: a nat is a power of e, and a chunk decays twice as much."),
-        ),
+        (14, "Those are powers of two, and of the query alone; the chunk decays by twice as much, in powers of e."),
         (126 * 2 * ln2, "2^-126 is where float32 and bfloat16 begin to lose digits."),
     ]
     hint = "The last query has the factor e^(b_C / 2); set it to 2^-14."
