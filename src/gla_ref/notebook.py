@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Callable
 
 
 def say(text: str) -> None:
@@ -17,22 +18,15 @@ def say(text: str) -> None:
     display(Markdown(text))
 
 
-def excerpt(function, first: str, last: str | None = None):
-    """Lines of a function or kernel as the package has them, from the one with `first` in it to the one with `last`.
+def excerpt(function: Callable, first: str = "", last: str = "") -> None:
+    """Show lines of a function's own source, from the first that contains `first` to the next that contains `last`.
 
-    Raises:
-        ValueError: there is no such line.
+    A kernel is explained a few lines at a time, and they are always those that run.
     """
-    from IPython.display import Markdown
-
     lines = inspect.getsource(getattr(function, "fn", function)).splitlines()
-    start = next((n for n, line in enumerate(lines) if first in line), None)
-    if start is None:
-        raise ValueError(f"first: expected a part of a line of {function}, got {first!r}")
-    stop = next((n for n in range(start, len(lines)) if (first if last is None else last) in lines[n]), None)
-    if stop is None:
-        raise ValueError(f"last: expected a part of a line after {first!r}, got {last!r}")
-    return Markdown("```python\n" + textwrap.dedent("\n".join(lines[start : stop + 1])) + "\n```")
+    start = next(n for n, line in enumerate(lines) if first in line)
+    stop = next(n for n, line in enumerate(lines) if n >= start and last in line) if last else len(lines) - 1
+    say("```python\n" + textwrap.dedent("\n".join(lines[start : stop + 1])) + "\n```")
 
 
 def sci(x: float) -> str:
