@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 
 def walk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor, list[Step]]:
-    """A chunk as :func:`gla_ref.pages.gla.walk` computes it: o / scale, the next state, the steps."""
+    """A chunk as :mod:`gla_ref.pages.gla` computes it: o / scale, the next state, the steps."""
     flops = 0
 
     def product(x, y):
