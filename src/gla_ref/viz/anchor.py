@@ -50,7 +50,7 @@ def _axes() -> str:
     for name, power in limits.items():
         pieces.append(path([(LEFT, _y(power)), (LEFT + WIDE, _y(power))], "line-vermilion dashed"))
         pieces.append(text(LEFT - 5, _y(power), _power(power), "end"))
-        pieces.append(text(LEFT + WIDE - 4, _y(power) - 9, name, "end on"))
+        pieces.append(text(LEFT + 6, _y(power) - 9, name, "start" if name == "float16" else "start on"))
     pieces += [path([(LEFT, _y(0)), (LEFT + WIDE, _y(0))], "edge"), text(LEFT - 5, _y(0), "1", "end")]
     pieces += [rect(LEFT, TOP, WIDE, TALL, "edge"), text(LEFT, TOP - 14, "factor", "start")]
     pieces += [text(_x(t), TOP + TALL + 12, t) for t in (1, WRITER, READER)]
