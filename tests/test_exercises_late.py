@@ -86,7 +86,7 @@ def step(to_end=after, whole=lambda g: g.sum(0)):
     return form
 
 
-# -- chapter 10 --------------------------------------------------------------------------------------
+# -- chapter 12 --------------------------------------------------------------------------------------
 
 
 def prepared(to_end=after, C=None, scale=None, on_k=1.0, power=torch.exp):
@@ -120,6 +120,35 @@ def two_ways(mild=lambda g: g.sum(0) >= -80, mask=torch.tril, strong=pairs):
         r = b[-1] / 2
         P = mask((q[:, own] * (b - r).exp()) @ (k[:, own] * (r - b).exp()).T)
         return P + strong(q[:, ~own], k[:, ~own], g[:, ~own])
+
+    return form
+
+
+# -- chapters 14 and 16 ------------------------------------------------------------------------------
+
+
+def carried(before=True, start=True, decay=lambda a, n: a[n], inside=False):
+    def form(a, own, S):
+        state, states = S if start else 0 * S, []
+        for n in range(len(own)):
+            states.append(state)
+            state = torch.diag(decay(a, n)) @ state + (torch.diag(a[n]) @ own[n] if inside else own[n])
+            states[-1] = states[-1] if before else state
+        return torch.stack(states), state
+
+    return form
+
+
+def steps(count=lambda m, n: m, gates=lambda m, n: m, own=False):
+    """Token by token, the gates of `gates` and the writes of `count`; with its own gate on a write, or without."""
+
+    def form(S, k, v, g, m):
+        S = S.clone()
+        for t in range(gates(m, len(k))):
+            write = torch.outer(k[t], v[t]) if t < count(m, len(k)) else 0 * S
+            a = torch.diag(g[t].exp())
+            S = a @ (S + write) if own else a @ S + write
+        return S
 
     return form
 
@@ -174,7 +203,15 @@ RIGHT = {
     "ex-adaptive-level": [[(1, 6), (5, 32), (2, 28)], [[1, 6], [5, 32], [2, 28]]],
     "ex-adaptive-range": [lambda b: b[-1] + (b.max(0).values - b.min(0).values) / 2],
     "ex-adaptive-channels": [two_ways(), pairs],
+    "ex-adaptive-small": [28 * LN2, 19.4],
     "ex-adaptive-difference": [["bfloat16", "float16"], ("float16", "bfloat16")],
+    "ex-kernel-grid": [[8, 1024, 128, 64]],
+    "ex-kernel-tiles": [lambda e, memory, exponentials: 2 * e * exponentials / memory + 1],
+    "ex-kernel-carry": [carried()],
+    "ex-decode-crossing": [lambda K, V, e: 4 / e / (1 / K + 1 / V)],
+    "ex-decode-batch": [77],
+    "ex-decode-bfloat16": [3.0, 3],
+    "ex-decode-accept": [steps()],
     "ex-gradients-first": [lambda S, dS: torch.einsum("bhkv,bhkv->bhk", S, dS)],
     "ex-gradients-stored": ["about as large"],
     "ex-gradients-scalar": [scalar()],
@@ -329,6 +366,70 @@ WRONG = {
         (two_ways(lambda g: g.amin(0) >= -80), "by the sum of its gates"),
         (lambda q, k, g: pairs(q, k, g) / 5**0.5, "scale is no part"),
     ],
+    "ex-adaptive-difference": [
+        (["bfloat16"], "float16 is missing. It rounds by up to 5e-04; with 32"),
+        (["float32", "float16", "bfloat16"], "float32 does not belong to it"),
+        (["float16"], "bfloat16 is missing. It rounds by up to 4e-03"),
+        (["int8"], "Expected some of float32"),
+    ],
+    "ex-adaptive-small": [
+        (14 * LN2, "twice as much"),
+        (48 * LN2, "the smallest number of all"),
+        (28, "powers of two"),
+        (80, "set it to 2^-14"),
+    ],
+    "ex-kernel-grid": [
+        ([4, 1024, 64, 64], "two"),
+        ([4096, 1, 1, 1], "A program a chunk"),
+        ([8, 65536, 128, 4096], "A round is a chunk"),
+        ([8, 1024, 8, 64], "programs of its own"),
+        ([8, 1024, 128, 1024], "its own 4096 tokens"),
+        ([8, 1024, 16, 64], "Programs: columns / 64"),
+    ],
+    "ex-kernel-tiles": [
+        (lambda e, memory, exponentials: 2 * e * exponentials / memory, "only n - 1"),
+        (lambda e, memory, exponentials: 1 + 4 * e * exponentials / memory, "two exponentials"),
+        (lambda e, memory, exponentials: 1 + e * exponentials / memory, "four times K"),
+        (lambda e, memory, exponentials: 1 + 2 * e * memory / exponentials, "upside down"),
+        (lambda e, memory, exponentials: 1 + 2 * exponentials / memory, "4 e K bytes"),
+    ],
+    "ex-kernel-carry": [
+        (carried(before=False), "the one before it"),
+        (carried(decay=lambda a, n: torch.ones_like(a[n])), "belongs to the rows"),
+        (carried(decay=lambda a, n: a[n - 1] if n else torch.ones_like(a[n])), "not by the one before"),
+        (carried(start=False), "starts from S"),
+        (carried(inside=True), "inside of it already"),
+        (lambda a, own, S: carried()(a, own, S)[0], "Expected 2 result(s), starts, final; got"),
+    ],
+    "ex-decode-crossing": [
+        (lambda K, V, e: K * V / (K + V), "The state is float32"),
+        (lambda K, V, e: 4 * V / e, "K + V numbers"),
+        (lambda K, V, e: e * (K + V) / (4 * K * V), "The other way round"),
+        (lambda K, V, e: 8 * K * V / (e * (K + V)), "kept once"),
+        (lambda K, V, e: K * V / (e * (K + V)), "4 K V bytes"),
+    ],
+    "ex-decode-batch": [
+        (153, "read and written"),
+        (1221, "16 heads"),
+        (306, "4 bytes a number"),
+        (76, "not quite enough"),
+        (1, "half a microsecond"),
+        (200, "Sequences times 8 K V"),
+    ],
+    "ex-decode-bfloat16": [
+        (3 * 0.999**1000, "the exact decay"),
+        (0.0, "move at all"),
+        (2.984375, "less than half way"),
+        (2.9, "2^-6 apart"),
+    ],
+    "ex-decode-accept": [
+        (steps(lambda m, n: n, lambda m, n: n), "leave no trace"),
+        (steps(gates=lambda m, n: n), "but their gates are not"),
+        (lambda S, k, v, g, m: S + steps()(0 * S, k, v, g, m), "has not decayed"),
+        (steps(own=True), "own gate is not among them"),
+        (lambda S, k, v, g, m: torch.diag(g[:m].sum(0).exp()) @ S + k[:m].T @ v[:m], "The writes have not"),
+        (steps(lambda m, n: m + 1, lambda m, n: m + 1), "one more"),
+    ],
     "ex-gradients-first": [
         (lambda S, dS: (S * dS).sum(-2), "each of which has its own gate"),
         (lambda S, dS: S * dS, "all of a row share its gate"),
@@ -368,4 +469,4 @@ WRONG = {
 
 
 def test_every_late_exercise_is_tried():
-    assert len(RIGHT) >= 22 and set(WRONG) <= set(RIGHT)
+    assert len(RIGHT) >= 30 and set(WRONG) <= set(RIGHT)

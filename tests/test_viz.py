@@ -13,9 +13,13 @@ from gla_ref import linear_attention, results, softmax
 from gla_ref.costs import cost
 from gla_ref.prefix_sum import chunked
 from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Slider
+from gla_ref.viz.anchor import anchor
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
+from gla_ref.viz.decode_memory import decode_memory
 from gla_ref.viz.gate_strength import gate_strength
 from gla_ref.viz.kernel_walk import kernel_walk
+from gla_ref.viz.levels import levels
+from gla_ref.viz.one_chunk import one_chunk
 from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
 from gla_ref.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
@@ -80,6 +84,10 @@ EXPLORABLES = {
     "prefix_sum_states": lambda: prefix_sum(states=True),
     "gate_strength": cache(gate_strength),
     "two_level_map": cache(two_level_map),
+    "anchor": anchor,
+    "levels": levels,
+    "one_chunk": one_chunk,
+    "decode_memory": decode_memory,
     "kernel_walk": kernel_walk,
     "roofline": cache(lambda: roofline(results.load("h200"))),
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+from collections.abc import Callable
+
 
 def say(text: str) -> None:
     """Show a sentence whose numbers were computed in this cell, as Markdown: `say(f"It takes {ms:.2f} ms.")`.
@@ -12,3 +16,20 @@ def say(text: str) -> None:
     from IPython.display import Markdown, display
 
     display(Markdown(text))
+
+
+def excerpt(function: Callable, first: str = "", last: str = "") -> None:
+    """Show lines of a function's own source, from the first that contains `first` to the next that contains `last`.
+
+    A kernel is explained a few lines at a time, and they are always those that run.
+    """
+    lines = inspect.getsource(getattr(function, "fn", function)).splitlines()
+    start = next(n for n, line in enumerate(lines) if first in line)
+    stop = next(n for n, line in enumerate(lines) if n >= start and last in line) if last else len(lines) - 1
+    say("```python\n" + textwrap.dedent("\n".join(lines[start : stop + 1])) + "\n```")
+
+
+def sci(x: float) -> str:
+    """A number in a sentence of `say`, to one digit: 0.00041 is $4 \\cdot 10^{-4}$."""
+    digit, power = f"{x:.0e}".split("e")
+    return f"${digit} \\cdot 10^{{{int(power)}}}$"

@@ -1,11 +1,13 @@
 """Judges of the exercises on anchors, levels and the decision between them (chapter 13)."""
 
+import math
+
 import torch
 from torch.nn import functional as F
 
-from ..gates import decay_to_end, segment_sum
+from ..gates import segment_sum
 from . import Wrong, exercise
-from ._compare import choose, draw, expect, hold, number, variants
+from ._compare import draw, expect, hold, number, variants
 
 PAIRS = [(5, 6), (21, 37), (24, 31)]  # (j, i), counted from 0, in a chunk of 64
 
@@ -100,18 +102,16 @@ def channels(answer):
     hold(answer, [(q, k, mild), (q, k, strong)], _exact, variants(_scores, mistakes), {"P": "T T"})
 
 
-@exercise("ex-adaptive-difference", "predict")
-def difference(answer):
-    units = {n: torch.finfo(getattr(torch, n)).eps / 2 for n in ("float32", "float16", "bfloat16")}
-    (noise,) = draw(4, (64, 500))
-    g = -(noise.abs().clamp(max=1) / 16).float()
-    g[:32] = -104.0
-    halves = torch.where(torch.ones(64, 64).tril() > 0, 0.5, -0.5).float()
-    exact = decay_to_end(g.double()).exp()
-    whole, weighed = (g.double().sum(0) / 2).float(), (halves.double() @ g.double()).float()
-    found = (whole - weighed).double().exp()
-    worst = (found / exact - 1)[exact > 2**-20].abs().max().item()
-    said = "It rounds by up to {:.0e}; with 32 such gates a decay is off by {:.0e}."
-    why = {name: said.format(unit, worst) for name, unit in units.items()}
-    hidden = [name for name, unit in units.items() if worst < unit]
-    choose([answer] if isinstance(answer, str) else answer, hidden, why)
+@exercise("ex-adaptive-small", "predict")
+def small(answer):
+    ln2 = math.log(2)
+    mistakes = [
+        (14 * ln2, "That is the exponent of the query; the chunk decays by twice as much."),
+        (2 * 24 * ln2, "2^-24 is the smallest number of all; below 2^-14 digits are already missing."),
+        (2 * 16 * ln2, "2^16 is where the large numbers end; the small ones end earlier."),
+        (28, "Those are powers of two: a nat is a power of e."),
+        (14, "Those are powers of two, and of the query alone; the chunk decays by twice as much, in powers of e."),
+        (126 * 2 * ln2, "2^-126 is where float32 and bfloat16 begin to lose digits."),
+    ]
+    hint = "The last query has the factor e^(b_C / 2); set it to 2^-14."
+    expect(answer, 2 * 14 * ln2, mistakes, hint, tolerance=0.01)

@@ -1,0 +1,133 @@
+"""One chunk of the GLA kernel, step by step: which tiles a step reads and makes, and what it costs (chapter 14)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._explorable import WIDTH, Explorable, Frame, Slider
+from ._svg import rect, text
+
+__all__ = ["Step", "one_chunk", "walk"]
+
+C, K, V = 64, 128, 64  # a chunk of the kernel in bf16: V is the tile of columns that one program owns
+
+
+class Step(NamedTuple):
+    """A step of the chunk."""
+
+    words: str
+    reads: str  # tiles, by their names in PLACES
+    makes: str
+    flops: int = 0  # in products of matrices
+    bytes: int = 0  # to or from memory
+
+
+def walk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor, list[Step]]:
+    """A chunk as :mod:`gla_ref.pages.gla` computes it: o / scale, the next state, the steps."""
+    flops = 0
+
+    def product(x, y):
+        nonlocal flops
+        flops = 2 * x.shape[0] * x.shape[1] * y.shape[1]
+        return x @ y
+
+    size, steps = 2, []  # bytes a number, in bf16
+
+    def step(words, reads, makes, moved=0):
+        nonlocal flops
+        steps.append(Step(words, reads, makes, flops, moved * size))
+        flops = 0
+
+    tril = torch.ones(len(q), len(q), dtype=q.dtype).tril()
+    ones = torch.ones(len(q), 16, dtype=q.dtype)
+    step("Load the chunk: gates, queries, keys, and the columns of the values that are mine.", "",
+         "g q k v", q.numel() + k.numel() + g.numel() + v.numel())  # fmt: skip
+    x = product(2 * tril - 1, g / 2)
+    step("Exponents x = b − r: a matrix of ±1 times half of the gates.", "g", "x")
+    r = product(g.T / 2, ones)[:, 0]
+    step("The anchor r, half of each channel's decay: half of the gates times ones.", "g", "r")
+    q, k = q * x.exp(), k * (-x).exp()
+    step("Scale: q′ = q exp(x), k′ = k exp(−x). From here on nothing looks at a gate of a token.", "x q k", "q k")
+    S = r.exp()[:, None] * S
+    step("Bring the state half way into the chunk: each row times its exp(r).", "r S", "S")
+    P = product(q, k.T)
+    step("All scores of the chunk in one product, P = q′ k′ᵀ.", "q k", "P")
+    P = torch.where(tril > 0, P, 0)
+    step("Select the lower triangle. What is above it may be huge, and is dropped.", "P", "P")
+    o = product(q, S)
+    step("What the tokens read from the state: o = q′ S′.", "q S", "o")
+    o = o + product(P, v)
+    step("What they read from each other: o += P v.", "P v", "o")
+    S = r.exp()[:, None] * (S + product(k.T, v))
+    step("Write: S += k′ᵀ v, and the other half of the chunk's decay, exp(r), on everything.", "k v r", "S")
+    step("Store o. The state stays in the registers for the next chunk.", "o", "", o.numel())
+    return o, S, steps
+
+
+# left, top, width, height of each tile: half a unit for a token, 5/8 for a channel of K or V
+PLACES = {
+    "g": (6, 34, 80, 40), "q": (98, 34, 80, 40), "k": (190, 34, 80, 40), "v": (282, 34, 40, 40),
+    "x": (6, 124, 80, 40), "r": (98, 124, 80, 12), "P": (190, 124, 40, 40), "o": (282, 124, 40, 40),
+    "S": (352, 34, 40, 80),
+}  # fmt: skip
+INPUTS, BARS = "gqkv", 196
+
+
+def _tiles(now: Step, there: set[str]) -> list[str]:
+    pieces = [
+        text(6, 16, "loaded from memory", "start strong"),
+        text(6, 106, "made on the chip", "start strong"),
+        text(WIDTH - 8, 16, "kept", "end strong"),
+    ]
+    for name, (x, y, width, height) in PLACES.items():
+        kind = "orange" if name in now.makes else "pale-blue" if name in now.reads else "pale-grey"
+        scaled = "′" if name in "qkS" and f"{name}′" in there else ""
+        pieces.append(rect(x, y, width, height, kind if name in there else "edge"))
+        pieces.append(text(x + width / 2, y + height / 2, name + scaled, "on" if name in there else ""))
+    return pieces
+
+
+def _bars(done: list[Step], every: list[Step]) -> list[str]:
+    pieces = []
+    for n, (what, unit) in enumerate((("products", "MFLOP"), ("memory", "KiB"))):
+        so_far, most = (sum(s[3 + n] for s in steps) for steps in (done, every))
+        shown = f"{so_far / 1e6:.1f} {unit}" if n == 0 else f"{so_far / 1024:.0f} {unit}"
+        y = BARS + 26 * n
+        pieces += [
+            text(70, y + 9, what, "end"),
+            rect(80, y, 220 * so_far / most, 18, "sky" if n == 0 else "grey"),
+            rect(80, y, 220, 18, "edge"),
+            text(WIDTH - 8, y + 9, shown, "end"),
+        ]
+    for x, kind, name in ((80, "orange", "made now"), (180, "pale-blue", "read now"), (280, "pale-grey", "there")):
+        pieces += [rect(x, BARS + 58, 12, 12, kind), text(x + 18, BARS + 64, name, "start")]
+    return pieces
+
+
+def one_chunk() -> Explorable:
+    """The eleven steps of a chunk in :mod:`gla_ref.pages.gla`."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, g = torch.randn(3, C, K, generator=generator, dtype=torch.float64)
+    v, S = torch.randn(C, V, generator=generator).double(), torch.zeros(K, V, dtype=torch.float64)
+    _, _, steps = walk(q, k, v, -g.abs() / 64, S)
+    frames, there = [], {"S"}
+    for n, now in enumerate(steps):
+        made = set(now.makes.split())
+        scaled = {f"{name}′" for name in made & there & {"q", "k"}}
+        scaled |= {"S′"} if "S" in made and "half way" in now.words else set()
+        there = (there | made | scaled) - ({"S′"} if now.words.startswith("Write") else set())
+        frames.append(Frame(_tiles(now, there) + _bars(steps[: n + 1], steps), f"{n + 1}. {now.words}"))
+    return Explorable(
+        title="One chunk of the kernel",
+        notice=f"{C} tokens, {K} channels, and the {V} columns of the state that one program owns, drawn to scale. "
+        "Then the next chunk comes, with the same steps.",
+        alt="Tiles of g, q, k and v, of exponents, anchor, scores and outputs, and the state. In each step some are "
+        "read and some are made; two bars count products and bytes.",
+        controls=(Slider("step", range(1, len(steps) + 1)),),
+        frames=frames,
+        height=BARS + 76,
+        start=(3,),
+    )
