@@ -250,7 +250,7 @@ def test_roofline_shows_measurements_as_measured_and_predictions_as_predicted(da
                     assert "predicted" not in frame.readout
                 else:
                     assert p.rate <= roof * (1 + 1e-12) and "predicted, not measured" in frame.readout
-                    assert f">at least {p.ms:.3g} ms<" in "".join(frame.pieces)
+                    assert f": at least {p.ms:.3g} ms<" in "".join(frame.pieces)
                 x, y = roofline._at(p.intensity, p.rate)
                 assert roofline.X < x < roofline.X + roofline.WIDE
                 assert roofline.Y < y < roofline.Y + roofline.HIGH

@@ -165,9 +165,9 @@ def _row(data: dict, plot: str, direction: str, shape: dict[str, int]) -> list[F
     if not found:
         return [Frame([plot], "Nothing was measured here, and costs.py counts forward passes only.")]
     frames = []
-    for p in found:
+    for n, p in enumerate(found, 1):
         ring = circle(*_at(p.intensity, p.rate), 9, "line")
-        time = text(X + WIDE, 10, f"{'at least ' * (p.record is None)}{p.ms:.3g} ms", "end strong")
+        time = text(X + WIDE, 10, f"{n} of {len(found)}: {'at least ' * (p.record is None)}{p.ms:.3g} ms", "end strong")
         frames.append(Frame([plot, marks, ring, time], _words(p, data["environment"]["gpu"])))
     return frames
 
