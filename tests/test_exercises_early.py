@@ -1,6 +1,7 @@
 """Exercises: right answers are accepted, typical wrong ones are told what is wrong with them.
 
-The answers of chapters 1 to 6 stand here, those of 7 to 12 in test_exercises_late.py. And every exercise of the
+The answers of chapters 1 to 6 stand here, kernels in test_exercises_first.py, those of 7 to 12 in
+test_exercises_late.py. And every exercise of the
 book has a judge, a cell to answer it in, and a solution that passes.
 """
 
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import test_exercises_first as first
 import test_exercises_late as late
 import torch
 
@@ -91,7 +93,7 @@ def known(label: str, monkeypatch) -> list[tuple]:
         if hasattr(sys.modules[judge.__module__], name):
             note = partial(lambda name, answer, *a, **k: seen.append((name, a, k)), name)
             monkeypatch.setattr(sys.modules[judge.__module__], name, note)
-    judge((RIGHT | late.RIGHT)[label][0])
+    judge((RIGHT | first.RIGHT | late.RIGHT)[label][0])
     return seen
 
 
@@ -484,9 +486,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("label", RIGHT | late.RIGHT)
+@pytest.mark.parametrize("label", RIGHT | first.RIGHT | late.RIGHT)
 def test_right_answers(label):
-    for answer in (RIGHT | late.RIGHT)[label]:
+    for answer in (RIGHT | first.RIGHT | late.RIGHT)[label]:
         begin, state = time.perf_counter(), torch.get_rng_state()
         verdict = check(label, answer)
         assert verdict and verdict.status == "right", verdict
@@ -494,9 +496,9 @@ def test_right_answers(label):
         assert time.perf_counter() - begin < 3, "a judge takes 0.3 s at most on an idle machine"
 
 
-@pytest.mark.parametrize("label", WRONG | late.WRONG)
+@pytest.mark.parametrize("label", WRONG | first.WRONG | late.WRONG)
 def test_wrong_answers_are_named(label):
-    kind, answers = exercises.JUDGES[label][0], (WRONG | late.WRONG)[label]
+    kind, answers = exercises.JUDGES[label][0], (WRONG | first.WRONG | late.WRONG)[label]
     assert len(answers) >= (3 if kind == "implement" else 2)
     for answer, words in answers:
         verdict = check(label, answer)
@@ -507,6 +509,8 @@ def test_every_early_exercise_is_tried():
     topics = ("softmax", "online", "flash", "linear", "prefix", "fla")
     early = {label for label in exercises.JUDGES if label.split("-")[1] in topics}
     assert early == set(RIGHT) == set(WRONG)
+    kernels = {label for label in exercises.JUDGES if label.startswith("ex-first-")}
+    assert kernels == set(first.RIGHT) == set(first.WRONG)
     assert len(early) >= 22
 
 

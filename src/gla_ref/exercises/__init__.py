@@ -22,6 +22,7 @@ MODULES: tuple[str, ...] = (
     "softmax_attention",
     "online_softmax",
     "flash_attention",
+    "first_kernels",
     "linear_attention",
     "prefix_sums",
     "flash_linear_attention",
