@@ -1,6 +1,7 @@
 """Exercises: right answers are accepted, typical wrong ones are told what is wrong with them.
 
-The answers of chapters 1 to 7 stand here, those of 7 to 12 in test_exercises_late.py. And every exercise of the
+The answers of chapters 1 to 8 stand here, those of chapter 4 in test_exercises_first.py, of 9 to 16 in
+test_exercises_late.py. And every exercise of the
 book has a judge, a cell to answer it in, and a solution that passes.
 """
 
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import test_exercises_first as first
 import test_exercises_late as late
 import torch
 
@@ -386,8 +388,8 @@ WRONG = {
 }
 
 
-RIGHT |= late.RIGHT
-WRONG |= late.WRONG
+RIGHT |= first.RIGHT | late.RIGHT
+WRONG |= first.WRONG | late.WRONG
 
 
 @pytest.mark.parametrize("label", RIGHT)

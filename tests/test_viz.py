@@ -1,4 +1,4 @@
-"""Explorables: the class, and the numbers in the pictures against the package's (chapters 2 and 6)."""
+"""Explorables: the class, and the numbers in the pictures against the package's (chapters 2, 4 and 6)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from gla_ref.viz.one_chunk import one_chunk
 from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
 from gla_ref.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
+from gla_ref.viz.programs import BLOCKS, END, programs
+from gla_ref.viz.programs import LENGTHS as VECTORS
 from gla_ref.viz.roofline import roofline
+from gla_ref.viz.strides import VIEWS, strides
 from gla_ref.viz.two_level_map import two_level_map
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
@@ -79,6 +82,8 @@ def test_what_does_not_fit_is_refused(changes, message):
 
 EXPLORABLES = {
     "online_softmax": online_softmax,
+    "programs": programs,
+    "strides": strides,
     "chunk_size": chunk_size,
     "prefix_sum": prefix_sum,
     "prefix_sum_states": lambda: prefix_sum(states=True),
@@ -240,3 +245,37 @@ def test_prefix_sum_of_states_ends_in_the_states_of_linear_attention():
         areas = sum(r["width"] ** 2 for r in rects(row[-1], "ink") if r["y"] > 206)
         wanted = 8.5**2 * (states.clamp(min=0) / states.abs().max()).sum().item()
         assert areas == pytest.approx(wanted, rel=0.02)  # sides are rounded to a tenth
+
+
+# -- programs and strides (chapter 4) ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("N", VECTORS)
+def test_every_number_has_one_program(N):
+    for BLOCK, row in zip(BLOCKS, programs().frames[VECTORS.index(N)], strict=True):
+        owned, masked = [], []
+        for frame in row:
+            cells = bs4.BeautifulSoup("".join(frame.pieces), "html.parser").find_all("rect")[: END + 1]
+            colours = [" ".join(cell["class"]) for cell in cells if cell["height"] == "24"][:END]
+            owned += [n for n, colour in enumerate(colours) if colour == "sky"]
+            masked += [n for n, colour in enumerate(colours) if colour == "pale-red"]
+            assert texts(frame, "on")[-BLOCK:].count("×") == colours.count("pale-red")
+        assert owned == list(range(N))
+        assert masked == list(range(N, BLOCK * len(row)))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_strides_lead_to_the_tile(name):
+    """The numbers of memory that are coloured are those that the view has in the tile."""
+    x, tiles = VIEWS[name], strides().frames[list(VIEWS).index(name)]
+    seen = []
+    for i, row in enumerate(tiles):
+        for j, frame in enumerate(row):
+            want = sorted(x[2 * i : 2 * i + 2, 2 * j : 2 * j + 2].flatten().tolist())
+            strip = [r for r in rects(frame, "sky", "white") if r["y"] > 200]
+            sky = {r["x"] for r in rects(frame, "sky") if r["y"] > 200}
+            assert [n for n, r in enumerate(strip) if r["x"] in sky] == want
+            said = [int(n) for n in re.search(r"offsets ([\d, ]+)\.", frame.readout)[1].split(",")]
+            assert sorted(n + x.storage_offset() for n in said) == want
+            seen += want
+    assert sorted(seen) == sorted(x.flatten().tolist())

@@ -1,0 +1,76 @@
+"""Which numbers of a vector a program owns: block, offsets, mask (chapter 4)."""
+
+from __future__ import annotations
+
+import torch
+
+from ._explorable import WIDTH, Choice, Explorable, Frame, Slider
+from ._svg import path, rect, text
+
+__all__ = ["programs"]
+
+LENGTHS, BLOCKS = (11, 12, 16), (2, 4, 8)
+END = 16  # numbers of memory in the picture
+CELL, LEFT = 23, 16  # of the memory
+PLACE, FIRST = 30, 148  # of the program's block
+
+
+def programs() -> Explorable:
+    """A vector of N numbers in blocks, one a program, and what the chosen program computes from its number."""
+    frames = [[[_frame(N, BLOCK, p) for p in range(-(-N // BLOCK))] for BLOCK in BLOCKS] for N in LENGTHS]
+    return Explorable(
+        title="Which numbers are mine? What a program knows is its number",
+        notice="Every program runs the same lines. Its number is the only difference, and offsets and mask follow "
+        "from it. Where BLOCK does not divide N, the last program has offsets beyond the end of x (red): what lies "
+        "there belongs to somebody else, and the mask keeps the program from touching it.",
+        alt="A row of sixteen numbers in memory, cut into blocks, one a program. The chosen program's block is "
+        "coloured. Below, its places, offsets, addresses and mask, one below the other.",
+        controls=(
+            Choice("numbers N", LENGTHS),
+            Choice("BLOCK", BLOCKS),
+            Slider("program_id", range(-(-max(LENGTHS) // min(BLOCKS)))),
+        ),
+        frames=frames,
+        height=206,
+        start=(0, 1, 1),
+    )
+
+
+def _frame(N: int, BLOCK: int, p: int) -> Frame:
+    places = torch.arange(BLOCK)
+    o = p * BLOCK + places
+    m = o < N
+    mine = o.tolist()
+    pieces = []
+    for n in range(END):
+        kind = "pale-grey" if n >= N else "white"
+        if n in mine:
+            kind = "sky" if n < N else "pale-red"
+        pieces.append(rect(LEFT + CELL * n, 24, CELL, 24, kind))
+        pieces.append(text(LEFT + CELL * (n + 0.5), 36, n, "on"))
+    pieces.append(rect(LEFT, 24, CELL * N, 24, "edge"))
+    pieces.append(text(LEFT, 10, f"x, {N} numbers in memory, and the programs", "start"))
+    for program in range(-(-N // BLOCK)):
+        begin, end = (LEFT + CELL * BLOCK * (program + i) for i in (0, 1))
+        pieces.append(path([(begin + 2, 52), (begin + 2, 56), (end - 2, 56), (end - 2, 52)], "line"))
+        pieces.append(text((begin + end) / 2, 68, program, "strong" if program == p else ""))
+    rows = (
+        (f"tl.arange(0, {BLOCK})", places.tolist()),
+        (f"o = {p} * {BLOCK} + arange", mine),
+        ("bytes from x", (4 * o).tolist()),
+        (f"m = o < {N}", ["✓" if inside else "×" for inside in m.tolist()]),
+    )
+    for i, (label, values) in enumerate(rows):
+        y = 88 + 30 * i
+        pieces.append(text(4, y + 13, label, "start"))
+        for n, value in enumerate(values):
+            pieces.append(rect(FIRST + PLACE * n, y, PLACE - 2, 26, "sky" if m[n] else "pale-red"))
+            pieces.append(text(FIRST + PLACE * n + PLACE / 2 - 1, y + 13, value, "on"))
+    out = BLOCK - int(m.sum())
+    words = f"the mask leaves {out} of them out" if out else "the mask leaves none out"
+    assert FIRST + PLACE * max(BLOCKS) <= WIDTH
+    return Frame(
+        pieces,
+        f"Program {p} of {-(-N // BLOCK)} (counted from 0) has the offsets {p} × {BLOCK} = {mine[0]} to {mine[-1]}. "
+        f"N is {N}: {words}.",
+    )

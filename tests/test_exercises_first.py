@@ -1,0 +1,383 @@
+"""Answers to the exercises of chapter 4, right and wrong: kernels, launched by the judges between guards.
+
+`test_exercises_early.py` holds them, with all others, against what the judges say.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from gla_ref.exercises import check  # noqa: E402
+
+# -- the sum of a block ------------------------------------------------------------------------------
+
+
+@triton.jit
+def partial_sums(x, out, N, BLOCK: tl.constexpr):
+    p = tl.program_id(0)
+    o = p * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + p, tl.sum(tl.load(x + o, mask=o < N, other=0.0), 0))
+
+
+@triton.jit
+def sums_unmasked(x, out, N, BLOCK: tl.constexpr):
+    p = tl.program_id(0)
+    tl.store(out + p, tl.sum(tl.load(x + p * BLOCK + tl.arange(0, BLOCK)), 0))
+
+
+@triton.jit
+def sums_of_the_first(x, out, N, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    tl.store(out + tl.program_id(0), tl.sum(tl.load(x + o, mask=o < N, other=0.0), 0))
+
+
+@triton.jit
+def sums_overlapping(x, out, N, BLOCK: tl.constexpr):
+    o = tl.program_id(0) + tl.arange(0, BLOCK)
+    tl.store(out + tl.program_id(0), tl.sum(tl.load(x + o, mask=o < N, other=0.0), 0))
+
+
+@triton.jit
+def sums_far_apart(x, out, N, BLOCK: tl.constexpr):
+    p = tl.program_id(0)
+    o = p * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + p * BLOCK, tl.sum(tl.load(x + o, mask=o < N, other=0.0), 0))
+
+
+@triton.jit
+def sums_in_one_place(x, out, N, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out, tl.sum(tl.load(x + o, mask=o < N, other=0.0), 0))
+
+
+@triton.jit
+def sums_into_x(x, out, N, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + tl.program_id(0), tl.sum(tl.load(x + o, mask=o < N, other=0.0), 0))
+
+
+@triton.jit
+def sums_so_far(x, out, N, BLOCK: tl.constexpr):
+    total = 0.0
+    for p in range(tl.program_id(0) + 1):
+        o = p * BLOCK + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(x + o, mask=o < N, other=0.0), 0)
+    tl.store(out + tl.program_id(0), total)
+
+
+@triton.jit
+def block_maxima(x, out, N, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + tl.program_id(0), tl.max(tl.load(x + o, mask=o < N, other=float("-inf")), 0))
+
+
+@triton.jit
+def block_means(x, out, N, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + tl.program_id(0), tl.sum(tl.load(x + o, mask=o < N, other=0.0), 0) / BLOCK)
+
+
+@triton.jit
+def misspelt(x, out, N, BLOCK: tl.constexpr):
+    tl.store(out, tl.summ(tl.load(x), 0))
+
+
+@triton.jit
+def nothing(x, out, N, BLOCK: tl.constexpr):
+    pass
+
+
+def undecorated(x, out, N, BLOCK: tl.constexpr):
+    tl.store(out + tl.program_id(0), 1.0)
+
+
+# -- RMSNorm -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rms_norm(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+    row, o = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
+    b_y = b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps)
+    tl.store(y + row * y_stride + o, b_y, mask=o < N)
+
+
+@triton.jit
+def norm_over_block(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+    row, o = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
+    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / BLOCK + eps), mask=o < N)
+
+
+@triton.jit
+def norm_without_eps(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+    row, o = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
+    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N), mask=o < N)
+
+
+@triton.jit
+def norm_by_sum(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+    row, o = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
+    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) + eps), mask=o < N)
+
+
+@triton.jit
+def norm_packed(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+    row, o = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x + row * N + o, mask=o < N, other=0.0)
+    tl.store(y + row * N + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps), mask=o < N)
+
+
+@triton.jit
+def norm_of_row_0(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+    row, o = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x + o, mask=o < N, other=0.0)
+    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps), mask=o < N)
+
+
+@triton.jit
+def layer_norm(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+    row, o = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
+    b_x = tl.where(o < N, b_x - tl.sum(b_x, 0) / N, 0.0)
+    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps), mask=o < N)
+
+
+@triton.jit
+def norm_stored_unmasked(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+    row, o = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
+    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps))
+
+
+@triton.jit
+def norm_masked_by_infinity(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+    row, o = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=float("-inf"))
+    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps), mask=o < N)
+
+
+# -- a product of matrices ---------------------------------------------------------------------------
+
+
+@triton.jit
+def matmul(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    i = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
+    j = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
+    n = tl.arange(0, BK)
+    b_c = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, K, BK):
+        in_row, in_column = (k + n)[None, :], (k + n)[:, None]
+        b_a = tl.load(a + i * K + in_row, mask=(i < M) & (in_row < K), other=0.0)
+        b_b = tl.load(b + in_column * N + j, mask=(in_column < K) & (j < N), other=0.0)
+        b_c = tl.dot(b_a, b_b, b_c, input_precision="ieee")
+    tl.store(c + i * N + j, b_c, mask=(i < M) & (j < N))
+
+
+@triton.jit
+def matmul_of(
+    a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    first, last, KEEP: tl.constexpr, HALF: tl.constexpr, MASK: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Steps from `first` on, before `last`; what a mistake keeps, rounds, masks."""
+    i = tl.program_id(SWAP) * BM + tl.arange(0, BM)[:, None]
+    j = tl.program_id(1 - SWAP) * BN + tl.arange(0, BN)[None, :]
+    n = tl.arange(0, BK)
+    b_c = tl.zeros([BM, BN], tl.float32)
+    for k in range(first, last, BK):
+        in_row, in_column = (k + n)[None, :], (k + n)[:, None]
+        b_a = tl.load(a + i * K + in_row, mask=(i < M) & ((in_row < K) | (not MASK)), other=0.0)
+        b_b = tl.load(b + in_column * N + j, mask=((in_column < K) | (not MASK)) & (j < N), other=0.0)
+        if HALF:
+            b_a, b_b = b_a.to(tl.float16).to(tl.float32), b_b.to(tl.float16).to(tl.float32)
+        b_p = tl.dot(b_a, b_b, input_precision="ieee")
+        b_c = b_c + b_p if KEEP else b_p
+    tl.store(c + i * N + j, b_c, mask=(i < M) & (j < N))
+
+
+class Other:
+    """A kernel with other arguments than it is launched with."""
+
+    def __init__(self, kernel, change):
+        self.kernel, self.change = kernel, change
+
+    def __call__(self, *_):
+        raise RuntimeError
+
+    def __getitem__(self, grid):
+        return lambda *x, **constants: self.kernel[grid](*x, **(constants | self.change(*x, **constants)))
+
+
+def product(steps=lambda K, BK: (0, K), KEEP=True, HALF=False, MASK=True, SWAP=0):
+    def change(a, b, c, M, N, K, BM, BN, BK):
+        first, last = steps(K, BK)
+        return {"first": first, "last": last, "KEEP": KEEP, "HALF": HALF, "MASK": MASK, "SWAP": SWAP}
+
+    return Other(matmul_of, change)
+
+
+# -- keys, a tile at a time --------------------------------------------------------------------------
+
+
+@triton.jit
+def keys(q, k, v, o, N, scale, BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    i, n = tl.arange(0, BM)[:, None], tl.arange(0, BN)
+    o_k, o_v = tl.arange(0, K)[None, :], tl.arange(0, V)[None, :]
+    b_q = tl.load(q + i * K + o_k)
+    m, d = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32)
+    b_o = tl.zeros([BM, V], tl.float32)
+    for first in range(0, N, BN):
+        j = first + n
+        b_k = tl.load(k + j[:, None] * K + o_k, mask=j[:, None] < N, other=0.0)
+        b_v = tl.load(v + j[:, None] * V + o_v, mask=j[:, None] < N, other=0.0)
+        x = tl.dot(b_q, b_k.T, input_precision="ieee") * scale
+        x = tl.where(j[None, :] < N, x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        p, r = tl.exp(x - m_new[:, None]), tl.exp(m - m_new)
+        d = d * r + tl.sum(p, 1)
+        b_o = tl.dot(p, b_v, b_o * r[:, None], input_precision="ieee")
+        m = m_new
+    tl.store(o + i * V + o_v, b_o / d[:, None])
+
+
+@triton.jit
+def keys_of(
+    q, k, v, o, N, scale, BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    last, END: tl.constexpr, ON_SUM: tl.constexpr, ON_OUT: tl.constexpr, SAFE: tl.constexpr, DIVIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, LOAD: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """The same with its mistakes."""
+    i, n = tl.arange(0, BM)[:, None], tl.arange(0, BN)
+    o_k, o_v = tl.arange(0, K)[None, :], tl.arange(0, V)[None, :]
+    b_q = tl.load(q + i * K + o_k)
+    m, d = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32)
+    b_o = tl.zeros([BM, V], tl.float32)
+    for first in range(0, last, BN):
+        j = first + n
+        inside = (j < N) | (not LOAD)
+        b_k = tl.load(k + j[:, None] * K + o_k, mask=inside[:, None], other=0.0)
+        b_v = tl.load(v + j[:, None] * V + o_v, mask=inside[:, None], other=0.0)
+        x = tl.dot(b_q, b_k.T, input_precision="ieee") * (scale if SCALED else 1.0)
+        if END:
+            x = tl.where(j[None, :] < N, x, float("-inf"))
+        if CAUSAL:
+            x = tl.where(j[None, :] <= i, x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1)) if SAFE else tl.zeros([BM], tl.float32)
+        p, r = tl.exp(x - m_new[:, None]), tl.exp(m - m_new) if SAFE else tl.full([BM], 1.0, tl.float32)
+        d = d * (r if ON_SUM else 1.0) + tl.sum(p, 1)
+        b_o = tl.dot(p, b_v, b_o * (r[:, None] if ON_OUT else 1.0), input_precision="ieee")
+        m = m_new
+    tl.store(o + i * V + o_v, b_o / (d[:, None] if DIVIDE else 1.0))
+
+
+def walk(tiles=None, **flags):
+    right = dict(END=True, ON_SUM=True, ON_OUT=True, SAFE=True, DIVIDE=True, CAUSAL=False, LOAD=True, SCALED=True)
+
+    def change(q, k, v, o, N, scale, BM, BN, K, V):
+        return right | {"last": N if tiles is None else BN * tiles} | flags
+
+    return Other(keys_of, change)
+
+
+def offsets(order):
+    return lambda b, h, B, T, H, K: order(b, h, T, H, K, torch.arange(T)[:, None], torch.arange(K))
+
+
+RIGHT = {
+    "ex-first-grid": [[4, 24, 1000], (4, 24, 1000)],
+    "ex-first-sum": [partial_sums],
+    "ex-first-compile": ["bce", "E, c, b"],
+    "ex-first-offsets": [
+        offsets(lambda b, h, T, H, K, t, c: ((b * T + t) * H + h) * K + c),
+        lambda b, h, B, T, H, K: torch.arange(B * T * H * K).view(B, T, H, K)[b, :, h],
+    ],
+    "ex-first-norm": [rms_norm],
+    "ex-first-matmul": [matmul, product()],
+    "ex-first-keys": [keys, walk()],
+}
+WRONG = {
+    "ex-first-grid": [
+        ([3, 24, 1000], "Round up"),
+        ([1000, 0, 1000], "a whole block of 256"),
+        ([4, 232, 1000], "does have"),
+        ([4, 0, 1000], "more than 1000"),
+        ([4, 24, 1024], "neither read nor written"),
+        ([4, 24, 256], "all of them together"),
+        ([5, 24, 1000], "Answer 1 of 3 is not right"),
+    ],
+    "ex-first-sum": [
+        (sums_unmasked, "are all loads masked?"),
+        (sums_of_the_first, "All programs sum the first block"),
+        (sums_overlapping, "Blocks overlap"),
+        (sums_far_apart, "beyond the end of the result"),
+        (sums_in_one_place, "Nobody writes result[1]"),
+        (sums_into_x, "The kernel changes x"),
+        (sums_so_far, "the sum so far"),
+        (block_maxima, "the largest number"),
+        (block_means, "the mean of a block"),
+        (misspelt, "has no attribute 'summ'"),
+        (rms_norm, "The kernel stopped with"),
+        (undecorated, "write @triton.jit"),
+    ],
+    "ex-first-compile": [
+        ("abce", "a does not belong to it. 2048 is"),
+        ("ce", "b is missing. 1000 is"),
+        ("be", "c is missing. BLOCK"),
+        ("bcde", "d does not belong"),
+        ("bc", "e is missing. A pointer"),
+        ("bcef", "f does not belong"),
+    ],
+    "ex-first-offsets": [
+        (offsets(lambda b, h, T, H, K, t, c: ((b * H + h) * T + t) * K + c), "layout [B, H, T, K]"),
+        (offsets(lambda b, h, T, H, K, t, c: b * T * H * K + h * K + t * K + c), "not side by side"),
+        (offsets(lambda b, h, T, H, K, t, c: (t * H + h) * K + c), "The sequence b is missing"),
+        (offsets(lambda b, h, T, H, K, t, c: (b * T + t) * H * K + c), "The head h is missing"),
+        (offsets(lambda b, h, T, H, K, t, c: 4 * (((b * T + t) * H + h) * K + c)), "bytes of float32"),
+    ],
+    "ex-first-norm": [
+        (norm_over_block, "not over the BLOCK places"),
+        (norm_without_eps, "eps is missing"),
+        (norm_by_sum, "divide it by N"),
+        (norm_packed, "x_stride numbers apart"),
+        (norm_of_row_0, "All programs normalise row 0"),
+        (layer_norm, "subtracts the mean"),
+        (norm_stored_unmasked, "mask the store"),
+        (norm_masked_by_infinity, "-inf squared is inf"),
+    ],
+    "ex-first-matmul": [
+        (product(steps=lambda K, BK: (0, BK)), "a loop over K is missing"),
+        (product(KEEP=False), "Only the last step is kept"),
+        (product(steps=lambda K, BK: (0, K // BK * BK)), "The loop ends too early"),
+        (product(HALF=True), "Nearly: it is off by"),
+        (product(MASK=False), "are all loads masked?"),
+        (product(SWAP=1), "Nobody writes result[16, 0]"),
+    ],
+    "ex-first-keys": [
+        (walk(tiles=1), "Only the first BN keys"),
+        (walk(END=False), "keys beyond the end"),
+        (walk(ON_SUM=False), "The sum so far is relative"),
+        (walk(ON_OUT=False), "The output so far is relative"),
+        (walk(ON_SUM=False, ON_OUT=False), "shrink both"),
+        (walk(DIVIDE=False), "not divided by the sum"),
+        (walk(CAUSAL=True), "no causal mask"),
+        (walk(SCALED=False), "The scale is missing"),
+        (walk(SAFE=False), "does an exponential overflow"),
+        (walk(LOAD=False), "are all loads masked?"),
+    ],
+}
+
+
+def test_a_kernel_that_stores_nothing_is_open():
+    assert check("ex-first-sum", nothing).status == "open"
