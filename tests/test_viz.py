@@ -14,6 +14,7 @@ from gla_ref.costs import cost
 from gla_ref.prefix_sum import chunked
 from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Slider
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
+from gla_ref.viz.fading_state import fading_state
 from gla_ref.viz.gate_strength import gate_strength
 from gla_ref.viz.kernel_walk import kernel_walk
 from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
@@ -78,6 +79,7 @@ EXPLORABLES = {
     "chunk_size": chunk_size,
     "prefix_sum": prefix_sum,
     "prefix_sum_states": lambda: prefix_sum(states=True),
+    "fading_state": cache(fading_state),
     "gate_strength": cache(gate_strength),
     "two_level_map": cache(two_level_map),
     "kernel_walk": kernel_walk,

@@ -1,6 +1,10 @@
-"""Chapters 1 to 15. What a chapter's cells need beside the subject: a sentence with its numbers."""
+"""Chapters 1 to 15. What a chapter's cells need beside the subject: sentences and tables with their numbers."""
 
 from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
 
 
 def say(text: str) -> None:
@@ -12,3 +16,20 @@ def say(text: str) -> None:
     from IPython.display import Markdown, display
 
     display(Markdown(text))
+
+
+def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
+    """Show a small table whose numbers were computed in this cell; all but its first column are set to the right."""
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    say("\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))
+
+
+def excerpt(function: Callable, first: str = "", last: str = "") -> None:
+    """Show lines of a function's own source, from the first that contains `first` to the next that contains `last`.
+
+    A kernel is explained a few lines at a time, and they are always those that run.
+    """
+    lines = inspect.getsource(getattr(function, "fn", function)).splitlines()
+    start = next(n for n, line in enumerate(lines) if first in line)
+    stop = next(n for n, line in enumerate(lines) if n >= start and last in line) if last else len(lines) - 1
+    say("```python\n" + textwrap.dedent("\n".join(lines[start : stop + 1])) + "\n```")
