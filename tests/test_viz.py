@@ -81,6 +81,7 @@ EXPLORABLES = {
     "prefix_sum_states": lambda: prefix_sum(states=True),
     "fading_state": cache(fading_state),
     "gate_strength": cache(gate_strength),
+    "gate_strength_ratio": cache(lambda: gate_strength(ratio_only=True)),
     "two_level_map": cache(two_level_map),
     "kernel_walk": kernel_walk,
     "roofline": cache(lambda: roofline(results.load("h200"))),

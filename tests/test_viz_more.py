@@ -142,7 +142,7 @@ def test_map_tells_the_truth_in_its_notice():
         assert shares[2] < 0.7 * shares[4]
 
 
-# -- gate strength and exponents (chapter 13) --------------------------------------------------
+# -- gate strength and exponents (chapters 10 and 13) -------------------------------------------
 
 FORM = list(gate_strength.FORMS)
 FIRST = {  # by hand: the largest number is e^88.7, in float16 e^11.09; 256 tokens, or half of 64
@@ -208,6 +208,9 @@ def test_forms_break_where_they_must(name):
         assert [t for t in texts(frame, "end") if "error" in t or "not" in t] == wanted
         dots = sum(p.count("<circle") for p in frame.pieces) - 1  # one is in the legend
         assert (dots > 0) == ("not a number" in wanted)
+        alone = EXPLORABLES["gate_strength_ratio"]().frames[list(gate_strength.DTYPES).index(name)][i]
+        assert [t for t in texts(alone, "end") if "error" in t or "not" in t] == wanted[:1]
+        assert set(alone.pieces[1:]) <= set(frame.pieces) and wanted[0] in alone.readout
     assert FIRST[name][1] == pytest.approx(8 * FIRST[name][0])
 
 
