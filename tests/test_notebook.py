@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-display = pytest.importorskip("IPython.display", reason="the book's tools are not installed")
-
 from gla_ref import notebook
 from gla_ref.gates import decay_to_end
 
@@ -13,7 +11,7 @@ from gla_ref.gates import decay_to_end
 @pytest.fixture
 def shown(monkeypatch):
     """The Markdown that a function displays."""
-    pieces = []
+    display, pieces = pytest.importorskip("IPython.display", reason="the book's tools are not installed"), []
     monkeypatch.setattr(display, "display", lambda piece: pieces.append(piece.data))
     return pieces
 
