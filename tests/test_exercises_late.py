@@ -36,6 +36,23 @@ def retention(gates=lambda i, j: i - j, last=lambda i: i + 1, scaled=True):
     return form
 
 
+def by_fft(filter=lambda gamma, t: gamma**t, points=2, shift=0, backwards=False, turned=False):
+    """States of a constant decay as a product of Fourier transforms; `shift` puts the filter later."""
+
+    def form(k, v, gamma):
+        T = len(k)
+        writes = (v[:, :, None] * k[:, None] if turned else k[:, :, None] * v[:, None]).flatten(1)
+        writes = writes.flip(0) if backwards else writes
+        h = filter(gamma, torch.arange(T).double()).roll(shift)
+        h[:shift] = 0
+        n = points * T
+        product = torch.fft.rfft(h, n)[:, None] * torch.fft.rfft(writes, n, 0)
+        S = torch.fft.irfft(product, n, 0)[:T].unflatten(1, (v if turned else k).shape[1:] + (-1,))
+        return S.flip(0) if backwards else S
+
+    return form
+
+
 def walk(gate_old=0, gate_write=0, gate_read=0):
     """The recurrence, with further powers of the gate on the state, on the write and on the read."""
 
@@ -186,6 +203,7 @@ RIGHT = {
     "ex-gates-reset": [[[1], [1, 2], [1, 2, 3], [2, 3, 4]], [{1}, {2, 1}, (1, 2, 3), {2, 3, 4}]],
     "ex-gates-bias": [lambda h, tau: -math.log(2 ** (tau / h) - 1)],
     "ex-gates-retention": [retention()],
+    "ex-gates-convolution": [by_fft(), by_fft(points=3)],
     "ex-gates-order": [walk(gate_old=1, gate_write=1)],
     "ex-parallel-padding": [dict(k=0, v=0, g=0), dict(k=0, v=7, g=0.0), dict(k=-2, v=0, g=-0.0)],
     "ex-parallel-two-sided": [from_state],
@@ -240,6 +258,16 @@ WRONG = {
         (retention(gates=lambda i, j: i - j + 1), "own gate is counted"),
         (retention(gates=lambda i, j: j - i), "upside down"),
         (retention(gates=lambda i, j: 0), "no decay"),
+    ],
+    "ex-gates-convolution": [
+        (by_fft(points=1), "The end comes round to the beginning"),
+        (by_fft(lambda gamma, t: gamma ** (t + 1)), "decayed by its own gate as well"),
+        (by_fft(lambda gamma, t: gamma ** (len(t) - 1 - t)), "The filter is the wrong way round"),
+        (by_fft(backwards=True), "Time runs backwards"),
+        (by_fft(lambda gamma, t: 0 * t + 1), "There is no decay"),
+        (by_fft(shift=1), "misses its own write"),
+        (by_fft(turned=True), "a row for each channel of k"),
+        (lambda k, v, gamma: by_fft()(k, v, gamma)[-1], "S: expected shape [7, 3, 4], got [3, 4]"),
     ],
     "ex-gates-order": [
         (walk(gate_old=1), "That is gate before write"),

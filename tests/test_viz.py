@@ -16,6 +16,7 @@ from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Slider
 from gla_ref.viz.anchor import anchor
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
 from gla_ref.viz.decode_memory import decode_memory
+from gla_ref.viz.fading_state import fading_state
 from gla_ref.viz.gate_strength import gate_strength
 from gla_ref.viz.kernel_walk import kernel_walk
 from gla_ref.viz.levels import levels
@@ -87,7 +88,9 @@ EXPLORABLES = {
     "chunk_size": chunk_size,
     "prefix_sum": prefix_sum,
     "prefix_sum_states": lambda: prefix_sum(states=True),
+    "fading_state": cache(fading_state),
     "gate_strength": cache(gate_strength),
+    "gate_strength_ratio": cache(lambda: gate_strength(ratio_only=True)),
     "two_level_map": cache(two_level_map),
     "anchor": anchor,
     "levels": levels,

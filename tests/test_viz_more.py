@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from gla_ref import gla, linear_attention, results
 from gla_ref.costs import FORMS, cost
-from gla_ref.viz import gate_strength, kernel_walk, roofline, two_level_map
+from gla_ref.viz import fading_state, gate_strength, kernel_walk, roofline, two_level_map
 
 # -- a kernel's walk (chapter 7) ---------------------------------------------------------------
 
@@ -136,7 +136,7 @@ def test_map_tells_the_truth_in_its_notice():
         assert shares[2] < 0.7 * shares[4]
 
 
-# -- gate strength and exponents (chapter 13) --------------------------------------------------
+# -- gate strength and exponents (chapters 10 and 13) -------------------------------------------
 
 FORM = list(gate_strength.FORMS)
 FIRST = {  # by hand: the largest number is e^88.7, in float16 e^11.09; 256 tokens, or half of 64
@@ -202,6 +202,9 @@ def test_forms_break_where_they_must(name):
         assert [t for t in texts(frame, "end") if "error" in t or "not" in t] == wanted
         dots = sum(p.count("<circle") for p in frame.pieces) - 1  # one is in the legend
         assert (dots > 0) == ("not a number" in wanted)
+        alone = EXPLORABLES["gate_strength_ratio"]().frames[list(gate_strength.DTYPES).index(name)][i]
+        assert [t for t in texts(alone, "end") if "error" in t or "not" in t] == wanted[:1]
+        assert set(alone.pieces[1:]) <= set(frame.pieces) and wanted[0] in alone.readout
     assert FIRST[name][1] == pytest.approx(8 * FIRST[name][0])
 
 
@@ -283,3 +286,35 @@ def test_roofline_without_a_measurement_backward(data):
     assert len(first[0]) > 1 and [f.readout for f in first[1]] == [
         "Nothing was measured here, and costs.py counts forward passes only."
     ]
+
+
+# -- a fading state (chapter 9) ----------------------------------------------------------------
+
+
+def test_only_a_vector_gate_that_looks_at_the_token_keeps_what_it_should():
+    last = fading_state.T
+    errors = {kind: fading_state.wrong(fading_state.states(kind)[last], last) for kind in fading_state.KINDS}
+    assert errors["none"][0] == 0 and errors["none"][1] > 0.5
+    assert errors["a constant, 0.8"][0] == pytest.approx(1, abs=0.15) and errors["a constant, 0.8"][1] > 0.3
+    assert errors["a number a token"] == (1, 0) and errors["a number a channel"] == (0, 0)
+
+
+@pytest.mark.parametrize("kind", fading_state.KINDS)
+def test_fading_state_draws_the_recurrence_and_says_its_errors(kind):
+    explorable, S = EXPLORABLES["fading_state"](), fading_state.states(kind)
+    frames = explorable.frames[fading_state.KINDS.index(kind)]
+    for t in range(1, fading_state.T + 1):
+        areas = {}
+        for kind_of, sign in (("blue", 1), ("vermilion", -1)):
+            for square in rects(frames[t], kind_of):
+                column = int((square["x"] - fading_state.HELD) // fading_state.CELL)
+                rows = (fading_state._y(row) for row in range(fading_state.K))
+                row = next(n for n, y in enumerate(rows) if 0 < square["y"] - y < fading_state.CELL)
+                if column < fading_state.V:  # to the right of them is what the state should be
+                    areas[row, column] = sign * square["width"] ** 2
+        most = (fading_state.CELL - 2) ** 2 / fading_state.TOPICS
+        for place in ((r, c) for r in range(fading_state.K) for c in range(fading_state.V)):
+            assert areas.get(place, 0) / most == pytest.approx(S[t][place].item(), abs=0.03)
+        said = [int(x) / 100 for x in re.findall(r"(\d+)%", frames[t].readout)]
+        true = [x for x in fading_state.wrong(S[t], t) if not math.isnan(x)]
+        assert said == pytest.approx(true, abs=0.006)

@@ -1,10 +1,10 @@
-"""Chapters 1 to 15. What a chapter's cells need beside the subject: a sentence with its numbers."""
+"""Chapters 1 to 15. What a chapter's cells need beside the subject: sentences and tables with their numbers."""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def say(text: str) -> None:
@@ -16,6 +16,12 @@ def say(text: str) -> None:
     from IPython.display import Markdown, display
 
     display(Markdown(text))
+
+
+def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
+    """Show a small table whose numbers were computed in this cell; all but its first column are set to the right."""
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    say("\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))
 
 
 def excerpt(function: Callable, first: str = "", last: str = "") -> None:

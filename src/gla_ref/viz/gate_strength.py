@@ -1,4 +1,4 @@
-"""How strong a gate each form of gated attention can bear in each number format (chapter 13)."""
+"""How strong a gate each form of gated attention can bear in each number format (chapters 10 and 13)."""
 
 import math
 from functools import cache, partial
@@ -137,8 +137,7 @@ def _curves(form: str, gate: float, dtype: torch.dtype) -> str:
     return "".join(lines + dots)
 
 
-def _legend() -> str:
-    y = max(TOPS.values()) + PANEL
+def _legend(y: float) -> str:
     pieces = [text(LEFT + WIDE * (t - 0.5) / T, y + 11, t) for t in (1, *range(C, T + 1, C))]
     for x, kind, name in ((LEFT, "q", "factor on q"), (LEFT + 130, "k", "factor on k")):
         pieces.append(path([(x, y + 33), (x + 22, y + 33)], COLORS[kind]))
@@ -147,34 +146,58 @@ def _legend() -> str:
     return "".join(pieces) + text(LEFT + 276, y + 33, "too large", "start")
 
 
-def _frame(name: str, gate: float) -> Frame:
-    dtype, pieces, errors = DTYPES[name], [_legend()], []
-    for form, y in TOPS.items():
+def _frame(name: str, gate: float, forms: list[str]) -> Frame:
+    dtype, pieces, errors = DTYPES[name], [_legend(TOPS[forms[-1]] + PANEL)], []
+    for form in forms:
         error = measured(form, gate, dtype)
         said = f"error {error:.0e}".replace("-", "−")  # where no line breaks
         errors.append(said if error < math.inf else "not a number")
         pieces += [_panel(form, dtype), _curves(form, gate, dtype)]
-        pieces.append(text(LEFT + WIDE, y - 11, errors[-1], "end"))
+        pieces.append(text(LEFT + WIDE, TOPS[form] - 11, errors[-1], "end"))
+    largest = f"the largest number is e to the {math.log(torch.finfo(dtype).max):.1f}"
+    if len(forms) == 1:
+        return Frame(
+            pieces,
+            f"{name}: {largest}. At the last token the factor on q is e to the −{T * gate:.4g}, "
+            f"the factor on k e to the {T * gate:.4g}. Outputs: {errors[0]}.",
+        )
     ratio, product, levels = errors
     return Frame(
         pieces,
-        f"{name}: {C * gate:.4g} nats of decay a chunk, {T * gate:.4g} in all; the largest number is e to the "
-        f"{math.log(torch.finfo(dtype).max):.1f}. One ratio: {ratio}. One product: {product}. Two levels: {levels}.",
+        f"{name}: {C * gate:.4g} nats of decay a chunk, {T * gate:.4g} in all; {largest}. "
+        f"One ratio: {ratio}. One product: {product}. Two levels: {levels}.",
     )
 
 
-def gate_strength() -> Explorable:
-    """Exponents and measured errors of three forms of GLA, by gate and number format."""
+NOTICE = (
+    "What decides is a format's range of exponents (grey), not its digits: bfloat16 and float32 give up at the same "
+    "gates, float16 far earlier."
+)
+
+
+def gate_strength(*, ratio_only: bool = False) -> Explorable:
+    """Exponents and measured errors of three forms of GLA, by gate and number format.
+
+    Args:
+        ratio_only: only the first form, one ratio for the whole sequence.
+    """
+    forms = list(FORMS)[: 1 if ratio_only else None]
+    if ratio_only:
+        title, more = "Two factors of one decay", "At every token the two factors multiply to 1."
+    else:
+        title = "How strong may a gate be?"
+        more = (
+            "One product a chunk bears gates eight times as strong as one ratio, for a chunk is a quarter of the "
+            "sequence and its anchor in the middle; in float16 it loses digits at −0.3 already. With two levels no "
+            "factor is above 1, and what leaves the range below is a decay next to nothing."
+        )
     return Explorable(
-        title="How strong may a gate be?",
-        notice="What decides is a format's range of exponents (grey), not its digits: bfloat16 and float32 give up at "
-        "the same gates, float16 far earlier. One product a chunk bears gates eight times as strong as one ratio, for "
-        "a chunk is a quarter of the sequence and its anchor in the middle; in float16 it loses digits at −0.3 "
-        "already. With two levels no factor is above 1, and what leaves the range below is a decay next to nothing.",
-        alt="Three panels, a form each: powers of two of the factors on q and k over 256 tokens, on top of the range "
-        "of the number format, with the error of the form.",
+        title=title,
+        notice=f"{NOTICE} {more}",
+        alt=f"{'A panel' if ratio_only else 'Three panels, a form each'}: powers of two of the factors on q and k over "
+        f"{T} tokens, on top of the range of the number format, with the error of the form.",
         controls=(Choice("format", list(DTYPES)), Slider("log gate of every token", [f"−{gate:g}" for gate in GATES])),
-        frames=[[_frame(name, gate) for gate in GATES] for name in DTYPES],
-        height=max(TOPS.values()) + PANEL + 44,
-        start=(1, 8),
+        frames=[[_frame(name, gate, forms) for gate in GATES] for name in DTYPES],
+        height=TOPS[forms[-1]] + PANEL + 44,
+        start=(1, 7 if ratio_only else 8),  # at 7 the ratio is still right: the next step breaks it
     )

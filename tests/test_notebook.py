@@ -1,0 +1,36 @@
+"""What the chapters' cells show: tables and excerpts from the sources that run."""
+
+from __future__ import annotations
+
+import pytest
+
+from gla_ref import notebook
+from gla_ref.gates import decay_to_end
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """The Markdown that a function displays."""
+    display, pieces = pytest.importorskip("IPython.display", reason="the book's tools are not installed"), []
+    monkeypatch.setattr(display, "display", lambda piece: pieces.append(piece.data))
+    return pieces
+
+
+def test_table_is_markdown(shown):
+    notebook.table(("form", "error"), [("ratio", "6e-15"), ("log", 0)])
+    assert shown == ["| form | error |\n| :-- | --: |\n| ratio | 6e-15 |\n| log | 0 |"]
+
+
+def test_excerpt_shows_the_lines_from_the_first_to_the_last(shown):
+    notebook.excerpt(decay_to_end, "return", "return")
+    notebook.excerpt(decay_to_end)
+    assert shown[0] == "```python\nreturn F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)\n```"
+    assert shown[1].startswith("```python\ndef decay_to_end(g: Tensor) -> Tensor:\n") and shown[1].endswith(
+        "flip(-2)\n```"
+    )
+
+
+def test_excerpt_refuses_lines_that_are_not_there(shown):
+    with pytest.raises(StopIteration):
+        notebook.excerpt(decay_to_end, "return", "no such line")
+    assert not shown
