@@ -16,11 +16,13 @@ from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Slider
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
 from gla_ref.viz.gate_strength import gate_strength
 from gla_ref.viz.kernel_walk import kernel_walk
+from gla_ref.viz.multiprocessors import multiprocessors
 from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
 from gla_ref.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
 from gla_ref.viz.roofline import roofline
 from gla_ref.viz.two_level_map import two_level_map
+from gla_ref.viz.walk_back import walk_back
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 
@@ -81,6 +83,8 @@ EXPLORABLES = {
     "gate_strength": cache(gate_strength),
     "two_level_map": cache(two_level_map),
     "kernel_walk": kernel_walk,
+    "multiprocessors": multiprocessors,
+    "walk_back": walk_back,
     "roofline": cache(lambda: roofline(results.load("h200"))),
 }
 

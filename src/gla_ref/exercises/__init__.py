@@ -25,6 +25,7 @@ MODULES: tuple[str, ...] = (
     "linear_attention",
     "prefix_sums",
     "flash_linear_attention",
+    "training_through_chunks",
     "gates",
     "parallel_gla",
     "chunkwise_gla",
