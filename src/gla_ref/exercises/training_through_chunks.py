@@ -67,10 +67,7 @@ def traffic(answer):
             ([three * 2 // 3, ..., ...], "Each of the three walks also writes: four tensors, not three."),
             ([..., ..., two], "One walk reads q, k, v and do once, and writes dq, dk and dv."),
             ([..., ..., 2 * 7 * 256], "V is not K here: dq and dk have K columns, and dv has V."),
-            (
-                [..., ..., 2 * (3 * 256 + 4 * 128)],
-                "Of the seven tensors q, k, dq and dk have K columns: four.",
-            ),
+            ([..., ..., 2 * (3 * 256 + 4 * 128)], "Of the seven tensors q, k, dq and dk have K columns: four."),
             ([..., three, ...], "The second pass makes dk and dv together, and reads q, k, v and do only once."),
         ],
         "List for each walk what it reads and what it writes: q, k, dq and dk have K columns, v, do and dv have V.",
