@@ -247,6 +247,18 @@ def turned(into=True, back=True, exchange=False):
     return form
 
 
+def mended(scaled=True, late=False, first=True, running=True):
+    def form(walk, q, k, v, S0, L, scale):
+        starts, o = [S0 if first else 0 * S0], []
+        for i in range(0, len(q), L):
+            local, added = walk(q[i : i + L], k[i : i + L], v[i : i + L])
+            starts.append(starts[-1] * running + added)
+            o.append(local + q[i : i + L] @ starts[-1 if late else -2] * (scale if scaled else 1))
+        return torch.cat(o), starts[-1]
+
+    return form
+
+
 RIGHT = {
     "ex-softmax-dominates": [lambda d, H: 8 * d**2 / (4 * H * (d / H))],
     "ex-softmax-afterwards": [[0.125, 0.5, 0.625, 1], torch.tensor([1 / 8, 3 / 6, 5 / 8, 12 / 12])],
@@ -272,6 +284,10 @@ RIGHT = {
     "ex-fla-chunk": [[284, 1], [285, 1.0]],
     "ex-fla-flip": [turned()],
     "ex-fla-packed": [lambda c, n, L: c // L + n],
+    "ex-fla-mend": [mended()],
+    "ex-fla-traffic": [[4608, 3840, 2816], (4608, 3840, 2816.0)],
+    "ex-fla-scale": [lambda o, do, scale: (do * o).sum() / scale],
+    "ex-fla-bits": [[512, 9, 15]],
 }
 
 #: label -> wrong answers that the judge does not list itself, each with words that name its mistake
@@ -384,6 +400,33 @@ WRONG = {
         (lambda c, n, L: c + n, "more than floor(T / L) + N"),
         (lambda c, n, L: n, "slot(s) are its own"),
         (lambda c, n, L: c // L + n - 1, "counted from 0"),
+    ],
+    "ex-fla-mend": [
+        (mended(scaled=False), "needs the scale as well"),
+        (mended(late=True), "in its outputs already"),
+        (mended(first=False), "The text begins with a state S0"),
+        (mended(running=False), "not of the last segment alone"),
+        (lambda walk, q, k, v, S0, L, scale: (mended()(walk, q, k, v, S0, L, scale)[0], k.T @ v), "holds S0, too"),
+    ],
+    "ex-fla-traffic": [
+        ([2304, 1920, 1408], "two bytes"),
+        ([4608, 4608, 2816], "reads q, k, v and do only once"),
+        ([4608, 3840, 2560], "q, k, dq and dk have K columns"),
+        ([4608, 3840, 3584], "V is not K here"),
+        ([3072, 3840, 2816], "four tensors, not three"),
+        ([4608, 3840, 1], "List for each walk"),
+    ],
+    "ex-fla-scale": [
+        (lambda o, do, scale: (do * o).sum(), "holds the scale already"),
+        (lambda o, do, scale: (do * o).sum() * scale, "must be divided"),
+        (lambda o, do, scale: (do * o).sum(0) / scale, "over the channels"),
+        (lambda o, do, scale: do.sum() / scale, "o is missing"),
+    ],
+    "ex-fla-bits": [
+        ([512, 512, 15], "logarithm to base 2"),
+        ([32768, 15, 9], "holds 64 tokens itself"),
+        ([512, 9, 24], "9 bits further down"),
+        ([512, 8, 15], "each doubling is a bit"),
     ],
 }
 

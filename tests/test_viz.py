@@ -20,6 +20,7 @@ from gla_ref.viz.fading_state import fading_state
 from gla_ref.viz.gate_strength import gate_strength
 from gla_ref.viz.kernel_walk import kernel_walk
 from gla_ref.viz.levels import levels
+from gla_ref.viz.multiprocessors import multiprocessors
 from gla_ref.viz.one_chunk import one_chunk
 from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
 from gla_ref.viz.prefix_sum import KEYS, prefix_sum
@@ -29,6 +30,7 @@ from gla_ref.viz.programs import LENGTHS as VECTORS
 from gla_ref.viz.roofline import roofline
 from gla_ref.viz.strides import VIEWS, strides
 from gla_ref.viz.two_level_map import two_level_map
+from gla_ref.viz.walk_back import walk_back
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 
@@ -97,6 +99,8 @@ EXPLORABLES = {
     "one_chunk": one_chunk,
     "decode_memory": decode_memory,
     "kernel_walk": kernel_walk,
+    "multiprocessors": multiprocessors,
+    "walk_back": walk_back,
     "roofline": cache(lambda: roofline(results.load("h200"))),
 }
 

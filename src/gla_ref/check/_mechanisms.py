@@ -1,4 +1,4 @@
-"""What the kit knows of a mechanism: its tensors as declared, and the callables that judge it (chapters 1, 5, 9, 11)."""
+"""What the kit knows of a mechanism: its declared tensors, and the callables that judge it (chapters 1, 5, 9, 11)."""
 
 from __future__ import annotations
 

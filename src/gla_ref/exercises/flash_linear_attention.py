@@ -4,10 +4,8 @@ import random
 
 import torch
 
-from gla_ref import linear_attention
-
 from . import Wrong, exercise
-from ._compare import call, draw, hold, one_head, variants
+from ._compare import call, draw, hold
 from ._predict import predict
 
 predict(
@@ -44,38 +42,43 @@ predict(
 )
 
 
-def _flipped(walk, q, k, v, do, into=True, back=True, exchange=False):
-    """dk = walk(v, do, q) and dv = walk(k, q, do), on reversed tokens, turned back."""
-    if into:
-        q, k, v, do = (x.flip(0) for x in (q, k, v, do))
-    if exchange:
-        q, do = do, q
-    dk, dv = walk(v, do, q), walk(k, q, do)
-    return (dk.flip(0), dv.flip(0)) if back else (dk, dv)
+@exercise("ex-fla-mend", "implement")
+def mend(answer):
+    """o of segment m is what it made from zeros, plus scale q S_m."""
 
-
-@exercise("ex-fla-flip", "implement")
-def flip(answer):
     def walk(q, k, v):
-        T = torch.ones(len(q), len(q), dtype=torch.float64).tril()
-        return 0.6 * (q @ k.T * T) @ v
+        return 0.6 * (q @ k.T).tril() @ v, k.T @ v
 
-    def right(walk, q, k, v, do):
-        leaves = [x.clone().requires_grad_() for x in (k, v)]
-        return torch.autograd.grad(one_head(linear_attention.recurrent, q, *leaves, scale=0.6)[0], leaves, do)
+    def variant(scaled=True, inclusive=False, first=True, running=True, final=True):
+        def form(walk, q, k, v, S0, L, scale):
+            o, S = [], S0 if first else torch.zeros_like(S0)
+            for i in range(0, len(q), L):
+                local, added = walk(q[i : i + L], k[i : i + L], v[i : i + L])
+                read = S + added if inclusive else S
+                o.append(local + (scale if scaled else 1) * q[i : i + L] @ read)
+                S = S + added if running else added
+            return torch.cat(o), S if final else S - S0
 
-    mistakes = {
-        "These sums run over i <= t: later outputs depend on k_t and v_t, so turn the tokens round first.": dict(
-            into=False, back=False
-        ),
-        "The results are not turned back: their first row belongs to the last token.": dict(back=False),
-        "The inputs are not turned round, only the results.": dict(into=False),
-        "dk and dv are exchanged.": lambda *x: right(*x)[::-1],
-        "q and do have changed places: dk reads with v what do wrote with q, dv reads with k what q wrote "
-        "with do.": dict(exchange=True),
-    }
-    cases = [(walk, *draw(T, (T, 3), (T, 3), (T, V), (T, V))) for T, V in ((6, 3), (7, 2), (1, 2))]
-    hold(answer, cases, right, variants(_flipped, mistakes), {"dk": "T K", "dv": "T V"})
+        return form
+
+    hold(
+        answer,
+        [
+            (walk, *draw(T, (T, 3), (T, 3), (T, V), (3, V)), L, 0.6)
+            for T, V, L in ((8, 2, 2), (7, 4, 3), (5, 1, 8), (1, 2, 1))
+        ],
+        variant(),
+        {
+            "What the queries read from the true start needs the scale as well.": variant(scaled=False),
+            "A segment reads the state before it: its own tokens are in its outputs already.": variant(inclusive=True),
+            "The text begins with a state S0: all segments read it.": variant(first=False),
+            "The state before a segment is the sum of all that came before, not of the last segment alone.": (
+                variant(running=False)
+            ),
+            "The final state holds S0, too.": variant(final=False),
+        },
+        {"o": "T V", "S": "K V"},
+    )
 
 
 @exercise("ex-fla-packed", "derive")

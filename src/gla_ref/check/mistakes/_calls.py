@@ -1,4 +1,4 @@
-"""What a mistake is made of: a call of a mechanism, right by itself, that can be cut and changed (chapters 1 and 11)."""
+"""What a mistake is made of: a call of a mechanism, right by itself, to be cut and changed (chapters 1 and 11)."""
 
 from __future__ import annotations
 

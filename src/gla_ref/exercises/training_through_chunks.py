@@ -1,0 +1,114 @@
+"""Judges of the exercises on training through chunks (chapter 8)."""
+
+import torch
+
+from gla_ref import linear_attention
+
+from . import exercise
+from ._compare import draw, expect, hold
+
+
+@exercise("ex-fla-flip", "implement")
+def flip(answer):
+    """dk = walk(v, do, q) and dv = walk(k, q, do), on reversed tokens, turned back."""
+
+    def walk(q, k, v):
+        T = torch.ones(len(q), len(q), dtype=torch.float64).tril()
+        return 0.6 * (q @ k.T * T) @ v
+
+    def right(walk, q, k, v, do):
+        leaves = [x.clone().requires_grad_() for x in (k, v)]
+        tokens = (x[None, :, None] for x in (q, *leaves))
+        o, _ = linear_attention.recurrent(*tokens, scale=0.6)
+        return torch.autograd.grad(o[0, :, 0], leaves, do)
+
+    def variant(into, back):
+        def wrong(walk, q, k, v, do):
+            q, k, v, do = (x.flip(0) if into else x for x in (q, k, v, do))
+            dk, dv = walk(v, do, q), walk(k, q, do)
+            return (dk.flip(0), dv.flip(0)) if back else (dk, dv)
+
+        return wrong
+
+    def exchanged(walk, q, k, v, do):
+        q, k, v, do = (x.flip(0) for x in (q, k, v, do))
+        return walk(v, q, do).flip(0), walk(k, do, q).flip(0)
+
+    hold(
+        answer,
+        [(walk, *draw(T, (T, 3), (T, 3), (T, V), (T, V))) for T, V in ((6, 3), (7, 2), (1, 2))],
+        right,
+        {
+            "These sums run over i <= t: later outputs depend on k_t and v_t, so turn the tokens round first.": (
+                variant(False, False)
+            ),
+            "The results are not turned back: their first row belongs to the last token.": (variant(True, False)),
+            "The inputs are not turned round, only the results.": variant(False, True),
+            "dk and dv are exchanged.": lambda *x: right(*x)[::-1],
+            "q and do have changed places: dk reads with v what do wrote with q, dv reads with k what q wrote "
+            "with do.": exchanged,
+        },
+        {"dk": "T K", "dv": "T V"},
+    )
+
+
+@exercise("ex-fla-traffic", "predict")
+def traffic(answer):
+    """Three walks 6 (K + V), two passes 5 (K + V), one walk 4 K + 3 V numbers a token, in bf16."""
+    three, two, one = 12 * (256 + 128), 10 * (256 + 128), 2 * (4 * 256 + 3 * 128)
+    expect(
+        answer,
+        [three, two, one],
+        [
+            ([three // 2, two // 2, one // 2], "These are numbers: in bf16 each has two bytes."),
+            ([three * 2 // 3, ..., ...], "Each of the three walks also writes: four tensors, not three."),
+            ([..., ..., two], "One walk reads q, k, v and do once, and writes dq, dk and dv."),
+            ([..., ..., 2 * 7 * 256], "V is not K here: dq and dk have K columns, and dv has V."),
+            ([..., ..., 2 * (3 * 256 + 4 * 128)], "Of the seven tensors q, k, dq and dk have K columns: four."),
+            ([..., three, ...], "The second pass makes dk and dv together, and reads q, k, v and do only once."),
+        ],
+        "List for each walk what it reads and what it writes: q, k, dq and dk have K columns, v, do and dv have V.",
+    )
+
+
+@exercise("ex-fla-scale", "derive")
+def scale(answer):
+    """ds = sum(do * o) / s."""
+
+    def right(o, do, scale):
+        return (o * do).sum() / scale
+
+    hold(
+        answer,
+        [(*draw(T, (T, V), (T, V)), s) for T, V, s in ((6, 3, 0.5), (1, 4, 2.0), (5, 2, 0.125))],
+        right,
+        {
+            "o holds the scale already: divide by it.": lambda o, do, scale: (o * do).sum(),
+            "Multiplied where it must be divided: o = s * (what does not know s).": (
+                lambda o, do, scale: (o * do).sum() * scale
+            ),
+            "One s for all outputs: add up over the channels, too.": lambda o, do, scale: (o * do).sum(0) / scale,
+            "One s for all outputs: add up over the tokens, too.": lambda o, do, scale: (o * do).sum(1) / scale,
+            "o is missing: how much an output grows with s depends on how large it is.": (
+                lambda o, do, scale: do.sum() / scale
+            ),
+        },
+        {"ds": ""},
+    )
+
+
+@exercise("ex-fla-bits", "predict")
+def bits(answer):
+    """32768 / 64 = 512 = 2^9: 9 bits lost of float32's 24, and 2^-24 of the large is 2^-15 of the small."""
+    expect(
+        answer,
+        [512, 9, 15],
+        [
+            ([32768, ..., ...], "The early state holds 64 tokens itself."),
+            ([..., 512, ...], "That is the ratio. How many bits is it? Take the logarithm to base 2."),
+            ([..., ..., 24], "Of the large state 24 bits are right, but the early state begins 9 bits further down."),
+            ([..., ..., 14], "24 - 9 = 15."),
+            ([..., ..., 9], "These bits are lost. How many of the 24 are left?"),
+        ],
+        "The state grows in proportion to its tokens; each doubling is a bit.",
+    )

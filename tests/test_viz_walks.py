@@ -1,0 +1,102 @@
+"""Explorables of chapters 7 and 8: who is busy when, and the walks back."""
+
+import itertools
+
+import pytest
+import torch
+from test_viz import rects, texts
+
+from gla_ref import linear_attention
+from gla_ref.viz import kernel_walk
+from gla_ref.viz import multiprocessors as chip
+from gla_ref.viz import walk_back as back
+
+# -- multiprocessors over time (chapter 7) -----------------------------------------------------
+
+EVERY = list(itertools.product(chip.WAYS, chip.HEADS))
+
+
+@pytest.mark.parametrize("way, heads", EVERY)
+def test_programs_wait_for_their_launch_and_their_multiprocessor(way, heads):
+    programs = chip.schedule(way, heads)
+    for p in range(chip.P):
+        mine = sorted(x for x in programs if x.multiprocessor == p)
+        assert all(a.stop <= b.start for a, b in itertools.pairwise(mine))
+    order = ["states", "carry", "outputs"]
+    spans = [[(x.start, x.stop) for x in programs if x.makes == makes] for makes in order]
+    spans = [(min(a for a, _ in s), max(b for _, b in s)) for s in spans if s]
+    assert all(first[1] == then[0] for first, then in itertools.pairwise(spans))
+    assert {x.head for x in programs} == set(range(1, heads + 1))
+
+
+@pytest.mark.parametrize("way, heads", EVERY)
+def test_programs_take_as_long_as_what_they_move(way, heads):
+    """The bytes of the chapter, in tiles of C = K = V = 64 in bf16."""
+    programs, N, segments = chip.schedule(way, heads), chip.N, max(1, chip.P // heads)
+    least = 4 * N + 2
+    more = {"one long walk": 0, "segments": 2 * N + 8 * segments, "every state first": 2 * N + 2 * N}[way]
+    assert sum(x.stop - x.start for x in programs) == heads * (least + more)
+
+
+def test_kernel_walk_counts_the_same_tiles():
+    """Both pictures of chapter 7 have one idea of what a walk moves."""
+    tokens = [torch.zeros(kernel_walk.N * 64, 64) for _ in range(3)]
+    for way, more in (("fused", 0), ("materialised", 4 * kernel_walk.N)):
+        tiles = sum(m.bytes for m in kernel_walk.walk(way, *tokens)[2]) / (2 * 64 * 64)
+        assert tiles == 4 * kernel_walk.N + 2 + more
+
+
+@pytest.mark.parametrize("heads", chip.HEADS)
+def test_the_best_way_is_the_one_that_the_rule_chooses(heads):
+    pytest.importorskip("triton")
+    from gla_ref.kernels.linear_attention import choose_path
+
+    ends = {way: max(x.stop for x in chip.schedule(way, heads)) for way in chip.WAYS}
+    path, length = choose_path(heads, chip.N, chip.P)
+    assert min(ends, key=ends.get) == {"fused": "one long walk", "segmented": "segments"}[path]
+    if path == "segmented":
+        assert length == chip.N // (chip.P // heads)
+
+
+@pytest.mark.parametrize("way, heads", EVERY)
+def test_every_program_is_a_bar(way, heads):
+    programs = chip.schedule(way, heads)
+    frame = chip.multiprocessors().frames[chip.WAYS.index(way)][chip.HEADS.index(heads)]
+    for makes, kind in chip.KINDS.items():
+        bars = rects(frame, f"{kind} edge")
+        want = [(x.stop - x.start) * chip.UNIT for x in programs if x.makes == makes]
+        assert sorted(b["width"] for b in bars) == pytest.approx(sorted(want), abs=0.06)
+    assert f"done after {max(x.stop for x in programs):g} units" in frame.readout
+
+
+# -- the walks back (chapter 8) ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way, tensors", list(zip(back.WAYS, (7, 10, 12), strict=True)))
+def test_walks_back_make_the_gradients_and_move_what_the_chapter_counts(way, tensors):
+    T, K, V = back.N * back.C, back.K, back.V
+    q, k, v, do = (torch.randn(T, D, dtype=torch.float64) for D in (K, K, V, V))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o, _ = linear_attention.recurrent(*(x[None, :, None] for x in leaves), scale=1.0)
+    *got, steps = back.walks(way, q, k, v, do, k.T @ v)
+    for x, exact in zip(got, torch.autograd.grad(o[0, :, 0], leaves, do), strict=True):
+        assert (x - exact).abs().max() < 1e-11
+    assert sum(len(s.loads + s.stores) for s in steps) == tensors * back.N
+    assert {(x, s.n) for s in steps for x in s.stores} == {(x, n) for x in ("dq", "dk", "dv") for n in range(back.N)}
+
+
+@pytest.mark.parametrize("way", back.WAYS)
+def test_walk_back_shows_its_steps(way):
+    q, k, v, do = (torch.zeros(back.N * back.C, D) for D in (back.K, back.K, back.V, back.V))
+    steps = back.walks(way, q, k, v, do, k.T @ v)[3]
+    row = back.walk_back().frames[back.WAYS.index(way)]
+    assert len(row) == len(steps) + 1
+    for done, frame in enumerate(row[1:], 1):
+        now = steps[done - 1]
+        assert len([r for r in rects(frame, "pale-blue") if r["y"] < 210]) == len(now.loads)
+        assert len([r for r in rects(frame, "orange") if r["y"] < 210]) == len(now.stores)
+        held = [x for x in (now.S, now.R) if x is not None]
+        assert len(rects(frame, "pink")) == sum(map(len, held))
+        assert all(now.n not in x for x in held)  # its own tokens are read through the scores
+        loaded = sum(len(s.loads) for s in steps[:done]) / back.N
+        assert f"{loaded:.1f} tensors" in texts(frame, "end")
