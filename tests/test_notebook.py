@@ -34,3 +34,8 @@ def test_excerpt_refuses_lines_that_are_not_there(shown):
     with pytest.raises(StopIteration):
         notebook.excerpt(decay_to_end, "return", "no such line")
     assert not shown
+
+
+def test_numbers_of_a_sentence():
+    assert notebook.sci(0.00041) == r"$4 \cdot 10^{-4}$"
+    assert notebook.sci(2.4e17) == r"$2 \cdot 10^{17}$"
