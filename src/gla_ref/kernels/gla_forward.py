@@ -82,8 +82,8 @@ def walk(
 ):
     """A segment of a head, chunk by chunk, from its state in S_in to S_out.
 
-    With g, (1) is made here, and with o `strong` is written: one flag for each chunk of a head. Without
-    it q and k are q' and k', and `factors` and `strong` are read, as `prepare` left them.
+    With g, (1) is made here, and with g and o `strong` is written: one flag for each chunk of a head.
+    Without g, q and k are q' and k', and `factors` and `strong` are read, as `prepare` left them.
     Of the results any may be None: o; `states`, the one before each chunk; `decay` of the segment.
     """
     # which tile
@@ -103,8 +103,8 @@ def walk(
     b_decay = tl.full([BK], 1.0, dtype=tl.float32)
     if g is None:
         FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
-        # the row of `factors` that comes first. Only in float16, and there in strong channels, it is
-        # not the last as well
+        # row 0 of `factors` serves as first and as last. In float16 row 2 is the last (backwards: the first),
+        # where strong channels need another
         ROW: tl.constexpr = 2 if REVERSE and FLOAT16 else 0
         i_d = ((i_0 + (n_c - 1 if REVERSE else 0)) * H + i_h).to(tl.int64)
         p_first = factors + (i_d * 3 + ROW) * K + o_k
@@ -286,7 +286,9 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.const
     b_f = clamped(b_g)
     total = totals(b_f, FAST) * LOG2E
     mild = total >= LIMIT * LOG2E
-    if FAST:  # b - r, as if summed half from the left and half from the right; strong: b, b_C - b
+    # FAST: b - r, as if summed half from the left and half from the right; strong: total / 2 +- (b - total / 2)
+    # are b and b_C - b
+    if FAST:
         up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, FAST) * LOG2E
         rest = tl.where(mild, 0.0, total * 0.5)[None, :]
         up, down = rest + up, rest - up

@@ -38,6 +38,7 @@ def walk(
     q, k, v, g, o, S_last, T, H, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr,
 ):
+    # q, k, v, g and S_last are descriptors, made below; o is a pointer
     # which tile: columns from i_v on of head i_h of sequence i_b. b_ is a block, in registers
     i_v, i_h, i_b = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -54,9 +55,9 @@ def walk(
         b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
 
         # compute. "ieee": float32 is not rounded to TF32; for bf16 it changes nothing.
-        # Products sum faster than tl.cumsum and tl.sum. x is (b - r) log2 e; all 16 columns of the other product are r,
-        # and r lies in the same threads as the rows of S: nothing moves between threads
-        x = tl.dot(sign, half_g, input_precision="ieee") * LOG2E  # [C, BK]
+        # Products sum faster than tl.cumsum and tl.sum
+        x = tl.dot(sign, half_g, input_precision="ieee") * LOG2E  # [C, BK], (b - r) log2 e
+        # half of all gates is r, in each of 16 columns, and in the threads that hold the rows of S: nothing moves
         r = tl.max(tl.dot(half_g.T, ones, input_precision="ieee"), 1)  # [BK]
         e_r = tl.where(r >= -LIMIT / 2, tl.exp2(r * LOG2E), float("nan"))[:, None]  # [BK, 1]
         b_q = (b_q * tl.exp2(x)).to(b_v.dtype)  # q' of (1)
@@ -69,7 +70,7 @@ def walk(
         S = tl.dot(b_k.T, b_v, S, input_precision="ieee") * e_r  # (3)
 
         # store by pointers: a descriptor's store needs a buffer in shared memory, and beside it there would be no room
-        # for a second program on a multiprocessor. int64: numbers before a row may be more than 2^31
+        # for a second program on a multiprocessor. int64: more than 2^31 numbers (not tokens) may lie before a row
         row = ((i_b * T + t + i).to(tl.int64) * H + i_h) * V  # [C, 1]
         column = i_v + tl.arange(0, BV)[None, :]  # [1, BV]
         tl.store(o + row + column, b_o.to(b_v.dtype), mask=(t + i < T) & (column < V))
