@@ -1,4 +1,4 @@
-"""What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 15)."""
+"""What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 16)."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Exercises that only predict: their judges as data (chapters 1 to 12)."""
+"""Exercises that only predict: their judges as data (chapters 1 to 16)."""
 
 from collections.abc import Sequence
 from typing import Any
