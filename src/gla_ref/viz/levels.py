@@ -81,5 +81,5 @@ def levels() -> Explorable:
         controls=(Slider("reader", range(1, C)), Slider("writer", range(C - 1))),
         frames=[[_frame(j, i) for j in range(i)] for i in range(1, C)],
         height=Y + SIZE * C + 42,
-        start=(8, 5),
+        start=(6, 2),
     )
