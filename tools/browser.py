@@ -94,6 +94,20 @@ RAW_MATH = """() => [...document.querySelectorAll("span.math, div.math")]
   .filter(e => e.querySelector(".katex-error") || !e.querySelector(".katex"))
   .map(e => e.textContent.slice(0, 60))"""
 
+#: of the article's visible characters, the part in listings and printed output; what is folded does not count
+PREFORMATTED = """() => {
+  const article = document.querySelector(".bd-article"), seen = {visibilityProperty: true};
+  const walk = document.createTreeWalker(article, NodeFilter.SHOW_TEXT);
+  let all = 0, listed = 0;
+  while (walk.nextNode()) {
+    const e = walk.currentNode.parentElement, size = walk.currentNode.data.trim().length;
+    if (!size || !e.checkVisibility(seen) || e.closest("svg, button, .headerlink, .katex-mathml, .toggle-hidden")) continue;
+    all += size;
+    if (e.closest("pre")) listed += size;
+  }
+  return listed / all;
+}"""
+
 
 def layout_problems(tab: Page) -> list[str]:
     """Formulas that were not rendered, and what stands outside the window."""
