@@ -1,0 +1,104 @@
+"""Sentences about measurements are made from the records: where a record changes, so do its sentences."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections import Counter
+from pathlib import Path
+
+import nbformat
+import pytest
+
+pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
+
+from matplotlib import pyplot
+
+from gla_ref import notebook, results
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+CELLS = {
+    path.stem: [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+    for path in sorted(NOTEBOOKS.glob("*.ipynb"))
+}
+MEASURED = [chapter for chapter, cells in CELLS.items() if any("results.load(" in cell for cell in cells)]
+SLOWER = 1.07  # moves every number of two digits
+RATES = "copy_gb_s", "matmul_tflop_s"
+#: a time in a sentence, or a row of a table with decimals
+TIME = re.compile(r"\d\W*\s(?:ms|milliseconds|µs|s)\b|^\|.*\d\.\d")
+
+
+def names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The names that a cell uses, and those that it defines."""
+    uses, defines = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (uses if isinstance(node.ctx, ast.Load) else defines).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defines.add(node.name)
+        elif isinstance(node, ast.alias):
+            defines.add((node.asname or node.name).split(".")[0])
+    return uses, defines
+
+
+def showing(cells: list[str]) -> list[int]:
+    """The cells that read records, or use what was made from them under a name that no other cell gives."""
+    given, made, found = Counter(name for cell in cells for name in names(ast.parse(cell))[1]), set(), []
+    for n, cell in enumerate(cells):
+        for statement in ast.parse(cell).body:
+            uses, defines = names(statement)
+            if "results." in ast.unparse(statement) or uses & made:
+                made |= {name for name in defines if given[name] == 1}
+                found.append(n)
+    return sorted(set(found))
+
+
+def slower(value, name: str = ""):
+    """A record of the same work on a slower machine: longer times, lower rates."""
+    if isinstance(value, dict):
+        return {own: slower(x, name if name.endswith("_us") else own) for own, x in value.items()}
+    if isinstance(value, list):
+        return [slower(x, name) for x in value]
+    unit = name.rsplit("_")[-1]
+    return value * SLOWER ** (-1 if name in RATES else unit in ("ms", "us", "s")) if isinstance(value, float) else value
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What a chapter tells of its records: the lines with a time."""
+    monkeypatch.setattr(pyplot, "show", pyplot.close)
+
+    def tell(chapter: str) -> list[str]:
+        cells, lines, done = CELLS[chapter], [], set()
+        shown, defined = showing(cells), [names(ast.parse(cell))[1] for cell in cells]
+        scope = {"__name__": "__main__", "print": lambda *a: lines.append(" ".join(map(str, a)))}
+        monkeypatch.setattr(notebook, "say", lambda text: lines.extend(text.splitlines()))
+
+        def run(n: int):
+            """One cell; where a name is missing, first the cell before it that defines the name."""
+            while n not in done:
+                mark = len(lines)
+                try:
+                    exec(compile(cells[n], chapter, "exec"), scope)
+                    done.add(n)
+                except NameError as missing:
+                    del lines[mark:]
+                    run(max(i for i in range(n) if missing.name in defined[i]))
+                if n not in shown:
+                    del lines[mark:]
+
+        for n in shown:
+            run(n)
+        return [line for line in lines if TIME.search(line)]
+
+    return tell
+
+
+@pytest.mark.parametrize("chapter", MEASURED)
+def test_a_changed_record_changes_what_is_said(chapter, told, monkeypatch):
+    before, load = told(chapter), results.load
+    monkeypatch.setattr(results, "load", lambda *a, **k: slower(copy.deepcopy(load(*a, **k))))
+    after = told(chapter)
+    assert before and len(before) == len(after)
+    assert not set(before) & set(after)
