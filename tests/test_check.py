@@ -13,7 +13,9 @@ import pytest
 import torch
 from cases import BREAK, pairs, thin
 
-from gla_ref import FORMS, check, gla
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+
+from gla_ref import FORMS, check, gla  # noqa: E402
 from gla_ref.check import MECHANISMS, Case, mistakes
 from gla_ref.check._budgets import evaluate
 from gla_ref.check._cases import GATES, inputs
@@ -399,6 +401,7 @@ def test_json_has_its_schema():
         "common",
         "diagnosis",
         "not_covered",
+        "alone",
         "reproduction",
     }
     assert data["settings"] == {
@@ -415,8 +418,8 @@ def test_json_has_its_schema():
         "defaults": [],
     }
     assert check.Case(**data["cases"]["length 65"]) == report.cases["length 65"]
-    assert data["schema"] == 2 and data["ok"] is False
-    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "map", "grid"}
+    assert data["schema"] == 3 and data["ok"] is False
+    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "only", "map", "grid"}
     assert all(set(row) == keys for row in data["rows"])
     assert {row["status"] for row in data["rows"]} <= {"passed", "failed", "not covered"}
     assert "inf" in [row["error"] for row in data["rows"]]

@@ -54,9 +54,8 @@ def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
         share = (wrong + right).count(wrong[0]) / len(wrong + right)
         if not told and wrong[0] and len(set(wrong)) == 1 and share ** len(wrong) < CHANCE:
             also.append(wrong[0])
-    return [
-        f"{who} have {'; '.join(what)}" for who, what in (("Only these", only), ("All failing cases", also)) if what
-    ]
+    found = {"Only these": only, "All failing cases": also}
+    return [f"{who} have {'; '.join(what)}" for who, what in found.items() if what]
 
 
 def reach(cases: Sequence[Case]) -> str:

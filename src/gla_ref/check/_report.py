@@ -157,7 +157,7 @@ class Report:
         if not self.alone:
             return ""
         passes = "passes" if len(self.alone) == 1 else "pass"
-        return f"{', '.join(self.alone)} {passes} alone, in a new process: state kept from an earlier case."
+        return f"{', '.join(self.alone)} {passes} alone, in a new process: state kept from an earlier case"
 
     @property
     def tried(self) -> str:
@@ -194,11 +194,10 @@ class Report:
 
         A single token says least, and comes last.
         """
-        wrong = sorted((row for row in self.failures if row.where), key=lambda row: -(row.case != "length 1"))
-        first: dict[str, Row] = {}
-        for row in sorted(wrong, key=lambda row: " " not in row.map):
-            first.setdefault(row.quantity, row)
-        return sorted(first.values(), key=wrong.index)[:3]
+        first: dict[str, Row] = {row.quantity: row for row in self.rows}  # in their order
+        wrong = sorted((r for r in self.failures if r.where), key=lambda r: (" " not in r.map, r.case == "length 1"))
+        first |= {row.quantity: row for row in reversed(wrong)}
+        return [row for row in first.values() if row in wrong][:3]
 
     @property
     def undiagnosed(self) -> str:
