@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from cases import BREAK, pairs, thin
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
-from gla_ref import FORMS, check, gla  # noqa: E402
+import false_alarms
+
+from gla_ref import FORMS, check, gla
 from gla_ref.check import MECHANISMS, Case, mistakes
 from gla_ref.check._budgets import evaluate
 from gla_ref.check._cases import GATES, inputs
@@ -40,6 +43,26 @@ WHOLE = [(mechanism, form, SLOW.get(form)) for mechanism, form in pairs(*FORMS, 
 @pytest.mark.parametrize("mechanism, form, only", thin([*QUICK, *WHOLE], *QUICK))
 def test_right_forms_pass(mechanism, form, only):
     check.kernel(mechanism, FORMS[mechanism][form], only=only).raise_if_failed()
+
+
+ALL = [(mechanism, dtype) for mechanism in FORMS for dtype in (F32, BF16)]
+
+
+@pytest.mark.parametrize("mechanism, dtype", thin(ALL, *ALL[-2:]))
+@pytest.mark.parametrize("name", thin(["gate -1", "length 65", "*long"], "gate -1"))
+def test_right_kernels_pass(mechanism, dtype, name):
+    """`tools/false_alarms.py` does it for all cases, and for thousands of seeds."""
+    for case in (case for case in check.cases(mechanism) if fnmatch(case.name, name)):
+        found = false_alarms.ratios(mechanism, dtype, case, range(2), "cpu")
+        assert all(max(over) <= 1 for over in found.values()), (case.name, found)
+
+
+def test_a_gradient_summed_to_the_end_of_the_sequence_is_wrong_and_named():
+    (m,) = (m for m in mistakes.MISTAKES if m.rounding)
+    report = check.kernel("simple_gla", mistakes.apply("simple_gla", m), only="narrow and long")
+    assert [row.quantity for row in report.failures] == ["dg"]
+    assert [match["mistake"] for match in report.diagnosis] == [m.name]
+    assert m not in mistakes.known("simple_gla", BF16)  # whose own rounding is larger
 
 
 @pytest.mark.deep

@@ -96,7 +96,7 @@ class Case:
     strides: str = "contiguous"
     other: str = ""
     size: float = 1.0
-    loud: tuple[int, int] = (0, 0)
+    loud: tuple[int, int] | None = None
     pull: float = 1.0
     frozen: bool = False
     loss: str = "both"
@@ -322,7 +322,7 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
         y = normal(x)
         if x.name not in KEYS:
             if x.role == "token":
-                y[:, slice(*case.loud)] *= 30
+                y[:, slice(*case.loud or (0, 0))] *= 30
             return size * y
         return y / y.norm(dim=-1, keepdim=True) if kind.named("strength") else y
 

@@ -208,12 +208,14 @@ def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
     """
     trial = Trial(kernel, p)
     before = {n: y.clone() for n, y in trial.x.items()}
+    none = {f"d{n}": None for n in trial.names} if kernel.how.forward_only else {}
 
     def calls(n: int) -> Iterator[Found | Finding]:
         for _ in range(n):
             found = attempt(kernel.seconds, trial.run, not kernel.how.forward_only, trial.usual)
-            yield found
-            if isinstance(found, Finding) and found.kind in ("hangs", "not covered"):
+            failed = isinstance(found, Finding)
+            yield found if failed else found | none
+            if failed and found.kind in ("hangs", "not covered"):
                 return
 
     runs, findings = [*calls(2)], []
@@ -230,8 +232,6 @@ def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
         findings = [Finding("differs", f"{VARIES}{f': {differ[n]}' if differ[n] else ''}", n) for n in differ]
     runs = [found for found in runs if not isinstance(found, Finding)]
     usual = runs[0] | {n: nearest(p, n, runs) for n in differ if n in runs[0]}
-    if kernel.how.forward_only:
-        usual |= {f"d{n}": None for n in trial.names}
     changed = [n for n, y in trial.x.items() if not torch.equal(y, before[n])]
     if changed:
         return usual, [Finding("modified", WROTE, n.replace("d ", "d")) for n in changed]

@@ -18,7 +18,7 @@ PLAIN = (
     ("strides", "contiguous"),
     ("other", ""),
     ("size", 1.0),
-    ("loud", (0, 0)),
+    ("loud", None),
     ("pull", 1.0),
     ("scale", None),
     ("strength", 1.0),
