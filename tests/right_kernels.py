@@ -28,7 +28,7 @@ def from_start(g: Tensor) -> Tensor:
 def between(g: Tensor) -> Tensor:
     """The decay from token j to i, `[..., i, j, K]`; 0 where j comes after i."""
     i = torch.arange(g.shape[-2], device=g.device)
-    since = (i[:, None] > i)[..., None] & (i[:, None] <= i[-1])[..., None]
+    since = (i[:, None] > i)[..., None]
     sums = torch.where(since, g[..., :, None, :], 0.0).cumsum(-3)
     return torch.where((i[:, None] >= i)[..., None], sums.exp(), 0.0)
 
@@ -74,19 +74,30 @@ class Pairs:
         return dq, dk
 
 
+def in_chunks(q, k, v, g, S, scale, C, product):
+    """o `[B, H, T, V]`, and the states before every chunk and behind the last."""
+    states, outs = [S], []
+    for q_n, k_n, v_n, g_n in zip(*(x.split(C, -2) for x in (q, k, v, g)), strict=True):
+        P = Pairs(q_n, k_n, g_n, product).P
+        outs.append(scale * (product(q_n * from_start(g_n), states[-1]) + product(P, v_n)))
+        states.append(g_n.sum(-2).exp()[..., None] * states[-1] + product((k_n * to_end(g_n)).mT, v_n))
+    return torch.cat(outs, -2), states
+
+
+def by_autograd(*given):
+    o, states = in_chunks(*given)
+    return o, states[-1]
+
+
 class ByHand(torch.autograd.Function):
-    """Chunk after chunk `[B, H, T, ...]`, forward and backward."""
+    """The same with its gradient by hand, from the last chunk to the first."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, S, scale, C, product):
-        states, outs = [S], []
-        for q_n, k_n, v_n, g_n in zip(*(x.split(C, -2) for x in (q, k, v, g)), strict=True):
-            P = Pairs(q_n, k_n, g_n, product).P
-            outs.append(scale * (product(q_n * from_start(g_n), states[-1]) + product(P, v_n)))
-            states.append(g_n.sum(-2).exp()[..., None] * states[-1] + product((k_n * to_end(g_n)).mT, v_n))
+        o, states = in_chunks(q, k, v, g, S, scale, C, product)
         ctx.save_for_backward(q, k, v, g, *states)
         ctx.options = scale, C, product
-        return torch.cat(outs, -2), states[-1]
+        return o, states[-1]
 
     @staticmethod
     def backward(ctx, do, dS):
@@ -106,16 +117,6 @@ class ByHand(torch.autograd.Function):
             dS = g_n.sum(-2).exp()[..., None] * dS + product((q_n * since).mT, do_n)
             grads.append((dq, dk, dv, dg))
         return *(torch.cat(x[::-1], -2) for x in zip(*grads, strict=True)), dS, None, None, None
-
-
-def by_autograd(q, k, v, g, S, scale, C, product):
-    """The same forward pass, differentiated by autograd."""
-    return ByHand.forward(_Context(), q, k, v, g, S, scale, C, product)
-
-
-class _Context:
-    def save_for_backward(self, *tensors):
-        pass
 
 
 def scan(q, k, v, g, S, scale, C, product):

@@ -9,6 +9,7 @@ from cases import thin
 from gla_ref import FORMS, check
 from gla_ref.check import Case
 from gla_ref.check._common import common
+from gla_ref.check._memory import AROUND, placed
 from gla_ref.check._shrink import reproduction
 
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
@@ -285,10 +286,10 @@ def test_a_page_of_a_cache_is_not_left_out():
 @pytest.mark.deep
 def test_what_failing_cases_share_and_how_far_all_go():
     report = check.kernel("linear_attention", wrong_if(lambda q, scale, S, cu: cu is not None))
-    assert report.common == ["Only these have packed sequences: any"]
-    assert "\nOnly these have packed sequences: any\n" in str(report)
+    assert report.common == ["Only these have packed sequences"]
+    assert "\nOnly these have packed sequences\n" in str(report)
     report = check.kernel("linear_attention", wrong_if(lambda q, scale, S, cu: q.shape[1] > 64), only="length*")
-    assert report.common == ["Only these have tokens in a sequence: more than 64"]
+    assert report.common == ["Only these have more than 64 tokens in a sequence"]
 
     def few(q, k, v, *, C=64):
         return LINEAR(q, k, v)[0]
@@ -433,8 +434,8 @@ def test_a_failure_in_company_is_told(known):
     fn = remembering if known else lambda q, k, v, cu_seqlens=None: remembering(q, k, v, cu_seqlens=cu_seqlens)
     report = check.kernel("linear_attention", fn, only="packed*")
     assert report.failing == ["packed otherwise"] and report.alone == report.failing * known
-    said = "\npacked otherwise passes alone, in a new process: state kept from an earlier case\n"
-    assert (said in str(report).replace("\n    case", " case")) == known
+    said = "\npacked otherwise passes alone, in a new process: the kernel kept state from an earlier case\n"
+    assert (said in str(report).replace("\n    earlier", " earlier")) == known
     assert (said.strip() in report._repr_html_()) == known
 
 
@@ -457,6 +458,18 @@ def test_what_failing_cases_hardly_share_by_chance_is_said():
     assert common(failing, passing) == ["All failing cases have an initial state"]
     assert common(failing[:5], passing) == []
     assert common(passing[:4], failing) == ["Only these have no initial state"]
+    packed = [Case(ends=(0, 70))]
+    assert common(failing[:1], packed)[0] == "Only these have fewer than 70 tokens in a sequence; no packed sequences"
+
+
+@pytest.mark.parametrize("strides", ["contiguous", "strided", "misaligned", "transposed", "expanded"])
+def test_nan_lies_before_and_behind_every_tensor(strides):
+    x = torch.randn(2, 1, 3, 5).expand(2, 4, 3, 5)
+    y = placed(x, strides, 1)
+    assert torch.equal(y, x)
+    n = y.untyped_storage().nbytes() // y.element_size()
+    nan = y.as_strided((n,), (1,), 0).isnan()
+    assert nan[:AROUND].all() and nan[1 - AROUND :].all() and n - nan.sum() <= y.numel()
 
 
 def test_a_shared_gradient_written_to_is_no_refusal():

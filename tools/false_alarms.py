@@ -1,16 +1,17 @@
 """How often the check kit calls a right kernel wrong: the ways of tests/right_kernels.py, on thousands of seeds.
 
-    python tools/false_alarms.py                            # on a CPU: hours
-    python tools/false_alarms.py --device cuda --jobs 12    # on a GPU: minutes
+    python tools/false_alarms.py                            # on a CPU: days
+    python tools/false_alarms.py --device cuda --jobs 12    # on a GPU
+    python tools/false_alarms.py --mechanism gla --all 2 --seeds 20
 
-All cases of the quick level come first, on --all seeds. Then, of each mechanism and dtype, the five pairs of case and
-quantity in which a kernel came nearest to its budget, on --seeds. Seeds lie side by side as heads; the budgets
-are the kit's own. Writes a record for each pair and kernel. Exit status 1 if a kernel has an alarm on all cases, or on
-more than one seed in a thousand of a pair.
+One mechanism and dtype after another: first all cases of the quick level on --all seeds, then the five pairs of case
+and quantity in which a kernel came nearest to its budget, on --seeds. Seeds lie side by side as heads; the budgets are
+the kit's own. Each mechanism and dtype is a record, written as soon as it is done in the place of its older one. Exit
+status 1 if a kernel has an alarm in any case of the first part, or more than one in a thousand seeds of the second.
 """
 
 import argparse
-import itertools
+import math
 import multiprocessing
 import sys
 import time
@@ -29,7 +30,7 @@ from gla_ref.check._budgets import copied, errors, evaluate, parts, work_out  # 
 from gla_ref.check._cases import held, inputs  # noqa: E402
 
 NEAREST = 5  # pairs of case and quantity that are looked at closely
-ROOM = {"cpu": 2**23, "cuda": 2**29}  # numbers in the largest tensor that seeds side by side may make
+MOST = 500  # seeds side by side
 
 
 def ratios(mechanism, dtype, case, seeds, device):
@@ -47,90 +48,110 @@ def ratios(mechanism, dtype, case, seeds, device):
     return found
 
 
-def batches(mechanism, dtype, case, first, last, device):
-    """Tasks for seeds from first to last, as many side by side as there is room for."""
-    kind = check.MECHANISMS[mechanism]
-    wide = case.T + case.past if kind.cache else 24 * max(case.K, case.V)
-    n = ROOM[device] // (case.B * case.T * case.H * case.groups * wide * copied(case))
-    n = min(max(1, n), 500)
-    return [(mechanism, dtype, case, range(a, min(a + n, last)), device) for a in range(first, last, n)]
+def needed(kind, case):
+    """Bytes that a seed takes at the worst, about: what autograd keeps of the emulated runs or of a scan."""
+    tokens, state = case.B * max(case.T, 16) * case.H * case.groups, case.K * case.V
+    if kind.cache:
+        return tokens * (case.T + case.past) * copied(case) * 16 * (case.V + 4)
+    doublings = math.ceil(math.log2(case.T + 1))
+    return tokens * max(copied(case) * (16 * state + 500 * case.K), (16 + 4 * doublings) * state)
 
 
 def work(task):
     torch.set_num_threads(1)
-    return task, ratios(*task)
+    start, made = time.perf_counter(), ratios(*task)
+    torch.cuda.empty_cache()  # the memory is for all processes
+    return task, made, time.perf_counter() - start
 
 
-def run(pool, tasks):
-    """{(mechanism, dtype, case, quantity): {kernel: ratios}} of all tasks, the longest first."""
-    found, start = {}, time.time()
-    tasks = sorted(tasks, key=lambda t: -t[2].T)
-    for i, (task, made) in enumerate(pool.imap_unordered(work, tasks), 1):
-        mechanism, dtype, case, _, _ = task
-        for (kernel, quantity), values in made.items():
-            pair = mechanism, str(dtype).removeprefix("torch."), case.name, quantity
-            found.setdefault(pair, {}).setdefault(kernel, []).extend(values)
-        print(f"\r{i} of {len(tasks)} batches, {time.time() - start:.0f} s", end="", file=sys.stderr, flush=True)
+def run(pool, mechanism, dtype, cases, seeds, device, room):
+    """({(case, quantity): {kernel: ratios}}, {case: seconds of a process}) of that many seeds, the longest first."""
+    tasks, found, seconds = [], {}, {}
+    for case in sorted(cases, key=lambda case: -case.T):
+        n = min(MOST, max(1, room // needed(check.MECHANISMS[mechanism], case)))
+        tasks += [(mechanism, dtype, case, range(a, min(a + n, seeds)), device) for a in range(0, seeds, n)]
+    for i, ((_, _, case, _, _), made, took) in enumerate(pool.imap_unordered(work, tasks), 1):
+        for (kernel, quantity), over in made.items():
+            found.setdefault((case.name, quantity), {}).setdefault(kernel, []).extend(over)
+        seconds[case.name] = seconds.get(case.name, 0.0) + took
+        print(f"\r{i} of {len(tasks)} batches", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    return found
+    return found, seconds
 
 
-def records(found, seeds):
-    for (mechanism, dtype, case, quantity), made in found.items():
-        for kernel, values in made.items():
-            yield {
-                "mechanism": mechanism,
-                "dtype": dtype,
-                "case": case,
-                "quantity": quantity,
-                "kernel": kernel,
-                "seeds": seeds,
-                "alarms": sum(not x <= 1 for x in values),
-                "worst": round(max(values), 3),
-            }
+def alarms(over):
+    return sum(not x <= 1 for x in over)
+
+
+def kernel_alarms(found):
+    """{kernel: its alarms in all pairs}."""
+    names = next(iter(found.values()))
+    return {name: sum(alarms(made[name]) for made in found.values()) for name in names}
+
+
+def examine(pool, mechanism, name, args, room):
+    """Both parts of one mechanism and dtype, as a record."""
+    dtype = getattr(torch, name)
+    cases = {case.name: case for case in check.cases(mechanism) if fnmatch(case.name, args.only)}
+    given = pool, mechanism, dtype
+    start = time.perf_counter()
+    found, seconds = run(*given, cases.values(), args.all, args.device, room)
+    minutes, many = (time.perf_counter() - start) / 60, kernel_alarms(found)
+    rate = args.all * len(cases) / minutes
+    print(f"{mechanism} {name}: {len(cases)} cases, {args.all} seeds, {sum(many.values())} alarms")
+    print(f"  {minutes:.1f} minutes, {rate:.0f} seeds of a case a minute, each by all {len(many)} kernels")
+
+    near = sorted(found, key=lambda pair: -max(map(max, found[pair].values())))[:NEAREST]
+    closely = [cases[case] for case in dict.fromkeys(case for case, _ in near)]
+    takes = sum(seconds[case.name] for case in closely) * args.seeds / args.all / args.jobs / 60
+    print(f"  {args.seeds} seeds of {len(closely)} cases: {takes:.1f} minutes at most is the estimate", flush=True)
+    start = time.perf_counter()
+    again, _ = run(*given, closely, args.seeds, args.device, room)
+    again = {pair: again[pair] for pair in near}
+    total = sum(kernel_alarms(again).values())
+    print(f"  {(time.perf_counter() - start) / 60:.1f} minutes, {total} alarms; the {len(near)} nearest pairs:")
+    for (case, quantity), made in again.items():
+        kernel = max(made, key=lambda kernel: max(made[kernel]))
+        counts = ", ".join(f"{n}: {alarms(over)}" for n, over in made.items() if alarms(over)) or "none"
+        print(f"  {case}, {quantity}: nearest {max(made[kernel]):.2f} budgets ({kernel}); alarms {counts}", flush=True)
+    return {
+        "mechanism": mechanism,
+        "dtype": name,
+        "cases": len(cases),
+        "seeds": args.all,
+        "alarms": many,
+        "nearest": [
+            {"case": case, "quantity": quantity, "seeds": args.seeds, "kernel": kernel, "alarms": alarms(over)}
+            | {"worst": round(max(over), 3)}
+            for (case, quantity), made in again.items()
+            for kernel, over in made.items()
+        ],
+        "right": not any(many.values()) and all(1000 * n <= args.seeds for n in kernel_alarms(again).values()),
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=ROOM, default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--all", type=int, default=50, help="seeds of all cases")
     parser.add_argument("--seeds", type=int, default=3000, help="of the five nearest pairs")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--mechanism", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--only", default="*", help="cases of these names")
-    parser.add_argument("--out", type=Path, help="the JSON file; benchmarks/results/false-alarms.json unless given")
+    parser.add_argument("--out", type=Path, default=results.file("false alarms"), help="the JSON file, %(default)s")
     args = parser.parse_args()
-    cases = {
-        (mechanism, str(dtype).removeprefix("torch."), case.name): (mechanism, dtype, case)
-        for mechanism, name in itertools.product(args.mechanism, args.dtype)
-        for dtype in [getattr(torch, name)]
-        for case in check.cases(mechanism)
-        if fnmatch(case.name, args.only)
-    }
+    gpu = torch.cuda.get_device_properties(0) if args.device == "cuda" else None
+    room = int(0.8 * gpu.total_memory) // args.jobs if gpu else 2**31  # bytes, of each process
+    right = []
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        found = run(pool, [task for it in cases.values() for task in batches(*it, 0, args.all, args.device)])
-        quick = [*records(found, args.all)]
-        near = []
-        for one in dict.fromkeys(pair[:2] for pair in found):
-            pairs = [pair for pair in found if pair[:2] == one]
-            near += sorted(pairs, key=lambda pair: -max(max(x) for x in found[pair].values()))[:NEAREST]
-        closely = [cases[name] for name in dict.fromkeys(pair[:3] for pair in near)]
-        again = run(pool, [task for it in closely for task in batches(*it, 0, args.seeds, args.device)])
-    close = [*records({pair: again[pair] for pair in near}, args.seeds)]
-
-    for title, some in (("All cases", quick), ("The nearest pairs", close)):
-        some = sorted(some, key=lambda r: -r["worst"])
-        print(f"\n{title}, {some[0]['seeds']} seeds: {sum(r['alarms'] for r in some)} alarms; the nearest:")
-        for r in some[: 40 if some is not quick else 10]:
-            print(
-                f"  {r['worst']:5.2f} budgets, {r['alarms']} alarms  {r['mechanism']} {r['dtype']}: "
-                f"{r['case']}, {r['quantity']}, {r['kernel']}"
-            )
-    gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
-    results.write(args.out or results.file("false alarms"), results.environment(gpu), "alarms", [*quick, *close])
-    right = not any(r["alarms"] for r in quick) and all(1000 * r["alarms"] <= r["seeds"] for r in close)
-    sys.exit(not right)
+        for mechanism in args.mechanism:
+            for name in args.dtype:
+                record = examine(pool, mechanism, name, args, room)
+                right.append(record["right"])
+                where = results.environment(gpu and gpu.name)
+                results.merge(args.out, where, "alarms", [record], ("mechanism", "dtype"))
+    sys.exit(not all(right))
 
 
 if __name__ == "__main__":

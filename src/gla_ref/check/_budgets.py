@@ -139,12 +139,12 @@ def copied(case: Case) -> int:
     return min(16, max(3, 2**21 // (case.B * case.T * case.H * case.groups * case.K * case.V)))
 
 
-def copies(x: dict, n: int, seed: int, kind: Kind, form: str, dtypes: dict) -> dict:
+def copies(x: dict, n: int, kind: Kind, form: str, dtypes: dict) -> dict:
     """n copies of the inputs side by side as heads, all but the first shaken by one percent and rounded again.
 
     Strengths become smaller, so that they keep within their bounds.
     """
-    rng, made = torch.Generator().manual_seed(seed), {}
+    rng, made = torch.Generator().manual_seed(0), {}
     for name, y in x.items():
         role, dtype = kind.tensors[name].role, dtypes[name]
         shake = 1 + 0.01 * torch.rand((n, *y.shape), generator=rng).to(y.device)
@@ -174,7 +174,9 @@ def problem(mechanism: str, case: Case, dtype: torch.dtype, seed: int, *where: s
 def worked_out(
     mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str = "log", device: str = "cpu"
 ) -> Problem:
-    """Everything lies on the CPU, wherever the kernel runs, and is made there of many small operations, which a GPU
+    """A case's problem, from a seed.
+
+    Everything lies on the CPU, wherever the kernel runs, and is made there of many small operations, which a GPU
     would be late with; but attention over thousands of keys is few and large ones, and made on the `device`.
     """
     kind = MECHANISMS[mechanism]
@@ -197,7 +199,7 @@ def work_out(
     """
     n, runs = len(given), copied(case)
     dtypes = {name: held(kind, name, case, dtype) for name in given[0]}
-    x = [copies(y, runs, i, kind, form, dtypes) for i, y in enumerate(given)]
+    x = [copies(y, runs, kind, form, dtypes) for y in given]
     x = {name: torch.cat([y[name] for y in x], kind.head_axis(name)).to(device) for name in dtypes}
     exact = evaluate(kind.oracle, kind, x, case)
     ways = [partial(kind.emulate, dtype=dtype, run=i) for i in range(len(kind.emulated))]

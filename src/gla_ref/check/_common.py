@@ -15,25 +15,25 @@ def longest(case: Case) -> int:
     return max(b - a for a, b in zip(ends, ends[1:], strict=False))
 
 
-NUMBERS = {
+NUMBERS = {  # in words that may follow "have", as those below
     "tokens in a sequence": longest,
     "packed sequences": lambda case: len(case.ends or (0,)) - 1,
     "heads": lambda case: case.H,
     "value heads of a key head": lambda case: case.groups,
-    "keys' channels": lambda case: case.K,
-    "values' channels": lambda case: case.V,
+    "channels of keys": lambda case: case.K,
+    "channels of values": lambda case: case.V,
 }
-KINDS = {  # in words that follow "have"
-    "initial state": lambda case: "an initial state" if case.state else "no initial state",
-    "scale": lambda case: "no scale given" if case.scale is None else "a scale given",
-    "gates": lambda case: f"gates {case.gate}",
-    "strengths": lambda case: f"strengths below {case.strength:g}",
-    "strides": lambda case: f"{case.strides} strides",
-    "loss": lambda case: f"a loss of {case.loss}",
-    "size": lambda case: f"values of size {case.size:g}",
-    "index": lambda case: f"cu_seqlens of {case.index}" if case.ends else None,
-    "square": lambda case: "K = V" if case.K == case.V else "K and V that differ",
-}
+KINDS = (
+    lambda case: "an initial state" if case.state else "no initial state",
+    lambda case: "no scale given" if case.scale is None else "a scale given",
+    lambda case: f"gates {case.gate}",
+    lambda case: f"strengths below {case.strength:g}",
+    lambda case: f"{case.strides} strides",
+    lambda case: f"a loss of {case.loss}",
+    lambda case: f"values of size {case.size:g}",
+    lambda case: f"cu_seqlens of {case.index}" if case.ends else None,
+    lambda case: "K = V" if case.K == case.V else "K and V that differ",
+)
 CHANCE = 0.05  # that as many cases, drawn at random, would share a trait: below, it is worth a line
 
 
@@ -43,10 +43,10 @@ def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
     for name, of in NUMBERS.items() if passing else ():
         wrong, right = [of(c) for c in failing], [of(c) for c in passing]
         if min(wrong) > max(right):
-            only.append(f"{name}: {f'more than {max(right)}' if max(right) else 'any'}")
+            only.append(f"more than {max(right)} {name}" if max(right) else name)
         if max(wrong) < min(right):
-            only.append(f"{name}: fewer than {min(right)}")
-    for of in KINDS.values() if passing else ():
+            only.append(f"fewer than {min(right)} {name}" if min(right) > 1 else f"no {name}")
+    for of in KINDS if passing else ():
         wrong, right = ([of(c) for c in some] for some in (failing, passing))
         told = None not in wrong and any(right) and not set(wrong) & set(right)
         if told and len(set(wrong)) <= MOST:

@@ -40,7 +40,9 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
         return onto + x @ y
     out = x.new_zeros(*x.shape[:-1], y.shape[-1]) + onto
     if dtype == torch.float32:
-        for a, b in zip(x.split(1, -1), y.split(1, -2), strict=True):
+        if out.shape[-1] < out.shape[-2]:  # a sum's elements lie along the longer axis, which is faster
+            out = out.mT.contiguous().mT
+        for a, b in zip(x.mT.contiguous().mT.split(1, -1), y.split(1, -2), strict=True):
             out.addcmul_(a, b)
         return out
     x, y, out = x.to(dtype).double(), y.to(dtype).double(), out.double()
@@ -169,11 +171,12 @@ def by_token(q, k, v, g=None, *, state, scale, dtype):
     """
     S, g = state, by_channel(g, k)
     decays, short = g.exp(), torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
-    decays, o = torch.where(g == 0, decays, decays * (1 - short)), []
-    for q_t, k_t, v_t, a_t in zip(*(x.unbind(1) for x in (scale * q, k, v, decays)), strict=True):
-        S = a_t[..., None] * S + k_t[..., None] * v_t[..., None, :]
-        o.append((q_t[..., None] * S).sum(-2))
-    return torch.stack(o, 1), S
+    decays = torch.where(g == 0, decays, decays * (1 - short))
+    write, states = k[..., None] * v[..., None, :], []
+    for a_t, w_t in zip(decays[..., None].unbind(1), write.unbind(1), strict=True):
+        S = a_t * S + w_t
+        states.append(S)
+    return ((scale * q)[..., None] * torch.stack(states, 1)).sum(-2), S
 
 
 class Attend(torch.autograd.Function):

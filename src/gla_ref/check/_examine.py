@@ -108,7 +108,10 @@ class Examiner:
         return reproduction(k.mechanism, k.fn, case, self.dtype, **options)
 
     def right_alone(self, report: Report) -> list[str]:
-        """The cases, if few of many fail, that pass in a fresh process."""
+        """The cases, if few of many fail, that pass in a fresh process; none is asked after one that fails there, too.
+
+        A kernel is compiled there again, at every size that it meets.
+        """
         failing, kinds = report.failing, {row.kind for row in report.failures}
         few = len(failing) <= min(LONE, len(report.cases) - 1)
         if not few or kinds & {"hangs", "differs"} or not imported(self.kernel.fn):
@@ -137,7 +140,7 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
     given = {row.quantity for row in report.rows if row.error is not None}
     for row in report.rows:
         if row.kind == "missing" and row.quantity in given:
-            row.status, row.message = "failed", "none, where it is not 0, and one in other cases"
+            row.status, row.message = "failed", "none is given, though it is not 0 and other cases give one"
     report.alone = it.right_alone(report) if report.failures else []
     if report.settings["level"] == "full" and report.failures:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")

@@ -157,7 +157,7 @@ class Report:
         if not self.alone:
             return ""
         passes = "passes" if len(self.alone) == 1 else "pass"
-        return f"{', '.join(self.alone)} {passes} alone, in a new process: state kept from an earlier case"
+        return f"{', '.join(self.alone)} {passes} alone, in a new process: the kernel kept state from an earlier case"
 
     @property
     def tried(self) -> str:
@@ -190,14 +190,14 @@ class Report:
 
     @property
     def first_wrong(self) -> list[Row]:
-        """The first wrong case of the first three wrong quantities: if there is one, one in which some of it is right.
+        """A wrong case of each of the first three wrong quantities: the first in which some of it is right, if any is.
 
         A single token says least, and comes last.
         """
-        first: dict[str, Row] = {row.quantity: row for row in self.rows}  # in their order
-        wrong = sorted((r for r in self.failures if r.where), key=lambda r: (" " not in r.map, r.case == "length 1"))
-        first |= {row.quantity: row for row in reversed(wrong)}
-        return [row for row in first.values() if row in wrong][:3]
+        wrong = [row for row in self.failures if row.where]
+        telling = sorted(wrong, key=lambda r: (" " not in r.map, r.case == "length 1"))
+        names = [n for n in dict.fromkeys(row.quantity for row in self.rows) if n in {row.quantity for row in wrong}]
+        return [next(row for row in telling if row.quantity == n) for n in names[:3]]
 
     @property
     def undiagnosed(self) -> str:

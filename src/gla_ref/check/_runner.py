@@ -17,9 +17,10 @@ from ._cases import held, optional
 from ._kernel import Finding, Kernel, NotClaimed
 from ._memory import placed, poisoned
 
-KIT, TORCH = Path(__file__).parent, Path(torch.__file__).parent
+KIT = Path(__file__).parent
+LIBRARIES = tuple(Path(torch.__file__).parents[1] / name for name in ("torch", "triton", "einops"))
 AGAIN = 8  # more calls as usual before a failure in another way is believed
-VARIES = "calls on the same inputs give different results"
+VARIES = "equal calls give different results: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
 Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
 
@@ -60,12 +61,14 @@ def attempt(seconds: float, work: Callable, *args):
 
 
 def raised_at(reason: BaseException) -> str:
-    """The last line of the kernel's author that led there; not of PyTorch, which they only called, nor of the kit."""
-    frames = traceback.extract_tb(reason.__traceback__)
-    own = [f for f in frames if not Path(f.filename).is_relative_to(TORCH) and Path(f.filename).parent != KIT]
+    """The last line of the kernel's author that led there: not of a library, which they only called, nor of the kit."""
+    frames = [(Path(f.filename), f) for f in traceback.extract_tb(reason.__traceback__)]
+    libraries = [path for path, _ in frames if any(path.is_relative_to(library) for library in LIBRARIES)]
+    own = [(path, f) for path, f in frames if path.parent != KIT and path not in libraries]
     if not own:
-        return "in the backward pass" if any("autograd" in f.filename for f in frames) else "in the call"
-    return f"{own[-1].name}, line {own[-1].lineno} of {Path(own[-1].filename).name}"
+        return "in the backward pass" if any("autograd" in path.parts for path in libraries) else "in the call"
+    path, f = own[-1]
+    return f"{f.name}, line {f.lineno} of {path.name}"
 
 
 def same(x: Tensor | None, y: Tensor | None) -> bool:
