@@ -101,7 +101,8 @@ PREFORMATTED = """() => {
   let all = 0, listed = 0;
   while (walk.nextNode()) {
     const e = walk.currentNode.parentElement, size = walk.currentNode.data.trim().length;
-    if (!size || !e.checkVisibility(seen) || e.closest("svg, button, .headerlink, .katex-mathml, .toggle-hidden")) continue;
+    if (!size || !e.checkVisibility(seen)) continue;
+    if (e.closest("svg, button, .headerlink, .katex-mathml, .toggle-hidden")) continue;
     all += size;
     if (e.closest("pre")) listed += size;
   }
