@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from html import escape
+from itertools import islice
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
@@ -19,7 +20,7 @@ CARD = "_static/card.png"
 def description(doctree: nodes.document, limit: int = 160) -> str:
     """The first sentences of a page that fit into a search engine's two lines; at least one, cut at a word."""
     paragraphs = (p for p in doctree.findall(nodes.paragraph) if isinstance(p.parent, nodes.section))
-    text = next(filter(None, (squeeze(text_of(p)) for p in paragraphs)), "")
+    text = squeeze(" ".join(text_of(p) for p in islice(paragraphs, 3)))
     if len(text) > limit:
         end = max((m.end() for m in re.finditer(r"[.?!](?= )", text[:limit])), default=0)
         text = text[:end] if end > limit / 3 else text[: text.rindex(" ", 0, limit - 1)] + " …"
@@ -29,12 +30,12 @@ def description(doctree: nodes.document, limit: int = 160) -> str:
 def add_metadata(app, pagename, templatename, context, doctree):
     if doctree is None:
         return
-    base, about = app.config.html_baseurl, description(doctree)
     title = re.sub("<[^>]+>", "", context["title"])
+    base = app.config.html_baseurl
+    about = description(doctree) or f"{title} of the book {app.config.project}, from softmax to silicon"
     meta = {"og:type": "article", "og:site_name": app.config.html_title or app.config.project, "og:title": title}
-    if about:
-        meta["og:description"] = about
-        context["metatags"] += f'<meta name="description" content="{escape(about)}" />\n'
+    meta["og:description"] = about
+    context["metatags"] += f'<meta name="description" content="{escape(about)}" />\n'
     if base:
         meta |= {"og:url": context["pageurl"], "og:image": urljoin(base.rstrip("/") + "/", CARD)}
         context["metatags"] += '<meta name="twitter:card" content="summary_large_image" />\n'

@@ -7,12 +7,15 @@
   const escape = text => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
   const fold = text => text.normalize("NFKC").toLowerCase();
 
-  // Where a word begins with this, also in its plural and without; Chinese has no borders between words.
+  // Where a word begins with this, also in its plural and without; three letters are a word of their own ("SM" is not in
+  // "small"). Words of a name may be written together. Chinese has no borders between words.
   const pattern = words => new RegExp(words.map(word => {
     const stem = /^[a-z]{4,}s$/.test(word) && !word.endsWith("ss") ? word.slice(0, -1) : word;
-    return (/^[\p{L}\p{N}_]/u.test(stem) && !/\p{Script=Han}/u.test(stem) ? "(?<![\\p{L}\\p{N}])" : "")
-      + escape(stem).replace(/[\s-]+/g, "[\\s-]+");
+    const spelt = escape(stem).replace(/[\s-]+/g, "[\\s-]*");
+    if (!/^[\p{L}\p{N}_]/u.test(stem) || /\p{Script=Han}/u.test(stem)) return spelt;
+    return "(?<![\\p{L}\\p{N}])" + spelt + (stem.length <= 3 ? "s?(?![\\p{L}\\p{N}])" : "");
   }).join("|"), "giu");
+  const bare = title => title.replace(/^\d+\. /, "");
   const count = (text, re) => (text.match(re) || []).length;
 
   const pages = SEARCH_PAGES;
@@ -29,6 +32,7 @@
   function rank(query) {
     const { term, parts } = needles(query);
     if (!parts.length) return { found: [], objects: [] };
+    const any = new RegExp(parts.map(re => re.source).join("|"), "giu");
     const whole = pattern([fold(query).trim()]);
     // a word that few sections have says more
     const all = pages.flatMap(page => page.sections);
@@ -46,13 +50,15 @@
       const title = parts.reduce((sum, re, i) => sum + 8 * weight[i] * Math.min(1, count(page.title, re)), 0)
         + 8 * Math.min(1, count(page.title, whole));
       const score = title + scored.slice(0, 4).reduce((sum, s, i) => sum + s.score / (i + 1), 0);
-      found.push({ page, sections: scored.slice(0, 3), score: score * WEIGHT[page.kind] });
+      // the beginning of a page has no heading of its own to show
+      const shown = scored.filter(s => s.heading !== bare(page.title) || count(s.text, any));
+      found.push({ page, sections: (shown.length ? shown : scored).slice(0, 3), score: score * WEIGHT[page.kind] });
     }
     const objects = pages.flatMap(page => page.objects.map(([anchor, name, text]) => ({ page, anchor, name, text })))
       .filter(o => parts.every(re => count(o.name.replaceAll(/[._]/g, " ") + " " + o.name + " " + o.text, re)))
       .sort((a, b) => count(b.name, whole) - count(a.name, whole) || a.name.length - b.name.length);
     found.sort((a, b) => (a.page.kind === "api") - (b.page.kind === "api") || b.score - a.score);
-    return { term, found, objects, words: new RegExp(parts.map(re => re.source).join("|"), "giu") };
+    return { term, found, objects, words: any };
   }
 
   function element(tag, options, ...children) {
@@ -63,7 +69,7 @@
 
   // Some words before the first hit and some after it, the hits marked.
   function excerpt(text, words, size = 200) {
-    const first = text.search(words);
+    const first = Math.max(0, text.search(words));
     let from = Math.max(0, first - 70);
     if (from) from = text.indexOf(" ", from) + 1;
     let to = Math.min(text.length, from + size);
@@ -101,8 +107,8 @@
     for (const { page, sections } of found) {
       list.append(item(page.kind, link(page, "", page.title, words), ...sections.map((s, i) =>
         element("div", { className: "search-section" },
-          s.heading === page.title.replace(/^\d+\. /, "") ? "" : link(page, s.anchor, s.heading, words),
-          i < 2 && s.text.search(words) >= 0 ? excerpt(s.text, words) : ""))));
+          s.heading === bare(page.title) ? "" : link(page, s.anchor, s.heading, words),
+          i < 2 && s.text ? excerpt(s.text, words) : ""))));
     }
     for (const { page, anchor, name, text } of objects.slice(0, 30)) {
       list.append(item("api", link(page, anchor, name, words), element("p", { className: "context" }, text)));
