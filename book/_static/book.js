@@ -5,8 +5,14 @@ const reach = new ResizeObserver(boxes => {
     if (scrolls) target.tabIndex = 0;
     else target.removeAttribute("tabindex");
     target.classList.toggle("scrolls", scrolls);
+    mark({ target });
   }
 });
+
+// Whether a table goes on to the right of what is seen of it.
+function mark({ target }) {
+  target.classList.toggle("more", target.scrollLeft + target.clientWidth < target.scrollWidth - 1);
+}
 
 // Listings and tables that are wider than the text take what they need of the margin to the right, and no more; while one
 // of them is on the screen the contents that stand there are hidden.
@@ -33,7 +39,10 @@ function widen() {
 }
 
 addEventListener("DOMContentLoaded", () => {
-  for (const box of document.querySelectorAll(".bd-article :is(table, .katex-display)")) reach.observe(box);
+  for (const box of document.querySelectorAll(".bd-article :is(table, .katex-display)")) {
+    reach.observe(box);
+    box.addEventListener("scroll", mark, { passive: true });
+  }
   widen();
   addEventListener("resize", widen);
   addEventListener("toggle", widen, true); // what was folded has no width

@@ -219,9 +219,12 @@ def test_first_column_of_a_wide_table_stays(chromium):
         table.locator("tbody tr").first.locator("td").last,
     )
     before, moved = first.bounding_box()["x"], last.bounding_box()["x"]
+    assert "more" in table.get_attribute("class")
     table.evaluate("e => e.scrollLeft = 200")
     assert first.bounding_box()["x"] == before
     assert last.bounding_box()["x"] < moved
+    table.evaluate("e => e.scrollLeft = e.scrollWidth")
+    tab.wait_for_function("e => !e.classList.contains('more')", arg=table.element_handle())
     context.close()
 
 
