@@ -172,9 +172,14 @@ def prepare_kernels(root: Path):
     settings.write_text(FIGURES)
 
 
+def use_templates(app, config):
+    """The book's own templates, before the theme's."""
+    config.templates_path.append(str(Path(__file__).parent / "templates"))
+
+
 def setup(app):
     TocTreeCollectorWithStyles.assign_section_numbers = number_by_file_name
-    for configure in (use_repository, use_execution_cache, use_local_katex):
+    for configure in (use_repository, use_execution_cache, use_local_katex, use_templates):
         app.connect("config-inited", configure)
     # sphinx_book_theme fills in its buttons at priority 501
     app.connect("html-page-context", offer_notebook, priority=499)
