@@ -6,7 +6,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   const [kindList, lengthList] = root.querySelectorAll("select");
   const [stepButton, playButton, resetButton] = find("buttons").children;
   const cells = [...root.querySelectorAll("[data-cell]")];
-  let tape, gates, at, timer = 0;
+  let tape, gates, at, shown = 0, timer = 0;
 
   const show = x => String(+x.toFixed(2)).replace("-", "−");
   const list = row => `(${row.map(show).join(", ")})`;
@@ -30,7 +30,9 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
           if (alpha[i] === 1) continue;
           for (const cell of row("S", i, V)) [lit[cell], notes[cell]] = ["fade", `× ${show(alpha[i])}`];
         }
-        const kept = alpha.map((x, i) => `row ${i + 1} keeps ${percent(x)}`).join(", ");
+        const same = alpha.every(x => x === alpha[0]);
+        const kept = same ? `every row keeps ${percent(alpha[0])}`
+          : alpha.map((x, i) => `row ${i + 1} keeps ${percent(x)}`).join(", ");
         add(t, {q: []}, {...lit}, {...notes}, `${who}. First the gate: ${kept}.`);
       }
       if (k) {
@@ -99,6 +101,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
     const kind = kindList.value, all = records();
     at = Math.min(at, all.length - 1);
     const {t, values, lit, notes, words} = all[at];
+    shown = t;
     for (const cell of cells) {
       const value = cell.dataset.cell.split(".").reduce((x, n) => x?.[n], values);
       const [number, note] = cell.children, there = typeof value === "number";
@@ -164,7 +167,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   for (const button of root.querySelectorAll("[data-token]")) {
     button.onclick = () => {
       pause();
-      const {t} = records()[at], n = at ? t + 1 : 0;
+      const t = shown, n = at ? t + 1 : 0;
       tape = [...tape.slice(0, n), given.offered[button.dataset.token]];
       for (const kind in gates) gates[kind] = [...gates[kind].slice(0, n), gates[kind][Math.min(t, gates[kind].length - 1)].slice()];
       at = records().findIndex((record, i) => i > 0 && record.t === n) - 1;
@@ -173,7 +176,8 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   }
   root.addEventListener("input", ({target}) => {
     pause();
-    const {t} = records()[Math.min(at, records().length - 1)], kind = kindList.value;
+    const t = shown, kind = kindList.value;
+    if (target.tagName === "SELECT" && at) at = records().findLastIndex(record => record.t <= t);  // the same token
     if (target.dataset.number && Number.isFinite(target.valueAsNumber)) {
       const [name, i] = target.dataset.number.split(".");
       tape[t][name][i] = target.valueAsNumber;
