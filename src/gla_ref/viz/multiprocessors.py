@@ -95,7 +95,9 @@ def _row(way: str, heads: int) -> list[Frame]:
         ground += [text(13, y + 15, p + 1), rect(LEFT, y, UNIT * end, TALL, "pale-grey")]
     x = LEFT + UNIT * alone
     ground = "".join([*ground, path([(x, TOP - 4), (x, TOP + ROW * P)], "line dashed")])
-    return [_frame(way, heads, programs, t, end, alone, ground, bars) for t in range(0, math.ceil(end) + MOMENT, MOMENT)]
+    return [
+        _frame(way, heads, programs, t, end, alone, ground, bars) for t in range(0, math.ceil(end) + MOMENT, MOMENT)
+    ]
 
 
 def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
