@@ -77,20 +77,21 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
       const set = (matrix, rows) => matrix.map((old, t) => t >= start && t < stop ? rows[t - start] : old);
       const pairs = [];
       for (let i = start; i < stop; i++) for (let j = start; j <= i; j++) pairs.push(`P.${i}.${j}`);
-      const who = C > 1 ? `Tokens ${start + 1} to ${stop}` : `Token ${stop}`;
+      const who = C > 1 ? `Tokens ${start + 1} to ${stop}` : `Token ${stop}`, one = C > 1 ? "" : "s";
       o = set(o, done.inter);
       add(start, {...each([...own("q", K), ...held], "read"), ...each(own("o", V), "made")},
-        `${who} read the state before the chunk, each query faded by the gates since then.`);
+        `${who} read${one} the state before the chunk, each query faded by the gates since then.`);
       P = set(P, done.scores.map((scores, n) => Array.from({length: T}, (_, j) =>
         j >= start && j <= start + n ? scores[j - start] : null)));
       add(start, {...each([...own("q", K), ...own("k", K)], "read"), ...each(pairs, "made")},
-        `${who} score each other: the ${pairs.length === 1 ? "pair" : pairs.length + " pairs"} inside the chunk, faded by the gates between.`);
+        one ? `${who} scores itself: the only pair inside the chunk.`
+          : `${who} score each other: the ${pairs.length} pairs inside the chunk, faded by the gates between.`);
       o = set(o, done.o);
       add(start, {...each([...pairs, ...own("v", V)], "read"), ...each(own("o", V), "made")},
         `Scores times values are added: the outputs ${done.o.map(list).join(", ")}.`);
       S = done.after;
       add(start, {...each([...own("k", K), ...own("v", V)], "read"), ...each(held, "made")},
-        `${who} are written at once: the state becomes ${S.map(list).join(", ")}.`);
+        `${who} ${one ? "is written" : "are written at once"}: the state becomes ${S.map(list).join(", ")}.`);
     }
     return all;
   };

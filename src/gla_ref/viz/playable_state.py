@@ -212,7 +212,7 @@ def _matrix(label, name, rows, columns, above, first, given, kind, area="", type
             size = min(1, abs(value or 0) / given["most"])
             cells.append(
                 f'<span class="playable-cell" data-cell="{name}.{at}" data-name="{where}" data-sign="{_sign(value)}" '
-                f'style="--size:{size:.3g};--column:{j}"><span>{"" if value is None else _number(value)}</span>'
+                f'style="--size: {size:.3g}; --column: {j};"><span>{"" if value is None else _number(value)}</span>'
                 "<small></small></span>"
             )
     place = f' style="grid-area:{area}"' if area else ""
