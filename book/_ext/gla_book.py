@@ -115,9 +115,9 @@ def execution_cache(root: Path) -> Path:
     """Where executed pages are kept; jupyter-cache compares their cells only, not what they read."""
     digest = hashlib.sha256()
     package, measured = root / "src" / "gla_ref", root / "benchmarks"
-    files = [*package.rglob("*.py"), *package.glob("*.mplstyle")]
+    files = [*package.rglob("*.py"), *package.glob("*.mplstyle"), *package.glob("viz/*.css"), *package.glob("viz/*.js")]
     files += [*measured.glob("results/*.json"), *measured.glob("LAB.md")]
-    for file in [*sorted(files), *(root / "book").glob("index.md"), root / "requirements.txt"]:
+    for file in [*sorted(files), *(root / "book").glob("map.md"), root / "requirements.txt"]:
         digest.update(file.read_bytes())
     listed = [root.glob(name) for name in ("book/*.md", "notebooks/*.ipynb", "tests/test_*.py")]
     digest.update("\n".join(sorted(path.name for names in listed for path in names)).encode())
