@@ -35,8 +35,8 @@ for (const form of document.querySelectorAll("form.answer")) {
     event.preventDefault();
     const x = numbers(form);
     if (typeof x === "string") return say("open", `… ${x}`);
-    const rule = rules.findIndex(([place]) => holds(place, x));
-    say(rule ? "wrong" : "right", `${rule ? "✗" : "✓"} ${sentences[rules[rule][1]]}`);
+    const [, sentence] = rules.find(([place]) => holds(place, x));
+    say(sentence ? "wrong" : "right", `${sentence ? "✗" : "✓"} ${sentences[sentence]}`); // the first one is "Right."
   });
   form.addEventListener("input", () => say("none", "")); // it was about another answer
 }

@@ -87,7 +87,7 @@ def tried(label: str) -> list[tuple[list[float], str]]:
     question, made = exercises.QUESTIONS[label](), []
     for n, (_, sentence) in enumerate(question.rules):
         if x := answer_to(question, n):
-            made.append((x, f"{'✗' if n else '✓'} {sentence}"))
+            made.append((x, f"{'✓' if sentence == 'Right.' else '✗'} {sentence}"))
     for answer in [*RIGHT[label], *(answer for answer, _ in WRONG.get(label, []))]:
         try:
             x = [float(number) for number in question.read(answer)]
