@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import zipfile
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 import build_book
 import gla_api
 import gla_book
+import gla_package
 import make_notebooks
 from bs4 import BeautifulSoup
 from filelock import FileLock
@@ -86,12 +88,46 @@ def test_notebook_has_no_outputs_and_no_raw_myst(chapter):
             assert not (found := raw.search(text)), f"{found[0]!r} in:\n{cell.source}"
 
 
-def test_first_cell_tells_how_to_install():
-    unset = make_notebooks.install_cell("", "main")
-    assert unset.cell_type == "markdown" and "pip install" in unset.source
-    cell = make_notebooks.install_cell("https://github.com/o/r/", "main")
-    assert cell.cell_type == "code" and "git+https://github.com/o/r@main" in cell.source
-    assert unset.metadata["tags"] == cell.metadata["tags"] == ["install"]
+def test_first_cell_gets_the_package(tmp_path, monkeypatch):
+    """From the wheel beside the notebook, else from the address, else it says what is missing."""
+    asked, found = [], {"gla_ref": None, "matplotlib": None}
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+    monkeypatch.chdir(tmp_path)
+
+    def run_cell(address: str) -> None:
+        cell = make_notebooks.install_cell("gla_ref-1.0-py3-none-any.whl", address)
+        assert cell.cell_type == "code" and cell.metadata["tags"] == ["install"]
+        install = re.compile(r'%pip install -q "(.*)"')
+        exec(install.sub(r'asked.append(f"\1")', cell.source), {"asked": asked})
+
+    with pytest.raises(RuntimeError, match="Download gla_ref-1.0-py3-none-any.whl"):
+        run_cell("")
+    with pytest.raises(RuntimeError):  # pip could not
+        run_cell("https://book.example/x.whl")
+    (tmp_path / "gla_ref-1.0-py3-none-any.whl").touch()
+    with pytest.raises(RuntimeError):
+        run_cell("https://book.example/x.whl")
+    assert asked == [
+        "gla_ref[notebook] @ https://book.example/x.whl",
+        f"gla_ref[notebook] @ {tmp_path.as_uri()}/gla_ref-1.0-py3-none-any.whl",
+    ]
+    found |= {"gla_ref": True, "matplotlib": True}
+    run_cell("")
+    assert len(asked) == 2
+
+
+def test_address_of_the_package():
+    """The site's wheel, the repository where the site has no address, or nothing."""
+
+    def of(baseurl: str, url: str) -> str:
+        options = {"repository_url": url, "repository_branch": "main"}
+        config = SimpleNamespace(html_theme_options=options, html_baseurl=baseurl)
+        return make_notebooks.package_address(SimpleNamespace(config=config, srcdir=ROOT))
+
+    wheel = gla_package.wheel_name(ROOT)
+    assert of("", "") == ""
+    assert of("", "https://github.com/o/r/") == "git+https://github.com/o/r@main"
+    assert of("https://o.example/r", "https://github.com/o/r") == f"https://o.example/r/_sources/book/{wheel}"
 
 
 def test_buttons_need_a_repository():
@@ -283,3 +319,17 @@ def test_download_is_the_generated_notebook(site, chapter):
     link = soup(page).select_one("a.btn-download-notebook-button")["href"]
     generated = ROOT / "notebooks" / f"{chapter}.ipynb"
     assert (page.parent / link).read_bytes() == generated.read_bytes()
+    wheel = soup(page).select_one("a.btn-download-package-button")["href"]
+    assert (page.parent / wheel).name == gla_package.wheel_name(ROOT) and (page.parent / wheel).is_file()
+
+
+@pytest.mark.deep
+def test_wheel_of_the_site_is_the_package(site):
+    """Every module, and what the notebooks need."""
+    wheel = zipfile.ZipFile(site / gla_package.FOLDER / gla_package.wheel_name(ROOT))
+    package = ROOT / "src" / "gla_ref"
+    sources = {str(path.relative_to(ROOT / "src")): path for path in package.rglob("*.py")}
+    assert sources.keys() <= set(wheel.namelist()) and "gla_ref/book.mplstyle" in wheel.namelist()
+    assert all(wheel.read(name) == path.read_bytes() for name, path in sources.items())
+    (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
+    assert "Provides-Extra: notebook" in metadata
