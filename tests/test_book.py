@@ -127,6 +127,37 @@ def test_api_page_lists_every_module():
     assert names == set(listed) - packages
 
 
+GREEK = "alpha beta gamma delta epsilon kappa lambda mu nu xi pi rho sigma tau phi chi psi omega ell".split()
+GREEK += [name.capitalize() for name in GREEK]
+
+
+def formulas(text: str) -> list[str]:
+    """The formulas of a page's text; code is left out."""
+    text = re.sub(r"(?sm)^```\{code-cell\}.*?^```$", "", text)
+    blocks = re.findall(r"(?sm)^```\{math\}\n(.*?)^```$|\$\$(.+?)\$\$", text)
+    text = re.sub(r"(?sm)^```\{math\}.*?^```$|\$\$.+?\$\$", "", text)
+    return [a or b for a, b in blocks] + re.findall(r"(?<!\\)\$([^$]+)\$", re.sub(r"`[^`\n]+`", "", text))
+
+
+def letters(formula: str) -> set[str]:
+    """The letters that stand for something: Greek by name, words in \\text and the like left out."""
+    formula = re.sub(r"(?m)^:label:.*$|\\(text|operatorname|label|begin|end)\*?\{[^{}]*\}", "", formula)
+    greek = re.findall(rf"\\({'|'.join(GREEK)})(?![a-zA-Z])", formula)
+    return {*greek, *re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", " ", formula))}
+
+
+def test_notation_page_has_every_letter():
+    page = (ROOT / "book" / "notation.md").read_text()
+    everywhere, own = re.findall(r"(?m)^\|---\|---\|---\|\n((?:\|.*\n)+)", page)[:2]
+    known = set().union(*(letters(f) for row in everywhere.splitlines() for f in formulas(row.split("|")[1])))
+    some = {
+        int((cells := row.split("|"))[2]): set().union(*map(letters, formulas(cells[1]))) for row in own.splitlines()
+    }
+    for chapter in CHAPTERS:
+        text = (ROOT / "book" / f"{chapter}.md").read_text()
+        assert set().union(*map(letters, formulas(text))) - known == some.get(int(chapter[:2]), set()), chapter
+
+
 def test_every_page_is_listed():
     listed = set(re.findall(r"book/\w+", (ROOT / "_toc.yml").read_text()))
     assert listed == {f"book/{path.stem}" for path in (ROOT / "book").glob("*.md")}

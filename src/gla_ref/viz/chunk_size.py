@@ -25,8 +25,8 @@ def chunk_size() -> Explorable:
     return Explorable(
         title="From recurrent to parallel",
         notice="Each doubling of C halves the steps and the state bytes: one state written and one read a step, "
-        "unless a kernel keeps it on the chip. FLOPs in a step wait for nobody, and there are ever more of them. Up "
-        "to C = 16, the head size, all FLOPs stay below twice those of C = 1; then they come closer to doubling, too.",
+        "unless a kernel keeps it on the chip. All FLOPs of a step can run at the same time. Up to C = 16, the head "
+        "size, all FLOPs stay below twice those of C = 1; beyond that, doubling C nearly doubles them.",
         alt="Left, a lower triangle of outputs by tokens: blue triangles of width C along the diagonal are computed as "
         "scores, all left of them in red goes through the state. Right, five bars: FLOPs, steps, FLOPs in a step, "
         "bytes of tensors, bytes of states.",

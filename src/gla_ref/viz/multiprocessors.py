@@ -80,7 +80,7 @@ def _frame(way: str, heads: int) -> Frame:
         pieces += [rect(left, y, 12, 12, kind), text(left + 18, y + 6, name, "start")]
     pieces += [rect(252, y, 12, 12, "pale-grey"), text(270, y + 6, "nothing to do", "start")]
     busy = sum(p.stop - p.start for p in programs) / (P * end)
-    words = f"{heads} head{'s' * (heads > 1)}, {way}: done after {end:g} units of time, "
+    words = f"{heads} head{'s' * (heads > 1)}, {way}: done after {end:g} units of time (8 KiB moved each), "
     words += f"{end / alone:.2f} times the long walk's {alone:g}" if way != WAYS[0] else "marked by the dashed line"
     return Frame(pieces, f"{words}. {busy:.0%} of the chip is at work on average.")
 
