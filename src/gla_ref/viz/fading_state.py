@@ -70,7 +70,7 @@ def _y(row: int) -> float:
 
 
 def _squares(S: Tensor, left: float) -> list[str]:
-    """A number as the area of a square: blue above 0, red below."""
+    """A number as the area of a square: blue above 0, orange below."""
     pieces = []
     for row in range(K):
         for column in range(V):
@@ -134,7 +134,7 @@ def fading_state() -> Explorable:
         frames.append([_frame(kind, t, S[t], alpha) for t in range(T + 1)])
     return Explorable(
         title="What should a memory forget?",
-        notice="A square's area is the size of a number, blue above zero and red below; a grey bar is the part of a "
+        notice="A square's area is the size of a number, blue above zero and orange below; a grey bar is the part of a "
         "row that is kept before the write. Without a gate old topics pile up. A constant fades them, and the lasting "
         "facts too. Only a gate with a number for each channel, which looks at the token, clears the old topic and "
         "keeps the lasting facts.",

@@ -168,8 +168,9 @@ def _frame(name: str, gate: float, forms: list[str]) -> Frame:
 
 
 NOTICE = (
-    "What decides is a format's range of exponents (grey), not its digits: bfloat16 and float32 give up at the same "
-    "gates, float16 far earlier."
+    "Upwards, the size of a factor in powers of two; the error is the largest of an output, over their rms. What "
+    "decides is a format's range of exponents (grey), not its digits: bfloat16 and float32 give up at the same gates, "
+    "float16 far earlier."
 )
 
 

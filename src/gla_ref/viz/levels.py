@@ -83,7 +83,8 @@ def levels() -> Explorable:
     return Explorable(
         title="Where do two tokens meet?",
         notice="Every pair below the diagonal lies in exactly one block, and every block is one matrix product. Its "
-        "upper right corner (red) is the border: keys decay up to it, queries from it on, and no factor is above 1.",
+        "upper right corner (the dot) is the border: keys decay up to it, queries from it on, and no factor is above "
+        "1.",
         alt="The lower triangle of 16 by 16 pairs, cut into one square of eight tokens, two of four, four of two and "
         "eight of one. The square of the chosen pair is outlined.",
         controls=(Slider("reader", range(1, C)), Slider("writer", range(C - 1))),

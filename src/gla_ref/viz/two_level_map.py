@@ -118,9 +118,10 @@ def two_level_map() -> Explorable:
     """The blocks that `gla.chunkwise_two_level` computes, one after the other, for several C and c."""
     return Explorable(
         title="The map of two-level chunking, block by block",
-        notice="Every block off the diagonal touches it in one corner, and that corner (red) is its anchor: keys decay "
-        "to it, queries from it, and no exponent is above 0. Pairs inside a pink block have no such corner between "
-        "them. They are few, and a large part of the element-wise work; with shorter sub-chunks it is a smaller one.",
+        notice="Every block off the diagonal touches it in one corner, and that corner (the dot) is its anchor: "
+        "keys decay to it, queries from it, and no exponent is above 0. Pairs inside a pink block have no such corner "
+        "between them. They are few, and a large part of the element-wise work; with shorter sub-chunks it is a "
+        "smaller one.",
         alt=f"The lower triangle of {T} by {T} pairs of tokens, cut into the blocks of two-level chunking. One block "
         "is outlined, and those before it are coloured. Below, bars of the work so far.",
         controls=(
