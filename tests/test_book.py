@@ -144,6 +144,25 @@ def test_buttons_need_a_repository():
     )
 
 
+def squeezed(code: str) -> str:
+    """Without comments and white space."""
+    return re.sub(r"\s+", "", re.sub(r"#.*", "", code))
+
+
+def test_lines_that_chapters_explain_are_lines_that_run():
+    """A kernel is explained in definition lists: a line of its source, or parts of one with ... between, and why."""
+    package = squeezed("\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))))
+    explained = 0
+    for chapter in CHAPTERS:
+        text = (ROOT / "book" / f"{chapter}.md").read_text()
+        own = squeezed("\n".join(re.findall(r"(?ms)^```\{code-cell\}.*?^```$", text)))
+        for term in re.findall(r"(?m)^(`.*)\n: ", text):
+            for part in "...".join(re.findall(r"`([^`]+)`", term)).split("..."):
+                assert squeezed(part) in package or squeezed(part) in own, f"{chapter}: {part}"
+            explained += 1
+    assert explained > 50
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_module_names_its_chapter(module):
     first = (ast.get_docstring(ast.parse(module.read_text())) or "").split("\n")[0]
