@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 pytest.importorskip("playwright", reason="the browser's tools are not installed")
 
+import build_book
 import gla_publish
 import gla_search
 import publishing
@@ -94,3 +95,24 @@ def test_addresses_are_made_when_the_site_has_one(tmp_path):
 )
 def test_formulas_can_be_read_in_a_line(tex, said):
     assert gla_search.plain(tex) == said
+
+
+@pytest.mark.deep
+def test_a_site_built_for_an_address_is_ready(tmp_path):
+    for name in ("requirements.txt", "src", "book/_ext", "book/_static"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(ROOT / name)
+    settings = yaml.safe_load((ROOT / "_config.yml").read_text())
+    settings["repository"]["url"], settings["html"]["baseurl"] = SETTINGS["repository"]["url"], ADDRESS
+    (tmp_path / "_config.yml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "_toc.yml").write_text("{format: jb-book, root: book/index}")
+    (tmp_path / "book" / "references.bib").write_text("")
+    (tmp_path / "book" / "index.md").write_text("# A page\n\nWhat is it? A page of the book, and all of it.\n")
+    built = build_book.build(tmp_path, capture_output=True, text=True, timeout=500)
+    assert built.returncode == 0, built.stdout + built.stderr
+    made = tmp_path / "_build" / "html"
+    assert not publishing.reasons(settings, made)
+    assert f"<loc>{ADDRESS}book/index.html</loc>" in (made / "sitemap.xml").read_text()
+    assert '<base href="/gla/">' in (made / "404.html").read_text()
+    assert 'content="What is it? A page of the book, and all of it."' in (made / "book" / "index.html").read_text()
+    assert (made / "_static" / "card.png").exists()

@@ -43,6 +43,9 @@ addEventListener("DOMContentLoaded", () => {
     reach.observe(box);
     box.addEventListener("scroll", mark, { passive: true });
   }
+  for (const toggle of document.querySelectorAll(".bd-links details > summary")) {
+    toggle.setAttribute("aria-label", `Pages under ${toggle.closest("li").querySelector("a").textContent.trim()}`);
+  }
   widen();
   addEventListener("resize", widen);
   addEventListener("toggle", widen, true); // what was folded has no width

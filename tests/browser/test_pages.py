@@ -13,6 +13,8 @@ pytestmark = pytest.mark.browser
 
 WIDTHS, THEMES = (1280, 390), ("light", "dark")
 PAGES = tools.book_pages()
+#: of the API's pages, which are alike, those with the most kinds of entries
+API = [f"book/api/gla_ref.{module}" for module in ("check", "linear_attention", "kernels.gla")]
 #: seconds from the start of the navigation until the whole text stands there, painted; 0 until it does
 READABLE = """() => {
   const [page] = performance.getEntriesByType("navigation");
@@ -127,7 +129,7 @@ def listen(tab) -> list[str]:
     return found + axe_problems(tab, runOnly=["color-contrast", "link-in-text-block"])
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES + API)
 def test_page(chromium, visit, record, page):
     """No error, no request beyond the site, formulas rendered, all inside the window, quick; axe finds nothing."""
     tab = visit.tab

@@ -194,7 +194,7 @@ def test_icons_are_drawn(visit):
     visit.tab.goto(url("book/index"))
     visit.tab.evaluate("document.fonts.ready")
     assert visit.tab.evaluate("document.fonts.check('900 16px \"Font Awesome 6 Free\"', '\\uf0c9')")
-    assert visit.tab.locator(".btn-download-source-button i, .theme-switch:visible").first.bounding_box()["width"] > 8
+    assert visit.tab.locator("i.fa-expand").bounding_box()["width"] > 8
 
 
 def test_wide_listings_use_the_margin(visit):
@@ -230,8 +230,7 @@ def test_first_column_of_a_wide_table_stays(chromium):
 
 def test_no_number_stands_in_brackets_twice():
     for page in PAGES:
-        article = BeautifulSoup(text(page), "html.parser").select_one("article")
-        assert not (found := re.search(r".{20}\(\(\d+\.\d+\).{10}", article.get_text())), found[0]
+        assert not (found := re.search(r".{20}\(<a [^>]*#equation-[^>]*>\(\d.{10}", text(page))), found[0]
 
 
 # -- API --
@@ -248,13 +247,13 @@ def test_api_has_a_page_a_module_with_its_arguments():
     assert any("queries" in dd.get_text() for dd in arguments)
 
 
-def test_api_pages_fit(visit):
+def test_api_pages_fit_a_phone(visit):
+    visit.tab.set_viewport_size({"width": 390, "height": 900})
     found = []
-    for width in (390, 1280):
-        visit.tab.set_viewport_size({"width": width, "height": 900})
-        for page in sorted((tools.SITE / "book" / "api").glob("*.html")):
-            visit.tab.goto(page.as_uri())
-            found += [f"{page.name}, {width}: {problem}" for problem in tools.layout_problems(visit.tab)]
+    for page in sorted((tools.SITE / "book" / "api").glob("*.html")):
+        visit.tab.goto(page.as_uri(), wait_until="domcontentloaded")
+        found += [f"{page.name}: {problem}" for problem in tools.layout_problems(visit.tab)]
+    visit.tab.set_viewport_size({"width": 1280, "height": 900})
     assert not found, "\n".join(found)
 
 
@@ -264,7 +263,7 @@ def test_api_pages_fit(visit):
 def test_every_page_describes_itself():
     seen = {}
     for page in PAGES:
-        head = BeautifulSoup(text(page), "html.parser").head
+        head = BeautifulSoup(text(page).split("</head>")[0], "html.parser")
         about = head.select_one("meta[name=description]")["content"]
         assert 40 <= len(about) <= 161 and not re.search(r"[\\{}$]", about), about
         assert head.select_one("meta[property='og:title']")["content"]
