@@ -20,6 +20,10 @@ LABELS = {
 PAGES = [page for page, labels in LABELS.items() if any(label in exercises.QUESTIONS for label in labels)]
 WAYS = {"keyboard": ("light", 1280), "touch": ("dark", 390)}
 RESET = "form => { form.reset(); form.querySelector('.verdict').textContent = ''; }"
+MIDDLES = """form => [...form.querySelectorAll("label, button")].map(e => {
+  const box = e.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+})"""
 ON_BUTTON = "document.activeElement.type === 'submit'"
 #: a page of thousands of elements is slow to press keys on: leave the exercises alone
 ALONE = """() => {
@@ -60,18 +64,20 @@ def by_keyboard(tab, form, question, x: list[float]) -> None:
 
 
 def by_touch(tab, form, question, x: list[float]) -> None:
-    labels = iter(form.locator("label").all())
+    form.scroll_into_view_if_needed()
+    *places, button = form.evaluate(MIDDLES)  # of what a finger aims at
+    labels = iter(places)
     for part, values in split(question, x):
         here = [next(labels) for _ in part.options or [0]]
         if not part.options:
-            here[0].tap()
+            tab.touchscreen.tap(*here[0])
             tab.keyboard.type(repr(values[0]))
             continue
         chosen = values if part.many else [value == values[0] for value in part.options.values()]
-        for label, wanted in zip(here, chosen, strict=True):
+        for place, wanted in zip(here, chosen, strict=True):
             if wanted:
-                label.tap()
-    form.locator("button").tap()
+                tab.touchscreen.tap(*place)
+    tab.touchscreen.tap(*button)
 
 
 def said(tab, label: str, way: str, x: list[float]) -> str:
@@ -113,6 +119,11 @@ def test_page_says_what_python_says(chromium, page):
     labels = [label for label in LABELS[page] if label in exercises.QUESTIONS]
     forms = visit.tab.locator(".exercise form.answer").all()
     assert [form.get_attribute("id") for form in forms] == [f"answer-{label}" for label in labels]
+    others = visit.tab.locator(".answer-where").all()
+    assert len(others) == len(LABELS[page]) - len(labels)
+    for line in others:
+        assert line.locator("a").first.get_attribute("href").endswith(f"/{page.split('/')[-1]}.ipynb")
+    assert not visit.tab.locator(".verdict-open").count(), "what a cell says that nobody can run here"
     visit.tab.evaluate(ALONE)
     for way, (theme, width) in WAYS.items():
         visit.tab.emulate_media(color_scheme=theme)
@@ -155,18 +166,4 @@ def test_numbers_as_people_write_them(chromium, entered, sentence):
     assert sentence in form.locator(".verdict").text_content()
     form.locator("input").first.fill("2")
     assert form.locator(".verdict").text_content() == "", "the verdict was about another answer"
-    context.close()
-
-
-def test_other_exercises_say_where_to_run_them(chromium):
-    context = chromium.new_context()
-    tab = tools.Visit(context).tab
-    for page in PAGES:
-        tab.goto(url(page))
-        others = [label for label in LABELS[page] if label not in exercises.QUESTIONS]
-        lines = tab.locator(".answer-where").all()
-        assert len(lines) == len(others) and not tab.get_by_text("run this cell").count()
-        for line in lines:
-            files = [link.get_attribute("href").split("/")[-1] for link in line.locator("a").all()]
-            assert f"{page.split('/')[-1]}.ipynb" in files
     context.close()
