@@ -18,7 +18,7 @@ Kind = Literal["predict", "derive", "implement"]
 
 #: label -> (kind, judge), filled by the modules
 JUDGES: dict[str, tuple[Kind, Callable[[Any], None]]] = {}
-#: label -> what makes the question of an exercise that only predicts: data by which a page can judge, too
+#: label -> what makes the question, for exercises that only predict; it is data, by which a page can judge too
 QUESTIONS: dict[str, Callable[[], Any]] = {}
 
 
