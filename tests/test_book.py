@@ -313,7 +313,7 @@ def test_figures_have_alternative_text(site, page):
     article = soup(site / "book" / f"{page}.html").select_one("article")
     for image in article.find_all("img"):
         assert len(image.get("alt", "")) >= 25, f"describe the figure: {image.get('alt')!r}"
-    for figure in article.select(".cell_output svg:not(.katex svg)"):
+    for figure in article.select(".cell_output svg:not(.katex svg, [aria-hidden=true])"):  # a legend has marks
         assert figure.get("role") == "img", "an SVG figure has role=img"
         assert figure.get("aria-label") or figure.find("title"), "an SVG figure has a label"
 
