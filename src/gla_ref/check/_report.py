@@ -190,7 +190,7 @@ class Report:
 
     @property
     def first_wrong(self) -> list[Row]:
-        """A wrong case of each of the first three wrong quantities: the first in which some of it is right, if any is.
+        """Of each of the first three wrong quantities one case, if possible one in which a part of it is right.
 
         A single token says least, and comes last.
         """
