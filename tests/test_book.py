@@ -206,9 +206,8 @@ def test_notation_page_has_every_letter():
     page = (ROOT / "book" / "notation.md").read_text()
     everywhere, own = re.findall(r"(?m)^\|---\|---\|---\|\n((?:\|.*\n)+)", page)[:2]
     known = set().union(*(letters(f) for row in everywhere.splitlines() for f in formulas(row.split("|")[1])))
-    some = {
-        int((cells := row.split("|"))[2]): set().union(*map(letters, formulas(cells[1]))) for row in own.splitlines()
-    }
+    rows = (row.split("|") for row in own.splitlines())
+    some = {int(chapter): set().union(*map(letters, formulas(cell))) for _, cell, chapter, *_ in rows}
     for chapter in CHAPTERS:
         text = (ROOT / "book" / f"{chapter}.md").read_text()
         assert set().union(*map(letters, formulas(text))) - known == some.get(int(chapter[:2]), set()), chapter

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 
@@ -97,7 +98,9 @@ def told(monkeypatch):
             run(n)
         return [line for line in lines if TIME.search(line)]
 
-    return tell
+    dtype = torch.get_default_dtype()
+    yield tell
+    torch.set_default_dtype(dtype)  # a chapter may have chosen another
 
 
 @pytest.mark.parametrize("chapter", MEASURED)
