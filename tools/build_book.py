@@ -94,7 +94,8 @@ def execute_pages(root: Path) -> dict[str, str]:
     Jupyter Book, which would run one after the other, then finds them all.
     """
     gla_book.prepare_kernels(root)
-    cache, pages = gla_book.execution_cache(root), sorted((root / "book").glob("*.md"))
+    os.environ["OMP_NUM_THREADS"] = "1"  # of pages that run side by side, more threads would wait for one another
+    cache, pages = gla_book.execution_cache(root), sorted((root / "book").glob("*.md"), reverse=True)  # long ones first
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "pages.lock"), ThreadPoolExecutor(min(4, os.cpu_count())) as pool:
         problems = zip(pages, pool.map(execute, pages), strict=True)

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ..rounding import budget, error, unit
+from ..rounding import budget, unit
 from ._cases import C, Case, held, inputs, representable
 from ._mechanisms import MECHANISMS, SHORT, Kind
 
@@ -93,7 +93,7 @@ def parts(kind: Kind, name: str, x: Tensor) -> list[tuple]:
 
 
 def errors(made: Tensor, exact: Tensor, n: int, axis: int) -> Tensor:
-    """The :func:`error` of each of the n problems that lie side by side along `axis`, `[n]`."""
+    """The :func:`~gla_ref.rounding.error` of each of the n problems that lie side by side along `axis`, `[n]`."""
     if not exact.numel():
         return exact.new_zeros(n)
     off, exact = (x.unflatten(axis, (n, -1)).movedim(axis, 0).flatten(1) for x in ((made - exact).abs(), exact))
@@ -104,33 +104,31 @@ def errors(made: Tensor, exact: Tensor, n: int, axis: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with its inputs, the exact quantities and, for each octave, the error allowed."""
+    """A case with its inputs, the exact quantities and, for each octave, the unit of errors and the error allowed."""
 
     kind: Kind
     case: Case
     inputs: dict[str, Tensor]
     exact: dict[str, Tensor]
     dtypes: dict[str, torch.dtype]
+    units: dict[str, list[float]]
     budgets: dict[str, list[float]]
 
+    def octaves(self, name: str) -> Iterator[tuple[tuple, float, float]]:
+        """Indices, unit and budget of what is judged apart."""
+        return zip(parts(self.kind, name, self.exact[name]), self.units[name], self.budgets[name], strict=True)
+
     def judge(self, name: str, x: Tensor, against: Tensor | None = None) -> tuple[float, float]:
-        """(error, budget) of a quantity's worst octave."""
-        exact = self.exact[name]
-        against = exact if against is None else against
-        rows = zip(parts(self.kind, name, exact), self.budgets[name], strict=True)
-        pairs = []
-        for s, allowed in rows:
-            found = error(x[s], against[s]) * unit(against[s]) / unit(exact[s])
-            pairs.append((found, allowed))
+        """(error, budget) of a quantity's worst octave; the error is infinite where x is not finite."""
+        off = (x.double() - (self.exact[name] if against is None else against)).abs().nan_to_num(math.inf, math.inf)
+        pairs = [(off[s].max().item() / one if off.numel() else 0.0, allowed) for s, one, allowed in self.octaves(name)]
         return max(pairs, key=lambda p: p[0] / p[1])
 
     def band(self, name: str) -> Tensor:
         """The largest deviation allowed, for every element."""
-        exact = self.exact[name]
-        band = torch.zeros_like(exact)
-        rows = zip(parts(self.kind, name, exact), self.budgets[name], strict=True)
-        for s, allowed in rows:
-            band[s] = allowed * unit(exact[s])
+        band = torch.zeros_like(self.exact[name])
+        for s, one, allowed in self.octaves(name):
+            band[s] = allowed * one
         return band
 
 
@@ -185,7 +183,8 @@ def worked_out(
     exact, allowed = work_out(kind, case, dtype, [given], form, device)
     exact = {n: y.cpu().contiguous() for n, y in exact.items()}
     dtypes = {n: held(kind, n, case, dtype) for n in exact}
-    return Problem(kind, case, given, exact, dtypes, {n: x[:, 0].tolist() for n, x in allowed.items()})
+    units = {n: [unit(y[s]) for s in parts(kind, n, y)] for n, y in exact.items()}
+    return Problem(kind, case, given, exact, dtypes, units, {n: x[:, 0].tolist() for n, x in allowed.items()})
 
 
 def work_out(

@@ -22,7 +22,7 @@ from ._shrink import imported, reproduction, right_alone, shrink
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
-AHEAD = 4  # problems that are worked out side by side
+AHEAD = 2  # problems that are worked out side by side
 
 
 @dataclass

@@ -87,7 +87,7 @@ def only_then(p: Problem, usual: Found, found: Found) -> list[str]:
         error, budget = p.judge(n, x)
         return error <= budget
 
-    return [n for n, x in found.items() if right(n, usual[n]) and not right(n, x)]
+    return [n for n, x in found.items() if not right(n, x) and right(n, usual[n])]
 
 
 @dataclass(frozen=True)
