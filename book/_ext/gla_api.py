@@ -45,7 +45,14 @@ def skip_fields(app, what, name, obj, skip, options):
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
+def leave_inner_document(app, doctree):
+    """Of the document in which {eval-rst} parses, whose settings hold the whole build: 6 MB stored with each page."""
+    for node in doctree.findall():
+        node.document = doctree
+
+
 def setup(app):
     app.connect("config-inited", write_pages)
+    app.connect("doctree-read", leave_inner_document)
     app.connect("autodoc-skip-member", skip_fields)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
