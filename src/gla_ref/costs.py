@@ -1,5 +1,6 @@
 """What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 11)."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -102,8 +103,10 @@ def einsum(m: int, k: int, n: int) -> tuple[int, int]:
 
 def attention(h: Head, blocks, elementwise: int, bytes: int, parallelism: int, steps: int) -> Cost:
     """Scores and weighted values of `blocks` of m queries by n keys, and other element-wise FLOPs beside them."""
-    products = [flops for m, n in blocks for flops in (einsum(m, h.K, n), einsum(m, n, h.V))]
-    matmul, scaled = map(sum, zip(*products, strict=True))
+    matmul = scaled = 0
+    for (m, n), times in Counter(blocks).items():  # a million blocks, of four sizes
+        for products, sums in (einsum(m, h.K, n), einsum(m, n, h.V)):
+            matmul, scaled = matmul + times * products, scaled + times * sums
     return Cost(matmul, elementwise + scaled, bytes, h.cache, parallelism, steps)
 
 
