@@ -17,7 +17,7 @@ from fontTools.ttLib import TTFont
 
 #: the icons by name; a test looks for others in the built site
 ICONS = (
-    "angle-left angle-right arrow-up bars chevron-down circle-half-stroke code download expand file file-pdf github "
+    "angle-left angle-right arrow-up bars chevron-down circle-half-stroke code cube download expand file file-pdf github "
     "lightbulb list magnifying-glass moon pencil-alt rocket sun xmark"
 ).split()
 

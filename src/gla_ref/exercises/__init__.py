@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["JUDGES", "QUESTIONS", "Open", "Verdict", "Wrong", "check", "exercise", "load"]
+__all__ = ["Open", "Verdict", "Wrong", "check", "exercise", "load"]
 
 Kind = Literal["predict", "derive", "implement"]
 
