@@ -2,16 +2,17 @@
 
 In a chunk, with the scale in q,
 
-    v^ = Y R,  Y = (I + A)^-1,  R = beta (v - e^b K S)      o = (Q e^b) S + P v^      S' = e^{b_C} S + (K e^{b_C - b})^T v^
+    v^ = Y R,   Y = (I + A)^-1,   R = beta (v - e^b K S)
+    o = (Q e^b) S + P v^          S' = e^{b_C} S + (K e^{b_C - b})^T v^
 
 From the gradients do and dS' of what the chunk returns,
 
     dv^ = P^T do + (K e^{b_C - b}) dS'      dR = Y^T dv^      dA = -tril(dR v^^T, -1)      dP = tril(do v^^T)
 
-and everything else is a product with these. The inverse is not differentiated itself: dY = -Y dA Y, and Y^T dv^ is one
-more product with the same triangle. A gate g_t scales every path that crosses token t: pairs of A and P with j < t <= i,
-reads of the state from t on, writes before t that reach the state at the end, and the state itself. The pairs are sums of
-rows less sums of columns; their i = j terms, which do not depend on g, are left out.
+and everything else is a product with these. The inverse is not differentiated itself: dY = -Y dA Y, and Y^T dv^ is
+one more product with the same triangle. A gate g_t scales every path that crosses token t: pairs of A and P with
+j < t <= i, reads of the state from t on, writes before t that reach the state at the end, and the state itself. The
+pairs are sums of rows less sums of columns; their i = j terms, which do not depend on g, are left out.
 """
 
 from typing import NamedTuple
