@@ -51,7 +51,7 @@ bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flas
 notebooks: $(VENV) ## write notebooks/*.ipynb from book/*.md
 	$(PYTHON) tools/make_notebooks.py
 
-test-notebooks: $(VENV) ## run the notebooks as Colab does: the built wheel in a clean environment
+test-notebooks: book ## run the notebooks as a reader does: from the site, where the package is missing
 	OMP_NUM_THREADS=1 $(PYTHON) tools/run_notebooks_clean.py --jobs 2
 
 serve: book ## build, then show the book at http://localhost:8000

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import zipfile
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,9 @@ import pytest
 pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 
 import build_book
+import gla_api
 import gla_book
+import gla_package
 import make_notebooks
 from bs4 import BeautifulSoup
 from filelock import FileLock
@@ -85,12 +88,46 @@ def test_notebook_has_no_outputs_and_no_raw_myst(chapter):
             assert not (found := raw.search(text)), f"{found[0]!r} in:\n{cell.source}"
 
 
-def test_first_cell_tells_how_to_install():
-    unset = make_notebooks.install_cell("", "main")
-    assert unset.cell_type == "markdown" and "pip install" in unset.source
-    cell = make_notebooks.install_cell("https://github.com/o/r/", "main")
-    assert cell.cell_type == "code" and "git+https://github.com/o/r@main" in cell.source
-    assert unset.metadata["tags"] == cell.metadata["tags"] == ["install"]
+def test_first_cell_gets_the_package(tmp_path, monkeypatch):
+    """From the wheel beside the notebook, else from the address, else it says what is missing."""
+    asked, found = [], {"gla_ref": None, "matplotlib": None}
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+    monkeypatch.chdir(tmp_path)
+
+    def run_cell(address: str) -> None:
+        cell = make_notebooks.install_cell("gla_ref-1.0-py3-none-any.whl", address)
+        assert cell.cell_type == "code" and cell.metadata["tags"] == ["install"]
+        install = re.compile(r'%pip install -q "(.*)"')
+        exec(install.sub(r'asked.append(f"\1")', cell.source), {"asked": asked})
+
+    with pytest.raises(RuntimeError, match="Download gla_ref-1.0-py3-none-any.whl"):
+        run_cell("")
+    with pytest.raises(RuntimeError):  # pip could not
+        run_cell("https://book.example/x.whl")
+    (tmp_path / "gla_ref-1.0-py3-none-any.whl").touch()
+    with pytest.raises(RuntimeError):
+        run_cell("https://book.example/x.whl")
+    assert asked == [
+        "gla_ref[notebook] @ https://book.example/x.whl",
+        f"gla_ref[notebook] @ {tmp_path.as_uri()}/gla_ref-1.0-py3-none-any.whl",
+    ]
+    found |= {"gla_ref": True, "matplotlib": True}
+    run_cell("")
+    assert len(asked) == 2
+
+
+def test_address_of_the_package():
+    """The site's wheel, the repository where the site has no address, or nothing."""
+
+    def of(baseurl: str, url: str) -> str:
+        options = {"repository_url": url, "repository_branch": "main"}
+        config = SimpleNamespace(html_theme_options=options, html_baseurl=baseurl)
+        return make_notebooks.package_address(SimpleNamespace(config=config, srcdir=ROOT))
+
+    wheel = gla_package.wheel_name(ROOT)
+    assert of("", "") == ""
+    assert of("", "https://github.com/o/r/") == "git+https://github.com/o/r@main"
+    assert of("https://o.example/r", "https://github.com/o/r") == f"https://o.example/r/_sources/book/{wheel}"
 
 
 def test_buttons_need_a_repository():
@@ -107,6 +144,25 @@ def test_buttons_need_a_repository():
     )
 
 
+def squeezed(code: str) -> str:
+    """Without comments and white space."""
+    return re.sub(r"\s+", "", re.sub(r"#.*", "", code))
+
+
+def test_lines_that_chapters_explain_are_lines_that_run():
+    """A kernel is explained in definition lists: a line of its source, or parts of one with ... between, and why."""
+    package = squeezed("\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))))
+    explained = 0
+    for chapter in CHAPTERS:
+        text = (ROOT / "book" / f"{chapter}.md").read_text()
+        own = squeezed("\n".join(re.findall(r"(?ms)^```\{code-cell\}.*?^```$", text)))
+        for term in re.findall(r"(?m)^(`.*)\n: ", text):
+            for part in "...".join(re.findall(r"`([^`]+)`", term)).split("..."):
+                assert squeezed(part) in package or squeezed(part) in own, f"{chapter}: {part}"
+            explained += 1
+    assert explained > 50
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_module_names_its_chapter(module):
     first = (ast.get_docstring(ast.parse(module.read_text())) or "").split("\n")[0]
@@ -121,7 +177,7 @@ def test_module_names_its_chapter(module):
 
 
 def test_api_page_lists_every_module():
-    listed = re.findall(r"automodule:: ([\w.]+)", (ROOT / "book" / "api.md").read_text())
+    listed = gla_api.LISTED.findall((ROOT / "book" / "api.md").read_text())
     names = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in MODULES}
     packages = {name for name in listed if (ROOT / "src" / name.replace(".", "/")).is_dir()}
     assert names == set(listed) - packages
@@ -150,9 +206,8 @@ def test_notation_page_has_every_letter():
     page = (ROOT / "book" / "notation.md").read_text()
     everywhere, own = re.findall(r"(?m)^\|---\|---\|---\|\n((?:\|.*\n)+)", page)[:2]
     known = set().union(*(letters(f) for row in everywhere.splitlines() for f in formulas(row.split("|")[1])))
-    some = {
-        int((cells := row.split("|"))[2]): set().union(*map(letters, formulas(cells[1]))) for row in own.splitlines()
-    }
+    rows = (row.split("|") for row in own.splitlines())
+    some = {int(chapter): set().union(*map(letters, formulas(cell))) for _, cell, chapter, *_ in rows}
     for chapter in CHAPTERS:
         text = (ROOT / "book" / f"{chapter}.md").read_text()
         assert set().union(*map(letters, formulas(text))) - known == some.get(int(chapter[:2]), set()), chapter
@@ -257,7 +312,7 @@ def test_figures_have_alternative_text(site, page):
     article = soup(site / "book" / f"{page}.html").select_one("article")
     for image in article.find_all("img"):
         assert len(image.get("alt", "")) >= 25, f"describe the figure: {image.get('alt')!r}"
-    for figure in article.select(".cell_output svg:not(.katex svg)"):
+    for figure in article.select(".cell_output svg:not(.katex svg, [aria-hidden=true])"):  # a legend has marks
         assert figure.get("role") == "img", "an SVG figure has role=img"
         assert figure.get("aria-label") or figure.find("title"), "an SVG figure has a label"
 
@@ -282,3 +337,17 @@ def test_download_is_the_generated_notebook(site, chapter):
     link = soup(page).select_one("a.btn-download-notebook-button")["href"]
     generated = ROOT / "notebooks" / f"{chapter}.ipynb"
     assert (page.parent / link).read_bytes() == generated.read_bytes()
+    wheel = soup(page).select_one("a.btn-download-package-button")["href"]
+    assert (page.parent / wheel).name == gla_package.wheel_name(ROOT) and (page.parent / wheel).is_file()
+
+
+@pytest.mark.deep
+def test_wheel_of_the_site_is_the_package(site):
+    """Every module, and what the notebooks need."""
+    wheel = zipfile.ZipFile(site / gla_package.FOLDER / gla_package.wheel_name(ROOT))
+    package = ROOT / "src" / "gla_ref"
+    sources = {str(path.relative_to(ROOT / "src")): path for path in package.rglob("*.py")}
+    assert sources.keys() <= set(wheel.namelist()) and "gla_ref/book.mplstyle" in wheel.namelist()
+    assert all(wheel.read(name) == path.read_bytes() for name, path in sources.items())
+    (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
+    assert "Provides-Extra: notebook" in metadata

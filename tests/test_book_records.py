@@ -10,6 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 
@@ -18,10 +19,15 @@ from matplotlib import pyplot
 from gla_ref import notebook, results
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
-CELLS = {
-    path.stem: [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
-    for path in sorted(NOTEBOOKS.glob("*.ipynb"))
-}
+
+
+def code(path: Path) -> list[str]:
+    """The cells of a notebook that are the chapter's own."""
+    cells = nbformat.read(path, 4).cells
+    return [c.source for c in cells if c.cell_type == "code" and "install" not in c.metadata.get("tags", [])]
+
+
+CELLS = {path.stem: code(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
 MEASURED = [chapter for chapter, cells in CELLS.items() if any("results.load(" in cell for cell in cells)]
 SLOWER = 1.07  # moves every number of two digits
 RATES = "copy_gb_s", "matmul_tflop_s"
@@ -92,7 +98,9 @@ def told(monkeypatch):
             run(n)
         return [line for line in lines if TIME.search(line)]
 
-    return tell
+    dtype = torch.get_default_dtype()
+    yield tell
+    torch.set_default_dtype(dtype)  # a chapter may have chosen another
 
 
 @pytest.mark.parametrize("chapter", MEASURED)

@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cases import BREAK, pairs, thin
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+
+import false_alarms
 
 from gla_ref import FORMS, check, gla
 from gla_ref.check import MECHANISMS, Case, mistakes
@@ -40,6 +45,26 @@ def test_right_forms_pass(mechanism, form, only):
     check.kernel(mechanism, FORMS[mechanism][form], only=only).raise_if_failed()
 
 
+ALL = [(mechanism, dtype) for mechanism in FORMS for dtype in (F32, BF16)]
+
+
+@pytest.mark.parametrize("mechanism, dtype", thin(ALL, *ALL[-2:]))
+@pytest.mark.parametrize("name", thin(["gate -1", "length 65", "*long"], "gate -1"))
+def test_right_kernels_pass(mechanism, dtype, name):
+    """`tools/false_alarms.py` does it for all cases, and for thousands of seeds."""
+    for case in (case for case in check.cases(mechanism) if fnmatch(case.name, name)):
+        found = false_alarms.ratios(mechanism, dtype, case, range(2), "cpu")
+        assert all(max(over) <= 1 for over in found.values()), (case.name, found)
+
+
+def test_a_gradient_summed_to_the_end_of_the_sequence_is_wrong_and_named():
+    (m,) = (m for m in mistakes.MISTAKES if m.rounding)
+    report = check.kernel("simple_gla", mistakes.apply("simple_gla", m), only="narrow and long")
+    assert [row.quantity for row in report.failures] == ["dg"]
+    assert [match["mistake"] for match in report.diagnosis] == [m.name]
+    assert m not in mistakes.known("simple_gla", BF16)  # whose own rounding is larger
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", [1])
 def test_right_forms_pass_on_other_seeds(seed):
@@ -57,9 +82,8 @@ def test_a_right_form_passes_what_the_full_level_adds(only, cases):
 
 @pytest.mark.parametrize("mechanism", thin(FORMS, "linear_attention"))
 def test_right_forms_pass_in_bfloat16(mechanism):
-    check.kernel(
-        mechanism, FORMS[mechanism]["parallel_log" if mechanism == "gla" else "parallel"], dtype=BF16, only="[!gl]*"
-    ).raise_if_failed()
+    form = {"gla": "parallel_log", "simple_gla": "chunkwise"}.get(mechanism, "parallel")
+    check.kernel(mechanism, FORMS[mechanism][form], dtype=BF16, only="[!gl]*").raise_if_failed()
 
 
 @pytest.mark.deep
@@ -237,7 +261,7 @@ def test_all_failing_cases_take_one_line_and_many_names_at_most_five(least, line
     assert part.count("\n") + 1 == lines
     if lines > 1:
         assert part.endswith("[...]") and "gate mild and strong chunks" in part
-        assert shared == ["tokens in a sequence: more than 1"]
+        assert shared == ["more than 1 tokens in a sequence"]
 
 
 @pytest.mark.deep
@@ -399,6 +423,7 @@ def test_json_has_its_schema():
         "common",
         "diagnosis",
         "not_covered",
+        "alone",
         "reproduction",
     }
     assert data["settings"] == {
@@ -415,8 +440,8 @@ def test_json_has_its_schema():
         "defaults": [],
     }
     assert check.Case(**data["cases"]["length 65"]) == report.cases["length 65"]
-    assert data["schema"] == 2 and data["ok"] is False
-    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "map", "grid"}
+    assert data["schema"] == 3 and data["ok"] is False
+    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "only", "map", "grid"}
     assert all(set(row) == keys for row in data["rows"])
     assert {row["status"] for row in data["rows"]} <= {"passed", "failed", "not covered"}
     assert "inf" in [row["error"] for row in data["rows"]]

@@ -1,10 +1,16 @@
 """Mistakes of a right form that show only in some sizes, strides or ways of being called; all are caught."""
 
+import functools
+
 import pytest
 import torch
 from cases import thin
 
 from gla_ref import FORMS, check
+from gla_ref.check import Case
+from gla_ref.check._common import common
+from gla_ref.check._memory import AROUND, placed
+from gla_ref.check._shrink import reproduction
 
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
 
@@ -138,6 +144,11 @@ def linear(mistake):
             q = torch.cat([q[..., :32], 0 * q[..., 32:]], -1)
         if mistake == "S0 read as if contiguous" and S is not None:
             S = Unlike.apply(S, in_order, lambda d, passes: d)
+        if mistake == "no gradient of a state of zeros" and S is not None and not S.any():
+            S = S.detach()
+        if mistake == "rows beyond T times 0":
+            beyond = k.as_strided(k[:, :1].shape, k.stride(), k.storage_offset() + k.shape[1] * k.stride(1))
+            k = k + 0 * beyond.detach()
         if mistake == "no gradient of q where v needs none" and not v.requires_grad:
             q = q.detach()
         if mistake == "no gradients unless k or v need one" and not (k.requires_grad or v.requires_grad):
@@ -145,6 +156,9 @@ def linear(mistake):
         if mistake == "no gradients unless all need one" and not (q.requires_grad and v.requires_grad):
             q, k, v, S = (x if x is None else x.detach() for x in (q, k, v, S))
         o, S = LINEAR(q, k, v, scale=scale, initial_state=S, cu_seqlens=cu_seqlens)
+        if mistake == "a carry lost at 2048" and q.shape[1] > 2048:
+            late, S = LINEAR(q[:, 2048:], k[:, 2048:], v[:, 2048:], scale=scale)
+            o = torch.cat([o[:, :2048], late], 1)
         if mistake == "the state updated in place" and initial_state is not None:
             if not any(x.requires_grad for x in (q, k, v, initial_state)):
                 S = initial_state.copy_(S)
@@ -204,10 +218,13 @@ WAYS = {  # mistake: a failure that names it
     "no chain of gradients without a final state": ("loss of o alone", "dk", "stateless"),
     "no gradients but with one of o": ("loss of the state alone", "dk", "error"),
     "no gradients but with one of S": ("loss of o alone", "dq", "error"),
+    "no gradient of a state of zeros": ("state of*", "dS0", "missing"),
+    "rows beyond T times 0": ("length 7", "o", "not finite"),
+    "a carry lost at 2048": ("narrow and long", "o", "error"),
 }
 
 
-QUICK = [x for x in WAYS if WAYS[x][0] in ("length 7", "strided", "scale zero")]
+QUICK = [x for x in WAYS if WAYS[x][0] in ("length 7", "strided", "scale zero", "state of*", "narrow and long")]
 
 
 @pytest.mark.parametrize("mistake", thin(WAYS, *QUICK))
@@ -269,10 +286,10 @@ def test_a_page_of_a_cache_is_not_left_out():
 @pytest.mark.deep
 def test_what_failing_cases_share_and_how_far_all_go():
     report = check.kernel("linear_attention", wrong_if(lambda q, scale, S, cu: cu is not None))
-    assert report.common == ["packed sequences: any"]
-    assert "\nOnly these have packed sequences: any\n" in str(report)
+    assert report.common == ["Only these have packed sequences"]
+    assert "\nOnly these have packed sequences\n" in str(report)
     report = check.kernel("linear_attention", wrong_if(lambda q, scale, S, cu: q.shape[1] > 64), only="length*")
-    assert report.common == ["tokens in a sequence: more than 64"]
+    assert report.common == ["Only these have more than 64 tokens in a sequence"]
 
     def few(q, k, v, *, C=64):
         return LINEAR(q, k, v)[0]
@@ -379,7 +396,7 @@ def test_what_goes_wrong_in_one_way_only_says_in_which(way):
 
 
 @pytest.mark.parametrize("mechanism", ["linear_attention", "softmax_attention"])
-@pytest.mark.parametrize("only", thin(["length*", "l[!e]*"], "length*"))
+@pytest.mark.parametrize("only", thin(["length*", "l[!e]*"], "l[!e]*"))
 def test_without_a_final_state_gradients_are_those_of_o(mechanism, only):
     def fn(q, k, v, *, scale=None):
         return FORMS[mechanism]["parallel"](q, k, v, scale=scale)[0]
@@ -387,3 +404,96 @@ def test_without_a_final_state_gradients_are_those_of_o(mechanism, only):
     report = check.kernel(mechanism, fn, only=only)
     report.raise_if_failed()
     assert {"dq", "dk", "dv"} <= {row.quantity for row in report.rows if row.status == "passed"}
+
+
+def test_a_result_that_varies_is_not_blamed_on_a_way_of_calling():
+    calls = []
+
+    def fn(q, k, v, **named):
+        o, S = LINEAR(q, k, v, **named)
+        calls.append(0)
+        return (2 * o if len(calls) % 5 == 0 else o), S
+
+    report = check.kernel("linear_attention", fn, only="[ln]*[!g]")
+    assert report.failures and {row.kind for row in report.failures} == {"differs"}, str(report)
+    assert not report.first_wrong and not report.diagnosis
+
+
+BOUNDARIES = {}  # of all packs, wrongly: by number of sequences and tokens
+
+
+def remembering(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    if cu_seqlens is not None:
+        cu_seqlens = BOUNDARIES.setdefault((len(cu_seqlens) - 1, q.shape[1]), cu_seqlens.clone())
+    return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_failure_in_company_is_told(known):
+    BOUNDARIES.clear()
+    fn = remembering if known else lambda q, k, v, cu_seqlens=None: remembering(q, k, v, cu_seqlens=cu_seqlens)
+    report = check.kernel("linear_attention", fn, only="packed*")
+    assert report.failing == ["packed otherwise"] and report.alone == report.failing * known
+    said = "\npacked otherwise passes alone, in a new process: the kernel kept state from an earlier case\n"
+    assert (said in str(report).replace("\n    earlier", " earlier")) == known
+    assert (said.strip() in report._repr_html_()) == known
+
+
+def test_it_is_said_which_chunks_and_heads_are_wrong_and_in_a_case_where_some_are_right():
+    def fn(q, k, v, *, initial_state=None):
+        o, S = LINEAR(q, k, v, initial_state=initial_state)
+        wrong = (torch.arange(o.shape[1]) < 64)[:, None, None] & (torch.arange(o.shape[2]) != 1)[:, None]
+        return torch.where(wrong & (initial_state is not None), 1.01 * o, o), S
+
+    report = check.kernel("linear_attention", fn, only="[ln]*[!g]")
+    first = report.first_wrong[0]
+    assert (first.quantity, first.case, first.only) == ("o", "length 65", "chunk 0 of 2; heads 0, 2 of 3")
+    assert "\n    only in chunk 0 of 2; heads 0, 2 of 3\n" in str(report)
+    assert report.common == ["Only these have an initial state"]
+
+
+def test_what_failing_cases_hardly_share_by_chance_is_said():
+    failing = [Case(T=n) for n in range(1, 21)]
+    passing = [Case(T=n, state=n > 10) for n in range(1, 21)]
+    assert common(failing, passing) == ["All failing cases have an initial state"]
+    assert common(failing[:5], passing) == []
+    assert common(passing[:4], failing) == ["Only these have no initial state"]
+    packed = [Case(ends=(0, 70))]
+    assert common(failing[:1], packed)[0] == "Only these have fewer than 70 tokens in a sequence; no packed sequences"
+
+
+@pytest.mark.parametrize("strides", ["contiguous", "strided", "misaligned", "transposed", "expanded"])
+def test_nan_lies_before_and_behind_every_tensor(strides):
+    x = torch.randn(2, 1, 3, 5).expand(2, 4, 3, 5)
+    y = placed(x, strides, 1)
+    assert torch.equal(y, x)
+    n = y.untyped_storage().nbytes() // y.element_size()
+    nan = y.as_strided((n,), (1,), 0).isnan()
+    assert nan[:AROUND].all() and nan[1 - AROUND :].all() and n - nan.sum() <= y.numel()
+
+
+def test_a_shared_gradient_written_to_is_no_refusal():
+    def fn(q, k, v, **named):
+        o, S = LINEAR(q, k, v, **named)
+        return Unlike.apply(o, torch.clone, lambda d, passes: d.mul_(2) / 2), S
+
+    report = check.kernel("linear_attention", fn, only="expanded")
+    assert [row.kind for row in report.failures] == ["modified"] and not report.not_covered
+
+
+def test_an_error_names_the_authors_line():
+    def fn(q, k, v):
+        return torch.einsum("bthk,bshk->bths", q, k[..., :-1])  # raises inside of PyTorch
+
+    (row,) = check.kernel("linear_attention", fn, only="length 7").failures
+    line = fn.__code__.co_firstlineno + 1
+    assert row.message.endswith(f"(fn, line {line} of test_check_calls.py)"), row.message
+
+
+def test_lines_to_run_import_what_was_checked_or_say_that_nothing_does():
+    @functools.wraps(remembering)
+    def fn(*tokens, **named):
+        return remembering(*tokens, **named)
+
+    assert "from test_check_calls import remembering\n" in reproduction("linear_attention", remembering, Case(), None)
+    assert "# fn: the function that was checked\n" in reproduction("linear_attention", fn, Case(), None)

@@ -280,7 +280,7 @@ WRONG = {
     ],
     "ex-parallel-padding": [
         (dict(k=0, v=0, g=-math.inf), "clears the state"),
-        (dict(k=0, v=0, g=-1.0), "exp(-1) = 0.368"),
+        (dict(k=0, v=0, g=-1.0), "less than 1: it fades"),
         (dict(k=1, v=2, g=0), "The padding writes"),
         (dict(k=0, v=0, g=1), "a log gate is at most 0"),
         (dict(k=0, v=math.nan, g=0), "finite"),

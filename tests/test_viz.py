@@ -13,7 +13,9 @@ from cases import thin
 from gla_ref import linear_attention, results, softmax
 from gla_ref.costs import cost
 from gla_ref.prefix_sum import chunked
-from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Slider
+from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
+from gla_ref.viz._explorable import COLOURS
+from gla_ref.viz._svg import part, rect
 from gla_ref.viz.anchor import anchor
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
 from gla_ref.viz.decode_memory import decode_memory
@@ -48,7 +50,7 @@ def toy(**changes) -> Explorable:
 
 def sent(explorable: Explorable) -> dict:
     """What the page's script gets."""
-    (data,) = re.findall(r"labels\} = (\{.*\});", explorable._repr_html_())
+    (data,) = re.findall(r"play\} = (\{.*\});", explorable._repr_html_())
     return json.loads(data)
 
 
@@ -59,6 +61,7 @@ def test_page_gets_every_frame_and_shows_the_first():
     assert data["frames"][0] == [["one at 0 </script>", 0, 1], ["one at 1 </script>", 0, 1]]
     assert len(data["frames"][1]) == 3 and data["labels"] == [["one", "two"], ["0", "1", "2"]]
     assert figure["class"] == ["explorable"] and re.fullmatch("explorable-[0-9a-f]{8}", figure["id"])
+    assert data["play"] == 1
     assert figure.select_one(".explorable-picture svg").decode_contents() == "<text>two</text><path></path>"
     assert figure.select_one(".explorable-readout[aria-live=polite]").text == "two at 2 </script>"
     assert figure.select_one("select option[selected]").text == "two"
@@ -75,11 +78,28 @@ def test_page_gets_every_frame_and_shows_the_first():
         (dict(controls=(Choice("which", "abc"), Slider("step", range(3)))), "frames: expected 3 for 'which', got 2"),
         (dict(controls=(Choice("which", "ab"), Slider("step", range(2)))), "frames: expected 2 for 'step', got 3"),
         (dict(controls=(Choice("which", "ab"),), start=(0,)), "frames: expected a Frame, got list"),
+        (dict(play=0), "play: expected a slider, got 'which'"),
+        (dict(question=Question("Why?", "so", {"thus": "No."})), "question: expected one of its answers, got 'so'"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         toy(**changes)
+
+
+def test_page_gets_question_legend_and_parts():
+    question = Question("Is 1 > 0?", "yes", {"yes": "It is.", "no": "1 − 0 is 1."})
+    picture = part('The "one" tile', rect(1, 2, 3, 4, "sky"), choose={1: 2, 0: 1})
+    frames = [[Frame((picture,), "said")]] * 2
+    html = toy(frames=frames, start=(0, 0), question=question, legend=[Key("sky", "x < y")])._repr_html_()
+    figure = bs4.BeautifulSoup(html, "html.parser").figure
+    told = figure.select_one("[data-say]")
+    assert (told["data-say"], told["data-set"]) == ('The "one" tile', "1:2 0:1")
+    assert figure.select_one(".explorable-legend").text == "x < y" and figure.select_one(".explorable-legend .sky")
+    assert "Is 1 > 0?" in figure.select_one(".explorable-question").text
+    said = {button.text: button["data-why"] for button in figure.select(".explorable-question button")}
+    assert said == {"yes": "Right. It is.", "no": "Not so. 1 − 0 is 1."}
+    assert not bs4.BeautifulSoup(toy()._repr_html_(), "html.parser").select(".explorable-question, .explorable-legend")
 
 
 # -- every explorable --------------------------------------------------------------------------
@@ -132,7 +152,7 @@ def test_every_control_changes_picture_and_readout(name):
 @pytest.mark.parametrize("name", EXPLORABLES)
 def test_pictures_are_whole_and_light(name):
     explorable = EXPLORABLES[name]()
-    assert len(explorable._repr_html_()) < 150 * 1024
+    assert len(explorable._repr_html_()) < 200 * 1024
     shown = frames(explorable.frames)
     assert all("nan" not in frame.readout and len(frame.readout) < 180 for frame in shown)
     drawing = bs4.BeautifulSoup("".join({p for f in shown for p in f.pieces}), "html.parser")
@@ -147,6 +167,38 @@ def test_pictures_are_whole_and_light(name):
         assert 6 <= float(mark["y"]) <= explorable.height - 6
 
 
+@pytest.mark.parametrize("name", EXPLORABLES)
+def test_every_colour_and_outline_is_in_the_legend(name):
+    explorable = EXPLORABLES[name]()
+    drawing = bs4.BeautifulSoup("".join({p for f in frames(explorable.frames) for p in f.pieces}), "html.parser")
+    drawn = {kind for shape in drawing.select("rect, circle, path") for kind in shape.get("class") or []}
+    legend = {word for key in explorable.legend for word in key.kind.split()}
+
+    def colours(kinds):
+        return {kind.removeprefix("line-") for kind in kinds} & {*COLOURS, "dashed", "ink", "hollow"}
+
+    assert colours(drawn) == colours(legend)
+    assert len({key.words for key in explorable.legend}) == len(explorable.legend)
+
+
+@pytest.mark.parametrize("name", EXPLORABLES)
+def test_there_is_a_question_and_every_answer_is_met(name):
+    question = EXPLORABLES[name]().question
+    assert question.words.endswith("?") and len(question.answers) >= 2
+    assert all(len(why) > 20 for why in question.answers.values())
+
+
+@pytest.mark.parametrize("name", EXPLORABLES)
+def test_parts_explain_themselves_and_choose_what_there_is(name):
+    explorable = EXPLORABLES[name]()
+    drawing = bs4.BeautifulSoup("".join({p for f in frames(explorable.frames) for p in f.pieces}), "html.parser")
+    parts = drawing.select("[data-say]")
+    assert parts and all(len(told["data-say"]) < 130 for told in parts)
+    for chosen in {told["data-set"] for told in parts if told.get("data-set")}:
+        for control, value in (map(int, pair.split(":")) for pair in chosen.split()):
+            assert 0 <= value < len(explorable.controls[control].values)
+
+
 def texts(frame: Frame, kind: str | None = None) -> list[str]:
     drawing = bs4.BeautifulSoup("".join(frame.pieces), "html.parser")
     return [t.text for t in drawing.find_all("text") if kind is None or kind in (t.get("class") or [])]
@@ -154,7 +206,7 @@ def texts(frame: Frame, kind: str | None = None) -> list[str]:
 
 def rects(frame: Frame, *kinds: str) -> list[dict[str, float]]:
     drawing = bs4.BeautifulSoup("".join(frame.pieces), "html.parser")
-    found = [r for r in drawing.find_all("rect") if " ".join(r["class"]) in kinds]
+    found = [r for r in drawing.find_all("rect") if " ".join(r.get("class") or []) in kinds]
     return [{a: float(r[a]) for a in ("x", "y", "width", "height")} for r in found]
 
 
@@ -205,7 +257,7 @@ def test_chunk_size_shows_the_costs_and_who_meets_where(C):
         assert (n.matmul_flops, n.steps) == (whole.matmul_flops, whole.steps)
     outer = sum(i // C < t // C for t in range(64) for i in range(t + 1))
     assert f"; {outer / (64 * 65 / 2):.0%} of the pairs" in frame.readout
-    (red,) = (p for p in frame.pieces if p.startswith('<path class="pale-red"'))
+    (red,) = (p for p in frame.pieces if '<path class="pale-red"' in p)
     corners = [tuple(map(float, pair.split())) for pair in re.search("M(.*)Z", red)[1].split("L")]
     area = sum(a * d - b * c for (a, b), (c, d) in zip(corners, corners[1:] + corners[:1], strict=True)) / 2
     assert abs(area) == 9 * outer  # a pair is a square of 3 by 3

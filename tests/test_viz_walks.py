@@ -61,12 +61,26 @@ def test_the_best_way_is_the_one_that_the_rule_chooses(heads):
 @pytest.mark.parametrize("way, heads", EVERY)
 def test_every_program_is_a_bar(way, heads):
     programs = chip.schedule(way, heads)
-    frame = chip.multiprocessors().frames[chip.WAYS.index(way)][chip.HEADS.index(heads)]
+    row = chip.multiprocessors().frames[chip.WAYS.index(way)][chip.HEADS.index(heads)]
     for makes, kind in chip.KINDS.items():
-        bars = rects(frame, f"{kind} edge")
+        bars = rects(row[-1], f"{kind} edge")
         want = [(x.stop - x.start) * chip.UNIT for x in programs if x.makes == makes]
-        assert sorted(b["width"] for b in bars) == pytest.approx(sorted(want), abs=0.06)
-    assert f"done after {max(x.stop for x in programs):g} units" in frame.readout
+        # each is drawn twice: pale, and as far as it is done
+        assert sorted(b["width"] for b in bars) == pytest.approx(sorted(want * 2), abs=0.06)
+    end = max(x.stop for x in programs)
+    assert f"done after {end:g} units" in row[-1].readout
+    assert len(row) == 1 + -(-end // chip.MOMENT)
+    for n, frame in enumerate(row[:-1]):
+        t = n * chip.MOMENT
+        busy = {x.multiprocessor for x in programs if x.start <= t < x.stop}
+        moved = sum(max(0, min(x.stop, t) - x.start) for x in programs)
+        assert f"{len(busy)} of {chip.P} multiprocessors at work" in frame.readout
+        assert f", {moved:g} of " in frame.readout
+
+
+def test_the_answer_about_four_multiprocessors():
+    ends = [max(x.stop for x in chip.schedule(way, 1)) for way in ("one long walk", "segments")]
+    assert 2 <= ends[0] / ends[1] < 2.5
 
 
 # -- the walks back (chapter 8) ----------------------------------------------------------------

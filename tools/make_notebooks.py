@@ -15,6 +15,8 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 import build_book
+import gla_answers
+import gla_package
 import myst_nb.sphinx_
 import nbformat
 from docutils import nodes
@@ -292,33 +294,50 @@ def read_book(root: Path, out: str) -> tuple[Sphinx, dict[str, nbformat.Notebook
     settings, _ = get_final_config(
         user_yaml=root / "_config.yml", sourcedir=root, cli_config={"latex_individualpages": False}
     )
-    app = Sphinx(root, None, f"{out}/html", f"{out}/doctrees", "html", settings, status=None)
+    tags = [gla_answers.NOTEBOOKS]
+    app = Sphinx(root, None, f"{out}/html", f"{out}/doctrees", "html", settings, status=None, tags=tags)
     list(app.env.check_dependents(app, set(app.builder.read())))  # assigns the numbers
     return app, pages
 
 
-def install_cell(url: str, branch: str) -> nbformat.NotebookNode:
+#: how a notebook gets the package; `address` is where the site or the repository has it, or empty
+INSTALL = """\
+# Installs the book's package where it is missing{origin}.
+from importlib import invalidate_caches
+from importlib.util import find_spec
+from pathlib import Path
+
+needed = "gla_ref", "matplotlib"
+if not all(map(find_spec, needed)):
+    wheel = next(Path().glob("gla_ref-*.whl"), None)
+    address = wheel.resolve().as_uri() if wheel else "{address}"
+    if address:
+        %pip install -q "gla_ref[notebook] @ {{address}}"
+    invalidate_caches()
+    if not all(map(find_spec, needed)):
+        raise RuntimeError(
+            "This notebook needs the book's package and matplotlib. Download {wheel} "
+            "from where you have the notebook, into the same folder, and run this cell again."
+        )"""
+
+
+def install_cell(wheel: str, address: str) -> nbformat.NotebookNode:
     """The first cell: how this notebook gets the package."""
-    tags = {"tags": ["install"]}
-    if url:
-        source = (
-            "# Installs the book's package where it is missing, as on Colab.\n"
-            "import importlib.util\n\n"
-            'if importlib.util.find_spec("gla_ref") is None:\n'
-            f'    %pip install -q "gla-ref @ git+{url.rstrip("/")}@{branch}"'
-        )
-        return v4.new_code_cell(source, metadata=tags)
-    source = (
-        "*This notebook is a chapter of the book* Gated Linear Attention. *It needs the*\n"
-        "*package* `gla_ref` *and matplotlib. In a checkout of the book:*\n"
-        "`pip install -e . matplotlib`*; with a wheel:* `pip install gla_ref-*.whl matplotlib`."
-    )
-    return v4.new_markdown_cell(source, metadata=tags)
+    origin = ": the wheel beside this notebook" + (", or else from the web" if address else "")
+    source = INSTALL.format(wheel=wheel, address=address, origin=origin)
+    return v4.new_code_cell(source, metadata={"tags": ["install"]})
+
+
+def package_address(app: Sphinx) -> str:
+    """Where the package can be had: the published site's wheel, else the repository, else nowhere."""
+    options = app.config.html_theme_options
+    url, branch = options.get("repository_url", ""), options.get("repository_branch", "")
+    repository = f"git+{url.rstrip('/')}@{branch}" if url else ""
+    return gla_package.wheel_address(Path(app.srcdir), app.config.html_baseurl) or repository
 
 
 def make_notebook(app: Sphinx, page: str, source: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    options = app.config.html_theme_options
-    cells = [install_cell(options.get("repository_url", ""), options["repository_branch"])]
+    cells = [install_cell(gla_package.wheel_name(Path(app.srcdir)), package_address(app))]
     waiting = [i for i, cell in enumerate(source.cells) if cell.cell_type == "code"]
     texts: list[str] = []
 

@@ -17,7 +17,7 @@ BREAK = ("simple_gla.parallel", "gla.parallel")  # wrong for strong gates, on pu
 
 def score(mechanism: str, dtype: torch.dtype, progress=lambda *at: None, **options) -> dict:
     """Every mistake once; the kit sees tensors only."""
-    known = [m for m in mistakes.MISTAKES if mechanism in m.mechanisms]
+    known = mistakes.known(mechanism, dtype)
     escaped, unnamed = [], []
     for i, m in enumerate(known):
         progress(i, len(known), m.name)

@@ -1,13 +1,16 @@
-"""Run the notebooks as Colab does: the built wheel, Jupyter, matplotlib and nothing else.
+"""Run the notebooks as a reader without a checkout does: from the site, in a Python that lacks the book's package.
 
     python tools/run_notebooks_clean.py [NN_slug ...] [--python python3.12] [--dir DIR] [--jobs N] [--record]
 
-Makes a virtual environment in DIR (default: a temporary one; about 2 GB), installs the wheel of the
-checkout into it, and executes the committed notebooks top to bottom outside the checkout. Triton
-comes with it, as on Colab; the kernels run on the GPU, or are interpreted where there is none.
+Makes a virtual environment in DIR (default: a temporary one; about 2 GB) with Jupyter and all that the package needs,
+but not the package, and serves the built site (make book) on this machine. Each notebook is downloaded into an empty
+folder and runs top to bottom in an environment of its own: its first cell installs the site's wheel by its address.
+That cell is also tried with the wheel beside the notebook, and with neither. Triton comes with PyTorch, as on Colab;
+the kernels run on the GPU, or are interpreted where there is none.
 --record writes benchmarks/results/notebooks-<gpu or cpu>.json, which the book's status page shows.
 
-A GPU host without a network brings its own PyTorch and Triton; what it lacks comes in a folder and is installed whole:
+A GPU host without a network brings its own PyTorch and Triton; what it lacks comes in a folder and is installed whole
+(all but the package), and the folder's wheel and the committed notebooks stand in for the site:
 
     pip wheel --no-deps --wheel-dir build/wheels .
     pip download --only-binary=:all: --python-version 3.12 --dest build/wheels nbclient ipykernel
@@ -23,17 +26,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from urllib.request import urlretrieve
 
 ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "_build" / "html"
+FOLDER = "_sources/book"  # where the site has its notebooks and the wheel
 #: the wheel's dependencies are loose; take the versions that the book was tested with
-PACKAGES = ["matplotlib", "nbclient", "ipykernel"]
-if sys.platform == "linux":
-    PACKAGES.append("triton")
+PACKAGES = ["nbclient", "ipykernel"]
+#: execute a notebook, or its first cell and then the code that is given
 RUN = """
 import json, sys, nbformat, nbclient
 notebook = nbformat.read(sys.argv[1], 4)
+if len(sys.argv) > 2:
+    notebook.cells[1:] = [nbformat.v4.new_code_cell(sys.argv[2])]
 nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
 print(json.dumps(sum(cell.cell_type == "code" for cell in notebook.cells)))
 """
@@ -43,6 +55,20 @@ from gla_ref import results
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps(results.environment(gpu)))
 """
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Nothing on the terminal."""
+
+
+@contextmanager
+def served(site: Path) -> Iterator[str]:
+    """The address under which this machine serves the site."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
 
 
 def run(*command: str | Path, **options) -> None:
@@ -56,23 +82,52 @@ def packages_of(python: str | Path) -> Path:
     return Path(said.strip())
 
 
-def install(python: Path, work: Path, offline: Path | None) -> Path:
-    """Install the wheel and what notebooks need into the environment of `python`; returns the wheel."""
+def lay_out(site: Path, wheel: Path) -> Path:
+    """What stands in for a built site: the committed notebooks and the wheel; returns the wheel there."""
+    folder = site / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "notebooks", folder)
+    return Path(shutil.copy(wheel, folder))
+
+
+def install(python: Path, wheel: Path, offline: Path | None) -> None:
+    """Install what the package and notebooks need, but not the package."""
     pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     if offline:
-        (wheel,) = offline.glob("gla_ref-*.whl")
-        run(*pip, "install", "--no-index", "--no-deps", *offline.glob("*.whl"))
+        others = [path for path in offline.glob("*.whl") if path.name != wheel.name]
+        run(*pip, "install", "--no-index", "--no-deps", *others)
     else:
-        copy = work / "source"  # building in the checkout would leave files there
-        shutil.rmtree(copy, ignore_errors=True)
-        wanted = shutil.ignore_patterns(".*", "_build", "*.egg-info", "__pycache__", "build")
-        shutil.copytree(ROOT, copy, ignore=wanted)
-        shutil.rmtree(work / "wheel", ignore_errors=True)
-        run(*pip, "wheel", "--no-deps", "--wheel-dir", work / "wheel", copy)
-        (wheel,) = (work / "wheel").glob("gla_ref-*.whl")
-        run(*pip, "install", wheel, *PACKAGES, "--constraint", ROOT / "requirements.txt")
-        run(*pip, "install", "--force-reinstall", "--no-deps", wheel)
-    return wheel
+        run(*pip, "install", f"{wheel}[notebook]", *PACKAGES, "--constraint", ROOT / "requirements.txt")
+        run(*pip, "uninstall", "--yes", "gla-ref")
+
+
+def new_environment(python: Path, folder: Path, shared: list[Path]) -> Path:
+    """An environment that finds the shared packages (pip too), but nothing else; its Python."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run(python, "-m", "venv", "--without-pip", folder)
+    made = folder / "bin" / "python"
+    (packages_of(made) / "shared.pth").write_text("".join(f"{path}\n" for path in shared))
+    return made
+
+
+def download(address: str, name: str, folder: Path, wheel: str = "") -> Path:
+    """A notebook, and the wheel if it is named, in an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    path = folder / f"{name}.ipynb"
+    urlretrieve(f"{address}/{FOLDER}/{name}.ipynb", path)
+    if wheel:
+        urlretrieve(f"{address}/{FOLDER}/{wheel}", folder / wheel)
+    return path
+
+
+def set_address(path: Path, address: str) -> None:
+    """Let the notebook's first cell expect the wheel there, as `html.baseurl` would; until then it is empty."""
+    notebook = json.loads(path.read_text())
+    first = "".join(notebook["cells"][0]["source"])
+    notebook["cells"][0]["source"], times = re.subn(r'(?<=else ")[^"]*(?="$)', address, first, flags=re.MULTILINE)
+    assert times == 1, f"{path.name}: its first cell has no place for an address"
+    path.write_text(json.dumps(notebook))
 
 
 def write_record(environment: dict, notebooks: dict[str, dict]) -> Path:
@@ -93,27 +148,53 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="keep seconds, cells and versions")
     args = parser.parse_args()
     work = args.dir or Path(tempfile.mkdtemp(prefix="gla-clean-"))
+    site = work / "site" if args.offline else SITE
+    if args.offline:
+        lay_out(site, *args.offline.glob("gla_ref-*.whl"))
+    wheel = next((site / FOLDER).glob("gla_ref-*.whl"), None)
+    if wheel is None:
+        sys.exit("needs a built site (make book)")
     python = work / "venv" / "bin" / "python"
     if not python.exists():
         run(args.python, "-m", "venv", work / "venv")
         if args.offline:  # the host's packages follow its own, also where the host's Python is an environment itself
-            host, own = (packages_of(p) for p in (args.python, python))
-            (own / "host.pth").write_text(f"{host}\n")
-    wheel = install(python, work, args.offline)
+            (packages_of(python) / "host.pth").write_text(f"{packages_of(args.python)}\n")
+    install(python, wheel, args.offline)
+    shared = [packages_of(python), *([packages_of(args.python)] if args.offline else [])]
 
     names = args.names or [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     left_out = ("PYTHONPATH", "TRITON_INTERPRET")  # notebooks find out by themselves
     env = {name: value for name, value in os.environ.items() if name not in left_out}
+    env |= {"no_proxy": "127.0.0.1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     notebooks, failed = {}, []
 
-    def execute(name: str) -> tuple[subprocess.CompletedProcess, float]:
-        start = time.perf_counter()
-        command = [python, "-c", RUN, ROOT / "notebooks" / f"{name}.ipynb"]
-        result = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True)
-        return result, time.perf_counter() - start
+    def execute(path: Path, *only: str) -> subprocess.CompletedProcess:
+        """Run a notebook in an environment of its own, which lies beside its folder."""
+        own = new_environment(python, work / "environments" / path.parent.name, shared)
+        command = [own, "-c", RUN, path, *only]
+        result = subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
+        if not result.returncode and not (packages_of(own) / "gla_ref").is_dir():
+            sys.exit(f"{path.name} did not install the package: it found another one")
+        return result
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for name, (result, seconds) in zip(names, pool.map(execute, names), strict=True):
+    def chapter(name: str) -> tuple[subprocess.CompletedProcess, float]:
+        path = download(address, name, work / "readers" / name)
+        set_address(path, f"{address}/{FOLDER}/{wheel.name}")
+        start = time.perf_counter()
+        return execute(path), time.perf_counter() - start
+
+    with served(site) as address, ThreadPoolExecutor(args.jobs) as pool:
+        for beside in (wheel.name, ""):  # the first cell alone, which all notebooks share
+            path = download(address, names[0], work / "readers" / ("beside" if beside else "neither"), beside)
+            set_address(path, "")
+            result = execute(path, "import gla_ref, matplotlib")
+            said = "Download gla_ref" in result.stderr and "ModuleNotFoundError" not in result.stderr
+            held = result.returncode == 0 if beside else result.returncode != 0 and said
+            print(f"{'wheel beside it' if beside else 'no wheel: a clear sentence':32} {'ok' if held else 'failed'}")
+            if not held:
+                failed.append(path.parent.name)
+                print(result.stderr[-3000:])
+        for name, (result, seconds) in zip(names, pool.map(chapter, names), strict=True):
             print(f"{name:32} {'failed' if result.returncode else 'ok':8} {seconds:5.1f} s", flush=True)
             if result.returncode:
                 failed.append(name)
@@ -121,12 +202,13 @@ def main() -> int:
             else:
                 cells = json.loads(result.stdout.splitlines()[-1])
                 notebooks[name] = {"seconds": round(seconds, 1), "cells": cells}
-    print(f"{len(names) - len(failed)} of {len(names)} notebooks run with only {wheel.name}")
+    print(f"{len(notebooks)} of {len(names)} notebooks run with only {wheel.name}, from the site")
     if args.record and not failed:
         if "GLA_REF_COMMIT" not in env:  # a wheel knows none
             head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
             env["GLA_REF_COMMIT"] = head.stdout.strip()
-        described = subprocess.run([python, "-c", DESCRIBE], env=env, check=True, stdout=-1).stdout
+        own = work / "environments" / names[-1] / "bin" / "python"
+        described = subprocess.run([own, "-c", DESCRIBE], env=env, check=True, stdout=-1).stdout
         print(f"The record: {write_record(json.loads(described), notebooks)}")
     if not args.dir:
         shutil.rmtree(work)

@@ -115,9 +115,9 @@ def execution_cache(root: Path) -> Path:
     """Where executed pages are kept; jupyter-cache compares their cells only, not what they read."""
     digest = hashlib.sha256()
     package, measured = root / "src" / "gla_ref", root / "benchmarks"
-    files = [*package.rglob("*.py"), *package.glob("*.mplstyle")]
+    files = [*package.rglob("*.py"), *package.glob("*.mplstyle"), *package.glob("viz/*.css"), *package.glob("viz/*.js")]
     files += [*measured.glob("results/*.json"), *measured.glob("LAB.md")]
-    for file in [*sorted(files), *(root / "book").glob("index.md"), root / "requirements.txt"]:
+    for file in [*sorted(files), *(root / "book").glob("map.md"), root / "requirements.txt"]:
         digest.update(file.read_bytes())
     listed = [root.glob(name) for name in ("book/*.md", "notebooks/*.ipynb", "tests/test_*.py")]
     digest.update("\n".join(sorted(path.name for names in listed for path in names)).encode())
@@ -172,9 +172,14 @@ def prepare_kernels(root: Path):
     settings.write_text(FIGURES)
 
 
+def use_templates(app, config):
+    """The book's own templates, before the theme's."""
+    config.templates_path.append(str(Path(__file__).parent / "templates"))
+
+
 def setup(app):
     TocTreeCollectorWithStyles.assign_section_numbers = number_by_file_name
-    for configure in (use_repository, use_execution_cache, use_local_katex):
+    for configure in (use_repository, use_execution_cache, use_local_katex, use_templates):
         app.connect("config-inited", configure)
     # sphinx_book_theme fills in its buttons at priority 501
     app.connect("html-page-context", offer_notebook, priority=499)

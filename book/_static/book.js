@@ -1,10 +1,52 @@
 // What scrolls sideways can be reached and scrolled from the keyboard (the theme does so for code).
 const reach = new ResizeObserver(boxes => {
   for (const { target } of boxes) {
-    if (target.scrollWidth > target.clientWidth && getComputedStyle(target).overflowX === "auto") target.tabIndex = 0;
+    const scrolls = target.scrollWidth > target.clientWidth + 1 && getComputedStyle(target).overflowX === "auto";
+    if (scrolls) target.tabIndex = 0;
     else target.removeAttribute("tabindex");
+    target.classList.toggle("scrolls", scrolls);
+    mark({ target });
   }
 });
+
+// Whether a table goes on to the right of what is seen of it.
+function mark({ target }) {
+  target.classList.toggle("more", target.scrollLeft + target.clientWidth < target.scrollWidth - 1);
+}
+
+// Listings and tables that are wider than the text take what they need of the margin to the right, and no more; while one
+// of them is on the screen the contents that stand there are hidden.
+const passing = new Set();
+const watch = new IntersectionObserver(boxes => {
+  for (const { target, isIntersecting } of boxes) isIntersecting ? passing.add(target) : passing.delete(target);
+  document.querySelector(".bd-sidebar-secondary")?.classList.toggle("hide", passing.size > 0);
+}, { rootMargin: "0px 0px -33% 0px" });
+
+function widen() {
+  const article = document.querySelector(".bd-article"), content = document.querySelector(".bd-content");
+  if (!article) return;
+  const room = content.getBoundingClientRect().right - article.getBoundingClientRect().right - 16;
+  const boxes = [...article.querySelectorAll("div.highlight > pre, table.table")].map(box => {
+    const outer = box.matches("pre") ? box.closest("div.highlight") : box;
+    return [box, outer, box.scrollWidth - box.clientWidth + parseFloat(outer.style.getPropertyValue("--wider") || 0)];
+  });
+  for (const [box, outer, needed] of boxes) {
+    const wide = needed > 1 && room > 32 && innerWidth >= 1200;
+    outer.classList.toggle("wide", wide);
+    outer.style.setProperty("--wider", wide ? `${Math.min(Math.ceil(needed), room)}px` : "0px");
+    wide ? watch.observe(outer) : watch.unobserve(outer);
+  }
+}
+
 addEventListener("DOMContentLoaded", () => {
-  for (const box of document.querySelectorAll(".bd-article :is(table, .katex-display)")) reach.observe(box);
+  for (const box of document.querySelectorAll(".bd-article :is(table, .katex-display)")) {
+    reach.observe(box);
+    box.addEventListener("scroll", mark, { passive: true });
+  }
+  for (const toggle of document.querySelectorAll(".bd-links details > summary")) {
+    toggle.setAttribute("aria-label", `Pages under ${toggle.closest("li").querySelector("a").textContent.trim()}`);
+  }
+  widen();
+  addEventListener("resize", widen);
+  addEventListener("toggle", widen, true); // what was folded has no width
 });

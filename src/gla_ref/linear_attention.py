@@ -89,6 +89,7 @@ def _featured(body: Callable) -> Callable:
 
 
 _ARGUMENTS = """
+
     Args:
         q: queries `[B, T, H, K]`.
         k: keys `[B, T, H, K]`.

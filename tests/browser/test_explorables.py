@@ -1,17 +1,29 @@
-"""Each explorable answers to the keyboard, to a mouse and to a finger, without a network."""
+"""Each explorable answers to the keyboard, to a mouse and to a finger, plays and resets, without a network."""
 
 import browser as tools
 import pytest
+import torch
+
+from gla_ref import gla
+from gla_ref.viz.playable_state import KINDS, TOKENS
 
 pytestmark = pytest.mark.browser
 
-#: the pages whose cells draw one
+#: the pages whose cells draw one, or lead to one
 PAGES = [page for page in tools.book_pages() if "from gla_ref.viz" in (tools.ROOT / f"{page}.md").read_text()]
 WAYS = ("keyboard", "mouse", "touch")
 STATE = """e => [
   e.querySelector(".explorable-picture").innerHTML,
-  e.querySelector(".explorable-readout[aria-live=polite]").textContent,
+  e.querySelector(".explorable-readout").textContent,
 ]"""
+#: the parts of a picture that explain themselves: what they say, and where the last of them is
+SAID = 'e => [...e.querySelectorAll("[data-say]")].map(part => part.dataset.say)'
+LAST = """e => {
+  const part = [...e.querySelectorAll("[data-say]")].at(-1);
+  part.scrollIntoView({block: "center"});
+  const box = (part.firstElementChild ?? part).getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+}"""
 LABELLED = "e => [...e.labels ?? []].some(l => l.textContent.trim()) || !!e.ariaLabel || !!e.textContent.trim()"
 
 
@@ -41,35 +53,232 @@ def use(tab, control, way: str) -> None:
         control.tap() if way == "touch" else control.click()
 
 
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("way", WAYS)
-def test_controls_change_picture_and_readout(chromium, page, way):
-    context = chromium.new_context(
-        viewport={"width": 390, "height": 900} if way == "touch" else {"width": 1280, "height": 900},
-        has_touch=way == "touch",
-    )
+@pytest.fixture
+def visit(chromium):
+    """A tab that knows fingers and mice, and whose clock the tests turn on."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, has_touch=True, reduced_motion="reduce")
     visit = tools.Visit(context)
-    visit.tab.goto((tools.SITE / f"{page}.html").as_uri())
-    figures = visit.tab.locator("figure.explorable").all()
-    assert figures, "no explorable on this page"
-    for figure in figures:
-        name = figure.get_attribute("id")
-        controls = figure.locator(".explorable-controls :is(input, select, button)").all()
-        assert controls, f"{name}: no control"
-        # a button such as "first step" answers only when something has been moved before
-        controls.sort(key=lambda c: c.evaluate("e => e.tagName === 'BUTTON'"))
-        for i, control in enumerate(controls):
-            assert control.evaluate(LABELLED), f"{name}: control {i} has no label"
-            control.scroll_into_view_if_needed()
-            before = figure.evaluate(STATE)
-            use(visit.tab, control, way)
-            after = figure.evaluate(STATE)
-            assert after[0] != before[0], f"{name}: control {i} does not change the picture ({way})"
-            assert after[1] != before[1], f"{name}: control {i} does not change the readout ({way})"
+    visit.tab.clock.install()
+    yield visit
     assert not visit.problems
     context.close()
 
 
+def resize(tab, way: str) -> None:
+    tab.set_viewport_size({"width": 390 if way == "touch" else 1280, "height": 900})
+
+
+def press(tab, button, way: str) -> None:
+    button.scroll_into_view_if_needed()
+    use(tab, button, way)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_explorables(visit, page):
+    """Every control changes picture and readout; play, step and reset work; parts say what they are; all ways."""
+    tab = visit.tab
+    tab.goto((tools.SITE / f"{page}.html").as_uri())
+    figures = tab.locator("figure.explorable").all()
+    assert figures, "no explorable on this page"
+    for way in WAYS:
+        resize(tab, way)
+        for figure in figures:
+            if "playable" not in figure.get_attribute("class"):
+                every_control(tab, figure, way)
+            play_and_reset(tab, figure, way)
+            pointing(tab, figure, way)
+            answers(tab, figure, way)
+
+
+def every_control(tab, figure, way: str) -> None:
+    name = figure.get_attribute("id")
+    first = figure.evaluate(STATE)
+    for i, control in enumerate(figure.locator(".explorable-controls :is(input, select)").all()):
+        assert control.evaluate(LABELLED), f"{name}: control {i} has no label"
+        control.scroll_into_view_if_needed()
+        before = figure.evaluate(STATE)
+        use(tab, control, way)
+        after = figure.evaluate(STATE)
+        assert after[0] != before[0], f"{name}: control {i} does not change the picture ({way})"
+        assert after[1] != before[1], f"{name}: control {i} does not change the readout ({way})"
+    press(tab, figure.get_by_role("button", name="Reset"), way)
+    assert figure.evaluate(STATE) == first, f"{name}: reset ({way})"
+
+
+def play_and_reset(tab, figure, way: str) -> None:
+    step, play, reset = figure.locator(".explorable-buttons button").all()
+    seen = [figure.evaluate(STATE)]
+    press(tab, step, way)
+    seen.append(figure.evaluate(STATE))
+    press(tab, play, way)
+    seen.append(figure.evaluate(STATE))
+    if play.text_content() == "Pause":  # not at the end yet
+        tab.clock.run_for(1300)
+        seen.append(figure.evaluate(STATE))
+    for before, after in zip(seen, seen[1:], strict=False):
+        assert before[0] != after[0] and before[1] != after[1]
+    tab.clock.run_for(60_000)
+    assert play.text_content() == "Play"  # it stops at its end
+    end = figure.evaluate(STATE)
+    tab.clock.run_for(5000)
+    assert figure.evaluate(STATE) == end
+    press(tab, reset, way)
+    assert figure.evaluate(STATE) == seen[0]
+
+
+def pointing(tab, figure, way: str) -> None:
+    """What one points at is explained below the picture; what can be chosen changes the picture."""
+    picture, told = figure.locator(".explorable-picture"), figure.locator(".explorable-told")
+    before, said = figure.evaluate(STATE), picture.evaluate(SAID)
+    assert told.text_content().startswith("Point at")
+    if way == "keyboard":
+        picture.focus()
+        heard = []
+        for key in ("ArrowDown", "ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp"):
+            tab.keyboard.press(key)
+            heard.append(told.text_content())
+        assert set(heard) <= set(said) and (len(set(heard)) > 1 or len(set(said)) == 1)
+        tab.keyboard.press("Enter")
+    else:
+        x, y = picture.evaluate(LAST)
+        tab.touchscreen.tap(x, y) if way == "touch" else tab.mouse.move(x, y)
+        assert told.text_content() in said
+        if way == "mouse":
+            tab.mouse.click(x, y)
+    press(tab, figure.get_by_role("button", name="Reset"), way)
+    if "playable" not in figure.get_attribute("class"):
+        assert [text for _, text in [figure.evaluate(STATE)]] == [before[1]]
+
+
+def answers(tab, figure, way: str) -> None:
+    buttons = figure.locator(".explorable-answers button").all()
+    verdicts = set()
+    for button in buttons:
+        press(tab, button, way)
+        assert button.get_attribute("aria-pressed") == "true"
+        verdicts.add(figure.locator(".explorable-verdict").text_content())
+    assert len(verdicts) == len(buttons) >= 2
+    assert sum(words.startswith("Right. ") for words in verdicts) == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_can_be_chosen_in_the_picture(visit, page):
+    """Each part with a control of its own sets it: the readout is that of the slider moved there by hand."""
+    tab = visit.tab
+    tab.goto((tools.SITE / f"{page}.html").as_uri())
+    for figure in tab.locator("figure.explorable:has([data-set])").all():
+        sets = figure.evaluate("e => [...e.querySelectorAll('[data-set]')].map(part => part.dataset.set)")
+        for n in {0, len(sets) // 2, len(sets) - 1}:
+            figure.locator(f"[data-set='{sets[n]}']").first.dispatch_event("click")
+            controls = figure.locator(".explorable-controls :is(input, select)").all()
+            for control, value in (map(int, pair.split(":")) for pair in sets[n].split()):
+                assert controls[control].input_value() == str(value)
+
+
+# -- the playable state ------------------------------------------------------------------------
+
+
+def shown(figure, name: str) -> list[float]:
+    texts = figure.locator(f"[data-cell^='{name}.'] > span").all_text_contents()
+    return [float(x.replace("−", "-")) for x in texts if x]
+
+
+def oracle(tokens: list[dict], alpha: list[list[float]]):
+    q, k, v = (torch.tensor([token[name] for token in tokens], dtype=torch.float64)[None, :, None] for name in "qkv")
+    o, S = gla.recurrent(q, k, v, torch.tensor(alpha, dtype=torch.float64).log()[None, :, None], scale=1.0)
+    return o[0, :, 0], S[0, 0].flatten().tolist()
+
+
+def drag(gate, value: float) -> None:
+    gate.evaluate("(e, value) => { e.value = value; e.dispatchEvent(new Event('input', {bubbles: true})) }", value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_playable_state_is_the_recurrence(visit, kind):
+    """Numbers typed and gates dragged in chapter 5: state and output are those of `gla.recurrent`, to two decimals."""
+    tab, tokens = visit.tab, [{name: list(x) for name, x in token.items()} for token in TOKENS]
+    tab.goto((tools.SITE / "book/05_linear_attention.html").as_uri())
+    figure = tab.locator("figure.playable")
+    figure.locator("select").first.select_option(kind)
+    step = figure.get_by_role("button", name="Step")
+    while "empty" not in figure.locator(".explorable-readout").text_content():
+        step.click()
+    alpha = []
+    for t, token in enumerate(tokens):
+        step.click()
+        assert figure.locator(".playable-token").text_content() == f"token {t + 1} of 4"
+        for name, i, value in (("k", 1, -0.5 * t), ("v", 2, 1.5 + t), ("q", 0, 0.25)):
+            figure.locator(f"[data-number='{name}.{i}']").fill(str(value))
+            token[name][i] = value
+        if kind != "none":
+            drag(figure.locator("[data-gate='1']"), 0.35 + 0.1 * (kind != "constant") * t)
+        gates = [float(gate.input_value()) for gate in figure.locator("[data-gate]").all()]
+        assert kind in ("none", "vector") or gates[0] == gates[1]
+        assert kind != "none" or gates == [1, 1]
+        alpha.append(gates)
+        while "Read:" not in figure.locator(".explorable-readout").text_content():
+            step.click()
+        o, S = oracle(tokens[: t + 1], alpha)
+        assert shown(figure, "S") == pytest.approx(S, abs=0.0051)
+        assert shown(figure, "o") == pytest.approx(o[-1].tolist(), abs=0.0051)
+
+
+@pytest.mark.parametrize("C", [1, 2, 4])
+def test_chunks_of_the_playable_state_are_the_recurrence(visit, C):
+    tab = visit.tab
+    tab.goto((tools.SITE / "book/11_chunkwise_gla.html").as_uri())
+    figure = tab.locator("figure.playable")
+    figure.locator("select").last.select_option(str(C))
+    drag(figure.locator("[data-gate='2.0']"), 0.25)
+    gates = [float(gate.input_value()) for gate in figure.locator("[data-gate]").all()]
+    alpha = [gates[2 * t : 2 * t + 2] for t in range(4)]
+    assert alpha[2][0] == 0.25
+    o, S = oracle(TOKENS, alpha)
+    step, readout = figure.get_by_role("button", name="Step"), figure.locator(".explorable-readout")
+    while not any(words in readout.text_content() for words in ("4 are written", "4 is written")):
+        step.click()
+    assert shown(figure, "S") == pytest.approx(S, abs=0.0051)
+    assert shown(figure, "o") == pytest.approx(o.flatten().tolist(), abs=0.0051)
+    assert len(shown(figure, "P")) == 4 * (C + 1) // 2
+
+
+def test_writing_and_asking_on_the_front_page(visit):
+    """A reader's own order: the answer is what the recurrence says, in words."""
+    tab = visit.tab
+    tab.goto((tools.SITE / "book/index.html").as_uri())
+    figure = tab.locator("figure.playable")
+    readout = figure.locator(".explorable-readout")
+
+    def do(name: str) -> str:
+        figure.get_by_role("button", name=name, exact=True).click()
+        tab.clock.run_for(10_000)
+        return readout.text_content()
+
+    do("Adam likes jazz")  # after Ada and Bob
+    assert do("Ada").endswith("out comes tea 1, jazz 0.8.")
+    assert do("Bob").endswith("out comes rain 1.")
+    figure.locator("select").first.select_option("constant")
+    assert do("Ada").endswith("out comes tea 0.64, jazz 0.8.")  # faded by two writes since
+    do("Ada likes tea")
+    assert do("Ada").endswith("out comes tea 1.51, jazz 0.64.")
+
+
+@pytest.mark.parametrize("page", ["index", "05_linear_attention", "09_gates_and_decay", "11_chunkwise_gla"])
+def test_playable_state_without_javascript(chromium, page):
+    """What Python drew is what the script draws."""
+    seen = []
+    for script in (False, True):
+        context = chromium.new_context(java_script_enabled=script)
+        tab = context.new_page()
+        tab.goto((tools.SITE / f"book/{page}.html").as_uri())
+        figure = tab.locator("figure.playable")
+        cells = figure.locator("[data-cell] > span").all_text_contents()
+        numbers = [box.input_value() for box in figure.locator("[data-number], [data-gate]").all()]
+        seen.append((cells, numbers, figure.locator(".explorable-readout").text_content()))
+        context.close()
+    assert seen[0] == seen[1]
+
+
 def test_the_book_has_explorables():
     pages = ((tools.SITE / f"{page}.html").read_text() for page in PAGES)
-    assert sum(text.count('class="explorable"') for text in pages) >= 7
+    assert sum(text.count('class="explorable"') for text in pages) >= 15

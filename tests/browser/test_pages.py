@@ -2,10 +2,7 @@
 
 import os
 import re
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from urllib.parse import unquote, urlsplit
 
 import browser as tools
@@ -16,6 +13,8 @@ pytestmark = pytest.mark.browser
 
 WIDTHS, THEMES = (1280, 390), ("light", "dark")
 PAGES = tools.book_pages()
+#: of the API's pages, which are alike, those with the most kinds of entries
+API = [f"book/api/gla_ref.{module}" for module in ("check", "linear_attention", "kernels.gla")]
 #: seconds from the start of the navigation until the whole text stands there, painted; 0 until it does
 READABLE = """() => {
   const [page] = performance.getEntriesByType("navigation");
@@ -25,7 +24,7 @@ READABLE = """() => {
 EXPLORABLES = """() => [...document.querySelectorAll("figure.explorable")]
   .reduce((sum, e) => sum + new Blob([e.parentElement.innerHTML]).size, 0)"""
 #: axe takes minutes for ten thousand elements that are alike: of each kind of coloured word in each block
-#: of a kind one is kept, the others lose their mark-up, and formulas their insides
+#: of a kind one is kept, the others lose their mark-up, and formulas their insides, but not their sizes
 THIN = """() => {
   const seen = new Set();
   for (const word of document.querySelectorAll("pre span[class]:not(:has(*))")) {
@@ -34,7 +33,11 @@ THIN = """() => {
     if (seen.has(kind)) word.replaceWith(word.textContent);
     seen.add(kind);
   }
-  for (const formula of document.querySelectorAll(".katex")) formula.replaceChildren();
+  const formulas = [...document.querySelectorAll(".katex")].map(e => [e, e.getBoundingClientRect()]);
+  for (const [formula, box] of formulas) {
+    formula.replaceChildren();
+    formula.style.cssText = `display: inline-block; width: ${box.width}px; height: ${box.height}px`;
+  }
 }"""
 #: the elements that Tab reaches, in turn, and whether one sees where the focus is
 FOCUS = """() => {
@@ -54,11 +57,6 @@ SHOWN = """all => all.filter(e => e.tagName === "IMG").map(e => {
 })"""
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        """Nothing on the terminal."""
-
-
 def url(page: str) -> str:
     return (tools.SITE / f"{page}.html").as_uri()
 
@@ -72,16 +70,20 @@ def visit(chromium, request):
     context.close()
 
 
-def seconds_to_read(chromium, page: str, tries: int = 5) -> float:
-    """The least of some visits, each with an empty cache: what else runs on this machine is not the page's."""
+def seconds_to_read(chromium, page: str, slower: int = 1, enough: float = 1.5, tries: int = 5) -> float:
+    """The least of some visits, each with an empty cache: what else runs on this machine is not the page's.
+
+    `slower` divides the processor's speed, as on a phone; a visit that is quick `enough` is the last.
+    """
     best = float("inf")
     for _ in range(tries):
         context = chromium.new_context()
         tab = tools.Visit(context).tab
+        context.new_cdp_session(tab).send("Emulation.setCPUThrottlingRate", {"rate": slower})
         tab.goto(url(page))
         best = min(best, tab.wait_for_function(READABLE).json_value())
         context.close()
-        if best <= 1:
+        if best <= enough:
             break
     return best
 
@@ -116,18 +118,18 @@ def look(tab, theme: str, width: int) -> list[str]:
 
 def listen(tab) -> list[str]:
     """All of axe's rules in a wide window, those about scrolling in a narrow one, about colours in both themes."""
+    tab.evaluate(THIN)
     found = look(tab, "light", 390)
     tab.wait_for_timeout(300)  # the theme marks what scrolls after a pause
     found += axe_problems(tab, runOnly=["scrollable-region-focusable", "target-size"])
     look(tab, "light", 1280)
     tab.wait_for_timeout(300)
-    tab.evaluate(THIN)
     found += axe_problems(tab)
     look(tab, "dark", 1280)
     return found + axe_problems(tab, runOnly=["color-contrast", "link-in-text-block"])
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES + API)
 def test_page(chromium, visit, record, page):
     """No error, no request beyond the site, formulas rendered, all inside the window, quick; axe finds nothing."""
     tab = visit.tab
@@ -139,10 +141,11 @@ def test_page(chromium, visit, record, page):
     found += listen(tab) + visit.problems
     busy = os.getloadavg()[0] > 2 * os.cpu_count()  # with other work: then the time is not the page's
     seconds = round(seconds_to_read(chromium, page), 3)
-    record[page] = weight | {"seconds": seconds, "busy_machine": busy}
+    throttled = round(seconds_to_read(chromium, page, slower=4, enough=2.5), 3)
+    record[page] = weight | {"seconds": seconds, "seconds_throttled": throttled, "busy_machine": busy}
     assert not found, "\n".join(found)
-    assert seconds <= 2 or busy
-    assert record[page]["explorables"] <= 1.5e6
+    assert bytes_ <= 2e6
+    assert (seconds <= 1.5 and throttled <= 2.5) or busy
 
 
 def smallest_label(source: str, width: float) -> float:
@@ -181,26 +184,3 @@ def test_focus_is_visible(visit, page, theme):
     assert len(stops) >= 20
     hidden = [stop["tag"] for stop in stops if not stop["seen"] or not stop["size"]]
     assert not hidden, "\n".join(hidden)
-
-
-def test_search_finds_two_level_chunking(chromium):
-    """From the disk, and from a server, where the results have excerpts too."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tools.SITE)))
-    Thread(target=server.serve_forever, daemon=True).start()
-    served = f"http://127.0.0.1:{server.server_port}/"
-    for site in (tools.SITE.as_uri() + "/", served):
-        context = chromium.new_context(viewport={"width": 1280, "height": 900})
-        visit = tools.Visit(context, own=site)
-        visit.tab.goto(site + "book/index.html", wait_until="networkidle")
-        visit.tab.keyboard.press("Control+k")
-        visit.tab.keyboard.type("two-level chunking")
-        visit.tab.keyboard.press("Enter")
-        visit.tab.wait_for_selector("#search-results li a")
-        chapter = visit.tab.locator("#search-results li a[href*='11_chunkwise_gla']").first
-        if site == served:
-            visit.tab.wait_for_selector("#search-results li .context")
-            assert not visit.problems
-        chapter.click()
-        visit.tab.wait_for_url("**/11_chunkwise_gla.html*")
-        context.close()
-    server.shutdown()

@@ -18,7 +18,7 @@ import torch
 from . import mistakes
 from ._cases import Case, cases
 from ._examine import Examiner, examine
-from ._kernel import Convention, Kernel, NotClaimed
+from ._kernel import SECONDS, Convention, Kernel, NotClaimed
 from ._mechanisms import MECHANISMS
 from ._report import Report, Row
 
@@ -40,7 +40,7 @@ def kernel(
     state: str = "kv",
     gate: str = "log",
     forward_only: bool = False,
-    time_limit: float = 60.0,
+    time_limit: float = SECONDS,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
     """Run a kernel on the cases of its mechanism and hold every result against the float64 recurrence.

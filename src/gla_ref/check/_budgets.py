@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -9,7 +10,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ..rounding import budget, error, unit
+from ..rounding import budget, unit
 from ._cases import C, Case, held, inputs, representable
 from ._mechanisms import MECHANISMS, SHORT, Kind
 
@@ -91,56 +92,57 @@ def parts(kind: Kind, name: str, x: Tensor) -> list[tuple]:
     return [(slice(None), s) for s in octaves(x.shape[1])]
 
 
-def worst(made: Tensor, exact: Tensor, runs: int, axis: int) -> float:
-    """The largest :func:`error` of several results `made` of the same x*, each of `runs` copies along `axis`."""
+def errors(made: Tensor, exact: Tensor, n: int, axis: int) -> Tensor:
+    """The :func:`~gla_ref.rounding.error` of each of the n problems that lie side by side along `axis`, `[n]`."""
     if not exact.numel():
-        return 0.0
-    if not torch.isfinite(made).all():
-        return float("inf")
-    off = (made - exact).abs().amax(0)
-    off, exact = (x.unflatten(axis, (runs, -1)).movedim(axis, 0).flatten(1) for x in (off, exact))
+        return exact.new_zeros(n)
+    off, exact = (x.unflatten(axis, (n, -1)).movedim(axis, 0).flatten(1) for x in ((made - exact).abs(), exact))
     rms = exact.square().mean(1).sqrt()
-    return (off.amax(1) / torch.where(rms > 1e-3, rms, 1.0)).max().item()
+    found = off.amax(1) / torch.where(rms > 1e-3, rms, 1.0)
+    return found.nan_to_num(math.inf, math.inf)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with its inputs, the exact quantities and, for each octave, the error allowed."""
+    """A case with its inputs, the exact quantities and, for each octave, the unit of errors and the error allowed."""
 
     kind: Kind
     case: Case
     inputs: dict[str, Tensor]
     exact: dict[str, Tensor]
     dtypes: dict[str, torch.dtype]
+    units: dict[str, list[float]]
     budgets: dict[str, list[float]]
 
+    def octaves(self, name: str) -> Iterator[tuple[tuple, float, float]]:
+        """Indices, unit and budget of what is judged apart."""
+        return zip(parts(self.kind, name, self.exact[name]), self.units[name], self.budgets[name], strict=True)
+
     def judge(self, name: str, x: Tensor, against: Tensor | None = None) -> tuple[float, float]:
-        """(error, budget) of a quantity's worst octave."""
-        exact = self.exact[name]
-        against = exact if against is None else against
-        rows = zip(parts(self.kind, name, exact), self.budgets[name], strict=True)
-        pairs = []
-        for s, allowed in rows:
-            found = error(x[s], against[s]) * unit(against[s]) / unit(exact[s])
-            pairs.append((found, allowed))
+        """(error, budget) of a quantity's worst octave; the error is infinite where x is not finite."""
+        off = (x.double() - (self.exact[name] if against is None else against)).abs().nan_to_num(math.inf, math.inf)
+        pairs = [(off[s].max().item() / one if off.numel() else 0.0, allowed) for s, one, allowed in self.octaves(name)]
         return max(pairs, key=lambda p: p[0] / p[1])
 
     def band(self, name: str) -> Tensor:
         """The largest deviation allowed, for every element."""
-        exact = self.exact[name]
-        band = torch.zeros_like(exact)
-        rows = zip(parts(self.kind, name, exact), self.budgets[name], strict=True)
-        for s, allowed in rows:
-            band[s] = allowed * unit(exact[s])
+        band = torch.zeros_like(self.exact[name])
+        for s, one, allowed in self.octaves(name):
+            band[s] = allowed * one
         return band
 
 
-def copies(x: dict, n: int, seed: int, kind: Kind, form: str, dtypes: dict) -> dict:
+def copied(case: Case) -> int:
+    """How many copies of a case's inputs are tried: the fewer, the larger they are."""
+    return min(16, max(3, 2**21 // (case.B * case.T * case.H * case.groups * case.K * case.V)))
+
+
+def copies(x: dict, n: int, kind: Kind, form: str, dtypes: dict) -> dict:
     """n copies of the inputs side by side as heads, all but the first shaken by one percent and rounded again.
 
     Strengths become smaller, so that they keep within their bounds.
     """
-    rng, made = torch.Generator().manual_seed(seed), {}
+    rng, made = torch.Generator().manual_seed(0), {}
     for name, y in x.items():
         role, dtype = kind.tensors[name].role, dtypes[name]
         shake = 1 + 0.01 * torch.rand((n, *y.shape), generator=rng).to(y.device)
@@ -170,33 +172,46 @@ def problem(mechanism: str, case: Case, dtype: torch.dtype, seed: int, *where: s
 def worked_out(
     mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str = "log", device: str = "cpu"
 ) -> Problem:
-    """2 x the worst error of emulated runs + 4 eps, on the inputs and on copies shaken by one percent.
+    """A case's problem, from a seed.
 
-    The worst element of one run is one rounding's luck, and where one value is much larger than the
-    others, so is the error. How often it is tried depends on the size of the case. Everything lies on the CPU,
-    wherever the kernel runs, and is made there of many small operations, which a GPU would be late with; but
-    attention over thousands of keys is few and large ones, and made on the `device`.
+    Everything lies on the CPU, wherever the kernel runs, and is made there of many small operations, which a GPU
+    would be late with; but attention over thousands of keys is few and large ones, and made on the `device`.
     """
     kind = MECHANISMS[mechanism]
     given = inputs(mechanism, case, dtype, seed, form)
-    dtypes = {n: held(kind, n, case, dtype) for n in given}
-    runs = min(16, max(3, 2**21 // (given["v"].numel() * case.K)))
-    x = copies(given, runs, seed, kind, form, dtypes)
-    x = {n: y.to(device if kind.cache and case.T > FEW else "cpu") for n, y in x.items()}
-    exact = {n: y.cpu() for n, y in evaluate(kind.oracle, kind, x, case).items()}
+    device = device if kind.cache and case.T > FEW else "cpu"
+    exact, allowed = work_out(kind, case, dtype, [given], form, device)
+    exact = {n: y.cpu().contiguous() for n, y in exact.items()}
+    dtypes = {n: held(kind, n, case, dtype) for n in exact}
+    units = {n: [unit(y[s]) for s in parts(kind, n, y)] for n, y in exact.items()}
+    return Problem(kind, case, given, exact, dtypes, units, {n: x[:, 0].tolist() for n, x in allowed.items()})
+
+
+def work_out(
+    kind: Kind, case: Case, dtype: torch.dtype, given: Sequence[dict], form: str = "log", device: str = "cpu"
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(exact quantities of several inputs of a case, side by side as heads; budgets `[octaves, inputs]` of each).
+
+    2 x the worst error of emulated runs + 4 eps, on the inputs and on copies shaken by one percent. The worst element
+    of one run is one rounding's luck, and where one value is much larger than the others, so is the error. How often
+    it is tried depends on the size of the case.
+    """
+    n, runs = len(given), copied(case)
+    dtypes = {name: held(kind, name, case, dtype) for name in given[0]}
+    x = [copies(y, runs, kind, form, dtypes) for y in given]
+    x = {name: torch.cat([y[name] for y in x], kind.head_axis(name)).to(device) for name in dtypes}
+    exact = evaluate(kind.oracle, kind, x, case)
     ways = [partial(kind.emulate, dtype=dtype, run=i) for i in range(len(kind.emulated))]
     ways += kind.also if dtype == torch.float32 and case.T <= SHORT else ()
-    single = {n: y.float() for n, y in x.items()}
+    single = {name: y.float() for name, y in x.items()}
     emulated = [evaluate(way, kind, single, case) for way in ways]
 
-    dtypes = {n: held(kind, n, case, dtype) for n in exact}
-    right = {n: y.chunk(runs, kind.head_axis(n))[0].contiguous() for n, y in exact.items()}
     budgets = {}
-    for n, y in exact.items():
-        made = torch.stack([e[n].to(dtypes[n]).double().cpu() for e in emulated])
-        budgets[n] = [budget(worst(made[:, *s], y[s], runs, kind.head_axis(n)), dtypes[n]) for s in parts(kind, n, y)]
-    for n, floor in kind.floors.items():
-        off = floor(given, right, dtype)
-        rows = zip(parts(kind, n, off), budgets[n], strict=True)
-        budgets[n] = [b + 2 * off[s].max().item() / unit(right[n][s]) for s, b in rows]
-    return Problem(kind, case, given, right, dtypes, budgets)
+    for name, y in exact.items():
+        axis, low = kind.head_axis(name), held(kind, name, case, dtype)
+        made = [e[name].to(low).double() for e in emulated]
+        worst = [torch.stack([errors(m[s], y[s], n * runs, axis) for m in made]) for s in parts(kind, name, y)]
+        worst = torch.stack(worst).amax(1).unflatten(1, (n, runs)).amax(2)
+        budgets[name] = budget(worst, low)
+        exact[name] = y.unflatten(axis, (n, runs, -1)).select(axis + 1, 0).flatten(axis, axis + 1)
+    return exact, budgets

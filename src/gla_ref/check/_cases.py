@@ -58,6 +58,7 @@ class Case:
         scale: as the kernel gets it; None for K^-0.5.
         ends: boundaries of packed sequences, from 0 to T (with B = 1); None for none.
         state: whether there is an initial state (for softmax attention a cache).
+        zeros: that initial state is 0, as that of a text's first part.
         past: the number of tokens in that cache.
         index: dtype of `cu_seqlens`: "int32" or "int64".
         strides: of inputs, states and what backward passes get: "contiguous", "strided" (rows apart, no two
@@ -68,6 +69,7 @@ class Case:
             (float64); "" for none.
         size: standard deviation of q, v and the initial state (in float16 30 at most); k has 1, or the length 1 where
             there is a write strength.
+        loud: the tokens, from one to another, whose q and v are 30 times as large.
         pull: the size of what the loss puts on o and the final state (in float16 always 1); the gradients are
             divided by it.
         frozen: it runs also with each input in turn requiring no gradient, or alone requiring one, and
@@ -89,10 +91,12 @@ class Case:
     ends: tuple[int, ...] | None = None
     index: str = "int32"
     state: bool = True
+    zeros: bool = False
     past: int = 9
     strides: str = "contiguous"
     other: str = ""
     size: float = 1.0
+    loud: tuple[int, int] | None = None
     pull: float = 1.0
     frozen: bool = False
     loss: str = "both"
@@ -172,6 +176,10 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found.append(Case("long cache and one token", T=1, past=600, scale=3.0))
     else:
         found += [Case("state of float64", other=name) for name in kind.states]
+        found.append(Case("state of zeros", zeros=True))
+        # what rounds in its loud part is nothing to gradients of gates in the chunks before it
+        narrow = {"B": 1, "H": 1, "K": 2, "V": 3, "T": 4097, "loud": (1100, 1900)}
+        found.append(Case("narrow and long", **narrow, gate="-1" if gates else MILD))
     later = [Case(f"gate {g} packed", **packed, gate=g) for g in GATES]
     later += [Case(f"gate {g} long", B=1, H=2, T=long, gate=g) for g in GATES]
     if gates:  # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
@@ -311,15 +319,17 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
             return gate(case.gate, shape(x, before), rng)
         if x.role == "strength":
             return case.strength * torch.rand(shape(x, before), generator=rng, dtype=F64)
-        if x.name not in KEYS:
-            return size * normal(x)
         y = normal(x)
+        if x.name not in KEYS:
+            if x.role == "token":
+                y[:, slice(*case.loud or (0, 0))] *= 30
+            return size * y
         return y / y.norm(dim=-1, keepdim=True) if kind.named("strength") else y
 
     states = dict(zip(kind.states, kind.mechanism.states, strict=True))
     x = {n: drawn(kind.tensors[n]) for n in kind.arguments}
     x["d o"] = normal(kind.tensors["o"])
-    x |= {n: drawn(state) for n, state in states.items()}
+    x |= {n: drawn(state) * (not case.zeros) for n, state in states.items()}
     x |= {f"d {state.name}": normal(state, after) for state in states.values()}
     pulls = {"d o": "o"} | {f"d {state.name}": "state" for state in states.values()}
     # left out only now: what is drawn does not depend on it

@@ -15,42 +15,47 @@ def longest(case: Case) -> int:
     return max(b - a for a, b in zip(ends, ends[1:], strict=False))
 
 
-NUMBERS = {
+NUMBERS = {  # in words that may follow "have", as those below
     "tokens in a sequence": longest,
     "packed sequences": lambda case: len(case.ends or (0,)) - 1,
     "heads": lambda case: case.H,
     "value heads of a key head": lambda case: case.groups,
-    "keys' channels": lambda case: case.K,
-    "values' channels": lambda case: case.V,
+    "channels of keys": lambda case: case.K,
+    "channels of values": lambda case: case.V,
 }
-KINDS = {
-    "initial state": lambda case: "yes" if case.state else "no",
-    "scale given": lambda case: "no" if case.scale is None else "yes",
-    "gates": lambda case: case.gate,
-    "strengths below": lambda case: f"{case.strength:g}",
-    "strides": lambda case: case.strides,
-    "loss of": lambda case: case.loss,
-    "values of size": lambda case: f"{case.size:g}",
-    "dtype of cu_seqlens": lambda case: case.index if case.ends else None,
-    "K = V": lambda case: "yes" if case.K == case.V else "no",
-}
+KINDS = (
+    lambda case: "an initial state" if case.state else "no initial state",
+    lambda case: "no scale given" if case.scale is None else "a scale given",
+    lambda case: f"gates {case.gate}",
+    lambda case: f"strengths below {case.strength:g}",
+    lambda case: f"{case.strides} strides",
+    lambda case: f"a loss of {case.loss}",
+    lambda case: f"values of size {case.size:g}",
+    lambda case: f"cu_seqlens of {case.index}" if case.ends else None,
+    lambda case: "K = V" if case.K == case.V else "K and V that differ",
+)
+CHANCE = 0.05  # that as many cases, drawn at random, would share a trait: below, it is worth a line
 
 
 def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
-    """Each trait that all of the failing cases have and none of the passing ones, in a few words."""
-    found = []
+    """What all of the failing cases have and none of the passing ones, and what they hardly share by chance."""
+    only, also = [], []
     for name, of in NUMBERS.items() if passing else ():
         wrong, right = [of(c) for c in failing], [of(c) for c in passing]
         if min(wrong) > max(right):
-            found.append(f"{name}: {f'more than {max(right)}' if max(right) else 'any'}")
+            only.append(f"more than {max(right)} {name}" if max(right) else name)
         if max(wrong) < min(right):
-            found.append(f"{name}: fewer than {min(right)}")
-    for name, of in KINDS.items() if passing else ():
-        wrong, right = (list(dict.fromkeys(of(c) for c in some)) for some in (failing, passing))
+            only.append(f"fewer than {min(right)} {name}" if min(right) > 1 else f"no {name}")
+    for of in KINDS if passing else ():
+        wrong, right = ([of(c) for c in some] for some in (failing, passing))
         told = None not in wrong and any(right) and not set(wrong) & set(right)
-        if told and len(wrong) <= MOST:
-            found.append(f"{name}: {', '.join(wrong)}")
-    return found
+        if told and len(set(wrong)) <= MOST:
+            only.append(" or ".join(dict.fromkeys(wrong)))
+        share = (wrong + right).count(wrong[0]) / len(wrong + right)
+        if not told and wrong[0] and len(set(wrong)) == 1 and share ** len(wrong) < CHANCE:
+            also.append(wrong[0])
+    found = {"Only these": only, "All failing cases": also}
+    return [f"{who} have {'; '.join(what)}" for who, what in found.items() if what]
 
 
 def reach(cases: Sequence[Case]) -> str:

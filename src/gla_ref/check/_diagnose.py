@@ -9,10 +9,11 @@ import math
 import torch
 from torch import Tensor
 
+from ..rounding import budget
 from ._budgets import Problem, evaluate
 from ._mechanisms import MECHANISMS
 from ._memory import placed
-from .mistakes import MISTAKES, Mistake, apply
+from .mistakes import Mistake, apply, known
 
 CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
 SHARE = 0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
@@ -21,9 +22,9 @@ BETTER = 0.75  # the part of a largest error beyond its budget that may be left:
 
 @functools.lru_cache(maxsize=4000)
 def variant(mechanism: str, m: Mistake, p: _Key) -> dict[str, Tensor] | None:
-    """What the mistake makes of a problem in float64; None where it has no result (as on empty chunks)."""
-    case = p.problem.case
-    x = {n: placed(y, case.strides, i) for i, (n, y) in enumerate(p.problem.inputs.items())}
+    """What the mistake makes of a problem, in float64 unless it rounds; None where it has no result (empty chunks)."""
+    case, dtype = p.problem.case, torch.float32 if m.rounding else torch.float64
+    x = {n: placed(y.to(dtype), case.strides, i) for i, (n, y) in enumerate(p.problem.inputs.items())}
     try:
         return evaluate(apply(mechanism, m), MECHANISMS[mechanism], x, case)
     except (RuntimeError, IndexError):
@@ -43,18 +44,21 @@ class _Key:
         return self.problem is other.problem
 
 
-def distance(p: Problem, name: str, x: Tensor, wrong: Tensor) -> float:
-    """How far x is from the mistake's quantity: at most 1 is a match."""
+def distance(m: Mistake, p: Problem, name: str, x: Tensor, wrong: Tensor) -> float:
+    """How far x is from the mistake's quantity, or from being as wrong if that rounds: at most 1 is a match."""
+    if m.rounding:
+        (found, allowed), (error, _) = p.judge(name, x), p.judge(name, wrong)
+        return found / max(allowed, budget(error, p.dtypes[name]))
     exact, same = p.exact[name], torch.isfinite(wrong)
     if not torch.equal(torch.isfinite(x), same):
         return float("inf")
     x, wrong, exact = (torch.where(same, y.double(), 0) for y in (x, wrong, exact))
-    found, budget = p.judge(name, x, wrong)
+    found, near = p.judge(name, x, wrong)
     error, allowed = p.judge(name, x)
     if error > allowed and found > BETTER * error:  # as far from the mistake as from what is right
         return float("inf")
-    if found <= CLOSE * budget:
-        return found / budget / CLOSE
+    if found <= CLOSE * near:
+        return found / near / CLOSE
     left, whole = ((x - y).square().mean().sqrt().item() for y in (wrong, exact))
     return left / whole / SHARE if whole else float("inf")
 
@@ -75,7 +79,7 @@ def shows(mechanism: str, m: Mistake, p: Problem, found: dict[str, Tensor | None
 
 
 def diagnose(
-    mechanism: str, seen: list[tuple[Problem, dict]], passed: list[tuple[Problem, dict]]
+    mechanism: str, dtype: torch.dtype, seen: list[tuple[Problem, dict]], passed: list[tuple[Problem, dict]]
 ) -> list[tuple[Mistake, float]]:
     """The mistakes that explain everything that was seen, best first; at most three.
 
@@ -83,9 +87,7 @@ def diagnose(
     those that passed is none. Mistakes that cannot be told apart on these problems all appear.
     """
     matches = []
-    for m in MISTAKES:
-        if mechanism not in m.mechanisms:
-            continue
+    for m in known(mechanism, dtype):
         worst, visible = 0.0, False
         for p, found in seen:
             wrong = variant(mechanism, m, _Key(p))
@@ -93,7 +95,7 @@ def diagnose(
             if wrong is None or any(wrong[n] is None for n in given):
                 worst = float("inf")
                 break
-            worst = max([worst, *(distance(p, n, found[n], wrong[n]) for n in given)])
+            worst = max([worst, *(distance(m, p, n, found[n], wrong[n]) for n in given)])
             if worst > 1:
                 break
             visible = visible or any(differs(p, n, wrong[n]) for n in given)

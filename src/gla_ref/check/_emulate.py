@@ -40,7 +40,9 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
         return onto + x @ y
     out = x.new_zeros(*x.shape[:-1], y.shape[-1]) + onto
     if dtype == torch.float32:
-        for a, b in zip(x.split(1, -1), y.split(1, -2), strict=True):
+        if out.shape[-1] < out.shape[-2]:  # a sum's elements lie along the longer axis, which is faster
+            out = out.mT.contiguous().mT
+        for a, b in zip(x.mT.contiguous().mT.split(1, -1), y.split(1, -2), strict=True):
             out.addcmul_(a, b)
         return out
     x, y, out = x.to(dtype).double(), y.to(dtype).double(), out.double()
@@ -70,15 +72,18 @@ def products_in(dtype: torch.dtype) -> Products:
 
 
 class Carry(torch.autograd.Function):
-    """The states S_0 .. S_N `[..., N + 1, K, V]` of S_[n+1] = kept_n S_n + write_n, and dS as it comes back."""
+    """The states S_0 .. S_N `[..., N + 1, K, V]` of S_[n+1] = exp(total_n) S_n + write_n, and dS as it comes back.
+
+    What comes back for `total` is rowsum(S_[n+1] dS_[n+1]), as :class:`ReverseSum` wants it.
+    """
 
     @staticmethod
     def add(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
         return x + y if dtype in EXACT else cut_(x.double() + y.double()).float()
 
     @staticmethod
-    def forward(ctx, write, kept, S, dtype):
-        states = [S]
+    def forward(ctx, write, total, S, dtype):
+        states, kept = [S], total.exp()[..., None]
         for w, a in zip(write.unbind(-3), kept.unbind(-3), strict=True):
             states.append(Carry.add(a * states[-1], w, dtype))
         states = torch.stack(states, -3)
@@ -95,7 +100,30 @@ class Carry(torch.autograd.Function):
             later.append(Carry.add(a * later[-1], x, ctx.dtype))
         *later, dS = later
         dwrite = torch.stack(later[::-1], -3)
-        return dwrite, (states[..., :-1, :, :] * dwrite).sum(-1, keepdim=True), dS, None
+        return dwrite, (states[..., 1:, :, :] * dwrite).sum(-1), dS, None
+
+
+class ReverseSum(torch.autograd.Function):
+    """q, k and the total decay of each chunk `[..., C, K]`, from whose gradients that of g is made as kernels make it.
+
+    To a chunk's end it is the running sum of q dq - k dk, as they are stored, and what comes back for the total.
+    Its terms cancel, so that it is the least exact of the right ways, the more so the longer the chunk.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, g, dtype):
+        ctx.save_for_backward(q, k)
+        ctx.dtype = dtype
+        return q.clone(), k.clone(), g.sum(-2)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dtotal):
+        if not ctx.needs_input_grad[2]:
+            return dq, dk, None, None
+        q, k = ctx.saved_tensors
+        stored = (x.to(ctx.dtype).to(x.dtype) for x in (dq, dk))
+        terms = sum(x * d * sign for x, d, sign in zip((q, k), stored, (1, -1), strict=True))
+        return dq, dk, terms.flip(-2).cumsum(-2).flip(-2) + dtotal[..., None, :], None
 
 
 def by_channel(g: Tensor | None, k: Tensor) -> Tensor:
@@ -115,10 +143,12 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False):
     C = min(C, -(-T // c) * c)
     q, k, v, g = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
     q, k, v, g = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g))
-    half = (g.sum(-2, keepdim=True) / 2).clamp(min=-3.0 if halves else 0.0).detach()
+    q, k, total = ReverseSum.apply(q, k, g, dtype)
+    g = g.detach()
+    half = (g.sum(-2, keepdim=True) / 2).clamp(min=-3.0 if halves else 0.0)
     with products_in(dtype):
         write = half.exp().mT * ((k * (decay_to_end(g) - half).exp()).mT @ v)
-        states = Carry.apply(write, g.sum(-2).exp()[..., None], state, dtype)
+        states = Carry.apply(write, total, state, dtype)
         inter = (q * (decay_from_start(g) - half).exp()) @ (half.exp().mT * states[:, :, :-1])
         intra = []
         for i in range(0, C, c):
@@ -141,19 +171,12 @@ def by_token(q, k, v, g=None, *, state, scale, dtype):
     """
     S, g = state, by_channel(g, k)
     decays, short = g.exp(), torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
-    decays, o = torch.where(g == 0, decays, decays * (1 - short)), []
-    for q_t, k_t, v_t, a_t in zip(*(x.unbind(1) for x in (scale * q, k, v, decays)), strict=True):
-        S = a_t[..., None] * S + k_t[..., None] * v_t[..., None, :]
-        o.append((q_t[..., None] * S).sum(-2))
-    return torch.stack(o, 1), S
-
-
-def gate_floor(x: dict, exact: dict, dtype: torch.dtype, C: int = 64) -> Tensor:
-    """Rounding of d log alpha: a chunk's reverse sum of q dq - k dk, whose terms' roundings are independent."""
-    terms = (x["q"] * exact["dq"]).square() + (x["k"] * exact["dk"]).square()
-    terms = terms if exact["dg"].ndim == terms.ndim else terms.sum(-1)
-    later = torch.cat([n.flip(1).cumsum(1).flip(1) for n in terms.split(C, 1)], 1)
-    return torch.finfo(dtype).eps / 2 * later.sqrt()
+    decays = torch.where(g == 0, decays, decays * (1 - short))
+    write, states = k[..., None] * v[..., None, :], []
+    for a_t, w_t in zip(decays[..., None].unbind(1), write.unbind(1), strict=True):
+        S = a_t * S + w_t
+        states.append(S)
+    return ((scale * q)[..., None] * torch.stack(states, 1)).sum(-2), S
 
 
 class Attend(torch.autograd.Function):

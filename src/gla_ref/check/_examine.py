@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 
 from ._budgets import Problem, problem
 from ._cases import Case
 from ._diagnose import diagnose
-from ._kernel import Convention, Kernel
+from ._kernel import SECONDS, Convention, Kernel
 from ._report import Report, Row, judge
 from ._runner import Found, observe
-from ._shrink import reproduction, shrink
+from ._shrink import imported, reproduction, right_alone, shrink
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
-AHEAD = 4  # problems that are worked out side by side
+LONE = 3  # failing cases that are run again, each in a process of its own
+AHEAD = 2  # problems that are worked out side by side
 
 
 @dataclass
@@ -66,7 +68,10 @@ class Examiner:
             # a loss cannot be of what is not returned
             p = self.problem(replace(p.case, loss="o"))
             found, findings = observe(self.kernel, p)
-        rows = it.rows + [judge(p, n, x) for n, x in found.items()]
+        asked = found
+        if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
+            asked = {n: x for n, x in found.items() if not n.startswith("d")}
+        rows = it.rows + [judge(p, n, x) for n, x in asked.items()]
         for f in findings:
             status = "not covered" if f.kind == "not covered" else "failed"
             rows.append(Row(p.case.name, f.quantity, status, f.kind, message=str(f)))
@@ -95,11 +100,27 @@ class Examiner:
 
         if first.kind != "hangs":  # every attempt would take the time limit
             least = shrink(least, fails)
+        return self.lines(least)
+
+    def lines(self, case: Case) -> str:
+        """What runs that case by itself."""
         k = self.kernel
-        given = {"device": str(k.device), "seed": self.seed, **vars(k.how)}
-        plain = {"device": "cpu", "seed": 0, **vars(Convention())}
+        given = {"device": str(k.device), "seed": self.seed, "time_limit": k.seconds, **vars(k.how)}
+        plain = {"device": "cpu", "seed": 0, "time_limit": SECONDS, **vars(Convention())}
         options = {n: x for n, x in given.items() if x != plain[n]}
-        return reproduction(k.mechanism, k.fn, least, self.dtype, **options)
+        return reproduction(k.mechanism, k.fn, case, self.dtype, **options)
+
+    def right_alone(self, report: Report) -> list[str]:
+        """The cases, if few of many fail, that pass in a fresh process; none is asked after one that fails there, too.
+
+        A kernel is compiled there again, at every size that it meets.
+        """
+        failing, kinds = report.failing, {row.kind for row in report.failures}
+        few = len(failing) <= min(LONE, len(report.cases) - 1)
+        if not few or kinds & {"hangs", "differs"} or not imported(self.kernel.fn):
+            return []
+        seconds = 10 * self.kernel.seconds
+        return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing))
 
     def explain(self, report: Report, seen: list[Posed]) -> list[dict]:
         """The mistakes that what was seen fits; the cases that tell most are asked, and two others that are wrong."""
@@ -109,7 +130,7 @@ class Examiner:
             case = it.problem.case
             kept = telling if case.telling else others if case.name in wrong else passed
             kept.append((it.problem, it.found))
-        matches = diagnose(self.kernel.mechanism, telling + others[:2], passed)
+        matches = diagnose(self.kernel.mechanism, self.dtype, telling + others[:2], passed)
         return [{"mistake": m.name, "line": m.line, "distance": far} for m, far in matches]
 
 
@@ -119,9 +140,14 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
     for done in it.run_all(cases, progress):
         report.rows += done.rows
         seen += [done] if done.found else []
+    given = {row.quantity for row in report.rows if row.error is not None}
+    for row in report.rows:
+        if row.kind == "missing" and row.quantity in given:
+            row.status, row.message = "failed", "none is given, though it is not 0 and other cases give one"
+    report.alone = it.right_alone(report) if report.failures else []
     if report.settings["level"] == "full" and report.failures:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = it.smallest_failure(report)
     progress(len(cases), len(cases), "")
-    if any(row.where for row in report.rows):
+    if any(row.where and row.case not in report.alone for row in report.rows):
         report.diagnosis = it.explain(report, seen)

@@ -136,8 +136,7 @@ def render(report: Report) -> str:
     parts += table(report)
     if report.failing:
         parts.append(f"<p>{escape(report.extent)}</p>")
-    if report.common:
-        parts.append(f"<p>Only these have {escape('; '.join(report.common))}</p>")
+    parts += [f"<p>{escape(line)}</p>" for line in (*report.common, report.company) if line]
     for (kind, message), rows in report.findings.items():
         found = ", ".join(dict.fromkeys(row.quantity for row in rows))
         n = len({row.case for row in rows})
@@ -146,7 +145,8 @@ def render(report: Report) -> str:
     for row in report.first_wrong:
         where = ", ".join(f"{name} {i}" for name, i in row.where.items())
         parts.append(
-            f"<p>First wrong <strong>{escape(row.quantity)}</strong> of case {escape(row.case)}: {where}<br>"
+            f"<p>First wrong <strong>{escape(row.quantity)}</strong> of case {escape(row.case)}: {where}"
+            f"{row.only and f'; only in {escape(row.only)}'}<br>"
             f"<code>{escape(str(report.cases.get(row.case)))}</code></p>{picture(row)}"
         )
     if report.first_wrong:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ._cases import convert
 from ._mechanisms import MECHANISMS, Kind
 
+SECONDS = 60.0  # that a call may take, unless a time limit is given
 OPTIONS = ("scale", "initial_state", "cu_seqlens")  # of the contract; a function may lack some
 
 

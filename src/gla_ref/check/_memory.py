@@ -9,6 +9,8 @@ import warnings
 import torch
 from torch import Tensor
 
+AROUND = 2**16  # elements of NaN before and behind a tensor: of a tile that reaches beyond its last row, too
+
 
 @contextlib.contextmanager
 def poisoned(device: str):
@@ -27,32 +29,22 @@ def poisoned(device: str):
 
 
 def placed(x: Tensor, strides: str, i: int) -> Tensor:
-    """The same values at other addresses: rows apart (NaN between them), one element off a 16-byte boundary, channels
-    apart, or all along an axis of equal values at one address.
+    """The same values in the midst of NaN: in order, rows apart (NaN between them), one element off a 16-byte boundary,
+    channels apart, or all along an axis of equal values at one address.
 
     How far apart, an odd number, differs for every tensor i of a call: one that takes another's strides reads NaN.
     """
+    order, sizes, extra = [*range(x.ndim)], [*x.shape], 0
     if strides == "strided":
-        room = (
-            x.new_full((*x.shape[:-1], 2 * (x.shape[-1] + i) + 1), math.nan)
-            .transpose(0, 1)
-            .contiguous()
-            .transpose(0, 1)
-        )
-        view = room[..., : x.shape[-1]]
+        order[:2], extra = [1, 0], x.shape[-1] + 2 * i + 1
     elif strides == "transposed":
-        view = torch.empty_like(x.transpose(1, -1), memory_format=torch.contiguous_format)
-        view = view.transpose(1, -1)
+        order[1], order[-1] = order[-1], order[1]
     elif strides == "expanded":
-        view = x
-        for dim in range(x.ndim):
-            first = view.narrow(dim, 0, min(1, x.shape[dim]))
-            view = first if first.expand_as(view).equal(view) else view
-        room = x.new_full((x.numel(),), math.nan)  # NaN where its own strides do not lead
-        return room[: view.numel()].copy_(view.flatten()).view(view.shape).expand_as(x)
-    elif strides == "misaligned":
-        view = x.new_full((x.numel() + 1,), math.nan)[1:].view(x.shape)
-    else:
-        return x
-    view.copy_(x)
-    return view
+        sizes = [1 if x.narrow(d, 0, 1).expand_as(x).equal(x) else n for d, n in enumerate(sizes)]
+    steps, n = [0] * x.ndim, 1
+    for d in reversed(order):
+        steps[d] = n
+        n = n * sizes[d] + extra * (d == order[-1])
+    room = x.new_full((AROUND + n + AROUND,), math.nan)
+    view = room.as_strided(sizes, steps, AROUND + (strides == "misaligned"))
+    return view.copy_(x[tuple(slice(n) for n in sizes)]).expand_as(x)

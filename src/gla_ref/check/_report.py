@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._budgets import Problem
 from ._cases import SUB, C, Case
-from ._common import common, reach
+from ._common import MOST, common, reach
 from ._html import SHADES, render
 
 SCALE = f"a space is within budget, each of {SHADES[1:]} half a power of ten further"
@@ -31,6 +31,7 @@ class Row:
     budget: float | None = None
     message: str = ""
     where: dict[str, int] | None = None
+    only: str = ""
     map: str = ""
     grid: dict | None = None
 
@@ -50,8 +51,26 @@ def shaded(excess: Tensor, down: int, along: int) -> list[str]:
     return ["".join(SHADES[i] for i in line) for line in levels.tolist()]
 
 
+def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
+    """Which chunks, heads, ... hold all that is wrong; an axis along which everything has some of it is left out."""
+    found = []
+    for dim, axis in enumerate(axes):
+        here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
+        if axis == "chunk":
+            starts = [(t - ends[bisect_right(ends, t) - 1]) // C for t in range(size)]
+            here, size = sorted({starts[t] for t in here}), max(starts) + 1
+        if len(here) == size:
+            continue
+        listed = ", ".join(map(str, here[:MOST])) + ", ..." * (len(here) > MOST)
+        if len(here) == here[-1] - here[0] + 1 > 2:
+            listed = f"{here[0]} to {here[-1]}"
+        plural = "" if len(here) == 1 else "es" if axis == "batch" else "s"
+        found.append(f"{axis}{plural} {listed} of {size}")
+    return "; ".join(found)
+
+
 def locate(p: Problem, name: str, x: Tensor) -> dict:
-    """Where a quantity is wrong: the first element in the order of time, a line along time (or K), a plane.
+    """Where a quantity is wrong: first in the order of time, in which parts, along a line of time (or K), in a plane.
 
     In a packed sequence chunks are counted from its own first token.
     """
@@ -67,14 +86,15 @@ def locate(p: Problem, name: str, x: Tensor) -> dict:
             where |= {"sequence": n, "token": own}
         where |= {"chunk": own // C, "sub-chunk": own % C // SUB, **batch, "head": h}
         where |= {"channel": channel[0]} if channel else {}
-        axes = ["t", "channel" if channel else "head"]
+        axes, names = ["t", "channel" if channel else "head"], ["batch", "chunk", "head", "channel"]
         plane, line = excess.amax((0, 2) if channel else 0).T, excess.transpose(0, 1).flatten(1)
     else:
         n, h, i, j = (int(i) for i in (excess > 1).nonzero()[0])
         where, axes = {"sequence": n, "head": h, "row": i, "column": j}, ["column", "row"]
-        plane, line = excess.amax((0, 1)), excess.movedim(2, 0).flatten(1)
+        plane, line, names = excess.amax((0, 1)), excess.movedim(2, 0).flatten(1), [*where]
     grid = {"axes": axes, "size": [*plane.shape[::-1]], "cells": shaded(plane, 32, 64)}
-    return {"where": where, "map": shaded(line.amax(1)[None], 1, 60)[0], "grid": grid}
+    only = affected(excess > 1, names[: excess.ndim], p.case.ends or (0,))
+    return {"where": where, "only": only, "map": shaded(line.amax(1)[None], 1, 60)[0], "grid": grid}
 
 
 @dataclass
@@ -87,6 +107,7 @@ class Report:
         cases: what was tried, by name.
         rows: one :class:`Row` a case and quantity.
         diagnosis: {"mistake", "line", "distance"} of each match, best first.
+        alone: failing cases that pass in a process of their own.
         reproduction: at the full level, lines of Python that run the smallest case that fails.
     """
 
@@ -94,6 +115,7 @@ class Report:
     cases: dict[str, Case] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     diagnosis: list[dict] = field(default_factory=list)
+    alone: list[str] = field(default_factory=list)
     reproduction: str = ""
 
     @property
@@ -122,12 +144,20 @@ class Report:
 
     @property
     def common(self) -> list[str]:
-        """What all failing cases share and no case that passes, if several fail."""
+        """What all failing cases share, in sentences, if several fail."""
         failing = set(self.failing)
         passing = {row.case for row in self.rows if row.status == "passed"} - failing
         if len(failing) < 2:
             return []
         return common(*([self.cases[n] for n in self.cases if n in x] for x in (failing, passing)))
+
+    @property
+    def company(self) -> str:
+        """That some of it fails after other cases only."""
+        if not self.alone:
+            return ""
+        passes = "passes" if len(self.alone) == 1 else "pass"
+        return f"{', '.join(self.alone)} {passes} alone, in a new process: the kernel kept state from an earlier case"
 
     @property
     def tried(self) -> str:
@@ -160,16 +190,19 @@ class Report:
 
     @property
     def first_wrong(self) -> list[Row]:
-        """The first wrong case of the first three wrong quantities; a single token says least, and comes last."""
-        wrong = [row for row in reversed(self.failures) if row.where]
-        first = {row.quantity: row for row in wrong if row.case != "length 1"}
-        first = first or {row.quantity: row for row in wrong}
-        return sorted(first.values(), key=self.rows.index)[:3]
+        """Of each of the first three wrong quantities one case, if possible one in which a part of it is right.
+
+        A single token says least, and comes last.
+        """
+        wrong = [row for row in self.failures if row.where]
+        telling = sorted(wrong, key=lambda r: (" " not in r.map, r.case == "length 1"))
+        names = [n for n in dict.fromkeys(row.quantity for row in self.rows) if n in {row.quantity for row in wrong}]
+        return [next(row for row in telling if row.quantity == n) for n in names[:3]]
 
     @property
     def undiagnosed(self) -> str:
         """What to say of wrong numbers that no mistake explains; empty where there are none."""
-        return "No named mistake explains all of it." if self.first_wrong and not self.diagnosis else ""
+        return "" if self.diagnosis or self.alone or not self.first_wrong else "No named mistake explains all of it."
 
     @property
     def not_covered(self) -> dict[str, int]:
@@ -190,10 +223,10 @@ class Report:
         """The report as plain values.
 
         Returns:
-            {"schema": 2, "ok": bool, "settings": {name: value}, "cases": {name: {field: value}}, "rows": [{"case",
-            "quantity", "status", "kind", "error", "budget", "message", "where", "map", "grid"}, ...], "common":
+            {"schema": 3, "ok": bool, "settings": {name: value}, "cases": {name: {field: value}}, "rows": [{"case",
+            "quantity", "status", "kind", "error", "budget", "message", "where", "only", "map", "grid"}, ...], "common":
             [str, ...], "diagnosis": [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases},
-            "reproduction": str};
+            "alone": [case, ...], "reproduction": str};
             an error that is not finite is the string "inf" or "nan". `map` and `grid["cells"]` hold a character for
             the worst of some elements: a space within budget, then one of `.:-=+*#%@` for every half power of ten.
         """
@@ -202,7 +235,7 @@ class Report:
             if row["error"] is not None and not math.isfinite(row["error"]):
                 row["error"] = str(row["error"])
         return {
-            "schema": 2,
+            "schema": 3,
             "ok": self.ok,
             "settings": self.settings,
             "cases": {name: asdict(case) for name, case in self.cases.items()},
@@ -210,6 +243,7 @@ class Report:
             "common": self.common,
             "diagnosis": self.diagnosis,
             "not_covered": self.not_covered,
+            "alone": self.alone,
             "reproduction": self.reproduction,
         }
 
@@ -228,8 +262,8 @@ class Report:
                 whole = whole.replace(name, name.replace(" ", "\0"))
             text = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
             lines += ["", text.replace("\0", " ")]
-        if self.common:
-            lines += textwrap.wrap(f"Only these have {'; '.join(self.common)}", 80, subsequent_indent="    ")
+        for line in (*self.common, self.company):
+            lines += textwrap.wrap(line, 80, subsequent_indent="    ")
         for (kind, message), rows in self.findings.items():
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
             n = len({r.case for r in rows})
@@ -246,6 +280,7 @@ class Report:
                 f"first wrong {row.quantity} of case {row.case}{row.message and f' ({row.message})'}:",
                 *(f"    {line}" for line in what),
                 f"    {where}",
+                *textwrap.wrap(row.only and f"only in {row.only}", 76, initial_indent="    ", subsequent_indent="    "),
                 f"    {along} |{row.map}|",
             ]
         if self.first_wrong:
@@ -272,13 +307,13 @@ class Report:
 
 def judge(p: Problem, name: str, x: Tensor | None) -> Row:
     if x is None:
-        return Row(p.case.name, name, "not covered", "missing")
+        return Row(p.case.name, name, "not covered", "missing" if p.exact[name].any() else "zero")
     error, budget = p.judge(name, x)
     row = Row(p.case.name, name, "passed", "error", error, budget)
     if not error <= budget:
         row.status = "failed"
         place = locate(p, name, x)
-        row.where, row.map, row.grid = place["where"], place["map"], place["grid"]
+        row.where, row.only, row.map, row.grid = (place[n] for n in ("where", "only", "map", "grid"))
         if not torch.isfinite(x).all():
             row.kind, nan = "not finite", bool(x.isnan().any())
             row.error, row.message = (math.nan, "NaN") if nan else (math.inf, "infinity")

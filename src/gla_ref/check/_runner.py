@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ from ._cases import held, optional
 from ._kernel import Finding, Kernel, NotClaimed
 from ._memory import placed, poisoned
 
+KIT = Path(__file__).parent
+LIBRARIES = tuple(Path(torch.__file__).parents[1] / name for name in ("torch", "triton", "einops"))
+AGAIN = 8  # more calls as usual before a failure in another way is believed
+VARIES = "equal calls give different results: a race, memory not written, or something kept between calls"
+WROTE = "the kernel wrote into what it was given"
 Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
 
 
@@ -49,9 +55,20 @@ def attempt(seconds: float, work: Callable, *args):
     except NotClaimed as reason:
         return Finding("not covered", str(reason))
     except BaseException as reason:
-        where = traceback.extract_tb(reason.__traceback__)[-1]
-        message = f"{type(reason).__name__}: {reason} ({where.name}, line {where.lineno})"
-        return Finding("raises", message)
+        if "written-to tensor" in str(reason):  # one with strides of 0, which nobody may write to
+            return Finding("modified", f"{WROTE}: {reason}")
+        return Finding("raises", f"{type(reason).__name__}: {reason} ({raised_at(reason)})")
+
+
+def raised_at(reason: BaseException) -> str:
+    """The last line of the kernel's author that led there: not of a library, which they only called, nor of the kit."""
+    frames = [(Path(f.filename), f) for f in traceback.extract_tb(reason.__traceback__)]
+    libraries = [path for path, _ in frames if any(path.is_relative_to(library) for library in LIBRARIES)]
+    own = [(path, f) for path, f in frames if path.parent != KIT and path not in libraries]
+    if not own:
+        return "in the backward pass" if any("autograd" in path.parts for path in libraries) else "in the call"
+    path, f = own[-1]
+    return f"{f.name}, line {f.lineno} of {path.name}"
 
 
 def same(x: Tensor | None, y: Tensor | None) -> bool:
@@ -70,7 +87,7 @@ def only_then(p: Problem, usual: Found, found: Found) -> list[str]:
         error, budget = p.judge(n, x)
         return error <= budget
 
-    return [n for n, x in found.items() if right(n, usual[n]) and not right(n, x)]
+    return [n for n, x in found.items() if not right(n, x) and right(n, usual[n])]
 
 
 @dataclass(frozen=True)
@@ -179,32 +196,56 @@ class Trial:
                 yield Finding("overwritten", "another call writes into the results", n)
 
 
+def nearest(p: Problem, n: str, runs: list[Found]) -> Tensor | None:
+    """Of several results the one with the least error."""
+    given = [found[n] for found in runs if found[n] is not None]
+    return min(given, key=lambda x: p.judge(n, x)[0], default=None)
+
+
 def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
     """What the kernel made of each quantity of a case (nothing where it gave no result), and what is wrong with calls.
 
-    Two runs must be the same. Then come the other ways of calling it; for one whose runs differ none, since it would
-    differ there too. A kernel that writes into its inputs has seen others ever after: no finding but that one counts.
+    Two runs must be the same. Then come the other ways of calling it. What is wrong in one of them may be wrong in any
+    call now and then: several more are made as usual, and if they differ, that is all that is said of it, and the best
+    of them is judged. A kernel that writes into its inputs has seen others ever after: no finding but that one counts.
     """
     trial = Trial(kernel, p)
     before = {n: y.clone() for n, y in trial.x.items()}
-    runs = []
-    for _ in range(2):
-        found = attempt(kernel.seconds, trial.run, not kernel.how.forward_only, trial.usual)
-        if isinstance(found, Finding):
-            may = optional(kernel.kind, p.case)
-            refused = may and found.kind in ("raises", "dtype")
-            return {}, [Finding("not covered", may) if refused else found]
-        runs.append(found)
-    usual, again = runs
-    differ = [n for n, y in usual.items() if not same(y, again[n])]
-    if kernel.how.forward_only:
-        usual |= {f"d{n}": None for n in trial.names}
-    findings = [] if differ else list(trial.tried(usual))
+    none = {f"d{n}": None for n in trial.names} if kernel.how.forward_only else {}
+
+    def calls(n: int) -> Iterator[Found | Finding]:
+        for _ in range(n):
+            found = attempt(kernel.seconds, trial.run, not kernel.how.forward_only, trial.usual)
+            failed = isinstance(found, Finding)
+            yield found if failed else found | none
+            if failed and found.kind in ("hangs", "not covered"):
+                return
+
+    runs, findings = [*calls(2)], []
+    if all(isinstance(found, Finding) for found in runs):
+        may = optional(kernel.kind, p.case)
+        refused = may and runs[0].kind in ("raises", "dtype")
+        return {}, [Finding("not covered", may) if refused else runs[0]]
+    if not varying(runs):
+        findings = [*trial.tried(runs[0])]
+        if any(f.kind != "not covered" for f in findings):
+            runs += calls(AGAIN)
+    differ = varying(runs)
+    if differ:
+        findings = [Finding("differs", f"{VARIES}{f': {differ[n]}' if differ[n] else ''}", n) for n in differ]
+    runs = [found for found in runs if not isinstance(found, Finding)]
+    usual = runs[0] | {n: nearest(p, n, runs) for n in differ if n in runs[0]}
     changed = [n for n, y in trial.x.items() if not torch.equal(y, before[n])]
     if changed:
-        what = "the kernel wrote into what it was given"
-        return usual, [Finding("modified", what, n.replace("d ", "d")) for n in changed]
-    findings += [Finding("differs", "two runs on the same inputs differ", n) for n in differ]
+        return usual, [Finding("modified", WROTE, n.replace("d ", "d")) for n in changed]
     if usual["dq"] is None and any(usual[f"d{n}"] is not None for n in trial.names):
         findings.append(Finding("gradient", "no gradient reaches q", "dq"))
     return usual, findings
+
+
+def varying(runs: list[Found | Finding]) -> dict[str, str]:
+    """The quantities in which equal calls differ; or that some of them gave none, and why."""
+    first, *rest = (found for found in runs if not isinstance(found, Finding))
+    failed = [found for found in runs if isinstance(found, Finding)]
+    found = {n: "" for n, y in first.items() if not all(same(y, other[n]) for other in rest)}
+    return found | {failure.quantity: str(failure) for failure in failed[:1]}

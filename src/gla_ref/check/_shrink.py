@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +18,7 @@ PLAIN = (
     ("strides", "contiguous"),
     ("other", ""),
     ("size", 1.0),
+    ("loud", None),
     ("pull", 1.0),
     ("scale", None),
     ("strength", 1.0),
@@ -23,6 +27,7 @@ PLAIN = (
     ("index", "int32"),
     ("frozen", False),
     ("loss", "both"),
+    ("zeros", False),
     ("past", 9),
     ("state", False),
 )
@@ -56,12 +61,19 @@ def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
     return case
 
 
+def imported(fn: Callable) -> str:
+    """The line that imports fn in another process, and under which name; empty where none does."""
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__":
+        return ""
+    names = (name for name, x in vars(module).items() if x is fn)
+    return next((f"from {module.__name__} import {name}" for name in names), "")
+
+
 def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, **options) -> str:
     """Lines of Python that run that case, and as a comment whence fn comes if it cannot be imported."""
-    name, module = getattr(fn, "__qualname__", "<object>"), getattr(fn, "__module__", None)
-    source = f"from {module} import {name}"
-    if not name.isidentifier():
-        name, source = "fn", "# fn: the function that was checked"
+    source = imported(fn)
+    name, source = (source.split()[-1], source) if source else ("fn", "# fn: the function that was checked")
     named = "".join(f", {n}={value!r}" for n, value in options.items())
     lines = [
         "import torch",
@@ -73,3 +85,14 @@ def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, *
     whole = (re.sub("'[^']*'", lambda m: m[0].replace(" ", "\0"), line) for line in lines)
     wrapper = textwrap.TextWrapper(76, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     return "\n".join(wrapper.fill(line) for line in whole).replace("\0", " ")
+
+
+def right_alone(lines: str, seconds: float) -> bool:
+    """Whether a fresh Python process, which these lines of a reproduction run in, calls the kernel right."""
+    path = os.pathsep.join(x or os.getcwd() for x in sys.path)
+    options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "text": True, "timeout": seconds}
+    try:
+        said = subprocess.run([sys.executable, "-c", lines], **options, check=False).stdout
+    except subprocess.TimeoutExpired:
+        return False
+    return said.partition("\n")[0].endswith(": right")

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["JUDGES", "Open", "Verdict", "Wrong", "check", "exercise"]
+__all__ = ["JUDGES", "QUESTIONS", "Open", "Verdict", "Wrong", "check", "exercise", "load"]
 
 Kind = Literal["predict", "derive", "implement"]
 
 #: label -> (kind, judge), filled by the modules
 JUDGES: dict[str, tuple[Kind, Callable[[Any], None]]] = {}
+#: label -> what makes the question, for exercises that only predict; it is data, by which a page can judge too
+QUESTIONS: dict[str, Callable[[], Any]] = {}
 
 
 class Wrong(Exception):
@@ -60,6 +62,12 @@ def exercise(label: str, kind: Kind) -> Callable:
     return register
 
 
+def load() -> None:
+    """Import all judges."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+
+
 def check(label: str, answer: object = ...) -> Verdict:
     """Judge an answer to an exercise of the book.
 
@@ -73,8 +81,7 @@ def check(label: str, answer: object = ...) -> Verdict:
     Raises:
         ValueError: no exercise has this label.
     """
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+    load()
     if label not in JUDGES:
         raise ValueError(f"label: expected one of {sorted(JUDGES)}, got {label!r}")
     kind, judge = JUDGES[label]

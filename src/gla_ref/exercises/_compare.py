@@ -1,10 +1,8 @@
 """What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 16)."""
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -139,86 +137,3 @@ def hold(
                 raise Wrong(f"{name} is {x:.4g} instead of {y:.4g} for the arguments {given}.")
             if not close(x, y):
                 raise Wrong(locate(name, axis, x, y))
-
-
-def number(x: Any) -> float:
-    """A number of the reader's; Wrong if it is none, Open if it is still missing."""
-    if x is ...:
-        raise Open("Your turn: one of the answers is still missing.")
-    try:
-        return float(x)
-    except (TypeError, ValueError):
-        raise Wrong(f"Expected a number, got {x!r}.") from None
-
-
-def same(x: Any, y: Any, tolerance: float) -> bool:
-    if isinstance(y, (list, tuple)):
-        return len(x) == len(y) and all(same(a, b, tolerance) for a, b in zip(x, y, strict=True))
-    if y is ... or isinstance(y, str):
-        return y is ... or x == y
-    return math.isclose(x, y, rel_tol=1e-9 if isinstance(y, int) else tolerance, abs_tol=1e-9)
-
-
-def expect(answer: Any, right: Any, mistakes: Sequence[tuple[Any, str]], hint: str, tolerance: float = 1e-3) -> None:
-    """Hold a predicted number, word or list of them against the right one; name the mistake behind a wrong one.
-
-    Args:
-        answer: the reader's.
-        right: a number, a word, or a list of them.
-        mistakes: pairs of what a mistake leads to and the sentence that names it; `...` in a list
-            is anything.
-        hint: what to say about any other wrong answer.
-        tolerance: the relative error that a number may have where the right one is a float.
-
-    Raises:
-        Wrong: with one of the sentences, or what was expected instead.
-        Open: a part of the list is still missing.
-    """
-    answer = answer.tolist() if hasattr(answer, "tolist") else answer
-    many = isinstance(right, (list, tuple))
-    if many != isinstance(answer, (list, tuple)) or (many and len(answer) != len(right)):
-        kind = f"a list of {len(right)}" if many else f"one {_kind(right)}"
-        size = f" of {len(answer)}" if isinstance(answer, (list, tuple)) else ""
-        raise Wrong(f"Expected {kind}, got {type(answer).__name__}{size}.")
-    pairs = list(zip(answer, right, strict=True)) if many else [(answer, right)]
-    for x, y in pairs:
-        if x is ...:
-            raise Open("Your turn: one of the answers is still missing.")
-        if not isinstance(x, _KINDS[_kind(y)]):
-            raise Wrong(f"Expected a {_kind(y)}, got {type(x).__name__}.")
-    if same(answer, right, tolerance):
-        return
-    for wrong, sentence in mistakes:
-        if same(answer, wrong, tolerance):
-            raise Wrong(sentence)
-    first = next((n for n, (x, y) in enumerate(pairs, 1) if not same(x, y, tolerance)), 1)
-    raise Wrong(f"Answer {first} of {len(pairs)} is not right. {hint}" if many else hint)
-
-
-def choose(answer: Any, right: Any, why: dict[Any, str]) -> None:
-    """Hold a choice of several, like "ac" or [1, 3], against the right one.
-
-    Args:
-        answer: a string of letters, or a list or set.
-        right: the same.
-        why: every option -> the sentence that says why it belongs to the choice, or does not.
-
-    Raises:
-        Wrong: with the sentence of the first option that is missing or too much.
-    """
-    given = answer = answer.tolist() if hasattr(answer, "tolist") else answer
-    answer = [x for x in answer.lower() if x not in " ,"] if isinstance(answer, str) else answer
-    if not isinstance(answer, (list, tuple, set)) or not set(answer) <= set(why):
-        kind = "" if isinstance(right, str) else " as a list"
-        raise Wrong(f"Expected some of {', '.join(map(str, why))}{kind}, got {given!r}.")
-    for option, sentence in why.items():
-        if (option in answer) != (option in right):
-            excess = "does not belong to it" if option in answer else "is missing"
-            raise Wrong(f"{option} {excess}. {sentence}")
-
-
-_KINDS = {"word": str, "number": Real, "list": (list, tuple)}
-
-
-def _kind(x: Any) -> str:
-    return next(name for name, kind in _KINDS.items() if isinstance(x, kind))

@@ -7,13 +7,14 @@ from torch.nn import functional as F
 
 from ..gates import segment_sum
 from . import Wrong, exercise
-from ._compare import draw, expect, hold, number, variants
+from ._compare import draw, hold, variants
+from ._predict import Part, Question, ask, near, number, numbers, rules
 
 PAIRS = [(5, 6), (21, 37), (24, 31)]  # (j, i), counted from 0, in a chunk of 64
 
 
-@exercise("ex-adaptive-level", "predict")
-def level(answer):
+@ask("ex-adaptive-level")
+def level():
     def where(level, border=lambda i, n: i >> n << n):
         return [[n, border(i, n)] for n, i in ((level(j, i), i) for j, i in PAIRS)]
 
@@ -42,11 +43,26 @@ def level(answer):
             "The distance does not decide: two neighbours may meet at a border of any level.",
         ),
     ]
-    lists = list, tuple
-    if not isinstance(answer, lists) or not all(isinstance(x, lists) for x in answer):
-        raise Wrong("Expected a list of three pairs (level, border), such as [(0, 6), ...].")
+
+    def read(answer):
+        lists = list, tuple
+        if not isinstance(answer, lists) or [len(x) if isinstance(x, lists) else 0 for x in answer] != [2, 2, 2]:
+            raise Wrong("Expected a list of three pairs (level, border), such as [(0, 6), ...].")
+        return [number(x) for pair in answer for x in pair]
+
+    def place(pairs):
+        return tuple(near(x) for pair in pairs for x in pair)
+
     hint = "The highest bit in which i and j differ is the level; m is i with all lower bits 0."
-    expect([list(map(number, x)) for x in answer], where(highest), mistakes, hint)
+    return Question(
+        [Part(f"{j} and {i}: {name}") for j, i in PAIRS for name in ("level", "border m")],
+        rules(
+            place(where(highest)),
+            [(place(wrong), why) for wrong, why in mistakes],
+            {2 * n: f"Answer {n + 1} of 3 is not right. {hint}" for n in range(3)},
+        ),
+        read,
+    )
 
 
 @exercise("ex-adaptive-range", "derive")
@@ -102,8 +118,8 @@ def channels(answer):
     hold(answer, [(q, k, mild), (q, k, strong)], _exact, variants(_scores, mistakes), {"P": "T T"})
 
 
-@exercise("ex-adaptive-small", "predict")
-def small(answer):
+@ask("ex-adaptive-small")
+def small():
     ln2 = math.log(2)
     mistakes = [
         (14 * ln2, "That is the exponent of the query; the chunk decays by twice as much."),
@@ -114,4 +130,4 @@ def small(answer):
         (126 * 2 * ln2, "2^-126 is where float32 and bfloat16 begin to lose digits."),
     ]
     hint = "The last query has the factor e^(b_C / 2); set it to 2^-14."
-    expect(answer, 2 * 14 * ln2, mistakes, hint, tolerance=0.01)
+    return numbers("nats", 2 * 14 * ln2, mistakes, hint, tolerance=0.01)

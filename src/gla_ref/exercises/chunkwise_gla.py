@@ -8,24 +8,25 @@ from torch.nn import functional as F
 from .. import gla
 from ..gates import decay_from_start, decay_to_end
 from . import exercise
-from ._compare import choose, draw, hold, one_head, reverse_sum, variants
-from ._predict import predict
+from ._compare import draw, hold, one_head, reverse_sum, variants
+from ._predict import ask, choice, predict
 
 
-@exercise("ex-twolevel-anchor", "predict")
-def anchor(answer):
+@ask("ex-twolevel-anchor")
+def anchor():
     before = "The writer 16 gets the exponent b_{0} - b_16: minus the gates of tokens {1} to 16, positive."
     after = "The reader 17 gets the exponent b_17 - b_{0}: minus the gates of tokens 18 to {0}, positive."
     between = "It lies between all writers j <= 16 and all readers i >= 17: no exponent is positive."
     why = {z: before.format(z, z + 1) for z in (1, 15)}
     why |= {16: between, 17: between + " The reader 17 itself gets 0."}
     why |= {z: after.format(z) for z in (18, 32)}
-    choose([answer] if isinstance(answer, int) else answer, [16, 17], why)
+    return choice("Anchors z", [16, 17], why)
 
 
 WALK, LOG, CHUNKS = "recurrent", "parallel_log", "chunkwise"
 predict(
     "ex-twolevel-extremes",
+    ["chunkwise, C = 1", "chunkwise, C = T", "chunkwise_two_level, c = C"],
     [WALK, LOG, CHUNKS],
     [
         ([LOG, WALK, CHUNKS], "The first two are exchanged: in a chunk of one token there is nothing but the state."),
@@ -35,6 +36,7 @@ predict(
     ],
     "Expected three names of recurrent, parallel, parallel_log, scan and chunkwise. "
     "For each: which pairs of tokens meet through the state, and which in log space?",
+    options=[WALK, "parallel", LOG, "scan", CHUNKS],
 )
 
 

@@ -5,7 +5,8 @@ import math
 import torch
 
 from . import exercise
-from ._compare import draw, expect, hold
+from ._compare import draw, hold
+from ._predict import ask, numbers
 
 
 @exercise("ex-decode-crossing", "derive")
@@ -23,8 +24,8 @@ def crossing(answer):
     hold(answer, cases, lambda K, V, e: 4 * K * V / (e * (K + V)), mistakes, {"T": ""})
 
 
-@exercise("ex-decode-batch", "predict")
-def batch(answer):
+@ask("ex-decode-batch")
+def batch():
     one = 8 * 16 * 128 * 128  # bytes of a sequence: its state, read and written
     right = math.ceil(40e-6 * 4e12 / one)
     mistakes = [
@@ -34,11 +35,13 @@ def batch(answer):
         (right - 1, "That many are not quite enough: round up."),
         (1, "One state takes half a microsecond, and the host forty."),
     ]
-    expect(answer, right, mistakes, "Sequences times 8 K V bytes times heads, over the rate, are 40 microseconds.")
+    return numbers(
+        "sequences", right, mistakes, "Sequences times 8 K V bytes times heads, over the rate, are 40 microseconds."
+    )
 
 
-@exercise("ex-decode-bfloat16", "predict")
-def low_state(answer):
+@ask("ex-decode-bfloat16")
+def low_state():
     x = torch.tensor(3.0, dtype=torch.bfloat16)
     for _ in range(1000):
         x = (x.float() * 0.999).to(torch.bfloat16)
@@ -48,7 +51,8 @@ def low_state(answer):
         (3 - 2**-6, "The first step would have to reach the next smaller number, and it is less than half way there."),
         (1.5, "A half-life is 693 tokens in exact arithmetic; what does 3 times 0.999 round to in bfloat16?"),
     ]
-    expect(answer, x.item(), mistakes, "The numbers of bfloat16 between 2 and 4 are 2^-6 apart.", tolerance=1e-4)
+    hint = "The numbers of bfloat16 between 2 and 4 are 2^-6 apart."
+    return numbers("the entry after 1000 tokens", x.item(), mistakes, hint, tolerance=1e-4)
 
 
 def _accepted(S, k, v, g, m, seen=None, to=None, whole=None):

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..kernels import find_device
 from ..rounding import error
 from . import Open, Wrong, exercise
-from ._compare import call, choose, expect, hold
+from ._compare import call, hold
+from ._predict import choose, predict
 
 GUARD = 4096  # numbers before, between and after a kernel's tensors, which no program may touch
 NAN, UNWRITTEN = 0x7FC00000, 0x7FC5A5A5  # float32 bit by bit: of the guards; of a result that nobody has written
@@ -109,22 +110,20 @@ def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-@exercise("ex-first-grid", "predict")
-def grid(answer):
-    """1000 numbers in blocks of 256: four programs, and 24 places of the last one beyond the end."""
-    expect(
-        answer,
-        [4, 24, 1000],
-        [
-            ([3, ..., ...], "Three programs of 256 reach number 767 only. Round up."),
-            ([1000, ..., ...], "A program has a whole block of 256 numbers."),
-            ([4, 232, ...], "232 is how many numbers the last program does have."),
-            ([4, 0, ...], "4 x 256 is 1024, more than 1000."),
-            ([4, 24, 1024], "What the mask leaves out is neither read nor written."),
-            ([4, 24, 256], "That is what one program writes; all of them together?"),
-        ],
-        "Count blocks of 256 until they hold 1000 numbers. What is left over in the last one?",
-    )
+predict(
+    "ex-first-grid",
+    ["programs", "places where the mask is false", "numbers stored"],
+    [4, 24, 1000],  # four programs of 256, and 24 places of the last one beyond the end
+    [
+        ([3, ..., ...], "Three programs of 256 reach number 767 only. Round up."),
+        ([1000, ..., ...], "A program has a whole block of 256 numbers."),
+        ([4, 232, ...], "232 is how many numbers the last program does have."),
+        ([4, 0, ...], "4 x 256 is 1024, more than 1000."),
+        ([4, 24, 1024], "What the mask leaves out is neither read nor written."),
+        ([4, 24, 256], "That is what one program writes; all of them together?"),
+    ],
+    "Count blocks of 256 until they hold 1000 numbers. What is left over in the last one?",
+)
 
 
 @exercise("ex-first-sum", "implement")
@@ -159,21 +158,19 @@ def partial_sums(answer):
     )
 
 
-@exercise("ex-first-compile", "predict")
-def compiled_again(answer):
-    """A version for each dtype, constant and hint; none for values, contents and grids."""
-    choose(
-        answer,
-        "bce",
-        {
-            "a": "2048 is a multiple of 16 like 4096: the version with that promise serves both.",
-            "b": "1000 is no multiple of 16, so the version for 4096 promises too much and cannot be used.",
-            "c": "BLOCK is a tl.constexpr: it decides how many numbers a thread has, and so the code.",
-            "d": "What stands in the tensors is read when the kernel runs.",
-            "e": "A pointer to 16-bit numbers needs other loads and other additions.",
-            "f": "A kernel never knows how many programs there are until it asks for it.",
-        },
-    )
+choose(
+    "ex-first-compile",
+    "Calls that need other code",
+    "bce",  # a version for each dtype, constant and hint; none for values, contents and grids
+    {
+        "a": "2048 is a multiple of 16 like 4096: the version with that promise serves both.",
+        "b": "1000 is no multiple of 16, so the version for 4096 promises too much and cannot be used.",
+        "c": "BLOCK is a tl.constexpr: it decides how many numbers a thread has, and so the code.",
+        "d": "What stands in the tensors is read when the kernel runs.",
+        "e": "A pointer to 16-bit numbers needs other loads and other additions.",
+        "f": "A kernel never knows how many programs there are until it asks for it.",
+    },
+)
 
 
 @exercise("ex-first-offsets", "derive")

@@ -10,6 +10,7 @@ from ._predict import predict
 
 predict(
     "ex-flash-rows",
+    "queries a tile",
     256,  # 2 b / e = b FLOPs a byte in bf16 must reach the ridge of 206: 256 as a power of two
     [
         (128, "A tile of 128 does 128 FLOPs a byte in bf16, and the chip does 206 in that time."),
@@ -24,6 +25,7 @@ predict(
 
 predict(
     "ex-flash-order",
+    ["shortest first", "longest first"],
     [6, 5],  # two processors, programs of 1, 2, 3, 4 steps: 6 shortest first, 5 longest first
     [
         ([5, 6], "The other way round: the program that begins last should be a short one."),

@@ -10,6 +10,7 @@ from ._predict import predict
 
 predict(
     "ex-fla-programs",
+    ["fused walk", "second stage, materialised", "walk over segments"],
     [32, 4096, 128],  # B H V / B_V = 32 walks; times T / C = 128 chunks, or T / L = 4 segments
     [
         ([16, ..., ...], "Columns of V are independent, too: two tiles of 64 columns a head."),
@@ -28,6 +29,7 @@ RIDGE = 989e12 / 4.8e12  # FLOPs in the time of one byte, the chapter's chip
 C = 2 * RIDGE - 128  # e ridge - d
 predict(
     "ex-fla-chunk",
+    ["length of a chunk", "bytes a token, relative to C = 64"],
     [C, 1.0],  # the bytes a token do not depend on C
     [
         ([RIDGE - 128, ...], "Numbers have e = 2 bytes: (C + d) / e must be the ridge."),

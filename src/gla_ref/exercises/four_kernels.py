@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 from .. import gla_chunk_fuse as fuse
 from ..gates import decay_from_start, decay_to_end
-from . import Wrong, exercise
-from ._compare import draw, hold, number, reverse_sum, variants
-from ._predict import predict
+from . import exercise
+from ._compare import draw, hold, reverse_sum, variants
+from ._predict import RIGHT, Part, Question, ask, number, predict
 
 SMALL, _, WALK, _ = (math.prod(s.grid) for s in fuse.steps(B=2, T=100, H=3, K=80, V=160) if s.grid)
 GRIDS = [
@@ -22,6 +22,7 @@ GRIDS = [
 ]
 predict(
     "ex-fuse-grid",
+    ["kernel 1", "kernel 2", "kernel 3", "kernel 4"],
     [SMALL, SMALL, WALK, SMALL],
     [([n, n, m, n], sentence) for n, m, sentence in GRIDS],
     "Blocks of channels times chunks times heads of all sequences; for the walk, blocks of rows "
@@ -58,17 +59,21 @@ def moved(NK: int, T: int, C: int, V: int) -> int:
     return scores + inner + (4 * NK + 4) * o + 10 * o + 6 * o  # sum over blocks, add, to bfloat16
 
 
-@exercise("ex-fuse-sum", "predict")
-def total(answer):
+@ask("ex-fuse-sum")
+def total():
     NK, C, T, V = 4, 16, 2048, 512
     least = fuse.steps(B=1, T=T, H=1, K=64 * NK, V=V, C=C)[-1].bytes
-    times, answer = moved(NK, T, C, V) / least, number(answer)
-    if answer < 1.2:
-        raise Wrong("That would need a single kernel: PyTorch's operators hand over in memory.")
-    if answer < times - 0.5:
-        raise Wrong("More: each of sum, addition and rounding reads and writes o, and v is copied.")
-    if not answer < times + 0.5:
-        raise Wrong("Less: the largest, the parts of o, are read once; what follows is smaller.")
+    times = moved(NK, T, C, V) / least
+    return Question(
+        [Part("times the least")],
+        [
+            (((times - 0.5, times + 0.5),), RIGHT),
+            (((-math.inf, 1.2),), "That would need a single kernel: PyTorch's operators hand over in memory."),
+            (((-math.inf, times),), "More: each of sum, addition and rounding reads and writes o, and v is copied."),
+            ((None,), "Less: the largest, the parts of o, are read once; what follows is smaller."),
+        ],
+        lambda answer: [number(answer)],
+    )
 
 
 @exercise("ex-fuse-one", "derive")

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from .. import gla, simple_gla
 from . import Wrong, exercise
-from ._compare import draw, expect, hold, one_head, variants
+from ._compare import draw, hold, one_head, variants
+from ._predict import Part, Question, ask, rules
 
 
 def _seen(first: set[int], second: set[int], own: bool = True) -> list[list[int]]:
@@ -23,11 +24,20 @@ def _seen(first: set[int], second: set[int], own: bool = True) -> list[list[int]
     return [[j + 1 for j in range(4) if row[j] > 0] for row in o]
 
 
-@exercise("ex-gates-reset", "predict")
-def reset(answer):
-    groups = isinstance(answer, (list, tuple)) and len(answer) == 4
-    if not groups or not all(isinstance(x, (list, tuple, set)) for x in answer):
-        raise Wrong("Expected a list of four lists of tokens, such as [[1], [1, 2], [3], [4]].")
+@ask("ex-gates-reset")
+def reset():
+    def flags(lists):  # of four lists of tokens, what each of them holds
+        return [float(t in tokens) for tokens in lists for t in (1, 2, 3, 4)]
+
+    def read(answer):
+        groups = isinstance(answer, (list, tuple)) and len(answer) == 4
+        if not groups or not all(isinstance(x, (list, tuple, set)) and set(x) <= {1, 2, 3, 4} for x in answer):
+            raise Wrong("Expected a list of four lists of tokens, such as [[1], [1, 2], [3], [4]].")
+        return flags(answer)
+
+    def place(lists):
+        return tuple((x, x) for x in flags(lists))
+
     mistakes = [
         (
             _seen({2}, {4}, own=False),
@@ -40,7 +50,12 @@ def reset(answer):
         "Follow each channel by itself: a reset empties it, then every token writes to it. "
         "A value reaches an output if at least one channel still holds it."
     )
-    expect([sorted(x) for x in answer], _seen({2}, {4}), mistakes, hint)
+    others = {4 * n: f"Answer {n + 1} of 4 is not right. {hint}" for n in range(4)}
+    return Question(
+        [Part(f"o{n} contains", {f"v{x}": 1 for x in "₁₂₃₄"}, many=True) for n in "₁₂₃₄"],
+        rules(place(_seen({2}, {4})), [(place(wrong), why) for wrong, why in mistakes], others),
+        read,
+    )
 
 
 @exercise("ex-gates-bias", "derive")

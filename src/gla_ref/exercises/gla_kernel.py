@@ -4,11 +4,12 @@ import torch
 
 from ..gates import decay_to_end
 from . import exercise
-from ._compare import choose, draw, expect, hold
+from ._compare import draw, hold
+from ._predict import ask, choice, numbers
 
 
-@exercise("ex-kernel-grid", "predict")
-def grid(answer):
+@ask("ex-kernel-grid")
+def grid():
     tiles, heads, chunks = 128 // 64, 4, 65536 // 64
     segments = 16
     right = [tiles * heads, chunks, tiles * heads * segments, chunks // segments]
@@ -20,11 +21,12 @@ def grid(answer):
         ([right[0], right[1], right[2], chunks], "A program of a segment walks through its own 4096 tokens only."),
     ]
     hint = "Programs: columns / 64 times heads times segments. Rounds: tokens of a segment / 64."
-    expect(answer, right, mistakes, hint)
+    names = ["programs", "rounds", "programs, by segments", "rounds, by segments"]
+    return numbers(names, right, mistakes, hint)
 
 
-@exercise("ex-adaptive-difference", "predict")
-def difference(answer):
+@ask("ex-adaptive-difference")
+def difference():
     units = {n: torch.finfo(getattr(torch, n)).eps / 2 for n in ("float32", "float16", "bfloat16")}
     (noise,) = draw(4, (64, 500))
     g = -(noise.abs().clamp(max=1) / 16).float()
@@ -39,7 +41,7 @@ def difference(answer):
         for name, unit in units.items()
     }
     hidden = [name for name, unit in units.items() if worst < unit]
-    choose([answer] if isinstance(answer, str) else answer, hidden, why)
+    return choice("Formats that hide the error", hidden, why)
 
 
 @exercise("ex-kernel-tiles", "derive")

@@ -1,11 +1,14 @@
 """Judges of the exercises on gradients in closed form (chapter 15)."""
 
+import math
+
 from torch.nn import functional as F
 
 from .. import simple_gla
 from ..gla_backward import backward
 from . import Wrong, exercise
-from ._compare import call, close, draw, expect, hold, locate, number, results, reverse_sum
+from ._compare import call, close, draw, hold, locate, results, reverse_sum
+from ._predict import RIGHT, Part, Question, ask, near, number, numbers
 
 
 @exercise("ex-gradients-first", "derive")
@@ -27,8 +30,8 @@ def first(answer):
     hold(answer, [case], lambda *_: found.dg[:, 0], mistakes, {"dg_1": "B H K"})
 
 
-@exercise("ex-gradients-stored", "predict")
-def stored(answer):
+@ask("ex-gradients-stored")
+def stored():
     q, k, v, do, noise = draw(11, *5 * [(1, 512, 1, 8)])
     found = backward(q, k, v, F.logsigmoid(noise) / 16, do)
     dq, dk = (x.bfloat16().double() for x in (found.dq, found.dk))
@@ -43,7 +46,8 @@ def stored(answer):
         ("much larger", "Each number is rounded once, as each operand of a product is."),
     ]
     hint = 'Expected one of "much smaller", "about as large" and "much larger".'
-    expect(answer, "about as large", mistakes, hint)
+    options = ["much smaller", "about as large", "much larger"]
+    return numbers("The error is", "about as large", mistakes, hint, options=options)
 
 
 @exercise("ex-gradients-scalar", "implement")
@@ -123,16 +127,22 @@ def same(answer):
         raise Wrong(f"Other factors are rounded. {locate('dg', 'T K', found, want)}")
 
 
-@exercise("ex-gradients-chunk", "predict")
-def chunk(answer):
-    if not isinstance(answer, (list, tuple)) or len(answer) != 2:
-        raise Wrong("Expected two factors: that of the error and that of the states' bytes.")
-    error, states = map(number, answer)
-    if states > 1:
-        raise Wrong("The states' bytes: longer chunks have fewer states.")
-    if abs(states - 1 / 16) > 1e-9:
-        raise Wrong("The states' bytes: one state and one gradient for each chunk.")
-    if error > 6:
-        raise Wrong("The error: errors of either sign partly cancel, n add up to about sqrt(n).")
-    if not error >= 2:
-        raise Wrong("The error: a longer chunk adds and takes away more pairs.")
+@ask("ex-gradients-chunk")
+def chunk():
+    def read(answer):
+        if not isinstance(answer, (list, tuple)) or len(answer) != 2:
+            raise Wrong("Expected two factors: that of the error and that of the states' bytes.")
+        return [number(x) for x in answer]
+
+    error, states = (2.0, 6.0), near(1 / 16, 1e-9)  # errors grow by about the root of 16
+    return Question(
+        [Part("factor of the error"), Part("factor of the states' bytes")],
+        [
+            ((error, states), RIGHT),
+            ((None, (1.0, math.inf)), "The states' bytes: longer chunks have fewer states."),
+            (((6.0, math.inf), states), "The error: errors of either sign partly cancel, n add up to about sqrt(n)."),
+            ((None, states), "The error: a longer chunk adds and takes away more pairs."),
+            ((None, None), "The states' bytes: one state and one gradient for each chunk."),
+        ],
+        read,
+    )

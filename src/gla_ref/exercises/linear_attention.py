@@ -8,6 +8,7 @@ from ._predict import predict
 
 predict(
     "ex-linear-rank",
+    ["t = 3", "t = 6", "t = 100"],
     [3, 5, 5],  # min(t, K, V) with K = 8, V = 5
     [
         ([1, ..., ...], "One token writes a matrix of rank 1. The sum of three has a higher rank."),
@@ -23,6 +24,7 @@ predict(
 
 predict(
     "ex-linear-capacity",
+    "pairs, for the error 1/2",
     17,  # sqrt((N - 1) / 64) = 1 / 2
     [
         (16, "Almost: the pair that is asked for does not disturb itself, so N - 1 others do."),

@@ -4,10 +4,11 @@ import torch
 
 from . import exercise
 from ._compare import draw, hold
-from ._predict import choice, predict
+from ._predict import choose, predict
 
-choice(
+choose(
     "ex-online-first",
+    "Rows that give not-a-number",
     "be",  # the first score as reference fails where another one is 88.7 larger
     {
         "a": "Only differences count: the exponents are 0 and 1.",
@@ -21,6 +22,7 @@ choice(
 
 predict(
     "ex-online-rescale",
+    ["b = 1", "b = 2", "b = 4"],
     [3, 2, 1],  # the maximum rises at 4, 5, 9; in tiles of two at 4, 9; in tiles of four at 9
     [
         ([4, 3, 2], "The first tile finds nothing: there is no old sum to shrink yet."),

@@ -1,6 +1,7 @@
 """Judges of the exercises on GLA in parallel (chapter 10)."""
 
 import math
+import sys
 
 import torch
 from torch.nn import functional as F
@@ -8,31 +9,36 @@ from torch.nn import functional as F
 from .. import gla
 from ..gates import decay_from_start
 from . import Wrong, exercise
-from ._compare import close, draw, hold, number, one_head, reverse_sum, variants
+from ._compare import draw, hold, one_head, reverse_sum, variants
+from ._predict import RIGHT, Part, Question, ask, number
 
 
 def _final(k, v, g):
     return one_head(gla.recurrent, k, k, v, g)[1][0, 0]
 
 
-@exercise("ex-parallel-padding", "predict")
-def padding(answer):
-    if not isinstance(answer, dict) or set(answer) != set("kvg"):
-        raise Wrong("Expected dict(k=..., v=..., g=...), a number for each of the three.")
-    key, value, gate = (number(answer[n]) for n in "kvg")
-    if math.isnan(gate) or not math.isfinite(key + value) or gate > 0:
-        raise Wrong("k and v have to be finite numbers, and a log gate is at most 0.")
-    k, v, g = draw(0, (5, 3), (5, 4), (5, 3))
-    tokens = k, v, -g.abs()
-    pads = zip(tokens, (key, value, gate), strict=True)
-    if close(_final(*(F.pad(x, (0, 0, 0, 3), value=n) for x, n in pads)), _final(*tokens)):
-        return
-    if gate == -math.inf:
-        raise Wrong("A gate of -inf clears the state: all that was written is lost at the first pad.")
-    if gate < 0:
-        factor = f"exp({gate:g}) = {math.exp(gate):.3g}"
-        raise Wrong(f"Every token of padding multiplies the state by {factor}: it fades.")
-    raise Wrong("The padding writes: at each of its tokens k^T v is added to the state.")
+@ask("ex-parallel-padding")
+def padding():
+    """Nothing may be written, by k or by v, and nothing may decay."""
+
+    def read(answer):
+        if not isinstance(answer, dict) or set(answer) != set("kvg"):
+            raise Wrong("Expected dict(k=..., v=..., g=...), a number for each of the three.")
+        return [number(answer[n]) for n in "kvg"]
+
+    zero, reset = (0.0, 0.0), (-math.inf, -math.inf)
+    finite, decay = (-sys.float_info.max, sys.float_info.max), (-math.inf, 0.0)
+    rules = [
+        ((zero, finite, zero), RIGHT),
+        ((finite, zero, zero), RIGHT),
+        ((finite, finite, zero), "The padding writes: at each of its tokens k^T v is added to the state."),
+        ((finite, finite, reset), "A gate of -inf clears the state: all that was written is lost at the first pad."),
+        ((finite, finite, decay), "Every token of padding multiplies the state by e^g, less than 1: it fades."),
+        ((None, None, None), "k and v have to be finite numbers, and a log gate is at most 0."),
+    ]
+    numbers = {"0": 0.0, "1": 1.0}
+    gates = {"0": 0.0, "−1": -1.0, "−∞": -math.inf}
+    return Question([Part("k", numbers), Part("v", numbers), Part("g", gates)], rules, read)
 
 
 def _from_state(q, b, d, S, rows=1.0, columns=1.0):

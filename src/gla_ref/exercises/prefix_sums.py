@@ -9,10 +9,11 @@ from gla_ref.prefix_sum import blelloch, hillis_steele
 
 from . import exercise
 from ._compare import call, draw, hold, results, variants
-from ._predict import choice, predict
+from ._predict import choose, predict
 
 predict(
     "ex-prefix-sqrt",
+    ["C", "depth", "additions"],
     [64, 126, 8064],  # C = sqrt T, depth 2 sqrt T - 2, work 2 T - 2 sqrt T, for T = 4096
     [
         ([12, ..., ...], "log2 T is the depth of a tree. Plain chunks cannot do it so fast."),
@@ -25,8 +26,9 @@ predict(
     "step 2 makes T - C.",
 )
 
-choice(
+choose(
     "ex-prefix-associative",
+    "Associative operators",
     "acdf",
     {
         "a": "The largest of three is the same in any grouping.",

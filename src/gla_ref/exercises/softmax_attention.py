@@ -6,7 +6,7 @@ from gla_ref import softmax_attention
 
 from . import exercise
 from ._compare import draw, hold, one_head, variants
-from ._predict import choice, predict
+from ._predict import choose, predict
 
 
 @exercise("ex-softmax-dominates", "derive")
@@ -24,6 +24,7 @@ def dominates(answer):
 
 predict(
     "ex-softmax-afterwards",
+    ["row 1", "row 2", "row 3", "row 4"],
     [1 / 8, 1 / 2, 5 / 8, 1.0],  # what is left of a softmax over all keys: 1/8, 3/6, 5/8, 1
     [
         ([1, 1, 1, 1], "That is the sum before the mask: part of it went to the future."),
@@ -38,8 +39,9 @@ predict(
 )
 
 SAME = "It reads places 1 to {}, and the new order stays within them: the same set, the same sums."
-choice(
+choose(
     "ex-softmax-order",
+    "Outputs that change",
     [1, 2],  # only the outputs whose set of tokens changes
     {
         1: "It reads one place only, and another token stands there now.",

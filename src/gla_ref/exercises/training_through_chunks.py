@@ -5,7 +5,8 @@ import torch
 from gla_ref import linear_attention
 
 from . import exercise
-from ._compare import draw, expect, hold
+from ._compare import draw, hold
+from ._predict import ask, numbers, predict
 
 
 @exercise("ex-fla-flip", "implement")
@@ -52,12 +53,12 @@ def flip(answer):
     )
 
 
-@exercise("ex-fla-traffic", "predict")
-def traffic(answer):
+@ask("ex-fla-traffic")
+def traffic():
     """Three walks 6 (K + V), two passes 5 (K + V), one walk 4 K + 3 V numbers a token, in bf16."""
     three, two, one = 12 * (256 + 128), 10 * (256 + 128), 2 * (4 * 256 + 3 * 128)
-    expect(
-        answer,
+    return numbers(
+        ["three walks", "two passes", "one walk"],
         [three, two, one],
         [
             ([three // 2, two // 2, one // 2], "These are numbers: in bf16 each has two bytes."),
@@ -97,18 +98,16 @@ def scale(answer):
     )
 
 
-@exercise("ex-fla-bits", "predict")
-def bits(answer):
-    """32768 / 64 = 512 = 2^9: 9 bits lost of float32's 24, and 2^-24 of the large is 2^-15 of the small."""
-    expect(
-        answer,
-        [512, 9, 15],
-        [
-            ([32768, ..., ...], "The early state holds 64 tokens itself."),
-            ([..., 512, ...], "That is the ratio. How many bits is it? Take the logarithm to base 2."),
-            ([..., ..., 24], "Of the large state 24 bits are right, but the early state begins 9 bits further down."),
-            ([..., ..., 14], "24 - 9 = 15."),
-            ([..., ..., 9], "These bits are lost. How many of the 24 are left?"),
-        ],
-        "The state grows in proportion to its tokens; each doubling is a bit.",
-    )
+predict(
+    "ex-fla-bits",
+    ["ratio", "bits lost", "bits left"],
+    [512, 9, 15],  # 32768 / 64 = 2^9: 9 bits lost of float32's 24, and 2^-24 of the large is 2^-15 of the small
+    [
+        ([32768, ..., ...], "The early state holds 64 tokens itself."),
+        ([..., 512, ...], "That is the ratio. How many bits is it? Take the logarithm to base 2."),
+        ([..., ..., 24], "Of the large state 24 bits are right, but the early state begins 9 bits further down."),
+        ([..., ..., 14], "24 - 9 = 15."),
+        ([..., ..., 9], "These bits are lost. How many of the 24 are left?"),
+    ],
+    "The state grows in proportion to its tokens; each doubling is a bit.",
+)

@@ -4,6 +4,6 @@ Each module holds one function that returns an :class:`Explorable`. Python draws
 picture; the page's script only swaps one drawing for another, so no formula exists twice.
 """
 
-from ._explorable import WIDTH, Choice, Explorable, Frame, Slider
+from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
 
-__all__ = ["WIDTH", "Choice", "Explorable", "Frame", "Slider"]
+__all__ = ["WIDTH", "Choice", "Explorable", "Frame", "Key", "Question", "Slider"]

@@ -4,12 +4,13 @@ import functools
 import hashlib
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["WIDTH", "Choice", "Explorable", "Frame", "Slider"]
+__all__ = ["WIDTH", "Choice", "Explorable", "Frame", "Key", "Question", "Slider"]
 
 #: units across a picture; text of 13 units is then legible on a phone
 WIDTH = 400
@@ -32,8 +33,24 @@ class Slider(NamedTuple):
 class Frame(NamedTuple):
     """One state of the picture."""
 
-    pieces: Sequence[str]  # SVG, drawn in this order
+    pieces: Sequence[str]  # SVG, drawn in this order; a part of `_svg.part` explains itself when it is pointed at
     readout: str  # what it shows, in words and numbers
+
+
+class Key(NamedTuple):
+    """A line of the legend: a class of `_svg`, what it stands for, and the shape that has it."""
+
+    kind: str
+    words: str
+    shape: str = "tile"  # or "line" or "dot"
+
+
+class Question(NamedTuple):
+    """What to guess before moving anything; each answer is met with a sentence."""
+
+    words: str
+    right: str
+    answers: Mapping[str, str]
 
 
 @dataclass(repr=False)
@@ -51,6 +68,9 @@ class Explorable:
             :class:`Frame` for every combination; a slider's list may be shorter than its values.
         height: units, where the picture is `WIDTH` units wide.
         start: the index of each control's first value.
+        legend: every colour and every dashed outline of the picture.
+        question: to answer before moving anything.
+        play: the slider that the buttons move; by default the last control.
 
     Raises:
         ValueError: frames and controls do not fit together.
@@ -63,6 +83,9 @@ class Explorable:
     frames: Sequence
     height: int
     start: Sequence[int]
+    legend: Sequence[Key] = ()
+    question: Question | None = None
+    play: int = -1
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.controls):
@@ -73,6 +96,10 @@ class Explorable:
             if not 0 <= i < len(node):
                 raise ValueError(f"start: expected {control.label!r} in [0, {len(node)}), got {i}")
             node = node[i]
+        if not isinstance(self.controls[self.play], Slider):
+            raise ValueError(f"play: expected a slider, got {self.controls[self.play].label!r}")
+        if self.question and self.question.right not in self.question.answers:
+            raise ValueError(f"question: expected one of its answers, got {self.question.right!r}")
 
     def _check(self, node, controls) -> None:
         if not controls:
@@ -98,17 +125,21 @@ class Explorable:
 
         frames = encode(self.frames)
         labels = [[str(value) for value in control.values] for control in self.controls]
-        sent = {"pieces": list(pieces), "frames": frames, "labels": labels}
+        play = self.play % len(self.controls)
+        sent = {"pieces": list(pieces), "frames": frames, "labels": labels, "play": play}
         data = json.dumps(sent, ensure_ascii=False, separators=(",", ":"))
         data = data.replace("</", r"<\/")  # a string must not end the script
         first = functools.reduce(operator.getitem, self.start, self.frames)
         parts = {
-            "STYLE": _STYLE,
-            "SCRIPT": _SCRIPT,
+            "STYLE": STYLE,
+            "SCRIPT": script("pointing.js", "explorable.js"),
             "ID": "explorable-" + hashlib.sha256((self.title + data).encode()).hexdigest()[:8],
             "TITLE": escape(self.title),
             "NOTICE": escape(self.notice),
             "ALT": escape(self.alt),
+            "QUESTION": ask(self.question) if self.question else "",
+            "LEGEND": legend(self.legend),
+            "HINT": HINT if any("data-say" in piece for piece in pieces) else "",
             "CONTROLS": "".join(map(_control, self.controls, self.start)),
             "SIZE": f"{WIDTH} {self.height}",
             "PICTURE": "".join(first.pieces),
@@ -134,79 +165,69 @@ def _control(control: Choice | Slider, i: int) -> str:
     )
 
 
+HINT = "Point at a part of the picture, touch it, or use the arrow keys there: it says what it is."
+
+
+def ask(question: Question) -> str:
+    """A question with a button for each answer."""
+    buttons = []
+    for answer, why in question.answers.items():
+        said = escape(("Right. " if answer == question.right else "Not so. ") + why)
+        buttons.append(f'<button type="button" aria-pressed="false" data-why="{said}">{escape(answer)}</button>')
+    return (
+        f'<div class="explorable-question" role="group" aria-label="A guess" hidden><b>Guess first.</b> '
+        f'{escape(question.words)}<div class="explorable-answers">{"".join(buttons)}</div>'
+        f'<div class="explorable-verdict" aria-live="polite"></div></div>'
+    )
+
+
+def legend(keys: Sequence[Key]) -> str:
+    shapes = {
+        "tile": '<rect class="{}" x="2" y="1" width="16" height="12"/>',
+        "line": '<path class="{}" d="M0 7L20 7"/>',
+        "dot": '<circle class="{}" cx="10" cy="7" r="5"/>',
+    }
+    items = (
+        f'<li><svg viewBox="0 0 20 14" aria-hidden="true">{shapes[key.shape].format(key.kind)}</svg>'
+        f"{escape(key.words)}</li>"
+        for key in keys
+    )
+    return f'<ul class="explorable-legend">{"".join(items)}</ul>' if keys else ""
+
+
 _HTML = """<figure class="explorable" id="%ID%">
 <style>%STYLE%</style>
 <div class="explorable-title">%TITLE%</div>
-<div class="explorable-controls" hidden>%CONTROLS%</div>
-<div class="explorable-picture"><svg viewBox="0 0 %SIZE%" role="img" aria-label="%ALT%">%PICTURE%</svg></div>
+%QUESTION%
+<div class="explorable-controls" hidden>%CONTROLS%<div class="explorable-buttons"><button type="button">Step</button>
+<button type="button">Play</button><button type="button">Reset</button></div></div>
 <div class="explorable-readout" aria-live="polite">%READOUT%</div>
+<div class="explorable-picture" tabindex="0" role="group" aria-label="Picture"><svg viewBox="0 0 %SIZE%" role="img"
+aria-label="%ALT%">%PICTURE%</svg></div>
+<div class="explorable-told" aria-live="polite" hidden>%HINT%</div>
+%LEGEND%
 <script>%SCRIPT%</script>
 <figcaption>%NOTICE%</figcaption>
 </figure>"""
 
-# The same for every explorable: find the frame that the controls point at, and show it.
-_SCRIPT = """(() => {
-const {pieces, frames, labels} = %DATA%;
-for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
-  const controls = [...root.querySelectorAll("input, select")];
-  const draw = () => {
-    let node = frames;
-    controls.forEach((control, n) => {
-      if (control.type === "range") {
-        control.max = node.length - 1;
-        const label = labels[n][control.value];
-        control.setAttribute("aria-valuetext", label);
-        control.parentNode.querySelector("b").textContent = label;
-      }
-      node = node[control.value];
-    });
-    const [readout, ...shown] = node;
-    root.querySelector("svg").innerHTML = shown.map(i => pieces[i]).join("");
-    root.querySelector(".explorable-readout").textContent = readout;
-  };
-  root.dataset.live = "";
-  root.querySelector(".explorable-controls").hidden = false;
-  root.addEventListener("input", draw);
-  draw();
-}
-})();"""
+HERE = Path(__file__).parent
 
-# Light values, then the same names for the dark themes of the book, JupyterLab, Colab and VS Code.
-# The tiles' colours are light enough for dark text in both; everything else is the page's own ink.
-_STYLE = """
-.explorable { --ink: #1b1b1b; --grey: #8c96a3; --orange: #e69f00; --pink: #cc79a7; --blue: #0072b2;
-  --vermilion: #d55e00; --green: #009e73; --sky: #56b4e9; --pale-blue: #a6cee8; --pale-red: #f2a6a0;
-  --pale-grey: #d5dae0; --white: #fff; max-width: 34rem; margin: 1rem auto; color: inherit; text-align: left }
-:is(html[data-theme=dark], [data-jp-theme-light=false], html[theme=dark], .vscode-dark) .explorable {
-  --grey: #a3adba; --pink: #dd94bc; --blue: #4aa3df; --vermilion: #ff8a3d; --green: #2cc295; --white: #e8eaed }
-.explorable-title { font-weight: 600 }
-.explorable-controls:not([hidden]) { display: flex; flex-wrap: wrap; gap: .5rem 1.5rem; margin: .5rem 0 }
-.explorable-controls label { flex: 1 1 auto; display: flex; flex-wrap: wrap; align-items: center;
-  gap: .25rem .5rem; margin: 0 }
-.explorable-controls input { flex: 1 1 8rem; min-width: 8rem; min-height: 1.75rem; margin: 0;
-  accent-color: var(--blue); cursor: pointer }
-.explorable-controls select { font: inherit; padding: .15rem .3rem; cursor: pointer }
-.explorable-controls b { min-width: 1.5em }
-.explorable :is(b, text, .explorable-readout) { font-variant-numeric: tabular-nums }
-.explorable svg { display: block; width: 100%; height: auto; font-size: 13px }
-.explorable text { fill: currentColor; text-anchor: middle; dominant-baseline: central }
-.explorable text.start { text-anchor: start } .explorable text.end { text-anchor: end }
-.explorable text.on { fill: var(--ink) } .explorable text.strong { font-weight: 700 }
-.explorable :is(rect, circle, path) { fill: none; stroke: none }
-.explorable .edge { stroke: currentColor; stroke-width: .8 }
-.explorable [class*=line] { stroke-width: 2; stroke-linejoin: round }
-.explorable .line { stroke: currentColor; stroke-width: 1.2 } .explorable .dashed { stroke-dasharray: 4 3 }
-.explorable .ink { fill: var(--ink) } .explorable .hollow { stroke: var(--ink) }
-.explorable .faint { opacity: .45 } .explorable text.faint { opacity: .75 }
-%COLOURS%
-.explorable-readout { margin: .35rem 0; min-height: 3em; line-height: 1.5 }
-@media (max-width: 32rem) { .explorable-readout { min-height: 4.5em } }
-figure.explorable > figcaption { margin: 0; padding: 0; max-width: none; font-size: .9em }
-@media print { .explorable { break-inside: avoid } .explorable-controls:not([hidden]) { display: none } }
-""".replace(
-    "%COLOURS%",
-    "\n".join(
-        f".explorable .{name} {{ fill: var(--{name}) }} .explorable .line-{name} {{ stroke: var(--{name}) }}"
-        for name in "white grey orange pink blue vermilion green sky pale-blue pale-red pale-grey".split()
-    ),
+
+def script(*names: str) -> str:
+    """Files of this folder as one script, whose names nobody else sees."""
+    return "{\n" + "".join((HERE / name).read_text() for name in names) + "}"
+
+
+COLOURS = "white grey orange pink blue vermilion green sky pale-blue pale-red pale-grey".split()
+#: of all figures that can be moved
+STYLE = (
+    (HERE / "explorable.css")
+    .read_text()
+    .replace(
+        "%COLOURS%",
+        "\n".join(
+            f".explorable .{name} {{ fill: var(--{name}) }} .explorable .line-{name} {{ stroke: var(--{name}) }}"
+            for name in COLOURS
+        ),
+    )
 )

@@ -31,6 +31,19 @@ def path(points: list[Point], kind: str, *, closed: bool = False) -> str:
     return f'<path class="{kind}" d="M{d}{"Z" if closed else ""}"/>'
 
 
+def comb(xs: list[float], top: float, bottom: float, kind: str) -> str:
+    """Vertical lines at every x."""
+    d = "".join(f"M{_n(x)} {_n(top)}V{_n(bottom)}" for x in xs)
+    return f'<path class="{kind}" d="{d}"/>'
+
+
+def part(words: str, *pieces: str, choose: dict[int, int] | None = None) -> str:
+    """Pieces that say what they are when one points at them; a click sets controls, by their number, to a value."""
+    pairs = " ".join(f"{control}:{value}" for control, value in (choose or {}).items())
+    chosen = f' data-set="{pairs}"' if pairs else ""
+    return f'<g data-say="{escape(words)}"{chosen}>{"".join(pieces)}</g>'
+
+
 def arrow(start: Point, end: Point, kind: str = "line") -> str:
     """A straight arrow with an open head of 5 units."""
     (x0, y0), (x1, y1) = start, end

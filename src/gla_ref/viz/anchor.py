@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..gates import decay_from_start
-from ._explorable import Explorable, Frame, Slider
-from ._svg import circle, path, rect, text
+from ._explorable import Explorable, Frame, Key, Question, Slider
+from ._svg import circle, part, path, rect, text
 
 __all__ = ["anchor", "factors"]
 
@@ -74,10 +74,8 @@ def _frame(eighths: int, gate: float) -> Frame:
     pieces = [_axes(), _curve(q, "blue"), _curve(k, "vermilion")]
     for token, power, color in ((READER, read, "blue"), (WRITER, wrote, "vermilion")):
         if abs(power) <= MOST:
-            pieces.append(circle(_x(token), _y(power), 5, color))
-    y = TOP + TALL + 36
-    for x, color, name in ((LEFT, "blue", "on queries"), (LEFT + 140, "vermilion", "on keys")):
-        pieces += [path([(x, y), (x + 22, y)], f"line-{color}"), text(x + 28, y, name, "start")]
+            words = f"Token {token} {'reads' if color == 'blue' else 'wrote'}: its factor is {_power(power)}."
+            pieces.append(part(words, circle(_x(token), _y(power), 5, color)))
     return Frame(
         pieces,
         f"Largest factor {_power(most)}: {verdict}. Token {READER} reads token {WRITER} through "
@@ -99,6 +97,23 @@ def anchor() -> Explorable:
             Slider("log gate of every token", [f"−{gate:g}" for gate in GATES]),
         ),
         frames=[[_frame(n, gate) for gate in GATES] for n in EIGHTHS],
-        height=TOP + TALL + 50,
+        height=TOP + TALL + 24,
         start=(0, 5),
+        legend=(
+            Key("line-blue", "factor on queries", "line"),
+            Key("line-vermilion", "factor on keys", "line"),
+            Key("line-vermilion dashed", "largest number of a format", "line"),
+            Key("pale-red", "too large for every format"),
+            Key("pale-red faint", "too large for float16"),
+        ),
+        question=Question(
+            "Where must the anchor be for the largest factor to be as small as it can?",
+            "in the middle",
+            {
+                "at the start": "There no query's factor is above 1, and the last key's is the largest of all.",
+                "in the middle": "Then queries and keys share the decay evenly.",
+                "at the end": "There no key's factor is above 1, and the first query's is the largest of all.",
+            },
+        ),
+        play=0,
     )

@@ -6,8 +6,8 @@ import torch
 
 from .. import linear_attention
 from ..costs import cost
-from ._explorable import Explorable, Frame, Slider
-from ._svg import path, rect, text
+from ._explorable import Explorable, Frame, Key, Question, Slider
+from ._svg import part, path, rect, text
 
 __all__ = ["chunk_size"]
 
@@ -15,6 +15,13 @@ T, D = 64, 16
 LENGTHS = (1, 2, 4, 8, 16, 32, 64)
 LEFT, TOP, CELL = 8, 26, 3  # of the map
 NAME, VALUE = 224, 392  # edges of the bars
+MEANS = {
+    "matrix FLOPs": "all the arithmetic that is done in products of matrices",
+    "steps in a chain": "how many of them wait for the one before",
+    "FLOPs in a step": "what can be done at the same time",
+    "tensor bytes": "q, k, v and o, each moved once",
+    "state bytes": "a state written and read for each chunk",
+}
 
 
 def chunk_size() -> Explorable:
@@ -32,8 +39,23 @@ def chunk_size() -> Explorable:
         "bytes of tensors, bytes of states.",
         controls=(Slider("Chunk length C", LENGTHS),),
         frames=frames,
-        height=242,
+        height=224,
         start=(3,),
+        legend=(
+            Key("pale-blue", "scores, inside a chunk"),
+            Key("pale-red", "through the state"),
+            Key("blue", "of the largest (pale)"),
+            Key("pale-grey faint", "the largest of all C"),
+        ),
+        question=Question(
+            "From C = 1 to C = 16 the steps fall to a sixteenth. What do the FLOPs do?",
+            "less than double",
+            {
+                "less than double": "Up to the size of the head, the scores inside a chunk cost little.",
+                "sixteen times as many": "Only the blue part grows, and it is small at first.",
+                "stay the same": "The scores inside the chunks are new work.",
+            },
+        ),
     )
 
 
@@ -66,13 +88,9 @@ def _frame(C: int, row: dict[str, int], first: dict[str, int], largest: dict[str
     inter = _through_state(C)
     pieces = [
         text(LEFT, 10, "outputs ↓ by tokens →", "start"),
-        _stairs(range(1, T + 1), "pale-blue"),
-        _stairs(inter, "pale-red"),
+        part("Pairs inside a chunk: a score each, in a product of matrices.", _stairs(range(1, T + 1), "pale-blue")),
+        part("Pairs in different chunks: they meet through the state and have no score.", _stairs(inter, "pale-red")),
         text(LEFT + CELL * 46, TOP + CELL * 14, "future", "faint"),
-        rect(LEFT, 226, 12, 12, "pale-blue"),
-        text(LEFT + 18, 232, "scores", "start"),
-        rect(LEFT + 84, 226, 12, 12, "pale-red"),
-        text(LEFT + 102, 232, "through the state", "start"),
     ]
     for n in range(C, T, C):
         if C >= 4:  # a line for each chunk
@@ -80,10 +98,13 @@ def _frame(C: int, row: dict[str, int], first: dict[str, int], largest: dict[str
             pieces.append(path([(LEFT, y), (LEFT + CELL * (n + C), y)], "line faint"))
     for i, (name, value) in enumerate(row.items()):
         y = TOP + 40 * i
-        pieces.append(text(NAME, y, name, "start"))
-        pieces.append(text(VALUE, y, f"{value:,}", "end strong"))
-        pieces.append(rect(NAME, y + 10, VALUE - NAME, 9, "pale-grey faint"))
-        pieces.append(rect(NAME, y + 10, (VALUE - NAME) * value / largest[name], 9, "blue"))
+        bar = (
+            rect(NAME, y + 10, VALUE - NAME, 9, "pale-grey faint"),
+            rect(NAME, y + 10, (VALUE - NAME) * value / largest[name], 9, "blue"),
+            text(NAME, y, name, "start"),
+            text(VALUE, y, f"{value:,}", "end strong"),
+        )
+        pieces.append(part(f"{name}: {MEANS[name]}.", *bar))
     form = {1: "the recurrent form", T: "the parallel form"}.get(C, f"{T // C} chunks")
     ratio = row["matrix FLOPs"] / first["matrix FLOPs"]
     share = sum(inter) / (T * (T + 1) / 2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ..costs import cost
-from ._explorable import WIDTH, Choice, Explorable, Frame, Slider
-from ._svg import circle, path, rect, text
+from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import circle, part, path, rect, text
 
 __all__ = ["LAYERS", "TOKENS", "decode_memory", "kept"]
 
@@ -57,10 +57,13 @@ def _frame(layer: str, T: int) -> Frame:
     pieces = _axes()
     for sizes, now, color in ((cache, a, "vermilion"), (state, b, "blue")):
         points = [(_x(n), _y(size)) for n, size in zip(TOKENS, sizes, strict=True)]
-        pieces += [path(points, f"line-{color}"), circle(_x(T), _y(now), 5, color)]
-    y = TOP + TALL + 36
-    for x, color, name in ((LEFT, "vermilion", "KV cache"), (LEFT + 130, "blue", "state")):
-        pieces += [path([(x, y), (x + 22, y)], f"line-{color}"), text(x + 28, y, name, "start")]
+        words = (
+            "The KV cache: every token adds a key and a value."
+            if color == "vermilion"
+            else "The state: always as large."
+        )
+        pieces.append(path(points, f"line-{color}"))
+        pieces.append(part(f"{words} After {T:,} tokens {_size(now)}.", circle(_x(T), _y(now), 5, color)))
     times = f"{a / b:.4g} times the state" if a >= b else f"the state is {b / a:.4g} times as much"
     return Frame(pieces, f"After {T:,} tokens: the cache is {_size(a)}, the state {_size(b)}; {times}.")
 
@@ -75,6 +78,15 @@ def decode_memory() -> Explorable:
         "they cross after about a hundred or several hundred tokens.",
         controls=(Choice("layer", list(LAYERS)), Slider("tokens so far", [f"{T:,}" for T in TOKENS])),
         frames=[[_frame(layer, T) for T in TOKENS] for layer in LAYERS],
-        height=TOP + TALL + 50,
+        height=TOP + TALL + 24,
         start=(0, 9),
+        legend=(Key("line-vermilion", "KV cache", "line"), Key("line-blue", "state", "line")),
+        question=Question(
+            "After sixteen tokens, which of the two is larger?",
+            "the state",
+            {
+                "the cache": "Sixteen keys and values are little yet. The state has its full size from the start.",
+                "the state": "It has its full size from the first token on. The cache overtakes it later.",
+            },
+        ),
     )

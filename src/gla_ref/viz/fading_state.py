@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import gla
-from ._explorable import Choice, Explorable, Frame, Slider
-from ._svg import path, rect, text
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import part, path, rect, text
 
 __all__ = ["KINDS", "fading_state", "log_gates", "states", "wanted", "wrong"]
 
@@ -70,22 +70,24 @@ def _y(row: int) -> float:
 
 
 def _squares(S: Tensor, left: float) -> list[str]:
-    """A number as the area of a square: blue above 0, red below."""
+    """A number as the area of a square: blue above 0, orange below."""
     pieces = []
     for row in range(K):
         for column in range(V):
             x, y = left + CELL * column, _y(row)
-            pieces.append(rect(x, y, CELL, CELL, "edge faint"))
+            cell = [rect(x, y, CELL, CELL, "edge faint")]
             side = (CELL - 2) * min(1, abs(S[row, column].item()) / TOPICS) ** 0.5
             if side > 0.5:
                 kind = "blue" if S[row, column] > 0 else "vermilion"
-                pieces.append(rect(x + (CELL - side) / 2, y + (CELL - side) / 2, side, side, kind))
+                cell.append(rect(x + (CELL - side) / 2, y + (CELL - side) / 2, side, side, kind))
+            number = f"{S[row, column].item():.2g}".replace("-", "−")
+            pieces.append(part(f"Row {row + 1}, column {column + 1}: {number}", *cell))
     return pieces
 
 
 def _ground() -> str:
     pieces = [text(8, 21, "token", "start")]
-    heads = ((GATES + 20, "gate"), (HELD + 2 * CELL, "the state"), (RIGHT + 2 * CELL, "what it should be"))
+    heads = ((GATES + 20, "gate"), (HELD + 2 * CELL, "the state, 6 × 4"), (RIGHT + 2 * CELL, "as it should be"))
     pieces += [text(x, TOP - 16, name) for x, name in heads]
     pieces += [
         text(8, _y(1) + CELL / 2, "lasting", "start"),
@@ -132,7 +134,7 @@ def fading_state() -> Explorable:
         frames.append([_frame(kind, t, S[t], alpha) for t in range(T + 1)])
     return Explorable(
         title="What should a memory forget?",
-        notice="A square's area is the size of a number, blue above zero and red below; a grey bar is the part of a "
+        notice="A square's area is the size of a number, blue above zero and orange below; a grey bar is the part of a "
         "row that is kept before the write. Without a gate old topics pile up. A constant fades them, and the lasting "
         "facts too. Only a gate with a number for each channel, which looks at the token, clears the old topic and "
         "keeps the lasting facts.",
@@ -142,4 +144,21 @@ def fading_state() -> Explorable:
         frames=frames,
         height=TOP + CELL * K + GAP + 6,
         start=(1, 8),
+        legend=(
+            Key("orange", "token in turn"),
+            Key("pale-grey", "read before"),
+            Key("grey", "kept of the row"),
+            Key("blue", "above 0"),
+            Key("vermilion", "below 0"),
+            Key("line", "row written now"),
+        ),
+        question=Question(
+            "Which gate can drop the old topic and keep the lasting facts?",
+            "a number a channel",
+            {
+                "a constant": "It fades everything alike, the lasting facts too.",
+                "a number a token": "When it clears the old topic, it clears the lasting facts with it.",
+                "a number a channel": "It clears some rows and leaves the others alone.",
+            },
+        ),
     )

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import gates, gla, rounding
-from ._explorable import Choice, Explorable, Frame, Slider
-from ._svg import circle, path, rect, text
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import circle, part, path, rect, text
 
 __all__ = ["exponents", "gate_strength", "measured", "one_product"]
 
@@ -113,7 +113,9 @@ def _panel(form: str, dtype: torch.dtype) -> str:
     if form != "one ratio for the sequence":
         for x in (LEFT + WIDE * t / T for t in range(C, T, C)):
             pieces.append(path([(x, y), (x, y + PANEL)], "edge faint"))
-    return "".join(pieces) + text(LEFT, y - 11, form, "start strong")
+    limits = " to ".join("2" + str(round(power)).translate(RAISED) for power in (low, high))
+    words = f"{form}: on grey, from {limits}, the format has all of its digits; red is infinity."
+    return part(words, *pieces) + text(LEFT, y - 11, form, "start strong")
 
 
 def _curves(form: str, gate: float, dtype: torch.dtype) -> str:
@@ -137,17 +139,13 @@ def _curves(form: str, gate: float, dtype: torch.dtype) -> str:
     return "".join(lines + dots)
 
 
-def _legend(y: float) -> str:
+def _tokens(y: float) -> str:
     pieces = [text(LEFT + WIDE * (t - 0.5) / T, y + 11, t) for t in (1, *range(C, T + 1, C))]
-    for x, kind, name in ((LEFT, "q", "factor on q"), (LEFT + 130, "k", "factor on k")):
-        pieces.append(path([(x, y + 33), (x + 22, y + 33)], COLORS[kind]))
-        pieces.append(text(x + 28, y + 33, name, "start"))
-    pieces.append(circle(LEFT + 266, y + 33, 4, "vermilion"))
-    return "".join(pieces) + text(LEFT + 276, y + 33, "too large", "start")
+    return "".join(pieces)
 
 
 def _frame(name: str, gate: float, forms: list[str]) -> Frame:
-    dtype, pieces, errors = DTYPES[name], [_legend(TOPS[forms[-1]] + PANEL)], []
+    dtype, pieces, errors = DTYPES[name], [_tokens(TOPS[forms[-1]] + PANEL)], []
     for form in forms:
         error = measured(form, gate, dtype)
         said = f"error {error:.0e}".replace("-", "−")  # where no line breaks
@@ -170,8 +168,25 @@ def _frame(name: str, gate: float, forms: list[str]) -> Frame:
 
 
 NOTICE = (
-    "What decides is a format's range of exponents (grey), not its digits: bfloat16 and float32 give up at the same "
-    "gates, float16 far earlier."
+    "Upwards, the size of a factor in powers of two; the error is the largest of an output, over their rms. What "
+    "decides is a format's range of exponents (grey), not its digits: bfloat16 and float32 give up at the same gates, "
+    "float16 far earlier."
+)
+
+
+_RANGE = Question(
+    "float32 has three times the digits of bfloat16. Does it bear stronger gates?",
+    "no",
+    {"yes": "Digits do not help: what runs out is the range.", "no": "Both have the same range of exponents."},
+)
+_LEVELS = Question(
+    "Which of the three forms bears a gate of any strength?",
+    "two levels",
+    {
+        "one ratio": "Its factor on k grows with everything that was forgotten since the first token.",
+        "one product": "It bears more than the ratio, but its factors still grow with a chunk's decay.",
+        "two levels": "None of its factors is above 1.",
+    },
 )
 
 
@@ -198,6 +213,14 @@ def gate_strength(*, ratio_only: bool = False) -> Explorable:
         f"{T} tokens, on top of the range of the number format, with the error of the form.",
         controls=(Choice("format", list(DTYPES)), Slider("log gate of every token", [f"−{gate:g}" for gate in GATES])),
         frames=[[_frame(name, gate, forms) for gate in GATES] for name in DTYPES],
-        height=TOPS[forms[-1]] + PANEL + 44,
+        height=TOPS[forms[-1]] + PANEL + 24,
         start=(1, 7 if ratio_only else 8),  # at 7 the ratio is still right: the next step breaks it
+        legend=(
+            Key("line-blue", "factor on q", "line"),
+            Key("line-vermilion", "factor on k", "line"),
+            Key("vermilion", "too large from here on", "dot"),
+            Key("pale-grey faint", "what the format holds"),
+            Key("pale-red faint", "infinity"),
+        ),
+        question=_RANGE if ratio_only else _LEVELS,
     )

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._explorable import WIDTH, Choice, Explorable, Frame, Slider
-from ._svg import rect, text
+from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import part, rect, text
 
 __all__ = ["WAYS", "Move", "kernel_walk", "walk"]
 
@@ -84,7 +84,7 @@ def walk(way: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, lis
 PITCH, LEFT = 40, 44  # of the tiles in memory
 ROWS = {"q": 24, "k": 50, "v": 76, "o": 102, "S": 134, "D": 160}  # their tops
 NAMES = {"D": "Δ"}
-CHIP, BARS = 216, 340  # tops of the programs and of the byte counters
+CHIP, BARS = 216, 312  # tops of the programs and of the byte counters
 LOADED, STORED, KEPT = "pale-blue", "orange", "pink"
 
 
@@ -101,13 +101,25 @@ def _memory(done: list[Move], now: list[Move]) -> list[str]:
             pieces.append(text(16, y + 11, NAMES.get(tensor, tensor)))
         for n in range(N + state):
             x, width = LEFT + PITCH * n - 13 * state, 22 if state else PITCH - 4
+            tile = []
             if n in there:
-                pieces.append(rect(x, y, width, 22, moving.get((tensor, n), "pale-grey")))
+                tile.append(rect(x, y, width, 22, moving.get((tensor, n), "pale-grey")))
             elif not state:
-                pieces.append(rect(x, y, width, 22, "edge"))
+                tile.append(rect(x, y, width, 22, "edge"))
             if loads[tensor, n]:
-                pieces.append(text(x + width / 2, y + 11, loads[tensor, n], "on"))
+                tile.append(text(x + width / 2, y + 11, loads[tensor, n], "on"))
+            if tile:
+                pieces.append(part(_told(tensor, n), *tile))
     return pieces
+
+
+def _told(tensor: str, n: int) -> str:
+    """What a tile of memory is."""
+    if tensor == "D":
+        return f"What the segment that ends with chunk {n} adds to the state, {K} × {V} numbers in float32."
+    if tensor == "S":
+        return f"The state after {n} chunks, {K} × {V} numbers."
+    return f"{tensor} of chunk {n + 1}: {C} tokens × {V if tensor in 'vo' else K} numbers of 2 bytes."
 
 
 def _chip(now: list[Move]) -> list[str]:
@@ -124,8 +136,6 @@ def _chip(now: list[Move]) -> list[str]:
         for i, (name, kind) in enumerate(tiles):
             x, y = LEFT + PITCH * p + 2 + 17 * (i % 2), CHIP + 2 + 26 * (i // 2)
             pieces += [rect(x, y, 15, 24, kind), text(x + 7.5, y + 12, NAMES.get(name, name), "on")]
-    for x, kind, name in ((44, LOADED, "loaded"), (140, STORED, "stored"), (236, KEPT, "only on the chip")):
-        pieces += [rect(x, CHIP + 94, 12, 12, kind), text(x + 18, CHIP + 100, name, "start")]
     return pieces
 
 
@@ -198,4 +208,21 @@ def kernel_walk() -> Explorable:
         frames=frames,
         height=BARS + 46,
         start=(0, 3),
+        legend=(
+            Key(LOADED, "loaded now"),
+            Key(STORED, "stored now"),
+            Key(KEPT, "only on the chip"),
+            Key("pale-grey", "in memory"),
+            Key("edge", "not made yet"),
+            Key("vermilion", "the least that must move"),
+        ),
+        question=Question(
+            "Which way loads every key and every value only once?",
+            "fused",
+            {
+                "fused": "One program has the state in hand all the way.",
+                "materialised": "It reads them for the states, and again for the outputs.",
+                "segmented": "It reads them for what a segment adds, and again on the walk.",
+            },
+        ),
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ._explorable import Explorable, Frame, Slider
-from ._svg import arrow, circle, path, rect, text
+from ._explorable import Explorable, Frame, Key, Question, Slider
+from ._svg import arrow, circle, part, path, rect, text
 
 __all__ = ["levels", "meet"]
 
@@ -20,15 +20,23 @@ def meet(j: int, i: int) -> tuple[int, int]:
 X, Y, SIZE = 26, 8, 17  # the map's corner; a pair of tokens
 
 
+def _tokens(first: int, n: int) -> str:
+    return f"token {first}" if n == 1 else f"tokens {first} to {first + n - 1}"
+
+
 def _map() -> str:
     pieces = []
     for level, color in enumerate(COLORS):
         half = 2**level
         for m in range(half, C, 2 * half):
-            pieces.append(rect(X + SIZE * (m - half), Y + SIZE * m, SIZE * half, SIZE * half, color))
-            pieces.append(rect(X + SIZE * (m - half), Y + SIZE * m, SIZE * half, SIZE * half, "edge"))
+            block = [
+                rect(X + SIZE * (m - half), Y + SIZE * m, SIZE * half, SIZE * half, color),
+                rect(X + SIZE * (m - half), Y + SIZE * m, SIZE * half, SIZE * half, "edge"),
+            ]
             if level:
-                pieces.append(text(X + SIZE * (m - half / 2), Y + SIZE * (m + half / 2), level, "on"))
+                block.append(text(X + SIZE * (m - half / 2), Y + SIZE * (m + half / 2), level, "on"))
+            words = f"Level {level}: {_tokens(m, half)} read {_tokens(m - half, half)}; they meet at {m}."
+            pieces.append(part(words, *block, choose={0: m - 1, 1: m - 1}))
     for t in range(C):
         pieces.append(rect(X + SIZE * t, Y + SIZE * t, SIZE, SIZE, "grey"))
         pieces += [text(X - 4, Y + SIZE * (t + 0.5), t, "end")]
@@ -75,11 +83,28 @@ def levels() -> Explorable:
     return Explorable(
         title="Where do two tokens meet?",
         notice="Every pair below the diagonal lies in exactly one block, and every block is one matrix product. Its "
-        "upper right corner (red) is the border: keys decay up to it, queries from it on, and no factor is above 1.",
+        "upper right corner (the dot) is the border: keys decay up to it, queries from it on, and no factor is above "
+        "1.",
         alt="The lower triangle of 16 by 16 pairs, cut into one square of eight tokens, two of four, four of two and "
         "eight of one. The square of the chosen pair is outlined.",
         controls=(Slider("reader", range(1, C)), Slider("writer", range(C - 1))),
         frames=[[_frame(j, i) for j in range(i)] for i in range(1, C)],
         height=Y + SIZE * C + 42,
         start=(6, 2),
+        legend=(
+            *(Key(f"{color} edge", f"level {level}") for level, color in enumerate(COLORS)),
+            Key("grey", "a token and itself"),
+            Key("ink", "the pair", "dot"),
+            Key("vermilion", "where it meets", "dot"),
+            Key("line-vermilion", "how key and query decay", "line"),
+        ),
+        question=Question(
+            "Tokens 7 and 8 are neighbours. On which level do they meet?",
+            "3",
+            {
+                "0": "That is where 6 and 7 meet. Between 7 and 8 lies the border of the largest block.",
+                "1": "That is where 5 and 6 meet. Between 7 and 8 lies the border of the largest block.",
+                "3": "0111 and 1000 differ in the highest bit: what counts is the border between them.",
+            },
+        ),
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from ._explorable import Choice, Explorable, Frame, Slider
-from ._svg import path, rect, text
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import comb, part, path, rect, text
 
 __all__ = ["WAYS", "Program", "multiprocessors", "schedule"]
 
@@ -57,45 +58,104 @@ def schedule(way: str, heads: int) -> list[Program]:
     return programs
 
 
-LEFT, TOP, ROW, UNIT = 26, 24, 36, 1.4
+LEFT, TOP, ROW, UNIT, TALL = 26, 24, 36, 1.4, 30
 KINDS = {"outputs": "pale-blue", "states": "orange", "carry": "pink"}
+#: what a program of chapter 7 is called, beside its way
+CALLED = {"one long walk": "fused", "segments": "segmented", "every state first": "materialised"}
+MOMENT = 10  # units of time between two pictures
+DOES = {"outputs": "makes outputs", "states": "adds up states", "carry": "passes states on"}
+#: tiles of a chunk: what a program moves before the next thin line
+TILES = {("one long walk", "outputs"): CHUNK, ("segments", "states"): WRITES, ("segments", "outputs"): CHUNK}
+TILES |= {("every state first", "states"): WRITES + STATE, ("every state first", "outputs"): CHUNK + STATE}
 
 
-def _frame(way: str, heads: int) -> Frame:
-    programs, alone = schedule(way, heads), max(p.stop for p in schedule(WAYS[0], heads))
-    end = max(p.stop for p in programs)
-    pieces = [text(LEFT, 10, "a row for each multiprocessor, over time", "start")]
-    for p in range(P):
-        y = TOP + ROW * p
-        pieces += [text(13, y + 15, p + 1), rect(LEFT, y, UNIT * end, 30, "pale-grey")]
+def _bars(way: str, programs: list[Program]) -> str:
+    """A bar for each program, cut into its chunks."""
+    pieces = []
     for m, start, stop, makes, head in programs:
         x, y, width = LEFT + UNIT * start, TOP + ROW * m, UNIT * (stop - start)
-        pieces.append(rect(x, y, width, 30, f"{KINDS[makes]} edge"))
+        step = UNIT * TILES.get((way, makes), stop - start)
+        cuts = [x + step * n for n in range(1, int(width / step))]
+        bar = [rect(x, y, width, TALL, f"{KINDS[makes]} edge")]
+        bar += [comb(cuts, y + 22, y + TALL, "edge faint")] if cuts else []
         if width > 44:
-            pieces.append(text(x + width / 2, y + 15, f"head {head}", "on"))
+            bar.append(text(x + width / 2, y + 12, f"head {head}", "on"))
+        words = f"Head {head}, {start:g} to {stop:g}: {DOES[makes]}."
+        pieces.append(part(words, *bar))
+    return "".join(pieces)
+
+
+def _row(way: str, heads: int) -> list[Frame]:
+    """A frame for each moment, until all is done."""
+    programs, alone = schedule(way, heads), max(p.stop for p in schedule(WAYS[0], heads))
+    end, bars = max(p.stop for p in programs), _bars(way, programs)
+    ground = [text(LEFT, 10, "a row for each multiprocessor, over time", "start")]
+    for p in range(P):
+        y = TOP + ROW * p
+        ground += [text(13, y + 15, p + 1), rect(LEFT, y, UNIT * end, TALL, "pale-grey")]
     x = LEFT + UNIT * alone
-    pieces.append(path([(x, TOP - 4), (x, TOP + ROW * P)], "line dashed"))
-    y = TOP + ROW * P + 12
-    for left, kind, name in ((26, "pale-blue", "outputs"), (108, "orange", "states"), (184, "pink", "carry")):
-        pieces += [rect(left, y, 12, 12, kind), text(left + 18, y + 6, name, "start")]
-    pieces += [rect(252, y, 12, 12, "pale-grey"), text(270, y + 6, "nothing to do", "start")]
-    busy = sum(p.stop - p.start for p in programs) / (P * end)
-    words = f"{heads} head{'s' * (heads > 1)}, {way}: done after {end:g} units of time (8 KiB moved each), "
-    words += f"{end / alone:.2f} times the long walk's {alone:g}" if way != WAYS[0] else "marked by the dashed line"
-    return Frame(pieces, f"{words}. {busy:.0%} of the chip is at work on average.")
+    ground = "".join([*ground, path([(x, TOP - 4), (x, TOP + ROW * P)], "line dashed")])
+    return [
+        _frame(way, heads, programs, t, end, alone, ground, bars) for t in range(0, math.ceil(end) + MOMENT, MOMENT)
+    ]
+
+
+def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
+    """What is done at time t in full colours, what is to come pale."""
+    x, name = LEFT + UNIT * min(t, end), f"until-{WAYS.index(way)}-{heads}-{t}"
+    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{TOP + ROW * P}"/></clipPath>'
+    now = path([(x, TOP - 6), (x, TOP + ROW * P)], "line-vermilion")
+    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    work = sum(p.stop - p.start for p in programs)
+    words = f"{heads} head{'s' * (heads > 1)}, {CALLED[way]}"
+    if t >= end:
+        words += f": done after {end:g} units of time (8 KiB moved each), "
+        words += f"{end / alone:.2f} times the long walk's {alone:g}" if way != WAYS[0] else "marked by the dashed line"
+        return Frame(pieces, f"{words}. {work / (P * end):.0%} of the chip is at work on average.")
+    busy = [p for p in programs if p.start <= t < p.stop]
+    done = sum(min(p.stop, t) - min(p.start, t) for p in programs)
+    what = " and ".join(sorted({DOES[p.makes].split(maxsplit=1)[1] for p in busy}))
+    return Frame(
+        pieces,
+        f"{words}, after {t} units of time: {len(busy)} of {P} multiprocessors at work ({what}), "
+        f"{done:g} of {work:g} tiles moved.",
+    )
 
 
 def multiprocessors() -> Explorable:
     """One text of few heads on a small chip: a program a head, a program a segment, or all states first."""
+    frames = [[_row(way, heads) for heads in HEADS] for way in WAYS]
+    most = max(len(row) for way in frames for row in way)
     return Explorable(
         title="Four multiprocessors share a text",
-        notice="Each bar is a program, as long as what it has to load and store. One head in one walk leaves three "
-        "multiprocessors idle. Segments use all four, although they read keys and values twice. With three heads and "
-        "more the long walk ends first.",
+        notice="Each bar is a program, as long as what it has to load and store; thin marks are its chunks. One head "
+        "in one walk leaves three multiprocessors idle. Segments use all four, although they read keys and values "
+        "twice. With three heads and more the long walk ends first.",
         alt="A row for each of four multiprocessors, with bars for the programs that it runs one after the other, "
-        "coloured by what they make; the rest of the row is grey.",
-        controls=(Choice("Way", WAYS), Slider("Heads", HEADS)),
-        frames=[[_frame(way, heads) for heads in HEADS] for way in WAYS],
-        height=TOP + ROW * P + 34,
-        start=(0, 0),
+        "coloured by what they make; what lies right of the line of the present is pale.",
+        controls=(
+            Choice("Way", [f"{way} ({CALLED[way]})" for way in WAYS]),
+            Slider("Heads", HEADS),
+            Slider("time", range(0, most * MOMENT, MOMENT)),
+        ),
+        frames=frames,
+        height=TOP + ROW * P + 6,
+        start=(0, 0, 5),
+        legend=(
+            Key("pale-blue edge", "outputs"),
+            Key("orange edge", "states"),
+            Key("pink edge", "states passed on"),
+            Key("pale-grey", "nothing to do"),
+            Key("line-vermilion", "now", "line"),
+            Key("line dashed", "when the long walk ends", "line"),
+        ),
+        question=Question(
+            "One head, four multiprocessors. How much sooner are four segments done than one long walk?",
+            "about twice",
+            {
+                "four times": "Keys and values are read twice, and the states must be passed on in between.",
+                "about twice": "All four work, but on more: keys and values are read twice.",
+                "not at all": "The reading twice costs less than three idle multiprocessors.",
+            },
+        ),
     )

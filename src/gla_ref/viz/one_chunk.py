@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._explorable import WIDTH, Explorable, Frame, Slider
-from ._svg import rect, text
+from ._explorable import WIDTH, Explorable, Frame, Key, Question, Slider
+from ._svg import part, rect, text
 
 __all__ = ["Step", "one_chunk", "walk"]
 
@@ -73,7 +73,19 @@ PLACES = {
     "x": (6, 124, 80, 40), "r": (98, 124, 80, 12), "P": (190, 124, 40, 40), "o": (282, 124, 40, 40),
     "S": (352, 34, 40, 80),
 }  # fmt: skip
-INPUTS, BARS = "gqkv", 196
+BARS = 196
+#: what a tile is
+WHAT = {
+    "g": f"log gates, {C} tokens × {K} channels",
+    "q": f"queries, {C} × {K}",
+    "k": f"keys, {C} × {K}",
+    "v": f"the values' columns of this program, {C} × {V}",
+    "x": f"exponents about the anchor, {C} × {K}",
+    "r": f"the anchor, a number for each of {K} channels",
+    "P": f"scores of the chunk's own pairs, {C} × {C}",
+    "o": f"outputs, {C} × {V}",
+    "S": f"the columns of the state, {K} × {V}, which stay in registers",
+}
 
 
 def _tiles(now: Step, there: set[str]) -> list[str]:
@@ -85,8 +97,9 @@ def _tiles(now: Step, there: set[str]) -> list[str]:
     for name, (x, y, width, height) in PLACES.items():
         kind = "orange" if name in now.makes else "pale-blue" if name in now.reads else "pale-grey"
         scaled = "′" if name in "qkS" and f"{name}′" in there else ""
-        pieces.append(rect(x, y, width, height, kind if name in there else "edge"))
-        pieces.append(text(x + width / 2, y + height / 2, name + scaled, "on" if name in there else ""))
+        tile = rect(x, y, width, height, kind if name in there else "edge")
+        letter = text(x + width / 2, y + height / 2, name + scaled, "on" if name in there else "")
+        pieces.append(part(f"{name}{scaled}: {WHAT[name]}.", tile, letter))
     return pieces
 
 
@@ -102,8 +115,6 @@ def _bars(done: list[Step], every: list[Step]) -> list[str]:
             rect(80, y, 220, 18, "edge"),
             text(WIDTH - 8, y + 9, shown, "end"),
         ]
-    for x, kind, name in ((80, "orange", "made now"), (180, "pale-blue", "read now"), (280, "pale-grey", "there")):
-        pieces += [rect(x, BARS + 58, 12, 12, kind), text(x + 18, BARS + 64, name, "start")]
     return pieces
 
 
@@ -128,6 +139,23 @@ def one_chunk() -> Explorable:
         "read and some are made; two bars count products and bytes.",
         controls=(Slider("step", range(1, len(steps) + 1)),),
         frames=frames,
-        height=BARS + 76,
+        height=BARS + 54,
         start=(3,),
+        legend=(
+            Key("orange", "made now"),
+            Key("pale-blue", "read now"),
+            Key("pale-grey", "there"),
+            Key("edge", "not there yet"),
+            Key("sky", "products so far"),
+            Key("grey", "moved so far"),
+        ),
+        question=Question(
+            "What goes back to the memory at the end of a chunk?",
+            "o alone",
+            {
+                "o and the state": "The state stays in the registers until the last chunk.",
+                "o alone": "All else was needed on the chip only.",
+                "o and the scores": "The scores are used once, on the chip, and dropped.",
+            },
+        ),
     )

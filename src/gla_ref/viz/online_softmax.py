@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import softmax
-from ._explorable import WIDTH, Choice, Explorable, Frame, Slider
-from ._svg import circle, path, rect, text
+from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import circle, part, path, rect, text
 
 __all__ = ["online_softmax"]
 
@@ -39,6 +39,24 @@ def online_softmax() -> Explorable:
         frames=frames,
         height=304,
         start=(1, 3),
+        legend=(
+            Key("blue", "score that was read", "dot"),
+            Key("edge", "not read yet", "dot"),
+            Key("line-blue", "running maximum m", "line"),
+            Key("orange edge", "the tile in turn"),
+            Key("grey edge", "earlier tiles"),
+            Key("line dashed", "before the maximum rose: what the factor takes away"),
+            Key("pale-grey edge", "kept between tiles"),
+        ),
+        question=Question(
+            "A score comes that is larger than all before it. What happens to the sum d′ that was kept?",
+            "one factor shrinks it",
+            {
+                "one factor shrinks it": "All of its terms had the same m, so all shrink alike.",
+                "it is added up anew": "The keys are gone; but all of their terms shrink alike, so one factor will do.",
+                "it stays": "Its terms are relative to the old maximum: they must shrink before new ones join.",
+            },
+        ),
     )
 
 
@@ -92,7 +110,8 @@ def _frame(x, kept, tiles, said, added=True) -> Frame:
     for j, x_j in enumerate(x):
         middle = _column(j) + COLUMN / 2
         pieces.append(text(middle, BASE + 14, j + 1, "faint"))
-        pieces.append(circle(middle, _height(x_j), 4.5, "blue" if j < keys.stop else "edge"))
+        dot = circle(middle, _height(x_j), 4.5, "blue" if j < keys.stop else "edge")
+        pieces.append(part(f"Key {j + 1}: its score is x = {x_j:.2f}, its value {tuple(VALUES[j])}.", dot))
     for j, x_j in enumerate(x[: keys.stop if added else keys.start]):
         pieces.append(_bar(j, x_j, m, "orange edge" if j in keys else "grey edge"))
         if m > kept[0]:
@@ -115,7 +134,8 @@ def _height(y: Tensor) -> float:  # of a score
 def _bar(j: int, x_j: Tensor, m: Tensor, kind: str) -> str:
     """exp(x_j - m), as the merge of the statistics (x_j, 1) with those of no key below m, (m, 0)."""
     _, e = softmax.merge((x_j, torch.ones_like(x_j)), (m, torch.zeros_like(m)))
-    return rect(_column(j) + 6, BASE - BAR * e, COLUMN - 12, BAR * e, kind)
+    bar = rect(_column(j) + 6, BASE - BAR * e, COLUMN - 12, BAR * e, kind)
+    return bar if "dashed" in kind else part(f"Key {j + 1}: exp({x_j:.2f} − {m:.2f}) = {e:.2f}.", bar)
 
 
 def _keys(keys: range) -> str:

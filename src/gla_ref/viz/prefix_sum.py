@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..prefix_sum import Chunked, chunked
-from ._explorable import WIDTH, Choice, Explorable, Frame, Slider
-from ._svg import rect, text
+from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import part, rect, text
 
 __all__ = ["prefix_sum"]
 
@@ -31,7 +31,33 @@ def prefix_sum(*, states: bool = False) -> Explorable:
     frames = [_walk(x, C) for C in LENGTHS]
     title, notice, alt = _STATES if states else _NUMBERS
     controls = (Choice("Chunk length", LENGTHS), Slider("Additions in a row", range(max(len(row) for row in frames))))
-    return Explorable(title, notice, alt, controls, frames, height=258, start=(3, 4))
+    keys = _KEYS + (_SIGNS if states else ())
+    question = _SAME if states else _CHAIN
+    return Explorable(title, notice, alt, controls, frames, height=258, start=(3, 4), legend=keys, question=question)
+
+
+_KEYS = (
+    Key("pale-blue edge", "sum inside a chunk"),
+    Key("pale-red edge", "carry"),
+    Key("white edge", "input, result"),
+    Key("line-blue", "added now, step 1"),
+    Key("line-vermilion", "added now, step 2"),
+)
+_SIGNS = Key("white ink", "above 0"), Key("white hollow", "below 0")
+_CHAIN = Question(
+    "Twelve numbers in chunks of four: how many additions have to wait for one another?",
+    "5",
+    {
+        "11": "So many without chunks: each waits for the one before.",
+        "5": "Three inside a chunk, at once in all of them, and two between the chunks.",
+        "3": "So many inside a chunk. Then the carries come, one after the other.",
+    },
+)
+_SAME = Question(
+    "Matrices in place of numbers: what changes in the two steps?",
+    "nothing",
+    {"nothing": "A sum is all that they ask for.", "the carry": "The carry is a sum as well, of matrices now."},
+)
 
 
 _NUMBERS = (
@@ -77,9 +103,10 @@ def _frame(x: Tensor, sums: Chunked, C: int, inside: int, between: int) -> Frame
         y = 20 + 62 * r
         pieces.append(text(8, y - 10, name, "start"))
         for t in range(T):
-            pieces.append(rect(left[t], y, TILE, 30, f"{kind} edge" if known[t] else "edge faint"))
+            tile = rect(left[t], y, TILE, 30, f"{kind} edge" if known[t] else "edge faint")
             if known[t]:
-                pieces.append(_entry(left[t], y, entries[t], largest))
+                tile = part(_told(r, t, C), tile, _entry(left[t], y, entries[t], largest))
+            pieces.append(tile)
     if between:  # the last result of a chunk is the carry of the next
         first = C * between
         new = [(3, first - 1), *((2, t) for t in range(first, first + C))]
@@ -88,6 +115,19 @@ def _frame(x: Tensor, sums: Chunked, C: int, inside: int, between: int) -> Frame
     for r, t in new:
         pieces.append(rect(left[t], 20 + 62 * r, TILE, 30, "line-blue" if r == 1 else "line-vermilion"))
     return Frame(pieces, _said(x, sums, C, inside, between))
+
+
+def _told(row: int, t: int, C: int) -> str:
+    """What a tile holds."""
+    first = t // C * C
+    tokens = f"column {t + 1}" if first == t else f"columns {first + 1} to {t + 1}"
+    before = f"columns 1 to {first}" if first else "nothing comes before"
+    return (
+        f"Input of column {t + 1}.",
+        f"The sum of {tokens}, in chunk {t // C + 1}.",
+        f"The carry: {before}.",
+        f"Columns 1 to {t + 1}: blue plus red.",
+    )[row]
 
 
 def _entry(x: float, y: float, entry: int | list[list[int]], largest: int) -> str:

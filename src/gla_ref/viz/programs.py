@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ._explorable import WIDTH, Choice, Explorable, Frame, Slider
-from ._svg import path, rect, text
+from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import part, path, rect, text
 
 __all__ = ["programs"]
 
@@ -33,6 +33,21 @@ def programs() -> Explorable:
         frames=frames,
         height=206,
         start=(0, 1, 1),
+        legend=(
+            Key("sky", "this program's numbers"),
+            Key("white edge", "another program's"),
+            Key("pale-red", "masked: beyond the end"),
+            Key("pale-grey", "not part of x"),
+        ),
+        question=Question(
+            "Eleven numbers in blocks of four: how many programs does it take?",
+            "3",
+            {
+                "2": "Two blocks of four hold eight numbers.",
+                "3": "Two full blocks, and a third with one place that the mask leaves out.",
+                "4": "The third block has room for what is left.",
+            },
+        ),
     )
 
 
@@ -46,8 +61,11 @@ def _frame(N: int, BLOCK: int, p: int) -> Frame:
         kind = "pale-grey" if n >= N else "white"
         if n in mine:
             kind = "sky" if n < N else "pale-red"
-        pieces.append(rect(LEFT + CELL * n, 24, CELL, 24, kind))
-        pieces.append(text(LEFT + CELL * (n + 0.5), 36, n, "on"))
+        owner, words = n // BLOCK, "memory beyond x, which belongs to somebody else."
+        if n < N:
+            words = f"program {owner} of {-(-N // BLOCK)}, place {n % BLOCK} of its block."
+        cell = rect(LEFT + CELL * n, 24, CELL, 24, kind), text(LEFT + CELL * (n + 0.5), 36, n, "on")
+        pieces.append(part(f"Number {n}: {words}", *cell, choose={2: owner} if n < N else None))
     pieces.append(rect(LEFT, 24, CELL * N, 24, "edge"))
     pieces.append(text(LEFT, 10, f"x, {N} numbers in memory, and the programs", "start"))
     for program in range(-(-N // BLOCK)):

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from .. import costs, results
-from ._explorable import Choice, Explorable, Frame, Slider
-from ._svg import circle, path, rect, text
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import circle, part, path, rect, text
 
 __all__ = ["ORDINARY", "Point", "points", "roofline", "shapes"]
 
@@ -106,7 +106,7 @@ def _at(intensity: float, rate: float) -> tuple[float, float]:
 
 
 def _plot(data: dict) -> str:
-    """Axes, legend, the two ceilings that were measured, and the ceiling of ordinary cores, dashed."""
+    """Axes, the two ceilings that were measured, and the ceiling of ordinary cores, dashed."""
     bandwidth, products = _ceilings(data)
     pieces = [rect(X, Y, WIDE, HIGH, "edge")]
     for power, name in enumerate(("1", "10", "100", "1000", "10000")):
@@ -120,22 +120,16 @@ def _plot(data: dict) -> str:
         start = left if height == products else ridge
         pieces.append(path([_at(x, min(height, x * bandwidth)) for x in (start, ridge, right)], kind))
     pieces += [text(4, 10, "TFLOP/s", "start"), text(X + WIDE - 6, Y + HIGH - 10, "FLOP a byte", "end")]
-    for i, (mechanism, color) in enumerate(COLORS.items()):
-        x, y = X + 5 + 170 * (i % 2), Y + HIGH + 38 + 20 * (i // 2)
-        pieces.append(circle(x, y, 4.5, color))
-        pieces.append(text(x + 11, y, mechanism.replace("_", " "), "start"))
-    y = Y + HIGH + 78
-    return "".join(
-        [
-            *pieces,
-            circle(X + 5, y, 4, "line-grey") + text(X + 16, y, "predicted", "start"),
-            circle(X + 105, y, 4.5, "grey") + text(X + 116, y, "measured", "start"),
-            rect(X + 201, y - 4, 8, 8, "grey") + text(X + 216, y, "measured, peer", "start"),
-        ]
-    )
+    return "".join(pieces)
 
 
-def _mark(point: Point) -> str:
+def _mark(n: int, point: Point) -> str:
+    """A point, with room around it for a finger."""
+    room = [] if point.record is None else [circle(*_at(point.intensity, point.rate), 8, "room")]
+    return part(f"{point.name}, {point.ms:.3g} ms", *room, _shape(point), choose={2: n})
+
+
+def _shape(point: Point) -> str:
     (x, y), color = _at(point.intensity, point.rate), COLORS[point.mechanism]
     if point.record is None:
         return circle(x, y, 4, f"line-{color}")
@@ -161,7 +155,7 @@ def _words(point: Point, gpu: str) -> str:
 def _row(data: dict, plot: str, direction: str, shape: dict[str, int]) -> list[Frame]:
     """A frame for every point of a shape; one without any where there is none."""
     found = points(data, direction, **shape)
-    marks = "".join(map(_mark, reversed(found)))  # what was measured on top
+    marks = "".join(_mark(n, p) for n, p in reversed([*enumerate(found)]))  # what was measured on top
     if not found:
         return [Frame([plot], "Nothing was measured here, and costs.py counts forward passes only.")]
     frames = []
@@ -192,6 +186,23 @@ def roofline(data: dict) -> Explorable:
         "circles, forms, lie on it or below; filled marks, measured kernels, lie below.",
         controls=(Choice("shape", names), Choice("direction", directions), Slider("point", range(1, most + 1))),
         frames=frames,
-        height=Y + HIGH + 90,
+        height=Y + HIGH + 24,
+        legend=(
+            *(Key(color, mechanism.replace("_", " "), "dot") for mechanism, color in COLORS.items()),
+            Key("line-grey", "predicted (hollow)", "dot"),
+            Key("grey", "measured (filled)", "dot"),
+            Key("grey", "another library's, measured"),
+            Key("line-grey", "the roof: memory, then products", "line"),
+            Key("line-grey dashed", "the roof of element-wise work", "line"),
+            Key("line", "the chosen point", "dot"),
+        ),
+        question=Question(
+            "Linear attention has few FLOPs for its bytes. What limits its kernels?",
+            "memory",
+            {
+                "memory": "It lies left of the ridge: a faster multiplier would wait.",
+                "products": "That limits softmax attention, which lies right of the ridge.",
+            },
+        ),
         start=(max(range(len(names)), key=lambda i: len(frames[i][0])), 0, 0),
     )

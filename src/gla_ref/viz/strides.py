@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ._explorable import Choice, Explorable, Frame, Slider
-from ._svg import rect, text
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import part, rect, text
 
 __all__ = ["VIEWS", "strides"]
 
@@ -39,6 +39,19 @@ def strides() -> Explorable:
         frames=frames,
         height=268,
         start=(0, 0, 1),
+        legend=(
+            Key("sky", "numbers of the tile"),
+            Key("white edge", "other numbers"),
+            Key("pale-red", "masked: the matrix has ended"),
+        ),
+        question=Question(
+            "x.T is x with rows and columns exchanged. Which numbers does it move in memory?",
+            "none",
+            {
+                "all of them": "It would have to copy the matrix. Choose x.T and look at the strip of memory.",
+                "none": "Only the two strides change places.",
+            },
+        ),
     )
 
 
@@ -61,9 +74,13 @@ def _frame(name: str, x: torch.Tensor, i: int, j: int) -> Frame:
     for r in range(rows):
         for c in range(cols):
             mine = r in row and c in col
-            pieces.append(rect(LEFT + CELL * c, TOP + CELL * r, CELL, CELL, "sky" if mine else "white"))
-            pieces.append(rect(LEFT + CELL * c, TOP + CELL * r, CELL, CELL, "edge faint"))
-            pieces.append(text(LEFT + CELL * (c + 0.5), TOP + CELL * (r + 0.5), int(x[r, c]), "on"))
+            words = f"Row {r}, column {c}: {r} × {down} + {c} × {right} = {r * down + c * right} from the beginning."
+            cell = (
+                rect(LEFT + CELL * c, TOP + CELL * r, CELL, CELL, "sky" if mine else "white"),
+                rect(LEFT + CELL * c, TOP + CELL * r, CELL, CELL, "edge faint"),
+                text(LEFT + CELL * (c + 0.5), TOP + CELL * (r + 0.5), int(x[r, c]), "on"),
+            )
+            pieces.append(part(words, *cell, choose={1: r // TILE, 2: c // TILE}))
     for n, r in enumerate(row):  # the places of the tile that the matrix lacks
         for m, c in enumerate(col):
             if r >= rows or c >= cols:

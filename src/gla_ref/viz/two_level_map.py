@@ -3,8 +3,8 @@
 from itertools import chain
 
 from .. import costs, gla
-from ._explorable import Choice, Explorable, Frame, Slider
-from ._svg import arrow, circle, path, rect, text
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import arrow, circle, part, path, rect, text
 
 __all__ = ["block_flops", "two_level_map"]
 
@@ -46,9 +46,6 @@ def _axes() -> str:
         text(X + SIZE * 11, Y + 8, "a row: the token that reads", "start"),
         text(X + SIZE * 11, Y + 28, "a column: the one that wrote", "start"),
     ]
-    for i, (kind, color) in enumerate(COLORS.items()):
-        pieces.append(rect(X + SIZE * 15, Y + 58 + 22 * i, 13, 13, color))
-        pieces.append(text(X + SIZE * 15 + 19, Y + 64.5 + 22 * i, kind, "start"))
     for t in (0, 7, 15, 23):
         pieces.append(text(X - 6, Y + SIZE * (t + 0.5), t + 1, "end"))
         pieces.append(text(X + SIZE * (t + 0.5), Y + SIZE * T + 10, t + 1))
@@ -94,7 +91,11 @@ def _row(C: int, c: int) -> list[Frame]:
     frames = []
     for step, (kind, rows, cols) in enumerate(blocks):
         pieces = [
-            path(_outline(r, s), COLORS[name] + " faint" * (n > step), closed=True)
+            part(
+                f"{name}: {_span(r)} read {'each other' if r == s else _span(s)}.",
+                path(_outline(r, s), COLORS[name] + " faint" * (n > step), closed=True),
+                choose={2: n},
+            )
             for n, (name, r, s) in enumerate(blocks)
             if s.stop
         ]
@@ -117,9 +118,10 @@ def two_level_map() -> Explorable:
     """The blocks that `gla.chunkwise_two_level` computes, one after the other, for several C and c."""
     return Explorable(
         title="The map of two-level chunking, block by block",
-        notice="Every block off the diagonal touches it in one corner, and that corner (red) is its anchor: keys decay "
-        "to it, queries from it, and no exponent is above 0. Pairs inside a pink block have no such corner between "
-        "them. They are few, and a large part of the element-wise work; with shorter sub-chunks it is a smaller one.",
+        notice="Every block off the diagonal touches it in one corner, and that corner (the dot) is its anchor: "
+        "keys decay to it, queries from it, and no exponent is above 0. Pairs inside a pink block have no such corner "
+        "between them. They are few, and a large part of the element-wise work; with shorter sub-chunks it is a "
+        "smaller one.",
         alt=f"The lower triangle of {T} by {T} pairs of tokens, cut into the blocks of two-level chunking. One block "
         "is outlined, and those before it are coloured. Below, bars of the work so far.",
         controls=(
@@ -130,4 +132,18 @@ def two_level_map() -> Explorable:
         frames=[[_row(C, c) for c in SUB_CHUNKS] for C in CHUNKS],
         height=BARS + 46,
         start=(1, 0, 8),
+        legend=(
+            *(Key(color, kind) for kind, color in COLORS.items()),
+            Key("vermilion", "anchor", "dot"),
+            Key("line hollow", "how keys and queries fade", "line"),
+        ),
+        question=Question(
+            "Which pairs need an exponential each, for every channel?",
+            "inside a sub-chunk",
+            {
+                "between chunks": "They meet through the state, in a product.",
+                "between sub-chunks": "A corner of their block lies between them: a product will do.",
+                "inside a sub-chunk": "No common point lies between all of them.",
+            },
+        ),
     )

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._explorable import WIDTH, Choice, Explorable, Frame, Slider
-from ._svg import rect, text
+from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import part, rect, text
 
 __all__ = ["WAYS", "Step", "walk_back", "walks"]
 
@@ -84,16 +84,19 @@ def _frame(steps: list[Step], done: int) -> Frame:
             moving = now and n == now.n
             kind = "pale-grey" if len(name) == 1 or name == "do" or (name, n) in stored else "edge"
             kind = LOADED if moving and name in now.loads else STORED if moving and name in now.stores else kind
-            pieces.append(rect(LEFT + PITCH * n, y, PITCH - 4, 20, kind))
+            tile = [rect(LEFT + PITCH * n, y, PITCH - 4, 20, kind)]
             if loads[name, n]:
-                pieces.append(text(LEFT + PITCH * n + 23, y + 10, loads[name, n], "on"))
+                tile.append(text(LEFT + PITCH * n + 23, y + 10, loads[name, n], "on"))
+            pieces.append(part(f"{name} of chunk {n + 1}: {C} tokens.", *tile))
     pieces.append(text(LEFT, 214, "on the chip, and whose chunks are in it", "start strong"))
     for name, y in STATES.items():
         held = getattr(now, name) if now else None
         pieces.append(text(20, y + 10, name))
         for n in range(N):
             kind = "edge faint" if held is None or n not in held else HELD
-            pieces.append(rect(LEFT + PITCH * n, y, PITCH - 4, 20, kind))
+            did, there = "wrote" if name == "S" else "asked for", "" if kind == HELD else "not "
+            words = f"What chunk {n + 1} {did}, {there}in {name}."
+            pieces.append(part(words, rect(LEFT + PITCH * n, y, PITCH - 4, 20, kind)))
     for i, (name, tiles, least, kind) in enumerate(
         (("loaded", sum(loads.values()), 4, LOADED), ("stored", len(stored), 3, STORED))
     ):
@@ -140,4 +143,21 @@ def walk_back() -> Explorable:
         frames=[[_frame(steps, done) for done in range(len(steps) + 1)] for steps in every],
         height=BARS + 46,
         start=(0, 3),
+        legend=(
+            Key(LOADED, "loaded now"),
+            Key(STORED, "stored now"),
+            Key("pale-grey", "in memory"),
+            Key("edge", "not made yet, or not in it"),
+            Key(HELD, "in the state"),
+            Key("vermilion", "the least that must move"),
+        ),
+        question=Question(
+            "Four tensors must come in, three gradients go out. Which way moves no more than these seven?",
+            "one walk",
+            {
+                "one walk": "It has both states at once, and reads every chunk once.",
+                "two passes": "The second pass loads the tokens again.",
+                "three walks": "Each walk loads what it needs again.",
+            },
+        ),
     )

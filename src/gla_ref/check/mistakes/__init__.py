@@ -5,8 +5,15 @@ state as the wrong kernel would; autograd carries it to the gradients. In float6
 diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the tests with.
 """
 
+import torch
+
 from . import _backward, _cache, _gated, _linear, _softmax  # noqa: F401  (each adds its mistakes to the list)
 from ._calls import Attention, Call
 from ._core import MISTAKES, Mistake, apply
 
-__all__ = ["MISTAKES", "Attention", "Call", "Mistake", "apply"]
+__all__ = ["MISTAKES", "Attention", "Call", "Mistake", "apply", "known"]
+
+
+def known(mechanism: str, dtype: torch.dtype) -> list[Mistake]:
+    """The mistakes that a kernel of this mechanism and dtype can be seen to make."""
+    return [m for m in MISTAKES if mechanism in m.mechanisms and (dtype == torch.float32 or not m.rounding)]

@@ -23,6 +23,7 @@ class Mistake:
     variant: Callable
     mechanisms: tuple[str, ...]
     whole: bool = False  # it gets all packed sequences at once, with their boundaries
+    rounding: bool = False  # right in float64: it is how float32 rounds there that is too wrong
 
 
 SOFTMAX = tuple(m for m, kind in MECHANISMS.items() if kind.cache)
@@ -35,9 +36,9 @@ CARRY, GRADIENT, PACK = ("S_[n+1] from S_[n]: chunk to chunk", "the backward pas
 MISTAKES: list[Mistake] = []
 
 
-def mistake(name: str, line: str, mechanisms: tuple[str, ...] = LINEAR, whole: bool = False):
+def mistake(name: str, line: str, mechanisms: tuple[str, ...] = LINEAR, **more: bool):
     def add(variant):
-        MISTAKES.append(Mistake(name, line, variant, mechanisms, whole))
+        MISTAKES.append(Mistake(name, line, variant, mechanisms, **more))
         return variant
 
     return add

@@ -9,8 +9,9 @@ from math import log
 import torch
 from torch import Tensor
 
+from .._emulate import ReverseSum
 from ._calls import Call
-from ._core import CHANNELS, DECAY, GATED, READ, gradient, later, mistake, simple, state_term
+from ._core import CHANNELS, DECAY, GATED, GRADIENT, READ, gradient, later, mistake, simple, state_term
 from ._linear import carry, decay, read, write
 
 simple("gate applied after the update instead of before", DECAY, lambda c: {"k": c.k * c.g.exp()}, GATED)
@@ -82,3 +83,11 @@ gradient("gate's gradient one token late", "g", lambda d, c: later(d), GATED)
 gradient("gate's gradient in base 2", "g", lambda d, c: d * log(2), GATED)
 gradient("gate's gradient with the wrong sign", "g", lambda d, c: -d, GATED)
 state_term("gate's gradient without the final state term", "g", GATED)
+
+
+@mistake("gate's gradient summed to the end of the sequence, not of a chunk", GRADIENT, GATED, rounding=True)
+def _(c):
+    g = c.g.clamp_min(-1e4)  # finite, so that the sum of all less itself is 0
+    q, k, total = ReverseSum.apply(*(x.transpose(1, 2) for x in (c.q, c.k, g)), c.q.dtype)
+    o, S = c.run(q=q.transpose(1, 2), k=k.transpose(1, 2), g=c.g.detach())
+    return o, (total - total.detach()).exp()[..., None] * S

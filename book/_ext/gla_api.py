@@ -1,0 +1,58 @@
+"""A page for each module that book/api.md lists: written before Sphinx looks for pages, and not committed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+LISTED = re.compile(r"(?m)^ +(gla_ref[\w.]*)$")
+#: packages whose modules have nothing to call: a docstring, and functions for the package's own use
+INNER = ("gla_ref.exercises.", "gla_ref.kernels.")
+
+
+def source(root: Path, module: str) -> Path:
+    path = root / "src" / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def page(root: Path, module: str) -> str:
+    """The page of a module: its docstring, and the members that it offers."""
+    names = [target.id for node in ast.parse(source(root, module).read_text()).body if isinstance(node, ast.Assign)
+             for target in node.targets if isinstance(target, ast.Name)]  # fmt: skip
+    members = "" if module.startswith(INNER) and "__all__" not in names else "   :members:\n"
+    return f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n{members}```\n"
+
+
+def write_pages(app, config):
+    """One file a module in book/api; what is no longer listed goes."""
+    book = Path(app.srcdir) / "book"
+    if not (book / "api.md").exists():
+        return
+    pages = {f"{name}.md": page(book.parent, name) for name in LISTED.findall((book / "api.md").read_text())}
+    folder = book / "api"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.md"):
+        if old.name not in pages:
+            old.unlink()
+    for name, text in pages.items():
+        if not (folder / name).exists() or (folder / name).read_text() != text:
+            (folder / name).write_text(text)
+
+
+def skip_fields(app, what, name, obj, skip, options):
+    """Leave out the fields of a named tuple, whose docstrings only count them: the signature has them all."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
+def leave_inner_document(app, doctree):
+    """Of the document in which {eval-rst} parses, whose settings hold the whole build: 6 MB stored with each page."""
+    for node in doctree.findall():
+        node.document = doctree
+
+
+def setup(app):
+    app.connect("config-inited", write_pages)
+    app.connect("doctree-read", leave_inner_document)
+    app.connect("autodoc-skip-member", skip_fields)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

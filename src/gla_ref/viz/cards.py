@@ -1,0 +1,182 @@
+"""Cards of the front page: chapters 1 to 16, each with its question and a small picture."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import NamedTuple
+
+from ._explorable import STYLE
+from ._svg import arrow, circle, path, rect, text
+
+__all__ = ["CARDS", "WAYS", "Cards", "cards", "ways"]
+
+WIDE, HIGH = 120, 52  # of a picture
+
+
+class Card(NamedTuple):
+    part: str
+    page: str  # of the book
+    title: str
+    question: str
+    picture: str
+
+
+def _squares(rows: list[str], x: float, y: float, size: float) -> str:
+    """A matrix by letters: each names a kind."""
+    kinds = dict(g="pale-grey", G="grey", o="orange", p="pink", b="pale-blue", s="sky", r="pale-red", e="edge faint")
+    return "".join(
+        rect(x + size * j, y + size * i, size - 1.5, size - 1.5, kinds[letter])
+        for i, row in enumerate(rows)
+        for j, letter in enumerate(row)
+        if letter != " "
+    )
+
+
+def _bars(heights: list[float], kinds: list[str], x: float, width: float, base: float = 48) -> str:
+    return "".join(
+        rect(x + width * n, base - h, width - 2, h, k) for n, (h, k) in enumerate(zip(heights, kinds, strict=True))
+    )
+
+
+def _pictures() -> dict[str, str]:
+    """A few marks a chapter: what its question looks like."""
+    looks = [path([(108, 44), (12 + 24 * n, 12)], "line-blue" if n in (0, 3) else "edge") for n in range(4)]
+    looks += [circle(12 + 24 * n, 12, r, "pale-blue edge") for n, r in enumerate((9, 4, 5, 8))]
+    stairs = [(8, 40), (34, 40), (34, 26), (60, 26), (60, 12), (112, 12)]
+    walk = [(4, 14, 108), (4, 30, 50), (58, 30, 54)]
+    back = [arrow((10, 16), (110, 16), "line-blue"), arrow((110, 36), (10, 36), "line-vermilion")]
+    boxes = [rect(2 + 24 * n, 18, 17, 16, kind) for n, kind in enumerate(("sky", "sky", "orange", "pink", "pale-grey"))]
+    boxes += [arrow((19 + 24 * n, 26), (25 + 24 * n, 26)) for n in range(4)]
+    code = [
+        (8, 60, "pale-grey"),
+        (16, 84, "pale-blue"),
+        (16, 50, "pale-blue"),
+        (16, 92, "orange"),
+        (8, 40, "pale-grey"),
+    ]
+    steps = [
+        arrow((104 - 24 * n, 20 + 6 * (n % 2)), (86 - 24 * n, 26 - 6 * (n % 2)), "line-vermilion") for n in range(4)
+    ]
+    return {
+        "01_softmax_attention": "".join(looks) + circle(108, 44, 6, "orange"),
+        "02_online_softmax": path(stairs, "line-blue")
+        + _bars([6, 9, 14, 20, 28, 16], ["grey", "grey", "grey", "grey", "orange", "orange"], 10, 17),
+        "03_flash_attention": _squares(["g   ", "gg  ", "gso ", "gggg"], 36, 2, 12.5),
+        "04_first_triton_kernels": _squares(["ggggssssgggg"], 6, 6, 9)
+        + "".join(rect(6 + 36 * n, 34, 34, 12, "sky" if n == 1 else "edge") for n in range(3))
+        + arrow((60, 33), (60, 18)),
+        "05_linear_attention": _squares(["o", "e", "o"], 22, 14, 12)
+        + _squares(["bbb"], 44, 1, 12)
+        + _squares(["sss", "eee", "sss"], 44, 14, 12),
+        "06_prefix_sums_and_chunks": _bars([5, 9, 13, 5, 9, 13, 5, 9, 13], ["pale-blue"] * 9, 6, 12)
+        + "".join(rect(42 + 12 * n, (30, 26, 22, 17, 13, 9)[n], 10, 13 * (1 + n // 3), "pale-red") for n in range(6)),
+        "07_flash_linear_attention": "".join(rect(x, y, w, 12, "pale-blue edge") for x, y, w in walk),
+        "08_training_through_chunks": "".join(back) + text(60, 26, "S   R", "strong"),
+        "09_gates_and_decay": _squares(["sssss"], 30, 2, 12)
+        + "".join(rect(30 + 12 * j, 16, 10.5, 10.5, "sky faint") for j in range(5))
+        + _squares(["eeeee", "sssss"], 30, 28, 12),
+        "10_parallel_gla": rect(6, 2, 108, 10, "pale-red")
+        + path([(8, 26), (112, 50)], "line-blue")
+        + path([(8, 26), (76, 2)], "line-vermilion"),
+        "11_chunkwise_gla": _squares("p pp oop oopp GGGGp GGGGpp GGGGoop GGGGoopp".split(), 34, 0, 6.5),
+        "12_four_kernels": "".join(boxes),
+        "13_one_product_a_chunk": rect(36, 3, 46, 46, "pale-blue edge")
+        + path([(36, 3), (82, 49)], "line-grey dashed")
+        + circle(59, 26, 5, "vermilion"),
+        "14_gla_kernel": "".join(rect(x, 5 + 9 * n, w, 6, kind) for n, (x, w, kind) in enumerate(code)),
+        "15_gradients": "".join(steps) + "".join(circle(108 - 24 * n, 23, 4, "edge") for n in range(5)),
+        "16_one_token_at_a_time": path([(8, 48), (112, 4)], "line-vermilion") + path([(8, 32), (112, 32)], "line-blue"),
+    }  # fmt: skip
+
+
+_TEXTS = (
+    ("Attention", "01_softmax_attention", "Softmax attention", "How does a word look back, and why is that dear?"),
+    ("Attention", "02_online_softmax", "Online softmax", "Can one read the keys once, and keep three numbers?"),
+    ("Attention", "03_flash_attention", "FlashAttention", "Why is the same work faster in tiles?"),
+    ("Attention", "04_first_triton_kernels", "Your first Triton kernels", "How do I write the loop a GPU should run?"),
+    ("Linear attention", "05_linear_attention", "Linear attention", "Can the whole past fit a table of fixed size?"),
+    (
+        "Linear attention",
+        "06_prefix_sums_and_chunks",
+        "Prefix sums and chunks",
+        "Can three friends add faster than one?",
+    ),
+    (
+        "Linear attention",
+        "07_flash_linear_attention",
+        "Flash\u200bLinear\u200bAttention",
+        "Can a hundred readers share one novel?",
+    ),
+    (
+        "Linear attention",
+        "08_training_through_chunks",
+        "Training through chunks",
+        "Who owes what to a memory long past?",
+    ),
+    ("Gates", "09_gates_and_decay", "Gates and decay", "What should a memory forget, and who decides?"),
+    ("Gates", "10_parallel_gla", "GLA in parallel", "Right on paper: why does it overflow?"),
+    ("Gates", "11_chunkwise_gla", "Chunkwise GLA", "Which pairs of words need the slow way?"),
+    ("Gates", "12_four_kernels", "Four kernels and a sum", "How did its authors run it, and what did that cost?"),
+    ("Gates", "13_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?"),
+    ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?"),
+    ("Gates", "15_gradients", "Gradients", "How much passed through this gate?"),
+    ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?"),
+)
+CARDS = tuple(Card(*words, _pictures()[words[1]]) for words in _TEXTS)
+#: page, what a reader wants, how it begins
+WAYS = (
+    ("01_softmax_attention", "Start reading", "Chapter 1, from zero"),
+    ("check_your_kernel", "Check my kernel", "Is it right? If not, where?"),
+    ("benchmarks", "See benchmarks", "What is fast, measured"),
+)
+
+
+class Cards:
+    """Links in one piece of HTML."""
+
+    def __init__(self, html: str):
+        self.html = html
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def ways() -> Cards:
+    """Three ways into the book."""
+    links = "".join(
+        f'<a class="card-link" href="{page}.html"><b>{title}</b><span>{how}</span></a>' for page, title, how in WAYS
+    )
+    return _nav("Ways in", f"<div>{links}</div>", "cards-ways")
+
+
+def cards() -> Cards:
+    """The chapters by part."""
+    html, part = "", None
+    for n, card in enumerate(CARDS, 1):
+        if card.part != part:
+            html += f"{'</div>' * (part is not None)}<p><b>{card.part}</b></p><div>"
+            part = card.part
+        html += (
+            f'<a class="card-link" href="{card.page}.html"><svg viewBox="0 0 {WIDE} {HIGH}" aria-hidden="true">'
+            f"{card.picture}</svg><b>{n} {escape(card.title)}</b><span>{escape(card.question)}</span></a>"
+        )
+    return _nav("Chapters", f"{html}</div>")
+
+
+def _nav(name: str, html: str, kind: str = "") -> Cards:
+    style = f"<style>{STYLE}{_STYLE}</style>"
+    return Cards(f'<nav class="explorable cards {kind}" aria-label="{name}">{style}{html}</nav>')
+
+
+_STYLE = """
+.explorable.cards { max-width: none }
+.cards > div { display: grid; grid-template-columns: repeat(auto-fill, minmax(10.5rem, 1fr)); gap: .6rem }
+.cards-ways > div { grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)) }
+.cards p { margin: 1rem 0 .4rem }
+.cards .card-link { display: flex; flex-direction: column; gap: .15rem; padding: .6rem .75rem; color: inherit;
+  border: 1px solid var(--grey); border-radius: .5rem; text-decoration: none; line-height: 1.35 }
+.cards .card-link:hover { border-color: var(--accent); box-shadow: 0 0 0 1px var(--accent) }
+.cards .card-link b { color: var(--accent) } .cards .card-link span { font-size: .88em }
+.cards svg { height: 3.4rem; width: auto; align-self: flex-start }
+@media (max-width: 32rem) { .cards > div { grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)) } }
+"""

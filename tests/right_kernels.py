@@ -1,0 +1,245 @@
+"""Right kernels, written afresh and each in another way, for what the check kit must never call wrong.
+
+Those with a gradient by hand hold what a GPU's do: a chunk's own pairs, the states between chunks, and of the gates
+the reverse running sum of q dq - k dk inside a chunk, to which rowsum(S dS) comes at its end. Operands of products
+are rounded to the dtype of the inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from gla_ref._contract import form
+from gla_ref.softmax_attention import _form
+
+SUB = 16  # of a chunk: pairs in it by channel, others by a product
+CHUNKS = (32, 64, 128, 256)
+
+
+def to_end(g: Tensor) -> Tensor:
+    """The decay of each token up to the end, its own not counted: no difference of sums, which resets would spoil."""
+    after = torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], -2)
+    return after.flip(-2).cumsum(-2).flip(-2).exp()
+
+
+def from_start(g: Tensor) -> Tensor:
+    return g.cumsum(-2).exp()
+
+
+def between(g: Tensor) -> Tensor:
+    """The decay from token j to i, `[..., i, j, K]`; 0 where j comes after i."""
+    i = torch.arange(g.shape[-2], device=g.device)
+    since = (i[:, None] > i)[..., None]
+    sums = torch.where(since, g[..., :, None, :], 0.0).cumsum(-3)
+    return torch.where((i[:, None] >= i)[..., None], sums.exp(), 0.0)
+
+
+class Pairs:
+    """P_ij = sum over K of q_i k_j and the decay between them, for j <= i, and the gradients of q and k."""
+
+    def __init__(self, q, k, g, product):
+        self.product, self.q, self.k, self.g = product, q, k, g
+        self.blocks = [slice(a, a + SUB) for a in range(0, q.shape[-2], SUB)]
+        self.P = product(q, k.mT) * between(g)[..., 0] if g.shape[-1] == 1 else self.forward()
+
+    def factors(self, i):
+        """q since its sub-chunk's start, and keys up to that."""
+        before = self.g[..., : i.start, :]
+        return from_start(self.g[..., i, :]), to_end(before)
+
+    def forward(self):
+        rows = []
+        for i in self.blocks:
+            q, k = self.q[..., i, :], self.k[..., i, :]
+            own = (q[..., :, None, :] * k[..., None, :, :] * between(self.g[..., i, :])).sum(-1)
+            since, until = self.factors(i)
+            earlier = self.product(q * since, (self.k[..., : i.start, :] * until).mT)
+            rest = own.new_zeros(*own.shape[:-1], self.q.shape[-2] - i.start - own.shape[-1])
+            rows.append(torch.cat([earlier, own, rest], -1))
+        return torch.cat(rows, -2)
+
+    def backward(self, dP):
+        if self.g.shape[-1] == 1:
+            dP = dP * between(self.g)[..., 0]
+            return self.product(dP, self.k), self.product(dP.mT, self.q)
+        dq, dk = torch.zeros_like(self.q), torch.zeros_like(self.k)
+        for i in self.blocks:
+            q, k = self.q[..., i, :], self.k[..., i, :]
+            own = dP[..., i, i, None] * between(self.g[..., i, :])
+            since, until = self.factors(i)
+            before = slice(0, i.start)
+            earlier, keys = dP[..., i, before], self.k[..., before, :] * until
+            dq[..., i, :] = (own * k[..., None, :, :]).sum(-2) + self.product(earlier, keys) * since
+            dk[..., i, :] += (own * q[..., :, None, :]).sum(-3)
+            dk[..., before, :] += self.product(earlier.mT, q * since) * until
+        return dq, dk
+
+
+def in_chunks(q, k, v, g, S, scale, C, product):
+    """o `[B, H, T, V]`, and the states before every chunk and behind the last."""
+    states, outs = [S], []
+    for q_n, k_n, v_n, g_n in zip(*(x.split(C, -2) for x in (q, k, v, g)), strict=True):
+        P = Pairs(q_n, k_n, g_n, product).P
+        outs.append(scale * (product(q_n * from_start(g_n), states[-1]) + product(P, v_n)))
+        states.append(g_n.sum(-2).exp()[..., None] * states[-1] + product((k_n * to_end(g_n)).mT, v_n))
+    return torch.cat(outs, -2), states
+
+
+def by_autograd(*given):
+    o, states = in_chunks(*given)
+    return o, states[-1]
+
+
+class ByHand(torch.autograd.Function):
+    """The same with its gradient by hand, from the last chunk to the first."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, S, scale, C, product):
+        o, states = in_chunks(q, k, v, g, S, scale, C, product)
+        ctx.save_for_backward(q, k, v, g, *states)
+        ctx.options = scale, C, product
+        return o, states[-1]
+
+    @staticmethod
+    def backward(ctx, do, dS):
+        (q, k, v, g, *states), (scale, C, product) = ctx.saved_tensors, ctx.options
+        grads = []
+        chunks = zip(*(x.split(C, -2) for x in (q, k, v, g, scale * do)), states[:-1], states[1:], strict=True)
+        for q_n, k_n, v_n, g_n, do_n, S, S_end in reversed([*chunks]):
+            pairs, until, since = Pairs(q_n, k_n, g_n, product), to_end(g_n), from_start(g_n)
+            dq, dk = pairs.backward(product(do_n, v_n.mT).tril())
+            dq = dq + product(do_n, S.mT) * since
+            dk = dk + product(v_n, dS.mT) * until
+            dv = product(pairs.P.mT, do_n) + product(k_n * until, dS)
+            db, end = q_n * dq - k_n * dk, (S_end * dS).sum(-1)
+            if g.shape[-1] == 1:
+                db, end = db.sum(-1, keepdim=True), end.sum(-1, keepdim=True)
+            dg = db.flip(-2).cumsum(-2).flip(-2) + end[..., None, :]
+            dS = g_n.sum(-2).exp()[..., None] * dS + product((q_n * since).mT, do_n)
+            grads.append((dq, dk, dv, dg))
+        return *(torch.cat(x[::-1], -2) for x in zip(*grads, strict=True)), dS, None, None, None
+
+
+def scan(q, k, v, g, S, scale, C, product):
+    """Every token's state, by doubling: log2(T) steps, no chunks."""
+    a, S = g.exp()[..., None], torch.cat([S[..., None, :, :], k[..., None] * v[..., None, :]], -3)
+    a = torch.cat([torch.ones_like(a[..., :1, :, :]), a], -3)
+    n = 1
+    while n < S.shape[-3]:
+        S = torch.cat([S[..., :n, :, :], S[..., n:, :, :] + a[..., n:, :, :] * S[..., :-n, :, :]], -3)
+        a = torch.cat([a[..., :n, :, :], a[..., n:, :, :] * a[..., :-n, :, :]], -3)
+        n *= 2
+    return scale * (q[..., None, :] @ S[..., 1:, :, :])[..., 0, :], S[..., -1, :, :]
+
+
+def recurrent(q, k, v, g, S, scale, C, product):
+    """Token after token, by autograd."""
+    outs = []
+    for q_t, k_t, v_t, a_t in zip(*(x.unbind(-2) for x in (scale * q, k, v, g.exp())), strict=True):
+        S = a_t[..., None] * S + k_t[..., None] * v_t[..., None, :]
+        outs.append((q_t[..., None] * S).sum(-2))
+    return torch.stack(outs, -2), S
+
+
+def in_dtype(dtype):
+    def product(x, y):
+        return x.to(dtype).float() @ y.to(dtype).float()
+
+    return torch.matmul if dtype == torch.float32 else product
+
+
+def linear(mechanism, way, dtype, C=0):
+    """One of those ways under the contract."""
+    product = in_dtype(dtype)
+
+    def body(q, k, v, g, scale, S):
+        o, S = way(*(x.transpose(1, 2) for x in (q, k, v, g)), S, scale, C, product)
+        return o.transpose(1, 2), S
+
+    if mechanism == "linear_attention":
+
+        @form(mechanism)
+        def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+            return body(q, k, v, torch.zeros_like(k[..., :1]), scale, initial_state)
+
+    elif mechanism == "simple_gla":
+
+        @form(mechanism)
+        def fn(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
+            return body(q, k, v, g[..., None], scale, initial_state)
+
+    else:
+
+        @form(mechanism)
+        def fn(q, k, v, g, g_v=None, *, scale=None, initial_state=None, cu_seqlens=None):
+            return body(q, k, v, g, scale, initial_state)
+
+    return fn
+
+
+class Flash(torch.autograd.Function):
+    """Softmax attention tile by tile `[B, H, T, ...]`, a cache of `past` keys before the queries' own."""
+
+    @staticmethod
+    def tiles(q, k, scale, C, product):
+        """Rows, columns, and the scores of one tile, -inf where a key comes after its query."""
+        T, S = q.shape[-2], k.shape[-2]
+        n = torch.arange(S, device=q.device)
+        for a in range(0, T, C):
+            for b in range(0, min(a + C, T) + S - T, C):
+                i, j = (..., slice(a, min(a + C, T)), slice(None)), (..., slice(b, min(b + C, S)), slice(None))
+                later = n[j[1]] > n[S - T :][i[1]][:, None]
+                yield i, j, (scale * product(q[i], k[j].mT)).masked_fill(later, -torch.inf)
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, C, product):
+        m, total = torch.full_like(q[..., :1], -torch.inf), torch.zeros_like(q[..., :1])
+        o = torch.zeros_like(v[..., : q.shape[-2], :])
+        for i, j, x in Flash.tiles(q, k, scale, C, product):
+            new = torch.maximum(m[i], x.amax(-1, keepdim=True))
+            p, kept = (x - new).exp(), (m[i] - new).exp()
+            total[i] = kept * total[i] + p.sum(-1, keepdim=True)
+            o[i] = kept * o[i] + product(p, v[j])
+            m[i] = new
+        o = o / total
+        ctx.save_for_backward(q, k, v, o, m + total.log())
+        ctx.options = scale, C, product
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        (q, k, v, o, lse), (scale, C, product) = ctx.saved_tensors, ctx.options
+        dq, dk, dv, D = *(torch.zeros_like(x) for x in (q, k, v)), (o * do).sum(-1, keepdim=True)
+        for i, j, x in Flash.tiles(q, k, scale, C, product):
+            p = (x - lse[i]).exp()
+            ds = scale * p * (product(do[i], v[j].mT) - D[i])
+            dq[i] += product(ds, k[j])
+            dk[j] += product(ds.mT, q[i])
+            dv[j] += product(p.mT, do[i])
+        return dq, dk, dv, None, None, None
+
+
+def softmax(q, k, v, scale, C, product):
+    """All at once, by autograd."""
+    n = torch.arange(k.shape[-2], device=k.device)
+    later = n > n[-q.shape[-2] :, None]
+    return product((scale * product(q, k.mT)).masked_fill(later, -torch.inf).softmax(-1), v)
+
+
+def attention(way, dtype, C=0):
+    product = in_dtype(dtype)
+
+    @_form
+    def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+        return way(*(x.transpose(1, 2) for x in (q, k, v)), scale, C, product).transpose(1, 2)
+
+    return fn
+
+
+def kernels(mechanism, dtype):
+    """{name: function}: every right kernel of a mechanism."""
+    if mechanism == "softmax_attention":
+        found = {f"tiles of {C}, by hand": attention(Flash.apply, dtype, C) for C in (32, 64, 128)}
+        return found | {"autograd": attention(softmax, dtype)}
+    found = {f"chunks of {C}, by hand": linear(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
+    ways = {"a scan": scan, "token after token": recurrent, "chunks of 64, by autograd": by_autograd}
+    return found | {name: linear(mechanism, way, dtype, 64) for name, way in ways.items()}

@@ -1,0 +1,118 @@
+"""What the workflow that publishes the site relies on: settings, addresses, versions that agree."""
+
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
+pytest.importorskip("playwright", reason="the browser's tools are not installed")
+
+import build_book
+import gla_publish
+import gla_search
+import publishing
+import yaml
+from docutils.core import publish_doctree
+
+ROOT = Path(__file__).resolve().parents[1]
+ADDRESS = "https://example.org/gla/"
+SETTINGS = {"repository": {"url": "https://github.com/o/r"}, "html": {"baseurl": ADDRESS}}
+
+
+def site(folder: Path, *files: str) -> Path:
+    """A folder with a front page built for ADDRESS, and some more files."""
+    (folder / "book").mkdir(exist_ok=True)
+    (folder / "book" / "index.html").write_text(f'<link rel="canonical" href="{ADDRESS}book/index.html" />')
+    for name in files:
+        (folder / name).write_text("")
+    return folder
+
+
+def test_a_whole_site_with_its_addresses_is_published(tmp_path):
+    assert not publishing.reasons(SETTINGS, site(tmp_path, "sitemap.xml", "404.html"))
+
+
+@pytest.mark.parametrize(
+    "settings, missing",
+    [
+        ({"repository": {"url": ""}, "html": {"baseurl": ADDRESS}}, "repository.url is empty"),
+        (SETTINGS | {"html": {"baseurl": ""}}, "html.baseurl is empty"),
+        (SETTINGS | {"html": {"baseurl": "example.org"}}, "expected an address with https"),
+        (SETTINGS | {"html": {"baseurl": "https://example.com/"}}, "built for another address"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path, settings, missing):
+    found = publishing.reasons(settings, site(tmp_path, "sitemap.xml", "404.html"))
+    assert any(missing in reason for reason in found), found
+
+
+def test_a_site_without_its_map_is_not_published(tmp_path):
+    assert publishing.reasons(SETTINGS, site(tmp_path, "404.html")) == ["the site has no sitemap.xml"]
+
+
+def test_the_workflow_asks_before_it_publishes():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "site.yml").read_text())
+    build, deploy = workflow["jobs"]["build"], workflow["jobs"]["deploy"]
+    runs = [step.get("run", "") for step in build["steps"]]
+    assert any("make book" in run for run in runs) and any("tools/publishing.py" in run for run in runs)
+    upload = next(step for step in build["steps"] if "upload-pages-artifact" in step.get("uses", ""))
+    assert upload["with"]["path"] == "_build/html" and "publish == 'true'" in upload["if"]
+    assert "publish == 'true'" in deploy["if"] and deploy["permissions"]["pages"] == "write"
+
+
+def test_versions_agree():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version
+    assert re.search(rf'^__version__ = "{re.escape(version)}"', (ROOT / "src/gla_ref/__init__.py").read_text(), re.M)
+
+
+def test_addresses_are_made_when_the_site_has_one(tmp_path):
+    page = SimpleNamespace(
+        outdir=tmp_path,
+        config=SimpleNamespace(html_baseurl=ADDRESS, html_title="Book", project="Book"),
+        builder=SimpleNamespace(get_target_uri=lambda name: f"{name}.html"),
+        env=SimpleNamespace(found_docs={"book/index", "book/a&b"}),
+    )
+    context = {"title": "A <em>page</em>", "metatags": "", "pageurl": f"{ADDRESS}book/index.html"}
+    gla_publish.add_metadata(page, "book/index", "", context, publish_doctree("T\n=\n\nWhat is it? It is a page."))
+    assert f'property="og:image" content="{ADDRESS}_static/card.png"' in context["metatags"]
+    assert 'property="og:title" content="A page"' in context["metatags"]
+    gla_publish.write_sitemap(page, None)
+    assert f"<loc>{ADDRESS}book/a&amp;b.html</loc>" in (tmp_path / "sitemap.xml").read_text()
+
+
+@pytest.mark.parametrize(
+    "tex, said",
+    [
+        (r"S_t = \diag(\alpha_t) S_{t-1} + k_t^\top v_t", "S_t = diag(α_t) S_t-1 + k_tᵀv_t"),
+        (r"\hat q \odot e^{b}", "q ⊙e^b"),
+        (r"\tfrac12", "1/2"),
+    ],
+)
+def test_formulas_can_be_read_in_a_line(tex, said):
+    assert gla_search.plain(tex) == said
+
+
+@pytest.mark.deep
+def test_a_site_built_for_an_address_is_ready(tmp_path):
+    for name in ("requirements.txt", "src", "book/_ext", "book/_static"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(ROOT / name)
+    settings = yaml.safe_load((ROOT / "_config.yml").read_text())
+    settings["repository"]["url"], settings["html"]["baseurl"] = SETTINGS["repository"]["url"], ADDRESS
+    (tmp_path / "_config.yml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "_toc.yml").write_text("{format: jb-book, root: book/index}")
+    (tmp_path / "book" / "references.bib").write_text("")
+    (tmp_path / "book" / "index.md").write_text("# A page\n\nWhat is it? A page of the book, and all of it.\n")
+    built = build_book.build(tmp_path, capture_output=True, text=True, timeout=500)
+    assert built.returncode == 0, built.stdout + built.stderr
+    made = tmp_path / "_build" / "html"
+    assert not publishing.reasons(settings, made)
+    assert f"<loc>{ADDRESS}book/index.html</loc>" in (made / "sitemap.xml").read_text()
+    assert '<base href="/gla/">' in (made / "404.html").read_text()
+    assert 'content="What is it? A page of the book, and all of it."' in (made / "book" / "index.html").read_text()
+    assert (made / "_static" / "card.png").exists()

@@ -1,0 +1,112 @@
+"""The playable state: the arithmetic of its script and its first picture against the recurrence (chapters 5, 9, 11)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from gla_ref import gla
+from gla_ref.viz._explorable import HERE
+from gla_ref.viz.cards import CARDS, WAYS, cards, ways
+from gla_ref.viz.playable_state import KINDS, LIKES, NAMES, TOKENS, playable_state
+
+bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
+
+
+def oracle(q, k, v, alpha, S=None):
+    x = (torch.as_tensor(y, dtype=torch.float64)[None, :, None] for y in (q, k, v))
+    g = torch.as_tensor(alpha, dtype=torch.float64).log()[None, :, None]
+    o, S = gla.recurrent(*x, g, scale=1.0, initial_state=None if S is None else S[None, None])
+    return o[0, :, 0], S[0, 0]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node; the browser tests compare the page's own numbers")
+def test_the_script_computes_the_recurrence():
+    """`recurrence.js`, token by token and by chunks, with gates of 0 and 1 among them."""
+    T, K, V = 6, 3, 4
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, T, K, generator=generator, dtype=torch.float64)
+    v = torch.randn(T, V, generator=generator, dtype=torch.float64)
+    alpha = torch.rand(T, K, generator=generator, dtype=torch.float64)
+    alpha[2, 1], alpha[4, 0] = 0, 1
+    given = json.dumps([x.tolist() for x in (q, k, v, alpha)])
+    run = f"""
+const [q, k, v, alpha] = {given}, T = {T}, zero = alpha[0].map(() => v[0].map(() => 0));
+let S = zero, o = [];
+for (let t = 0; t < T; t++) {{ S = write(fade(S, alpha[t]), k[t], v[t]); o.push(read(q[t], S)); }}
+const found = [[o, S]];
+for (const C of [1, 2, 3, 6]) {{
+  [S, o] = [zero, []];
+  for (let start = 0; start < T; start += C) {{
+    const done = chunk(q, k, v, alpha, S, start, start + C);
+    o.push(...done.o);
+    S = done.after;
+  }}
+  found.push([o, S]);
+}}
+console.log(JSON.stringify(found));"""
+    done = subprocess.run(
+        ["node", "-e", (HERE / "recurrence.js").read_text() + run], capture_output=True, text=True, check=True
+    )
+    o, S = oracle(q, k, v, alpha)
+    found = json.loads(done.stdout)
+    assert len(found) == 5
+    for o_page, S_page in found:
+        assert torch.allclose(torch.tensor(o_page, dtype=torch.float64), o, rtol=0, atol=1e-12)
+        assert torch.allclose(torch.tensor(S_page, dtype=torch.float64), S, rtol=0, atol=1e-12)
+
+
+def matrix(figure, name: str) -> list[str]:
+    return [cell.span.text for cell in figure.select(f'[data-cell^="{name}."]')]
+
+
+@pytest.mark.parametrize("size", ["small", "tokens", "chunks"])
+@pytest.mark.parametrize("gate", KINDS)
+def test_first_picture_is_the_recurrence(size, gate):
+    """What one sees without JavaScript, and in print."""
+    figure = bs4.BeautifulSoup(playable_state(size, gate=gate)._repr_html_(), "html.parser").figure
+    assert figure.select_one(f'option[selected][value="{gate}"]')
+    if size == "small":
+        assert matrix(figure, "S") == list("100010000")
+        return
+    given = playable_state(size, gate=gate).data()
+    q, k, v = ([token[name] for token in TOKENS[:2]] for name in "qkv")
+    o, S = oracle(q, k, v, given["gates"][gate][:2])
+    shown = o.flatten().tolist() if size == "chunks" else o[1].tolist()
+    assert [float(x) for x in matrix(figure, "o") if x] == pytest.approx(shown)
+    if size == "tokens":
+        assert [float(x) for x in matrix(figure, "S")] == pytest.approx(S.flatten().tolist())
+    numbers = ", ".join(f"{x:g}" for x in o[1].tolist())
+    assert f"({numbers})" in figure.select_one(".explorable-readout").text
+
+
+def test_the_blend_of_the_front_page():
+    k = torch.tensor(list(NAMES.values()), dtype=torch.float64)
+    assert torch.allclose(k.norm(dim=1), torch.ones(3, dtype=torch.float64))
+    o, _ = oracle(k[[0, 0, 0]], k, list(LIKES.values()), torch.ones(3, 3))
+    assert o[-1].tolist() == pytest.approx([1, 0, 0.8])  # tea, and four fifths of jazz
+
+
+def test_gates_of_the_chapters():
+    """The tokens are those of chapter 5, the gates those of the tables of chapters 9 and 11."""
+    q, k, v = ([token[name] for token in TOKENS] for name in "qkv")
+    by_hand, _ = oracle(q, k, v, torch.ones(4, 2))
+    assert by_hand.tolist() == [[1, 2, 3], [5, 2, 4], [8, 2, 2], [-6, 7, 7]]
+    for size, page in (("tokens", "09_gates_and_decay"), ("chunks", "11_chunkwise_gla")):
+        text = (HERE.parents[2] / "book" / f"{page}.md").read_text()
+        assert f"alpha = torch.tensor({playable_state(size).data()['gates']['vector']})" in text
+
+
+def test_cards_lead_to_the_chapters():
+    book = HERE.parents[2] / "book"
+    pages = [path.stem for path in sorted(book.glob("[0-9][0-9]_*.md"))]
+    assert [card.page for card in CARDS] == pages
+    html = bs4.BeautifulSoup(cards()._repr_html_() + ways()._repr_html_(), "html.parser")
+    links = [link["href"].removesuffix(".html") for link in html.select("a")]
+    assert links == pages + [way[0] for way in WAYS]
+    assert all((book / f"{page}.md").exists() for page in links)
+    assert all(card.question.endswith("?") and card.picture.startswith("<") for card in CARDS)
