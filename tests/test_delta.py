@@ -7,6 +7,7 @@ import torch
 from cases import F64, LADDER, error, inputs, thin
 
 from gla_ref import delta_backward, delta_rule, gated_delta_rule, gla, kda, linear_attention, triangular
+from gla_ref.viz import overwrite
 
 MODULES = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
 FORMS = [(m, f) for m, module in MODULES.items() for f in module.__all__ if f not in ("recurrent", "for_value_heads")]
@@ -171,3 +172,24 @@ def test_inverses_refuse_what_is_no_triangle():
             inverse(torch.eye(3))
     with pytest.raises(ValueError, match="c: expected a chunk length of at least 1"):
         triangular.blocked(torch.zeros(3, 3), 0)
+
+
+# -- the picture (chapter 20) ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alike", overwrite.ALIKE)
+def test_the_picture_shows_what_each_rule_answers(alike):
+    tea, rain, jazz = overwrite.VALUES
+    ada, bob = overwrite.asked(overwrite.states("add", alike)[-1], alike)
+    assert error(ada, tea + alike * rain + jazz) < 1e-12 and error(bob, rain + alike * (tea + jazz)) < 1e-12
+    *_, found, erased, written = overwrite.states("correct (β = 1)", alike)
+    found, erased, written = (overwrite.asked(S, alike) for S in (found, erased, written))
+    assert erased[0].abs().max() < 1e-12 and error(written[0], jazz) < 1e-12
+    assert error(written[1], found[1] + alike * (jazz - found[0])) < 1e-12  # Bob's answer moves with Ada's
+    S = overwrite.states("overshoot (β = 2)", alike)
+    before, after = (overwrite.asked(x, alike)[0] for x in (S[4], S[6]))
+    assert error(after, 2 * jazz - before) < 1e-12
+    said = overwrite.overwrite().frames[2][overwrite.ALIKE.index(alike)][-1].readout.replace("−", "-")
+    assert said.endswith(
+        f"Ada's answer: (0, 0, 1), Bob's: ({', '.join(f'{round(x, 2) + 0.0:g}' for x in written[1].tolist())})."
+    )
