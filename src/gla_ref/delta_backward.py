@@ -1,4 +1,4 @@
-"""Gradients of the delta rule and the gated delta rule in closed form, chunk by chunk (chapters 20 and 21).
+"""Gradients of the delta rule and the gated delta rule in closed form, chunk by chunk (chapter 20).
 
 In a chunk, with the scale in q,
 

@@ -1,9 +1,9 @@
-"""The delta rule: what is stored under a key is corrected, not added to (chapters 20 and 21).
+"""The delta rule: what is stored under a key is corrected, not added to (chapter 20).
 
-S_t = S_{t-1} + beta_t k_t^T (v_t - k_t S_{t-1}) = (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t
-o_t = scale * q_t S_t
+    S_t = S_{t-1} + beta_t k_t^T (v_t - k_t S_{t-1}) = (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t
+    o_t = scale * q_t S_t
 
-One step of gradient descent on |k_t S - v_t|^2 / 2 with step size beta_t. Keys should have length 1; then beta_t = 1
+One step of gradient descent, with step size beta_t, on half the squared length of k_t S - v_t. Keys should have length 1; then beta_t = 1
 replaces what the key finds, and 0 < beta_t < 2 is stable. Value heads may be a multiple of key heads: value head h
 reads key head h // (HV / H).
 

@@ -1,6 +1,6 @@
-"""The gated delta rule: forget with a scalar gate, then correct what the key finds (chapters 20 and 21).
+"""The gated delta rule: forget with a scalar gate, then correct what the key finds (chapter 20).
 
-S_t = exp(g_t) (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t,    o_t = scale * q_t S_t
+    S_t = exp(g_t) (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t,    o_t = scale * q_t S_t
 
 As in Gated DeltaNet: decay, then erase, then write; g_t <= 0 and beta_t are a number for each value head. Inside a
 chunk, with b_i the running sum of g and D_ij = exp(g_{j+1} + ... + g_i) the decay from token j to token i,

@@ -1,6 +1,6 @@
 """Kimi Delta Attention: the delta rule with a gate for every channel of the keys (chapter 20).
 
-S_t = (I - beta_t k_t^T k_t) diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t,    o_t = scale * q_t S_t
+    S_t = (I - beta_t k_t^T k_t) diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t,    o_t = scale * q_t S_t
 
 Where readers of GLA go next: its gate, and the delta rule's correction. With one gate for all channels it is the gated
 delta rule. In a chunk the decays no longer factor out of the products of keys, so A and the scores are in log space.
