@@ -7,7 +7,8 @@ import torch
 from cases import F64, LADDER, error, inputs, thin
 
 from gla_ref import delta_backward, delta_rule, gated_delta_rule, gla, kda, linear_attention, triangular
-from gla_ref.viz import overwrite
+from gla_ref.rounding import products_in
+from gla_ref.viz import inverses, overwrite
 
 MODULES = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
 FORMS = [(m, f) for m, module in MODULES.items() for f in module.__all__ if f not in ("recurrent", "for_value_heads")]
@@ -193,3 +194,28 @@ def test_the_picture_shows_what_each_rule_answers(alike):
     assert said.endswith(
         f"Ada's answer: (0, 0, 1), Bob's: ({', '.join(f'{round(x, 2) + 0.0:g}' for x in written[1].tolist())})."
     )
+
+
+# -- the laboratory's picture (chapter 21) -----------------------------------------------------
+
+
+@pytest.mark.parametrize("n, beta", [(16, 1.0), (64, 2.0)])
+def test_the_laboratory_shows_the_errors_of_the_inverse(n, beta):
+    (largest, found), b = inverses.errors(n), inverses.STRENGTHS.index(beta)
+    row = inverses.inverses().frames[b][inverses.ROWS.index(n)]
+    assert largest[b].max() <= max(1, beta) + 1e-9  # what no key can exceed
+    for i, A in enumerate(inverses.triangles(n)[b]):
+        exact = triangular.elimination(A)
+        for way, precision in (("halves", "tf32"), ("doubling", "ieee"), ("blocks of 16", "bf16")):
+            with products_in(precision):
+                got = (inverses.WAYS[way](A.float()).double() - exact).abs().max().item()
+            assert got == pytest.approx(found[way, precision][b, i].item(), rel=1e-6, abs=1e-12)
+            digit = f"{got:.0e}"[0] if got else "0"
+            assert f"{way}, {inverses.NAMES[precision]}: {digit}" in "".join(row[i].pieces)
+
+
+def test_doubling_in_half_precision_is_not_a_number():
+    """Powers beyond 65504 become infinite, and infinities cancel to NaN."""
+    A = torch.ones(64, 64).tril(-1)
+    with products_in("fp16"):
+        assert triangular.doubling(A).isnan().any() and triangular.blocked(A).equal(triangular.substitution(A))

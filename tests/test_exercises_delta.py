@@ -92,3 +92,63 @@ WRONG = {
         (lambda bits: ([1.0], [0.0], [2.0]), "a number for each of the 8 tokens"),
     ],
 }
+
+
+# -- chapter 21 --------------------------------------------------------------------------------------
+
+
+def paths(C, beta):
+    """By counting: ways from the first token to the last in C / 2 steps."""
+    ways = [1.0] + [0.0] * (C - 1)
+    for _ in range(C // 2):
+        ways = [beta * sum(ways[:i]) for i in range(C)]
+    return ways[-1]
+
+
+def newton(sign=1, half=1.0, swap=False):
+    def form(A, Y):
+        T = A + torch.eye(len(A)).double()
+        step = Y - Y @ T @ Y if not swap else Y - T @ Y @ Y
+        return Y + sign * half * step
+
+    return form
+
+
+RIGHT |= {
+    "ex-triangle-pascal": [[6, 20, 1], (6.0, 20.0, 1.0)],
+    "ex-triangle-largest": [paths],
+    "ex-triangle-merge": [lambda Y_1, A_21, Y_2: Y_2 @ (-A_21 @ Y_1)],
+    "ex-triangle-refine": [newton(), lambda A, Y: 2 * Y - Y @ Y - Y @ A @ Y],
+    "ex-triangle-recipes": ["ace", ["a", "c", "e"]],
+}
+
+WRONG |= {
+    "ex-triangle-pascal": [([6, 20, 20], "cancel in the inverse"), ([2, 4, 1], "counts the ways")],
+    "ex-triangle-largest": [
+        (lambda C, beta: paths(C, 1.0), "The strength is missing"),
+        (lambda C, beta: beta * paths(C, 1.0), "counted once"),
+        (lambda C, beta: beta ** (C - 1), "the last power"),
+        (lambda C, beta: 0.0, "for the arguments 8, 1"),
+    ],
+    "ex-triangle-merge": [
+        (lambda Y_1, A_21, Y_2: Y_2 @ A_21 @ Y_1, "The sign"),
+        (lambda Y_1, A_21, Y_2: -Y_2 @ A_21, "The earlier half"),
+        (lambda Y_1, A_21, Y_2: -A_21 @ Y_1, "The later half"),
+        (lambda Y_1, A_21, Y_2: -A_21, "both halves"),
+        (lambda Y_1, A_21, Y_2: -Y_1 @ A_21.T @ Y_2, "expected shape [4, 3], got [3, 4]"),
+    ],
+    "ex-triangle-refine": [
+        (newton(sign=-1), "The sign"),
+        (newton(swap=True), "The order is turned round"),
+        (newton(half=0.5), "Half a step"),
+        (newton(half=0.0), "Nothing is refined"),
+        (lambda A, Y: Y + Y @ (torch.eye(5).double() - A @ Y), "The triangle is I + A"),
+        (lambda A, Y: newton()(A, Y) - Y, "the correction alone"),
+    ],
+    "ex-triangle-recipes": [
+        ("abce", "b does not belong to it"),
+        ("ac", "e is missing"),
+        ("acde", "which leave fp16 no digit"),
+        ("x", "Expected some of a, b, c, d, e"),
+    ],
+}

@@ -3,9 +3,9 @@
     S_t = S_{t-1} + beta_t k_t^T (v_t - k_t S_{t-1}) = (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t
     o_t = scale * q_t S_t
 
-One step of gradient descent, with step size beta_t, on half the squared length of k_t S - v_t. Keys should have length 1; then beta_t = 1
-replaces what the key finds, and 0 < beta_t < 2 is stable. Value heads may be a multiple of key heads: value head h
-reads key head h // (HV / H).
+One step of gradient descent, with step size beta_t, on half the squared length of k_t S - v_t. Keys should have length
+1; then beta_t = 1 replaces what the key finds, and 0 < beta_t < 2 is stable. Value heads may be a multiple of key
+heads: value head h reads key head h // (HV / H).
 
 Inside a chunk each token corrects what the tokens before it have written. So their writes v^ solve a triangular system:
 

@@ -1,4 +1,4 @@
-"""Inverses of unit lower triangular matrices, in the ways in which kernels compute them (chapter 20).
+"""Inverses of unit lower triangular matrices, in the ways in which kernels compute them (chapters 20 and 21).
 
 A chunk of the delta rule asks for Y = (I + A)^-1, A strictly lower triangular `[..., n, n]`: row i of Y says how what
 token i writes depends on what earlier tokens of the chunk have written. All functions are exact on paper. They differ

@@ -1,4 +1,4 @@
-"""Cards of the front page: chapters 1 to 20, each with its question and a small picture."""
+"""Cards of the front page: chapters 1 to 21, each with its question and a small picture."""
 
 from __future__ import annotations
 
@@ -89,6 +89,9 @@ def _pictures() -> dict[str, str]:
         "20_delta_rule": _squares(["bbb", "eee", "bbb"], 12, 8, 12)
         + arrow((54, 25), (70, 25))
         + _squares(["bbb", "ooo", "bbb"], 76, 8, 12),
+        "21_inverting_a_triangle": _squares(["b", "bb", "bbb", "oobb"], 8, 2, 12)
+        + arrow((60, 26), (74, 26))
+        + _squares(["s", "ps", " ps", "  ps"], 78, 8, 9),
     }  # fmt: skip
 
 
@@ -125,6 +128,7 @@ _TEXTS = (
     ("Gates", "15_gradients", "Gradients", "How much passed through this gate?"),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?"),
     ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?"),
+    ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?"),
 )
 CARDS = tuple(Card(*words, _pictures()[words[1]]) for words in _TEXTS)
 #: page, what a reader wants, how it begins
