@@ -105,7 +105,7 @@ def einsum(m: int, k: int, n: int) -> tuple[int, int]:
 def attention(h: Head, blocks, elementwise: int, bytes: int, parallelism: int, steps: int) -> Cost:
     """Scores and weighted values of `blocks` of m queries by n keys, and other element-wise FLOPs beside them."""
     matmul = scaled = 0
-    for (m, n), times in Counter(blocks).items():  # a million blocks, of four sizes
+    for (m, n), times in Counter(blocks).items():  # many blocks, of four sizes at most
         for products, sums in (einsum(m, h.K, n), einsum(m, n, h.V)):
             matmul, scaled = matmul + times * products, scaled + times * sums
     return Cost(matmul, elementwise + scaled, bytes, h.cache, parallelism, steps)

@@ -110,14 +110,23 @@ def scan(q, k, v, beta, *, scale=None, initial_state=None, cu_seqlens=None):
     Right, and of no use but to show why: composing two maps multiplies K x K matrices, where gates multiply K numbers.
     Arguments and results as in :func:`recurrent`.
     """
-    q, k = (for_value_heads(x, v.shape[2]) for x in (scale * q, k))
+    return scanned(scale * q, *maps(k, v, beta), initial_state)
+
+
+def maps(k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """M = I - beta k^T k [B T HV K K] and X = beta k^T v [B T HV K V] of each token's map S -> M S + X."""
+    k = for_value_heads(k, v.shape[2])
     erase = beta[..., None] * k  # [B T HV K]
     M = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - erase[..., :, None] * k[..., None, :]
-    X = erase[..., :, None] * v[..., None, :]
+    return M, erase[..., :, None] * v[..., None, :]
+
+
+def scanned(q: Tensor, M: Tensor, X: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """What q reads from the states that start at S [B HV K V] and follow the maps S -> M S + X, and the last state."""
 
     def then(first, second):
         return second[0] @ first[0], second[0] @ first[1] + second[1]
 
     M, X = blelloch(then, (M, X))
-    S = M @ initial_state[:, None] + X  # [B T HV K V]
-    return (q[..., None] * S).sum(-2), S[:, -1]
+    S = M @ S[:, None] + X  # [B T HV K V]
+    return (for_value_heads(q, S.shape[2])[..., None] * S).sum(-2), S[:, -1]

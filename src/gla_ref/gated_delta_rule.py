@@ -19,9 +19,8 @@ from torch import Tensor
 from . import triangular
 from ._contract import form
 from .chunks import by_chunk
-from .delta_rule import for_value_heads
+from .delta_rule import for_value_heads, maps, scanned
 from .gates import decay_from_start, decay_to_end, segment_sum
-from .prefix_sum import blelloch
 
 __all__ = ["chunkwise", "chunkwise_substitution", "parallel", "recurrent", "scan"]
 
@@ -105,14 +104,5 @@ def scan(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None):
 
     Arguments and results as in :func:`recurrent`.
     """
-    q, k = (for_value_heads(x, v.shape[2]) for x in (scale * q, k))
-    erase = beta[..., None] * k  # [B T HV K]
-    M = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - erase[..., :, None] * k[..., None, :]
-    X = erase[..., :, None] * v[..., None, :]
-
-    def then(first, second):
-        return second[0] @ first[0], second[0] @ first[1] + second[1]
-
-    M, X = blelloch(then, (g[..., None, None].exp() * M, X))
-    S = M @ initial_state[:, None] + X  # [B T HV K V]
-    return (q[..., None] * S).sum(-2), S[:, -1]
+    M, X = maps(k, v, beta)
+    return scanned(scale * q, g[..., None, None].exp() * M, X, initial_state)
