@@ -69,7 +69,7 @@ def run(pool, mechanism, dtype, cases, seeds, device, room):
     for case in sorted(cases, key=lambda case: -case.T):
         n = min(MOST, max(1, room // needed(check.MECHANISMS[mechanism], case)))
         tasks += [(mechanism, dtype, case, range(a, min(a + n, seeds)), device) for a in range(0, seeds, n)]
-    for i, ((_, _, case, _, _), made, took) in enumerate(pool.imap_unordered(work, tasks), 1):
+    for i, ((_, _, case, _, _), made, took) in enumerate(pool.imap(work, tasks), 1):
         for (kernel, quantity), over in made.items():
             found.setdefault((case.name, quantity), {}).setdefault(kernel, []).extend(over)
         seconds[case.name] = seconds.get(case.name, 0.0) + took
@@ -98,6 +98,9 @@ def examine(pool, mechanism, name, args, room):
     minutes, many = (time.perf_counter() - start) / 60, kernel_alarms(found)
     rate = args.all * len(cases) / minutes
     print(f"{mechanism} {name}: {len(cases)} cases, {args.all} seeds, {sum(many.values())} alarms")
+    for pair, kernel, over in ((pair, n, x) for pair, made in found.items() for n, x in made.items() if alarms(x)):
+        seeds = ", ".join(f"{seed} ({x:.2f})" for seed, x in enumerate(over) if not x <= 1)
+        print(f"  {', '.join(pair)}, {kernel}: seeds {seeds}")
     print(f"  {minutes:.1f} minutes, {rate:.0f} seeds of a case a minute, each by all {len(many)} kernels")
 
     near = sorted(found, key=lambda pair: -max(map(max, found[pair].values())))[:NEAREST]
@@ -141,7 +144,7 @@ def main():
     parser.add_argument("--out", type=Path, default=results.file("false alarms"), help="the JSON file, %(default)s")
     args = parser.parse_args()
     gpu = torch.cuda.get_device_properties(0) if args.device == "cuda" else None
-    room = int(0.8 * gpu.total_memory) // args.jobs if gpu else 2**31  # bytes, of each process
+    room = gpu.total_memory // (2 * args.jobs) if gpu else 2**31  # bytes, of each process
     right = []
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         for mechanism in args.mechanism:
