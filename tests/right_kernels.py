@@ -140,11 +140,24 @@ def recurrent(q, k, v, g, S, scale, C, product):
     return torch.stack(outs, -2), S
 
 
-def in_dtype(dtype):
-    def product(x, y):
+class Product(torch.autograd.Function):
+    """x y of operands rounded to a dtype; so are its gradients' two, whose sums stay in float32 as a GPU's do."""
+
+    @staticmethod
+    def forward(ctx, x, y, dtype):
+        ctx.save_for_backward(x, y)
+        ctx.dtype = dtype
         return x.to(dtype).float() @ y.to(dtype).float()
 
-    return torch.matmul if dtype == torch.float32 else product
+    @staticmethod
+    def backward(ctx, d):
+        x, y = ctx.saved_tensors
+        dx, dy = (Product.apply(a, b, ctx.dtype) for a, b in ((d, y.mT), (x.mT, d)))
+        return dx.sum_to_size(x.shape), dy.sum_to_size(y.shape), None
+
+
+def in_dtype(dtype):
+    return torch.matmul if dtype == torch.float32 else lambda x, y: Product.apply(x, y, dtype)
 
 
 def linear(mechanism, way, dtype, C=0):

@@ -18,7 +18,7 @@ from ._emulate import attend, by_token, two_level
 
 SHORT = 500  # tokens up to which the recurrence itself is the oracle; then a form held against it
 # one chunk after another, of lengths that kernels have (the longest is the whole of most cases), and token after token
-LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=128), by_token)
+LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=256), by_token)
 
 
 @dataclass(frozen=True)
