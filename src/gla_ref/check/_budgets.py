@@ -140,12 +140,14 @@ def copied(case: Case) -> int:
 def copies(x: dict, n: int, kind: Kind, form: str, dtypes: dict) -> dict:
     """n copies of the inputs side by side as heads, all but the first shaken by one percent and rounded again.
 
-    Strengths become smaller, so that they keep within their bounds.
+    Strengths become smaller, so that they keep within their bounds. Ones stay alike: products with them have the same
+    error for every token, and such errors add up.
     """
     rng, made = torch.Generator().manual_seed(0), {}
     for name, y in x.items():
         role, dtype = kind.tensors[name].role, dtypes[name]
-        shake = 1 + 0.01 * torch.rand((n, *y.shape), generator=rng).to(y.device)
+        alike = role not in ("gate", "strength") and (y == 1).all()
+        shake = 1 + 0.01 * torch.rand((n, *([1] * y.ndim if alike else y.shape)), generator=rng).to(y.device)
         shake[0] = 1
         y = y / shake if role == "strength" else y * shake
         y = representable(y, form, dtype) if name in kind.named("gate") else y.to(dtype).double()
