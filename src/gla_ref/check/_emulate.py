@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..chunks import scores
-from ..gates import decay_from_start, decay_to_end
+from ..gates import decay_from_start, decay_to_end, segment_sum
 from ..rounding import Products
 
 EXACT = (torch.float32, torch.float64)  # dtypes whose products hold operands as they are
@@ -139,7 +139,8 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False):
     What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
     kernel may that has one product a chunk (chapter 13), and by e^-3 at most from there on, to be within float16.
     """
-    T, tokens = q.shape[1], (q, k, v, by_channel(g, k))
+    T, alike = q.shape[1], g is None or g.ndim < k.ndim
+    tokens = q, k, v, by_channel(g, k)
     C = min(C, -(-T // c) * c)
     q, k, v, g = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
     q, k, v, g = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g))
@@ -150,15 +151,18 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False):
         write = half.exp().mT * ((k * (decay_to_end(g) - half).exp()).mT @ v)
         states = Carry.apply(write, total, state, dtype)
         inter = (q * (decay_from_start(g) - half).exp()) @ (half.exp().mT * states[:, :, :-1])
-        intra = []
-        for i in range(0, C, c):
-            q_i, k_i, v_i, g_i = (x[..., i : i + c, :] for x in (q, k, v, g))
-            o = scores(q_i, k_i, g_i) @ v_i
-            if i:
-                k_j = k[..., :i, :] * decay_to_end(g[..., :i, :]).exp()
-                P = (q_i * decay_from_start(g_i).exp()) @ k_j.mT
-                o = o + P @ v[..., :i, :]
-            intra.append(o)
+        if alike:  # what decays all channels of a pair alike is a factor of its score
+            intra = [((q @ k.mT) * segment_sum(g[..., :1])[..., 0].exp()) @ v]
+        else:
+            intra = []
+            for i in range(0, C, c):
+                q_i, k_i, v_i, g_i = (x[..., i : i + c, :] for x in (q, k, v, g))
+                o = scores(q_i, k_i, g_i) @ v_i
+                if i:
+                    k_j = k[..., :i, :] * decay_to_end(g[..., :i, :]).exp()
+                    P = (q_i * decay_from_start(g_i).exp()) @ k_j.mT
+                    o = o + P @ v[..., :i, :]
+                intra.append(o)
     o = rearrange(scale * (inter + torch.cat(intra, -2)), "b h n t d -> b (n t) h d")
     return o[:, :T], states[:, :, -1]
 
