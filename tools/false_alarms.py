@@ -53,7 +53,7 @@ def needed(kind, case):
     if kind.cache:
         return tokens * (case.T + case.past) * copied(case) * 16 * (case.V + 4)
     doublings = math.ceil(math.log2(case.T + 1))
-    return tokens * max(copied(case) * (16 * state + 500 * case.K), (16 + 4 * doublings) * state)
+    return tokens * max(copied(case) * (16 * state + 500 * case.K + 20_000), (16 + 4 * doublings) * state)
 
 
 def work(task):

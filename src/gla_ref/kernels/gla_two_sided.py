@@ -36,7 +36,6 @@ from .gla_gradient import GRADIENTS, crossing, pairs
 
 # as in gla_forward.py and gla_gradient.py, but for what spills
 TILES = WALK | {
-    ("hopper", 16): WALK["hopper", 16] | {128: (64, 32, 4, 2, 3)},
     ("ampere", 16): {64: (16, 32, 4, 1, 1), 128: (16, 32, 4, 1, 1), 256: (16, 32, 8, 1, 1)}
 }
 GRADIENT_TILES = GRADIENTS | {("ampere", 16): (32, 8, 1)}
