@@ -417,11 +417,17 @@ def test_json_has_its_schema():
     assert set(data) == {
         "schema",
         "ok",
+        "verdict",
         "settings",
+        "ladder",
+        "made",
+        "left",
+        "skipped",
         "cases",
         "rows",
         "common",
         "diagnosis",
+        "next",
         "not_covered",
         "alone",
         "reproduction",
@@ -438,10 +444,26 @@ def test_json_has_its_schema():
         "gate": "log",
         "forward_only": False,
         "defaults": [],
+        "supports": "",
+        "waive": {},
+        "fail_on_not_covered": False,
     }
     assert check.Case(**data["cases"]["length 65"]) == report.cases["length 65"]
-    assert data["schema"] == 3 and data["ok"] is False
-    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "only", "map", "grid"}
+    assert data["schema"] == 4 and data["ok"] is False
+    keys = {
+        "case",
+        "quantity",
+        "status",
+        "kind",
+        "error",
+        "budget",
+        "message",
+        "waived",
+        "where",
+        "only",
+        "map",
+        "grid",
+    }
     assert all(set(row) == keys for row in data["rows"])
     assert {row["status"] for row in data["rows"]} <= {"passed", "failed", "not covered"}
     assert "inf" in [row["error"] for row in data["rows"]]

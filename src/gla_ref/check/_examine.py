@@ -5,15 +5,17 @@ Appendix "Check your kernel".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from itertools import takewhile
 
 import torch
 
 from ._budgets import Problem, problem
 from ._cases import Case
+from ._claims import Claim
 from ._diagnose import diagnose
 from ._kernel import SECONDS, Convention, Kernel
 from ._report import Report, Row, judge
@@ -41,6 +43,7 @@ class Examiner:
     kernel: Kernel
     dtype: torch.dtype
     seed: int
+    claim: Claim = Claim()
 
     def problem(self, case: Case) -> Problem:
         k = self.kernel
@@ -71,11 +74,17 @@ class Examiner:
         asked = found
         if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
             asked = {n: x for n, x in found.items() if not n.startswith("d")}
-        rows = it.rows + [judge(p, n, x) for n, x in asked.items()]
+        rows = it.rows + [judge(p, n, x) for n, x in asked.items() if x is not None or self.claims(n)]
         for f in findings:
             status = "not covered" if f.kind == "not covered" else "failed"
             rows.append(Row(p.case.name, f.quantity, status, f.kind, message=str(f)))
         return Posed(rows, p, found)
+
+    def claims(self, name: str) -> bool:
+        """Whether a quantity should be there: no gradient without a backward pass, no state where none is claimed."""
+        if name.startswith("d"):
+            return self.claim.gradient
+        return self.claim.state or name == "o"
 
     def run_all(self, cases: list[Case], progress: Progress) -> Iterator[Posed]:
         """The next problems are worked out while a kernel compiles."""
@@ -95,6 +104,8 @@ class Examiner:
         first = failed[least.name]
 
         def fails(case: Case) -> bool:
+            if self.claim.fit(case, self.kernel.kind) != case:
+                return False
             rows = self.run(self.pose(case)).rows
             return any(r.status == "failed" and r.quantity == first.quantity for r in rows)
 
@@ -134,12 +145,22 @@ class Examiner:
         return [{"mistake": m.name, "line": m.line, "distance": far} for m, far in matches]
 
 
+def waive(row: Row, waivers: Mapping[str, str]) -> None:
+    """A failure does not count for which there is a reason, by quantity or "quantity@case"."""
+    for pattern, reason in waivers.items():
+        name, _, case = pattern.partition("@")
+        if row.status == "failed" and fnmatch(row.quantity, name) and fnmatch(row.case, case or "*"):
+            row.status, row.waived = "waived", reason
+
+
 def examine(it: Examiner, report: Report, progress: Progress) -> None:
     """Fill in a report on its cases."""
     cases, seen = list(report.cases.values()), []
     for done in it.run_all(cases, progress):
         report.rows += done.rows
         seen += [done] if done.found else []
+    for row in report.rows:
+        waive(row, report.settings["waive"])
     given = {row.quantity for row in report.rows if row.error is not None}
     for row in report.rows:
         if row.kind == "missing" and row.quantity in given:

@@ -20,6 +20,7 @@ PLAIN = (
     ("size", 1.0),
     ("loud", None),
     ("pull", 1.0),
+    ("floor", None),
     ("scale", None),
     ("strength", 1.0),
     ("groups", 1),
@@ -95,4 +96,4 @@ def right_alone(lines: str, seconds: float) -> bool:
         said = subprocess.run([sys.executable, "-c", lines], **options, check=False).stdout
     except subprocess.TimeoutExpired:
         return False
-    return said.partition("\n")[0].endswith(": right")
+    return ": right" in said.partition("\n")[0]
