@@ -231,12 +231,19 @@ def test_their_functions_are_checked(library, name):
     assert library[0] == (name, {"normalize": False} if "linear" in name else {})
 
 
-def test_what_they_do_not_claim_is_not_covered(library):
-    report = check.kernel("gla", fla.theirs("chunk_gla"), only="gate -[1i]*")
-    assert report.ok and report.not_covered == {"gates of -inf": 1}, report.not_covered
-    assert "Not covered (cases): gates of -inf (1)" in str(report)
-    alone = check.kernel("gla", fla.theirs("chunk_gla"), only="gate -inf")
-    assert not alone.ok and not alone.failures and "NOTHING COVERED" in str(alone)
+def test_their_functions_are_judged_on_what_they_claim(library):
+    seen = []
+
+    def fn(q, k, v, g, **options):
+        seen.append(g.min().item())
+        return gla.chunkwise(q, k, v, g, **options)
+
+    fn.supports = fla.theirs("chunk_gla").supports
+    report = check.kernel("gla", fn, only="gate r*")
+    assert report.ok and not report.not_covered and "gate -inf" in report.left
+    assert "gate resets at chunk ends" in report.cases and min(seen) == -1e3
+    assert "Claimed: gates down to -1000." in str(report)
+    assert fla.theirs("chunk_linear_attn").supports == {}
 
 
 def test_their_forward_pass_alone(library):

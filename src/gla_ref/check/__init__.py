@@ -90,7 +90,7 @@ def kernel(
     """
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {sorted(MECHANISMS)}, got {mechanism!r}")
-    claim, dtype = Claim.of(supports), dtype_of(dtype)
+    claim, dtype = Claim.of(getattr(fn, "supports", None) if supports is None else supports), dtype_of(dtype)
     if not callable(fn):
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     how = Convention(layout, state, gate, forward_only or not claim.gradient)

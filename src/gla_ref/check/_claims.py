@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._cases import MILD, SUB, C, Case, cases
+from ._cases import GATES, MILD, SUB, C, Case, cases
 from ._mechanisms import MECHANISMS, Kind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -190,7 +190,8 @@ def milder(case: Case, floor: float | None) -> Case:
         float(case.gate)
     except ValueError:
         return replace(case, floor=floor)
-    return replace(case, gate=f"{floor:g}", name=case.name.replace(case.gate, f"{floor:g}"))
+    rung = next((rung for rung in GATES if lowest(rung) == floor), f"{floor:g}")
+    return replace(case, gate=rung, name=case.name.replace(case.gate, rung))
 
 
 def nearby(case: Case, kind: Kind) -> Iterator[Case]:

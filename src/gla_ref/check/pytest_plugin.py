@@ -50,8 +50,10 @@ def pytest_generate_tests(metafunc):
         pytest.fail('gla_ref_case: expected a mark such as @pytest.mark.gla_ref("gla", my_fn)', pytrace=False)
     options = settled(metafunc.config, mark.kwargs)
     try:
-        dtype, claim = dtype_of(options.get("dtype", "fp32")), Claim.of(options.get("supports"))
-        cases = claimed(mark.args[0], options["level"], options["seed"], claim, dtype).cases
+        mechanism, fn = mark.args
+        claim = Claim.of(options.get("supports", getattr(fn, "supports", None)))
+        dtype = dtype_of(options.get("dtype", "fp32"))
+        cases = claimed(mechanism, options["level"], options["seed"], claim, dtype).cases
     except (TypeError, ValueError) as reason:
         pytest.fail(str(reason), pytrace=False)
     skip, expected = options.get("skip", ()), options.get("xfail", {})

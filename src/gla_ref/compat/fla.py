@@ -16,7 +16,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .. import FORMS
-from ..check import NotClaimed
 from ..mechanisms import MECHANISMS
 
 COMPUTES = {  # every function of fla that we know: its mechanism
@@ -30,6 +29,7 @@ COMPUTES = {  # every function of fla that we know: its mechanism
     "fused_recurrent_linear_attn": "linear_attention",
 }
 MODULES = {"gla": "gla", "simple_gla": "simple_gla", "linear_attention": "linear_attn"}  # of fla.ops
+LOWEST = -1e3  # gates of the check kit that are finite
 __all__ = [*COMPUTES, "mechanism", "theirs"]
 
 
@@ -46,8 +46,9 @@ def theirs(name: str) -> Callable:
 
     fla is imported by the first call. Linear attention is called with `normalize=False`, and boundaries are
     int64. Its documentation speaks of log gates as logsigmoid makes them, which are finite; of states in
-    float32, packed sequences as in flash-attn, and no limit on T, K or V. So a case with gates of -inf (hard
-    resets) is *not covered*, and every other one counts.
+    float32, packed sequences as in flash-attn, and no limit on T, K or V. So cases with gates of -inf (hard
+    resets) are made with finite ones instead, the ladder's lowest, and every one counts: that is the function's
+    attribute `supports`.
 
     Args:
         name: one of the functions of this module, such as "chunk_gla".
@@ -59,13 +60,10 @@ def theirs(name: str) -> Callable:
         ValueError: fla has no such function among those of this module.
     """
     computed = mechanism(name)
-    kind, module = MECHANISMS[computed], MODULES[computed]
+    module = MODULES[computed]
     options = {"normalize": False} if computed == "linear_attention" else {}
 
     def fn(*tensors, scale=None, initial_state=None, cu_seqlens=None):
-        given = dict(zip(kind.required, tensors, strict=True))
-        if any(given[gate].isneginf().any() for gate in kind.named("gate", optional=False)):
-            raise NotClaimed("gates of -inf")
         own = getattr(importlib.import_module(f"fla.ops.{module}"), name)
         return own(  # in this order; it has other names for some
             *tensors,
@@ -77,6 +75,7 @@ def theirs(name: str) -> Callable:
         )
 
     fn.__name__ = name
+    fn.supports = {"min_gate": LOWEST} if MECHANISMS[computed].named("gate") else {}
     return fn
 
 
