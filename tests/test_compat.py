@@ -172,7 +172,6 @@ def test_they_are_kernels_that_the_kit_calls_as_they_are():
         ("fused_recurrent_gla", {"reverse": True}, "reverse: expected False"),
         ("fused_recurrent_linear_attn", {"reverse": True}, "reverse: expected False"),
         ("fused_recurrent_gla", {"head_first": True}, "head_first: expected False"),
-        ("chunk_simple_gla", {"chunk_size": 32}, "chunk_size: expected None"),
         ("chunk_simple_gla", {"g_gamma": torch.zeros(3)}, "g_gamma: expected None beside g"),
         ("chunk_simple_gla", {"cu_seqlens_cpu": CU}, "cu_seqlens: expected the boundaries"),
         (
@@ -195,6 +194,17 @@ def test_unknown_arguments_are_errors():
     with pytest.raises(TypeError, match="gate_logit: expected an argument of fla-core"):
         fla.chunk_simple_gla(*qkv, g, gate_logit=1)
     fla.chunk_simple_gla(*qkv, g, head_first=False)  # asks for what is done anyway
+
+
+def test_an_older_name_warns_and_a_hint_changes_nothing():
+    qkv, g, S = tensors("scalar")
+    o, final = fla.chunk_simple_gla(*qkv, g, initial_state=S, output_final_state=True, chunk_size=32)
+    for name in ("chunk_simple_gla", "fused_recurrent_simple_gla"):
+        options = {"initial_state": S.mT.contiguous(), "output_final_state": True, "transpose_state_layout": True}
+        with pytest.warns(DeprecationWarning, match="called state_v_first") as warned:
+            same, turned = getattr(fla, name)(*qkv, g, **options)
+        assert torch.equal(same, o) and torch.equal(turned.mT, final)
+        assert len(warned) == 1 and warned[0].filename == __file__
 
 
 # -- theirs ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Appendix "Check your kernel".
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,11 +17,11 @@ import torch
 from ._budgets import Problem, problem
 from ._cases import Case
 from ._claims import Claim
-from ._diagnose import diagnose
+from ._diagnose import diagnose, stale
 from ._kernel import SECONDS, Convention, Kernel
 from ._report import Report, Row, judge
 from ._runner import Found, observe
-from ._shrink import imported, reproduction, right_alone, shrink
+from ._shrink import INSIDE, imported, reproduction, right_alone, shrink
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
@@ -124,24 +125,30 @@ class Examiner:
     def right_alone(self, report: Report) -> list[str]:
         """The cases, if few of many fail, that pass in a fresh process; none is asked after one that fails there, too.
 
-        A kernel is compiled there again, at every size that it meets.
+        A kernel is compiled there again, at every size that it meets. A module that checks itself when it is imported
+        does so there, too, and gets no process of its own.
         """
         failing, kinds = report.failing, {row.kind for row in report.failures}
         few = len(failing) <= min(LONE, len(report.cases) - 1)
-        if not few or kinds & {"hangs", "differs"} or not imported(self.kernel.fn):
+        if INSIDE in os.environ or not few or kinds & {"hangs", "differs"} or not imported(self.kernel.fn):
             return []
         seconds = 10 * self.kernel.seconds
         return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing))
 
     def explain(self, report: Report, seen: list[Posed]) -> list[dict]:
-        """The mistakes that what was seen fits; the cases that tell most are asked, and two others that are wrong."""
+        """The mistakes that what was seen fits.
+
+        The cases that tell most are asked, and two others that are wrong: the first, and of the rest the widest.
+        """
         wrong = {row.case for row in report.rows if row.where}
         telling, others, passed = [], [], []
         for it in seen:
             case = it.problem.case
             kept = telling if case.telling else others if case.name in wrong else passed
             kept.append((it.problem, it.found))
-        matches = diagnose(self.kernel.mechanism, self.dtype, telling + others[:2], passed)
+        others = others[:1] + sorted(others[1:], key=lambda pair: -pair[0].case.K * pair[0].case.V)[:1]
+        matches = diagnose(self.kernel.mechanism, self.dtype, telling + others, passed)
+        matches = matches or stale(self.kernel.mechanism, [(it.problem, it.found) for it in seen])
         return [{"mistake": m.name, "line": m.line, "distance": far} for m, far in matches]
 
 

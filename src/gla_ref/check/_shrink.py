@@ -32,6 +32,7 @@ PLAIN = (
     ("past", 9),
     ("state", False),
 )
+INSIDE = "GLA_REF_CHECK_ALONE"  # set in a process that runs one case by itself: it starts no others
 GATES = ("zero", "-1", MILD)  # from the plainest on
 
 
@@ -91,7 +92,12 @@ def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, *
 def right_alone(lines: str, seconds: float) -> bool:
     """Whether a fresh Python process, which these lines of a reproduction run in, calls the kernel right."""
     path = os.pathsep.join(x or os.getcwd() for x in sys.path)
-    options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "text": True, "timeout": seconds}
+    options = {
+        "env": os.environ | {"PYTHONPATH": path, INSIDE: "1"},
+        "capture_output": True,
+        "text": True,
+        "timeout": seconds,
+    }
     try:
         said = subprocess.run([sys.executable, "-c", lines], **options, check=False).stdout
     except subprocess.TimeoutExpired:
