@@ -11,6 +11,7 @@ from gla_ref.mechanisms import MECHANISMS
 F64 = torch.float64
 LINEAR = ("linear_attention", "simple_gla", "gla")
 GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
+DELTA = ("delta_rule", "gated_delta_rule", "kda")
 
 LADDER = (
     "zero",
@@ -100,7 +101,8 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 def options(form: str, C: int = 16, c: int = 4) -> dict[str, int]:
     """Chunk lengths for the forms that have them."""
-    return {"chunkwise": {"C": C}, "chunkwise_two_level": {"C": C, "c": c}}.get(form, {})
+    chunks = {"C": C, "c": c} if form == "chunkwise_two_level" else {"C": C}
+    return chunks if form.startswith("chunkwise") else {}
 
 
 def pairs(*mechanisms: str, without: tuple[str, ...] = ()) -> list[tuple[str, str]]:

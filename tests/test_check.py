@@ -37,7 +37,7 @@ QUICK = [
 ]
 # `make mutants`: all of all; for these, thousands of steps of autograd or T x T x K numbers are slow
 SLOW = {"recurrent": "[os]*", "parallel_log": "*[!g]"}
-WHOLE = [(mechanism, form, SLOW.get(form)) for mechanism, form in pairs(*FORMS, without=BREAK)]
+WHOLE = [(mechanism, form, SLOW.get(form)) for mechanism, form in pairs(*MECHANISMS, without=BREAK)]
 
 
 @pytest.mark.parametrize("mechanism, form, only", thin([*QUICK, *WHOLE], *QUICK))
@@ -45,7 +45,7 @@ def test_right_forms_pass(mechanism, form, only):
     check.kernel(mechanism, FORMS[mechanism][form], only=only).raise_if_failed()
 
 
-ALL = [(mechanism, dtype) for mechanism in FORMS for dtype in (F32, BF16)]
+ALL = [(mechanism, dtype) for mechanism in MECHANISMS for dtype in (F32, BF16)]
 
 
 @pytest.mark.parametrize("mechanism, dtype", thin(ALL, *ALL[-2:]))
@@ -57,6 +57,7 @@ def test_right_kernels_pass(mechanism, dtype, name):
         assert all(max(over) <= 1 for over in found.values()), (case.name, found)
 
 
+@pytest.mark.deep
 def test_a_gradient_summed_to_the_end_of_the_sequence_is_wrong_and_named():
     (m,) = (m for m in mistakes.MISTAKES if "summed to the end of the sequence" in m.name)
     report = check.kernel("simple_gla", mistakes.apply("simple_gla", m), only="narrow and long")
@@ -80,7 +81,7 @@ def test_a_right_form_passes_what_the_full_level_adds(only, cases):
     assert len({row.case for row in report.rows}) == cases and not report.reproduction
 
 
-@pytest.mark.parametrize("mechanism", thin(FORMS, "linear_attention"))
+@pytest.mark.parametrize("mechanism", thin(MECHANISMS, "linear_attention"))
 def test_right_forms_pass_in_bfloat16(mechanism):
     form = {"gla": "parallel_log", "simple_gla": "chunkwise"}.get(mechanism, "parallel")
     check.kernel(mechanism, FORMS[mechanism][form], dtype=BF16, only="[!gl]*").raise_if_failed()

@@ -30,7 +30,7 @@ def ladder(mechanism="gla", level="quick", **supports):
 
 
 # -- claims ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mechanism", FORMS)
+@pytest.mark.parametrize("mechanism", check.MECHANISMS)
 def test_who_claims_all_gets_the_ladder_itself(mechanism):
     for level in ("quick", "full"):
         assert ladder(mechanism, level) == (check.cases(mechanism, level), 0, [])
@@ -266,7 +266,7 @@ def test_half(gla_ref_case):
 
 @pytest.fixture
 def tests(pytester):
-    pytester.makepyfile(own=MODULE, test_kernels=TESTS)
+    pytester.makepyfile(own=MODULE, test_adopted=TESTS)
     yield pytester
     sys.modules.pop("own", None)
 
@@ -297,10 +297,10 @@ def test_levels_and_mistakes_in_a_mark(tests):
     done = tests.runpytest_inprocess(*PLUGIN, "-q", "--collect-only", "-k", "half", "--gla-ref-level", "full")
     full = [case.name for case in check.cases("gla", "full") if fnmatch(case.name, "[lp]*[14d]")]
     assert len([line for line in done.outlines if "[" in line]) == len(full)
-    tests.makepyfile(test_kernels="def test_own(gla_ref_case):\n    pass\n")
+    tests.makepyfile(test_adopted="def test_own(gla_ref_case):\n    pass\n")
     assert "expected a mark such as" in tests.runpytest_inprocess(*PLUGIN).stdout.str()
     claim = TESTS.replace('{"K": 64, "V": 64}', '{"size": 64}')
-    tests.makepyfile(test_kernels=claim)
+    tests.makepyfile(test_adopted=claim)
     assert "supports: expected K, V, multiples" in tests.runpytest_inprocess(*PLUGIN).stdout.str()
 
 
@@ -331,11 +331,11 @@ def test_the_wheel_brings_the_plugin(tmp_path):
     project = tmp_path / "project"
     project.mkdir()
     (project / "own.py").write_text(MODULE)
-    (project / "test_kernels.py").write_text(TESTS)
+    (project / "test_adopted.py").write_text(TESTS)
     command = [python, "-m", "pytest", "-n", "2", "-rA", "--gla-ref-github", "--junitxml=out.xml"]
     done = subprocess.run(
         command, cwd=project, env=env | {"COLUMNS": "80"}, capture_output=True, text=True, timeout=600
     )
     assert "::error file=own.py,line=5," in done.stdout, done.stdout + done.stderr
-    assert "PASSED test_kernels.py::test_half[length_64]" in done.stdout and "1 failed" in done.stdout
+    assert "PASSED test_adopted.py::test_half[length_64]" in done.stdout and "1 failed" in done.stdout
     assert (project / "out.xml").exists() and done.returncode == 1

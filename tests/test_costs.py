@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gla_ref import FORMS
 from gla_ref.costs import FORMS as COUNTED
 from gla_ref.costs import cost
+from gla_ref.mechanisms import MECHANISMS
 
 CASES = [(mechanism, form) for mechanism, forms in COUNTED.items() for form in forms]
 SHAPES = [  # B, T, H, K, V, C, c
@@ -21,13 +22,13 @@ SHAPES = [  # B, T, H, K, V, C, c
     (1, 33, 1, 8, 2, 32, 8),
     (1, 9, 2, 1, 1, 4, 1),
 ]
-WRITES = {"add", "add_", "sub", "mul", "div", "exp", "maximum"}
+WRITES = {"add", "add_", "sub", "rsub", "neg", "mul", "div", "exp", "maximum"}
 READS = {"sum", "amax", "cumsum"}
 MATMULS = {"mm", "bmm"}
 FREE = set(  # masks, comparisons, and what only moves or views numbers
-    """_local_scalar_dense _unsafe_view alias all arange cat clone constant_pad_nd copy_ eq expand
-    flip full_like ge gt le masked_fill new_zeros ones_like permute promote_types scalar_tensor
-    select slice split stack transpose tril unsqueeze view where zeros_like""".split()
+    """_local_scalar_dense _unsafe_view alias all arange cat clone constant_pad_nd copy_ count_nonzero eq expand
+    eye flip full_like ge gt index_select le masked_fill new_zeros ones_like permute promote_types repeat
+    scalar_tensor select slice split stack transpose tril triu unbind unsqueeze view where zeros_like""".split()
 )
 
 
@@ -41,6 +42,8 @@ class ElementwiseCounter(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
         name = op.overloadpacket.__name__
+        if torch.is_tensor(result) and not result.is_floating_point():
+            return result  # indices and masks
         if name in WRITES:
             self.flops += result.numel()
         elif name in READS:
@@ -53,9 +56,12 @@ class ElementwiseCounter(TorchDispatchMode):
 def prepare(mechanism, form, B, T, H, K, V, C, c):
     """The form, its tensors and its options."""
     q, k, v = torch.randn(B, T, H, K), torch.randn(B, T, H, K), torch.randn(B, T, H, V)
-    gates = {"simple_gla": [-torch.rand(B, T, H)], "gla": [-torch.rand(B, T, H, K)]}
+    sizes = {"B": B, "T": T, "H": H, "HV": H, "K": K, "V": V}
+    more = [x for x in MECHANISMS[mechanism].arguments if x.role in ("gate", "strength") and not x.optional]
     options = {"flash": {"block_q": C, "block_k": C}, "chunkwise": {"C": C}, "chunkwise_two_level": {"C": C, "c": c}}
-    tensors = [q, k, v, *gates.get(mechanism, [])]
+    options["chunkwise_substitution"] = {"C": C}
+    rows = {x.name: torch.rand([sizes[axis] for axis in x.axes.split()]) for x in more}
+    tensors = [q, k, v, *(-x if name == "g" else x for name, x in rows.items())]
     return FORMS[mechanism][form], tensors, options.get(form, {})
 
 
@@ -124,7 +130,7 @@ def test_state_and_least_bytes_are_those_of_the_tensors(mechanism, form):
     assert count.state_bytes == state * (T if form == "scan" else 1)
     least = sum(x.nbytes for x in tensors) + o.nbytes
     least += 2 * state if mechanism != "softmax_attention" else 0
-    on_chip = form in ("flash", "chunkwise", "chunkwise_two_level")
+    on_chip = form in ("flash", "chunkwise", "chunkwise_two_level", "chunkwise_substitution")
     if on_chip or (form == "recurrent" and mechanism != "softmax_attention"):
         assert count.bytes == least
     else:

@@ -1,7 +1,7 @@
 """Exercises: right answers are accepted, typical wrong ones are told what is wrong with them.
 
 The answers of chapters 1 to 8 stand here, those of chapter 4 in test_exercises_first.py, of 9 to 16 in
-test_exercises_late.py. And every exercise of the
+test_exercises_late.py, of 20 and 21 in test_exercises_delta.py. And every exercise of the
 book has a judge, a cell to answer it in, and a solution that passes.
 """
 
@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import test_exercises_delta as delta
 import test_exercises_first as first
 import test_exercises_late as late
 import torch
@@ -446,8 +447,8 @@ WRONG = {
 }
 
 
-RIGHT |= first.RIGHT | late.RIGHT
-WRONG |= first.WRONG | late.WRONG
+RIGHT |= first.RIGHT | late.RIGHT | delta.RIGHT
+WRONG |= first.WRONG | late.WRONG | delta.WRONG
 
 
 @pytest.mark.parametrize("label", RIGHT)

@@ -11,6 +11,7 @@ pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 pytest.importorskip("playwright", reason="the browser's tools are not installed")
 
 import build_book
+import gla_package
 import gla_publish
 import gla_search
 import publishing
@@ -99,7 +100,7 @@ def test_formulas_can_be_read_in_a_line(tex, said):
 
 @pytest.mark.deep
 def test_a_site_built_for_an_address_is_ready(tmp_path):
-    for name in ("requirements.txt", "src", "book/_ext", "book/_static"):
+    for name in ("requirements.txt", "book/_ext", "book/_static", *gla_package.PARTS):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(ROOT / name)
     settings = yaml.safe_load((ROOT / "_config.yml").read_text())

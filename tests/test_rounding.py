@@ -39,3 +39,28 @@ def test_errors_are_relative_but_near_zero():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_budget_is_twice_the_error_and_four_eps(dtype):
     assert rounding.budget(0.5, dtype) == 1 + 4 * torch.finfo(dtype).eps
+
+
+def test_tf32_keeps_ten_bits_and_rounds_to_even():
+    x = torch.tensor([1 + 2**-10, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20, -1 - 2**-12, 0.0])
+    kept = torch.tensor([1 + 2**-10, 1, 1 + 2 * 2**-10, 1 + 2**-10, -1, 0.0])
+    assert torch.equal(rounding.tf32(x), kept)
+    bf16 = rounding.tf32(torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16().float())
+    assert torch.equal(bf16, bf16.bfloat16().float())  # fewer bits stay as they are
+
+
+def test_products_lose_what_their_format_loses():
+    x, y = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+    exact = x.double() @ y.double()
+    errors = {}
+    for precision in rounding.PRODUCTS:
+        with rounding.products_in(precision):
+            errors[precision] = rounding.error(x @ y, exact)
+    assert errors["ieee"] < 2e-6 and errors["tf32x3"] < 3e-6  # nothing lost but what float32 loses
+    assert 1e-6 < errors["bf16x3"] < 1e-4  # 16 bits
+    assert 1e-4 < errors["tf32"] < 2e-3 and errors["fp16"] == pytest.approx(errors["tf32"], rel=0.05)  # 11 bits
+    assert 4 < errors["bf16"] / errors["tf32"] < 12  # 8 bits
+    with rounding.products_in("fp16"):
+        assert (1e5 * x @ y).isnan().any()  # beyond 65504
+    with pytest.raises(ValueError, match="precision: expected one of ieee, .*, got 'fp8'"):
+        rounding.products_in("fp8")

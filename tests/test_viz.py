@@ -21,11 +21,13 @@ from gla_ref.viz.chunk_size import LENGTHS, chunk_size
 from gla_ref.viz.decode_memory import decode_memory
 from gla_ref.viz.fading_state import fading_state
 from gla_ref.viz.gate_strength import gate_strength
+from gla_ref.viz.inverses import inverses
 from gla_ref.viz.kernel_walk import kernel_walk
 from gla_ref.viz.levels import levels
 from gla_ref.viz.multiprocessors import multiprocessors
 from gla_ref.viz.one_chunk import one_chunk
 from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
+from gla_ref.viz.overwrite import overwrite
 from gla_ref.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
 from gla_ref.viz.programs import BLOCKS, END, programs
@@ -119,6 +121,8 @@ EXPLORABLES = {
     "levels": levels,
     "one_chunk": one_chunk,
     "decode_memory": decode_memory,
+    "overwrite": cache(overwrite),
+    "inverses": cache(inverses),
     "kernel_walk": kernel_walk,
     "multiprocessors": multiprocessors,
     "walk_back": walk_back,

@@ -53,6 +53,7 @@ class Visit:
         self.own = own
         context.route("**/*", self._route)
         self.tab: Page = context.new_page()
+        self.tab.set_default_timeout(120_000)  # half of the processors may be printing the book
         note = self.problems.append
         self.tab.on("console", lambda m: m.type == "error" and note(f"console: {m.text}"))
         self.tab.on("pageerror", lambda error: note(f"script: {error}"))

@@ -21,6 +21,7 @@ from myst_nb.core.read import read_myst_markdown_notebook
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "book" / "_ext"))
 import gla_book  # noqa: E402
+import gla_package  # noqa: E402
 
 SITE = "_build/html"
 SOURCES = (
@@ -29,9 +30,9 @@ SOURCES = (
     "requirements.txt",
     "book",
     "notebooks",
-    "src",
     "benchmarks",
     "tools/make_notebooks.py",
+    *gla_package.PARTS,
 )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from gla_ref import FORMS, check, results
+from gla_ref import check, results
 from gla_ref.check._budgets import copied, errors, evaluate, parts, work_out
 from gla_ref.check._cases import held, inputs
 
@@ -136,7 +136,7 @@ def main():
     parser.add_argument("--all", type=int, default=50, help="seeds of all cases")
     parser.add_argument("--seeds", type=int, default=3000, help="of the five nearest pairs")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--mechanism", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--mechanism", nargs="+", choices=check.MECHANISMS, default=list(check.MECHANISMS))
     parser.add_argument("--only", default="*", help="cases of these names")
     parser.add_argument("--out", type=Path, default=results.file("false alarms"), help="the JSON file, %(default)s")
     args = parser.parse_args()

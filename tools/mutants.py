@@ -53,7 +53,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", nargs="+", default=["float32"], help="float32 bfloat16 float16")
-    parser.add_argument("--mechanism", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--mechanism", nargs="+", choices=check.MECHANISMS, default=list(check.MECHANISMS))
     parser.add_argument("--seeds", type=int, default=2, help="that right forms are tried with")
     parser.add_argument("--level", choices=("quick", "full"), default="quick", help="of right forms")
     args = parser.parse_args()

@@ -17,8 +17,8 @@ from fontTools.ttLib import TTFont
 
 #: the icons by name; a test looks for others in the built site
 ICONS = (
-    "angle-left angle-right arrow-up bars chevron-down circle-half-stroke code download expand file file-pdf github "
-    "lightbulb list magnifying-glass moon pencil-alt rocket sun xmark"
+    "angle-left angle-right arrow-up bars chevron-down circle-half-stroke code cube download expand file file-pdf "
+    "github lightbulb list magnifying-glass moon pencil-alt rocket sun xmark"
 ).split()
 
 THEME = Path(pydata_sphinx_theme.__file__).parent / "theme" / "pydata_sphinx_theme" / "static"

@@ -1,4 +1,4 @@
-"""gla_ref: exact references for softmax, linear and gated linear attention (chapters 1 to 16).
+"""gla_ref: exact references for softmax, linear and gated linear attention and the delta rule (chapters 1 to 21).
 
 `FORMS[mechanism][form]` is a function `o, state = form(q, k, v, ..., *, scale=None, initial_state=None,
 cu_seqlens=None, **options)`; every form of a mechanism computes the same thing. Importing the
@@ -8,10 +8,14 @@ package needs neither Triton nor a GPU.
 from . import (
     chunks,
     costs,
+    delta_backward,
+    delta_rule,
+    gated_delta_rule,
     gates,
     gla,
     gla_backward,
     gla_chunk_fuse,
+    kda,
     linear_attention,
     mechanisms,
     prefix_sum,
@@ -19,6 +23,7 @@ from . import (
     simple_gla,
     softmax,
     softmax_attention,
+    triangular,
 )
 
 __version__ = "0.1.0"
@@ -26,10 +31,14 @@ __all__ = [
     "FORMS",
     "chunks",
     "costs",
+    "delta_backward",
+    "delta_rule",
+    "gated_delta_rule",
     "gates",
     "gla",
     "gla_backward",
     "gla_chunk_fuse",
+    "kda",
     "linear_attention",
     "mechanisms",
     "prefix_sum",
@@ -37,6 +46,7 @@ __all__ = [
     "simple_gla",
     "softmax",
     "softmax_attention",
+    "triangular",
 ]
 
 
@@ -136,4 +146,19 @@ FORMS = {
         "triton_chunk_fuse": _gla_chunk_fuse,
         "triton_recurrent": _gla_step,
     },
+    "delta_rule": {
+        "recurrent": delta_rule.recurrent,
+        "parallel": delta_rule.parallel,
+        "chunkwise": delta_rule.chunkwise,
+        "chunkwise_substitution": delta_rule.chunkwise_substitution,
+        "scan": delta_rule.scan,
+    },
+    "gated_delta_rule": {
+        "recurrent": gated_delta_rule.recurrent,
+        "parallel": gated_delta_rule.parallel,
+        "chunkwise": gated_delta_rule.chunkwise,
+        "chunkwise_substitution": gated_delta_rule.chunkwise_substitution,
+        "scan": gated_delta_rule.scan,
+    },
+    "kda": {"recurrent": kda.recurrent, "chunkwise": kda.chunkwise},
 }

@@ -26,7 +26,7 @@ def by_chunk(C: int, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, .
 
 
 def gate(g: Tensor, g_v: Tensor | None) -> Tensor:
-    """The gate matrix G = alpha^T beta, `[..., K]` and `[..., V]` to `[..., K, V]`; without g_v `[..., K, 1]`."""
+    """The gate matrix G = alpha^T alpha^v, `[..., K]` and `[..., V]` to `[..., K, V]`; without g_v `[..., K, 1]`."""
     return g[..., :, None].exp() if g_v is None else (g[..., :, None] + g_v[..., None, :]).exp()
 
 

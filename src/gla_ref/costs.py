@@ -1,5 +1,6 @@
-"""What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 11)."""
+"""What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 11 and 20)."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class Cost:
 
 
 def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C=64, c=16, itemsize=2) -> Cost:
-    """Cost of one call of a form, without `g_v`, `feature_map` or packing.
+    """Cost of one call of a form, without `g_v`, `feature_map` or packing; in the delta family with HV = H.
 
     Counted by these rules; both FLOP counts are exactly those of the reference.
 
@@ -32,7 +33,8 @@ def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C
     * *Bytes*: q, k, v, gates read once and o written once, at `itemsize`; states in float32, the
       initial one read, the final one written. Beyond that, written once and read once: scores
       `[T, T]` of `parallel` (softmax: weights too) and `parallel_log`; decayed q and k of a gated
-      `parallel`; states and gates of all tokens in every round of `scan`; statistics of `two_pass`.
+      `parallel`; states and gates of all tokens in every round of `scan` (in the delta family: each
+      map that it makes, a K x K matrix and a state); statistics of `two_pass`.
       Softmax `recurrent` reads its whole cache for every token. The rest stays on the chip.
     * *Parallelism*: heads, times what is independent in a head: tiles of C queries (`parallel`,
       `parallel_log`, `flash`), single tokens (`two_pass`, `scan`), or nothing.
@@ -102,8 +104,10 @@ def einsum(m: int, k: int, n: int) -> tuple[int, int]:
 
 def attention(h: Head, blocks, elementwise: int, bytes: int, parallelism: int, steps: int) -> Cost:
     """Scores and weighted values of `blocks` of m queries by n keys, and other element-wise FLOPs beside them."""
-    products = [flops for m, n in blocks for flops in (einsum(m, h.K, n), einsum(m, n, h.V))]
-    matmul, scaled = map(sum, zip(*products, strict=True))
+    matmul = scaled = 0
+    for (m, n), times in Counter(blocks).items():  # many blocks, of four sizes at most
+        for products, sums in (einsum(m, h.K, n), einsum(m, n, h.V)):
+            matmul, scaled = matmul + times * products, scaled + times * sums
     return Cost(matmul, elementwise + scaled, bytes, h.cache, parallelism, steps)
 
 
@@ -173,6 +177,72 @@ def simple_gla_chunkwise(h: Head) -> Cost:
     return chunkwise(h, 1, lambda n: (2 * n * n * (h.K + h.V), 3 * n * n + n * (2 * h.K + 4) + 1 + 2 * h.S))
 
 
+# the delta family: beta is one more number a token
+
+
+def delta_recurrent(h: Head, gate: int) -> Cost:
+    """k S, v - k S, beta, k v^, + S, q S; with gates exp(g) and alpha S."""
+    elementwise = h.T * (6 * h.S + 2 * h.V + h.K + gate + h.S * (gate > 0))
+    return Cost(0, elementwise, h.moved(gate + 1), 4 * h.S, 1, h.T)
+
+
+def delta_scan(h: Head, gate: int) -> Cost:
+    """A tree of maps (M, X): each combination is M M and M X + X."""
+    pairs, rounds, n = 0, 0, h.T
+    while n > 1:
+        pairs, rounds, n = pairs + n - 1, rounds + 1 + (n > 2), n // 2
+    square = h.K * h.K
+    matmul = (pairs + h.T) * 2 * h.K * h.S + pairs * 2 * h.K * square
+    elementwise = pairs * h.S + h.T * (2 * h.K + 2 * square + 4 * h.S + gate * (1 + square))
+    moved = h.moved(gate + 1) + 8 * (h.T + pairs) * (h.S + square)
+    return Cost(matmul, elementwise, moved, 4 * h.T * h.S, h.T, rounds)
+
+
+def substitution(n: int) -> tuple[int, int]:
+    """Row i of the inverse takes i rows of n numbers."""
+    return 0, n**3 - n
+
+
+def blocked(n: int, c: int = 16) -> tuple[int, int]:
+    """Blocks of c on the diagonal by substitution, then merged by two products, two and two."""
+    sizes = [min(c, n - i) for i in range(0, n, c)]
+    matmul, elementwise = map(sum, zip(*map(substitution, sizes), strict=True))
+    while len(sizes) > 1:
+        pairs = list(zip(sizes[::2], sizes[1::2], strict=False))
+        matmul += sum(2 * a * b * (a + b) for a, b in pairs)
+        elementwise += sum(a * b for a, b in pairs)
+        sizes = [a + b for a, b in pairs] + sizes[2 * len(pairs) :]
+    return matmul, elementwise
+
+
+def delta_chunkwise(h: Head, gate: int, own: Callable[[int], int], inverse=blocked, *, scores: int = 2) -> Cost:
+    """The family's work, and `own` element-wise FLOPs of n tokens; `scores` of k k^T and q k^T are products."""
+    matmul, elementwise = map(sum, zip(*map(inverse, h.tiles), strict=True))
+    matmul += sum((2 * scores * h.K + 4 * h.V) * n * n for n in h.tiles) + 6 * h.T * h.S
+    elementwise += h.T * (h.K + 3 * h.V) + sum(n * n + h.S + own(n) for n in h.tiles)
+    return Cost(matmul, elementwise, h.moved(gate + 1), 4 * h.S, 1, len(h.tiles))
+
+
+def delta_parallel(h: Head, gate: int, own: Callable[[int], int]) -> Cost:
+    """One chunk of all tokens, its triangle, inverse and scores in memory."""
+    whole = Head(h.T, h.K, h.V, h.T, h.c, h.itemsize)
+    n = delta_chunkwise(whole, gate, own, lambda n: blocked(n, 1))
+    moved = n.bytes + 6 * h.T * h.T * h.itemsize
+    return Cost(n.matmul_flops, n.elementwise_flops, moved, n.state_bytes, len(h.tiles), (h.T - 1).bit_length() + 1)
+
+
+def ungated(n: int) -> int:
+    return 0
+
+
+def scalar_gated(h: Head) -> Callable[[int], int]:
+    return lambda n: 4 * n * n + n * (3 * h.K + 4) + h.S
+
+
+def kda_chunkwise(h: Head) -> Cost:
+    return delta_chunkwise(h, h.K, lambda n: 10 * n * n * h.K + 10 * n * h.K + h.K + h.S, scores=0)
+
+
 def gla_parallel_log(h: Head) -> Cost:
     pairs, T = h.T * h.T, h.T
     elementwise = 5 * pairs * h.K + T * (8 * h.K + h.V) + h.K + 2 * h.S
@@ -228,4 +298,19 @@ FORMS = {
         "chunkwise": gla_chunkwise,
         "chunkwise_two_level": gla_chunkwise_two_level,
     },
+    "delta_rule": {
+        "recurrent": lambda h: delta_recurrent(h, 0),
+        "parallel": lambda h: delta_parallel(h, 0, ungated),
+        "chunkwise": lambda h: delta_chunkwise(h, 0, ungated),
+        "chunkwise_substitution": lambda h: delta_chunkwise(h, 0, ungated, substitution),
+        "scan": lambda h: delta_scan(h, 0),
+    },
+    "gated_delta_rule": {
+        "recurrent": lambda h: delta_recurrent(h, 1),
+        "parallel": lambda h: delta_parallel(h, 1, scalar_gated(h)),
+        "chunkwise": lambda h: delta_chunkwise(h, 1, scalar_gated(h)),
+        "chunkwise_substitution": lambda h: delta_chunkwise(h, 1, scalar_gated(h), substitution),
+        "scan": lambda h: delta_scan(h, 1),
+    },
+    "kda": {"recurrent": lambda h: delta_recurrent(h, h.K), "chunkwise": kda_chunkwise},
 }

@@ -1,8 +1,8 @@
 """Gated Linear Attention in six forms: recurrent to two-level chunks (chapters 9, 10 and 11).
 
-    S_t = (alpha_t^T beta_t) * S_{t-1} + k_t^T v_t,    o_t = scale * q_t S_t
+    S_t = (alpha_t^T alpha^v_t) * S_{t-1} + k_t^T v_t,    o_t = scale * q_t S_t
 
-with g = ln(alpha) `[B, T, H, K]` and, optionally, g_v = ln(beta) `[B, T, H, V]` (beta = 1 in the paper's model).
+with g = ln(alpha) `[B, T, H, K]` and, optionally, g_v = ln(alpha^v) `[B, T, H, V]` (the paper's beta, 1 in its model).
 All forms take and return what :func:`recurrent` documents; all but :func:`parallel` are right for
 every gate in [-inf, 0].
 """

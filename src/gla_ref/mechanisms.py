@@ -52,6 +52,10 @@ def _tokens(heads: str = "H") -> tuple[Argument, ...]:
 STATE = (Argument("S", "N H K V", "state"),)
 CACHE = (Argument("k_cache", "B T0 H K", "state"), Argument("v_cache", "B T0 H V", "state"))
 
+BETA = Argument("beta", "B T HV", "strength")
+WIDE_STATE = (Argument("S", "N HV K V", "state"),)
+VALUE_HEADS = (("HV", "H"),)
+
 MECHANISMS = {
     "softmax_attention": Mechanism(_tokens(), CACHE),
     "linear_attention": Mechanism(_tokens(), STATE),
@@ -59,4 +63,7 @@ MECHANISMS = {
     "gla": Mechanism(
         (*_tokens(), Argument("g", "B T H K", "gate"), Argument("g_v", "B T H V", "gate", optional=True)), STATE
     ),
+    "delta_rule": Mechanism((*_tokens("HV"), BETA), WIDE_STATE, VALUE_HEADS),
+    "gated_delta_rule": Mechanism((*_tokens("HV"), Argument("g", "B T HV", "gate"), BETA), WIDE_STATE, VALUE_HEADS),
+    "kda": Mechanism((*_tokens("HV"), Argument("g", "B T HV K", "gate"), BETA), WIDE_STATE, VALUE_HEADS),
 }

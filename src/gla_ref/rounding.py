@@ -1,4 +1,4 @@
-"""Rounding: imitated, measured, and how much of it is allowed (chapter 11).
+"""Rounding: imitated, measured, and how much of it is allowed (chapters 11 and 21).
 
 References are plain mathematics. What a kernel's number format does to them is a mode around them:
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Products", "budget", "error", "operands_in", "unit"]
+__all__ = ["PRODUCTS", "Products", "budget", "error", "operands_in", "products_in", "unit"]
 
 MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -33,6 +33,55 @@ class Products(TorchFunctionMode):
 def operands_in(dtype: torch.dtype) -> Products:
     """A mode that rounds both operands of every matrix product to a dtype, as tensor cores take them; sums stay."""
     return Products(lambda x, y: x.to(dtype).to(x.dtype) @ y.to(dtype).to(y.dtype))
+
+
+def tf32(x: Tensor) -> Tensor:
+    """float32 rounded to the nearest number with 10 bits after the point, ties to even."""
+    i, cut = x.view(torch.int32), 23 - 10
+    odd = (i >> cut) & 1
+    return ((i + (1 << (cut - 1)) - 1 + odd) & -(1 << cut)).view(torch.float32)
+
+
+def through(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Rounding of float32 to a shorter format, and back."""
+    return lambda x: x.to(dtype).float()
+
+
+def rounded(low: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """One product, both operands rounded, sums in float32."""
+    return lambda x, y: low(x) @ low(y)
+
+
+def thrice(low: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Three products: of what `low` keeps of each operand, and of that with what it keeps of the other's rest."""
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        a, b = low(x), low(y)
+        return (low(x - a) @ b + a @ low(y - b)) + a @ b
+
+    return product
+
+
+#: what GPUs and their compilers make of a product of float32 matrices, by Triton's names
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ieee": torch.matmul,
+    "tf32x3": thrice(tf32),
+    "bf16x3": thrice(through(torch.bfloat16)),
+    "tf32": rounded(tf32),
+    "fp16": rounded(through(torch.float16)),
+    "bf16": rounded(through(torch.bfloat16)),
+}
+
+
+def products_in(precision: str) -> Products:
+    """A mode that makes every product of float32 matrices as one of `PRODUCTS` does.
+
+    Raises:
+        ValueError: there is no such precision.
+    """
+    if precision not in PRODUCTS:
+        raise ValueError(f"precision: expected one of {', '.join(PRODUCTS)}, got {precision!r}")
+    return Products(PRODUCTS[precision])
 
 
 def unit(exact: Tensor) -> float:

@@ -52,7 +52,7 @@ def kernel(
     the same graph; some cases in further ways, such as another call between the forward and the backward pass.
 
     Args:
-        mechanism: a key of `gla_ref.FORMS`.
+        mechanism: a key of `gla_ref.check.MECHANISMS`.
         fn: `o, state = fn(q, k, v[, g], scale=, initial_state=, cu_seqlens=)`. What its signature
             lacks, a state that is None or not returned (the loss is then of o alone), and gradients that it does
             not give are reported as not covered, as are calls that raise :class:`NotClaimed`. It gets

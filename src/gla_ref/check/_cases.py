@@ -116,7 +116,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     """The cases of a level; those of "full" begin with those of "quick" and end with a random search.
 
     Args:
-        mechanism: a key of `gla_ref.FORMS`.
+        mechanism: a key of `gla_ref.check.MECHANISMS`.
         level: "quick" or "full".
         seed: of the random search.
 

@@ -229,7 +229,7 @@ class Report:
 
     @property
     def head(self) -> str:
-        """The first line, and the last: the verdict, and how much of the ladder it is of."""
+        """The verdict, and how much of the ladder it is of; the first line of the report, and its last."""
         cases = f"{len(self.covered)} of {self.ladder} cases"
         return f"{self.title}: {self.verdict} ({cases})"
 
@@ -262,7 +262,7 @@ class Report:
 
     @property
     def next_step(self) -> str:
-        """The option that runs the case that tells most by itself, if something is wrong: the smallest of them."""
+        """The option that runs by itself the smallest of the cases that tell most; empty if nothing is wrong."""
         if not self.failing:
             return ""
         wrong = {row.case for row in self.first_wrong} or {*self.failing}

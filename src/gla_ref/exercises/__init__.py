@@ -1,4 +1,4 @@
-"""Exercises that answer: `check("ex-linear-capacity", 17)` says right, or what went wrong (chapters 1 to 16).
+"""Exercises that answer: `check("ex-linear-capacity", 17)` says right, or what went wrong (chapters 1 to 21).
 
 A judge is a function that raises :class:`Wrong` with a sentence for the reader, or returns. It sees values and
 functions only, never how they were written.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["JUDGES", "QUESTIONS", "Open", "Verdict", "Wrong", "check", "exercise", "load"]
+__all__ = ["Open", "Verdict", "Wrong", "check", "exercise", "load"]
 
 Kind = Literal["predict", "derive", "implement"]
 

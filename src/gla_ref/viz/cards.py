@@ -1,4 +1,4 @@
-"""Cards of the front page: chapters 1 to 16, each with its question and a small picture."""
+"""Cards of the front page: chapters 1 to 21, each with its question and a small picture."""
 
 from __future__ import annotations
 
@@ -86,6 +86,12 @@ def _pictures() -> dict[str, str]:
         "14_gla_kernel": "".join(rect(x, 5 + 9 * n, w, 6, kind) for n, (x, w, kind) in enumerate(code)),
         "15_gradients": "".join(steps) + "".join(circle(108 - 24 * n, 23, 4, "edge") for n in range(5)),
         "16_one_token_at_a_time": path([(8, 48), (112, 4)], "line-vermilion") + path([(8, 32), (112, 32)], "line-blue"),
+        "20_delta_rule": _squares(["bbb", "eee", "bbb"], 12, 8, 12)
+        + arrow((54, 25), (70, 25))
+        + _squares(["bbb", "ooo", "bbb"], 76, 8, 12),
+        "21_inverting_a_triangle": _squares(["b", "bb", "bbb", "oobb"], 8, 2, 12)
+        + arrow((60, 26), (74, 26))
+        + _squares(["s", "ps", " ps", "  ps"], 78, 8, 9),
     }  # fmt: skip
 
 
@@ -121,6 +127,8 @@ _TEXTS = (
     ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?"),
     ("Gates", "15_gradients", "Gradients", "How much passed through this gate?"),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?"),
+    ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?"),
+    ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?"),
 )
 CARDS = tuple(Card(*words, _pictures()[words[1]]) for words in _TEXTS)
 #: page, what a reader wants, how it begins
@@ -152,13 +160,14 @@ def ways() -> Cards:
 def cards() -> Cards:
     """The chapters by part."""
     html, part = "", None
-    for n, card in enumerate(CARDS, 1):
+    for card in CARDS:
         if card.part != part:
             html += f"{'</div>' * (part is not None)}<p><b>{card.part}</b></p><div>"
             part = card.part
         html += (
             f'<a class="card-link" href="{card.page}.html"><svg viewBox="0 0 {WIDE} {HIGH}" aria-hidden="true">'
-            f"{card.picture}</svg><b>{n} {escape(card.title)}</b><span>{escape(card.question)}</span></a>"
+            f"{card.picture}</svg><b>{int(card.page[:2])} {escape(card.title)}</b>"
+            f"<span>{escape(card.question)}</span></a>"
         )
     return _nav("Chapters", f"{html}</div>")
 

@@ -1,4 +1,4 @@
-"""Every form and every measured kernel under the roof of one GPU (chapter 7)."""
+"""Every measured kernel, and every form of its mechanisms, under the roof of one GPU (chapter 7)."""
 
 import math
 from dataclasses import dataclass
@@ -80,8 +80,8 @@ def points(data: dict, direction: str, **shape: int) -> list[Point]:
     if direction != "forward":
         return measured
     predicted = []
-    for mechanism, forms in costs.FORMS.items():
-        for form in forms:
+    for mechanism in COLORS:
+        for form in costs.FORMS[mechanism]:
             n = costs.cost(mechanism, form, **shape)
             least = {
                 "memory": n.bytes / bandwidth,

@@ -1,0 +1,72 @@
+"""Kimi Delta Attention: the delta rule with a gate for every channel of the keys (chapter 20).
+
+    S_t = (I - beta_t k_t^T k_t) diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t,    o_t = scale * q_t S_t
+
+Where readers of GLA go next: its gate, and the delta rule's correction. With one gate for all channels it is the gated
+delta rule. In a chunk the decays no longer factor out of the products of keys, so A and the scores are in log space.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from . import triangular
+from ._contract import form
+from .chunks import by_chunk, read, scores, update
+from .delta_rule import for_value_heads
+
+__all__ = ["chunkwise", "recurrent"]
+
+
+@form("kda")
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Token by token; in float64 the oracle of this mechanism (Kimi Linear, 2025, eq. 1).
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`, of length at most 1 if the state is to stay bounded.
+        v: values `[B, T, HV, V]`, HV a multiple of H.
+        g: natural log gates `[B, T, HV, K]` in [-inf, 0].
+        beta: write strengths `[B, T, HV]` in [0, 2].
+        scale: factor on q, K^-0.5 when None.
+        initial_state: `[N_seq, HV, K, V]`, zeros when None.
+        cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed sequences (B = 1).
+
+    Returns:
+        o `[B, T, HV, V]` in the dtype of v, and the final state `[N_seq, HV, K, V]`, at least float32.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    q, k = (for_value_heads(x, v.shape[2]) for x in (scale * q, k))
+    S, o = initial_state, []
+    for t in range(q.shape[1]):
+        S = g[:, t, :, :, None].exp() * S
+        found = (k[:, t, :, :, None] * S).sum(-2)  # [B HV V]: what is stored under the key
+        write = beta[:, t, :, None] * (v[:, t] - found)
+        S = S + k[:, t, :, :, None] * write[:, :, None, :]
+        o.append((q[:, t, :, :, None] * S).sum(-2))
+    return torch.stack(o, 1), S
+
+
+@form("kda")
+def chunkwise(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+    """Chunks of C tokens, their triangles inverted in blocks of 16. Arguments and results as in :func:`recurrent`."""
+    q, k = (for_value_heads(x, v.shape[2]) for x in (scale * q, k))
+    S, o = initial_state, []
+    for q_n, k_n, v_n, g_n, beta_n in by_chunk(C, q, k, v, g, beta[..., None]):
+        A = (beta_n * scores(k_n, k_n, g_n)).tril(-1)  # [B HV C C]
+        write = triangular.blocked(A) @ (beta_n * (v_n - read(k_n, S, g_n, None)))  # v^: [B HV C V]
+        o.append(read(q_n, S, g_n, None) + scores(q_n, k_n, g_n) @ write)
+        S = update(k_n, write, S, g_n, None)
+    return rearrange(torch.cat(o, -2), "b h t d -> b t h d"), S

@@ -1,0 +1,221 @@
+"""The delta family against its float64 recurrences: forms, gradients, the triangle (the oracle rule)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import F64, LADDER, error, inputs, thin
+
+from gla_ref import delta_backward, delta_rule, gated_delta_rule, gla, kda, linear_attention, triangular
+from gla_ref.rounding import products_in
+from gla_ref.viz import inverses, overwrite
+
+MODULES = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
+FORMS = [(m, f) for m, module in MODULES.items() for f in module.__all__ if f not in ("recurrent", "for_value_heads")]
+SIZES = {"B": 2, "H": 3, "K": 5, "V": 7}
+INVERSES = (triangular.substitution, triangular.elimination, triangular.blocked, triangular.halves, triangular.doubling)
+CORRELATIONS, STRENGTHS = (0.0, 0.9, 0.99, 1.0), (0.0, 1.0, 2.0)
+
+
+def alike(k, correlation):
+    """Keys of length 1 whose expected products are `correlation`."""
+    one = torch.randn(k.shape[-1], generator=torch.Generator().manual_seed(7), dtype=k.dtype)
+    k = correlation**0.5 * one / one.norm() + (1 - correlation) ** 0.5 * k / k.norm(dim=-1, keepdim=True)
+    return k / k.norm(dim=-1, keepdim=True)
+
+
+def ladder(mechanism, T, kind="logsigmoid/16", correlation=0.0, strength=None):
+    args, named = inputs(mechanism, T=T, kind=kind, **SIZES)
+    args[1] = alike(args[1], correlation)
+    if strength is not None:
+        args[-1] = torch.full_like(args[-1], strength)
+    return args, named
+
+
+def call(mechanism, form, args, named, C=16):
+    return getattr(MODULES[mechanism], form)(*args, **named, **({"C": C} if form.startswith("chunkwise") else {}))
+
+
+@pytest.mark.parametrize("T", (1, 17, 37))
+@pytest.mark.parametrize("mechanism, form", FORMS)
+def test_forms_equal_the_recurrence_on_the_gate_ladder(mechanism, form, T):
+    for kind in LADDER if mechanism != "delta_rule" else LADDER[:1]:
+        args, named = ladder(mechanism, T, kind)
+        exact_o, exact_S = MODULES[mechanism].recurrent(*args, **named)
+        o, S = call(mechanism, form, args, named)
+        assert max(error(o, exact_o), error(S, exact_S)) < 1e-9, kind
+
+
+@pytest.mark.parametrize("mechanism, form", FORMS)
+def test_forms_equal_the_recurrence_on_the_key_ladder(mechanism, form):
+    for correlation in CORRELATIONS:
+        for strength in STRENGTHS:
+            args, named = ladder(mechanism, 37, correlation=correlation, strength=strength)
+            exact_o, exact_S = MODULES[mechanism].recurrent(*args, **named)
+            o, S = call(mechanism, form, args, named)
+            assert max(error(o, exact_o), error(S, exact_S)) < 1e-9, (correlation, strength)
+
+
+def gradients(function, args, named, do, dS):
+    """By autograd, of (o, S) against (do, dS): for the arguments, and the initial state last."""
+    leaves = [x.clone().requires_grad_() for x in (*args, named["initial_state"])]
+    o, S = function(*leaves[:-1], initial_state=leaves[-1])
+    return torch.autograd.grad((o, S), leaves, (do, dS))
+
+
+@pytest.mark.parametrize("kind", thin(LADDER, "logsigmoid/16", "many resets", "mild and strong chunks"))
+@pytest.mark.parametrize("mechanism", ("delta_rule", "gated_delta_rule"))
+def test_closed_form_gradients_equal_autograd(mechanism, kind):
+    for correlation in (0.0, 0.99, 1.0):
+        args, named = ladder(mechanism, 37, kind, correlation)
+        do, dS = torch.randn_like(args[2]), torch.randn_like(named["initial_state"])
+        want = gradients(MODULES[mechanism].recurrent, args, named, do, dS)
+        gated = args if mechanism == "gated_delta_rule" else [*args[:3], None, args[3]]
+        got = [x for x in delta_backward.backward(*gated, do, dS, **named, C=16) if x is not None]
+        for name, x, exact in zip((*"qkv", *(["g"] if len(args) == 5 else []), "beta", "S"), got, want, strict=True):
+            exact = torch.where(args[3] == -torch.inf, 0, exact) if name == "g" else exact
+            assert error(x, exact) < 1e-8, (name, correlation)
+
+
+@pytest.mark.parametrize("mechanism, form", FORMS)
+def test_autograd_of_every_form_equals_that_of_the_recurrence(mechanism, form):
+    args, named = ladder(mechanism, 19)
+    do, dS = torch.randn_like(args[2]), torch.randn_like(named["initial_state"])
+    want = gradients(MODULES[mechanism].recurrent, args, named, do, dS)
+    got = gradients(lambda *x, **n: call(mechanism, form, x, n), args, named, do, dS)
+    assert max(error(x, exact) for x, exact in zip(got, want, strict=True)) < 1e-8
+
+
+@pytest.mark.parametrize("mechanism, form", [*FORMS, *((m, "recurrent") for m in MODULES)])
+def test_packed_sequences_are_sequences_one_by_one(mechanism, form):
+    sizes = SIZES | {"B": 1}
+    args, named = inputs(mechanism, T=37, **sizes)
+    ends = (0, 5, 5, 22, 37)
+    states = torch.randn(4, *named["initial_state"].shape[1:], dtype=F64)
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+    o, S = call(mechanism, form, args, {"initial_state": states, "cu_seqlens": cu_seqlens})
+    assert torch.equal(S[1], states[1])
+    for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
+        if a < b:
+            alone = call(mechanism, form, [x[:, a:b] for x in args], {"initial_state": states[n : n + 1]})
+            assert error(o[:, a:b], alone[0]) < 1e-12 and error(S[n : n + 1], alone[1]) < 1e-12
+
+
+def test_where_gates_and_strengths_end_the_mechanisms_meet():
+    """Without a gate the gated rule is the delta rule; equal gates make KDA of it; with orthonormal keys it adds."""
+    (q, k, v, g, beta), named = inputs("gated_delta_rule", T=37, **SIZES)
+    o, S = delta_rule.recurrent(q, k, v, beta, **named)
+    assert error(gated_delta_rule.recurrent(q, k, v, 0 * g, beta, **named)[0], o) < 1e-12
+    wide = g[..., None].expand(*g.shape, k.shape[-1])
+    o, S = gated_delta_rule.recurrent(q, k, v, g, beta, **named)
+    assert max(map(error, kda.recurrent(q, k, v, wide, beta, **named), (o, S))) < 1e-12
+    k = torch.eye(5, dtype=F64)[None, :, None].expand(2, 5, 3, 5)
+    o, _ = delta_rule.chunkwise(q[:, :5], k, v[:, :5, :3], torch.ones(2, 5, 3, dtype=F64))
+    assert error(o, linear_attention.recurrent(q[:, :5], k, v[:, :5, :3])[0]) < 1e-12
+
+
+def test_with_no_strength_nothing_is_written():
+    (q, k, v, g, beta), named = inputs("kda", T=21, **SIZES)
+    o, S = kda.chunkwise(q, k, v, g, 0 * beta, **named)
+    heads = [x.repeat_interleave(2, 2) for x in (q, k)]
+    exact_o, exact_S = gla.recurrent(*heads, 0 * v, g, **named)
+    assert max(error(o, exact_o), error(S, exact_S)) < 1e-12
+
+
+def test_with_strength_one_a_key_finds_what_was_last_written_under_it():
+    key = torch.tensor([0.6, 0.8], dtype=F64)
+    k, v = key.expand(1, 3, 1, 2), torch.randn(1, 3, 1, 4, dtype=F64)
+    _, S = delta_rule.recurrent(k, k, v, torch.ones(1, 3, 1, dtype=F64))
+    assert error(key @ S[0, 0], v[0, 2, 0]) < 1e-12
+
+
+def test_gates_of_the_future_do_not_change_the_past():
+    (q, k, v, g, beta), named = inputs("gated_delta_rule", T=37, **SIZES)
+    later = g.clone()
+    later[:, 20:] = -torch.inf
+    o, _ = gated_delta_rule.chunkwise(q, k, v, g, beta, **named, C=16)
+    other, _ = gated_delta_rule.chunkwise(q, k, v, later, beta, **named, C=16)
+    assert error(other[:, :20], o[:, :20]) < 1e-14
+
+
+@pytest.mark.parametrize("mechanism", MODULES)
+def test_what_does_not_fit_is_refused(mechanism):
+    args, named = inputs(mechanism, T=5, **SIZES)
+    with pytest.raises(ValueError, match=r"v: expected HV a multiple of H = 3 as in q, got 5"):
+        MODULES[mechanism].recurrent(*args[:2], *(x[:, :, :5] for x in args[2:]))
+    with pytest.raises(ValueError, match=r"beta: write strengths must lie in \[0, 2\]"):
+        MODULES[mechanism].recurrent(*args[:-1], args[-1] + 2)
+
+
+# -- the triangle ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inverse", INVERSES, ids=lambda f: f.__name__)
+def test_inverses_invert(inverse):
+    for n in (1, 2, 7, 16, 33, 64):
+        A = 0.3 * torch.randn(2, n, n, generator=torch.Generator().manual_seed(n), dtype=F64).tril(-1)
+        assert error(inverse(A) @ (torch.eye(n, dtype=F64) + A), torch.eye(n, dtype=F64).expand(2, n, n)) < 1e-10
+
+
+def test_doubling_breaks_with_keys_that_are_alike_and_the_others_do_not():
+    k = alike(torch.randn(64, 128, generator=torch.Generator().manual_seed(0)), 0.99)
+    A = (k @ k.mT).tril(-1)
+    exact = triangular.substitution(A.double())
+    errors = {f.__name__: (f(A) - exact).abs().max().item() for f in INVERSES}
+    assert errors.pop("doubling") > 1e6 and max(errors.values()) < 2e-6, errors
+
+
+def test_inverses_refuse_what_is_no_triangle():
+    for inverse in INVERSES:
+        with pytest.raises(ValueError, match=r"A: expected shape \[\.\.\., n, n\], got \[3, 4\]"):
+            inverse(torch.zeros(3, 4))
+        with pytest.raises(ValueError, match="A: expected zeros on and above the diagonal"):
+            inverse(torch.eye(3))
+    with pytest.raises(ValueError, match="c: expected a chunk length of at least 1"):
+        triangular.blocked(torch.zeros(3, 3), 0)
+
+
+# -- the picture (chapter 20) ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alike", overwrite.ALIKE)
+def test_the_picture_shows_what_each_rule_answers(alike):
+    tea, rain, jazz = overwrite.VALUES
+    ada, bob = overwrite.asked(overwrite.states("add", alike)[-1], alike)
+    assert error(ada, tea + alike * rain + jazz) < 1e-12 and error(bob, rain + alike * (tea + jazz)) < 1e-12
+    *_, found, erased, written = overwrite.states("correct (β = 1)", alike)
+    found, erased, written = (overwrite.asked(S, alike) for S in (found, erased, written))
+    assert erased[0].abs().max() < 1e-12 and error(written[0], jazz) < 1e-12
+    assert error(written[1], found[1] + alike * (jazz - found[0])) < 1e-12  # Bob's answer moves with Ada's
+    S = overwrite.states("overshoot (β = 2)", alike)
+    before, after = (overwrite.asked(x, alike)[0] for x in (S[4], S[6]))
+    assert error(after, 2 * jazz - before) < 1e-12
+    said = overwrite.overwrite().frames[2][overwrite.ALIKE.index(alike)][-1].readout.replace("−", "-")
+    assert said.endswith(
+        f"Ada's answer: (0, 0, 1), Bob's: ({', '.join(f'{round(x, 2) + 0.0:g}' for x in written[1].tolist())})."
+    )
+
+
+# -- the laboratory's picture (chapter 21) -----------------------------------------------------
+
+
+@pytest.mark.parametrize("n, beta", [(16, 1.0), (64, 2.0)])
+def test_the_laboratory_shows_the_errors_of_the_inverse(n, beta):
+    (largest, found), b = inverses.errors(n), inverses.STRENGTHS.index(beta)
+    row = inverses.inverses().frames[b][inverses.ROWS.index(n)]
+    assert largest[b].max() <= max(1, beta) + 1e-9  # what no key can exceed
+    for i, A in enumerate(inverses.triangles(n)[b]):
+        exact = triangular.elimination(A)
+        for way, precision in (("halves", "tf32"), ("doubling", "ieee"), ("blocks of 16", "bf16")):
+            with products_in(precision):
+                got = (inverses.WAYS[way](A.float()).double() - exact).abs().max().item()
+            assert got == pytest.approx(found[way, precision][b, i].item(), rel=1e-6, abs=1e-12)
+            digit = f"{got:.0e}"[0] if got else "0"
+            assert f"{way}, {inverses.NAMES[precision]}: {digit}" in "".join(row[i].pieces)
+
+
+def test_doubling_in_half_precision_is_not_a_number():
+    """Powers beyond 65504 become infinite, and infinities cancel to NaN."""
+    A = torch.ones(64, 64).tril(-1)
+    with products_in("fp16"):
+        assert triangular.doubling(A).isnan().any() and triangular.blocked(A).equal(triangular.substitution(A))

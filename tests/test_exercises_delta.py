@@ -1,0 +1,154 @@
+"""Answers to the exercises of chapters 20 and 21, right ones and wrong ones with what they are told."""
+
+from __future__ import annotations
+
+import torch
+
+# -- chapter 20 --------------------------------------------------------------------------------------
+
+
+def by_substitution(reads=lambda i, T: range(i), on_old=1, on_new=1, sign=1, old=True):
+    """Token by token, without a matrix; `reads` says whose writes a token finds."""
+
+    def form(S, k, v, beta):
+        w = torch.zeros_like(v)
+        for i in range(len(k)):
+            found = sum(((k[i] @ k[j]) * w[j] for j in reads(i, len(k))), torch.zeros_like(v[0]))
+            w[i] = beta[i] ** on_new * (v[i] - (k[i] @ S if old else 0)) - sign * beta[i] ** on_old * found
+        return w
+
+    return form
+
+
+def backwards(S, k, v, beta):
+    return by_substitution()(S, k.flip(0), v.flip(0), beta.flip(0)).flip(0)
+
+
+def erased(whole=True, strength=1, reverse=False):
+    """I - K^T W with the decays of a chunk."""
+
+    def form(k, g, beta):
+        M = torch.eye(k.shape[1]).double()
+        for t in reversed(range(len(k))) if reverse else range(len(k)):
+            M = M - strength * beta[t] * k[t][:, None] * (k[t] @ M)[None]
+        return M * torch.exp(g.sum()) if whole else M
+
+    return form
+
+
+def flipped(bits, beta=2.0, v=0.0):
+    return [1.0] * len(bits), [v] * len(bits), [beta * b for b in bits.tolist()]
+
+
+RIGHT = {
+    "ex-delta-thrice": [[4, 6, 7], (4.0, 6.0, 7.0)],
+    "ex-delta-angle": [lambda c, v1, v2: v1 + c * (v2 - c * v1)],
+    "ex-delta-writes": [by_substitution()],
+    "ex-delta-transition": [erased()],
+    "ex-delta-parity": [flipped, lambda bits: (bits, 0 * bits, 2 + 0 * bits)],
+}
+
+#: label -> wrong answers that the judge does not list itself, each with words that name its mistake
+WRONG = {
+    "ex-delta-thrice": [([4, 4, 4], "half of that comes on top"), ([8, 12, 14], "half of the way")],
+    "ex-delta-angle": [
+        (lambda c, v1, v2: v1 + c * v2, "That is linear attention"),
+        (lambda c, v1, v2: v1 + c * (v2 - v1), "rho is counted once"),
+        (lambda c, v1, v2: v1 + c * (v2 + c * v1), "The sign"),
+        (lambda c, v1, v2: v1, "left what k_1 finds alone"),
+        (lambda c, v1, v2: v2, "what k_2 finds"),
+        (lambda c, v1, v2: v1 - c * c * v1 + v2, "with the factor rho"),
+        (lambda c, v1, v2: 0.0, "for the arguments 0.5, 2, 3"),
+    ],
+    "ex-delta-writes": [
+        (by_substitution(lambda i, T: ()), "corrects the state before the chunk"),
+        (by_substitution(old=False), "The state before the chunk is missing"),
+        (backwards, "The triangle is the upper one"),
+        (by_substitution(sign=-1), "The sign of A"),
+        (by_substitution(on_old=0), "beta is missing in A"),
+        (by_substitution(on_new=0), "beta is missing on the right"),
+        (by_substitution(on_old=2), "counted twice"),
+        (
+            lambda S, k, v, beta: (1 / (1 / beta + (k * k).sum(1)))[:, None] * (v - k @ S),
+            "The first difference is at token 1",
+        ),
+    ],
+    "ex-delta-transition": [
+        (erased(whole=False), "The gates are missing"),
+        (erased(strength=-1), "The sign"),
+        (erased(strength=0), "Nothing is erased"),
+        (erased(reverse=True), "The order is turned round"),
+        (lambda k, g, beta: torch.exp(g.sum()) * (torch.eye(3) - (beta * k.T) @ k), "As if the keys were orthogonal"),
+        (lambda k, g, beta: erased()(k, g, beta)[0], "M: expected shape [3, 3], got [3]"),
+    ],
+    "ex-delta-parity": [
+        (lambda bits: flipped(bits, 1.0), "beta = 1 erases"),
+        (lambda bits: flipped(bits, 0.0), "The state does not change"),
+        (lambda bits: flipped(1 + 0 * bits), "flips at every token"),
+        (lambda bits: flipped(1 - bits), "flips at the zeros"),
+        (lambda bits: flipped(bits, 1.0, -1.0), "writes the value -1"),
+        (lambda bits: flipped(bits, 3.0), "beta: write strengths must lie in [0, 2]"),
+        (lambda bits: flipped(bits)[:2], "Expected three results"),
+        (lambda bits: ([1.0], [0.0], [2.0]), "a number for each of the 8 tokens"),
+    ],
+}
+
+
+# -- chapter 21 --------------------------------------------------------------------------------------
+
+
+def paths(C, beta):
+    """By counting: ways from the first token to the last in C / 2 steps."""
+    ways = [1.0] + [0.0] * (C - 1)
+    for _ in range(C // 2):
+        ways = [beta * sum(ways[:i]) for i in range(C)]
+    return ways[-1]
+
+
+def newton(sign=1, half=1.0, swap=False):
+    def form(A, Y):
+        T = A + torch.eye(len(A)).double()
+        step = Y - Y @ T @ Y if not swap else Y - T @ Y @ Y
+        return Y + sign * half * step
+
+    return form
+
+
+RIGHT |= {
+    "ex-triangle-pascal": [[6, 20, 1], (6.0, 20.0, 1.0)],
+    "ex-triangle-largest": [paths],
+    "ex-triangle-merge": [lambda Y_1, A_21, Y_2: Y_2 @ (-A_21 @ Y_1)],
+    "ex-triangle-refine": [newton(), lambda A, Y: 2 * Y - Y @ Y - Y @ A @ Y],
+    "ex-triangle-recipes": ["ace", ["a", "c", "e"]],
+}
+
+WRONG |= {
+    "ex-triangle-pascal": [([6, 20, 20], "cancel in the inverse"), ([2, 4, 1], "counts the ways")],
+    "ex-triangle-largest": [
+        (lambda C, beta: paths(C, 1.0), "The strength is missing"),
+        (lambda C, beta: beta * paths(C, 1.0), "counted once"),
+        (lambda C, beta: beta ** (C - 1), "the last power"),
+        (lambda C, beta: 0.0, "for the arguments 8, 1"),
+    ],
+    "ex-triangle-merge": [
+        (lambda Y_1, A_21, Y_2: Y_2 @ A_21 @ Y_1, "The sign"),
+        (lambda Y_1, A_21, Y_2: -Y_2 @ A_21, "The earlier half"),
+        (lambda Y_1, A_21, Y_2: -A_21 @ Y_1, "The later half"),
+        (lambda Y_1, A_21, Y_2: -A_21, "both halves"),
+        (lambda Y_1, A_21, Y_2: -Y_1 @ A_21.T @ Y_2, "expected shape [4, 3], got [3, 4]"),
+    ],
+    "ex-triangle-refine": [
+        (newton(sign=-1), "The sign"),
+        (newton(swap=True), "The order is turned round"),
+        (newton(half=0.5), "Half a step"),
+        (newton(half=0.0), "Nothing is refined"),
+        (lambda A, Y: Y + Y @ (torch.eye(5).double() - A @ Y), "The triangle is I + A"),
+        (lambda A, Y: newton()(A, Y) - Y, "the correction alone"),
+    ],
+    "ex-triangle-recipes": [
+        ("abce", "b does not belong to it"),
+        ("ac", "e is missing"),
+        ("acde", "which leave fp16 no digit"),
+        ("x", "Expected some of a, b, c, d, e"),
+    ],
+}
