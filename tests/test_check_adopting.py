@@ -95,7 +95,7 @@ def test_a_function_is_asked_for_the_nearest_case_that_it_accepts():
         ({"min_gate": 1.0}, "supports: expected a log gate"),
         ({"dtypes": "int8"}, "dtype: expected one of fp32, bf16, fp16"),
         ({"dtypes": "bf16"}, "supports: bfloat16, so nothing is left to test in torch.float32"),
-        (lambda case: False, "supports: what <lambda> accepts, so nothing is left to test"),
+        pytest.param(lambda case: False, "what <lambda> accepts, so nothing is left to test", marks=pytest.mark.deep),
     ],
 )
 def test_a_claim_that_leaves_nothing_or_means_nothing_is_an_error(supports, message):
@@ -137,6 +137,7 @@ def test_what_is_not_claimed_is_not_missed():
         report.raise_if_failed()
 
 
+@pytest.mark.deep
 def test_a_failure_is_shrunk_within_the_claim():
     def wrong(q, k, v, g, *, scale=None, initial_state=None):
         o, S = only_64(q, k, v, g, scale=scale, initial_state=initial_state)

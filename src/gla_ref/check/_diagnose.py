@@ -21,14 +21,20 @@ BETTER = 0.75  # the part of a largest error beyond its budget that may be left:
 
 
 @functools.lru_cache(maxsize=4000)
-def variant(mechanism: str, m: Mistake, p: _Key) -> dict[str, Tensor] | None:
+def variant(mechanism: str, m: Mistake, p: _Key, backwards: int = 1) -> dict[str, Tensor] | None:
     """What the mistake makes of a problem, in float64 unless it rounds; None where it has no result (empty chunks)."""
-    case, dtype = p.problem.case, torch.float32 if m.rounding or m.overflow else torch.float64
-    x = {n: placed(y.to(dtype), case.strides, i) for i, (n, y) in enumerate(p.problem.inputs.items())}
+    x = laid(p, torch.float32 if m.rounding or m.overflow else torch.float64)
     try:
-        return evaluate(apply(mechanism, m), MECHANISMS[mechanism], x, case)
+        return evaluate(apply(mechanism, m), MECHANISMS[mechanism], x, p.problem.case, backwards=backwards)
     except (RuntimeError, IndexError):
         return None
+
+
+@functools.lru_cache(maxsize=16)
+def laid(p: _Key, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs of a problem where a kernel finds them; mistakes write into none."""
+    given = p.problem.inputs.items()
+    return {n: placed(y.to(dtype), p.problem.case.strides, i) for i, (n, y) in enumerate(given)}
 
 
 class _Key:
@@ -63,6 +69,13 @@ def distance(m: Mistake, p: Problem, name: str, x: Tensor, wrong: Tensor) -> flo
         return found / near / CLOSE
     left, whole = ((x - y).square().mean().sqrt().item() for y in (wrong, exact))
     return left / whole / SHARE if whole else float("inf")
+
+
+def apart(m: Mistake, p: Problem, found: dict[str, Tensor], wrong: dict[str, Tensor | None] | None) -> float:
+    """The largest :func:`distance` among what was found."""
+    if wrong is None or any(wrong[n] is None for n in found):
+        return math.inf
+    return max((distance(m, p, n, x, wrong[n]) for n, x in found.items()), default=0.0)
 
 
 def alike(m: Mistake, p: Problem, both: dict[str, tuple[Tensor, Tensor]]) -> bool:
@@ -141,16 +154,13 @@ def diagnose(
     for m in known(mechanism, dtype):
         worst, visible = 0.0, False
         for p, found in seen:
-            wrong = variant(mechanism, m, _Key(p))
-            given = [n for n, x in found.items() if x is not None]
-            if wrong is None or any(wrong[n] is None for n in given):
-                worst = float("inf")
-                break
-            if not alike(m, p, {n: (found[n], wrong[n]) for n in given}):
-                worst = float("inf")
-                break
-            worst = max([worst, *(distance(m, p, n, found[n], wrong[n]) for n in given)])
-            if worst > 1:
+            given = {n: x for n, x in found.items() if x is not None}
+            forward = {n: x for n, x in given.items() if not n.startswith("d")}
+            for backwards, some in enumerate((forward, given)):  # most mistakes are out before their backward pass
+                wrong = variant(mechanism, m, _Key(p), backwards) if worst <= 1 else None
+                worst = max(worst, apart(m, p, some, wrong))
+            if worst > 1 or not alike(m, p, {n: (x, wrong[n]) for n, x in given.items()}):
+                worst = math.inf
                 break
             visible = visible or any(differs(p, n, wrong[n]) for n in given)
         if worst <= 1 and visible:
