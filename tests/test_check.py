@@ -59,7 +59,7 @@ def test_right_kernels_pass(mechanism, dtype, name):
 
 @pytest.mark.deep
 def test_a_gradient_summed_to_the_end_of_the_sequence_is_wrong_and_named():
-    (m,) = (m for m in mistakes.MISTAKES if m.rounding)
+    (m,) = (m for m in mistakes.MISTAKES if "summed to the end of the sequence" in m.name)
     report = check.kernel("simple_gla", mistakes.apply("simple_gla", m), only="narrow and long")
     assert [row.quantity for row in report.failures] == ["dg"]
     assert [match["mistake"] for match in report.diagnosis] == [m.name]
@@ -97,14 +97,13 @@ def test_the_forms_that_break_are_told(name):
     assert not {"length 65", "packed", "gate zero"} & failed
 
 
+KEPT = [("gla", m) for m in mistakes.MISTAKES if m.name == "state reset between chunks"]
 SOME = [
     (mechanism, m)
     for mechanism in ("gla", "softmax_attention")  # `make mutants`: all
-    for m in [m for m in mistakes.MISTAKES if mechanism in m.mechanisms][::14]
+    for m in [m for m in mistakes.MISTAKES if mechanism in m.mechanisms][::21]
 ]
-
-
-KEPT = [x for x in SOME if x[1].name == "state reset between chunks"]
+SOME += [x for x in KEPT if x not in SOME]
 
 
 @pytest.mark.parametrize("mechanism, m", thin(SOME, *KEPT), ids=[m.name for _, m in SOME])
@@ -129,7 +128,7 @@ def test_emulated_runs_are_the_recurrence_when_they_round_nothing(mechanism, run
 
 @pytest.mark.deep
 def test_states_kept_in_bfloat16_are_caught_in_bfloat16():
-    (m,) = (m for m in mistakes.MISTAKES if m.name == "state kept in bfloat16 between chunks")
+    (m,) = (m for m in mistakes.MISTAKES if m.name == "state kept in bfloat16 between chunks" and not m.rounding)
     for mechanism in m.mechanisms:
         report = check.kernel(mechanism, mistakes.apply(mechanism, m), dtype=BF16, only="[lg]*[5o]")
         assert m.name in [match["mistake"] for match in report.diagnosis], str(report)
@@ -262,7 +261,7 @@ def test_all_failing_cases_take_one_line_and_many_names_at_most_five(least, line
     assert part.count("\n") + 1 == lines
     if lines > 1:
         assert part.endswith("[...]") and "gate mild and strong chunks" in part
-        assert shared == ["more than 1 tokens in a sequence"]
+        assert shared == ["more than one token in a sequence"]
 
 
 @pytest.mark.deep
@@ -418,11 +417,17 @@ def test_json_has_its_schema():
     assert set(data) == {
         "schema",
         "ok",
+        "verdict",
         "settings",
+        "ladder",
+        "made",
+        "left",
+        "skipped",
         "cases",
         "rows",
         "common",
         "diagnosis",
+        "next",
         "not_covered",
         "alone",
         "reproduction",
@@ -439,10 +444,26 @@ def test_json_has_its_schema():
         "gate": "log",
         "forward_only": False,
         "defaults": [],
+        "supports": "",
+        "waive": {},
+        "fail_on_not_covered": False,
     }
     assert check.Case(**data["cases"]["length 65"]) == report.cases["length 65"]
-    assert data["schema"] == 3 and data["ok"] is False
-    keys = {"case", "quantity", "status", "kind", "error", "budget", "message", "where", "only", "map", "grid"}
+    assert data["schema"] == 4 and data["ok"] is False
+    keys = {
+        "case",
+        "quantity",
+        "status",
+        "kind",
+        "error",
+        "budget",
+        "message",
+        "waived",
+        "where",
+        "only",
+        "map",
+        "grid",
+    }
     assert all(set(row) == keys for row in data["rows"])
     assert {row["status"] for row in data["rows"]} <= {"passed", "failed", "not covered"}
     assert "inf" in [row["error"] for row in data["rows"]]

@@ -10,7 +10,7 @@ from gla_ref import FORMS, check
 from gla_ref.check import Case
 from gla_ref.check._common import common
 from gla_ref.check._memory import AROUND, placed
-from gla_ref.check._shrink import reproduction
+from gla_ref.check._shrink import INSIDE, reproduction
 
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
 
@@ -439,6 +439,14 @@ def test_a_failure_in_company_is_told(known):
     said = "\npacked otherwise passes alone, in a new process: the kernel kept state from an earlier case\n"
     assert (said in str(report).replace("\n    earlier", " earlier")) == known
     assert (said.strip() in report._repr_html_()) == known
+
+
+def test_a_process_that_runs_one_case_starts_no_others(monkeypatch):
+    monkeypatch.setenv(INSIDE, "1")
+    monkeypatch.setattr("gla_ref.check._examine.right_alone", lambda lines, seconds: pytest.fail("a process"))
+    BOUNDARIES.clear()
+    report = check.kernel("linear_attention", remembering, only="packed*")
+    assert len(report.failing) == 1 and not report.alone
 
 
 def test_it_is_said_which_chunks_and_heads_are_wrong_and_in_a_case_where_some_are_right():

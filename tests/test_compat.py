@@ -172,7 +172,6 @@ def test_they_are_kernels_that_the_kit_calls_as_they_are():
         ("fused_recurrent_gla", {"reverse": True}, "reverse: expected False"),
         ("fused_recurrent_linear_attn", {"reverse": True}, "reverse: expected False"),
         ("fused_recurrent_gla", {"head_first": True}, "head_first: expected False"),
-        ("chunk_simple_gla", {"chunk_size": 32}, "chunk_size: expected None"),
         ("chunk_simple_gla", {"g_gamma": torch.zeros(3)}, "g_gamma: expected None beside g"),
         ("chunk_simple_gla", {"cu_seqlens_cpu": CU}, "cu_seqlens: expected the boundaries"),
         (
@@ -195,6 +194,17 @@ def test_unknown_arguments_are_errors():
     with pytest.raises(TypeError, match="gate_logit: expected an argument of fla-core"):
         fla.chunk_simple_gla(*qkv, g, gate_logit=1)
     fla.chunk_simple_gla(*qkv, g, head_first=False)  # asks for what is done anyway
+
+
+def test_an_older_name_warns_and_a_hint_changes_nothing():
+    qkv, g, S = tensors("scalar")
+    o, final = fla.chunk_simple_gla(*qkv, g, initial_state=S, output_final_state=True, chunk_size=32)
+    for name in ("chunk_simple_gla", "fused_recurrent_simple_gla"):
+        options = {"initial_state": S.mT.contiguous(), "output_final_state": True, "transpose_state_layout": True}
+        with pytest.warns(DeprecationWarning, match="called state_v_first") as warned:
+            same, turned = getattr(fla, name)(*qkv, g, **options)
+        assert torch.equal(same, o) and torch.equal(turned.mT, final)
+        assert len(warned) == 1 and warned[0].filename == __file__
 
 
 # -- theirs ------------------------------------------------------------------------------------
@@ -231,12 +241,19 @@ def test_their_functions_are_checked(library, name):
     assert library[0] == (name, {"normalize": False} if "linear" in name else {})
 
 
-def test_what_they_do_not_claim_is_not_covered(library):
-    report = check.kernel("gla", fla.theirs("chunk_gla"), only="gate -[1i]*")
-    assert report.ok and report.not_covered == {"gates of -inf": 1}, report.not_covered
-    assert "Not covered (cases): gates of -inf (1)" in str(report)
-    alone = check.kernel("gla", fla.theirs("chunk_gla"), only="gate -inf")
-    assert not alone.ok and not alone.failures and "NOTHING COVERED" in str(alone)
+def test_their_functions_are_judged_on_what_they_claim(library):
+    seen = []
+
+    def fn(q, k, v, g, **options):
+        seen.append(g.min().item())
+        return gla.chunkwise(q, k, v, g, **options)
+
+    fn.supports = fla.theirs("chunk_gla").supports
+    report = check.kernel("gla", fn, only="gate r*")
+    assert report.ok and not report.not_covered and "gate -inf" in report.left
+    assert "gate resets at chunk ends" in report.cases and min(seen) == -1e3
+    assert "Claimed: gates down to -1000." in str(report)
+    assert fla.theirs("chunk_linear_attn").supports == {}
 
 
 def test_their_forward_pass_alone(library):

@@ -122,17 +122,40 @@ def check_kernel(args: argparse.Namespace) -> int:
 
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected a GPU for {args.device}, found none")
-    options = {n: x for n, x in vars(args).items() if n not in ("command", "function", "mechanism", "kernel", "json")}
-    options |= {"dtype": DTYPES[args.dtype], "progress": progress}
-    report = check.kernel(args.mechanism, load(args.kernel), **options)
+    claimed = {n: x for n in SUPPORTS if (x := getattr(args, f"claim_{n}")) is not None}
+    left = {*(f"claim_{n}" for n in SUPPORTS), "command", "function", "mechanism", "kernel", "json", "github"}
+    options = {n: x for n, x in vars(args).items() if n not in left}
+    options |= {"supports": claimed or None, "waive": dict(args.waive), "progress": progress}
+    fn = load(args.kernel)
+    report = check.kernel(args.mechanism, fn, **options)
     print(report)
+    if args.github:
+        from .check._github import annotations, source
+
+        print(*annotations(report, source(fn)), sep="\n")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(report.to_json(), file, indent=1)
-    return 0 if report.ok else 1 if report.failures else 2
+    return 0 if report.ok else 2 if report.verdict == "NOTHING COVERED" else 1
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SUPPORTS = ("K", "V", "multiples", "packed", "state", "gradient", "min_gate")  # the options that make a claim
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(size(part) for part in text.split(","))
+
+
+def multiples(text: str) -> dict[str, int]:
+    pairs = (part.partition("=") for part in text.split(","))
+    return {name: size(n) for name, _, n in pairs}
+
+
+def waiver(text: str) -> tuple[str, str]:
+    quantity, sign, reason = text.partition("=")
+    if not sign or not reason:
+        raise argparse.ArgumentTypeError(f"expected QUANTITY=REASON, got {text}")
+    return quantity, reason
 
 
 CALLED = (
@@ -148,7 +171,9 @@ def add_check(commands) -> None:
     it.add_argument("mechanism", choices=("softmax_attention", "linear_attention", "simple_gla", "gla"))
     it.add_argument("kernel", metavar="MODULE:FUNCTION")
     it.add_argument("--device", default="cpu", help="where the inputs lie: cpu, cuda, cuda:1; default cpu")
-    it.add_argument("--dtype", choices=DTYPES, default="fp32", help="of q, k, v, g; default %(default)s")
+    it.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of q, k, v, g; default %(default)s"
+    )
     level = it.add_mutually_exclusive_group()
     for name, what in (
         ("quick", "less than a minute on a CPU; the default"),
@@ -157,7 +182,34 @@ def add_check(commands) -> None:
         level.add_argument(f"--{name}", dest="level", action="store_const", const=name, help=what)
     it.set_defaults(level="quick")
     it.add_argument("--only", metavar="PATTERN", help='cases of such names only: --only "gate*"')
+    it.add_argument("--skip", metavar="PATTERN", action="append", default=[], help="leave cases of such names out")
+    it.add_argument(
+        "--waive",
+        metavar="QUANTITY=REASON",
+        action="append",
+        type=waiver,
+        default=[],
+        help='its failures do not count, but are listed: --waive "dg=issue 7", or "dg@gate -20*=issue 7"',
+    )
+    it.add_argument("--fail-on-not-covered", action="store_true", help="wrong, too, if anything is not covered")
     it.add_argument("--seed", type=int, default=0, help="of the random inputs, default %(default)s")
+    claim = it.add_argument_group("what the kernel claims, if not everything; the cases are made so")
+    for name in "KV":
+        claim.add_argument(
+            f"--{name}", dest=f"claim_{name}", type=sizes, metavar="N,N", help=f"the sizes {name} that it takes: 64,128"
+        )
+    claim.add_argument(
+        "--multiples",
+        dest="claim_multiples",
+        type=multiples,
+        metavar="T=N",
+        help="of which T, K or V must be: T=64,K=16",
+    )
+    for name, what in (("packed", "packed sequences"), ("state", "initial states"), ("gradient", "a backward pass")):
+        claim.add_argument(
+            f"--no-{name}", dest=f"claim_{name}", action="store_false", default=None, help=f"without {what}"
+        )
+    claim.add_argument("--min-gate", dest="claim_min_gate", type=log_gate, metavar="G", help="no log gate is below: -5")
     it.add_argument("--layout", choices=("bthd", "bhtd"), default="bthd", help="of q, k, v, g and o")
     it.add_argument("--state", choices=("kv", "vk"), default="kv", help="last axes of states")
     it.add_argument(
@@ -174,6 +226,7 @@ def add_check(commands) -> None:
         metavar="S",
         help="a call may take so many seconds, default %(default)s",
     )
+    it.add_argument("--github", action="store_true", help="print annotations for GitHub Actions, too")
     it.add_argument(
         "--json", metavar="FILE", help="write the report there too (its schema: gla_ref.check.Report.to_json)"
     )

@@ -9,7 +9,7 @@ The same from a shell: `python -m gla_ref check gla my_module:my_fn --device cpu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
 
@@ -17,6 +17,7 @@ import torch
 
 from . import mistakes
 from ._cases import Case, cases
+from ._claims import Claim, Ladder, claimed, dtype_of
 from ._examine import Examiner, examine
 from ._kernel import SECONDS, Convention, Kernel, NotClaimed
 from ._mechanisms import MECHANISMS
@@ -24,17 +25,19 @@ from ._report import Report, Row
 
 __all__ = ["MECHANISMS", "Case", "NotClaimed", "Report", "Row", "cases", "kernel", "mistakes"]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def kernel(
     mechanism: str,
     fn: Callable,
     *,
     device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
+    supports: Mapping | Callable[[Case], bool] | None = None,
     level: str = "quick",
     only: str | Case | None = None,
+    skip: str | Sequence[str] = (),
+    waive: Mapping[str, str] | None = None,
+    fail_on_not_covered: bool = False,
     seed: int = 0,
     layout: str = "bthd",
     state: str = "kv",
@@ -55,11 +58,20 @@ def kernel(
             not give are reported as not covered, as are calls that raise :class:`NotClaimed`. It gets
             `output_final_state=True` if it names that.
         device: where the kernel runs. What it is held against is computed on the CPU, but for long attention.
-        dtype: of q, k, v and g: float32, bfloat16 or float16. States are float32 (a cache has `dtype`). In a case
-            each, g is float32 and the state float64; a kernel may refuse both by raising.
+        dtype: of q, k, v and g: float32, bfloat16 or float16, or their short names fp32, bf16 and fp16. States are
+            float32 (a cache has `dtype`). In a case each, g is float32 and the state float64; a kernel may refuse both
+            by raising.
+        supports: what the kernel claims, if that is less: {"K": (64, 128), "V": (64, 128), "multiples": {"T": 64},
+            "dtypes": ("bf16",), "packed": False, "state": False, "gradient": False, "min_gate": -5.0}, or any of them,
+            or a function that says of a :class:`Case` whether it is claimed. The cases are then made so that they
+            are; what has no point under the claim is left out, and the report says how many were.
         level: "quick", or "full": also T up to 8192, K up to 256, V up to 512 (softmax attention: 256), every
             gate in long and in packed sequences, a random search, and the smallest failing case as lines to run.
         only: a pattern like "gate*"; cases of other names are left out. Or one :class:`Case` to run.
+        skip: a pattern, or several, of cases that are left out.
+        waive: {quantity: reason}, or {"quantity@case pattern": reason}: failures of such a quantity do not count, but
+            stay in the report, with the reason.
+        fail_on_not_covered: whether the kernel counts as wrong where anything is not covered.
         seed: of the random inputs.
         layout: "bthd", or "bhtd" with heads before time in every token tensor.
         state: "kv", or "vk" for states `[N, H, V, K]`.
@@ -74,21 +86,22 @@ def kernel(
 
     Raises:
         TypeError: `fn` cannot be called.
-        ValueError: an option has a value that it cannot have.
+        ValueError: an option has a value that it cannot have, or the claim leaves nothing to test.
     """
-    chosen = cases(mechanism, level, seed)
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"mechanism: expected one of {sorted(MECHANISMS)}, got {mechanism!r}")
+    claim, dtype = Claim.of(getattr(fn, "supports", None) if supports is None else supports), dtype_of(dtype)
     if not callable(fn):
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype}")
-    how = Convention(layout, state, gate, forward_only)
+    how = Convention(layout, state, gate, forward_only or not claim.gradient)
     it = Kernel(fn, mechanism, how, torch.device(device), time_limit)
-    if isinstance(only, Case):
-        chosen = [only]
-    elif only is not None:
-        chosen = [case for case in chosen if fnmatch(case.name, only)]
-    if not chosen:
-        raise ValueError(f"only: expected a pattern that fits a case, got {only!r}")
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    ladder = Ladder([only], 0, []) if isinstance(only, Case) else claimed(mechanism, level, seed, claim, dtype)
+    asked = only if isinstance(only, str) else "*"
+    chosen = [case for case in ladder.cases if fnmatch(case.name, asked)]
+    tried = [case for case in chosen if not any(fnmatch(case.name, pattern) for pattern in skip)]
+    if not tried:
+        raise ValueError(f"only: expected a pattern that fits a case, got {only!r}{f', and skip {skip}' * bool(skip)}")
     settings = {
         "mechanism": mechanism,
         "device": str(device),
@@ -98,7 +111,12 @@ def kernel(
         "seed": seed,
         **asdict(how),
         "defaults": it.never_given,
+        "supports": str(claim),
+        "waive": dict(waive or {}),
+        "fail_on_not_covered": fail_on_not_covered,
     }
-    report = Report(settings, {case.name: case for case in chosen})
-    examine(Examiner(it, dtype, seed), report, progress or (lambda done, total, name: None))
+    report = Report(settings, {case.name: case for case in tried})
+    report.ladder, report.made = len(ladder.cases) + len(ladder.left), ladder.made
+    report.left, report.skipped = ladder.left, [case.name for case in chosen if case not in tried]
+    examine(Examiner(it, dtype, seed, claim), report, progress or (lambda done, total, name: None))
     return report

@@ -53,6 +53,7 @@ class Case:
     Attributes:
         name: what the report calls it.
         gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16".
+        floor: what no gate is below, where a kernel claims no more; None for the ladder's own.
         strength: what write strengths stay below, 1 or 2.
         groups: value heads that read the same key head, where a mechanism has that.
         scale: as the kernel gets it; None for K^-0.5.
@@ -85,6 +86,7 @@ class Case:
     K: int = 5
     V: int = 7
     gate: str = MILD
+    floor: float | None = None
     strength: float = 1.0
     groups: int = 1
     scale: float | None = None
@@ -265,6 +267,13 @@ def representable(g: Tensor, gate: str, dtype: torch.dtype) -> Tensor:
     return {"log": lambda x: x, "log2": lambda x: x * LN2, "alpha": torch.log}[gate](held)
 
 
+def lowest_held(floor: float, gate: str, dtype: torch.dtype) -> float:
+    """The lowest gate not below the floor that stays so when a kernel holds it."""
+    while representable(torch.tensor(floor, dtype=F64), gate, dtype) < floor:
+        floor *= 1 - torch.finfo(dtype).eps
+    return floor
+
+
 def sizes_of(kind: Kind, case: Case) -> dict[str, int]:
     """The size of every axis of what a case gives."""
     found = {"B": case.B, "T": case.T, "H": case.H, "K": case.K, "V": case.V}
@@ -316,7 +325,10 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
 
     def drawn(x: Argument) -> Tensor:
         if x.role == "gate":
-            return gate(case.gate, shape(x, before), rng)
+            g = gate(case.gate, shape(x, before), rng)
+            return (
+                g if case.floor is None else g.clamp_min(lowest_held(case.floor, form, held(kind, x.name, case, dtype)))
+            )
         if x.role == "strength":
             return case.strength * torch.rand(shape(x, before), generator=rng, dtype=F64)
         y = normal(x)

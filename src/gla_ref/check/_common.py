@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ._cases import Case
@@ -34,6 +35,7 @@ KINDS = (
     lambda case: f"cu_seqlens of {case.index}" if case.ends else None,
     lambda case: "K = V" if case.K == case.V else "K and V that differ",
 )
+ONE = re.compile(r"s(?= |$)")  # of "tokens in a sequence", so that it can be one
 CHANCE = 0.05  # that as many cases, drawn at random, would share a trait: below, it is worth a line
 
 
@@ -43,7 +45,9 @@ def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
     for name, of in NUMBERS.items() if passing else ():
         wrong, right = [of(c) for c in failing], [of(c) for c in passing]
         if min(wrong) > max(right):
-            only.append(f"more than {max(right)} {name}" if max(right) else name)
+            most = max(right)
+            than = f"one {ONE.sub('', name, count=1)}" if most == 1 else f"{most} {name}"
+            only.append(f"more than {than}" if most else name)
         if max(wrong) < min(right):
             only.append(f"fewer than {min(right)} {name}" if min(right) > 1 else f"no {name}")
     for of in KINDS if passing else ():

@@ -133,11 +133,12 @@ def by_channel(g: Tensor | None, k: Tensor) -> Tensor:
     return g if g.ndim == k.ndim else g[..., None].expand_as(k)
 
 
-def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False):
+def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False, mode=None):
     """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S.
 
     What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
     kernel may that has one product a chunk (chapter 13), and by e^-3 at most from there on, to be within float16.
+    Products are those of `mode`, if there is one.
     """
     T, alike = q.shape[1], g is None or g.ndim < k.ndim
     tokens = q, k, v, by_channel(g, k)
@@ -147,7 +148,7 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False):
     q, k, total = ReverseSum.apply(q, k, g, dtype)
     g = g.detach()
     half = (g.sum(-2, keepdim=True) / 2).clamp(min=-3.0 if halves else 0.0)
-    with products_in(dtype):
+    with mode or products_in(dtype):
         write = half.exp().mT * ((k * (decay_to_end(g) - half).exp()).mT @ v)
         states = Carry.apply(write, total, state, dtype)
         inter = (q * (decay_from_start(g) - half).exp()) @ (half.exp().mT * states[:, :, :-1])

@@ -5,20 +5,23 @@ Appendix "Check your kernel".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from itertools import takewhile
 
 import torch
 
 from ._budgets import Problem, problem
 from ._cases import Case
-from ._diagnose import diagnose
+from ._claims import Claim
+from ._diagnose import diagnose, stale
 from ._kernel import SECONDS, Convention, Kernel
 from ._report import Report, Row, judge
 from ._runner import Found, observe
-from ._shrink import imported, reproduction, right_alone, shrink
+from ._shrink import INSIDE, imported, reproduction, right_alone, shrink
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
@@ -41,6 +44,7 @@ class Examiner:
     kernel: Kernel
     dtype: torch.dtype
     seed: int
+    claim: Claim = Claim()
 
     def problem(self, case: Case) -> Problem:
         k = self.kernel
@@ -71,11 +75,17 @@ class Examiner:
         asked = found
         if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
             asked = {n: x for n, x in found.items() if not n.startswith("d")}
-        rows = it.rows + [judge(p, n, x) for n, x in asked.items()]
+        rows = it.rows + [judge(p, n, x) for n, x in asked.items() if x is not None or self.claims(n)]
         for f in findings:
             status = "not covered" if f.kind == "not covered" else "failed"
             rows.append(Row(p.case.name, f.quantity, status, f.kind, message=str(f)))
         return Posed(rows, p, found)
+
+    def claims(self, name: str) -> bool:
+        """Whether a quantity should be there: no gradient without a backward pass, no state where none is claimed."""
+        if name.startswith("d"):
+            return self.claim.gradient
+        return self.claim.state or name == "o"
 
     def run_all(self, cases: list[Case], progress: Progress) -> Iterator[Posed]:
         """The next problems are worked out while a kernel compiles."""
@@ -95,6 +105,8 @@ class Examiner:
         first = failed[least.name]
 
         def fails(case: Case) -> bool:
+            if self.claim.fit(case, self.kernel.kind) != case:
+                return False
             rows = self.run(self.pose(case)).rows
             return any(r.status == "failed" and r.quantity == first.quantity for r in rows)
 
@@ -113,25 +125,39 @@ class Examiner:
     def right_alone(self, report: Report) -> list[str]:
         """The cases, if few of many fail, that pass in a fresh process; none is asked after one that fails there, too.
 
-        A kernel is compiled there again, at every size that it meets.
+        A kernel is compiled there again, at every size that it meets. A module that checks itself when it is imported
+        does so there, too, and gets no process of its own.
         """
         failing, kinds = report.failing, {row.kind for row in report.failures}
         few = len(failing) <= min(LONE, len(report.cases) - 1)
-        if not few or kinds & {"hangs", "differs"} or not imported(self.kernel.fn):
+        if INSIDE in os.environ or not few or kinds & {"hangs", "differs"} or not imported(self.kernel.fn):
             return []
         seconds = 10 * self.kernel.seconds
         return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing))
 
     def explain(self, report: Report, seen: list[Posed]) -> list[dict]:
-        """The mistakes that what was seen fits; the cases that tell most are asked, and two others that are wrong."""
+        """The mistakes that what was seen fits.
+
+        The cases that tell most are asked, and two others that are wrong: the first, and of the rest the widest.
+        """
         wrong = {row.case for row in report.rows if row.where}
         telling, others, passed = [], [], []
         for it in seen:
             case = it.problem.case
             kept = telling if case.telling else others if case.name in wrong else passed
             kept.append((it.problem, it.found))
-        matches = diagnose(self.kernel.mechanism, self.dtype, telling + others[:2], passed)
+        others = others[:1] + sorted(others[1:], key=lambda pair: -pair[0].case.K * pair[0].case.V)[:1]
+        matches = diagnose(self.kernel.mechanism, self.dtype, telling + others, passed)
+        matches = matches or stale(self.kernel.mechanism, [(it.problem, it.found) for it in seen])
         return [{"mistake": m.name, "line": m.line, "distance": far} for m, far in matches]
+
+
+def waive(row: Row, waivers: Mapping[str, str]) -> None:
+    """A failure does not count for which there is a reason, by quantity or "quantity@case"."""
+    for pattern, reason in waivers.items():
+        name, _, case = pattern.partition("@")
+        if row.status == "failed" and fnmatch(row.quantity, name) and fnmatch(row.case, case or "*"):
+            row.status, row.waived = "waived", reason
 
 
 def examine(it: Examiner, report: Report, progress: Progress) -> None:
@@ -140,6 +166,8 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
     for done in it.run_all(cases, progress):
         report.rows += done.rows
         seen += [done] if done.found else []
+    for row in report.rows:
+        waive(row, report.settings["waive"])
     given = {row.quantity for row in report.rows if row.error is not None}
     for row in report.rows:
         if row.kind == "missing" and row.quantity in given:

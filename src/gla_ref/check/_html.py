@@ -131,8 +131,10 @@ def legend() -> str:
 
 def render(report: Report) -> str:
     """The whole report; every word that came from outside is escaped."""
-    kind = {"right": "in", "WRONG": "out"}.get(report.verdict, "")
-    parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(report.title)}</p>']
+    kind = "in" if report.ok else "out" if report.failures else ""
+    cases = f"{len(report.covered)} of {report.ladder} cases"
+    parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(report.title)} ({cases})</p>']
+    parts += [f"<p>{escape(line)}</p>" for line in report.exceptions]
     parts += table(report)
     if report.failing:
         parts.append(f"<p>{escape(report.extent)}</p>")
@@ -142,6 +144,15 @@ def render(report: Report) -> str:
         n = len({row.case for row in rows})
         where = f"{found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"
         parts.append(f"<p><strong>{escape(kind)}</strong> {escape(where)}: {escape(message[:400])}</p>")
+    if report.diagnosis:
+        items = "".join(
+            f"<li><strong>{escape(match['mistake'])}</strong><br><code>{escape(match['line'])}</code></li>"
+            for match in report.diagnosis
+        )
+        one = "It behaves as if:" if len(report.diagnosis) == 1 else "It behaves as one of:"
+        parts.append(f"<p>{one}</p><ul>{items}</ul>")
+    if report.undiagnosed:
+        parts.append(f"<p>{escape(report.undiagnosed)}</p>")
     for row in report.first_wrong:
         where = ", ".join(f"{name} {i}" for name, i in row.where.items())
         parts.append(
@@ -151,15 +162,6 @@ def render(report: Report) -> str:
         )
     if report.first_wrong:
         parts.append(legend())
-    if report.diagnosis:
-        items = "".join(
-            f"<li><strong>{escape(match['mistake'])}</strong><br><code>{escape(match['line'])}</code></li>"
-            for match in report.diagnosis
-        )
-        one = "It behaves as if:" if len(report.diagnosis) == 1 else "It behaves as one of:"
-        parts.append(f"<p>{one}</p><ul>{items}</ul>")
-    if report.undiagnosed:
-        parts.append(f"<p>{report.undiagnosed}</p>")
     if report.reproduction:
         parts.append("<p>The smallest case that fails, to run:</p>")
         parts.append(f'<pre tabindex="0">{escape(report.reproduction)}</pre>')

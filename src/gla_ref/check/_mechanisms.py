@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,13 +13,30 @@ from torch import Tensor
 from gla_ref import gla, linear_attention, simple_gla, softmax_attention
 
 from .. import mechanisms
-from .._contract import per_sequence, state_shape
+from .._contract import state_shape
 from ..mechanisms import Argument, Mechanism
 from ._emulate import attend, by_token, two_level
 
 SHORT = 500  # tokens up to which the recurrence itself is the oracle; then a form held against it
 # one chunk after another, of lengths that kernels have (the longest is the whole of most cases), and token after token
 LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=256), by_token)
+
+
+def by_length(body: Callable, ends: list[int] | None, tokens: dict, states: dict) -> tuple[tuple, tuple]:
+    """:func:`~gla_ref._contract.per_sequence`, sequences of one length side by side: many short ones take no longer."""
+    if ends is None:
+        return body(**tokens, **states)
+    lengths = [b - a for a, b in pairwise(ends)]
+    pieces = {name: x.split(lengths, 1) for name, x in tokens.items()}
+    outs, finals = {}, {i: tuple(x[i] for x in states.values()) for i in range(len(lengths))}
+    for length in {*lengths} - {0}:
+        those = [i for i, n in enumerate(lengths) if n == length]
+        here = {name: torch.cat([parts[i] for i in those]) for name, parts in pieces.items()}
+        out, final = body(**here, **{name: x[those] for name, x in states.items()})
+        outs |= dict(zip(those, zip(*out, strict=True), strict=True))
+        finals |= dict(zip(those, zip(*final, strict=True), strict=True)) if final else {}
+    joined = tuple(torch.cat(parts)[None] for parts in zip(*(outs[i] for i in sorted(outs)), strict=True))
+    return joined, tuple(torch.stack(parts) for parts in zip(*(finals[i] for i in sorted(finals)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -98,26 +116,26 @@ class Kind:
     def emulate(self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0):
         """One of the emulated runs under the contract; exact in float64."""
         x = dict(zip(self.arguments, tokens, strict=True))
-        sizes, q, k, v = self.sizes(x), x["q"], x["k"], x["v"]
+        sizes = self.sizes(x)
         options = {"scale": sizes["K"] ** -0.5 if scale is None else scale, "dtype": dtype}
         ends = None if cu_seqlens is None else cu_seqlens.tolist()
         if self.cache:
-            cache = initial_state or (k[:, :0], v[:, :0])
 
             def attended(**x):
+                cache = initial_state or (x["k"][:, :0], x["v"][:, :0])
                 o, cached = self.emulated[run](**x, state=cache, **options)
                 return (o, *cached), ()
 
-            (o, *cached), _ = per_sequence(attended, ends, x, {})
+            (o, *cached), _ = by_length(attended, ends, x, {})
             return o, tuple(cached)
         S, N = initial_state, sizes["B"] if ends is None else len(ends) - 1
-        S = q.new_zeros(state_shape(self.mechanism, sizes, N)) if S is None else S
+        S = x["q"].new_zeros(state_shape(self.mechanism, sizes, N)) if S is None else S
 
         def one(**x):
             o, S = self.emulated[run](**x, **options)
             return (o,), (S,)
 
-        (o,), (S,) = per_sequence(one, ends, x, {"state": S})
+        (o,), (S,) = by_length(one, ends, x, {"state": S})
         return o, S
 
 

@@ -21,7 +21,7 @@ TIME = {"T", "T0"}  # of tokens, and of those in a cache
 
 @dataclass
 class Row:
-    """One quantity of one case; `status` is passed, failed or not covered."""
+    """One quantity of one case; `status` is passed, failed, waived (with the reason for it) or not covered."""
 
     case: str
     quantity: str
@@ -30,6 +30,7 @@ class Row:
     error: float | None = None
     budget: float | None = None
     message: str = ""
+    waived: str = ""
     where: dict[str, int] | None = None
     only: str = ""
     map: str = ""
@@ -107,6 +108,10 @@ class Report:
         cases: what was tried, by name.
         rows: one :class:`Row` a case and quantity.
         diagnosis: {"mistake", "line", "distance"} of each match, best first.
+        ladder: how many cases the level has, with those that were made for the kernel's sizes.
+        made: how many of them were made for what the kernel claims, others than the level's own.
+        left: names of those that the claim leaves out.
+        skipped: names of those that the caller left out.
         alone: failing cases that pass in a process of their own.
         reproduction: at the full level, lines of Python that run the smallest case that fails.
     """
@@ -115,6 +120,10 @@ class Report:
     cases: dict[str, Case] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     diagnosis: list[dict] = field(default_factory=list)
+    ladder: int = 0
+    made: int = 0
+    left: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     alone: list[str] = field(default_factory=list)
     reproduction: str = ""
 
@@ -124,8 +133,43 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing that was covered failed, and something was covered."""
-        return not self.failures and any(row.status == "passed" for row in self.rows)
+        """Nothing that was covered failed, and something was covered; everything, if that was asked for."""
+        lacking = self.settings.get("fail_on_not_covered") and self.not_covered
+        return not self.failures and not lacking and any(row.status == "passed" for row in self.rows)
+
+    @property
+    def covered(self) -> list[str]:
+        """The names of the cases of which something was held against what is right."""
+        return list(dict.fromkeys(row.case for row in self.rows if row.status != "not covered"))
+
+    @property
+    def claim(self) -> str:
+        """What the kernel claims, and what that made of the ladder; empty if it claims all."""
+        if not self.settings.get("supports"):
+            return ""
+        left = f"; left out: {', '.join(self.left)}" if self.left else ""
+        return f"Claimed: {self.settings['supports']}. {self.made} cases made for that{left}."
+
+    @property
+    def waived(self) -> dict[tuple[str, str], list[Row]]:
+        """Failures that do not count, by quantity and reason."""
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            if row.status == "waived":
+                found.setdefault((row.quantity, row.waived), []).append(row)
+        return found
+
+    @property
+    def exceptions(self) -> list[str]:
+        """Sentences on what was claimed, skipped and waived."""
+        said = [self.claim] if self.claim else []
+        if self.skipped:
+            said.append(f"Skipped: {', '.join(self.skipped)}.")
+        for (quantity, reason), rows in self.waived.items():
+            worst = max(rows, key=lambda row: row.ratio)
+            much = f", worst {worst.ratio:.3g} budgets in {worst.case}" if worst.error is not None else ""
+            said.append(f"Waived: {quantity} in {len(rows)} case{'s' * (len(rows) != 1)}{much}: {reason}")
+        return said
 
     @property
     def failing(self) -> list[str]:
@@ -136,7 +180,7 @@ class Report:
     def extent(self) -> str:
         """In how many of the cases that were covered something failed, and in which."""
         failing = self.failing
-        cases = len({row.case for row in self.rows if row.status != "not covered"})
+        cases = len(self.covered)
         if len(failing) == cases > 1:
             return f"Failing in all {cases} cases"
         plural = "s" * (cases != 1)
@@ -162,7 +206,7 @@ class Report:
     @property
     def tried(self) -> str:
         """How large the cases were, and what no case gave the function."""
-        covered = {row.case for row in self.rows if row.status != "not covered"}
+        covered = self.covered
         if not covered:
             return ""
         left = self.settings.get("defaults")
@@ -177,7 +221,17 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        return "right" if self.ok else "WRONG" if self.failures else "NOTHING COVERED"
+        if self.failures:
+            return "WRONG"
+        if not any(row.status == "passed" for row in self.rows):
+            return "NOTHING COVERED"
+        return ("right, but for waivers" if self.waived else "right") if self.ok else "NOT ALL COVERED"
+
+    @property
+    def head(self) -> str:
+        """The verdict, and how much of the ladder it is of; the first line of the report, and its last."""
+        cases = f"{len(self.covered)} of {self.ladder} cases"
+        return f"{self.title}: {self.verdict} ({cases})"
 
     @property
     def findings(self) -> dict[tuple[str, str], list[Row]]:
@@ -202,7 +256,18 @@ class Report:
     @property
     def undiagnosed(self) -> str:
         """What to say of wrong numbers that no mistake explains; empty where there are none."""
-        return "" if self.diagnosis or self.alone or not self.first_wrong else "No named mistake explains all of it."
+        if self.diagnosis or self.alone or not self.first_wrong:
+            return ""
+        return "No named mistake explains all of it. Run next: " + self.next_step
+
+    @property
+    def next_step(self) -> str:
+        """The option that runs by itself the smallest of the cases that tell most; empty if nothing is wrong."""
+        if not self.failing:
+            return ""
+        wrong = {row.case for row in self.first_wrong} or {*self.failing}
+        least = min((self.cases[n] for n in self.cases if n in wrong), key=lambda c: c.B * c.T * c.H * c.K * c.V)
+        return f'--only "{least.name}"'
 
     @property
     def not_covered(self) -> dict[str, int]:
@@ -223,10 +288,11 @@ class Report:
         """The report as plain values.
 
         Returns:
-            {"schema": 3, "ok": bool, "settings": {name: value}, "cases": {name: {field: value}}, "rows": [{"case",
-            "quantity", "status", "kind", "error", "budget", "message", "where", "only", "map", "grid"}, ...], "common":
-            [str, ...], "diagnosis": [{"mistake", "line", "distance"}, ...], "not_covered": {what: cases},
-            "alone": [case, ...], "reproduction": str};
+            {"schema": 4, "ok": bool, "verdict": str, "settings": {name: value}, "ladder": int, "made": int, "left":
+            [case, ...], "skipped": [case, ...], "cases": {name: {field: value}}, "rows": [{"case", "quantity",
+            "status", "kind", "error", "budget", "message", "waived", "where", "only", "map", "grid"}, ...],
+            "common": [str, ...], "diagnosis": [{"mistake", "line", "distance"}, ...], "next": str, "not_covered":
+            {what: cases}, "alone": [case, ...], "reproduction": str};
             an error that is not finite is the string "inf" or "nan". `map` and `grid["cells"]` hold a character for
             the worst of some elements: a space within budget, then one of `.:-=+*#%@` for every half power of ten.
         """
@@ -235,20 +301,28 @@ class Report:
             if row["error"] is not None and not math.isfinite(row["error"]):
                 row["error"] = str(row["error"])
         return {
-            "schema": 3,
+            "schema": 4,
             "ok": self.ok,
+            "verdict": self.verdict,
             "settings": self.settings,
+            "ladder": self.ladder,
+            "made": self.made,
+            "left": self.left,
+            "skipped": self.skipped,
             "cases": {name: asdict(case) for name, case in self.cases.items()},
             "rows": rows,
             "common": self.common,
             "diagnosis": self.diagnosis,
+            "next": self.next_step,
             "not_covered": self.not_covered,
             "alone": self.alone,
             "reproduction": self.reproduction,
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.title}: {self.verdict}"]
+        lines = [self.head]
+        for line in self.exceptions:
+            lines += textwrap.wrap(line, 80, subsequent_indent="    ", max_lines=5)
         if any(r.error is not None for r in self.rows):
             lines += ["", f"{'quantity':10}{'cases':>6}{'failed':>8}{'error':>10}{'budget':>10}  worst case"]
         for name in dict.fromkeys(r.quantity for r in self.rows if r.error is not None):
@@ -268,7 +342,14 @@ class Report:
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
             n = len({r.case for r in rows})
             lines += ["", f"{kind}: {found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"]
-            lines += textwrap.wrap(message[:400], 76, initial_indent="    ", subsequent_indent="    ")
+            for text in (message[:400], str(self.cases[rows[0].case])):
+                lines += textwrap.wrap(text, 76, initial_indent="    ", subsequent_indent="    ")
+        if self.diagnosis:
+            lines += ["", "It behaves as if:" if len(self.diagnosis) == 1 else "It behaves as one of:"]
+            for match in self.diagnosis:
+                lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
+        if self.undiagnosed:
+            lines += ["", *textwrap.wrap(self.undiagnosed, 80)]
         shown = ""
         for row in self.first_wrong:
             where = ", ".join(f"{n} {i}" for n, i in row.where.items())
@@ -285,12 +366,6 @@ class Report:
             ]
         if self.first_wrong:
             lines += [f"    ({SCALE})"]
-        if self.diagnosis:
-            lines += ["", "It behaves as if:" if len(self.diagnosis) == 1 else "It behaves as one of:"]
-            for match in self.diagnosis:
-                lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
-        if self.undiagnosed:
-            lines += ["", self.undiagnosed]
         if self.reproduction:
             lines += ["", "The smallest case that fails, to run:", ""]
             lines.append(textwrap.indent(self.reproduction, "    "))
@@ -299,6 +374,7 @@ class Report:
             lines += ["", *textwrap.wrap(f"Not covered (cases): {left}", 80)]
         if self.tried:
             lines += ["", *textwrap.wrap(self.tried, 80)]
+        lines += ["", self.head]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -20,6 +20,7 @@ PLAIN = (
     ("size", 1.0),
     ("loud", None),
     ("pull", 1.0),
+    ("floor", None),
     ("scale", None),
     ("strength", 1.0),
     ("groups", 1),
@@ -31,6 +32,7 @@ PLAIN = (
     ("past", 9),
     ("state", False),
 )
+INSIDE = "GLA_REF_CHECK_ALONE"  # set in a process that runs one case by itself: it starts no others
 GATES = ("zero", "-1", MILD)  # from the plainest on
 
 
@@ -90,9 +92,14 @@ def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, *
 def right_alone(lines: str, seconds: float) -> bool:
     """Whether a fresh Python process, which these lines of a reproduction run in, calls the kernel right."""
     path = os.pathsep.join(x or os.getcwd() for x in sys.path)
-    options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "text": True, "timeout": seconds}
+    options = {
+        "env": os.environ | {"PYTHONPATH": path, INSIDE: "1"},
+        "capture_output": True,
+        "text": True,
+        "timeout": seconds,
+    }
     try:
         said = subprocess.run([sys.executable, "-c", lines], **options, check=False).stdout
     except subprocess.TimeoutExpired:
         return False
-    return said.partition("\n")[0].endswith(": right")
+    return ": right" in said.partition("\n")[0]

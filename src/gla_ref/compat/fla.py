@@ -6,17 +6,17 @@
 The signatures are those of fla-core 0.6.0. Every function returns `(o, final_state)`, the state None
 unless `output_final_state`. Like all our kernels they run on a GPU, or interpreted under
 TRITON_INTERPRET=1, and never fall back to a reference. What they cannot do raises an error that names the argument:
-`reverse`, heads before time, a chunk length. Names that differ only in how fla computes (chunk, fused
+`reverse`, heads before time. Names that differ only in how fla computes (chunk, fused
 chunk, fused recurrent) call the same kernel here.
 """
 
 import importlib
+import warnings
 from collections.abc import Callable
 
 from torch import Tensor
 
 from .. import FORMS
-from ..check import NotClaimed
 from ..mechanisms import MECHANISMS
 
 COMPUTES = {  # every function of fla that we know: its mechanism
@@ -30,6 +30,7 @@ COMPUTES = {  # every function of fla that we know: its mechanism
     "fused_recurrent_linear_attn": "linear_attention",
 }
 MODULES = {"gla": "gla", "simple_gla": "simple_gla", "linear_attention": "linear_attn"}  # of fla.ops
+LOWEST = -1e3  # gates of the check kit that are finite
 __all__ = [*COMPUTES, "mechanism", "theirs"]
 
 
@@ -46,8 +47,9 @@ def theirs(name: str) -> Callable:
 
     fla is imported by the first call. Linear attention is called with `normalize=False`, and boundaries are
     int64. Its documentation speaks of log gates as logsigmoid makes them, which are finite; of states in
-    float32, packed sequences as in flash-attn, and no limit on T, K or V. So a case with gates of -inf (hard
-    resets) is *not covered*, and every other one counts.
+    float32, packed sequences as in flash-attn, and no limit on T, K or V. So cases with gates of -inf (hard
+    resets) are made with finite ones instead, the ladder's lowest, and every one counts: that is the function's
+    attribute `supports`.
 
     Args:
         name: one of the functions of this module, such as "chunk_gla".
@@ -59,13 +61,10 @@ def theirs(name: str) -> Callable:
         ValueError: fla has no such function among those of this module.
     """
     computed = mechanism(name)
-    kind, module = MECHANISMS[computed], MODULES[computed]
+    module = MODULES[computed]
     options = {"normalize": False} if computed == "linear_attention" else {}
 
     def fn(*tensors, scale=None, initial_state=None, cu_seqlens=None):
-        given = dict(zip(kind.required, tensors, strict=True))
-        if any(given[gate].isneginf().any() for gate in kind.named("gate", optional=False)):
-            raise NotClaimed("gates of -inf")
         own = getattr(importlib.import_module(f"fla.ops.{module}"), name)
         return own(  # in this order; it has other names for some
             *tensors,
@@ -77,14 +76,13 @@ def theirs(name: str) -> Callable:
         )
 
     fn.__name__ = name
+    fn.supports = {"min_gate": LOWEST} if MECHANISMS[computed].named("gate") else {}
     return fn
 
 
 REFUSED = {
     "head_first": "False: tokens are [B, T, H, D] with time before heads",
     "reverse": "False: the recurrence runs forward in time",
-    "chunk_size": "None: a kernel chooses its own chunk by its table",
-    "transpose_state_layout": "False: it is called state_v_first",
 }
 
 
@@ -95,6 +93,18 @@ def _refuse(**given) -> None:
             raise TypeError(f"{name}: expected an argument of fla-core 0.6.0, got {name}={value!r}")
         if value not in (None, False):
             raise ValueError(f"{name}: expected {REFUSED[name]}; got {value!r}")
+
+
+def _state_v_first(state_v_first: bool, transpose_state_layout=None, chunk_size=None, **rest) -> bool:
+    """Whether states are `[N, H, V, K]`, by that name or the older one; nothing may be left of the arguments.
+
+    A `chunk_size` is a hint: no result depends on it, and our kernels choose their own.
+    """
+    _refuse(**rest)
+    if transpose_state_layout is None:
+        return state_v_first
+    warnings.warn("transpose_state_layout is called state_v_first", DeprecationWarning, stacklevel=3)
+    return transpose_state_layout
 
 
 def _ours(mechanism, tokens, scale, initial_state, output_final_state, cu_seqlens, state_v_first=False, **options):
@@ -164,8 +174,8 @@ def fused_recurrent_gla(
     **kwargs,
 ):
     """As :func:`chunk_gla`, with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
-    _refuse(reverse=reverse, **kwargs)
-    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    _refuse(reverse=reverse)
+    rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(state_v_first, **kwargs)
     if gk is None and gv is None:
         return _ours("linear_attention", (q, k, v), *rest)
     gk = q.new_zeros(()).expand(q.shape) if gk is None else gk
@@ -190,11 +200,10 @@ def chunk_simple_gla(
 
     With neither it is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`.
     """
-    _refuse(**kwargs)
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: expected None beside g, got both")
-    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(state_v_first, **kwargs)
     g = g if g_gamma is None else g_gamma.expand(q.shape[:3])
     return _ours("linear_attention", (q, k, v), *rest) if g is None else _ours("simple_gla", (q, k, v, g), *rest)
 
@@ -248,8 +257,10 @@ def fused_recurrent_simple_gla(
     **kwargs,
 ):
     """As :func:`chunk_simple_gla`."""
-    named = {"reverse": reverse, "cu_seqlens": cu_seqlens, **kwargs}
-    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, **named)
+    _refuse(reverse=reverse)
+    state_v_first = _state_v_first(state_v_first, **kwargs)
+    tail = scale, initial_state, output_final_state, state_v_first, cu_seqlens
+    return chunk_simple_gla(q, k, v, g, g_gamma, *tail)
 
 
 def fused_chunk_linear_attn(

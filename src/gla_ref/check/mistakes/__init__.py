@@ -7,7 +7,7 @@ diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the te
 
 import torch
 
-from . import _backward, _cache, _gated, _linear, _softmax  # noqa: F401  (each adds its mistakes to the list)
+from . import _backward, _cache, _gated, _linear, _rounding, _softmax  # noqa: F401  (each adds its mistakes to the list)
 from ._calls import Attention, Call
 from ._core import MISTAKES, Mistake, apply
 
@@ -16,4 +16,6 @@ __all__ = ["MISTAKES", "Attention", "Call", "Mistake", "apply", "known"]
 
 def known(mechanism: str, dtype: torch.dtype) -> list[Mistake]:
     """The mistakes that a kernel of this mechanism and dtype can be seen to make."""
-    return [m for m in MISTAKES if mechanism in m.mechanisms and (dtype == torch.float32 or not m.rounding)]
+    shows = {torch.float32: lambda m: True, torch.bfloat16: lambda m: not (m.rounding or m.fine)}
+    fits = shows.get(dtype, lambda m: not (m.rounding or m.fine or m.overflow))
+    return [m for m in MISTAKES if mechanism in m.mechanisms and fits(m)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ._core import GRADIENT, PACK, READ, Contiguous, backward, gradient, mistake, state_term
+from ._core import GATED, GRADIENT, LINEAR, PACK, READ, Contiguous, backward, gradient, mistake, state_term
 
 
 # -- gradients ---------------------------------------------------------------------------------
@@ -29,6 +29,23 @@ def _(c):
 gradient("dq without scale", "q", lambda d, c: d / c.s)
 gradient("dk with scale twice", "k", lambda d, c: d * c.s)
 gradient("dv added twice", "v", lambda d, c: 2 * d)
+# of o alone: what comes back from the final state has no scale
+for name, tensor in (("dk", "k"), ("dv", "v"), ("gate's gradient", "g"), ("gradient of the initial state", "S")):
+
+    @mistake(f"{name} without scale", GRADIENT, GATED if tensor == "g" else LINEAR)
+    def _(c, tensor=tensor):
+        return c.run(**{tensor: backward(getattr(c, tensor), lambda d: d / c.s)})[0], c.run()[1]
+
+
+for name, tensor in (("dq", "q"), ("gate's gradient", "g")):
+
+    @mistake(f"{name} without what the initial state adds", GRADIENT, GATED if tensor == "g" else LINEAR)
+    def _(c, tensor=tensor):
+        written = c.run(S=torch.zeros_like(c.S))
+        carried = c.run(v=torch.zeros_like(c.v), **{tensor: getattr(c, tensor).detach()})
+        return written[0] + carried[0], written[1] + carried[1]
+
+
 state_term("dv without the final state term", "v")
 state_term("dk without the final state term", "k")
 

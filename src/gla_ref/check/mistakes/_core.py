@@ -24,6 +24,8 @@ class Mistake:
     mechanisms: tuple[str, ...]
     whole: bool = False  # it gets all packed sequences at once, with their boundaries
     rounding: bool = False  # right in float64: it is how float32 rounds there that is too wrong
+    fine: bool = False  # nothing but float32 is exact enough to show it
+    overflow: bool = False  # right in float64: what float32 cannot hold is not finite
 
 
 SOFTMAX = tuple(m for m, kind in MECHANISMS.items() if kind.cache)
@@ -44,9 +46,9 @@ def mistake(name: str, line: str, mechanisms: tuple[str, ...] = LINEAR, **more: 
     return add
 
 
-def simple(name: str, line: str, changes: Callable[[Call], dict], mechanisms=LINEAR) -> None:
+def simple(name: str, line: str, changes: Callable[[Call], dict], mechanisms=LINEAR, **more: bool) -> None:
     """A mistake that is the right computation on wrong arguments."""
-    mistake(name, line, mechanisms)(lambda c: c.run(**changes(c)))
+    mistake(name, line, mechanisms, **more)(lambda c: c.run(**changes(c)))
 
 
 def gradient(name: str, tensor: str, change: Callable[[Tensor, Call], Tensor], mechanisms=LINEAR) -> None:

@@ -22,6 +22,10 @@ simple(
 )
 simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, GATED)
 simple("factor 1 / ln 2 applied twice", DECAY, lambda c: {"g": c.g / log(2)}, GATED)
+CONSTANTS = {f"{x} taken for log2(e)": x * log(2) for x in (1.4, 1.44, 1.442, 1.443, 1.4426, 1.45)}
+CONSTANTS |= {f"{x} taken for ln 2": log(2) / x for x in (0.69, 0.693, 0.7)}
+for name, times in CONSTANTS.items():
+    simple(name, DECAY, lambda c, times=times: {"g": c.g * times}, GATED, fine=True)
 simple("every decay applied twice", DECAY, lambda c: {"g": 2 * c.g}, GATED)
 simple("gate of head 0 shared by all heads", DECAY, lambda c: {"g": c.g[:, :, :1].expand_as(c.g)}, GATED)
 simple("gate of batch 0 for every batch", DECAY, lambda c: {"g": c.g[:1].expand_as(c.g)}, GATED)

@@ -69,6 +69,36 @@ def _(c):
     return c.run(k=c.k * (torch.arange(c.k.shape[-1], device=c.k.device) < c.k.shape[-1] - 1))
 
 
+TILES = (16, 32, 64, 128)
+
+
+def tail(name: str, kept: Callable[[int, int], int], tile: int) -> None:
+    """Channels from kept(size, tile) on, of values or keys, that no program computes: 0 or never written."""
+
+    def keep(x: Tensor) -> Tensor:
+        n = x.shape[-1]
+        return torch.arange(n, device=x.device) < kept(n, tile)
+
+    @mistake(f"{name} of V left out", WRITE)
+    def _(c):
+        o, S = c.run(v=c.v * keep(c.v))
+        return o, S
+
+    @mistake(f"{name} of V never written", WRITE)
+    def _(c):
+        o, S = c.run(v=c.v * keep(c.v))
+        return o.masked_fill(~keep(c.v), torch.nan), S.masked_fill(~keep(c.v), torch.nan)
+
+    @mistake(f"{name} of K left out", WRITE)
+    def _(c):
+        return c.run(q=c.q * keep(c.q), k=c.k * keep(c.k), S=c.S * keep(c.k)[:, None])
+
+
+for n in TILES:
+    tail(f"the tail beyond whole tiles of {n}", lambda size, n: size // n * n, n)
+    tail(f"channels beyond the first {n}", min, n)
+
+
 @mistake("scale missing where the state is read", READ)
 def _(c):
     return c.chunks(lambda c, o, S: (o + (1 - c.s) * read(c.q * c.g.cumsum(1).exp(), c.S), S))
