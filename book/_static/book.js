@@ -38,6 +38,19 @@ function widen() {
   }
 }
 
+// The theme's search opens only once all of a page is loaded; until then it is opened here.
+function search(event) {
+  const key = (event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "k";
+  const dialog = document.querySelector("dialog#pst-search-dialog:not([open])");
+  if (!dialog || !key && !event.target.closest?.(".search-button__button")) return;
+  event.preventDefault();
+  dialog.showModal();
+}
+for (const kind of ["keydown", "click"]) {
+  addEventListener(kind, search);
+  addEventListener("load", () => removeEventListener(kind, search));
+}
+
 addEventListener("DOMContentLoaded", () => {
   for (const box of document.querySelectorAll(".bd-article :is(table, .katex-display)")) {
     reach.observe(box);
