@@ -114,6 +114,7 @@ def anchor() -> Explorable:
                 "in the middle": "Then queries and keys share the decay evenly.",
                 "at the end": "There no key's factor is above 1, and the first query's is the largest of all.",
             },
+            seen={"at the start": (0, 5), "in the middle": (4, 5), "at the end": (8, 5)},
         ),
         play=0,
     )

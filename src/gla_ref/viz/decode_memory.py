@@ -88,5 +88,7 @@ def decode_memory() -> Explorable:
                 "the cache": "Sixteen keys and values are little yet. The state has its full size from the start.",
                 "the state": "It has its full size from the first token on. The cache overtakes it later.",
             },
+            seen=(0, TOKENS.index(16)),
+            before=(0, len(TOKENS) - 1),
         ),
     )

@@ -160,5 +160,7 @@ def fading_state() -> Explorable:
                 "a number a token": "When it clears the old topic, it clears the lasting facts with it.",
                 "a number a channel": "It clears some rows and leaves the others alone.",
             },
+            seen={"a constant": (1, T), "a number a token": (2, T), "a number a channel": (3, T)},
+            before=(0, 0),
         ),
     )

@@ -178,6 +178,8 @@ _RANGE = Question(
     "float32 has three times the digits of bfloat16. Does it bear stronger gates?",
     "no",
     {"yes": "Digits do not help: what runs out is the range.", "no": "Both have the same range of exponents."},
+    seen=(2, 8),  # in bfloat16 the same gate is the first to break
+    before=(1, 0),
 )
 _LEVELS = Question(
     "Which of the three forms bears a gate of any strength?",
@@ -187,6 +189,7 @@ _LEVELS = Question(
         "one product": "It bears more than the ratio, but its factors still grow with a chunk's decay.",
         "two levels": "None of its factors is above 1.",
     },
+    seen=(1, len(GATES) - 1),
 )
 
 

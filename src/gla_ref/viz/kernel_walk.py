@@ -224,5 +224,7 @@ def kernel_walk() -> Explorable:
                 "materialised": "It reads them for the states, and again for the outputs.",
                 "segmented": "It reads them for what a segment adds, and again on the walk.",
             },
+            seen={way: (i, len(frames[i]) - 1) for i, way in enumerate(WAYS)},
+            before=(WAYS.index("materialised"), 0),
         ),
     )

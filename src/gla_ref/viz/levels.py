@@ -106,5 +106,7 @@ def levels() -> Explorable:
                 "1": "That is where 5 and 6 meet. Between 7 and 8 lies the border of the largest block.",
                 "3": "0111 and 1000 differ in the highest bit: what counts is the border between them.",
             },
+            seen=(7, 7),  # reader 8, writer 7
+            before=(0, 0),
         ),
     )

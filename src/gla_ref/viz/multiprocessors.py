@@ -157,5 +157,7 @@ def multiprocessors() -> Explorable:
                 "about twice": "All four work, but on more: keys and values are read twice.",
                 "not at all": "The reading twice costs less than three idle multiprocessors.",
             },
+            seen=(WAYS.index("segments"), 0, len(frames[WAYS.index("segments")][0]) - 1),
+            before=(0, 0, 0),
         ),
     )

@@ -157,5 +157,6 @@ def one_chunk() -> Explorable:
                 "o alone": "All else was needed on the chip only.",
                 "o and the scores": "The scores are used once, on the chip, and dropped.",
             },
+            seen=(len(steps) - 1,),
         ),
     )

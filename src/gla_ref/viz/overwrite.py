@@ -158,5 +158,6 @@ def overwrite() -> Explorable:
                 "tea": "The jazz was added, too. Both are there.",
                 "tea and jazz": "Both were added under the same key, and the memory cannot tell which came last.",
             },
+            seen=(0, 1, 2 * len(STORY)),
         ),
     )

@@ -47,6 +47,8 @@ def programs() -> Explorable:
                 "3": "Two full blocks, and a third with one place that the mask leaves out.",
                 "4": "The third block has room for what is left.",
             },
+            seen=(0, 1, 2),
+            before=(2, 1, 0),
         ),
     )
 

@@ -51,6 +51,8 @@ def strides() -> Explorable:
                 "all of them": "It would have to copy the matrix. Choose x.T and look at the strip of memory.",
                 "none": "Only the two strides change places.",
             },
+            seen=(1, 0, 1),
+            before=(0, 0, 0),
         ),
     )
 

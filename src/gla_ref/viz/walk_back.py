@@ -159,5 +159,7 @@ def walk_back() -> Explorable:
                 "two passes": "The second pass loads the tokens again.",
                 "three walks": "Each walk loads what it needs again.",
             },
+            seen={way: (i, len(steps)) for i, (way, steps) in enumerate(zip(WAYS, every, strict=True))},
+            before=(WAYS.index("three walks"), 0),
         ),
     )
