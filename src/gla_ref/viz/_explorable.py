@@ -48,8 +48,8 @@ class Key(NamedTuple):
 class Question(NamedTuple):
     """What to guess before moving anything; each answer is met with a sentence.
 
-    Until a reader guesses, or moves something, caption and readout are silent. Then the figure waits at the beginning of
-    the case in question, and when play reaches the frame that shows the answer, the guess is named there.
+    Until a reader guesses, or moves something, caption and readout are silent. Then the figure waits at the beginning
+    of the case in question, and when play reaches the frame that shows the answer, the guess is named there.
     """
 
     words: str

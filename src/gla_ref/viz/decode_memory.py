@@ -76,7 +76,7 @@ def decode_memory() -> Explorable:
         "does not grow. For a short text the state is the larger of the two.",
         alt="Bytes against tokens, both axes logarithmic: the KV cache is a rising line, the state a level one, and "
         "they cross after about a hundred or several hundred tokens.",
-        controls=(Choice("layer", list(LAYERS)), Slider("tokens so far", [f"{T:,}" for T in TOKENS])),
+        controls=(Choice("Layer", list(LAYERS)), Slider("Tokens so far", [f"{T:,}" for T in TOKENS])),
         frames=[[_frame(layer, T) for T in TOKENS] for layer in LAYERS],
         height=TOP + TALL + 24,
         start=(0, 9),

@@ -78,11 +78,19 @@ def _bars(way: str, programs: list[Program]) -> str:
         cuts = [x + step * n for n in range(1, int(width / step))]
         bar = [rect(x, y, width, TALL, f"{KINDS[makes]} edge")]
         bar += [comb(cuts, y + 22, y + TALL, "edge faint")] if cuts else []
-        if width > 44:
-            bar.append(text(x + width / 2, y + 12, f"head {head}", "on"))
         words = f"Head {head}, {start:g} to {stop:g}: {DOES[makes]}."
         pieces.append(part(words, *bar))
     return "".join(pieces)
+
+
+def _heads(programs: list[Program]) -> str:
+    """Whose each long bar is, on top of everything: what is to come is pale, and the line of the present passes."""
+    return "".join(
+        rect(LEFT + UNIT * start + 2, TOP + ROW * m + 4, 44, 16, KINDS[makes])
+        + text(LEFT + UNIT * start + 5, TOP + ROW * m + 12, f"head {head}", "start on")
+        for m, start, stop, makes, head in programs
+        if UNIT * (stop - start) > 48
+    )
 
 
 def _row(way: str, heads: int) -> list[Frame]:
@@ -106,6 +114,7 @@ def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
     until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{TOP + ROW * P}"/></clipPath>'
     now = path([(x, TOP - 6), (x, TOP + ROW * P)], "line-vermilion")
     pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces.append(_heads(programs))
     work = sum(p.stop - p.start for p in programs)
     words = f"{heads} head{'s' * (heads > 1)}, {CALLED[way]}"
     if t >= end:
@@ -136,7 +145,7 @@ def multiprocessors() -> Explorable:
         controls=(
             Choice("Way", [f"{way} ({CALLED[way]})" for way in WAYS]),
             Slider("Heads", HEADS),
-            Slider("time", range(0, most * MOMENT, MOMENT)),
+            Slider("Time", range(0, most * MOMENT, MOMENT)),
         ),
         frames=frames,
         height=TOP + ROW * P + 6,

@@ -123,7 +123,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
     for (const input of root.querySelectorAll("[data-gate]")) {
       const [token, i] = place(input, t);
       input.value = gates[kind][token]?.[i] ?? 1;
-      input.disabled = kind === "none" || !gates[kind][token];
+      input.disabled = !gates[kind][token];
       input.nextElementSibling.textContent = show(+input.value);
     }
     const token = root.querySelector(".playable-token");
@@ -186,7 +186,12 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   root.addEventListener("input", ({target}) => {
     pause();
     guess.speak();
-    const t = shown, kind = kindList.value;
+    const t = shown;
+    if (target.dataset.gate && kindList.value === "none") {  // a gate that is touched is a gate of its own
+      gates.vector = gates.none.map(row => row.slice());
+      kindList.value = "vector";
+    }
+    const kind = kindList.value;
     own ||= target.tagName !== "SELECT";
     if (target.tagName === "SELECT" && at) at = records().findLastIndex(record => record.t <= t);  // the same token
     if (target.dataset.number && Number.isFinite(target.valueAsNumber)) {

@@ -72,6 +72,7 @@ class Playable:
             "LEGEND": legend(_LEGEND),
             "NOTICE": _NOTICES[self.size],
             "ID": "playable-" + hashlib.sha256((self.size + data).encode()).hexdigest()[:8],
+            "SIZE": self.size,
             "DATA": data,
         }
         html = _HTML
@@ -100,7 +101,7 @@ class Playable:
         return given | (dict(C=2) if self.size == "chunks" else {})
 
     def _first(self) -> dict:
-        """The state on paper, some tokens on, from the recurrence: cells and readout. The page's script begins before."""
+        """The state on paper, some tokens on, from the recurrence: cells and readout; the script begins before."""
         given = self.data()
         if self.size == "small":  # two facts are written
             k, v = (torch.tensor([fact[x] for fact in FACTS[:2]], dtype=torch.float64) for x in "kv")
@@ -292,7 +293,7 @@ _LEGEND = (
     Key("vermilion faint", "below 0"),
 )
 
-_HTML = """<figure class="explorable playable" id="%ID%">
+_HTML = """<figure class="explorable playable" data-size="%SIZE%" id="%ID%">
 <style>%STYLE%</style>
 <div class="explorable-title">%TITLE%</div>
 %QUESTION%

@@ -186,7 +186,7 @@ def roofline(data: dict) -> Explorable:
         "whole chip work all the time, which thousands of steps in a row do not.",
         alt="A plot of speed over arithmetic intensity, both logarithmic, with a roof that rises, then is flat. Hollow "
         "circles, forms, lie on it or below; filled marks, measured kernels, lie below.",
-        controls=(Choice("shape", names), Choice("direction", directions), Slider("point", range(1, most + 1))),
+        controls=(Choice("Shape", names), Choice("Direction", directions), Slider("Point", range(1, most + 1))),
         frames=frames,
         height=Y + HIGH + 24,
         legend=(

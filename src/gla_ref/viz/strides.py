@@ -32,7 +32,7 @@ def strides() -> Explorable:
         alt="A matrix in tiles of two by two with one tile coloured. Beside it the offsets of the tile's rows and "
         "columns, below it a strip of 24 numbers of memory with the tile's numbers coloured.",
         controls=(
-            Choice("matrix", list(VIEWS)),
+            Choice("Matrix", list(VIEWS)),
             Slider("program_id(0)", range(max(-(-len(x) // TILE) for x in views))),
             Slider("program_id(1)", range(max(-(-x.shape[1] // TILE) for x in views))),
         ),

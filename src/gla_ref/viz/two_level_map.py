@@ -134,9 +134,9 @@ def two_level_map() -> Explorable:
         alt=f"The lower triangle of {T} by {T} pairs of tokens, cut into the blocks of two-level chunking. One block "
         "is outlined, and those before it are coloured. Below, bars of the work so far.",
         controls=(
-            Choice("chunk C", CHUNKS),
-            Choice("sub-chunk c", SUB_CHUNKS),
-            Slider("block", range(1, 1 + 2 * T // min(SUB_CHUNKS))),
+            Choice("Chunk C", CHUNKS),
+            Choice("Sub-chunk c", SUB_CHUNKS),
+            Slider("Block", range(1, 1 + 2 * T // min(SUB_CHUNKS))),
         ),
         frames=[[_row(C, c) for c in SUB_CHUNKS] for C in CHUNKS],
         height=BARS + 46,
