@@ -56,6 +56,16 @@ addEventListener("DOMContentLoaded", () => {
     reach.observe(box);
     box.addEventListener("scroll", mark, { passive: true });
   }
+  // a short formula and the comma after it stay together
+  for (const math of document.querySelectorAll(".bd-article span.math")) {
+    const after = math.nextSibling, mark = after?.nodeType === 3 && after.data.match(/^[,.;:!?)]+/)?.[0];
+    if (!mark || (math.querySelector("annotation")?.textContent.length ?? 99) > 14) continue;
+    const whole = document.createElement("span");
+    whole.className = "whole";
+    math.replaceWith(whole);
+    whole.append(math, mark);
+    after.data = after.data.slice(mark.length);
+  }
   for (const box of document.querySelectorAll(".bd-article div.highlight pre")) {
     new ResizeObserver(([listing]) => mark(listing)).observe(box);
     box.addEventListener("scroll", mark, { passive: true });

@@ -126,7 +126,7 @@ _TEXTS = (
      "Anchor a chunk's scales, and know when the data forbid it."),
     ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
      "Read every line of a fast kernel, and predict its time."),
-    ("Gates", "15_gradients", "Gradients", "How much passed through this gate?",
+    ("Gates", "15_gradients", "Gradients of the gates", "How much passed through this gate?",
      "Derive the gates' gradient without storing states, and see where it loses digits."),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
      "Write a decoding step and its kernel, and predict its time from bytes."),

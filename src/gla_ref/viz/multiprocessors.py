@@ -64,6 +64,7 @@ KINDS = {"outputs": "pale-blue", "states": "orange", "carry": "pink"}
 CALLED = {"one long walk": "fused", "segments": "segmented", "every state first": "materialised"}
 MOMENT = 10  # units of time between two pictures
 DOES = {"outputs": "makes outputs", "states": "adds up states", "carry": "passes states on"}
+MADE = {"outputs": "outputs", "states": "states", "carry": "states passed on"}
 #: tiles of a chunk: what a program moves before the next thin line
 TILES = {("one long walk", "outputs"): CHUNK, ("segments", "states"): WRITES, ("segments", "outputs"): CHUNK}
 TILES |= {("every state first", "states"): WRITES + STATE, ("every state first", "outputs"): CHUNK + STATE}
@@ -123,7 +124,7 @@ def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
         return Frame(pieces, f"{words}. {work / (P * end):.0%} of the chip is at work on average.")
     busy = [p for p in programs if p.start <= t < p.stop]
     done = sum(min(p.stop, t) - min(p.start, t) for p in programs)
-    what = " and ".join(sorted({DOES[p.makes].split(maxsplit=1)[1] for p in busy}))
+    what = " and ".join(sorted({MADE[p.makes] for p in busy}))
     return Frame(
         pieces,
         f"{words}, after {t} units of time: {len(busy)} of {P} multiprocessors at work ({what}), "
