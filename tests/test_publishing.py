@@ -91,6 +91,7 @@ def test_addresses_are_made_when_the_site_has_one(tmp_path):
     [
         (r"S_t = \diag(\alpha_t) S_{t-1} + k_t^\top v_t", "S_t = diag(α_t) S_t-1 + k_tᵀv_t"),
         (r"\hat q \odot e^{b}", "q ⊙e^b"),
+        (r"k e^{b - r}", "k e^(b - r)"),
         (r"\tfrac12", "1/2"),
     ],
 )

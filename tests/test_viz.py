@@ -52,7 +52,7 @@ def toy(**changes) -> Explorable:
 
 def sent(explorable: Explorable) -> dict:
     """What the page's script gets."""
-    (data,) = re.findall(r"play\} = (\{.*\});", explorable._repr_html_())
+    (data,) = re.findall(r"seen\} = (\{.*\});", explorable._repr_html_())
     return json.loads(data)
 
 
@@ -81,7 +81,10 @@ def test_page_gets_every_frame_and_shows_the_first():
         (dict(controls=(Choice("which", "ab"), Slider("step", range(2)))), "frames: expected 2 for 'step', got 3"),
         (dict(controls=(Choice("which", "ab"),), start=(0,)), "frames: expected a Frame, got list"),
         (dict(play=0), "play: expected a slider, got 'which'"),
-        (dict(question=Question("Why?", "so", {"thus": "No."})), "question: expected one of its answers, got 'so'"),
+        (dict(question=Question("Why?", "so", {"thus": "No."}, (0, 0))), "question: expected one of its answers"),
+        (dict(question=Question("Why?", "so", {"so": "Yes."}, (0,))), "question: expected 2 indices, got [0]"),
+        (dict(question=Question("Why?", "so", {"so": "Yes."}, {})), "question.seen: expected a frame for each answer"),
+        (dict(question=Question("Why?", "so", {"so": "Yes."}, (1, 2), (0, 2))), "question: expected 'step' in [0, 2)"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):
@@ -90,7 +93,7 @@ def test_what_does_not_fit_is_refused(changes, message):
 
 
 def test_page_gets_question_legend_and_parts():
-    question = Question("Is 1 > 0?", "yes", {"yes": "It is.", "no": "1 − 0 is 1."})
+    question = Question("Is 1 > 0?", "yes", {"yes": "It is.", "no": "1 − 0 is 1."}, (1, 0))
     picture = part('The "one" tile', rect(1, 2, 3, 4, "sky"), choose={1: 2, 0: 1})
     frames = [[Frame((picture,), "said")]] * 2
     html = toy(frames=frames, start=(0, 0), question=question, legend=[Key("sky", "x < y")])._repr_html_()
@@ -187,9 +190,17 @@ def test_every_colour_and_outline_is_in_the_legend(name):
 
 @pytest.mark.parametrize("name", EXPLORABLES)
 def test_there_is_a_question_and_every_answer_is_met(name):
-    question = EXPLORABLES[name]().question
+    """The figure does not open on the frame that shows the answer; play reaches it from the beginning of its case."""
+    explorable = EXPLORABLES[name]()
+    question, play = explorable.question, explorable.play % len(explorable.controls)
     assert question.words.endswith("?") and len(question.answers) >= 2
     assert all(len(why) > 20 for why in question.answers.values())
+    data = sent(explorable)
+    assert data["first"] != data["seen"][question.right] and list(data["seen"]) == list(question.answers)
+    assert at(explorable, data["first"]).readout != at(explorable, data["seen"][question.right]).readout
+    for place in data["seen"].values():
+        begin = [0 if n == play else i for n, i in enumerate(place)]
+        assert isinstance(at(explorable, begin), Frame)
 
 
 @pytest.mark.parametrize("name", EXPLORABLES)

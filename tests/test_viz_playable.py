@@ -106,7 +106,9 @@ def test_cards_lead_to_the_chapters():
     pages = [path.stem for path in sorted(book.glob("[0-9][0-9]_*.md"))]
     assert [card.page for card in CARDS] == pages
     html = bs4.BeautifulSoup(cards()._repr_html_() + ways()._repr_html_(), "html.parser")
-    links = [link["href"].removesuffix(".html") for link in html.select("a")]
+    links = [link["href"].removesuffix(".html") for link in html.select("a.card-link")]
     assert links == pages + [way[0] for way in WAYS]
     assert all((book / f"{page}.md").exists() for page in links)
-    assert all(card.question.endswith("?") and card.picture.startswith("<") for card in CARDS)
+    assert html.select_one(".cards-ways p").text.startswith(f"{len(pages)} chapters")
+    assert all(card.question.endswith("?") and card.learns.endswith(".") for card in CARDS)
+    assert all(card.picture.startswith("<") for card in CARDS)

@@ -16,12 +16,26 @@ def source(root: Path, module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+def chapters(root: Path, text: str) -> list[str]:
+    """The pages of the chapters that a docstring's first line names; none where it names most of the book."""
+    if not (named := re.search(r"[Cc]hapters? (\d+(?:(?:, | and | to )\d+)*)", text.split("\n")[0])):
+        return []
+    numbers = {int(n) for n in re.findall(r"\d+", named[1])}
+    for first, last in re.findall(r"(\d+) to (\d+)", named[1]):
+        numbers |= set(range(int(first), int(last) + 1))
+    pages = [path.stem for n in sorted(numbers) for path in (root / "book").glob(f"{n:02}_*.md")]
+    return pages if len(pages) <= 5 else []
+
+
 def page(root: Path, module: str) -> str:
-    """The page of a module: its docstring, and the members that it offers."""
-    names = [target.id for node in ast.parse(source(root, module).read_text()).body if isinstance(node, ast.Assign)
+    """The page of a module: where it is taught, its docstring, and the members that it offers."""
+    tree = ast.parse(source(root, module).read_text())
+    names = [target.id for node in tree.body if isinstance(node, ast.Assign)
              for target in node.targets if isinstance(target, ast.Name)]  # fmt: skip
     members = "" if module.startswith(INNER) and "__all__" not in names else "   :members:\n"
-    return f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n{members}```\n"
+    links = ", ".join(f"{{doc}}`/book/{name}`" for name in chapters(root, ast.get_docstring(tree) or ""))
+    taught = f"Explained in {links}.\n\n" if links else ""
+    return f"# {module}\n\n{taught}```{{eval-rst}}\n.. automodule:: {module}\n{members}```\n"
 
 
 def write_pages(app, config):

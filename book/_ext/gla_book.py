@@ -33,6 +33,9 @@ NO_LIST = (
     ('<div role="list" class="citation-list">', '<div class="citation-list">'),
 )
 
+#: the space before an exercise's name, which stands in the link to it, where it is underlined
+SPACE = re.compile(r'(?<=Solution to)(<a class="reference internal" href="[^"]*">) ')
+
 #: IPython's settings for pages: drawings as vectors (images inside them stay images), the same in every build
 FIGURES = """c.InlineBackend.figure_formats = {"svg"}
 c.InlineBackend.print_figure_kwargs = {"bbox_inches": "tight", "metadata": {"Date": None}}
@@ -60,6 +63,11 @@ def use_repository(app, config):
         options[button] = bool(options.get("repository_url"))
     if options.get("repository_url"):
         options["launch_buttons"] = {"colab_url": COLAB}
+
+
+def name_in_the_bar(app, config):
+    """On a phone, where the side bar with the logo is folded, the bar above the article leads home."""
+    config.html_theme_options["article_header_start"] = ["toggle-primary-sidebar.html", "home-link.html"]
 
 
 def colab_url(repository_url: str, branch: str, notebook: str) -> str:
@@ -106,7 +114,7 @@ def clean_page(app, pagename, templatename, context, doctree):
     body = context.get("body") or ""
     for claimed, meant in NO_LIST:
         body = body.replace(claimed, meant)
-    context["body"] = body
+    context["body"] = SPACE.sub(r" \1", body)
     if "katex-error" in body or "color:#cc0000" in body:
         log.warning("KaTeX could not render an equation", location=pagename)
 
@@ -179,7 +187,7 @@ def use_templates(app, config):
 
 def setup(app):
     TocTreeCollectorWithStyles.assign_section_numbers = number_by_file_name
-    for configure in (use_repository, use_execution_cache, use_local_katex, use_templates):
+    for configure in (use_repository, name_in_the_bar, use_execution_cache, use_local_katex, use_templates):
         app.connect("config-inited", configure)
     # sphinx_book_theme fills in its buttons at priority 501
     app.connect("html-page-context", offer_notebook, priority=499)

@@ -48,7 +48,8 @@ def lost(app):
     base = urlsplit(app.config.html_baseurl).path.rstrip("/") + "/"
     chapters = [(app.builder.get_target_uri(page), number[0], app.env.titles[page].astext())
                 for page, title in sorted(app.env.titles.items()) if (number := title.get("secnumber"))]  # fmt: skip
-    yield "404", {"base": base, "chapters": chapters}, "404.html"
+    logo = f"_static/{Path(app.config.html_logo).name}"
+    yield "404", {"base": base, "chapters": chapters, "logo": logo}, "404.html"
 
 
 def write_sitemap(app, exception):

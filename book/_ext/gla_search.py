@@ -43,6 +43,7 @@ def plain(tex: str) -> str:
 
     text = re.sub(r"\\(?:tfrac|frac)\{?(\w+)\}?\{?(\w+)\}?", r"\1/\2", tex)
     text = re.sub(r"\\([A-Za-z]+)\s*", sign, text)
+    text = re.sub(r"\^\{([^{}]*[^\w{}][^{}]*)\}", r"^(\1)", text)  # e^{b - r} is not e^b - r
     return re.sub(r"[{}$\\]|\^(?=ᵀ)", "", text).strip()
 
 

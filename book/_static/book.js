@@ -9,7 +9,7 @@ const reach = new ResizeObserver(boxes => {
   }
 });
 
-// Whether a table goes on to the right of what is seen of it.
+// Whether a table or a listing goes on to the right of what is seen of it.
 function mark({ target }) {
   target.classList.toggle("more", target.scrollLeft + target.clientWidth < target.scrollWidth - 1);
 }
@@ -27,7 +27,7 @@ function widen() {
   if (!article) return;
   const room = content.getBoundingClientRect().right - article.getBoundingClientRect().right - 16;
   const boxes = [...article.querySelectorAll("div.highlight > pre, table.table")].map(box => {
-    const outer = box.matches("pre") ? box.closest("div.highlight") : box;
+    const outer = box.closest("div.cell_input") ?? box.closest("div.highlight") ?? box;
     return [box, outer, box.scrollWidth - box.clientWidth + parseFloat(outer.style.getPropertyValue("--wider") || 0)];
   });
   for (const [box, outer, needed] of boxes) {
@@ -38,14 +38,48 @@ function widen() {
   }
 }
 
+// The theme's search opens only once all of a page is loaded; until then it is opened here.
+function search(event) {
+  const key = (event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "k";
+  const dialog = document.querySelector("dialog#pst-search-dialog:not([open])");
+  if (!dialog || !key && !event.target.closest?.(".search-button__button")) return;
+  event.preventDefault();
+  dialog.showModal();
+}
+for (const kind of ["keydown", "click"]) {
+  addEventListener(kind, search);
+  addEventListener("load", () => removeEventListener(kind, search));
+}
+
 addEventListener("DOMContentLoaded", () => {
   for (const box of document.querySelectorAll(".bd-article :is(table, .katex-display)")) {
     reach.observe(box);
     box.addEventListener("scroll", mark, { passive: true });
   }
+  // a short formula and the comma after it stay together
+  for (const math of document.querySelectorAll(".bd-article span.math")) {
+    const after = math.nextSibling, mark = after?.nodeType === 3 && after.data.match(/^[,.;:!?)]+/)?.[0];
+    if (!mark || (math.querySelector("annotation")?.textContent.length ?? 99) > 14) continue;
+    const whole = document.createElement("span");
+    whole.className = "whole";
+    math.replaceWith(whole);
+    whole.append(math, mark);
+    after.data = after.data.slice(mark.length);
+  }
+  for (const box of document.querySelectorAll(".bd-article div.highlight pre")) {
+    new ResizeObserver(([listing]) => mark(listing)).observe(box);
+    box.addEventListener("scroll", mark, { passive: true });
+  }
   for (const toggle of document.querySelectorAll(".bd-links details > summary")) {
     toggle.setAttribute("aria-label", `Pages under ${toggle.closest("li").querySelector("a").textContent.trim()}`);
   }
+  // the theme remembers how far the side bar was scrolled; the page one reads must be in sight all the same
+  addEventListener("load", () => {
+    const bar = document.querySelector(".bd-sidebar-primary"), here = bar?.querySelector(".bd-links li.current.active > a, .bd-links a.current");
+    if (!here) return;
+    const { top, bottom } = here.getBoundingClientRect(), { clientHeight } = bar;
+    if (top < 60 || bottom > clientHeight - 60) bar.scrollTop += top - clientHeight / 2;
+  });
   widen();
   addEventListener("resize", widen);
   addEventListener("toggle", widen, true); // what was folded has no width

@@ -1,6 +1,7 @@
 // The search page: every word must occur in a page; chapters come before appendices, and these before the API.
 // SEARCH_PAGES (search-data.js, written by the build) has the text of each section, without listings.
 (() => {
+  const SHOWN = 6; // pages, before one asks for more
   const WEIGHT = { chapter: 1, appendix: 0.6, api: 0.3 };
   const KIND = { chapter: "Chapter", appendix: "Reference", api: "API" };
   const root = document.documentElement.dataset.content_root || "./";
@@ -52,7 +53,7 @@
       const score = title + scored.slice(0, 4).reduce((sum, s, i) => sum + s.score / (i + 1), 0);
       // the beginning of a page has no heading of its own to show
       const shown = scored.filter(s => s.heading !== bare(page.title) || count(s.text, any));
-      found.push({ page, sections: (shown.length ? shown : scored).slice(0, 3), score: score * WEIGHT[page.kind] });
+      found.push({ page, sections: (shown.length ? shown : scored).slice(0, 2), score: score * WEIGHT[page.kind] });
     }
     const objects = pages.flatMap(page => page.objects.map(([anchor, name, text]) => ({ page, anchor, name, text })))
       .filter(o => parts.every(re => count(o.name.replaceAll(/[._]/g, " ") + " " + o.name + " " + o.text, re)))
@@ -108,12 +109,23 @@
       list.append(item(page.kind, link(page, "", page.title, words), ...sections.map((s, i) =>
         element("div", { className: "search-section" },
           s.heading === bare(page.title) ? "" : link(page, s.anchor, s.heading, words),
-          i < 2 && s.text ? excerpt(s.text, words) : ""))));
+          i < 1 && s.text ? excerpt(s.text, words) : ""))));
     }
     for (const { page, anchor, name, text } of objects.slice(0, 30)) {
       list.append(item("api", link(page, anchor, name, words), element("p", { className: "context" }, text)));
     }
     box.append(list);
+    // the best first; the rest when asked for
+    const rest = [...list.children].slice(SHOWN);
+    if (!rest.length) return;
+    const more = element("button", { type: "button", className: "btn btn-sm search-more" }, `${rest.length} more`);
+    for (const entry of rest) entry.hidden = true;
+    more.onclick = () => {
+      for (const entry of rest) entry.hidden = false;
+      rest[0].querySelector("a").focus();
+      more.remove();
+    };
+    box.append(more);
   }
 
   const field = document.querySelector(".bd-search-container input[type=search]");

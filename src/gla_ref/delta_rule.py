@@ -9,7 +9,7 @@ heads: value head h reads key head h // (HV / H).
 
 Inside a chunk each token corrects what the tokens before it have written. So their writes v^ solve a triangular system:
 
-    v^_i = beta_i (v_i - k_i S - sum_{j < i} (k_i k_j^T) v^_j)
+    v^_i = beta_i (v_i - k_i S - Σ over j < i of (k_i k_jᵀ) v^_j)
     (I + A) v^ = beta (v - K S),    A = tril(beta K K^T, -1)
 
 and with them the chunk is linear attention: o = scale (Q S + tril(Q K^T) v^), S' = S + K^T v^ (the UT or WY form).

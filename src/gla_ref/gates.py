@@ -70,12 +70,12 @@ def chunk_cumsum(g: Tensor, C: int, *, base2: bool = False) -> Tensor:
 
 
 def decay_from_start(g: Tensor) -> Tensor:
-    """Sum of the gates up to and including each token: `[..., T, D]`, row i holding b_i = sum_{l <= i} g_l."""
+    """Sum of the gates up to and including each token: `[..., T, D]`, row i holding b_i, the sum of g_l over l ≤ i."""
     return g.cumsum(-2)
 
 
 def decay_to_end(g: Tensor) -> Tensor:
-    """Sum of the gates *after* each token: `[..., T, D]` to `[..., T, D]`, row j holding sum_{l > j} g_l.
+    """Sum of the gates *after* each token: `[..., T, D]` to `[..., T, D]`, row j holding the sum of g_l over l > j.
 
     On paper b_T - b_j; summed from the end, so that -inf before j does no harm.
     """
@@ -86,7 +86,7 @@ def segment_sum(g: Tensor) -> Tensor:
     """Sum of the gates *between* two tokens: `[..., T, D]` to `[..., T, T, D]`.
 
     Returns:
-        D with D[i, j] = sum_{j < l <= i} g_l for j <= i (0 on the diagonal) and -inf for j > i, so
+        D with D[i, j] the sum of g_l over j < l ≤ i for j ≤ i (0 on the diagonal) and -inf for j > i, so
         that `D.exp()` is the decay of token j's write as token i reads it, causal mask included.
 
     On paper b_i - b_j. The difference of running sums loses the low bits of mild gates that follow

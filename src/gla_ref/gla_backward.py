@@ -3,8 +3,8 @@
 Changing the log gate g_t scales every path that crosses token t: from a write j < t, or from the state S before the
 chunk, to a read i >= t, or to the state after the chunk, whose gradient is dS. Inside a chunk of C tokens
 
-    dg_t = sum_{i >= t} (q_i * dq_i - k_i * dk_i) over the chunk's own pairs      write to read
-         + sum_{i >= t} q_i * dq_i from S  +  sum_{j < t} k_j * dk_j from dS      state to read, write to state
+    dg_t = Σ over i ≥ t of (q_i * dq_i - k_i * dk_i) over the chunk's own pairs      write to read
+         + Σ over i ≥ t of q_i * dq_i from S  +  Σ over j < t of k_j * dk_j from dS      state to read, write to state
          + rowsum(exp(b_C) S * dS)                                               state to state
 
 The paper sums q * dq - k * dk from t to the end of the sequence instead: the same on paper, but paths that lie wholly

@@ -32,7 +32,7 @@ def check_triangle(A: Tensor) -> None:
 
 
 def substitution(A: Tensor) -> Tensor:
-    """Row after row: y_i = e_i - sum_{j < i} A_ij y_j (forward substitution).
+    """Row after row: y_i = e_i less the sum of A_ij y_j over j < i (forward substitution).
 
     Args:
         A: strictly lower triangular, `[..., n, n]`.

@@ -19,7 +19,7 @@ API = [f"book/api/gla_ref.{module}" for module in ("check", "linear_attention", 
 READABLE = """() => {
   const [page] = performance.getEntriesByType("navigation");
   const [paint] = performance.getEntriesByName("first-contentful-paint");
-  return paint ? Math.max(page.domContentLoadedEventEnd, paint.startTime) / 1000 : 0
+  return paint && page.domContentLoadedEventEnd && Math.max(page.domContentLoadedEventEnd, paint.startTime) / 1000
 }"""
 EXPLORABLES = """() => [...document.querySelectorAll("figure.explorable")]
   .reduce((sum, e) => sum + new Blob([e.parentElement.innerHTML]).size, 0)"""
@@ -51,6 +51,7 @@ FOCUS = """() => {
 #: where the first picture of the article begins, and how large each of its figures is shown: [source, width]
 PICTURES = ".bd-article :is(div.cell_output img, figure.explorable)"
 FIRST = "all => all.length ? all[0].getBoundingClientRect().top + scrollY : Infinity"
+TOPS = "all => all.map(e => e.getBoundingClientRect().top + scrollY)"
 SHOWN = """all => all.filter(e => e.tagName === "IMG").map(e => {
   const style = getComputedStyle(e);
   return [e.src, e.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight)];
@@ -70,7 +71,12 @@ def visit(chromium, request):
     context.close()
 
 
-def seconds_to_read(chromium, page: str, slower: int = 1, enough: float = 1.5, *, tries: int) -> float:
+def readable(tab) -> float:
+    """Seconds until the page that was opened could be read."""
+    return tab.wait_for_function(READABLE).json_value()
+
+
+def seconds_to_read(chromium, page: str, slower: int, enough: float, *, tries: int) -> float:
     """The least of some visits, each with an empty cache: what else runs on this machine is not the page's.
 
     `slower` divides the processor's speed, as on a phone; a visit that is quick `enough` is the last.
@@ -80,8 +86,8 @@ def seconds_to_read(chromium, page: str, slower: int = 1, enough: float = 1.5, *
         context = chromium.new_context()
         tab = tools.Visit(context).tab
         context.new_cdp_session(tab).send("Emulation.setCPUThrottlingRate", {"rate": slower})
-        tab.goto(url(page))
-        best = min(best, tab.wait_for_function(READABLE).json_value())
+        tab.goto(url(page), wait_until="commit")
+        best = min(best, readable(tab))
         context.close()
         if best <= enough:
             break
@@ -129,26 +135,6 @@ def listen(tab) -> list[str]:
     return found + axe_problems(tab, runOnly=["color-contrast", "link-in-text-block"])
 
 
-@pytest.mark.parametrize("page", PAGES + API)
-def test_page(chromium, visit, record, page):
-    """No error, no request beyond the site, formulas rendered, all inside the window, quick; axe finds nothing."""
-    tab = visit.tab
-    tab.goto(url(page))
-    tab.wait_for_timeout(100)  # scripts that start after loading
-    bytes_ = sum(file.stat().st_size for file in visit.files)
-    weight = {"bytes": bytes_, "explorables": tab.evaluate(EXPLORABLES)}
-    found = [problem for theme in THEMES for width in WIDTHS for problem in look(tab, theme, width)]
-    found += listen(tab) + visit.problems
-    busy = os.getloadavg()[0] > 2 * os.cpu_count()  # with other work: then the time is not the page's
-    tries = 1 if busy else 5
-    seconds = round(seconds_to_read(chromium, page, tries=tries), 3)
-    throttled = round(seconds_to_read(chromium, page, slower=4, enough=2.5, tries=tries), 3)
-    record[page] = weight | {"seconds": seconds, "seconds_throttled": throttled, "busy_machine": busy}
-    assert not found, "\n".join(found)
-    assert bytes_ <= 2e6
-    assert (seconds <= 1.5 and throttled <= 2.5) or busy
-
-
 def smallest_label(source: str, width: float) -> float:
     """Pixels of the smallest type in one of Matplotlib's drawings, which sets outlines of 100 units to the size."""
     svg = Path(unquote(urlsplit(source).path)).read_text()
@@ -156,19 +142,45 @@ def smallest_label(source: str, width: float) -> float:
     return min(points, default=99) * width / float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if re.search(r"/\d\d_", page)])
-def test_pictures_come_first_and_can_be_read(visit, page):
-    """A picture begins on the first screen of every chapter, and most of what is not folded is text.
-
-    On a phone no label of a figure is below 11 pixels.
-    """
-    visit.tab.goto(url(page))
-    assert visit.tab.evaluate(tools.PREFORMATTED) <= 0.45
-    assert visit.tab.locator(PICTURES).evaluate_all(FIRST) <= 900
-    visit.tab.set_viewport_size({"width": 390, "height": 900})
-    shown = visit.tab.locator(PICTURES).evaluate_all(SHOWN)
+def pictures(tab) -> list[str]:
+    """A chapter, and what is wrong with its pictures: one begins on the first screen of a laptop, most of what is not
+    folded is text, and on a phone no label of a figure is below 11 pixels."""
+    found = []
+    if (listed := tab.evaluate(tools.PREFORMATTED)) > 0.45:
+        found.append(f"{listed:.0%} of the text is listings")
+    if (top := tab.locator(PICTURES).evaluate_all(FIRST)) > 900:
+        found.append(f"the first picture begins at {top:.0f}")
+    bars = tab.locator("div.cell > details.hide.above-input > summary").evaluate_all(TOPS)
+    if any(bar < top for bar in bars):
+        found.append("folded code stands before the first picture")
+    tab.set_viewport_size({"width": 390, "height": 900})
+    shown = tab.locator(PICTURES).evaluate_all(SHOWN)
     small = {source.rsplit("/")[-1]: px for source, width in shown if (px := smallest_label(source, width)) < 11}
-    assert not small, small
+    return found + [f"small labels: {small}"] * bool(small)
+
+
+@pytest.mark.parametrize("page", PAGES + API)
+def test_page(chromium, visit, record, page):
+    """No error, no request beyond the site, formulas rendered, all inside the window, quick; axe finds nothing."""
+    tab = visit.tab
+    tab.goto(url(page))
+    seconds = readable(tab)
+    tab.wait_for_timeout(100)  # scripts that start after loading
+    bytes_ = sum(file.stat().st_size for file in visit.files)
+    weight = {"bytes": bytes_, "explorables": tab.evaluate(EXPLORABLES)}
+    found = pictures(tab) if re.search(r"/\d\d_", page) else []
+    found += [problem for theme in THEMES for width in WIDTHS for problem in look(tab, theme, width)]
+    found += listen(tab) + visit.problems
+    busy = os.getloadavg()[0] > 2 * os.cpu_count()  # with other work: then the time is not the page's
+    tries = 1 if busy else 5
+    if seconds > 1.5:
+        seconds = min(seconds, seconds_to_read(chromium, page, 1, 1.5, tries=tries))
+    throttled = seconds_to_read(chromium, page, 4, 2.5, tries=tries)
+    times = {"seconds": round(seconds, 3), "seconds_throttled": round(throttled, 3), "busy_machine": busy}
+    record[page] = weight | times
+    assert not found, "\n".join(found)
+    assert bytes_ <= 2e6
+    assert (seconds <= 1.5 and throttled <= 2.5) or busy
 
 
 @pytest.mark.parametrize("page", ["book/index", "book/11_chunkwise_gla", "book/benchmarks"])

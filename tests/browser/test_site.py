@@ -100,7 +100,7 @@ def test_search_finds_the_right_page_first(search, query):
 
 def test_search_from_any_page(visit, served):
     for site in (tools.SITE.as_uri() + "/", served):
-        visit.tab.goto(site + "book/index.html", wait_until="networkidle")
+        visit.tab.goto(site + "book/index.html", wait_until="domcontentloaded")  # a reader begins when there is text
         visit.tab.keyboard.press("Control+k")
         visit.tab.keyboard.type("two-level chunking")
         visit.tab.keyboard.press("Enter")
@@ -116,6 +116,11 @@ def test_search_shows_the_definition_of_a_term_and_says_when_there_is_nothing(se
     assert "multiprocessor" in search.tab.locator(".search-term").inner_text()
     field.fill("zzzz")
     assert "Nothing" in search.tab.locator("#search-status").inner_text()
+    field.fill("decay")
+    entries = search.tab.locator("#search-results li")
+    assert 0 < sum(entry.is_visible() for entry in entries.all()) < entries.count()
+    search.tab.locator(".search-more").click()
+    assert all(entry.is_visible() for entry in entries.all())
     field.fill("elu_plus_one")
     assert "API" in search.tab.locator("#search-results .search-kind").all_inner_texts()
 
@@ -144,7 +149,11 @@ def test_links_show_what_they_lead_to(visit, kind, selector, way):
         link.focus()
     box = tab.locator("#preview")
     box.wait_for()
-    assert box.locator(".katex").count() if "equation" in kind else len(box.inner_text()) > 40
+    if "equation" in kind:
+        formula, number = box.locator(".katex-html").bounding_box(), box.locator(".eqno").bounding_box()
+        assert formula["x"] + formula["width"] <= number["x"], "the number stands beside the formula"
+    else:
+        assert len(box.inner_text()) > 40
     around = box.bounding_box()
     assert around["x"] >= 0 and around["x"] + around["width"] <= 1280
     tab.keyboard.press("Escape")
@@ -175,6 +184,55 @@ def test_every_previewed_link_has_its_preview():
 
 
 # -- layout --
+
+
+def test_the_front_page_leads_on_from_its_first_screen(visit):
+    """On a laptop: three ways in, how much there is, and the guess beside the picture; on a phone under it."""
+    tab = visit.tab
+    tab.set_viewport_size({"width": 1280, "height": 800})
+    tab.goto(url("book/index"))
+    ways = [way.bounding_box() for way in tab.locator(".cards-ways .card-link").all()]
+    assert len(ways) == 3 and all(box["y"] + box["height"] < 500 for box in ways)
+    chapters = [page for page in PAGES if re.search(r"/\d\d_", page)]
+    assert tab.locator(".cards-ways").inner_text().startswith(f"{len(chapters)} chapters")
+    question, picture = tab.locator(".explorable-question"), tab.locator(".explorable-picture")
+    guess, shown = question.bounding_box(), picture.bounding_box()
+    assert guess["x"] + guess["width"] <= shown["x"] and shown["y"] < 800
+    tab.set_viewport_size({"width": 390, "height": 844})
+    assert picture.bounding_box()["y"] < question.bounding_box()["y"]
+    tab.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_the_name_of_the_book_leads_home_on_a_phone(visit):
+    tab = visit.tab
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.goto(url("book/09_gates_and_decay"))
+    assert tab.locator(".home-link").inner_text() == "Gated Linear Attention"
+    tab.locator(".home-link").click()
+    tab.wait_for_url("**/book/index.html")
+    tab.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_the_side_bar_shows_where_one_is(visit):
+    tab = visit.tab
+    tab.set_viewport_size({"width": 1280, "height": 700})
+    for page in ("book/index", "book/16_one_token_at_a_time", "book/01_softmax_attention", "book/benchmarks"):
+        tab.goto(url(page))
+        box = tab.locator(".bd-links a.current").last.bounding_box() if page != "book/index" else {"y": 0, "height": 0}
+        assert 0 <= box["y"] and box["y"] + box["height"] <= 700, page
+    tab.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_what_is_cut_at_the_right_fades(visit):
+    """Listings on a phone, as tables do."""
+    tab = visit.tab
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.goto(url("book/05_linear_attention"))
+    listing = tab.locator(".bd-article pre.more:visible").first
+    assert listing.evaluate("e => getComputedStyle(e).maskImage").startswith("linear-gradient")
+    listing.evaluate("e => e.scrollLeft = e.scrollWidth")
+    tab.wait_for_function("e => !e.classList.contains('more')", arg=listing.element_handle())
+    tab.set_viewport_size({"width": 1280, "height": 900})
 
 
 def test_icons_are_those_that_the_site_has():
@@ -242,7 +300,8 @@ def test_api_has_a_page_a_module_with_its_arguments():
     assert {f"api/{page.name}" for page in pages} == listed and len(pages) > 40
     for page in pages:
         said = page.read_text()
-        assert not re.search(r"Alias for field|:param|:type ", said), page.name
+        assert not re.search(r"Alias for field|:param|:type |(sum|prod)_\{", said), page.name
+    assert "../09_gates_and_decay.html" in text("book/api/gla_ref.gates")
     arguments = BeautifulSoup(text(API), "html.parser").select("dl.field-list dd")
     assert any("queries" in dd.get_text() for dd in arguments)
 

@@ -46,18 +46,32 @@ class Key(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What to guess before moving anything; each answer is met with a sentence."""
+    """What to guess before moving anything; each answer is met with a sentence.
+
+    Until a reader guesses, or moves something, caption and readout are silent. Then the figure waits at the beginning
+    of the case in question, and when play reaches the frame that shows the answer, the guess is named there.
+    """
 
     words: str
     right: str
     answers: Mapping[str, str]
+    #: the frame that shows the answer, by an index for each control; by answers where each leads to its own
+    seen: Sequence[int] | Mapping[str, Sequence[int]]
+    #: the first frame, which must not give the answer away; by default the beginning of the right answer's case
+    before: Sequence[int] | None = None
+
+    def places(self) -> dict[str, list[int]]:
+        """The frame that shows what each answer leads to."""
+        seen = self.seen if isinstance(self.seen, Mapping) else dict.fromkeys(self.answers, self.seen)
+        return {answer: list(place) for answer, place in seen.items()}
 
 
 @dataclass(repr=False)
 class Explorable:
     """A picture with controls, in one piece of HTML for the site, Jupyter and Colab; it needs no network.
 
-    Without JavaScript, on paper and in the PDF it is the picture of `start`, which Python drew.
+    Without JavaScript, on paper and in the PDF it is the picture of `start`, which Python drew; the page's script
+    begins where the question is still open.
 
     Args:
         title: a few words above the picture.
@@ -67,7 +81,7 @@ class Explorable:
         frames: lists nested as deep as there are controls, the first control outermost, with a
             :class:`Frame` for every combination; a slider's list may be shorter than its values.
         height: units, where the picture is `WIDTH` units wide.
-        start: the index of each control's first value.
+        start: the index of each control's value in the picture on paper.
         legend: every colour and every dashed outline of the picture.
         question: to answer before moving anything.
         play: the slider that the buttons move; by default the last control.
@@ -88,18 +102,36 @@ class Explorable:
     play: int = -1
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.controls):
-            raise ValueError(f"start: expected {len(self.controls)} indices, got {self.start!r}")
         self._check(self.frames, self.controls)
-        node = self.frames
-        for control, i in zip(self.controls, self.start, strict=True):
-            if not 0 <= i < len(node):
-                raise ValueError(f"start: expected {control.label!r} in [0, {len(node)}), got {i}")
-            node = node[i]
+        self._check_place("start", self.start)
         if not isinstance(self.controls[self.play], Slider):
             raise ValueError(f"play: expected a slider, got {self.controls[self.play].label!r}")
-        if self.question and self.question.right not in self.question.answers:
-            raise ValueError(f"question: expected one of its answers, got {self.question.right!r}")
+        if self.question:
+            if self.question.right not in self.question.answers:
+                raise ValueError(f"question: expected one of its answers, got {self.question.right!r}")
+            if self.question.places().keys() != self.question.answers.keys():
+                raise ValueError(f"question.seen: expected a frame for each answer, got {self.question.seen!r}")
+            for place in [*self.question.places().values(), self.first()]:
+                self._check_place("question", place)
+
+    def first(self) -> list[int]:
+        """The index of each control's value where the page's script begins."""
+        if not self.question:
+            return list(self.start)
+        if self.question.before is not None:
+            return list(self.question.before)
+        place = self.question.places()[self.question.right]
+        place[self.play] = 0
+        return place
+
+    def _check_place(self, name: str, place: Sequence[int]) -> None:
+        if len(place) != len(self.controls):
+            raise ValueError(f"{name}: expected {len(self.controls)} indices, got {place!r}")
+        node = self.frames
+        for control, i in zip(self.controls, place, strict=True):
+            if not 0 <= i < len(node):
+                raise ValueError(f"{name}: expected {control.label!r} in [0, {len(node)}), got {i}")
+            node = node[i]
 
     def _check(self, node, controls) -> None:
         if not controls:
@@ -126,13 +158,14 @@ class Explorable:
         frames = encode(self.frames)
         labels = [[str(value) for value in control.values] for control in self.controls]
         play = self.play % len(self.controls)
-        sent = {"pieces": list(pieces), "frames": frames, "labels": labels, "play": play}
+        sent = {"pieces": list(pieces), "frames": frames, "labels": labels, "play": play, "first": self.first()}
+        sent["seen"] = self.question.places() if self.question else {}
         data = json.dumps(sent, ensure_ascii=False, separators=(",", ":"))
         data = data.replace("</", r"<\/")  # a string must not end the script
         first = functools.reduce(operator.getitem, self.start, self.frames)
         parts = {
             "STYLE": STYLE,
-            "SCRIPT": script("pointing.js", "explorable.js"),
+            "SCRIPT": script("pointing.js", "guessing.js", "explorable.js"),
             "ID": "explorable-" + hashlib.sha256((self.title + data).encode()).hexdigest()[:8],
             "TITLE": escape(self.title),
             "NOTICE": escape(self.notice),
@@ -173,7 +206,8 @@ def ask(question: Question) -> str:
     buttons = []
     for answer, why in question.answers.items():
         said = escape(("Right. " if answer == question.right else "Not so. ") + why)
-        buttons.append(f'<button type="button" aria-pressed="false" data-why="{said}">{escape(answer)}</button>')
+        right = " data-right" * (answer == question.right)
+        buttons.append(f'<button type="button" aria-pressed="false" data-why="{said}"{right}>{escape(answer)}</button>')
     return (
         f'<div class="explorable-question" role="group" aria-label="A guess" hidden><b>Guess first.</b> '
         f'{escape(question.words)}<div class="explorable-answers">{"".join(buttons)}</div>'

@@ -93,8 +93,8 @@ def anchor() -> Explorable:
         alt="Over the 64 tokens of a chunk, the factor on queries falls and the factor on keys rises; they are 1 where "
         "the anchor is. What is too large for a number format is red.",
         controls=(
-            Slider("anchor", ["start", "1/8", "1/4", "3/8", "middle", "5/8", "3/4", "7/8", "end"]),
-            Slider("log gate of every token", [f"−{gate:g}" for gate in GATES]),
+            Slider("Anchor", ["start", "1/8", "1/4", "3/8", "middle", "5/8", "3/4", "7/8", "end"]),
+            Slider("Log gate of every token", [f"−{gate:g}" for gate in GATES]),
         ),
         frames=[[_frame(n, gate) for gate in GATES] for n in EIGHTHS],
         height=TOP + TALL + 24,
@@ -114,6 +114,7 @@ def anchor() -> Explorable:
                 "in the middle": "Then queries and keys share the decay evenly.",
                 "at the end": "There no key's factor is above 1, and the first query's is the largest of all.",
             },
+            seen={"at the start": (0, 5), "in the middle": (4, 5), "at the end": (8, 5)},
         ),
         play=0,
     )

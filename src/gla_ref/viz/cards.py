@@ -1,4 +1,4 @@
-"""Cards of the front page: chapters 1 to 21, each with its question and a small picture."""
+"""Cards of the front page: chapters 1 to 21, each with its question, what one learns and a small picture."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Card(NamedTuple):
     page: str  # of the book
     title: str
     question: str
+    learns: str  # what one can do afterwards
     picture: str
 
 
@@ -96,40 +97,44 @@ def _pictures() -> dict[str, str]:
 
 
 _TEXTS = (
-    ("Attention", "01_softmax_attention", "Softmax attention", "How does a word look back, and why is that dear?"),
-    ("Attention", "02_online_softmax", "Online softmax", "Can one read the keys once, and keep three numbers?"),
-    ("Attention", "03_flash_attention", "FlashAttention", "Why is the same work faster in tiles?"),
-    ("Attention", "04_first_triton_kernels", "Your first Triton kernels", "How do I write the loop a GPU should run?"),
-    ("Linear attention", "05_linear_attention", "Linear attention", "Can the whole past fit a table of fixed size?"),
-    (
-        "Linear attention",
-        "06_prefix_sums_and_chunks",
-        "Prefix sums and chunks",
-        "Can three friends add faster than one?",
-    ),
-    (
-        "Linear attention",
-        "07_flash_linear_attention",
-        "Flash\u200bLinear\u200bAttention",
-        "Can a hundred readers share one novel?",
-    ),
-    (
-        "Linear attention",
-        "08_training_through_chunks",
-        "Training through chunks",
-        "Who owes what to a memory long past?",
-    ),
-    ("Gates", "09_gates_and_decay", "Gates and decay", "What should a memory forget, and who decides?"),
-    ("Gates", "10_parallel_gla", "GLA in parallel", "Right on paper: why does it overflow?"),
-    ("Gates", "11_chunkwise_gla", "Chunkwise GLA", "Which pairs of words need the slow way?"),
-    ("Gates", "12_four_kernels", "Four kernels and a sum", "How did its authors run it, and what did that cost?"),
-    ("Gates", "13_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?"),
-    ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?"),
-    ("Gates", "15_gradients", "Gradients", "How much passed through this gate?"),
-    ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?"),
-    ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?"),
-    ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?"),
-)
+    ("Attention", "01_softmax_attention", "Softmax attention", "How does a word look back, and why is that dear?",
+     "Write attention in parallel and from a cache, and count what a long text costs."),
+    ("Attention", "02_online_softmax", "Online softmax", "Can one read the keys once, and keep three numbers?",
+     "Rescale a running sum, so that no row of scores is ever stored."),
+    ("Attention", "03_flash_attention", "FlashAttention", "Why is the same work faster in tiles?",
+     "Count a GPU's bytes and products, and derive attention in tiles, forward and backward."),
+    ("Attention", "04_first_triton_kernels", "Your first Triton kernels", "How do I write the loop a GPU should run?",
+     "Write seven kernels, from adding two vectors to attention."),
+    ("Linear attention", "05_linear_attention", "Linear attention", "Can the whole past fit a table of fixed size?",
+     "Turn attention into a recurrence, and say what is lost."),
+    ("Linear attention", "06_prefix_sums_and_chunks", "Prefix sums and chunks",
+     "Can three friends add faster than one?", "Run any such recurrence in parallel, by scans and by chunks."),
+    ("Linear attention", "07_flash_linear_attention", "Flash\u200bLinear\u200bAttention",
+     "Can a hundred readers share one novel?",
+     "Choose between three ways to spread a text over a GPU, and read the kernel."),
+    ("Linear attention", "08_training_through_chunks", "Training through chunks",
+     "Who owes what to a memory long past?", "Derive the gradients, and compute them with the forward walk alone."),
+    ("Gates", "09_gates_and_decay", "Gates and decay", "What should a memory forget, and who decides?",
+     "Choose a gate, set its half-life, and write RetNet's and Mamba-2's chunks."),
+    ("Gates", "10_parallel_gla", "GLA in parallel", "Right on paper: why does it overflow?",
+     "Say at which length a ratio of decays dies in any number format, and repair it."),
+    ("Gates", "11_chunkwise_gla", "Chunkwise GLA", "Which pairs of words need the slow way?",
+     "Derive the GLA paper's two-level algorithm, and choose its two lengths."),
+    ("Gates", "12_four_kernels", "Four kernels and a sum", "How did its authors run it, and what did that cost?",
+     "Read a first implementation, and count what each step moves."),
+    ("Gates", "13_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?",
+     "Anchor a chunk's scales, and know when the data forbid it."),
+    ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
+     "Read every line of a fast kernel, and predict its time."),
+    ("Gates", "15_gradients", "Gradients of the gates", "How much passed through this gate?",
+     "Derive the gates' gradient without storing states, and see where it loses digits."),
+    ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
+     "Write a decoding step and its kernel, and predict its time from bytes."),
+    ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?",
+     "Derive DeltaNet's and Gated DeltaNet's chunks."),
+    ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?",
+     "Invert a chunk's triangle, and say when TF32 is enough."),
+)  # fmt: skip
 CARDS = tuple(Card(*words, _pictures()[words[1]]) for words in _TEXTS)
 #: page, what a reader wants, how it begins
 WAYS = (
@@ -150,11 +155,13 @@ class Cards:
 
 
 def ways() -> Cards:
-    """Three ways into the book."""
+    """How much there is, by whom, and three ways into it."""
     links = "".join(
         f'<a class="card-link" href="{page}.html"><b>{title}</b><span>{how}</span></a>' for page, title, how in WAYS
     )
-    return _nav("Ways in", f"<div>{links}</div>", "cards-ways")
+    said = f"<b>{len(CARDS)} chapters, from PyTorch to kernels.</b> By the gla_ref authors: "
+    said += '<a href="#index-cite">how to cite it</a>.'
+    return _nav("Ways in", f"<p>{said}</p><div>{links}</div>", "cards-ways")
 
 
 def cards() -> Cards:
@@ -167,7 +174,7 @@ def cards() -> Cards:
         html += (
             f'<a class="card-link" href="{card.page}.html"><svg viewBox="0 0 {WIDE} {HIGH}" aria-hidden="true">'
             f"{card.picture}</svg><b>{int(card.page[:2])} {escape(card.title)}</b>"
-            f"<span>{escape(card.question)}</span></a>"
+            f"<i>{escape(card.question)}</i><span>{escape(card.learns)}</span></a>"
         )
     return _nav("Chapters", f"{html}</div>")
 
@@ -179,13 +186,20 @@ def _nav(name: str, html: str, kind: str = "") -> Cards:
 
 _STYLE = """
 .explorable.cards { max-width: none }
-.cards > div { display: grid; grid-template-columns: repeat(auto-fill, minmax(10.5rem, 1fr)); gap: .6rem }
-.cards-ways > div { grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)) }
-.cards p { margin: 1rem 0 .4rem }
-.cards .card-link { display: flex; flex-direction: column; gap: .15rem; padding: .6rem .75rem; color: inherit;
-  border: 1px solid var(--grey); border-radius: .5rem; text-decoration: none; line-height: 1.35 }
+.cards > div { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: .6rem }
+.cards-ways > div { grid-template-columns: repeat(3, minmax(0, 1fr)) }
+.cards p { margin: 1rem 0 .4rem } .cards-ways p { margin: 0 0 .4rem }
+.cards .card-link { display: grid; grid-template-columns: 1fr auto; gap: .15rem .75rem; align-content: start;
+  padding: .6rem .75rem; color: inherit; border: 1px solid var(--grey); border-radius: .5rem; text-decoration: none;
+  line-height: 1.35 }
+.cards-ways .card-link { grid-template-columns: 1fr; padding: .35rem .75rem }
 .cards .card-link:hover { border-color: var(--accent); box-shadow: 0 0 0 1px var(--accent) }
-.cards .card-link b { color: var(--accent) } .cards .card-link span { font-size: .88em }
-.cards svg { height: 3.4rem; width: auto; align-self: flex-start }
-@media (max-width: 32rem) { .cards > div { grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)) } }
+.cards .card-link b { color: var(--accent) } .cards .card-link :is(i, span) { font-size: .88em }
+.cards .card-link span { grid-column: 1 / -1 }
+.cards svg { grid-area: 1 / 2 / span 2; height: 3rem; width: auto }
+@media (max-width: 40rem) {
+  .cards > div { grid-template-columns: minmax(0, 1fr) }
+  .cards-ways > div { grid-template-columns: repeat(3, minmax(0, 1fr)) }
+  .cards-ways .card-link { padding: .35rem .5rem; font-size: .9em }
+}
 """

@@ -55,6 +55,7 @@ def chunk_size() -> Explorable:
                 "sixteen times as many": "Only the blue part grows, and it is small at first.",
                 "stay the same": "The scores inside the chunks are new work.",
             },
+            seen=(LENGTHS.index(16),),
         ),
     )
 

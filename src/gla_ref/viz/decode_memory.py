@@ -76,7 +76,7 @@ def decode_memory() -> Explorable:
         "does not grow. For a short text the state is the larger of the two.",
         alt="Bytes against tokens, both axes logarithmic: the KV cache is a rising line, the state a level one, and "
         "they cross after about a hundred or several hundred tokens.",
-        controls=(Choice("layer", list(LAYERS)), Slider("tokens so far", [f"{T:,}" for T in TOKENS])),
+        controls=(Choice("Layer", list(LAYERS)), Slider("Tokens so far", [f"{T:,}" for T in TOKENS])),
         frames=[[_frame(layer, T) for T in TOKENS] for layer in LAYERS],
         height=TOP + TALL + 24,
         start=(0, 9),
@@ -88,5 +88,7 @@ def decode_memory() -> Explorable:
                 "the cache": "Sixteen keys and values are little yet. The state has its full size from the start.",
                 "the state": "It has its full size from the first token on. The cache overtakes it later.",
             },
+            seen=(0, TOKENS.index(16)),
+            before=(0, len(TOKENS) - 1),
         ),
     )

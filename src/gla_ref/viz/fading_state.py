@@ -140,7 +140,7 @@ def fading_state() -> Explorable:
         "keeps the lasting facts.",
         alt="A strip of twelve tokens; below, six bars for the gates of six rows, the state as six rows of four "
         "squares, and the same rows as they should be.",
-        controls=(Choice("gate", KINDS), Slider("tokens read", range(T + 1))),
+        controls=(Choice("Gate", KINDS), Slider("Tokens read", range(T + 1))),
         frames=frames,
         height=TOP + CELL * K + GAP + 6,
         start=(1, 8),
@@ -160,5 +160,7 @@ def fading_state() -> Explorable:
                 "a number a token": "When it clears the old topic, it clears the lasting facts with it.",
                 "a number a channel": "It clears some rows and leaves the others alone.",
             },
+            seen={"a constant": (1, T), "a number a token": (2, T), "a number a channel": (3, T)},
+            before=(0, 0),
         ),
     )

@@ -89,7 +89,7 @@ def measured(form: str, gate: float, dtype: torch.dtype) -> float:
 LEFT, WIDE, PANEL = 46, 340, 84  # of a panel: its left edge, its width, its height
 TOPS = dict(zip(FORMS, (26, 142, 258), strict=True))
 COLORS = {"q": "line-blue", "k": "line-vermilion"}
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def _scale(dtype: torch.dtype) -> tuple[float, float, float, float]:
@@ -114,7 +114,7 @@ def _panel(form: str, dtype: torch.dtype) -> str:
         for x in (LEFT + WIDE * t / T for t in range(C, T, C)):
             pieces.append(path([(x, y), (x, y + PANEL)], "edge faint"))
     limits = " to ".join("2" + str(round(power)).translate(RAISED) for power in (low, high))
-    words = f"{form}: on grey, from {limits}, the format has all of its digits; red is infinity."
+    words = f"{form}: on grey, from {limits}, the format has all of its digits; pale red is infinity."
     return part(words, *pieces) + text(LEFT, y - 11, form, "start strong")
 
 
@@ -139,6 +139,13 @@ def _curves(form: str, gate: float, dtype: torch.dtype) -> str:
     return "".join(lines + dots)
 
 
+def _power(x: float) -> str:
+    """2 to the x, with one digit after the point where x is small."""
+    return (
+        "2" + f"{x:.1f}".removesuffix(".0").translate(RAISED) if abs(x) < 10 else "2" + str(round(x)).translate(RAISED)
+    )
+
+
 def _tokens(y: float) -> str:
     pieces = [text(LEFT + WIDE * (t - 0.5) / T, y + 11, t) for t in (1, *range(C, T + 1, C))]
     return "".join(pieces)
@@ -152,12 +159,12 @@ def _frame(name: str, gate: float, forms: list[str]) -> Frame:
         errors.append(said if error < math.inf else "not a number")
         pieces += [_panel(form, dtype), _curves(form, gate, dtype)]
         pieces.append(text(LEFT + WIDE, TOPS[form] - 11, errors[-1], "end"))
-    largest = f"the largest number is e to the {math.log(torch.finfo(dtype).max):.1f}"
+    largest = f"the largest number is {_power(math.log2(torch.finfo(dtype).max))}"
     if len(forms) == 1:
         return Frame(
             pieces,
-            f"{name}: {largest}. At the last token the factor on q is e to the −{T * gate:.4g}, "
-            f"the factor on k e to the {T * gate:.4g}. Outputs: {errors[0]}.",
+            f"{name}: {largest}. At the last token the factor on q is {_power(-T * gate / math.log(2))}, "
+            f"the factor on k {_power(T * gate / math.log(2))}. Outputs: {errors[0]}.",
         )
     ratio, product, levels = errors
     return Frame(
@@ -178,6 +185,8 @@ _RANGE = Question(
     "float32 has three times the digits of bfloat16. Does it bear stronger gates?",
     "no",
     {"yes": "Digits do not help: what runs out is the range.", "no": "Both have the same range of exponents."},
+    seen=(2, 8),  # in bfloat16 the same gate is the first to break
+    before=(1, 0),
 )
 _LEVELS = Question(
     "Which of the three forms bears a gate of any strength?",
@@ -187,6 +196,7 @@ _LEVELS = Question(
         "one product": "It bears more than the ratio, but its factors still grow with a chunk's decay.",
         "two levels": "None of its factors is above 1.",
     },
+    seen=(1, len(GATES) - 1),
 )
 
 
@@ -211,7 +221,7 @@ def gate_strength(*, ratio_only: bool = False) -> Explorable:
         notice=f"{NOTICE} {more}",
         alt=f"{'A panel' if ratio_only else 'Three panels, a form each'}: powers of two of the factors on q and k over "
         f"{T} tokens, on top of the range of the number format, with the error of the form.",
-        controls=(Choice("format", list(DTYPES)), Slider("log gate of every token", [f"−{gate:g}" for gate in GATES])),
+        controls=(Choice("Format", list(DTYPES)), Slider("Log gate of every token", [f"−{gate:g}" for gate in GATES])),
         frames=[[_frame(name, gate, forms) for gate in GATES] for name in DTYPES],
         height=TOPS[forms[-1]] + PANEL + 24,
         start=(1, 7 if ratio_only else 8),  # at 7 the ratio is still right: the next step breaks it

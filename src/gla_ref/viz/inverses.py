@@ -95,7 +95,7 @@ def inverses() -> Explorable:
         "much. Make the keys alike, and doubling breaks: even in float32, and long before the other ways lose a digit. "
         "With equal keys all numbers are whole, so that the other ways make no error at all.",
         alt="A table of tiles: four ways to invert by six precisions of matrix products, each tile with an error.",
-        controls=(Choice("strength β", STRENGTHS), Choice("rows", ROWS), Slider("keys alike", ALIKE)),
+        controls=(Choice("Strength β", STRENGTHS), Choice("Rows", ROWS), Slider("Keys alike", ALIKE)),
         frames=frames,
         height=TOP + HIGH * len(WAYS) + 6,
         start=(1, 1, 2),
@@ -114,5 +114,6 @@ def inverses() -> Explorable:
                 "blocks of 16": "Its blocks are inverses of smaller triangles, and small as well.",
                 "doubling": "Its powers of the triangle have entries beyond 10¹⁷, which cancel in the end.",
             },
+            seen=(1, 1, ALIKE.index(0.99)),
         ),
     )

@@ -198,13 +198,13 @@ def kernel_walk() -> Explorable:
             frames[-1].append(Frame(_memory(done, now) + _chip(now) + _bars(rows, most), words))
     return Explorable(
         title="A kernel's walk through the sequence",
-        notice="The number in a tile says how often it was loaded, the red marks are the least that can be moved. "
-        "The fused walk keeps to it, one chunk after the other. The other two load k and v twice and move states, "
-        "and are paid in programs that work at the same time. (Segments of two chunks, as here, are short; with "
-        "longer ones their states weigh less.)",
+        notice="The number in a tile says how often it was loaded, the vermilion marks are the least that can be "
+        "moved. The fused walk keeps to it, one chunk after the other. The other two load k and v twice and move "
+        "states, and are paid in programs that work at the same time. (Segments of two chunks, as here, are short; "
+        "with longer ones their states weigh less.)",
         alt="Tiles of q, k, v, o and of states in memory, a box for every program that works, and two bars for the "
         "bytes loaded and stored.",
-        controls=(Choice("states", WAYS), Slider("step", range(N + 2))),
+        controls=(Choice("States", WAYS), Slider("Step", range(N + 2))),
         frames=frames,
         height=BARS + 46,
         start=(0, 3),
@@ -224,5 +224,7 @@ def kernel_walk() -> Explorable:
                 "materialised": "It reads them for the states, and again for the outputs.",
                 "segmented": "It reads them for what a segment adds, and again on the walk.",
             },
+            seen={way: (i, len(frames[i]) - 1) for i, way in enumerate(WAYS)},
+            before=(WAYS.index("materialised"), 0),
         ),
     )

@@ -87,7 +87,7 @@ def levels() -> Explorable:
         "1.",
         alt="The lower triangle of 16 by 16 pairs, cut into one square of eight tokens, two of four, four of two and "
         "eight of one. The square of the chosen pair is outlined.",
-        controls=(Slider("reader", range(1, C)), Slider("writer", range(C - 1))),
+        controls=(Slider("Reader", range(1, C)), Slider("Writer", range(C - 1))),
         frames=[[_frame(j, i) for j in range(i)] for i in range(1, C)],
         height=Y + SIZE * C + 42,
         start=(6, 2),
@@ -106,5 +106,7 @@ def levels() -> Explorable:
                 "1": "That is where 5 and 6 meet. Between 7 and 8 lies the border of the largest block.",
                 "3": "0111 and 1000 differ in the highest bit: what counts is the border between them.",
             },
+            seen=(7, 7),  # reader 8, writer 7
+            before=(0, 0),
         ),
     )

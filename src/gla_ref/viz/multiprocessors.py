@@ -64,6 +64,7 @@ KINDS = {"outputs": "pale-blue", "states": "orange", "carry": "pink"}
 CALLED = {"one long walk": "fused", "segments": "segmented", "every state first": "materialised"}
 MOMENT = 10  # units of time between two pictures
 DOES = {"outputs": "makes outputs", "states": "adds up states", "carry": "passes states on"}
+MADE = {"outputs": "outputs", "states": "states", "carry": "states passed on"}
 #: tiles of a chunk: what a program moves before the next thin line
 TILES = {("one long walk", "outputs"): CHUNK, ("segments", "states"): WRITES, ("segments", "outputs"): CHUNK}
 TILES |= {("every state first", "states"): WRITES + STATE, ("every state first", "outputs"): CHUNK + STATE}
@@ -78,11 +79,19 @@ def _bars(way: str, programs: list[Program]) -> str:
         cuts = [x + step * n for n in range(1, int(width / step))]
         bar = [rect(x, y, width, TALL, f"{KINDS[makes]} edge")]
         bar += [comb(cuts, y + 22, y + TALL, "edge faint")] if cuts else []
-        if width > 44:
-            bar.append(text(x + width / 2, y + 12, f"head {head}", "on"))
         words = f"Head {head}, {start:g} to {stop:g}: {DOES[makes]}."
         pieces.append(part(words, *bar))
     return "".join(pieces)
+
+
+def _heads(programs: list[Program]) -> str:
+    """Whose each long bar is, on top of everything: what is to come is pale, and the line of the present passes."""
+    return "".join(
+        rect(LEFT + UNIT * start + 2, TOP + ROW * m + 4, 44, 16, KINDS[makes])
+        + text(LEFT + UNIT * start + 5, TOP + ROW * m + 12, f"head {head}", "start on")
+        for m, start, stop, makes, head in programs
+        if UNIT * (stop - start) > 48
+    )
 
 
 def _row(way: str, heads: int) -> list[Frame]:
@@ -106,6 +115,7 @@ def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
     until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{TOP + ROW * P}"/></clipPath>'
     now = path([(x, TOP - 6), (x, TOP + ROW * P)], "line-vermilion")
     pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces.append(_heads(programs))
     work = sum(p.stop - p.start for p in programs)
     words = f"{heads} head{'s' * (heads > 1)}, {CALLED[way]}"
     if t >= end:
@@ -114,7 +124,7 @@ def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
         return Frame(pieces, f"{words}. {work / (P * end):.0%} of the chip is at work on average.")
     busy = [p for p in programs if p.start <= t < p.stop]
     done = sum(min(p.stop, t) - min(p.start, t) for p in programs)
-    what = " and ".join(sorted({DOES[p.makes].split(maxsplit=1)[1] for p in busy}))
+    what = " and ".join(sorted({MADE[p.makes] for p in busy}))
     return Frame(
         pieces,
         f"{words}, after {t} units of time: {len(busy)} of {P} multiprocessors at work ({what}), "
@@ -136,7 +146,7 @@ def multiprocessors() -> Explorable:
         controls=(
             Choice("Way", [f"{way} ({CALLED[way]})" for way in WAYS]),
             Slider("Heads", HEADS),
-            Slider("time", range(0, most * MOMENT, MOMENT)),
+            Slider("Time", range(0, most * MOMENT, MOMENT)),
         ),
         frames=frames,
         height=TOP + ROW * P + 6,
@@ -157,5 +167,7 @@ def multiprocessors() -> Explorable:
                 "about twice": "All four work, but on more: keys and values are read twice.",
                 "not at all": "The reading twice costs less than three idle multiprocessors.",
             },
+            seen=(WAYS.index("segments"), 0, len(frames[WAYS.index("segments")][0]) - 1),
+            before=(0, 0, 0),
         ),
     )

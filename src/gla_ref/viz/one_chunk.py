@@ -70,7 +70,7 @@ def walk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor,
 # left, top, width, height of each tile: half a unit for a token, 5/8 for a channel of K or V
 PLACES = {
     "g": (6, 34, 80, 40), "q": (98, 34, 80, 40), "k": (190, 34, 80, 40), "v": (282, 34, 40, 40),
-    "x": (6, 124, 80, 40), "r": (98, 124, 80, 12), "P": (190, 124, 40, 40), "o": (282, 124, 40, 40),
+    "x": (6, 124, 80, 40), "r": (98, 124, 80, 16), "P": (190, 124, 40, 40), "o": (282, 124, 40, 40),
     "S": (352, 34, 40, 80),
 }  # fmt: skip
 BARS = 196
@@ -137,7 +137,7 @@ def one_chunk() -> Explorable:
         "Then the next chunk comes, with the same steps.",
         alt="Tiles of g, q, k and v, of exponents, anchor, scores and outputs, and the state. In each step some are "
         "read and some are made; two bars count products and bytes.",
-        controls=(Slider("step", range(1, len(steps) + 1)),),
+        controls=(Slider("Step", range(1, len(steps) + 1)),),
         frames=frames,
         height=BARS + 54,
         start=(3,),
@@ -157,5 +157,6 @@ def one_chunk() -> Explorable:
                 "o alone": "All else was needed on the chip only.",
                 "o and the scores": "The scores are used once, on the chip, and dropped.",
             },
+            seen=(len(steps) - 1,),
         ),
     )

@@ -56,6 +56,7 @@ def online_softmax() -> Explorable:
                 "it is added up anew": "The keys are gone; but all of their terms shrink alike, so one factor will do.",
                 "it stays": "Its terms are relative to the old maximum: they must shrink before new ones join.",
             },
+            seen=(1, 3),
         ),
     )
 

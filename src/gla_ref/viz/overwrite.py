@@ -138,7 +138,7 @@ def overwrite() -> Explorable:
         "always found again. The more alike the keys, the more each correction also touches the other's answer.",
         alt="Three lines of a story; below, two keys as arrows in a circle, the state as two rows of three squares, "
         "and what Ada's and Bob's keys find in it beside what they should.",
-        controls=(Choice("rule", list(RULES)), Slider("keys alike", ALIKE), Slider("step", range(2 * len(STORY) + 1))),
+        controls=(Choice("Rule", list(RULES)), Slider("Keys alike", ALIKE), Slider("Step", range(2 * len(STORY) + 1))),
         frames=frames,
         height=BELOW + 2 * CELL + 8,
         start=(0, 1, 5),
@@ -158,5 +158,6 @@ def overwrite() -> Explorable:
                 "tea": "The jazz was added, too. Both are there.",
                 "tea and jazz": "Both were added under the same key, and the memory cannot tell which came last.",
             },
+            seen=(0, 1, 2 * len(STORY)),
         ),
     )

@@ -6,7 +6,8 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   const [kindList, lengthList] = root.querySelectorAll("select");
   const [stepButton, playButton, resetButton] = find("buttons").children;
   const cells = [...root.querySelectorAll("[data-cell]")];
-  let tape, gates, at, shown = 0, timer = 0;
+  const [kindSeen, stepSeen] = given.seen;
+  let tape, gates, at, own, shown = 0, timer = 0;  // own: numbers that a reader has changed
 
   const show = x => String(+x.toFixed(2)).replace("-", "−");
   const list = row => `(${row.map(show).join(", ")})`;
@@ -43,8 +44,9 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
           lit[`k.${i}`] = lit[`v.${j}`] = "made";
           if (y) [lit[`S.${i}.${j}`], notes[`S.${i}.${j}`]] = ["made", (x * y < 0 ? "" : "+") + show(x * y)];
         }));
-        const rows = k.map((x, i) => x && `${show(x)} × the value to row ${i + 1}`).filter(Boolean);
-        add(t, {q: []}, lit, notes, `${who}. Write: the key adds ${several(rows, "nothing")}.`);
+        const rows = k.map((x, i) => x && `${show(x)} × the value to row ${i + 1}${columns ? "" : `, now ${list(S[i])}`}`)
+          .filter(Boolean);
+        add(t, {q: []}, lit, notes, `${who}. Write: the key adds ${rows.join("; ") || "nothing"}.`);
       }
       if (q) {
         const o = read(q, S), lit = {}, notes = {};
@@ -121,14 +123,16 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
     for (const input of root.querySelectorAll("[data-gate]")) {
       const [token, i] = place(input, t);
       input.value = gates[kind][token]?.[i] ?? 1;
-      input.disabled = kind === "none" || !gates[kind][token];
+      input.disabled = !gates[kind][token];
       input.nextElementSibling.textContent = show(+input.value);
     }
     const token = root.querySelector(".playable-token");
     if (token) token.textContent = `token ${t + 1} of ${tape.length}`;
-    readout.textContent = words;
+    readout.textContent = guess.say(words, there());
     tell();
   };
+  // At the step that shows the answer to the question.
+  const there = () => !own && kindList.value === kindSeen && (lengthList ? at === records().length - 1 : at === stepSeen);
   // Which token and row a gate belongs to; without a token's number it is that of the token in turn.
   const place = (input, t) => {
     const numbers = input.dataset.gate.split(".").map(Number);
@@ -144,8 +148,9 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   const step = () => {
     const last = records().length - 1;
     at = at < last ? at + 1 : 0;
+    guess.speak();
     draw();
-    if (at === last) pause();
+    if (at === last || guess.stops(there())) pause();
   };
   const play = () => {
     timer = setInterval(step, 1200);
@@ -155,8 +160,9 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   };
   const reset = () => {
     pause();
-    ({tape, gates, at} = structuredClone(given));
-    kindList.value = given.kind;
+    ({tape, gates} = structuredClone(given));
+    [at, own] = [0, false];
+    kindList.value = guess.answer() ? kindSeen : given.kind;
     if (lengthList) lengthList.value = given.C;
     draw();
   };
@@ -168,6 +174,8 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   for (const button of root.querySelectorAll("[data-token]")) {
     button.onclick = () => {
       pause();
+      guess.speak();
+      own = true;
       const t = shown, n = at ? t + 1 : 0;
       tape = [...tape.slice(0, n), given.offered[button.dataset.token]];
       for (const kind in gates) gates[kind] = [...gates[kind].slice(0, n), gates[kind][Math.min(t, gates[kind].length - 1)].slice()];
@@ -177,7 +185,14 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   }
   root.addEventListener("input", ({target}) => {
     pause();
-    const t = shown, kind = kindList.value;
+    guess.speak();
+    const t = shown;
+    if (target.dataset.gate && kindList.value === "none") {  // a gate that is touched is a gate of its own
+      gates.vector = gates.none.map(row => row.slice());
+      kindList.value = "vector";
+    }
+    const kind = kindList.value;
+    own ||= target.tagName !== "SELECT";
     if (target.tagName === "SELECT" && at) at = records().findLastIndex(record => record.t <= t);  // the same token
     if (target.dataset.number && Number.isFinite(target.valueAsNumber)) {
       const [name, i] = target.dataset.number.split(".");
@@ -193,7 +208,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   });
 
   const {tell} = pointing(picture, told, part => tell(part));
-  questions(root);
+  const guess = guessing(root, reset);
   root.dataset.live = "";
   for (const hidden of root.querySelectorAll("[hidden]")) hidden.hidden = false;
   for (const input of root.querySelectorAll("input")) input.disabled = false;

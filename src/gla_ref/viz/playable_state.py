@@ -60,7 +60,7 @@ class Playable:
         data = json.dumps(self.data(), ensure_ascii=False, separators=(",", ":"))
         parts = {
             "STYLE": STYLE + (HERE / "playable_state.css").read_text(),
-            "SCRIPT": script("recurrence.js", "pointing.js", "playable_state.js"),
+            "SCRIPT": script("recurrence.js", "pointing.js", "guessing.js", "playable_state.js"),
             "TITLE": _TITLES[self.size],
             "QUESTION": ask(_QUESTIONS[self.size]),
             "CONTROLS": self._controls(),
@@ -72,6 +72,7 @@ class Playable:
             "LEGEND": legend(_LEGEND),
             "NOTICE": _NOTICES[self.size],
             "ID": "playable-" + hashlib.sha256((self.size + data).encode()).hexdigest()[:8],
+            "SIZE": self.size,
             "DATA": data,
         }
         html = _HTML
@@ -92,8 +93,7 @@ class Playable:
             "scalar": same if self.size == "small" else [[x] * K for x in SCALAR],
             "vector": same if self.size == "small" else VECTOR[self.size],
         }
-        at = {"small": 2, "tokens": 4, "chunks": 3}[self.size] + (self.size == "tokens" and self.kind != "none") * 2
-        given = dict(K=K, V=V, tape=tape, gates=gates, kind=self.kind, at=at)
+        given = dict(K=K, V=V, tape=tape, gates=gates, kind=self.kind, seen=_QUESTIONS[self.size].seen)
         if self.size == "small":
             given |= dict(offered=FACTS + ASKED, columns=list(LIKES), most=1.5)
         else:
@@ -101,7 +101,7 @@ class Playable:
         return given | (dict(C=2) if self.size == "chunks" else {})
 
     def _first(self) -> dict:
-        """The state that the figure begins with, from the recurrence: cells and readout."""
+        """The state on paper, some tokens on, from the recurrence: cells and readout; the script begins before."""
         given = self.data()
         if self.size == "small":  # two facts are written
             k, v = (torch.tensor([fact[x] for fact in FACTS[:2]], dtype=torch.float64) for x in "kv")
@@ -238,15 +238,17 @@ _TITLES = {
     "tokens": "A state to play with",
     "chunks": "The same four tokens, chunk by chunk",
 }
+# a question's `seen` is the kind of gates and the number of the step that shows the answer
 _QUESTIONS = {
     "small": Question(
         "Adam’s key resembles Ada’s. Once we have written what Adam likes, what comes out when we ask for Ada?",
         "a blend",
         {
-            "tea": "Only if no other key shared a row with hers. Adam’s does: press Play.",
+            "tea": "Only if no other key shared a row with hers. Adam’s does.",
             "a blend": "Tea, and four fifths of jazz: the keys share a row, so the answers mix.",
             "jazz": "Nothing is replaced, only added: tea is still there.",
         },
+        ("none", 5),
     ),
     "tokens": Question(
         "Token 4 has the key of token 1. Without a gate, what will its row hold after the write?",
@@ -256,6 +258,7 @@ _QUESTIONS = {
             "the sum of both values": "A write adds and replaces nothing (and token 3 has left its value there, too).",
             "the first value": "The row is not protected: every write with this key adds to it.",
         },
+        ("none", 7),
     ),
     "chunks": Question(
         "Chunks of 1, of 2, or all four tokens in one: do the outputs change?",
@@ -264,6 +267,7 @@ _QUESTIONS = {
             "yes": "Try it: only the way changes. What the state does not bring, the scores do.",
             "no": "A pair meets through the state or through a score, with the same decay.",
         },
+        ("vector", 8),
     ),
 }
 _ALT = {
@@ -289,7 +293,7 @@ _LEGEND = (
     Key("vermilion faint", "below 0"),
 )
 
-_HTML = """<figure class="explorable playable" id="%ID%">
+_HTML = """<figure class="explorable playable" data-size="%SIZE%" id="%ID%">
 <style>%STYLE%</style>
 <div class="explorable-title">%TITLE%</div>
 %QUESTION%

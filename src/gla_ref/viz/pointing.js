@@ -42,13 +42,3 @@ const pointing = (picture, told, choose) => {
   });
   return {tell, parts};
 };
-
-// One question to answer before moving anything.
-const questions = root => {
-  for (const answer of root.querySelectorAll(".explorable-answers button")) {
-    answer.onclick = () => {
-      for (const other of answer.parentNode.children) other.ariaPressed = other === answer;
-      root.querySelector(".explorable-verdict").textContent = answer.dataset.why;
-    };
-  }
-};

@@ -52,11 +52,13 @@ _CHAIN = Question(
         "5": "Three inside a chunk, at once in all of them, and two between the chunks.",
         "3": "So many inside a chunk. Then the carries come, one after the other.",
     },
+    seen=(3, 5),
 )
 _SAME = Question(
     "Matrices in place of numbers: what changes in the two steps?",
     "nothing",
     {"nothing": "A sum is all that they ask for.", "the carry": "The carry is a sum as well, of matrices now."},
+    seen=(3, 5),
 )
 
 

@@ -21,12 +21,12 @@ def programs() -> Explorable:
     return Explorable(
         title="Which numbers are mine? What a program knows is its number",
         notice="Every program runs the same lines. Its number is the only difference, and offsets and mask follow "
-        "from it. Where BLOCK does not divide N, the last program has offsets beyond the end of x (red): what lies "
-        "there belongs to somebody else, and the mask keeps the program from touching it.",
+        "from it. Where BLOCK does not divide N, the last program has offsets beyond the end of x (pale red): what "
+        "lies there belongs to somebody else, and the mask keeps the program from touching it.",
         alt="A row of sixteen numbers in memory, cut into blocks, one a program. The chosen program's block is "
         "coloured. Below, its places, offsets, addresses and mask, one below the other.",
         controls=(
-            Choice("numbers N", LENGTHS),
+            Choice("Numbers N", LENGTHS),
             Choice("BLOCK", BLOCKS),
             Slider("program_id", range(-(-max(LENGTHS) // min(BLOCKS)))),
         ),
@@ -47,6 +47,8 @@ def programs() -> Explorable:
                 "3": "Two full blocks, and a third with one place that the mask leaves out.",
                 "4": "The third block has room for what is left.",
             },
+            seen=(0, 1, 2),
+            before=(2, 1, 0),
         ),
     )
 

@@ -176,6 +176,8 @@ def roofline(data: dict) -> Explorable:
     frames = [[_row(data, plot, d, shape) for d in directions] for shape in shapes(data)]
     names = [f"B {s['B']}, T {s['T']}, H {s['H']}, K/V {s['K']}/{s['V']}" for s in shapes(data)]
     most = max(len(row) for shape in frames for row in shape)
+    most_points = max(range(len(names)), key=lambda i: len(frames[i][0]))
+    there = [point.mechanism for point in points(data, "forward", **shapes(data)[most_points])]
     return Explorable(
         title=f"Forms and kernels under the roof of one GPU, {data['environment']['gpu']}",
         notice="Left of the ridge memory is the limit, right of it products. A measured point counts the least work of "
@@ -184,7 +186,7 @@ def roofline(data: dict) -> Explorable:
         "whole chip work all the time, which thousands of steps in a row do not.",
         alt="A plot of speed over arithmetic intensity, both logarithmic, with a roof that rises, then is flat. Hollow "
         "circles, forms, lie on it or below; filled marks, measured kernels, lie below.",
-        controls=(Choice("shape", names), Choice("direction", directions), Slider("point", range(1, most + 1))),
+        controls=(Choice("Shape", names), Choice("Direction", directions), Slider("Point", range(1, most + 1))),
         frames=frames,
         height=Y + HIGH + 24,
         legend=(
@@ -203,6 +205,8 @@ def roofline(data: dict) -> Explorable:
                 "memory": "It lies left of the ridge: a faster multiplier would wait.",
                 "products": "That limits softmax attention, which lies right of the ridge.",
             },
+            seen=(most_points, 0, there.index("linear_attention")),
+            before=(most_points, 0, next(n for n, name in enumerate(there) if name != "linear_attention")),
         ),
-        start=(max(range(len(names)), key=lambda i: len(frames[i][0])), 0, 0),
+        start=(most_points, 0, 0),
     )

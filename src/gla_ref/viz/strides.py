@@ -32,7 +32,7 @@ def strides() -> Explorable:
         alt="A matrix in tiles of two by two with one tile coloured. Beside it the offsets of the tile's rows and "
         "columns, below it a strip of 24 numbers of memory with the tile's numbers coloured.",
         controls=(
-            Choice("matrix", list(VIEWS)),
+            Choice("Matrix", list(VIEWS)),
             Slider("program_id(0)", range(max(-(-len(x) // TILE) for x in views))),
             Slider("program_id(1)", range(max(-(-x.shape[1] // TILE) for x in views))),
         ),
@@ -51,6 +51,8 @@ def strides() -> Explorable:
                 "all of them": "It would have to copy the matrix. Choose x.T and look at the strip of memory.",
                 "none": "Only the two strides change places.",
             },
+            seen=(1, 0, 1),
+            before=(0, 0, 0),
         ),
     )
 

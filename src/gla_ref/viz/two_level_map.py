@@ -116,6 +116,15 @@ def _row(C: int, c: int) -> list[Frame]:
 
 def two_level_map() -> Explorable:
     """The blocks that `gla.chunkwise_two_level` computes, one after the other, for several C and c."""
+    first = {}  # block of each kind that has pairs
+    for n, (kind, _, cols) in enumerate(gla.two_level_blocks(T, CHUNKS[1], SUB_CHUNKS[0])):
+        if cols.stop:
+            first.setdefault(kind, n)
+    answers = {
+        "between chunks": "They meet through the state, in a product.",
+        "between sub-chunks": "A corner of their block lies between them: a product will do.",
+        "inside a sub-chunk": "No common point lies between all of them.",
+    }
     return Explorable(
         title="The map of two-level chunking, block by block",
         notice="Every block off the diagonal touches it in one corner, and that corner (the dot) is its anchor: "
@@ -125,9 +134,9 @@ def two_level_map() -> Explorable:
         alt=f"The lower triangle of {T} by {T} pairs of tokens, cut into the blocks of two-level chunking. One block "
         "is outlined, and those before it are coloured. Below, bars of the work so far.",
         controls=(
-            Choice("chunk C", CHUNKS),
-            Choice("sub-chunk c", SUB_CHUNKS),
-            Slider("block", range(1, 1 + 2 * T // min(SUB_CHUNKS))),
+            Choice("Chunk C", CHUNKS),
+            Choice("Sub-chunk c", SUB_CHUNKS),
+            Slider("Block", range(1, 1 + 2 * T // min(SUB_CHUNKS))),
         ),
         frames=[[_row(C, c) for c in SUB_CHUNKS] for C in CHUNKS],
         height=BARS + 46,
@@ -140,10 +149,7 @@ def two_level_map() -> Explorable:
         question=Question(
             "Which pairs need an exponential each, for every channel?",
             "inside a sub-chunk",
-            {
-                "between chunks": "They meet through the state, in a product.",
-                "between sub-chunks": "A corner of their block lies between them: a product will do.",
-                "inside a sub-chunk": "No common point lies between all of them.",
-            },
+            answers,
+            seen={answer: (1, 0, first[kind]) for answer, kind in zip(answers, COLORS, strict=True)},
         ),
     )

@@ -134,12 +134,12 @@ def walk_back() -> Explorable:
     every = [walks(way, q, k, v, do, k.T @ v)[3] for way in WAYS]
     return Explorable(
         title="The way back",
-        notice="A number in a tile says how often it was loaded; the red marks are the least that can be moved. S has "
-        "what the past wrote, R what the future asked. Three walks need one of them at a time, one walk needs both: it "
-        "starts with the last S and takes chunk after chunk out of it.",
+        notice="A number in a tile says how often it was loaded; the vermilion marks are the least that can be moved. "
+        "S has what the past wrote, R what the future asked. Three walks need one of them at a time, one walk needs "
+        "both: it starts with the last S and takes chunk after chunk out of it.",
         alt="Tiles of q, k, v, do and their gradients in memory, two rows that show which chunks are in the states S "
         "and R, and two bars for what was loaded and stored.",
-        controls=(Choice("Way", WAYS), Slider("step", range(max(map(len, every)) + 1))),
+        controls=(Choice("Way", WAYS), Slider("Step", range(max(map(len, every)) + 1))),
         frames=[[_frame(steps, done) for done in range(len(steps) + 1)] for steps in every],
         height=BARS + 46,
         start=(0, 3),
@@ -159,5 +159,7 @@ def walk_back() -> Explorable:
                 "two passes": "The second pass loads the tokens again.",
                 "three walks": "Each walk loads what it needs again.",
             },
+            seen={way: (i, len(steps)) for i, (way, steps) in enumerate(zip(WAYS, every, strict=True))},
+            before=(WAYS.index("three walks"), 0),
         ),
     )
