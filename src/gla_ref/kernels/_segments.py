@@ -22,8 +22,8 @@ def which_sequence(cu, i_n, T, PACKED: tl.constexpr):
 def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
     """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s; of chunks too, L = C.
 
-    Packed, sequence n owns the slots from cu[n] // L + n on, up to cu[n + 1] // L + n + 1: as many as it has segments
-    or one more, and the host need not know any length. A spare slot begins at or after the stop.
+    Packed, sequence n owns the slots from cu[n] // L + n up to, not including, cu[n + 1] // L + n + 1: as many as it
+    has segments or one more, and the host need not know any length. A spare slot begins at or after the stop.
     """
     if PACKED:
         i_n = i_s * 0 - 1

@@ -40,6 +40,7 @@ def load_tile(
 ):
     """Rows o_t ... of x[i_b, :, i_h, o_d:] as [C, BD]; zero from row `end` and column D on.
 
+    By TMA it is zero from the tensor's end on: where that is used, `end` is that or a whole chunk's.
     LAST: nobody will read them again, so that L2 need not keep them.
     """
     if TMA:  # the copy engine: no addresses to compute, and it knows where the tensor ends

@@ -7,11 +7,12 @@
 b is the running sum of g in the chunk, r = b_C / 2. Reference: :mod:`gla_ref.gla` (`recurrent`);
 GLA paper, section 4. gla_ref/pages/gla.py is this kernel without all that is said from here on.
 
-*Strong chunks.* (1) to (3) hold as long as e^(b_C / 2) is a number (pairs j > i, which are masked,
-may be infinite). Of a channel whose decay in a chunk is beyond LIMIT, q decays from the chunk's
+*Strong chunks.* (1) to (3) hold as long as e^(-b_C / 2) is a number (pairs j > i, which are masked,
+may be infinite). Of a channel whose gates in a chunk sum to less than LIMIT, q decays from the chunk's
 start instead and k to its end (exponents <= 0): right for the state, useless for pairs inside the
-chunk. A chunk with such a channel is strong: `walk` leaves all its pairs out, of every channel and
-the diagonal too, and sets a flag; `mend` adds them in levels, from q, k and g as they came. Tokens
+chunk. A chunk with such a channel is strong: `walk` leaves all its pairs out, of every channel (one
+product sums over them) and the diagonal too, and sets a flag; `mend` adds them to o in levels, from
+q, k and g as they came. Tokens
 j < i meet at the border in the middle of the smallest block of 2^n tokens that holds both, to which
 k_j decays and from which q_i does; a level (one n) is one product, of which the blocks' lower left
 quarters count. In it no exponent is above 0, and every sum is one of just the gates between: exact
@@ -23,9 +24,10 @@ and its decay; `carry` (_segments.py) goes from segment to segment and puts in t
 adds the state that it starts from; `walk` once more, from these, makes o.
 
 *Packed sequences.* `which_segment` (_segments.py) tells a program its sequence and where it begins;
-after that a program knows one sequence only. Chunks are numbered by the same rule, with L = C.
+after that a program knows one sequence only. Chunks are numbered by the same rule, with L = C: those
+of sequence n from cu[n] // C + n on.
 
-The kernels, and the number of programs of each::
+The kernels, and the number of programs of each (N sequences; a K tile is 64 channels, a V tile BV)::
 
     prepare    K tiles * H * chunks    (1) once for all V tiles (16 bits, K > 64)
     walk       V tiles * H * segments  a head's chunks: o, or states
@@ -103,8 +105,8 @@ def walk(
     b_decay = tl.full([BK], 1.0, dtype=tl.float32)
     if g is None:
         FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
-        # row 0 of `factors` serves as first and as last. In float16 row 2 is the last (backwards: the first),
-        # where strong channels need another
+        # rows of `factors`: of q, through, of k. That of q serves for both, but in float16, whose strong channels
+        # have another for k: the last, and backwards the first
         ROW: tl.constexpr = 2 if REVERSE and FLOAT16 else 0
         i_d = ((i_0 + (n_c - 1 if REVERSE else 0)) * H + i_h).to(tl.int64)
         p_first = factors + (i_d * 3 + ROW) * K + o_k
@@ -201,7 +203,7 @@ def prepare(
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
     FAST_SUMS: tl.constexpr,
 ):
-    """(1): q' and k'; the state's `factors` [chunks, H, 3, K], of q, through, of k; `strong`, from zeros."""
+    """(1): q' and k'; the state's `factors` [chunks, H, 3, K], of q, through, of k; `strong`, which holds zeros."""
     # which tile: BK channels of a chunk of a head
     i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -286,8 +288,8 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.const
     b_f = clamped(b_g)
     total = totals(b_f, FAST) * LOG2E
     mild = total >= LIMIT * LOG2E
-    # FAST: b - r, as if summed half from the left and half from the right; strong: total / 2 +- (b - total / 2)
-    # are b and b_C - b
+    # FAST: b - r, as if summed half from the left and half from the right. Strong channels add total / 2 to both:
+    # up is total / 2 + (b - total / 2) = b, down is total / 2 - (b - total / 2) = b_C - b
     if FAST:
         up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, FAST) * LOG2E
         rest = tl.where(mild, 0.0, total * 0.5)[None, :]
@@ -299,8 +301,8 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.const
         up, down = tl.where(mild[None, :], half, up), tl.where(mild[None, :], -half, down)
     edge, through = tl.where(mild, total * 0.5, 0.0), tl.where(mild, 0.0, total)
     of_q, of_k = edge, edge
-    if dtype == tl.float16:  # q e^b is too small for it at g = -20 already: 2^s moves from q to the
-        # state, e^b of the first token, which no other exceeds, rounded down to a power of 2
+    if dtype == tl.float16:  # q e^b is too small for it at g = -20 already. So 2^s moves from q to the state:
+        # e^b of the first token, which no other exceeds, rounded down to a power of 2
         most = totals(tl.where(o_i == 0, b_f, 0.0).to(b_f.dtype), FAST) * LOG2E
         shift = tl.where(mild, 0.0, tl.floor(tl.maximum(most, -100.0)))
         up, of_q, through = up - shift[None, :], edge + shift, through - shift

@@ -1,28 +1,30 @@
-"""Gated linear attention on a page: the C x C scores in one product, without sub-blocks (chapter 14).
+"""Gated linear attention on a page: all scores of a chunk from one product, q' k'^T (chapter 14).
 
 Computes, for log gates g <= 0::
 
     S_t = diag(e^g_t) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
 
-Chunk by chunk, b [C, K] is the running sum of g, each token's own gate included, and r = b_C / 2 [K] scales the rows of
-S [K, V]::
+Chunk by chunk, b [C, K] is the running sum of g, each token's own gate included, b_C its last row, and r = b_C / 2 [K]
+one exponent for each row of S [K, V]::
 
     q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                   (1)
     o  = scale (q' S' + tril(q' k'^T) v)                                                 (2)
     S <- e^r (S' + k'^T v)                                                               (3)
 
-Why r: exponents stay within half of b_C in size. With b alone they would reach all of it. Reference:
+Why r: b - r lies between b_C / 2 and -b_C / 2. Without it, k e^(-b) would reach e^(-b_C). Reference:
 :func:`gla_ref.gla.recurrent`.
 
 A program owns BV columns of the state of one head, keeps them in registers and walks over the chunks of its sequence:
-V / BV * H * B programs, with C = BV = 64 in bf16 and 16 in float32. A chunk moves 2 C (3 K + 2 BV) bytes in bf16 and
-costs 2 C (C (2 BK + BV) + 2 BK BV + 16 BK) FLOPs, BK = max(K, 64). Of these, 2 C BK (C + 16) sum the gates.
+ceil(V / BV) * H * B programs, with C = BV = 64 in bf16 and 16 in float32. A chunk moves 2 C (3 K + 2 BV) bytes in bf16
+and costs 2 C (C (2 BK + BV) + 2 BK BV + 16 BK) FLOPs, BK = max(K, 64). Of these, 2 C BK (C + 16) sum the gates, in the
+products with `sign` and `ones` below.
 
 Left out: packed sequences, initial states, gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
-For few heads, which leave multiprocessors idle, see :mod:`gla_ref.pages.linear_attention_segments`. If any channel's
-log gates sum to less than -80 in a chunk (bf16; -4 in float32), o of that head is NaN from that chunk on, and so is
-that channel's row of the state. So q' and k' are at most e^40 (e^2) times q and k, and their products far from the
-largest number; in float32, larger exponents would cost digits. :mod:`gla_ref.pages.gla_levels` takes every gate.
+What helps few heads, which leave multiprocessors idle, is shown without gates in
+:mod:`gla_ref.pages.linear_attention_segments`. If any channel's log gates sum to less than -80 in a chunk (bf16; -4 in
+float32), o of that head is NaN from that chunk on, and so is that channel's row of the state. So q' and k' are at most
+e^40 (e^2) times q and k, and their products far from the largest number; in float32 the error of e^x, |x| / 2^24, would
+show, where bf16 hides it. :mod:`gla_ref.pages.gla_levels` takes every gate.
 """
 
 import torch
@@ -39,12 +41,12 @@ def walk(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr,
 ):
     # q, k, v, g and S_last are descriptors, made below; o is a pointer
-    # which tile: columns from i_v on of head i_h of sequence i_b. b_ is a block, in registers
+    # which tile: columns from i_v on of head i_h of sequence i_b. Below, b_x is the chunk's block of x, in registers
     i_v, i_h, i_b = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     # sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = (b_i - (b_C - b_i)) / 2 = b_i - r
     sign = tl.where(i >= j, 1.0, -1.0).to(g.dtype)  # [C, C]
-    ones = tl.full([C, 16], 1.0, g.dtype)  # [C, 16], the narrowest product that there is
+    ones = tl.full([C, 16], 1.0, g.dtype)  # [C, 16]: a product has at least 16 columns
     S = tl.zeros([BK, BV], tl.float32)
 
     for t in tl.range(0, T, C):
@@ -55,7 +57,7 @@ def walk(
         b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
 
         # compute. "ieee": float32 is not rounded to TF32; for bf16 it changes nothing.
-        # Products sum faster than tl.cumsum and tl.sum
+        # Sums over tokens are products too: faster than tl.cumsum and tl.sum
         x = tl.dot(sign, half_g, input_precision="ieee") * LOG2E  # [C, BK], (b - r) log2 e
         # half of all gates is r, in each of 16 columns, and in the threads that hold the rows of S: nothing moves
         r = tl.max(tl.dot(half_g.T, ones, input_precision="ieee"), 1)  # [BK]
@@ -102,7 +104,7 @@ def gla(q, k, v, g, scale=None):
         raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")
     (B, T, H, K), V = q.shape, v.shape[3]
     C, BV, limit = (64, 64, 80.0) if q.dtype == torch.bfloat16 else (16, 16, 4.0)
-    BK = max(K, 64)  # narrower tiles of bf16 were wrong (Triton 3.6); channels beyond K are zeros
+    BK = max(K, 64)  # narrower tiles gave wrong results in bf16 (Triton 3.6); channels beyond K are zeros
     o, S = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32)
     keys = ("q", q), ("k", k), ("g", g)
     d_q, d_k, d_g = (descriptor(n, x, (B, T, H, K), q, C, BK) for n, x in keys)
