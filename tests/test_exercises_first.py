@@ -303,6 +303,7 @@ RIGHT = {
         offsets(lambda b, h, T, H, K, t, c: ((b * T + t) * H + h) * K + c),
         lambda b, h, B, T, H, K: torch.arange(B * T * H * K).view(B, T, H, K)[b, :, h],
     ],
+    "ex-first-wide": ["bdf", ["f", "d", "b"]],
     "ex-first-norm": [rms_norm],
     "ex-first-matmul": [matmul, product()],
     "ex-first-keys": [keys, walk()],
@@ -345,6 +346,14 @@ WRONG = {
         (offsets(lambda b, h, T, H, K, t, c: (t * H + h) * K + c), "The sequence b is missing"),
         (offsets(lambda b, h, T, H, K, t, c: (b * T + t) * H * K + c), "The head h is missing"),
         (offsets(lambda b, h, T, H, K, t, c: 4 * (((b * T + t) * H + h) * K + c)), "bytes of float32"),
+    ],
+    "ex-first-wide": [
+        ("abdf", "a does not belong to it. It counts tokens"),
+        ("df", "b is missing"),
+        ("bcdf", "c does not belong"),
+        ("bf", "d is missing"),
+        ("bdef", "e does not belong"),
+        ("bd", "columns can lie far apart"),
     ],
     "ex-first-norm": [
         (norm_over_block, "not over the BLOCK places"),

@@ -206,6 +206,21 @@ def offsets(answer):
     )
 
 
+choose(
+    "ex-first-wide",
+    "Products that can pass 2^31 - 1",
+    "bdf",  # b = 7, t = 65535, h = 63, c = 127
+    {
+        "a": "It counts tokens, of which there are 2^19 in all.",
+        "b": "A sequence has 2^29 numbers, and the last one begins after seven of them.",
+        "c": "It counts heads of tokens, 2^25 of them.",
+        "d": "It counts all numbers of the tensor, and there are 2^32.",
+        "e": "It stays inside one sequence, which has 2^29 numbers.",
+        "f": "The last channel begins after 127 times 2^25 numbers: columns can lie far apart as well.",
+    },
+)
+
+
 @exercise("ex-first-norm", "implement")
 def rms_norm(answer):
     """y = x / sqrt(mean(x^2) + eps), a row a program, rows a stride apart."""
