@@ -23,7 +23,7 @@ Left out: packed sequences, initial states, gradients, gates on values, float16,
 What helps few heads, which leave multiprocessors idle, is shown without gates in
 :mod:`gla_ref.pages.linear_attention_segments`. If any channel's log gates sum to less than -80 in a chunk (bf16; -4 in
 float32), o of that head is NaN from that chunk on, and so is that channel's row of the state. So q' and k' are at most
-e^40 (e^2) times q and k, and their products far from the largest number; in float32 the error of e^x, |x| / 2^24, would
+e^40 (e^2) times q and k, and their products far from the largest number; in float32 the error of e^x, x / 2^24, would
 show, where bf16 hides it. :mod:`gla_ref.pages.gla_levels` takes every gate.
 """
 
