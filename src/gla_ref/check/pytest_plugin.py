@@ -1,4 +1,4 @@
-"""A kernel's check as a test of pytest, or every case as a test of its own (appendix "Check your kernel").
+"""A kernel's check as a test of pytest, or every case as a test of its own (appendix "Check your kernel")::
 
     def test_my_gla(gla_ref_check):
         gla_ref_check("gla", my_fn, device="cuda", dtype="bf16")

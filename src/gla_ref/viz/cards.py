@@ -121,7 +121,7 @@ _TEXTS = (
     ("Gates", "11_chunkwise_gla", "Chunkwise GLA", "Which pairs of words need the slow way?",
      "Derive the GLA paper's two-level algorithm, and choose its two lengths."),
     ("Gates", "12_four_kernels", "Four kernels and a sum", "How did its authors run it, and what did that cost?",
-     "Read a first implementation, and count what each step moves."),
+     "Read an early implementation, and count what each step moves."),
     ("Gates", "13_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?",
      "Anchor a chunk's scales, and know when the data forbid it."),
     ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
