@@ -153,7 +153,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("scale without state", scale=0.7, state=False, strides="strided", loss="o"),
         Case("loss without state", state=False, strides="misaligned", loss="state"),
         Case("packed", **packed, state=not kind.cache, telling=True),
-        Case("packed otherwise", **packed | {"ends": others}, state=False, index="int64"),
+        Case("packed with other boundaries", **packed | {"ends": others}, state=False, index="int64"),
         Case("packed with scale", **packed, state=not kind.cache, scale=0.7),
         Case("packed whole chunks", B=1, T=whole[-1], ends=whole, state=not kind.cache),
         Case("many sequences", B=1, T=many[-1], H=1, K=3, V=5, ends=many, state=not kind.cache),

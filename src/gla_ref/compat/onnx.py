@@ -1,0 +1,104 @@
+"""Our references as ONNX's operator LinearAttention, opset 27 (appendix "Check your kernel").
+
+    output, present_state = linear_attention(
+        query, key, value, past_state, decay, q_num_heads=8, kv_num_heads=8, update_rule="gated"
+    )
+
+Names, axes and defaults are the operator's; tensors are PyTorch's. ONNX calls the log gate `decay`, and lets several
+heads of queries read the state of one head of keys and values.
+"""
+
+from torch import Tensor
+
+from .. import FORMS
+
+RULES = {  # of each update rule, whether it has (decay, beta)
+    "linear": (False, False),
+    "gated": (True, False),
+    "delta": (False, True),
+    "gated_delta": (True, True),
+}
+MECHANISMS = {  # by the inputs that there are: gates of a channel, of a head, strengths
+    (False, False, False): "linear_attention",
+    (False, True, False): "simple_gla",
+    (True, False, False): "gla",
+    (False, False, True): "delta_rule",
+    (False, True, True): "gated_delta_rule",
+    (True, False, True): "kda",
+}
+__all__ = ["linear_attention"]
+
+
+def _heads(name: str, x: Tensor, heads: int) -> Tensor:
+    """`[B, T, heads * D]` to `[B, T, heads, D]`."""
+    if x.ndim != 3 or x.shape[-1] % heads:
+        raise ValueError(f"{name}: expected [B, T, {heads} * D], got {list(x.shape)}")
+    return x.unflatten(-1, (heads, -1))
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_state: Tensor | None = None,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    q_num_heads: int,
+    kv_num_heads: int,
+    scale: float = 0.0,
+    update_rule: str = "gated_delta",
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """LinearAttention by the chunkwise references, differentiable; in float64 if it is given that.
+
+    Args:
+        query: `[B, T, q_num_heads * K]`.
+        key: `[B, T, kv_num_heads * K]`.
+        value: `[B, T, kv_num_heads * V]`.
+        past_state: `[B, kv_num_heads, K, V]`, zeros when None.
+        decay: natural log gates `[B, T, kv_num_heads]` or `[B, T, kv_num_heads * K]`; None where the rule has none.
+        beta: write strengths `[B, T, kv_num_heads]` or `[B, T, 1]`; None where the rule has none.
+        q_num_heads: a multiple of `kv_num_heads`; that many in a row read the same state.
+        kv_num_heads: heads of keys, values, gates and states.
+        scale: factor on the output, K^-0.5 when 0.
+        update_rule: "linear", "gated", "delta" or "gated_delta".
+        chunk_size: a hint, on which no result depends.
+
+    Returns:
+        output `[B, T, q_num_heads * V]` in the dtype of `query`, and the state after the last token, in the dtype of
+        `past_state`, or of `query` where there is none.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    if update_rule not in RULES:
+        raise ValueError(f"update_rule: expected one of {', '.join(RULES)}; got {update_rule!r}")
+    for (name, x), needed in zip((("decay", decay), ("beta", beta)), RULES[update_rule], strict=True):
+        if (x is not None) != needed:
+            what, got = ("a tensor", "None") if needed else ("None", "a tensor")
+            raise ValueError(f"{name}: expected {what} with update_rule={update_rule!r}, got {got}")
+    if min(q_num_heads, kv_num_heads) < 1 or q_num_heads % kv_num_heads:
+        raise ValueError(f"q_num_heads: expected a multiple of kv_num_heads = {kv_num_heads}, got {q_num_heads}")
+    readers, (B, T, _) = q_num_heads // kv_num_heads, key.shape
+
+    tokens = [_heads("key", key, kv_num_heads), _heads("value", value, kv_num_heads)]
+    by_head = decay is not None and decay.shape[-1] == kv_num_heads
+    if decay is not None:
+        if decay.shape not in ((B, T, kv_num_heads), key.shape):
+            raise ValueError(f"decay: expected {[B, T, kv_num_heads]} or {list(key.shape)}, got {list(decay.shape)}")
+        tokens.append(decay if by_head else _heads("decay", decay, kv_num_heads))
+    if beta is not None:
+        if beta.shape not in ((B, T, kv_num_heads), (B, T, 1)):
+            raise ValueError(f"beta: expected {[B, T, kv_num_heads]} or {[B, T, 1]}, got {list(beta.shape)}")
+        tokens.append(beta.expand(B, T, kv_num_heads))
+
+    mechanism = MECHANISMS[decay is not None and not by_head, by_head, beta is not None]
+    o, S = FORMS[mechanism]["chunkwise"](
+        _heads("query", query, q_num_heads),
+        *(x.repeat_interleave(readers, 2) for x in tokens),
+        scale=scale or None,
+        initial_state=None if past_state is None else past_state.repeat_interleave(readers, 1),
+    )
+    kept = query.dtype if past_state is None else past_state.dtype
+    return o.flatten(2).to(query.dtype), S[:, ::readers].to(kept)

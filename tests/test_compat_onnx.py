@@ -1,0 +1,110 @@
+"""compat.onnx: ONNX's operator LinearAttention against the recurrences and, where ONNX is installed, its reference."""
+
+import pytest
+import torch
+from cases import error
+from torch.nn import functional as F
+
+from gla_ref import FORMS
+from gla_ref.compat.onnx import linear_attention
+
+B, T, K, V = 2, 37, 5, 6
+RULES = {  # rule and size of the gates: our mechanism
+    ("linear", 0): "linear_attention",
+    ("gated", K): "gla",
+    ("gated", 1): "simple_gla",
+    ("delta", 0): "delta_rule",
+    ("gated_delta", K): "kda",
+    ("gated_delta", 1): "gated_delta_rule",
+}
+
+
+def given(rule, D, q_heads, kv_heads, past=True, dtype=torch.float64):
+    """The operator's inputs by name."""
+    rng = torch.Generator().manual_seed(0)
+
+    def some(*sizes):
+        return torch.randn(*sizes, generator=rng, dtype=torch.float64)
+
+    x = {
+        "query": some(B, T, q_heads * K),
+        "key": F.normalize(some(B, T, kv_heads, K), dim=-1).flatten(2),
+        "value": some(B, T, kv_heads * V),
+    }
+    x |= {"past_state": some(B, kv_heads, K, V)} if past else {}
+    x |= {"decay": F.logsigmoid(some(B, T, kv_heads * D))} if D else {}
+    x |= {"beta": some(B, T, kv_heads).sigmoid()} if "delta" in rule else {}
+    return {n: y.to(dtype) for n, y in x.items()}
+
+
+@pytest.mark.parametrize("q_heads, kv_heads, scale", [(3, 3, 0.0), (6, 2, -0.3)])
+@pytest.mark.parametrize("rule, D", RULES)
+def test_it_is_the_recurrence_of_every_head(rule, D, q_heads, kv_heads, scale):
+    x = given(rule, D, q_heads, kv_heads)
+    attributes = {"q_num_heads": q_heads, "kv_num_heads": kv_heads, "scale": scale, "update_rule": rule}
+    output, present = linear_attention(**x, **attributes)
+    for head in range(q_heads):
+        n = head // (q_heads // kv_heads)
+        q, k, v = (x[name].unflatten(-1, (heads, -1))[:, :, [i]] for name, heads, i in (
+            ("query", q_heads, head), ("key", kv_heads, n), ("value", kv_heads, n)
+        ))  # fmt: skip
+        rest = [x["decay"].unflatten(-1, (kv_heads, D))[:, :, [n]]] if D else []
+        rest = [g[..., 0] if D == 1 else g for g in rest]
+        rest += [x["beta"][:, :, [n]]] if "beta" in x else []
+        exact = FORMS[RULES[rule, D]]["recurrent"]
+        o, S = exact(q, k, v, *rest, scale=scale or None, initial_state=x["past_state"][:, [n]])
+        assert error(output.unflatten(-1, (q_heads, V))[:, :, [head]], o) < 1e-10
+        assert error(present[:, [n]], S) < 1e-10
+
+
+@pytest.mark.parametrize("past", [True, False])
+@pytest.mark.parametrize("q_heads, kv_heads", [(3, 3), (6, 2), (4, 1)])
+@pytest.mark.parametrize("rule, D", RULES)
+def test_it_conforms_to_the_reference_implementation(rule, D, q_heads, kv_heads, past):
+    onnx = pytest.importorskip("onnx", reason="ONNX is not installed", minversion="1.23")
+    from onnx.reference import ReferenceEvaluator
+
+    x = given(rule, D, q_heads, kv_heads, past, torch.float32)
+    attributes = {"q_num_heads": q_heads, "kv_num_heads": kv_heads, "update_rule": rule}
+    names = [n if n in x else "" for n in ("query", "key", "value", "past_state", "decay", "beta")]
+    node = onnx.helper.make_node("LinearAttention", names, ["output", "present_state"], **attributes)
+    ends = [
+        [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, None) for n in some]
+        for some in (x, ["output", "present_state"])
+    ]
+    opset = onnx.helper.make_opsetid("", 27)
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "one", *ends), opset_imports=[opset])
+    theirs = ReferenceEvaluator(model).run(None, {n: y.numpy() for n, y in x.items()})
+    for ours, its in zip(linear_attention(**x, **attributes), theirs, strict=True):
+        its = torch.from_numpy(its)
+        assert ours.shape == its.shape and ours.dtype == its.dtype and error(ours, its.double()) < 1e-5
+
+
+def test_gradients_and_dtypes():
+    x = given("gated", K, 4, 2, dtype=torch.bfloat16)
+    x["past_state"] = x["past_state"].float()
+    leaves = {n: y.requires_grad_() for n, y in x.items()}
+    output, present = linear_attention(**leaves, q_num_heads=4, kv_num_heads=2, update_rule="gated")
+    assert output.dtype == torch.bfloat16 and present.dtype == torch.float32
+    (output.float().sum() + present.sum()).backward()
+    assert all(y.grad is not None and y.grad.isfinite().all() for y in leaves.values())
+    del x["past_state"]
+    assert linear_attention(**x, q_num_heads=4, kv_num_heads=2, update_rule="gated")[1].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"update_rule": "retain"}, "update_rule: expected one of linear, gated, delta, gated_delta"),
+        ({"update_rule": "linear"}, "decay: expected None with update_rule='linear'"),
+        ({"update_rule": "gated_delta"}, "beta: expected a tensor with update_rule='gated_delta'"),
+        ({"update_rule": "gated_delta", "beta": torch.ones(B, T, 3)}, r"beta: expected \[2, 37, 2\] or \[2, 37, 1\]"),
+        ({"kv_num_heads": 3}, "q_num_heads: expected a multiple of kv_num_heads = 3, got 4"),
+        ({"query": torch.ones(B, T, 21)}, r"query: expected \[B, T, 4 \* D\], got \[2, 37, 21\]"),
+        ({"decay": torch.zeros(B, T, 4)}, r"decay: expected \[2, 37, 2\] or \[2, 37, 10\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    options = given("gated", K, 4, 2) | {"q_num_heads": 4, "kv_num_heads": 2, "update_rule": "gated"}
+    with pytest.raises(ValueError, match=message):
+        linear_attention(**options | change)
