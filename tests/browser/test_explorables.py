@@ -194,6 +194,7 @@ def answers(tab, figure, way: str) -> None:
         assert named in readout.text_content(), "play stops where one sees the answer, and names the guess"
     assert len(verdicts) == len(buttons) >= 2
     assert sum(words.startswith("Right. ") for words in verdicts) == 1
+    press(tab, figure.get_by_role("button", name="Reset"), way)
 
 
 def choices(figure) -> None:

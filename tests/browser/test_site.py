@@ -228,10 +228,10 @@ def test_what_is_cut_at_the_right_fades(visit):
     tab = visit.tab
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.goto(url("book/05_linear_attention"))
-    listing = tab.locator(".bd-article pre.more:visible").first
+    listing = tab.locator(".bd-article pre.more:visible").first.element_handle()
     assert listing.evaluate("e => getComputedStyle(e).maskImage").startswith("linear-gradient")
     listing.evaluate("e => e.scrollLeft = e.scrollWidth")
-    tab.wait_for_function("e => !e.classList.contains('more')", arg=listing.element_handle())
+    tab.wait_for_function("e => !e.classList.contains('more')", arg=listing)
     tab.set_viewport_size({"width": 1280, "height": 900})
 
 
