@@ -19,6 +19,7 @@ from ..gates import decay_from_start, decay_to_end, segment_sum
 from ..rounding import Products
 
 EXACT = (torch.float32, torch.float64)  # dtypes whose products hold operands as they are
+MANY = 32  # products side by side
 TERMS = 16  # of a product that a tensor core adds up before it cuts the sum off to float32
 BEYOND = 52 - 23  # bits of a float64's fraction that a float32's has not
 
@@ -40,6 +41,12 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
         return onto + x @ y
     out = x.new_zeros(*x.shape[:-1], y.shape[-1]) + onto
     if dtype == torch.float32:
+        if out.shape[:-2].numel() >= MANY:  # heads, chunks and copies lie side by side in memory, which is fastest
+            y = y.expand(*x.shape[:-2], *y.shape[-2:])
+            out, x, y = (z.permute(-2, -1, *range(x.ndim - 2)).contiguous() for z in (out, x, y))
+            for a, b in zip(x.unbind(1), y.unbind(0), strict=True):
+                out.addcmul_(a[:, None], b)
+            return out.permute(*range(2, out.ndim), 0, 1).contiguous()
         if out.shape[-1] < out.shape[-2]:  # a sum's elements lie along the longer axis, which is faster
             out = out.mT.contiguous().mT
         for a, b in zip(x.mT.contiguous().mT.split(1, -1), y.split(1, -2), strict=True):
