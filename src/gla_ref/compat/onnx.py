@@ -1,4 +1,4 @@
-"""Our references as ONNX's operator LinearAttention, opset 27 (appendix "Check your kernel").
+"""Our references as ONNX's operator LinearAttention, opset 27 (appendix "Check your kernel")::
 
     output, present_state = linear_attention(
         query, key, value, past_state, decay, q_num_heads=8, kv_num_heads=8, update_rule="gated"
