@@ -34,7 +34,7 @@ ALONE = """() => {
 ONWARDS = """e => {
   const [step, , reset] = e.querySelectorAll(".explorable-buttons button");
   reset.click();
-  for (let n = 0; n < 7; n++) step.click();
+  for (let n = 0; n < 10; n++) step.click();
 }"""
 #: controls that are too low for a finger
 LOW = "all => all.filter(e => e.getBoundingClientRect().height < 39.5).map(e => e.outerHTML.slice(0, 80))"
