@@ -30,6 +30,12 @@ ALONE = """() => {
   document.querySelector("article").replaceChildren(...document.querySelectorAll("figure.explorable"));
   for (const other of document.querySelectorAll(".bd-sidebar, .bd-header, .bd-header-article")) other.remove();
 }"""
+#: from the beginning, where pictures are empty or alike, some steps on
+ONWARDS = """e => {
+  const [step, , reset] = e.querySelectorAll(".explorable-buttons button");
+  reset.click();
+  for (let n = 0; n < 10; n++) step.click();
+}"""
 #: controls that are too low for a finger
 LOW = "all => all.filter(e => e.getBoundingClientRect().height < 39.5).map(e => e.outerHTML.slice(0, 80))"
 LABELLED = "e => [...e.labels ?? []].some(l => l.textContent.trim()) || !!e.ariaLabel || !!e.textContent.trim()"
@@ -121,6 +127,7 @@ def every_control(tab, figure, way: str) -> None:
     for i, control in enumerate(figure.locator(".explorable-controls :is(input, select)").all()):
         assert control.evaluate(LABELLED), f"{name}: control {i} has no label"
         control.scroll_into_view_if_needed()
+        figure.evaluate(ONWARDS)
         before = figure.evaluate(STATE)
         use(tab, control, way)
         after = figure.evaluate(STATE)
