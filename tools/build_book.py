@@ -108,6 +108,8 @@ def build(root: Path, **options) -> subprocess.CompletedProcess:
     main = "import sys; from jupyter_book.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "build", str(root), "-W", "-n", "--keep-going", "--all"]
     before = state(root)
+    # viewcode keeps its page of a source that did not change, though other names of it may be documented now
+    shutil.rmtree(root / SITE / "_modules", ignore_errors=True)
     done = subprocess.run(command, cwd=root, **options)
     if done.returncode == 0 and state(root) == before:  # nobody edited meanwhile
         remember(root, SITE)
