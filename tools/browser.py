@@ -39,7 +39,9 @@ def chromium() -> Iterator[Browser]:
     if path is None:
         raise RuntimeError("expected chromium on the PATH (apt-get install chromium), found none")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
+        browser = playwright.chromium.launch(
+            executable_path=path, args=FLAGS.split(), timeout=120_000
+        )  # as a tab waits
         yield browser
         browser.close()
 
