@@ -91,6 +91,12 @@ def test_the_blend_of_the_front_page():
     assert o[-1].tolist() == pytest.approx([1, 0, 0.8])  # tea, and four fifths of jazz
 
 
+@pytest.mark.parametrize("size", ["small", "tokens", "chunks"])
+def test_every_kind_of_gate_fades_something_from_the_start(size):
+    gates = playable_state(size).data()["gates"]
+    assert all(gates[kind] != gates["none"] for kind in KINDS if kind != "none")
+
+
 def test_gates_of_the_chapters():
     """The tokens are those of chapter 5, the gates those of the tables of chapters 9 and 11."""
     q, k, v = ([token[name] for token in TOKENS] for name in "qkv")

@@ -39,6 +39,8 @@ FACTS = [
 ]
 ASKED = [dict(name=f"Asked about {name}", q=k) for name, k in NAMES.items()]
 STORY = [FACTS[0], FACTS[1], ASKED[0], FACTS[2], ASKED[0]]
+# its gates where Adam comes: all that was written fades, or Ada's row
+FADED = {"scalar": [0.5, 0.5, 0.5], "vector": [0.25, 1, 1]}
 
 
 @dataclass(repr=False)
@@ -87,12 +89,11 @@ class Playable:
         tape = STORY if self.size == "small" else TOKENS
         K, V = (3, 3) if self.size == "small" else (2, 3)
         same = [[1] * K] * len(tape)
-        gates = {
-            "none": same,
-            "constant": [[CONSTANT] * K] * len(tape),
-            "scalar": same if self.size == "small" else [[x] * K for x in SCALAR],
-            "vector": same if self.size == "small" else VECTOR[self.size],
-        }
+        gates = {"none": same, "constant": [[CONSTANT] * K] * len(tape)}
+        if self.size == "small":
+            gates |= {kind: [gate if token is FACTS[2] else [1] * K for token in tape] for kind, gate in FADED.items()}
+        else:
+            gates |= {"scalar": [[x] * K for x in SCALAR], "vector": VECTOR[self.size]}
         given = dict(K=K, V=V, tape=tape, gates=gates, kind=self.kind, seen=_QUESTIONS[self.size].seen)
         if self.size == "small":
             given |= dict(offered=FACTS + ASKED, columns=list(LIKES), most=1.5)
