@@ -290,6 +290,15 @@ def test_site_loads_nothing_from_elsewhere(site):
     assert not found
 
 
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_the_device_is_found_before_triton_is_imported(chapter):
+    """Triton hears of its interpreter when it is imported, and a reader without a GPU has it from find_device only."""
+    text = (ROOT / "book" / f"{chapter}.md").read_text()
+    triton = r"^(import triton|from triton|from gla_ref\.pages|from gla_ref\.kernels(\.| import (?!find_device\b)))"
+    if first := re.search(triton, text, re.MULTILINE):
+        assert 0 <= text.find("find_device()") < first.start()
+
+
 @pytest.mark.deep
 def test_site_has_no_broken_link(site):
     broken = []
