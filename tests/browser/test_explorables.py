@@ -128,12 +128,11 @@ def every_control(tab, figure, way: str) -> None:
     for i, control in enumerate(figure.locator(".explorable-controls :is(input, select)").all()):
         assert control.evaluate(LABELLED), f"{name}: control {i} has no label"
         control.scroll_into_view_if_needed()
-        changed = set()
         for steps in (4, 10):  # two ways may begin alike
             figure.evaluate(ONWARDS, steps)
             before = figure.evaluate(STATE)
             use(tab, control, way)
-            changed |= {what for what, x, y in zip(CHANGES, before, figure.evaluate(STATE), strict=True) if x != y}
+            changed = {what for what, x, y in zip(CHANGES, before, figure.evaluate(STATE), strict=True) if x != y}
             if len(changed) == len(CHANGES):
                 break
         assert changed == set(CHANGES), f"{name}: control {i} changes {changed or 'nothing'} ({way})"
