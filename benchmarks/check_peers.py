@@ -48,7 +48,9 @@ SUBJECTS = [
     f"{m}.{form}"
     for m in FORMS
     for form in FORMS[m]
-    if form.startswith("triton") and form != "triton_portable"  # what "triton" plans today
+    if form.startswith("triton")
+    and form != "triton_hopper"  # "triton" plans it where it can
+    and (form != "triton_portable" or "triton_hopper" in FORMS[m])  # elsewhere what "triton" plans
 ]
 SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapter 12)
 SUBJECTS[SUBJECTS.index("gla.triton_recurrent")] += FORWARD

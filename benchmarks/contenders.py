@@ -184,6 +184,8 @@ page("linear_attention", name="page_segments", columns=128, few=True, directions
 # gated linear attention
 
 ours("gla", "triton")
+for kernel in ("portable", "hopper"):  # "triton" is one of them
+    ours("gla", f"triton_{kernel}", named=True)
 
 
 class Pages(torch.autograd.Function):
@@ -211,6 +213,19 @@ def gla_page(case, q, k, v, g, **_):
 
 body, gates = function("gla_ref.pages.gla_levels", "gla"), ("logsigmoid/16", "-2", "1 % at -1e3")
 page("gla", name="page_levels", gates=gates, columns=64, directions=("forward",))(body)
+body = function("gla_ref.pages.gla_hopper", "gla")
+contender(
+    "gla",
+    name="page_hopper",
+    packed=False,
+    directions=("forward",),
+    takes=lambda case: (
+        {case.K, case.V} <= {64, 128}
+        and case.gates == "logsigmoid/16"
+        and case.dtype == "bfloat16"
+        and not (case.state or case.decode)
+    ),
+)(body)
 # its first call autotunes, for one to two minutes each way
 contender("gla", name="fla_chunk_gla", peer=True, limit_s=200)(function("fla.ops.gla", "chunk_gla"))
 

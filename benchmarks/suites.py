@@ -183,6 +183,14 @@ def gla() -> list[Case]:
     return cases + [Case("gla", *shapes[0], gates=g) for g in ("-2", "1 % at -1e3")]
 
 
+def hopper() -> list[Case]:
+    """Gated linear attention forward: the Hopper kernel, its page and the portable kernel."""
+    names = ("triton_hopper", "page_hopper", "triton_portable", "fla_chunk_gla")
+    shapes = [(8, 8192, 16, 128, 128), (4, 4096, 64, 128, 128), (1, 8192, 96, 128, 128), (1, 65536, 16, 128, 128)]
+    shapes += [(32, 2048, 16, 64, 64), (2, 16384, 4, 64, 64)]
+    return [Case("gla", *shape, gates="logsigmoid/16", only=names, directions=("forward",)) for shape in shapes]
+
+
 def decode() -> list[Case]:
     """Eight tokens of gated linear attention, one call a token, from one sequence to many."""
     names = ("triton_recurrent_steps", "page_recurrent_steps", "fla_fused_recurrent_steps")
@@ -244,4 +252,4 @@ def packed() -> list[Case]:
     return [replace(case, mechanism=m, directions=("forward",)) for m in ("softmax_attention", "linear_attention")]
 
 
-SUITES = {f.__name__: f for f in (figure2, flash, linear, gla, decode, host, paths, batch, prefill, packed)}
+SUITES = {f.__name__: f for f in (figure2, flash, linear, gla, hopper, decode, host, paths, batch, prefill, packed)}

@@ -22,7 +22,8 @@ from gla_ref.kernels import linear_attention as kernels  # noqa: E402
 from gla_ref.kernels import plan  # noqa: E402
 from gla_ref.kernels.linear_attention import linear_attention, simple_gla  # noqa: E402
 
-KERNELS = {mechanism: FORMS[mechanism]["triton"] for mechanism in LINEAR}
+# on Hopper "triton" may be another one: test_kernels_hopper.py
+KERNELS = {mechanism: FORMS[mechanism]["triton_portable"] for mechanism in LINEAR}
 PATHS = {"simple_gla": kernels.PATHS, "gla": gla_kernels.PATHS}
 WAYS = [(mechanism, path) for mechanism in PATHS for path in PATHS[mechanism]]
 F32 = torch.float32

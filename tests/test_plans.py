@@ -23,7 +23,7 @@ def meta(*shape, dtype=torch.float32):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def plans(call, K, V, dtype, hardware, T=300):
+def plans(call, K, V, dtype, hardware, T=300, kernel=None):
     """Forward and backward of a call of some length."""
     mechanism, *extra = call.split()
     sizes = {"B": 2, "T": T, "H": 3, "K": K, "V": V}
@@ -34,13 +34,14 @@ def plans(call, K, V, dtype, hardware, T=300):
         specs = [spec_of(n, x) for n, x in zip("qkvg", tensors, strict=True)]
         return [gla_step.forward.plan(hardware, *specs, None, None, None, None)]
     options = {"g_v": meta(*tensors[2].shape, dtype=dtype)} if extra else {}
+    options["kernel"] = kernel
     return [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in ("forward", "backward")]
 
 
 def tiles(call, K, V, dtype, hardware):
-    """(kernel, its tiles, warps, stages) of each launch that has some, once."""
+    """(kernel, its tiles, warps, stages) of each launch of portable kernels that has some, once."""
     found = []
-    for launch in [x for p in plans(call, K, V, dtype, hardware) for x in p.launches]:
+    for launch in [x for p in plans(call, K, V, dtype, hardware, kernel="portable") for x in p.launches]:
         sizes = [launch.given(n) for n in ("C", "BM", "BN", "BK", "BV")]
         sizes = [n for n in sizes if n is not None]
         options = [launch.options.get(n, default) for n, default in OPTIONS.items()]

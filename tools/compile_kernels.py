@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from gla_ref import results  # noqa: E402
-from gla_ref.kernels import gla_step, plan  # noqa: E402
+from gla_ref.kernels import gla_border, gla_step, plan  # noqa: E402
 from gla_ref.kernels._hardware import CLASSES  # noqa: E402
 from gla_ref.kernels._plan import Launch, spec_of  # noqa: E402
 from gla_ref.kernels._program import compile_launch  # noqa: E402
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
     def plans(self, arch: int) -> list:
         """Forward and backward."""
-        kind, hardware = MECHANISMS[self.mechanism.removesuffix("_step")], f"sm_{arch}"
+        kind, hardware = MECHANISMS[re.sub("_(step|border)$", "", self.mechanism)], f"sm_{arch}"
         B, T = 1 if "packed" in self.extra else 16, 1 if self.mechanism == "gla_step" else 240
         sizes = {"B": B, "T": T, "H": 16, "K": self.K, "V": self.V, "N": 2 if B == 1 else B}
         dtypes = {"token": self.dtype, "gate": self.gates, "state": "float32"}
@@ -71,6 +71,9 @@ class Case(NamedTuple):
         if self.mechanism == "gla_step":
             specs = [spec_of(n, given.get(n)) for n in gla_step.TENSORS]
             return [gla_step.forward.plan(CLASSES[hardware], *specs, None)]
+        if self.mechanism == "gla_border":
+            specs = [spec_of(n, given.get(n)) for n in ("q", "k", "v", "g")] + [None] * 3
+            return [gla_border.plan_added(CLASSES[hardware], *specs, backwards) for backwards in (False, True)]
         if self.mechanism != "softmax_attention":  # walked in one go unless asked
             given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
         tensors = [given.pop(name) for name in kind.required]
@@ -79,13 +82,13 @@ class Case(NamedTuple):
         ]
 
 
-GATES = {"simple_gla", "gla", "gla_step"}
+GATES = {"simple_gla", "gla", "gla_step", "gla_border"}
 # in every class
 CASES = {
     f"{name} {D} {dtype}": Case(
         name.split()[0], D, D, dtype, dtype if name.split()[0] in GATES else None, tuple(name.split()[1:])
     )
-    for name in ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step")
+    for name in ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step", "gla_border")
     for D in (64, 128)
     for dtype in ("bfloat16", "float16", "float32")
 }
@@ -105,7 +108,11 @@ WIDE = {
     "gla packed": Case("gla", 64, 128, "bfloat16", "bfloat16", ("packed",)),
     "gla packed 128": Case("gla", 128, 64, "bfloat16", "bfloat16", ("packed",)),
     "gla float32 gates": Case("gla", 64, 128, "bfloat16", "float32"),
+    "gla float32 gates 128": Case("gla", 128, 128, "float16", "float32", ("packed",)),
+    "gla segments 128": Case("gla", 128, 128, "bfloat16", "bfloat16", ("segmented",)),
+    "gla tiles float16": Case("gla", 128, 512, "float16", "bfloat16", ("packed",)),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
+    "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
     "step wide": Case("gla_step", 256, 512, "bfloat16", "float32", ("g_v", "packed")),
 }
 # classes that launch what sm_80 does, by the same assembler: only the cases that need most
@@ -141,7 +148,8 @@ def broken(ttgir: str) -> list[str]:
             branch = "if" in inside and "for" in inside[: inside.index("if")]
             if branch and operands & set(slots):
                 found.append(f"in a branch, from a pipelined buffer: {text[:90]}")
-            if "isAsync = true" in text and refilled(product[1], operands, lines[n + 1 :], slots):
+            rest = [x for x in lines[n + 1 :] if "scf.yield" not in x or len(x) - len(x.lstrip()) <= indent]
+            if "isAsync = true" in text and refilled(product[1], operands, rest, slots):
                 found.append(f"in flight when its memory is written: {text[:90]}")
         if opens := re.search(r"scf\.(if|for|while)\b.*\{$", text):
             regions.append((indent, "if" if opens[1] == "if" else "for"))
@@ -207,17 +215,24 @@ def compiled(launch: Launch, arch: int) -> dict:
         SEEN[arch, kernel.hash] = int(found[2]), int(found[1])
     registers, spilled = SEEN[arch, kernel.hash]
     warps, stages = (launch.options.get(n, d) for n, d in (("num_warps", 4), ("num_stages", 3)))
+    stages = launch.given("STAGES") or stages
     return {
         "kernel": launch.name,
         "way": "back" if launch.given("REVERSE") else "",
         "tiles": " ".join(f"{n}={x}" for n in TILES if (x := launch.given(n)) is not None),
         "warps": warps,
         "stages": stages,
-        "registers": registers,
+        "registers": roles(kernel.asm["ptx"]) or registers,
         "spilled": spilled,
         "shared": kernel.metadata.shared,
         "broken": broken(kernel.asm["ttgir"]),
     }
+
+
+def roles(ptx: str) -> str:
+    """Registers a thread of each role of a program whose warps have different jobs; empty if they have not."""
+    given = dict.fromkeys(re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))
+    return " ".join(given)
 
 
 def begin(cache: str) -> None:

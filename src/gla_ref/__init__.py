@@ -92,13 +92,13 @@ def _gla(*args, **kwargs):
     return gla(*args, **kwargs)
 
 
-def _portable(kernel):
-    """The same by the portable kernel, whatever a plan would choose."""
+def _forced(kernel, name):
+    """The same by the kernel of this name, whatever a plan would choose."""
 
     def forced(*args, **kwargs):
-        return kernel(*args, kernel="portable", **kwargs)
+        return kernel(*args, kernel=name, **kwargs)
 
-    forced.__doc__ = f"{kernel.__doc__.rstrip('.')}, the portable one."
+    forced.__doc__ = f"{kernel.__doc__.rstrip('.')}, the {name} one."
     return forced
 
 
@@ -116,7 +116,7 @@ FORMS = {
         "two_pass": softmax_attention.two_pass,
         "flash": softmax_attention.flash,
         "triton": _flash_attention,
-        "triton_portable": _portable(_flash_attention),
+        "triton_portable": _forced(_flash_attention, "portable"),
     },
     "linear_attention": {
         "recurrent": linear_attention.recurrent,
@@ -124,7 +124,7 @@ FORMS = {
         "chunkwise": linear_attention.chunkwise,
         "scan": linear_attention.scan,
         "triton": _linear_attention,
-        "triton_portable": _portable(_linear_attention),
+        "triton_portable": _forced(_linear_attention, "portable"),
         "triton_materialised": _linear_attention_materialised,
     },
     "simple_gla": {
@@ -132,7 +132,7 @@ FORMS = {
         "parallel": simple_gla.parallel,
         "chunkwise": simple_gla.chunkwise,
         "triton": _simple_gla,
-        "triton_portable": _portable(_simple_gla),
+        "triton_portable": _forced(_simple_gla, "portable"),
     },
     "gla": {
         "recurrent": gla.recurrent,
@@ -142,7 +142,8 @@ FORMS = {
         "chunkwise": gla.chunkwise,
         "chunkwise_two_level": gla.chunkwise_two_level,
         "triton": _gla,
-        "triton_portable": _portable(_gla),
+        "triton_portable": _forced(_gla, "portable"),
+        "triton_hopper": _forced(_gla, "hopper"),
         "triton_chunk_fuse": _gla_chunk_fuse,
         "triton_recurrent": _gla_step,
     },

@@ -141,12 +141,15 @@ def copies(x: dict, n: int, kind: Kind, form: str, dtypes: dict) -> dict:
     """n copies of the inputs side by side as heads, all but the first shaken by one percent and rounded again.
 
     Strengths become smaller, so that they keep within their bounds. Ones stay alike: products with them have the same
-    error for every token, and such errors add up.
+    error for every token, and such errors add up. In attention a copy is scaled as a whole: two keys compete for a row
+    whose scores are within 1 of each other, there its error is largest, and scores may be thousands.
     """
     rng, made = torch.Generator().manual_seed(0), {}
     for name, y in x.items():
         role, dtype = kind.tensors[name].role, dtypes[name]
-        alike = role not in ("gate", "strength") and (y == 1).all()
+        alike = kind.cache or (role not in ("gate", "strength") and (y == 1).all())
+        if kind.cache:
+            rng.manual_seed(0)  # the same factor for every tensor
         shake = 1 + 0.01 * torch.rand((n, *([1] * y.ndim if alike else y.shape)), generator=rng).to(y.device)
         shake[0] = 1
         y = y / shake if role == "strength" else y * shake

@@ -87,6 +87,7 @@ def describe(found: Plan) -> str:
     for launch in found.launches:
         tiles = ", ".join(f"{n} = {x}" for n in TILES if (x := launch.given(n)) is not None)
         warps, stages = (launch.options.get(n, d) for n, d in (("num_warps", 4), ("num_stages", 3)))
+        stages = launch.given("STAGES") or stages
         touched = {x.name: x.bytes for x in launch.tensors}
         programs = " x ".join(map(str, launch.grid))
         rows.append([launch.name, programs, tiles, warps, stages, f"{sum(touched.values()) / 1e6:,.3g}"])

@@ -55,6 +55,7 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
+    layout: object = None  # in shared memory, if the kernel is told it (Gluon)
 
 
 class Make(NamedTuple):
@@ -202,15 +203,16 @@ def spec_of(name: str, x: Tensor | None) -> Spec | None:
     return Spec(name, tuple(x.shape), own, x.dtype, aligned)
 
 
-def describable(x: Spec, hardware: Hardware) -> bool:
-    """Whether the copy engine can address x: 2 bytes an element, rows and strides of 16 bytes."""
-    if not (hardware.copy_engine and x.aligned and x.dtype.itemsize == 2):
+def describable(x: Spec, hardware: Hardware, itemsize: int = 2) -> bool:
+    """Whether the copy engine can address x, of elements of so many bytes: rows and strides of 16 bytes."""
+    if not (hardware.copy_engine and x.aligned and x.dtype.itemsize == itemsize):
         return False
     *strides, last = x.strides
-    if last != 1 or x.shape[-1] % 8:
+    unit = 16 // itemsize
+    if last != 1 or x.shape[-1] % unit:
         return False
     for s, n in zip(strides, x.shape, strict=False):
-        if n > 1 and (s <= 0 or s % 8):
+        if n > 1 and (s <= 0 or s % unit):
             return False
     return True
 

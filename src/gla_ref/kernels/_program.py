@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._hardware import hardware_of
 from ._plan import Box, Launch, Make, Plan, Spec, spec_of
+from .hopper import _gluon
 
 MOST = 512  # programs that a function keeps; lengths may change from call to call for ever
 THREAD = threading.local()  # has the names of devices that a thread has worked on
@@ -31,8 +32,9 @@ class Mock:
         return self.address
 
 
-def describe(box: Box, base) -> TensorDescriptor:
-    return TensorDescriptor(base, list(box.shape), list(box.strides), list(box.block))
+def describe(box: Box, base):
+    numbers = list(box.shape), list(box.strides), list(box.block)
+    return TensorDescriptor(base, *numbers) if box.layout is None else _gluon.descriptor(base, *numbers, box.layout)
 
 
 def compile_launch(launch: Launch):

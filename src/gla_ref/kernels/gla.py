@@ -9,22 +9,33 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
-from . import gla_forward, gla_gradient, gla_two_sided
+from . import gla_forward, gla_gradient, gla_two_sided, hopper
 from ._hardware import Hardware
-from ._launch import KERNELS, check_call, check_choice, differentiable, with_state
+from ._launch import check_call, check_choice, differentiable, with_state
 from ._plan import Plan
 from ._program import Planned
 
 __all__ = ["gla"]
 
 PATHS = ("fused", "segmented")
+KERNELS = ("portable", "hopper")
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel) -> Plan:
-    """(o, final state, the states that segments start from); `kernel` has one choice today."""
+    """(o, final state, the states that segments start from)."""
+    reason = hopper.refusal(hardware, q, k, v, g, g_v)
+    if kernel == "hopper" and reason:
+        raise ValueError(f"kernel: expected what the Hopper kernel takes for kernel='hopper', but {reason}")
+    if kernel != "portable" and not reason:
+        from .hopper import gla_forward as gluon  # not where Gluon is missing
+
+        return gluon.plan_forward(hardware, q, k, v, g, S, cu, scale, path)
     if g_v is None:
-        return gla_forward.plan_forward(hardware, q, k, v, g, S, cu, scale, path)
-    return gla_two_sided.plan_forward(hardware, q, k, v, g, g_v, S, cu, scale, path)
+        plan = gla_forward.plan_forward(hardware, q, k, v, g, S, cu, scale, path)
+    else:
+        plan = gla_two_sided.plan_forward(hardware, q, k, v, g, g_v, S, cu, scale, path)
+    who = f"the portable kernel: {reason or 'it was asked for'}"
+    return plan._replace(why=(who, *plan.why))
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg) -> Plan:
@@ -83,7 +94,8 @@ def gla(
             Their values, and those of g and g_v, are looked at under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None chooses by
             :func:`gla_ref.kernels.linear_attention.choose_path`.
-        kernel: "portable"; None lets the plan choose, which :func:`gla_ref.kernels.explain` prints.
+        kernel: "portable", or "hopper" for the one in Gluon (forward; gradients are the portable kernels'); None lets
+            the plan choose, which :func:`gla_ref.kernels.explain` prints with the reason.
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.

@@ -64,7 +64,7 @@ WALK = {
     ("turing", 16): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
     ("turing", 32): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
 }
-MEND = {"hopper": 64, "ampere": 32, "turing": 32}  # most of BK in `mend`
+MEND = {"hopper": 64, "ampere": 32, "turing": 32}  # most of BK and BV in `mend`
 # nats of decay in a chunk up to which (1) is exact: half of it must be far from the dtype's largest
 # number. float32 could bear 80, but differences of larger sums cost it digits
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -4.0}
@@ -483,11 +483,12 @@ class Call:
 
     def mend(self, q, k, v, g, o, strong, reverse=False) -> None:
         """Add to o what `walk` has left out."""
+        wide = MEND[self.draft.hardware.family]
         self.draft.launch(
             mend, cdiv(self.chunks * self.H, 16),
             q, k, v, g, o, strong, self.cu, *patterns(q, k, v, g, o),
             self.N, self.T, self.H, self.K, self.V, self.scale, self.chunks * self.H, int(reverse),
-            LEVELS=self.levels, BK=min(MEND[self.draft.hardware.family], self.BK), BV=self.BV, BN=16,
+            LEVELS=self.levels, BK=min(wide, self.BK), BV=min(wide, self.BV), BN=16,
             **self.same, num_warps=4, num_stages=1,
         )
 

@@ -1,0 +1,27 @@
+"""Kernels for Hopper in Gluon: warps with different jobs in one program (its algebra: chapter 14)."""
+
+from __future__ import annotations
+
+from .._hardware import Hardware
+from .._plan import Spec, describable
+from ._gluon import missing
+
+WIDEST = 128  # channels of a key: the state of as many rows, and two stages of all that it needs, fill a multiprocessor
+
+
+def refusal(hardware: Hardware, q: Spec, k: Spec, v: Spec, g: Spec, g_v: Spec | None) -> str | None:
+    """Why the Hopper kernel of GLA does not take a call; None if it does."""
+    if hardware.name != "sm_90":
+        return f"the Hopper kernel is for sm_90, not {hardware.name}"
+    if name := missing():
+        return f"this Triton has no {name}"
+    if g_v is not None:
+        return "the Hopper kernel has no gates on values"
+    if q.shape[-1] > WIDEST:
+        return f"the Hopper kernel has K of at most {WIDEST}, not {q.shape[-1]}"
+    for x in (q, k, v, g):
+        if x is not g and x.dtype.itemsize != 2:
+            return f"the Hopper kernel takes tokens of 16 bits, and {x.name} is {x.dtype}"
+        if not describable(x, hardware, x.dtype.itemsize):
+            return f"{x.name} of shape {x.shape} and strides {x.strides} is not one that the copy engine reads"
+    return None

@@ -1,0 +1,489 @@
+"""Gated Linear Attention, forward, on Hopper: three jobs side by side in one program (its algebra: chapter 14).
+
+    q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                          (1)
+    o  = scale * (q' S' + tril(q' k'^T) v)                                                      (2)
+    S <- e^(b_C - r) (S' + k'^T v)                                                              (3)
+
+The algebra is that of ../gla_forward.py, which see, and so are strong chunks (here only flagged, `mend` of that file
+adds their pairs), segments and packed sequences. What differs is who does what. There a program does one thing after
+the other, and the chip waits: for memory, then for exponentials, then for products. Here a program has three roles,
+each with warps of its own, which work on different chunks at the same time:
+
+    loader        1 warp     asks the copy engine (TMA) for q, k, v, g of a chunk, as soon as a stage is free
+    transformer   4 or 8     (1) of q and k, in place; the state's factors; is the chunk strong?
+    multiplier    4 or 8     (2) and (3): four products (WGMMA), the state in its registers; o out by TMA
+
+They meet at barriers in shared memory, three for each of STAGES stages, stage s of chunk i being i % STAGES:
+
+    empty   multiplier -> loader        nobody reads the stage any more
+    ready   copy engine -> transformer  its bytes have come
+    hat     transformer -> multiplier   q', k', factors are in place
+
+*Why nobody waits for ever.* A barrier that expects one arrival completes a phase at each; `wait(bar, p)` returns once
+the phase of parity p is complete, and on a fresh barrier the phase before the first, of parity 1, counts as complete.
+All roles walk over the same chunks i = 0, 1, ... n - 1, and round j = i // STAGES of a stage has one arrival at each
+of its barriers: at `ready` that of the bytes which the loader announced, at `hat` the transformer's, at `empty` the
+multiplier's. So a role waits for phase j, of parity j & 1; the loader waits for `empty` of round j - 1, of parity
+(j & 1) ^ 1, and in round 0 for none. Nobody can be two phases late, where parity would deceive: an arrival of
+round j + 1 at a barrier needs, by way of the other two, that its round j was waited for.
+
+Gates in float32 are twice as large, and have one tile instead of one a stage. `taken` (transformer -> loader) has one
+arrival a chunk: phase i is that of chunk i, and before it asks for the gates of chunk i the loader waits for phase
+i - 1, of parity (i & 1) ^ 1. It does so last, when the chunk's other tiles are on their way.
+
+*Proxies.* The copy engine and WGMMA see what threads have written to shared memory only after a fence of the writing
+threads, so each store that they read, or write over, is followed by one before the barrier.
+
+Limits: 16-bit tokens, all rows of a multiple of 16 bytes, K <= 128, V <= 512.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .._hardware import Hardware
+from .._plan import Box, Plan, Spec, boxed, cdiv
+from .._segments import segment_length, slots
+from ..gla_forward import Call, Readers
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def which_segment(cu, i_s, N, T, L, W: gl.constexpr):
+    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s, as in ../_segments.py."""
+    if cu is None:
+        n_s = gl.cdiv(T, L)
+        return i_s // n_s, i_s // n_s, i_s * 0, i_s * 0 + T, i_s % n_s * L
+    else:
+        line: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+        i_n = i_s * 0 - 1
+        for o in range(0, N, 256):
+            o_n = o + gl.arange(0, 256, layout=line)
+            b_cu = gl.load(cu + o_n, mask=o_n < N, other=0).to(gl.int32)
+            i_n += gl.sum(((b_cu // L + o_n <= i_s) & (o_n < N)).to(gl.int32), 0)
+        start, stop = gl.load(cu + i_n).to(gl.int32), gl.load(cu + i_n + 1).to(gl.int32)
+        return i_n, i_s * 0, start, stop, start + (i_s - start // L - i_n) * L
+
+
+@gluon.jit
+def loader(boxes, stages, bars, i_b, i_h, o_v, begin, n, C: gl.constexpr, STAGES: gl.constexpr):
+    """Bring q, k, v, g of each chunk; what lies beyond the tensor comes as zeros."""
+    q, k, v, g, d_o = boxes
+    all_q, all_k, all_v, all_g = stages
+    empty, ready, hat, taken = bars
+    for i in range(n):
+        s, o_t = i % STAGES, begin + i * C
+        mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)  # of round j - 1
+        bar = ready.index(s)
+        if q is not None:
+            mbarrier.expect(bar, 2 * k.block_type.nbytes + v.block_type.nbytes + g.block_type.nbytes)
+        else:
+            mbarrier.expect(bar, k.block_type.nbytes + v.block_type.nbytes + g.block_type.nbytes)
+        if g.dtype != gl.float32:
+            tma.async_copy_global_to_shared(g, [i_b, i_h, o_t, 0], bar, all_g.index(s))
+        tma.async_copy_global_to_shared(k, [i_b, i_h, o_t, 0], bar, all_k.index(s))
+        if q is not None:
+            tma.async_copy_global_to_shared(q, [i_b, i_h, o_t, 0], bar, all_q.index(s))
+        tma.async_copy_global_to_shared(v, [i_b, i_h, o_t, o_v], bar, all_v.index(s))
+        if g.dtype == gl.float32:
+            mbarrier.wait(taken, (i & 1) ^ 1)  # the gates of chunk i - 1
+            tma.async_copy_global_to_shared(g, [i_b, i_h, o_t, 0], bar, all_g.index(0))
+
+
+@gluon.jit
+def keep_rows(tile, left, layout: gl.constexpr):
+    """Zeros from row `left` on, in place: what follows is another sequence's."""
+    x = tile.load(layout)
+    rows = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+    tile.store(gl.where((rows < left)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def scaled(tile, factors, layout: gl.constexpr):
+    """A tile times factors, in place."""
+    tile.store((tile.load(layout).to(gl.float32) * factors).to(tile.dtype))
+
+
+@gluon.jit
+def transformer(
+    boxes, stages, bars, signs, halves, g_16, all_factors, flags, strong, i_d, H, begin, end, n,
+    C: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+):
+    """(1): q' and k' in place of q and k, the state's factors, and a flag for each strong chunk."""
+    q, k, v, g, d_o = boxes
+    all_q, all_k, all_v, all_g = stages
+    empty, ready, hat, taken = bars
+    BK: gl.constexpr = k.block_type.shape[3]
+    BV: gl.constexpr = v.block_type.shape[3]
+    FLOAT16: gl.constexpr = k.dtype == gl.float16
+    WIDE: gl.constexpr = g.dtype == gl.float32
+    tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
+    tile_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
+    of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, tile))[:, None]
+    for i in range(n):
+        s = i % STAGES
+        mbarrier.wait(ready.index(s), (i // STAGES) & 1)
+        b_k = all_k.index(s).reshape([C, BK])
+        b_g = all_g.index(0 if WIDE else s).reshape([C, BK])
+        left = end - begin - i * C
+        if PACKED:
+            if left < C:
+                keep_rows(b_k, left, tile)
+                keep_rows(all_v.index(s).reshape([C, BV]), left, tile_v)
+                keep_rows(b_g, left, tile)
+                fence_async_shared()
+        # b - r is half of the sum from the left less half of that from the right. r is a product too, of 16 columns
+        # that are all alike: a sum over the rows of a tile would go from warp to warp
+        none, none_r = gl.zeros([C, BK], gl.float32, tile), gl.zeros([BK, 16], gl.float32, of_r)
+        if WIDE:  # in two bf16 parts, one after the other through the same tile
+            gates = b_g.load(tile)
+            gates = gl.where(gates < -104.0, -104.0, gates)
+            high = gates.to(gl.bfloat16)
+            g_16.store(high)
+            fence_async_shared()
+            mbarrier.arrive(taken, count=1)
+            x = warpgroup_mma(signs, g_16, none, use_acc=False, is_async=True)
+            r = warpgroup_mma(g_16.permute((1, 0)), halves, none_r, use_acc=False, is_async=True)
+            x, r = warpgroup_mma_wait(0, deps=[x, r])
+            g_16.store((gates - high.to(gl.float32)).to(gl.bfloat16))
+            fence_async_shared()
+            x = warpgroup_mma(signs, g_16, x, is_async=True)
+            r = warpgroup_mma(g_16.permute((1, 0)), halves, r, is_async=True)
+        else:
+            x = warpgroup_mma(signs, b_g, none, use_acc=False, is_async=True)
+            r = warpgroup_mma(b_g.permute((1, 0)), halves, none_r, use_acc=False, is_async=True)
+        x, r = warpgroup_mma_wait(0, deps=[x, r])
+        r = gl.max(r, 1)  # [BK]
+        mild = gl.min(r, 0) >= LIMIT * 0.5
+        if mild:
+            x = x * LOG2E
+            all_factors.index(3 * s).store(gl.exp2(r * LOG2E))
+            scaled(b_k, gl.exp2(-x), tile)
+            if q is not None:
+                scaled(all_q.index(s).reshape([C, BK]), gl.exp2(x), tile)
+        else:
+            if not WIDE:  # e^-104 is 0 in float32, so -104 stands for all below, -inf too
+                gates = b_g.load(tile).to(gl.float32)
+                b_g.store(gl.where(gates < -104.0, -104.0, gates).to(b_g.dtype))
+                fence_async_shared()
+                x = warpgroup_mma(signs, b_g, none, use_acc=False)
+            x = x * LOG2E
+            half = gl.sum(gl.where(rows == C - 1, x, 0.0), 0)  # r again, by columns of x: its last row
+            # a strong channel's q decays from the start, its k to the end, the state in between
+            weak = half >= LIMIT * 0.5 * LOG2E
+            edge, rest = gl.where(weak, half, 0.0), gl.where(weak, 0.0, half)
+            last = gl.exp2(edge)
+            scaled(b_k, gl.exp2(rest[None, :] - x), tile)
+            if FLOAT16:  # 2^shift moves from q to the state: ../gla_forward.py
+                most = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half
+                shift = gl.where(weak, 0.0, gl.floor(gl.maximum(most, -100.0)))
+                all_factors.index(3 * s).store(gl.exp2(edge + shift))
+                all_factors.index(3 * s + 1).store(gl.exp2(2.0 * rest - shift))
+                all_factors.index(3 * s + 2).store(last)
+                if q is not None:
+                    scaled(all_q.index(s).reshape([C, BK]), gl.exp2(x + (rest - shift)[None, :]), tile)
+            else:
+                all_factors.index(3 * s).store(last)
+                all_factors.index(3 * s + 1).store(gl.exp2(2.0 * rest))
+                if q is not None:
+                    scaled(all_q.index(s).reshape([C, BK]), gl.exp2(x + rest[None, :]), tile)
+        flags.index(s).store(gl.full([1], 1, gl.int32, one) * (1 - mild.to(gl.int32)))
+        if q is not None:
+            gl.store(strong + i_d + i * H, (1 - mild.to(gl.int32)).to(gl.int8))
+        fence_async_shared()
+        mbarrier.arrive(hat.index(s), count=1)
+
+
+@gluon.jit
+def operand(x, dtype: gl.constexpr):
+    """x in a product's precision, and what to multiply the product by: float16 ends at 65504 (../_tiles.py)."""
+    if dtype == gl.float16:
+        most = gl.max(gl.max(gl.abs(x), 1), 0)
+        power = gl.maximum(gl.ceil(gl.log2(gl.maximum(most, 1e-30))) - 15.0, -40.0)
+        return (x * gl.exp2(-power)).to(dtype), gl.exp2(power)
+    else:
+        return x.to(dtype), 1.0
+
+
+@gluon.jit
+def multiplier(
+    boxes, stages, bars, all_factors, flags, tiles, o, S_in, S_out, decay,
+    i_s, i_b, i_h, o_v, begin, end, n, T, H, K, V, scale,
+    C: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+):
+    """(2) and (3), from S_in to S_out."""
+    q, k, v, g, d_o = boxes
+    all_q, all_k, all_v, all_g = stages
+    if q is not None:
+        S_16, P_16, o_16 = tiles
+    empty, ready, hat, taken = bars
+    BK: gl.constexpr = k.block_type.shape[3]
+    BV: gl.constexpr = v.block_type.shape[3]
+    FLOAT16: gl.constexpr = k.dtype == gl.float16
+    # the state: 16 rows a warp; scores and o: 64 rows are four warps', further warps share columns
+    of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
+    of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
+    of_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, C * 4 // W, 16])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(1, of_S))
+    o_c = o_v + gl.arange(0, BV, layout=gl.SliceLayout(0, of_S))
+    p_S = ((i_s * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_c[None, :]
+    m_S = (o_k < K)[:, None] & (o_c < V)[None, :]
+    if S_in is not None:
+        S = gl.load(S_in + p_S, mask=m_S, other=0.0)
+    else:
+        S = gl.zeros([BK, BV], gl.float32, of_S)
+    whole = gl.full([BK], 1.0, gl.float32, gl.SliceLayout(1, of_S))
+    i_P = gl.arange(0, C, layout=gl.SliceLayout(1, of_P))[:, None]
+    j_P = gl.arange(0, C, layout=gl.SliceLayout(0, of_P))[None, :]
+    for i in range(n):
+        s = i % STAGES
+        mbarrier.wait(hat.index(s), (i // STAGES) & 1)
+        b_k = all_k.index(s).reshape([C, BK])
+        b_v = all_v.index(s).reshape([C, BV])
+        strong = gl.sum(flags.index(s).load(one), 0)
+        first = all_factors.index(3 * s).load(gl.SliceLayout(1, of_S))
+        last = first
+        if q is not None:
+            b_q = all_q.index(s).reshape([C, BK])
+            P = warpgroup_mma(
+                b_q, b_k.permute((1, 0)), gl.zeros([C, C], gl.float32, of_P), use_acc=False, is_async=True
+            )
+            S = S * first[:, None]
+            low, of_low = operand(S, k.dtype)
+            S_16.store(low)
+            fence_async_shared()
+            b_o = warpgroup_mma(b_q, S_16, gl.zeros([C, BV], gl.float32, of_o), use_acc=False, is_async=True)
+            P = warpgroup_mma_wait(1, deps=[P])
+            # by where: what is left out may be infinite; of a strong chunk all
+            P, of_pairs = operand(gl.where((i_P >= j_P) & (strong == 0), P, 0.0), k.dtype)
+            P_16.store(P)
+            fence_async_shared()
+        else:
+            S = S * first[:, None]
+        if strong != 0:
+            through = all_factors.index(3 * s + 1).load(gl.SliceLayout(1, of_S))
+            S = S * through[:, None]
+            whole = whole * through
+            if FLOAT16:
+                last = all_factors.index(3 * s + 2).load(gl.SliceLayout(1, of_S))
+        S = warpgroup_mma(b_k.permute((1, 0)), b_v, S, is_async=True)
+        if q is not None:
+            b_o = warpgroup_mma_wait(1, deps=[b_o])
+            if FLOAT16:
+                b_o = b_o * (of_low / of_pairs)
+            b_o = warpgroup_mma(P_16, b_v, b_o, is_async=True)
+            S = warpgroup_mma_wait(1, deps=[S])
+        else:
+            S = warpgroup_mma_wait(0, deps=[S])
+        S = S * last[:, None]
+        whole = whole * first * last
+        if q is not None:
+            b_o = warpgroup_mma_wait(0, deps=[b_o])
+        mbarrier.arrive(empty.index(s), count=1)
+        if q is not None:
+            b_o = b_o * scale
+            if FLOAT16:
+                b_o = b_o * of_pairs
+            low = b_o.to(k.dtype)
+            o_t = begin + i * C
+            if PACKED:
+                store_rows(o, low, o_16, d_o, i_h, o_t, end, o_v, H, V, of_o)
+            else:
+                store_box(low, o_16, d_o, i_b, i_h, o_t, o_v)
+    tma.store_wait(0)
+    if S_out is not None:
+        gl.store(S_out + p_S, S, mask=m_S)
+    if decay is not None:
+        gl.store(decay + (i_s * H + i_h) * K + o_k, whole, mask=o_k < K)
+
+
+@gluon.jit
+def store_box(low, o_16, d_o, i_b, i_h, o_t, o_v):
+    """A tile of o by the copy engine, which leaves out what lies beyond the tensor."""
+    tma.store_wait(0)  # the last tile has been read
+    o_16.reshape(low.shape).store(low)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(d_o, [i_b, i_h, o_t, o_v], o_16)
+
+
+@gluon.jit
+def store_rows(o, low, o_16, d_o, i_h, o_t, end, o_v, H, V, layout: gl.constexpr):
+    """A tile of o of a packed sequence: behind its last row there is the next sequence."""
+    C: gl.constexpr = low.shape[0]
+    BV: gl.constexpr = low.shape[1]
+    if end - o_t >= C:
+        store_box(low, o_16, d_o, 0, i_h, o_t, o_v)
+    else:
+        rows = o_t + gl.arange(0, C, layout=gl.SliceLayout(1, layout))
+        columns = o_v + gl.arange(0, BV, layout=gl.SliceLayout(0, layout))
+        p = o + ((rows.to(gl.int64) * H + i_h) * V)[:, None] + columns[None, :]
+        gl.store(p, low, mask=(rows < end)[:, None] & (columns < V)[None, :])
+
+
+@gluon.jit(do_not_specialize=("N", "T", "L", "H"))
+def walk(
+    q, k, v, g, strong, d_o, o, S_in, S_out, decay, cu, N, T, L, H, K, V, scale,
+    C: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr,
+    WT: gl.constexpr, LIMIT: gl.constexpr, REGISTERS: gl.constexpr,
+):
+    """A segment of a head, chunk by chunk, from its state in S_in to S_out.
+
+    q, k, v, g are boxes, and so is d_o, of the tensor o. Without q there is no o and no flags. Of S_in, S_out and
+    decay (of the segment) any may be None.
+    """
+    PACKED: gl.constexpr = cu is not None
+    # which tile: neighbours share in L2 what they read
+    n_v, pid = gl.cdiv(V, BV), gl.program_id(0)
+    o_v, i_h, i_s = pid % n_v * BV, pid // n_v % H, pid // n_v // H
+    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, W)
+    end = gl.minimum(begin + L, stop)
+    n = gl.cdiv(gl.maximum(end - begin, 0), C)  # chunks of this segment; none in a spare slot
+    # the number of the first of them among the chunks of all sequences
+    i_0 = (start // C + i_n if PACKED else i_n * gl.cdiv(T, C)) + (begin - start) // C
+    i_d = i_0.to(gl.int64) * H + i_h
+
+    # shared memory: stages, tiles for products, factors, barriers
+    all_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, BK], k.layout)
+    all_v = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, C, BV], v.layout)
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    if g.dtype == gl.float32:
+        all_g = gl.allocate_shared_memory(g.dtype, [1, 1, 1, C, BK], g.layout)
+        g_16 = gl.allocate_shared_memory(gl.bfloat16, [C, BK], square)
+        signs = gl.allocate_shared_memory(gl.bfloat16, [C, C], square)
+    else:
+        all_g = gl.allocate_shared_memory(g.dtype, [STAGES, 1, 1, C, BK], g.layout)
+        g_16: gl.constexpr = None
+        signs = gl.allocate_shared_memory(g.dtype, [C, C], square)
+    halves = gl.allocate_shared_memory(signs.dtype, [C, 16], gl.NVMMASharedLayout(32, 16, 2))
+    if q is not None:
+        all_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, BK], q.layout)
+        S_16 = gl.allocate_shared_memory(k.dtype, [BK, BV], square)
+        P_16 = gl.allocate_shared_memory(k.dtype, [C, C], square)
+        o_16 = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout)
+        tiles = (S_16, P_16, o_16)
+    else:
+        all_q: gl.constexpr = None
+        tiles: gl.constexpr = None
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    factors = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BK], line)  # first, through, last
+    flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], line)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    hat = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(empty.index(s), count=1)
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(hat.index(s), count=1)
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(taken, count=1)
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, by_rows))[:, None]
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, by_rows))[None, :]
+    signs.store(gl.where(i >= j, 0.5, -0.5).to(signs.dtype))
+    halves.store(gl.full([C, 16], 0.5, signs.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
+    fence_async_shared()
+
+    boxes = (q, k, v, g, d_o)
+    stages = (all_q, all_k, all_v, all_g)
+    bars = (empty, ready, hat, taken)
+    gl.warp_specialize(
+        [
+            (multiplier, (
+                boxes, stages, bars, factors, flags, tiles, o, S_in, S_out, decay,
+                i_s, i_b, i_h, o_v, begin, end, n, T, H, K, V, scale, C, STAGES, PACKED, W,
+            )),
+            (transformer, (
+                boxes, stages, bars, signs, halves, g_16, factors, flags, strong, i_d, H, begin, end, n,
+                C, STAGES, LIMIT, PACKED, WT,
+            )),
+            (loader, (boxes, stages, bars, i_b, i_h, o_v, begin, n, C, STAGES)),
+        ],
+        [WT, 1],
+        [REGISTERS, 24],
+    )
+
+
+# The plan.
+
+
+class Roles(NamedTuple):
+    """How a program is made."""
+
+    multiplier: int  # warps
+    transformer: int
+    stages: int
+    registers: int  # a thread: at entry, of all warps and as many more as make them a multiple of four
+    of_transformer: int
+
+
+ROLES = {64: Roles(4, 4, 3, 128, 160), 128: Roles(8, 4, 2, 128, 160)}  # by BK
+
+
+class Hopper(Call):
+    """What the launches of one call share."""
+
+    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path):
+        super().__init__(hardware, inputs, scale, path)
+        self.BK, self.BV = (64 if n <= 64 else 128 for n in (self.K, self.V))
+
+    def launch_walk(
+        self, x: Readers, v: Spec, engine: bool, reverse: bool,
+        L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+    ) -> None:
+        """`walk` over segments of L tokens; forwards, without states of chunks."""
+        C, BK, BV, H, K, V = self.C, self.BK, self.BV, self.H, self.K, self.V
+        roles = ROLES[BK]
+        self.draft.launch(
+            walk, cdiv(V, BV) * H * slots(self.B, self.T, self.cu, L),
+            box(x.q, C, BK) if o else None, box(x.k, C, BK), box(v, C, BV), box(x.g, C, BK),
+            x.strong if o else None, box(o, C, BV) if o else None, o, S_in, S_out, decays[0], self.cu,
+            self.N, self.T, L, H, K, V, self.scale,
+            C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier, WT=roles.transformer, LIMIT=self.limit,
+            REGISTERS=roles.of_transformer, num_warps=roles.multiplier, maxnreg=roles.registers,
+        )
+
+
+@functools.cache
+def swizzled(bits: int) -> gl.NVMMASharedLayout:
+    """As WGMMA reads it; made once, since a layout checks itself for longer than the rest of a plan takes."""
+    return gl.NVMMASharedLayout(128, bits, 4)
+
+
+def box(x: Spec, rows: int, width: int) -> Box:
+    return boxed(x, rows, width)._replace(layout=swizzled(8 * x.dtype.itemsize))
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
+    """(o, final state, starts) of specs of the tensors."""
+    inputs = (q, k, v, g, None, S, cu)
+    call = Hopper(hardware, inputs, scale, path)
+    draft = call.draft
+    draft.because("a loader, a transformer and a multiplier side by side: the Hopper kernel, in Gluon")
+    # spare slots are nobody's: their flags must be zeros
+    flags = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
+    walked = call.walk(Readers(q, k, g, None, flags), v, draft.contiguous(S, torch.float32), o="o", S="S_T")
+    call.mend(q, k, v, g, walked.o, flags)
+    starts = walked.starts
+    if starts is not None:  # the gradient's walks are the portable ones: theirs, if they cut sequences alike
+        lengths = {
+            segment_length(x.draft, path, cdiv(x.V, x.BV) * x.H * x.N, cdiv(x.T, x.C), x.cu and x.N)
+            for x in (call, Call(hardware, inputs, scale, path))
+        }
+        starts = starts if len(lengths) == 1 else None
+    return draft.plan("hopper", walked.o, walked.S, starts)

@@ -1,0 +1,194 @@
+"""Gated linear attention on Hopper, on a page: warps with three jobs at once (its algebra: chapter 14).
+
+Computes what :mod:`gla_ref.pages.gla` does, which see for its equations::
+
+    q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                   (1)
+    o  = scale (q' S' + tril(q' k'^T) v)                                                 (2)
+    S <- e^r (S' + k'^T v)                                                               (3)
+
+There one program does all of this in turn, and while it loads, nothing multiplies. Here a program owns the whole
+state of one head, H * B programs, and three groups of its warps hand each other chunks through shared memory::
+
+    loader       1 warp     asks the copy engine (TMA) for g, q, k, v of a chunk      waits for `empty`
+    transformer  4 warps    (1): q' and k' in the place of q and k, and e^r           waits for `ready`
+    multiplier   8 warps    (2), (3): tensor cores (WGMMA), S in registers            waits for `hat`
+
+Chunk i lives in stage i % 2 of two, and stages have barriers of their own. A barrier counts one arrival a round and
+then is in its next phase; wait(bar, p) returns as soon as the phase of parity p is over, and in a fresh barrier phase
+-1, of parity 1, is. The round of chunk i is j = i // 2: `ready` and `hat` are waited for in phase j, of parity j & 1,
+`empty` in that of the round before, which for j = 0 is over already. So nobody waits for what nobody will do, and
+nobody is two rounds ahead, because a round goes through all three barriers.
+
+The copy engine and WGMMA see what threads wrote to shared memory only after these threads' fence.
+
+With C = 64 a chunk moves 2 C (3 K + 2 V) bytes, 80 KB at K = V = 128, for 2 C (C (2 K + V) + 2 K V) FLOPs. Left out:
+what gla_ref/pages/gla.py leaves out, float32, and K and V other than 64 and 128. A chunk whose log gates sum to less
+than -80 in any channel makes o of that head NaN from there on.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+LOG2E, LIMIT = gl.constexpr(1.4426950408889634), gl.constexpr(80.0)
+C, STAGES = gl.constexpr(64), gl.constexpr(2)
+
+
+@gluon.jit
+def loader(q, k, v, g, tiles, bars, i_b, i_h, T):
+    t_q, t_k, t_v, t_g = tiles
+    empty, ready, hat = bars
+    for i in range(gl.cdiv(T, C)):
+        s = i % STAGES
+        mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
+        # the copies below arrive at `ready` when so many bytes are there; beyond T they are zeros
+        bar = ready.index(s)
+        mbarrier.expect(bar, 3 * q.block_type.nbytes + v.block_type.nbytes)
+        tma.async_copy_global_to_shared(g, [i_b, i_h, i * C, 0], bar, t_g.index(s))
+        tma.async_copy_global_to_shared(k, [i_b, i_h, i * C, 0], bar, t_k.index(s))
+        tma.async_copy_global_to_shared(q, [i_b, i_h, i * C, 0], bar, t_q.index(s))
+        tma.async_copy_global_to_shared(v, [i_b, i_h, i * C, 0], bar, t_v.index(s))
+
+
+@gluon.jit
+def transformer(tiles, bars, sign, half, t_r, T, K: gl.constexpr):
+    t_q, t_k, t_v, t_g = tiles
+    empty, ready, hat = bars
+    # who has what of [C, K] and of [K, 16]: as WGMMA leaves it, 16 rows a warp
+    rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    for i in range(gl.cdiv(T, C)):
+        s = i % STAGES
+        mbarrier.wait(ready.index(s), (i // STAGES) & 1)
+        b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
+        # sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = b_i - r. Half of all is r, in each of 16 columns: summed by a
+        # product, too, since the rows of a tile are spread over warps, and those of g^T are not
+        b_g = t_g.index(s).reshape([C, K])
+        zero, zero_r = gl.zeros([C, K], gl.float32, rows), gl.zeros([K, 16], gl.float32, of_r)
+        x = warpgroup_mma(sign, b_g, zero, use_acc=False) * LOG2E  # [C, K]
+        r = gl.max(warpgroup_mma(b_g.permute((1, 0)), half, zero_r, use_acc=False), 1)  # [K]
+        t_r.index(s).store(gl.where(r >= -LIMIT / 2, gl.exp2(r * LOG2E), float("nan")))
+        b_q.store((b_q.load(rows).to(gl.float32) * gl.exp2(x)).to(b_q.dtype))  # q' of (1)
+        b_k.store((b_k.load(rows).to(gl.float32) * gl.exp2(-x)).to(b_k.dtype))  # k' of (1)
+        fence()
+        mbarrier.arrive(hat.index(s), count=1)
+
+
+@gluon.jit
+def multiplier(o, S_last, tiles, bars, t_r, t_S, t_P, t_o, i_b, i_h, H, T, scale, K: gl.constexpr, V: gl.constexpr):
+    t_q, t_k, t_v, t_g = tiles
+    empty, ready, hat = bars
+    # Four warps make 64 rows of a product, 16 each. Of S [128, V] the eight have 16 rows each (of S [64, V] both
+    # fours make all), of o and P half of the columns of 16 rows
+    of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, V, 16])
+    of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, V // 2, 16])
+    of_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
+    i, j = gl.arange(0, C, layout=gl.SliceLayout(1, of_P)), gl.arange(0, C, layout=gl.SliceLayout(0, of_P))
+    seen = i[:, None] >= j[None, :]  # [C, C]
+    S = gl.zeros([K, V], gl.float32, of_S)
+    for n in range(gl.cdiv(T, C)):
+        s = n % STAGES
+        mbarrier.wait(hat.index(s), (n // STAGES) & 1)
+        b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
+        b_v, e_r = t_v.index(s).reshape([C, V]), t_r.index(s).load(gl.SliceLayout(1, of_S))[:, None]
+        # is_async: the product runs while threads go on; wait(n, x): until x is there, at most n others under way
+        none = gl.zeros([C, C], gl.float32, of_P)
+        P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)  # q' k'^T
+        S *= e_r  # S' of (1)
+        t_S.store(S.to(b_q.dtype))  # an operand must be in shared memory, in 16 bits
+        fence()
+        none = gl.zeros([C, V], gl.float32, of_o)
+        b_o = warpgroup_mma(b_q, t_S, none, use_acc=False, is_async=True)  # q' S'
+        P = warpgroup_mma_wait(1, [P])
+        t_P.store(gl.where(seen, P, 0.0).to(b_q.dtype))  # tril: above the diagonal P may be huge
+        fence()
+        S = warpgroup_mma(b_k.permute((1, 0)), b_v, S, is_async=True)  # S' + k'^T v
+        b_o = warpgroup_mma_wait(1, [b_o])
+        b_o = warpgroup_mma(t_P, b_v, b_o, is_async=True)  # (2)
+        S = warpgroup_mma_wait(1, [S]) * e_r  # (3)
+        b_o = warpgroup_mma_wait(0, [b_o])
+        mbarrier.arrive(empty.index(s), count=1)
+        tma.store_wait(0)  # the copy engine has read the last o
+        t_o.reshape([C, V]).store((b_o * scale).to(b_q.dtype))
+        fence()
+        tma.async_copy_shared_to_global(o, [i_b, i_h, n * C, 0], t_o)  # nothing is written beyond T
+    tma.store_wait(0)
+    o_k, o_v = gl.arange(0, K, layout=gl.SliceLayout(1, of_S)), gl.arange(0, V, layout=gl.SliceLayout(0, of_S))
+    gl.store(S_last + ((i_b * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_v[None, :], S)
+
+
+@gluon.jit
+def walk(q, k, v, g, o, S_last, T, H, scale, K: gl.constexpr, V: gl.constexpr):
+    i_b, i_h = gl.program_id(0) // H, gl.program_id(0) % H
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # swizzled, as WGMMA reads tiles
+    t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
+    t_k = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
+    t_g = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
+    t_v = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, V], v.layout)
+    t_r = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # e^r
+    sign = gl.allocate_shared_memory(q.dtype, [C, C], square)
+    half = gl.allocate_shared_memory(q.dtype, [C, 16], gl.NVMMASharedLayout(32, 16, 2))
+    t_S = gl.allocate_shared_memory(q.dtype, [K, V], square)
+    t_P = gl.allocate_shared_memory(q.dtype, [C, C], square)
+    t_o = gl.allocate_shared_memory(q.dtype, [1, 1, C, V], o.layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    hat = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(empty.index(s), count=1)
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(hat.index(s), count=1)
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    i, j = gl.arange(0, C, layout=gl.SliceLayout(1, by_rows)), gl.arange(0, C, layout=gl.SliceLayout(0, by_rows))
+    sign.store(gl.where(i[:, None] >= j[None, :], 0.5, -0.5).to(q.dtype))
+    half.store(gl.full([C, 16], 0.5, q.dtype, gl.BlockedLayout([1, 8], [16, 2], [8, 1], [1, 0])))
+    fence()
+    tiles, bars = (t_q, t_k, t_v, t_g), (empty, ready, hat)
+    # the first role gets the eight warps of the launch, the others 4 and 1 more, with so many registers a thread
+    gl.warp_specialize(
+        [
+            (multiplier, (o, S_last, tiles, bars, t_r, t_S, t_P, t_o, i_b, i_h, H, T, scale, K, V)),
+            (transformer, (tiles, bars, sign, half, t_r, T, K)),
+            (loader, (q, k, v, g, tiles, bars, i_b, i_h, T)),
+        ],
+        [4, 1],
+        [160, 24],
+    )
+
+
+def descriptor(name, x, shape):
+    """x seen as [B, H, T, D], of which a copy takes C tokens of one head. Refuses what is left out."""
+    B, T, H, D = shape
+    if x.shape != shape or min(shape) < 1 or D not in (64, 128):
+        raise ValueError(f"{name}: expected {shape}, last 64 or 128, got {tuple(x.shape)}")
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"{name}: expected bfloat16, got {x.dtype}")
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
+        raise ValueError(f"{name}: expected a tensor on a GPU of compute capability 9.0, got one on {x.device}")
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        raise ValueError(f"{name}: expected contiguous, 16-byte aligned, got strides {x.stride()}")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"{name}: expected no gradient (use torch.no_grad), got requires_grad")
+    layout = gl.NVMMASharedLayout(128, 16, 4)
+    return TensorDescriptor(x, [B, H, T, D], [T * H * D, D, H * D, 1], [1, 1, C.value, D], layout)
+
+
+def gla(q, k, v, g, scale=None):
+    """o [B, T, H, V] and the state after the last token, float32 [B, H, K, V].
+
+    q, k and log gates g [B, T, H, K], v [B, T, H, V]; scale is K^-0.5 when None.
+    """
+    if q.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")
+    (B, T, H, K), V = q.shape, v.shape[3]
+    d_q, d_k, d_g = (descriptor(n, x, (B, T, H, K)) for n, x in (("q", q), ("k", k), ("g", g)))
+    d_v = descriptor("v", v, (B, T, H, V))
+    o, S = torch.empty_like(v), v.new_empty(B, H, K, V, dtype=torch.float32)
+    walk[(B * H,)](
+        d_q, d_k, d_v, d_g, descriptor("o", o, v.shape), S, T, H, K**-0.5 if scale is None else scale,
+        K=K, V=V, num_warps=8, maxnreg=128,
+    )
+    return o, S
