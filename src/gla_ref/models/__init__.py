@@ -1,0 +1,16 @@
+"""Language models around this book's mechanisms: the GLA layer, its Transformer, and mixers to compare (chapter 17).
+
+    model = LanguageModel(Config(vocab_size=256, hidden_size=128, num_hidden_layers=2, mixer="gla"))
+    loss, state = model.loss(tokens)
+    text, state = model.generate(prompts, 100)
+
+On a GPU mixers run on the kernels (whose first run in a model failed for two mixers: not trusted there yet), elsewhere
+on the references. Files are the business of
+:mod:`gla_ref.models.checkpoints`, which needs safetensors.
+"""
+
+from .config import Config
+from .language_model import LanguageModel, detach, next_tokens
+from .mixers import MIXERS
+
+__all__ = ["MIXERS", "Config", "LanguageModel", "detach", "next_tokens"]

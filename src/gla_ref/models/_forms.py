@@ -1,0 +1,41 @@
+"""The one place that says which form of a mechanism a model runs."""
+
+import torch
+from torch import Tensor
+
+from .. import FORMS
+
+REFERENCE = {"softmax_attention": "parallel", "gla": "chunkwise_two_level"}  # of the others "chunkwise"
+
+
+def choose(mechanism: str, device: torch.device, T: int, gradient: bool) -> str:
+    """The name of a form: the mechanism's kernel on a GPU, a reference elsewhere.
+
+    Where a mechanism has no kernel in `FORMS` its reference runs on a GPU too. A single token has forms of its own,
+    that of GLA's kernels only where no gradient is needed.
+    """
+    forms = FORMS[mechanism]
+    if device.type == "cuda" and "triton" in forms:
+        return "triton_recurrent" if T == 1 and not gradient and "triton_recurrent" in forms else "triton"
+    return "recurrent" if T == 1 else REFERENCE.get(mechanism, "chunkwise")
+
+
+def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor | None):
+    """(o, state) of tensors as :data:`gla_ref.FORMS` takes them.
+
+    Autocast ends here: forms have a precision of their own, which the dtypes of their inputs decide.
+    """
+    q, gradient = tensors[0], torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    form = FORMS[mechanism][choose(mechanism, q.device, q.shape[1], gradient)]
+    with torch.autocast(q.device.type, enabled=False):
+        return form(*tensors, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+def owners(cu_seqlens: Tensor, T: int) -> Tensor:
+    """`[T]`: which sequence each token of a packed batch belongs to."""
+    return torch.searchsorted(cu_seqlens[1:], torch.arange(T, device=cu_seqlens.device), right=True)
+
+
+def places(cu_seqlens: Tensor, T: int) -> Tensor:
+    """`[T]`: each token's place in its own sequence, from 0."""
+    return torch.arange(T, device=cu_seqlens.device) - cu_seqlens[owners(cu_seqlens, T)]

@@ -1,0 +1,158 @@
+"""What a language model is made of, as one checked record, read from JSON and written to it (chapter 17).
+
+Fields have the names of flash-linear-attention 0.6.0 (its GLAConfig) where it has the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from .mixers import MIXERS
+
+__all__ = ["Config"]
+
+# what fla's files say beside our fields: settings that change no result, and bookkeeping of transformers
+WITHOUT_EFFECT = set(
+    "attn_mode fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy max_position_embeddings "
+    "share_conv_kernel use_cache bos_token_id eos_token_id pad_token_id architectures auto_map dtype model_type "
+    "torch_dtype transformers_version chunk_size_feed_forward id2label label2id is_encoder_decoder output_attentions "
+    "output_hidden_states problem_type return_dict _name_or_path".split()
+)
+# what would change a result, and the values that ask for nothing that is not here
+NEUTRAL = {
+    "attn": (None,),
+    "attnres_block_size": (None,),
+    "clamp_min": (None,),
+    "elementwise_affine": (True,),
+    "feature_map": (None,),
+    "fuse_norm": (True,),  # else the norm has another name in the state dict
+    "hidden_act": ("swish",),
+    "tie_word_embeddings": (False,),
+    "use_gk": (True,),
+    "use_gv": (False,),
+    "use_l2warp": (False,),
+    "use_output_gate": (True,),
+}
+FLA_HAS = {"mixer": "gla", "gate_rank": 16, "tau": 16.0, "head_norm": "rms"}  # fixed there, and not in its files
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a :class:`gla_ref.models.language_model.LanguageModel`.
+
+    Attributes:
+        vocab_size: tokens that there are.
+        hidden_size: width d of the residual stream.
+        num_hidden_layers: blocks.
+        num_heads: heads H of a mixer.
+        mixer: a key of :data:`gla_ref.models.mixers.MIXERS`; the one argument in which an ablation differs.
+        expand_k: H K / d, of all mixers but softmax, which has 1.
+        expand_v: H V / d, of all mixers but softmax, which has 1.
+        gate_rank: rank of GLA's gate (the paper: 16).
+        tau: temperature of the gates of GLA and its scalar kin (the paper: 16).
+        head_norm: "rms", as in the published checkpoints, or "layer", as in the paper: what normalises a head's output.
+        use_short_conv: a causal convolution and silu behind the projections of q, k and v.
+        conv_size: tokens that the convolution sees.
+        hidden_ratio: sets the width of the MLP, unless `intermediate_size` does.
+        intermediate_size: that width; None: 2/3 of hidden_ratio d, rounded up to a multiple of 256.
+        norm_eps: added to mean squares before their root.
+        initializer_range: standard deviation of the weights at the start.
+
+    Raises:
+        TypeError, ValueError: a field does not fit; the message names it.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    num_heads: int = 4
+    mixer: str = "gla"
+    expand_k: float = 0.5
+    expand_v: float = 1.0
+    gate_rank: int = 16
+    tau: float = 16.0
+    head_norm: str = "rms"
+    use_short_conv: bool = False
+    conv_size: int = 4
+    hidden_ratio: float = 4
+    intermediate_size: int | None = None
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            self._check_kind(field.name, field.type)
+        for name, choices in (("mixer", tuple(MIXERS)), ("head_norm", ("rms", "layer"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.mixer == "softmax":
+            if self.hidden_size % (2 * self.num_heads):
+                raise ValueError(
+                    f"num_heads: expected heads of an even size, which softmax attention rotates, "
+                    f"got {self.num_heads} for hidden_size = {self.hidden_size}"
+                )
+            return
+        for name in ("expand_k", "expand_v"):
+            width = self.hidden_size * getattr(self, name)
+            if width % self.num_heads:
+                raise ValueError(
+                    f"{name}: expected hidden_size * {name} a multiple of num_heads = {self.num_heads}, got {width}"
+                )
+
+    def _check_kind(self, name: str, kind: str) -> None:
+        """Numbers are positive and finite, integers are integers, switches are True or False."""
+        x = getattr(self, name)
+        if kind.endswith("| None") and x is None or kind == "str":
+            return
+        if kind == "bool":
+            if not isinstance(x, bool):
+                raise TypeError(f"{name}: expected True or False, got {x!r}")
+            return
+        kinds, words = ((int, float), "number") if kind == "float" else (int, "integer")
+        if isinstance(x, bool) or not isinstance(x, kinds):
+            raise TypeError(f"{name}: expected a positive {words}, got {x!r}")
+        if not 0 < x < math.inf:
+            raise ValueError(f"{name}: expected a positive {words}, got {x!r}")
+
+    @property
+    def key_size(self) -> int:
+        """H K of all mixers but softmax."""
+        return int(self.hidden_size * self.expand_k)
+
+    @property
+    def value_size(self) -> int:
+        """H V of all mixers but softmax."""
+        return int(self.hidden_size * self.expand_v)
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the MLP."""
+        return self.intermediate_size or 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
+
+    def to_dict(self) -> dict:
+        """As JSON has it: what fla's GLAConfig reads where fla has the model, else of the model_type "gla_ref"."""
+        fields = dataclasses.asdict(self)
+        if any(fields[name] != value for name, value in FLA_HAS.items()):
+            return {"model_type": "gla_ref", **fields}
+        own = {name: x for name, x in fields.items() if name not in FLA_HAS}
+        return {"architectures": ["GLAForCausalLM"], "model_type": "gla", **own}
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> Config:
+        """The reverse of :meth:`to_dict`; reads fla's config.json too.
+
+        Raises:
+            TypeError, ValueError: a field is unknown, or asks for what is not here; the message names it.
+        """
+        if fields.get("model_type", "gla") not in ("gla", "gla_ref"):
+            raise ValueError(f"model_type: expected 'gla' or 'gla_ref', got {fields['model_type']!r}")
+        own = {field.name for field in dataclasses.fields(cls)}
+        neutral = NEUTRAL | {"num_kv_heads": (None, fields.get("num_heads", cls.num_heads))}
+        for name, x in fields.items():
+            if name in neutral and x not in neutral[name]:
+                raise ValueError(f"{name}: expected {' or '.join(map(repr, neutral[name]))}, got {x!r}")
+            if name not in own | WITHOUT_EFFECT | set(neutral):
+                raise ValueError(f"{name}: expected a field of Config or of fla's GLAConfig, got {x!r}")
+        return cls(**{name: x for name, x in fields.items() if name in own and x is not None})  # None: the default

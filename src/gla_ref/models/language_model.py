@@ -1,0 +1,258 @@
+"""A language model: blocks of a mixer and an MLP, logits, loss, and text that goes on (chapter 17).
+
+    x <- x + mixer(norm(x))         x <- x + W_down (silu(x' W_gate) * x' W_up),  x' = norm(x)
+
+with RMSNorm before each, as in LLaMA; the GLA paper's Transformer is this with GLA as the mixer (section 4.4). Modules
+are called as in flash-linear-attention's GLAForCausalLM.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .config import Config
+from .layer import START, LayerState
+from .mixers import MIXERS, wide
+
+__all__ = ["MLP", "Block", "LanguageModel", "Transformer", "detach", "next_tokens"]
+
+State = list[LayerState]  # of a model: one a block
+IGNORED = -100  # a target that does not count, as in torch.nn.functional.cross_entropy
+LOSS_TOKENS = 8192  # of so many tokens at a time there are logits: 1 GB in float32 at a vocabulary of 32,000
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        d, m = config.hidden_size, config.mlp_size
+        self.gate_proj = nn.Linear(d, m, bias=False)
+        self.up_proj = nn.Linear(d, m, bias=False)
+        self.down_proj = nn.Linear(m, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, d]` to `[B, T, d]`."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One mixer and one MLP, each behind a norm and beside the residual stream."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = MIXERS[config.mixer](config)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> tuple[Tensor, LayerState]:
+        """`[B, T, d]` to `[B, T, d]`, and the mixer's state."""
+        y, state = self.attn(self.attn_norm(x), state, cu_seqlens)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class Transformer(nn.Module):
+    """From tokens to normalised hidden states.
+
+    `gradient_checkpointing = True` keeps only what is between blocks for the backward pass, and makes the rest again.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.gradient_checkpointing = False
+
+    def forward(
+        self, tokens: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """`[B, T]` to `[B, T, d]`, and the state behind the last token of each sequence."""
+        x, after = self.embeddings(tokens), []
+        for layer, before in zip(self.layers, state or [START] * len(self.layers), strict=True):
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x, S = checkpoint(layer, x, before, cu_seqlens, use_reentrant=False)
+            else:
+                x, S = layer(x, before, cu_seqlens)
+            after.append(S)
+        return self.norm(x), after
+
+
+class LanguageModel(nn.Module):
+    """Logits of the next token, from any mixer.
+
+    Args:
+        config: its sizes, and which mixer.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.model = Transformer(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.apply(self._start)
+
+    def _start(self, module: nn.Module) -> None:
+        """Weights are normal, biases 0: so every gate of GLA begins near 2^(-1 / tau)."""
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(
+        self, tokens: Tensor, *, state: State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Logits of what follows each token.
+
+        Args:
+            tokens: int64 or int32 `[B, T]`, T >= 1.
+            state: what an earlier call returned for the tokens before; it is not changed, so that several calls
+                may go on from it.
+            cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed documents (B = 1), which know nothing of
+                each other; a state has N_seq sequences then.
+
+        Returns:
+            logits `[B, T, vocab_size]`, and the state behind the last tokens.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit; the message names it.
+        """
+        check_tokens("tokens", tokens)
+        x, state = self.model(tokens, state, cu_seqlens)
+        return self.lm_head(x), state
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """Mean cross-entropy in nats, and the state; logits are made of some thousand tokens at a time.
+
+        Args:
+            tokens: `[B, T]`.
+            targets: `[B, T]`, what should follow each token; -100 does not count. None: the next token of the same
+                sequence, none for its last.
+            state, cu_seqlens: as in :meth:`forward`. For truncated backpropagation through time pass `detach(state)`.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit; the message names it.
+        """
+        check_tokens("tokens", tokens)
+        targets = next_tokens(tokens, cu_seqlens) if targets is None else targets
+        if targets.shape != tokens.shape:
+            raise ValueError(f"targets: expected shape {list(tokens.shape)} as of tokens, got {list(targets.shape)}")
+        x, state = self.model(tokens, state, cu_seqlens)
+        targets, pieces = targets.flatten(), x.flatten(0, 1).split(LOSS_TOKENS)
+        parts = list(zip(pieces, targets.split(LOSS_TOKENS), strict=True))
+        if len(parts) == 1:  # nothing to save
+            total = self._summed(*parts[0])
+        else:
+            total = sum(checkpoint(self._summed, *part, use_reentrant=False) for part in parts)
+        return total / (targets != IGNORED).sum(), state
+
+    def _summed(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The summed cross-entropy of hidden states `[n, d]`, in at least float32."""
+        return F.cross_entropy(wide(self.lm_head(x)), targets, ignore_index=IGNORED, reduction="sum")
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Tensor | list[Tensor],
+        new_tokens: int,
+        *,
+        state: State | None = None,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+        chunk: int = 512,
+    ) -> tuple[Tensor, State]:
+        """Read the prompts, then write, token by token.
+
+        Prompts are read `chunk` tokens of each at a time, so that memory does not grow with their length. They may
+        differ in length: they are packed then, and nothing is padded.
+
+        Args:
+            prompts: `[N, T]`, or N tensors `[T_n]`, at least one token each.
+            new_tokens: how many to write, at least 1.
+            state: of an earlier call with N sequences, which the prompts continue.
+            temperature: 0 takes the likeliest token, else logits are divided by it and a token is drawn.
+            generator: of random numbers, for drawing.
+            chunk: tokens of a prompt read at a time.
+
+        Returns:
+            tokens `[N, new_tokens]`, and the state behind all of them, the last included.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit; the message names it.
+        """
+        prompts = list(prompts)
+        for i, prompt in enumerate(prompts):
+            check_tokens(f"prompts[{i}]", prompt, axes="T")
+        for name, x in (("new_tokens", new_tokens), ("chunk", chunk)):
+            if not isinstance(x, int) or isinstance(x, bool) or x < 1:
+                raise ValueError(f"{name}: expected an integer of at least 1, got {x!r}")
+        if not temperature >= 0:
+            raise ValueError(f"temperature: expected 0 or a positive number, got {temperature!r}")
+        x, state = self._read(prompts, state, chunk)
+        written = []
+        for _ in range(new_tokens):
+            logits = self.lm_head(x)
+            if temperature:
+                token = (wide(logits) / temperature).softmax(-1).multinomial(1, generator=generator)
+            else:
+                token = logits.argmax(-1, keepdim=True)
+            written.append(token)
+            x, state = self.model(token, state)
+            x = x[:, -1]
+        return torch.cat(written, 1), state
+
+    def _read(self, prompts: list[Tensor], state: State | None, chunk: int) -> tuple[Tensor, State]:
+        """The hidden state of each prompt's last token `[N, d]`, and the state."""
+        last = None
+        for start in range(0, max(map(len, prompts)), chunk):
+            pieces = [prompt[start : start + chunk] for prompt in prompts]
+            lengths = torch.tensor([len(piece) for piece in pieces], device=prompts[0].device)
+            if len({len(piece) for piece in pieces}) == 1:
+                x, state = self.model(torch.stack(pieces), state)
+                last = x[:, -1]
+                continue
+            cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+            x, state = self.model(torch.cat(pieces)[None], state, cu_seqlens)
+            ends = x[0, cu_seqlens[1:] - 1]  # of a piece without tokens: not its own
+            last = ends if last is None else torch.where(lengths[:, None] > 0, ends, last)
+        return last, state
+
+
+def next_tokens(tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The token after each, `[B, T]`; -100 after the last of a sequence."""
+    targets = tokens.roll(-1, 1)
+    targets[:, -1 if cu_seqlens is None else cu_seqlens[1:] - 1] = IGNORED  # -1 where the first sequence is empty
+    return targets
+
+
+def detach(state):
+    """The same state without its history, so that gradients end there (truncated backpropagation through time)."""
+    if isinstance(state, Tensor):
+        return state.detach()
+    if isinstance(state, list):
+        return [detach(x) for x in state]
+    if isinstance(state, tuple):
+        parts = (detach(x) for x in state)
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    return state
+
+
+def check_tokens(name: str, tokens: Tensor, axes: str = "B T") -> None:
+    """Tokens are integers, of these axes, none of them empty."""
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise TypeError(f"{name}: expected an int32 or int64 tensor of shape [{axes}], got {got}")
+    if tokens.ndim != len(axes.split()) or 0 in tokens.shape:
+        raise ValueError(f"{name}: expected shape [{axes}] of at least one token, got {list(tokens.shape)}")

@@ -1,0 +1,219 @@
+"""Mixers of one interface: softmax attention and six linear ones, which differ in their gates (chapter 17).
+
+All have the projections, and all but softmax the output gate and norm, of :mod:`gla_ref.models.layer`, so that what is
+compared is the state's update alone. Hence "like": each has its model's gate in its published parametrisation, not the
+rest of its model (RetNet's rotation of q and k, Mamba-2's keys shared by all heads and its skip connection).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .._contract import compute_dtype
+from ._forms import attend, owners, places
+from .layer import START, GatedLinearAttention, GatedOutput, LayerState, Mixer
+
+if TYPE_CHECKING:
+    from .config import Config
+
+__all__ = [
+    "MIXERS",
+    "Cache",
+    "GatedDeltaRule",
+    "LinearAttention",
+    "Mamba2",
+    "RetNet",
+    "ScalarGates",
+    "SoftmaxAttention",
+    "rotate",
+]
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in at least float32."""
+    return x.to(compute_dtype(x))
+
+
+class LinearAttention(GatedOutput):
+    """No gate, and no normaliser but the norm of each head."""
+
+    mechanism = "linear_attention"
+
+    def inputs(self, x, q, k, v):
+        """q, k, v."""
+        return q, k, v
+
+
+class RetNet(GatedOutput):
+    """A gate for each head that no data change: 1 - 2^(-5 - h) in head h (RetNet paper, eq. 8)."""
+
+    mechanism = "simple_gla"
+
+    def inputs(self, x, q, k, v):
+        """q, k, v and g `[B, T, H]`."""
+        h = torch.arange(self.heads, device=x.device, dtype=torch.float32)
+        return q, k, v, torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)
+
+
+class ScalarGates(GatedOutput):
+    """GLA with one gate a head: logsigmoid(x W + b) / tau."""
+
+    mechanism = "simple_gla"
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.gk_proj, self.tau = nn.Linear(config.hidden_size, self.heads), config.tau
+
+    def inputs(self, x, q, k, v):
+        """q, k, v and g `[B, T, H]`."""
+        return q, k, v, F.logsigmoid(self.gk_proj(x)) / self.tau
+
+
+class StepSize(nn.Module):
+    """Mamba-2's step size Delta = softplus(x W + b) and gate g = -e^A Delta, one of each a head, in float32.
+
+    At the start e^A is between 1 and 16 and Delta, at x = 0, between 0.001 and 0.1 (Mamba-2's published values).
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        H = config.num_heads
+        self.proj = nn.Linear(config.hidden_size, H, bias=False)
+        delta = torch.empty(H).uniform_(math.log(0.001), math.log(0.1)).exp()
+        self.bias = nn.Parameter(delta + torch.log(-torch.expm1(-delta)))  # of which softplus is delta
+        self.A_log = nn.Parameter(torch.empty(H).uniform_(1, 16).log())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(Delta, g) of x `[B, T, d]`, both `[B, T, H]`."""
+        delta = F.softplus(wide(self.proj(x)) + self.bias)
+        return delta, -wide(self.A_log).exp() * delta
+
+
+class Mamba2(GatedOutput):
+    """A gate for each head, tied to the strength of writing: S <- e^(-e^A Delta) S + Delta k^T v (Mamba-2 paper)."""
+
+    mechanism = "simple_gla"
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.dt = StepSize(config)
+
+    def inputs(self, x, q, k, v):
+        """q, k, Delta v and g `[B, T, H]`."""
+        delta, g = self.dt(x)
+        return q, k, delta[..., None].to(v.dtype) * v, g
+
+
+class GatedDeltaRule(GatedOutput):
+    """Mamba-2's gate, then a correction of what the key finds instead of an addition.
+
+    Queries and keys have length 1 (Gated DeltaNet paper, section 3).
+    """
+
+    mechanism = "gated_delta_rule"
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.dt, self.b_proj = StepSize(config), nn.Linear(config.hidden_size, self.heads, bias=False)
+
+    def inputs(self, x, q, k, v):
+        """q, k, v, g and beta `[B, T, H]`."""
+        q, k = (F.normalize(wide(y), dim=-1).to(v.dtype) for y in (q, k))
+        return q, k, v, self.dt(x)[1], self.b_proj(x).sigmoid()
+
+
+def rotate(x: Tensor, place: Tensor, base: float = 10000.0) -> Tensor:
+    """Rotary positions: x `[B, T, H, D]` with channels i and i + D/2 turned by place / base^(2 i / D) (RoFormer).
+
+    `place` is `[T]`; angles are in float64, so that a late token's are as exact as an early one's.
+    """
+    half = x.shape[-1] // 2
+    speed = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    angle = place[:, None, None] * speed
+    a, b = wide(x).chunk(2, -1)
+    cos, sin = angle.cos().to(a), angle.sin().to(a)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+
+class Cache(NamedTuple):
+    """Keys and values of all tokens so far: `[N, S, H, D]`, or packed `[1, S, H, D]` with boundaries."""
+
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor | None
+
+
+class SoftmaxAttention(Mixer):
+    """Softmax attention with rotary positions, as in LLaMA.
+
+    The mixer of a Transformer++. Its state, the cache, grows with every token.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__(config, config.hidden_size, config.hidden_size)
+
+    def forward(
+        self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """As in :class:`gla_ref.models.layer.Mixer`."""
+        (q, k, v), conv = self.project(x, state.conv, cu_seqlens)
+        cache: Cache | None = state.S
+        if cache is not None and (cache.cu_seqlens is not None or cu_seqlens is not None):
+            o, cache = self.ragged(q, k, v, cache, cu_seqlens)
+        else:
+            T, before = x.shape[1], 0 if cache is None else cache.k.shape[1]
+            t = torch.arange(T, device=x.device) + before if cu_seqlens is None else places(cu_seqlens, T)
+            past = None if cache is None else (cache.k, cache.v)
+            qkv = rotate(q, t), rotate(k, t), v
+            o, (k, v) = attend("softmax_attention", *qkv, initial_state=past, cu_seqlens=cu_seqlens)
+            cache = Cache(k, v, cu_seqlens)
+        return self.o_proj(o.flatten(2)), LayerState(cache, conv)
+
+    @staticmethod
+    def ragged(q, k, v, cache: Cache, cu_seqlens: Tensor | None) -> tuple[Tensor, Cache]:
+        """Sequences of different lengths that go on: their tokens join the cache, packed, and a mask keeps them apart.
+
+        Scores are made of all new tokens with all of the cache: right for decoding, where reading it takes the time.
+        """
+        shape = v.shape
+        old, new = (packed(*x) for x in ((cache.k, cache.v, cache.cu_seqlens), (q, k, v, cu_seqlens)))
+        cu = old[-1] + new[-1]
+        owner = torch.cat([owners(x[-1], x[0].shape[1]) for x in (old, new)])
+        order = owner.argsort(stable=True)
+        owner, place = owner[order], places(cu, len(order))
+        mine = order.argsort()[old[0].shape[1] :]  # where the new tokens went
+        q, k = (rotate(y, place[mine]) for y in new[:2])
+        k, v = (torch.cat([a, b], 1)[:, order] for a, b in ((old[0], k), (old[1], new[2])))
+        seen = (owner[mine, None] == owner) & (place[mine, None] >= place)
+        heads_first = [y.transpose(1, 2) for y in (q, k, v)]
+        o = F.scaled_dot_product_attention(*heads_first, attn_mask=seen).transpose(1, 2)
+        return o.reshape(shape), Cache(k, v, cu)
+
+
+def packed(*tensors_and_cu: Tensor | None) -> tuple[Tensor, ...]:
+    """Tensors `[B, T, ...]` as one row `[1, B T, ...]`, and their boundaries; what has boundaries stays."""
+    *tensors, cu = tensors_and_cu
+    if cu is not None:
+        return *tensors, cu
+    B, T = tensors[0].shape[:2]
+    cu = torch.arange(B + 1, device=tensors[0].device) * T
+    return *(x.flatten(0, 1)[None] for x in tensors), cu
+
+
+#: every mixer by the name that `Config.mixer` gives it
+#:
+#: :meta hide-value:
+MIXERS = {
+    "softmax": SoftmaxAttention,
+    "linear": LinearAttention,
+    "retnet": RetNet,
+    "scalar": ScalarGates,
+    "mamba2": Mamba2,
+    "gla": GatedLinearAttention,
+    "gated_delta": GatedDeltaRule,
+}

@@ -1,0 +1,482 @@
+"""Models: every mixer token by token, in chunks and packed is one model; fla's names, shapes and logits; errors."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import thin
+
+import gla_ref.models.mixers as mixers
+from gla_ref import FORMS
+from gla_ref.models import MIXERS, Config, LanguageModel, _forms, checkpoints, detach, next_tokens
+from gla_ref.models.layer import LayerState
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import fla_models  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+FACTS = json.loads(fla_models.FACTS.read_text())
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "gate_rank": 4,
+    "tau": 1.0,
+    "intermediate_size": 24,
+    "initializer_range": 0.3,
+}
+KINDS = [(mixer, conv) for mixer in MIXERS for conv in (False, True)]
+every = pytest.mark.parametrize("mixer", MIXERS)
+kinds = pytest.mark.parametrize("mixer, conv", thin(KINDS, *[(m, m in ("gla", "softmax")) for m in MIXERS]))
+
+
+def make(mixer="gla", *, dtype=torch.float64, **fields) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(Config(**SIZES | {"mixer": mixer} | fields)).to(dtype)
+
+
+def some(*shape: int) -> torch.Tensor:
+    return torch.randint(50, shape, generator=torch.Generator().manual_seed(1))
+
+
+def close(x, y, tolerance=1e-9):
+    assert x.shape == y.shape and (x - y).abs().max() < tolerance
+
+
+# -- one model, however its tokens come ---------------------------------------------------------
+
+
+@kinds
+@torch.no_grad()
+def test_steps_pieces_and_whole_are_one(mixer, conv):
+    model, tokens = make(mixer, use_short_conv=conv), some(2, 75)  # more than one chunk
+    whole, state = model(tokens)
+    first, before = model(tokens[:, :69])
+    logits, stepped = [first], before
+    for t in range(69, 75):
+        logits.append(model(tokens[:, t : t + 1], state=stepped)[0])
+        stepped = model(tokens[:, t : t + 1], state=stepped)[1]
+    close(torch.cat(logits, 1), whole)
+    rest, after = model(tokens[:, 69:], state=before)  # the earlier state is as it was
+    close(rest, whole[:, 69:])
+    for x, y, z in zip(after, state, stepped, strict=True):
+        for a, b, c in zip(*map(tensors, (x, y, z)), strict=True):
+            close(a, b)
+            close(c, b)
+
+
+def tensors(state):
+    """All tensors of a layer's state."""
+    if state is None:
+        return []
+    return [state] if isinstance(state, torch.Tensor) else [x for part in state for x in tensors(part)]
+
+
+@kinds
+@torch.no_grad()
+def test_packed_documents_are_those_apart(mixer, conv):
+    model = make(mixer, use_short_conv=conv)
+    texts, more = ([some(1, n + m) for n in sizes] for m, sizes in ((0, (7, 1, 12)), (1, (2, 5, 0))))
+    ends = torch.tensor([0, 7, 7, 8, 20])  # the second document is empty
+    packed, state = model(torch.cat(texts, 1), cu_seqlens=ends)
+    close(packed, torch.cat([model(text)[0] for text in texts], 1))
+    texts.insert(1, some(1, 0))
+    more.insert(2, some(1, 0))
+    longer, _ = model(torch.cat(more, 1), state=state, cu_seqlens=torch.tensor([0, 3, 9, 9, 10]))
+    pairs = [pair for pair in zip(texts, more, strict=True) if pair[1].numel()]
+    close(longer, torch.cat([model(torch.cat(pair, 1))[0][:, pair[0].shape[1] :] for pair in pairs], 1))
+
+
+def greedy(model, prompt, n):
+    """The likeliest continuation by whole sequences, without any state."""
+    tokens = prompt[None]
+    for _ in range(n):
+        tokens = torch.cat([tokens, model(tokens)[0][:, -1:].argmax(-1)], 1)
+    return tokens[0, len(prompt) :]
+
+
+@kinds
+@torch.no_grad()
+def test_generate_is_the_whole_model_token_by_token(mixer, conv):
+    model = make(mixer, use_short_conv=conv)
+    prompts = [some(5), some(11)[::2], some(13)]
+    written, state = model.generate(prompts, 3, chunk=4)
+    assert all(torch.equal(w, greedy(model, p, 3)) for w, p in zip(written, prompts, strict=True))
+    answers = [some(2), some(6), some(1)]  # the conversation goes on
+    again, _ = model.generate(answers, 2, state=state, chunk=4)
+    for p, w, a, found in zip(prompts, written, answers, again, strict=True):
+        assert torch.equal(found, greedy(model, torch.cat([p, w, a]), 2))
+    equal, _ = model.generate(torch.stack([prompts[0], prompts[1][:5]]), 3, chunk=4)
+    assert torch.equal(equal[0], written[0])
+
+
+def test_drawn_tokens():
+    model, prompt = make(), some(1, 4)
+
+    def draw(seed, temperature=1.0):
+        return model.generate(prompt, 8, temperature=temperature, generator=torch.Generator().manual_seed(seed))[0]
+
+    assert torch.equal(draw(0), draw(0)) and not torch.equal(draw(0), draw(1))
+    assert torch.equal(draw(0, 1e-6), model.generate(prompt, 8)[0])
+
+
+# -- learning ----------------------------------------------------------------------------------
+
+
+def gradients(model, tokens):
+    return torch.autograd.grad(model.loss(tokens)[0], list(model.parameters()))
+
+
+@every
+def test_gradients_flow_to_every_parameter(mixer):
+    assert all(g.abs().sum() > 0 for g in gradients(make(mixer, use_short_conv=True), some(2, 12)))
+
+
+@pytest.mark.deep  # the first checkpoint of a process imports PyTorch's compiler: seconds
+@every
+def test_gradient_checkpointing(mixer):
+    model, tokens = make(mixer, use_short_conv=True), some(2, 12)
+    plain, calls = gradients(model, tokens), []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    model.model.gradient_checkpointing = True
+    assert all(torch.equal(*pair) for pair in zip(gradients(model, tokens), plain, strict=True))
+    hook.remove()
+    assert len(calls) == 2, "made again for the backward pass"
+
+
+@pytest.mark.parametrize("mixer", thin(MIXERS, "gla", "softmax"))
+def test_autocast(mixer):
+    """Products in bfloat16, states in float32; the loss stays near."""
+    model, tokens = make(mixer, dtype=torch.float32), some(2, 12)
+    exact = model.loss(tokens)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        rough, state = model.loss(tokens)
+    assert model.model.layers[0].attn.q_proj(torch.zeros(1, 16)).dtype == torch.float32
+    assert 0 < abs(rough - exact) < 0.05 * exact
+    rough.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    kept = torch.bfloat16 if mixer == "softmax" else torch.float32  # a cache has the dtype of its keys
+    assert {x.dtype for x in tensors(state[0])} == {kept}
+
+
+def test_loss_is_the_mean_over_what_counts():
+    model, tokens = make(), some(2, 9)
+    logits = model(tokens)[0].log_softmax(-1)
+    own = -logits[:, :-1].gather(-1, tokens[:, 1:, None]).mean()
+    close(model.loss(tokens)[0], own)
+    targets = torch.full_like(tokens, -100)
+    targets[1, 4] = 3
+    close(model.loss(tokens, targets)[0], -logits[1, 4, 3])
+
+
+@pytest.mark.deep  # as above
+def test_loss_in_pieces(monkeypatch):
+    model, tokens = make(), some(2, 9)
+    whole = model.loss(tokens)[0]
+    (wanted,) = torch.autograd.grad(whole, [model.lm_head.weight])
+    monkeypatch.setattr("gla_ref.models.language_model.LOSS_TOKENS", 4)
+    pieces = model.loss(tokens)[0]
+    close(pieces, whole)
+    close(*torch.autograd.grad(pieces, [model.lm_head.weight]), wanted)
+
+
+def test_targets_do_not_cross_documents():
+    tokens = torch.arange(6)[None]
+    assert next_tokens(tokens).tolist() == [[1, 2, 3, 4, 5, -100]]
+    ends = torch.tensor([0, 0, 2, 2, 6])
+    assert next_tokens(tokens, ends).tolist() == [[1, -100, 3, 4, 5, -100]]
+    assert tokens.tolist() == [list(range(6))]
+
+
+@pytest.mark.parametrize("mixer", ["gla", "softmax"])
+def test_truncated_backpropagation_passes_the_state_and_cuts_the_gradient(mixer):
+    model, tokens = make(mixer, use_short_conv=True), some(1, 16)
+    _, state = model.loss(tokens[:, :8])
+    cut, _ = model.loss(tokens[:, 8:], state=detach(state))
+    through, _ = model.loss(tokens[:, 8:], state=state)
+    assert cut == through and cut != model.loss(tokens[:, 8:])[0]
+    assert all(not x.requires_grad for layer in detach(state) for x in tensors(layer))
+    weight = model.model.layers[0].attn.k_proj.weight
+    (short,), (long,) = (torch.autograd.grad(x, weight, retain_graph=True) for x in (cut, through))
+    assert (short - long).abs().max() > 1e-6
+
+
+@pytest.mark.deep
+def test_a_model_learns_to_remember():
+    """A letter, then blanks; at the end the letter is asked for, which only the state knows."""
+    torch.manual_seed(0)
+    model = LanguageModel(Config(**SIZES | {"hidden_size": 32, "vocab_size": 9, "tau": 16.0}))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(80):
+        tokens = torch.full((16, 8), 8)
+        tokens[:, 0] = torch.randint(8, (16,))
+        targets = torch.full_like(tokens, -100)
+        targets[:, -1] = tokens[:, 0]
+        loss, _ = model.loss(tokens, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.1
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+def count(module, without=()) -> int:
+    return sum(p.numel() for name, p in module.named_parameters() if not any(part in name for part in without))
+
+
+@every
+def test_a_mixer_has_four_d_squared_parameters(mixer):
+    d, H = 64, 4
+    layer = MIXERS[mixer](Config(hidden_size=d, num_heads=H, mixer=mixer))
+    assert count(layer, ["gk_proj", "norm", "dt", "b_proj"]) == 4 * d * d
+    gates = {
+        "gla": 16 * (d + d // 2) + d // 2,
+        "scalar": d * H + H,
+        "mamba2": d * H + 2 * H,
+        "gated_delta": 2 * d * H + 2 * H,
+    }
+    assert count(layer) == 4 * d * d + gates.get(mixer, 0) + (0 if mixer == "softmax" else d // H)
+
+
+@pytest.mark.parametrize("d", thin(FACTS["parameters"], "1024"))
+def test_parameters_of_the_published_sizes(d):
+    """What fla counts with its defaults at widths of 1024 and 2048."""
+    with torch.device("meta"):
+        assert count(LanguageModel(Config(hidden_size=int(d)))) == FACTS["parameters"][d]
+
+
+def test_gates_begin_where_the_bias_puts_them():
+    """Small weights and no bias: alpha is sigmoid(0)^(1/16), and half is forgotten after 16 tokens."""
+    layer = make(initializer_range=1e-3, tau=16.0).model.layers[0].attn
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    *_, g = layer.inputs(x, None, None, None)
+    assert (g.exp() - 0.5 ** (1 / 16)).abs().max() < 1e-4
+
+
+def test_fixed_and_scalar_gates():
+    layer = mixers.RetNet(Config(**SIZES | {"num_heads": 4}))
+    *_, g = layer.inputs(torch.zeros(2, 3, 16), None, None, None)
+    assert g.shape == (2, 3, 4)
+    torch.testing.assert_close(g[0, 0].exp(), torch.tensor([1 - 2**-5, 1 - 2**-6, 1 - 2**-7, 1 - 2**-8]))
+    delta, g = make("mamba2").model.layers[0].attn.dt(torch.zeros(1, 1, 16, dtype=torch.float64))
+    assert ((delta > 0.0009) & (delta < 0.11)).all() and (g < 0).all()
+
+
+def test_positions_turn_and_keep_their_length():
+    x = torch.randn(1, 3, 2, 8, dtype=torch.float64)
+    turned = mixers.rotate(x, torch.tensor([0, 5, 9]))
+    close(turned[:, 0], x[:, 0])
+    close(turned.norm(dim=-1), x.norm(dim=-1))
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+
+    def score(i, j):  # depends on the distance alone
+        return (mixers.rotate(q, torch.tensor([i])) * mixers.rotate(k, torch.tensor([j]))).sum()
+
+    close(score(7, 3), score(104, 100))
+    assert (score(7, 3) - score(7, 4)).abs() > 1e-3
+
+
+def test_layer_norm_is_the_papers():
+    model, x = make(head_norm="layer"), torch.randn(1, 2, 2, 8, dtype=torch.float64)
+    y = model.model.layers[0].attn.g_norm_swish_gate(x)
+    close(y, (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt())
+    assert model(some(1, 4))[0].isfinite().all()
+
+
+# -- fla ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", FACTS["cases"])
+def test_flas_names_shapes_and_logits(case):
+    """A state dict of fla's names and shapes loads strictly, and gives what fla's own kernels made of it."""
+    facts = FACTS["cases"][case]
+    model = LanguageModel(Config.from_dict(facts["config"]))
+    assert {name: list(x.shape) for name, x in model.state_dict().items()} == facts["shapes"]
+    model.load_state_dict(fla_models.formula(facts["shapes"]), strict=True)
+    with torch.no_grad():
+        logits, _ = model(torch.tensor(FACTS["tokens"]))
+        exact, _ = model.double()(torch.tensor(FACTS["tokens"]))
+    theirs = torch.tensor(facts["logits"])
+    assert (theirs - exact).abs().max() <= 2 * (logits - exact).abs().max() + 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("case", FACTS["cases"])
+def test_configurations_there_and_back(case):
+    facts = FACTS["cases"][case]["config"]
+    config = Config.from_dict(facts)
+    ours = config.to_dict()
+    assert Config.from_dict(ours) == config
+    names = {field.name for field in dataclasses.fields(Config)} & facts.keys()
+    assert {name: facts[name] for name in names} == {name: ours[name] for name in names}
+    assert ours["model_type"] == "gla"
+    other = dataclasses.replace(config, tau=4.0)  # which fla's files cannot say
+    assert other.to_dict()["model_type"] == "gla_ref" and Config.from_dict(other.to_dict()) == other
+
+
+@pytest.mark.parametrize("mixer", thin(MIXERS, "gla"))
+def test_files_there_and_back(mixer, tmp_path):
+    model = make(mixer, use_short_conv=True, dtype=torch.float32)
+    checkpoints.save(model, tmp_path)
+    read = checkpoints.load(tmp_path)
+    assert read.config == model.config
+    assert torch.equal(read(some(1, 5))[0], model(some(1, 5))[0])
+    half = checkpoints.load(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16} and all(p.requires_grad for p in half.parameters())
+    weights = checkpoints.load_file(tmp_path / "model.safetensors")
+    weights["model.norm.scale"] = weights.pop("model.norm.weight")
+    checkpoints.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match="model.norm.weight"):
+        checkpoints.load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        checkpoints.load(tmp_path)
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+WRONG = [
+    ("vocab_size", 0, ValueError),
+    ("hidden_size", 16.0, TypeError),
+    ("num_heads", True, TypeError),
+    ("tau", float("nan"), ValueError),
+    ("tau", "16", TypeError),
+    ("norm_eps", -1e-6, ValueError),
+    ("use_short_conv", 1, TypeError),
+    ("mixer", "rwkv", ValueError),
+    ("head_norm", None, ValueError),
+    ("expand_k", 0.3, ValueError),
+    ("expand_v", float("inf"), ValueError),
+    ("intermediate_size", 0, ValueError),
+]
+
+
+@pytest.mark.parametrize("field, value, kind", WRONG)
+def test_a_wrong_configuration_names_the_field(field, value, kind):
+    with pytest.raises(kind, match=f"^{field}: expected"):
+        Config(**SIZES | {field: value})
+
+
+def test_attention_needs_heads_of_an_even_size():
+    with pytest.raises(ValueError, match="^num_heads: expected heads of an even size"):
+        Config(**SIZES | {"hidden_size": 18, "mixer": "softmax"})
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("num_kv_heads", 1), ("tie_word_embeddings", True), ("hidden_act", "powlu"), ("rope_theta", 1e4)]
+    + [("model_type", "mamba2"), ("attn", {"layers": [0], "num_heads": 2})],
+)
+def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: expected"):
+        Config.from_dict(FACTS["cases"]["default"]["config"] | {field: value})
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda m: m(some(1, 4).float()), "tokens: expected an int32 or int64"),
+        (lambda m: m([[1, 2]]), "tokens: .* got list"),
+        (lambda m: m(some(4)), r"tokens: expected shape \[B T\]"),
+        (lambda m: m(some(1, 0)), "tokens: .* at least one token"),
+        (lambda m: m.loss(some(1, 4), some(1, 3)), r"targets: expected shape \[1, 4\]"),
+        (lambda m: m.generate([some(2), some(0)], 1), r"prompts\[1\]: .* at least one token"),
+        (lambda m: m.generate(some(1, 4), 0), "new_tokens: expected"),
+        (lambda m: m.generate(some(1, 4), 1, chunk=0), "chunk: expected"),
+        (lambda m: m.generate(some(1, 4), 1, temperature=-1.0), "temperature: expected"),
+        (lambda m: m(some(1, 4), cu_seqlens=torch.tensor([0, 5])), "cu_seqlens: expected"),
+        (lambda m: m(some(1, 4), state=m(some(2, 4))[1]), "initial_state: expected"),
+    ],
+)
+def test_a_wrong_call_names_the_argument(call, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call(make())
+
+
+# -- which form --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", FORMS)
+def test_kernels_on_a_gpu_and_references_elsewhere(mechanism):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    chosen = [_forms.choose(mechanism, x, T, False) for x in (cpu, gpu) for T in (1, 100)]
+    assert all(name in FORMS[mechanism] for name in chosen)
+    assert not any(name.startswith("triton") for name in chosen[:2])
+    assert all(name.startswith("triton") for name in chosen[2:]) == ("triton" in FORMS[mechanism])
+    assert _forms.choose("gla", gpu, 1, True) == "triton"  # the kernel for one token has no gradient
+
+
+@pytest.mark.deep
+@every
+@pytest.mark.skipif(CUDA, reason="in Triton's interpreter; on a GPU test_on_a_gpu holds the same")
+def test_kernels_in_the_interpreter(mixer, monkeypatch):
+    """The kernels' way through the model: same loss, gradients and text; compiled without a break."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=1), some(1, 20)
+
+    def results():
+        model.zero_grad()
+        loss, _ = model.loss(tokens)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    prompts = [some(5), some(11)[::2], some(13)]
+    plain, (text, _) = results(), model.generate(prompts, 3, chunk=4)
+    choose, cuda = _forms.choose, torch.device("cuda")
+    monkeypatch.setattr(_forms, "choose", lambda mechanism, device, *rest: choose(mechanism, cuda, *rest))
+    for x, y in zip(results(), plain, strict=True):
+        close(x, y, 1e-4 * max(1, y.abs().max()))
+    assert torch.equal(model.generate(prompts, 3, chunk=4)[0], text)
+    if mixer in ("gla", "softmax"):
+        torch.compiler.reset()
+        close(torch.compile(model.loss, fullgraph=True, backend="aot_eager")(tokens)[0], plain[0], 1e-5)
+
+
+@pytest.mark.deep
+def test_references_compile():
+    """With breaks, since they look at their gates' values."""
+    model, tokens = make(dtype=torch.float32, num_hidden_layers=1), some(1, 5)
+    torch.compiler.reset()
+    close(torch.compile(model.loss, backend="aot_eager")(tokens)[0], model.loss(tokens)[0], 1e-5)
+
+
+@pytest.mark.gpu
+@every
+def test_on_a_gpu(mixer, monkeypatch):
+    """Float32 with exact products: loss, gradients, packed documents, generated tokens, compiled without a break."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of convolutions
+    fields = {"hidden_size": 64, "use_short_conv": True, "tau": 16.0, "initializer_range": 0.1}
+    model, tokens = make(mixer, dtype=torch.float32, **fields), some(1, 200)
+    ends = torch.tensor([0, 60, 60, 200])
+    there = make(mixer, dtype=torch.float32, **fields).cuda()
+
+    def results(model, loss, device):
+        model.zero_grad()
+        value, _ = loss(tokens.to(device), cu_seqlens=ends.to(device))
+        value.backward()
+        return [value.detach().cpu(), *(p.grad.cpu() for p in model.parameters())]
+
+    wanted = results(model, model.loss, "cpu")
+    ways = [there.loss]
+    if "triton" in FORMS[getattr(MIXERS[mixer], "mechanism", "softmax_attention")]:
+        ways.append(torch.compile(there.loss, fullgraph=True))  # a reference looks at its gates' values
+    for way in ways:
+        for x, y in zip(results(there, way, "cuda"), wanted, strict=True):
+            close(x, y, 1e-3 * max(1e-3, y.abs().max()))
+    prompts = [some(5), some(40)[::2], some(13)]
+    written, _ = there.generate([p.cuda() for p in prompts], 8, chunk=8)
+    assert torch.equal(written.cpu(), model.generate(prompts, 8, chunk=8)[0])
+
+
+def test_a_layer_alone():
+    """A mixer is a module of its own: `[B, T, d]` in and out."""
+    layer = MIXERS["gla"](Config(**SIZES))
+    y, state = layer(torch.randn(2, 3, 16))
+    assert y.shape == (2, 3, 16) and isinstance(state, LayerState)
+    assert state.S.shape == (2, 2, 4, 8) and state.conv is None
