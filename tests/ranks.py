@@ -1,0 +1,88 @@
+"""A pool of processes that are ranks of gloo groups: one pool serves every test, since starting it takes longest."""
+
+import datetime
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+
+LIMIT = datetime.timedelta(seconds=20)
+SHORT = datetime.timedelta(seconds=1)
+
+
+def serve(rank, size, port, pipe):
+    """Rank `rank` of `size`: run what comes through the pipe, `(function, name of a group, arguments)`."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, timeout=LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LIMIT)
+    groups = {}
+    while True:
+        function, name, args = pipe.recv()
+        began = time.monotonic()
+        try:
+            if function is None:  # args: how many ranks, time limit
+                n, limit = args
+                groups[name] = dist.new_group(range(n), timeout=limit)
+                pipe.send((True, None))
+            else:
+                pipe.send((True, function(rank, groups[name], *args)))
+        except Exception as error:
+            pipe.send((False, (str(error), time.monotonic() - began, traceback.format_exc())))
+
+
+class Pool:
+    def __init__(self, size):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["test_context_parallel"])  # imported once for all
+        # in this process, so that it outlives every rank
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pipes, self.processes, self.groups = [], [], {}
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(rank, size, self.store.port, there), daemon=True)
+            # the server that ranks are forked from imports by its environment, not by our sys.path
+            with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+                process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def group(self, name, n, limit=LIMIT):
+        """A new group of the first n ranks, to be asked for by its name; all ranks take part in making it."""
+        if name not in self.groups:
+            self.groups[name] = n
+            for pipe in self.pipes:
+                pipe.send((None, name, (n, limit)))
+            answers = [pipe.recv() for pipe in self.pipes]
+            assert all(well for well, _ in answers), answers
+        return name
+
+    def tell(self, name, function, *args):
+        """What each rank of a group returns, or its error: [(whether well, what or (message, seconds, traceback))]."""
+        pipes = self.pipes[: self.groups[name]]
+        for pipe in pipes:
+            pipe.send((function, name, args))
+        return [answer(pipe) for pipe in pipes]
+
+    def ask(self, n, function, *args):
+        """What each of the first n ranks returns."""
+        answers = self.tell(self.group(f"{n}", n), function, *args)
+        for well, what in answers:
+            assert well, what[-1]
+        return [what for _, what in answers]
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def answer(pipe):
+    try:
+        return pipe.recv() if pipe.poll(60) else (False, ("no answer", 60, ""))
+    except EOFError:
+        return False, ("dead", 0, "")

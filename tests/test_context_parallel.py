@@ -1,0 +1,418 @@
+"""Tokens split over processes: forward and gradients against the float64 recurrence of the whole sequence."""
+
+import functools
+import os
+import re
+import time
+from unittest import mock
+
+import pytest
+import torch
+from cases import DELTA, F64, LINEAR, error, gate, inputs, thin
+from harness import HERE, anywhere
+from ranks import SHORT, Pool
+from torch import distributed as dist
+
+import gla_ref
+from gla_ref import context_parallel
+from gla_ref._agreement import GRACE
+from gla_ref.mechanisms import MECHANISMS
+
+T, K, V = 40, 3, 5
+SPLITS = {1: [40], 2: [13, 27], 3: [24, 0, 16], 5: [0, 9, 3, 28, 0]}
+PACKED = [0, 3, 9, 9, 30, 40, 40]  # sequences within a piece, across several, empty ones, one of which is the last
+MECHANISMS_HERE = tuple(m for m in (*LINEAR, *DELTA) if hasattr(context_parallel, m))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Five processes for all tests of this file."""
+    pool = Pool(5)
+    yield pool
+    pool.close()
+
+
+def problem(mechanism, ends=None, kind="logsigmoid/16", B=2, dtype=F64, seed=0, T=T):
+    """(tensors by name with do, dS and S; cu_seqlens)"""
+    B = B if ends is None else 1
+    args, named = inputs(mechanism, B, T, 2, K, V, kind=kind, g_v=mechanism == "gla", seed=seed)
+    x = dict(zip(MECHANISMS[mechanism].required, args, strict=True), **named)
+    N, rng = B if ends is None else len(ends) - 1, torch.Generator().manual_seed(seed)
+    x["S"] = torch.randn(N, *x.pop("initial_state").shape[1:], generator=rng, dtype=F64)
+    x["do"] = torch.randn(x["v"].shape, generator=rng, dtype=F64)
+    x["dS"] = torch.randn(x["S"].shape, generator=rng, dtype=F64)
+    return {n: y.to(dtype) for n, y in x.items()}, None if ends is None else torch.tensor(ends)
+
+
+def results(form, x, cu, **options):
+    """o, final state, and the gradients of everything."""
+    leaves = {n: y.clone().requires_grad_() for n, y in x.items() if n not in ("do", "dS")}
+    tokens = {n: y for n, y in leaves.items() if n != "S"}
+    o, S = form(**tokens, initial_state=leaves["S"], cu_seqlens=cu, **options)
+    grads = torch.autograd.grad((o, S), list(leaves.values()), (x["do"], x["dS"]))
+    return {"o": o.detach(), "S": S.detach(), **{f"d{n}": d for n, d in zip(leaves, grads, strict=True)}}
+
+
+def piece(rank, group, mechanism, x, cu, lengths, change=None, **options):
+    """What one rank makes of its tokens; `change` is the name of a FAULT, which is rank 1's."""
+    a = sum(lengths[:rank])
+    own = {n: y if n in ("S", "dS") else y[:, a : a + lengths[rank]] for n, y in x.items()}
+    call = {"x": own, "cu": cu, "lengths": lengths, "group": group, **options}
+    if change and rank == 1:
+        FAULTS[change][0](call)
+    return results(getattr(context_parallel, mechanism), **call)
+
+
+def in_rows(rank, group, *args, **options):
+    """As `piece`, where one segment a rank would not fill a GPU."""
+    with mock.patch.object(context_parallel, "side_by_side", lambda *_: 4):
+        return piece(rank, group, *args, scale=0.3, **options)
+
+
+def whole(parts):
+    """The whole of what ranks have; of a state, each row is on one rank and zeros on the others."""
+    return {n: sum(p[n] for p in parts) if n in ("S", "dS") else torch.cat([p[n] for p in parts], 1) for n in parts[0]}
+
+
+def ask(pool, n, mechanism, x, cu, lengths=None, function=piece, **options):
+    return whole(pool.ask(n, functools.partial(function, **options), mechanism, x, cu, lengths or SPLITS[n]))
+
+
+def check(found, exact, most=1e-10):
+    errors = {n: error(found[n], exact[n]) for n in exact}
+    assert max(errors.values()) < most, errors
+
+
+CASES = thin(
+    [(m, n, exchange) for m in MECHANISMS_HERE for n in SPLITS for exchange in ("all-gather", "pipeline")],
+    ("gla", 2, "all-gather"),
+)
+
+
+@pytest.mark.parametrize("mechanism, n, exchange", CASES)
+def test_pieces_are_the_whole(pool, mechanism, n, exchange):
+    for ends in (None, PACKED):
+        x, cu = problem(mechanism, ends)
+        exact = results(gla_ref.FORMS[mechanism]["recurrent"], x, cu)
+        check(ask(pool, n, mechanism, x, cu, exchange=exchange), exact)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", ["zero", "-20", "-1e3", "-inf", "many resets", "one strong channel"])
+def test_gate_ladder(pool, kind):
+    for mechanism in ("gla", "simple_gla", "gated_delta_rule"):
+        if (mechanism, kind) != ("simple_gla", "one strong channel"):
+            x, cu = problem(mechanism, PACKED, kind)
+            check(ask(pool, 3, mechanism, x, cu), results(gla_ref.FORMS[mechanism]["recurrent"], x, cu))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("ends", [[0, 13, 40], [0, 12, 13, 14, 40], [0, 0, 40], [0, 40], [0, 13, 13, 13, 40, 40]])
+def test_boundaries_on_borders(pool, ends):
+    """A sequence that begins or ends where a piece does, and a token beside it."""
+    for mechanism in ("gla", "delta_rule"):
+        x, cu = problem(mechanism, ends)
+        exact = results(gla_ref.FORMS[mechanism]["recurrent"], x, cu)
+        check(ask(pool, 2, mechanism, x, cu), exact)
+        check(ask(pool, 5, mechanism, x, cu, [0, 13, 0, 27, 0], exchange="pipeline"), exact)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism", MECHANISMS_HERE)
+def test_same_segments_same_bits(pool, mechanism):
+    """The number of ranks and the exchange change nothing, to the last bit, in float32."""
+    for ends in (None, PACKED):
+        x, cu = problem(mechanism, ends, dtype=torch.float32)
+        one = ask(pool, 1, mechanism, x, cu, segment=8)
+        check(one, results(gla_ref.FORMS[mechanism]["recurrent"], {n: y.double() for n, y in x.items()}, cu), 1e-4)
+        for n, lengths in ((2, [8, 32]), (3, [16, 0, 24]), (5, [8] * 5)):
+            for exchange in ("all-gather", "pipeline"):
+                other = ask(pool, n, mechanism, x, cu, lengths, segment=8, exchange=exchange)
+                assert all(torch.equal(one[name], other[name]) for name in one)
+        again = ask(pool, 2, mechanism, x, cu, [20, 20])
+        assert not torch.equal(one["o"], again["o"]), "another grid rounds otherwise: the comparison sees a bit"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism", MECHANISMS_HERE)
+def test_segments_side_by_side(pool, mechanism):
+    """As on a GPU that one segment does not fill: rows of a batch, whose maps are composed before they are sent."""
+    x, cu = problem(mechanism)
+    exact = results(gla_ref.FORMS[mechanism]["recurrent"], x, cu, scale=0.3)
+    for exchange in ("all-gather", "pipeline"):
+        check(ask(pool, 3, mechanism, x, cu, [20, 12, 8], in_rows, exchange=exchange), exact)
+
+
+@pytest.mark.deep
+def test_long_pieces_have_many_chunks(pool):
+    for mechanism in ("gla", "gated_delta_rule"):
+        x, cu = problem(mechanism, T=300, B=1)
+        check(ask(pool, 2, mechanism, x, cu, [170, 130]), results(gla_ref.FORMS[mechanism]["recurrent"], x, cu))
+
+
+def by_another_group(rank, group, x, kind):
+    """The same through a mesh, or compiled."""
+    own = {n: y[:, 20 * rank : 20 * rank + 20] for n, y in x.items() if n not in ("S", "dS", "do")}
+    if kind == "mesh":
+        mesh = dist.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+        return context_parallel.gla(**own, group=mesh)[0]
+
+    def twice(**own):
+        return 2 * context_parallel.gla(**own, group=group)[0]
+
+    return torch.compile(twice, backend="eager")(**own) / 2
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", ["mesh", "compiled"])
+def test_mesh_and_compile(pool, kind):
+    x, _ = problem("gla")
+    tokens = {n: y for n, y in x.items() if n not in ("S", "dS", "do")}
+    parts = pool.ask(2, by_another_group, x, kind)
+    assert error(torch.cat(parts, 1), gla_ref.gla.recurrent(**tokens)[0]) < 1e-10
+
+
+def without_state_and_with(rank, group, x, lengths):
+    """Only the first rank has an initial state, and only in the second call."""
+    a = sum(lengths[:rank])
+    own = {n: y[:, a : a + lengths[rank]] for n, y in x.items() if n not in ("S", "dS", "do")}
+    context_parallel.gla(**own, group=group, lengths=lengths)
+    S = None if rank else x["S"]
+    return context_parallel.gla(**own, group=group, lengths=lengths, initial_state=S)[0]
+
+
+@pytest.mark.deep
+def test_only_the_first_rank_has_a_state(pool):
+    x, _ = problem("gla")
+    tokens = {n: y for n, y in x.items() if n not in ("S", "dS", "do")}
+    parts = pool.ask(3, without_state_and_with, x, SPLITS[3])
+    assert error(torch.cat(parts, 1), gla_ref.gla.recurrent(**tokens, initial_state=x["S"])[0]) < 1e-10
+
+
+# What goes wrong: an error on every rank, with the rank and the argument.
+
+
+def of_all(call, change):
+    call["x"] |= {n: change(n, y) for n, y in call["x"].items()}
+
+
+FAULTS = {
+    "another size": (
+        lambda call: call["x"].update(k=call["x"]["k"][..., 1:]),
+        r"k: expected shape \[B T H K\] with K = 3 as in q, got \[2, 27, 2, 2\]",
+    ),
+    "fewer heads": (
+        lambda call: of_all(call, lambda n, y: y[:, :1] if n in ("S", "dS") else y[:, :, :1]),
+        r"q: expected the same on every rank, got \[2, T, 2, 3\] .* on rank 0 and \[2, T, 1, 3\] .* on rank 1",
+    ),
+    "another dtype": (
+        lambda call: of_all(call, lambda n, y: y.float()),
+        r"q: expected the same on every rank, got .*float64 on cpu on rank 0 and .*float32 on cpu on rank 1",
+    ),
+    "fewer tokens": (
+        lambda call: of_all(call, lambda n, y: y if n in ("S", "dS") else y[:, 1:]),
+        "lengths: expected 26 for rank 1, as q has tokens, got 27",
+    ),
+    "other lengths": (
+        lambda call: call.update(lengths=[14, 27]),
+        r"lengths: expected the same on every rank, got \[13, 27\] on rank 0 and \[14, 27\] on rank 1",
+    ),
+    "another scale": (
+        lambda call: call.update(scale=2.0),
+        "scale: expected the same on every rank, got 0.57735.* on rank 0 and 2.0 on rank 1",
+    ),
+    "another exchange": (
+        lambda call: call.update(exchange="pipeline"),
+        "exchange: expected the same on every rank, got None on rank 0 and pipeline on rank 1",
+    ),
+    "no gate on values": (
+        lambda call: call["x"].pop("g_v"),
+        "g_v: expected the same on every rank, got .* on rank 0 and None on rank 1",
+    ),
+    "other boundaries": (
+        lambda call: call.update(cu=torch.tensor([0, 4, 9, 9, 30, 40, 40])),
+        r"cu_seqlens: expected the same on every rank, got \[0, 3, 9, .* on rank 0 and \[0, 4, 9, .* on rank 1",
+    ),
+    "boundaries that fall": (
+        lambda call: call.update(cu=torch.tensor([0, 9, 3, 9, 30, 40, 40])),
+        "cu_seqlens: expected to rise from 0 to T = 40 without falling, got",
+    ),
+    "hangs": (lambda call: time.sleep(3 * SHORT.total_seconds()), None),
+    "dies": (lambda call: os._exit(1), None),
+}
+AT_ONCE = [name for name, (_, message) in FAULTS.items() if message]
+
+
+REFUSED = {
+    "q is no tensor": (dict(q=[1.0]), r"q: expected a torch.Tensor, got list"),
+    "g is missing": (dict(g=None), r"g: expected a torch.Tensor, got None"),
+    "k is short": (dict(k=torch.zeros(2, 3, 2, 3, dtype=F64)), r"k: expected shape .* T = 40 as in q"),
+    "q has too few axes": (dict(q=torch.zeros(2, dtype=F64)), r"q: expected 4 axes"),
+    "lengths": (dict(lengths=[20, 20]), r"lengths: expected 1 numbers of tokens, one for each rank, got \[20, 20\]"),
+    "lengths of strings": (dict(lengths=["40"]), r"lengths: expected 1 numbers of tokens"),
+    "segment": (dict(segment=0), r"segment: expected a chunk length of at least 1, got 0"),
+    "exchange": (dict(exchange="ring"), r"exchange: expected all-gather, pipeline or None, got 'ring'"),
+    "cu_seqlens is a list": (dict(cu_seqlens=[0, 40]), r"cu_seqlens: expected a torch.Tensor, got list"),
+    "cu_seqlens with a batch": (dict(cu_seqlens=torch.tensor([0, 40])), r"cu_seqlens: .* batch size B = 1, got B = 2"),
+    "state": (dict(initial_state=torch.zeros(2, 2, 5, 3)), r"initial_state: expected shape .*, got \[2, 2, 5, 3\]"),
+    "scale": (dict(scale="1"), r"scale: expected a finite number or None, got '1'"),
+    "group": (dict(group=1), r"group: expected a process group that has this rank, or a DeviceMesh, got 1"),
+}
+
+
+def refuse(rank, group, given):
+    context_parallel.gla(**{"group": group, **given})
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_argument(pool, case):
+    change, message = REFUSED[case]
+    x, _ = problem("gla")
+    given = {n: x[n] for n in "qkvg"} | change
+    ((well, what),) = pool.tell(pool.group("1", 1), refuse, given)
+    assert not well and re.match(message, what[0]), what
+
+
+def quick_to_lose(rank, group):
+    """Answers of other ranks, too, are waited for as long as the group's time limit says."""
+    group.get_group_store().set_timeout(SHORT)
+
+
+def told(pool, group, change, x, cu, **options):
+    """The message of every rank of a group of two, and how many seconds it took."""
+    answers = pool.tell(group, functools.partial(piece, change=change, **options), "gla", x, cu, SPLITS[2])
+    assert not any(well for well, _ in answers), "no rank may go on"
+    return [what[:2] for _, what in answers]
+
+
+def in_debug(rank, group, *args, **options):
+    with mock.patch.dict(os.environ, GLA_REF_DEBUG="1"):
+        return piece(rank, group, *args, **options)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("change", AT_ONCE)
+def test_ranks_differ(pool, change):
+    """In a call of a new kind; the group is none the worse for it."""
+    x, cu = problem("gla", PACKED if "boundaries" in change else None)
+    group = pool.group(change, 2)
+    for message, _ in told(pool, group, change, x, cu):
+        assert re.search(FAULTS[change][1], message), message
+    after = pool.tell(group, piece, "gla", x, cu, SPLITS[2])
+    check(whole([what for _, what in after]), results(gla_ref.gla.recurrent, x, cu))
+
+
+@pytest.mark.deep
+def test_other_boundaries(pool):
+    """Of a known kind of call, under GLA_REF_DEBUG=1; without it a CPU sees that something differs, but not what."""
+    x, cu = problem("gla", PACKED)
+    group = pool.group("boundaries", 2, SHORT)
+    assert all(well for well, _ in pool.tell(group, piece, "gla", x, cu, SPLITS[2]))
+    for message, _ in told(pool, group, "other boundaries", x, cu):
+        assert re.search("rank [01] makes another call than rank [01], or has other cu_seqlens", message), message
+    group = pool.group("boundaries again", 2)
+    answers = pool.tell(group, functools.partial(in_debug, change="other boundaries"), "gla", x, cu, SPLITS[2])
+    for well, what in answers:
+        assert not well and re.search(FAULTS["other boundaries"][1], what[0]), what
+
+
+@pytest.mark.deep
+def test_out_of_step(pool):
+    """Both ranks know both calls, but one is a call ahead."""
+    x, cu = problem("gla")
+    group = pool.group("step", 2, SHORT)
+    for scale in (1.0, 2.0):
+        assert all(well for well, _ in pool.tell(group, functools.partial(piece, scale=scale), "gla", x, cu, SPLITS[2]))
+    for message, _ in told(pool, group, "another scale", x, cu, scale=1.0):
+        assert re.search("rank [01] makes another call than rank [01]", message), message
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("exchange", ["all-gather", "pipeline"])
+def test_one_rank_is_called_anew(pool, exchange):
+    """Rank 1 asks what nobody answers; rank 0 waits for a state, and finds out when none comes."""
+    x, cu = problem("gla")
+    group = pool.group(f"anew {exchange}", 2, SHORT)
+    pool.tell(group, quick_to_lose)
+    call = functools.partial(piece, exchange=exchange)
+    assert all(well for well, _ in pool.tell(group, call, "gla", x, cu, SPLITS[2]))
+    (first, seconds), (second, _) = told(pool, group, "another scale", x, cu, exchange=exchange)
+    assert re.search("different calls: scale: expected .* got 0.57735.* on rank 0 and 2.0 on rank 1", first), first
+    assert re.search("rank 0 did not make this call within 0:00:01", second), second
+    assert seconds < 1 + SHORT.total_seconds() + GRACE
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("change", ["hangs", "dies"])
+def test_a_rank_is_lost(pool, change, known):
+    """Before a new kind of call is agreed upon, or in the exchange of one that was."""
+    here = pool if change == "hangs" else Pool(2)
+    x, cu = problem("gla")
+    group = here.group(f"lost {known}", 2, SHORT)
+    here.tell(group, quick_to_lose)
+    if known:
+        assert all(well for well, _ in here.tell(group, piece, "gla", x, cu, SPLITS[2]))
+    (message, seconds), _ = told(here, group, change, x, cu)
+    what = "rank 1 died or hangs" if known else "rank 1 did not make this call within 0:00:01"
+    assert re.search(what, message), message
+    assert seconds < 1 + SHORT.total_seconds() + GRACE
+    if here is not pool:
+        here.close()
+
+
+@anywhere
+def test_kernel_adds_up_what_crosses():
+    """What the kernel finds of a piece, in both directions, is what the reference does."""
+    gla_border = pytest.importorskip("gla_ref.kernels.gla_border")
+    g = gate("many resets", 2, 40, 2, 16)
+    q, k, v = (torch.randn(2, 40, 2, D, generator=torch.Generator().manual_seed(D), dtype=F64) for D in (16, 16, 32))
+    call = mock.Mock(dtype=F64, scale=1.0, has_kernel=lambda x: False)
+    call.heads_first = functools.partial(context_parallel.Call.heads_first, call)
+    x = {"q": q, "k": k, "v": v, "g": g}
+    written, read = context_parallel.write_map(call, x).X, context_parallel.read_map(call, x, v).X
+    q, k, v, g = (y.to(HERE, torch.float32) for y in (q, k, v, g))
+    assert error(gla_border.added(k, v, g).cpu(), written) < 1e-5
+    assert error(gla_border.added(q, v, g, backwards=True).cpu(), read) < 1e-5
+
+
+# The plan.
+
+
+def tokens(mechanism, T=4096, B=1, H=16, K=128, V=128, dtype=torch.bfloat16):
+    sizes = dict(B=B, T=T, H=H, HV=H, K=K, V=V)
+    every = MECHANISMS[mechanism].arguments
+    return {
+        x.name: torch.empty([sizes[a] for a in x.axes.split()], dtype=dtype, device="meta")
+        for x in every
+        if not x.optional
+    }
+
+
+def test_plan_counts_bytes():
+    """K V + K numbers a head for GLA, K V + K K for the delta rules, K V in a pipeline, and a tag; T plays no part."""
+    numbers = {"linear_attention": 1, "simple_gla": 1, "gla": 128, "delta_rule": 128**2, "gated_delta_rule": 128**2}
+    for mechanism, decay in numbers.items():
+        for T in (1024, 1 << 20):
+            found = context_parallel.plan(mechanism, tokens(mechanism, T), (T, T), exchange="all-gather")
+            assert found.bytes == 4 * (16 * (128 * 128 + decay) + 1)
+            found = context_parallel.plan(mechanism, tokens(mechanism, T), (T, T), exchange="pipeline")
+            assert found.bytes == 4 * (16 * 128 * 128 + found.blocks)
+
+
+def test_plan_says_why():
+    few = context_parallel.plan("gated_delta_rule", tokens("gated_delta_rule"), (4096,) * 8)
+    large = context_parallel.plan("gla", tokens("gla", H=64, K=256, V=512), (4096,) * 8)
+    assert few.exchange == "all-gather" and large.exchange == "pipeline" and large.blocks > 1
+    assert "by the model of the link: all-gather of maps of 2,097,152 bytes" in str(few)
+    wide = context_parallel.plan("gla", tokens("gla", 65536), (65536,) * 2, multiprocessors=132)
+    assert wide.walk == "triton" and wide.segments == (4, 4) and "side by side" in str(wide)
+    assert context_parallel.plan("gla", tokens("gla"), (4096,), packed=True, multiprocessors=132).segments == (1,)
+
+
+def test_plan_refuses():
+    with pytest.raises(ValueError, match="exchange: expected all-gather, pipeline or None, got 'ring'"):
+        context_parallel.plan("gla", tokens("gla"), (4096,), exchange="ring")
+    with pytest.raises(ValueError, match="segment: expected .* at least 1, got 0"):
+        context_parallel.plan("gla", tokens("gla"), (4096,), segment=0)
