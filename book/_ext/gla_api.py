@@ -28,11 +28,18 @@ def chapters(root: Path, text: str) -> list[str]:
 
 
 def page(root: Path, module: str) -> str:
-    """The page of a module: where it is taught, its docstring, and the members that it offers."""
+    """The page of a module: where it is taught, its docstring, and the members that it offers.
+
+    What a package hands on from modules with pages of their own is described there.
+    """
     tree = ast.parse(source(root, module).read_text())
-    names = [target.id for node in tree.body if isinstance(node, ast.Assign)
-             for target in node.targets if isinstance(target, ast.Name)]  # fmt: skip
-    members = "" if module.startswith(INNER) and "__all__" not in names else "   :members:\n"
+    shown = {name.value for node in tree.body if isinstance(node, ast.Assign)
+             if getattr(node.targets[0], "id", "") == "__all__"
+             for name in ast.walk(node.value) if isinstance(name, ast.Constant)}  # fmt: skip
+    handed_on = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) and node.level
+                 and not (node.module or "_").startswith("_") for alias in node.names}  # fmt: skip
+    inner = module.startswith(INNER) and not shown
+    members = "" if inner or shown and shown <= handed_on else "   :members:\n"
     links = ", ".join(f"{{doc}}`/book/{name}`" for name in chapters(root, ast.get_docstring(tree) or ""))
     taught = f"Explained in {links}.\n\n" if links else ""
     return f"# {module}\n\n{taught}```{{eval-rst}}\n.. automodule:: {module}\n{members}```\n"

@@ -78,7 +78,7 @@ addEventListener("DOMContentLoaded", () => {
     const bar = document.querySelector(".bd-sidebar-primary"), here = bar?.querySelector(".bd-links li.current.active > a, .bd-links a.current");
     if (!here) return;
     const { top, bottom } = here.getBoundingClientRect(), { clientHeight } = bar;
-    if (top < 60 || bottom > clientHeight - 60) bar.scrollTop += top - clientHeight / 2;
+    if (top < 80 || bottom > clientHeight - 60) bar.scrollTop += top - clientHeight / 2;
   });
   widen();
   addEventListener("resize", widen);

@@ -58,6 +58,7 @@ def _pictures() -> dict[str, str]:
     steps = [
         arrow((104 - 24 * n, 20 + 6 * (n % 2)), (86 - 24 * n, 26 - 6 * (n % 2)), "line-vermilion") for n in range(4)
     ]
+    layer = [(4, 14, "grey"), (20, 14, "grey"), (36, 26, "grey"), (64, 26, "orange"), (92, 26, "grey")]
     return {
         "01_softmax_attention": "".join(looks) + circle(108, 44, 6, "orange"),
         "02_online_softmax": path(stairs, "line-blue")
@@ -87,6 +88,7 @@ def _pictures() -> dict[str, str]:
         "14_gla_kernel": "".join(rect(x, 5 + 9 * n, w, 6, kind) for n, (x, w, kind) in enumerate(code)),
         "15_gradients": "".join(steps) + "".join(circle(108 - 24 * n, 23, 4, "edge") for n in range(5)),
         "16_one_token_at_a_time": path([(8, 48), (112, 4)], "line-vermilion") + path([(8, 32), (112, 32)], "line-blue"),
+        "17_gla_layer": "".join(rect(x, 8, w, 36, kind) for x, w, kind in layer),
         "20_delta_rule": _squares(["bbb", "eee", "bbb"], 12, 8, 12)
         + arrow((54, 25), (70, 25))
         + _squares(["bbb", "ooo", "bbb"], 76, 8, 12),
@@ -130,6 +132,8 @@ _TEXTS = (
      "Derive the gates' gradient without storing states, and see where it loses digits."),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
      "Write a decoding step and its kernel, and predict its time from bytes."),
+    ("Models", "17_gla_layer", "The layer and its Transformer", "What stands around the recurrence in a model?",
+     "Build a language model around the operator, and count its numbers, operations and bytes."),
     ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?",
      "Derive DeltaNet's and Gated DeltaNet's chunks."),
     ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?",
@@ -139,6 +143,7 @@ CARDS = tuple(Card(*words, _pictures()[words[1]]) for words in _TEXTS)
 #: page, what a reader wants, how it begins
 WAYS = (
     ("01_softmax_attention", "Start reading", "Chapter 1, from zero"),
+    ("05_linear_attention", "I know attention", "Chapter 5, linear attention"),
     ("check_your_kernel", "Check my kernel", "Is it right? If not, where?"),
     ("benchmarks", "See benchmarks", "What is fast, measured"),
 )
@@ -155,7 +160,7 @@ class Cards:
 
 
 def ways() -> Cards:
-    """How much there is, by whom, and three ways into it."""
+    """How much there is, by whom, and the ways into it."""
     links = "".join(
         f'<a class="card-link" href="{page}.html"><b>{title}</b><span>{how}</span></a>' for page, title, how in WAYS
     )
@@ -187,7 +192,7 @@ def _nav(name: str, html: str, kind: str = "") -> Cards:
 _STYLE = """
 .explorable.cards { max-width: none }
 .cards > div { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: .6rem }
-.cards-ways > div { grid-template-columns: repeat(3, minmax(0, 1fr)) }
+.cards-ways > div { grid-template-columns: repeat(4, minmax(0, 1fr)) }
 .cards p { margin: 1rem 0 .4rem } .cards-ways p { margin: 0 0 .4rem }
 .cards .card-link { display: grid; grid-template-columns: 1fr auto; gap: .15rem .75rem; align-content: start;
   padding: .6rem .75rem; color: inherit; border: 1px solid var(--grey); border-radius: .5rem; text-decoration: none;
@@ -199,7 +204,7 @@ _STYLE = """
 .cards svg { grid-area: 1 / 2 / span 2; height: 3rem; width: auto }
 @media (max-width: 40rem) {
   .cards > div { grid-template-columns: minmax(0, 1fr) }
-  .cards-ways > div { grid-template-columns: repeat(3, minmax(0, 1fr)) }
+  .cards-ways > div { grid-template-columns: repeat(2, minmax(0, 1fr)) }
   .cards-ways .card-link { padding: .35rem .5rem; font-size: .9em }
 }
 """
