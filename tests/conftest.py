@@ -60,8 +60,10 @@ def pytest_configure():
     def patch_once(fn):
         languages = [x for x in fn.__globals__.values() if x is tl or x is tl.core]
         if any(tl.core.is_builtin(language.load) for language in languages):
-            return patch(fn)
-        return SimpleNamespace(restore=lambda: None)
+            patched = patch(fn)
+            if tl in languages:
+                return patched
+        return SimpleNamespace(restore=lambda: None)  # a function inside a kernel: for good
 
     interpreter._patch_lang = patch_once
 

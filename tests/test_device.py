@@ -1,6 +1,8 @@
 """Where kernels run on a machine: a GPU with or without bfloat16, or the interpreter."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -49,3 +51,29 @@ def test_the_interpreter_can_be_asked_for_on_a_gpu(machine, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = find_device()
     assert found[:2] == ("cpu", torch.float32) and "GPU not used" in found.sentence
+
+
+INTERPRET = """
+from gla_ref.kernels import find_device
+find_device()
+import torch, triton, triton.language as tl
+before = dict(vars(tl.core)), dict(vars(tl.tensor))
+
+@triton.jit
+def total(x, out, N: tl.constexpr):
+    tl.store(out, tl.sum(tl.load(x + tl.arange(0, N)), 0))
+
+out = torch.zeros(1)
+total[(1,)](torch.ones(8), out, N=8)
+assert out.item() == 8
+assert (dict(vars(tl.core)), dict(vars(tl.tensor))) == before
+"""
+
+
+def test_what_was_interpreted_leaves_triton_as_it_was(tmp_path):
+    """Else nothing can be compiled after a kernel that calls another function."""
+    pytest.importorskip("triton")
+    (tmp_path / "program.py").write_text(INTERPRET)
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -166,6 +166,7 @@ def main() -> int:
     left_out = ("PYTHONPATH", "TRITON_INTERPRET")  # notebooks find out by themselves
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"no_proxy": "127.0.0.1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    env |= {"TRITON_CACHE_DIR": str(work / "triton")}  # nothing was compiled before
     notebooks, failed = {}, []
 
     def execute(path: Path, *only: str) -> subprocess.CompletedProcess:

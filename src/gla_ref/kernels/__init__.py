@@ -6,6 +6,7 @@ Nothing here is imported by `import gla_ref`.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,10 @@ def find_device() -> Device:
     """
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+        if find_spec("triton"):
+            from ._interpreter import restore_after_calls
+
+            restore_after_calls()
         found = "No GPU" if not torch.cuda.is_available() else "GPU not used"
         sentence = f"{found}: TRITON_INTERPRET=1 is set, kernels are interpreted, in float32."
         return Device("cpu", torch.float32, sentence)
