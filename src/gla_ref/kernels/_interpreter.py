@@ -8,8 +8,9 @@ from functools import wraps
 def restore_after_calls() -> None:
     """Let a process that has interpreted kernels compile others.
 
-    While a kernel is interpreted, `triton.language` is replaced by the interpreter's. Triton (3.7.1) puts it back after a
-    launch, but not what a call *inside* a kernel has replaced, such as one of `tl.sum`; then nothing can be compiled any more.
+    While a kernel is interpreted, `triton.language` is replaced by the interpreter's. Triton (3.7.1) puts it back
+    after a launch, but not what a call *inside* a kernel has replaced, such as one of `tl.sum`; then nothing can be
+    compiled any more.
     """
     from triton.runtime import interpreter
 
