@@ -40,7 +40,12 @@ def outside(page):
 
 def test_no_text_and_no_image_outside_its_page(pdf):
     assert len(pdf) > 100
-    found = {number: wrong for number, page in enumerate(pdf, 1) if (wrong := outside(page))}
+    found = {}
+    for i in range(len(pdf)):
+        page = pdf[i]
+        if wrong := outside(page):
+            found[i + 1] = wrong
+        page.close()
     assert not found
 
 
