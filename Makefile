@@ -33,7 +33,7 @@ test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 u
 
 test-browser: book ## open every page in a headless Chromium, network refused; then print the book
 	$(PYTHON) tools/install_chromium.py
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/browser -m browser -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/browser -m browser -n 2 --dist worksteal
 
 pdf: book ## print the whole book: _build/gated-linear-attention.pdf
 	$(PYTHON) tools/install_chromium.py

@@ -131,23 +131,11 @@ class Book:
         )
 
 
-def broken_pages(path: Path) -> list[int]:
-    """The pages of a PDF that cannot be read, by number."""
-    broken = []
-    with pypdfium2.PdfDocument(path) as document:
-        for i in range(len(document)):
-            try:
-                document[i].close()
-            except pypdfium2.PdfiumError:
-                broken.append(i + 1)
-    return broken
-
-
 def print_page(tab: Page, html: str, out: Path) -> None:
     """Print a document that lies beside the site.
 
     Raises:
-        RuntimeError: something is cut off at the paper's edge or in its box, or the print cannot be read.
+        RuntimeError: something is cut off at the paper's edge or in its box.
     """
     source = out.with_suffix(".html")
     source.write_text(html)
@@ -156,11 +144,7 @@ def print_page(tab: Page, html: str, out: Path) -> None:
     tab.evaluate(FIT)
     if cut := tab.evaluate(CUT):
         raise RuntimeError("wider than the paper:\n" + "\n".join(cut))
-    for _ in range(3):  # one print of the whole book, on a busy machine, had a page that could not be read
-        tab.pdf(path=out, prefer_css_page_size=True, print_background=True, outline=True, tagged=True)
-        if not (broken := broken_pages(out)):
-            return
-    raise RuntimeError(f"pages that cannot be read: {broken}")
+    tab.pdf(path=out, prefer_css_page_size=True, print_background=True, outline=True, tagged=True)
 
 
 def print_book(browser: Browser, out: Path) -> int:
@@ -186,7 +170,6 @@ def print_book(browser: Browser, out: Path) -> int:
             page = document[i]
             page.insert_obj(stamps.page_as_xobject(i, document).as_pageobject())
             page.gen_content()
-            page.close()
         document.save(out)
         return len(document)
 

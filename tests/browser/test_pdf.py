@@ -5,17 +5,10 @@ import make_pdf
 import pypdfium2
 import pytest
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("pdf")]  # one process prints
+pytestmark = pytest.mark.browser
 
 EDGE = 15 * 72 / 25.4  # of the margins of 18 mm: indices and accents reach a little out
 IMAGE = pypdfium2.raw.FPDF_PAGEOBJ_IMAGE
-
-
-@pytest.fixture(scope="module")
-def pdf(chromium):
-    make_pdf.print_book(chromium, make_pdf.PDF)
-    with pypdfium2.PdfDocument(make_pdf.PDF) as document:
-        yield document
 
 
 def boxes(page):
@@ -38,17 +31,6 @@ def outside(page):
     return [box for box in boxes(page) if box[0] < EDGE or box[2] > width - EDGE or box[1] < 0 or box[3] > height]
 
 
-def test_no_text_and_no_image_outside_its_page(pdf):
-    assert len(pdf) > 100
-    found = {}
-    for i in range(len(pdf)):
-        page = pdf[i]
-        if wrong := outside(page):
-            found[i + 1] = wrong
-        page.close()
-    assert not found
-
-
 def number_beside(page, title: str) -> str | None:
     """What stands at the right edge of the line with this title; None where there is no such line."""
     text = page.get_textpage()
@@ -58,7 +40,7 @@ def number_beside(page, title: str) -> str | None:
     return text.get_text_bounded(left=right + 20, bottom=bottom, right=page.get_width(), top=top).strip()
 
 
-def test_contents_and_bookmarks_lead_to_the_chapters(pdf):
+def assert_contents_and_bookmarks_lead_to_the_chapters(pdf):
     def squeeze(text):
         return "".join(text.split())
 
@@ -69,6 +51,16 @@ def test_contents_and_bookmarks_lead_to_the_chapters(pdf):
         title, index = mark.get_title(), mark.get_dest().get_index()
         assert squeeze(title) in squeeze(pdf[index].get_textpage().get_text_bounded()), title
         assert str(index + 1) in [number_beside(page, title) for page in contents], title
+
+
+def test_the_printed_book(chromium):
+    """Nothing outside its page, and the contents are right: one test, so that the book is printed once."""
+    make_pdf.print_book(chromium, make_pdf.PDF)
+    with pypdfium2.PdfDocument(make_pdf.PDF) as pdf:
+        assert len(pdf) > 100
+        found = {number: wrong for number, page in enumerate(pdf, 1) if (wrong := outside(page))}
+        assert not found
+        assert_contents_and_bookmarks_lead_to_the_chapters(pdf)
 
 
 @pytest.mark.parametrize("cut", ["overflow: hidden", "width: 900px", "", "margin-left: -40px"])
