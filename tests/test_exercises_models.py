@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapter 17, right ones and wrong ones with what they are told."""
+"""Answers to the exercises of chapters 17 and 18, right ones and wrong ones with what they are told."""
 
 from __future__ import annotations
 
@@ -56,3 +56,74 @@ WRONG = {
 
 def over_each(o):
     return o / o.square().mean(-1, keepdim=True).sqrt()
+
+
+# -- chapter 18 ------------------------------------------------------------------------------------
+
+
+def diagonal(step=lambda b, n: b / (1 + b * n), power=2, scaled=True, order="fade", scale=1.0):
+    """Longhorn, one step size a head, by einsum and with the state transposed."""
+
+    def form(q, k, v, beta):
+        S, rows = torch.zeros(v.shape[1], k.shape[1], dtype=q.dtype), []
+        for a, b, c, s in zip(q, k, v, beta, strict=True):
+            d = step(s, (b * b).sum())
+            write = torch.einsum("v,k->vk", c, b) * (d if scaled else 1)
+            fade = 1 - d * b.abs() ** power if power else torch.ones_like(b)
+            S = (S + write) * fade if order == "late" else S * fade + write
+            rows.append(scale * S @ a)
+        return torch.stack(rows)
+
+    return form
+
+
+def full(q, k, v, beta):
+    """The whole delta rule, implicit step."""
+    S, rows = torch.zeros(k.shape[1], v.shape[1], dtype=q.dtype), []
+    for t in range(len(q)):
+        d = beta[t] / (1 + beta[t] * k[t].dot(k[t]))
+        S = S - d * torch.outer(k[t], k[t] @ S) + d * torch.outer(k[t], v[t])
+        rows.append(q[t] @ S)
+    return torch.stack(rows)
+
+
+def one_gate(q, k, v, beta):
+    """The same gate in all rows."""
+    d = beta / (1 + beta * k.square().sum(-1))
+    S, rows = torch.zeros(k.shape[1], v.shape[1], dtype=q.dtype), []
+    for t in range(len(q)):
+        S = (1 - d[t] * k[t].square().sum()) * S + d[t] * torch.outer(k[t], v[t])
+        rows.append(q[t] @ S)
+    return torch.stack(rows)
+
+
+RIGHT |= {
+    "ex-models-states": [[8192, 16384, 8256, 12288]],
+    "ex-models-order": [[4, 3], (4, 3)],
+    "ex-models-clear": ["cef", ["c", "f", "e"]],
+    "ex-models-turn": [lambda g, w: torch.polar(g.exp(), w).prod().real],
+    "ex-models-longhorn": [diagonal()],
+}
+
+WRONG |= {
+    "ex-models-states": [([8192, 16384, 8192, 12288], "one more value column"), ([8192, 16384, 8256, 7], "4 of 4")],
+    "ex-models-order": [([4, 4], "too late"), ([2, 3], "Go through tokens")],
+    "ex-models-clear": [("cdef", "lower bound"), ("ce", "One row's gate near 0")],
+    "ex-models-turn": [
+        (lambda g, w: torch.polar(g.exp(), w).real.prod(), "Angles add up"),
+        (lambda g, w: torch.polar(g.exp(), w).prod().abs(), "That is the size"),
+        (lambda g, w: torch.polar(g.exp(), w).prod().imag, "imaginary part"),
+        (lambda g, w: g.exp().sum() * w.sum().cos(), "Sizes are multiplied"),
+        (lambda g, w: g.prod() * w.sum().cos(), "logarithm of the size"),
+    ],
+    "ex-models-longhorn": [
+        (diagonal(step=lambda b, n: b), "beta over 1"),
+        (diagonal(scaled=False), "scaled by the step size"),
+        (diagonal(power=1), "square of k"),
+        (diagonal(power=0), "nothing fades"),
+        (diagonal(order="late"), "own token's gate"),
+        (diagonal(scale=3**-0.5), "scale is 1"),
+        (one_gate, "same for all rows"),
+        (full, "keeps its diagonal"),
+    ],
+}

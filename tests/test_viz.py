@@ -24,6 +24,7 @@ from gla_ref.viz.gate_strength import gate_strength
 from gla_ref.viz.inverses import inverses
 from gla_ref.viz.kernel_walk import kernel_walk
 from gla_ref.viz.levels import levels
+from gla_ref.viz.model_map import model_map
 from gla_ref.viz.multiprocessors import multiprocessors
 from gla_ref.viz.one_chunk import one_chunk
 from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
@@ -125,6 +126,7 @@ EXPLORABLES = {
     "one_chunk": one_chunk,
     "decode_memory": decode_memory,
     "overwrite": cache(overwrite),
+    "model_map": cache(model_map),
     "inverses": cache(inverses),
     "kernel_walk": kernel_walk,
     "multiprocessors": multiprocessors,

@@ -1,4 +1,4 @@
-"""Mixers of one interface: softmax attention and six linear ones, which differ in their gates (chapter 17).
+"""Mixers of one interface: softmax attention and six linear ones, which differ in their gates (chapters 17 and 18).
 
 All have the projections, and all but softmax the output gate and norm, of :mod:`gla_ref.models.layer`, so that what is
 compared is the state's update alone. Hence "like": each has its model's gate in its published parametrisation, not the

@@ -89,6 +89,9 @@ def _pictures() -> dict[str, str]:
         "15_gradients": "".join(steps) + "".join(circle(108 - 24 * n, 23, 4, "edge") for n in range(5)),
         "16_one_token_at_a_time": path([(8, 48), (112, 4)], "line-vermilion") + path([(8, 32), (112, 32)], "line-blue"),
         "17_gla_layer": "".join(rect(x, 8, w, 36, kind) for x, w, kind in layer),
+        "18_one_recurrence": _squares(["bbb", "bbb", "bbb"], 4, 8, 12)
+        + _squares(["bbb", "sss", "eee"], 43, 8, 12)
+        + _squares(["bse", "seb", "ebs"], 82, 8, 12),
         "20_delta_rule": _squares(["bbb", "eee", "bbb"], 12, 8, 12)
         + arrow((54, 25), (70, 25))
         + _squares(["bbb", "ooo", "bbb"], 76, 8, 12),
@@ -134,6 +137,8 @@ _TEXTS = (
      "Write a decoding step and its kernel, and predict its time from bytes."),
     ("Models", "17_gla_layer", "The layer and its Transformer", "What stands around the recurrence in a model?",
      "Build a language model around the operator, and count its numbers, operations and bytes."),
+    ("Models", "18_one_recurrence", "One recurrence, many models", "Are Mamba, RWKV and DeltaNet different memories?",
+     "Run sixteen models as their papers write them, each as a call of one recurrence."),
     ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?",
      "Derive DeltaNet's and Gated DeltaNet's chunks."),
     ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?",

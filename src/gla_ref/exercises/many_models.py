@@ -1,0 +1,105 @@
+"""Judges of the exercises on one recurrence for many models: states, order, gates, Longhorn (chapter 18)."""
+
+import torch
+
+from . import exercise
+from ._compare import draw, hold, variants
+from ._predict import choose, predict
+
+predict(
+    "ex-models-states",
+    ["GLA", "GateLoop", "mLSTM", "gated slot attention"],
+    [64 * 128, 2 * 64 * 128, 64 * 129, 64 * 192],
+    [
+        ([64 * 128, 64 * 128, ..., ...], "GateLoop's state is complex: two real numbers for every entry."),
+        ([64 * 128, 4 * 64 * 128, ..., ...], "A complex state has twice the rows, not twice the columns as well."),
+        ([64 * 128, 2 * 64 * 128, 64 * 128, ...], "The normaliser of mLSTM is a state too: one more value column."),
+        ([64 * 128, 2 * 64 * 128, 65 * 128, ...], "The normaliser has a number for each key channel."),
+        ([64 * 128, 2 * 64 * 128, 64 * 129, 64 * 128], "A slot has a key and a value: 64 + 128 numbers."),
+        ([64 * 128, 2 * 64 * 128, 64 * 129, 64 * 64], "A slot has a value beside its key: 64 + 128 numbers."),
+        ([64 + 128, ..., ..., ...], "A state has a number for every pair of a key and a value channel: their product."),
+    ],
+    "A number for each pair of a row and a column; count the rows and columns of each.",
+)
+
+predict(
+    "ex-models-order",
+    ["GLA", "RWKV-6"],
+    [4, 3],
+    [
+        ([4, 4], "RWKV-6 reads before it fades: the gate of token 6 comes too late."),
+        ([3, 3], "In GLA a token fades before it reads, so its own gate counts."),
+        ([3, 4], "The other way round: GLA fades first and reads then."),
+        ([5, 4], "A write is not faded by its own token's gate: the first that counts is token 3's."),
+        ([5, ...], "A write is not faded by its own token's gate: the first that counts is token 3's."),
+    ],
+    "Go through tokens 3 to 6, and ask of each whether its gate has acted when token 6 reads.",
+)
+
+choose(
+    "ex-models-clear",
+    "Models that can clear one row alone",
+    "cef",
+    {
+        "a": "Its gate is a constant of each head.",
+        "b": "It can clear the state, but all rows at once.",
+        "c": "It has a gate for each row, which may be as small as it likes.",
+        "d": "Its gates never go below their lower bound, here 0.9.",
+        "e": "It has a gate for each row: a large pre-activation makes exp(-exp(y)) as small as one likes.",
+        "f": "One row's gate near 0, all others and the columns' near 1.",
+    },
+)
+
+
+def _factor(g, omega):
+    return g.sum().exp() * omega.sum().cos()
+
+
+@exercise("ex-models-turn", "derive")
+def turn(answer):
+    mistakes = {
+        "Angles add up first; the cosine is of their sum, not of each.": lambda g, w: (g.exp() * w.cos()).prod(),
+        "That is the size. The real part has the cosine of the angle as well.": lambda g, w: g.sum().exp(),
+        "The sine is the imaginary part.": lambda g, w: g.sum().exp() * w.sum().sin(),
+        "Sizes are multiplied: their logarithms add.": lambda g, w: g.exp().sum() * w.sum().cos(),
+        "g is the logarithm of the size.": lambda g, w: g.prod() * w.sum().cos(),
+    }
+    (g, omega), (h, angle) = draw(18, (3,), (3,)), draw(19, (5,), (5,))
+    hold(answer, [(-g.abs(), omega), (-h.abs(), angle)], _factor, mistakes, {"factor": ""})
+
+
+def _longhorn(q, k, v, beta, *, step=lambda b, n: b / (1 + b * n), gate=torch.square, own=True, late=False):
+    """Longhorn with one step size a head; `late` fades what the token itself has written too."""
+    S, o = q.new_zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(q)):
+        d = step(beta[t], k[t] @ k[t])
+        fade, write = 1 - d * gate(k[t])[:, None], (d if own else 1) * k[t].outer(v[t])
+        S = fade * (S + write) if late else fade * S + write
+        o.append(q[t] @ S)
+    return torch.stack(o)
+
+
+def _whole(q, k, v, beta):
+    """With the matrix instead of its diagonal."""
+    S, o = q.new_zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(q)):
+        d = beta[t] / (1 + beta[t] * (k[t] @ k[t]))
+        S = S + d * k[t].outer(v[t] - k[t] @ S)
+        o.append(q[t] @ S)
+    return torch.stack(o)
+
+
+@exercise("ex-models-longhorn", "implement")
+def longhorn(answer):
+    mistakes = {
+        "The step size is beta over 1 + beta k k^T.": {"step": lambda b, n: b},
+        "The write is scaled by the step size too.": {"own": False},
+        "The gate is 1 less the step size times the square of k.": {"gate": torch.abs},
+        "The gate is the same for all rows there. It is 1 - delta k_a^2 in row a.": {"gate": lambda k: (k @ k)[None]},
+        "The gate is missing: nothing fades.": {"gate": torch.zeros_like},
+        "A write is not faded by its own token's gate.": {"late": True},
+        "That is the whole matrix k^T k. Longhorn keeps its diagonal.": _whole,
+        "The scale is 1 here, not K^-0.5.": lambda q, k, v, beta: _longhorn(q, k, v, beta) / q.shape[1] ** 0.5,
+    }
+    q, k, v, beta = draw(20, (5, 3), (5, 3), (5, 2), (5,))
+    hold(answer, [(q, k, v, beta.sigmoid())], _longhorn, variants(_longhorn, mistakes))
