@@ -20,9 +20,11 @@ pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 import build_book
 import gla_api
 import gla_book
+import gla_minutes
 import gla_package
 import make_notebooks
 from bs4 import BeautifulSoup
+from docutils import nodes
 from filelock import FileLock
 from jupyter_cache import get_cache
 
@@ -239,6 +241,35 @@ def test_broken_cell_fails_the_build(tmp_path):
     assert broken.returncode != 0 and "ZeroDivisionError" in broken.stdout + broken.stderr
 
 
+def test_minutes_are_those_of_what_one_reads():
+    """Text, code and formulas count; folded code, solutions and the plain twin of a table do not."""
+
+    def cell(tag: str, *inside: nodes.Node) -> nodes.container:
+        return nodes.container("", *inside, nb_element="cell_code", classes=["cell", tag])
+
+    def source() -> nodes.container:
+        return nodes.container("", nodes.literal_block(text="x\n\ny\n" * 10), nb_element="cell_code_source")
+
+    words = nodes.paragraph(text="word " * 240)
+    assert gla_minutes.reading(words) == 2
+    assert gla_minutes.reading(nodes.math_block(text="x")) == 1
+    assert gla_minutes.reading(cell("", source())) == 2
+    assert gla_minutes.reading(cell("tag_hide-input", source())) == 0
+    plain = nodes.container("", words.deepcopy(), mime_type="text/plain")
+    table = nodes.container("", words.deepcopy(), mime_type="text/markdown")
+    bundle = nodes.container("", table, plain, nb_element="mime_bundle")
+    shown = nodes.container("", bundle, nb_element="cell_code_output")
+    assert gla_minutes.reading(cell("tag_hide-input", source(), shown)) == 2
+    assert gla_minutes.reading(nodes.container("", words, classes=["solution"])) == 0
+
+
+def test_no_chapter_says_how_long_it_takes():
+    """The build counts, for all chapters alike; a text says what one can do at the end."""
+    for chapter in CHAPTERS:
+        text = (ROOT / "book" / f"{chapter}.md").read_text()
+        assert not re.search(r"(?i)\b(minutes|hours?)\b[^.]{0,20}\syou\s+will", text), chapter
+
+
 # -- the built site ----------------------------------------------------------------------------
 
 
@@ -337,6 +368,17 @@ def test_numbers_agree_between_site_and_notebook(site, chapter):
     assert on_page == in_notebook
     assert {number.split(".")[0] for number in on_page} <= {str(int(chapter[:2]))}
     assert page.select_one("article h1").text.startswith(f"{int(chapter[:2])}. ")
+
+
+@pytest.mark.deep
+def test_every_chapter_says_how_long_it_takes(site):
+    """The same on its page and on its card of the front page."""
+    cards = {card["href"]: card for card in soup(site / "book" / "index.html").select(".cards:not(.cards-ways) a")}
+    for chapter in CHAPTERS:
+        said = soup(site / "book" / f"{chapter}.html").select_one("article h1 + p.minutes").text
+        minutes, exercises = re.fullmatch(r"(\d+) minutes to read, and (\d+) exercises", said).groups()
+        assert 10 <= int(minutes) <= 120 and int(exercises) >= 4
+        assert cards[f"{chapter}.html"].small.text == f"{minutes} min"
 
 
 @pytest.mark.deep

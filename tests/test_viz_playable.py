@@ -107,6 +107,16 @@ def test_gates_of_the_chapters():
         assert f"alpha = torch.tensor({playable_state(size).data()['gates']['vector']})" in text
 
 
+def test_chapters_5_and_9_ask_different_questions():
+    plain, gated = playable_state(), playable_state(gate="vector")
+    assert plain.question() != gated.question()
+    tokens = [[token[name] for token in TOKENS] for name in "qkv"]
+    _, S = oracle(*tokens, gated.data()["gates"]["scalar"])
+    assert S.tolist() == [[2, 2, 2], [0, 0, 0]] and gated.question().right == "cleared, too"
+    _, S = oracle(*tokens, gated.data()["gates"]["vector"])
+    assert S[1].any()  # what the sentence about one number a row promises
+
+
 def test_cards_lead_to_the_chapters():
     book = HERE.parents[2] / "book"
     pages = [path.stem for path in sorted(book.glob("[0-9][0-9]_*.md"))]

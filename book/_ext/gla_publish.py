@@ -44,12 +44,15 @@ def add_metadata(app, pagename, templatename, context, doctree):
 
 
 def lost(app):
-    """404.html, which a host shows at any depth of addresses: its links begin where the site does."""
+    """404.html, which a host shows at any depth of addresses: its links begin where the site does.
+
+    A site without an address may be served below one: then the page looks for the folder that has its logo.
+    """
     base = urlsplit(app.config.html_baseurl).path.rstrip("/") + "/"
     chapters = [(app.builder.get_target_uri(page), number[0], app.env.titles[page].astext())
                 for page, title in sorted(app.env.titles.items()) if (number := title.get("secnumber"))]  # fmt: skip
     logo = f"_static/{Path(app.config.html_logo).name}"
-    yield "404", {"base": base, "chapters": chapters, "logo": logo}, "404.html"
+    yield "404", {"base": base, "known": bool(app.config.html_baseurl), "chapters": chapters, "logo": logo}, "404.html"
 
 
 def write_sitemap(app, exception):

@@ -143,7 +143,7 @@ def smallest_label(source: str, width: float) -> float:
 
 
 def pictures(tab) -> list[str]:
-    """A chapter, and what is wrong with its pictures: one begins on the first screen of a laptop, most of what is not
+    """A page, and what is wrong with its pictures: one begins on the first screen of a laptop, most of what is not
     folded is text, and on a phone no label of a figure is below 11 pixels."""
     found = []
     if (listed := tab.evaluate(tools.PREFORMATTED)) > 0.45:
@@ -168,7 +168,7 @@ def test_page(chromium, visit, record, page):
     tab.wait_for_timeout(100)  # scripts that start after loading
     bytes_ = sum(file.stat().st_size for file in visit.files)
     weight = {"bytes": bytes_, "explorables": tab.evaluate(EXPLORABLES)}
-    found = pictures(tab) if re.search(r"/\d\d_", page) else []
+    found = pictures(tab) if re.search(r"/(\d\d_|index)", page) else []
     found += [problem for theme in THEMES for width in WIDTHS for problem in look(tab, theme, width)]
     found += listen(tab) + visit.problems
     busy = os.getloadavg()[0] > 2 * os.cpu_count()  # with other work: then the time is not the page's

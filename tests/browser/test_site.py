@@ -43,7 +43,10 @@ def text(page: str) -> str:
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves the site as a static host does, with 404.html for what is not there."""
+    """Serves the site as a static host does, at its root and in a folder, with 404.html for what is not there."""
+
+    def translate_path(self, path):
+        return super().translate_path(path.removeprefix("/deep/below"))
 
     def log_message(self, *_):
         """Nothing on the terminal."""
@@ -330,9 +333,13 @@ def test_every_page_describes_itself():
         seen[about] = page
 
 
-def test_a_lost_reader_finds_back(visit, served):
-    visit.tab.goto(served + "book/no/such/page.html")
+@pytest.mark.parametrize("folder", ["", "deep/below/"])
+def test_a_lost_reader_finds_back(visit, served, folder):
+    """At a host's root and below it, where the built site does not know its address."""
+    visit.tab.goto(f"{served}{folder}book/no/such/page.html")
     assert visit.tab.locator("ol a").count() >= 16
+    logo = visit.tab.locator("main img").element_handle()
+    visit.tab.wait_for_function("e => e.complete && e.naturalWidth > 0", arg=logo)
     visit.tab.locator("main p a").first.click()
-    visit.tab.wait_for_url("**/book/index.html")
-    visit.problems.clear()  # the browser itself reports the missing page
+    visit.tab.wait_for_url(f"{served}{folder}book/index.html")
+    visit.problems.clear()  # the browser itself reports what is missing

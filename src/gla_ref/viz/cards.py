@@ -175,7 +175,7 @@ def ways() -> Cards:
 
 
 def cards() -> Cards:
-    """The chapters by part."""
+    """The chapters by part; the site's build says how long each takes."""
     html, part = "", None
     for card in CARDS:
         if card.part != part:
@@ -184,7 +184,8 @@ def cards() -> Cards:
         html += (
             f'<a class="card-link" href="{card.page}.html"><svg viewBox="0 0 {WIDE} {HIGH}" aria-hidden="true">'
             f"{card.picture}</svg><b>{int(card.page[:2])} {escape(card.title)}</b>"
-            f"<i>{escape(card.question)}</i><span>{escape(card.learns)}</span></a>"
+            f"<i>{escape(card.question)}</i><span>{escape(card.learns)} "
+            f'<small data-page="{card.page}"></small></span></a>'
         )
     return _nav("Chapters", f"{html}</div>")
 
@@ -195,7 +196,7 @@ def _nav(name: str, html: str, kind: str = "") -> Cards:
 
 
 _STYLE = """
-.explorable.cards { max-width: none }
+.explorable.cards { max-width: none } .explorable.cards-ways { margin-top: 0 }
 .cards > div { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: .6rem }
 .cards-ways > div { grid-template-columns: repeat(4, minmax(0, 1fr)) }
 .cards p { margin: 1rem 0 .4rem } .cards-ways p { margin: 0 0 .4rem }
@@ -206,6 +207,7 @@ _STYLE = """
 .cards .card-link:hover { border-color: var(--accent); box-shadow: 0 0 0 1px var(--accent) }
 .cards .card-link b { color: var(--accent) } .cards .card-link :is(i, span) { font-size: .88em }
 .cards .card-link span { grid-column: 1 / -1 }
+.cards small { white-space: nowrap; font-weight: 600; font-size: 1em }
 .cards svg { grid-area: 1 / 2 / span 2; height: 3rem; width: auto }
 @media (max-width: 40rem) {
   .cards > div { grid-template-columns: minmax(0, 1fr) }

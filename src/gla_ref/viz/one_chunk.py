@@ -122,7 +122,7 @@ def one_chunk() -> Explorable:
     """The eleven steps of a chunk in :mod:`gla_ref.pages.gla`."""
     generator = torch.Generator().manual_seed(0)
     q, k, g = torch.randn(3, C, K, generator=generator, dtype=torch.float64)
-    v, S = torch.randn(C, V, generator=generator).double(), torch.zeros(K, V, dtype=torch.float64)
+    v, S = torch.randn(C, V, generator=generator, dtype=torch.float64), torch.zeros(K, V, dtype=torch.float64)
     _, _, steps = walk(q, k, v, -g.abs() / 64, S)
     frames, there = [], {"S"}
     for n, now in enumerate(steps):

@@ -7,7 +7,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   const [stepButton, playButton, resetButton] = find("buttons").children;
   const cells = [...root.querySelectorAll("[data-cell]")];
   const [kindSeen, stepSeen] = given.seen;
-  let tape, gates, at, own, shown = 0, timer = 0;  // own: numbers that a reader has changed
+  let tape, gates, at, own, shown, timer = 0;  // own: numbers that a reader has changed
 
   const show = x => String(+x.toFixed(2)).replace("-", "−");
   const list = row => `(${row.map(show).join(", ")})`;
@@ -20,12 +20,14 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   const tokenByToken = kind => {
     const [K, V] = [given.K, given.V], all = [];
     let S = Array.from({length: K}, () => Array(V).fill(0));
-    const add = (t, values, lit, notes, words) => all.push({t, values: {S, ...tape[t], ...values}, lit, notes, words});
-    add(0, {k: [], v: [], q: []}, {}, {}, "The state is empty.");
+    const add = (t, what, values, lit, notes, words) =>
+      all.push({t, what, values: {S, ...tape[t], ...values}, lit, notes, words});
+    add(0, "start", {k: [], v: [], q: []}, {}, {}, "The state is empty.");
     tape.forEach(({k, v, q, name}, t) => {
       const alpha = gates[kind][t], who = name ?? `Token ${t + 1}`;
       const lit = {}, notes = {};
-      if (k && kind !== "none") {
+      const fades = kind !== "none" && alpha.some(x => x !== 1);  // a gate of ones has nothing to show
+      if (k && fades) {
         S = fade(S, alpha);
         for (let i = 0; i < K; i++) {
           if (alpha[i] === 1) continue;
@@ -34,7 +36,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
         const same = alpha.every(x => x === alpha[0]);
         const kept = same ? `every row keeps ${percent(alpha[0])}`
           : alpha.map((x, i) => `row ${i + 1} keeps ${percent(x)}`).join(", ");
-        add(t, {q: []}, {...lit}, {...notes}, `${who}. First the gate: ${kept}.`);
+        add(t, "gate", {q: []}, {...lit}, {...notes}, `${who}. First the gate: ${kept}.`);
       }
       if (k) {
         S = write(S, k, v);
@@ -46,7 +48,8 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
         }));
         const rows = k.map((x, i) => x && `${show(x)} × the value to row ${i + 1}${columns ? "" : `, now ${list(S[i])}`}`)
           .filter(Boolean);
-        add(t, {q: []}, lit, notes, `${who}. Write: the key adds ${rows.join("; ") || "nothing"}.`);
+        const gate = kind === "none" || fades ? "" : "The gate keeps every row. ";
+        add(t, "write", {q: []}, lit, notes, `${who}. ${gate}Write: the key adds ${rows.join("; ") || "nothing"}.`);
       }
       if (q) {
         const o = read(q, S), lit = {}, notes = {};
@@ -58,7 +61,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
         for (let j = 0; j < V; j++) lit[`o.${j}`] = "made";
         const found = o.map((x, j) => [x, columns?.[j]]).filter(([x]) => Math.abs(x) > .005);
         const out = columns ? several(found.map(([x, word]) => `${word} ${show(x)}`), "nothing") : list(o);
-        add(t, {o, ...(k ? {} : {k: [], v: []})}, lit, notes, `${who}. Read: the query adds up the rows, out comes ${out}.`);
+        add(t, "read", {o, ...(k ? {} : {k: [], v: []})}, lit, notes, `${who}. Read: the query adds up the rows, out comes ${out}.`);
       }
     });
     return all;
@@ -70,8 +73,8 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
     const [q, k, v] = ["q", "k", "v"].map(name => tape.map(token => token[name]));
     const blank = width => Array.from({length: T}, () => Array(width).fill(null));
     let S = Array.from({length: K}, () => Array(V).fill(0)), [P, o] = [blank(T), blank(V)];
-    const add = (t, lit, words) => all.push({t, values: {S, P, o, q, k, v}, lit, notes: {}, words});
-    add(0, {}, `The state is empty, the tokens come in chunks of ${C}.`);
+    const add = (t, what, lit, words) => all.push({t, what, values: {S, P, o, q, k, v}, lit, notes: {}, words});
+    add(0, "start", {}, `The state is empty, the tokens come in chunks of ${C}.`);
     for (let start = 0; start < T; start += C) {
       const stop = start + C, done = chunk(q, k, v, gates[kind], S, start, stop);
       const own = (name, width) => Array.from({length: C}, (_, n) => row(name, start + n, width)).flat();
@@ -81,18 +84,18 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
       for (let i = start; i < stop; i++) for (let j = start; j <= i; j++) pairs.push(`P.${i}.${j}`);
       const who = C > 1 ? `Tokens ${start + 1} to ${stop}` : `Token ${stop}`, one = C > 1 ? "" : "s";
       o = set(o, done.inter);
-      add(start, {...each([...own("q", K), ...held], "read"), ...each(own("o", V), "made")},
+      add(start, "inter", {...each([...own("q", K), ...held], "read"), ...each(own("o", V), "made")},
         `${who} read${one} the state before the chunk, each query faded by the gates since then.`);
       P = set(P, done.scores.map((scores, n) => Array.from({length: T}, (_, j) =>
         j >= start && j <= start + n ? scores[j - start] : null)));
-      add(start, {...each([...own("q", K), ...own("k", K)], "read"), ...each(pairs, "made")},
+      add(start, "scores", {...each([...own("q", K), ...own("k", K)], "read"), ...each(pairs, "made")},
         one ? `${who} scores itself: the only pair inside the chunk.`
           : `${who} score each other: the ${pairs.length} pairs inside the chunk, faded by the gates between.`);
       o = set(o, done.o);
-      add(start, {...each([...pairs, ...own("v", V)], "read"), ...each(own("o", V), "made")},
+      add(start, "output", {...each([...pairs, ...own("v", V)], "read"), ...each(own("o", V), "made")},
         `Scores times values are added: the outputs ${done.o.map(list).join(", ")}.`);
       S = done.after;
-      add(start, {...each([...own("k", K), ...own("v", V)], "read"), ...each(held, "made")},
+      add(start, "write", {...each([...own("k", K), ...own("v", V)], "read"), ...each(held, "made")},
         `${who} ${one ? "is written" : "are written at once"}: the state becomes ${S.map(list).join(", ")}.`);
     }
     return all;
@@ -103,8 +106,8 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   const draw = () => {
     const kind = kindList.value, all = records();
     at = Math.min(at, all.length - 1);
-    const {t, values, lit, notes, words} = all[at];
-    shown = t;
+    const {t, what, values, lit, notes, words} = all[at];
+    shown = {t, what};
     for (const cell of cells) {
       const value = cell.dataset.cell.split(".").reduce((x, n) => x?.[n], values);
       const [number, note] = cell.children, there = typeof value === "number";
@@ -133,6 +136,11 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   };
   // At the step that shows the answer to the question.
   const there = () => !own && kindList.value === kindSeen && (lengthList ? at === records().length - 1 : at === stepSeen);
+  // The same step of the same token, of which there may be more or fewer now.
+  const stay = (t, what) => {
+    const all = records(), same = step => all.findIndex(record => record.t === t && record.what === step);
+    at = [same(what), same("write")].find(i => i >= 0) ?? all.findLastIndex(record => record.t <= t);
+  };
   // Which token and row a gate belongs to; without a token's number it is that of the token in turn.
   const place = (input, t) => {
     const numbers = input.dataset.gate.split(".").map(Number);
@@ -176,7 +184,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
       pause();
       guess.speak();
       own = true;
-      const t = shown, n = at ? t + 1 : 0;
+      const {t} = shown, n = at ? t + 1 : 0;
       tape = [...tape.slice(0, n), given.offered[button.dataset.token]];
       for (const kind in gates) gates[kind] = [...gates[kind].slice(0, n), gates[kind][Math.min(t, gates[kind].length - 1)].slice()];
       at = records().findIndex((record, i) => i > 0 && record.t === n) - 1;
@@ -186,14 +194,13 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
   root.addEventListener("input", ({target}) => {
     pause();
     guess.speak();
-    const t = shown;
+    const {t, what} = shown;
     if (target.dataset.gate && kindList.value === "none") {  // a gate that is touched is a gate of its own
       gates.vector = gates.none.map(row => row.slice());
       kindList.value = "vector";
     }
     const kind = kindList.value;
     own ||= target.tagName !== "SELECT";
-    if (target.tagName === "SELECT" && at) at = records().findLastIndex(record => record.t <= t);  // the same token
     if (target.dataset.number && Number.isFinite(target.valueAsNumber)) {
       const [name, i] = target.dataset.number.split(".");
       tape[t][name][i] = target.valueAsNumber;
@@ -204,6 +211,7 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
         if (kind === "constant" || s === token && (kind === "scalar" || i === row)) gate[i] = +target.value;
       }));
     }
+    stay(t, what);
     draw();
   });
 

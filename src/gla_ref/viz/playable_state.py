@@ -18,17 +18,14 @@ __all__ = ["KINDS", "Playable", "playable_state"]
 
 #: kinds of gates, and what they are called
 KINDS = {"none": "none", "constant": "one constant", "scalar": "one number a token", "vector": "one number a row"}
-CONSTANT = 0.8  # where that gate begins
 
-# the four tokens of chapter 5, and the gates of chapters 9 and 11
+# the four tokens of chapter 5
 TOKENS = [
     dict(k=[1, 0], v=[1, 2, 3], q=[1, 0]),
     dict(k=[0, 1], v=[4, 0, 1], q=[1, 1]),
     dict(k=[1, 1], v=[0, 1, 0], q=[0, 2]),
     dict(k=[1, 0], v=[2, 2, 2], q=[2, -3]),
 ]
-VECTOR = {"tokens": [[1, 1], [0.5, 1], [1, 0.5], [0, 1]], "chunks": [[1, 1], [0.5, 1], [1, 0.5], [0.5, 0.25]]}
-SCALAR = [1, 0.5, 0.5, 0]
 
 # the front page: who likes what; Adam's key resembles Ada's
 NAMES = {"Ada": [1, 0, 0], "Bob": [0, 1, 0], "Adam": [0.8, 0, 0.6]}
@@ -39,8 +36,15 @@ FACTS = [
 ]
 ASKED = [dict(name=f"Asked about {name}", q=k) for name, k in NAMES.items()]
 STORY = [FACTS[0], FACTS[1], ASKED[0], FACTS[2], ASKED[0]]
-# its gates where Adam comes: all that was written fades, or Ada's row
-FADED = {"scalar": [0.5, 0.5, 0.5], "vector": [0.25, 1, 1]}
+
+CONSTANT = 0.8
+#: the gates that a figure begins with, for each token: on the front page all rows fade, or Ada's, where Adam comes;
+#: the others are those that chapters 9 and 11 work by hand, and one number a token instead
+GATES = {
+    "small": {"scalar": [[1] * 3] * 3 + [[0.5] * 3, [1] * 3], "vector": [[1] * 3] * 3 + [[0.25, 1, 1], [1] * 3]},
+    "tokens": {"scalar": [[1, 1], [0.5, 0.5], [0.5, 0.5], [0, 0]], "vector": [[1, 1], [0.5, 1], [1, 0.5], [0, 1]]},
+    "chunks": {"scalar": [[1, 1], [0.5, 0.5], [0.5, 0.5], [0, 0]], "vector": [[1, 1], [0.5, 1], [1, 0.5], [0.5, 0.25]]},
+}
 
 
 @dataclass(repr=False)
@@ -64,7 +68,7 @@ class Playable:
             "STYLE": STYLE + (HERE / "playable_state.css").read_text(),
             "SCRIPT": script("recurrence.js", "pointing.js", "guessing.js", "playable_state.js"),
             "TITLE": _TITLES[self.size],
-            "QUESTION": ask(_QUESTIONS[self.size]),
+            "QUESTION": ask(self.question()),
             "CONTROLS": self._controls(),
             "TOKENS": self._tokens(),
             "READOUT": escape(self._first()["words"]),
@@ -82,19 +86,19 @@ class Playable:
             html = html.replace(f"%{name}%", value)
         return html
 
+    def question(self) -> Question:
+        """Of the four tokens without a gate one asks what a write adds to, with gates what fades."""
+        gated = self.size == "tokens" and self.kind != "none"
+        return _QUESTIONS["gates" if gated else self.size]
+
     # -- numbers -----------------------------------------------------------------------------------
 
     def data(self) -> dict:
         """What the page's script gets."""
         tape = STORY if self.size == "small" else TOKENS
         K, V = (3, 3) if self.size == "small" else (2, 3)
-        same = [[1] * K] * len(tape)
-        gates = {"none": same, "constant": [[CONSTANT] * K] * len(tape)}
-        if self.size == "small":
-            gates |= {kind: [gate if token is FACTS[2] else [1] * K for token in tape] for kind, gate in FADED.items()}
-        else:
-            gates |= {"scalar": [[x] * K for x in SCALAR], "vector": VECTOR[self.size]}
-        given = dict(K=K, V=V, tape=tape, gates=gates, kind=self.kind, seen=_QUESTIONS[self.size].seen)
+        gates = {"none": [[1] * K] * len(tape), "constant": [[CONSTANT] * K] * len(tape)} | GATES[self.size]
+        given = dict(K=K, V=V, tape=tape, gates=gates, kind=self.kind, seen=self.question().seen)
         if self.size == "small":
             given |= dict(offered=FACTS + ASKED, columns=list(LIKES), most=1.5)
         else:
@@ -242,7 +246,8 @@ _TITLES = {
 # a question's `seen` is the kind of gates and the number of the step that shows the answer
 _QUESTIONS = {
     "small": Question(
-        "Adam’s key resembles Ada’s. Once we have written what Adam likes, what comes out when we ask for Ada?",
+        "Ada likes tea, Adam likes jazz, and his key resembles hers. Once both are written, what comes out when we ask "
+        "about Ada?",
         "a blend",
         {
             "tea": "Only if no other key shared a row with hers. Adam’s does.",
@@ -260,6 +265,17 @@ _QUESTIONS = {
             "the first value": "The row is not protected: every write with this key adds to it.",
         },
         ("none", 7),
+    ),
+    "gates": Question(
+        "Now take one number a token, for both rows. The gate of token 4 is 0, so that row 1 is free for its value. "
+        "What becomes of row 2?",
+        "cleared, too",
+        {
+            "unchanged": "That takes a gate for each row. One number fades all rows alike.",
+            "half as large": "That is what the gate of token 3 does. The gate of token 4 is 0, for both rows.",
+            "cleared, too": "One number fades all rows alike. With one number a row, row 2 stays.",
+        },
+        ("scalar", 9),
     ),
     "chunks": Question(
         "Chunks of 1, of 2, or all four tokens in one: do the outputs change?",
