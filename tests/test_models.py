@@ -185,6 +185,12 @@ def test_loss_in_pieces(monkeypatch):
     close(*torch.autograd.grad(pieces, [model.lm_head.weight]), wanted)
 
 
+def test_which_document_a_token_is_of():
+    ends = torch.tensor([0, 0, 2, 2, 5])
+    assert _forms.owners(ends, 5).tolist() == [1, 1, 3, 3, 3]
+    assert _forms.places(ends, 5).tolist() == [0, 1, 0, 1, 2]
+
+
 def test_targets_do_not_cross_documents():
     tokens = torch.arange(6)[None]
     assert next_tokens(tokens).tolist() == [[1, 2, 3, 4, 5, -100]]

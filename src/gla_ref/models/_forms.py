@@ -33,7 +33,8 @@ def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor |
 
 def owners(cu_seqlens: Tensor, T: int) -> Tensor:
     """`[T]`: which sequence each token of a packed batch belongs to."""
-    return torch.searchsorted(cu_seqlens[1:], torch.arange(T, device=cu_seqlens.device), right=True)
+    # not in cu_seqlens[1:]: compiled code has searched a slice from the start of its base (PyTorch's issue 182343)
+    return torch.searchsorted(cu_seqlens, torch.arange(T, device=cu_seqlens.device), right=True) - 1
 
 
 def places(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -1,0 +1,27 @@
+"""Experiments as programs: what mixers remember, predict, forget and cost (chapter 17).
+
+    python -m gla_ref.experiments mqar --device cuda --seeds 3
+    python -m gla_ref.experiments plan
+
+Each trains (or times) the models of :mod:`gla_ref.models` and writes one JSON file of records. An interrupted program
+goes on where it was when it is called again. On another host it goes on with the runs that the file of records lacks:
+take the file along, and the folder of texts, which `python -m gla_ref.experiments texts` makes once.
+
+No full setting of any of them has been run yet, on any GPU: the tests run the tiny ones on a CPU.
+"""
+
+from . import ablations, language, length, mqar, recall, throughput
+
+#: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
+#:
+#: :meta hide-value:
+EXPERIMENTS = {
+    "mqar": mqar,
+    "recall": recall,
+    "language": language,
+    "ablations": ablations,
+    "length": length,
+    "throughput": throughput,
+}
+
+__all__ = ["EXPERIMENTS"]

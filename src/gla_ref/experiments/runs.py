@@ -1,0 +1,169 @@
+"""What an experiment consists of: settings, checked, and runs, with all that their numbers depend on (chapter 17)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..models import MIXERS, Config
+
+__all__ = ["Place", "Run", "Training", "check_fields", "dice"]
+
+TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
+
+
+def check_fields(settings) -> None:
+    """Hold a dataclass against its annotations: numbers are positive and finite, tuples are not empty.
+
+    Annotations are `int`, `float`, `str`, `bool`, a tuple of these (`tuple[int, ...]`, `tuple[tuple[int, int], ...]`),
+    or one of them `| None`. Mixers are checked by name wherever a field is called `mixers`.
+
+    Raises:
+        TypeError, ValueError: a field does not fit; the message names it.
+    """
+    for field in dataclasses.fields(settings):
+        kind, x = str(field.type), getattr(settings, field.name)
+        if kind.endswith(" | None"):
+            if x is None:
+                continue
+            kind = kind.removesuffix(" | None")
+        if kind.startswith("tuple["):
+            if not isinstance(x, tuple):
+                raise TypeError(f"{field.name}: expected a tuple, got {x!r}")
+            if not x:
+                raise ValueError(f"{field.name}: expected at least one element, got ()")
+            pair = kind.startswith("tuple[tuple[")
+            if pair and any(not isinstance(y, tuple) or len(y) != 2 for y in x):
+                raise TypeError(f"{field.name}: expected pairs, got {x!r}")
+            kind = kind.replace("tuple[", "").split(",")[0]
+            values = [z for y in x for z in y] if pair else list(x)
+        else:
+            values = [x]
+        for y in values:
+            _check_value(field.name, kind, y)
+    for name in getattr(settings, "mixers", ()):
+        if name not in MIXERS:
+            raise ValueError(f"mixers: expected some of {', '.join(MIXERS)}, got {name!r}")
+
+
+def _check_value(name: str, kind: str, x) -> None:
+    if kind not in TYPES:  # another checked record
+        return
+    words = {"int": "a positive integer", "float": "a positive number", "str": "text", "bool": "True or False"}[kind]
+    if not isinstance(x, TYPES[kind]) or isinstance(x, bool) != (kind == "bool"):
+        raise TypeError(f"{name}: expected {words}, got {x!r}")
+    if kind in ("int", "float") and not 0 < x < math.inf:
+        raise ValueError(f"{name}: expected {words}, got {x!r}")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained: AdamW, warm-up, then a cosine to a tenth of the rate.
+
+    Attributes:
+        steps: optimiser steps.
+        learning_rate: the largest; None: an earlier stage of the experiment chooses it.
+        warmup: share of the steps in which the rate rises.
+        weight_decay: of matrices; norms, biases and other vectors have none.
+        clip: largest norm of the gradient.
+        evaluations: how often the model is evaluated, evenly, the last time at the end.
+        precision: "bf16": products by autocast, weights in float32; or "fp32".
+        compile: whether the loss goes through torch.compile.
+
+    Raises:
+        TypeError, ValueError: a field does not fit; the message names it.
+    """
+
+    steps: int
+    learning_rate: float | None
+    warmup: float = 0.1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    evaluations: int = 4
+    precision: str = "bf16"
+    compile: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.warmup > 1:
+            raise ValueError(f"warmup: expected a share of the steps, at most 1, got {self.warmup}")
+        if self.evaluations > self.steps:
+            raise ValueError(f"evaluations: expected at most steps = {self.steps}, got {self.evaluations}")
+        if self.precision not in ("bf16", "fp32"):
+            raise ValueError(f"precision: expected 'bf16' or 'fp32', got {self.precision!r}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model to train, or one thing to measure.
+
+    Attributes:
+        experiment: its key in :data:`gla_ref.experiments.EXPERIMENTS`.
+        name: what no other run of the experiment is called.
+        about: what tells it from the others, as a figure selects it; "seed" among it.
+        settings: of the experiment.
+        model: the model's sizes.
+        training: how it is trained; None where nothing is learned.
+        tokens: of one step.
+    """
+
+    experiment: str
+    name: str
+    about: dict
+    settings: object
+    model: Config
+    training: Training | None
+    tokens: int
+
+    def fingerprint(self) -> dict:
+        """All that the run's numbers depend on, as JSON has it: equal fingerprints, equal numbers."""
+        parts = {"about": self.about, "tokens": self.tokens}
+        for name in ("settings", "model", "training"):
+            x = getattr(self, name)
+            parts[name] = None if x is None else dataclasses.asdict(x)
+        return json.loads(json.dumps(parts))
+
+    def file(self, folder: Path, suffix: str) -> Path:
+        """A file of this run's own."""
+        return folder / self.experiment / (self.name.replace("/", "-") + suffix)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is carried out, which its numbers must not depend on but for rounding.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:1".
+        folder: of checkpoints.
+        deadline: `time.time()` at which a run stops, with a checkpoint; None: never.
+        save_every: seconds between checkpoints.
+        texts: folder of prepared texts, which two experiments need.
+        records: earlier records of the experiment.
+        progress: is told (done, total) after every step; None: nobody is.
+    """
+
+    device: str
+    folder: Path
+    deadline: float | None = None
+    save_every: float = 60.0
+    texts: Path | None = None
+    records: tuple[dict, ...] = ()
+    progress: Callable[[int, int], None] | None = None
+
+    def tell(self, done: int, total: int) -> None:
+        """Report progress to whoever wants it."""
+        if self.progress:
+            self.progress(done, total)
+
+
+def dice(device: torch.device | str, *what) -> torch.Generator:
+    """Random numbers that depend on `what` alone, so that a step's data are the same whenever it is made."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=7).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))

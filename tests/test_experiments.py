@@ -1,0 +1,683 @@
+"""Experiments: every tiny setting runs, an interrupted one ends with the same numbers, tasks are what they say."""
+
+import ast
+import dataclasses
+import gzip
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from gla_ref import FORMS
+from gla_ref.experiments import EXPERIMENTS, ablations, language, length, mqar, plan, recall, texts, throughput
+from gla_ref.experiments._driver import carry_out, is_done, read
+from gla_ref.experiments.questions import answer_logits, right, with_rate
+from gla_ref.experiments.runs import Place, Training, dice
+from gla_ref.experiments.training import share_of_rate
+from gla_ref.models import Config, LanguageModel
+from gla_ref.models.layer import LayerState
+
+BOOK = "".join(chr(97 + i * i % 23) for i in range(150))
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """A folder with speeches of 150 bytes, three of them held out."""
+    names = [f"sotu/{i}" for i in range(200)]
+    names = [n for n in names if texts.held_out(n)][:3] + [n for n in names if not texts.held_out(n)][:7]
+    folder = tmp_path_factory.mktemp("texts")
+    texts.encode_bytes([texts.Document(name, BOOK[i:] + BOOK[:i]) for i, name in enumerate(names)]).save(
+        folder / "speeches.pt"
+    )
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path, corpora):
+    return Place("cpu", tmp_path / "checkpoints", texts=corpora)
+
+
+def tiny(name: str, **changes):
+    """The runs of a tiny setting."""
+    module = EXPERIMENTS[name]
+    return module.runs(replace(module.Settings.tiny(), **changes), 1)
+
+
+# -- every experiment --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
+    runs, file = tiny(name), tmp_path / "records.json"
+    assert len({run.name for run in runs}) == len(runs)
+    finished = []
+    outcome = carry_out(runs, place, file, progress=finished.append)
+    assert outcome.failed == {} and outcome.left == []
+    assert sorted(outcome.done) == sorted(finished) == sorted(run.name for run in runs)
+    records = {r["name"]: r for r in read(file, name)}
+    for run in runs:
+        record = records[run.name]
+        assert record["about"] == run.about and "seed" in record["about"]
+        assert record["run"]["settings"] == run.fingerprint()["settings"]
+        assert record["environment"]["torch"] == torch.__version__ and record["environment"]["date"]
+        assert record["seconds"] > 0 and record["parameters"] > 0
+        if run.training is None:
+            assert [x["T"] for x in record["lengths"]] == list(run.settings.lengths)
+            assert all(x["ms"] > 0 and x["operator ms"] > 0 and x["loss"] > 0 for x in record["lengths"])
+            continue
+        assert record["learning rate"] > 0 and not record["diverged"]
+        steps, losses = zip(*record["curve"], strict=True)
+        assert steps == tuple(range(1, run.training.steps + 1)) and all(math.isfinite(x) for x in losses)
+        assert record["evaluations"][-1]["step"] == run.training.steps
+        assert len(record["evaluations"]) == run.training.evaluations
+    assert not list(place.folder.rglob("*.pt"))  # no checkpoint outlives its record
+    before = file.read_text()
+    again = carry_out(runs, place, file, progress=lambda name: pytest.fail(f"{name} was done"))
+    assert sorted(again.done) == sorted(outcome.done) and file.read_text() == before
+    other = replace(runs[0], settings=replace(runs[0].settings, tokens=2 * runs[0].settings.tokens))
+    assert not is_done(other, tuple(records.values())), "other settings, another run"
+
+
+def test_the_command(place, tmp_path, capsys):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    from gla_ref.experiments.__main__ import main
+
+    where = ["--records", str(tmp_path / "r.json"), "--folder", str(place.folder), "--texts", str(place.texts)]
+    call = ["ablations", "--preset", "tiny", "--seeds", "1", "--set", "steps=2", "--only", "base*", *where]
+    assert main(call) == 0 and "1 runs, 0 done before" in capsys.readouterr().out
+    assert main(call) == 0 and "1 runs, 1 done before" in capsys.readouterr().out
+    other = [*call, "--set", "steps=3"]
+    assert main([*other, "--minutes", "1e-9"]) == 3 and main(other) == 0
+    assert main([*call, "--set", "corpus=texts"]) == 1 and "texts: expected texts.pt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (["mqar", "--set", "stepz=3"], "stepz: expected one of"),
+        (["mqar", "--set", "steps=0"], "steps: expected a positive integer, got 0"),
+        (["mqar", "--set", "mixers=('gla', 'rwkv')"], "mixers: expected some of"),
+        (["mqar", "--only", "nothing"], "--only: expected a pattern"),
+        (["mqar", "--chunk", "99"], "--chunk: expected at most"),
+        (["length", "--device", "cuda"], "--device: expected a GPU"),
+        (["texts", "--linux-doc", "no", "--gcide", "no", "--sotu", "no"], "linux_doc: expected"),
+    ],
+)
+def test_a_wrong_command_names_what_is_wrong(call, message, capsys):
+    from gla_ref.experiments.__main__ import main
+
+    if "--device" in call and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit, match="2"):
+        main(call)
+    assert message in capsys.readouterr().err
+
+
+# -- interrupted -------------------------------------------------------------------------------
+
+
+def numbers(record: dict) -> dict:
+    """What must be equal."""
+    return {name: record[name] for name in ("curve", "evaluations", "diverged")}
+
+
+class Killed(BaseException):
+    """As a signal would end the program, wherever it is."""
+
+
+@pytest.mark.parametrize(
+    "name, pattern", [("length", "gla/8-passing"), ("mqar", "rate/gla/0.01"), ("language", "tiny/gla")]
+)
+def test_interrupted_and_resumed_is_as_if_never(name, pattern, place, tmp_path):
+    run = next(run for run in tiny(name) if run.name.startswith(pattern))
+    whole = EXPERIMENTS[name].carry_out(run, replace(place, folder=tmp_path / "whole"))
+
+    def kill(done, total):
+        if done == 4:
+            raise Killed  # before the step's checkpoint: the last one is of step 3
+
+    saving = replace(place, save_every=0.0)
+    with pytest.raises(Killed):
+        EXPERIMENTS[name].carry_out(run, replace(saving, progress=kill))
+    torch.manual_seed(123)  # whatever happened since
+    steps = []
+    stopped = replace(saving, deadline=time.time(), progress=lambda done, total: steps.append(done))
+    assert EXPERIMENTS[name].carry_out(run, stopped) is None and steps == [4], "one step, then time is up"
+    resumed = EXPERIMENTS[name].carry_out(run, replace(place, progress=stopped.progress))
+    assert steps == list(range(4, run.training.steps + 1))
+    assert numbers(resumed) == numbers(whole)
+    other = replace(run, training=replace(run.training, clip=0.5))
+    with pytest.raises(ValueError, match="^settings: expected those of the checkpoint"):
+        EXPERIMENTS[name].carry_out(other, place)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from gla_ref.experiments import ablations
+from gla_ref.experiments._driver import carry_out
+from gla_ref.experiments.runs import Place
+from dataclasses import replace
+
+if __name__ == "__main__":
+    runs = ablations.runs(replace(ablations.Settings.tiny(), steps=60), 1)
+    folder, jobs = Path(sys.argv[1]), int(sys.argv[3])
+    place = Place("cpu", folder, save_every=0.0, texts=Path(sys.argv[2]))
+    print(carry_out(runs, place, folder / "records.json", jobs))
+"""
+
+
+@pytest.mark.deep
+def test_killed_by_a_signal_and_called_again(tmp_path, corpora):
+    """A program is killed with a checkpoint and no record; called again, with two processes, it has all numbers."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def command(name, jobs):
+        return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / name), str(corpora), str(jobs)]
+
+    subprocess.run(command("whole", 1), check=True)
+    process = subprocess.Popen(command("killed", 1))
+    file = tmp_path / "killed" / "ablations" / "base-seed0.pt"
+    while not file.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert file.exists() and not (tmp_path / "killed" / "records.json").exists()
+    subprocess.run(command("killed", 2), check=True)
+    whole, again = (
+        {r["name"]: numbers(r) for r in read(tmp_path / folder / "records.json", "ablations")}
+        for folder in ("whole", "killed")
+    )
+    assert whole == again and len(whole) == 2
+
+
+def test_one_failure_does_not_cost_the_rest(place, tmp_path, monkeypatch):
+    runs = tiny("ablations", steps=1)
+    carry = ablations.carry_out
+
+    def fail(run, place):
+        if run.about["change"] == "base":
+            raise RuntimeError("no memory")
+        return carry(run, place)
+
+    monkeypatch.setattr(ablations, "carry_out", fail)
+    outcome = carry_out(runs, place, tmp_path / "r.json")
+    assert outcome.done == ["tau-1/seed0"] and str(outcome.failed["base/seed0"]) == "no memory"
+
+
+def test_a_loss_that_is_no_number_ends_a_run(place):
+    run = tiny("mqar", mixers=("linear",))[0]  # on a CPU the references of the others refuse such gates by name
+    run = replace(run, training=replace(run.training, learning_rate=1e30, clip=1e30, steps=50))
+    found = mqar.carry_out(run, place)
+    assert found["diverged"] and found["curve"][-1][1] is None and len(found["curve"]) < 50
+    assert "NaN" not in json.dumps(found)
+
+
+# -- tasks -------------------------------------------------------------------------------------
+
+
+def test_questions_of_mqar():
+    n, T, pairs, half = 50, 40, 5, 16
+    x = mqar.questions(n, T, pairs, 2 * half, dice("cpu", "a test"))
+    keys, values = x.tokens[:, : 2 * pairs : 2], x.tokens[:, 1 : 2 * pairs : 2]
+    assert ((keys > 0) & (keys < half)).all() and ((values >= half) & (values < 2 * half)).all()
+    for row in range(n):
+        told = dict(zip(keys[row].tolist(), values[row].tolist(), strict=True))
+        assert len(told) == len(set(told.values())) == pairs
+        asked = x.tokens[row, x.places[row]].tolist()
+        assert sorted(asked) == sorted(told) and [told[key] for key in asked] == x.answers[row].tolist()
+    assert x.places.min() >= 2 * pairs and x.places.max() < T and (x.places % 2 == 0).all()
+    assert all(len(set(row)) == pairs for row in x.places.tolist())
+    near = (x.places < (2 * pairs + T) // 2).float().mean()
+    assert near > 0.6, "a power law: early rather than late"
+
+
+def test_facts_of_recall():
+    s = replace(recall.Settings.tiny(), T=200, tokens=200)
+    x, distance = recall.texts(20, 3, s, dice("cpu", "a test"))
+    for row, tokens in enumerate(x.tokens.tolist()):
+        told, asked = (
+            {tuple(tokens[i + 1 : i + 3]): (i, tokens[i + 3 : i + 7]) for i, t in enumerate(tokens) if t == marker}
+            for marker in (recall.FACT, recall.ASK)
+        )
+        assert told.keys() == asked.keys() and len(told) == 3
+        assert min(i for i, _ in asked.values()) == s.T - 21 > max(i for i, _ in told.values()) + 6
+        for name, (i, sentence) in told.items():
+            j, again = asked[name]
+            assert sentence == again and sentence[0] == recall.IS
+            fact = x.places[row].tolist().index(j + 3) // 3
+            assert x.answers[row, 3 * fact : 3 * fact + 3].tolist() == sentence[1:]
+            assert x.places[row, 3 * fact : 3 * fact + 3].tolist() == [j + 3, j + 4, j + 5]
+            assert distance[row, fact] == j - i
+        assert max(tokens) < s.vocab_size
+
+
+def test_answers_are_those_of_the_whole_logits():
+    torch.manual_seed(0)
+    model = LanguageModel(Config(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2))
+    x = mqar.questions(5, 16, 2, 32, dice("cpu", "a test"))
+    with torch.no_grad():
+        whole = model(x.tokens)[0]
+        found = answer_logits(model, x.tokens, x.places)
+        said = right(model, x, 2)
+    for row in range(5):
+        torch.testing.assert_close(found[row], whole[row, x.places[row]])
+    assert torch.equal(said, found.argmax(-1) == x.answers)
+
+
+def test_the_best_rate_is_chosen_once_a_mixer():
+    runs = tiny("mqar", mixers=("linear", "gla"))
+    main = next(run for run in runs if run.about["stage"] == "main" and run.about["mixer"] == "gla")
+    with pytest.raises(
+        ValueError, match="^records: expected runs of gla with the learning rates 0.001, 0.01, which come first"
+    ):
+        with_rate(main, ())
+    scores = {("gla", 1e-3): 0.5, ("gla", 1e-2): 0.7, ("linear", 1e-3): 0.9, ("linear", 1e-2): 0.1}
+    records = tuple(
+        {
+            "name": run.name, "about": run.about, "run": run.fingerprint(), "diverged": False,
+            "evaluations": [{"accuracy": scores[run.about["mixer"], run.training.learning_rate]}],
+        }
+        for run in runs
+        if run.about["stage"] == "rate"
+    )  # fmt: skip
+    assert with_rate(main, records).training.learning_rate == 1e-2
+    fell = tuple({**r, "diverged": r["about"]["mixer"] == "gla" and r["name"].endswith("0.01")} for r in records)
+    assert with_rate(main, fell).training.learning_rate == 1e-3
+    with pytest.raises(ValueError, match="^records: expected runs of gla with the learning rates 0.01, which"):
+        with_rate(main, tuple(r for r in records if r["name"] != "rate/gla/0.01"))
+    with pytest.raises(ValueError, match="^records"):  # of other settings
+        with_rate(replace(main, settings=replace(main.settings, steps=7)), records)
+
+
+def test_an_epoch_reads_every_sequence_once(place):
+    task = language.Language(language.Settings.tiny(), 0, place)
+    steps = -(-task.cuts // task.rows)
+    starts = torch.cat([task.starts(step) for step in range(steps)])[: task.cuts]
+    offset = int(starts.min())
+    assert sorted(starts.tolist()) == [offset + i * task.T for i in range(task.cuts)] and offset < task.T
+    assert offset + task.cuts * task.T + 1 <= len(task.training) + 1
+    again = language.Language(language.Settings.tiny(), 0, place)
+    assert torch.equal(again.starts(steps + 2), task.starts(steps + 2))  # of another epoch, asked for at once
+    assert not torch.equal(language.Language(language.Settings.tiny(), 1, place).starts(0), task.starts(0))
+
+
+def test_perplexity_counts_every_held_out_token_once(place):
+    """A model that knows nothing has a perplexity of the vocabulary."""
+    task = language.Language(language.Settings.tiny(), 0, place)
+    model = LanguageModel(language.model_of("tiny", "gla", 256))
+    torch.nn.init.zeros_(model.lm_head.weight)
+    with torch.no_grad():
+        found = task.evaluate(model)
+    assert found["perplexity"] == pytest.approx(256, rel=1e-5)
+    assert found["bits a byte"] == pytest.approx(8 * (len(task.test) - 1) / len(task.test), rel=1e-5)
+
+
+def test_what_gates_do_is_looked_at():
+    """With a bias for weights, each channel's gate is a number that we know."""
+    model = LanguageModel(language.model_of("tiny", "gla", 256, tau=1.0))
+    gate = model.model.layers[0].attn.gk_proj[1]
+    alpha = torch.linspace(0.2, 0.9, len(gate.bias))
+    with torch.no_grad():
+        gate.weight.zero_()
+        gate.bias.copy_(torch.logit(alpha))
+    (layer,) = language.gates(model, torch.zeros(2, 130, dtype=torch.int64))
+    assert layer["half-life"]["0.5"] == pytest.approx((math.log(0.5) / alpha.log()).quantile(0.5).item(), rel=1e-4)
+    assert layer["half-life"]["0.05"] < layer["half-life"]["0.95"]
+    # of the first head the strongest channel loses 64 ln 5 = 103 nats in a chunk, of the second 64 ln 1.7 = 34
+    assert layer["strong chunks"] == 0.5
+    assert language.gates(LanguageModel(language.model_of("tiny", "softmax", 256)), torch.zeros(1, 5).long()) == []
+
+
+def test_strong_chunks_are_those_of_the_kernels():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from gla_ref.kernels import gla_forward
+
+    assert gla_forward.LIMIT[torch.bfloat16] == language.STRONG
+
+
+def test_windows_follow_one_another(place):
+    task = length.Length(length.Settings.tiny(), 16, True, 30, 0, place)
+    begins = set(torch.arange(0, 7 * 151, 151).tolist())  # 150 bytes and the end
+    for row in range(task.rows):
+        for step in range(30):
+            start, fresh = task.starts[step, row].item(), task.fresh[step, row].item()
+            assert fresh == (start in begins)
+            assert fresh or start == task.starts[step - 1, row] + 16 or step == 0
+            assert start % 151 + 17 <= 151, "no window crosses a speech's end"
+    assert not torch.equal(task.starts[:, 0], task.starts[:, 1])
+
+
+def test_a_new_speech_begins_with_nothing():
+    state = [LayerState(torch.ones(2, 1, 2, 3), (torch.ones(2, 3, 4),) * 3), LayerState(torch.ones(2, 1, 2, 3), None)]
+    kept = length.forget(state, torch.tensor([True, False]))
+    for x in (kept[0].S, *kept[0].conv, kept[1].S):
+        assert not x[0].any() and x[1].all()
+    assert kept[1].conv is None and isinstance(kept[0], LayerState)
+
+
+def test_states_passed_on_change_the_loss(place):
+    """Where the state is passed on, the second window's loss is that of the whole; gradients end there."""
+    tasks = [length.Length(length.Settings.tiny(), 16, passing, 5, 0, place) for passing in (True, False)]
+    torch.manual_seed(0)
+    model = LanguageModel(length.runs(length.Settings.tiny(), 1)[0].model)
+    torch.nn.init.normal_(model.lm_head.weight)
+    loss, state = tasks[0].loss(model.loss, 0, None)
+    assert not any(x.requires_grad for layer in state for x in layer if x is not None)
+    alone, nothing = tasks[1].loss(model.loss, 0, None)
+    assert loss == alone and nothing is None
+    second, _ = tasks[0].loss(model.loss, 1, state)
+    row = task_bytes(tasks[0], 0, 33)
+    both, _ = model.loss(row[:, :-1], row[:, 1:].contiguous())
+    torch.testing.assert_close((loss + second) / 2, both)
+    assert second != tasks[1].loss(model.loss, 1, None)[0]
+
+
+def task_bytes(task, step: int, n: int) -> torch.Tensor:
+    """n bytes of each row, from where its window begins."""
+    return task.training[task.starts[step][:, None] + torch.arange(n)].long()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name, pattern", [("mqar", "rate/gla/0.01"), ("length", "gla/8-passing")])
+def test_a_compiled_loss_learns_the_same(name, pattern, place, tmp_path, monkeypatch):
+    run = next(run for run in tiny(name) if run.name.startswith(pattern))
+    plain = EXPERIMENTS[name].carry_out(run, place)
+    compiled = []
+
+    def compile(function, **options):
+        compiled.append(options)
+        return torch_compile(function, backend="aot_eager", **options)
+
+    torch_compile = torch.compile
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", compile)
+    run = replace(run, training=replace(run.training, compile=True))
+    found = EXPERIMENTS[name].carry_out(run, replace(place, folder=tmp_path / "compiled"))
+    assert compiled == [{"dynamic": False}]
+    for (_, x), (_, y) in zip(found["curve"], plain["curve"], strict=True):
+        assert x == pytest.approx(y, rel=1e-4)
+
+
+@pytest.mark.deep
+def test_mqar_can_be_learned(place):
+    s = replace(mqar.Settings.tiny(), vocab_size=16, lengths=((16, 2),), tokens=1024, steps=400, mixers=("gla",))
+    s = replace(s, widths=(32,), rate_width=32, rates=(1e-2,), test_sequences=100)
+    run = replace(mqar.runs(s, 1)[0], model=replace(mqar.runs(s, 1)[0].model, use_short_conv=True))
+    assert mqar.carry_out(run, place)["evaluations"][-1]["accuracy"] > 0.9
+
+
+# -- throughput --------------------------------------------------------------------------------
+
+
+def test_sdpa_is_our_softmax_attention():
+    config = Config(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2, mixer="softmax")
+    torch.manual_seed(0)
+    x, ours = torch.randn(2, 9, 16), LanguageModel(config).model.layers[0].attn
+    theirs = throughput.SdpaAttention(config)
+    theirs.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(theirs(x)[0], ours(x)[0])
+
+
+def test_a_contender_that_is_missing_refuses(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.models", None)  # importing it fails
+    (run,) = tiny("throughput", contenders=("fla",))
+    found = throughput.carry_out(run, place)
+    assert found["lengths"] == [] and "Error" in found["refused"]
+
+
+def test_fla_is_measured_as_ours_is(place, monkeypatch):
+    """A stand-in for fla: its model with our weights, its operator under its name."""
+    called = []
+
+    class Theirs(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            fields = {k: x for k, x in vars(config).items() if k not in ("architectures", "model_type")}
+            self.ours = LanguageModel(Config(**fields))
+
+        def load_state_dict(self, tensors, strict):
+            assert strict
+            return self.ours.load_state_dict(tensors)
+
+        def gradient_checkpointing_enable(self):
+            called.append("checkpointing")
+
+        def forward(self, tokens, labels, use_cache):
+            assert labels is tokens and not use_cache
+            return SimpleNamespace(loss=self.ours.loss(tokens)[0])
+
+    def chunk_gla(q, k, v, g):
+        called.append("chunk_gla")
+        return FORMS["gla"]["chunkwise_two_level"](q, k, v, g)
+
+    models, ops = ModuleType("fla.models"), ModuleType("fla.ops.gla")
+    models.GLAConfig, models.GLAForCausalLM, ops.chunk_gla = (
+        lambda **fields: SimpleNamespace(**fields),
+        Theirs,
+        chunk_gla,
+    )
+    for name, module in {"fla": ModuleType("fla"), "fla.models": models, "fla.ops": ModuleType("fla.ops")}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "fla.ops.gla", ops)
+    monkeypatch.setattr(throughput, "CALLS", 1)
+    ours, theirs = (
+        throughput.carry_out(run, place)["lengths"]
+        for run in tiny("throughput", contenders=("gla", "fla"), lengths=(16,), repeats=1)
+    )
+    assert [x["loss"] for x in ours] == [x["loss"] for x in theirs]
+    assert called == ["checkpointing", *["chunk_gla"] * 3]
+
+
+def test_a_length_that_does_not_fit_refuses_and_the_others_go_on(place, monkeypatch):
+    whole = throughput.measure
+
+    def measure(run, T, *rest):
+        if T == 16:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return whole(run, T, *rest)
+
+    monkeypatch.setattr(throughput, "measure", measure)
+    (run,) = tiny("throughput", contenders=("sdpa",), repeats=1)
+    first, second = throughput.carry_out(run, place)["lengths"]
+    assert first == {"T": 16, "refused": "CUDA out of memory."} and second["ms"] > 0
+
+
+# -- texts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Three packages in little."""
+    doc, data = tmp_path / "Documentation", tmp_path / "data"
+    for name, text in (("a.rst", b"A\n"), ("b/c.rst.gz", gzip.compress(b"C\n" * 40)), ("translations/x.rst", b"X")):
+        (doc / name).parent.mkdir(parents=True, exist_ok=True)
+        (doc / name).write_bytes(text)
+    (doc / "other.txt").write_text("no")
+    entries = "".join(f"Word{i} \\Word\\, n.\n   Meaning {i}.\n\n   More.\n\n" for i in range(60))
+    (tmp_path / "gcide.dict.dz").write_bytes(gzip.compress(entries.encode()))
+    data.mkdir()
+    for year in range(1900, 1960):
+        (data / f"{year}_x.json").write_text(
+            json.dumps({"text": f"Speech of {year}. \u00e9" * (1800 if year % 2 else 2)})
+        )
+    return doc, tmp_path / "gcide.dict.dz", data
+
+
+def test_documents_of_three_packages(sources):
+    doc, dictionary, data = sources
+    assert [d.name for d in texts.linux_doc(doc)] == ["linux-doc/a.rst", "linux-doc/b/c.rst.gz"]
+    entries = texts.gcide(dictionary)
+    assert len(entries) == 60 and entries[3].text == "Word3 \\Word\\, n.\n   Meaning 3.\n\n   More.\n"
+    speeches = texts.sotu(data)
+    assert len(speeches) == 60 and speeches[0].name == "sotu/1900_x" and speeches[0].text.startswith("Speech of 1900.")
+    for read_one, name in ((texts.linux_doc, "linux_doc"), (texts.sotu, "sotu")):
+        with pytest.raises(FileNotFoundError, match=f"^{name}: expected"):
+            read_one(dictionary.parent / "nothing")
+
+
+def test_held_out_documents_are_whole_and_apart(corpora):
+    corpus = texts.load(corpora, "speeches")
+    training, held = (corpus.documents(x) for x in (False, True))
+    assert len(training) == 7 and len(held) == 3 and corpus.vocab_size == 256
+    assert all(len(x) == 151 and x[-1] == texts.END and not (x[:-1] == texts.END).any() for x in training + held)
+    assert bytes(held[0][:-1].tolist()).decode() == BOOK
+    assert corpus.held.tolist() == [texts.held_out(name) for name in corpus.names]
+    share = sum(texts.held_out(f"gcide/{i}") for i in range(4000)) / 4000
+    assert 0.04 < share < 0.06
+    with pytest.raises(FileNotFoundError, match="^texts: expected texts.pt in the folder"):
+        texts.load(corpora, "texts")
+
+
+def test_byte_pairs(sources, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    documents = [*texts.gcide(sources[1]), *texts.sotu(sources[2])]
+    made = texts.prepare(documents, tmp_path, 300)
+    corpus = texts.load(tmp_path, "texts")
+    assert corpus.vocab_size == 300 and corpus.tokenizer == made["texts"].tokenizer
+    assert corpus.tokens.max() < 300 and len(corpus.tokens) < corpus.bytes.sum() / 2
+    tokenizer = tokenizers.Tokenizer.from_str(corpus.tokenizer)
+    first = corpus.documents(bool(corpus.held[0]))[0]
+    assert first[-1] == texts.END and tokenizer.decode(first[:-1].tolist()) == documents[0].text
+    assert len(texts.load(tmp_path, "speeches").names) == 30  # the long ones
+    with pytest.raises(ValueError, match="^vocab_size: expected more than 256"):
+        texts.encode_pairs(documents, 256)
+
+
+# -- settings ----------------------------------------------------------------------------------
+
+WRONG = [
+    (mqar, "lengths", ((8, 4),), ValueError),
+    (mqar, "lengths", (8, 4), TypeError),
+    (mqar, "vocab_size", 8, ValueError),
+    (mqar, "tokens", 8, ValueError),
+    (mqar, "rates", (), ValueError),
+    (mqar, "rates", (1e-3, -1.0), ValueError),
+    (mqar, "widths", 16, TypeError),
+    (mqar, "steps", 2.0, TypeError),
+    (mqar, "mixers", ("rwkv",), ValueError),
+    (recall, "T", 20, ValueError),
+    (recall, "names", 1, ValueError),
+    (recall, "compile", 1, TypeError),
+    (language, "sizes", ("7B",), ValueError),
+    (language, "rates", (1e-3, 1e-3), ValueError),
+    (language, "tokens", 8, ValueError),
+    (ablations, "changes", ("rank 3",), ValueError),
+    (ablations, "size", "7B", ValueError),
+    (length, "vocab_size", 255, ValueError),
+    (length, "windows", (64,), ValueError),
+    (throughput, "contenders", ("mamba",), ValueError),
+    (throughput, "tokens", 33, ValueError),
+    (throughput, "precision", "fp8", ValueError),
+]
+
+
+@pytest.mark.parametrize("module, field, value, kind", WRONG)
+def test_wrong_settings_name_the_field(module, field, value, kind):
+    name = "tokens" if (module, field) == (length, "windows") else field  # too few for such a window
+    with pytest.raises(kind, match=f"^{name}: expected"):
+        replace(module.Settings.tiny(), **{field: value})
+
+
+@pytest.mark.parametrize(
+    "field, value, kind",
+    [
+        ("warmup", 1.5, ValueError),
+        ("evaluations", 9, ValueError),
+        ("precision", "fp8", ValueError),
+        ("learning_rate", "1e-3", TypeError),
+        ("clip", math.inf, ValueError),
+    ],
+)
+def test_wrong_training_names_the_field(field, value, kind):
+    with pytest.raises(kind, match=f"^{field}: expected"):
+        replace(Training(8, 1e-3), **{field: value})
+
+
+def test_a_corpus_that_does_not_fit_is_named(place):
+    s = language.Settings.tiny()
+    for field, value in (("vocab_size", 100), ("T", 600)):
+        with pytest.raises(ValueError, match=f"^{field}: expected"):
+            language.Language(replace(s, **{field: value}, tokens=600), 0, place)
+    s = length.Settings.tiny()
+    with pytest.raises(ValueError, match="^test_length: expected"):
+        length.Length(replace(s, test_length=151), 16, True, 5, 0, place)
+    with pytest.raises(ValueError, match="^windows: expected"):
+        length.Length(replace(s, tokens=400), 151, True, 5, 0, place)
+
+
+def test_every_field_of_settings_is_described():
+    for module in EXPERIMENTS.values():
+        for field in dataclasses.fields(module.Settings):
+            assert any(
+                field.name in line.partition(":")[0].replace(",", " ").split()
+                for line in module.Settings.__doc__.splitlines()
+            ), f"{module.__name__}: {field.name}"
+
+
+def test_the_learning_rate_rises_and_falls():
+    shares = [share_of_rate(step, 100, 0.1) for step in range(100)]
+    assert shares[0] == 0.1 and shares[9] == 1 and shares[:10] == sorted(shares[:10])
+    assert shares[10:] == sorted(shares[10:], reverse=True) and 0.1 < shares[-1] < 0.11
+
+
+def test_data_depend_on_what_names_them_alone():
+    def draw(*what):
+        return torch.rand(3, generator=dice("cpu", *what)).tolist()
+
+    assert draw("x", 0, 1) == draw("x", 0, 1) != draw("x", 1, 0)
+
+
+# -- plan --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grid():
+    return {name: plan.chunks(name, 3) for name in EXPERIMENTS}
+
+
+def test_the_plan_has_every_run_once_in_chunks_of_eight_minutes(grid):
+    for name, chunks in grid.items():
+        module = EXPERIMENTS[name]
+        wanted = [run.name for run in module.runs(module.Settings.full(), 3)]
+        assert [run.name for chunk in chunks for run in chunk.runs] == wanted
+        assert all(chunk.minutes <= 8 for chunk in chunks)
+        assert all(1 <= chunk.jobs <= plan.JOBS for chunk in chunks)
+    assert all(chunk.jobs == 1 for chunk in grid["throughput"])
+
+
+def test_all_runs_together_take_at_most_ninety_minutes(grid):
+    assert sum(chunk.minutes for chunks in grid.values() for chunk in chunks) <= 90
+
+
+def test_language_models_have_the_sizes_that_they_are_called(grid):
+    runs = {run.about["size"]: run for chunk in grid["language"] for run in chunk.runs if run.about["mixer"] == "gla"}
+    for size, run in runs.items():
+        with torch.device("meta"):
+            count = sum(p.numel() for p in LanguageModel(run.model).parameters())
+        assert count == pytest.approx(1e6 * int(size[:-1]), rel=0.05)
+
+
+def test_longer_runs_are_predicted_longer():
+    run = tiny("language")[0]
+    short, long = (plan.predict(replace(run, training=replace(run.training, steps=n))) for n in (100, 200))
+    assert long.gpu == pytest.approx(2 * short.gpu) and long.host > short.host
+
+
+def test_what_is_said_of_full_settings():
+    """No full setting has been run: where a module says so it must stop saying so when records are there."""
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    for name, module in EXPERIMENTS.items():
+        said = "No full setting of it has been run yet" in module.__doc__.replace("\n", " ")
+        assert said == (not list(results.glob(f"*-{name}.json"))), name
+    assert ast.get_docstring(ast.parse(Path(plan.__file__).read_text())).count("Predicted, not measured") == 1
