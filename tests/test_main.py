@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from gla_ref import FORMS, _doctor
 from gla_ref.__main__ import main
 from gla_ref.gla_chunk_fuse import steps
 
@@ -55,6 +56,40 @@ def test_without_triton_it_says_so(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(SMALL)
     assert stopped.value.code == 2 and "need Triton" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a host without a GPU")
+def test_the_doctor_without_a_gpu(capsys):
+    """Versions and plans; nothing is launched, and that is no failure."""
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed and "No GPU" in printed and "Nothing was launched" in printed
+    assert "portable: walk, mend" in printed and "gradients" in printed
+
+
+def test_the_doctor_without_triton(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["doctor"]) == 0
+    assert "not installed" in capsys.readouterr().out
+
+
+def test_the_doctor_tells_wrong_from_right(monkeypatch):
+    """References in the place of kernels: one as it is, and one whose gates count twice."""
+    right = FORMS["gla"]["chunkwise"]
+    monkeypatch.setitem(FORMS["gla"], "triton", right)
+    sentence, good = _doctor.judged("gla", "cpu", torch.float32)
+    assert good and sentence.startswith("right, largest error 0.")
+    monkeypatch.setitem(FORMS["gla"], "triton", lambda q, k, v, g, **options: right(q, k, v, 2 * g, **options))
+    sentence, good = _doctor.judged("gla", "cpu", torch.float32)
+    assert not good and sentence.startswith("WRONG (") and "dg" in sentence
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_doctor_on_a_gpu(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("right, largest error") == 4 and torch.cuda.get_device_name() in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a host without a GPU")

@@ -76,6 +76,7 @@ class Case(NamedTuple):
             return [gla_border.plan_added(CLASSES[hardware], *specs, backwards) for backwards in (False, True)]
         if self.mechanism != "softmax_attention":  # walked in one go unless asked
             given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
+        given |= {"kernel": "hopper"} if "hopper" in self.extra else {}
         tensors = [given.pop(name) for name in kind.required]
         return [
             plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")
@@ -111,6 +112,10 @@ WIDE = {
     "gla float32 gates 128": Case("gla", 128, 128, "float16", "float32", ("packed",)),
     "gla segments 128": Case("gla", 128, 128, "bfloat16", "bfloat16", ("segmented",)),
     "gla tiles float16": Case("gla", 128, 512, "float16", "bfloat16", ("packed",)),
+    "gla hopper": Case("gla", 128, 128, "bfloat16", "bfloat16", ("hopper",)),
+    "gla hopper 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("hopper", "segmented")),
+    "gla hopper 64/128": Case("gla", 64, 128, "bfloat16", "float16", ("hopper", "packed")),
+    "gla hopper 128/64": Case("gla", 128, 64, "bfloat16", "bfloat16", ("hopper", "packed", "segmented")),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
     "step wide": Case("gla_step", 256, 512, "bfloat16", "float32", ("g_v", "packed")),

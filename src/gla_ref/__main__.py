@@ -2,6 +2,7 @@
 
 `run` takes random input and checks every step; without a GPU Triton interprets them on the CPU.
 `check gla my_module:my_fn` says whether a function is right, and if not, where and why.
+`doctor` says what is installed here, which kernels would run, and on a GPU whether they are right.
 Exit status: 0 right, 1 wrong, 2 cannot run as asked.
 """
 
@@ -139,6 +140,13 @@ def check_kernel(args: argparse.Namespace) -> int:
     return 0 if report.ok else 2 if report.verdict == "NOTHING COVERED" else 1
 
 
+def examine(args: argparse.Namespace) -> int:
+    """See :mod:`gla_ref._doctor`."""
+    from ._doctor import doctor
+
+    return doctor()
+
+
 SUPPORTS = ("K", "V", "multiples", "packed", "state", "gradient", "min_gate")  # the options that make a claim
 
 
@@ -256,6 +264,8 @@ def main(argv: list[str] | None = None) -> int:
     it.add_argument("--gate", type=log_gate, metavar="G", help="this log gate everywhere: --gate=-20")
     it.add_argument("--seed", type=int, default=0, help="of the random input, default %(default)s")
     add_check(commands)
+    about = "what is installed here, which kernels would run, and are they right?"
+    commands.add_parser("doctor", help=about, description=about).set_defaults(function=examine)
     args = parser.parse_args((sys.argv[1:] if argv is None else argv) or ["run"])
     try:
         with np.errstate(all="ignore"):  # the interpreter computes with NumPy; NaN will be reported as wrong

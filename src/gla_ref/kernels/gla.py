@@ -29,7 +29,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel
     if kernel != "portable" and not reason:
         from .hopper import gla_forward as gluon  # not where Gluon is missing
 
-        return gluon.plan_forward(hardware, q, k, v, g, S, cu, scale, path)
+        return gluon.plan_forward(hardware, q, k, v, g, S, cu, scale, path, kernel)
     if g_v is None:
         plan = gla_forward.plan_forward(hardware, q, k, v, g, S, cu, scale, path)
     else:
@@ -41,9 +41,16 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel
 def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg) -> Plan:
     """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed."""
     rest = S, cu, starts, do, dS, scale, path, need_dg
+    reason = hopper.refusal_of_gradient(hardware, q, k, v, g, g_v, kernel)
+    if not reason:
+        from .hopper import gla_backward as gluon  # not where Gluon is missing
+
+        return gluon.plan_backward(hardware, q, k, v, g, *rest)
     if g_v is None:
-        return gla_gradient.plan_backward(hardware, q, k, v, g, *rest)
-    return gla_two_sided.plan_backward(hardware, q, k, v, g, g_v, *rest)
+        plan = gla_gradient.plan_backward(hardware, q, k, v, g, *rest)
+    else:
+        plan = gla_two_sided.plan_backward(hardware, q, k, v, g, g_v, *rest)
+    return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
 def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel) -> None:
@@ -94,8 +101,10 @@ def gla(
             Their values, and those of g and g_v, are looked at under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None chooses by
             :func:`gla_ref.kernels.linear_attention.choose_path`.
-        kernel: "portable", or "hopper" for the one in Gluon (forward; gradients are the portable kernels'); None lets
-            the plan choose, which :func:`gla_ref.kernels.explain` prints with the reason.
+        kernel: "portable", or "hopper" for the one in Gluon; None lets the plan choose, which
+            :func:`gla_ref.kernels.explain` prints with the reason. Gradients are the portable kernels', but with
+            "hopper", of tokens in bfloat16, gates of 16 bits and V <= 128: then they are Hopper's own, which have been
+            compiled, and played on a CPU, but have run on no GPU yet.
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.

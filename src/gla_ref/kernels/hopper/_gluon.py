@@ -19,6 +19,8 @@ NEEDED = {
         "SliceLayout",
         "SwizzledSharedLayout",
         "allocate_shared_memory",
+        "associative_scan",
+        "convert_layout",
         "warp_specialize",
     ),
     "triton.experimental.gluon.language.nvidia.hopper": ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait"),
@@ -50,3 +52,10 @@ def descriptor(*args):
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor(*args)
+
+
+def barrier_of_warps():
+    """What all warps of a role wait at: `barrier`, which in Triton 3.6 is `thread_barrier`."""
+    from triton.experimental.gluon import language
+
+    return getattr(language, "barrier", None) or language.thread_barrier

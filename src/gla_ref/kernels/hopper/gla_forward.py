@@ -57,6 +57,7 @@ from .._hardware import Hardware
 from .._plan import Box, Plan, Spec, boxed, cdiv
 from .._segments import segment_length, slots
 from ..gla_forward import Call, Readers
+from . import refusal_of_gradient
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -79,13 +80,15 @@ def which_segment(cu, i_s, N, T, L, W: gl.constexpr):
 
 
 @gluon.jit
-def loader(boxes, stages, bars, i_b, i_h, o_v, begin, n, C: gl.constexpr, STAGES: gl.constexpr):
+def loader(
+    boxes, stages, bars, i_b, i_h, o_v, begin, n, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
+):
     """Bring q, k, v, g of each chunk; what lies beyond the tensor comes as zeros."""
     q, k, v, g, d_o = boxes
     all_q, all_k, all_v, all_g = stages
     empty, ready, hat, taken = bars
     for i in range(n):
-        s, o_t = i % STAGES, begin + i * C
+        s, o_t = i % STAGES, begin + (n - 1 - i if REVERSE else i) * C
         mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)  # of round j - 1
         bar = ready.index(s)
         if q is not None:
@@ -120,7 +123,8 @@ def scaled(tile, factors, layout: gl.constexpr):
 @gluon.jit
 def transformer(
     boxes, stages, bars, signs, halves, g_16, all_factors, flags, strong, i_d, H, begin, end, n,
-    C: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+    C: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr,
+    W: gl.constexpr,
 ):
     """(1): q' and k' in place of q and k, the state's factors, and a flag for each strong chunk."""
     q, k, v, g, d_o = boxes
@@ -140,7 +144,7 @@ def transformer(
         mbarrier.wait(ready.index(s), (i // STAGES) & 1)
         b_k = all_k.index(s).reshape([C, BK])
         b_g = all_g.index(0 if WIDE else s).reshape([C, BK])
-        left = end - begin - i * C
+        left = end - begin - (n - 1 - i if REVERSE else i) * C
         if PACKED:
             if left < C:
                 keep_rows(b_k, left, tile)
@@ -173,7 +177,7 @@ def transformer(
         if mild:
             x = x * LOG2E
             all_factors.index(3 * s).store(gl.exp2(r * LOG2E))
-            scaled(b_k, gl.exp2(-x), tile)
+            scaled(b_k, gl.exp2(x if REVERSE else -x), tile)
             if q is not None:
                 scaled(all_q.index(s).reshape([C, BK]), gl.exp2(x), tile)
         else:
@@ -188,7 +192,7 @@ def transformer(
             weak = half >= LIMIT * 0.5 * LOG2E
             edge, rest = gl.where(weak, half, 0.0), gl.where(weak, 0.0, half)
             last = gl.exp2(edge)
-            scaled(b_k, gl.exp2(rest[None, :] - x), tile)
+            scaled(b_k, gl.exp2(rest[None, :] + x if REVERSE else rest[None, :] - x), tile)
             if FLOAT16:  # 2^shift moves from q to the state: ../gla_forward.py
                 most = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half
                 shift = gl.where(weak, 0.0, gl.floor(gl.maximum(most, -100.0)))
@@ -222,8 +226,8 @@ def operand(x, dtype: gl.constexpr):
 
 @gluon.jit
 def multiplier(
-    boxes, stages, bars, all_factors, flags, tiles, o, S_in, S_out, decay,
-    i_s, i_b, i_h, o_v, begin, end, n, T, H, K, V, scale,
+    boxes, stages, bars, all_factors, flags, tiles, states, t_states, o, S_in, S_out, decay,
+    i_s, i_b, i_h, i_0, o_v, begin, end, n, T, H, K, V, scale,
     C: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """(2) and (3), from S_in to S_out."""
@@ -253,6 +257,8 @@ def multiplier(
     j_P = gl.arange(0, C, layout=gl.SliceLayout(0, of_P))[None, :]
     for i in range(n):
         s = i % STAGES
+        if states is not None:
+            store_box(S.to(states.dtype), t_states, states, i_0 + i, i_h, 0, o_v)
         mbarrier.wait(hat.index(s), (i // STAGES) & 1)
         b_k = all_k.index(s).reshape([C, BK])
         b_v = all_v.index(s).reshape([C, BV])
@@ -338,14 +344,15 @@ def store_rows(o, low, o_16, d_o, i_h, o_t, end, o_v, H, V, layout: gl.constexpr
 
 @gluon.jit(do_not_specialize=("N", "T", "L", "H"))
 def walk(
-    q, k, v, g, strong, d_o, o, S_in, S_out, decay, cu, N, T, L, H, K, V, scale,
+    q, k, v, g, strong, d_o, o, S_in, S_out, states, decay, cu, N, T, L, H, K, V, scale,
     C: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr,
-    WT: gl.constexpr, LIMIT: gl.constexpr, REGISTERS: gl.constexpr,
+    WT: gl.constexpr, REVERSE: gl.constexpr, LIMIT: gl.constexpr, REGISTERS: gl.constexpr,
 ):
     """A segment of a head, chunk by chunk, from its state in S_in to S_out.
 
-    q, k, v, g are boxes, and so is d_o, of the tensor o. Without q there is no o and no flags. Of S_in, S_out and
-    decay (of the segment) any may be None.
+    q, k, v, g and states are boxes, and so is d_o, of the tensor o. Without q there is no o and no flags. Of S_in,
+    S_out, states (the one before each chunk) and decay (of the segment) any may be None. REVERSE: from the last
+    chunk to the first, as q writes to what the gradient of the state is; in bfloat16, without q and states.
     """
     PACKED: gl.constexpr = cu is not None
     # which tile: neighbours share in L2 what they read
@@ -380,6 +387,10 @@ def walk(
     else:
         all_q: gl.constexpr = None
         tiles: gl.constexpr = None
+    if states is not None:
+        t_states = gl.allocate_shared_memory(states.dtype, [1, 1, BK, BV], states.layout)
+    else:
+        t_states: gl.constexpr = None
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     factors = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BK], line)  # first, through, last
     flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], line)
@@ -405,14 +416,14 @@ def walk(
     gl.warp_specialize(
         [
             (multiplier, (
-                boxes, stages, bars, factors, flags, tiles, o, S_in, S_out, decay,
-                i_s, i_b, i_h, o_v, begin, end, n, T, H, K, V, scale, C, STAGES, PACKED, W,
+                boxes, stages, bars, factors, flags, tiles, states, t_states, o, S_in, S_out, decay,
+                i_s, i_b, i_h, i_0, o_v, begin, end, n, T, H, K, V, scale, C, STAGES, PACKED, W,
             )),
             (transformer, (
                 boxes, stages, bars, signs, halves, g_16, factors, flags, strong, i_d, H, begin, end, n,
-                C, STAGES, LIMIT, PACKED, WT,
+                C, STAGES, LIMIT, PACKED, REVERSE, WT,
             )),
-            (loader, (boxes, stages, bars, i_b, i_h, o_v, begin, n, C, STAGES)),
+            (loader, (boxes, stages, bars, i_b, i_h, o_v, begin, n, C, STAGES, REVERSE)),
         ],
         [WT, 1],
         [REGISTERS, 24],
@@ -446,16 +457,17 @@ class Hopper(Call):
         self, x: Readers, v: Spec, engine: bool, reverse: bool,
         L: int, S_in, S_out, o=None, states=None, decays=(None, None),
     ) -> None:
-        """`walk` over segments of L tokens; forwards, without states of chunks."""
+        """`walk` over segments of L tokens."""
         C, BK, BV, H, K, V = self.C, self.BK, self.BV, self.H, self.K, self.V
         roles = ROLES[BK]
         self.draft.launch(
             walk, cdiv(V, BV) * H * slots(self.B, self.T, self.cu, L),
             box(x.q, C, BK) if o else None, box(x.k, C, BK), box(v, C, BV), box(x.g, C, BK),
-            x.strong if o else None, box(o, C, BV) if o else None, o, S_in, S_out, decays[0], self.cu,
+            x.strong if o else None, box(o, C, BV) if o else None, o, S_in, S_out,
+            box(states, BK, BV) if states else None, decays[0], self.cu,
             self.N, self.T, L, H, K, V, self.scale,
-            C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier, WT=roles.transformer, LIMIT=self.limit,
-            REGISTERS=roles.of_transformer, num_warps=roles.multiplier, maxnreg=roles.registers,
+            C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier, WT=roles.transformer, REVERSE=reverse,
+            LIMIT=self.limit, REGISTERS=roles.of_transformer, num_warps=roles.multiplier, maxnreg=roles.registers,
         )
 
 
@@ -469,7 +481,7 @@ def box(x: Spec, rows: int, width: int) -> Box:
     return boxed(x, rows, width)._replace(layout=swizzled(8 * x.dtype.itemsize))
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
+def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> Plan:
     """(o, final state, starts) of specs of the tensors."""
     inputs = (q, k, v, g, None, S, cu)
     call = Hopper(hardware, inputs, scale, path)
@@ -480,7 +492,8 @@ def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
     walked = call.walk(Readers(q, k, g, None, flags), v, draft.contiguous(S, torch.float32), o="o", S="S_T")
     call.mend(q, k, v, g, walked.o, flags)
     starts = walked.starts
-    if starts is not None:  # the gradient's walks are the portable ones: theirs, if they cut sequences alike
+    if starts is not None and refusal_of_gradient(hardware, q, k, v, g, None, kernel):
+        # the gradient's walks are the portable ones: theirs, if they cut sequences alike
         lengths = {
             segment_length(x.draft, path, cdiv(x.V, x.BV) * x.H * x.N, cdiv(x.T, x.C), x.cu and x.N)
             for x in (call, Call(hardware, inputs, scale, path))

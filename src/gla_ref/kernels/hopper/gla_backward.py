@@ -1,0 +1,616 @@
+"""The gradient of Gated Linear Attention on Hopper: one walk backwards that makes all of it (chapter 15).
+
+With S the state before a chunk, R the gradient of the state after it (over scale, which comes last), and P, q', k', r,
+b as in gla_forward.py::
+
+    dP  = do v^T    D_i = dP_ii    R' = e^r R    dP below is strictly lower triangular, P lower triangular
+    dv  = scale * (P^T do + k' R')                                                              (1)
+    dq  = scale * e^(b - r) (do (e^r S)^T + dP k' + D k')                                       (2)
+    dk  = scale * e^(r - b) (dP^T q' + v R'^T + D q')                                           (3)
+    dg_t = scale * (sum over i >= t of q'_i (do (e^r S)^T + dP k')_i - k'_i (dP^T q')_i
+                  + sum over j < t of k'_j (v R'^T)_j + sum_v e^(2 r) S R)                      (4)
+    R  <- e^r (R' + q'^T do)                                                                    (5)
+
+(4) counts the paths that cross token t, as ../gla_gradient.py does. A pair i = j crosses nothing, and adds the same to
+both sides of the difference; it is left out of dP, so that it need not cancel: beside g = -20 its rounding would be all
+that is left. Reference: :mod:`gla_ref.gla_backward`.
+
+First `walk` of gla_forward.py stores the state before each chunk in 16 bits (k, v, g in: 5 units, of one tensor's
+bytes). Then `unwind` goes from the last chunk to the first (q, k, v, g, do, states in; dq, dk, dv, dg out: 11 units).
+It has three roles, which work on different chunks at the same time::
+
+    loader        1 warp     asks the copy engine (TMA) for what a tile has room for
+    transformer   4 warps    before: q', k', the state's factors, is the chunk strong?   after: e^(b - r), e^(r - b) of
+                             (2) and (3), the sums of (4); dq, dk, dg out
+    multiplier    4 or 8     nine products (WGMMA), R in its registers; dv out
+
+Shared memory decides the rest, at K = V = 128: q, k, g have two stages, since the transformer is a chunk ahead; v, do
+and S have one. What is made goes where something has been read: dv into the tile of v, dq and dk into those of q' and
+k', dg into that of g. The sums of (4) are over rows, which lie in many threads of the multiplier and in one thread of
+the transformer (a channel each), so their terms cross over in float32: those of pairs and reads (`net`) through
+the memory of S, those of writes (`later`) through that of R' in 16 bits.
+
+Barriers, of round i = 0, 1, ... (chunk n - 1 - i), `x` of a stage, s = i % 2; phases as in gla_forward.py::
+
+    has_x, has_v, has_do, has_S    copy engine -> who reads first     its bytes have come
+    hat                            transformer -> multiplier          q', k', factors are in place
+    has_later                      multiplier -> transformer          `later` is written: v R'^T is done with R'
+    has_net                        multiplier -> transformer          `net`, dq', dk' are written: all products are done
+    free_x                         transformer -> loader              dq, dk, dg have left the stage
+    free_v, free_do                multiplier -> loader               dv has left v; the products have read do
+    free_S                         transformer -> loader              `net` has been read
+    free_R                         transformer -> multiplier          `later` has been read
+
+*Why nobody waits for ever.* The loader asks for x of round 0, then for v, do, S of round i and x of round i + 1; the
+transformer makes `hat` of round i + 1, then finishes round i. Each waits only for what comes earlier in these orders.
+tests/test_kernels_hopper.py plays this file on a CPU, in any order of steps that the barriers allow.
+
+*Proxies* as in gla_forward.py. Beyond that a product has read its operands when it has been waited for, but only for
+the warps that waited: `barrier` stands between that and a store into its operands' memory.
+
+*Strong chunks.* `unwind` leaves out their pairs, i = j too, and `mend_gradient` adds them, level by level, to all four.
+
+The kernels, and the number of programs of each (N sequences)::
+
+    walk            H * segments         states before each chunk
+    unwind          H * segments         dq, dk, dv, dg
+    mend_gradient   H * chunks / 16      adds to them the pairs of strong chunks
+
+Limits: tokens in bfloat16, gates of 16 bits, K <= 128, V <= 128. Compiled, and its source played on a CPU; no GPU has
+run it yet, so a plan takes it only where it is asked for (`kernel="hopper"`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .._hardware import Hardware
+from .._plan import Plan, cdiv
+from .._segments import carry_states, segment_length, slots, which_segment
+from .._tiles import VARYING, load_tile, operand, patterns, product, store_tile
+from ..gla_forward import Readers, across, clamped, one_half, sums, to_border
+from ._gluon import barrier_of_warps
+from .gla_forward import LOG2E, Hopper, Roles, box, keep_rows, scaled, store_box, store_rows
+from .gla_forward import which_segment as which_segment_of_warps
+
+barrier = barrier_of_warps()
+
+
+@gluon.jit
+def loader(boxes, tiles, bars, i_b, i_h, i_0, begin, n, C: gl.constexpr):
+    """Bring each tile as soon as there is room; what lies beyond the tensor comes as zeros."""
+    q, k, v, g, do, S = boxes
+    all_q, all_k, all_g, t_v, t_do, t_S = tiles
+    has_x, has_v, has_do, has_S, hat, has_later, has_net, free_x, free_v, free_do, free_S, free_R = bars
+    for i in range(n + 1):
+        if i > 0:  # of round i - 1
+            o_t = begin + (n - i) * C
+            odd = i & 1  # parity of round i - 2
+            mbarrier.wait(free_v, odd)
+            mbarrier.expect(has_v, v.block_type.nbytes)
+            tma.async_copy_global_to_shared(v, [i_b, i_h, o_t, 0], has_v, t_v)
+            mbarrier.wait(free_do, odd)
+            mbarrier.expect(has_do, do.block_type.nbytes)
+            tma.async_copy_global_to_shared(do, [i_b, i_h, o_t, 0], has_do, t_do)
+            mbarrier.wait(free_S, odd)
+            mbarrier.expect(has_S, S.block_type.nbytes)
+            tma.async_copy_global_to_shared(S, [i_0 + n - i, i_h, 0, 0], has_S, t_S)
+        if i < n:
+            o_t, s = begin + (n - 1 - i) * C, i % 2
+            mbarrier.wait(free_x.index(s), ((i // 2) & 1) ^ 1)
+            bar = has_x.index(s)
+            mbarrier.expect(bar, 2 * k.block_type.nbytes + g.block_type.nbytes)
+            tma.async_copy_global_to_shared(g, [i_b, i_h, o_t, 0], bar, all_g.index(s))
+            tma.async_copy_global_to_shared(k, [i_b, i_h, o_t, 0], bar, all_k.index(s))
+            tma.async_copy_global_to_shared(q, [i_b, i_h, o_t, 0], bar, all_q.index(s))
+
+
+@gluon.jit
+def transformer(
+    outs, tiles, sides, bars, signs, halves, outputs, strong, i_b, i_h, i_0, begin, end, n, H, K, scale,
+    C: gl.constexpr, BK: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+):
+    """`transform` of each round, a round ahead of `finish`."""
+    for i in range(n + 1):
+        if i < n:
+            transform(tiles, sides, bars, signs, halves, strong, i, i_h, i_0, begin, end, n, H, C, BK, LIMIT, PACKED, W)
+        if i > 0:
+            finish(
+                outs, tiles, sides, bars, signs, outputs, i - 1, i_b, i_h, begin, end, n, H, K, scale,
+                C, BK, PACKED, W,
+            )
+
+
+@gluon.jit
+def transform(
+    tiles, sides, bars, signs, halves, strong, i, i_h, i_0, begin, end, n, H,
+    C: gl.constexpr, BK: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+):
+    """q' and k' in place of q and k, the factors of the state and of a strong chunk's channels, and its flag."""
+    all_q, all_k, all_g, t_v, t_do, t_S = tiles
+    factors, flags, net, later, kept = sides
+    has_x, has_v, has_do, has_S, hat, has_later, has_net, free_x, free_v, free_do, free_S, free_R = bars
+    tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
+    of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, tile))[:, None]
+    s = i % 2
+    mbarrier.wait(has_x.index(s), (i // 2) & 1)
+    b_q = all_q.index(s).reshape([C, BK])
+    b_k = all_k.index(s).reshape([C, BK])
+    b_g = all_g.index(s).reshape([C, BK])
+    if PACKED:
+        left = end - begin - (n - 1 - i) * C
+        if left < C:
+            keep_rows(b_q, left, tile)
+            keep_rows(b_k, left, tile)
+            keep_rows(b_g, left, tile)
+            fence_async_shared()
+    # b - r and r as products, as in gla_forward.py
+    x = warpgroup_mma(signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False, is_async=True)
+    r = warpgroup_mma(
+        b_g.permute((1, 0)), halves, gl.zeros([BK, 16], gl.float32, of_r), use_acc=False, is_async=True
+    )
+    x, r = warpgroup_mma_wait(0, deps=[x, r])
+    r = gl.max(r, 1)  # [BK]
+    mild = gl.min(r, 0) >= LIMIT * 0.5
+    if mild:
+        x = x * LOG2E
+        factors.index(3 * s).store(gl.exp2(r * LOG2E))
+        factors.index(3 * s + 1).store(gl.full([BK], 1.0, gl.float32, one))
+        factors.index(3 * s + 2).store(gl.full([BK], 0.0, gl.float32, one))
+        scaled(b_k, gl.exp2(-x), tile)
+        scaled(b_q, gl.exp2(x), tile)
+    else:
+        # e^-104 is 0 in float32, so -104 stands for all below, -inf too
+        gates = b_g.load(tile).to(gl.float32)
+        b_g.store(gl.where(gates < -104.0, -104.0, gates).to(b_g.dtype))
+        fence_async_shared()
+        x = warpgroup_mma(signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False) * LOG2E
+        half = gl.sum(gl.where(rows == C - 1, x, 0.0), 0)  # r by columns of x: its last row
+        # a strong channel's q decays from the start, its k to the end, the state in between
+        weak = half >= LIMIT * 0.5 * LOG2E
+        edge, rest = gl.where(weak, half, 0.0), gl.where(weak, 0.0, half)
+        factors.index(3 * s).store(gl.exp2(edge))
+        factors.index(3 * s + 1).store(gl.exp2(2.0 * rest))
+        factors.index(3 * s + 2).store(rest)
+        scaled(b_k, gl.exp2(rest[None, :] - x), tile)
+        scaled(b_q, gl.exp2(rest[None, :] + x), tile)
+    is_strong = 1 - mild.to(gl.int32)
+    flags.index(s).store(gl.full([1], 1, gl.int32, one) * is_strong)
+    gl.store(strong + (i_0 + n - 1 - i).to(gl.int64) * H + i_h, is_strong.to(gl.int8))
+    fence_async_shared()
+    mbarrier.arrive(hat.index(s), count=1)
+
+
+@gluon.jit
+def _add(x, y):
+    return x + y
+
+
+@gluon.jit
+def _behind(sum_x, x, sum_y, y):
+    """Of two runs of numbers (sum of all but the last, the last): the same of both."""
+    return sum_x + x + sum_y, y
+
+
+@gluon.jit
+def finish(
+    outs, tiles, sides, bars, signs, outputs, i, i_b, i_h, begin, end, n, H, K, scale,
+    C: gl.constexpr, BK: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
+):
+    """dq, dk of dq', dk', which lie in the place of q', k'; dg, into the place of g."""
+    d_dq, d_dk, d_dg = outs
+    dq, dk, dg = outputs
+    all_q, all_k, all_g, t_v, t_do, t_S = tiles
+    factors, flags, net, later, kept = sides
+    has_x, has_v, has_do, has_S, hat, has_later, has_net, free_x, free_v, free_do, free_S, free_R = bars
+    tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
+    columns: gl.constexpr = gl.BlockedLayout([C, 1], [1, 32], [1, W], [0, 1])  # a thread has a channel
+    s = i % 2
+    b_q = all_q.index(s).reshape([C, BK])
+    b_k = all_k.index(s).reshape([C, BK])
+    b_g = all_g.index(s).reshape([C, BK])
+    if dg is not None:  # (4)
+        mbarrier.wait(has_later, i & 1)
+        b_later = later.load(columns)
+        # of the rows before, and not of all less this one: what decays strongly is far smaller than the rest
+        total, _ = gl.associative_scan((gl.zeros_like(b_later), b_later), 0, _behind)
+        mbarrier.arrive(free_R, count=1)
+    mbarrier.wait(has_net, i & 1)
+    if dg is not None:
+        total = total + gl.associative_scan(net.load(columns), 0, _add, reverse=True)
+        total = (total + kept.load(gl.SliceLayout(0, columns))[None, :]) * scale
+        b_d = total.to(dg.dtype.element_ty)
+    mbarrier.arrive(free_S, count=1)
+    x = warpgroup_mma(signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False) * LOG2E
+    barrier()
+    rest = factors.index(3 * s + 2).load(gl.SliceLayout(0, tile))[None, :]
+    scaled(b_q, gl.exp2(rest + x) * scale, tile)
+    scaled(b_k, gl.exp2(rest - x) * scale, tile)
+    if dg is not None:
+        b_g.store(b_d)
+    o_t = begin + (n - 1 - i) * C
+    if PACKED:
+        if end - o_t < C:  # behind the last row there is the next sequence
+            tile_rows(dq, b_q, i_h, o_t, end, H, K, tile)
+            tile_rows(dk, b_k, i_h, o_t, end, H, K, tile)
+            if dg is not None:
+                tile_rows(dg, b_g, i_h, o_t, end, H, K, tile)
+        else:
+            copy_out(d_dq, d_dk, d_dg, all_q.index(s), all_k.index(s), all_g.index(s), 0, i_h, o_t)
+    else:
+        copy_out(d_dq, d_dk, d_dg, all_q.index(s), all_k.index(s), all_g.index(s), i_b, i_h, o_t)
+    mbarrier.arrive(free_x.index(s), count=1)
+
+
+@gluon.jit
+def copy_out(d_dq, d_dk, d_dg, t_q, t_k, t_g, i_b, i_h, o_t):
+    """dq, dk, dg by the copy engine, which leaves out what lies beyond the tensors; until it has read them."""
+    fence_async_shared()
+    barrier()  # all threads' stores are fenced
+    tma.async_copy_shared_to_global(d_dq, [i_b, i_h, o_t, 0], t_q)
+    tma.async_copy_shared_to_global(d_dk, [i_b, i_h, o_t, 0], t_k)
+    if d_dg is not None:
+        tma.async_copy_shared_to_global(d_dg, [i_b, i_h, o_t, 0], t_g)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def tile_rows(x, tile, i_h, o_t, end, H, D, layout: gl.constexpr):
+    """The rows of a tile before `end`, by threads."""
+    C: gl.constexpr = tile.shape[0]
+    BD: gl.constexpr = tile.shape[1]
+    rows = o_t + gl.arange(0, C, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BD, layout=gl.SliceLayout(0, layout))
+    p = x + ((rows.to(gl.int64) * H + i_h) * D)[:, None] + columns[None, :]
+    gl.store(p, tile.load(layout), mask=(rows < end)[:, None] & (columns < D)[None, :])
+    fence_async_shared()  # the copy engine will write here
+
+
+@gluon.jit
+def multiplier(
+    d_dv, dv, tiles, sides, squares, t_R, bars, R_in, R_out, i_s, i_b, i_h, begin, end, n, H, K, V, scale,
+    C: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, NEED_DG: gl.constexpr, PACKED: gl.constexpr,
+    W: gl.constexpr,
+):
+    """(1) to (3) but for what the transformer does, and (5), from R_in to R_out."""
+    all_q, all_k, all_g, t_v, t_do, t_S = tiles
+    factors, flags, net, later, kept = sides
+    t_P, t_dP = squares
+    has_x, has_v, has_do, has_S, hat, has_later, has_net, free_x, free_v, free_do, free_S, free_R = bars
+    # R: 16 rows a warp; all others: 64 rows are four warps', further warps share columns
+    of_R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
+    of_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, C * 4 // W, 16])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(1, of_R))
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, of_R))
+    p_R = ((i_s * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_v[None, :]
+    m_R = (o_k < K)[:, None] & (o_v < V)[None, :]
+    if R_in is not None:
+        R = gl.load(R_in + p_R, mask=m_R, other=0.0)
+    else:
+        R = gl.zeros([BK, BV], gl.float32, of_R)
+    i_P = gl.arange(0, C, layout=gl.SliceLayout(1, of_P))[:, None]
+    j_P = gl.arange(0, C, layout=gl.SliceLayout(0, of_P))[None, :]
+    b_v = t_v.reshape([C, BV])
+    b_do = t_do.reshape([C, BV])
+    b_S = t_S.reshape([BK, BV])
+    for i in range(n):
+        s, odd = i % 2, i & 1
+        o_t = begin + (n - 1 - i) * C
+        b_q = all_q.index(s).reshape([C, BK])
+        b_k = all_k.index(s).reshape([C, BK])
+        # P and k' R'. Barriers are waited for while no product runs: ptxas would let all of them run one by one
+        mbarrier.wait(hat.index(s), (i // 2) & 1)
+        if NEED_DG:
+            mbarrier.wait(free_R, odd ^ 1)  # `later` of the round before
+        strong = gl.sum(flags.index(s).load(one), 0)
+        P = warpgroup_mma(
+            b_q, b_k.permute((1, 0)), gl.zeros([C, C], gl.float32, of_P), use_acc=False, is_async=True
+        )
+        first = factors.index(3 * s).load(gl.SliceLayout(1, of_R))
+        R = R * first[:, None]
+        t_R.store(R.to(b_k.dtype))
+        fence_async_shared()
+        b_dv = warpgroup_mma(b_k, t_R, gl.zeros([C, BV], gl.float32, of_v), use_acc=False, is_async=True)
+        P = warpgroup_mma_wait(1, deps=[P])
+        # by where: what is left out may be infinite; of a strong chunk all
+        t_P.store(gl.where((i_P >= j_P) & (strong == 0), P, 0.0).to(b_k.dtype))
+        fence_async_shared()
+        b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+
+        # (1), dP and v R'^T
+        mbarrier.wait(has_v, odd)
+        mbarrier.wait(has_do, odd)
+        if PACKED:
+            if end - o_t < C:
+                keep_rows(b_v, end - o_t, of_v)
+                keep_rows(b_do, end - o_t, of_v)
+                fence_async_shared()
+        dP = warpgroup_mma(
+            b_do, b_v.permute((1, 0)), gl.zeros([C, C], gl.float32, of_P), use_acc=False, is_async=True
+        )
+        b_dv = warpgroup_mma(t_P.permute((1, 0)), b_do, b_dv, is_async=True)
+        dP = warpgroup_mma_wait(1, deps=[dP])
+        dP = gl.where(strong == 0, dP, 0.0)
+        own = gl.sum(gl.where(i_P == j_P, dP, 0.0), 1)
+        own = gl.convert_layout(own, gl.SliceLayout(1, of_k))[:, None]
+        t_dP.store(gl.where(i_P > j_P, dP, 0.0).to(b_k.dtype))
+        fence_async_shared()
+        b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+        low_dv = (b_dv * scale).to(b_k.dtype)
+        b_write = warpgroup_mma(b_v, t_R.permute((1, 0)), gl.zeros([C, BK], gl.float32, of_k), use_acc=False)
+        barrier()  # all warps' products have read v and R'
+        if PACKED:
+            store_rows(dv, low_dv, t_v, d_dv, i_h, o_t, end, 0, H, V, of_v)
+        else:
+            store_box(low_dv, t_v, d_dv, i_b, i_h, o_t, 0)
+        if NEED_DG:
+            later.store(b_k.load(of_k).to(gl.float32) * b_write)
+            mbarrier.arrive(has_later, count=1)
+
+        # dq' of (2), and what crosses a token from state to state
+        mbarrier.wait(has_S, odd)
+        b_dq = warpgroup_mma(
+            b_do, b_S.permute((1, 0)), gl.zeros([C, BK], gl.float32, of_k), use_acc=False, is_async=True
+        )
+        if NEED_DG:
+            through = factors.index(3 * s + 1).load(gl.SliceLayout(1, of_R))
+            kept.store(gl.sum(b_S.load(of_R).to(gl.float32) * R, 1) * first * through)
+        b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+        b_dq = b_dq * factors.index(3 * s).load(gl.SliceLayout(0, of_k))[None, :]
+        b_dq = warpgroup_mma(t_dP, b_k, b_dq)
+        barrier()  # all warps' products have read S
+        if NEED_DG:
+            net.store(b_q.load(of_k).to(gl.float32) * b_dq)
+        low_dq = (b_dq + own * b_k.load(of_k).to(gl.float32)).to(b_k.dtype)
+        tma.store_wait(0)  # dv has been read
+        mbarrier.arrive(free_v, count=1)
+
+        # dk' of (3) and R of (5)
+        if strong != 0:
+            R = R * factors.index(3 * s + 1).load(gl.SliceLayout(1, of_R))[:, None]
+        b_dk = warpgroup_mma(
+            t_dP.permute((1, 0)), b_q, gl.zeros([C, BK], gl.float32, of_k), use_acc=False, is_async=True
+        )
+        R = warpgroup_mma(b_q.permute((1, 0)), b_do, R, is_async=True)
+        b_dk = warpgroup_mma_wait(1, deps=[b_dk])
+        if NEED_DG:
+            net.store(net.load(of_k) - b_k.load(of_k).to(gl.float32) * b_dk)
+        low_dk = (b_dk + b_write + own * b_q.load(of_k).to(gl.float32)).to(b_k.dtype)
+        R = warpgroup_mma_wait(0, deps=[R])
+        R = R * first[:, None]
+        mbarrier.arrive(free_do, count=1)  # and all warps' products have read q'
+        b_q.store(low_dq)
+        b_k.store(low_dk)
+        fence_async_shared()
+        mbarrier.arrive(has_net, count=1)
+    tma.store_wait(0)
+    if R_out is not None:
+        gl.store(R_out + p_R, R, mask=m_R)
+
+
+@gluon.jit(do_not_specialize=("N", "T", "L", "H"))
+def unwind(
+    q, k, v, g, do, S, d_dq, d_dk, d_dv, d_dg, dq, dk, dv, dg, strong, R_in, R_out, cu,
+    N, T, L, H, K, V, scale,
+    C: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, W: gl.constexpr, WT: gl.constexpr,
+    LIMIT: gl.constexpr, REGISTERS: gl.constexpr,
+):
+    """A segment of a head, from its last chunk to its first, and from R_in after it to R_out before it.
+
+    q ... S are boxes, and so are d_dq ... of the tensors dq ...; d_dg and dg may be None, R_in and R_out too.
+    """
+    PACKED: gl.constexpr = cu is not None
+    # which tile
+    pid = gl.program_id(0)
+    i_h, i_s = pid % H, pid // H
+    i_n, i_b, start, stop, begin = which_segment_of_warps(cu, i_s, N, T, L, W)
+    end = gl.minimum(begin + L, stop)
+    n = gl.cdiv(gl.maximum(end - begin, 0), C)  # chunks of this segment; none in a spare slot
+    # the number of the first of them among the chunks of all sequences
+    i_0 = (start // C + i_n if PACKED else i_n * gl.cdiv(T, C)) + (begin - start) // C
+
+    # shared memory
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    all_q = gl.allocate_shared_memory(q.dtype, [2, 1, 1, C, BK], q.layout)
+    all_k = gl.allocate_shared_memory(k.dtype, [2, 1, 1, C, BK], k.layout)
+    all_g = gl.allocate_shared_memory(g.dtype, [2, 1, 1, C, BK], g.layout)
+    t_v = gl.allocate_shared_memory(v.dtype, [1, 1, C, BV], v.layout)
+    t_do = gl.allocate_shared_memory(do.dtype, [1, 1, C, BV], do.layout)
+    # S and `net`, R' and `later` take turns: a tile of float32 [C, BK] is 128 // BV of 16 bits [BK, BV]
+    turns_S = gl.allocate_shared_memory(S.dtype, [128 // BV, 1, 1, BK, BV], S.layout)
+    turns_R = gl.allocate_shared_memory(k.dtype, [128 // BV, BK, BV], square)
+    # threads write it by rows of 8 numbers, and read it by columns
+    terms: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    net = turns_S._reinterpret(gl.float32, [C, BK], terms)
+    later = turns_R._reinterpret(gl.float32, [C, BK], terms)
+    t_P = gl.allocate_shared_memory(k.dtype, [C, C], square)
+    t_dP = gl.allocate_shared_memory(k.dtype, [C, C], square)
+    signs = gl.allocate_shared_memory(g.dtype, [C, C], square)
+    halves = gl.allocate_shared_memory(g.dtype, [C, 16], gl.NVMMASharedLayout(32, 16, 2))
+    factors = gl.allocate_shared_memory(gl.float32, [6, BK], line)  # two stages of first, through, rest
+    kept = gl.allocate_shared_memory(gl.float32, [BK], line)
+    flags = gl.allocate_shared_memory(gl.int32, [2, 1], line)
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, by_rows))[:, None]
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, by_rows))[None, :]
+    signs.store(gl.where(i >= j, 0.5, -0.5).to(g.dtype))
+    halves.store(gl.full([C, 16], 0.5, g.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
+
+    # barriers
+    has_x = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    hat = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free_x = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    singles = gl.allocate_shared_memory(gl.int64, [9, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2):
+        mbarrier.init(has_x.index(s), count=1)
+        mbarrier.init(hat.index(s), count=1)
+        mbarrier.init(free_x.index(s), count=1)
+    for b in gl.static_range(9):
+        mbarrier.init(singles.index(b), count=1)
+    bars = (
+        has_x, singles.index(0), singles.index(1), singles.index(2), hat, singles.index(3), singles.index(4),
+        free_x, singles.index(5), singles.index(6), singles.index(7), singles.index(8),
+    )
+    fence_async_shared()
+
+    boxes = (q, k, v, g, do, S)
+    tiles = (all_q, all_k, all_g, t_v, t_do, turns_S.index(0))
+    sides = (factors, flags, net, later, kept)
+    gl.warp_specialize(
+        [
+            (multiplier, (
+                d_dv, dv, tiles, sides, (t_P, t_dP), turns_R.index(0), bars, R_in, R_out,
+                i_s, i_b, i_h, begin, end, n, H, K, V, scale, C, BK, BV, dg is not None, PACKED, W,
+            )),
+            (transformer, (
+                (d_dq, d_dk, d_dg), tiles, sides, bars, signs, halves, (dq, dk, dg), strong,
+                i_b, i_h, i_0, begin, end, n, H, K, scale, C, BK, LIMIT, PACKED, WT,
+            )),
+            (loader, (boxes, tiles, bars, i_b, i_h, i_0, begin, n, C)),
+        ],
+        [WT, 1],
+        [REGISTERS, 24],
+    )
+
+
+@triton.jit(do_not_specialize=VARYING)
+def mend_gradient(
+    q, k, v, do, g, dq, dk, dv, dg, strong, cu, s_q, s_k, s_v, s_do, s_g, s_d, s_dv, N, T, H, K, V, scale, n_flags,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
+):
+    """Add to dq, dk, dv and dg (None where it is not needed) the pairs of strong chunks, level by level.
+
+    A level's decays and rounded operands are made once, and serve P, dq and dk. `strong` [n_flags] has one flag for
+    each chunk of a head; dq, dk and dg have strides s_d.
+    """
+    # which chunks: BN of them, of which most have nothing to do
+    first = tl.program_id(0) * BN
+    o_n = first + tl.arange(0, BN)
+    if tl.max(tl.load(strong + o_n, mask=o_n < n_flags, other=0).to(tl.int32)) == 0:
+        return
+    o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    for i in tl.range(first, tl.minimum(first + BN, n_flags)):
+        if tl.load(strong + i) != 0:
+            i_h, i_s = i % H, i // H
+            i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+
+            # compute: dP, and of it the diagonal
+            b_dP = tl.zeros([C, C], dtype=tl.float32)
+            for o_v in tl.range(0, V, BV):
+                b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
+            b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]  # [C, 1]
+
+            # compute: dq, dk, dg of BK channels; P^T of all
+            b_P = tl.zeros([C, C], dtype=tl.float32)
+            for o_k in tl.range(0, K, BK):
+                b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_f = clamped(b_g)
+                b_P += tl.where(o_i == o_j, tl.dot(b_k, b_q.T, input_precision="ieee"), 0.0)
+                b_dq, b_dk = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+                for level in tl.range(0, LEVELS):
+                    b_E = to_border(b_f, level, FAST_SUMS)  # [C, BK]
+                    b_l, of_l = one_half(b_q * b_E, level, 1, b_q.dtype)
+                    b_r, of_r = one_half(b_k * b_E, level, 0, b_k.dtype)
+                    b_A, of_A = operand(tl.where(across(level, C), b_dP, 0.0), b_q.dtype, -100.0)
+                    b_pairs = tl.dot(b_r, b_l.T, input_precision="ieee") * (of_l * of_r)
+                    b_P += tl.where(across(level, C, 1), b_pairs, 0.0)
+                    b_dq += tl.dot(b_A, b_r, input_precision="ieee") * (b_E * (of_A * of_r))
+                    b_dk += tl.dot(b_A.T, b_l, input_precision="ieee") * (b_E * (of_A * of_l))
+                if dg is not None:  # i = j crosses no gate; nothing crosses -inf
+                    b_net = sums(o_i <= o_j, b_q * b_dq - b_k * b_dk, FAST_SUMS)
+                    b_d = load_tile(dg, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False) + b_net * scale
+                    b_d = tl.where(b_g == float("-inf"), 0.0, b_d)
+                    store_tile(dg, b_d, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                b_dq = (b_dq + b_own * b_k) * scale
+                b_dk = (b_dk + b_own * b_q) * scale
+                b_dq += load_tile(dq, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                b_dk += load_tile(dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                store_tile(dq, b_dq, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                store_tile(dk, b_dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+
+            # compute: dv
+            for o_v in tl.range(0, V, BV):
+                b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                b_dv = load_tile(dv, s_dv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                b_dv += product(b_P, b_do) * scale
+                store_tile(dv, b_dv, s_dv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+
+
+# The plan.
+
+ROLES = {64: Roles(4, 4, 2, 128, 160), 128: Roles(8, 4, 2, 128, 152)}  # by BK
+
+
+class Gradient(Hopper):
+    """What the launches of one call share."""
+
+    def unwind(self, q, k, v, g, do, states, made, strong, L: int, R_in, R_out) -> None:
+        """`unwind` over segments of L tokens; `made` are dq, dk, dv, dg."""
+        C, BK, BV = self.C, self.BK, self.BV
+        dq, dk, dv, dg = made
+        roles = ROLES[BK]
+        self.draft.launch(
+            unwind, self.H * slots(self.B, self.T, self.cu, L),
+            box(q, C, BK), box(k, C, BK), box(v, C, BV), box(g, C, BK), box(do, C, BV), box(states, BK, BV),
+            box(dq, C, BK), box(dk, C, BK), box(dv, C, BV), box(dg, C, BK) if dg else None,
+            dq, dk, dv, dg, strong, R_in, R_out, self.cu,
+            self.N, self.T, L, self.H, self.K, self.V, self.scale,
+            C=C, BK=BK, BV=BV, W=roles.multiplier, WT=roles.transformer, LIMIT=self.limit,
+            REGISTERS=roles.of_transformer, num_warps=roles.multiplier, num_stages=2, maxnreg=roles.registers,
+        )
+
+
+def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
+    """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
+    call = Gradient(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
+    draft, (do, R) = call.draft, call.start_backward(v, do, dS)
+    draft.because("one walk backwards for all gradients: the Hopper kernel, in Gluon, which no GPU has run yet")
+    S_in = draft.contiguous(S, torch.float32)
+    states = call.walk(Readers(None, k, g, None, None), v, S_in, states="states", starts=starts).states
+    made = [draft.like(f"d{x.name}", x) for x in (q, k, v)] + [draft.like("dg", g) if need_dg else None]
+    # spare slots are nobody's: their flags must be zeros
+    strong = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
+    R_0 = draft.new("R_0", call.N, call.H, call.K, call.V) if S else None
+    chunks = cdiv(call.T, call.C)
+    L = call.C * segment_length(draft, path, cdiv(call.V, call.BV) * call.H * call.N, chunks, call.cu and call.N)
+    if L > call.T:
+        call.unwind(q, k, v, g, do, states, made, strong, L, R, R_0)
+    else:  # what each segment adds to R, then what each begins with, then as above
+        n = slots(call.B, call.T, cu, L)
+        ends, decays = draft.new("ends", n, call.H, call.K, call.V), call.decays(n)
+        R_0 = R_0 or draft.new("R_0", call.N, call.H, call.K, call.V)
+        call.launch_walk(Readers(None, q, g, None, None), do, True, True, L, None, ends, decays=decays)
+        carry_states(draft, ends, *decays, R, R_0, call.cu, call.T, L, True)
+        call.unwind(q, k, v, g, do, states, made, strong, L, ends, None)
+    dq, dk, dv, dg = made
+    wide = min(64, call.BK)
+    draft.launch(
+        mend_gradient, cdiv(call.chunks * call.H, 16),
+        q, k, v, do, g, dq, dk, dv, dg, strong, call.cu, *patterns(q, k, v, do, g, dq, dv),
+        call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H,
+        LEVELS=call.levels, BK=wide, BV=wide, BN=16, **call.same, num_warps=8, num_stages=1,
+    )
+    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, call.scale)
+    return draft.plan("hopper", dq, dk, dv, dg, None, dS0)

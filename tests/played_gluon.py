@@ -1,0 +1,343 @@
+"""The Hopper kernels of GLA played on the CPU, from their own source: PyTorch stands in for Gluon.
+
+Each role of a program is a thread, of which one runs at a time. Wherever it calls Gluon, chance decides who goes on,
+and when a copy begins or ends. A tile holds NaN from the moment its copy is asked for; a copy out of a tile reads
+when it likes. A product reads its operands when it is issued and again when it is waited for, and both must be the
+same; its sums are out of reach until then. So an order of steps that the barriers allow and that would change a
+result is seen, and so are roles that wait for each other for ever. Not seen: warps of one role that run ahead of each
+other, fences, layouts.
+"""
+
+import random
+import threading
+import types
+from types import SimpleNamespace
+
+import torch
+
+from gla_ref.kernels._plan import Box, Launch, Make, Plan, Spec
+
+
+class Stop(BaseException):
+    """Another role has failed."""
+
+
+class Play:
+    """One program while it runs: whose turn it is, barriers, copies under way."""
+
+    def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
+        self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
+        self.turns, self.waiting, self.turn, self.error = threading.Condition(), {}, None, None
+        self.phases, self.missing, self.under_way = {}, {}, []
+        self.own = threading.local()
+
+    def pause(self, until=None):
+        """Let chance decide who goes on; come back when it is this role's turn and `until()`."""
+        me = getattr(self.own, "role", None)
+        if me is None:  # before the roles begin
+            while until and not until():
+                self.finish_one()
+            return
+        with self.turns:
+            self.waiting[me] = until
+            self.choose()
+            self.turns.wait_for(lambda: self.turn == me or self.error)
+            if self.error:
+                raise Stop
+
+    def finish_one(self):
+        _, end = self.under_way.pop(self.chance.randrange(len(self.under_way)))
+        end()
+
+    def choose(self):
+        while not self.error:
+            ready = [r for r, until in self.waiting.items() if until is None or until()]
+            if self.under_way and (not ready or self.chance.random() < 0.1):
+                self.finish_one()
+            elif ready:
+                self.turn = self.chance.choice(ready)
+                break
+            else:
+                self.error = AssertionError(f"all wait: {list(self.waiting)}")
+        self.turns.notify_all()
+
+    def run(self, roles):
+        def work(role, function, args):
+            self.own.role, self.own.products = role, []
+            try:
+                with self.turns:
+                    self.turns.wait_for(lambda: self.turn == role or self.error)
+                if not self.error:
+                    function(*args)
+            except Stop:
+                pass
+            except BaseException as error:
+                self.error = error
+            with self.turns:
+                del self.waiting[role]
+                if self.waiting:
+                    self.choose()
+                self.turns.notify_all()
+
+        self.waiting = {function.__name__: None for function, _ in roles}
+        threads = [threading.Thread(target=work, args=(f.__name__, f, args)) for f, args in roles]
+        with self.turns:
+            self.choose()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.error:
+            raise self.error
+        while self.under_way:
+            self.finish_one()
+
+
+PLAY: Play = None
+
+
+class Tile:
+    """Shared memory."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype = x, list(x.shape), x.dtype
+
+    def index(self, i):
+        return Tile(self.x[int(i)])
+
+    def reshape(self, shape):
+        return Tile(self.x.view(*shape))
+
+    def permute(self, axes):
+        return Tile(self.x.permute(*axes))
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Tile(self.x.reshape(-1).view(dtype).view(*shape))
+
+    def load(self, layout):
+        PLAY.pause()
+        return self.x.clone()
+
+    def store(self, x):
+        PLAY.pause()
+        assert list(x.shape) == self.shape and x.dtype == self.dtype, (x.shape, x.dtype, self.shape, self.dtype)
+        self.x.copy_(x)
+
+
+class Pointer:
+    """Into a tensor; `dtype.element_ty` as of Triton's pointers."""
+
+    def __init__(self, x, at=0):
+        self.x, self.at, self.dtype = x, at, SimpleNamespace(element_ty=x.dtype)
+
+    def __add__(self, at):
+        return Pointer(self.x, self.at + at)
+
+
+class Descriptor:
+    """A tensor [B, T, H, D] in boxes, as the copy engine takes it."""
+
+    def __init__(self, x, box: Box):
+        self.x, self.dtype, self.layout = x.transpose(1, 2), x.dtype, None
+        bytes_ = torch.Size(box.block).numel() * x.dtype.itemsize
+        self.block_type = SimpleNamespace(shape=list(box.block), nbytes=bytes_)
+
+    def overlap(self, at):
+        """(what of the tensor, what of the tile) a box at these coordinates is."""
+        b, h, t, d = map(int, at)
+        part = self.x[b, h, t : t + self.block_type.shape[2], d : d + self.block_type.shape[3]]
+        return part, (0, 0, slice(part.shape[0]), slice(part.shape[1]))
+
+
+class Sums:
+    """Of a product under way."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+    begun = a.x.float() @ b.x.float()
+    acc = acc.x if isinstance(acc, Sums) else acc
+    sums = Sums(acc + begun if use_acc else begun)
+    PLAY.own.products.append((sums, lambda: torch.equal(begun.nan_to_num(), (a.x.float() @ b.x.float()).nan_to_num())))
+    return sums if is_async else warpgroup_mma_wait(0, [sums])
+
+
+def warpgroup_mma_wait(n, deps):
+    PLAY.pause()
+    while len(PLAY.own.products) > n:
+        _, same = PLAY.own.products.pop(0)
+        assert same(), "a product's operand changed while it ran"
+    under_way = [sums for sums, _ in PLAY.own.products]
+    assert not any(x is y for x in deps for y in under_way), "used before it was waited for"
+    return deps[0].x if len(deps) == 1 else tuple(x.x for x in deps)
+
+
+def key(bar):
+    return bar.x.data_ptr()
+
+
+def wait(bar, parity):
+    def over():
+        return PLAY.phases[key(bar)] & 1 != int(parity)
+
+    n, i = PLAY.ignored or (0, 0)
+    PLAY.pause(None if PLAY.ignored and key(bar) == key(PLAY.bars[n].index(i)) else over)
+
+
+def arrive(bar, count=1):
+    PLAY.pause()
+    PLAY.phases[key(bar)] += 1
+
+
+def init(bar, count):
+    PLAY.phases[key(bar)] = 0
+
+
+def expect(bar, number):
+    PLAY.missing[key(bar)] = number
+
+
+def load_box(box, at, bar, tile):
+    part, where = box.overlap(at)
+    tile.x.fill_(torch.nan)
+
+    def end():
+        tile.x.zero_()
+        tile.x[where] = part
+        PLAY.missing[key(bar)] -= box.block_type.nbytes
+        if not PLAY.missing[key(bar)]:
+            PLAY.phases[key(bar)] += 1
+
+    PLAY.under_way.append((None, end))
+    PLAY.pause()
+
+
+def store_box(box, at, tile):
+    part, where = box.overlap(at)
+    PLAY.under_way.append((PLAY.own.role, lambda: part.copy_(tile.x[where])))
+    PLAY.pause()
+
+
+def store_wait(pendings):
+    me = PLAY.own.role
+    PLAY.pause(lambda: all(role != me for role, _ in PLAY.under_way))
+
+
+def scan(x, axis, function, reverse=False):
+    rows = [list(y.unbind(axis)) for y in (x if isinstance(x, tuple) else (x,))]
+    order = list(zip(*rows, strict=True))[:: -1 if reverse else 1]
+    found = [order[0]]
+    for row in order[1:]:
+        both = function(*found[-1], *row)
+        found.append(both if isinstance(both, tuple) else (both,))
+    made = tuple(torch.stack(y, axis) for y in zip(*found[:: -1 if reverse else 1], strict=True))
+    return made if isinstance(x, tuple) else made[0]
+
+
+def load(p, mask=None, other=0):
+    if mask is None:
+        return p.x.view(-1)[p.at]
+    at, mask = torch.broadcast_tensors(torch.as_tensor(p.at), mask)
+    return torch.where(mask, p.x.view(-1)[torch.where(mask, at, 0)], torch.tensor(other, dtype=p.x.dtype))
+
+
+def store(p, x, mask=None):
+    PLAY.pause()
+    at, mask, x = torch.broadcast_tensors(p.at, torch.tensor(True) if mask is None else mask, x)
+    p.x.view(-1)[at[mask]] = x[mask].to(p.x.dtype)
+
+
+def allocate(dtype, shape, layout):
+    tile = Tile(torch.empty(shape, dtype=dtype))
+    if dtype == torch.int64:
+        PLAY.bars.append(tile)
+    return tile
+
+
+def layout(*args):
+    """What no result depends on."""
+
+
+LANGUAGE = SimpleNamespace(
+    float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
+    int8=torch.int8, int32=torch.int32, int64=torch.int64,
+    BlockedLayout=layout, SliceLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout,
+    SwizzledSharedLayout=layout, constexpr=lambda x: x, static_range=range,
+    program_id=lambda axis: torch.tensor(PLAY.pid),
+    cdiv=lambda x, y: -(-x // y),
+    minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
+    maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
+    arange=lambda start, stop, layout=None: torch.arange(start, stop),
+    zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+    full=lambda shape, x, dtype, layout=None: torch.full(shape, x, dtype=dtype),
+    zeros_like=torch.zeros_like, where=torch.where, exp2=torch.exp2,
+    sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis),
+    convert_layout=lambda x, layout: x, associative_scan=scan, load=load, store=store,
+    allocate_shared_memory=allocate,
+    warp_specialize=lambda roles, warps, registers: PLAY.run(roles),
+)  # fmt: skip
+STANDS_IN = {
+    "gl": LANGUAGE,
+    "LOG2E": 1.4426950408889634,
+    "mbarrier": SimpleNamespace(MBarrierLayout=layout, init=init, expect=expect, arrive=arrive, wait=wait),
+    "tma": SimpleNamespace(
+        async_copy_global_to_shared=load_box, async_copy_shared_to_global=store_box, store_wait=store_wait
+    ),
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
+    "fence_async_shared": lambda: None,
+    "barrier": lambda: None,
+}
+
+
+def played(kernel, modules):
+    """A Gluon kernel as a function of Python, with all that it calls in these modules."""
+    spaces = {m.__name__: {**vars(m), **STANDS_IN} for m in modules}
+
+    def plain(f):
+        return types.FunctionType(f.__code__, spaces[f.__module__], f.__name__, f.__defaults__)
+
+    for space in spaces.values():
+        for name, x in space.items():
+            f = getattr(x, "fn", None)
+            if isinstance(f, types.FunctionType) and f.__module__ in spaces:
+                space[name] = plain(f)
+    return plain(kernel.fn)
+
+
+def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=None) -> list[torch.Tensor | None]:
+    """What a plan makes of its inputs, called by their specs' names.
+
+    Kernels of `modules` are played; `mend_gradient` and `mend` are left out, others are interpreted by Triton.
+    `ignored`: (which allocation of barriers in `unwind`, which of them) at which nobody waits.
+    """
+    global PLAY
+    tensors = dict(inputs)
+    for step in plan.steps:
+        if isinstance(step, Make):
+            args = [tensors[x.name] if isinstance(x, Spec) else x for x in step.args]
+            made = torch.zeros if step.zero else torch.empty
+            new = step.function(*args) if step.function else made(step.tensor.shape, dtype=step.tensor.dtype)
+            if not (step.zero or step.function) and new.is_floating_point():
+                new.fill_(torch.nan)
+            tensors[step.tensor.name] = new
+        elif isinstance(step, Launch) and step.kernel.fn.__module__ in {m.__name__ for m in modules}:
+            if step.name == "mend_gradient":
+                continue
+            function = played(step.kernel, modules)
+            args = []
+            for x in step.args:
+                if isinstance(x, Spec):
+                    x = Pointer(tensors[x.name].view(-1))
+                elif isinstance(x, Box):
+                    x = Descriptor(tensors[x.tensor.name].as_strided(x.tensor.shape, x.tensor.strides), x)
+                args.append(x)
+            for pid in range(step.grid[0]):
+                PLAY = Play(pid, seed + pid, ignored if step.name == "unwind" else None)
+                function(*args)
+        elif step.name != "mend":
+            args = [tensors[x.name] if isinstance(x, Spec) else x for x in step.args]
+            step.kernel[step.grid](*args, **step.options)
+    return [None if x is None else tensors[x.name] for x in plan.outputs] + [tensors.get("strong")]
