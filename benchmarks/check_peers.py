@@ -46,7 +46,7 @@ FORWARD = " forward"  # after the name of what has no backward pass, or refuses 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SUBJECTS = [
     f"{m}.{form}"
-    for m in FORMS
+    for m in check.MECHANISMS
     for form in FORMS[m]
     if form.startswith("triton")
     and form != "triton_hopper"  # "triton" plans it where it can

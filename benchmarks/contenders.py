@@ -300,3 +300,20 @@ for step, is_peer in ((triton_recurrent, False), (page_recurrent, False), (fla_f
     contender("gla", name=f"{step.__name__}_steps", peer=is_peer, directions=("forward",), packed=False, named=True)(
         stepped(step)
     )
+
+
+# the delta rules
+
+for mechanism, module, op in (
+    ("delta_rule", "fla.ops.delta_rule", "chunk_delta_rule"),
+    ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+):
+    ours(mechanism, "triton")
+    for path in ("fused", "segmented"):
+        contender(mechanism, name=f"triton_{path}", named=True, entry="triton", options={"path": path})(
+            form(mechanism, "triton", path=path)
+        )
+    # it hands the call to FlashQLA where that is installed, unless FLA_DISABLE_BACKEND_DISPATCH=1
+    contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(function(module, op))
+body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
+page("gated_delta_rule", directions=("forward",))(body)

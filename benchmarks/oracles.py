@@ -1,34 +1,61 @@
 """What is right, and how wrong a kernel may be, for one head of one sequence: q [T, K], v [T, V], g [T] or [T, K].
 
-The exact run and the emulated one are the check kit's (`gla_ref.check`): softmax attention with exponentials to base 2,
-the linear mechanisms in chunks of 64. tests/test_bench.py holds them against the `recurrent` forms.
+Of the delta rules it is a key head with all its value heads, where it has several: v [T, G, V], g and beta [T, G]. The
+exact run and the emulated one are the check kit's (`gla_ref.check`): softmax attention with exponentials to base 2, the
+linear mechanisms in chunks of 64. The kit has no delta rules yet: theirs are here. tests/test_bench.py holds all of
+them against the `recurrent` forms.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gla_ref.check import MECHANISMS
+from gla_ref import check, delta_rule, gated_delta_rule, mechanisms
 from gla_ref.check._budgets import octaves
+from gla_ref.check._emulate import products_in
+from gla_ref.check._mechanisms import Kind
 from gla_ref.rounding import budget, error
 
 CHUNKS_OF_64 = 1  # the emulated run of the linear mechanisms
 
 
+def chunks_of_64(form, *, state, scale, dtype, **tensors):
+    """A delta rule in chunks whose triangles are inverted without products, which would be rounded."""
+    with products_in(dtype):
+        return form.__wrapped__(**tensors, scale=scale, initial_state=state, C=64)
+
+
+def delta(name: str, module) -> Kind:
+    run = partial(chunks_of_64, module.chunkwise_substitution)
+    return Kind(mechanisms.MECHANISMS[name], module.recurrent, (run, run))
+
+
+MECHANISMS = check.MECHANISMS | {
+    "delta_rule": delta("delta_rule", delta_rule),
+    "gated_delta_rule": delta("gated_delta_rule", gated_delta_rule),
+}
+
+
 def run(mechanism: str, x: dict[str, Tensor], low: torch.dtype | None, scale: float | None = None) -> dict[str, Tensor]:
     """o and the gradients dq, dk, dv (and so on) of one head of one sequence: exact, or emulated in `low`."""
     kind, wide = MECHANISMS[mechanism], torch.float64 if low is None else torch.float32
-    S = x.get("initial_state")  # [K, V]
-    state = S if S is None else S.to(wide)[None, None]
+    S = x.get("initial_state")  # [K, V], or [G, K, V]
+    state = S if S is None else S.to(wide)[(None,) * (4 - S.ndim)]
     named = {"scale": scale, "initial_state": state, "cu_seqlens": None}
     named |= {"dtype": low or wide, "run": 0 if kind.cache else CHUNKS_OF_64}
-    # with a batch of one and one head
-    leaves = {n: x[n].detach().to(wide)[None, :, None].requires_grad_() for n in kind.arguments}
+
+    def one(n):  # with a batch of one and, unless it has several, one head
+        y = x[n].detach().to(wide)[None]
+        return y if y.ndim == len(kind.axes("v" if n == "do" else n)) else y.unsqueeze(2)
+
+    leaves = {n: one(n).requires_grad_() for n in kind.arguments}
     with torch.enable_grad():
         o, _ = kind.emulate(*leaves.values(), **named)
-        grads = torch.autograd.grad(o, list(leaves.values()), x["do"].to(wide)[None, :, None])
-    result = {"o": (o.detach(), x["v"])}  # each with a tensor of its dtype
+        grads = torch.autograd.grad(o, list(leaves.values()), one("do"))
+    result = {"o": (o.detach(), x["v"])}  # each with a tensor of its dtype and shape
     result |= {f"d{n}": (d, x[n]) for n, d in zip(leaves, grads, strict=True)}
-    return {n: y[0, :, 0].to(like.dtype if low else wide) for n, (y, like) in result.items()}
+    return {n: y.reshape(like.shape).to(like.dtype if low else wide) for n, (y, like) in result.items()}
 
 
 def runs(mechanism: str, x: dict[str, Tensor], low: torch.dtype, scale=None, times: int = 2) -> list:

@@ -140,9 +140,17 @@ class Truth:
 
     @staticmethod
     def head(x, b, h, span, sequence=0):
-        """One head of one sequence, the n-th of a pack (else of the batch) for its initial state."""
-        tokens = {n: y[b, span, h] for n, y in x.items() if n not in ("cu_seqlens", "initial_state")}
-        states = {n: y[sequence + b, h] for n, y in x.items() if n == "initial_state"}
+        """One head of one sequence, the n-th of a pack (else of the batch) for its initial state.
+
+        Where value heads share key heads, a key head with all of them.
+        """
+        few = min(y.shape[2] for n, y in x.items() if n not in ("cu_seqlens", "initial_state"))
+
+        def of(h, many):
+            return h if many == few else slice(h * many // few, (h + 1) * many // few)
+
+        tokens = {n: y[b, span, of(h, y.shape[2])] for n, y in x.items() if n not in ("cu_seqlens", "initial_state")}
+        states = {n: y[sequence + b, of(h, y.shape[1])] for n, y in x.items() if n == "initial_state"}
         return tokens | states
 
     def judge(self, got: dict[str, Tensor]) -> dict[str, tuple[float, float]]:

@@ -231,6 +231,20 @@ def host() -> list[Case]:
     return cases + packed + steps
 
 
+def delta() -> list[Case]:
+    """The delta rule where the targets are set, and one head of two long sequences."""
+    shapes = [(8, 8192, 16, 128, 128), (1, 8192, 16, 128, 128), (2, 32768, 1, 128, 128)]
+    return [Case("delta_rule", *shape) for shape in shapes]
+
+
+def gated_delta() -> list[Case]:
+    """The gated delta rule at the sizes of models that use it: 16 key heads and 32 value heads, few heads, many."""
+    shapes = [(1, 8192, 16, 2), (1, 32768, 16, 2), (4, 8192, 16, 2), (1, 32768, 2, 4), (8, 8192, 16, 1)]
+    return [
+        Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=groups) for B, T, H, groups in shapes
+    ]
+
+
 def batch() -> list[Case]:
     """How many sequences it takes to fill the chip, at T = 4096."""
     return [Case(m, B, 4096, 16, 128, 128) for B in (1, 2, 4, 8, 16) for m in ("softmax_attention", "linear_attention")]
@@ -252,4 +266,5 @@ def packed() -> list[Case]:
     return [replace(case, mechanism=m, directions=("forward",)) for m in ("softmax_attention", "linear_attention")]
 
 
-SUITES = {f.__name__: f for f in (figure2, flash, linear, gla, hopper, decode, host, paths, batch, prefill, packed)}
+KNOWN = (figure2, flash, linear, gla, hopper, delta, gated_delta, decode, host, paths, batch, prefill, packed)
+SUITES = {f.__name__: f for f in KNOWN}

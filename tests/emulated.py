@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from gla_ref import gates
+from gla_ref import gates, triangular
 
 LOG2E = 1 / math.log(2)
 
@@ -231,3 +231,85 @@ def simple_gla(q, k, v, g, g_v, S, do, dS, scale, dtype):
     dv, dS0, dstates = scalar_walk(k, q, do, g, R, scale, dtype, C, reverse=True)
     dg = scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C)
     return o, S_T, dq, dk, dv, dg, dS0 * scale
+
+
+class Delta(Gla):
+    """kernels/delta.py for one sequence, or a batch of them: value heads [B, T, HV, ...], g None without gates."""
+
+    def __init__(self, dtype, C):
+        super().__init__(dtype, None, C)
+
+    def keep(self, x):
+        """What passes through memory between kernels: bfloat16 does, float16 would be too small."""
+        return x.bfloat16().float() if self.dtype == torch.bfloat16 else x
+
+    def run(self, q, k, v, g, beta, S, do, dS, *, scale):
+        """o, final state, and the gradients of q, k, v, g, the initial state, (g_v) and beta."""
+        B, T, HV, _ = v.shape
+        heads, G, mm = q.shape[2], HV // q.shape[2], self.mm
+        gated, g = g is not None, torch.zeros_like(beta) if g is None else g
+        many = (*(x.repeat_interleave(G, 2) for x in (q, k)), v, beta[..., None], do)
+        q, k, v, beta, do = (chunks(x, self.C) for x in many)
+        g = chunks(g[..., None], self.C).double()
+        since, until = (f(g).exp().float() for f in (gates.decay_from_start, gates.decay_to_end))
+        E, through = gates.segment_sum(g)[..., 0].exp().float(), since[..., -1:, :]
+
+        A = mm(k, k.mT) * E
+        P, Y = self.keep(mm(q, k.mT) * E), self.keep(triangular.blocked((beta * A).tril(-1)))
+        n = range(q.shape[2])
+        o, writes, states = [], [], []
+        for q_n, k_n, v_n, b_n, P_n, Y_n, since_n, until_n, through_n in zip(
+            *(x.unbind(2) for x in (q, k, v, beta, P, Y, since, until, through)), strict=True
+        ):
+            states.append(self.keep(S))
+            w = mm(Y_n, b_n * (v_n - since_n * mm(k_n, S)))
+            o.append(since_n * mm(q_n, S) + mm(P_n, w))
+            writes.append(self.keep(w))
+            S = mm(k_n.mT, until_n * w, through_n * S)
+        if scale == 0:  # then the kernels put zeros for do
+            do, of = torch.zeros_like(do), 1.0
+        else:
+            of = scale
+        R, rs, dstates = dS / of, [None for _ in n], [None for _ in n]
+        for i in reversed(n):
+            r = mm(Y[:, :, i].mT, until[:, :, i] * mm(k[:, :, i], R) + mm(P[:, :, i].mT, do[:, :, i]))
+            dstates[i], rs[i] = self.keep(R), self.keep(r)
+            R = mm((since[:, :, i] * q[:, :, i]).mT, do[:, :, i], through[:, :, i] * R)
+            R = mm(k[:, :, i].mT, -since[:, :, i] * beta[:, :, i] * r, R)
+        w, r, S_n, R_n = (torch.stack(x, 2) for x in (writes, rs, states, dstates))
+
+        F, W = (mm(do, w.mT) * E).tril(), -(mm(r, w.mT) * E).tril(-1)
+        read, found, end = since * mm(do, S_n.mT), since * mm(r, S_n.mT), until * mm(w, R_n.mT)
+        lost = (k * found).sum(-1, keepdim=True)
+        dbeta = (r * v).sum(-1, keepdim=True) - lost + (W * A).sum(-1, keepdim=True)
+        W = beta * W
+        dq = read + mm(F, k)
+        dk = end + mm(F.mT, q) + mm(W + W.mT, k) - beta * found
+        pairs = (F * mm(q, k.mT)).tril(-1) + W * mm(k, k.mT)
+        rows = pairs.sum(-1, keepdim=True) + (q * read).sum(-1, keepdim=True) - beta * lost
+        dg = (rows - pairs.sum(-2)[..., None]).flip(-2).cumsum(-2).flip(-2)
+        before = (k * end).sum(-1, keepdim=True).cumsum(-2)
+        dg = dg + torch.nn.functional.pad(before[..., :-1, :], (0, 0, 1, 0))
+        dg = (dg + through * (S_n * R_n).sum((-2, -1), keepdim=True)).masked_fill(g == -torch.inf, 0.0)
+
+        def whole(x):
+            return x.flatten(2, 3).transpose(1, 2)[:, :T]
+
+        def of_key_heads(x):
+            return whole(x).unflatten(2, (heads, G)).sum(3)
+
+        o, dq, dk, dv, dg, dbeta = torch.stack(o, 2) * scale, of * dq, of * dk, of * beta * r, of * dg, of * dbeta
+        dg = whole(dg)[..., 0] if gated else None
+        return whole(o), S, of_key_heads(dq), of_key_heads(dk), whole(dv), dg, R * of, None, whole(dbeta)[..., 0]
+
+
+def delta_steps(q, k, v, g, beta, S, *_, scale):
+    """kernels/delta_step.py: o and the final state, in float32, every product summed term by term."""
+    G, none, o = v.shape[2] // q.shape[2], torch.zeros(1, device=v.device), []
+    q, k = (x.repeat_interleave(G, 2) for x in (q, k))
+    for t in range(q.shape[1]):
+        S = S if g is None else (g[:, t, :, None, None] * LOG2E).exp2() * S
+        found = product(none, k[:, t, :, None], S, torch.float32)
+        S = S + k[:, t, :, :, None] * (beta[:, t, :, None, None] * (v[:, t, :, None] - found))
+        o.append(product(none, q[:, t, :, None], S, torch.float32)[:, :, 0] * scale)
+    return torch.stack(o, 1), S

@@ -15,8 +15,8 @@ CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RUNS = 3
-NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dS0", "dg_v")
-LEAVES = ("q", "k", "v", "g", "S", "g_v")
+NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dS0", "dg_v", "dbeta")
+LEAVES = ("q", "k", "v", "g", "beta", "S", "g_v")
 interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
 anywhere = pytest.mark.usefixtures("here")  # interpreted by `make test`, compiled by `make test-gpu`
 
@@ -33,8 +33,8 @@ def sequences(f, x, ends):
     parts = []
     for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
         one = {m: y if y is None else y[n : n + 1] if m in ("S", "dS") else y[:, a:b] for m, y in x.items()}
-        # o, S, dq, dk, dv, dg, dS0, dg_v of no tokens
-        none = [one.get(m) for m in ("v", "S", "q", "k", "v", "g", "dS", "g_v")]
+        # o, S, dq, dk, dv, dg, dS0, dg_v, dbeta of no tokens
+        none = [one.get(m) for m in ("v", "S", "q", "k", "v", "g", "dS", "g_v", "beta")]
         parts.append(none if a == b else f(*one.values()))
     return {
         m: None if y[0] is None else torch.cat(y, 0 if m in ("S", "dS0") else 1)
@@ -54,7 +54,8 @@ def budgets(x, given, exact, emulated, rng, ends=None):
         y = dict.fromkeys(x)  # what the kernel is given is exact: rounding the inputs is no error of its own
         for n in x:
             if x[n] is not None:
-                shaken = x[n] * (1 + (run > 0) * 0.01 * torch.rand(x[n].shape, generator=rng))
+                percent = -0.01 if n == "beta" else 0.01  # strengths end at 2
+                shaken = x[n] * (1 + (run > 0) * percent * torch.rand(x[n].shape, generator=rng))
                 y[n] = shaken.to(given[n]).to(HERE, F64)
         low = {n: None if z is None else z.float() for n, z in y.items()}
         low, right = sequences(emulated, low, ends), sequences(exact, y, ends)

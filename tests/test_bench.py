@@ -51,6 +51,22 @@ def test_oracles_are_the_recurrent_forms(mechanism, monkeypatch):
     assert e > budget
 
 
+def test_a_key_head_is_judged_with_all_its_value_heads():
+    case = suites.Case("gated_delta_rule", 2, 70, 2, 5, 7, dtype="float32", gates="logsigmoid/16", groups=2, state=True)
+    x = suites.inputs(case, seed=1, device="cpu")
+    leaves = {n: x[n] for n in suites.LEAVES if n in x}
+    o, _ = FORMS["gated_delta_rule"]["recurrent"](**leaves, initial_state=x["initial_state"])
+    grads = torch.autograd.grad(o, [*leaves.values()], x["do"])
+    got = {"o": o.detach()} | {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
+    truth = run.Truth(case, x)
+    verdict = truth.judge(got)
+    assert set(verdict) == set(got) and all(e <= budget for e, budget in verdict.values()), verdict
+    got["dk"][:, :, 1] += 0.01
+    got["dk"][:, :, 0] += 0.01
+    e, budget = truth.judge(got)["dk"]
+    assert e > budget
+
+
 def test_every_suite_has_cases_and_contenders():
     for suite in suites.SUITES.values():
         for case in suite():

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from cases import error
+from cases import error, thin
 
-from gla_ref import check, gla, linear_attention, simple_gla
+from gla_ref import check, delta_rule, gated_delta_rule, gla, linear_attention, simple_gla
 from gla_ref.compat import fla
 from gla_ref.rounding import budget
 
@@ -23,6 +23,7 @@ if torch.cuda.is_available():
 
 PACKED = "cu_seqlens"
 TAIL = ["scale", "initial_state", "output_final_state"]
+L2, BETA = "use_qk_l2norm_in_kernel", ["use_beta_sigmoid_in_kernel", "allow_neg_eigval"]
 SIGNATURES = {  # fla-core 0.6.0
     "chunk_gla": ["g", *TAIL, "state_v_first", PACKED, "cu_seqlens_cpu"],
     "fused_recurrent_gla": ["gk", "gv", *TAIL, "reverse", "state_v_first", PACKED, "kwargs"],
@@ -32,6 +33,16 @@ SIGNATURES = {  # fla-core 0.6.0
     "chunk_linear_attn": [*TAIL, "normalize", PACKED],
     "fused_chunk_linear_attn": [*TAIL, "normalize", PACKED],
     "fused_recurrent_linear_attn": [*TAIL, "reverse", "normalize", PACKED],
+    "chunk_delta_rule": ["beta", *TAIL, L2, PACKED, "cu_seqlens_cpu", "kwargs"],
+    "fused_recurrent_delta_rule": ["beta", *TAIL, L2, PACKED],
+    "chunk_gated_delta_rule": [
+        *("g", "beta", *TAIL, L2, *BETA, "state_v_first", PACKED),
+        *("cu_seqlens_cpu", "chunk_indices", "cp_context", "kwargs"),
+    ],
+    "fused_recurrent_gated_delta_rule": [
+        *("g", "gk", "gv", "beta", *TAIL, L2, "use_gate_in_kernel", "A_log", "dt_bias", *BETA),
+        *("state_v_first", PACKED, "kwargs"),
+    ],
 }
 
 
@@ -53,8 +64,8 @@ def test_signatures_are_those_of_the_library(name):
     library = importlib.util.find_spec("fla")
     if library is None:
         pytest.skip("fla is not installed")
-    way, module = name.split("_gla")[0].split("_simple")[0].split("_linear")[0], "gla"
-    module = "simple_gla" if "simple" in name else "linear_attn" if "linear" in name else module
+    way = "fused_recurrent" if name.startswith("fused_r") else "fused_chunk" if name.startswith("f") else "chunk"
+    module = name.removeprefix(f"{way}_")
     path = Path(next(iter(library.submodule_search_locations))) / "ops" / module / f"{way}.py"
     (its,) = (n.args for n in ast.parse(path.read_text()).body if getattr(n, "name", "") == name)
     names = [a.arg for a in its.args]
@@ -160,6 +171,43 @@ def test_other_gates():
     close(found, simple_gla, q, k, v, gamma.expand(q.shape[:3]))
 
 
+def delta_tensors(N=2):
+    """q, k of length 1, v, g, beta and a state; two value heads to a key head."""
+    (q, k, v), g, S = tensors("scalar", N=N)
+    v, g, S = (x.repeat_interleave(2, axis) for x, axis in ((v, 2), (g, 2), (S, 1)))
+    return (q, torch.nn.functional.normalize(k, dim=-1), v), g, torch.rand_like(g), S
+
+
+LAST = ["fused_recurrent_gated_delta_rule"]
+
+
+@pytest.mark.parametrize("cu", [None, pytest.param(CU, marks=pytest.mark.deep)], ids=["batch", "packed"])
+@pytest.mark.parametrize("name", thin(["chunk_gated_delta_rule", *LAST], *LAST))
+def test_gated_delta_rules_are_the_recurrence(name, cu):
+    qkv, g, beta, S = delta_tensors(2 if cu is None else 3)
+    named, ours = {"scale": -0.3, "cu_seqlens": cu}, getattr(fla, name)
+    options = {"output_final_state": True, "state_v_first": True}
+    o, after = ours(*qkv, g=g, beta=beta, **named, initial_state=S.mT, **options)
+    close((o, after.mT), gated_delta_rule, *qkv, g, beta, initial_state=S, **named)
+    assert ours(*qkv, g=g, beta=beta)[1] is None
+    logits = {"beta": beta.logit(), "use_beta_sigmoid_in_kernel": True}
+    found = ours(*qkv, g=g, **logits, allow_neg_eigval=True, output_final_state=True, cu_seqlens=cu)
+    twice = ours(*qkv, g=g, beta=2 * logits["beta"].sigmoid(), cu_seqlens=cu)[0]
+    assert torch.equal(found[0], twice)
+
+
+@pytest.mark.deep
+def test_delta_rules_are_the_recurrence():
+    (q, k, v), _, beta, S = delta_tensors()
+    last = {"output_final_state": True}
+    close(fla.chunk_delta_rule(q, k, v, beta, 0.5, S, True), delta_rule, q, k, v, beta, scale=0.5, initial_state=S)
+    close(fla.fused_recurrent_delta_rule(q, k, v, **last), delta_rule, q, k, v, torch.ones_like(beta))
+    close(fla.fused_recurrent_gated_delta_rule(q, k, v, beta=beta, **last), delta_rule, q, k, v, beta)
+    long = fla.chunk_delta_rule(3 * q, 2 * k, v, beta, **last, use_qk_l2norm_in_kernel=True)
+    unit = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (3 * q, 2 * k))
+    close(long, delta_rule, *unit, v, beta)
+
+
 @pytest.mark.deep
 def test_they_are_kernels_that_the_kit_calls_as_they_are():
     """Gradients and all, with a final state on request."""
@@ -187,6 +235,23 @@ def test_what_we_cannot_do_is_refused(name, options, message):
     qkv, g, _ = tensors(None if "linear" in name else gate)
     with pytest.raises(ValueError, match=message):
         getattr(fla, name)(*qkv, *(() if g is None else (g,)), **options)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("chunk_gated_delta_rule", {"use_gate_in_kernel": True}),
+        ("chunk_gated_delta_rule", {"A_log": torch.zeros(6)}),
+        ("chunk_gated_delta_rule", {"cp_context": "ranks"}),
+        ("fused_recurrent_gated_delta_rule", {"gk": torch.zeros(2, 9, 6, 5)}),
+        ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(2, 9, 6, 7)}),
+        ("fused_recurrent_gated_delta_rule", {"dt_bias": torch.zeros(6)}),
+    ],
+)
+def test_gates_that_we_do_not_make_are_refused(name, options):
+    qkv, g, beta, _ = delta_tensors()
+    with pytest.raises(ValueError, match=f"^{next(iter(options))}: expected "):
+        getattr(fla, name)(*qkv, g=g, beta=beta, **options)
 
 
 def test_unknown_arguments_are_errors():
@@ -266,5 +331,5 @@ def test_a_library_that_is_missing_is_a_finding(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops", None)
     report = check.kernel("gla", fla.theirs("chunk_gla"), only="length 65")
     assert not report.ok and report.failures[0].kind == "raises"
-    with pytest.raises(ValueError, match="name: expected one of chunk_gla"):
+    with pytest.raises(ValueError, match="name: expected one of chunk_delta_rule"):
         fla.theirs("chunk_kda")

@@ -17,7 +17,7 @@ from gla_ref import check as kit
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import _program, flash_attention, gla, gla_step, linear_attention  # noqa: E402
+from gla_ref.kernels import _program, delta, flash_attention, gla, gla_step, linear_attention  # noqa: E402
 from gla_ref.kernels._hardware import CLASSES  # noqa: E402
 
 MECHANISMS = ("softmax_attention", "linear_attention", "simple_gla", "gla")
@@ -26,8 +26,9 @@ PLANNED = {
     "linear_attention": linear_attention,
     "simple_gla": linear_attention,
     "gla": gla,
+    "gated_delta_rule": delta,
 }
-FEW = thin(MECHANISMS, "softmax_attention", "linear_attention")
+FEW = thin((*MECHANISMS, "gated_delta_rule"), "softmax_attention", "linear_attention")
 gpu = pytest.mark.gpu
 pytestmark = pytest.mark.usefixtures("here")
 

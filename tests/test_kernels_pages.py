@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import F64, LADDER, inputs
+from cases import F64, LADDER, inputs, thin
 from emulated import Gla
 from harness import CUDA, HERE, anywhere, budgets
 from test_kernels_linear import exact
@@ -19,10 +19,12 @@ triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import oracles  # noqa: E402
+import test_kernels_delta  # noqa: E402
 
 from gla_ref.pages import (  # noqa: E402
     first,
     flash_attention,
+    gated_delta_rule,
     gla,
     gla_gradient,
     gla_levels,
@@ -175,6 +177,21 @@ def test_vectors_and_rows(dtype):
         assert error(first.softmax_rows(x), exact) <= budget
 
 
+RULES = [("many resets", 0.99, 1.0), ("logsigmoid/16", 0.0, None), ("resets at chunk ends", 1.0, 2.0)]
+WIDE = [pytest.param((2, 200, 2, D, 128), BF16, marks=on_gpu) for D in (64, 128)]
+
+
+@anywhere
+@pytest.mark.parametrize("size, dtype", [((1, 70, 1, 16, 32), F32), *WIDE])
+@pytest.mark.parametrize("kind, correlation, strength", thin(RULES, RULES[0]))
+def test_gated_delta_rule(size, dtype, kind, correlation, strength):
+    """In chunks of 64 or 32 tokens, two value heads to a key head."""
+    options = {"kind": kind, "correlation": correlation, "strength": strength, "dtype": dtype, "S": 0.0}
+    x, right = test_kernels_delta.problem("gated_delta_rule", *size, C=64 if dtype == BF16 else 32, **options)
+    found = gated_delta_rule.gated_delta_rule(*(x[n] for n in ("q", "k", "v", "g", "beta")))
+    compare(named(found), right)
+
+
 def strong_chunk(dtype):
     """One channel of one head is beyond the limit in the second of three chunks: (tensors, chunk, head, channel)."""
     limit, C = LIMITS[dtype]
@@ -223,6 +240,7 @@ CALLS = {  # page: (its function, the tensors that it is given)
     "gla_levels": (gla_levels.gla, "q k v g"),
     "gla_gradient": (gla_gradient.gla_gradient, "q k v g do"),
     "gla_step": (gla_step.gla_step, "q k v g S"),
+    "gated_delta_rule": (gated_delta_rule.gated_delta_rule, "q k v g beta"),
     "attend": (first.attend, "q k v"),
     "add": (first.add, "x y"),
     "softmax_rows": (first.softmax_rows, "x"),
@@ -235,6 +253,8 @@ def arguments(page):
     x = dict(zip(("q", "k", "v", "g", "do"), tensors((1, 19, 2, 16, 32), F32, -0.01), strict=True))
     if page == "gla_step":
         x = {n: y[:, 0].contiguous() for n, y in x.items()}
+    if page == "gated_delta_rule":
+        x |= {"g": x["g"][..., 0].contiguous(), "beta": torch.full((1, 19, 2), 0.5, device=HERE)}
     x["S"] = torch.ones(1, 2, 16, 32, device=HERE)
     x |= dict.fromkeys("xy", torch.arange(70.0, device=HERE).view(7, 10) / 70)
     return {n: x[n] for n in CALLS[page][1].split()}

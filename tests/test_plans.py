@@ -15,7 +15,16 @@ from gla_ref.kernels._plan import spec_of  # noqa: E402
 from gla_ref.mechanisms import MECHANISMS  # noqa: E402
 
 SIZES = (16, 60, 64, 100, 128)
-CALLS = ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step")
+CALLS = (
+    "softmax_attention",
+    "linear_attention",
+    "simple_gla",
+    "gla",
+    "gla g_v",
+    "delta_rule",
+    "gated_delta_rule",
+    "gla_step",
+)
 OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own
 
 
@@ -26,7 +35,7 @@ def meta(*shape, dtype=torch.float32):
 def plans(call, K, V, dtype, hardware, T=300, kernel=None):
     """Forward and backward of a call of some length."""
     mechanism, *extra = call.split()
-    sizes = {"B": 2, "T": T, "H": 3, "K": K, "V": V}
+    sizes = {"B": 2, "T": T, "H": 3, "HV": 6, "K": K, "V": V}
     declared = [x for x in MECHANISMS[mechanism.removesuffix("_step")].arguments if not x.optional]
     tensors = [meta(*(sizes[axis] for axis in x.axes.split()), dtype=dtype) for x in declared]
     if mechanism == "gla_step":
@@ -175,11 +184,12 @@ from gla_ref.kernels import _program, plan
 from gla_ref.kernels._plan import Box, Spec
 
 found, binders = {}, {}
-mechanisms = "softmax_attention", "linear_attention", "simple_gla", "gla"
+mechanisms = "softmax_attention", "linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule"
 for mechanism, T, (B, H), K, cut in itertools.product(
     mechanisms, (1, 64, 65, 100, 3000), ((1, 1), (2, 3)), (60, 64), (0, 1)
 ):
-    shapes = {"simple_gla": [(B, T, H)], "gla": [(B, T, H, K)]}.get(mechanism, [])
+    numbers = {"simple_gla": 1, "delta_rule": 1, "gated_delta_rule": 2}.get(mechanism, 0)
+    shapes = [(B, T, H, K)] if mechanism == "gla" else [(B, T, H)] * numbers
     # with `cut`, rows apart and off 16 bytes
     x = [torch.empty(*s[:-1], s[-1] + cut, dtype=torch.bfloat16)[..., cut:] for s in [(B, T, H, K)] * 3 + shapes]
     for direction in ("forward", "backward"):

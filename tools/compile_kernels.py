@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from gla_ref import results  # noqa: E402
-from gla_ref.kernels import gla_border, gla_step, plan  # noqa: E402
+from gla_ref.kernels import delta_step, gla_border, gla_step, plan  # noqa: E402
 from gla_ref.kernels._hardware import CLASSES  # noqa: E402
 from gla_ref.kernels._plan import Launch, spec_of  # noqa: E402
 from gla_ref.kernels._program import compile_launch  # noqa: E402
@@ -55,9 +55,11 @@ class Case(NamedTuple):
     def plans(self, arch: int) -> list:
         """Forward and backward."""
         kind, hardware = MECHANISMS[re.sub("_(step|border)$", "", self.mechanism)], f"sm_{arch}"
-        B, T = 1 if "packed" in self.extra else 16, 1 if self.mechanism == "gla_step" else 240
+        one = STEPS.get(self.mechanism)
+        B, T = 1 if "packed" in self.extra else 16, 1 if one else 240
         sizes = {"B": B, "T": T, "H": 16, "K": self.K, "V": self.V, "N": 2 if B == 1 else B}
-        dtypes = {"token": self.dtype, "gate": self.gates, "state": "float32"}
+        sizes["HV"] = 32 if "shared" in self.extra else 16
+        dtypes = {"token": self.dtype, "gate": self.gates, "strength": self.gates, "state": "float32"}
 
         def meta(x):
             shape, dtype = [sizes[axis] for axis in x.axes.split()], getattr(torch, dtypes[x.role])
@@ -68,9 +70,9 @@ class Case(NamedTuple):
             given["cu_seqlens"] = torch.empty(3, dtype=torch.int32, device="meta")
         if self.mechanism != "softmax_attention":
             given["initial_state"] = meta(*kind.states)
-        if self.mechanism == "gla_step":
-            specs = [spec_of(n, given.get(n)) for n in gla_step.TENSORS]
-            return [gla_step.forward.plan(CLASSES[hardware], *specs, None)]
+        if one:
+            specs = [spec_of(n, given.get(n)) for n in one.TENSORS]
+            return [one.forward.plan(CLASSES[hardware], *specs, None)]
         if self.mechanism == "gla_border":
             specs = [spec_of(n, given.get(n)) for n in ("q", "k", "v", "g")] + [None] * 3
             return [gla_border.plan_added(CLASSES[hardware], *specs, backwards) for backwards in (False, True)]
@@ -83,13 +85,16 @@ class Case(NamedTuple):
         ]
 
 
-GATES = {"simple_gla", "gla", "gla_step", "gla_border"}
+STEPS = {"gla_step": gla_step, "gated_delta_rule_step": delta_step}
+GATES = {"simple_gla", "gla", "gla_step", "gla_border", "delta_rule", "gated_delta_rule", "gated_delta_rule_step"}
+EVERYWHERE = ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step", "gla_border")
+DELTA = ("delta_rule", "gated_delta_rule", "gated_delta_rule segmented", "gated_delta_rule_step")
 # in every class
 CASES = {
     f"{name} {D} {dtype}": Case(
         name.split()[0], D, D, dtype, dtype if name.split()[0] in GATES else None, tuple(name.split()[1:])
     )
-    for name in ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step", "gla_border")
+    for name in (*EVERYWHERE, *DELTA)
     for D in (64, 128)
     for dtype in ("bfloat16", "float16", "float32")
 }
@@ -118,6 +123,11 @@ WIDE = {
     "gla hopper 128/64": Case("gla", 128, 64, "bfloat16", "bfloat16", ("hopper", "packed", "segmented")),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
+    "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32"),
+    "delta wide float16": Case("delta_rule", 256, 256, "float16", "float16"),
+    "delta wide segments": Case("gated_delta_rule", 256, 256, "bfloat16", "float32", ("segmented",)),
+    "delta packed": Case("gated_delta_rule", 128, 64, "bfloat16", "bfloat16", ("packed", "segmented")),
+    "delta shared heads": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", ("shared",)),
     "step wide": Case("gla_step", 256, 512, "bfloat16", "float32", ("g_v", "packed")),
 }
 # classes that launch what sm_80 does, by the same assembler: only the cases that need most

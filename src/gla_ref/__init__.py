@@ -109,6 +109,34 @@ def _gla_step(*args, **kwargs):
     return gla_step(*args, **kwargs)
 
 
+def _delta_rule(*args, **kwargs):
+    """Triton: :func:`gla_ref.kernels.delta.delta_rule`."""
+    from .kernels.delta import delta_rule
+
+    return delta_rule(*args, **kwargs)
+
+
+def _gated_delta_rule(*args, **kwargs):
+    """Triton: :func:`gla_ref.kernels.delta.gated_delta_rule`."""
+    from .kernels.delta import gated_delta_rule
+
+    return gated_delta_rule(*args, **kwargs)
+
+
+def _delta_rule_step(*args, **kwargs):
+    """Triton, token by token, forward only: :func:`gla_ref.kernels.delta_step.delta_rule_step`."""
+    from .kernels.delta_step import delta_rule_step
+
+    return delta_rule_step(*args, **kwargs)
+
+
+def _gated_delta_rule_step(*args, **kwargs):
+    """Triton, token by token, forward only: :func:`gla_ref.kernels.delta_step.gated_delta_rule_step`."""
+    from .kernels.delta_step import gated_delta_rule_step
+
+    return gated_delta_rule_step(*args, **kwargs)
+
+
 FORMS = {
     "softmax_attention": {
         "recurrent": softmax_attention.recurrent,
@@ -153,6 +181,9 @@ FORMS = {
         "chunkwise": delta_rule.chunkwise,
         "chunkwise_substitution": delta_rule.chunkwise_substitution,
         "scan": delta_rule.scan,
+        "triton": _delta_rule,
+        "triton_portable": _forced(_delta_rule, "portable"),
+        "triton_recurrent": _delta_rule_step,
     },
     "gated_delta_rule": {
         "recurrent": gated_delta_rule.recurrent,
@@ -160,6 +191,9 @@ FORMS = {
         "chunkwise": gated_delta_rule.chunkwise,
         "chunkwise_substitution": gated_delta_rule.chunkwise_substitution,
         "scan": gated_delta_rule.scan,
+        "triton": _gated_delta_rule,
+        "triton_portable": _forced(_gated_delta_rule, "portable"),
+        "triton_recurrent": _gated_delta_rule_step,
     },
     "kda": {"recurrent": kda.recurrent, "chunkwise": kda.chunkwise},
 }

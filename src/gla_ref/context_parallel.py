@@ -44,7 +44,7 @@ from . import _contract as contract
 from ._agreement import Agreement
 from .chunks import decayed, heads_first
 from .gates import decay_from_start, decay_to_end
-from .mechanisms import MECHANISMS
+from .mechanisms import MECHANISMS, UNPROVEN
 
 __all__ = ["LINKS", "Link", "Plan", "delta_rule", "gated_delta_rule", "gla", "linear_attention", "plan", "simple_gla"]
 
@@ -304,8 +304,9 @@ def plan(
     exchange = exchange or ("pipeline" if pipe < gather else "all-gather")
     from . import FORMS  # which imports this module
 
-    walk = "triton" if multiprocessors and "triton" in FORMS[mechanism] else "chunkwise"
-    why.append(f"{walk}: " + ("a GPU" if walk == "triton" else "no kernel yet" if multiprocessors else "no GPU"))
+    proven = "triton" in FORMS[mechanism] and mechanism not in UNPROVEN
+    walk = "triton" if multiprocessors and proven else "chunkwise"
+    why.append(f"{walk}: " + ("a GPU" if walk == "triton" else "no kernel that has run on one" if multiprocessors else "no GPU"))
     if segment:
         why.append(f"segments of {segment} tokens were asked for: every number of ranks gives the same bits")
     elif max(segments) > 1:

@@ -6,7 +6,7 @@ another gate, or with a write strength, is one more entry.
 
 from typing import NamedTuple
 
-__all__ = ["MECHANISMS", "Argument", "Mechanism"]
+__all__ = ["MECHANISMS", "UNPROVEN", "Argument", "Mechanism"]
 
 
 class Argument(NamedTuple):
@@ -67,3 +67,6 @@ MECHANISMS = {
     "gated_delta_rule": Mechanism((*_tokens("HV"), Argument("g", "B T HV", "gate"), BETA), WIDE_STATE, VALUE_HEADS),
     "kda": Mechanism((*_tokens("HV"), Argument("g", "B T HV K", "gate"), BETA), WIDE_STATE, VALUE_HEADS),
 }
+
+#: mechanisms whose kernels have run on no GPU yet: only a call that names one of their forms gets them
+UNPROVEN = ("delta_rule", "gated_delta_rule")

@@ -6,14 +6,16 @@
 The signatures are those of fla-core 0.6.0. Every function returns `(o, final_state)`, the state None
 unless `output_final_state`. Like all our kernels they run on a GPU, or interpreted under
 TRITON_INTERPRET=1, and never fall back to a reference. What they cannot do raises an error that names the argument:
-`reverse`, heads before time. Names that differ only in how fla computes (chunk, fused
-chunk, fused recurrent) call the same kernel here.
+`reverse`, heads before time, gates made inside a kernel. Names that differ only in how fla computes (chunk, fused
+chunk, fused recurrent) call the same kernel here. The check kit does not know the delta rules yet, so that
+their functions here are not for it.
 """
 
 import importlib
 import warnings
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .. import FORMS
@@ -28,8 +30,12 @@ COMPUTES = {  # every function of fla that we know: its mechanism
     "chunk_linear_attn": "linear_attention",
     "fused_chunk_linear_attn": "linear_attention",
     "fused_recurrent_linear_attn": "linear_attention",
+    "chunk_delta_rule": "delta_rule",
+    "fused_recurrent_delta_rule": "delta_rule",
+    "chunk_gated_delta_rule": "gated_delta_rule",
+    "fused_recurrent_gated_delta_rule": "gated_delta_rule",
 }
-MODULES = {"gla": "gla", "simple_gla": "simple_gla", "linear_attention": "linear_attn"}  # of fla.ops
+MODULES = {"linear_attention": "linear_attn"}  # of fla.ops, where they are not called as the mechanism
 LOWEST = -1e3  # gates of the check kit that are finite
 __all__ = [*COMPUTES, "mechanism", "theirs"]
 
@@ -61,18 +67,22 @@ def theirs(name: str) -> Callable:
         ValueError: fla has no such function among those of this module.
     """
     computed = mechanism(name)
-    module = MODULES[computed]
+    module = MODULES.get(computed, computed)
     options = {"normalize": False} if computed == "linear_attention" else {}
 
     def fn(*tensors, scale=None, initial_state=None, cu_seqlens=None):
         own = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+        named = options
+        if MECHANISMS[computed].named("strength"):  # the last, which is not so everywhere
+            *tensors, beta = tensors
+            named = options | {"beta": beta}
         return own(  # in this order; it has other names for some
             *tensors,
             scale=scale,
             initial_state=initial_state,
             output_final_state=True,
             cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
-            **options,
+            **named,
         )
 
     fn.__name__ = name
@@ -83,6 +93,12 @@ def theirs(name: str) -> Callable:
 REFUSED = {
     "head_first": "False: tokens are [B, T, H, D] with time before heads",
     "reverse": "False: the recurrence runs forward in time",
+    "gk": "None: gates on keys are KDA, which has no kernel here",
+    "gv": "None: the delta rules have no gate on values here",
+    "use_gate_in_kernel": "False: log gates are made before the call",
+    "A_log": "None: log gates are made before the call",
+    "dt_bias": "None: log gates are made before the call",
+    "cp_context": "None: gla_ref.context_parallel splits tokens over ranks",
 }
 
 
@@ -91,8 +107,9 @@ def _refuse(**given) -> None:
     for name, value in given.items():
         if name not in REFUSED:
             raise TypeError(f"{name}: expected an argument of fla-core 0.6.0, got {name}={value!r}")
-        if value not in (None, False):
-            raise ValueError(f"{name}: expected {REFUSED[name]}; got {value!r}")
+        if isinstance(value, Tensor) or value not in (None, False):
+            got = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name}: expected {REFUSED[name]}; got {got}")
 
 
 def _state_v_first(state_v_first: bool, transpose_state_layout=None, chunk_size=None, **rest) -> bool:
@@ -276,3 +293,169 @@ def fused_recurrent_linear_attn(
     """As :func:`chunk_linear_attn`."""
     _refuse(reverse=reverse)
     return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+# the delta rules
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Vectors of length 1, as fla makes them: 1e-6 is added to the square of the length."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _delta(q, k, v, g, beta, normalise, scale, initial_state, output_final_state, cu_seqlens, state_v_first=False):
+    """Our kernel of either delta rule; without g the one that has no gates."""
+    if normalise:
+        q, k = _normalised(q), _normalised(k)
+    beta = v.new_ones(v.shape[:3]) if beta is None else beta
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    return (
+        _ours("delta_rule", (q, k, v, beta), *rest)
+        if g is None
+        else _ours("gated_delta_rule", (q, k, v, g, beta), *rest)
+    )
+
+
+def _strength(beta: Tensor | None, sigmoid: bool, negative: bool) -> Tensor | None:
+    """Write strengths from what fla is given: logits, if asked for, up to 2 for negative eigenvalues."""
+    if not sigmoid or beta is None:
+        return beta
+    return beta.sigmoid() * (2 if negative else 1)
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule by :func:`gla_ref.kernels.delta.delta_rule`, of which no GPU has run this version yet.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`.
+        beta: write strengths `[B, T, H]`.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: float32 `[N, H, K, V]`, zeros when None.
+        output_final_state: return the final state; else None stands in its place.
+        use_qk_l2norm_in_kernel: give q and k length 1; here PyTorch does it before the kernel.
+        cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
+        cu_seqlens_cpu: a copy of it on the CPU, not needed here: no launch waits for the GPU.
+        kwargs: nothing of what fla knows by other names does anything here but `chunk_size`, a hint, and the older
+            name of `state_v_first`.
+
+    Returns:
+        o `[B, T, H, V]`, and the final state in float32 or None.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
+    """
+    _check_copy(cu_seqlens, cu_seqlens_cpu)
+    rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(False, **kwargs)
+    return _delta(q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
+
+
+def fused_recurrent_delta_rule(
+    q,
+    k,
+    v,
+    beta=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None,
+):
+    """As :func:`chunk_delta_rule`; without beta it is 1."""
+    rest = scale, initial_state, output_final_state, cu_seqlens
+    return _delta(q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context=None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule by :func:`gla_ref.kernels.delta.gated_delta_rule`: no GPU has run this version yet.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`, HV a multiple of H.
+        g: natural log gates `[B, T, HV]`.
+        beta: write strengths `[B, T, HV]`.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: float32 `[N, HV, K, V]`, zeros when None.
+        output_final_state: return the final state; else None stands in its place.
+        use_qk_l2norm_in_kernel: give q and k length 1; here PyTorch does it before the kernel.
+        use_beta_sigmoid_in_kernel: beta are logits, whose sigmoid is the strength.
+        allow_neg_eigval: then, twice the sigmoid.
+        state_v_first: states are `[N, HV, V, K]`.
+        cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
+        cu_seqlens_cpu: a copy of it on the CPU, not needed here.
+        chunk_indices: not needed here.
+        cp_context: refused, as are `use_gate_in_kernel`, `A_log` and `dt_bias`.
+
+    Returns:
+        o `[B, T, HV, V]`, and the final state in float32 or None.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
+    """
+    _check_copy(cu_seqlens, cu_seqlens_cpu)
+    state_v_first = _state_v_first(state_v_first, cp_context=cp_context, **kwargs)
+    beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    return _delta(q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
+
+
+def fused_recurrent_gated_delta_rule(
+    q,
+    k,
+    v,
+    g=None,
+    gk=None,
+    gv=None,
+    beta=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False,
+    A_log=None,
+    dt_bias=None,
+    use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False,
+    state_v_first=False,
+    cu_seqlens=None,
+    **kwargs,
+):
+    """As :func:`chunk_gated_delta_rule`; without g it is the delta rule, without beta that is 1."""
+    _refuse(gk=gk, gv=gv, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias)
+    state_v_first = _state_v_first(state_v_first, **kwargs)
+    beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    return _delta(q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)

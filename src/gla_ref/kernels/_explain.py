@@ -6,7 +6,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from ..mechanisms import MECHANISMS
-from . import flash_attention, gla, linear_attention
+from . import delta, flash_attention, gla, linear_attention
 from ._hardware import CLASSES, Hardware, hardware_of
 from ._plan import Launch, Plan, Spec, spec_of, strides_of
 from ._program import Planned
@@ -16,6 +16,8 @@ PLANNERS = {
     "linear_attention": linear_attention,
     "simple_gla": linear_attention,
     "gla": gla,
+    "delta_rule": delta,
+    "gated_delta_rule": delta,
 }
 TILES = ("C", "BM", "BN", "BK", "BV", "BD", "BH")
 

@@ -98,7 +98,7 @@ def with_state(name: str, planned: Planned) -> Operator:
     def _(q, k, v, *rest):
         cu = rest[operator.tensors - 4]
         N = q.shape[0] if cu is None else cu.shape[0] - 1
-        return v.new_empty(v.shape), q.new_empty(N, *q.shape[2:], v.shape[-1], dtype=torch.float32)
+        return v.new_empty(v.shape), q.new_empty(N, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
 
     return operator
 

@@ -39,14 +39,21 @@ def sum_gates(g, sums, cu, s_gb, s_gt, s_gh, N, T, H, C: tl.constexpr, BH: tl.co
     b_g = tl.load(p_g, mask=(o_r < stop)[:, None] & m_h[None, :], other=0.0)  # [C, BH]
 
     # compute
-    b_g = b_g.to(tl.float32) * 1.4426950408889634
-    b_g = tl.maximum(b_g, -150.0, propagate_nan=tl.PropagateNan.ALL)
-    b_coarse = tl.floor(b_g * 512 + 0.5) / 512
+    b_coarse, b_fine = summed(b_g)
 
     # store: beyond the end the sums stay as they are, so the last is always the total
     p = sums + (i_s.to(tl.int64) * H + o_h[None, :]) * 2 * C + o_c[:, None]
-    tl.store(p, tl.cumsum(b_coarse, 0), mask=m_h[None, :])
-    tl.store(p + C, tl.cumsum(b_g - b_coarse, 0), mask=m_h[None, :])
+    tl.store(p, b_coarse, mask=m_h[None, :])
+    tl.store(p + C, b_fine, mask=m_h[None, :])
+
+
+@triton.jit
+def summed(b_g):
+    """(coarse, fine) running sums of a chunk's gates [C, ...], as `sum_gates` says."""
+    b_g = b_g.to(tl.float32) * 1.4426950408889634
+    b_g = tl.maximum(b_g, -150.0, propagate_nan=tl.PropagateNan.ALL)
+    b_coarse = tl.floor(b_g * 512 + 0.5) / 512
+    return tl.cumsum(b_coarse, 0), tl.cumsum(b_g - b_coarse, 0)
 
 
 @triton.jit

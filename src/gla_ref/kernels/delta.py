@@ -1,0 +1,113 @@
+"""The delta rule and the gated delta rule: the functions that one calls, their checks and autograd (chapter 20).
+
+The kernels are in delta_forward.py and delta_gradient.py, for one token or a few in delta_step.py. Interpreted and
+compiled; no GPU has run this version yet.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import _contract as contract
+from ..mechanisms import MECHANISMS
+from . import delta_forward, delta_gradient
+from ._hardware import Hardware
+from ._launch import KERNELS, check_call, check_choice, differentiable, with_state
+from ._plan import Plan
+from ._program import Planned
+
+__all__ = ["delta_rule", "gated_delta_rule"]
+
+PATHS = ("fused", "segmented")
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
+    """(o, final state); `kernel` has one choice today."""
+    return delta_forward.plan_forward(hardware, q, k, v, g, beta, S, cu, scale, path)
+
+
+def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, kernel, need_dg) -> Plan:
+    """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
+    return delta_gradient.plan_backward(hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg)
+
+
+def check(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel) -> None:
+    """What a call of a new signature is held against."""
+    mechanism, tensors = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
+    check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
+    check_choice("path", path, PATHS)
+    check_choice("kernel", kernel, KERNELS)
+
+
+def kept(tensors: tuple, outputs: tuple) -> list:
+    """Nothing: the backward pass makes again what it needs, a small part of its time."""
+    return []
+
+
+TENSORS = (*(x.name for x in MECHANISMS["gated_delta_rule"].arguments), "initial_state", "cu_seqlens")
+CHOICES = ("scale", "path", "kernel")
+forward = Planned(plan_forward, TENSORS, CHOICES, check)
+backward = Planned(plan_backward, (*TENSORS, "do", "dS"), (*CHOICES, "need_dg"))
+_forward = with_state("delta_rule", forward)
+differentiable(_forward, backward, kept)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    path: str | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule, differentiable; right for every gate in [-inf, 0]. No GPU has run this version yet.
+
+    Args:
+        q: queries `[B, T, H, K]`, T >= 1, K <= 256; float32, float16 or bfloat16, any strides.
+        k: keys `[B, T, H, K]`, of length at most 1 if the state is to stay bounded; the kernels do not normalise them.
+        v: values `[B, T, HV, V]`, V <= 512, HV a multiple of H: value head h reads key head h // (HV / H).
+        g: natural log gates `[B, T, HV]`, in any of the three dtypes.
+        beta: write strengths `[B, T, HV]` in [0, 2], in any of the three dtypes.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: `[N_seq, HV, K, V]`, zeros when None.
+        cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
+            Their values, and those of g and beta, are looked at under GLA_REF_DEBUG=1 only.
+        path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose.
+        kernel: "portable"; None lets the plan choose, which :func:`gla_ref.kernels.explain` prints.
+
+    Returns:
+        o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    if g is None:  # which is the delta rule to what comes next
+        check_call("gated_delta_rule", (q, k, v, g, beta), initial_state, cu_seqlens, scale, {})
+    return _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens, path, kernel)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    path: str | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule: :func:`gated_delta_rule` without gates. No GPU has run this version yet."""
+    return _delta(q, k, v, None, beta, scale, initial_state, cu_seqlens, path, kernel)
+
+
+def _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens, path, kernel):
+    scale = scale if scale is None else contract.check_scale(scale, 1)
+    o, S, *_ = _forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel)
+    return o, S

@@ -1,0 +1,157 @@
+"""The delta rule and the gated delta rule token by token: for decoding, and right for any gate (chapter 20).
+
+    S <- e^g S        w = beta (v - k S)        S <- S + k^T w        o = scale * q S
+
+References: :func:`gla_ref.delta_rule.recurrent` and :func:`gla_ref.gated_delta_rule.recurrent`, of which this is the
+kernel: no chunk, no triangle, float32 inside. A program holds BV columns of one value head's state in registers and
+walks over the tokens of its sequence::
+
+    step    V tiles * value heads * sequences    reads and writes its part of the state once
+
+For one token that is 8 K V bytes a head and little else, for 7 K V FLOPs: memory sets the pace. Many tokens are the
+business of :mod:`gla_ref.kernels.delta`, whose state it takes and hands on. Forward only. Limits: K <= 256, V <= 512.
+Interpreted and compiled; no GPU has run this version yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import _contract as contract
+from ..mechanisms import MECHANISMS
+from ._hardware import Hardware
+from ._launch import check_call, with_state
+from ._plan import Draft, Plan, cdiv, next_power_of_2
+from ._program import Planned
+from ._segments import sequences, which_sequence
+from ._tiles import load_tile, patterns, store_tile, which_tile
+from .gla_step import BV, LOG2E, row
+
+__all__ = ["delta_rule_step", "gated_delta_rule_step"]
+
+
+@triton.jit  # T = 1 is compiled apart, unlike in the other kernels: there is no loop then
+def step(
+    q, k, v, g, beta, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_beta, s_o, s_in, s_S, T, H, G, K, V, scale,
+    BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):
+    # which tile: BV columns of the state of a value head of a sequence
+    i_v, i_h, i_n = which_tile(H, V, BV)
+    i_b, start, stop = which_sequence(cu, i_n, T, PACKED)
+    o_v = i_v * BV
+
+    # load: states are [N, K, H, V] here
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_in, i_n, i_h, 0, K, o_v, V, BK, BV, False)  # [BK, BV]
+
+    for t in tl.range(start, stop):
+        # load
+        b_q = row(q, s_q, i_b, t, i_h // G, 0, K, BK)  # [BK]
+        b_k = row(k, s_k, i_b, t, i_h // G, 0, K, BK)  # [BK]
+        b_v = row(v, s_v, i_b, t, i_h, o_v, V, BV)  # [BV]
+        b_beta = row(beta, s_beta, i_b, t, i_h * 0, i_h, H, 1)  # [1]: heads are the last axis of [B, T, 1, H]
+
+        # compute
+        if g is not None:
+            b_S *= tl.exp2(row(g, s_g, i_b, t, i_h * 0, i_h, H, 1) * LOG2E)[:, None]
+        b_w = b_beta * (b_v - tl.sum(b_k[:, None] * b_S, 0))  # [BV]
+        b_S += b_k[:, None] * b_w[None, :]
+        b_o = tl.sum(b_q[:, None] * b_S, 0) * scale  # [BV]
+
+        # store
+        store_tile(o, b_o[None, :], s_o, i_b, i_h, t, stop, o_v, V, 1, BV, False)
+
+    # store
+    store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
+
+
+def plan_step(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
+    """(o, final state) of specs of the tensors."""
+    draft = Draft(hardware, q, k, v, g, beta, S, cu)
+    (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
+    N, scale = sequences(B, cu), contract.check_scale(scale, K)
+    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
+    o, S_T = draft.like("o", v), draft.new("S_T", N, H, K, V)
+    states = [x if x is None else x.transposed(1, 2) for x in (S, S_T)]
+    # [B, T, H] as [B, T, 1, H]
+    of_heads = [x if x is None else (*x.strides[:2], 0, x.strides[2]) for x in (g, beta)]
+    BK = next_power_of_2(K)
+    draft.launch(
+        step, cdiv(V, BV) * H * N,
+        q, k, v, g, beta, o, *states, cu, *patterns(q, k, v), *of_heads, *patterns(o, *states),
+        T, H, H // heads, K, V, scale,
+        BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
+    )
+    return draft.plan("recurrent", o, S_T)
+
+
+def check(q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
+    """What a call of a new signature is held against; that nothing needs a gradient is checked in every call."""
+    mechanism, tensors = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
+    check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
+
+
+TENSORS = (*(x.name for x in MECHANISMS["gated_delta_rule"].arguments), "initial_state", "cu_seqlens")
+forward = Planned(plan_step, TENSORS, ("scale",), check)
+_step = with_state("delta_step", forward)
+
+
+def gated_delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of the gated delta rule in one kernel, for one token or a few; forward only, for any gate.
+
+    No GPU has run this version yet.
+
+    Args:
+        q: queries `[B, T, H, K]`, T >= 1 (1 when decoding), K <= 256; float32, float16 or bfloat16, any strides.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`, V <= 512, HV a multiple of H: value head h reads key head h // (HV / H).
+        g: natural log gates `[B, T, HV]`, in any of the three dtypes.
+        beta: write strengths `[B, T, HV]` in [0, 2], in any of the three dtypes.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: `[N_seq, HV, K, V]`, zeros when None; it is left as it is.
+        cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
+            Their values, and those of g and beta, are looked at under GLA_REF_DEBUG=1 only.
+
+    Returns:
+        o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
+    """
+    if g is None:  # which is the delta rule to what comes next
+        check_call("gated_delta_rule", (q, k, v, g, beta), initial_state, cu_seqlens, scale, {})
+    return _one(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+
+
+def delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`gated_delta_rule_step` without gates. No GPU has run this version yet."""
+    return _one(q, k, v, None, beta, scale, initial_state, cu_seqlens)
+
+
+def _one(q, k, v, g, beta, scale, initial_state, cu_seqlens):
+    scale = scale if scale is None else contract.check_scale(scale, 1)
+    o, S = _step(q, k, v, g, beta, initial_state, cu_seqlens, scale)
+    return o, S

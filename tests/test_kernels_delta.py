@@ -1,0 +1,410 @@
+"""The delta rules in Triton against their float64 recurrences: interpreted here, compiled on a GPU."""
+
+import functools
+
+import emulated
+import pytest
+import torch
+from cases import F64, LADDER, inputs, thin
+from harness import CUDA, DTYPES, HERE, allowed, anywhere, budgets, compare, interpreted, results
+from test_delta import CORRELATIONS, STRENGTHS, alike
+
+from gla_ref import FORMS, delta_backward, triangular
+from gla_ref.mechanisms import MECHANISMS
+
+triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
+from triton import language as tl  # noqa: E402
+
+from gla_ref.kernels import delta as kernels  # noqa: E402
+from gla_ref.kernels import plan  # noqa: E402
+from gla_ref.kernels.delta import delta_rule, gated_delta_rule  # noqa: E402
+from gla_ref.kernels.delta_forward import choose_length, inverse  # noqa: E402
+from gla_ref.kernels.delta_step import delta_rule_step, gated_delta_rule_step  # noqa: E402
+
+F32, F16 = torch.float32, torch.float16
+EPS = torch.finfo(F32).eps
+KERNELS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule}
+STEPS = {"delta_rule": delta_rule_step, "gated_delta_rule": gated_delta_rule_step}
+MILD = "logsigmoid/16"
+RULES = tuple(KERNELS)
+WAYS = [(mechanism, path) for mechanism in RULES for path in kernels.PATHS]
+
+
+def exact(q, k, v, g, beta, S, do, dS, scale):
+    """The float64 recurrence and its closed-form gradients, in the order of harness.NAMES."""
+    mechanism, gates = ("delta_rule", ()) if g is None else ("gated_delta_rule", (g,))
+    form, C = ("recurrent", {}) if q.shape[1] <= 300 else ("chunkwise", {"C": 16})  # held against it
+    o, S_T = FORMS[mechanism][form](q, k, v, *gates, beta, initial_state=S, scale=scale, **C)
+    d = delta_backward.backward(q, k, v, g, beta, do, dS, scale=scale, initial_state=S, C=16)
+    return o, S_T, d.dq, d.dk, d.dv, d.dg, d.d_initial_state, None, d.dbeta
+
+
+def problem(
+    mechanism, B, T, H, K, V, *, groups=2, kind=MILD, correlation=0.0, strength=None, dtype=F32, gates=None,
+    ends=None, scale=None, C=None, S=1.0, run=None, seed=0,
+):  # fmt: skip
+    """(inputs as given, {quantity: (exact, budget)}); `groups` value heads, 1 or 2, read one key head.
+
+    S multiplies the initial state; C are the tokens of a chunk, as planned unless given; `run` is the emulated one,
+    that of chunks unless given.
+    """
+    (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H, K, V, kind=kind, seed=seed)
+    v, g, beta = (x[:, :, : H * groups] for x in (v, g, beta))
+    k = alike(k, correlation)
+    beta = beta if strength is None else torch.full_like(beta, strength)
+    rng, N = torch.Generator().manual_seed(seed), B if ends is None else len(ends) - 1
+    S, dS = (x * torch.randn(N, H * groups, K, V, generator=rng, dtype=F64) for x in (S, 1.0))
+    do = torch.randn(v.shape, generator=rng, dtype=F64)
+    g = g if mechanism == "gated_delta_rule" else None
+    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "do": do, "dS": dS}
+    given = {n: F32 if n in ("S", "dS") else dtype for n in x}
+    given["g"] = given["beta"] = gates or dtype
+    scale = K**-0.5 if scale is None else scale
+    if C is None:
+        rows = [x[n].to(given[n]).to(HERE) for n in MECHANISMS[mechanism].required]
+        C = plan(mechanism, *rows).launches[0].given("C")
+    run = run or emulated.Delta(dtype, C).run
+    return budgets(x, given, lambda *a: exact(*a, scale), lambda *a: run(*a, scale=scale), rng, ends)
+
+
+def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
+    """Forward and all gradients within their budgets."""
+    x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, **kw)
+    compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale), judged)
+
+
+def tokens(x, *where):
+    """What a call is given by position, or a part of it."""
+    return [x[n][where] for n in ("q", "k", "v", "g", "beta") if x[n] is not None]
+
+
+# the triangle
+
+
+@triton.jit
+def invert(a, y, C: tl.constexpr):
+    o = tl.arange(0, C)
+    o = o[:, None] * C + o[None, :]
+    tl.store(y + o, inverse(tl.load(a + o)))
+
+
+@anywhere
+@pytest.mark.parametrize("C", [16, 32, 64])
+def test_the_inverse_of_a_triangle(C):
+    """By the keys that break series; the budget is that of the reference in float32, elimination in blocks."""
+    for correlation in CORRELATIONS:
+        for strength in STRENGTHS:
+            k = alike(torch.randn(C, 128, generator=torch.Generator().manual_seed(0), dtype=F64), correlation)
+            A = (strength * k @ k.mT).tril(-1).float().to(HERE)
+            Y, exact = torch.full_like(A, torch.nan), triangular.elimination(A.double())
+            invert[(1,)](A.contiguous(), Y, C=C)
+            compare({"Y": Y}, {"Y": (exact, allowed(triangular.blocked(A), exact))})
+
+
+# interpreted
+
+
+@interpreted
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism, start", [(m, t) for m in RULES for t in range(1, 71, 10)])
+def test_every_length(mechanism, start):
+    for T in range(start, start + 10):
+        kind, path = MILD if T % 2 else "many resets", kernels.PATHS[T // 2 % 2]
+        x, judged = problem(mechanism, 1, T, 1, 3, 5, kind=kind, groups=1, seed=T)
+        with torch.no_grad():
+            o, S = KERNELS[mechanism](*tokens(x), initial_state=x["S"], path=path)
+        compare({"o": o, "S": S}, judged)
+
+
+@interpreted
+@pytest.mark.parametrize("mechanism, T", thin([(m, T) for m in RULES for T in (1, 15, 16, 17, 50)], (RULES[0], 17)))
+def test_gradients_at_edges(mechanism, T):
+    check(mechanism, 1, T, 1, 3, 5, groups=1, path=kernels.PATHS[T % 2], seed=T)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
+def test_the_gate_ladder(kind):
+    check("gated_delta_rule", 1, 37, 1, 5, 3, kind=kind)  # and HV = 2 H
+
+
+KEYS = [(c, b) for c in CORRELATIONS for b in STRENGTHS]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "mechanism, correlation, strength", thin([(m, *x) for m in RULES for x in KEYS], (RULES[0], 0.99, 2.0))
+)
+def test_the_key_ladder(mechanism, correlation, strength):
+    check(mechanism, 1, 33, 1, 8, 3, correlation=correlation, strength=strength, groups=1)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "mechanism, path, correlation, strength",
+    thin(
+        [
+            (m, path, *x)
+            for m in RULES
+            for path in kernels.PATHS
+            for x in ((0.0, None), (0.99, 1.0), (1.0, 2.0), (0.9, 0.0))
+        ],
+        (RULES[1], "segmented", 0.99, 1.0),
+    ),
+)
+def test_chunks_of_64(mechanism, path, correlation, strength):
+    """The interpreter is right in float16, whose chunks are long: blocks of 16 are merged twice."""
+    kind = "mild and strong chunks" if correlation else MILD
+    options = {"kind": kind, "correlation": correlation, "strength": strength, "dtype": F16, "gates": F32}
+    check(mechanism, 1, 140, 1, 20, 37, path=path, groups=1, **options)
+
+
+@interpreted
+@pytest.mark.parametrize("mechanism, path", thin(WAYS, (RULES[1], "segmented")))
+def test_packed_sequences(mechanism, path):
+    """Of lengths around a multiple of a chunk's, and of no tokens; odd sizes."""
+    ends = tuple(torch.tensor([0, 1, 0, 17, 0]).cumsum(0).tolist())
+    check(mechanism, 1, ends[-1], 1, 3, 5, kind="many resets", ends=ends, path=path, groups=1)
+
+
+@interpreted
+@pytest.mark.deep
+@pytest.mark.parametrize("K, V", [(1, 1), (60, 16), (128, 16), (64, 100), (256, 40), (16, 512)])
+def test_sizes_in_the_interpreter(K, V):
+    check("gated_delta_rule", 1, 33, 1, K, V, path="segmented" if K > 60 else "fused")
+
+
+# anywhere: interpreted by `make test`, compiled by `make test-gpu`
+
+
+@anywhere
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism", RULES)
+def test_initial_state_and_scale_are_optional(mechanism):
+    x, _ = problem(mechanism, 1, 19, 1, 5, 7)
+    form, zero = FORMS[mechanism]["triton"], torch.zeros_like(x["S"])
+    assert torch.equal(form(*tokens(x))[0], form(*tokens(x), initial_state=zero, scale=5**-0.5, kernel="portable")[0])
+    assert torch.equal(form(*tokens(x))[0], FORMS[mechanism]["triton_portable"](*tokens(x))[0])
+
+
+@anywhere
+@pytest.mark.parametrize("mechanism, scale", thin([(m, s) for m in RULES for s in (0.0, -2.0)], (RULES[1], 0.0)))
+def test_any_scale(mechanism, scale):
+    check(mechanism, 1, 17, 1, 5, 7, scale=scale, groups=1)
+
+
+@anywhere
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism", RULES)
+def test_split_and_carry(mechanism):
+    """The parts are as right as the whole."""
+    x, judged = problem(mechanism, 1, 19, 1, 20, 7)
+    every, form = slice(None), KERNELS[mechanism]
+    for a in (1, 16, 17):
+        first, S = form(*tokens(x, every, slice(a)), initial_state=x["S"])
+        second, S = form(*tokens(x, every, slice(a, None)), initial_state=S)
+        compare({"o": torch.cat([first, second], 1), "S": S}, judged)
+
+
+@anywhere
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism, path", WAYS)
+def test_strides_poison_and_equal_runs(mechanism, path, poisoned):
+    x, judged = problem(mechanism, 2, 19, 1, *((20, 36) if CUDA else (5, 7)))
+    x, form = {n: y for n, y in x.items() if y is not None}, KERNELS[mechanism]
+    first, second = (results(form, x, path=path) for _ in range(2))
+    compare(first, judged)
+    assert all(torch.equal(first[n], second[n]) for n in first), "bitwise, from run to run"
+
+    odd = {n: y.transpose(1, 2).contiguous().transpose(1, 2) for n, y in x.items()}
+    odd |= {n: x[n].mT.contiguous().mT for n in ("S", "dS")}
+    odd["q"] = torch.stack([x["q"], x["q"]], -1)[..., 0]  # a last stride of 2
+    odd["do"] = x["do"][:1, :1, :1, :1].expand_as(x["do"])  # as the gradient of a sum: strides of 0
+    before = {n: y.clone() for n, y in odd.items()}
+    same = results(form, {**x, "do": odd["do"].contiguous()}, path=path)
+    found = results(form, odd, path=path)
+    compare({n: found[n] for n in ("o", "S")}, judged)
+    for n in same:  # an absolute band: the same sums of at most 36 * 19 terms, in whatever order
+        band = 36 * 19 * EPS * same[n].abs().max()
+        assert (found[n] - same[n]).abs().max() <= band, n
+    assert all(torch.equal(odd[n], y) for n, y in before.items()), "inputs are left alone"
+
+
+@anywhere
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism", RULES)
+def test_compiled_equals_eager(mechanism):
+    args, named = inputs(mechanism, 1, 17, 1, 5, 7)
+    leaves = [x.to(HERE, F32).requires_grad_() for x in (*named.values(), *args)]
+
+    def f(S, *args):
+        o, S = KERNELS[mechanism](*args, initial_state=S)
+        return 2 * o, S
+
+    backend = "inductor" if CUDA else "aot_eager"
+    both = [form(*leaves) for form in (f, torch.compile(f, fullgraph=True, backend=backend))]
+    grads = [torch.autograd.grad((o.sum(), S.sum()), leaves) for o, S in both]
+    for x, y in zip((*both[0], *grads[0]), (*both[1], *grads[1]), strict=True):
+        assert torch.equal(x, y)
+
+
+@anywhere
+@pytest.mark.deep
+def test_gates_of_the_future_do_not_change_the_past():
+    x, _ = problem("gated_delta_rule", 1, 21, 1, 5, 7)
+    later = x["g"].clone()
+    later[:, 12:] = -torch.inf
+    first, second = (gated_delta_rule(*tokens(x | {"g": g}))[0][:, :12] for g in (x["g"], later))
+    assert torch.equal(first, second)
+
+
+@anywhere
+@pytest.mark.deep
+def test_gates_alone_may_need_no_gradient():
+    x, _ = problem("gated_delta_rule", 1, 17, 1, 5, 7)
+    q, k, v, g, beta = (y.detach() for y in tokens(x))
+    every = [y.clone().requires_grad_() for y in (q, k, v, g, beta)]
+    o, _ = gated_delta_rule(*every)
+    want = torch.autograd.grad(o.sum(), every)
+    few = [every[i] for i in (0, 1, 2, 4)]
+    o, _ = gated_delta_rule(*every[:3], g, every[4])
+    for y, z in zip(torch.autograd.grad(o.sum(), few), (want[i] for i in (0, 1, 2, 4)), strict=True):
+        assert torch.equal(y, z)
+
+
+def zeros(*shape):
+    return torch.zeros(shape, device=HERE)
+
+
+@anywhere
+@pytest.mark.parametrize("form", [delta_rule, gated_delta_rule, delta_rule_step, gated_delta_rule_step])
+def test_what_does_not_fit_is_refused(form, monkeypatch):
+    gates = {"g": zeros(1, 4, 6)} if form.__name__.startswith("gated") else {}
+    q, v, strengths = zeros(1, 4, 3, 5), zeros(1, 4, 6, 7), zeros(1, 4, 6)
+
+    def call(**named):
+        return form(**({"q": q, "k": q, "v": v, **gates, "beta": strengths} | named))
+
+    call()
+    with pytest.raises(ValueError, match="^v: expected HV a multiple of H = 3 as in q, got 5"):
+        call(v=v[:, :, :5], beta=strengths[:, :, :5], **{n: g[:, :, :5] for n, g in gates.items()})
+    with pytest.raises(ValueError, match=r"^beta: expected shape \[B T HV\] with HV = 6 as in v, got \[1, 4, 3\]"):
+        call(beta=zeros(1, 4, 3))
+    with pytest.raises(TypeError, match="^q: expected float32, float16 or bfloat16, got torch.float64"):
+        call(q=q.double(), k=q.double(), v=v.double())
+    with pytest.raises(ValueError, match="^q: expected K of at most 256, got 257"):
+        call(q=zeros(1, 4, 3, 257), k=zeros(1, 4, 3, 257))
+    with pytest.raises(ValueError, match="^v: expected V of at most 512, got 513"):
+        call(v=zeros(1, 4, 6, 513))
+    with pytest.raises(ValueError, match=r"^initial_state: expected shape \[N_seq, H, K, V\] = \[1, 6, 5, 7\]"):
+        call(initial_state=zeros(1, 3, 5, 7))
+    with pytest.raises(TypeError, match="^scale: expected a finite number"):
+        call(scale="1")
+    if gates:
+        with pytest.raises(TypeError, match=r"^g: expected a torch.Tensor of shape \[B T HV\], got None"):
+            call(g=None)
+    if form in STEPS.values():
+        with pytest.raises(ValueError, match="^k: .*requires_grad=True; this kernel is forward only"):
+            call(k=q.clone().requires_grad_())
+    else:
+        for name in ("path", "kernel"):
+            with pytest.raises(ValueError, match=f"^{name}: expected one of .*got 'no'"):
+                call(**{name: "no"})
+    monkeypatch.setenv("GLA_REF_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"^beta: write strengths must lie in \[0, 2\]"):
+        call(beta=strengths + 3)
+
+
+def test_choice_of_segments():
+    choose = functools.partial(choose_length, multiprocessors=132)
+    assert choose(16, 512) == 64
+    assert choose(33, 512) == 128
+    assert choose(34, 512) is None  # three segments would take as long
+    assert choose(1, 63) is None  # too short to cut
+    assert choose(1, 64) == 16
+    assert choose(32, 512, packed=16) == 16
+
+
+# token by token
+
+
+def stepped(mechanism, *sizes, ends=None, **kw):
+    x, judged = problem(mechanism, *sizes, ends=ends, run=emulated.delta_steps, **kw)
+    cu = None if ends is None else torch.tensor(ends, device=HERE)
+    o, S = STEPS[mechanism](*tokens(x), initial_state=x["S"], cu_seqlens=cu)
+    compare({"o": o, "S": S}, {n: judged[n] for n in ("o", "S")})
+
+
+@anywhere
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
+def test_steps_on_the_gate_ladder(kind):
+    stepped("gated_delta_rule", 2, 3, 1, 5, 7, kind=kind)
+
+
+@anywhere
+@pytest.mark.parametrize(
+    "mechanism, K, V",
+    thin([(m, *x) for m in RULES for x in ((1, 1), (60, 100), (256, 40), (16, 512))], (RULES[0], 60, 100)),
+)
+def test_steps_of_sizes(mechanism, K, V):
+    stepped(mechanism, 1, 1, 2, K, V, dtype=F16 if K == 60 else F32)
+
+
+@anywhere
+def test_steps_of_packed_sequences(poisoned):
+    stepped("gated_delta_rule", 1, 7, 1, 5, 7, ends=(0, 2, 2, 7))
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mechanism", RULES)
+@pytest.mark.parametrize("T", [63, 257, 1000, 4097])
+def test_lengths_on_the_gpu(mechanism, T, dtype):
+    for path in kernels.PATHS:
+        check(mechanism, 2, T, 2, 64, 100, dtype=dtype, path=path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("K", [16, 60, 64, 100, 128, 256])
+@pytest.mark.parametrize("V", [16, 60, 64, 100, 128, 512])
+def test_sizes_on_the_gpu(K, V, dtype):
+    for mechanism, path in zip(RULES, kernels.PATHS, strict=True):
+        check(mechanism, 2, 193, 2, K, V, dtype=dtype, path=path, groups=1 if K == 64 else 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", LADDER)
+def test_the_gate_ladder_on_the_gpu(kind, dtype):
+    for path in kernels.PATHS:
+        check("gated_delta_rule", 2, 300, 2, 64, 100, kind=kind, dtype=dtype, gates=F32, path=path)
+        check("gated_delta_rule", 2, 200, 2, 128, 64, kind=kind, dtype=dtype, path=path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("correlation, strength", KEYS)
+def test_the_key_ladder_on_the_gpu(correlation, strength, dtype):
+    for mechanism, path in zip(RULES, kernels.PATHS, strict=True):
+        check(mechanism, 2, 300, 2, 128, 64, correlation=correlation, strength=strength, dtype=dtype, path=path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", [None, *kernels.PATHS])
+def test_packed_on_the_gpu(path, dtype):
+    ends = (0, 0, 33, 33, 40, 300, 941, 1100, 1100)
+    check("gated_delta_rule", 1, 1100, 2, 64, 128, kind="many resets", dtype=dtype, path=path, ends=ends)
+    check("delta_rule", 1, 1100, 2, 128, 64, dtype=dtype, path=path, ends=ends)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("K, V", [(16, 16), (60, 100), (128, 128), (256, 512)])
+def test_steps_on_the_gpu(K, V, dtype):
+    for mechanism in RULES:
+        stepped(mechanism, 3, 4, 2, K, V, dtype=dtype, kind="many resets")
