@@ -306,7 +306,8 @@ def plan(
 
     proven = "triton" in FORMS[mechanism] and mechanism not in UNPROVEN
     walk = "triton" if multiprocessors and proven else "chunkwise"
-    why.append(f"{walk}: " + ("a GPU" if walk == "triton" else "no kernel that has run on one" if multiprocessors else "no GPU"))
+    reference = "no kernel that has run on a GPU" if multiprocessors else "no GPU"
+    why.append(f"{walk}: " + ("a GPU" if walk == "triton" else reference))
     if segment:
         why.append(f"segments of {segment} tokens were asked for: every number of ranks gives the same bits")
     elif max(segments) > 1:

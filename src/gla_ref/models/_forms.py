@@ -12,8 +12,8 @@ REFERENCE = {"softmax_attention": "parallel", "gla": "chunkwise_two_level"}  # o
 def choose(mechanism: str, device: torch.device, T: int, gradient: bool) -> str:
     """The name of a form: the mechanism's kernel on a GPU, a reference elsewhere.
 
-    Where a mechanism has no kernel in `FORMS`, or one that has run on no GPU, its reference runs on a GPU too. A single token has forms of its own,
-    that of GLA's kernels only where no gradient is needed.
+    Where a mechanism has no kernel in `FORMS`, or one that has run on no GPU, its reference runs on a GPU too. A single
+    token has forms of its own, that of GLA's kernels only where no gradient is needed.
     """
     forms = FORMS[mechanism]
     if device.type == "cuda" and "triton" in forms and mechanism not in UNPROVEN:
