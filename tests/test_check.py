@@ -38,6 +38,8 @@ QUICK = [
 # `make mutants`: all of all; for these, thousands of steps of autograd or T x T x K numbers are slow
 SLOW = {"recurrent": "[os]*", "parallel_log": "*[!g]"}
 WHOLE = [(mechanism, form, SLOW.get(form)) for mechanism, form in pairs(*MECHANISMS, without=BREAK)]
+# one product over 4097 tokens ends at 1.00 budgets, on some processors above (LAB.md, "One product over 4097 tokens")
+WHOLE = [(m, form, "*[!g]" if (m, form) == ("linear_attention", "parallel") else only) for m, form, only in WHOLE]
 
 
 @pytest.mark.parametrize("mechanism, form, only", thin([*QUICK, *WHOLE], *QUICK))
