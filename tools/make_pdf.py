@@ -3,7 +3,7 @@
 The articles of all pages, in the order of the table of contents, become one HTML document: links between
 pages lead inside it, solutions are unfolded, explorables show their first state, code is wrapped, and what
 is wider than the paper is scaled. Chromium prints it with bookmarks (tagged, A4). The bookmarks tell the page
-numbers of the contents, which are then stamped upon it.
+numbers of the contents, with which it is printed once more.
 """
 
 import argparse
@@ -106,7 +106,7 @@ class Book:
         return f'<nav class="print-contents"><p class="title">Contents</p>{"".join(rows)}</nav>'
 
     def html(self, numbers: list[int] | None = None) -> str:
-        """The book with a contents without page numbers; or, with these, nothing but them, in their places."""
+        """The book; without page numbers the contents have room for them."""
         page = self.site / f"{self.order[-1]}.html"
         head = BeautifulSoup(page.read_text(), "html.parser").head
         styles = [urldefrag(tag["href"])[0].split("?")[0] for tag in head.select("link[rel=stylesheet]")]
@@ -119,13 +119,13 @@ class Book:
                 '<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8">',
                 f"<title>{escape(settings['title'])}</title>",
                 *(f'<link rel="stylesheet" href="{file.as_uri()}">' for file in files),
-                f'</head><body class="print-{"numbers" if numbers else "book"}"><header class="print-title">',
+                '</head><body><header class="print-title">',
                 f'<img src="{(self.site / "_static" / "logo.svg").as_uri()}" alt="">',
                 f'<p class="title">{escape(title)}</p><p class="subtitle">{escape(subtitle)}</p>',
                 f'<p class="author">{escape(settings["author"])}, {settings["copyright"]}</p></header>',
                 self.contents(numbers or [0] * len(self.headings)),
                 '<main class="bd-content"><div class="bd-article-container">',
-                *([] if numbers else self.articles),
+                *self.articles,
                 "</div></main></body></html>",
             ]
         )
@@ -154,7 +154,7 @@ def print_book(browser: Browser, out: Path) -> int:
         RuntimeError: something is cut off, or a heading has no bookmark.
     """
     book = Book(SITE, yaml.safe_load((ROOT / "_toc.yml").read_text()))
-    draft, front = SITE.parent / "print.pdf", SITE.parent / "print-contents.pdf"
+    draft = SITE.parent / "print.pdf"
     tab = browser.new_page(viewport={"width": WIDTH, "height": 960})
     tab.set_default_timeout(300_000)
     tab.emulate_media(media="print")
@@ -163,14 +163,9 @@ def print_book(browser: Browser, out: Path) -> int:
         numbers = [mark.get_dest().get_index() + 1 for mark in document.get_toc()]
     if len(numbers) != len(book.headings):
         raise RuntimeError(f"expected {len(book.headings)} bookmarks, found {len(numbers)}")
-    print_page(tab, book.html(numbers), front)
+    print_page(tab, book.html(numbers), out)
     tab.close()
-    with pypdfium2.PdfDocument(draft) as document, pypdfium2.PdfDocument(front) as stamps:
-        for i in range(len(stamps)):
-            page = document[i]
-            page.insert_obj(stamps.page_as_xobject(i, document).as_pageobject())
-            page.gen_content()
-        document.save(out)
+    with pypdfium2.PdfDocument(out) as document:
         return len(document)
 
 
