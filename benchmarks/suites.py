@@ -184,11 +184,11 @@ def gla() -> list[Case]:
 
 
 def hopper() -> list[Case]:
-    """Gated linear attention forward: the Hopper kernel, its page and the portable kernel."""
+    """Gated linear attention: the Hopper kernels, the page of the forward and the portable kernels."""
     names = ("triton_hopper", "page_hopper", "triton_portable", "fla_chunk_gla")
     shapes = [(8, 8192, 16, 128, 128), (4, 4096, 64, 128, 128), (1, 8192, 96, 128, 128), (1, 65536, 16, 128, 128)]
     shapes += [(32, 2048, 16, 64, 64), (2, 16384, 4, 64, 64)]
-    return [Case("gla", *shape, gates="logsigmoid/16", only=names, directions=("forward",)) for shape in shapes]
+    return [Case("gla", *shape, gates="logsigmoid/16", only=names) for shape in shapes]
 
 
 def decode() -> list[Case]:

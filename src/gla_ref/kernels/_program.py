@@ -89,6 +89,9 @@ def _parameters(kernel) -> tuple[list[int], list[tuple[int, bool]]]:
 
 
 COMPILED: dict[tuple, Callable] = {}  # kernels by their variants
+# Python keeps one module for all of Triton's launchers, which bear one name; loading one again changes it in place.
+# Two threads that load at once may both get the later one's function, for arguments of another kernel.
+LOADING = threading.Lock()
 
 
 def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], list[Launch]]) -> list:
@@ -107,7 +110,8 @@ def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], l
     def compile_new(launch: Launch):
         with torch.cuda.device(device):
             kernel = compile_launch(launch)
-            _ = kernel.run  # the function that launches it, which Triton compiles as well
+            with LOADING:
+                _ = kernel.run  # its launcher, which Triton compiles and loads as well
             return kernel
 
     with ThreadPoolExecutor() as pool:
