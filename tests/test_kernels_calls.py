@@ -1,10 +1,12 @@
 """What lies between a call and the GPU: signatures, plans and programs; interpreted here, for real on a GPU."""
 
+import contextlib
 import gc
 import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -135,6 +137,25 @@ def test_threads_at_once(mechanism, monkeypatch):
         thread.join()
     for y, z in zip(x, found, strict=True):
         assert_right(mechanism, y, z)
+
+
+def test_launchers_are_loaded_one_at_a_time(monkeypatch):
+    """Python keeps one module for all of them: two threads that load at once may get one another's function."""
+    loading = []
+
+    class Kernel:
+        @property
+        def run(self):
+            loading.append(self)
+            time.sleep(0.01)
+            assert loading == [self]
+            loading.clear()
+
+    monkeypatch.setattr(_program, "COMPILED", {})
+    monkeypatch.setattr(_program, "variant", lambda launch, device: launch)
+    monkeypatch.setattr(_program, "compile_launch", lambda launch: Kernel())
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    assert len({*_program.compiled(list(range(8)), None, list)}) == 8
 
 
 def test_a_second_derivative_is_refused():
