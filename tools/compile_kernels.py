@@ -309,7 +309,8 @@ def record(path: Path, everything: list[dict]) -> None:
         mechanism = " ".join(x for x in name if not x[0].isdigit())
         row = worst.setdefault((found["arch"], mechanism, dtype), {"registers": 0, "spilled": 0, "shared": 0})
         for launch in found["rows"]:
-            row |= {n: max(row[n], launch[n]) for n in row}
+            registers = max(map(int, str(launch["registers"]).split()))  # Gluon's warps may have their own
+            row |= {n: max(row[n], x) for n, x in (launch | {"registers": registers}).items() if n in row}
     names = ("arch", "mechanism", "dtype")
     rows = [dict(zip(names, key, strict=True)) | row for key, row in worst.items()]
     results.write(path, results.environment(None), "compiled", rows)
