@@ -145,7 +145,8 @@ class Gla:
         kept = kept.sum(-1)
         up, down, edge, through, mild = self.decays(g)
         read, write = self.mm(x, S.mT) * edge, self.mm(y, R.mT) * edge
-        A = torch.where(i[:, None] >= i, dP, 0.0)
+        # i = j apart: it is not in dg
+        A, own = torch.where(i[:, None] > i, dP, 0.0), dP.diagonal(dim1=-2, dim2=-1)[..., None]
         left, right = self.low(q * up), self.low(k * down)
         dq, dk = self.mm(A, right, read), self.mm(A.mT, left)
         pairs = left * dq - right * dk
@@ -155,9 +156,9 @@ class Gla:
             low = torch.where(across, A, 0.0)
             dq = dq + self.mm(low, k * E) * E
             dk = dk + self.mm(low.mT, q * E) * E
-        own = dP.diagonal(dim1=-2, dim2=-1)[..., None]
-        strong = dq + own * k, dk + write + own * q, q * dq - k * dk, k * write
+        strong = dq, dk + write, q * dq - k * dk, k * write
         dq, dk, pairs, write = (torch.where(mild, a, b) for a, b in zip(one, strong, strict=True))
+        dq, dk = dq + own * k, dk + own * q
         dg = self.sums(i[:, None] <= i, pairs) + self.sums(i[:, None] > i, write)
         return dq, dk, dg + kept[..., None, :] * edge * edge * through
 

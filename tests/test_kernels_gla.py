@@ -44,6 +44,17 @@ def test_float16_at_strong_gates(K, two_sided):
     check("gla", 1, 70, 1, K, 6, kind="-20", dtype=torch.float16, gates=torch.float32, two_sided=two_sided)
 
 
+@anywhere
+@pytest.mark.parametrize("T", [1, 2, 4])
+def test_gradients_of_short_sequences_with_strong_gates(T):
+    """dg is 1e-9 of what a pair i = j would add to both sides of its difference; float16's own cannot hold it."""
+    for dtype, gates in ((F32, F32), (F16, F32), (BF16, BF16)):
+        x, judged = problem("gla", 1, T, 2, 20, 12, kind="-20", dtype=dtype, gates=gates)
+        assert judged["dg"][1] < 0.2, "the emulated run is right, too"
+        if dtype != BF16 or HERE == "cuda":  # the interpreter's products of bfloat16 are wrong
+            compare(results(gla, x), judged)
+
+
 def forward_within_budget(q, k, v, g, g_v=None, S=None):
     """o and S of inputs as they are."""
     S = torch.zeros(len(q), q.shape[2], q.shape[3], v.shape[3], device=q.device) if S is None else S

@@ -3,11 +3,14 @@
 With S the state before a chunk, R the gradient of the state after it (over scale, so that scale may
 come last), and P, q', k', r, b as in gla_forward.py::
 
-    dP = tril(do v^T)
-    dq = scale * e^(b - r) (do (e^r S)^T + dP k')                                               (1)
-    dk = scale * e^(r - b) (dP^T q' + v (e^(b_C - r) R)^T)                                      (2)
+    dP = do v^T, strictly lower triangular, and D its diagonal
+    dq = scale * (e^(b - r) (do (e^r S)^T + dP k') + D k)                                       (1)
+    dk = scale * (e^(r - b) (dP^T q' + v (e^(b_C - r) R)^T) + D q)                              (2)
     dg_t = what crosses t: read in the chunk from t on, written in it before t for later        (3)
            chunks, and from state to state: sum_v e^(b_C) S R
+
+A pair i = j crosses no token. It would add the same to both sides of (3)'s difference, and beside g = -20 the rounding
+of what cancels would be all of dg; so it has a place of its own.
 
 dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, which stores every R; a walk forward
 stores every S, from the states that the forward pass has found for its segments; the rest is local
@@ -100,16 +103,17 @@ def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.co
     """dq, dk; and for (3) b_net = q dq - k (dk of pairs) and b_later = k (dk of later chunks), all [C, BK]."""
     C: tl.constexpr = b_q.shape[0]
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    # i = j has no decay: it is in no product, and not in dg
+    b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]  # [C, 1]
     if mild:
-        b_A, of_A = operand(tl.where(o_i >= o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
+        b_A, of_A = operand(tl.where(o_i > o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
         b_l, b_r = (b_q * read).to(b_q.dtype), (b_k * write).to(b_k.dtype)
         b_dq = b_read + tl.dot(b_A, b_r, input_precision="ieee") * of_A
         b_dk = tl.dot(b_A.T, b_l, input_precision="ieee") * of_A
-        # with the rounded factors of the products, so that what i = j adds to both sides cancels
+        # with the rounded factors of the products, so that pairs on one side of a token cancel
         b_net, b_later = b_l * b_dq - b_r * b_dk, b_r * b_write
-        b_dq, b_dk = b_dq * read, (b_dk + b_write) * write  # (1), (2)
-    else:  # i = j has no decay: it is in no level, and not in dg
-        b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]
+        b_dq, b_dk = b_dq * read, (b_dk + b_write) * write
+    else:
         b_dq, b_write = b_read * read, b_write * write
         b_dk = tl.zeros(b_q.shape, dtype=tl.float32)
         for level in tl.range(0, LEVELS):
@@ -120,8 +124,8 @@ def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.co
             b_dq += tl.dot(b_A, b_r, input_precision="ieee") * (b_E * (of_A * of_r))
             b_dk += tl.dot(b_A.T, b_l, input_precision="ieee") * (b_E * (of_A * of_l))
         b_net, b_later = b_q * b_dq - b_k * b_dk, b_k * b_write
-        b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
-    return b_dq, b_dk, b_net, b_later
+        b_dk += b_write
+    return b_dq + b_own * b_k, b_dk + b_own * b_q, b_net, b_later  # (1), (2)
 
 
 @triton.jit
