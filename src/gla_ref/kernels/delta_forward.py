@@ -376,7 +376,7 @@ class Call:
         self.least = 32 if half else 16
         most = 32 if q.dtype == torch.float16 else self.BV  # its scaling takes registers
         # rows of q and k that are no whole 16 bytes are not copied ahead, and where they lie does not change from chunk
-        # to chunk: ptxas 12.8.93 (Triton 3.6) then computes descriptors of products of 32 columns from uniform registers
+        # to chunk: ptxas 12.8.93 (Triton 3.6) then makes descriptors of products of 32 columns of uniform registers
         # that nothing has set, as its SASS for sm_90 shows; of products of 64 columns it did not
         if half and hardware.family == "hopper" and self.K <= 128 and not all(describable(x, hardware) for x in (q, k)):
             self.least = most = self.BV = 64
