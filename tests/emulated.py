@@ -150,15 +150,14 @@ class Gla:
         left, right = self.low(q * up), self.low(k * down)
         dq, dk = self.mm(A, right, read), self.mm(A.mT, left)
         pairs = left * dq - right * dk
-        one = dq * up, (dk + write) * down, pairs, right * write
+        one = (dq + own * right) * up, (dk + write + own * left) * down, pairs, right * write
         dq, write, dk = read * up, write * down, torch.zeros_like(k)
         for E, across in self.levels(g):
             low = torch.where(across, A, 0.0)
             dq = dq + self.mm(low, k * E) * E
             dk = dk + self.mm(low.mT, q * E) * E
-        strong = dq, dk + write, q * dq - k * dk, k * write
+        strong = dq + own * k, dk + write + own * q, q * dq - k * dk, k * write
         dq, dk, pairs, write = (torch.where(mild, a, b) for a, b in zip(one, strong, strict=True))
-        dq, dk = dq + own * k, dk + own * q
         dg = self.sums(i[:, None] <= i, pairs) + self.sums(i[:, None] > i, write)
         return dq, dk, dg + kept[..., None, :] * edge * edge * through
 

@@ -4,8 +4,8 @@ With S the state before a chunk, R the gradient of the state after it (over scal
 come last), and P, q', k', r, b as in gla_forward.py::
 
     dP = do v^T, strictly lower triangular, and D its diagonal
-    dq = scale * (e^(b - r) (do (e^r S)^T + dP k') + D k)                                       (1)
-    dk = scale * (e^(r - b) (dP^T q' + v (e^(b_C - r) R)^T) + D q)                              (2)
+    dq = scale * e^(b - r) (do (e^r S)^T + dP k' + D k')                                        (1)
+    dk = scale * e^(r - b) (dP^T q' + v (e^(b_C - r) R)^T + D q')                               (2)
     dg_t = what crosses t: read in the chunk from t on, written in it before t for later        (3)
            chunks, and from state to state: sum_v e^(b_C) S R
 
@@ -112,7 +112,8 @@ def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.co
         b_dk = tl.dot(b_A.T, b_l, input_precision="ieee") * of_A
         # with the rounded factors of the products, so that pairs on one side of a token cancel
         b_net, b_later = b_l * b_dq - b_r * b_dk, b_r * b_write
-        b_dq, b_dk = b_dq * read, (b_dk + b_write) * write
+        # (1), (2); of rounded factors too, which are at hand: for q and k themselves registers are short
+        b_dq, b_dk = (b_dq + b_own * b_r) * read, (b_dk + b_write + b_own * b_l) * write
     else:
         b_dq, b_write = b_read * read, b_write * write
         b_dk = tl.zeros(b_q.shape, dtype=tl.float32)
@@ -124,8 +125,8 @@ def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.co
             b_dq += tl.dot(b_A, b_r, input_precision="ieee") * (b_E * (of_A * of_r))
             b_dk += tl.dot(b_A.T, b_l, input_precision="ieee") * (b_E * (of_A * of_l))
         b_net, b_later = b_q * b_dq - b_k * b_dk, b_k * b_write
-        b_dk += b_write
-    return b_dq + b_own * b_k, b_dk + b_own * b_q, b_net, b_later  # (1), (2)
+        b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
+    return b_dq, b_dk, b_net, b_later
 
 
 @triton.jit
