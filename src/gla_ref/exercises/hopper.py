@@ -11,8 +11,8 @@ predict(
     [
         ([2_097_152, 32, ...], "The gates move, too: q, k, g, v and o are five tensors."),
         ([2_097_152, 80, ...], "A number in 16 bits has two bytes, and a tile of 64 by 64 has 8 KiB."),
-        ([1_572_864, ...], "One product is missing: there are four, of 2 * 64 * 64 * 64 each."),
-        ([1_048_576, ...], "A product of 64 by 64 tiles costs 2 * 64 * 64 * 64: a multiplication and an addition."),
+        ([1_572_864, ..., ...], "One product is missing: there are four, of 2 * 64 * 64 * 64 each."),
+        ([1_048_576, ..., ...], "A product of 64 by 64 tiles costs 2 * 64 * 64 * 64: a multiplication and an addition."),
     ],
     "With C = K = V = 64 all four products are alike, and so are all five tiles.",
 )
@@ -39,7 +39,7 @@ def shared(answer):
             extra=lambda C, K, V: K * V + C * K + C * V
         ),
     }
-    cases = [(64, 128, 128, 2), (64, 64, 128, 3), (32, 128, 64, 1)]
+    cases = [(48, 96, 160, 3), (64, 128, 128, 2), (32, 128, 64, 1)]
     hold(answer, cases, _shared, variants(_shared, mistakes), {"bytes": ""})
 
 
@@ -51,14 +51,14 @@ def _rounds(i, stages, stage=lambda i, n: i % n, j=lambda i, n: i // n, loader=1
 @exercise("ex-hopper-parity", "implement")
 def parity(answer):
     mistakes = {
+        "A barrier belongs to a stage, so a phase is a round of that stage: i // stages, not i.": dict(
+            j=lambda i, n: i
+        ),
         "The loader waits for the round before: its parity is the other one.": dict(loader=0),
         "The two parities are exchanged: the transformer waits for this round, the loader for the one before.": dict(
             loader=0, transformer=1
         ),
         "The transformer waits for this round's bytes, not for those of the round before.": dict(transformer=1),
-        "A barrier belongs to a stage, so a phase is a round of that stage: i // stages, not i.": dict(
-            j=lambda i, n: i
-        ),
         "A stage is i % stages; i // stages is the round.": dict(stage=lambda i, n: i // n),
     }
     cases = [(i, stages) for stages in (2, 3) for i in range(7)]
@@ -88,14 +88,11 @@ def end(answer):
         "The loader has to wait for room: chunk i needs the stage of chunk i - stages.": (
             lambda load, transform, multiply, n, stages: _end(load, transform, multiply, n, n)
         ),
-        "There is one stage more than you use.": (
-            lambda load, transform, multiply, n, stages: _end(load, transform, multiply, n, max(stages - 1, 1))
-        ),
         "There is one stage less than you use: chunk i waits for chunk i - stages.": (
             lambda load, transform, multiply, n, stages: _end(load, transform, multiply, n, stages + 1)
         ),
     }
-    cases = [(4.0, 2.0, 3.0, 6, 2), (2.0, 1.0, 5.0, 7, 3), (6.0, 5.0, 7.0, 5, 2), (1.0, 1.0, 1.0, 4, 1)]
+    cases = [(4.0, 3.0, 3.0, 6, 1), (4.0, 3.0, 3.0, 6, 2), (2.0, 1.0, 5.0, 7, 3), (6.0, 5.0, 7.0, 5, 2)]
     hold(answer, cases, _end, mistakes, {"end": ""})
 
 
@@ -106,8 +103,8 @@ predict(
     [
         ([16, 12.12, 8], "Eight prompts are 128 programs, and four multiprocessors have none."),
         ([16, 12.12, 8.25], "A prompt is a whole one: 8 are too few."),
-        ([2048, ...], "Chunks of one head come one after the other, in one program."),
-        ([128, ...], "Those are the chunks of one head; they come one after the other, in one program."),
+        ([2048, ..., ...], "Chunks of one head come one after the other, in one program."),
+        ([128, ..., ...], "Those are the chunks of one head; they come one after the other, in one program."),
         ([16, 100, ...], "A program with the whole state needs most of a multiprocessor, and there are 16 programs."),
     ],
     "A head of a prompt is one program, whatever its length, and a program has a multiprocessor to itself.",

@@ -16,7 +16,7 @@ __all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", 
 #: of one multiprocessor of an H200, a clock: bytes of its share of memory, bytes of shared memory, exponentials, FLOPs
 RATES = {"memory": 16, "shared": 128, "exponentials": 16, "products": 4096}
 JOBS = ("load", "transform", "multiply", "store")
-WAYS = ("one program, in turn", "two programs, in turn", "three jobs, one stage", "three jobs, two stages")
+WAYS = ("one program, in turn", "two programs, in turn", "three jobs, two stages", "three jobs, one stage")
 CHUNKS = 5
 
 
@@ -57,7 +57,7 @@ def schedule(way: str, n: int = CHUNKS) -> list[Task]:
         lines = [[(job, i, p) for i in range(n) for job in JOBS] for p in range(programs)]
     else:
         lines = [[(job, i, 0) for i in range(n)] for job in JOBS]
-    stages = 1 if way == WAYS[2] else 2
+    stages = 1 if way == WAYS[3] else 2
     rows, stops, tasks = {}, {}, []
 
     def earliest(line):
@@ -151,7 +151,7 @@ def three_jobs() -> Explorable:
         controls=(Choice("Way", WAYS), Slider("Clocks", [f"{MOMENT * n:,}" for n in range(most)])),
         frames=frames,
         height=TOP + ROW * len(ROWS) - 18,
-        start=(3, 20),
+        start=(2, 20),
         legend=(
             Key("pale-blue edge", "loads q, k, v, g"),
             Key("sky edge", "stores o"),
@@ -168,7 +168,7 @@ def three_jobs() -> Explorable:
                 "the longest job": "The others are done before it is. Here it is the memory, which never pauses.",
                 "the products": "They take less time than the loads, and hide behind them.",
             },
-            seen=(3, len(frames[3]) - 1),
+            seen=(2, len(frames[2]) - 1),
             before=(0, 0),
         ),
     )
