@@ -228,7 +228,8 @@ WRONG |= {
     "ex-hopper-programs": [
         ([16, 12.1, 8], "four multiprocessors have none"),
         ([128, 97, 2], "one after the other"),
-        ([16, 50, 9], "Answer 2 of 3"), ([16, 100, 1], "16 programs"),
+        ([16, 50, 9], "Answer 2 of 3"),
+        ([16, 100, 1], "16 programs"),
     ],
     "ex-hopper-fences": [("acde", "Registers"), ("ac", "d is missing"), ("abcd", "counts the bytes")],
 }

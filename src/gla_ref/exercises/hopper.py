@@ -12,7 +12,10 @@ predict(
         ([2_097_152, 32, ...], "The gates move, too: q, k, g, v and o are five tensors."),
         ([2_097_152, 80, ...], "A number in 16 bits has two bytes, and a tile of 64 by 64 has 8 KiB."),
         ([1_572_864, ..., ...], "One product is missing: there are four, of 2 * 64 * 64 * 64 each."),
-        ([1_048_576, ..., ...], "A product of 64 by 64 tiles costs 2 * 64 * 64 * 64: a multiplication and an addition."),
+        (
+            [1_048_576, ..., ...],
+            "A product of 64 by 64 tiles costs 2 * 64 * 64 * 64: a multiplication and an addition.",
+        ),
     ],
     "With C = K = V = 64 all four products are alike, and so are all five tiles.",
 )

@@ -144,8 +144,8 @@ def three_jobs() -> Explorable:
     most = max(map(len, frames))
     return Explorable(
         title="Five chunks on one multiprocessor",
-        notice="A model of peak rates. Numbers are chunks. In turn, every unit waits for the other two. With three jobs "
-        "and room for two chunks the memory never pauses, and what the other units do is hidden behind it.",
+        notice="A model of peak rates. Numbers are chunks. In turn, every unit waits for the other two. With three "
+        "jobs and room for two chunks the memory never pauses, and what the other units do is hidden behind it.",
         alt="Three rows over time, for memory, scaling and products, with numbered bars for the chunks that each is at "
         "work on; what lies right of the line of the present is pale.",
         controls=(Choice("Way", WAYS), Slider("Clocks", [f"{MOMENT * n:,}" for n in range(most)])),
