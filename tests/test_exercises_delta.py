@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapters 20 and 21, right ones and wrong ones with what they are told."""
+"""Answers to the exercises of chapters 20 to 22, right ones and wrong ones with what they are told."""
 
 from __future__ import annotations
 
@@ -151,4 +151,85 @@ WRONG |= {
         ("acde", "which leave fp16 no digit"),
         ("x", "Expected some of a, b, c, d, e"),
     ],
+}
+
+
+# -- chapter 22 --------------------------------------------------------------------------------------
+
+
+def bytes_of(C, K, V, stages, staged=("q", "k", "v", "g"), once=("S", "P", "o"), size=2):
+    tiles = dict(q=C * K, k=C * K, g=C * K, v=C * V, S=K * V, P=C * C, o=C * V)
+    return size * (stages * sum(tiles[name] for name in staged) + sum(tiles[name] for name in once))
+
+
+def turns(i, stages, before=1):
+    """By counting rounds, not by dividing."""
+    stage, phase = 0, 0
+    for _ in range(i):
+        stage += 1
+        if stage == stages:
+            stage, phase = 0, 1 - phase
+    return stage, (phase + before) % 2, phase
+
+
+def played(load, transform, multiply, n, stages):
+    """By small steps of time, for durations that are whole."""
+    durations, at, left, done = (load, transform, multiply), [0, 0, 0], [0, 0, 0], [0, 0, 0]
+    now = 0
+    while done[2] < n:
+        for r in range(3):
+            able = at[r] < n and (done[r - 1] > at[r] if r else at[0] < done[2] + stages)
+            if not left[r] and able:
+                left[r], at[r] = durations[r], at[r] + 1
+        now += 1
+        for r in range(3):
+            if left[r]:
+                left[r] -= 1
+                done[r] += not left[r]
+    return now
+
+
+RIGHT |= {
+    "ex-hopper-tile": [[2097152, 40, 51.2]],
+    "ex-hopper-shared": [bytes_of],
+    "ex-hopper-parity": [turns],
+    "ex-hopper-end": [played],
+    "ex-hopper-programs": [[16, 12.1, 9], [16, 100 * 16 / 132, 9]],
+    "ex-hopper-fences": ["acd", ["a", "c", "d"]],
+}
+
+WRONG |= {
+    "ex-hopper-tile": [
+        ([2097152, 32, 64], "The gates move, too"),
+        ([1572864, 40, 38.4], "One product is missing"),
+        ([2097152, 40, 50], "Answer 3 of 3"),
+    ],
+    "ex-hopper-shared": [
+        (lambda *x: bytes_of(*x, size=1), "two bytes"),
+        (lambda *x: bytes_of(*x, staged=("q", "k", "v")), "The gates are missing"),
+        (lambda *x: bytes_of(*x, once=("P", "o")), "S is missing"),
+        (lambda *x: bytes_of(*x, once=("S", "o")), "P is missing"),
+        (lambda *x: bytes_of(*x, once=("S", "P")), "o is missing"),
+        (lambda *x: bytes_of(*x, once=()), "the ring of stages alone"),
+        (lambda *x: x[3] * bytes_of(*x[:3], 1), "only what is loaded ahead"),
+    ],
+    "ex-hopper-parity": [
+        (lambda i, n: turns(i, n, before=0), "The loader waits for the round before"),
+        (lambda i, n: (i % n, (i + 1) & 1, i & 1), "i // stages, not i"),
+        (lambda i, n: (i // n, *turns(i, n)[1:]), "is the round"),
+        (lambda i, n: turns(i, n)[:2], "Expected 3 result(s)"),
+    ],
+    "ex-hopper-end": [
+        (lambda a, b, c, n, stages: n * (a + b + c), "one job after the other"),
+        (lambda a, b, c, n, stages: n * max(a, b, c), "still has to pass"),
+        (lambda a, b, c, n, stages: played(a, b, c, n, n), "has to wait for room"),
+        (lambda a, b, c, n, stages: played(a, b, c, n, stages + 1), "one stage less"),
+    ],
+    "ex-hopper-programs": [
+        ([16, 12.1, 8], "four multiprocessors have none"),
+        ([128, 97, 2], "one after the other"),
+        ([16, 50, 9], "Answer 2 of 3"),
+        ([16, 100, 1], "16 programs"),
+    ],
+    "ex-hopper-fences": [("acde", "Registers"), ("ac", "d is missing"), ("abcd", "counts the bytes")],
 }

@@ -35,6 +35,7 @@ from gla_ref.viz.programs import BLOCKS, END, programs
 from gla_ref.viz.programs import LENGTHS as VECTORS
 from gla_ref.viz.roofline import roofline
 from gla_ref.viz.strides import VIEWS, strides
+from gla_ref.viz.three_jobs import three_jobs
 from gla_ref.viz.two_level_map import two_level_map
 from gla_ref.viz.walk_back import walk_back
 
@@ -129,6 +130,7 @@ EXPLORABLES = {
     "model_map": cache(model_map),
     "inverses": cache(inverses),
     "kernel_walk": kernel_walk,
+    "three_jobs": three_jobs,
     "multiprocessors": multiprocessors,
     "walk_back": walk_back,
     "roofline": cache(lambda: roofline(results.load("h200"))),

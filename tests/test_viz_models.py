@@ -1,9 +1,11 @@
-"""The map of models, to move: its states against the package's (chapter 18)."""
+"""The map of models and the three jobs, to move: their numbers against the package's (chapters 18 and 22)."""
 
 import pytest
 import torch
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, simple_gla
+from gla_ref.costs import cost
+from gla_ref.viz import three_jobs as jobs
 from gla_ref.viz.model_map import GATES, K4, MODELS, V4, WRITES, model_map, states
 
 ONE = torch.ones(1, 4, 1, dtype=torch.float64)
@@ -65,3 +67,50 @@ def test_answers_and_readouts_say_what_is_shown():
                 said = explorable.frames[i][j][n].readout
                 assert all(f"{round(x, 2) + 0.0:g}" in said for x in S.flatten().tolist())
                 assert MODELS[gate][j] in said and writes in said
+
+
+# -- three jobs (chapter 22) -------------------------------------------------------------------
+
+
+def test_work_of_a_chunk_is_what_is_counted_elsewhere():
+    """One head, one chunk: products of the cost module, and the bytes of five tensors."""
+    clocks, rate = jobs.work(), jobs.RATES
+    n = cost("linear_attention", "chunkwise", B=1, T=64, H=1, K=128, V=128, C=64)
+    products = n.matmul_flops / rate["products"]
+    assert clocks["multiply"] == products + 2 * (128 * 128 + 64 * 64 + 64 * 128) / rate["shared"]
+    assert (clocks["load"] + clocks["store"]) * rate["memory"] == 5 * 2 * 64 * 128
+    halves = jobs.work(programs=2)
+    assert 2 * halves["load"] == clocks["load"] and 2 * halves["store"] == clocks["store"]
+    assert halves["transform"] == clocks["transform"] and 2 * halves["multiply"] > clocks["multiply"]
+
+
+@pytest.mark.parametrize("way", jobs.WAYS)
+def test_a_schedule_waits_for_what_it_needs_and_no_longer(way):
+    tasks = jobs.schedule(way, 7)
+    found = {(t.job, t.chunk, t.program): t for t in tasks}
+    programs = {t.program for t in tasks}
+    assert len(found) == len(tasks) == 7 * 4 * len(programs)
+    for unit in (("load", "store"), ("transform",), ("multiply",)):  # one task at a time
+        spans = sorted((t.start, t.stop) for t in tasks if t.job in unit)
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    stages = 1 if way == jobs.WAYS[3] else 2
+    for t in tasks:
+        needs = [(jobs.JOBS[jobs.JOBS.index(t.job) - 1], t.chunk)] if t.job != "load" else []
+        if t.job == "load":
+            needs += [("multiply", t.chunk - stages)] if way in jobs.WAYS[2:] else [("store", t.chunk - 1)]
+        begun = [found[job, i, t.program].stop for job, i in needs if i >= 0]
+        unit = ("load", "store") if t.job in ("load", "store") else (t.job,)
+        ended = [x.stop for x in tasks if x.job in unit and x.stop <= t.start]
+        own = [found["store", t.chunk - 1, 0].stop] if t.job == "multiply" and t.chunk and way in jobs.WAYS[2:] else []
+        assert t.start == max([0, *begun, *own, *ended])
+
+
+def test_three_jobs_says_what_the_schedules_are():
+    clocks, explorable = jobs.work(), jobs.three_jobs()
+    every, memory = sum(clocks.values()), clocks["load"] + clocks["store"]
+    assert [jobs.period(way) for way in jobs.WAYS] == [every, sum(jobs.work(programs=2).values()), memory, every]
+    for way, row in zip(jobs.WAYS, explorable.frames, strict=True):
+        end = max(t.stop for t in jobs.schedule(way))
+        assert f"{jobs.CHUNKS} chunks after {end:,} clocks" in row[-1].readout
+        assert f"a chunk every {jobs.period(way):,} clocks" in row[-1].readout
+        assert "0 of 5 chunks done" in row[0].readout and len(row) == -(-end // jobs.MOMENT) + 1

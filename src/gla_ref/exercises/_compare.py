@@ -1,4 +1,4 @@
-"""What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 21)."""
+"""What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 22)."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence

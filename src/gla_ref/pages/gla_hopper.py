@@ -1,4 +1,4 @@
-"""Gated linear attention on Hopper, on a page: warps with three jobs at once (its algebra: chapter 14).
+"""Gated linear attention on Hopper, on a page: warps with three jobs at once (chapters 14 and 22).
 
 Computes what :mod:`gla_ref.pages.gla` does, which see for its equations::
 

@@ -1,4 +1,4 @@
-"""Cards of the front page: chapters 1 to 21, each with its question, what one learns and a small picture."""
+"""Cards of the front page: chapters 1 to 22, each with its question, what one learns and a small picture."""
 
 from __future__ import annotations
 
@@ -98,6 +98,11 @@ def _pictures() -> dict[str, str]:
         "21_inverting_a_triangle": _squares(["b", "bb", "bbb", "oobb"], 8, 2, 12)
         + arrow((60, 26), (74, 26))
         + _squares(["s", "ps", " ps", "  ps"], 78, 8, 9),
+        "22_fully_fused_on_hopper": "".join(
+            rect(6 + 34 * i + 10 * n, 6 + 15 * n, 32 if n == 0 else 18, 11, kind)
+            for n, kind in enumerate(("sky", "orange", "pink"))
+            for i in range(3 if n == 0 else 2)
+        ),
     }  # fmt: skip
 
 
@@ -143,6 +148,8 @@ _TEXTS = (
      "Derive DeltaNet's and Gated DeltaNet's chunks."),
     ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?",
      "Invert a chunk's triangle, and say when TF32 is enough."),
+    ("Beyond", "22_fully_fused_on_hopper", "Fully fused on Hopper", "Why wait, if three jobs can be done at once?",
+     "Read a kernel whose warps have different jobs, and say what limits it."),
 )  # fmt: skip
 CARDS = tuple(Card(*words, _pictures()[words[1]]) for words in _TEXTS)
 #: page, what a reader wants, how it begins

@@ -1,4 +1,4 @@
-"""Gated Linear Attention, forward, on Hopper: three jobs side by side in one program (its algebra: chapter 14).
+"""Gated Linear Attention, forward, on Hopper: three jobs side by side in one program (chapters 14 and 22).
 
     q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                          (1)
     o  = scale * (q' S' + tril(q' k'^T) v)                                                      (2)

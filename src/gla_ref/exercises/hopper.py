@@ -1,0 +1,127 @@
+"""Judges of the exercises on a fully fused kernel for Hopper (chapter 22)."""
+
+from . import exercise
+from ._compare import hold, variants
+from ._predict import ask, choice, predict
+
+predict(
+    "ex-hopper-tile",
+    ["FLOP of a chunk", "KiB that it moves", "FLOP a byte"],
+    [2_097_152, 40, 51.2],
+    [
+        ([2_097_152, 32, ...], "The gates move, too: q, k, g, v and o are five tensors."),
+        ([2_097_152, 80, ...], "A number in 16 bits has two bytes, and a tile of 64 by 64 has 8 KiB."),
+        ([1_572_864, ..., ...], "One product is missing: there are four, of 2 * 64 * 64 * 64 each."),
+        (
+            [1_048_576, ..., ...],
+            "A product of 64 by 64 tiles costs 2 * 64 * 64 * 64: a multiplication and an addition.",
+        ),
+    ],
+    "With C = K = V = 64 all four products are alike, and so are all five tiles.",
+)
+
+
+def _shared(C, K, V, stages, extra=lambda C, K, V: K * V + C * C + C * V, gates=3, size=2, all_staged=False):
+    ring, more = gates * C * K + C * V, extra(C, K, V)
+    return size * (stages * (ring + more) if all_staged else stages * ring + more)
+
+
+@exercise("ex-hopper-shared", "derive")
+def shared(answer):
+    mistakes = {
+        "A number in 16 bits has two bytes.": dict(size=1),
+        "S, P and o have one tile each: only what is loaded ahead has stages.": dict(all_staged=True),
+        "The gates are missing: a stage has q, k, g and v.": dict(gates=2),
+        "S is missing: the product with q reads a 16-bit copy of it.": dict(extra=lambda C, K, V: C * C + C * V),
+        "P is missing: it goes through shared memory on its way to the product with v.": dict(
+            extra=lambda C, K, V: K * V + C * V
+        ),
+        "o is missing: it waits there for the copy engine.": dict(extra=lambda C, K, V: K * V + C * C),
+        "That is the ring of stages alone; S, P and o need room, too.": dict(extra=lambda C, K, V: 0),
+        "P has a row and a column for each token of a chunk, not for each channel.": dict(
+            extra=lambda C, K, V: K * V + C * K + C * V
+        ),
+    }
+    cases = [(48, 96, 160, 3), (64, 128, 128, 2), (32, 128, 64, 1)]
+    hold(answer, cases, _shared, variants(_shared, mistakes), {"bytes": ""})
+
+
+def _rounds(i, stages, stage=lambda i, n: i % n, j=lambda i, n: i // n, loader=1, transformer=0):
+    parity = j(i, stages) & 1
+    return stage(i, stages), parity ^ loader, parity ^ transformer
+
+
+@exercise("ex-hopper-parity", "implement")
+def parity(answer):
+    mistakes = {
+        "A barrier belongs to a stage, so a phase is a round of that stage: i // stages, not i.": dict(
+            j=lambda i, n: i
+        ),
+        "The loader waits for the round before: its parity is the other one.": dict(loader=0),
+        "The two parities are exchanged: the transformer waits for this round, the loader for the one before.": dict(
+            loader=0, transformer=1
+        ),
+        "The transformer waits for this round's bytes, not for those of the round before.": dict(transformer=1),
+        "A stage is i % stages; i // stages is the round.": dict(stage=lambda i, n: i // n),
+    }
+    cases = [(i, stages) for stages in (2, 3) for i in range(7)]
+    axes = {"stage": "", "empty": "", "ready": ""}
+    hold(answer, cases, _rounds, variants(_rounds, mistakes), axes)
+
+
+def _end(load, transform, multiply, n, stages):
+    a, b, c = [], [], []
+    for i in range(n):
+        room = c[i - stages] if i >= stages else 0
+        a.append(max(a[-1] if a else 0, room) + load)
+        b.append(max(b[-1] if b else 0, a[i]) + transform)
+        c.append(max(c[-1] if c else 0, b[i]) + multiply)
+    return c[-1]
+
+
+@exercise("ex-hopper-end", "implement")
+def end(answer):
+    mistakes = {
+        "That is one job after the other: chunks are not in work at the same time.": (
+            lambda load, transform, multiply, n, stages: n * (load + transform + multiply)
+        ),
+        "The first chunk still has to pass the two other jobs.": (
+            lambda load, transform, multiply, n, stages: n * max(load, transform, multiply)
+        ),
+        "The loader has to wait for room: chunk i needs the stage of chunk i - stages.": (
+            lambda load, transform, multiply, n, stages: _end(load, transform, multiply, n, n)
+        ),
+        "There is one stage less than you use: chunk i waits for chunk i - stages.": (
+            lambda load, transform, multiply, n, stages: _end(load, transform, multiply, n, stages + 1)
+        ),
+    }
+    cases = [(4.0, 3.0, 3.0, 6, 1), (4.0, 3.0, 3.0, 6, 2), (2.0, 1.0, 5.0, 7, 3), (6.0, 5.0, 7.0, 5, 2)]
+    hold(answer, cases, _end, mistakes, {"end": ""})
+
+
+predict(
+    "ex-hopper-programs",
+    ["programs", "percent of the multiprocessors at work", "prompts that give every multiprocessor a program"],
+    [16, 12.12, 9],
+    [
+        ([16, 12.12, 8], "Eight prompts are 128 programs, and four multiprocessors have none."),
+        ([16, 12.12, 8.25], "A prompt is a whole one: 8 are too few."),
+        ([2048, ..., ...], "Chunks of one head come one after the other, in one program."),
+        ([128, ..., ...], "Those are the chunks of one head; they come one after the other, in one program."),
+        ([16, 100, ...], "A program with the whole state needs most of a multiprocessor, and there are 16 programs."),
+    ],
+    "A head of a prompt is one program, whatever its length, and a program has a multiprocessor to itself.",
+    tolerance=0.02,
+)
+
+
+@ask("ex-hopper-fences")
+def fences():
+    why = {
+        "a": "Threads wrote that tile, and the product reads shared memory by a way of its own.",
+        "b": "The barrier counts the bytes that the copy engine has written; threads that waited for it see them.",
+        "c": "Threads wrote the masked scores, and the next product reads them.",
+        "d": "Threads wrote that tile, and the copy engine reads it.",
+        "e": "Registers are the thread's own: nobody else can see or miss a change there.",
+    }
+    return choice("Steps with a fence", "acd", why)

@@ -1,0 +1,174 @@
+"""A Hopper kernel's jobs over time: one program in turn, two of them, or three groups of warps at once (chapter 22).
+
+A model of peak rates, not a measurement: what a chunk moves, exponentiates and multiplies, each at the speed of its
+unit. Other arithmetic and every wait for a latency are left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import part, path, rect, text
+
+__all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", "work"]
+
+#: of one multiprocessor of an H200, a clock: bytes of its share of memory, bytes of shared memory, exponentials, FLOPs
+RATES = {"memory": 16, "shared": 128, "exponentials": 16, "products": 4096}
+JOBS = ("load", "transform", "multiply", "store")
+WAYS = ("one program, in turn", "two programs, in turn", "three jobs, two stages", "three jobs, one stage")
+CHUNKS = 5
+
+
+def work(C: int = 64, K: int = 128, V: int = 128, programs: int = 1) -> dict[str, int]:
+    """Clocks that each job needs for a chunk in 16 bits, where `programs` share the columns of the state.
+
+    Programs that share q, k and g get them from memory once, so each is charged its share of the bytes.
+    """
+    columns = V // programs
+    sums = 2 * C * K * (C + 16)  # of the gates, as products
+    products = 2 * C * (C * (K + columns) + 2 * K * columns)
+    copies = 2 * (K * columns + C * C + C * columns)  # S, P and o through shared memory
+    return {
+        "load": 2 * C * (3 * K + V) // RATES["memory"] // programs,
+        "transform": sums // RATES["products"]
+        + 2 * C * K // RATES["exponentials"]
+        + 4 * 2 * C * K // RATES["shared"],  # q and k, in and out
+        "multiply": products // RATES["products"] + copies // RATES["shared"],
+        "store": 2 * C * columns // RATES["memory"],
+    }
+
+
+class Task(NamedTuple):
+    """A job of one chunk: from when to when, in clocks, and in which program (from 0)."""
+
+    job: str
+    chunk: int
+    program: int
+    start: int
+    stop: int
+
+
+def schedule(way: str, n: int = CHUNKS) -> list[Task]:
+    """All tasks of `n` chunks. Loads and stores share the memory, and every job does one task at a time."""
+    programs = 2 if way == WAYS[1] else 1
+    clocks = work(programs=programs)
+    if way in WAYS[:2]:  # all jobs of a chunk, then those of the next
+        lines = [[(job, i, p) for i in range(n) for job in JOBS] for p in range(programs)]
+    else:
+        lines = [[(job, i, 0) for i in range(n)] for job in JOBS]
+    stages = 1 if way == WAYS[3] else 2
+    rows, stops, tasks = {}, {}, []
+
+    def earliest(line):
+        """When the first task of a line can begin: never before those it waits for."""
+        (job, i, p), now = line[0], rows.get(_row(line[0][0]), 0)
+        needs = [(JOBS[JOBS.index(job) - 1], i, p)] if job != "load" else []
+        if len(lines) == len(JOBS):  # a stage must be free, and so must the tile of o
+            needs += [("multiply", i - stages, p)] if job == "load" else []
+            needs += [("store", i - 1, p)] if job == "multiply" else []
+        elif job == "load":
+            needs += [("store", i - 1, p)]
+        needs = [need for need in needs if need[1] >= 0]
+        return max([now, *(stops[need] for need in needs)]) if all(need in stops for need in needs) else None
+
+    while any(lines):
+        ready = [(start, line[0][1], line) for line in lines if line and (start := earliest(line)) is not None]
+        start, _, line = min(ready, key=lambda x: x[:2])
+        job, i, p = line.pop(0)
+        stops[job, i, p] = rows[_row(job)] = start + clocks[job]
+        tasks.append(Task(job, i, p, start, stops[job, i, p]))
+    return tasks
+
+
+def _row(job: str) -> str:
+    return "memory" if job in ("load", "store") else job
+
+
+def period(way: str) -> int:
+    """Clocks from one chunk to the next, once all is under way."""
+    done = {t.chunk: t.stop for t in schedule(way, 24) if t.job == "multiply" and t.program == 0}
+    return (done[20] - done[10]) // 10
+
+
+LEFT, TOP, ROW, TALL, UNIT = 4, 26, 52, 26, 390 / 46000
+ROWS = {"memory": "memory: loads and stores", "transform": "scaling q and k", "multiply": "products"}
+KINDS = {"load": "pale-blue", "store": "sky", "transform": "orange", "multiply": "pink"}
+SAYS = {"load": "its tiles come in", "transform": "q and k are scaled", "multiply": "products", "store": "o goes out"}
+MOMENT = 1000  # clocks between two pictures
+
+
+def _bars(tasks: list[Task]) -> str:
+    pieces = []
+    for job, chunk, program, start, stop in tasks:
+        x, y, width = LEFT + UNIT * start, TOP + ROW * list(ROWS).index(_row(job)), UNIT * (stop - start)
+        of = f" of program {program + 1}" if max(t.program for t in tasks) else ""
+        words = f"Chunk {chunk + 1}{of}, {SAYS[job]}: clocks {start:,} to {stop:,}."
+        bar = [rect(x, y, width, TALL, f"{KINDS[job]} edge")]
+        if width > 12:
+            bar.append(text(x + width / 2, y + TALL / 2, chunk + 1, "on"))
+        pieces.append(part(words, *bar))
+    return "".join(pieces)
+
+
+def _frames(way: str) -> list[Frame]:
+    """A frame for each moment, until all is done."""
+    tasks = schedule(way)
+    end, bars = max(t.stop for t in tasks), _bars(tasks)
+    ground = [text(LEFT, TOP + ROW * n - 10, words, "start") for n, words in enumerate(ROWS.values())]
+    ground += [rect(LEFT, TOP + ROW * n, UNIT * end, TALL, "pale-grey") for n in range(len(ROWS))]
+    return [_frame(way, tasks, t, end, "".join(ground), bars) for t in range(0, end + MOMENT, MOMENT)]
+
+
+def _frame(way: str, tasks: list[Task], t: int, end: int, ground: str, bars: str) -> Frame:
+    """What is done at clock t in full colours, what is to come pale."""
+    x, name, bottom = LEFT + UNIT * min(t, end), f"jobs-{WAYS.index(way)}-{t}", TOP + ROW * (len(ROWS) - 1) + TALL
+    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{bottom}"/></clipPath>'
+    now = path([(x, TOP - 4), (x, bottom + 4)], "line-vermilion")
+    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    if t >= end:
+        used = sum(task.stop - task.start for task in tasks if _row(task.job) == "memory") / end
+        words = f"{way}: {CHUNKS} chunks after {end:,} clocks, memory at work {used:.0%} of them. "
+        return Frame(pieces, words + f"In the long run a chunk every {period(way):,} clocks.")
+    busy = sum(task.start <= t < task.stop for task in tasks)
+    last = {task.program: 0 for task in tasks} | {
+        task.program: task.chunk + 1 for task in tasks if task.job == "store" and task.stop <= t
+    }
+    words = f"{way}, after {t:,} clocks: {busy} of 3 units at work, {min(last.values())} of {CHUNKS} chunks done."
+    return Frame(pieces, words)
+
+
+def three_jobs() -> Explorable:
+    """A chunk's jobs on one multiprocessor, in turn or side by side."""
+    frames = [_frames(way) for way in WAYS]
+    most = max(map(len, frames))
+    return Explorable(
+        title="Five chunks on one multiprocessor",
+        notice="A model of peak rates. Numbers are chunks. In turn, every unit waits for the other two. With three "
+        "jobs and room for two chunks the memory never pauses, and what the other units do is hidden behind it.",
+        alt="Three rows over time, for memory, scaling and products, with numbered bars for the chunks that each is at "
+        "work on; what lies right of the line of the present is pale.",
+        controls=(Choice("Way", WAYS), Slider("Clocks", [f"{MOMENT * n:,}" for n in range(most)])),
+        frames=frames,
+        height=TOP + ROW * len(ROWS) - 18,
+        start=(2, 20),
+        legend=(
+            Key("pale-blue edge", "loads q, k, v, g"),
+            Key("sky edge", "stores o"),
+            Key("orange edge", "scales q and k"),
+            Key("pink edge", "multiplies"),
+            Key("pale-grey", "nothing to do"),
+            Key("line-vermilion", "now", "line"),
+        ),
+        question=Question(
+            "Three groups of warps work at once, with room for two chunks. What decides how long a chunk takes?",
+            "the longest job",
+            {
+                "all jobs together": "That holds for one program in turn. Here three chunks are under way at once.",
+                "the longest job": "The others are done before it is. Here it is the memory, which never pauses.",
+                "the products": "They take less time than the loads, and hide behind them.",
+            },
+            seen=(2, len(frames[2]) - 1),
+            before=(0, 0),
+        ),
+    )
