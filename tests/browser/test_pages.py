@@ -1,5 +1,6 @@
 """Every page of the built book in a headless Chromium, with the network refused (make test-browser)."""
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -182,6 +183,8 @@ def test_page(chromium, visit, record, page):
 @pytest.mark.parametrize("page", PAGES + API)
 def test_page_is_soon_readable(chromium, record, page):
     """Within 1.5 s from the disk, and 2.5 s on a processor four times slower; no other test may run beside it."""
+    if os.getloadavg()[0] > 2 * os.cpu_count():
+        pytest.skip("other work fills this machine: the seconds would not be the page's")
     seconds = seconds_to_read(chromium, page, 1, 1.5, tries=5)
     throttled = seconds_to_read(chromium, page, 4, 2.5, tries=5)
     record[page] = {"seconds": round(seconds, 3), "seconds_throttled": round(throttled, 3)}
