@@ -12,9 +12,18 @@ addEventListener("load", async () => {
     await new Promise(next => (window.requestIdleCallback ?? setTimeout)(next));
     section.classList.add("arrived");
   }
+  arrive();
+});
+// Nor does whoever follows a link within the page wait: its place is known only once all is laid out.
+addEventListener("hashchange", () => {
+  if (!root.classList.contains("arriving")) return;
+  arrive();
+  document.getElementById(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
+});
+function arrive() {
   root.classList.remove("arriving");
   widen();
-});
+}
 
 // What scrolls sideways can be reached and scrolled from the keyboard (the theme does so for code).
 const reach = new ResizeObserver(boxes => {
