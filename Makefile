@@ -33,7 +33,8 @@ test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 u
 
 test-browser: book ## open every page in a headless Chromium, network refused; then print the book
 	$(PYTHON) tools/install_chromium.py
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/browser -m browser -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/browser -m "browser and not alone" -n 2 --dist worksteal
+	$(PYTHON) -m pytest tests/browser -m "browser and alone"
 
 pdf: book ## print the whole book: _build/gated-linear-attention.pdf
 	$(PYTHON) tools/install_chromium.py

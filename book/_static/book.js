@@ -1,3 +1,30 @@
+// The colours are chosen before anything is drawn: the theme does so last of all, and then all is styled again.
+const root = document.documentElement;
+if (root.dataset.mode === "auto") root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+
+// A page can be read before all of it is laid out: while it arrives the sections below the first screen wait (book.css),
+// and then take their turn. A page that is entered further down is laid out at once.
+const WAITING = ".arriving .bd-article > section > section:nth-of-type(n + 2):not(.arrived)";
+const enters = !location.hash && performance.getEntriesByType("navigation")[0]?.type === "navigate";
+root.classList.toggle("arriving", enters);
+addEventListener("load", async () => {
+  for (const section of document.querySelectorAll(WAITING)) {
+    await new Promise(next => (window.requestIdleCallback ?? setTimeout)(next));
+    section.classList.add("arrived");
+  }
+  arrive();
+});
+// Nor does whoever follows a link within the page wait: its place is known only once all is laid out.
+addEventListener("hashchange", () => {
+  if (!root.classList.contains("arriving")) return;
+  arrive();
+  document.getElementById(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
+});
+function arrive() {
+  root.classList.remove("arriving");
+  widen();
+}
+
 // What scrolls sideways can be reached and scrolled from the keyboard (the theme does so for code).
 const reach = new ResizeObserver(boxes => {
   for (const { target } of boxes) {
@@ -26,7 +53,8 @@ function widen() {
   const article = document.querySelector(".bd-article"), content = document.querySelector(".bd-content");
   if (!article) return;
   const room = content.getBoundingClientRect().right - article.getBoundingClientRect().right - 16;
-  const boxes = [...article.querySelectorAll("div.highlight > pre, table.table")].map(box => {
+  const wide = [...article.querySelectorAll("div.highlight > pre, table.table")].filter(box => !box.closest(WAITING));
+  const boxes = wide.map(box => {
     const outer = box.closest("div.cell_input") ?? box.closest("div.highlight") ?? box;
     return [box, outer, box.scrollWidth - box.clientWidth + parseFloat(outer.style.getPropertyValue("--wider") || 0)];
   });

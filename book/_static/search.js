@@ -72,7 +72,13 @@
   function excerpt(text, words, size = 200) {
     const first = Math.max(0, text.search(words));
     let from = Math.max(0, first - 70);
-    if (from) from = text.indexOf(" ", from) + 1;
+    if (from) {
+      // at a word before another word, not in the middle of a formula
+      const begins = /(?<=[\s(])\p{L}{2,}[,;:.]? \p{L}{2,}(?![\p{L}\p{N}(^_])/gu;
+      begins.lastIndex = from;
+      const begun = begins.exec(text)?.index ?? first;
+      from = begun <= first ? begun : text.lastIndexOf(" ", first) + 1;
+    }
     let to = Math.min(text.length, from + size);
     if (to < text.length) to = text.lastIndexOf(" ", to);
     const shown = text.slice(from, to), box = element("p", { className: "context" }, from ? "… " : "");

@@ -21,6 +21,8 @@ READABLE = """() => {
   const [paint] = performance.getEntriesByName("first-contentful-paint");
   return paint && page.domContentLoadedEventEnd && Math.max(page.domContentLoadedEventEnd, paint.startTime) / 1000
 }"""
+#: the sections below the first screen are laid out too
+ARRIVED = "() => !document.querySelector('.arriving')"
 EXPLORABLES = """() => [...document.querySelectorAll("figure.explorable")]
   .reduce((sum, e) => sum + new Blob([e.parentElement.innerHTML]).size, 0)"""
 #: axe takes minutes for ten thousand elements that are alike: of each kind of coloured word in each block
@@ -161,27 +163,32 @@ def pictures(tab) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES + API)
 def test_page(chromium, visit, record, page):
-    """No error, no request beyond the site, formulas rendered, all inside the window, quick; axe finds nothing."""
+    """No error, no request beyond the site, formulas rendered, all inside the window; axe finds nothing."""
     tab = visit.tab
     tab.goto(url(page))
-    seconds = readable(tab)
+    readable(tab)
+    tab.wait_for_function(ARRIVED)
     tab.wait_for_timeout(100)  # scripts that start after loading
     bytes_ = sum(file.stat().st_size for file in visit.files)
     weight = {"bytes": bytes_, "explorables": tab.evaluate(EXPLORABLES)}
     found = pictures(tab) if re.search(r"/(\d\d_|index)", page) else []
     found += [problem for theme in THEMES for width in WIDTHS for problem in look(tab, theme, width)]
     found += listen(tab) + visit.problems
-    # beside other tests or other work the time is not the page's: it is judged where tests run one at a time (-n 0)
-    busy = "PYTEST_XDIST_WORKER" in os.environ or os.getloadavg()[0] > 2 * os.cpu_count()
-    tries = 1 if busy else 5
-    if seconds > 1.5:
-        seconds = min(seconds, seconds_to_read(chromium, page, 1, 1.5, tries=tries))
-    throttled = seconds_to_read(chromium, page, 4, 2.5, tries=tries)
-    times = {"seconds": round(seconds, 3), "seconds_throttled": round(throttled, 3), "busy_machine": busy}
-    record[page] = weight | times
+    record[page] = weight
     assert not found, "\n".join(found)
     assert bytes_ <= 2e6
-    assert (seconds <= 1.5 and throttled <= 2.5) or busy
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("page", PAGES + API)
+def test_page_is_soon_readable(chromium, record, page):
+    """Within 1.5 s from the disk, and 2.5 s on a processor four times slower; no other test may run beside it."""
+    if os.getloadavg()[0] > 2 * os.cpu_count():
+        pytest.skip("other work fills this machine: the seconds would not be the page's")
+    seconds = seconds_to_read(chromium, page, 1, 1.5, tries=5)
+    throttled = seconds_to_read(chromium, page, 4, 2.5, tries=5)
+    record[page] = {"seconds": round(seconds, 3), "seconds_throttled": round(throttled, 3)}
+    assert seconds <= 1.5 and throttled <= 2.5
 
 
 @pytest.mark.parametrize("page", ["book/index", "book/11_chunkwise_gla", "book/benchmarks"])

@@ -97,6 +97,7 @@ def test_search_finds_the_right_page_first(search, query):
     assert ASKED[query] in first.locator("a").first.get_attribute("href")
     excerpt = first.locator(".context").first.inner_text()
     assert excerpt and not re.search(r"Show code|Hide|Copy|\\[a-z]|#$", excerpt), excerpt
+    assert re.match(r"… \w{2}|[^…]", excerpt), f"begins inside a formula: {excerpt}"
     kinds = search.tab.locator("#search-results .search-kind").all_inner_texts()
     assert kinds == sorted(kinds, key=lambda kind: kind == "API"), "the API comes last"
 
