@@ -243,6 +243,13 @@ class Delta(Gla):
         """What passes through memory between kernels: bfloat16 does, float16 would be too small."""
         return x.bfloat16().float() if self.dtype == torch.bfloat16 else x
 
+    def power(self, x):
+        """e^x as a GPU has it by exp2: up to 1.2 * 2^-23 of it too small (benchmarks/LAB.md, Gated 9); e^0 is 1.
+
+        Its error is alike for like arguments, so that it adds up from chunk to chunk.
+        """
+        return torch.where(x == 0, 1.0, (1 - 1.2 * 2**-23) * x.exp()).float()
+
     def run(self, q, k, v, g, beta, S, do, dS, *, scale):
         """o, final state, and the gradients of q, k, v, g, the initial state, (g_v) and beta."""
         B, T, HV, _ = v.shape
@@ -251,8 +258,8 @@ class Delta(Gla):
         many = (*(x.repeat_interleave(G, 2) for x in (q, k)), v, beta[..., None], do)
         q, k, v, beta, do = (chunks(x, self.C) for x in many)
         g = chunks(g[..., None], self.C).double()
-        since, until = (f(g).exp().float() for f in (gates.decay_from_start, gates.decay_to_end))
-        E, through = gates.segment_sum(g)[..., 0].exp().float(), since[..., -1:, :]
+        since, until = (self.power(f(g)) for f in (gates.decay_from_start, gates.decay_to_end))
+        E, through = self.power(gates.segment_sum(g)[..., 0]), since[..., -1:, :]
 
         A = mm(k, k.mT) * E
         P, Y = self.keep(mm(q, k.mT) * E), self.keep(triangular.blocked((beta * A).tril(-1)))
