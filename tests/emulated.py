@@ -234,21 +234,18 @@ def simple_gla(q, k, v, g, g_v, S, do, dS, scale, dtype):
 
 
 class Delta(Gla):
-    """kernels/delta.py for one sequence, or a batch of them: value heads [B, T, HV, ...], g None without gates."""
+    """kernels/delta.py for one sequence, or a batch of them: value heads [B, T, HV, ...], g None without gates.
 
-    def __init__(self, dtype, C):
+    Where `length` is given, in segments of so many chunks.
+    """
+
+    def __init__(self, dtype, C, length=None):
         super().__init__(dtype, None, C)
+        self.length = length
 
     def keep(self, x):
         """What passes through memory between kernels: bfloat16 does, float16 would be too small."""
         return x.bfloat16().float() if self.dtype == torch.bfloat16 else x
-
-    def power(self, x):
-        """e^x as a GPU has it by exp2: up to 1.2 * 2^-23 of it too small (benchmarks/LAB.md, Gated 9); e^0 is 1.
-
-        Its error is alike for like arguments, so that it adds up from chunk to chunk.
-        """
-        return torch.where(x == 0, 1.0, (1 - 1.2 * 2**-23) * x.exp()).float()
 
     def run(self, q, k, v, g, beta, S, do, dS, *, scale):
         """o, final state, and the gradients of q, k, v, g, the initial state, (g_v) and beta."""
@@ -258,31 +255,37 @@ class Delta(Gla):
         many = (*(x.repeat_interleave(G, 2) for x in (q, k)), v, beta[..., None], do)
         q, k, v, beta, do = (chunks(x, self.C) for x in many)
         g = chunks(g[..., None], self.C).double()
-        since, until = (self.power(f(g)) for f in (gates.decay_from_start, gates.decay_to_end))
-        E, through = self.power(gates.segment_sum(g)[..., 0]), since[..., -1:, :]
+        since, until = (f(g).exp().float() for f in (gates.decay_from_start, gates.decay_to_end))
+        E, through = gates.segment_sum(g)[..., 0].exp().float(), since[..., -1:, :]
 
         A = mm(k, k.mT) * E
         P, Y = self.keep(mm(q, k.mT) * E), self.keep(triangular.blocked((beta * A).tril(-1)))
         n = range(q.shape[2])
-        o, writes, states = [], [], []
-        for q_n, k_n, v_n, b_n, P_n, Y_n, since_n, until_n, through_n in zip(
-            *(x.unbind(2) for x in (q, k, v, beta, P, Y, since, until, through)), strict=True
-        ):
-            states.append(self.keep(S))
-            w = mm(Y_n, b_n * (v_n - since_n * mm(k_n, S)))
-            o.append(since_n * mm(q_n, S) + mm(P_n, w))
-            writes.append(self.keep(w))
-            S = mm(k_n.mT, until_n * w, through_n * S)
+        o, writes, states, rs, dstates = ([None for _ in n] for _ in range(5))
+
+        def walk(S, v, n):
+            for i in n:
+                states[i] = self.keep(S)
+                w = mm(Y[:, :, i], beta[:, :, i] * (v[:, :, i] - since[:, :, i] * mm(k[:, :, i], S)))
+                o[i] = since[:, :, i] * mm(q[:, :, i], S) + mm(P[:, :, i], w)
+                writes[i] = self.keep(w)
+                S = mm(k[:, :, i].mT, until[:, :, i] * w, through[:, :, i] * S)
+            return S
+
+        def walk_back(R, do, n):
+            for i in reversed(n):
+                r = mm(Y[:, :, i].mT, until[:, :, i] * mm(k[:, :, i], R) + mm(P[:, :, i].mT, do[:, :, i]))
+                dstates[i], rs[i] = self.keep(R), self.keep(r)
+                R = mm((since[:, :, i] * q[:, :, i]).mT, do[:, :, i], through[:, :, i] * R)
+                R = mm(k[:, :, i].mT, -since[:, :, i] * beta[:, :, i] * r, R)
+            return R
+
+        S = self.in_segments(walk, S, v, n)
         if scale == 0:  # then the kernels put zeros for do
             do, of = torch.zeros_like(do), 1.0
         else:
             of = scale
-        R, rs, dstates = dS / of, [None for _ in n], [None for _ in n]
-        for i in reversed(n):
-            r = mm(Y[:, :, i].mT, until[:, :, i] * mm(k[:, :, i], R) + mm(P[:, :, i].mT, do[:, :, i]))
-            dstates[i], rs[i] = self.keep(R), self.keep(r)
-            R = mm((since[:, :, i] * q[:, :, i]).mT, do[:, :, i], through[:, :, i] * R)
-            R = mm(k[:, :, i].mT, -since[:, :, i] * beta[:, :, i] * r, R)
+        R = self.in_segments(walk_back, dS / of, do, n, backwards=True)
         w, r, S_n, R_n = (torch.stack(x, 2) for x in (writes, rs, states, dstates))
 
         F, W = (mm(do, w.mT) * E).tril(), -(mm(r, w.mT) * E).tril(-1)
@@ -308,6 +311,21 @@ class Delta(Gla):
         o, dq, dk, dv, dg, dbeta = torch.stack(o, 2) * scale, of * dq, of * dk, of * beta * r, of * dg, of * dbeta
         dg = whole(dg)[..., 0] if gated else None
         return whole(o), S, of_key_heads(dq), of_key_heads(dk), whole(dv), dg, R * of, None, whole(dbeta)[..., 0]
+
+    def in_segments(self, walk, S, x, n, backwards=False):
+        """The state after chunks n of values x: of each segment what it adds, and its map of the state, come first."""
+        if self.length is None:
+            return walk(S, x, n)
+        parts, one = [n[i : i + self.length] for i in n[:: self.length]], torch.eye(S.shape[-2], device=S.device)
+        starts = []
+        for part in reversed(parts) if backwards else parts:
+            starts.append((S, part))
+            added, map_of_S = walk(torch.zeros_like(S), x, part), walk(one, x[..., :1] * torch.zeros_like(one[0]), part)
+            # the kernel's products here are of float32 tiles, whatever the tokens are
+            S = product(added, map_of_S, S, torch.float32)
+        for start, part in starts:
+            walk(start, x, part)
+        return S
 
 
 def delta_steps(q, k, v, g, beta, S, *_, scale):

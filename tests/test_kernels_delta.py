@@ -41,12 +41,12 @@ def exact(q, k, v, g, beta, S, do, dS, scale):
 
 def problem(
     mechanism, B, T, H, K, V, *, groups=2, kind=MILD, correlation=0.0, strength=None, dtype=F32, gates=None,
-    ends=None, scale=None, C=None, S=1.0, run=None, seed=0,
+    ends=None, scale=None, C=None, S=1.0, run=None, path=None, seed=0,
 ):  # fmt: skip
     """(inputs as given, {quantity: (exact, budget)}); `groups` value heads, 1 or 2, read one key head.
 
     S multiplies the initial state; C are the tokens of a chunk, as planned unless given; `run` is the emulated one,
-    that of chunks unless given.
+    that of chunks, by the same path, unless given.
     """
     (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H, K, V, kind=kind, seed=seed)
     v, g, beta = (x[:, :, : H * groups] for x in (v, g, beta))
@@ -62,14 +62,17 @@ def problem(
     scale = K**-0.5 if scale is None else scale
     if C is None:
         rows = [x[n].to(given[n]).to(HERE) for n in MECHANISMS[mechanism].required]
-        C = plan(mechanism, *rows).launches[0].given("C")
+        cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
+        launches = plan(mechanism, *rows, cu_seqlens=cu, path=path).launches
+        C, L = launches[0].given("C"), launches[-1].given("L")
+        run = run or emulated.Delta(dtype, C, L // C if L <= T else None).run
     run = run or emulated.Delta(dtype, C).run
     return budgets(x, given, lambda *a: exact(*a, scale), lambda *a: run(*a, scale=scale), rng, ends)
 
 
 def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
     """Forward and all gradients within their budgets."""
-    x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, **kw)
+    x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, path=path, **kw)
     compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale), judged)
 
 
