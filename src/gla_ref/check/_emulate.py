@@ -46,7 +46,7 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
             out, x, y = (z.permute(-2, -1, *range(x.ndim - 2)).contiguous() for z in (out, x, y))
             for a, b in zip(x.unbind(1), y.unbind(0), strict=True):
                 out.addcmul_(a[:, None], b)
-            return out.permute(*range(2, out.ndim), 0, 1).contiguous()
+            return out.permute(*range(2, out.ndim), 0, 1)
         if out.shape[-1] < out.shape[-2]:  # a sum's elements lie along the longer axis, which is faster
             out = out.mT.contiguous().mT
         for a, b in zip(x.mT.contiguous().mT.split(1, -1), y.split(1, -2), strict=True):
