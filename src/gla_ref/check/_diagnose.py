@@ -95,7 +95,12 @@ def differs(p: Problem, name: str, x: Tensor) -> bool:
 
 
 def nearer(p: Problem, name: str, x: Tensor, wrong: Tensor) -> bool:
-    """Whether a wrong quantity is clearly nearer to the mistake's than to the right one."""
+    """Whether a wrong quantity is clearly nearer to the mistake's than to the right one.
+
+    What is not finite in both is what the mistake makes of it, and nothing that is right.
+    """
+    if not (torch.isfinite(x) | torch.isfinite(wrong)).all():
+        return True
     seen = torch.isfinite(x) & torch.isfinite(wrong)
     x, wrong = (torch.where(seen, y.double(), p.exact[name]) for y in (x, wrong))
     (found, _), (error, allowed) = p.judge(name, x, wrong), p.judge(name, x)
