@@ -237,10 +237,12 @@ def work_out(
     x = [copies(y, runs, kind, form, dtypes) for y in given]
     x = {name: torch.cat([y[name] for y in x], kind.head_axis(name)).to(device) for name in dtypes}
     exact = evaluate(kind.oracle, kind, x, case)
-    ways = [partial(kind.emulate, dtype=dtype, run=i) for i in range(len(kind.emulated))]
-    ways += kind.also if dtype == torch.float32 and case.T <= SHORT else ()
-    single = {name: y.float() for name, y in x.items()}
-    emulated = [evaluate(way, kind, single, case) for way in ways]
+    single, short = dtype == torch.float32, case.T <= SHORT
+    runs_made = len(kind.emulated) + (len(kind.beyond) if single and not short else 0)
+    ways = [partial(kind.emulate, dtype=dtype, run=i) for i in range(runs_made)]
+    ways += kind.also if single and short else ()
+    rounded = {name: y.float() for name, y in x.items()}
+    emulated = [evaluate(way, kind, rounded, case) for way in ways]
 
     budgets = {}
     for name, y in exact.items():
