@@ -4,7 +4,8 @@ import pytest
 import wrong_kernels
 from cases import thin
 
-from gla_ref import check
+from gla_ref import check, linear_attention
+from gla_ref.check.mistakes._core import backward
 
 MADE = "; dg is made of dq and dk"
 NAMES = {  # of each kernel, what the report says it behaves like; nothing, where no named mistake is what it does
@@ -71,6 +72,19 @@ def test_a_few_cases_are_enough(name):
     mechanism, fn = wrong_kernels.KERNELS[name]
     report = check.kernel(mechanism, fn, only=QUICK[name])
     assert report.failures and NAMES[name] in [match["mistake"] for match in report.diagnosis], str(report)
+
+
+def test_an_error_of_two_budgets_is_given_no_name():
+    def nudge(d):
+        d = d.clone()
+        d[0, 5, 0, 0] += 8e-6 * d.square().mean().sqrt()
+        return d
+
+    def nudged(q, k, v, **named):
+        return linear_attention.chunkwise(q, backward(k, nudge), v, **named)
+
+    report = check.kernel("linear_attention", nudged, only="length 65")
+    assert [row.quantity for row in report.failures] == ["dk"] and not report.diagnosis, str(report)
 
 
 @pytest.mark.deep

@@ -63,6 +63,8 @@ def explained(mechanism: str, name: str, seen: list[tuple[Problem, dict]], insid
     scales = [p.case.K**-0.5 if p.case.scale is None else p.case.scale for p, _ in given]
     given = [(p, x, s) for (p, x), s in zip(given, scales, strict=True) if s]
 
+    if all(fits(p, name, x, p.exact[name]) for p, x, _ in given):  # too near to what is right to be anything else
+        return ""
     for how, factor in FACTORS.items():
         if how != "right" and all(fits(p, name, x, factor(s, p.case.K) * p.exact[name]) for p, x, s in given):
             return said(name, how, how)
