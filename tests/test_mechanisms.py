@@ -7,7 +7,7 @@ from cases import thin
 from gla_ref import check
 from gla_ref._contract import form
 from gla_ref.check import MECHANISMS, Case
-from gla_ref.check._budgets import evaluate, problem
+from gla_ref.check._budgets import evaluate, problems
 from gla_ref.check._cases import inputs
 from gla_ref.check._emulate import products_in
 from gla_ref.check._mechanisms import Kind
@@ -121,7 +121,7 @@ def test_its_cases_are_made_of_axes_and_roles():
     }
     assert 0 <= x["beta"].min() < 1 < x["beta"].max() <= 2 and (x["g"] <= 0).all()
     torch.testing.assert_close(x["k"].norm(dim=-1), torch.ones(1, 9, 2).double(), rtol=4e-3, atol=0)
-    held = problem(NAME, case, torch.bfloat16, 0).dtypes
+    held = problems(NAME, [case], torch.bfloat16, 0)[0].dtypes
     low = {name for name, dtype in held.items() if dtype == torch.bfloat16}
     assert low == {"o", "dq", "dk", "dv", "dg"} and held["dbeta"] == held["dS0"] == torch.float32
     made = {name for c in check.cases(NAME) for name in (c.groups, c.strength)}

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from ..rounding import budget, unit
-from ._cases import C, Case, held, inputs, representable
+from ._cases import MILD, C, Case, held, inputs, representable
 from ._mechanisms import MECHANISMS, SHORT, Kind
 
 FEW = 1000  # keys that a CPU attends to as fast as a GPU
+KEPT = 400  # problems
+WORKED_OUT: dict[tuple, Problem] = {}
 
 
 def evaluate(
@@ -102,7 +104,7 @@ def errors(made: Tensor, exact: Tensor, n: int, axis: int) -> Tensor:
     return found.nan_to_num(math.inf, math.inf)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """A case with its inputs, the exact quantities and, for each octave, the unit of errors and the error allowed."""
 
@@ -158,38 +160,67 @@ def copies(x: dict, n: int, kind: Kind, form: str, dtypes: dict) -> dict:
     return made
 
 
-@lru_cache(maxsize=400)
-def problem(mechanism: str, case: Case, dtype: torch.dtype, seed: int, *where: str) -> Problem:
-    """A case worked out; cases that differ in how a kernel is called share the numbers."""
-    plain = replace(
-        case,
-        name="",
-        strides=case.strides if case.strides == "expanded" else "contiguous",
-        frozen=False,
-        pull=1.0,
-        index="int32",
-        telling=False,
-    )
-    return replace(worked_out(mechanism, plain, dtype, seed, *where), case=case)
+def problems(
+    mechanism: str, cases: Sequence[Case], dtype: torch.dtype, seed: int, form: str = "log", device: str = "cpu"
+) -> list[Problem]:
+    """Cases worked out, from a seed: those of the same sizes side by side, which is faster.
+
+    Cases that differ in how a kernel is called share the numbers.
+    """
+    keys = [(mechanism, plain(case), dtype, seed, form, device) for case in cases]
+    found = {key: WORKED_OUT[key] for key in keys if key in WORKED_OUT}
+    groups: dict[Case, list[tuple]] = {}
+    for key in dict.fromkeys(keys):
+        if key not in found:
+            groups.setdefault(shape(key[1]), []).append(key)
+    for group in groups.values():
+        found |= zip(group, worked_out(mechanism, [key[1] for key in group], dtype, seed, form, device), strict=True)
+    WORKED_OUT.update(found)
+    while len(WORKED_OUT) > KEPT:  # the oldest first
+        WORKED_OUT.pop(next(iter(WORKED_OUT)), None)
+    return [as_asked(found[key], case) for key, case in zip(keys, cases, strict=True)]
 
 
-@lru_cache(maxsize=400)
+@lru_cache(maxsize=KEPT)
+def as_asked(worked: Problem, case: Case) -> Problem:
+    """A problem under the case's own name and way of calling; the same one for the same case."""
+    return replace(worked, case=case)
+
+
+def plain(case: Case) -> Case:
+    """A case without what does not change its numbers."""
+    strides = case.strides if case.strides == "expanded" else "contiguous"
+    return replace(case, name="", strides=strides, frozen=False, pull=1.0, index="int32", telling=False)
+
+
+def shape(case: Case) -> Case:
+    """What cases have in common that can be worked out side by side: all but the values of what is given."""
+    values = {"gate": MILD, "floor": None, "strength": 1.0, "size": 1.0, "loud": None, "zeros": False}
+    return replace(plain(case), strides="contiguous", **values)
+
+
 def worked_out(
-    mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str = "log", device: str = "cpu"
-) -> Problem:
-    """A case's problem, from a seed.
+    mechanism: str, cases: Sequence[Case], dtype: torch.dtype, seed: int, form: str, device: str
+) -> list[Problem]:
+    """Problems of one :func:`shape`.
 
     Everything lies on the CPU, wherever the kernel runs, and is made there of many small operations, which a GPU
     would be late with; but attention over thousands of keys is few and large ones, and made on the `device`.
     """
-    kind = MECHANISMS[mechanism]
-    given = inputs(mechanism, case, dtype, seed, form)
-    device = device if kind.cache and case.T > FEW else "cpu"
-    exact, allowed = work_out(kind, case, dtype, [given], form, device)
-    exact = {n: y.cpu().contiguous() for n, y in exact.items()}
-    dtypes = {n: held(kind, n, case, dtype) for n in exact}
-    units = {n: [unit(y[s]) for s in parts(kind, n, y)] for n, y in exact.items()}
-    return Problem(kind, case, given, exact, dtypes, units, {n: x[:, 0].tolist() for n, x in allowed.items()})
+    kind, like = MECHANISMS[mechanism], cases[0]
+    given = [inputs(mechanism, case, dtype, seed, form) for case in cases]
+    device = device if kind.cache and like.T > FEW else "cpu"
+    exact, allowed = work_out(kind, like, dtype, given, form, device)
+    dtypes = {n: held(kind, n, like, dtype) for n in exact}
+    made = []
+    for i, (case, x) in enumerate(zip(cases, given, strict=True)):
+        own = {}
+        for n, y in exact.items():
+            axis = kind.head_axis(n)
+            own[n] = y.unflatten(axis, (len(cases), -1)).select(axis, i).cpu().contiguous()
+        units = {n: [unit(y[s]) for s in parts(kind, n, y)] for n, y in own.items()}
+        made.append(Problem(kind, case, x, own, dtypes, units, {n: y[:, i].tolist() for n, y in allowed.items()}))
+    return made
 
 
 def work_out(
@@ -206,10 +237,12 @@ def work_out(
     x = [copies(y, runs, kind, form, dtypes) for y in given]
     x = {name: torch.cat([y[name] for y in x], kind.head_axis(name)).to(device) for name in dtypes}
     exact = evaluate(kind.oracle, kind, x, case)
-    ways = [partial(kind.emulate, dtype=dtype, run=i) for i in range(len(kind.emulated))]
-    ways += kind.also if dtype == torch.float32 and case.T <= SHORT else ()
-    single = {name: y.float() for name, y in x.items()}
-    emulated = [evaluate(way, kind, single, case) for way in ways]
+    single, short = dtype == torch.float32, case.T <= SHORT
+    runs_made = len(kind.emulated) + (len(kind.beyond) if single and not short else 0)
+    ways = [partial(kind.emulate, dtype=dtype, run=i) for i in range(runs_made)]
+    ways += kind.also if single and short else ()
+    rounded = {name: y.float() for name, y in x.items()}
+    emulated = [evaluate(way, kind, rounded, case) for way in ways]
 
     budgets = {}
     for name, y in exact.items():

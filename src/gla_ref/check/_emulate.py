@@ -46,7 +46,7 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
             out, x, y = (z.permute(-2, -1, *range(x.ndim - 2)).contiguous() for z in (out, x, y))
             for a, b in zip(x.unbind(1), y.unbind(0), strict=True):
                 out.addcmul_(a[:, None], b)
-            return out.permute(*range(2, out.ndim), 0, 1).contiguous()
+            return out.permute(*range(2, out.ndim), 0, 1)
         if out.shape[-1] < out.shape[-2]:  # a sum's elements lie along the longer axis, which is faster
             out = out.mT.contiguous().mT
         for a, b in zip(x.mT.contiguous().mT.split(1, -1), y.split(1, -2), strict=True):
@@ -173,6 +173,59 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False, mo
                 intra.append(o)
     o = rearrange(scale * (inter + torch.cat(intra, -2)), "b h n t d -> b (n t) h d")
     return o[:, :T], states[:, :, -1]
+
+
+class Whole(torch.autograd.Function):
+    """Linear attention as a T x T kernel has it: every number one sum over all tokens.
+
+    Such sums are not carried out, which would take seconds. Their float32 error is drawn: a sum rounds at each of its
+    partial sums, and these are what a token reads of the states so far, or, begun at the other end, of the rest.
+    """
+
+    STEP = 64  # tokens from one partial sum that is looked at to the next
+
+    @staticmethod
+    def sums(a, b, c, S, dtype):
+        """sum_(j <= i) (a_i b_j) c_j + a_i S, and S behind the last token."""
+        T, low = a.shape[1], a.dtype
+        a, b, c = (pad(x.double(), (0, 0, 0, 0, 0, -T % Whole.STEP)) for x in (a, b, c))
+        a, b, c = (rearrange(x, "b (n t) h d -> b h n t d", t=Whole.STEP) for x in (a, b, c))
+        states = torch.cat([S.double()[:, :, None], b.mT @ c], 2).cumsum(2)
+        o, S = a @ states[:, :, :-1] + (a @ b.mT).tril() @ c, states[:, :, -1]
+        if dtype != torch.float64:
+            rng = torch.Generator(o.device).manual_seed(0)
+            rounds = torch.finfo(torch.float32).eps / 2 * (Whole.STEP / 3) ** 0.5
+            up, down = o.square(), o.square()  # in the token's own chunk
+            for n in range(1, o.shape[2]):
+                before = a[:, :, n:] @ states[:, :, n : n + 1]
+                up[:, :, n:] += before.square()
+                down[:, :, n:] += (o[:, :, n:] - before).square()
+            o = o + rounds * torch.maximum(up, down).sqrt() * torch.randn(
+                o.shape, generator=rng, dtype=o.dtype, device=o.device
+            )
+            off = rounds * states.square().sum(2).sqrt()
+            S = S + off * torch.randn(S.shape, generator=rng, dtype=S.dtype, device=S.device)
+        return rearrange(o, "b h n t d -> b (n t) h d")[:, :T].to(low), S.to(low)
+
+    @staticmethod
+    def forward(ctx, q, k, v, S, dtype):
+        ctx.save_for_backward(q, k, v, S)
+        ctx.dtype = dtype
+        return Whole.sums(q, k, v, S, dtype)
+
+    @staticmethod
+    def backward(ctx, do, dS):
+        q, k, v, S = ctx.saved_tensors
+        dq, _ = Whole.sums(do, v, k, S.mT, ctx.dtype)
+        q, k, v, do = (x.flip(1) for x in (q, k, v, do))
+        dk, _ = Whole.sums(v, do, q, dS.mT, ctx.dtype)
+        dv, dS = Whole.sums(k, q, do, dS, ctx.dtype)
+        return dq, dk.flip(1), dv.flip(1), dS, None
+
+
+def one_product(q, k, v, *, state, scale, dtype):
+    """Linear attention with the errors of products over all tokens. Returns o `[B, T, H, V]` and S."""
+    return Whole.apply(scale * q, k, v, state, dtype)
 
 
 def by_token(q, k, v, g=None, *, state, scale, dtype):

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import torch
 
-from ._budgets import Problem, problem
+from ._budgets import Problem, problems, shape
 from ._cases import Case
 from ._claims import Claim
-from ._diagnose import diagnose, stale
+from ._diagnose import diagnose, rescaled, stale
 from ._kernel import SECONDS, Convention, Kernel
 from ._report import Report, Row, judge
 from ._runner import Found, observe
@@ -25,7 +25,9 @@ from ._shrink import INSIDE, imported, reproduction, right_alone, shrink
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
-AHEAD = 2  # problems that are worked out side by side
+PATTERNS = 6  # sets of quantities that are wrong together
+AHEAD = 2  # threads that work out problems
+ABREAST = 16  # problems of one shape at a time
 
 
 @dataclass
@@ -46,11 +48,12 @@ class Examiner:
     seed: int
     claim: Claim = Claim()
 
-    def problem(self, case: Case) -> Problem:
+    def problems(self, cases: list[Case]) -> list[Problem]:
         k = self.kernel
-        return problem(k.mechanism, case, self.dtype, self.seed, k.how.gate, str(k.device))
+        return problems(k.mechanism, cases, self.dtype, self.seed, k.how.gate, str(k.device))
 
-    def pose(self, case: Case) -> Posed:
+    def asked(self, case: Case) -> tuple[list[Row], Case | None]:
+        """The rows of what a function cannot be asked of a case, and the case that is left, if any."""
         rows, takes = [], self.kernel.takes
         if case.state and "initial_state" not in takes:
             rows.append(Row(case.name, "S0", "not covered", message="initial state"))
@@ -58,8 +61,14 @@ class Examiner:
         lacks = case.ends and "cu_seqlens" not in takes and "packed sequences"
         lacks = lacks or (case.scale is not None and "scale" not in takes and "scale")
         if lacks:
-            return Posed([*rows, Row(case.name, "call", "not covered", message=lacks)])
-        return Posed(rows, self.problem(case))
+            return [*rows, Row(case.name, "call", "not covered", message=lacks)], None
+        return rows, case
+
+    def pose(self, cases: list[Case]) -> list[Posed]:
+        """Cases, best of one shape, worked out."""
+        asked = [self.asked(case) for case in cases]
+        made = iter(self.problems([case for _, case in asked if case]))
+        return [Posed(rows, next(made) if case else None) for rows, case in asked]
 
     def run(self, it: Posed) -> Posed:
         """Call the kernel; what it made of the case, and the rows of that."""
@@ -70,7 +79,7 @@ class Examiner:
         stateless = found and all(found[n] is None for n in kind.states.values())
         if stateless and p.case.loss == "both" and found["dq"] is not None:
             # a loss cannot be of what is not returned
-            p = self.problem(replace(p.case, loss="o"))
+            (p,) = self.problems([replace(p.case, loss="o")])
             found, findings = observe(self.kernel, p)
         asked = found
         if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
@@ -88,13 +97,28 @@ class Examiner:
         return self.claim.state or name == "o"
 
     def run_all(self, cases: list[Case], progress: Progress) -> Iterator[Posed]:
-        """The next problems are worked out while a kernel compiles."""
+        """The next problems are worked out while a kernel compiles, those of one shape side by side."""
+        groups: dict[Case, list[Case]] = {}
+        for case in cases:
+            groups.setdefault(shape(self.asked(case)[1] or case), []).append(case)
+        left = iter([group[i : i + ABREAST] for group in groups.values() for i in range(0, len(group), ABREAST)])
+        coming: dict[str, tuple[Future, int]] = {}  # by the case's name
+
+        def submit(n: int) -> None:
+            for group in islice(left, n):
+                posed = pool.submit(self.pose, group)
+                coming.update({case.name: (posed, i) for i, case in enumerate(group)})
+
         with ThreadPoolExecutor(AHEAD) as pool:
-            posed = [pool.submit(self.pose, case) for case in cases[: 2 * AHEAD]]
-            for i, case in enumerate(cases):
-                progress(i, len(cases), case.name)
-                posed += [pool.submit(self.pose, later) for later in cases[i + 2 * AHEAD :][:1]]
-                yield self.run(posed[i].result())
+            submit(2 * AHEAD)
+            for n, case in enumerate(cases):
+                progress(n, len(cases), case.name)
+                while case.name not in coming:
+                    submit(1)
+                posed, i = coming.pop(case.name)
+                if not i:
+                    submit(1)
+                yield self.run(posed.result()[i])
 
     def smallest_failure(self, report: Report) -> str:
         """The smallest case found that fails as the smallest of the report does, as lines to run."""
@@ -107,7 +131,7 @@ class Examiner:
         def fails(case: Case) -> bool:
             if self.claim.fit(case, self.kernel.kind) != case:
                 return False
-            rows = self.run(self.pose(case)).rows
+            rows = self.run(self.pose([case])[0]).rows
             return any(r.status == "failed" and r.quantity == first.quantity for r in rows)
 
         if first.kind != "hangs":  # every attempt would take the time limit
@@ -138,18 +162,27 @@ class Examiner:
     def explain(self, report: Report, seen: list[Posed]) -> list[dict]:
         """The mistakes that what was seen fits.
 
-        The cases that tell most are asked, and two others that are wrong: the first, and of the rest the widest.
+        The cases that tell most are asked, and others that are wrong: the first, of the rest the widest, and the
+        smallest of each set of quantities that are wrong together.
         """
-        wrong = {row.case for row in report.rows if row.where}
+        wrong: dict[str, set[str]] = {}
+        for row in report.rows:
+            if row.where:
+                wrong.setdefault(row.case, set()).add(row.quantity)
         telling, others, passed = [], [], []
         for it in seen:
             case = it.problem.case
             kept = telling if case.telling else others if case.name in wrong else passed
             kept.append((it.problem, it.found))
-        others = others[:1] + sorted(others[1:], key=lambda pair: -pair[0].case.K * pair[0].case.V)[:1]
-        matches = diagnose(self.kernel.mechanism, self.dtype, telling + others, passed)
-        matches = matches or stale(self.kernel.mechanism, [(it.problem, it.found) for it in seen])
-        return [{"mistake": m.name, "line": m.line, "distance": far} for m, far in matches]
+        small, patterns = sorted(others, key=lambda pair: pair[0].exact["o"].numel()), {}
+        for pair in small:
+            patterns.setdefault(frozenset(wrong[pair[0].case.name]), pair)
+        asked = [*others[:1], *sorted(others[1:], key=lambda pair: -pair[0].case.K * pair[0].case.V)[:1]]
+        asked += [pair for pair in [*patterns.values()][:PATTERNS] if not any(pair is x for x in asked)]
+        matches = diagnose(self.kernel.mechanism, self.dtype, telling + asked, passed)
+        pairs = [(it.problem, it.found) for it in seen]
+        matches = matches or stale(self.kernel.mechanism, pairs) or rescaled(self.kernel.mechanism, pairs)
+        return [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in matches]
 
 
 def waive(row: Row, waivers: Mapping[str, str]) -> None:

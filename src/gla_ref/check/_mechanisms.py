@@ -15,8 +15,9 @@ from gla_ref import gla, linear_attention, simple_gla, softmax_attention
 from .. import mechanisms
 from .._contract import state_shape
 from ..mechanisms import Argument, Mechanism
-from ._emulate import attend, by_token, two_level
+from ._emulate import attend, by_token, one_product, two_level
 
+PIECE = 16  # tokens of the recurrence at a time
 SHORT = 500  # tokens up to which the recurrence itself is the oracle; then a form held against it
 # one chunk after another, of lengths that kernels have (the longest is the whole of most cases), and token after token
 LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=256), by_token)
@@ -50,6 +51,7 @@ class Kind:
             errors budgets are made of. The first one, in float64, stands for the oracle in long sequences; the tests
             hold it against that.
         also: forms whose own float32 run counts among them, up to SHORT tokens.
+        beyond: emulated runs of float32 that count beyond SHORT tokens.
         widest: the largest V of its cases.
     """
 
@@ -57,6 +59,7 @@ class Kind:
     exact: Callable
     emulated: tuple[Callable, ...] = LINEAR
     also: tuple[Callable, ...] = ()
+    beyond: tuple[Callable, ...] = ()
     widest: int = 512
 
     @property
@@ -108,31 +111,49 @@ class Kind:
         (axis,) = (i for i, a in enumerate(self.axes(name)) if a in heads)
         return axis
 
-    def oracle(self, *tokens, **options):
-        if tokens[0].shape[1] <= SHORT:
-            return self.exact(*tokens, **options)
-        return self.emulate(*tokens, **options)
+    def oracle(self, *tokens, scale, initial_state, cu_seqlens):
+        """The exact result: of the recurrence, whose graph is cut into pieces, or of what stands for it."""
+        if tokens[0].shape[1] > SHORT:
+            return self.emulate(*tokens, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        if self.cache:
+            return self.exact(*tokens, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+        def steps(state, **x):
+            # the gradient of one token's slice is as large as what it was cut from
+            outs = []
+            for some in zip(*(y.split(PIECE, 1) for y in x.values()), strict=True):
+                o, state = self.exact(*some, scale=scale, initial_state=state, cu_seqlens=None)
+                outs.append(o)
+            return torch.cat(outs, 1), state
+
+        return self.by_sequence(steps, tokens, initial_state, cu_seqlens)
 
     def emulate(self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0):
-        """One of the emulated runs under the contract; exact in float64."""
+        """One of the emulated runs, those for long sequences last, under the contract; exact in float64."""
+        body = (*self.emulated, *self.beyond)[run]
         x = dict(zip(self.arguments, tokens, strict=True))
-        sizes = self.sizes(x)
-        options = {"scale": sizes["K"] ** -0.5 if scale is None else scale, "dtype": dtype}
+        options = {"scale": x["q"].shape[-1] ** -0.5 if scale is None else scale, "dtype": dtype}
+        if not self.cache:
+            return self.by_sequence(partial(body, **options), tokens, initial_state, cu_seqlens)
+
+        def attended(**x):
+            cache = initial_state or (x["k"][:, :0], x["v"][:, :0])
+            o, cached = body(**x, state=cache, **options)
+            return (o, *cached), ()
+
+        (o, *cached), _ = by_length(attended, None if cu_seqlens is None else cu_seqlens.tolist(), x, {})
+        return o, tuple(cached)
+
+    def by_sequence(self, body: Callable, tokens: tuple, S: Tensor | None, cu_seqlens: Tensor | None) -> tuple:
+        """(o, states) of body(**tokens, state) -> o, state for every sequence; zeros where no state is given."""
+        x = dict(zip(self.arguments, tokens, strict=True))
         ends = None if cu_seqlens is None else cu_seqlens.tolist()
-        if self.cache:
-
-            def attended(**x):
-                cache = initial_state or (x["k"][:, :0], x["v"][:, :0])
-                o, cached = self.emulated[run](**x, state=cache, **options)
-                return (o, *cached), ()
-
-            (o, *cached), _ = by_length(attended, ends, x, {})
-            return o, tuple(cached)
-        S, N = initial_state, sizes["B"] if ends is None else len(ends) - 1
+        sizes = self.sizes(x)
+        N = sizes["B"] if ends is None else len(ends) - 1
         S = x["q"].new_zeros(state_shape(self.mechanism, sizes, N)) if S is None else S
 
         def one(**x):
-            o, S = self.emulated[run](**x, **options)
+            o, S = body(**x)
             return (o,), (S,)
 
         (o,), (S,) = by_length(one, ends, x, {"state": S})
@@ -148,7 +169,7 @@ MECHANISMS = {
         (softmax_attention.two_pass,),
         widest=256,
     ),
-    "linear_attention": Kind(DECLARED["linear_attention"], linear_attention.recurrent),
+    "linear_attention": Kind(DECLARED["linear_attention"], linear_attention.recurrent, beyond=(one_product,)),
     "simple_gla": Kind(DECLARED["simple_gla"], simple_gla.recurrent),
     "gla": Kind(DECLARED["gla"], gla.recurrent),
 }

@@ -15,17 +15,17 @@ AROUND = 2**16  # elements of NaN before and behind a tensor: of a tile that rea
 @contextlib.contextmanager
 def poisoned(device: str):
     """Uninitialised memory holds NaN: through PyTorch's own switch, and on a GPU in freed blocks too."""
-    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    before = torch.get_deterministic_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import PyTorch's compiler
         if torch.device(device).type == "cuda":
             blocks = [torch.full((n,), math.nan, device=device) for n in (1 << 10, 1 << 16, 1 << 22, 1 << 26)]
             del blocks
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.set_deterministic_debug_mode(before)
 
 
 def placed(x: Tensor, strides: str, i: int) -> Tensor:

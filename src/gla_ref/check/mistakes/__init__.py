@@ -9,9 +9,24 @@ import torch
 
 from . import _backward, _cache, _gated, _linear, _rounding, _softmax  # noqa: F401  (each adds its mistakes to the list)
 from ._calls import Attention, Call
-from ._core import MISTAKES, Mistake, apply
+from ._calls import C as CHUNK
+from ._core import GRADIENT, LINEAR, MISTAKES, READ, Mistake, apply
 
-__all__ = ["MISTAKES", "Attention", "Call", "Mistake", "apply", "known"]
+__all__ = [
+    "CHUNK",
+    "CHUNKS",
+    "GRADIENT",
+    "LINEAR",
+    "MISTAKES",
+    "READ",
+    "Attention",
+    "Call",
+    "Mistake",
+    "apply",
+    "known",
+]
+
+CHUNKS = (16, 32, 64, 128)  # what a kernel's chunks may be
 
 
 def known(mechanism: str, dtype: torch.dtype) -> list[Mistake]:

@@ -6,13 +6,33 @@ from dataclasses import replace
 
 import torch
 
-from ._core import GATED, GRADIENT, LINEAR, PACK, READ, Contiguous, backward, gradient, mistake, state_term
+from ._core import (
+    CHANNELS,
+    GATED,
+    GRADIENT,
+    LINEAR,
+    PACK,
+    READ,
+    Misread,
+    backward,
+    contiguous,
+    gradient,
+    mistake,
+    state_term,
+)
+from ._linear import decay, read
 
 
 # -- gradients ---------------------------------------------------------------------------------
 @mistake("gradient of the final state ignored", GRADIENT)
 def _(c):
     o, S = c.run()
+    return o, backward(S, torch.zeros_like)
+
+
+@mistake("gradient of the final state ignored", GRADIENT, whole=True)
+def _(c, ends):  # also that of a sequence without tokens
+    o, S = c.each(ends)
     return o, backward(S, torch.zeros_like)
 
 
@@ -56,6 +76,50 @@ def _(c):
     return backward(o, lambda d: torch.cat([d[:, :-1], 0 * d[:, -1:]], 1)), S
 
 
+@mistake("gradient of the state without scale where a chunk reads it", GRADIENT, chunked=True)
+def _(c):
+    def turn(c, o, S):
+        q = c.s * c.q * c.g.cumsum(1).exp()
+        return o + read(q, backward(c.S, lambda d: d / c.s)) - read(q, c.S), S
+
+    return c.chunks(turn)
+
+
+@mistake("gradient of the state not decayed from chunk to chunk", GRADIENT, GATED, chunked=True)
+def _(c):
+    def turn(c, o, S):
+        kept = decay(c.g)
+        return o, S + backward(c.S, lambda d: (1 - kept) * d) - c.S.detach()
+
+    return c.chunks(turn)
+
+
+@mistake("gradient of the initial state not taken through the first chunk", GRADIENT, chunked=True)
+def _(c):
+    first, S = c.cut(0, c.C, S=c.S.detach()).run()
+    rest, S = c.cut(c.C, None, S=S + c.S - c.S.detach()).run()
+    return torch.cat([first, rest], 1), S
+
+
+@mistake("a chunk reads the state behind it, not the one before", READ, chunked=True)
+def _(c):
+    return c.chunks(lambda c, o, S: (o + c.s * read(c.q * c.g.cumsum(1).exp(), S - c.S), S))
+
+
+@mistake("the first chunk does not read the initial state", READ, chunked=True)
+def _(c):
+    o, S = c.run()
+    n = c.cut(0, c.C)
+    return torch.cat([o[:, : c.C] - c.s * read(n.q * n.g.cumsum(1).exp(), c.S), o[:, c.C :]], 1), S
+
+
+@mistake("final state without the last chunk", "S_T", chunked=True)
+def _(c):  # stored wrong, its gradient is right
+    o, S = c.run()
+    early = c.cut(0, (c.q.shape[1] - 1) // c.C * c.C).run()[1]
+    return o, S + (early - S).detach()
+
+
 # -- packed sequences, strides -----------------------------------------------------------------
 @mistake("packed sequences leak into each other", PACK, whole=True)
 def _(c, ends):
@@ -84,6 +148,32 @@ def _(c, ends):
     return o, S
 
 
-@mistake("strides ignored: q read as if contiguous", READ, whole=True)
-def _(c, ends):
-    return replace(c, q=Contiguous.apply(c.q)).each(ends)
+for name, by in (("late", 1), ("early", -1)):
+
+    @mistake(f"boundaries of packed sequences one token too {name}", PACK, whole=True)
+    def _(c, ends, by=by):
+        if ends is not None:
+            ends = [0, *(min(max(end + by, 0), ends[-1]) for end in ends[1:-1]), ends[-1]]
+        return c.each(ends)
+
+
+for n, mechanisms in (("q", LINEAR), ("k", LINEAR), ("v", LINEAR), ("g", CHANNELS)):
+
+    @mistake(f"strides ignored: {n} read as if contiguous", READ, mechanisms, whole=True, astray=True)
+    def _(c, ends, n=n):
+        x = getattr(c, n)
+        return replace(c, **{n: Misread.apply(x, contiguous(x))}).each(ends)
+
+    @mistake(f"batch and head of {n} taken apart in the wrong order", READ, GATED if n == "g" else LINEAR)
+    def _(c, n=n):
+        x = getattr(c, n)
+        B, _, H, _ = x.shape
+        program = torch.arange(B * H, device=x.device).view(B, H)
+        return c.run(**{n: x[program % B, :, program // B].transpose(1, 2)})
+
+
+for n, mechanisms in (("k", LINEAR), ("g", CHANNELS)):
+
+    @mistake(f"strides of q taken for those of {n}", READ, mechanisms, whole=True, astray=True)
+    def _(c, ends, n=n):
+        return replace(c, **{n: Misread.apply(getattr(c, n), c.q.stride())}).each(ends)

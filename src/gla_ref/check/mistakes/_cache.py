@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._calls import Attention
-from ._core import GRADIENT, SOFTMAX, Contiguous, backward, gradient, mistake
+from ._core import GRADIENT, SOFTMAX, Misread, backward, contiguous, gradient, mistake
 from ._softmax import CACHE, HEADS, OUT, PACKED, SCORES
 
 
@@ -37,7 +37,7 @@ def _(c, ends):
 
 @mistake("strides of q ignored: read as if contiguous", HEADS, SOFTMAX, whole=True)
 def _(c, ends):
-    return replace(c, q=Contiguous.apply(c.q)).each(ends)
+    return replace(c, q=Misread.apply(c.q, contiguous(c.q))).each(ends)
 
 
 KEYS, VALUES = ("k", "k0"), ("v", "v0")

@@ -12,7 +12,7 @@ from ... import gla
 from ..._contract import per_sequence
 from ...mechanisms import MECHANISMS
 
-C = 64  # the chunk, or tile of keys, that the mistakes at chunk boundaries assume
+C = 64  # the chunk, or tile of keys, that mistakes at chunk boundaries assume; a diagnosis tries others, too
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Call:
     """A call of gated linear attention: its tensors, scale, the state S before the first token; right by itself.
 
     Mechanisms with one gate a head, or none, are calls whose g `[B, T, H, K]` is the same for all channels, or 0.
+    C is the chunk of a mistake at chunk boundaries.
     """
 
     q: Tensor
@@ -28,6 +29,7 @@ class Call:
     g: Tensor
     scale: float | None
     S: Tensor
+    C: int = C
 
     @property
     def tokens(self) -> dict[str, Tensor]:
@@ -55,8 +57,8 @@ class Call:
     def chunks(self, turn: Callable) -> tuple[Tensor, Tensor]:
         """Chunk by chunk; `turn(c, o, S)` gets each chunk's call and right results and returns (o, S) to go on with."""
         S, outs = self.S, []
-        for a in range(0, self.q.shape[1], C):
-            c = self.cut(a, a + C, S=S)
+        for a in range(0, self.q.shape[1], self.C):
+            c = self.cut(a, a + self.C, S=S)
             o, S = turn(c, *c.run())
             outs.append(o)
         return torch.cat(outs, 1), S

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._contract import compute_dtype, state_shape
 from .._emulate import by_channel
 from .._mechanisms import MECHANISMS
-from ._calls import Attention, Call
+from ._calls import Attention, C, Call
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Mistake:
     rounding: bool = False  # right in float64: it is how float32 rounds there that is too wrong
     fine: bool = False  # nothing but float32 is exact enough to show it
     overflow: bool = False  # right in float64: what float32 cannot hold is not finite
+    chunked: bool = False  # it happens at the boundaries of chunks, whose length is the kernel's own
+    astray: bool = False  # it reads where nothing was written, so that how far NaN spreads is the kernel's own
 
 
 SOFTMAX = tuple(m for m, kind in MECHANISMS.items() if kind.cache)
@@ -84,22 +86,38 @@ def later(x: Tensor, n: int = 1) -> Tensor:
     return torch.cat([torch.zeros_like(x[:, :n]), x[:, :-n]], 1)
 
 
-class Contiguous(torch.autograd.Function):
-    """Memory read in order from the first element on; the gradient as if nothing had happened."""
+class Misread(torch.autograd.Function):
+    """Memory read with other strides from the first element on; the gradient as if nothing had happened."""
 
     @staticmethod
-    def forward(ctx, x):
-        if x.is_contiguous():
-            return x.clone()
-        return x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset()).nan_to_num().clone()
+    def forward(ctx, x, strides):
+        return x.as_strided(x.shape, strides, x.storage_offset()).nan_to_num().clone()
 
     @staticmethod
     def backward(ctx, d):
-        return d
+        return d, None
 
 
-def apply(mechanism: str, m: Mistake | None) -> Callable:
-    """A kernel with that mistake (None: without one) under the contract, in at least float32."""
+def contiguous(x: Tensor) -> tuple[int, ...]:
+    """The strides that x would have if it lay in order."""
+    return torch.empty(x.shape, device="meta").stride()
+
+
+class Total(torch.autograd.Function):
+    """0 in place of the sum of gates `[B, T, H, K]`, with the sum's gradient: also where a gate is -inf."""
+
+    @staticmethod
+    def forward(ctx, g):
+        ctx.shape = g.shape
+        return torch.zeros_like(g[:, 0])
+
+    @staticmethod
+    def backward(ctx, d):
+        return d[:, None].expand(ctx.shape)
+
+
+def apply(mechanism: str, m: Mistake | None, C: int = C) -> Callable:
+    """A kernel with that mistake (None: without one) and chunks of C, under the contract, in at least float32."""
     kind = MECHANISMS[mechanism]
 
     def fn(*tokens, scale=None, initial_state=None, cu_seqlens=None):
@@ -114,7 +132,7 @@ def apply(mechanism: str, m: Mistake | None) -> Callable:
             N, sizes = len(x["q"]) if ends is None else len(ends) - 1, kind.sizes(x)
             S = x["q"].new_zeros(state_shape(kind.mechanism, sizes, N))
             S = S if initial_state is None else initial_state.to(dtype)
-            c = Call(**x | {"g": by_channel(x.get("g"), x["k"])}, scale=scale, S=S)
+            c = Call(**x | {"g": by_channel(x.get("g"), x["k"])}, scale=scale, S=S, C=C)
         if m is None:
             o, state = c.each(ends)
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._emulate import ReverseSum
 from ._calls import Call
-from ._core import CHANNELS, DECAY, GATED, GRADIENT, READ, gradient, later, mistake, simple, state_term
+from ._core import CHANNELS, DECAY, GATED, GRADIENT, READ, Total, backward, gradient, later, mistake, simple, state_term
 from ._linear import carry, decay, read, write
 
 simple("gate applied after the update instead of before", DECAY, lambda c: {"k": c.k * c.g.exp()}, GATED)
@@ -28,6 +28,8 @@ for name, times in CONSTANTS.items():
     simple(name, DECAY, lambda c, times=times: {"g": c.g * times}, GATED, fine=True)
 simple("every decay applied twice", DECAY, lambda c: {"g": 2 * c.g}, GATED)
 simple("gate of head 0 shared by all heads", DECAY, lambda c: {"g": c.g[:, :, :1].expand_as(c.g)}, GATED)
+simple("gate of the head before", DECAY, lambda c: {"g": c.g.roll(1, 2)}, GATED)
+simple("gate of the next head", DECAY, lambda c: {"g": c.g.roll(-1, 2)}, GATED)
 simple("gate of batch 0 for every batch", DECAY, lambda c: {"g": c.g[:1].expand_as(c.g)}, GATED)
 simple("one gate a head: channel 0 for all channels", DECAY, lambda c: {"g": c.g[..., :1].expand_as(c.g)}, CHANNELS)
 simple("gate averaged over channels", DECAY, lambda c: {"g": c.g.mean(-1, keepdim=True).expand_as(c.g)}, CHANNELS)
@@ -65,7 +67,7 @@ def _(c):
 
 def inter(name: str, wrong: Callable[[Call], Tensor]) -> None:
     """A wrong factor on q where a chunk reads the state before it."""
-    mistake(name, READ, GATED)(
+    mistake(name, READ, GATED, chunked=True)(
         lambda c: c.chunks(lambda c, o, S: (o + c.s * read(c.q * (wrong(c) - c.g.cumsum(1).exp()), c.S), S))
     )
 
@@ -74,6 +76,20 @@ carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g))
 carry("state decayed twice from chunk to chunk", lambda c, S: S + decay(c.g) * (decay(c.g) - 1) * c.S, GATED)
 carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.v), GATED)
 carry("writes decayed by an inclusive sum: once too often", lambda c, S: c.run(k=c.k * c.g.exp())[1], GATED)
+carry(
+    "state's decay from chunk to chunk stops one token early",
+    lambda c, S: S + (decay(c.g[:, :-1]) - decay(c.g)) * c.S,
+    GATED,
+)
+carry(
+    "writes decayed from their chunk's start",
+    lambda c, S: decay(c.g) * c.S + write(c.k * c.g.cumsum(1).exp(), c.v),
+    GATED,
+)
+inter(
+    "first gate of a chunk left out of the read",
+    lambda c: torch.cat([torch.zeros_like(c.g[:, :1]), c.g[:, 1:]], 1).cumsum(1).exp(),
+)
 inter("exclusive instead of inclusive sum of gates in the read", lambda c: later(c.g).cumsum(1).exp())
 inter("state read without its decay", lambda c: torch.ones_like(c.g))
 
@@ -95,3 +111,37 @@ def _(c):
     q, k, total = ReverseSum.apply(*(x.transpose(1, 2) for x in (c.q, c.k, g)), c.q.dtype)
     o, S = c.run(q=q.transpose(1, 2), k=k.transpose(1, 2), g=c.g.detach())
     return o, (total - total.detach()).exp()[..., None] * S
+
+
+def end_of_sums(c: Call, own: Callable[[Tensor], Tensor] = lambda d: d) -> tuple[Tensor, Tensor, Tensor]:
+    """A chunk whose gates' gradient is made of q dq - k dk, summed to its end (and changed by `own`): o, S, and 0.
+
+    Times a state, and added to what leaves the chunk, that 0 brings the gradient what this state adds at the end.
+    """
+    turned = (x.transpose(1, 2) for x in (c.q, c.k, backward(c.g, own)))
+    q, k, _ = ReverseSum.apply(*turned, c.q.dtype)
+    o, S = c.run(q=q.transpose(1, 2), k=k.transpose(1, 2), g=c.g.detach())
+    return o, S, Total.apply(c.g)[..., None]
+
+
+def by_sums(c: Call, own: Callable[[Tensor], Tensor], end: float) -> tuple[Tensor, Tensor]:
+    """Chunks whose gates' gradient is made of a sum over the chunk's own terms, and `end` times what its state adds."""
+
+    def turn(c, o, S):
+        o, S, change = end_of_sums(c, own)
+        return o, S + end * change * S.detach()
+
+    return c.chunks(turn)
+
+
+def forwards(d: Tensor) -> Tensor:
+    """The sum over a token's terms and those before it, made of that over its own and those behind it."""
+    return (d - torch.cat([d[:, 1:], 0 * d[:, :1]], 1)).cumsum(1)
+
+
+for name, own, end in (
+    ("gate's gradient without what comes after its chunk", lambda d: d, 0.0),
+    ("gate's gradient summed from its chunk's first token on", forwards, 1.0),
+    ("gate's gradient summed from its chunk's first token on, without what comes after", forwards, 0.0),
+):
+    mistake(name, GRADIENT, GATED, chunked=True)(lambda c, own=own, end=end: by_sums(c, own, end))

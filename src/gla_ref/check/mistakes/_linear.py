@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._calls import C, Call
+from ._calls import Call
 from ._core import CARRY, LINEAR, PACK, READ, WRITE, later, mistake, simple
 
 
@@ -26,7 +26,7 @@ def read(q: Tensor, S: Tensor) -> Tensor:
 
 
 def carry(name: str, wrong: Callable[[Call, Tensor], Tensor], mechanisms=LINEAR) -> None:
-    mistake(name, CARRY, mechanisms)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
+    mistake(name, CARRY, mechanisms, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
 
 
 # -- reads and writes --------------------------------------------------------------------------
@@ -84,6 +84,10 @@ def tail(name: str, kept: Callable[[int, int], int], tile: int) -> None:
         o, S = c.run(v=c.v * keep(c.v))
         return o, S
 
+    @mistake(f"{name} of V left out", WRITE)
+    def _(c):  # of the state, too
+        return c.run(v=c.v * keep(c.v), S=c.S * keep(c.v))
+
     @mistake(f"{name} of V never written", WRITE)
     def _(c):
         o, S = c.run(v=c.v * keep(c.v))
@@ -96,45 +100,46 @@ def tail(name: str, kept: Callable[[int, int], int], tile: int) -> None:
 
 for n in TILES:
     tail(f"the tail beyond whole tiles of {n}", lambda size, n: size // n * n, n)
+    tail(f"the tail beyond whole tiles of {n}", lambda size, n: size // n * n or size, n)
     tail(f"channels beyond the first {n}", min, n)
 
 
-@mistake("scale missing where the state is read", READ)
+@mistake("scale missing where the state is read", READ, chunked=True)
 def _(c):
     return c.chunks(lambda c, o, S: (o + (1 - c.s) * read(c.q * c.g.cumsum(1).exp(), c.S), S))
 
 
 # -- from chunk to chunk -----------------------------------------------------------------------
-@mistake("state reset between chunks", CARRY)
+@mistake("state reset between chunks", CARRY, chunked=True)
 def _(c):
-    first, S = c.cut(0, C).run()
-    if c.q.shape[1] <= C:
+    first, S = c.cut(0, c.C).run()
+    if c.q.shape[1] <= c.C:
         return first, S
-    rest, S = c.cut(C, None, S=torch.zeros_like(c.S)).chunks(lambda c, o, S: c.run(S=torch.zeros_like(c.S)))
+    rest, S = c.cut(c.C, None, S=torch.zeros_like(c.S)).chunks(lambda c, o, S: c.run(S=torch.zeros_like(c.S)))
     return torch.cat([first, rest], 1), S
 
 
 carry("last token of a chunk lost from the state", lambda c, S: S - write(c.k[:, -1:], c.v[:, -1:]))
 carry("first token of a chunk lost from the state", lambda c, S: S - decay(c.g[:, 1:]) * write(c.k[:, :1], c.v[:, :1]))
 carry("state kept in bfloat16 between chunks", lambda c, S: S + (S.to(torch.bfloat16).to(S.dtype) - S).detach())
-carry("gradient stops at chunk boundaries", lambda c, S: S.detach() if c.q.shape[1] == C else S)
+carry("gradient stops at chunk boundaries", lambda c, S: S.detach() if c.q.shape[1] == c.C else S)
 
 
-@mistake("tail chunk lost", CARRY)
+@mistake("tail chunk lost", CARRY, chunked=True)
 def _(c):
-    T = c.q.shape[1] // C * C
+    T = c.q.shape[1] // c.C * c.C
     o, S = c.cut(0, T).run()
     return torch.cat([o, 0 * c.v[:, T:]], 1), S
 
 
-@mistake("tail chunk unmasked: filled up with its last token", CARRY)
+@mistake("tail chunk unmasked: filled up with its last token", CARRY, chunked=True)
 def _(c):
-    n = -c.q.shape[1] % C
+    n = -c.q.shape[1] % c.C
     o, S = c.run()
     return o, S + n * write(c.k[:, -1:], c.v[:, -1:])
 
 
-@mistake("chunk boundary off by one: its first token unseen by the others", READ)
+@mistake("chunk boundary off by one: its first token unseen by the others", READ, chunked=True)
 def _(c):
     def turn(c, o, S):
         first = c.s * read(c.q[:, 1:] * c.g[:, 1:].cumsum(1).exp(), write(c.k[:, :1], c.v[:, :1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from ...rounding import Products
 from .._emulate import Product, two_level
 from ._calls import Call
-from ._core import CARRY, DECAY, GATED, LINEAR, READ, mistake
+from ._core import CARRY, DECAY, GATED, LINEAR, READ, backward, mistake
+from ._gated import end_of_sums
 from ._linear import read, write
 
 CHUNKS = (16, 32, 64, 128, 10**9)  # a kernel's own is not known
@@ -58,6 +60,66 @@ for C in CHUNKS[:-1]:
     )
 
 
+def in_log_space(c: Call, decays: Callable[[Tensor], tuple]) -> tuple[Tensor, Tensor]:
+    """Chunks by log decays of their gates: from the start to i, from j to the end, from j to i, from start to end."""
+    S, outs = c.S, []
+    for a in range(0, c.q.shape[1], c.C):
+        n = c.cut(a, a + c.C)
+        since, until, between, whole = decays(n.g)
+        P = torch.einsum("bihk,bjhk,bijhk->bhij", n.q, n.k, between.exp()).tril()
+        outs.append(c.s * (torch.einsum("bhij,bjhv->bihv", P, n.v) + read(n.q * since.exp(), S)))
+        S = whole.exp()[..., None] * S + write(n.k * until.exp(), n.v)
+    return torch.cat(outs, 1), S
+
+
+def cut_off(g: Tensor, least: float, carried: bool) -> tuple[Tensor, ...]:
+    b = g.cumsum(1).clamp_min(least)
+    return b, b[:, -1:] - b, (b[:, :, None] - b[:, None]).clamp_max(0), b[:, -1] if carried else g.sum(1)
+
+
+def from_the_end(g: Tensor, least: float) -> tuple[Tensor, ...]:
+    g = g.clamp_min(least)
+    b = g.sum(1, keepdim=True) - (g.flip(1).cumsum(1).flip(1) - g)
+    return b, b[:, -1:] - b, (b[:, :, None] - b[:, None]).clamp_max(0), b[:, -1]
+
+
+def clipped(c: Call, most: float) -> tuple[Tensor, Tensor]:
+    """The ratio form whose growing exponential stays below e^most."""
+
+    def turn(c, o, S):
+        b = c.g.cumsum(1)
+        P = torch.einsum("bihk,bjhk->bhij", c.q * b.exp(), c.k * (-b).clamp_max(most).exp()).tril()
+        return c.s * (torch.einsum("bhij,bjhv->bihv", P, c.v) + read(c.q * b.exp(), c.S)), S
+
+    return c.chunks(turn)
+
+
+LEAST = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 80.0, 88.0, 100.0)  # where authors cut exponents off
+for x in LEAST:
+    mistake("decays as a ratio whose growing exponential is cut off", DECAY, GATED, chunked=True)(
+        partial(clipped, most=x)
+    )
+    for carried in (False, True):
+        mistake(f"running sums of gates cut off at -{x:g}", DECAY, GATED, chunked=True)(
+            partial(in_log_space, decays=partial(cut_off, least=-x, carried=carried))
+        )
+for least in (-1e3, -1e4):
+    mistake(
+        "running sums of gates made from the chunk's end: later gates change earlier tokens",
+        DECAY,
+        GATED,
+        rounding=True,
+        chunked=True,
+    )(partial(in_log_space, decays=partial(from_the_end, least=least)))
+mistake(
+    "running sums of gates made from the chunk's end: later gates change earlier tokens",
+    DECAY,
+    GATED,
+    overflow=True,
+    chunked=True,
+)(partial(in_log_space, decays=partial(from_the_end, least=-torch.inf)))
+
+
 # -- operands and states -----------------------------------------------------------------------
 def tf32(x: Tensor) -> Tensor:
     """The nearest number with 10 bits of fraction."""
@@ -79,28 +141,45 @@ class Low(torch.autograd.Function):
         return tf32(d) @ tf32(y.mT), tf32(x.mT) @ tf32(d)
 
 
-def rounded(c: Call, product: Callable) -> tuple[Tensor, Tensor]:
+def rounded(c: Call, multiply: Callable) -> tuple[Tensor, Tensor]:
     x = {"state": c.S, "scale": c.s, "dtype": torch.float32}
-    return two_level(c.q, c.k, c.v, c.g, **x, C=64, mode=Products(product))
+    return two_level(c.q, c.k, c.v, c.g, **x, C=64, mode=Products(multiply))
 
 
 mistake("products in TF32, which Triton takes for float32 (or float16)", READ, LINEAR, rounding=True)(
-    partial(rounded, product=Low.apply)
+    partial(rounded, multiply=Low.apply)
 )
 mistake("operands of products in bfloat16", READ, LINEAR, rounding=True)(
-    partial(rounded, product=lambda x, y: Product.apply(x, y, torch.bfloat16))
+    partial(rounded, multiply=lambda x, y: Product.apply(x, y, torch.bfloat16))
 )
 
 
-def stored(c: Call, C: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    S, outs = c.S, []
-    for a in range(0, c.q.shape[1], C):
-        o, S = c.cut(a, a + C, S=S).run()
+def stored(c: Call, dtype: torch.dtype, first: bool, last: bool, back: bool) -> tuple[Tensor, Tensor]:
+    """States of 16 bits between chunks, of which gates' gradients are made, too.
+
+    Also the `first` and the `last` state, and, `back` through them, their gradients.
+    """
+
+    def low(x: Tensor) -> Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    def change(d: Tensor) -> Tensor:
+        return low(d) if back else d
+
+    T, S, outs = c.q.shape[1], c.S, []
+    S = backward(S + (low(S) - S).detach() if first else S, change)
+    for a in range(0, T, c.C):
+        o, S, at_end = end_of_sums(c.cut(a, a + c.C, S=S))
         outs.append(o)
-        S = S + (S.to(dtype).to(S.dtype) - S).detach()
+        kept = low(S).detach()
+        S = (S + (kept - S.detach()) if last or a + c.C < T else S) + kept * at_end
+        S = backward(S, change)
     return torch.cat(outs, 1), S
 
 
-for C in CHUNKS[:-1]:
-    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        mistake(f"state kept in {name} between chunks", CARRY, LINEAR, rounding=True)(partial(stored, C=C, dtype=dtype))
+ENDS = ((False, False), (True, False), (True, True))  # whether the first state is of 16 bits, and the last
+for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+    for (first, last), back in product(ENDS, (False, True)):
+        mistake(f"state kept in {name} between chunks", CARRY, LINEAR, rounding=True, chunked=True)(
+            partial(stored, dtype=dtype, first=first, last=last, back=back)
+        )

@@ -1,0 +1,100 @@
+"""What the check kit says of wrong kernels that others wrote: most are named, and none by another's name."""
+
+import pytest
+import wrong_kernels
+from cases import thin
+
+from gla_ref import check, linear_attention
+from gla_ref.check.mistakes._core import backward
+
+MADE = "; dg is made of dq and dk"
+NAMES = {  # of each kernel, what the report says it behaves like; nothing, where no named mistake is what it does
+    "ratio of running products": "decays as a ratio, e^b_i times e^-b_j: it overflows in strong chunks",
+    "one anchor in the middle of a chunk of 64": (
+        "one anchor for a whole chunk, in its middle: it overflows in strong chunks"
+    ),
+    "the growing exponential clipped": "decays as a ratio whose growing exponential is cut off",
+    "running sums of gates clamped at -20": f"running sums of gates cut off at -20{MADE}",
+    "running sums from the chunk's total, future gates included": (
+        "running sums of gates made from the chunk's end: later gates change earlier tokens"
+    ),
+    "1.44 for log2(e)": f"1.44 taken for log2(e){MADE}",
+    "tf32 in every product": "products in TF32, which Triton takes for float32 (or float16)",
+    "operands cast to bfloat16": "operands of products in bfloat16",
+    "states between chunks written as bfloat16, and their gradients": "state kept in bfloat16 between chunks",
+    "states kept for the backward pass in float16": "state kept in float16 between chunks, in the backward pass only",
+    "scale left out of dq": f"dq without scale{MADE}",
+    "the backward pass takes the default scale": "scale given by the caller ignored, in the backward pass only",
+    "scale left out of the gradient of the state": "gradient of the state without scale where a chunk reads it",
+    "states recomputed from zero in the backward pass": "initial state ignored, in dg and dq only",
+    "initial state left out of dq, not of the gates": "the first chunk does not read the initial state, in dq only",
+    "the gradient of the final state ignored": "gradient of the final state ignored",
+    "the gradient of the state not decayed between chunks": "gradient of the state not decayed from chunk to chunk",
+    "the final state is that before the last chunk": "final state without the last chunk",
+    "states cached between calls by their shape": "",
+    "the gate's gradient summed over the whole sequence": (
+        "gate's gradient summed to the end of the sequence, not of a chunk"
+    ),
+    "the gate's gradient without what the state at the chunk's end does": (
+        "gate's gradient without what comes after its chunk"
+    ),
+    "the gate's gradient summed from the wrong end": "gate's gradient summed from its chunk's first token on",
+    "gate applied after the write": f"gate applied after the update instead of before{MADE}",
+    "a strict mask in the pairs": "mask strict instead of inclusive: a token does not see itself",
+    "the last partial chunk never runs": "tail chunk lost",
+    "boundaries of packed sequences one token late": "boundaries of packed sequences one token too late",
+    "whole tiles of 32 columns of V only": "the tail beyond whole tiles of 32 of V left out",
+    "at most 64 channels of K": "channels beyond the first 64 of K left out",
+    "gates of batch and head taken apart in the wrong order": "batch and head of g taken apart in the wrong order",
+    "the gate of the head before": "gate of the head before",
+    "k read with the strides of q": "strides of q taken for those of k",
+    "v read as if contiguous": "strides ignored: v read as if contiguous",
+    "divided by the sum of the weights": (
+        "o divided by a number that every token has of its own, such as a sum of its weights"
+    ),
+    "dk and dv read the state of earlier tokens": "",
+}
+QUICK = {"scale left out of dq": "length*", "the last partial chunk never runs": "length*"}
+
+
+def test_all_are_here():
+    assert {*NAMES} == {*wrong_kernels.KERNELS}
+
+
+@pytest.mark.parametrize("mechanism", thin(wrong_kernels.RIGHT, "linear_attention"))
+def test_without_a_mistake_they_are_right(mechanism):
+    only = "[ps]*" if mechanism == "linear_attention" else "*"
+    check.kernel(mechanism, wrong_kernels.RIGHT[mechanism], only=only).raise_if_failed()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_few_cases_are_enough(name):
+    mechanism, fn = wrong_kernels.KERNELS[name]
+    report = check.kernel(mechanism, fn, only=QUICK[name])
+    assert report.failures and NAMES[name] in [match["mistake"] for match in report.diagnosis], str(report)
+
+
+def test_an_error_of_two_budgets_is_given_no_name():
+    def nudge(d):
+        d = d.clone()
+        d[0, 5, 0, 0] += 8e-6 * d.square().mean().sqrt()
+        return d
+
+    def nudged(q, k, v, **named):
+        return linear_attention.chunkwise(q, backward(k, nudge), v, **named)
+
+    report = check.kernel("linear_attention", nudged, only="length 65")
+    assert [row.quantity for row in report.failures] == ["dk"] and not report.diagnosis, str(report)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_caught_and_named(name):
+    mechanism, fn = wrong_kernels.KERNELS[name]
+    report = check.kernel(mechanism, fn)
+    said = str(report)
+    assert report.failures, said
+    assert [match["mistake"] for match in report.diagnosis] == [NAMES[name]] * bool(NAMES[name]), said
+    if not NAMES[name]:
+        assert f'Run next: --only "{report.next_step.split(chr(34))[1]}"' in " ".join(said.split())
+    assert said.splitlines()[-1] == report.head
