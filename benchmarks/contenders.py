@@ -185,7 +185,7 @@ page("linear_attention", name="page_segments", columns=128, few=True, directions
 
 ours("gla", "triton")
 for kernel in ("portable", "hopper"):  # "triton" is one of them
-    ours("gla", f"triton_{kernel}", named=True)
+    ours("gla", f"triton_{kernel}", named=True, options={"kernel": kernel})
 
 
 class Pages(torch.autograd.Function):

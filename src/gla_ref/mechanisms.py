@@ -68,5 +68,5 @@ MECHANISMS = {
     "kda": Mechanism((*_tokens("HV"), Argument("g", "B T HV K", "gate"), BETA), WIDE_STATE, VALUE_HEADS),
 }
 
-#: kernels of these have run on no GPU yet, so that only a call which names one of their forms gets them
+#: not all GPU tests of these kernels have passed yet, so that only a call which names one of their forms gets them
 UNPROVEN = ("delta_rule", "gated_delta_rule")

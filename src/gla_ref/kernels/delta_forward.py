@@ -29,8 +29,7 @@ The kernels, and the number of programs of each (H value heads, N sequences)::
     carry      V tiles * H * N         segments' states (few heads, large T)
 
 A walk moves 2 C (2 K + 2 BV + 2 C) bytes a chunk (bf16) for 2 C (2 C BV + 3 K BV) FLOPs, and neighbouring V tiles share
-in L2 what they read. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16. Interpreted and compiled;
-no GPU has run this version yet.
+in L2 what they read. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16.
 """
 
 from __future__ import annotations

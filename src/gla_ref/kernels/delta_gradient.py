@@ -21,8 +21,7 @@ The kernels, beside those of delta_forward.py, and the number of programs of eac
     walk_back    V tiles * H * segments  (1) without dv, and (2)
     gradients    H * chunks              (3) to (7), and dv
 
-Where value heads share key heads, each has a dq and dk of its own in float32, which PyTorch adds up. Interpreted and
-compiled; no GPU has run this version yet.
+Where value heads share key heads, each has a dq and dk of its own in float32, which PyTorch adds up.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ walks over the tokens of its sequence::
 
 For one token that is 8 K V bytes a head and little else, for 7 K V FLOPs: memory sets the pace. Many tokens are the
 business of :mod:`gla_ref.kernels.delta`, whose state it takes and hands on. Forward only. Limits: K <= 256, V <= 512.
-Interpreted and compiled; no GPU has run this version yet.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ def gated_delta_rule_step(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence of the gated delta rule in one kernel, for one token or a few; forward only, for any gate.
 
-    No GPU has run this version yet.
 
     Args:
         q: queries `[B, T, H, K]`, T >= 1 (1 when decoding), K <= 256; float32, float16 or bfloat16, any strides.
@@ -147,7 +145,7 @@ def delta_rule_step(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`gated_delta_rule_step` without gates. No GPU has run this version yet."""
+    """As :func:`gated_delta_rule_step` without gates."""
     return _one(q, k, v, None, beta, scale, initial_state, cu_seqlens)
 
 

@@ -15,8 +15,7 @@ Chunk by chunk, with b_i = g_1 + ... + g_i in the chunk and E_ij = e^(g_(j+1) + 
 Reference: :func:`gla_ref.gated_delta_rule.recurrent`. `solve` makes (1) and (2) of all chunks at once, in HV T / C
 programs. Then a program of `walk` owns BV columns of the state of one head and walks over the chunks of its sequence:
 V / BV * HV * B programs, with C = BV = 64 in bf16, 32 and 16 in float32. A chunk moves 2 C (2 K + 2 BV + 2 C) bytes in
-bf16, and costs 2 C (2 C BV + 3 K BV) FLOPs. The delta rule is g = 0. Interpreted and compiled; no GPU has run this page
-yet.
+bf16, and costs 2 C (2 C BV + 3 K BV) FLOPs. The delta rule is g = 0.
 
 Left out: packed sequences, initial states, gradients, segments for few heads, float16, sizes other than 16, 32, 64 and
 128. Keys should have length 1: they are taken as they are.

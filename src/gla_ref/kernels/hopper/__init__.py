@@ -42,5 +42,5 @@ def refusal_of_gradient(hardware: Hardware, q: Spec, k: Spec, v: Spec, g: Spec, 
     if v.shape[-1] > WIDEST:
         return f"the Hopper kernel makes gradients for V of at most {WIDEST}, not {v.shape[-1]}"
     if kernel != "hopper":
-        return "the Hopper kernel's gradient is not proven: it has to be asked for, by kernel='hopper'"
+        return "the Hopper kernel's gradient is hardly faster: it has to be asked for, by kernel='hopper'"
     return None
