@@ -13,7 +13,7 @@ from ._svg import part, path, rect, text
 
 __all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", "work"]
 
-#: of one multiprocessor of an H200, a clock: bytes of its share of memory, bytes of shared memory, exponentials, FLOPs
+#: what one multiprocessor of an H200 does in a clock; bytes of memory and of shared memory, exponentials, FLOPs
 RATES = {"memory": 16, "shared": 128, "exponentials": 16, "products": 4096}
 JOBS = ("load", "transform", "multiply", "store")
 WAYS = ("one program, in turn", "two programs, in turn", "three jobs, two stages", "three jobs, one stage")
