@@ -20,7 +20,7 @@ ASKED = {
     "two-level chunking": "11_chunkwise_gla",
     "二级分块": "11_chunkwise_gla",
     "decay": "09_gates_and_decay",
-    "WGMMA": "04_first_triton_kernels",
+    "WGMMA": "22_fully_fused_on_hopper",
     "thread block": "04_first_triton_kernels",
     "online softmax": "02_online_softmax",
     "flash attention": "03_flash_attention",
