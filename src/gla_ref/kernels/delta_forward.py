@@ -400,7 +400,7 @@ class Call:
         """L, the tokens of a segment, more than T where sequences are walked in one go; there BV may be smaller."""
         draft, chunks = self.draft, cdiv(self.T, self.C)
         programs, processors = cdiv(self.V, self.BV) * self.H * self.N, draft.hardware.multiprocessors
-        length = choose_length(programs, chunks, processors, self.cu and self.N)
+        length = choose_length(programs, chunks, processors, self.N if self.cu else None)
         who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
         if path == "segmented" and length is None:
             length = cdiv(chunks, 3)

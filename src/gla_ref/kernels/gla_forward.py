@@ -10,9 +10,9 @@ GLA paper, section 4. gla_ref/pages/gla.py is this kernel without all that is sa
 *Strong chunks.* (1) to (3) hold as long as e^(-b_C / 2) is a number (pairs j > i, which are masked,
 may be infinite). Of a channel whose gates in a chunk sum to less than LIMIT, q decays from the chunk's
 start instead and k to its end (exponents <= 0): right for the state, useless for pairs inside the
-chunk. A chunk with such a channel is strong: `walk` leaves all its pairs out, of every channel (one
-product sums over them) and the diagonal too, and sets a flag; `mend` adds them to o in levels, from
-q, k and g as they came. Tokens
+chunk. A chunk with such a channel is strong and has a flag (set by `prepare` where that makes q' and
+k', else by `walk`). `walk` leaves all its pairs out, of every channel (one product sums over them) and
+the diagonal too; `mend` adds them to o in levels, from q, k and g as they came. Tokens
 j < i meet at the border in the middle of the smallest block of 2^n tokens that holds both, to which
 k_j decays and from which q_i does; a level (one n) is one product, of which the blocks' lower left
 quarters count. In it no exponent is above 0, and every sum is one of just the gates between: exact
@@ -23,9 +23,10 @@ three launches instead of one. `walk` from a state of zeros finds what each segm
 and its decay; `carry` (_segments.py) goes from segment to segment and puts in the place of what each
 adds the state that it starts from; `walk` once more, from these, makes o.
 
-*Packed sequences.* `which_segment` (_segments.py) tells a program its sequence and where it begins;
-after that a program knows one sequence only. Chunks are numbered by the same rule, with L = C: those
-of sequence n from cu[n] // C + n on.
+*Packed sequences.* Segments of L tokens have numbers: those of sequence n begin at cu[n] // L + n, so
+that no two sequences share one and the host need not know a length. From its number `which_segment`
+(_segments.py) tells a program its sequence and where it begins; after that a program knows one
+sequence only. Chunks are numbered by the same rule, with C for L.
 
 The kernels, and the number of programs of each (N sequences; a K tile is 64 channels, a V tile BV)::
 
@@ -105,12 +106,12 @@ def walk(
     b_decay = tl.full([BK], 1.0, dtype=tl.float32)
     if g is None:
         FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
-        # rows of `factors`: of q, through, of k. That of q serves for both, but in float16, whose strong channels
-        # have another for k: the last, and backwards the first
+        # `factors` has three rows: `first`, `through`, `last` of a walk forwards. Backwards the outer two change
+        # places; they differ in float16 only, so only there it matters which is read
         ROW: tl.constexpr = 2 if REVERSE and FLOAT16 else 0
         i_d = ((i_0 + (n_c - 1 if REVERSE else 0)) * H + i_h).to(tl.int64)
         p_first = factors + (i_d * 3 + ROW) * K + o_k
-        # the mask of a block with a condition for all of it
+        # a spare slot has no chunk: there no channel is loaded
         next_first = tl.load(p_first, mask=o_k < tl.where(n_c > 0, K, 0), other=1.0)  # [BK]
 
     for i in tl.range(0, n_c):
@@ -176,11 +177,11 @@ def mend(
 ):
     """Add to o the pairs of strong chunks; `strong` [n_flags], one for each chunk of a head."""
     # which chunks: BN of them, of which most have nothing to do
-    first = tl.program_id(0) * BN
-    o_n = first + tl.arange(0, BN)
+    i_0 = tl.program_id(0) * BN
+    o_n = i_0 + tl.arange(0, BN)
     if tl.max(tl.load(strong + o_n, mask=o_n < n_flags, other=0).to(tl.int32)) == 0:
         return
-    for i in tl.range(first, tl.minimum(first + BN, n_flags)):
+    for i in tl.range(i_0, tl.minimum(i_0 + BN, n_flags)):
         if tl.load(strong + i) != 0:
             i_h, i_s = i % H, i // H
             i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -438,7 +439,7 @@ class Call:
         kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
         states = draft.new(states, self.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
         walk_all = functools.partial(self.launch_walk, x, v, engine, reverse)
-        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), self.cu and N)
+        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), N if self.cu else None)
         if L > T:  # in one go; there is a slot for each sequence, so that S_in and S are by slots too
             S = draft.new(S, N, H, K, V) if S else None
             walk_all(L, S_in, S, o, states)

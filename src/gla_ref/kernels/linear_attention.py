@@ -241,7 +241,7 @@ def _walk(
             num_warps=warps, num_stages=stages,
         )
 
-    L = C * segment_length(draft, path, cdiv(V, BV) * H * N, cdiv(T, C), cu and N)
+    L = C * segment_length(draft, path, cdiv(V, BV) * H * N, cdiv(T, C), N if cu else None)
     S = S_out = draft.new(S or "S", N, H, K, V) if S or L <= T else None
     if L <= T:  # in segments, which start from states that are found first
         n_s = slots(B, T, cu, L)

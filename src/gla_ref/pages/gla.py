@@ -41,7 +41,8 @@ def walk(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr,
 ):
     # q, k, v, g and S_last are descriptors, made below; o is a pointer
-    # which tile: columns from i_v on of head i_h of sequence i_b. Below, b_x is the chunk's block of x, in registers
+    # which tile: columns from i_v on of head i_h of sequence i_b. Below, b_q, b_k, b_v, b_o are the chunk's blocks of
+    # q, k, v, o, in registers (the running sum b of the docstring is in `exponent`)
     i_v, i_h, i_b = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     # sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = (b_i - (b_C - b_i)) / 2 = b_i - r
@@ -58,12 +59,13 @@ def walk(
 
         # compute. "ieee": float32 is not rounded to TF32; for bf16 it changes nothing.
         # Sums over tokens are products too: faster than tl.cumsum and tl.sum
-        x = tl.dot(sign, half_g, input_precision="ieee") * LOG2E  # [C, BK], (b - r) log2 e
-        # half of all gates is r, in each of 16 columns, and in the threads that hold the rows of S: nothing moves
+        exponent = tl.dot(sign, half_g, input_precision="ieee") * LOG2E  # [C, BK], (b - r) log2 e
+        # half of all gates is r, in the threads that hold the rows of S: nothing moves. All 16 columns are alike, and
+        # the maximum takes one. LIMIT bounds the whole sum, so half of it bounds r
         r = tl.max(tl.dot(half_g.T, ones, input_precision="ieee"), 1)  # [BK]
         e_r = tl.where(r >= -LIMIT / 2, tl.exp2(r * LOG2E), float("nan"))[:, None]  # [BK, 1]
-        b_q = (b_q * tl.exp2(x)).to(b_v.dtype)  # q' of (1)
-        b_k = (b_k * tl.exp2(-x)).to(b_v.dtype)  # k' of (1)
+        b_q = (b_q * tl.exp2(exponent)).to(b_v.dtype)  # q' of (1)
+        b_k = (b_k * tl.exp2(-exponent)).to(b_v.dtype)  # k' of (1)
         S *= e_r  # S' of (1)
         P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C], q' k'^T
         P = tl.where(i >= j, P, 0.0).to(b_v.dtype)  # tril: above the diagonal P may be huge
@@ -71,8 +73,9 @@ def walk(
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (2)
         S = tl.dot(b_k.T, b_v, S, input_precision="ieee") * e_r  # (3)
 
-        # store by pointers: a descriptor's store needs a buffer in shared memory, and beside it there would be no room
-        # for a second program on a multiprocessor. int64: more than 2^31 numbers (not tokens) may lie before a row
+        # store by pointers: a store by descriptor goes through a buffer [C, BV] in shared memory, and with it a second
+        # program no longer fits on the multiprocessor. (S_last is stored after the loop, whose buffers are free then.)
+        # int64: more than 2^31 numbers (not tokens) may lie before a row
         row = ((i_b * T + t + i).to(tl.int64) * H + i_h) * V  # [C, 1]
         column = i_v + tl.arange(0, BV)[None, :]  # [1, BV]
         tl.store(o + row + column, b_o.to(b_v.dtype), mask=(t + i < T) & (column < V))
