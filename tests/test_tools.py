@@ -40,6 +40,19 @@ def test_loops_that_lose_an_operand_are_found():
     assert ["in a branch" in text for text in broken(branch)] == [True]
 
 
+def test_arrivals_before_warps_have_met_are_found():
+    unmet = pytest.importorskip("compile_kernels", reason="needs Triton").unmet
+    store, met, arrive = (
+        "st.shared.b32 [%r1], %r2;",
+        "bar.sync 2, 128;",
+        "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
+    )
+    assert not unmet("\n".join([store, met, arrive, arrive]))  # two barriers, one meeting
+    assert len(unmet("\n".join([store, met, arrive, store, arrive]))) == 1
+    waited = "wgmma.wait_group.sync.aligned 0;"
+    assert len(unmet("\n".join([met, waited, arrive]))) == 1
+
+
 def test_what_is_built_is_fresh_while_sources_and_results_stay(tmp_path):
     book = pytest.importorskip("build_book", reason="the book's tools are not installed")
     source, page = tmp_path / "book" / "page.md", tmp_path / book.SITE / "page.html"

@@ -8,7 +8,7 @@ comes with Triton. Every launch of forward and backward must fit its card and, w
 bytes a thread (but on Hopper, whose tiles were chosen by time, on a GPU). The rule that is checked on compiled loops
 was learnt from wrong results (benchmarks/LAB.md): a product on tensor cores is waited for, and with it its operands,
 before shared memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop
-refills.
+refills. And where warps have different jobs, those of one meet before one thread arrives at a barrier for all.
 """
 
 import argparse
@@ -240,8 +240,25 @@ def compiled(launch: Launch, arch: int) -> dict:
         "registers": roles(kernel.asm["ptx"]) or registers,
         "spilled": spilled,
         "shared": kernel.metadata.shared,
-        "broken": broken(kernel.asm["ttgir"]),
+        "broken": broken(kernel.asm["ttgir"]) + unmet(kernel.asm["ptx"]),
     }
+
+
+def unmet(ptx: str) -> list[str]:
+    """Arrivals at barriers of shared memory for which the warps of a role have not met: one thread arrives for all.
+
+    Behind what a role last wrote, read or waited for there must be a `bar.sync`. Triton puts it there, in most cases
+    (its pull request 10035: in all); without it a slow warp's part of a tile may be missing.
+    """
+    found, met = [], True
+    for line in ptx.splitlines():
+        if re.search(r"\bbar(rier)?\.sync", line):
+            met = True
+        elif re.search(r"\b(st\.shared|ld\.shared|stmatrix|ldmatrix|wgmma\.wait_group|mbarrier\.try_wait)", line):
+            met = False
+        elif re.search(r"\bmbarrier\.arrive\.shared", line) and not met:
+            found.append(f"arrives before its warps have met: {line.strip()[:80]}")
+    return found
 
 
 def roles(ptx: str) -> str:
