@@ -51,8 +51,8 @@ CHUNK = {
     ("ampere", 16): 32, ("ampere", 32): 16,
     ("turing", 16): 16, ("turing", 32): 16,
 }
-# and K up to: (BV, warps, stages) of a walk. They are the largest that hardly spill (tools/compile_kernels.py); no time
-# has been measured with them. 32 columns with 4 warps need 2 stages: with 1, ptxas 12.8.93 (Triton 3.6) makes wrong
+# and K up to: (BV, warps, stages) of a walk. They are the largest that hardly spill (tools/compile_kernels.py); times
+# were not compared. 32 columns with 4 warps need 2 stages: with 1, ptxas 12.8.93 (Triton 3.6) makes wrong
 # descriptors for the products on sm_90 where K > 128, and the kernel reads where it must not
 WALK = {
     ("hopper", 16): {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2)},
