@@ -189,6 +189,20 @@ def test_only_the_first_rank_has_a_state(pool):
     assert error(torch.cat(parts, 1), gla_ref.gla.recurrent(**tokens, initial_state=x["S"])[0]) < 1e-10
 
 
+def a_model(rank, group, *args):
+    import test_models_over_ranks  # the others here need no model
+
+    return test_models_over_ranks.piece(rank, group, *args)
+
+
+def test_a_language_model(pool):
+    """One of the cases of test_models_over_ranks.py."""
+    import test_models_over_ranks as models
+
+    tokens, cu = models.words(1), torch.tensor(models.PACKED)
+    models.hold(pool.ask(2, a_model, "gla", tokens, None, cu, [20, 20]), models.alone("gla", tokens, cu_seqlens=cu))
+
+
 # What goes wrong: an error on every rank, with the rank and the argument.
 
 
