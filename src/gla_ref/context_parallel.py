@@ -1,4 +1,4 @@
-"""Many GPUs: one sequence, its tokens split over the ranks of a process group (chapter 7, segments across cards).
+"""Many GPUs: one sequence, its tokens split over the ranks of a process group (chapter 23).
 
 A piece of a sequence does two things to the state that comes into it: it keeps some of it and adds to it.
 
