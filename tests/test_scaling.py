@@ -1,6 +1,10 @@
 """The model of many GPUs: its counts are the plan's, its times those of the formulas (chapter 23)."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +82,20 @@ def test_the_figure_says_what_the_schedule_does():
     shown = max(t.stop for t in schedule("all-gather", viz.TOKENS, 4)) / alone
     assert 0.39 < shown < 0.43, "the right answer is two fifths"
     assert scaling.H200.host == 8
+
+
+@pytest.mark.deep
+def test_the_program_that_measures(tmp_path):
+    """Tiny, with two processes of a CPU: bytes are those of the plan, and the record says all that chapter 23 shows."""
+    program, out = Path(__file__).parents[1] / "benchmarks/scaling.py", tmp_path / "scaling.json"
+    options = "--ranks 2 --tokens 64 --heads 2 --size 8 --repeats 1 --check 8 --alone 64".split()
+    subprocess.run([sys.executable, program, *options, "--out", out], check=True, capture_output=True, timeout=200)
+    found = {(r["mechanism"], r["exchange"]): r for r in json.loads(out.read_text())["scaling"]}
+    assert len(found) == 6
+    for (mechanism, way), r in found.items():
+        decay = 0 if way == "pipeline" else {"gla": 8, "linear_attention": 1, "gated_delta_rule": 64}[mechanism]
+        assert r["ranks"] == 2 and r["error"] < 1e-4 and r["seconds"] > 0 and r["alone"] > 0
+        assert 0 < r["exchange_seconds"] and (r["simulated"] is None) == (mechanism == "gated_delta_rule")
+        blocks = 1
+        once = 4 * (2 * (8 * 8 + decay) + blocks)
+        assert r["sent"] == (2 * once if way == "all-gather" else once), "a pipeline's first rank sends forward only"

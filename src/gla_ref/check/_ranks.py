@@ -47,7 +47,7 @@ def pieces(T: int, ends: tuple[int, ...] | None, ranks: int, even: bool = False)
 
 
 class OverRanks:
-    """A distributed function that is called as one kernel: on the first rank, while the others :meth:`serve`.
+    """A distributed function that is called as one kernel: on the first rank, while the others :meth:`serve`::
 
         subject = OverRanks(my_fn)
         if dist.get_rank():

@@ -7,7 +7,7 @@ Each rank has a piece of every sequence. Three things look across the border bet
     the loss              the label of the piece's last token, which is the first token of the rank behind
 
 All else in the model works on one token at a time. Positions are asked for by softmax attention alone, which has no
-state and is refused. The module :class:`LossOverRanks` is wrapped in DDP or FSDP2 as any other:
+state and is refused. The module :class:`LossOverRanks` is wrapped in DDP or FSDP2 as any other::
 
     mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("dp", "cp"))
     loss = LossOverRanks(LanguageModel(config).cuda(), mesh["cp"])
