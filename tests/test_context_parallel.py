@@ -203,6 +203,23 @@ def test_a_language_model(pool):
     models.hold(pool.ask(2, a_model, "gla", tokens, None, cu, [20, 20]), models.alone("gla", tokens, cu_seqlens=cu))
 
 
+def as_a_subject(rank, group):
+    """What the check kit says of a right function; more in test_check_over_ranks.py."""
+    from gla_ref import check
+
+    subject = check.OverRanks(context_parallel.gla, group, control=group)
+    if rank:
+        return subject.serve()
+    report = check.kernel("gla", subject, only="square")
+    subject.close()
+    return report.ok, f"{report}"
+
+
+def test_the_check_kit_takes_it(pool):
+    ok, report = pool.ask(2, as_a_subject)[0]
+    assert ok, report
+
+
 # What goes wrong: an error on every rank, with the rank and the argument.
 
 
