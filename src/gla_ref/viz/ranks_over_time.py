@@ -71,7 +71,7 @@ def ranks_over_time() -> Explorable:
     return Explorable(
         title="A million tokens, a piece for each GPU",
         notice="A model, in which a GPU moves its bytes at the memory's speed. Waiting for the one before, nothing is "
-        "gained. With sums, every GPU reads most of its piece twice, and the exchange between is too short to see.",
+        "gained. With sums, every GPU reads most of its piece twice, and the exchange between takes hardly any time.",
         alt="A row for each GPU over time, with bars for its own sum, the exchange and the walk; a dashed line marks "
         "when one GPU alone would be done. What lies right of the line of the present is pale.",
         controls=(
