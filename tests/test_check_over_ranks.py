@@ -174,6 +174,7 @@ def test_right_ones_pass(pool, mechanism):
 
 
 MODULE = """
+import time
 from gla_ref import context_parallel
 
 def right(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None, group=None):  # pieces of one length
@@ -183,14 +184,22 @@ def raises(q, k, v, g, group=None):
     if group.rank():
         raise KeyError("no state here")
     return q, None
+
+def hangs(q, k, v, g, group=None):
+    if group.rank():
+        time.sleep(100)
+    return q, None
 """
 
 
-@pytest.mark.parametrize("name, status, said", [("right", 0, "gla on cpu"), ("raises", 1, "rank 1: KeyError")])
+@pytest.mark.parametrize(
+    "name, status, said",
+    [("right", 0, "gla on cpu"), ("raises", 1, "rank 1: KeyError"), ("hangs", 1, "no result after 5 s")],
+)
 def test_from_the_shell(tmp_path, name, status, said):
     (tmp_path / "mine.py").write_text(MODULE)
     line = "-m torch.distributed.run --standalone --nproc-per-node 2 -m gla_ref check gla"
-    command = [sys.executable, *line.split(), f"mine:{name}", "--ranks", "2", "--only", "s[cq]*"]
+    command = [sys.executable, *line.split(), f"mine:{name}", "--ranks", "2", "--only", "s[cq]*", "--time-limit", "5"]
     path = os.pathsep.join(os.path.abspath(x) for x in sys.path)
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(
