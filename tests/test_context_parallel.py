@@ -189,6 +189,37 @@ def test_only_the_first_rank_has_a_state(pool):
     assert error(torch.cat(parts, 1), gla_ref.gla.recurrent(**tokens, initial_state=x["S"])[0]) < 1e-10
 
 
+def a_model(rank, group, *args):
+    import test_models_over_ranks  # the others here need no model
+
+    return test_models_over_ranks.piece(rank, group, *args)
+
+
+def test_a_language_model(pool):
+    """One of the cases of test_models_over_ranks.py."""
+    import test_models_over_ranks as models
+
+    tokens, cu = models.words(1), torch.tensor(models.PACKED)
+    models.hold(pool.ask(2, a_model, "gla", tokens, None, cu, [20, 20]), models.alone("gla", tokens, cu_seqlens=cu))
+
+
+def as_a_subject(rank, group):
+    """What the check kit says of a right function; more in test_check_over_ranks.py."""
+    from gla_ref import check
+
+    subject = check.OverRanks(context_parallel.gla, group, control=group)
+    if rank:
+        return subject.serve()
+    report = check.kernel("gla", subject, only="square")
+    subject.close()
+    return report.ok, f"{report}"
+
+
+def test_the_check_kit_takes_it(pool):
+    ok, report = pool.ask(2, as_a_subject)[0]
+    assert ok, report
+
+
 # What goes wrong: an error on every rank, with the rank and the argument.
 
 

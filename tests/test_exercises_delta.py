@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapters 20 to 22, right ones and wrong ones with what they are told."""
+"""Answers to the exercises of chapters 20 to 23, right ones and wrong ones with what they are told."""
 
 from __future__ import annotations
 
@@ -232,4 +232,82 @@ WRONG |= {
         ([16, 100, 1], "16 programs"),
     ],
     "ex-hopper-fences": [("acde", "Registers"), ("ac", "d is missing"), ("abcd", "counts the bytes")],
+}
+
+
+# -- chapter 23 --------------------------------------------------------------------------------------
+
+
+def joined(keep1, add1, keep2, add2):
+    """By what both make of two states."""
+    through = [keep2[:, None] * (keep1[:, None] * S + add1) + add2 for S in (torch.zeros_like(add1), add1)]
+    return ((through[1] - through[0]) / add1)[:, 0], through[0]
+
+
+def coming(keep, add, S, r):
+    """As a sum over pieces, each with the decay of those behind it."""
+    parts = [*((keep[i + 1 : r].prod(0), add[i]) for i in range(r)), (keep[:r].prod(0), S)]
+    return sum(k[:, None] * x for k, x in parts)
+
+
+def coming_back(keep, add, R, r):
+    return coming(keep.flip(0), add.flip(0), R, len(keep) - 1 - r)
+
+
+def best(ranks, latency, size, bandwidth):
+    """By closing in on the minimum of the time itself."""
+    low, high = 1e-6, 1e9
+
+    def slope(u):
+        return latency - (ranks - 2) * size / (u * u * bandwidth)
+
+    for _ in range(400):
+        u = (low * high) ** 0.5
+        low, high = (low, u) if slope(u) > 0 else (u, high)
+    return u
+
+
+RIGHT |= {
+    "ex-ranks-bytes": [[264192, 393216, 30720000]],
+    "ex-ranks-compose": [joined],
+    "ex-ranks-entries": [coming],
+    "ex-ranks-back": [coming_back],
+    "ex-ranks-blocks": [best],
+    "ex-ranks-packed": ["bd", ["b", "d"]],
+}
+
+WRONG |= {
+    "ex-ranks-bytes": [
+        ([262144, 393216, 30720000], "The decays are missing"),
+        ([264192, 264192, 30720000], "a matrix of K times K"),
+        ([264192, 393216, 61440000], "two bytes"),
+        ([264192, 393216, 1], "Answer 3 of 3"),
+    ],
+    "ex-ranks-compose": [
+        (lambda a, x, b, y: (a * b, x + y), "fades over the second"),
+        (lambda a, x, b, y: (a * b, a[:, None] * x + y), "its own decay is in it already"),
+        (lambda a, x, b, y: joined(b, y, a, x), "The order is reversed"),
+        (lambda a, x, b, y: (a + b, joined(a, x, b, y)[1]), "not by their sum"),
+        (lambda a, x, b, y: (a * b, b[:, None] * (x + y)), "is not faded by itself"),
+    ],
+    "ex-ranks-entries": [
+        (lambda a, x, S, r: coming(a, x, S, r + 1), "Its own piece"),
+        (lambda a, x, S, r: coming(a, x, S, max(0, r - 1)), "right before it is missing"),
+        (lambda a, x, S, r: S + x[:r].sum(0), "fades over every later piece"),
+        (lambda a, x, S, r: coming(a, x, 0 * S, r), "before the text is missing"),
+    ],
+    "ex-ranks-back": [
+        (lambda a, x, R, r: coming_back(a, x, R, r - 1), "Its own piece"),
+        (lambda a, x, R, r: coming(a[r + 1 :], x[r + 1 :], R, len(a) - r - 1), "the last rank's map is applied first"),
+        (lambda a, x, R, r: R + x[r + 1 :].sum(0), "fades over every piece"),
+        (lambda a, x, R, r: coming_back(a, x, 0 * R, r), "of the last state is missing"),
+        (coming, "from the first rank to the last"),
+    ],
+    "ex-ranks-blocks": [
+        (lambda *x: best(*x) ** 2, "The root is missing"),
+        (lambda W, *x: best(W + 1, *x), "W - 2 are left"),
+        (lambda W, *x: best(W + 2, *x), "Only W - 2"),
+        (lambda *x: 1 / best(*x), "Turned round"),
+    ],
+    "ex-ranks-packed": [("abd", "the next one starts"), ("b", "d is missing"), ("bde", "nothing of it is needed")],
 }

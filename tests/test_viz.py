@@ -33,6 +33,7 @@ from gla_ref.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
 from gla_ref.viz.programs import BLOCKS, END, programs
 from gla_ref.viz.programs import LENGTHS as VECTORS
+from gla_ref.viz.ranks_over_time import ranks_over_time
 from gla_ref.viz.roofline import roofline
 from gla_ref.viz.strides import VIEWS, strides
 from gla_ref.viz.three_jobs import three_jobs
@@ -131,6 +132,7 @@ EXPLORABLES = {
     "inverses": cache(inverses),
     "kernel_walk": kernel_walk,
     "three_jobs": three_jobs,
+    "ranks_over_time": cache(ranks_over_time),
     "multiprocessors": multiprocessors,
     "walk_back": walk_back,
     "roofline": cache(lambda: roofline(results.load("h200"))),

@@ -13,9 +13,12 @@ import math
 import os
 import pkgutil
 import sys
+from contextlib import contextmanager
+from datetime import timedelta
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch.nn.functional import logsigmoid
 
 from . import gates, gla
@@ -124,11 +127,46 @@ def check_kernel(args: argparse.Namespace) -> int:
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected a GPU for {args.device}, found none")
     claimed = {n: x for n in SUPPORTS if (x := getattr(args, f"claim_{n}")) is not None}
-    left = {*(f"claim_{n}" for n in SUPPORTS), "command", "function", "mechanism", "kernel", "json", "github"}
+    left = {*(f"claim_{n}" for n in SUPPORTS), "command", "function", "mechanism", "kernel", "json", "github", "ranks"}
     options = {n: x for n, x in vars(args).items() if n not in left}
     options |= {"supports": claimed or None, "waive": dict(args.waive), "progress": progress}
     fn = load(args.kernel)
-    report = check.kernel(args.mechanism, fn, **options)
+    if not args.ranks:
+        return told(args, check.kernel(args.mechanism, fn, **options), fn)
+    with over_ranks(args) as options["device"]:
+        subject = check.OverRanks(fn, device=options["device"], layout=args.layout)
+        if subject.rank:
+            subject.serve()
+            return 0
+        status = told(args, check.kernel(args.mechanism, subject, **options), fn)
+        subject.close()
+        if subject.busy:  # a rank hangs, and nothing that waits for it would end
+            sys.stdout.flush()
+            os._exit(status)
+        return status
+
+
+@contextmanager
+def over_ranks(args: argparse.Namespace):
+    """The process group that torchrun has asked for, and this rank's device; calls give up after the time limit."""
+    if not dist.is_torchelastic_launched():
+        line = f"torchrun --nproc-per-node {args.ranks} -m gla_ref check ..."
+        raise ValueError(f"--ranks: expected to be started by {line}, which was not so")
+    device, backend = torch.device(args.device), "gloo"
+    if device.type == "cuda":
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.time_limit / 2))
+    if dist.get_world_size() != args.ranks:
+        raise ValueError(f"--ranks: expected {dist.get_world_size()}, as torchrun has started, got {args.ranks}")
+    try:
+        yield str(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def told(args: argparse.Namespace, report, fn) -> int:
+    """Print a report, write it where it was asked for; the exit status."""
     print(report)
     if args.github:
         from .check._github import annotations, source
@@ -233,6 +271,12 @@ def add_check(commands) -> None:
         default=60.0,
         metavar="S",
         help="a call may take so many seconds, default %(default)s",
+    )
+    it.add_argument(
+        "--ranks",
+        type=size,
+        metavar="N",
+        help="the kernel's tokens are split over N ranks: torchrun --nproc-per-node N -m gla_ref check ... --ranks N",
     )
     it.add_argument("--github", action="store_true", help="print annotations for GitHub Actions, too")
     it.add_argument(

@@ -1,4 +1,4 @@
-"""Many GPUs: one sequence, its tokens split over the ranks of a process group (chapter 7, segments across cards).
+"""Many GPUs: one sequence, its tokens split over the ranks of a process group (chapter 23).
 
 A piece of a sequence does two things to the state that comes into it: it keeps some of it and adds to it.
 
@@ -556,14 +556,14 @@ class Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor, d_state: Tensor):
-        call, do = ctx.call, ctx.call.cut(do)
-        found = call.batches_of(ctx.names, ctx.saved_tensors, backwards=True)
+        call, do, tokens = ctx.call, ctx.call.cut(do), ctx.saved_tensors  # which a checkpoint hands out once
+        found = call.batches_of(ctx.names, tokens, backwards=True)
         found = call.maps([read_map(call, x, do_n) for x, do_n in zip(found, do, strict=True)])
         dS = [only(own.ends, d_state) for own in call.segments]
         maps = [m.starting(own.stops, x[own.left]) for m, own, x in zip(found, call.segments, dS, strict=True)]
         entries = zip(dS, call.segments, call.exchange(maps, backwards=True), strict=True)
         dS = call.together([added(x, own.right, only(own.crosses, R)) for x, own, R in entries])
-        return None, None, *do, *dS, *[None] * len(ctx.saved_tensors)
+        return None, None, *do, *dS, *[None] * len(tokens)
 
 
 @torch.compiler.disable  # which stops at this call and goes on behind it

@@ -4,7 +4,8 @@
     print(report)
     report.raise_if_failed()
 
-The same from a shell: `python -m gla_ref check gla my_module:my_fn --device cpu --dtype fp32`.
+The same from a shell: `python -m gla_ref check gla my_module:my_fn --device cpu --dtype fp32`; of a function whose
+tokens are split over ranks: `torchrun --nproc-per-node 2 -m gla_ref check gla my_module:my_fn --ranks 2`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from ._claims import Claim, Ladder, claimed, dtype_of
 from ._examine import Examiner, examine
 from ._kernel import SECONDS, Convention, Kernel, NotClaimed
 from ._mechanisms import MECHANISMS
+from ._ranks import OverRanks
 from ._report import Report, Row
 
-__all__ = ["MECHANISMS", "Case", "NotClaimed", "Report", "Row", "cases", "kernel", "mistakes"]
+__all__ = ["MECHANISMS", "Case", "NotClaimed", "OverRanks", "Report", "Row", "cases", "kernel", "mistakes"]
 
 
 def kernel(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -321,13 +322,17 @@ def rescaled(mechanism: str, seen: list[tuple[Problem, dict]]) -> list[Match]:
 
 
 def diagnose(
-    mechanism: str, dtype: torch.dtype, seen: list[tuple[Problem, dict]], passed: list[tuple[Problem, dict]]
+    mechanism: str,
+    dtype: torch.dtype,
+    seen: list[tuple[Problem, dict]],
+    passed: list[tuple[Problem, dict]],
+    more: Sequence[Mistake] = (),
 ) -> list[Match]:
     """The mistake that explains everything that was seen, and those that compute the same there; at most three.
 
     `seen` and `passed` hold problems and what the kernel made of them; a mistake that would show in one of
     those that passed is none. One that shows in more than what is wrong explains it, too, after those that do not:
-    its kernel makes it in one of two passes, or in one gradient.
+    its kernel makes it in one of two passes, or in one gradient. `more` are mistakes that only this kernel can make.
     """
     kind = MECHANISMS[mechanism]
     failed = [[n for n, x in found.items() if x is not None and differs(p, n, x)] for p, found in seen]
@@ -341,7 +346,7 @@ def diagnose(
         made = any(all(C in x and x[C] <= 1 for x in far) for C in (*CHUNKS, 0))
         gates = MADE if made else BESIDES
     matches = []
-    for m in known(mechanism, dtype):
+    for m in known(mechanism, dtype, more):
         for C in CHUNKS if m.chunked else (CHUNK,):
             found = match(mechanism, m, C, seen, wrong, gates)
             matches += [] if found is None else [found]

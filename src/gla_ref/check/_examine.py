@@ -179,7 +179,8 @@ class Examiner:
             patterns.setdefault(frozenset(wrong[pair[0].case.name]), pair)
         asked = [*others[:1], *sorted(others[1:], key=lambda pair: -pair[0].case.K * pair[0].case.V)[:1]]
         asked += [pair for pair in [*patterns.values()][:PATTERNS] if not any(pair is x for x in asked)]
-        matches = diagnose(self.kernel.mechanism, self.dtype, telling + asked, passed)
+        more = getattr(self.kernel.fn, "mistakes", ())  # of a function over ranks
+        matches = diagnose(self.kernel.mechanism, self.dtype, telling + asked, passed, more)
         pairs = [(it.problem, it.found) for it in seen]
         matches = matches or stale(self.kernel.mechanism, pairs) or rescaled(self.kernel.mechanism, pairs)
         return [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in matches]

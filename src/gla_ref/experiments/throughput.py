@@ -95,8 +95,10 @@ class Settings:
 class SdpaAttention(SoftmaxAttention):
     """Our softmax mixer on PyTorch's own attention; for training, without a state."""
 
-    def forward(self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None):
+    def forward(self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces=None):
         """`[B, T, d]` to `[B, T, d]`."""
+        if pieces is not None:
+            return super().forward(x, state, cu_seqlens, pieces)  # which refuses them
         (q, k, v), conv = self.project(x, state.conv, cu_seqlens)
         t = torch.arange(x.shape[1], device=x.device)
         o = sdpa(rotate(q, t), rotate(k, t), v)

@@ -1,10 +1,17 @@
 """The one place that says which form of a mechanism a model runs."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from .. import FORMS
 from ..mechanisms import UNPROVEN
+
+if TYPE_CHECKING:
+    from .over_ranks import Pieces
 
 REFERENCE = {"softmax_attention": "parallel", "gla": "chunkwise_two_level"}  # of the others "chunkwise"
 
@@ -21,13 +28,16 @@ def choose(mechanism: str, device: torch.device, T: int, gradient: bool) -> str:
     return "recurrent" if T == 1 else REFERENCE.get(mechanism, "chunkwise")
 
 
-def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor | None):
-    """(o, state) of tensors as :data:`gla_ref.FORMS` takes them.
+def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor | None, pieces: Pieces | None = None):
+    """(o, state) of tensors as :data:`gla_ref.FORMS` takes them; of `pieces`, by all ranks together.
 
     Autocast ends here: forms have a precision of their own, which the dtypes of their inputs decide.
     """
     q, gradient = tensors[0], torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    form = FORMS[mechanism][choose(mechanism, q.device, q.shape[1], gradient)]
+    if pieces is not None:
+        form = pieces.form(mechanism)
+    else:
+        form = FORMS[mechanism][choose(mechanism, q.device, q.shape[1], gradient)]
     with torch.autocast(q.device.type, enabled=False):
         return form(*tensors, initial_state=initial_state, cu_seqlens=cu_seqlens)
 

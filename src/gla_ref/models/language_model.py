@@ -8,6 +8,8 @@ are called as in flash-linear-attention's GLAForCausalLM.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from .config import Config
 from .layer import START, LayerState
 from .mixers import MIXERS, wide
+
+if TYPE_CHECKING:
+    from .over_ranks import Pieces
 
 __all__ = ["MLP", "Block", "LanguageModel", "Transformer", "detach", "next_tokens"]
 
@@ -49,9 +54,11 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> tuple[Tensor, LayerState]:
+    def forward(
+        self, x: Tensor, state: LayerState, cu_seqlens: Tensor | None, pieces: Pieces | None = None
+    ) -> tuple[Tensor, LayerState]:
         """`[B, T, d]` to `[B, T, d]`, and the mixer's state."""
-        y, state = self.attn(self.attn_norm(x), state, cu_seqlens)
+        y, state = self.attn(self.attn_norm(x), state, cu_seqlens, pieces)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
 
@@ -70,15 +77,18 @@ class Transformer(nn.Module):
         self.gradient_checkpointing = False
 
     def forward(
-        self, tokens: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+        self, tokens: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
     ) -> tuple[Tensor, State]:
-        """`[B, T]` to `[B, T, d]`, and the state behind the last token of each sequence."""
+        """`[B, T]` to `[B, T, d]`, and the state behind the last token of each sequence.
+
+        `pieces` says where other tokens of the same sequences are (:mod:`gla_ref.models.over_ranks`).
+        """
         x, after = self.embeddings(tokens), []
         for layer, before in zip(self.layers, state or [START] * len(self.layers), strict=True):
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x, S = checkpoint(layer, x, before, cu_seqlens, use_reentrant=False)
+                x, S = checkpoint(layer, x, before, cu_seqlens, pieces, use_reentrant=False)
             else:
-                x, S = layer(x, before, cu_seqlens)
+                x, S = layer(x, before, cu_seqlens, pieces)
             after.append(S)
         return self.norm(x), after
 
@@ -150,13 +160,14 @@ class LanguageModel(nn.Module):
         if targets.shape != tokens.shape:
             raise ValueError(f"targets: expected shape {list(tokens.shape)} as of tokens, got {list(targets.shape)}")
         x, state = self.model(tokens, state, cu_seqlens)
-        targets, pieces = targets.flatten(), x.flatten(0, 1).split(LOSS_TOKENS)
-        parts = list(zip(pieces, targets.split(LOSS_TOKENS), strict=True))
+        return self.summed_loss(x, targets) / (targets != IGNORED).sum(), state
+
+    def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The summed cross-entropy of the Transformer's output `[B, T, d]` and targets `[B, T]`."""
+        parts = list(zip(x.flatten(0, 1).split(LOSS_TOKENS), targets.flatten().split(LOSS_TOKENS), strict=True))
         if len(parts) == 1:  # nothing to save
-            total = self._summed(*parts[0])
-        else:
-            total = sum(checkpoint(self._summed, *part, use_reentrant=False) for part in parts)
-        return total / (targets != IGNORED).sum(), state
+            return self._summed(*parts[0])
+        return sum(checkpoint(self._summed, *part, use_reentrant=False) for part in parts)
 
     def _summed(self, x: Tensor, targets: Tensor) -> Tensor:
         """The summed cross-entropy of hidden states `[n, d]`, in at least float32."""

@@ -29,6 +29,7 @@ from ._forms import attend, owners
 
 if TYPE_CHECKING:
     from .config import Config
+    from .over_ranks import Pieces
 
 __all__ = ["GatedLinearAttention", "GatedOutput", "LayerState", "Mixer", "START", "ShortConvolution"]
 
@@ -70,8 +71,9 @@ class ShortConvolution(nn.Conv1d):
 class Mixer(nn.Module):
     """What every mixer has: projections to q, k, v, optionally each through a short convolution, and one back.
 
-    Called as `y, state = mixer(x, state, cu_seqlens)`: x and y `[B, T, d]`; a state is a :class:`LayerState`, by
-    default that of nothing before; `cu_seqlens` is as in all forms.
+    Called as `y, state = mixer(x, state, cu_seqlens, pieces)`: x and y `[B, T, d]`; a state is a
+    :class:`LayerState`, by default that of nothing before; `cu_seqlens` is as in all forms. With `pieces` x is one
+    rank's piece of sequences that start on the first rank (:mod:`gla_ref.models.over_ranks`).
     """
 
     def __init__(self, config: Config, key_size: int, value_size: int):
@@ -90,10 +92,15 @@ class Mixer(nn.Module):
         """`[B, T, H D]` to heads `[B, T, H, D]`."""
         return rearrange(x, "b t (h d) -> b t h d", h=self.heads)
 
-    def project(self, x: Tensor, past: tuple | None, cu_seqlens: Tensor | None) -> tuple[list[Tensor], tuple | None]:
+    def project(
+        self, x: Tensor, past: tuple | None, cu_seqlens: Tensor | None, pieces: Pieces | None = None
+    ) -> tuple[list[Tensor], tuple | None]:
         """[q, k, v] in heads, and what the convolutions hand on."""
         qkv = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.short_conv:
+            if pieces is not None:
+                past = pieces.before(qkv, self.q_conv1d.kernel_size[0] - 1, cu_seqlens)
+                cu_seqlens = pieces.own(cu_seqlens)
             convs = self.q_conv1d, self.k_conv1d, self.v_conv1d
             done = [f(y, p, cu_seqlens) for f, y, p in zip(convs, qkv, past or (None,) * 3, strict=True)]
             qkv, past = zip(*done, strict=True)
@@ -117,12 +124,12 @@ class GatedOutput(Mixer, ABC):
         """What the mechanism is given, in the order of its forms."""
 
     def forward(
-        self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
     ) -> tuple[Tensor, LayerState]:
         """As in :class:`Mixer`."""
-        (q, k, v), conv = self.project(x, state.conv, cu_seqlens)
+        (q, k, v), conv = self.project(x, state.conv, cu_seqlens, pieces)
         tensors = self.inputs(x, q, k, v)
-        o, S = attend(self.mechanism, *tensors, initial_state=state.S, cu_seqlens=cu_seqlens)  # (8)
+        o, S = attend(self.mechanism, *tensors, initial_state=state.S, cu_seqlens=cu_seqlens, pieces=pieces)  # (8)
         norm = self.g_norm_swish_gate
         o = norm(o.to(norm.weight.dtype)).to(o.dtype)  # (9), under autocast too in the precision of its weights
         r = F.silu(self.split(self.g_proj(x)))  # (10)

@@ -20,6 +20,7 @@ from .layer import START, GatedLinearAttention, GatedOutput, LayerState, Mixer
 
 if TYPE_CHECKING:
     from .config import Config
+    from .over_ranks import Pieces
 
 __all__ = [
     "MIXERS",
@@ -158,9 +159,18 @@ class SoftmaxAttention(Mixer):
         super().__init__(config, config.hidden_size, config.hidden_size)
 
     def forward(
-        self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
     ) -> tuple[Tensor, LayerState]:
-        """As in :class:`gla_ref.models.layer.Mixer`."""
+        """As in :class:`gla_ref.models.layer.Mixer`, but for pieces, which it refuses.
+
+        Raises:
+            ValueError: there are `pieces`: a token here looks at keys on other ranks, and no state stands for them.
+        """
+        if pieces is not None:
+            raise ValueError(
+                "mixer: expected one with a state, whose sequences can be split over ranks "
+                f"({', '.join(name for name in MIXERS if name != 'softmax')}), got 'softmax'"
+            )
         (q, k, v), conv = self.project(x, state.conv, cu_seqlens)
         cache: Cache | None = state.S
         if cache is not None and (cache.cu_seqlens is not None or cu_seqlens is not None):

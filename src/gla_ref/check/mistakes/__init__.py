@@ -5,12 +5,15 @@ state as the wrong kernel would; autograd carries it to the gradients. In float6
 diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the tests with.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from . import _backward, _cache, _gated, _linear, _rounding, _softmax  # noqa: F401  (each adds its mistakes to the list)
 from ._calls import Attention, Call
 from ._calls import C as CHUNK
 from ._core import GRADIENT, LINEAR, MISTAKES, READ, Mistake, apply
+from ._ranks import over_ranks
 
 __all__ = [
     "CHUNK",
@@ -24,13 +27,14 @@ __all__ = [
     "Mistake",
     "apply",
     "known",
+    "over_ranks",
 ]
 
 CHUNKS = (16, 32, 64, 128)  # what a kernel's chunks may be
 
 
-def known(mechanism: str, dtype: torch.dtype) -> list[Mistake]:
-    """The mistakes that a kernel of this mechanism and dtype can be seen to make."""
+def known(mechanism: str, dtype: torch.dtype, more: Sequence[Mistake] = ()) -> list[Mistake]:
+    """The mistakes, and `more` of them, that a kernel of this mechanism and dtype can be seen to make."""
     shows = {torch.float32: lambda m: True, torch.bfloat16: lambda m: not (m.rounding or m.fine)}
     fits = shows.get(dtype, lambda m: not (m.rounding or m.fine or m.overflow))
-    return [m for m in MISTAKES if mechanism in m.mechanisms and fits(m)]
+    return [m for m in (*more, *MISTAKES) if mechanism in m.mechanisms and fits(m)]

@@ -1,0 +1,163 @@
+"""How much faster several GPUs of a host are than one: one text, its tokens split over them, forward and backward.
+
+    python benchmarks/scaling.py --ranks 4
+
+starts a process for each GPU, and writes results/<gpu>-scaling.json, where a case replaces the older one of the same
+mechanism, length, exchange and number of GPUs. Shapes are (1, T, 16, 128) in bfloat16. One GPU of the same host walks
+the same text in the same run, by the mechanism's own form, as far as its memory reaches (--alone). Before the timing, o
+and every gradient of a short sequence are held against the float64 recurrence, beside one GPU's own error.
+
+`seconds` is the median of the slowest rank, between barriers. `exchange_seconds` is the same of the exchanges alone,
+forward and backward, measured in calls of their own, in which all ranks wait for each other before they send. `sent`
+are the bytes that a rank hands to torch.distributed, counted as it does so. `simulated` is what gla_ref.scaling says of
+that number of GPUs, as a multiple of one.
+"""
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
+
+from context_parallel import own, seconds, step, tokens  # noqa: E402
+
+from gla_ref import FORMS, context_parallel, results, scaling  # noqa: E402
+
+MECHANISMS = ("gla", "linear_attention", "gated_delta_rule")
+KEY = ("mechanism", "tokens", "heads", "size", "ranks", "exchange")
+SIZES = {"gla": scaling.GLA, "linear_attention": scaling.Sizes(tensors=(2, 2), sums=(1, 1), decay=1)}  # of the model
+
+
+def sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def exchanged(call, device: str, repeats: int) -> tuple[float, int]:
+    """(seconds of the exchanges of a forward and backward pass, the median of the slowest rank; bytes sent)."""
+    right, took, sent, found = context_parallel.Call.exchange, [], [], []
+
+    def timed(self, maps, backwards=False):
+        sync(device)
+        dist.barrier()
+        began = time.perf_counter()
+        states = right(self, maps, backwards)
+        sync(device)
+        took.append(time.perf_counter() - began)
+        return states
+
+    def counted(name):
+        method = getattr(context_parallel.Ranks, name)
+
+        def wrapped(self, x, *to):
+            sent.append(x.nbytes)
+            return method(self, x, *to)
+
+        return mock.patch.object(context_parallel.Ranks, name, wrapped)
+
+    with mock.patch.object(context_parallel.Call, "exchange", timed), counted("all_gather"), counted("send"):
+        for _ in range(repeats + 2):
+            took.clear()
+            sent.clear()
+            call()
+            slowest = torch.tensor(sum(took), device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            found.append(slowest.item())
+    most = torch.tensor(sum(sent), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return sorted(found[2:])[repeats // 2], int(most)
+
+
+def worst(found: dict, exact: dict) -> float:
+    """The largest error of o and the gradients, of all ranks."""
+    errors = [(found[n] - y).abs().max() / y.square().mean().sqrt() for n, y in exact.items()]
+    most = torch.stack(errors).max()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
+
+
+def gib(device: str) -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
+
+
+def measure(args, mechanism: str, device: str) -> list[dict]:
+    """The records of one mechanism, the same on every rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    form, forms = getattr(context_parallel, mechanism), FORMS[mechanism]
+    single = forms["triton" if device == "cuda" and "triton" in forms else "chunkwise"]
+    records = []
+    x = tokens(mechanism, args.check * size, 2, min(64, args.size), dtype, device)
+    exact = step(forms["recurrent"], {n: y.double() for n, y in x.items()})
+    error_alone = worst(step(single, x), exact)
+    errors = {way: worst(step(form, own(x, rank, size), exchange=way), own(exact, rank, size)) for way in args.exchange}
+    for T in args.tokens:
+        alone = memory_alone = None
+        x = tokens(mechanism, T if T <= args.alone else T // size, args.heads, args.size, dtype, device)
+        if T <= args.alone:
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            alone, memory_alone = seconds(functools.partial(step, single, x), device, args.repeats), gib(device)
+            x = own(x, rank, size)
+        for way in args.exchange:
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            call = functools.partial(step, form, x, exchange=way)
+            record = dict(mechanism=mechanism, tokens=T, heads=args.heads, size=args.size, ranks=size, exchange=way)
+            record |= dict(seconds=seconds(call, device, args.repeats), alone=alone)
+            record |= dict(gib=gib(device), gib_alone=memory_alone)
+            record["exchange_seconds"], record["sent"] = exchanged(call, device, args.repeats)
+            record |= dict(error=errors[way], error_alone=error_alone)
+            sizes = SIZES.get(mechanism)
+            record["simulated"] = sizes and scaling.step(way, T, 1, sizes) / scaling.step(way, T, size, sizes)
+            if rank == 0:
+                print(json.dumps(record), flush=True)
+            records.append(record)
+    return records
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, required=True, help="GPUs of this host, or processes of a CPU")
+    parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS, choices=MECHANISMS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1 << n for n in range(16, 23)])
+    parser.add_argument("--exchange", nargs="+", default=["all-gather", "pipeline"])
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--check", type=int, default=256, help="tokens a rank of the sequence that is checked")
+    parser.add_argument("--alone", type=int, default=1 << 20, help="the longest sequence that one GPU walks as well")
+    parser.add_argument(
+        "--out", type=Path, help="where to write; default: results/<gpu>-scaling.json, of a CPU nowhere"
+    )
+    args = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        return subprocess.run([*launch, *sys.argv], check=False).returncode
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=300))
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    out = args.out or (results.file(f"{gpu} scaling") if gpu else None)
+    for mechanism in args.mechanisms:
+        records = measure(args, mechanism, device)
+        if dist.get_rank() == 0 and out:
+            results.merge(out, results.environment(gpu), "scaling", records, KEY)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

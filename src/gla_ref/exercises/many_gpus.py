@@ -1,0 +1,120 @@
+"""Judges of the exercises on many GPUs (chapter 23)."""
+
+import torch
+
+from . import exercise
+from ._compare import draw, hold, variants
+from ._predict import ask, choice, predict
+
+predict(
+    "ex-ranks-bytes",
+    ["bytes that a rank sends with GLA", "with the gated delta rule", "bytes of a piece's keys and values"],
+    [264_192, 393_216, 30_720_000],
+    [
+        ([262_144, ..., ...], "The decays are missing: a map is the state and K numbers a head."),
+        ([132_096, ..., ...], "A number in 32 bits has four bytes."),
+        ([278_528, ..., ...], "The decays belong to the rows of the state: K of them a head, not V."),
+        ([33_024, ..., ...], "That is one head's. There are eight of them."),
+        ([..., 264_192, ...], "The delta rule's piece mixes the rows of a state: it keeps a matrix of K times K."),
+        ([..., 786_432, ...], "The matrix acts on rows: it is K times K, not V times V."),
+        ([..., ..., 61_440_000], "Keys and values have 16 bits here, which are two bytes."),
+    ],
+    "A head's map is its state, K times V, and what it keeps: K numbers, or K times K.",
+)
+
+
+def _compose(keep1, add1, keep2, add2, fading=1, order=0):
+    if order:
+        keep1, add1, keep2, add2 = keep2, add2, keep1, add1
+    return keep2 * keep1, (keep2[:, None] if fading == 1 else keep1[:, None] if fading else 1) * add1 + add2
+
+
+@exercise("ex-ranks-compose", "derive")
+def compose(answer):
+    mistakes = {
+        "What the first piece has added fades over the second.": dict(fading=0),
+        "The first piece's sum fades by what the second one keeps: its own decay is in it already.": dict(fading=2),
+        "The order is reversed: the first piece comes first, and the second one's gates act on it.": dict(order=1),
+        "The second piece's sum is not faded by itself; only what was there before is.": (
+            lambda keep1, add1, keep2, add2: (keep2 * keep1, keep2[:, None] * (add1 + add2))
+        ),
+        "A state that crosses both pieces is multiplied by both decays, not by their sum.": (
+            lambda keep1, add1, keep2, add2: (keep1 + keep2, keep2[:, None] * add1 + add2)
+        ),
+    }
+    x = draw(1, (3,), (3, 2), (3,), (3, 2))
+    cases = [tuple(y.sigmoid() if y.ndim == 1 else y for y in x)]
+    hold(answer, cases, _compose, variants(_compose, mistakes), {"keep": "", "add": ""})
+
+
+def _entry(keep, add, S, r, stop=0, start=0, decay=True, state=True):
+    S = S if state else torch.zeros_like(S)
+    for i in range(start, max(0, r + stop)):
+        S = (keep[i][:, None] * S if decay else S) + add[i]
+    return S
+
+
+def _maps(seed, ranks=4):
+    x = draw(seed, (ranks, 3), (ranks, 3, 2), (3, 2))
+    return x[0].sigmoid(), x[1], x[2]
+
+
+@exercise("ex-ranks-entries", "implement")
+def entries(answer):
+    mistakes = {
+        "Its own piece is not before it: rank r composes the maps of ranks 0 to r - 1.": dict(stop=1),
+        "The piece right before it is missing: rank r - 1 counts.": dict(stop=-1),
+        "What has been added fades over every later piece.": dict(decay=False),
+        "The state before the text is missing.": dict(state=False),
+    }
+    cases = [(*_maps(2), r) for r in (0, 1, 3)]
+    hold(answer, cases, _entry, variants(_entry, mistakes), {"S": ""})
+
+
+def _entry_back(keep, add, R, r, own=0, decay=True, last=True, order=1):
+    R = R if last else torch.zeros_like(R)
+    those = list(range(len(keep) - 1, r - own, -1))
+    for i in those[::order]:
+        R = (keep[i][:, None] * R if decay else R) + add[i]
+    return R
+
+
+@exercise("ex-ranks-back", "implement")
+def back(answer):
+    mistakes = {
+        "Its own piece is not on its right: ranks r + 1 to the last count.": dict(own=1),
+        "Gradients come from the right: the last rank's map is applied first.": dict(order=-1),
+        "A gradient fades over every piece that it crosses, as the state did.": dict(decay=False),
+        "The gradient of the last state is missing.": dict(last=False),
+        "That runs from the first rank to the last, as states do. Gradients run the other way.": _entry,
+    }
+    cases = [(*_maps(3), r) for r in (0, 1, 3)]
+    hold(answer, cases, _entry_back, variants(_entry_back, mistakes), {"R": ""})
+
+
+def _blocks(ranks, latency, size, bandwidth, fewer=2, power=0.5):
+    return ((ranks - fewer) * size / (latency * bandwidth)) ** power
+
+
+@exercise("ex-ranks-blocks", "derive")
+def blocks(answer):
+    mistakes = {
+        "The root is missing: u times the latency and 1 / u times the bytes' time are to be equal.": dict(power=1.0),
+        "One of the W - 1 borders' terms has no u in it: W - 2 are left.": dict(fewer=1),
+        "Only W - 2 of the borders' times have 1 / u in them.": dict(fewer=0),
+        "Turned round: a dearer message wants fewer blocks, more bytes want more.": dict(power=-0.5),
+    }
+    cases = [(8, 2e-5, 2.0**20, 2e11), (64, 1e-5, 2.0**25, 5e10), (3, 1e-4, 1e6, 1e9)]
+    hold(answer, cases, _blocks, variants(_blocks, mistakes), {"blocks": ""})
+
+
+@ask("ex-ranks-packed")
+def packed():
+    why = {
+        "a": "A text ends at 512, and the next one starts from nothing.",
+        "b": "The first text goes on until 300, so its state crosses at 256.",
+        "c": "A text ends at 512, and the next one starts from nothing.",
+        "d": "The last text goes on from 512 to 1024, so its state crosses at 768.",
+        "e": "The first text ends at 300, and nothing of it is needed behind that.",
+    }
+    return choice("Borders that a state crosses", "bd", why)

@@ -1,0 +1,187 @@
+"""How long many GPUs take for one text, by a model: bytes at the memory's speed, messages at a link's (chapter 23).
+
+A simulation, not a measurement. A GPU does nothing but move the bytes that it must move, at its memory's published
+speed; a message costs a fixed time and its bytes at the link's published speed. The fixed times are assumptions. What
+was measured stands in the records of benchmarks/scaling.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+__all__ = ["GLA", "H200", "WAYS", "Machine", "Sizes", "Task", "Wire", "exchange", "ring_attention", "schedule", "step"]
+
+
+class Wire(NamedTuple):
+    """A way from one GPU to the next.
+
+    Attributes:
+        message: seconds that each message costs, whatever its size, where the host starts it.
+        hop: the same inside a collective, which goes on by itself.
+        bandwidth: bytes a second in one direction.
+    """
+
+    message: float
+    hop: float
+    bandwidth: float
+
+
+class Machine(NamedTuple):
+    """GPUs of one kind in hosts of so many.
+
+    Attributes:
+        memory: bytes a second of a GPU's memory.
+        products: operations a second in 16 bits.
+        near: the wire between two GPUs of one host.
+        far: the wire between two hosts, for each GPU.
+        host: GPUs of a host.
+    """
+
+    memory: float
+    products: float
+    near: Wire
+    far: Wire
+    host: int
+
+
+#: published by the vendor: 4.8 TB/s and 989 TFLOP/s (dense, bfloat16) of an H200 SXM, 900 GB/s of NVLink in both
+#: directions together, 400 Gbit/s of network for each GPU of a DGX H200. Assumed, published by nobody: 20 µs a message,
+#: 2 µs a hop inside a host and 5 µs between hosts
+H200 = Machine(4.8e12, 989e12, Wire(20e-6, 2e-6, 450e9), Wire(20e-6, 5e-6, 50e9), 8)
+#: ways to bring states to all ranks; nobody has built the last one here
+WAYS = ("one after another", "all-gather", "pipeline", "tree")
+
+
+class Sizes(NamedTuple):
+    """A layer: heads H of K x V, tokens in 16 bits, states in 32.
+
+    Attributes:
+        tensors: that a walk moves: of the size of q (q, k and the gates), and of the size of v (v and o).
+        sums: the same of the pass that finds a piece's own sum.
+        decay: numbers a head beside the state.
+    """
+
+    H: int = 16
+    K: int = 128
+    V: int = 128
+    tensors: tuple[int, int] = (3, 2)
+    sums: tuple[int, int] = (2, 1)
+    decay: int = 128
+
+    def bytes(self, tokens: int, tensors: tuple[int, int]) -> int:
+        """Of so many tokens."""
+        return 2 * tokens * self.H * (tensors[0] * self.K + tensors[1] * self.V)
+
+    @property
+    def state(self) -> int:
+        """Bytes of the state of all heads."""
+        return 4 * self.H * self.K * self.V
+
+    @property
+    def map(self) -> int:
+        """Bytes of the state and the decay."""
+        return 4 * self.H * (self.K * self.V + self.decay)
+
+
+#: gated linear attention with 16 heads of 128 x 128
+GLA = Sizes()
+
+
+def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int | None = None) -> float:
+    """Seconds until the last rank has the state that comes into its piece, once all have their own sums.
+
+    Args:
+        way: "all-gather", "pipeline" or "tree".
+        ranks: how many GPUs, in hosts of `machine.host`.
+        sizes: of the layer.
+        machine: of GPUs.
+        blocks: of heads that a pipeline sends one after another; None takes the number that is fastest.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    hosts = ranks > machine.host
+    wire = machine.far if hosts else machine.near
+    if ranks == 1:
+        return 0.0
+    if way == "all-gather":  # round a ring, whose slowest wire sets the pace
+        return wire.message + (ranks - 1) * (wire.hop + sizes.map / wire.bandwidth)
+    if way == "tree":  # after n rounds a rank knows of the 2^n before it
+        rounds = math.ceil(math.log2(ranks))
+        inside = min(rounds, int(math.log2(machine.host)))
+        near, far = (w.message + sizes.map / w.bandwidth for w in (machine.near, machine.far))
+        return inside * near + (rounds - inside) * far
+    if way == "pipeline":
+        choices = [1, 2, 4, 8, 16] if blocks is None else [blocks]
+        return min(_pipeline(ranks, sizes, machine, b) for b in choices if b <= sizes.H)
+    raise ValueError(f"way: expected one of {', '.join(WAYS[1:])}, got {way!r}")
+
+
+def _pipeline(ranks: int, sizes: Sizes, machine: Machine, blocks: int) -> float:
+    """Block after block, rank after rank: a wire sends one block at a time, a rank sends on what has come."""
+    come = [0.0] * blocks
+    for r in range(1, ranks):
+        wire, free = machine.near if r % machine.host else machine.far, 0.0
+        for b in range(blocks):
+            free = come[b] = max(come[b], free) + wire.message + sizes.state / blocks / wire.bandwidth
+    return come[-1]
+
+
+class Task(NamedTuple):
+    """What a rank does from one moment to another, in seconds: "sum", "exchange" or "walk"."""
+
+    job: str
+    rank: int
+    start: float
+    stop: float
+
+
+def schedule(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> list[Task]:
+    """The forward pass of a layer over `tokens`, in equal pieces.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    piece = tokens // ranks
+    walk, own = (sizes.bytes(piece, x) / machine.memory for x in (sizes.tensors, sizes.sums))
+    if way not in WAYS:
+        raise ValueError(f"way: expected one of {', '.join(WAYS)}, got {way!r}")
+    tasks, wire = [], machine.near if ranks <= machine.host else machine.far
+    hop = wire.message + sizes.state / wire.bandwidth
+    for r in range(ranks):
+        if way == "one after another":
+            start = r * (walk + hop)
+            tasks += [Task("exchange", r, start - hop, start)] if r else []
+            tasks.append(Task("walk", r, start, start + walk))
+            continue
+        known = r + 1 if way == "pipeline" else ranks  # how many ranks it waits for, itself among them
+        come = own + exchange(way, known, sizes, machine, 1 if way == "pipeline" else None)
+        tasks += [Task("sum", r, 0.0, own), Task("exchange", r, own, come), Task("walk", r, come, come + walk)]
+    return tasks
+
+
+def step(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> float:
+    """Seconds of a layer's forward and backward pass over `tokens`, in equal pieces.
+
+    Backward, a piece's own sum is of q, the gates and the gradient of o; the walk reads what the forward walk read and
+    that gradient, and writes a gradient for each input. One GPU makes its sums as well: with few heads it cuts the text
+    into segments, to fill itself.
+    """
+    piece = tokens // ranks
+    there, back = sizes.tensors, (2 * sizes.tensors[0], 2 * sizes.tensors[1] - 1)
+    moved = sum(sizes.bytes(piece, x) for x in (sizes.sums, there, sizes.sums, back))
+    return moved / machine.memory + 2 * exchange(way, ranks, sizes, machine)
+
+
+def ring_attention(tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> tuple[float, int]:
+    """(seconds, bytes that a rank sends) of causal softmax attention's forward pass, keys and values round a ring.
+
+    In each of its rounds a rank multiplies its queries with the keys it has while the next ones arrive; half of all
+    pairs are in the future, and the ranks share the rest evenly, as the best of schedules let them.
+    """
+    piece = tokens // ranks
+    wire, sent = machine.far if ranks > machine.host else machine.near, 2 * piece * sizes.H * (sizes.K + sizes.V)
+    products = 2 * piece * tokens * sizes.H * (sizes.K + sizes.V) / 2 / machine.products
+    each = max(products / ranks, wire.hop + sent / wire.bandwidth if ranks > 1 else 0.0)
+    return ranks * each, (ranks - 1) * sent

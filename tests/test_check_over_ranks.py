@@ -1,0 +1,223 @@
+"""Functions over ranks as subjects of the check: right ones pass; each mistake of theirs is caught and named."""
+
+import datetime
+import functools
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from ranks import Pool
+from torch import distributed as dist
+
+from gla_ref import check, context_parallel
+from gla_ref.__main__ import main
+from gla_ref.check import mistakes
+from gla_ref.check._ranks import pieces
+
+LONG = ("narrow and long", "* long", "many *", "wide*", "huge", "frozen*", "one head")
+
+pytestmark = pytest.mark.deep
+
+
+CONTROL = {}
+
+
+def make_controls(rank, group):
+    """Of every number of ranks a group that waits while the first of them computes what is right."""
+    for n in (1, 2, 3):
+        CONTROL[n] = dist.new_group(range(n), timeout=datetime.timedelta(hours=1))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(3)
+    pool.ask(3, make_controls)
+    yield pool
+    pool.close()
+
+
+def examined(rank, group, mechanism, wrong=None, **options):
+    """On the first rank what the report says; `wrong` is the name of an entry of WRONG."""
+    with WRONG[wrong][0]() if wrong else mock.MagicMock():
+        subject = check.OverRanks(getattr(context_parallel, mechanism), group, CONTROL[dist.get_world_size(group)])
+        if rank:
+            return subject.serve()
+        report = check.kernel(mechanism, subject, **options)
+        subject.close()
+    return report.ok, [x["mistake"] for x in report.diagnosis], f"{report}"
+
+
+# What somebody may write who builds it anew, on the lines of context_parallel that it would stand in.
+
+
+def exchange(change):
+    """Another exchange of states; `change(maps, backwards, right)` gets the right one."""
+    right = context_parallel.Call.exchange
+
+    def wrong(self, maps, backwards=False):
+        return change(self, maps, backwards, lambda maps: right(self, maps, backwards))
+
+    return lambda: mock.patch.object(context_parallel.Call, "exchange", wrong)
+
+
+def only_if(when, change):
+    return lambda call, maps, backwards, right: change(call, maps, right) if when(backwards) else right(maps)
+
+
+always, forwards, backward = (lambda b: True), (lambda b: not b), (lambda b: b)
+
+
+def inclusive(call, maps, right):
+    return [m(S) for m, S in zip(maps, right(maps), strict=True)]
+
+
+def nothing(call, maps, right):
+    return [torch.zeros_like(S) for S in right(maps)]
+
+
+def undecayed(call, maps, right):
+    return right([context_parallel.Map(tuple(torch.ones_like(x) for x in m.M), m.X) for m in maps])
+
+
+def empty(call, maps, right):
+    if call.tokens:
+        return right(maps)
+    return right([context_parallel.Map(tuple(torch.zeros_like(x) for x in m.M), torch.zeros_like(m.X)) for m in maps])
+
+
+def from_the_left(self, maps, backwards, right):
+    if not backwards:
+        return right(maps)
+    self.plan = self.plan._replace(exchange="all-gather")
+    return self.gathered(maps, False)
+
+
+def goes_on():
+    """The sequence of the first token on the right, in place of that of the last one on the left, crosses a border."""
+    right = context_parallel.Segment.__init__
+
+    def wrong(self, a, e, first, final, total, cu):
+        right(self, a, e, first, final, total, cu)
+        if cu is not None:
+            self.left = (cu <= a).sum().sub(1).view(1)
+            another = self.left != self.right
+            self.starts, self.stops = another | (a == 0), another | (e == total)
+            self.of_left = torch.arange(a, e) < cu[self.left + 1]
+            self.crosses = cu[self.right + 1] >= e
+
+    return mock.patch.object(context_parallel.Segment, "__init__", wrong)
+
+
+def lost():
+    """A sequence ends here if the rank has a token behind it."""
+    right = context_parallel.Segment.__init__
+
+    def wrong(self, a, e, first, final, total, cu):
+        right(self, a, e, first, final, total, cu)
+        if cu is not None and not final and a < e:
+            self.ends = self.ends & ((cu[1:] != e) | (cu[:-1] == e))
+
+    return mock.patch.object(context_parallel.Segment, "__init__", wrong)
+
+
+BACK = ", in the backward pass only"
+# (what is wrong, ranks, cases to look at, what is said)
+WRONG = {
+    "nothing crosses": (
+        exchange(only_if(always, nothing)), 2, "s[cqt]*", "nothing crosses the border between two ranks"
+    ),
+    "nothing crosses back": (
+        exchange(only_if(backward, nothing)), 2, "[ps][aq]*", f"nothing crosses the border between two ranks{BACK}"
+    ),
+    "inclusive": (
+        exchange(only_if(forwards, inclusive)), 2, "s[ct]*",
+        "state of the wrong rank: each starts from the end of its own piece, in the forward pass only",
+    ),
+    "inclusive, back": (
+        exchange(only_if(backward, inclusive)), 2, "s[ct]*",
+        f"state of the wrong rank: each starts from the end of its own piece{BACK}",
+    ),
+    "no decay": (
+        exchange(only_if(always, undecayed)), 3, "s[ct]*", "decay of the pieces between two ranks forgotten"
+    ),
+    "no decay, back": (
+        exchange(only_if(backward, undecayed)), 3, "s[ct]*", f"decay of the pieces between two ranks forgotten{BACK}"
+    ),
+    "empty": (exchange(only_if(always, empty)), 2, "s[qt]*", "a rank without tokens lets no state through"),
+    "order": (
+        exchange(from_the_left), 3, "s[ct]*", "the gradient of the state goes from the first rank to the last"
+    ),
+    "goes on": (goes_on, 2, "packed*", "a sequence that begins on a border goes on from the one before it"),
+    "lost": (lost, 2, "packed*", "the final state of a sequence that ends on a border is lost"),
+}  # fmt: skip
+
+
+def told(pool, n, *args, **options):
+    return pool.ask(n, functools.partial(examined, **options), *args)[0]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_mistakes_are_named(pool, wrong):
+    _, n, only, name = WRONG[wrong]
+    ok, said, report = told(pool, n, "gla", wrong, only=only)
+    assert not ok and name in said, report
+
+
+@pytest.mark.parametrize("mechanism", mistakes.LINEAR)
+def test_right_ones_pass(pool, mechanism):
+    for n in (1, 2, 3):
+        ok, _, report = told(pool, n, mechanism, only="[ps]*" if n == 2 else "[ps][aq]*")
+        assert ok, report
+
+
+MODULE = """
+import time
+from gla_ref import context_parallel
+
+def right(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None, group=None):  # pieces of one length
+    return context_parallel.gla(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+def raises(q, k, v, g, group=None):
+    if group.rank():
+        raise KeyError("no state here")
+    return q, None
+
+def hangs(q, k, v, g, group=None):
+    if group.rank():
+        time.sleep(100)
+    return q, None
+"""
+
+
+@pytest.mark.parametrize(
+    "name, status, said",
+    [("right", 0, "gla on cpu"), ("raises", 1, "rank 1: KeyError"), ("hangs", 1, "no result after 5 s")],
+)
+def test_from_the_shell(tmp_path, name, status, said):
+    (tmp_path / "mine.py").write_text(MODULE)
+    line = "-m torch.distributed.run --standalone --nproc-per-node 2 -m gla_ref check gla"
+    command = [sys.executable, *line.split(), f"mine:{name}", "--ranks", "2", "--only", "s[cq]*", "--time-limit", "5"]
+    path = os.pathsep.join(os.path.abspath(x) for x in sys.path)
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode != 0) == bool(status) and said in done.stdout, done.stdout + done.stderr
+    assert status or ": right (" in done.stdout and "T in multiples of 2" in done.stdout
+
+
+def test_without_torchrun(capsys):
+    with pytest.raises(SystemExit):
+        main(["check", "gla", "gla_ref.gla:chunkwise", "--ranks", "2"])
+    assert "--ranks: expected to be started by torchrun --nproc-per-node 2" in capsys.readouterr().err
+
+
+def test_pieces_cover_all_tokens():
+    for ranks in (1, 2, 3, 5):
+        found = [pieces(c.T, c.ends, ranks) for c in check.cases("gla")]
+        assert all(sum(p) == c.T and len(p) == ranks for p, c in zip(found, check.cases("gla"), strict=True))
+        assert ranks == 1 or any(0 in p for p in found) and any(max(p) > 2 * min(p) > 0 for p in found)
+        assert len({*pieces(12 * ranks, None, ranks, even=True)}) == 1

@@ -1,0 +1,101 @@
+"""The model of many GPUs: its counts are the plan's, its times those of the formulas (chapter 23)."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gla_ref import scaling
+from gla_ref.context_parallel import Link, gather_seconds, pipeline_seconds
+from gla_ref.scaling import GLA, H200, WAYS, Sizes, exchange, ring_attention, schedule, step
+from gla_ref.viz import ranks_over_time as viz
+
+
+def test_bytes_are_those_of_the_plan():
+    from test_context_parallel import tokens
+
+    from gla_ref.context_parallel import plan
+
+    for mechanism, decay in {"gla": 128, "gated_delta_rule": 128**2, "linear_attention": 1}.items():
+        found = plan(mechanism, tokens(mechanism), (4096, 4096), exchange="all-gather")
+        assert found.bytes == Sizes(decay=decay).map + 4
+    assert GLA.state == 4 * 16 * 128 * 128
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_times_are_those_of_the_formulas(ranks):
+    """Within a host, where all wires are alike."""
+    near = H200.near
+    link = Link(near.message + (ranks - 1) * near.hop, near.message, near.bandwidth)
+    assert math.isclose(exchange("all-gather", ranks, GLA, H200), gather_seconds(link, ranks, GLA.map))
+    for blocks in (1, 3, 16):
+        found = exchange("pipeline", ranks, GLA, H200, blocks)
+        assert math.isclose(found, pipeline_seconds(link, ranks, GLA.state, blocks))
+    assert exchange("pipeline", ranks, GLA, H200) <= exchange("pipeline", ranks, GLA, H200, 1)
+
+
+def test_more_ranks_are_slower_to_reach_and_have_less_to_do():
+    for way in WAYS[1:]:
+        times = [exchange(way, 2**n, GLA, H200) for n in range(11)]
+        assert times[0] == 0 and times == sorted(times)
+        assert step(way, 2**24, 8) < step(way, 2**24, 1) / 7
+    assert exchange("tree", 1024, GLA, H200) < exchange("pipeline", 1024, GLA, H200) / 20
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_a_schedule_waits_for_what_it_needs(way):
+    tasks = schedule(way, 2**20, 4)
+    for r in range(4):
+        own = sorted((t for t in tasks if t.rank == r), key=lambda t: t.start)
+        assert [t.job for t in own if t.stop > t.start][-1] == "walk"
+        assert all(math.isclose(a.stop, b.start) for a, b in zip(own, own[1:], strict=False))
+    walks = {t.rank: t for t in tasks if t.job == "walk"}
+    if way == WAYS[0]:
+        assert all(walks[r + 1].start > walks[r].stop for r in range(3))
+    else:
+        assert walks[3].start < walks[0].stop, "no rank waits for another one's walk"
+
+
+def test_ring_attention_sends_keys_and_values():
+    seconds, sent = ring_attention(2**16, 4)
+    assert sent == 3 * 2**14 * 16 * 256 * 2
+    products = 4 * 16 * 128 * (2**16) ** 2 / 2 / H200.products / 4
+    assert seconds >= products * 0.999 and ring_attention(2**16, 1)[1] == 0
+
+
+@pytest.mark.parametrize("call", [lambda: exchange("ring", 4, GLA, H200), lambda: schedule("ring", 4096, 4)])
+def test_unknown_ways_are_refused(call):
+    with pytest.raises(ValueError, match="way: expected one of .*, got 'ring'"):
+        call()
+
+
+def test_the_figure_says_what_the_schedule_does():
+    explorable = viz.ranks_over_time()
+    alone = schedule("one after another", viz.TOKENS, 1)[0].stop
+    for way, row in zip(viz.WAYS.values(), explorable.frames, strict=True):
+        for ranks, frames in zip(viz.RANKS, row, strict=True):
+            done = max(t.stop for t in schedule(way, viz.TOKENS, ranks))
+            assert f"done after {1e3 * done:.2f} ms, {done / alone:.0%} of" in frames[-1].readout
+    shown = max(t.stop for t in schedule("all-gather", viz.TOKENS, 4)) / alone
+    assert 0.39 < shown < 0.43, "the right answer is two fifths"
+    assert scaling.H200.host == 8
+
+
+@pytest.mark.deep
+def test_the_program_that_measures(tmp_path):
+    """Tiny, with two processes of a CPU: bytes are those of the plan, and the record says all that chapter 23 shows."""
+    program, out = Path(__file__).parents[1] / "benchmarks/scaling.py", tmp_path / "scaling.json"
+    options = "--ranks 2 --tokens 64 --heads 2 --size 8 --repeats 1 --check 8 --alone 64".split()
+    subprocess.run([sys.executable, program, *options, "--out", out], check=True, capture_output=True, timeout=200)
+    found = {(r["mechanism"], r["exchange"]): r for r in json.loads(out.read_text())["scaling"]}
+    assert len(found) == 6
+    for (mechanism, way), r in found.items():
+        decay = 0 if way == "pipeline" else {"gla": 8, "linear_attention": 1, "gated_delta_rule": 64}[mechanism]
+        assert r["ranks"] == 2 and r["error"] < 1e-4 and r["seconds"] > 0 and r["alone"] > 0
+        assert 0 < r["exchange_seconds"] and (r["simulated"] is None) == (mechanism == "gated_delta_rule")
+        blocks = 1
+        once = 4 * (2 * (8 * 8 + decay) + blocks)
+        assert r["sent"] == (2 * once if way == "all-gather" else once), "a pipeline's first rank sends forward only"
