@@ -45,9 +45,9 @@ class Machine(NamedTuple):
     host: int
 
 
-#: published by the vendor: 4.8 TB/s and 989 TFLOP/s (dense, bfloat16) of an H200 SXM, 900 GB/s of NVLink in both
-#: directions together, 400 Gbit/s of network for each GPU of a DGX H200. Assumed, published by nobody: 20 µs a message,
-#: 2 µs a hop inside a host and 5 µs between hosts
+#: an H200 SXM in a DGX H200. The vendor publishes 4.8 TB/s and 989 TFLOP/s (dense, bfloat16), 900 GB/s of NVLink in
+#: both directions together, and 400 Gbit/s of network for each GPU. Nobody publishes times of messages; 20 µs a
+#: message, 2 µs a hop inside a host and 5 µs between hosts are assumed
 H200 = Machine(4.8e12, 989e12, Wire(20e-6, 2e-6, 450e9), Wire(20e-6, 5e-6, 50e9), 8)
 #: ways to bring states to all ranks; nobody has built the last one here
 WAYS = ("one after another", "all-gather", "pipeline", "tree")
