@@ -4,8 +4,8 @@ Each role of a program is a thread, of which one runs at a time. Wherever it cal
 and when a copy begins or ends. A tile holds NaN from the moment its copy is asked for; a copy out of a tile reads
 when it likes. A product reads its operands when it is issued and again when it is waited for, and both must be the
 same; its sums are out of reach until then. So an order of steps that the barriers allow and that would change a
-result is seen, and so are roles that wait for each other for ever. Not seen: warps of one role that run ahead of each
-other, fences, layouts.
+result is seen, and so are roles that wait for each other for ever, and barriers that are not invalidated. Not seen:
+warps of one role that run ahead of each other, fences, layouts.
 """
 
 import random
@@ -195,6 +195,10 @@ def init(bar, count):
     PLAY.phases[key(bar)] = 0
 
 
+def invalidate(bar):
+    del PLAY.phases[key(bar)]
+
+
 def expect(bar, number):
     PLAY.missing[key(bar)] = number
 
@@ -281,7 +285,9 @@ LANGUAGE = SimpleNamespace(
 STANDS_IN = {
     "gl": LANGUAGE,
     "LOG2E": 1.4426950408889634,
-    "mbarrier": SimpleNamespace(MBarrierLayout=layout, init=init, expect=expect, arrive=arrive, wait=wait),
+    "mbarrier": SimpleNamespace(
+        MBarrierLayout=layout, init=init, invalidate=invalidate, expect=expect, arrive=arrive, wait=wait
+    ),
     "tma": SimpleNamespace(
         async_copy_global_to_shared=load_box, async_copy_shared_to_global=store_box, store_wait=store_wait
     ),
@@ -337,6 +343,7 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=N
             for pid in range(step.grid[0]):
                 PLAY = Play(pid, seed + pid, ignored if step.name == "unwind" else None)
                 function(*args)
+                assert not PLAY.phases, f"{step.name}: {len(PLAY.phases)} barriers were not invalidated"
         elif step.name != "mend":
             args = [tensors[x.name] if isinstance(x, Spec) else x for x in step.args]
             step.kernel[step.grid](*args, **step.options)

@@ -189,8 +189,8 @@ def test_any_order_of_steps_gives_the_same_bits():
 # for all of `transform`
 BARRIERS = {
     **{"has_x 0": (0, 0), "has_x 1": (0, 1), "hat 0": (1, 0), "free_x 0": (2, 0), "free_x 1": (2, 1)},
-    **{"has_v": (3, 0), "has_do": (3, 1), "has_S": (3, 2), "has_later": (3, 3), "has_net": (3, 4)},
-    **{"free_v": (3, 5), "free_do": (3, 6), "free_S": (3, 7), "free_R": (3, 8)},
+    **{"has_v": (3, 0), "has_do": (3, 1), "has_S": (3, 2), "has_net": (3, 3)},
+    **{"free_v": (3, 4), "free_do": (3, 5), "free_S": (3, 6), "has_later": (4, 0), "free_R": (5, 0)},
 }
 
 

@@ -19,7 +19,8 @@ then is in its next phase; wait(bar, p) returns as soon as the phase of parity p
 `empty` in that of the round before, which for j = 0 is over already. So nobody waits for what nobody will do, and
 nobody is two rounds ahead, because a round goes through all three barriers.
 
-The copy engine and WGMMA see what threads wrote to shared memory only after these threads' fence.
+The copy engine and WGMMA see what threads wrote to shared memory only after these threads' fence. Between `init` and
+`invalidate` a barrier's eight bytes belong to the hardware, so no barrier is given back before the roles are done.
 
 With C = 64 a chunk moves 2 C (3 K + 2 V) bytes, 80 KB at K = V = 128, for 2 C (C (2 K + V) + 2 K V) FLOPs. Left out:
 what gla_ref/pages/gla.py leaves out, float32, and K and V other than 64 and 128. A chunk whose log gates sum to less
@@ -157,6 +158,10 @@ def walk(q, k, v, g, o, S_last, T, H, scale, K: gl.constexpr, V: gl.constexpr):
         [4, 1],
         [160, 24],
     )
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(empty.index(s))
+        mbarrier.invalidate(ready.index(s))
+        mbarrier.invalidate(hat.index(s))
 
 
 def descriptor(name, x, shape):

@@ -24,7 +24,14 @@ NEEDED = {
         "warp_specialize",
     ),
     "triton.experimental.gluon.language.nvidia.hopper": ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait"),
-    "triton.experimental.gluon.language.nvidia.hopper.mbarrier": ("MBarrierLayout", "arrive", "expect", "init", "wait"),
+    "triton.experimental.gluon.language.nvidia.hopper.mbarrier": (
+        "MBarrierLayout",
+        "arrive",
+        "expect",
+        "init",
+        "invalidate",
+        "wait",
+    ),
     "triton.experimental.gluon.language.nvidia.hopper.tma": (
         "async_copy_global_to_shared",
         "async_copy_shared_to_global",

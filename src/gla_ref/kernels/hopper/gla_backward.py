@@ -458,16 +458,24 @@ def unwind(
     has_x = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     hat = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free_x = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    singles = gl.allocate_shared_memory(gl.int64, [9, 1], mbarrier.MBarrierLayout())
+    singles = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(2):
         mbarrier.init(has_x.index(s), count=1)
         mbarrier.init(hat.index(s), count=1)
         mbarrier.init(free_x.index(s), count=1)
-    for b in gl.static_range(9):
+    for b in gl.static_range(7):
         mbarrier.init(singles.index(b), count=1)
+    if dg is not None:
+        has_later = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        free_R = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(has_later, count=1)
+        mbarrier.init(free_R, count=1)
+    else:
+        has_later: gl.constexpr = None
+        free_R: gl.constexpr = None
     bars = (
-        has_x, singles.index(0), singles.index(1), singles.index(2), hat, singles.index(3), singles.index(4),
-        free_x, singles.index(5), singles.index(6), singles.index(7), singles.index(8),
+        has_x, singles.index(0), singles.index(1), singles.index(2), hat, has_later, singles.index(3),
+        free_x, singles.index(4), singles.index(5), singles.index(6), free_R,
     )
     fence_async_shared()
 
@@ -489,6 +497,16 @@ def unwind(
         [WT, 1],
         [REGISTERS, 24],
     )
+    # all roles are done: until here the barriers' bytes are theirs (gla_forward.py)
+    for s in gl.static_range(2):
+        mbarrier.invalidate(has_x.index(s))
+        mbarrier.invalidate(hat.index(s))
+        mbarrier.invalidate(free_x.index(s))
+    for b in gl.static_range(7):
+        mbarrier.invalidate(singles.index(b))
+    if dg is not None:
+        mbarrier.invalidate(has_later)
+        mbarrier.invalidate(free_R)
 
 
 @triton.jit(do_not_specialize=VARYING)

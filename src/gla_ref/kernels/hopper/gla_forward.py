@@ -31,6 +31,11 @@ Gates in float32 are twice as large, and have one tile instead of one a stage. `
 arrival a chunk: phase i is that of chunk i, and before it asks for the gates of chunk i the loader waits for phase
 i - 1, of parity (i & 1) ^ 1. It does so last, when the chunk's other tiles are on their way.
 
+*Barriers own their bytes.* Between `init` and `invalidate` the hardware may write a barrier's state to its bytes at any
+time, while Gluon gives bytes away after the last use that it sees in the program. A barrier that no role waits for
+would be free at once, and its bytes would become somebody's addresses. So a variant makes only the barriers that its
+roles use, and invalidates them after the roles.
+
 *Proxies.* The copy engine and WGMMA see what threads have written to shared memory only after a fence of the writing
 threads, so each store that they read, or write over, is followed by one before the barrier.
 
@@ -401,8 +406,11 @@ def walk(
         mbarrier.init(empty.index(s), count=1)
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(hat.index(s), count=1)
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(taken, count=1)
+    if g.dtype == gl.float32:
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(taken, count=1)
+    else:
+        taken: gl.constexpr = None
     by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
     i = gl.arange(0, C, layout=gl.SliceLayout(1, by_rows))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, by_rows))[None, :]
@@ -428,6 +436,13 @@ def walk(
         [WT, 1],
         [REGISTERS, 24],
     )
+    # all roles are done: until here the barriers' bytes are theirs
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(empty.index(s))
+        mbarrier.invalidate(ready.index(s))
+        mbarrier.invalidate(hat.index(s))
+    if g.dtype == gl.float32:
+        mbarrier.invalidate(taken)
 
 
 # The plan.
