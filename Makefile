@@ -25,11 +25,16 @@ test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, sweeps of t
 	$(PYTEST) -m "(deep or hypothesis) and not gpu and not browser" --hypothesis-profile deep
 	@echo "All deep tests passed."
 
+# every file that has tests for a GPU
+GPU_TESTS = $(shell grep -lE "pytest.mark.gpu|^@anywhere" tests/test_*.py)
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/test_kernels*.py -m "gpu and not alone" -n auto --maxprocesses 15 \
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and not alone" -n auto --maxprocesses 15 \
 	  --gpu-summary benchmarks/results/test-gpu.json
-	$(PYTHON) -m pytest tests/test_kernels*.py -m "gpu and alone"
+	$(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and alone"
 	@echo "The summary: benchmarks/results/test-gpu.json"
+
+stress-gpu: $(VENV) ## train every mixer in 14 processes on one GPU: does one die, do equal trainings stay equal (SECONDS=60)
+	$(PYTHON) tools/stress_gpu.py --record --seconds $(or $(SECONDS),60)
 
 test-browser: book ## open every page in a headless Chromium, network refused; then print the book
 	$(PYTHON) tools/install_chromium.py
@@ -72,5 +77,5 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-deep test-gpu compile test-browser test-notebooks pdf mutants bench notebooks serve lint clean
+.PHONY: help book test test-deep test-gpu stress-gpu compile test-browser test-notebooks pdf mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help
