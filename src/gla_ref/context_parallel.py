@@ -20,8 +20,7 @@ back; `Leave` after it exchanges nothing on the way forward and gradients of sta
 Sequences packed with `cu_seqlens` need no other algebra: only the sequence that lies across a border sends its state
 over it. To the map of a piece all other tokens are zeros, and a token of zeros neither writes, reads nor forgets.
 
-Held by tests with gloo on a CPU; no GPU has run it yet. PyTorch's compiler is loaded with this module, so
-that the package does not import it by itself.
+PyTorch's compiler is loaded with this module, so that the package does not import it by itself.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from . import _contract as contract
 from ._agreement import Agreement
 from .chunks import decayed, heads_first
 from .gates import decay_from_start, decay_to_end
-from .mechanisms import MECHANISMS, UNPROVEN
+from .mechanisms import MECHANISMS
 
 __all__ = ["LINKS", "Link", "Plan", "delta_rule", "gated_delta_rule", "gla", "linear_attention", "plan", "simple_gla"]
 
@@ -304,9 +303,8 @@ def plan(
     exchange = exchange or ("pipeline" if pipe < gather else "all-gather")
     from . import FORMS  # which imports this module
 
-    proven = "triton" in FORMS[mechanism] and mechanism not in UNPROVEN
-    walk = "triton" if multiprocessors and proven else "chunkwise"
-    reference = "no kernel that has run on a GPU" if multiprocessors else "no GPU"
+    walk = "triton" if multiprocessors and "triton" in FORMS[mechanism] else "chunkwise"
+    reference = "there is no kernel" if multiprocessors else "no GPU"
     why.append(f"{walk}: " + ("a GPU" if walk == "triton" else reference))
     if segment:
         why.append(f"segments of {segment} tokens were asked for: every number of ranks gives the same bits")

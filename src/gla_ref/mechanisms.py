@@ -6,7 +6,7 @@ another gate, or with a write strength, is one more entry.
 
 from typing import NamedTuple
 
-__all__ = ["MECHANISMS", "UNPROVEN", "Argument", "Mechanism"]
+__all__ = ["MECHANISMS", "Argument", "Mechanism"]
 
 
 class Argument(NamedTuple):
@@ -67,6 +67,3 @@ MECHANISMS = {
     "gated_delta_rule": Mechanism((*_tokens("HV"), Argument("g", "B T HV", "gate"), BETA), WIDE_STATE, VALUE_HEADS),
     "kda": Mechanism((*_tokens("HV"), Argument("g", "B T HV K", "gate"), BETA), WIDE_STATE, VALUE_HEADS),
 }
-
-#: not all GPU tests of these kernels have passed yet, so that only a call which names one of their forms gets them
-UNPROVEN = ("delta_rule", "gated_delta_rule")

@@ -337,7 +337,7 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule by :func:`gla_ref.kernels.delta.delta_rule`, of which no GPU has run this version yet.
+    """The delta rule by :func:`gla_ref.kernels.delta.delta_rule`.
 
     Args:
         q: queries `[B, T, H, K]`.
@@ -399,7 +399,7 @@ def chunk_gated_delta_rule(
     cp_context=None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule by :func:`gla_ref.kernels.delta.gated_delta_rule`: no GPU has run this version yet.
+    """The gated delta rule by :func:`gla_ref.kernels.delta.gated_delta_rule`.
 
     Args:
         q: queries `[B, T, H, K]`.

@@ -103,8 +103,7 @@ def gla(
             :func:`gla_ref.kernels.linear_attention.choose_path`.
         kernel: "portable", or "hopper" for the one in Gluon; None lets the plan choose, which
             :func:`gla_ref.kernels.explain` prints with the reason. Gradients are the portable kernels', but with
-            "hopper", of tokens in bfloat16, gates of 16 bits and V <= 128: then they are Hopper's own, which have been
-            compiled, and played on a CPU, but have run on no GPU yet.
+            "hopper", of tokens in bfloat16, gates of 16 bits and V <= 128: then they are Hopper's own.
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.

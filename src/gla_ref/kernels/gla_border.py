@@ -5,7 +5,6 @@
 
 The walk of gla_forward.py without outputs, which reads k, v and g (backwards q, do and g) and nothing else.
 Reference: `write_map` and `read_map` of :mod:`gla_ref.context_parallel`.
-Compiled and interpreted; no GPU has run it yet.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .. import FORMS
-from ..mechanisms import UNPROVEN
 
 if TYPE_CHECKING:
     from .over_ranks import Pieces
@@ -19,11 +18,11 @@ REFERENCE = {"softmax_attention": "parallel", "gla": "chunkwise_two_level"}  # o
 def choose(mechanism: str, device: torch.device, T: int, gradient: bool) -> str:
     """The name of a form: the mechanism's kernel on a GPU, a reference elsewhere.
 
-    Where a mechanism has no kernel in `FORMS`, or one that has run on no GPU, its reference runs on a GPU too. A single
+    Where a mechanism has no kernel in `FORMS`, its reference runs on a GPU too. A single
     token has forms of its own, that of GLA's kernels only where no gradient is needed.
     """
     forms = FORMS[mechanism]
-    if device.type == "cuda" and "triton" in forms and mechanism not in UNPROVEN:
+    if device.type == "cuda" and "triton" in forms:
         return "triton_recurrent" if T == 1 and not gradient and "triton_recurrent" in forms else "triton"
     return "recurrent" if T == 1 else REFERENCE.get(mechanism, "chunkwise")
 

@@ -16,8 +16,6 @@ state and is refused. The module :class:`LossOverRanks` is wrapped in DDP or FSD
     loss(tokens.chunk(2, 1)[mesh["cp"].get_local_rank()].cuda()).backward()
 
     torchrun --standalone --nproc-per-node 2 benchmarks/split_training.py
-
-Held by tests with gloo on a CPU; no GPU has run it yet.
 """
 
 from __future__ import annotations
