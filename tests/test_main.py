@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gla_ref import FORMS, _doctor
+from gla_ref import FORMS, _doctor, kernels
 from gla_ref.__main__ import main
 from gla_ref.gla_chunk_fuse import steps
 
@@ -56,6 +56,14 @@ def test_without_triton_it_says_so(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(SMALL)
     assert stopped.value.code == 2 and "need Triton" in capsys.readouterr().err
+
+
+def test_explain_without_triton_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    x = torch.empty(1, 64, 2, 16, device="meta")
+    for what in (kernels.explain, kernels.plan):
+        with pytest.raises(ModuleNotFoundError, match="need Triton, which is not installed"):
+            what("linear_attention", x, x, x, hardware="sm_80")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a host without a GPU")

@@ -1,7 +1,9 @@
 """What the workflow that publishes the site relies on: settings, addresses, versions that agree."""
 
+import email
 import re
 import tomllib
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ from docutils.core import publish_doctree
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "https://example.org/gla/"
-SETTINGS = {"repository": {"url": "https://github.com/o/r"}, "html": {"baseurl": ADDRESS}}
+SETTINGS = {"repository": {"url": "https://github.com/o/r", "branch": "main"}, "html": {"baseurl": ADDRESS}}
 
 
 def site(folder: Path, *files: str) -> Path:
@@ -52,6 +54,35 @@ def test_what_is_missing_is_said(tmp_path, settings, missing):
 
 def test_a_site_without_its_map_is_not_published(tmp_path):
     assert publishing.reasons(SETTINGS, site(tmp_path, "404.html")) == ["the site has no sitemap.xml"]
+
+
+def test_the_package_has_no_address_before_the_site_and_then_the_same():
+    settings, readme = yaml.safe_load((ROOT / "_config.yml").read_text()), (ROOT / "README.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    missing = publishing.addresses(settings, project, readme)
+    if not settings["repository"]["url"]:
+        assert "urls" not in project
+        assert "project.urls.Repository: expected an address in pyproject.toml, got None" in missing
+    assert publishing.addresses(SETTINGS, {}, "") == [
+        "project.urls.Repository: expected https://github.com/o/r in pyproject.toml, got None",
+        f"project.urls.Documentation: expected {ADDRESS} in pyproject.toml, got None",
+    ]
+    whole = {"urls": {"Repository": "https://github.com/o/r", "Documentation": ADDRESS}}
+    text = '<img src="https://e.org/x.png"> [a](https://e.org) [b](#b) <img src="a/b.png" width="1"> [c](D.md)'
+    assert publishing.addresses(SETTINGS, whole, text) == [
+        f"README.md: expected https://github.com/o/r/{kind}/main/{path}, since a package index cannot show {path}"
+        for kind, path in (("raw", "a/b.png"), ("blob", "D.md"))
+    ]
+
+
+def test_the_wheel_is_typed_and_describes_itself(tmp_path):
+    wheel = zipfile.ZipFile(gla_package.build_wheel(ROOT, tmp_path))
+    assert wheel.read("gla_ref/py.typed") == b""
+    (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
+    fields = email.message_from_string(metadata)
+    assert "Typing :: Typed" in fields.get_all("Classifier") and fields["License-Expression"] == "MIT"
+    assert fields["Description-Content-Type"] == "text/markdown"
+    assert fields.get_payload().strip() == (ROOT / "README.md").read_text().strip()
 
 
 def test_the_workflow_asks_before_it_publishes():

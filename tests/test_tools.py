@@ -1,11 +1,14 @@
 """Tools whose numbers the project relies on."""
 
-import sys
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
+import count_tests
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
+ROOT = Path(__file__).parents[1]
 
 LOOP = """
 %x0 = ttg.memdesc_index %buffer[%c0] : !ttg.memdesc<2x64xbf16> -> smem
@@ -70,3 +73,47 @@ def test_what_is_built_is_fresh_while_sources_and_results_stay(tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "new.py").touch()
     assert not book.fresh(tmp_path, book.SITE)
+
+
+LOG = """\
+============ 1 failed, 12 passed, 3 skipped, 2 deselected, 1 warning in 61.02s (0:01:01) ============
+\x1b[32m\x1b[32m\x1b[1m5 passed\x1b[0m, \x1b[33m1 xfailed\x1b[0m\x1b[32m in 0.31s\x1b[0m\x1b[0m
+=== 2 errors in 0.10s ===
+1 failed, 1 error in 1.00s
+============================ no tests ran in 0.01s =============================
+E   assert 7 passed in 3 ways
+22 of 22 notebooks run with torch 2.13.0
+"""
+
+
+def test_summaries_of_pytest_are_summed():
+    assert count_tests.totals(LOG) == "17 passed, 5 failed"  # errors count as failed
+    assert count_tests.totals("") == "0 passed, 0 failed"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    "broken, status, last", [("none", 0, "7 passed, 0 failed"), ("test-deep", 2, "5 passed, 1 failed")]
+)
+def test_the_last_line_of_ci_sums_the_tests(tmp_path, broken, status, last):
+    """The steps run as they are, with a `make` that prints what pytest prints, and fails at one of its targets."""
+    root = tmp_path / "root"
+    for name in (".ci/run", "tools/count_tests.py"):
+        (root / name).parent.mkdir(parents=True)
+        shutil.copy(ROOT / name, root / name)
+    (root / "notebooks").mkdir()
+    (root / "notebooks" / "01.ipynb").touch()
+    make = tmp_path / "make"
+    make.write_text(
+        f'#!/bin/sh\nif [ "$1" = {broken} ]; then echo "== 1 failed, 2 passed in 1.00s =="; exit 2; fi\n'
+        'case "$1" in test) echo "=== 3 passed, 1 skipped in 2.00s ===";; test-deep) echo "4 passed in 1.00s";; esac\n'
+    )
+    make.chmod(0o755)
+    done = subprocess.run(
+        [root / ".ci" / "run"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (status, last), done.stdout + done.stderr
+    assert "=== 3 passed, 1 skipped in 2.00s ===" in done.stdout

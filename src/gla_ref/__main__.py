@@ -3,7 +3,7 @@
 `run` takes random input and checks every step; without a GPU Triton interprets them on the CPU.
 `check gla my_module:my_fn` says whether a function is right, and if not, where and why.
 `doctor` says what is installed here, which kernels would run, and on a GPU whether they are right.
-Exit status: 0 right, 1 wrong, 2 cannot run as asked.
+Exit status: 0 right, 1 wrong, 2 cannot run as asked, or the kernel that is checked ended its process.
 """
 
 import argparse
@@ -13,24 +13,30 @@ import math
 import os
 import pkgutil
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import distributed as dist
 from torch.nn.functional import logsigmoid
 
-from . import gates, gla
+from . import _apart, gates, gla
 from . import gla_chunk_fuse as reference
-from .kernels import find_device
+from .kernels import NO_TRITON, find_device
 from .rounding import budget, error, operands_in
+
+START = timedelta(minutes=5)  # that ranks wait for one another before the first call
+LONGEST = 1e9  # seconds; a thread cannot wait much longer
 
 
 def prepare_device(args: argparse.Namespace) -> str:
     """Where the kernels run; the interpreter must be chosen before Triton is imported."""
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("the kernels need Triton, which is not installed (pip install triton, on Linux)")
+        raise ValueError(NO_TRITON)
     device, _, sentence = find_device()
     print(sentence)
     if device == "cpu" and args.dtype != "float32":
@@ -103,15 +109,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load(name: str):
-    """The function that `module:function` names; modules of the current folder count."""
-    if ":" not in name:
-        raise ValueError(f"kernel: expected MODULE:FUNCTION, got {name}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """The function that `module:function` or `path/file.py:function` names; modules of the current folder count."""
+    where, _, function = name.rpartition(":")
+    if not where or not function:
+        raise ValueError(f"kernel: expected MODULE:FUNCTION or FILE.py:FUNCTION, got {name}")
+    file = Path(where).resolve() if where.endswith(".py") else None
+    if file and not (file.is_file() and file.stem.isidentifier()):
+        raise ValueError(f"kernel: expected a file that Python can import, got {where}")
+    folder = str(file.parent) if file else os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if file and (other := importlib.util.find_spec(file.stem).origin) != str(file):
+        raise ValueError(f"kernel: expected a file whose name no other module has, got {where}, and there is {other}")
     try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError) as reason:
-        raise ValueError(f"kernel: cannot load {name}: {reason}") from reason
+        fn = pkgutil.resolve_name(f"{file.stem if file else where}:{function}")
+    except (Exception, SystemExit) as reason:  # a stranger's module may raise anything
+        raise ValueError(f"kernel: cannot load {name}: {type(reason).__name__}: {reason}") from reason
+    if not callable(fn):
+        raise ValueError(f"kernel: expected a function, got {name} of type {type(fn).__name__}")
+    return fn
+
+
+def writable(path: str) -> None:
+    """
+    Raises:
+        ValueError: no file can be written there.
+    """
+    there = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
+    if not path or os.path.isdir(path) or not os.access(there, os.W_OK):
+        raise ValueError(f"--json: expected a file that can be written, got {path!r}")
 
 
 def check_kernel(args: argparse.Namespace) -> int:
@@ -119,18 +145,24 @@ def check_kernel(args: argparse.Namespace) -> int:
     from . import check
 
     def progress(done: int, total: int, name: str):
+        _apart.at(name or "diagnosis")
         if sys.stderr.isatty():
             bar = ("#" * (30 * done // total)).ljust(30)
             print(f"\r[{bar}] {done}/{total} {name[:34]:34}", end="", file=sys.stderr)
             print(end="\n" if done == total else "", file=sys.stderr, flush=True)
 
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected a GPU for {args.device}, found none")
+    if args.json is not None:
+        writable(args.json)
+    if not args.ranks:
+        check.device_of(args.device)
     claimed = {n: x for n in SUPPORTS if (x := getattr(args, f"claim_{n}")) is not None}
     left = {*(f"claim_{n}" for n in SUPPORTS), "command", "function", "mechanism", "kernel", "json", "github", "ranks"}
     options = {n: x for n, x in vars(args).items() if n not in left}
     options |= {"supports": claimed or None, "waive": dict(args.waive), "progress": progress}
+    _apart.at("import")
+    _apart.limit(args.time_limit)
     fn = load(args.kernel)
+    _apart.beat(args.time_limit)
     if not args.ranks:
         return told(args, check.kernel(args.mechanism, fn, **options), fn)
     with over_ranks(args) as options["device"]:
@@ -140,23 +172,29 @@ def check_kernel(args: argparse.Namespace) -> int:
             return 0
         status = told(args, check.kernel(args.mechanism, subject, **options), fn)
         subject.close()
-        if subject.busy:  # a rank hangs, and nothing that waits for it would end
-            sys.stdout.flush()
-            os._exit(status)
+        if subject.busy and _apart.folder:  # a rank hangs, and nothing that waits for it would end
+            _apart.finish(status)
         return status
 
 
 @contextmanager
 def over_ranks(args: argparse.Namespace):
     """The process group that torchrun has asked for, and this rank's device; calls give up after the time limit."""
+    from . import check
+
     if not dist.is_torchelastic_launched():
         line = f"torchrun --nproc-per-node {args.ranks} -m gla_ref check ..."
         raise ValueError(f"--ranks: expected to be started by {line}, which was not so")
-    device, backend = torch.device(args.device), "gloo"
-    if device.type == "cuda":
-        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
+    cuda = args.device.startswith("cuda")
+    device = check.device_of(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else args.device)
+    if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.time_limit / 2))
+    # ranks may be minutes apart until they have started; only the calls of the kernel have a time limit
+    store, rank, size = next(dist.rendezvous("env://", timeout=START))
+    store.set(f"started {rank}", "")
+    store.wait([f"started {r}" for r in range(size)], START)
+    limit = timedelta(seconds=args.time_limit / 2)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=limit)
     if dist.get_world_size() != args.ranks:
         raise ValueError(f"--ranks: expected {dist.get_world_size()}, as torchrun has started, got {args.ranks}")
     try:
@@ -173,8 +211,11 @@ def told(args: argparse.Namespace, report, fn) -> int:
 
         print(*annotations(report, source(fn)), sep="\n")
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report.to_json(), file, indent=1)
+        text = json.dumps(report.to_json(), indent=1)
+        try:
+            Path(args.json).write_text(text)
+        except OSError as reason:
+            raise ValueError(f"--json: cannot write {args.json}: {reason.strerror}") from reason
     return 0 if report.ok else 2 if report.verdict == "NOTHING COVERED" else 1
 
 
@@ -215,7 +256,7 @@ def add_check(commands) -> None:
     it = commands.add_parser("check", help=about, description=f"{about} {CALLED}")
     it.set_defaults(function=check_kernel)
     it.add_argument("mechanism", choices=("softmax_attention", "linear_attention", "simple_gla", "gla"))
-    it.add_argument("kernel", metavar="MODULE:FUNCTION")
+    it.add_argument("kernel", metavar="MODULE:FUNCTION", help="or FILE.py:FUNCTION")
     it.add_argument("--device", default="cpu", help="where the inputs lie: cpu, cuda, cuda:1; default cpu")
     it.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of q, k, v, g; default %(default)s"
@@ -267,7 +308,7 @@ def add_check(commands) -> None:
     it.add_argument("--forward-only", action="store_true", help="call it without gradients, which it does not have")
     it.add_argument(
         "--time-limit",
-        type=float,
+        type=seconds,
         default=60.0,
         metavar="S",
         help="a call may take so many seconds, default %(default)s",
@@ -284,20 +325,42 @@ def add_check(commands) -> None:
     )
 
 
+def number(text: str, of: type, holds: Callable[[float], bool], expected: str):
+    """What a text says, if it is a number for which that holds."""
+    try:
+        if holds(value := of(text)):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+
+
 def size(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return value
+    return number(text, int, lambda n: n > 0, "a positive integer")
+
+
+def seconds(text: str) -> float:
+    return number(text, float, lambda s: 0 < s <= LONGEST, f"seconds, more than 0 and at most {LONGEST:g}")
 
 
 def log_gate(text: str) -> float:
-    if not (value := float(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"expected a log gate, at most 0, got {text}")
-    return value
+    return number(text, float, lambda g: g <= 0, "a log gate, at most 0")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m gla_ref", description=__doc__)
+class Refused(SystemExit):
+    """The status of a command that cannot run as asked, after the sentence that says why."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
+        raise Refused(2)
+
+
+def parser() -> Parser:
+    parser = Parser("python -m gla_ref", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     it = commands.add_parser("run", help="run and check the four kernels (the default)")
     it.set_defaults(function=run)
@@ -310,13 +373,41 @@ def main(argv: list[str] | None = None) -> int:
     add_check(commands)
     about = "what is installed here, which kernels would run, and are they right?"
     commands.add_parser("doctor", help=about, description=about).set_defaults(function=examine)
-    args = parser.parse_args((sys.argv[1:] if argv is None else argv) or ["run"])
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command in this process; its exit status.
+
+    Raises:
+        SystemExit: it cannot run as asked.
+    """
+    it = parser()
+    args = it.parse_args((sys.argv[1:] if argv is None else argv) or ["run"])
     try:
         with np.errstate(all="ignore"):  # the interpreter computes with NumPy; NaN will be reported as wrong
             return args.function(args)
-    except ValueError as reason:
-        parser.error(str(reason))
+    except (TypeError, ValueError) as reason:
+        it.error(str(reason))
+
+
+def shell(argv: list[str]) -> int:
+    """The same for a shell: a kernel that is checked runs in a child, since it may end its process."""
+    if _apart.begin():
+        try:
+            status = main(argv)
+        except Refused as refused:
+            status = refused.code
+        _apart.finish(status)
+    it = parser()
+    args = it.parse_args(argv or ["run"])
+    if args.command != "check":
+        return main(argv)
+    try:
+        return _apart.run(argv, args.kernel, args.time_limit)
+    except OSError as reason:
+        it.error(f"cannot start a process: {reason}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shell(sys.argv[1:]))

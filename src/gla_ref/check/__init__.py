@@ -10,6 +10,7 @@ tokens are split over ranks: `torchrun --nproc-per-node 2 -m gla_ref check gla m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -20,7 +21,7 @@ from . import mistakes
 from ._cases import Case, cases
 from ._claims import Claim, Ladder, claimed, dtype_of
 from ._examine import Examiner, examine
-from ._kernel import SECONDS, Convention, Kernel, NotClaimed
+from ._kernel import SECONDS, Convention, Kernel, NotClaimed, device_of
 from ._mechanisms import MECHANISMS
 from ._ranks import OverRanks
 from ._report import Report, Row
@@ -95,8 +96,10 @@ def kernel(
     claim, dtype = Claim.of(getattr(fn, "supports", None) if supports is None else supports), dtype_of(dtype)
     if not callable(fn):
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
+    if not 0 < time_limit < math.inf:
+        raise ValueError(f"time_limit: expected seconds, more than 0, got {time_limit}")
     how = Convention(layout, state, gate, forward_only or not claim.gradient)
-    it = Kernel(fn, mechanism, how, torch.device(device), time_limit)
+    it = Kernel(fn, mechanism, how, device_of(device), time_limit)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     ladder = Ladder([only], 0, []) if isinstance(only, Case) else claimed(mechanism, level, seed, claim, dtype)
     asked = only if isinstance(only, str) else "*"

@@ -29,6 +29,20 @@ class NotClaimed(Exception):
     """For an adapter to raise where its kernel makes no claim: the case is reported as not covered."""
 
 
+def device_of(name: str | torch.device) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: this machine has no such device, or this PyTorch cannot use it.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device).cpu()
+    except Exception as reason:  # of many types, one a kind of device
+        raise ValueError(f"device: expected one of this machine, such as cpu or cuda, got {name}") from reason
+    return device
+
+
 @dataclass(frozen=True)
 class Convention:
     """How a kernel wants its arguments; results and gradients are turned back to the book's convention."""

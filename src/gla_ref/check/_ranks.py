@@ -169,7 +169,7 @@ class OverRanks:
         """What this rank makes of a call or of its backward pass, on the CPU; or its error."""
         try:
             found = {"call": self.call, "backward": self.backward}[what](**given)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a rank that ended would be waited for
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.name}, line {frame.lineno} of {os.path.basename(frame.filename)}"
             claimed = {"claimed": False} if isinstance(error, NotClaimed) else {}

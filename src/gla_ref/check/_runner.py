@@ -54,6 +54,8 @@ def attempt(seconds: float, work: Callable, *args):
         return finding
     except NotClaimed as reason:
         return Finding("not covered", str(reason))
+    except KeyboardInterrupt:  # a reader's, which comes to this thread; no kernel's
+        raise
     except BaseException as reason:
         if "written-to tensor" in str(reason):  # one with strides of 0, which nobody may write to
             return Finding("modified", f"{WROTE}: {reason}")

@@ -14,6 +14,8 @@ from torch import Tensor
 
 __all__ = ["Device", "explain", "find_device", "plan"]
 
+NO_TRITON = "the kernels need Triton, which is not installed (pip install triton, on Linux)"
+
 
 class Device(NamedTuple):
     """Where kernels run on this machine."""
@@ -61,7 +63,10 @@ def plan(mechanism: str, *tensors: Tensor, direction: str = "forward", hardware=
 
     Raises:
         TypeError, ValueError: an argument does not fit, or the sizes do not fit the GPU; the message names it.
+        ModuleNotFoundError: Triton is not installed.
     """
+    if find_spec("triton") is None:
+        raise ModuleNotFoundError(NO_TRITON, name="triton")
     from ._explain import plan
 
     return plan(mechanism, *tensors, direction=direction, hardware=hardware, **options)
@@ -69,8 +74,8 @@ def plan(mechanism: str, *tensors: Tensor, direction: str = "forward", hardware=
 
 def explain(mechanism: str, *tensors: Tensor, hardware=None, **options) -> str:
     """:func:`plan` in words, forward and backward: kernels, programs, tiles, warps, bytes, and why."""
-    from ._explain import describe
-
     directions = ("forward", "backward")
     found = [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in directions]
+    from ._explain import describe
+
     return "\n\n".join(f"{d}: {describe(p)}" for d, p in zip(directions, found, strict=True))

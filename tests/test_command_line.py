@@ -1,0 +1,162 @@
+"""`python -m gla_ref check` from a shell: it says right only after a whole report, whatever the kernel does."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import thin
+
+from gla_ref import FORMS, _apart, check
+from gla_ref.__main__ import main
+from gla_ref.check._runner import attempt
+
+MODULE = """
+import ctypes, os, signal, sys, threading, time
+from gla_ref import FORMS
+
+right = FORMS["gla"]["chunkwise"]
+number = 3
+
+def wrong(q, k, v, g, **named):
+    return right(q, k, v, 2 * g, **named)
+
+def exits(q, k, v, g):
+    os._exit(0)
+
+def aborts(q, k, v, g):
+    os.abort()
+
+def faults(q, k, v, g):
+    ctypes.string_at(0)
+
+def hangs(q, k, v, g):
+    ctypes.pythonapi.sleep(1000)  # Python's lock is kept: no other thread runs
+
+def lingers(q, k, v, g, **named):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    return right(q, k, v, g, **named)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The name of a module of kernels in the current folder."""
+    name = f"kernels_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "random.py").write_text("def fn(q, k, v, g): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield name
+    sys.modules.pop(name, None)
+
+
+RETURN = "error: kernel: expected own:{} to return, but "
+ENDED = RETURN + "its process ended with"
+FROM_A_SHELL = {  # function: status, first words of what is said on stdout, what is said on stderr
+    "exits": (2, "", ENDED + " status 0 (at length 7)\n"),
+    "aborts": (2, "", ENDED + " signal SIGABRT (at length 7)\n"),
+    "faults": (2, "", ENDED + " signal SIGSEGV (at length 7)\n"),
+    "hangs": (2, "", RETURN + "it did not within 1 s (at length 7)\n"),
+    "lingers": (0, "gla on cpu in float32, quick, seed 0: right", ""),
+    "wrong": (1, "gla on cpu in float32, quick, seed 0: WRONG", ""),
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="about signals")
+@pytest.mark.parametrize("name", thin(FROM_A_SHELL, "exits"))
+def test_the_verdict_is_that_of_a_whole_report(tmp_path, name):
+    status, printed, said = FROM_A_SHELL[name]
+    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "out.json").write_text("an earlier report")
+    limit = "1" if name == "hangs" else "60"
+    command = f"-m gla_ref check gla own:{name} --only *7 --json out.json --time-limit {limit}"
+    environment = os.environ | {"PYTHONPATH": str(Path(check.__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == status and done.stdout.startswith(printed), done.stdout + done.stderr
+    assert bool(done.stdout) == bool(printed) and len(done.stderr.splitlines()) == bool(said)
+    assert done.stderr.endswith(said.format(name))
+    assert ("schema" in (tmp_path / "out.json").read_text()) == bool(printed)  # else the file is as it was
+
+
+@pytest.mark.parametrize(
+    "verdict, ended, status, said",
+    [
+        ("0", 0, 0, ""),
+        ("0", -signal.SIGSEGV, 0, ""),  # after the report
+        ("1", 0, 1, ""),
+        ("", 0, 2, "its process ended with status 0 (at start)"),
+        ("", -signal.SIGKILL, 2, "its process ended with signal SIGKILL (at start)"),
+    ],
+)
+def test_an_exit_status_is_no_verdict(monkeypatch, capsys, verdict, ended, status, said):
+    def call(command, env):
+        if verdict:
+            Path(env[_apart.VARIABLE], "verdict").write_text(verdict)
+        return ended
+
+    monkeypatch.setattr(subprocess, "call", call)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert _apart.run(["check"], "own:fn", 60.0) == status
+    assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "kernel, options, said",
+    [
+        ("{}:absent", "", "kernel: cannot load {}:absent: AttributeError"),
+        ("nowhere:fn", "", "kernel: cannot load nowhere:fn: ModuleNotFoundError: No module named 'nowhere'"),
+        ("ends:fn", "", "kernel: cannot load ends:fn: SystemExit: 0"),
+        ("{}:number", "", "kernel: expected a function, got {}:number of type int"),
+        ("{}.py", "", "kernel: expected MODULE:FUNCTION or FILE.py:FUNCTION, got {}.py"),
+        ("nowhere.py:fn", "", "kernel: expected a file that Python can import, got nowhere.py"),
+        ("other/random.py:fn", "", "kernel: expected a file whose name no other module has, got other/random.py"),
+        ("{}:right", "--device abacus", "device: expected one of this machine, such as cpu or cuda, got abacus"),
+        ("{}:right", "--device meta", "device: expected one of this machine, such as cpu or cuda, got meta"),
+        ("{}:right", "--json nowhere/out.json", "--json: expected a file that can be written, got 'nowhere/out.json'"),
+        ("{}:right", "--json other", "--json: expected a file that can be written, got 'other'"),
+        ("{}:right", "--time-limit -1", "--time-limit: expected seconds, more than 0 and at most 1e+09, got -1"),
+        ("{}:right", "--time-limit soon", "--time-limit: expected seconds, more than 0 and at most 1e+09, got soon"),
+        ("{}:right", "--K 64,many", "--K: expected a positive integer, got many"),
+    ],
+)
+def test_what_cannot_run_is_said_in_a_sentence(own, capsys, kernel, options, said):
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", "gla", kernel.format(own), *options.split()])
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and not printed.out
+    assert printed.err.count("\n") == 1 and f" {said.format(own)}" in printed.err
+
+
+def test_a_kernel_in_a_file(own, capsys):
+    os.mkdir("inner")
+    os.rename(f"{own}.py", f"inner/{own}.py")
+    assert main(["check", "gla", f"inner/{own}.py:wrong", "--only", "length 7"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_kernel_that_calls_exit_is_wrong_and_ctrl_c_is_not_its_failure(monkeypatch):
+    def leaves(q, k, v, g):
+        sys.exit(0)
+
+    report = check.kernel("gla", leaves, only="length 7")
+    assert not report.ok and "SystemExit: 0 (leaves, line" in report.failures[0].message
+
+    def interrupt(thread, seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("threading.Thread.join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        attempt(1.0, lambda: None)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+def test_a_time_limit_is_a_time(seconds):
+    with pytest.raises(ValueError, match="time_limit: expected seconds, more than 0, got"):
+        check.kernel("gla", FORMS["gla"]["chunkwise"], time_limit=seconds)

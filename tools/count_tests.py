@@ -1,0 +1,29 @@
+"""What all runs of pytest in a log came to: python tools/count_tests.py LOG prints `N passed, N failed`.
+
+Errors count as failed. Tests that were skipped, or that failed as expected, count as neither.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# "==== 1 failed, 12 passed, 2 warnings in 61.02s (0:01:01) ====", or the same without the frame (pytest -q)
+SUMMARY = re.compile(r"(?:=+ )?((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s(?: \([^()]*\))?(?: =+)?")
+
+
+def totals(log: str) -> str:
+    """The sum of all summary lines of pytest."""
+    counts = {"passed": 0, "failed": 0}
+    for line in COLOUR.sub("", log).splitlines():
+        if found := SUMMARY.fullmatch(line.strip()):
+            for count in found[1].split(", "):
+                number, word = count.split()
+                word = "failed" if word in ("error", "errors") else word
+                if word in counts:
+                    counts[word] += int(number)
+    return f"{counts['passed']} passed, {counts['failed']} failed"
+
+
+if __name__ == "__main__":
+    print(totals(Path(sys.argv[1]).read_text(errors="replace")))
