@@ -50,7 +50,7 @@ class Mention(NamedTuple):
 class Tenant(NamedTuple):
     """Who has bytes of shared memory, from the offset `start` on, and over which lines of the program.
 
-    The scratch of an operation has a size that nobody prints: `least` and `most` enclose it.
+    Nobody prints how many bytes of scratch an operation takes: something between `least` and `most`.
     """
 
     name: str
@@ -68,19 +68,20 @@ def unkept(ttgir: str, arch: int, ptx: str) -> list[str]:
     major, minor = re.search(r"\.version (\d+)\.(\d+)", ptx).groups()
     text = allocated(ttgir, arch, int(major) * 10 + int(minor))
     sources = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
-    functions = re.split(r"^(?=  tt\.func )", text, flags=re.MULTILINE)[1:]
-    return [x for function in functions for x in Function(function, sources).unkept()]
+    head, *functions = re.split(r"^(?=  tt\.func )", text, flags=re.MULTILINE)
+    warps = int(re.search(r'"ttg\.num-warps" = (\d+)', head)[1])
+    return [x for function in functions for x in Function(function, warps, sources).unkept()]
 
 
 def allocated(ttgir: str, arch: int, ptx_version: int) -> str:
     """A module with the offset of whatever takes shared memory: the first passes of Triton's `make_llir`."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
-        file.write(ttgir)
-        file.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ttgir")
+        file.write_text(ttgir)
         context = ir.context()
         ir.load_dialects(context)
         nvidia.load_dialects(context)
-        module = ir.parse_mlir_module(file.name, context)
+        module = ir.parse_mlir_module(str(file), context)
     manager = ir.pass_manager(context)
     passes.ttgpuir.add_combine_tensor_select_and_if(manager)
     try:
@@ -92,6 +93,21 @@ def allocated(ttgir: str, arch: int, ptx_version: int) -> str:
     nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, arch, ptx_version)
     manager.run(module, "allocated")
     return str(module)
+
+
+def offset(text: str) -> int:
+    """Where the memory of an operation begins."""
+    return int(re.search(r"allocation\.offset = (\d+)", text)[1])
+
+
+def scratch(operation: str, text: str, warps: int) -> int:
+    """Bytes of scratch that an operation takes at most: as many as its tensors, and where it adds up, warps do."""
+    _, results = text.rsplit("->", 1) if "->" in text else (text, "")
+    everything = max(8, sum(size("tensor", text)))
+    if operation != "tt.reduce":
+        return everything
+    numbers = sum(size("tensor", results)) or 8 * results.count(",") + 8
+    return min(everything, numbers * warps)
 
 
 def size(kind: str, text: str) -> list[int]:
@@ -117,9 +133,9 @@ def size_of_captures(types: str) -> int:
 class Function:
     """A function's program in order: its allocations, who names them where, its scratch, its roles, its loops."""
 
-    def __init__(self, text: str, sources: dict[str, str]):
+    def __init__(self, text: str, warps: int, sources: dict[str, str]):
         self.lines, self.sources = text.splitlines(), sources
-        self.end = len(self.lines)
+        self.end, self.warps = len(self.lines), warps
         self.mentions: list[Mention] = []
         self.allocations: dict[str, tuple[int, int]] = {}  # by name: offset, bytes
         self.scratch: list[Tenant] = []
@@ -133,6 +149,7 @@ class Function:
         outer = {}, {}, {}
         views, numbers, labels = outer
         captured: list[View | None] = []
+        warps = self.warps
         for n, line in enumerate(self.lines):
             text, indent = line.strip(), len(line) - len(line.lstrip())
             if text == "default {":  # the first role knows all that the function does, but has labels of its own
@@ -143,9 +160,11 @@ class Function:
                 given = re.findall(rf"({NAME}): ", text)
                 views = {x: view for x, view in zip(given, captured, strict=True) if view}
                 numbers, labels = {}, {}
+                warps = int(re.search(r"num_warps\((\d+)\)", text)[1])
                 continue
             if self.roles and n == self.roles[-1][1]:
                 views, numbers, labels = outer
+                warps = self.warps
             if label := re.match(r"(\^bb\d+)", text):
                 labels[label[1]] = n
                 continue
@@ -159,7 +178,7 @@ class Function:
             if operation.startswith("ttg.local_alloc"):
                 bytes_ = size("memdesc", operation)[-1]
                 views[made] = View(made, 0, bytes_)
-                self.allocations[made] = int(re.search(r"allocation\.offset = (\d+)", operation)[1]), bytes_
+                self.allocations[made] = offset(operation), bytes_
                 self.mentions.append(Mention(n, "ttg.local_alloc", views[made]))
             elif operation.startswith("ttg.memdesc_") and used:
                 views[made] = part(used[0], operation, numbers)
@@ -168,29 +187,26 @@ class Function:
                 self.roles.append((n, last))
                 types = re.search(r"\} : \((.*)\) -> ", self.lines[last])[1]
                 captured = [views.get(x) for x in names]
-                self.add_scratch(n, last, operation, size_of_captures(types))
+                bytes_ = size_of_captures(types)
+                name = f"the values that ttg.warp_specialize captures{self.where(self.lines[last])}"
+                self.scratch.append(Tenant(name, offset(operation), bytes_, bytes_, n, last))
+            elif operation.startswith("tt.func") and "allocation.offset" in operation:
+                name = "the warps that wait for a role"
+                self.scratch.append(Tenant(name, offset(operation), 1, 1, n, self.end))
             elif "allocation.offset" in text:
-                self.add_scratch(n, n, text)
+                verb = self.operation(n)
+                name = f"the scratch of {verb}{self.where(line)}"
+                self.scratch.append(Tenant(name, offset(text), 1, scratch(verb, text, warps), n, n))
             elif operation.startswith("ttng.init_barrier") and not used:
                 self.unknown.append(f"barrier {names[0]}{self.where(line)} is no part of a known allocation")
 
-    def add_scratch(self, first: int, last: int, text: str, bytes_: int | None = None) -> None:
-        """The scratch of an operation whose offset stands in a line; captured values, if their size is given."""
-        line, least = self.lines[first], bytes_ or 1
-        most = bytes_ or max(8, sum(size("tensor", text)))
-        if text.startswith("tt.func"):
-            name, last = "the warps that wait for a role", self.end
-        elif bytes_:
-            name = f"the values that ttg.warp_specialize captures{self.where(self.lines[last])}"
-        else:
-            if text.startswith("}"):  # the operation's name is where its braces open
-                indent = line[: len(line) - len(line.lstrip())]
-                opens = re.compile(indent + r"[^\s^}]")
-                line = next(x for x in reversed(self.lines[:first]) if opens.match(x))
-            verb = re.search(r"\b(ttn?g?\.\w+)", line)
-            name = f"the scratch of {verb[1] if verb else line.strip()[:40]}{self.where(self.lines[first])}"
-        start = int(re.search(r"allocation\.offset = (\d+)", text)[1])
-        self.scratch.append(Tenant(name, start, least, most, first, last))
+    def operation(self, n: int) -> str:
+        """The operation that ends in line n: its name is there, or where the braces open that line n closes."""
+        line = self.lines[n]
+        if line.strip().startswith("}"):
+            opens = re.compile(" " * (len(line) - len(line.lstrip())) + r"[^\s^}]")
+            line = next(x for x in reversed(self.lines[:n]) if opens.match(x))
+        return re.search(r"\b(?:tt|ttg|ttng)\.\w+", line)[0]
 
     def where(self, line: str) -> str:
         """` (file:line)` of the source that a line was made of; empty if nobody knows."""
@@ -215,7 +231,10 @@ class Function:
         return first, last
 
     def unkept(self) -> list[str]:
-        """What is wrong, a sentence for each slot and rule."""
+        """What is wrong, a sentence for each slot and rule.
+
+        Of what is in use together Triton keeps the bytes apart; `perhaps` is said of scratch that begins below.
+        """
         tenants = [
             Tenant(name, start, bytes_, bytes_, *self.lives(name)) for name, (start, bytes_) in self.allocations.items()
         ]
@@ -233,14 +252,15 @@ class Function:
             elif not any(made.line < n < until for n in uses):
                 found.append(f"barrier {name} is initialised and nothing uses it")
             # the second
-            offset = self.allocations[view.allocation][0]
-            start, stop = offset + view.start, offset + view.stop
+            base, _ = self.allocations[view.allocation]
+            start, stop = base + view.start, base + view.stop
             others = []
             for x in tenants + self.scratch:
-                bytes_ = x.most if x.first > kept else x.least  # what is in use together Triton keeps apart
-                meanwhile = made.line < x.last and x.first < until
-                if x.name != view.allocation and meanwhile and x.start < stop and start < x.start + bytes_:
+                meanwhile = made.line < x.last and x.first < until and x.name != view.allocation
+                if meanwhile and x.start < stop and start < x.start + x.least:
                     others.append(x.name)
+                elif meanwhile and x.first > kept and x.start < stop and start < x.start + x.most:
+                    others.append(f"{x.name} (perhaps)")
             if others:
                 names = ", ".join(dict.fromkeys(others))
                 end = " before it is invalidated" if until < self.end else "; it is never invalidated"
@@ -255,7 +275,7 @@ class Function:
         return f"{view.allocation}{number}{self.where(line)}"
 
 
-# operations that name a barrier and do not use it
+# operations that name a barrier and do not use it; all others count as a use, branches and calls that hand it on too
 IDLE = {"ttg.local_alloc", "ttg.local_dealloc", "ttg.warp_specialize", "ttng.init_barrier", "ttng.inval_barrier"}
 IDLE |= {f"ttg.memdesc_{x}" for x in ("index", "subslice", "trans", "reshape", "reinterpret")}
 
