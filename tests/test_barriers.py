@@ -67,7 +67,20 @@ TILE = """
 """
 
 
-NOWHERE = ("wait_", "inner_", "%any", "inval_")  # uses, and the end
+# in each round a wait, and then scratch of a size that the check can only bound
+LOOP = """
+    scf.for %i = %c0 to %n step %c1 : i32 {
+      ttng.wait_barrier %outer_0, %c0 : !BAR
+      %sums = "tt.scan"(%x) <{axis = 0 : i32, reverse = false}> ({
+      ^bb0(%d: f32, %e: f32):
+        %f = arith.addf %d, %e : f32
+        tt.scan.return %f : f32
+      }) : (tensor<128xf32, #blocked>) -> tensor<128xf32, #blocked>
+      %kept = ttg.local_alloc : () -> !ttg.memdesc<128xf32, #line, #smem, mutable>
+      ttg.local_store %sums, %kept : tensor<128xf32, #blocked> -> !ttg.memdesc<128xf32, #line, #smem, mutable>
+    }
+"""
+USES = ("wait_", "inner_", "%any")  # of the barriers, by words of their lines
 
 
 def program(*without: str, captures: bool = True, **instead: str) -> str:
@@ -103,21 +116,21 @@ def test_one_slot_of_several_that_no_role_uses_is_named(slot):
 
 
 def test_a_barrier_that_nobody_uses_lies_below_captured_values():
-    found = said(program(*NOWHERE, captures=False))
+    found = said(program(*USES, "inval_", captures=False))
     assert [x for x in found if "no role uses it" in x] == unused(0, 1)
     shared = "barrier %bars[0]: its bytes 0..8 are also those of the values that ttg.warp_specialize captures"
     assert any(x.startswith(shared) for x in found)
-    kept = program(*NOWHERE[:-1], captures=False)
+    kept = program(*USES, captures=False)
     assert said(kept) == unused(0, 1)  # useless, but its bytes are its own
 
 
 def test_a_use_before_the_roles_is_not_one_by_a_role():
     early = "ttng.wait_barrier %outer_0, %c0 : !BAR\n    ttng.wait_barrier %outer_1, %c0 : !BAR"
-    found = said(program(*NOWHERE, captures=False, BEFORE=early))
+    found = said(program(*USES, "inval_", captures=False, BEFORE=early))
     assert [x for x in found if "no role uses it" in x] == unused(0, 1)
     assert any("also those of the values that ttg.warp_specialize captures" in x for x in found)
     over = early + "\n    ttng.inval_barrier %outer_0 : !BAR\n    ttng.inval_barrier %outer_1 : !BAR"
-    assert said(program(*NOWHERE, captures=False, BEFORE=over)) == []  # and then invalidated: rightly another's
+    assert said(program(*USES, "inval_", captures=False, BEFORE=over)) == []  # and then invalidated: rightly another's
 
 
 def test_bytes_that_another_has_before_the_barrier_is_invalidated():
@@ -133,6 +146,10 @@ def test_bytes_that_another_has_before_the_barrier_is_invalidated():
     moved = laid_out.replace("{allocation.offset = 0 : i32, warp", f"{{allocation.offset = {place} : i32, warp")
     found = barriers.Function(moved[moved.index("  tt.func") :], 4, {}).unkept()
     assert len(found) == 2 and all(x.endswith("captures before it is invalidated") for x in found)
+
+
+def test_a_barrier_keeps_its_bytes_to_the_end_of_a_loop_that_waits_for_it():
+    assert said(program("inval_", AFTER=LOOP)) == []
 
 
 COMPILED = """
