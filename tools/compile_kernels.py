@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs that are not there: registers, spills, shared memory, and a rule of pipelining.
+"""Compile the kernels for GPUs that are not there: registers, spills, shared memory, rules of pipelining and barriers.
 
     python tools/compile_kernels.py [CASE ...] [--arch 75 80 ...]    # default: all; needs no GPU, some minutes
     PYTHONPATH=DIR python tools/compile_kernels.py    # another Triton: pip install --no-deps --target DIR triton==3.6.0
