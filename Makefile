@@ -48,7 +48,7 @@ pdf: book ## print the whole book: _build/gated-linear-attention.pdf
 mutants: $(VENV) ## hold the check kit against every named mistake: how many are caught, how many named
 	$(PYTHON) tools/mutants.py --dtype float32 bfloat16
 
-compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"), without one: registers, spills, shared memory
+compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"), without one: registers, spills, shared memory, barriers
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(if $(ARCH),--arch $(ARCH))
 
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)

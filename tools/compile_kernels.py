@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs that are not there: registers, spills, shared memory, and a rule of pipelining.
+"""Compile the kernels for GPUs that are not there: registers, spills, shared memory, rules of pipelining and barriers.
 
     python tools/compile_kernels.py [CASE ...] [--arch 75 80 ...]    # default: all; needs no GPU, some minutes
     PYTHONPATH=DIR python tools/compile_kernels.py    # another Triton: pip install --no-deps --target DIR triton==3.6.0
@@ -8,7 +8,8 @@ comes with Triton. Every launch of forward and backward must fit its card and, w
 bytes a thread (but on Hopper, whose tiles were chosen by time, on a GPU). The rule that is checked on compiled loops
 was learnt from wrong results (benchmarks/LAB.md): a product on tensor cores is waited for, and with it its operands,
 before shared memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop
-refills. And where warps have different jobs, those of one meet before one thread arrives at a barrier for all.
+refills. And where warps have different jobs, those of one meet before one thread arrives at a barrier for all, and the
+barriers' bytes are their own (barriers.py).
 """
 
 import argparse
@@ -30,10 +31,12 @@ from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+import barriers  # noqa: E402
+
 from gla_ref import results  # noqa: E402
-from gla_ref.kernels import delta_step, gla_border, gla_step, plan  # noqa: E402
-from gla_ref.kernels._hardware import CLASSES  # noqa: E402
-from gla_ref.kernels._plan import Launch, spec_of  # noqa: E402
+from gla_ref.kernels import delta_step, gla, gla_border, gla_step, plan  # noqa: E402
+from gla_ref.kernels._hardware import CLASSES, Hardware  # noqa: E402
+from gla_ref.kernels._plan import Draft, Launch, Plan, spec_of  # noqa: E402
 from gla_ref.kernels._program import compile_launch  # noqa: E402
 from gla_ref.mechanisms import MECHANISMS  # noqa: E402
 
@@ -54,7 +57,7 @@ class Case(NamedTuple):
 
     def plans(self, arch: int) -> list:
         """Forward and backward."""
-        kind, hardware = MECHANISMS[re.sub("_(step|border)$", "", self.mechanism)], f"sm_{arch}"
+        kind, hardware = MECHANISMS[re.sub("_(step|border|page)$", "", self.mechanism)], f"sm_{arch}"
         one = STEPS.get(self.mechanism)
         B, T = 1 if "packed" in self.extra else 16, 1 if one else 240
         sizes = {"B": B, "T": T, "H": 16, "K": self.K, "V": self.V, "N": 2 if B == 1 else B}
@@ -76,6 +79,13 @@ class Case(NamedTuple):
         if self.mechanism == "gla_border":
             specs = [spec_of(n, given.get(n)) for n in ("q", "k", "v", "g")] + [None] * 3
             return [gla_border.plan_added(CLASSES[hardware], *specs, backwards) for backwards in (False, True)]
+        if self.mechanism == "gla_page":
+            return [plan_page(CLASSES[hardware], *(spec_of(n, given[n]) for n in kind.required))]
+        if "frozen" in self.extra:
+            given["do"] = given["v"]
+            specs = [spec_of(n, given.get(n)) for n in gla.backward.names]
+            options = {"scale": None, "path": "fused", "kernel": "hopper", "need_dg": False}
+            return [gla.backward.plan(CLASSES[hardware], *specs, *(options[n] for n in gla.backward.options))]
         if self.mechanism != "softmax_attention":  # walked in one go unless asked
             given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
         given |= {"kernel": "hopper"} if "hopper" in self.extra else {}
@@ -83,6 +93,19 @@ class Case(NamedTuple):
         return [
             plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")
         ]
+
+
+def plan_page(hardware: Hardware, q, k, v, g) -> Plan:
+    """What the launcher of the page `gla_hopper` launches, which needs tensors on a GPU."""
+    from gla_ref.kernels.hopper.gla_forward import box  # not where Gluon is missing
+    from gla_ref.pages import gla_hopper as page
+
+    (B, T, H, K), V, C = q.shape, v.shape[3], page.C.value
+    draft = Draft(hardware, q, k, v, g)
+    o, S = draft.like("o", v), draft.new("S", B, H, K, V)
+    boxes = box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V)
+    draft.launch(page.walk, B * H, *boxes, S, T, H, K**-0.5, K, V, num_warps=8, maxnreg=128)
+    return draft.plan("page", o, S)
 
 
 STEPS = {"gla_step": gla_step, "gated_delta_rule_step": delta_step}
@@ -121,6 +144,12 @@ WIDE = {
     "gla hopper 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("hopper", "segmented")),
     "gla hopper 64/128": Case("gla", 64, 128, "bfloat16", "float16", ("hopper", "packed")),
     "gla hopper 128/64": Case("gla", 128, 64, "bfloat16", "bfloat16", ("hopper", "packed", "segmented")),
+    "gla hopper float32 gates": Case("gla", 128, 128, "bfloat16", "float32", ("hopper",)),
+    "gla hopper float32 gates 64": Case("gla", 64, 64, "float16", "float32", ("hopper", "packed", "segmented")),
+    "gla hopper frozen gates": Case("gla", 128, 128, "bfloat16", "bfloat16", ("frozen",)),  # a gradient without dg
+    "gla hopper frozen gates 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("frozen", "packed")),
+    "gla hopper page": Case("gla_page", 128, 128, "bfloat16", "bfloat16"),
+    "gla hopper page 64": Case("gla_page", 64, 64, "bfloat16", "bfloat16"),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
     "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32"),
@@ -240,7 +269,9 @@ def compiled(launch: Launch, arch: int) -> dict:
         "registers": roles(kernel.asm["ptx"]) or registers,
         "spilled": spilled,
         "shared": kernel.metadata.shared,
-        "broken": broken(kernel.asm["ttgir"]) + unmet(kernel.asm["ptx"]),
+        "broken": broken(kernel.asm["ttgir"])
+        + unmet(kernel.asm["ptx"])
+        + barriers.unkept(kernel.asm["ttgir"], arch, kernel.asm["ptx"]),
     }
 
 
