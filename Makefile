@@ -28,7 +28,7 @@ test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, sweeps of t
 # every file that has tests for a GPU
 GPU_TESTS = $(shell grep -lE "pytest.mark.gpu|^@anywhere" tests/test_*.py)
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and not alone" -n auto --maxprocesses 15 \
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and not alone" -n auto --maxprocesses 15 --dist worksteal \
 	  --gpu-summary benchmarks/results/test-gpu.json
 	$(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and alone"
 	@echo "The summary: benchmarks/results/test-gpu.json"

@@ -69,9 +69,20 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """The files that take longest start first, so that in the end no worker waits for another's."""
-    longest = ["test_book", "test_kernels_linear", "test_check", "test_kernels_gla"]
-    items.sort(key=lambda item: (longest + [item.path.stem]).index(item.path.stem))
+    """Without a GPU the files that take longest start first, so that in the end no worker waits for another's.
+
+    On a GPU most of the time goes into compiling. There a worker begins with a run of neighbours (`--dist worksteal`),
+    so the tests of a function that share a dtype, and with it their kernels, are neighbours.
+    """
+    if torch.cuda.is_available():
+        items.sort(key=lambda item: (item.path.stem, item.function.__name__, str(parameters(item).get("dtype"))))
+    else:
+        longest = ["test_book", "test_kernels_linear", "test_check", "test_kernels_gla"]
+        items.sort(key=lambda item: (longest + [item.path.stem]).index(item.path.stem))
+
+
+def parameters(item) -> dict:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def pytest_addoption(parser):
