@@ -21,6 +21,15 @@ def product(c, a, b, dtype):
     return c
 
 
+def exp2(x):
+    """2^x in float32, off by up to 2 ulp as a GPU's may be (exp2f in the CUDA C++ Programming Guide), up or down.
+
+    It counts where decays are all that happens to a state, chunk after chunk: in delta rules with beta = 0.
+    """
+    x = x.float().double()
+    return (x.exp2() * (1 + 2**-22 * (1e6 * x.clamp(min=-200.0)).sin())).float()
+
+
 def chunks(x, C):
     """[B, T, H, D] as [B, H, chunks, C, D], zeros beyond T."""
     x = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[1] % C))
@@ -255,8 +264,8 @@ class Delta(Gla):
         many = (*(x.repeat_interleave(G, 2) for x in (q, k)), v, beta[..., None], do)
         q, k, v, beta, do = (chunks(x, self.C) for x in many)
         g = chunks(g[..., None], self.C).double()
-        since, until = (f(g).exp().float() for f in (gates.decay_from_start, gates.decay_to_end))
-        E, through = gates.segment_sum(g)[..., 0].exp().float(), since[..., -1:, :]
+        since, until = (exp2(f(g) * LOG2E) for f in (gates.decay_from_start, gates.decay_to_end))
+        E, through = exp2(gates.segment_sum(g)[..., 0] * LOG2E), since[..., -1:, :]
 
         A = mm(k, k.mT) * E
         P, Y = self.keep(mm(q, k.mT) * E), self.keep(triangular.blocked((beta * A).tril(-1)))
@@ -333,7 +342,7 @@ def delta_steps(q, k, v, g, beta, S, *_, scale):
     G, none, o = v.shape[2] // q.shape[2], torch.zeros(1, device=v.device), []
     q, k = (x.repeat_interleave(G, 2) for x in (q, k))
     for t in range(q.shape[1]):
-        S = S if g is None else (g[:, t, :, None, None] * LOG2E).exp2() * S
+        S = S if g is None else exp2(g[:, t, :, None, None] * LOG2E) * S
         found = product(none, k[:, t, :, None], S, torch.float32)
         S = S + k[:, t, :, :, None] * (beta[:, t, :, None, None] * (v[:, t, :, None] - found))
         o.append(product(none, q[:, t, :, None], S, torch.float32)[:, :, 0] * scale)
