@@ -65,7 +65,7 @@ def lucky_runs(mechanism: str, x: dict[str, Tensor], low: torch.dtype | None, sc
 
 
 def runs(mechanism: str, x: dict[str, Tensor], low: torch.dtype, scale=None, times: int = 2) -> list:
-    """[(exact run, emulated run), ...]: the worst element of one run is one rounding's luck, of a few how bad that is."""
+    """[(exact run, emulated run), ...]: the worst of one is one rounding's luck, that of a few how bad luck gets."""
     exact = run(mechanism, x, None, scale)
     return [(exact, emulated) for emulated in lucky_runs(mechanism, x, low, scale, times)]
 

@@ -91,10 +91,12 @@ class Luck:
     q k^T choose each for themselves; and by what factor an operand is larger when it is rounded, as a scale, a strength
     or a row's maximum is applied before a product or behind it. Tensors `[B, H, ...]` hold `copies` of the same inputs
     side by side as heads, and each copy has a luck of its own, the first one none: sixteen copies are sixteen kernels.
+    Where products of float32 are made in three passes of TF32 (`thrice`), as PyTorch and Triton can, each number is two,
+    and a product has three times as many terms.
     """
 
-    def __init__(self, copies: int = 1, seed: int = 0) -> None:
-        self.copies, self.rng = copies, torch.Generator().manual_seed(seed)
+    def __init__(self, copies: int = 1, *, thrice: bool = False, seed: int = 0) -> None:
+        self.copies, self.thrice, self.rng = copies, thrice, torch.Generator().manual_seed(seed)
 
     def drawn(self, n: int, x: Tensor) -> Tensor:
         """n random numbers in [0, 1) for every copy, zeros for the first: `[copies, n]`, where x lies."""
@@ -104,6 +106,9 @@ class Luck:
 
     def shuffled(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Operands whose product x y has its terms in another order."""
+        if self.thrice:
+            (x, x_rest), (y, y_rest) = ((tf32(z), tf32(z - tf32(z))) for z in (x.contiguous(), y.contiguous()))
+            x, y = torch.cat([x_rest, x, x], -1), torch.cat([y, y_rest, y], -2)
         if self.copies == 1:
             return x, y
         lead, n = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-1]

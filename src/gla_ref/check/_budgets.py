@@ -218,7 +218,9 @@ def work_out(
     lucky, made = len(kind.emulated), len(kind.emulated) + len(kind.plain)
     made += len(kind.beyond) if single and not short else 0
     ways = [partial(kind.emulate, dtype=dtype, run=i, copies=runs if i < lucky else 1) for i in range(made)]
-    ways += kind.also if single and short else ()
+    if single and short:
+        ways += [partial(kind.emulate, dtype=dtype, run=i, thrice=True) for i in range(lucky)]
+        ways += kind.also
     rounded = {name: y.float() for name, y in x.items()}
     copies = {name: torch.cat([y] * runs, kind.head_axis(name)) for name, y in rounded.items()}
     emulated = [evaluate(way, kind, copies if i < lucky else rounded, case) for i, way in enumerate(ways)]

@@ -253,7 +253,7 @@ def by_token(q, k, v, g=None, *, state, scale, dtype):
 class Attend(torch.autograd.Function):
     """Attention and its closed-form backward as kernels do them, `ROWS` queries at a time to bound the memory.
 
-    Exponentials are to base 2, the backward makes p from the rows' log-sum-exp, and ds = p (do v^T - D),
+    Exponentials are to base 2, the backward makes p from the rows' log-sum-exp (as FlashAttention-2 does), and ds = p (do v^T - D),
     D = o . do, o as it was stored. Or, `by_key`, to base e, from maximum and sum, and D is summed key
     by key. k and v are handed through: what comes back for them is where dk and dv start.
     """
@@ -299,7 +299,8 @@ class Attend(torch.autograd.Function):
                 left = (read - D).abs() + (kept - D).abs()
                 ds = (p * (dp - read)).scatter_add(-1, p.argmax(-1, keepdim=True), left)
             else:
-                p = (x - (m[i] + total[i].log2())).exp2()  # the log-sum-exp is one number of float32
+                lse = m[i] * log(2) + total[i].log()  # to base e, and one number of float32
+                p = (x - lse / log(2)).exp2()
                 ds = p * (dp - D)
             ds = scale * ds
             dq[i] = product(ds, k[j])

@@ -131,14 +131,14 @@ class Kind:
 
         return self.by_sequence(steps, tokens, initial_state, cu_seqlens)
 
-    def emulate(self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0, copies=1):
+    def emulate(self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0, copies=1, thrice=False):
         """One of the emulated runs, those for long sequences last, under the contract; exact in float64.
 
-        Of the `copies` of inputs side by side as heads each one has its own luck.
+        Of the `copies` of inputs side by side as heads each one has its own :class:`~gla_ref.rounding.Luck`.
         """
         body = (*self.emulated, *self.plain, *self.beyond)[run]
         if run < len(self.emulated):
-            body = partial(body, luck=Luck(copies))
+            body = partial(body, luck=Luck(copies, thrice=thrice))
         x = dict(zip(self.arguments, tokens, strict=True))
         options = {"scale": x["q"].shape[-1] ** -0.5 if scale is None else scale, "dtype": dtype}
         if not self.cache:
