@@ -25,6 +25,11 @@ test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, sweeps of t
 	$(PYTEST) -m "(deep or hypothesis) and not gpu and not browser" --hypothesis-profile deep
 	@echo "All deep tests passed."
 
+test-orders: $(VENV) ## run what depends on the order of a product's sum as other processors' BLAS makes it
+	for core in Haswell Prescott; do \
+	  OPENBLAS_CORETYPE=$$core $(PYTEST) tests/test_kernels_flash.py tests/test_kernels_delta.py tests/test_orders.py || exit 1; \
+	done
+
 # every file that has tests for a GPU
 GPU_TESTS = $(shell grep -lE "pytest.mark.gpu|^@anywhere" tests/test_*.py)
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
@@ -77,5 +82,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-deep test-gpu stress-gpu compile test-browser test-notebooks pdf mutants bench notebooks serve lint clean
+.PHONY: help book test test-deep test-orders test-gpu stress-gpu compile test-browser test-notebooks pdf mutants bench \
+  notebooks serve lint clean
 .DEFAULT_GOAL := help

@@ -20,9 +20,9 @@ from gla_ref.rounding import budget, error
 CHUNKS_OF_64 = 1  # the emulated run of the linear mechanisms
 
 
-def chunks_of_64(form, *, state, scale, dtype, **tensors):
+def chunks_of_64(form, *, state, scale, dtype, luck, **tensors):
     """A delta rule in chunks whose triangles are inverted without products, which would be rounded."""
-    with products_in(dtype):
+    with products_in(dtype, luck):
         return form.__wrapped__(**tensors, scale=scale, initial_state=state, C=64)
 
 
@@ -39,38 +39,35 @@ MECHANISMS = check.MECHANISMS | {
 
 def run(mechanism: str, x: dict[str, Tensor], low: torch.dtype | None, scale: float | None = None) -> dict[str, Tensor]:
     """o and the gradients dq, dk, dv (and so on) of one head of one sequence: exact, or emulated in `low`."""
+    return lucky_runs(mechanism, x, low, scale, 1)[0]
+
+
+def lucky_runs(mechanism: str, x: dict[str, Tensor], low: torch.dtype | None, scale: float | None, copies: int) -> list:
+    """What `run` gives, as many times as there are copies, each with its own luck; the first has none."""
     kind, wide = MECHANISMS[mechanism], torch.float64 if low is None else torch.float32
     S = x.get("initial_state")  # [K, V], or [G, K, V]
-    state = S if S is None else S.to(wide)[(None,) * (4 - S.ndim)]
-    named = {"scale": scale, "initial_state": state, "cu_seqlens": None}
+    state = S if S is None else S.to(wide)[(None,) * (4 - S.ndim)].repeat(1, copies, 1, 1)
+    named = {"scale": scale, "initial_state": state, "cu_seqlens": None, "copies": copies}
     named |= {"dtype": low or wide, "run": 0 if kind.cache else CHUNKS_OF_64}
 
-    def one(n):  # with a batch of one and, unless it has several, one head
-        y = x[n].detach().to(wide)[None]
-        return y if y.ndim == len(kind.axes("v" if n == "do" else n)) else y.unsqueeze(2)
+    def heads(n):  # with a batch of one and, unless it has several, one head, side by side
+        y, n = x[n].detach().to(wide)[None], "v" if n == "do" else n
+        return torch.cat([y if y.ndim == len(kind.axes(n)) else y.unsqueeze(2)] * copies, kind.head_axis(n))
 
-    leaves = {n: one(n).requires_grad_() for n in kind.arguments}
+    leaves = {n: heads(n).requires_grad_() for n in kind.arguments}
     with torch.enable_grad():
         o, _ = kind.emulate(*leaves.values(), **named)
-        grads = torch.autograd.grad(o, list(leaves.values()), one("do"))
+        grads = torch.autograd.grad(o, list(leaves.values()), heads("do"))
     result = {"o": (o.detach(), x["v"])}  # each with a tensor of its dtype and shape
     result |= {f"d{n}": (d, x[n]) for n, d in zip(leaves, grads, strict=True)}
-    return {n: y.reshape(like.shape).to(like.dtype if low else wide) for n, (y, like) in result.items()}
+    apart = {n: (y.chunk(copies, 2), like, like.dtype if low else wide) for n, (y, like) in result.items()}
+    return [{n: y[i].reshape(like.shape).to(dtype) for n, (y, like, dtype) in apart.items()} for i in range(copies)]
 
 
 def runs(mechanism: str, x: dict[str, Tensor], low: torch.dtype, scale=None, times: int = 2) -> list:
-    """[(exact run, emulated run), ...]: the first of x itself, the others of inputs shaken by one percent.
-
-    The worst element of one run is one rounding's luck; the worst of a few says how bad luck gets.
-    """
-    rng, found = torch.Generator(x["q"].device).manual_seed(0), []
-    for i in range(times):
-        y = {
-            n: z * (1 + (i > 0) * 0.01 * torch.rand(z.shape, generator=rng, device=z.device)).to(z.dtype)
-            for n, z in x.items()
-        }
-        found.append((run(mechanism, y, None, scale), run(mechanism, y, low, scale)))
-    return found
+    """[(exact run, emulated run), ...]: the worst of one is one rounding's luck, that of a few how bad luck gets."""
+    exact = run(mechanism, x, None, scale)
+    return [(exact, emulated) for emulated in lucky_runs(mechanism, x, low, scale, times)]
 
 
 def judge(got: dict[str, Tensor], runs: list) -> dict[str, tuple[float, float]]:

@@ -5,20 +5,31 @@ import math
 import torch
 
 from gla_ref import gates, triangular
+from gla_ref.rounding import Luck, Products
 
 LOG2E = 1 / math.log(2)
+PLAIN = Luck()
 
 
-def product(c, a, b, dtype):
+def product(c, a, b, dtype, luck=PLAIN):
     """c + a b in float32: a fused multiply-add for each term, or in halves 16 terms at a time, cut off, not rounded."""
     step = 1 if dtype == torch.float32 else 16
-    a, b = (x.to(dtype).double() for x in (a, b))
+    a, b = (x.double() for x in luck.shuffled(a.to(dtype), b.to(dtype)))
     for x, y in zip(a.split(step, -1), b.split(step, -2), strict=True):
         exact = c.double() + x @ y
         c = exact.float()
         if dtype != torch.float32:
             c = torch.where(c.double().abs() > exact.abs(), c.nextafter(torch.zeros_like(c)), c)
     return c
+
+
+def exp2(x):
+    """2^x in float32, off by up to 2 ulp as a GPU's may be (exp2f in the CUDA C++ Programming Guide), up or down.
+
+    It counts where decays are all that happens to a state, chunk after chunk: in delta rules with beta = 0.
+    """
+    x = x.float().double()
+    return (x.exp2() * (1 + 2**-22 * (1e6 * x.clamp(min=-200.0)).sin())).float()
 
 
 def chunks(x, C):
@@ -31,7 +42,7 @@ class Gla:
     """kernels/gla.py for one sequence, or a batch of them: the one-product form where a chunk is mild, else levels."""
 
     def __init__(self, dtype, limit, C):
-        self.dtype, self.limit, self.C = dtype, limit, C
+        self.dtype, self.limit, self.C, self.luck = dtype, limit, C, PLAIN
 
     def size(self, x):
         """A power of two that brings x into the range of float16."""
@@ -41,17 +52,18 @@ class Gla:
     def mm(self, a, b, c=None):
         c = torch.zeros(1, device=a.device) if c is None else c
         of_a, of_b = self.size(a), self.size(b)
-        return product(c / (of_a * of_b), a / of_a, b / of_b, self.dtype) * (of_a * of_b)
+        return product(c / (of_a * of_b), a / of_a, b / of_b, self.dtype, self.luck) * (of_a * of_b)
 
     def low(self, x):
         return (x / self.size(x)).to(self.dtype).float() * self.size(x)
 
     def sums(self, m, x):
         """m x in float32, of 16-bit kernels in two bf16 parts."""
+        m, x = self.luck.shuffled(m.float(), x)
         if self.dtype == torch.float32:
-            return m.float() @ x
+            return m @ x
         high = x.bfloat16().float()
-        return m.float() @ high + m.float() @ (x - high).bfloat16().float()
+        return m @ high + m @ (x - high).bfloat16().float()
 
     def decays(self, g):
         """(up, down [..., C, D], edge, through [..., 1, D], mild [..., 1, 1]) of chunks of gates."""
@@ -161,8 +173,9 @@ class Gla:
         dg = self.sums(i[:, None] <= i, pairs) + self.sums(i[:, None] > i, write)
         return dq, dk, dg + kept[..., None, :] * edge * edge * through
 
-    def run(self, q, k, v, g, g_v, S, do, dS, scale):
+    def run(self, q, k, v, g, g_v, S, do, dS, scale, luck=PLAIN):
         """o, S, dq, dk, dv, dg, dS0 and dg_v, as the kernels make them."""
+        self.luck = luck
         T, hard = q.shape[1], torch.isneginf(g)
         hard_v = None if g_v is None else torch.isneginf(g_v)
         q, k, v, g, do = (chunks(x, self.C) for x in (q, k, v, g, do))
@@ -186,7 +199,7 @@ class Gla:
         return back(o), S_T, dq, dk, dv, back(scale * dg, hard), dS0 * scale, dg_v
 
 
-def scalar_walk(q, k, v, g, S, scale, dtype, C, reverse=False):
+def scalar_walk(q, k, v, g, S, scale, dtype, C, luck, reverse=False):
     """(o, final state, the states before each chunk) as `walk` of kernels/linear_attention.py makes them."""
     T, (q, k, v, g) = q.shape[1], (chunks(x, C) for x in (q, k, v, g[..., None]))
     since, until = gates.decay_from_start(g).exp(), gates.decay_to_end(g).exp()
@@ -196,41 +209,47 @@ def scalar_walk(q, k, v, g, S, scale, dtype, C, reverse=False):
     states = torch.empty(*k.shape[:3], k.shape[-1], v.shape[-1], device=k.device)
     for n in reversed(range(k.shape[2])) if reverse else range(k.shape[2]):
         states[:, :, n] = S
-        S = product(total[:, :, n] * S, k[:, :, n].mT, v[:, :, n] * until[:, :, n], dtype)
+        S = product(total[:, :, n] * S, k[:, :, n].mT, v[:, :, n] * until[:, :, n], dtype, luck)
     zero = torch.zeros(1, device=k.device)
-    P = product(zero, q, k.mT, dtype) * E
-    o = scale * product(product(zero, q, states, dtype) * since, P, v, dtype)
+    P = product(zero, q, k.mT, dtype, luck) * E
+    o = scale * product(product(zero, q, states, dtype, luck) * since, P, v, dtype, luck)
     return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], S, states
 
 
-def scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C):
+def scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C, luck):
     """As `gate_gradient`."""
     hard, T = torch.isneginf(g), q.shape[1]
     q, k, v, do, g = (chunks(x, C) for x in (q, k, v, do, g[..., None]))
     zero, total = torch.zeros(1, device=q.device), g.sum((-2, -1)).exp()
     S, R = (x.to(dtype).float() for x in (states, dstates))
     E = gates.segment_sum(g)[..., 0].exp().tril(-1)
-    A = product(zero, q, k.mT, dtype) * product(zero, do, v.mT, dtype) * E
-    read = A.sum(-1) + (product(zero, q, S, dtype) * do * gates.decay_from_start(g).exp()).sum(-1)
-    write = (product(zero, k, R, dtype) * v * gates.decay_to_end(g).exp()).sum(-1)
+    A = product(zero, q, k.mT, dtype, luck) * product(zero, do, v.mT, dtype, luck) * E
+    read = A.sum(-1) + (product(zero, q, S, dtype, luck) * do * gates.decay_from_start(g).exp()).sum(-1)
+    write = (product(zero, k, R, dtype, luck) * v * gates.decay_to_end(g).exp()).sum(-1)
     kept = (total * (S * R).sum((-2, -1)))[..., None]
     dg = (read - A.sum(-2)).flip(-1).cumsum(-1).flip(-1) + write.cumsum(-1) - write + kept
     dg = scale * dg.permute(0, 2, 3, 1).flatten(1, 2)[:, :T]
     return torch.where(hard, 0.0, dg)
 
 
-def simple_gla(q, k, v, g, g_v, S, do, dS, scale, dtype):
+def simple_gla(q, k, v, g, g_v, S, do, dS, scale, dtype, luck=PLAIN):
     """As `Gla.run`, of kernels/linear_attention.py; there is no g_v."""
     C = 16 if dtype == torch.float32 else 64
-    o, S_T, states = scalar_walk(q, k, v, g, S, scale, dtype, C)
+    o, S_T, states = scalar_walk(q, k, v, g, S, scale, dtype, C, luck)
     if scale == 0:
         do, scale = 0 * do, 1.0
     R = dS / scale
-    dq, *_ = scalar_walk(do, v, k, g, S.mT, scale, dtype, C)
-    dk, *_ = scalar_walk(v, do, q, g, R.mT, scale, dtype, C, reverse=True)
-    dv, dS0, dstates = scalar_walk(k, q, do, g, R, scale, dtype, C, reverse=True)
-    dg = scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C)
+    dq, *_ = scalar_walk(do, v, k, g, S.mT, scale, dtype, C, luck)
+    dk, *_ = scalar_walk(v, do, q, g, R.mT, scale, dtype, C, luck, reverse=True)
+    dv, dS0, dstates = scalar_walk(k, q, do, g, R, scale, dtype, C, luck, reverse=True)
+    dg = scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C, luck)
     return o, S_T, dq, dk, dv, dg, dS0 * scale
+
+
+def inverse(A, luck=PLAIN):
+    """(I + A)^-1 in blocks, whose merging is the only part made of products."""
+    with Products(lambda x, y: product(torch.zeros(1, device=x.device), x, y, torch.float32, luck)):
+        return triangular.blocked(A)
 
 
 class Delta(Gla):
@@ -247,19 +266,20 @@ class Delta(Gla):
         """What passes through memory between kernels: bfloat16 does, float16 would be too small."""
         return x.bfloat16().float() if self.dtype == torch.bfloat16 else x
 
-    def run(self, q, k, v, g, beta, S, do, dS, *, scale):
+    def run(self, q, k, v, g, beta, S, do, dS, *, scale, luck=PLAIN):
         """o, final state, and the gradients of q, k, v, g, the initial state, (g_v) and beta."""
+        self.luck = luck
         B, T, HV, _ = v.shape
         heads, G, mm = q.shape[2], HV // q.shape[2], self.mm
         gated, g = g is not None, torch.zeros_like(beta) if g is None else g
         many = (*(x.repeat_interleave(G, 2) for x in (q, k)), v, beta[..., None], do)
         q, k, v, beta, do = (chunks(x, self.C) for x in many)
         g = chunks(g[..., None], self.C).double()
-        since, until = (f(g).exp().float() for f in (gates.decay_from_start, gates.decay_to_end))
-        E, through = gates.segment_sum(g)[..., 0].exp().float(), since[..., -1:, :]
+        since, until = (exp2(f(g) * LOG2E) for f in (gates.decay_from_start, gates.decay_to_end))
+        E, through = exp2(gates.segment_sum(g)[..., 0] * LOG2E), since[..., -1:, :]
 
         A = mm(k, k.mT) * E
-        P, Y = self.keep(mm(q, k.mT) * E), self.keep(triangular.blocked((beta * A).tril(-1)))
+        P, Y = self.keep(mm(q, k.mT) * E), self.keep(inverse((beta * A).tril(-1), luck))
         n = range(q.shape[2])
         o, writes, states, rs, dstates = ([None for _ in n] for _ in range(5))
 
@@ -322,19 +342,19 @@ class Delta(Gla):
             starts.append((S, part))
             added, map_of_S = walk(torch.zeros_like(S), x, part), walk(one, x[..., :1] * torch.zeros_like(one[0]), part)
             # the kernel's products here are of float32 tiles, whatever the tokens are
-            S = product(added, map_of_S, S, torch.float32)
+            S = product(added, map_of_S, S, torch.float32, self.luck)
         for start, part in starts:
             walk(start, x, part)
         return S
 
 
-def delta_steps(q, k, v, g, beta, S, *_, scale):
+def delta_steps(q, k, v, g, beta, S, *_, scale, luck=PLAIN):
     """kernels/delta_step.py: o and the final state, in float32, every product summed term by term."""
     G, none, o = v.shape[2] // q.shape[2], torch.zeros(1, device=v.device), []
     q, k = (x.repeat_interleave(G, 2) for x in (q, k))
     for t in range(q.shape[1]):
-        S = S if g is None else (g[:, t, :, None, None] * LOG2E).exp2() * S
-        found = product(none, k[:, t, :, None], S, torch.float32)
+        S = S if g is None else exp2(g[:, t, :, None, None] * LOG2E) * S
+        found = product(none, k[:, t, :, None], S, torch.float32, luck)
         S = S + k[:, t, :, :, None] * (beta[:, t, :, None, None] * (v[:, t, :, None] - found))
-        o.append(product(none, q[:, t, :, None], S, torch.float32)[:, :, 0] * scale)
+        o.append(product(none, q[:, t, :, None], S, torch.float32, luck)[:, :, 0] * scale)
     return torch.stack(o, 1), S

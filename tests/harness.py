@@ -1,20 +1,20 @@
 """What the tests of kernels share: where they run, the budgets of emulated runs, and how results are held to them.
 
 The budget is one rule: 2 x the error of emulated runs + 4 eps (the oracle rule). An emulated run follows the kernels
-step by step with operands rounded to their dtype. The worst of three counts, of the inputs themselves and of two copies
-shaken by one percent, each against its own exact result: the worst element of a single run is one rounding's luck.
+step by step with operands rounded to their dtype. The worst of sixteen counts, which sum up every product in orders of
+their own (fewer, the larger the inputs): the worst element of a single run is one rounding's luck.
 """
 
 import pytest
 import torch
 from cases import F64, error
 
-from gla_ref.rounding import budget
+from gla_ref.rounding import Luck, budget
 
 CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-RUNS = 3
+RUNS = 16
 NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dS0", "dg_v", "dbeta")
 LEAVES = ("q", "k", "v", "g", "beta", "S", "g_v")
 interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
@@ -42,30 +42,28 @@ def sequences(f, x, ends):
     }
 
 
-def budgets(x, given, exact, emulated, rng, ends=None):
+def budgets(x, given, exact, emulated, ends=None):
     """(inputs as the kernel is given them, {quantity: (exact, budget)}).
 
-    Inputs x of float64 get the dtypes `given`; exact and emulated take them and return the quantities of NAMES.
+    Inputs x of float64 get the dtypes `given`; exact and emulated take them and return the quantities of NAMES. The
+    runs lie side by side as heads, each with its own luck; what the kernel is given is exact, and no error of its own.
     """
     result = {n: given[n[1:]] for n in NAMES if n[1:] in given}
     result |= {"o": given["v"], "S": torch.float32, "dS0": torch.float32}
+    x = {n: None if y is None else y.to(given[n]).to(HERE, F64) for n, y in x.items()}
+    runs = min(RUNS, max(3, 2**21 // (x["v"].numel() * x["q"].shape[-1])))
+
+    def heads(name):
+        return 1 if name in ("S", "dS", "dS0") else 2
+
+    many = {n: None if y is None else torch.cat([y.float()] * runs, heads(n)) for n, y in x.items()}
+    right, low = sequences(exact, x, ends), sequences(lambda *a: emulated(*a, luck=Luck(runs)), many, ends)
     judged = {}
-    for run in range(RUNS):
-        y = dict.fromkeys(x)  # what the kernel is given is exact: rounding the inputs is no error of its own
-        for n in x:
-            if x[n] is not None:
-                percent = -0.01 if n == "beta" else 0.01  # strengths end at 2
-                shaken = x[n] * (1 + (run > 0) * percent * torch.rand(x[n].shape, generator=rng))
-                y[n] = shaken.to(given[n]).to(HERE, F64)
-        low = {n: None if z is None else z.float() for n, z in y.items()}
-        low, right = sequences(emulated, low, ends), sequences(exact, y, ends)
-        if run == 0:
-            first, tensors = right, y
-        for n in low:
-            if low[n] is not None:
-                e = allowed(low[n].to(result[n]), right[n])
-                judged[n] = first[n], max(e, judged.get(n, (None, 0.0))[1])
-    return {n: None if z is None else z.to(given[n]) for n, z in tensors.items()}, judged
+    for n in low:
+        if low[n] is not None:
+            copies = low[n].to(result[n]).chunk(runs, heads(n))
+            judged[n] = right[n], max(allowed(y, right[n]) for y in copies)
+    return {n: None if z is None else z.to(given[n]) for n, z in x.items()}, judged
 
 
 def compare(found, judged):

@@ -5,10 +5,14 @@ the reverse running sum of q dq - k dk inside a chunk, to which rowsum(S dS) com
 are rounded to the dtype of the inputs.
 """
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from gla_ref._contract import form
+from gla_ref.rounding import PRODUCTS
 from gla_ref.softmax_attention import _form
 
 SUB = 16  # of a chunk: pairs in it by channel, others by a product
@@ -156,13 +160,33 @@ class Product(torch.autograd.Function):
         return dx.sum_to_size(x.shape), dy.sum_to_size(y.shape), None
 
 
+def turned(product):
+    """The same product, its terms added up from the last to the first."""
+    return lambda x, y: product(x.flip(-1), y.flip(-2))
+
+
+class OtherOrder(ByHand):
+    """The backward pass sums up in another order than the forward pass."""
+
+    @staticmethod
+    def backward(ctx, do, dS):
+        scale, C, product = ctx.options
+        ctx.options = scale, C, turned(product)
+        return ByHand.backward(ctx, do, dS)
+
+
+def three_passes(x, y):
+    """A product of float32 matrices in three passes of TF32."""
+    return PRODUCTS["tf32x3"](x.float().contiguous(), y.float().contiguous())
+
+
 def in_dtype(dtype):
     return torch.matmul if dtype == torch.float32 else lambda x, y: Product.apply(x, y, dtype)
 
 
-def linear(mechanism, way, dtype, C=0):
+def linear(mechanism, way, dtype, C=0, product=None):
     """One of those ways under the contract."""
-    product = in_dtype(dtype)
+    product = product or in_dtype(dtype)
 
     def body(q, k, v, g, scale, S):
         o, S = way(*(x.transpose(1, 2) for x in (q, k, v, g)), S, scale, C, product)
@@ -231,6 +255,26 @@ class Flash(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+class OneNumber(Flash):
+    """As FlashAttention-2: a row's log-sum-exp to base e is all that is kept, and probabilities are powers of 2.
+
+    The backward pass sums the channels of its scores up in another order.
+    """
+
+    @staticmethod
+    def backward(ctx, do):
+        (q, k, v, o, lse), (scale, C, product) = ctx.saved_tensors, ctx.options
+        dq, dk, dv, D = *(torch.zeros_like(x) for x in (q, k, v)), (o * do).sum(-1, keepdim=True)
+        to_base_2 = 1 / math.log(2)
+        for i, j, x in Flash.tiles(q, k, scale * to_base_2, C, turned(product)):
+            p = (x - to_base_2 * lse[i]).exp2()
+            ds = p * (product(do[i], v[j].mT) - D[i])
+            dq[i] += scale * product(ds, k[j])
+            dk[j] += scale * product(ds.mT, q[i])
+            dv[j] += product(p.mT, do[i])
+        return dq, dk, dv, None, None, None
+
+
 def softmax(q, k, v, scale, C, product):
     """All at once, by autograd."""
     n = torch.arange(k.shape[-2], device=k.device)
@@ -238,8 +282,22 @@ def softmax(q, k, v, scale, C, product):
     return product((scale * product(q, k.mT)).masked_fill(later, -torch.inf).softmax(-1), v)
 
 
-def attention(way, dtype, C=0):
-    product = in_dtype(dtype)
+def library(dtype):
+    """PyTorch's own attention, with whatever kernel it chooses here."""
+
+    @_form
+    def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+        q, k, v = (x.transpose(1, 2).to(dtype) for x in (q, k, v))
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+        seen = seen.tril(k.shape[-2] - q.shape[-2])
+        alone = {"is_causal": True} if q.shape[-2] == k.shape[-2] else {"attn_mask": seen}
+        return scaled_dot_product_attention(q, k, v, scale=scale, **alone).transpose(1, 2)
+
+    return fn
+
+
+def attention(way, dtype, C=0, product=None):
+    product = product or in_dtype(dtype)
 
     @_form
     def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -250,9 +308,14 @@ def attention(way, dtype, C=0):
 
 def kernels(mechanism, dtype):
     """{name: function}: every right kernel of a mechanism."""
+    others = {"by products in three passes of TF32": three_passes} if dtype == torch.float32 else {}
     if mechanism == "softmax_attention":
         found = {f"tiles of {C}, by hand": attention(Flash.apply, dtype, C) for C in (32, 64, 128)}
-        return found | {"autograd": attention(softmax, dtype)}
+        found |= {name: attention(Flash.apply, dtype, 64, product) for name, product in others.items()}
+        found["one log-sum-exp, channels in another order"] = attention(OneNumber.apply, dtype, 64)
+        return found | {"autograd": attention(softmax, dtype), "PyTorch's own": library(dtype)}
     found = {f"chunks of {C}, by hand": linear(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
+    found |= {name: linear(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
+    found["chunks of 64, backwards in another order"] = linear(mechanism, OtherOrder.apply, dtype, 64)
     ways = {"a scan": scan, "token after token": recurrent, "chunks of 64, by autograd": by_autograd}
     return found | {name: linear(mechanism, way, dtype, 64) for name, way in ways.items()}

@@ -115,7 +115,7 @@ def test_a_mistake_is_caught_and_named(mechanism, m):
 @pytest.mark.parametrize("mechanism, runs", [("softmax_attention", 2), ("gla", 4), ("linear_attention", 5)])
 def test_emulated_runs_are_the_recurrence_when_they_round_nothing(mechanism, runs):
     kind, packed = MECHANISMS[mechanism], (0, 0, 33, 33, 40, 120, 130)
-    assert len(kind.emulated + kind.beyond) == runs
+    assert len(kind.emulated + kind.plain + kind.beyond) == runs
     some = [Case(T=150, scale=-0.3, gate="mild and strong chunks")]
     some.append(Case(B=1, T=130, ends=packed, gate="many resets", state=not kind.cache))
     for case in some:

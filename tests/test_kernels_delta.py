@@ -6,11 +6,12 @@ import emulated
 import pytest
 import torch
 from cases import F64, LADDER, inputs, thin
-from harness import CUDA, DTYPES, HERE, allowed, anywhere, budgets, compare, interpreted, results
+from harness import CUDA, DTYPES, HERE, RUNS, allowed, anywhere, budgets, compare, interpreted, results
 from test_delta import CORRELATIONS, STRENGTHS, alike
 
 from gla_ref import FORMS, delta_backward, triangular
 from gla_ref.mechanisms import MECHANISMS
+from gla_ref.rounding import Luck
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton import language as tl  # noqa: E402
@@ -67,7 +68,7 @@ def problem(
         C, L = launches[0].given("C"), launches[-1].given("L")
         run = run or emulated.Delta(dtype, C, L // C if L <= T else None).run
     run = run or emulated.Delta(dtype, C).run
-    return budgets(x, given, lambda *a: exact(*a, scale), lambda *a: run(*a, scale=scale), rng, ends)
+    return budgets(x, given, lambda *a: exact(*a, scale), functools.partial(run, scale=scale), ends)
 
 
 def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
@@ -94,14 +95,18 @@ def invert(a, y, C: tl.constexpr):
 @anywhere
 @pytest.mark.parametrize("C", [16, 32, 64])
 def test_the_inverse_of_a_triangle(C):
-    """By the keys that break series; the budget is that of the reference in float32, elimination in blocks."""
+    """By the keys that break series; the budget is that of the reference in float32, elimination in blocks.
+
+    Merged by products in one order the error is 2.9e-5 at worst, in another 1.35e-4.
+    """
     for correlation in CORRELATIONS:
         for strength in STRENGTHS:
             k = alike(torch.randn(C, 128, generator=torch.Generator().manual_seed(0), dtype=F64), correlation)
             A = (strength * k @ k.mT).tril(-1).float().to(HERE)
             Y, exact = torch.full_like(A, torch.nan), triangular.elimination(A.double())
             invert[(1,)](A.contiguous(), Y, C=C)
-            compare({"Y": Y}, {"Y": (exact, allowed(triangular.blocked(A), exact))})
+            low = emulated.inverse(A.expand(1, RUNS, C, C), Luck(RUNS))[0]
+            compare({"Y": Y}, {"Y": (exact, max(allowed(y, exact) for y in low))})
 
 
 # interpreted

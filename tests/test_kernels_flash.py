@@ -59,7 +59,7 @@ def assert_right(got, x, spans=None, heads=None, scale=None):
     for b, h in heads or [(b, h) for b in range(B) for h in range(H)]:
         for span in spans or [slice(0, T)]:
             one = {n: y[b, span, h] for n, y in x.items()}
-            runs = oracles.runs("softmax_attention", one, x["q"].dtype, scale, times=8)
+            runs = oracles.runs("softmax_attention", one, x["q"].dtype, scale, times=16)
             for n, (e, budget) in oracles.judge({n: y[b, span, h] for n, y in got.items()}, runs).items():
                 assert e <= budget, f"{n} of head {b, h}, tokens {span}: error {e:.2g}, budget {budget:.2g}"
 
@@ -177,7 +177,7 @@ def assert_carries_on(x, past):
     for b in range(len(x["q"])):
         for h in range(x["q"].shape[2]):
             one = {n: y[b, :, h] for n, y in whole.items()}
-            runs = oracles.runs("softmax_attention", one, x["q"].dtype, times=8)
+            runs = oracles.runs("softmax_attention", one, x["q"].dtype, times=16)
             for n, y in joined.items():
                 late = [[{n: r[n][-y.shape[1] :]} for r in pair] for pair in runs]
                 e, budget = oracles.judge({n: y[b, :, h]}, late)[n]

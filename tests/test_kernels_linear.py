@@ -72,7 +72,7 @@ def problem(
         run = emulated.Gla(dtype, *limit_and_chunk(*(y.to(dtype) for y in args), g_v=named.get("g_v"))).run
     else:
         run = functools.partial(emulated.simple_gla, dtype=dtype)
-    return budgets(x, given, lambda *a: exact(*a, scale), lambda *a: run(*a, scale=scale), rng, ends)
+    return budgets(x, given, lambda *a: exact(*a, scale), functools.partial(run, scale=scale), ends)
 
 
 def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):

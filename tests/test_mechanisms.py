@@ -40,9 +40,9 @@ def recurrent(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=No
     return torch.stack(o, 1), S
 
 
-def emulated(*, state, scale, dtype, **tensors):
+def emulated(*, state, scale, dtype, luck, **tensors):
     """The recurrence with products as a kernel makes them: operands rounded, sums term after term."""
-    with products_in(dtype):
+    with products_in(dtype, luck):
         return recurrent.__wrapped__(**tensors, scale=scale, initial_state=state)
 
 

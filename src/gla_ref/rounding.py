@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["PRODUCTS", "Products", "budget", "error", "operands_in", "products_in", "unit"]
+__all__ = ["PRODUCTS", "Luck", "Products", "budget", "error", "operands_in", "products_in", "unit"]
 
 MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -82,6 +82,49 @@ def products_in(precision: str) -> Products:
     if precision not in PRODUCTS:
         raise ValueError(f"precision: expected one of {', '.join(PRODUCTS)}, got {precision!r}")
     return Products(PRODUCTS[precision])
+
+
+class Luck:
+    """What right kernels differ in without being more or less exact, drawn anew for every product.
+
+    It is the order in which a product is summed up, which a BLAS, a GPU's tiles and a backward pass that makes k q^T of
+    q k^T choose each for themselves; and by what factor an operand is larger when it is rounded, as a scale, a strength
+    or a row's maximum is applied before a product or behind it. Tensors `[B, H, ...]` hold `copies` of the same inputs
+    side by side as heads, and each copy has a luck of its own, the first one none: sixteen copies are sixteen kernels.
+    Where products of float32 are made in three passes of TF32 (`thrice`), as PyTorch and Triton can, each number is two,
+    and a product has three times as many terms.
+    """
+
+    def __init__(self, copies: int = 1, *, thrice: bool = False, seed: int = 0) -> None:
+        self.copies, self.thrice, self.rng = copies, thrice, torch.Generator().manual_seed(seed)
+
+    def drawn(self, n: int, x: Tensor) -> Tensor:
+        """n random numbers in [0, 1) for every copy, zeros for the first: `[copies, n]`, where x lies."""
+        found = torch.rand(self.copies, n, generator=self.rng)
+        found[0] = 0
+        return found.to(x.device)
+
+    def shuffled(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Operands whose product x y has its terms in another order."""
+        if self.thrice:
+            (x, x_rest), (y, y_rest) = ((tf32(z), tf32(z - tf32(z))) for z in (x.contiguous(), y.contiguous()))
+            x, y = torch.cat([x_rest, x, x], -1), torch.cat([y, y_rest, y], -2)
+        if self.copies == 1:
+            return x, y
+        lead, n = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-1]
+        order = self.drawn(n, x).argsort(stable=True, dim=-1).view(1, self.copies, *[1] * len(lead), n)
+        x, y = (z.expand(*lead, *z.shape[-2:]).unflatten(1, (self.copies, -1)) for z in (x, y))
+        return x.take_along_dim(order, -1).flatten(1, 2), y.take_along_dim(order.mT, -2).flatten(1, 2)
+
+    def rounded(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+        """x rounded to `dtype` when it is larger by some factor, unless it fits there as it is; and the factor."""
+        if self.copies == 1 or x.shape[1] == 1:
+            return x.to(dtype), 1.0
+        apart = x.unflatten(1, (self.copies, -1))
+        if torch.equal(apart[:, 0].to(dtype).to(x.dtype), apart[:, 0]):
+            return x.to(dtype), 1.0
+        factor = self.drawn(1, x).exp2().repeat_interleave(apart.shape[2], 0).view(-1, *[1] * (x.ndim - 2))
+        return (factor * x).to(dtype), factor
 
 
 def unit(exact: Tensor) -> float:

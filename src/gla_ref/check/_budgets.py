@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..rounding import budget, unit
-from ._cases import MILD, C, Case, held, inputs, representable
+from ._cases import MILD, C, Case, held, inputs
 from ._mechanisms import MECHANISMS, SHORT, Kind
 
 FEW = 1000  # keys that a CPU attends to as fast as a GPU
@@ -135,29 +135,8 @@ class Problem:
 
 
 def copied(case: Case) -> int:
-    """How many copies of a case's inputs are tried: the fewer, the larger they are."""
-    return min(16, max(3, 2**21 // (case.B * case.T * case.H * case.groups * case.K * case.V)))
-
-
-def copies(x: dict, n: int, kind: Kind, form: str, dtypes: dict) -> dict:
-    """n copies of the inputs side by side as heads, all but the first shaken by one percent and rounded again.
-
-    Strengths become smaller, so that they keep within their bounds. Ones stay alike: products with them have the same
-    error for every token, and such errors add up. In attention a copy is scaled as a whole: two keys compete for a row
-    whose scores are within 1 of each other, there its error is largest, and scores may be thousands.
-    """
-    rng, made = torch.Generator().manual_seed(0), {}
-    for name, y in x.items():
-        role, dtype = kind.tensors[name].role, dtypes[name]
-        alike = kind.cache or (role not in ("gate", "strength") and (y == 1).all())
-        if kind.cache:
-            rng.manual_seed(0)  # the same factor for every tensor
-        shake = 1 + 0.01 * torch.rand((n, *([1] * y.ndim if alike else y.shape)), generator=rng).to(y.device)
-        shake[0] = 1
-        y = y / shake if role == "strength" else y * shake
-        y = representable(y, form, dtype) if name in kind.named("gate") else y.to(dtype).double()
-        made[name] = torch.cat(y.unbind(0), kind.head_axis(name))
-    return made
+    """How many copies of a case's inputs are tried, each with its own luck: the fewer, the larger they are."""
+    return min(8, max(3, 2**21 // (case.B * case.T * case.H * case.groups * case.K * case.V)))
 
 
 def problems(
@@ -228,28 +207,32 @@ def work_out(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(exact quantities of several inputs of a case, side by side as heads; budgets `[octaves, inputs]` of each).
 
-    2 x the worst error of emulated runs + 4 eps, on the inputs and on copies shaken by one percent. The worst element
-    of one run is one rounding's luck, and where one value is much larger than the others, so is the error. How often
-    it is tried depends on the size of the case.
+    2 x the worst error of emulated runs + 4 eps. The worst element of one run is one rounding's luck, and where scores
+    are large one unit in their last place is a thousandth of a probability: the runs are made with so much luck as the
+    size of the case allows (:class:`~gla_ref.rounding.Luck`).
     """
     n, runs = len(given), copied(case)
-    dtypes = {name: held(kind, name, case, dtype) for name in given[0]}
-    x = [copies(y, runs, kind, form, dtypes) for y in given]
-    x = {name: torch.cat([y[name] for y in x], kind.head_axis(name)).to(device) for name in dtypes}
+    x = {name: torch.cat([y[name] for y in given], kind.head_axis(name)).to(device) for name in given[0]}
     exact = evaluate(kind.oracle, kind, x, case)
     single, short = dtype == torch.float32, case.T <= SHORT
-    runs_made = len(kind.emulated) + (len(kind.beyond) if single and not short else 0)
-    ways = [partial(kind.emulate, dtype=dtype, run=i) for i in range(runs_made)]
-    ways += kind.also if single and short else ()
+    lucky, made = len(kind.emulated), len(kind.emulated) + len(kind.plain)
+    made += len(kind.beyond) if single and not short else 0
+    ways = [partial(kind.emulate, dtype=dtype, run=i, copies=runs if i < lucky else 1) for i in range(made)]
+    if single and short:
+        ways += [partial(kind.emulate, dtype=dtype, run=i, thrice=True) for i in range(lucky)]
+        ways += kind.also
     rounded = {name: y.float() for name, y in x.items()}
-    emulated = [evaluate(way, kind, rounded, case) for way in ways]
+    copies = {name: torch.cat([y] * runs, kind.head_axis(name)) for name, y in rounded.items()}
+    emulated = [evaluate(way, kind, copies if i < lucky else rounded, case) for i, way in enumerate(ways)]
 
     budgets = {}
     for name, y in exact.items():
         axis, low = kind.head_axis(name), held(kind, name, case, dtype)
-        made = [e[name].to(low).double() for e in emulated]
-        worst = [torch.stack([errors(m[s], y[s], n * runs, axis) for m in made]) for s in parts(kind, name, y)]
-        worst = torch.stack(worst).amax(1).unflatten(1, (n, runs)).amax(2)
-        budgets[name] = budget(worst, low)
-        exact[name] = y.unflatten(axis, (n, runs, -1)).select(axis + 1, 0).flatten(axis, axis + 1)
+        worst = []
+        for i, e in enumerate(emulated):
+            many = runs if i < lucky else 1
+            off, right = e[name].to(low).double(), torch.cat([y] * many, axis)
+            found = torch.stack([errors(off[s], right[s], many * n, axis) for s in parts(kind, name, y)])
+            worst.append(found.unflatten(1, (many, n)).amax(1))
+        budgets[name] = budget(torch.stack(worst).amax(0), low)
     return exact, budgets

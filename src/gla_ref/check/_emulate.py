@@ -2,11 +2,13 @@
 
 Every function takes the dtype that operands are rounded to; with float64 inputs and dtype it is exact, and the tests
 hold it against the recurrence. Products and sums of states have one home each, :class:`Product` and :class:`Carry`,
-so that their gradients round as they do. The bench judges with the same functions.
+so that their gradients round as they do. What right kernels choose each for themselves is a :class:`Luck`, which all
+products of a run draw from, those of its backward pass too. The bench judges with the same functions.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from math import log
 
 import torch
@@ -16,12 +18,13 @@ from torch.nn.functional import pad
 
 from ..chunks import scores
 from ..gates import decay_from_start, decay_to_end, segment_sum
-from ..rounding import Products
+from ..rounding import Luck, Products
 
 EXACT = (torch.float32, torch.float64)  # dtypes whose products hold operands as they are
 MANY = 32  # products side by side
 TERMS = 16  # of a product that a tensor core adds up before it cuts the sum off to float32
 BEYOND = 52 - 23  # bits of a float64's fraction that a float32's has not
+PLAIN = Luck()
 
 
 def cut_(exact: Tensor) -> Tensor:
@@ -30,8 +33,8 @@ def cut_(exact: Tensor) -> Tensor:
     return exact
 
 
-def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.0) -> Tensor:
-    """onto + x y with operands rounded to `dtype`.
+def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.0, luck: Luck = PLAIN) -> Tensor:
+    """onto + x y with operands rounded to `dtype`, its terms in an order of `luck`.
 
     For float32 the sum runs term after term, as a kernel's chain of fused multiply-adds does; a
     library's product, which sums in parts, is several times more exact than that. Below, 16 terms
@@ -39,6 +42,7 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
     """
     if dtype == torch.float64:
         return onto + x @ y
+    x, y = luck.shuffled(x, y)
     out = x.new_zeros(*x.shape[:-1], y.shape[-1]) + onto
     if dtype == torch.float32:
         if out.shape[:-2].numel() >= MANY:  # heads, chunks and copies lie side by side in memory, which is fastest
@@ -52,30 +56,32 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
         for a, b in zip(x.mT.contiguous().mT.split(1, -1), y.split(1, -2), strict=True):
             out.addcmul_(a, b)
         return out
-    x, y, out = x.to(dtype).double(), y.to(dtype).double(), out.double()
+    (x, of_x), (y, of_y) = luck.rounded(x, dtype), luck.rounded(y, dtype)
+    x, y, factor = x.double(), y.double(), of_x * of_y
+    out = factor * out.double()
     for a, b in zip(x.split(TERMS, -1), y.split(TERMS, -2), strict=True):
         out = cut_((a @ b).add_(out))
-    return out.float()
+    return (out / factor).float()
 
 
 class Product(torch.autograd.Function):
     """`multiply`, forward and backward."""
 
     @staticmethod
-    def forward(ctx, x, y, dtype):
+    def forward(ctx, x, y, dtype, luck=PLAIN):
         ctx.save_for_backward(x, y)
-        ctx.dtype = dtype
-        return multiply(x, y, dtype)
+        ctx.options = dtype, luck
+        return multiply(x, y, dtype, luck=luck)
 
     @staticmethod
     def backward(ctx, d):
-        x, y = ctx.saved_tensors
-        return multiply(d, y.mT, ctx.dtype), multiply(x.mT, d, ctx.dtype), None
+        (x, y), (dtype, luck) = ctx.saved_tensors, ctx.options
+        return multiply(d, y.mT, dtype, luck=luck), multiply(x.mT, d, dtype, luck=luck), None, None
 
 
-def products_in(dtype: torch.dtype) -> Products:
+def products_in(dtype: torch.dtype, luck: Luck = PLAIN) -> Products:
     """A mode in which matrix products are `multiply`, and their gradients too."""
-    return Products(lambda x, y: Product.apply(x, y, dtype))
+    return Products(lambda x, y: Product.apply(x, y, dtype, luck))
 
 
 class Carry(torch.autograd.Function):
@@ -140,7 +146,7 @@ def by_channel(g: Tensor | None, k: Tensor) -> Tensor:
     return g if g.ndim == k.ndim else g[..., None].expand_as(k)
 
 
-def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False, mode=None):
+def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False, mode=None, luck=PLAIN):
     """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S.
 
     What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
@@ -155,7 +161,7 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False, mo
     q, k, total = ReverseSum.apply(q, k, g, dtype)
     g = g.detach()
     half = (g.sum(-2, keepdim=True) / 2).clamp(min=-3.0 if halves else 0.0)
-    with mode or products_in(dtype):
+    with mode or products_in(dtype, luck):
         write = half.exp().mT * ((k * (decay_to_end(g) - half).exp()).mT @ v)
         states = Carry.apply(write, total, state, dtype)
         inter = (q * (decay_from_start(g) - half).exp()) @ (half.exp().mT * states[:, :, :-1])
@@ -247,7 +253,7 @@ def by_token(q, k, v, g=None, *, state, scale, dtype):
 class Attend(torch.autograd.Function):
     """Attention and its closed-form backward as kernels do them, `ROWS` queries at a time to bound the memory.
 
-    Exponentials are to base 2, the backward makes p from the rows' log-sum-exp, and ds = p (do v^T - D),
+    Exponentials are to base 2, the backward makes p from the rows' log-sum-exp (as FlashAttention-2 does), and ds = p (do v^T - D),
     D = o . do, o as it was stored. Or, `by_key`, to base e, from maximum and sum, and D is summed key
     by key. k and v are handed through: what comes back for them is where dk and dv start.
     """
@@ -255,59 +261,57 @@ class Attend(torch.autograd.Function):
     ROWS = 1024
 
     @staticmethod
-    def tiles(q, k, scale, dtype):
+    def tiles(q, k, scale, product):
         """Each tile of queries: where its rows and its keys are, and scale q k^T, -inf in the future."""
         T, S = q.shape[-2], k.shape[-2]
         for a in range(0, T, Attend.ROWS):
             i = (..., slice(a, min(a + Attend.ROWS, T)), slice(None))
             j = (..., slice(S - T + i[1].stop), slice(None))
-            x = scale * multiply(q[i], k[j].mT, dtype)
+            x = scale * product(q[i], k[j].mT)
             seen = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
             yield i, j, x.masked_fill(~seen.tril(x.shape[-1] - x.shape[-2]), -torch.inf)
 
     @staticmethod
-    def row_sum(x):
-        return multiply(x, x.new_ones(x.shape[-1], 1), x.dtype)
-
-    @staticmethod
-    def forward(ctx, q, k, v, scale, dtype, by_key):
+    def forward(ctx, q, k, v, scale, dtype, by_key, luck):
+        product, whole = partial(multiply, dtype=dtype, luck=luck), partial(multiply, dtype=q.dtype, luck=luck)
         exp, unit = (torch.exp, scale) if by_key else (torch.exp2, scale / log(2))
         o = torch.empty_like(v[..., -q.shape[-2] :, :])
         m, total = torch.empty_like(q[..., :1]), torch.empty_like(q[..., :1])
-        for i, j, x in Attend.tiles(q, k, unit, dtype):
+        for i, j, x in Attend.tiles(q, k, unit, product):
             m[i] = x.amax(-1, keepdim=True)
             p = exp(x - m[i])
-            total[i] = Attend.row_sum(p)  # p is rounded as an operand, its sum is not
-            o[i] = multiply(p, v[j], dtype) / total[i]
+            total[i] = whole(p, torch.ones_like(p[..., :1, :]).mT)  # p is rounded as an operand, its sum is not
+            o[i] = product(p, v[j]) / total[i]
         ctx.save_for_backward(q, k, v, m, total, o.to(dtype).to(o.dtype))
-        ctx.options = scale, unit, dtype, by_key
+        ctx.options = scale, unit, by_key, product, whole
         return o, k.clone(), v.clone()
 
     @staticmethod
     def backward(ctx, do, dk, dv):
-        (q, k, v, m, total, o), (scale, unit, dtype, by_key) = ctx.saved_tensors, ctx.options
+        (q, k, v, m, total, o), (scale, unit, by_key, product, whole) = ctx.saved_tensors, ctx.options
         dq, dk, dv = torch.empty_like(q), dk.clone(), dv.clone()
-        for i, j, x in Attend.tiles(q, k, unit, dtype):
-            dp, D = multiply(do[i], v[j].mT, dtype), (o[i] * do[i]).sum(-1, keepdim=True)
+        for i, j, x in Attend.tiles(q, k, unit, product):  # not the forward's x to the last bit
+            dp, D = product(do[i], v[j].mT), (o[i] * do[i]).sum(-1, keepdim=True)
             if by_key:
-                p = (x - m[i]).exp() / total[i]
-                read, kept = Attend.row_sum(p * dp), Attend.row_sum(p * D)
+                p, one = (x - m[i]).exp() / total[i], torch.ones_like(x[..., :1, :]).mT
+                read, kept = whole(p * dp, one), whole(p * D, one)
                 # on paper nothing flows through m; really, what the two sums of T terms leave of D
                 left = (read - D).abs() + (kept - D).abs()
                 ds = (p * (dp - read)).scatter_add(-1, p.argmax(-1, keepdim=True), left)
             else:
-                p = (x - (m[i] + total[i].log2())).exp2()
+                lse = m[i] * log(2) + total[i].log()  # to base e, and one number of float32
+                p = (x - lse / log(2)).exp2()
                 ds = p * (dp - D)
             ds = scale * ds
-            dq[i] = multiply(ds, k[j], dtype)
-            dk[j] = multiply(ds.mT, q[i], dtype, onto=dk[j])
-            dv[j] = multiply(p.mT, do[i], dtype, onto=dv[j])
-        return dq, dk, dv, None, None, None
+            dq[i] = product(ds, k[j])
+            dk[j] = product(ds.mT, q[i], onto=dk[j])
+            dv[j] = product(p.mT, do[i], onto=dv[j])
+        return dq, dk, dv, None, None, None, None
 
 
-def attend(q, k, v, *, state, scale, dtype, by_key=False):
+def attend(q, k, v, *, state, scale, dtype, by_key=False, luck=PLAIN):
     """Softmax attention on top of a cache of keys and values."""
     keys = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(state, (k, v), strict=True))
-    made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key)
+    made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key, luck)
     o, k, v = (x.transpose(1, 2) for x in made)
     return o, (k, v)

@@ -15,12 +15,13 @@ from gla_ref import gla, linear_attention, simple_gla, softmax_attention
 from .. import mechanisms
 from .._contract import state_shape
 from ..mechanisms import Argument, Mechanism
+from ..rounding import Luck
 from ._emulate import attend, by_token, one_product, two_level
 
 PIECE = 16  # tokens of the recurrence at a time
 SHORT = 500  # tokens up to which the recurrence itself is the oracle; then a form held against it
-# one chunk after another, of lengths that kernels have (the longest is the whole of most cases), and token after token
-LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=256), by_token)
+# one chunk after another, of lengths that kernels have (the longest is the whole of most cases)
+LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=256))
 
 
 def by_length(body: Callable, ends: list[int] | None, tokens: dict, states: dict) -> tuple[tuple, tuple]:
@@ -47,17 +48,19 @@ class Kind:
     Attributes:
         mechanism: its tensors; the kit gives those that every call is given.
         exact: the float64 oracle, a form.
-        emulated: right runs `(**tensors, state, scale, dtype) -> o, state`, tensors by their names, whose
-            errors budgets are made of. The first one, in float64, stands for the oracle in long sequences; the tests
-            hold it against that.
+        emulated: right runs `(**tensors, state, scale, dtype, luck) -> o, state`, tensors by their names, whose
+            errors budgets are made of; their products draw from `luck`. The first one, in float64, stands for the
+            oracle in long sequences; the tests hold it against that.
+        plain: right runs without products, which luck has no part in (and no keyword).
         also: forms whose own float32 run counts among them, up to SHORT tokens.
-        beyond: emulated runs of float32 that count beyond SHORT tokens.
+        beyond: as `plain`, of float32, which count beyond SHORT tokens.
         widest: the largest V of its cases.
     """
 
     mechanism: Mechanism
     exact: Callable
     emulated: tuple[Callable, ...] = LINEAR
+    plain: tuple[Callable, ...] = ()
     also: tuple[Callable, ...] = ()
     beyond: tuple[Callable, ...] = ()
     widest: int = 512
@@ -128,9 +131,14 @@ class Kind:
 
         return self.by_sequence(steps, tokens, initial_state, cu_seqlens)
 
-    def emulate(self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0):
-        """One of the emulated runs, those for long sequences last, under the contract; exact in float64."""
-        body = (*self.emulated, *self.beyond)[run]
+    def emulate(self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0, copies=1, thrice=False):
+        """One of the emulated runs, those for long sequences last, under the contract; exact in float64.
+
+        Of the `copies` of inputs side by side as heads each one has its own :class:`~gla_ref.rounding.Luck`.
+        """
+        body = (*self.emulated, *self.plain, *self.beyond)[run]
+        if run < len(self.emulated):
+            body = partial(body, luck=Luck(copies, thrice=thrice))
         x = dict(zip(self.arguments, tokens, strict=True))
         options = {"scale": x["q"].shape[-1] ** -0.5 if scale is None else scale, "dtype": dtype}
         if not self.cache:
@@ -166,10 +174,12 @@ MECHANISMS = {
         DECLARED["softmax_attention"],
         softmax_attention.recurrent,
         (attend, partial(attend, by_key=True)),
-        (softmax_attention.two_pass,),
+        also=(softmax_attention.two_pass,),
         widest=256,
     ),
-    "linear_attention": Kind(DECLARED["linear_attention"], linear_attention.recurrent, beyond=(one_product,)),
-    "simple_gla": Kind(DECLARED["simple_gla"], simple_gla.recurrent),
-    "gla": Kind(DECLARED["gla"], gla.recurrent),
+    "linear_attention": Kind(
+        DECLARED["linear_attention"], linear_attention.recurrent, plain=(by_token,), beyond=(one_product,)
+    ),
+    "simple_gla": Kind(DECLARED["simple_gla"], simple_gla.recurrent, plain=(by_token,)),
+    "gla": Kind(DECLARED["gla"], gla.recurrent, plain=(by_token,)),
 }

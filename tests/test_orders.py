@@ -1,0 +1,94 @@
+"""The order of a sum is not the kernel's fault: budgets know it, whatever BLAS a processor has (`make test-orders`)."""
+
+import contextlib
+import io
+import os
+
+import numpy as np
+import pytest
+import right_kernels
+import torch
+from cases import thin
+
+from gla_ref import FORMS, check, rounding
+from gla_ref.check._budgets import problems
+from gla_ref.check._emulate import multiply
+from gla_ref.rounding import Luck
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.skipif("OPENBLAS_CORETYPE" not in os.environ, reason="the processor's own kernels are used")
+def test_the_kernels_asked_for_are_used():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        np.show_runtime()
+    assert os.environ["OPENBLAS_CORETYPE"] in said.getvalue() or "architecture" not in said.getvalue()
+
+
+def test_every_copy_has_its_own_order_and_the_first_none():
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 1, 3, 40, generator=rng), torch.randn(2, 1, 40, 3, generator=rng)
+    many = [z.repeat(1, 32, 1, 1) for z in (x, y)]
+    luck = Luck(32)
+    first, second = (multiply(*many, F32, luck=luck) for _ in range(2))
+    assert torch.equal(first[:, :1], multiply(x, y, F32)) and torch.equal(first[:, 0], second[:, 0])
+    assert not torch.equal(first, second), "each product draws anew"
+    assert len({tuple(z.flatten().tolist()) for z in first.unbind(1)}) > 16
+    assert (first - x @ y).abs().max() < 1e-5
+
+
+def test_only_what_is_rounded_has_luck_in_rounding():
+    rng = torch.Generator().manual_seed(0)
+    y = torch.randn(1, 4, 8, 8, generator=rng)
+    low, factor = Luck(4).rounded(y.bfloat16().float(), BF16)
+    assert factor == 1 and torch.equal(low, y.bfloat16())
+    low, factor = Luck(4).rounded(y[:, :1].expand(1, 4, 8, 8), BF16)
+    again = low.double() / factor
+    assert torch.equal(again[:, 0], y[:, 0].bfloat16().double()) and not torch.equal(again[:, 0], again[:, 1])
+    assert ((again / y[:, :1] - 1).abs() < 2**-8).all()
+
+
+def test_three_passes_are_those_of_the_precision():
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(1, 1, 8, 8, generator=rng), torch.randn(1, 1, 8, 8, generator=rng)
+    x, y = Luck(thrice=True).shuffled(x, y)
+    want = rounding.PRODUCTS["tf32x3"](x[..., 8:16], y[..., :8, :])  # what is left of either is in its other part
+    parts = x[..., 8:16].double() @ y[..., :8, :].double()
+    torch.testing.assert_close(want.double(), parts, rtol=1e-5, atol=1e-6)
+    assert x.shape[-1] == y.shape[-2] == 24
+
+
+def steep(mechanism="softmax_attention", dtype=F32, seed=0):
+    return problems(mechanism, [c for c in check.cases(mechanism) if c.name.startswith("steep")], dtype, seed)
+
+
+@pytest.mark.parametrize("name", right_kernels.kernels("softmax_attention", F32))
+def test_right_attention_is_right_where_scores_are_steep(name):
+    """One log-sum-exp of float32, and channels in another order: they were up to 780 budgets off."""
+    for seed in range(3):
+        fn = right_kernels.kernels("softmax_attention", F32)[name]
+        check.kernel("softmax_attention", fn, only="steep*", seed=seed).raise_if_failed()
+
+
+@pytest.mark.parametrize("mechanism", thin(check.MECHANISMS, "gla"))
+def test_the_kits_own_forms_are_right(mechanism):
+    form = FORMS[mechanism]["flash" if mechanism == "softmax_attention" else "chunkwise"]
+    check.kernel(mechanism, form, only="*[4-7]").raise_if_failed()
+
+
+def test_the_packages_attention_is_right_where_scores_are_steep():
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    check.kernel("softmax_attention", FORMS["softmax_attention"]["triton"], only="steep*").raise_if_failed()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("mechanism", check.MECHANISMS)
+def test_no_budget_is_a_tenth_of_its_quantity(mechanism, dtype):
+    """A kernel that gives zeros is off by the quantity itself, whose largest element is at least its mean square's."""
+    for p in problems(mechanism, check.cases(mechanism), dtype, 0):
+        for name, x in p.exact.items():
+            for s, unit, allowed in p.octaves(name):
+                most = x[s].abs().max().item() if x[s].numel() else 0.0
+                if most > 1e-3:  # else the error is absolute, and of a quantity that is nearly 0
+                    assert allowed * unit <= most / 10, (p.case.name, name, s, allowed, most / unit)
