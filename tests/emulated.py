@@ -199,7 +199,7 @@ class Gla:
         return back(o), S_T, dq, dk, dv, back(scale * dg, hard), dS0 * scale, dg_v
 
 
-def scalar_walk(q, k, v, g, S, scale, dtype, C, luck, reverse=False):
+def scalar_walk(q, k, v, g, S, scale, dtype, C, luck=PLAIN, reverse=False):
     """(o, final state, the states before each chunk) as `walk` of kernels/linear_attention.py makes them."""
     T, (q, k, v, g) = q.shape[1], (chunks(x, C) for x in (q, k, v, g[..., None]))
     since, until = gates.decay_from_start(g).exp(), gates.decay_to_end(g).exp()
@@ -216,7 +216,7 @@ def scalar_walk(q, k, v, g, S, scale, dtype, C, luck, reverse=False):
     return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T], S, states
 
 
-def scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C, luck):
+def scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C, luck=PLAIN):
     """As `gate_gradient`."""
     hard, T = torch.isneginf(g), q.shape[1]
     q, k, v, do, g = (chunks(x, C) for x in (q, k, v, do, g[..., None]))

@@ -16,6 +16,7 @@ from gla_ref.check._emulate import multiply
 from gla_ref.rounding import Luck
 
 F32, BF16 = torch.float32, torch.bfloat16
+EVERY = [(mechanism, dtype) for mechanism in check.MECHANISMS for dtype in (F32, BF16)]
 
 
 @pytest.mark.skipif("OPENBLAS_CORETYPE" not in os.environ, reason="the processor's own kernels are used")
@@ -59,10 +60,6 @@ def test_three_passes_are_those_of_the_precision():
     assert x.shape[-1] == y.shape[-2] == 24
 
 
-def steep(mechanism="softmax_attention", dtype=F32, seed=0):
-    return problems(mechanism, [c for c in check.cases(mechanism) if c.name.startswith("steep")], dtype, seed)
-
-
 @pytest.mark.parametrize("name", right_kernels.kernels("softmax_attention", F32))
 def test_right_attention_is_right_where_scores_are_steep(name):
     """One log-sum-exp of float32, and channels in another order: they were up to 780 budgets off."""
@@ -82,13 +79,16 @@ def test_the_packages_attention_is_right_where_scores_are_steep():
     check.kernel("softmax_attention", FORMS["softmax_attention"]["triton"], only="steep*").raise_if_failed()
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("mechanism", check.MECHANISMS)
-def test_no_budget_is_a_tenth_of_its_quantity(mechanism, dtype):
-    """A kernel that gives zeros is off by the quantity itself, whose largest element is at least its mean square's."""
+@pytest.mark.parametrize("mechanism, dtype", thin(EVERY, ("softmax_attention", F32), ("gla", BF16)))
+def test_no_budget_is_as_large_as_its_quantity(mechanism, dtype):
+    """A kernel that gives zeros is off by the largest element: no budget is a tenth of that.
+
+    In bfloat16 a third: a gate's gradient is a difference of stored numbers, and D is made of the stored o.
+    """
+    part = 1 / 10 if dtype == F32 else 1 / 3
     for p in problems(mechanism, check.cases(mechanism), dtype, 0):
         for name, x in p.exact.items():
             for s, unit, allowed in p.octaves(name):
                 most = x[s].abs().max().item() if x[s].numel() else 0.0
-                if most > 1e-3:  # else the error is absolute, and of a quantity that is nearly 0
-                    assert allowed * unit <= most / 10, (p.case.name, name, s, allowed, most / unit)
+                if most > 1e-3:  # else errors are absolute
+                    assert allowed * unit <= part * most, (p.case.name, name, s, allowed, most / unit)

@@ -91,12 +91,17 @@ class Luck:
     q k^T choose each for themselves; and by what factor an operand is larger when it is rounded, as a scale, a strength
     or a row's maximum is applied before a product or behind it. Tensors `[B, H, ...]` hold `copies` of the same inputs
     side by side as heads, and each copy has a luck of its own, the first one none: sixteen copies are sixteen kernels.
-    Where products of float32 are made in three passes of TF32 (`thrice`), as PyTorch and Triton can, each number is two,
-    and a product has three times as many terms.
+    Where products of float32 are made in three passes of TF32 (`thrice`), as Triton can, each number is two numbers,
+    and a product has three times as many terms. Without `sizes` luck is in orders only.
     """
 
-    def __init__(self, copies: int = 1, *, thrice: bool = False, seed: int = 0) -> None:
-        self.copies, self.thrice, self.rng = copies, thrice, torch.Generator().manual_seed(seed)
+    def __init__(self, copies: int = 1, *, thrice: bool = False, sizes: bool = True, seed: int = 0) -> None:
+        self.copies, self.thrice, self.sizes = copies, thrice, sizes
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def another(self, seed: int) -> "Luck":
+        """Luck of the same kind that draws other numbers, and for the same seed the same ones."""
+        return Luck(self.copies, thrice=self.thrice, sizes=self.sizes, seed=seed)
 
     def drawn(self, n: int, x: Tensor) -> Tensor:
         """n random numbers in [0, 1) for every copy, zeros for the first: `[copies, n]`, where x lies."""
@@ -118,7 +123,7 @@ class Luck:
 
     def rounded(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
         """x rounded to `dtype` when it is larger by some factor, unless it fits there as it is; and the factor."""
-        if self.copies == 1 or x.shape[1] == 1:
+        if self.copies == 1 or not self.sizes:
             return x.to(dtype), 1.0
         apart = x.unflatten(1, (self.copies, -1))
         if torch.equal(apart[:, 0].to(dtype).to(x.dtype), apart[:, 0]):

@@ -253,9 +253,10 @@ def by_token(q, k, v, g=None, *, state, scale, dtype):
 class Attend(torch.autograd.Function):
     """Attention and its closed-form backward as kernels do them, `ROWS` queries at a time to bound the memory.
 
-    Exponentials are to base 2, the backward makes p from the rows' log-sum-exp (as FlashAttention-2 does), and ds = p (do v^T - D),
-    D = o . do, o as it was stored. Or, `by_key`, to base e, from maximum and sum, and D is summed key
-    by key. k and v are handed through: what comes back for them is where dk and dv start.
+    As in FlashAttention-2 exponentials are to base 2, the backward makes p from the rows' log-sum-exp, and ds =
+    p (do v^T - D), D = o . do, o as it was stored. Or, `by_key`, to base e, from maximum and sum, and D is summed
+    key by key. The former makes its scores once more, in other orders than its log-sum-exp was made of; the latter, as
+    autograd does, has kept them. k and v are handed through: what comes back for them is where dk and dv start.
     """
 
     ROWS = 1024
@@ -277,20 +278,21 @@ class Attend(torch.autograd.Function):
         exp, unit = (torch.exp, scale) if by_key else (torch.exp2, scale / log(2))
         o = torch.empty_like(v[..., -q.shape[-2] :, :])
         m, total = torch.empty_like(q[..., :1]), torch.empty_like(q[..., :1])
-        for i, j, x in Attend.tiles(q, k, unit, product):
+        for i, j, x in Attend.tiles(q, k, unit, partial(multiply, dtype=dtype, luck=luck.another(1))):
             m[i] = x.amax(-1, keepdim=True)
             p = exp(x - m[i])
             total[i] = whole(p, torch.ones_like(p[..., :1, :]).mT)  # p is rounded as an operand, its sum is not
             o[i] = product(p, v[j]) / total[i]
         ctx.save_for_backward(q, k, v, m, total, o.to(dtype).to(o.dtype))
-        ctx.options = scale, unit, by_key, product, whole
+        scored = partial(multiply, dtype=dtype, luck=luck.another(1 if by_key else 2))
+        ctx.options = scale, unit, by_key, product, whole, scored
         return o, k.clone(), v.clone()
 
     @staticmethod
     def backward(ctx, do, dk, dv):
-        (q, k, v, m, total, o), (scale, unit, by_key, product, whole) = ctx.saved_tensors, ctx.options
+        (q, k, v, m, total, o), (scale, unit, by_key, product, whole, scored) = ctx.saved_tensors, ctx.options
         dq, dk, dv = torch.empty_like(q), dk.clone(), dv.clone()
-        for i, j, x in Attend.tiles(q, k, unit, product):  # not the forward's x to the last bit
+        for i, j, x in Attend.tiles(q, k, unit, scored):
             dp, D = product(do[i], v[j].mT), (o[i] * do[i]).sum(-1, keepdim=True)
             if by_key:
                 p, one = (x - m[i]).exp() / total[i], torch.ones_like(x[..., :1, :]).mT
