@@ -3,11 +3,13 @@
     python tools/false_alarms.py                            # on a CPU: days
     python tools/false_alarms.py --device cuda --jobs 12    # on a GPU
     python tools/false_alarms.py --mechanism gla --all 2 --seeds 20
+    python tools/false_alarms.py --device cuda --jobs 12 --mechanism gla --minutes 8
 
 One mechanism and dtype after another: first all cases of the quick level on --all seeds, then the five pairs of case
 and quantity in which a kernel came nearest to its budget, on --seeds. Seeds lie side by side as heads; the budgets are
-the kit's own. Each mechanism and dtype is a record, written as soon as it is done in the place of its older one. Exit
-status 1 if a kernel has an alarm in any case of the first part, or more than one in a thousand seeds of the second.
+the kit's own. An alarm is printed as soon as it is seen; after --minutes no batch is begun. Each mechanism and dtype is
+a record, written as soon as it is done in the place of its older one. Exit status 1 if a kernel has an alarm in any
+case of the first part, or more than one in a thousand seeds of the second.
 """
 
 import argparse
@@ -57,24 +59,33 @@ def needed(kind, case):
 
 
 def work(task):
+    *task, until = task
+    if time.time() > until:
+        return task, None, 0.0
     torch.set_num_threads(1)
     start, made = time.perf_counter(), ratios(*task)
     torch.cuda.empty_cache()  # the memory is for all processes
     return task, made, time.perf_counter() - start
 
 
-def run(pool, mechanism, dtype, cases, seeds, device, room):
+def run(pool, mechanism, dtype, cases, seeds, device, room, until):
     """({(case, quantity): {kernel: ratios}}, {case: seconds of a process}) of that many seeds, the longest first."""
-    tasks, found, seconds = [], {}, {}
+    tasks, found, seconds, left = [], {}, {}, 0
     for case in sorted(cases, key=lambda case: -case.T):
         n = min(MOST, max(1, room // needed(check.MECHANISMS[mechanism], case)))
-        tasks += [(mechanism, dtype, case, range(a, min(a + n, seeds)), device) for a in range(0, seeds, n)]
-    for i, ((_, _, case, _, _), made, took) in enumerate(pool.imap(work, tasks), 1):
-        for (kernel, quantity), over in made.items():
+        tasks += [(mechanism, dtype, case, range(a, min(a + n, seeds)), device, until) for a in range(0, seeds, n)]
+    for i, ((_, _, case, some, _), made, took) in enumerate(pool.imap(work, tasks), 1):
+        left += made is None
+        for (kernel, quantity), over in (made or {}).items():
+            for seed, x in zip(some, over, strict=True):
+                if not x <= 1:
+                    print(f"  {case.name}, {quantity}, {kernel}: seed {seed} ({x:.2f})", flush=True)
             found.setdefault((case.name, quantity), {}).setdefault(kernel, []).extend(over)
         seconds[case.name] = seconds.get(case.name, 0.0) + took
         print(f"\r{i} of {len(tasks)} batches", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
+    if left:
+        print(f"  no time for {left} of {len(tasks)} batches", flush=True)
     return found, seconds
 
 
@@ -94,13 +105,11 @@ def examine(pool, mechanism, name, args, room):
     cases = {case.name: case for case in check.cases(mechanism) if fnmatch(case.name, args.only)}
     given = pool, mechanism, dtype
     start = time.perf_counter()
-    found, seconds = run(*given, cases.values(), args.all, args.device, room)
+    until = math.inf if args.minutes is None else time.time() + 60 * args.minutes
+    found, seconds = run(*given, cases.values(), args.all, args.device, room, until)
     minutes, many = (time.perf_counter() - start) / 60, kernel_alarms(found)
     rate = args.all * len(cases) / minutes
     print(f"{mechanism} {name}: {len(cases)} cases, {args.all} seeds, {sum(many.values())} alarms")
-    for pair, kernel, over in ((pair, n, x) for pair, made in found.items() for n, x in made.items() if alarms(x)):
-        seeds = ", ".join(f"{seed} ({x:.2f})" for seed, x in enumerate(over) if not x <= 1)
-        print(f"  {', '.join(pair)}, {kernel}: seeds {seeds}")
     print(f"  {minutes:.1f} minutes, {rate:.0f} seeds of a case a minute, each by all {len(many)} kernels")
 
     near = sorted(found, key=lambda pair: -max(map(max, found[pair].values())))[:NEAREST]
@@ -108,9 +117,9 @@ def examine(pool, mechanism, name, args, room):
     takes = sum(seconds[case.name] for case in closely) * args.seeds / args.all / args.jobs / 60
     print(f"  {args.seeds} seeds of {len(closely)} cases: {takes:.1f} minutes at most is the estimate", flush=True)
     start = time.perf_counter()
-    again, _ = run(*given, closely, args.seeds, args.device, room)
-    again = {pair: again[pair] for pair in near}
-    total = sum(kernel_alarms(again).values())
+    again, _ = run(*given, closely, args.seeds, args.device, room, until)
+    again = {pair: again[pair] for pair in near if pair in again}
+    total = sum(kernel_alarms(again).values()) if again else 0
     print(f"  {(time.perf_counter() - start) / 60:.1f} minutes, {total} alarms; the {len(near)} nearest pairs:")
     for (case, quantity), made in again.items():
         kernel = max(made, key=lambda kernel: max(made[kernel]))
@@ -123,12 +132,13 @@ def examine(pool, mechanism, name, args, room):
         "seeds": args.all,
         "alarms": many,
         "nearest": [
-            {"case": case, "quantity": quantity, "seeds": args.seeds, "kernel": kernel, "alarms": alarms(over)}
+            {"case": case, "quantity": quantity, "seeds": len(over), "kernel": kernel, "alarms": alarms(over)}
             | {"worst": round(max(over), 3)}
             for (case, quantity), made in again.items()
             for kernel, over in made.items()
         ],
-        "right": not any(many.values()) and all(1000 * n <= args.seeds for n in kernel_alarms(again).values()),
+        "right": not any(many.values())
+        and all(1000 * alarms(over) <= len(over) for made in again.values() for over in made.values()),
     }
 
 
@@ -138,6 +148,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--all", type=int, default=50, help="seeds of all cases")
     parser.add_argument("--seeds", type=int, default=3000, help="of the five nearest pairs")
+    parser.add_argument("--minutes", type=float, help="of each mechanism and dtype; without it as long as it takes")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--mechanism", nargs="+", choices=check.MECHANISMS, default=list(check.MECHANISMS))
     parser.add_argument("--only", default="*", help="cases of these names")

@@ -215,24 +215,20 @@ def work_out(
     x = {name: torch.cat([y[name] for y in given], kind.head_axis(name)).to(device) for name in given[0]}
     exact = evaluate(kind.oracle, kind, x, case)
     single, short = dtype == torch.float32, case.T <= SHORT
-    lucky, made = len(kind.emulated), len(kind.emulated) + len(kind.plain)
-    made += len(kind.beyond) if single and not short else 0
-    ways = [partial(kind.emulate, dtype=dtype, run=i, copies=runs if i < lucky else 1) for i in range(made)]
+    emulate, lucky = partial(kind.emulate, dtype=dtype), len(kind.emulated)
+    made = lucky + len(kind.plain) + (len(kind.beyond) if single and not short else 0)
+    ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
     if single and short:
-        ways += [partial(kind.emulate, dtype=dtype, run=i, thrice=True) for i in range(lucky)]
-        ways += kind.also
-    rounded = {name: y.float() for name, y in x.items()}
-    copies = {name: torch.cat([y] * runs, kind.head_axis(name)) for name, y in rounded.items()}
-    emulated = [evaluate(way, kind, copies if i < lucky else rounded, case) for i, way in enumerate(ways)]
-
-    budgets = {}
-    for name, y in exact.items():
-        axis, low = kind.head_axis(name), held(kind, name, case, dtype)
-        worst = []
-        for i, e in enumerate(emulated):
-            many = runs if i < lucky else 1
-            off, right = e[name].to(low).double(), torch.cat([y] * many, axis)
+        ways += [(partial(emulate, thrice=True), max(1, runs // 2)), *((form, 1) for form in kind.also)]
+    low, budgets = {name: y.float() for name, y in x.items()}, {}
+    for way, many in ways:
+        copies = {name: torch.cat([y] * many, kind.head_axis(name)) for name, y in low.items()}
+        e = evaluate(partial(way, copies=many) if many > 1 else way, kind, copies, case)
+        for name, y in exact.items():
+            axis, right = kind.head_axis(name), torch.cat([y] * many, kind.head_axis(name))
+            off = e[name].to(held(kind, name, case, dtype)).double()
             found = torch.stack([errors(off[s], right[s], many * n, axis) for s in parts(kind, name, y)])
-            worst.append(found.unflatten(1, (many, n)).amax(1))
-        budgets[name] = budget(torch.stack(worst).amax(0), low)
+            budgets.setdefault(name, []).append(found.unflatten(1, (many, n)).amax(1))
+    for name, worst in budgets.items():
+        budgets[name] = budget(torch.stack(worst).amax(0), held(kind, name, case, dtype))
     return exact, budgets
