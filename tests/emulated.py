@@ -14,13 +14,16 @@ PLAIN = Luck()
 def product(c, a, b, dtype, luck=PLAIN):
     """c + a b in float32: a fused multiply-add for each term, or in halves 16 terms at a time, cut off, not rounded."""
     step = 1 if dtype == torch.float32 else 16
-    a, b = (x.double() for x in luck.shuffled(a.to(dtype), b.to(dtype)))
+    (a, of_a), (b, of_b) = luck.rounded(a, dtype), luck.rounded(b, dtype)
+    a, b = (x.double() for x in luck.shuffled(a, b))
+    factor = of_a * of_b
+    c = factor * c
     for x, y in zip(a.split(step, -1), b.split(step, -2), strict=True):
         exact = c.double() + x @ y
         c = exact.float()
         if dtype != torch.float32:
             c = torch.where(c.double().abs() > exact.abs(), c.nextafter(torch.zeros_like(c)), c)
-    return c
+    return c / factor
 
 
 def exp2(x):
@@ -274,9 +277,9 @@ class Delta(Gla):
         gated, g = g is not None, torch.zeros_like(beta) if g is None else g
         many = (*(x.repeat_interleave(G, 2) for x in (q, k)), v, beta[..., None], do)
         q, k, v, beta, do = (chunks(x, self.C) for x in many)
-        g = chunks(g[..., None], self.C).double()
-        since, until = (exp2(f(g) * LOG2E) for f in (gates.decay_from_start, gates.decay_to_end))
-        E, through = exp2(gates.segment_sum(g)[..., 0] * LOG2E), since[..., -1:, :]
+        g = (LOG2E * chunks(g[..., None], self.C)).double()  # to base 2 in float32, then summed exactly
+        since, until = (exp2(f(g)) for f in (gates.decay_from_start, gates.decay_to_end))
+        E, through = exp2(gates.segment_sum(g)[..., 0]), since[..., -1:, :]
 
         A = mm(k, k.mT) * E
         P, Y = self.keep(mm(q, k.mT) * E), self.keep(inverse((beta * A).tril(-1), luck))
@@ -336,11 +339,12 @@ class Delta(Gla):
         """The state after chunks n of values x: of each segment what it adds, and its map of the state, come first."""
         if self.length is None:
             return walk(S, x, n)
-        parts, one = [n[i : i + self.length] for i in n[:: self.length]], torch.eye(S.shape[-2], device=S.device)
-        starts = []
+        parts, starts = [n[i : i + self.length] for i in n[:: self.length]], []
+        one = torch.eye(S.shape[-2], device=S.device).expand(*S.shape[:-1], -1)
         for part in reversed(parts) if backwards else parts:
             starts.append((S, part))
-            added, map_of_S = walk(torch.zeros_like(S), x, part), walk(one, x[..., :1] * torch.zeros_like(one[0]), part)
+            added = walk(torch.zeros_like(S), x, part)
+            map_of_S = walk(one, x[..., :1] * torch.zeros_like(one[0, 0, 0]), part)
             # the kernel's products here are of float32 tiles, whatever the tokens are
             S = product(added, map_of_S, S, torch.float32, self.luck)
         for start, part in starts:

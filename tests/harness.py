@@ -14,7 +14,7 @@ from gla_ref.rounding import Luck, budget
 CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-RUNS = 16
+RUNS, ROOM = 16, 2**26 if CUDA else 2**21  # emulated runs side by side; numbers of all their values' states
 NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dS0", "dg_v", "dbeta")
 LEAVES = ("q", "k", "v", "g", "beta", "S", "g_v")
 interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
@@ -51,7 +51,7 @@ def budgets(x, given, exact, emulated, ends=None):
     result = {n: given[n[1:]] for n in NAMES if n[1:] in given}
     result |= {"o": given["v"], "S": torch.float32, "dS0": torch.float32}
     x = {n: None if y is None else y.to(given[n]).to(HERE, F64) for n, y in x.items()}
-    runs = min(RUNS, max(3, 2**21 // (x["v"].numel() * x["q"].shape[-1])))
+    runs = min(RUNS, max(3, ROOM // (x["v"].numel() * x["q"].shape[-1])))
 
     def heads(name):
         return 1 if name in ("S", "dS", "dS0") else 2
