@@ -99,7 +99,9 @@ def _blocks(ranks, latency, size, bandwidth, fewer=2, power=0.5):
 @exercise("ex-ranks-blocks", "derive")
 def blocks(answer):
     mistakes = {
-        "The root is missing: two terms are to be equal, and one has blocks where the other has 1 / blocks.": dict(power=1.0),
+        "The root is missing: two terms are to be equal, and one has blocks where the other has 1 / blocks.": dict(
+            power=1.0
+        ),
         "The time of the bytes over one border does not change with the blocks: ranks - 2 are left.": dict(fewer=1),
         "Only ranks - 2 of the borders' times have 1 / blocks in them.": dict(fewer=0),
         "Turned round: a dearer message wants fewer blocks, more bytes want more.": dict(power=-0.5),

@@ -98,7 +98,8 @@ def ranks_over_time() -> Explorable:
                 "an hour": "That is so if each waits for the one before. But a sum can be made before its start is "
                 "known.",
                 "half an hour": "It is true that each reads its keys and values twice: once for its sum, and once for "
-                "its output. But so does one GPU alone. To fill itself it cuts its text into segments, as chapter 7 does.",
+                "its output. But so does one GPU alone. To fill itself it cuts its text into segments, as in "
+                "chapter 7.",
                 right: "Each finds the sum of its own quarter at once, without its start. Then all exchange their sums "
                 "and walk at the same time. The exchange takes hardly any time.",
             },
