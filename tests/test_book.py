@@ -185,6 +185,73 @@ def test_api_page_lists_every_module():
     assert names == set(listed) - packages
 
 
+def scopes(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """(the names that a cell binds for later cells, the names that it uses and does not bind)."""
+    bound, inside, used = set(), set(), set()
+    pending: list[tuple[ast.AST, bool]] = [(tree, True)]
+    while pending:
+        node, top = pending.pop()
+        names = []
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                used.add(node.id)
+            else:
+                names = [node.id]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [(alias.asname or alias.name).split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.arg):
+            inside.add(node.arg)
+        (bound if top else inside).update(names)
+        local = isinstance(
+            node,
+            ast.FunctionDef | ast.ClassDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp,
+        )
+        pending += [(child, top and not local) for child in ast.iter_child_nodes(node)]
+    return bound, used - bound - inside
+
+
+def unexplained(cells: list[tuple[list[str], str]]) -> dict[str, int]:
+    """Names that a visible cell uses though only removed cells have defined them so far, and the number of that cell.
+
+    A folded cell is visible: a reader can unfold it.
+    """
+    seen, removed, found = set(), set(), {}
+    for number, (tags, code) in enumerate(cells):
+        bound, used = scopes(ast.parse(re.sub(r"(?m)^%.*$", "", code)))
+        if {"remove-input", "remove-cell"} & set(tags):
+            removed |= bound
+        else:
+            found |= {name: number for name in sorted((used & removed) - seen) if name not in found}
+            seen |= bound
+    return found
+
+
+def test_unexplained_names_are_found():
+    cells = [(["remove-cell"], "a = b = c = 1"), ([], "a = 2\ndef f(c):\n    return c"), (["hide-input"], "f(a) + b")]
+    assert unexplained(cells) == {"b": 2}
+    assert (
+        unexplained([(["hide-input"], "import x"), (["remove-input"], "y = [z for z in x]"), ([], "[y for y in x]")])
+        == {}
+    )
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_visible_cells_use_names_that_a_reader_can_find(chapter):
+    """No cell to be read uses a name which only removed cells define."""
+    cells = [cell for cell in without_install(notebook(chapter)).cells if cell.cell_type == "code"]
+    assert not unexplained([(cell.metadata.get("tags", []), cell.source) for cell in cells])
+
+
+def test_heat_maps_keep_their_light_card():
+    """In the dark a figure's lightness is turned round, unless its class says that light and dark are numbers."""
+    for chapter in CHAPTERS:
+        text = (ROOT / "book" / f"{chapter}.md").read_text()
+        for cell in re.findall(r"(?ms)^```\{code-cell\} python\n(.*?)^```$", text):
+            assert "imshow(" not in cell or "classes: as-is" in cell, chapter
+
+
 GREEK = "alpha beta gamma delta epsilon kappa lambda mu nu xi pi rho sigma tau phi chi psi omega ell".split()
 GREEK += [name.capitalize() for name in GREEK]
 

@@ -305,8 +305,8 @@ WRONG |= {
     ],
     "ex-ranks-blocks": [
         (lambda *x: best(*x) ** 2, "The root is missing"),
-        (lambda W, *x: best(W + 1, *x), "W - 2 are left"),
-        (lambda W, *x: best(W + 2, *x), "Only W - 2"),
+        (lambda W, *x: best(W + 1, *x), "ranks - 2 are left"),
+        (lambda W, *x: best(W + 2, *x), "Only ranks - 2"),
         (lambda *x: 1 / best(*x), "Turned round"),
     ],
     "ex-ranks-packed": [("abd", "the next one starts"), ("b", "d is missing"), ("bde", "nothing of it is needed")],

@@ -44,8 +44,9 @@ from ._agreement import Agreement
 from .chunks import decayed, heads_first
 from .gates import decay_from_start, decay_to_end
 from .mechanisms import MECHANISMS
+from .scaling import H200, Wire, gather_seconds, pipeline_seconds
 
-__all__ = ["LINKS", "Link", "Plan", "delta_rule", "gated_delta_rule", "gla", "linear_attention", "plan", "simple_gla"]
+__all__ = ["LINKS", "Plan", "delta_rule", "gated_delta_rule", "gla", "linear_attention", "plan", "simple_gla"]
 
 Tokens = dict[str, Tensor]
 
@@ -201,16 +202,8 @@ def some(x: Tensor) -> Tensor:
 # 3. The plan: which exchange, and why.
 
 
-class Link(NamedTuple):
-    """What it costs to send: seconds to start a collective, seconds to start one message, bytes a second."""
-
-    collective: float
-    message: float
-    bandwidth: float
-
-
-# by the backend of the group: orders of magnitude of two cards with NVLink and of a CPU's loop-back, not measurements
-LINKS = {"nccl": Link(30e-6, 20e-6, 2e11), "gloo": Link(3e-4, 1.5e-4, 1e9)}
+# by the backend of the group: NVLink as the model of `scaling` has it, and orders of magnitude of a CPU's loop-back
+LINKS = {"nccl": H200.near, "gloo": Wire(message=1.5e-4, hop=1.5e-4, bandwidth=1e9)}
 
 
 class Plan(NamedTuple):
@@ -230,16 +223,6 @@ class Plan(NamedTuple):
         return "\n".join([how, *(f"  {reason}" for reason in self.why)])
 
 
-def gather_seconds(link: Link, ranks: int, map_bytes: int) -> float:
-    """An all-gather in a ring: every rank receives the maps of all others."""
-    return link.collective + (ranks - 1) * map_bytes / link.bandwidth
-
-
-def pipeline_seconds(link: Link, ranks: int, state_bytes: int, blocks: int) -> float:
-    """Until the last rank has the last of the blocks, which follow each other from rank to rank."""
-    return (ranks + blocks - 2) * (link.message + state_bytes / blocks / link.bandwidth)
-
-
 def plan(
     mechanism: str,
     tokens: Tokens,
@@ -248,7 +231,7 @@ def plan(
     packed: bool = False,
     exchange: str | None = None,
     segment: int | None = None,
-    link: Link = LINKS["nccl"],
+    link: Wire = LINKS["nccl"],
     multiprocessors: int = 0,
 ) -> Plan:
     """What a call would do; pure: it asks no process group, and looks at no value.

@@ -1,8 +1,12 @@
 """How long many GPUs take for one text, by a model: bytes at the memory's speed, messages at a link's (chapter 23).
 
 A simulation, not a measurement. A GPU does nothing but move the bytes that it must move, at its memory's published
-speed; a message costs a fixed time and its bytes at the link's published speed. The fixed times are assumptions. What
-was measured stands in the records of benchmarks/scaling.py.
+speed; a message costs a fixed time and its bytes at the link's published speed. The fixed times are assumptions. All
+numbers of chapter 23 come from here, and `context_parallel` chooses its exchange by the same formulas. What was
+measured stands in the records of benchmarks/scaling.py.
+
+One GPU and one of many are charged alike: each finds its own sum, and then walks. With few heads one GPU cuts its text
+into segments, to fill itself, and so it makes the sums of its segments as well.
 """
 
 from __future__ import annotations
@@ -10,7 +14,21 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["GLA", "H200", "WAYS", "Machine", "Sizes", "Task", "Wire", "exchange", "ring_attention", "schedule", "step"]
+__all__ = [
+    "GLA",
+    "H200",
+    "WAYS",
+    "Machine",
+    "Sizes",
+    "Task",
+    "Wire",
+    "exchange",
+    "gather_seconds",
+    "pipeline_seconds",
+    "ring_attention",
+    "schedule",
+    "step",
+]
 
 
 class Wire(NamedTuple):
@@ -88,6 +106,16 @@ class Sizes(NamedTuple):
 GLA = Sizes()
 
 
+def gather_seconds(wire: Wire, ranks: int, map_bytes: int) -> float:
+    """An all-gather in a ring: every rank receives the maps of all others."""
+    return wire.message + (ranks - 1) * (wire.hop + map_bytes / wire.bandwidth)
+
+
+def pipeline_seconds(wire: Wire, ranks: int, state_bytes: int, blocks: int) -> float:
+    """Until the last rank has the last of the blocks, which follow each other from rank to rank."""
+    return (ranks + blocks - 2) * (wire.message + state_bytes / blocks / wire.bandwidth)
+
+
 def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int | None = None) -> float:
     """Seconds until the last rank has the state that comes into its piece, once all have their own sums.
 
@@ -106,20 +134,28 @@ def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int |
     if ranks == 1:
         return 0.0
     if way == "all-gather":  # round a ring, whose slowest wire sets the pace
-        return wire.message + (ranks - 1) * (wire.hop + sizes.map / wire.bandwidth)
+        return gather_seconds(wire, ranks, sizes.map)
     if way == "tree":  # after n rounds a rank knows of the 2^n before it
         rounds = math.ceil(math.log2(ranks))
         inside = min(rounds, int(math.log2(machine.host)))
         near, far = (w.message + sizes.map / w.bandwidth for w in (machine.near, machine.far))
         return inside * near + (rounds - inside) * far
     if way == "pipeline":
-        choices = [1, 2, 4, 8, 16] if blocks is None else [blocks]
-        return min(_pipeline(ranks, sizes, machine, b) for b in choices if b <= sizes.H)
+        return _pipeline(ranks, sizes, machine, blocks or _blocks(ranks, sizes, machine))
     raise ValueError(f"way: expected one of {', '.join(WAYS[1:])}, got {way!r}")
 
 
+def _blocks(ranks: int, sizes: Sizes, machine: Machine) -> int:
+    """The number of blocks, a power of 2, with which a pipeline is fastest."""
+    choices = [b for b in (1, 2, 4, 8, 16) if b <= sizes.H]
+    return min(choices, key=lambda blocks: _pipeline(ranks, sizes, machine, blocks))
+
+
 def _pipeline(ranks: int, sizes: Sizes, machine: Machine, blocks: int) -> float:
-    """Block after block, rank after rank: a wire sends one block at a time, a rank sends on what has come."""
+    """Block after block, rank after rank: a wire sends one block at a time, a rank sends on what has come.
+
+    Among ranks of one host that is :func:`pipeline_seconds`.
+    """
     come = [0.0] * blocks
     for r in range(1, ranks):
         wire, free = machine.near if r % machine.host else machine.far, 0.0
@@ -138,40 +174,48 @@ class Task(NamedTuple):
 
 
 def schedule(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> list[Task]:
-    """The forward pass of a layer over `tokens`, in equal pieces.
+    """The forward pass of a layer over `tokens`, in equal pieces; what one GPU does is the schedule of one rank.
 
     Raises:
         ValueError: there is no such way.
     """
-    piece = tokens // ranks
-    walk, own = (sizes.bytes(piece, x) / machine.memory for x in (sizes.tensors, sizes.sums))
+    own, walk = _forward(tokens // ranks, sizes, machine)
     if way not in WAYS:
         raise ValueError(f"way: expected one of {', '.join(WAYS)}, got {way!r}")
     tasks, wire = [], machine.near if ranks <= machine.host else machine.far
-    hop = wire.message + sizes.state / wire.bandwidth
+    hop, blocks = wire.message + sizes.state / wire.bandwidth, _blocks(ranks, sizes, machine)
     for r in range(ranks):
         if way == "one after another":
-            start = r * (walk + hop)
+            start = r * (own + walk + hop)
             tasks += [Task("exchange", r, start - hop, start)] if r else []
-            tasks.append(Task("walk", r, start, start + walk))
+            tasks += [Task("sum", r, start, start + own), Task("walk", r, start + own, start + own + walk)]
             continue
         known = r + 1 if way == "pipeline" else ranks  # how many ranks it waits for, itself among them
-        come = own + exchange(way, known, sizes, machine, 1 if way == "pipeline" else None)
+        come = own + exchange(way, known, sizes, machine, blocks)
         tasks += [Task("sum", r, 0.0, own), Task("exchange", r, own, come), Task("walk", r, come, come + walk)]
     return tasks
 
 
-def step(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> float:
-    """Seconds of a layer's forward and backward pass over `tokens`, in equal pieces.
+def _forward(tokens: int, sizes: Sizes, machine: Machine) -> tuple[float, float]:
+    """(seconds of its own sum, seconds of its walk) of a GPU that has so many tokens."""
+    own, walk = (sizes.bytes(tokens, x) / machine.memory for x in (sizes.sums, sizes.tensors))
+    return own, walk
 
-    Backward, a piece's own sum is of q, the gates and the gradient of o; the walk reads what the forward walk read and
-    that gradient, and writes a gradient for each input. One GPU makes its sums as well: with few heads it cuts the text
-    into segments, to fill itself.
+
+def _backward(tokens: int, sizes: Sizes, machine: Machine) -> tuple[float, float]:
+    """The same of the backward pass.
+
+    A piece's own sum is of q, the gates and the gradient of o; the walk reads what the forward walk read and that
+    gradient, and writes a gradient for each input.
     """
-    piece = tokens // ranks
-    there, back = sizes.tensors, (2 * sizes.tensors[0], 2 * sizes.tensors[1] - 1)
-    moved = sum(sizes.bytes(piece, x) for x in (sizes.sums, there, sizes.sums, back))
-    return moved / machine.memory + 2 * exchange(way, ranks, sizes, machine)
+    walk = (2 * sizes.tensors[0], 2 * sizes.tensors[1] - 1)
+    return sizes.bytes(tokens, sizes.sums) / machine.memory, sizes.bytes(tokens, walk) / machine.memory
+
+
+def step(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> float:
+    """Seconds of a layer's forward and backward pass over `tokens`, in equal pieces."""
+    piece, each = tokens // ranks, exchange(way, ranks, sizes, machine)
+    return sum(_forward(piece, sizes, machine)) + sum(_backward(piece, sizes, machine)) + 2 * each
 
 
 def ring_attention(tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> tuple[float, int]:

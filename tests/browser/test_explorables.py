@@ -306,6 +306,24 @@ def test_writing_and_asking_on_the_front_page(visit):
     assert do("Ada").endswith("out comes tea 1.51, jazz 0.64.")
 
 
+def test_sliders_of_the_front_page_are_the_gate_of_the_last_write(visit):
+    """A question fades nothing: where it is asked, the sliders still show, and change, what faded before it."""
+    tab = visit.tab
+    tab.goto((tools.SITE / "book/index.html").as_uri())
+    figure = tab.locator("figure.playable")
+    kinds, gates = figure.locator("select").first, figure.locator("[data-gate]")
+    tea = figure.locator("[data-cell='o.0'] > span").first
+    kinds.select_option("vector")
+    while "out comes" not in (said := figure.locator(".explorable-readout").text_content()) or "jazz" not in said:
+        figure.get_by_role("button", name="Step").click()
+    assert [float(gate.input_value()) for gate in gates.all()] == [0.25, 1, 1] and tea.text_content() == "0.25"
+    drag(gates.first, 0)
+    assert tea.text_content() == "0", "at once"
+    figure.get_by_role("button", name="Bob likes rain", exact=True).click()
+    tab.clock.run_for(10_000)
+    assert float(gates.first.input_value()) == 0, "the next write has the gate that the sliders showed"
+
+
 @pytest.mark.parametrize("page", ["index", "05_linear_attention", "09_gates_and_decay", "11_chunkwise_gla"])
 def test_playable_state_without_javascript(chromium, page):
     """What Python drew is what the script draws some steps on."""

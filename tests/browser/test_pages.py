@@ -58,6 +58,9 @@ SHOWN = """all => all.filter(e => e.tagName === "IMG").map(e => {
   const style = getComputedStyle(e);
   return [e.src, e.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight)];
 })"""
+#: formulas that are much wider than their box
+CUT = """all => all.filter(e => e.scrollWidth - e.clientWidth > 100)
+  .map(e => e.querySelector("annotation")?.textContent)"""
 
 
 def url(page: str) -> str:
@@ -146,7 +149,7 @@ def smallest_label(source: str, width: float) -> float:
 
 def pictures(tab) -> list[str]:
     """A page, and what is wrong with its pictures: one begins on the first screen of a laptop, most of what is not
-    folded is text, and on a phone no label of a figure is below 11 pixels."""
+    folded is text, and on a phone no label of a figure is below 11 pixels and no formula far wider than the page."""
     found = []
     if (listed := tab.evaluate(tools.PREFORMATTED)) > 0.45:
         found.append(f"{listed:.0%} of the text is listings")
@@ -158,7 +161,9 @@ def pictures(tab) -> list[str]:
     tab.set_viewport_size({"width": 390, "height": 900})
     shown = tab.locator(PICTURES).evaluate_all(SHOWN)
     small = {source.rsplit("/")[-1]: px for source, width in shown if (px := smallest_label(source, width)) < 11}
-    return found + [f"small labels: {small}"] * bool(small)
+    found += [f"small labels: {small}"] * bool(small)
+    cut = tab.locator("article div.math .katex-display").evaluate_all(CUT)
+    return found + [f"formulas of which a phone hides more than 100 pixels: {cut}"] * bool(cut)
 
 
 @pytest.mark.parametrize("page", PAGES + API)

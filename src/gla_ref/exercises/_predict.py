@@ -156,7 +156,8 @@ def choice(name: str, right: Any, why: dict[Any, str]) -> Question:
             answer = [answer]
         elif isinstance(answer, str):
             answer = [x for x in answer.lower() if x not in " ,"]
-        if not isinstance(answer, (list, tuple, set)) or not all(x in options for x in answer):
+        # of an empty answer nothing is said: the sentence of what is missing would tell the right one
+        if not answer or not isinstance(answer, (list, tuple, set)) or not all(x in options for x in answer):
             kind = "" if isinstance(right, str) else " as a list"
             raise Wrong(f"Expected some of {', '.join(map(str, why))}{kind}, got {given!r}.")
         return [float(x in answer) for x in options]

@@ -99,12 +99,14 @@ def _blocks(ranks, latency, size, bandwidth, fewer=2, power=0.5):
 @exercise("ex-ranks-blocks", "derive")
 def blocks(answer):
     mistakes = {
-        "The root is missing: u times the latency and 1 / u times the bytes' time are to be equal.": dict(power=1.0),
-        "One of the W - 1 borders' terms has no u in it: W - 2 are left.": dict(fewer=1),
-        "Only W - 2 of the borders' times have 1 / u in them.": dict(fewer=0),
+        "The root is missing: two terms are to be equal, and one has blocks where the other has 1 / blocks.": dict(
+            power=1.0
+        ),
+        "The time of the bytes over one border does not change with the blocks: ranks - 2 are left.": dict(fewer=1),
+        "Only ranks - 2 of the borders' times have 1 / blocks in them.": dict(fewer=0),
         "Turned round: a dearer message wants fewer blocks, more bytes want more.": dict(power=-0.5),
     }
-    cases = [(8, 2e-5, 2.0**20, 2e11), (64, 1e-5, 2.0**25, 5e10), (3, 1e-4, 1e6, 1e9)]
+    cases = [(8, 2e-5, 2.0**20, 4.5e11), (64, 1e-5, 2.0**25, 5e10), (3, 1e-4, 1e6, 1e9)]
     hold(answer, cases, _blocks, variants(_blocks, mistakes), {"blocks": ""})
 
 

@@ -93,7 +93,7 @@ def inverses() -> Explorable:
         title="How wrong is the inverse?",
         notice="Each tile is the largest error of an entry of the inverse. With random keys nothing is ever wrong by "
         "much. Make the keys alike, and doubling breaks: even in float32, and long before the other ways lose a digit. "
-        "With equal keys all numbers are whole, so that the other ways make no error at all.",
+        "With equal keys and β = 1 or 2 all numbers are whole, so that the other ways make no error at all.",
         alt="A table of tiles: four ways to invert by six precisions of matrix products, each tile with an error.",
         controls=(Choice("Strength β", STRENGTHS), Choice("Rows", ROWS), Slider("Keys alike", ALIKE)),
         frames=frames,

@@ -141,10 +141,15 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
     const all = records(), same = step => all.findIndex(record => record.t === t && record.what === step);
     at = [same(what), same("write")].find(i => i >= 0) ?? all.findLastIndex(record => record.t <= t);
   };
-  // Which token and row a gate belongs to; without a token's number it is that of the token in turn.
+  // The token that has written last: a question fades nothing, so its gates would be sliders without an effect.
+  const writer = t => {
+    while (t > 0 && !tape[t].k) t--;
+    return t;
+  };
+  // Which token and row a gate belongs to; without a token's number it is that of the last write.
   const place = (input, t) => {
     const numbers = input.dataset.gate.split(".").map(Number);
-    return numbers.length > 1 ? numbers : [t, ...numbers];
+    return numbers.length > 1 ? numbers : [writer(t), ...numbers];
   };
 
   const pause = () => {
@@ -184,9 +189,9 @@ for (const root of document.querySelectorAll("#%ID%:not([data-live])")) {
       pause();
       guess.speak();
       own = true;
-      const {t} = shown, n = at ? t + 1 : 0;
+      const {t} = shown, n = at ? t + 1 : 0, before = writer(t);
       tape = [...tape.slice(0, n), given.offered[button.dataset.token]];
-      for (const kind in gates) gates[kind] = [...gates[kind].slice(0, n), gates[kind][Math.min(t, gates[kind].length - 1)].slice()];
+      for (const kind in gates) gates[kind] = [...gates[kind].slice(0, n), gates[kind][before].slice()];
       at = records().findIndex((record, i) => i > 0 && record.t === n) - 1;
       play();
     };

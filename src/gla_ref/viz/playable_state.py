@@ -296,7 +296,8 @@ _ALT = {
 }
 _NOTICES = {
     "small": "A key says into which rows a value goes, and how much of it. A query with the same numbers gets the "
-    "value back. Keys that share a row share their answers, and a gate lets old rows fade before each write.",
+    "value back. Keys that share a row share their answers, and a gate lets old rows fade before each write. "
+    "The sliders are the gate of the last write.",
     "tokens": "Every number can be changed: type into key, value and query, drag the gates. A constant is the same "
     "for all tokens, a number a token for all rows.",
     "chunks": "Inside a chunk the state stands still. A chunk of 1 is the recurrence, one chunk for all is the "

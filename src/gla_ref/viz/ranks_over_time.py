@@ -38,7 +38,7 @@ def _bars(tasks: list[Task], ranks: int, end: float) -> str:
 
 
 def _frames(way: str, ranks: int) -> list[Frame]:
-    tasks, alone = schedule(WAYS[way], TOKENS, ranks), schedule("one after another", TOKENS, 1)[0].stop
+    tasks, alone = schedule(WAYS[way], TOKENS, ranks), schedule("one after another", TOKENS, 1)[-1].stop
     scale, done = alone * 1.05, max(t.stop for t in tasks)
     row, bars = TALL / ranks, _bars(tasks, ranks, scale)
     ground = [text(LEFT - 6, TOP + row * (r + 0.35), f"GPU {r + 1}", "end") for r in range(ranks)]
@@ -67,11 +67,11 @@ def _frame(way, tasks, n, scale, done, alone, ground, bars, ranks) -> Frame:
 def ranks_over_time() -> Explorable:
     """One text on several GPUs, by three ways to hand on states."""
     frames = [[_frames(way, ranks) for ranks in RANKS] for way in WAYS]
-    right = "two fifths"
+    right = "a quarter"
     return Explorable(
         title="A million tokens, a piece for each GPU",
         notice="A model, in which a GPU moves its bytes at the memory's speed. Waiting for the one before, nothing is "
-        "gained. With sums, every GPU reads most of its piece twice, and the exchange between takes hardly any time.",
+        "gained. With sums, no GPU waits for another one's walk, and the exchange between takes hardly any time.",
         alt="A row for each GPU over time, with bars for its own sum, the exchange and the walk; a dashed line marks "
         "when one GPU alone would be done. What lies right of the line of the present is pale.",
         controls=(
@@ -97,9 +97,11 @@ def ranks_over_time() -> Explorable:
             {
                 "an hour": "That is so if each waits for the one before. But a sum can be made before its start is "
                 "known.",
-                right: "Each reads its quarter twice: once for its sum, without queries, and once for its output.",
-                "a quarter": "Nearly: the queries can do nothing before the state has come, so each quarter is read "
-                "twice.",
+                "half an hour": "It is true that each reads its keys and values twice: once for its sum, and once for "
+                "its output. But so does one GPU alone. To fill itself it cuts its text into segments, as in "
+                "chapter 7.",
+                right: "Each finds the sum of its own quarter at once, without its start. Then all exchange their sums "
+                "and walk at the same time. The exchange takes hardly any time.",
             },
             seen=(1, 1, MOMENTS),
             before=(0, 1, 0),
