@@ -122,11 +122,14 @@ class Luck:
         return x.take_along_dim(order, -1).flatten(1, 2), y.take_along_dim(order.mT, -2).flatten(1, 2)
 
     def rounded(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
-        """x rounded to `dtype` when it is larger by some factor, unless it fits there as it is; and the factor."""
+        """x rounded to `dtype` when it is larger by some factor, and the factor.
+
+        What fits into 16 bits as it is stays so: tokens are multiplied as they were given.
+        """
         if self.copies == 1 or not self.sizes:
             return x.to(dtype), 1.0
         apart = x.unflatten(1, (self.copies, -1))
-        if torch.equal(apart[:, 0].to(dtype).to(x.dtype), apart[:, 0]):
+        if dtype != x.dtype and torch.equal(apart[:, 0].to(dtype).to(x.dtype), apart[:, 0]):
             return x.to(dtype), 1.0
         factor = self.drawn(1, x).exp2().repeat_interleave(apart.shape[2], 0).view(-1, *[1] * (x.ndim - 2))
         return (factor * x).to(dtype), factor

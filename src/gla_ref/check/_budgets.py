@@ -218,8 +218,9 @@ def work_out(
     emulate, lucky = partial(kind.emulate, dtype=dtype), len(kind.emulated)
     made = lucky + len(kind.plain) + (len(kind.beyond) if single and not short else 0)
     ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
-    if single and short:
-        ways += [(partial(emulate, thrice=True), max(1, runs // 2)), *((form, 1) for form in kind.also)]
+    if single and (short or not kind.cache):
+        ways.append((partial(emulate, thrice=True), 3))
+    ways += [(form, 1) for form in kind.also if single and short]
     low, budgets = {name: y.float() for name, y in x.items()}, {}
     for way, many in ways:
         copies = {name: torch.cat([y] * many, kind.head_axis(name)) for name, y in low.items()}

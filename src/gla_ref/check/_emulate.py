@@ -42,23 +42,23 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
     """
     if dtype == torch.float64:
         return onto + x @ y
+    (x, of_x), (y, of_y) = luck.rounded(x, dtype), luck.rounded(y, dtype)
     x, y = luck.shuffled(x, y)
-    out = x.new_zeros(*x.shape[:-1], y.shape[-1]) + onto
+    factor = of_x * of_y
+    out = factor * onto + torch.zeros(*x.shape[:-1], y.shape[-1], device=x.device)
     if dtype == torch.float32:
         if out.shape[:-2].numel() >= MANY:  # heads, chunks and copies lie side by side in memory, which is fastest
             y = y.expand(*x.shape[:-2], *y.shape[-2:])
             out, x, y = (z.permute(-2, -1, *range(x.ndim - 2)).contiguous() for z in (out, x, y))
             for a, b in zip(x.unbind(1), y.unbind(0), strict=True):
                 out.addcmul_(a[:, None], b)
-            return out.permute(*range(2, out.ndim), 0, 1)
+            return out.permute(*range(2, out.ndim), 0, 1) / factor
         if out.shape[-1] < out.shape[-2]:  # a sum's elements lie along the longer axis, which is faster
             out = out.mT.contiguous().mT
         for a, b in zip(x.mT.contiguous().mT.split(1, -1), y.split(1, -2), strict=True):
             out.addcmul_(a, b)
-        return out
-    (x, of_x), (y, of_y) = luck.rounded(x, dtype), luck.rounded(y, dtype)
-    x, y, factor = x.double(), y.double(), of_x * of_y
-    out = factor * out.double()
+        return out / factor
+    x, y, out = x.double(), y.double(), out.double()
     for a, b in zip(x.split(TERMS, -1), y.split(TERMS, -2), strict=True):
         out = cut_((a @ b).add_(out))
     return (out / factor).float()
