@@ -6,11 +6,13 @@ import torch
 from cases import thin
 
 from gla_ref import FORMS, check, rounding
+from gla_ref.check import _budgets
 from gla_ref.check._budgets import problems
 from gla_ref.check._emulate import multiply
 from gla_ref.rounding import Luck
 
 F32, BF16 = torch.float32, torch.bfloat16
+SCANS = [(m, way) for m in ("simple_gla", "gla") for way in ("token after token", "a scan")]
 EVERY = [(mechanism, dtype) for mechanism in check.MECHANISMS for dtype in (F32, BF16)]
 
 
@@ -53,6 +55,29 @@ def test_right_attention_is_right_where_scores_are_steep(name):
     for seed in range(3):
         fn = right_kernels.kernels("softmax_attention", F32)[name]
         check.kernel("softmax_attention", fn, only="steep*", seed=seed).raise_if_failed()
+
+
+@pytest.mark.parametrize("towards", [-torch.inf, torch.inf])
+@pytest.mark.parametrize("mechanism, name", thin(SCANS, SCANS[0]))
+def test_exponentials_may_err_both_ways(mechanism, name, towards, monkeypatch):
+    """Every exponential of float32 but 1 is two units in its last place too large or too small, as a GPU's may be.
+
+    A thousand equal gates add these errors up. The kit computes with the same exponentials.
+    """
+    exact = torch.Tensor.exp
+
+    def exp(x):
+        y = exact(x)
+        if x.dtype != F32:
+            return y
+        value, limit = y.detach(), torch.full_like(y, towards)
+        off = value.nextafter(limit).nextafter(limit) - value
+        return torch.where(value == 1, y, y + off)
+
+    monkeypatch.setattr(_budgets, "WORKED_OUT", {})
+    monkeypatch.setattr(torch.Tensor, "exp", exp)
+    fn = right_kernels.kernels(mechanism, F32)[name]
+    check.kernel(mechanism, fn, only="gate -1e-4*").raise_if_failed()
 
 
 @pytest.mark.parametrize("mechanism", thin(check.MECHANISMS, "gla"))

@@ -23,6 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+VARIANTS = ["unused", "invalidated"]
+
 
 @gluon.jit
 def add_up(out, rounds):
@@ -102,24 +104,25 @@ def work(invalidate: bool, seconds: float, programs: int, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--addresses", action="store_true", help="only print where things lie")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="that take turns")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--programs", type=int, default=132 * 64)
     parser.add_argument("--rounds", type=int, default=500, help="of a role")
-    parser.add_argument("--as", dest="variant", choices=("unused", "invalidated"), help="be one of the processes")
+    parser.add_argument("--as", dest="variant", choices=VARIANTS, help="be one of the processes")
     args = parser.parse_args()
     if args.variant:
         return work(args.variant == "invalidated", args.seconds, args.programs, args.rounds)
     print(f"Triton {triton.__version__}")
-    for variant in ("unused", "invalidated"):
+    for variant in args.variants:
         print(f"{variant}:\n{addresses(variant == 'invalidated')}")
     if args.addresses:
         return
-    variants = ["unused", "invalidated"] * (args.processes // 2)
+    variants = [args.variants[i % len(args.variants)] for i in range(args.processes)]
     rest = [f"--{name}={getattr(args, name)}" for name in ("seconds", "programs", "rounds")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [(v, subprocess.Popen([sys.executable, __file__, "--as", v, *rest], **pipes)) for v in variants]
-    ends = {v: {"right": 0, "wrong values": 0, "died": 0, "hung": 0} for v in variants}
+    ends = {v: {"right": 0, "wrong values": 0, "died": 0, "hung": 0} for v in args.variants}
     for variant, process in started:
         try:
             said, _ = process.communicate(timeout=args.seconds + 120)
@@ -128,7 +131,8 @@ def main() -> None:
             process.kill()
             said, end = process.communicate()[0], "hung"
         ends[variant][end] += 1
-        print(f"{variant}: {end}: {(said.strip().splitlines() or [''])[-1][:150]}")
+        lines = said.strip().splitlines() or [""]
+        print(f"{variant}: {end}: {next((x for x in lines if 'Error:' in x), lines[-1])[:150]}")
     for variant, counts in ends.items():
         print(f"{variant}: {counts}")
 

@@ -87,12 +87,12 @@ def products_in(precision: str) -> Products:
 class Luck:
     """What right kernels differ in without being more or less exact, drawn anew for every product.
 
-    It is the order in which a product is summed up, which a BLAS, a GPU's tiles and a backward pass that makes k q^T of
-    q k^T choose each for themselves; and by what factor an operand is larger when it is rounded, as a scale, a strength
-    or a row's maximum is applied before a product or behind it. Tensors `[B, H, ...]` hold `copies` of the same inputs
-    side by side as heads, and each copy has a luck of its own, the first one none: sixteen copies are sixteen kernels.
-    Where products of float32 are made in three passes of TF32 (`thrice`), as Triton can, each number is two numbers,
-    and a product has three times as many terms. Without `sizes` luck is in orders only.
+    It is the order in which a product is summed up, which a BLAS, a GPU's tiles and a backward pass that makes k q^T
+    of q k^T choose each for themselves; and by what factor an operand is smaller when it is rounded, as a scale, a
+    strength or a row's maximum is applied before a product or after it. Tensors `[B, H, ...]` hold `copies` of the same
+    inputs side by side as heads, and each copy has a luck of its own, the first one none: sixteen copies are sixteen
+    kernels. Where products of float32 are made in three passes of TF32 (`thrice`), as Triton can, each number is two
+    numbers, and a product has three times as many terms. Without `sizes` luck is in orders only.
     """
 
     def __init__(self, copies: int = 1, *, thrice: bool = False, sizes: bool = True, seed: int = 0) -> None:
@@ -122,7 +122,7 @@ class Luck:
         return x.take_along_dim(order, -1).flatten(1, 2), y.take_along_dim(order.mT, -2).flatten(1, 2)
 
     def rounded(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
-        """x rounded to `dtype` when it is larger by some factor, and the factor.
+        """x rounded to `dtype` when it is smaller by some factor, and the factor: above 1/2, so that nothing overflows.
 
         What fits into 16 bits as it is stays so: tokens are multiplied as they were given.
         """
@@ -131,7 +131,7 @@ class Luck:
         apart = x.unflatten(1, (self.copies, -1))
         if dtype != x.dtype and torch.equal(apart[:, 0].to(dtype).to(x.dtype), apart[:, 0]):
             return x.to(dtype), 1.0
-        factor = self.drawn(1, x).exp2().repeat_interleave(apart.shape[2], 0).view(-1, *[1] * (x.ndim - 2))
+        factor = (-self.drawn(1, x)).exp2().repeat_interleave(apart.shape[2], 0).view(-1, *[1] * (x.ndim - 2))
         return (factor * x).to(dtype), factor
 
 

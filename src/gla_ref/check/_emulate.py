@@ -234,15 +234,15 @@ def one_product(q, k, v, *, state, scale, dtype):
     return Whole.apply(scale * q, k, v, state, dtype)
 
 
-def by_token(q, k, v, g=None, *, state, scale, dtype):
-    """The recurrence in the precision of q, every decay but 1 one unit in its last place short.
+def by_token(q, k, v, g=None, *, state, scale, dtype, units=-1):
+    """The recurrence in the precision of q, every decay but 1 off by `units` in its last place.
 
-    Units that compute exponentials err by that much, and for equal gates always the same way: over a
-    long sequence the largest error that a right kernel can make. Exact decays in float64.
+    Hardware that computes exponentials errs by one unit, up or down, and for equal gates always the same way: over a
+    long sequence that is the largest error of a right kernel. Decays are exact in float64.
     """
     S, g = state, by_channel(g, k)
-    decays, short = g.exp(), torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
-    decays = torch.where(g == 0, decays, decays * (1 - short))
+    decays, off = g.exp(), units * torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
+    decays = torch.where(g == 0, decays, decays * (1 + off))
     write, states = k[..., None] * v[..., None, :], []
     for a_t, w_t in zip(decays[..., None].unbind(1), write.unbind(1), strict=True):
         S = a_t * S + w_t

@@ -170,6 +170,7 @@ class Kind:
 
 
 DECLARED = mechanisms.MECHANISMS
+TOKENS = (by_token, partial(by_token, units=1))  # an exponential may be too small or too large
 MECHANISMS = {
     "softmax_attention": Kind(
         DECLARED["softmax_attention"],
@@ -181,6 +182,6 @@ MECHANISMS = {
     "linear_attention": Kind(
         DECLARED["linear_attention"], linear_attention.recurrent, plain=(by_token,), beyond=(one_product,)
     ),
-    "simple_gla": Kind(DECLARED["simple_gla"], simple_gla.recurrent, plain=(by_token,)),
-    "gla": Kind(DECLARED["gla"], gla.recurrent, plain=(by_token,)),
+    "simple_gla": Kind(DECLARED["simple_gla"], simple_gla.recurrent, plain=TOKENS),
+    "gla": Kind(DECLARED["gla"], gla.recurrent, plain=TOKENS),
 }
