@@ -113,14 +113,14 @@ def tell(losses) -> None:
 
 
 class Training(NamedTuple):
-    """What a process does."""
+    """A mixer at a size: the work of a process."""
 
     mixer: str
     size: str
 
 
 class Process(NamedTuple):
-    """What became of a process: all it printed, its exit status, the end of what it complained of."""
+    """The end of a process: its losses, compiled kernels, exit status and error message."""
 
     training: Training
     losses: tuple[int, ...]
@@ -159,7 +159,7 @@ def judged(processes: list[Process]) -> list[dict]:
 
 
 def is_right(record: dict) -> bool:
-    """Nobody died, and equal trainings stayed equal."""
+    """Whether no process died and equal trainings stayed equal."""
     return not record["died"] and record["equal"] and record["finite"] and record["steps"] > 0
 
 
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mixers", nargs="+", help="of gla_ref.models.MIXERS; all")
     parser.add_argument("--sizes", nargs="+", choices=WIDTHS, default=list(WIDTHS))
-    parser.add_argument("--processes", type=int, default=14, help="that train, beside the one that multiplies")
+    parser.add_argument("--processes", type=int, default=14, help="training processes; one more multiplies matrices")
     parser.add_argument("--seconds", type=float, default=60.0, help="of all rounds together")
     parser.add_argument("--source", default=str(ROOT / "src"), help="the folder that holds the gla_ref to be tried")
     parser.add_argument("--record", action="store_true", help="write what was found to benchmarks/results")
