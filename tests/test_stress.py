@@ -26,9 +26,10 @@ def test_equal_trainings_are_right():
         [told(GLA, ONE, 2), told(GLA, ONE, status=1, error="illegal memory access")],
         [told(GLA, ONE, NAN), told(GLA, ONE, NAN)],
         [told(GLA), told(GLA)],
+        [told(GLA, ONE), told(GLA)],
         [told(PRODUCTS, ONE, 2)],
     ],
-    ids=["another loss", "a death", "no number", "no step", "another product"],
+    ids=["another loss", "a death", "no number", "no step", "nothing to compare with", "another product"],
 )
 def test_what_is_wrong(processes):
     right, wrong = judged([told(OTHER, ONE), told(OTHER, ONE), *processes])

@@ -160,7 +160,7 @@ def judged(processes: list[Process]) -> list[dict]:
 
 def is_right(record: dict) -> bool:
     """Whether no process died and equal trainings stayed equal."""
-    return not record["died"] and record["equal"] and record["finite"] and record["steps"] > 0
+    return not record["died"] and record["equal"] and record["finite"] and record["compared"] > 0
 
 
 def rounds_of(trainings: list[Training], processes: int) -> list[list[Training]]:
