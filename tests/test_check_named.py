@@ -54,7 +54,11 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
     ),
     "dk and dv read the state of earlier tokens": "",
 }
-QUICK = {"scale left out of dq": "length*", "the last partial chunk never runs": "length*"}
+QUICK = {
+    "scale left out of dq": "length*",
+    "the last partial chunk never runs": "length*",
+    "operands cast to bfloat16": "packed",  # its worst octave of dg, in budgets, is not that of the named mistake
+}
 
 
 def test_all_are_here():

@@ -62,10 +62,10 @@ class _Key:
 def distance(m: Mistake, p: Problem, name: str, x: Tensor, wrong: Tensor) -> float:
     """How far x is from the mistake's quantity, or from being as wrong if that rounds: at most 1 is a match."""
     if m.rounding or m.overflow:
-        (found, allowed), (error, _) = p.judge(name, x), p.judge(name, wrong)
+        found, error = in_budgets(p, name, x), in_budgets(p, name, wrong)
         if math.isinf(error):  # which elements are not finite depends on how tiles are masked
             return 1.0 if m.overflow or math.isinf(found) else math.inf
-        return found / max(allowed, AS_WRONG * error)
+        return found / max(1.0, AS_WRONG * error)
     exact, same = p.exact[name], torch.isfinite(x)
     if not m.astray and not torch.equal(torch.isfinite(wrong), same):
         return math.inf
@@ -83,6 +83,12 @@ def distance(m: Mistake, p: Problem, name: str, x: Tensor, wrong: Tensor) -> flo
         return math.inf
     left, whole = ((x - y).square().mean().sqrt().item() for y in (wrong, exact))
     return left / whole / SHARE if whole else math.inf
+
+
+def in_budgets(p: Problem, name: str, x: Tensor) -> float:
+    """The error of a quantity's worst octave in budgets of that octave: two errors may lie in different octaves."""
+    error, allowed = p.judge(name, x)
+    return error / allowed
 
 
 def resets(kind: Kind) -> tuple[str, ...]:
@@ -201,8 +207,8 @@ def as_wrong(m: Mistake, pairs: list[tuple[Problem, str, Tensor, Tensor]]) -> fl
         return 1 - both / either if either else 0.0
     times = []
     for p, name, x, wrong in pairs:
-        (found, _), (error, allowed) = p.judge(name, x), p.judge(name, wrong)
-        if error > (1 + CLOSE) * allowed and math.isfinite(error):
+        found, error = in_budgets(p, name, x), in_budgets(p, name, wrong)
+        if error > 1 + CLOSE and math.isfinite(error):
             times.append(abs(math.log(max(found / error, 1e-2))))
     return sum(times) / len(times) / math.log(AS_WRONG) if times else 0.0
 
