@@ -95,9 +95,10 @@ def test_the_packages_attention_is_right_where_scores_are_steep():
 def test_no_budget_is_as_large_as_its_quantity(mechanism, dtype):
     """A kernel that gives zeros is off by the largest element: no budget is a tenth of that.
 
-    In bfloat16 a third: a gate's gradient is a difference of stored numbers, and D is made of the stored o.
+    In bfloat16 a sixth, since a gate's gradient is a difference of stored numbers; of attention a third, since steep
+    scores leave of dp - D little more than the rounding of the stored o, of which D is made.
     """
-    part = 1 / 10 if dtype == F32 else 1 / 3
+    part = 1 / 10 if dtype == F32 else 1 / 3 if mechanism == "softmax_attention" else 1 / 6
     for p in problems(mechanism, check.cases(mechanism), dtype, 0):
         for name, x in p.exact.items():
             for s, unit, allowed in p.octaves(name):

@@ -501,4 +501,65 @@ class _(Linear):
         return *(torch.cat(x, 2) for x in zip(empty, *grads, strict=True)), dS + earlier
 
 
+# -- wrong only where several things meet ------------------------------------------------------
+def of_heads(S, heads):
+    """States with those of the first `heads` heads in place of all, head h having that of h mod `heads`."""
+    return S[:, torch.arange(S.shape[1]) % heads]
+
+
+@kernel("gla", "from the third chunk on channels of keys beyond 64 are those of the chunk before")
+class _(GLA):
+    C = 64
+
+    def __call__(self, q, k, v, g, **options):
+        stale = torch.cat([k[:, : 2 * self.C], k[:, self.C :]], 1)[:, : k.shape[1]]
+        return super().__call__(q, torch.cat([k[..., :64], stale[..., 64:]], -1), v, g, **options)
+
+
+@kernel("gla", "packed sequences: channels of the initial state beyond 32 taken for 0")
+class _(GLA):
+    def __call__(self, q, k, v, g, *, cu_seqlens=None, initial_state=None, **options):
+        if cu_seqlens is not None and initial_state is not None:
+            initial_state = initial_state * (torch.arange(k.shape[-1]) < 32)[:, None]
+        return super().__call__(q, k, v, g, cu_seqlens=cu_seqlens, initial_state=initial_state, **options)
+
+
+@kernel("gla", "one packed sequence goes another way, without its initial state")
+class _(GLA):
+    def __call__(self, q, k, v, g, *, cu_seqlens=None, initial_state=None, **options):
+        if cu_seqlens is not None and len(cu_seqlens) == 2 and initial_state is not None:
+            initial_state = 0 * initial_state
+        return super().__call__(q, k, v, g, cu_seqlens=cu_seqlens, initial_state=initial_state, **options)
+
+
+@kernel("gla", "more than 8 heads: the initial state of head h mod 8")
+class _(GLA):
+    def __call__(self, q, k, v, g, *, initial_state=None, **options):
+        if initial_state is not None:
+            initial_state = of_heads(initial_state, 8)
+        return super().__call__(q, k, v, g, initial_state=initial_state, **options)
+
+
+@kernel("gla", "more than 8 heads: the state of head h mod 8 from the second chunk on")
+class _(GLA):
+    def carry(self, S, g):
+        return super().carry(of_heads(S, 8), g)
+
+
+@kernel("gla", "pairs as a ratio where K is a multiple of 16")
+class _(Factored):
+    def anchor(self, b):
+        return torch.zeros_like(b)
+
+    def scores(self, q, k, g):
+        if k.shape[-1] % 16:
+            return GLA.scores(self, q, k, g)
+        return super().scores(q, k, g)
+
+    def scores_backward(self, dP, q, k, g):
+        if k.shape[-1] % 16:
+            return GLA.scores_backward(self, dP, q, k, g)
+        return super().scores_backward(dP, q, k, g)
+
+
 RIGHT = {"gla": GLA(), "simple_gla": ScalarGate(), "linear_attention": Linear()}

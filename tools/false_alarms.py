@@ -53,9 +53,9 @@ def needed(kind, case):
     """Bytes that a seed takes at the worst, about: what autograd keeps of the emulated runs or of a scan."""
     tokens, state = case.B * max(case.T, 16) * case.H * case.groups, case.K * case.V
     if kind.cache:
-        return tokens * (case.T + case.past) * copied(case) * 16 * (case.V + 4)
+        return tokens * (case.T + case.past) * copied(kind, case) * 16 * (case.V + 4)
     doublings = math.ceil(math.log2(case.T + 1))
-    return tokens * max(copied(case) * (16 * state + 500 * case.K + 20_000), (16 + 4 * doublings) * state)
+    return tokens * max(copied(kind, case) * (16 * state + 500 * case.K + 20_000), (16 + 4 * doublings) * state)
 
 
 def work(task):

@@ -16,6 +16,7 @@ from ._mechanisms import MECHANISMS, SHORT, Kind
 
 FEW = 1000  # keys that a CPU attends to as fast as a GPU
 KEPT = 400  # problems
+LUCKS = 16  # orders of a sum that are tried
 WORKED_OUT: dict[tuple, Problem] = {}
 
 
@@ -134,9 +135,13 @@ class Problem:
         return band
 
 
-def copied(case: Case) -> int:
-    """How many copies of a case's inputs are tried, each with its own luck: the fewer, the larger they are."""
-    return min(8, max(3, 2**21 // (case.B * case.T * case.H * case.groups * case.K * case.V)))
+def copied(kind: Kind, case: Case) -> int:
+    """How many copies of a case's inputs each emulated run has, each with its own luck: the fewer, the larger they are.
+
+    The runs of a mechanism have LUCKS copies together, or a few more.
+    """
+    size = case.B * case.T * case.H * case.groups * case.K * case.V
+    return min(-(-LUCKS // len(kind.emulated)), max(3, 2**21 // size))
 
 
 def problems(
@@ -211,7 +216,7 @@ def work_out(
     are large one unit in their last place is a thousandth of a probability: the runs are made with so much luck as the
     size of the case allows (:class:`~gla_ref.rounding.Luck`).
     """
-    n, runs = len(given), copied(case)
+    n, runs = len(given), copied(kind, case)
     x = {name: torch.cat([y[name] for y in given], kind.head_axis(name)).to(device) for name in given[0]}
     exact = evaluate(kind.oracle, kind, x, case)
     single, short = dtype == torch.float32, case.T <= SHORT

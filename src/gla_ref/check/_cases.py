@@ -20,6 +20,7 @@ SUB = 16  # its sub-chunk
 SEARCH = 40  # random cases of the full level
 MANY = 70  # packed sequences, more than a block of 64 holds that looks them all up
 MILD = "logsigmoid/16"
+BY_CHUNKS = "every second chunk strong"  # what a state carries over still shows behind the mild ones
 GATES = (
     "zero",
     "-1e-4",
@@ -138,6 +139,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     packed = {"B": 1, "T": ends[-1], "ends": ends}
     whole = (0, C, 3 * C, 3 * C, 6 * C + 8, 6 * C + SUB + 8, 7 * C + SUB + 8)
     many = tuple(n + n // 3 for n in range(MANY + 1))
+    joint = {"B": 1, "T": 3 * C + 43, "ends": (0, 3 * C + 3, 3 * C + 43)}
     long = 16 * C + SUB + 1
     found += [
         Case("square", K=6, V=6, T=C + 7, telling=True),
@@ -163,6 +165,10 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("transposed", strides="transposed"),
         Case("expanded", strides="expanded"),
         Case("many heads", B=3, H=101, K=4, V=6, T=7, state=False),
+        # what a kernel does only where several things meet
+        Case("joint", B=1, T=3 * C + 3, H=10, K=80, V=20, gate=BY_CHUNKS if gates else MILD),
+        Case("joint packed", **joint, H=10, K=64, V=20, gate=BY_CHUNKS if gates else MILD, state=not kind.cache),
+        Case("one packed sequence", B=1, T=C + SUB + 3, ends=(0, C + SUB + 3), state=not kind.cache),
         Case("frozen inputs", frozen=True),
         Case("loss of o alone", T=2 * C + 3, loss="o"),
         Case("loss of the state alone", loss="state"),
@@ -184,7 +190,9 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found.append(Case("narrow and long", **narrow, gate="-1" if gates else MILD))
     later = [Case(f"gate {g} packed", **packed, gate=g) for g in GATES]
     later += [Case(f"gate {g} long", B=1, H=2, T=long, gate=g) for g in GATES]
-    if gates:  # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
+    if gates:
+        found.append(Case("gate -20 of wide keys", B=1, H=2, K=64, V=20, T=C + SUB + 3, gate="-20"))
+        # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
         names = "gate -1e-4 long", "gate -1 long", "gate many resets packed"
         found += [case for case in later if case.name in names]
         found.append(Case("gates in float32", other=gates[0]))
@@ -247,6 +255,8 @@ def gate(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
         return torch.where(channel, -1e3, 0.0).to(F64).expand(shape).clone()
     if kind == "mild and strong chunks":
         return torch.where(t // SUB % 2 == 1, -30.0, mild)
+    if kind == BY_CHUNKS:
+        return torch.where(t // C % 2 == 1, -30.0, mild)
     if kind.startswith("switch"):  # a chunk's total decay where kernels change their way of computing
         return torch.full(shape, (-80.0 + float(kind[7] + "1e-3")) / C, dtype=F64)
     if kind == "resets at chunk ends":

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from ._cases import GATES, MILD, SUB, C, Case, cases
+from ._cases import BY_CHUNKS, GATES, MILD, SUB, C, Case, cases
 from ._mechanisms import MECHANISMS, Kind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 USUAL = (16, 32, 64, 128, 256)  # sizes that a claim which is a function is asked for
 FLOORS = (None, -20.0, -5.0, -1.0, -0.1)  # and gates
 WIDE = Case(K=40, V=36)  # what the sizes are that a claim says nothing of
-LOWEST = {"zero": 0.0, MILD: -1.0, "switch - 1e-3": -1.26, "switch + 1e-3": -1.25, "mild and strong chunks": -30.0}
+LOWEST = {"zero": 0.0, MILD: -1.0, "switch - 1e-3": -1.26, "switch + 1e-3": -1.25, "mild and strong chunks": -30.0, BY_CHUNKS: -30.0}
 
 
 def dtype_of(x: torch.dtype | str) -> torch.dtype:

@@ -63,7 +63,14 @@ def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
 
 
 def reach(cases: Sequence[Case]) -> str:
-    """The largest sizes among cases."""
-    sizes = ", ".join(f"{n} = {max(getattr(c, n) for c in cases)}" for n in "BTHKV")
+    """The largest sizes among cases, and those of the largest case, where they meet."""
+
+    def said(sizes: dict[str, int]) -> str:
+        return ", ".join(f"{n} = {size}" for n, size in sizes.items())
+
+    most = {n: max(getattr(c, n) for c in cases) for n in "BTHKV"}
     packs = [len(c.ends) - 1 for c in cases if c.ends]
-    return f"up to {sizes}" + (f", {max(packs)} packed sequences" if packs else "")
+    largest = max(cases, key=lambda c: c.B * c.T * c.H * c.K * c.V)
+    met = {n: getattr(largest, n) for n in "BTHKV"}
+    found = f"up to {said(most)}" + (f", {max(packs)} packed sequences" if packs else "")
+    return found if met == most else f"{found}; at most {said(met)} in one case"
