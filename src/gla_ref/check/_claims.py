@@ -17,7 +17,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 USUAL = (16, 32, 64, 128, 256)  # sizes that a claim which is a function is asked for
 FLOORS = (None, -20.0, -5.0, -1.0, -0.1)  # and gates
 WIDE = Case(K=40, V=36)  # what the sizes are that a claim says nothing of
-LOWEST = {"zero": 0.0, MILD: -1.0, "switch - 1e-3": -1.26, "switch + 1e-3": -1.25, "mild and strong chunks": -30.0, BY_CHUNKS: -30.0}
+LOWEST = {
+    "zero": 0.0,
+    MILD: -1.0,
+    "switch - 1e-3": -1.26,
+    "switch + 1e-3": -1.25,
+    "mild and strong chunks": -30.0,
+    BY_CHUNKS: -30.0,
+}
 
 
 def dtype_of(x: torch.dtype | str) -> torch.dtype:
