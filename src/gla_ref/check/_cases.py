@@ -20,7 +20,7 @@ SUB = 16  # its sub-chunk
 SEARCH = 40  # random cases of the full level
 MANY = 70  # packed sequences, more than a block of 64 holds that looks them all up
 MILD = "logsigmoid/16"
-BY_CHUNKS = "every second chunk strong"  # what a state carries over still shows behind the mild ones
+BY_CHUNKS = "mild and strong chunks by turns"  # of heads by turns, too: what a state carries over still shows
 GATES = (
     "zero",
     "-1e-4",
@@ -139,7 +139,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     packed = {"B": 1, "T": ends[-1], "ends": ends}
     whole = (0, C, 3 * C, 3 * C, 6 * C + 8, 6 * C + SUB + 8, 7 * C + SUB + 8)
     many = tuple(n + n // 3 for n in range(MANY + 1))
-    joint = {"B": 1, "T": 3 * C + 43, "ends": (0, 3 * C + 3, 3 * C + 43)}
+    joint = {"B": 1, "H": 9, "V": 20, "gate": BY_CHUNKS if gates else MILD}
     long = 16 * C + SUB + 1
     found += [
         Case("square", K=6, V=6, T=C + 7, telling=True),
@@ -166,8 +166,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("expanded", strides="expanded"),
         Case("many heads", B=3, H=101, K=4, V=6, T=7, state=False),
         # what a kernel does only where several things meet
-        Case("joint", B=1, T=3 * C + 3, H=10, K=80, V=20, gate=BY_CHUNKS if gates else MILD),
-        Case("joint packed", **joint, H=10, K=64, V=20, gate=BY_CHUNKS if gates else MILD, state=not kind.cache),
+        Case("joint", **joint, T=2 * C + 3, K=80),
+        Case("joint packed", **joint, T=2 * C + 43, K=64, ends=(0, 2 * C + 3, 2 * C + 43), state=not kind.cache),
         Case("one packed sequence", B=1, T=C + SUB + 3, ends=(0, C + SUB + 3), state=not kind.cache),
         Case("frozen inputs", frozen=True),
         Case("loss of o alone", T=2 * C + 3, loss="o"),
@@ -256,7 +256,8 @@ def gate(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     if kind == "mild and strong chunks":
         return torch.where(t // SUB % 2 == 1, -30.0, mild)
     if kind == BY_CHUNKS:
-        return torch.where(t // C % 2 == 1, -30.0, mild)
+        head = torch.arange(shape[2]).view(-1, *[1] * (len(shape) - 3))
+        return torch.where((t // C + head) % 2 == 1, -30.0, mild)
     if kind.startswith("switch"):  # a chunk's total decay where kernels change their way of computing
         return torch.full(shape, (-80.0 + float(kind[7] + "1e-3")) / C, dtype=F64)
     if kind == "resets at chunk ends":
