@@ -211,7 +211,7 @@ WRONG |= {
         (lambda *x: bytes_of(*x, once=("S", "o")), "P is missing"),
         (lambda *x: bytes_of(*x, once=("S", "P")), "o is missing"),
         (lambda *x: bytes_of(*x, once=()), "the ring of stages alone"),
-        (lambda *x: x[3] * bytes_of(*x[:3], 1), "only what is loaded ahead"),
+        (lambda *x: x[3] * bytes_of(*x[:3], 1), "only tiles that are loaded ahead"),
     ],
     "ex-hopper-parity": [
         (lambda i, n: turns(i, n, before=0), "The loader waits for the round before"),
