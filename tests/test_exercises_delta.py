@@ -211,7 +211,7 @@ WRONG |= {
         (lambda *x: bytes_of(*x, once=("S", "o")), "P is missing"),
         (lambda *x: bytes_of(*x, once=("S", "P")), "o is missing"),
         (lambda *x: bytes_of(*x, once=()), "the ring of stages alone"),
-        (lambda *x: x[3] * bytes_of(*x[:3], 1), "only what is loaded ahead"),
+        (lambda *x: x[3] * bytes_of(*x[:3], 1), "only tiles that are loaded ahead"),
     ],
     "ex-hopper-parity": [
         (lambda i, n: turns(i, n, before=0), "The loader waits for the round before"),
@@ -288,7 +288,7 @@ WRONG |= {
         (lambda a, x, b, y: (a * b, a[:, None] * x + y), "its own decay is in it already"),
         (lambda a, x, b, y: joined(b, y, a, x), "The order is reversed"),
         (lambda a, x, b, y: (a + b, joined(a, x, b, y)[1]), "not by their sum"),
-        (lambda a, x, b, y: (a * b, b[:, None] * (x + y)), "is not faded by itself"),
+        (lambda a, x, b, y: (a * b, b[:, None] * (x + y)), "does not fade its own sum"),
     ],
     "ex-ranks-entries": [
         (lambda a, x, S, r: coming(a, x, S, r + 1), "Its own piece"),
@@ -309,5 +309,5 @@ WRONG |= {
         (lambda W, *x: best(W + 2, *x), "Only ranks - 2"),
         (lambda *x: 1 / best(*x), "Turned round"),
     ],
-    "ex-ranks-packed": [("abd", "the next one starts"), ("b", "d is missing"), ("bde", "nothing of it is needed")],
+    "ex-ranks-packed": [("abd", "the next one starts"), ("b", "d is missing"), ("bde", "no later token needs")],
 }

@@ -30,7 +30,7 @@ def _shared(C, K, V, stages, extra=lambda C, K, V: K * V + C * C + C * V, gates=
 def shared(answer):
     mistakes = {
         "A number in 16 bits has two bytes.": dict(size=1),
-        "S, P and o have one tile each: only what is loaded ahead has stages.": dict(all_staged=True),
+        "S, P and o have one tile each: only tiles that are loaded ahead have stages.": dict(all_staged=True),
         "The gates are missing: a stage has q, k, g and v.": dict(gates=2),
         "S is missing: the product with q reads a 16-bit copy of it.": dict(extra=lambda C, K, V: C * C + C * V),
         "P is missing: it goes through shared memory on its way to the product with v.": dict(
@@ -118,10 +118,10 @@ predict(
 @ask("ex-hopper-fences")
 def fences():
     why = {
-        "a": "Threads wrote that tile, and the product reads shared memory by a way of its own.",
+        "a": "Threads wrote that tile, and the product reads shared memory by a path of its own.",
         "b": "The barrier counts the bytes that the copy engine has written; threads that waited for it see them.",
         "c": "Threads wrote the masked scores, and the next product reads them.",
         "d": "Threads wrote that tile, and the copy engine reads it.",
-        "e": "Registers are the thread's own: nobody else can see or miss a change there.",
+        "e": "Registers are the thread's own: no other thread reads them.",
     }
     return choice("Steps with a fence", "acd", why)

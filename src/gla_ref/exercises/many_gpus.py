@@ -32,10 +32,10 @@ def _compose(keep1, add1, keep2, add2, fading=1, order=0):
 @exercise("ex-ranks-compose", "derive")
 def compose(answer):
     mistakes = {
-        "What the first piece has added fades over the second.": dict(fading=0),
+        "The sum of the first piece fades over the second piece.": dict(fading=0),
         "The first piece's sum fades by what the second one keeps: its own decay is in it already.": dict(fading=2),
         "The order is reversed: the first piece comes first, and the second one's gates act on it.": dict(order=1),
-        "The second piece's sum is not faded by itself; only what was there before is.": (
+        "The second piece does not fade its own sum, only the state that comes into it.": (
             lambda keep1, add1, keep2, add2: (keep2 * keep1, keep2[:, None] * (add1 + add2))
         ),
         "A state that crosses both pieces is multiplied by both decays, not by their sum.": (
@@ -64,7 +64,7 @@ def entries(answer):
     mistakes = {
         "Its own piece is not before it: rank r composes the maps of ranks 0 to r - 1.": dict(stop=1),
         "The piece right before it is missing: rank r - 1 counts.": dict(stop=-1),
-        "What has been added fades over every later piece.": dict(decay=False),
+        "A sum that has been added fades over every later piece.": dict(decay=False),
         "The state before the text is missing.": dict(state=False),
     }
     cases = [(*_maps(2), r) for r in (0, 1, 3)]
@@ -104,7 +104,7 @@ def blocks(answer):
         ),
         "The time of the bytes over one border does not change with the blocks: ranks - 2 are left.": dict(fewer=1),
         "Only ranks - 2 of the borders' times have 1 / blocks in them.": dict(fewer=0),
-        "Turned round: a dearer message wants fewer blocks, more bytes want more.": dict(power=-0.5),
+        "Turned round: expensive messages ask for fewer blocks, more bytes for more.": dict(power=-0.5),
     }
     cases = [(8, 2e-5, 2.0**20, 4.5e11), (64, 1e-5, 2.0**25, 5e10), (3, 1e-4, 1e6, 1e9)]
     hold(answer, cases, _blocks, variants(_blocks, mistakes), {"blocks": ""})
@@ -117,6 +117,6 @@ def packed():
         "b": "The first text goes on until 300, so its state crosses at 256.",
         "c": "A text ends at 512, and the next one starts from nothing.",
         "d": "The last text goes on from 512 to 1024, so its state crosses at 768.",
-        "e": "The first text ends at 300, and nothing of it is needed behind that.",
+        "e": "The first text ends at 300, and no later token needs its state.",
     }
     return choice("Borders that a state crosses", "bd", why)

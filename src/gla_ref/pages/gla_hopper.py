@@ -1,30 +1,30 @@
 """Gated linear attention on Hopper, on a page: warps with three jobs at once (chapters 14 and 22).
 
-Computes what :mod:`gla_ref.pages.gla` does, which see for its equations::
+Computes the equations of :mod:`gla_ref.pages.gla`::
 
     q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                   (1)
     o  = scale (q' S' + tril(q' k'^T) v)                                                 (2)
     S <- e^r (S' + k'^T v)                                                               (3)
 
-There one program does all of this in turn, and while it loads, nothing multiplies. Here a program owns the whole
-state of one head, H * B programs, and three groups of its warps hand each other chunks through shared memory::
+On that page one program does all of this in turn, and while it loads, nothing multiplies. Here a program owns the whole
+state of one head, so there are H * B programs. Three groups of its warps pass chunks on through shared memory::
 
     loader       1 warp     asks the copy engine (TMA) for g, q, k, v of a chunk      waits for `empty`
-    transformer  4 warps    (1): q' and k' in the place of q and k, and e^r           waits for `ready`
+    transformer  4 warps    (1): q' and k' replace q and k; e^r                       waits for `ready`
     multiplier   8 warps    (2), (3): tensor cores (WGMMA), S in registers            waits for `hat`
 
-Chunk i lives in stage i % 2 of two, and stages have barriers of their own. A barrier counts one arrival a round and
-then is in its next phase; wait(bar, p) returns as soon as the phase of parity p is over, and in a fresh barrier phase
--1, of parity 1, is. The round of chunk i is j = i // 2: `ready` and `hat` are waited for in phase j, of parity j & 1,
-`empty` in that of the round before, which for j = 0 is over already. So nobody waits for what nobody will do, and
-nobody is two rounds ahead, because a round goes through all three barriers.
+Chunk i lies in stage i % 2, and its round is j = i // 2. Each stage has three barriers. A barrier expects one arrival a
+round, which ends its phase; wait(bar, p) returns if the last phase that ended has parity p. In a fresh barrier that is
+phase -1, of parity 1. Roles wait at `ready` and `hat` for phase j, of parity j & 1. The loader waits at `empty` for the
+phase of the round before, which for j = 0 is over already. No role can be two rounds ahead, because a round goes
+through all three barriers.
 
-The copy engine and WGMMA see what threads wrote to shared memory only after these threads' fence. Between `init` and
-`invalidate` a barrier's eight bytes belong to the hardware, so no barrier is given back before the roles are done.
+The copy engine and WGMMA see a tile that threads have written to shared memory only after these threads' fence. Between
+`init` and `invalidate` a barrier's eight bytes belong to the hardware, so barriers are kept until the roles are done.
 
 With C = 64 a chunk moves 2 C (3 K + 2 V) bytes, 80 KB at K = V = 128, for 2 C (C (2 K + V) + 2 K V) FLOPs. Left out:
-what gla_ref/pages/gla.py leaves out, float32, and K and V other than 64 and 128. A chunk whose log gates sum to less
-than -80 in any channel makes o of that head NaN from there on.
+float32, K and V other than 64 and 128, and everything that gla_ref/pages/gla.py leaves out. If the log gates of a chunk
+sum to less than -80 in any channel, o of that head is NaN from there on.
 """
 
 import torch
@@ -45,7 +45,7 @@ def loader(q, k, v, g, tiles, bars, i_b, i_h, T):
     for i in range(gl.cdiv(T, C)):
         s = i % STAGES
         mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
-        # the copies below arrive at `ready` when so many bytes are there; beyond T they are zeros
+        # the copies below end the phase of `ready` when all these bytes have come; beyond T they are zeros
         bar = ready.index(s)
         mbarrier.expect(bar, 3 * q.block_type.nbytes + v.block_type.nbytes)
         tma.async_copy_global_to_shared(g, [i_b, i_h, i * C, 0], bar, t_g.index(s))
@@ -58,15 +58,15 @@ def loader(q, k, v, g, tiles, bars, i_b, i_h, T):
 def transformer(tiles, bars, sign, half, t_r, T, K: gl.constexpr):
     t_q, t_k, t_v, t_g = tiles
     empty, ready, hat = bars
-    # who has what of [C, K] and of [K, 16]: as WGMMA leaves it, 16 rows a warp
+    # which thread holds which part of [C, K] and of [K, 16]: 16 rows per warp, as WGMMA leaves a result
     rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     for i in range(gl.cdiv(T, C)):
         s = i % STAGES
         mbarrier.wait(ready.index(s), (i // STAGES) & 1)
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
-        # sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = b_i - r. Half of all is r, in each of 16 columns: summed by a
-        # product, too, since the rows of a tile are spread over warps, and those of g^T are not
+        # sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = b_i - r. The same for r, half of the whole sum, in each of 16
+        # columns: a product, too, since a tile's rows are spread over warps and the rows of g^T are not
         b_g = t_g.index(s).reshape([C, K])
         zero, zero_r = gl.zeros([C, K], gl.float32, rows), gl.zeros([K, 16], gl.float32, of_r)
         x = warpgroup_mma(sign, b_g, zero, use_acc=False) * LOG2E  # [C, K]
@@ -82,8 +82,8 @@ def transformer(tiles, bars, sign, half, t_r, T, K: gl.constexpr):
 def multiplier(o, S_last, tiles, bars, t_r, t_S, t_P, t_o, i_b, i_h, H, T, scale, K: gl.constexpr, V: gl.constexpr):
     t_q, t_k, t_v, t_g = tiles
     empty, ready, hat = bars
-    # Four warps make 64 rows of a product, 16 each. Of S [128, V] the eight have 16 rows each (of S [64, V] both
-    # fours make all), of o and P half of the columns of 16 rows
+    # Four warps make 64 rows of a product, 16 each. Each of the eight warps has 16 rows of S [128, V] (of S [64, V]
+    # both groups of four make all), and of o and P half of the columns of 16 rows
     of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, V, 16])
     of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, V // 2, 16])
     of_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
@@ -95,7 +95,7 @@ def multiplier(o, S_last, tiles, bars, t_r, t_S, t_P, t_o, i_b, i_h, H, T, scale
         mbarrier.wait(hat.index(s), (n // STAGES) & 1)
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
         b_v, e_r = t_v.index(s).reshape([C, V]), t_r.index(s).load(gl.SliceLayout(1, of_S))[:, None]
-        # is_async: the product runs while threads go on; wait(n, x): until x is there, at most n others under way
+        # is_async: the product runs while threads go on; wait(n, [x]): until x is there and at most n products run
         none = gl.zeros([C, C], gl.float32, of_P)
         P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)  # q' k'^T
         S *= e_r  # S' of (1)
@@ -148,7 +148,7 @@ def walk(q, k, v, g, o, S_last, T, H, scale, K: gl.constexpr, V: gl.constexpr):
     half.store(gl.full([C, 16], 0.5, q.dtype, gl.BlockedLayout([1, 8], [16, 2], [8, 1], [1, 0])))
     fence()
     tiles, bars = (t_q, t_k, t_v, t_g), (empty, ready, hat)
-    # the first role gets the eight warps of the launch, the others 4 and 1 more, with so many registers a thread
+    # the first role gets the eight warps of the launch; the lists are the warps and registers of the other roles
     gl.warp_specialize(
         [
             (multiplier, (o, S_last, tiles, bars, t_r, t_S, t_P, t_o, i_b, i_h, H, T, scale, K, V)),

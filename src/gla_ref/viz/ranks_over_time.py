@@ -70,10 +70,10 @@ def ranks_over_time() -> Explorable:
     right = "a quarter"
     return Explorable(
         title="A million tokens, a piece for each GPU",
-        notice="A model, in which a GPU moves its bytes at the memory's speed. Waiting for the one before, nothing is "
-        "gained. With sums, no GPU waits for another one's walk, and the exchange between takes hardly any time.",
-        alt="A row for each GPU over time, with bars for its own sum, the exchange and the walk; a dashed line marks "
-        "when one GPU alone would be done. What lies right of the line of the present is pale.",
+        notice="A model in which a GPU moves its bytes at the memory's speed. If each GPU waits for the one before, "
+        "nothing is gained. With sums, no GPU waits for another GPU's walk, and the exchange takes hardly any time.",
+        alt="A row for each GPU over time, with bars for its own sum, the exchange and the walk. A dashed line marks "
+        "when one GPU alone would be done. Bars to the right of the line that marks the present are pale.",
         controls=(
             Choice("Way", tuple(WAYS)),
             Choice("GPUs", RANKS),
@@ -95,8 +95,8 @@ def ranks_over_time() -> Explorable:
             "How long do they take together, if one GPU alone takes one hour?",
             right,
             {
-                "an hour": "That is so if each waits for the one before. But a sum can be made before its start is "
-                "known.",
+                "an hour": "That is so if each waits for the GPU before. But a piece can be summed before its start "
+                "is known.",
                 "half an hour": "It is true that each reads its keys and values twice: once for its sum, and once for "
                 "its output. But so does one GPU alone. To fill itself it cuts its text into segments, as in "
                 "chapter 7.",

@@ -144,10 +144,10 @@ def three_jobs() -> Explorable:
     most = max(map(len, frames))
     return Explorable(
         title="Five chunks on one multiprocessor",
-        notice="A model of peak rates. Numbers are chunks. In turn, every unit waits for the other two. With three "
-        "jobs and room for two chunks the memory never pauses, and what the other units do is hidden behind it.",
-        alt="Three rows over time, for memory, scaling and products, with numbered bars for the chunks that each is at "
-        "work on; what lies right of the line of the present is pale.",
+        notice="A model of peak rates. The numbers are chunks. In turn, every unit waits for the other two. With three "
+        "jobs and room for two chunks the memory never pauses, and the work of the other units hides behind it.",
+        alt="Three rows over time, for memory, scaling and products, with numbered bars for the chunks. Bars to the "
+        "right of the line that marks the present are pale.",
         controls=(Choice("Way", WAYS), Slider("Clocks", [f"{MOMENT * n:,}" for n in range(most)])),
         frames=frames,
         height=TOP + ROW * len(ROWS) - 18,
@@ -165,8 +165,8 @@ def three_jobs() -> Explorable:
             "the longest job",
             {
                 "all jobs together": "That holds for one program in turn. Here three chunks are under way at once.",
-                "the longest job": "The others are done before it is. Here it is the memory, which never pauses.",
-                "the products": "They take less time than the loads, and hide behind them.",
+                "the longest job": "The other jobs end earlier. Here the memory's is the longest, and it never pauses.",
+                "the products": "Products take less time than loads, and hide behind them.",
             },
             seen=(2, len(frames[2]) - 1),
             before=(0, 0),
