@@ -112,7 +112,8 @@ def only_64(q, k, v, g, *, scale=None, initial_state=None):
 
 def test_a_kernel_of_one_size_is_judged_on_it():
     options = {"only": "length [17]"}
-    assert not check.kernel("gla", only_64, **options).ok
+    report = check.kernel("gla", only_64, **options)
+    assert not report.ok and 'say which it takes, as in supports={"K": 64' in report.unclaimed
     report = check.kernel("gla", only_64, supports={"K": 64, "V": 64, "packed": False}, **options)
     whole = len(check.cases("gla"))
     assert report.ok and report.ladder == whole
@@ -290,8 +291,50 @@ def test_every_case_is_a_test_of_its_own(tests):
     names = [line.split("[")[1][:-1] for line in done.outlines if "[" in line]
     assert names[:3] == ["length_1", "length_64", "packed"] and "packed_strided" in names
     done = tests.runpytest_inprocess(*PLUGIN, "-rsxX", "-k", "half and (length_1 or packed_strided)")
-    done.assert_outcomes(xpassed=1, skipped=1)
-    assert "not covered: packed sequences" in done.stdout.str() and "issue 7" in done.stdout.str()
+    done.assert_outcomes(failed=1, skipped=1)
+    out = done.stdout.str()
+    assert "not covered: packed sequences" in out and "XPASS(strict)" in out and "issue 7" in out
+
+
+MISUSED = {  # a change of the tests above, and what it is told
+    "a mark alone": ("(gla_ref_case):\n    gla_ref_case()", "():\n    pass", "to call the fixture gla_ref_case"),
+    "no such case": ('only="[lp]*[14d]"', 'only="lenght*"', "only: expected a pattern that fits a case, got 'lenght*'"),
+    "no such exception": ('{"length 1": ', '{"lenght 1": ', "xfail: expected a pattern that fits a case of this test"),
+    "no such mechanism": ('"gla", right', '"gal", right', "mechanism: expected one of"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_what_would_check_nothing_fails(tests, name):
+    old, new, message = MISUSED[name]
+    assert old in TESTS
+    tests.makepyfile(test_adopted=TESTS.replace(old, new))
+    out = tests.runpytest_inprocess(*PLUGIN, "-k", "right or length_1 or half").stdout.str()
+    assert message in out and "def kernel(" not in out
+
+
+OWN = """
+import pytest
+from gla_ref import FORMS
+
+def unlike(q, k, v, g, **named):
+    o, S = FORMS["gla"]["chunkwise"](q, k, v, g, **named)
+    return o + 0.1 * o.sin(), S
+
+@pytest.mark.gla_ref("gla", unlike, only="length 7")
+def test_cases(gla_ref_case):
+    gla_ref_case()
+
+def test_whole(gla_ref_check):
+    gla_ref_check("gla", unlike, only="length 7")
+"""
+
+
+def test_a_report_says_how_pytest_runs_one_case(pytester):
+    pytester.makepyfile(test_own=OWN)
+    out = " ".join(pytester.runpytest_inprocess(*PLUGIN).stdout.str().split())
+    assert 'Run next: pytest "test_own.py::test_cases[length_7]"' in out
+    assert 'Run next: gla_ref_check(..., only="length 7")' in out
 
 
 def test_levels_and_mistakes_in_a_mark(tests):

@@ -81,6 +81,7 @@ def test_without_a_mistake_they_are_right(mechanism):
 def test_a_few_cases_are_enough(name):
     mechanism, fn = wrong_kernels.KERNELS[name]
     report = check.kernel(mechanism, fn, only=QUICK[name])
+    assert max(map(len, str(report).splitlines()[1:-1])) <= 80, str(report)
     assert report.failures and NAMES[name] in [match["mistake"] for match in report.diagnosis], str(report)
 
 
@@ -104,6 +105,7 @@ def test_it_is_caught_and_named(name):
     report = check.kernel(mechanism, fn)
     said = str(report)
     assert report.failures, said
+    assert max(map(len, said.splitlines()[1:-1])) <= 80, said
     assert [match["mistake"] for match in report.diagnosis] == [NAMES[name]] * bool(NAMES[name]), said
     if not NAMES[name]:
         assert f'Run next: --only "{report.next_step.split(chr(34))[1]}"' in " ".join(said.split())

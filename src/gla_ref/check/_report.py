@@ -114,6 +114,7 @@ class Report:
         skipped: names of those that the caller left out.
         alone: failing cases that pass in a process of their own.
         reproduction: at the full level, lines of Python that run the smallest case that fails.
+        rerun: how a reader runs one case again, with `{}` for its name.
     """
 
     settings: dict
@@ -126,6 +127,7 @@ class Report:
     skipped: list[str] = field(default_factory=list)
     alone: list[str] = field(default_factory=list)
     reproduction: str = ""
+    rerun: str = '--only "{}"'
 
     @property
     def failures(self) -> list[Row]:
@@ -262,12 +264,22 @@ class Report:
 
     @property
     def next_step(self) -> str:
-        """The option that runs by itself the smallest of the cases that tell most; empty if nothing is wrong."""
+        """How to rerun only the smallest of the most telling cases; empty if nothing is wrong."""
         if not self.failing:
             return ""
         wrong = {row.case for row in self.first_wrong} or {*self.failing}
         least = min((self.cases[n] for n in self.cases if n in wrong), key=lambda c: c.B * c.T * c.H * c.K * c.V)
-        return f'--only "{least.name}"'
+        return self.rerun.format(least.name)
+
+    @property
+    def unclaimed(self) -> str:
+        """What to say of calls that raise where the kernel claims to take every call; else empty."""
+        if self.settings.get("supports") or not any(row.kind == "raises" for row in self.failures):
+            return ""
+        return (
+            'If the kernel is not made for these calls, say which it takes, as in supports={"K": 64, "packed": False}, '
+            "or let it raise gla_ref.check.NotClaimed."
+        )
 
     @property
     def not_covered(self) -> dict[str, int]:
@@ -341,13 +353,17 @@ class Report:
         for (kind, message), rows in self.findings.items():
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
             n = len({r.case for r in rows})
-            lines += ["", f"{kind}: {found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"]
+            head = f"{kind}: {found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"
+            lines += ["", *textwrap.wrap(head, 80, subsequent_indent="    ")]
             for text in (message[:400], str(self.cases[rows[0].case])):
                 lines += textwrap.wrap(text, 76, initial_indent="    ", subsequent_indent="    ")
+        if self.unclaimed:
+            lines += ["", *textwrap.wrap(self.unclaimed, 80)]
         if self.diagnosis:
             lines += ["", "It behaves as if:" if len(self.diagnosis) == 1 else "It behaves as one of:"]
             for match in self.diagnosis:
-                lines += [f"  * {match['mistake']}", f"      line: {match['line']}"]
+                for start, text in (("  * ", match["mistake"]), ("      line: ", match["line"])):
+                    lines += textwrap.wrap(text, 80, initial_indent=start, subsequent_indent="      ")
         if self.undiagnosed:
             lines += ["", *textwrap.wrap(self.undiagnosed, 80)]
         shown = ""
@@ -360,7 +376,7 @@ class Report:
                 "",
                 f"first wrong {row.quantity} of case {row.case}{row.message and f' ({row.message})'}:",
                 *(f"    {line}" for line in what),
-                f"    {where}",
+                *textwrap.wrap(where, 76, initial_indent="    ", subsequent_indent="    "),
                 *textwrap.wrap(row.only and f"only in {row.only}", 76, initial_indent="    ", subsequent_indent="    "),
                 f"    {along} |{row.map}|",
             ]

@@ -62,9 +62,21 @@ def pytest_generate_tests(metafunc):
     for case in cases:
         if fnmatch(case.name, options.get("only", "*")) and not any(fnmatch(case.name, p) for p in skip):
             reasons = [reason for pattern, reason in expected.items() if fnmatch(case.name, pattern)]
-            marks = [pytest.mark.xfail(reason=reason) for reason in reasons]
+            marks = [pytest.mark.xfail(reason=reason, strict=True) for reason in reasons]
             chosen.append(pytest.param(case, id=case.name.replace(" ", "_"), marks=marks))
+    if not chosen:
+        got = f"{options.get('only')!r}, and skip {skip!r}"
+        pytest.fail(f"only: expected a pattern that fits a case, got {got}", pytrace=False)
+    for pattern in expected:
+        if not any(fnmatch(param.values[0].name, pattern) for param in chosen):
+            pytest.fail(f"xfail: expected a pattern that fits a case of this test, got {pattern!r}", pytrace=False)
     metafunc.parametrize("gla_ref_case", chosen, indirect=True)
+
+
+def pytest_runtest_setup(item):
+    """A mark checks nothing by itself."""
+    if item.get_closest_marker("gla_ref") and "gla_ref_case" not in getattr(item, "fixturenames", ()):
+        pytest.fail("gla_ref: expected the test that has this mark to call the fixture gla_ref_case", pytrace=False)
 
 
 def judged(report: Report, node: pytest.Item, fn: Callable) -> Report:
@@ -81,7 +93,12 @@ def gla_ref_check(request) -> Callable[..., Report]:
     """`gla_ref_check(mechanism, fn, **options)`: the check as one test."""
 
     def check(mechanism: str, fn: Callable, **options) -> Report:
-        return judged(kernel(mechanism, fn, **settled(request.config, options)), request.node, fn)
+        try:
+            report = kernel(mechanism, fn, **settled(request.config, options))
+        except (TypeError, ValueError) as reason:  # of an option; what the kernel raises is in the report
+            pytest.fail(str(reason), pytrace=False)
+        report.rerun = 'gla_ref_check(..., only="{}")'
+        return judged(report, request.node, fn)
 
     return check
 
@@ -95,6 +112,7 @@ def gla_ref_case(request) -> Callable[[], Report]:
 
     def check() -> Report:
         report = kernel(mechanism, fn, only=request.param, **options)
+        report.rerun = f'pytest "{request.node.nodeid}"'
         if not report.covered:
             pytest.skip(f"not covered: {', '.join(report.not_covered)}")
         return judged(report, request.node, fn)
