@@ -1,13 +1,15 @@
 """Mistakes of a right form that show only in some sizes, strides or ways of being called; all are caught."""
 
 import functools
+import random
+import re
 
 import pytest
 import torch
 from cases import thin
 
 from gla_ref import FORMS, check
-from gla_ref.check import Case
+from gla_ref.check import Case, _runner
 from gla_ref.check._common import common
 from gla_ref.check._memory import AROUND, placed
 from gla_ref.check._shrink import INSIDE, reproduction
@@ -422,6 +424,42 @@ def test_a_result_that_varies_is_not_blamed_on_a_way_of_calling():
     report = check.kernel("linear_attention", fn, only="[ln]*[!g]")
     assert report.failures and {row.kind for row in report.failures} == {"differs"}, str(report)
     assert not report.first_wrong and not report.diagnosis
+
+
+def racing(share, seed):
+    """A right form that is off by a thousandth in a share of its calls."""
+    rng = random.Random(seed)
+
+    def fn(q, k, v, **named):
+        o, S = LINEAR(q, k, v, **named)
+        return (1.001 * o if rng.random() < share else o), S
+
+    return fn
+
+
+def test_a_race_is_called_by_its_rate():
+    report = check.kernel("linear_attention", racing(0.02, 0), only="length 1*")
+    assert report.failures and {row.kind for row in report.failures} == {"differs"}, str(report)
+    assert re.search(r"equal calls give different results \(in \d+ of \d+ calls\)", " ".join(str(report).split()))
+
+
+def test_what_a_way_of_calling_does_at_times_only_is_a_race():
+    rng = random.Random(1)
+
+    def fn(q, k, v, **named):
+        o, S = LINEAR(q, k, v, **named)
+        return (2 * o if not torch.is_grad_enabled() and rng.random() < 0.5 else o), S
+
+    report = check.kernel("linear_attention", fn, only="length 6*")
+    assert {row.kind for row in report.failures} == {"differs"}, str(report)
+    assert re.search(r"wrong in \d of 5 calls under torch.no_grad", " ".join(str(report).split()))
+
+
+@pytest.mark.deep
+def test_a_race_of_half_a_percent_is_found(monkeypatch):
+    monkeypatch.setattr(_runner, "WHILE", 60.0)  # however slow this computer is
+    found = [bool(check.kernel("linear_attention", racing(0.005, seed), only="[lmn]*").failures) for seed in range(20)]
+    assert sum(found) >= 19, found
 
 
 BOUNDARIES = {}  # of all packs, wrongly: by number of sequences and tokens

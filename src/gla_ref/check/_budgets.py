@@ -174,7 +174,7 @@ def as_asked(worked: Problem, case: Case) -> Problem:
 def plain(case: Case) -> Case:
     """A case without what does not change its numbers."""
     strides = case.strides if case.strides == "expanded" else "contiguous"
-    return replace(case, name="", strides=strides, frozen=False, pull=1.0, index="int32", telling=False)
+    return replace(case, name="", strides=strides, frozen=False, pull=1.0, index="int32", telling=False, often=False)
 
 
 def shape(case: Case) -> Case:

@@ -78,6 +78,7 @@ class Case:
             another call must leave its results as they are, and what its backward pass needs.
         loss: of "both" o and the final state, of "o" alone or of the "state" alone.
         telling: the diagnosis looks at it first.
+        often: it is called hundreds of times, as time allows, since some races are rare.
     """
 
     name: str = "own"
@@ -104,6 +105,7 @@ class Case:
     frozen: bool = False
     loss: str = "both"
     telling: bool = False
+    often: bool = False
 
     def __str__(self) -> str:
         """The call that makes it: sizes, and what is not by default so."""
@@ -130,7 +132,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         raise ValueError(f"level: expected 'quick' or 'full', got {level!r}")
     kind = MECHANISMS[mechanism]
     lengths = (1, 7, C - 1, C, C + 1, 2 * C, 2 * C + SUB + 1)
-    found = [Case(f"length {T}", T=T, telling=T == lengths[-1]) for T in lengths]
+    found = [Case(f"length {T}", T=T, telling=T == lengths[-1], often=T == 2 * C) for T in lengths]
     gates, strengths = kind.named("gate"), kind.named("strength")
     if gates:
         found += [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g) for g in GATES[:-1]]

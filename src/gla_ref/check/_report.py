@@ -341,7 +341,7 @@ class Report:
             rows = [r for r in self.rows if r.quantity == name and r.error is not None]
             worst = max(rows, key=lambda r: r.ratio)
             failed = sum(r.status == "failed" for r in rows)
-            lines.append(f"{name:10}{len(rows):6}{failed:8}{worst.error:10.1e}{worst.budget:10.1e}  {worst.case[:34]}")
+            lines.append(f"{name:10}{len(rows):6}{failed:8}{worst.error:10.2e}{worst.budget:10.2e}  {worst.case[:34]}")
         if self.failing:
             whole = self.extent
             for name in self.failing:  # not broken in two where it has spaces

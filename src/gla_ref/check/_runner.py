@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from ._memory import placed, poisoned
 KIT = Path(__file__).parent
 LIBRARIES = tuple(Path(torch.__file__).parents[1] / name for name in ("torch", "triton", "einops"))
 AGAIN = 8  # more calls as usual before a failure in another way is believed
-VARIES = "equal calls give different results: a race, memory not written, or something kept between calls"
+REPEATED = 4  # more calls in that other way
+RARE, WHILE = 600, 2.0  # calls of one case that look for a rare race, and the seconds that they may take together
+VARIES = "equal calls give different results{}: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
 Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
 
@@ -176,14 +179,42 @@ class Trial:
             yield Way("frozen", f"where {n} requires no gradient", {"frozen": [n]})
             yield Way("frozen", f"where only {n} requires a gradient", {"frozen": rest})
 
+    def believed(self, way: Way, usual: Found, found: Found) -> Iterator[Finding]:
+        """What is wrong in another way whenever a call is made in it; what is so only now and then is a race."""
+
+        def wrong(found: Found) -> list[str]:
+            return only_then(self.p, usual, {n: x for n, x in found.items() if n not in way.lacks})
+
+        names = wrong(found)
+        if not names:
+            return
+        again = [attempt(self.kernel.seconds, self.run, way.gradients, way.options) for _ in range(REPEATED)]
+        calls = [names, *(wrong(found) for found in again if not isinstance(found, Finding))]
+        for n in names:
+            times = sum(n in those for those in calls)
+            if times < len(calls):
+                yield Finding("differs", VARIES.format(f" (wrong in {times} of {len(calls)} calls {way.when})"), n)
+            else:
+                yield Finding(way.kind, f"wrong {way.when}, right otherwise", n)
+
+    def rare(self, usual: Found) -> tuple[Found | None, int, int]:
+        """The first of many calls that differs from the usual one, how many differ, and how many were made."""
+        start, other, differ, n = time.monotonic(), None, 0, 0
+        while n < RARE and time.monotonic() < start + WHILE:
+            found = attempt(self.kernel.seconds, self.run, not self.kernel.how.forward_only, self.usual)
+            if isinstance(found, Finding):
+                break
+            n += 1
+            if any(not same(y, usual[name]) for name, y in found.items()):
+                other, differ = other or found, differ + 1
+        return other, differ, n
+
     def tried(self, usual: Found) -> Iterator[Finding]:
         """What is wrong in the other ways and right, or there, as usual."""
         for way in self.ways(usual["dq"] is not None):
             found = attempt(self.kernel.seconds, self.run, way.gradients, way.options)
             if not isinstance(found, Finding):
-                found = {n: x for n, x in found.items() if n not in way.lacks}
-                for n in only_then(self.p, usual, found):
-                    yield Finding(way.kind, f"wrong {way.when}, right otherwise", n)
+                yield from self.believed(way, usual, found)
             elif way.may_raise and found.kind == "raises":
                 yield Finding("not covered", way.may_raise)
             else:
@@ -207,7 +238,7 @@ def nearest(p: Problem, n: str, runs: list[Found]) -> Tensor | None:
 def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
     """What the kernel made of each quantity of a case (nothing where it gave no result), and what is wrong with calls.
 
-    Two runs must be the same. Then come the other ways of calling it. What is wrong in one of them may be wrong in any
+    Two runs must be the same, and many more in a case that is called `often`. Then come the other ways of calling it. What is wrong in one of them may be wrong in any
     call now and then: several more are made as usual, and if they differ, that is all that is said of it, and the best
     of them is judged. A kernel that writes into its inputs has seen others ever after: no finding but that one counts.
     """
@@ -228,13 +259,19 @@ def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
         may = optional(kernel.kind, p.case)
         refused = may and runs[0].kind in ("raises", "dtype")
         return {}, [Finding("not covered", may) if refused else runs[0]]
+    rate = ""
+    if not varying(runs) and p.case.often:
+        other, differ, n = trial.rare(runs[0])
+        runs += [other | none] if other else []
+        rate = f" (in {differ} of {n} calls)" if other else ""
     if not varying(runs):
         findings = [*trial.tried(runs[0])]
         if any(f.kind != "not covered" for f in findings):
             runs += calls(AGAIN)
     differ = varying(runs)
     if differ:
-        findings = [Finding("differs", f"{VARIES}{f': {differ[n]}' if differ[n] else ''}", n) for n in differ]
+        said = VARIES.format(rate)
+        findings = [Finding("differs", f"{said}{f': {differ[n]}' if differ[n] else ''}", n) for n in differ]
     runs = [found for found in runs if not isinstance(found, Finding)]
     usual = runs[0] | {n: nearest(p, n, runs) for n in differ if n in runs[0]}
     changed = [n for n, y in trial.x.items() if not torch.equal(y, before[n])]
