@@ -325,7 +325,7 @@ WRONG = {
         (lambda C: (0.6 * C) ** 0.5, "half of it on average"),
         (lambda C: 0.3 * C, "square root is missing"),
         (lambda C: (C / 0.3) ** 0.5, "upside down"),
-        (lambda C: (C / 2) ** 0.5, "not equally dear"),
+        (lambda C: (C / 2) ** 0.5, "do not cost the same"),
         (lambda C: (3 * C / 16) ** 0.5, "does not depend on c"),
         (lambda C: 4 if C == 64 else 8, "power of two"),
         (lambda C: 16, "c is 16 instead of 4.382 for the arguments 64"),

@@ -296,7 +296,7 @@ def test_only_a_vector_gate_that_looks_at_the_token_keeps_what_it_should():
     errors = {kind: fading_state.wrong(fading_state.states(kind)[last], last) for kind in fading_state.KINDS}
     assert errors["none"][0] == 0 and errors["none"][1] > 0.5
     assert errors["a constant, 0.8"][0] == pytest.approx(1, abs=0.15) and errors["a constant, 0.8"][1] > 0.3
-    assert errors["a number a token"] == (1, 0) and errors["a number a channel"] == (0, 0)
+    assert errors["a number per token"] == (1, 0) and errors["a number per channel"] == (0, 0)
 
 
 @pytest.mark.parametrize("kind", fading_state.KINDS)

@@ -48,7 +48,7 @@ def best(answer):
         ),
         "The square root is missing: 5 c = 3 C / (2 c) at the minimum.": lambda C: 3 * C / 10,
         "The fraction is upside down: 5 c grows with c, 3 C / (2 c) falls.": lambda C: math.sqrt(10 * C / 3),
-        "Log space costs 5 K for a pair, the factors 3 K for a number: they are not equally dear.": (
+        "Log space costs 5 K for a pair, the factors 3 K for a number: they do not cost the same.": (
             lambda C: math.sqrt(C / 2)
         ),
         "The readers' part does not depend on c: 3 K c for c tokens is 3 K for each.": lambda C: math.sqrt(3 * C / 16),

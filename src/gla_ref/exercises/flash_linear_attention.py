@@ -13,16 +13,16 @@ predict(
     ["fused walk", "second stage, materialised", "walk over segments"],
     [32, 4096, 128],  # B H V / B_V = 32 walks; times T / C = 128 chunks, or T / L = 4 segments
     [
-        ([16, ..., ...], "Columns of V are independent, too: two tiles of 64 columns a head."),
+        ([16, ..., ...], "Columns of V are independent, too: two tiles of 64 columns per head."),
         ([8, ..., ...], "Two sequences, and two tiles of columns: both multiply the heads."),
-        ([4096, ..., ...], "A fused walk takes its chunks one after the other: T has no part."),
+        ([4096, ..., ...], "A fused walk takes its chunks one after the other: T does not matter."),
         ([..., 32, ...], "Once their states are known, chunks are independent of each other."),
         ([..., 128, ...], "These are the chunks of one walk: there are 32 walks."),
         ([..., ..., 32], "Segments are independent of each other in both of their walks."),
         ([..., ..., 4096], "A program owns a whole segment, not a chunk."),
         ([..., ..., 4], "These are the segments of one walk: there are 32 walks."),
     ],
-    "Multiply the sequences, the heads and the tiles of columns; then by what is independent in time.",
+    "Multiply the sequences, the heads and the tiles of columns; then by the parts that are independent in time.",
 )
 
 RIDGE = 989e12 / 4.8e12  # FLOPs in the time of one byte, the chapter's chip
@@ -35,9 +35,9 @@ predict(
         ([RIDGE - 128, ...], "Numbers have e = 2 bytes: (C + d) / e must be the ridge."),
         ([RIDGE, ...], "d counts as well, and so does e = 2: (C + d) / e must be the ridge."),
         ([2 * RIDGE, ...], "d counts as well: (C + d) / e must be the ridge."),
-        ([C, C / 64], "A chunk so much longer moves so many more bytes. And a token?"),
-        ([C, 64 / C], "A chunk so much longer moves so many more bytes. And a token?"),
-        ([C, (C + 128) / 192], "So the intensity grows, by more FLOPs. Do the bytes shrink?"),
+        ([C, C / 64], "That is the ratio for whole chunks. What is it for one token?"),
+        ([C, 64 / C], "That is the ratio for whole chunks. What is it for one token?"),
+        ([C, (C + 128) / 192], "That is how the intensity grows, by more FLOPs. Do the bytes shrink?"),
     ],
     "Solve (C + d) / e = ridge for C; then divide the bytes of a chunk by its C tokens.",
     tolerance=0.01,
@@ -71,13 +71,13 @@ def mend(answer):
         ],
         variant(),
         {
-            "What the queries read from the true start needs the scale as well.": variant(scaled=False),
+            "The part read from the true start needs the scale as well.": variant(scaled=False),
             "A segment reads the state before it: its own tokens are in its outputs already.": variant(inclusive=True),
             "The text begins with a state S0: all segments read it.": variant(first=False),
-            "The state before a segment is the sum of all that came before, not of the last segment alone.": (
+            "The state before a segment is the sum of all segments before it, not of the last one alone.": (
                 variant(running=False)
             ),
-            "The final state holds S0, too.": variant(final=False),
+            "The final state contains S0, too.": variant(final=False),
         },
         {"o": "T V", "S": "K V"},
     )

@@ -41,9 +41,9 @@ def reset():
     mistakes = [
         (
             _seen({2}, {4}, own=False),
-            "A reset clears what was there before; then the token writes. Its own value stays.",
+            "A reset clears everything that was there before; then the token writes. Its own value stays.",
         ),
-        (_seen({2, 4}, {2, 4}), "A reset of one channel leaves the other as it is, with all that was written there."),
+        (_seen({2, 4}, {2, 4}), "A reset of one channel leaves the other as it is, with everything written there."),
         (_seen(set(), set()), "Nothing is forgotten in this list: what do the resets clear?"),
     ]
     hint = (

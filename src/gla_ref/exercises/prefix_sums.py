@@ -18,7 +18,7 @@ predict(
     [
         ([12, ..., ...], "log2 T is the depth of a tree. Plain chunks cannot do it so fast."),
         ([..., 128, ...], "C numbers are a chain of C - 1 additions, N chunks one of N - 1."),
-        ([..., ..., 4095], "So many are made one after the other; two steps make more."),
+        ([..., ..., 4095], "That is the number for one walk; two steps make more."),
         ([..., ..., 8192], "Step 1 needs none for a chunk's first number, step 2 none in chunk 1."),
         ([..., ..., 8128], "Step 2 adds no carry to the first chunk: C additions fewer."),
     ],
@@ -93,7 +93,7 @@ def segments(answer):
 
     mistakes = {
         "One after the other it is right, in a tree it is not: a pair must keep the left flag, too, "
-        "or what lies before its start will be added.": dict(flag=lambda r1, r2: r2),
+        "or the numbers before its start will be added.": dict(flag=lambda r1, r2: r2),
         "The flags are joined with `and`: a start in one of the two parts is enough.": dict(flag=torch.mul),
         "The flags are added: two starts make 2, and 1 - r is no longer 0 or 1.": dict(flag=torch.add),
         "It is the right part's start that cuts off the left sum, not the left part's.": dict(

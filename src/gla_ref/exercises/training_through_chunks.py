@@ -46,8 +46,8 @@ def flip(answer):
             "The results are not turned back: their first row belongs to the last token.": (variant(True, False)),
             "The inputs are not turned round, only the results.": variant(False, True),
             "dk and dv are exchanged.": lambda *x: right(*x)[::-1],
-            "q and do have changed places: dk reads with v what do wrote with q, dv reads with k what q wrote "
-            "with do.": exchanged,
+            "q and do have changed places: dk has the keys do and the values q, dv has the keys q and the "
+            "values do.": exchanged,
         },
         {"dk": "T K", "dv": "T V"},
     )
@@ -68,7 +68,7 @@ def traffic():
             ([..., ..., 2 * (3 * 256 + 4 * 128)], "Of the seven tensors q, k, dq and dk have K columns: four."),
             ([..., three, ...], "The second pass makes dk and dv together, and reads q, k, v and do only once."),
         ],
-        "List for each walk what it reads and what it writes: q, k, dq and dk have K columns, v, do and dv have V.",
+        "List the tensors that each walk reads and writes: q, k, dq and dk have K columns, v, do and dv have V.",
     )
 
 
@@ -84,8 +84,8 @@ def scale(answer):
         [(*draw(T, (T, V), (T, V)), s) for T, V, s in ((6, 3, 0.5), (1, 4, 2.0), (5, 2, 0.125))],
         right,
         {
-            "o holds the scale already: divide by it.": lambda o, do, scale: (o * do).sum(),
-            "Multiplied where it must be divided: o = s * (what does not know s).": (
+            "o contains the scale already: divide by it.": lambda o, do, scale: (o * do).sum(),
+            "Multiplied where it must be divided: o = s * y, and y does not depend on s.": (
                 lambda o, do, scale: (o * do).sum() * scale
             ),
             "One s for all outputs: add up over the channels, too.": lambda o, do, scale: (o * do).sum(0) / scale,
@@ -103,7 +103,7 @@ predict(
     ["ratio", "bits lost", "bits left"],
     [512, 9, 15],  # 32768 / 64 = 2^9: 9 bits lost of float32's 24, and 2^-24 of the large is 2^-15 of the small
     [
-        ([32768, ..., ...], "The early state holds 64 tokens itself."),
+        ([32768, ..., ...], "The early state contains 64 tokens itself."),
         ([..., 512, ...], "That is the ratio. How many bits is it? Take the logarithm to base 2."),
         ([..., ..., 24], "Of the large state 24 bits are right, but the early state begins 9 bits further down."),
         ([..., ..., 14], "24 - 9 = 15."),

@@ -17,8 +17,8 @@ LEFT, TOP, CELL = 8, 26, 3  # of the map
 NAME, VALUE = 224, 392  # edges of the bars
 MEANS = {
     "matrix FLOPs": "all the arithmetic that is done in products of matrices",
-    "steps in a chain": "how many of them wait for the one before",
-    "FLOPs in a step": "what can be done at the same time",
+    "steps in a chain": "how many steps wait for the one before",
+    "FLOPs in a step": "work that can be done at the same time",
     "tensor bytes": "q, k, v and o, each moved once",
     "state bytes": "a state written and read for each chunk",
 }
@@ -31,7 +31,7 @@ def chunk_size() -> Explorable:
     frames = [_frame(C, row, rows[0], largest) for C, row in zip(LENGTHS, rows, strict=True)]
     return Explorable(
         title="From recurrent to parallel",
-        notice="Each doubling of C halves the steps and the state bytes: one state written and one read a step, "
+        notice="Each doubling of C halves the steps and the state bytes: one state written and one read per step, "
         "unless a kernel keeps it on the chip. All FLOPs of a step can run at the same time. Up to C = 16, the head "
         "size, all FLOPs stay below twice those of C = 1; beyond that, doubling C nearly doubles them.",
         alt="Left, a lower triangle of outputs by tokens: blue triangles of width C along the diagonal are computed as "

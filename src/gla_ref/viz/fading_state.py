@@ -15,7 +15,7 @@ __all__ = ["KINDS", "fading_state", "log_gates", "states", "wanted", "wrong"]
 
 LASTING, TOPICS, FACTS, V = 3, 3, 3, 4  # facts that stay, then topics of three facts each; a fact is a row of V numbers
 K, T = LASTING + FACTS, LASTING + TOPICS * FACTS
-KINDS = ("none", "a constant, 0.8", "a number a token", "a number a channel")
+KINDS = ("none", "a constant, 0.8", "a number per token", "a number per channel")
 NAMES = [*["L"] * LASTING, *(topic for topic in "ABC" for _ in range(FACTS))]  # what each token writes about
 
 ROWS = [*range(LASTING), *(LASTING + n % FACTS for n in range(TOPICS * FACTS))]  # a key is 1 in one row, else 0
@@ -27,9 +27,9 @@ def log_gates(kind: str) -> Tensor:
     g, begins = torch.zeros(T, K, dtype=torch.float64), range(LASTING, T, FACTS)
     if kind == "a constant, 0.8":
         g[:] = math.log(0.8)
-    elif kind == "a number a token":
+    elif kind == "a number per token":
         g[begins] = -torch.inf
-    elif kind == "a number a channel":
+    elif kind == "a number per channel":
         g[begins, LASTING:] = -torch.inf
     return g
 
@@ -118,11 +118,11 @@ def _frame(kind: str, t: int, S: Tensor, alpha: Tensor) -> Frame:
     )
     lasting, topical = wrong(S, t)
     about = "a lasting fact" if t <= LASTING else f"topic {NAMES[t - 1]}"
-    of_topic = "" if t <= LASTING else f", this topic's {topical:.0%}"
+    of_topic = "" if t <= LASTING else f", this topic {topical:.0%}"
     return Frame(
         pieces,
         f"Gate: {kind}. Token {t} writes row {ROWS[t - 1] + 1}, about {about}. "
-        f"Wrong by, relative to its size: what should last {lasting:.0%}{of_topic}.",
+        f"Errors, relative to the size of the facts: lasting facts {lasting:.0%}{of_topic}.",
     )
 
 
@@ -154,13 +154,13 @@ def fading_state() -> Explorable:
         ),
         question=Question(
             "Which gate can drop the old topic and keep the lasting facts?",
-            "a number a channel",
+            "a number per channel",
             {
                 "a constant": "It fades everything alike, the lasting facts too.",
-                "a number a token": "When it clears the old topic, it clears the lasting facts with it.",
-                "a number a channel": "It clears some rows and leaves the others alone.",
+                "a number per token": "When it clears the old topic, it clears the lasting facts with it.",
+                "a number per channel": "It clears some rows and leaves the others alone.",
             },
-            seen={"a constant": (1, T), "a number a token": (2, T), "a number a channel": (3, T)},
+            seen={"a constant": (1, T), "a number per token": (2, T), "a number per channel": (3, T)},
             before=(0, 0),
         ),
     )

@@ -175,8 +175,8 @@ def _frame(name: str, gate: float, forms: list[str]) -> Frame:
 
 
 NOTICE = (
-    "Upwards, the size of a factor in powers of two; the error is the largest of an output, over their rms. What "
-    "decides is a format's range of exponents (grey), not its digits: bfloat16 and float32 give up at the same gates, "
+    "Upwards, the size of a factor in powers of two; the error is the largest of an output, over their rms. A "
+    "format's range of exponents (grey) decides, not its digits: bfloat16 and float32 give up at the same gates, "
     "float16 far earlier."
 )
 
@@ -212,15 +212,15 @@ def gate_strength(*, ratio_only: bool = False) -> Explorable:
     else:
         title = "How strong may a gate be?"
         more = (
-            "One product a chunk bears gates eight times as strong as one ratio, for a chunk is a quarter of the "
-            "sequence and its anchor in the middle; in float16 it loses digits at −0.3 already. With two levels no "
-            "factor is above 1, and what leaves the range below is a decay next to nothing."
+            "One product per chunk bears gates eight times as strong as one ratio, because a chunk is a quarter of the "
+            "sequence and its anchor is in the middle. In float16 it loses digits at −0.3 already. With two levels no "
+            "factor is above 1, and only decays next to nothing leave the range."
         )
     return Explorable(
         title=title,
         notice=f"{NOTICE} {more}",
-        alt=f"{'A panel' if ratio_only else 'Three panels, a form each'}: powers of two of the factors on q and k over "
-        f"{T} tokens, on top of the range of the number format, with the error of the form.",
+        alt=f"{'A panel' if ratio_only else 'Three panels, one for each form'}: powers of two of the factors on q and "
+        f"k over {T} tokens, on top of the range of the number format, with the error of the form.",
         controls=(Choice("Format", list(DTYPES)), Slider("Log gate of every token", [f"−{gate:g}" for gate in GATES])),
         frames=[[_frame(name, gate, forms) for gate in GATES] for name in DTYPES],
         height=TOPS[forms[-1]] + PANEL + 24,
@@ -229,7 +229,7 @@ def gate_strength(*, ratio_only: bool = False) -> Explorable:
             Key("line-blue", "factor on q", "line"),
             Key("line-vermilion", "factor on k", "line"),
             Key("vermilion", "too large from here on", "dot"),
-            Key("pale-grey faint", "what the format holds"),
+            Key("pale-grey faint", "the range of the format"),
             Key("pale-red faint", "infinity"),
         ),
         question=_RANGE if ratio_only else _LEVELS,

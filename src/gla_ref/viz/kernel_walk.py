@@ -116,7 +116,7 @@ def _memory(done: list[Move], now: list[Move]) -> list[str]:
 def _told(tensor: str, n: int) -> str:
     """What a tile of memory is."""
     if tensor == "D":
-        return f"What the segment that ends with chunk {n} adds to the state, {K} × {V} numbers in float32."
+        return f"The part that the segment ending with chunk {n} adds to the state, {K} × {V} numbers in float32."
     if tensor == "S":
         return f"The state after {n} chunks, {K} × {V} numbers."
     return f"{tensor} of chunk {n + 1}: {C} tokens × {V if tensor in 'vo' else K} numbers of 2 bytes."
@@ -124,7 +124,7 @@ def _told(tensor: str, n: int) -> str:
 
 def _chip(now: list[Move]) -> list[str]:
     """A box for each program at work: what it loads, what it stores and what lives only there."""
-    pieces = [text(LEFT, CHIP - 12, "on the chip, a box a program", "start strong")]
+    pieces = [text(LEFT, CHIP - 12, "on the chip, a box for each program", "start strong")]
     for p in range(max((m.program for m in now), default=-1) + 1):
         mine = [m for m in now if m.program == p]
         loaded = {m.tensor for m in mine if m.action == "load"}
@@ -162,18 +162,18 @@ def _words(way: str, step: int, last: int) -> str:
         return what + (" At the end it stores S." if step == last else "")
     if way == "materialised":
         if step == last:
-            return "A program a chunk, all at once: each loads its state and q, k, v, and stores o."
+            return "One program per chunk, all at once: each loads its state and q, k, v, and stores o."
         return f"The first kernel stores the state before chunk {step}, then loads k and v and adds to it."
     if step <= L:
-        what = f"A program a segment, from zero: each loads k and v of its chunk {step}."
-        return what + (" What it has added up, Δ, is stored." if step == L else "")
+        what = f"One program per segment, from zero: each loads k and v of its chunk {step}."
+        return what + (" It stores its sum, Δ." if step == L else "")
     if step == L + 1:
         return "One small program adds up Δ: now the state before each segment is known."
-    return f"A program a segment, from its true state: q, k and v of its chunk {step - L - 1}, and o."
+    return f"One program per segment, from its true state: q, k and v of its chunk {step - L - 1}, and o."
 
 
 def kernel_walk() -> Explorable:
-    """One head of linear attention: a single program, a program a chunk, or one a segment, step by step."""
+    """One head of linear attention: a single program, one per chunk, or one per segment, step by step."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randn(N * C, D, generator=generator, dtype=torch.float32) for D in (K, K, V)]
     moves = {way: walk(way, *tokens)[2] for way in WAYS}
@@ -198,10 +198,10 @@ def kernel_walk() -> Explorable:
             frames[-1].append(Frame(_memory(done, now) + _chip(now) + _bars(rows, most), words))
     return Explorable(
         title="A kernel's walk through the sequence",
-        notice="The number in a tile says how often it was loaded, the vermilion marks are the least that can be "
-        "moved. The fused walk keeps to it, one chunk after the other. The other two load k and v twice and move "
-        "states, and are paid in programs that work at the same time. (Segments of two chunks, as here, are short; "
-        "with longer ones their states weigh less.)",
+        notice="The number in a tile says how often it was loaded; the vermilion marks are the least that can be "
+        "moved. The fused walk moves no more, but takes one chunk after the other. The other two ways load k and v "
+        "twice and move states; in return, many programs work at the same time. (Segments of two chunks, as here, are "
+        "short; with longer ones their states weigh less.)",
         alt="Tiles of q, k, v, o and of states in memory, a box for every program that works, and two bars for the "
         "bytes loaded and stored.",
         controls=(Choice("States", WAYS), Slider("Step", range(N + 2))),
@@ -222,7 +222,7 @@ def kernel_walk() -> Explorable:
             {
                 "fused": "One program has the state in hand all the way.",
                 "materialised": "It reads them for the states, and again for the outputs.",
-                "segmented": "It reads them for what a segment adds, and again on the walk.",
+                "segmented": "It reads them for the part that a segment adds, and again on the walk.",
             },
             seen={way: (i, len(frames[i]) - 1) for i, way in enumerate(WAYS)},
             before=(WAYS.index("materialised"), 0),

@@ -17,7 +17,7 @@ from ._explorable import HERE, HINT, STYLE, Key, Question, ask, legend, script
 __all__ = ["KINDS", "Playable", "playable_state"]
 
 #: kinds of gates, and what they are called
-KINDS = {"none": "none", "constant": "one constant", "scalar": "one number a token", "vector": "one number a row"}
+KINDS = {"none": "none", "constant": "one constant", "scalar": "one number per token", "vector": "one number per row"}
 
 # the four tokens of chapter 5
 TOKENS = [
@@ -39,7 +39,7 @@ STORY = [FACTS[0], FACTS[1], ASKED[0], FACTS[2], ASKED[0]]
 
 CONSTANT = 0.8
 #: the gates that a figure begins with, for each token: on the front page all rows fade, or Ada's, where Adam comes;
-#: the others are those that chapters 9 and 11 work by hand, and one number a token instead
+#: the others are those that chapters 9 and 11 work by hand, and one number per token instead
 GATES = {
     "small": {"scalar": [[1] * 3] * 3 + [[0.5] * 3, [1] * 3], "vector": [[1] * 3] * 3 + [[0.25, 1, 1], [1] * 3]},
     "tokens": {"scalar": [[1, 1], [0.5, 0.5], [0.5, 0.5], [0, 0]], "vector": [[1, 1], [0.5, 1], [1, 0.5], [0, 1]]},
@@ -257,7 +257,7 @@ _QUESTIONS = {
         ("none", 5),
     ),
     "tokens": Question(
-        "Token 4 has the key of token 1. Without a gate, what will its row hold after the write?",
+        "Token 4 has the key of token 1. Without a gate, what will be in its row after the write?",
         "the sum of both values",
         {
             "its own value": "That takes a gate that clears the row first. Without one a write only adds.",
@@ -267,13 +267,13 @@ _QUESTIONS = {
         ("none", 7),
     ),
     "gates": Question(
-        "Now take one number a token, for both rows. The gate of token 4 is 0, so that row 1 is free for its value. "
+        "Now take one number per token, for both rows. The gate of token 4 is 0, so that row 1 is free for its value. "
         "What becomes of row 2?",
         "cleared, too",
         {
             "unchanged": "That takes a gate for each row. One number fades all rows alike.",
             "half as large": "That is what the gate of token 3 does. The gate of token 4 is 0, for both rows.",
-            "cleared, too": "One number fades all rows alike. With one number a row, row 2 stays.",
+            "cleared, too": "One number fades all rows alike. With one number per row, row 2 stays.",
         },
         ("scalar", 9),
     ),
@@ -281,7 +281,7 @@ _QUESTIONS = {
         "Chunks of 1, of 2, or all four tokens in one: do the outputs change?",
         "no",
         {
-            "yes": "Try it: only the way changes. What the state does not bring, the scores do.",
+            "yes": "Try it: only the way changes. Whatever the state does not bring, the scores do.",
             "no": "A pair meets through the state or through a score, with the same decay.",
         },
         ("vector", 8),
@@ -299,8 +299,8 @@ _NOTICES = {
     "value back. Keys that share a row share their answers, and a gate lets old rows fade before each write. "
     "The sliders are the gate of the last write.",
     "tokens": "Every number can be changed: type into key, value and query, drag the gates. A constant is the same "
-    "for all tokens, a number a token for all rows.",
-    "chunks": "Inside a chunk the state stands still. A chunk of 1 is the recurrence, one chunk for all is the "
+    "for all tokens, a number per token for all rows.",
+    "chunks": "Inside a chunk the state does not change. A chunk of 1 is the recurrence, one chunk for all is the "
     "parallel form. Drag the gates: both parts fade together.",
 }
 _LEGEND = (

@@ -48,16 +48,16 @@ _CHAIN = Question(
     "Twelve numbers in chunks of four: how many additions have to wait for one another?",
     "5",
     {
-        "11": "So many without chunks: each waits for the one before.",
+        "11": "That is the number without chunks: each waits for the one before.",
         "5": "Three inside a chunk, at once in all of them, and two between the chunks.",
-        "3": "So many inside a chunk. Then the carries come, one after the other.",
+        "3": "That is the number inside a chunk. Then the carries come, one after the other.",
     },
     seen=(3, 5),
 )
 _SAME = Question(
-    "Matrices in place of numbers: what changes in the two steps?",
+    "Matrices instead of numbers: what changes in the two steps?",
     "nothing",
-    {"nothing": "A sum is all that they ask for.", "the carry": "The carry is a sum as well, of matrices now."},
+    {"nothing": "The two steps only need sums.", "the carry": "The carry is a sum as well, of matrices now."},
     seen=(3, 5),
 )
 
@@ -71,9 +71,9 @@ _NUMBERS = (
 )
 _STATES = (
     "The same picture with states",
-    "Filled squares are positive, hollow ones negative, and their area is the size. Nothing in the two steps asked "
-    "for numbers. The query of a column reads blue plus red: what it reads from the blue tile is the intra-chunk "
-    "part of its output, and from the red tile the inter-chunk part.",
+    "Filled squares are positive, hollow ones negative, and their area is the size. The two steps work "
+    "for anything that can be added. The query of a column reads blue plus red: from the blue tile it reads the "
+    "intra-chunk part of its output, from the red tile the inter-chunk part.",
     "A table of twelve columns in groups, every entry a matrix of two by three squares: the outer product of each "
     "token, their sums inside each chunk in blue, the carry of each chunk in red, and the state after each token.",
 )
