@@ -238,9 +238,10 @@ def nearest(p: Problem, n: str, runs: list[Found]) -> Tensor | None:
 def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
     """What the kernel made of each quantity of a case (nothing where it gave no result), and what is wrong with calls.
 
-    Two runs must be the same, and many more in a case that is called `often`. Then come the other ways of calling it. What is wrong in one of them may be wrong in any
-    call now and then: several more are made as usual, and if they differ, that is all that is said of it, and the best
-    of them is judged. A kernel that writes into its inputs has seen others ever after: no finding but that one counts.
+    Two runs must be the same, and many more in a case that is called `often`. Then come the other ways of calling it.
+    A failure in another way may come in any call now and then: several more calls are made as usual. If they differ,
+    the report says only that, and judges the best of them. A kernel that writes into its inputs sees other inputs ever
+    after, so no other finding counts.
     """
     trial = Trial(kernel, p)
     before = {n: y.clone() for n, y in trial.x.items()}
