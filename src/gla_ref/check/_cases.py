@@ -193,7 +193,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     later = [Case(f"gate {g} packed", **packed, gate=g) for g in GATES]
     later += [Case(f"gate {g} long", B=1, H=2, T=long, gate=g) for g in GATES]
     if gates:
-        found.append(Case("gate -20 of wide keys", B=1, H=2, K=64, V=20, T=C + SUB + 3, gate="-20"))
+        found.append(Case("wide keys and gate -20", B=1, H=2, K=64, V=20, T=C + SUB + 3, gate="-20"))
         # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
         names = "gate -1e-4 long", "gate -1 long", "gate many resets packed"
         found += [case for case in later if case.name in names]
