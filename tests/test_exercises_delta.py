@@ -50,18 +50,18 @@ RIGHT = {
 
 #: label -> wrong answers that the judge does not list itself, each with words that name its mistake
 WRONG = {
-    "ex-delta-thrice": [([4, 4, 4], "half of that comes on top"), ([8, 12, 14], "half of the way")],
+    "ex-delta-thrice": [([4, 4, 4], "half of that comes on top"), ([8, 12, 14], "halfway to 8")],
     "ex-delta-angle": [
         (lambda c, v1, v2: v1 + c * v2, "That is linear attention"),
         (lambda c, v1, v2: v1 + c * (v2 - v1), "rho is counted once"),
         (lambda c, v1, v2: v1 + c * (v2 + c * v1), "The sign"),
-        (lambda c, v1, v2: v1, "left what k_1 finds alone"),
-        (lambda c, v1, v2: v2, "what k_2 finds"),
+        (lambda c, v1, v2: v1, "changes the answer of k_1"),
+        (lambda c, v1, v2: v2, "the answer of k_2"),
         (lambda c, v1, v2: v1 - c * c * v1 + v2, "with the factor rho"),
         (lambda c, v1, v2: 0.0, "for the arguments 0.5, 2, 3"),
     ],
     "ex-delta-writes": [
-        (by_substitution(lambda i, T: ()), "corrects the state before the chunk"),
+        (by_substitution(lambda i, T: ()), "correct the writes of earlier tokens"),
         (by_substitution(old=False), "The state before the chunk is missing"),
         (backwards, "The triangle is the upper one"),
         (by_substitution(sign=-1), "The sign of A"),
@@ -77,8 +77,8 @@ WRONG = {
         (erased(whole=False), "The gates are missing"),
         (erased(strength=-1), "The sign"),
         (erased(strength=0), "Nothing is erased"),
-        (erased(reverse=True), "The order is turned round"),
-        (lambda k, g, beta: torch.exp(g.sum()) * (torch.eye(3) - (beta * k.T) @ k), "As if the keys were orthogonal"),
+        (erased(reverse=True), "The order is wrong"),
+        (lambda k, g, beta: torch.exp(g.sum()) * (torch.eye(3) - (beta * k.T) @ k), "right for orthogonal keys only"),
         (lambda k, g, beta: erased()(k, g, beta)[0], "M: expected shape [3, 3], got [3]"),
     ],
     "ex-delta-parity": [
@@ -123,7 +123,7 @@ RIGHT |= {
 }
 
 WRONG |= {
-    "ex-triangle-pascal": [([6, 20, 20], "cancel in the inverse"), ([2, 4, 1], "counts the ways")],
+    "ex-triangle-pascal": [([6, 20, 20], "cancel in the inverse"), ([2, 4, 1], "counts the paths")],
     "ex-triangle-largest": [
         (lambda C, beta: paths(C, 1.0), "The strength is missing"),
         (lambda C, beta: beta * paths(C, 1.0), "counted once"),
@@ -139,8 +139,8 @@ WRONG |= {
     ],
     "ex-triangle-refine": [
         (newton(sign=-1), "The sign"),
-        (newton(swap=True), "The order is turned round"),
-        (newton(half=0.5), "Half a step"),
+        (newton(swap=True), "The order is wrong"),
+        (newton(half=0.5), "half a step"),
         (newton(half=0.0), "Nothing is refined"),
         (lambda A, Y: Y + Y @ (torch.eye(5).double() - A @ Y), "The triangle is I + A"),
         (lambda A, Y: newton()(A, Y) - Y, "the correction alone"),
@@ -148,7 +148,7 @@ WRONG |= {
     "ex-triangle-recipes": [
         ("abce", "b does not belong to it"),
         ("ac", "e is missing"),
-        ("acde", "which leave fp16 no digit"),
+        ("acde", "fp16 then has no digit"),
         ("x", "Expected some of a, b, c, d, e"),
     ],
 }

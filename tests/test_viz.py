@@ -21,6 +21,7 @@ from gla_ref.viz.chunk_size import LENGTHS, chunk_size
 from gla_ref.viz.decode_memory import decode_memory
 from gla_ref.viz.fading_state import fading_state
 from gla_ref.viz.gate_strength import gate_strength
+from gla_ref.viz.gla_block import gla_block
 from gla_ref.viz.inverses import inverses
 from gla_ref.viz.kernel_walk import kernel_walk
 from gla_ref.viz.levels import levels
@@ -128,6 +129,7 @@ EXPLORABLES = {
     "one_chunk": one_chunk,
     "decode_memory": decode_memory,
     "overwrite": cache(overwrite),
+    "gla_block": gla_block,
     "model_map": cache(model_map),
     "inverses": cache(inverses),
     "kernel_walk": kernel_walk,

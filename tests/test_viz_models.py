@@ -1,10 +1,13 @@
-"""The map of models and the three jobs, to move: their numbers against the package's (chapters 18 and 22)."""
+"""A layer, the map of models and the three jobs: their numbers against the package's (chapters 17, 18 and 22)."""
 
 import pytest
 import torch
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, simple_gla
 from gla_ref.costs import cost
+from gla_ref.models import Config
+from gla_ref.models.language_model import Block
+from gla_ref.viz import gla_block
 from gla_ref.viz import three_jobs as jobs
 from gla_ref.viz.model_map import GATES, K4, MODELS, V4, WRITES, model_map, states
 
@@ -67,6 +70,31 @@ def test_answers_and_readouts_say_what_is_shown():
                 said = explorable.frames[i][j][n].readout
                 assert all(f"{round(x, 2) + 0.0:g}" in said for x in S.flatten().tolist())
                 assert MODELS[gate][j] in said and writes in said
+
+
+# -- a GLA layer (chapter 17) ------------------------------------------------------------------
+
+
+def test_weights_of_the_parts_are_those_of_the_layer():
+    w, H = gla_block.WIDTH_OF_MODEL, gla_block.HEADS
+    config = Config(hidden_size=w, num_heads=H, use_short_conv=True)
+    assert (config.gate_rank, config.conv_size) == (gla_block.RANK, gla_block.SEES)
+    block = Block(config)
+    of = {
+        "input": block.attn_norm,
+        "forget gate": block.attn.gk_proj,
+        "norm": block.attn.g_norm_swish_gate,
+        "output gate": block.attn.g_proj,
+        "output": block.attn.o_proj,
+    }
+    own = {name: sum(p.numel() for p in module.parameters()) for name, module in of.items()}
+    named = dict(block.attn.named_parameters())
+    own["q, k, v"] = sum(p.numel() for name, p in named.items() if name[:6] in ("q_proj", "k_proj", "v_proj"))
+    own["convolution"] = sum(p.numel() for name, p in named.items() if "conv1d" in name)
+    assert own | {"recurrence": 0} == {name: gla_block.weights(name) for name in gla_block.PARTS}
+    without, having = (row[0].readout for row in gla_block.gla_block().frames)
+    total = sum(p.numel() for p in block.attn.parameters())
+    assert f"{total:,} weights" in having and f"{total - own['convolution']:,} weights" in without
 
 
 # -- three jobs (chapter 22) -------------------------------------------------------------------

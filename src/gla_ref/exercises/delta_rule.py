@@ -12,12 +12,12 @@ predict(
     ["after the first write", "after the second", "after the third"],
     [4, 6, 7],
     [
-        ([4, 8, 12], "That adds half of 8 each time. The second write first takes half of what is found, 4, away."),
-        ([8, 8, 8], "That is beta = 1, which replaces what is found. With beta = 1/2 half of it stays."),
-        ([4, 2, 1], "Those are the corrections. What is found is their sum."),
+        ([4, 8, 12], "That adds half of 8 each time. The second write first takes away half of the 4 that it finds."),
+        ([8, 8, 8], "That is beta = 1, which replaces the old value. With beta = 1/2 half of it stays."),
+        ([4, 2, 1], "Those are the corrections. The key finds their sum."),
         ([4, 4, 4], "After the first write the key finds 4, which is still 4 short of 8: half of that comes on top."),
     ],
-    "Each write moves what is found half of the way to 8.",
+    "Each write moves the found value halfway to 8.",
 )
 
 
@@ -28,17 +28,15 @@ def _product(rho, v1, v2, own=lambda rho: 1 - rho * rho, other=lambda rho: rho):
 @exercise("ex-delta-angle", "derive")
 def angle(answer):
     mistakes = {
-        "That is linear attention: the second write is added whole. It should be corrected by what k_2 finds.": dict(
-            own=lambda rho: 1
-        ),
+        "That is linear attention: subtract the value that k_2 finds from the second write.": dict(own=lambda rho: 1),
         "rho is counted once: k_2 finds rho v_1, and k_1 meets that correction with another factor rho.": dict(
             own=lambda rho: 1 - rho
         ),
-        "The sign is turned round: what k_2 finds is taken away.": dict(own=lambda rho: 1 + rho * rho),
-        "As if the second write left what k_1 finds alone: it does only where rho = 0.": dict(
+        "The sign is wrong: the value that k_2 finds is subtracted.": dict(own=lambda rho: 1 + rho * rho),
+        "The second write changes the answer of k_1, too, unless rho = 0.": dict(
             own=lambda rho: 1, other=lambda rho: 0
         ),
-        "That is what k_2 finds. The question is what k_1 finds.": dict(own=lambda rho: 0, other=lambda rho: 1),
+        "That is the answer of k_2. The question asks for k_1.": dict(own=lambda rho: 0, other=lambda rho: 1),
         "k_1 meets the new value with the factor rho, the product of the keys.": dict(other=lambda rho: 1),
     }
     cases = [(0.5, 2.0, 3.0), (-0.8, -1.0, 4.0)]
@@ -46,7 +44,7 @@ def angle(answer):
 
 
 def _writes(S, k, v, beta, *, mask=lambda A: A.tril(-1), on_A=1, on_v=1, sign=1, before=True):
-    """What a chunk's tokens write; the options leave something out."""
+    """The writes of a chunk's tokens; the options leave something out."""
     A = sign * mask(beta[:, None] ** on_A * (k @ k.T))
     missing = v - k @ S if before else v
     return torch.linalg.solve(torch.eye(len(k), dtype=k.dtype) + A, beta[:, None] ** on_v * missing)
@@ -55,15 +53,15 @@ def _writes(S, k, v, beta, *, mask=lambda A: A.tril(-1), on_A=1, on_v=1, sign=1,
 @exercise("ex-delta-writes", "implement")
 def writes(answer):
     mistakes = {
-        "Each token corrects the state before the chunk, not what the tokens before it have written.": dict(
+        "Each token must correct the writes of earlier tokens, too, not only the state before the chunk.": dict(
             mask=lambda A: 0 * A
         ),
         "The state before the chunk is missing: each token finds k S in it.": dict(before=False),
         "The mask is missing: a token finds the writes of later ones as well.": dict(mask=lambda A: A),
         "A token finds its own write: the diagonal of A is 0.": dict(mask=torch.tril),
         "The triangle is the upper one: a token finds the writes of later ones.": dict(mask=lambda A: A.triu(1)),
-        "The sign of A is turned round: what is found is subtracted, so it is I + A on the left.": dict(sign=-1),
-        "beta is missing in A: what is found in the chunk is corrected with the same strength.": dict(on_A=0),
+        "The sign of A is wrong: found values are subtracted, so the matrix on the left is I + A.": dict(sign=-1),
+        "beta is missing in A: values found in the chunk are corrected with the same strength.": dict(on_A=0),
         "beta is missing on the right: v - k S is written with strength beta.": dict(on_v=0),
         "beta is counted twice in A.": dict(on_A=2),
     }
@@ -89,11 +87,11 @@ def transition(answer):
         return one_head(gated_delta_rule.recurrent, k, k, nothing, g, beta, initial_state=start)[1][0, 0]
 
     mistakes = {
-        "The order is turned round: the last token's matrix stands on the left.": dict(order=lambda M, N: N @ M),
+        "The order is wrong: the last token's matrix is on the left.": dict(order=lambda M, N: N @ M),
         "The gates are missing: the state decays by all of them.": dict(gated=False),
-        "The sign is turned round: what the key finds is taken away.": dict(strength=-1.0),
+        "The sign is wrong: the value that the key finds is subtracted.": dict(strength=-1.0),
         "Nothing is erased: that is the decay alone.": dict(strength=0.0),
-        "As if the keys were orthogonal: each erases what the others have left of the rest.": (
+        "That is right for orthogonal keys only: each erasure changes what later keys find.": (
             lambda k, g, beta: g.sum().exp() * (torch.eye(k.shape[1], dtype=k.dtype) - k.T @ (beta[:, None] * k))
         ),
     }
@@ -114,7 +112,7 @@ def _flips(bits, flip=lambda S, bit: S * (-1) ** bit):
 @exercise("ex-delta-parity", "implement")
 def parity(answer):
     def states(bits):
-        """What the reader's k, v, beta make of the state 1, token by token."""
+        """The states that the reader's k, v, beta make from 1, token by token."""
         if (given := answer(bits)) is None:
             return None
         if not isinstance(given, (tuple, list)) or len(given) != 3:
@@ -131,7 +129,7 @@ def parity(answer):
         "The state does not change: with k = 0 or beta = 0 nothing is erased.": dict(flip=lambda S, bit: S),
         "The state flips at every token; it should flip at the ones only.": dict(flip=lambda S, bit: -S),
         "The state flips at the zeros; it should flip at the ones.": dict(flip=lambda S, bit: S * (-1) ** (1 - bit)),
-        "That writes the value -1 instead of turning the state's sign: two ones should give 1 again.": dict(
+        "That writes the value -1 instead of flipping the state's sign: two ones should give 1 again.": dict(
             flip=lambda S, bit: S * (1 - bit) - bit
         ),
     }

@@ -16,7 +16,7 @@ def rank():
         ([16 * 1024 * 512 + bias, full + bias], "Two matrices, one after the other: their sizes add."),
         ([16 * 1024 + bias, full + bias], "The second matrix of the bottleneck is missing, [16, 512]."),
         ([low + bias, 1024 * 1024 + bias], "The gate has H K = 512 channels, not 1024."),
-        ([full + bias, low + bias], "The other way round: the bottleneck has fewer."),
+        ([full + bias, low + bias], "The two are exchanged: the bottleneck has fewer numbers."),
     ]
     hint = "Matrices [1024, 16] and [16, 512], or one [1024, 512], and a bias of 512."
     return numbers(["through the bottleneck", "as one matrix"], [low + bias, full + bias], mistakes, hint)
@@ -65,8 +65,8 @@ def context():
     mistakes = [
         (12 * 1024, "A token has a key and a value: 2 w numbers."),
         (6, "Per token the cache has 2 w numbers, not 2 w w."),
-        (3 * 1024, "Both have two bytes a number: they cancel."),
-        (24 * 1024, "Both have two bytes a number, and a token has a key and a value."),
+        (3 * 1024, "Both have two bytes per number: they cancel."),
+        (24 * 1024, "Both have two bytes per number, and a token has a key and a value."),
         (2 * 1024, "The MLP's weights are read too: 12 w^2 in all."),
         (24 * 6 * 1024, "Every block has its own weights and its own cache: their number cancels."),
     ]

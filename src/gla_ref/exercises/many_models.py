@@ -16,10 +16,10 @@ predict(
         ([64 * 128, 2 * 64 * 128, 64 * 128, ...], "The normaliser of mLSTM is a state too: one more value column."),
         ([64 * 128, 2 * 64 * 128, 65 * 128, ...], "The normaliser has a number for each key channel."),
         ([64 * 128, 2 * 64 * 128, 64 * 129, 64 * 128], "A slot has a key and a value: 64 + 128 numbers."),
-        ([64 * 128, 2 * 64 * 128, 64 * 129, 64 * 64], "A slot has a value beside its key: 64 + 128 numbers."),
+        ([64 * 128, 2 * 64 * 128, 64 * 129, 64 * 64], "A slot has a value besides its key: 64 + 128 numbers."),
         ([64 + 128, ..., ..., ...], "A state has a number for every pair of a key and a value channel: their product."),
     ],
-    "A number for each pair of a row and a column; count the rows and columns of each.",
+    "A state has a number for each pair of a row and a column. Count the rows and columns of each state.",
 )
 
 predict(
@@ -29,7 +29,7 @@ predict(
     [
         ([4, 4], "RWKV-6 reads before it fades: the gate of token 6 comes too late."),
         ([3, 3], "In GLA a token fades before it reads, so its own gate counts."),
-        ([3, 4], "The other way round: GLA fades first and reads then."),
+        ([3, 4], "The other way round: GLA fades first and then reads."),
         ([5, 4], "A write is not faded by its own token's gate: the first that counts is token 3's."),
         ([5, ...], "A write is not faded by its own token's gate: the first that counts is token 3's."),
     ],
@@ -43,9 +43,9 @@ choose(
     {
         "a": "Its gate is a constant of each head.",
         "b": "It can clear the state, but all rows at once.",
-        "c": "It has a gate for each row, which may be as small as it likes.",
+        "c": "It has a gate for each row, which may be arbitrarily small.",
         "d": "Its gates never go below their lower bound, here 0.9.",
-        "e": "It has a gate for each row: a large pre-activation makes exp(-exp(y)) as small as one likes.",
+        "e": "It has a gate for each row: a large pre-activation makes exp(-exp(y)) arbitrarily small.",
         "f": "One row's gate near 0, all others and the columns' near 1.",
     },
 )
@@ -58,7 +58,9 @@ def _factor(g, omega):
 @exercise("ex-models-turn", "derive")
 def turn(answer):
     mistakes = {
-        "Angles add up first; the cosine is of their sum, not of each.": lambda g, w: (g.exp() * w.cos()).prod(),
+        "Angles add up first: take the cosine of their sum, not of each angle.": lambda g, w: (
+            g.exp() * w.cos()
+        ).prod(),
         "That is the size. The real part has the cosine of the angle as well.": lambda g, w: g.sum().exp(),
         "The sine is the imaginary part.": lambda g, w: g.sum().exp() * w.sum().sin(),
         "Sizes are multiplied: their logarithms add.": lambda g, w: g.exp().sum() * w.sum().cos(),
@@ -69,7 +71,7 @@ def turn(answer):
 
 
 def _longhorn(q, k, v, beta, *, step=lambda b, n: b / (1 + b * n), gate=torch.square, own=True, late=False):
-    """Longhorn with one step size a head; `late` fades what the token itself has written too."""
+    """Longhorn with one step size per head; `late` also fades the token's own write."""
     S, o = q.new_zeros(k.shape[1], v.shape[1]), []
     for t in range(len(q)):
         d = step(beta[t], k[t] @ k[t])
@@ -94,7 +96,7 @@ def longhorn(answer):
     mistakes = {
         "The step size is beta over 1 + beta k k^T.": {"step": lambda b, n: b},
         "The write is scaled by the step size too.": {"own": False},
-        "The gate is 1 less the step size times the square of k.": {"gate": torch.abs},
+        "The gate is 1 minus the step size times the square of k.": {"gate": torch.abs},
         "The gate is the same for all rows there. It is 1 - delta k_a^2 in row a.": {"gate": lambda k: (k @ k)[None]},
         "The gate is missing: nothing fades.": {"gate": torch.zeros_like},
         "A write is not faded by its own token's gate.": {"late": True},

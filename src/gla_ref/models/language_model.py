@@ -79,7 +79,7 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
     ) -> tuple[Tensor, State]:
-        """`[B, T]` to `[B, T, d]`, and the state behind the last token of each sequence.
+        """`[B, T]` to `[B, T, d]`, and the state after the last token of each sequence.
 
         `pieces` says where other tokens of the same sequences are (:mod:`gla_ref.models.over_ranks`).
         """

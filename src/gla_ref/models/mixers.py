@@ -41,7 +41,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 class LinearAttention(GatedOutput):
-    """No gate, and no normaliser but the norm of each head."""
+    """No gate, and no normaliser except the norm of each head."""
 
     mechanism = "linear_attention"
 
@@ -51,7 +51,7 @@ class LinearAttention(GatedOutput):
 
 
 class RetNet(GatedOutput):
-    """A gate for each head that no data change: 1 - 2^(-5 - h) in head h (RetNet paper, eq. 8)."""
+    """A constant gate for each head: 1 - 2^(-5 - h) in head h (RetNet paper, eq. 8)."""
 
     mechanism = "simple_gla"
 
@@ -62,7 +62,7 @@ class RetNet(GatedOutput):
 
 
 class ScalarGates(GatedOutput):
-    """GLA with one gate a head: logsigmoid(x W + b) / tau."""
+    """GLA with one gate for each head: logsigmoid(x W + b) / tau."""
 
     mechanism = "simple_gla"
 

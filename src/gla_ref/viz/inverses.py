@@ -79,7 +79,7 @@ def _frame(n: int, at: tuple[int, int], largest: Tensor, found: dict[tuple[str, 
         pieces,
         f"{n} rows, β = {STRENGTHS[at[0]]:g}, keys alike {ALIKE[at[1]]:g}: the inverse has entries up to "
         f"{largest[at].item():.1f}. "
-        f"Doubling in fp32 is wrong by {wrong['doubling', 'ieee']}, blocks in TF32 by {wrong['blocks of 16', 'tf32']}.",
+        f"Doubling in fp32 is off by {wrong['doubling', 'ieee']}, blocks in TF32 by {wrong['blocks of 16', 'tf32']}.",
     )
 
 
@@ -93,7 +93,7 @@ def inverses() -> Explorable:
         title="How wrong is the inverse?",
         notice="Each tile is the largest error of an entry of the inverse. With random keys nothing is ever wrong by "
         "much. Make the keys alike, and doubling breaks: even in float32, and long before the other ways lose a digit. "
-        "With equal keys and β = 1 or 2 all numbers are whole, so that the other ways make no error at all.",
+        "With equal keys and β = 1 or 2 all numbers are whole, so the other ways make no error at all.",
         alt="A table of tiles: four ways to invert by six precisions of matrix products, each tile with an error.",
         controls=(Choice("Strength β", STRENGTHS), Choice("Rows", ROWS), Slider("Keys alike", ALIKE)),
         frames=frames,
@@ -110,8 +110,8 @@ def inverses() -> Explorable:
             "64 keys that are nearly equal, everything in float32: which way breaks?",
             "doubling",
             {
-                "row by row": "It only ever handles rows of the inverse, and these are small.",
-                "blocks of 16": "Its blocks are inverses of smaller triangles, and small as well.",
+                "row by row": "It handles only rows of the inverse, which are small.",
+                "blocks of 16": "Its blocks are inverses of smaller triangles, which are small as well.",
                 "doubling": "Its powers of the triangle have entries beyond 10¹⁷, which cancel in the end.",
             },
             seen=(1, 1, ALIKE.index(0.99)),

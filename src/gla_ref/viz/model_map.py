@@ -99,7 +99,7 @@ def _gate(G: Tensor) -> list[str]:
             shapes, side = [rect(*at, TALL, TALL, "edge faint")], 28 * share**0.5
             if side:
                 shapes.append(rect(*(y + (TALL - side) / 2 for y in at), side, side, "blue"))
-            pieces.append(part(f"Row {i + 1}, column {j + 1} keeps {_number(share)} of what it holds", *shapes))
+            pieces.append(part(f"Row {i + 1}, column {j + 1} keeps {_number(share)} of its number", *shapes))
     return pieces
 
 
@@ -132,10 +132,10 @@ def model_map() -> Explorable:
     return Explorable(
         title="Which memory is right at the end?",
         notice="A blue square is the share that stays. Row 2 should last; row 1 is out of date as soon as a newer "
-        "value comes. A gate has to know when that is, and what else it fades. Erasing needs neither: a write takes "
-        "away what its own key finds.",
+        "value comes. A gate must know that moment, and fades other entries, too. Erasing does neither: a write "
+        "removes the value that its own key finds.",
         alt="Four tokens in a row; below, a token's gate as six squares, the state as a table of two rows and three "
-        "columns, and beside it the latest value of each row; at the bottom the models that work like this.",
+        "columns, and next to it the latest value of each row; at the bottom the models that work like this.",
         controls=(Choice("Fades by", list(GATES)), Choice("Writes", WRITES), Slider("Step", range(2 * len(K4) + 1))),
         frames=[
             [[_frame(gate, writes, n, S) for n, S in enumerate(states(gate, writes))] for writes in WRITES]
@@ -154,7 +154,7 @@ def model_map() -> Explorable:
             "A number per row clears row 1 at token 3 only, and the memory adds. What is in row 1 after token 4?",
             "tokens 3 and 4",
             {
-                "token 4": "That needs a memory that erases first. This one adds, and token 4 came without a reset.",
+                "token 4": "That needs a memory that erases first. This memory adds, and token 4 came without a reset.",
                 "tokens 3 and 4": "Token 3 cleared the row before it wrote. Token 4 did not, so it was added.",
                 "tokens 1, 3 and 4": "That is the sum without any gate. Token 3 cleared the row before it wrote.",
             },

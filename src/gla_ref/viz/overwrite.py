@@ -134,10 +134,10 @@ def overwrite() -> Explorable:
     return Explorable(
         title="Can an old value be overwritten?",
         notice="A square's area is the size of a number, blue above zero and orange below. A memory that adds answers "
-        "tea and jazz at once. One that corrects erases what the key finds before it writes, so that the last write is "
-        "always found again. The more alike the keys, the more each correction also touches the other's answer.",
+        "tea and jazz at once. A memory that corrects first erases the value that the key finds, so the last write is "
+        "always found again. The more alike the keys, the more each correction changes the other's answer.",
         alt="Three lines of a story; below, two keys as arrows in a circle, the state as two rows of three squares, "
-        "and what Ada's and Bob's keys find in it beside what they should.",
+        "and the answers that Ada's and Bob's keys find, next to the right answers.",
         controls=(Choice("Rule", list(RULES)), Slider("Keys alike", ALIKE), Slider("Step", range(2 * len(STORY) + 1))),
         frames=frames,
         height=BELOW + 2 * CELL + 8,
@@ -151,7 +151,7 @@ def overwrite() -> Explorable:
             Key("pink", "Bob's key", "dot"),
         ),
         question=Question(
-            "Ada liked tea, now she likes jazz. What does a memory that only adds answer about her?",
+            "Ada liked tea, now she likes jazz. What does a memory that only adds answer when asked about her?",
             "tea and jazz",
             {
                 "jazz": "Nothing took the tea away: it was added, and stays.",
