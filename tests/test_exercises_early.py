@@ -25,10 +25,11 @@ from torch.nn import functional as F
 
 from gla_ref import exercises, gla
 from gla_ref.exercises import _compare, _predict, check
+from gla_ref.notebook import chapters
 from gla_ref.prefix_sum import blelloch, hillis_steele
 
 BOOK = Path(__file__).resolve().parents[1] / "book"
-CHAPTERS = sorted(BOOK.glob("[0-9][0-9]_*.md"))
+CHAPTERS = [BOOK / f"{page}.md" for page in chapters(BOOK)]
 
 exercises.load()
 LABELS = sorted(exercises.JUDGES)
