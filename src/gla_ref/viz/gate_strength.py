@@ -175,8 +175,8 @@ def _frame(name: str, gate: float, forms: list[str]) -> Frame:
 
 
 NOTICE = (
-    "Upwards, the size of a factor in powers of two; the error is the largest of an output, over their rms. What "
-    "decides is a format's range of exponents (grey), not its digits: bfloat16 and float32 give up at the same gates, "
+    "Upwards is the size of a factor, in powers of two; the error is the largest of an output, over their rms. A "
+    "format's range of exponents (grey) decides, not its digits: bfloat16 and float32 give up at the same gates, and "
     "float16 far earlier."
 )
 
@@ -212,9 +212,9 @@ def gate_strength(*, ratio_only: bool = False) -> Explorable:
     else:
         title = "How strong may a gate be?"
         more = (
-            "One product a chunk bears gates eight times as strong as one ratio, for a chunk is a quarter of the "
-            "sequence and its anchor in the middle; in float16 it loses digits at −0.3 already. With two levels no "
-            "factor is above 1, and what leaves the range below is a decay next to nothing."
+            "One product per chunk bears gates eight times as strong as one ratio, because a chunk is a quarter of the "
+            "sequence and its anchor is in the middle. In float16 it loses digits at −0.3 already. With two levels no "
+            "factor is above 1, and a decay that leaves the range below is next to nothing."
         )
     return Explorable(
         title=title,
