@@ -160,14 +160,14 @@ def _frame(way: str, C: int, t: int, W: Tensor) -> Frame:
     crossing = [pair for kind, x in found.items() if kind != "orange" for pair in x]
     dg, cancelled = (sum(W[i - 1, j - 1].item() for i, j in x) for x in (crossing, found["orange"]))
     end = "the sequence's end" if C == T else f"the end of its chunk, token {(t - 1) // C * C + C}"
-    words = f"Gate of token {t}: {_count(len(crossing))} cross it, and sum to dg = {dg:.2f}. "
+    words = f"Gate of token {t}: {_count(len(crossing))} cross it, and sum to dg = {dg:.3f}. "
     if way == WAYS[0]:
         words += f"Summed to {end}, "
     else:
         words += "Path by path, " if C == T else f"Path by path in chunks of {C}, "
     n = len(found["orange"])
     many = f"another {n} pairs are" if n > 1 else "another pair is"
-    words += f"{many} added and taken away: {cancelled:+.2f}." if n else "no others are touched."
+    words += f"{many} added and taken away: {cancelled:+.3f}." if n else "no others are touched."
     return Frame(pieces, words.replace("-", "−"))
 
 
