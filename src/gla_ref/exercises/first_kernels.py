@@ -65,7 +65,8 @@ def launch_all(kernel, case: Launch) -> dict[str, Tensor]:
         raise Open("Your turn: the kernel stores nothing yet.")
     for name, place in places.items():
         if name not in shapes and written[place].any():
-            raise Wrong(f"The kernel changes {name}, which is not its own: store through the last pointer.")
+            own = "the last pointer" if len(shapes) == 1 else " and ".join(shapes)
+            raise Wrong(f"The kernel changes {name}, which is not its own: store through {own}.")
         written[place] = False
     if written.any():
         i, last = int(written.nonzero()[0]), max(place.stop for place in places.values())

@@ -142,7 +142,7 @@ _TEXTS = (
     ("Gates", "13_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?",
      "Anchor a chunk's scales, and know when the data forbid it."),
     ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
-     "Read every line of a fast kernel, and predict its time."),
+     "Read every line of a fast kernel, predict its time, and write it yourself."),
     ("Gates", "15_gradients", "Gradients of the gates", "How much passed through this gate?",
      "Derive the gates' gradient without storing states, and see which pairs cancel."),
     ("Gates", "15b_gradient_kernel", "Summing a gate's gradient", "Why does a sum that is right on paper lose its digits?",
