@@ -145,7 +145,7 @@ _TEXTS = (
      "Read every line of a fast kernel, predict its time, and write it yourself."),
     ("Gates", "15_gradients", "Gradients of the gates", "How much passed through this gate?",
      "Derive the gates' gradient without storing states, and see which pairs cancel."),
-    ("Gates", "15b_gradient_kernel", "Summing a gate's gradient", "Why does a sum that is right on paper lose its digits?",
+    ("Gates", "15b_gradient_kernel", "Summing a gate's gradient", "Why does a sum that is right on paper lose digits?",
      "Cut a sum so that nothing has to cancel, and read the backward kernels."),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
      "Write a decoding step and its kernel, and predict its time from bytes."),
