@@ -28,9 +28,11 @@ from docutils import nodes
 from filelock import FileLock
 from jupyter_cache import get_cache
 
+from gla_ref.notebook import chapters
+
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "_build" / "html"
-CHAPTERS = sorted(path.stem for path in (ROOT / "book").glob("[0-9][0-9]_*.md"))
+CHAPTERS = chapters(ROOT / "book")
 MODULES = sorted(
     path
     for path in (ROOT / "src" / "gla_ref").rglob("*.py")
@@ -172,10 +174,9 @@ def test_module_names_its_chapter(module):
         titles = [path.read_text() for path in (ROOT / "book").glob("[a-z]*.md")]
         assert any(f"\n# {appendix[1]}\n" in text for text in titles), appendix[0]
         return
-    named = re.search(r"[Cc]hapters? \d+(?:(?:, | and |, and )\d+)*", first)
+    named = re.search(r"[Cc]hapters? \d+[a-z]?\b(?:(?:, | and |, and )\d+[a-z]?\b)*", first)
     assert named, f"the first docstring line names no chapter: {first!r}"
-    numbers = {int(chapter[:2]) for chapter in CHAPTERS}
-    assert {int(n) for n in re.findall(r"\d+", named[0])} <= numbers, named[0]
+    assert set(re.findall(r"\d+[a-z]?\b", named[0])) <= set(CHAPTERS.values()), named[0]
 
 
 def test_api_page_lists_every_module():
@@ -276,10 +277,10 @@ def test_notation_page_has_every_letter():
     everywhere, own = re.findall(r"(?m)^\|---\|---\|---\|\n((?:\|.*\n)+)", page)[:2]
     known = set().union(*(letters(f) for row in everywhere.splitlines() for f in formulas(row.split("|")[1])))
     rows = (row.split("|") for row in own.splitlines())
-    some = {int(chapter): set().union(*map(letters, formulas(cell))) for _, cell, chapter, *_ in rows}
-    for chapter in CHAPTERS:
+    some = {chapter.strip(): set().union(*map(letters, formulas(cell))) for _, cell, chapter, *_ in rows}
+    for chapter, number in CHAPTERS.items():
         text = (ROOT / "book" / f"{chapter}.md").read_text()
-        assert set().union(*map(letters, formulas(text))) - known == some.get(int(chapter[:2]), set()), chapter
+        assert set().union(*map(letters, formulas(text))) - known == some.get(number, set()), chapter
 
 
 def test_every_page_is_listed():
@@ -430,11 +431,11 @@ def test_numbers_agree_between_site_and_notebook(site, chapter):
     page = soup(site / "book" / f"{chapter}.html")
     on_page = [tag.text.strip("()#\n ") for tag in page.select("article .eqno")]
     in_notebook = [
-        number for cell in notebook(chapter).cells for number in re.findall(r"\\tag\{([\d.]+)\}", cell.source)
+        number for cell in notebook(chapter).cells for number in re.findall(r"\\tag\{([\d.a-z]+)\}", cell.source)
     ]
     assert on_page == in_notebook
-    assert {number.split(".")[0] for number in on_page} <= {str(int(chapter[:2]))}
-    assert page.select_one("article h1").text.startswith(f"{int(chapter[:2])}. ")
+    assert {number.split(".")[0] for number in on_page} <= {CHAPTERS[chapter]}
+    assert page.select_one("article h1").text.startswith(f"{CHAPTERS[chapter]}. ")
 
 
 @pytest.mark.deep

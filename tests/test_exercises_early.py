@@ -1,6 +1,6 @@
 """Exercises: right answers are accepted, typical wrong ones are told what is wrong with them.
 
-The answers of chapters 1 to 8 stand here, those of chapter 4 in test_exercises_first.py, of 9 to 16 in
+The answers of chapters 1 to 8 stand here, the kernels of chapters 4 and 14 in test_exercises_first.py, of 9 to 16 in
 test_exercises_late.py, of 17 and 18 in test_exercises_models.py, of 20 to 22 in test_exercises_delta.py. And every
 exercise of the book has a judge, a cell to answer it in, and a solution that passes.
 """
@@ -25,10 +25,11 @@ from torch.nn import functional as F
 
 from gla_ref import exercises, gla
 from gla_ref.exercises import _compare, _predict, check
+from gla_ref.notebook import chapters
 from gla_ref.prefix_sum import blelloch, hillis_steele
 
 BOOK = Path(__file__).resolve().parents[1] / "book"
-CHAPTERS = sorted(BOOK.glob("[0-9][0-9]_*.md"))
+CHAPTERS = [BOOK / f"{page}.md" for page in chapters(BOOK)]
 
 exercises.load()
 LABELS = sorted(exercises.JUDGES)

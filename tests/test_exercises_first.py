@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapter 4, right and wrong: kernels, launched by the judges between guards.
+"""Answers to the exercises of chapters 4 and 14 that are kernels, right and wrong: judges launch them between guards.
 
 `test_exercises_early.py` holds them, with all others, against what the judges say.
 """
@@ -295,6 +295,63 @@ def offsets(order):
     return lambda b, h, B, T, H, K: order(b, h, T, H, K, torch.arange(T)[:, None], torch.arange(K))
 
 
+# -- the walk of the GLA kernel (chapter 14) ---------------------------------------------------------
+
+
+@triton.jit
+def mild_walk(
+    q, k, v, g, o, S_last, T, V, scale, C: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    mask: tl.constexpr = "where", gate: tl.constexpr = "own", state: tl.constexpr = "right",
+    anchor: tl.constexpr = True, tail: tl.constexpr = True, last: tl.constexpr = True, own: tl.constexpr = True,
+    log2e: tl.constexpr = 1.4426950408889634,
+):  # fmt: skip
+    """Right as it is; each option is a mistake."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    o_k, o_v = tl.arange(0, K), (tl.program_id(0) * BV if own else 0) + tl.arange(0, BV)
+    S = tl.zeros([K, BV], tl.float32)
+    for t in range(0, T, C):
+        keys, values, m = (t + i) * K + o_k[None, :], (t + i) * V + o_v[None, :], (t + i < T) | (not tail)
+        b_q, b_k = tl.load(q + keys, mask=m, other=0.0), tl.load(k + keys, mask=m, other=0.0)
+        b_v, b_g = tl.load(v + values, mask=m, other=0.0), tl.load(g + keys, mask=m, other=0.0)
+        b, total = tl.cumsum(b_g, 0), tl.sum(b_g, 0)
+        r = total / 2 if anchor else total * 0.0
+        late = b_g if gate == "late" else b_g * 0.0
+        b_q = b_q * tl.exp2((b - r[None, :]) * log2e)
+        b_k = b_k * tl.exp2((r[None, :] - b + late) * log2e)
+        P = tl.dot(b_q, b_k.T, input_precision="ieee")
+        if mask == "where":
+            P = tl.where(i >= j, P, 0.0)
+        elif mask == "strict":
+            P = tl.where(i > j, P, 0.0)
+        elif mask == "factor":
+            P = P * (i >= j).to(tl.float32)
+        before, after = tl.exp2(r * log2e)[:, None], tl.exp2((total - r) * log2e)[:, None]
+        if state != "not before":
+            S *= before
+        b_o = tl.dot(b_q, S, input_precision="ieee") + tl.dot(P, b_v, input_precision="ieee")
+        tl.store(o + values, b_o * (scale if state != "no scale" else 1.0), mask=t + i < T)
+        S += tl.dot(b_k.T, b_v, input_precision="ieee")
+        if state != "not after":
+            S *= after
+        if state == "not carried":
+            S *= 0.0
+    if last:
+        tl.store(S_last + o_k[:, None] * V + o_v[None, :], S)
+
+
+class With:
+    """A kernel that makes a mistake."""
+
+    def __init__(self, kernel, **mistake):
+        self.kernel, self.mistake = kernel, mistake
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.kernel[grid](*args, **constants, **self.mistake)
+
+    def __call__(self):
+        """What is called is an answer."""
+
+
 RIGHT = {
     "ex-first-grid": [[4, 24, 1000], (4, 24, 1000)],
     "ex-first-sum": [partial_sums],
@@ -307,6 +364,7 @@ RIGHT = {
     "ex-first-norm": [rms_norm],
     "ex-first-matmul": [matmul, product()],
     "ex-first-keys": [keys, walk()],
+    "ex-kernel-walk": [mild_walk],
 }
 WRONG = {
     "ex-first-grid": [
@@ -384,6 +442,23 @@ WRONG = {
         (walk(SCALED=False), "The scale is missing"),
         (walk(SAFE=False), "does an exponential overflow"),
         (walk(LOAD=False), "are all loads masked?"),
+    ],
+    "ex-kernel-walk": [
+        (With(mild_walk, mask="strict"), "The mask is strict: a token misses its own write"),
+        (With(mild_walk, mask="none"), "There is no mask"),
+        (With(mild_walk, mask="factor"), "select with tl.where"),
+        (With(mild_walk, gate="late"), "That is gate after write"),
+        (With(mild_walk, anchor=False), "Anchor the exponents at r"),
+        (With(mild_walk, state="not before"), "not decayed before it is read"),
+        (With(mild_walk, state="not after"), "second half of the state's decay is missing"),
+        (With(mild_walk, state="not carried"), "every chunk starts from zeros"),
+        (With(mild_walk, state="no scale"), "The scale is missing"),
+        (With(mild_walk, log2e=1.0), "2^x is not e^x"),
+        (With(mild_walk, tail=False), "needs a mask, and other=0.0"),
+        (With(mild_walk, last=False), "The final state is missing"),
+        (With(mild_walk, own=False), "Nobody writes o[0, 16]"),
+        (nothing, "The kernel stopped with"),
+        (lambda q, k, v, g: v, "Expected a Triton kernel"),
     ],
 }
 

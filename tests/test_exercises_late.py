@@ -199,6 +199,15 @@ def chunk_pairs(rounded=True, turn=to_the_end, writer=1.0, inside=True):
     return form
 
 
+def values(final=-2, sign=1, own=True, total=lambda x: to_the_end(x, 1)):
+    def form(o, do, v, dv, S_T, D):
+        terms = sign * (o * do - v * dv)
+        dg = total(terms) - (0 if own else terms)
+        return dg if final is None else dg + (S_T * D).sum(final)[:, None]
+
+    return form
+
+
 RIGHT = {
     "ex-gates-reset": [[[1], [1, 2], [1, 2, 3], [2, 3, 4]], [{1}, {2, 1}, (1, 2, 3), {2, 3, 4}]],
     "ex-gates-bias": [lambda h, tau: -math.log(2 ** (tau / h) - 1)],
@@ -233,6 +242,9 @@ RIGHT = {
     "ex-gradients-first": [lambda S, dS: torch.einsum("bhkv,bhkv->bhk", S, dS)],
     "ex-gradients-stored": ["about as large"],
     "ex-gradients-scalar": [scalar()],
+    "ex-gradients-pairs": [[855, 990, 494, 78]],
+    "ex-gradients-values": [values()],
+    "ex-gradients-states": [lambda K, V: 2 / (3 / V + 1 / K)],
     "ex-gradients-same": [chunk_pairs()],
     "ex-gradients-chunk": [[4, 1 / 16], (3, 0.0625)],
 }
@@ -477,6 +489,21 @@ WRONG = {
         (scalar(total=lambda x: x), "sum over the later tokens is missing"),
         (scalar(sign=-1), "The sign"),
         (scalar(final=False), "The final state is missing"),
+    ],
+    "ex-gradients-values": [
+        (values(final=-1), "summed over its columns"),
+        (values(final=None), "The final state is missing"),
+        (values(total=lambda x: x.cumsum(1)), "The sum runs from the start"),
+        (values(own=False), "own term is missing"),
+        (values(total=lambda x: x), "sum over the later tokens is missing"),
+        (values(sign=-1), "The sign"),
+        (lambda *x: values()(*x).sum(-1), "nothing is summed over the columns"),
+    ],
+    "ex-gradients-states": [
+        (lambda K, V: K * V / (3 * K + V), "Two states are kept"),
+        (lambda K, V: 2 * K * V / (2 * K + V), "three tensors with K channels"),
+        (lambda K, V: (3 * K + V) / (2 * K * V), "upside down"),
+        (lambda K, V: K / 2, "for the arguments 64, 96"),
     ],
     "ex-gradients-same": [
         (chunk_pairs(inside=False), "All pairs lie after token 1"),

@@ -20,6 +20,7 @@ from gla_ref.viz.anchor import anchor
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
 from gla_ref.viz.decode_memory import decode_memory
 from gla_ref.viz.fading_state import fading_state
+from gla_ref.viz.gate_paths import gate_paths
 from gla_ref.viz.gate_strength import gate_strength
 from gla_ref.viz.gla_block import gla_block
 from gla_ref.viz.inverses import inverses
@@ -125,6 +126,7 @@ EXPLORABLES = {
     "gate_strength_ratio": cache(lambda: gate_strength(ratio_only=True)),
     "two_level_map": cache(two_level_map),
     "anchor": anchor,
+    "gate_paths": cache(gate_paths),
     "levels": levels,
     "one_chunk": one_chunk,
     "decode_memory": decode_memory,

@@ -1,13 +1,16 @@
-"""Explorables of chapters 7 and 8: who is busy when, and the walks back."""
+"""Explorables of chapters 7, 8 and 15: who is busy when, the walks back, the pairs of a gate's gradient."""
 
 import itertools
+import re
+from collections import Counter
 
 import pytest
 import torch
 from test_viz import rects, texts
 
 from gla_ref import linear_attention
-from gla_ref.viz import kernel_walk
+from gla_ref.gla_backward import backward
+from gla_ref.viz import gate_paths, kernel_walk
 from gla_ref.viz import multiprocessors as chip
 from gla_ref.viz import walk_back as back
 
@@ -114,3 +117,60 @@ def test_walk_back_shows_its_steps(way):
         assert all(now.n not in x for x in held)  # its own tokens are read through the scores
         loaded = sum(len(s.loads) for s in steps[:done]) / back.N
         assert f"{loaded:.1f} tensors" in texts(frame, "end")
+
+
+# -- the pairs of a gate's gradient (chapter 15) ------------------------------------------------
+
+
+def test_gate_paths_sum_to_the_gradient_of_every_gate():
+    """Each kind of sum, with the pairs that cancel left out, against the gradient of the package; and the words."""
+    W, x = gate_paths.paths(), [y[None, :, None] for y in gate_paths.inputs()]
+    dg = backward(*x, scale=1.0).dg[0, :, 0, 0]
+    frames = gate_paths.gate_paths().frames
+    for way, rows in zip(gate_paths.WAYS, frames, strict=True):
+        for C, row in zip(gate_paths.CHUNKS, rows, strict=True):
+            for t, frame in enumerate(row, 1):
+                found = gate_paths.pairs(way, C, t)
+                cancel = found.pop("orange")
+                crossing = [pair for of in found.values() for pair in of]
+                assert len(set(crossing)) == len(crossing) == (t - 1) * (gate_paths.T + 1 - t)
+                assert sum(W[i - 1, j - 1].item() for i, j in crossing) == pytest.approx(dg[t - 1].item(), abs=1e-12)
+                assert f"dg = {dg[t - 1]:.3f}" in frame.readout.replace("−", "-") or abs(dg[t - 1]) < 5e-4
+                many = f"another {len(cancel)} pairs are" if len(cancel) > 1 else "another pair is"
+                assert (many if cancel else "no others") in frame.readout
+
+
+@pytest.mark.parametrize("C", gate_paths.CHUNKS)
+def test_gate_paths_cancel_the_pairs_that_the_running_sum_adds(C):
+    """q dq - k dk, from t to the chunk's end, and what passes that end: wanted pairs once, orange ones not at all."""
+    T = gate_paths.T
+    for t in range(1, T + 1):
+        last = (t - 1) // C * C + C
+        added = [(i, j) for i in range(t, last + 1) for j in range(1, i)]  # rows: q dq, without i = j
+        added += [(i, j) for i in range(last + 1, T + 1) for j in range(1, last + 1)]  # what passes the end
+        taken = [(i, j) for j in range(t, last + 1) for i in range(j + 1, T + 1)]  # columns: k dk
+        found = gate_paths.pairs(gate_paths.WAYS[0], C, t)
+        assert sorted(taken) == sorted(found["orange"])
+        assert sorted(added) == sorted(found["orange"] + found["blue"])
+
+
+def test_gate_paths_draw_as_many_pairs_as_they_count():
+    for rows in gate_paths.gate_paths().frames:
+        for row in rows:
+            for frame in row:
+                drawing = "".join(frame.pieces)
+                counted = Counter()
+                for words, kind, d in re.findall(r'data-say="([^"]*)"><path class="(\w+)" d="M([^"]*)Z"', drawing):
+                    corners = [tuple(map(float, pair.split())) for pair in d.split("L")]
+                    turned = zip(corners, corners[1:] + corners[:1], strict=True)
+                    area = abs(sum(a * y - b * x for (a, b), (x, y) in turned)) / 2
+                    assert area == pytest.approx(int(words.split()[0]) * gate_paths.SIZE**2)
+                    counted["cancel" if kind == "orange" else "cross"] += int(words.split()[0])
+                shown = dict(
+                    zip(
+                        ("cross", "cancel"),
+                        (int(x.split()[0]) for x in texts(frame) if re.fullmatch(r"\d+ pairs?", x)),
+                        strict=True,
+                    )
+                )
+                assert shown == {"cross": counted["cross"], "cancel": counted["cancel"]}

@@ -15,6 +15,8 @@ from pathlib import Path
 from browser import SITE, Visit, chromium, layout_problems
 from playwright.sync_api import Browser
 
+from gla_ref.notebook import CHAPTER
+
 WIDTHS, THEMES = (1280, 390), ("light", "dark")
 
 
@@ -40,7 +42,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=SITE.parent / "screenshots")
     args = parser.parse_args()
     pages = [SITE / "book" / f"{name}.html" for name in args.pages]
-    pages = pages or sorted((SITE / "book").glob("[0-9][0-9]_*.html"))
+    pages = pages or sorted(page for page in (SITE / "book").glob("*.html") if CHAPTER.match(page.stem))
     if not pages:
         sys.exit("needs a built book (make book)")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from gla_ref import notebook
+
 LISTED = re.compile(r"(?m)^ +(gla_ref[\w.]*)$")
 #: packages whose modules have nothing to call: a docstring, and functions for the package's own use
 INNER = ("gla_ref.exercises.", "gla_ref.kernels.")
@@ -18,12 +20,13 @@ def source(root: Path, module: str) -> Path:
 
 def chapters(root: Path, text: str) -> list[str]:
     """The pages of the chapters that a docstring's first line names; none where it names most of the book."""
-    if not (named := re.search(r"[Cc]hapters? (\d+(?:(?:, | and | to )\d+)*)", text.split("\n")[0])):
+    number = r"\d+[a-z]?\b"
+    if not (named := re.search(rf"[Cc]hapters? ({number}(?:(?:, | and | to ){number})*)", text.split("\n")[0])):
         return []
-    numbers = {int(n) for n in re.findall(r"\d+", named[1])}
+    numbers = set(re.findall(number, named[1]))
     for first, last in re.findall(r"(\d+) to (\d+)", named[1]):
-        numbers |= set(range(int(first), int(last) + 1))
-    pages = [path.stem for n in sorted(numbers) for path in (root / "book").glob(f"{n:02}_*.md")]
+        numbers |= set(map(str, range(int(first), int(last) + 1)))
+    pages = [page for page, n in notebook.chapters(root / "book").items() if n in numbers]
     return pages if len(pages) <= 5 else []
 
 

@@ -1,6 +1,6 @@
 """The book's own Sphinx extension: what Jupyter Book cannot be told in _config.yml.
 
-* A chapter's number is the one in its file name (``book/11_chunkwise_gla.md`` is chapter 11).
+* A chapter's number is the one in its file name (``book/11_chunkwise_gla.md`` is chapter 11, and 15b follows 15).
 * The Colab and download buttons lead to the generated notebook; with no public repository
   address (``repository.url`` in _config.yml) there is no button that needs one.
 * Executed pages are cached under a key that covers the package, not only the page's cells.
@@ -17,13 +17,16 @@ import shutil
 import socket
 import subprocess
 import time
+import warnings
 from pathlib import Path, PurePosixPath
 
 from docutils import nodes
 from sphinx.util import logging
 from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
-CHAPTER = re.compile(r"book/(\d\d)_\w+$")
+from gla_ref import notebook as pages
+
+CHAPTER = re.compile(f"book/{pages.CHAPTER.pattern}")
 COLAB = "https://colab.research.google.com"
 MACROS = {r"\R": r"\mathbb{R}", r"\diag": r"\operatorname{diag}"}
 
@@ -41,15 +44,18 @@ FIGURES = """c.InlineBackend.figure_formats = {"svg"}
 c.InlineBackend.print_figure_kwargs = {"bbox_inches": "tight", "metadata": {"Date": None}}
 """
 
+#: sphinx_external_toc asks every object in memory for its class, and one of torch's says that it is old
+warnings.filterwarnings("ignore", ".*reduce_op.*", FutureWarning)
+
 log = logging.getLogger(__name__)
 
 
 def number_by_file_name(collector, env):
-    """Give chapter ``book/NN_slug`` the number NN, whatever its place in the table of contents."""
+    """Give chapter ``book/NN_slug`` the number NN, such as 9 or 15b, whatever its place in the table of contents."""
     old, env.toc_secnumbers = env.toc_secnumbers, {}
     for page, toc in env.tocs.items():
         if match := CHAPTER.match(page):
-            number = (int(match[1]),)
+            number = (match[1].lstrip("0"),)
             first, *rest = toc.findall(nodes.reference)
             first["secnumber"] = env.titles[page]["secnumber"] = number
             env.toc_secnumbers[page] = {"": number} | {r["anchorname"]: () for r in rest}

@@ -13,9 +13,9 @@ import unicodedata
 from pathlib import Path
 
 from docutils import nodes
+from gla_book import CHAPTER
 from sphinx import addnodes
 
-CHAPTER = re.compile(r"book/\d\d_\w+$")
 #: what nobody can read in a line of results: listings, displayed formulas, drawings
 UNREAD = (nodes.literal_block, nodes.math_block, nodes.raw, nodes.image, nodes.comment, nodes.system_message)
 #: at the end of a glossary's definition: other names of the term

@@ -16,7 +16,7 @@
     if (!/^[\p{L}\p{N}_]/u.test(stem) || /\p{Script=Han}/u.test(stem)) return spelt;
     return "(?<![\\p{L}\\p{N}])" + spelt + (stem.length <= 3 ? "s?(?![\\p{L}\\p{N}])" : "");
   }).join("|"), "giu");
-  const bare = title => title.replace(/^\d+\. /, "");
+  const bare = title => title.replace(/^\d+[a-z]?\. /, "");
   const count = (text, re) => (text.match(re) || []).length;
 
   const pages = SEARCH_PAGES;

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+#: the name of a chapter's page: two digits, a letter where one chapter became two, and a slug: 15b_gradient_kernel
+CHAPTER = re.compile(r"(\d\d[a-z]?)_\w+$")
+
+
+def chapters(book: Path) -> dict[str, str]:
+    """The pages of the chapters in the order of reading, each with its number: {"15b_gradient_kernel": "15b"}."""
+    found = {path.stem: CHAPTER.match(path.stem) for path in sorted(Path(book).glob("*.md"))}
+    return {page: match[1].lstrip("0") for page, match in found.items() if match}
 
 
 def say(text: str) -> None:

@@ -9,6 +9,8 @@ import browser as tools
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
+from gla_ref.notebook import CHAPTER
+
 pytestmark = pytest.mark.browser
 
 WIDTHS, THEMES = (1280, 390), ("light", "dark")
@@ -176,7 +178,7 @@ def test_page(chromium, visit, record, page):
     tab.wait_for_timeout(100)  # scripts that start after loading
     bytes_ = sum(file.stat().st_size for file in visit.files)
     weight = {"bytes": bytes_, "explorables": tab.evaluate(EXPLORABLES)}
-    found = pictures(tab) if re.search(r"/(\d\d_|index)", page) else []
+    found = pictures(tab) if CHAPTER.search(page) or page.endswith("/index") else []
     found += [problem for theme in THEMES for width in WIDTHS for problem in look(tab, theme, width)]
     found += listen(tab) + visit.problems
     record[page] = weight

@@ -10,6 +10,8 @@ import gla_icons
 import pytest
 from bs4 import BeautifulSoup
 
+from gla_ref.notebook import CHAPTER
+
 pytestmark = pytest.mark.browser
 
 PAGES = tools.book_pages()
@@ -198,7 +200,7 @@ def test_the_front_page_leads_on_from_its_first_screen(visit):
     tab.goto(url("book/index"))
     ways = [way.bounding_box() for way in tab.locator(".cards-ways .card-link").all()]
     assert len(ways) == 4 and all(box["y"] + box["height"] < 500 for box in ways)
-    chapters = [page for page in PAGES if re.search(r"/\d\d_", page)]
+    chapters = [page for page in PAGES if CHAPTER.search(page)]
     assert tab.locator(".cards-ways").inner_text().startswith(f"{len(chapters)} chapters")
     question, picture = tab.locator(".explorable-question"), tab.locator(".explorable-picture")
     guess, shown = question.bounding_box(), picture.bounding_box()

@@ -23,14 +23,15 @@ class Launch(NamedTuple):
     """One launch of the reader's kernel."""
 
     inputs: dict[str, Tensor]  # float64, each becomes a pointer to float32
-    shape: Sequence[int]  # of the result, whose pointer comes after the inputs'
+    #: of the result, whose pointer comes after the inputs'; by name where there are several
+    shape: Sequence[int] | dict[str, Sequence[int]]
     grid: Sequence[int]
     numbers: Sequence  # arguments after the pointers
     constants: dict[str, int]  # tl.constexpr
 
 
-def launch(kernel, case: Launch) -> Tensor:
-    """The kernel's result; Wrong if it writes elsewhere, or not everywhere. Its tensors lie between guards of NaN."""
+def launch_all(kernel, case: Launch) -> dict[str, Tensor]:
+    """The kernel's results by name; Wrong if it writes elsewhere, or not everywhere. Guards of NaN part the tensors."""
     if not hasattr(type(kernel), "__getitem__") or isinstance(kernel, (type, dict)):
         try:  # a body of dots is no answer yet, and returns nothing
             call(kernel, *case.inputs.values())
@@ -39,37 +40,49 @@ def launch(kernel, case: Launch) -> Tensor:
         except Exception:  # any other body needs a kernel around it
             pass
         raise Wrong("Expected a Triton kernel: write @triton.jit in the line above its `def`.")
-    sizes = [x.numel() for x in case.inputs.values()] + [torch.Size(case.shape).numel()]
+    shapes = {"result": tuple(case.shape)} if isinstance(case.shape, (list, tuple)) else case.shape
+    sizes = [x.numel() for x in case.inputs.values()] + [torch.Size(shape).numel() for shape in shapes.values()]
     begins = [GUARD + sum(-(-n // 16) * 16 + GUARD for n in sizes[:i]) for i in range(len(sizes))]
+    places = dict(
+        zip((*case.inputs, *shapes), map(slice, begins, map(sum, zip(begins, sizes, strict=True))), strict=True)
+    )
     memory = torch.full((begins[-1] + sizes[-1] + GUARD,), NAN, dtype=torch.int32)
-    memory[begins[-1] : begins[-1] + sizes[-1]] = UNWRITTEN
+    for name in shapes:
+        memory[places[name]] = UNWRITTEN
     memory = memory.to(find_device().device)
-    *x, out = (memory[i : i + n].view(torch.float32) for i, n in zip(begins, sizes, strict=True))
-    for mine, given in zip(x, case.inputs.values(), strict=True):
+    pointers = [memory[place].view(torch.float32) for place in places.values()]
+    for mine, given in zip(pointers, case.inputs.values(), strict=False):
         mine.copy_(given.flatten())
     before = memory.clone()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's, of infinity and NaN
-            kernel[tuple(case.grid)](*x, out, *case.numbers, **case.constants)
+            kernel[tuple(case.grid)](*pointers, *case.numbers, **case.constants)
     except Exception as reason:  # the interpreter's own, the compiler's, or a missing argument
         raise Wrong(f"The kernel stopped with {type(reason).__name__}: {reason}") from None
     written = memory != before
     if not written.any():
         raise Open("Your turn: the kernel stores nothing yet.")
-    for name, i, n in zip((*case.inputs, "the result"), begins, sizes, strict=True):
-        if name != "the result" and written[i : i + n].any():
-            raise Wrong(f"The kernel changes {name}, which is not its own: store through the last pointer.")
-        written[i : i + n] = False
+    for name, place in places.items():
+        if name not in shapes and written[place].any():
+            own = "the last pointer" if len(shapes) == 1 else " and ".join(shapes)
+            raise Wrong(f"The kernel changes {name}, which is not its own: store through {own}.")
+        written[place] = False
     if written.any():
-        i = int(written.nonzero()[0])
-        where = f"{i - begins[-1] - sizes[-1] + 1} beyond the end" if i > begins[-1] else "before the beginning"
+        i, last = int(written.nonzero()[0]), max(place.stop for place in places.values())
+        where = f"{i - last + 1} beyond the end" if i >= last else "before the beginning"
         raise Wrong(f"A program writes {where} of the result, into memory that is not its own: mask the store.")
-    missed = (memory[begins[-1] : begins[-1] + sizes[-1]] == UNWRITTEN).view(tuple(case.shape))
-    if missed.any():
-        at = ", ".join(map(str, missed.nonzero()[0].tolist()))
-        raise Wrong(f"Nobody writes result[{at}]: which program should, and at which offset?")
-    return out.view(tuple(case.shape)).cpu().double()
+    for name, shape in shapes.items():
+        missed = (memory[places[name]] == UNWRITTEN).view(shape)
+        if missed.any():
+            at = ", ".join(map(str, missed.nonzero()[0].tolist()))
+            raise Wrong(f"Nobody writes {name}[{at}]: which program should, and at which offset?")
+    return {name: memory[places[name]].view(torch.float32).view(shape).cpu().double() for name, shape in shapes.items()}
+
+
+def launch(kernel, case: Launch) -> Tensor:
+    """The one result of a kernel."""
+    return launch_all(kernel, case)["result"]
 
 
 def kernel(answer, cases: Iterable[Launch], right: Callable, mistakes: dict[str, Callable]) -> None:

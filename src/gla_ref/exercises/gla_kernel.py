@@ -1,11 +1,16 @@
-"""Judges of the exercises on the GLA kernel: programs, sums by products, segments (chapter 14)."""
+"""Judges of the exercises on the GLA kernel: programs, sums by products, segments, the walk itself (chapter 14)."""
+
+import math
 
 import torch
 
+from .. import gla
 from ..gates import decay_to_end
-from . import exercise
+from ..rounding import error
+from . import Wrong, exercise
 from ._compare import draw, hold
 from ._predict import ask, choice, numbers
+from .first_kernels import Launch, launch_all
 
 
 @ask("ex-kernel-grid")
@@ -88,3 +93,96 @@ def carry(answer):
     noise, own, S = draw(9, (4, 2), (4, 2, 3), (2, 3))
     cases = [(noise.sigmoid(), own, S)]
     hold(answer, cases, _carried, mistakes, {"starts": "N K V", "final": "K V"})
+
+
+def _chunks(case, mask=torch.tril, late=False, carry=True, decay=(1, 1), scaled=True, base=1.0):
+    """o and S of a walk over chunks in float64; the options are mistakes.
+
+    late: a token's own gate decays its write. decay: how many of the state's factors e^r come before it is read, and
+    after the writes. base: ln 2 where 2^x stands for e^x.
+    """
+    q, k, v, g = case.inputs.values()
+    _, _, scale = case.numbers
+    S, rows = q.new_zeros(q.shape[1], v.shape[1]), []
+    for q_n, k_n, v_n, g_n in zip(*(x.split(case.constants["C"]) for x in (q, k, v, base * g)), strict=True):
+        b = g_n.cumsum(0)
+        r, to_key = b[-1] / 2, b - g_n if late else b  # b_j, or b_(j - 1) where a write is late
+        P = mask((q_n[:, None] * k_n * (b[:, None] - to_key).exp()).sum(-1))
+        before = (decay[0] * r).exp()[:, None] * S
+        rows.append((q_n * (b - r).exp()) @ before + P @ v_n)
+        S = (decay[1] * r).exp()[:, None] * (before + (k_n * (r - to_key).exp()).T @ v_n)
+        S = S if carry else torch.zeros_like(S)
+    return {"o": (scale if scaled else 1.0) * torch.cat(rows), "S_last": S}
+
+
+_MISTAKES = {
+    "The mask is strict: a token misses its own write. Keep the diagonal, i >= j.": dict(mask=lambda P: P.tril(-1)),
+    "There is no mask: tokens read later ones. Keep the scores with i >= j.": dict(mask=lambda P: P),
+    "That is gate after write: each write is decayed by its own token's gate. Its decay begins with the next token.": (
+        dict(late=True)
+    ),
+    "The state is not handed on: every chunk starts from zeros.": dict(carry=False),
+    "The state is not decayed before it is read: multiply it by e^r first.": dict(decay=(0, 1)),
+    "The second half of the state's decay is missing: after the writes, multiply by e^r again.": dict(decay=(1, 0)),
+    "The scale is missing.": dict(scaled=False),
+    "2^x is not e^x: multiply the exponents by log2(e) before tl.exp2, or use tl.exp.": dict(base=math.log(2)),
+}
+
+
+@exercise("ex-kernel-walk", "implement")
+def walk(answer):
+    def case(T, K, V, BV, seed, nats=None):
+        q, k, v, noise = draw(seed, (T, K), (T, K), (T, V), (T, K))
+        g = torch.nn.functional.logsigmoid(noise) / 4
+        if nats:  # in every chunk of 16, in one channel
+            g[:, 1] = -nats / 16
+        x = {"q": q, "k": k, "v": v, "g": g}
+        x = {name: y.float().double() for name, y in x.items()}
+        shapes = {"o": (T, V), "S_last": (K, V)}
+        return Launch(x, shapes, [V // BV], [T, V, K**-0.5], {"C": 16, "K": K, "BV": BV})
+
+    def off(got, want):
+        return max(error(got[name], want[name]) if got[name].isfinite().all() else math.inf for name in want)
+
+    cases = [
+        case(16, 16, 16, 16, 1),
+        case(64, 32, 32, 16, 2),
+        case(40, 16, 32, 16, 3),
+        case(32, 16, 16, 16, 4, nats=120),
+    ]
+    for n, x in enumerate(cases):
+        try:
+            got = launch_all(answer, x)
+        except Wrong as reason:
+            if "Nobody writes S_last" in str(reason):
+                raise Wrong("The final state is missing: after the loop, store your columns of S to S_last.") from None
+            raise
+        o, S = gla.recurrent(*(y[None, :, None] for y in x.inputs.values()), scale=x.numbers[2])
+        want = {"o": o[0, :, 0], "S_last": S[0, 0]}
+        if off(got, want) < 1e-4:
+            continue
+        for sentence, options in _MISTAKES.items():
+            if off(got, _chunks(x, **options)) < 1e-4:
+                raise Wrong(sentence)
+        if n == 3 and off(got, want) == math.inf:
+            raise Wrong(
+                "Right where gates are weak, but not finite in a chunk that decays by 120 nats: 2^x overflows. Anchor "
+                "the exponents at r = b_C / 2, and select with tl.where instead of multiplying by a mask."
+            )
+        T = x.inputs["q"].shape[0]
+        sizes = f"T = {T}, K = {x.constants['K']}, V = {want['o'].shape[1]}, C = 16"
+        for name in want:
+            if not got[name].isfinite().all():
+                at = (~got[name].isfinite()).nonzero()[0].tolist()
+                raise Wrong(
+                    f"{name}[{at[0]}, {at[1]}] is not finite at {sizes}. What lies beyond a tensor is NaN here: a "
+                    "load of tokens beyond T needs a mask, and other=0.0."
+                )
+        for name, y in want.items():
+            if error(got[name], y) >= 1e-4:
+                i, j = ((got[name] - y).abs() > 1e-4 * y.square().mean().sqrt()).nonzero()[0].tolist()
+                hint = ' It is nearly right: products need input_precision="ieee".' if off(got, want) < 5e-3 else ""
+                chunk = f" (chunk {i // 16 + 1})" if name == "o" else ""
+                raise Wrong(
+                    f"{name}[{i}, {j}]{chunk} is {got[name][i, j]:.4g} instead of {y[i, j]:.4g} at {sizes}.{hint}"
+                )

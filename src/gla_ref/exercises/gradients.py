@@ -1,10 +1,10 @@
-"""Judges of the exercises on gradients in closed form (chapter 15)."""
+"""Judges of the exercises on gradients of gates: the closed form, and how it is summed (chapters 15 and 15b)."""
 
 import math
 
 from torch.nn import functional as F
 
-from .. import simple_gla
+from .. import gla, simple_gla
 from ..gla_backward import backward
 from . import Wrong, exercise
 from ._compare import call, close, draw, hold, locate, results, reverse_sum
@@ -85,6 +85,88 @@ def scalar(answer):
     dq, dk, _, dg, *_ = backward(q, k, v, wide, do, D, initial_state=S_0)
     case = q, k, dq, dk, S_T, D
     hold(answer, [case], lambda *_: dg.sum(-1), mistakes, {"dg": "B T H"})
+
+
+@ask("ex-gradients-pairs")
+def pairs():
+    n, t, end = 64, 20, 32
+    every = [(i, j) for i in range(1, n + 1) for j in range(1, i)]
+    crossing = sum(j < t <= i for i, j in every)
+    later = sum(j >= t for i, j in every)
+    to_end = sum(t <= j <= end for i, j in every)
+    inside = sum(j >= t and i <= end for i, j in every)
+    right = [crossing, later, to_end, inside]
+    mistakes = [
+        (
+            [t * (n - t + 1), ..., ..., ...],
+            "Token 20's own write does not pass its gate: the writers are tokens 1 to 19.",
+        ),
+        (
+            [crossing - t + 1, ..., ..., ...],
+            "Token 20 reads what has passed its gate: the readers are tokens 20 to 64.",
+        ),
+        ([..., later + n - t + 1, ..., ...], "A token with itself is no pair of two tokens: leave out i = j."),
+        ([..., later, inside, ...], "Paths that leave the chunk are in the term S' * R too, and k dk takes them away."),
+        (
+            [..., later, to_end, to_end],
+            "Path by path, what is written after the gate for later chunks is not counted at all.",
+        ),
+    ]
+    hint = "Count rows times columns of the rectangle; n tokens have n (n - 1) / 2 pairs; the chunk is tokens 17 to 32."
+    names = ["pairs that cross", "to the end of the sequence", "to the end of the chunk", "path by path"]
+    return numbers(names, right, mistakes, hint)
+
+
+@exercise("ex-gradients-values", "implement")
+def values(answer):
+    def terms(o, do, v, dv):
+        return o * do - v * dv
+
+    def end(S, D, axis=-2):
+        return (S * D).sum(axis)[:, None]
+
+    mistakes = {
+        "The sum runs from the start; a gate is crossed by paths that end at t or later.": (
+            lambda *x: terms(*x[:4]).cumsum(1) + end(*x[4:])
+        ),
+        "Token t's own term is missing: the sum begins with i = t.": (
+            lambda *x: reverse_sum(terms(*x[:4]), 1) - terms(*x[:4]) + end(*x[4:])
+        ),
+        "The sum over the later tokens is missing.": lambda *x: terms(*x[:4]) + end(*x[4:]),
+        "The sign: o do counts paths, and v dv takes away those that do not cross t.": (
+            lambda *x: end(*x[4:]) - reverse_sum(terms(*x[:4]), 1)
+        ),
+        "The final state is missing: it is read after every token.": lambda *x: reverse_sum(terms(*x[:4]), 1),
+        "The final state is summed over its columns, but these gates fade columns: sum over the rows, K.": (
+            lambda *x: reverse_sum(terms(*x[:4]), 1) + end(*x[4:], axis=-1)
+        ),
+        "One gate per column: nothing is summed over the columns.": (
+            lambda *x: (reverse_sum(terms(*x[:4]), 1) + end(*x[4:])).sum(-1)
+        ),
+    }
+    key, value, state = (2, 6, 2, 4), (2, 6, 2, 4), (2, 2, 4, 4)  # K = V, so that rows and columns can be mixed up
+    q, k, g, v, do, noise, S_0, D = draw(15, key, key, key, value, value, value, state, state)
+    g, g_v = -g.abs(), -noise.abs()
+    o, S_T = gla.recurrent(q, k, v, g, g_v=g_v, initial_state=S_0)
+    found = backward(q, k, v, g, do, D, g_v=g_v, initial_state=S_0)
+    hold(answer, [(o, do, v, found.dv, S_T, D)], lambda *_: found.dg_v, mistakes, {"dg_v": "B T H V"})
+
+
+@exercise("ex-gradients-states", "derive")
+def states(answer):
+    mistakes = {
+        "Two states are kept for each chunk: the state before it and the gradient of the state after it.": (
+            lambda K, V: K * V / (3 * K + V)
+        ),
+        "The inputs have three tensors with K channels, q, k and g, and one with V.": (
+            lambda K, V: 2 * K * V / (2 * K + V)
+        ),
+        "The ratio is upside down: longer chunks have fewer states.": lambda K, V: (3 * K + V) / (2 * K * V),
+        "States and inputs have numbers of the same size here, e bytes: the size cancels.": (
+            lambda K, V: 4 * K * V / (3 * K + V)
+        ),
+    }
+    hold(answer, [(128, 128), (64, 96), (256, 512)], lambda K, V: 2 * K * V / (3 * K + V), mistakes, {"C": ""})
 
 
 @exercise("ex-gradients-same", "implement")

@@ -1,4 +1,4 @@
-"""Gated Linear Attention: the function that one calls, its checks and its way through autograd (chapters 14 and 15).
+"""Gated Linear Attention: the function that one calls, its checks and its way through autograd (chapters 14 and 15b).
 
 The kernels are in gla_forward.py and gla_gradient.py; with gates on values too, in gla_two_sided.py.
 """

@@ -91,7 +91,7 @@ def anchor() -> Explorable:
         "that wrote. The anchor moves both curves, up or down, and never their product. In the middle the largest "
         "factor is as small as it can be.",
         alt="Over the 64 tokens of a chunk, the factor on queries falls and the factor on keys rises; they are 1 where "
-        "the anchor is. What is too large for a number format is red.",
+        "the anchor is. Factors too large for a number format are red.",
         controls=(
             Slider("Anchor", ["start", "1/8", "1/4", "3/8", "middle", "5/8", "3/4", "7/8", "end"]),
             Slider("Log gate of every token", [f"−{gate:g}" for gate in GATES]),
@@ -107,7 +107,7 @@ def anchor() -> Explorable:
             Key("pale-red faint", "too large for float16"),
         ),
         question=Question(
-            "Where must the anchor be for the largest factor to be as small as it can?",
+            "Which anchor makes the largest factor as small as possible?",
             "in the middle",
             {
                 "at the start": "There no query's factor is above 1, and the last key's is the largest of all.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import NamedTuple
 
+from ..notebook import CHAPTER
 from ._explorable import STYLE
 from ._svg import arrow, circle, path, rect, text
 
@@ -87,6 +88,7 @@ def _pictures() -> dict[str, str]:
         + circle(59, 26, 5, "vermilion"),
         "14_gla_kernel": "".join(rect(x, 5 + 9 * n, w, 6, kind) for n, (x, w, kind) in enumerate(code)),
         "15_gradients": "".join(steps) + "".join(circle(108 - 24 * n, 23, 4, "edge") for n in range(5)),
+        "15b_gradient_kernel": _squares(["g", "gg", "ggg", "bbbo", "bbboo", "bbbooo"], 36, 2, 8),
         "16_one_token_at_a_time": path([(8, 48), (112, 4)], "line-vermilion") + path([(8, 32), (112, 32)], "line-blue"),
         "17_gla_layer": "".join(rect(x, 8, w, 36, kind) for x, w, kind in layer),
         "18_one_recurrence": _squares(["bbb", "bbb", "bbb"], 4, 8, 12)
@@ -140,9 +142,11 @@ _TEXTS = (
     ("Gates", "13_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?",
      "Anchor a chunk's scales, and know when the data forbid it."),
     ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
-     "Read every line of a fast kernel, and predict its time."),
+     "Read every line of a fast kernel, predict its time, and write it yourself."),
     ("Gates", "15_gradients", "Gradients of the gates", "How much passed through this gate?",
-     "Derive the gates' gradient without storing states, and see where it loses digits."),
+     "Derive the gates' gradient without storing states, and see which pairs cancel."),
+    ("Gates", "15b_gradient_kernel", "Summing a gate's gradient", "Why does a sum that is right on paper lose digits?",
+     "Cut a sum so that nothing has to cancel, and read the backward kernels."),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
      "Write a decoding step and its kernel, and predict its time from bytes."),
     ("Models", "17_gla_layer", "The layer and its Transformer", "What stands around the recurrence in a model?",
@@ -197,7 +201,7 @@ def cards() -> Cards:
             part = card.part
         html += (
             f'<a class="card-link" href="{card.page}.html"><svg viewBox="0 0 {WIDE} {HIGH}" aria-hidden="true">'
-            f"{card.picture}</svg><b>{int(card.page[:2])} {escape(card.title)}</b>"
+            f"{card.picture}</svg><b>{CHAPTER.match(card.page)[1].lstrip('0')} {escape(card.title)}</b>"
             f"<i>{escape(card.question)}</i><span>{escape(card.learns)} "
             f'<small data-page="{card.page}"></small></span></a>'
         )

@@ -43,26 +43,26 @@ def walk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor,
 
     tril = torch.ones(len(q), len(q), dtype=q.dtype).tril()
     ones = torch.ones(len(q), 16, dtype=q.dtype)
-    step("Load the chunk: gates, queries, keys, and the columns of the values that are mine.", "",
+    step("Load the chunk: gates, queries, keys, and my columns of the values.", "",
          "g q k v", q.numel() + k.numel() + g.numel() + v.numel())  # fmt: skip
     x = product(2 * tril - 1, g / 2)
     step("Exponents x = b − r: a matrix of ±1 times half of the gates.", "g", "x")
     r = product(g.T / 2, ones)[:, 0]
     step("The anchor r, half of each channel's decay: half of the gates times ones.", "g", "r")
     q, k = q * x.exp(), k * (-x).exp()
-    step("Scale: q′ = q exp(x), k′ = k exp(−x). From here on nothing looks at a gate of a token.", "x q k", "q k")
+    step("Scale: q′ = q exp(x), k′ = k exp(−x). The gates have done their work.", "x q k", "q k")
     S = r.exp()[:, None] * S
     step("Bring the state half way into the chunk: each row times its exp(r).", "r S", "S")
     P = product(q, k.T)
     step("All scores of the chunk in one product, P = q′ k′ᵀ.", "q k", "P")
     P = torch.where(tril > 0, P, 0)
-    step("Select the lower triangle. What is above it may be huge, and is dropped.", "P", "P")
+    step("Select the lower triangle. Scores above it may be huge, and are dropped.", "P", "P")
     o = product(q, S)
-    step("What the tokens read from the state: o = q′ S′.", "q S", "o")
+    step("The tokens read from the state: o = q′ S′.", "q S", "o")
     o = o + product(P, v)
-    step("What they read from each other: o += P v.", "P v", "o")
+    step("The tokens read from each other: o += P v.", "P v", "o")
     S = r.exp()[:, None] * (S + product(k.T, v))
-    step("Write: S += k′ᵀ v, and the other half of the chunk's decay, exp(r), on everything.", "k v r", "S")
+    step("Write: S += k′ᵀ v, and then the other half of the chunk's decay, exp(r), for old and new.", "k v r", "S")
     step("Store o. The state stays in the registers for the next chunk.", "o", "", o.numel())
     return o, S, steps
 
@@ -150,11 +150,11 @@ def one_chunk() -> Explorable:
             Key("grey", "moved so far"),
         ),
         question=Question(
-            "What goes back to the memory at the end of a chunk?",
+            "What goes back to memory at the end of a chunk?",
             "o alone",
             {
                 "o and the state": "The state stays in the registers until the last chunk.",
-                "o alone": "All else was needed on the chip only.",
+                "o alone": "Everything else is needed only on the chip.",
                 "o and the scores": "The scores are used once, on the chip, and dropped.",
             },
             seen=(len(steps) - 1,),
