@@ -50,7 +50,7 @@ def attention_weights() -> Explorable:
             Key("pale-grey edge", "output: the values, averaged with these weights"),
         ),
         question=Question(
-            "The scale grows, and with it all scores. What happens to the weights?",
+            "The scale grows and grows. What happens to the weights?",
             "one key takes all",
             {
                 "they stay": "Weights depend on differences of scores, and a larger scale stretches these differences.",

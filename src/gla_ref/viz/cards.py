@@ -178,16 +178,17 @@ class Path(NamedTuple):
 PATHS = (
     Path(
         "GLA in {hours}",
-        "For readers who know attention, and the idea of FlashAttention. From your first kernel to a fast one for GLA.",
+        "From your first kernel to a fast one for GLA. You know attention, and the idea of FlashAttention; if not, "
+        "read chapters 1 to 3 first.",
         tuple(card.page for card in CARDS if int(card.page[:2]) in (4, 5, 6, 9, 10, 11, 13, 14)),
     ),
     Path(
         "The whole book, in {hours}",
-        "For everyone else. From softmax to many GPUs, in this order.",
+        "From softmax to many GPUs. All chapters, in their order.",
         tuple(card.page for card in CARDS),
     ),
 )
-#: page, what is optional on a first reading, and what one misses: the same sentence there and on the front page
+#: page, what is optional on a first reading, and the sentence that says what one misses; the page has the same one
 OPTIONAL = (
     (
         "03_flash_attention.html#sec-flash-backward",
