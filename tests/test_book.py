@@ -331,6 +331,20 @@ def test_minutes_are_those_of_what_one_reads():
     assert gla_minutes.reading(nodes.container("", words, classes=["solution"])) == 0
 
 
+def test_minutes_of_several_pages_are_added_up():
+    """A place names one page or several; hours are rounded to halves, and a place that names none is left alone."""
+    minutes = {"a": 80, "b": 45, "c": 25}
+    body = '<small data-page="a"></small> <small data-page="a b"></small> <span data-hours="a b c">some</span> '
+    body += "<small></small>"
+    assert gla_minutes.fill(body, minutes) == (
+        "<small>80 min</small> <small>125 min</small> <span>2½ hours</span> <small></small>"
+    )
+    with pytest.raises(KeyError):
+        gla_minutes.fill('<small data-page="a d"></small>', minutes)
+    said = {gla_minutes.hours(n) for n in (5, 40)} | {gla_minutes.hours(n) for n in (60, 90, 365)}
+    assert said == {"half an hour", "1 hour", "1½ hours", "6 hours"}
+
+
 def test_no_chapter_says_how_long_it_takes():
     """The build counts, for all chapters alike; a text says what one can do at the end."""
     for chapter in CHAPTERS:
@@ -447,6 +461,13 @@ def test_every_chapter_says_how_long_it_takes(site):
         minutes, exercises = re.fullmatch(r"(\d+) minutes to read, and (\d+) exercises", said).groups()
         assert 10 <= int(minutes) <= 120 and int(exercises) >= 4
         assert cards[f"{chapter}.html"].small.text == f"{minutes} min"
+    for page in ("index", "map"):
+        assert not re.search(r"data-(page|hours)=", str(soup(site / "book" / f"{page}.html").article))
+        path, whole = soup(site / "book" / f"{page}.html").select(".paths section")
+        total = sum(int(cards[link["href"]].small.text.split()[0]) for link in path.select("a"))
+        assert path.small.text == f"{total} min" and f"in {gla_minutes.hours(total)}" in path.b.text
+        total = sum(int(cards[f"{chapter}.html"].small.text.split()[0]) for chapter in CHAPTERS)
+        assert whole.small.text == f"{total} min" and f"in {gla_minutes.hours(total)}" in whole.b.text
 
 
 @pytest.mark.deep

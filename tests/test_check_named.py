@@ -56,7 +56,7 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
     "from the third chunk on channels of keys beyond 64 are those of the chunk before": "",
     "packed sequences: channels of the initial state beyond 32 taken for 0": "",
     "one packed sequence goes another way, without its initial state": "",
-    "more than 8 heads: the initial state of head h mod 8": "",
+    "more than 8 heads: the initial state of head h mod 8": "initial state of head h mod 8",
     "more than 8 heads: the state of head h mod 8 from the second chunk on": "",
     "pairs as a ratio where K is a multiple of 16": "",
 }

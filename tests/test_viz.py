@@ -1,4 +1,4 @@
-"""Explorables: the class, and the numbers in the pictures against the package's (chapters 2, 4 and 6)."""
+"""Explorables: the class, and the numbers in the pictures against the package's (chapters 1, 2, 4 and 6)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
 from gla_ref.viz._explorable import COLOURS
 from gla_ref.viz._svg import part, rect
 from gla_ref.viz.anchor import anchor
+from gla_ref.viz.attention_weights import DIRECTIONS, SCALES, attention_weights, query
+from gla_ref.viz.attention_weights import KEYS as ATTENTION_KEYS
+from gla_ref.viz.attention_weights import VALUES as ATTENTION_VALUES
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
 from gla_ref.viz.decode_memory import decode_memory
 from gla_ref.viz.fading_state import fading_state
@@ -115,6 +118,7 @@ def test_page_gets_question_legend_and_parts():
 # -- every explorable --------------------------------------------------------------------------
 
 EXPLORABLES = {
+    "attention_weights": attention_weights,
     "online_softmax": online_softmax,
     "programs": programs,
     "strides": strides,
@@ -233,6 +237,37 @@ def rects(frame: Frame, *kinds: str) -> list[dict[str, float]]:
     drawing = bs4.BeautifulSoup("".join(frame.pieces), "html.parser")
     found = [r for r in drawing.find_all("rect") if " ".join(r.get("class") or []) in kinds]
     return [{a: float(r[a]) for a in ("x", "y", "width", "height")} for r in found]
+
+
+# -- attention weights (chapter 1) -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("s", SCALES)
+def test_attention_weights_are_those_of_attention(s):
+    """Scores, weights, bars and output of every direction; at 45 degrees and scale 1 the example by hand."""
+    k, v = torch.tensor(ATTENTION_KEYS).double(), torch.tensor(ATTENTION_VALUES).double()
+    for degrees, row in zip(DIRECTIONS, attention_weights().frames, strict=True):
+        frame, q = row[SCALES.index(s)], query(degrees)
+        x = s * k @ q
+        a = torch.softmax(x, 0)
+        shown = [float(y.replace("−", "-")) for y in texts(frame, "end") if y != "score"]
+        assert shown[::2] == pytest.approx(x.tolist(), abs=0.0051)
+        assert shown[1::2] == pytest.approx(a.tolist(), abs=0.00051)
+        assert [bar["width"] for bar in rects(frame, "orange edge")] == pytest.approx((80 * a).tolist(), abs=0.051)
+        output = re.findall(r"[\d.]+", texts(frame, "on")[0])
+        assert [float(y) for y in output] == pytest.approx((a @ v).tolist(), abs=0.0051)
+        assert texts(frame, "on")[0].removeprefix("o = ") in frame.readout
+    by_hand = attention_weights().frames[1][SCALES.index(1)]
+    assert query(45).tolist() == pytest.approx([1, 1])
+    assert texts(by_hand, "on") == [f"o = ({7 / 12:.2f}, {8 / 12:.2f}, {9 / 12:.2f})"]
+
+
+def test_attention_weights_say_who_takes_the_weight():
+    frames = attention_weights().frames
+    assert all("all scores are equal" in row[0].readout for row in frames)
+    assert "key 4 takes 50.0% of" in frames[1][SCALES.index(1)].readout
+    assert "keys 2 and 4 have the same score; they share" in frames[0][-1].readout
+    assert all("takes all but a trace" in row[-1].readout for row in frames[1::2])
 
 
 # -- online softmax (chapter 2) ----------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from gla_ref import gla
 from gla_ref.notebook import chapters
 from gla_ref.viz._explorable import HERE
-from gla_ref.viz.cards import CARDS, WAYS, cards, ways
+from gla_ref.viz.cards import CARDS, OPTIONAL, PATHS, WAYS, cards, paths, ways
 from gla_ref.viz.playable_state import KINDS, LIKES, NAMES, TOKENS, playable_state
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
@@ -129,3 +129,19 @@ def test_cards_lead_to_the_chapters():
     assert html.select_one(".cards-ways p").text.startswith(f"{len(pages)} chapters")
     assert all(card.question.endswith("?") and card.learns.endswith(".") for card in CARDS)
     assert all(card.picture.startswith("<") for card in CARDS)
+
+
+def test_paths_lead_through_chapters_and_name_what_is_optional():
+    """Each has places for its hours and minutes, which the site's build fills in."""
+    book = HERE.parents[2] / "book"
+    html = bs4.BeautifulSoup(paths()._repr_html_(), "html.parser")
+    steps = [a["href"].removesuffix(".html") for a in html.select("section a")]
+    assert steps == list(PATHS[0].pages) and [int(page[:2]) for page in steps] == [4, 5, 6, 9, 10, 11, 13, 14]
+    for box, path in zip(html.select("section"), PATHS, strict=True):
+        pages = box.select_one("[data-hours]")["data-hours"].split()
+        assert pages == box.select_one("[data-page]")["data-page"].split() == list(path.pages)
+    for link, (page, _, missed) in zip(html.select(".paths-optional li"), OPTIONAL, strict=True):
+        chapter, _, anchor = page.partition(".html")
+        text = " ".join((book / f"{chapter}.md").read_text().split())
+        assert missed in link.text and (not anchor or f"({anchor[1:]})=" in text)
+        assert missed in text or "If you skip" not in text, f"chapter {chapter[:2]} says it in other words"

@@ -1,4 +1,4 @@
-"""How long a chapter takes: under its title, and on its card of the front page.
+"""How long a chapter takes, or several together: under a title, on a card and in a path of the front page.
 
 Counted from the page that is built, so that no text has to say it and none goes out of date. What is folded does not
 count, nor do the exercises: those are numbered beside the minutes.
@@ -13,8 +13,10 @@ from gla_book import CHAPTER
 from sphinx_exercise.nodes import exercise_enumerable_node, exercise_node
 
 WORDS, LINES, FORMULAS = 120, 10, 1  # a minute, with a pencil: words of text, lines of code, displayed formulas
-#: a card's place for its minutes, made by `gla_ref.viz.cards`
-CARD = re.compile(r'<small data-page="(\w+)"></small>')
+#: places for the minutes of one page, or of several added up, made by `gla_ref.viz.cards`
+MINUTES = re.compile(r'<small data-page="([\w ]+)"></small>')
+#: a place for the same in hours; what it contains is shown where no build fills it
+HOURS = re.compile(r'<span data-hours="([\w ]+)">[^<]*</span>')
 EXERCISES = (exercise_node, exercise_enumerable_node)
 
 
@@ -53,6 +55,25 @@ def count(app, doctree):
         app.env.metadata[page] |= {"minutes": minutes, "exercises": exercises}
 
 
+def hours(minutes: int) -> str:
+    """In words, to half an hour, and not less than that."""
+    halves = max(1, round(minutes / 30))
+    whole, half = divmod(halves, 2)
+    if not whole:
+        return "half an hour"
+    return f"{whole}{'½' * half} hour{'s' * (halves > 2)}"
+
+
+def fill(body: str, minutes: dict[str, int]) -> str:
+    """Put the minutes of the pages that each place names into it, added up."""
+
+    def total(place: re.Match) -> int:
+        return sum(minutes[page] for page in place[1].split())
+
+    body = MINUTES.sub(lambda place: f"<small>{total(place)} min</small>", body)
+    return HOURS.sub(lambda place: f"<span>{hours(total(place))}</span>", body)
+
+
 def show(app, pagename, templatename, context, doctree):
     known = app.env.metadata
     if said := known.get(pagename, {}).get("minutes"):
@@ -60,9 +81,8 @@ def show(app, pagename, templatename, context, doctree):
         line = f'<p class="minutes">{said} minutes to read, and {many} exercise{"s" * (many != 1)}</p>'
         context["body"] = context["body"].replace("</h1>", f"</h1>\n{line}", 1)
     elif 'data-page="' in context.get("body", ""):
-        context["body"] = CARD.sub(
-            lambda card: f"<small>{known[f'book/{card[1]}']['minutes']} min</small>", context["body"]
-        )
+        minutes = {page.removeprefix("book/"): x["minutes"] for page, x in known.items() if "minutes" in x}
+        context["body"] = fill(context["body"], minutes)
 
 
 def setup(app):

@@ -23,18 +23,18 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit
 def add_kernel(x, y, z, N, BLOCK: tl.constexpr):
-    # which tile: program 0 has the numbers 0 to BLOCK - 1, program 1 those from BLOCK on, ...
+    # which tile: program 0 has the numbers 0 to BLOCK - 1, program 1 has the next BLOCK numbers, ...
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     m = o < N  # [BLOCK], the last program has less to do
     # load: x is a pointer to the first number, x + o are pointers to a whole tile; b_ is a block, in registers
     b_x, b_y = tl.load(x + o, mask=m), tl.load(y + o, mask=m)  # [BLOCK] each
-    # compute and store: what the mask leaves out is neither read nor written
+    # compute and store: where the mask is false nothing is read or written
     tl.store(z + o, b_x + b_y, mask=m)  # (1)
 
 
 @triton.jit
 def softmax_kernel(x, y, rows, N, x_stride, y_stride, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    # which tile: rows p, p + n, p + 2 n, ... of n programs. Stages: the next rows are on their way during this one
+    # which tile: rows p, p + n, p + 2 n, ... of n programs. Stages: the next rows are loaded during this one
     o = tl.arange(0, BLOCK)  # [BLOCK], at least N
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
         # load: rows lie a stride apart; -inf beyond the row's end, e^-inf = 0

@@ -31,7 +31,7 @@ def keys(
 ):
     """o [BM, BV], l and m [BM] after the keys from `first` to `last`."""
     for t in tl.range(first, last, BN):
-        # load: 0 beyond the end, where no query looks
+        # load: 0 beyond the end, where no query sees a key
         b_k = k.load([i_b, i_h, t, 0]).reshape(BN, BK)  # [BN, BK]
         b_v = v.load([i_b, i_h, t, 0]).reshape(BN, BV)  # [BN, BV]
         # compute, to base 2: e^x = 2^(x log2(e)), and log2(e) is in scale; "ieee": no TF32 in float32
@@ -40,7 +40,7 @@ def keys(
             s = tl.where(o_i[:, None] >= t + tl.arange(0, BN)[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale)  # (2)
         p = tl.exp2(s * scale - m_new[:, None])  # (1) and (3), a fused multiply-add each
-        r = tl.exp2(m - m_new)  # (3), what all earlier keys are worth now
+        r = tl.exp2(m - m_new)  # (3), the factor by which sums of earlier keys shrink
         l = r * l + tl.sum(p, 1)  # (4)
         b_o = tl.dot(p.to(b_v.dtype), b_v, b_o * r[:, None], input_precision="ieee")  # (4)
         m = m_new
@@ -52,12 +52,12 @@ def attend(
     q, k, v, o, T, scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    # which tile: the last queries, which have most to do, come first, so that none is left over in the end
+    # which tile: the last queries come first, because they have the most keys to read
     i_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     i_h, i_b = tl.program_id(1), tl.program_id(2)
     o_i = i_m + tl.arange(0, BM)  # [BM]
 
-    # load: b_ is a block, in registers; what lies beyond the end is read as 0
+    # load: b_ is a block, in registers; numbers beyond the end are read as 0
     b_q = q.load([i_b, i_h, i_m, 0]).reshape(BM, BK)  # [BM, BK]
 
     # compute: keys that all BM queries see, then the diagonal

@@ -1,4 +1,4 @@
-"""Cards of the front page: chapters 1 to 23, each with its question, what one learns and a small picture."""
+"""The front page: cards of chapters 1 to 23, with a question and a small picture each, and paths through them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..notebook import CHAPTER
 from ._explorable import STYLE
 from ._svg import arrow, circle, path, rect, text
 
-__all__ = ["CARDS", "WAYS", "Cards", "cards", "ways"]
+__all__ = ["CARDS", "OPTIONAL", "PATHS", "WAYS", "Cards", "cards", "paths", "ways"]
 
 WIDE, HIGH = 120, 52  # of a picture
 
@@ -114,9 +114,9 @@ def _pictures() -> dict[str, str]:
 
 
 _TEXTS = (
-    ("Attention", "01_softmax_attention", "Softmax attention", "How does a word look back, and why is that dear?",
+    ("Attention", "01_softmax_attention", "Softmax attention", "How does a word look back, and why is that expensive?",
      "Write attention in parallel and from a cache, and count what a long text costs."),
-    ("Attention", "02_online_softmax", "Online softmax", "Can one read the keys once, and keep three numbers?",
+    ("Attention", "02_online_softmax", "Online softmax", "Can you read the keys once, and keep only three numbers?",
      "Rescale a running sum, so that no row of scores is ever stored."),
     ("Attention", "03_flash_attention", "FlashAttention", "Why is the same work faster in tiles?",
      "Count a GPU's bytes and products, and derive attention in tiles, forward and backward."),
@@ -172,6 +172,46 @@ WAYS = (
 )
 
 
+class Path(NamedTuple):
+    title: str
+    readers: str  # who should take it, and where it leads
+    pages: tuple[str, ...]
+
+
+#: ways through the chapters; the site's build fills in the hours
+PATHS = (
+    Path(
+        "GLA in {hours}",
+        "From your first kernel to a fast one for GLA. You know attention, and the idea of FlashAttention; if not, "
+        "read chapters 1 to 3 first.",
+        tuple(card.page for card in CARDS if int(card.page[:2]) in (4, 5, 6, 9, 10, 11, 13, 14)),
+    ),
+    Path(
+        "The whole book, in {hours}",
+        "From softmax to many GPUs. All chapters, in their order.",
+        tuple(card.page for card in CARDS),
+    ),
+)
+#: page, what is optional on a first reading, and the sentence that says what one misses; the page has the same one
+OPTIONAL = (
+    (
+        "03_flash_attention.html#sec-flash-backward",
+        "The backward pass of chapter 3",
+        "If you skip it, you miss how attention is trained without storing its weights.",
+    ),
+    (
+        "08_training_through_chunks.html",
+        "The paper's Figure 2 in chapter 8",
+        "If you skip it, you miss a comparison with softmax attention over many lengths.",
+    ),
+    (
+        "12_four_kernels.html",
+        "Chapter 12",
+        "If you skip it, you miss what two later chapters save, in measured times, and how to read a kernel by its grid.",
+    ),
+)
+
+
 class Cards:
     """Links in one piece of HTML."""
 
@@ -208,6 +248,25 @@ def cards() -> Cards:
     return _nav("Chapters", f"{html}</div>")
 
 
+def paths() -> Cards:
+    """The ways through the chapters, with the time that each takes, and the parts that are optional."""
+    html = ""
+    for title, readers, pages in PATHS:
+        listed = " ".join(pages)
+        hours = f'<span data-hours="{listed}">some hours</span>'
+        names = {card.page: card.title for card in CARDS}
+        shown = pages if len(pages) < len(CARDS) else ()  # the cards list them all
+        steps = "".join(f'<li><a href="{page}.html">{int(page[:2])} {escape(names[page])}</a></li>' for page in shown)
+        html += (
+            f'<section><p><b>{title.format(hours=hours)}</b> <small data-page="{listed}"></small></p>'
+            f"<p>{readers}</p>{f'<ul>{steps}</ul>' if steps else ''}</section>"
+        )
+    html = f'<div>{html}</div><p>Optional on a first reading:</p><ul class="paths-optional">'
+    html += "".join(f'<li><a href="{page}">{what}</a>. {missed}</li>' for page, what, missed in OPTIONAL)
+    style = f"<style>{STYLE}{_PATHS}</style>"
+    return Cards(f'<nav class="explorable paths" aria-label="Paths">{style}{html}</ul></nav>')
+
+
 def _nav(name: str, html: str, kind: str = "") -> Cards:
     style = f"<style>{STYLE}{_STYLE}</style>"
     return Cards(f'<nav class="explorable cards {kind}" aria-label="{name}">{style}{html}</nav>')
@@ -232,4 +291,14 @@ _STYLE = """
   .cards-ways > div { grid-template-columns: repeat(2, minmax(0, 1fr)) }
   .cards-ways .card-link { padding: .35rem .5rem; font-size: .9em }
 }
+"""
+
+_PATHS = """
+.explorable.paths { max-width: none }
+.paths > div { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: .6rem }
+.paths section { padding: .6rem .75rem; border: 1px solid var(--grey); border-radius: .5rem; line-height: 1.35 }
+.paths :is(p, ul) { margin: 0 0 .4rem } .paths > div + p { margin-top: .8rem }
+.paths section b { color: var(--accent) } .paths section p + p, .paths section ul { font-size: .88em }
+.paths small { white-space: nowrap; font-weight: 600 }
+@media (max-width: 40rem) { .paths > div { grid-template-columns: minmax(0, 1fr) } }
 """

@@ -31,8 +31,8 @@ def online_softmax() -> Explorable:
     frames = [_walk(x, v, b) for b in TILES]
     return Explorable(
         title="Online softmax, tile by tile",
-        notice="What d′ holds shrinks only where the maximum rises, and then all of it by one factor. "
-        "The size of the tiles changes what happens on the way; m, d′ and o′ end the same for all of them.",
+        notice="The sum d′ shrinks only where the maximum rises, and then one factor shrinks all of its terms. "
+        "The tile size changes the steps on the way; m, d′ and o′ end the same for every size.",
         alt="Above, the scores of twelve keys as dots and their running maximum as a line; in the middle a bar of "
         "exp(x − m) for every key read; below, the three numbers kept between tiles.",
         controls=(Choice("Keys in a tile", TILES), Slider("Step", range(max(len(row) for row in frames)))),
@@ -40,12 +40,12 @@ def online_softmax() -> Explorable:
         height=304,
         start=(1, 3),
         legend=(
-            Key("blue", "score that was read", "dot"),
+            Key("blue", "score, already read", "dot"),
             Key("edge", "not read yet", "dot"),
             Key("line-blue", "running maximum m", "line"),
-            Key("orange edge", "the tile in turn"),
+            Key("orange edge", "the current tile"),
             Key("grey edge", "earlier tiles"),
-            Key("line dashed", "before the maximum rose: what the factor takes away"),
+            Key("line dashed", "taken away by the factor"),
             Key("pale-grey edge", "kept between tiles"),
         ),
         question=Question(
@@ -77,7 +77,7 @@ def _walk(x: Tensor, v: Tensor, b: int) -> list[Frame]:
             said = f"{name}: the largest score is m = {new[0]:.2f}. There is no sum to rescale."
         elif new[0] > kept[0]:
             said = (
-                f"{name}: m rises from {kept[0]:.2f} to {new[0]:.2f}. What d′ held shrinks by "
+                f"{name}: m rises from {kept[0]:.2f} to {new[0]:.2f}. The old d′ shrinks by "
                 f"e^({kept[0]:.2f} − {new[0]:.2f}) = {old / kept[1]:.2f}, from {kept[1]:.2f} to {old:.2f}."
             )
         else:

@@ -19,11 +19,11 @@ def programs() -> Explorable:
     """A vector of N numbers in blocks, one a program, and what the chosen program computes from its number."""
     frames = [[[_frame(N, BLOCK, p) for p in range(-(-N // BLOCK))] for BLOCK in BLOCKS] for N in LENGTHS]
     return Explorable(
-        title="Which numbers are mine? What a program knows is its number",
+        title="Which numbers are mine? A program only knows its own number",
         notice="Every program runs the same lines. Its number is the only difference, and offsets and mask follow "
-        "from it. Where BLOCK does not divide N, the last program has offsets beyond the end of x (pale red): what "
-        "lies there belongs to somebody else, and the mask keeps the program from touching it.",
-        alt="A row of sixteen numbers in memory, cut into blocks, one a program. The chosen program's block is "
+        "from it. Where BLOCK does not divide N, the last program has offsets beyond the end of x (pale red). "
+        "That memory belongs to another tensor, and the mask keeps the program from touching it.",
+        alt="A row of sixteen numbers in memory, cut into blocks, one per program. The chosen program's block is "
         "coloured. Below, its places, offsets, addresses and mask, one below the other.",
         controls=(
             Choice("Numbers N", LENGTHS),
@@ -43,9 +43,9 @@ def programs() -> Explorable:
             "Eleven numbers in blocks of four: how many programs does it take?",
             "3",
             {
-                "2": "Two blocks of four hold eight numbers.",
+                "2": "Two blocks of four have room for eight numbers.",
                 "3": "Two full blocks, and a third with one place that the mask leaves out.",
-                "4": "The third block has room for what is left.",
+                "4": "The third block has room for the last three numbers.",
             },
             seen=(0, 1, 2),
             before=(2, 1, 0),
@@ -63,7 +63,7 @@ def _frame(N: int, BLOCK: int, p: int) -> Frame:
         kind = "pale-grey" if n >= N else "white"
         if n in mine:
             kind = "sky" if n < N else "pale-red"
-        owner, words = n // BLOCK, "memory beyond x, which belongs to somebody else."
+        owner, words = n // BLOCK, "memory beyond x, which belongs to another tensor."
         if n < N:
             words = f"program {owner} of {-(-N // BLOCK)}, place {n % BLOCK} of its block."
         cell = rect(LEFT + CELL * n, 24, CELL, 24, kind), text(LEFT + CELL * (n + 0.5), 36, n, "on")

@@ -27,9 +27,9 @@ def strides() -> Explorable:
     return Explorable(
         title="Where is my tile? Rows and columns, each times its stride",
         notice="A view moves no number: transposing, or taking some of the columns, only changes the two strides and "
-        "where x begins. A kernel that multiplies by both strides reads every view right; one that takes neighbours "
-        "in a row for neighbours in memory reads the first view only.",
-        alt="A matrix in tiles of two by two with one tile coloured. Beside it the offsets of the tile's rows and "
+        "where x begins. A kernel that multiplies by both strides reads every view correctly. A kernel that "
+        "assumes packed rows reads only the first view correctly.",
+        alt="A matrix in tiles of two by two with one tile coloured. Next to it the offsets of the tile's rows and "
         "columns, below it a strip of 24 numbers of memory with the tile's numbers coloured.",
         controls=(
             Choice("Matrix", list(VIEWS)),

@@ -48,6 +48,7 @@ def _(c):
 
 gradient("dq without scale", "q", lambda d, c: d / c.s)
 gradient("dk with scale twice", "k", lambda d, c: d * c.s)
+gradient("dk with the default scale", "k", lambda d, c: d / c.s * c.q.shape[-1] ** -0.5)
 gradient("dv added twice", "v", lambda d, c: 2 * d)
 # of o alone: what comes back from the final state has no scale
 for name, tensor in (("dk", "k"), ("dv", "v"), ("gate's gradient", "g"), ("gradient of the initial state", "S")):
@@ -120,7 +121,38 @@ def _(c):  # stored wrong, its gradient is right
     return o, S + (early - S).detach()
 
 
+@mistake("final state without the last partial chunk", "S_T", chunked=True)
+def _(c):
+    return c.run()[0], c.cut(0, c.q.shape[1] // c.C * c.C).run()[1]
+
+
+@mistake("final state without the last partial chunk", "S_T", chunked=True)
+def _(c):  # stored wrong, its gradient is right
+    o, S = c.run()
+    early = c.cut(0, c.q.shape[1] // c.C * c.C).run()[1]
+    return o, S + (early - S).detach()
+
+
+@mistake("the state's part of dq decayed to the chunk's end instead of from its start", GRADIENT, GATED, chunked=True)
+def _(c):
+    def turn(c, o, S):
+        right, wrong = c.q * c.g.cumsum(1).exp(), c.q * (c.g.flip(1).cumsum(1).flip(1) - c.g).exp()
+        return o + c.s * (read(wrong + (right - wrong).detach(), c.S) - read(right, c.S)), S
+
+    return c.chunks(turn)
+
+
 # -- packed sequences, strides -----------------------------------------------------------------
+@mistake("gate's gradient summed across packed sequences", GRADIENT, GATED, whole=True)
+def _(c, ends):
+    def change(d):
+        pieces = d.split([b - a for a, b in zip(ends, ends[1:], strict=False)], 1)
+        terms = [x - torch.cat([x[:, 1:], 0 * x[:, :1]], 1) for x in pieces]
+        return torch.cat(terms, 1).flip(1).cumsum(1).flip(1)
+
+    return c.each(ends) if ends is None else replace(c, g=backward(c.g, change)).each(ends)
+
+
 @mistake("packed sequences leak into each other", PACK, whole=True)
 def _(c, ends):
     if ends is None:

@@ -34,7 +34,8 @@ simple("gate of batch 0 for every batch", DECAY, lambda c: {"g": c.g[:1].expand_
 simple("one gate a head: channel 0 for all channels", DECAY, lambda c: {"g": c.g[..., :1].expand_as(c.g)}, CHANNELS)
 simple("gate averaged over channels", DECAY, lambda c: {"g": c.g.mean(-1, keepdim=True).expand_as(c.g)}, CHANNELS)
 simple("channels of the gate in reverse order", DECAY, lambda c: {"g": c.g.flip(-1)}, CHANNELS)
-simple("strong gates cut off at -5", DECAY, lambda c: {"g": c.g.clamp_min(-5)}, GATED)
+for least in (-1, -2, -5, -10, -20, -50, -80):
+    simple(f"strong gates cut off at {least}", DECAY, lambda c, least=least: {"g": c.g.clamp_min(least)}, GATED)
 simple("gate -inf taken as no gate", DECAY, lambda c: {"g": c.g.masked_fill(c.g.isneginf(), 0)}, GATED)
 
 
@@ -74,6 +75,7 @@ def inter(name: str, wrong: Callable[[Call], Tensor]) -> None:
 
 carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S, GATED)
 carry("state decayed twice from chunk to chunk", lambda c, S: S + decay(c.g) * (decay(c.g) - 1) * c.S, GATED)
+carry("state's decay from chunk to chunk in base 2", lambda c, S: S + (decay(c.g * log(2)) - decay(c.g)) * c.S, GATED)
 carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.v), GATED)
 carry("writes decayed by an inclusive sum: once too often", lambda c, S: c.run(k=c.k * c.g.exp())[1], GATED)
 carry(

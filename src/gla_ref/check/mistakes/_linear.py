@@ -119,6 +119,15 @@ def _(c):
     return torch.cat([first, rest], 1), S
 
 
+for n in (2, 3, 4):
+
+    @mistake(f"state lost after {n} chunks", CARRY, chunked=True)
+    def _(c, n=n):
+        first, S = c.cut(0, n * c.C).run()
+        rest, S = c.cut(n * c.C, None, S=0 * S if c.q.shape[1] > n * c.C else S).run()
+        return torch.cat([first, rest], 1), S
+
+
 carry("last token of a chunk lost from the state", lambda c, S: S - write(c.k[:, -1:], c.v[:, -1:]))
 carry("first token of a chunk lost from the state", lambda c, S: S - decay(c.g[:, 1:]) * write(c.k[:, :1], c.v[:, :1]))
 carry("state kept in bfloat16 between chunks", lambda c, S: S + (S.to(torch.bfloat16).to(S.dtype) - S).detach())
@@ -150,6 +159,8 @@ def _(c):
 
 # -- states ------------------------------------------------------------------------------------
 simple("initial state ignored", PACK, lambda c: {"S": torch.zeros_like(c.S)})
+for n in (4, 8, 16):
+    simple(f"initial state of head h mod {n}", PACK, lambda c, n=n: {"S": c.S[:, torch.arange(c.S.shape[1]) % n]})
 simple("initial state read as V x K", PACK, lambda c: {"S": c.S.reshape(*c.S.shape[:2], *c.S.shape[:1:-1]).mT})
 
 
