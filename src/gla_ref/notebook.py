@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-#: the name of a chapter's page: two digits, a letter where one chapter became two, and a slug: 15b_gradient_kernel
+# the name of a chapter's page: two digits, a letter where one chapter became two, and a slug (15b_gradient_kernel)
 CHAPTER = re.compile(r"(\d\d[a-z]?)_\w+$")
 
 
