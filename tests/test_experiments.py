@@ -5,10 +5,12 @@ import dataclasses
 import gzip
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from gla_ref import FORMS
+from gla_ref import FORMS, results
 from gla_ref.experiments import EXPERIMENTS, ablations, language, length, mqar, plan, recall, texts, throughput
-from gla_ref.experiments._driver import carry_out, is_done, read
+from gla_ref.experiments._driver import carry_out, do, is_done
 from gla_ref.experiments.questions import answer_logits, right, with_rate
 from gla_ref.experiments.runs import Place, Training, dice
 from gla_ref.experiments.training import share_of_rate
@@ -63,7 +65,7 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
     outcome = carry_out(runs, place, file, progress=finished.append)
     assert outcome.failed == {} and outcome.left == []
     assert sorted(outcome.done) == sorted(finished) == sorted(run.name for run in runs)
-    records = {r["name"]: r for r in read(file, name)}
+    records = {r["name"]: r for r in results.read(file, name)}
     for run in runs:
         record = records[run.name]
         assert record["about"] == run.about and "seed" in record["about"]
@@ -87,17 +89,19 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
     assert not is_done(other, tuple(records.values())), "other settings, another run"
 
 
-def test_the_command(place, tmp_path, capsys):
+def test_the_command(place, tmp_path, capfd):
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     from gla_ref.experiments.__main__ import main
 
     where = ["--records", str(tmp_path / "r.json"), "--folder", str(place.folder), "--texts", str(place.texts)]
     call = ["ablations", "--preset", "tiny", "--seeds", "1", "--set", "steps=2", "--only", "base*", *where]
-    assert main(call) == 0 and "1 runs, 0 done before" in capsys.readouterr().out
-    assert main(call) == 0 and "1 runs, 1 done before" in capsys.readouterr().out
+    assert main(call) == 0
+    said = capfd.readouterr()
+    assert "1 runs, 0 done before" in said.out and said.err == "", "no progress bar without a terminal"
+    assert main(call) == 0 and "1 runs, 1 done before" in capfd.readouterr().out
     other = [*call, "--set", "steps=3"]
     assert main([*other, "--minutes", "1e-9"]) == 3 and main(other) == 0
-    assert main([*call, "--set", "corpus=texts"]) == 1 and "texts: expected texts.pt" in capsys.readouterr().err
+    assert main([*call, "--set", "corpus=texts"]) == 1 and "texts: expected texts.pt" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,6 +113,10 @@ def test_the_command(place, tmp_path, capsys):
         (["mqar", "--only", "nothing"], "--only: expected a pattern"),
         (["mqar", "--chunk", "99"], "--chunk: expected at most"),
         (["length", "--device", "cuda"], "--device: expected a GPU"),
+        (["language", "--set", "corpus=../x"], "corpus: expected one of texts, speeches, got '../x'"),
+        (["mqar", "--records", "/dev/null/r.json"], "results: expected a place to write /dev/null/r.json"),
+        (["mqar", "--records", __file__], "results: expected JSON"),
+        (["mqar", "--save-every", "0"], "expected a positive number, got 0"),
         (["texts", "--linux-doc", "no", "--gcide", "no", "--sotu", "no"], "linux_doc: expected"),
     ],
 )
@@ -160,6 +168,31 @@ def test_interrupted_and_resumed_is_as_if_never(name, pattern, place, tmp_path):
         EXPERIMENTS[name].carry_out(other, place)
 
 
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", "a pickle", {"step": 1}])
+def test_a_checkpoint_that_cannot_be_read_is_named(content, place):
+    run = tiny("ablations")[0]
+    file = run.file(place.folder, ".pt")
+    file.parent.mkdir(parents=True)
+    if content == "a pickle":
+        torch.save({"step": Path("x")}, file)  # which PyTorch would advise to load with weights_only=False
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(ValueError, match=r"^folder: expected a checkpoint .*base-seed0.pt, got .*; remove it") as found:
+        ablations.carry_out(run, place)
+    assert "weights_only" not in str(found.value)
+    assert found.value.__suppress_context__ or not found.value.__context__  # a traceback without PyTorch's advice
+
+
+def test_a_corpus_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "texts.pt").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"^texts: expected a corpus in \S+texts.pt, got"):
+        texts.load(tmp_path, "texts")
+    with pytest.raises(ValueError, match="^corpus: expected one of texts, speeches, got '../x'"):
+        texts.load(tmp_path, "../x")
+
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -195,10 +228,65 @@ def test_killed_by_a_signal_and_called_again(tmp_path, corpora):
     assert file.exists() and not (tmp_path / "killed" / "records.json").exists()
     subprocess.run(command("killed", 2), check=True)
     whole, again = (
-        {r["name"]: numbers(r) for r in read(tmp_path / folder / "records.json", "ablations")}
+        {r["name"]: numbers(r) for r in results.read(tmp_path / folder / "records.json", "ablations")}
         for folder in ("whole", "killed")
     )
     assert whole == again and len(whole) == 2
+
+
+def when_saved(folder: Path, act) -> threading.Thread:
+    """Do something as soon as a folder has a checkpoint."""
+
+    def wait():
+        while not list(folder.rglob("*.pt")):
+            time.sleep(0.005)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.deep)])
+def test_an_interrupt_leaves_checkpoints_and_a_summary(jobs, place, tmp_path, capfd):
+    runs, file = tiny("ablations", steps=400), tmp_path / "r.json"
+    interrupt = when_saved(place.folder, lambda: os.kill(os.getpid(), signal.SIGINT))
+    outcome = carry_out(runs, replace(place, save_every=0.2), file, jobs)
+    interrupt.join()
+    assert "interrupted: runs stop with a checkpoint" in capfd.readouterr().err
+    assert outcome.left and not outcome.failed and len(outcome.left) + len(outcome.done) == len(runs)
+    saved = torch.load(next(place.folder.rglob("*.pt")), weights_only=True)
+    assert 0 < saved["step"] < 400
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_killed_worker_is_its_runs_failure(place, tmp_path):
+    runs, file = tiny("ablations", steps=12), tmp_path / "r.json"
+
+    def kill():
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+    when_saved(place.folder, kill)
+    outcome = carry_out(runs, replace(place, save_every=0.0), file, 2)
+    ((name, reason),) = outcome.failed.items()
+    assert "its process was killed" in str(reason) and len(outcome.done) == len(runs) - 1
+    assert carry_out(runs, place, file).failed == {}  # and goes on
+    assert len(results.read(file, "ablations")) == len(runs)
+
+
+def test_two_programs_share_runs(place, tmp_path, capfd):
+    """A run that another program carries out is left to it; one that it has finished since is not done again."""
+    from filelock import FileLock
+
+    runs, file = tiny("ablations", steps=1), tmp_path / "r.json"
+    lock = runs[0].file(place.folder, ".lock")
+    lock.parent.mkdir(parents=True)
+    with FileLock(lock):
+        outcome = carry_out(runs, place, file)
+    assert outcome.left == [runs[0].name] and outcome.done == [runs[1].name]
+    assert f"{runs[0].name}: another process carries it out" in capfd.readouterr().err
+    record = carry_out(runs, place, file) and results.read(file, "ablations")[1]
+    assert do(runs[0], place, file) == record
 
 
 def test_one_failure_does_not_cost_the_rest(place, tmp_path, monkeypatch):

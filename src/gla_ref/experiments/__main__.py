@@ -1,6 +1,7 @@
 """`python -m gla_ref.experiments NAME`: run an experiment, go on with it, or print the plan of all (chapter 17).
 
-Exit status: 0 all runs are done, 1 one failed, 2 cannot run as asked, 3 time was up (call again to go on).
+Exit status: 0 all runs are done, 1 one failed, 2 cannot run as asked, 3 time was up or a signal came (call again to go
+on).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from .. import results
 from . import EXPERIMENTS, plan, texts
-from ._driver import carry_out, is_done, read
+from ._driver import carry_out, is_done
 from .runs import Place
 
 
@@ -57,16 +58,18 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--only: expected a pattern of names of runs, got {args.only}")
     gpu = torch.cuda.get_device_name(args.device) if torch.device(args.device).type == "cuda" else "cpu"
     file = args.records or results.file(f"{gpu} {args.command}")
-    records = read(file, args.command)
+    results.check_writable(file)
+    records = results.read(file, args.command)
     waiting = [each for each in runs if not is_done(each, records)]
     print(f"{args.command}: {len(runs)} runs, {len(runs) - len(waiting)} done before, {jobs} side by side; {file}")
     deadline = args.minutes and time.time() + 60 * args.minutes
-    place = Place(args.device, args.folder, deadline, texts=args.texts)
+    place = Place(args.device, args.folder, deadline, args.save_every, args.texts)
     from tqdm import tqdm
 
     alone = jobs == 1
     steps = sum((each.training.steps if each.training else len(settings.lengths)) for each in waiting)
-    with tqdm(total=steps if alone else len(waiting), unit="step" if alone else "run", dynamic_ncols=True) as bar:
+    total, unit = (steps, "step") if alone else (len(waiting), "run")
+    with tqdm(total=total, unit=unit, dynamic_ncols=True, disable=None) as bar:  # None: without a terminal
         if alone:
             place = replace(place, progress=lambda done, total: bar.update(1))
         outcome = carry_out(runs, place, file, jobs, lambda name: None if alone else bar.update(1))
@@ -120,6 +123,13 @@ def main(argv: list[str] | None = None) -> int:
             "--jobs", type=positive(int), help="runs side by side; default 1, or as the plan's chunk has it"
         )
         it.add_argument("--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call")
+        it.add_argument(
+            "--save-every",
+            type=positive(float),
+            default=60.0,
+            metavar="SECONDS",
+            help="checkpoints, default %(default)s",
+        )
         it.add_argument("--chunk", type=positive(int), help="only the runs of this chunk of the plan")
         it.add_argument("--only", metavar="PATTERN", default="*", help="only runs of such names: --only 'main/gla/*'")
         it.add_argument("--records", type=Path, help="JSON file of records; default benchmarks/results/GPU-NAME.json")
@@ -141,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         return args.function(args)
     except ImportError as reason:
         parser.error(f'{reason}; pip install "gla-ref[experiments]" has what this command needs')
-    except (TypeError, ValueError, FileNotFoundError) as reason:
+    except (TypeError, ValueError, OSError) as reason:
         parser.error(str(reason))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from . import language
+from . import language, texts
 from .runs import Place, Run, Training, check_fields
 
 __all__ = ["CHANGES", "Settings", "carry_out", "runs"]
@@ -58,6 +58,7 @@ class Settings:
 
     def __post_init__(self):
         check_fields(self)
+        texts.check_corpus(self.corpus)
         for name in self.changes:
             if name not in CHANGES:
                 raise ValueError(f"changes: expected some of {', '.join(CHANGES)}, got {name!r}")

@@ -62,6 +62,7 @@ class Settings:
 
     def __post_init__(self):
         check_fields(self)
+        texts.check_corpus(self.corpus)
         for name in self.sizes:
             if name not in SIZES:
                 raise ValueError(f"sizes: expected some of {', '.join(SIZES)}, got {name!r}")

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,7 @@ class Place:
         texts: folder of prepared texts, which two experiments need.
         records: earlier records of the experiment.
         progress: is told (done, total) after every step; None: nobody is.
+        interrupt: its `value` says whether a signal asked for an end; None: none can.
     """
 
     device: str
@@ -156,6 +158,13 @@ class Place:
     texts: Path | None = None
     records: tuple[dict, ...] = ()
     progress: Callable[[int, int], None] | None = None
+    interrupt: object = None
+
+    def is_late(self) -> bool:
+        """Whether a run should stop, with a checkpoint."""
+        if self.interrupt is not None and self.interrupt.value:
+            return True
+        return self.deadline is not None and time.time() >= self.deadline
 
     def tell(self, done: int, total: int) -> None:
         """Report progress to whoever wants it."""

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 END = 0  # the token behind a document; as a byte none of the texts has it
+CORPORA = ("texts", "speeches")
 LONG = 30_000  # bytes of a speech that length experiments use
 
 
@@ -141,13 +142,27 @@ def load(folder: Path | None, name: str) -> Corpus:
 
     Raises:
         FileNotFoundError: it is not there; the message says how to make it.
+        ValueError: there is no corpus of this name, or its file cannot be read; the message names it.
     """
+    check_corpus(name)
     if folder is None or not (folder / f"{name}.pt").exists():
         raise FileNotFoundError(
             f"texts: expected {name}.pt in the folder {folder}, found none; "
             "python -m gla_ref.experiments texts makes it from installed packages"
         )
-    return Corpus(**torch.load(folder / f"{name}.pt", weights_only=True))
+    try:
+        return Corpus(**torch.load(folder / f"{name}.pt", weights_only=True))
+    except Exception as reason:  # of many kinds, and PyTorch's advice is to trust the file
+        raise ValueError(
+            f"texts: expected a corpus in {folder / name}.pt, got {type(reason).__name__}; "
+            "python -m gla_ref.experiments texts makes it anew"
+        ) from None
+
+
+def check_corpus(name: str) -> None:
+    """A corpus is one of those that :func:`prepare` makes, so that no path leads out of its folder."""
+    if name not in CORPORA:
+        raise ValueError(f"corpus: expected one of {', '.join(CORPORA)}, got {name!r}")
 
 
 def _joined(pieces: list[Tensor], documents: list[Document], vocab_size: int, tokenizer: str | None) -> Corpus:

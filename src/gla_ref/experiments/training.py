@@ -11,6 +11,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,10 @@ from .runs import Place, Run
 __all__ = ["Task", "share_of_rate", "train"]
 
 POINTS = 50  # of a curve
+SAVED = {
+    "model", "optimizer", "scheduler", "total", "state", "step", "seconds", "curve", "evaluations", "diverged", "rng",
+    "cuda_rng", "fingerprint",
+}  # fmt: skip
 
 
 class Task(ABC):
@@ -69,7 +74,7 @@ def train(run: Run, task: Task, place: Place) -> dict | None:
         "learning rate"; "parameters".
 
     Raises:
-        ValueError: the checkpoint belongs to other settings.
+        ValueError: the checkpoint belongs to other settings, or cannot be read; the message names the file.
     """
     device, training = torch.device(place.device), run.training
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -100,7 +105,13 @@ class _Trainer:
         """Go on where the checkpoint says."""
         if not self.file.exists():
             return
-        saved = torch.load(self.file, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(self.file, map_location="cpu", weights_only=True)
+            missing = SAVED - saved.keys()
+        except Exception as reason:  # of many kinds, and PyTorch's advice is to trust the file
+            raise _unreadable(self.file, type(reason).__name__) from None
+        if missing:
+            raise _unreadable(self.file, f"one without {', '.join(sorted(missing))}")
         if saved["fingerprint"] != self.run.fingerprint():
             raise ValueError(
                 f"settings: expected those of the checkpoint {self.file}, got others; remove it to start anew"
@@ -143,7 +154,7 @@ class _Trainer:
         while self.step < steps and not self.diverged:
             self.one()
             self.place.tell(self.step, steps)
-            late = self.place.deadline is not None and time.time() >= self.place.deadline
+            late = self.place.is_late()
             if late or time.time() - saved_at >= self.place.save_every or self.step == steps:
                 clock()
                 self.save()
@@ -188,6 +199,10 @@ class _Trainer:
             ):
                 self.evaluations.append({"step": self.step, **self.task.evaluate(self.model)})
             self.model.train()
+
+
+def _unreadable(file: Path, got: str) -> ValueError:
+    return ValueError(f"folder: expected a checkpoint of these programs in {file}, got {got}; remove it to start anew")
 
 
 def _on(x, device: torch.device):
