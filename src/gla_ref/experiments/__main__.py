@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import fnmatch
 import sys
 import time
@@ -17,9 +18,10 @@ from pathlib import Path
 import torch
 
 from .. import results
-from . import EXPERIMENTS, plan, texts
+from . import EXPERIMENTS, mqar, plan, texts
 from ._driver import carry_out, is_done
-from .runs import Place
+from ._rates import choice_of
+from .runs import Place, Run
 
 
 def settings_of(module, args: argparse.Namespace):
@@ -38,6 +40,19 @@ def settings_of(module, args: argparse.Namespace):
         except (ValueError, SyntaxError):
             changes[name] = text  # words need no quotes
     return replace(settings, **changes)
+
+
+def said(runs: list[Run], records: tuple[dict, ...]) -> list[str]:
+    """The chosen learning rates of some runs' groups, edges and chance included, and what does not look sane."""
+    groups, lines = {run.about["group"]: run for run in runs if "group" in run.about}, []
+    for group, run in groups.items():
+        with contextlib.suppress(ValueError):  # trials are missing
+            lines.append(f"learning rate of {group}: {choice_of(run, records)}")
+    mine = [r for r in records if any(is_done(run, (r,)) for run in runs)]
+    for r in mine:
+        if r.get("at chance"):
+            lines.append(f"{r['name']}: at chance, {'diverged' if r['diverged'] else 'as without any learning'}")
+    return lines + (mqar.sanity(mine) if runs[0].experiment == "mqar" else [])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         outcome = carry_out(runs, place, file, jobs, lambda name: None if alone else bar.update(1))
     for name, reason in outcome.failed.items():
         print(f"{name} failed: {type(reason).__name__}: {reason}", file=sys.stderr)
+    for line in said(runs, results.read(file, args.command)):
+        print(line)
     for what, names in (("done", outcome.done), ("left", outcome.left), ("failed", outcome.failed)):
         print(f"{len(names)} {what}")
     return 1 if outcome.failed else 3 if outcome.left else 0
@@ -115,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         about = module.__doc__.partition("\n")[0].partition(" (chapter")[0]
         it = commands.add_parser(name, help=about, description=module.__doc__)
         it.set_defaults(function=run)
-        it.add_argument("--preset", choices=("full", "tiny"), default="full", help="of the settings")
+        it.add_argument("--preset", choices=plan.presets(module), default="full", help="of the settings")
         it.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="change one field of them")
         it.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
         it.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")

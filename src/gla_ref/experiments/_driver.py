@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from .. import results
+from ._rates import MORE, further
 from .runs import Place, Run
 
 CONTEXT = multiprocessing.get_context("spawn")  # CUDA cannot be forked
@@ -66,11 +67,11 @@ def do(run: Run, place: Place, file: Path) -> dict | Exception | None:
 
 
 def keep(run: Run, found: dict, file: Path, place: Place) -> dict:
-    """Write a run's record into the file of its experiment, then remove its checkpoint."""
+    """Write a run's record into the file of its experiment, beside those of other settings; remove its checkpoint."""
     gpu = torch.cuda.get_device_name(place.device) if torch.device(place.device).type == "cuda" else None
     environment = results.environment(gpu, ["flash-linear-attention"] if run.experiment == "throughput" else None)
     record = {"name": run.name, "about": run.about, "run": run.fingerprint(), **found, "environment": environment}
-    results.merge(file, environment, run.experiment, [record], ("name",))
+    results.merge(file, environment, run.experiment, [record], ("name", "run"))
     run.file(place.folder, ".pt").unlink(missing_ok=True)
     return record
 
@@ -164,10 +165,27 @@ def interruptible():
             signal.signal(number, handler)
 
 
+def further_trials(runs: list[Run], file: Path) -> list[Run]:
+    """Trials beyond the edge of a grid, for every group of these runs whose grid is done and whose best is there."""
+    from . import EXPERIMENTS
+
+    groups = {run.about["group"]: run for run in runs if "group" in run.about}
+    found = []
+    for group, run in groups.items():
+        records = results.read(file, run.experiment)
+        every = EXPERIMENTS[run.experiment].runs(run.settings, 1)
+        trials = [x for x in every if x.about["stage"] == "rate" and x.about["group"] == group]
+        if all(is_done(trial, records) for trial in trials):
+            found.append(further(trials[0], records))
+    return [trial for trial in found if trial is not None]
+
+
 def carry_out(
     runs: list[Run], place: Place, file: Path, jobs: int = 1, progress: Callable[[str], None] = lambda name: None
 ) -> Outcome:
     """Carry runs of one experiment out, those without a learning rate of their own after all others.
+
+    Between the two come trials that nobody asked for: learning rates beyond a grid whose best one is at its edge.
 
     Args:
         runs: those that have a record with the same settings are left out.
@@ -183,8 +201,10 @@ def carry_out(
     outcome = Outcome()
     with interruptible() as interrupt:
         place = replace(place, interrupt=interrupt)
-        for own_rate in (True, False):
-            stage = [r for r in runs if own_rate == (r.training is None or r.training.learning_rate is not None)]
+        own_rate = [run for run in runs if run.training is None or run.training.learning_rate is not None]
+        stages = [own_rate, *[None] * MORE, [run for run in runs if run not in own_rate]]
+        for stage in stages:
+            stage = further_trials(runs, file) if stage is None else stage
             records = results.read(file, stage[0].experiment) if stage else ()
             waiting = [run for run in stage if not is_done(run, records)]
             outcome.done += [run.name for run in stage if is_done(run, records)]

@@ -108,7 +108,8 @@ class Run:
     Attributes:
         experiment: its key in :data:`gla_ref.experiments.EXPERIMENTS`.
         name: what no other run of the experiment is called.
-        about: what tells it from the others, as a figure selects it; "seed" among it.
+        about: what tells it from the others, as a figure selects it: "seed" among it, and, where learning rates are
+            chosen, "stage" ("rate" or "main") and "group", whose runs share one.
         settings: of the experiment.
         model: the model's sizes.
         training: how it is trained; None where nothing is learned.
