@@ -2,6 +2,7 @@
 
     python -m gla_ref.experiments mqar --device cuda --seeds 3
     python -m gla_ref.experiments plan
+    python -m gla_ref.experiments report FILE
 
 Each trains (or times) the models of :mod:`gla_ref.models` and writes one JSON file of records. An interrupted program
 goes on where it was when it is called again. On another host it goes on with the runs that the file of records lacks:
@@ -11,6 +12,7 @@ No full setting of any of them has been run yet, on any GPU: the tests run the t
 """
 
 from . import ablations, language, length, mqar, recall, throughput
+from ._report import Interval, compare, interval, paired, results_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
@@ -24,4 +26,4 @@ EXPERIMENTS = {
     "throughput": throughput,
 }
 
-__all__ = ["EXPERIMENTS"]
+__all__ = ["EXPERIMENTS", "Interval", "compare", "interval", "paired", "results_of", "table", "welch"]

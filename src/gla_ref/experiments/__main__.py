@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import fnmatch
+import json
 import sys
 import time
 from dataclasses import fields, replace
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from .. import results
-from . import EXPERIMENTS, mqar, plan, texts
+from . import EXPERIMENTS, _report, mqar, plan, texts
 from ._driver import carry_out, is_done
 from ._rates import choice_of
 from .runs import Place, Run
@@ -107,6 +108,21 @@ def prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def report(args: argparse.Namespace) -> int:
+    """A table of every experiment that a file has records of."""
+    for file in args.records:
+        content = json.loads(file.read_text())
+        names = [name for name in EXPERIMENTS if isinstance(content, dict) and name in content]
+        if not names:
+            raise ValueError(f"records: expected records of experiments in {file}, found none")
+        for name in names:
+            records = results.read(file, name)
+            print(f"{file}: {name}, means with intervals of 95 % over seeds", _report.table(records), sep="\n")
+            for line in mqar.sanity(records) if name == "mqar" else ():
+                print(line)
+    return 0
+
+
 def show(args: argparse.Namespace) -> int:
     """The plan."""
     print(plan.table(args.seeds, args.at_most))
@@ -156,6 +172,9 @@ def main(argv: list[str] | None = None) -> int:
     it.set_defaults(function=show)
     it.add_argument("--seeds", type=positive(int), default=3, help="default %(default)s")
     it.add_argument("--at-most", type=positive(float), default=8.0, help="minutes of a chunk, default %(default)s")
+    it = commands.add_parser("report", help="scores with intervals, baselines and sizes of states")
+    it.set_defaults(function=report)
+    it.add_argument("records", type=Path, nargs="+", help="JSON files of records")
     it = commands.add_parser("texts", help="make tokens of installed texts", description=texts.__doc__)
     it.set_defaults(function=prepare)
     it.add_argument("--linux-doc", type=Path, required=True, help="/usr/share/doc/linux-doc-6.12/Documentation")
