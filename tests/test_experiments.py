@@ -798,6 +798,16 @@ def test_a_compiled_loss_learns_the_same(name, pattern, place, tmp_path, monkeyp
 
 
 @pytest.mark.deep
+def test_the_live_setting_is_learned_on_a_cpu(place):
+    s = replace(mqar.Settings.live(), mixers=("softmax", "gla"))
+    runs = [fixed(run, s.rates[0]) for run in mqar.runs(s, 1) if run.about["stage"] == "main"]
+    began = time.process_time()
+    soft, gla = (mqar.carry_out(run, place)["evaluations"][-1]["accuracy"] for run in runs)
+    assert soft > 0.95 and 0.6 < gla < soft
+    assert time.process_time() - began < 60, "two runs of some ten seconds of one core"
+
+
+@pytest.mark.deep
 def test_mqar_can_be_learned(place):
     s = replace(mqar.Settings.tiny(), vocab_size=16, lengths=((16, 2),), tokens=1024, rate_steps=400)
     run = mqar.runs(replace(s, widths=(32,), test_sequences=100), 1)[0]
