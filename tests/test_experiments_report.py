@@ -97,6 +97,16 @@ def test_two_settings_are_two_results():
     assert list(_report.results_of(records)) == ["gla/128 (1)", "gla/128 (2)"]
 
 
+def test_two_models_are_compared_speech_by_speech():
+    def speeches(name, seed, *losses):
+        return record(name, 0.0, seed, evaluations=[{"by speech": dict(zip("abc", losses, strict=True))}])
+
+    records = [speeches("passing", seed, 1.0 + seed, 2.0, 4.9) for seed in (0, 0.2)]
+    records += [speeches("alone", seed, 1.3, 2.2, 5.1 + seed) for seed in (0, 0.2)]
+    found = _report.by_speech(records, "passing", "alone")
+    assert (found.mean, found.n) == (pytest.approx((-0.2 - 0.2 - 0.3) / 3), 3) and found.mean + found.half < 0
+
+
 def test_a_result_that_diverged_has_no_score():
     bad = record("gla/128", 0.5, 0, diverged=True, choice={"edge": "highest", "learned": False})
     assert math.isnan(_report.score(bad)[1])

@@ -12,7 +12,7 @@ No full setting of any of them has been run yet, on any GPU: the tests run the t
 """
 
 from . import ablations, language, length, mqar, recall, throughput
-from ._report import Interval, compare, interval, paired, results_of, table, welch
+from ._report import Interval, by_speech, compare, interval, paired, results_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
@@ -26,4 +26,4 @@ EXPERIMENTS = {
     "throughput": throughput,
 }
 
-__all__ = ["EXPERIMENTS", "Interval", "compare", "interval", "paired", "results_of", "table", "welch"]
+__all__ = ["EXPERIMENTS", "Interval", "by_speech", "compare", "interval", "paired", "results_of", "table", "welch"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from tabulate import tabulate
 
-__all__ = ["Interval", "compare", "interval", "paired", "results_of", "score", "table", "welch"]
+__all__ = ["Interval", "by_speech", "compare", "interval", "paired", "results_of", "score", "table", "welch"]
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 SCORES = ("accuracy", "bits a byte", "loss")  # the first that a record has is its score
@@ -122,6 +122,24 @@ def compare(records: Sequence[dict], one: str, other: str, level: float = 0.95) 
     """How much larger the score of one result is than that of another, both as :func:`results_of` names them."""
     found = results_of(records)
     return welch(*([score(r)[1] for r in found[name]] for name in (one, other)), level)
+
+
+def by_speech(records: Sequence[dict], one: str, other: str, of: str = "by speech", level: float = 0.95) -> Interval:
+    """How much larger one result's loss is than another's, speech by speech, each the mean over its seeds.
+
+    Args:
+        records: of :mod:`gla_ref.experiments.length`.
+        one, other: results as :func:`results_of` names them.
+        of: "by speech", or "last positions by speech".
+        level: of the interval.
+    """
+    found = results_of(records)
+
+    def means(name: str) -> dict[str, float]:
+        every = [r["evaluations"][-1][of] for r in found[name]]
+        return {speech: fmean(x[speech] for x in every) for speech in every[0]}
+
+    return paired(means(one), means(other), level)
 
 
 def table(records: Sequence[dict], level: float = 0.95) -> str:

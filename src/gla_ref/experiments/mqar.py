@@ -99,10 +99,10 @@ class Settings:
 
     @classmethod
     def live(cls) -> Settings:
-        """Ten seconds a run on one core of a CPU, for a notebook: softmax attention has 99 %, GLA 81 %, linear 40 %."""
+        """Ten seconds a run on one core of a CPU, for a notebook: softmax has 99.9 %, GLA 96 %, linear 47 %."""
         return cls(
             vocab_size=64, lengths=((32, 4),), mixers=("softmax", "linear", "gla"), widths=(64,), bare_widths=None,
-            layers=1, rates=(7e-3,), tokens=1024, steps=300, rate_steps=100, test_sequences=500, precision="fp32",
+            layers=1, rates=(7e-3,), tokens=1024, steps=400, rate_steps=200, test_sequences=500, precision="fp32",
         )  # fmt: skip
 
     @classmethod
