@@ -92,6 +92,12 @@ def test_a_table_has_intervals_baselines_and_states():
     assert _report.compare(records, "gla/128", "linear/128").p < 0.05
 
 
+def test_language_is_scored_in_bits():
+    bits = {"evaluations": [{"loss": 2.0, "bits a byte": 1.5}], "baselines": {"chance": 8.0, "bits a byte": 4.5}}
+    (line,) = _report.table([record("gla", 0.0, 0, **bits)]).splitlines()[2:]
+    assert line.split()[1:] == "1.5000 alone 1 bits a byte 8.0000 4.5000 4096 0.001".split()
+
+
 def test_two_settings_are_two_results():
     records = [record("gla/128", 0.5, 0), record("gla/128", 0.6, 0, settings=1)]
     assert list(_report.results_of(records)) == ["gla/128 (1)", "gla/128 (2)"]

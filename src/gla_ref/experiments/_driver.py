@@ -99,6 +99,8 @@ def _start_worker(interrupt) -> None:
 
 
 def _do_in_worker(run: Run, place: Place, file: Path):
+    if torch.device(place.device).type == "cuda":
+        torch.set_num_threads(1)  # the CPU only draws questions, some 3 ms a step; many processes share its cores
     with _busy:
         return do(run, replace(place, interrupt=_interrupt), file)
 

@@ -48,7 +48,7 @@ def trials(run: Run, rates: tuple[float, ...], steps: int) -> list[Run]:
     """The runs that choose the rate of a run's group: as the run is, but for rate, steps, seed and data."""
     training = replace(run.training, steps=steps, evaluations=1)
     about = {**run.about, "stage": "rate", "seed": SEED}
-    return [_trial(replace(run, about=about, training=training), rate) for rate in sorted(rates)]
+    return [_trial(replace(run, about=about, training=training), rate) for rate in sorted(set(rates))]
 
 
 def _trial(run: Run, rate: float) -> Run:

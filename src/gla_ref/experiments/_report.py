@@ -14,7 +14,6 @@ from tabulate import tabulate
 __all__ = ["Interval", "by_speech", "compare", "interval", "paired", "results_of", "score", "table", "welch"]
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
-SCORES = ("accuracy", "bits a byte", "loss")  # the first that a record has is its score
 
 
 class Interval(NamedTuple):
@@ -29,7 +28,7 @@ class Interval(NamedTuple):
     p: float | None = None
 
     def __str__(self):
-        half = "alone" if math.isnan(self.half) else f"± {self.half:.4f}"
+        half = "alone" if self.n == 1 else f"± {self.half:.4f}"
         return f"{self.mean:.4f} {half}"
 
 
@@ -97,10 +96,9 @@ def paired(xs: dict[str, float], ys: dict[str, float], level: float = 0.95) -> I
 
 
 def score(record: dict) -> tuple[str, float]:
-    """The name and value of a record's score: accuracy, bits a byte, or loss; NaN where training diverged."""
+    """The name and value of a record's score: "accuracy" or "bits a byte"; NaN where training diverged."""
     last = record["evaluations"][-1] if record["evaluations"] and not record["diverged"] else {}
-    name = next(name for name in SCORES if name in record["baselines"] or name in last or name == "loss")
-    name = "accuracy" if "majority" in record["baselines"] else name
+    name = "accuracy" if "majority" in record["baselines"] else "bits a byte"
     return name, last.get(name, math.nan)
 
 
@@ -151,7 +149,7 @@ def table(records: Sequence[dict], level: float = 0.95) -> str:
         known = base["majority"] if kind == "accuracy" else base[kind]
         row = [name, f"{whole}", len(rs), kind, f"{base['chance']:.4f}", f"{known:.4f}", rs[0]["state"]]
         rows.append([*row, f"{rs[0]['learning rate']:g}", ", ".join(sorted(_notes(rs)))])
-    head = ["result", "score", "seeds", "of", "chance", "majority", "state", "rate", "notes"]
+    head = ["result", "score", "seeds", "of", "chance", "baseline", "state", "rate", "notes"]
     return tabulate(rows, head, disable_numparse=True)
 
 

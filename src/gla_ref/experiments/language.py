@@ -159,12 +159,13 @@ class Language(Task):
         return total, len(text) - 1
 
     def baselines(self) -> dict:
-        """Scores of the training text's frequencies of tokens; and of all tokens alike ("chance")."""
+        """Scores of the training text's frequencies of tokens; and bits a byte of all tokens alike ("chance")."""
         sums = [
             (unigram(self.training, x[1:], self.vocab_size) * (len(x) - 1), len(x) - 1, n)
             for x, n in self.sources.values()
         ]
-        return {**_scores(*map(sum, zip(*sums, strict=True))), "chance": float(self.vocab_size)}
+        nats, tokens, size = map(sum, zip(*sums, strict=True))
+        return _scores(nats, tokens, size) | {"chance": tokens * math.log2(self.vocab_size) / size}
 
 
 def unigram(training: Tensor, text: Tensor, vocab_size: int) -> float:
