@@ -1,6 +1,7 @@
 """Models: every mixer token by token, in chunks and packed is one model; fla's names, shapes and logits; errors."""
 
 import dataclasses
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import thin
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gla_ref.models.mixers as mixers
 from gla_ref import FORMS
@@ -185,6 +187,51 @@ def test_loss_in_pieces(monkeypatch):
     close(*torch.autograd.grad(pieces, [model.lm_head.weight]), wanted)
 
 
+@every
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_state_of_the_wrong_number_of_sequences_is_named(mixer, packed):
+    model = make(mixer, use_short_conv=True)
+    _, state = model(some(1, 6), cu_seqlens=torch.tensor([0, 2, 6])) if packed else model(some(2, 3))
+    with pytest.raises(ValueError, match=r"^state\[0\].S: expected 3 sequences as in tokens, got 2"):
+        model(some(3, 4), state=state)
+    model(some(2, 4), state=state)
+
+
+def test_int32_tokens_have_a_loss():
+    model, tokens = make(), some(2, 5)
+    assert model.loss(tokens.int())[0] == model.loss(tokens)[0]
+
+
+def test_boundaries_are_checked_before_they_are_indices(monkeypatch):
+    """On a GPU an index outside ends the process; here, it must not even reach the convolution."""
+    model = make(use_short_conv=True)
+    monkeypatch.setattr(model.model, "forward", lambda *_: pytest.fail("the model was called"))
+    for cu in ([0, 3, 99], [0, -5, 9], [1, 9], [0, 7, 5, 9]):
+        with pytest.raises(ValueError, match="^cu_seqlens: expected to rise from 0 to T = 9"):
+            model(some(1, 9), cu_seqlens=torch.tensor(cu))
+
+
+def test_the_gradient_of_gla_grows_with_the_length():
+    """Numbers that operators write, forward and backward: twice as many for twice the tokens, on a CPU too."""
+
+    class Count(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.numbers += sum(
+                x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(x)
+            )
+            return out
+
+    model, work = make(num_hidden_layers=1), {}
+    for T in (128, 256, 512):
+        with Count() as count:
+            model.loss(some(1, T))[0].backward()
+        work[T] = count.numbers
+    assert (work[512] - work[256]) / (work[256] - work[128]) == pytest.approx(2, rel=0.02)
+
+
 def test_which_document_a_token_is_of():
     ends = torch.tensor([0, 0, 2, 2, 5])
     assert _forms.owners(ends, 5).tolist() == [1, 1, 3, 3, 3]
@@ -326,6 +373,13 @@ def test_configurations_there_and_back(case):
     assert other.to_dict()["model_type"] == "gla_ref" and Config.from_dict(other.to_dict()) == other
 
 
+def test_a_missing_safetensors_says_which_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "gla_ref.models.checkpoints")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r'pip install "gla-ref\[models\]"'):
+        importlib.import_module("gla_ref.models.checkpoints")
+
+
 @pytest.mark.parametrize("mixer", thin(MIXERS, "gla"))
 def test_files_there_and_back(mixer, tmp_path):
     model = make(mixer, use_short_conv=True, dtype=torch.float32)
@@ -397,7 +451,26 @@ def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
         (lambda m: m.generate(some(1, 4), 1, chunk=0), "chunk: expected"),
         (lambda m: m.generate(some(1, 4), 1, temperature=-1.0), "temperature: expected"),
         (lambda m: m(some(1, 4), cu_seqlens=torch.tensor([0, 5])), "cu_seqlens: expected"),
-        (lambda m: m(some(1, 4), state=m(some(2, 4))[1]), "initial_state: expected"),
+        (lambda m: m(some(1, 4), state=m(some(2, 4))[1]), r"state\[0\].S: expected 1 sequences as in tokens, got 2"),
+        (
+            lambda m: m(some(1, 4), state=m(some(1, 4))[1][:1]),
+            "state: expected a list of 2 layers' states, got 1 of them",
+        ),
+        (lambda m: m(some(1, 4), state=m(some(1, 4))[1][0]), "state: expected a list of 2 layers' .* got LayerState"),
+        (lambda m: m(some(1, 4), state=make(use_short_conv=True)(some(1, 4))[1]), "state.0.: .* no short convolutions"),
+        (lambda m: m(some(1, 4), state=make(num_heads=4)(some(1, 4))[1]), "initial_state: expected shape"),
+        (lambda m: m.loss(some(2, 4), state=m(some(1, 4))[1]), r"state\[0\].S: expected 2 sequences"),
+        (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0, 99, 9])), "cu_seqlens: expected to rise"),
+        (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0.0, 9.0])), "cu_seqlens: expected an int32 or int64"),
+        (lambda m: m(some(2, 9), cu_seqlens=torch.tensor([0, 9])), "cu_seqlens: packed sequences need"),
+        (lambda m: m.loss(some(2, 1)), "targets: expected some where sequences have one token"),
+        (
+            lambda m: m.loss(some(1, 2), cu_seqlens=torch.tensor([0, 1, 2])),
+            "targets: expected at least one that counts",
+        ),
+        (lambda m: m.loss(some(1, 4), torch.full((1, 4), -100)), "targets: expected at least one that counts"),
+        (lambda m: m.generate([], 1), "prompts: expected at least one, got none"),
+        (lambda m: m.generate(some(1, 4), 1, state=m(some(2, 4))[1]), r"state\[0\].S: expected 1 sequences"),
     ],
 )
 def test_a_wrong_call_names_the_argument(call, message):

@@ -1,6 +1,8 @@
 """Reading measurements: the right file, the right records, nothing where there is none."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -48,3 +50,76 @@ def test_file_is_named_by_the_gpu():
 
 def test_label_names_gpu_and_versions(folder):
     assert results.label(results.load("h200", folder)) == "NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0"
+
+
+# -- files that several processes write ----------------------------------------------------------
+
+WRITER = """
+import sys
+from pathlib import Path
+from gla_ref import results
+for i in range(int(sys.argv[3])):
+    results.merge(Path(sys.argv[1]), {"gpu": None}, "runs", [{"name": f"{sys.argv[2]}/{i}", "x": "y" * 999}], ["name"])
+"""
+
+
+def test_two_processes_lose_no_record(tmp_path):
+    file, n = tmp_path / "new" / "r.json", 40
+    line = [sys.executable, "-c", WRITER, str(file)]
+    writers = [subprocess.Popen([*line, who, str(n)]) for who in ("a", "b")]
+    while any(writer.poll() is None for writer in writers):
+        if file.exists():
+            results.read(file, "runs")  # a whole file at every moment
+    assert [writer.returncode for writer in writers] == [0, 0]
+    found = {r["name"] for r in results.read(file, "runs")}
+    assert found == {f"{who}/{i}" for who in "ab" for i in range(n)}
+    assert {p.name for p in file.parent.iterdir()} <= {"r.json", ".r.json.lock"}
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"environment": {}, "runs": [', "[1, 2]", '{"environment": {}, "checks": []}', "\x00\xff"]
+)
+def test_a_corrupt_or_foreign_file_is_named_and_stays(content, tmp_path):
+    file = tmp_path / "r.json"
+    file.write_text(content, encoding="latin-1")
+    for act in (
+        lambda: results.read(file, "runs"),
+        lambda: results.merge(file, {"gpu": None}, "runs", [{"name": "a"}], ("name",)),
+    ):
+        with pytest.raises(ValueError, match=r"^results: expected .*r.json.* remove it"):
+            act()
+    assert file.read_text(encoding="latin-1") == content
+
+
+def test_load_names_a_corrupt_file(folder):
+    (folder / "0.json").write_text("{")
+    with pytest.raises(ValueError, match=r"0.json"):
+        results.load("h200", folder)
+
+
+def test_a_missing_file_has_no_records(tmp_path):
+    assert results.read(tmp_path / "r.json", "runs") == ()
+
+
+def test_a_merge_that_fails_leaves_the_old_file(tmp_path):
+    file = tmp_path / "r.json"
+    results.merge(file, {"gpu": None}, "runs", [{"name": "a"}], ("name",))
+    before = file.read_text()
+    with pytest.raises(TypeError):
+        results.merge(file, {"gpu": None}, "runs", [{"name": "b", "x": object()}], ("name",))
+    assert file.read_text() == before and not list(tmp_path.glob("*.part"))
+
+
+def test_a_wheel_writes_below_the_working_directory(tmp_path, monkeypatch):
+    assert results.file("X").parent == results.CHECKOUT / "benchmarks" / "results"
+    monkeypatch.setattr(results, "CHECKOUT", tmp_path / "lib" / "python3.11")
+    monkeypatch.chdir(tmp_path)
+    assert results.file("X") == tmp_path / "benchmarks" / "results" / "x.json"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    results.check_writable(tmp_path / "a" / "r.json")
+    assert not list((tmp_path / "a").iterdir())
+    (tmp_path / "b").write_text("a file")
+    with pytest.raises(OSError, match=r"^results: expected a place to write \S+r.json"):
+        results.check_writable(tmp_path / "b" / "r.json")

@@ -9,13 +9,14 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-__all__ = ["command", "environment", "file", "label", "load", "merge", "select", "write"]
+__all__ = ["check_writable", "command", "environment", "file", "label", "load", "merge", "read", "select", "write"]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -59,16 +60,76 @@ def environment(gpu: str | None, peers: Iterable[str] | None = None) -> dict:
 
 
 def file(name: str) -> Path:
-    """Where the measurements of this name lie: `file("NVIDIA H200")`, `file("NVIDIA H200 check")`."""
+    """Where the measurements of this name lie: `file("NVIDIA H200")`, `file("NVIDIA H200 check")`.
+
+    In a checkout that is its `benchmarks/results`; an installed wheel uses the same folder in the working directory.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return CHECKOUT / "benchmarks" / "results" / f"{slug}.json"
+    root = CHECKOUT if (CHECKOUT / "pyproject.toml").exists() else Path.cwd()
+    return root / "benchmarks" / "results" / f"{slug}.json"
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file and write into it, before hours of work end in an error.
+
+    Raises:
+        OSError: this fails; the message names the file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part"):
+            pass
+    except OSError as reason:
+        raise OSError(f"results: expected a place to write {path}, got {reason}; choose another one") from None
 
 
 def write(path: Path, environment: dict, kind: str, records: Iterable[dict]) -> None:
-    """A file of records of one kind, a line each."""
+    """A file of records of one kind, a line each. A reader finds the older file or the new one, never a part."""
     lines = ",\n".join("  " + json.dumps(r) for r in records)
+    text = f'{{"environment": {json.dumps(environment, indent=1)},\n"{kind}": [\n{lines}\n]}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"environment": {json.dumps(environment, indent=1)},\n"{kind}": [\n{lines}\n]}}\n')
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _content(path: Path) -> object:
+    """What the JSON of a file says.
+
+    Raises:
+        ValueError: it is no JSON; the message names the file.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as reason:
+        raise ValueError(f"results: expected JSON, got {reason}, in {path}; repair or remove it") from None
+
+
+def _whole(path: Path, kind: str) -> dict:
+    """The content of a file with records of one kind.
+
+    Raises:
+        ValueError: it has none; the message names the file.
+    """
+    data = _content(path)
+    if not isinstance(data, dict) or not {"environment", kind} <= data.keys():
+        found = ", ".join(sorted(data)) if isinstance(data, dict) else type(data).__name__
+        raise ValueError(
+            f"results: expected 'environment' and {kind!r} in {path}, got {found}; choose another file or remove it"
+        )
+    return data
+
+
+def read(path: Path, kind: str) -> tuple[dict, ...]:
+    """The records of a file; none where there is no file.
+
+    Raises:
+        ValueError: the file is corrupt, or has other records; the message names it.
+    """
+    return tuple(_whole(path, kind)[kind]) if path.exists() else ()
 
 
 def merge(
@@ -82,21 +143,29 @@ def merge(
     """Write records into a file, each in the place of the older one with the same values of `key`.
 
     The other records stay, and so do the versions of peers that are not installed now. `update` makes a record of the
-    older one ({} where there is none) and the newer one.
+    older one ({} where there is none) and the newer one. Several processes may do so at once: a lock beside the file
+    lets one after the other read and write it.
+
+    Raises:
+        ValueError: the file is corrupt, or has other records; the message names it, and the file stays.
     """
-    before = json.loads(path.read_text()) if path.exists() else {"environment": {}, kind: []}
-    if "peers" in environment:
-        kept = before["environment"].get("peers", {})
-        peers = {name: v or kept.get(name) for name, v in environment["peers"].items()}
-        environment = environment | {"peers": peers}
+    from filelock import FileLock  # which PyTorch requires too
 
-    def identity(r: dict) -> str:
-        return json.dumps([r.get(name) or None for name in key])  # older records lack some
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        before = _whole(path, kind) if path.exists() else {"environment": {}, kind: []}
+        if "peers" in environment:
+            kept = before["environment"].get("peers", {})
+            peers = {name: v or kept.get(name) for name, v in environment["peers"].items()}
+            environment = environment | {"peers": peers}
 
-    every = {identity(r): r for r in before[kind]}
-    for r in records:
-        every[identity(r)] = update(every.get(identity(r), {}), r)
-    write(path, environment, kind, every.values())
+        def identity(r: dict) -> str:
+            return json.dumps([r.get(name) or None for name in key])  # older records lack some
+
+        every = {identity(r): r for r in before[kind]}
+        for r in records:
+            every[identity(r)] = update(every.get(identity(r), {}), r)
+        write(path, environment, kind, every.values())
 
 
 def load(gpu: str | None = None, folder: str | None = None, kind: str = "records") -> dict | None:
@@ -111,11 +180,14 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
 
     Returns:
         The content of the file, or None where there is none.
+
+    Raises:
+        ValueError: one of the files is no JSON; the message names it.
     """
     here = [*Path(__file__).resolve().parents, Path.cwd(), *Path.cwd().parents]
     folders = [Path(folder)] if folder else [up / "benchmarks" / "results" for up in here]
     for path in (path for each in folders for path in sorted(each.glob("*.json"))):
-        data = json.loads(path.read_text())
+        data = _content(path)
         if not isinstance(data, dict) or not {"environment", kind} <= data.keys():
             continue  # of another kind, or the summary of a test run
         if (gpu or "").lower() in (data["environment"]["gpu"] or "").lower():

@@ -166,7 +166,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("misaligned", strides="misaligned"),
         Case("transposed", strides="transposed"),
         Case("expanded", strides="expanded"),
-        Case("many heads", B=3, H=101, K=4, V=6, T=7, state=False),
+        Case("many heads", B=3, H=101, K=4, V=6, T=7, state=not kind.cache),
         # what a kernel does only where several things meet
         Case("joint", **joint, T=2 * C + 3, K=80),
         Case("joint packed", **joint, T=2 * C + 43, K=64, ends=(0, 2 * C + 3, 2 * C + 43), state=not kind.cache),

@@ -2,15 +2,21 @@
 
     python -m gla_ref.experiments mqar --device cuda --seeds 3
     python -m gla_ref.experiments plan
+    python -m gla_ref.experiments report FILE
 
 Each trains (or times) the models of :mod:`gla_ref.models` and writes one JSON file of records. An interrupted program
-goes on where it was when it is called again. On another host it goes on with the runs that the file of records lacks:
-take the file along, and the folder of texts, which `python -m gla_ref.experiments texts` makes once.
+goes on where it was when it is called again; two programs may share a file of records and divide its runs. On another
+host it goes on with the runs that the file of records lacks: take the file along, and the folder of texts, which
+`python -m gla_ref.experiments texts` makes once.
+
+Trials choose a learning rate for every group of runs, on validation data; they are no results. `mqar --preset live` is
+learned in some ten seconds a run on a CPU.
 
 No full setting of any of them has been run yet, on any GPU: the tests run the tiny ones on a CPU.
 """
 
 from . import ablations, language, length, mqar, recall, throughput
+from ._report import Interval, by_speech, compare, interval, paired, results_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
@@ -24,4 +30,4 @@ EXPERIMENTS = {
     "throughput": throughput,
 }
 
-__all__ = ["EXPERIMENTS"]
+__all__ = ["EXPERIMENTS", "Interval", "by_speech", "compare", "interval", "paired", "results_of", "table", "welch"]

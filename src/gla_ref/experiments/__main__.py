@@ -1,13 +1,16 @@
 """`python -m gla_ref.experiments NAME`: run an experiment, go on with it, or print the plan of all (chapter 17).
 
-Exit status: 0 all runs are done, 1 one failed, 2 cannot run as asked, 3 time was up (call again to go on).
+Exit status: 0 all runs are done, 1 one failed, 2 cannot run as asked, 3 time was up or a signal came (call again to go
+on).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import fnmatch
+import json
 import sys
 import time
 from dataclasses import fields, replace
@@ -16,9 +19,10 @@ from pathlib import Path
 import torch
 
 from .. import results
-from . import EXPERIMENTS, plan, texts
-from ._driver import carry_out, is_done, read
-from .runs import Place
+from . import EXPERIMENTS, _report, mqar, plan, texts
+from ._driver import carry_out, is_done
+from ._rates import choice_of
+from .runs import Place, Run
 
 
 def settings_of(module, args: argparse.Namespace):
@@ -39,6 +43,19 @@ def settings_of(module, args: argparse.Namespace):
     return replace(settings, **changes)
 
 
+def said(runs: list[Run], records: tuple[dict, ...]) -> list[str]:
+    """The chosen learning rates of some runs' groups, edges and chance included, and what does not look sane."""
+    groups, lines = {run.about["group"]: run for run in runs if "group" in run.about}, []
+    for group, run in groups.items():
+        with contextlib.suppress(ValueError):  # trials are missing
+            lines.append(f"learning rate of {group}: {choice_of(run, records)}")
+    mine = [r for r in records if any(is_done(run, (r,)) for run in runs)]
+    for r in mine:
+        if r.get("at chance"):
+            lines.append(f"{r['name']}: at chance, {'diverged' if r['diverged'] else 'as without any learning'}")
+    return lines + (mqar.sanity(mine) if runs[0].experiment == "mqar" else [])
+
+
 def run(args: argparse.Namespace) -> int:
     """Carry an experiment's runs out."""
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
@@ -57,21 +74,25 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--only: expected a pattern of names of runs, got {args.only}")
     gpu = torch.cuda.get_device_name(args.device) if torch.device(args.device).type == "cuda" else "cpu"
     file = args.records or results.file(f"{gpu} {args.command}")
-    records = read(file, args.command)
+    results.check_writable(file)
+    records = results.read(file, args.command)
     waiting = [each for each in runs if not is_done(each, records)]
     print(f"{args.command}: {len(runs)} runs, {len(runs) - len(waiting)} done before, {jobs} side by side; {file}")
     deadline = args.minutes and time.time() + 60 * args.minutes
-    place = Place(args.device, args.folder, deadline, texts=args.texts)
+    place = Place(args.device, args.folder, deadline, args.save_every, args.texts)
     from tqdm import tqdm
 
     alone = jobs == 1
     steps = sum((each.training.steps if each.training else len(settings.lengths)) for each in waiting)
-    with tqdm(total=steps if alone else len(waiting), unit="step" if alone else "run", dynamic_ncols=True) as bar:
+    total, unit = (steps, "step") if alone else (len(waiting), "run")
+    with tqdm(total=total, unit=unit, dynamic_ncols=True, disable=None) as bar:  # None: without a terminal
         if alone:
             place = replace(place, progress=lambda done, total: bar.update(1))
         outcome = carry_out(runs, place, file, jobs, lambda name: None if alone else bar.update(1))
     for name, reason in outcome.failed.items():
         print(f"{name} failed: {type(reason).__name__}: {reason}", file=sys.stderr)
+    for line in said(runs, results.read(file, args.command)):
+        print(line)
     for what, names in (("done", outcome.done), ("left", outcome.left), ("failed", outcome.failed)):
         print(f"{len(names)} {what}")
     return 1 if outcome.failed else 3 if outcome.left else 0
@@ -84,6 +105,21 @@ def prepare(args: argparse.Namespace) -> int:
         held = int((corpus.held).sum())
         size, raw = len(corpus.tokens), int(corpus.bytes.sum())
         print(f"{name}: {len(corpus.ends)} documents, {held} held out, {raw} bytes, {size} tokens")
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """A table of every experiment that a file has records of."""
+    for file in args.records:
+        content = json.loads(file.read_text())
+        names = [name for name in EXPERIMENTS if isinstance(content, dict) and name in content]
+        if not names:
+            raise ValueError(f"records: expected records of experiments in {file}, found none")
+        for name in names:
+            records = results.read(file, name)
+            print(f"{file}: {name}, means with intervals of 95 % over seeds", _report.table(records), sep="\n")
+            for line in mqar.sanity(records) if name == "mqar" else ():
+                print(line)
     return 0
 
 
@@ -112,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         about = module.__doc__.partition("\n")[0].partition(" (chapter")[0]
         it = commands.add_parser(name, help=about, description=module.__doc__)
         it.set_defaults(function=run)
-        it.add_argument("--preset", choices=("full", "tiny"), default="full", help="of the settings")
+        it.add_argument("--preset", choices=plan.presets(module), default="full", help="of the settings")
         it.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="change one field of them")
         it.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
         it.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
@@ -120,6 +156,13 @@ def main(argv: list[str] | None = None) -> int:
             "--jobs", type=positive(int), help="runs side by side; default 1, or as the plan's chunk has it"
         )
         it.add_argument("--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call")
+        it.add_argument(
+            "--save-every",
+            type=positive(float),
+            default=60.0,
+            metavar="SECONDS",
+            help="checkpoints, default %(default)s",
+        )
         it.add_argument("--chunk", type=positive(int), help="only the runs of this chunk of the plan")
         it.add_argument("--only", metavar="PATTERN", default="*", help="only runs of such names: --only 'main/gla/*'")
         it.add_argument("--records", type=Path, help="JSON file of records; default benchmarks/results/GPU-NAME.json")
@@ -129,6 +172,9 @@ def main(argv: list[str] | None = None) -> int:
     it.set_defaults(function=show)
     it.add_argument("--seeds", type=positive(int), default=3, help="default %(default)s")
     it.add_argument("--at-most", type=positive(float), default=8.0, help="minutes of a chunk, default %(default)s")
+    it = commands.add_parser("report", help="scores with intervals, baselines and sizes of states")
+    it.set_defaults(function=report)
+    it.add_argument("records", type=Path, nargs="+", help="JSON files of records")
     it = commands.add_parser("texts", help="make tokens of installed texts", description=texts.__doc__)
     it.set_defaults(function=prepare)
     it.add_argument("--linux-doc", type=Path, required=True, help="/usr/share/doc/linux-doc-6.12/Documentation")
@@ -141,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         return args.function(args)
     except ImportError as reason:
         parser.error(f'{reason}; pip install "gla-ref[experiments]" has what this command needs')
-    except (TypeError, ValueError, FileNotFoundError) as reason:
+    except (TypeError, ValueError, OSError) as reason:
         parser.error(str(reason))
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import time
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from .. import results
+from ._rates import MORE, further
 from .runs import Place, Run
+
+CONTEXT = multiprocessing.get_context("spawn")  # CUDA cannot be forked
 
 
 @dataclass
@@ -21,13 +30,8 @@ class Outcome:
     """What became of runs, by name."""
 
     done: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)  # for want of time: the next call goes on
+    left: list[str] = field(default_factory=list)  # for lack of time, or in another process: the next call goes on
     failed: dict[str, Exception] = field(default_factory=dict)
-
-
-def read(file: Path, experiment: str) -> tuple[dict, ...]:
-    """The records of an experiment; none where there is no file."""
-    return tuple(json.loads(file.read_text())[experiment]) if file.exists() else ()
 
 
 def is_done(run: Run, records: tuple[dict, ...]) -> bool:
@@ -35,48 +39,155 @@ def is_done(run: Run, records: tuple[dict, ...]) -> bool:
     return any(r["name"] == run.name and r["run"] == run.fingerprint() for r in records)
 
 
-def do(run: Run, place: Place) -> dict | Exception | None:
-    """Carry one run out, in whichever process this is: what was found, None for want of time, or what went wrong."""
+def do(run: Run, place: Place, file: Path) -> dict | Exception | None:
+    """Carry one run out and keep its record, in whichever process this is.
+
+    Returns:
+        its record, None if there was no time or another process carries it out, or the exception that ended it.
+    """
     from . import EXPERIMENTS
 
-    if late(place):
+    if place.is_late():
         return None
     try:
-        return EXPERIMENTS[run.experiment].carry_out(run, place)
+        lock = run.file(place.folder, ".lock")
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock).acquire(timeout=0):
+            records = results.read(file, run.experiment)
+            for record in records:
+                if is_done(run, (record,)):  # by another process, since this one looked
+                    return record
+            found = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
+            return None if found is None else keep(run, found, file, place)
+    except Timeout:
+        print(f"{run.name}: another process carries it out", file=sys.stderr)
+        return None
     except Exception as reason:  # one failure should not cost the other runs their results
         return reason
 
 
-def late(place: Place) -> bool:
-    """Whether the deadline has passed."""
-    return place.deadline is not None and time.time() >= place.deadline
+def keep(run: Run, found: dict, file: Path, place: Place) -> dict:
+    """Write a run's record into the file of its experiment, beside those of other settings; remove its checkpoint."""
+    gpu = torch.cuda.get_device_name(place.device) if torch.device(place.device).type == "cuda" else None
+    environment = results.environment(gpu, ["flash-linear-attention"] if run.experiment == "throughput" else None)
+    record = {"name": run.name, "about": run.about, "run": run.fingerprint(), **found, "environment": environment}
+    results.merge(file, environment, run.experiment, [record], ("name", "run"))
+    run.file(place.folder, ".pt").unlink(missing_ok=True)
+    return record
 
 
-def each(runs: list[Run], place: Place, jobs: int) -> Iterator[tuple[Run, dict | Exception | None]]:
+# One process for every run at a time.
+
+_busy = threading.Lock()  # held while a worker carries a run out
+_interrupt = None  # a worker's
+
+
+def _start_worker(interrupt) -> None:
+    """Leave signals to the parent, which sets `interrupt`; if the parent is killed, stop with a checkpoint and exit."""
+    global _interrupt
+    _interrupt = interrupt
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        interrupt.value = True
+        with _busy:
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _do_in_worker(run: Run, place: Place, file: Path):
+    if torch.device(place.device).type == "cuda":
+        torch.set_num_threads(1)  # the CPU only draws questions, some 3 ms a step; many processes share its cores
+    with _busy:
+        return do(run, replace(place, interrupt=_interrupt), file)
+
+
+def _lane(waiting: queue.SimpleQueue, finished: queue.SimpleQueue, place: Place, file: Path) -> None:
+    """Carry waiting runs out in one worker process, one after the other; a killed one is replaced."""
+    interrupt, pool = place.interrupt, None
+    place = replace(place, progress=None, interrupt=None)  # which stay in their process
+    while True:
+        try:
+            run = waiting.get_nowait()
+        except queue.Empty:
+            break
+        pool = pool or ProcessPoolExecutor(1, CONTEXT, initializer=_start_worker, initargs=(interrupt,))
+        try:
+            found = pool.submit(_do_in_worker, run, place, file).result()
+        except BrokenProcessPool:
+            pool.shutdown()
+            pool = None
+            found = RuntimeError(
+                "its process was killed, as for lack of memory; the next call goes on from its checkpoint"
+            )
+        except Exception as reason:  # an exception that cannot leave its process
+            found = reason
+        finished.put((run, found))
+    if pool:
+        pool.shutdown()
+
+
+def each(runs: list[Run], place: Place, file: Path, jobs: int) -> Iterator[tuple[Run, dict | Exception | None]]:
     """Runs as they are finished, with what `do` returned; 1 job is this process."""
     if jobs == 1:
         for run in runs:
-            yield run, do(run, place)
+            yield run, do(run, place, file)
         return
-    place = replace(place, progress=None)  # which stays in its process
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # CUDA bears no fork
-        futures = {pool.submit(do, run, place): run for run in runs}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+    waiting, finished = queue.SimpleQueue(), queue.SimpleQueue()
+    for run in runs:
+        waiting.put(run)
+    for _ in range(min(jobs, len(runs))):
+        threading.Thread(target=_lane, args=(waiting, finished, place, file), daemon=True).start()
+    for _ in runs:
+        yield finished.get()
 
 
-def keep(run: Run, found: dict, file: Path, device: str) -> None:
-    """Write a run's record into the file of its experiment, then remove its checkpoint."""
-    gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None
-    environment = results.environment(gpu, ["flash-linear-attention"] if run.experiment == "throughput" else None)
-    record = {"name": run.name, "about": run.about, "run": run.fingerprint(), **found, "environment": environment}
-    results.merge(file, environment, run.experiment, [record], ("name",))
+@contextmanager
+def interruptible():
+    """A flag that SIGINT and SIGTERM set, whose runs then stop with checkpoints; a second signal ends the program."""
+    flag = CONTEXT.RawValue("b", False)
+
+    def handle(number, frame) -> None:
+        if flag.value:
+            raise KeyboardInterrupt
+        flag.value = True
+        print("interrupted: runs stop with a checkpoint; a second signal ends them at once", file=sys.stderr)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def further_trials(runs: list[Run], file: Path) -> list[Run]:
+    """Trials beyond the edge of a grid, for every group of these runs whose grid is done and whose best is there."""
+    from . import EXPERIMENTS
+
+    groups = {run.about["group"]: run for run in runs if "group" in run.about}
+    found = []
+    for group, run in groups.items():
+        records = results.read(file, run.experiment)
+        every = EXPERIMENTS[run.experiment].runs(run.settings, 1)
+        trials = [x for x in every if x.about["stage"] == "rate" and x.about["group"] == group]
+        if all(is_done(trial, records) for trial in trials):
+            found.append(further(trials[0], records))
+    return [trial for trial in found if trial is not None]
 
 
 def carry_out(
     runs: list[Run], place: Place, file: Path, jobs: int = 1, progress: Callable[[str], None] = lambda name: None
 ) -> Outcome:
-    """Carry runs of one experiment out, those without a learning rate of their own behind all others.
+    """Carry runs of one experiment out, those without a learning rate of their own after all others.
+
+    Between the two come trials that nobody asked for: learning rates beyond a grid whose best one is at its edge.
 
     Args:
         runs: those that have a record with the same settings are left out.
@@ -86,22 +197,25 @@ def carry_out(
         progress: is told the name of each run that is finished.
 
     Returns:
-        what is done, what is left, and what failed with which exception.
+        what is done, what is left, and what failed with which exception. SIGINT and SIGTERM leave runs as the
+        deadline does, with checkpoints.
     """
     outcome = Outcome()
-    for own_rate in (True, False):
-        stage = [r for r in runs if own_rate == (r.training is None or r.training.learning_rate is not None)]
-        records = read(file, stage[0].experiment) if stage else ()
-        waiting = [run for run in stage if not is_done(run, records)]
-        outcome.done += [run.name for run in stage if is_done(run, records)]
-        for run, found in each(waiting, replace(place, records=records), jobs):
-            if isinstance(found, Exception):
-                outcome.failed[run.name] = found
-            elif found is None:
-                outcome.left.append(run.name)
-            else:
-                keep(run, found, file, place.device)
-                run.file(place.folder, ".pt").unlink(missing_ok=True)
-                outcome.done.append(run.name)
-                progress(run.name)
+    with interruptible() as interrupt:
+        place = replace(place, interrupt=interrupt)
+        own_rate = [run for run in runs if run.training is None or run.training.learning_rate is not None]
+        stages = [own_rate, *[None] * MORE, [run for run in runs if run not in own_rate]]
+        for stage in stages:
+            stage = further_trials(runs, file) if stage is None else stage
+            records = results.read(file, stage[0].experiment) if stage else ()
+            waiting = [run for run in stage if not is_done(run, records)]
+            outcome.done += [run.name for run in stage if is_done(run, records)]
+            for run, found in each(waiting, place, file, jobs):
+                if isinstance(found, Exception):
+                    outcome.failed[run.name] = found
+                elif found is None:
+                    outcome.left.append(run.name)
+                else:
+                    outcome.done.append(run.name)
+                    progress(run.name)
     return outcome

@@ -1,15 +1,18 @@
 """What GLA's gate is made of, one change at a time: the GLA paper's table 4 on our texts (chapter 17).
 
-The base is GLA of the size "10M": a gate for every channel, of rank 16, tau = 16, 4 heads. The changes: no gate, one
-gate for every head, rank 4 and 64, tau 1 and 4, 1 and 8 heads of the same width together. Everything else, the order of
-the data included, is as in :mod:`gla_ref.experiments.language`. No full setting of it has been run yet.
+The base is GLA of the size "10M" with short convolutions: a gate for every channel, of rank 16, tau = 16, 4 heads. The
+changes: no gate, a decay that no data change (RetNet's), one gate for every head, rank 4 and 64, tau 1 and 4, 1 and 8
+heads of the same width together, no convolution. Everything else, the order of the data included, is as in
+:mod:`gla_ref.experiments.language`; the learning rate is chosen for every change. No full setting of it has been run
+yet.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from . import language
+from . import language, texts
+from ._rates import trials
 from .runs import Place, Run, Training, check_fields
 
 __all__ = ["CHANGES", "Settings", "carry_out", "runs"]
@@ -18,6 +21,7 @@ __all__ = ["CHANGES", "Settings", "carry_out", "runs"]
 CHANGES = {
     "base": {},
     "no gate": {"mixer": "linear"},
+    "constant decay": {"mixer": "retnet"},
     "scalar gate": {"mixer": "scalar"},
     "rank 4": {"gate_rank": 4},
     "rank 64": {"gate_rank": 64},
@@ -25,6 +29,7 @@ CHANGES = {
     "tau 4": {"tau": 4.0},
     "1 head": {"num_heads": 1},
     "8 heads": {"num_heads": 8},
+    "no convolution": {"use_short_conv": False},
 }
 
 
@@ -39,9 +44,11 @@ class Settings:
         vocab_size: tokens of that corpus.
         T: tokens of a sequence.
         tokens: of a step.
-        steps: of every run.
-        rate: learning rate.
-        precision: "bf16" or "fp32".
+        conv: whether the base has short convolutions.
+        steps: of every run that is a result.
+        rates: learning rates that are tried first.
+        rate_steps: of a trial of a learning rate.
+        precision: "bf16" or "fp32" in training.
         compile: whether losses go through torch.compile.
     """
 
@@ -51,13 +58,16 @@ class Settings:
     vocab_size: int = 8192
     T: int = 2048
     tokens: int = 65536
+    conv: bool = True
     steps: int = 500
-    rate: float = 2e-3
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    rate_steps: int = 150
     precision: str = "bf16"
     compile: bool = False
 
     def __post_init__(self):
         check_fields(self)
+        texts.check_corpus(self.corpus)
         for name in self.changes:
             if name not in CHANGES:
                 raise ValueError(f"changes: expected some of {', '.join(CHANGES)}, got {name!r}")
@@ -80,17 +90,20 @@ class Settings:
 
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
-    """A run a change and seed."""
-    s, found = settings, []
-    training = Training(s.steps, s.rate, precision=s.precision, compile=s.compile, evaluations=min(4, s.steps))
-    base = language.model_of(s.size, "gla", s.vocab_size)
+    """First the trials of every change, then a run a change and seed."""
+    s, first, main = settings, [], []
+    training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=min(4, s.steps))
+    base = language.model_of(s.size, "gla", s.vocab_size, use_short_conv=s.conv)
     for change in s.changes:
+        group = change.replace(" ", "-")
+        about, model = {"stage": "main", "change": change, "group": group}, replace(base, **CHANGES[change])
         for seed in range(seeds):
-            name, about = f"{change.replace(' ', '-')}/seed{seed}", {"change": change, "seed": seed}
-            found.append(Run("ablations", name, about, s, replace(base, **CHANGES[change]), training, s.tokens))
-    return found
+            one = {**about, "seed": seed}
+            main.append(Run("ablations", f"main/{group}/seed{seed}", one, s, model, training, s.tokens))
+        first += trials(main[-1], s.rates, s.rate_steps)
+    return first + main
 
 
 def carry_out(run: Run, place: Place) -> dict | None:
-    """Train and test; None where the deadline came first."""
+    """Train and test; None if the deadline came first."""
     return language.carry_out(run, place)

@@ -2,9 +2,13 @@
 
 Every model sees the same tokens in the same order: some 20 million of three installed packages
 (:mod:`gla_ref.experiments.texts`), about twice; each record says how often. The score is the perplexity of documents
-that were held out whole, beside bits a byte, which another vocabulary does not change. "softmax" is the Transformer++
-of the GLA paper's table 2, whose sizes are 34 and 33 times ours. Records also have what GLA's gates have learned: how
-fast channels forget, layer by layer, and what share of chunks is strong. No full setting of it has been run yet.
+that were held out whole, together and by source, beside bits a byte, which another vocabulary does not change.
+"softmax" without convolutions is the Transformer++ of the GLA paper's table 2, whose sizes are 34 and 33 times ours.
+Records also have what GLA's gates have learned: how fast channels forget, layer by layer, and what share of chunks is
+strong.
+
+The learning rate is chosen for every mixer at the first size, in few steps, on validation documents; at another size it
+is divided by the ratio of the widths. No full setting of it has been run yet.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from torch import Tensor
 from ..models import Config, LanguageModel
 from ..models.layer import GatedLinearAttention
 from . import texts
+from ._rates import trained, trials
 from .runs import Place, Run, Training, check_fields, dice
-from .training import Task, train
+from .training import Task
 
 __all__ = ["SIZES", "Language", "Settings", "carry_out", "gates", "model_of", "runs"]
 
@@ -40,12 +45,14 @@ class Settings:
         corpus: "texts" or "speeches" of :mod:`gla_ref.experiments.texts`.
         vocab_size: tokens of that corpus.
         mixers: keys of :data:`gla_ref.models.mixers.MIXERS`.
-        sizes: keys of :data:`SIZES`.
+        sizes: keys of :data:`SIZES`; learning rates are chosen at the first.
+        conv: whether mixers have short convolutions.
         T: tokens of a sequence.
         tokens: of a step.
-        steps: of every run.
-        rates: learning rate of each size.
-        precision: "bf16" or "fp32".
+        steps: of every run that is a result.
+        rates: learning rates that are tried first.
+        rate_steps: of a trial of a learning rate.
+        precision: "bf16" or "fp32" in training.
         compile: whether losses go through torch.compile.
     """
 
@@ -53,20 +60,21 @@ class Settings:
     vocab_size: int = 8192
     mixers: tuple[str, ...] = ("softmax", "retnet", "mamba2", "gla")
     sizes: tuple[str, ...] = ("10M", "40M")
+    conv: bool = True
     T: int = 2048
     tokens: int = 65536
     steps: int = 690
-    rates: tuple[float, ...] = (2e-3, 1e-3)
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    rate_steps: int = 150
     precision: str = "bf16"
     compile: bool = False
 
     def __post_init__(self):
         check_fields(self)
+        texts.check_corpus(self.corpus)
         for name in self.sizes:
             if name not in SIZES:
                 raise ValueError(f"sizes: expected some of {', '.join(SIZES)}, got {name!r}")
-        if len(self.rates) != len(self.sizes):
-            raise ValueError(f"rates: expected one for each of {len(self.sizes)} sizes, got {len(self.rates)}")
         if self.tokens < self.T:
             raise ValueError(f"tokens: expected at least one sequence of T = {self.T}, got {self.tokens}")
 
@@ -80,7 +88,7 @@ class Settings:
         """Seconds on a CPU, on bytes, to see that it runs."""
         return cls(
             corpus="speeches", vocab_size=256, mixers=("gla", "softmax"), sizes=("tiny",), T=16, tokens=64, steps=6,
-            rates=(1e-2,), precision="fp32",
+            rates=(1e-2,), rate_steps=3, precision="fp32",
         )  # fmt: skip
 
 
@@ -88,23 +96,26 @@ class Language(Task):
     """The next token of a corpus' training documents, joined into one text.
 
     An epoch cuts this text into sequences of T tokens, from an offset and in an order of its own, so that a step's data
-    follow from its number. The held-out documents are cut likewise: a token sees at most T - 1 before it.
+    follow from its number. Nothing but the token END separates documents: a sequence may have the end of one and the
+    beginning of the next, and the state of the first reaches the second. The documents of the evaluated part are
+    joined and cut likewise, those of each source apart: a token sees at most T - 1 before it.
     """
 
-    def __init__(self, settings, seed: int, place: Place):
+    def __init__(self, settings, seed: int, place: Place, part: str = "test"):
         corpus = texts.load(place.texts, settings.corpus)
         if corpus.vocab_size > settings.vocab_size:
             raise ValueError(
                 f"vocab_size: expected at least the {corpus.vocab_size} of the corpus, got {settings.vocab_size}"
             )
         self.T, self.rows, self.seed, self.device = settings.T, settings.tokens // settings.T, seed, place.device
-        self.training, self.test = (torch.cat(corpus.documents(held)).to(place.device) for held in (False, True))
-        self.test_bytes = int((corpus.bytes + 1)[corpus.held].sum())  # and END
+        self.part, self.vocab_size = part, settings.vocab_size
+        self.training = torch.cat(corpus.documents("training")).to(place.device)
+        self.sources = corpus.sources(part)
         self.cuts = (len(self.training) - self.T) // self.T  # sequences of an epoch, whatever its offset
         if self.cuts < 1:
             raise ValueError(f"T: expected less than half of the corpus' {len(self.training)} tokens, got {self.T}")
-        if len(self.test) <= self.T:
-            raise ValueError(f"T: expected less than the {len(self.test)} tokens that are held out, got {self.T}")
+        if sum(len(tokens) for tokens, _ in self.sources.values()) <= self.T:
+            raise ValueError(f"T: expected less than the tokens of the part {part!r} of the corpus, got {self.T}")
         self.orders: dict[int, tuple[int, torch.Tensor]] = {}
 
     def starts(self, step: int) -> torch.Tensor:
@@ -127,22 +138,46 @@ class Language(Task):
         return objective(both[:, :-1], both[:, 1:].contiguous())[0], None
 
     def evaluate(self, model) -> dict:
-        """Perplexity of a token, and bits a byte, of the held-out documents; of GLA what its gates do there."""
-        cuts = (len(self.test) - 1) // self.T
-        total, count = torch.zeros((), dtype=torch.float64), 0
-        pieces = self.test[: cuts * self.T + 1].long()
-        tokens, targets = (x.view(cuts, self.T) for x in (pieces[:-1], pieces[1:]))
-        for x, y in zip(tokens.split(self.rows), targets.split(self.rows), strict=True):
-            total += model.loss(x, y)[0].double().cpu() * y.numel()
-            count += y.numel()
-        if rest := len(self.test) - 1 - count:
-            x = self.test[None, count : count + rest + 1].long()
-            total += model.loss(x[:, :-1], x[:, 1:].contiguous())[0].double().cpu() * rest
-            count += rest
-        nats = total.item()
-        found = {"perplexity": math.exp(min(nats / count, 700.0)), "bits a byte": nats / math.log(2) / self.test_bytes}
-        layers = gates(model, tokens[: self.rows])
+        """Loss and perplexity of a token, and bits a byte, together and by source; of GLA what its gates do there."""
+        sums = {source: (*self.nats(model, tokens), size) for source, (tokens, size) in self.sources.items()}
+        scores = {source: _scores(*of) for source, of in sums.items()}
+        found = _scores(*map(sum, zip(*sums.values(), strict=True))) | {"by source": scores}
+        longest = max((tokens for tokens, _ in self.sources.values()), key=len)
+        some = longest[: len(longest) // self.T * self.T].view(-1, self.T)[: self.rows].to(self.device).long()
+        layers = gates(model, some) if len(some) else []
         return found | ({"gates": layers} if layers else {})
+
+    def nats(self, model, text: Tensor) -> tuple[float, int]:
+        """Summed loss of a text, and how many tokens are predicted: all but the first."""
+        text, total = text.to(self.device).long(), 0.0
+        count = (len(text) - 1) // self.T * self.T
+        pieces = [x[:count].view(-1, self.T).split(self.rows) for x in (text[:-1], text[1:])] if count else [(), ()]
+        if count < len(text) - 1:
+            pieces = [(*x, y[None, count:]) for x, y in zip(pieces, (text[:-1], text[1:]), strict=True)]
+        for x, y in zip(*pieces, strict=True):
+            total += model.loss(x, y.contiguous())[0].item() * y.numel()
+        return total, len(text) - 1
+
+    def baselines(self) -> dict:
+        """Scores of the training text's frequencies of tokens; and bits a byte of all tokens alike ("chance")."""
+        sums = [
+            (unigram(self.training, x[1:], self.vocab_size) * (len(x) - 1), len(x) - 1, n)
+            for x, n in self.sources.values()
+        ]
+        nats, tokens, size = map(sum, zip(*sums, strict=True))
+        return _scores(nats, tokens, size) | {"chance": tokens * math.log2(self.vocab_size) / size}
+
+
+def unigram(training: Tensor, text: Tensor, vocab_size: int) -> float:
+    """Mean loss in nats of a text's tokens by the training text's frequencies, where every token counts once more."""
+    counts = torch.bincount(training.cpu().long(), minlength=vocab_size).double() + 1
+    return -(counts / counts.sum()).log()[text.cpu().long()].mean().item()
+
+
+def _scores(nats: float, tokens: int, size: int) -> dict:
+    """Of a summed loss over so many tokens, which stand for so many bytes."""
+    loss = nats / max(tokens, 1)
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits a byte": nats / math.log(2) / size}
 
 
 @torch.no_grad()
@@ -182,20 +217,28 @@ def model_of(size: str, mixer: str, vocab_size: int, **changes) -> Config:
 
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
-    """A run a size, mixer and seed."""
-    s, found = settings, []
-    for size, rate in zip(s.sizes, s.rates, strict=True):
-        training = Training(s.steps, rate, precision=s.precision, compile=s.compile, evaluations=min(4, s.steps))
+    """First the trials of every mixer at the first size, then a run a size, mixer and seed."""
+    s, first, main = settings, [], []
+    widths = [SIZES[size][0] for size in s.sizes]
+    for size, width in zip(s.sizes, widths, strict=True):
         for mixer in s.mixers:
-            model = model_of(size, mixer, s.vocab_size)
-            for seed in range(seeds):
-                about = {"size": size, "mixer": mixer, "seed": seed}
-                found.append(Run("language", f"{size}/{mixer}/seed{seed}", about, s, model, training, s.tokens))
-    return found
+            group = f"{mixer}{'-conv' if s.conv else ''}"
+            model = model_of(size, mixer, s.vocab_size, use_short_conv=s.conv)
+            about = {"stage": "main", "size": size, "mixer": mixer, "conv": s.conv, "group": group}
+            about |= {"rate factor": widths[0] / width}
+            training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=min(4, s.steps))
+            every = [
+                Run("language", f"main/{size}/{group}/seed{n}", {**about, "seed": n}, s, model, training, s.tokens)
+                for n in range(seeds)
+            ]
+            first += trials(every[0], s.rates, s.rate_steps) if size == s.sizes[0] else []
+            main += every
+    return first + main
 
 
 def carry_out(run: Run, place: Place) -> dict | None:
-    """Train and test; None where the deadline came first."""
-    task = Language(run.settings, run.about["seed"], place)
-    found = train(run, task, place)
+    """Train and test; None if the deadline came first."""
+    part = "validation" if run.about["stage"] == "rate" else "test"
+    task = Language(run.settings, run.about["seed"], place, part)
+    found = trained(run, task, place)
     return found and {**found, "epochs": run.training.steps * task.rows / task.cuts}

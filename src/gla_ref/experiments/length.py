@@ -5,7 +5,10 @@ in windows of T bytes. Every window begins either with nothing, or with the stat
 which no gradient flows: truncated backpropagation through time. What counts is the loss by position on whole speeches
 that were held out (GLA paper, figure 5). Linear models that never saw the state of a long text may fail beyond the
 length that they know, and states passed on may cure it (arXiv 2507.02782). A cache that grows cannot be passed on
-likewise, so softmax attention has the first kind of window only. No full setting of it has been run yet.
+likewise, so softmax attention has the first kind of window only.
+
+Records have the loss of every speech, so that two models are compared speech by speech. The learning rate is chosen for
+every mixer, in few steps of the shortest windows, on validation speeches. No full setting of it has been run yet.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from torch.nn import functional as F
 from ..models import Config, detach
 from ..models.layer import LayerState
 from . import texts
+from ._rates import trained, trials
+from .language import unigram
 from .runs import Place, Run, Training, check_fields, dice
-from .training import Task, train
+from .training import Task
 
 __all__ = ["Length", "Settings", "carry_out", "runs"]
 
@@ -34,29 +39,33 @@ class Settings:
         mixers: keys of :data:`gla_ref.models.mixers.MIXERS`.
         windows: bytes of a window in training.
         test_length: bytes of the held-out speeches that count; shorter ones are left out.
-        test_speeches: how many at most.
+        test_speeches: how many, the first by name.
         vocab_size: 256, or more to leave some unused.
         width: of the residual stream.
+        conv: whether mixers have short convolutions.
         heads: of every mixer.
         layers: of every model.
         tokens: of a step.
-        steps: of every run.
-        rate: learning rate.
-        precision: "bf16" or "fp32".
+        steps: of every run that is a result.
+        rates: learning rates that are tried first.
+        rate_steps: of a trial of a learning rate.
+        precision: "bf16" or "fp32" in training.
         compile: whether losses go through torch.compile.
     """
 
-    mixers: tuple[str, ...] = ("gla", "mamba2", "softmax")
+    mixers: tuple[str, ...] = ("gla", "mamba2", "retnet", "softmax")
     windows: tuple[int, ...] = (512, 2048)
     test_length: int = 32768
-    test_speeches: int = 16
+    test_speeches: int = 11  # of 13 held-out ones, those that are long enough
     vocab_size: int = 256
     width: int = 256
+    conv: bool = True
     heads: int = 4
     layers: int = 6
     tokens: int = 65536
     steps: int = 500
-    rate: float = 2e-3
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    rate_steps: int = 150
     precision: str = "bf16"
     compile: bool = False
 
@@ -77,23 +86,36 @@ class Settings:
         """Seconds on a CPU, to see that it runs."""
         return cls(
             mixers=("gla", "softmax"), windows=(8, 16), test_length=64, test_speeches=2, width=16, heads=2, layers=1,
-            tokens=32, steps=8, precision="fp32",
+            tokens=32, steps=8, rates=(1e-2,), rate_steps=3, precision="fp32",
         )  # fmt: skip
 
 
 class Length(Task):
     """Windows of the training speeches in order, and the loss by position of held-out ones."""
 
-    def __init__(self, settings: Settings, T: int, passing: bool, steps: int, seed: int, place: Place):
+    def __init__(
+        self, settings: Settings, T: int, passing: bool, steps: int, seed: int, place: Place, part: str = "test"
+    ):
         corpus = texts.load(place.texts, "speeches")
-        self.T, self.passing, self.rows, self.device = T, passing, settings.tokens // T, place.device
-        speeches = corpus.documents(held=False)
-        self.training = torch.cat(speeches).to(place.device)
-        n = settings.test_length
-        test = [x[: n + 1] for x in corpus.documents(held=True) if len(x) > n][: settings.test_speeches]
-        if not test:
-            raise ValueError(f"test_length: expected less than the longest held-out speech, got {n}")
-        self.test = torch.stack(test).to(place.device)
+        self.window, self.passing, self.rows, self.device = T, passing, settings.tokens // T, place.device
+        speeches = corpus.documents("training")
+        self.training, self.part = torch.cat(speeches).to(place.device), part
+        found = dict(zip([corpus.names[i] for i in corpus.places(part)], corpus.documents(part), strict=True))
+        if part == "validation":  # all, as far as all reach
+            n = min([settings.test_length, *(len(x) - 1 for x in found.values())])
+        else:
+            n = settings.test_length
+            found = {name: x for name, x in found.items() if len(x) > n}
+            if len(found) < settings.test_speeches:
+                raise ValueError(
+                    f"test_speeches: expected at most {len(found)}, the held-out speeches of {n} bytes, "
+                    f"got {settings.test_speeches}"
+                )
+            found = dict(sorted(found.items())[: settings.test_speeches])
+        if not found:
+            raise ValueError(f"texts: expected speeches of the part {part!r}, found none")
+        self.names, self.T = list(found), n
+        self.test = torch.stack([x[: n + 1] for x in found.values()]).to(place.device)
         self.starts, self.fresh = self.schedule([len(x) for x in speeches], steps, seed)
         self.fresh = self.fresh.to(place.device)
 
@@ -104,22 +126,22 @@ class Length(Task):
         last whole window is not read.
         """
         begins = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        windows = [(size - 1) // self.T for size in sizes]
+        windows = [(size - 1) // self.window for size in sizes]
         if not any(windows):
-            raise ValueError(f"windows: expected less than the longest speech, {max(sizes)} bytes, got {self.T}")
+            raise ValueError(f"windows: expected less than the longest speech, {max(sizes)} bytes, got {self.window}")
         starts, fresh = [], []
         for row in range(self.rows):
             rng, mine = dice("cpu", "length", seed, row), []
             while len(mine) < steps:
                 for i in torch.randperm(len(sizes), generator=rng).tolist():
-                    mine += [(begins[i] + w * self.T, w == 0) for w in range(windows[i])]
+                    mine += [(begins[i] + w * self.window, w == 0) for w in range(windows[i])]
             starts.append([start for start, _ in mine[:steps]])
             fresh.append([new for _, new in mine[:steps]])
         return torch.tensor(starts).T.contiguous(), torch.tensor(fresh).T.contiguous()
 
     def loss(self, objective, step, state):
         """Of the step's windows, from the states of the windows before where these are passed on."""
-        inside = torch.arange(self.T + 1, device=self.device)
+        inside = torch.arange(self.window + 1, device=self.device)
         both = self.training[self.starts[step].to(self.device)[:, None] + inside].long()
         if not self.passing:
             return objective(both[:, :-1], both[:, 1:].contiguous())[0], None
@@ -129,19 +151,32 @@ class Length(Task):
         return loss, detach(state)
 
     def evaluate(self, model) -> dict:
-        """Mean loss in nats a byte, over positions 0 to 255, 256 to 511, 512 to 1023, ... of the held-out speeches."""
-        n = self.test.shape[1] - 1
-        total = torch.zeros(n, dtype=torch.float64)
+        """Mean loss in nats a byte: by speech, and by position 0 to 255, 256 to 511, 512 to 1023, ... of all."""
+        n, losses = self.test.shape[1] - 1, []
         for speech in self.test:
             tokens, targets = speech[None, :-1].long(), speech[1:].long()
             x, _ = model.model(tokens)
             pieces = zip(x[0].split(8192), targets.split(8192), strict=True)
             parts = [F.cross_entropy(model.lm_head(a).float(), b, reduction="none") for a, b in pieces]
-            total += torch.cat(parts).double().cpu()
-        mean = total / len(self.test)
+            losses.append(torch.cat(parts).double().cpu())
+        losses = torch.stack(losses)  # [speeches, n]
         edges = [0, *(2**i for i in range(8, math.ceil(math.log2(n)) + 1) if 2**i < n), n]
-        by_position = {str(b): mean[a:b].mean().item() for a, b in zip(edges, edges[1:], strict=False)}
-        return {"loss": mean.mean().item(), "by position": by_position, "speeches": len(self.test)}
+        spans = list(zip(edges, edges[1:], strict=False))
+        by_speech = dict(zip(self.names, losses.mean(1).tolist(), strict=True))
+        late = {name: x[spans[-1][0] :].mean().item() for name, x in zip(self.names, losses, strict=True)}
+        by_position = {str(b): losses[:, a:b].mean().item() for a, b in spans}
+        return {
+            "loss": losses.mean().item(),
+            "bits a byte": losses.mean().item() / math.log(2),
+            "by position": by_position,
+            "by speech": by_speech,
+            "last positions by speech": late,
+        }
+
+    def baselines(self) -> dict:
+        """The loss by the training speeches' frequencies of bytes."""
+        loss = unigram(self.training, self.test[:, 1:].flatten(), 256)
+        return {"loss": loss, "bits a byte": loss / math.log(2), "chance": 8.0}
 
 
 def forget(state: list[LayerState], fresh: Tensor) -> list[LayerState]:
@@ -156,25 +191,32 @@ def forget(state: list[LayerState], fresh: Tensor) -> list[LayerState]:
 
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
-    """A run a mixer, window, seed, and with or without states passed on."""
-    s, found = settings, []
-    training = Training(s.steps, s.rate, precision=s.precision, compile=s.compile, evaluations=min(2, s.steps))
+    """First the trials of every mixer, then a run a mixer, window, seed, and with or without states passed on."""
+    s, first, main = settings, [], []
+    training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=min(2, s.steps))
     for mixer in s.mixers:
+        group = f"{mixer}{'-conv' if s.conv else ''}"
         model = Config(
-            vocab_size=s.vocab_size, hidden_size=s.width, num_hidden_layers=s.layers, num_heads=s.heads, mixer=mixer
-        )
-        for T in s.windows:
+            vocab_size=s.vocab_size, hidden_size=s.width, num_hidden_layers=s.layers, num_heads=s.heads, mixer=mixer,
+            use_short_conv=s.conv,
+        )  # fmt: skip
+        for T in sorted(s.windows):
             for passing in (False, True) if mixer != "softmax" else (False,):
-                for seed in range(seeds):
-                    about = {"mixer": mixer, "window": T, "passing": passing, "seed": seed}
-                    name = f"{mixer}/{T}{'-passing' if passing else ''}/seed{seed}"
-                    found.append(Run("length", name, about, s, model, training, s.tokens))
-    return found
+                about = {"stage": "main", "mixer": mixer, "conv": s.conv, "window": T, "passing": passing}
+                name = f"main/{group}/{T}{'-passing' if passing else ''}"
+                every = [
+                    Run("length", f"{name}/seed{n}", {**about, "group": group, "seed": n}, s, model, training, s.tokens)
+                    for n in range(seeds)
+                ]
+                first += trials(every[0], s.rates, s.rate_steps) if (T, passing) == (min(s.windows), False) else []
+                main += every
+    return first + main
 
 
 def carry_out(run: Run, place: Place) -> dict | None:
-    """Train and test; None where the deadline came first."""
+    """Train and test; None if the deadline came first."""
     about = run.about
-    task = Length(run.settings, about["window"], about["passing"], run.training.steps, about["seed"], place)
-    found = train(run, task, place)
+    part = "validation" if about["stage"] == "rate" else "test"
+    task = Length(run.settings, about["window"], about["passing"], run.training.steps, about["seed"], place, part)
+    found = trained(run, task, place)
     return found and {**found, "epochs": run.training.steps * run.tokens / len(task.training)}

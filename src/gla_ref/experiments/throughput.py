@@ -235,8 +235,8 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
     return found
 
 
-def carry_out(run: Run, place: Place) -> dict:
-    """Measure; what is missing, and a length that does not fit, are results too."""
+def carry_out(run: Run, place: Place) -> dict | None:
+    """Measure; what is missing, and a length that does not fit, are results too; None if time was up in between."""
     began, s = time.time(), run.settings
     try:
         model, loss = model_and_loss(run.about["contender"], run.model, run.about["checkpointing"], place.device)
@@ -244,6 +244,8 @@ def carry_out(run: Run, place: Place) -> dict:
         return {"refused": f"{type(reason).__name__}: {reason}", "lengths": [], "seconds": 0.0}
     found: list[dict] = []
     for i, T in enumerate(s.lengths):
+        if place.is_late():
+            return None
         try:
             found.append(measure(run, T, model, loss, place))
         except torch.OutOfMemoryError as reason:

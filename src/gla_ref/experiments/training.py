@@ -8,24 +8,39 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..models import LanguageModel
+from ..models import Config, LanguageModel
 from ..models.layer import LayerState
 from .runs import Place, Run
 
-__all__ = ["Task", "share_of_rate", "train"]
+__all__ = ["Task", "share_of_rate", "state_size", "train"]
 
 POINTS = 50  # of a curve
+LEARNED = 0.98  # of the loss without any learning: a model above it is at chance
+SAVED = {
+    "model", "optimizer", "scheduler", "total", "state", "step", "seconds", "curve", "evaluations", "diverged", "rng",
+    "cuda_rng", "fingerprint",
+}  # fmt: skip
 
 
 class Task(ABC):
-    """What is learned. The data of a step follow from its number and the run's seed alone: no reader has a position."""
+    """What is learned. The data of a step follow from its number and the run's seed alone: no reader has a position.
+
+    Attributes:
+        T: tokens of the longest sequence, for the size of a state that grows.
+        part: "test", or "validation" for runs that choose a learning rate.
+    """
+
+    T: int
+    part: str = "test"
 
     def objective(self, model: LanguageModel) -> Callable:
         """What `loss` calls; torch.compile gets it where a run asks for that."""
@@ -37,7 +52,23 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: LanguageModel) -> dict:
-        """What a model is worth on data that training never sees; numbers or dictionaries of numbers."""
+        """What a model is worth on data that training never sees; numbers or dictionaries of numbers.
+
+        "loss" among them, in nats, by which a learning rate is chosen.
+        """
+
+    @abstractmethod
+    def baselines(self) -> dict:
+        """The same scores of answers that need no model; "loss" among them, that of a model that learned nothing."""
+
+
+def state_size(config: Config, T: int) -> int:
+    """Numbers that a model knows a sequence by after T tokens: of all layers, convolutions included."""
+    soft, d = config.mixer == "softmax", config.hidden_size
+    keys, values = (d, d) if soft else (config.key_size, config.value_size)
+    own = T * (keys + values) if soft else keys * values // config.num_heads
+    conv = (config.conv_size - 1) * (2 * keys + values) if config.use_short_conv else 0
+    return config.num_hidden_layers * (own + conv)
 
 
 def optimizer_of(model: nn.Module, run: Run, device: torch.device) -> torch.optim.Optimizer:
@@ -66,10 +97,11 @@ def train(run: Run, task: Task, place: Place) -> dict | None:
         None where the deadline came first: the checkpoint is written then, and the same call goes on. Else
         "curve": [steps done, mean loss since the last point], ...; "evaluations": a "step" and what the task says, ...;
         "diverged": whether the loss stopped being a number; "seconds": of training and evaluation;
-        "learning rate"; "parameters".
+        "learning rate"; "parameters"; "state", its size in numbers; "baselines"; "data", which part was evaluated;
+        "at chance", whether the loss ends where that of a model without any learning is.
 
     Raises:
-        ValueError: the checkpoint belongs to other settings.
+        ValueError: the checkpoint belongs to other settings, or cannot be read; the message names the file.
     """
     device, training = torch.device(place.device), run.training
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -91,6 +123,7 @@ class _Trainer:
         self.file = run.file(place.folder, ".pt")
         self.step, self.state, self.seconds = 0, None, 0.0
         self.curve, self.evaluations, self.diverged = [], [], False
+        self.baselines = task.baselines()
         self.total = torch.zeros((), device=device)  # losses since the curve's last point: reading one waits for a GPU
         # torch.compile sees fixed shapes: a task's batches have few
         objective = task.objective(model)
@@ -100,7 +133,13 @@ class _Trainer:
         """Go on where the checkpoint says."""
         if not self.file.exists():
             return
-        saved = torch.load(self.file, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(self.file, map_location="cpu", weights_only=True)
+            missing = SAVED - saved.keys()
+        except Exception as reason:  # of many kinds, and PyTorch's advice is to trust the file
+            raise _unreadable(self.file, type(reason).__name__) from None
+        if missing:
+            raise _unreadable(self.file, f"one without {', '.join(sorted(missing))}")
         if saved["fingerprint"] != self.run.fingerprint():
             raise ValueError(
                 f"settings: expected those of the checkpoint {self.file}, got others; remove it to start anew"
@@ -143,7 +182,7 @@ class _Trainer:
         while self.step < steps and not self.diverged:
             self.one()
             self.place.tell(self.step, steps)
-            late = self.place.deadline is not None and time.time() >= self.place.deadline
+            late = self.place.is_late()
             if late or time.time() - saved_at >= self.place.save_every or self.step == steps:
                 clock()
                 self.save()
@@ -158,7 +197,15 @@ class _Trainer:
             "seconds": round(self.seconds, 3),
             "learning rate": self.run.training.learning_rate,
             "parameters": sum(p.numel() for p in self.model.parameters()),
+            "state": state_size(self.run.model, self.task.T),
+            "baselines": self.baselines,
+            "data": self.task.part,
+            "at chance": self.diverged or self.at_chance(self.curve[-1][1]),
         }
+
+    def at_chance(self, loss: float) -> bool:
+        """Whether a loss is that of a model which has learned nothing."""
+        return loss >= LEARNED * self.baselines["loss"]
 
     def one(self) -> None:
         """One step, and what is due behind it."""
@@ -177,17 +224,25 @@ class _Trainer:
             since = self.step - (self.curve[-1][0] if self.curve else 0)
             mean = self.total.item() / since
             self.diverged = not math.isfinite(mean)
+            third = training.steps / 3
+            if self.step >= third > self.step - since and not self.diverged and self.at_chance(mean):
+                print(
+                    f"{self.run.name}: at chance after a third of its steps: its loss is {mean:.3f}, "
+                    f"{self.baselines['loss']:.3f} without any learning",
+                    file=sys.stderr,
+                )
             self.curve.append([self.step, None if self.diverged else mean])  # JSON knows no NaN
             self.total.zero_()
         before, now = ((n * training.evaluations) // training.steps for n in (self.step - 1, self.step))
         if now > before and not self.diverged:
             self.model.eval()
-            with (
-                torch.no_grad(),
-                torch.autocast(self.device.type, torch.bfloat16, enabled=training.precision == "bf16"),
-            ):
+            with torch.no_grad():  # and no autocast: in float32
                 self.evaluations.append({"step": self.step, **self.task.evaluate(self.model)})
             self.model.train()
+
+
+def _unreadable(file: Path, got: str) -> ValueError:
+    return ValueError(f"folder: expected a checkpoint of these programs in {file}, got {got}; remove it to start anew")
 
 
 def _on(x, device: torch.device):

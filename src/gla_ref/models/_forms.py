@@ -12,7 +12,10 @@ from .. import FORMS
 if TYPE_CHECKING:
     from .over_ranks import Pieces
 
-REFERENCE = {"softmax_attention": "parallel", "gla": "chunkwise_two_level"}  # of the others "chunkwise"
+REFERENCE = {"softmax_attention": "parallel"}  # of the others "chunkwise"
+# GLA has C x C x K exponentials in a chunk, so short ones are faster on a CPU. Not "chunkwise_two_level": it adds into
+# slices of one tensor, and the gradient of every slice is as long as the text, so that its time grows with T squared
+OPTIONS = {("gla", "chunkwise"): {"C": 16}}
 
 
 def choose(mechanism: str, device: torch.device, T: int, gradient: bool) -> str:
@@ -33,12 +36,14 @@ def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor |
     Autocast ends here: forms have a precision of their own, which the dtypes of their inputs decide.
     """
     q, gradient = tensors[0], torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    options = {}
     if pieces is not None:
         form = pieces.form(mechanism)
     else:
-        form = FORMS[mechanism][choose(mechanism, q.device, q.shape[1], gradient)]
+        name = choose(mechanism, q.device, q.shape[1], gradient)
+        form, options = FORMS[mechanism][name], OPTIONS.get((mechanism, name), {})
     with torch.autocast(q.device.type, enabled=False):
-        return form(*tensors, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        return form(*tensors, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
 
 
 def owners(cu_seqlens: Tensor, T: int) -> Tensor:

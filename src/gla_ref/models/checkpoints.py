@@ -9,7 +9,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+
+try:
+    from safetensors.torch import load_file, save_file
+except ImportError as reason:
+    raise ImportError(f'{reason}; pip install "gla-ref[models]" has what models in files need') from reason
 
 from .config import Config
 from .language_model import LanguageModel

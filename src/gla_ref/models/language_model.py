@@ -8,6 +8,7 @@ are called as in flash-linear-attention's GLAForCausalLM.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .._contract import check_cu_seqlens
 from .config import Config
 from .layer import START, LayerState
 from .mixers import MIXERS, wide
@@ -132,9 +134,22 @@ class LanguageModel(nn.Module):
         Raises:
             TypeError, ValueError: an argument does not fit; the message names it.
         """
-        check_tokens("tokens", tokens)
+        self._check(tokens, state, cu_seqlens)
         x, state = self.model(tokens, state, cu_seqlens)
         return self.lm_head(x), state
+
+    def _check(self, tokens: Tensor, state: State | None, cu_seqlens: Tensor | None) -> None:
+        """Tokens, boundaries and state fit each other; a GPU ends its process at an index that does not.
+
+        Looking at the boundaries' values waits for a GPU; compiled and captured code does not.
+        """
+        check_tokens("tokens", tokens)
+        B, T = tokens.shape
+        blind = torch.compiler.is_compiling() or tokens.is_cuda and torch.cuda.is_current_stream_capturing()
+        check_cu_seqlens(cu_seqlens, B, T, values=not blind)
+        if cu_seqlens is not None and cu_seqlens.device != tokens.device:
+            raise ValueError(f"cu_seqlens: expected device {tokens.device} as for tokens, got {cu_seqlens.device}")
+        check_state(state, self.config, B if cu_seqlens is None else len(cu_seqlens) - 1)
 
     def loss(
         self,
@@ -146,6 +161,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, State]:
         """Mean cross-entropy in nats, and the state; logits are made of some thousand tokens at a time.
 
+        A loss without any target is an error, on a GPU only under GLA_REF_DEBUG=1: there it is NaN.
+
         Args:
             tokens: `[B, T]`.
             targets: `[B, T]`, what should follow each token; -100 does not count. None: the next token of the same
@@ -155,10 +172,15 @@ class LanguageModel(nn.Module):
         Raises:
             TypeError, ValueError: an argument does not fit; the message names it.
         """
-        check_tokens("tokens", tokens)
+        self._check(tokens, state, cu_seqlens)
+        if targets is None and cu_seqlens is None and tokens.shape[1] == 1:
+            raise ValueError("targets: expected some where sequences have one token, which no other follows")
         targets = next_tokens(tokens, cu_seqlens) if targets is None else targets
         if targets.shape != tokens.shape:
             raise ValueError(f"targets: expected shape {list(tokens.shape)} as of tokens, got {list(targets.shape)}")
+        looks = not torch.compiler.is_compiling() and (not targets.is_cuda or os.environ.get("GLA_REF_DEBUG") == "1")
+        if looks and not (targets != IGNORED).any():
+            raise ValueError(f"targets: expected at least one that counts, got {IGNORED} everywhere")
         x, state = self.model(tokens, state, cu_seqlens)
         return self.summed_loss(x, targets) / (targets != IGNORED).sum(), state
 
@@ -171,7 +193,7 @@ class LanguageModel(nn.Module):
 
     def _summed(self, x: Tensor, targets: Tensor) -> Tensor:
         """The summed cross-entropy of hidden states `[n, d]`, in at least float32."""
-        return F.cross_entropy(wide(self.lm_head(x)), targets, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(wide(self.lm_head(x)), targets.long(), ignore_index=IGNORED, reduction="sum")
 
     @torch.no_grad()
     def generate(
@@ -204,6 +226,8 @@ class LanguageModel(nn.Module):
             TypeError, ValueError: an argument does not fit; the message names it.
         """
         prompts = list(prompts)
+        if not prompts:
+            raise ValueError("prompts: expected at least one, got none")
         for i, prompt in enumerate(prompts):
             check_tokens(f"prompts[{i}]", prompt, axes="T")
         for name, x in (("new_tokens", new_tokens), ("chunk", chunk)):
@@ -211,6 +235,7 @@ class LanguageModel(nn.Module):
                 raise ValueError(f"{name}: expected an integer of at least 1, got {x!r}")
         if not temperature >= 0:
             raise ValueError(f"temperature: expected 0 or a positive number, got {temperature!r}")
+        check_state(state, self.config, len(prompts))
         x, state = self._read(prompts, state, chunk)
         written = []
         for _ in range(new_tokens):
@@ -258,6 +283,27 @@ def detach(state):
         parts = (detach(x) for x in state)
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
     return state
+
+
+def check_state(state: State | None, config: Config, N: int) -> None:
+    """A state is one of N sequences, of every layer of such a model; the sizes of its matrices are checked by forms."""
+    if state is None:
+        return
+    if not isinstance(state, list) or len(state) != config.num_hidden_layers:
+        got = f"{len(state)} of them" if isinstance(state, list) else type(state).__name__
+        raise ValueError(f"state: expected a list of {config.num_hidden_layers} layers' states, got {got}")
+    for i, (S, conv) in enumerate(state):
+        if (conv is not None) != config.use_short_conv and (S is not None or conv is not None):
+            has = "short convolutions" if config.use_short_conv else "no short convolutions"
+            raise ValueError(f"state[{i}]: expected that of a model with {has}, got another")
+        kinds = {"S": S, "conv": None if conv is None else conv[0]}
+        for name, x in kinds.items():
+            if x is None:
+                continue
+            cu = getattr(x, "cu_seqlens", None)  # a cache of keys and values
+            found = len(cu) - 1 if cu is not None else len(x[0] if isinstance(x, tuple) else x)
+            if found != N:
+                raise ValueError(f"state[{i}].{name}: expected {N} sequences as in tokens, got {found}")
 
 
 def check_tokens(name: str, tokens: Tensor, axes: str = "B T") -> None:

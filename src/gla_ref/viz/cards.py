@@ -207,7 +207,7 @@ OPTIONAL = (
     (
         "12_four_kernels.html",
         "Chapter 12",
-        "If you skip it, you miss what two later chapters save, in measured times, and how to read a kernel by its grid.",
+        "If you skip it, you miss measured costs that two later chapters avoid, and how to read a kernel by its grid.",
     ),
 )
 

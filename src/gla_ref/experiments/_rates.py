@@ -1,0 +1,122 @@
+"""The learning rate of runs that have none of their own: chosen by trial, for every group of runs that share one.
+
+A *trial* is a run of the stage "rate", with a seed that no result has (:data:`SEED`), evaluated on validation data. The
+rate with the lowest validation loss is chosen; of equal ones the smallest. If it is the lowest or the highest that was
+tried, the grid goes on beyond it, at most :data:`MORE` times; if nothing has been learned, it goes on below, since
+rates that are too high leave a model at chance. A choice that is still at the edge then, or at chance, says so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from .runs import Place, Run
+from .training import LEARNED, Task, train
+
+__all__ = ["MORE", "SEED", "Choice", "choice_of", "further", "learned", "trained", "trials"]
+
+SEED = 1000  # of trials
+MORE = 2  # rates beyond the edges of the settings' grid
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rate of a group, and the trials that led to it.
+
+    Attributes:
+        rate: the chosen one; None: every trial diverged.
+        losses: on validation data, by rate in rising order; None: diverged.
+        edge: "lowest" or "highest" if the chosen one is the last of those tried; else None.
+        learned: whether its loss is clearly below that of a model that has learned nothing.
+    """
+
+    rate: float | None
+    losses: dict[float, float | None]
+    edge: str | None
+    learned: bool
+
+    def __str__(self):
+        tried = ", ".join(f"{r:g}: {'diverged' if x is None else f'{x:.3f}'}" for r, x in self.losses.items())
+        if self.rate is None:
+            return f"every learning rate diverged ({tried})"
+        edge = f", the {self.edge} rate that was tried" if self.edge else ""
+        return f"{self.rate:g}{edge}{'' if self.learned else ', where nothing was learned'} ({tried})"
+
+
+def trials(run: Run, rates: tuple[float, ...], steps: int) -> list[Run]:
+    """The runs that choose the rate of a run's group: as the run is, but for rate, steps, seed and data."""
+    training = replace(run.training, steps=steps, evaluations=1)
+    about = {**run.about, "stage": "rate", "seed": SEED}
+    return [_trial(replace(run, about=about, training=training), rate) for rate in sorted(set(rates))]
+
+
+def _trial(run: Run, rate: float) -> Run:
+    name = f"rate/{run.about['group']}/{rate:g}"
+    return replace(run, name=name, training=replace(run.training, learning_rate=rate))
+
+
+def choice_of(run: Run, records: tuple[dict, ...]) -> Choice:
+    """The choice for a run's group, by its trials with the same settings.
+
+    Raises:
+        ValueError: a trial of the settings' grid has no record.
+    """
+    group, settings = run.about["group"], run.fingerprint()["settings"]
+    found = {
+        r["run"]["training"]["learning_rate"]: r
+        for r in records
+        if r["about"].get("stage") == "rate" and r["about"]["group"] == group and r["run"]["settings"] == settings
+    }
+    if missing := [f"{rate:g}" for rate in sorted(run.settings.rates) if rate not in found]:
+        raise ValueError(
+            f"records: expected trials of {group} with the learning rates {', '.join(missing)}, which come first"
+        )
+    losses = {rate: None if (r := found[rate])["diverged"] else r["evaluations"][-1]["loss"] for rate in sorted(found)}
+    best = min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
+    if losses[best] is None:
+        return Choice(None, losses, None, False)
+    tried = list(losses)
+    edge = None if len(tried) == 1 else {tried[0]: "lowest", tried[-1]: "highest"}.get(best)
+    chance = found[best]["baselines"]["loss"]
+    return Choice(best, losses, edge, losses[best] < LEARNED * chance)
+
+
+def further(trial: Run, records: tuple[dict, ...]) -> Run | None:
+    """One more trial for the group of a trial, beyond the edge of the rates tried; None: no need, or enough are."""
+    choice = choice_of(trial, records)
+    tried = list(choice.losses)
+    if len(tried) - len(set(trial.settings.rates)) >= MORE or len(tried) == 1:
+        return None
+    if choice.edge == "highest" and choice.learned:
+        rate = tried[-1] ** 2 / tried[-2]
+    elif choice.edge == "lowest" or not choice.learned:
+        rate = tried[0] ** 2 / tried[1]
+    else:
+        return None
+    return _trial(trial, float(f"{rate:.3g}"))
+
+
+def trained(run: Run, task: Task, place: Place) -> dict | None:
+    """Train a run with its own rate, or with the one chosen for its group; None if the deadline came first.
+
+    Raises:
+        ValueError: trials are missing, or all of them diverged.
+    """
+    if run.training.learning_rate is not None:
+        return train(run, task, place)
+    choice = choice_of(run, place.records)
+    if choice.rate is None:
+        raise ValueError(
+            f"rates: expected one at which {run.about['group']} learns, got none: {choice}; try lower ones"
+        )
+    rate = choice.rate * run.about.get("rate factor", 1.0)
+    found = train(replace(run, training=replace(run.training, learning_rate=rate)), task, place)
+    losses = {f"{r:g}": x for r, x in choice.losses.items()}
+    said = {"rate": choice.rate, "losses": losses, "edge": choice.edge, "learned": choice.learned}
+    return found and {**found, "choice": said}
+
+
+def learned(runs: list[Run], records: tuple[dict, ...]) -> dict[str, bool]:
+    """Whether the trials of each of some runs' groups have learned anything, by the name of the mixer."""
+    return {run.model.mixer: choice_of(run, records).learned for run in runs}

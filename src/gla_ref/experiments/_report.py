@@ -1,0 +1,164 @@
+"""Records as numbers to print and draw: intervals over seeds, differences, and every score beside its baselines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from statistics import fmean, variance
+from typing import NamedTuple
+
+import numpy as np
+from tabulate import tabulate
+
+__all__ = ["Interval", "by_speech", "compare", "interval", "paired", "results_of", "score", "table", "welch"]
+
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
+
+
+class Interval(NamedTuple):
+    """A mean and its confidence interval, mean - half to mean + half.
+
+    `half` is NaN where there is one number only; `p` is that of a difference of 0, None where no difference is meant.
+    """
+
+    mean: float
+    half: float
+    n: int
+    p: float | None = None
+
+    def __str__(self):
+        half = "alone" if self.n == 1 else f"± {self.half:.4f}"
+        return f"{self.mean:.4f} {half}"
+
+
+def student(t: float, df: float) -> float:
+    """The share of Student's distribution below t, for any number of degrees of freedom."""
+    end = math.atan(t / math.sqrt(df))  # x = sqrt(df) tan(angle) makes the density a power of a cosine
+    area = end / 2 * float(WEIGHTS @ np.cos(end / 2 * (NODES + 1)) ** (df - 1))
+    return 0.5 + area * math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(math.pi)
+
+
+def quantile(share: float, df: float) -> float:
+    """The t below which there is this share of Student's distribution, by bisection; `share` is above a half."""
+    low, high = 0.0, 1.0
+    while student(high, df) < share:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student(middle, df) < share else (low, middle)
+    return high
+
+
+def _around(mean: float, error: float, df: float, n: int, level: float, p: bool) -> Interval:
+    """The interval of a mean with a standard error."""
+    if error == 0:
+        return Interval(mean, 0.0, n, (1.0 if mean == 0 else 0.0) if p else None)
+    half = quantile((1 + level) / 2, df) * error
+    return Interval(mean, half, n, 2 * (1 - student(abs(mean) / error, df)) if p else None)
+
+
+def interval(xs: Sequence[float], level: float = 0.95) -> Interval:
+    """The mean of runs that differ in their seed alone, by Student's distribution.
+
+    Args:
+        xs: a number of each run.
+        level: the share of such intervals that contain the true mean, if runs are distributed normally.
+    """
+    if len(xs) < 2:
+        return Interval(fmean(xs), math.nan, len(xs))
+    return _around(fmean(xs), math.sqrt(variance(xs) / len(xs)), len(xs) - 1, len(xs), level, False)
+
+
+def welch(xs: Sequence[float], ys: Sequence[float], level: float = 0.95) -> Interval:
+    """How much larger the mean of xs is than that of ys, where the two may scatter differently (Welch 1947).
+
+    Raises:
+        ValueError: one of the two has fewer than two numbers.
+    """
+    if min(len(xs), len(ys)) < 2:
+        raise ValueError(f"xs, ys: expected at least two runs of each, got {len(xs)} and {len(ys)}")
+    a, b = variance(xs) / len(xs), variance(ys) / len(ys)
+    df = (a + b) ** 2 / (a**2 / (len(xs) - 1) + b**2 / (len(ys) - 1)) if a + b else 1.0
+    return _around(fmean(xs) - fmean(ys), math.sqrt(a + b), df, len(xs) + len(ys), level, True)
+
+
+def paired(xs: dict[str, float], ys: dict[str, float], level: float = 0.95) -> Interval:
+    """How much larger xs is than ys on average over the same things, such as speeches: their own level cancels.
+
+    Raises:
+        ValueError: the things differ, or are fewer than two.
+    """
+    if xs.keys() != ys.keys() or len(xs) < 2:
+        raise ValueError(f"xs, ys: expected the same names, at least two, got {sorted(xs)} and {sorted(ys)}")
+    found = [xs[name] - ys[name] for name in xs]
+    return _around(fmean(found), math.sqrt(variance(found) / len(found)), len(found) - 1, len(found), level, True)
+
+
+def score(record: dict) -> tuple[str, float]:
+    """The name and value of a record's score: "accuracy" or "bits a byte"; NaN where training diverged."""
+    last = record["evaluations"][-1] if record["evaluations"] and not record["diverged"] else {}
+    name = "accuracy" if "majority" in record["baselines"] else "bits a byte"
+    return name, last.get(name, math.nan)
+
+
+def results_of(records: Sequence[dict]) -> dict[str, list[dict]]:
+    """Results by what they are, whichever their seed: trials of learning rates are none."""
+    found: dict[str, list[dict]] = {}
+    for r in records:
+        if r["about"].get("stage", "main") == "main" and r["run"]["training"]:
+            settings = json.dumps(r["run"]["settings"], sort_keys=True)
+            found.setdefault((r["name"].rpartition("/seed")[0].removeprefix("main/"), settings), []).append(r)
+    names = [name for name, _ in found]
+    return {  # records of two settings may be in one file
+        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})": rs
+        for i, ((name, _), rs) in enumerate(found.items())
+    }
+
+
+def compare(records: Sequence[dict], one: str, other: str, level: float = 0.95) -> Interval:
+    """How much larger the score of one result is than that of another, both as :func:`results_of` names them."""
+    found = results_of(records)
+    return welch(*([score(r)[1] for r in found[name]] for name in (one, other)), level)
+
+
+def by_speech(records: Sequence[dict], one: str, other: str, of: str = "by speech", level: float = 0.95) -> Interval:
+    """How much larger one result's loss is than another's, speech by speech, each the mean over its seeds.
+
+    Args:
+        records: of :mod:`gla_ref.experiments.length`.
+        one, other: results as :func:`results_of` names them.
+        of: "by speech", or "last positions by speech".
+        level: of the interval.
+    """
+    found = results_of(records)
+
+    def means(name: str) -> dict[str, float]:
+        every = [r["evaluations"][-1][of] for r in found[name]]
+        return {speech: fmean(x[speech] for x in every) for speech in every[0]}
+
+    return paired(means(one), means(other), level)
+
+
+def table(records: Sequence[dict], level: float = 0.95) -> str:
+    """A line for every result: its score with the interval over seeds, baselines, and the numbers of its state."""
+    rows = []
+    for name, rs in results_of(records).items():
+        kind, whole = score(rs[0])[0], interval([score(r)[1] for r in rs], level)
+        base = rs[0]["baselines"]
+        known = base["majority"] if kind == "accuracy" else base[kind]
+        row = [name, f"{whole}", len(rs), kind, f"{base['chance']:.4f}", f"{known:.4f}", rs[0]["state"]]
+        rows.append([*row, f"{rs[0]['learning rate']:g}", ", ".join(sorted(_notes(rs)))])
+    head = ["result", "score", "seeds", "of", "chance", "baseline", "state", "rate", "notes"]
+    return tabulate(rows, head, disable_numparse=True)
+
+
+def _notes(records: Sequence[dict]) -> set[str]:
+    """What a reader of a line must know."""
+    found = set()
+    for r in records:
+        choice = r.get("choice") or {}
+        found |= {"diverged"} if r["diverged"] else {"at chance"} if r["at chance"] else set()
+        found |= {f"{choice['edge']} rate tried"} if choice.get("edge") else set()
+        found |= set() if choice.get("learned", True) else {"no trial learned"}
+    return found
