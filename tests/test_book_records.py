@@ -40,7 +40,7 @@ MEASURED = [chapter for chapter, cells in CELLS.items() if any(map(reads_a_recor
 SLOWER = 1.07  # moves every number of two digits
 RATES = "copy_gb_s", "matmul_tflop_s"
 #: a time in a sentence, or a row of a table with decimals
-TIME = re.compile(r"\d\W*\s(?:ms|milliseconds|µs|s)\b|^\|.*\d\.\d")
+TIME = re.compile(r"\d[^\w|]*\s(?:ms|milliseconds|µs|s)\b|^\|.*\d\.\d")
 
 
 def names(tree: ast.AST) -> tuple[set[str], set[str]]:
