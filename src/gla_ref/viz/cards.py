@@ -299,6 +299,7 @@ _PATHS = """
 .paths section { padding: .6rem .75rem; border: 1px solid var(--grey); border-radius: .5rem; line-height: 1.35 }
 .paths :is(p, ul) { margin: 0 0 .4rem } .paths > div + p { margin-top: .8rem }
 .paths section b { color: var(--accent) } .paths section p + p, .paths section ul { font-size: .88em }
+.paths section li a { display: inline-block; padding: .3rem 0 } /* high enough for a finger */
 .paths small { white-space: nowrap; font-weight: 600 }
 @media (max-width: 40rem) { .paths > div { grid-template-columns: minmax(0, 1fr) } }
 """
