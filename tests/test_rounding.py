@@ -49,6 +49,15 @@ def test_tf32_keeps_ten_bits_and_rounds_to_even():
     assert torch.equal(bf16, bf16.bfloat16().float())  # fewer bits stay as they are
 
 
+def test_tf32_cut_goes_towards_zero():
+    x = torch.tensor([1 + 2**-10, 1 + 2**-11, 1 + 2**-10 - 2**-23, -1 - 3 * 2**-11, 0.0])
+    assert torch.equal(rounding.tf32_cut(x), torch.tensor([1 + 2**-10, 1, 1, -1 - 2**-10, 0.0]))
+    y = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    lost = (y - rounding.tf32_cut(y)) / y
+    assert lost.min() >= 0 and 2**-11 < lost.max() < 2**-10
+    assert (y - rounding.tf32(y)).abs().div(y.abs()).max() <= 2**-11
+
+
 def test_products_lose_what_their_format_loses():
     x, y = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
     exact = x.double() @ y.double()
@@ -59,6 +68,7 @@ def test_products_lose_what_their_format_loses():
     assert errors["ieee"] < 2e-6 and errors["tf32x3"] < 3e-6  # nothing lost but what float32 loses
     assert 1e-6 < errors["bf16x3"] < 1e-4  # 16 bits
     assert 1e-4 < errors["tf32"] < 2e-3 and errors["fp16"] == pytest.approx(errors["tf32"], rel=0.05)  # 11 bits
+    assert 1.2 < errors["tf32-cut"] / errors["tf32"] < 4  # the same bits, and a bias
     assert 4 < errors["bf16"] / errors["tf32"] < 12  # 8 bits
     with rounding.products_in("fp16"):
         assert (1e5 * x @ y).isnan().any()  # beyond 65504
