@@ -303,7 +303,8 @@ def mild_walk(
     q, k, v, g, o, S_last, T, V, scale, C: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
     mask: tl.constexpr = "where", gate: tl.constexpr = "own", state: tl.constexpr = "right",
     anchor: tl.constexpr = True, tail: tl.constexpr = True, last: tl.constexpr = True, own: tl.constexpr = True,
-    log2e: tl.constexpr = 1.4426950408889634,
+    log2e: tl.constexpr = 1.4426950408889634, log2e_S: tl.constexpr = 1.4426950408889634, rows: tl.constexpr = True,
+    store: tl.constexpr = "masked",
 ):  # fmt: skip
     """Right as it is; each option is a mistake."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -314,7 +315,12 @@ def mild_walk(
         b_q, b_k = tl.load(q + keys, mask=m, other=0.0), tl.load(k + keys, mask=m, other=0.0)
         b_v, b_g = tl.load(v + values, mask=m, other=0.0), tl.load(g + keys, mask=m, other=0.0)
         b, total = tl.cumsum(b_g, 0), tl.sum(b_g, 0)
-        r = total / 2 if anchor else total * 0.0
+        if anchor == "largest":  # as of tl.max without its axis
+            r = total * 0.0 + tl.max(total / 2)
+        elif anchor == "sum":
+            r = total * 0.0 + tl.sum(total / 2)
+        else:
+            r = total / 2 if anchor else total * 0.0
         late = b_g if gate == "late" else b_g * 0.0
         b_q = b_q * tl.exp2((b - r[None, :]) * log2e)
         b_k = b_k * tl.exp2((r[None, :] - b + late) * log2e)
@@ -323,20 +329,39 @@ def mild_walk(
             P = tl.where(i >= j, P, 0.0)
         elif mask == "strict":
             P = tl.where(i > j, P, 0.0)
+        elif mask == "transposed":
+            P = tl.where(i <= j, P, 0.0)
         elif mask == "factor":
             P = P * (i >= j).to(tl.float32)
-        before, after = tl.exp2(r * log2e)[:, None], tl.exp2((total - r) * log2e)[:, None]
+        if rows:
+            before, after = tl.exp2(r * log2e_S)[:, None], tl.exp2((total - r) * log2e_S)[:, None]
+            if anchor == "largest" or anchor == "sum":
+                after = before
+        else:  # of the wrong axis: runs only if K = BV
+            before, after = tl.exp2(r * log2e_S), tl.exp2((total - r) * log2e_S)
         if state != "not before":
             S *= before
+        if state == "read late":
+            S += tl.dot(b_k.T, b_v, input_precision="ieee")
+        elif state == "read last":
+            S = (S + tl.dot(b_k.T, b_v, input_precision="ieee")) * after
         b_o = tl.dot(b_q, S, input_precision="ieee") + tl.dot(P, b_v, input_precision="ieee")
-        tl.store(o + values, b_o * (scale if state != "no scale" else 1.0), mask=t + i < T)
-        S += tl.dot(b_k.T, b_v, input_precision="ieee")
-        if state != "not after":
+        b_o *= scale if state != "no scale" else 1.0
+        b_o *= scale if state == "scale twice" else 1.0
+        tl.store(o + values, b_o, mask=(t + i < T) | (store == "open"))
+        if state != "read late" and state != "read last":
+            S += tl.dot(b_k.T, b_v, input_precision="ieee")
+        if state != "not after" and state != "read last":
             S *= after
         if state == "not carried":
             S *= 0.0
     if last:
-        tl.store(S_last + o_k[:, None] * V + o_v[None, :], S)
+        tl.store(S_last + o_k[:, None] * (BV if store == "BV" else V) + o_v[None, :], S, mask=last_mask(o_v, store, BV))
+
+
+@triton.jit
+def last_mask(o_v, store: tl.constexpr, BV: tl.constexpr):
+    return (o_v < BV)[None, :] | (store != "first")
 
 
 class With:
@@ -453,10 +478,21 @@ WRONG = {
         (With(mild_walk, state="not after"), "second half of the state's decay is missing"),
         (With(mild_walk, state="not carried"), "every chunk starts from zeros"),
         (With(mild_walk, state="no scale"), "The scale is missing"),
-        (With(mild_walk, log2e=1.0), "2^x is not e^x"),
+        (With(mild_walk, log2e=1.0, log2e_S=1.0), "2^x is not e^x"),
         (With(mild_walk, tail=False), "needs a mask, and other=0.0"),
         (With(mild_walk, last=False), "The final state is missing"),
         (With(mild_walk, own=False), "Nobody writes o[0, 16]"),
+        (With(mild_walk, mask="transposed"), "The mask is transposed"),
+        (With(mild_walk, state="read late"), "own writes are read twice"),
+        (With(mild_walk, state="read last"), "own writes are read twice"),
+        (With(mild_walk, state="scale twice"), "The scale is applied twice"),
+        (With(mild_walk, log2e_S=1.0), "Some exponentials are 2^x"),
+        (With(mild_walk, anchor="largest"), "All channels share one r"),
+        (With(mild_walk, anchor="sum"), "All channels share one r"),
+        (With(mild_walk, rows=False), "The kernel stopped with"),
+        (With(mild_walk, store="open"), "1 beyond the end of o, into memory"),
+        (With(mild_walk, store="BV"), "Rows of S_last lie V numbers apart"),
+        (With(mild_walk, store="first"), "Rows of S_last lie V numbers apart"),
         (nothing, "The kernel stopped with"),
         (lambda q, k, v, g: v, "Expected a Triton kernel"),
     ],

@@ -459,7 +459,7 @@ WRONG = {
     "ex-decode-bfloat16": [
         (3 * 0.999**1000, "the exact decay"),
         (0.0, "move at all"),
-        (2.984375, "less than half way"),
+        (2.984375, "less than halfway"),
         (2.9, "2^-6 apart"),
     ],
     "ex-decode-accept": [

@@ -48,7 +48,7 @@ def low_state():
     mistakes = [
         (3 * 0.999**1000, "That is the exact decay. What does 3 times 0.999 round to in bfloat16?"),
         (0.0, "It would have to move at all: what does 3 times 0.999 round to in bfloat16?"),
-        (3 - 2**-6, "The first step would have to reach the next smaller number, and it is less than half way there."),
+        (3 - 2**-6, "The first step would have to reach the next smaller number, and it is less than halfway there."),
         (1.5, "A half-life is 693 tokens in exact arithmetic; what does 3 times 0.999 round to in bfloat16?"),
     ]
     hint = "The numbers of bfloat16 between 2 and 4 are 2^-6 apart."

@@ -69,11 +69,16 @@ def launch_all(kernel, case: Launch) -> dict[str, Tensor]:
             raise Wrong(f"The kernel changes {name}, which is not its own: store through {own}.")
         written[place] = False
     if written.any():
-        i, last = int(written.nonzero()[0]), max(place.stop for place in places.values())
-        where = f"{i - last + 1} beyond the end" if i >= last else "before the beginning"
-        raise Wrong(f"A program writes {where} of the result, into memory that is not its own: mask the store.")
+        i = int(written.nonzero()[0])
+        beyond = {name: max(i - places[name].stop + 1, places[name].start - i) for name in shapes}  # how far from each
+        name = min(beyond, key=beyond.get)
+        where = "before the beginning" if i < places[name].start else f"{beyond[name]} beyond the end"
+        what = "the result" if len(shapes) == 1 else name
+        raise Wrong(f"A program writes {where} of {what}, into memory that is not its own: mask the store.")
     for name, shape in shapes.items():
         missed = (memory[places[name]] == UNWRITTEN).view(shape)
+        if missed.all():
+            raise Wrong(f"Nobody writes {name} at all: which program should, and at which offset?")
         if missed.any():
             at = ", ".join(map(str, missed.nonzero()[0].tolist()))
             raise Wrong(f"Nobody writes {name}[{at}]: which program should, and at which offset?")

@@ -1,5 +1,6 @@
 """Judges of the exercises on the GLA kernel: programs, sums by products, segments, the walk itself (chapter 14)."""
 
+import itertools
 import math
 
 import torch
@@ -95,45 +96,63 @@ def carry(answer):
     hold(answer, cases, _carried, mistakes, {"starts": "N K V", "final": "K V"})
 
 
-def _chunks(case, mask=torch.tril, late=False, carry=True, decay=(1, 1), scaled=True, base=1.0):
+def _chunks(
+    case, mask=torch.tril, late=False, carry=True, decay=(1, 1), scale=1, base=(1.0,) * 3, twice=None, one=None
+):
     """o and S of a walk over chunks in float64; the options are mistakes.
 
     late: a token's own gate decays its write. decay: how many of the state's factors e^r come before it is read, and
-    after the writes. base: ln 2 where 2^x stands for e^x.
+    after the writes. scale: how often it is applied. base: of the exponents of q, k and the state; ln 2 where 2^x
+    stands for e^x. twice: tokens read a state with their chunk's writes, 0 or 1 times decayed. one: r of all channels.
     """
     q, k, v, g = case.inputs.values()
-    _, _, scale = case.numbers
     S, rows = q.new_zeros(q.shape[1], v.shape[1]), []
-    for q_n, k_n, v_n, g_n in zip(*(x.split(case.constants["C"]) for x in (q, k, v, base * g)), strict=True):
+    for q_n, k_n, v_n, g_n in zip(*(x.split(case.constants["C"]) for x in (q, k, v, g)), strict=True):
         b = g_n.cumsum(0)
         r, to_key = b[-1] / 2, b - g_n if late else b  # b_j, or b_(j - 1) where a write is late
-        P = mask((q_n[:, None] * k_n * (b[:, None] - to_key).exp()).sum(-1))
-        before = (decay[0] * r).exp()[:, None] * S
-        rows.append((q_n * (b - r).exp()) @ before + P @ v_n)
-        S = (decay[1] * r).exp()[:, None] * (before + (k_n * (r - to_key).exp()).T @ v_n)
-        S = S if carry else torch.zeros_like(S)
-    return {"o": (scale if scaled else 1.0) * torch.cat(rows), "S_last": S}
+        r = one(r).expand_as(r) if one else r
+        q_n, k_n = q_n * (base[0] * (b - r)).exp(), k_n * (base[1] * (r - to_key)).exp()
+        before = (decay[0] * base[2] * r).exp()[:, None] * S
+        after = (decay[1] * base[2] * r).exp()[:, None]
+        S = before + k_n.T @ v_n
+        rows.append(q_n @ (before if twice is None else after**twice * S) + mask(q_n @ k_n.T) @ v_n)
+        S = after * S if carry else torch.zeros_like(S)
+    return {"o": case.numbers[2] ** scale * torch.cat(rows), "S_last": S}
 
 
-_MISTAKES = {
-    "The mask is strict: a token misses its own write. Keep the diagonal, i >= j.": dict(mask=lambda P: P.tril(-1)),
-    "There is no mask: tokens read later ones. Keep the scores with i >= j.": dict(mask=lambda P: P),
-    "That is gate after write: each write is decayed by its own token's gate. Its decay begins with the next token.": (
+_LN2 = math.log(2)
+_MISTAKES = {  # a sentence -> options of _chunks, each of which makes it
+    "The mask is strict: a token misses its own write. Keep the diagonal, i >= j.": [dict(mask=lambda P: P.tril(-1))],
+    "There is no mask: tokens read later ones. Keep the scores with i >= j.": [dict(mask=lambda P: P)],
+    "The mask is transposed: i, the row, is the reader. Keep the scores with i >= j.": [dict(mask=torch.triu)],
+    "That is gate after write: each write is decayed by its own token's gate. Its decay begins with the next token.": [
         dict(late=True)
-    ),
-    "The state is not handed on: every chunk starts from zeros.": dict(carry=False),
-    "The state is not decayed before it is read: multiply it by e^r first.": dict(decay=(0, 1)),
-    "The second half of the state's decay is missing: after the writes, multiply by e^r again.": dict(decay=(1, 0)),
-    "The scale is missing.": dict(scaled=False),
-    "2^x is not e^x: multiply the exponents by log2(e) before tl.exp2, or use tl.exp.": dict(base=math.log(2)),
+    ],
+    "All channels share one r: reduce over the tokens only. Without an axis, tl.sum and tl.max reduce over both.": [
+        dict(one=torch.max),
+        dict(one=torch.sum),
+    ],
+    "The state is not handed on: every chunk starts from zeros.": [dict(carry=False)],
+    "The state is not decayed before it is read: multiply it by e^r first.": [dict(decay=(0, 1))],
+    "The second half of the state's decay is missing: after the writes, multiply by e^r again.": [dict(decay=(1, 0))],
+    "The chunk's own writes are read twice, through P and from the state: read the state before you add them.": [
+        dict(twice=0),
+        dict(twice=1),
+    ],
+    "The scale is missing.": [dict(scale=0)],
+    "The scale is applied twice: multiply either q or the output by it, not both.": [dict(scale=2)],
+    "2^x is not e^x: multiply the exponents by log2(e) before tl.exp2, or use tl.exp.": [dict(base=(_LN2,) * 3)],
+    "Some exponentials are 2^x and others e^x: use tl.exp for q, k and the state, or log2(e) and tl.exp2 for all.": [
+        dict(base=base) for base in itertools.product((1.0, _LN2), repeat=3) if len(set(base)) > 1
+    ],
 }
 
 
 @exercise("ex-kernel-walk", "implement")
 def walk(answer):
-    def case(T, K, V, BV, seed, nats=None):
+    def case(T, K, V, BV, seed, nats=None, gates=1 / 4):
         q, k, v, noise = draw(seed, (T, K), (T, K), (T, V), (T, K))
-        g = torch.nn.functional.logsigmoid(noise) / 4
+        g = torch.nn.functional.logsigmoid(noise) * gates
         if nats:  # in every chunk of 16, in one channel
             g[:, 1] = -nats / 16
         x = {"q": q, "k": k, "v": v, "g": g}
@@ -145,7 +164,8 @@ def walk(answer):
         return max(error(got[name], want[name]) if got[name].isfinite().all() else math.inf for name in want)
 
     cases = [
-        case(16, 16, 16, 16, 1),
+        # K is not BV: a factor of the wrong axis does not fit. Weak gates: all of a chunk's together leave a trace
+        case(16, 16, 32, 32, 1, gates=1 / 32),
         case(64, 32, 32, 16, 2),
         case(40, 16, 32, 16, 3),
         case(32, 16, 16, 16, 4, nats=120),
@@ -154,15 +174,18 @@ def walk(answer):
         try:
             got = launch_all(answer, x)
         except Wrong as reason:
-            if "Nobody writes S_last" in str(reason):
+            if "Nobody writes S_last at all" in str(reason):
                 raise Wrong("The final state is missing: after the loop, store your columns of S to S_last.") from None
+            if "Nobody writes S_last" in str(reason):
+                hint = "Rows of S_last lie V numbers apart, and each program stores its own BV columns."
+                raise Wrong(f"{reason} {hint}") from None
             raise
         o, S = gla.recurrent(*(y[None, :, None] for y in x.inputs.values()), scale=x.numbers[2])
         want = {"o": o[0, :, 0], "S_last": S[0, 0]}
         if off(got, want) < 1e-4:
             continue
-        for sentence, options in _MISTAKES.items():
-            if off(got, _chunks(x, **options)) < 1e-4:
+        for sentence, mistakes in _MISTAKES.items():
+            if any(off(got, _chunks(x, **options)) < 1e-4 for options in mistakes):
                 raise Wrong(sentence)
         if n == 3 and off(got, want) == math.inf:
             raise Wrong(

@@ -65,22 +65,22 @@ def walk(
         # compute. "ieee": float32 is not rounded to TF32
         total = tl.max(tl.dot(b_g.T, ones, input_precision="ieee"), 1) * LOG2E  # [BK], b_C
         mild = tl.min(total) >= -LIMIT * LOG2E
-        edge = tl.where(mild, total / 2, 0.0)  # [BK]
+        anchor = tl.where(mild, total / 2, 0.0)  # [BK]
         if g.dtype == tl.bfloat16:  # one product: half of the sum before less half of that after
             x = tl.dot(tl.where(i >= j, 0.5, -0.5).to(g.dtype), b_g) * LOG2E  # [C, BK]
-            up, down = (total / 2 - edge)[None, :] + x, (total / 2 - edge)[None, :] - x
+            up, down = (total / 2 - anchor)[None, :] + x, (total / 2 - anchor)[None, :] - x
         else:  # each summed on its own: a strong gate must not take digits from the gates after it
             up = tl.dot((i >= j).to(g.dtype), b_g, input_precision="ieee") * LOG2E  # [C, BK]
             down = tl.dot((i < j).to(g.dtype), b_g, input_precision="ieee") * LOG2E  # [C, BK]
             up, down = tl.where(mild, (up - down) / 2, up), tl.where(mild, (down - up) / 2, down)
         b_q, b_k = (b_q * tl.exp2(up)).to(v.dtype), (b_k * tl.exp2(down)).to(v.dtype)  # (1), (2)
-        S *= tl.exp2(edge)[:, None]  # (1)
+        S *= tl.exp2(anchor)[:, None]  # (1)
         P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
         P = tl.where(j <= tl.where(mild, i, -1), P, 0.0).to(b_v.dtype)  # of a strong chunk nothing
         b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (3)
-        S *= tl.exp2(total - 2 * edge)[:, None]  # (2), 1 in a mild chunk
-        S = tl.dot(b_k.T, b_v, S, input_precision="ieee") * tl.exp2(edge)[:, None]  # (3), (1)
+        S *= tl.exp2(total - 2 * anchor)[:, None]  # (2), 1 in a mild chunk
+        S = tl.dot(b_k.T, b_v, S, input_precision="ieee") * tl.exp2(anchor)[:, None]  # (3), (1)
 
         # store
         at, m = tile(i_b, i_h, t, i_v, T, H, V, C, BV)

@@ -197,17 +197,18 @@ OPTIONAL = (
     (
         "03_flash_attention.html#sec-flash-backward",
         "The backward pass of chapter 3",
-        "If you skip it, you miss how attention is trained without storing its weights.",
+        "If you skip it, you will miss how attention is trained without storing its weights.",
     ),
     (
         "08_training_through_chunks.html",
         "The paper's Figure 2 in chapter 8",
-        "If you skip it, you miss a comparison with softmax attention over many lengths.",
+        "If you skip it, you will miss a comparison with softmax attention over many lengths.",
     ),
     (
         "12_four_kernels.html",
         "Chapter 12",
-        "If you skip it, you miss measured costs that two later chapters avoid, and how to read a kernel by its grid.",
+        "If you skip it, you will miss measured costs that two later chapters avoid, and how to read a kernel by its "
+        "grid.",
     ),
 )
 

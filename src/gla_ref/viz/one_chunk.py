@@ -52,7 +52,7 @@ def walk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor,
     q, k = q * x.exp(), k * (-x).exp()
     step("Scale: q′ = q exp(x), k′ = k exp(−x). The gates have done their work.", "x q k", "q k")
     S = r.exp()[:, None] * S
-    step("Bring the state half way into the chunk: each row times its exp(r).", "r S", "S")
+    step("Bring the state halfway into the chunk: each row times its exp(r).", "r S", "S")
     P = product(q, k.T)
     step("All scores of the chunk in one product, P = q′ k′ᵀ.", "q k", "P")
     P = torch.where(tril > 0, P, 0)
@@ -128,7 +128,7 @@ def one_chunk() -> Explorable:
     for n, now in enumerate(steps):
         made = set(now.makes.split())
         scaled = {f"{name}′" for name in made & there & {"q", "k"}}
-        scaled |= {"S′"} if "S" in made and "half way" in now.words else set()
+        scaled |= {"S′"} if "S" in made and "halfway" in now.words else set()
         there = (there | made | scaled) - ({"S′"} if now.words.startswith("Write") else set())
         frames.append(Frame(_tiles(now, there) + _bars(steps[: n + 1], steps), f"{n + 1}. {now.words}"))
     return Explorable(
