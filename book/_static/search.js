@@ -4,6 +4,7 @@
   const SHOWN = 6; // pages, before one asks for more
   const WEIGHT = { chapter: 1, appendix: 0.6, api: 0.3 };
   const KIND = { chapter: "Chapter", appendix: "Reference", api: "API" };
+  const SMALL = /^(a|an|and|by|for|how|i|in|is|it|my|of|on|or|the|to|what|with|your)$/; // say nothing of a subject
   const root = document.documentElement.dataset.content_root || "./";
   const escape = text => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
   const fold = text => text.normalize("NFKC").toLowerCase();
@@ -27,7 +28,8 @@
     const asked = fold(query).trim();
     const term = terms.find(t => t.names.some(name => fold(name) === asked));
     if (term) return { term, parts: [pattern([asked, ...term.names.map(fold)])] };
-    return { parts: asked.split(/[\s,;]+/).filter(Boolean).map(word => pattern([word])) };
+    const words = asked.split(/[\s,;]+/).filter(Boolean), telling = words.filter(word => !SMALL.test(word));
+    return { parts: (telling.length ? telling : words).map(word => pattern([word])) };
   }
 
   function rank(query) {

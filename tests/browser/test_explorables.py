@@ -1,5 +1,7 @@
 """Each explorable answers to the keyboard, to a mouse and to a finger, plays and resets, without a network."""
 
+import re
+
 import browser as tools
 import pytest
 import torch
@@ -10,7 +12,12 @@ from gla_ref.viz.playable_state import KINDS, TOKENS
 pytestmark = pytest.mark.browser
 
 #: the pages whose cells draw one, or lead to one
-PAGES = [page for page in tools.book_pages() if "from gla_ref.viz" in (tools.ROOT / f"{page}.md").read_text()]
+#: pages with a figure to play with: cards are links
+PAGES = [
+    page
+    for page in tools.book_pages()
+    if re.search(r"from gla_ref\.viz(?!\.cards)", (tools.ROOT / f"{page}.md").read_text())
+]
 WAYS = ("keyboard", "mouse", "touch")
 #: a picture, but for where the mouse rests, and its readout
 STATE = """e => [

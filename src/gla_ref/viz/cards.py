@@ -9,7 +9,7 @@ from ..notebook import CHAPTER
 from ._explorable import STYLE
 from ._svg import arrow, circle, path, rect, text
 
-__all__ = ["CARDS", "OPTIONAL", "PATHS", "WAYS", "Cards", "cards", "paths", "ways"]
+__all__ = ["CARDS", "WAYS", "Cards", "cards", "paths", "ways"]
 
 WIDE, HIGH = 120, 52  # of a picture
 
