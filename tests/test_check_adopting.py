@@ -296,7 +296,7 @@ def test_every_case_is_a_test_of_its_own(tests):
     assert "not covered: packed sequences" in out and "XPASS(strict)" in out and "issue 7" in out
 
 
-MISUSED = {  # a change of the tests above, and what it is told
+MISUSED = {  # a change of the tests above, and the message it gets
     "a mark alone": ("(gla_ref_case):\n    gla_ref_case()", "():\n    pass", "to call the fixture gla_ref_case"),
     "no such case": ('only="[lp]*[14d]"', 'only="lenght*"', "only: expected a pattern that fits a case, got 'lenght*'"),
     "no such exception": ('{"length 1": ', '{"lenght 1": ', "xfail: expected a pattern that fits a case of this test"),

@@ -337,7 +337,7 @@ def mild_walk(
             before, after = tl.exp2(r * log2e_S)[:, None], tl.exp2((total - r) * log2e_S)[:, None]
             if anchor == "largest" or anchor == "sum":
                 after = before
-        else:  # of the wrong axis: runs only if K = BV
+        else:  # the wrong axis: runs only if K = BV
             before, after = tl.exp2(r * log2e_S), tl.exp2((total - r) * log2e_S)
         if state != "not before":
             S *= before
@@ -374,7 +374,7 @@ class With:
         return lambda *args, **constants: self.kernel[grid](*args, **constants, **self.mistake)
 
     def __call__(self):
-        """What is called is an answer."""
+        """A call of it is an answer."""
 
 
 RIGHT = {

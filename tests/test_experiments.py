@@ -195,7 +195,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(content, place):
     file = run.file(place.folder, ".pt")
     file.parent.mkdir(parents=True)
     if content == "a pickle":
-        torch.save({"step": Path("x")}, file)  # which PyTorch would advise to load with weights_only=False
+        torch.save({"step": Path("x")}, file)  # PyTorch would advise to load it with weights_only=False
     elif isinstance(content, bytes):
         file.write_bytes(content)
     else:

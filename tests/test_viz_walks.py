@@ -142,7 +142,7 @@ def test_gate_paths_sum_to_the_gradient_of_every_gate():
 
 @pytest.mark.parametrize("C", gate_paths.CHUNKS)
 def test_gate_paths_cancel_the_pairs_that_the_running_sum_adds(C):
-    """q dq - k dk, from t to the chunk's end, and what passes that end: wanted pairs once, orange ones not at all."""
+    """q dq - k dk, from t to the chunk's end plus paths past it: wanted pairs once, orange ones not at all."""
     T = gate_paths.T
     for t in range(1, T + 1):
         last = (t - 1) // C * C + C

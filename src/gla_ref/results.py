@@ -60,7 +60,7 @@ def environment(gpu: str | None, peers: Iterable[str] | None = None) -> dict:
 
 
 def file(name: str) -> Path:
-    """Where the measurements of this name lie: `file("NVIDIA H200")`, `file("NVIDIA H200 check")`.
+    """Path of the measurements of this name: `file("NVIDIA H200")`, `file("NVIDIA H200 check")`.
 
     In a checkout that is its `benchmarks/results`; an installed wheel uses the same folder in the working directory.
     """
@@ -97,7 +97,7 @@ def write(path: Path, environment: dict, kind: str, records: Iterable[dict]) -> 
 
 
 def _content(path: Path) -> object:
-    """What the JSON of a file says.
+    """Contents of a JSON file.
 
     Raises:
         ValueError: it is no JSON; the message names the file.
@@ -149,7 +149,7 @@ def merge(
     Raises:
         ValueError: the file is corrupt, or has other records; the message names it, and the file stays.
     """
-    from filelock import FileLock  # which PyTorch requires too
+    from filelock import FileLock  # PyTorch requires it too
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):

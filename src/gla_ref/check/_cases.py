@@ -20,7 +20,7 @@ SUB = 16  # its sub-chunk
 SEARCH = 40  # random cases of the full level
 MANY = 70  # packed sequences, more than a block of 64 holds that looks them all up
 MILD = "logsigmoid/16"
-BY_CHUNKS = "mild and strong chunks by turns"  # of heads by turns, too: what a state carries over still shows
+BY_CHUNKS = "mild and strong chunks by turns"  # heads take turns too, so a lost state still shows
 GATES = (
     "zero",
     "-1e-4",
@@ -167,7 +167,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("transposed", strides="transposed"),
         Case("expanded", strides="expanded"),
         Case("many heads", B=3, H=101, K=4, V=6, T=7, state=not kind.cache),
-        # what a kernel does only where several things meet
+        # several things meet: mistakes that none of them shows alone
         Case("joint", **joint, T=2 * C + 3, K=80),
         Case("joint packed", **joint, T=2 * C + 43, K=64, ends=(0, 2 * C + 3, 2 * C + 43), state=not kind.cache),
         Case("one packed sequence", B=1, T=C + SUB + 3, ends=(0, C + SUB + 3), state=not kind.cache),

@@ -273,7 +273,7 @@ class Report:
 
     @property
     def unclaimed(self) -> str:
-        """What to say of calls that raise where the kernel claims to take every call; else empty."""
+        """Advice on calls that raise, if the kernel claims to take every call; else empty."""
         if self.settings.get("supports") or not any(row.kind == "raises" for row in self.failures):
             return ""
         return (

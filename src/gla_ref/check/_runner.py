@@ -180,7 +180,7 @@ class Trial:
             yield Way("frozen", f"where only {n} requires a gradient", {"frozen": rest})
 
     def believed(self, way: Way, usual: Found, found: Found) -> Iterator[Finding]:
-        """What is wrong in another way whenever a call is made in it; what is so only now and then is a race."""
+        """Findings of a way of calling that fails every time; one that fails at times is a race."""
 
         def wrong(found: Found) -> list[str]:
             return only_then(self.p, usual, {n: x for n, x in found.items() if n not in way.lacks})

@@ -95,7 +95,7 @@ def gla_ref_check(request) -> Callable[..., Report]:
     def check(mechanism: str, fn: Callable, **options) -> Report:
         try:
             report = kernel(mechanism, fn, **settled(request.config, options))
-        except (TypeError, ValueError) as reason:  # of an option; what the kernel raises is in the report
+        except (TypeError, ValueError) as reason:  # an option is wrong; errors of the kernel are in the report
             pytest.fail(str(reason), pytrace=False)
         report.rerun = 'gla_ref_check(..., only="{}")'
         return judged(report, request.node, fn)

@@ -44,7 +44,7 @@ def settings_of(module, args: argparse.Namespace):
 
 
 def said(runs: list[Run], records: tuple[dict, ...]) -> list[str]:
-    """The chosen learning rates of some runs' groups, edges and chance included, and what does not look sane."""
+    """The chosen learning rates of some runs' groups, with edges, chance and values that do not look sane."""
     groups, lines = {run.about["group"]: run for run in runs if "group" in run.about}, []
     for group, run in groups.items():
         with contextlib.suppress(ValueError):  # trials are missing

@@ -108,7 +108,7 @@ def _do_in_worker(run: Run, place: Place, file: Path):
 def _lane(waiting: queue.SimpleQueue, finished: queue.SimpleQueue, place: Place, file: Path) -> None:
     """Carry waiting runs out in one worker process, one after the other; a killed one is replaced."""
     interrupt, pool = place.interrupt, None
-    place = replace(place, progress=None, interrupt=None)  # which stay in their process
+    place = replace(place, progress=None, interrupt=None)  # these stay in their process
     while True:
         try:
             run = waiting.get_nowait()

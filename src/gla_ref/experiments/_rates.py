@@ -16,7 +16,7 @@ from .training import LEARNED, Task, train
 
 __all__ = ["MORE", "SEED", "Choice", "choice_of", "further", "learned", "trained", "trials"]
 
-SEED = 1000  # of trials
+SEED = 1000  # seed of trials
 MORE = 2  # rates beyond the edges of the settings' grid
 
 

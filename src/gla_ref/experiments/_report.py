@@ -103,7 +103,7 @@ def score(record: dict) -> tuple[str, float]:
 
 
 def results_of(records: Sequence[dict]) -> dict[str, list[dict]]:
-    """Results by what they are, whichever their seed: trials of learning rates are none."""
+    """Results grouped over seeds, without trials of learning rates."""
     found: dict[str, list[dict]] = {}
     for r in records:
         if r["about"].get("stage", "main") == "main" and r["run"]["training"]:
@@ -154,7 +154,7 @@ def table(records: Sequence[dict], level: float = 0.95) -> str:
 
 
 def _notes(records: Sequence[dict]) -> set[str]:
-    """What a reader of a line must know."""
+    """Notes that a reader of a line needs."""
     found = set()
     for r in records:
         choice = r.get("choice") or {}

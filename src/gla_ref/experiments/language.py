@@ -175,7 +175,7 @@ def unigram(training: Tensor, text: Tensor, vocab_size: int) -> float:
 
 
 def _scores(nats: float, tokens: int, size: int) -> dict:
-    """Of a summed loss over so many tokens, which stand for so many bytes."""
+    """Scores of a loss summed over so many tokens, which stand for so many bytes."""
     loss = nats / max(tokens, 1)
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits a byte": nats / math.log(2) / size}
 

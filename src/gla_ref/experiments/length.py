@@ -56,7 +56,7 @@ class Settings:
     mixers: tuple[str, ...] = ("gla", "mamba2", "retnet", "softmax")
     windows: tuple[int, ...] = (512, 2048)
     test_length: int = 32768
-    test_speeches: int = 11  # of 13 held-out ones, those that are long enough
+    test_speeches: int = 11  # of 13 held-out speeches, these are long enough
     vocab_size: int = 256
     width: int = 256
     conv: bool = True

@@ -22,7 +22,7 @@ class Questions(NamedTuple):
     answers: Tensor
 
     def to(self, device: str | torch.device) -> Questions:
-        """The same on another device: questions are drawn on the CPU, so that a GPU gets the same ones."""
+        """A copy on another device: questions are drawn on the CPU, so that a GPU gets the same ones."""
         return Questions(*(x.to(device) for x in self))
 
 

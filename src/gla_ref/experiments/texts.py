@@ -178,7 +178,7 @@ def load(folder: Path | None, name: str) -> Corpus:
         )
     try:
         return Corpus(**torch.load(folder / f"{name}.pt", weights_only=True))
-    except Exception as reason:  # of many kinds, and PyTorch's advice is to trust the file
+    except Exception as reason:  # there are many kinds, and PyTorch advises to trust the file
         raise ValueError(
             f"texts: expected a corpus in {folder / name}.pt, got {type(reason).__name__}; "
             "python -m gla_ref.experiments texts makes it anew"

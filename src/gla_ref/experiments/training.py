@@ -24,7 +24,7 @@ from .runs import Place, Run
 __all__ = ["Task", "share_of_rate", "state_size", "train"]
 
 POINTS = 50  # of a curve
-LEARNED = 0.98  # of the loss without any learning: a model above it is at chance
+LEARNED = 0.98  # share of the loss without learning: a model above it is at chance
 SAVED = {
     "model", "optimizer", "scheduler", "total", "state", "step", "seconds", "curve", "evaluations", "diverged", "rng",
     "cuda_rng", "fingerprint",
@@ -52,14 +52,14 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: LanguageModel) -> dict:
-        """What a model is worth on data that training never sees; numbers or dictionaries of numbers.
+        """Scores of a model on data that training never sees; numbers or dictionaries of numbers.
 
         "loss" among them, in nats, by which a learning rate is chosen.
         """
 
     @abstractmethod
     def baselines(self) -> dict:
-        """The same scores of answers that need no model; "loss" among them, that of a model that learned nothing."""
+        """Scores of answers that need no model; "loss" among them, the loss of a model that learned nothing."""
 
 
 def state_size(config: Config, T: int) -> int:
@@ -136,7 +136,7 @@ class _Trainer:
         try:
             saved = torch.load(self.file, map_location="cpu", weights_only=True)
             missing = SAVED - saved.keys()
-        except Exception as reason:  # of many kinds, and PyTorch's advice is to trust the file
+        except Exception as reason:  # there are many kinds, and PyTorch advises to trust the file
             raise _unreadable(self.file, type(reason).__name__) from None
         if missing:
             raise _unreadable(self.file, f"one without {', '.join(sorted(missing))}")
@@ -236,7 +236,7 @@ class _Trainer:
         before, now = ((n * training.evaluations) // training.steps for n in (self.step - 1, self.step))
         if now > before and not self.diverged:
             self.model.eval()
-            with torch.no_grad():  # and no autocast: in float32
+            with torch.no_grad():  # without autocast: in float32
                 self.evaluations.append({"step": self.step, **self.task.evaluate(self.model)})
             self.model.train()
 

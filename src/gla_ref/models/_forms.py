@@ -12,7 +12,7 @@ from .. import FORMS
 if TYPE_CHECKING:
     from .over_ranks import Pieces
 
-REFERENCE = {"softmax_attention": "parallel"}  # of the others "chunkwise"
+REFERENCE = {"softmax_attention": "parallel"}  # the others: "chunkwise"
 # GLA has C x C x K exponentials in a chunk, so short ones are faster on a CPU. Not "chunkwise_two_level": it adds into
 # slices of one tensor, and the gradient of every slice is as long as the text, so that its time grows with T squared
 OPTIONS = {("gla", "chunkwise"): {"C": 16}}

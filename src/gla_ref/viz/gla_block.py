@@ -30,7 +30,7 @@ def weights(name: str, w: int = WIDTH_OF_MODEL, H: int = HEADS) -> int:
 
 
 Q, K, V, G, R, STREAM = 44, 116, 188, 262, 336, 388  # the columns
-READS, MIDDLE = 116, 153  # what is read back leaves the recurrence in this column
+READS, MIDDLE = 116, 153  # values that are read leave the recurrence in this column
 ROWS = {"x": 16, "norm": 50, "W": 92, "conv": 132, "log": 172, "S": 216, "heads": 282, "times": 318, "back": 354}
 BOTTOM = 396
 KINDS = {
@@ -205,7 +205,7 @@ def _frame(short: bool, now: int) -> Frame:
 
 
 def gla_block() -> Explorable:
-    """The layer of chapter 17 from a token's row to what it adds to that row."""
+    """The layer of chapter 17, from a token's row to the row that it adds."""
     frames = [[_frame(short, n) for n in range(1 + len(PARTS))] for short in (False, True)]
     return Explorable(
         title="A GLA layer",
