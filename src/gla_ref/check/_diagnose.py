@@ -332,13 +332,15 @@ def diagnose(
     dtype: torch.dtype,
     seen: list[tuple[Problem, dict]],
     passed: list[tuple[Problem, dict]],
+    besides: Sequence[tuple[Problem, dict]] = (),
     more: Sequence[Mistake] = (),
 ) -> list[Match]:
     """The mistake that explains everything that was seen, and those that compute the same there; at most three.
 
-    `seen` and `passed` hold problems and what the kernel made of them; a mistake that would show in one of
-    those that passed is none. One that shows in more than what is wrong explains it, too, after those that do not:
-    its kernel makes it in one of two passes, or in one gradient. `more` are mistakes that only this kernel can make.
+    `seen`, `passed` and `besides` hold problems and what the kernel made of them. A mistake that would show in one of
+    those that passed is none. `besides` are failures that tell apart mistakes that compute the same in `seen`.
+    One that shows in more than what is wrong explains it, too, after those that do not: its kernel makes it in one of
+    two passes, or in one gradient. `more` are mistakes that only this kernel can make.
     """
     kind = MECHANISMS[mechanism]
     failed = [[n for n, x in found.items() if x is not None and differs(p, n, x)] for p, found in seen]
@@ -366,6 +368,10 @@ def diagnose(
             kept.append(it)
         if len(kept) == 3:
             break
+    for pair in besides:
+        if len(kept) < 2:
+            break
+        kept = [it for it in kept if match(mechanism, it.mistake, it.C, [pair], wrong, gates)] or kept
     if kept or mechanism not in LINEAR:
         return kept
     others = wrong - {*resets(kind)} or wrong

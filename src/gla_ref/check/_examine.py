@@ -163,7 +163,8 @@ class Examiner:
         """The mistakes that what was seen fits.
 
         The cases that tell most are asked, and others that are wrong: the first, of the rest the widest, and the
-        smallest of each set of quantities that are wrong together.
+        smallest of each set of quantities that are wrong together. All that failed are asked where these leave several
+        mistakes.
         """
         wrong: dict[str, set[str]] = {}
         for row in report.rows:
@@ -180,7 +181,8 @@ class Examiner:
         asked = [*others[:1], *sorted(others[1:], key=lambda pair: -pair[0].case.K * pair[0].case.V)[:1]]
         asked += [pair for pair in [*patterns.values()][:PATTERNS] if not any(pair is x for x in asked)]
         more = getattr(self.kernel.fn, "mistakes", ())  # of a function over ranks
-        matches = diagnose(self.kernel.mechanism, self.dtype, telling + asked, passed, more)
+        besides = [pair for pair in small if not any(pair is x for x in asked)]
+        matches = diagnose(self.kernel.mechanism, self.dtype, telling + asked, passed, besides, more)
         pairs = [(it.problem, it.found) for it in seen]
         matches = matches or stale(self.kernel.mechanism, pairs) or rescaled(self.kernel.mechanism, pairs)
         return [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in matches]
