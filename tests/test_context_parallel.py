@@ -442,6 +442,8 @@ def test_plan_says_why():
     delta = context_parallel.plan("delta_rule", tokens("delta_rule"), (4096,), multiprocessors=132)
     assert delta.walk == "triton"
     assert context_parallel.plan("gla", tokens("gla"), (4096,), packed=True, multiprocessors=132).segments == (1,)
+    exact = context_parallel.plan("gla", tokens("gla", dtype=torch.float64), (4096,), multiprocessors=132)
+    assert exact.walk == "chunkwise" and "there is no kernel for torch.float64" in str(exact)
 
 
 def test_plan_refuses():

@@ -148,6 +148,21 @@ def pairs(q, k, v, g, do):
 
 SM_90 = CLASSES["sm_90"]._replace(multiprocessors=8)
 PACK = (0, 0, 33, 33, 40, 200, 264, 300)
+
+
+@gluon
+def test_either_barrier_of_warps_will_do(monkeypatch):
+    from triton.experimental.gluon import language
+
+    for kept in _gluon.BARRIERS:
+        with monkeypatch.context() as patch:
+            for name in _gluon.BARRIERS:
+                patch.delattr(language, name, raising=False)
+            assert _gluon.missing.__wrapped__() == "triton.experimental.gluon.language.barrier"
+            patch.setattr(language, kept, "found", raising=False)
+            assert _gluon.missing.__wrapped__() is None and _gluon.barrier_of_warps() == "found"
+
+
 played_here = pytest.mark.skipif(CUDA or _gluon.missing() is not None, reason="played on a CPU, where there is Gluon")
 
 

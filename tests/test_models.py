@@ -484,12 +484,14 @@ def test_a_wrong_call_names_the_argument(call, message):
 @pytest.mark.parametrize("mechanism", FORMS)
 def test_kernels_on_a_gpu_and_references_elsewhere(mechanism):
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    chosen = [_forms.choose(mechanism, x, T, False) for x in (cpu, gpu) for T in (1, 100)]
+    chosen = [_forms.choose(mechanism, x, torch.bfloat16, T, False) for x in (cpu, gpu) for T in (1, 100)]
     assert all(name in FORMS[mechanism] for name in chosen)
     assert not any(name.startswith("triton") for name in chosen[:2])
     proven = "triton" in FORMS[mechanism]
     assert all(name.startswith("triton") for name in chosen[2:]) == proven
-    assert _forms.choose("gla", gpu, 1, True) == "triton"  # the kernel for one token has no gradient
+    assert _forms.choose("gla", gpu, torch.bfloat16, 1, True) == "triton"  # the kernel for one token has no gradient
+    exact = [_forms.choose(mechanism, gpu, torch.float64, T, False) for T in (1, 100)]
+    assert not any(name.startswith("triton") for name in exact)  # no kernel computes in float64
 
 
 @pytest.mark.deep

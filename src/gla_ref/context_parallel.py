@@ -258,7 +258,8 @@ def plan(
         raise ValueError(f"exchange: expected all-gather, pipeline or None, got {exchange!r}")
     if segment is not None:
         contract.check_chunk(segment=segment)
-    itemsize = contract.compute_dtype(*tokens.values()).itemsize
+    dtype = contract.compute_dtype(*tokens.values())
+    itemsize = dtype.itemsize
     N, K, V = sizes["B"], sizes["K"], sizes["V"]
     H = sizes.get("HV", sizes["H"])
     rows = {"linear_attention": 1, "simple_gla": 1, "gla": K}
@@ -286,9 +287,13 @@ def plan(
     exchange = exchange or ("pipeline" if pipe < gather else "all-gather")
     from . import FORMS  # which imports this module
 
-    walk = "triton" if multiprocessors and "triton" in FORMS[mechanism] else "chunkwise"
-    reference = "there is no kernel" if multiprocessors else "no GPU"
-    why.append(f"{walk}: " + ("a GPU" if walk == "triton" else reference))
+    if not multiprocessors:
+        walk, because = "chunkwise", "no GPU"
+    elif dtype == torch.float64 or "triton" not in FORMS[mechanism]:
+        walk, because = "chunkwise", f"there is no kernel for {dtype}"
+    else:
+        walk, because = "triton", "a GPU"
+    why.append(f"{walk}: {because}")
     if segment:
         why.append(f"segments of {segment} tokens were asked for: every number of ranks gives the same bits")
     elif max(segments) > 1:

@@ -158,7 +158,7 @@ def operator(who: str, config: Config, B: int, T: int, dtype: torch.dtype, devic
 
             call = chunk_gla
         else:
-            call = FORMS["gla"][_forms.choose("gla", q.device, T, True)]
+            call = FORMS["gla"][_forms.choose("gla", q.device, dtype, T, True)]
     do = torch.randn(B, T, H, V, generator=rng, device=device).to(dtype)
 
     def once() -> None:

@@ -18,14 +18,14 @@ REFERENCE = {"softmax_attention": "parallel"}  # the others: "chunkwise"
 OPTIONS = {("gla", "chunkwise"): {"C": 16}}
 
 
-def choose(mechanism: str, device: torch.device, T: int, gradient: bool) -> str:
+def choose(mechanism: str, device: torch.device, dtype: torch.dtype, T: int, gradient: bool) -> str:
     """The name of a form: the mechanism's kernel on a GPU, a reference elsewhere.
 
-    Where a mechanism has no kernel in `FORMS`, its reference runs on a GPU too. A single
+    Where a mechanism has no kernel in `FORMS`, and in float64, its reference runs on a GPU too. A single
     token has forms of its own, that of GLA's kernels only where no gradient is needed.
     """
     forms = FORMS[mechanism]
-    if device.type == "cuda" and "triton" in forms:
+    if device.type == "cuda" and dtype != torch.float64 and "triton" in forms:
         return "triton_recurrent" if T == 1 and not gradient and "triton_recurrent" in forms else "triton"
     return "recurrent" if T == 1 else REFERENCE.get(mechanism, "chunkwise")
 
@@ -40,7 +40,7 @@ def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor |
     if pieces is not None:
         form = pieces.form(mechanism)
     else:
-        name = choose(mechanism, q.device, q.shape[1], gradient)
+        name = choose(mechanism, q.device, q.dtype, q.shape[1], gradient)
         form, options = FORMS[mechanism][name], OPTIONS.get((mechanism, name), {})
     with torch.autocast(q.device.type, enabled=False):
         return form(*tensors, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 
+BARRIERS = "barrier", "thread_barrier"  # what all warps of a role wait at: in Triton 3.7, in 3.6
 NEEDED = {
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),
@@ -51,7 +52,7 @@ def missing() -> str | None:
         for name in names:
             if not hasattr(found, name):
                 return f"{module}.{name}"
-    return None
+    return None if barrier_of_warps() else f"triton.experimental.gluon.language.{BARRIERS[0]}"
 
 
 def descriptor(*args):
@@ -62,7 +63,7 @@ def descriptor(*args):
 
 
 def barrier_of_warps():
-    """What all warps of a role wait at: `barrier`, which in Triton 3.6 is `thread_barrier`."""
+    """What all warps of a role wait at; None where this Triton has nothing of the kind."""
     from triton.experimental.gluon import language
 
-    return getattr(language, "barrier", None) or language.thread_barrier
+    return next((getattr(language, name) for name in BARRIERS if hasattr(language, name)), None)
