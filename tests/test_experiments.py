@@ -1091,7 +1091,7 @@ def test_the_plan_has_every_run_once_in_chunks_of_eight_minutes(grid):
 
 
 def test_the_most_important_runs_take_at_most_75_minutes(grid):
-    """benchmarks/LAB.md has their order: MQAR, overwriting, recall, throughput, length, language at 10M."""
+    """lab/experiments.md has their order: MQAR, overwriting, recall, throughput, length, language at 10M."""
     overwrite = plan.chunks("mqar", 3, settings=mqar.Settings.overwrite())
     small = plan.chunks("language", 3, settings=replace(language.Settings.full(), sizes=("10M",)))
     whole = [grid[name] for name in ("mqar", "recall", "throughput", "length")]

@@ -106,7 +106,7 @@ def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | 
 
     A sequence is walked in one go as long as that keeps two thirds of the chip busy. Below, it pays to read k
     and v twice, 1.5 times the bytes: cut into segments, one program for each multiprocessor, though not below
-    8 chunks a segment, since each costs a state to memory. The measurements behind it: benchmarks/LAB.md.
+    8 chunks a segment, since each costs a state to memory. The measurements behind it: lab/linear_attention.md.
     """
     if 3 * programs >= 2 * multiprocessors or chunks < 16:
         return "fused", chunks
