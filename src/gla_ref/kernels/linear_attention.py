@@ -49,8 +49,9 @@ CHUNK = {
     ("ampere", 16): 32, ("ampere", 32): 16,
     ("turing", 16): 16, ("turing", 32): 16,
 }
-# and K up to: (BV, warps, stages). Hopper's were fastest; lab/linear_attention.md says what else was tried. The others' are
-# the largest that hardly spill, as tools/compile_kernels.py shows. 512 serves dq and dk, whose keys are values
+# and K up to: (BV, warps, stages). Hopper's were fastest; lab/linear_attention.md says what else was tried. The
+# others' are the largest that hardly spill, as tools/compile_kernels.py shows. 512 serves dq and dk, whose keys are
+# values
 WALK = {
     ("hopper", 16): {64: (64, 4, 3), 128: (128, 4, 3), 256: (64, 4, 1), 512: (64, 8, 1)},
     ("hopper", 32): {64: (32, 4, 1), 128: (16, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
