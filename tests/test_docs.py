@@ -1,4 +1,4 @@
-"""Contributing, docs/ and the lab book: their links lead somewhere, and whoever refers to them finds the file."""
+"""Contributing, docs/ and the lab book: their links lead somewhere, and references to them name files that exist."""
 
 import re
 from pathlib import Path
