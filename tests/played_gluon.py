@@ -29,6 +29,7 @@ class Play:
 
     def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
         self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
+        self.haste = self.chance.choice((0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
         self.turns, self.waiting, self.turn, self.error = threading.Condition(), {}, None, None
         self.phases, self.missing, self.under_way = {}, {}, []
         self.counts, self.arrived = {}, {}  # of barriers: arrivals a phase, and those of this phase
@@ -57,7 +58,7 @@ class Play:
     def choose(self):
         while not self.error:
             ready = [r for r, until in self.waiting.items() if until is None or until()]
-            if self.under_way and (not ready or self.chance.random() < 0.1):
+            if self.under_way and (not ready or self.chance.random() < self.haste):
                 self.finish_one()
             elif ready:
                 self.turn = self.chance.choice(ready)
@@ -372,7 +373,7 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=N
     """What a plan makes of its inputs, called by their specs' names.
 
     Kernels of `modules` are played; `mend_gradient` and `mend` are left out, others are interpreted by Triton.
-    `ignored`: (which allocation of barriers in `unwind`, which of them) at which nobody waits.
+    `ignored`: (kernel, which of its allocations of barriers, which of them) at which nobody waits.
     """
     global PLAY
     tensors = dict(inputs)
@@ -396,7 +397,7 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=N
                     x = Descriptor(tensors[x.tensor.name].as_strided(x.tensor.shape, x.tensor.strides), x)
                 args.append(x)
             for pid in range(step.grid[0]):
-                PLAY = Play(pid, seed + pid, ignored if step.name == "unwind" else None)
+                PLAY = Play(pid, seed + pid, ignored[1:] if ignored and ignored[0] == step.name else None)
                 function(*args)
                 assert not PLAY.phases, f"{step.name}: {len(PLAY.phases)} barriers were not invalidated"
         elif step.name != "mend":

@@ -19,9 +19,9 @@ role waits for ever*: both go through the same chunks in order, `ready` of c nee
 needs `ready` of c. *No role is two phases late*: `ready` of the next round needs `done` of this one, which the walker
 gives after its wait; `done` of this round needs `ready` of this one, which the loader asks for after its wait.
 
-Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tile of k, the walker in its tiles
-of k and v. Proxies and barriers' bytes: delta_fused.py. The decays (float32) go from memory to the walker's registers a
-chunk before it needs them.
+Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tiles of q and k, the walker in its
+tiles of k and v. Proxies and barriers' bytes: delta_fused.py. The decays (float32) go from memory to the walker's
+registers a chunk before it needs them.
 
 Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; each program of `walk` reads
 4 C K + 2 C BV + 4 C^2 + 12 C and writes 2 C BV, and programs of a head share in L2 what they read. Shared memory at
@@ -134,6 +134,7 @@ def solve(
     mbarrier.wait(ready, 0)
     if PACKED:
         if stop - o_t < C:  # the rest is another sequence's
+            keep_rows(b_q, stop - o_t, of_k)
             keep_rows(b_k, stop - o_t, of_k)
             fence_async_shared()
 

@@ -34,7 +34,8 @@ is loaded or solved; the next phase of that slot is that of c - a + 4 > c, after
 *`done` needs no arrival of the solver's*: its products have read q and k before it arrives at `solved`.
 
 *Packed sequences.* The last chunk of a sequence may end with rows of the next one. The solver overwrites these rows of
-k and v with zeros, and the walkers wait for `solved` before they read k. Gates and strengths of these rows are zeros.
+q, k and v with zeros, and the walkers wait for `solved` before they read them. Gates and strengths of these rows are
+zeros.
 
 *Proxies.* WGMMA and the copy engine see what threads wrote only after these threads' fence, so a fence follows every
 store that they read or overwrite. *Barriers own their bytes* until they are invalidated (gla_forward.py), and every one
@@ -146,6 +147,7 @@ def solver(g, beta, strides, tiles, bars, own, cu, i_b, i_h, begin, end, n):
             left = end - begin - c * C
             if left < C:  # the rest is another sequence's
                 mbarrier.wait(ready_v.index(c % STAGES_V), (c // STAGES_V) & 1)
+                keep_rows(b_q, left, of_k)
                 keep_rows(b_k, left, of_k)
                 for d in gl.static_range(n_v):
                     keep_rows(t_v.index(c % STAGES_V * n_v + d).reshape([C, BV]), left, of_v)
