@@ -389,10 +389,10 @@ class Tiles(NamedTuple):
 TILES = Tiles(64, 3, 128, 168)
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, tiles: Tiles = TILES) -> Plan:
+def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
     """(o, final state) of specs of the tensors."""
     call = delta_chunk.Call(hardware, (q, k, v, g, beta, S, cu), scale)
-    draft, K, V, H, BV = call.draft, call.K, call.V, call.H, tiles.columns
+    draft, K, V, H, BV = call.draft, call.K, call.V, call.H, TILES.columns
     draft.because(f"T of all chunks first, then a program for each {BV} columns of V: Hopper kernels, in Gluon")
     n = H * slots(call.B, call.T, call.cu, C.value)
     T, P = (draft.new(name, n, C.value, 1, C.value, dtype=q.dtype) for name in "TP")
@@ -420,7 +420,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, tiles: Tile
         K=K,
         W=4,
         num_warps=4,
-        maxnreg=tiles.of_solve,
+        maxnreg=TILES.of_solve,
     )
     draft.launch(
         walk,
@@ -443,10 +443,10 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, tiles: Tile
         K=K,
         V=V,
         BV=BV,
-        STAGES=tiles.stages,
+        STAGES=TILES.stages,
         GATED=g is not None,
         REGISTERS=24,
         num_warps=4,
-        maxnreg=tiles.registers,
+        maxnreg=TILES.registers,
     )
     return draft.plan("hopper_ahead", o, S_T)
