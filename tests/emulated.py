@@ -314,7 +314,7 @@ class Delta(Gla):
         F, W = (mm(do, w.mT) * E).tril(), -(mm(r, w.mT) * E).tril(-1)
         read, found, end = since * mm(do, S_n.mT), since * mm(r, S_n.mT), until * mm(w, R_n.mT)
         lost = (k * found).sum(-1, keepdim=True)
-        dbeta = (r * v).sum(-1, keepdim=True) - lost + (W * A).sum(-1, keepdim=True)
+        dbeta = (r * v).sum(-1, keepdim=True) - lost + (W * mm(k, k.mT)).sum(-1, keepdim=True)
         W = beta * W
         dq = read + mm(F, k)
         dk = end + mm(F.mT, q) + mm(W + W.mT, k) - beta * found

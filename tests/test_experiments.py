@@ -273,6 +273,7 @@ def when_saved(folder: Path, act) -> threading.Thread:
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.deep)])
 def test_an_interrupt_leaves_checkpoints_and_a_summary(jobs, place, tmp_path, capfd):
     runs, file = tiny("ablations", rate_steps=400), tmp_path / "r.json"
+    before = signal.getsignal(signal.SIGINT)  # in a shell's background it is to ignore
     interrupt = when_saved(place.folder, lambda: os.kill(os.getpid(), signal.SIGINT))
     outcome = carry_out(runs, replace(place, save_every=0.2), file, jobs)
     interrupt.join()
@@ -280,7 +281,7 @@ def test_an_interrupt_leaves_checkpoints_and_a_summary(jobs, place, tmp_path, ca
     assert len(outcome.left) >= 3 and not outcome.failed and len(outcome.left) + len(outcome.done) == len(runs)
     saved = torch.load(next(place.folder.rglob("*.pt")), weights_only=True)
     assert 0 < saved["step"] < 400
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_killed_worker_is_its_runs_failure(place, tmp_path):
@@ -1091,7 +1092,7 @@ def test_the_plan_has_every_run_once_in_chunks_of_eight_minutes(grid):
 
 
 def test_the_most_important_runs_take_at_most_75_minutes(grid):
-    """benchmarks/LAB.md has their order: MQAR, overwriting, recall, throughput, length, language at 10M."""
+    """lab/experiments.md has their order: MQAR, overwriting, recall, throughput, length, language at 10M."""
     overwrite = plan.chunks("mqar", 3, settings=mqar.Settings.overwrite())
     small = plan.chunks("language", 3, settings=replace(language.Settings.full(), sizes=("10M",)))
     whole = [grid[name] for name in ("mqar", "recall", "throughput", "length")]

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import F64, LADDER, error, inputs, thin
@@ -280,17 +281,22 @@ def test_wrong_input_is_named(device):
 
 @interpreted
 def test_grids_and_bytes_are_those_of_the_kernels(monkeypatch):
-    """What the interpreter's programs load and store, element by element, and how many programs there are."""
+    """What the interpreter's programs load and store, element by element, and how many programs there are.
+
+    Once as often as they ask, and once each element of memory that they ask for.
+    """
     from triton.runtime import interpreter
 
-    moved, grids, builder = [0], [], interpreter.InterpreterBuilder
+    moved, once, grids, builder = [0], {}, [], interpreter.InterpreterBuilder
 
     def count(name, values):
         original = getattr(builder, name)
 
         def counted(self, ptrs, *args, **kwargs):
-            mask = args[1] if values else args[0]
-            moved[0] += int(mask.data.sum()) * ptrs.dtype.element_ty.primitive_bitwidth // 8
+            mask, size = args[1] if values else args[0], ptrs.dtype.element_ty.primitive_bitwidth // 8
+            moved[0] += int(mask.data.sum()) * size
+            at, wanted = np.broadcast_arrays(ptrs.data, mask.data)
+            once.update(dict.fromkeys(at[wanted.astype(bool)].tolist(), size))
             return original(self, ptrs, *args, **kwargs)
 
         monkeypatch.setattr(builder, name, counted)
@@ -302,8 +308,9 @@ def test_grids_and_bytes_are_those_of_the_kernels(monkeypatch):
             def __getitem__(self, grid):
                 def launch(*args, **kwargs):
                     moved[0] = 0
+                    once.clear()
                     kernel[grid](*args, **kwargs)
-                    grids.append((name, grid, moved[0]))
+                    grids.append((name, grid, moved[0], sum(once.values())))
 
                 return launch
 
@@ -320,7 +327,7 @@ def test_grids_and_bytes_are_those_of_the_kernels(monkeypatch):
         watch(step.name, kernels)
     _, (*args, S) = given(**sizes)
     gla_chunk_fuse(*args, initial_state=S)
-    assert sorted(grids) == sorted((s.name, s.grid, s.bytes) for s in expected)
+    assert sorted(grids) == sorted((s.name, s.grid, s.bytes, s.memory) for s in expected)
 
 
 def test_flops_of_products():

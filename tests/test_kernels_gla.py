@@ -104,7 +104,7 @@ def total_off(x, LOW: tl.constexpr):
 @pytest.mark.deep
 @interpreted
 def test_pairs_do_not_see_the_order_in_which_a_total_is_summed(monkeypatch):
-    """The interpreter sums a total in order, a GPU as a tree, an ulp or two away (benchmarks/LAB.md)."""
+    """The interpreter sums a total in order, a GPU as a tree, an ulp or two away (lab/gla.md)."""
     monkeypatch.setattr("gla_ref.kernels.gla_forward.totals", total_off)
     case = kit.Case(B=1, H=1, T=48, gate="-0.245")
     form = FORMS["gla"]["triton"]

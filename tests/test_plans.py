@@ -89,7 +89,7 @@ def test_a_plan_is_frozen():
         forward.launches[0].grid = (1,)
 
 
-HOPPER = {  # as they were measured on an H200 (benchmarks/LAB.md)
+HOPPER = {  # as they were measured on an H200 (lab/known.md)
     ("gla", 128, torch.bfloat16): {
         ("prepare", 64, 64, 4, 3),
         ("walk", 64, 128, 64, 4, 2),

@@ -6,7 +6,7 @@
 A plan says what a call launches on any class of GPU, and Triton's compiler needs a target, not a device; the assembler
 comes with Triton. Every launch of forward and backward must fit its card and, where K, V <= 128, spill at most 128
 bytes a thread (but on Hopper, whose tiles were chosen by time, on a GPU). The rule that is checked on compiled loops
-was learnt from wrong results (benchmarks/LAB.md): a product on tensor cores is waited for, and with it its operands,
+was learnt from wrong results (lab/known.md): a product on tensor cores is waited for, and with it its operands,
 before shared memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop
 refills. And where warps have different jobs, those of one meet before one thread arrives at a barrier for all, and the
 barriers' bytes are their own (barriers.py).
@@ -41,7 +41,7 @@ from gla_ref.kernels._program import compile_launch  # noqa: E402
 from gla_ref.mechanisms import MECHANISMS  # noqa: E402
 
 SPILLED = 128  # bytes a thread may spill where K, V <= 128
-# Hopper's tiles are the fastest of those tried on a GPU (benchmarks/LAB.md), whatever they spill
+# Hopper's tiles are the fastest of those tried on a GPU (lab/known.md), whatever they spill
 MEASURED = (90,)
 
 

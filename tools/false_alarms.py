@@ -55,7 +55,7 @@ def needed(kind, case):
     if kind.cache:
         return tokens * (case.T + case.past) * copied(kind, case) * 16 * (case.V + 4)
     doublings = math.ceil(math.log2(case.T + 1))
-    return tokens * max(copied(kind, case) * (16 * state + 500 * case.K + 20_000), (16 + 4 * doublings) * state)
+    return tokens * max(copied(kind, case) * (16 * state + 500 * case.K + 7_000), (16 + 4 * doublings) * state)
 
 
 def work(task):

@@ -82,7 +82,8 @@ class Step:
 
     name: str
     grid: tuple[int, ...]  # () for PyTorch's operators
-    bytes: int
+    bytes: int  # each tile as often as programs ask for it
+    memory: int  # each element once a step, as if caches held it for those who ask again
     matmul_flops: int
     elementwise_flops: int
 
@@ -95,19 +96,21 @@ def tile(size: int) -> int:
 def steps(*, B: int, T: int, H: int, K: int, V: int, C: int = 16, itemsize: int = 2) -> list[Step]:
     """The five steps of one call.
 
-    Bytes are counted as programs ask for them, each tile as often as it is loaded (the caches save a part of
-    that), q, k, v, g at `itemsize`, running sums, scores and states in float32; `combine` is charged for reading
+    Bytes have q, k, v, g at `itemsize`, running sums, scores and states in float32; `combine` is charged for reading
     its arguments and writing o once, the least it could do. FLOPs by the rules of :func:`gla_ref.costs.cost`.
     """
     N, NK, NV, heads = -(-T // C), -(-K // tile(K)), -(-V // tile(V)), B * H
     e, chunked = itemsize, (NK, N, heads)
+    sums, prepared = (e + 4) * T * K, (4 * e + 4) * T * K
     walk = 2 * e * T * K * NV + 4 * N * K * NV + (e + 4) * T * V * NK + 8 * K * V
+    walk_once = 2 * e * T * K + 4 * N * K + (e + 4 * NK) * T * V + 8 * K * V
+    scores, again = (2 * e + 4) * T * K + 4 * NK * N * C * C, 4 * T * K  # b, for all keys and for one query at a time
     summed = 4 * NK * (N * C * C + T * V) + 2 * e * T * V
     rows = [  # of one head
-        ("fwd_decay_cumsum", chunked, (e + 4) * T * K, 0, 2 * T * K),
-        ("prepare_qg_kg", chunked, (4 * e + 4) * T * K + 4 * N * K, 0, 6 * T * K),
-        ("fused_chunk_gla_fwd_kernel", (NK, NV, heads), walk, 4 * N * C * K * V, N * (2 * K * V + K * NV)),
-        ("fwd_inner_chunk", chunked, (2 * e + 8) * T * K + 4 * NK * N * C * C, 0, 5 * N * C * C * K + N * C * K),
-        ("combine", (), summed, 2 * N * C * C * V, NK * N * C * C + (NK + 1) * T * V),
+        ("fwd_decay_cumsum", chunked, sums, sums, 0, 2 * T * K),
+        ("prepare_qg_kg", chunked, prepared + 4 * N * K, prepared, 0, 6 * T * K),
+        ("fused_chunk_gla_fwd_kernel", (NK, NV, heads), walk, walk_once, 4 * N * C * K * V, N * (2 * K * V + K * NV)),
+        ("fwd_inner_chunk", chunked, scores + again, scores, 0, 5 * N * C * C * K + N * C * K),
+        ("combine", (), summed, summed, 2 * N * C * C * V, NK * N * C * C + (NK + 1) * T * V),
     ]
     return [Step(name, grid, *(heads * x for x in counted)) for name, grid, *counted in rows]

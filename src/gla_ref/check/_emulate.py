@@ -166,18 +166,19 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False, mo
         states = Carry.apply(write, total, state, dtype)
         inter = (q * (decay_from_start(g) - half).exp()) @ (half.exp().mT * states[:, :, :-1])
         if alike:  # what decays all channels of a pair alike is a factor of its score
-            intra = [((q @ k.mT) * segment_sum(g[..., :1])[..., 0].exp()) @ v]
+            P = (q @ k.mT) * segment_sum(g[..., :1])[..., 0].exp()
         else:
-            intra = []
+            rows = []
             for i in range(0, C, c):
-                q_i, k_i, v_i, g_i = (x[..., i : i + c, :] for x in (q, k, v, g))
-                o = scores(q_i, k_i, g_i) @ v_i
+                q_i, k_i, g_i = (x[..., i : i + c, :] for x in (q, k, g))
+                P = scores(q_i, k_i, g_i)
                 if i:
                     k_j = k[..., :i, :] * decay_to_end(g[..., :i, :]).exp()
-                    P = (q_i * decay_from_start(g_i).exp()) @ k_j.mT
-                    o = o + P @ v[..., :i, :]
-                intra.append(o)
-    o = rearrange(scale * (inter + torch.cat(intra, -2)), "b h n t d -> b (n t) h d")
+                    P = torch.cat([(q_i * decay_from_start(g_i).exp()) @ k_j.mT, P], -1)
+                rows.append(pad(P, (0, C - i - c)))
+            P = torch.cat(rows, -2)
+        intra = P @ v  # one sum over all of a chunk's tokens
+    o = rearrange(scale * (inter + intra), "b h n t d -> b (n t) h d")
     return o[:, :T], states[:, :, -1]
 
 

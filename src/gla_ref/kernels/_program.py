@@ -219,7 +219,7 @@ ADDRESSES = 64  # of which a launch keeps descriptors
 
 
 def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[list], None] | None:
-    """Launch by the C function that Triton comes to in the end, which saves half of the time (benchmarks/LAB.md).
+    """Launch by the C function that Triton comes to in the end, which saves half of the time (lab/host.md).
 
     A descriptor says where a tensor is and nothing of what is there, so those of the last addresses are kept. Only
     for the Triton that this was read in and measured with: None for any other. Where somebody counts launches (a

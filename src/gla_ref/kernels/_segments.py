@@ -101,12 +101,14 @@ def slots(B: int, T: int, cu: Spec | None, L: int) -> int:
 
 
 def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | None = None) -> tuple[str, int]:
-    """(path, chunks a segment) for so many programs of so many chunks each; or of so many chunks in all, for each of
-    the programs that a sequence has, where so many sequences are `packed`.
+    """Return the path and the chunks per segment.
 
-    A sequence is walked in one go as long as that keeps two thirds of the chip busy. Below, it pays to read k
-    and v twice, 1.5 times the bytes: cut into segments, one program for each multiprocessor, though not below
-    8 chunks a segment, since each costs a state to memory. The measurements behind it: benchmarks/LAB.md.
+    programs: walks that can run at the same time. chunks: chunks of each text; of all texts together, if `packed`
+    texts share a row.
+
+    Walk each text in one go if that keeps two thirds of the chip busy. Otherwise cut it into segments: reading k and
+    v twice, 1.5 times the bytes, then pays. Every multiprocessor gets one program, but a segment has at least 8
+    chunks, because each segment costs a state to memory. lab/linear_attention.md has the measurements.
     """
     if 3 * programs >= 2 * multiprocessors or chunks < 16:
         return "fused", chunks

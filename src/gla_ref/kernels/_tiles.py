@@ -102,7 +102,7 @@ def patterns(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
     Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Memory accesses are
     wide where the last stride is 1 and all others are multiples of 16. Where the last is 1 and the others are not all,
     a number n becomes 16 n + 8, and a fifth number tells: one pattern. The 1 stays, since by it Triton lays out the
-    threads. A full check on a GPU compiles 84 s less for it (benchmarks/LAB.md).
+    threads. A full check on a GPU compiles 84 s less for it (lab/gla.md).
     """
     return [x if x is None else pattern(*x.strides) for x in tensors]
 

@@ -371,7 +371,7 @@ class Call:
         self.C = CHUNK[hardware.family, 8 * q.dtype.itemsize]
         self.BK = max(64 if half else 16, next_power_of_2(self.K))
         self.BV, self.warps, self.stages = tiles(WALK, hardware, q.dtype, K=self.K)
-        # bf16 in tiles of 16 columns came out wrong in other kernels (Triton 3.6; benchmarks/LAB.md)
+        # bf16 in tiles of 16 columns came out wrong in other kernels (Triton 3.6; lab/known.md)
         self.least = 32 if half else 16
         most = 32 if q.dtype == torch.float16 else self.BV  # its scaling takes registers
         # rows of q and k that are no whole 16 bytes are not copied ahead, and where they lie does not change from chunk

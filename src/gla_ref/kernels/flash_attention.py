@@ -51,7 +51,7 @@ SMALL = {
     ("turing", 16): {64: (32, 32, 8, 1), 128: (16, 16, 8, 1)},
     ("turing", 32): {64: (32, 32, 8, 1), 128: (16, 16, 8, 1)},
 }
-# and each of them in 16 bits. Hopper's were the fastest; benchmarks/LAB.md says what else was tried
+# and each of them in 16 bits. Hopper's were the fastest; lab/flash_attention.md says what else was tried
 FWD = SMALL | {
     ("hopper", 16): {64: (64, 128, 4, 2), 128: (128, 128, 8, 3), 256: (128, 64, 8, 2)},
     ("ampere", 16): {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},

@@ -55,7 +55,7 @@ from ._segments import carry_states, segment_length, sequences, slots, which_seg
 from ._tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
 # by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
-# Hopper's were fastest; benchmarks/LAB.md says what else was tried, and why float32 is not pipelined.
+# Hopper's were fastest; lab/gla.md says what else was tried, and why float32 is not pipelined.
 # The others' are the largest that hardly spill, as tools/compile_kernels.py shows
 WALK = {
     ("hopper", 16): {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)},
@@ -390,7 +390,7 @@ class Call:
         self.scale, self.path = contract.check_scale(scale, self.K), path
         self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(self.B, cu)
         self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype]
-        # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; benchmarks/LAB.md)
+        # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; lab/gla.md)
         least = 64 if self.half else 16
         self.BK, wide = max(least, next_power_of_2(self.K)), max(least, next_power_of_2(self.V))
         self.C, BV, self.warps, *self.stages = tiles(table, hardware, q.dtype, K=self.K)

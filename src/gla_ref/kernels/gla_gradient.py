@@ -68,7 +68,7 @@ def gradients(
         b_S = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         # loaded once more, from L2: Triton gives a tile that goes to products and into registers one
-        # buffer only, and refills it without a wait while products still read it (benchmarks/LAB.md)
+        # buffer only, and refills it without a wait while products still read it (lab/known.md)
         b_S2 = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
         b_R2 = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
         b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")

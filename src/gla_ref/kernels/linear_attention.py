@@ -49,8 +49,9 @@ CHUNK = {
     ("ampere", 16): 32, ("ampere", 32): 16,
     ("turing", 16): 16, ("turing", 32): 16,
 }
-# and K up to: (BV, warps, stages). Hopper's were fastest; benchmarks/LAB.md says what else was tried. The others' are
-# the largest that hardly spill, as tools/compile_kernels.py shows. 512 serves dq and dk, whose keys are values
+# and K up to: (BV, warps, stages). Hopper's were fastest; lab/linear_attention.md says what else was tried. The
+# others' are the largest that hardly spill, as tools/compile_kernels.py shows. 512 serves dq and dk, whose keys are
+# values
 WALK = {
     ("hopper", 16): {64: (64, 4, 3), 128: (128, 4, 3), 256: (64, 4, 1), 512: (64, 8, 1)},
     ("hopper", 32): {64: (32, 4, 1), 128: (16, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
@@ -205,7 +206,7 @@ def _unwinds(hardware: Hardware, x: Spec, programs: int, path: str | None) -> bo
 
     A float32 sum in tensor cores loses up to 2^-23 of the state for every 16 tokens, on the way there and back.
     With positive k and v, the worst case, that has grown to what rounding loses, of a state of 64 tokens, at the
-    lengths in UNWOUND (benchmarks/LAB.md).
+    lengths in UNWOUND (lab/linear_attention.md).
     """
     T = x.shape[1]
     if (hardware.family, 8 * x.dtype.itemsize) not in UNWIND or T > UNWOUND[x.dtype]:
@@ -228,7 +229,7 @@ def _walk(
     BK = max(64 if half else 16, next_power_of_2(K))
     table = WALK if sums is None else GATED
     BV, warps, stages = tiles(table, draft.hardware, k.dtype, K=K)
-    if not half:  # of bf16, 16 columns with gates come out wrong (Triton 3.6; benchmarks/LAB.md)
+    if not half:  # of bf16, 16 columns with gates come out wrong (Triton 3.6; lab/linear_attention.md)
         BV = min(BV, max(16, next_power_of_2(V)))
     engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v))
 

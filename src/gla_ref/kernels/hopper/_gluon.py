@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 
-BARRIERS = "barrier", "thread_barrier"  # what all warps of a role wait at: in Triton 3.7, in 3.6
+BARRIERS = "barrier", "thread_barrier"  # all warps of a role wait there: its name in Triton 3.7, in 3.6
 NEEDED = {
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),
