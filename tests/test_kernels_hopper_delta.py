@@ -67,6 +67,8 @@ def test_the_number_of_programs_decides_between_them():
     assert many.name == "hopper_fused"
     assert [(x.name, x.grid) for x in few.launches] == [("solve", (64 * 5,)), ("walk", (2 * 64,))]
     assert [(x.name, x.grid) for x in many.launches] == [("fused", (128,))]
+    fewer = ON_HOPPER(*call(1, HV=32), kernel="hopper")  # programs for 32 columns each still fit at once
+    assert [x.grid for x in fewer.launches] == [(32 * 5,), (4 * 32,)]
 
 
 REFUSED = {

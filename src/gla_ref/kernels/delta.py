@@ -1,8 +1,7 @@
 """The delta rule and the gated delta rule: the functions that one calls, their checks and autograd (chapter 20).
 
 The kernels are in delta_forward.py and delta_gradient.py, for one token or a few in delta_step.py. For Hopper there are
-two more of the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which have to be asked for. Others have
-run on an H200; what chooses for its users (models) waits for all of their tests.
+two more of the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which have to be asked for.
 """
 
 from __future__ import annotations

@@ -386,13 +386,20 @@ class Tiles(NamedTuple):
     of_solve: int  # a thread of `solve`
 
 
-TILES = Tiles(64, 3, 128, 168)
+WIDE, NARROW = Tiles(64, 3, 128, 168), Tiles(32, 4, 128, 168)
+
+
+def tiles(hardware: Hardware, V: int, heads: int) -> Tiles:
+    """Narrow ones where each of a head's four programs has a multiprocessor to itself, so that more of them work."""
+    return NARROW if V == 128 and V // NARROW.columns * heads <= hardware.multiprocessors else WIDE
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
     """(o, final state) of specs of the tensors."""
     call = delta_chunk.Call(hardware, (q, k, v, g, beta, S, cu), scale)
-    draft, K, V, H, BV = call.draft, call.K, call.V, call.H, TILES.columns
+    draft, K, V, H = call.draft, call.K, call.V, call.H
+    how = tiles(hardware, V, H * call.N)
+    BV = how.columns
     draft.because(f"T of all chunks first, then a program for each {BV} columns of V: Hopper kernels, in Gluon")
     n = H * slots(call.B, call.T, call.cu, C.value)
     T, P = (draft.new(name, n, C.value, 1, C.value, dtype=q.dtype) for name in "TP")
@@ -420,7 +427,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
         K=K,
         W=4,
         num_warps=4,
-        maxnreg=TILES.of_solve,
+        maxnreg=how.of_solve,
     )
     draft.launch(
         walk,
@@ -443,10 +450,10 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
         K=K,
         V=V,
         BV=BV,
-        STAGES=TILES.stages,
+        STAGES=how.stages,
         GATED=g is not None,
         REGISTERS=24,
         num_warps=4,
-        maxnreg=TILES.registers,
+        maxnreg=how.registers,
     )
     return draft.plan("hopper_ahead", o, S_T)

@@ -354,7 +354,7 @@ class Roles(NamedTuple):
     of_solver: int
 
 
-ROLES = {64: Roles(3, 160, 0, 216), 128: Roles(3, 128, 160, 160)}  # by V
+ROLES = {64: Roles(3, 160, 0, 216), 128: Roles(3, 128, 160, 168)}  # by V
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
