@@ -1,11 +1,12 @@
-"""The Hopper kernels of GLA played on the CPU, from their own source: PyTorch stands in for Gluon.
+"""Hopper kernels played on the CPU, from their own source: PyTorch stands in for Gluon.
 
 Each role of a program is a thread, of which one runs at a time. Wherever it calls Gluon, chance decides who goes on,
 and when a copy begins or ends. A tile holds NaN from the moment its copy is asked for; a copy out of a tile reads
 when it likes. A product reads its operands when it is issued and again when it is waited for, and both must be the
 same; its sums are out of reach until then. So an order of steps that the barriers allow and that would change a
-result is seen, and so are roles that wait for each other for ever, and barriers that are not invalidated. Not seen:
-warps of one role that run ahead of each other, fences, layouts.
+result is seen, and so are roles that wait for each other for ever, barriers that get more arrivals than they count or
+are not invalidated, and products and copies that read what threads have written without a fence. Not seen: warps of
+one role that run ahead of each other, layouts.
 """
 
 import random
@@ -14,6 +15,7 @@ import types
 from types import SimpleNamespace
 
 import torch
+from triton.experimental.gluon import language
 
 from gla_ref.kernels._plan import Box, Launch, Make, Plan, Spec
 
@@ -27,9 +29,13 @@ class Play:
 
     def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
         self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
+        self.haste = self.chance.choice((0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
         self.turns, self.waiting, self.turn, self.error = threading.Condition(), {}, None, None
         self.phases, self.missing, self.under_way = {}, {}, []
+        self.counts, self.arrived = {}, {}  # of barriers: arrivals a phase, and those of this phase
+        self.unfenced = {}  # {bytes that threads have written: the role}
         self.own = threading.local()
+        self.own.products = []  # of the prologue, or of a kernel without roles
 
     def pause(self, until=None):
         """Let chance decide who goes on; come back when it is this role's turn and `until()`."""
@@ -52,7 +58,7 @@ class Play:
     def choose(self):
         while not self.error:
             ready = [r for r, until in self.waiting.items() if until is None or until()]
-            if self.under_way and (not ready or self.chance.random() < 0.1):
+            if self.under_way and (not ready or self.chance.random() < self.haste):
                 self.finish_one()
             elif ready:
                 self.turn = self.chance.choice(ready)
@@ -79,8 +85,9 @@ class Play:
                     self.choose()
                 self.turns.notify_all()
 
-        self.waiting = {function.__name__: None for function, _ in roles}
-        threads = [threading.Thread(target=work, args=(f.__name__, f, args)) for f, args in roles]
+        named = [(f"{function.__name__} {i}", function, args) for i, (function, args) in enumerate(roles)]
+        self.waiting = {name: None for name, _, _ in named}
+        threads = [threading.Thread(target=work, args=x) for x in named]
         with self.turns:
             self.choose()
         for thread in threads:
@@ -94,6 +101,10 @@ class Play:
 
 
 PLAY: Play = None
+
+
+def me() -> str:
+    return getattr(PLAY.own, "role", "the prologue")
 
 
 class Tile:
@@ -111,6 +122,20 @@ class Tile:
     def permute(self, axes):
         return Tile(self.x.permute(*axes))
 
+    def slice(self, start, length, dim=0):
+        return Tile(self.x.narrow(dim, start, length))
+
+    def span(self):
+        """(allocation, its first byte, the one after its last)."""
+        first = self.x.storage_offset() * self.x.itemsize
+        size = 1 + sum((n - 1) * s for n, s in zip(self.x.shape, self.x.stride(), strict=True))
+        return self.x.untyped_storage().data_ptr(), first, first + size * self.x.itemsize
+
+    def check_fenced(self):
+        base, first, stop = self.span()
+        for (other, a, b), role in PLAY.unfenced.items():
+            assert other != base or stop <= a or b <= first, f"read without a fence of {role}, which wrote it"
+
     def _reinterpret(self, dtype, shape, layout):
         return Tile(self.x.reshape(-1).view(dtype).view(*shape))
 
@@ -122,6 +147,7 @@ class Tile:
         PLAY.pause()
         assert list(x.shape) == self.shape and x.dtype == self.dtype, (x.shape, x.dtype, self.shape, self.dtype)
         self.x.copy_(x)
+        PLAY.unfenced[self.span()] = me()
 
 
 class Pointer:
@@ -157,6 +183,8 @@ class Sums:
 
 
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+    a.check_fenced()
+    b.check_fenced()
     begun = a.x.float() @ b.x.float()
     acc = acc.x if isinstance(acc, Sums) else acc
     sums = Sums(acc + begun if use_acc else begun)
@@ -174,6 +202,20 @@ def warpgroup_mma_wait(n, deps):
     return deps[0].x if len(deps) == 1 else tuple(x.x for x in deps)
 
 
+def mma_v2(a, b, acc):
+    assert a.dtype == b.dtype == torch.bfloat16
+    return acc + a.float() @ b.float()
+
+
+def cut(x):
+    """As the kernel does it, by integers, which PyTorch takes from numbers by another name."""
+    return (x.contiguous().view(torch.int32) + 32768 & -65536).view(torch.float32)
+
+
+def fence():
+    PLAY.unfenced = {span: role for span, role in PLAY.unfenced.items() if role != me()}
+
+
 def key(bar):
     return bar.x.data_ptr()
 
@@ -188,11 +230,16 @@ def wait(bar, parity):
 
 def arrive(bar, count=1):
     PLAY.pause()
-    PLAY.phases[key(bar)] += 1
+    PLAY.arrived[key(bar)] += count
+    assert PLAY.arrived[key(bar)] <= PLAY.counts[key(bar)], "more arrivals than a phase has"
+    if PLAY.arrived[key(bar)] == PLAY.counts[key(bar)]:
+        PLAY.arrived[key(bar)] = 0
+        PLAY.phases[key(bar)] += 1
 
 
 def init(bar, count):
-    PLAY.phases[key(bar)] = 0
+    PLAY.phases[key(bar)] = PLAY.arrived[key(bar)] = 0
+    PLAY.counts[key(bar)] = count
 
 
 def invalidate(bar):
@@ -200,6 +247,7 @@ def invalidate(bar):
 
 
 def expect(bar, number):
+    assert not PLAY.missing.get(key(bar)), "bytes of the round before are missing"
     PLAY.missing[key(bar)] = number
 
 
@@ -220,13 +268,14 @@ def load_box(box, at, bar, tile):
 
 def store_box(box, at, tile):
     part, where = box.overlap(at)
-    PLAY.under_way.append((PLAY.own.role, lambda: part.copy_(tile.x[where])))
+    tile.check_fenced()
+    PLAY.under_way.append((me(), lambda: part.copy_(tile.x[where])))
     PLAY.pause()
 
 
 def store_wait(pendings):
-    me = PLAY.own.role
-    PLAY.pause(lambda: all(role != me for role, _ in PLAY.under_way))
+    own = me()
+    PLAY.pause(lambda: all(role != own for role, _ in PLAY.under_way))
 
 
 def scan(x, axis, function, reverse=False):
@@ -255,6 +304,8 @@ def store(p, x, mask=None):
 
 def allocate(dtype, shape, layout):
     tile = Tile(torch.empty(shape, dtype=dtype))
+    if dtype.is_floating_point:
+        tile.x.fill_(torch.nan)
     if dtype == torch.int64:
         PLAY.bars.append(tile)
     return tile
@@ -268,7 +319,7 @@ LANGUAGE = SimpleNamespace(
     float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
     int8=torch.int8, int32=torch.int32, int64=torch.int64,
     BlockedLayout=layout, SliceLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout,
-    SwizzledSharedLayout=layout, constexpr=lambda x: x, static_range=range,
+    SwizzledSharedLayout=layout, DotOperandLayout=layout, constexpr=lambda x: x, static_range=range,
     program_id=lambda axis: torch.tensor(PLAY.pid),
     cdiv=lambda x, y: -(-x // y),
     minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
@@ -277,6 +328,7 @@ LANGUAGE = SimpleNamespace(
     zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
     full=lambda shape, x, dtype, layout=None: torch.full(shape, x, dtype=dtype),
     zeros_like=torch.zeros_like, where=torch.where, exp2=torch.exp2,
+    log2=torch.log2, floor=torch.floor, ceil=torch.ceil, abs=torch.abs, join=lambda x, y: torch.stack([x, y], -1),
     sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis),
     convert_layout=lambda x, layout: x, associative_scan=scan, load=load, store=store,
     allocate_shared_memory=allocate,
@@ -293,7 +345,9 @@ STANDS_IN = {
     ),
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
-    "fence_async_shared": lambda: None,
+    "mma_v2": mma_v2,
+    "cut": cut,
+    "fence_async_shared": fence,
     "barrier": lambda: None,
 }
 
@@ -307,7 +361,9 @@ def played(kernel, modules):
 
     for space in spaces.values():
         for name, x in space.items():
-            f = getattr(x, "fn", None)
+            if isinstance(x, language.constexpr):
+                space[name] = x.value
+            f = getattr(x, "fn", None) if name not in STANDS_IN else None
             if isinstance(f, types.FunctionType) and f.__module__ in spaces:
                 space[name] = plain(f)
     return plain(kernel.fn)
@@ -317,7 +373,7 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=N
     """What a plan makes of its inputs, called by their specs' names.
 
     Kernels of `modules` are played; `mend_gradient` and `mend` are left out, others are interpreted by Triton.
-    `ignored`: (which allocation of barriers in `unwind`, which of them) at which nobody waits.
+    `ignored`: (kernel, which of its allocations of barriers, which of them) at which nobody waits.
     """
     global PLAY
     tensors = dict(inputs)
@@ -341,7 +397,7 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=N
                     x = Descriptor(tensors[x.tensor.name].as_strided(x.tensor.shape, x.tensor.strides), x)
                 args.append(x)
             for pid in range(step.grid[0]):
-                PLAY = Play(pid, seed + pid, ignored if step.name == "unwind" else None)
+                PLAY = Play(pid, seed + pid, ignored[1:] if ignored and ignored[0] == step.name else None)
                 function(*args)
                 assert not PLAY.phases, f"{step.name}: {len(PLAY.phases)} barriers were not invalidated"
         elif step.name != "mend":

@@ -42,16 +42,16 @@ def exact(q, k, v, g, beta, S, do, dS, scale):
 
 def problem(
     mechanism, B, T, H, K, V, *, groups=2, kind=MILD, correlation=0.0, strength=None, dtype=F32, gates=None,
-    ends=None, scale=None, C=None, S=1.0, run=None, path=None, seed=0,
+    ends=None, scale=None, C=None, S=1.0, length=1.0, run=None, path=None, seed=0,
 ):  # fmt: skip
     """(inputs as given, {quantity: (exact, budget)}); `groups` value heads, 1 or 2, read one key head.
 
-    S multiplies the initial state; C are the tokens of a chunk, as planned unless given; `run` is the emulated one,
-    that of chunks, by the same path, unless given.
+    S multiplies the initial state, `length` is that of keys; C are the tokens of a chunk, as planned unless given;
+    `run` is the emulated one, that of chunks, by the same path, unless given.
     """
     (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H, K, V, kind=kind, seed=seed)
     v, g, beta = (x[:, :, : H * groups] for x in (v, g, beta))
-    k = alike(k, correlation)
+    k = length * alike(k, correlation)
     beta = beta if strength is None else torch.full_like(beta, strength)
     rng, N = torch.Generator().manual_seed(seed), B if ends is None else len(ends) - 1
     S, dS = (x * torch.randn(N, H * groups, K, V, generator=rng, dtype=F64) for x in (S, 1.0))

@@ -88,7 +88,7 @@ class Case(NamedTuple):
             return [gla.backward.plan(CLASSES[hardware], *specs, *(options[n] for n in gla.backward.options))]
         if self.mechanism != "softmax_attention":  # walked in one go unless asked
             given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
-        given |= {"kernel": "hopper"} if "hopper" in self.extra else {}
+        given["kernel"] = next((x for x in self.extra if x.startswith("hopper")), None)
         tensors = [given.pop(name) for name in kind.required]
         return [
             plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")
@@ -150,6 +150,18 @@ WIDE = {
     "gla hopper frozen gates 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("frozen", "packed")),
     "gla hopper page": Case("gla_page", 128, 128, "bfloat16", "bfloat16"),
     "gla hopper page 64": Case("gla_page", 64, 64, "bfloat16", "bfloat16"),
+    "delta fused": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_fused", "shared")),
+    "delta fused packed": Case("gated_delta_rule", 128, 128, "float16", "float32", ("hopper_fused", "packed")),
+    "delta fused 64": Case("gated_delta_rule", 64, 64, "bfloat16", "bfloat16", ("hopper_fused", "packed")),
+    "delta fused 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", ("hopper_fused",)),
+    "delta fused 128/64": Case("delta_rule", 128, 64, "float16", "float16", ("hopper_fused",)),
+    "delta fused no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper_fused", "packed")),
+    "delta ahead": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "shared")),
+    "delta ahead packed": Case("gated_delta_rule", 128, 128, "float16", "float32", ("hopper_ahead", "packed")),
+    "delta ahead 64": Case("gated_delta_rule", 64, 64, "bfloat16", "bfloat16", ("hopper_ahead", "packed")),
+    "delta ahead 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", ("hopper_ahead",)),
+    "delta ahead 128/64": Case("delta_rule", 128, 64, "float16", "float16", ("hopper_ahead",)),
+    "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "packed")),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
     "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32"),

@@ -1,7 +1,7 @@
 """The delta rule and the gated delta rule: the functions that one calls, their checks and autograd (chapter 20).
 
-The kernels are in delta_forward.py and delta_gradient.py, for one token or a few in delta_step.py. They have
-run on an H200; what chooses for its users (models) waits for all of their tests.
+The kernels are in delta_forward.py and delta_gradient.py, for one token or a few in delta_step.py. For Hopper there are
+two more of the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which have to be asked for.
 """
 
 from __future__ import annotations
@@ -10,20 +10,43 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
-from . import delta_forward, delta_gradient
+from . import delta_forward, delta_gradient, hopper
 from ._hardware import Hardware
 from ._launch import KERNELS, check_call, check_choice, differentiable, with_state
 from ._plan import Plan
 from ._program import Planned
+from ._segments import sequences
 
 __all__ = ["delta_rule", "gated_delta_rule"]
 
 PATHS = ("fused", "segmented")
+CHOSEN = (*KERNELS, *hopper.DELTA_KERNELS)
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
-    """(o, final state); `kernel` has one choice today."""
-    return delta_forward.plan_forward(hardware, q, k, v, g, beta, S, cu, scale, path)
+    """(o, final state)."""
+    reason = hopper.refusal_of_delta(hardware, q, k, v, path, kernel)
+    if not reason:
+        return plan_on_hopper(hardware, q, k, v, g, beta, S, cu, scale, kernel)
+    if kernel in hopper.DELTA_KERNELS:
+        raise ValueError(f"kernel: expected what the Hopper kernels take for kernel={kernel!r}, but {reason}")
+    plan = delta_forward.plan_forward(hardware, q, k, v, g, beta, S, cu, scale, path)
+    return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
+
+
+def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, kernel) -> Plan:
+    """`plan_forward` by the fused kernel; by the other if that has a multiprocessor for each half of each head."""
+    from .hopper import delta_ahead, delta_fused  # not where Gluon is missing
+
+    heads = v.shape[2] * sequences(v.shape[0], cu)
+    who = f"{heads} value heads of sequences for {hardware}"
+    if kernel == "hopper":
+        kernel = "hopper_ahead" if 2 * heads <= hardware.multiprocessors else "hopper_fused"
+    else:
+        who = "it was asked for"
+    planned = delta_ahead if kernel == "hopper_ahead" else delta_fused
+    plan = planned.plan_forward(hardware, q, k, v, g, beta, S, cu, scale)
+    return plan._replace(why=(f"{kernel}: {who}", *plan.why))
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, kernel, need_dg) -> Plan:
@@ -36,7 +59,7 @@ def check(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel) -> N
     mechanism, tensors = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
     check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
-    check_choice("kernel", kernel, KERNELS)
+    check_choice("kernel", kernel, CHOSEN)
 
 
 def kept(tensors: tuple, outputs: tuple) -> list:
@@ -78,7 +101,9 @@ def gated_delta_rule(
         cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
             Their values, and those of g and beta, are looked at under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose.
-        kernel: "portable"; None lets the plan choose, which :func:`gla_ref.kernels.explain` prints.
+        kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class): by
+            the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None lets the plan
+            choose, which :func:`gla_ref.kernels.explain` prints with the reason. Gradients are the portable kernels'.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

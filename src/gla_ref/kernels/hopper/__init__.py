@@ -1,4 +1,4 @@
-"""Kernels for Hopper in Gluon: warps with different jobs in one program (its algebra: chapter 14)."""
+"""Kernels for Hopper in Gluon: warps with different jobs in one program (their algebra: chapters 14 and 20)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,45 @@ from ._gluon import missing
 
 WIDEST = 128  # channels of a key: the state of as many rows, and two stages of all that it needs, fill a multiprocessor
 
+WIDTHS = (64, 128)  # K and V of the delta rules
+DELTA_KERNELS = ("hopper", "hopper_fused", "hopper_ahead")  # the first: which one, the number of programs decides
 
-def refusal(hardware: Hardware, q: Spec, k: Spec, v: Spec, g: Spec, g_v: Spec | None) -> str | None:
-    """Why the Hopper kernel of GLA does not take a call; None if it does."""
+
+def refusal_of_gpu(hardware: Hardware) -> str | None:
+    """Why no Hopper kernel runs there; None if they do."""
     if hardware.name != "sm_90":
         return f"the Hopper kernel is for sm_90, not {hardware.name}"
     if name := missing():
         return f"this Triton has no {name}"
+    return None
+
+
+def refusal_of_box(hardware: Hardware, x: Spec) -> str | None:
+    """Why the copy engine does not take a tensor; None if it does."""
+    if not describable(x, hardware, x.dtype.itemsize):
+        return f"{x.name} of shape {x.shape} and strides {x.strides} is not one that the copy engine reads"
+    return None
+
+
+def refusal_of_tokens(hardware: Hardware, *tokens: Spec) -> str | None:
+    """Why a Hopper kernel does not take tokens; None if it does."""
+    for x in tokens:
+        if x.dtype.itemsize != 2:
+            return f"the Hopper kernel takes tokens of 16 bits, and {x.name} is {x.dtype}"
+        if reason := refusal_of_box(hardware, x):
+            return reason
+    return None
+
+
+def refusal(hardware: Hardware, q: Spec, k: Spec, v: Spec, g: Spec, g_v: Spec | None) -> str | None:
+    """Why the Hopper kernel of GLA does not take a call; None if it does."""
+    if reason := refusal_of_gpu(hardware):
+        return reason
     if g_v is not None:
         return "the Hopper kernel has no gates on values"
     if q.shape[-1] > WIDEST:
         return f"the Hopper kernel has K of at most {WIDEST}, not {q.shape[-1]}"
-    for x in (q, k, v, g):
-        if x is not g and x.dtype.itemsize != 2:
-            return f"the Hopper kernel takes tokens of 16 bits, and {x.name} is {x.dtype}"
-        if not describable(x, hardware, x.dtype.itemsize):
-            return f"{x.name} of shape {x.shape} and strides {x.strides} is not one that the copy engine reads"
-    return None
+    return refusal_of_tokens(hardware, q, k, v) or refusal_of_box(hardware, g)
 
 
 def refusal_of_gradient(hardware: Hardware, q: Spec, k: Spec, v: Spec, g: Spec, g_v: Spec | None, kernel) -> str | None:
@@ -43,4 +65,22 @@ def refusal_of_gradient(hardware: Hardware, q: Spec, k: Spec, v: Spec, g: Spec, 
         return f"the Hopper kernel makes gradients for V of at most {WIDEST}, not {v.shape[-1]}"
     if kernel != "hopper":
         return "the Hopper kernel's gradient is hardly faster: it has to be asked for, by kernel='hopper'"
+    return None
+
+
+def refusal_of_delta(hardware: Hardware, q: Spec, k: Spec, v: Spec, path: str | None, kernel: str | None) -> str | None:
+    """Why the Hopper kernels of the delta rules do not take a call that asks for `kernel`; None if they do."""
+    if kernel == "portable":
+        return "it was asked for"
+    if reason := refusal_of_gpu(hardware):
+        return reason
+    for x, axis in ((q, "K"), (v, "V")):
+        if x.shape[-1] not in WIDTHS:
+            return f"the Hopper kernels have {axis} of {' or '.join(map(str, WIDTHS))}, not {x.shape[-1]}"
+    if reason := refusal_of_tokens(hardware, q, k, v):
+        return reason
+    if path == "segmented":
+        return "the Hopper kernels walk over each sequence in one go, and path='segmented' was asked for"
+    if kernel not in DELTA_KERNELS:
+        return f"the Hopper kernels have to be asked for, by kernel={DELTA_KERNELS[0]!r}"
     return None

@@ -15,6 +15,7 @@ NEEDED = {
     "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),
     "triton.experimental.gluon.language": (
         "BlockedLayout",
+        "DotOperandLayout",
         "NVMMADistributedLayout",
         "NVMMASharedLayout",
         "SliceLayout",
@@ -22,9 +23,15 @@ NEEDED = {
         "allocate_shared_memory",
         "associative_scan",
         "convert_layout",
+        "join",
         "warp_specialize",
     ),
-    "triton.experimental.gluon.language.nvidia.hopper": ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait"),
+    "triton.experimental.gluon.language.nvidia.hopper": (
+        "fence_async_shared",
+        "mma_v2",
+        "warpgroup_mma",
+        "warpgroup_mma_wait",
+    ),
     "triton.experimental.gluon.language.nvidia.hopper.mbarrier": (
         "MBarrierLayout",
         "arrive",

@@ -1,0 +1,459 @@
+"""The delta rules, forward, on Hopper, for few heads: T of all chunks before the walk (chapters 20 and 22).
+
+Equations (1) to (3) are those of delta_chunk.py. (1) needs no state, so `solve` makes T, P and the decays of all chunks
+at once, with a program per chunk and value head, and leaves them in memory. `walk` has only the chain from state to
+state left, (2) and (3). Columns of V never meet, so a head has V / BV programs, which is how few heads keep many
+multiprocessors at work. A program has two roles of four warps::
+
+    loader    asks the copy engine (TMA) for q, k, v, T, P of a chunk           waits for `done`
+    walker    (2) and (3) for BV columns of V; S in its registers; o out        waits for `ready`
+
+Chunk c lies in stage c % STAGES, and its round is j = c // STAGES. Each stage has two barriers::
+
+    ready    copy engine -> walker    the announced bytes    the chunk is there
+    done     walker -> loader         1 arrival              the chunk has been read
+
+wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. The
+walker waits at `ready` for phase j, of parity j & 1, the loader at `done` for phase j - 1, of parity (j & 1) ^ 1. *No
+role waits for ever*: both go through the same chunks in order, `ready` of c needs `done` of c - STAGES, and `done` of c
+needs `ready` of c. *No role is two phases late*: `ready` of the next round needs `done` of this one, which the walker
+gives after its wait; `done` of this round needs `ready` of this one, which the loader asks for after its wait.
+
+Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tiles of q and k, the walker in its
+tiles of k and v. Proxies and barriers' bytes: delta_fused.py. The decays (float32) go from memory to the walker's
+registers a chunk before it needs them.
+
+Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; each program of `walk` reads
+4 C K + 2 C BV + 4 C^2 + 12 C and writes 2 C BV, and programs of a head share in L2 what they read. Shared memory at
+K = 128: `solve` 73 KB, three programs per multiprocessor; `walk` with BV = 64 and three stages 192 KB.
+
+Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels only where they are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from .._hardware import Hardware
+from .._plan import Plan, cdiv
+from .._segments import slots
+from . import delta_chunk
+from .delta_chunk import (
+    VARIABLE,
+    allocate_scratch,
+    barrier,
+    box,
+    inverse,
+    load_state,
+    load_tokens,
+    pairs,
+    read,
+    since_until,
+    state_columns,
+    store_o,
+    strides,
+    summed,
+    which_sequence,
+    write,
+)
+from .gla_forward import keep_rows, operand, which_segment
+
+C = gl.constexpr(64)  # tokens of a chunk
+ROWS = gl.constexpr(3)  # of C numbers in `decays`: e^b; e^(b_C - b); what T and P of float16 were divided by
+
+
+@gluon.jit(do_not_specialize=VARIABLE)
+def solve(
+    q,
+    k,
+    g,
+    beta,
+    s_gb,
+    s_gt,
+    s_gh,
+    s_bb,
+    s_bt,
+    s_bh,
+    d_T,
+    d_P,
+    decays,
+    cu,
+    N,
+    T,
+    HV,
+    G,
+    K: gl.constexpr,
+    W: gl.constexpr,
+):
+    """(1) of a chunk of a value head, and its `decays` [slots, HV, ROWS, C]. q, k, d_T and d_P are boxes."""
+    PACKED: gl.constexpr = cu is not None
+    # which tile: value heads that share a key head are neighbours, and share in L2 what they read
+    pid = gl.program_id(0)
+    i_h, i_s = pid % HV, pid // HV
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, W)
+
+    # shared memory
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [W], [0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, K, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, C, 16])
+    t_q = gl.allocate_shared_memory(q.dtype, [1, 1, C, K], q.layout)
+    t_k = gl.allocate_shared_memory(k.dtype, [1, 1, C, K], k.layout)
+    t_T = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_T.layout)
+    t_P = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
+    t_beta = gl.allocate_shared_memory(gl.float32, [C], flat)
+    scratch = allocate_scratch()
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    fence_async_shared()
+    barrier()
+
+    # load
+    mbarrier.expect(ready, 2 * k.block_type.nbytes)
+    tma.async_copy_global_to_shared(k, [i_b, i_h // G, o_t, 0], ready, t_k)
+    tma.async_copy_global_to_shared(q, [i_b, i_h // G, o_t, 0], ready, t_q)
+    rows = o_t + gl.arange(0, C, layout=line)
+    t_beta.store(load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, rows, stop))
+    p = decays + pid.to(gl.int64) * ROWS * C
+    if g is not None:
+        t_sums = gl.allocate_shared_memory(gl.float32, [2, C], flat)
+        coarse, fine = summed(load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, rows, stop))
+        t_sums.index(0).store(coarse)
+        t_sums.index(1).store(fine)
+        since, until = since_until(coarse, fine, C, line)
+        gl.store(p + gl.arange(0, C, layout=line), since)
+        gl.store(p + C + gl.arange(0, C, layout=line), until)
+    else:
+        t_sums: gl.constexpr = None
+    b_q, b_k = t_q.reshape([C, K]), t_k.reshape([C, K])
+    mbarrier.wait(ready, 0)
+    if PACKED:
+        if stop - o_t < C:  # the rest is another sequence's
+            keep_rows(b_q, stop - o_t, of_k)
+            keep_rows(b_k, stop - o_t, of_k)
+            fence_async_shared()
+
+    # compute
+    N, P, of_P = pairs(b_q, b_k, t_sums, t_beta, wide)
+    t_P.reshape([C, C]).store(P)
+    T, of_T = operand(inverse(N, t_beta, scratch, wide), k.dtype)
+    t_T.reshape([C, C]).store(T)
+
+    # store
+    fence_async_shared()
+    barrier()
+    tma.async_copy_shared_to_global(d_P, [pid, 0, 0, 0], t_P)
+    tma.async_copy_shared_to_global(d_T, [pid, 0, 0, 0], t_T)
+    if k.dtype == gl.float16:
+        ones = gl.full([1], 1.0, gl.float32, one)
+        gl.store(p + 2 * C + gl.arange(0, 1, layout=one), ones * of_T)
+        gl.store(p + 2 * C + 1 + gl.arange(0, 1, layout=one), ones * of_P)
+    tma.store_wait(0)
+    mbarrier.invalidate(ready)
+
+
+@gluon.jit
+def loader(q, k, v, d_T, d_P, tiles, bars, i_b, i_h, i_k, i_s, o_v, begin, n, HV, STAGES: gl.constexpr):
+    """Bring each chunk; what lies beyond a tensor comes as zeros."""
+    t_q, t_k, t_v, t_T, t_P = tiles
+    ready, done = bars
+    for c in range(n):
+        s, o_t, i_c = c % STAGES, begin + c * C, (i_s + c) * HV + i_h
+        mbarrier.wait(done.index(s), ((c // STAGES) & 1) ^ 1)
+        bar = ready.index(s)  # completes when so many bytes are there
+        mbarrier.expect(bar, 2 * k.block_type.nbytes + v.block_type.nbytes + 2 * d_T.block_type.nbytes)
+        tma.async_copy_global_to_shared(k, [i_b, i_k, o_t, 0], bar, t_k.index(s))
+        tma.async_copy_global_to_shared(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
+        tma.async_copy_global_to_shared(v, [i_b, i_h, o_t, o_v], bar, t_v.index(s))
+        tma.async_copy_global_to_shared(d_T, [i_c, 0, 0, 0], bar, t_T.index(s))
+        tma.async_copy_global_to_shared(d_P, [i_c, 0, 0, 0], bar, t_P.index(s))
+
+
+@gluon.jit
+def load_decays(decays, i_c, layout: gl.constexpr):
+    """(e^b, e^(b_C - b)) of a chunk's rows, and e^(b_C)."""
+    o_c = gl.arange(0, C, layout=gl.SliceLayout(1, layout))
+    p = decays + i_c.to(gl.int64) * ROWS * C
+    return gl.load(p + o_c), gl.load(p + C + o_c), gl.load(p + (C - 1))
+
+
+@gluon.jit
+def load_factors(decays, i_c):
+    """What T and P of a chunk were divided by."""
+    p = decays + i_c.to(gl.int64) * ROWS * C + 2 * C
+    return gl.load(p), gl.load(p + 1)
+
+
+@gluon.jit
+def walker(
+    o,
+    d_o,
+    decays,
+    S_in,
+    S_out,
+    tiles,
+    bars,
+    t_S,
+    t_u,
+    i_n,
+    i_b,
+    i_h,
+    i_s,
+    o_v,
+    begin,
+    end,
+    n,
+    HV,
+    scale,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """(2) and (3) for columns o_v on, from S_in to S_out."""
+    t_q, t_k, t_v, t_T, t_P = tiles
+    ready, done = bars
+    BV: gl.constexpr = t_S.shape[1]
+    FLOAT16: gl.constexpr = t_S.dtype == gl.float16
+    of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # [K, BV] and [C, BV]
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    S, factor = load_state(S_in, i_n, i_h, o_v, t_S, HV, V, of_S)
+    if GATED:
+        since, until, through = load_decays(decays, i_s * HV + i_h, of_S)
+    if FLOAT16:
+        of_T, of_P = load_factors(decays, i_s * HV + i_h)
+    for c in range(n):
+        s, o_t = c % STAGES, begin + c * C
+        i_next = (i_s + gl.minimum(c + 1, n - 1)) * HV + i_h  # decays are asked for a chunk before they are needed
+        b_q, b_k, b_v = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K]), t_v.index(s).reshape([C, BV])
+        b_T, b_P = t_T.index(s).reshape([C, C]), t_P.index(s).reshape([C, C])
+        mbarrier.wait(ready.index(s), (c // STAGES) & 1)
+        if PACKED:
+            if end - o_t < C:  # the rest is another sequence's
+                keep_rows(b_k, end - o_t, of_k)
+                keep_rows(b_v, end - o_t, of_S)
+                fence_async_shared()
+        x, b_o = read(b_q, b_k, t_S, of_S)
+        if GATED:
+            b_since, b_until, b_through = since[:, None], until[:, None], through
+            since, until, through = load_decays(decays, i_next, of_S)
+        else:
+            b_since: gl.constexpr = None
+            b_until: gl.constexpr = None
+            b_through: gl.constexpr = None
+        if FLOAT16:
+            b_of_T, b_of_P = of_T, of_P
+            of_T, of_P = load_factors(decays, i_next)
+        else:
+            b_of_T: gl.constexpr = None
+            b_of_P: gl.constexpr = None
+        S, factor, b_o = write(
+            S,
+            factor,
+            x,
+            b_o,
+            b_k,
+            b_v,
+            b_T,
+            b_P,
+            t_S,
+            t_u.reshape([C, BV]),
+            b_of_T,
+            b_of_P,
+            b_since,
+            b_until,
+            b_through,
+            of_S,
+        )
+        mbarrier.arrive(done.index(s), count=1)
+        store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, o_t, end, o_v, HV, V, of_S, PACKED)
+    tma.store_wait(0)
+    gl.store(state_columns(S_out, i_n, i_h, o_v, HV, K, V, BV, of_S), S)
+
+
+@gluon.jit(do_not_specialize=VARIABLE)
+def walk(
+    q,
+    k,
+    v,
+    d_T,
+    d_P,
+    decays,
+    d_o,
+    o,
+    S_in,
+    S_out,
+    cu,
+    T,
+    HV,
+    G,
+    scale,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """BV columns of a value head of a sequence, chunk by chunk, from the state in S_in (or zeros) to S_out.
+
+    q, k, v, d_T, d_P are boxes, and so is d_o, of the tensor o.
+    """
+    PACKED: gl.constexpr = cu is not None
+    # which tile: neighbours share in L2 what they read
+    N_V: gl.constexpr = V // BV
+    pid = gl.program_id(0)
+    o_v, i_h, i_n = pid % N_V * BV, pid // N_V % HV, pid // N_V // HV
+    i_b, begin, end = which_sequence(cu, i_n, T)
+    n = gl.cdiv(end - begin, C)
+    i_s = begin // C + i_n if PACKED else i_n * gl.cdiv(T, C)  # the first chunk's slot, as `which_segment` counts
+
+    # shared memory
+    square: gl.constexpr = gl.NVMMASharedLayout(2 * BV, 16, 2)
+    t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
+    t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
+    t_v = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, C, BV], v.layout)
+    t_T = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_T.layout)
+    t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout)
+    t_S = gl.allocate_shared_memory(k.dtype, [K, BV], square)
+    t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(done.index(s), count=1)
+    fence_async_shared()
+
+    tiles = (t_q, t_k, t_v, t_T, t_P)
+    bars = (ready, done)
+    gl.warp_specialize(
+        [
+            (
+                walker,
+                (
+                    o,
+                    d_o,
+                    decays,
+                    S_in,
+                    S_out,
+                    tiles,
+                    bars,
+                    t_S,
+                    t_u,
+                    i_n,
+                    i_b,
+                    i_h,
+                    i_s,
+                    o_v,
+                    begin,
+                    end,
+                    n,
+                    HV,
+                    scale,
+                    K,
+                    V,
+                    STAGES,
+                    GATED,
+                    PACKED,
+                ),
+            ),
+            (loader, (q, k, v, d_T, d_P, tiles, bars, i_b, i_h, i_h // G, i_s, o_v, begin, n, HV, STAGES)),
+        ],
+        [4],
+        [REGISTERS],
+    )
+    # all roles are done: until here the barriers' bytes are theirs
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(ready.index(s))
+        mbarrier.invalidate(done.index(s))
+
+
+# The plan.
+
+
+class Tiles(NamedTuple):
+    """How the programs of both kernels are made."""
+
+    columns: int  # BV
+    stages: int  # of `walk`
+    registers: int  # a thread of `walk`, at entry; the walker gets what the loader leaves of them
+    of_solve: int  # a thread of `solve`
+
+
+WIDE, NARROW = Tiles(64, 3, 128, 168), Tiles(32, 4, 128, 168)
+
+
+def tiles(hardware: Hardware, V: int, heads: int) -> Tiles:
+    """Narrow ones where each of a head's four programs has a multiprocessor to itself, so that more of them work."""
+    return NARROW if V == 128 and V // NARROW.columns * heads <= hardware.multiprocessors else WIDE
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
+    """(o, final state) of specs of the tensors."""
+    call = delta_chunk.Call(hardware, (q, k, v, g, beta, S, cu), scale)
+    draft, K, V, H = call.draft, call.K, call.V, call.H
+    how = tiles(hardware, V, H * call.N)
+    BV = how.columns
+    draft.because(f"T of all chunks first, then a program for each {BV} columns of V: Hopper kernels, in Gluon")
+    n = H * slots(call.B, call.T, call.cu, C.value)
+    T, P = (draft.new(name, n, C.value, 1, C.value, dtype=q.dtype) for name in "TP")
+    decays = draft.new("decays", n, ROWS.value, C.value)
+    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.N, H, K, V)
+    d_q, d_k, d_v, d_o = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV), (o, BV)))
+    d_T, d_P = (box(x, C.value, C.value) for x in (T, P))
+    draft.launch(
+        solve,
+        n,
+        d_q,
+        d_k,
+        g,
+        beta,
+        *strides(g),
+        *strides(beta),
+        d_T,
+        d_P,
+        decays,
+        call.cu,
+        call.N,
+        call.T,
+        H,
+        call.G,
+        K=K,
+        W=4,
+        num_warps=4,
+        maxnreg=how.of_solve,
+    )
+    draft.launch(
+        walk,
+        cdiv(V, BV) * H * call.N,
+        d_q,
+        d_k,
+        d_v,
+        d_T,
+        d_P,
+        decays,
+        d_o,
+        o,
+        call.S_in,
+        S_T,
+        call.cu,
+        call.T,
+        H,
+        call.G,
+        call.scale,
+        K=K,
+        V=V,
+        BV=BV,
+        STAGES=how.stages,
+        GATED=g is not None,
+        REGISTERS=24,
+        num_warps=4,
+        maxnreg=how.registers,
+    )
+    return draft.plan("hopper_ahead", o, S_T)

@@ -1,0 +1,350 @@
+"""One chunk of the delta rules on Hopper: the parts that both schedules share (chapters 20 and 21).
+
+With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b_j) for j <= i, 0 above the diagonal::
+
+    N = -tril(beta_i (k_i k_j^T) E_ij, -1)     P = (q k^T) * E     T = (I - N)^-1 diag(beta)     (1)
+    v' = v - e^b (k S)                         w = T v'                                          (2)
+    o = scale * (e^b (q S) + P w)              S <- e^(b_C) S + k^T (e^(b_C - b) w)              (3)
+
+../delta_forward.py has the same algebra with beta in v'. (1) needs no state: `pairs` and `inverse`, for four warps. (2)
+and (3) are a chain from state to state: `read` and `write`, for four warps and up to 64 columns of V, since columns of
+the state never meet. delta_fused.py makes (1) beside the chain, delta_ahead.py makes (1) of all chunks before it.
+
+*The inverse.* `inverse` eliminates the blocks of 16 on the diagonal of I - N in float32, a thread per column. Call the
+results D_j. Columns of blocks follow from the last to the first, Y_j = (E_j + sum_(m > j) Y_m N_mj) D_j, with E_j of
+the unit matrix. A warp has 16 rows of every Y_j in its registers and needs no other warp's, so these products exchange
+nothing. Their factors are pairs of bf16, x = high + low: 16 bits of mantissa, more than T keeps in either precision,
+and float32's range. Keys may have any length. (Merging pairs of blocks, as the portable kernel does, has two dependent
+products fewer, but one exchange and a fifth more products.)
+
+*The decays* come from the two sums of ../_scalar_gates.py, `summed` there. Above the diagonal e^(b_i - b_j) may be
+infinite, so `where` selects after the product. A NaN among gates stays NaN. `cut` turns the NaN whose bits are all ones
+into -0, but then low = x - high is NaN, and so is the sum.
+
+*float16* ends at 65504. So T, P, S, v', w and e^(b_C - b) w are divided by powers of 2 before they are rounded to
+float16 (`operand`), and their products are multiplied by them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ... import _contract as contract
+from .._hardware import Hardware
+from .._plan import Box, Draft, Spec, boxed
+from .._segments import sequences
+from ._gluon import barrier_of_warps
+from .gla_forward import LOG2E, operand, store_box, store_rows
+
+barrier = barrier_of_warps()
+# what changes from call to call; of it 1 and multiples of 16 shall not be compiled apart
+VARIABLE = ("N", "T", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
+
+
+@gluon.jit
+def which_sequence(cu, i_n, T):
+    """(batch row, start, stop) of sequence i_n."""
+    if cu is None:
+        return i_n, i_n * 0, i_n * 0 + T
+    else:
+        return i_n * 0, gl.load(cu + i_n).to(gl.int32), gl.load(cu + i_n + 1).to(gl.int32)
+
+
+@gluon.jit
+def load_tokens(x, strides, i_b, i_h, rows, end):
+    """x [B, T, HV] of a head's tokens: zeros from row `end` on."""
+    p = x + i_b.to(gl.int64) * strides[0] + rows.to(gl.int64) * strides[1] + i_h.to(gl.int64) * strides[2]
+    return gl.load(p, mask=rows < end, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def row_column(C: gl.constexpr, layout: gl.constexpr):
+    """Row [C, 1] and column [1, C] of a square tile's elements."""
+    i, j = gl.arange(0, C, layout=gl.SliceLayout(1, layout)), gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+    return i[:, None], j[None, :]
+
+
+# (1)
+
+
+@gluon.jit
+def add_both(x, y, more_x, more_y):
+    return x + more_x, y + more_y
+
+
+@gluon.jit
+def summed(b_g):
+    """(coarse, fine) running sums of a chunk's gates [C] in base 2, as ../_scalar_gates.py explains."""
+    b_g = b_g * LOG2E
+    b_g = gl.where(b_g < -150.0, -150.0, b_g)  # NaN is not below, and stays
+    coarse = gl.floor(b_g * 512.0 + 0.5) * (1.0 / 512.0)
+    return gl.associative_scan((coarse, b_g - coarse), 0, add_both)
+
+
+@gluon.jit
+def since_until(coarse, fine, C: gl.constexpr, layout: gl.constexpr):
+    """e^b and e^(b_C - b) of the rows [C] of a chunk."""
+    last = gl.arange(0, C, layout=layout) == C - 1
+    all_coarse, all_fine = gl.sum(gl.where(last, coarse, 0.0), 0), gl.sum(gl.where(last, fine, 0.0), 0)
+    return gl.exp2(coarse + fine), gl.exp2((all_coarse - coarse) + (all_fine - fine))
+
+
+@gluon.jit
+def decays(t_sums, layout: gl.constexpr):
+    """e^(b_i - b_j) for all i and j, from the sums [2, C] in shared memory: above the diagonal it may be infinite."""
+    t_coarse, t_fine = t_sums.index(0), t_sums.index(1)
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    of_column: gl.constexpr = gl.SliceLayout(0, layout)
+    coarse = t_coarse.load(of_row)[:, None] - t_coarse.load(of_column)[None, :]
+    fine = t_fine.load(of_row)[:, None] - t_fine.load(of_column)[None, :]
+    return gl.exp2(coarse + fine)
+
+
+@gluon.jit
+def cut(x):
+    """x rounded to the precision of bf16 by integers."""
+    return ((x.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def store_parts(tile, x):
+    """A float32 tensor in two parts of bf16."""
+    high = cut(x)
+    tile.index(0).store(high.to(gl.bfloat16))
+    tile.index(1).store((x - high).to(gl.bfloat16))
+
+
+@gluon.jit
+def times(x, blocks, n: gl.constexpr, acc, mma: gl.constexpr):
+    """acc + x B of rows x [C, 16] and block n. Products of parts do not wait for each other; low low is left out."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    high = blocks.index(n).permute((1, 0)).load(right)
+    BLOCKS: gl.constexpr = blocks.shape[0] // 2
+    low = blocks.index(BLOCKS + n).permute((1, 0)).load(right)
+    x_high = cut(x)
+    x_low = gl.convert_layout((x - x_high).to(gl.bfloat16), left)
+    x_high = gl.convert_layout(x_high.to(gl.bfloat16), left)
+    none = gl.zeros_like(acc)
+    return mma_v2(x_high, high, acc) + (mma_v2(x_high, low, none) + mma_v2(x_low, high, none))
+
+
+@gluon.jit
+def inverse(N, t_beta, scratch, layout: gl.constexpr):
+    """(I - N)^-1 diag(beta) of N [64, 64], strictly lower triangular, by blocks."""
+    t_D, t_N, t_Y = scratch
+    i, j = row_column(64, layout)
+    flat_4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    flat_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    # blocks [4, 4, 16, 16] in two parts; those on the diagonal by columns: t_D[j, block, i]
+    blocks = N.reshape([4, 16, 4, 16]).permute((0, 2, 3, 1))
+    store_parts(t_N._reinterpret(gl.bfloat16, [2, 4, 4, 16, 16], flat_4), blocks)
+    D = gl.sum(gl.where(i // 16 == j // 16, N, 0.0).reshape([4, 16, 4, 16]), 2)  # [4, 16, 16], within a thread
+    t_D._reinterpret(gl.float32, [16, 4, 16], flat_3).store(D.permute((2, 0, 1)))
+
+    # the four inverses on the diagonal, side by side: a thread has a column of one of them
+    four: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [2, 2, 1], [2, 1, 0])
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, four)))[None, None, :]
+    Y = gl.where(row == column, 1.0, gl.zeros([4, 16, 16], gl.float32, four))
+    for n in gl.static_range(15):  # row n is done: add its part to the rows below
+        b_row = gl.sum(gl.where(row == n, Y, 0.0), 1)  # [4, 16]
+        Y += t_D.index(n).load(gl.SliceLayout(2, four))[:, :, None] * b_row[:, None, :]
+    store_parts(t_Y._reinterpret(gl.bfloat16, [2, 4, 16, 16], flat_3), Y.permute((0, 2, 1)))
+
+    # columns of blocks; block 4 m + j of t_N is N_mj
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    of_column: gl.constexpr = gl.SliceLayout(0, mma)
+    d = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))[:, None] - gl.arange(0, 16, layout=of_column)[None, :]
+    none = gl.zeros([64, 16], gl.float32, mma)
+    Y_3 = times(gl.where(d == 48, 1.0, none), t_Y, 3, none, mma)
+    Y_2 = times(times(Y_3, t_N, 14, gl.where(d == 32, 1.0, none), mma), t_Y, 2, none, mma)
+    X_1 = times(Y_2, t_N, 9, times(Y_3, t_N, 13, gl.where(d == 16, 1.0, none), mma), mma)
+    Y_1 = times(X_1, t_Y, 1, none, mma)
+    X_0 = times(Y_2, t_N, 8, times(Y_3, t_N, 12, gl.where(d == 0, 1.0, none), mma), mma)
+    Y_0 = times(times(Y_1, t_N, 4, X_0, mma), t_Y, 0, none, mma)
+    Y_0 *= t_beta.slice(0, 16).load(of_column)[None, :]
+    Y_1 *= t_beta.slice(16, 16).load(of_column)[None, :]
+    Y_2 *= t_beta.slice(32, 16).load(of_column)[None, :]
+    Y_3 *= t_beta.slice(48, 16).load(of_column)[None, :]
+    joined = gl.join(gl.join(Y_0, Y_1), gl.join(Y_2, Y_3))  # [64, 16, 2, 2]
+    return joined.permute((0, 3, 2, 1)).reshape([64, 64])
+
+
+@gluon.jit
+def pairs(b_q, b_k, t_sums, t_beta, layout: gl.constexpr):
+    """N and P of (1), of q and k in shared memory, and the factor of P in float16. Without t_sums E is 1."""
+    C: gl.constexpr = b_k.shape[0]
+    i, j = row_column(C, layout)
+    none = gl.zeros([C, C], gl.float32, layout)
+    N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+    P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+    strength = -t_beta.load(gl.SliceLayout(1, layout))[:, None]
+    if t_sums is not None:
+        E = decays(t_sums, layout)
+        N = warpgroup_mma_wait(1, deps=[N])
+        N = gl.where(i > j, strength * (N * E), 0.0)
+        P = warpgroup_mma_wait(0, deps=[P]) * E
+    else:
+        N = warpgroup_mma_wait(1, deps=[N])
+        N = gl.where(i > j, strength * N, 0.0)
+        P = warpgroup_mma_wait(0, deps=[P])
+    P, of_P = operand(gl.where(i >= j, P, 0.0), b_k.dtype)
+    return N, P, of_P
+
+
+@gluon.jit
+def allocate_scratch():
+    """Shared memory of `inverse`, 24 KB."""
+    block: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    t_D = gl.allocate_shared_memory(gl.float32, [16, 4, 16], block)
+    t_N = gl.allocate_shared_memory(gl.bfloat16, [32, 16, 16], block)
+    t_Y = gl.allocate_shared_memory(gl.bfloat16, [8, 16, 16], block)
+    return t_D, t_N, t_Y
+
+
+# (2) and (3)
+
+
+@gluon.jit
+def state_columns(x, i_n, i_h, o_v, HV, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, layout: gl.constexpr):
+    """Pointers to the columns o_v on of a head's state, [K, BV]; x [N, HV, K, V]."""
+    o_k, o_c = gl.arange(0, K, layout=gl.SliceLayout(1, layout)), gl.arange(0, BV, layout=gl.SliceLayout(0, layout))
+    x += (i_n * HV + i_h).to(gl.int64) * K * V + o_v
+    return x + (o_k[:, None] * V + o_c[None, :])
+
+
+@gluon.jit
+def load_state(S_in, i_n, i_h, o_v, t_S, HV, V: gl.constexpr, layout: gl.constexpr):
+    """The state before the first chunk, and the factor of its copy in t_S."""
+    K: gl.constexpr = t_S.shape[0]
+    BV: gl.constexpr = t_S.shape[1]
+    if S_in is not None:
+        S = gl.load(state_columns(S_in, i_n, i_h, o_v, HV, K, V, BV, layout))
+    else:
+        S = gl.zeros([K, BV], gl.float32, layout)
+    low, of_S = operand(S, t_S.dtype)
+    t_S.store(low)
+    fence_async_shared()
+    return S, of_S
+
+
+@gluon.jit
+def read(b_q, b_k, t_S, layout: gl.constexpr):
+    """Begin k S and q S."""
+    C: gl.constexpr = b_k.shape[0]
+    BV: gl.constexpr = t_S.shape[1]
+    none = gl.zeros([C, BV], gl.float32, layout)
+    x = warpgroup_mma(b_k, t_S, none, use_acc=False, is_async=True)
+    b_o = warpgroup_mma(b_q, t_S, none, use_acc=False, is_async=True)
+    return x, b_o
+
+
+@gluon.jit
+def write(S, of_S, x, b_o, b_k, b_v, t_T, t_P, t_S, t_u, of_T, of_P, since, until, through, layout: gl.constexpr):
+    """(2) and (3), after `read`: S, the factor of its copy in t_S, and o over scale.
+
+    v', then w replace v; t_u has e^(b_C - b) w, and o may follow once all warps are done. since [C, 1], until [C, 1]
+    and through are None without gates.
+    """
+    FLOAT16: gl.constexpr = b_k.dtype == gl.float16
+    C: gl.constexpr = b_v.shape[0]
+    BV: gl.constexpr = b_v.shape[1]
+    none = gl.zeros([C, BV], gl.float32, layout)
+    v = b_v.load(layout).to(gl.float32)
+    x = warpgroup_mma_wait(1, deps=[x])
+    if FLOAT16:
+        x = x * of_S
+    if since is not None:
+        x = x * since
+    low, of_v = operand(v - x, b_k.dtype)
+    b_v.store(low)
+    fence_async_shared()
+    w = warpgroup_mma(t_T, b_v, none, use_acc=False, is_async=True)
+    b_o = warpgroup_mma_wait(1, deps=[b_o])
+    if FLOAT16:
+        b_o = b_o * of_S
+    if since is not None:
+        S = S * through
+        b_o = b_o * since
+    w = warpgroup_mma_wait(0, deps=[w])
+    if FLOAT16:
+        w = w * (of_v * of_T)
+    tma.store_wait(0)  # the last o, which lies in t_u, has been read
+    if until is not None:
+        low, of_u = operand(w * until, b_k.dtype)
+    else:
+        low, of_u = operand(w, b_k.dtype)
+    t_u.store(low)
+    fence_async_shared()
+    barrier()  # all warps' products have read v' and S
+    if FLOAT16:
+        S = S / of_u
+    S = warpgroup_mma(b_k.permute((1, 0)), t_u, S, is_async=True)
+    low, of_w = operand(w, b_k.dtype)
+    b_v.store(low)
+    fence_async_shared()
+    if FLOAT16:
+        b_o = b_o / (of_w * of_P)
+    b_o = warpgroup_mma(t_P, b_v, b_o, is_async=True)
+    S = warpgroup_mma_wait(1, deps=[S])
+    if FLOAT16:
+        S = S * of_u
+    low, of_S = operand(S, b_k.dtype)
+    t_S.store(low)
+    fence_async_shared()
+    b_o = warpgroup_mma_wait(0, deps=[b_o])
+    if FLOAT16:
+        b_o = b_o * (of_w * of_P)
+    barrier()  # all warps' products have read q, k, w, T, P and t_u
+    return S, of_S, b_o
+
+
+@gluon.jit
+def store_o(o, d_o, low, t_u, i_b, i_h, o_t, end, o_v, HV, V, layout: gl.constexpr, PACKED: gl.constexpr):
+    """A tile of o, by way of t_u."""
+    if PACKED:
+        store_rows(o, low, t_u, d_o, i_h, o_t, end, o_v, HV, V, layout)
+    else:
+        store_box(low, t_u, d_o, i_b, i_h, o_t, o_v)
+
+
+# The plan.
+
+
+@functools.cache
+def swizzled(width: int) -> gl.NVMMASharedLayout:
+    """As WGMMA reads a tile of so many columns of 16 bits."""
+    return gl.NVMMASharedLayout(min(128, 2 * width), 16, 4)
+
+
+def box(x: Spec, rows: int, width: int) -> Box:
+    return boxed(x, rows, width)._replace(layout=swizzled(width))
+
+
+def strides(x: Spec | None) -> tuple[int, ...]:
+    """Of gates or strengths [B, T, HV]; zeros where there are none."""
+    return (0, 0, 0) if x is None else x.strides
+
+
+class Call:
+    """What the launches of one call share."""
+
+    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale):
+        self.draft = draft = Draft(hardware, *inputs)
+        q, k, v, g, beta, S, cu = inputs
+        (self.B, self.T, heads, self.K), (self.H, self.V) = q.shape, v.shape[2:]
+        self.G, self.scale = self.H // heads, contract.check_scale(scale, self.K)
+        self.cu, self.N = draft.contiguous(cu, torch.int32), sequences(self.B, cu)
+        self.S_in = draft.contiguous(S, torch.float32)

@@ -1,0 +1,307 @@
+"""The Hopper kernels of the delta rules: plans and refusals anywhere, the source played on a CPU, results on a GPU."""
+
+import itertools
+from functools import partial
+
+import played_gluon
+import pytest
+import torch
+from cases import LADDER, thin
+from harness import CUDA, HERE, compare
+from test_delta import CORRELATIONS, STRENGTHS
+from test_kernels_delta import MILD, RULES, problem, tokens
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from gla_ref.kernels import delta, explain, plan  # noqa: E402
+from gla_ref.kernels._hardware import CLASSES  # noqa: E402
+from gla_ref.kernels._plan import spec_of  # noqa: E402
+from gla_ref.kernels.hopper import DELTA_KERNELS, _gluon  # noqa: E402
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BOTH = DELTA_KERNELS[1:]
+LENGTHS = (1, 63, 64, 65, 130)
+PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
+KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
+problem = partial(problem, C=64)
+gluon = pytest.mark.skipif(_gluon.missing() is not None, reason=f"this Triton has no {_gluon.missing()}")
+played_here = pytest.mark.skipif(CUDA or _gluon.missing() is not None, reason="played on a CPU, where there is Gluon")
+
+
+def on_hopper(test):
+    """Of a GPU of compute capability 9.0."""
+    here = CUDA and torch.cuda.get_device_capability() == (9, 0)
+    return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
+
+
+def meta(*shape, dtype=BF16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+# the plan
+
+ON_HOPPER = partial(plan, "gated_delta_rule", hardware="sm_90")
+
+
+def call(B=2, T=300, H=2, HV=4, K=128, V=128, dtype=BF16):
+    q, v, g = meta(B, T, H, K, dtype=dtype), meta(B, T, HV, V, dtype=dtype), meta(B, T, HV, dtype=F32)
+    return q, q, v, g, g
+
+
+@gluon
+def test_they_have_to_be_asked_for():
+    found = ON_HOPPER(*call())
+    assert found.name == "portable" and "have to be asked for" in found.why[0]
+    assert ON_HOPPER(*call(), kernel="portable").why[0] == "the portable kernel: it was asked for"
+    for kernel in BOTH:
+        found = ON_HOPPER(*call(), kernel=kernel)
+        assert found.name == kernel and found.why[0] == f"{kernel}: it was asked for"
+        assert kernel in explain("gated_delta_rule", *call(), hardware="sm_90", kernel=kernel)
+    assert ON_HOPPER(*call(), kernel="hopper", direction="backward").name == "portable"
+
+
+@gluon
+def test_the_number_of_programs_decides_between_them():
+    few, many = (ON_HOPPER(*call(B, HV=64), kernel="hopper") for B in (1, 2))
+    assert few.name == "hopper_ahead" and "64 value heads of sequences for sm_90, 132" in few.why[0]
+    assert many.name == "hopper_fused"
+    assert [(x.name, x.grid) for x in few.launches] == [("solve", (64 * 5,)), ("walk", (2 * 64,))]
+    assert [(x.name, x.grid) for x in many.launches] == [("fused", (128,))]
+    fewer = ON_HOPPER(*call(1, HV=32), kernel="hopper")  # programs for 32 columns each still fit at once
+    assert [x.grid for x in fewer.launches] == [(32 * 5,), (4 * 32,)]
+
+
+REFUSED = {
+    "have K of 64 or 128, not 96": ({"K": 96}, {}),
+    "have V of 64 or 128, not 256": ({"V": 256}, {}),
+    "q is torch.float32": ({"dtype": F32}, {}),
+    "walk over each sequence in one go": ({}, {"path": "segmented"}),
+}
+
+
+@gluon
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_they_do_not_take_is_named(message):
+    sizes, options = REFUSED[message]
+    for kernel in DELTA_KERNELS:
+        with pytest.raises(ValueError, match=f"^kernel: .*{message}"):
+            ON_HOPPER(*call(**sizes), kernel=kernel, **options)
+    assert ON_HOPPER(*call(**sizes), **options).name == "portable"
+
+
+def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
+    with pytest.raises(ValueError, match="is for sm_90, not sm_80"):
+        plan("gated_delta_rule", *call(), hardware="sm_80", kernel="hopper")
+    monkeypatch.setattr("gla_ref.kernels.hopper.missing", lambda: "gluon.something")
+    with pytest.raises(ValueError, match=r"no gluon\.something"):
+        ON_HOPPER(*call(), kernel="hopper")
+
+
+# played from their source
+
+
+def played(kernel, x, ends=None, scale=None, seed=0, ignored=None):
+    """o and the final state of inputs of `problem`."""
+    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, gla_forward
+
+    cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
+    specs = [spec_of(n, y) for n, y in named.items()]
+    found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, None, kernel)
+    named = {n: y for n, y in named.items() if y is not None}
+    o, S, _ = played_gluon.play(found, named, (delta_ahead, delta_chunk, delta_fused, gla_forward), seed, ignored)
+    return {"o": o, "S": S}
+
+
+def check(mechanism, *sizes, ends=None, scale=None, kernels=BOTH, dtype=BF16, gates=F32, **kw):
+    """Played here, run on a GPU: within the budgets of the portable kernel."""
+    x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, dtype=dtype, gates=gates, **kw)
+    judged = {n: judged[n] for n in ("o", "S")}
+    for kernel in kernels:
+        if CUDA:
+            cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
+            form = {"delta_rule": delta.delta_rule, "gated_delta_rule": delta.gated_delta_rule}[mechanism]
+            o, S = form(*tokens(x), initial_state=x["S"], cu_seqlens=cu, scale=scale, kernel=kernel)
+            compare({"o": o, "S": S}, judged)
+        else:
+            compare(played(kernel, x, ends, scale), judged)
+
+
+@played_here
+@pytest.mark.parametrize(
+    "mechanism, T", thin([(m, T) for m in RULES for T in LENGTHS], *[(RULES[1], T) for T in LENGTHS])
+)
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+def test_the_source_at_every_length(mechanism, dtype, T):
+    check(mechanism, 2, T, 1, 64, 128, dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("K, V", thin(list(itertools.product((64, 128), repeat=2)), (128, 64)))
+def test_the_source_at_every_size(K, V):
+    for groups, gates in ((1, BF16), (2, F16)):
+        check("gated_delta_rule", 1, 200, 2, K, V, groups=groups, gates=gates)
+
+
+@played_here
+@pytest.mark.parametrize("kind", thin(LADDER, "-inf", "many resets", "mild and strong chunks"))
+def test_the_source_on_the_gate_ladder(kind):
+    for dtype in (BF16, F16):
+        check("gated_delta_rule", 1, 130, 1, 64, 64, kind=kind, dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (1.0, 2.0), (0.99, 1.0), (0.9, 0.0)))
+def test_the_source_on_the_key_ladder(correlation, strength):
+    for mechanism, dtype in itertools.product(RULES, (BF16, F16)):
+        check(mechanism, 1, 130, 1, 64, 64, correlation=correlation, strength=strength, dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("mechanism", RULES)
+def test_the_source_of_packed_sequences(mechanism):
+    for dtype in (BF16, F16):
+        check(mechanism, 1, PACK[-1], 1, 64, 128, ends=PACK, kind="many resets", dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("scale", (0.0, -2.0))
+def test_the_source_at_any_scale(scale):
+    check("gated_delta_rule", 1, 70, 1, 64, 64, scale=scale)
+
+
+@played_here
+def test_the_source_without_an_initial_state():
+    x, judged = problem("gated_delta_rule", 1, 70, 1, 64, 64, dtype=BF16, gates=F32, S=0.0)
+    for kernel in BOTH:
+        compare(played(kernel, x | {"S": None}), {n: judged[n] for n in ("o", "S")})
+
+
+@played_here
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+def test_the_source_does_not_see_a_neighbour_of_nan(dtype):
+    x, _ = problem("gated_delta_rule", 1, 200, 1, 64, 128, dtype=dtype, gates=F32, ends=(0, 70, 130, 200))
+    for n in ("q", "k", "v", "g", "beta"):
+        x[n][:, 70:130] = torch.nan
+    for kernel in BOTH:
+        together = played(kernel, x, (0, 70, 130, 200))
+        for n, (a, b) in {0: (0, 70), 2: (130, 200)}.items():
+            part = {m: y[n : n + 1] if m == "S" else y[:, a:b] for m, y in x.items() if m not in ("do", "dS")}
+            alone = played(kernel, {m: y.contiguous() for m, y in part.items()})
+            assert torch.equal(together["o"][:, a:b], alone["o"]) and torch.equal(together["S"][n], alone["S"][0])
+
+
+@played_here
+@pytest.mark.parametrize("name", ("q", "k", "v", "g", "beta"))
+def test_nan_stays_nan(name):
+    """From its token on and in the state, except a query's; earlier chunks and other heads do not see it."""
+    x, _ = problem("gated_delta_rule", 1, 130, 1, 64, 64, dtype=BF16, gates=F32)
+    x[name][:, 70, 0] = torch.nan
+    for kernel in BOTH:
+        made = played(kernel, x)
+        assert made["o"][:, 70, 0].isnan().any() and made["o"][:, :64].isfinite().all()
+        if name != "q":
+            assert made["o"][:, 70:, 0].isnan().any(-1).all() and made["S"][:, 0].isnan().any()
+        if name in ("v", "g", "beta"):
+            assert made["o"][:, :, 1].isfinite().all() and made["S"][:, 1].isfinite().all()
+
+
+@played_here
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("correlation, length", [(0.0, 1.4), (0.0, 3.0), (1.0, 1.4), (0.9, 3.0)])
+def test_keys_of_other_lengths(correlation, length, dtype):
+    """Equal keys with beta |k|^2 = 2.1 let the state grow by 1.1 a token."""
+    keys = {"correlation": correlation, "strength": 2.1 / length**2, "length": length}
+    check("delta_rule", 1, 45, 1, 64, 64, dtype=dtype, **keys)
+
+
+@played_here
+def test_any_order_of_steps_gives_the_same_bits():
+    x, _ = problem("gated_delta_rule", 1, PACK[-1], 1, 64, 128, dtype=BF16, gates=F32, ends=PACK)
+    for kernel in BOTH:
+        first = played(kernel, x, PACK)
+        for seed in range(100, 600, 100):
+            assert all(torch.equal(y, first[n]) for n, y in played(kernel, x, PACK, seed=seed).items())
+
+
+# by their order in the kernel
+BARRIERS = {
+    **{f"ready {s}": ("hopper_fused", "fused", 0, s) for s in range(3)},
+    **{f"ready_v {s}": ("hopper_fused", "fused", 1, s) for s in range(2)},
+    "solved": ("hopper_fused", "fused", 2, 0),
+    **{f"done {s}": ("hopper_fused", "fused", 3, s) for s in range(4)},
+    **{f"ready {s} ahead": ("hopper_ahead", "walk", 0, s) for s in range(3)},
+    **{f"done {s} ahead": ("hopper_ahead", "walk", 1, s) for s in range(3)},
+    "ready of solve": ("hopper_ahead", "solve", 0, 0),
+}
+
+
+@played_here
+@pytest.mark.parametrize("bar", thin(BARRIERS, "solved", "done 0", "ready 2 ahead"))
+def test_every_barrier_is_needed(bar):
+    """Where nobody waits at one of them, some order of steps changes a result, or a role's products."""
+    kernel, *ignored = BARRIERS[bar]
+    x, _ = problem("gated_delta_rule", 1, 600, 1, 64, 64, dtype=BF16, gates=F32, groups=1)
+    right = played(kernel, x)
+    for seed in range(20):
+        try:
+            made = played(kernel, x, seed=seed, ignored=ignored)
+        except (AssertionError, RuntimeError):
+            return
+        if not all(torch.equal(y, right[n]) for n, y in made.items()):
+            return
+    pytest.fail("no order of steps shows that anybody waits there")
+
+
+@played_here
+def test_a_missing_fence_is_seen(monkeypatch):
+    x, _ = problem("gated_delta_rule", 1, 64, 1, 64, 64, dtype=BF16, gates=F32, groups=1)
+    monkeypatch.setitem(played_gluon.STANDS_IN, "fence_async_shared", lambda: None)
+    for kernel in BOTH:
+        with pytest.raises(AssertionError, match="read without a fence"):
+            played(kernel, x)
+
+
+# on a Hopper GPU
+
+
+@on_hopper
+@pytest.mark.parametrize("mechanism", RULES)
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("T", (*LENGTHS, 257, 1000))
+def test_lengths(mechanism, dtype, T):
+    for K, V in itertools.product((64, 128), repeat=2):
+        check(mechanism, 2, T, 2, K, V, dtype=dtype)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("kind", LADDER)
+def test_the_gate_ladder(kind, dtype):
+    check("gated_delta_rule", 2, 300, 2, 128, 128, kind=kind, dtype=dtype)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("correlation, strength", KEYS)
+def test_the_key_ladder(correlation, strength, dtype):
+    for mechanism in RULES:
+        check(mechanism, 2, 300, 2, 128, 128, correlation=correlation, strength=strength, dtype=dtype)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("kind", (MILD, "many resets"))
+def test_packed(kind, dtype):
+    ends = (0, 0, 33, 33, 40, 300, 941, 1100, 1100)
+    check("gated_delta_rule", 1, 1100, 2, 128, 128, kind=kind, dtype=dtype, ends=ends)
+
+
+@on_hopper
+@pytest.mark.parametrize("kernel", BOTH)
+def test_equal_from_run_to_run(kernel, poisoned):
+    x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
+    run = partial(delta.gated_delta_rule, *tokens(x), initial_state=x["S"], kernel=kernel)
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
