@@ -162,10 +162,10 @@ def three_jobs() -> Explorable:
         ),
         question=Question(
             "Three groups of warps work at once, with room for two chunks. What decides how long a chunk takes?",
-            "the longest job",
+            "the busiest unit",
             {
                 "all jobs together": "That holds for one program in turn. Here three chunks are under way at once.",
-                "the longest job": "The other jobs end earlier. Here the memory's is the longest, and it never pauses.",
+                "the busiest unit": "Loads and stores share the memory. It never pauses, and the other units do.",
                 "the products": "Products take less time than loads, and hide behind them.",
             },
             seen=(2, len(frames[2]) - 1),
