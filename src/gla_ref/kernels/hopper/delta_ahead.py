@@ -63,7 +63,7 @@ from .delta_chunk import (
 from .gla_forward import keep_rows, operand, which_segment
 
 C = gl.constexpr(64)  # tokens of a chunk
-ROWS = gl.constexpr(3)  # of C numbers in `decays`: e^b; e^(b_C - b); what T and P of float16 were divided by
+ROWS = gl.constexpr(3)  # a chunk's rows of C numbers in `decays`: e^b; e^(b_C - b); the divisors of float16's T and P
 
 
 @gluon.jit(do_not_specialize=VARIABLE)
@@ -91,7 +91,7 @@ def solve(
 ):
     """(1) of a chunk of a value head, and its `decays` [slots, HV, ROWS, C]. q, k, d_T and d_P are boxes."""
     PACKED: gl.constexpr = cu is not None
-    # which tile: value heads that share a key head are neighbours, and share in L2 what they read
+    # this program's tile: neighbours are value heads of one key head, which share what they read in L2
     pid = gl.program_id(0)
     i_h, i_s = pid % HV, pid // HV
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, W)
@@ -184,7 +184,7 @@ def load_decays(decays, i_c, layout: gl.constexpr):
 
 @gluon.jit
 def load_factors(decays, i_c):
-    """What T and P of a chunk were divided by."""
+    """The divisors of a chunk's T and P in float16."""
     p = decays + i_c.to(gl.int64) * ROWS * C + 2 * C
     return gl.load(p), gl.load(p + 1)
 
@@ -306,7 +306,7 @@ def walk(
     q, k, v, d_T, d_P are boxes, and so is d_o, of the tensor o.
     """
     PACKED: gl.constexpr = cu is not None
-    # which tile: neighbours share in L2 what they read
+    # this program's tile: neighbours share what they read in L2
     N_V: gl.constexpr = V // BV
     pid = gl.program_id(0)
     o_v, i_h, i_n = pid % N_V * BV, pid // N_V % HV, pid // N_V // HV
@@ -381,7 +381,7 @@ class Tiles(NamedTuple):
     """How the programs of both kernels are made."""
 
     columns: int  # BV
-    stages: int  # of `walk`
+    stages: int  # chunks of `walk` that lie in shared memory
     registers: int  # a thread of `walk`, at entry; the walker gets what the loader leaves of them
     of_solve: int  # a thread of `solve`
 

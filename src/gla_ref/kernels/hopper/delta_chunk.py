@@ -48,7 +48,7 @@ from ._gluon import barrier_of_warps
 from .gla_forward import LOG2E, operand, store_box, store_rows
 
 barrier = barrier_of_warps()
-# what changes from call to call; of it 1 and multiples of 16 shall not be compiled apart
+# arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
 VARIABLE = ("N", "T", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
 
 
@@ -325,7 +325,7 @@ def store_o(o, d_o, low, t_u, i_b, i_h, o_t, end, o_v, HV, V, layout: gl.constex
 
 @functools.cache
 def swizzled(width: int) -> gl.NVMMASharedLayout:
-    """As WGMMA reads a tile of so many columns of 16 bits."""
+    """The layout in which WGMMA reads a tile of `width` columns of 16 bits."""
     return gl.NVMMASharedLayout(min(128, 2 * width), 16, 4)
 
 
@@ -334,12 +334,12 @@ def box(x: Spec, rows: int, width: int) -> Box:
 
 
 def strides(x: Spec | None) -> tuple[int, ...]:
-    """Of gates or strengths [B, T, HV]; zeros where there are none."""
+    """Strides of gates or strengths [B, T, HV]; zeros where there are none."""
     return (0, 0, 0) if x is None else x.strides
 
 
 class Call:
-    """What the launches of one call share."""
+    """The sizes, the scale and the inputs that all launches of a call share."""
 
     def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale):
         self.draft = draft = Draft(hardware, *inputs)

@@ -79,7 +79,7 @@ from .delta_chunk import (
 from .gla_forward import keep_rows, operand
 
 C, BV = gl.constexpr(64), gl.constexpr(64)  # tokens of a chunk, columns of a walker
-STAGES_V, TURNS, SLOTS = gl.constexpr(2), gl.constexpr(2), gl.constexpr(4)  # of v; of P and decays; of `done`
+STAGES_V, TURNS, SLOTS = gl.constexpr(2), gl.constexpr(2), gl.constexpr(4)  # places for v; for P and decays; for `done`
 
 
 @gluon.jit
@@ -134,7 +134,7 @@ def solver(g, beta, strides, tiles, bars, own, cu, i_b, i_h, begin, end, n):
         s = c % STAGES
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
         t_beta.store(b_beta)
-        rows += C  # of the next chunk, whose gates are asked for long before they are needed
+        rows += C  # the next chunk's gates are asked for long before they are needed
         b_beta = load_tokens(beta, s_beta, i_b, i_h, rows, end)
         if g is not None:
             coarse, fine = summed(b_g)
@@ -264,7 +264,7 @@ def fused(
     q, k, v are boxes, and so is d_o, of the tensor o. g may be None: the delta rule.
     """
     WALKERS: gl.constexpr = V // BV
-    # which tile: value heads that share a key head are neighbours, and share in L2 what they read
+    # this program's tile: neighbours are value heads of one key head, which share what they read in L2
     i_h, i_n = gl.program_id(0) % HV, gl.program_id(0) // HV
     i_b, begin, end = which_sequence(cu, i_n, T)
     n = gl.cdiv(end - begin, C)
@@ -348,9 +348,9 @@ def fused(
 class Roles(NamedTuple):
     """How a program is made."""
 
-    stages: int  # of q and k
+    stages: int  # chunks of q and k that lie in shared memory
     registers: int  # a thread, at entry; the first walker gets what the others leave of them
-    of_walker: int  # of the second one
+    of_walker: int  # a thread of the second walker
     of_solver: int
 
 
