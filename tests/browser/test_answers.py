@@ -20,11 +20,7 @@ LABELS = {
 PAGES = [page for page, labels in LABELS.items() if any(label in exercises.QUESTIONS for label in labels)]
 WAYS = {"keyboard": ("light", 1280), "touch": ("dark", 390)}
 RESET = "form => { form.reset(); form.querySelector('.verdict').textContent = ''; }"
-MIDDLES = """form => [...form.querySelectorAll("label, button")].map(e => {
-  const box = e.getBoundingClientRect();
-  return [box.x + box.width / 2, box.y + box.height / 2];
-})"""
-TAPPED = "([x, y]) => document.elementFromPoint(x, y).closest('label').contains(document.activeElement)"
+TAPPED = "label => label.contains(document.activeElement)"
 ON_BUTTON = "document.activeElement.type === 'submit'"
 #: a page of thousands of elements is slow to press keys on: leave the exercises alone
 ALONE = """() => {
@@ -65,21 +61,19 @@ def by_keyboard(tab, form, question, x: list[float]) -> None:
 
 
 def by_touch(tab, form, question, x: list[float]) -> None:
-    form.scroll_into_view_if_needed()
-    *places, button = form.evaluate(MIDDLES)  # of what a finger aims at
-    labels = iter(places)
+    labels = iter(form.locator("label").element_handles())
     for part, values in split(question, x):
         here = [next(labels) for _ in part.options or [0]]
         if not part.options:
-            tab.touchscreen.tap(*here[0])
+            here[0].tap()
             tab.wait_for_function(TAPPED, arg=here[0])  # a busy browser needs a while to see that a touch is a tap
             tab.keyboard.type(repr(values[0]))
             continue
         chosen = values if part.many else [value == values[0] for value in part.options.values()]
-        for place, wanted in zip(here, chosen, strict=True):
+        for label, wanted in zip(here, chosen, strict=True):
             if wanted:
-                tab.touchscreen.tap(*place)
-    tab.touchscreen.tap(*button)
+                label.tap()
+    form.locator("button").tap()
 
 
 def said(tab, label: str, way: str, x: list[float]) -> str:
