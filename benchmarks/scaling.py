@@ -17,6 +17,7 @@ import argparse
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -25,18 +26,61 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
 
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
-from context_parallel import own, seconds, step, tokens  # noqa: E402
-
 from gla_ref import FORMS, context_parallel, results, scaling  # noqa: E402
+from gla_ref.mechanisms import MECHANISMS as KINDS  # noqa: E402
+from gla_ref.over_ranks.exchange import Exchange, Ranks  # noqa: E402
 
 MECHANISMS = ("gla", "linear_attention", "gated_delta_rule")
 KEY = ("mechanism", "tokens", "heads", "size", "ranks", "exchange")
 SIZES = {"gla": scaling.GLA, "linear_attention": scaling.Sizes(tensors=(2, 2), sums=(1, 1), decay=1)}  # of the model
+
+
+def tokens(mechanism: str, T: int, H: int, D: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+    """The same on every rank: q, k, v, gates, strengths and do."""
+    rng, sizes = torch.Generator(device).manual_seed(T), dict(B=1, T=T, H=H, HV=H, K=D, V=D)
+    x = {}
+    for a in KINDS[mechanism].arguments:
+        if not a.optional:
+            y = torch.randn([sizes[axis] for axis in a.axes.split()], generator=rng, device=device, dtype=dtype)
+            x[a.name] = {"gate": F.logsigmoid(y) / 16, "strength": y.sigmoid()}.get(a.role, y)
+    if "beta" in x:
+        x["k"] = F.normalize(x["k"], dim=-1)
+    return x | {"do": torch.randn(x["v"].shape, generator=rng, device=device, dtype=dtype)}
+
+
+def step(form, x: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]:
+    """o and the gradient of every argument."""
+    leaves = {n: y.detach().requires_grad_() for n, y in x.items() if n != "do"}
+    o, _ = form(**leaves, **options)
+    return {"o": o.detach(), **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), x["do"]), strict=True))}
+
+
+def seconds(call, device: str, repeats: int) -> float:
+    """The median of the slowest rank's time."""
+    found = []
+    for _ in range(repeats + 2):
+        dist.barrier()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        took = torch.tensor(time.perf_counter() - began, device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        found.append(took.item())
+    return statistics.median(found[2:])
+
+
+def own(x, rank, size):
+    """The pieces are equal."""
+    return {n: y.chunk(size, 1)[rank].contiguous() for n, y in x.items()}
 
 
 def sync(device: str) -> None:
@@ -46,7 +90,7 @@ def sync(device: str) -> None:
 
 def exchanged(call, device: str, repeats: int) -> tuple[float, int]:
     """(seconds of the exchanges of a forward and backward pass, the median of the slowest rank; bytes sent)."""
-    right, took, sent, found = context_parallel.Call.exchange, [], [], []
+    right, took, sent, found = Exchange.entering, [], [], []
 
     def timed(self, maps, backwards=False):
         sync(device)
@@ -58,15 +102,15 @@ def exchanged(call, device: str, repeats: int) -> tuple[float, int]:
         return states
 
     def counted(name):
-        method = getattr(context_parallel.Ranks, name)
+        method = getattr(Ranks, name)
 
         def wrapped(self, x, *to):
             sent.append(x.nbytes)
             return method(self, x, *to)
 
-        return mock.patch.object(context_parallel.Ranks, name, wrapped)
+        return mock.patch.object(Ranks, name, wrapped)
 
-    with mock.patch.object(context_parallel.Call, "exchange", timed), counted("all_gather"), counted("send"):
+    with mock.patch.object(Exchange, "entering", timed), counted("all_gather"), counted("send"):
         for _ in range(repeats + 2):
             took.clear()
             sent.clear()
@@ -145,10 +189,12 @@ def main() -> int:
     if not dist.is_torchelastic_launched():
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         return subprocess.run([*launch, *sys.argv], check=False).returncode
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, options = "cuda" if torch.cuda.is_available() else "cpu", {"timeout": timedelta(seconds=300)}
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=300))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()), **options)
+    else:
+        dist.init_process_group("gloo", **options)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     out = args.out or (results.file(f"{gpu} scaling") if gpu else None)
     for mechanism in args.mechanisms:

@@ -16,6 +16,9 @@ from gla_ref import check, context_parallel
 from gla_ref.__main__ import main
 from gla_ref.check import mistakes
 from gla_ref.check._ranks import pieces
+from gla_ref.over_ranks.exchange import Exchange
+from gla_ref.over_ranks.maps import Maps
+from gla_ref.over_ranks.pieces import Segment
 
 LONG = ("narrow and long", "* long", "many *", "wide*", "huge", "frozen*", "one head")
 
@@ -55,37 +58,38 @@ def examined(rank, group, mechanism, wrong=None, **options):
 
 def exchange(change):
     """Another exchange of states; `change(maps, backwards, right)` gets the right one."""
-    right = context_parallel.Call.exchange
+    right = Exchange.entering
 
     def wrong(self, maps, backwards=False):
         return change(self, maps, backwards, lambda maps: right(self, maps, backwards))
 
-    return lambda: mock.patch.object(context_parallel.Call, "exchange", wrong)
+    return lambda: mock.patch.object(Exchange, "entering", wrong)
 
 
 def only_if(when, change):
-    return lambda call, maps, backwards, right: change(call, maps, right) if when(backwards) else right(maps)
+    return lambda it, maps, back, right: change(it, maps, back, right) if when(back) else right(maps)
 
 
 always, forwards, backward = (lambda b: True), (lambda b: not b), (lambda b: b)
 
 
-def inclusive(call, maps, right):
-    return [m(S) for m, S in zip(maps, right(maps), strict=True)]
+def inclusive(it, maps, backwards, right):
+    first = it.ranks.rank == (it.ranks.size - 1 if backwards else 0)  # into which nothing comes
+    return right(maps) if first else maps.run(right(maps), backwards)[1]
 
 
-def nothing(call, maps, right):
-    return [torch.zeros_like(S) for S in right(maps)]
+def nothing(it, maps, backwards, right):
+    return torch.zeros_like(right(maps))
 
 
-def undecayed(call, maps, right):
-    return right([context_parallel.Map(tuple(torch.ones_like(x) for x in m.M), m.X) for m in maps])
+def undecayed(it, maps, backwards, right):
+    return right(Maps(tuple(torch.ones_like(m) for m in maps.M), maps.X))
 
 
-def empty(call, maps, right):
-    if call.tokens:
+def empty(it, maps, backwards, right):
+    if eval(it.facts["lengths"])[it.ranks.rank]:
         return right(maps)
-    return right([context_parallel.Map(tuple(torch.zeros_like(x) for x in m.M), torch.zeros_like(m.X)) for m in maps])
+    return right(Maps(tuple(torch.zeros_like(m) for m in maps.M), torch.zeros_like(maps.X)))
 
 
 def from_the_left(self, maps, backwards, right):
@@ -97,7 +101,7 @@ def from_the_left(self, maps, backwards, right):
 
 def goes_on():
     """The sequence of the first token on the right, in place of that of the last one on the left, crosses a border."""
-    right = context_parallel.Segment.__init__
+    right = Segment.__init__
 
     def wrong(self, a, e, first, final, total, cu):
         right(self, a, e, first, final, total, cu)
@@ -108,19 +112,19 @@ def goes_on():
             self.of_left = torch.arange(a, e) < cu[self.left + 1]
             self.crosses = cu[self.right + 1] >= e
 
-    return mock.patch.object(context_parallel.Segment, "__init__", wrong)
+    return mock.patch.object(Segment, "__init__", wrong)
 
 
 def lost():
     """A sequence ends here if the rank has a token behind it."""
-    right = context_parallel.Segment.__init__
+    right = Segment.__init__
 
     def wrong(self, a, e, first, final, total, cu):
         right(self, a, e, first, final, total, cu)
         if cu is not None and not final and a < e:
             self.ends = self.ends & ((cu[1:] != e) | (cu[:-1] == e))
 
-    return mock.patch.object(context_parallel.Segment, "__init__", wrong)
+    return mock.patch.object(Segment, "__init__", wrong)
 
 
 BACK = ", in the backward pass only"

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import barriers  # noqa: E402
 
 from gla_ref import results  # noqa: E402
-from gla_ref.kernels import delta_step, gla, gla_border, gla_step, plan  # noqa: E402
+from gla_ref.kernels import border, delta_step, gla, gla_step, plan  # noqa: E402
 from gla_ref.kernels._hardware import CLASSES, Hardware  # noqa: E402
 from gla_ref.kernels._plan import Draft, Launch, Plan, spec_of  # noqa: E402
 from gla_ref.kernels._program import compile_launch  # noqa: E402
@@ -76,9 +76,9 @@ class Case(NamedTuple):
         if one:
             specs = [spec_of(n, given.get(n)) for n in one.TENSORS]
             return [one.forward.plan(CLASSES[hardware], *specs, None)]
-        if self.mechanism == "gla_border":
-            specs = [spec_of(n, given.get(n)) for n in ("q", "k", "v", "g")] + [None] * 3
-            return [gla_border.plan_added(CLASSES[hardware], *specs, backwards) for backwards in (False, True)]
+        if self.mechanism.endswith("_border"):
+            specs = [spec_of(n, given.get(n)) for n in ("k", "v", "g")]
+            return [border.plan_added(CLASSES[hardware], *specs, backwards) for backwards in (False, True)]
         if self.mechanism == "gla_page":
             return [plan_page(CLASSES[hardware], *(spec_of(n, given[n]) for n in kind.required))]
         if "frozen" in self.extra:
@@ -109,7 +109,16 @@ def plan_page(hardware: Hardware, q, k, v, g) -> Plan:
 
 
 STEPS = {"gla_step": gla_step, "gated_delta_rule_step": delta_step}
-GATES = {"simple_gla", "gla", "gla_step", "gla_border", "delta_rule", "gated_delta_rule", "gated_delta_rule_step"}
+GATES = {
+    "simple_gla",
+    "gla",
+    "gla_step",
+    "gla_border",
+    "simple_gla_border",
+    "delta_rule",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
+}
 EVERYWHERE = ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step", "gla_border")
 DELTA = ("delta_rule", "gated_delta_rule", "gated_delta_rule segmented", "gated_delta_rule_step")
 # in every class
@@ -164,6 +173,7 @@ WIDE = {
     "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "packed")),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
+    "border simple": Case("simple_gla_border", 128, 128, "bfloat16", "float32"),
     "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32"),
     "delta wide float16": Case("delta_rule", 256, 256, "float16", "float16"),
     "delta wide segments": Case("gated_delta_rule", 256, 256, "bfloat16", "float32", ("segmented",)),

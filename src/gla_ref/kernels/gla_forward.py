@@ -433,8 +433,7 @@ class Call:
         start from (`starts`; there is no S then).
         """
         draft, C, BV, N, T, H, K, V = self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V
-        tokens = (x.q, x.k, v, x.g) if o else (x.k, v, x.g)
-        engine = self.cu is None and all([describable(y, draft.hardware) for y in tokens if y])
+        engine = self.by_engine(*((x.q, x.k, v, x.g) if o else (x.k, v, x.g)))
         o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
         kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
         states = draft.new(states, self.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
@@ -454,6 +453,10 @@ class Call:
             S = None
         walk_all(L, starts, None, o, states)
         return Walked(o, S, states, starts)
+
+    def by_engine(self, *tokens: Spec | None) -> bool:
+        """Whether the copy engine loads these."""
+        return self.cu is None and all([describable(y, self.draft.hardware) for y in tokens if y])
 
     def decays(self, n: int) -> tuple[Spec | None, Spec | None]:
         """Of n segments: those of the state's rows, and of its columns."""

@@ -219,50 +219,86 @@ def _chunk(hardware: Hardware, x: Spec) -> int:
     return CHUNK[hardware.family, 8 * x.dtype.itemsize]
 
 
+class Walk:
+    """What the launches of `walk` over the same keys and values share: sizes, tiles, gates, direction."""
+
+    def __init__(
+        self, draft: Draft, q: Spec | None, k: Spec, v: Spec, sums: Spec | None, cu: Spec | None, scale: float,
+        reverse: bool,
+    ):  # fmt: skip
+        self.draft, self.k, self.v, self.sums, self.cu = draft, k, v, sums, cu
+        self.scale, self.reverse = scale, reverse
+        (self.B, self.T, self.H, self.K), self.V = k.shape, v.shape[-1]
+        self.C, self.N = _chunk(draft.hardware, k), sequences(self.B, cu)
+        half = k.dtype != torch.float32
+        self.BK = max(64 if half else 16, next_power_of_2(self.K))
+        table = WALK if sums is None else GATED
+        BV, self.warps, self.stages = tiles(table, draft.hardware, k.dtype, K=self.K)
+        # of bf16, 16 columns with gates come out wrong (Triton 3.6; lab/linear_attention.md)
+        self.BV = BV if half else min(BV, max(16, next_power_of_2(self.V)))
+        self.engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v) if x is not None)
+
+    def segment(self, path: str | None) -> int:
+        """Tokens of a segment; more than T where each sequence is walked in one go."""
+        programs, packed = cdiv(self.V, self.BV) * self.H * self.N, self.N if self.cu else None
+        return self.C * segment_length(self.draft, path, programs, cdiv(self.T, self.C), packed)
+
+    def launch(self, L: int, q=None, o=None, S_in=None, S_out=None, states=None, decay=None) -> None:
+        """`walk` over segments of L tokens."""
+        k, v, C, BK, BV = self.k, self.v, self.C, self.BK, self.BV
+        self.draft.launch(
+            walk, cdiv(self.V, BV) * self.H * slots(self.B, self.T, self.cu, L),
+            *boxes(self.engine, C, (q, BK), (k, BK), (v, BV), (o, BV)),
+            self.sums, S_in, S_out, states, decay, self.cu, *strides(q, k, v, o),
+            self.N, self.T, L, self.H, self.K, self.V, self.scale,
+            C=C, BK=BK, BV=BV, TMA=self.engine, PACKED=self.cu is not None, REVERSE=self.reverse,
+            num_warps=self.warps, num_stages=self.stages,
+        )
+
+    def states_of_segments(self, L: int, S_in: Spec | None, S_out: Spec) -> Spec:
+        """The states that segments of L tokens start from; S_out gets the final ones."""
+        n, draft = slots(self.B, self.T, self.cu, L), self.draft
+        part = draft.new("part", n, self.H, self.K, self.V)
+        decay = None if self.sums is None else draft.new("decay", n, self.H)
+        self.launch(L, S_out=part, decay=decay)
+        carry_states(draft, part, decay, None, S_in, S_out, self.cu, self.T, L, self.reverse)
+        return part
+
+
 def _walk(
     draft: Draft, q: Spec, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
     scale: float, path: str | None, o: str, S: str = "", reverse: bool = False, keep: bool = False,
 ) -> tuple[Spec, Spec | None, Spec | None]:
     """What is given a name, o and the final state S; to `keep`, the states before each chunk (backwards: after it)."""
-    (B, T, H, K), V, C, N = k.shape, v.shape[-1], _chunk(draft.hardware, k), sequences(k.shape[0], cu)
-    half = k.dtype != torch.float32
-    BK = max(64 if half else 16, next_power_of_2(K))
-    table = WALK if sums is None else GATED
-    BV, warps, stages = tiles(table, draft.hardware, k.dtype, K=K)
-    if not half:  # of bf16, 16 columns with gates come out wrong (Triton 3.6; lab/linear_attention.md)
-        BV = min(BV, max(16, next_power_of_2(V)))
-    engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v))
-
-    def walk_all(L, q, o, S_in, S_out, states=None, decay=None):
-        draft.launch(
-            walk, cdiv(V, BV) * H * slots(B, T, cu, L),
-            *boxes(engine, C, (q, BK), (k, BK), (v, BV), (o, BV)), sums, S_in, S_out, states, decay, cu,
-            *strides(q, k, v, o), N, T, L, H, K, V, scale,
-            C=C, BK=BK, BV=BV, TMA=engine, PACKED=cu is not None, REVERSE=reverse,
-            num_warps=warps, num_stages=stages,
-        )
-
-    L = C * segment_length(draft, path, cdiv(V, BV) * H * N, cdiv(T, C), N if cu else None)
-    S = S_out = draft.new(S or "S", N, H, K, V) if S or L <= T else None
-    if L <= T:  # in segments, which start from states that are found first
-        n_s = slots(B, T, cu, L)
-        part = draft.new("part", n_s, H, K, V)
-        decay = None if sums is None else draft.new("decay", n_s, H)
-        walk_all(L, None, None, None, part, decay=decay)
-        carry_states(draft, part, decay, None, S_in, S, cu, T, L, reverse)
-        S_in, S_out = part, None
+    x = Walk(draft, q, k, v, sums, cu, scale, reverse)
+    L = x.segment(path)
+    S = S_out = draft.new(S or "S", x.N, x.H, x.K, x.V) if S or L <= x.T else None
+    if L <= x.T:  # in segments, which start from states that are found first
+        S_in, S_out = x.states_of_segments(L, S_in, S), None
     states = None
     if keep or path == "materialised":
         # an operand of one product each: stored in its precision nothing is lost, but that float16 may be too small
         kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
-        states = draft.new("states", slots(B, T, cu, C), H, K, V, dtype=kept)
-    o = draft.new(o, B, T, H, V, dtype=v.dtype)
+        states = draft.new("states", slots(x.B, x.T, cu, x.C), x.H, x.K, x.V, dtype=kept)
+    o = draft.new(o, x.B, x.T, x.H, x.V, dtype=v.dtype)
     if path == "materialised":
-        walk_all(L, None, None, S_in, S_out, states=states)
-        walk_all(C, q, o, states, None)
+        x.launch(L, S_in=S_in, S_out=S_out, states=states)
+        x.launch(x.C, q, o, S_in=states)
     else:
-        walk_all(L, q, o, S_in, S_out, states=states)
+        x.launch(L, q, o, S_in, S_out, states)
     return o, S, states
+
+
+def add_up(draft: Draft, k: Spec, v: Spec, g: Spec | None, reverse: bool) -> Spec:
+    """The final state [B, H, K, V] from zeros, and no output."""
+    sums = None if g is None else running_sums(draft, g, None, _chunk(draft.hardware, k))
+    x = Walk(draft, None, k, v, sums, None, 1.0, reverse)
+    L, S = x.segment(None), draft.new("S", x.N, x.H, x.K, x.V)
+    if L <= x.T:
+        x.states_of_segments(L, None, S)
+    else:
+        x.launch(L, S_out=S)
+    return S
 
 
 def _unwind(

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _contract as contract
 from .. import context_parallel
-from ..context_parallel import Ranks
+from ..over_ranks.exchange import Ranks
 from .language_model import IGNORED, LanguageModel, check_tokens
 
 __all__ = ["LossOverRanks", "Pieces"]

@@ -1,0 +1,104 @@
+"""Do all ranks of a process group make the same call? Asked through the group's store, not by a collective.
+
+Collectives that do not fit each other hang, or end the process. So before the first call of a kind every rank writes
+what it was called with into the store and reads what the others have written. When a later exchange fails, the store
+is also where the ranks that are still alive find out who is missing, or who makes another call.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from torch import distributed as dist
+
+GRACE = 1.0  # seconds that ranks give each other to report after a failed exchange
+
+
+class Agreement:
+    """What the ranks of one group have told each other; `count` numbers the questions."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.rank, self.size, self.count = dist.get_rank(group), dist.get_world_size(group), 0
+        self.store = dist.PrefixStore("gla_ref.context_parallel", group.get_group_store())
+
+    def reach(self, facts: dict[str, str]) -> None:
+        """Return when every rank has stated the same facts, a sentence for each argument by its name.
+
+        Raises:
+            ValueError: a rank has stated another fact, or has refused its arguments; the same text on every rank.
+            RuntimeError: a rank has stated nothing within the time limit of the store, that of the process group.
+        """
+        self._tell(facts)
+        keys = [f"{self.count}/{r}" for r in range(self.size)]
+        try:
+            self.store.wait(keys)
+        except RuntimeError as error:
+            silent = [r for r, key in enumerate(keys) if not self.store.check([key])]
+            raise RuntimeError(
+                f"{_ranks(silent)} did not make this call within {self.store.timeout}: "
+                "dead, hanging, or called with other arguments, which had been agreed upon before"
+            ) from error
+        told = [self._told(r) for r in range(self.size)]
+        self.count += 1
+        for r, theirs in enumerate(told):
+            difference = compare(0, told[0], r, theirs)
+            if difference:
+                raise ValueError(difference)
+        if self.count > 1:  # whoever has answered this question has read all answers to the last
+            self.store.delete_key(f"{self.count - 2}/{self.rank}")
+
+    def answer(self, facts: dict[str, str]) -> None:
+        """Take part in the question at hand if another rank asks it; as `reach`."""
+        if any(self.store.check([f"{self.count}/{r}"]) for r in range(self.size) if r != self.rank):
+            self.reach(facts)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks that this one was called with arguments that do not fit."""
+        self._tell({"error": f"{type(error).__name__}: {error}"})
+        self.count += 1
+
+    def lost(self, error: Exception, facts: dict[str, str], waited_for: list[int]) -> RuntimeError:
+        """What to raise when an exchange has failed in which this rank waited for others."""
+        self.give_up(f"waited for {_ranks(waited_for)}")
+        others, stop = [r for r in range(self.size) if r != self.rank], time.monotonic() + GRACE
+        while True:
+            differences = [compare(self.rank, facts, r, told) for r in others if (told := self._told(r))]
+            silent = [r for r in waited_for if not self.store.check([f"lost/{r}"])]
+            if any(differences) or not silent or time.monotonic() > stop:
+                break
+            time.sleep(0.02)
+        for difference in filter(None, differences):
+            return RuntimeError(f"the ranks make different calls: {difference}")
+        if silent:
+            who = f"{_ranks(silent)} died or hangs"
+        else:
+            who = ", ".join(f"rank {r} gave up: {self.store.get(f'lost/{r}').decode()}" for r in waited_for)
+        return RuntimeError(f"no state came across the border within the time limit: {who} ({error})")
+
+    def give_up(self, why: str) -> None:
+        """Say why this rank takes no further part in the exchange at hand."""
+        self.store.set(f"lost/{self.rank}", why)
+
+    def _tell(self, facts: dict[str, str]) -> None:
+        self.store.set(f"{self.count}/{self.rank}", json.dumps(facts))
+
+    def _told(self, rank: int) -> dict[str, str]:
+        """What a rank has answered to the question at hand; nothing yet: {}."""
+        key = f"{self.count}/{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else {}
+
+
+def compare(a: int, facts: dict[str, str], b: int, others: dict[str, str]) -> str | None:
+    """The first difference between what ranks a and b were called with, or what one of them has refused."""
+    for rank, told in ((a, facts), (b, others)):
+        if "error" in told:
+            return f"rank {rank} was called with what does not fit: {told['error']}"
+    for name, fact in facts.items():
+        if others.get(name) != fact:
+            return f"{name}: expected the same on every rank, got {fact} on rank {a} and {others.get(name)} on rank {b}"
+    return None
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

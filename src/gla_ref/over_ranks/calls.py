@@ -1,0 +1,299 @@
+"""A call over ranks: its steps, forward and backward, and what every rank is asked before it takes part (chapter 23).
+
+`Enter` exchanges states on the way forward and nothing on the way back. Then each rank walks its own piece by the
+mechanism's own differentiable function. `Leave` exchanges nothing on the way forward and gradients of states on the
+way back.
+
+PyTorch's compiler is loaded with this module, so that the package does not import it by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+
+from .. import _contract as contract
+from ..mechanisms import MECHANISMS
+from .exchange import Exchange, Ranks
+from .maps import Maps, Tokens, Walk, read_map, write_map
+from .pieces import Segment, neutral, only, some, starting
+from .planning import LINKS, Plan, plan
+
+
+class Planned(NamedTuple):
+    """What a rank knows of all calls of one kind.
+
+    Attributes:
+        plan: which exchange, how many segments.
+        facts: what all ranks have in common, by the names of arguments.
+        common: the same without names, to be looked up.
+        tag: a number that stands for the facts.
+        lengths: tokens of each rank.
+        walk: how pieces are walked.
+    """
+
+    plan: Plan
+    facts: dict[str, str]
+    common: tuple[str, ...]
+    tag: float
+    lengths: tuple[int, ...]
+    walk: Walk
+
+
+class Call:
+    """One call on this rank: its segments, and how tensors of tokens and states are cut into them."""
+
+    def __init__(self, ranks: Ranks, planned: Planned, facts: dict[str, str], segment: int | None, cu: Tensor | None):
+        plan, lengths, r = planned.plan, planned.lengths, ranks.rank
+        self.walk, self.cu = planned.walk, cu
+        self.exchange = Exchange(ranks, plan, facts, planned.tag)
+        a, total = sum(lengths[:r]), sum(lengths)
+        self.tokens, n = lengths[r], plan.segments[r]
+        step = segment or self.tokens // n
+        borders = [(i * step, min(self.tokens, (i + 1) * step)) for i in range(n)]
+        self.segments = [
+            Segment(a + i, a + j, r == m == 0, r == ranks.size - 1 and m == n - 1, total, cu)
+            for m, (i, j) in enumerate(borders)
+        ]
+        # so many segments are walked side by side, as rows of a batch: all of them, or one after the other
+        self.rows = n if plan.composed else 1
+        self.batches = [(0, self.tokens)] if plan.composed else borders
+
+    def cut(self, x: Tensor) -> list[Tensor]:
+        """x [B, T, ...] by batches, [B * rows, T / rows, ...]; one token of zeros in place of none."""
+        parts = [some(x[:, i:j]) for i, j in self.batches]
+        return [y.unflatten(1, (self.rows, -1)).flatten(0, 1) for y in parts]
+
+    def batches_of(self, names: tuple[str, ...], tokens: Sequence[Tensor], backwards: bool) -> Iterator[Tokens]:
+        """Each batch's tokens by name; zeros for those whose sequence is not the one that leaves the segment."""
+        for i, own in enumerate(self.segments[:: self.rows]):
+            x = dict(zip(names, tokens[i * len(names) : (i + 1) * len(names)], strict=True))
+            yield neutral(x, own.of_left if backwards else own.of_right)
+
+    def apart(self, batches: Sequence[Tensor]) -> Tensor:
+        """Rows [B * rows, ...] of each batch as [B, n, ...] of all segments."""
+        found = [x.unflatten(0, (-1, self.rows)) for x in batches]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def together(self, x: Tensor) -> list[Tensor]:
+        """The inverse of `apart`."""
+        return [batch.flatten(0, 1) for batch in x.split(self.rows, 1)]
+
+    def maps(self, found: list[tuple[tuple[Tensor, ...], Tensor]]) -> Maps:
+        """The maps of all segments, of those of the batches."""
+        *M, X = (self.apart(parts) for parts in zip(*((*M, X) for M, X in found), strict=True))
+        return Maps(tuple(M), X)
+
+    def between(self, found: list, own: list[Tensor | None], backwards: bool = False) -> Tensor:
+        """The states that segments start from (backwards: R behind them), `[N_seq, n, H, K, V]`.
+
+        Args:
+            found: the maps of the batches.
+            own: for each segment the states of the sequences that begin (backwards: end) in it, None for zeros.
+            backwards: from right to left.
+        """
+        maps = self.maps(found)
+        plain = self.cu is None and all(S is None for S in own)  # zeros come into the first segment, whatever its M
+        if backwards:
+            edges = [(x.stops, x.left, x.right, x.crosses) for x in self.segments]
+        else:
+            edges = [(x.starts, x.right, x.left, x.enters) for x in self.segments]
+        if not plain:
+            starts = [
+                starting(maps.one(i), begins, None if S is None else S[out])
+                for i, (S, (begins, out, _, _)) in enumerate(zip(own, edges, strict=True))
+            ]
+            maps = Maps(
+                tuple(torch.stack(m, 1) for m in zip(*(x.M for x in starts), strict=True)),
+                torch.stack([x.X for x in starts], 1),
+            )
+        states, _ = maps.run(self.exchange.entering(maps, backwards), backwards)
+        if plain:
+            return states
+        zeros = states.new_zeros(states.shape[0] if self.cu is None else len(self.cu) - 1, *states.shape[2:])
+        rows = []
+        for i, (S, (_, _, into, crosses)) in enumerate(zip(own, edges, strict=True)):
+            S, come = zeros if S is None else S, only(crosses, states[:, i])
+            if come is not None:
+                S = S.clone()
+                S[into] += come
+            rows.append(S)
+        return torch.stack(rows, 1)
+
+
+def total(parts: list[Tensor | None], like: Tensor) -> Tensor:
+    """The sum of those that are not None."""
+    return sum((x for x in parts if x is not None), torch.zeros_like(like))
+
+
+class Enter(torch.autograd.Function):
+    """(call, names, initial state or None, batches of tokens) -> the states that each batch starts from."""
+
+    @staticmethod
+    def forward(ctx, call: Call, names: tuple[str, ...], initial: Tensor | None, *tokens: Tensor):
+        ctx.call, ctx.dtype = call, None if initial is None else initial.dtype
+        maps = [write_map(call.walk, x) for x in call.batches_of(names, tokens, backwards=False)]
+        S = None if initial is None else initial.to(call.walk.dtype)
+        return tuple(call.together(call.between(maps, [only(own.begins, S) for own in call.segments])))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dS: Tensor):
+        call, d_initial = ctx.call, None
+        call.exchange.arrived()
+        if ctx.dtype is not None:
+            parts = zip(call.segments, call.apart(dS).unbind(1), strict=True)
+            d_initial = total([only(own.begins, x) for own, x in parts], call.apart(dS)[:, 0]).to(ctx.dtype)
+        return None, None, d_initial, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+class Leave(torch.autograd.Function):
+    """(call, names, o and states of each batch, batches of tokens) -> o and the states of sequences that end here.
+
+    o is not copied, so it must not be changed in place.
+    """
+
+    @staticmethod
+    def forward(ctx, call: Call, names: tuple[str, ...], *tensors: Tensor):
+        call.exchange.arrived()
+        n = len(call.batches)
+        o, S, tokens = tensors[:n], call.apart(tensors[n : 2 * n]), tensors[2 * n :]
+        ctx.call, ctx.names = call, names
+        ctx.save_for_backward(*tokens)
+        ctx.set_materialize_grads(False)
+        state = total([only(own.ends, S[:, i]) for i, own in enumerate(call.segments)], S[:, 0])
+        o = [x.unflatten(0, (-1, call.rows)).flatten(1, 2) for x in o]  # [B T HV V]
+        o = (torch.cat(o, 1) if n > 1 else o[0])[:, : call.tokens]
+        ctx.zeros = functools.partial(torch.zeros, o.shape, dtype=o.dtype, device=o.device)
+        return o, state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do: Tensor | None, d_state: Tensor | None):
+        call, tokens = ctx.call, ctx.saved_tensors  # which a checkpoint hands out once
+        do = call.cut(ctx.zeros() if do is None else do)
+        batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, strict=True)
+        maps = [read_map(call.walk, x, y) for x, y in batches]
+        dS = call.between(maps, [only(own.ends, d_state) for own in call.segments], backwards=True)
+        return None, None, *do, *call.together(dS), *[None] * len(tokens)
+
+
+@torch.compiler.disable  # which stops at this call and goes on behind it
+def split_over_ranks(
+    mechanism: str, tokens: dict[str, Tensor | None], initial_state: Tensor | None, cu_seqlens: Tensor | None, group,
+    scale, lengths, exchange, segment,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What all functions of :mod:`gla_ref.context_parallel` do."""
+    ranks = Ranks.of(group)
+    call = agreed(ranks, mechanism, tokens, initial_state, cu_seqlens, scale, lengths, exchange, segment)
+    cut = {name: call.cut(x) for name, x in tokens.items() if x is not None}
+    flat = [x[i] for i in range(len(call.batches)) for x in cut.values()]
+    starts = Enter.apply(call, tuple(cut), initial_state, *flat)
+    o, S = [], []
+    for i, own in enumerate(call.segments[:: call.rows]):
+        here = {name: x[i] for name, x in cut.items()}
+        o_i, S_i = call.walk.form(**here, scale=call.walk.scale, initial_state=starts[i], cu_seqlens=own.cu)
+        o.append(o_i)
+        S.append(S_i)
+    return Leave.apply(call, tuple(cut), *o, *S, *flat)
+
+
+# What every rank is asked before it takes part.
+
+
+def agreed(ranks: Ranks, mechanism, tokens, initial_state, cu, scale, lengths, exchange, segment) -> Call:
+    """A call that fits and that all ranks make.
+
+    What fits is asked once for each signature that this rank has seen; whether the others do the same, once for each
+    set of facts: what all ranks have in common, so that all of them ask at the same call. Boundaries of packed
+    sequences, which change from call to call, are asked for at every call where their values may be looked at.
+    """
+    given = {name: x for name, x in tokens.items() if x is not None}
+    states = *given.values(), *([] if initial_state is None else [initial_state])
+    gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in states)
+    debug = os.environ.get("GLA_REF_DEBUG") == "1"
+    try:
+        for name, x in (*given.items(), ("cu_seqlens", cu), ("initial_state", initial_state)):
+            if x is not None and not isinstance(x, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        key = (
+            mechanism,
+            *((name, x.shape, x.dtype, x.device) for name, x in given.items()),
+            None if cu is None else (cu.shape, cu.dtype),
+            None if initial_state is None else (initial_state.shape, initial_state.dtype, initial_state.device),
+            lengths if lengths is None else tuple(lengths), scale, exchange, segment, gradients,
+        )  # fmt: skip
+        found = ranks.plans.get(key)
+        if found is None:
+            found = planned(ranks, mechanism, given, lengths, scale, initial_state, cu, exchange, segment, gradients)
+        seen = cu is not None and (debug or not cu.is_cuda)
+        facts = found.facts
+        if seen:
+            facts = facts | {"cu_seqlens": f"{contract.check_cu_seqlens(cu, 1, sum(found.lengths))}"}
+    except (TypeError, ValueError) as error:
+        ranks.agreement.refuse(error)
+        raise
+    if debug or seen or found.common not in ranks.agreed:
+        ranks.agreement.reach(facts)
+        ranks.agreed.add(found.common)
+    ranks.plans[key] = found
+    return Call(ranks, found, facts, segment, cu)
+
+
+def planned(ranks: Ranks, mechanism, given, lengths, scale, initial_state, cu, exchange, segment, gradients) -> Planned:
+    """What is known of a call of a new kind.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    kind, R = MECHANISMS[mechanism], ranks.size
+    missing = [name for name in kind.required if name not in given]
+    if missing:
+        raise TypeError(f"{missing[0]}: expected a torch.Tensor, got None")
+    one = {name: some(x) if x.ndim > 1 else x for name, x in given.items()}
+    sizes = contract.check_tensors(one, kind.arguments, kind.multiples)
+    (T, device), B = (given["q"].shape[1], given["q"].device), sizes["B"]
+    for name, x in given.items():
+        if x.shape[1] != T:
+            raise ValueError(f"{name}: expected {T} tokens as in q, got {x.shape[1]}")
+    lengths = (T,) * R if lengths is None else tuple(lengths)
+    if len(lengths) != R or not all(isinstance(n, int) and n >= 0 for n in lengths) or sum(lengths) == 0:
+        raise ValueError(f"lengths: expected {R} numbers of tokens, one for each rank, got {list(lengths)}")
+    if lengths[ranks.rank] != T:
+        raise ValueError(f"lengths: expected {T} for rank {ranks.rank}, as q has tokens, got {lengths[ranks.rank]}")
+    scale, dtype = contract.check_scale(scale, sizes["K"]), contract.compute_dtype(*given.values())
+    contract.check_cu_seqlens(cu, B, sum(lengths), values=False)
+    if cu is not None and cu.device != device:
+        raise ValueError(f"cu_seqlens: expected device {device}, got {cu.device}")
+    if initial_state is not None:
+        N = B if cu is None else len(cu) - 1
+        contract.check_state("initial_state", initial_state, contract.state_shape(kind, sizes, N), device)
+    link = LINKS.get(dist.get_backend(ranks.group), LINKS["gloo"])
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    chosen = plan(
+        mechanism, one, lengths, packed=cu is not None, exchange=exchange, segment=segment, link=link,
+        multiprocessors=processors,
+    )  # fmt: skip
+    facts = {"mechanism": mechanism}
+    for argument in kind.arguments:
+        x = given.get(argument.name)
+        if x is not None:
+            shape = ", ".join("T" if axis == 1 else f"{n}" for axis, n in enumerate(x.shape))
+        facts[argument.name] = "None" if x is None else f"[{shape}] {x.dtype} on {x.device.type}"
+    facts["cu_seqlens"] = "None" if cu is None else f"{list(cu.shape)} {cu.dtype}"
+    facts |= {"lengths": f"{list(lengths)}", "scale": f"{scale}", "exchange": f"{exchange}", "segment": f"{segment}"}
+    facts["requires_grad"] = f"{gradients}"
+    from .. import FORMS  # which imports this package
+
+    walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, dtype)
+    common = tuple(facts.values())
+    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # which float32 holds exactly
+    return Planned(chosen, facts, common, tag, lengths, walk)

@@ -1,0 +1,177 @@
+"""The exchange: which state comes into a rank's piece (chapter 23).
+
+What crosses a border between ranks is a state of K V numbers a head, however long the pieces are. An all-gather sends
+every rank's map to all others at once, and each composes those before its own. A pipeline sends the state itself from
+rank to rank, block of heads after block of heads.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from queue import Empty, SimpleQueue
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch import distributed as dist
+
+from .agreement import Agreement
+from .maps import Maps
+from .planning import Plan
+
+# one tensor from all ranks; PyTorch 2.13 has given it another name
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+PATIENCE = 0.05  # seconds between looks for what another rank asks, while this one waits
+
+
+class Ranks:
+    """A process group, the plans of this rank's calls, and the facts that all ranks have agreed upon."""
+
+    known: dict[dist.ProcessGroup, Ranks] = {}
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.agreement, self.plans, self.agreed = Agreement(group), {}, set()
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Ranks:
+        if group is None:
+            group = dist.group.WORLD
+        elif isinstance(group, dist.DeviceMesh):
+            group = group.get_group()  # of a mesh with one dimension
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: expected a process group that has this rank, or a DeviceMesh, got {group!r}")
+        if group not in Ranks.known:
+            Ranks.known[group] = Ranks(group)
+        return Ranks.known[group]
+
+    @property
+    def others(self) -> list[int]:
+        return [r for r in range(self.size) if r != self.rank]
+
+    def all_gather(self, x: Tensor) -> tuple[dist.Work, Tensor]:
+        """Every rank's numbers x [n], as [R, n] once the work is done."""
+        found = x.new_empty(self.size * len(x))
+        return all_gather(found, x, group=self.group, async_op=True), found.view(self.size, -1)
+
+    def receive(self, x: Tensor, rank: int) -> dist.Work:
+        return dist.irecv(x, dist.get_global_rank(self.group, rank), group=self.group)
+
+    def send(self, x: Tensor, rank: int) -> dist.Work:
+        return dist.isend(x, dist.get_global_rank(self.group, rank), group=self.group)
+
+
+class Exchange:
+    """What one call sends and receives.
+
+    Attributes:
+        tag: a number that all messages of this call begin with.
+        facts: what the ranks have agreed upon.
+    """
+
+    def __init__(self, ranks: Ranks, plan: Plan, facts: dict[str, str], tag: float):
+        self.ranks, self.plan, self.facts, self.tag = ranks, plan, facts, tag
+        self.sent: list[tuple[dist.Work, Tensor]] = []  # what is still on its way to another rank
+
+    def entering(self, maps: Maps, backwards: bool = False) -> Tensor:
+        """The state that comes into this rank's first segment (backwards: its last), by the maps of all segments."""
+        if self.ranks.size == 1:
+            return torch.zeros_like(maps.X[:, 0])
+        maps = maps.composed(backwards) if self.plan.composed else maps
+        return (self.pipelined if self.plan.exchange == "pipeline" else self.gathered)(maps, backwards)
+
+    def gathered(self, maps: Maps, backwards: bool) -> Tensor:
+        """All maps to every rank, which runs through those before its own."""
+        ranks, sizes = self.ranks, [math.prod(shape) for shape in self.plan.shapes]
+        counts = (1,) * ranks.size if self.plan.composed else self.plan.segments
+        numbers = torch.cat([self.tagged(maps.X), *(y.flatten() for y in (*maps.M, maps.X))])
+        if missing := 1 + max(counts) * sum(sizes) - len(numbers):
+            numbers = F.pad(numbers, (0, missing))
+        work, found = ranks.all_gather(numbers)
+        self.wait(work, found, ranks.others)
+        S = torch.zeros_like(maps.X[:, 0])
+        for r in range(ranks.size - 1, ranks.rank, -1) if backwards else range(ranks.rank):
+            own = found[r, 1 : 1 + counts[r] * sum(sizes)].split([counts[r] * n for n in sizes])
+            *M, X = (y.view(N, counts[r], *rest) for y, (N, *rest) in zip(own, self.plan.shapes, strict=True))
+            _, S = Maps(tuple(M), X).run(S, backwards)
+        return self.checked(S, found[:, 0], list(range(ranks.size)))
+
+    def pipelined(self, maps: Maps, backwards: bool) -> Tensor:
+        """The state from rank to rank; what is sent is on its way as this rank walks."""
+        ranks, found = self.ranks, []
+        before, after = (ranks.rank + 1, ranks.rank - 1) if backwards else (ranks.rank - 1, ranks.rank + 1)
+        H, blocks = maps.X.shape[2], self.plan.blocks
+        for b in range(blocks):
+            part = maps.heads(slice(b * H // blocks, (b + 1) * H // blocks))
+            S = torch.zeros_like(part.X[:, 0])
+            if 0 <= before < ranks.size:
+                numbers = S.new_empty(1 + S.numel())
+                self.wait(ranks.receive(numbers, before), numbers, [before])
+                S = self.checked(numbers[1:].view_as(S), numbers[:1], [before])
+            found.append(S)
+            if 0 <= after < ranks.size:
+                numbers = torch.cat([self.tagged(S), part.run(S, backwards)[1].flatten()])
+                self.sent.append((ranks.send(numbers, after), numbers))
+        return torch.cat(found, 1) if blocks > 1 else found[0]
+
+    def arrived(self) -> None:
+        """Wait until what was sent has gone out."""
+        while self.sent:
+            work, numbers = self.sent.pop()
+            self.wait(work, numbers, self.ranks.others)
+
+    def tagged(self, x: Tensor) -> Tensor:
+        return x.new_full((1,), self.tag)
+
+    def checked(self, S: Tensor, tags: Tensor, ranks: list[int]) -> Tensor:
+        """S, if the tags of the messages of these ranks are this very call's.
+
+        A rank may have fallen out of step among calls that were agreed upon before. A GPU, which nobody waits for
+        here, then gets NaN.
+        """
+        if S.is_cuda:
+            return torch.where(tags.eq(self.tag).all(), S, math.nan)
+        for rank, tag in zip(ranks, tags.tolist(), strict=True):
+            if tag != self.tag:
+                why = (
+                    f"rank {rank} makes another call than rank {self.ranks.rank}; "
+                    "GLA_REF_DEBUG=1 says which argument differs"
+                )
+                self.ranks.agreement.give_up(why)
+                raise ValueError(why)
+        return S
+
+    def wait(self, work: dist.Work, x: Tensor, ranks: list[int]) -> None:
+        """Wait for `ranks`, on a GPU in its stream.
+
+        On a CPU this rank answers meanwhile if another asks what it was called with.
+
+        Raises:
+            ValueError: another rank makes a call of another kind; the same text on every rank.
+            RuntimeError: a rank died or hangs.
+        """
+        try:
+            if x.is_cuda:
+                work.wait()
+                return
+            done = SimpleQueue()
+            threading.Thread(target=_finish, args=(work, done), daemon=True).start()
+            while True:
+                try:
+                    error = done.get(timeout=PATIENCE)
+                    break
+                except Empty:
+                    self.ranks.agreement.answer(self.facts)
+            if error:
+                raise error
+        except RuntimeError as error:
+            raise self.ranks.agreement.lost(error, self.facts, ranks) from error
+
+
+def _finish(work: dist.Work, done: SimpleQueue) -> None:
+    try:
+        work.wait()
+        done.put(None)
+    except RuntimeError as error:
+        done.put(error)

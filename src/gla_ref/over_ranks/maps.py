@@ -1,0 +1,168 @@
+"""The algebra of pieces: what a piece of a sequence does to the state that crosses it (chapter 23).
+
+    S_right = M S_left + X          M, X from k, v and the gates of the piece alone
+    R_left  = M^T R_right + A       R the gradient of S; A from q, do and the gates of the piece alone
+
+For gated linear attention M is the decay of the whole piece, diag(e^b): K numbers a head (for a scalar gate one, for
+no gate the number 1). For the delta rules it is a matrix K x K, which is what the rule makes of the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..chunks import decayed, heads_first
+from ..gates import decay_from_start, decay_to_end
+
+Tokens = dict[str, Tensor]
+WIDEST = 512  # columns of a state that the kernels take
+
+
+class Maps(NamedTuple):
+    """What segments, one after the other, do to a state: S -> M S + X each.
+
+    Of n segments, M is a product of decays `[N, n, H, K or 1, 1]` and `[N, n, H, 1, V]`, or one matrix
+    `[N, n, H, K, K]`; X is `[N, n, H, K, V]`.
+    """
+
+    M: tuple[Tensor, ...]
+    X: Tensor
+
+    @property
+    def decays(self) -> bool:
+        """Whether M is a product of decays."""
+        return self.M[0].shape[-1] == 1
+
+    def one(self, i: int) -> Maps:
+        """The map of segment i, without the axis of segments."""
+        return Maps(tuple(m[:, i] for m in self.M), self.X[:, i])
+
+    def heads(self, some: slice) -> Maps:
+        """The same maps of some of the heads."""
+        return Maps(tuple(m[:, :, some] for m in self.M), self.X[:, :, some])
+
+    def keep(self, S: Tensor) -> Tensor:
+        """M S, of maps without the axis of segments or with a state for each segment."""
+        first, *more = self.M
+        if not self.decays:
+            return first @ S
+        S = first * S
+        for m in more:
+            S = m * S
+        return S
+
+    def run(self, S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
+        """The states that come into each segment `[N, n, H, K, V]`, and the one that leaves the last."""
+        n = self.X.shape[1]
+        if S.is_cuda and S.dtype == torch.float32 and self.decays and n > 1:
+            from ..kernels.border import crossed
+
+            return crossed(self.X, self.M, S, backwards)
+        found = []
+        for i in reversed(range(n)) if backwards else range(n):
+            found.append(S)
+            m = self.one(i)
+            S = m.keep(S) + m.X
+        return torch.stack(found[::-1] if backwards else found, 1), S
+
+    def composed(self, backwards: bool = False) -> Maps:
+        """All segments as one."""
+        if self.X.shape[1] == 1:
+            return self
+        _, X = self.run(torch.zeros_like(self.X[:, 0]), backwards)
+        if self.decays:
+            M = tuple(m.prod(1) for m in self.M)
+        else:
+            first, *later = reversed(self.M[0].unbind(1)) if backwards else self.M[0].unbind(1)
+            for m in later:
+                first = m @ first
+            M = (first,)
+        return Maps(tuple(m[:, None] for m in M), X[:, None])
+
+
+class Walk(NamedTuple):
+    """How pieces are walked.
+
+    Attributes:
+        form: of the mechanism, from FORMS.
+        kernel: whether `form` is a kernel, and takes tokens in their own precision.
+        scale: factor on q.
+        dtype: of states and maps.
+    """
+
+    form: Callable
+    kernel: bool
+    scale: float
+    dtype: torch.dtype
+
+    def heads_first(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """[B, H, T, D] in the precision of states; None for what is not given."""
+        found = (x if x is None or x.ndim == 4 else x[..., None] for x in tensors)  # gates of heads
+        return [None if x is None else heads_first(x.to(self.dtype)) for x in found]
+
+
+def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(M, X) of rows of tokens, from left to right: of k, v and gates. No exponent is above 0.
+
+    A kernel reads k, v and g once more than one GPU's walk in one go would; of a delta rule it walks V + K columns.
+    """
+    k, v, g, g_v = x["k"], x["v"], x.get("g"), x.get("g_v")
+    if "beta" in x:
+        x, V = x | {"q": k}, v.shape[-1]
+        if walk.kernel and V + k.shape[-1] > WIDEST:
+            return (_of_identity(walk, x, v[..., :0])[1],), walk.form(**x, scale=walk.scale)[1]
+        _, S = _of_identity(walk, x, v)
+        return (S[..., V:],), S[..., :V]
+    if walk.kernel and g_v is None:
+        from ..kernels.border import added
+
+        X, decay = added(k, v, g)
+        return _decays(walk, x, decay), X
+    k, v, of_k, of_v = walk.heads_first(k, v, g, g_v)
+    return _decays(walk, x), decayed(k, of_k, decay_to_end).mT @ decayed(v, of_v, decay_to_end)
+
+
+def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(M^T, A) of rows of tokens, from right to left: of q, do, gates (and k, of the delta rules)."""
+    q, g, g_v = x["q"], x.get("g"), x.get("g_v")
+    if "beta" in x:
+        reads, M = _of_identity(walk, x, x["v"][..., :0])  # what token t reads of each row of the state: [B T HV K]
+        if walk.kernel:
+            from ..kernels.border import added
+
+            return (M.mT,), added(reads, do)[0]
+        return (M.mT,), heads_first(reads).mT @ heads_first(do.to(walk.dtype))
+    if walk.kernel and g_v is None:
+        from ..kernels.border import added
+
+        A, decay = added(q, do, g, backwards=True)
+        return _decays(walk, x, decay), walk.scale * A
+    q, do, of_q, of_do = walk.heads_first(q, do, g, g_v)
+    return _decays(walk, x), decayed(walk.scale * q, of_q, decay_from_start).mT @ decayed(do, of_do, decay_from_start)
+
+
+def _decays(walk: Walk, x: Tokens, rows: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What the gates of a piece leave of a state: M of gated linear attention; `rows` [B, H, K], if they are known."""
+    g, g_v = x.get("g"), x.get("g_v")
+    B, _, H, _ = x["q"].shape
+    if rows is None:
+        rows = x["q"].new_ones(B, H, dtype=walk.dtype) if g is None else g.sum(1, dtype=walk.dtype).exp()
+        rows = rows[..., None] if rows.ndim == 2 else rows  # [B H 1], or [B H K]
+    return (rows[..., None],) if g_v is None else (rows[..., None], g_v.sum(1, dtype=walk.dtype).exp()[..., None, :])
+
+
+def _of_identity(walk: Walk, x: Tokens, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What a delta rule makes of values v next to K columns without values, which start from the identity.
+
+    It drives a state column by column, so that these columns end as M of S -> M S + X.
+    """
+    if not walk.kernel:
+        x, v = {name: y.to(walk.dtype) for name, y in x.items()}, v.to(walk.dtype)
+    (B, _, HV, V), K = v.shape, x["k"].shape[-1]
+    S = F.pad(torch.eye(K, dtype=walk.dtype, device=v.device), (V, 0)).expand(B, HV, K, V + K)
+    return walk.form(**x | {"v": F.pad(v, (0, K))}, scale=walk.scale, initial_state=S)

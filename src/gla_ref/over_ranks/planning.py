@@ -1,0 +1,124 @@
+"""The plan of a call over ranks: which exchange, how many bytes, and why (chapter 23)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .. import _contract as contract
+from ..mechanisms import MECHANISMS
+from ..scaling import H200, Wire, gather_seconds, pipeline_seconds
+from .maps import Tokens
+
+# by the backend of the group: NVLink as the model of `scaling` has it, and orders of magnitude of a CPU's loop-back
+LINKS = {"nccl": H200.near, "gloo": Wire(message=1.5e-4, hop=1.5e-4, bandwidth=1e9)}
+
+
+class Plan(NamedTuple):
+    """What a call does on every rank; `why` has a sentence for each choice."""
+
+    walk: str  # the form of the mechanism that walks the pieces
+    exchange: str  # "all-gather" or "pipeline"
+    blocks: int  # of heads, which a pipeline sends one after the other
+    segments: tuple[int, ...]  # of each rank, walked side by side on a GPU
+    composed: bool  # a rank's maps into one, before an all-gather
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors of a segment's map, X last
+    bytes: int  # that a rank sends, forward or backward
+    why: tuple[str, ...]
+
+    def __str__(self) -> str:
+        how = f"{self.exchange}, {self.bytes:,} bytes a rank and direction; pieces walked by {self.walk}"
+        return "\n".join([how, *(f"  {reason}" for reason in self.why)])
+
+
+def plan(
+    mechanism: str,
+    tokens: Tokens,
+    lengths: Sequence[int],
+    *,
+    packed: bool = False,
+    exchange: str | None = None,
+    segment: int | None = None,
+    link: Wire = LINKS["nccl"],
+    multiprocessors: int = 0,
+) -> Plan:
+    """What a call would do; pure: it asks no process group, and looks at no value.
+
+    Args:
+        mechanism: such as "gla".
+        tokens: its tensors by name, as one rank has them, on any device ("meta" too).
+        lengths: how many tokens each rank has.
+        packed: whether there is `cu_seqlens`.
+        exchange: as in :func:`gla`.
+        segment: as in :func:`gla`.
+        link: what sending costs.
+        multiprocessors: of each rank's GPU; 0 for a CPU.
+
+    Returns:
+        The plan; printed, it says why.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    kind = MECHANISMS[mechanism]
+    sizes = contract.check_tensors(tokens, kind.arguments, kind.multiples)
+    if exchange not in (None, "all-gather", "pipeline"):
+        raise ValueError(f"exchange: expected all-gather, pipeline or None, got {exchange!r}")
+    if segment is not None:
+        contract.check_chunk(segment=segment)
+    dtype = contract.compute_dtype(*tokens.values())
+    itemsize = dtype.itemsize
+    N, K, V = sizes["B"], sizes["K"], sizes["V"]
+    H = sizes.get("HV", sizes["H"])
+    rows = {"linear_attention": 1, "simple_gla": 1, "gla": K}
+    decays = [(N, H, rows.get(mechanism, K), 1)]
+    if mechanism not in rows:
+        decays = [(N, H, K, K)]
+    elif tokens.get("g_v") is not None:
+        decays.append((N, H, 1, V))
+    shapes = (*decays, (N, H, K, V))
+    if segment:
+        segments = tuple(max(1, -(-n // segment)) for n in lengths)
+    else:
+        segments = tuple(1 if packed else side_by_side(n, N * H * -(-V // 128), multiprocessors) for n in lengths)
+    ranks, state = len(lengths), itemsize * math.prod(shapes[-1])
+    maps = (max(segments) if segment else 1) * itemsize * sum(map(math.prod, shapes))
+    ideal = math.sqrt(max(0, ranks - 2) * state / (link.bandwidth * link.message))
+    blocks = min(H, max(1, round(ideal)))
+    gather, pipe = gather_seconds(link, ranks, maps), pipeline_seconds(link, ranks, state, blocks)
+    why = [
+        f"{ranks} ranks, by the model of the link: all-gather of maps of {maps:,} bytes in {1e6 * gather:.0f} µs, "
+        f"pipeline of {state:,} bytes of states, in {blocks} blocks of heads, in {1e6 * pipe:.0f} µs"
+    ]
+    if exchange:
+        why.append(f"{exchange}: it was asked for")
+    exchange = exchange or ("pipeline" if pipe < gather else "all-gather")
+    from .. import FORMS  # which imports this module
+
+    if not multiprocessors:
+        walk, because = "chunkwise", "no GPU"
+    elif dtype == torch.float64 or "triton" not in FORMS[mechanism]:
+        walk, because = "chunkwise", f"there is no kernel for {dtype}"
+    else:
+        walk, because = "triton", "a GPU"
+    why.append(f"{walk}: {because}")
+    if segment:
+        why.append(f"segments of {segment} tokens were asked for: every number of ranks gives the same bits")
+    elif max(segments) > 1:
+        why.append(
+            f"{max(segments)} segments a rank, side by side: one does not fill {multiprocessors} multiprocessors"
+        )
+    numbers = blocks + state // itemsize if exchange == "pipeline" else 1 + maps // itemsize  # with the tags
+    return Plan(walk, exchange, blocks, segments, not segment, shapes, numbers * itemsize, tuple(why))
+
+
+def side_by_side(tokens: int, programs: int, multiprocessors: int) -> int:
+    """Into how many equal segments to cut a piece, of at least 512 tokens, so that its programs fill a GPU.
+
+    Programs of the kernels that have 128 columns of a state each: so many that these, too, walk each segment in one go.
+    """
+    most = min(multiprocessors // programs, tokens // 512)
+    return next((n for n in range(most, 1, -1) if tokens % n == 0), 1)
