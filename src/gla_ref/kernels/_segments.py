@@ -106,9 +106,11 @@ def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | 
     programs: walks that can run at the same time. chunks: chunks of each text; of all texts together, if `packed`
     texts share a row.
 
-    Walk each text in one go if that keeps two thirds of the chip busy. Otherwise cut it into segments: reading k and
-    v twice, 1.5 times the bytes, then pays. Every multiprocessor gets one program, but a segment has at least 8
-    chunks, because each segment costs a state to memory. lab/linear_attention.md has the measurements.
+    Cut each text if every walk can get two multiprocessors or more: segments read k and v twice, 1.5 times the bytes,
+    but two multiprocessors move bytes twice as fast as one. Otherwise walk each text in one go. Packed texts share
+    segments by length, and these can fill the chip: cut packed texts if their walks fill less than two thirds of it.
+    A segment has at least 8 chunks, because each segment costs a state to memory. lab/linear_attention.md has the
+    measurements.
     """
     if 3 * programs >= 2 * multiprocessors or chunks < 16:
         return "fused", chunks

@@ -64,7 +64,7 @@ def solve(q, k, g, beta, P, Y, decay, T, HV, G, C: tl.constexpr, BK: tl.constexp
 
     # compute: sums of just the gates between; differences of sums would be NaN after g = -inf
     between = tl.cumsum(tl.where(i > j, b_g[:, None], 0.0), 0)  # [C, C]
-    E = tl.exp2(tl.where(i >= j, between, float("-inf")))  # masked first: nothing may overflow
+    E = tl.exp2(tl.where(i >= j, between, float("-inf")))  # 0 above the diagonal
     b_P = tl.dot(b_q, b_k.T, input_precision="ieee") * E  # (1)
     A = tl.where(i > j, tl.dot(b_k, b_k.T, input_precision="ieee") * E, 0.0) * b_beta[:, None]  # (1)
     b_Y = inverse(A) * b_beta[None, :]  # (2), and beta of (3)
