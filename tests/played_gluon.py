@@ -136,7 +136,7 @@ class Tile:
         for (other, a, b), role in PLAY.unfenced.items():
             assert other != base or stop <= a or b <= first, f"read without a fence of {role}, which wrote it"
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape, layout):
         return Tile(self.x.reshape(-1).view(dtype).view(*shape))
 
     def load(self, layout):
@@ -340,9 +340,10 @@ STANDS_IN = {
     "mbarrier": SimpleNamespace(
         MBarrierLayout=layout, init=init, invalidate=invalidate, expect=expect, arrive=arrive, wait=wait
     ),
-    "tma": SimpleNamespace(
-        async_copy_global_to_shared=load_box, async_copy_shared_to_global=store_box, store_wait=store_wait
-    ),
+    "tma": SimpleNamespace(store_wait=store_wait),
+    "copy_in": load_box,
+    "copy_out": store_box,
+    "reinterpret": lambda x, dtype, shape, layout: x.reinterpret(dtype, shape, layout),
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "mma_v2": mma_v2,

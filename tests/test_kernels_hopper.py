@@ -1,6 +1,7 @@
 """The Hopper kernel of GLA: what it takes and refuses, anywhere; that it is right, on a Hopper GPU (pytest -m gpu)."""
 
 import itertools
+import pkgutil
 import threading
 from functools import partial
 
@@ -151,16 +152,17 @@ PACK = (0, 0, 33, 33, 40, 200, 264, 300)
 
 
 @gluon
-def test_either_barrier_of_warps_will_do(monkeypatch):
-    from triton.experimental.gluon import language
-
-    for kept in _gluon.BARRIERS:
+@pytest.mark.parametrize("what", _gluon.RENAMED)
+def test_either_name_will_do(what, monkeypatch):
+    path, *names = _gluon.RENAMED[what]
+    module = pkgutil.resolve_name(path)
+    for kept in names:
         with monkeypatch.context() as patch:
-            for name in _gluon.BARRIERS:
-                patch.delattr(language, name, raising=False)
-            assert _gluon.missing.__wrapped__() == "triton.experimental.gluon.language.barrier"
-            patch.setattr(language, kept, "found", raising=False)
-            assert _gluon.missing.__wrapped__() is None and _gluon.barrier_of_warps() == "found"
+            for name in names:
+                patch.delattr(module, name, raising=False)
+            assert _gluon.missing.__wrapped__() == f"{path}.{names[0]}"
+            patch.setattr(module, kept, "found", raising=False)
+            assert _gluon.missing.__wrapped__() is None and _gluon.named(what) == "found"
 
 
 played_here = pytest.mark.skipif(CUDA or _gluon.missing() is not None, reason="played on a CPU, where there is Gluon")

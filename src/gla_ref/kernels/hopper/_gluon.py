@@ -1,19 +1,29 @@
 """The one place that knows which versions of Triton have the Gluon that these kernels are written in.
 
-Gluon is experimental: names come, go and change. The kernels use what Triton 3.6 and 3.7 have alike; a name that is
-missing is looked for here once, and named in what `explain` says.
+Gluon is experimental: names come, go and change. The kernels use what Triton 3.6 to 3.9 have alike, and ask here for
+what has been renamed. A name that is missing is named in what `explain` says.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 
-BARRIERS = "barrier", "thread_barrier"  # all warps of a role wait there: its name in Triton 3.7, in 3.6
+LANGUAGE = "triton.experimental.gluon.language"
+TMA = f"{LANGUAGE}.nvidia.hopper.tma"
+# what has been renamed: the module or class, and the names, the newest first
+RENAMED = {
+    "barrier": (LANGUAGE, "barrier", "thread_barrier"),  # all warps of a role wait there; the second until 3.6
+    "copy_in": (TMA, "async_load", "async_copy_global_to_shared"),  # a box to shared memory; the second until 3.8
+    "copy_out": (TMA, "async_store", "async_copy_shared_to_global"),  # and from there
+    # a tile of shared memory as another type and shape; the second until 3.8
+    "reinterpret": (f"{LANGUAGE}.shared_memory_descriptor", "reinterpret", "_reinterpret"),
+}
 NEEDED = {
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),
-    "triton.experimental.gluon.language": (
+    LANGUAGE: (
         "BlockedLayout",
         "DotOperandLayout",
         "NVMMADistributedLayout",
@@ -26,25 +36,9 @@ NEEDED = {
         "join",
         "warp_specialize",
     ),
-    "triton.experimental.gluon.language.nvidia.hopper": (
-        "fence_async_shared",
-        "mma_v2",
-        "warpgroup_mma",
-        "warpgroup_mma_wait",
-    ),
-    "triton.experimental.gluon.language.nvidia.hopper.mbarrier": (
-        "MBarrierLayout",
-        "arrive",
-        "expect",
-        "init",
-        "invalidate",
-        "wait",
-    ),
-    "triton.experimental.gluon.language.nvidia.hopper.tma": (
-        "async_copy_global_to_shared",
-        "async_copy_shared_to_global",
-        "store_wait",
-    ),
+    f"{LANGUAGE}.nvidia.hopper": ("fence_async_shared", "mma_v2", "warpgroup_mma", "warpgroup_mma_wait"),
+    f"{LANGUAGE}.nvidia.hopper.mbarrier": ("MBarrierLayout", "arrive", "expect", "init", "invalidate", "wait"),
+    TMA: ("store_wait",),
 }
 
 
@@ -59,7 +53,8 @@ def missing() -> str | None:
         for name in names:
             if not hasattr(found, name):
                 return f"{module}.{name}"
-    return None if barrier_of_warps() else f"triton.experimental.gluon.language.{BARRIERS[0]}"
+    gone = [f"{home}.{names[0]}" for what, (home, *names) in RENAMED.items() if named(what) is None]
+    return gone[0] if gone else None
 
 
 def descriptor(*args):
@@ -69,8 +64,8 @@ def descriptor(*args):
     return TensorDescriptor(*args)
 
 
-def barrier_of_warps():
-    """What all warps of a role wait at; None where this Triton has nothing of the kind."""
-    from triton.experimental.gluon import language
-
-    return next((getattr(language, name) for name in BARRIERS if hasattr(language, name)), None)
+def named(what: str):
+    """An entry of RENAMED by the name that this Triton has for it; None where it has none."""
+    home, *names = RENAMED[what]
+    home = pkgutil.resolve_name(home)
+    return next((getattr(home, name) for name in names if hasattr(home, name)), None)

@@ -42,6 +42,7 @@ from .._hardware import Hardware
 from .._plan import Plan, cdiv
 from .._segments import slots
 from . import delta_chunk
+from ._gluon import named
 from .delta_chunk import (
     VARIABLE,
     allocate_scratch,
@@ -61,6 +62,8 @@ from .delta_chunk import (
     write,
 )
 from .gla_forward import keep_rows, operand, which_segment
+
+copy_in, copy_out = named("copy_in"), named("copy_out")
 
 C = gl.constexpr(64)  # tokens of a chunk
 ROWS = gl.constexpr(3)  # a chunk's rows of C numbers in `decays`: e^b; e^(b_C - b); the divisors of float16's T and P
@@ -115,8 +118,8 @@ def solve(
 
     # load
     mbarrier.expect(ready, 2 * k.block_type.nbytes)
-    tma.async_copy_global_to_shared(k, [i_b, i_h // G, o_t, 0], ready, t_k)
-    tma.async_copy_global_to_shared(q, [i_b, i_h // G, o_t, 0], ready, t_q)
+    copy_in(k, [i_b, i_h // G, o_t, 0], ready, t_k)
+    copy_in(q, [i_b, i_h // G, o_t, 0], ready, t_q)
     rows = o_t + gl.arange(0, C, layout=line)
     t_beta.store(load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, rows, stop))
     p = decays + pid.to(gl.int64) * ROWS * C
@@ -147,8 +150,8 @@ def solve(
     # store
     fence_async_shared()
     barrier()
-    tma.async_copy_shared_to_global(d_P, [pid, 0, 0, 0], t_P)
-    tma.async_copy_shared_to_global(d_T, [pid, 0, 0, 0], t_T)
+    copy_out(d_P, [pid, 0, 0, 0], t_P)
+    copy_out(d_T, [pid, 0, 0, 0], t_T)
     if k.dtype == gl.float16:
         ones = gl.full([1], 1.0, gl.float32, one)
         gl.store(p + 2 * C + gl.arange(0, 1, layout=one), ones * of_T)
@@ -167,11 +170,11 @@ def loader(q, k, v, d_T, d_P, tiles, bars, i_b, i_h, i_k, i_s, o_v, begin, n, HV
         mbarrier.wait(done.index(s), ((c // STAGES) & 1) ^ 1)
         bar = ready.index(s)  # completes when so many bytes are there
         mbarrier.expect(bar, 2 * k.block_type.nbytes + v.block_type.nbytes + 2 * d_T.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, [i_b, i_k, o_t, 0], bar, t_k.index(s))
-        tma.async_copy_global_to_shared(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
-        tma.async_copy_global_to_shared(v, [i_b, i_h, o_t, o_v], bar, t_v.index(s))
-        tma.async_copy_global_to_shared(d_T, [i_c, 0, 0, 0], bar, t_T.index(s))
-        tma.async_copy_global_to_shared(d_P, [i_c, 0, 0, 0], bar, t_P.index(s))
+        copy_in(k, [i_b, i_k, o_t, 0], bar, t_k.index(s))
+        copy_in(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
+        copy_in(v, [i_b, i_h, o_t, o_v], bar, t_v.index(s))
+        copy_in(d_T, [i_c, 0, 0, 0], bar, t_T.index(s))
+        copy_in(d_P, [i_c, 0, 0, 0], bar, t_P.index(s))
 
 
 @gluon.jit

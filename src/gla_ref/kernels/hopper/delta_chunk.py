@@ -44,10 +44,10 @@ from ... import _contract as contract
 from .._hardware import Hardware
 from .._plan import Box, Draft, Spec, boxed
 from .._segments import sequences
-from ._gluon import barrier_of_warps
+from ._gluon import named
 from .gla_forward import LOG2E, operand, store_box, store_rows
 
-barrier = barrier_of_warps()
+barrier, reinterpret = named("barrier"), named("reinterpret")
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
 VARIABLE = ("N", "T", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
 
@@ -149,9 +149,9 @@ def inverse(N, t_beta, scratch, layout: gl.constexpr):
     flat_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     # blocks [4, 4, 16, 16] in two parts; those on the diagonal by columns: t_D[j, block, i]
     blocks = N.reshape([4, 16, 4, 16]).permute((0, 2, 3, 1))
-    store_parts(t_N._reinterpret(gl.bfloat16, [2, 4, 4, 16, 16], flat_4), blocks)
+    store_parts(reinterpret(t_N, gl.bfloat16, [2, 4, 4, 16, 16], flat_4), blocks)
     D = gl.sum(gl.where(i // 16 == j // 16, N, 0.0).reshape([4, 16, 4, 16]), 2)  # [4, 16, 16], within a thread
-    t_D._reinterpret(gl.float32, [16, 4, 16], flat_3).store(D.permute((2, 0, 1)))
+    reinterpret(t_D, gl.float32, [16, 4, 16], flat_3).store(D.permute((2, 0, 1)))
 
     # the four inverses on the diagonal, side by side: a thread has a column of one of them
     four: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [2, 2, 1], [2, 1, 0])
@@ -161,7 +161,7 @@ def inverse(N, t_beta, scratch, layout: gl.constexpr):
     for n in gl.static_range(15):  # row n is done: add its part to the rows below
         b_row = gl.sum(gl.where(row == n, Y, 0.0), 1)  # [4, 16]
         Y += t_D.index(n).load(gl.SliceLayout(2, four))[:, :, None] * b_row[:, None, :]
-    store_parts(t_Y._reinterpret(gl.bfloat16, [2, 4, 16, 16], flat_3), Y.permute((0, 2, 1)))
+    store_parts(reinterpret(t_Y, gl.bfloat16, [2, 4, 16, 16], flat_3), Y.permute((0, 2, 1)))
 
     # columns of blocks; block 4 m + j of t_N is N_mj
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])

@@ -59,6 +59,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .._hardware import Hardware
 from .._plan import Plan
 from . import delta_chunk
+from ._gluon import named
 from .delta_chunk import (
     VARIABLE,
     allocate_scratch,
@@ -77,6 +78,8 @@ from .delta_chunk import (
     write,
 )
 from .gla_forward import keep_rows, operand
+
+copy_in = named("copy_in")
 
 C, BV = gl.constexpr(64), gl.constexpr(64)  # tokens of a chunk, columns of a walker
 STAGES_V, TURNS, SLOTS = gl.constexpr(2), gl.constexpr(2), gl.constexpr(4)  # places for v; for P and decays; for `done`
@@ -101,13 +104,13 @@ def loader(q, k, v, tiles, bars, i_b, i_h, i_k, begin, n):
         wait_done(done, c, STAGES)
         bar = ready.index(s)  # completes when so many bytes are there
         mbarrier.expect(bar, 2 * k.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, [i_b, i_k, o_t, 0], bar, t_k.index(s))
-        tma.async_copy_global_to_shared(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
+        copy_in(k, [i_b, i_k, o_t, 0], bar, t_k.index(s))
+        copy_in(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
         wait_done(done, c, STAGES_V)
         bar = ready_v.index(c % STAGES_V)
         mbarrier.expect(bar, n_v * v.block_type.nbytes)
         for d in gl.static_range(n_v):
-            tma.async_copy_global_to_shared(v, [i_b, i_h, o_t, d * BV], bar, t_v.index(c % STAGES_V * n_v + d))
+            copy_in(v, [i_b, i_h, o_t, d * BV], bar, t_v.index(c % STAGES_V * n_v + d))
 
 
 @gluon.jit

@@ -81,11 +81,12 @@ from .._plan import Plan, cdiv
 from .._segments import carry_states, segment_length, slots, which_segment
 from .._tiles import VARYING, load_tile, operand, patterns, product, store_tile
 from ..gla_forward import Readers, across, clamped, one_half, sums, to_border
-from ._gluon import barrier_of_warps
+from ._gluon import named
 from .gla_forward import LOG2E, Hopper, Roles, box, keep_rows, scaled, store_box, store_rows
 from .gla_forward import which_segment as which_segment_of_warps
 
-barrier = barrier_of_warps()
+barrier, reinterpret = named("barrier"), named("reinterpret")
+copy_in, copy_out = named("copy_in"), named("copy_out")
 
 
 @gluon.jit
@@ -100,21 +101,21 @@ def loader(boxes, tiles, bars, i_b, i_h, i_0, begin, n, C: gl.constexpr):
             odd = i & 1  # parity of round i - 2
             mbarrier.wait(free_v, odd)
             mbarrier.expect(has_v, v.block_type.nbytes)
-            tma.async_copy_global_to_shared(v, [i_b, i_h, o_t, 0], has_v, t_v)
+            copy_in(v, [i_b, i_h, o_t, 0], has_v, t_v)
             mbarrier.wait(free_do, odd)
             mbarrier.expect(has_do, do.block_type.nbytes)
-            tma.async_copy_global_to_shared(do, [i_b, i_h, o_t, 0], has_do, t_do)
+            copy_in(do, [i_b, i_h, o_t, 0], has_do, t_do)
             mbarrier.wait(free_S, odd)
             mbarrier.expect(has_S, S.block_type.nbytes)
-            tma.async_copy_global_to_shared(S, [i_0 + n - i, i_h, 0, 0], has_S, t_S)
+            copy_in(S, [i_0 + n - i, i_h, 0, 0], has_S, t_S)
         if i < n:
             o_t, s = begin + (n - 1 - i) * C, i % 2
             mbarrier.wait(free_x.index(s), ((i // 2) & 1) ^ 1)
             bar = has_x.index(s)
             mbarrier.expect(bar, 2 * k.block_type.nbytes + g.block_type.nbytes)
-            tma.async_copy_global_to_shared(g, [i_b, i_h, o_t, 0], bar, all_g.index(s))
-            tma.async_copy_global_to_shared(k, [i_b, i_h, o_t, 0], bar, all_k.index(s))
-            tma.async_copy_global_to_shared(q, [i_b, i_h, o_t, 0], bar, all_q.index(s))
+            copy_in(g, [i_b, i_h, o_t, 0], bar, all_g.index(s))
+            copy_in(k, [i_b, i_h, o_t, 0], bar, all_k.index(s))
+            copy_in(q, [i_b, i_h, o_t, 0], bar, all_q.index(s))
 
 
 @gluon.jit
@@ -250,21 +251,21 @@ def finish(
             if dg is not None:
                 tile_rows(dg, b_g, i_h, o_t, end, H, K, tile)
         else:
-            copy_out(d_dq, d_dk, d_dg, all_q.index(s), all_k.index(s), all_g.index(s), 0, i_h, o_t)
+            copy_gradients(d_dq, d_dk, d_dg, all_q.index(s), all_k.index(s), all_g.index(s), 0, i_h, o_t)
     else:
-        copy_out(d_dq, d_dk, d_dg, all_q.index(s), all_k.index(s), all_g.index(s), i_b, i_h, o_t)
+        copy_gradients(d_dq, d_dk, d_dg, all_q.index(s), all_k.index(s), all_g.index(s), i_b, i_h, o_t)
     mbarrier.arrive(free_x.index(s), count=1)
 
 
 @gluon.jit
-def copy_out(d_dq, d_dk, d_dg, t_q, t_k, t_g, i_b, i_h, o_t):
+def copy_gradients(d_dq, d_dk, d_dg, t_q, t_k, t_g, i_b, i_h, o_t):
     """dq, dk, dg by the copy engine, which leaves out what lies beyond the tensors; until it has read them."""
     fence_async_shared()
     barrier()  # all threads' stores are fenced
-    tma.async_copy_shared_to_global(d_dq, [i_b, i_h, o_t, 0], t_q)
-    tma.async_copy_shared_to_global(d_dk, [i_b, i_h, o_t, 0], t_k)
+    copy_out(d_dq, [i_b, i_h, o_t, 0], t_q)
+    copy_out(d_dk, [i_b, i_h, o_t, 0], t_k)
     if d_dg is not None:
-        tma.async_copy_shared_to_global(d_dg, [i_b, i_h, o_t, 0], t_g)
+        copy_out(d_dg, [i_b, i_h, o_t, 0], t_g)
     tma.store_wait(0)
 
 
@@ -439,8 +440,8 @@ def unwind(
     turns_R = gl.allocate_shared_memory(k.dtype, [128 // BV, BK, BV], square)
     # threads write it by rows of 8 numbers, and read it by columns
     terms: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    net = turns_S._reinterpret(gl.float32, [C, BK], terms)
-    later = turns_R._reinterpret(gl.float32, [C, BK], terms)
+    net = reinterpret(turns_S, gl.float32, [C, BK], terms)
+    later = reinterpret(turns_R, gl.float32, [C, BK], terms)
     t_P = gl.allocate_shared_memory(k.dtype, [C, C], square)
     t_dP = gl.allocate_shared_memory(k.dtype, [C, C], square)
     signs = gl.allocate_shared_memory(g.dtype, [C, C], square)

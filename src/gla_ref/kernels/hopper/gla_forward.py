@@ -63,6 +63,9 @@ from .._plan import Box, Plan, Spec, boxed, cdiv
 from .._segments import segment_length, slots
 from ..gla_forward import Call, Readers
 from . import refusal_of_gradient
+from ._gluon import named
+
+copy_in, copy_out = named("copy_in"), named("copy_out")
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -101,14 +104,14 @@ def loader(
         else:
             mbarrier.expect(bar, k.block_type.nbytes + v.block_type.nbytes + g.block_type.nbytes)
         if g.dtype != gl.float32:
-            tma.async_copy_global_to_shared(g, [i_b, i_h, o_t, 0], bar, all_g.index(s))
-        tma.async_copy_global_to_shared(k, [i_b, i_h, o_t, 0], bar, all_k.index(s))
+            copy_in(g, [i_b, i_h, o_t, 0], bar, all_g.index(s))
+        copy_in(k, [i_b, i_h, o_t, 0], bar, all_k.index(s))
         if q is not None:
-            tma.async_copy_global_to_shared(q, [i_b, i_h, o_t, 0], bar, all_q.index(s))
-        tma.async_copy_global_to_shared(v, [i_b, i_h, o_t, o_v], bar, all_v.index(s))
+            copy_in(q, [i_b, i_h, o_t, 0], bar, all_q.index(s))
+        copy_in(v, [i_b, i_h, o_t, o_v], bar, all_v.index(s))
         if g.dtype == gl.float32:
             mbarrier.wait(taken, (i & 1) ^ 1)  # the gates of chunk i - 1
-            tma.async_copy_global_to_shared(g, [i_b, i_h, o_t, 0], bar, all_g.index(0))
+            copy_in(g, [i_b, i_h, o_t, 0], bar, all_g.index(0))
 
 
 @gluon.jit
@@ -330,7 +333,7 @@ def store_box(low, o_16, d_o, i_b, i_h, o_t, o_v):
     tma.store_wait(0)  # the last tile has been read
     o_16.reshape(low.shape).store(low)
     fence_async_shared()
-    tma.async_copy_shared_to_global(d_o, [i_b, i_h, o_t, o_v], o_16)
+    copy_out(d_o, [i_b, i_h, o_t, o_v], o_16)
 
 
 @gluon.jit
