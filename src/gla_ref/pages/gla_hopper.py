@@ -34,6 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # in Triton 3.9, and before
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 LOG2E, LIMIT = gl.constexpr(1.4426950408889634), gl.constexpr(80.0)
 C, STAGES = gl.constexpr(64), gl.constexpr(2)
 
@@ -48,10 +51,10 @@ def loader(q, k, v, g, tiles, bars, i_b, i_h, T):
         # the copies below end the phase of `ready` when all these bytes have come; beyond T they are zeros
         bar = ready.index(s)
         mbarrier.expect(bar, 3 * q.block_type.nbytes + v.block_type.nbytes)
-        tma.async_copy_global_to_shared(g, [i_b, i_h, i * C, 0], bar, t_g.index(s))
-        tma.async_copy_global_to_shared(k, [i_b, i_h, i * C, 0], bar, t_k.index(s))
-        tma.async_copy_global_to_shared(q, [i_b, i_h, i * C, 0], bar, t_q.index(s))
-        tma.async_copy_global_to_shared(v, [i_b, i_h, i * C, 0], bar, t_v.index(s))
+        copy_in(g, [i_b, i_h, i * C, 0], bar, t_g.index(s))
+        copy_in(k, [i_b, i_h, i * C, 0], bar, t_k.index(s))
+        copy_in(q, [i_b, i_h, i * C, 0], bar, t_q.index(s))
+        copy_in(v, [i_b, i_h, i * C, 0], bar, t_v.index(s))
 
 
 @gluon.jit
@@ -115,7 +118,7 @@ def multiplier(o, S_last, tiles, bars, t_r, t_S, t_P, t_o, i_b, i_h, H, T, scale
         tma.store_wait(0)  # the copy engine has read the last o
         t_o.reshape([C, V]).store((b_o * scale).to(b_q.dtype))
         fence()
-        tma.async_copy_shared_to_global(o, [i_b, i_h, n * C, 0], t_o)  # nothing is written beyond T
+        copy_out(o, [i_b, i_h, n * C, 0], t_o)  # nothing is written beyond T
     tma.store_wait(0)
     o_k, o_v = gl.arange(0, K, layout=gl.SliceLayout(1, of_S)), gl.arange(0, V, layout=gl.SliceLayout(0, of_S))
     gl.store(S_last + ((i_b * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_v[None, :], S)
