@@ -10,7 +10,7 @@ from gla_ref import notebook
 
 LISTED = re.compile(r"(?m)^ +(gla_ref[\w.]*)$")
 #: packages whose modules have nothing to call: a docstring, and functions for the package's own use
-INNER = ("gla_ref.exercises.", "gla_ref.kernels.")
+INNER = ("gla_ref.exercises.", "gla_ref.kernels.", "gla_ref.over_ranks.")
 
 
 def source(root: Path, module: str) -> Path:
