@@ -9,7 +9,7 @@ import torch
 from cases import thin
 
 from gla_ref import FORMS, check
-from gla_ref.check import Case, _runner
+from gla_ref.check import Case, _runner, mistakes
 from gla_ref.check._common import common
 from gla_ref.check._memory import AROUND, placed
 from gla_ref.check._shrink import INSIDE, reproduction
@@ -547,3 +547,12 @@ def test_lines_to_run_import_what_was_checked_or_say_that_nothing_does():
 
     assert "from test_check_calls import remembering\n" in reproduction("linear_attention", remembering, Case(), None)
     assert "# fn: the function that was checked\n" in reproduction("linear_attention", fn, Case(), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mechanism", ["linear_attention", "gla"])
+def test_mistakes_with_strides_are_mistakes_in_16_bits_too(mechanism, dtype):
+    """A conversion to float32 closes gaps between rows; then q and k have the same strides again."""
+    for m in mistakes.known(mechanism, dtype):
+        if "strides" in m.name:
+            assert not check.kernel(mechanism, mistakes.apply(mechanism, m), dtype=dtype, only="*strided").ok, m.name

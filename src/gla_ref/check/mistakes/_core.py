@@ -98,6 +98,20 @@ class Misread(torch.autograd.Function):
         return d, None
 
 
+class Widened(torch.autograd.Function):
+    """x in another precision and with its own strides, which `to` does not keep where there are gaps."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.dtype = x.dtype
+        memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).to(dtype)
+        return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    @staticmethod
+    def backward(ctx, d):
+        return d.to(ctx.dtype), None
+
+
 def contiguous(x: Tensor) -> tuple[int, ...]:
     """The strides that x would have if it lay in order."""
     return torch.empty(x.shape, device="meta").stride()
@@ -123,7 +137,7 @@ def apply(mechanism: str, m: Mistake | None, C: int = C) -> Callable:
     def fn(*tokens, scale=None, initial_state=None, cu_seqlens=None):
         x = dict(zip(kind.arguments, tokens, strict=True))
         dtype, result = compute_dtype(*(x[n] for n in kind.named("token"))), x["v"].dtype
-        x = {n: y.to(dtype) for n, y in x.items()}
+        x = {n: y if y.dtype == dtype else Widened.apply(y, dtype) for n, y in x.items()}
         ends = None if cu_seqlens is None else cu_seqlens.tolist()
         if kind.cache:
             k0, v0 = initial_state or (x["k"][:, :0], x["v"][:, :0])
