@@ -207,8 +207,8 @@ OPTIONAL = (
     (
         "12_four_kernels.html",
         "Chapter 12",
-        "If you skip it, you will miss how to read a kernel by its grid, and the measured costs that two later chapters "
-        "avoid.",
+        "If you skip it, you will miss how to read a kernel by its grid, and the measured costs that two later "
+        "chapters avoid.",
     ),
 )
 
