@@ -42,7 +42,7 @@ SIZES = {"gla": scaling.GLA, "linear_attention": scaling.Sizes(tensors=(2, 2), s
 
 
 def tokens(mechanism: str, T: int, H: int, D: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
-    """The same on every rank: q, k, v, gates, strengths and do."""
+    """Draw q, k, v, gates, strengths and do, alike on every rank."""
     rng, sizes = torch.Generator(device).manual_seed(T), dict(B=1, T=T, H=H, HV=H, K=D, V=D)
     x = {}
     for a in KINDS[mechanism].arguments:

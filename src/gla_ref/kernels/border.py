@@ -1,4 +1,4 @@
-"""What crosses the borders of a sequence in pieces: what a piece adds, and what comes into it (chapter 23).
+"""States at the borders of a sequence in pieces: the sum that a piece adds, the state that comes in (chapter 23).
 
     X = sum_t (e^(b_T - b_t) k_t)^T v_t        from left to right: what the piece has written when it ends
     A = sum_t (e^(b_t) q_t)^T do_t             from right to left: what it reads of the state before it
@@ -48,7 +48,7 @@ def _of_all(decay: Tensor, n: int) -> Tensor:
 
 
 def plan_crossed(hardware: Hardware, part, rows, columns, S, backwards: bool) -> Plan:
-    """(the state that comes into each segment, in the place of `part`; the state behind the last)."""
+    """(the state that comes into each segment, written over `part`; the state after the last)."""
     draft = Draft(hardware, part, rows, columns, S)
     out = draft.like("S_out", S)
     carry_states(draft, part, rows, columns, S, out, None, part.shape[0] // S.shape[0], 1, backwards)
@@ -81,7 +81,7 @@ def crossed(X: Tensor, M: tuple[Tensor, ...], S: Tensor, backwards: bool = False
     Args:
         X: `[N, n, H, K, V]` of n segments, float32.
         M: decays `[N, n, H, K or 1, 1]` of rows and, if there are two, `[N, n, H, 1, V]` of columns.
-        S: `[N, H, K, V]`, the state before the first segment (backwards: behind the last).
+        S: `[N, H, K, V]`, the state before the first segment (backwards: after the last).
         backwards: from the last segment to the first.
 
     Returns:

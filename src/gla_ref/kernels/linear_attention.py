@@ -220,7 +220,7 @@ def _chunk(hardware: Hardware, x: Spec) -> int:
 
 
 class Walk:
-    """What the launches of `walk` over the same keys and values share: sizes, tiles, gates, direction."""
+    """Sizes, tiles, gates and direction that launches of `walk` over the same keys and values share."""
 
     def __init__(
         self, draft: Draft, q: Spec | None, k: Spec, v: Spec, sums: Spec | None, cu: Spec | None, scale: float,
@@ -234,7 +234,7 @@ class Walk:
         self.BK = max(64 if half else 16, next_power_of_2(self.K))
         table = WALK if sums is None else GATED
         BV, self.warps, self.stages = tiles(table, draft.hardware, k.dtype, K=self.K)
-        # of bf16, 16 columns with gates come out wrong (Triton 3.6; lab/linear_attention.md)
+        # 16 columns of bf16 with gates come out wrong (Triton 3.6; lab/linear_attention.md)
         self.BV = BV if half else min(BV, max(16, next_power_of_2(self.V)))
         self.engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v) if x is not None)
 

@@ -1,1 +1,1 @@
-"""What :mod:`gla_ref.context_parallel` is made of: tokens of one sequence split over ranks (chapter 23)."""
+"""The parts of :mod:`gla_ref.context_parallel`: tokens of one sequence split over ranks (chapter 23)."""

@@ -29,7 +29,7 @@ from .planning import LINKS, Plan, plan
 
 
 class Planned(NamedTuple):
-    """What a rank knows of all calls of one kind.
+    """Facts that a rank keeps of all calls of one kind.
 
     Attributes:
         plan: which exchange, how many segments.
@@ -93,7 +93,7 @@ class Call:
         return Maps(tuple(M), X)
 
     def between(self, found: list, own: list[Tensor | None], backwards: bool = False) -> Tensor:
-        """The states that segments start from (backwards: R behind them), `[N_seq, n, H, K, V]`.
+        """The states that segments start from (backwards: R after them), `[N_seq, n, H, K, V]`.
 
         Args:
             found: the maps of the batches.
@@ -178,7 +178,7 @@ class Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor | None, d_state: Tensor | None):
-        call, tokens = ctx.call, ctx.saved_tensors  # which a checkpoint hands out once
+        call, tokens = ctx.call, ctx.saved_tensors  # read once: a checkpoint hands them out only once
         do = call.cut(ctx.zeros() if do is None else do)
         batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, strict=True)
         maps = [read_map(call.walk, x, y) for x, y in batches]
@@ -186,12 +186,12 @@ class Leave(torch.autograd.Function):
         return None, None, *do, *call.together(dS), *[None] * len(tokens)
 
 
-@torch.compiler.disable  # which stops at this call and goes on behind it
+@torch.compiler.disable  # the compiler stops at this call and goes on after it
 def split_over_ranks(
     mechanism: str, tokens: dict[str, Tensor | None], initial_state: Tensor | None, cu_seqlens: Tensor | None, group,
     scale, lengths, exchange, segment,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What all functions of :mod:`gla_ref.context_parallel` do."""
+    """Run any function of :mod:`gla_ref.context_parallel`."""
     ranks = Ranks.of(group)
     call = agreed(ranks, mechanism, tokens, initial_state, cu_seqlens, scale, lengths, exchange, segment)
     cut = {name: call.cut(x) for name, x in tokens.items() if x is not None}
@@ -249,7 +249,7 @@ def agreed(ranks: Ranks, mechanism, tokens, initial_state, cu, scale, lengths, e
 
 
 def planned(ranks: Ranks, mechanism, given, lengths, scale, initial_state, cu, exchange, segment, gradients) -> Planned:
-    """What is known of a call of a new kind.
+    """Check and plan a call of a new kind.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
@@ -291,9 +291,9 @@ def planned(ranks: Ranks, mechanism, given, lengths, scale, initial_state, cu, e
     facts["cu_seqlens"] = "None" if cu is None else f"{list(cu.shape)} {cu.dtype}"
     facts |= {"lengths": f"{list(lengths)}", "scale": f"{scale}", "exchange": f"{exchange}", "segment": f"{segment}"}
     facts["requires_grad"] = f"{gradients}"
-    from .. import FORMS  # which imports this package
+    from .. import FORMS  # here, since it imports this package
 
     walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, dtype)
     common = tuple(facts.values())
-    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # which float32 holds exactly
+    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds it exactly
     return Planned(chosen, facts, common, tag, lengths, walk)

@@ -39,7 +39,7 @@ class Ranks:
         if group is None:
             group = dist.group.WORLD
         elif isinstance(group, dist.DeviceMesh):
-            group = group.get_group()  # of a mesh with one dimension
+            group = group.get_group()  # the mesh has one dimension
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: expected a process group that has this rank, or a DeviceMesh, got {group!r}")
         if group not in Ranks.known:
@@ -63,7 +63,7 @@ class Ranks:
 
 
 class Exchange:
-    """What one call sends and receives.
+    """Messages that one call sends and receives.
 
     Attributes:
         tag: a number that all messages of this call begin with.
@@ -72,7 +72,7 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, plan: Plan, facts: dict[str, str], tag: float):
         self.ranks, self.plan, self.facts, self.tag = ranks, plan, facts, tag
-        self.sent: list[tuple[dist.Work, Tensor]] = []  # what is still on its way to another rank
+        self.sent: list[tuple[dist.Work, Tensor]] = []  # messages still on their way to another rank
 
     def entering(self, maps: Maps, backwards: bool = False) -> Tensor:
         """The state that comes into this rank's first segment (backwards: its last), by the maps of all segments."""

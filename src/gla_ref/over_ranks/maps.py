@@ -24,7 +24,7 @@ WIDEST = 512  # columns of a state that the kernels take
 
 
 class Maps(NamedTuple):
-    """What segments, one after the other, do to a state: S -> M S + X each.
+    """The maps S -> M S + X of segments that follow each other.
 
     Of n segments, M is a product of decays `[N, n, H, K or 1, 1]` and `[N, n, H, 1, V]`, or one matrix
     `[N, n, H, K, K]`; X is `[N, n, H, K, V]`.
@@ -43,7 +43,7 @@ class Maps(NamedTuple):
         return Maps(tuple(m[:, i] for m in self.M), self.X[:, i])
 
     def heads(self, some: slice) -> Maps:
-        """The same maps of some of the heads."""
+        """These maps for some of the heads."""
         return Maps(tuple(m[:, :, some] for m in self.M), self.X[:, :, some])
 
     def keep(self, S: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Ten
     """(M^T, A) of rows of tokens, from right to left: of q, do, gates (and k, of the delta rules)."""
     q, g, g_v = x["q"], x.get("g"), x.get("g_v")
     if "beta" in x:
-        reads, M = _of_identity(walk, x, x["v"][..., :0])  # what token t reads of each row of the state: [B T HV K]
+        reads, M = _of_identity(walk, x, x["v"][..., :0])  # token t's reads of each row of the state: [B T HV K]
         if walk.kernel:
             from ..kernels.border import added
 
@@ -147,7 +147,7 @@ def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Ten
 
 
 def _decays(walk: Walk, x: Tokens, rows: Tensor | None = None) -> tuple[Tensor, ...]:
-    """What the gates of a piece leave of a state: M of gated linear attention; `rows` [B, H, K], if they are known."""
+    """M of gated linear attention, the decay over a piece; `rows` [B, H, K], if they are known."""
     g, g_v = x.get("g"), x.get("g_v")
     B, _, H, _ = x["q"].shape
     if rows is None:
@@ -157,7 +157,7 @@ def _decays(walk: Walk, x: Tokens, rows: Tensor | None = None) -> tuple[Tensor, 
 
 
 def _of_identity(walk: Walk, x: Tokens, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What a delta rule makes of values v next to K columns without values, which start from the identity.
+    """Walk a delta rule over values v and K more columns without values, which start from the identity.
 
     It drives a state column by column, so that these columns end as M of S -> M S + X.
     """

@@ -1,4 +1,4 @@
-"""Where a rank's tokens are among all: which sequences begin or end there, and which cross a border (chapter 23).
+"""A rank's tokens among all: which sequences begin or end there, and which cross a border (chapter 23).
 
 Sequences packed with `cu_seqlens` need no algebra of their own: only the sequence that lies across a border sends its
 state over it. To the map of a piece all other tokens are zeros, and a token of zeros neither writes, reads nor forgets.
@@ -33,12 +33,12 @@ class Segment:
             return
         self.left, self.right = ((cu < x).sum().sub(1).clamp(min=0).view(1) for x in (a, e))
         self.crosses = cu[self.right + 1] > e
-        # of the sequence at the right border, does it start in here? of the one at the left, does it stop?
+        # does the sequence at the right border start in here? does the one at the left stop?
         another = self.left != self.right
         self.starts, self.stops = another | (a == 0), another | (e == total)
         here, stop = torch.arange(a, e, device=cu.device), math.inf if final else e
         self.of_right, self.of_left = here >= cu[self.right], here < cu[self.left + 1]  # [T]
-        # of every sequence; an empty one begins and ends where the next token is
+        # for every sequence; an empty one begins and ends where the next token is
         self.begins = (cu[:-1] >= a) & (cu[:-1] < stop)
         last = torch.maximum(cu[1:] - 1, cu[:-1])
         self.ends = (last >= a) & (last < stop)

@@ -18,15 +18,15 @@ LINKS = {"nccl": H200.near, "gloo": Wire(message=1.5e-4, hop=1.5e-4, bandwidth=1
 
 
 class Plan(NamedTuple):
-    """What a call does on every rank; `why` has a sentence for each choice."""
+    """The steps of a call on every rank; `why` has a sentence for each choice."""
 
     walk: str  # the form of the mechanism that walks the pieces
     exchange: str  # "all-gather" or "pipeline"
-    blocks: int  # of heads, which a pipeline sends one after the other
-    segments: tuple[int, ...]  # of each rank, walked side by side on a GPU
+    blocks: int  # a pipeline sends heads in so many, one after the other
+    segments: tuple[int, ...]  # for each rank, walked side by side on a GPU
     composed: bool  # a rank's maps into one, before an all-gather
-    shapes: tuple[tuple[int, ...], ...]  # of the tensors of a segment's map, X last
-    bytes: int  # that a rank sends, forward or backward
+    shapes: tuple[tuple[int, ...], ...]  # the tensors of a segment's map, X last
+    bytes: int  # sent by a rank, forward or backward
     why: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ def plan(
     link: Wire = LINKS["nccl"],
     multiprocessors: int = 0,
 ) -> Plan:
-    """What a call would do; pure: it asks no process group, and looks at no value.
+    """Plan a call; pure: it asks no process group, and looks at no value.
 
     Args:
         mechanism: such as "gla".
@@ -96,7 +96,7 @@ def plan(
     if exchange:
         why.append(f"{exchange}: it was asked for")
     exchange = exchange or ("pipeline" if pipe < gather else "all-gather")
-    from .. import FORMS  # which imports this module
+    from .. import FORMS  # here, since it imports this package
 
     if not multiprocessors:
         walk, because = "chunkwise", "no GPU"

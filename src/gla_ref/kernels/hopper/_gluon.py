@@ -12,11 +12,11 @@ import pkgutil
 
 LANGUAGE = "triton.experimental.gluon.language"
 TMA = f"{LANGUAGE}.nvidia.hopper.tma"
-# what has been renamed: the module or class, and the names, the newest first
+# renamed: the module or class, and the names, the newest first
 RENAMED = {
     "barrier": (LANGUAGE, "barrier", "thread_barrier"),  # all warps of a role wait there; the second until 3.6
     "copy_in": (TMA, "async_load", "async_copy_global_to_shared"),  # a box to shared memory; the second until 3.8
-    "copy_out": (TMA, "async_store", "async_copy_shared_to_global"),  # and from there
+    "copy_out": (TMA, "async_store", "async_copy_shared_to_global"),  # a box from shared memory
     # a tile of shared memory as another type and shape; the second until 3.8
     "reinterpret": (f"{LANGUAGE}.shared_memory_descriptor", "reinterpret", "_reinterpret"),
 }
