@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def undecayed(it, maps, backwards, right):
 
 
 def empty(it, maps, backwards, right):
-    if eval(it.facts["lengths"])[it.ranks.rank]:
+    if json.loads(it.facts["lengths"])[it.ranks.rank]:
         return right(maps)
     return right(Maps(tuple(torch.zeros_like(m) for m in maps.M), torch.zeros_like(maps.X)))
 
