@@ -7,10 +7,12 @@ mechanism, length, exchange and number of GPUs. Shapes are (1, T, 16, 128) in bf
 the same text in the same run, by the mechanism's own form, as far as its memory reaches (--alone). Before the timing, o
 and every gradient of a short sequence are held against the float64 recurrence, beside one GPU's own error.
 
-`seconds` is the median of the slowest rank, between barriers. `exchange_seconds` is the same of the exchanges alone,
-forward and backward, measured in calls of their own, in which all ranks wait for each other before they send. `sent`
-are the bytes that a rank hands to torch.distributed, counted as it does so. `simulated` is what gla_ref.scaling says of
-that number of GPUs, as a multiple of one.
+`seconds` is the median of the slowest rank, between barriers; `replayed` is the same of a CUDA graph of the step, in
+which the host launches nothing, `alone` and `alone_replayed` those of one GPU. `exchange_seconds` is the time of the
+exchanges alone, forward and backward, measured in calls of their own, in which all ranks wait for each other before
+they send; `gather_seconds` that of one all-gather of as many bytes by NCCL, and of next to none. `sent` are the bytes
+that a rank hands to torch.distributed, counted as it does so. `simulated` is what gla_ref.scaling says of that number
+of GPUs, as a multiple of one.
 """
 
 import argparse
@@ -34,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
 from gla_ref import FORMS, context_parallel, results, scaling  # noqa: E402
 from gla_ref.mechanisms import MECHANISMS as KINDS  # noqa: E402
-from gla_ref.over_ranks.exchange import Exchange, Ranks  # noqa: E402
+from gla_ref.over_ranks.exchange import Exchange, Ranks, all_gather  # noqa: E402
 
 MECHANISMS = ("gla", "linear_attention", "gated_delta_rule")
 KEY = ("mechanism", "tokens", "heads", "size", "ranks", "exchange")
@@ -76,6 +78,29 @@ def seconds(call, device: str, repeats: int) -> float:
         dist.all_reduce(took, dist.ReduceOp.MAX)
         found.append(took.item())
     return statistics.median(found[2:])
+
+
+def replayed(call, device: str, repeats: int) -> float | None:
+    """`seconds` of a CUDA graph of the call; None on a CPU."""
+    if device != "cuda":
+        return None
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        call()
+    found = seconds(graph.replay, device, repeats)
+    graph.reset()
+    return found
+
+
+def gather_seconds(numbers: int, device: str, repeats: int) -> float:
+    """Of an all-gather of so many float32 from each rank."""
+    x = torch.zeros(numbers, device=device)
+    found = x.new_empty(dist.get_world_size() * numbers)
+    return seconds(lambda: all_gather(found, x), device, repeats)
 
 
 def own(x, rank, size):
@@ -147,12 +172,14 @@ def measure(args, mechanism: str, device: str) -> list[dict]:
     error_alone = worst(step(single, x), exact)
     errors = {way: worst(step(form, own(x, rank, size), exchange=way), own(exact, rank, size)) for way in args.exchange}
     for T in args.tokens:
-        alone = memory_alone = None
+        alone = memory_alone = alone_replayed = None
         x = tokens(mechanism, T if T <= args.alone else T // size, args.heads, args.size, dtype, device)
         if T <= args.alone:
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            alone, memory_alone = seconds(functools.partial(step, single, x), device, args.repeats), gib(device)
+            call = functools.partial(step, single, x)
+            alone, memory_alone = seconds(call, device, args.repeats), gib(device)
+            alone_replayed = replayed(call, device, args.repeats)
             x = own(x, rank, size)
         for way in args.exchange:
             if device == "cuda":
@@ -161,7 +188,9 @@ def measure(args, mechanism: str, device: str) -> list[dict]:
             record = dict(mechanism=mechanism, tokens=T, heads=args.heads, size=args.size, ranks=size, exchange=way)
             record |= dict(seconds=seconds(call, device, args.repeats), alone=alone)
             record |= dict(gib=gib(device), gib_alone=memory_alone)
+            record |= dict(replayed=replayed(call, device, args.repeats), alone_replayed=alone_replayed)
             record["exchange_seconds"], record["sent"] = exchanged(call, device, args.repeats)
+            record["gather_seconds"] = [gather_seconds(n, device, args.repeats) for n in (record["sent"] // 8, 1)]
             record |= dict(error=errors[way], error_alone=error_alone)
             sizes = SIZES.get(mechanism)
             record["simulated"] = sizes and scaling.step(way, T, 1, sizes) / scaling.step(way, T, size, sizes)

@@ -16,7 +16,7 @@ from torch import distributed as dist
 import gla_ref
 from gla_ref import context_parallel
 from gla_ref.mechanisms import MECHANISMS
-from gla_ref.over_ranks import maps, planning
+from gla_ref.over_ranks import planning
 from gla_ref.over_ranks.agreement import GRACE
 from gla_ref.over_ranks.maps import Maps, Walk, read_map, write_map
 
@@ -402,11 +402,8 @@ def test_kernels_find_maps(mechanism):
     exact = Walk(forms["recurrent"], False, 0.3, F64)
     by_kernel = Walk(forms["triton"], True, 0.3, torch.float32)
     low = {n: y.to(HERE, torch.float32) for n, y in x.items()}
-    with mock.patch.object(maps, "WIDEST", 40):
-        apart = write_map(by_kernel, low)
     for right, found in (
         (write_map(exact, x), write_map(by_kernel, low)),
-        (write_map(exact, x), apart),
         (read_map(exact, x, do), read_map(by_kernel, low, do.to(HERE, torch.float32))),
     ):
         for a, b in zip((*right[0], right[1]), (*found[0], found[1]), strict=True):
@@ -416,18 +413,32 @@ def test_kernels_find_maps(mechanism):
 @anywhere
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("rows", [1, 6])
-def test_a_kernel_runs_through_maps(rows, columns):
-    """States between segments, as the loop finds them; `X` stays as it was."""
+def test_kernels_run_through_maps(rows, columns):
+    """Messages of three ranks, states that come into each, and between its segments: as the loops find them."""
     border = pytest.importorskip("gla_ref.kernels.border")
     rng = torch.Generator().manual_seed(rows)
-    M = (torch.rand(2, 3, 4, rows, 1, generator=rng), torch.rand(2, 3, 4, 1, 5, generator=rng))[: 1 + columns]
-    X, S = torch.randn(2, 3, 4, 6, 5, generator=rng), torch.randn(2, 4, 6, 5, generator=rng)
+    M = (torch.rand(2, 12, 4, rows, 1, generator=rng), torch.rand(2, 12, 4, 1, 5, generator=rng))[: 1 + columns]
+    every = Maps(M, torch.randn(2, 12, 4, 6, 5, generator=rng))
+    S = torch.zeros(2, 4, 6, 5)
+
+    def check(found, right):
+        assert error(found.cpu(), right) < 1e-6
+
+    shapes = tuple((2, *y.shape[2:]) for y in (*every.M, every.X))
     for backwards in (False, True):
-        right = Maps(M, X).run(S, backwards)
-        there = X.to(HERE)
-        found = border.crossed(there, tuple(m.to(HERE) for m in M), S.to(HERE), backwards)
-        assert torch.equal(there.cpu(), X)
-        assert all(error(a.cpu(), b) < 1e-6 for a, b in zip(found, right, strict=True))
+        right, _ = every.run(S, backwards)
+        parts = [Maps(tuple(m[:, i : i + 4] for m in every.M), every.X[:, i : i + 4]) for i in (0, 4, 8)]
+        there = [Maps(tuple(m.to(HERE) for m in p.M), p.X.to(HERE)) for p in parts]
+        messages = torch.stack([border.composed(p.X, p.M, 7.0, backwards) for p in there])
+        for message, part in zip(messages, parts, strict=True):
+            own = part.composed(backwards)
+            check(message, torch.cat([torch.tensor([7.0]), *(y.flatten() for y in (*own.M, own.X))]))
+        for rank, part in enumerate(there):
+            came = border.entered(messages, rank, shapes, 7.0, backwards)
+            found, _ = border.crossed(part.X, part.M, came, backwards)
+            check(found, right[:, 4 * rank : 4 * rank + 4])
+            assert torch.equal(part.X.cpu(), parts[rank].X)
+            assert border.entered(messages, rank, shapes, 8.0, backwards).isnan().all(), "other tags"
 
 
 # The plan.

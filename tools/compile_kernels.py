@@ -77,8 +77,7 @@ class Case(NamedTuple):
             specs = [spec_of(n, given.get(n)) for n in one.TENSORS]
             return [one.forward.plan(CLASSES[hardware], *specs, None)]
         if self.mechanism.endswith("_border"):
-            specs = [spec_of(n, given.get(n)) for n in ("k", "v", "g")]
-            return [border.plan_added(CLASSES[hardware], *specs, backwards) for backwards in (False, True)]
+            return plan_border(CLASSES[hardware], given)
         if self.mechanism == "gla_page":
             return [plan_page(CLASSES[hardware], *(spec_of(n, given[n]) for n in kind.required))]
         if "frozen" in self.extra:
@@ -93,6 +92,27 @@ class Case(NamedTuple):
         return [
             plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")
         ]
+
+
+def plan_border(hardware: Hardware, given: dict[str, torch.Tensor]) -> list[Plan]:
+    """The maps of a piece, from left to right and back; of a decay, the message of eight segments and its reading."""
+    q, k, v, g, beta = (spec_of(n, given.get(n)) for n in ("q", "k", "v", "g", "beta"))
+    if beta:
+        return [border.plan_written(hardware, k, v, g, beta), border.plan_read(hardware, q, k, v, g, beta)]
+    rows, N, H, K, V = k.shape[3] if len(g.shape) == 4 else 1, 2, *given["initial_state"].shape[1:]
+    found = []
+    for backwards in (False, True):
+        draft = Draft(hardware)
+        part, decay = draft.spec("part", 8 * N, H, K, V), draft.spec("rows", 8 * N, H, rows)
+        own = border.plan_composed(hardware, part, decay, None, 8, 1.0, backwards)
+        messages = draft.spec("messages", 4, *own.outputs[0].shape)
+        shapes = (N, H, rows, 1), (N, H, K, V)
+        found += [
+            border.plan_added(hardware, k, v, g, backwards),
+            own,
+            border.plan_entered(hardware, messages, 1, shapes, 1.0, backwards),
+        ]
+    return found
 
 
 def plan_page(hardware: Hardware, q, k, v, g) -> Plan:
@@ -115,6 +135,7 @@ GATES = {
     "gla_step",
     "gla_border",
     "simple_gla_border",
+    "gated_delta_rule_border",
     "delta_rule",
     "gated_delta_rule",
     "gated_delta_rule_step",
@@ -174,6 +195,8 @@ WIDE = {
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
     "border simple": Case("simple_gla_border", 128, 128, "bfloat16", "float32"),
+    "border delta": Case("gated_delta_rule_border", 128, 128, "bfloat16", "float32"),
+    "border delta shared": Case("gated_delta_rule_border", 64, 256, "float16", "float32", ("shared",)),
     "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32"),
     "delta wide float16": Case("delta_rule", 256, 256, "float16", "float16"),
     "delta wide segments": Case("gated_delta_rule", 256, 256, "bfloat16", "float32", ("segmented",)),

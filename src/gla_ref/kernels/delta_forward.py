@@ -439,37 +439,39 @@ class Call:
         *_, K, W = S.shape
         return pattern(self.H * K * W, W, K * W, 1)
 
+    def launch_walk(
+        self, q, k, v, S_in: Spec | None, S_out: Spec | None, o: Spec | None = None, states: Spec | None = None,
+        writes: Spec | None = None, maps: bool = False,
+    ) -> None:  # fmt: skip
+        """`walk` of all segments; `maps`: S_out gets the map of each."""
+        n_v, n_k, n_s = cdiv(self.V, self.BV), cdiv(self.K, self.BV), slots(self.B, self.T, self.cu, self.L)
+        x, engine = q if o else None, self.engine(q, k, v)
+        self.draft.launch(
+            walk, (n_v + n_k * maps) * self.H * n_s,
+            *self.tiled((x, self.BK), (k, self.BK), (v, self.BV), (o, self.BV), engine=engine),
+            self.P if o else None, self.Y, self.factors, S_in, S_out, states, writes, self.cu,
+            *patterns(x, k, v, o, writes), self.state_strides(S_in),
+            self.N, self.T, self.L, self.H, self.G, self.K, self.V, self.scale,
+            BK=self.BK, BV=self.BV, TMA=engine, GATED=self.gated, MAP=maps, **self.same,
+            num_warps=self.warps, num_stages=self.stages,
+        )
+
     def walk(self, q, k, v, S_in: Spec | None, o: str = "", S: str = "", states: str = "", writes: str = ""):
         """(o, final state, the states before each chunk, the writes): what is given a name; else None.
 
         One launch where sequences are walked in one go, else three.
         """
         draft, V, K, n_s = self.draft, self.V, self.K, slots(self.B, self.T, self.cu, self.L)
-        n_v, n_k = cdiv(V, self.BV), cdiv(K, self.BV)
-        engine = self.engine(q, k, v)
-
-        def walk_all(S_in, S_out, o=None, states=None, writes=None, maps=False):
-            x, BK, BV = q if o else None, self.BK, self.BV
-            draft.launch(
-                walk, (n_v + n_k * maps) * self.H * n_s,
-                *self.tiled((x, BK), (k, BK), (v, BV), (o, BV), engine=engine),
-                self.P if o else None, self.Y, self.factors, S_in, S_out, states, writes, self.cu,
-                *patterns(x, k, v, o, writes), self.state_strides(S_in),
-                self.N, self.T, self.L, self.H, self.G, K, V, self.scale,
-                BK=BK, BV=BV, TMA=engine, GATED=self.gated, MAP=maps, **self.same,
-                num_warps=self.warps, num_stages=self.stages,
-            )
-
         S_T = draft.new(S or "S", self.N, self.H, K, V) if S or self.L <= self.T else None
         S_out = S_T
         if self.L <= self.T:
             part = draft.new("part", n_s, self.H, K, V + K)
-            walk_all(None, part, maps=True)
+            self.launch_walk(q, k, v, None, part, maps=True)
             S_in, S_out = self.carry(part, S_in, S_T, reverse=False), None
         o = draft.new(o, *v.shape, dtype=v.dtype) if o else None
         states = draft.new(states, self.chunks, self.H, K, V, dtype=self.kept) if states else None
         writes = draft.new(writes, *v.shape, dtype=self.kept) if writes else None
-        walk_all(S_in, S_out, o, states, writes)
+        self.launch_walk(q, k, v, S_in, S_out, o, states, writes)
         return o, S_T, states, writes
 
 

@@ -225,33 +225,36 @@ def gradients(
         tl.store(dg + o_d, b_dg.to(dg.dtype.element_ty), mask=o_r < stop)
 
 
+def launch_walk_back(
+    call: Call, q: Spec, k: Spec, do: Spec, R_in: Spec | None, R_out: Spec | None, r: Spec | None = None,
+    dstates: Spec | None = None, maps: bool = False,
+) -> None:  # fmt: skip
+    """`walk_back` of all segments; `maps`: R_out gets the map of each."""
+    n_v, n_k, n_s = cdiv(call.V, call.BV), cdiv(call.K, call.BV), slots(call.B, call.T, call.cu, call.L)
+    engine = call.engine(q, k, do)
+    call.draft.launch(
+        walk_back, (n_v + n_k * maps) * call.H * n_s,
+        *call.tiled((q, call.BK), (k, call.BK), (do, call.BV), engine=engine), r,
+        call.P, call.Y, call.factors, R_in, R_out, dstates, call.cu,
+        *patterns(q, k, do, r), call.state_strides(R_in),
+        call.N, call.T, call.L, call.H, call.G, call.K, call.V,
+        BK=call.BK, BV=call.BV, TMA=engine, GATED=call.gated, MAP=maps, **call.same,
+        num_warps=call.warps, num_stages=call.stages,
+    )
+
+
 def walk_backwards(call: Call, q: Spec, k: Spec, do: Spec, R: Spec | None, with_R_0: bool):
     """(r, the gradient of the initial state over scale, the R after each chunk), as `Call.walk` does forward."""
     draft, V, K, n_s = call.draft, call.V, call.K, slots(call.B, call.T, call.cu, call.L)
-    n_v, n_k = cdiv(V, call.BV), cdiv(K, call.BV)
-    engine = call.engine(q, k, do)
-
-    def walk_all(R_in, R_out, r=None, dstates=None, maps=False):
-        BK, BV = call.BK, call.BV
-        draft.launch(
-            walk_back, (n_v + n_k * maps) * call.H * n_s,
-            *call.tiled((q, BK), (k, BK), (do, BV), engine=engine), r,
-            call.P, call.Y, call.factors, R_in, R_out, dstates, call.cu,
-            *patterns(q, k, do, r), call.state_strides(R_in),
-            call.N, call.T, call.L, call.H, call.G, K, V,
-            BK=BK, BV=BV, TMA=engine, GATED=call.gated, MAP=maps, **call.same,
-            num_warps=call.warps, num_stages=call.stages,
-        )
-
     R_0 = draft.new("R_0", call.N, call.H, K, V) if with_R_0 or call.L <= call.T else None
     R_out = R_0
     if call.L <= call.T:
         part = draft.new("part", n_s, call.H, K, V + K)
-        walk_all(None, part, maps=True)
+        launch_walk_back(call, q, k, do, None, part, maps=True)
         R, R_out = call.carry(part, R, R_0, reverse=True), None
     r = draft.new("r", *do.shape, dtype=call.kept)
     dstates = draft.new("dstates", call.chunks, call.H, K, V, dtype=call.kept)
-    walk_all(R, R_out, r, dstates)
+    launch_walk_back(call, q, k, do, R, R_out, r, dstates)
     return r, R_0, dstates
 
 

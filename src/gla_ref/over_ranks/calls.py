@@ -69,8 +69,8 @@ class Call:
 
     def cut(self, x: Tensor) -> list[Tensor]:
         """x [B, T, ...] by batches, [B * rows, T / rows, ...]; one token of zeros in place of none."""
-        parts = [some(x[:, i:j]) for i, j in self.batches]
-        return [y.unflatten(1, (self.rows, -1)).flatten(0, 1) for y in parts]
+        parts = [some(x[:, i:j]) for i, j in self.batches] if len(self.batches) > 1 else [some(x)]
+        return [y.reshape(-1, y.shape[1] // self.rows, *y.shape[2:]) for y in parts] if self.rows > 1 else parts
 
     def batches_of(self, names: tuple[str, ...], tokens: Sequence[Tensor], backwards: bool) -> Iterator[Tokens]:
         """Each batch's tokens by name; zeros for those whose sequence is not the one that leaves the segment."""
@@ -130,8 +130,9 @@ class Call:
 
 
 def total(parts: list[Tensor | None], like: Tensor) -> Tensor:
-    """The sum of those that are not None."""
-    return sum((x for x in parts if x is not None), torch.zeros_like(like))
+    """The sum of those that are not None, zeros like `like` without any."""
+    given = [x for x in parts if x is not None]
+    return sum(given[1:], given[0]) if given else torch.zeros_like(like)
 
 
 class Enter(torch.autograd.Function):

@@ -20,7 +20,6 @@ from ..chunks import decayed, heads_first
 from ..gates import decay_from_start, decay_to_end
 
 Tokens = dict[str, Tensor]
-WIDEST = 512  # columns of a state that the kernels take
 
 
 class Maps(NamedTuple):
@@ -46,6 +45,11 @@ class Maps(NamedTuple):
         """These maps for some of the heads."""
         return Maps(tuple(m[:, :, some] for m in self.M), self.X[:, :, some])
 
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels run through these maps."""
+        return self.X.is_cuda and self.X.dtype == torch.float32 and self.decays
+
     def keep(self, S: Tensor) -> Tensor:
         """M S, of maps without the axis of segments or with a state for each segment."""
         first, *more = self.M
@@ -56,32 +60,36 @@ class Maps(NamedTuple):
             S = m * S
         return S
 
+    def after(self, S: Tensor) -> Tensor:
+        """M S + X, of maps without the axis of segments."""
+        if self.decays:
+            return self.keep(S) + self.X
+        X, M, S = (y.flatten(0, 1) for y in (self.X, *self.M, S))
+        return torch.baddbmm(X, M, S).view(self.X.shape)
+
     def run(self, S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
         """The states that come into each segment `[N, n, H, K, V]`, and the one that leaves the last."""
         n = self.X.shape[1]
-        if S.is_cuda and S.dtype == torch.float32 and self.decays and n > 1:
+        if self.by_kernels and n > 1:
             from ..kernels.border import crossed
 
             return crossed(self.X, self.M, S, backwards)
         found = []
         for i in reversed(range(n)) if backwards else range(n):
             found.append(S)
-            m = self.one(i)
-            S = m.keep(S) + m.X
+            S = self.one(i).after(S)
         return torch.stack(found[::-1] if backwards else found, 1), S
 
     def composed(self, backwards: bool = False) -> Maps:
         """All segments as one."""
-        if self.X.shape[1] == 1:
+        n = self.X.shape[1]
+        if n == 1:
             return self
-        _, X = self.run(torch.zeros_like(self.X[:, 0]), backwards)
-        if self.decays:
-            M = tuple(m.prod(1) for m in self.M)
-        else:
-            first, *later = reversed(self.M[0].unbind(1)) if backwards else self.M[0].unbind(1)
-            for m in later:
-                first = m @ first
-            M = (first,)
+        first, *later = (self.one(i) for i in (reversed(range(n)) if backwards else range(n)))
+        M, X = first.M, first.X
+        for m in later:
+            M = tuple(a * b if self.decays else a @ b for a, b in zip(m.M, M, strict=True))
+            X = m.after(X)
         return Maps(tuple(m[:, None] for m in M), X[:, None])
 
 
@@ -113,10 +121,13 @@ def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
     """
     k, v, g, g_v = x["k"], x["v"], x.get("g"), x.get("g_v")
     if "beta" in x:
-        x, V = x | {"q": k}, v.shape[-1]
-        if walk.kernel and V + k.shape[-1] > WIDEST:
-            return (_of_identity(walk, x, v[..., :0])[1],), walk.form(**x, scale=walk.scale)[1]
-        _, S = _of_identity(walk, x, v)
+        V = v.shape[-1]
+        if walk.kernel:
+            from ..kernels.border import written
+
+            S = written(k, v, g, x["beta"])
+        else:
+            _, S = _of_identity(walk, x | {"q": k}, v)
         return (S[..., V:],), S[..., :V]
     if walk.kernel and g_v is None:
         from ..kernels.border import added
@@ -129,13 +140,14 @@ def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
 
 def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """(M^T, A) of rows of tokens, from right to left: of q, do, gates (and k, of the delta rules)."""
-    q, g, g_v = x["q"], x.get("g"), x.get("g_v")
+    q, g, g_v, V = x["q"], x.get("g"), x.get("g_v"), do.shape[-1]
     if "beta" in x:
-        reads, M = _of_identity(walk, x, x["v"][..., :0])  # token t's reads of each row of the state: [B T HV K]
         if walk.kernel:
-            from ..kernels.border import added
+            from ..kernels.border import read
 
-            return (M.mT,), added(reads, do)[0]
+            R = read(q, x["k"], do, g, x["beta"])
+            return (R[..., V:],), walk.scale * R[..., :V]
+        reads, M = _of_identity(walk, x, x["v"][..., :0])  # token t's reads of each row of the state: [B T HV K]
         return (M.mT,), heads_first(reads).mT @ heads_first(do.to(walk.dtype))
     if walk.kernel and g_v is None:
         from ..kernels.border import added
@@ -161,8 +173,7 @@ def _of_identity(walk: Walk, x: Tokens, v: Tensor) -> tuple[Tensor, Tensor]:
 
     It drives a state column by column, so that these columns end as M of S -> M S + X.
     """
-    if not walk.kernel:
-        x, v = {name: y.to(walk.dtype) for name, y in x.items()}, v.to(walk.dtype)
+    x, v = {name: y.to(walk.dtype) for name, y in x.items()}, v.to(walk.dtype)
     (B, _, HV, V), K = v.shape, x["k"].shape[-1]
     S = F.pad(torch.eye(K, dtype=walk.dtype, device=v.device), (V, 0)).expand(B, HV, K, V + K)
     return walk.form(**x | {"v": F.pad(v, (0, K))}, scale=walk.scale, initial_state=S)

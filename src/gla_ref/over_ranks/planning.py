@@ -15,6 +15,7 @@ from .maps import Tokens
 
 # by the backend of the group: NVLink as the model of `scaling` has it, and orders of magnitude of a CPU's loop-back
 LINKS = {"nccl": H200.near, "gloo": Wire(message=1.5e-4, hop=1.5e-4, bandwidth=1e9)}
+WORTH = 0.75  # of an all-gather's time may a pipeline take
 
 
 class Plan(NamedTuple):
@@ -95,7 +96,9 @@ def plan(
     ]
     if exchange:
         why.append(f"{exchange}: it was asked for")
-    exchange = exchange or ("pipeline" if pipe < gather else "all-gather")
+    else:
+        exchange = "pipeline" if pipe < WORTH * gather else "all-gather"
+        why.append(f"{exchange}: in a pipeline each rank waits for the one before it, so it must save a quarter")
     from .. import FORMS  # here, since it imports this package
 
     if not multiprocessors:
