@@ -1,10 +1,11 @@
-"""Train a language model with its sequences split over the GPUs of a host, and on one of them. Prints a line of JSON.
+"""Train a language model with its sequences split over the GPUs of a host, and on one of them.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/split_training.py --tokens 65536 --steps 100
 
 The same weights, the same text and the same steps three times: over all ranks (in DDP, as one would), on one, and on
 one from weights that differ in their last bit, which shows how far apart rounding alone takes two curves. The text is
 this book's own, its chapters and its source, byte by byte. `apart` is the largest difference between two curves.
+Prints a line of JSON; on GPUs it also goes into results/<gpu>-split-training.json.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from gla_ref import results  # noqa: E402
 from gla_ref.models import Config, LanguageModel  # noqa: E402
 from gla_ref.models.over_ranks import LossOverRanks  # noqa: E402
 
@@ -30,6 +32,7 @@ SIZES = {  # 41 million parameters, and what a CPU does in seconds
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2},
 }
 WARM = 3  # steps that are not timed
+KEY = ("size", "mixer", "tokens", "ranks")
 
 
 def text() -> torch.Tensor:
@@ -73,7 +76,11 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # the others wait as long as one rank trains alone
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=30))
+    options = {"timeout": timedelta(minutes=30)}
+    if device == "cuda":
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()), **options)
+    else:
+        dist.init_process_group("gloo", **options)
     ranks, words = dist.get_world_size(), text().to(device)
     config = Config(vocab_size=256, mixer=args.mixer, use_short_conv=args.short_conv, **SIZES[args.size])
     rng = torch.Generator().manual_seed(0)
@@ -111,9 +118,11 @@ def main() -> None:
         record |= dict(tokens_a_second=args.tokens / seconds, tokens_a_second_alone=args.tokens / seconds_alone)
         record |= dict(apart=apart(over_ranks, one_rank), apart_by_rounding=apart(noise, one_rank))
         record |= dict(curve=over_ranks, curve_alone=one_rank)
-        if device == "cuda":
-            record |= dict(gpu=torch.cuda.get_device_name())
         print(json.dumps(record), flush=True)
+        if device == "cuda":
+            gpu = torch.cuda.get_device_name()
+            out = results.file(f"{gpu} split training")
+            results.merge(out, results.environment(gpu), "trainings", [record], KEY)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ import gla_ref
 from gla_ref import context_parallel
 from gla_ref.mechanisms import MECHANISMS
 from gla_ref.over_ranks import planning
-from gla_ref.over_ranks.agreement import GRACE
+from gla_ref.over_ranks.agreement import GRACE, Agreement, Lookout
 from gla_ref.over_ranks.maps import Maps, Walk, read_map, write_map
 
 T, K, V = 40, 3, 5
@@ -387,6 +387,22 @@ def test_a_rank_is_lost(pool, change, known):
     assert seconds < 1 + SHORT.total_seconds() + GRACE
     if here is not pool:
         here.close()
+
+
+def test_a_gpu_waits_in_vain(capfd):
+    """Nobody but the lookout knows: on rank 0 the work of an exchange never ends, and rank 1 has said nothing."""
+    store = dist.HashStore()
+    store.set_timeout(SHORT)
+    group = mock.Mock(get_group_store=lambda: store)
+    with mock.patch.object(dist, "get_rank", lambda _: 0), mock.patch.object(dist, "get_world_size", lambda _: 2):
+        lookout = Lookout(Agreement(group))
+    lookout.latest = mock.Mock(is_completed=lambda: True), {"q": "[1]"}, [1]
+    time.sleep(1.2 * SHORT.total_seconds())
+    assert lookout.is_alive() and not capfd.readouterr().err
+    lookout.latest = mock.Mock(is_completed=lambda: False), {"q": "[1]"}, [1]
+    lookout.join(SHORT.total_seconds() + GRACE + 1)
+    assert "gla_ref.context_parallel, rank 0" in (said := capfd.readouterr().err)
+    assert "rank 1 died or hangs" in said
 
 
 @anywhere

@@ -175,8 +175,8 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
         gpu: a part of the GPU's name, such as "h200"; None takes the first file by name.
         folder: where the files are; None looks in the checkout of this package, then in the working
             directory and the directories above it.
-        kind: "records" of run.py, "steps" of chunk_fuse.py, "checks" of check_peers.py or "scaling" of
-            scaling.py; of :mod:`gla_ref.experiments` the experiment's name.
+        kind: "records" of run.py, "steps" of chunk_fuse.py, "checks" of check_peers.py, "scaling" of
+            scaling.py or "trainings" of split_training.py; of :mod:`gla_ref.experiments` the experiment's name.
 
     Returns:
         The content of the file, or None where there is none.

@@ -1,9 +1,9 @@
 """How long many GPUs take for one text, by a model: bytes at the memory's speed, messages at a link's (chapter 23).
 
 A simulation, not a measurement. A GPU does nothing but move the bytes that it must move, at its memory's published
-speed; a message costs a fixed time and its bytes at the link's published speed. The fixed times are assumptions. All
-numbers of chapter 23 come from here, and `context_parallel` chooses its exchange by the same formulas. What was
-measured stands in the records of benchmarks/scaling.py.
+speed; a message costs a fixed time, which was measured, and its bytes at the link's published speed. All predictions
+of chapter 23 come from here, and `context_parallel` chooses its exchange by the same formulas. What was measured stands
+in the records of benchmarks/scaling.py.
 
 One GPU and one of many are charged alike: each finds its own sum, and then walks. With few heads one GPU cuts its text
 into segments, to fill itself, and so it makes the sums of its segments as well.
@@ -64,9 +64,10 @@ class Machine(NamedTuple):
 
 
 #: an H200 SXM in a DGX H200. The vendor publishes 4.8 TB/s and 989 TFLOP/s (dense, bfloat16), 900 GB/s of NVLink in
-#: both directions together, and 400 Gbit/s of network for each GPU. Nobody publishes times of messages; 20 µs a
-#: message, 2 µs a hop inside a host and 5 µs between hosts are assumed
-H200 = Machine(4.8e12, 989e12, Wire(20e-6, 2e-6, 450e9), Wire(20e-6, 5e-6, 50e9), 8)
+#: both directions together, and 400 Gbit/s of network for each GPU. A message is measured between two H100s
+#: (benchmarks/scaling.py): NCCL takes 60 µs by the clock, however small it is. 2 µs a hop inside a host and 5 µs
+#: between hosts are assumed
+H200 = Machine(4.8e12, 989e12, Wire(60e-6, 2e-6, 450e9), Wire(60e-6, 5e-6, 50e9), 8)
 #: ways to bring states to all ranks; nobody has built the last one here
 WAYS = ("one after another", "all-gather", "pipeline", "tree")
 

@@ -8,6 +8,8 @@ is also where the ranks that are still alive find out who is missing, or who mak
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 
 from torch import distributed as dist
@@ -87,6 +89,35 @@ class Agreement:
         """What a rank has answered to the question at hand; nothing yet: {}."""
         key = f"{self.count}/{rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else {}
+
+
+class Lookout(threading.Thread):
+    """Says why a GPU waits in vain for other ranks, of which its host knows nothing.
+
+    NCCL ends such a process by itself, but a minute after the time limit, and without a name.
+
+    Attributes:
+        latest: the last exchange: its work, the facts of its call, and the ranks that it waits for.
+    """
+
+    def __init__(self, agreement: Agreement):
+        super().__init__(daemon=True)
+        self.agreement, self.latest = agreement, None
+        self.start()
+
+    def run(self) -> None:
+        limit, seen, since = self.agreement.store.timeout.total_seconds(), None, 0.0
+        while True:
+            time.sleep(limit / 20)
+            if self.latest is not seen:
+                seen, since = self.latest, time.monotonic()
+            elif seen and time.monotonic() - since > 0.85 * limit:
+                work, facts, ranks = seen
+                if not work.is_completed():
+                    error = self.agreement.lost(TimeoutError(f"{limit:g} s"), facts, ranks)
+                    print(f"gla_ref.context_parallel, rank {self.agreement.rank}: {error}", file=sys.stderr, flush=True)
+                    return
+                since = time.monotonic()
 
 
 def compare(a: int, facts: dict[str, str], b: int, others: dict[str, str]) -> str | None:

@@ -80,7 +80,7 @@ class Call:
 
     def apart(self, batches: Sequence[Tensor]) -> Tensor:
         """Rows [B * rows, ...] of each batch as [B, n, ...] of all segments."""
-        found = [x.unflatten(0, (-1, self.rows)) for x in batches]
+        found = [x.view(-1, self.rows, *x.shape[1:]) for x in batches]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def together(self, x: Tensor) -> list[Tensor]:
@@ -171,7 +171,7 @@ class Leave(torch.autograd.Function):
         ctx.save_for_backward(*tokens)
         ctx.set_materialize_grads(False)
         state = total([only(own.ends, S[:, i]) for i, own in enumerate(call.segments)], S[:, 0])
-        o = [x.unflatten(0, (-1, call.rows)).flatten(1, 2) for x in o]  # [B T HV V]
+        o = [x.reshape(-1, call.rows * x.shape[1], *x.shape[2:]) for x in o]  # [B T HV V]
         o = (torch.cat(o, 1) if n > 1 else o[0])[:, : call.tokens]
         ctx.zeros = functools.partial(torch.zeros, o.shape, dtype=o.dtype, device=o.device)
         return o, state

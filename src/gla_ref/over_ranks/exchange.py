@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributed as dist
 
-from .agreement import Agreement
+from .agreement import Agreement, Lookout
 from .maps import Maps
 from .planning import Plan
 
@@ -33,7 +33,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.agreement, self.plans, self.agreed = Agreement(group), {}, set()
+        self.agreement, self.plans, self.agreed, self.lookout = Agreement(group), {}, set(), None
 
     @staticmethod
     def of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Ranks:
@@ -50,6 +50,14 @@ class Ranks:
     @property
     def others(self) -> list[int]:
         return [r for r in range(self.size) if r != self.rank]
+
+    def watch(self, work: dist.Work, facts: dict[str, str], ranks: list[int]) -> None:
+        """Have somebody say why, should a GPU wait for these ranks until the time limit."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self.lookout is None:
+            self.lookout = Lookout(self.agreement)
+        self.lookout.latest = work, facts, ranks
 
     def all_gather(self, x: Tensor) -> tuple[dist.Work, Tensor]:
         """Every rank's numbers x [n], as [R, n] once the work is done."""
@@ -170,6 +178,7 @@ class Exchange:
         try:
             if x.is_cuda:
                 work.wait()
+                self.ranks.watch(work, self.facts, ranks)
                 return
             done = SimpleQueue()
             threading.Thread(target=_finish, args=(work, done), daemon=True).start()

@@ -9,7 +9,7 @@ no gate the number 1). For the delta rules it is a matrix K x K, which is what t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -60,37 +60,39 @@ class Maps(NamedTuple):
             S = m * S
         return S
 
-    def after(self, S: Tensor) -> Tensor:
-        """M S + X, of maps without the axis of segments."""
+    def in_turn(self, backwards: bool) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """M and X of each segment; where M is a matrix with all heads as one batch, `[N H, K, K]` and `[N H, K, V]`."""
         if self.decays:
-            return self.keep(S) + self.X
-        X, M, S = (y.flatten(0, 1) for y in (self.X, *self.M, S))
-        return torch.baddbmm(X, M, S).view(self.X.shape)
+            parts = [m.unbind(1) for m in (*self.M, self.X)]
+        else:
+            parts = [m.transpose(0, 1).flatten(1, 2).unbind(0) for m in (*self.M, self.X)]
+        for *M, X in zip(*(reversed(x) if backwards else x for x in parts), strict=True):
+            yield tuple(M), X
 
     def run(self, S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
         """The states that come into each segment `[N, n, H, K, V]`, and the one that leaves the last."""
-        n = self.X.shape[1]
-        if self.by_kernels and n > 1:
+        if self.by_kernels and self.X.shape[1] > 1:
             from ..kernels.border import crossed
 
             return crossed(self.X, self.M, S, backwards)
-        found = []
-        for i in reversed(range(n)) if backwards else range(n):
-            found.append(S)
-            S = self.one(i).after(S)
-        return torch.stack(found[::-1] if backwards else found, 1), S
+        found, shape = [], S.shape
+        S = S if self.decays else S.flatten(0, 1)
+        for M, X in self.in_turn(backwards):
+            found.append(S.view(shape))
+            S = Maps(M, X).keep(S) + X if self.decays else torch.baddbmm(X, *M, S)
+        return torch.stack(found[::-1] if backwards else found, 1), S.view(shape)
 
     def composed(self, backwards: bool = False) -> Maps:
         """All segments as one."""
-        n = self.X.shape[1]
+        N, n, H = self.X.shape[:3]
         if n == 1:
             return self
-        first, *later = (self.one(i) for i in (reversed(range(n)) if backwards else range(n)))
-        M, X = first.M, first.X
-        for m in later:
-            M = tuple(a * b if self.decays else a @ b for a, b in zip(m.M, M, strict=True))
-            X = m.after(X)
-        return Maps(tuple(m[:, None] for m in M), X[:, None])
+        (M, X), *later = self.in_turn(backwards)
+        for M_i, X_i in later:
+            M = tuple(a * b if self.decays else a @ b for a, b in zip(M_i, M, strict=True))
+            X = Maps(M_i, X_i).keep(X) + X_i if self.decays else torch.baddbmm(X_i, *M_i, X)
+        *M, X = (x.reshape(N, 1, H, *x.shape[-2:]) for x in (*M, X))
+        return Maps(tuple(M), X)
 
 
 class Walk(NamedTuple):
