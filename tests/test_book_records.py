@@ -38,7 +38,8 @@ def reads_a_record(cell: str) -> bool:
 
 MEASURED = [chapter for chapter, cells in CELLS.items() if any(map(reads_a_record, cells))]
 SLOWER = 1.07  # moves every number of two digits
-RATES = "copy_gb_s", "matmul_tflop_s"
+RATES = "copy_gb_s", "matmul_tflop_s", "tokens_a_second", "tokens_a_second_alone"
+TIMES = "ms", "us", "s", "seconds", "alone", "replayed"  # how names of times end
 #: a time in a sentence, or a row of a table with decimals
 TIME = re.compile(r"\d[^\w|]*\s(?:ms|milliseconds|µs|s)\b|^\|.*\d\.\d")
 
@@ -75,7 +76,7 @@ def slower(value, name: str = ""):
     if isinstance(value, list):
         return [slower(x, name) for x in value]
     unit = name.rsplit("_")[-1]
-    return value * SLOWER ** (-1 if name in RATES else unit in ("ms", "us", "s")) if isinstance(value, float) else value
+    return value * SLOWER ** (-1 if name in RATES else unit in TIMES) if isinstance(value, float) else value
 
 
 @pytest.fixture
