@@ -483,7 +483,8 @@ def test_plan_counts_bytes():
 
 def test_plan_says_why():
     few = context_parallel.plan("gated_delta_rule", tokens("gated_delta_rule"), (4096,) * 8)
-    large = context_parallel.plan("gla", tokens("gla", H=64, K=256, V=512), (4096,) * 8)
+    slow, sizes = context_parallel.LINKS["gloo"], tokens("gla", H=64, K=256, V=512)
+    large = context_parallel.plan("gla", sizes, (4096,) * 8, link=slow)
     assert few.exchange == "all-gather" and large.exchange == "pipeline" and large.blocks > 1
     assert "by the model of the link: all-gather of maps of 2,097,152 bytes" in str(few)
     wide = context_parallel.plan("gla", tokens("gla", 65536), (65536,) * 2, multiprocessors=132)
