@@ -55,7 +55,7 @@ def parameters(name: str) -> dict:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name):
     assert list(parameters(name)) == ["q", "k", "v", *SIGNATURES[name]]
-    assert set(SIGNATURES) == set(fla.__all__) - {"mechanism", "theirs"}
+    assert set(SIGNATURES) == set(fla.__all__) - {"install", "mechanism", "theirs"}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -240,8 +240,8 @@ def test_what_we_cannot_do_is_refused(name, options, message):
 @pytest.mark.parametrize(
     "name, options",
     [
-        ("chunk_gated_delta_rule", {"use_gate_in_kernel": True}),
         ("chunk_gated_delta_rule", {"A_log": torch.zeros(6)}),
+        ("chunk_gated_delta_rule", {"A_log": None, "use_gate_in_kernel": True}),
         ("chunk_gated_delta_rule", {"cp_context": "ranks"}),
         ("fused_recurrent_gated_delta_rule", {"gk": torch.zeros(2, 9, 6, 5)}),
         ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(2, 9, 6, 7)}),
@@ -252,6 +252,24 @@ def test_gates_that_we_do_not_make_are_refused(name, options):
     qkv, g, beta, _ = delta_tensors()
     with pytest.raises(ValueError, match=f"^{next(iter(options))}: expected "):
         getattr(fla, name)(*qkv, g=g, beta=beta, **options)
+
+
+@pytest.mark.parametrize("way", ["chunk", "fused_recurrent"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gates_from_their_inputs(way, bias):
+    """-e^A_log softplus(g + dt_bias), with gradients of all of it."""
+    qkv, g, beta, _ = delta_tensors()
+    rng = torch.Generator().manual_seed(1)
+    A_log, dt_bias, x = (torch.randn(n, generator=rng, requires_grad=True) for n in (6, 6, g.shape))
+    given = {"A_log": A_log} | ({"dt_bias": dt_bias} if bias else {})
+    fn = getattr(fla, f"{way}_gated_delta_rule")
+    o, _ = fn(*qkv, g=x, beta=beta, use_gate_in_kernel=True, **given)
+    made = -A_log.exp() * torch.nn.functional.softplus(x + (dt_bias if bias else 0))
+    right, _ = fn(*qkv, g=made, beta=beta)
+    assert torch.equal(o, right)
+    leaves = [x, *given.values()]
+    pairs = (torch.autograd.grad(y.sum(), leaves, retain_graph=True) for y in (o, right))
+    assert all(torch.equal(a, b) and a.abs().max() > 0 for a, b in zip(*pairs, strict=True))
 
 
 def test_unknown_arguments_are_errors():
@@ -319,6 +337,40 @@ def test_their_functions_are_judged_on_what_they_claim(library):
     assert "gate resets at chunk ends" in report.cases and min(seen) == -1e3
     assert "Claimed: gates down to -1000." in str(report)
     assert fla.theirs("chunk_linear_attn").supports == {}
+
+
+def test_their_layers_call_our_kernels(library, monkeypatch):
+    """Layers that are loaded before and after; as often as one likes, and back again."""
+    (ops,) = (m for name, m in sys.modules.items() if name == "fla.ops.gla")
+    own = ops.chunk_gla
+
+    def layer(name):
+        module = types.ModuleType(f"fla.layers.{name}")
+        module.chunk_gla, module.chunk_linear_attn = ops.chunk_gla, len  # somebody else's function of that name
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return module
+
+    early = layer("early")
+    with fla.install():
+        late = layer("late")
+        assert early.chunk_gla is late.chunk_gla is fla.chunk_gla and early.chunk_linear_attn is len
+        with fla.install("chunk_gla"):
+            pass
+        assert ops.chunk_gla is fla.chunk_gla, "what was installed around it stays"
+    assert early.chunk_gla is late.chunk_gla is ops.chunk_gla is own
+    ours = fla.install("chunk_simple_gla")
+    assert sys.modules["fla.ops.simple_gla"].chunk_simple_gla is fla.chunk_simple_gla and ops.chunk_gla is own
+    ours.undo()
+    with pytest.raises(ValueError, match="name: expected one of"):
+        fla.install("chunk_rwkv")
+    with pytest.raises(ModuleNotFoundError, match="delta_rule"):
+        fla.install("chunk_delta_rule")  # asked for by name, but not in this fla
+
+
+def test_a_library_that_is_missing_takes_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(ModuleNotFoundError):
+        fla.install()
 
 
 def test_their_forward_pass_alone(library):

@@ -3,19 +3,24 @@
     from gla_ref.compat.fla import chunk_gla            # was: from fla.ops.gla import chunk_gla
     report = check.kernel("gla", theirs("chunk_gla"), device="cuda")    # fla's own, checked
 
+    with install():             # or install(), for good: in fla's own layers and models
+        loss = model(tokens)
+
 The signatures are those of fla-core 0.6.0. Every function returns `(o, final_state)`, the state None
 unless `output_final_state`. Like all our kernels they run on a GPU, or interpreted under
 TRITON_INTERPRET=1, and never fall back to a reference. What they cannot do raises an error that names the argument:
-`reverse`, heads before time, gates made inside a kernel. Names that differ only in how fla computes (chunk, fused
+`reverse`, heads before time. Names that differ only in how fla computes (chunk, fused
 chunk, fused recurrent) call the same kernel here. The check kit does not know the delta rules yet, so that
 their functions here are not for it.
 """
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import FORMS
@@ -37,7 +42,7 @@ COMPUTES = {  # every function of fla that we know: its mechanism
 }
 MODULES = {"linear_attention": "linear_attn"}  # of fla.ops, where they are not called as the mechanism
 LOWEST = -1e3  # gates of the check kit that are finite
-__all__ = [*COMPUTES, "mechanism", "theirs"]
+__all__ = [*COMPUTES, "install", "mechanism", "theirs"]
 
 
 def mechanism(name: str) -> str:
@@ -90,14 +95,62 @@ def theirs(name: str) -> Callable:
     return fn
 
 
+class install:  # noqa: N801 - called as a function, and the `with` statement takes what it returns
+    """Have fla's layers and models call our kernels: `install()` for good, `with install():` for a block.
+
+    Each function of this module takes the place of fla's function of the same name, in every module of fla that has
+    it: in those that are loaded, and by way of `fla.ops` in those that are loaded later.
+    """
+
+    def __init__(self, *names: str):
+        """Begin.
+
+        Args:
+            names: of functions of this module, such as "chunk_gla"; without any, all that fla has.
+
+        Raises:
+            ImportError: fla is not installed.
+            ValueError: there is no function of such a name.
+        """
+        self.pairs = []  # (name, fla's function, ours)
+        for name in names or COMPUTES:
+            path = f"fla.ops.{MODULES.get(mechanism(name), mechanism(name))}"
+            try:
+                module = importlib.import_module(path)
+            except ModuleNotFoundError as error:
+                if names or error.name != path:
+                    raise
+                continue  # a mechanism that this fla does not have
+            own, ours = getattr(module, name, None), globals()[name]
+            if own not in (None, ours):
+                self.pairs.append((name, own, ours))
+        _replace(self.pairs)
+
+    def undo(self) -> None:
+        """Have fla call its own functions again."""
+        _replace([(name, own, ours) for name, ours, own in self.pairs])
+
+    def __enter__(self) -> "install":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.undo()
+
+
+def _replace(pairs: list[tuple[str, Callable, Callable]]) -> None:
+    """Give new functions for old ones, (name, old, new), in all modules of fla."""
+    for path, module in list(sys.modules.items()):
+        if path.split(".")[0] == "fla":
+            for name, old, new in pairs:
+                if getattr(module, name, None) is old:
+                    setattr(module, name, new)
+
+
 REFUSED = {
     "head_first": "False: tokens are [B, T, H, D] with time before heads",
     "reverse": "False: the recurrence runs forward in time",
     "gk": "None: gates on keys are KDA, which has no kernel here",
     "gv": "None: the delta rules have no gate on values here",
-    "use_gate_in_kernel": "False: log gates are made before the call",
-    "A_log": "None: log gates are made before the call",
-    "dt_bias": "None: log gates are made before the call",
     "cp_context": "None: gla_ref.context_parallel splits tokens over ranks",
 }
 
@@ -324,6 +377,23 @@ def _strength(beta: Tensor | None, sigmoid: bool, negative: bool) -> Tensor | No
     return beta.sigmoid() * (2 if negative else 1)
 
 
+def _log_gate(g: Tensor | None, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor | None:
+    """Log gates from what fla is given: if `raw`, -e^A_log softplus(g + dt_bias), in float32.
+
+    Raises:
+        ValueError: A_log or dt_bias is missing, or given for gates that are made already.
+    """
+    if not raw:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                raise ValueError(f"{name}: expected None without use_gate_in_kernel, got a tensor")
+        return g
+    if g is None or A_log is None:
+        raise ValueError(f"{'g' if g is None else 'A_log'}: expected a tensor with use_gate_in_kernel, got None")
+    g = g.float() if dt_bias is None else g.float() + dt_bias.float()
+    return -A_log.float().exp() * F.softplus(g)
+
+
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -417,7 +487,9 @@ def chunk_gated_delta_rule(
         cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
         cu_seqlens_cpu: a copy of it on the CPU, not needed here.
         chunk_indices: not needed here.
-        cp_context: refused, as are `use_gate_in_kernel`, `A_log` and `dt_bias`.
+        cp_context: refused.
+        kwargs: `use_gate_in_kernel`, by which g are inputs of the gates -e^A_log softplus(g + dt_bias), with `A_log`
+            and `dt_bias` `[HV]`: here PyTorch makes them before the kernel. Further as for :func:`chunk_delta_rule`.
 
     Returns:
         o `[B, T, HV, V]`, and the final state in float32 or None.
@@ -426,6 +498,8 @@ def chunk_gated_delta_rule(
         TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
+    raw, A_log, dt_bias = (kwargs.pop(n, None) for n in ("use_gate_in_kernel", "A_log", "dt_bias"))
+    g = _log_gate(g, raw, A_log, dt_bias)
     state_v_first = _state_v_first(state_v_first, cp_context=cp_context, **kwargs)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
@@ -454,7 +528,8 @@ def fused_recurrent_gated_delta_rule(
     **kwargs,
 ):
     """As :func:`chunk_gated_delta_rule`; without g it is the delta rule, without beta that is 1."""
-    _refuse(gk=gk, gv=gv, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias)
+    _refuse(gk=gk, gv=gv)
+    g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias)
     state_v_first = _state_v_first(state_v_first, **kwargs)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
