@@ -514,3 +514,11 @@ def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
     for direction in ("forward", "backward"):
         found = kernels.plan(mechanism, *x.values(), initial_state=S, direction=direction, hardware="sm_90")
         assert "carry" not in [launch.name for launch in found.launches], found.why
+
+
+def test_one_gpu_finds_the_states_of_linear_attention_three_times():
+    """In its backward pass (chapter 23): once for each of its walks over a text in segments."""
+    kernels = pytest.importorskip("gla_ref.kernels")
+    x = tokens("linear_attention", 1 << 19)
+    found = kernels.plan("linear_attention", *x.values(), direction="backward", hardware="sm_90")
+    assert [launch.name for launch in found.launches] == ["walk", "carry", "walk"] * 3

@@ -123,5 +123,5 @@ def test_the_program_that_measures(tmp_path, ranks):
         assert 0 < r["exchange_seconds"] and (r["simulated"] is None) == (mechanism == "gated_delta_rule")
         blocks = 1
         once = 4 * (2 * (8 * 8 + decay) + blocks)
-        ways = 2 if way == "all-gather" or ranks > 2 else 1  # of two ranks in a pipeline each sends one way
+        ways = 2 if way == "all-gather" or ranks > 2 else 1  # in a pipeline of two each rank sends one way
         assert r["sent"] == ways * once

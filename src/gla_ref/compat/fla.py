@@ -95,42 +95,50 @@ def theirs(name: str) -> Callable:
     return fn
 
 
-class install:  # noqa: N801 - called as a function, and the `with` statement takes what it returns
+def install(*names: str) -> "Installed":
     """Have fla's layers and models call our kernels: `install()` for good, `with install():` for a block.
 
     Each function of this module takes the place of fla's function of the same name, in every module of fla that has
     it: in those that are loaded, and by way of `fla.ops` in those that are loaded later.
+
+    Args:
+        names: of functions of this module, such as "chunk_gla"; without any, all that fla has.
+
+    Raises:
+        ImportError: fla is not installed.
+        ValueError: there is no function of such a name.
+    """
+    pairs = []
+    for name in names or COMPUTES:
+        path = f"fla.ops.{MODULES.get(mechanism(name), mechanism(name))}"
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if names or error.name != path:
+                raise
+            continue  # a mechanism that this fla does not have
+        own, ours = getattr(module, name, None), globals()[name]
+        if own not in (None, ours):
+            pairs.append((name, own, ours))
+    _replace(pairs)
+    return Installed(pairs)
+
+
+class Installed:
+    """The functions that :func:`install` has replaced.
+
+    Attributes:
+        pairs: (name, fla's function, ours) of each.
     """
 
-    def __init__(self, *names: str):
-        """Begin.
-
-        Args:
-            names: of functions of this module, such as "chunk_gla"; without any, all that fla has.
-
-        Raises:
-            ImportError: fla is not installed.
-            ValueError: there is no function of such a name.
-        """
-        self.pairs = []  # (name, fla's function, ours)
-        for name in names or COMPUTES:
-            path = f"fla.ops.{MODULES.get(mechanism(name), mechanism(name))}"
-            try:
-                module = importlib.import_module(path)
-            except ModuleNotFoundError as error:
-                if names or error.name != path:
-                    raise
-                continue  # a mechanism that this fla does not have
-            own, ours = getattr(module, name, None), globals()[name]
-            if own not in (None, ours):
-                self.pairs.append((name, own, ours))
-        _replace(self.pairs)
+    def __init__(self, pairs: list[tuple[str, Callable, Callable]]):
+        self.pairs = pairs
 
     def undo(self) -> None:
         """Have fla call its own functions again."""
-        _replace([(name, own, ours) for name, ours, own in self.pairs])
+        _replace([(name, ours, own) for name, own, ours in self.pairs])
 
-    def __enter__(self) -> "install":
+    def __enter__(self) -> "Installed":
         return self
 
     def __exit__(self, *_) -> None:

@@ -15,6 +15,7 @@ import time
 from torch import distributed as dist
 
 GRACE = 1.0  # seconds that ranks give each other to report after a failed exchange
+EARLY = 0.85  # share of the time limit after which a lookout speaks, before NCCL ends the process
 
 
 class Agreement:
@@ -111,7 +112,7 @@ class Lookout(threading.Thread):
             time.sleep(limit / 20)
             if self.latest is not seen:
                 seen, since = self.latest, time.monotonic()
-            elif seen and time.monotonic() - since > 0.85 * limit:
+            elif seen and time.monotonic() - since > EARLY * limit:
                 work, facts, ranks = seen
                 if not work.is_completed():
                     error = self.agreement.lost(TimeoutError(f"{limit:g} s"), facts, ranks)

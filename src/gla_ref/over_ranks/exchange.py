@@ -71,7 +71,7 @@ class Ranks:
         return self._message(dist.isend, x, rank)
 
     def _message(self, how: Callable, x: Tensor, rank: int) -> dist.Work:
-        """As a batch of one, without which NCCL warns of every first message."""
+        """Send or receive in a batch of one; NCCL warns of messages outside a batch."""
         (work,) = dist.batch_isend_irecv([dist.P2POp(how, x, dist.get_global_rank(self.group, rank), self.group)])
         return work
 

@@ -60,14 +60,18 @@ class Maps(NamedTuple):
             S = m * S
         return S
 
-    def in_turn(self, backwards: bool) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        """M and X of each segment; where M is a matrix with all heads as one batch, `[N H, K, K]` and `[N H, K, V]`."""
+    def after(self, S: Tensor) -> Tensor:
+        """M S + X, of a map that `in_turn` yields."""
+        return self.keep(S) + self.X if self.decays else torch.baddbmm(self.X, *self.M, S)
+
+    def in_turn(self, backwards: bool) -> Iterator[Maps]:
+        """Each segment's map; where M is a matrix with all heads as one batch, `[N H, K, K]` and `[N H, K, V]`."""
         if self.decays:
             parts = [m.unbind(1) for m in (*self.M, self.X)]
         else:
             parts = [m.transpose(0, 1).flatten(1, 2).unbind(0) for m in (*self.M, self.X)]
         for *M, X in zip(*(reversed(x) if backwards else x for x in parts), strict=True):
-            yield tuple(M), X
+            yield Maps(tuple(M), X)
 
     def run(self, S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
         """The states that come into each segment `[N, n, H, K, V]`, and the one that leaves the last."""
@@ -77,9 +81,9 @@ class Maps(NamedTuple):
             return crossed(self.X, self.M, S, backwards)
         found, shape = [], S.shape
         S = S if self.decays else S.flatten(0, 1)
-        for M, X in self.in_turn(backwards):
+        for m in self.in_turn(backwards):
             found.append(S.view(shape))
-            S = Maps(M, X).keep(S) + X if self.decays else torch.baddbmm(X, *M, S)
+            S = m.after(S)
         return torch.stack(found[::-1] if backwards else found, 1), S.view(shape)
 
     def composed(self, backwards: bool = False) -> Maps:
@@ -88,9 +92,9 @@ class Maps(NamedTuple):
         if n == 1:
             return self
         (M, X), *later = self.in_turn(backwards)
-        for M_i, X_i in later:
-            M = tuple(a * b if self.decays else a @ b for a, b in zip(M_i, M, strict=True))
-            X = Maps(M_i, X_i).keep(X) + X_i if self.decays else torch.baddbmm(X_i, *M_i, X)
+        for m in later:
+            M = tuple(a * b if self.decays else a @ b for a, b in zip(m.M, M, strict=True))
+            X = m.after(X)
         *M, X = (x.reshape(N, 1, H, *x.shape[-2:]) for x in (*M, X))
         return Maps(tuple(M), X)
 

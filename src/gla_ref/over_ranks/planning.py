@@ -15,7 +15,7 @@ from .maps import Tokens
 
 # by the backend of the group: NVLink as the model of `scaling` has it, and orders of magnitude of a CPU's loop-back
 LINKS = {"nccl": H200.near, "gloo": Wire(message=1.5e-4, hop=1.5e-4, bandwidth=1e9)}
-WORTH = 0.75  # of an all-gather's time may a pipeline take
+WORTH = 0.75  # a pipeline may take this share of an all-gather's time
 
 
 class Plan(NamedTuple):
