@@ -42,7 +42,7 @@ COMPUTES = {  # every function of fla that we know: its mechanism
 }
 MODULES = {"linear_attention": "linear_attn"}  # of fla.ops, where they are not called as the mechanism
 LOWEST = -1e3  # gates of the check kit that are finite
-__all__ = [*COMPUTES, "install", "mechanism", "theirs"]
+__all__ = [*COMPUTES, "Installed", "install", "mechanism", "theirs"]
 
 
 def mechanism(name: str) -> str:
