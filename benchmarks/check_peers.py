@@ -1,8 +1,9 @@
-"""Our kernels and fla's under the cases of gla_ref.check on a GPU, and how many named mistakes the kit catches there.
+"""Our kernels and other libraries' under the cases of gla_ref.check, and how many named mistakes the kit catches.
 
     python benchmarks/check_peers.py                          # everything: quick and full
     python benchmarks/check_peers.py --only "fla.*" --levels quick --dtypes bf16
     python benchmarks/check_peers.py --only "*.triton*" --levels quick --seeds 20
+    python benchmarks/check_peers.py --device cpu --libraries --levels quick   # other libraries' code for a CPU
 
 Every check is a process of its own with a time limit: one that hangs or takes the GPU down with it costs its own
 record only, and --jobs of them run side by side, the longest first. Mistakes are wrong computations of tensors, no
@@ -39,9 +40,9 @@ import run  # noqa: E402
 
 from gla_ref import FORMS, check, results  # noqa: E402
 from gla_ref.check import mistakes  # noqa: E402
-from gla_ref.compat import fla  # noqa: E402
+from gla_ref.compat import libraries  # noqa: E402
 
-PEERS = ("fused_recurrent_gla", "chunk_gla", "chunk_linear_attn", "chunk_simple_gla")
+PEERS = (*run.PEERS, "transformers")  # whose versions a record names
 FORWARD = " forward"  # after the name of what has no backward pass, or refuses it
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SUBJECTS = [
@@ -54,20 +55,52 @@ SUBJECTS = [
 ]
 SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapter 12)
 SUBJECTS[SUBJECTS.index("gla.triton_recurrent")] += FORWARD
-SUBJECTS += [f"fla.{name}" for name in PEERS]
+LIBRARIES = [name for name, it in libraries.FUNCTIONS.items() if it.mechanism in check.MECHANISMS]
+SUBJECTS += LIBRARIES
 SCORES = [f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)]
 LEVELS = ("quick", "full")
 KEY = ("subject", "dtype", "level", "seeds")  # of a record, which a newer one replaces
+GROUPS = {  # a group of quick cases: the patterns of their names; a case belongs to the first that fits
+    "packed": ("*packed*", "many sequences"),
+    "lengths": ("length *", "long", "narrow and long", "random *"),
+    "gates": ("gate *", "gates *", "wide keys and gate *"),
+    "sizes": ("square", "one head", "wide", "wider", "widest", "many heads", "joint", "sizes *", "value heads*"),
+    "keys": ("keys *", "strengths *", "values *"),
+    "scales": ("scale *", "one token with scale", "steep*"),
+    "states": ("*state*", "*cache*"),
+    "strides": ("strided", "misaligned", "transposed", "expanded"),
+    "losses": ("loss *", "small loss", "frozen inputs"),
+    "large": ("large", "huge"),
+}
 VERDICTS = {True: "right", False: "WRONG", None: "none"}
 RUNNING: set[subprocess.Popen] = set()
 
 
 def kernel(subject: str):
     """(mechanism, function, how to write that function) of `gla.triton`, `fla.chunk_gla` or `fla.chunk_gla forward`."""
-    owner, name = subject.removesuffix(FORWARD).split(".")
-    if owner != "fla":
-        return owner, FORMS[owner][name], f'FORMS["{owner}"]["{name}"]'
-    return fla.mechanism(name), fla.theirs(name), f'fla.theirs("{name}")'
+    subject = subject.removesuffix(FORWARD)
+    if subject in LIBRARIES:
+        it = libraries.FUNCTIONS[subject]
+        return it.mechanism, libraries.function(subject), f'libraries.function("{subject}")'
+    owner, name = subject.split(".")
+    return owner, FORMS[owner][name], f'FORMS["{owner}"]["{name}"]'
+
+
+def group(case: str) -> str:
+    """The group that a case belongs to, by its name."""
+    return next(name for name, patterns in GROUPS.items() if any(fnmatch(case, p) for p in patterns))
+
+
+def tally(report: check.Report) -> dict[str, dict[str, int]]:
+    """{group: how many of its cases were tried, gave a wrong number, raised}."""
+    found = {}
+    for case in dict.fromkeys(row.case for row in report.rows):
+        kinds = {row.kind for row in report.failures if row.case == case}
+        here = found.setdefault(group(case), dict.fromkeys(("tried", "wrong", "raised"), 0))
+        here["tried"] += 1
+        here["raised"] += kinds == {"raises"}
+        here["wrong"] += bool(kinds - {"raises"})
+    return found
 
 
 def prepare_triton() -> list[float]:
@@ -102,6 +135,7 @@ def prepare_triton() -> list[float]:
 def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict:
     """What one kernel fails, on the first seed that it fails on, and a program that shows its first failure again."""
     mechanism, fn, written = kernel(subject)
+    theirs = subject.removesuffix(FORWARD) in LIBRARIES
     options = options | ({"forward_only": True} if subject.endswith(FORWARD) else {})
     worst: dict[str, float] = {}
     cases = 0
@@ -123,17 +157,26 @@ def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict
         given = ", ".join(f"{n}={x!r}" for n, x in said.items())
         given = f"{given},\n    only={rows[0]['case']!r}, dtype={DTYPES[dtype]}"
         again = "import torch\nfrom gla_ref import check\nfrom gla_ref"
-        again += ".compat import fla\n" if subject.startswith("fla.") else " import FORMS\n"
+        again += ".compat import libraries\n" if theirs else " import FORMS\n"
         again += f'print(check.kernel("{mechanism}", {written},\n    {given}))'
+    smallest = report.reproduction
+    if rows and not smallest and theirs:  # the full level shrinks what fails
+        options |= {"level": "full", "only": rows[0]["case"], "time_limit": 200.0}
+        smallest = check.kernel(mechanism, fn, dtype=DTYPES[dtype], **options).reproduction
+    if theirs:
+        imports = f"from gla_ref.compat import libraries\nfn = {written}"
+        smallest = smallest.replace("# fn: the function that was checked", imports)
     return {
         "ok": report.ok,
+        "claim": report.settings["supports"],
+        "groups": tally(report),
         "cases": cases,
         "worst": worst,
         "failures": [{n: row[n] for n in kept} for row in rows],
         "diagnosis": found["diagnosis"],
         "not_covered": found["not_covered"],
         "reproduction": again,
-        "smallest": report.reproduction,
+        "smallest": smallest,
     }
 
 
@@ -203,6 +246,7 @@ def main() -> None:
     parser.add_argument("--seconds-in-all", type=float, help="then what runs is stopped")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="checks side by side")
     parser.add_argument("--device", default="cuda", help="cpu interprets our kernels, to try this")
+    parser.add_argument("--libraries", action="store_true", help="other libraries' functions only")
     parser.add_argument("--cases", metavar="PATTERN", help="these cases only, to try this")
     parser.add_argument("--out", type=Path, help="the JSON file to merge into")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -224,7 +268,7 @@ def main() -> None:
         sys.exit("check_peers: expected an NVIDIA GPU, found none")
 
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    environment = results.environment(gpu, run.PEERS)
+    environment = results.environment(gpu, PEERS)
     environment["float32_products"] = os.environ["TRITON_F32_DEFAULT"]
     args.commit = environment["commit"]
     print(json.dumps(environment), flush=True)
@@ -233,12 +277,14 @@ def main() -> None:
     def records(check: tuple[str, str, str]) -> list[dict]:
         subject, dtype, level = check
         found = [apart(subject, dtype, level, args)]
-        if subject.startswith("fla.") and found[0].get("worst") == {}:
+        if subject in LIBRARIES and found[0].get("worst") == {}:
             # its backward pass, maybe, is what it refuses: the forward alone
             found.append(apart(subject + FORWARD, dtype, level, args))
         return found
 
-    subjects = [s for s in SUBJECTS + SCORES if fnmatch(s, args.only or "*")]
+    there = [s for s in LIBRARIES if args.device.split(":")[0] in libraries.FUNCTIONS[s].devices]
+    subjects = there if args.libraries else [s for s in SUBJECTS + SCORES if s in there or s not in LIBRARIES]
+    subjects = [s for s in subjects if fnmatch(s, args.only or "*")]
     checks = [
         (s, dtype, level)
         for s in subjects

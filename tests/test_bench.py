@@ -174,6 +174,24 @@ def test_a_checked_peer_is_recorded_and_its_failure_runs_again(monkeypatch, caps
     assert check_peers.kernel("gla.triton")[0] == "gla"
 
 
+def test_every_case_belongs_to_a_group_and_is_counted_there(monkeypatch):
+    for mechanism in check_peers.check.MECHANISMS:
+        for case in check_peers.check.cases(mechanism):
+            assert check_peers.group(case.name), f"{mechanism}: {case.name}"
+
+    def picky(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
+        if scale is not None:
+            raise NotImplementedError("no scale")
+        if cu_seqlens is not None:
+            v = 2 * v
+        options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        return FORMS["gla"]["chunkwise"](q, k, v, g, **options)
+
+    report = check_peers.check.kernel("gla", picky, only="*packed*")
+    counts = check_peers.tally(report)["packed"]
+    assert counts["tried"] == len(report.cases) == counts["wrong"] + counts["raised"] and counts["raised"] == 1
+
+
 def test_a_kernel_is_checked_on_several_seeds_up_to_the_first_failure(monkeypatch):
     def only_without_gradients(q, k, v, g):
         if torch.is_grad_enabled():

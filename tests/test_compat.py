@@ -299,10 +299,11 @@ def library(monkeypatch):
     calls = []
 
     def function(form, name):
-        def fn(*tensors, scale, initial_state, output_final_state, cu_seqlens, **options):
-            calls.append((name, options))
+        def fn(*, scale, initial_state, output_final_state, cu_seqlens, **given):
+            tensors = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
+            calls.append((name, {n: x for n, x in given.items() if n not in tensors}))
             assert output_final_state and (cu_seqlens is None or cu_seqlens.dtype == torch.int64)
-            return form(*tensors, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+            return form(**tensors, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
         return fn
 

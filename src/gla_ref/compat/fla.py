@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import FORMS
-from ..mechanisms import MECHANISMS
+from .libraries import function
 
 COMPUTES = {  # every function of fla that we know: its mechanism
     "chunk_gla": "gla",
@@ -41,7 +41,6 @@ COMPUTES = {  # every function of fla that we know: its mechanism
     "fused_recurrent_gated_delta_rule": "gated_delta_rule",
 }
 MODULES = {"linear_attention": "linear_attn"}  # of fla.ops, where they are not called as the mechanism
-LOWEST = -1e3  # gates of the check kit that are finite
 __all__ = [*COMPUTES, "Installed", "install", "mechanism", "theirs"]
 
 
@@ -71,28 +70,8 @@ def theirs(name: str) -> Callable:
     Raises:
         ValueError: fla has no such function among those of this module.
     """
-    computed = mechanism(name)
-    module = MODULES.get(computed, computed)
-    options = {"normalize": False} if computed == "linear_attention" else {}
-
-    def fn(*tensors, scale=None, initial_state=None, cu_seqlens=None):
-        own = getattr(importlib.import_module(f"fla.ops.{module}"), name)
-        named = options
-        if MECHANISMS[computed].named("strength"):  # the last, which is not so everywhere
-            *tensors, beta = tensors
-            named = options | {"beta": beta}
-        return own(  # in this order; it has other names for some
-            *tensors,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=True,
-            cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
-            **named,
-        )
-
-    fn.__name__ = name
-    fn.supports = {"min_gate": LOWEST} if MECHANISMS[computed].named("gate") else {}
-    return fn
+    mechanism(name)
+    return function(f"fla.{name}")
 
 
 def install(*names: str) -> "Installed":

@@ -1,0 +1,240 @@
+"""Functions of other libraries under this book's contract, with what their libraries claim of them, as data.
+
+    fn = libraries.function("transformers.torch_chunk_gated_delta_rule")
+    print(check.kernel("gated_delta_rule", fn))
+
+The appendix "Who passes" shows what the check kit finds in each of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from inspect import Parameter, Signature
+
+from ..mechanisms import MECHANISMS
+
+__all__ = ["FUNCTIONS", "Function", "function"]
+
+LOWEST = -1e3  # gates of the check kit that are finite
+OPTIONS = ("scale", "initial_state", "cu_seqlens")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A library's function: what it computes, how it is called, and what its library claims.
+
+    Attributes:
+        mechanism: a key of :data:`gla_ref.mechanisms.MECHANISMS`.
+        module: the module that has it.
+        name: its name there.
+        devices: where it runs: "cpu", "cuda" or both.
+        takes: those of scale, initial_state and cu_seqlens that it takes.
+        names: our names of its arguments to its own, where they differ.
+        options: what else it is called with.
+        heads_first: tokens are `[B, H, T, D]`.
+        backend: of PyTorch's `scaled_dot_product_attention`, as `SDPBackend` names it.
+        supports: the claim, as :func:`gla_ref.check.kernel` takes it; a function without `initial_state` has no state.
+        source: where the claim stands.
+    """
+
+    mechanism: str
+    module: str
+    name: str
+    devices: tuple[str, ...] = ("cuda",)
+    takes: tuple[str, ...] = OPTIONS
+    names: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    heads_first: bool = False
+    backend: str = ""
+    supports: Mapping[str, object] | Callable = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def library(self) -> str:
+        """The package that is imported: "fla", "transformers" or "torch"."""
+        return self.module.split(".")[0]
+
+
+def _fla(mechanism: str, module: str, name: str, **fields) -> Function:
+    """A kernel of fla. Its gates are made as logsigmoid makes them, which are finite."""
+    options = {"output_final_state": True}
+    supports = {"min_gate": LOWEST} if MECHANISMS[mechanism].named("gate") else {}
+    it = Function(mechanism, f"fla.ops.{module}", name, options=options, supports=supports, source="its docstring")
+    return replace(it, **fields) if fields else it
+
+
+def _naive(mechanism: str, module: str, name: str, multiple: int = 1, **fields) -> Function:
+    """A reference of fla in PyTorch, which has neither documentation nor packed sequences."""
+    supports = {"packed": False}
+    supports |= {"multiples": {"T": multiple}} if multiple > 1 else {}
+    supports |= {"min_gate": LOWEST} if MECHANISMS[mechanism].named("gate") else {}
+    supports |= fields.pop("supports", {})
+    fields = {"takes": OPTIONS[:2], "options": {"output_final_state": True}} | fields
+    return Function(
+        mechanism,
+        f"fla.ops.{module}.naive",
+        name,
+        ("cpu", "cuda"),
+        supports=supports,
+        source="its signature and assertions",
+        **fields,
+    )
+
+
+def _transformers(name: str) -> Function:
+    """The PyTorch code of a model that runs where fla is not installed."""
+    return Function(
+        "gated_delta_rule",
+        "transformers.models.qwen3_next.modeling_qwen3_next",
+        name,
+        ("cpu", "cuda"),
+        takes=("initial_state",),
+        names={"q": "query", "k": "key", "v": "value"},
+        options={"output_final_state": True},
+        supports={"packed": False, "min_gate": LOWEST},
+        source="its docstring",
+    )
+
+
+def equal_widths(case) -> bool:
+    """Whether values are as wide as keys, with neither a cache nor packed sequences."""
+    return case.K == case.V and not case.state and not case.ends
+
+
+def _sdpa(backend: str, *devices: str, supports: Mapping | Callable | None = None) -> Function:
+    return Function(
+        "softmax_attention",
+        "torch.nn.functional",
+        "scaled_dot_product_attention",
+        devices,
+        takes=("scale",),
+        names={"q": "query", "k": "key", "v": "value"},
+        options={"is_causal": True},
+        heads_first=True,
+        backend=backend,
+        supports=supports or {"packed": False, "state": False},
+        source="PyTorch's documentation",
+    )
+
+
+STATELESS = {"state": False}
+FUNCTIONS = {
+    "fla.chunk_gla": _fla("gla", "gla", "chunk_gla"),
+    "fla.fused_recurrent_gla": _fla("gla", "gla", "fused_recurrent_gla", names={"g": "gk"}),
+    "fla.chunk_simple_gla": _fla("simple_gla", "simple_gla", "chunk_simple_gla"),
+    "fla.fused_chunk_simple_gla": _fla("simple_gla", "simple_gla", "fused_chunk_simple_gla"),
+    "fla.fused_recurrent_simple_gla": _fla("simple_gla", "simple_gla", "fused_recurrent_simple_gla"),
+    "fla.parallel_simple_gla": _fla(
+        "simple_gla",
+        "simple_gla",
+        "parallel_simple_gla",
+        takes=("scale", "cu_seqlens"),
+        options={},
+        supports=STATELESS | {"min_gate": LOWEST},
+    ),
+    **{
+        f"fla.{name}": _fla(
+            "linear_attention", "linear_attn", name, options={"normalize": False, "output_final_state": True}
+        )
+        for name in ("chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn")
+    },
+    "fla.chunk_delta_rule": _fla("delta_rule", "delta_rule", "chunk_delta_rule"),
+    "fla.fused_recurrent_delta_rule": _fla("delta_rule", "delta_rule", "fused_recurrent_delta_rule"),
+    "fla.chunk_gated_delta_rule": _fla("gated_delta_rule", "gated_delta_rule", "chunk_gated_delta_rule"),
+    "fla.fused_recurrent_gated_delta_rule": _fla(
+        "gated_delta_rule", "gated_delta_rule", "fused_recurrent_gated_delta_rule"
+    ),
+    "fla.chunk_kda": _fla("kda", "kda", "chunk_kda"),
+    "fla.fused_recurrent_kda": _fla("kda", "kda", "fused_recurrent_kda"),
+    "fla.naive_recurrent_gla": _naive("gla", "gla", "naive_recurrent_gla", takes=("initial_state",), names={"g": "gk"}),
+    "fla.naive_recurrent_simple_gla": _naive("simple_gla", "simple_gla", "naive_recurrent_simple_gla"),
+    "fla.naive_chunk_simple_gla": _naive("simple_gla", "simple_gla", "naive_chunk_simple_gla"),
+    "fla.naive_parallel_simple_gla": _naive(
+        "simple_gla", "simple_gla", "naive_parallel_simple_gla", takes=("scale",), options={}, supports=STATELESS
+    ),
+    "fla.naive_recurrent_linear_attn": _naive("linear_attention", "linear_attn", "naive_recurrent_linear_attn"),
+    "fla.naive_chunk_linear_attn": _naive(
+        "linear_attention",
+        "linear_attn",
+        "naive_chunk_linear_attn",
+        64,
+        takes=("scale",),
+        options={},
+        supports=STATELESS,
+    ),
+    "fla.delta_rule_recurrence": _naive(
+        "delta_rule", "delta_rule", "delta_rule_recurrence", takes=("initial_state",), heads_first=True
+    ),
+    "fla.delta_rule_chunkwise": _naive(
+        "delta_rule",
+        "delta_rule",
+        "delta_rule_chunkwise",
+        32,
+        takes=(),
+        options={},
+        heads_first=True,
+        supports=STATELESS,
+    ),
+    "fla.naive_recurrent_gated_delta_rule": _naive(
+        "gated_delta_rule", "gated_delta_rule", "naive_recurrent_gated_delta_rule"
+    ),
+    "fla.naive_chunk_gated_delta_rule": _naive("gated_delta_rule", "gated_delta_rule", "naive_chunk_gated_delta_rule"),
+    "fla.naive_recurrent_kda": _naive("kda", "kda", "naive_recurrent_kda"),
+    "fla.naive_chunk_kda": _naive("kda", "kda", "naive_chunk_kda", 64),
+    "transformers.torch_recurrent_gated_delta_rule": _transformers("torch_recurrent_gated_delta_rule"),
+    "transformers.torch_chunk_gated_delta_rule": _transformers("torch_chunk_gated_delta_rule"),
+    "torch.sdpa_math": _sdpa("MATH", "cpu", "cuda"),
+    "torch.sdpa_flash": _sdpa("FLASH_ATTENTION", "cpu", "cuda", supports=equal_widths),
+    "torch.sdpa_efficient": _sdpa("EFFICIENT_ATTENTION", "cuda"),
+    "torch.sdpa_cudnn": _sdpa("CUDNN_ATTENTION", "cuda"),
+}
+
+
+def function(name: str) -> Callable:
+    """A library's function under this book's contract. The library is imported by the first call.
+
+    Args:
+        name: a key of :data:`FUNCTIONS`, such as "fla.chunk_gla".
+
+    Returns:
+        `o, state = fn(q, k, v[, g][, beta], *, scale=None, initial_state=None, cu_seqlens=None)`, without those of the
+        three that the library does not take; its attribute `supports` is the claim.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    if name not in FUNCTIONS:
+        raise ValueError(f"name: expected one of {', '.join(sorted(FUNCTIONS))}; got {name!r}")
+    it = FUNCTIONS[name]
+    required = MECHANISMS[it.mechanism].required
+
+    def fn(*tensors, **given):
+        own = getattr(importlib.import_module(it.module), it.name)
+        named = {it.names.get(n, n): x for n, x in zip(required, tensors, strict=True)}
+        if it.heads_first:
+            named = {n: x.transpose(1, 2) for n, x in named.items()}
+        if given.get("cu_seqlens") is not None:
+            given["cu_seqlens"] = given["cu_seqlens"].long()
+        with _only(it.backend):
+            result = own(**named, **given, **it.options)
+        o, state = result[:2] if isinstance(result, tuple) else (result, None)
+        return o.transpose(1, 2) if it.heads_first else o, state if "initial_state" in it.takes else None
+
+    fn.__name__ = it.name
+    parameters = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in required]
+    parameters += [Parameter(n, Parameter.KEYWORD_ONLY, default=None) for n in it.takes]
+    fn.__signature__ = Signature(parameters)
+    fn.supports = it.supports
+    return fn
+
+
+def _only(backend: str):
+    """PyTorch's attention by one backend, which refuses what it cannot do; anything else as it is."""
+    if not backend:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(getattr(SDPBackend, backend))

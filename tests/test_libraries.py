@@ -1,0 +1,63 @@
+"""Functions of other libraries under this book's contract: `gla_ref.compat.libraries`."""
+
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+
+from gla_ref import FORMS, check
+from gla_ref.compat import libraries
+from gla_ref.mechanisms import MECHANISMS
+
+
+@pytest.mark.parametrize("name", libraries.FUNCTIONS)
+def test_each_says_what_it_computes_and_claims(name):
+    it = libraries.FUNCTIONS[name]
+    assert name.startswith(it.library + ".") and it.source
+    assert it.devices and {*it.devices} <= {"cpu", "cuda"}
+    fn, required = libraries.function(name), MECHANISMS[it.mechanism].required
+    assert tuple(inspect.signature(fn).parameters) == (*required, *it.takes)
+    assert fn.supports == it.supports and {*it.names} <= {*required}
+
+
+def test_an_unknown_function_is_an_error():
+    with pytest.raises(ValueError, match="name: expected one of .*fla.chunk_gla.*; got 'fla.chunk_rwkv'"):
+        libraries.function("fla.chunk_rwkv")
+
+
+@pytest.mark.parametrize("name", ["torch.sdpa_math", "torch.sdpa_flash"])
+def test_pytorchs_attention_is_judged_as_far_as_it_claims(name):
+    report = check.kernel("softmax_attention", libraries.function(name), only="length 6[35]")
+    report.raise_if_failed()
+    assert len(report.cases) == 2 and not any(case.state for case in report.cases.values())
+    assert name != "torch.sdpa_flash" or all(case.K == case.V for case in report.cases.values())
+
+
+def test_a_librarys_names_and_order_of_axes_are_kept_to(monkeypatch):
+    """A function with heads before time and names of its own, of which the second result is no state."""
+    seen = []
+
+    def attend(query, key, v, *, scale=None, loud):
+        seen.append((tuple(query.shape), loud))
+        o, _ = FORMS["linear_attention"]["chunkwise"](*(x.transpose(1, 2) for x in (query, key, v)), scale=scale)
+        return o.transpose(1, 2), torch.ones(3)
+
+    module = types.ModuleType("library")
+    module.attend = attend
+    monkeypatch.setitem(sys.modules, "library", module)
+    it = libraries.Function(
+        "linear_attention",
+        "library",
+        "attend",
+        takes=("scale",),
+        names={"q": "query", "k": "key"},
+        options={"loud": True},
+        heads_first=True,
+        supports={"packed": False, "state": False},
+    )
+    monkeypatch.setitem(libraries.FUNCTIONS, "library.attend", it)
+    report = check.kernel("linear_attention", libraries.function("library.attend"), only="length 7")
+    report.raise_if_failed()
+    assert seen[0] == ((2, 3, 7, 5), True) and it.library == "library"
