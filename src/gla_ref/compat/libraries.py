@@ -1,4 +1,4 @@
-"""Functions of other libraries under this book's contract, with what their libraries claim of them, as data.
+"""Functions of other libraries under this book's contract, and their claims, as data (appendix "Check your kernel").
 
     fn = libraries.function("transformers.torch_chunk_gated_delta_rule")
     print(check.kernel("gated_delta_rule", fn))
@@ -9,12 +9,17 @@ The appendix "Who passes" shows what the check kit finds in each of them.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, Signature
+from typing import TYPE_CHECKING
 
 from ..mechanisms import MECHANISMS
+
+if TYPE_CHECKING:
+    from ..check import Case
 
 __all__ = ["FUNCTIONS", "Function", "function"]
 
@@ -56,6 +61,15 @@ class Function:
     def library(self) -> str:
         """The package that is imported: "fla", "transformers" or "torch"."""
         return self.module.split(".")[0]
+
+    @property
+    def claim(self) -> str:
+        """The claim in words."""
+        if callable(self.supports):
+            return inspect.getdoc(self.supports).removesuffix(".")
+        from ..check._claims import Claim  # the kit is not needed to call a function
+
+        return str(Claim.of(self.supports)) or "everything"
 
 
 def _fla(mechanism: str, module: str, name: str, **fields) -> Function:
@@ -99,8 +113,8 @@ def _transformers(name: str) -> Function:
     )
 
 
-def equal_widths(case) -> bool:
-    """Whether values are as wide as keys, with neither a cache nor packed sequences."""
+def equal_widths(case: Case) -> bool:
+    """Values as wide as keys, no packed sequences, no initial state."""
     return case.K == case.V and not case.state and not case.ends
 
 
