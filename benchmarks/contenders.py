@@ -266,40 +266,63 @@ def torch_levels(case, q, k, v, g, **_):
 def stepped(step: Callable) -> Callable:
     """A contender that decodes: one call a token, each with the state of the one before."""
 
-    def call(case, q, k, v, g, **_):
-        S = q.new_zeros(case.B, case.H, case.K, case.V, dtype=torch.float32)
+    def call(case, **tensors):
+        tensors = {n: tensors[n] for n in case.given}  # without boundaries
+        heads = tensors["v"].shape[2]
+        S = tensors["q"].new_zeros(case.B, heads, case.K, case.V, dtype=torch.float32)
         o = []
         for t in range(case.T):
-            o_t, S = step(*(x[:, t : t + 1] for x in (q, k, v, g)), S)
+            o_t, S = step(**{n: x[:, t : t + 1] for n, x in tensors.items()}, initial_state=S)
             o.append(o_t)
         return torch.cat(o, 1)
 
     return call
 
 
-def triton_recurrent(q, k, v, g, S):
-    from gla_ref import FORMS
+def our_step(mechanism: str) -> Callable:
+    """One token of `triton_recurrent`."""
 
-    return FORMS["gla"]["triton_recurrent"](q, k, v, g, initial_state=S)
+    def step(**tensors):
+        from gla_ref import FORMS
+
+        return FORMS[mechanism]["triton_recurrent"](**tensors)
+
+    return step
 
 
-def fla_fused_recurrent(q, k, v, g, S):
-    from fla.ops.gla import fused_recurrent_gla
+def their_step(module: str, name: str, **names: str) -> Callable:
+    """One token of a function of fla, with its names for ours where they differ."""
 
-    return fused_recurrent_gla(q, k, v, gk=g, initial_state=S, output_final_state=True)
+    def step(**tensors):
+        own = getattr(importlib.import_module(module), name)
+        return own(**{names.get(n, n): x for n, x in tensors.items()}, output_final_state=True)
+
+    return step
 
 
-def page_recurrent(q, k, v, g, S):
+def page_step(q, k, v, g, initial_state):
     from gla_ref.pages.gla_step import gla_step
 
-    o, S = gla_step(*(x[:, 0] for x in (q, k, v, g)), S)
+    o, S = gla_step(*(x[:, 0] for x in (q, k, v, g)), initial_state)
     return o[:, None], S
 
 
-for step, is_peer in ((triton_recurrent, False), (page_recurrent, False), (fla_fused_recurrent, True)):
-    contender("gla", name=f"{step.__name__}_steps", peer=is_peer, directions=("forward",), packed=False, named=True)(
-        stepped(step)
-    )
+STEPS = {  # by mechanism: contender, function, whether it is a peer
+    "gla": (
+        ("triton_recurrent", our_step("gla"), False),
+        ("page_recurrent", page_step, False),
+        ("fla_fused_recurrent", their_step("fla.ops.gla", "fused_recurrent_gla", g="gk"), True),
+    ),
+    "gated_delta_rule": (
+        ("triton_recurrent", our_step("gated_delta_rule"), False),
+        ("fla_fused_recurrent", their_step("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"), True),
+    ),
+}
+for mechanism, steps in STEPS.items():
+    for name, step, is_peer in steps:
+        contender(mechanism, name=f"{name}_steps", peer=is_peer, directions=("forward",), packed=False, named=True)(
+            stepped(step)
+        )
 
 
 # the delta rules
@@ -312,6 +335,10 @@ for mechanism, module, op in (
     for path in ("fused", "segmented"):
         contender(mechanism, name=f"triton_{path}", named=True, entry="triton", options={"path": path})(
             form(mechanism, "triton", path=path)
+        )
+    for kernel in ("portable", "hopper"):
+        contender(mechanism, name=f"triton_{kernel}", named=True, entry="triton", options={"kernel": kernel})(
+            form(mechanism, "triton", kernel=kernel)
         )
     # it hands the call to FlashQLA where that is installed, unless FLA_DISABLE_BACKEND_DISPATCH=1
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(function(module, op))

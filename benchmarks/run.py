@@ -373,7 +373,7 @@ def table(records: list[dict], peers: set[str]) -> str:
     return tabulate(rows, headers="keys", maxcolwidths=[None] * 12 + [60], disable_numparse=True)
 
 
-SHAPE = ("mechanism", "B", "T", "H", "K", "V", "dtype", "gates", "lengths", "state", "decode")
+SHAPE = ("mechanism", "B", "T", "H", "value_heads", "K", "V", "dtype", "gates", "lengths", "state", "decode")
 IDENTITY = ("suite", "contender", "direction", *SHAPE)
 
 

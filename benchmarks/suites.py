@@ -49,6 +49,11 @@ class Case:
         return found | {many: self.groups * found[few] for many, few in pairs}
 
     @property
+    def value_heads(self) -> int | None:
+        """HV where it differs from H."""
+        return self.H * self.groups if self.groups > 1 else None
+
+    @property
     def given(self) -> dict[str, Argument]:
         """The tensors that every call is given, by name."""
         kind = MECHANISMS[self.mechanism]
@@ -61,7 +66,8 @@ class Case:
         packed = f" packed x{len(self.lengths)}" if self.lengths else ""
         packed += " with a state" if self.state else ""
         gates = f" gates {self.gates}" if self.gates else ""
-        return f"{self.mechanism} ({self.B}, {self.T}, {self.H}, {self.K}/{self.V}) {self.dtype}{gates}{packed}"
+        heads = f"{self.H}/{self.value_heads}" if self.value_heads else self.H
+        return f"{self.mechanism} ({self.B}, {self.T}, {heads}, {self.K}/{self.V}) {self.dtype}{gates}{packed}"
 
 
 # how g [B, T, H] or [B, T, H, K] is drawn, from a standard normal x of its shape
@@ -238,11 +244,21 @@ def delta() -> list[Case]:
 
 
 def gated_delta() -> list[Case]:
-    """The gated delta rule at the sizes of models that use it: 16 key heads and 32 value heads, few heads, many."""
+    """The gated delta rule at the sizes of models that use it: 16 key heads and 16 to 64 value heads, and few heads."""
+    names = ("triton", "triton_portable", "triton_hopper", "page", "fla_chunk_gated_delta_rule")
     shapes = [(1, 8192, 16, 2), (1, 32768, 16, 2), (4, 8192, 16, 2), (1, 32768, 2, 4), (8, 8192, 16, 1)]
+    shapes += [(1, 32768, 16, 4), (4, 8192, 16, 4)]
     return [
-        Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=groups) for B, T, H, groups in shapes
+        Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=groups, only=names)
+        for B, T, H, groups in shapes
     ]
+
+
+def decode_delta() -> list[Case]:
+    """Eight tokens of the gated delta rule, one call a token, from one sequence to many."""
+    names = ("triton_recurrent_steps", "fla_fused_recurrent_steps")
+    case = Case("gated_delta_rule", 1, 8, 16, 128, 128, gates="logsigmoid/16", groups=2, only=names, decode=True)
+    return [replace(case, B=B, directions=("forward",)) for B in (1, 8, 64, 256)]
 
 
 def batch() -> list[Case]:
@@ -266,5 +282,20 @@ def packed() -> list[Case]:
     return [replace(case, mechanism=m, directions=("forward",)) for m in ("softmax_attention", "linear_attention")]
 
 
-KNOWN = (figure2, flash, linear, gla, hopper, delta, gated_delta, decode, host, paths, batch, prefill, packed)
+KNOWN = (
+    figure2,
+    flash,
+    linear,
+    gla,
+    hopper,
+    delta,
+    gated_delta,
+    decode,
+    decode_delta,
+    host,
+    paths,
+    batch,
+    prefill,
+    packed,
+)
 SUITES = {f.__name__: f for f in KNOWN}

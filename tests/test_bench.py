@@ -97,18 +97,19 @@ def test_plain_pytorch_is_gated_linear_attention(gates):
         assert (a - b).abs().max() <= 75 * torch.finfo(torch.float32).eps * max(1, b.abs().max())
 
 
-def test_decoding_reads_and_writes_the_state_for_every_token():
-    case = suites.decode()[0]
-    steps = next(c for c in CONTENDERS["gla"] if c.name == "triton_recurrent_steps")
+@pytest.mark.parametrize("suite", ["decode", "decode_delta"])
+def test_decoding_reads_and_writes_the_state_for_every_token(suite):
+    case = suites.SUITES[suite]()[0]
+    steps = next(c for c in CONTENDERS[case.mechanism] if c.name == "triton_recurrent_steps")
     tokens = suites.replace(case, T=3, H=2, K=4, V=5, dtype="float32")
     x = suites.inputs(tokens, seed=1, device="cpu")
     x = {n: x[n].detach() for n in tokens.given}
-    want, _ = FORMS["gla"]["recurrent"](**x)
+    want, _ = FORMS[case.mechanism]["recurrent"](**x)
     if run.torch.cuda.is_available():
         x = {n: y.cuda() for n, y in x.items()}
     torch.testing.assert_close(steps.call(tokens, **x).cpu(), want)
     whole = suites.memory_floor_bytes(case, "forward")
-    state = 2 * 4 * case.K * case.V * case.B * case.T * case.H
+    state = 2 * 4 * case.K * case.V * case.B * case.T * (case.value_heads or case.H)
     assert whole - state == suites.memory_floor_bytes(suites.replace(case, decode=False), "forward")
 
 
