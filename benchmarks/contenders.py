@@ -188,6 +188,13 @@ for kernel in ("portable", "hopper"):  # "triton" is one of them
     ours("gla", f"triton_{kernel}", named=True, options={"kernel": kernel})
 
 
+same_bits = {"path": "fused", "kernel": "portable"}  # in any batch
+for mechanism in ("simple_gla", "gla"):
+    contender(mechanism, name="triton_fused", named=True, entry="triton", options=same_bits)(
+        form(mechanism, "triton", **same_bits)
+    )
+
+
 class Pages(torch.autograd.Function):
     """The page of the forward pass and, for its gradient, the other one."""
 

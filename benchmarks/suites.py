@@ -261,6 +261,15 @@ def decode_delta() -> list[Case]:
     return [replace(case, B=B, directions=("forward",)) for B in (1, 8, 64, 256)]
 
 
+def same_bits() -> list[Case]:
+    """What it costs that a text's bits depend on nothing else: the walk beside the path that the plan chooses."""
+    return [
+        Case(m, 1, 32768, H, 128, 128, gates="logsigmoid/16", only=("triton", "triton_fused"), directions=("forward",))
+        for m in ("simple_gla", "gla", "gated_delta_rule")
+        for H in (2, 8, 32)
+    ]
+
+
 def batch() -> list[Case]:
     """How many sequences it takes to fill the chip, at T = 4096."""
     return [Case(m, B, 4096, 16, 128, 128) for B in (1, 2, 4, 8, 16) for m in ("softmax_attention", "linear_attention")]
