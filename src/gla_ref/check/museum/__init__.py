@@ -21,23 +21,10 @@ from .._budgets import evaluate
 from .._cases import Case, cases, inputs
 from .._kernel import SECONDS, Convention, Kernel
 from .._mechanisms import MECHANISMS
-from ..mistakes import Mistake
 from ._chunked import chunked
 from ._rooms import ROOMS, Ordinary, Room
 
-__all__ = [
-    "ROOMS",
-    "Case",
-    "Mistake",
-    "Ordinary",
-    "Report",
-    "Room",
-    "Visit",
-    "chunked",
-    "ordinary_test",
-    "room",
-    "visit",
-]
+__all__ = ["ROOMS", "Ordinary", "Room", "Visit", "chunked", "ordinary_test", "room", "visit"]
 
 
 def room(number: int) -> Room:
