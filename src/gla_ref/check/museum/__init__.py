@@ -56,7 +56,7 @@ def ordinary_test(room: Room) -> bool:
 
 
 def error_map(room: Room) -> dict:
-    """Where the error sits in the quantity of a room's picture, as rows of digits for a record.
+    """Map the error in the quantity of a room's picture, as rows of digits for a record.
 
     Tokens run along a row, or of a state the columns of every sequence; a row is a channel, or a row, of a head. Error
     is the largest deviation in the batch over the root mean square of the right values. 0 is an error of at most 1e-4,

@@ -14,12 +14,12 @@ C = 64  # tokens of a chunk
 
 
 def read(q: Tensor, S: Tensor) -> Tensor:
-    """What decayed queries `[B, H, C, K]` read of the state before their chunk."""
+    """Read the state before a chunk by its decayed queries `[B, H, C, K]`."""
     return q @ S
 
 
 def write(k: Tensor, rest: Tensor) -> Tensor:
-    """Keys decayed to the end of their chunk by the log decays `rest` `[B, H, C, K]`."""
+    """Decay keys to the end of their chunk by the log decays `rest` `[B, H, C, K]`."""
     return k * rest.exp()
 
 

@@ -60,7 +60,7 @@ def gates_of_head_0_go_back(q, k, v, g, *, scale=None, initial_state=None):
 
 # -- room 6 ------------------------------------------------------------------------------------
 def summed_over_the_wrong_axis(S: Tensor, totals: list[Tensor], writes: list[Tensor]) -> list[Tensor]:
-    states = torch.stack([S, *writes])  # what each chunk adds, the initial state first
+    states = torch.stack([S, *writes])  # the initial state, and the writes of each chunk
     M = segment_sum(pad(torch.stack(totals, -2), (0, 0, 1, 0))).exp()  # from chunk f to chunk t, [B, H, t, f, K]
     return [*torch.einsum("bhtfk,fbhkv->fbhkv", M, states)]  # instead of "bhtfk,fbhkv->tbhkv"
 
@@ -73,7 +73,7 @@ def one_is_none(states: list[Tensor], sequences: int) -> list[Tensor]:
 
 # -- room 8 ------------------------------------------------------------------------------------
 def decayed_by_a_neighbour(S: Tensor, g: Tensor, a: int) -> Tensor:
-    start = a // C * C  # of the chunk of the pack; the sequence begins at a
+    start = a // C * C  # the first token of its chunk in the pack; the sequence begins at a
     return g[..., start:a, :].sum(-2).exp()[..., None] * S
 
 
@@ -110,7 +110,7 @@ def wrong_where_packed(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens
 
 # -- room 12 -----------------------------------------------------------------------------------
 def sum_of_keys(k: Tensor) -> Tensor:
-    return k.cumsum(-2)  # of [B, H, T, K] as it once was; of [B, T, H, K] this sums over heads
+    return k.cumsum(-2)  # right when tokens were [B, H, T, K]; now they are [B, T, H, K]
 
 
 def normalised(form: Callable) -> Callable:

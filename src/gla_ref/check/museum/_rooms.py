@@ -63,7 +63,7 @@ class Room:
 
     @property
     def mistakes(self) -> list[Mistake]:
-        """Those that only a function over ranks can make."""
+        """The mistakes that only a function over ranks can make."""
         n = self.ranks
         return over_ranks(lambda T, ends: [(T + n - 1 - r) // n for r in range(n)]) if n > 1 else []
 
