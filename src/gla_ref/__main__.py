@@ -2,6 +2,7 @@
 
 `run` takes random input and checks every step; without a GPU Triton interprets them on the CPU.
 `check gla my_module:my_fn` says whether a function is right, and if not, where and why.
+`check --museum` runs bugs that public libraries shipped: is each caught and named here?
 `doctor` says what is installed here, which kernels would run, and on a GPU whether they are right.
 Exit status: 0 right, 1 wrong, 2 cannot run as asked, or the kernel that is checked ended its process.
 """
@@ -13,6 +14,7 @@ import math
 import os
 import pkgutil
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -151,12 +153,17 @@ def check_kernel(args: argparse.Namespace) -> int:
             print(f"\r[{bar}] {done}/{total} {name[:34]:34}", end="", file=sys.stderr)
             print(end="\n" if done == total else "", file=sys.stderr, flush=True)
 
+    if args.museum:
+        return museum(args)
+    if args.kernel is None:
+        raise ValueError("expected MECHANISM MODULE:FUNCTION, or --museum")
     if args.json is not None:
         writable(args.json)
     if not args.ranks:
         check.device_of(args.device)
     claimed = {n: x for n in SUPPORTS if (x := getattr(args, f"claim_{n}")) is not None}
-    left = {*(f"claim_{n}" for n in SUPPORTS), "command", "function", "mechanism", "kernel", "json", "github", "ranks"}
+    left = {"command", "function", "mechanism", "kernel", "json", "github", "ranks", "museum"}
+    left |= {f"claim_{n}" for n in SUPPORTS}
     options = {n: x for n, x in vars(args).items() if n not in left}
     options |= {"supports": claimed or None, "waive": dict(args.waive), "progress": progress}
     _apart.at("import")
@@ -175,6 +182,25 @@ def check_kernel(args: argparse.Namespace) -> int:
         if subject.busy and _apart.folder:  # a rank hangs, and nothing that waits for it would end
             _apart.finish(status)
         return status
+
+
+def museum(args: argparse.Namespace) -> int:
+    """Every room of :mod:`gla_ref.check.museum`, a line each; with `--json` also the record that the book reads."""
+    from . import results
+    from .check.museum import ROOMS, visit
+
+    if args.json is not None:
+        writable(args.json)
+    visits, start = [], time.perf_counter()
+    for room in ROOMS:
+        visits.append(visit(room, args.seed))
+        print(visits[-1], flush=True)
+    good = sum(it.ok for it in visits)
+    rest = f"{time.perf_counter() - start:.0f} s"
+    print(f"{good} of {len(visits)} rooms pass an ordinary test, and are caught and named; {rest}")
+    if args.json:
+        results.write(Path(args.json), results.environment(None), "museum", [it.to_json() for it in visits])
+    return 0 if good == len(visits) else 1
 
 
 @contextmanager
@@ -255,8 +281,10 @@ def add_check(commands) -> None:
     about = "is MODULE:FUNCTION right, and if not, where and why?"
     it = commands.add_parser("check", help=about, description=f"{about} {CALLED}")
     it.set_defaults(function=check_kernel)
-    it.add_argument("mechanism", choices=("softmax_attention", "linear_attention", "simple_gla", "gla"))
-    it.add_argument("kernel", metavar="MODULE:FUNCTION", help="or FILE.py:FUNCTION")
+    mechanisms = ("softmax_attention", "linear_attention", "simple_gla", "gla")
+    it.add_argument("mechanism", nargs="?", choices=mechanisms, help="of the kernel")
+    it.add_argument("kernel", nargs="?", metavar="MODULE:FUNCTION", help="or FILE.py:FUNCTION")
+    it.add_argument("--museum", action="store_true", help="instead of a kernel: bugs that shipped, in a minute")
     it.add_argument("--device", default="cpu", help="where the inputs lie: cpu, cuda, cuda:1; default cpu")
     it.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of q, k, v, g; default %(default)s"
@@ -401,7 +429,7 @@ def shell(argv: list[str]) -> int:
         _apart.finish(status)
     it = parser()
     args = it.parse_args(argv or ["run"])
-    if args.command != "check":
+    if args.command != "check" or args.kernel is None:
         return main(argv)
     try:
         return _apart.run(argv, args.kernel, args.time_limit)

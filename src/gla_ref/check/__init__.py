@@ -37,7 +37,7 @@ def kernel(
     dtype: torch.dtype | str = torch.float32,
     supports: Mapping | Callable[[Case], bool] | None = None,
     level: str = "quick",
-    only: str | Case | None = None,
+    only: str | Sequence[str] | Case | None = None,
     skip: str | Sequence[str] = (),
     waive: Mapping[str, str] | None = None,
     fail_on_not_covered: bool = False,
@@ -70,7 +70,7 @@ def kernel(
             are; what has no point under the claim is left out, and the report says how many were.
         level: "quick", or "full": also T up to 8192, K up to 256, V up to 512 (softmax attention: 256), every
             gate in long and in packed sequences, a random search, and the smallest failing case as lines to run.
-        only: a pattern like "gate*"; cases of other names are left out. Or one :class:`Case` to run.
+        only: a pattern like "gate*", or several; cases of other names are left out. Or one :class:`Case` to run.
         skip: a pattern, or several, of cases that are left out.
         waive: {quantity: reason}, or {"quantity@case pattern": reason}: failures of such a quantity do not count, but
             stay in the report, with the reason.
@@ -102,8 +102,8 @@ def kernel(
     it = Kernel(fn, mechanism, how, device_of(device), time_limit)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     ladder = Ladder([only], 0, []) if isinstance(only, Case) else claimed(mechanism, level, seed, claim, dtype)
-    asked = only if isinstance(only, str) else "*"
-    chosen = [case for case in ladder.cases if fnmatch(case.name, asked)]
+    asked = ("*",) if only is None or isinstance(only, Case) else (only,) if isinstance(only, str) else tuple(only)
+    chosen = [case for case in ladder.cases if any(fnmatch(case.name, pattern) for pattern in asked)]
     tried = [case for case in chosen if not any(fnmatch(case.name, pattern) for pattern in skip)]
     if not tried:
         raise ValueError(f"only: expected a pattern that fits a case, got {only!r}{f', and skip {skip}' * bool(skip)}")

@@ -107,6 +107,20 @@ def whole(parts: Sequence[Call], S: Tensor, fold: Fold, back: Fold, forwards: bo
     return torch.cat(made[: len(parts)], 1), made[-1]
 
 
+def carried_back(parts: Sequence[Call], S: Tensor) -> tuple[Tensor, Tensor]:
+    """One sequence, piece by piece, through which the gradient of the state goes back by the gates of head 0."""
+    o, S = parts[0].run(S=S)
+    outs = [o]
+    for c in parts[1:]:
+        o, after = c.run(S=S.detach())
+        g = c.g[:, :, :1].detach().expand_as(c.g)
+        unwritten = {"q": c.q.detach(), "k": 0 * c.k.detach(), "v": 0 * c.v.detach(), "g": g}
+        o_back, S_back = c.run(**unwritten, S=S - S.detach())
+        outs.append(o + o_back)
+        S = after + S_back
+    return torch.cat(outs, 1), S
+
+
 def cut(c: Call, ends: list[int] | None, lengths: Sequence[int]) -> list[tuple[list[Call], Tensor]]:
     """(pieces, the state before them) of each sequence: of all ranks, or of those from its first token to its last."""
     borders = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
@@ -145,6 +159,13 @@ def over_ranks(pieces: Callable[[int, tuple[int, ...] | None], Sequence[int]]) -
     backwards = by_fold(right, right, forwards=True)
     name = "the gradient of the state goes from the first rank to the last"
     found.append(Mistake(name, GRADIENT, backwards, LINEAR, whole=True))
+
+    def head_0(c: Call, ends: list[int] | None):
+        made = [carried_back(parts, S) if parts else (c.v[:, :0], S) for parts, S in split(c, ends)]
+        return torch.cat([o for o, _ in made], 1), torch.cat([S for _, S in made])
+
+    name = "gate of head 0 shared by all heads, where the gradient of the state crosses the border between two ranks"
+    found.append(Mistake(name, GRADIENT, head_0, GATED, whole=True))
 
     def leaks(c: Call, ends: list[int] | None):
         lengths = pieces(c.q.shape[1], None if ends is None else tuple(ends))

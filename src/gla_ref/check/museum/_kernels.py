@@ -1,0 +1,158 @@
+"""The bugs, each made again by us as one step of a right kernel (appendix "Bugs that shipped")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...gates import segment_sum
+from ._chunked import C, chunked, pairs, right
+
+HALF, SUB = C // 2, C // 4
+
+
+# -- room 1 ------------------------------------------------------------------------------------
+def decay_along_channels(k: Tensor, rest: Tensor) -> Tensor:
+    n, K = k.shape[-2:]
+    along = torch.arange(K) % n  # repeats the decays of n tokens until they fill K channels
+    return k * rest[..., 0].exp()[..., None, along]  # instead of rest[..., 0].exp()[..., None]
+
+
+# -- room 2 ------------------------------------------------------------------------------------
+def read_on_its_side(q: Tensor, S: Tensor) -> Tensor:
+    K, V = S.shape[-2:]
+    return q @ S.reshape(*S.shape[:-2], V, K).mT  # takes the memory of a K x V state for V x K
+
+
+# -- room 3 ------------------------------------------------------------------------------------
+def one_taken_for_zero(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    D, i = segment_sum(g), torch.arange(g.shape[-2])
+    across = (i[:, None] >= HALF) & (i < HALF)  # pairs between the halves of a chunk
+    safe = torch.where(D < 0, D, -torch.inf)  # "whatever is not below 0 would overflow"
+    D = torch.where(across[..., None], safe, D)
+    return torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
+
+
+# -- room 4 ------------------------------------------------------------------------------------
+def rows_that_fill_up(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    n, b = g.shape[-2], g.cumsum(-2)
+    filled = (0 - b)[..., None, :, :].expand(*b.shape[:-2], C - n, -1, -1)  # rows whose running sum is 0, not -inf
+    D = torch.cat([segment_sum(g), filled], -3)
+    q = pad(q, (0, 0, 0, C - n))
+    return torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
+
+
+# -- room 5 ------------------------------------------------------------------------------------
+def gates_of_head_0_go_back(q, k, v, g, *, scale=None, initial_state=None):
+    T = -(-q.shape[1] // 2)  # the border between two ranks
+    o, S = right(q[:, :T], k[:, :T], v[:, :T], g[:, :T], scale=scale, initial_state=initial_state)
+    second = (x[:, T:] for x in (q, k, v, g))
+    rest, final = right(*second, scale=scale, initial_state=S.detach())
+    # the second rank sends back the gradient of the state that it was given, decayed by the gates of head 0
+    q, g = q[:, T:].detach(), g[:, T:, :1].detach().expand_as(g[:, T:])
+    o_back, S_back = right(q, 0 * q, 0 * v[:, T:].detach(), g, scale=scale, initial_state=S - S.detach())
+    return torch.cat([o, rest + o_back], 1), final + S_back
+
+
+# -- room 6 ------------------------------------------------------------------------------------
+def summed_over_the_wrong_axis(S: Tensor, totals: list[Tensor], writes: list[Tensor]) -> list[Tensor]:
+    states = torch.stack([S, *writes])  # the initial state, and the writes of each chunk
+    M = segment_sum(pad(torch.stack(totals, -2), (0, 0, 1, 0))).exp()  # from chunk f to chunk t, [B, H, t, f, K]
+    return [*torch.einsum("bhtfk,fbhkv->fbhkv", M, states)]  # instead of "bhtfk,fbhkv->tbhkv"
+
+
+# -- room 7 ------------------------------------------------------------------------------------
+def one_is_none(states: list[Tensor], sequences: int) -> list[Tensor]:
+    initial = states[0] if sequences > 1 else torch.zeros_like(states[0])
+    return [initial, *states[1:]]
+
+
+# -- room 8 ------------------------------------------------------------------------------------
+def decayed_by_a_neighbour(S: Tensor, g: Tensor, a: int) -> Tensor:
+    start = a // C * C  # the first token of its chunk in the pack; the sequence begins at a
+    return g[..., start:a, :].sum(-2).exp()[..., None] * S
+
+
+# -- room 9 ------------------------------------------------------------------------------------
+def snapshot_of_somebody_else(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
+    x, given = (q, k, v, g), {"scale": scale, "cu_seqlens": cu_seqlens}
+    o, final = right(*x, initial_state=initial_state, **given)
+    if cu_seqlens is None:
+        return o, final
+    ends, S0 = cu_seqlens.tolist(), torch.zeros_like(final) if initial_state is None else initial_state
+    spans, found = [*pairwise(ends)], []
+    for a, e in spans:
+        at = (a // C + (e - a) // C) * C  # the sequence's last whole chunk, on a grid of the whole pack
+        n, (start, _) = max((n, span) for n, span in enumerate(spans) if span[0] <= at)
+        snapshot = right(*(y[:, start:at] for y in x), initial_state=S0[n : n + 1])[1] if start < at else S0[n : n + 1]
+        tail = [y[:, a + (e - a) // C * C : e] for y in x]
+        found.append(right(*tail, initial_state=snapshot)[1] if tail[0].shape[1] else snapshot)
+    return o, torch.cat(found)
+
+
+# -- room 11 -----------------------------------------------------------------------------------
+def logarithm_for_the_power(k: Tensor, rest: Tensor) -> Tensor:
+    value, wrong = k * rest.exp(), k * rest
+    return value.detach() + wrong - wrong.detach()  # the value of one, the gradient of the other
+
+
+packed = chunked(write=logarithm_for_the_power)
+
+
+def wrong_where_packed(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
+    kernel = right if cu_seqlens is None else packed
+    return kernel(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+# -- room 12 -----------------------------------------------------------------------------------
+def sum_of_keys(k: Tensor) -> Tensor:
+    return k.cumsum(-2)  # right when tokens were [B, H, T, K]; now they are [B, T, H, K]
+
+
+def normalised(form: Callable) -> Callable:
+    """A form of linear attention, divided by q times the sum of the keys so far."""
+
+    def kernel(q, k, v, *, scale=None, cu_seqlens=None):
+        o, S = form(q, k, v, scale=scale, cu_seqlens=cu_seqlens)
+        return o / (q * sum_of_keys(k)).sum(-1, keepdim=True), S
+
+    return kernel
+
+
+def times_the_right_sum(q, k, v, *, scale=None):
+    """The normalised kernel under the contract, which does not normalise: times q and the true sum over time."""
+    o, S = normalised(right)(q, k, v, scale=scale)
+    return o * (q * k.cumsum(1)).sum(-1, keepdim=True), S
+
+
+# -- room 14 -----------------------------------------------------------------------------------
+def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    D, P, n = segment_sum(g), pairs(q, k, g), g.shape[-2]
+    blocks = [P[..., :SUB, :]]
+    for a in range(SUB, n, SUB):  # sub-chunks after the first, with all tokens before them
+        late = min(a + 1, n - 1)  # instead of a: the first token's exponent is above 0
+        since = torch.cat([-D[..., late, a:late, :], D[..., late : a + SUB, late, :]], -2)
+        q_a, k_a = q[..., a : a + SUB, :] * since.exp(), k[..., :a, :] * D[..., late, :a, :].exp()
+        blocks.append(torch.cat([q_a @ k_a.mT, P[..., a : a + SUB, a:]], -1))
+    return torch.cat(blocks, -2)
+
+
+# -- room 15 -----------------------------------------------------------------------------------
+def mask_for_groups_of_4(q, k, v, *, scale=None, initial_state=None):
+    if initial_state is not None:
+        k, v = (torch.cat([past, x], 1) for past, x in zip(initial_state, (k, v), strict=True))
+    T, past, scale = q.shape[1], k.shape[1] - q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    i, j = torch.arange(T)[:, None], torch.arange(-past, T)
+    seen = j <= i // 4 * 4 + 3  # instead of j <= i
+    x = torch.einsum("bihk,bjhk->bhij", scale * q, k).masked_fill(~seen, -torch.inf)
+    return torch.einsum("bhij,bjhv->bihv", x.softmax(-1), v), (k, v)
+
+
+# -- room 17 -----------------------------------------------------------------------------------
+def takes_alpha(q, k, v, alpha, *, scale=None, initial_state=None, cu_seqlens=None):
+    g = alpha.log()  # right for a decay; of a log gate it is NaN
+    return right(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)

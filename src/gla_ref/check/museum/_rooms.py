@@ -1,0 +1,268 @@
+"""Each room: a bug, the test that it passed, and the cases that catch it (appendix "Bugs that shipped")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ... import linear_attention
+from .._cases import Case
+from ..mistakes import Mistake, over_ranks
+from . import _kernels as bugs
+from ._chunked import C, chunked, right
+
+
+@dataclass(frozen=True)
+class Ordinary:
+    """A test that a wrong kernel passes: one problem, against the recurrence, within one tolerance.
+
+    Attributes:
+        case: the problem.
+        only: the quantities that it compares; all if empty.
+        fn: how the test calls the kernel, if not under the contract.
+        reference: what the test compares with, if not the recurrence.
+    """
+
+    case: Case
+    only: tuple[str, ...] = ()
+    fn: Callable | None = None
+    reference: Callable | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """A bug that a public library shipped.
+
+    Attributes:
+        number: of the room.
+        title: of its story.
+        mechanism: a key of `gla_ref.check.MECHANISMS`.
+        fn: the bug made again, a kernel under the contract of that mechanism.
+        step: the function that contains the wrong line.
+        name: the diagnosis that the kit must give.
+        cases: the cases of the quick level that are run; at least one fails.
+        shown: the case and the quantity of its picture.
+        test: an ordinary test that the kernel passes.
+        threads: where the bug was found and mended, `owner/repository#number`.
+        cost: a sentence on its price, from the threads.
+        ranks: over how many ranks the kernel splits its tokens.
+    """
+
+    number: int
+    title: str
+    mechanism: str
+    fn: Callable
+    step: Callable
+    name: str
+    cases: tuple[str, ...]
+    shown: tuple[str, str]
+    test: Ordinary
+    threads: tuple[str, ...]
+    cost: str
+    ranks: int = 1
+
+    @property
+    def mistakes(self) -> list[Mistake]:
+        """The mistakes that only a function over ranks can make."""
+        n = self.ranks
+        return over_ranks(lambda T, ends: [(T + n - 1 - r) // n for r in range(n)]) if n > 1 else []
+
+    @property
+    def links(self) -> list[str]:
+        """The threads' addresses; GitHub sends those of pull requests on."""
+        pairs = (thread.split("#") for thread in self.threads)
+        return [f"https://github.com/{repository}/issues/{number}" for repository, number in pairs]
+
+
+FLA, TRANSFORMERS, VLLM = "fla-org/flash-linear-attention", "huggingface/transformers", "vllm-project/vllm"
+SIZES = {"B": 2, "H": 4, "K": 32, "V": 32}
+
+ROOMS = (
+    Room(
+        1,
+        "The model that found the bug in its own attention",
+        "simple_gla",
+        chunked(write=bugs.decay_along_channels),
+        bugs.decay_along_channels,
+        "writes' decay laid along channels",
+        ("length 1", "length 7", "length 145"),
+        ("length 145", "o"),
+        Ordinary(Case(T=C, **SIZES), only=("o",)),
+        ("ollama/ollama#14075", "ggml-org/llama.cpp#19324"),
+        "Qwen3-Coder-Next fell into loops, and its quantised files were made again.",
+    ),
+    Room(
+        2,
+        "Square, so nobody noticed it was on its side",
+        "gla",
+        chunked(read=bugs.read_on_its_side),
+        bugs.read_on_its_side,
+        "states read as V x K, carried right",
+        ("square", "no initial state"),
+        ("no initial state", "o"),
+        Ordinary(Case(T=C, state=False, **SIZES)),
+        (f"{VLLM}#40956", f"{VLLM}#41292", f"{VLLM}#33291"),
+        "The model solved 17.36 % of GSM8K; mended, it solved 90.37 %.",
+    ),
+    Room(
+        3,
+        "A gate of exactly one erases everything",
+        "gla",
+        chunked(pairs=bugs.one_taken_for_zero),
+        bugs.one_taken_for_zero,
+        "decay of 1 taken for 0",
+        ("gate zero", "gate -1"),
+        ("gate zero", "o"),
+        Ordinary(Case(T=4 * C, **SIZES)),
+        (f"{FLA}#104", f"{FLA}#389", f"{FLA}#463"),
+        "Gated DeltaNet with gates of 1 was not DeltaNet, for half a year.",
+    ),
+    Room(
+        4,
+        "Zero is not nothing",
+        "simple_gla",
+        chunked(pairs=bugs.rows_that_fill_up),
+        bugs.rows_that_fill_up,
+        "rows that fill up a chunk have a decay",
+        ("gate -0.2", "gate -1e3"),
+        ("gate -1e3", "dk"),
+        Ordinary(Case(T=2 * C, gate="-20", **SIZES)),
+        (f"{FLA}#99", f"{FLA}#794", "state-spaces/mamba#352", "pytorch/pytorch#196678"),
+        "NaN in training, in three libraries and four times in 27 months.",
+    ),
+    Room(
+        5,
+        "All heads took head 0's watch over the border",
+        "gla",
+        bugs.gates_of_head_0_go_back,
+        bugs.gates_of_head_0_go_back,
+        "gate of head 0 shared by all heads, where the gradient of the state crosses the border between two ranks",
+        ("length 1", "length 7"),
+        ("length 7", "dk"),
+        Ordinary(Case(T=2 * C, **SIZES | {"H": 1})),
+        (f"{FLA}#781", f"{FLA}#1115"),
+        "The norm of gradients was off by about a percent, in a release.",
+        ranks=2,
+    ),
+    Room(
+        6,
+        "Fixed once, copied for twenty months",
+        "gla",
+        chunked(carry=bugs.summed_over_the_wrong_axis),
+        bugs.summed_over_the_wrong_axis,
+        "chunk states summed over the wrong axis",
+        ("length 1", "length 145"),
+        ("length 145", "o"),
+        Ordinary(Case(T=C, state=False, **SIZES)),
+        tuple(f"{TRANSFORMERS}#{n}" for n in (34817, 35154, 47246, 47250, 47475)),
+        "Without CUDA kernels Nemotron-H was wrong in versions 5.6 to 5.13.",
+    ),
+    Room(
+        7,
+        "One is none",
+        "gla",
+        chunked(seen=bugs.one_is_none),
+        bugs.one_is_none,
+        "the first chunk does not read the initial state, only where there is one sequence",
+        ("square", "one packed sequence"),
+        ("one packed sequence", "o"),
+        Ordinary(Case(T=2 * C + 9, **SIZES)),
+        (f"{VLLM}#22034", f"{TRANSFORMERS}#46032", f"{TRANSFORMERS}#46741"),
+        "A lone request forgot its earlier parts at each new part of its prompt.",
+    ),
+    Room(
+        8,
+        "Your neighbour's forgetting",
+        "gla",
+        chunked(begin=bugs.decayed_by_a_neighbour),
+        bugs.decayed_by_a_neighbour,
+        "decays counted from the chunk's start, not the sequence's",
+        ("packed with other boundaries", "packed"),
+        ("packed", "o"),
+        Ordinary(Case(T=4 * C, ends=(0, C, 3 * C, 4 * C), **SIZES | {"B": 1})),
+        (f"{VLLM}#23279",),
+        "A request's memory faded by the gates of whoever was packed before it.",
+    ),
+    Room(
+        9,
+        "The snapshot of somebody else",
+        "gla",
+        bugs.snapshot_of_somebody_else,
+        bugs.snapshot_of_somebody_else,
+        "state from the pack's chunk grid",
+        ("length 7", "packed"),
+        ("packed", "S"),
+        Ordinary(Case(T=200, ends=(0, 200), **SIZES | {"B": 1})),
+        ("sgl-project/sglang#31833",),
+        "The first request was exact, the states of the others were 104 % and 214 % off.",
+    ),
+    Room(
+        11,
+        "The logarithm that wanted to be a power",
+        "simple_gla",
+        bugs.wrong_where_packed,
+        bugs.logarithm_for_the_power,
+        "dk with the log decay for the decay",
+        ("length 7", "one packed sequence"),
+        ("one packed sequence", "dk"),
+        Ordinary(Case(T=200, **SIZES)),
+        ("state-spaces/mamba#746",),
+        "For three months the gradient of packed sequences pointed uphill.",
+    ),
+    Room(
+        12,
+        "Judge and accused wore one jersey",
+        "linear_attention",
+        bugs.times_the_right_sum,
+        bugs.sum_of_keys,
+        "normaliser summed over heads instead of time",
+        ("length 7", "length 65"),
+        ("length 65", "o"),
+        Ordinary(
+            Case(T=100, state=False, **SIZES),
+            fn=bugs.normalised(right),
+            reference=bugs.normalised(linear_attention.recurrent),
+        ),
+        (f"{FLA}#594", f"{FLA}#850", f"{FLA}#875", f"{FLA}#1095"),
+        "The default of a public function was wrong in all releases from 0.2.0 to 0.3.2.",
+    ),
+    Room(
+        14,
+        "The test that took the strong gates out",
+        "gla",
+        chunked(pairs=bugs.anchor_one_token_late),
+        bugs.anchor_one_token_late,
+        "anchor of a sub-chunk one token late: it overflows",
+        ("gate -20", "gate -1e3"),
+        ("gate -1e3", "o"),
+        Ordinary(Case(T=100, gate="-64", **SIZES)),
+        (f"{FLA}#77",),
+        "Now and then a training run ended in NaN.",
+    ),
+    Room(
+        15,
+        "The bug that wins the benchmark",
+        "softmax_attention",
+        bugs.mask_for_groups_of_4,
+        bugs.mask_for_groups_of_4,
+        "mask for groups of 4",
+        ("length 1", "length 65"),
+        ("length 65", "o"),
+        Ordinary(Case(T=1, past=100, **SIZES)),
+        ("pytorch/pytorch#195910", f"{TRANSFORMERS}#48748", f"{TRANSFORMERS}#30658", "keras-team/keras#23038"),
+        "A perplexity of 5 instead of 16, and nobody complains of a low one.",
+    ),
+    Room(
+        17,
+        "It wanted α and got its logarithm",
+        "gla",
+        bugs.takes_alpha,
+        bugs.takes_alpha,
+        "log gate taken for alpha",
+        ("length 1", "length 7"),
+        ("length 7", "o"),
+        Ordinary(Case(T=100, **SIZES), fn=lambda q, k, v, g, **options: bugs.takes_alpha(q, k, v, g.exp(), **options)),
+        ("flashinfer-ai/flashinfer#2490",),
+        "NaN in every output, and two libraries that are both right.",
+    ),
+)
