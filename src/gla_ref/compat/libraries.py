@@ -32,7 +32,7 @@ class Function:
     """A library's function: what it computes, how it is called, and what its library claims.
 
     Attributes:
-        mechanism: a key of :data:`gla_ref.mechanisms.MECHANISMS`.
+        mechanism: a key of `gla_ref.mechanisms.MECHANISMS`.
         module: the module that has it.
         name: its name there.
         devices: where it runs: "cpu", "cuda" or both.
@@ -59,7 +59,7 @@ class Function:
 
     @property
     def library(self) -> str:
-        """The package that is imported: "fla", "transformers" or "torch"."""
+        """The package to import, such as "fla", "transformers" or "torch"."""
         return self.module.split(".")[0]
 
     @property
@@ -211,7 +211,7 @@ def function(name: str) -> Callable:
     """A library's function under this book's contract. The library is imported by the first call.
 
     Args:
-        name: a key of :data:`FUNCTIONS`, such as "fla.chunk_gla".
+        name: a key of `FUNCTIONS`, such as "fla.chunk_gla".
 
     Returns:
         `o, state = fn(q, k, v[, g][, beta], *, scale=None, initial_state=None, cu_seqlens=None)`, without those of the
