@@ -43,7 +43,7 @@ SLOW = {"recurrent": "[os]*", "parallel_log": "*[!g]"}
 FEW = [m for m in MECHANISMS if m not in DELTA]
 WHOLE = [(mechanism, form, SLOW.get(form)) for mechanism, form in pairs(*FEW, without=BREAK)]
 # the delta rules' parallel and scan are for short sequences: in long ones float32 leaves them many budgets off
-WHOLE += [(m, form, "[kv]*") for m, form in pairs(*DELTA) if form != "recurrent"]
+WHOLE += [(m, form, "k*") for m, form in pairs(*DELTA) if form != "recurrent"]
 
 
 @pytest.mark.parametrize("mechanism, form, only", thin([*QUICK, *WHOLE], *QUICK))
@@ -58,6 +58,7 @@ ALL = [(mechanism, dtype) for mechanism in MECHANISMS for dtype in (F32, BF16)]
 @pytest.mark.parametrize("name", thin(["gate -1", "length 65", "*long"], "gate -1"))
 def test_right_kernels_pass(mechanism, dtype, name):
     """`tools/false_alarms.py` does it for all cases, and for thousands of seeds."""
+    name = name.removeprefix("*") if mechanism in DELTA else name  # of the long ones one, since they are slow
     for case in (case for case in check.cases(mechanism) if fnmatch(case.name, name)):
         found = false_alarms.ratios(mechanism, dtype, case, range(2), "cpu")
         assert all(max(over) <= 1 for over in found.values()), (case.name, found)

@@ -74,17 +74,6 @@ def _(c):
     return c.run(v=c.v * (1 - c.beta[..., None] * (c.k * c.k).sum(-1, keepdim=True)))
 
 
-def by_queries(n: Call) -> Chunk:
-    it = Chunk(n)
-    it.reader = it.q
-    return it
-
-
-step(
-    "queries find what keys should", FIND, triangle=lambda n, A: by_queries(n).A, found=lambda n, x: by_queries(n).found
-)
-
-
 @mistake("values not corrected within a chunk: the state at its start serves all its keys", SOLVE, DELTA, chunked=True)
 def _(c):
     return corrected(c, c.C, invert=lambda A: eye(A).expand(A.shape))[:2]
