@@ -54,7 +54,7 @@ SUBJECTS = [
     and (form != "triton_portable" or "triton_hopper" in FORMS[m])  # elsewhere what "triton" plans
 ]
 SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapter 12)
-SUBJECTS[SUBJECTS.index("gla.triton_recurrent")] += FORWARD
+SUBJECTS = [name + FORWARD if name.endswith(".triton_recurrent") else name for name in SUBJECTS]
 LIBRARIES = [name for name, it in libraries.FUNCTIONS.items() if it.mechanism in check.MECHANISMS]
 SUBJECTS += LIBRARIES
 SCORES = [f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)]

@@ -1,40 +1,19 @@
 """What is right, and how wrong a kernel may be, for one head of one sequence: q [T, K], v [T, V], g [T] or [T, K].
 
 Of the delta rules it is a key head with all its value heads, where it has several: v [T, G, V], g and beta [T, G]. The
-exact run and the emulated one are the check kit's (`gla_ref.check`): softmax attention with exponentials to base 2, the
-linear mechanisms in chunks of 64. The kit has no delta rules yet: theirs are here. tests/test_bench.py holds all of
-them against the `recurrent` forms.
+exact run and the emulated one are the check kit's (`gla_ref.check`): softmax attention with exponentials to base 2, all
+others in chunks of 64. tests/test_bench.py checks them against the `recurrent` forms.
 """
-
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from gla_ref import check, delta_rule, gated_delta_rule, mechanisms
+from gla_ref import check
 from gla_ref.check._budgets import octaves
-from gla_ref.check._emulate import products_in
-from gla_ref.check._mechanisms import Kind
 from gla_ref.rounding import budget, error
 
-CHUNKS_OF_64 = 1  # the emulated run of the linear mechanisms
-
-
-def chunks_of_64(form, *, state, scale, dtype, luck, **tensors):
-    """A delta rule in chunks whose triangles are inverted without products, which would be rounded."""
-    with products_in(dtype, luck):
-        return form.__wrapped__(**tensors, scale=scale, initial_state=state, C=64)
-
-
-def delta(name: str, module) -> Kind:
-    run = partial(chunks_of_64, module.chunkwise_substitution)
-    return Kind(mechanisms.MECHANISMS[name], module.recurrent, (run, run))
-
-
-MECHANISMS = check.MECHANISMS | {
-    "delta_rule": delta("delta_rule", delta_rule),
-    "gated_delta_rule": delta("gated_delta_rule", gated_delta_rule),
-}
+CHUNKS_OF_64 = 1  # the emulated run of the linear mechanisms and the delta rules
+MECHANISMS = check.MECHANISMS
 
 
 def run(mechanism: str, x: dict[str, Tensor], low: torch.dtype | None, scale: float | None = None) -> dict[str, Tensor]:

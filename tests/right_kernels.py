@@ -15,6 +15,7 @@ from gla_ref._contract import form
 from gla_ref.rounding import PRODUCTS
 from gla_ref.softmax_attention import _form
 
+DELTA = "delta_rule", "gated_delta_rule", "kda"
 SUB = 16  # of a chunk: pairs in it by channel, others by a product
 CHUNKS = (32, 64, 128, 256)
 
@@ -213,6 +214,121 @@ def linear(mechanism, way, dtype, C=0, product=None):
     return fn
 
 
+def eliminated(A, product):
+    """(I + A)^-1, column by column."""
+    Y = torch.eye(A.shape[-1], device=A.device).expand(A.shape)
+    for j in range(A.shape[-1] - 1):
+        Y = Y - A[..., :, j, None] * Y[..., j, None, :]
+    return Y
+
+
+def by_blocks(A, product):
+    """Blocks of 16 so, then a row of blocks after the other by products in float32."""
+    n = A.shape[-1]
+    Y = torch.zeros_like(A)
+    for a in range(0, n, SUB):
+        i = slice(a, a + SUB)
+        own = eliminated(A[..., i, i], product)
+        Y[..., i, i] = own
+        Y[..., i, :a] = -(own @ (A[..., i, :a] @ Y[..., :a, :a].clone()))
+    return Y
+
+
+def corrected(q, k, v, g, beta, S, scale, C, product, inverse=eliminated, ahead=False):
+    """A delta rule in chunks: o, the final state, and of each chunk the state before it, Y and what it writes."""
+    outs, kept = [], []
+    for q_n, k_n, v_n, g_n, beta_n in zip(*(x.split(C, -2) for x in (q, k, v, g, beta)), strict=True):
+        since, until = from_start(g_n), to_end(g_n)
+        Y = inverse((beta_n * Pairs(k_n, k_n, g_n, product).P).tril(-1), product)
+        if ahead:
+            write = product(Y, beta_n * v_n) - product(product(Y, beta_n * since * k_n), S)
+        else:
+            write = product(Y, beta_n * (v_n - product(since * k_n, S)))
+        kept.append((S, Y, write))
+        outs.append(scale * (product(q_n * since, S) + product(Pairs(q_n, k_n, g_n, product).P, write)))
+        S = g_n.sum(-2).exp()[..., None] * S + product((k_n * until).mT, write)
+    return torch.cat(outs, -2), S, kept
+
+
+class CorrectedByHand(torch.autograd.Function):
+    """The same with its gradient by hand: of a key apart what it gets as one that reads and as one that writes."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, S, scale, C, product):
+        o, S, kept = corrected(q, k, v, g, beta, S, scale, C, product)
+        ctx.save_for_backward(q, k, v, g, beta, S)
+        ctx.options, ctx.kept = (scale, C, product), kept
+        return o, S
+
+    @staticmethod
+    def backward(ctx, do, dS):
+        (q, k, v, g, beta, S_end), (scale, C, product) = ctx.saved_tensors, ctx.options
+        chunks, grads = zip(*(x.split(C, -2) for x in (q, k, v, g, beta, scale * do)), strict=True), []
+        for (q_n, k_n, v_n, g_n, beta_n, do_n), (S, Y, write) in reversed([*zip(chunks, ctx.kept, strict=True)]):
+            until, since = to_end(g_n), from_start(g_n)
+            P, A = Pairs(q_n, k_n, g_n, product), Pairs(k_n, k_n, g_n, product)
+            r = product(Y.mT, product(P.P.mT, do_n) + product(k_n * until, dS))
+            dA, found = -product(r, write.mT).tril(-1), product(since * k_n, S)
+            dq, dk = P.backward(product(do_n, write.mT).tril())
+            dread, dwrite = A.backward(beta_n * dA)
+            dq = dq + product(do_n, S.mT) * since
+            dread = dread - product(beta_n * r, S.mT) * since
+            dwrite = dwrite + dk + product(write, dS.mT) * until
+            dbeta = (r * (v_n - found)).sum(-1, keepdim=True) + (dA * A.P).sum(-1, keepdim=True)
+            db, end = q_n * dq + k_n * dread - k_n * dwrite, (S_end * dS).sum(-1)
+            if g.shape[-1] == 1:
+                db, end = db.sum(-1, keepdim=True), end.sum(-1, keepdim=True)
+            dg = db.flip(-2).cumsum(-2).flip(-2) + end[..., None, :]
+            dS, S_end = g_n.sum(-2).exp()[..., None] * dS + product((q_n * since).mT, do_n), S
+            dS = dS - product((k_n * since).mT, beta_n * r)
+            grads.append((dq, dread + dwrite, beta_n * r, dg, dbeta))
+        return *(torch.cat(x[::-1], -2) for x in zip(*grads, strict=True)), dS, None, None, None
+
+
+def corrected_by_token(q, k, v, g, beta, S, scale, C, product):
+    outs = []
+    for t in range(q.shape[-2]):
+        q_t, k_t, v_t, a_t, beta_t = (x[..., t, :] for x in (scale * q, k, v, g.exp(), beta))
+        S = a_t[..., None] * S
+        S = S + k_t[..., None] * (beta_t * (v_t - (k_t[..., None] * S).sum(-2)))[..., None, :]
+        outs.append((q_t[..., None] * S).sum(-2))
+    return torch.stack(outs, -2), S
+
+
+def delta(mechanism, way, dtype, C=64, product=None, **options):
+    """A delta rule in one of those ways under the contract."""
+    product = product or in_dtype(dtype)
+
+    def body(q, k, v, g, beta, scale, S):
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        x = (x.transpose(1, 2) for x in (q, k, v, g, beta[..., None]))
+        o, S, *_ = way(*x, S, scale, C, product, **options)
+        return o.transpose(1, 2), S
+
+    if mechanism == "delta_rule":
+
+        @form(mechanism)
+        def fn(q, k, v, beta, *, scale=None, initial_state=None, cu_seqlens=None):
+            return body(q, k, v, torch.zeros_like(beta[..., None]), beta, scale, initial_state)
+
+    else:
+
+        @form(mechanism)
+        def fn(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None):
+            return body(q, k, v, g.view(*beta.shape, -1), beta, scale, initial_state)
+
+    return fn
+
+
+def delta_kernels(mechanism, dtype, others):
+    found = {f"chunks of {C}, by hand": delta(mechanism, CorrectedByHand.apply, dtype, C) for C in (16, 32, 64, 128)}
+    found |= {name: delta(mechanism, CorrectedByHand.apply, dtype, 64, product) for name, product in others.items()}
+    ahead = {"ahead": True, "inverse": by_blocks}
+    found["chunks of 64, writes made ahead, by autograd"] = delta(mechanism, corrected, dtype, **ahead)
+    found["chunks of 32, triangles by blocks, by autograd"] = delta(mechanism, corrected, dtype, 32, inverse=by_blocks)
+    return found | {"token after token": delta(mechanism, corrected_by_token, dtype)}
+
+
 class Flash(torch.autograd.Function):
     """Softmax attention tile by tile `[B, H, T, ...]`, a cache of `past` keys before the queries' own."""
 
@@ -314,6 +430,8 @@ def kernels(mechanism, dtype):
         found |= {name: attention(Flash.apply, dtype, 64, product) for name, product in others.items()}
         found["one log-sum-exp, channels in another order"] = attention(OneNumber.apply, dtype, 64)
         return found | {"autograd": attention(softmax, dtype), "PyTorch's own": library(dtype)}
+    if mechanism in DELTA:
+        return delta_kernels(mechanism, dtype, others)
     found = {f"chunks of {C}, by hand": linear(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
     found |= {name: linear(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
     found["chunks of 64, backwards in another order"] = linear(mechanism, OtherOrder.apply, dtype, 64)

@@ -1,4 +1,4 @@
-"""A mechanism is one entry: the gated delta rule, declared here, is checked by what the other mechanisms are."""
+"""A mechanism is one entry: a gated delta rule, declared here anew, is checked by what the other mechanisms are."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from gla_ref.check._emulate import products_in
 from gla_ref.check._mechanisms import Kind
 from gla_ref.mechanisms import Argument, Mechanism
 
-NAME = "gated_delta_rule"
+NAME = "own_delta_rule"
 DECLARED = Mechanism(
     (
         Argument("q", "B T H K", "token"),
@@ -72,7 +72,7 @@ def kernel(mistake=None):
     return fn
 
 
-@pytest.mark.parametrize("only", thin(["[sv]*", "g*[!g]"], "[sv]*"))
+@pytest.mark.parametrize("only", thin(["v*", "s*", "g*[!g]"], "v*"))
 def test_a_right_kernel_passes(only):
     report = check.kernel(NAME, kernel(), only=only)
     report.raise_if_failed()

@@ -29,6 +29,7 @@ from torch.nn.functional import logsigmoid
 from . import _apart, gates, gla
 from . import gla_chunk_fuse as reference
 from .kernels import NO_TRITON, find_device
+from .mechanisms import MECHANISMS
 from .rounding import budget, error, operands_in
 
 START = timedelta(minutes=5)  # that ranks wait for one another before the first call
@@ -272,7 +273,8 @@ def waiver(text: str) -> tuple[str, str]:
 
 
 CALLED = (
-    "It is called as o, state = FUNCTION(q, k, v[, g], scale=, initial_state=, cu_seqlens=) on [B, T, H, D];"
+    "It is called as o, state = FUNCTION(q, k, v[, g][, beta], scale=, initial_state=, cu_seqlens=) on"
+    " [B, T, H, D];"
     " what its signature lacks is reported as not covered."
 )
 
@@ -281,8 +283,7 @@ def add_check(commands) -> None:
     about = "is MODULE:FUNCTION right, and if not, where and why?"
     it = commands.add_parser("check", help=about, description=f"{about} {CALLED}")
     it.set_defaults(function=check_kernel)
-    mechanisms = ("softmax_attention", "linear_attention", "simple_gla", "gla")
-    it.add_argument("mechanism", nargs="?", choices=mechanisms, help="of the kernel")
+    it.add_argument("mechanism", nargs="?", choices=tuple(MECHANISMS), help="of the kernel")
     it.add_argument("kernel", nargs="?", metavar="MODULE:FUNCTION", help="or FILE.py:FUNCTION")
     it.add_argument("--museum", action="store_true", help="instead of a kernel: bugs that shipped, in a minute")
     it.add_argument("--device", default="cpu", help="where the inputs lie: cpu, cuda, cuda:1; default cpu")

@@ -179,7 +179,8 @@ def plain(case: Case) -> Case:
 
 def shape(case: Case) -> Case:
     """What cases have in common that can be worked out side by side: all but the values of what is given."""
-    values = {"gate": MILD, "floor": None, "strength": 1.0, "size": 1.0, "loud": None, "zeros": False}
+    values = {"gate": MILD, "floor": None, "size": 1.0, "loud": None, "zeros": False}
+    values |= {"strength": 1.0, "beta": None, "alike": 0.0, "keys": 1.0, "found": False}
     return replace(plain(case), strides="contiguous", **values)
 
 

@@ -56,6 +56,10 @@ class Case:
         gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16".
         floor: what no gate is below, where a kernel claims no more; None for the ladder's own.
         strength: what write strengths stay below, 1 or 2.
+        beta: every write strength, 0, 1 or 2, instead of random ones; None for those.
+        alike: the correlation of keys, from 0 to 1, where there is a write strength.
+        keys: the length of keys there.
+        found: there values are what their keys find in the initial state, but for a hundredth.
         groups: value heads that read the same key head, where a mechanism has that.
         scale: as the kernel gets it; None for K^-0.5.
         ends: boundaries of packed sequences, from 0 to T (with B = 1); None for none.
@@ -69,8 +73,8 @@ class Case:
             sequences, and the gradients of a sum).
         other: the input that has another dtype than usual, a gate such as "g" or a strength (float32), or "S0"
             (float64); "" for none.
-        size: standard deviation of q, v and the initial state (in float16 30 at most); k has 1, or the length 1 where
-            there is a write strength.
+        size: standard deviation of q, v and the initial state (in float16 30 at most); k has 1, or the length `keys`
+            where there is a write strength.
         loud: the tokens, from one to another, whose q and v are 30 times as large.
         pull: the size of what the loss puts on o and the final state (in float16 always 1); the gradients are
             divided by it.
@@ -90,6 +94,10 @@ class Case:
     gate: str = MILD
     floor: float | None = None
     strength: float = 1.0
+    beta: float | None = None
+    alike: float = 0.0
+    keys: float = 1.0
+    found: bool = False
     groups: int = 1
     scale: float | None = None
     ends: tuple[int, ...] | None = None
@@ -188,7 +196,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found += [Case("state of float64", other=name) for name in kind.states]
         found.append(Case("state of zeros", zeros=True))
         # what rounds in its loud part is nothing to gradients of gates in the chunks before it
-        narrow = {"B": 1, "H": 1, "K": 2, "V": 3, "T": 4097, "loud": (1100, 1900)}
+        narrow = {"B": 1, "H": 1, "K": 2, "V": 3, "T": 2113 if strengths else 4097, "loud": (1100, 1900)}
         found.append(Case("narrow and long", **narrow, gate="-1" if gates else MILD))
     later = [Case(f"gate {g} packed", **packed, gate=g) for g in GATES]
     later += [Case(f"gate {g} long", B=1, H=2, T=long, gate=g) for g in GATES]
@@ -199,7 +207,15 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found += [case for case in later if case.name in names]
         found.append(Case("gates in float32", other=gates[0]))
     if strengths:
-        found.append(Case("strengths up to 2", strength=2.0, T=2 * C + 3))
+        found.append(Case("strengths up to 2", strength=2.0, T=2 * C + 3, telling=True))
+        found += [Case(f"strength {x}", beta=float(x), T=C + SUB + 3) for x in (0, 1, 2)]
+        found += [Case(f"keys alike {x}", alike=x, T=C + SUB + 3, K=16) for x in (0.9, 0.99)]
+        found.append(Case("equal keys", alike=1.0, T=C + SUB + 3))
+        found.append(Case("keys alike, strengths up to 2", alike=0.9, strength=2.0, T=2 * C + 3))
+        found.append(Case("short keys", keys=0.5, T=C + 3, telling=True))
+        found.append(Case("values that keys find", found=True, gate="zero", K=16, T=C + SUB + 3))
+        # an earlier octave has a unit of its own: what later tokens do to it shows
+        found.append(Case("later tokens loud", loud=(C, 2 * C + 3), T=2 * C + 3))
         found.append(Case("strengths in float32", other=strengths[0]))
     if kind.mechanism.multiples:
         found += [
@@ -242,6 +258,7 @@ def any_case(mechanism: str, rng: Random, name: str) -> Case:
         index=rng.choice(("int32", "int64")),
         frozen=rng.random() < 0.1,
         strength=rng.choice((1.0, 2.0)) if kind.named("strength") else 1.0,
+        alike=rng.choice((0.0, 0.0, 0.9)) if kind.named("strength") else 0.0,
         groups=rng.choice((1, 2, 3)) if kind.mechanism.multiples else 1,
     )
 
@@ -343,13 +360,17 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
                 g if case.floor is None else g.clamp_min(lowest_held(case.floor, form, held(kind, x.name, case, dtype)))
             )
         if x.role == "strength":
-            return case.strength * torch.rand(shape(x, before), generator=rng, dtype=F64)
+            some = case.strength * torch.rand(shape(x, before), generator=rng, dtype=F64)
+            return some if case.beta is None else torch.full_like(some, case.beta)
         y = normal(x)
         if x.name not in KEYS:
             if x.role == "token":
                 y[:, slice(*case.loud or (0, 0))] *= 30
             return size * y
-        return y / y.norm(dim=-1, keepdim=True) if kind.named("strength") else y
+        if not kind.named("strength"):
+            return y
+        y = case.alike**0.5 * y[:, :1] + (1 - case.alike) ** 0.5 * y if case.alike else y
+        return case.keys * y / y.norm(dim=-1, keepdim=True)
 
     states = dict(zip(kind.states, kind.mechanism.states, strict=True))
     x = {n: drawn(kind.tensors[n]) for n in kind.arguments}
@@ -361,6 +382,9 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
     left = {n for n, of in pulls.items() if case.loss not in ("both", of)}
     left |= set() if case.state else {*states}
     x = {n: y for n, y in x.items() if n not in left}
+    if case.found:
+        k = x["k"].repeat_interleave(case.groups, 2)
+        x["v"] = torch.einsum("bthk,bhkv->bthv", k, x["S0"]) + x["v"] / 100
     if case.strides == "expanded":
         x = {n: torch.ones_like(y) if n in pulls else shared(kind, n, y) for n, y in x.items()}
     gates = kind.named("gate")

@@ -29,6 +29,8 @@ KINDS = (
     lambda case: "no scale given" if case.scale is None else "a scale given",
     lambda case: f"gates {case.gate}",
     lambda case: f"strengths below {case.strength:g}",
+    lambda case: "random strengths" if case.beta is None else f"strengths of {case.beta:g}",
+    lambda case: f"keys of correlation {case.alike:g}",
     lambda case: f"{case.strides} strides",
     lambda case: f"a loss of {case.loss}",
     lambda case: f"values of size {case.size:g}",

@@ -120,23 +120,25 @@ class ReverseSum(torch.autograd.Function):
     """q, k and the total decay of each chunk `[..., C, K]`, from whose gradients that of g is made as kernels make it.
 
     To a chunk's end it is the running sum of q dq - k dk, as they are stored, and what comes back for the total.
-    Its terms cancel, so that it is the least exact of the right ways, the more so the longer the chunk.
+    Its terms cancel, so that it is the least exact of the right ways, the more so the longer the chunk. `also` are
+    tensors that read the state as q does.
     """
 
     @staticmethod
-    def forward(ctx, q, k, g, dtype):
-        ctx.save_for_backward(q, k)
+    def forward(ctx, q, k, g, dtype, *also):
+        ctx.save_for_backward(k, q, *also)
         ctx.dtype = dtype
-        return q.clone(), k.clone(), g.sum(-2)
+        return q.clone(), k.clone(), g.sum(-2), *(x.clone() for x in also)
 
     @staticmethod
-    def backward(ctx, dq, dk, dtotal):
+    def backward(ctx, dq, dk, dtotal, *dalso):
         if not ctx.needs_input_grad[2]:
-            return dq, dk, None, None
-        q, k = ctx.saved_tensors
-        stored = (x.to(ctx.dtype).to(x.dtype) for x in (dq, dk))
-        terms = sum(x * d * sign for x, d, sign in zip((q, k), stored, (1, -1), strict=True))
-        return dq, dk, terms.flip(-2).cumsum(-2).flip(-2) + dtotal[..., None, :], None
+            return dq, dk, None, None, *dalso
+        k, *reads = ctx.saved_tensors
+        stored = (x.to(ctx.dtype).to(x.dtype) for x in (dk, dq, *dalso))
+        signs = -1, *[1] * len(reads)
+        terms = sum(x * d * sign for x, d, sign in zip((k, *reads), stored, signs, strict=True))
+        return dq, dk, terms.flip(-2).cumsum(-2).flip(-2) + dtotal[..., None, :], None, *dalso
 
 
 def by_channel(g: Tensor | None, k: Tensor) -> Tensor:
@@ -144,6 +146,21 @@ def by_channel(g: Tensor | None, k: Tensor) -> Tensor:
     if g is None:
         return torch.zeros_like(k)
     return g if g.ndim == k.ndim else g[..., None].expand_as(k)
+
+
+def pairs(q, k, g, c, alike):
+    """q_i k_j and the decay between them, for j <= i, of chunks `[..., C, K]`: in sub-chunks of c, or at once."""
+    if alike:  # what decays all channels of a pair alike is a factor of its score
+        return (q @ k.mT) * segment_sum(g[..., :1])[..., 0].exp()
+    C, rows = q.shape[-2], []
+    for i in range(0, C, c):
+        q_i, k_i, g_i = (x[..., i : i + c, :] for x in (q, k, g))
+        P = scores(q_i, k_i, g_i)
+        if i:
+            k_j = k[..., :i, :] * decay_to_end(g[..., :i, :]).exp()
+            P = torch.cat([(q_i * decay_from_start(g_i).exp()) @ k_j.mT, P], -1)
+        rows.append(pad(P, (0, C - i - c)))
+    return torch.cat(rows, -2)
 
 
 def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False, mode=None, luck=PLAIN):
@@ -165,21 +182,61 @@ def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False, mo
         write = half.exp().mT * ((k * (decay_to_end(g) - half).exp()).mT @ v)
         states = Carry.apply(write, total, state, dtype)
         inter = (q * (decay_from_start(g) - half).exp()) @ (half.exp().mT * states[:, :, :-1])
-        if alike:  # what decays all channels of a pair alike is a factor of its score
-            P = (q @ k.mT) * segment_sum(g[..., :1])[..., 0].exp()
-        else:
-            rows = []
-            for i in range(0, C, c):
-                q_i, k_i, g_i = (x[..., i : i + c, :] for x in (q, k, g))
-                P = scores(q_i, k_i, g_i)
-                if i:
-                    k_j = k[..., :i, :] * decay_to_end(g[..., :i, :]).exp()
-                    P = torch.cat([(q_i * decay_from_start(g_i).exp()) @ k_j.mT, P], -1)
-                rows.append(pad(P, (0, C - i - c)))
-            P = torch.cat(rows, -2)
+        P = pairs(q, k, g, c, alike)
         intra = P @ v  # one sum over all of a chunk's tokens
     o = rearrange(scale * (inter + intra), "b h n t d -> b (n t) h d")
     return o[:, :T], states[:, :, -1]
+
+
+class Inverse(torch.autograd.Function):
+    """(I + A)^-1 by elimination in float32, and its gradient -Y^T dY Y^T by two products."""
+
+    @staticmethod
+    def forward(ctx, A, dtype, luck):
+        Y = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).repeat(*A.shape[:-2], 1, 1)
+        for j in range(A.shape[-1] - 1):
+            Y[..., j + 1 :, : j + 1] -= A[..., j + 1 :, j, None] * Y[..., j, None, : j + 1]
+        ctx.save_for_backward(Y)
+        ctx.options = dtype, luck
+        return Y
+
+    @staticmethod
+    def backward(ctx, d):
+        (Y,), (dtype, luck) = ctx.saved_tensors, ctx.options
+        return -multiply(Y.mT, multiply(d, Y.mT, dtype, luck=luck), dtype, luck=luck).tril(-1), None, None
+
+
+def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=False, mode=None, luck=PLAIN):
+    """A delta rule in chunks (chapter 20), gated or not. Returns o `[B, T, HV, V]` and S.
+
+    What a chunk writes is Y (beta (v - k S)) or, with `ahead`, made of what needs no state: Y beta v - (Y beta k) S.
+    """
+    T, alike, n = q.shape[1], g is None or g.ndim < k.ndim, v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(n, 2) for x in (q, k))
+    tokens = q, k, v, by_channel(g, k), beta[..., None]
+    C = min(C, -(-T // c) * c)
+    q, k, v, g, beta = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
+    q, k, v, g, beta = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g, beta))
+    # a key reads the state to correct it, and writes
+    q, k, total, asks = ReverseSum.apply(q, k, g, dtype, k)
+    g = g.detach()
+    since, until = decay_from_start(g).exp(), decay_to_end(g).exp()
+    with mode or products_in(dtype, luck):
+        Y = Inverse.apply((beta * pairs(asks, k, g, c, alike)).tril(-1), dtype, luck)
+        S, states, writes, adds = state, [], [], (k * until).mT
+        asked, stored = beta * since * asks, beta * v
+        if ahead:
+            asked, stored = Y @ asked, Y @ stored
+        for i in range(q.shape[2]):
+            write = stored[:, :, i] - asked[:, :, i] @ S
+            states.append(S)
+            writes.append(write if ahead else Y[:, :, i] @ write)
+            added = adds[:, :, i : i + 1] @ writes[-1][:, :, None]
+            S = Carry.apply(added, total[:, :, i : i + 1], S, dtype)[:, :, 1]
+        inter = (q * since) @ torch.stack(states, 2)
+        intra = pairs(q, k, g, c, alike) @ torch.stack(writes, 2)
+    o = rearrange(scale * (inter + intra), "b h n t d -> b (n t) h d")
+    return o[:, :T], S
 
 
 class Whole(torch.autograd.Function):
@@ -249,6 +306,20 @@ def by_token(q, k, v, g=None, *, state, scale, dtype, units=-1):
         S = a_t * S + w_t
         states.append(S)
     return ((scale * q)[..., None] * torch.stack(states, 1)).sum(-2), S
+
+
+def corrected_by_token(q, k, v, beta, g=None, *, state, scale, dtype, units=-1):
+    """The recurrence of a delta rule in the precision of q, decays off as in :func:`by_token`."""
+    S, n, outs = state, v.shape[2] // q.shape[2], []
+    q, k = (x.repeat_interleave(n, 2) for x in (scale * q, k))
+    off = units * torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
+    decays = None if g is None else torch.where(g == 0, g.exp(), g.exp() * (1 + off)).view(*g.shape[:3], -1, 1)
+    for t in range(q.shape[1]):
+        S = S if g is None else decays[:, t] * S
+        k_t, v_t = k[:, t, :, :, None], v[:, t, :, None]
+        S = S + k_t * (beta[:, t, :, None, None] * (v_t - (k_t * S).sum(-2, keepdim=True)))
+        outs.append((q[:, t, :, :, None] * S).sum(-2))
+    return torch.stack(outs, 1), S
 
 
 class Attend(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What the kit knows of a mechanism: its declared tensors, and the callables that judge it (chapters 1, 5, 9, 11)."""
+"""What the kit knows of a mechanism: its declared tensors, and the callables that judge it (chapters 1 to 20)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gla_ref import gla, linear_attention, simple_gla, softmax_attention
+from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, simple_gla, softmax_attention
 
 from .. import mechanisms
 from .._contract import state_shape
 from ..mechanisms import Argument, Mechanism
 from ..rounding import Luck
-from ._emulate import attend, by_token, one_product, two_level
+from ._emulate import attend, by_token, corrected, corrected_by_token, one_product, two_level
 
 PIECE = 16  # tokens of the recurrence at a time
 SHORT = 500  # tokens up to which the recurrence itself is the oracle; then a form held against it
 # one chunk after another, of lengths that kernels have (the longest is the whole of most cases)
 LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=256))
+DELTA = (partial(corrected, C=32), partial(corrected, C=64, ahead=True), partial(corrected, C=128))
 
 
 def by_length(body: Callable, ends: list[int] | None, tokens: dict, states: dict) -> tuple[tuple, tuple]:
@@ -171,6 +172,7 @@ class Kind:
 
 DECLARED = mechanisms.MECHANISMS
 TOKENS = (by_token, partial(by_token, units=1))  # an exponential may be too small or too large
+CORRECTED = (corrected_by_token, partial(corrected_by_token, units=1))
 MECHANISMS = {
     "softmax_attention": Kind(
         DECLARED["softmax_attention"],
@@ -184,4 +186,7 @@ MECHANISMS = {
     ),
     "simple_gla": Kind(DECLARED["simple_gla"], simple_gla.recurrent, plain=TOKENS),
     "gla": Kind(DECLARED["gla"], gla.recurrent, plain=TOKENS),
+    "delta_rule": Kind(DECLARED["delta_rule"], delta_rule.recurrent, DELTA, CORRECTED[:1]),
+    "gated_delta_rule": Kind(DECLARED["gated_delta_rule"], gated_delta_rule.recurrent, DELTA, CORRECTED),
+    "kda": Kind(DECLARED["kda"], kda.recurrent, DELTA, CORRECTED),
 }

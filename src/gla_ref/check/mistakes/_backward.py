@@ -8,11 +8,11 @@ import torch
 
 from ._core import (
     CHANNELS,
-    GATED,
+    GATES,
     GRADIENT,
-    LINEAR,
     PACK,
     READ,
+    STATES,
     Misread,
     backward,
     contiguous,
@@ -53,14 +53,14 @@ gradient("dv added twice", "v", lambda d, c: 2 * d)
 # of o alone: what comes back from the final state has no scale
 for name, tensor in (("dk", "k"), ("dv", "v"), ("gate's gradient", "g"), ("gradient of the initial state", "S")):
 
-    @mistake(f"{name} without scale", GRADIENT, GATED if tensor == "g" else LINEAR)
+    @mistake(f"{name} without scale", GRADIENT, GATES if tensor == "g" else STATES)
     def _(c, tensor=tensor):
         return c.run(**{tensor: backward(getattr(c, tensor), lambda d: d / c.s)})[0], c.run()[1]
 
 
 for name, tensor in (("dq", "q"), ("gate's gradient", "g")):
 
-    @mistake(f"{name} without what the initial state adds", GRADIENT, GATED if tensor == "g" else LINEAR)
+    @mistake(f"{name} without what the initial state adds", GRADIENT, GATES if tensor == "g" else STATES)
     def _(c, tensor=tensor):
         written = c.run(S=torch.zeros_like(c.S))
         carried = c.run(v=torch.zeros_like(c.v), **{tensor: getattr(c, tensor).detach()})
@@ -86,7 +86,7 @@ def _(c):
     return c.chunks(turn)
 
 
-@mistake("gradient of the state not decayed from chunk to chunk", GRADIENT, GATED, chunked=True)
+@mistake("gradient of the state not decayed from chunk to chunk", GRADIENT, GATES, chunked=True)
 def _(c):
     def turn(c, o, S):
         kept = decay(c.g)
@@ -133,7 +133,7 @@ def _(c):  # stored wrong, its gradient is right
     return o, S + (early - S).detach()
 
 
-@mistake("the state's part of dq decayed to the chunk's end instead of from its start", GRADIENT, GATED, chunked=True)
+@mistake("the state's part of dq decayed to the chunk's end instead of from its start", GRADIENT, GATES, chunked=True)
 def _(c):
     def turn(c, o, S):
         right, wrong = c.q * c.g.cumsum(1).exp(), c.q * (c.g.flip(1).cumsum(1).flip(1) - c.g).exp()
@@ -143,7 +143,7 @@ def _(c):
 
 
 # -- packed sequences, strides -----------------------------------------------------------------
-@mistake("gate's gradient summed across packed sequences", GRADIENT, GATED, whole=True)
+@mistake("gate's gradient summed across packed sequences", GRADIENT, GATES, whole=True)
 def _(c, ends):
     def change(d):
         pieces = d.split([b - a for a, b in zip(ends, ends[1:], strict=False)], 1)
@@ -189,14 +189,14 @@ for name, by in (("late", 1), ("early", -1)):
         return c.each(ends)
 
 
-for n, mechanisms in (("q", LINEAR), ("k", LINEAR), ("v", LINEAR), ("g", CHANNELS)):
+for n, mechanisms in (("q", STATES), ("k", STATES), ("v", STATES), ("g", CHANNELS)):
 
     @mistake(f"strides ignored: {n} read as if contiguous", READ, mechanisms, whole=True, astray=True)
     def _(c, ends, n=n):
         x = getattr(c, n)
         return replace(c, **{n: Misread.apply(x, contiguous(x))}).each(ends)
 
-    @mistake(f"batch and head of {n} taken apart in the wrong order", READ, GATED if n == "g" else LINEAR)
+    @mistake(f"batch and head of {n} taken apart in the wrong order", READ, GATES if n == "g" else STATES)
     def _(c, n=n):
         x = getattr(c, n)
         B, _, H, _ = x.shape
@@ -204,7 +204,7 @@ for n, mechanisms in (("q", LINEAR), ("k", LINEAR), ("v", LINEAR), ("g", CHANNEL
         return c.run(**{n: x[program % B, :, program // B].transpose(1, 2)})
 
 
-for n, mechanisms in (("k", LINEAR), ("g", CHANNELS)):
+for n, mechanisms in (("k", STATES), ("g", CHANNELS)):
 
     @mistake(f"strides of q taken for those of {n}", READ, mechanisms, whole=True, astray=True)
     def _(c, ends, n=n):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ... import gla
 from ..._contract import per_sequence
+from ...chunks import by_chunk, scores
+from ...gates import decay_from_start, decay_to_end
 from ...mechanisms import MECHANISMS
 
 C = 64  # the chunk, or tile of keys, that mistakes at chunk boundaries assume; a diagnosis tries others, too
@@ -17,10 +19,11 @@ C = 64  # the chunk, or tile of keys, that mistakes at chunk boundaries assume; 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of gated linear attention: its tensors, scale, the state S before the first token; right by itself.
+    """A call of a linear mechanism: its tensors, scale, the state S before the first token; right by itself.
 
     Mechanisms with one gate a head, or none, are calls whose g `[B, T, H, K]` is the same for all channels, or 0.
-    C is the chunk of a mistake at chunk boundaries.
+    C is the chunk of a mistake at chunk boundaries. Only a delta rule has a beta. Its keys are repeated for their value
+    heads in the calls that each sequence makes.
     """
 
     q: Tensor
@@ -30,25 +33,40 @@ class Call:
     scale: float | None
     S: Tensor
     C: int = C
+    beta: Tensor | None = None
 
     @property
     def tokens(self) -> dict[str, Tensor]:
         """What has a time axis, by name."""
-        return {n: getattr(self, n) for n in MECHANISMS["gla"].required}
+        names = MECHANISMS["gla" if self.beta is None else "kda"].required
+        return {n: getattr(self, n) for n in names}
 
     @property
     def s(self) -> float:
         return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
+    def written(self) -> Tensor:
+        """The values that tokens add to the state under their keys; with a beta, the corrections."""
+        return self.v if self.beta is None else corrected(self)[2]
+
+    @property
     def own(self) -> Tensor:
         """What a token reads of its own write."""
-        return self.s * (self.q * self.k).sum(-1, keepdim=True) * self.v
+        return self.s * (self.q * self.k).sum(-1, keepdim=True) * self.written
+
+    @property
+    def wide(self) -> Call:
+        """The same with each key head repeated for the value heads that read it."""
+        n = self.v.shape[2] // self.q.shape[2]
+        return self if n == 1 else replace(self, q=self.q.repeat_interleave(n, 2), k=self.k.repeat_interleave(n, 2))
 
     def run(self, **changes) -> tuple[Tensor, Tensor]:
         c = replace(self, **changes)
         if not c.q.shape[1]:
             return c.v, c.S
+        if c.beta is not None:
+            return corrected(c)[:2]
         return gla.chunkwise.__wrapped__(c.q, c.k, c.v, c.g, scale=c.s, initial_state=c.S, C=16)
 
     def cut(self, a: int, b: int | None, **changes) -> Call:
@@ -67,11 +85,60 @@ class Call:
         """A variant, or the right computation, of every packed sequence by itself."""
 
         def one(S, **x):
-            o, S = (variant or Call.run)(replace(self, **x, S=S))
+            o, S = (variant or Call.run)(replace(self, **x, S=S).wide)
             return (o,), (S,)
 
         (o,), (S,) = per_sequence(one, ends, self.tokens, {"S": self.S})
         return o, S
+
+
+def eliminated(A: Tensor) -> Tensor:
+    """(I + A)^-1 of strictly lower triangles, column after column."""
+    Y = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand(A.shape)
+    for j in range(A.shape[-1] - 1):
+        Y = Y - A[..., :, j, None] * Y[..., j, None, :]
+    return Y
+
+
+def right(n: Call, x: Tensor) -> Tensor:
+    return x
+
+
+def corrected(
+    c: Call,
+    C: int = 16,
+    *,
+    triangle: Callable[[Call, Tensor], Tensor] = right,
+    invert: Callable[[Tensor], Tensor] = eliminated,
+    found: Callable[[Call, Tensor], Tensor] = right,
+    stored: Callable[[Call, Tensor], Tensor] = right,
+    solved: Callable[[Call, Tensor], Tensor] = right,
+    read: Callable[[Call, Tensor], Tensor] = right,
+    weights: Callable[[Call, Tensor], Tensor] = right,
+    after: Callable[[Call, Tensor, Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A delta rule in chunks of C: o, the final state, and each token's correction `[B, T, HV, V]`.
+
+    A step is given a chunk's call and the right result, heads first, and returns the wrong one: the triangle A, beta
+    times what keys have found in the state, beta v, the solved corrections, what queries read of the state, the weights
+    of pairs, and the state behind (also from the corrections).
+    """
+    c = c.wide
+    S, outs, writes = c.S, [], []
+    for a in range(0, c.q.shape[1], C):
+        n = c.cut(a, a + C, S=S)
+        ((q, k, v, g, beta),) = by_chunk(C, n.q, n.k, n.v, n.g, n.beta[..., None])
+        since = decay_from_start(g).exp()
+        A = triangle(n, (beta * scores(k, k, g)).tril(-1))
+        write = solved(n, invert(A) @ (stored(n, beta * v) - found(n, beta * ((k * since) @ S))))
+        P = weights(n, scores(q, k, g))
+        outs.append(c.s * (read(n, (q * since) @ S) + P @ write).transpose(1, 2))
+        writes.append(write.transpose(1, 2))
+        kept = since[..., -1:, :].mT * S + (k * decay_to_end(g).exp()).mT @ write
+        S = kept if after is None else after(n, kept, write)
+    if not outs:
+        return c.v, c.S, c.v
+    return torch.cat(outs, 1), S, torch.cat(writes, 1)
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,19 @@ class Mistake:
 
 
 SOFTMAX = tuple(m for m, kind in MECHANISMS.items() if kind.cache)
-# what a Call can be: one state, and writes that do not depend on it
+# one state, and writes that do not depend on it
 LINEAR = tuple(m for m, kind in MECHANISMS.items() if not kind.cache and not kind.named("strength"))
+DELTA = tuple(m for m, kind in MECHANISMS.items() if kind.named("strength"))  # writes that correct the state
+STATES = LINEAR + DELTA
 GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
-CHANNELS = tuple(m for m in GATED if "K" in MECHANISMS[m].axes("g"))  # a gate for each of them
+GATES = tuple(m for m in STATES if MECHANISMS[m].named("gate"))
+CHANNELS = tuple(m for m in GATES if "K" in MECHANISMS[m].axes("g"))  # a gate for each of them
 DECAY, READ, WRITE = "S_t = exp(g_t) S_{t-1} + ...", "o_t = scale q_t S_t", "S_t = ... + k_t^T v_t"
 CARRY, GRADIENT, PACK = ("S_[n+1] from S_[n]: chunk to chunk", "the backward pass", "S_0 of each sequence")
 MISTAKES: list[Mistake] = []
 
 
-def mistake(name: str, line: str, mechanisms: tuple[str, ...] = LINEAR, **more: bool):
+def mistake(name: str, line: str, mechanisms: tuple[str, ...] = STATES, **more: bool):
     def add(variant):
         MISTAKES.append(Mistake(name, line, variant, mechanisms, **more))
         return variant
@@ -48,19 +51,19 @@ def mistake(name: str, line: str, mechanisms: tuple[str, ...] = LINEAR, **more: 
     return add
 
 
-def simple(name: str, line: str, changes: Callable[[Call], dict], mechanisms=LINEAR, **more: bool) -> None:
+def simple(name: str, line: str, changes: Callable[[Call], dict], mechanisms=STATES, **more: bool) -> None:
     """A mistake that is the right computation on wrong arguments."""
     mistake(name, line, mechanisms, **more)(lambda c: c.run(**changes(c)))
 
 
-def gradient(name: str, tensor: str, change: Callable[[Tensor, Call], Tensor], mechanisms=LINEAR) -> None:
+def gradient(name: str, tensor: str, change: Callable[[Tensor, Call], Tensor], mechanisms=STATES) -> None:
     """A mistake that is right but for the gradient of one tensor."""
     mistake(name, GRADIENT, mechanisms)(
         lambda c: c.run(**{tensor: backward(getattr(c, tensor), lambda d: change(d, c))})
     )
 
 
-def state_term(name: str, tensor: str, mechanisms=LINEAR) -> None:
+def state_term(name: str, tensor: str, mechanisms=STATES) -> None:
     """A gradient without what reaches it through the final state."""
     mistake(name, GRADIENT, mechanisms)(lambda c: (c.run()[0], c.run(**{tensor: getattr(c, tensor).detach()})[1]))
 
@@ -146,7 +149,8 @@ def apply(mechanism: str, m: Mistake | None, C: int = C) -> Callable:
             N, sizes = len(x["q"]) if ends is None else len(ends) - 1, kind.sizes(x)
             S = x["q"].new_zeros(state_shape(kind.mechanism, sizes, N))
             S = S if initial_state is None else initial_state.to(dtype)
-            c = Call(**x | {"g": by_channel(x.get("g"), x["k"])}, scale=scale, S=S, C=C)
+            k = x["k"].repeat_interleave(x["v"].shape[2] // x["k"].shape[2], 2)
+            c = Call(**x | {"g": by_channel(x.get("g"), k)}, scale=scale, S=S, C=C)
         if m is None:
             o, state = c.each(ends)
         else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._calls import Call
-from ._core import CARRY, LINEAR, PACK, READ, WRITE, later, mistake, simple
+from ._core import CARRY, LINEAR, PACK, READ, STATES, WRITE, later, mistake, simple
 
 
 def decay(g: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def read(q: Tensor, S: Tensor) -> Tensor:
     return torch.einsum("bthk,bhkv->bthv", q, S)
 
 
-def carry(name: str, wrong: Callable[[Call, Tensor], Tensor], mechanisms=LINEAR) -> None:
+def carry(name: str, wrong: Callable[[Call, Tensor], Tensor], mechanisms=STATES) -> None:
     mistake(name, CARRY, mechanisms, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
 
 
@@ -39,7 +39,7 @@ def _(c):
 @mistake("causal mask one too wide: a token sees the next one", READ)
 def _(c):
     o, S = c.run()
-    ahead = c.s * (c.q[:, :-1] * c.k[:, 1:]).sum(-1, keepdim=True) * c.v[:, 1:]
+    ahead = c.s * (c.q[:, :-1] * c.k[:, 1:]).sum(-1, keepdim=True) * c.written[:, 1:]
     return o + torch.cat([ahead, torch.zeros_like(o[:, :1])], 1), S
 
 
@@ -128,9 +128,12 @@ for n in (2, 3, 4):
         return torch.cat([first, rest], 1), S
 
 
-carry("last token of a chunk lost from the state", lambda c, S: S - write(c.k[:, -1:], c.v[:, -1:]))
-carry("first token of a chunk lost from the state", lambda c, S: S - decay(c.g[:, 1:]) * write(c.k[:, :1], c.v[:, :1]))
-carry("state kept in bfloat16 between chunks", lambda c, S: S + (S.to(torch.bfloat16).to(S.dtype) - S).detach())
+carry("last token of a chunk lost from the state", lambda c, S: S - write(c.k[:, -1:], c.written[:, -1:]))
+carry(
+    "first token of a chunk lost from the state",
+    lambda c, S: S - decay(c.g[:, 1:]) * write(c.k[:, :1], c.written[:, :1]),
+)
+carry("state kept in bfloat16 between chunks", lambda c, S: S + (S.to(torch.bfloat16).to(S.dtype) - S).detach(), LINEAR)
 carry("gradient stops at chunk boundaries", lambda c, S: S.detach() if c.q.shape[1] == c.C else S)
 
 
@@ -141,14 +144,14 @@ def _(c):
     return torch.cat([o, 0 * c.v[:, T:]], 1), S
 
 
-@mistake("tail chunk unmasked: filled up with its last token", CARRY, chunked=True)
+@mistake("tail chunk unmasked: filled up with its last token", CARRY, LINEAR, chunked=True)
 def _(c):
     n = -c.q.shape[1] % c.C
     o, S = c.run()
     return o, S + n * write(c.k[:, -1:], c.v[:, -1:])
 
 
-@mistake("chunk boundary off by one: its first token unseen by the others", READ, chunked=True)
+@mistake("chunk boundary off by one: its first token unseen by the others", READ, LINEAR, chunked=True)
 def _(c):
     def turn(c, o, S):
         first = c.s * read(c.q[:, 1:] * c.g[:, 1:].cumsum(1).exp(), write(c.k[:, :1], c.v[:, :1]))

@@ -51,13 +51,12 @@ def differences(c: Call, C: int) -> tuple[Tensor, Tensor]:
 
 RATIO = "decays as a ratio, e^b_i times e^-b_j: it overflows in strong chunks"
 MIDDLE = "one anchor for a whole chunk, in its middle: it overflows in strong chunks"
+DIFFERENCES = "decays as differences of running sums: not a number after a reset"
 for C in CHUNKS:
     mistake(RATIO, DECAY, GATED, overflow=True)(partial(factored, C=C, anchor=torch.zeros_like))
     mistake(MIDDLE, DECAY, GATED, overflow=True)(partial(factored, C=C, anchor=lambda b: b[:, -1:] / 2))
 for C in CHUNKS[:-1]:
-    mistake("decays as differences of running sums: not a number after a reset", DECAY, GATED, overflow=True)(
-        partial(differences, C=C)
-    )
+    mistake(DIFFERENCES, DECAY, GATED, overflow=True)(partial(differences, C=C))
 
 
 def in_log_space(c: Call, decays: Callable[[Tensor], tuple]) -> tuple[Tensor, Tensor]:
@@ -178,7 +177,8 @@ def stored(c: Call, dtype: torch.dtype, first: bool, last: bool, back: bool) -> 
 
 
 ENDS = ((False, False), (True, False), (True, True))  # whether the first state is of 16 bits, and the last
-for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+for name, dtype in LOW.items():
     for (first, last), back in product(ENDS, (False, True)):
         mistake(f"state kept in {name} between chunks", CARRY, LINEAR, rounding=True, chunked=True)(
             partial(stored, dtype=dtype, first=first, last=last, back=back)

@@ -1,0 +1,73 @@
+"""The check kit's delta rules: what their cases hold, and mistakes that only they can make."""
+
+import pytest
+import torch
+from cases import DELTA, thin
+
+from gla_ref import check
+from gla_ref.check import mistakes
+from gla_ref.check._budgets import problems
+from gla_ref.check._cases import inputs
+
+F32 = torch.float32
+
+
+def made(name, mechanism="gated_delta_rule"):
+    (case,) = (case for case in check.cases(mechanism) if case.name == name)
+    return inputs(mechanism, case, F32, seed=0)
+
+
+@pytest.mark.parametrize("name, alike", [("keys alike 0.9", 0.9), ("keys alike 0.99", 0.99), ("equal keys", 1.0)])
+def test_keys_are_as_alike_as_their_case_says(name, alike):
+    k = made(name)["k"]
+    pairs = (k[:, :, None] * k[:, None]).sum(-1)
+    torch.testing.assert_close(pairs.mean(), torch.tensor(alike).double(), rtol=0.05, atol=0)
+    assert k.norm(dim=-1).sub(1).abs().max() < 1e-6
+
+
+def test_strengths_and_keys_are_as_their_cases_say():
+    for beta in (0.0, 1.0, 2.0):
+        assert (made(f"strength {beta:g}")["beta"] == beta).all()
+    torch.testing.assert_close(made("short keys")["k"].norm(dim=-1), torch.full((2, 67, 3), 0.5).double())
+    x = made("values that keys find")
+    left = x["v"] - torch.einsum("bthk,bhkv->bthv", x["k"], x["S0"])
+    assert 0.005 < left.square().mean().sqrt() < 0.02 and x["v"].square().mean() > 0.1
+
+
+def test_what_later_tokens_do_to_earlier_ones_shows():
+    """A leak of a ten-millionth of later values is within budget, except where these are loud."""
+    found = {}
+    for case in check.cases("gated_delta_rule"):
+        if case.name in ("later tokens loud", "loss of o alone"):
+            (p,) = problems("gated_delta_rule", [case], F32, 0)
+            v = p.inputs["v"]
+            error, allowed = p.judge("o", p.exact["o"] + 1e-7 * (v.sum(1, keepdim=True) - v.cumsum(1)))
+            found[case.name] = error / allowed
+    assert found["loss of o alone"] < 1 < found["later tokens loud"]
+
+
+def test_every_delta_rule_has_many_named_mistakes():
+    names = {m: {x.name for x in mistakes.MISTAKES if m in x.mechanisms} for m in DELTA}
+    assert len(names["delta_rule"]) >= 100 and len(names["gated_delta_rule"] & names["kda"]) >= 150
+    assert "beta twice" in set.intersection(*names.values())
+
+
+NAMED = [  # and the cases that are enough to tell
+    ("delta_rule", "sign of A: earlier corrections of the chunk added, not subtracted", "length*"),
+    ("delta_rule", "value heads grouped wrongly: h reads key head h mod H", "value heads*"),
+    ("delta_rule", "inverse of the triangle kept in bfloat16", "length*"),
+    ("gated_delta_rule", "Gamma left out of A: pairs not decayed", "gate -0.2"),
+    ("gated_delta_rule", "pairs i = j in the gate's gradient", "length*"),
+    ("gated_delta_rule", "strengths clamped to 1", "strengths up to 2"),
+    ("gated_delta_rule", "dk without what the keys erase", "length*"),
+    ("kda", "gate applied between erase and write", "gate logsigmoid/16"),
+    ("kda", "keys normalised again", "short keys"),
+    ("kda", "wrong merge of blocks: the wrong sign", "length 145"),
+]
+
+
+@pytest.mark.parametrize("mechanism, name, only", thin(NAMED, NAMED[0], NAMED[4]), ids=[x[1] for x in NAMED])
+def test_a_mistake_of_a_delta_rule_is_named(mechanism, name, only):
+    m = next(m for m in mistakes.MISTAKES if m.name == name and mechanism in m.mechanisms)
+    report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=only)
+    assert report.failures and name in [match["mistake"] for match in report.diagnosis], str(report)
