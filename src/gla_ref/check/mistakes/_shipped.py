@@ -154,9 +154,9 @@ def uphill(c: Call) -> tuple[Tensor, Tensor]:
     """Chunks whose writes have the gradient of k times a log decay."""
 
     def turn(c, o, S):
-        rest = pad(c.g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
+        rest = pad(c.g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1).clamp_min(-1e6)  # o stays finite
         wrong = write(c.k * rest, c.v.detach()) - write(c.k * rest.exp(), c.v.detach())
-        return o, S + wrong - wrong.detach()
+        return o, S + (wrong - wrong.detach())
 
     return c.chunks(turn)
 
