@@ -1,7 +1,9 @@
 """Functions of other libraries under this book's contract, and their claims, as data (appendix "Check your kernel").
 
-    fn = libraries.function("transformers.torch_chunk_gated_delta_rule")
-    print(check.kernel("gated_delta_rule", fn))
+Check one::
+
+    fn = libraries.function("torch.sdpa_math")
+    print(check.kernel("softmax_attention", fn))
 
 The appendix "Who passes" shows what the check kit finds in each of them.
 """
