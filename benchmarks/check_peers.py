@@ -72,6 +72,7 @@ GROUPS = {  # a group of quick cases: the patterns of their names; a case belong
     "losses": ("loss *", "small loss", "frozen inputs"),
     "large": ("large", "huge"),
 }
+NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of failures that mislead nobody
 VERDICTS = {True: "right", False: "WRONG", None: "none"}
 RUNNING: set[subprocess.Popen] = set()
 
@@ -92,14 +93,14 @@ def group(case: str) -> str:
 
 
 def tally(report: check.Report) -> dict[str, dict[str, int]]:
-    """{group: how many of its cases were tried, gave a wrong number, raised}."""
+    """{group: how many of its cases were tried, gave a wrong number, gave none that can be judged}."""
     found = {}
     for case in dict.fromkeys(row.case for row in report.rows):
         kinds = {row.kind for row in report.failures if row.case == case}
-        here = found.setdefault(group(case), dict.fromkeys(("tried", "wrong", "raised"), 0))
+        here = found.setdefault(group(case), dict.fromkeys(("tried", "wrong", "refused"), 0))
         here["tried"] += 1
-        here["raised"] += kinds == {"raises"}
-        here["wrong"] += bool(kinds - {"raises"})
+        here["refused"] += bool(kinds) and kinds <= NO_NUMBER
+        here["wrong"] += bool(kinds - NO_NUMBER)
     return found
 
 

@@ -190,7 +190,7 @@ def test_every_case_belongs_to_a_group_and_is_counted_there(monkeypatch):
 
     report = check_peers.check.kernel("gla", picky, only="*packed*")
     counts = check_peers.tally(report)["packed"]
-    assert counts["tried"] == len(report.cases) == counts["wrong"] + counts["raised"] and counts["raised"] == 1
+    assert counts["tried"] == len(report.cases) == counts["wrong"] + counts["refused"] and counts["refused"] == 1
 
 
 def test_a_kernel_is_checked_on_several_seeds_up_to_the_first_failure(monkeypatch):
