@@ -1,5 +1,6 @@
 """Functions of other libraries under this book's contract: `gla_ref.compat.libraries`."""
 
+import functools
 import inspect
 import sys
 import types
@@ -61,3 +62,26 @@ def test_a_librarys_names_and_order_of_axes_are_kept_to(monkeypatch):
     report = check.kernel("linear_attention", libraries.function("library.attend"), only="length 7")
     report.raise_if_failed()
     assert seen[0] == ((2, 3, 7, 5), True) and it.library == "library"
+
+
+def test_what_a_library_does_not_group_is_not_claimed(monkeypatch):
+    """A function without its decorator, for one value head a key head; without a state no case is about one."""
+
+    def own(**named):
+        return FORMS["delta_rule"]["chunkwise"](**named)
+
+    @functools.wraps(own)
+    def elsewhere(*args, **named):
+        raise AssertionError("another library was called")
+
+    module = types.ModuleType("library")
+    module.rule = elsewhere
+    monkeypatch.setitem(sys.modules, "library", module)
+    it = libraries.Function(
+        "delta_rule", "library", "rule", takes=("scale",), grouped=False, bare=True, supports={"state": False}
+    )
+    monkeypatch.setitem(libraries.FUNCTIONS, "library.rule", it)
+    fn = libraries.function("library.rule")
+    report = check.kernel("delta_rule", fn, only=("length 7", "value heads", "values*"))
+    assert report.ok and "values that keys find" in report.left and it.claim.endswith("for each key head")
+    assert report.cases.keys() == {"length 7", "value heads"} and report.not_covered

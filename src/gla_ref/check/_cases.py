@@ -382,7 +382,7 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
     left = {n for n, of in pulls.items() if case.loss not in ("both", of)}
     left |= set() if case.state else {*states}
     x = {n: y for n, y in x.items() if n not in left}
-    if case.found:
+    if case.found and "S0" in x:
         k = x["k"].repeat_interleave(case.groups, 2)
         x["v"] = torch.einsum("bthk,bhkv->bthv", k, x["S0"]) + x["v"] / 100
     if case.strides == "expanded":

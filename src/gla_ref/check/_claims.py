@@ -124,7 +124,7 @@ class Claim:
         """The case itself, one made of it that is claimed, or None where nothing would be left of its point."""
         if self.accepts is not None:
             return next((made for made in nearby(case, kind) if self.accepts(made)), None)
-        about_state = case.zeros or case.other in kind.states
+        about_state = case.zeros or case.found or case.other in kind.states
         if case.ends and not self.packed or about_state and not self.state:
             return None
         made = replace(case, state=case.state and self.state, K=self.size("K", case.K), V=self.size("V", case.V))
@@ -207,7 +207,7 @@ def nearby(case: Case, kind: Kind) -> Iterator[Case]:
     usual = sorted(product(USUAL, USUAL), key=lambda s: abs(math.log(s[0] / case.K)) + abs(math.log(s[1] / case.V)))
     sizes = [(case.K, case.V), *usual]
     floors = FLOORS if kind.named("gate") else FLOORS[:1]
-    about_state = case.zeros or case.other in kind.states
+    about_state = case.zeros or case.found or case.other in kind.states
     states = (True, False) if case.state and not about_state else (case.state,)
     strides = dict.fromkeys((case.strides, "contiguous"))
     for state, way, multiple, floor, (K, V) in product(states, strides, (1, SUB, C, 2 * C), floors, sizes):

@@ -42,6 +42,8 @@ class Function:
         names: our names of its arguments to its own, where they differ.
         options: what else it is called with.
         heads_first: tokens are `[B, H, T, D]`.
+        grouped: several value heads may read one key head, where the mechanism has that.
+        bare: without its decorators, one of which calls another library where that is installed.
         backend: of PyTorch's `scaled_dot_product_attention`, as `SDPBackend` names it.
         supports: the claim, as :func:`gla_ref.check.kernel` takes it; a function without `initial_state` has no state.
         source: where the claim stands.
@@ -55,6 +57,8 @@ class Function:
     names: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     heads_first: bool = False
+    grouped: bool = True
+    bare: bool = False
     backend: str = ""
     supports: Mapping[str, object] | Callable = field(default_factory=dict)
     source: str = ""
@@ -71,7 +75,9 @@ class Function:
             return inspect.getdoc(self.supports).removesuffix(".")
         from ..check._claims import Claim  # the kit is not needed to call a function
 
-        return str(Claim.of(self.supports)) or "everything"
+        said = str(Claim.of(self.supports))
+        said += "" if self.grouped else ", one value head for each key head"
+        return said or "everything"
 
 
 def _fla(mechanism: str, module: str, name: str, **fields) -> Function:
@@ -110,6 +116,7 @@ def _transformers(name: str) -> Function:
         takes=("initial_state",),
         names={"q": "query", "k": "key", "v": "value"},
         options={"output_final_state": True},
+        bare=True,
         supports={"packed": False, "min_gate": LOWEST},
         source="its docstring",
     )
@@ -182,7 +189,7 @@ FUNCTIONS = {
         supports=STATELESS,
     ),
     "fla.delta_rule_recurrence": _naive(
-        "delta_rule", "delta_rule", "delta_rule_recurrence", takes=("initial_state",), heads_first=True
+        "delta_rule", "delta_rule", "delta_rule_recurrence", takes=("initial_state",), heads_first=True, grouped=False
     ),
     "fla.delta_rule_chunkwise": _naive(
         "delta_rule",
@@ -192,6 +199,7 @@ FUNCTIONS = {
         takes=(),
         options={},
         heads_first=True,
+        grouped=False,
         supports=STATELESS,
     ),
     "fla.naive_recurrent_gated_delta_rule": _naive(
@@ -224,11 +232,16 @@ def function(name: str) -> Callable:
     """
     if name not in FUNCTIONS:
         raise ValueError(f"name: expected one of {', '.join(sorted(FUNCTIONS))}; got {name!r}")
+    from ..check import NotClaimed  # which an import of fla's names should not wait for
+
     it = FUNCTIONS[name]
     required = MECHANISMS[it.mechanism].required
 
     def fn(*tensors, **given):
         own = getattr(importlib.import_module(it.module), it.name)
+        own = inspect.unwrap(own) if it.bare else own
+        if not it.grouped and tensors[0].shape[2] != tensors[2].shape[2]:
+            raise NotClaimed
         named = {it.names.get(n, n): x for n, x in zip(required, tensors, strict=True)}
         if it.heads_first:
             named = {n: x.transpose(1, 2) for n, x in named.items()}
