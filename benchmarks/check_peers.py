@@ -72,7 +72,7 @@ GROUPS = {  # a group of quick cases: the patterns of their names; a case belong
     "losses": ("loss *", "small loss", "frozen inputs"),
     "large": ("large", "huge"),
 }
-NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of failures that mislead nobody
+NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of failures without a number to judge
 VERDICTS = {True: "right", False: "WRONG", None: "none"}
 RUNNING: set[subprocess.Popen] = set()
 

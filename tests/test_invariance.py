@@ -119,6 +119,10 @@ def test_a_stream_says_what_it_cannot_do():
     assert torch.equal(o, call("gla", args, kernel="portable")[0])
     with pytest.raises(ValueError, match="multiple of 64 tokens for gla, got one that ended at 140"):
         it(*(x[:, :1] for x in args))
+    with pytest.raises(TypeError, match="tensors: expected q, k, v, g, got 3 tensors"):
+        it(*args[:3])
+    with pytest.raises(ValueError, match="q: expected B = 1 as in the pieces before, got 2"):
+        it(*(torch.cat([x, x]) for x in args))
 
 
 def test_before_the_first_piece_a_stream_has_the_state_it_was_given():

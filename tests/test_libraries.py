@@ -37,7 +37,7 @@ def test_pytorchs_attention_is_judged_as_far_as_it_claims(name):
 
 
 def test_a_librarys_names_and_order_of_axes_are_kept_to(monkeypatch):
-    """A function with heads before time and names of its own, of which the second result is no state."""
+    """A function with heads before time and names of its own; its second result is no state."""
     seen = []
 
     def attend(query, key, v, *, scale=None, loud):

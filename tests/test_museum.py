@@ -84,7 +84,5 @@ def test_the_page_tells_its_story_with_its_threads(number):
 
 def test_the_record_is_of_these_rooms():
     record = results.load(kind="museum")
-    if record is None:
-        pytest.skip("an installed package has no records")
     found = {r["number"]: (r["title"], r["named"], r["passes_ordinary_test"], r["case"]) for r in record["museum"]}
     assert found == {it.number: (it.title, it.name, True, it.shown[0]) for it in ROOMS}

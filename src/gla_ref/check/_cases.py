@@ -59,7 +59,7 @@ class Case:
         beta: every write strength, 0, 1 or 2, instead of random ones; None for those.
         alike: the correlation of keys, from 0 to 1, where there is a write strength.
         keys: the length of keys there.
-        found: there values are what their keys find in the initial state, but for a hundredth.
+        found: values are what their keys find in the initial state, and a hundredth of random ones.
         groups: value heads that read the same key head, where a mechanism has that.
         scale: as the kernel gets it; None for K^-0.5.
         ends: boundaries of packed sequences, from 0 to T (with B = 1); None for none.

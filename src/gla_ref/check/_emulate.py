@@ -209,7 +209,7 @@ class Inverse(torch.autograd.Function):
 def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=False, mode=None, luck=PLAIN):
     """A delta rule in chunks (chapter 20), gated or not. Returns o `[B, T, HV, V]` and S.
 
-    What a chunk writes is Y (beta (v - k S)) or, with `ahead`, made of what needs no state: Y beta v - (Y beta k) S.
+    A chunk writes Y (beta (v - k S)) or, with `ahead`, Y beta v - (Y beta k) S, whose two factors need no state.
     """
     T, alike, n = q.shape[1], g is None or g.ndim < k.ndim, v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(n, 2) for x in (q, k))

@@ -42,8 +42,8 @@ class Function:
         names: our names of its arguments to its own, where they differ.
         options: what else it is called with.
         heads_first: tokens are `[B, H, T, D]`.
-        grouped: several value heads may read one key head, where the mechanism has that.
-        bare: without its decorators, one of which calls another library where that is installed.
+        grouped: several value heads may read one key head, if the mechanism allows it.
+        bare: called without its decorators, which may call another library if that is installed.
         backend: of PyTorch's `scaled_dot_product_attention`, as `SDPBackend` names it.
         supports: the claim, as :func:`gla_ref.check.kernel` takes it; a function without `initial_state` has no state.
         source: where the claim stands.

@@ -59,10 +59,15 @@ class Stream:
             o `[B, T, HV, V]`.
 
         Raises:
-            ValueError: a piece follows one that ended inside a chunk, and the mechanism is "gla".
+            ValueError: a piece follows one that ended inside a chunk, and the mechanism is "gla"; or B has changed.
             TypeError, ValueError: an argument does not fit; the message names it.
         """
-        before = self.length % CHUNK
+        names = MECHANISMS[self.mechanism].required
+        if len(tensors) != len(names):
+            raise TypeError(f"tensors: expected {', '.join(names)}, got {len(tensors)} tensors")
+        before, B = self.length % CHUNK, len(tensors[0])
+        if self._since is not None and len(self._since[0]) != B:
+            raise ValueError(f"q: expected B = {len(self._since[0])} as in the pieces before, got {B}")
         if before and self.mechanism == "gla":
             raise ValueError(
                 f"q: expected pieces that end at a multiple of {CHUNK} tokens for gla, "

@@ -1,4 +1,4 @@
-"""A right chunkwise kernel in steps, each of which a room replaces by a step that shipped (chapters 6 and 11)."""
+"""A right chunkwise kernel in steps; a room replaces one of them by a step that shipped (chapters 6 and 11)."""
 
 from __future__ import annotations
 
