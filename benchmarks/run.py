@@ -129,6 +129,7 @@ class Truth:
 
     def __init__(self, case: Case, x: dict[str, Tensor]):
         rng = random.Random(str(case))
+        self.heads = case.H  # of q and k
         self.pairs = [(rng.randrange(case.B), rng.randrange(case.H)) for _ in range(2)]
         ends = itertools.accumulate(case.lengths or (case.T,), initial=0)
         self.spans = list(itertools.starmap(slice, itertools.pairwise(ends)))
@@ -138,16 +139,15 @@ class Truth:
             for n, s in enumerate(self.spans)
         ]
 
-    @staticmethod
-    def head(x, b, h, span, sequence=0):
+    def head(self, x, b, h, span, sequence=0):
         """One head of one sequence, the n-th of a pack (else of the batch) for its initial state.
 
         Where value heads share key heads, a key head with all of them.
         """
-        few = min(y.shape[2] for n, y in x.items() if n not in ("cu_seqlens", "initial_state"))
 
         def of(h, many):
-            return h if many == few else slice(h * many // few, (h + 1) * many // few)
+            each = many // self.heads
+            return h if each == 1 else slice(h * each, (h + 1) * each)
 
         tokens = {n: y[b, span, of(h, y.shape[2])] for n, y in x.items() if n not in ("cu_seqlens", "initial_state")}
         states = {n: y[sequence + b, of(h, y.shape[1])] for n, y in x.items() if n == "initial_state"}
