@@ -351,3 +351,10 @@ for mechanism, module, op in (
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(function(module, op))
 body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
 page("gated_delta_rule", directions=("forward",))(body)
+contender(
+    "gated_delta_rule",
+    name="page_hopper",
+    packed=False,
+    directions=("forward",),
+    takes=lambda case: case.K == case.V == 128 and case.dtype == "bfloat16" and not (case.state or case.decode),
+)(function("gla_ref.pages.gated_delta_rule_hopper", "gated_delta_rule"))

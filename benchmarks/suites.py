@@ -245,9 +245,9 @@ def delta() -> list[Case]:
 
 def gated_delta() -> list[Case]:
     """The gated delta rule at the sizes of models that use it: 16 key heads and 16 to 64 value heads, and few heads."""
-    names = ("triton", "triton_portable", "triton_hopper", "page", "fla_chunk_gated_delta_rule")
+    names = ("triton", "triton_portable", "triton_hopper", "page", "page_hopper", "fla_chunk_gated_delta_rule")
     shapes = [(1, 8192, 16, 2), (1, 32768, 16, 2), (4, 8192, 16, 2), (1, 32768, 2, 4), (8, 8192, 16, 1)]
-    shapes += [(1, 32768, 16, 4), (4, 8192, 16, 4)]
+    shapes += [(1, 32768, 16, 4), (4, 8192, 16, 4), (1, 2048, 16, 2), (2, 8192, 16, 2), (8, 8192, 16, 2)]
     return [
         Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=groups, only=names)
         for B, T, H, groups in shapes

@@ -202,8 +202,10 @@ def warpgroup_mma_wait(n, deps):
     return deps[0].x if len(deps) == 1 else tuple(x.x for x in deps)
 
 
-def mma_v2(a, b, acc):
-    assert a.dtype == b.dtype == torch.bfloat16
+def mma_v2(a, b, acc, precision=None):
+    assert a.dtype == b.dtype == (torch.float32 if precision == "tf32" else torch.bfloat16)
+    if precision == "tf32":  # the tensor cores do not read the last 13 bits
+        a, b = ((x.contiguous().view(torch.int32) & -8192).view(torch.float32) for x in (a, b))
     return acc + a.float() @ b.float()
 
 
@@ -349,6 +351,7 @@ STANDS_IN = {
     "mma_v2": mma_v2,
     "cut": cut,
     "fence_async_shared": fence,
+    "fence": fence,
     "barrier": lambda: None,
 }
 

@@ -182,6 +182,12 @@ def test_the_case_to_read_is_refused_by_name():
 
 @pytest.mark.deep
 def test_the_kernels_for_hopper_pass():
-    cases = ["gla hopper", "gla hopper float32 gates", "gla hopper frozen gates", "gla hopper page"]
+    cases = [
+        "gla hopper",
+        "gla hopper float32 gates",
+        "gla hopper frozen gates",
+        "gla hopper page",
+        "delta hopper page",
+    ]
     done = run("tools/compile_kernels.py", *cases, "--arch", "90")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapters 20 to 23, right ones and wrong ones with what they are told."""
+"""Answers to the exercises of chapters 20 to 24, right ones and wrong ones with what they are told."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ WRONG |= {
 }
 
 
-# -- chapter 23 --------------------------------------------------------------------------------------
+# -- chapter 24 --------------------------------------------------------------------------------------
 
 
 def joined(keep1, add1, keep2, add2):

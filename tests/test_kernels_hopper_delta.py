@@ -268,6 +268,126 @@ def test_a_missing_fence_is_seen(monkeypatch):
             played(kernel, x)
 
 
+# the page
+
+
+def played_page(x, seed=0, ignored=None):
+    """o and the final state of what the launcher of the page launches."""
+    import compile_kernels
+
+    from gla_ref.pages import gated_delta_rule_hopper as page
+
+    named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    found = compile_kernels.plan_delta_page(CLASSES["sm_90"], *(spec_of(n, y) for n, y in named.items()))
+    o, S, _ = played_gluon.play(found, named, (page,), seed, ignored)
+    return {"o": o, "S": S}
+
+
+def page_problem(B, T, HV=2, gates=F32, **kw):
+    return problem("gated_delta_rule", B, T, HV // 2, 128, 128, dtype=BF16, gates=gates, S=0.0, **kw)
+
+
+def check_page(*sizes, **kw):
+    """Played here, run on a GPU: within the budgets of the kernels that one calls."""
+    from gla_ref.pages.gated_delta_rule_hopper import gated_delta_rule
+
+    x, judged = page_problem(*sizes, **kw)
+    found = dict(zip("oS", gated_delta_rule(*tokens(x)), strict=True)) if CUDA else played_page(x)
+    compare(found, {n: judged[n] for n in ("o", "S")})
+
+
+def test_what_the_page_leaves_out_is_refused(monkeypatch):
+    from gla_ref.pages import gated_delta_rule_hopper as page
+
+    q, g = torch.zeros(1, 3, 2, 128, dtype=BF16), torch.zeros(1, 3, 2)
+    with pytest.raises(ValueError, match="^q: expected a tensor on a GPU of compute capability 9.0, got one on cpu"):
+        page.gated_delta_rule(q, q, q, g, g)
+    refused = {
+        "^q: expected torch.bfloat16, got torch.float32": (q.float(), q, q, g, g),
+        r"^q, v: expected \[B, T, H, D\], got": (q[0], q, q, g, g),
+        r"^q: expected \(1, 3, 2, 128\), got \(1, 3, 2, 64\)": (q[..., :64], q, q, g, g),
+        "^v: expected heads a multiple of 2, got 3": (q, q, torch.cat([q, q[:, :, :1]], 2), g, g),
+        r"^g: expected \(1, 3, 2\), got \(1, 2, 2\)": (q, q, q, g[:, :2], g),
+        "^beta: expected torch.bfloat16, torch.float32, got torch.float16": (q, q, q, g, g.half()),
+        "^v: expected contiguous": (q, q, q.mT.contiguous().mT, g, g),
+        "^v: expected no gradient": (q, q, q.clone().requires_grad_(), g, g),
+    }
+    monkeypatch.setattr(page, "on_hopper", lambda x: True)
+    for message, x in refused.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            page.gated_delta_rule(*x)
+
+
+@played_here
+@pytest.mark.parametrize("T", thin(LENGTHS, 130))
+def test_the_page_at_every_length(T):
+    check_page(2, T)
+    check_page(1, T, gates=BF16)
+
+
+@played_here
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
+def test_the_page_on_the_gate_ladder(kind):
+    check_page(1, 130, kind=kind)
+
+
+@played_here
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (1.0, 2.0)))
+def test_the_page_on_the_key_ladder(correlation, strength):
+    check_page(1, 130, correlation=correlation, strength=strength)
+
+
+@played_here
+def test_any_order_of_the_steps_of_the_page_gives_the_same_bits():
+    x, _ = page_problem(1, 300, 2)
+    first = played_page(x)
+    for seed in range(100, 400, 100):
+        assert all(torch.equal(y, first[n]) for n, y in played_page(x, seed=seed).items())
+
+
+PAGE_BARRIERS = {f"{name} {s}": (n, s) for n, name in enumerate(("empty", "ready", "solved")) for s in range(2)}
+
+
+@played_here
+@pytest.mark.parametrize("bar", thin(PAGE_BARRIERS, "empty 1"))
+def test_every_barrier_of_the_page_is_needed(bar):
+    x, _ = page_problem(1, 600, 2)
+
+    def play(seed=None):
+        return played_page(x) if seed is None else played_page(x, seed, ("walk", *PAGE_BARRIERS[bar]))
+
+    assert played_gluon.anybody_waits(play)
+
+
+@on_hopper
+@pytest.mark.parametrize("T", (*LENGTHS, 257, 1000))
+def test_lengths_of_the_page(T):
+    check_page(2, T)
+    check_page(3, T, 4, gates=BF16)
+
+
+@on_hopper
+@pytest.mark.parametrize("kind", LADDER)
+def test_the_gate_ladder_of_the_page(kind):
+    check_page(2, 300, 4, kind=kind)
+
+
+@on_hopper
+@pytest.mark.parametrize("correlation, strength", KEYS)
+def test_the_key_ladder_of_the_page(correlation, strength):
+    check_page(2, 300, 4, correlation=correlation, strength=strength)
+
+
+@on_hopper
+def test_the_page_is_equal_from_run_to_run(poisoned):
+    from gla_ref.pages.gated_delta_rule_hopper import gated_delta_rule
+
+    x, _ = page_problem(2, 1000, 8)
+    first = gated_delta_rule(*tokens(x))
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, gated_delta_rule(*tokens(x)), strict=True))
+
+
 # on a Hopper GPU
 
 

@@ -366,6 +366,10 @@ def test_scale():
     )
 
 
+# lines of pages whose warps have roles
+LONGER = {"gla_hopper": 180, "gated_delta_rule_hopper": 270}
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_page_is_a_page(file):
     """About a hundred lines, blank ones not counted, and nothing imported but PyTorch, Triton and einops.
@@ -373,7 +377,7 @@ def test_a_page_is_a_page(file):
     Warps that meet at barriers need more words: why nobody waits for ever is part of the kernel.
     """
     text = file.read_text()
-    assert sum(bool(line.strip()) for line in text.splitlines()) <= (180 if file.stem == "gla_hopper" else 140)
+    assert sum(bool(line.strip()) for line in text.splitlines()) <= LONGER.get(file.stem, 140)
     nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Import | ast.ImportFrom)]
     modules = {
         name for x in nodes for name in ([x.module] if isinstance(x, ast.ImportFrom) else [y.name for y in x.names])

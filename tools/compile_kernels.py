@@ -78,7 +78,8 @@ class Case(NamedTuple):
             return [one.forward.plan(CLASSES[hardware], *specs, None)]
         if self.mechanism.endswith("_border"):
             return plan_border(CLASSES[hardware], given)
-        if self.mechanism == "gla_page":
+        if self.mechanism.endswith("_page"):
+            plan_page = plan_gla_page if self.mechanism == "gla_page" else plan_delta_page
             return [plan_page(CLASSES[hardware], *(spec_of(n, given[n]) for n in kind.required))]
         if "frozen" in self.extra:
             given["do"] = given["v"]
@@ -115,7 +116,7 @@ def plan_border(hardware: Hardware, given: dict[str, torch.Tensor]) -> list[Plan
     return found
 
 
-def plan_page(hardware: Hardware, q, k, v, g) -> Plan:
+def plan_gla_page(hardware: Hardware, q, k, v, g) -> Plan:
     """What the launcher of the page `gla_hopper` launches, which needs tensors on a GPU."""
     from gla_ref.kernels.hopper.gla_forward import box  # not where Gluon is missing
     from gla_ref.pages import gla_hopper as page
@@ -125,6 +126,19 @@ def plan_page(hardware: Hardware, q, k, v, g) -> Plan:
     o, S = draft.like("o", v), draft.new("S", B, H, K, V)
     boxes = box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V)
     draft.launch(page.walk, B * H, *boxes, S, T, H, K**-0.5, K, V, num_warps=8, maxnreg=128)
+    return draft.plan("page", o, S)
+
+
+def plan_delta_page(hardware: Hardware, q, k, v, g, beta) -> Plan:
+    """What the launcher of the page `gated_delta_rule_hopper` launches."""
+    from gla_ref.kernels.hopper.delta_chunk import box
+    from gla_ref.pages import gated_delta_rule_hopper as page
+
+    (B, T, HV, V), (H, K), C = v.shape, q.shape[2:], page.C.value
+    draft = Draft(hardware, q, k, v, g, beta)
+    o, S = draft.like("o", v), draft.new("S", B, HV, K, V)
+    d_q, d_k, d_v, d_o = box(q, C, K), box(k, C, K), box(v, C, V // 2), box(o, C, V // 2)
+    draft.launch(page.walk, B * HV, d_q, d_k, d_v, g, beta, d_o, S, T, HV, HV // H, K**-0.5, num_warps=4, maxnreg=128)
     return draft.plan("page", o, S)
 
 
@@ -180,6 +194,7 @@ WIDE = {
     "gla hopper frozen gates 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("frozen", "packed")),
     "gla hopper page": Case("gla_page", 128, 128, "bfloat16", "bfloat16"),
     "gla hopper page 64": Case("gla_page", 64, 64, "bfloat16", "bfloat16"),
+    "delta hopper page": Case("gated_delta_rule_page", 128, 128, "bfloat16", "float32", ("shared",)),
     "delta fused": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_fused", "shared")),
     "delta fused packed": Case("gated_delta_rule", 128, 128, "float16", "float32", ("hopper_fused", "packed")),
     "delta fused 64": Case("gated_delta_rule", 64, 64, "bfloat16", "bfloat16", ("hopper_fused", "packed")),

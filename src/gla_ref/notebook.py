@@ -1,4 +1,4 @@
-"""Chapters 1 to 23. What a chapter's cells need beside the subject: sentences and tables with their numbers."""
+"""Chapters 1 to 24. What a chapter's cells need beside the subject: sentences and tables with their numbers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How long many GPUs take for one text, by a model: bytes at the memory's speed, messages at a link's (chapter 23).
+"""How long many GPUs take for one text, by a model: bytes at the memory's speed, messages at a link's (chapter 24).
 
 A simulation, not a measurement. A GPU does nothing but move the bytes that it must move, at its memory's published
 speed; a message costs a fixed time, which was measured, and its bytes at the link's published speed. All predictions
-of chapter 23 come from here, and `context_parallel` chooses its exchange by the same formulas. What was measured stands
+of chapter 24 come from here, and `context_parallel` chooses its exchange by the same formulas. What was measured stands
 in the records of benchmarks/scaling.py.
 
 One GPU and one of many are charged alike: each finds its own sum, and then walks. With few heads one GPU cuts its text

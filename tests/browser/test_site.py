@@ -33,7 +33,7 @@ ASKED = {
     "decoding": "16_one_token_at_a_time",
     "check my kernel": "check_your_kernel",
     "cu_seqlens": "notation",
-    "context parallelism": "23_many_gpus",
+    "context parallelism": "24_many_gpus",
 }
 
 

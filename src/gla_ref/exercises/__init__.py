@@ -1,4 +1,4 @@
-"""Exercises that answer: `check("ex-linear-capacity", 17)` says right, or what went wrong (chapters 1 to 23).
+"""Exercises that answer: `check("ex-linear-capacity", 17)` says right, or what went wrong (chapters 1 to 24).
 
 A judge is a function that raises :class:`Wrong` with a sentence for the reader, or returns. It sees values and
 functions only, never how they were written.

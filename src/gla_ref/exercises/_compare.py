@@ -1,4 +1,4 @@
-"""What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 23)."""
+"""What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 24)."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence

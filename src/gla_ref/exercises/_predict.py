@@ -1,4 +1,4 @@
-"""Exercises that only predict: what they ask and how they judge, as data that a page can use too (chapters 1 to 23)."""
+"""Exercises that only predict: what they ask and how they judge, as data that a page can use too (chapters 1 to 24)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

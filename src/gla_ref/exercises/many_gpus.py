@@ -1,4 +1,4 @@
-"""Judges of the exercises on many GPUs (chapter 23)."""
+"""Judges of the exercises on many GPUs (chapter 24)."""
 
 import torch
 

@@ -1,1 +1,1 @@
-"""The parts of :mod:`gla_ref.context_parallel`: tokens of one sequence split over ranks (chapter 23)."""
+"""The parts of :mod:`gla_ref.context_parallel`: tokens of one sequence split over ranks (chapter 24)."""

@@ -1,4 +1,4 @@
-"""A call over ranks: its steps, forward and backward, and what every rank is asked before it takes part (chapter 23).
+"""A call over ranks: its steps, forward and backward, and what every rank is asked before it takes part (chapter 24).
 
 `Enter` exchanges states on the way forward and nothing on the way back. Then each rank walks its own piece by the
 mechanism's own differentiable function. `Leave` exchanges nothing on the way forward and gradients of states on the

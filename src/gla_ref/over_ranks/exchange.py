@@ -1,4 +1,4 @@
-"""The exchange: which state comes into a rank's piece (chapter 23).
+"""The exchange: which state comes into a rank's piece (chapter 24).
 
 What crosses a border between ranks is a state of K V numbers a head, however long the pieces are. An all-gather sends
 every rank's map to all others at once, and each composes those before its own. A pipeline sends the state itself from

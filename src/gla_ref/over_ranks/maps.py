@@ -1,4 +1,4 @@
-"""The algebra of pieces: what a piece of a sequence does to the state that crosses it (chapter 23).
+"""The algebra of pieces: what a piece of a sequence does to the state that crosses it (chapter 24).
 
     S_right = M S_left + X          M, X from k, v and the gates of the piece alone
     R_left  = M^T R_right + A       R the gradient of S; A from q, do and the gates of the piece alone

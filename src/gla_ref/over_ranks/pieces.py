@@ -1,4 +1,4 @@
-"""A rank's tokens among all: which sequences begin or end there, and which cross a border (chapter 23).
+"""A rank's tokens among all: which sequences begin or end there, and which cross a border (chapter 24).
 
 Sequences packed with `cu_seqlens` need no algebra of their own: only the sequence that lies across a border sends its
 state over it. To the map of a piece all other tokens are zeros, and a token of zeros neither writes, reads nor forgets.

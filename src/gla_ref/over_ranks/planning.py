@@ -1,4 +1,4 @@
-"""The plan of a call over ranks: which exchange, how many bytes, and why (chapter 23)."""
+"""The plan of a call over ranks: which exchange, how many bytes, and why (chapter 24)."""
 
 from __future__ import annotations
 

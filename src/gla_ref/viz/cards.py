@@ -1,4 +1,4 @@
-"""The front page: cards of chapters 1 to 23, with a question and a small picture each, and paths through them."""
+"""The front page: cards of chapters 1 to 24, with a question and a small picture each, and paths through them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _pictures() -> dict[str, str]:
             for n, kind in enumerate(("sky", "orange", "pink"))
             for i in range(3 if n == 0 else 2)
         ),
-        "23_many_gpus": "".join(
+        "24_many_gpus": "".join(
             rect(6, 4 + 12 * n, 40, 9, "pale-blue edge") + rect(56, 4 + 12 * n, 58, 9, "orange edge")
             for n in range(4)
         )
@@ -159,7 +159,7 @@ _TEXTS = (
      "Invert a chunk's triangle, and say when TF32 is enough."),
     ("Beyond", "22_fully_fused_on_hopper", "Fully fused on Hopper", "Why wait, if three jobs can be done at once?",
      "Read a kernel whose warps have different jobs, and say what limits it."),
-    ("Beyond", "23_many_gpus", "Many GPUs", "How do several GPUs share one text?",
+    ("Beyond", "24_many_gpus", "Many GPUs", "How do several GPUs share one text?",
      "Split a recurrence over GPUs, count what crosses, and say when it pays."),
 )  # fmt: skip
 CARDS = tuple(Card(*words, _pictures()[words[1]]) for words in _TEXTS)

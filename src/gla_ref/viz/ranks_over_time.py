@@ -1,4 +1,4 @@
-"""What each of several GPUs does, over time, with its piece of one text (chapter 23).
+"""What each of several GPUs does, over time, with its piece of one text (chapter 24).
 
 The times are those of the model in :mod:`gla_ref.scaling`, not measurements.
 """

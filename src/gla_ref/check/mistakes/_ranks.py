@@ -1,4 +1,4 @@
-"""Mistakes of functions whose tokens are split over ranks: states that cross borders (chapter 23)."""
+"""Mistakes of functions whose tokens are split over ranks: states that cross borders (chapter 24)."""
 
 from __future__ import annotations
 
