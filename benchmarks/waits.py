@@ -21,7 +21,7 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -121,8 +121,8 @@ def check(kernel: str, case: Case, truth: run.Truth, o: Tensor) -> dict:
 class Log:
     """Memory for clocks, which stays where it is, so that a copy is compiled once."""
 
-    def __init__(self, numbers: int):
-        self.memory, self.copies = torch.empty(numbers, dtype=torch.int64, device="cuda"), {}
+    def __init__(self, numbers: int, device: str):
+        self.memory, self.copies = torch.empty(numbers, dtype=torch.int64, device=device), {}
 
     def copy(self, kernel: str, chunks: int) -> Copy:
         if (kernel, chunks) not in self.copies:
@@ -150,13 +150,13 @@ def clock(kernel: str, x: dict[str, Tensor], log: Log, plain: Walk) -> dict:
     return {"ms_clocked": round(ms, 5), "roles": waits(part.cpu(), copy.roles, chunks)}
 
 
-def measure(clocks: bool, keep) -> list[str]:
+def measure(clocks: bool, keep: Callable[[list[dict], dict], None], device: str = "cuda") -> list[str]:
     """Call `keep` with all records and the newest whenever one is made or gets its clocks; what went wrong."""
     records, wrong, calls = [], [], []
     for B, T, H, HV in SHAPES:
         case = Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=HV // H)
-        x = {n: y.detach() for n, y in inputs(case, 0).items()}
-        truth = run.Truth(case, x)
+        x = {n: y.detach() for n, y in inputs(case, 0, device).items()}
+        truth = run.Truth(case, x, 1)
         for kernel in MODULES:
             record = {"kernel": kernel, "B": B, "T": T, "H": H, "HV": HV, "K": 128, "V": 128}
             record |= {"dtype": case.dtype, "gates": case.gates}
@@ -172,7 +172,7 @@ def measure(clocks: bool, keep) -> list[str]:
             records.append(record)
             calls.append((record, x, walk))
             keep(records, record)
-    log = Log(512 * 4 * (8192 // C * SITES + 2) * 2)
+    log = Log(512 * 4 * (8192 // C * SITES + 2) * 2, device)  # of at most 512 programs with 4 roles
     for record, x, walk in calls if clocks else []:
         try:
             record |= clock(record["kernel"], x, log, walk)

@@ -1,18 +1,23 @@
 """Clocks in copies of the Hopper delta kernels (benchmarks/clocked.py), and what is made of their log (waits.py)."""
 
+import importlib
 import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import measured_waits
 import played_gluon
 import pytest
 import torch
 from cases import thin
 from harness import CUDA
 from test_kernels_hopper_delta import BF16, F32, problem
+
+from gla_ref.viz.waits_timeline import waits_timeline
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -120,6 +125,76 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     assert all(0 < sum(r["waits"]) < 1 for r in found)
 
 
+class PlayedProgram:
+    """A plan's program, whose every launch is played as its last step."""
+
+    def __init__(self, plan, device):
+        self.plan, self.steps = plan, [(self.step, ())]
+
+    def __call__(self, inputs):
+        named = {spec.name: x for spec, x in zip(self.plan.inputs, inputs, strict=True) if spec is not None}
+        home = "gla_ref.kernels.hopper"
+        names = (*waits.MODULES.values(), "delta_chunk", "gla_forward")
+        modules = [*(importlib.import_module(f"{home}.{name}") for name in names), *COPIES]
+        return played_gluon.play(self.plan, named, modules)[:2]
+
+    def step(self, values):
+        self(values[1:])
+
+
+COPIES = []  # modules
+
+
+@pytest.mark.skipif(CUDA, reason="played on a CPU")
+@pytest.mark.parametrize("broken", thin([False, True], True))
+def test_the_program_that_measures(broken, monkeypatch, capsys):
+    """It checks, times, logs and writes; where the clocks fail, the times are there all the same."""
+    made, kept, now = [], [], itertools.count(1)
+    copy, new_log = waits.Log.copy, waits.Log.__init__
+
+    def keep_log(self, *args):
+        new_log(self, *args)
+        made.append(self)
+
+    def keep_copy(self, kernel, chunks):
+        if broken and kernel == "in turn":
+            raise RuntimeError("no clocks")
+        found = copy(self, kernel, chunks)
+        COPIES.append(found.module)
+        return found
+
+    def note(first, second, role, pair, address, roles, pairs):
+        assert address == made[0].memory.data_ptr()
+        place = ((played_gluon.PLAY.pid * roles + role) * pairs + pair) * 2
+        made[0].memory[place : place + 2] = torch.tensor([first, second])
+
+    monkeypatch.setattr(waits, "SHAPES", [(1, 128, 1, 2)])
+    monkeypatch.setattr(waits, "Program", PlayedProgram)
+    monkeypatch.setattr(waits.run, "median_ms", lambda calls, seconds: (calls[0](), (0.5, []))[1])
+    monkeypatch.setattr(waits.Log, "__init__", keep_log)
+    monkeypatch.setattr(waits.Log, "copy", keep_copy)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    stand_ins = {"clock": lambda: next(now), "nanoseconds": lambda: next(now), "note": note}
+    for name, function in stand_ins.items():
+        monkeypatch.setitem(played_gluon.STANDS_IN, name, function)
+
+    def keep(records, newest):
+        kept.append(json.loads(json.dumps(records)))
+        waits.say(newest)
+
+    wrong = waits.measure(True, keep, "cpu")
+    assert [r["ms"] for r in kept[2]] == [0.5] * 3 and all(r["roles"] == [] for r in kept[2]), "times come first"
+    logged = {r["kernel"]: bool(r["roles"]) for r in kept[-1]}
+    assert logged == {"fused": True, "in turn": not broken, "ahead": True}
+    assert wrong == (["clocks of in turn at 1 x 128: no clocks"] if broken else [])
+    assert all(0 < r["error"] <= r["budget"] for r in kept[-1])
+    assert "waits for ready" in capsys.readouterr().out
+    if not broken:
+        drawn = waits_timeline({"environment": measured_waits.DATA["environment"], "waits": kept[-1]}, B=1)
+        assert len(drawn.frames) == 3
+
+
 COMPILED = """
 import json, sys
 sys.path[:0] = ["tools", "benchmarks", "src"]
@@ -127,27 +202,28 @@ import compile_kernels, tempfile, torch, waits
 from clocked import clocked
 with tempfile.TemporaryDirectory() as cache:
     compile_kernels.begin(cache)
-    copy = clocked(waits.module_of(sys.argv[1]), 1 << 40, 128)
     x = {n: torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16, device="meta") for n in waits.NAMES}
     x |= {n: x[n][..., 0] for n in ("g", "beta")}
-    launch = waits.planned(sys.argv[1], copy.module, x).launches[-1]
-    row, ptx = compile_kernels.compiled(launch, 90), compile_kernels.compile_launch(launch).asm["ptx"]
-print(json.dumps([row["broken"], row["shared"], copy.roles, ptx]))
+    for kernel in waits.MODULES:
+        copy = clocked(waits.module_of(kernel), 1 << 40, 128)
+        launch = waits.planned(kernel, copy.module, x).launches[-1]
+        row, ptx = compile_kernels.compiled(launch, 90), compile_kernels.compile_launch(launch).asm["ptx"]
+        print("copy", json.dumps([row["broken"], row["shared"], copy.roles, ptx]))
 """
 
 
-@pytest.mark.parametrize("kernel", thin(BARRIERS, "ahead"))
-def test_the_compiled_copy_reads_a_clock_on_both_sides_of_each_wait(kernel):
+@pytest.mark.deep
+def test_the_compiled_copies_read_a_clock_on_both_sides_of_each_wait():
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILED, kernel]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    broken, shared, roles, ptx = json.loads(done.stdout.splitlines()[-1])
-    assert broken == [] and shared <= 232448
+    copies = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("copy ")]
+    assert len(copies) == len(waits.MODULES)
     kinds = {"%clock64": "clock", "mbarrier.try_wait": "wait", "%globaltimer": "timer", "st.global.b64": "store"}
-    events = [kind for line in ptx.splitlines() for text, kind in kinds.items() if text in line]
-    text = " ".join(events)
-    sites = sum(len(sites) for _, sites in roles)
-    assert text.count("clock wait clock store store") == events.count("wait") == sites
-    assert text.count("clock timer store store") == events.count("timer") == 2 * len(roles)
-    assert events.count("clock") == 2 * sites + 2 * len(roles) and events.count("store") == 2 * sites + 4 * len(roles)
+    for broken, shared, roles, ptx in copies:
+        assert broken == [] and shared <= 232448
+        events = [kind for line in ptx.splitlines() for text, kind in kinds.items() if text in line]
+        text, sites = " ".join(events), sum(len(sites) for _, sites in roles)
+        assert text.count("clock wait clock store store") == events.count("wait") == sites
+        assert text.count("clock timer store store") == events.count("timer") == 2 * len(roles)
+        assert len(events) == 5 * sites + 4 * 2 * len(roles), "and nothing else"

@@ -8,8 +8,8 @@ program owns a value head of a sequence, and has three roles of four warps each:
     group 0    T of (1), then (2) and (3) for columns 0 to 63 of V             waits for `ready`, `done`, `made[1]`
     group 1    P of (1), then (2) and (3) for columns 64 to 127                waits for `ready`, `done`, `made[0]`
 
-Without a solver the groups have 256 and 224 registers a thread, for S and the inverse at once. But the inverse is in the
-way of the chain from state to state, and group 1 has only k S and q S to do meanwhile. Barriers of chunk c::
+Without a solver the groups have 256 and 224 registers per thread, for S and the inverse at once. But the inverse is in
+the way of the chain from state to state, and group 1 has only k S and q S to do meanwhile. Barriers of chunk c::
 
     ready[c % 2]    copy engine -> groups     the announced bytes    q, k and v are there
     made[D]         group D -> the other      1 arrival              D = 0: T is there; D = 1: P is there
