@@ -125,12 +125,11 @@ def poison() -> None:
 
 
 class Truth:
-    """Oracle and emulated run of a case for two random (b, h) pairs over the full T, made once."""
+    """Oracle and emulated run of a case for some random (b, h) pairs over the full T, made once."""
 
-    def __init__(self, case: Case, x: dict[str, Tensor]):
-        rng = random.Random(str(case))
-        self.heads = case.H  # of q and k
-        self.pairs = [(rng.randrange(case.B), rng.randrange(case.H)) for _ in range(2)]
+    def __init__(self, case: Case, x: dict[str, Tensor], pairs: int = 2):
+        rng, self.few = random.Random(str(case)), case.H
+        self.pairs = [(rng.randrange(case.B), rng.randrange(case.H)) for _ in range(pairs)]
         ends = itertools.accumulate(case.lengths or (case.T,), initial=0)
         self.spans = list(itertools.starmap(slice, itertools.pairwise(ends)))
         self.runs = [
@@ -146,8 +145,7 @@ class Truth:
         """
 
         def of(h, many):
-            each = many // self.heads
-            return h if each == 1 else slice(h * each, (h + 1) * each)
+            return h if many == self.few else slice(h * many // self.few, (h + 1) * many // self.few)
 
         tokens = {n: y[b, span, of(h, y.shape[2])] for n, y in x.items() if n not in ("cu_seqlens", "initial_state")}
         states = {n: y[sequence + b, of(h, y.shape[1])] for n, y in x.items() if n == "initial_state"}

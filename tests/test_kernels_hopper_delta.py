@@ -20,6 +20,7 @@ from gla_ref.kernels.hopper import DELTA_KERNELS, _gluon  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = DELTA_KERNELS[1:]
+IN_TURN = "hopper_in_turn"  # which no call chooses: bf16, K = V = 128
 LENGTHS = (1, 63, 64, 65, 130)
 PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
 KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
@@ -102,14 +103,18 @@ def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
 
 def played(kernel, x, ends=None, scale=None, seed=0, ignored=None):
     """o and the final state of inputs of `problem`."""
-    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, gla_forward
+    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, delta_in_turn, gla_forward
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
     specs = [spec_of(n, y) for n, y in named.items()]
-    found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, None, kernel)
+    if kernel == IN_TURN:
+        found = delta_in_turn.plan_forward(CLASSES["sm_90"], *specs[:-1], scale)
+    else:
+        found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, None, kernel)
     named = {n: y for n, y in named.items() if y is not None}
-    o, S, _ = played_gluon.play(found, named, (delta_ahead, delta_chunk, delta_fused, gla_forward), seed, ignored)
+    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, gla_forward
+    o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
     return {"o": o, "S": S}
 
 
@@ -118,7 +123,12 @@ def check(mechanism, *sizes, ends=None, scale=None, kernels=BOTH, dtype=BF16, ga
     x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, dtype=dtype, gates=gates, **kw)
     judged = {n: judged[n] for n in ("o", "S")}
     for kernel in kernels:
-        if CUDA:
+        if CUDA and kernel == IN_TURN:
+            from gla_ref.kernels.hopper.delta_in_turn import gated_delta_rule
+
+            o, S = gated_delta_rule(*tokens(x), initial_state=x["S"], scale=scale)
+            compare({"o": o, "S": S}, judged)
+        elif CUDA:
             cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
             form = {"delta_rule": delta.delta_rule, "gated_delta_rule": delta.gated_delta_rule}[mechanism]
             o, S = form(*tokens(x), initial_state=x["S"], cu_seqlens=cu, scale=scale, kernel=kernel)
@@ -244,14 +254,19 @@ BARRIERS = {
     **{f"ready {s} ahead": ("hopper_ahead", "walk", 0, s) for s in range(3)},
     **{f"done {s} ahead": ("hopper_ahead", "walk", 1, s) for s in range(3)},
     "ready of solve": ("hopper_ahead", "solve", 0, 0),
+    **{f"ready {s} in turn": (IN_TURN, "in_turn", 0, s) for s in range(2)},
+    "T made in turn": (IN_TURN, "in_turn", 1, 0),
+    "P made in turn": (IN_TURN, "in_turn", 1, 1),
+    **{f"done {s} in turn": (IN_TURN, "in_turn", 2, s) for s in range(4)},
 }
 
 
 @played_here
-@pytest.mark.parametrize("bar", thin(BARRIERS, "solved", "done 0", "ready 2 ahead"))
+@pytest.mark.parametrize("bar", thin(BARRIERS, "solved", "done 0", "ready 2 ahead", "T made in turn"))
 def test_every_barrier_is_needed(bar):
     kernel, *ignored = BARRIERS[bar]
-    x, _ = problem("gated_delta_rule", 1, 600, 1, 64, 64, dtype=BF16, gates=F32, groups=1)
+    width = 128 if kernel == IN_TURN else 64
+    x, _ = problem("gated_delta_rule", 1, 600, 1, width, width, dtype=BF16, gates=F32, groups=1)
 
     def play(seed=None):
         return played(kernel, x) if seed is None else played(kernel, x, seed=seed, ignored=ignored)
@@ -325,6 +340,20 @@ def test_the_page_at_every_length(T):
     check_page(1, T, gates=BF16)
 
 
+# the groups in turn, which take less
+
+
+def in_turn(*sizes, **kw):
+    check("gated_delta_rule", *sizes, 128, 128, kernels=(IN_TURN,), **kw)
+
+
+@played_here
+@pytest.mark.parametrize("T", thin(LENGTHS, 65))
+def test_in_turn_at_every_length(T):
+    in_turn(2, T, 1)
+    in_turn(1, T, 2, groups=1, gates=BF16, scale=-2.0)
+
+
 @played_here
 @pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
 def test_the_page_on_the_gate_ladder(kind):
@@ -388,6 +417,39 @@ def test_the_page_is_equal_from_run_to_run(poisoned):
         assert all(torch.equal(a, b) for a, b in zip(first, gated_delta_rule(*tokens(x)), strict=True))
 
 
+def test_in_turn_on_the_gate_ladder(kind):
+    in_turn(1, 130, 1, kind=kind)
+
+
+@played_here
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (0.99, 1.0)))
+def test_in_turn_on_the_key_ladder(correlation, strength):
+    in_turn(1, 130, 1, correlation=correlation, strength=strength)
+
+
+@played_here
+def test_in_turn_any_order_of_steps_gives_the_same_bits():
+    x, judged = problem("gated_delta_rule", 1, 300, 1, 128, 128, dtype=BF16, gates=F32, groups=1, S=0.0)
+    first = played(IN_TURN, x | {"S": None})
+    compare(first, {n: judged[n] for n in ("o", "S")})
+    for seed in range(100, 600, 100):
+        assert all(torch.equal(y, first[n]) for n, y in played(IN_TURN, x | {"S": None}, seed=seed).items())
+
+
+@gluon
+@pytest.mark.parametrize("sizes", ({"K": 64}, {"V": 64}, {"dtype": F16}))
+def test_in_turn_refuses_what_it_does_not_take(sizes):
+    from gla_ref.kernels.hopper import delta_in_turn
+
+    specs = [spec_of(n, x) for n, x in zip("q k v g beta".split(), call(**sizes), strict=True)]
+    with pytest.raises((ValueError, TypeError), match="^[qv]: expected (128 channels|bfloat16), got"):
+        delta_in_turn.plan_forward(CLASSES["sm_90"], *specs, None, None)
+    with pytest.raises(ValueError, match="is for sm_90, not sm_80"):
+        delta_in_turn.plan_forward(CLASSES["sm_80"], *specs, None, None)
+    with pytest.raises(ValueError, match="q: expected a tensor that needs no gradient"):
+        delta_in_turn.gated_delta_rule(meta(1, 2, 1, 128).requires_grad_(), *call(B=1, T=2, H=1, HV=1)[1:])
+
+
 # on a Hopper GPU
 
 
@@ -435,6 +497,24 @@ def test_many_heads(dtype):
 def test_equal_from_run_to_run(kernel, poisoned):
     x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
     run = partial(delta.gated_delta_rule, *tokens(x), initial_state=x["S"], kernel=kernel)
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("T", (*LENGTHS, 1000))
+def test_in_turn_on_a_gpu(T):
+    for kind in (MILD, "many resets"):
+        in_turn(2, T, 2, kind=kind)
+
+
+@on_hopper
+def test_in_turn_is_equal_from_run_to_run(poisoned):
+    from gla_ref.kernels.hopper.delta_in_turn import gated_delta_rule
+
+    x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
+    run = partial(gated_delta_rule, *tokens(x), initial_state=x["S"])
     first = run()
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))

@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
     def plans(self, arch: int) -> list:
         """Forward and backward."""
-        kind, hardware = MECHANISMS[re.sub("_(step|border|page)$", "", self.mechanism)], f"sm_{arch}"
+        kind, hardware = MECHANISMS[re.sub("_(step|border|page|in_turn)$", "", self.mechanism)], f"sm_{arch}"
         one = STEPS.get(self.mechanism)
         B, T = 1 if "packed" in self.extra else 16, 1 if one else 240
         sizes = {"B": B, "T": T, "H": 16, "K": self.K, "V": self.V, "N": 2 if B == 1 else B}
@@ -81,6 +81,10 @@ class Case(NamedTuple):
         if self.mechanism.endswith("_page"):
             plan_page = plan_gla_page if self.mechanism == "gla_page" else plan_delta_page
             return [plan_page(CLASSES[hardware], *(spec_of(n, given[n]) for n in kind.required))]
+        if self.mechanism.endswith("_in_turn"):
+            from gla_ref.kernels.hopper.delta_in_turn import forward  # not where Gluon is missing
+
+            return [forward.plan(CLASSES[hardware], *(spec_of(n, given.get(n)) for n in forward.names), None)]
         if "frozen" in self.extra:
             given["do"] = given["v"]
             specs = [spec_of(n, given.get(n)) for n in gla.backward.names]
@@ -207,6 +211,7 @@ WIDE = {
     "delta ahead 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", ("hopper_ahead",)),
     "delta ahead 128/64": Case("delta_rule", 128, 64, "float16", "float16", ("hopper_ahead",)),
     "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "packed")),
+    "delta in turn": Case("gated_delta_rule_in_turn", 128, 128, "bfloat16", "float32", ("shared",)),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
     "border simple": Case("simple_gla_border", 128, 128, "bfloat16", "float32"),
