@@ -417,6 +417,8 @@ def test_the_page_is_equal_from_run_to_run(poisoned):
         assert all(torch.equal(a, b) for a, b in zip(first, gated_delta_rule(*tokens(x)), strict=True))
 
 
+@played_here
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
 def test_in_turn_on_the_gate_ladder(kind):
     in_turn(1, 130, 1, kind=kind)
 
