@@ -59,9 +59,11 @@ class Case(NamedTuple):
         """Forward and backward."""
         kind, hardware = MECHANISMS[re.sub("_(step|border|page)$", "", self.mechanism)], f"sm_{arch}"
         one = STEPS.get(self.mechanism)
-        B, T = 1 if "packed" in self.extra else 16, 1 if one else 240
-        sizes = {"B": B, "T": T, "H": 16, "K": self.K, "V": self.V, "N": 2 if B == 1 else B}
-        sizes["HV"] = 32 if "shared" in self.extra else 16
+        few = "few" in self.extra  # so few heads that Hopper's programs are narrow
+        B, T, H = 1 if few or "packed" in self.extra else 16, 1 if one else 240, 1 if few else 16
+        N = 2 if "packed" in self.extra else B
+        sizes = {"B": B, "T": T, "H": H, "K": self.K, "V": self.V, "N": N}
+        sizes["HV"] = 2 * H if "shared" in self.extra else H
         dtypes = {"token": self.dtype, "gate": self.gates, "strength": self.gates, "state": "float32"}
 
         def meta(x):
@@ -191,6 +193,16 @@ WIDE = {
     "delta ahead 64": Case("gated_delta_rule", 64, 64, "bfloat16", "bfloat16", ("hopper_ahead", "packed")),
     "delta ahead 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", ("hopper_ahead",)),
     "delta ahead 128/64": Case("delta_rule", 128, 64, "float16", "float16", ("hopper_ahead",)),
+    "delta ahead segments": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "segmented", "packed")
+    ),
+    "delta ahead segments few": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "segmented", "few")
+    ),
+    "delta ahead segments 64": Case("delta_rule", 64, 64, "bfloat16", "float32", ("hopper_ahead", "segmented")),
+    "delta ahead segments 64/128": Case(
+        "gated_delta_rule", 64, 128, "float16", "bfloat16", ("hopper_ahead", "segmented", "packed", "few")
+    ),
     "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "packed")),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),

@@ -27,25 +27,31 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kerne
     """(o, final state)."""
     reason = hopper.refusal_of_delta(hardware, q, k, v, path, kernel)
     if not reason:
-        return plan_on_hopper(hardware, q, k, v, g, beta, S, cu, scale, kernel)
+        return plan_on_hopper(hardware, q, k, v, g, beta, S, cu, scale, path, kernel)
     if kernel in hopper.DELTA_KERNELS:
         raise ValueError(f"kernel: expected what the Hopper kernels take for kernel={kernel!r}, but {reason}")
     plan = delta_forward.plan_forward(hardware, q, k, v, g, beta, S, cu, scale, path)
     return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
-def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, kernel) -> Plan:
-    """`plan_forward` by the fused kernel; by the other if that has a multiprocessor for each half of each head."""
+def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
+    """`plan_forward` by the fused kernel; by the other if that has a multiprocessor for each half of each head.
+
+    The other one can cut sequences into segments, too.
+    """
     from .hopper import delta_ahead, delta_fused  # not where Gluon is missing
 
     heads = v.shape[2] * sequences(v.shape[0], cu)
     who = f"{heads} value heads of sequences for {hardware}"
     if kernel == "hopper":
-        kernel = "hopper_ahead" if 2 * heads <= hardware.multiprocessors else "hopper_fused"
+        ahead = path == "segmented" or 2 * heads <= hardware.multiprocessors
+        kernel = "hopper_ahead" if ahead else "hopper_fused"
     else:
         who = "it was asked for"
-    planned = delta_ahead if kernel == "hopper_ahead" else delta_fused
-    plan = planned.plan_forward(hardware, q, k, v, g, beta, S, cu, scale)
+    if kernel == "hopper_ahead":
+        plan = delta_ahead.plan_forward(hardware, q, k, v, g, beta, S, cu, scale, path)
+    else:
+        plan = delta_fused.plan_forward(hardware, q, k, v, g, beta, S, cu, scale)
     return plan._replace(why=(f"{kernel}: {who}", *plan.why))
 
 

@@ -79,8 +79,8 @@ def refusal_of_delta(hardware: Hardware, q: Spec, k: Spec, v: Spec, path: str | 
             return f"the Hopper kernels have {axis} of {' or '.join(map(str, WIDTHS))}, not {x.shape[-1]}"
     if reason := refusal_of_tokens(hardware, q, k, v):
         return reason
-    if path == "segmented":
-        return "the Hopper kernels walk over each sequence in one go, and path='segmented' was asked for"
+    if path == "segmented" and kernel == "hopper_fused":
+        return "this kernel walks over each sequence in one go, and path='segmented' was asked for"
     if kernel not in DELTA_KERNELS:
         return f"the Hopper kernels have to be asked for, by kernel={DELTA_KERNELS[0]!r}"
     return None

@@ -194,7 +194,7 @@ def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
         if PACKED:
             if end - o_t < C:  # the solver puts zeros into k
                 mbarrier.wait(solved, c & 1)
-        x, b_o = read(b_q, b_k, t_S, of_S)
+        x, b_o = read(b_k, t_S, of_S), read(b_q, t_S, of_S)
         mbarrier.wait(ready_v.index(c % STAGES_V), (c // STAGES_V) & 1)
         mbarrier.wait(solved, c & 1)
         if t_since is not None:
