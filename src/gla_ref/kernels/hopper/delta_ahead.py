@@ -19,12 +19,13 @@ role waits for ever*: both go through the same chunks in order, `ready` of c nee
 needs `ready` of c. *No role is two phases late*: `ready` of the next round needs `done` of this one, which the walker
 gives after its wait; `done` of this round needs `ready` of this one, which the loader asks for after its wait.
 
-*Segments.* A segment maps the state S to M S + X, as ../delta_forward.py explains. `walk` without q, P and o makes X and
-M, BV columns per program: X from a state of zeros, M from the columns of the unit matrix with values of zero, since the
-copy engine reads zeros beyond the columns of v. `carry` of that file turns them into the state before each segment, and
-`walk` makes o from there. In one go, a sequence is one segment. Programs count segments by slots, as `which_segment`
-does; a spare slot has no chunks. Without q, P and o, and with e^(b_C - b) w in place of v', a program of 64 columns and
-three stages takes 112 KB, and two of them share a multiprocessor. `choose` cuts where a model says that it is faster.
+*Segments.* A segment maps the state S to M S + X, as ../delta_forward.py explains. `walk` without q, P and o makes X
+and M, BV columns per program: X from a state of zeros, M from the columns of the unit matrix with values of zero, since
+the copy engine reads zeros beyond the columns of v. `carry` of that file turns them into the state before each segment,
+and `walk` makes o from there. In one go, a sequence is one segment. Programs count segments by slots, as
+`which_segment` does; a spare slot has no chunks. Without q, P and o, and with e^(b_C - b) w in place of v', a program
+of 64 columns and three stages takes 112 KB, and two of them share a multiprocessor. `choose` cuts sequences where a
+model says that segments are faster.
 
 Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tiles of q and k, the walker in its
 tiles of k and v. Proxies and barriers' bytes: delta_fused.py. The decays (float32) go from memory to the walker's
