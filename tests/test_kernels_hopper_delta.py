@@ -50,9 +50,12 @@ def call(B=2, T=300, H=2, HV=4, K=128, V=128, dtype=BF16):
 
 
 @gluon
-def test_they_have_to_be_asked_for():
-    found = ON_HOPPER(*call())
-    assert found.name == "portable" and "have to be asked for" in found.why[0]
+def test_the_plan_takes_them_unless_another_is_asked_for():
+    for mechanism, (q, k, v, g, beta) in ((m, call()) for m in RULES):
+        rows = (q, k, v, beta) if mechanism == "delta_rule" else (q, k, v, g, beta)
+        assert plan(mechanism, *rows, hardware="sm_90").name == "hopper_ahead"
+    for path in (None, *delta.PATHS):
+        assert ON_HOPPER(*call(), path=path) == ON_HOPPER(*call(), kernel="hopper", path=path)
     assert ON_HOPPER(*call(), kernel="portable").why[0] == "the portable kernel: it was asked for"
     for kernel in BOTH:
         found = ON_HOPPER(*call(), kernel=kernel)
@@ -63,19 +66,19 @@ def test_they_have_to_be_asked_for():
 
 @gluon
 def test_the_number_of_programs_decides_between_them():
-    few, many = (ON_HOPPER(*call(B, HV=64), kernel="hopper") for B in (1, 2))
+    few, many = (ON_HOPPER(*call(B, HV=64)) for B in (1, 2))
     assert few.name == "hopper_ahead" and "64 value heads of sequences for sm_90, 132" in few.why[0]
     assert many.name == "hopper_fused"
     assert [(x.name, x.grid) for x in few.launches] == [("solve", (64 * 5,)), ("walk", (2 * 64,))]
     assert [(x.name, x.grid) for x in many.launches] == [("fused", (128,))]
-    fewer = ON_HOPPER(*call(1, HV=32), kernel="hopper")  # programs for 32 columns each still fit at once
+    fewer = ON_HOPPER(*call(1, HV=32))  # programs for 32 columns each still fit at once
     assert [x.grid for x in fewer.launches] == [(32 * 5,), (4 * 32,)]
 
 
 @gluon
 def test_few_heads_of_long_sequences_are_cut_into_segments():
     long = partial(call, B=1, T=32768)
-    found = ON_HOPPER(*long(HV=8), kernel="hopper")
+    found = ON_HOPPER(*long(HV=8))
     assert [(x.name, x.grid) for x in found.launches] == [
         ("solve", (8 * 512,)),
         ("walk", (4 * 8 * 8,)),
@@ -83,13 +86,13 @@ def test_few_heads_of_long_sequences_are_cut_into_segments():
         ("walk", (2 * 8 * 8,)),
     ]
     assert "each sequence in segments of 64 of its 512 chunks: 16 programs for sm_90, 132 multiprocessors" in found.why
-    many = ON_HOPPER(*long(HV=32), kernel="hopper")
+    many = ON_HOPPER(*long(HV=32))
     assert [x.name for x in many.launches] == ["solve", "walk"]
     assert "each sequence in one go: 128 programs for sm_90, 132 multiprocessors" in many.why
     # eight sequences of 4,096 tokens are as many programs as one of 64 heads
-    packed = ON_HOPPER(*long(HV=8), kernel="hopper", cu_seqlens=meta(9, dtype=torch.int32))
+    packed = ON_HOPPER(*long(HV=8), cu_seqlens=meta(9, dtype=torch.int32))
     assert [x.name for x in packed.launches] == ["solve", "walk"]
-    two = ON_HOPPER(*long(HV=2), kernel="hopper", cu_seqlens=meta(3, dtype=torch.int32))
+    two = ON_HOPPER(*long(HV=2), cu_seqlens=meta(3, dtype=torch.int32))
     assert [x.name for x in two.launches] == ["solve", "walk", "carry", "walk"]
 
 
@@ -378,6 +381,15 @@ def test_segments_do_not_see_a_neighbour_of_nan(dtype):
     assert all(torch.equal(y, found[n]) for n, y in beside.items())
 
 
+@played_here
+@pytest.mark.parametrize("dtype", thin((BF16, F16), BF16), ids=str)
+def test_both_kernels_give_the_same_bits(dtype):
+    """In one go; the number of sequences in a batch decides between them."""
+    x, _ = problem("gated_delta_rule", 1, PACK[-1], 1, 64, 128, dtype=dtype, gates=F32, ends=PACK, groups=1)
+    one, other = (played(kernel, x, PACK, path="fused") for kernel in BOTH)
+    assert all(torch.equal(one[n], other[n]) for n in one)
+
+
 # by their order in the kernel
 BARRIERS = {
     **{f"ready {s}": ("hopper_fused", "fused", 0, s) for s in range(3)},
@@ -492,6 +504,19 @@ def test_packed_in_segments(kind, dtype):
 def test_many_heads_in_segments(dtype):
     """Programs of 64 columns; where K = V = 128 other tests have so few heads that programs have 32."""
     check("gated_delta_rule", 10, 200, 4, 128, 128, dtype=dtype, path="segmented")
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("mechanism", RULES)
+def test_a_batch_changes_no_bit(mechanism, dtype):
+    """Few heads by `ahead`, narrow and wide, many by `fused`."""
+    x, _ = problem(mechanism, 24, 200, 4, 128, 128, dtype=dtype, gates=F32)
+    form = {"delta_rule": delta.delta_rule, "gated_delta_rule": delta.gated_delta_rule}[mechanism]
+    o, S = form(*tokens(x), initial_state=x["S"], path="fused")
+    for B in (1, 8):
+        few = form(*tokens(x, slice(B)), initial_state=x["S"][:B], path="fused")
+        assert torch.equal(few[0], o[:B]) and torch.equal(few[1], S[:B])
 
 
 @on_hopper

@@ -89,7 +89,8 @@ class Case(NamedTuple):
             return [gla.backward.plan(CLASSES[hardware], *specs, *(options[n] for n in gla.backward.options))]
         if self.mechanism != "softmax_attention":  # walked in one go unless asked
             given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
-        given["kernel"] = next((x for x in self.extra if x.startswith("hopper")), None)
+        own = "portable" if "delta" in self.mechanism else None  # Hopper's of the delta rules have their own cases
+        given["kernel"] = next((x for x in self.extra if x.startswith("hopper")), own)
         tensors = [given.pop(name) for name in kind.required]
         return [
             plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")

@@ -1,7 +1,7 @@
 """The delta rule and the gated delta rule: the functions that one calls, their checks and autograd (chapter 20).
 
-The kernels are in delta_forward.py and delta_gradient.py, for one token or a few in delta_step.py. For Hopper there are
-two more of the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which have to be asked for.
+The kernels are in delta_forward.py and delta_gradient.py, for one token or a few in delta_step.py. Hopper has two of
+its own for the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which the plan takes wherever they run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, ker
 
     heads = v.shape[2] * sequences(v.shape[0], cu)
     who = f"{heads} value heads of sequences for {hardware}"
-    if kernel == "hopper":
+    if kernel in (None, "hopper"):
         ahead = path == "segmented" or 2 * heads <= hardware.multiprocessors
         kernel = "hopper_ahead" if ahead else "hopper_fused"
     else:
@@ -108,8 +108,9 @@ def gated_delta_rule(
             Their values, and those of g and beta, are looked at under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class): by
-            the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None lets the plan
-            choose, which :func:`gla_ref.kernels.explain` prints with the reason. Gradients are the portable kernels'.
+            the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None takes Hopper's
+            where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. Gradients are the
+            portable kernels'.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

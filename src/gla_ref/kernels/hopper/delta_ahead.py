@@ -36,7 +36,8 @@ Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; eac
 head share in L2 what they read. Shared memory at K = 128: `solve` 73 KB, three programs per multiprocessor; `walk` with
 BV = 64 and three stages 192 KB.
 
-Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels only where they are asked for.
+Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels where two programs per head have
+a multiprocessor each.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ has a role that waits for it.
 P 16, the inverse 24, decays and barriers 2. A chunk moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) =
 10.5 MFLOP and 1 MFLOP for the inverse.
 
-Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel only where it is asked for.
+Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel where there are too many heads
+for delta_ahead.py.
 """
 
 from __future__ import annotations
