@@ -3,6 +3,7 @@
 import itertools
 from functools import partial
 
+import emulated
 import played_gluon
 import pytest
 import torch
@@ -50,9 +51,12 @@ def call(B=2, T=300, H=2, HV=4, K=128, V=128, dtype=BF16):
 
 
 @gluon
-def test_they_have_to_be_asked_for():
-    found = ON_HOPPER(*call())
-    assert found.name == "portable" and "have to be asked for" in found.why[0]
+def test_the_plan_takes_them_unless_another_is_asked_for():
+    for mechanism, (q, k, v, g, beta) in ((m, call()) for m in RULES):
+        rows = (q, k, v, beta) if mechanism == "delta_rule" else (q, k, v, g, beta)
+        assert plan(mechanism, *rows, hardware="sm_90").name == "hopper_ahead"
+    for path in (None, *delta.PATHS):
+        assert ON_HOPPER(*call(), path=path) == ON_HOPPER(*call(), kernel="hopper", path=path)
     assert ON_HOPPER(*call(), kernel="portable").why[0] == "the portable kernel: it was asked for"
     for kernel in BOTH:
         found = ON_HOPPER(*call(), kernel=kernel)
@@ -63,20 +67,65 @@ def test_they_have_to_be_asked_for():
 
 @gluon
 def test_the_number_of_programs_decides_between_them():
-    few, many = (ON_HOPPER(*call(B, HV=64), kernel="hopper") for B in (1, 2))
+    few, many = (ON_HOPPER(*call(B, HV=64)) for B in (1, 2))
     assert few.name == "hopper_ahead" and "64 value heads of sequences for sm_90, 132" in few.why[0]
     assert many.name == "hopper_fused"
     assert [(x.name, x.grid) for x in few.launches] == [("solve", (64 * 5,)), ("walk", (2 * 64,))]
     assert [(x.name, x.grid) for x in many.launches] == [("fused", (128,))]
-    fewer = ON_HOPPER(*call(1, HV=32), kernel="hopper")  # programs for 32 columns each still fit at once
+    fewer = ON_HOPPER(*call(1, HV=32))  # programs for 32 columns each still fit at once
     assert [x.grid for x in fewer.launches] == [(32 * 5,), (4 * 32,)]
+
+
+@gluon
+def test_few_heads_of_long_sequences_are_cut_into_segments():
+    long = partial(call, B=1, T=32768)
+    found = ON_HOPPER(*long(HV=8))
+    assert [(x.name, x.grid) for x in found.launches] == [
+        ("solve", (8 * 512,)),
+        ("walk", (4 * 8 * 8,)),
+        ("carry", (8 * 8,)),
+        ("walk", (2 * 8 * 8,)),
+    ]
+    assert "each sequence in segments of 64 of its 512 chunks: 16 programs for sm_90, 132 multiprocessors" in found.why
+    many = ON_HOPPER(*long(HV=32))
+    assert [x.name for x in many.launches] == ["solve", "walk"]
+    assert "each sequence in one go: 128 programs for sm_90, 132 multiprocessors" in many.why
+    # eight sequences of 4,096 tokens are as many programs as one of 64 heads
+    packed = ON_HOPPER(*long(HV=8), cu_seqlens=meta(9, dtype=torch.int32))
+    assert [x.name for x in packed.launches] == ["solve", "walk"]
+    two = ON_HOPPER(*long(HV=2), cu_seqlens=meta(3, dtype=torch.int32))
+    assert [x.name for x in two.launches] == ["solve", "walk", "carry", "walk"]
+
+
+@gluon
+def test_a_path_that_is_asked_for_is_taken():
+    for T, L in ((300, 2), (32768, 64)):
+        found = ON_HOPPER(*call(B=1, T=T, HV=8), kernel="hopper", path="segmented")
+        assert found.name == "hopper_ahead" and found.launches[-1].given("L") == 64 * L
+        assert any("in segments" in x and "it was asked for" in x for x in found.why)
+        fused = ON_HOPPER(*call(B=1, T=T, HV=8), kernel="hopper", path="fused")
+        assert [x.name for x in fused.launches] == ["solve", "walk"]
+    many = ON_HOPPER(*call(B=1, HV=96), kernel="hopper", path="segmented")
+    assert many.name == "hopper_ahead" and len(many.launches) == 4
+
+
+@gluon
+def test_a_cut_is_one_that_the_model_calls_faster():
+    from gla_ref.kernels.hopper import delta_ahead
+
+    for heads, chunks in itertools.product((1, 4, 16, 33, 66, 132, 200), (1, 16, 128, 512)):
+        last = partial(delta_ahead.duration, CLASSES["sm_90"], K=128, V=128, heads=heads, chunks=chunks)
+        how, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, chunks, None)
+        whole, _ = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, chunks, "fused")
+        assert whole == (delta_ahead.NARROW if 4 * heads <= 132 else delta_ahead.WIDE)
+        one_go = last(how=whole, length=chunks)
+        assert last(how=how, length=length) < one_go if length < chunks else how == whole
 
 
 REFUSED = {
     "have K of 64 or 128, not 96": ({"K": 96}, {}),
     "have V of 64 or 128, not 256": ({"V": 256}, {}),
     "q is torch.float32": ({"dtype": F32}, {}),
-    "walk over each sequence in one go": ({}, {"path": "segmented"}),
 }
 
 
@@ -90,6 +139,12 @@ def test_what_they_do_not_take_is_named(message):
     assert ON_HOPPER(*call(**sizes), **options).name == "portable"
 
 
+@gluon
+def test_the_fused_kernel_has_no_segments():
+    with pytest.raises(ValueError, match="^kernel: .*walks over each sequence in one go, and path='segmented'"):
+        ON_HOPPER(*call(), kernel="hopper_fused", path="segmented")
+
+
 def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
     with pytest.raises(ValueError, match="is for sm_90, not sm_80"):
         plan("gated_delta_rule", *call(), hardware="sm_80", kernel="hopper")
@@ -101,7 +156,7 @@ def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
 # played from their source
 
 
-def played(kernel, x, ends=None, scale=None, seed=0, ignored=None):
+def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     """o and the final state of inputs of `problem`."""
     from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, delta_in_turn, gla_forward
 
@@ -111,18 +166,28 @@ def played(kernel, x, ends=None, scale=None, seed=0, ignored=None):
     if kernel == IN_TURN:
         found = delta_in_turn.plan_forward(CLASSES["sm_90"], *specs[:-1], scale)
     else:
-        found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, None, kernel)
+        found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, path, kernel)
     named = {n: y for n, y in named.items() if y is not None}
     modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, gla_forward
     o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
     return {"o": o, "S": S}
 
 
-def check(mechanism, *sizes, ends=None, scale=None, kernels=BOTH, dtype=BF16, gates=F32, **kw):
+def segments(dtype, B, T, H, K, V, groups=2, ends=None):
+    """The emulated run in the plan's segments."""
+    cu = None if ends is None else meta(len(ends), dtype=torch.int32)
+    rows = call(B, T, H, groups * H, K, V)
+    found = ON_HOPPER(*rows, kernel="hopper_ahead", path="segmented", cu_seqlens=cu)
+    return emulated.Delta(dtype, 64, found.launches[-1].given("L") // 64).run
+
+
+def check(mechanism, *sizes, ends=None, scale=None, path=None, kernels=BOTH, dtype=BF16, gates=F32, groups=2, **kw):
     """Played here, run on a GPU: within the budgets of the portable kernel."""
-    x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, dtype=dtype, gates=gates, **kw)
+    kw |= {"ends": ends, "scale": scale, "dtype": dtype, "gates": gates, "groups": groups}
+    run = segments(dtype, *sizes, groups, ends) if path else None
+    x, judged = problem(mechanism, *sizes, run=run, **kw)
     judged = {n: judged[n] for n in ("o", "S")}
-    for kernel in kernels:
+    for kernel in ("hopper_ahead",) if path else kernels:
         if CUDA and kernel == IN_TURN:
             from gla_ref.kernels.hopper.delta_in_turn import gated_delta_rule
 
@@ -131,10 +196,10 @@ def check(mechanism, *sizes, ends=None, scale=None, kernels=BOTH, dtype=BF16, ga
         elif CUDA:
             cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
             form = {"delta_rule": delta.delta_rule, "gated_delta_rule": delta.gated_delta_rule}[mechanism]
-            o, S = form(*tokens(x), initial_state=x["S"], cu_seqlens=cu, scale=scale, kernel=kernel)
+            o, S = form(*tokens(x), initial_state=x["S"], cu_seqlens=cu, scale=scale, path=path, kernel=kernel)
             compare({"o": o, "S": S}, judged)
         else:
-            compare(played(kernel, x, ends, scale), judged)
+            compare(played(kernel, x, ends, scale, path=path), judged)
 
 
 @played_here
@@ -235,14 +300,104 @@ def test_any_order_of_steps_gives_the_same_bits():
 
 
 @played_here
-@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
-def test_narrow_and_wide_programs_give_the_same_bits(dtype, monkeypatch):
+def test_any_order_of_steps_in_segments_gives_the_same_bits():
+    x, _ = problem("gated_delta_rule", 1, CUT[-1], 1, 64, 64, dtype=BF16, gates=F32, ends=CUT, groups=1)
+    first = played("hopper_ahead", x, CUT, path="segmented")
+    for seed in (100, 200):
+        again = played("hopper_ahead", x, CUT, path="segmented", seed=seed)
+        assert all(torch.equal(y, first[n]) for n, y in again.items())
+
+
+@played_here
+@pytest.mark.parametrize(
+    "dtype, path", thin(list(itertools.product((BF16, F16), delta.PATHS)), *((x, "fused") for x in (BF16, F16)))
+)
+def test_narrow_and_wide_programs_give_the_same_bits(dtype, path, monkeypatch):
     from gla_ref.kernels.hopper import delta_ahead
 
-    x, _ = problem("gated_delta_rule", 1, 230, 2, 64, 128, dtype=dtype, gates=F32, ends=PACK)
-    narrow = played("hopper_ahead", x, PACK)
+    x, _ = problem("gated_delta_rule", 1, 230, 1, 64, 128, dtype=dtype, gates=F32, ends=PACK, groups=1)
+    narrow = played("hopper_ahead", x, PACK, path=path)
     monkeypatch.setattr(delta_ahead, "NARROW", delta_ahead.WIDE)
-    assert all(torch.equal(y, narrow[n]) for n, y in played("hopper_ahead", x, PACK).items())
+    assert all(torch.equal(y, narrow[n]) for n, y in played("hopper_ahead", x, PACK, path=path).items())
+
+
+CUT = (0, 0, 64, 230, 240)  # no tokens; a whole segment, segments and a part of one, a part
+
+
+@played_here
+@pytest.mark.parametrize(
+    "mechanism, dtype, T",
+    thin(list(itertools.product(RULES, (BF16, F16), (63, 64, 129, 330))), (RULES[0], F16, 330), (RULES[1], BF16, 330)),
+)
+def test_the_source_in_segments(mechanism, dtype, T):
+    for K, V in ((64, 128), (128, 64)) if T == 129 else ((64, 64),):
+        check(mechanism, 1, T, 1, K, V, dtype=dtype, path="segmented", groups=1, seed=T)
+
+
+@played_here
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets", "mild and strong chunks"))
+def test_the_source_in_segments_on_the_gate_ladder(kind):
+    for dtype in (BF16, F16):
+        check("gated_delta_rule", 1, 200, 1, 64, 64, kind=kind, dtype=dtype, path="segmented", groups=1)
+
+
+@played_here
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (1.0, 2.0)))
+def test_the_source_in_segments_on_the_key_ladder(correlation, strength):
+    for dtype in (BF16, F16):
+        keys = {"correlation": correlation, "strength": strength}
+        check("delta_rule", 1, 200, 1, 64, 64, dtype=dtype, path="segmented", groups=1, **keys)
+
+
+@played_here
+@pytest.mark.parametrize("dtype", thin((BF16, F16), BF16), ids=str)
+def test_the_source_of_packed_sequences_in_segments(dtype):
+    kw = {"ends": CUT, "kind": "many resets", "dtype": dtype, "groups": 1}
+    check("gated_delta_rule", 1, CUT[-1], 1, 64, 64, path="segmented", **kw)
+
+
+@played_here
+def test_segments_without_an_initial_state():
+    run = segments(BF16, 1, 200, 1, 64, 64)
+    x, judged = problem("gated_delta_rule", 1, 200, 1, 64, 64, dtype=BF16, gates=F32, S=0.0, run=run)
+    compare(played("hopper_ahead", x | {"S": None}, path="segmented"), {n: judged[n] for n in ("o", "S")})
+
+
+@played_here
+@pytest.mark.parametrize("name", thin(("q", "k", "v", "g", "beta"), "k"))
+def test_nan_goes_through_segments(name):
+    """From its token on and in the state, except a query's; earlier segments and other heads do not see it."""
+    x, _ = problem("gated_delta_rule", 1, 320, 1, 64, 64, dtype=BF16, gates=F32)
+    x[name][:, 200, 0] = torch.nan
+    made = played("hopper_ahead", x, path="segmented")
+    assert made["o"][:, 200, 0].isnan().any() and made["o"][:, :192].isfinite().all()
+    if name != "q":
+        assert made["o"][:, 200:, 0].isnan().any(-1).all() and made["S"][:, 0].isnan().any()
+    if name in ("v", "g", "beta"):
+        assert made["o"][:, :, 1].isfinite().all() and made["S"][:, 1].isfinite().all()
+
+
+@played_here
+@pytest.mark.parametrize("dtype", thin((BF16, F16), BF16), ids=str)
+def test_segments_do_not_see_a_neighbour_of_nan(dtype):
+    x, _ = problem("gated_delta_rule", 1, CUT[-1], 1, 64, 64, dtype=dtype, gates=F32, ends=CUT, groups=1)
+    rows, found = slice(64, 230), played("hopper_ahead", x, CUT, path="segmented")
+    for n in ("q", "k", "v", "g", "beta"):
+        x[n][:, rows] = torch.nan
+    beside = played("hopper_ahead", x, CUT, path="segmented")
+    assert beside["o"][:, rows].isnan().any() and beside["S"][2].isnan().any()
+    for one in (found, beside):
+        one["o"][:, rows], one["S"][2] = 0, 0
+    assert all(torch.equal(y, found[n]) for n, y in beside.items())
+
+
+@played_here
+@pytest.mark.parametrize("dtype", thin((BF16, F16), BF16), ids=str)
+def test_both_kernels_give_the_same_bits(dtype):
+    """In one go; the number of sequences in a batch decides between them."""
+    x, _ = problem("gated_delta_rule", 1, PACK[-1], 1, 64, 128, dtype=dtype, gates=F32, ends=PACK, groups=1)
+    one, other = (played(kernel, x, PACK, path="fused") for kernel in BOTH)
+    assert all(torch.equal(one[n], other[n]) for n in one)
 
 
 # by their order in the kernel
@@ -495,10 +650,64 @@ def test_many_heads(dtype):
 
 
 @on_hopper
-@pytest.mark.parametrize("kernel", BOTH)
-def test_equal_from_run_to_run(kernel, poisoned):
+@pytest.mark.parametrize("mechanism", RULES)
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("T", (1, 64, 129, 330, 1000, 2049))
+def test_lengths_in_segments(mechanism, dtype, T):
+    for K, V in itertools.product((64, 128), repeat=2):
+        check(mechanism, 2, T, 2, K, V, dtype=dtype, path="segmented")
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("kind", LADDER)
+def test_the_gate_ladder_in_segments(kind, dtype):
+    check("gated_delta_rule", 2, 400, 2, 128, 128, kind=kind, dtype=dtype, path="segmented")
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("correlation, strength", KEYS)
+def test_the_key_ladder_in_segments(correlation, strength, dtype):
+    for mechanism in RULES:
+        keys = {"correlation": correlation, "strength": strength}
+        check(mechanism, 2, 400, 2, 128, 128, dtype=dtype, path="segmented", **keys)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("kind", (MILD, "many resets"))
+def test_packed_in_segments(kind, dtype):
+    ends = (0, 0, 33, 33, 40, 300, 941, 1100, 1100)
+    for K, V in ((128, 128), (64, 64)):
+        check("gated_delta_rule", 1, 1100, 2, K, V, kind=kind, dtype=dtype, ends=ends, path="segmented")
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+def test_many_heads_in_segments(dtype):
+    """Programs of 64 columns; where K = V = 128 other tests have so few heads that programs have 32."""
+    check("gated_delta_rule", 10, 200, 4, 128, 128, dtype=dtype, path="segmented")
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("mechanism", RULES)
+def test_a_batch_changes_no_bit(mechanism, dtype):
+    """Few heads by `ahead`, narrow and wide, many by `fused`."""
+    x, _ = problem(mechanism, 24, 200, 4, 128, 128, dtype=dtype, gates=F32)
+    form = {"delta_rule": delta.delta_rule, "gated_delta_rule": delta.gated_delta_rule}[mechanism]
+    o, S = form(*tokens(x), initial_state=x["S"], path="fused")
+    for B in (1, 8):
+        few = form(*tokens(x, slice(B)), initial_state=x["S"][:B], path="fused")
+        assert torch.equal(few[0], o[:B]) and torch.equal(few[1], S[:B])
+
+
+@on_hopper
+@pytest.mark.parametrize("kernel, path", [*((kernel, None) for kernel in BOTH), ("hopper_ahead", "segmented")])
+def test_equal_from_run_to_run(kernel, path, poisoned):
     x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
-    run = partial(delta.gated_delta_rule, *tokens(x), initial_state=x["S"], kernel=kernel)
+    run = partial(delta.gated_delta_rule, *tokens(x), initial_state=x["S"], kernel=kernel, path=path)
     first = run()
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
