@@ -173,7 +173,7 @@ def group(tokens, outputs, tiles, bars, own, which, D: gl.constexpr):
         mbarrier.arrive(made.index(D), count=1)
 
         # (2) and (3)
-        x, b_o = read(b_q, b_k, t_S, of_S)
+        x, b_o = read(b_k, t_S, of_S), read(b_q, t_S, of_S)
         mbarrier.wait(made.index(1 - D), c & 1)
         S, factor, b_o = write(
             S,
