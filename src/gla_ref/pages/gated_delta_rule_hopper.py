@@ -1,4 +1,4 @@
-"""The gated delta rule on Hopper, on a page: an inverse a chunk ahead of two walks (chapter 22).
+"""The gated delta rule on Hopper, on a page: an inverse a chunk ahead of two walks (chapter 23).
 
 Computes what :mod:`gla_ref.pages.gated_delta_rule` does. With b_i = g_1 + ... + g_i in a chunk of C tokens, and
 E_ij = e^(b_i - b_j) for j <= i, 0 above the diagonal::
