@@ -22,8 +22,11 @@ test: $(VENV) ## run the tests that need no GPU and no built book
 	@echo "All tests passed. What takes long: make test-deep"
 
 test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, sweeps of the check kit, properties 300 times, the site and its pages
-	$(PYTEST) -m "(deep or hypothesis) and not gpu and not browser" --hypothesis-profile deep
+	$(PYTEST) -m "(deep or hypothesis) and not long and not gpu and not browser" --hypothesis-profile deep
 	@echo "All deep tests passed."
+
+test-long: $(VENV) ## hold the check kit against every wrong kernel there is: a quarter of an hour
+	$(PYTEST) -m long
 
 test-orders: $(VENV) ## run what depends on the order of a product's sum as other processors' BLAS makes it
 	for core in Haswell Prescott; do \
@@ -82,6 +85,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-deep test-orders test-gpu stress-gpu compile test-browser test-notebooks pdf mutants bench \
+.PHONY: help book test test-deep test-long test-orders test-gpu stress-gpu compile test-browser test-notebooks pdf mutants bench \
   notebooks serve lint clean
 .DEFAULT_GOAL := help

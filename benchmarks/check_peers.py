@@ -87,6 +87,11 @@ def kernel(subject: str):
     return owner, FORMS[owner][name], f'FORMS["{owner}"]["{name}"]'
 
 
+def claimed(supports, dtype: str) -> bool:
+    """Whether a function claims tokens of a dtype."""
+    return callable(supports) or dtype in supports.get("dtypes", DTYPES)
+
+
 def group(case: str) -> str:
     """The group that a case belongs to, by its name."""
     return next(name for name, patterns in GROUPS.items() if any(fnmatch(case, p) for p in patterns))
@@ -286,10 +291,12 @@ def main() -> None:
     there = [s for s in LIBRARIES if args.device.split(":")[0] in libraries.FUNCTIONS[s].devices]
     subjects = there if args.libraries else [s for s in SUBJECTS + SCORES if s in there or s not in LIBRARIES]
     subjects = [s for s in subjects if fnmatch(s, args.only or "*")]
+    claims = {s: libraries.FUNCTIONS[s].supports for s in LIBRARIES}
     checks = [
         (s, dtype, level)
         for s in subjects
         for dtype in args.dtypes
+        if claimed(claims.get(s, {}), dtype)
         for level in args.levels
         if level == "quick" or s not in SCORES
     ]

@@ -125,11 +125,11 @@ def poison() -> None:
 
 
 class Truth:
-    """Oracle and emulated run of a case for two random (b, h) pairs over the full T, made once."""
+    """Oracle and emulated run of a case for some random (b, h) pairs over the full T, made once."""
 
-    def __init__(self, case: Case, x: dict[str, Tensor]):
-        rng = random.Random(str(case))
-        self.pairs = [(rng.randrange(case.B), rng.randrange(case.H)) for _ in range(2)]
+    def __init__(self, case: Case, x: dict[str, Tensor], pairs: int = 2):
+        rng, self.few = random.Random(str(case)), case.H
+        self.pairs = [(rng.randrange(case.B), rng.randrange(case.H)) for _ in range(pairs)]
         ends = itertools.accumulate(case.lengths or (case.T,), initial=0)
         self.spans = list(itertools.starmap(slice, itertools.pairwise(ends)))
         self.runs = [
@@ -138,16 +138,14 @@ class Truth:
             for n, s in enumerate(self.spans)
         ]
 
-    @staticmethod
-    def head(x, b, h, span, sequence=0):
+    def head(self, x, b, h, span, sequence=0):
         """One head of one sequence, the n-th of a pack (else of the batch) for its initial state.
 
         Where value heads share key heads, a key head with all of them.
         """
-        few = min(y.shape[2] for n, y in x.items() if n not in ("cu_seqlens", "initial_state"))
 
         def of(h, many):
-            return h if many == few else slice(h * many // few, (h + 1) * many // few)
+            return h if many == self.few else slice(h * many // self.few, (h + 1) * many // self.few)
 
         tokens = {n: y[b, span, of(h, y.shape[2])] for n, y in x.items() if n not in ("cu_seqlens", "initial_state")}
         states = {n: y[sequence + b, of(h, y.shape[1])] for n, y in x.items() if n == "initial_state"}

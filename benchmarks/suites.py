@@ -303,6 +303,7 @@ KNOWN = (
     decode_delta,
     host,
     paths,
+    same_bits,
     batch,
     prefill,
     packed,

@@ -61,6 +61,7 @@ def test_a_key_head_is_judged_with_all_its_value_heads():
     truth = run.Truth(case, x)
     verdict = truth.judge(got)
     assert set(verdict) == set(got) and all(e <= budget for e, budget in verdict.values()), verdict
+    assert truth.judge({"o": got["o"]})["o"] == verdict["o"]  # a forward pass has nothing with as many heads as q
     got["dk"][:, :, 1] += 0.01
     got["dk"][:, :, 0] += 0.01
     e, budget = truth.judge(got)["dk"]

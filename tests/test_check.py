@@ -71,7 +71,7 @@ def test_right_kernels_pass(mechanism, dtype, name):
         assert all(max(over) <= 1 for over in found.values()), (case.name, found)
 
 
-@pytest.mark.deep
+@pytest.mark.long
 def test_a_gradient_summed_to_the_end_of_the_sequence_is_wrong_and_named():
     (m,) = (m for m in mistakes.MISTAKES if "summed to the end of the sequence" in m.name)
     report = check.kernel("simple_gla", mistakes.apply("simple_gla", m), only="narrow and long")

@@ -64,7 +64,7 @@ def problem(
     if C is None:
         rows = [x[n].to(given[n]).to(HERE) for n in MECHANISMS[mechanism].required]
         cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
-        launches = plan(mechanism, *rows, cu_seqlens=cu, path=path).launches
+        launches = plan(mechanism, *rows, cu_seqlens=cu, path=path, kernel="portable").launches
         C, L = launches[0].given("C"), launches[-1].given("L")
         run = run or emulated.Delta(dtype, C, L // C if L <= T else None).run
     run = run or emulated.Delta(dtype, C).run
@@ -74,7 +74,7 @@ def problem(
 def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
     """Forward and all gradients within their budgets."""
     x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, path=path, **kw)
-    compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale), judged)
+    compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale, kernel="portable"), judged)
 
 
 def tokens(x, *where):

@@ -195,6 +195,17 @@ def test_the_source_at_other_sizes_packed_and_in_segments(size, ends, path):
 
 
 @played_here
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_the_source_does_not_see_a_neighbours_infinite_queries(dtype):
+    x, _ = problem("gla", 1, 130, 1, 64, 64, dtype=dtype, ends=(0, 70, 130))
+    right = played(x, (0, 70, 130), backward=False)
+    x["q"] = x["q"].clone()
+    x["q"][:, 70:] = float("inf")
+    made = played(x, (0, 70, 130), backward=False)
+    assert torch.equal(made["o"][:, :70], right["o"][:, :70]) and torch.equal(made["S"], right["S"])
+
+
+@played_here
 def test_any_order_of_steps_gives_the_same_bits():
     x, _ = problem("gla", 1, 150, 2, 64, 40, kind="mild and strong chunks", dtype=BF16)
     first = played(x)
@@ -330,12 +341,14 @@ def test_packed(kind, path, dtype):
 
 
 @on_hopper
-def test_a_packed_sequence_does_not_see_its_neighbours():
+@pytest.mark.parametrize("junk", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_packed_sequence_does_not_see_its_neighbours(dtype, junk):
     """Not even where they hold NaN."""
-    x, _ = problem("gla", 1, 200, 2, 64, 64, dtype=BF16)
+    x, _ = problem("gla", 1, 200, 2, 64, 64, dtype=dtype)
     x = [y.clone() for y in tokens(x)]
     for y in x:
-        y[:, 70:130] = float("nan")
+        y[:, 70:130] = junk
     cu = torch.tensor([0, 70, 130, 200], device="cuda", dtype=torch.int32)
     o, S = hopper(*x, cu_seqlens=cu)
     for a, b, n in ((0, 70, 0), (130, 200, 2)):

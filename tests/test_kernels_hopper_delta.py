@@ -3,6 +3,7 @@
 import itertools
 from functools import partial
 
+import emulated
 import played_gluon
 import pytest
 import torch
@@ -20,6 +21,7 @@ from gla_ref.kernels.hopper import DELTA_KERNELS, _gluon  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = DELTA_KERNELS[1:]
+IN_TURN = "hopper_in_turn"  # which no call chooses: bf16, K = V = 128
 LENGTHS = (1, 63, 64, 65, 130)
 PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
 KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
@@ -49,9 +51,12 @@ def call(B=2, T=300, H=2, HV=4, K=128, V=128, dtype=BF16):
 
 
 @gluon
-def test_they_have_to_be_asked_for():
-    found = ON_HOPPER(*call())
-    assert found.name == "portable" and "have to be asked for" in found.why[0]
+def test_the_plan_takes_them_unless_another_is_asked_for():
+    for mechanism, (q, k, v, g, beta) in ((m, call()) for m in RULES):
+        rows = (q, k, v, beta) if mechanism == "delta_rule" else (q, k, v, g, beta)
+        assert plan(mechanism, *rows, hardware="sm_90").name == "hopper_ahead"
+    for path in (None, *delta.PATHS):
+        assert ON_HOPPER(*call(), path=path) == ON_HOPPER(*call(), kernel="hopper", path=path)
     assert ON_HOPPER(*call(), kernel="portable").why[0] == "the portable kernel: it was asked for"
     for kernel in BOTH:
         found = ON_HOPPER(*call(), kernel=kernel)
@@ -62,20 +67,65 @@ def test_they_have_to_be_asked_for():
 
 @gluon
 def test_the_number_of_programs_decides_between_them():
-    few, many = (ON_HOPPER(*call(B, HV=64), kernel="hopper") for B in (1, 2))
+    few, many = (ON_HOPPER(*call(B, HV=64)) for B in (1, 2))
     assert few.name == "hopper_ahead" and "64 value heads of sequences for sm_90, 132" in few.why[0]
     assert many.name == "hopper_fused"
     assert [(x.name, x.grid) for x in few.launches] == [("solve", (64 * 5,)), ("walk", (2 * 64,))]
     assert [(x.name, x.grid) for x in many.launches] == [("fused", (128,))]
-    fewer = ON_HOPPER(*call(1, HV=32), kernel="hopper")  # programs for 32 columns each still fit at once
+    fewer = ON_HOPPER(*call(1, HV=32))  # programs for 32 columns each still fit at once
     assert [x.grid for x in fewer.launches] == [(32 * 5,), (4 * 32,)]
+
+
+@gluon
+def test_few_heads_of_long_sequences_are_cut_into_segments():
+    long = partial(call, B=1, T=32768)
+    found = ON_HOPPER(*long(HV=8))
+    assert [(x.name, x.grid) for x in found.launches] == [
+        ("solve", (8 * 512,)),
+        ("walk", (4 * 8 * 8,)),
+        ("carry", (8 * 8,)),
+        ("walk", (2 * 8 * 8,)),
+    ]
+    assert "each sequence in segments of 64 of its 512 chunks: 16 programs for sm_90, 132 multiprocessors" in found.why
+    many = ON_HOPPER(*long(HV=32))
+    assert [x.name for x in many.launches] == ["solve", "walk"]
+    assert "each sequence in one go: 128 programs for sm_90, 132 multiprocessors" in many.why
+    # eight sequences of 4,096 tokens are as many programs as one of 64 heads
+    packed = ON_HOPPER(*long(HV=8), cu_seqlens=meta(9, dtype=torch.int32))
+    assert [x.name for x in packed.launches] == ["solve", "walk"]
+    two = ON_HOPPER(*long(HV=2), cu_seqlens=meta(3, dtype=torch.int32))
+    assert [x.name for x in two.launches] == ["solve", "walk", "carry", "walk"]
+
+
+@gluon
+def test_a_path_that_is_asked_for_is_taken():
+    for T, L in ((300, 2), (32768, 64)):
+        found = ON_HOPPER(*call(B=1, T=T, HV=8), kernel="hopper", path="segmented")
+        assert found.name == "hopper_ahead" and found.launches[-1].given("L") == 64 * L
+        assert any("in segments" in x and "it was asked for" in x for x in found.why)
+        fused = ON_HOPPER(*call(B=1, T=T, HV=8), kernel="hopper", path="fused")
+        assert [x.name for x in fused.launches] == ["solve", "walk"]
+    many = ON_HOPPER(*call(B=1, HV=96), kernel="hopper", path="segmented")
+    assert many.name == "hopper_ahead" and len(many.launches) == 4
+
+
+@gluon
+def test_a_cut_is_one_that_the_model_calls_faster():
+    from gla_ref.kernels.hopper import delta_ahead
+
+    for heads, chunks in itertools.product((1, 4, 16, 33, 66, 132, 200), (1, 16, 128, 512)):
+        last = partial(delta_ahead.duration, CLASSES["sm_90"], K=128, V=128, heads=heads, chunks=chunks)
+        how, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, chunks, None)
+        whole, _ = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, chunks, "fused")
+        assert whole == (delta_ahead.NARROW if 4 * heads <= 132 else delta_ahead.WIDE)
+        one_go = last(how=whole, length=chunks)
+        assert last(how=how, length=length) < one_go if length < chunks else how == whole
 
 
 REFUSED = {
     "have K of 64 or 128, not 96": ({"K": 96}, {}),
     "have V of 64 or 128, not 256": ({"V": 256}, {}),
     "q is torch.float32": ({"dtype": F32}, {}),
-    "walk over each sequence in one go": ({}, {"path": "segmented"}),
 }
 
 
@@ -89,6 +139,12 @@ def test_what_they_do_not_take_is_named(message):
     assert ON_HOPPER(*call(**sizes), **options).name == "portable"
 
 
+@gluon
+def test_the_fused_kernel_has_no_segments():
+    with pytest.raises(ValueError, match="^kernel: .*walks over each sequence in one go, and path='segmented'"):
+        ON_HOPPER(*call(), kernel="hopper_fused", path="segmented")
+
+
 def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
     with pytest.raises(ValueError, match="is for sm_90, not sm_80"):
         plan("gated_delta_rule", *call(), hardware="sm_80", kernel="hopper")
@@ -100,31 +156,50 @@ def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
 # played from their source
 
 
-def played(kernel, x, ends=None, scale=None, seed=0, ignored=None):
+def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     """o and the final state of inputs of `problem`."""
-    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, gla_forward
+    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, delta_in_turn, gla_forward
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
     specs = [spec_of(n, y) for n, y in named.items()]
-    found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, None, kernel)
+    if kernel == IN_TURN:
+        found = delta_in_turn.plan_forward(CLASSES["sm_90"], *specs[:-1], scale)
+    else:
+        found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, path, kernel)
     named = {n: y for n, y in named.items() if y is not None}
-    o, S, _ = played_gluon.play(found, named, (delta_ahead, delta_chunk, delta_fused, gla_forward), seed, ignored)
+    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, gla_forward
+    o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
     return {"o": o, "S": S}
 
 
-def check(mechanism, *sizes, ends=None, scale=None, kernels=BOTH, dtype=BF16, gates=F32, **kw):
+def segments(dtype, B, T, H, K, V, groups=2, ends=None):
+    """The emulated run in the plan's segments."""
+    cu = None if ends is None else meta(len(ends), dtype=torch.int32)
+    rows = call(B, T, H, groups * H, K, V)
+    found = ON_HOPPER(*rows, kernel="hopper_ahead", path="segmented", cu_seqlens=cu)
+    return emulated.Delta(dtype, 64, found.launches[-1].given("L") // 64).run
+
+
+def check(mechanism, *sizes, ends=None, scale=None, path=None, kernels=BOTH, dtype=BF16, gates=F32, groups=2, **kw):
     """Played here, run on a GPU: within the budgets of the portable kernel."""
-    x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, dtype=dtype, gates=gates, **kw)
+    kw |= {"ends": ends, "scale": scale, "dtype": dtype, "gates": gates, "groups": groups}
+    run = segments(dtype, *sizes, groups, ends) if path else None
+    x, judged = problem(mechanism, *sizes, run=run, **kw)
     judged = {n: judged[n] for n in ("o", "S")}
-    for kernel in kernels:
-        if CUDA:
+    for kernel in ("hopper_ahead",) if path else kernels:
+        if CUDA and kernel == IN_TURN:
+            from gla_ref.kernels.hopper.delta_in_turn import gated_delta_rule
+
+            o, S = gated_delta_rule(*tokens(x), initial_state=x["S"], scale=scale)
+            compare({"o": o, "S": S}, judged)
+        elif CUDA:
             cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
             form = {"delta_rule": delta.delta_rule, "gated_delta_rule": delta.gated_delta_rule}[mechanism]
-            o, S = form(*tokens(x), initial_state=x["S"], cu_seqlens=cu, scale=scale, kernel=kernel)
+            o, S = form(*tokens(x), initial_state=x["S"], cu_seqlens=cu, scale=scale, path=path, kernel=kernel)
             compare({"o": o, "S": S}, judged)
         else:
-            compare(played(kernel, x, ends, scale), judged)
+            compare(played(kernel, x, ends, scale, path=path), judged)
 
 
 @played_here
@@ -225,14 +300,104 @@ def test_any_order_of_steps_gives_the_same_bits():
 
 
 @played_here
-@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
-def test_narrow_and_wide_programs_give_the_same_bits(dtype, monkeypatch):
+def test_any_order_of_steps_in_segments_gives_the_same_bits():
+    x, _ = problem("gated_delta_rule", 1, CUT[-1], 1, 64, 64, dtype=BF16, gates=F32, ends=CUT, groups=1)
+    first = played("hopper_ahead", x, CUT, path="segmented")
+    for seed in (100, 200):
+        again = played("hopper_ahead", x, CUT, path="segmented", seed=seed)
+        assert all(torch.equal(y, first[n]) for n, y in again.items())
+
+
+@played_here
+@pytest.mark.parametrize(
+    "dtype, path", thin(list(itertools.product((BF16, F16), delta.PATHS)), *((x, "fused") for x in (BF16, F16)))
+)
+def test_narrow_and_wide_programs_give_the_same_bits(dtype, path, monkeypatch):
     from gla_ref.kernels.hopper import delta_ahead
 
-    x, _ = problem("gated_delta_rule", 1, 230, 2, 64, 128, dtype=dtype, gates=F32, ends=PACK)
-    narrow = played("hopper_ahead", x, PACK)
+    x, _ = problem("gated_delta_rule", 1, 230, 1, 64, 128, dtype=dtype, gates=F32, ends=PACK, groups=1)
+    narrow = played("hopper_ahead", x, PACK, path=path)
     monkeypatch.setattr(delta_ahead, "NARROW", delta_ahead.WIDE)
-    assert all(torch.equal(y, narrow[n]) for n, y in played("hopper_ahead", x, PACK).items())
+    assert all(torch.equal(y, narrow[n]) for n, y in played("hopper_ahead", x, PACK, path=path).items())
+
+
+CUT = (0, 0, 64, 230, 240)  # no tokens; a whole segment, segments and a part of one, a part
+
+
+@played_here
+@pytest.mark.parametrize(
+    "mechanism, dtype, T",
+    thin(list(itertools.product(RULES, (BF16, F16), (63, 64, 129, 330))), (RULES[0], F16, 330), (RULES[1], BF16, 330)),
+)
+def test_the_source_in_segments(mechanism, dtype, T):
+    for K, V in ((64, 128), (128, 64)) if T == 129 else ((64, 64),):
+        check(mechanism, 1, T, 1, K, V, dtype=dtype, path="segmented", groups=1, seed=T)
+
+
+@played_here
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets", "mild and strong chunks"))
+def test_the_source_in_segments_on_the_gate_ladder(kind):
+    for dtype in (BF16, F16):
+        check("gated_delta_rule", 1, 200, 1, 64, 64, kind=kind, dtype=dtype, path="segmented", groups=1)
+
+
+@played_here
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (1.0, 2.0)))
+def test_the_source_in_segments_on_the_key_ladder(correlation, strength):
+    for dtype in (BF16, F16):
+        keys = {"correlation": correlation, "strength": strength}
+        check("delta_rule", 1, 200, 1, 64, 64, dtype=dtype, path="segmented", groups=1, **keys)
+
+
+@played_here
+@pytest.mark.parametrize("dtype", thin((BF16, F16), BF16), ids=str)
+def test_the_source_of_packed_sequences_in_segments(dtype):
+    kw = {"ends": CUT, "kind": "many resets", "dtype": dtype, "groups": 1}
+    check("gated_delta_rule", 1, CUT[-1], 1, 64, 64, path="segmented", **kw)
+
+
+@played_here
+def test_segments_without_an_initial_state():
+    run = segments(BF16, 1, 200, 1, 64, 64)
+    x, judged = problem("gated_delta_rule", 1, 200, 1, 64, 64, dtype=BF16, gates=F32, S=0.0, run=run)
+    compare(played("hopper_ahead", x | {"S": None}, path="segmented"), {n: judged[n] for n in ("o", "S")})
+
+
+@played_here
+@pytest.mark.parametrize("name", thin(("q", "k", "v", "g", "beta"), "k"))
+def test_nan_goes_through_segments(name):
+    """From its token on and in the state, except a query's; earlier segments and other heads do not see it."""
+    x, _ = problem("gated_delta_rule", 1, 320, 1, 64, 64, dtype=BF16, gates=F32)
+    x[name][:, 200, 0] = torch.nan
+    made = played("hopper_ahead", x, path="segmented")
+    assert made["o"][:, 200, 0].isnan().any() and made["o"][:, :192].isfinite().all()
+    if name != "q":
+        assert made["o"][:, 200:, 0].isnan().any(-1).all() and made["S"][:, 0].isnan().any()
+    if name in ("v", "g", "beta"):
+        assert made["o"][:, :, 1].isfinite().all() and made["S"][:, 1].isfinite().all()
+
+
+@played_here
+@pytest.mark.parametrize("dtype", thin((BF16, F16), BF16), ids=str)
+def test_segments_do_not_see_a_neighbour_of_nan(dtype):
+    x, _ = problem("gated_delta_rule", 1, CUT[-1], 1, 64, 64, dtype=dtype, gates=F32, ends=CUT, groups=1)
+    rows, found = slice(64, 230), played("hopper_ahead", x, CUT, path="segmented")
+    for n in ("q", "k", "v", "g", "beta"):
+        x[n][:, rows] = torch.nan
+    beside = played("hopper_ahead", x, CUT, path="segmented")
+    assert beside["o"][:, rows].isnan().any() and beside["S"][2].isnan().any()
+    for one in (found, beside):
+        one["o"][:, rows], one["S"][2] = 0, 0
+    assert all(torch.equal(y, found[n]) for n, y in beside.items())
+
+
+@played_here
+@pytest.mark.parametrize("dtype", thin((BF16, F16), BF16), ids=str)
+def test_both_kernels_give_the_same_bits(dtype):
+    """In one go; the number of sequences in a batch decides between them."""
+    x, _ = problem("gated_delta_rule", 1, PACK[-1], 1, 64, 128, dtype=dtype, gates=F32, ends=PACK, groups=1)
+    one, other = (played(kernel, x, PACK, path="fused") for kernel in BOTH)
+    assert all(torch.equal(one[n], other[n]) for n in one)
 
 
 # by their order in the kernel
@@ -244,14 +409,19 @@ BARRIERS = {
     **{f"ready {s} ahead": ("hopper_ahead", "walk", 0, s) for s in range(3)},
     **{f"done {s} ahead": ("hopper_ahead", "walk", 1, s) for s in range(3)},
     "ready of solve": ("hopper_ahead", "solve", 0, 0),
+    **{f"ready {s} in turn": (IN_TURN, "in_turn", 0, s) for s in range(2)},
+    "T made in turn": (IN_TURN, "in_turn", 1, 0),
+    "P made in turn": (IN_TURN, "in_turn", 1, 1),
+    **{f"done {s} in turn": (IN_TURN, "in_turn", 2, s) for s in range(4)},
 }
 
 
 @played_here
-@pytest.mark.parametrize("bar", thin(BARRIERS, "solved", "done 0", "ready 2 ahead"))
+@pytest.mark.parametrize("bar", thin(BARRIERS, "solved", "done 0", "ready 2 ahead", "T made in turn"))
 def test_every_barrier_is_needed(bar):
     kernel, *ignored = BARRIERS[bar]
-    x, _ = problem("gated_delta_rule", 1, 600, 1, 64, 64, dtype=BF16, gates=F32, groups=1)
+    width = 128 if kernel == IN_TURN else 64
+    x, _ = problem("gated_delta_rule", 1, 600, 1, width, width, dtype=BF16, gates=F32, groups=1)
 
     def play(seed=None):
         return played(kernel, x) if seed is None else played(kernel, x, seed=seed, ignored=ignored)
@@ -325,6 +495,20 @@ def test_the_page_at_every_length(T):
     check_page(1, T, gates=BF16)
 
 
+# the groups in turn, which take less
+
+
+def in_turn(*sizes, **kw):
+    check("gated_delta_rule", *sizes, 128, 128, kernels=(IN_TURN,), **kw)
+
+
+@played_here
+@pytest.mark.parametrize("T", thin(LENGTHS, 65))
+def test_in_turn_at_every_length(T):
+    in_turn(2, T, 1)
+    in_turn(1, T, 2, groups=1, gates=BF16, scale=-2.0)
+
+
 @played_here
 @pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
 def test_the_page_on_the_gate_ladder(kind):
@@ -388,6 +572,41 @@ def test_the_page_is_equal_from_run_to_run(poisoned):
         assert all(torch.equal(a, b) for a, b in zip(first, gated_delta_rule(*tokens(x)), strict=True))
 
 
+@played_here
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
+def test_in_turn_on_the_gate_ladder(kind):
+    in_turn(1, 130, 1, kind=kind)
+
+
+@played_here
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (0.99, 1.0)))
+def test_in_turn_on_the_key_ladder(correlation, strength):
+    in_turn(1, 130, 1, correlation=correlation, strength=strength)
+
+
+@played_here
+def test_in_turn_any_order_of_steps_gives_the_same_bits():
+    x, judged = problem("gated_delta_rule", 1, 300, 1, 128, 128, dtype=BF16, gates=F32, groups=1, S=0.0)
+    first = played(IN_TURN, x | {"S": None})
+    compare(first, {n: judged[n] for n in ("o", "S")})
+    for seed in range(100, 600, 100):
+        assert all(torch.equal(y, first[n]) for n, y in played(IN_TURN, x | {"S": None}, seed=seed).items())
+
+
+@gluon
+@pytest.mark.parametrize("sizes", ({"K": 64}, {"V": 64}, {"dtype": F16}))
+def test_in_turn_refuses_what_it_does_not_take(sizes):
+    from gla_ref.kernels.hopper import delta_in_turn
+
+    specs = [spec_of(n, x) for n, x in zip("q k v g beta".split(), call(**sizes), strict=True)]
+    with pytest.raises((ValueError, TypeError), match="^[qv]: expected (128 channels|bfloat16), got"):
+        delta_in_turn.plan_forward(CLASSES["sm_90"], *specs, None, None)
+    with pytest.raises(ValueError, match="is for sm_90, not sm_80"):
+        delta_in_turn.plan_forward(CLASSES["sm_80"], *specs, None, None)
+    with pytest.raises(ValueError, match="q: expected a tensor that needs no gradient"):
+        delta_in_turn.gated_delta_rule(meta(1, 2, 1, 128).requires_grad_(), *call(B=1, T=2, H=1, HV=1)[1:])
+
+
 # on a Hopper GPU
 
 
@@ -431,10 +650,82 @@ def test_many_heads(dtype):
 
 
 @on_hopper
-@pytest.mark.parametrize("kernel", BOTH)
-def test_equal_from_run_to_run(kernel, poisoned):
+@pytest.mark.parametrize("mechanism", RULES)
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("T", (1, 64, 129, 330, 1000, 2049))
+def test_lengths_in_segments(mechanism, dtype, T):
+    for K, V in itertools.product((64, 128), repeat=2):
+        check(mechanism, 2, T, 2, K, V, dtype=dtype, path="segmented")
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("kind", LADDER)
+def test_the_gate_ladder_in_segments(kind, dtype):
+    check("gated_delta_rule", 2, 400, 2, 128, 128, kind=kind, dtype=dtype, path="segmented")
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("correlation, strength", KEYS)
+def test_the_key_ladder_in_segments(correlation, strength, dtype):
+    for mechanism in RULES:
+        keys = {"correlation": correlation, "strength": strength}
+        check(mechanism, 2, 400, 2, 128, 128, dtype=dtype, path="segmented", **keys)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("kind", (MILD, "many resets"))
+def test_packed_in_segments(kind, dtype):
+    ends = (0, 0, 33, 33, 40, 300, 941, 1100, 1100)
+    for K, V in ((128, 128), (64, 64)):
+        check("gated_delta_rule", 1, 1100, 2, K, V, kind=kind, dtype=dtype, ends=ends, path="segmented")
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+def test_many_heads_in_segments(dtype):
+    """Programs of 64 columns; where K = V = 128 other tests have so few heads that programs have 32."""
+    check("gated_delta_rule", 10, 200, 4, 128, 128, dtype=dtype, path="segmented")
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("mechanism", RULES)
+def test_a_batch_changes_no_bit(mechanism, dtype):
+    """Few heads by `ahead`, narrow and wide, many by `fused`."""
+    x, _ = problem(mechanism, 24, 200, 4, 128, 128, dtype=dtype, gates=F32)
+    form = {"delta_rule": delta.delta_rule, "gated_delta_rule": delta.gated_delta_rule}[mechanism]
+    o, S = form(*tokens(x), initial_state=x["S"], path="fused")
+    for B in (1, 8):
+        few = form(*tokens(x, slice(B)), initial_state=x["S"][:B], path="fused")
+        assert torch.equal(few[0], o[:B]) and torch.equal(few[1], S[:B])
+
+
+@on_hopper
+@pytest.mark.parametrize("kernel, path", [*((kernel, None) for kernel in BOTH), ("hopper_ahead", "segmented")])
+def test_equal_from_run_to_run(kernel, path, poisoned):
     x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
-    run = partial(delta.gated_delta_rule, *tokens(x), initial_state=x["S"], kernel=kernel)
+    run = partial(delta.gated_delta_rule, *tokens(x), initial_state=x["S"], kernel=kernel, path=path)
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("T", (*LENGTHS, 1000))
+def test_in_turn_on_a_gpu(T):
+    for kind in (MILD, "many resets"):
+        in_turn(2, T, 2, kind=kind)
+
+
+@on_hopper
+def test_in_turn_is_equal_from_run_to_run(poisoned):
+    from gla_ref.kernels.hopper.delta_in_turn import gated_delta_rule
+
+    x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
+    run = partial(gated_delta_rule, *tokens(x), initial_state=x["S"])
     first = run()
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import thin
+from cases import some, thin
 
 from gla_ref import check, results
 from gla_ref.__main__ import main
@@ -66,8 +66,7 @@ def test_a_command_names_a_kernel_or_the_museum(capsys):
     assert "expected MECHANISM MODULE:FUNCTION, or --museum" in capsys.readouterr().err
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("m", NAMED, ids=lambda m: m.name)
+@pytest.mark.parametrize("m", some(NAMED, *NAMED[::4]), ids=[m.name for m in NAMED])
 def test_its_name_is_given_to_a_kernel_with_chunks_of_128(m):
     it = next(it for it in ROOMS if it.name == m.name)
     report = check.kernel(it.mechanism, mistakes.apply(it.mechanism, m, 128), only=it.cases)

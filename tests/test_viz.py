@@ -6,6 +6,7 @@ import json
 import re
 from functools import cache
 
+import measured_waits
 import pytest
 import torch
 from cases import thin
@@ -44,6 +45,7 @@ from gla_ref.viz.roofline import roofline
 from gla_ref.viz.strides import VIEWS, strides
 from gla_ref.viz.three_jobs import three_jobs
 from gla_ref.viz.two_level_map import two_level_map
+from gla_ref.viz.waits_timeline import waits_timeline
 from gla_ref.viz.walk_back import walk_back
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
@@ -143,6 +145,7 @@ EXPLORABLES = {
     "three_jobs": three_jobs,
     "delta_roles": cache(delta_roles),
     "ranks_over_time": cache(ranks_over_time),
+    "waits_timeline": cache(lambda: waits_timeline(measured_waits.DATA, B=8)),
     "multiprocessors": multiprocessors,
     "walk_back": walk_back,
     "roofline": cache(lambda: roofline(results.load("h200"))),

@@ -4,6 +4,7 @@ import itertools
 import re
 from collections import Counter
 
+import measured_waits
 import pytest
 import torch
 from test_viz import rects, texts
@@ -12,6 +13,7 @@ from gla_ref import linear_attention
 from gla_ref.gla_backward import backward
 from gla_ref.viz import gate_paths, kernel_walk
 from gla_ref.viz import multiprocessors as chip
+from gla_ref.viz import waits_timeline as timeline
 from gla_ref.viz import walk_back as back
 
 # -- multiprocessors over time (chapter 7) -----------------------------------------------------
@@ -174,3 +176,43 @@ def test_gate_paths_draw_as_many_pairs_as_they_count():
                     )
                 )
                 assert shown == {"cross": counted["cross"], "cancel": counted["cancel"]}
+
+
+# -- roles that wait (chapter 22) --------------------------------------------------------------
+
+
+def test_work_lies_between_waits():
+    role = {"first": 60, "sites": ["ready", "done"], "chunks": [[[0, 50], [150, 150]], [[400, 420], [500, 530]]]}
+    assert timeline.spans(role) == [
+        ("ready", 60, 0, 50),
+        ("work", 60, 50, 150),
+        ("work", 60, 150, 400),
+        ("ready", 61, 400, 420),
+        ("work", 61, 420, 500),
+        ("done", 61, 500, 530),
+    ]
+
+
+def test_bars_are_as_long_as_the_record_says():
+    explorable = timeline.waits_timeline(measured_waits.DATA, B=8)
+    assert list(explorable.controls[0].values) == ["a solver ahead", "two groups in turn"]
+    end = max(
+        chunk[-1][1]
+        for r in (measured_waits.FUSED, measured_waits.IN_TURN)
+        for x in r["roles"]
+        for chunk in x["chunks"]
+    )
+    for record, frames in zip((measured_waits.FUSED, measured_waits.IN_TURN), explorable.frames, strict=True):
+        waited = sum(b - a for role in record["roles"] for chunk in role["chunks"] for a, b in chunk)
+        drawn = sum(r["width"] for r in rects(frames[-1], "pale-blue edge")) / 2  # pale, and in full colours
+        assert drawn == pytest.approx(timeline.WIDE * waited / end, rel=0.01)
+        busiest = max(role["us_a_chunk"] for role in record["roles"])
+        assert f"{busiest:.2f} µs per chunk" in frames[-1].readout
+    assert explorable.question.right == "solver", "the role of the first schedule that waits least"
+    assert explorable.question.answers["solver"].startswith("The solver waits for 7% of its time.")
+
+
+def test_schedules_without_clocks_are_left_out():
+    assert list(timeline.waits_timeline(measured_waits.DATA, B=1).controls[0].values) == ["T before the walk"]
+    with pytest.raises(ValueError, match="expected clocks of kernels at B = 2, got none"):
+        timeline.waits_timeline(measured_waits.DATA, B=2)

@@ -57,11 +57,13 @@ class Case(NamedTuple):
 
     def plans(self, arch: int) -> list:
         """Forward and backward."""
-        kind, hardware = MECHANISMS[re.sub("_(step|border|page)$", "", self.mechanism)], f"sm_{arch}"
+        kind, hardware = MECHANISMS[re.sub("_(step|border|page|in_turn)$", "", self.mechanism)], f"sm_{arch}"
         one = STEPS.get(self.mechanism)
-        B, T = 1 if "packed" in self.extra else 16, 1 if one else 240
-        sizes = {"B": B, "T": T, "H": 16, "K": self.K, "V": self.V, "N": 2 if B == 1 else B}
-        sizes["HV"] = 32 if "shared" in self.extra else 16
+        few = "few" in self.extra  # so few heads that Hopper's programs are narrow
+        B, T, H = 1 if few or "packed" in self.extra else 16, 1 if one else 240, 1 if few else 16
+        N = 2 if "packed" in self.extra else B
+        sizes = {"B": B, "T": T, "H": H, "K": self.K, "V": self.V, "N": N}
+        sizes["HV"] = 2 * H if "shared" in self.extra else H
         dtypes = {"token": self.dtype, "gate": self.gates, "strength": self.gates, "state": "float32"}
 
         def meta(x):
@@ -81,6 +83,10 @@ class Case(NamedTuple):
         if self.mechanism.endswith("_page"):
             plan_page = plan_gla_page if self.mechanism == "gla_page" else plan_delta_page
             return [plan_page(CLASSES[hardware], *(spec_of(n, given[n]) for n in kind.required))]
+        if self.mechanism.endswith("_in_turn"):
+            from gla_ref.kernels.hopper.delta_in_turn import forward  # not where Gluon is missing
+
+            return [forward.plan(CLASSES[hardware], *(spec_of(n, given.get(n)) for n in forward.names), None)]
         if "frozen" in self.extra:
             given["do"] = given["v"]
             specs = [spec_of(n, given.get(n)) for n in gla.backward.names]
@@ -88,7 +94,8 @@ class Case(NamedTuple):
             return [gla.backward.plan(CLASSES[hardware], *specs, *(options[n] for n in gla.backward.options))]
         if self.mechanism != "softmax_attention":  # walked in one go unless asked
             given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
-        given["kernel"] = next((x for x in self.extra if x.startswith("hopper")), None)
+        own = "portable" if "delta" in self.mechanism else None  # Hopper's of the delta rules have their own cases
+        given["kernel"] = next((x for x in self.extra if x.startswith("hopper")), own)
         tensors = [given.pop(name) for name in kind.required]
         return [
             plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")
@@ -206,7 +213,18 @@ WIDE = {
     "delta ahead 64": Case("gated_delta_rule", 64, 64, "bfloat16", "bfloat16", ("hopper_ahead", "packed")),
     "delta ahead 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", ("hopper_ahead",)),
     "delta ahead 128/64": Case("delta_rule", 128, 64, "float16", "float16", ("hopper_ahead",)),
+    "delta ahead segments": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "segmented", "packed")
+    ),
+    "delta ahead segments few": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "segmented", "few")
+    ),
+    "delta ahead segments 64": Case("delta_rule", 64, 64, "bfloat16", "float32", ("hopper_ahead", "segmented")),
+    "delta ahead segments 64/128": Case(
+        "gated_delta_rule", 64, 128, "float16", "bfloat16", ("hopper_ahead", "segmented", "packed", "few")
+    ),
     "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "packed")),
+    "delta in turn": Case("gated_delta_rule_in_turn", 128, 128, "bfloat16", "float32", ("shared",)),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
     "border simple": Case("simple_gla_border", 128, 128, "bfloat16", "float32"),

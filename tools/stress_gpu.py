@@ -9,7 +9,8 @@ kernels between ours; two processes or more train the same model from the same s
 be equal to the last bit. One more process only multiplies matrices, and its products must not change either.
 
 A training is a mixer and a size: `recall` as in gla_ref.experiments.mqar (K = 32, V = 64, 512 to 64 sequences at once),
-`language` as in a language model (K = 128, V = 256, 2,048 tokens). The trainings take turns in as many rounds as all of
+`language` as in a language model (K = 128, V = 256, 2,048 tokens), `square` with K = V = 128, for which the delta rules
+have kernels of their own, and `many` the same with many heads. The trainings take turns in as many rounds as all of
 them need. The exit status is 0 only if no process died and all losses and products were equal and finite.
 """
 
@@ -27,7 +28,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCTS = "products"  # the size of the process that only multiplies matrices
-WIDTHS = {"recall": (128, 2), "language": (1024, 4)}  # the residual stream, heads
+SIZES = {  # the residual stream, heads, expand_k, and the shape of the tokens
+    "recall": (128, 2, 0.5, None),
+    "language": (1024, 4, 0.5, (4, 2048)),
+    "square": (512, 4, 1.0, (4, 2048)),
+    "many": (1024, 8, 1.0, (16, 1024)),
+}
 AT_ONCE = 10  # steps between two looks at the losses, which wait for the GPU
 GRACE = 120  # seconds after its time in which a process must have ended
 
@@ -45,8 +51,9 @@ def model_and_batches(mixer: str, size: str, device: str):
 
     tiny = device == "cpu"
     settings = mqar.Settings.tiny() if tiny else mqar.Settings.full()
-    width, heads = (16, 2) if tiny else WIDTHS[size]
-    config = Config(settings.vocab_size, width, num_hidden_layers=2, num_heads=heads, mixer=mixer)
+    width, heads, expand_k, shape = (16, 2, 0.5, (2, 32)) if tiny else SIZES[size]
+    wide = {} if mixer == "softmax" else {"expand_k": expand_k}
+    config = Config(settings.vocab_size, width, num_hidden_layers=2, num_heads=heads, mixer=mixer, **wide)
     model = LanguageModel(config).to(device)
     if size == "recall":
         task = mqar.Mqar(settings, 0, device)
@@ -55,7 +62,6 @@ def model_and_batches(mixer: str, size: str, device: str):
 
     def loss(step: int):
         rng = dice(device, "stress", 0, step)
-        shape = (2, 32) if tiny else (4, 2048)
         return model.loss(torch.randint(settings.vocab_size, shape, generator=rng, device=device))[0]
 
     return model, loss
@@ -217,7 +223,7 @@ def read(training: Training, printed: str, status: int) -> Process:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mixers", nargs="+", help="of gla_ref.models.MIXERS; all")
-    parser.add_argument("--sizes", nargs="+", choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--processes", type=int, default=14, help="training processes; one more multiplies matrices")
     parser.add_argument("--seconds", type=float, default=60.0, help="of all rounds together")
     parser.add_argument("--source", default=str(ROOT / "src"), help="the folder that holds the gla_ref to be tried")

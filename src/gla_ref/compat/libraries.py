@@ -116,6 +116,7 @@ def _transformers(name: str) -> Function:
         takes=("initial_state",),
         names={"q": "query", "k": "key", "v": "value"},
         options={"output_final_state": True},
+        grouped=False,
         bare=True,
         supports={"packed": False, "min_gate": LOWEST},
         source="its docstring",
@@ -144,6 +145,8 @@ def _sdpa(backend: str, *devices: str, supports: Mapping | Callable | None = Non
 
 
 STATELESS = {"state": False}
+FLOAT32 = {"dtypes": ("fp32",)}  # it returns float32, or multiplies it with what it was given
+EVEN = {"multiples": {"K": 2, "V": 2}}  # as chunk_bwd_dv asserts
 FUNCTIONS = {
     "fla.chunk_gla": _fla("gla", "gla", "chunk_gla"),
     "fla.fused_recurrent_gla": _fla("gla", "gla", "fused_recurrent_gla", names={"g": "gk"}),
@@ -162,10 +165,17 @@ FUNCTIONS = {
         f"fla.{name}": _fla(
             "linear_attention", "linear_attn", name, options={"normalize": False, "output_final_state": True}
         )
-        for name in ("chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn")
+        for name in ("fused_chunk_linear_attn", "fused_recurrent_linear_attn")
     },
-    "fla.chunk_delta_rule": _fla("delta_rule", "delta_rule", "chunk_delta_rule"),
-    "fla.fused_recurrent_delta_rule": _fla("delta_rule", "delta_rule", "fused_recurrent_delta_rule"),
+    "fla.chunk_linear_attn": _fla(
+        "linear_attention",
+        "linear_attn",
+        "chunk_linear_attn",
+        options={"normalize": False, "output_final_state": True},
+        supports=EVEN,
+    ),
+    "fla.chunk_delta_rule": _fla("delta_rule", "delta_rule", "chunk_delta_rule", grouped=False),
+    "fla.fused_recurrent_delta_rule": _fla("delta_rule", "delta_rule", "fused_recurrent_delta_rule", grouped=False),
     "fla.chunk_gated_delta_rule": _fla("gated_delta_rule", "gated_delta_rule", "chunk_gated_delta_rule"),
     "fla.fused_recurrent_gated_delta_rule": _fla(
         "gated_delta_rule", "gated_delta_rule", "fused_recurrent_gated_delta_rule"
@@ -174,9 +184,14 @@ FUNCTIONS = {
     "fla.fused_recurrent_kda": _fla("kda", "kda", "fused_recurrent_kda"),
     "fla.naive_recurrent_gla": _naive("gla", "gla", "naive_recurrent_gla", takes=("initial_state",), names={"g": "gk"}),
     "fla.naive_recurrent_simple_gla": _naive("simple_gla", "simple_gla", "naive_recurrent_simple_gla"),
-    "fla.naive_chunk_simple_gla": _naive("simple_gla", "simple_gla", "naive_chunk_simple_gla"),
+    "fla.naive_chunk_simple_gla": _naive("simple_gla", "simple_gla", "naive_chunk_simple_gla", supports=FLOAT32),
     "fla.naive_parallel_simple_gla": _naive(
-        "simple_gla", "simple_gla", "naive_parallel_simple_gla", takes=("scale",), options={}, supports=STATELESS
+        "simple_gla",
+        "simple_gla",
+        "naive_parallel_simple_gla",
+        takes=("scale",),
+        options={},
+        supports=STATELESS | FLOAT32,
     ),
     "fla.naive_recurrent_linear_attn": _naive("linear_attention", "linear_attn", "naive_recurrent_linear_attn"),
     "fla.naive_chunk_linear_attn": _naive(
@@ -200,7 +215,7 @@ FUNCTIONS = {
         options={},
         heads_first=True,
         grouped=False,
-        supports=STATELESS,
+        supports=STATELESS | FLOAT32,
     ),
     "fla.naive_recurrent_gated_delta_rule": _naive(
         "gated_delta_rule", "gated_delta_rule", "naive_recurrent_gated_delta_rule"

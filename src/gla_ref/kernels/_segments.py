@@ -62,8 +62,8 @@ def carry(
 
     # compute
     for i in range(0, n_s):
-        i_s = (first + (n_s - 1 - i if REVERSE else i)) * H + i_h
-        p = part + i_s.to(tl.int64) * D + o_d
+        i_s = ((first + (n_s - 1 - i if REVERSE else i)) * H + i_h).to(tl.int64)
+        p = part + i_s * D + o_d
         b_part = tl.load(p, mask=m_d, other=0.0)  # [BD]
         tl.store(p, b_S, mask=m_d)
         if rows is not None:

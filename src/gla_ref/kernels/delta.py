@@ -1,7 +1,7 @@
 """The delta rule and the gated delta rule: the functions that one calls, their checks and autograd (chapter 20).
 
-The kernels are in delta_forward.py and delta_gradient.py, for one token or a few in delta_step.py. For Hopper there are
-two more of the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which have to be asked for.
+The kernels are in delta_forward.py and delta_gradient.py, for one token or a few in delta_step.py. Hopper has two of
+its own for the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which the plan takes wherever they run.
 """
 
 from __future__ import annotations
@@ -27,25 +27,31 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kerne
     """(o, final state)."""
     reason = hopper.refusal_of_delta(hardware, q, k, v, path, kernel)
     if not reason:
-        return plan_on_hopper(hardware, q, k, v, g, beta, S, cu, scale, kernel)
+        return plan_on_hopper(hardware, q, k, v, g, beta, S, cu, scale, path, kernel)
     if kernel in hopper.DELTA_KERNELS:
         raise ValueError(f"kernel: expected what the Hopper kernels take for kernel={kernel!r}, but {reason}")
     plan = delta_forward.plan_forward(hardware, q, k, v, g, beta, S, cu, scale, path)
     return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
-def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, kernel) -> Plan:
-    """`plan_forward` by the fused kernel; by the other if that has a multiprocessor for each half of each head."""
+def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
+    """`plan_forward` by the fused kernel; by the other if that has a multiprocessor for each half of each head.
+
+    The other one can cut sequences into segments, too.
+    """
     from .hopper import delta_ahead, delta_fused  # not where Gluon is missing
 
     heads = v.shape[2] * sequences(v.shape[0], cu)
     who = f"{heads} value heads of sequences for {hardware}"
-    if kernel == "hopper":
-        kernel = "hopper_ahead" if 2 * heads <= hardware.multiprocessors else "hopper_fused"
+    if kernel in (None, "hopper"):
+        ahead = path == "segmented" or 2 * heads <= hardware.multiprocessors
+        kernel = "hopper_ahead" if ahead else "hopper_fused"
     else:
         who = "it was asked for"
-    planned = delta_ahead if kernel == "hopper_ahead" else delta_fused
-    plan = planned.plan_forward(hardware, q, k, v, g, beta, S, cu, scale)
+    if kernel == "hopper_ahead":
+        plan = delta_ahead.plan_forward(hardware, q, k, v, g, beta, S, cu, scale, path)
+    else:
+        plan = delta_fused.plan_forward(hardware, q, k, v, g, beta, S, cu, scale)
     return plan._replace(why=(f"{kernel}: {who}", *plan.why))
 
 
@@ -102,8 +108,9 @@ def gated_delta_rule(
             Their values, and those of g and beta, are looked at under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class): by
-            the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None lets the plan
-            choose, which :func:`gla_ref.kernels.explain` prints with the reason. Gradients are the portable kernels'.
+            the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None takes Hopper's
+            where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. Gradients are the
+            portable kernels'.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

@@ -358,6 +358,19 @@ def choose_length(programs: int, chunks: int, multiprocessors: int, packed: int 
     return length if length < chunks else None
 
 
+def carry_states(
+    draft: Draft, part: Spec, S_in: Spec | None, S_out: Spec, cu: Spec | None, T: int, L: int, reverse: bool
+) -> None:
+    """`carry` of segments of L tokens; S_out [N, H, K, V] gets the states after each sequence."""
+    (N, H, K, V), BV = S_out.shape, 16
+    draft.launch(
+        carry, cdiv(V, BV) * H * N,
+        part, S_in, S_out, cu, N, T, L, H, K, V,
+        BK=max(16, next_power_of_2(K)), BV=BV, BJ=16, PACKED=cu is not None, REVERSE=reverse,
+        num_warps=4, num_stages=1,
+    )
+
+
 class Call:
     """What the launches of one call share: sizes, packing, scale, tiles, and what `solve` makes."""
 
@@ -423,13 +436,7 @@ class Call:
 
     def carry(self, part: Spec, S_in: Spec | None, S_out: Spec, reverse: bool) -> Spec:
         """The states that segments start from; S_out [N, H, K, V] gets those after each sequence."""
-        K, V, BV = self.K, self.V, 16
-        self.draft.launch(
-            carry, cdiv(V, BV) * self.H * self.N,
-            part, S_in, S_out, self.cu, self.N, self.T, self.L, self.H, K, V,
-            BK=max(16, next_power_of_2(K)), BV=BV, BJ=16, PACKED=self.cu is not None, REVERSE=reverse,
-            num_warps=4, num_stages=1,
-        )
+        carry_states(self.draft, part, S_in, S_out, self.cu, self.T, self.L, reverse)
         return part
 
     def state_strides(self, S: Spec | None) -> tuple[int, ...] | None:

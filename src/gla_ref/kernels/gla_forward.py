@@ -166,7 +166,7 @@ def walk(
     if S_out is not None:
         store_tile(S_out, b_S, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
     if decay is not None:
-        tl.store(decay + (i_s * H + i_h) * K + o_k, b_decay, mask=o_k < tl.where(i_v == 0, K, 0))
+        tl.store(decay + (i_s * H + i_h).to(tl.int64) * K + o_k, b_decay, mask=o_k < tl.where(i_v == 0, K, 0))
 
 
 @triton.jit(do_not_specialize=VARYING)

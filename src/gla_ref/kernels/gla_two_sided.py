@@ -105,9 +105,9 @@ def walk(
     if S_out is not None:
         store_tile(S_out, b_S, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
     if decay_k is not None:
-        p_k, p_v = decay_k + (i_s * H + i_h) * K + o_k, decay_v + (i_s * H + i_h) * V + o_v
-        tl.store(p_k, b_decay_k, mask=o_k < tl.where(i_v == 0, K, 0))
-        tl.store(p_v, b_decay_v, mask=o_v < V)
+        i_d = (i_s * H + i_h).to(tl.int64)
+        tl.store(decay_k + i_d * K + o_k, b_decay_k, mask=o_k < tl.where(i_v == 0, K, 0))
+        tl.store(decay_v + i_d * V + o_v, b_decay_v, mask=o_v < V)
 
 
 @triton.jit(do_not_specialize=VARYING)

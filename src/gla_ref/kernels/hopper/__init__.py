@@ -69,7 +69,10 @@ def refusal_of_gradient(hardware: Hardware, q: Spec, k: Spec, v: Spec, g: Spec, 
 
 
 def refusal_of_delta(hardware: Hardware, q: Spec, k: Spec, v: Spec, path: str | None, kernel: str | None) -> str | None:
-    """Why the Hopper kernels of the delta rules do not take a call that asks for `kernel`; None if they do."""
+    """Why the Hopper kernels of the delta rules do not take a call that asks for `kernel`; None if they do.
+
+    Nothing needs to ask: they are faster than the portable kernel wherever they run (lab/delta_rules.md).
+    """
     if kernel == "portable":
         return "it was asked for"
     if reason := refusal_of_gpu(hardware):
@@ -79,8 +82,6 @@ def refusal_of_delta(hardware: Hardware, q: Spec, k: Spec, v: Spec, path: str | 
             return f"the Hopper kernels have {axis} of {' or '.join(map(str, WIDTHS))}, not {x.shape[-1]}"
     if reason := refusal_of_tokens(hardware, q, k, v):
         return reason
-    if path == "segmented":
-        return "the Hopper kernels walk over each sequence in one go, and path='segmented' was asked for"
-    if kernel not in DELTA_KERNELS:
-        return f"the Hopper kernels have to be asked for, by kernel={DELTA_KERNELS[0]!r}"
+    if path == "segmented" and kernel == "hopper_fused":
+        return "this kernel walks over each sequence in one go, and path='segmented' was asked for"
     return None

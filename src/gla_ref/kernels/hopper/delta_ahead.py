@@ -3,7 +3,7 @@
 Equations (1) to (3) are those of delta_chunk.py. (1) needs no state, so `solve` makes T, P and the decays of all chunks
 at once, with a program per chunk and value head, and leaves them in memory. `walk` has only the chain from state to
 state left, (2) and (3). Columns of V never meet, so a head has V / BV programs, which is how few heads keep many
-multiprocessors at work. A program has two roles of four warps::
+multiprocessors at work. For still fewer heads there are segments. A program has two roles of four warps::
 
     loader    asks the copy engine (TMA) for q, k, v, T, P of a chunk           waits for `done`
     walker    (2) and (3) for BV columns of V; S in its registers; o out        waits for `ready`
@@ -19,15 +19,25 @@ role waits for ever*: both go through the same chunks in order, `ready` of c nee
 needs `ready` of c. *No role is two phases late*: `ready` of the next round needs `done` of this one, which the walker
 gives after its wait; `done` of this round needs `ready` of this one, which the loader asks for after its wait.
 
+*Segments.* A segment maps the state S to M S + X, as ../delta_forward.py explains. `walk` without q, P and o makes X
+and M, BV columns per program: X from a state of zeros, M from the columns of the unit matrix with values of zero, since
+the copy engine reads zeros beyond the columns of v. `carry` of that file turns them into the state before each segment,
+and `walk` makes o from there. In one go, a sequence is one segment. Programs count segments by slots, as
+`which_segment` does; a spare slot has no chunks. Without q, P and o, and with e^(b_C - b) w in place of v', a program
+of 64 columns and three stages takes 112 KB, and two of them share a multiprocessor. `choose` cuts sequences where a
+model says that segments are faster.
+
 Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tiles of q and k, the walker in its
 tiles of k and v. Proxies and barriers' bytes: delta_fused.py. The decays (float32) go from memory to the walker's
 registers a chunk before it needs them.
 
 Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; each program of `walk` reads
-4 C K + 2 C BV + 4 C^2 + 12 C and writes 2 C BV, and programs of a head share in L2 what they read. Shared memory at
-K = 128: `solve` 73 KB, three programs per multiprocessor; `walk` with BV = 64 and three stages 192 KB.
+4 C K + 2 C BV + 4 C^2 + 12 C and writes 2 C BV, for X and M it reads half as much and writes nothing. Programs of a
+head share in L2 what they read. Shared memory at K = 128: `solve` 73 KB, three programs per multiprocessor; `walk` with
+BV = 64 and three stages 192 KB.
 
-Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels only where they are asked for.
+Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels where two programs per head have
+a multiprocessor each.
 """
 
 from __future__ import annotations
@@ -39,8 +49,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .._hardware import Hardware
-from .._plan import Plan, cdiv
+from .._plan import Plan, Spec, cdiv
 from .._segments import slots
+from ..delta_forward import carry_states
 from . import delta_chunk
 from ._gluon import named
 from .delta_chunk import (
@@ -58,7 +69,6 @@ from .delta_chunk import (
     store_o,
     strides,
     summed,
-    which_sequence,
     write,
 )
 from .gla_forward import keep_rows, operand, which_segment
@@ -161,20 +171,26 @@ def solve(
 
 
 @gluon.jit
-def loader(q, k, v, d_T, d_P, tiles, bars, i_b, i_h, i_k, i_s, o_v, begin, n, HV, STAGES: gl.constexpr):
+def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl.constexpr):
     """Bring each chunk; what lies beyond a tensor comes as zeros."""
+    q, k, v, d_T, d_P = boxes
     t_q, t_k, t_v, t_T, t_P = tiles
     ready, done = bars
     for c in range(n):
-        s, o_t, i_c = c % STAGES, begin + c * C, (i_s + c) * HV + i_h
+        s, o_t, i_t = c % STAGES, begin + c * C, (i_c + c) * HV + i_h
         mbarrier.wait(done.index(s), ((c // STAGES) & 1) ^ 1)
         bar = ready.index(s)  # completes when so many bytes are there
-        mbarrier.expect(bar, 2 * k.block_type.nbytes + v.block_type.nbytes + 2 * d_T.block_type.nbytes)
+        if q is not None:
+            mbarrier.expect(bar, 2 * k.block_type.nbytes + v.block_type.nbytes + 2 * d_T.block_type.nbytes)
+        else:
+            mbarrier.expect(bar, k.block_type.nbytes + v.block_type.nbytes + d_T.block_type.nbytes)
         copy_in(k, [i_b, i_k, o_t, 0], bar, t_k.index(s))
-        copy_in(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
+        if q is not None:
+            copy_in(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
         copy_in(v, [i_b, i_h, o_t, o_v], bar, t_v.index(s))
-        copy_in(d_T, [i_c, 0, 0, 0], bar, t_T.index(s))
-        copy_in(d_P, [i_c, 0, 0, 0], bar, t_P.index(s))
+        copy_in(d_T, [i_t, 0, 0, 0], bar, t_T.index(s))
+        if d_P is not None:
+            copy_in(d_P, [i_t, 0, 0, 0], bar, t_P.index(s))
 
 
 @gluon.jit
@@ -194,55 +210,52 @@ def load_factors(decays, i_c):
 
 @gluon.jit
 def walker(
-    o,
-    d_o,
+    outputs,
     decays,
-    S_in,
-    S_out,
     tiles,
     bars,
     t_S,
     t_u,
-    i_n,
-    i_b,
-    i_h,
-    i_s,
-    o_v,
-    begin,
-    end,
-    n,
-    HV,
-    scale,
-    K: gl.constexpr,
+    which,
     V: gl.constexpr,
+    W: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     PACKED: gl.constexpr,
 ):
     """(2) and (3) for columns o_v on, from S_in to S_out."""
+    o, d_o, S_in, S_out = outputs
     t_q, t_k, t_v, t_T, t_P = tiles
     ready, done = bars
+    i_s, i_b, i_h, i_c, o_v, begin, end, n, HV, scale = which
+    K: gl.constexpr = t_S.shape[0]
     BV: gl.constexpr = t_S.shape[1]
     FLOAT16: gl.constexpr = t_S.dtype == gl.float16
     of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # [K, BV] and [C, BV]
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    S, factor = load_state(S_in, i_n, i_h, o_v, t_S, HV, V, of_S)
+    S, factor = load_state(S_in, i_s, i_h, o_v, t_S, HV, W, of_S, V if o is None else None)
     if GATED:
-        since, until, through = load_decays(decays, i_s * HV + i_h, of_S)
+        since, until, through = load_decays(decays, i_c * HV + i_h, of_S)
     if FLOAT16:
-        of_T, of_P = load_factors(decays, i_s * HV + i_h)
+        of_T, of_P = load_factors(decays, i_c * HV + i_h)
     for c in range(n):
         s, o_t = c % STAGES, begin + c * C
-        i_next = (i_s + gl.minimum(c + 1, n - 1)) * HV + i_h  # decays are asked for a chunk before they are needed
-        b_q, b_k, b_v = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K]), t_v.index(s).reshape([C, BV])
-        b_T, b_P = t_T.index(s).reshape([C, C]), t_P.index(s).reshape([C, C])
+        i_next = (i_c + gl.minimum(c + 1, n - 1)) * HV + i_h  # decays are asked for a chunk before they are needed
+        b_k, b_v, b_T = t_k.index(s).reshape([C, K]), t_v.index(s).reshape([C, BV]), t_T.index(s).reshape([C, C])
         mbarrier.wait(ready.index(s), (c // STAGES) & 1)
         if PACKED:
             if end - o_t < C:  # the rest is another sequence's
                 keep_rows(b_k, end - o_t, of_k)
                 keep_rows(b_v, end - o_t, of_S)
                 fence_async_shared()
-        x, b_o = read(b_q, b_k, t_S, of_S)
+        x = read(b_k, t_S, of_S)
+        if o is not None:
+            b_o = read(t_q.index(s).reshape([C, K]), t_S, of_S)
+            b_P, b_u = t_P.index(s).reshape([C, C]), t_u.reshape([C, BV])
+        else:
+            b_o: gl.constexpr = None
+            b_P: gl.constexpr = None
+            b_u: gl.constexpr = None
         if GATED:
             b_since, b_until, b_through = since[:, None], until[:, None], through
             since, until, through = load_decays(decays, i_next, of_S)
@@ -257,27 +270,14 @@ def walker(
             b_of_T: gl.constexpr = None
             b_of_P: gl.constexpr = None
         S, factor, b_o = write(
-            S,
-            factor,
-            x,
-            b_o,
-            b_k,
-            b_v,
-            b_T,
-            b_P,
-            t_S,
-            t_u.reshape([C, BV]),
-            b_of_T,
-            b_of_P,
-            b_since,
-            b_until,
-            b_through,
-            of_S,
+            S, factor, x, b_o, b_k, b_v, b_T, b_P, t_S, b_u, b_of_T, b_of_P, b_since, b_until, b_through, of_S
         )
         mbarrier.arrive(done.index(s), count=1)
-        store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, o_t, end, o_v, HV, V, of_S, PACKED)
+        if o is not None:
+            store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, o_t, end, o_v, HV, V, of_S, PACKED)
     tma.store_wait(0)
-    gl.store(state_columns(S_out, i_n, i_h, o_v, HV, K, V, BV, of_S), S)
+    if S_out is not None:
+        gl.store(state_columns(S_out, i_s, i_h, o_v, HV, K, W, BV, of_S), S)
 
 
 @gluon.jit(do_not_specialize=VARIABLE)
@@ -293,39 +293,50 @@ def walk(
     S_in,
     S_out,
     cu,
+    N,
     T,
+    L,
     HV,
     G,
     scale,
     K: gl.constexpr,
     V: gl.constexpr,
+    W: gl.constexpr,
     BV: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """BV columns of a value head of a sequence, chunk by chunk, from the state in S_in (or zeros) to S_out.
+    """BV columns of a segment of a value head, chunk by chunk, from the state in S_in (or zeros) to S_out.
 
-    q, k, v, d_T, d_P are boxes, and so is d_o, of the tensor o.
+    States are [slots, HV, K, W]. q, k, v, d_T, d_P are boxes, and so is d_o, of the tensor o. q, d_P, d_o and o may be
+    None: then the columns of S_out are those of X and, behind them, of M.
     """
     PACKED: gl.constexpr = cu is not None
     # this program's tile: neighbours share what they read in L2
-    N_V: gl.constexpr = V // BV
+    N_V: gl.constexpr = (V if o is not None else W) // BV
     pid = gl.program_id(0)
-    o_v, i_h, i_n = pid % N_V * BV, pid // N_V % HV, pid // N_V // HV
-    i_b, begin, end = which_sequence(cu, i_n, T)
+    o_v, i_h, i_s = pid % N_V * BV, pid // N_V % HV, pid // N_V // HV
+    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, 4)
+    begin = gl.minimum(begin, stop)  # of a spare slot, which has no chunks
+    end = gl.minimum(begin + L, stop)
     n = gl.cdiv(end - begin, C)
-    i_s = begin // C + i_n if PACKED else i_n * gl.cdiv(T, C)  # the first chunk's slot, as `which_segment` counts
+    i_c = (start // C + i_n if PACKED else i_n * gl.cdiv(T, C)) + (begin - start) // C  # slot of the first chunk
 
     # shared memory
     square: gl.constexpr = gl.NVMMASharedLayout(2 * BV, 16, 2)
-    t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
     t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
     t_v = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, C, BV], v.layout)
     t_T = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_T.layout)
-    t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout)
+    if o is not None:
+        t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
+        t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout)
+        t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout)
+    else:
+        t_q: gl.constexpr = None
+        t_P: gl.constexpr = None
+        t_u: gl.constexpr = None
     t_S = gl.allocate_shared_memory(k.dtype, [K, BV], square)
-    t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -333,41 +344,11 @@ def walk(
         mbarrier.init(done.index(s), count=1)
     fence_async_shared()
 
-    tiles = (t_q, t_k, t_v, t_T, t_P)
-    bars = (ready, done)
+    tiles, bars = (t_q, t_k, t_v, t_T, t_P), (ready, done)
+    outputs, which = (o, d_o, S_in, S_out), (i_s, i_b, i_h, i_c, o_v, begin, end, n, HV, scale)
+    of_loader = ((q, k, v, d_T, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES)
     gl.warp_specialize(
-        [
-            (
-                walker,
-                (
-                    o,
-                    d_o,
-                    decays,
-                    S_in,
-                    S_out,
-                    tiles,
-                    bars,
-                    t_S,
-                    t_u,
-                    i_n,
-                    i_b,
-                    i_h,
-                    i_s,
-                    o_v,
-                    begin,
-                    end,
-                    n,
-                    HV,
-                    scale,
-                    K,
-                    V,
-                    STAGES,
-                    GATED,
-                    PACKED,
-                ),
-            ),
-            (loader, (q, k, v, d_T, d_P, tiles, bars, i_b, i_h, i_h // G, i_s, o_v, begin, n, HV, STAGES)),
-        ],
+        [(walker, (outputs, decays, tiles, bars, t_S, t_u, which, V, W, STAGES, GATED, PACKED)), (loader, of_loader)],
         [4],
         [REGISTERS],
     )
@@ -387,29 +368,70 @@ class Tiles(NamedTuple):
     stages: int  # chunks of `walk` that lie in shared memory
     registers: int  # a thread of `walk`, at entry; the walker gets what the loader leaves of them
     of_solve: int  # a thread of `solve`
+    chunk: float  # microseconds of a chunk of `walk`, where few programs run
 
 
-WIDE, NARROW = Tiles(64, 3, 128, 168), Tiles(32, 4, 128, 168)
+WIDE, NARROW = Tiles(64, 3, 128, 168, 1.75), Tiles(32, 4, 128, 168, 1.2)
+L2 = 4.4e6  # bytes per microsecond for the programs of all multiprocessors together
+CARRY, LAUNCHES = 6.0, 10.0  # microseconds of `carry` per segment, and of two more launches: estimates
+LEAST = 8  # chunks of a segment
 
 
-def tiles(hardware: Hardware, V: int, heads: int) -> Tiles:
-    """Narrow ones where each of a head's four programs has a multiprocessor to itself, so that more of them work."""
-    return NARROW if V == 128 and V // NARROW.columns * heads <= hardware.multiprocessors else WIDE
+def duration(hardware: Hardware, how: Tiles, K: int, V: int, heads: int, chunks: int, length: int) -> float:
+    """Microseconds of all walks over `heads` sequences of `chunks` chunks in segments of `length`, by a model.
+
+    Programs run in rounds, as many at once as shared memory and registers have room for. A chunk takes as long as its
+    chain of products, or as L2 needs for the bytes of the round's programs. lab/delta_rules.md has the measurements.
+    """
+    segments, BV = cdiv(chunks, length), how.columns
+
+    def walk(columns: int, read: int, written: int) -> float:
+        """A walk that reads and writes rows of so many numbers."""
+        shared = 2 * (how.stages * C.value * read + K * BV + C.value * written) + 1024
+        at_once = hardware.multiprocessors * max(1, min(2, hardware.shared_memory // shared))
+        programs = columns // BV * heads * segments
+        bytes_ = min(programs, at_once) * 2 * C.value * (read + written)
+        return cdiv(programs, at_once) * length * max(how.chunk, bytes_ / L2)
+
+    last = walk(V, 2 * K + BV + 2 * C.value, BV)
+    if segments == 1:
+        return last
+    return walk(V + K, K + BV + C.value, 0) + segments * CARRY + LAUNCHES + last
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
+def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: str | None) -> tuple[Tiles, int]:
+    """The tiles, and the chunks of a segment, that take the least time by `duration`; all chunks mean: in one go.
+
+    heads: of all sequences. chunks: of each sequence; of the mean sequence if sequences are packed. `path` may ask for
+    one go or for segments; a short sequence then has three.
+    """
+    lengths = [cdiv(chunks, n) for n in range(1, min(chunks // LEAST, hardware.multiprocessors) + 1)] or [chunks]
+    if path == "fused":
+        lengths = [chunks]
+    elif path == "segmented":
+        lengths = lengths[1:] or [cdiv(chunks, 3)]
+    ways = [(how, length) for length in lengths for how in ((NARROW, WIDE) if V == 128 else (WIDE,))]
+    return min(ways, key=lambda way: duration(hardware, way[0], K, V, heads, chunks, way[1]))
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path=None) -> Plan:
     """(o, final state) of specs of the tensors."""
     call = delta_chunk.Call(hardware, (q, k, v, g, beta, S, cu), scale)
-    draft, K, V, H = call.draft, call.K, call.V, call.H
-    how = tiles(hardware, V, H * call.N)
+    draft, K, V, H, N, T = call.draft, call.K, call.V, call.H, call.N, call.T
+    chunks = cdiv(T, C.value)
+    each = cdiv(chunks, N) if cu else chunks
+    how, length = choose(hardware, K, V, H * N, each, path)
+    cut = path == "segmented" or length < each
+    L = C.value * length if cut else T + 1
     BV = how.columns
     draft.because(f"T of all chunks first, then a program for each {BV} columns of V: Hopper kernels, in Gluon")
-    n = H * slots(call.B, call.T, call.cu, C.value)
-    T, P = (draft.new(name, n, C.value, 1, C.value, dtype=q.dtype) for name in "TP")
+    who = "it was asked for" if path else f"{V // BV * H * N} programs for {hardware}"
+    n = H * slots(call.B, T, call.cu, C.value)
+    squares = (draft.new(name, n, C.value, 1, C.value, dtype=q.dtype) for name in "TP")
+    d_T, d_P = (box(x, C.value, C.value) for x in squares)
     decays = draft.new("decays", n, ROWS.value, C.value)
-    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.N, H, K, V)
+    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
     d_q, d_k, d_v, d_o = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV), (o, BV)))
-    d_T, d_P = (box(x, C.value, C.value) for x in (T, P))
     draft.launch(
         solve,
         n,
@@ -423,8 +445,8 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
         d_P,
         decays,
         call.cu,
-        call.N,
-        call.T,
+        N,
+        T,
         H,
         call.G,
         K=K,
@@ -432,31 +454,46 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
         num_warps=4,
         maxnreg=how.of_solve,
     )
-    draft.launch(
-        walk,
-        cdiv(V, BV) * H * call.N,
-        d_q,
-        d_k,
-        d_v,
-        d_T,
-        d_P,
-        decays,
-        d_o,
-        o,
-        call.S_in,
-        S_T,
-        call.cu,
-        call.T,
-        H,
-        call.G,
-        call.scale,
-        K=K,
-        V=V,
-        BV=BV,
-        STAGES=how.stages,
-        GATED=g is not None,
-        REGISTERS=24,
-        num_warps=4,
-        maxnreg=how.registers,
-    )
+
+    def launch_walk(L: int, W: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None) -> None:
+        """`walk` over segments of L tokens, whose states have W columns; without o, their maps."""
+        draft.launch(
+            walk,
+            (V if o else W) // BV * H * slots(call.B, T, call.cu, L),
+            d_q if o else None,
+            d_k,
+            d_v,
+            d_T,
+            d_P if o else None,
+            decays,
+            d_o if o else None,
+            o,
+            S_in,
+            S_out,
+            call.cu,
+            N,
+            T,
+            L,
+            H,
+            call.G,
+            call.scale,
+            K=K,
+            V=V,
+            W=W,
+            BV=BV,
+            STAGES=how.stages,
+            GATED=g is not None,
+            REGISTERS=24,
+            num_warps=4,
+            maxnreg=how.registers,
+        )
+
+    draft.because(f"each sequence in {f'segments of {length} of its {chunks} chunks' if cut else 'one go'}: {who}")
+    if L <= T:
+        part = draft.new("part", slots(call.B, T, call.cu, L), H, K, V + K)
+        launch_walk(L, V + K, None, part, None)
+        carry_states(draft, part, call.S_in, S_T, call.cu, T, L, reverse=False)
+        launch_walk(L, V + K, part, None, o)
+    else:
+        launch_walk(L, V, call.S_in, S_T, o)
     return draft.plan("hopper_ahead", o, S_T)

@@ -49,7 +49,7 @@ from .gla_forward import LOG2E, operand, store_box, store_rows
 
 barrier, reinterpret = named("barrier"), named("reinterpret")
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
-VARIABLE = ("N", "T", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
+VARIABLE = ("N", "T", "L", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
 
 
 @gluon.jit
@@ -218,22 +218,28 @@ def allocate_scratch():
 
 
 @gluon.jit
-def state_columns(x, i_n, i_h, o_v, HV, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, layout: gl.constexpr):
-    """Pointers to the columns o_v on of a head's state, [K, BV]; x [N, HV, K, V]."""
+def state_columns(x, i_s, i_h, o_v, HV, K: gl.constexpr, W: gl.constexpr, BV: gl.constexpr, layout: gl.constexpr):
+    """Pointers to the columns o_v on of a head's state, [K, BV]; x [slots, HV, K, W]."""
     o_k, o_c = gl.arange(0, K, layout=gl.SliceLayout(1, layout)), gl.arange(0, BV, layout=gl.SliceLayout(0, layout))
-    x += (i_n * HV + i_h).to(gl.int64) * K * V + o_v
-    return x + (o_k[:, None] * V + o_c[None, :])
+    x += (i_s * HV + i_h).to(gl.int64) * K * W + o_v
+    return x + (o_k[:, None] * W + o_c[None, :])
 
 
 @gluon.jit
-def load_state(S_in, i_n, i_h, o_v, t_S, HV, V: gl.constexpr, layout: gl.constexpr):
-    """The state before the first chunk, and the factor of its copy in t_S."""
+def load_state(S_in, i_s, i_h, o_v, t_S, HV, W: gl.constexpr, layout: gl.constexpr, UNIT: gl.constexpr = None):
+    """The state before the first chunk, and the factor of its copy in t_S.
+
+    Without S_in it is zeros, and from column UNIT on the unit matrix.
+    """
     K: gl.constexpr = t_S.shape[0]
     BV: gl.constexpr = t_S.shape[1]
     if S_in is not None:
-        S = gl.load(state_columns(S_in, i_n, i_h, o_v, HV, K, V, BV, layout))
+        S = gl.load(state_columns(S_in, i_s, i_h, o_v, HV, K, W, BV, layout))
     else:
         S = gl.zeros([K, BV], gl.float32, layout)
+    if UNIT is not None:
+        o_k, o_c = gl.arange(0, K, layout=gl.SliceLayout(1, layout)), gl.arange(0, BV, layout=gl.SliceLayout(0, layout))
+        S = gl.where((UNIT + o_k)[:, None] == (o_v + o_c)[None, :], 1.0, S)
     low, of_S = operand(S, t_S.dtype)
     t_S.store(low)
     fence_async_shared()
@@ -241,29 +247,28 @@ def load_state(S_in, i_n, i_h, o_v, t_S, HV, V: gl.constexpr, layout: gl.constex
 
 
 @gluon.jit
-def read(b_q, b_k, t_S, layout: gl.constexpr):
-    """Begin k S and q S."""
-    C: gl.constexpr = b_k.shape[0]
+def read(b_x, t_S, layout: gl.constexpr):
+    """Begin k S, or q S."""
+    C: gl.constexpr = b_x.shape[0]
     BV: gl.constexpr = t_S.shape[1]
     none = gl.zeros([C, BV], gl.float32, layout)
-    x = warpgroup_mma(b_k, t_S, none, use_acc=False, is_async=True)
-    b_o = warpgroup_mma(b_q, t_S, none, use_acc=False, is_async=True)
-    return x, b_o
+    return warpgroup_mma(b_x, t_S, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def write(S, of_S, x, b_o, b_k, b_v, t_T, t_P, t_S, t_u, of_T, of_P, since, until, through, layout: gl.constexpr):
-    """(2) and (3), after `read`: S, the factor of its copy in t_S, and o over scale.
+    """(2) and (3), after `read` of k and then q: S, the factor of its copy in t_S, and o over scale.
 
     v', then w replace v; t_u has e^(b_C - b) w, and o may follow once all warps are done. since [C, 1], until [C, 1]
-    and through are None without gates.
+    and through are None without gates. If no o is wanted b_o, t_P and t_u are None, and e^(b_C - b) w replaces v'.
     """
     FLOAT16: gl.constexpr = b_k.dtype == gl.float16
+    READ: gl.constexpr = 1 if b_o is not None else 0  # products for o, which may be under way after the state's
     C: gl.constexpr = b_v.shape[0]
     BV: gl.constexpr = b_v.shape[1]
     none = gl.zeros([C, BV], gl.float32, layout)
     v = b_v.load(layout).to(gl.float32)
-    x = warpgroup_mma_wait(1, deps=[x])
+    x = warpgroup_mma_wait(READ, deps=[x])
     if FLOAT16:
         x = x * of_S
     if since is not None:
@@ -272,12 +277,14 @@ def write(S, of_S, x, b_o, b_k, b_v, t_T, t_P, t_S, t_u, of_T, of_P, since, unti
     b_v.store(low)
     fence_async_shared()
     w = warpgroup_mma(t_T, b_v, none, use_acc=False, is_async=True)
-    b_o = warpgroup_mma_wait(1, deps=[b_o])
-    if FLOAT16:
-        b_o = b_o * of_S
+    if READ:
+        b_o = warpgroup_mma_wait(1, deps=[b_o])
+        if FLOAT16:
+            b_o = b_o * of_S
+        if since is not None:
+            b_o = b_o * since
     if since is not None:
         S = S * through
-        b_o = b_o * since
     w = warpgroup_mma_wait(0, deps=[w])
     if FLOAT16:
         w = w * (of_v * of_T)
@@ -286,27 +293,35 @@ def write(S, of_S, x, b_o, b_k, b_v, t_T, t_P, t_S, t_u, of_T, of_P, since, unti
         low, of_u = operand(w * until, b_k.dtype)
     else:
         low, of_u = operand(w, b_k.dtype)
-    t_u.store(low)
+    if READ:
+        t_u.store(low)
+    else:
+        barrier()  # all warps' products have read v'
+        b_v.store(low)
     fence_async_shared()
     barrier()  # all warps' products have read v' and S
     if FLOAT16:
         S = S / of_u
-    S = warpgroup_mma(b_k.permute((1, 0)), t_u, S, is_async=True)
-    low, of_w = operand(w, b_k.dtype)
-    b_v.store(low)
-    fence_async_shared()
-    if FLOAT16:
-        b_o = b_o / (of_w * of_P)
-    b_o = warpgroup_mma(t_P, b_v, b_o, is_async=True)
-    S = warpgroup_mma_wait(1, deps=[S])
+    S = warpgroup_mma(b_k.permute((1, 0)), t_u if READ else b_v, S, is_async=True)
+    if READ:
+        low, of_w = operand(w, b_k.dtype)
+        b_v.store(low)
+        fence_async_shared()
+        if FLOAT16:
+            b_o = b_o / (of_w * of_P)
+        b_o = warpgroup_mma(t_P, b_v, b_o, is_async=True)
+    S = warpgroup_mma_wait(READ, deps=[S])
     if FLOAT16:
         S = S * of_u
     low, of_S = operand(S, b_k.dtype)
     t_S.store(low)
     fence_async_shared()
-    b_o = warpgroup_mma_wait(0, deps=[b_o])
-    if FLOAT16:
-        b_o = b_o * (of_w * of_P)
+    if READ:
+        b_o = warpgroup_mma_wait(0, deps=[b_o])
+        if FLOAT16:
+            b_o = b_o * (of_w * of_P)
+    else:
+        b_o = none  # a function cannot return None
     barrier()  # all warps' products have read q, k, w, T, P and t_u
     return S, of_S, b_o
 

@@ -45,7 +45,8 @@ has a role that waits for it.
 P 16, the inverse 24, decays and barriers 2. A chunk moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) =
 10.5 MFLOP and 1 MFLOP for the inverse.
 
-Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel only where it is asked for.
+Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel where there are too many heads
+for delta_ahead.py.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
         if PACKED:
             if end - o_t < C:  # the solver puts zeros into k
                 mbarrier.wait(solved, c & 1)
-        x, b_o = read(b_q, b_k, t_S, of_S)
+        x, b_o = read(b_k, t_S, of_S), read(b_q, t_S, of_S)
         mbarrier.wait(ready_v.index(c % STAGES_V), (c // STAGES_V) & 1)
         mbarrier.wait(solved, c & 1)
         if t_since is not None:

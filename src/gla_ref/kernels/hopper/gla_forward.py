@@ -158,6 +158,9 @@ def transformer(
                 keep_rows(b_k, left, tile)
                 keep_rows(all_v.index(s).reshape([C, BV]), left, tile_v)
                 keep_rows(b_g, left, tile)
+                if FLOAT16:
+                    if q is not None:  # the largest pair scales all pairs of the chunk
+                        keep_rows(all_q.index(s).reshape([C, BK]), left, tile)
                 fence_async_shared()
         # b - r is half of the sum from the left less half of that from the right. r is a product too, of 16 columns
         # that are all alike: a sum over the rows of a tile would go from warp to warp
@@ -324,7 +327,7 @@ def multiplier(
     if S_out is not None:
         gl.store(S_out + p_S, S, mask=m_S)
     if decay is not None:
-        gl.store(decay + (i_s * H + i_h) * K + o_k, whole, mask=o_k < K)
+        gl.store(decay + (i_s * H + i_h).to(gl.int64) * K + o_k, whole, mask=o_k < K)
 
 
 @gluon.jit

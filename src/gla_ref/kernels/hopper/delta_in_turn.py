@@ -1,0 +1,363 @@
+"""The gated delta rule, forward, on Hopper, without a solver: two groups share (1) and walk (chapter 22).
+
+Equations (1) to (3) are those of delta_chunk.py, and delta_fused.py is the other schedule: there a solver makes T and P
+a chunk ahead. Here nothing is ahead. No call chooses this kernel; it is there to be measured beside the other one. A
+program owns a value head of a sequence, and has three roles of four warps each::
+
+    loader     asks the copy engine (TMA) for q, k, v of a chunk               waits for `done`
+    group 0    T of (1), then (2) and (3) for columns 0 to 63 of V             waits for `ready`, `done`, `made[1]`
+    group 1    P of (1), then (2) and (3) for columns 64 to 127                waits for `ready`, `done`, `made[0]`
+
+Without a solver the groups have 256 and 224 registers per thread, for S and the inverse at once. But the inverse is in
+the way of the chain from state to state, and group 1 has only k S and q S to do meanwhile. Barriers of chunk c::
+
+    ready[c % 2]    copy engine -> groups     the announced bytes    q, k and v are there
+    made[D]         group D -> the other      1 arrival              D = 0: T is there; D = 1: P is there
+    done[c % 4]     groups -> loader, groups  1 arrival per group    everything of c has been read
+
+wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. Chunk
+c has phase c // n of a barrier with n slots, so roles wait for parity (c // n) & 1.
+
+*No role waits for ever.* All roles go through the same chunks in order, and each wait of chunk c is for an earlier
+event: the loader for `done` of c - 2; a group for `ready` of c, then, to store T or P, for `done` of c - 1; then for
+what the other group makes of c, which needs no more than those. A group arrives at `done` of c after all its waits.
+
+*No role is two phases late*, where parity would deceive: a role that waits for chunk c at a barrier of n slots has
+passed before chunk c + n ends its phase there. `ready` of c + 2 needs `done` of c, that is, both groups past `ready`
+and `made` of c. `made[D]` of c + 1 needs `done` of c, too: its maker waits for that before it stores. A role that waits
+for `done` of c - a, a <= 2, has yet to load chunk c or to make its T or P; the next phase of that slot is that of
+c - a + 4 > c, which needs both.
+
+*T and P have one place each.* Both groups have read T and P of c - 1 when `done` of c - 1 ends. `done` of c also tells
+the loader that q, k and v of c have been read, by this group's part of (1) as well: its products are over before it
+stores what it makes.
+
+Proxies and barriers' bytes: delta_fused.py. *Shared memory*, 187 KB of 227: q, k and v 96, S 32, e^(b_C - b) w (then o)
+16, T and P 16, the inverse 24, decays and barriers 3. A chunk moves as many bytes as there, and needs the same FLOPs.
+
+Limits: bf16, K = V = 128, no packed sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .._hardware import Hardware
+from .._launch import check_call, check_forward_only
+from .._plan import Plan
+from .._program import Planned
+from . import delta_chunk, refusal_of_gpu, refusal_of_tokens
+from ._gluon import named
+from .delta_chunk import (
+    VARIABLE,
+    allocate_scratch,
+    box,
+    decays,
+    inverse,
+    load_state,
+    load_tokens,
+    read,
+    row_column,
+    since_until,
+    state_columns,
+    store_o,
+    strides,
+    summed,
+    write,
+)
+from .delta_fused import SLOTS, wait_done
+
+copy_in = named("copy_in")
+
+C, BV, GROUPS = gl.constexpr(64), gl.constexpr(64), gl.constexpr(2)  # tokens of a chunk, columns of a group, groups
+STAGES = gl.constexpr(2)
+SIZE = 128  # K and V
+
+
+@gluon.jit
+def loader(q, k, v, tiles, bars, i_b, i_h, i_k, n):
+    """Bring each chunk; what lies beyond the tensor comes as zeros."""
+    t_q, t_k, t_v, t_T, t_P = tiles
+    ready, made, done = bars
+    for c in range(n):
+        s = c % STAGES
+        wait_done(done, c, STAGES)
+        bar = ready.index(s)  # completes when so many bytes are there
+        mbarrier.expect(bar, 2 * k.block_type.nbytes + GROUPS * v.block_type.nbytes)
+        copy_in(k, [i_b, i_k, c * C, 0], bar, t_k.index(s))
+        copy_in(q, [i_b, i_k, c * C, 0], bar, t_q.index(s))
+        for d in gl.static_range(GROUPS):
+            copy_in(v, [i_b, i_h, c * C, d * BV], bar, t_v.index(s * GROUPS + d))
+
+
+@gluon.jit
+def allocate_decays():
+    """A group's running sums, e^b and e^(b_C - b) of a chunk."""
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    t_sums = gl.allocate_shared_memory(gl.float32, [2, C], line)
+    t_since = gl.allocate_shared_memory(gl.float32, [C], line)
+    t_until = gl.allocate_shared_memory(gl.float32, [C], line)
+    return t_sums, t_since, t_until
+
+
+@gluon.jit
+def scores(left, b_k, t_sums, layout: gl.constexpr):
+    """(left k^T) * E of rows `left` [C, K], [C, C]; above the diagonal it may be infinite."""
+    none = gl.zeros([C, C], gl.float32, layout)
+    x = warpgroup_mma(left, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+    E = decays(t_sums, layout)
+    return warpgroup_mma_wait(0, deps=[x]) * E
+
+
+@gluon.jit
+def group(tokens, outputs, tiles, bars, own, which, D: gl.constexpr):
+    """T (D = 0) or P (D = 1) of each chunk, then (2) and (3) for columns D * BV on, from S_in to S_out."""
+    g, beta, s_g, s_beta = tokens
+    o, d_o, S_in, S_out = outputs
+    t_q, t_k, t_v, t_T, t_P = tiles
+    ready, made, done = bars
+    t_decays, t_made, t_S, t_u, t_beta, scratch = own
+    t_sums, t_since, t_until = t_decays
+    i_b, i_h, n, T, HV, scale = which
+    K: gl.constexpr = t_q.shape[4]
+    V: gl.constexpr = GROUPS * BV
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # [K, BV] and [C, BV]
+    S, factor = load_state(S_in, i_b, i_h, D * BV, t_S, HV, V, of_S)
+    rows = gl.arange(0, C, layout=line)
+    b_g = load_tokens(g, s_g, i_b, i_h, rows, T)
+    if D == 0:
+        b_beta = load_tokens(beta, s_beta, i_b, i_h, rows, T)
+    for c in range(n):
+        s = c % STAGES
+        b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
+        b_v = t_v.index(s * GROUPS + D).reshape([C, BV])
+        # decays of this chunk; the next chunk's gates are asked for long before they are needed
+        rows += C
+        coarse, fine = summed(b_g)
+        b_g = load_tokens(g, s_g, i_b, i_h, rows, T)
+        t_sums.index(0).store(coarse)
+        t_sums.index(1).store(fine)
+        since, until = since_until(coarse, fine, C, line)
+        t_since.store(since)
+        t_until.store(until)
+
+        if D == 0:
+            t_beta.store(b_beta)
+            b_beta = load_tokens(beta, s_beta, i_b, i_h, rows, T)
+
+        # (1), shared by the groups
+        mbarrier.wait(ready.index(s), (c // STAGES) & 1)
+        i, j = row_column(C, wide)
+        if D == 0:
+            strength = -t_beta.load(gl.SliceLayout(1, wide))[:, None]
+            N = gl.where(i > j, strength * scores(b_k, b_k, t_sums, wide), 0.0)
+            low = inverse(N, t_beta, scratch, wide).to(gl.bfloat16)
+        else:
+            low = gl.where(i >= j, scores(b_q, b_k, t_sums, wide), 0.0).to(gl.bfloat16)
+        wait_done(done, c, 1)
+        t_made.store(low)
+        fence_async_shared()
+        mbarrier.arrive(made.index(D), count=1)
+
+        # (2) and (3)
+        x, b_o = read(b_q, b_k, t_S, of_S)
+        mbarrier.wait(made.index(1 - D), c & 1)
+        S, factor, b_o = write(
+            S,
+            factor,
+            x,
+            b_o,
+            b_k,
+            b_v,
+            t_T,
+            t_P,
+            t_S,
+            t_u.reshape([C, BV]),
+            None,
+            None,
+            t_since.load(gl.SliceLayout(1, of_S))[:, None],
+            t_until.load(gl.SliceLayout(1, of_S))[:, None],
+            gl.sum(t_since.slice(C - 1, 1).load(one), 0),  # e^(b_C)
+            of_S,
+        )
+        mbarrier.arrive(done.index(c % SLOTS), count=1)
+        store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, c * C, T, D * BV, HV, V, of_S, False)
+    tma.store_wait(0)
+    gl.store(state_columns(S_out, i_b, i_h, D * BV, HV, K, V, BV, of_S), S)
+
+
+@gluon.jit(do_not_specialize=VARIABLE)
+def in_turn(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    s_gb,
+    s_gt,
+    s_gh,
+    s_bb,
+    s_bt,
+    s_bh,
+    d_o,
+    o,
+    S_in,
+    S_out,
+    T,
+    HV,
+    G,
+    scale,
+    K: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """A value head of a sequence, chunk by chunk, from its state in S_in (or zeros) to S_out.
+
+    q, k, v are boxes, and so is d_o, of the tensor o.
+    """
+    # this program's tile: neighbours are value heads of one key head, which share what they read in L2
+    i_h, i_b = gl.program_id(0) % HV, gl.program_id(0) // HV
+    n = gl.cdiv(T, C)
+
+    # shared memory
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
+    t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
+    t_v = gl.allocate_shared_memory(v.dtype, [STAGES * GROUPS, 1, 1, C, BV], v.layout)
+    t_T = gl.allocate_shared_memory(k.dtype, [C, C], square)
+    t_P = gl.allocate_shared_memory(k.dtype, [C, C], square)
+    t_S = gl.allocate_shared_memory(k.dtype, [GROUPS, K, BV], square)
+    t_u = gl.allocate_shared_memory(k.dtype, [GROUPS, 1, 1, C, BV], d_o.layout)
+    t_beta = gl.allocate_shared_memory(gl.float32, [C], line)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    for s in gl.static_range(GROUPS):
+        mbarrier.init(made.index(s), count=1)
+    for s in gl.static_range(SLOTS):
+        mbarrier.init(done.index(s), count=GROUPS)
+    fence_async_shared()
+
+    tokens, outputs = (g, beta, (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)), (o, d_o, S_in, S_out)
+    tiles, bars, which = (t_q, t_k, t_v, t_T, t_P), (ready, made, done), (i_b, i_h, n, T, HV, scale)
+    own_0 = (allocate_decays(), t_T, t_S.index(0), t_u.index(0), t_beta, allocate_scratch())
+    own_1 = (allocate_decays(), t_P, t_S.index(1), t_u.index(1), None, None)
+    gl.warp_specialize(
+        [
+            (group, (tokens, outputs, tiles, bars, own_0, which, 0)),
+            (group, (tokens, outputs, tiles, bars, own_1, which, 1)),
+            (loader, (q, k, v, tiles, bars, i_b, i_h, i_h // G, n)),
+        ],
+        [4, 4],
+        [REGISTERS, 24],
+    )
+    # all roles are done: until here the barriers' bytes are theirs
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(ready.index(s))
+    for s in gl.static_range(GROUPS):
+        mbarrier.invalidate(made.index(s))
+    for s in gl.static_range(SLOTS):
+        mbarrier.invalidate(done.index(s))
+
+
+# The plan, and the call.
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, beta, S, scale) -> Plan:
+    """(o, final state) of specs of the tensors.
+
+    Raises:
+        TypeError, ValueError: it is a call that this kernel does not take.
+    """
+    if reason := refusal_of_gpu(hardware) or refusal_of_tokens(hardware, q, k, v):
+        raise ValueError(f"q, k, v: expected what the groups in turn take, but {reason}")
+    for x in (q, k, v):
+        if x.shape[-1] != SIZE:
+            raise ValueError(f"{x.name}: expected {SIZE} channels, got {x.shape[-1]}")
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"{x.name}: expected bfloat16, got {x.dtype}")
+    call = delta_chunk.Call(hardware, (q, k, v, g, beta, S, None), scale)
+    draft = call.draft
+    draft.because("the whole chunk in one program, two groups in turn: an experiment, in Gluon")
+    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.N, call.H, SIZE, SIZE)
+    draft.launch(
+        in_turn,
+        call.H * call.N,
+        box(q, C.value, SIZE),
+        box(k, C.value, SIZE),
+        box(v, C.value, BV.value),
+        g,
+        beta,
+        *strides(g),
+        *strides(beta),
+        box(o, C.value, BV.value),
+        o,
+        call.S_in,
+        S_T,
+        call.T,
+        call.H,
+        call.G,
+        call.scale,
+        K=SIZE,
+        REGISTERS=224,  # a thread of group 1; group 0, which makes the inverse, gets what is left: 256
+        num_warps=4,
+        maxnreg=168,
+    )
+    return draft.plan("hopper_in_turn", o, S_T)
+
+
+def check(q, k, v, g, beta, initial_state, scale) -> None:
+    """Compare a call of a new signature with the contract."""
+    sizes = {"K": SIZE, "V": SIZE}
+    check_call("gated_delta_rule", (q, k, v, g, beta), initial_state, None, scale, sizes)
+
+
+forward = Planned(plan_forward, ("q", "k", "v", "g", "beta", "initial_state"), ("scale",), check)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule by two groups in turn, forward only, on a Hopper GPU.
+
+    Args:
+        q: queries `[B, T, H, 128]`, T >= 1, bfloat16.
+        k: keys `[B, T, H, 128]`, bfloat16, of length at most 1 if the state is to stay bounded.
+        v: values `[B, T, HV, 128]`, bfloat16; value head h reads key head h // (HV / H).
+        g: natural log gates `[B, T, HV]`, float32, float16 or bfloat16.
+        beta: write strengths `[B, T, HV]` in [0, 2], in any of the three dtypes.
+        scale: factor on q, 128^-0.5 when None.
+        initial_state: `[B, HV, 128, 128]`, zeros when None.
+
+    Returns:
+        o `[B, T, HV, 128]` in bfloat16, and the final state, float32 `[B, HV, 128, 128]`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
+    """
+    args = q, k, v, g, beta, initial_state
+    check_forward_only(dict(zip(forward.names, args, strict=True)), "the groups in turn are")
+    o, S = forward.find((*args, scale))(args)
+    return o, S
