@@ -235,6 +235,71 @@ WRONG |= {
 }
 
 
+# -- chapter 23 --------------------------------------------------------------------------------------
+
+
+def walked(load, solve, walk, stages, n=400):
+    """By a schedule: how long a chunk lasts once all is under way."""
+    loads, solves, walks = [0.0], [0.0], [0.0]
+    for c in range(n):
+        room = walks[c - stages + 1] if c >= stages else 0
+        loads.append(max(loads[-1], room) + load)
+        solves.append(max(solves[-1], loads[-1]) + solve)
+        walks.append(max(walks[-1], solves[-1]) + walk)
+    return (walks[n] - walks[n // 2]) / (n // 2)
+
+
+def by_rows(A, c, sign=-1):
+    """Rows of blocks from the first to the last, the other way round: Y_i = (I + A_ii)^-1 (E_i - sum A_ij Y_j)."""
+    I = torch.eye(len(A)).double()
+    Y = I.clone()
+    for i in range(0, len(A), c):
+        rows = slice(i, i + c)
+        Y[rows] = torch.linalg.solve(I[:c, :c] + A[rows, rows], I[rows] + sign * A[rows, :i] @ Y[:i])
+    return Y
+
+
+def on_the_diagonal(A, c):
+    return torch.block_diag(*(by_rows(A[i : i + c, i : i + c], c) for i in range(0, len(A), c)))
+
+
+RIGHT |= {
+    "ex-fused-products": [[7, 2, 3]],
+    "ex-fused-period": [walked],
+    "ex-fused-columns": [by_rows],
+    "ex-fused-ahead": ["abd", ["a", "b", "d"]],
+    "ex-fused-programs": [[32, 4096, 64, 128]],
+}
+
+WRONG |= {
+    "ex-fused-products": [
+        ([6, 2, 3], "that is seven"),
+        ([7, 4, 3], "what they are multiplied by"),
+        ([7, 2, 4], "does not wait for them"),
+        ([7, 2, 7], "Answer 3 of 3"),
+    ],
+    "ex-fused-period": [
+        (lambda *x: walked(*x[:3], 1), "one job after the other"),
+        (lambda *x: max(x[:3]), "the busiest role alone"),
+        (lambda *x: sum(x[:3]) / x[3], "round of a stage alone"),
+        (lambda *x: max(*x[:3], sum(x[1:3]) / x[3]), "The load is missing"),
+        (lambda *x: max(*x[:3], sum(x[:2]) / x[3]), "The walk is missing"),
+    ],
+    "ex-fused-columns": [
+        (lambda A, c: by_rows(A, c, sign=1), "The sign is wrong"),
+        (lambda A, c: by_rows(-A, c), "inverts I - A"),
+        (on_the_diagonal, "on the diagonal alone"),
+    ],
+    "ex-fused-ahead": [("abcd", "less what its key finds"), ("ab", "d is missing"), ("abde", "reads the state")],
+    "ex-fused-programs": [
+        ([32, 128, 64, 128], "chunks of one head"),
+        ([32, 4096, 32, 128], "half of a head's"),
+        ([32, 4096, 64, 64], "four programs"),
+        ([32, 4096, 64, 1], "Answer 4 of 4"),
+    ],
+}
+
+
 # -- chapter 24 --------------------------------------------------------------------------------------
 
 

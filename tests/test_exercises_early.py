@@ -1,7 +1,7 @@
 """Exercises: right answers are accepted, typical wrong ones are told what is wrong with them.
 
 The answers of chapters 1 to 8 stand here, the kernels of chapters 4 and 14 in test_exercises_first.py, of 9 to 16 in
-test_exercises_late.py, of 17 and 18 in test_exercises_models.py, of 20 to 22 in test_exercises_delta.py. And every
+test_exercises_late.py, of 17 and 18 in test_exercises_models.py, of 20 to 24 in test_exercises_delta.py. And every
 exercise of the book has a judge, a cell to answer it in, and a solution that passes.
 """
 

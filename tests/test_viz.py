@@ -23,6 +23,7 @@ from gla_ref.viz.attention_weights import KEYS as ATTENTION_KEYS
 from gla_ref.viz.attention_weights import VALUES as ATTENTION_VALUES
 from gla_ref.viz.chunk_size import LENGTHS, chunk_size
 from gla_ref.viz.decode_memory import decode_memory
+from gla_ref.viz.delta_roles import delta_roles
 from gla_ref.viz.fading_state import fading_state
 from gla_ref.viz.gate_paths import gate_paths
 from gla_ref.viz.gate_strength import gate_strength
@@ -142,6 +143,7 @@ EXPLORABLES = {
     "inverses": cache(inverses),
     "kernel_walk": kernel_walk,
     "three_jobs": three_jobs,
+    "delta_roles": cache(delta_roles),
     "ranks_over_time": cache(ranks_over_time),
     "waits_timeline": cache(lambda: waits_timeline(measured_waits.DATA, B=8)),
     "multiprocessors": multiprocessors,

@@ -1,4 +1,4 @@
-"""A layer, the map of models and the three jobs: their numbers against the package's (chapters 17, 18 and 22)."""
+"""A layer, the map of models, roles over time: their numbers against the package's (chapters 17, 18, 22 and 23)."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, si
 from gla_ref.costs import cost
 from gla_ref.models import Config
 from gla_ref.models.language_model import Block
+from gla_ref.viz import delta_roles as roles
 from gla_ref.viz import gla_block
 from gla_ref.viz import three_jobs as jobs
 from gla_ref.viz.model_map import GATES, K4, MODELS, V4, WRITES, model_map, states
@@ -142,3 +143,34 @@ def test_three_jobs_says_what_the_schedules_are():
         assert f"{jobs.CHUNKS} chunks after {end:,} clocks" in row[-1].readout
         assert f"a chunk every {jobs.period(way):,} clocks" in row[-1].readout
         assert "0 of 5 chunks done" in row[0].readout and len(row) == -(-end // jobs.MOMENT) + 1
+
+
+@pytest.mark.parametrize("way", roles.WAYS)
+@pytest.mark.parametrize("heads", roles.HEADS)
+def test_delta_roles_begin_when_they_can(way, heads):
+    """Each job waits for its own chunk, for its group, and a load for room; an inverse never for a state."""
+    tasks, together = roles.schedule(way, heads, 9), way == roles.WAYS[0]
+    found = {(t.job, t.chunk): t for t in tasks}
+    for t in tasks:
+        needs = [(t.job, t.chunk - 1)]
+        if t.job == "load":
+            needs += [("walk", t.chunk - roles.STAGES)] + [("solve", 8)] * (way == roles.WAYS[2])
+        else:
+            needs += [("load", t.chunk)] if (t.job, way) != ("solve", roles.WAYS[2]) else []
+            needs += [("solve", t.chunk)] if t.job == "walk" else [("walk", t.chunk - 1)] * together
+        assert t.start == max([0, *(found[x].stop for x in needs if x[1] >= 0)])
+
+
+def test_delta_roles_says_what_the_schedules_are():
+    alone, first = roles.ALONE, roles.FIRST
+    ahead = max(*alone.values(), sum(alone.values()) / roles.STAGES)
+    for way, row in zip(roles.WAYS, roles.delta_roles().frames, strict=True):
+        for heads, frames in zip(roles.HEADS, row, strict=True):
+            rounds = 1 if 2 * heads <= roles.MULTIPROCESSORS else 2
+            each = {
+                roles.WAYS[0]: alone["solve"] + alone["walk"],
+                roles.WAYS[1]: ahead,
+                roles.WAYS[2]: first["solve"] * heads / roles.MULTIPROCESSORS + first["walk"] * rounds,
+            }[way]
+            assert abs(roles.period(way, heads) - each) < 1e-9
+            assert f"a chunk lasts {each:.1f} µs" in frames[-1].readout and "0 of 6" in frames[0].readout

@@ -1,1 +1,1 @@
-"""Pages: one kernel a file, complete and short enough for one sitting (chapters 4, 7 and 14 to 16)."""
+"""Pages: one kernel a file, complete and short enough for one sitting (chapters 4, 7, 14 to 16, 20, 22 and 23)."""

@@ -1,4 +1,4 @@
-"""The gated delta rule on Hopper, on a page: an inverse a chunk ahead of two walks (chapter 22).
+"""The gated delta rule on Hopper, on a page: an inverse a chunk ahead of two walks (chapter 23).
 
 Computes what :mod:`gla_ref.pages.gated_delta_rule` does. With b_i = g_1 + ... + g_i in a chunk of C tokens, and
 E_ij = e^(b_i - b_j) for j <= i, 0 above the diagonal::
@@ -131,9 +131,10 @@ def solver(g, beta, tiles, bars, t_beta, scratch, i_b, i_h, HV, T):
     i = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, square))[None, :]
     rows = gl.arange(0, C, layout=line)
-    first = i_b.to(gl.int64) * T * HV + i_h
-    b_g = gl.load(g + (first + rows * HV), mask=rows < T, other=0.0).to(gl.float32)
-    b_beta = gl.load(beta + (first + rows * HV), mask=rows < T, other=0.0).to(gl.float32)
+    first = i_b.to(gl.int64) * T * HV + i_h  # from here on 32 bits are enough
+    g, beta = g + first, beta + first
+    b_g = gl.load(g + rows * HV, mask=rows < T, other=0.0).to(gl.float32)
+    b_beta = gl.load(beta + rows * HV, mask=rows < T, other=0.0).to(gl.float32)
     for c in range(gl.cdiv(T, C)):
         s = c % STAGES
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
@@ -141,8 +142,8 @@ def solver(g, beta, tiles, bars, t_beta, scratch, i_b, i_h, HV, T):
         b = gl.associative_scan(gl.where(b_g < -150.0, -150.0, b_g), 0, add)  # of -inf differences would be NaN
         t_beta.store(b_beta)
         rows += C  # the next chunk's gates are asked for long before they are needed
-        b_g = gl.load(g + (first + rows.to(gl.int64) * HV), mask=rows < T, other=0.0).to(gl.float32)
-        b_beta = gl.load(beta + (first + rows.to(gl.int64) * HV), mask=rows < T, other=0.0).to(gl.float32)
+        b_g = gl.load(g + rows * HV, mask=rows < T, other=0.0).to(gl.float32)
+        b_beta = gl.load(beta + rows * HV, mask=rows < T, other=0.0).to(gl.float32)
         mbarrier.wait(ready.index(s), (c // STAGES) & 1)
         none = gl.zeros([C, C], gl.float32, square)
         # is_async: the product runs while threads go on; wait(n, [x]): until x is there and at most n products run
@@ -162,7 +163,7 @@ def solver(g, beta, tiles, bars, t_beta, scratch, i_b, i_h, HV, T):
 
 
 @gluon.jit
-def walker(o, S_last, tiles, bars, t_S, t_u, i_b, i_h, HV, T, scale, D: gl.constexpr):
+def walker(o, S_last, tiles, bars, t_S, t_u, i_b, i_h, T, scale, D: gl.constexpr):
     t_q, t_k, t_v, t_b, t_P, t_T = tiles
     empty, ready, solved = bars
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # of [C, BV] and of [K, BV]
@@ -204,7 +205,7 @@ def walker(o, S_last, tiles, bars, t_S, t_u, i_b, i_h, HV, T, scale, D: gl.const
         copy_out(o, [i_b, i_h, c * C, D * BV], t_u)  # nothing is written beyond T
     tma.store_wait(0)
     o_k, o_v = gl.arange(0, K, layout=gl.SliceLayout(1, half)), gl.arange(0, BV, layout=gl.SliceLayout(0, half))
-    gl.store(S_last + ((i_b * HV + i_h).to(gl.int64) * K + o_k)[:, None] * V + (D * BV + o_v)[None, :], S)
+    gl.store(S_last + (gl.program_id(0).to(gl.int64) * K + o_k)[:, None] * V + (D * BV + o_v)[None, :], S)
 
 
 @gluon.jit(do_not_specialize=("T", "HV", "G"))
@@ -237,8 +238,8 @@ def walk(q, k, v, g, beta, o, S_last, T, HV, G, scale):
     # the first role gets the four warps of the launch; the lists are the warps and registers of the other roles
     gl.warp_specialize(
         [
-            (walker, (o, S_last, tiles, bars, t_S.index(0), t_u.index(0), i_b, i_h, HV, T, scale, 0)),
-            (walker, (o, S_last, tiles, bars, t_S.index(1), t_u.index(1), i_b, i_h, HV, T, scale, 1)),
+            (walker, (o, S_last, tiles, bars, t_S.index(0), t_u.index(0), i_b, i_h, T, scale, 0)),
+            (walker, (o, S_last, tiles, bars, t_S.index(1), t_u.index(1), i_b, i_h, T, scale, 1)),
             (solver, (g, beta, tiles, bars, t_beta, (t_D, t_N, t_Y), i_b, i_h, HV, T)),
             (loader, (q, k, v, tiles, bars, i_b, i_h, i_h // G, T)),
         ],

@@ -105,6 +105,11 @@ def _pictures() -> dict[str, str]:
             for n, kind in enumerate(("sky", "orange", "pink"))
             for i in range(3 if n == 0 else 2)
         ),
+        "23_delta_rule_fused": "".join(
+            rect(6 + 18 * n, 4 + 16 * row, 15, 11, kind)
+            for row, (kind, first, last) in enumerate((("sky", 0, 5), ("orange", 1, 6), ("pink", 2, 6)))
+            for n in range(first, last)
+        ),
         "24_many_gpus": "".join(
             rect(6, 4 + 12 * n, 40, 9, "pale-blue edge") + rect(56, 4 + 12 * n, 58, 9, "orange edge")
             for n in range(4)
@@ -159,6 +164,8 @@ _TEXTS = (
      "Invert a chunk's triangle, and say when TF32 is enough."),
     ("Beyond", "22_fully_fused_on_hopper", "Fully fused on Hopper", "Why wait, if three jobs can be done at once?",
      "Read a kernel whose warps have different jobs, and say what limits it."),
+    ("Beyond", "23_delta_rule_fused", "The delta rule, fully fused", "What can be done before the state is known?",
+     "Find the path that must stay in order, and move all else off it."),
     ("Beyond", "24_many_gpus", "Many GPUs", "How do several GPUs share one text?",
      "Split a recurrence over GPUs, count what crosses, and say when it pays."),
 )  # fmt: skip

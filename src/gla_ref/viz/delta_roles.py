@@ -1,0 +1,156 @@
+"""The delta rule's kernels on Hopper over time: the inverse in turn, a chunk ahead, or before the walk (chapter 23).
+
+A model. Its jobs last as long as they were measured with the other roles only waiting; what they take from each other
+when all are at work is left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import part, path, rect, text
+
+__all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WAYS", "Task", "delta_roles", "period", "schedule"]
+
+#: us per chunk on an H200: a role of an early fused kernel while the other roles only wait (lab/delta_rules.md)
+ALONE = {"load": 1.4, "solve": 2.9, "walk": 2.3}
+#: us per chunk on an H200: the two kernels of an early pair, the walk with half of the columns per program
+FIRST = {"solve": 1.9, "walk": 1.4}
+WAYS = ("two groups, in turn", "the inverse a chunk ahead", "all inverses first")
+HEADS = (32, 64, 132)  # value heads of all sequences
+MULTIPROCESSORS, STAGES, CHUNKS = 132, 2, 6
+
+
+class Task(NamedTuple):
+    """A job of one chunk: from when to when, in us."""
+
+    job: str
+    chunk: int
+    start: float
+    stop: float
+
+
+def lasts(way: str, heads: int) -> dict[str, float]:
+    """How long a job of one chunk of a head lasts, in us.
+
+    If all inverses come first, every multiprocessor makes some, and a head's two halves walk at the same time only if
+    each has a multiprocessor.
+    """
+    if way != WAYS[2]:
+        return ALONE
+    rounds = -(-2 * heads // MULTIPROCESSORS)
+    return {"load": ALONE["load"], "solve": FIRST["solve"] * heads / MULTIPROCESSORS, "walk": FIRST["walk"] * rounds}
+
+
+def schedule(way: str, heads: int, n: int = CHUNKS) -> list[Task]:
+    """All tasks of n chunks of one head, in the order of their chunks."""
+    clocks, tasks, stop = lasts(way, heads), [], {}
+
+    def run(job: str, chunk: int, *after: tuple[str, int]) -> None:
+        start = max([0.0, *(stop[x] for x in after if x[1] >= 0)])
+        stop[job, chunk] = start + clocks[job]
+        tasks.append(Task(job, chunk, start, stop[job, chunk]))
+
+    if way == WAYS[2]:
+        for c in range(n):
+            run("solve", c, ("solve", c - 1))
+    for c in range(n):
+        first = [("solve", n - 1)] if way == WAYS[2] else []
+        run("load", c, ("load", c - 1), ("walk", c - STAGES), *first)
+        if way != WAYS[2]:  # whoever solves is free: has solved the last chunk, and walked it, too, if they do both
+            run("solve", c, ("load", c), ("solve" if way == WAYS[1] else "walk", c - 1))
+        run("walk", c, ("load", c), ("solve", c), ("walk", c - 1))
+    return tasks
+
+
+def period(way: str, heads: int) -> float:
+    """How long a chunk lasts in a long text, in us."""
+
+    def end(n: int) -> float:
+        return max(t.stop for t in schedule(way, heads, n))
+
+    return (end(48) - end(24)) / 24
+
+
+LEFT, TOP, ROW, TALL, UNIT = 4, 26, 52, 26, 390 / 34
+ROWS = {"load": "copy engine: q, k, v", "solve": "inverses", "walk": "states"}
+KINDS = {"load": "pale-blue", "solve": "orange", "walk": "pink"}
+SAYS = {"load": "its tiles come in", "solve": "its inverse is made", "walk": "it reads and writes the state"}
+MOMENT = 1.0  # us between two pictures
+
+
+def _bars(tasks: list[Task]) -> str:
+    pieces = []
+    for job, chunk, start, stop in tasks:
+        x, y, width = LEFT + UNIT * start, TOP + ROW * list(ROWS).index(job), UNIT * (stop - start)
+        bar = [rect(x, y, width, TALL, f"{KINDS[job]} edge")]
+        if width > 12:
+            bar.append(text(x + width / 2, y + TALL / 2, chunk + 1, "on"))
+        pieces.append(part(f"Chunk {chunk + 1}, {SAYS[job]}: from {start:.1f} to {stop:.1f} µs.", *bar))
+    return "".join(pieces)
+
+
+def _frames(way: str, heads: int) -> list[Frame]:
+    tasks = schedule(way, heads)
+    end, bars = max(t.stop for t in tasks), _bars(tasks)
+    ground = [text(LEFT, TOP + ROW * n - 10, words, "start") for n, words in enumerate(ROWS.values())]
+    ground += [rect(LEFT, TOP + ROW * n, UNIT * end, TALL, "pale-grey") for n in range(len(ROWS))]
+    moments = int(end / MOMENT) + 2
+    return [_frame(way, heads, tasks, n * MOMENT, end, "".join(ground), bars) for n in range(moments)]
+
+
+def _frame(way: str, heads: int, tasks: list[Task], t: float, end: float, ground: str, bars: str) -> Frame:
+    """What is done by t in full colours, what is to come pale."""
+    x, bottom = LEFT + UNIT * min(t, end), TOP + ROW * (len(ROWS) - 1) + TALL
+    name = f"roles-{WAYS.index(way)}-{heads}-{round(t / MOMENT)}"
+    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{bottom}"/></clipPath>'
+    now = path([(x, TOP - 4), (x, bottom + 4)], "line-vermilion")
+    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    done = sum(task.job == "walk" and task.stop <= t for task in tasks)
+    if t >= end:
+        words = f"{way}, {heads} value heads: {CHUNKS} chunks after {end:.1f} µs. "
+        return Frame(pieces, words + f"In a long text a chunk lasts {period(way, heads):.1f} µs.")
+    return Frame(pieces, f"{way}, {heads} value heads, after {t:.0f} µs: {done} of {CHUNKS} chunks done.")
+
+
+def delta_roles() -> Explorable:
+    """The chunks of one value head, by three schedules."""
+    frames = [[_frames(way, heads) for heads in HEADS] for way in WAYS]
+    most = max(len(row) for by_heads in frames for row in by_heads)
+    return Explorable(
+        title="Six chunks of one value head",
+        notice="A model: each job lasts as long as it did with the other jobs taken away. The numbers are chunks. An "
+        "inverse waits for its own keys only, so it can be made while the state is still chunks behind.",
+        alt="Three rows over time, for loads, inverses and states, with numbered bars for the chunks. Bars to the "
+        "right of the line that marks the present are pale.",
+        controls=(
+            Choice("Way", WAYS),
+            Choice("Value heads", HEADS),
+            Slider("Time", [f"{MOMENT * n:.0f} µs" for n in range(most)]),
+        ),
+        frames=frames,
+        height=TOP + ROW * len(ROWS) - 18,
+        start=(1, 0, 12),
+        legend=(
+            Key("pale-blue edge", "loads a chunk"),
+            Key("orange edge", "makes the inverse"),
+            Key("pink edge", "goes from state to state"),
+            Key("pale-grey", "nothing to do"),
+            Key("line-vermilion", "now", "line"),
+        ),
+        question=Question(
+            "What does the inverse of chunk 5 have to wait for?",
+            "the keys of chunk 5",
+            {
+                "the state after chunk 4": "The state comes in later, where the inverse is multiplied by what tokens "
+                "found there.",
+                "the inverse of chunk 4": "Tokens of a chunk correct each other. What earlier chunks wrote is in the "
+                "state.",
+                "the keys of chunk 5": "Keys, strengths and gates of its own tokens make it. So it can be made before "
+                "any state is known.",
+            },
+            seen=(2, 0, len(frames[2][0]) - 1),
+            before=(0, 0, 0),
+        ),
+    )
