@@ -23,8 +23,8 @@ def record(kernel, *roles):
 
 FUSED = record(
     "fused",
-    role("walker 0", ("ready", "ready_v", "solved"), 9000, 5000, (200, 0, 1500)),
-    role("walker 1", ("ready", "ready_v", "solved"), 9100, 5000, (100, 0, 1500)),
+    role("walker 0", ("ready", "solved"), 9000, 5000, (200, 1500)),
+    role("walker 1", ("ready", "solved"), 9100, 5000, (100, 1500)),
     role("solver", ("ready", "done of c - TURNS", "done of c - 1"), 4000, 5000, (0, 50, 300)),
     role("loader", ("done of c - STAGES", "done of c - STAGES_V"), 0, 5000, (4500, 200)),
 )

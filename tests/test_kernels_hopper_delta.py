@@ -184,7 +184,7 @@ def segments(dtype, B, T, H, K, V, groups=2, ends=None):
 def check(mechanism, *sizes, ends=None, scale=None, path=None, kernels=BOTH, dtype=BF16, gates=F32, groups=2, **kw):
     """Played here, run on a GPU: within the budgets of the portable kernel."""
     kw |= {"ends": ends, "scale": scale, "dtype": dtype, "gates": gates, "groups": groups}
-    run = segments(dtype, *sizes, groups, ends) if path else None
+    run = segments(dtype, *sizes, groups, ends) if path and sizes[1] > 64 else None
     x, judged = problem(mechanism, *sizes, run=run, **kw)
     judged = {n: judged[n] for n in ("o", "S")}
     for kernel in ("hopper_ahead",) if path else kernels:
@@ -402,10 +402,11 @@ def test_both_kernels_give_the_same_bits(dtype):
 
 # by their order in the kernel
 BARRIERS = {
-    **{f"ready {s}": ("hopper_fused", "fused", 0, s) for s in range(3)},
-    **{f"ready_v {s}": ("hopper_fused", "fused", 1, s) for s in range(2)},
-    "solved": ("hopper_fused", "fused", 2, 0),
-    **{f"done {s}": ("hopper_fused", "fused", 3, s) for s in range(4)},
+    **{
+        f"{name} {s}": ("hopper_fused", "fused", n, s)
+        for n, name in enumerate(("ready", "solved", "done"))
+        for s in (0, 1)
+    },
     **{f"ready {s} ahead": ("hopper_ahead", "walk", 0, s) for s in range(3)},
     **{f"done {s} ahead": ("hopper_ahead", "walk", 1, s) for s in range(3)},
     "ready of solve": ("hopper_ahead", "solve", 0, 0),
@@ -417,7 +418,7 @@ BARRIERS = {
 
 
 @played_here
-@pytest.mark.parametrize("bar", thin(BARRIERS, "solved", "done 0", "ready 2 ahead", "T made in turn"))
+@pytest.mark.parametrize("bar", thin(BARRIERS, "solved 0", "done 0", "ready 2 ahead", "T made in turn"))
 def test_every_barrier_is_needed(bar):
     kernel, *ignored = BARRIERS[bar]
     width = 128 if kernel == IN_TURN else 64

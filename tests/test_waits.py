@@ -27,7 +27,7 @@ from clocked import SITES, Role, clocked  # noqa: E402
 
 CHUNKS = 5
 BARRIERS = {  # of the kernel that walks, by their order in it
-    "fused": ("ready", "ready_v", "solved", "done"),
+    "fused": ("ready", "solved", "done"),
     "in turn": ("ready", "made", "done"),
     "ahead": ("ready", "done"),
 }

@@ -4,34 +4,28 @@ Equations (1) to (3) are those of delta_chunk.py. A program owns a value head of
 of four warps each, because setmaxnreg is one instruction of a whole warpgroup::
 
     loader    asks the copy engine (TMA) for q, k, v of a chunk              waits for `done`
-    solver    (1) and the decays of a chunk                                  waits for `ready`, `done`
-    walker    (2) and (3) for 64 columns of V; S in its registers; o out     waits for `ready`, `ready_v`, `solved`
+    solver    (1) and the decays of a chunk                                  waits for `ready`
+    walker    (2) and (3) for 64 columns of V; S in its registers; o out     waits for `ready`, `solved`
 
-V = 128 has two walkers. The solver works a chunk ahead of the walkers. q and k have STAGES = 3 stages: one for the
-walkers, one for the solver, one to load. v has two, because the solver does not read it. P and the decays have two
-turns. T has one: the next T waits in the solver's registers until the walkers are done with the last chunk. Barriers of
-chunk c::
+V = 128 has two walkers. The solver works a chunk ahead of the walkers, so everything of a chunk has two places. Chunk c
+lies in place s = c % 2, and its round is j = c // 2. Each place has three barriers::
 
-    ready[c % STAGES]    copy engine -> solver, walkers     the announced bytes       q and k are there
-    ready_v[c % 2]       copy engine -> walkers             the announced bytes       v is there
-    solved               solver -> walkers                  1 arrival                 T, P and decays are there
-    done[c % 4]          walkers -> loader, solver          1 arrival per walker      everything of c has been read
+    ready     copy engine -> solver, walkers    the announced bytes      q, k and v are there
+    solved    solver -> walkers                 1 arrival                T, P and decays are there
+    done      walkers -> loader                 1 arrival per walker     everything of c has been read
 
-wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. Chunk
-c has phase c // n of a barrier with n slots, so roles wait for parity (c // n) & 1.
+wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. Roles
+wait at `ready` and `solved` for phase j, of parity j & 1, the loader at `done` for phase j - 1.
 
 *No role waits for ever.* All roles go through the same chunks in order, and each wait of chunk c is for an earlier
-event: q and k for `done` of c - STAGES; v for `done` of c - 2; the solver for `ready` of c, then, to store P, for
-`done` of c - 2, and to store T, for `done` of c - 1; the walkers for `ready`, `ready_v`, `solved` of c. For chunks
-before the first, `wait_done` asks for parity 1 of a phase 0 that has not ended, and returns.
+event: the loader's for `done` of c - 2, the solver's for `ready` of c, the walkers' for `ready` and `solved` of c.
 
-*No role is two phases late*, where parity would deceive: a role that waits for chunk c at a barrier of n slots has
-passed before chunk c + n ends its phase there. `ready` and `ready_v` of c + n need `done` of c, that is, both walkers
-past `ready`, `ready_v` and `solved` of c; and `solved` of c needs the solver past `ready` of c. `solved` of c + 1 needs
-`done` of c, both walkers past `solved` of c. The loader and the solver wait for `done` of c - a, a <= 3, before chunk c
-is loaded or solved; the next phase of that slot is that of c - a + 4 > c, after chunk c is solved.
+*No role is two phases late*, where parity would deceive. `ready` of round j + 1 needs `done` of round j, that is, both
+walkers past `ready` and `solved` of j, and `solved` of j needs the solver past `ready` of j. `solved` of j + 1 needs
+`ready` of j + 1. The loader waits for `done` of j - 1 before it asks for round j, whose `done` comes later.
 
-*`done` needs no arrival of the solver's*: its products have read q and k before it arrives at `solved`.
+*Nothing is overwritten too early*: the solver, once past `ready` of c, knows that the walkers are done with c - 2. Its
+own products have read q and k before it arrives at `solved`.
 
 *Packed sequences.* The last chunk of a sequence may end with rows of the next one. The solver overwrites these rows of
 q, k and v with zeros, and the walkers wait for `solved` before they read them. Gates and strengths of these rows are
@@ -41,8 +35,8 @@ zeros.
 store that they read or overwrite. *Barriers own their bytes* until they are invalidated (gla_forward.py), and every one
 has a role that waits for it.
 
-*Shared memory* at K = V = 128, 226 KB of 227: q and k 96, v (then v', then w) 32, S 32, e^(b_C - b) w (then o) 16, T 8,
-P 16, the inverse 24, decays and barriers 2. A chunk moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) =
+*Shared memory* at K = V = 128, 202 KB of 227: q and k 64, v (then v', then w) 32, S 32, e^(b_C - b) w (then o) 16, T
+and P 32, the inverse 24, decays and barriers 2. A chunk moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) =
 10.5 MFLOP and 1 MFLOP for the inverse.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel where there are too many heads
@@ -83,48 +77,36 @@ from .gla_forward import keep_rows, operand
 copy_in = named("copy_in")
 
 C, BV = gl.constexpr(64), gl.constexpr(64)  # tokens of a chunk, columns of a walker
-STAGES_V, TURNS, SLOTS = gl.constexpr(2), gl.constexpr(2), gl.constexpr(4)  # places for v; for P and decays; for `done`
-
-
-@gluon.jit
-def wait_done(done, c, ago: gl.constexpr):
-    """Until the walkers are done with chunk c - ago, ago < SLOTS; at once if there is none."""
-    i = c + SLOTS - ago
-    mbarrier.wait(done.index(i % SLOTS), ((i // SLOTS) & 1) ^ 1)
+PLACES = gl.constexpr(2)  # chunks of which everything is in shared memory
 
 
 @gluon.jit
 def loader(q, k, v, tiles, bars, i_b, i_h, i_k, begin, n):
     """Bring q, k, v of each chunk; what lies beyond the tensor comes as zeros."""
     t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors = tiles
-    ready, ready_v, solved, done = bars
-    STAGES: gl.constexpr = t_q.shape[0]
-    n_v: gl.constexpr = t_v.shape[0] // STAGES_V  # walkers, with a tile of v each
+    ready, solved, done = bars
+    n_v: gl.constexpr = t_v.shape[0] // PLACES  # walkers, with a tile of v each
     for c in range(n):
-        s, o_t = c % STAGES, begin + c * C
-        wait_done(done, c, STAGES)
+        s, o_t = c % PLACES, begin + c * C
+        mbarrier.wait(done.index(s), ((c // PLACES) & 1) ^ 1)
         bar = ready.index(s)  # completes when so many bytes are there
-        mbarrier.expect(bar, 2 * k.block_type.nbytes)
+        mbarrier.expect(bar, 2 * k.block_type.nbytes + n_v * v.block_type.nbytes)
         copy_in(k, [i_b, i_k, o_t, 0], bar, t_k.index(s))
         copy_in(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
-        wait_done(done, c, STAGES_V)
-        bar = ready_v.index(c % STAGES_V)
-        mbarrier.expect(bar, n_v * v.block_type.nbytes)
         for d in gl.static_range(n_v):
-            copy_in(v, [i_b, i_h, o_t, d * BV], bar, t_v.index(c % STAGES_V * n_v + d))
+            copy_in(v, [i_b, i_h, o_t, d * BV], bar, t_v.index(s * n_v + d))
 
 
 @gluon.jit
 def solver(g, beta, strides, tiles, bars, own, cu, i_b, i_h, begin, end, n):
     """(1) and the decays of each chunk."""
     t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors = tiles
-    ready, ready_v, solved, done = bars
+    ready, solved, done = bars
     t_sums, t_beta, scratch = own
     s_g, s_beta = strides
     PACKED: gl.constexpr = cu is not None
-    STAGES: gl.constexpr = t_q.shape[0]
     K: gl.constexpr = t_q.shape[4]
-    n_v: gl.constexpr = t_v.shape[0] // STAGES_V
+    n_v: gl.constexpr = t_v.shape[0] // PLACES
     line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -135,7 +117,7 @@ def solver(g, beta, strides, tiles, bars, own, cu, i_b, i_h, begin, end, n):
     if g is not None:
         b_g = load_tokens(g, s_g, i_b, i_h, rows, end)
     for c in range(n):
-        s = c % STAGES
+        s = c % PLACES
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
         t_beta.store(b_beta)
         rows += C  # the next chunk's gates are asked for long before they are needed
@@ -146,30 +128,27 @@ def solver(g, beta, strides, tiles, bars, own, cu, i_b, i_h, begin, end, n):
             t_sums.index(1).store(fine)
             since, until = since_until(coarse, fine, C, line)
             b_g = load_tokens(g, s_g, i_b, i_h, rows, end)
-        mbarrier.wait(ready.index(s), (c // STAGES) & 1)
+        mbarrier.wait(ready.index(s), (c // PLACES) & 1)
         if PACKED:
             left = end - begin - c * C
             if left < C:  # the rest is another sequence's
-                mbarrier.wait(ready_v.index(c % STAGES_V), (c // STAGES_V) & 1)
                 keep_rows(b_q, left, of_k)
                 keep_rows(b_k, left, of_k)
                 for d in gl.static_range(n_v):
-                    keep_rows(t_v.index(c % STAGES_V * n_v + d).reshape([C, BV]), left, of_v)
+                    keep_rows(t_v.index(s * n_v + d).reshape([C, BV]), left, of_v)
                 fence_async_shared()
         N, P, of_P = pairs(b_q, b_k, t_sums, t_beta, wide)
-        wait_done(done, c, TURNS)
-        t_P.index(c % TURNS).store(P)
+        t_P.index(s).store(P)
         if g is not None:
-            t_since.index(c % TURNS).store(since)
-            t_until.index(c % TURNS).store(until)
+            t_since.index(s).store(since)
+            t_until.index(s).store(until)
         T, of_T = operand(inverse(N, t_beta, scratch, wide), t_T.dtype)
-        wait_done(done, c, 1)
-        t_T.store(T)
+        t_T.index(s).store(T)
         if t_factors is not None:
-            t_factors.index(0).store(gl.full([1], 1.0, gl.float32, one) * of_T)
-            t_factors.index(1).store(gl.full([1], 1.0, gl.float32, one) * of_P)
+            t_factors.index(2 * s).store(gl.full([1], 1.0, gl.float32, one) * of_T)
+            t_factors.index(2 * s + 1).store(gl.full([1], 1.0, gl.float32, one) * of_P)
         fence_async_shared()
-        mbarrier.arrive(solved, count=1)
+        mbarrier.arrive(solved.index(s), count=1)
 
 
 @gluon.jit
@@ -178,36 +157,35 @@ def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
     o, d_o, S_in, S_out = outputs
     i_n, i_b, i_h, begin, end, n, HV, scale = which
     t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors = tiles
-    ready, ready_v, solved, done = bars
+    ready, solved, done = bars
     PACKED: gl.constexpr = cu is not None
-    STAGES: gl.constexpr = t_q.shape[0]
     K: gl.constexpr = t_q.shape[4]
-    n_v: gl.constexpr = t_v.shape[0] // STAGES_V
+    n_v: gl.constexpr = t_v.shape[0] // PLACES
     V: gl.constexpr = n_v * BV
     of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # [K, BV] and [C, BV]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     S, factor = load_state(S_in, i_n, i_h, D * BV, t_S, HV, V, of_S)
     for c in range(n):
-        s, o_t = c % STAGES, begin + c * C
+        s, o_t = c % PLACES, begin + c * C
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
-        b_v = t_v.index(c % STAGES_V * n_v + D).reshape([C, BV])
-        mbarrier.wait(ready.index(s), (c // STAGES) & 1)
+        b_v = t_v.index(s * n_v + D).reshape([C, BV])
+        mbarrier.wait(ready.index(s), (c // PLACES) & 1)
         if PACKED:
             if end - o_t < C:  # the solver puts zeros into k
-                mbarrier.wait(solved, c & 1)
+                mbarrier.wait(solved.index(s), (c // PLACES) & 1)
         x, b_o = read(b_k, t_S, of_S), read(b_q, t_S, of_S)
-        mbarrier.wait(ready_v.index(c % STAGES_V), (c // STAGES_V) & 1)
-        mbarrier.wait(solved, c & 1)
+        mbarrier.wait(solved.index(s), (c // PLACES) & 1)
         if t_since is not None:
-            since = t_since.index(c % TURNS).load(gl.SliceLayout(1, of_S))[:, None]
-            until = t_until.index(c % TURNS).load(gl.SliceLayout(1, of_S))[:, None]
-            through = gl.sum(t_since.index(c % TURNS).slice(C - 1, 1).load(one), 0)  # e^(b_C)
+            since = t_since.index(s).load(gl.SliceLayout(1, of_S))[:, None]
+            until = t_until.index(s).load(gl.SliceLayout(1, of_S))[:, None]
+            through = gl.sum(t_since.index(s).slice(C - 1, 1).load(one), 0)  # e^(b_C)
         else:
             since: gl.constexpr = None
             until: gl.constexpr = None
             through: gl.constexpr = None
         if t_factors is not None:
-            of_T, of_P = gl.sum(t_factors.index(0).load(one), 0), gl.sum(t_factors.index(1).load(one), 0)
+            of_T = gl.sum(t_factors.index(2 * s).load(one), 0)
+            of_P = gl.sum(t_factors.index(2 * s + 1).load(one), 0)
         else:
             of_T: gl.constexpr = None
             of_P: gl.constexpr = None
@@ -218,8 +196,8 @@ def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
             b_o,
             b_k,
             b_v,
-            t_T,
-            t_P.index(c % TURNS),
+            t_T.index(s),
+            t_P.index(s),
             t_S,
             t_u.reshape([C, BV]),
             of_T,
@@ -229,7 +207,7 @@ def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
             through,
             of_S,
         )
-        mbarrier.arrive(done.index(c % SLOTS), count=1)
+        mbarrier.arrive(done.index(s), count=1)
         store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, o_t, end, D * BV, HV, V, of_S, PACKED)
     tma.store_wait(0)
     gl.store(state_columns(S_out, i_n, i_h, D * BV, HV, K, V, BV, of_S), S)
@@ -259,7 +237,6 @@ def fused(
     scale,
     K: gl.constexpr,
     V: gl.constexpr,
-    STAGES: gl.constexpr,
     R_WALKER: gl.constexpr,
     R_SOLVER: gl.constexpr,
 ):
@@ -276,41 +253,37 @@ def fused(
     # shared memory
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
-    t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
-    t_v = gl.allocate_shared_memory(v.dtype, [STAGES_V * WALKERS, 1, 1, C, BV], v.layout)
-    t_T = gl.allocate_shared_memory(k.dtype, [C, C], square)
-    t_P = gl.allocate_shared_memory(k.dtype, [TURNS, C, C], square)
+    t_q = gl.allocate_shared_memory(q.dtype, [PLACES, 1, 1, C, K], q.layout)
+    t_k = gl.allocate_shared_memory(k.dtype, [PLACES, 1, 1, C, K], k.layout)
+    t_v = gl.allocate_shared_memory(v.dtype, [PLACES * WALKERS, 1, 1, C, BV], v.layout)
+    t_T = gl.allocate_shared_memory(k.dtype, [PLACES, C, C], square)
+    t_P = gl.allocate_shared_memory(k.dtype, [PLACES, C, C], square)
     t_S = gl.allocate_shared_memory(k.dtype, [WALKERS, K, BV], square)
     t_u = gl.allocate_shared_memory(k.dtype, [WALKERS, 1, 1, C, BV], d_o.layout)
     t_beta = gl.allocate_shared_memory(gl.float32, [C], line)
     if g is not None:
-        t_since = gl.allocate_shared_memory(gl.float32, [TURNS, C], line)
-        t_until = gl.allocate_shared_memory(gl.float32, [TURNS, C], line)
+        t_since = gl.allocate_shared_memory(gl.float32, [PLACES, C], line)
+        t_until = gl.allocate_shared_memory(gl.float32, [PLACES, C], line)
         t_sums = gl.allocate_shared_memory(gl.float32, [2, C], line)
     else:
         t_since: gl.constexpr = None
         t_until: gl.constexpr = None
         t_sums: gl.constexpr = None
     if k.dtype == gl.float16:
-        t_factors = gl.allocate_shared_memory(gl.float32, [2, 1], line)
+        t_factors = gl.allocate_shared_memory(gl.float32, [2 * PLACES, 1], line)
     else:
         t_factors: gl.constexpr = None
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready_v = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
-    solved = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
+    ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    solved = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(PLACES):
         mbarrier.init(ready.index(s), count=1)
-    for s in gl.static_range(STAGES_V):
-        mbarrier.init(ready_v.index(s), count=1)
-    mbarrier.init(solved, count=1)
-    for s in gl.static_range(SLOTS):
+        mbarrier.init(solved.index(s), count=1)
         mbarrier.init(done.index(s), count=WALKERS)
     fence_async_shared()
 
     tiles = (t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors)
-    bars = (ready, ready_v, solved, done)
+    bars = (ready, solved, done)
     own = (t_sums, t_beta, allocate_scratch())
     outputs, which = (o, d_o, S_in, S_out), (i_n, i_b, i_h, begin, end, n, HV, scale)
     of_loader = (q, k, v, tiles, bars, i_b, i_h, i_h // G, begin, n)
@@ -337,12 +310,9 @@ def fused(
             [R_SOLVER, 24],
         )
     # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(STAGES):
+    for s in gl.static_range(PLACES):
         mbarrier.invalidate(ready.index(s))
-    for s in gl.static_range(STAGES_V):
-        mbarrier.invalidate(ready_v.index(s))
-    mbarrier.invalidate(solved)
-    for s in gl.static_range(SLOTS):
+        mbarrier.invalidate(solved.index(s))
         mbarrier.invalidate(done.index(s))
 
 
@@ -352,13 +322,12 @@ def fused(
 class Roles(NamedTuple):
     """How a program is made."""
 
-    stages: int  # chunks of q and k that lie in shared memory
     registers: int  # a thread, at entry; the first walker gets what the others leave of them
     of_walker: int  # a thread of the second walker
     of_solver: int
 
 
-ROLES = {64: Roles(3, 160, 0, 216), 128: Roles(3, 128, 160, 168)}  # by V
+ROLES = {64: Roles(160, 0, 216), 128: Roles(128, 160, 168)}  # by V
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
@@ -388,7 +357,6 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
         call.scale,
         K=K,
         V=V,
-        STAGES=roles.stages,
         R_WALKER=roles.of_walker,
         R_SOLVER=roles.of_solver,
         num_warps=4,

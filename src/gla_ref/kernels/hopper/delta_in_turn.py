@@ -75,13 +75,19 @@ from .delta_chunk import (
     summed,
     write,
 )
-from .delta_fused import SLOTS, wait_done
 
 copy_in = named("copy_in")
 
 C, BV, GROUPS = gl.constexpr(64), gl.constexpr(64), gl.constexpr(2)  # tokens of a chunk, columns of a group, groups
-STAGES = gl.constexpr(2)
+STAGES, SLOTS = gl.constexpr(2), gl.constexpr(4)  # chunks that lie in shared memory; places for `done`
 SIZE = 128  # K and V
+
+
+@gluon.jit
+def wait_done(done, c, ago: gl.constexpr):
+    """Until both groups are done with chunk c - ago, ago < SLOTS; at once if there is none."""
+    i = c + SLOTS - ago
+    mbarrier.wait(done.index(i % SLOTS), ((i // SLOTS) & 1) ^ 1)
 
 
 @gluon.jit
