@@ -363,10 +363,11 @@ def carry_states(
 ) -> None:
     """`carry` of segments of L tokens; S_out [N, H, K, V] gets the states after each sequence."""
     (N, H, K, V), BV = S_out.shape, 16
+    BK = max(16, next_power_of_2(K))
     draft.launch(
         carry, cdiv(V, BV) * H * N,
         part, S_in, S_out, cu, N, T, L, H, K, V,
-        BK=max(16, next_power_of_2(K)), BV=BV, BJ=16, PACKED=cu is not None, REVERSE=reverse,
+        BK=BK, BV=BV, BJ=min(64, BK), PACKED=cu is not None, REVERSE=reverse,
         num_warps=4, num_stages=1,
     )
 
