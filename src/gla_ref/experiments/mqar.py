@@ -10,7 +10,7 @@ With `overwritten`, half of the pairs come a second time, with the old key and a
 a state that only adds has both values, one that corrects itself has the new one.
 
 The learning rate is chosen for every mixer, width and variant, by trials on validation data. Random numbers are drawn
-on the CPU, so that a CPU and a GPU train on the same texts. No full setting of it has been run yet.
+on the CPU, so that a CPU and a GPU train on the same texts. Of its full settings only trials of rates have run.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ to :mod:`gla_ref.experiments.mqar`. What it shows is the recall of a state of a 
 
 Heads share a fixed width, so fewer heads have a larger state with the same parameters: the axis of its size. The
 learning rate is chosen as there, for every mixer; longer runs begin only if trials of softmax attention and of one
-linear mixer are above chance. No full setting of it has been run yet.
+linear mixer are above chance. Of its full settings only trials of rates have run.
 """
 
 from __future__ import annotations
