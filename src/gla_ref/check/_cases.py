@@ -151,16 +151,17 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     whole = (0, C, 3 * C, 3 * C, 6 * C + 8, 6 * C + SUB + 8, 7 * C + SUB + 8)
     many = tuple(n + n // 3 for n in range(MANY + 1))
     joint = {"B": 1, "H": 9, "V": 20, "gate": BY_CHUNKS if gates else MILD}
-    several = {"H": 5, "groups": 2} if kind.mechanism.multiples else {}
+    several = {"H": 3, "groups": 2} if kind.mechanism.multiples else {"H": 5}
     last = 16 * C + SUB + 1
-    long = {"H": 2 if strengths else 16, "T": 300}  # a delta rule's triangles of so many heads take seconds
+    # a delta rule's triangles of so many heads would take seconds
+    long = {"H": 2, "T": 300} if strengths else {"H": 16, "K": 3, "V": 4, "T": 4 * C + 10}
     long = {"H": 1, "T": 8 * C + 1} if kind.cache else long
     found += [
-        Case("square", K=6, V=6, T=2 * C, telling=True),
+        Case("square", H=2, K=6, V=6, T=2 * C, telling=True),
         Case("one head", H=1, K=64, V=48, T=C + SUB + 1),
         Case("wide", H=2, K=40, V=36, T=C + 3),
         Case("wider", B=1, H=2, K=80, V=72, T=C + SUB + 1),
-        Case("widest", B=1, H=2, K=160, V=136, T=C + 3),
+        Case("widest", B=1, H=1, K=160, V=136, T=C + 3),
         Case("scale given", scale=-0.3, T=C + 3, telling=True),
         Case("scale zero", scale=0.0, T=SUB + 3),
         Case("one token with scale", T=1, scale=0.7),
@@ -170,7 +171,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("loss without state", state=False, strides="misaligned", loss="state"),
         Case("packed", **packed, state=not kind.cache, telling=True),
         Case("packed with other boundaries", **packed | {"ends": others}, state=False, index="int64"),
-        Case("packed with scale", **packed, state=not kind.cache, scale=0.7),
+        Case("packed with scale", **packed, H=9, state=not kind.cache, scale=0.7),
         Case("packed whole chunks", B=1, T=whole[-1], ends=whole, state=not kind.cache),
         Case("many sequences", B=1, T=many[-1], H=2, K=3, V=5, ends=many, state=not kind.cache),
         Case("packed strided", **packed, state=False, strides="strided", loss="o"),
@@ -181,7 +182,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("expanded", strides="expanded"),
         Case("many heads", B=3, H=101, K=4, V=6, T=7, state=not kind.cache),
         # several things meet: mistakes that none of them shows alone
-        Case("joint", **joint, T=2 * C + 3, K=80),
+        Case("joint", **joint, T=2 * C + 3, K=48),
         Case("joint packed", **joint | several, T=C + 43, K=128, ends=(0, C + 3, C + 43), state=not kind.cache),
         Case("joint square", **joint | {"H": 2, "V": 128}, T=4 * C + 10, K=128),
         Case("one packed sequence", B=1, T=C + SUB + 3, ends=(0, C + SUB + 3), state=not kind.cache),
