@@ -64,11 +64,11 @@ GROUPS = {  # a group of quick cases: the patterns of their names; a case belong
     "packed": ("*packed*", "many sequences"),
     "lengths": ("length *", "long", "narrow and long", "random *"),
     "gates": ("gate *", "gates *", "wide keys and gate *"),
-    "sizes": ("square", "one head", "wide", "wider", "widest", "many heads", "joint", "sizes *", "value heads*"),
+    "sizes": ("square", "one head", "wide", "wider", "widest", "many heads", "joint*", "sizes *", "value heads*"),
     "keys": ("keys *", "* keys", "strength*", "values *", "later tokens loud"),
     "scales": ("scale *", "one token with scale", "steep*"),
     "states": ("*state*", "*cache*"),
-    "strides": ("strided", "misaligned", "transposed", "expanded"),
+    "strides": ("strided", "fused", "misaligned", "transposed", "expanded"),
     "losses": ("loss *", "small loss", "frozen inputs"),
     "large": ("large", "huge"),
 }

@@ -398,6 +398,14 @@ def softmax(q, k, v, scale, C, product):
     return product((scale * product(q, k.mT)).masked_fill(later, -torch.inf).softmax(-1), v)
 
 
+def by_logsumexp(q, k, v, scale, C, product):
+    """Weights that no sum divides: exp(x - logsumexp(x))."""
+    T, T_k = q.shape[-2], k.shape[-2]
+    later = torch.ones(T, T_k, dtype=torch.bool, device=q.device).triu(T_k - T + 1)
+    x = (scale * product(q, k.mT)).masked_fill(later, -torch.inf)
+    return product((x - x.logsumexp(-1, keepdim=True)).exp(), v)
+
+
 def library(dtype):
     """PyTorch's own attention, with whatever kernel it chooses here."""
 
@@ -429,7 +437,11 @@ def kernels(mechanism, dtype):
         found = {f"tiles of {C}, by hand": attention(Flash.apply, dtype, C) for C in (32, 64, 128)}
         found |= {name: attention(Flash.apply, dtype, 64, product) for name, product in others.items()}
         found["one log-sum-exp, channels in another order"] = attention(OneNumber.apply, dtype, 64)
-        return found | {"autograd": attention(softmax, dtype), "PyTorch's own": library(dtype)}
+        return found | {
+            "autograd": attention(softmax, dtype),
+            "log-sum-exp": attention(by_logsumexp, dtype),
+            "PyTorch's own": library(dtype),
+        }
     if mechanism in DELTA:
         return delta_kernels(mechanism, dtype, others)
     found = {f"chunks of {C}, by hand": linear(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}

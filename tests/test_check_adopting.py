@@ -279,7 +279,7 @@ def test_a_failure_prints_the_report_and_nothing_of_the_kit(tests, monkeypatch):
     done.assert_outcomes(passed=1, failed=1)
     out = done.stdout.str()
     assert "gla on cpu in float32, quick, seed 3: WRONG (1 of" in out and "every decay applied twice" in out
-    assert "Case(name='length 7', B=2, T=7, H=3, K=5, V=7)" in out
+    assert "Case(name='length 7', B=2, T=7, H=3, K=5, V=7, often=True)" in out
     assert "Traceback" not in out and "pytest_plugin.py" not in out and "::error" not in out
     (suite,) = xml.etree.ElementTree.parse(tests.path / "out.xml").getroot()
     (failure,) = suite.iter("failure")

@@ -41,6 +41,18 @@ CALLS = {  # when it is wrong, and the case that tells
     "heads by fours, the rest left out": (lambda q, scale, S, cu: q.shape[2] > 4, "many heads"),
     "more programs than multiprocessors": (lambda q, scale, S, cu: len(q) * q.shape[2] > 148, "many heads"),
     "a tile of 128 keys, its tail dropped": (lambda q, scale, S, cu: q.shape[3] > 128, "widest"),
+    "a split of 128 keys past the fourth chunk": (
+        lambda q, scale, S, cu: q.shape[3] == 128 and q.shape[1] > 256,
+        "joint square",
+    ),
+    "a split of 128 keys in a pack": (lambda q, scale, S, cu: q.shape[3] == 128 and cu is not None, "joint packed"),
+    "many programs of many chunks": (lambda q, scale, S, cu: q.shape[2] >= 16 and q.shape[1] >= 200, "long"),
+    "more packed states than a block has": (
+        lambda q, scale, S, cu: cu is not None and q.shape[2] > 1 and len(S) * q.shape[2] > 64,
+        "many sequences",
+    ),
+    "K = V and whole chunks": (lambda q, scale, S, cu: q.shape[3] == 6 and q.shape[1] % 64 == 0, "square"),
+    "views of one tensor": (lambda q, scale, S, cu: q.stride(1) == 3 * q.stride(2) * q.shape[2], "fused"),
     "a state of float64": (lambda q, scale, S, cu: S is not None and S.dtype == torch.float64, "state of float64"),
     "boundaries of int64": (
         lambda q, scale, S, cu: cu is not None and cu.dtype == torch.int64,
@@ -512,7 +524,7 @@ def test_what_failing_cases_hardly_share_by_chance_is_said():
     assert common(failing[:1], packed)[0] == "Only these have fewer than 70 tokens in a sequence; no packed sequences"
 
 
-@pytest.mark.parametrize("strides", ["contiguous", "strided", "misaligned", "transposed", "expanded"])
+@pytest.mark.parametrize("strides", ["contiguous", "strided", "fused", "misaligned", "transposed", "expanded"])
 def test_nan_lies_before_and_behind_every_tensor(strides):
     x = torch.randn(2, 1, 3, 5).expand(2, 4, 3, 5)
     y = placed(x, strides, 1)

@@ -125,7 +125,7 @@ def test_its_cases_are_made_of_axes_and_roles():
     low = {name for name, dtype in held.items() if dtype == torch.bfloat16}
     assert low == {"o", "dq", "dk", "dv", "dg"} and held["dbeta"] == held["dS0"] == torch.float32
     made = {name for c in check.cases(NAME) for name in (c.groups, c.strength)}
-    assert made == {1, 2, 3}
+    assert made == {1, 2, 3, 4}
 
 
 def test_a_pack_is_its_sequences():

@@ -138,9 +138,10 @@ class Problem:
 def copied(kind: Kind, case: Case) -> int:
     """How many copies of a case's inputs each emulated run has, each with its own luck: the fewer, the larger they are.
 
-    The runs of a mechanism have LUCKS copies together, or a few more.
+    The runs of a mechanism have LUCKS copies together, or a few more. A token's pairs in its chunk count, too, where
+    channels are fewer.
     """
-    size = case.B * case.T * case.H * case.groups * case.K * case.V
+    size = case.B * case.T * case.H * case.groups * max(case.K * case.V, C)
     return min(-(-LUCKS // len(kind.emulated)), max(3, 2**21 // size))
 
 

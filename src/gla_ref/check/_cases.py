@@ -68,9 +68,9 @@ class Case:
         past: the number of tokens in that cache.
         index: dtype of `cu_seqlens`: "int32" or "int64".
         strides: of inputs, states and what backward passes get: "contiguous", "strided" (rows apart, no two
-            tensors alike), "misaligned" (off 16 bytes), "transposed" (channels apart) or "expanded" (with strides
-            of 0: keys and values that heads share, one gate for all channels, one initial state for all
-            sequences, and the gradients of a sum).
+            tensors alike), "fused" (q, k and v as views of one tensor: only tokens lie apart), "misaligned" (off 16
+            bytes), "transposed" (channels apart) or "expanded" (with strides of 0: keys and values that heads share,
+            one gate for all channels, one initial state for all sequences, and the gradients of a sum).
         other: the input that has another dtype than usual, a gate such as "g" or a strength (float32), or "S0"
             (float64); "" for none.
         size: standard deviation of q, v and the initial state (in float16 30 at most); k has 1, or the length `keys`
@@ -82,7 +82,8 @@ class Case:
             another call must leave its results as they are, and what its backward pass needs.
         loss: of "both" o and the final state, of "o" alone or of the "state" alone.
         telling: the diagnosis looks at it first.
-        often: it is called hundreds of times, as time allows, since some races are rare.
+        often: it is called hundreds of times, as time allows, since some races are rare; if shorter than a
+            sub-chunk, forward only.
     """
 
     name: str = "own"
@@ -140,7 +141,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         raise ValueError(f"level: expected 'quick' or 'full', got {level!r}")
     kind = MECHANISMS[mechanism]
     lengths = (1, 7, C - 1, C, C + 1, 2 * C, 2 * C + SUB + 1)
-    found = [Case(f"length {T}", T=T, telling=T == lengths[-1], often=T == 2 * C) for T in lengths]
+    found = [Case(f"length {T}", T=T, telling=T == lengths[-1], often=T in (7, 2 * C)) for T in lengths]
     gates, strengths = kind.named("gate"), kind.named("strength")
     if gates:
         found += [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g) for g in GATES[:-1]]
@@ -150,13 +151,17 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     whole = (0, C, 3 * C, 3 * C, 6 * C + 8, 6 * C + SUB + 8, 7 * C + SUB + 8)
     many = tuple(n + n // 3 for n in range(MANY + 1))
     joint = {"B": 1, "H": 9, "V": 20, "gate": BY_CHUNKS if gates else MILD}
-    long = 16 * C + SUB + 1
+    several = {"H": 3, "groups": 2} if kind.mechanism.multiples else {"H": 5}
+    last = 16 * C + SUB + 1
+    # a delta rule's triangles of so many heads would take seconds
+    long = {"H": 2, "T": 300} if strengths else {"H": 16, "K": 3, "V": 4, "T": 4 * C + 10}
+    long = {"H": 1, "T": 8 * C + 1} if kind.cache else long
     found += [
-        Case("square", K=6, V=6, T=C + 7, telling=True),
+        Case("square", H=2, K=6, V=6, T=2 * C, telling=True),
         Case("one head", H=1, K=64, V=48, T=C + SUB + 1),
         Case("wide", H=2, K=40, V=36, T=C + 3),
         Case("wider", B=1, H=2, K=80, V=72, T=C + SUB + 1),
-        Case("widest", B=1, H=2, K=160, V=136, T=C + 3),
+        Case("widest", B=1, H=1, K=160, V=136, T=C + 3),
         Case("scale given", scale=-0.3, T=C + 3, telling=True),
         Case("scale zero", scale=0.0, T=SUB + 3),
         Case("one token with scale", T=1, scale=0.7),
@@ -166,18 +171,20 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("loss without state", state=False, strides="misaligned", loss="state"),
         Case("packed", **packed, state=not kind.cache, telling=True),
         Case("packed with other boundaries", **packed | {"ends": others}, state=False, index="int64"),
-        Case("packed with scale", **packed, state=not kind.cache, scale=0.7),
+        Case("packed with scale", **packed, H=9, state=not kind.cache, scale=0.7),
         Case("packed whole chunks", B=1, T=whole[-1], ends=whole, state=not kind.cache),
-        Case("many sequences", B=1, T=many[-1], H=1, K=3, V=5, ends=many, state=not kind.cache),
+        Case("many sequences", B=1, T=many[-1], H=2, K=3, V=5, ends=many, state=not kind.cache),
         Case("packed strided", **packed, state=False, strides="strided", loss="o"),
         Case("strided", strides="strided", telling=True),
+        Case("fused", strides="fused"),
         Case("misaligned", strides="misaligned"),
         Case("transposed", strides="transposed"),
         Case("expanded", strides="expanded"),
         Case("many heads", B=3, H=101, K=4, V=6, T=7, state=not kind.cache),
         # several things meet: mistakes that none of them shows alone
-        Case("joint", **joint, T=2 * C + 3, K=80),
-        Case("joint packed", **joint, T=2 * C + 43, K=64, ends=(0, 2 * C + 3, 2 * C + 43), state=not kind.cache),
+        Case("joint", **joint, T=2 * C + 3, K=48),
+        Case("joint packed", **joint | several, T=C + 43, K=128, ends=(0, C + 3, C + 43), state=not kind.cache),
+        Case("joint square", **joint | {"H": 2, "V": 128}, T=4 * C + 10, K=128),
         Case("one packed sequence", B=1, T=C + SUB + 3, ends=(0, C + SUB + 3), state=not kind.cache),
         Case("frozen inputs", frozen=True),
         Case("loss of o alone", T=2 * C + 3, loss="o"),
@@ -185,13 +192,13 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("small loss", pull=2.0**-24),
         Case("large", size=30.0, telling=True),
         Case("huge", size=2.0**18, state=not kind.cache, loss="state" if kind.cache else "both"),
-        Case("long", H=2, T=300),
+        Case("long", **long),
     ]
     if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
         found.append(Case("steep", scale=300.0, state=False))
         found.append(Case("steep and negative", scale=-300.0, state=False))
         found.append(Case("long cache", T=SUB + 3, past=600, scale=3.0))
-        found.append(Case("long cache and one token", T=1, past=600, scale=3.0))
+        found.append(Case("long cache and one token", T=1, H=4, past=600, scale=3.0))
     else:
         found += [Case("state of float64", other=name) for name in kind.states]
         found.append(Case("state of zeros", zeros=True))
@@ -199,7 +206,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         narrow = {"B": 1, "H": 1, "K": 2, "V": 3, "T": 2113 if strengths else 4097, "loud": (1100, 1900)}
         found.append(Case("narrow and long", **narrow, gate="-1" if gates else MILD))
     later = [Case(f"gate {g} packed", **packed, gate=g) for g in GATES]
-    later += [Case(f"gate {g} long", B=1, H=2, T=long, gate=g) for g in GATES]
+    later += [Case(f"gate {g} long", B=1, H=2, T=last, gate=g) for g in GATES]
     if gates:
         found.append(Case("wide keys and gate -20", B=1, H=2, K=64, V=20, T=C + SUB + 3, gate="-20"))
         # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
@@ -222,10 +229,10 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
             Case("value heads", groups=2, T=C + SUB + 3, telling=True),
             Case("value heads of one key head", H=1, groups=3, T=C + 3),
             Case("value heads packed", **packed, H=2, groups=3),
-            Case("value heads strided", H=2, groups=2, strides="strided"),
+            Case("value heads strided", T=2 * SUB + 3, H=4, groups=4, strides="strided"),
         ]
     if level == "full":
-        found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (long, 4096, 8192)]
+        found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (last, 4096, 8192)]
         sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100))
         sizes += ((1, 1, 256, kind.widest),)
         found += [Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1) for B, H, K, V in sizes]

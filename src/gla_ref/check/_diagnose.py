@@ -20,6 +20,7 @@ from .mistakes import CHUNK, CHUNKS, GRADIENT, LINEAR, READ, Mistake, apply, kno
 MADE, BESIDES = "dg is made of dq and dk", "dg is wrong besides"
 CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
 KEPT = "the same call again"
+NEAR = 2.0  # budgets within which all that is wrong may be rounding, and not an earlier call's
 SHARE = 0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
 AS_WRONG = 4.0  # times larger or smaller may a kernel's error be than that of the mistake in rounding that it makes
 TIGHT = 0.5  # distance at most, where dg is wrong besides
@@ -285,10 +286,13 @@ def stale(mechanism: str, seen: list[tuple[Problem, dict]]) -> list[Match]:
     `seen` is in the order of the calls.
     """
     kind = MECHANISMS[mechanism]
-    right = apply(mechanism, None)
-    wrong = [
-        i for i, (p, found) in enumerate(seen) if any(x is not None and differs(p, n, x) for n, x in found.items())
-    ]
+    right, wrong, far = apply(mechanism, None), [], False
+    for i, (p, found) in enumerate(seen):
+        off = [in_budgets(p, n, x) for n, x in found.items() if x is not None and differs(p, n, x)]
+        wrong += [i] if off else []
+        far = far or any(not x <= NEAR for x in off)
+    if not far:
+        return []
     for role, names in (("gates", kind.named("gate")), ("the initial state", tuple(kind.states)), ("keys", ("k",))):
         worst = 0.0
         for i in wrong[:2] + wrong[-1:]:

@@ -327,8 +327,9 @@ class Attend(torch.autograd.Function):
 
     As in FlashAttention-2 exponentials are to base 2, the backward makes p from the rows' log-sum-exp, and ds =
     p (do v^T - D), D = o . do, o as it was stored. Or, `by_key`, to base e, from maximum and sum, and D is summed
-    key by key. The former makes its scores once more, in other orders than its log-sum-exp was made of; the latter, as
-    autograd does, has kept them. k and v are handed through: what comes back for them is where dk and dv start.
+    key by key; with `whole` the forward, too, makes p from the rows' log-sum-exp, and no more divides by their sums.
+    The first makes its scores once more, in other orders than its log-sum-exp was made of; the others, as autograd
+    does, have kept them. k and v are handed through: what comes back for them is where dk and dv start.
     """
 
     ROWS = 1024
@@ -345,30 +346,33 @@ class Attend(torch.autograd.Function):
             yield i, j, x.masked_fill(~seen.tril(x.shape[-1] - x.shape[-2]), -torch.inf)
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, dtype, by_key, luck):
-        product, whole = partial(multiply, dtype=dtype, luck=luck), partial(multiply, dtype=q.dtype, luck=luck)
+    def forward(ctx, q, k, v, scale, dtype, by_key, whole, luck):
+        product, exactly = partial(multiply, dtype=dtype, luck=luck), partial(multiply, dtype=q.dtype, luck=luck)
         exp, unit = (torch.exp, scale) if by_key else (torch.exp2, scale / log(2))
         o = torch.empty_like(v[..., -q.shape[-2] :, :])
         m, total = torch.empty_like(q[..., :1]), torch.empty_like(q[..., :1])
         for i, j, x in Attend.tiles(q, k, unit, partial(multiply, dtype=dtype, luck=luck.another(1))):
             m[i] = x.amax(-1, keepdim=True)
             p = exp(x - m[i])
-            total[i] = whole(p, torch.ones_like(p[..., :1, :]).mT)  # p is rounded as an operand, its sum is not
+            total[i] = exactly(p, torch.ones_like(p[..., :1, :]).mT)  # p is rounded as an operand, its sum is not
+            if whole:
+                m[i], total[i] = m[i] + total[i].log(), 1.0
+                p = exp(x - m[i])
             o[i] = product(p, v[j]) / total[i]
         ctx.save_for_backward(q, k, v, m, total, o.to(dtype).to(o.dtype))
         scored = partial(multiply, dtype=dtype, luck=luck.another(1 if by_key else 2))
-        ctx.options = scale, unit, by_key, product, whole, scored
+        ctx.options = scale, unit, by_key, product, exactly, scored
         return o, k.clone(), v.clone()
 
     @staticmethod
     def backward(ctx, do, dk, dv):
-        (q, k, v, m, total, o), (scale, unit, by_key, product, whole, scored) = ctx.saved_tensors, ctx.options
+        (q, k, v, m, total, o), (scale, unit, by_key, product, exactly, scored) = ctx.saved_tensors, ctx.options
         dq, dk, dv = torch.empty_like(q), dk.clone(), dv.clone()
         for i, j, x in Attend.tiles(q, k, unit, scored):
             dp, D = product(do[i], v[j].mT), (o[i] * do[i]).sum(-1, keepdim=True)
             if by_key:
                 p, one = (x - m[i]).exp() / total[i], torch.ones_like(x[..., :1, :]).mT
-                read, kept = whole(p * dp, one), whole(p * D, one)
+                read, kept = exactly(p * dp, one), exactly(p * D, one)
                 # on paper nothing flows through m; really, what the two sums of T terms leave of D
                 left = (read - D).abs() + (kept - D).abs()
                 ds = (p * (dp - read)).scatter_add(-1, p.argmax(-1, keepdim=True), left)
@@ -380,12 +384,12 @@ class Attend(torch.autograd.Function):
             dq[i] = product(ds, k[j])
             dk[j] = product(ds.mT, q[i], onto=dk[j])
             dv[j] = product(p.mT, do[i], onto=dv[j])
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
 
 
-def attend(q, k, v, *, state, scale, dtype, by_key=False, luck=PLAIN):
+def attend(q, k, v, *, state, scale, dtype, by_key=False, whole=False, luck=PLAIN):
     """Softmax attention on top of a cache of keys and values."""
     keys = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(state, (k, v), strict=True))
-    made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key, luck)
+    made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key, whole, luck)
     o, k, v = (x.transpose(1, 2) for x in made)
     return o, (k, v)

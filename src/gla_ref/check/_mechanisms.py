@@ -19,7 +19,7 @@ from ..rounding import Luck
 from ._emulate import attend, by_token, corrected, corrected_by_token, one_product, two_level
 
 PIECE = 16  # tokens of the recurrence at a time
-SHORT = 500  # tokens up to which the recurrence itself is the oracle; then a form held against it
+SHORT = 520  # tokens up to which the recurrence itself is the oracle; then a form held against it
 # one chunk after another, of lengths that kernels have (the longest is the whole of most cases)
 LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=256))
 DELTA = (partial(corrected, C=32), partial(corrected, C=64, ahead=True), partial(corrected, C=128))
@@ -177,7 +177,7 @@ MECHANISMS = {
     "softmax_attention": Kind(
         DECLARED["softmax_attention"],
         softmax_attention.recurrent,
-        (attend, partial(attend, by_key=True)),
+        (attend, partial(attend, by_key=True), partial(attend, by_key=True, whole=True)),
         also=(softmax_attention.two_pass,),
         widest=256,
     ),

@@ -11,6 +11,8 @@ from torch import Tensor
 
 AROUND = 2**16  # elements of NaN before and behind a tensor: of a tile that reaches beyond its last row, too
 
+FUSED = 3  # tensors that a projection makes at once: q, k and v, the first of a call
+
 
 @contextlib.contextmanager
 def poisoned(device: str):
@@ -29,8 +31,8 @@ def poisoned(device: str):
 
 
 def placed(x: Tensor, strides: str, i: int) -> Tensor:
-    """The same values in the midst of NaN: in order, rows apart (NaN between them), one element off a 16-byte boundary,
-    channels apart, or all along an axis of equal values at one address.
+    """The same values in the midst of NaN: in order, rows apart (NaN between them), tokens apart, one element off a
+    16-byte boundary, channels apart, or all along an axis of equal values at one address.
 
     How far apart, an odd number, differs for every tensor i of a call: one that takes another's strides reads NaN.
     """
@@ -45,6 +47,7 @@ def placed(x: Tensor, strides: str, i: int) -> Tensor:
     for d in reversed(order):
         steps[d] = n
         n = n * sizes[d] + extra * (d == order[-1])
+        n *= FUSED if strides == "fused" and d == 2 and i < FUSED else 1
     room = x.new_full((AROUND + n + AROUND,), math.nan)
     view = room.as_strided(sizes, steps, AROUND + (strides == "misaligned"))
     return view.copy_(x[tuple(slice(n) for n in sizes)]).expand_as(x)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._budgets import Problem, evaluate
-from ._cases import held, optional
+from ._cases import SUB, held, optional
 from ._kernel import Finding, Kernel, NotClaimed
 from ._memory import placed, poisoned
 
@@ -22,7 +22,8 @@ KIT = Path(__file__).parent
 LIBRARIES = tuple(Path(torch.__file__).parents[1] / name for name in ("torch", "triton", "einops"))
 AGAIN = 8  # more calls as usual before a failure in another way is believed
 REPEATED = 4  # more calls in that other way
-RARE, WHILE = 600, 2.0  # calls of one case that look for a rare race, and the seconds that they may take together
+RARE = 600  # calls of one case that look for a rare race
+WHILE, FORWARD = 1.0, 4.0  # the seconds that they may take together, with their gradients or without
 VARIES = "equal calls give different results{}: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
 Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
@@ -199,14 +200,17 @@ class Trial:
 
     def rare(self, usual: Found) -> tuple[Found | None, int, int]:
         """The first of many calls that differs from the usual one, how many differ, and how many were made."""
+        forward = self.p.case.T < SUB
+        options, seconds = self.usual | {"backwards": int(not forward)}, FORWARD if forward else WHILE
         start, other, differ, n = time.monotonic(), None, 0, 0
-        while n < RARE and time.monotonic() < start + WHILE:
-            found = attempt(self.kernel.seconds, self.run, not self.kernel.how.forward_only, self.usual)
+        while n < RARE and time.monotonic() < start + seconds:
+            found = attempt(self.kernel.seconds, self.run, not self.kernel.how.forward_only, options)
             if isinstance(found, Finding):
                 break
             n += 1
-            if any(not same(y, usual[name]) for name, y in found.items()):
-                other, differ = other or found, differ + 1
+            made = usual | {name: y for name, y in found.items() if not (forward and name.startswith("d"))}
+            if any(not same(y, usual[name]) for name, y in made.items()):
+                other, differ = other or made, differ + 1
         return other, differ, n
 
     def tried(self, usual: Found) -> Iterator[Finding]:
