@@ -217,10 +217,10 @@ FUNCTIONS = {
         grouped=False,
         supports=STATELESS | FLOAT32,
     ),
-    "fla.naive_recurrent_gated_delta_rule": _naive(
-        "gated_delta_rule", "gated_delta_rule", "naive_recurrent_gated_delta_rule"
-    ),
-    "fla.naive_chunk_gated_delta_rule": _naive("gated_delta_rule", "gated_delta_rule", "naive_chunk_gated_delta_rule"),
+    **{
+        f"fla.{name}": _naive("gated_delta_rule", "gated_delta_rule", name, supports=FLOAT32)
+        for name in ("naive_recurrent_gated_delta_rule", "naive_chunk_gated_delta_rule")
+    },
     "fla.naive_recurrent_kda": _naive("kda", "kda", "naive_recurrent_kda"),
     "fla.naive_chunk_kda": _naive("kda", "kda", "naive_chunk_kda", 64),
     "transformers.torch_recurrent_gated_delta_rule": _transformers("torch_recurrent_gated_delta_rule"),
