@@ -13,9 +13,9 @@ from ._svg import part, path, rect, text
 
 __all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WAYS", "Task", "delta_roles", "period", "schedule"]
 
-#: us per chunk on an H200: a role of an early fused kernel while the other roles only wait (lab/delta_rules.md)
+#: microseconds a chunk takes a role of an early fused kernel while the others only wait, on an H200 (lab/delta_rules.md)
 ALONE = {"load": 1.4, "solve": 2.9, "walk": 2.3}
-#: us per chunk on an H200: the two kernels of an early pair, the walk with half of the columns per program
+#: microseconds a chunk takes the two kernels of an early pair, with half of the columns for a program of the walk
 FIRST = {"solve": 1.9, "walk": 1.4}
 WAYS = ("two groups, in turn", "the inverse a chunk ahead", "all inverses first")
 HEADS = (32, 64, 132)  # value heads of all sequences
