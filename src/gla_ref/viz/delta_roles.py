@@ -13,7 +13,7 @@ from ._svg import part, path, rect, text
 
 __all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WAYS", "Task", "delta_roles", "period", "schedule"]
 
-#: microseconds a chunk takes a role of an early fused kernel while the others only wait, on an H200 (lab/delta_rules.md)
+#: microseconds a chunk takes each role of an early fused kernel alone, on an H200 (lab/delta_rules.md)
 ALONE = {"load": 1.4, "solve": 2.9, "walk": 2.3}
 #: microseconds a chunk takes the two kernels of an early pair, with half of the columns for a program of the walk
 FIRST = {"solve": 1.9, "walk": 1.4}
