@@ -367,7 +367,7 @@ def test_a_kernel_that_refuses_gradients_is_checked_without():
 
     assert {r.kind for r in check.kernel("gla", refuses, only="length 63").failures} == {"raises"}
     calls.clear()
-    report = check.kernel("gla", refuses, forward_only=True, only="length 7")
+    report = check.kernel("gla", refuses, forward_only=True, only="length 63")
     assert report.ok and calls == [False, False]
     assert {"dq", "dk", "dv", "dg"} <= set(report.not_covered)
     assert {row.quantity for row in report.rows if row.status == "passed"} == {"o", "S"}
