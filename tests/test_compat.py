@@ -337,7 +337,7 @@ def test_their_functions_are_judged_on_what_they_claim(library):
     assert report.ok and not report.not_covered and "gate -inf" in report.left
     assert "gate resets at chunk ends" in report.cases and min(seen) == -1e3
     assert "Claimed: gates down to -1000." in str(report)
-    assert fla.theirs("chunk_linear_attn").supports == {}
+    assert fla.theirs("fused_chunk_linear_attn").supports == {}
 
 
 def test_their_layers_call_our_kernels(library, monkeypatch):
