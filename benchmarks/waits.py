@@ -1,4 +1,4 @@
-"""Where the roles of the delta rules' Hopper kernels wait, by clocks read inside the kernels.
+"""Measure where the roles of the delta rules' Hopper kernels wait, by clocks read inside the kernels.
 
     python benchmarks/waits.py [--out FILE] [--no-clocks]
 
