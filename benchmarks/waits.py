@@ -57,7 +57,7 @@ def planned(kernel: str, module, x: dict[str, Tensor]) -> Plan:
 
 
 class Walk:
-    """A plan, of which the last launch can be repeated alone."""
+    """A plan whose last launch can be repeated alone."""
 
     def __init__(self, plan: Plan, x: dict[str, Tensor]):
         self.x = tuple(x[n] for n in NAMES)

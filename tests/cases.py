@@ -42,7 +42,7 @@ def thin(values, *kept):
 
 
 def some(values, *deep):
-    """Parameters, of which `make test-deep` takes those that are named, and `make test-long` the others."""
+    """Parameters: `make test-deep` takes those that are named, and `make test-long` the others."""
     assert deep and all(x in values for x in deep)
     marks = {True: pytest.mark.deep, False: pytest.mark.long}
     return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks[x in deep]) for x in values]

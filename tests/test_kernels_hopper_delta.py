@@ -21,7 +21,7 @@ from gla_ref.kernels.hopper import DELTA_KERNELS, _gluon  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = DELTA_KERNELS[1:]
-IN_TURN = "hopper_in_turn"  # which no call chooses: bf16, K = V = 128
+IN_TURN = "hopper_in_turn"  # no call chooses it: bf16, K = V = 128
 LENGTHS = (1, 63, 64, 65, 130)
 PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
 KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))

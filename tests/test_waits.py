@@ -26,7 +26,7 @@ import waits  # noqa: E402
 from clocked import SITES, Role, clocked  # noqa: E402
 
 CHUNKS = 5
-BARRIERS = {  # of the kernel that walks, by their order in it
+BARRIERS = {  # in the order in which the walking kernel makes them
     "fused": ("ready", "solved", "done"),
     "in turn": ("ready", "made", "done"),
     "ahead": ("ready", "done"),

@@ -31,7 +31,7 @@ def poisoned(device: str):
 
 
 def placed(x: Tensor, strides: str, i: int) -> Tensor:
-    """The same values in the midst of NaN: in order, rows apart (NaN between them), tokens apart, one element off a
+    """Place these values in the midst of NaN: in order, rows apart (NaN between them), tokens apart, one element off a
     16-byte boundary, channels apart, or all along an axis of equal values at one address.
 
     How far apart, an odd number, differs for every tensor i of a call: one that takes another's strides reads NaN.

@@ -145,7 +145,7 @@ def _sdpa(backend: str, *devices: str, supports: Mapping | Callable | None = Non
 
 
 STATELESS = {"state": False}
-FLOAT32 = {"dtypes": ("fp32",)}  # it returns float32, or multiplies it with what it was given
+FLOAT32 = {"dtypes": ("fp32",)}  # it returns float32, or cannot multiply it by other tokens
 EVEN = {"multiples": {"K": 2, "V": 2}}  # as chunk_bwd_dv asserts
 FUNCTIONS = {
     "fla.chunk_gla": _fla("gla", "gla", "chunk_gla"),

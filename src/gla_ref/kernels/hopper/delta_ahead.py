@@ -318,7 +318,7 @@ def walk(
     pid = gl.program_id(0)
     o_v, i_h, i_s = pid % N_V * BV, pid // N_V % HV, pid // N_V // HV
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, 4)
-    begin = gl.minimum(begin, stop)  # of a spare slot, which has no chunks
+    begin = gl.minimum(begin, stop)  # a spare slot has no chunks
     end = gl.minimum(begin + L, stop)
     n = gl.cdiv(end - begin, C)
     i_c = (start // C + i_n if PACKED else i_n * gl.cdiv(T, C)) + (begin - start) // C  # slot of the first chunk

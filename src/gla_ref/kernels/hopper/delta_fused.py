@@ -77,7 +77,7 @@ from .gla_forward import keep_rows, operand
 copy_in = named("copy_in")
 
 C, BV = gl.constexpr(64), gl.constexpr(64)  # tokens of a chunk, columns of a walker
-PLACES = gl.constexpr(2)  # chunks of which everything is in shared memory
+PLACES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
 
 
 @gluon.jit

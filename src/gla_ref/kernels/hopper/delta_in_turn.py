@@ -365,5 +365,5 @@ def gated_delta_rule(
     """
     args = q, k, v, g, beta, initial_state
     check_forward_only(dict(zip(forward.names, args, strict=True)), "the groups in turn are")
-    o, S = forward.find((*args, scale))((*args, None))  # what the kernels share has a place for cu_seqlens
+    o, S = forward.find((*args, scale))((*args, None))  # inputs of the shared plan end with cu_seqlens
     return o, S
