@@ -1,4 +1,4 @@
-"""Draw where each role of a Hopper kernel works and waits, by clocks read inside the kernel (chapter 22).
+"""Draw where each role of a Hopper kernel works and waits, by clocks read inside the kernel (chapter 23).
 
 The bars are measurements of one program on one multiprocessor, as benchmarks/waits.py records them.
 """

@@ -1,4 +1,4 @@
-"""The delta rules, forward, on Hopper, for few heads: T of all chunks before the walk (chapters 20 and 22).
+"""The delta rules, forward, on Hopper, for few heads: T of all chunks before the walk (chapters 20 and 23).
 
 Equations (1) to (3) are those of delta_chunk.py. (1) needs no state, so `solve` makes T, P and the decays of all chunks
 at once, with a program per chunk and value head, and leaves them in memory. `walk` has only the chain from state to

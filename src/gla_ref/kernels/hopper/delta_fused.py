@@ -1,4 +1,4 @@
-"""The delta rules, forward, on Hopper, for many heads: everything in one program (chapters 20 and 22).
+"""The delta rules, forward, on Hopper, for many heads: everything in one program (chapters 20 and 23).
 
 Equations (1) to (3) are those of delta_chunk.py. A program owns a value head of a sequence. It has three kinds of roles
 of four warps each, because setmaxnreg is one instruction of a whole warpgroup::

@@ -1,4 +1,4 @@
-"""The gated delta rule, forward, on Hopper, without a solver: two groups share (1) and walk (chapter 22).
+"""The gated delta rule, forward, on Hopper, without a solver: two groups share (1) and walk (chapter 23).
 
 Equations (1) to (3) are those of delta_chunk.py, and delta_fused.py is the other schedule: there a solver makes T and P
 a chunk ahead. Here nothing is ahead. No call chooses this kernel; it is there to be measured beside the other one. A
