@@ -151,7 +151,7 @@ WRONG = {
     "no decay, back": (
         exchange(only_if(backward, undecayed)), 3, "s[ct]*", f"decay of the pieces between two ranks forgotten{BACK}"
     ),
-    "empty": (exchange(only_if(always, empty)), 2, "s[qt]*", "a rank without tokens lets no state through"),
+    "empty": (exchange(only_if(always, empty)), 2, "length 145", "a rank without tokens lets no state through"),
     "order": (
         exchange(from_the_left), 3, "s[ct]*", "the gradient of the state goes from the first rank to the last"
     ),
