@@ -35,12 +35,13 @@ import torch
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src"), str(ROOT.parent / "tools")]
 
-import mutants  # noqa: E402
-import run  # noqa: E402
+import mutants
+import run
 
-from gla_ref import FORMS, check, results  # noqa: E402
-from gla_ref.check import mistakes  # noqa: E402
-from gla_ref.compat import libraries  # noqa: E402
+from gla_ref import FORMS, check
+from gla_ref.book import results
+from gla_ref.check import mistakes
+from gla_ref.compat import libraries
 
 PEERS = (*run.PEERS, "transformers")  # whose versions a record names
 FORWARD = " forward"  # after the name of what has no backward pass, or refuses it

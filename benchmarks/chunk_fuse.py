@@ -15,13 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
-import run  # noqa: E402
-import torch  # noqa: E402
-from suites import Case, inputs, memory_floor_bytes  # noqa: E402
+import run
+import torch
+from suites import Case, inputs, memory_floor_bytes
 
-from gla_ref import gates, gla, results  # noqa: E402
-from gla_ref import gla_chunk_fuse as reference  # noqa: E402
-from gla_ref.rounding import budget, error, operands_in  # noqa: E402
+from gla_ref import gates, gla
+from gla_ref import gla_chunk_fuse as reference
+from gla_ref.book import results
+from gla_ref.rounding import budget, error, operands_in
 
 SHAPES = [(8, 8192, 16, 128, 128), (32, 2048, 4, 256, 512)]  # the second has the notes' B, L and H
 CHUNKS = (16, 32, 64)
@@ -34,8 +35,8 @@ def last_head(x: torch.Tensor) -> torch.Tensor:
 
 def measure(case: Case, C: int, x: dict, exact: torch.Tensor) -> list[dict]:
     """One record a step, and one for the whole form, whose error is held against that of an emulated run."""
-    from gla_ref.kernels import gla_chunk_fuse as kernels
-    from gla_ref.kernels.decay_cumsum import decay_cumsum
+    from gla_ref.kernels.original import gla_chunk_fuse as kernels
+    from gla_ref.kernels.original.decay_cumsum import decay_cumsum
 
     q, k, v, g = (x[name].detach() for name in "qkvg")
     scale = case.K**-0.5

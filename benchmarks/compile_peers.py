@@ -22,9 +22,9 @@ import torch
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
-import run  # noqa: E402
-from contenders import CONTENDERS  # noqa: E402
-from suites import SUITES, Case, inputs  # noqa: E402
+import run
+from contenders import CONTENDERS
+from suites import SUITES, Case, inputs
 
 
 def shapes() -> dict[str, Case]:

@@ -28,9 +28,9 @@ import torch
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT.parent / "src")]
 
-from gla_ref import results  # noqa: E402
-from gla_ref.models import Config, LanguageModel  # noqa: E402
-from gla_ref.rounding import budget, error, operands_in  # noqa: E402
+from gla_ref.book import results
+from gla_ref.models import Config, LanguageModel
+from gla_ref.rounding import budget, error, operands_in
 
 FACTS = ROOT.parent / "tests" / "fla_gla.json"
 SMALL = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 48}

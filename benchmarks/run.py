@@ -35,11 +35,11 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
-import oracles  # noqa: E402
-from contenders import CONTENDERS, Contender  # noqa: E402
-from suites import LEAVES, SUITES, Case, flop_floor, inputs, memory_floor_bytes  # noqa: E402
+import oracles
+from contenders import CONTENDERS, Contender
+from suites import LEAVES, SUITES, Case, flop_floor, inputs, memory_floor_bytes
 
-from gla_ref import results  # noqa: E402
+from gla_ref.book import results
 
 PEERS = ("flash-linear-attention", "fla-core")
 

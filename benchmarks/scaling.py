@@ -11,8 +11,8 @@ and every gradient of a short sequence are held against the float64 recurrence, 
 which the host launches nothing, `alone` and `alone_replayed` those of one GPU. `exchange_seconds` is the time of the
 exchanges alone, forward and backward, measured in calls of their own, in which all ranks wait for each other before
 they send; `gather_seconds` that of one all-gather of as many bytes by NCCL, and of next to none. `sent` are the bytes
-that a rank hands to torch.distributed, counted as it does so. `simulated` is what gla_ref.scaling says of that number
-of GPUs, as a multiple of one.
+that a rank hands to torch.distributed, counted as it does so. `simulated` is what gla_ref.book.scaling says of that
+number of GPUs, as a multiple of one.
 """
 
 import argparse
@@ -34,9 +34,10 @@ from torch import distributed as dist
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
-from gla_ref import FORMS, context_parallel, results, scaling  # noqa: E402
-from gla_ref.mechanisms import MECHANISMS as KINDS  # noqa: E402
-from gla_ref.over_ranks.exchange import Exchange, Ranks, all_gather  # noqa: E402
+from gla_ref import FORMS, context_parallel
+from gla_ref.book import results, scaling
+from gla_ref.mechanisms import MECHANISMS as KINDS
+from gla_ref.over_ranks.exchange import Exchange, Ranks, all_gather
 
 MECHANISMS = ("gla", "linear_attention", "gated_delta_rule")
 KEY = ("mechanism", "tokens", "heads", "size", "ranks", "exchange")

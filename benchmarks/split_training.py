@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from gla_ref import results  # noqa: E402
-from gla_ref.models import Config, LanguageModel  # noqa: E402
-from gla_ref.models.over_ranks import LossOverRanks  # noqa: E402
+from gla_ref.book import results
+from gla_ref.models import Config, LanguageModel
+from gla_ref.over_ranks.language_model import LossOverRanks
 
 SIZES = {  # 41 million parameters, and what a CPU does in seconds
     "40M": {"hidden_size": 640, "num_hidden_layers": 8, "num_heads": 5},

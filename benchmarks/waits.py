@@ -28,16 +28,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
-import run  # noqa: E402
-import torch  # noqa: E402
-from clocked import SITES, Copy, Role, clocked  # noqa: E402
-from suites import Case, inputs  # noqa: E402
-from torch import Tensor  # noqa: E402
+import run
+import torch
+from clocked import SITES, Copy, Role, clocked
+from suites import Case, inputs
+from torch import Tensor
 
-from gla_ref import results  # noqa: E402
-from gla_ref.kernels._hardware import CLASSES  # noqa: E402
-from gla_ref.kernels._plan import Plan, spec_of  # noqa: E402
-from gla_ref.kernels._program import Program  # noqa: E402
+from gla_ref.book import results
+from gla_ref.kernels.launch.hardware import CLASSES
+from gla_ref.kernels.launch.plan import Plan, spec_of
+from gla_ref.kernels.launch.program import Program
 
 SHAPES = [(8, 8192, 16, 16), (1, 8192, 16, 32)]  # B, T, H, HV
 MODULES = {"fused": "delta_fused", "in turn": "delta_in_turn", "ahead": "delta_ahead"}

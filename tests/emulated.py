@@ -203,7 +203,7 @@ class Gla:
 
 
 def scalar_walk(q, k, v, g, S, scale, dtype, C, luck=PLAIN, reverse=False):
-    """(o, final state, the states before each chunk) as `walk` of kernels/linear_attention.py makes them."""
+    """(o, final state, the states before each chunk) as `walk` of portable/linear.py makes them."""
     T, (q, k, v, g) = q.shape[1], (chunks(x, C) for x in (q, k, v, g[..., None]))
     since, until = gates.decay_from_start(g).exp(), gates.decay_to_end(g).exp()
     E, total = gates.segment_sum(g)[..., 0].exp(), g.sum(-2, keepdim=True).exp()
@@ -236,7 +236,7 @@ def scalar_dg(q, k, v, do, g, states, dstates, scale, dtype, C, luck=PLAIN):
 
 
 def simple_gla(q, k, v, g, g_v, S, do, dS, scale, dtype, luck=PLAIN):
-    """As `Gla.run`, of kernels/linear_attention.py; there is no g_v."""
+    """As `Gla.run`, of portable/linear.py; there is no g_v."""
     C = 16 if dtype == torch.float32 else 64
     o, S_T, states = scalar_walk(q, k, v, g, S, scale, dtype, C, luck)
     if scale == 0:
@@ -353,7 +353,7 @@ class Delta(Gla):
 
 
 def delta_steps(q, k, v, g, beta, S, *_, scale, luck=PLAIN):
-    """kernels/delta_step.py: o and the final state, in float32, every product summed term by term."""
+    """portable/delta_step.py: o and the final state, in float32, every product summed term by term."""
     G, none, o = v.shape[2] // q.shape[2], torch.zeros(1, device=v.device), []
     q, k = (x.repeat_interleave(G, 2) for x in (q, k))
     for t in range(q.shape[1]):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from triton.experimental.gluon import language
 
-from gla_ref.kernels._plan import Box, Launch, Make, Plan, Spec
+from gla_ref.kernels.launch.plan import Box, Launch, Make, Plan, Spec
 
 
 class Stop(BaseException):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gla_ref import exercises
+from gla_ref.book import exercises
 
 SCRIPT = Path(__file__).resolve().parents[1] / "book" / "_static" / "answers.js"
 #: forms of what `numbers` asks for: parts, and in each its inputs

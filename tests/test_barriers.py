@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
-import barriers  # noqa: E402
+import barriers
 
 # two slots of barriers, both used by both roles and invalidated after them; then a sum, which needs scratch
 RIGHT = """

@@ -13,15 +13,16 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-import check_peers  # noqa: E402
-import compile_peers  # noqa: E402
-import oracles  # noqa: E402
-import run  # noqa: E402
-import suites  # noqa: E402
-from contenders import CONTENDERS  # noqa: E402
+import check_peers
+import compile_peers
+import oracles
+import run
+import suites
+from contenders import CONTENDERS
 
-from gla_ref import FORMS, results  # noqa: E402
-from gla_ref.check._emulate import Attend  # noqa: E402
+from gla_ref import FORMS
+from gla_ref.book import results
+from gla_ref.check._emulate import Attend
 
 
 @pytest.mark.parametrize("mechanism", oracles.MECHANISMS)

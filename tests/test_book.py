@@ -28,7 +28,7 @@ from docutils import nodes
 from filelock import FileLock
 from jupyter_cache import get_cache
 
-from gla_ref.notebook import chapters
+from gla_ref.book.notebook import chapters
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "_build" / "html"
@@ -487,7 +487,7 @@ def test_wheel_of_the_site_is_the_package(site):
     wheel = zipfile.ZipFile(site / gla_package.FOLDER / gla_package.wheel_name(ROOT))
     package = ROOT / "src" / "gla_ref"
     sources = {str(path.relative_to(ROOT / "src")): path for path in package.rglob("*.py")}
-    assert sources.keys() | {"gla_ref/book.mplstyle", "gla_ref/py.typed"} <= set(wheel.namelist())
+    assert sources.keys() | {"gla_ref/book/style.mplstyle", "gla_ref/py.typed"} <= set(wheel.namelist())
     assert all(wheel.read(name) == path.read_bytes() for name, path in sources.items())
     (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
     assert "Provides-Extra: notebook" in metadata

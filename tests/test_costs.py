@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gla_ref import FORMS
-from gla_ref.costs import FORMS as COUNTED
-from gla_ref.costs import cost
+from gla_ref.book.costs import FORMS as COUNTED
+from gla_ref.book.costs import cost
 from gla_ref.mechanisms import MECHANISMS
 
 CASES = [(mechanism, form) for mechanism, forms in COUNTED.items() for form in forms]

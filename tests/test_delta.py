@@ -6,9 +6,10 @@ import pytest
 import torch
 from cases import F64, LADDER, error, inputs, thin
 
-from gla_ref import delta_backward, delta_rule, gated_delta_rule, gla, kda, linear_attention, triangular
+from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, triangular
+from gla_ref.book.viz import inverses, overwrite
+from gla_ref.gradients import delta_rule as delta_backward
 from gla_ref.rounding import products_in
-from gla_ref.viz import inverses, overwrite
 
 MODULES = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
 FORMS = [(m, f) for m, module in MODULES.items() for f in module.__all__ if f not in ("recurrent", "for_value_heads")]

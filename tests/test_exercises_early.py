@@ -23,9 +23,10 @@ import torch
 from answers import answer_to
 from torch.nn import functional as F
 
-from gla_ref import exercises, gla
-from gla_ref.exercises import _compare, _predict, check
-from gla_ref.notebook import chapters
+from gla_ref import gla
+from gla_ref.book import exercises
+from gla_ref.book.exercises import _compare, _predict, check
+from gla_ref.book.notebook import chapters
 from gla_ref.prefix_sum import blelloch, hillis_steele
 
 BOOK = Path(__file__).resolve().parents[1] / "book"

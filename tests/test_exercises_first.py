@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from gla_ref.exercises import check  # noqa: E402
+from gla_ref.book.exercises import check
 
 # -- the sum of a block ------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from gla_ref import FORMS, results
+from gla_ref import FORMS
+from gla_ref.book import results
 from gla_ref.experiments import (
     EXPERIMENTS,
     _driver,
@@ -752,7 +753,7 @@ def test_what_gates_do_is_looked_at():
 
 def test_strong_chunks_are_those_of_the_kernels():
     pytest.importorskip("triton", reason="Triton is not installed")
-    from gla_ref.kernels import gla_forward
+    from gla_ref.kernels.portable import gla_forward
 
     assert gla_forward.LIMIT[torch.bfloat16] == language.STRONG
 

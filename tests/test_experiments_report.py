@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gla_ref import results
+from gla_ref.book import results
 from gla_ref.experiments import _report
 from gla_ref.experiments._report import interval, paired, quantile, student, welch
 

@@ -6,7 +6,7 @@ from cases import BREAK, F64, GATED, LADDER, error, gate, inputs, options, pairs
 
 import gla_ref
 from gla_ref import gla
-from gla_ref.gla_backward import backward
+from gla_ref.gradients.gla import backward
 from gla_ref.mechanisms import MECHANISMS
 
 TOLERANCE = 1e-9

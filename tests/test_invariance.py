@@ -13,7 +13,8 @@ from gla_ref.mechanisms import MECHANISMS
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import delta_forward, gla_forward, linear_attention, plan, stream  # noqa: E402
+from gla_ref.kernels import plan, stream
+from gla_ref.kernels.portable import delta_forward, gla_forward, linear
 
 NAMES = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule")
 LONG = 150  # tokens: three chunks of 64, the last one short
@@ -148,6 +149,6 @@ def test_no_plan_depends_on_the_batch(name, hardware):
 
 
 def test_whole_chunks_of_every_kernel_end_at_multiples_of_64():
-    lengths = {*linear_attention.CHUNK.values(), *delta_forward.CHUNK.values()}
+    lengths = {*linear.CHUNK.values(), *delta_forward.CHUNK.values()}
     lengths |= {tiles[0] for table in gla_forward.WALK.values() for tiles in table.values()}
     assert all(stream.CHUNK % C == 0 for C in lengths)

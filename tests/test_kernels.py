@@ -9,9 +9,9 @@ from gla_ref.gates import chunk_cumsum
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels._plan import spec_of  # noqa: E402
-from gla_ref.kernels._tiles import pattern, patterns  # noqa: E402
-from gla_ref.kernels.decay_cumsum import decay_cumsum  # noqa: E402
+from gla_ref.kernels.launch.plan import spec_of
+from gla_ref.kernels.original.decay_cumsum import decay_cumsum
+from gla_ref.kernels.portable.tiles import pattern, patterns
 
 
 def assert_within_rounding(b, g, C):

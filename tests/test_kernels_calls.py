@@ -19,8 +19,9 @@ from gla_ref import check as kit
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import _program, delta, flash_attention, gla, gla_step, linear_attention  # noqa: E402
-from gla_ref.kernels._hardware import CLASSES  # noqa: E402
+from gla_ref.kernels import delta, flash_attention, gla, linear_attention, steps
+from gla_ref.kernels.launch import program as _program
+from gla_ref.kernels.launch.hardware import CLASSES
 
 MECHANISMS = ("softmax_attention", "linear_attention", "simple_gla", "gla")
 PLANNED = {
@@ -192,7 +193,7 @@ WRONG = [  # (who says so, error, message, what is changed of x = {q, k, v, g}: 
     (STATED, ValueError, "v: expected V of at most 512, got 513", lambda x: {"v": zeros(1, 20, 2, 513)}),
     (EVERY, TypeError, "scale: expected a finite number", lambda x: {"scale": "1"}),
     (EVERY, TypeError, "scale: expected a finite number", lambda x: {"scale": float("nan")}),
-    (MECHANISMS, ValueError, "kernel: expected one of portable.* or None, got 'fast'", lambda x: {"kernel": "fast"}),
+    (TWO_SIDED[:1], ValueError, "kernel: expected one of portable.* or None, got 'fast'", lambda x: {"kernel": "fast"}),
     (MECHANISMS[1:], ValueError, "path: expected one of fused", lambda x: {"path": "fast"}),
     (STATED, ValueError, "initial_state: expected shape", lambda x: {"initial_state": zeros(2, 2, 16, 12)}),
     (STATED[:1], TypeError, "initial_state: expected", lambda x: {"initial_state": x["k"], "normalize": True}),
@@ -217,7 +218,7 @@ if not CUDA:
 )
 def test_what_is_wrong_is_named(mechanism, kind, message, change, monkeypatch):
     step = mechanism == "gla_step"
-    form = gla_step.gla_step if step else FORMS[mechanism]["triton"]
+    form = steps.gla_step if step else FORMS[mechanism]["triton"]
     x = dict(zip("qkvg", tokens("gla" if step else mechanism, B=1, V=12), strict=False))
     if change in [row[-1] for row in VALUES]:
         monkeypatch.setenv("GLA_REF_DEBUG", "1")
@@ -236,12 +237,12 @@ def test_true_is_no_scale(mechanism):
 
 def test_decoding_refuses_gradients_in_every_call():
     q, k, v, g = tokens("gla", T=1)
-    gla_step.gla_step(q, k, v, g)
+    steps.gla_step(q, k, v, g)
     v.requires_grad_()
     with pytest.raises(ValueError, match="^v: expected a tensor that needs no gradient.*forward only"):
-        gla_step.gla_step(q, k, v, g)
+        steps.gla_step(q, k, v, g)
     with torch.no_grad():
-        gla_step.gla_step(q, k, v, g)
+        steps.gla_step(q, k, v, g)
 
 
 @gpu

@@ -9,18 +9,19 @@ from cases import F64, LADDER, inputs, thin
 from harness import CUDA, DTYPES, HERE, RUNS, allowed, anywhere, budgets, compare, interpreted, results
 from test_delta import CORRELATIONS, STRENGTHS, alike
 
-from gla_ref import FORMS, delta_backward, triangular
+from gla_ref import FORMS, triangular
+from gla_ref.gradients import delta_rule as delta_backward
 from gla_ref.mechanisms import MECHANISMS
 from gla_ref.rounding import Luck
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
-from triton import language as tl  # noqa: E402
+from triton import language as tl
 
-from gla_ref.kernels import delta as kernels  # noqa: E402
-from gla_ref.kernels import plan  # noqa: E402
-from gla_ref.kernels.delta import delta_rule, gated_delta_rule  # noqa: E402
-from gla_ref.kernels.delta_forward import choose_length, inverse  # noqa: E402
-from gla_ref.kernels.delta_step import delta_rule_step, gated_delta_rule_step  # noqa: E402
+from gla_ref.kernels import delta as kernels
+from gla_ref.kernels import plan
+from gla_ref.kernels.delta import delta_rule, gated_delta_rule
+from gla_ref.kernels.portable.delta_forward import choose_length, inverse
+from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step
 
 F32, F16 = torch.float32, torch.float16
 EPS = torch.finfo(F32).eps

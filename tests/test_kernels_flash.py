@@ -17,11 +17,11 @@ from harness import CUDA, HERE
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-import oracles  # noqa: E402
+import oracles
 
-from gla_ref import FORMS  # noqa: E402
-from gla_ref.check._emulate import multiply  # noqa: E402
-from gla_ref.kernels.flash_attention import flash_attention  # noqa: E402
+from gla_ref import FORMS
+from gla_ref.check._emulate import multiply
+from gla_ref.kernels.flash_attention import flash_attention
 
 HALF = (torch.bfloat16, torch.float16)
 NAMES = ("q", "k", "v")

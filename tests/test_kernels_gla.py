@@ -18,9 +18,9 @@ from gla_ref import gla as references
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 tl = pytest.importorskip("triton.language")
 
-from gla_ref.kernels import gla_forward  # noqa: E402
-from gla_ref.kernels.gla import PATHS, gla  # noqa: E402
-from gla_ref.kernels.gla_step import gla_step  # noqa: E402
+from gla_ref.kernels.gla import PATHS, gla
+from gla_ref.kernels.portable import gla_forward
+from gla_ref.kernels.steps import gla_step
 
 F32, BF16, F16 = DTYPES
 
@@ -105,7 +105,7 @@ def total_off(x, LOW: tl.constexpr):
 @interpreted
 def test_pairs_do_not_see_the_order_in_which_a_total_is_summed(monkeypatch):
     """The interpreter sums a total in order, a GPU as a tree, an ulp or two away (lab/gla.md)."""
-    monkeypatch.setattr("gla_ref.kernels.gla_forward.totals", total_off)
+    monkeypatch.setattr("gla_ref.kernels.portable.gla_forward.totals", total_off)
     case = kit.Case(B=1, H=1, T=48, gate="-0.245")
     form = FORMS["gla"]["triton"]
     kit.kernel("gla", form, dtype=torch.float32, only=case, seed=1).raise_if_failed()

@@ -10,8 +10,8 @@ from gla_ref import FORMS, gla
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels._launch import check_call  # noqa: E402
-from gla_ref.kernels.gla_step import gla_step  # noqa: E402
+from gla_ref.kernels.launch.operator import check_call
+from gla_ref.kernels.steps import gla_step
 
 
 def problem(B, T, H, K, V, dtype=torch.float32, gates=None, **kw):

@@ -16,11 +16,11 @@ from gla_ref import FORMS, gates
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import explain, plan  # noqa: E402
-from gla_ref.kernels._hardware import CLASSES  # noqa: E402
-from gla_ref.kernels._plan import spec_of  # noqa: E402
-from gla_ref.kernels.gla import gla  # noqa: E402
-from gla_ref.kernels.hopper import _gluon  # noqa: E402
+from gla_ref.kernels import explain, plan
+from gla_ref.kernels.gla import gla
+from gla_ref.kernels.hopper import gluon_names as _gluon
+from gla_ref.kernels.launch.hardware import CLASSES
+from gla_ref.kernels.launch.plan import spec_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = [BF16, F16]
@@ -247,8 +247,8 @@ def test_the_gradient_of_short_sequences_with_strong_gates(T):
 def test_the_pairs_of_strong_chunks(kind):
     """`mend_gradient` in float32 against all pairs one by one; dg that crosses -inf becomes 0."""
     pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
-    from gla_ref.kernels._tiles import patterns
     from gla_ref.kernels.hopper.gla_backward import mend_gradient
+    from gla_ref.kernels.portable.tiles import patterns
 
     T, K, V, C = 40, 20, 24, 32
     args, _ = inputs("gla", 1, T, 1, K, V, kind=kind)

@@ -14,10 +14,11 @@ from test_kernels_delta import MILD, RULES, problem, tokens
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import delta, explain, plan  # noqa: E402
-from gla_ref.kernels._hardware import CLASSES  # noqa: E402
-from gla_ref.kernels._plan import spec_of  # noqa: E402
-from gla_ref.kernels.hopper import DELTA_KERNELS, _gluon  # noqa: E402
+from gla_ref.kernels import delta, explain, plan
+from gla_ref.kernels.hopper import DELTA_KERNELS
+from gla_ref.kernels.hopper import gluon_names as _gluon
+from gla_ref.kernels.launch.hardware import CLASSES
+from gla_ref.kernels.launch.plan import spec_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = DELTA_KERNELS[1:]

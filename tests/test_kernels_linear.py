@@ -12,18 +12,19 @@ import torch
 from cases import F64, LADDER, LINEAR, error, inputs, thin
 from harness import CUDA, DTYPES, HERE, allowed, anywhere, budgets, compare, interpreted, results
 
-from gla_ref import FORMS, gla_backward
+from gla_ref import FORMS
 from gla_ref import linear_attention as linear_references
+from gla_ref.gradients import gla as gla_backward
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import gla as gla_kernels  # noqa: E402
-from gla_ref.kernels import linear_attention as kernels  # noqa: E402
-from gla_ref.kernels import plan  # noqa: E402
-from gla_ref.kernels.linear_attention import linear_attention, simple_gla  # noqa: E402
+from gla_ref.kernels import gla as gla_kernels
+from gla_ref.kernels import linear_attention as kernels
+from gla_ref.kernels import plan
+from gla_ref.kernels.linear_attention import linear_attention, simple_gla
 
 # on Hopper "triton" may be another one: test_kernels_hopper.py
-KERNELS = {mechanism: FORMS[mechanism]["triton_portable"] for mechanism in LINEAR}
+KERNELS = {mechanism: FORMS[mechanism]["triton"] for mechanism in LINEAR}
 PATHS = {"simple_gla": kernels.PATHS, "gla": gla_kernels.PATHS}
 WAYS = [(mechanism, path) for mechanism in PATHS for path in PATHS[mechanism]]
 F32 = torch.float32

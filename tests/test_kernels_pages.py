@@ -18,10 +18,10 @@ from gla_ref.rounding import error
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-import oracles  # noqa: E402
-import test_kernels_delta  # noqa: E402
+import oracles
+import test_kernels_delta
 
-from gla_ref.pages import (  # noqa: E402
+from gla_ref.pages import (
     first,
     flash_attention,
     gated_delta_rule,

@@ -18,7 +18,7 @@ from gla_ref.models.layer import LayerState
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-import fla_models  # noqa: E402
+import fla_models
 
 CUDA = torch.cuda.is_available()
 FACTS = json.loads(fla_models.FACTS.read_text())

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gla_ref.models import MIXERS, Config, LanguageModel
-from gla_ref.models.over_ranks import LossOverRanks
+from gla_ref.over_ranks.language_model import LossOverRanks
 
 T = 40
 PACKED = [0, 3, 9, 9, 20, 30, 40, 40]  # of two equal pieces one border is a boundary; of three both are within

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from cases import some, thin
 
-from gla_ref import check, results
+from gla_ref import check
 from gla_ref.__main__ import main
+from gla_ref.book import results
 from gla_ref.check import mistakes, museum
 from gla_ref.check.museum import ROOMS, chunked, ordinary_test, room, visit
 

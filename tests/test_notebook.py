@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gla_ref import notebook
+from gla_ref.book import notebook
 from gla_ref.gates import decay_to_end
 
 

@@ -9,10 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import _launch, explain, gla_step, plan  # noqa: E402
-from gla_ref.kernels._hardware import CLASSES, INTERPRETER, class_of  # noqa: E402
-from gla_ref.kernels._plan import spec_of  # noqa: E402
-from gla_ref.mechanisms import MECHANISMS  # noqa: E402
+from gla_ref.kernels import explain, plan, steps
+from gla_ref.kernels.launch import checks
+from gla_ref.kernels.launch.hardware import CLASSES, INTERPRETER, class_of
+from gla_ref.kernels.launch.plan import spec_of
+from gla_ref.mechanisms import MECHANISMS
 
 SIZES = (16, 60, 64, 100, 128)
 CALLS = (
@@ -26,6 +27,7 @@ CALLS = (
     "gla_step",
 )
 OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own
+CHOSEN = ("gla", "delta_rule", "gated_delta_rule")  # mechanisms with a choice of kernels
 
 
 def meta(*shape, dtype=torch.float32):
@@ -41,9 +43,9 @@ def plans(call, K, V, dtype, hardware, T=300, kernel=None):
     if mechanism == "gla_step":
         hardware = hardware if isinstance(hardware, tuple) else CLASSES[hardware]
         specs = [spec_of(n, x) for n, x in zip("qkvg", tensors, strict=True)]
-        return [gla_step.forward.plan(hardware, *specs, None, None, None, None)]
+        return [steps.gla_forward.plan(hardware, *specs, None, None, None, None)]
     options = {"g_v": meta(*tensors[2].shape, dtype=dtype)} if extra else {}
-    options["kernel"] = kernel
+    options |= {"kernel": kernel} if mechanism in CHOSEN else {}
     return [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in ("forward", "backward")]
 
 
@@ -139,10 +141,10 @@ def test_values_that_do_not_fit_are_named(call):
 def test_bfloat16_needs_matrix_units(monkeypatch):
     with pytest.raises(TypeError, match="float32 or float16 on sm_75, got bfloat16"):
         plans("gla", 64, 64, torch.bfloat16, "sm_75")
-    monkeypatch.setattr(_launch, "hardware_of", lambda device: CLASSES["sm_75"])
+    monkeypatch.setattr(checks, "hardware_of", lambda device: CLASSES["sm_75"])
     q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=HERE)
     with pytest.raises(TypeError, match="q: expected float32 or float16 on sm_75, got bfloat16"):
-        _launch.check_launch({"q": q}, MECHANISMS["gla"].arguments)
+        checks.check_launch({"q": q}, MECHANISMS["gla"].arguments)
 
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,7 +184,7 @@ class Target:
 
 triton.runtime.driver.set_active(Target())
 from gla_ref.kernels import _program, plan
-from gla_ref.kernels._plan import Box, Spec
+from gla_ref.kernels.launch.plan import Box, Spec
 
 found, binders = {}, {}
 mechanisms = "softmax_attention", "linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule"

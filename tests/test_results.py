@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gla_ref import results
+from gla_ref.book import results
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gla_ref import scaling
-from gla_ref.context_parallel import LINKS
-from gla_ref.scaling import (
+from gla_ref.book import scaling
+from gla_ref.book.scaling import (
     GLA,
     H200,
     WAYS,
@@ -22,7 +21,8 @@ from gla_ref.scaling import (
     schedule,
     step,
 )
-from gla_ref.viz import ranks_over_time as viz
+from gla_ref.book.viz import ranks_over_time as viz
+from gla_ref.context_parallel import LINKS
 
 
 def test_bytes_are_those_of_the_plan():

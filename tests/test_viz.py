@@ -11,42 +11,43 @@ import pytest
 import torch
 from cases import thin
 
-from gla_ref import linear_attention, results, softmax
-from gla_ref.costs import cost
+from gla_ref import linear_attention, softmax
+from gla_ref.book import results
+from gla_ref.book.costs import cost
+from gla_ref.book.viz import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
+from gla_ref.book.viz._explorable import COLOURS
+from gla_ref.book.viz._svg import part, rect
+from gla_ref.book.viz.anchor import anchor
+from gla_ref.book.viz.attention_weights import DIRECTIONS, SCALES, attention_weights, query
+from gla_ref.book.viz.attention_weights import KEYS as ATTENTION_KEYS
+from gla_ref.book.viz.attention_weights import VALUES as ATTENTION_VALUES
+from gla_ref.book.viz.chunk_size import LENGTHS, chunk_size
+from gla_ref.book.viz.decode_memory import decode_memory
+from gla_ref.book.viz.delta_roles import delta_roles
+from gla_ref.book.viz.fading_state import fading_state
+from gla_ref.book.viz.gate_paths import gate_paths
+from gla_ref.book.viz.gate_strength import gate_strength
+from gla_ref.book.viz.gla_block import gla_block
+from gla_ref.book.viz.inverses import inverses
+from gla_ref.book.viz.kernel_walk import kernel_walk
+from gla_ref.book.viz.levels import levels
+from gla_ref.book.viz.model_map import model_map
+from gla_ref.book.viz.multiprocessors import multiprocessors
+from gla_ref.book.viz.one_chunk import one_chunk
+from gla_ref.book.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
+from gla_ref.book.viz.overwrite import overwrite
+from gla_ref.book.viz.prefix_sum import KEYS, prefix_sum
+from gla_ref.book.viz.prefix_sum import VALUES as STATE_VALUES
+from gla_ref.book.viz.programs import BLOCKS, END, programs
+from gla_ref.book.viz.programs import LENGTHS as VECTORS
+from gla_ref.book.viz.ranks_over_time import ranks_over_time
+from gla_ref.book.viz.roofline import roofline
+from gla_ref.book.viz.strides import VIEWS, strides
+from gla_ref.book.viz.three_jobs import three_jobs
+from gla_ref.book.viz.two_level_map import two_level_map
+from gla_ref.book.viz.waits_timeline import waits_timeline
+from gla_ref.book.viz.walk_back import walk_back
 from gla_ref.prefix_sum import chunked
-from gla_ref.viz import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
-from gla_ref.viz._explorable import COLOURS
-from gla_ref.viz._svg import part, rect
-from gla_ref.viz.anchor import anchor
-from gla_ref.viz.attention_weights import DIRECTIONS, SCALES, attention_weights, query
-from gla_ref.viz.attention_weights import KEYS as ATTENTION_KEYS
-from gla_ref.viz.attention_weights import VALUES as ATTENTION_VALUES
-from gla_ref.viz.chunk_size import LENGTHS, chunk_size
-from gla_ref.viz.decode_memory import decode_memory
-from gla_ref.viz.delta_roles import delta_roles
-from gla_ref.viz.fading_state import fading_state
-from gla_ref.viz.gate_paths import gate_paths
-from gla_ref.viz.gate_strength import gate_strength
-from gla_ref.viz.gla_block import gla_block
-from gla_ref.viz.inverses import inverses
-from gla_ref.viz.kernel_walk import kernel_walk
-from gla_ref.viz.levels import levels
-from gla_ref.viz.model_map import model_map
-from gla_ref.viz.multiprocessors import multiprocessors
-from gla_ref.viz.one_chunk import one_chunk
-from gla_ref.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
-from gla_ref.viz.overwrite import overwrite
-from gla_ref.viz.prefix_sum import KEYS, prefix_sum
-from gla_ref.viz.prefix_sum import VALUES as STATE_VALUES
-from gla_ref.viz.programs import BLOCKS, END, programs
-from gla_ref.viz.programs import LENGTHS as VECTORS
-from gla_ref.viz.ranks_over_time import ranks_over_time
-from gla_ref.viz.roofline import roofline
-from gla_ref.viz.strides import VIEWS, strides
-from gla_ref.viz.three_jobs import three_jobs
-from gla_ref.viz.two_level_map import two_level_map
-from gla_ref.viz.waits_timeline import waits_timeline
-from gla_ref.viz.walk_back import walk_back
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 

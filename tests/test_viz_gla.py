@@ -13,8 +13,8 @@ pytest.importorskip("bs4", reason="the book's tools are not installed")
 from test_viz import rects
 
 from gla_ref import gates, gla
-from gla_ref.costs import cost
-from gla_ref.viz import anchor, decode_memory, levels, one_chunk
+from gla_ref.book.costs import cost
+from gla_ref.book.viz import anchor, decode_memory, levels, one_chunk
 
 
 def gate(T=64, K=5, seed=0):

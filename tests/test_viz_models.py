@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, simple_gla
-from gla_ref.costs import cost
+from gla_ref.book.costs import cost
+from gla_ref.book.viz import delta_roles as roles
+from gla_ref.book.viz import gla_block
+from gla_ref.book.viz import three_jobs as jobs
+from gla_ref.book.viz.model_map import GATES, K4, MODELS, V4, WRITES, model_map, states
 from gla_ref.models import Config
 from gla_ref.models.language_model import Block
-from gla_ref.viz import delta_roles as roles
-from gla_ref.viz import gla_block
-from gla_ref.viz import three_jobs as jobs
-from gla_ref.viz.model_map import GATES, K4, MODELS, V4, WRITES, model_map, states
 
 ONE = torch.ones(1, 4, 1, dtype=torch.float64)
 

@@ -11,9 +11,10 @@ import torch
 from test_viz import EXPLORABLES, rects, texts
 from torch.overrides import TorchFunctionMode
 
-from gla_ref import gla, linear_attention, results
-from gla_ref.costs import FORMS, cost
-from gla_ref.viz import fading_state, gate_strength, kernel_walk, roofline, two_level_map
+from gla_ref import gla, linear_attention
+from gla_ref.book import results
+from gla_ref.book.costs import FORMS, cost
+from gla_ref.book.viz import fading_state, gate_strength, kernel_walk, roofline, two_level_map
 
 # -- a kernel's walk (chapter 7) ---------------------------------------------------------------
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gla_ref import gla
-from gla_ref.notebook import chapters
-from gla_ref.viz._explorable import HERE
-from gla_ref.viz.cards import CARDS, OPTIONAL, PATHS, WAYS, cards, paths, ways
-from gla_ref.viz.playable_state import KINDS, LIKES, NAMES, TOKENS, playable_state
+from gla_ref.book.notebook import chapters
+from gla_ref.book.viz._explorable import HERE
+from gla_ref.book.viz.cards import CARDS, OPTIONAL, PATHS, WAYS, cards, paths, ways
+from gla_ref.book.viz.playable_state import KINDS, LIKES, NAMES, TOKENS, playable_state
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 

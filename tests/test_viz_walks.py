@@ -10,11 +10,11 @@ import torch
 from test_viz import rects, texts
 
 from gla_ref import linear_attention
-from gla_ref.gla_backward import backward
-from gla_ref.viz import gate_paths, kernel_walk
-from gla_ref.viz import multiprocessors as chip
-from gla_ref.viz import waits_timeline as timeline
-from gla_ref.viz import walk_back as back
+from gla_ref.book.viz import gate_paths, kernel_walk
+from gla_ref.book.viz import multiprocessors as chip
+from gla_ref.book.viz import waits_timeline as timeline
+from gla_ref.book.viz import walk_back as back
+from gla_ref.gradients.gla import backward
 
 # -- multiprocessors over time (chapter 7) -----------------------------------------------------
 

@@ -17,13 +17,13 @@ from cases import thin
 from harness import CUDA
 from test_kernels_hopper_delta import BF16, F32, problem
 
-from gla_ref.viz.waits_timeline import waits_timeline
+from gla_ref.book.viz.waits_timeline import waits_timeline
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
-import waits  # noqa: E402
-from clocked import SITES, Role, clocked  # noqa: E402
+import waits
+from clocked import SITES, Role, clocked
 
 CHUNKS = 5
 BARRIERS = {  # in the order in which the walking kernel makes them

@@ -20,8 +20,8 @@ from myst_nb.core.read import read_myst_markdown_notebook
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "book" / "_ext"))
-import gla_book  # noqa: E402
-import gla_package  # noqa: E402
+import gla_book
+import gla_package
 
 SITE = "_build/html"
 SOURCES = (

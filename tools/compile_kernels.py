@@ -31,14 +31,15 @@ from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-import barriers  # noqa: E402
+import barriers
 
-from gla_ref import results  # noqa: E402
-from gla_ref.kernels import border, delta_step, gla, gla_step, plan  # noqa: E402
-from gla_ref.kernels._hardware import CLASSES, Hardware  # noqa: E402
-from gla_ref.kernels._plan import Draft, Launch, Plan, spec_of  # noqa: E402
-from gla_ref.kernels._program import compile_launch  # noqa: E402
-from gla_ref.mechanisms import MECHANISMS  # noqa: E402
+from gla_ref.book import results
+from gla_ref.kernels import gla, plan, steps
+from gla_ref.kernels.launch.hardware import CLASSES, Hardware
+from gla_ref.kernels.launch.plan import Draft, Launch, Plan, spec_of
+from gla_ref.kernels.launch.program import compile_launch
+from gla_ref.kernels.portable import border
+from gla_ref.mechanisms import MECHANISMS
 
 SPILLED = 128  # bytes a thread may spill where K, V <= 128
 # Hopper's tiles are the fastest of those tried on a GPU (lab/known.md), whatever they spill
@@ -76,8 +77,8 @@ class Case(NamedTuple):
         if self.mechanism != "softmax_attention":
             given["initial_state"] = meta(*kind.states)
         if one:
-            specs = [spec_of(n, given.get(n)) for n in one.TENSORS]
-            return [one.forward.plan(CLASSES[hardware], *specs, None)]
+            specs = [spec_of(n, given.get(n)) for n in one.names]
+            return [one.plan(CLASSES[hardware], *specs, None)]
         if self.mechanism.endswith("_border"):
             return plan_border(CLASSES[hardware], given)
         if self.mechanism.endswith("_page"):
@@ -95,7 +96,8 @@ class Case(NamedTuple):
         if self.mechanism != "softmax_attention":  # walked in one go unless asked
             given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
         own = "portable" if "delta" in self.mechanism else None  # Hopper's of the delta rules have their own cases
-        given["kernel"] = next((x for x in self.extra if x.startswith("hopper")), own)
+        if kernel := next((x for x in self.extra if x.startswith("hopper")), own):
+            given["kernel"] = kernel
         tensors = [given.pop(name) for name in kind.required]
         return [
             plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")
@@ -149,7 +151,7 @@ def plan_delta_page(hardware: Hardware, q, k, v, g, beta) -> Plan:
     return draft.plan("page", o, S)
 
 
-STEPS = {"gla_step": gla_step, "gated_delta_rule_step": delta_step}
+STEPS = {"gla_step": steps.gla_forward, "gated_delta_rule_step": steps.delta_forward}
 GATES = {
     "simple_gla",
     "gla",

@@ -22,13 +22,14 @@ from pathlib import Path
 
 import torch
 
-from gla_ref import check, results
+from gla_ref import check
+from gla_ref.book import results
 from gla_ref.check._budgets import copied, errors, evaluate, parts, work_out
 from gla_ref.check._cases import held, inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from right_kernels import kernels  # noqa: E402
+from right_kernels import kernels
 
 NEAREST = 5  # pairs of case and quantity that are looked at closely
 MOST = 500  # seeds side by side

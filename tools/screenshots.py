@@ -15,7 +15,7 @@ from pathlib import Path
 from browser import SITE, Visit, chromium, layout_problems
 from playwright.sync_api import Browser
 
-from gla_ref.notebook import CHAPTER
+from gla_ref.book.notebook import CHAPTER
 
 WIDTHS, THEMES = (1280, 390), ("light", "dark")
 

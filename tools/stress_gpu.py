@@ -71,7 +71,7 @@ def train(mixer: str, size: str, device: str, until: float) -> None:
     """Print the losses of all steps as the bits of float32, AT_ONCE steps a line, then the compiled kernels' names."""
     import torch
 
-    from gla_ref.kernels import _program
+    from gla_ref.kernels.launch import program as _program
 
     torch.manual_seed(0)
     model, loss = model_and_batches(mixer, size, device)
@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     from tabulate import tabulate
 
-    from gla_ref import results
+    from gla_ref.book import results
     from gla_ref.models import MIXERS
 
     if unknown := set(args.mixers or ()) - set(MIXERS):

@@ -1,7 +1,7 @@
 """Exercises on the site: those that only predict are answered and judged in the page, the others say where to run them.
 
 A form takes the place of the cell in which a notebook's reader answers. The rules it judges by are those of
-``gla_ref.exercises``, written into the page as data; ``book/_static/answers.js`` follows them.
+``gla_ref.book.exercises``, written into the page as data; ``book/_static/answers.js`` follows them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def where(app, page: str) -> str:
 def place_answers(app, doctree, page):
     if app.builder.name != "html" or app.tags.has(NOTEBOOKS) or not gla_book.CHAPTER.match(page):
         return
-    from gla_ref import exercises
+    from gla_ref.book import exercises
 
     exercises.load()
     boxes = {box["label"]: box for kind in (exercise_node, exercise_enumerable_node) for box in doctree.findall(kind)}

@@ -6,11 +6,11 @@ import ast
 import re
 from pathlib import Path
 
-from gla_ref import notebook
+from gla_ref.book import notebook
 
 LISTED = re.compile(r"(?m)^ +(gla_ref[\w.]*)$")
 #: packages whose modules have nothing to call: a docstring, and functions for the package's own use
-INNER = ("gla_ref.exercises.", "gla_ref.kernels.", "gla_ref.over_ranks.")
+INNER = ("gla_ref.book.exercises.", "gla_ref.kernels.", "gla_ref.over_ranks.")
 
 
 def source(root: Path, module: str) -> Path:

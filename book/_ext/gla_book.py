@@ -24,7 +24,7 @@ from docutils import nodes
 from sphinx.util import logging
 from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
-from gla_ref import notebook as pages
+from gla_ref.book import notebook as pages
 
 CHAPTER = re.compile(f"book/{pages.CHAPTER.pattern}")
 COLAB = "https://colab.research.google.com"

@@ -13,7 +13,7 @@ from gla_book import CHAPTER
 from sphinx_exercise.nodes import exercise_enumerable_node, exercise_node
 
 WORDS, LINES, FORMULAS = 120, 10, 1  # a minute, with a pencil: words of text, lines of code, displayed formulas
-#: places for the minutes of one page, or of several added up, made by `gla_ref.viz.cards`
+#: places for the minutes of one page, or of several added up, made by `gla_ref.book.viz.cards`
 MINUTES = re.compile(r'<small data-page="([\w ]+)"></small>')
 #: a place for the same in hours; what it contains is shown where no build fills it
 HOURS = re.compile(r'<span data-hours="([\w ]+)">[^<]*</span>')

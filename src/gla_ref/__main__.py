@@ -50,8 +50,8 @@ def prepare_device(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     """Each step against its PyTorch reference in float64, then the whole against the recurrence."""
     device, dtype = prepare_device(args), getattr(torch, args.dtype)
-    from .kernels import gla_chunk_fuse as kernels
-    from .kernels.decay_cumsum import decay_cumsum
+    from .kernels.original import gla_chunk_fuse as kernels
+    from .kernels.original.decay_cumsum import decay_cumsum
 
     sizes = {name: getattr(args, name) for name in ("B", "T", "H", "K", "V")}
     B, T, H, K, V = sizes.values()
@@ -187,7 +187,7 @@ def check_kernel(args: argparse.Namespace) -> int:
 
 def museum(args: argparse.Namespace) -> int:
     """Every room of :mod:`gla_ref.check.museum`, a line each; with `--json` also the record that the book reads."""
-    from . import results
+    from .book import results
     from .check.museum import ROOMS, visit
 
     if args.json is not None:

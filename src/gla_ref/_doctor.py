@@ -40,7 +40,7 @@ def versions() -> list[tuple[str, str]]:
 
 def planned(device: str, dtype: torch.dtype) -> list[list]:
     """A row for each of CALLS: what would run here."""
-    from .kernels._hardware import hardware_of
+    from .kernels.launch.hardware import hardware_of
 
     rows, hardware = [], hardware_of(torch.device(device))
     for mechanism, sizes in CALLS:

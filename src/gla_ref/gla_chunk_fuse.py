@@ -8,7 +8,7 @@
 
 Kept as it is, with its weakness: it takes differences of running sums, so that a strong gate costs the later
 decays of its chunk their low bits, and -inf makes NaN. Chapter 12 has the bound; :mod:`gla_ref.gla` is right
-for every gate. The kernels are in :mod:`gla_ref.kernels.gla_chunk_fuse`.
+for every gate. The kernels are in :mod:`gla_ref.kernels.original.gla_chunk_fuse`.
 """
 
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def steps(*, B: int, T: int, H: int, K: int, V: int, C: int = 16, itemsize: int 
     """The five steps of one call.
 
     Bytes have q, k, v, g at `itemsize`, running sums, scores and states in float32; `combine` is charged for reading
-    its arguments and writing o once, the least it could do. FLOPs by the rules of :func:`gla_ref.costs.cost`.
+    its arguments and writing o once, the least it could do. FLOPs by the rules of :func:`gla_ref.book.costs.cost`.
     """
     N, NK, NV, heads = -(-T // C), -(-K // tile(K)), -(-V // tile(V)), B * H
     e, chunked = itemsize, (NK, N, heads)

@@ -8,7 +8,7 @@ from answers import answer_to, offered
 from axe_playwright_python.sync_playwright import Axe
 from test_exercises_early import RIGHT, WRONG
 
-from gla_ref import exercises
+from gla_ref.book import exercises
 
 pytestmark = pytest.mark.browser
 

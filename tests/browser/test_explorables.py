@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gla_ref import gla
-from gla_ref.viz.playable_state import KINDS, TOKENS
+from gla_ref.book.viz.playable_state import KINDS, TOKENS
 
 pytestmark = pytest.mark.browser
 

@@ -9,7 +9,7 @@ import browser as tools
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-from gla_ref.notebook import CHAPTER
+from gla_ref.book.notebook import CHAPTER
 
 pytestmark = pytest.mark.browser
 

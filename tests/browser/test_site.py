@@ -10,7 +10,7 @@ import gla_icons
 import pytest
 from bs4 import BeautifulSoup
 
-from gla_ref.notebook import CHAPTER
+from gla_ref.book.notebook import CHAPTER
 
 pytestmark = pytest.mark.browser
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from .. import results
+from ..book import results
 from . import EXPERIMENTS, _report, mqar, plan, texts
 from ._driver import carry_out, is_done
 from ._rates import choice_of

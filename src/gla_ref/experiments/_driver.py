@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from .. import results
+from ..book import results
 from ._rates import MORE, further
 from .runs import Place, Run
 

@@ -35,7 +35,7 @@ def find_device() -> Device:
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         if find_spec("triton"):
-            from ._interpreter import restore_after_calls
+            from .launch.interpreter import restore_after_calls
 
             restore_after_calls()
         found = "No GPU" if not torch.cuda.is_available() else "GPU not used"

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..mechanisms import MECHANISMS
 from . import delta, flash_attention, gla, linear_attention
-from ._hardware import CLASSES, Hardware, hardware_of
-from ._plan import Launch, Plan, Spec, spec_of, strides_of
-from ._program import Planned
+from .launch.hardware import CLASSES, Hardware, hardware_of
+from .launch.plan import Launch, Plan, Spec, spec_of, strides_of
+from .launch.program import Planned
 
 PLANNERS = {
     "softmax_attention": flash_attention,
@@ -49,7 +49,7 @@ def plan(
         raise TypeError(f"tensors: expected {', '.join(names)}, got {len(tensors)} tensors")
     given = {"g": None} | {n: spec_of(n, x) for n, x in zip(names, tensors, strict=True)}
     given |= {x.name: spec_of(x.name, options.pop(x.name, None)) for x in kind.arguments if x.optional}
-    given |= {"path": options.pop("path", None), "kernel": options.pop("kernel", None), "scale": scale}
+    given |= {n: options.pop(n, None) for n in ("path", "kernel") if n in planner.forward.options} | {"scale": scale}
     given["cu_seqlens"] = spec_of("cu_seqlens", cu_seqlens)
     if options:
         name = next(iter(options))

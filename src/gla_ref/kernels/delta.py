@@ -1,7 +1,8 @@
 """The delta rule and the gated delta rule: the functions that one calls, their checks and autograd (chapter 20).
 
-The kernels are in delta_forward.py and delta_gradient.py, for one token or a few in delta_step.py. Hopper has two of
-its own for the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which the plan takes wherever they run.
+The kernels are in portable/delta_forward.py and portable/delta_gradient.py; steps.py has one token or a few. Hopper has
+two of its own for the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which the plan takes wherever they
+run.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
-from . import delta_forward, delta_gradient, hopper
-from ._hardware import Hardware
-from ._launch import KERNELS, check_call, check_choice, differentiable, with_state
-from ._plan import Plan
-from ._program import Planned
-from ._segments import sequences
+from . import hopper
+from .launch.checks import check_call, check_choice
+from .launch.hardware import Hardware
+from .launch.operator import differentiable, with_state
+from .launch.plan import Plan
+from .launch.program import Planned
+from .portable import delta_forward, delta_gradient
+from .portable.segments import sequences
 
 __all__ = ["delta_rule", "gated_delta_rule"]
 
 PATHS = ("fused", "segmented")
-CHOSEN = (*KERNELS, *hopper.DELTA_KERNELS)
+KERNELS = ("portable", *hopper.DELTA_KERNELS)
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
@@ -65,7 +68,7 @@ def check(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel) -> N
     mechanism, tensors = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
     check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
-    check_choice("kernel", kernel, CHOSEN)
+    check_choice("kernel", kernel, KERNELS)
 
 
 def kept(tensors: tuple, outputs: tuple) -> list:

@@ -1,409 +1,25 @@
-"""Causal softmax attention without the T x T matrix, forward and backward: FlashAttention-2 (chapter 3).
+"""Causal softmax attention without the T x T matrix: the function that one calls, its checks and autograd (chapter 3).
 
-    o_i = sum_j p_ij v_j,   p_ij = exp(scale q_i k_j - lse_i),   lse_i = log sum_j exp(scale q_i k_j),   j <= i
-
-and, with delta_i = o_i . do_i and ds_ij = p_ij (do_i . v_j - delta_i),
-
-    dv_j = sum_i p_ij do_i,   dk_j = scale sum_i ds_ij q_i,   dq_i = scale sum_j ds_ij k_j
-
-Reference: :func:`gla_ref.softmax_attention.recurrent`; Dao 2023, algorithms 1 and 2. Programs, all independent:
-
-=========  ============================  =====================  ================================  ==================
-kernel     one program                   walks over             FLOPs a pair of tiles             bytes a step
-=========  ============================  =====================  ================================  ==================
-`fwd`      BM queries of a head          keys up to its end     2 BM BN (K + V)                   2 BN (K + V)
-`bwd_dq`   BM queries of a head          keys up to its end     2 BM BN (2 K + V)                 2 BN (K + V)
-`bwd_dkv`  BN keys of a head             later queries          2 BM BN (2 K + 2 V)               2 BM (K + V) + 8 BM
-=========  ============================  =====================  ================================  ==================
-
-The backward computes 7 products where 5 would do: s and do . v once for dq and once for dk and dv. That is the price
-of results that are bitwise the same in every run: sharing them needs atomic additions, in whatever order, to dq.
-A step's bytes come from the L2 cache: programs that run at the same time belong to the same few heads.
-lse is kept to base 2, rounded to float32; beside float32 operands as its two terms, maximum and log2 of the sum, since
-rounding it would give all p of a row the same factor, off by up to lse times 2^-24.
-Limits: K, V <= 256, float32 (ieee products), float16, bfloat16.
+The kernels are in portable/flash.py.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .. import _contract as contract
 from ..softmax_attention import CACHE, KIND
-from ._hardware import Hardware, tiles
-from ._launch import KERNELS, Operator, check_choice, check_inputs, check_packed
-from ._plan import Draft, Plan, Spec, boxes, describable, next_power_of_2, strides_of
-from ._program import Planned
-from ._segments import sequences, slots, which_segment
-from ._tiles import load_tile, store_tile
+from .launch.checks import check_inputs, check_packed
+from .launch.operator import Operator
+from .launch.program import Planned
+from .portable.flash import plan_backward, plan_forward, twin
 
 __all__ = ["flash_attention"]
 
-# all three kernels in float32, which tensor cores do not multiply: (BM, BN, warps, stages) for K and V up to the width
-SMALL = {
-    ("hopper", 32): {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)},
-    ("ampere", 32): {64: (32, 32, 4, 2), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
-    ("turing", 16): {64: (32, 32, 8, 1), 128: (16, 16, 8, 1)},
-    ("turing", 32): {64: (32, 32, 8, 1), 128: (16, 16, 8, 1)},
-}
-# and each of them in 16 bits. Hopper's were the fastest; lab/flash_attention.md says what else was tried
-FWD = SMALL | {
-    ("hopper", 16): {64: (64, 128, 4, 2), 128: (128, 128, 8, 3), 256: (128, 64, 8, 2)},
-    ("ampere", 16): {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
-}
-BWD_DQ = SMALL | {
-    ("hopper", 16): {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)},
-    ("ampere", 16): {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 8, 1)},
-    ("ampere", 32): {64: (32, 32, 4, 2), 128: (16, 16, 8, 1), 256: (16, 16, 8, 1)},
-}
-BWD_DKV = SMALL | {
-    ("hopper", 16): {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
-    ("ampere", 16): {64: (32, 64, 4, 2), 128: (32, 32, 4, 2), 256: (32, 32, 8, 1)},
-}
-# arguments that change from call to call, and of which 1 and multiples of 16 shall not be compiled apart; of T they
-# are, for wide accesses to rows of lse (a fifth of the backward's time at K = 128), and both kinds at once (`_twin`)
-VARYING = ("N", "S", "H", "slots")
 
-
-@triton.jit
-def load_rows(
-    x, s, i_b, i_h, o_t, end, D,
-    BT: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
-):
-    """Rows o_t ... o_t + BT - 1 of x[i_b, :, i_h, :] as [BT, BD], zero from row `end` and column D on.
-
-    The copy engine knows where a tensor ends, but not where a packed sequence does: that is for CLIP.
-    """
-    b = load_tile(x, s, i_b, i_h, o_t, end, 0, D, BT, BD, TMA)
-    if TMA and CLIP:  # 0 * inf of a neighbour would be NaN
-        b = tl.where((o_t + tl.arange(0, BT) < end)[:, None], b, 0.0)
-    return b
-
-
-@triton.jit
-def which_rows(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
-    """Head and tile of this program: (i_b, i_h, i_tile, first row of the sequence, its queries, its keys).
-
-    A spare slot of a packed batch (`which_segment`) gets a tile beyond the end.
-    """
-    i_p = tl.program_id(0)
-    i_t, i_bh = i_p % slots, i_p // slots  # tiles of one head run together and share its keys in L2
-    if PACKED:
-        i_n, i_b, start, stop, begin = which_segment(cu, i_t, N, T, BT, PACKED)
-        return i_b, i_bh, (begin - start) // BT, start, stop - start, stop - start
-    else:
-        return i_bh // H, i_bh % H, i_t, i_bh * 0, T, S
-
-
-@triton.jit
-def fwd_keys(
-    b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
-    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
-):
-    for o_n in tl.range(lo, hi, BN):
-        b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
-        b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
-        b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
-        # scale and shift are one fused multiply-add an element: rounded once, and alike here and in the backward
-        if MASK:
-            seen = o_i[:, None] >= (o_n + tl.arange(0, BN))[None, :]
-            b_mn = tl.maximum(b_m, tl.max(tl.where(seen, b_s * scale2, float("-inf")), 1))  # [BM]
-            b_p = tl.where(seen, tl.exp2(b_s * scale2 - b_mn[:, None]), 0.0)  # [BM, BN]
-        else:
-            b_mn = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
-            b_p = tl.exp2(b_s * scale2 - b_mn[:, None])
-        b_r = tl.exp2(b_m - b_mn)  # [BM], what older tiles are worth now
-        b_l = b_l * b_r + tl.sum(b_p, 1)
-        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_r[:, None], input_precision="ieee")  # [BM, BV]
-        b_m = b_mn
-    return b_o, b_l, b_m
-
-
-@triton.jit(do_not_specialize=VARYING)
-def fwd(
-    q, k, v, o, lse, low, cu, s_q, s_k, s_v, s_o,
-    N, T, S, H, K, V, slots, rows, scale2,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, PACKED: tl.constexpr, NEGATIVE: tl.constexpr,
-):
-    # which tile: the longest rows first, so that none is left over at the end
-    i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)
-    o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
-    if o_m < 0:
-        return
-    o_i = o_m + tl.arange(0, BM) + (S - T)  # [BM], position among the keys
-    o_row = (i_b * H + i_h).to(tl.int64) * rows + start + o_m + tl.arange(0, BM)
-    m_row = o_m + tl.arange(0, BM) < T
-
-    # load
-    b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
-    if NEGATIVE:  # of a positive scale, the largest product is the largest score
-        b_q = -b_q
-        scale2 = -scale2
-
-    # compute: keys that every query of the tile sees, then the diagonal, where a mask is needed
-    b_o = tl.zeros([BM, BV], dtype=tl.float32)
-    b_l = tl.zeros([BM], dtype=tl.float32)
-    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
-    full = (o_m + S - T + 1) // BN * BN
-    b_o, b_l, b_m = fwd_keys(
-        b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i, 0, full, K, V, scale2,
-        BN, BK, BV, TMA, False, False,
-    )
-    b_o, b_l, b_m = fwd_keys(
-        b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
-        full, tl.minimum(o_m + BM + S - T, S), K, V, scale2, BN, BK, BV, TMA, PACKED, True,
-    )
-
-    # store: lse in base 2, as the backward wants it; for float32 its two terms
-    store_tile(o, b_o / b_l[:, None], s_o, i_b, i_h, start + o_m, start + T, 0, V, BM, BV, False)
-    if low is None:
-        tl.store(lse + o_row, b_m + tl.log2(b_l), mask=m_row)
-    else:
-        tl.store(lse + o_row, b_m, mask=m_row)
-        tl.store(low + o_row, tl.log2(b_l), mask=m_row)
-
-
-@triton.jit
-def dq_keys(
-    b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
-    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
-):
-    for o_n in tl.range(lo, hi, BN):
-        b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
-        b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
-        b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
-        b_dp = tl.dot(b_do, b_v.T, input_precision="ieee")  # [BM, BN]
-        b_s = b_s * scale2 - b_lse[:, None]
-        b_p = tl.exp2(b_s if b_low is None else b_s - b_low[:, None])
-        if MASK:
-            o_j = o_n + tl.arange(0, BN)
-            b_p = tl.where(o_i[:, None] >= o_j[None, :], b_p, 0.0)
-        b_ds = (b_p * (b_dp - b_delta[:, None])).to(b_k.dtype)  # [BM, BN]
-        b_dq = tl.dot(b_ds, b_k, b_dq, input_precision="ieee")  # [BM, BK]
-    return b_dq
-
-
-@triton.jit(do_not_specialize=VARYING)
-def bwd_dq(
-    q, k, v, o, do, lse, low, delta, dq, cu, s_q, s_k, s_v, s_o, s_do, s_dq,
-    N, T, S, H, K, V, slots, rows, scale, scale2,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, PACKED: tl.constexpr,
-):
-    # which tile, as in fwd
-    i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)
-    o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
-    if o_m < 0:
-        return
-    o_i = o_m + tl.arange(0, BM) + (S - T)  # [BM]
-    o_row = (i_b * H + i_h).to(tl.int64) * rows + start + o_m + tl.arange(0, BM)
-    m_row = o_m + tl.arange(0, BM) < T
-
-    # load; delta is made here, the first time that o and do are in one place, for bwd_dkv too
-    b_o = load_rows(o, s_o, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)  # [BM, BV]
-    b_do = load_rows(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
-    tl.store(delta + o_row, b_delta, mask=m_row)
-    b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
-    b_lse = tl.load(lse + o_row, mask=m_row, other=float("inf"))  # p = 0 beyond the end
-    b_low = None if low is None else tl.load(low + o_row, mask=m_row, other=0.0)
-
-    # compute
-    b_dq = tl.zeros([BM, BK], dtype=tl.float32)
-    full = (o_m + S - T + 1) // BN * BN
-    b_dq = dq_keys(
-        b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
-        0, full, K, V, scale2, BN, BK, BV, TMA, False, False,
-    )
-    b_dq = dq_keys(
-        b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, start + S, o_i,
-        full, tl.minimum(o_m + BM + S - T, S), K, V, scale2, BN, BK, BV, TMA, PACKED, True,
-    )
-
-    # store
-    store_tile(dq, b_dq * scale, s_dq, i_b, i_h, start + o_m, start + T, 0, K, BM, BK, False)
-
-
-@triton.jit
-def load_sums(lse, delta, o_head, o_m, T, BM: tl.constexpr):
-    o_i = o_m + tl.arange(0, BM)
-    b_lse = tl.load(lse + o_head + o_i, mask=o_i < T, other=float("inf"))  # p = 0 beyond the end
-    return b_lse, tl.load(delta + o_head + o_i, mask=o_i < T, other=0.0)
-
-
-@triton.jit
-def dkv_queries(
-    b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j, lo, hi, K, V, scale2,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, AHEAD: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
-):
-    b_lse, b_delta = load_sums(lse, delta, o_head, lo, T, BM)  # [BM] each
-    for o_m in tl.range(lo, hi, BM):
-        b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, CLIP)  # [BM, BK]
-        b_do = load_rows(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, CLIP)  # [BM, BV]
-        if AHEAD:  # small tiles leave registers for the next rows, which are then never waited for
-            b_lse_next, b_delta_next = load_sums(lse, delta, o_head, o_m + BM, T, BM)
-        else:
-            b_lse, b_delta = load_sums(lse, delta, o_head, o_m, T, BM)
-        # transposed tiles: p and ds are then the left operands of both sums, and stay in registers
-        b_s = tl.dot(b_k, b_q.T, input_precision="ieee")  # [BN, BM]
-        # the sum starts at -delta: no operation of its own, and delta needs no registers any more
-        b_dp = tl.broadcast_to(-b_delta[None, :], [BN, BM])
-        b_dp = tl.dot(b_v, b_do.T, b_dp, input_precision="ieee")  # [BN, BM]
-        o_i = o_m + tl.arange(0, BM)
-        b_s = b_s * scale2 - b_lse[None, :]
-        if low is not None:
-            b_s -= tl.load(low + o_head + o_i, mask=o_i < T, other=0.0)[None, :]
-        b_p = tl.exp2(b_s)
-        if MASK:
-            b_p = tl.where(o_i[None, :] >= o_j[:, None], b_p, 0.0)
-        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision="ieee")  # [BN, BV]
-        b_dk = tl.dot((b_p * b_dp).to(b_q.dtype), b_q, b_dk, input_precision="ieee")  # [BN, BK]
-        if AHEAD:
-            b_lse, b_delta = b_lse_next, b_delta_next
-    return b_dk, b_dv
-
-
-@triton.jit(do_not_specialize=VARYING)
-def bwd_dkv(
-    q, k, v, do, lse, low, delta, dk, dv, cu, s_q, s_k, s_v, s_do, s_dk, s_dv,
-    N, T, S, H, K, V, slots, rows, scale, scale2,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
-):
-    # which tile: the first keys, which most queries see, come first
-    i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BN, PACKED)
-    o_n = i_t * BN
-    if o_n >= S:
-        return
-    o_j = o_n + tl.arange(0, BN) - (S - T)  # [BN], the first query that sees the key
-    o_head = (i_b * H + i_h).to(tl.int64) * rows + start
-
-    # load
-    b_k = load_rows(k, s_k, i_b, i_h, start + o_n, start + S, K, BN, BK, TMA, False)  # [BN, BK]
-    b_v = load_rows(v, s_v, i_b, i_h, start + o_n, start + S, V, BN, BV, TMA, False)  # [BN, BV]
-
-    # compute: queries on the diagonal, those that see every key of the tile, and the last few
-    b_dk = tl.zeros([BN, BK], dtype=tl.float32)
-    b_dv = tl.zeros([BN, BV], dtype=tl.float32)
-    first = tl.maximum(o_n - (S - T), 0) // BM * BM
-    full = tl.cdiv(tl.maximum(o_n + BN - 1 - (S - T), 0), BM) * BM
-    full = tl.minimum(full, tl.cdiv(T, BM) * BM)
-    last = tl.maximum(T // BM * BM, full) if PACKED else tl.cdiv(T, BM) * BM
-    b_dk, b_dv = dkv_queries(
-        b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
-        first, full, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, PACKED, True,
-    )
-    b_dk, b_dv = dkv_queries(
-        b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
-        full, last, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, False, False,
-    )
-    if PACKED:
-        b_dk, b_dv = dkv_queries(
-            b_dk, b_dv, b_k, b_v, q, do, lse, low, delta, s_q, s_do, i_b, i_h, o_head, start, T, o_j,
-            last, T, K, V, scale2, BM, BN, BK, BV, TMA, AHEAD, True, False,
-        )
-
-    # store
-    store_tile(dk, b_dk * scale, s_dk, i_b, i_h, start + o_n, start + S, 0, K, BN, BK, False)
-    store_tile(dv, b_dv, s_dv, i_b, i_h, start + o_n, start + S, 0, V, BN, BV, False)
-
-
-class _Call:
-    """What the launches of one call share: sizes, widths of tiles, packing, and which table they are from."""
-
-    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale):
-        q, k, v, *_, cu = inputs
-        self.draft, self.B, self.T = Draft(hardware, *inputs), *q.shape[:2]
-        H, K, V = *q.shape[2:], v.shape[-1]
-        self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(0, cu)
-        self.sizes = {"N": self.N, "T": self.T, "S": k.shape[1], "H": H, "K": K, "V": V, "rows": self.T}
-        self.BK, self.BV = (max(16, next_power_of_2(n)) for n in (K, V))
-        self.AHEAD = max(self.BK, self.BV) <= 64
-        # small tiles are interpreted sooner
-        self.dtype = torch.float32 if hardware.interpreted else q.dtype
-        self.engine = all(describable(x, hardware) for x in (q, k, v))
-        self.scale = contract.check_scale(scale, K)
-
-    def tiles(self, table: dict) -> tuple[int, int, int, int]:
-        """BM, BN, warps and stages."""
-        return tiles(table, self.draft.hardware, self.dtype, K=self.sizes["K"], V=self.sizes["V"])
-
-    def launch(self, kernel, length: int, rows: int, tiles: list, *args, warps: int, stages: int, **named):
-        """`kernel` on every `rows` of `length` tokens; `tiles` are what it loads, as (tensor, rows, width)."""
-        n = slots(1, length, self.cu, rows)
-        loaded = [boxes(self.engine, n, (x, width))[0] for x, n, width in tiles]
-        self.draft.launch(
-            kernel, n * self.B * self.sizes["H"], *loaded, *args, **self.sizes, slots=n,
-            scale2=self.scale / math.log(2), BK=self.BK, BV=self.BV, TMA=self.engine,
-            PACKED=self.cu is not None, **named, num_warps=warps, num_stages=stages,
-        )
-
-
-def plan_forward(hardware: Hardware, q, k, v, cu, scale, kernel, cached) -> Plan:
-    """(o, lse, low) of specs of the tensors: low, beside float32 only, is the second term of lse."""
-    call = _Call(hardware, (q, k, v, cu), scale)
-    B, T, H, _ = q.shape
-    o = call.draft.new("o", B, T, H, v.shape[-1], dtype=v.dtype)
-    lse = call.draft.new("lse", B, H, T)
-    low = call.draft.new("low", B, H, T) if q.dtype == torch.float32 else None
-    BM, BN, warps, stages = call.tiles(FWD)
-    call.launch(
-        fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
-        *(x.strides for x in (q, k, v, o)), BM=BM, BN=BN, NEGATIVE=call.scale < 0, warps=warps, stages=stages,
-    )
-    return call.draft.plan("portable", o, lse, low)
-
-
-def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale, kernel) -> Plan:
-    """(dq, dk, dv)."""
-    call = _Call(hardware, (q, k, v, o, lse, low, do, cu), scale)
-    dq, dk, dv = (call.draft.like(f"d{x.name}", x) for x in (q, k, v))
-    delta = call.draft.like("delta", lse)
-    if call.engine and not describable(do, hardware):  # the gradient of a sum has strides of 0
-        do = call.draft.contiguous(do)
-    rows, BK, BV = (lse, low), call.BK, call.BV
-    BM, BN, warps, stages = call.tiles(BWD_DQ)
-    call.launch(
-        bwd_dq, call.T, BM, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)], *rows, delta, dq,
-        call.cu, *(x.strides for x in (q, k, v, o, do, dq)), scale=call.scale, BM=BM, BN=BN,
-        warps=warps, stages=stages,
-    )
-    BM, BN, warps, stages = call.tiles(BWD_DKV)
-    call.launch(
-        bwd_dkv, k.shape[1], BN, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)], *rows, delta, dk, dv,
-        call.cu, *(x.strides for x in (q, k, v, do, dk, dv)), scale=call.scale, BM=BM, BN=BN,
-        AHEAD=call.AHEAD, warps=warps, stages=stages,
-    )
-    return call.draft.plan("portable", dq, dk, dv)
-
-
-def _twin(q: Spec, *others: Spec | None) -> list[Spec | None]:
-    """The same tensors for a length that is a multiple of 16 where this one is none, or the reverse."""
-    T = q.shape[1]
-    more = 1 if T % 16 == 0 else -T % 16
-
-    def longer(x: Spec | None) -> Spec | None:
-        if x is None or x.name == "cu_seqlens":
-            return x
-        axis = 1 if len(x.shape) == 4 else 2  # of lse
-        shape = (*x.shape[:axis], x.shape[axis] + more, *x.shape[axis + 1 :])
-        return x._replace(shape=shape, strides=strides_of(shape) if x.contiguous else x.strides)
-
-    return [longer(x) for x in (q, *others)]
-
-
-def check(q, k, v, cu_seqlens, scale, kernel, cached=False, cache=None) -> None:
+def check(q, k, v, cu_seqlens, scale, cached=False, cache=None) -> None:
     """What a call of a new signature is held against; `cached` ones were, before k and v got the cache in front."""
-    check_choice("kernel", kernel, KERNELS)
     if cached:
         return
     if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
@@ -420,35 +36,35 @@ def check(q, k, v, cu_seqlens, scale, kernel, cached=False, cache=None) -> None:
     contract.check_scale(scale, sizes["K"])
 
 
-CHOICES = ("scale", "kernel")
-forward = Planned(plan_forward, ("q", "k", "v", "cu_seqlens"), (*CHOICES, "cached"), check, _twin)
-backward = Planned(plan_backward, ("q", "k", "v", "o", "lse", "low", "do", "cu_seqlens"), CHOICES, twin=_twin)
+CHOICES = ("scale",)
+forward = Planned(plan_forward, ("q", "k", "v", "cu_seqlens"), (*CHOICES, "cached"), check, twin)
+backward = Planned(plan_backward, ("q", "k", "v", "o", "lse", "low", "do", "cu_seqlens"), CHOICES, twin=twin)
 _forward = Operator("flash_attention", forward, 3)
 _backward = Operator("flash_attention_backward", backward, 3)
 
 
 @_forward.register_fake
-def _(q, k, v, cu, scale, kernel, cached):
+def _(q, k, v, cu, scale, cached):
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     return o, lse, lse.clone() if q.dtype == torch.float32 else q.new_empty(0)
 
 
 @_backward.register_fake
-def _(q, k, v, o, lse, low, do, cu, scale, kernel):
+def _(q, k, v, o, lse, low, do, cu, scale):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _save(ctx, inputs, output):
-    q, k, v, cu, ctx.scale, ctx.kernel, _ = inputs
+    q, k, v, cu, ctx.scale, _ = inputs
     ctx.save_for_backward(q, k, v, *output, cu)
 
 
 def _gradients(ctx, do, *_):  # lse is returned for the backward's sake: nobody differentiates it
     q, k, v, o, lse, low, cu = ctx.saved_tensors
     low = low if q.dtype == torch.float32 else None
-    grads = _backward(q, k, v, o, lse, low, do, cu, ctx.scale, ctx.kernel)
-    return *grads, *[None] * 4
+    grads = _backward(q, k, v, o, lse, low, do, cu, ctx.scale)
+    return *grads, *[None] * 3
 
 
 _forward.register_autograd(_save, _gradients)
@@ -462,7 +78,6 @@ def flash_attention(
     scale: float | None = None,
     initial_state: tuple[Tensor, Tensor] | None = None,
     cu_seqlens: Tensor | None = None,
-    kernel: str | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Causal attention by tiles in one pass, differentiable; memory grows with T, not with T squared.
 
@@ -475,7 +90,6 @@ def flash_attention(
             every query sees. None together with `cu_seqlens`.
         cu_seqlens: `[N_seq + 1]` boundaries of packed sequences (B = 1), int32 or int64, on the device
             of q. Their values are looked at under GLA_REF_DEBUG=1 only: a launch never waits for the GPU.
-        kernel: "portable"; None lets the plan choose, which :func:`gla_ref.kernels.explain` prints.
 
     Returns:
         o `[B, T, H, V]`, and the cache `(k [B, T0 + T, H, K], v [B, T0 + T, H, V])`.
@@ -487,8 +101,8 @@ def flash_attention(
     cached = initial_state is not None
     if cached:
         if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
-            check(q, k, v, cu_seqlens, scale, kernel, cache=initial_state)
+            check(q, k, v, cu_seqlens, scale, cache=initial_state)
         k, v = (torch.cat(pair, 1) for pair in zip(initial_state, (k, v), strict=True))
     scale = scale if scale is None else contract.check_scale(scale, 1)
-    o, *_ = _forward(q, k, v, cu_seqlens, scale, kernel, cached)
+    o, *_ = _forward(q, k, v, cu_seqlens, scale, cached)
     return o, (k, v)

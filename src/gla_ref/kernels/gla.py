@@ -1,6 +1,7 @@
 """Gated Linear Attention: the function that one calls, its checks and its way through autograd (chapters 14 and 15b).
 
-The kernels are in gla_forward.py and gla_gradient.py; with gates on values too, in gla_two_sided.py.
+The kernels are in portable/gla_forward.py, portable/gla_gradient.py and hopper/; with gates on values too, in
+portable/gla_two_sided.py.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from torch import Tensor
 
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
-from . import gla_forward, gla_gradient, gla_two_sided, hopper
-from ._hardware import Hardware
-from ._launch import check_call, check_choice, differentiable, with_state
-from ._plan import Plan
-from ._program import Planned
+from . import hopper
+from .launch.checks import check_call, check_choice
+from .launch.hardware import Hardware
+from .launch.operator import differentiable, with_state
+from .launch.plan import Plan
+from .launch.program import Planned
+from .portable import gla_forward, gla_gradient, gla_two_sided
 
 __all__ = ["gla"]
 

@@ -19,8 +19,8 @@ from ._forms import attend, owners, places
 from .layer import START, GatedLinearAttention, GatedOutput, LayerState, Mixer
 
 if TYPE_CHECKING:
+    from ..over_ranks.language_model import Pieces
     from .config import Config
-    from .over_ranks import Pieces
 
 __all__ = [
     "MIXERS",

@@ -99,7 +99,7 @@ class Exchange:
 
     def gathered_by_kernels(self, maps: Maps, backwards: bool) -> Tensor:
         """`gathered` of maps that are one on each rank, in two launches instead of some twenty."""
-        from ..kernels.border import composed, entered
+        from ..kernels.portable.border import composed, entered
 
         work, found = self.ranks.all_gather(composed(maps.X, maps.M, self.tag, backwards))
         self.wait(work, found, self.ranks.others)

@@ -76,7 +76,7 @@ class Maps(NamedTuple):
     def run(self, S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
         """The states that come into each segment `[N, n, H, K, V]`, and the one that leaves the last."""
         if self.by_kernels and self.X.shape[1] > 1:
-            from ..kernels.border import crossed
+            from ..kernels.portable.border import crossed
 
             return crossed(self.X, self.M, S, backwards)
         found, shape = [], S.shape
@@ -129,14 +129,14 @@ def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
     if "beta" in x:
         V = v.shape[-1]
         if walk.kernel:
-            from ..kernels.border import written
+            from ..kernels.portable.border import written
 
             S = written(k, v, g, x["beta"])
         else:
             _, S = _of_identity(walk, x | {"q": k}, v)
         return (S[..., V:],), S[..., :V]
     if walk.kernel and g_v is None:
-        from ..kernels.border import added
+        from ..kernels.portable.border import added
 
         X, decay = added(k, v, g)
         return _decays(walk, x, decay), X
@@ -149,14 +149,14 @@ def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Ten
     q, g, g_v, V = x["q"], x.get("g"), x.get("g_v"), do.shape[-1]
     if "beta" in x:
         if walk.kernel:
-            from ..kernels.border import read
+            from ..kernels.portable.border import read
 
             R = read(q, x["k"], do, g, x["beta"])
             return (R[..., V:],), walk.scale * R[..., :V]
         reads, M = _of_identity(walk, x, x["v"][..., :0])  # token t's reads of each row of the state: [B T HV K]
         return (M.mT,), heads_first(reads).mT @ heads_first(do.to(walk.dtype))
     if walk.kernel and g_v is None:
-        from ..kernels.border import added
+        from ..kernels.portable.border import added
 
         A, decay = added(q, do, g, backwards=True)
         return _decays(walk, x, decay), walk.scale * A

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from .. import _contract as contract
+from ..book.scaling import H200, Wire, gather_seconds, pipeline_seconds
 from ..mechanisms import MECHANISMS
-from ..scaling import H200, Wire, gather_seconds, pipeline_seconds
 from .maps import Tokens
 
 # by the backend of the group: NVLink as the model of `scaling` has it, and orders of magnitude of a CPU's loop-back

@@ -10,7 +10,7 @@ r = b_C / 2, q' = q e^(b - r) and k' = k e^(r - b), S the state before a chunk, 
     dg = sum from t on of q dq - k' (A^T q')  +  sum before t of k' D  +  rowsum(S * e^(2 r) R)  (5)
 
 and scale times all but R. dg_t is what crosses token t: what the chunk reads, what it writes for later ones, and what
-passes it from state to state. Reference: :mod:`gla_ref.gla_backward`. Programs: V / BV * H * B of each `walk`, which
+passes it from state to state. Reference: :mod:`gla_ref.gradients.gla`. Programs: V / BV * H * B of each `walk`, which
 stores a state a chunk, and K / 64 * H * T / C * B of `local`, 2 C (C V + 2 BK V + (9 C + 16) BK) FLOPs each in bf16.
 Left out: packed sequences, a gradient of the final state, gates on values, float16, sizes other than 16, 32, 64, 128.
 If a channel's log gates sum to less than -80 in a chunk (bf16; -4 in float32), its dq is NaN from that chunk on, its dk

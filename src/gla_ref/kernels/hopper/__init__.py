@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .._hardware import Hardware
-from .._plan import Spec, describable
-from ._gluon import missing
+from ..launch.hardware import Hardware
+from ..launch.plan import Spec, describable
+from .gluon_names import missing
 
 WIDEST = 128  # channels of a key: the state of as many rows, and two stages of all that it needs, fill a multiprocessor
 

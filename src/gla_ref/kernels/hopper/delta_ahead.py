@@ -48,12 +48,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .._hardware import Hardware
-from .._plan import Plan, Spec, cdiv
-from .._segments import slots
-from ..delta_forward import carry_states
+from ..launch.hardware import Hardware
+from ..launch.plan import Plan, Spec, cdiv
+from ..portable.delta_forward import carry_states
+from ..portable.segments import slots
 from . import delta_chunk
-from ._gluon import named
 from .delta_chunk import (
     VARIABLE,
     allocate_scratch,
@@ -72,6 +71,7 @@ from .delta_chunk import (
     write,
 )
 from .gla_forward import keep_rows, operand, which_segment
+from .gluon_names import named
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 

@@ -17,7 +17,7 @@ nothing. Their factors are pairs of bf16, x = high + low: 16 bits of mantissa, m
 and float32's range. Keys may have any length. (Merging pairs of blocks, as the portable kernel does, has two dependent
 products fewer, but one exchange and a fifth more products.)
 
-*The decays* come from the two sums of ../_scalar_gates.py, `summed` there. Above the diagonal e^(b_i - b_j) may be
+*The decays* come from the two sums of portable/scalar_gates.py, `summed` there. Above the diagonal e^(b_i - b_j) may be
 infinite, so `where` selects after the product. A NaN among gates stays NaN. `cut` turns the NaN whose bits are all ones
 into -0, but then low = x - high is NaN, and so is the sum.
 
@@ -41,11 +41,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ... import _contract as contract
-from .._hardware import Hardware
-from .._plan import Box, Draft, Spec, boxed
-from .._segments import sequences
-from ._gluon import named
+from ..launch.hardware import Hardware
+from ..launch.plan import Box, Draft, Spec, boxed
+from ..portable.segments import sequences
 from .gla_forward import LOG2E, operand, store_box, store_rows
+from .gluon_names import named
 
 barrier, reinterpret = named("barrier"), named("reinterpret")
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
@@ -85,7 +85,7 @@ def add_both(x, y, more_x, more_y):
 
 @gluon.jit
 def summed(b_g):
-    """(coarse, fine) running sums of a chunk's gates [C] in base 2, as ../_scalar_gates.py explains."""
+    """(coarse, fine) running sums of a chunk's gates [C] in base 2, as portable/scalar_gates.py explains."""
     b_g = b_g * LOG2E
     b_g = gl.where(b_g < -150.0, -150.0, b_g)  # NaN is not below, and stays
     coarse = gl.floor(b_g * 512.0 + 0.5) * (1.0 / 512.0)

@@ -51,10 +51,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .._hardware import Hardware
-from .._plan import Plan
+from ..launch.hardware import Hardware
+from ..launch.plan import Plan
 from . import delta_chunk
-from ._gluon import named
 from .delta_chunk import (
     VARIABLE,
     allocate_scratch,
@@ -73,6 +72,7 @@ from .delta_chunk import (
     write,
 )
 from .gla_forward import keep_rows, operand
+from .gluon_names import named
 
 copy_in = named("copy_in")
 

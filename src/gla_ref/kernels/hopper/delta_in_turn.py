@@ -52,12 +52,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._hardware import Hardware
-from .._launch import check_call, check_forward_only
-from .._plan import Plan
-from .._program import Planned
+from ..launch.checks import check_call, check_forward_only
+from ..launch.hardware import Hardware
+from ..launch.plan import Plan
+from ..launch.program import Planned
 from . import delta_chunk, refusal_of_gpu, refusal_of_tokens
-from ._gluon import named
 from .delta_chunk import (
     VARIABLE,
     allocate_scratch,
@@ -75,6 +74,7 @@ from .delta_chunk import (
     summed,
     write,
 )
+from .gluon_names import named
 
 copy_in = named("copy_in")
 

@@ -13,7 +13,7 @@ b as in gla_forward.py::
 
 (4) counts the paths that cross token t, as ../gla_gradient.py does. A pair i = j crosses nothing, and adds the same to
 both sides of the difference; it is left out of dP, so that it need not cancel: beside g = -20 its rounding would be all
-that is left. Reference: :mod:`gla_ref.gla_backward`.
+that is left. Reference: :mod:`gla_ref.gradients.gla`.
 
 First `walk` of gla_forward.py stores the state before each chunk in 16 bits (k, v, g in: 5 units, of one tensor's
 bytes). Then `unwind` goes from the last chunk to the first (q, k, v, g, do, states in; dq, dk, dv, dg out: 11 units).
@@ -76,14 +76,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._hardware import Hardware
-from .._plan import Plan, cdiv
-from .._segments import carry_states, segment_length, slots, which_segment
-from .._tiles import VARYING, load_tile, operand, patterns, product, store_tile
-from ..gla_forward import Readers, across, clamped, one_half, sums, to_border
-from ._gluon import named
+from ..launch.hardware import Hardware
+from ..launch.plan import Plan, cdiv
+from ..portable.gla_forward import Readers, across, clamped, one_half, sums, to_border
+from ..portable.segments import carry_states, segment_length, slots, which_segment
+from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
 from .gla_forward import LOG2E, Hopper, Roles, box, keep_rows, scaled, store_box, store_rows
 from .gla_forward import which_segment as which_segment_of_warps
+from .gluon_names import named
 
 barrier, reinterpret = named("barrier"), named("reinterpret")
 copy_in, copy_out = named("copy_in"), named("copy_out")

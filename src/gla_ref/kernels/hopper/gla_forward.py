@@ -58,12 +58,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .._hardware import Hardware
-from .._plan import Box, Plan, Spec, boxed, cdiv
-from .._segments import segment_length, slots
-from ..gla_forward import Call, Readers
+from ..launch.hardware import Hardware
+from ..launch.plan import Box, Plan, Spec, boxed, cdiv
+from ..portable.gla_forward import Call, Readers
+from ..portable.segments import segment_length, slots
 from . import refusal_of_gradient
-from ._gluon import named
+from .gluon_names import named
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
@@ -72,7 +72,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def which_segment(cu, i_s, N, T, L, W: gl.constexpr):
-    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s, as in ../_segments.py."""
+    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s (portable/segments.py)."""
     if cu is None:
         n_s = gl.cdiv(T, L)
         return i_s // n_s, i_s // n_s, i_s * 0, i_s * 0 + T, i_s % n_s * L
@@ -226,7 +226,7 @@ def transformer(
 
 @gluon.jit
 def operand(x, dtype: gl.constexpr):
-    """x in a product's precision, and what to multiply the product by: float16 ends at 65504 (../_tiles.py)."""
+    """x in a product's precision, and what to multiply the product by: float16 ends at 65504 (portable/tiles.py)."""
     if dtype == gl.float16:
         most = gl.max(gl.max(gl.abs(x), 1), 0)
         power = gl.maximum(gl.ceil(gl.log2(gl.maximum(most, 1e-30))) - 15.0, -40.0)

@@ -1,0 +1,230 @@
+"""Judges of the exercises on gradients of gates: the closed form, and how it is summed (chapters 15 and 15b)."""
+
+import math
+
+from torch.nn import functional as F
+
+from ... import gla, simple_gla
+from ...gradients.gla import backward
+from . import Wrong, exercise
+from ._compare import call, close, draw, hold, locate, results, reverse_sum
+from ._predict import RIGHT, Part, Question, ask, near, number, numbers
+
+
+@exercise("ex-gradients-first", "derive")
+def first(answer):
+    mistakes = {
+        "Summed over the rows, each of which has its own gate; sum over the columns, V.": lambda S, dS: (S * dS).sum(
+            -2
+        ),
+        "Sum over the columns: all of a row share its gate.": lambda S, dS: S * dS,
+        "Summed over everything: each row has a gate of its own.": lambda S, dS: (S * dS).sum(),
+        "S_0 is missing: its gradient alone is no path.": lambda S, dS: dS.sum(-1),
+        "The sign: a larger gate lets more of S_0 through.": lambda S, dS: -(S * dS).sum(-1),
+        "It is 0 only without S_0: paths that begin there cross token 1.": lambda S, dS: 0 * S.sum(-1),
+    }
+    key, value, state = (1, 5, 2, 3), (1, 5, 2, 4), (1, 2, 3, 4)
+    q, k, g, v, do, S_0, D = draw(9, key, key, key, value, value, state, state)
+    found = backward(q, k, v, -g.abs(), do, D, initial_state=S_0)
+    case = S_0, found.d_initial_state
+    hold(answer, [case], lambda *_: found.dg[:, 0], mistakes, {"dg_1": "B H K"})
+
+
+@ask("ex-gradients-stored")
+def stored():
+    q, k, v, do, noise = draw(11, *5 * [(1, 512, 1, 8)])
+    found = backward(q, k, v, F.logsigmoid(noise) / 16, do)
+    dq, dk = (x.bfloat16().double() for x in (found.dq, found.dk))
+    off = reverse_sum(q * dq - k * dk, 1) - found.dg
+    share = (off.square().mean() / found.dg.square().mean()).sqrt().item()
+    mistakes = [
+        (
+            "much smaller",
+            "The terms stay the rounded ones, however exact the sum: stored and summed this way, "
+            f"dg is off by {share:.1%} at T = 512 already.",
+        ),
+        ("much larger", "Each number is rounded once, as each operand of a product is."),
+    ]
+    hint = 'Expected one of "much smaller", "about as large" and "much larger".'
+    options = ["much smaller", "about as large", "much larger"]
+    return numbers("The error is", "about as large", mistakes, hint, options=options)
+
+
+@exercise("ex-gradients-scalar", "implement")
+def scalar(answer):
+    def channels(q, k, dq, dk, S, D):
+        return reverse_sum(q * dq - k * dk, 1) + (S * D).sum(-1)[:, None]
+
+    def terms(q, k, dq, dk, S, D):
+        return (q * dq - k * dk).sum(-1)
+
+    def end(q, k, dq, dk, S, D):
+        return (S * D).sum((-2, -1))[:, None]
+
+    mistakes = {
+        "There is one gate for all channels: its gradient is the sum over them.": channels,
+        "The sum runs from the start; a gate is crossed by paths that end at t or later.": (
+            lambda *x: terms(*x).cumsum(1) + end(*x)
+        ),
+        "Token t's own term is missing: the sum begins with i = t.": (
+            lambda *x: reverse_sum(terms(*x), 1) - terms(*x) + end(*x)
+        ),
+        "The sum over the later tokens is missing.": lambda *x: terms(*x) + end(*x),
+        "The sign: q dq counts paths, and k dk takes away those that do not cross t.": (
+            lambda *x: end(*x) - reverse_sum(terms(*x), 1)
+        ),
+        "The final state is missing: read after every token, it adds the sum of S_T * D.": (
+            lambda *x: reverse_sum(terms(*x), 1)
+        ),
+    }
+    key, value, state = (2, 6, 2, 3), (2, 6, 2, 4), (2, 2, 3, 4)
+    q, k, noise, v, do, S_0, D = draw(12, key, key, key, value, value, state, state)
+    g = -noise[..., 0].abs()
+    _, S_T = simple_gla.recurrent(q, k, v, g, initial_state=S_0)
+    wide = g[..., None].expand(key)  # the same gate for all channels: their gradients add up
+    dq, dk, _, dg, *_ = backward(q, k, v, wide, do, D, initial_state=S_0)
+    case = q, k, dq, dk, S_T, D
+    hold(answer, [case], lambda *_: dg.sum(-1), mistakes, {"dg": "B T H"})
+
+
+@ask("ex-gradients-pairs")
+def pairs():
+    n, t, end = 64, 20, 32
+    every = [(i, j) for i in range(1, n + 1) for j in range(1, i)]
+    crossing = sum(j < t <= i for i, j in every)
+    later = sum(j >= t for i, j in every)
+    to_end = sum(t <= j <= end for i, j in every)
+    inside = sum(j >= t and i <= end for i, j in every)
+    right = [crossing, later, to_end, inside]
+    mistakes = [
+        (
+            [t * (n - t + 1), ..., ..., ...],
+            "Token 20's own write does not pass its gate: the writers are tokens 1 to 19.",
+        ),
+        (
+            [crossing - t + 1, ..., ..., ...],
+            "Token 20 reads what has passed its gate: the readers are tokens 20 to 64.",
+        ),
+        ([..., later + n - t + 1, ..., ...], "A token with itself is no pair of two tokens: leave out i = j."),
+        ([..., later, inside, ...], "Paths that leave the chunk are in the term S' * R too, and k dk takes them away."),
+        (
+            [..., later, to_end, to_end],
+            "Path by path, what is written after the gate for later chunks is not counted at all.",
+        ),
+    ]
+    hint = "Count rows times columns of the rectangle; n tokens have n (n - 1) / 2 pairs; the chunk is tokens 17 to 32."
+    names = ["pairs that cross", "to the end of the sequence", "to the end of the chunk", "path by path"]
+    return numbers(names, right, mistakes, hint)
+
+
+@exercise("ex-gradients-values", "implement")
+def values(answer):
+    def terms(o, do, v, dv):
+        return o * do - v * dv
+
+    def end(S, D, axis=-2):
+        return (S * D).sum(axis)[:, None]
+
+    mistakes = {
+        "The sum runs from the start; a gate is crossed by paths that end at t or later.": (
+            lambda *x: terms(*x[:4]).cumsum(1) + end(*x[4:])
+        ),
+        "Token t's own term is missing: the sum begins with i = t.": (
+            lambda *x: reverse_sum(terms(*x[:4]), 1) - terms(*x[:4]) + end(*x[4:])
+        ),
+        "The sum over the later tokens is missing.": lambda *x: terms(*x[:4]) + end(*x[4:]),
+        "The sign: o do counts paths, and v dv takes away those that do not cross t.": (
+            lambda *x: end(*x[4:]) - reverse_sum(terms(*x[:4]), 1)
+        ),
+        "The final state is missing: it is read after every token.": lambda *x: reverse_sum(terms(*x[:4]), 1),
+        "The final state is summed over its columns, but these gates fade columns: sum over the rows, K.": (
+            lambda *x: reverse_sum(terms(*x[:4]), 1) + end(*x[4:], axis=-1)
+        ),
+        "One gate per column: nothing is summed over the columns.": (
+            lambda *x: (reverse_sum(terms(*x[:4]), 1) + end(*x[4:])).sum(-1)
+        ),
+    }
+    key, value, state = (2, 6, 2, 4), (2, 6, 2, 4), (2, 2, 4, 4)  # K = V, so that rows and columns can be mixed up
+    q, k, g, v, do, noise, S_0, D = draw(15, key, key, key, value, value, value, state, state)
+    g, g_v = -g.abs(), -noise.abs()
+    o, S_T = gla.recurrent(q, k, v, g, g_v=g_v, initial_state=S_0)
+    found = backward(q, k, v, g, do, D, g_v=g_v, initial_state=S_0)
+    hold(answer, [(o, do, v, found.dv, S_T, D)], lambda *_: found.dg_v, mistakes, {"dg_v": "B T H V"})
+
+
+@exercise("ex-gradients-states", "derive")
+def states(answer):
+    mistakes = {
+        "Two states are kept for each chunk: the state before it and the gradient of the state after it.": (
+            lambda K, V: K * V / (3 * K + V)
+        ),
+        "The inputs have three tensors with K channels, q, k and g, and one with V.": (
+            lambda K, V: 2 * K * V / (2 * K + V)
+        ),
+        "The ratio is upside down: longer chunks have fewer states.": lambda K, V: (3 * K + V) / (2 * K * V),
+        "States and inputs have numbers of the same size here, e bytes: the size cancels.": (
+            lambda K, V: 4 * K * V / (3 * K + V)
+        ),
+    }
+    hold(answer, [(128, 128), (64, 96), (256, 512)], lambda K, V: 2 * K * V / (3 * K + V), mistakes, {"C": ""})
+
+
+@exercise("ex-gradients-same", "implement")
+def same(answer):
+    def terms(q, k, g, dP, low, taken=1.0):
+        b = g.cumsum(0)
+        r = b[-1] / 2
+        x, y, dP = low(q * (b - r).exp()), low(k * (r - b).exp()), low(dP)
+        return x * (dP @ y) - taken * y * (dP.T @ x)
+
+    mistakes = {
+        "The sum over the later tokens is missing.": terms,
+        "The sum runs from the start; it goes from t to the chunk's end.": lambda *x: terms(*x).cumsum(0),
+        "The sign: the reader's side counts, the writer's is taken away.": lambda *x: -right(*x),
+        "The writer's side is missing: pairs that lie wholly after t are to be taken away.": (
+            lambda *x: reverse_sum(terms(*x, taken=0.0))
+        ),
+    }
+
+    def right(*x):
+        return reverse_sum(terms(*x))
+
+    def low(x):
+        return x.bfloat16().to(x.dtype)
+
+    q, k, noise, do, v = draw(14, (16, 3), (16, 3), (16, 3), (16, 4), (16, 4))
+    case = q, k, -noise.abs() / 4, (do @ v.T).tril(-1)
+    hold(answer, [(*case, lambda x: x)], right, mistakes, {"dg": "T K"})
+    want, exact = right(*case, low), right(*case, lambda x: x)
+    (found,) = results(call(answer, *case, low), [want], ("dg",))
+    if close(found, exact):
+        raise Wrong("Nothing is rounded: low belongs around the operands of both products.")
+    left = (found[0].abs().max() / want.abs().max()).item()
+    if left > 1e-6:
+        raise Wrong(
+            f"All pairs lie after token 1, so its row must cancel; {left:.0e} of the largest entry "
+            "is left. A factor stands rounded on one side and unrounded on the other."
+        )
+    if not close(found, want):
+        raise Wrong(f"Other factors are rounded. {locate('dg', 'T K', found, want)}")
+
+
+@ask("ex-gradients-chunk")
+def chunk():
+    def read(answer):
+        if not isinstance(answer, (list, tuple)) or len(answer) != 2:
+            raise Wrong("Expected two factors: that of the error and that of the states' bytes.")
+        return [number(x) for x in answer]
+
+    error, states = (2.0, 6.0), near(1 / 16, 1e-9)  # errors grow by about the root of 16
+    return Question(
+        [Part("factor of the error"), Part("factor of the states' bytes")],
+        [
+            ((error, states), RIGHT),
+            ((None, (1.0, math.inf)), "The states' bytes: longer chunks have fewer states."),
+            (((6.0, math.inf), states), "The error: errors of either sign partly cancel, n add up to about sqrt(n)."),
+            ((None, states), "The error: a longer chunk adds and takes away more pairs."),
+            ((None, None), "The states' bytes: one state and one gradient for each chunk."),
+        ],
+        read,
+    )

@@ -1,0 +1,57 @@
+"""Pieces of a picture, as SVG; a colour is a class, so that it can follow the page's theme (chapter 2).
+
+Fills: white, grey, orange, pink, blue, vermilion, green, sky (Okabe and Ito; as in book/style.mplstyle), and
+the pale ones pale-blue, pale-red, pale-grey for tiles with numbers in them. Strokes: the same names
+with ``line-`` before them; ``line`` is the page's ink, ``edge`` a thin outline of it. Text follows
+the page's ink. On a fill, dark in all themes: ``on`` text, ``ink`` and ``hollow`` shapes; blue, vermilion and
+green are too dark for text.
+"""
+
+from html import escape
+
+Point = tuple[float, float]
+
+
+def rect(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"/>'
+
+
+def circle(x: float, y: float, r: float, kind: str) -> str:
+    return f'<circle class="{kind}" cx="{_n(x)}" cy="{_n(y)}" r="{_n(r)}"/>'
+
+
+def text(x: float, y: float, content: object, kind: str = "") -> str:
+    """Text centred at x, its middle at y; kinds ``start`` and ``end`` anchor it at an end instead."""
+    attribute = f' class="{kind}"' if kind else ""
+    return f'<text{attribute} x="{_n(x)}" y="{_n(y)}">{escape(str(content))}</text>'
+
+
+def path(points: list[Point], kind: str, *, closed: bool = False) -> str:
+    d = "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
+    return f'<path class="{kind}" d="M{d}{"Z" if closed else ""}"/>'
+
+
+def comb(xs: list[float], top: float, bottom: float, kind: str) -> str:
+    """Vertical lines at every x."""
+    d = "".join(f"M{_n(x)} {_n(top)}V{_n(bottom)}" for x in xs)
+    return f'<path class="{kind}" d="{d}"/>'
+
+
+def part(words: str, *pieces: str, choose: dict[int, int] | None = None) -> str:
+    """Pieces that say what they are when one points at them; a click sets controls, by their number, to a value."""
+    pairs = " ".join(f"{control}:{value}" for control, value in (choose or {}).items())
+    chosen = f' data-set="{pairs}"' if pairs else ""
+    return f'<g data-say="{escape(words)}"{chosen}>{"".join(pieces)}</g>'
+
+
+def arrow(start: Point, end: Point, kind: str = "line") -> str:
+    """A straight arrow with an open head of 5 units."""
+    (x0, y0), (x1, y1) = start, end
+    length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
+    a, b = 5 * (x1 - x0) / length, 5 * (y1 - y0) / length
+    head = [(x1 - a - b / 2, y1 - b + a / 2), end, (x1 - a + b / 2, y1 - b - a / 2)]
+    return path([start, end, *head[:1], end, *head[2:]], kind)
+
+
+def _n(x: float) -> str:  # a tenth of a unit is below what a screen shows
+    return f"{round(float(x), 1):g}"

@@ -1,0 +1,1 @@
+"""How a call becomes launches, whatever the mechanism: checks, plan, program, autograd (chapter 14)."""

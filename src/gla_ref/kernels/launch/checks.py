@@ -1,0 +1,133 @@
+"""Checks of a call, once a signature, before it is planned (chapter 14)."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+from torch import Tensor
+
+from ..._contract import (
+    check_cu_seqlens,
+    check_gate,
+    check_scale,
+    check_state,
+    check_strength,
+    check_tensors,
+    state_shape,
+)
+from ...mechanisms import MECHANISMS, Argument, Mechanism
+from .hardware import hardware_of
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) -> None:
+    """Kernels take float32, float16 and bfloat16 on a CUDA device, the first two in Triton's interpreter too.
+
+    The values of gates and strengths are looked at under GLA_REF_DEBUG=1 only, because looking means waiting for
+    the GPU.
+
+    Raises:
+        TypeError: a dtype that kernels do not take.
+        ValueError: a device that they do not run on, or a value out of range (under GLA_REF_DEBUG=1).
+    """
+    known = {a.name: a for a in arguments}
+    look = os.environ.get("GLA_REF_DEBUG") == "1"
+    for name, x in tensors.items():
+        role = known[name].role
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {x.dtype}")
+        if not x.is_cuda and not triton.knobs.runtime.interpret:
+            raise ValueError(
+                f"{name}: expected a CUDA tensor, got one on {x.device}; "
+                "to interpret kernels on the CPU, set TRITON_INTERPRET=1 before importing triton"
+            )
+        if role == "token" and x.dtype == torch.bfloat16:
+            hardware = hardware_of(x.device)
+            if hardware.interpreted:
+                raise TypeError(
+                    f"{name}: expected float32 or float16 on the CPU, got bfloat16, "
+                    "whose products Triton's interpreter gets wrong"
+                )
+            if not hardware.matrix_units:
+                raise TypeError(
+                    f"{name}: expected float32 or float16 on {hardware.name}, got bfloat16, "
+                    "which GPUs multiply from compute capability 8.0 on"
+                )
+        if look and role == "gate":
+            check_gate(name, x)
+        if look and role == "strength":
+            check_strength(name, x)
+
+
+def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device) -> None:
+    """As `check_cu_seqlens`, on the device of the other tensors; the values under GLA_REF_DEBUG=1 only."""
+    check_cu_seqlens(cu_seqlens, B, T, values=os.environ.get("GLA_REF_DEBUG") == "1")
+    if cu_seqlens is not None and cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens: expected device {device}, got {cu_seqlens.device}")
+
+
+def check_call(
+    mechanism: str,
+    tensors: tuple[Tensor | None, ...],
+    S: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    most: dict[str, int],
+) -> dict[str, int]:
+    """A whole call of a kernel with states; `most` has the largest size of some axes. The sizes of all axes.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    kind = MECHANISMS[mechanism]
+    given = {a.name: x for a, x in zip(kind.arguments, tensors, strict=True) if x is not None}
+    sizes = check_inputs(kind, given, most)
+    check_scale(scale, sizes["K"])
+    device = next(iter(given.values())).device
+    check_packed(cu_seqlens, sizes["B"], sizes["T"], device)
+    if S is not None:
+        N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
+        check_state("initial_state", S, state_shape(kind, sizes, N), device)
+    return sizes
+
+
+def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]) -> dict[str, int]:
+    """Tensors and states that a call was given: nothing that every call needs is missing, all fits, no axis is larger
+    than `most` says. The sizes of all axes.
+
+    Raises:
+        TypeError, ValueError: otherwise; the message names the argument.
+    """
+    for argument in kind.arguments:
+        if not argument.optional and argument.name not in given:
+            raise TypeError(f"{argument.name}: expected a torch.Tensor of shape [{argument.axes}], got None")
+    known = (*kind.arguments, *kind.states)
+    sizes = check_tensors(given, known, kind.multiples)
+    check_launch(given, known)
+    for axis, size in most.items():
+        if sizes[axis] > size:
+            name = next(a.name for a in known if axis in a.axes.split())
+            raise ValueError(f"{name}: expected {axis} of at most {size}, got {sizes[axis]}")
+    return sizes
+
+
+def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """An option is None or one of its choices."""
+    if value not in (None, *choices):
+        raise ValueError(f"{name}: expected one of {', '.join(choices)} or None, got {value!r}")
+
+
+def check_forward_only(tensors: dict[str, Tensor | None], who: str) -> None:
+    """No tensor may need a gradient that nobody will compute; `who` is the message's subject and verb.
+
+    Raises:
+        ValueError: one does.
+    """
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: expected a tensor that needs no gradient, got requires_grad=True; {who} forward only"
+            )

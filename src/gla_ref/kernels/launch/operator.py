@@ -1,0 +1,128 @@
+"""A planned function's way through PyTorch: autograd, torch.compile, or neither (chapter 14)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .checks import check_forward_only
+from .program import Planned
+
+LIBRARY = torch.library.Library("gla_ref", "FRAGMENT")
+OPTIONS = {"scale": "float?", "path": "str?", "kernel": "str?", "cached": "bool", "need_dg": "bool"}
+
+
+class Operator:
+    """A planned function on its way through PyTorch, by the shortest one there is.
+
+    Called on plain tensors, it looks its program up and runs it, inside a `torch.autograd.Function` where a gradient
+    is needed. Where PyTorch itself looks on (torch.compile, torch.func, fake tensors) it is the operator gla_ref::name,
+    which none of them looks into. `torch.library.custom_op` would do the latter, but imports the whole of
+    PyTorch's compiler in its first call, only to keep it out: two seconds and more.
+    """
+
+    def __init__(self, name: str, planned: Planned, outputs: int | None = None):
+        """What a plan returns beyond `outputs` is for the backward pass only; None: a list of all is returned."""
+        self.name, self.planned, self.tensors, self.outputs = name, planned, len(planned.names), outputs
+        arguments = [f"Tensor{'?' if i > 2 else ''} {n}" for i, n in enumerate(planned.names)]  # all have q, k and v
+        arguments += [f"{OPTIONS[n]} {n}" for n in planned.options]
+        results = f"({', '.join(['Tensor'] * outputs)})" if outputs else "Tensor[]"
+        LIBRARY.define(f"{name}({', '.join(arguments)}) -> {results}")
+        LIBRARY.impl(name, lambda *args: given(planned(*args)[:outputs], args[0]), "CompositeExplicitAutograd")
+        self.overload = getattr(torch.ops.gla_ref, name).default
+        self.function = None
+
+    def __call__(self, *args):
+        if torch.compiler.is_compiling() or _watched(args[0]):
+            found = self.overload(*args)
+            return found if self.outputs else [x if x.ndim > 1 else None for x in found]
+        if os.environ.get("GLA_REF_DEBUG") == "1" and self.planned.check:
+            self.planned.check(*args)
+        program = self.planned.find(args)
+        tensors = args[: self.tensors]
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            if self.function is None:
+                check_forward_only(dict(zip(self.planned.names, tensors, strict=True)), "this kernel is")
+            return self.function.apply(*args, program)
+        return program(tensors)
+
+    def register_fake(self, function):
+        torch.library.register_fake(f"gla_ref::{self.name}", function, lib=LIBRARY)
+
+    def register_autograd(self, save: Callable, gradients: Callable):
+        """`save(ctx, inputs, output)` what `gradients(ctx, *grads)` needs."""
+        torch.library.register_autograd(f"gla_ref::{self.name}", gradients, setup_context=save, lib=LIBRARY)
+
+        def forward(ctx, *args):
+            *inputs, program = args
+            outputs = tuple(program(inputs[: self.tensors]))
+            save(ctx, inputs, outputs)
+            return outputs[: self.outputs]
+
+        @once_differentiable
+        def backward(ctx, *grads):
+            return *gradients(ctx, *grads), None
+
+        # made by its name, which `o.grad_fn` shows
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self.function = type(self.name, (torch.autograd.Function,), methods)
+
+
+def given(outputs: list[Tensor | None], like: Tensor) -> list[Tensor]:
+    """Outputs as PyTorch's operators return them, which know no None: an empty tensor [0] stands for it."""
+    return [like.new_empty(0) if x is None else x for x in outputs]
+
+
+def with_state(name: str, planned: Planned) -> Operator:
+    """The operator of a mechanism with a state: (o, state) of q, k, v, gates, initial state, cu_seqlens, options."""
+    operator = Operator(name, planned, 2)
+
+    @operator.register_fake
+    def _(q, k, v, *rest):
+        cu = rest[operator.tensors - 4]
+        N = q.shape[0] if cu is None else cu.shape[0] - 1
+        return v.new_empty(v.shape), q.new_empty(N, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+
+    return operator
+
+
+def differentiable(operator: Operator, planned: Planned, kept: Callable) -> None:
+    """Make an operator of `with_state` differentiable by `planned`, which gives the gradients of all but cu_seqlens.
+
+    `planned` takes the tensors of the forward pass, what `kept(tensors, outputs)` returns (None: to be made again), the
+    gradients of o and state, the options, and whether the first gate needs a gradient.
+    """
+    gradient, n = Operator(f"{operator.name}_backward", planned), operator.tensors
+
+    @gradient.register_fake
+    def _(*args):
+        *tensors, S, _ = args[:n]
+        tensors[3] = tensors[3] if args[-1] else None
+        dS0 = None if S is None else S.new_empty(S.shape, dtype=torch.float32)
+        return given([*(x if x is None else x.new_empty(x.shape) for x in tensors), dS0], args[0])
+
+    def save(ctx, inputs, output):
+        tensors, ctx.options = inputs[:n], inputs[n:]
+        ctx.save_for_backward(*tensors, *kept(tensors, output))
+        ctx.set_materialize_grads(False)  # the final state seldom has a gradient
+
+    def gradients(ctx, do, dS):
+        saved = ctx.saved_tensors
+        do = torch.zeros_like(saved[2]) if do is None else do
+        grads = gradient(*saved, do, dS, *ctx.options, ctx.needs_input_grad[3])
+        return *grads, None, *[None] * len(ctx.options)
+
+    operator.register_autograd(save, gradients)
+
+
+def _watched(x) -> bool:
+    """Whether somebody other than autograd follows what happens to a tensor."""
+    return (
+        type(x) not in (Tensor, torch.nn.Parameter)
+        and isinstance(x, Tensor)
+        or torch._C._are_functorch_transforms_active()
+    )

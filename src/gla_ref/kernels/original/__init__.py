@@ -1,0 +1,1 @@
+"""The four kernels of the original GLA implementation, forward only (chapter 12)."""

@@ -1,0 +1,280 @@
+"""States at the borders of a sequence in pieces: the map of a piece, the state that comes in (chapter 24).
+
+    S_right = M S_left + X        X, for GLA: sum_t (e^(b_T - b_t) k_t)^T v_t, which the piece has written when it ends
+    R_left  = M^T R_right + A     A, for GLA: sum_t (e^(b_t) q_t)^T do_t, which it reads of the state before it
+
+`added` finds X or A of gated linear attention: a walk of gla_forward.py or linear.py without outputs. It
+reads k, v and g (backwards q, do and g) once, and finds the decay of the whole piece, M, on its way. `written` and
+`read` find the map of a delta rule, by the walks of delta_forward.py and delta_gradient.py.
+
+Between ranks, `compose` writes the map of a rank's segments as the message that it sends, and `enter` runs through the
+messages of all ranks to the state that comes into its own. `crossed`, the `carry` of segments.py, goes on from there
+through its own segments. References: `write_map`, `read_map`, `composed` and `run` of :mod:`gla_ref.over_ranks.maps`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch.hardware import Hardware
+from ..launch.plan import Draft, Plan, cdiv, next_power_of_2
+from ..launch.program import Planned
+from . import delta_forward, delta_gradient
+from .gla_forward import Call, Readers
+from .linear import add_up
+from .segments import carry_states, segment_length, slots
+from .tiles import VARYING, which_tile
+
+__all__ = ["added", "composed", "crossed", "entered", "read", "written"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def compose(part, rows, columns, message, tag, n, N, H, R, V, D, BD: tl.constexpr, REVERSE: tl.constexpr):
+    """The map of n segments one after the other, behind a tag: tag, rows [N, H, R], columns [N, H, V], X [N, H, D].
+
+    `part`, `rows` and `columns` of segments as in `carry` (segments.py).
+    """
+    # which tile: BD numbers of the state of a head
+    i_d, i_h, i_n = which_tile(H, D, BD)
+    o_d, i_nh = i_d * BD + tl.arange(0, BD), i_n * H + i_h
+    m_d = o_d < D
+    b_X = tl.zeros([BD], dtype=tl.float32)
+    b_rows, b_columns = tl.full([BD], 1.0, dtype=tl.float32), tl.full([BD], 1.0, dtype=tl.float32)
+
+    # compute
+    for i in range(0, n):
+        i_s = (i_n * n + (n - 1 - i if REVERSE else i)) * H + i_h
+        b_decay = tl.load(rows + i_s * R + o_d // (D // R), mask=m_d, other=0.0)
+        b_X *= b_decay
+        b_rows *= b_decay
+        if columns is not None:
+            b_decay = tl.load(columns + i_s * V + o_d % V, mask=m_d, other=0.0)
+            b_X *= b_decay
+            b_columns *= b_decay
+        b_X += tl.load(part + i_s.to(tl.int64) * D + o_d, mask=m_d, other=0.0)
+
+    # store
+    if tl.program_id(0) == 0:
+        tl.store(message, tag)
+    p = message + 1
+    tl.store(p + i_nh * R + o_d // (D // R), b_rows, mask=m_d & (o_d % (D // R) == 0))
+    p += N * H * R
+    if columns is not None:
+        tl.store(p + i_nh * V + o_d, b_columns, mask=m_d & (o_d < V))
+        p += N * H * V
+    tl.store(p + i_nh.to(tl.int64) * D + o_d, b_X, mask=m_d)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def enter(
+    messages, S, tag, rank, ranks, numbers, N, H, R, V, D,
+    BD: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """S [N, H, D], which comes to `rank` from the ranks before it, by messages [ranks, numbers] of `compose`.
+
+    NaN if a message bears another tag: then a rank makes another call.
+    """
+    # which tile: BD numbers of the state of a head
+    i_d, i_h, i_n = which_tile(H, D, BD)
+    o_d, i_nh = i_d * BD + tl.arange(0, BD), i_n * H + i_h
+    m_d = o_d < D
+    b_S = tl.zeros([BD], dtype=tl.float32)
+
+    # compute
+    for i in range(0, ranks - 1 - rank if REVERSE else rank):
+        i_m = i_n * 0 + (ranks - 1 - i if REVERSE else i)
+        p = messages + i_m.to(tl.int64) * numbers + 1
+        b_S *= tl.load(p + i_nh * R + o_d // (D // R), mask=m_d, other=0.0)
+        p += N * H * R
+        if COLUMNS:
+            b_S *= tl.load(p + i_nh * V + o_d % V, mask=m_d, other=0.0)
+            p += N * H * V
+        b_S += tl.load(p + i_nh.to(tl.int64) * D + o_d, mask=m_d, other=0.0)
+    for i in range(0, ranks):
+        i_m = i_n * 0 + i
+        b_S = tl.where(tl.load(messages + i_m.to(tl.int64) * numbers) == tag, b_S, float("nan"))
+
+    # store
+    tl.store(S + i_nh.to(tl.int64) * D + o_d, b_S, mask=m_d)
+
+
+def plan_added(hardware: Hardware, k, v, g, backwards: bool) -> Plan:
+    """(X or A, the decay of the piece): from specs; the decay is None but for gates of channels."""
+    if g is None or len(g.shape) == 3:
+        draft = Draft(hardware, k, v, g)
+        return draft.plan("portable", add_up(draft, k, v, g, backwards), None)
+    call = Call(hardware, (k, k, v, g, None, None, None), 1.0, None)
+    draft, (B, T, H, K), V = call.draft, k.shape, v.shape[-1]
+    draft.inputs = k, v, g
+    L = call.C * segment_length(draft, None, cdiv(V, call.BV) * H * B, call.chunks // B, None)
+    n = slots(B, T, None, L)
+    S, decay = draft.new("S", n, H, K, V), draft.new("decay", n, H, K)
+    x, engine = Readers(None, k, g, None, None), call.by_engine(k, v, g)
+    call.launch_walk(x, v, engine, backwards, L, None, S, decays=(decay, None))
+    if n > B:
+        part, S = S, draft.new("S", B, H, K, V)
+        carry_states(draft, part, decay, None, None, S, None, T, L, backwards)
+        decay = draft.compute("decay", _of_all, decay, n // B, shape=(B, H, K))
+    return draft.plan("portable", S, decay)
+
+
+def _of_all(decay: Tensor, n: int) -> Tensor:
+    """The decay [B, H, K] of n segments after each other, of each one's [B n, H, K]."""
+    return decay.unflatten(0, (-1, n)).prod(1)
+
+
+def plan_written(hardware: Hardware, k, v, g, beta) -> Plan:
+    """(X and, in K more columns, M)"""
+    call = delta_forward.Call(hardware, (k, k, v, g, beta, None, None), 1.0, "fused")
+    call.draft.inputs = k, v, g, beta
+    S = call.draft.new("S", call.B, call.H, call.K, call.V + call.K)
+    call.launch_walk(None, k, v, None, S, maps=True)
+    return call.draft.plan("portable", S)
+
+
+def plan_read(hardware: Hardware, q, k, do, g, beta) -> Plan:
+    """(A and, in K more columns, M^T)"""
+    call = delta_forward.Call(hardware, (q, k, do, g, beta, None, None), 1.0, "fused")
+    call.draft.inputs = q, k, do, g, beta
+    do, _ = call.draft.gradient_of_o(q, do, call.scale)
+    R = call.draft.new("R", call.B, call.H, call.K, call.V + call.K)
+    delta_gradient.launch_walk_back(call, q, k, do, None, R, maps=True)
+    return call.draft.plan("portable", R)
+
+
+def plan_composed(hardware: Hardware, part, rows, columns, n: int, tag: float, backwards: bool) -> Plan:
+    """(a message)"""
+    draft, (slots, H, K, V) = Draft(hardware, part, rows, columns), part.shape
+    N, R, D = slots // n, rows.shape[2], K * V
+    BD = min(1024, next_power_of_2(D))
+    message = draft.new("message", 1 + N * H * (R + (V if columns else 0) + D))
+    draft.launch(
+        compose, cdiv(D, BD) * H * N, part, rows, columns, message, tag, n, N, H, R, V, D, BD=BD, REVERSE=backwards
+    )
+    return draft.plan("portable", message)
+
+
+def plan_entered(hardware: Hardware, messages, rank: int, shapes: tuple, tag: float, backwards: bool) -> Plan:
+    """(the state that comes to a rank)"""
+    draft, (ranks, numbers), (N, H, K, V) = Draft(hardware, messages), messages.shape, shapes[-1]
+    S, D = draft.new("S", N, H, K, V), K * V
+    BD = min(1024, next_power_of_2(D))
+    draft.launch(
+        enter, cdiv(D, BD) * H * N, messages, S, tag, rank, ranks, numbers, N, H, shapes[0][2], V, D,
+        BD=BD, COLUMNS=len(shapes) == 3, REVERSE=backwards,
+    )  # fmt: skip
+    return draft.plan("portable", S)
+
+
+def plan_crossed(hardware: Hardware, part, rows, columns, S, backwards: bool) -> Plan:
+    """(the state that comes into each segment, written over `part`; the state after the last)."""
+    draft = Draft(hardware, part, rows, columns, S)
+    out = draft.like("S_out", S)
+    carry_states(draft, part, rows, columns, S, out, None, part.shape[0] // S.shape[0], 1, backwards)
+    return draft.plan("portable", part, out)
+
+
+_added = Planned(plan_added, ("k", "v", "g"), ("backwards",))
+_written = Planned(plan_written, ("k", "v", "g", "beta"), ())
+_read = Planned(plan_read, ("q", "k", "do", "g", "beta"), ())
+_composed = Planned(plan_composed, ("part", "rows", "columns"), ("n", "tag", "backwards"))
+_entered = Planned(plan_entered, ("messages",), ("rank", "shapes", "tag", "backwards"))
+_crossed = Planned(plan_crossed, ("part", "rows", "columns", "S"), ("backwards",))
+
+
+def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = False) -> tuple[Tensor, Tensor | None]:
+    """X and the decay of the whole piece; or A and the decay, of q in the place of k and do in that of v.
+
+    Args:
+        k: `[B, T, H, K]`, as :func:`gla_ref.kernels.gla.gla` takes it.
+        v: `[B, T, H, V]`.
+        g: log gates `[B, T, H, K]` or `[B, T, H]`, or None.
+        backwards: from the last token to the first.
+
+    Returns:
+        float32 `[B, H, K, V]`, and the decay, float32 `[B, H, K]`, where g has channels, else None. Not differentiable.
+    """
+    S, decay = _added(k, v, g, backwards)
+    return S, decay
+
+
+def written(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
+    """X and, in K more columns, M of a delta rule; arguments as :func:`gla_ref.kernels.delta.gated_delta_rule`'s.
+
+    Returns:
+        float32 `[B, HV, K, V + K]`. Not differentiable.
+    """
+    return _written(k, v, g, beta)[0]
+
+
+def read(q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
+    """A, for a scale of 1, and, in K more columns, M^T of a delta rule.
+
+    Returns:
+        float32 `[B, HV, K, V + K]`. Not differentiable.
+    """
+    return _read(q, k, do, g, beta)[0]
+
+
+def composed(X: Tensor, M: tuple[Tensor, ...], tag: float, backwards: bool = False) -> Tensor:
+    """The message of a rank: `tag`, and the map of its segments one after the other.
+
+    Args:
+        X: `[N, n, H, K, V]` of n segments, float32.
+        M: decays `[N, n, H, K or 1, 1]` of rows and, if there are two, `[N, n, H, 1, V]` of columns.
+        tag: any number.
+        backwards: from the last segment to the first.
+
+    Returns:
+        float32, the tag, then `[N, H, K or 1]`, `[N, H, V]` if there are columns, and `[N, H, K, V]`.
+    """
+    return _composed(_of_segments(X), *_decays(M), X.shape[1], tag, backwards)[0]
+
+
+def entered(
+    messages: Tensor, rank: int, shapes: tuple[tuple[int, ...], ...], tag: float, backwards: bool = False
+) -> Tensor:
+    """The state that comes into a rank, by the messages of all.
+
+    Args:
+        messages: `[ranks, numbers]` of :func:`composed`.
+        rank: whose state is asked for.
+        shapes: of the tensors of a map, `(N, H, K or 1, 1)`, `(N, H, 1, V)` if there are columns, `(N, H, K, V)`.
+        tag: which every message must bear; else the state is NaN.
+        backwards: from the last rank to the first.
+
+    Returns:
+        float32 `[N, H, K, V]`.
+    """
+    return _entered(messages, rank, shapes, tag, backwards)[0]
+
+
+def crossed(X: Tensor, M: tuple[Tensor, ...], S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
+    """The states between segments that each do S -> M S + X, one after the other.
+
+    Args:
+        X: as :func:`composed` takes it.
+        M: as :func:`composed` takes it.
+        S: `[N, H, K, V]`, the state before the first segment (backwards: after the last).
+        backwards: from the last segment to the first.
+
+    Returns:
+        The state that comes into each segment, `[N, n, H, K, V]`, and the one that leaves the last. Not differentiable.
+    """
+    rows, columns = _decays(M)
+    rows = rows if rows.shape[2] > 1 else rows[..., 0]
+    part, out = _crossed(_of_segments(X).clone(), rows, columns, S.contiguous(), backwards)
+    return part.view(X.shape), out
+
+
+def _of_segments(x: Tensor) -> Tensor:
+    """[N n, ...]"""
+    return x.contiguous().view(-1, *x.shape[2:])
+
+
+def _decays(M: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    """Decays of rows [N n, H, K or 1] and of columns [N n, H, V], of maps' M."""
+    rows, *columns = M
+    return _of_segments(rows[..., 0]), _of_segments(columns[0][..., 0, :]) if columns else None

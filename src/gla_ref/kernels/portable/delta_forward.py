@@ -1,0 +1,490 @@
+"""The delta rule and the gated delta rule, forward, in chunks (chapter 20).
+
+With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b_j), the decay from token j to token i,
+
+    A = tril(beta_i (k_i k_j^T) E_ij, -1)       Y = (I + A)^-1       P = tril(q k^T * E)             (1)
+    w = Y (beta (v - e^b (k S)))                                                                     (2)
+    o = scale * (e^b (q S) + P w)               S <- e^(b_C) S + k^T (e^(b_C - b) w)                 (3)
+
+w is what each token writes, corrected by what the tokens before it in the chunk have written. References:
+:mod:`gla_ref.delta_rule`, :mod:`gla_ref.gated_delta_rule`; Yang et al. 2024b (DeltaNet), section 3; Yang et al. 2025
+(Gated DeltaNet), section 3.3. Value head h reads key head h // G, G value heads to a key head.
+
+*The inverse.* `inverse` eliminates the blocks of 16 on the diagonal of A, column after column, all blocks side by side,
+and merges them two and two in products, 16 to 32 to 64; all of it in float32. No series, which cancels where keys are
+alike, and nothing in the tokens' precision (chapter 21).
+
+*The decay.* E comes of sums that are exact (`summed` in scalar_gates.py), and is masked before the exponential: above
+the diagonal it may overflow, and a reset among future tokens must leave the past alone.
+
+*Segments.* A chunk is an affine map of the state, S -> M S + X with M = e^(b_C) I - (e^(b_C - b) k)^T Y (beta e^b k).
+Where heads are too few to fill the chip, sequences are cut into segments. `walk` finds X of a segment from a state of
+zeros, and M, column by column like a state, from the unit matrix and values of 0; `carry` goes from segment to
+segment; `walk` once more makes o.
+
+The kernels, and the number of programs of each (H value heads, N sequences)::
+
+    solve      H * chunks              (1), and the decays that (2) and (3) need
+    walk       V tiles * H * segments  (2) and (3) of a head's chunks; of segments first, V and K tiles
+    carry      V tiles * H * N         segments' states (few heads, large T)
+
+A walk moves 2 C (2 K + 2 BV + 2 C) bytes a chunk (bf16) for 2 C (2 C BV + 3 K BV) FLOPs, and neighbouring V tiles share
+in L2 what they read. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ... import _contract as contract
+from ..launch.hardware import Hardware, tiles
+from ..launch.plan import Box, Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from .scalar_gates import between, summed
+from .segments import sequences, slots, which_segment, which_sequence
+from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+
+# by family and bits, the tokens of a chunk
+CHUNK = {
+    ("hopper", 16): 64, ("hopper", 32): 16,
+    ("ampere", 16): 32, ("ampere", 32): 16,
+    ("turing", 16): 16, ("turing", 32): 16,
+}
+# and K up to: (BV, warps, stages) of a walk. They are the largest that hardly spill (tools/compile_kernels.py); times
+# were not compared. 32 columns with 4 warps need 2 stages: with 1, ptxas 12.8.93 (Triton 3.6) makes wrong
+# descriptors for the products on sm_90 where K > 128, and the kernel reads where it must not
+WALK = {
+    ("hopper", 16): {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2)},
+    ("hopper", 32): {64: (32, 4, 1), 128: (16, 8, 1), 256: (16, 8, 1)},
+    ("ampere", 16): {64: (32, 4, 2), 128: (32, 4, 1), 256: (32, 8, 1)},
+    ("ampere", 32): {64: (32, 8, 1), 128: (16, 8, 1), 256: (16, 8, 1)},
+    ("turing", 16): {64: (32, 8, 1), 128: (16, 8, 1)},
+    ("turing", 32): {64: (32, 8, 1), 128: (16, 8, 1)},
+}
+# rows of `factors`: write strength; decay since the chunk began and until it ends; the gates' sums in two parts
+ROWS = 5
+# strides of gates and strengths [B, T, H] change with T, even modulo 16
+VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
+
+
+@triton.jit
+def diagonal(A, n: tl.constexpr):
+    """The blocks of n on the diagonal of A [C, C]: [C / n, n, n]."""
+    m: tl.constexpr = A.shape[0] // n
+    if m == 1:
+        b = tl.reshape(A, [1, n, n])
+    else:
+        o_m = tl.arange(0, m)
+        own = o_m[:, None, None, None] == o_m[None, None, :, None]
+        b = tl.sum(tl.where(own, tl.reshape(A, [m, n, m, n]), 0.0), 2)
+    return b
+
+
+@triton.jit
+def quarter(x, row: tl.constexpr, column: tl.constexpr):
+    """Of blocks [m, 2, n, 2, n] the quarter in this half of the rows and of the columns: [m, n, n]."""
+    half = tl.arange(0, 2)
+    kept = (half[None, :, None, None, None] == row) & (half[None, None, None, :, None] == column)
+    return tl.sum(tl.sum(tl.where(kept, x, 0.0), 3), 1)
+
+
+@triton.jit
+def multiplied(x, y):
+    """x y of blocks [m, n, n], in float32."""
+    if x.shape[0] == 1:
+        n: tl.constexpr = x.shape[1]
+        b = tl.dot(tl.reshape(x, [n, n]), tl.reshape(y, [n, n]), input_precision="ieee")
+        return tl.reshape(b, [1, n, n])
+    else:
+        return tl.dot(x, y, input_precision="ieee")
+
+
+@triton.jit
+def merged(Y, A):
+    """Inverses of blocks of 2 n, [m, 2 n, 2 n], from those of their halves, Y [2 m, n, n]: -Y_2 A_21 Y_1 below."""
+    n: tl.constexpr = Y.shape[1]
+    m: tl.constexpr = Y.shape[0] // 2
+    half = tl.arange(0, 2)
+    b_Y = tl.reshape(Y, [m, 2, n, n])
+    b_1 = tl.sum(tl.where(half[None, :, None, None] == 0, b_Y, 0.0), 1)  # [m, n, n]
+    b_2 = tl.sum(tl.where(half[None, :, None, None] == 1, b_Y, 0.0), 1)  # [m, n, n]
+    b_21 = quarter(tl.reshape(diagonal(A, 2 * n), [m, 2, n, 2, n]), 1, 0)
+    b_21 = -multiplied(b_2, multiplied(b_21, b_1))
+    row, column = half[None, :, None, None, None], half[None, None, None, :, None]
+    b = tl.where(row == 0, b_1[:, None, :, None, :], b_2[:, None, :, None, :])
+    b = tl.where(row == column, b, tl.where(row > column, b_21[:, None, :, None, :], 0.0))  # [m, 2, n, 2, n]
+    return tl.reshape(b, [m, 2 * n, 2 * n])
+
+
+@triton.jit
+def inverse(A):
+    """(I + A)^-1 of a strictly lower triangular A [C, C], C = 16, 32 or 64, in float32."""
+    C: tl.constexpr = A.shape[0]
+    b_A = diagonal(A, 16)  # [C / 16, 16, 16]
+    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    Y = tl.where(i == j, 1.0, tl.zeros_like(b_A))
+    for n in tl.range(0, 15):  # row n is done: take it from the rows below it
+        b_column = tl.sum(tl.where(j == n, b_A, 0.0), 2)
+        b_row = tl.sum(tl.where(i == n, Y, 0.0), 1)
+        Y -= b_column[:, :, None] * b_row[:, None, :]
+    if C >= 32:
+        Y = merged(Y, A)
+    if C >= 64:
+        Y = merged(Y, A)
+    return tl.reshape(Y, [C, C])
+
+
+@triton.jit
+def low(x, dtype: tl.constexpr):
+    """`operand` of what may be in the product's precision already."""
+    if x.dtype == dtype:
+        return x, 1.0
+    else:
+        return operand(x, dtype)
+
+
+@triton.jit
+def times(x, y, dtype: tl.constexpr):
+    """x y, each rounded to a product's precision first."""
+    x, of_x = low(x, dtype)
+    y, of_y = low(y, dtype)
+    return tl.dot(x, y, input_precision="ieee") * (of_x * of_y)
+
+
+@triton.jit
+def square(x, i_t, i_h, H, C: tl.constexpr):
+    """Pointers to the square [C, C] of a chunk of a head."""
+    o_c = tl.arange(0, C)
+    return x + (i_t * H + i_h).to(tl.int64) * C * C + o_c[:, None] * C + o_c[None, :]
+
+
+@triton.jit
+def factor(factors, i_t, i_h, H, C: tl.constexpr, ROWS: tl.constexpr):
+    """Pointers to the first row of a chunk's factors; the next is C numbers on."""
+    return factors + (i_t * H + i_h).to(tl.int64) * ROWS * C + tl.arange(0, C)
+
+
+@triton.jit(do_not_specialize=VARIABLE)
+def solve(
+    q, k, g, beta, P, Y, factors, cu, s_q, s_k, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, N, T, H, G, K,
+    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+):
+    """(1) of a chunk, and its `factors` [chunks, H, ROWS, C]; without gates the first row alone."""
+    # which tile: a chunk of a value head
+    i_h, i_s = tl.program_id(0) % H, tl.program_id(0) // H
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+    if o_t >= stop:
+        return
+    o_c = tl.arange(0, C)
+    i, j = o_c[:, None], o_c[None, :]
+
+    # load
+    o_r = o_t + o_c
+    p_b = beta + i_b.to(tl.int64) * s_bb + o_r.to(tl.int64) * s_bt + i_h.to(tl.int64) * s_bh
+    b_beta = tl.load(p_b, mask=o_r < stop, other=0.0).to(tl.float32)  # [C]
+    b_P = tl.zeros([C, C], dtype=tl.float32)
+    b_A = tl.zeros([C, C], dtype=tl.float32)
+    for o_k in tl.range(0, K, BK):
+        b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+        b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+        b_P = tl.dot(b_q, b_k.T, b_P, input_precision="ieee")
+        b_A = tl.dot(b_k, b_k.T, b_A, input_precision="ieee")
+
+    # compute
+    p_f = factor(factors, i_s, i_h, H, C, ROWS)
+    if g is not None:
+        p_g = g + i_b.to(tl.int64) * s_gb + o_r.to(tl.int64) * s_gt + i_h.to(tl.int64) * s_gh
+        b_coarse, b_fine = summed(tl.load(p_g, mask=o_r < stop, other=0.0))  # [C]
+        coarse = tl.sum(tl.where(o_c == C - 1, b_coarse, 0.0))
+        fine = tl.sum(tl.where(o_c == C - 1, b_fine, 0.0))
+        b_E = tl.exp2(tl.where(i >= j, between(b_coarse, b_fine), float("-inf")))  # [C, C]
+        b_P *= b_E
+        b_A *= b_E
+        tl.store(p_f + C, tl.exp2(b_coarse + b_fine))
+        tl.store(p_f + 2 * C, tl.exp2((coarse - b_coarse) + (fine - b_fine)))
+        tl.store(p_f + 3 * C, b_coarse)
+        tl.store(p_f + 4 * C, b_fine)
+    b_Y = inverse(tl.where(i > j, b_A * b_beta[:, None], 0.0))
+
+    # store
+    tl.store(p_f, b_beta)
+    tl.store(square(P, i_s, i_h, H, C), tl.where(i >= j, b_P, 0.0).to(P.dtype.element_ty))
+    tl.store(square(Y, i_s, i_h, H, C), b_Y.to(Y.dtype.element_ty))
+
+
+@triton.jit
+def columns(i_v, K, V, BV: tl.constexpr, MAP: tl.constexpr):
+    """Which BV columns a tile has of [X, M], or of a state: (their places, the mask, which of M), each [BV].
+
+    Tiles of M come after those of X, and begin anew: no tile has columns of both.
+    """
+    o_v, n_v = i_v * BV + tl.arange(0, BV), tl.cdiv(V, BV)
+    o_m = o_v - n_v * BV
+    if MAP:
+        return tl.where(i_v < n_v, o_v, V + o_m), tl.where(i_v < n_v, o_v < V, o_m < K), o_m
+    else:
+        return o_v, o_v < V, o_m
+
+
+@triton.jit(do_not_specialize=VARYING)
+def walk(
+    q, k, v, o, P, Y, factors, S_in, S_out, states, writes, cu, s_q, s_k, s_v, s_o, s_w, s_in,
+    N, T, L, H, G, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
+    GATED: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr,
+):
+    """A segment of a head, chunk by chunk, from its state in S_in to S_out.
+
+    Of the results any may be None: o; `states`, the one before each chunk; `writes`, the w of each token. MAP: S_out
+    [slots, H, K, V + K] is X and, behind it, M.
+    """
+    # which tile: BV columns
+    i_v, i_h, i_s = which_tile(H, tl.cdiv(V, BV) * BV + (K if MAP else 0), BV)
+    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
+    end = tl.minimum(begin + L, stop)
+    first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
+    o_k = tl.arange(0, BK)
+    o_v, m_v, o_m = columns(i_v, K, V, BV, MAP)
+    m_S = (o_k < K)[:, None] & m_v[None, :]
+
+    # load
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_in, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
+    if MAP:
+        b_S += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
+
+    n_c = tl.cdiv(end - begin, C)  # not above 0 in a spare slot
+    for i_c in tl.range(0, n_c):
+        o_t = begin + i_c * C
+        i_t = first + (o_t - start) // C
+
+        # load
+        b_k = load_tile(k, s_k, i_b, i_h // G, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV], of M zeros: it lies beyond V
+        b_Y = tl.load(square(Y, i_t, i_h, H, C))  # [C, C]
+        p_f = factor(factors, i_t, i_h, H, C, ROWS)
+        b_beta = tl.load(p_f)  # [C]
+
+        # compute: (2)
+        b_low, of_S = operand(b_S, b_k.dtype)
+        b_x = tl.dot(b_k, b_low, input_precision="ieee") * of_S  # [C, BV]
+        if GATED:
+            b_since = tl.load(p_f + C)  # [C]
+            b_until = tl.load(p_f + 2 * C)  # [C]
+            # e^(b_C): of the last token, beyond a sequence's end too, where no gate is added
+            through = tl.load(factors + ((i_t * H + i_h).to(tl.int64) * ROWS + 2) * C - 1)
+            b_x *= b_since[:, None]
+        b_w = times(b_Y, (b_v.to(tl.float32) - b_x) * b_beta[:, None], b_k.dtype)  # [C, BV]
+        if states is not None:
+            p_S = states + (i_t * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
+            tl.store(p_S, b_S.to(states.dtype.element_ty), mask=m_S)
+        if writes is not None:
+            store_tile(writes, b_w, s_w, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)
+
+        # (3)
+        if o is not None:
+            b_q = load_tile(q, s_q, i_b, i_h // G, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+            b_P = tl.load(square(P, i_t, i_h, H, C))  # [C, C]
+            b_o = tl.dot(b_q, b_low, input_precision="ieee") * of_S  # [C, BV]
+            if GATED:
+                b_o *= b_since[:, None]
+            b_o += times(b_P, b_w, b_k.dtype)
+            # store
+            store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+        if GATED:
+            b_S *= through
+            b_w *= b_until[:, None]
+        b_S = product(b_k.T, b_w, b_S)
+
+    # store
+    if S_out is not None:
+        W = V + K if MAP else V
+        p_S = S_out + (i_s * H + i_h).to(tl.int64) * K * W + o_k[:, None] * W + o_v[None, :]
+        tl.store(p_S, b_S, mask=m_S)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def carry(
+    part, S_in, S_out, cu, N, T, L, H, K, V,
+    BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+):
+    """Replace what each segment adds to the state, X in `part` [slots, H, K, V + K], by the state it starts from."""
+    # which tile: BV columns of the state of a head
+    i_v, i_h, i_n = which_tile(H, V, BV)
+    o_k, o_v, o_j = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, BJ)
+    m_k, m_v, W = (o_k < K)[:, None], (o_v < V)[None, :], V + K
+    _, start, stop = which_sequence(cu, i_n, T, PACKED)
+    first = start // L + i_n if PACKED else i_n * tl.cdiv(T, L)
+    n_s = tl.cdiv(stop - start, L)
+
+    # load
+    o_S = (i_n * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += tl.load(S_in + o_S, mask=m_k & m_v, other=0.0)
+
+    # compute
+    for i in range(0, n_s):
+        i_s = (first + (n_s - 1 - i if REVERSE else i)) * H + i_h
+        p = part + i_s.to(tl.int64) * K * W
+        b_X = tl.load(p + o_k[:, None] * W + o_v[None, :], mask=m_k & m_v, other=0.0)  # [BK, BV]
+        tl.store(p + o_k[:, None] * W + o_v[None, :], b_S, mask=m_k & m_v)
+        tl.debug_barrier()  # the rows of S are read again below, by other threads than have stored them
+        b_S = b_X
+        for o in range(0, K, BJ):
+            m_j = o + o_j < K
+            b_M = tl.load(p + o_k[:, None] * W + V + o + o_j[None, :], mask=m_k & m_j[None, :], other=0.0)  # [BK, BJ]
+            p_S = p + (o + o_j)[:, None] * W + o_v[None, :]
+            b_rows = tl.load(p_S, mask=m_j[:, None] & m_v, other=0.0)  # [BJ, BV]
+            b_S = tl.dot(b_M, b_rows, b_S, input_precision="ieee")
+
+    # store
+    tl.store(S_out + o_S, b_S, mask=m_k & m_v)
+
+
+# The plan: which launches a call makes.
+
+
+def choose_length(programs: int, chunks: int, multiprocessors: int, packed: int | None = None) -> int | None:
+    """Chunks of a segment, or None: each sequence in one go. Arguments as in `choose_path` (segments.py).
+
+    Segments are walked twice, and the first time with K columns more, so they must be four at least, and long.
+    """
+    if 4 * programs > multiprocessors or chunks < 64:
+        return None
+    length = max(16, cdiv(chunks, multiprocessors * (packed or 1) // programs))
+    return length if length < chunks else None
+
+
+def carry_states(
+    draft: Draft, part: Spec, S_in: Spec | None, S_out: Spec, cu: Spec | None, T: int, L: int, reverse: bool
+) -> None:
+    """`carry` of segments of L tokens; S_out [N, H, K, V] gets the states after each sequence."""
+    (N, H, K, V), BV = S_out.shape, 16
+    BK = max(16, next_power_of_2(K))
+    draft.launch(
+        carry, cdiv(V, BV) * H * N,
+        part, S_in, S_out, cu, N, T, L, H, K, V,
+        BK=BK, BV=BV, BJ=min(64, BK), PACKED=cu is not None, REVERSE=reverse,
+        num_warps=4, num_stages=1,
+    )
+
+
+class Call:
+    """What the launches of one call share: sizes, packing, scale, tiles, and what `solve` makes."""
+
+    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path):
+        self.draft = draft = Draft(hardware, *inputs)
+        q, k, v, g, beta, _, cu, *_ = inputs
+        (self.B, self.T, heads, self.K), (self.H, self.V) = q.shape, v.shape[2:]
+        self.G, self.scale = self.H // heads, contract.check_scale(scale, self.K)
+        self.cu, self.N = draft.contiguous(cu, torch.int32), sequences(self.B, cu)
+        half = q.dtype != torch.float32
+        self.C = CHUNK[hardware.family, 8 * q.dtype.itemsize]
+        self.BK = max(64 if half else 16, next_power_of_2(self.K))
+        self.BV, self.warps, self.stages = tiles(WALK, hardware, q.dtype, K=self.K)
+        # bf16 in tiles of 16 columns came out wrong in other kernels (Triton 3.6; lab/known.md)
+        self.least = 32 if half else 16
+        most = 32 if q.dtype == torch.float16 else self.BV  # its scaling takes registers
+        # rows of q and k that are no whole 16 bytes are not copied ahead, and where they lie does not change from chunk
+        # to chunk: ptxas 12.8.93 (Triton 3.6) then makes descriptors of products of 32 columns of uniform registers
+        # that nothing has set, as its SASS for sm_90 shows; of products of 64 columns it did not
+        if half and hardware.family == "hopper" and self.K <= 128 and not all(describable(x, hardware) for x in (q, k)):
+            self.least = most = self.BV = 64
+        self.BV = min(self.BV, most, max(self.least, next_power_of_2(self.V)))
+        # sums of products are kept in 16 bits where that has the range: float16 is too small
+        self.kept = q.dtype if q.dtype == torch.bfloat16 else torch.float32
+        self.chunks, self.gated = slots(self.B, self.T, cu, self.C), g is not None
+        self.same = {"C": self.C, "PACKED": cu is not None, "ROWS": ROWS}
+        self.choose_segments(path)
+        self.P, self.Y = (draft.new(n, self.chunks, self.H, self.C, self.C, dtype=self.kept) for n in "PY")
+        self.factors = draft.new("factors", self.chunks, self.H, ROWS, self.C)
+        # of 224 registers a thread a multiprocessor has room for two programs, of 128 for four; 32 bytes spill
+        fewer = {"maxnreg": 128} if half and hardware.family == "hopper" else {}
+        draft.launch(
+            solve, self.H * self.chunks,
+            q, k, g, beta, self.P, self.Y, self.factors, self.cu, *patterns(q, k),
+            *(g.strides if g else (0, 0, 0)), *beta.strides, self.N, self.T, self.H, self.G, self.K,
+            BK=min(64, self.BK), **self.same, num_warps=4, num_stages=1, **fewer,
+        )
+
+    def choose_segments(self, path: str | None) -> None:
+        """L, the tokens of a segment, more than T where sequences are walked in one go; there BV may be smaller."""
+        draft, chunks = self.draft, cdiv(self.T, self.C)
+        programs, processors = cdiv(self.V, self.BV) * self.H * self.N, draft.hardware.multiprocessors
+        length = choose_length(programs, chunks, processors, self.N if self.cu else None)
+        who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
+        if path == "segmented" and length is None:
+            length = cdiv(chunks, 3)
+        if path == "fused" or length is None:
+            draft.because(f"each sequence in one go: {who}")
+            self.L = self.C * (chunks + 1)
+            if 3 * programs < 2 * processors and self.BV > self.least:
+                self.BV = self.least
+                draft.because(f"{self.BV} columns a program, so that more multiprocessors work")
+        else:
+            draft.because(f"each sequence in segments of {length} of its {chunks} chunks: {who}")
+            self.L = self.C * length
+
+    def engine(self, *tensors: Spec | None) -> bool:
+        """Whether the copy engine takes all of them."""
+        return self.cu is None and all([describable(x, self.draft.hardware) for x in tensors if x])
+
+    def tiled(self, *tensors: tuple[Spec | None, int], engine: bool) -> list[Spec | Box | None]:
+        return boxes(engine, self.C, *tensors)
+
+    def carry(self, part: Spec, S_in: Spec | None, S_out: Spec, reverse: bool) -> Spec:
+        """The states that segments start from; S_out [N, H, K, V] gets those after each sequence."""
+        carry_states(self.draft, part, S_in, S_out, self.cu, self.T, self.L, reverse)
+        return part
+
+    def state_strides(self, S: Spec | None) -> tuple[int, ...] | None:
+        """Of states [slots, H, K, W] as `load_tile` takes a head's rows."""
+        if S is None:
+            return None
+        *_, K, W = S.shape
+        return pattern(self.H * K * W, W, K * W, 1)
+
+    def launch_walk(
+        self, q, k, v, S_in: Spec | None, S_out: Spec | None, o: Spec | None = None, states: Spec | None = None,
+        writes: Spec | None = None, maps: bool = False,
+    ) -> None:  # fmt: skip
+        """`walk` of all segments; `maps`: S_out gets the map of each."""
+        n_v, n_k, n_s = cdiv(self.V, self.BV), cdiv(self.K, self.BV), slots(self.B, self.T, self.cu, self.L)
+        x, engine = q if o else None, self.engine(q, k, v)
+        self.draft.launch(
+            walk, (n_v + n_k * maps) * self.H * n_s,
+            *self.tiled((x, self.BK), (k, self.BK), (v, self.BV), (o, self.BV), engine=engine),
+            self.P if o else None, self.Y, self.factors, S_in, S_out, states, writes, self.cu,
+            *patterns(x, k, v, o, writes), self.state_strides(S_in),
+            self.N, self.T, self.L, self.H, self.G, self.K, self.V, self.scale,
+            BK=self.BK, BV=self.BV, TMA=engine, GATED=self.gated, MAP=maps, **self.same,
+            num_warps=self.warps, num_stages=self.stages,
+        )
+
+    def walk(self, q, k, v, S_in: Spec | None, o: str = "", S: str = "", states: str = "", writes: str = ""):
+        """(o, final state, the states before each chunk, the writes): what is given a name; else None.
+
+        One launch where sequences are walked in one go, else three.
+        """
+        draft, V, K, n_s = self.draft, self.V, self.K, slots(self.B, self.T, self.cu, self.L)
+        S_T = draft.new(S or "S", self.N, self.H, K, V) if S or self.L <= self.T else None
+        S_out = S_T
+        if self.L <= self.T:
+            part = draft.new("part", n_s, self.H, K, V + K)
+            self.launch_walk(q, k, v, None, part, maps=True)
+            S_in, S_out = self.carry(part, S_in, S_T, reverse=False), None
+        o = draft.new(o, *v.shape, dtype=v.dtype) if o else None
+        states = draft.new(states, self.chunks, self.H, K, V, dtype=self.kept) if states else None
+        writes = draft.new(writes, *v.shape, dtype=self.kept) if writes else None
+        self.launch_walk(q, k, v, S_in, S_out, o, states, writes)
+        return o, S_T, states, writes
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path) -> Plan:
+    """(o, final state) of specs of the tensors."""
+    call = Call(hardware, (q, k, v, g, beta, S, cu), scale, path)
+    o, S_T, _, _ = call.walk(q, k, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
+    return call.draft.plan("portable", o, S_T)

@@ -1,0 +1,293 @@
+"""The gradient of the delta rule and the gated delta rule, chunk by chunk (chapter 20).
+
+With S the state before a chunk, R the gradient of the state after it (over scale, so that scale may come last), and P,
+Y, E, b and w as in delta_forward.py::
+
+    d = P^T do + e^(b_C - b) (k R)        r = Y^T d        dv = beta r                               (1)
+    R <- e^(b_C) R + (e^b q)^T do - (e^b k)^T dv                                                     (2)
+    F = tril(do w^T * E)                  G = -beta tril(r w^T * E, -1)                              (3)
+    dq = scale * (e^b (do S^T) + F k)                                                                (4)
+    dk = scale * (F^T q + (G + G^T) k - e^b beta (r S^T) + e^(b_C - b) (w R^T))                      (5)
+    dbeta_i = scale * (r_i v_i - e^b k_i (r S^T)_i + sum_j G_ij (k_i k_j) / beta_i)                  (6)
+    dg_t = scale * (what crosses t: pairs j < t <= i of F and G, read from the state from t on,      (7)
+           written before t for later chunks, and from state to state e^(b_C) S R)
+
+where nothing is ever divided by beta. The inverse is not differentiated itself: its gradient is one more product with
+it. A walk forward stores every S and w, a walk backward every R and r, the rest is local to a chunk. Nothing of the
+forward pass is kept but its inputs. Reference: :mod:`gla_ref.gradients.delta_rule`.
+
+The kernels, beside those of delta_forward.py, and the number of programs of each (H value heads)::
+
+    walk_back    V tiles * H * segments  (1) without dv, and (2)
+    gradients    H * chunks              (3) to (7), and dv
+
+Where value heads share key heads, each has a dq and dk of its own in float32, which PyTorch adds up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch.hardware import Hardware
+from ..launch.plan import Plan, Spec, cdiv
+from .delta_forward import Call, columns, factor, square, times
+from .scalar_gates import between
+from .segments import slots, which_segment
+from .tiles import VARYING, load_tile, operand, patterns, product, store_tile, which_tile
+
+# BK, BV and warps of `gradients`
+GRADIENTS = {
+    ("hopper", 16): (64, 64, 8),
+    ("hopper", 32): (16, 16, 4),
+    ("ampere", 16): (64, 32, 8),
+    ("ampere", 32): (16, 16, 4),
+    ("turing", 16): (32, 32, 4),
+    ("turing", 32): (16, 16, 4),
+}
+VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh")
+
+
+@triton.jit(do_not_specialize=VARYING)
+def walk_back(
+    q, k, do, r, P, Y, factors, R_in, R_out, dstates, cu, s_q, s_k, s_do, s_r, s_in, N, T, L, H, G, K, V,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
+    GATED: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr,
+):
+    """A segment of a head, last chunk first, from R in R_in to R_out; MAP as in `walk`.
+
+    Of the results any may be None: r of each token; `dstates`, the R after each chunk.
+    """
+    # which tile: BV columns
+    i_v, i_h, i_s = which_tile(H, tl.cdiv(V, BV) * BV + (K if MAP else 0), BV)
+    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
+    end = tl.minimum(begin + L, stop)
+    first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
+    o_k = tl.arange(0, BK)
+    o_v, m_v, o_m = columns(i_v, K, V, BV, MAP)
+    m_R = (o_k < K)[:, None] & m_v[None, :]
+
+    # load
+    b_R = tl.zeros([BK, BV], dtype=tl.float32)
+    if R_in is not None:
+        b_R += load_tile(R_in, s_in, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
+    if MAP:
+        b_R += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
+
+    n_c = tl.cdiv(end - begin, C)  # not above 0 in a spare slot
+    for i in tl.range(0, n_c):
+        o_t = begin + (n_c - 1 - i) * C
+        i_t = first + (o_t - start) // C
+
+        # load
+        b_q = load_tile(q, s_q, i_b, i_h // G, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_k = load_tile(k, s_k, i_b, i_h // G, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_do = load_tile(do, s_do, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
+        b_P = tl.load(square(P, i_t, i_h, H, C))  # [C, C]
+        b_Y = tl.load(square(Y, i_t, i_h, H, C))  # [C, C]
+        p_f = factor(factors, i_t, i_h, H, C, ROWS)
+        b_beta = tl.load(p_f)  # [C]
+
+        # compute: (1)
+        b_low, of_R = operand(b_R, b_k.dtype)
+        b_d = tl.dot(b_k, b_low, input_precision="ieee") * of_R  # [C, BV]
+        if GATED:
+            b_since = tl.load(p_f + C)  # [C]
+            b_until = tl.load(p_f + 2 * C)  # [C]
+            through = tl.load(factors + ((i_t * H + i_h).to(tl.int64) * ROWS + 2) * C - 1)  # e^(b_C)
+            b_d *= b_until[:, None]
+        b_d += times(tl.trans(b_P), b_do, b_k.dtype)
+        b_r = times(tl.trans(b_Y), b_d, b_k.dtype)  # [C, BV]
+        b_dv = b_r * b_beta[:, None]
+        # store
+        if dstates is not None:
+            p_R = dstates + (i_t * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
+            tl.store(p_R, b_R.to(dstates.dtype.element_ty), mask=m_R)
+        if r is not None:
+            store_tile(r, b_r, s_r, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)
+
+        # compute: (2)
+        if GATED:
+            b_R *= through
+            b_dv *= b_since[:, None]
+            b_R = product((b_q.to(tl.float32) * b_since[:, None]).T, b_do, b_R)
+        else:
+            b_R = tl.dot(b_q.T, b_do, b_R, input_precision="ieee")
+        b_R = product(b_k.T, -b_dv, b_R)
+
+    # store
+    if R_out is not None:
+        W = V + K if MAP else V
+        p_R = R_out + (i_s * H + i_h).to(tl.int64) * K * W + o_k[:, None] * W + o_v[None, :]
+        tl.store(p_R, b_R, mask=m_R)
+
+
+@triton.jit(do_not_specialize=VARIABLE)
+def gradients(
+    q, k, v, do, g, factors, writes, r, states, dstates, dq, dk, dv, dg, dbeta, cu,
+    s_q, s_k, s_v, s_do, s_w, s_d, s_S, s_gb, s_gt, s_gh, N, T, H, G, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+):
+    """(3) to (7) of a chunk; dg is None where it is not needed."""
+    # which tile: a chunk of a value head
+    i_h, i_s = tl.program_id(0) % H, tl.program_id(0) // H
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+    if o_t >= stop:
+        return
+    o_c = tl.arange(0, C)
+    i, j = o_c[:, None], o_c[None, :]
+    o_r = o_t + o_c
+    dtype: tl.constexpr = q.dtype.element_ty
+    p_f = factor(factors, i_s, i_h, H, C, ROWS)
+    b_beta = tl.load(p_f)  # [C]
+
+    # compute: (3) and dv, over V
+    b_F, b_G = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    b_dbeta = tl.zeros([C], dtype=tl.float32)
+    for o_v in tl.range(0, V, BV):
+        b_w = load_tile(writes, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_r = load_tile(r, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_F += times(b_do, b_w.T, dtype)
+        b_G -= times(b_r, b_w.T, dtype)
+        b_r = b_r.to(tl.float32)
+        b_dbeta += tl.sum(b_r * b_v.to(tl.float32), 1)
+        store_tile(dv, b_r * (b_beta * scale)[:, None], s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+    # over K: q k^T and k k^T
+    b_P, b_A = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    for o_k in tl.range(0, K, BK):
+        b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+        b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+        b_P = tl.dot(b_q, b_k.T, b_P, input_precision="ieee")
+        b_A = tl.dot(b_k, b_k.T, b_A, input_precision="ieee")
+    if g is not None:
+        b_since, b_until = tl.load(p_f + C), tl.load(p_f + 2 * C)  # [C]
+        b_D = between(tl.load(p_f + 3 * C), tl.load(p_f + 4 * C))
+        b_E = tl.exp2(tl.where(i >= j, b_D, float("-inf")))  # [C, C], masked before it could overflow
+        b_F *= b_E
+        b_G *= b_E
+    else:
+        b_since, b_until = tl.full([C], 1.0, dtype=tl.float32), tl.full([C], 1.0, dtype=tl.float32)
+    b_F, b_G = tl.where(i >= j, b_F, 0.0), tl.where(i > j, b_G, 0.0)
+    b_A *= b_G
+    b_dbeta += tl.sum(b_A, 1)
+    # pairs of (7); i = j crosses no gate
+    b_A = b_A * b_beta[:, None] + tl.where(i > j, b_F * b_P, 0.0)
+    b_row, b_column = tl.sum(b_A, 1), tl.sum(b_A, 0)  # [C]
+    b_G *= b_beta[:, None]
+    b_G += tl.trans(b_G)
+
+    # (4) to (6), over K
+    b_write, kept = tl.zeros([C], dtype=tl.float32), 0.0
+    for o_k in tl.range(0, K, BK):
+        b_dq, b_rS = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+        b_dk = tl.zeros([C, BK], dtype=tl.float32)
+        for o_v in tl.range(0, V, BV):
+            b_w = load_tile(writes, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+            b_r = load_tile(r, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+            b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+            b_S = load_tile(states, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
+            b_R = load_tile(dstates, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
+            b_dq += times(b_do, b_S.T, dtype)
+            b_rS += times(b_r, b_S.T, dtype)
+            b_dk += times(b_w, b_R.T, dtype)
+            if dg is not None:
+                kept += tl.sum(b_S.to(tl.float32) * b_R.to(tl.float32))
+        b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+        b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+        b_dq *= b_since[:, None]
+        b_rS *= b_since[:, None]
+        b_dk *= b_until[:, None]
+        b_found = tl.sum(b_k.to(tl.float32) * b_rS, 1)  # [C]
+        b_dbeta -= b_found
+        if dg is not None:
+            b_row += tl.sum(b_q.to(tl.float32) * b_dq, 1) - b_beta * b_found
+            b_write += tl.sum(b_k.to(tl.float32) * b_dk, 1)
+        b_dq += times(b_F, b_k, dtype)
+        b_dk += times(tl.trans(b_F), b_q, dtype) + times(b_G, b_k, dtype) - b_rS * b_beta[:, None]
+        # store
+        store_tile(dq, b_dq * scale, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+        store_tile(dk, b_dk * scale, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+
+    # store
+    o_d = (i_b.to(tl.int64) * T + o_r) * H + i_h
+    tl.store(dbeta + o_d, (b_dbeta * scale).to(dbeta.dtype.element_ty), mask=o_r < stop)
+    if dg is not None:  # (7): sums of what counts, never total minus rest; nothing crosses g = -inf
+        p_g = g + i_b.to(tl.int64) * s_gb + o_r.to(tl.int64) * s_gt + i_h.to(tl.int64) * s_gh
+        b_g = tl.load(p_g, mask=o_r < stop, other=0.0)  # [C]
+        b_dg = tl.sum(tl.where(i >= j, b_row[:, None], 0.0), 0) - tl.sum(tl.where(i >= j, b_column[:, None], 0.0), 0)
+        b_dg += tl.sum(tl.where(i >= j, 0.0, b_write[:, None]), 0)
+        b_dg += kept * tl.load(factors + ((i_s * H + i_h).to(tl.int64) * ROWS + 2) * C - 1)
+        b_dg = tl.where(b_g == float("-inf"), 0.0, b_dg * scale)
+        tl.store(dg + o_d, b_dg.to(dg.dtype.element_ty), mask=o_r < stop)
+
+
+def launch_walk_back(
+    call: Call, q: Spec, k: Spec, do: Spec, R_in: Spec | None, R_out: Spec | None, r: Spec | None = None,
+    dstates: Spec | None = None, maps: bool = False,
+) -> None:  # fmt: skip
+    """`walk_back` of all segments; `maps`: R_out gets the map of each."""
+    n_v, n_k, n_s = cdiv(call.V, call.BV), cdiv(call.K, call.BV), slots(call.B, call.T, call.cu, call.L)
+    engine = call.engine(q, k, do)
+    call.draft.launch(
+        walk_back, (n_v + n_k * maps) * call.H * n_s,
+        *call.tiled((q, call.BK), (k, call.BK), (do, call.BV), engine=engine), r,
+        call.P, call.Y, call.factors, R_in, R_out, dstates, call.cu,
+        *patterns(q, k, do, r), call.state_strides(R_in),
+        call.N, call.T, call.L, call.H, call.G, call.K, call.V,
+        BK=call.BK, BV=call.BV, TMA=engine, GATED=call.gated, MAP=maps, **call.same,
+        num_warps=call.warps, num_stages=call.stages,
+    )
+
+
+def walk_backwards(call: Call, q: Spec, k: Spec, do: Spec, R: Spec | None, with_R_0: bool):
+    """(r, the gradient of the initial state over scale, the R after each chunk), as `Call.walk` does forward."""
+    draft, V, K, n_s = call.draft, call.V, call.K, slots(call.B, call.T, call.cu, call.L)
+    R_0 = draft.new("R_0", call.N, call.H, K, V) if with_R_0 or call.L <= call.T else None
+    R_out = R_0
+    if call.L <= call.T:
+        part = draft.new("part", n_s, call.H, K, V + K)
+        launch_walk_back(call, q, k, do, None, part, maps=True)
+        R, R_out = call.carry(part, R, R_0, reverse=True), None
+    r = draft.new("r", *do.shape, dtype=call.kept)
+    dstates = draft.new("dstates", call.chunks, call.H, K, V, dtype=call.kept)
+    launch_walk_back(call, q, k, do, R, R_out, r, dstates)
+    return r, R_0, dstates
+
+
+def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
+    """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
+    call = Call(hardware, (q, k, v, g, beta, S, cu, do, dS), scale, path)
+    draft, H, K, V = call.draft, call.H, call.K, call.V
+    do, call.scale = draft.gradient_of_o(v, do, call.scale)
+    # all that a walk reads is multiplied by scale, which dS has no part in
+    R = draft.compute("R", torch.div, draft.contiguous(dS, torch.float32), call.scale)
+    S_in = draft.contiguous(S, torch.float32)
+    _, _, states, writes = call.walk(q, k, v, S_in, states="states", writes="writes")
+    r, R_0, dstates = walk_backwards(call, q, k, do, R, S is not None)
+    shared = call.G > 1
+    shape, dtype = (*v.shape[:3], K), torch.float32 if shared else q.dtype
+    dq, dk = (draft.new(f"d{n}", *shape, dtype=dtype) for n in "qk")
+    dv, dbeta = draft.like("dv", v), draft.like("dbeta", beta)
+    dg = draft.like("dg", g) if need_dg else None
+    BK, BV, warps = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]
+    draft.launch(
+        gradients, H * call.chunks,
+        q, k, v, do, g, call.factors, writes, r, states, dstates, dq, dk, dv, dg, dbeta, call.cu,
+        *patterns(q, k, v, do, writes, dq), call.state_strides(states), *(g.strides if g else (0, 0, 0)),
+        call.N, call.T, H, call.G, K, V, call.scale,
+        BK=BK, BV=BV, **call.same, num_warps=warps, num_stages=1,
+    )
+    if shared:
+        dq, dk = (draft.compute(f"{x.name} of key heads", _of_key_heads, x, y.dtype, call.G, shape=y.shape,
+                                dtype=y.dtype) for x, y in ((dq, q), (dk, k)))
+    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, call.scale)
+    return draft.plan("portable", dq, dk, dv, dg, dbeta, dS0)
+
+
+def _of_key_heads(x: Tensor, dtype: torch.dtype, G: int) -> Tensor:
+    """The sum over the G value heads that read each key head."""
+    return x.unflatten(2, (-1, G)).sum(3).to(dtype)

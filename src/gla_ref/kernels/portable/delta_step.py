@@ -1,0 +1,82 @@
+"""The delta rule and the gated delta rule token by token: for decoding, and right for any gate (chapter 20).
+
+    S <- e^g S        w = beta (v - k S)        S <- S + k^T w        o = scale * q S
+
+References: :func:`gla_ref.delta_rule.recurrent` and :func:`gla_ref.gated_delta_rule.recurrent`, of which this is the
+kernel: no chunk, no triangle, float32 inside. A program holds BV columns of one value head's state in registers and
+walks over the tokens of its sequence::
+
+    step    V tiles * value heads * sequences    reads and writes its part of the state once
+
+For one token that is 8 K V bytes a head and little else, for 7 K V FLOPs: memory sets the pace. Many tokens are the
+business of :mod:`gla_ref.kernels.delta`, whose state it takes and hands on. Forward only. Limits: K <= 256, V <= 512.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ... import _contract as contract
+from ..launch.hardware import Hardware
+from ..launch.plan import Draft, Plan, cdiv, next_power_of_2
+from .gla_step import BV, LOG2E, row
+from .segments import sequences, which_sequence
+from .tiles import load_tile, patterns, store_tile, which_tile
+
+
+@triton.jit  # T = 1 is compiled apart, unlike in the other kernels: there is no loop then
+def step(
+    q, k, v, g, beta, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_beta, s_o, s_in, s_S, T, H, G, K, V, scale,
+    BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):
+    # which tile: BV columns of the state of a value head of a sequence
+    i_v, i_h, i_n = which_tile(H, V, BV)
+    i_b, start, stop = which_sequence(cu, i_n, T, PACKED)
+    o_v = i_v * BV
+
+    # load: states are [N, K, H, V] here
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_in, i_n, i_h, 0, K, o_v, V, BK, BV, False)  # [BK, BV]
+
+    for t in tl.range(start, stop):
+        # load
+        b_q = row(q, s_q, i_b, t, i_h // G, 0, K, BK)  # [BK]
+        b_k = row(k, s_k, i_b, t, i_h // G, 0, K, BK)  # [BK]
+        b_v = row(v, s_v, i_b, t, i_h, o_v, V, BV)  # [BV]
+        b_beta = row(beta, s_beta, i_b, t, i_h * 0, i_h, H, 1)  # [1]: heads are the last axis of [B, T, 1, H]
+
+        # compute
+        if g is not None:
+            b_S *= tl.exp2(row(g, s_g, i_b, t, i_h * 0, i_h, H, 1) * LOG2E)[:, None]
+        b_w = b_beta * (b_v - tl.sum(b_k[:, None] * b_S, 0))  # [BV]
+        b_S += b_k[:, None] * b_w[None, :]
+        b_o = tl.sum(b_q[:, None] * b_S, 0) * scale  # [BV]
+
+        # store
+        store_tile(o, b_o[None, :], s_o, i_b, i_h, t, stop, o_v, V, 1, BV, False)
+
+    # store
+    store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
+
+
+def plan_step(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
+    """(o, final state) of specs of the tensors."""
+    draft = Draft(hardware, q, k, v, g, beta, S, cu)
+    (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
+    N, scale = sequences(B, cu), contract.check_scale(scale, K)
+    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
+    o, S_T = draft.like("o", v), draft.new("S_T", N, H, K, V)
+    states = [x if x is None else x.transposed(1, 2) for x in (S, S_T)]
+    # [B, T, H] as [B, T, 1, H]
+    of_heads = [x if x is None else (*x.strides[:2], 0, x.strides[2]) for x in (g, beta)]
+    BK = next_power_of_2(K)
+    draft.launch(
+        step, cdiv(V, BV) * H * N,
+        q, k, v, g, beta, o, *states, cu, *patterns(q, k, v), *of_heads, *patterns(o, *states),
+        T, H, H // heads, K, V, scale,
+        BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
+    )
+    return draft.plan("recurrent", o, S_T)

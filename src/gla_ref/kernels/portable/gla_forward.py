@@ -1,0 +1,506 @@
+"""Gated Linear Attention, forward, for every log gate in [-inf, 0] (chapter 14).
+
+    q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                          (1)
+    o  = scale * (q' S' + tril(q' k'^T) v)                                                      (2)
+    S <- e^(b_C - r) (S' + k'^T v)                                                              (3)
+
+b is the running sum of g in the chunk, r = b_C / 2. Reference: :mod:`gla_ref.gla` (`recurrent`);
+GLA paper, section 4. gla_ref/pages/gla.py is this kernel without all that is said from here on.
+
+*Strong chunks.* (1) to (3) hold as long as e^(-b_C / 2) is a number (pairs j > i, which are masked,
+may be infinite). Of a channel whose gates in a chunk sum to less than LIMIT, q decays from the chunk's
+start instead and k to its end (exponents <= 0): right for the state, useless for pairs inside the
+chunk. A chunk with such a channel is strong and has a flag (set by `prepare` where that makes q' and
+k', else by `walk`). `walk` leaves all its pairs out, of every channel (one product sums over them) and
+the diagonal too; `mend` adds them to o in levels, from q, k and g as they came. Tokens
+j < i meet at the border in the middle of the smallest block of 2^n tokens that holds both, to which
+k_j decays and from which q_i does; a level (one n) is one product, of which the blocks' lower left
+quarters count. In it no exponent is above 0, and every sum is one of just the gates between: exact
+for every gate, no loop over pairs.
+
+*Segments.* Where heads are too few to fill the chip, a sequence is cut into segments, and there are
+three launches instead of one. `walk` from a state of zeros finds what each segment adds to the state,
+and its decay; `carry` (segments.py) goes from segment to segment and puts in the place of what each
+adds the state that it starts from; `walk` once more, from these, makes o.
+
+*Packed sequences.* Segments of L tokens have numbers: those of sequence n begin at cu[n] // L + n, so
+that no two sequences share one and the host need not know a length. From its number `which_segment`
+(segments.py) tells a program its sequence and where it begins; after that a program knows one
+sequence only. Chunks are numbered by the same rule, with C for L.
+
+The kernels, and the number of programs of each (N sequences; a K tile is 64 channels, a V tile BV)::
+
+    prepare    K tiles * H * chunks    (1) once for all V tiles (16 bits, K > 64)
+    walk       V tiles * H * segments  a head's chunks: o, or states
+    carry      K V / 1024 * H * N      segments' states (few heads, large T)
+    mend       H * chunks / 16         adds to o the pairs of strong chunks
+
+A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g) for
+2 C (C (K + BV) + 2 K BV) FLOPs. Limits: K <= 256, V <= 512.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ... import _contract as contract
+from ..launch.hardware import Hardware, tiles
+from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from .segments import carry_states, segment_length, sequences, slots, which_segment
+from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+
+# by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
+# Hopper's were fastest; lab/gla.md says what else was tried, and why float32 is not pipelined.
+# The others' are the largest that hardly spill, as tools/compile_kernels.py shows
+WALK = {
+    ("hopper", 16): {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)},
+    ("hopper", 32): {64: (16, 32, 4, 1, 1), 128: (16, 16, 4, 1, 1), 256: (16, 32, 8, 1, 1)},
+    ("ampere", 16): {64: (32, 32, 4, 2, 2), 128: (32, 32, 4, 2, 1), 256: (32, 32, 8, 1, 1)},
+    ("ampere", 32): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1), 256: (16, 16, 8, 1, 1)},
+    ("turing", 16): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
+    ("turing", 32): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
+}
+MEND = {"hopper": 64, "ampere": 32, "turing": 32}  # most of BK and BV in `mend`
+# nats of decay in a chunk up to which (1) is exact: half of it must be far from the dtype's largest
+# number. float32 could bear 80, but differences of larger sums cost it digits
+LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -4.0}
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# The kernels. What reads is called q, what writes k and v. A walk backwards in time (REVERSE) makes the
+# gradient of v: its caller gives k, q, do for q, k, v, and the state before a chunk is the one after it.
+
+
+@triton.jit(do_not_specialize=VARYING)
+def walk(
+    q, k, v, g, factors, strong, o, S_in, S_out, states, decay, cu,
+    s_q, s_k, s_v, s_g, s_o, s_S, N, T, L, H, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
+):
+    """A segment of a head, chunk by chunk, from its state in S_in to S_out.
+
+    With g, (1) is made here, and with g and o `strong` is written: one flag for each chunk of a head.
+    Without g, q and k are q' and k', and `factors` and `strong` are read, as `prepare` left them.
+    Of the results any may be None: o; `states`, the one before each chunk; `decay` of the segment.
+    """
+    # which tile
+    i_v, i_h, i_s = which_tile(H, V, BV)
+    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
+    end = tl.minimum(begin + L, stop)
+    n_c = tl.cdiv(end - begin, C)  # chunks of this segment; not above 0 in a spare slot
+    # the number of the first of them among the chunks of all sequences, by the rule of which_segment
+    i_0 = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
+    o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
+    seen = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
+
+    # load
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
+    b_decay = tl.full([BK], 1.0, dtype=tl.float32)
+    if g is None:
+        FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
+        # `factors` has three rows: `first`, `through`, `last` of a walk forwards. Backwards the outer two change
+        # places; they differ in float16 only, so only there it matters which is read
+        ROW: tl.constexpr = 2 if REVERSE and FLOAT16 else 0
+        i_d = ((i_0 + (n_c - 1 if REVERSE else 0)) * H + i_h).to(tl.int64)
+        p_first = factors + (i_d * 3 + ROW) * K + o_k
+        # a spare slot has no chunk: there no channel is loaded
+        next_first = tl.load(p_first, mask=o_k < tl.where(n_c > 0, K, 0), other=1.0)  # [BK]
+
+    for i in tl.range(0, n_c):
+        i_c = n_c - 1 - i if REVERSE else i  # chunk of the segment
+        i_d = ((i_0 + i_c) * H + i_h).to(tl.int64)  # among the chunks of all heads
+        o_t = begin + i_c * C
+
+        # load
+        b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
+        if o is not None:
+            b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+
+        # compute: (1)
+        if g is not None:
+            b_g = load_tile(g, s_g, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+            read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, REVERSE, b_v.dtype)
+            b_k = (b_k * write).to(b_v.dtype)
+            if o is not None:
+                b_q = (b_q * read).to(b_v.dtype)
+                tl.store(strong + i_d, (mild == 0).to(tl.int8))
+        else:  # loaded one chunk ahead, since all that follows waits for it
+            first, last = next_first, next_first
+            p_first = factors + ((i_d + (-H if REVERSE else H)) * 3 + ROW) * K + o_k
+            next_first = tl.load(p_first, mask=o_k < tl.where(i + 1 < n_c, K, 0), other=1.0)
+            mild = tl.load(strong + i_d) == 0
+        if states is not None:
+            store_tile(states, b_S, s_S, i_0 + i_c, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
+        b_S = b_S * first[:, None]
+
+        # (2), of a strong chunk without its pairs; by where: what is left out may be infinite
+        if o is not None:
+            b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
+            b_o = product(b_q, b_S)  # [C, BV]
+            b_o = product(tl.where(seen & mild, b_P, 0.0), b_v, b_o)
+            store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+
+        # (3)
+        if not mild:  # a strong channel's whole decay lies between its read and its write
+            if g is None:
+                p_d = factors + i_d * 3 * K + o_k
+                through = tl.load(p_d + K, mask=o_k < K, other=1.0)  # [BK]
+                if FLOAT16:
+                    last = tl.load(p_d + (2 - ROW) * K, mask=o_k < K, other=1.0)
+            b_S *= through[:, None]
+            b_decay *= through
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")
+        b_S = b_S * last[:, None]
+        b_decay *= first * last
+
+    # store
+    if S_out is not None:
+        store_tile(S_out, b_S, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
+    if decay is not None:
+        tl.store(decay + (i_s * H + i_h).to(tl.int64) * K + o_k, b_decay, mask=o_k < tl.where(i_v == 0, K, 0))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def mend(
+    q, k, v, g, o, strong, cu, s_q, s_k, s_v, s_g, s_o, N, T, H, K, V, scale, n_flags, reverse,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
+):
+    """Add to o the pairs of strong chunks; `strong` [n_flags], one for each chunk of a head."""
+    # which chunks: BN of them, of which most have nothing to do
+    i_0 = tl.program_id(0) * BN
+    o_n = i_0 + tl.arange(0, BN)
+    if tl.max(tl.load(strong + o_n, mask=o_n < n_flags, other=0).to(tl.int32)) == 0:
+        return
+    for i in tl.range(i_0, tl.minimum(i_0 + BN, n_flags)):
+        if tl.load(strong + i) != 0:
+            i_h, i_s = i % H, i // H
+            i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+            b_P = tl.zeros([C, C], dtype=tl.float32)
+            for o_k in tl.range(0, K, BK):
+                b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_P += scores(b_q, b_k, clamped(b_g), LEVELS, FAST_SUMS, reverse)
+            for o_v in tl.range(0, V, BV):
+                b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                b_o = load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                b_o += product(b_P, b_v) * scale
+                store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def prepare(
+    q, k, g, q_hat, k_hat, factors, strong, cu, s_q, s_k, s_g, s_hat, N, T, H, K,
+    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
+    FAST_SUMS: tl.constexpr,
+):
+    """(1): q' and k'; the state's `factors` [chunks, H, 3, K], of q, through, of k; `strong`, which holds zeros."""
+    # which tile: BK channels of a chunk of a head
+    i_k, i_h, i_s = which_tile(H, K, BK)
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+
+    # load
+    b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+
+    # compute
+    read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, q_hat.dtype.element_ty)
+
+    # store
+    store_tile(q_hat, b_q * read, s_hat, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    store_tile(k_hat, b_k * write, s_hat, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    i_d, o_k = i_s * H + i_h, i_k * BK + tl.arange(0, BK)
+    p_d = factors + i_d.to(tl.int64) * 3 * K + o_k
+    tl.store(p_d, first, mask=o_k < K)
+    tl.store(p_d + K, through, mask=o_k < K)
+    if q_hat.dtype.element_ty == tl.float16:  # else that of q
+        tl.store(p_d + 2 * K, last, mask=o_k < K)
+    tl.store(strong + i_d, 1, mask=mild == 0)
+
+
+# What the kernels make of a chunk's gates.
+
+
+@triton.jit
+def clamped(b_g):
+    """Gates for sums. e^-104 is 0 in float32, so -104 stands for all below, -inf too."""
+    b_f = tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
+    return b_f.to(tl.bfloat16) if b_g.dtype == tl.bfloat16 else b_f
+
+
+@triton.jit
+def sums(m, x, FAST: tl.constexpr):
+    """m x, sums of the rows of x [C, D] weighed by m [C, C], whose weights are multiples of 1/2.
+
+    A product, to be fast: on tensor cores and in two bf16 parts, to 2^-17 (bf16 itself: exactly).
+    """
+    if FAST:
+        m, high = m.to(tl.bfloat16), x.to(tl.bfloat16)
+        b = tl.dot(m, high)
+        if x.dtype != tl.bfloat16:
+            b = tl.dot(m, (x - high.to(tl.float32)).to(tl.bfloat16), b)
+        return b
+    else:
+        return tl.dot(m.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+
+
+@triton.jit
+def totals(x, FAST: tl.constexpr):
+    """The sum [D] of x [C, D] over all rows, of the same two parts as `sums`, so that differences cancel.
+
+    A product too, x^T times ones, since its rows lie where those of a state do: nothing has to move.
+    """
+    if FAST:
+        ones = tl.full([x.shape[0], 16], 1.0, tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        b = tl.dot(high.T, ones)  # [D, 16], all columns alike
+        if x.dtype != tl.bfloat16:
+            b = tl.dot((x - high.to(tl.float32)).to(tl.bfloat16).T, ones, b)
+        return tl.max(b, 1)
+    else:
+        return tl.sum(x.to(tl.float32), 0)
+
+
+@triton.jit
+def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.constexpr, dtype: tl.constexpr):
+    """Of a chunk's gates [C, D]: factors of what reads and writes [C, D], of the state [D]; are all mild?
+
+    The state is multiplied by `first`, read, multiplied by `through` (1 in mild channels), written
+    to, and multiplied by `last` (in mild channels `first` again, else 1)::
+
+        mild channels    q e^(b - r), k e^(r - b), the state e^r before and after
+        strong ones      q e^b, k e^(b_C - b), the state e^(b_C) in between
+        in float16       q e^b / 2^s, the state 2^s before, and e^(b_C) / 2^s in between
+
+    Backwards in time, what reads is what decays to the chunk's end.
+    """
+    o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
+    b_f = clamped(b_g)
+    total = totals(b_f, FAST) * LOG2E
+    mild = total >= LIMIT * LOG2E
+    # FAST: b - r, as if summed half from the left and half from the right. Strong channels add total / 2 to both:
+    # up is total / 2 + (b - total / 2) = b, down is total / 2 - (b - total / 2) = b_C - b
+    if FAST:
+        up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, FAST) * LOG2E
+        rest = tl.where(mild, 0.0, total * 0.5)[None, :]
+        up, down = rest + up, rest - up
+    else:  # each summed on its own, so that a strong gate takes no digits from those after it. Half
+        # their difference is b - r: with `total`, added in another order, i = j would not cancel
+        up, down = sums(o_i >= o_j, b_f, FAST) * LOG2E, sums(o_i < o_j, b_f, FAST) * LOG2E
+        half = (up - down) * 0.5
+        up, down = tl.where(mild[None, :], half, up), tl.where(mild[None, :], -half, down)
+    edge, through = tl.where(mild, total * 0.5, 0.0), tl.where(mild, 0.0, total)
+    of_q, of_k = edge, edge
+    if dtype == tl.float16:  # q e^b is too small for it at g = -20 already. So 2^s moves from q to the state:
+        # e^b of the first token, which no other exceeds, rounded down to a power of 2
+        most = totals(tl.where(o_i == 0, b_f, 0.0).to(b_f.dtype), FAST) * LOG2E
+        shift = tl.where(mild, 0.0, tl.floor(tl.maximum(most, -100.0)))
+        up, of_q, through = up - shift[None, :], edge + shift, through - shift
+    up, down, through = tl.exp2(up), tl.exp2(down), tl.exp2(through)
+    of_q, of_k = tl.exp2(of_q), tl.exp2(of_k)
+    read, write, first, last = (down, up, of_k, of_q) if REVERSE else (up, down, of_q, of_k)
+    return read, write, first, last, through, tl.min(mild.to(tl.int32)) != 0
+
+
+@triton.jit
+def to_border(b_g, level, FAST: tl.constexpr):
+    """Decay [C, D] between each token and the middle of its block of 2^(level + 1): no exponent above 0."""
+    o_c = tl.arange(0, b_g.shape[0])
+    border = ((o_c >> level) | 1) << level  # the first token of a block's second half
+    t, i = o_c[:, None], o_c[None, :]
+    m = (i <= t) & (i >= border[:, None]) | (i > t) & (i < border[:, None])
+    return tl.exp2(sums(m, b_g, FAST) * LOG2E)
+
+
+@triton.jit
+def across(level, C: tl.constexpr, reverse=0):
+    """Which pairs (i, j), [C, C], meet at this level: i in the second half of a block, j in its first."""
+    o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
+    later, earlier = tl.where(reverse != 0, o_j, o_i), tl.where(reverse != 0, o_i, o_j)
+    return (later == (earlier | 1)) & (later > earlier)
+
+
+@triton.jit
+def one_half(x, level, half, dtype: tl.constexpr):
+    """`operand` of rows x [C, D] decayed by `to_border`, of which a level needs one half of each block.
+
+    (1: the second.) Of float16 the other half, whose decays may be far larger, must not set the size.
+    """
+    if dtype == tl.float16:
+        o_c = tl.arange(0, x.shape[0])
+        x = tl.where((((o_c >> level) & 1) == half)[:, None], x, 0.0)
+    return operand(x, dtype, -100.0)
+
+
+@triton.jit
+def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr, reverse=0):
+    """Of a strong chunk, [C, C]: of each token with itself, then level by level."""
+    o_c = tl.arange(0, b_q.shape[0])
+    b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
+    b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
+    for level in tl.range(0, LEVELS):
+        b_E = to_border(b_g, level, FAST)  # [C, BK]
+        b_x, of_x = one_half(b_q * b_E, level, 1 - reverse, b_q.dtype)
+        b_y, of_y = one_half(b_k * b_E, level, reverse, b_k.dtype)
+        b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee") * (of_x * of_y)
+        b_P += tl.where(across(level, b_q.shape[0], reverse), b_pairs, 0.0)
+    return b_P
+
+
+# The plan: which launches a call makes.
+
+
+class Readers(NamedTuple):
+    """What a walk is given of queries and keys: as they are, with g, or as `prepare` leaves them."""
+
+    q: Spec | None
+    k: Spec
+    g: Spec | None
+    factors: Spec | None
+    strong: Spec
+
+
+class Walked(NamedTuple):
+    """What walks have made; None where it was not asked for."""
+
+    o: Spec | None
+    S: Spec | None  # the final state (backwards: the gradient of the first)
+    states: Spec | None  # [chunks, K, H, V] in memory [chunks, H, K, V]
+    starts: Spec | None  # the state that each segment starts from
+
+
+class Call:
+    """What the launches of one call share: sizes, packing, scale, tiles."""
+
+    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path, table=WALK):
+        self.draft = Draft(hardware, *inputs)
+        q, _, v, _, _, _, cu, *_ = inputs
+        (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
+        self.scale, self.path = contract.check_scale(scale, self.K), path
+        self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(self.B, cu)
+        self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype]
+        # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; lab/gla.md)
+        least = 64 if self.half else 16
+        self.BK, wide = max(least, next_power_of_2(self.K)), max(least, next_power_of_2(self.V))
+        self.C, BV, self.warps, *self.stages = tiles(table, hardware, q.dtype, K=self.K)
+        self.BV, self.chunks = min(BV, wide), slots(self.B, self.T, cu, self.C)
+        self.levels = self.C.bit_length() - 1
+        # products of bf16, which the interpreter gets wrong
+        fast = self.half and hardware.matrix_units and not hardware.interpreted
+        self.same = {"C": self.C, "PACKED": cu is not None, "FAST_SUMS": fast}
+
+    def prepare(self, q: Spec, k: Spec, g: Spec) -> Readers:
+        """(1) of all chunks, where that pays; else all as it is."""
+        draft, n, H, K = self.draft, self.chunks, self.H, self.K
+        if not self.half or K <= 64:
+            # spare slots are nobody's: their flags must be zeros
+            flags = draft.new("strong", n, H, dtype=torch.int8, zero=self.cu is not None)
+            return Readers(q, k, g, None, flags)
+        draft.because("q' and k' are made once, for all tiles of V: K > 64")
+        return self.prepare_all(q, k, g)
+
+    def prepare_all(self, q: Spec, k: Spec, g: Spec) -> Readers:
+        draft, n, H, K = self.draft, self.chunks, self.H, self.K
+        q_hat, k_hat = draft.like("q_hat", q), draft.like("k_hat", k)
+        factors = draft.new("factors", n, H, 3, K)
+        strong = draft.new("strong", n, H, dtype=torch.int8, zero=True)
+        draft.launch(
+            prepare, cdiv(K, 64) * H * n,
+            q, k, g, q_hat, k_hat, factors, strong, self.cu, *patterns(q, k, g, q_hat),
+            self.N, self.T, H, K, BK=64, LIMIT=self.limit, **self.same, num_warps=4, maxnreg=128,
+        )
+        return Readers(q_hat, k_hat, None, factors, strong)
+
+    def walk(
+        self, x: Readers, v: Spec, S_in: Spec | None, o: str = "", S: str = "", states: str = "",
+        starts: Spec | None = None, reverse: bool = False,
+    ) -> Walked:
+        """Make what is given a name: o, the final state S, the states before each chunk.
+
+        One launch where sequences are walked in one go, else the three that the module's docstring
+        tells of; of these the last alone, if an earlier walk has found the states that segments
+        start from (`starts`; there is no S then).
+        """
+        draft, C, BV, N, T, H, K, V = self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V
+        engine = self.by_engine(*((x.q, x.k, v, x.g) if o else (x.k, v, x.g)))
+        o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
+        kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
+        states = draft.new(states, self.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
+        walk_all = functools.partial(self.launch_walk, x, v, engine, reverse)
+        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), N if self.cu else None)
+        if L > T:  # in one go; there is a slot for each sequence, so that S_in and S are by slots too
+            S = draft.new(S, N, H, K, V) if S else None
+            walk_all(L, S_in, S, o, states)
+            return Walked(o, S, states, None)
+        if starts is None:
+            n = slots(self.B, T, self.cu, L)
+            starts, decays = draft.new("starts", n, H, K, V), self.decays(n)
+            S = draft.new(S or "S", N, H, K, V)
+            walk_all(L, None, starts, decays=decays)
+            carry_states(draft, starts, *decays, S_in, S, self.cu, T, L, reverse)
+        else:
+            S = None
+        walk_all(L, starts, None, o, states)
+        return Walked(o, S, states, starts)
+
+    def by_engine(self, *tokens: Spec | None) -> bool:
+        """Whether the copy engine loads these."""
+        return self.cu is None and all([describable(y, self.draft.hardware) for y in tokens if y])
+
+    def decays(self, n: int) -> tuple[Spec | None, Spec | None]:
+        """Of n segments: those of the state's rows, and of its columns."""
+        return self.draft.new("decay", n, self.H, self.K), None
+
+    def launch_walk(
+        self, x: Readers, v: Spec, engine: bool, reverse: bool,
+        L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+    ) -> None:
+        """`walk` over segments of L tokens."""
+        C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
+        q = x.q if o else None
+        self.draft.launch(
+            walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
+            *boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK)),
+            x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
+            *boxes(engine, BK, (states, BV)), decays[0], self.cu, *patterns(q, x.k, v, x.g, o),
+            pattern(H * K * V, V, K * V, 1), self.N, T, L, H, K, V, self.scale,
+            BK=BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
+            num_warps=self.warps, num_stages=self.stages[int(states is not None)],
+        )
+
+    def start_backward(self, v: Spec, do: Spec, dS: Spec | None) -> tuple[Spec, Spec | None]:
+        """do and R after the last token, as the walks take them; `scale` may change."""
+        do, self.scale = self.draft.gradient_of_o(v, do, self.scale)
+        # all that a walk reads is multiplied by scale, which dS has no part in
+        return do, self.draft.compute("R", torch.div, self.draft.contiguous(dS), self.scale)
+
+    def mend(self, q, k, v, g, o, strong, reverse=False) -> None:
+        """Add to o what `walk` has left out."""
+        wide = MEND[self.draft.hardware.family]
+        self.draft.launch(
+            mend, cdiv(self.chunks * self.H, 16),
+            q, k, v, g, o, strong, self.cu, *patterns(q, k, v, g, o),
+            self.N, self.T, self.H, self.K, self.V, self.scale, self.chunks * self.H, int(reverse),
+            LEVELS=self.levels, BK=min(wide, self.BK), BV=min(wide, self.BV), BN=16,
+            **self.same, num_warps=4, num_stages=1,
+        )
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
+    """(o, final state, starts) of specs of the tensors."""
+    call = Call(hardware, (q, k, v, g, None, S, cu), scale, path)
+    x = call.prepare(q, k, g)
+    walked = call.walk(x, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
+    call.mend(q, k, v, g, walked.o, x.strong)
+    return call.draft.plan("portable", walked.o, walked.S, walked.starts)

@@ -1,0 +1,88 @@
+"""Gated Linear Attention token by token: for decoding, and right for any gate (chapter 16).
+
+    S <- (alpha^T beta) * S + k^T v        alpha = e^g, beta = e^(g_v)
+    o  = scale * q S
+
+Reference: :func:`gla_ref.gla.recurrent`, of which this is the kernel: no chunk, no product of matrices, float32 inside.
+A program holds BV columns of one head's state in registers and walks over the tokens of its sequence::
+
+    step    V tiles * H * sequences    reads and writes its part of the state once
+
+For one token that is 8 K V bytes a head and little else (q, k, g, v and o are 2 (3 K + 2 V) in bf16), for 5 K V FLOPs:
+memory sets the pace, as it does for every model that answers one token at a time. Many tokens are the business of
+:mod:`gla_ref.kernels.gla`, whose state it takes and hands on. Forward only. Limits: K <= 256, V <= 512.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ... import _contract as contract
+from ..launch.hardware import Hardware
+from ..launch.plan import Draft, Plan, cdiv, next_power_of_2
+from .segments import sequences, which_sequence
+from .tiles import load_tile, patterns, store_tile, which_tile
+
+BV = 32  # columns: a row of the tile is 128 bytes, one line of memory, and the tile at most 64 registers a thread
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def row(x, s, i_b, t, i_h, o_d, D, BD: tl.constexpr):
+    """x[i_b, t, i_h, o_d:] as [BD] in float32."""
+    return load_tile(x, s, i_b, i_h, t, t + 1, o_d, D, 1, BD, False).reshape(BD).to(tl.float32)
+
+
+@triton.jit  # T = 1 is compiled apart, unlike in the other kernels: there is no loop then, and half the registers
+def step(
+    q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, K, V, scale,
+    BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):
+    # which tile: BV columns of the state of a head of a sequence
+    i_v, i_h, i_n = which_tile(H, V, BV)
+    i_b, start, stop = which_sequence(cu, i_n, T, PACKED)
+    o_v = i_v * BV
+
+    # load: states are [N, K, H, V] here
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_in, i_n, i_h, 0, K, o_v, V, BK, BV, False)  # [BK, BV]
+
+    for t in tl.range(start, stop):
+        # load
+        b_q = row(q, s_q, i_b, t, i_h, 0, K, BK)  # [BK]
+        b_k = row(k, s_k, i_b, t, i_h, 0, K, BK)  # [BK]
+        b_g = row(g, s_g, i_b, t, i_h, 0, K, BK)  # [BK]
+        b_v = row(v, s_v, i_b, t, i_h, o_v, V, BV)  # [BV]
+
+        # compute
+        b_S *= tl.exp2(b_g * LOG2E)[:, None]
+        if g_v is not None:
+            b_S *= tl.exp2(row(g_v, s_gv, i_b, t, i_h, o_v, V, BV) * LOG2E)[None, :]
+        b_S += b_k[:, None] * b_v[None, :]
+        b_o = tl.sum(b_q[:, None] * b_S, 0) * scale  # [BV]
+
+        # store
+        store_tile(o, b_o[None, :], s_o, i_b, i_h, t, stop, o_v, V, 1, BV, False)
+
+    # store
+    store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
+
+
+def plan_step(hardware: Hardware, q, k, v, g, g_v, S, cu, scale) -> Plan:
+    """(o, final state) of specs of the tensors."""
+    draft = Draft(hardware, q, k, v, g, g_v, S, cu)
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    N, scale = sequences(B, cu), contract.check_scale(scale, K)
+    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
+    o, S_T = draft.like("o", v), draft.new("S_T", N, H, K, V)
+    states = [x if x is None else x.transposed(1, 2) for x in (S, S_T)]
+    BK = next_power_of_2(K)
+    draft.launch(
+        step, cdiv(V, BV) * H * N,
+        q, k, v, g, g_v, o, *states, cu, *patterns(q, k, v, g, g_v, o, *states), T, H, K, V, scale,
+        BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
+    )
+    return draft.plan("recurrent", o, S_T)

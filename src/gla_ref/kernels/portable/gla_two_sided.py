@@ -1,0 +1,292 @@
+"""Gated Linear Attention with a second gate, on the value axis: forward and gradient (chapter 14).
+
+    S_t = (alpha_t^T alpha^v_t) * S_(t-1) + k_t^T v_t
+
+Values and outputs are to g_v what keys and queries are to g. With w the running sum of g_v in the
+chunk and u = w_C / 2, the chunk of gla_forward.py becomes:
+
+    v' = v e^(u - w),  S'' = e^r S e^u,  o = scale * (q' S'' + tril(q' k'^T) v') e^(w - u)      (1)
+    S <- e^(b_C - r) (S'' + k'^T v') e^(w_C - u)                                                (2)
+
+A chunk is strong where either gate is. q' and k' are always made by `prepare`. The models of the
+GLA paper do not use this form; nothing here is needed to understand the others.
+
+The kernels, and the number of programs of each::
+
+    prepare, carry             as in gla_forward.py
+    walk       V tiles * H * segments  a head's chunks: o, or states
+    mend       H * chunks / 16         adds to o the pairs of strong tiles
+    gradients  tiles * H * chunks      dq, dk, dg; and with the two axes exchanged do, dv, dg_v
+
+Reference: :mod:`gla_ref.gla`; GLA paper, section 4.1, general form. Limits: K <= 256, V <= 512.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch.hardware import Hardware
+from ..launch.plan import Plan, Spec, boxes, cdiv, next_power_of_2
+from .gla_forward import MEND, WALK, Call, Readers, across, chunk_decays, clamped, scores, to_border
+from .gla_gradient import GRADIENTS, crossing, pairs
+from .segments import slots, which_segment
+from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+
+# as in gla_forward.py and gla_gradient.py, but for what spills
+TILES = WALK | {
+    ("ampere", 16): {64: (16, 32, 4, 1, 1), 128: (16, 32, 4, 1, 1), 256: (16, 32, 8, 1, 1)}
+}
+GRADIENT_TILES = GRADIENTS | {("ampere", 16): (32, 8, 1)}
+
+
+@triton.jit(do_not_specialize=VARYING)
+def walk(
+    q, k, v, g_v, factors, strong_k, strong, o, S_in, S_out, states, decay_k, decay_v, cu,
+    s_q, s_k, s_v, s_gv, s_o, s_S, N, T, L, H, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TMA: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
+):
+    """As `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
+    # which tile
+    i_v, i_h, i_s = which_tile(H, V, BV)
+    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
+    end = tl.minimum(begin + L, stop)
+    n_c = tl.cdiv(end - begin, C)
+    i_0 = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
+    o_k, o_v, o_c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
+    seen = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
+    FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
+    FIRST: tl.constexpr = 2 if REVERSE and FLOAT16 else 0  # of a chunk's rows of `factors`
+    LAST: tl.constexpr = 2 if FLOAT16 and not REVERSE else 0
+
+    # load
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
+    b_decay_k, b_decay_v = tl.full([BK], 1.0, tl.float32), tl.full([BV], 1.0, tl.float32)
+
+    for i in tl.range(0, n_c):
+        i_c = n_c - 1 - i if REVERSE else i
+        i_d = ((i_0 + i_c) * H + i_h).to(tl.int64)
+        o_t = begin + i_c * C
+
+        # load
+        b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
+        b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)  # [C, BV]
+        p_d = factors + i_d * 3 * K + o_k
+        first = tl.load(p_d + FIRST * K, mask=o_k < K, other=1.0)  # [BK]
+        through = tl.load(p_d + K, mask=o_k < K, other=1.0)  # [BK]
+        last = tl.load(p_d + LAST * K, mask=o_k < K, other=1.0)  # [BK]
+
+        # compute
+        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, FAST_SUMS, REVERSE, b_v.dtype)
+        mild = (tl.load(strong_k + i_d) == 0) & mild_v
+        b_v = (b_v * write_v).to(b_v.dtype)
+        if states is not None:
+            store_tile(states, b_S, s_S, i_0 + i_c, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
+        b_S = b_S * first[:, None] * first_v[None, :]
+        if o is not None:  # (1)
+            b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+            b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
+            b_o = product(b_q, b_S)  # [C, BV]
+            b_o = product(tl.where(seen & mild, b_P, 0.0), b_v, b_o) * read_v
+            store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+            tl.store(strong + i_d * NV + i_v, (mild == 0).to(tl.int8))
+        b_S *= through[:, None] * through_v[None, :]  # (2)
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")
+        b_S = b_S * last[:, None] * last_v[None, :]
+        b_decay_k *= first * through * last
+        b_decay_v *= first_v * through_v * last_v
+
+    # store
+    if S_out is not None:
+        store_tile(S_out, b_S, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
+    if decay_k is not None:
+        i_d = (i_s * H + i_h).to(tl.int64)
+        tl.store(decay_k + i_d * K + o_k, b_decay_k, mask=o_k < tl.where(i_v == 0, K, 0))
+        tl.store(decay_v + i_d * V + o_v, b_decay_v, mask=o_v < V)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def mend(
+    q, k, v, g, g_v, o, strong, cu, s_q, s_k, s_v, s_g, s_gv, s_o, N, T, H, K, V, scale, n_flags,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    NV: tl.constexpr, PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
+):
+    """Add to o the pairs of strong tiles; `strong` [n_flags, NV]."""
+    # which chunks: BN of them, of which most have nothing to do
+    first = tl.program_id(0) * BN
+    o_f, o_n = first * NV + tl.arange(0, BN * NV), tl.arange(0, NV)
+    if tl.max(tl.load(strong + o_f, mask=o_f < n_flags * NV, other=0).to(tl.int32)) == 0:
+        return
+    for i in tl.range(first, tl.minimum(first + BN, n_flags)):
+        flags = tl.load(strong + i * NV + o_n).to(tl.int32)
+        if tl.max(flags) != 0:
+            i_h, i_s = i % H, i // H
+            i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+            b_P = tl.zeros([C, C], dtype=tl.float32)
+            for o_k in tl.range(0, K, BK):
+                b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_P += scores(b_q, b_k, clamped(b_g), LEVELS, FAST_SUMS)
+            for i_v in tl.range(0, tl.cdiv(V, BV)):
+                if tl.max(tl.where(o_n == i_v, flags, 0)) != 0:
+                    o_v = i_v * BV
+                    b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                    b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+                    b_o = load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+                    b_o += weighted(b_P, b_v, clamped(b_gv), LEVELS, FAST_SUMS) * scale
+                    store_tile(o, b_o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+
+
+@triton.jit
+def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr):
+    """Of a strong chunk, [C, D]: P v, with every value's decay on its way from token to token."""
+    o_c = tl.arange(0, b_v.shape[0])
+    b_o = product(tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0), b_v)
+    for level in tl.range(0, LEVELS):
+        b_E = to_border(b_g, level, FAST)  # [C, D]
+        b_A = tl.where(across(level, b_v.shape[0]), b_P, 0.0)
+        b_o += product(b_A, (b_v * b_E).to(b_v.dtype)) * b_E
+    return b_o
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gradients(
+    q, k, v, do, g, g_v, S, R, dq, dk, dg, cu, s_q, s_k, s_v, s_do, s_g, s_gv, s_d, s_S,
+    N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
+):
+    """As `gla_gradient.gradients`. With (q, k, g) and (do, v, g_v) exchanged: do, dv and dg_v."""
+    # which tile: BK channels of a chunk of a head
+    i_k, i_h, i_s = which_tile(H, K, BK)
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+    if o_t >= stop:
+        return
+
+    # compute: over all of V
+    b_dP = tl.zeros([C, C], dtype=tl.float32)
+    b_read, b_write = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+    b_kept = tl.zeros([BK], dtype=tl.float32)
+    for i_v in tl.range(0, tl.cdiv(V, BV)):
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+        b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+        b_S = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
+        b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
+        b_gv = load_tile(g_v, s_gv, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
+        read_v, write_v, first_v, last_v, through_v, mild_v = chunk_decays(b_gv, LIMIT, FAST_SUMS, False, b_v.dtype)
+        if mild_v:
+            b_l, b_r = (b_do * read_v).to(b_do.dtype), (b_v * write_v).to(b_v.dtype)
+            b_dP = tl.dot(b_l, b_r.T, b_dP, input_precision="ieee")
+        else:
+            b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, FAST_SUMS)
+        b_SR = b_S.to(tl.float32) * b_R * (first_v * last_v * through_v)[None, :]
+        b_l, of_l = operand(b_do * read_v, b_do.dtype, -100.0, True)  # [C, BV], each row's size apart
+        b_r, of_r = operand(b_v * write_v, b_v.dtype, -100.0, True)
+        b_S, of_S = operand((b_S * first_v[None, :]).to(S.dtype.element_ty), b_do.dtype)
+        b_R, of_R = operand((b_R * last_v[None, :]).to(R.dtype.element_ty), b_do.dtype)
+        b_read += tl.dot(b_l, b_S.T, input_precision="ieee") * (of_l * of_S)
+        b_write += tl.dot(b_r, b_R.T, input_precision="ieee") * (of_r * of_R)
+        b_kept += tl.sum(b_SR, 1)
+
+    # load
+    b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+    b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)  # [C, BK]
+
+    # compute: over the chunk's pairs
+    read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, b_q.dtype)
+    b_dq, b_dk, b_net, b_later = pairs(
+        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild,
+        LEVELS, FAST_SUMS,
+    )
+
+    # store
+    store_tile(dq, b_dq * scale, s_d, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    store_tile(dk, b_dk * scale, s_d, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+    if dg is not None:
+        b_d = crossing(b_net, b_later, b_kept * first * last * through, b_g, FAST_SUMS) * scale
+        store_tile(dg, b_d, s_d, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
+
+
+class TwoSided(Call):
+    """What the launches of one call share."""
+
+    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path):
+        super().__init__(hardware, inputs, scale, path, TILES)
+        self.limit /= 2  # k'^T v' has the factors of both gates
+        self.NV = next_power_of_2(cdiv(self.V, self.BV))
+        self.g_v, self.strong = inputs[4], None
+
+    def decays(self, n: int) -> tuple[Spec, Spec]:
+        return self.draft.new("decay_k", n, self.H, self.K), self.draft.new("decay_v", n, self.H, self.V)
+
+    def launch_walk(
+        self, x: Readers, v: Spec, engine: bool, reverse: bool,
+        L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+    ) -> None:
+        """`walk` over segments of L tokens; with o it sets flags in `strong`."""
+        C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
+        q = x.q if o else None
+        self.draft.launch(
+            walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
+            *boxes(engine, C, (q, BK), (x.k, BK), (v, BV)), self.g_v, x.factors, x.strong,
+            self.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
+            *boxes(engine, BK, (states, BV)), *decays, self.cu, *patterns(q, x.k, v, self.g_v, o),
+            pattern(H * K * V, V, K * V, 1), self.N, T, L, H, K, V, self.scale,
+            BK=BK, BV=BV, NV=self.NV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
+            num_warps=self.warps, num_stages=self.stages[int(states is not None)],
+        )
+
+    def gradients(self, q, k, v, do, g, g_v, S, R, names: str, need_dg: bool) -> tuple:
+        """dq, dk and dg (None when not needed), by their names."""
+        draft, dq, dk, dg = self.draft, *names.split()
+        dq, dk, dg = draft.like(dq, q), draft.like(dk, k), draft.like(dg, g) if need_dg else None
+        K, V = q.shape[-1], v.shape[-1]
+        B, warps, _ = GRADIENT_TILES[draft.hardware.family, 8 * q.dtype.itemsize]
+        draft.launch(
+            gradients, cdiv(K, B) * self.H * self.chunks,
+            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu,
+            *patterns(q, k, v, do, g, g_v, dq, S), self.N, self.T, self.H, K, V, self.scale,
+            LEVELS=self.levels, BK=B, BV=B, LIMIT=self.limit, **self.same,
+            # one stage: Triton would refill v's buffer before the strong branch reads it
+            num_warps=warps, num_stages=1,
+        )
+        return dq, dk, dg
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Plan:
+    """(o, final state, starts) of specs of the tensors."""
+    call = TwoSided(hardware, (q, k, v, g, g_v, S, cu), scale, path)
+    x, S_in = call.prepare_all(q, k, g), call.draft.contiguous(S, torch.float32)
+    # zeros, since no program comes by spare slots, nor by flags beyond the last tile of V
+    call.strong = call.draft.new("strong_v", call.chunks, call.H, call.NV, dtype=torch.int8, zero=True)
+    walked = call.walk(x, v, S_in, o="o", S="S_T")
+    call.draft.launch(
+        mend, cdiv(call.chunks * call.H, 16),
+        q, k, v, g, g_v, walked.o, call.strong, call.cu, *patterns(q, k, v, g, g_v, walked.o),
+        call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H,
+        LEVELS=call.levels, BK=min(MEND[hardware.family], call.BK), BV=call.BV, BN=16, NV=call.NV,
+        **call.same, num_warps=4, num_stages=1,
+    )
+    return call.draft.plan("portable", walked.o, walked.S, walked.starts)
+
+
+def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
+    """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
+    call = TwoSided(hardware, (q, k, v, g, g_v, S, cu, starts, do, dS), scale, path)
+    do, R = call.start_backward(v, do, dS)
+    x, S_in = call.prepare_all(q, k, g), call.draft.contiguous(S, torch.float32)
+    ahead = call.walk(x, v, S_in, states="states", starts=starts)
+    x = x._replace(q=x.k, k=x.q)
+    back = call.walk(x, do, R, S="R_0" if S else "", states="dstates", reverse=True)
+    # keys and values exchanged, and in the states too: [..., V, H, K]
+    turned = [y.transposed(1, 3) for y in (ahead.states, back.states)]
+    _, dv, dg_v = call.gradients(do, v, k, q, g_v, g, *turned, "_do dv dg_v", True)
+    dq, dk, dg = call.gradients(q, k, v, do, g, g_v, ahead.states, back.states, "dq dk dg", need_dg)
+    dS0 = call.draft.compute("dS0", torch.mul, back.S if S else None, call.scale)
+    return call.draft.plan("portable", dq, dk, dv, dg, dg_v, dS0)

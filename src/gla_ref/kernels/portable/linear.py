@@ -1,0 +1,370 @@
+"""Linear attention and its scalar-gated kin (simple GLA) in chunks: FlashLinearAttention, both ways (chapters 7 and 8).
+
+    o = scale * (e^b * (q S) + (q k^T * E) v)        E_ij = e^(b_i - b_j) for j <= i, else 0
+    S <- e^(b_C) S + k^T (e^(b_C - b) * v)           b the running sum of g in the chunk (0 without gates)
+
+References: :mod:`gla_ref.linear_attention`, :mod:`gla_ref.simple_gla`; GLA paper, section 3 and algorithms 1 and 2.
+
+`walk` makes outputs: a program holds BV columns of one head's state on chip and walks over a segment of the
+sequence, chunk by chunk. What a segment is makes the three paths:
+
+    fused         segment = sequence         grid V tiles * H * sequences; no memory beyond o and S
+    segmented     a few segments a sequence  for few heads: their states alone, `carry`, then all from their true start
+    materialised  segment = chunk            one walk stores the state before each chunk, then every output at once
+
+Backward: dq reads S^T, dk and dv read dS = R in the same way, so each is one more walk:
+
+    dq = walk(do, v, k)     dk = walk backwards(v, do, q)     dv = walk backwards(k, q, do)
+
+Narrow heads without gates need one walk for all three (`unwind`): from the returned S_T the states run backwards.
+No other state is kept; only for `gate_gradient` (scalar_gates.py), the walks of dq and dv store theirs chunk by chunk.
+A program moves 2 C (2 K + BV) bytes in and 2 C BV out a chunk (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs; q and k of
+neighbouring V tiles come from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16. Scores and
+states may be beyond the range of float16, which is scaled; results may not.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import _contract as contract
+from ..launch.hardware import Hardware, tiles
+from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from .scalar_gates import between, gate_gradient, load_sums, running_sums
+from .segments import carry_states, choose_path, segment_length, sequences, slots, which_segment, which_sequence
+from .tiles import VARYING, load_tile, operand, store_tile, strides, which_tile
+
+# by family and bits, the tokens of a chunk
+CHUNK = {
+    ("hopper", 16): 64, ("hopper", 32): 16,
+    ("ampere", 16): 32, ("ampere", 32): 16,
+    ("turing", 16): 16, ("turing", 32): 16,
+}
+# and K up to: (BV, warps, stages). Hopper's were fastest; lab/linear_attention.md says what else was tried. The
+# others' are the largest that hardly spill, as tools/compile_kernels.py shows. 512 serves dq and dk, whose keys are
+# values
+WALK = {
+    ("hopper", 16): {64: (64, 4, 3), 128: (128, 4, 3), 256: (64, 4, 1), 512: (64, 8, 1)},
+    ("hopper", 32): {64: (32, 4, 1), 128: (16, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
+    ("ampere", 16): {64: (64, 4, 2), 128: (32, 4, 2), 256: (32, 8, 1), 512: (32, 8, 1)},
+    ("ampere", 32): {64: (32, 8, 1), 128: (16, 8, 1), 256: (16, 8, 1), 512: (16, 16, 1)},
+    ("turing", 16): {64: (32, 4, 1), 128: (16, 8, 1)},
+    ("turing", 32): {64: (32, 4, 1), 128: (16, 8, 1)},
+}
+GATED = WALK | {
+    ("hopper", 16): {64: (64, 4, 2), 128: (64, 4, 2), 256: (64, 4, 1), 512: (64, 8, 1)},
+    ("hopper", 32): {64: (32, 4, 2), 128: (32, 8, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
+    ("ampere", 16): {64: (32, 4, 2), 128: (32, 8, 1), 256: (32, 8, 1), 512: (32, 8, 1)},
+}
+# K up to: (BV, warps, stages) of `gate_gradient`
+GATE_GRADIENT = {
+    ("hopper", 16): {256: (32, 4, 2)},
+    ("hopper", 32): {256: (32, 4, 2)},
+    ("ampere", 16): {128: (32, 4, 2), 256: (32, 8, 1)},
+    ("ampere", 32): {256: (16, 8, 1)},
+    ("turing", 16): {128: (16, 8, 1)},
+    ("turing", 32): {128: (16, 8, 1)},
+}
+# warps and stages of `unwind`, which elsewhere would spill
+UNWIND = {("hopper", 16): (4, 3)}
+UNWOUND = {torch.bfloat16: 8192, torch.float16: 2048}  # tokens
+
+
+@triton.jit(do_not_specialize=VARYING)
+def walk(
+    q, k, v, o, sums, S_in, S_out, states, decay, cu, s_q, s_k, s_v, s_o, N, T, L, H, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+):
+    # which tile
+    i_v, i_h, i_s = which_tile(H, V, BV)
+    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
+    end = tl.minimum(begin + L, stop)
+    first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
+    o_k, o_v, o_c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
+    o_S = o_k[:, None] * V + o_v[None, :]  # [BK, BV]
+    m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
+    m_P = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
+
+    # load
+    if S_in is not None:
+        p_S = S_in + (i_s * H + i_h).to(tl.int64) * K * V + o_S
+        b_S = tl.load(p_S, mask=m_S, other=0.0).to(tl.float32)  # [BK, BV]
+    else:
+        b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    b_all = 1.0  # decay of the whole segment
+
+    # compute
+    n_c = tl.cdiv(end - begin, C)
+    for i_c in tl.range(0, n_c):
+        o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
+        i_t = first + (o_t - start) // C
+        b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV]
+        b_low, of_S = operand(b_S, b_v.dtype)  # in the inputs' precision; sums are in float32
+        if sums is not None:
+            b_coarse, b_fine, coarse, fine = load_sums(sums, i_t, i_h, H, C)
+            b_from = tl.exp2(b_coarse + b_fine)  # [C], since the chunk began
+            b_to = tl.exp2((coarse - b_coarse) + (fine - b_fine))  # [C], until it ends
+        if states is not None:
+            p_t = states + (i_t * H + i_h).to(tl.int64) * K * V + o_S
+            tl.store(p_t, b_S.to(states.dtype.element_ty), mask=m_S)
+        if o is not None:
+            b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+            b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
+            b_o = tl.dot(b_q, b_low, input_precision="ieee") * of_S  # [C, BV]
+            if sums is not None:
+                b_D = between(b_coarse, b_fine)
+                # mask before exp2: above the diagonal it may overflow
+                b_P *= tl.exp2(tl.where(m_P, -b_D if REVERSE else b_D, float("-inf")))
+                b_o *= (b_to if REVERSE else b_from)[:, None]
+            else:
+                b_P = tl.where(m_P, b_P, 0.0)
+            b_P, of_P = operand(b_P, b_v.dtype)
+            b_o = tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
+            # store
+            b_o = (b_o * scale).to(b_v.dtype)
+            store_tile(o, b_o, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+        if sums is not None:
+            b_v = (b_v * (b_from if REVERSE else b_to)[:, None]).to(b_k.dtype)
+            b_S *= tl.exp2(coarse + fine)
+            b_all *= tl.exp2(coarse + fine)
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")
+
+    # store
+    if S_out is not None:
+        tl.store(S_out + (i_s * H + i_h).to(tl.int64) * K * V + o_S, b_S, mask=m_S)
+    if decay is not None:
+        tl.store(decay + i_s * H + i_h, b_all, mask=i_v == 0)
+
+
+@triton.jit
+def attended(b_q, b_k, b_v, seen, b_S, of_S):
+    """What queries read of a chunk's pairs (`seen`) and of a state in two parts, [C, BV]: (q k^T * seen) v + q S."""
+    b_P, of_P = operand(tl.where(seen, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0), b_v.dtype)  # [C, C]
+    b_o = tl.dot(b_q, b_S, input_precision="ieee") * of_S
+    return tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
+
+
+@triton.jit(do_not_specialize=VARYING)
+def unwind(
+    q, k, v, do, dq, dk, dv, S, R, dS, cu, s_q, s_k, s_v, s_do, s_dk, s_dv, T, H, K, V, scale,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
+):
+    """dq, dk and dv of a head in one walk from its end, where S is known: S_(n-1) = S_n - k^T v as R grows."""
+    # which tile: a sequence and head
+    i_h, i_n = tl.program_id(0) % H, tl.program_id(0) // H
+    i_b, start, end = which_sequence(cu, i_n, T, PACKED)
+    o_k, o_v, o_c = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
+    o_S = tl.program_id(0).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]  # [BK, BV]
+    m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
+    m_P = o_c[:, None] <= o_c[None, :]  # [C, C], token j of a write by token i of a read
+
+    # load: minus S, so that it is added to
+    b_S = -tl.load(S + o_S, mask=m_S, other=0.0)  # [BK, BV]
+    b_R = tl.zeros([BK, BV], dtype=tl.float32)
+    if R is not None:  # what is read is multiplied by scale, which R has no part in
+        b_R = tl.load(R + o_S, mask=m_S, other=0.0) / scale
+
+    # compute
+    n_c = tl.cdiv(end - start, C)
+    for i_c in tl.range(0, n_c):
+        o_t = start + (n_c - 1 - i_c) * C
+        b_q = load_tile(q, s_q, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, end, 0, V, C, BV, TMA)  # [C, BV]
+        b_do = load_tile(do, s_do, i_b, i_h, o_t, end, 0, V, C, BV, TMA)  # [C, BV]
+        b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")  # minus the state before the chunk
+        b_low, of_S = operand(-b_S, b_k.dtype)
+        b_d = attended(b_do, b_v, b_k, m_P.T, b_low.T, of_S) * scale  # [C, BK]
+        # store as soon as done: three results and both states at once would not fit on chip
+        store_tile(dq, b_d.to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
+        b_low, of_R = operand(b_R, b_k.dtype)
+        b_d = attended(b_v, b_do, b_q, m_P, b_low.T, of_R) * scale  # [C, BK]; v do^T again: cheaper than turned
+        store_tile(dk, b_d.to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
+        b_d = attended(b_k, b_q, b_do, m_P, b_low, of_R) * scale  # [C, BV]
+        store_tile(dv, b_d.to(b_k.dtype), s_dv, i_b, i_h, o_t, end, 0, V, C, BV, TMA)
+        b_R = tl.dot(b_q.T, b_do, b_R, input_precision="ieee")
+
+    # store
+    if dS is not None:
+        tl.store(dS + o_S, b_R * scale, mask=m_S)
+
+
+def _unwinds(hardware: Hardware, x: Spec, programs: int, path: str | None) -> bool:
+    """Whether states may run backwards: enough heads, and early states that have not drowned in late ones.
+
+    A float32 sum in tensor cores loses up to 2^-23 of the state for every 16 tokens, on the way there and back.
+    With positive k and v, the worst case, that has grown to what rounding loses, of a state of 64 tokens, at the
+    lengths in UNWOUND (lab/linear_attention.md).
+    """
+    T = x.shape[1]
+    if (hardware.family, 8 * x.dtype.itemsize) not in UNWIND or T > UNWOUND[x.dtype]:
+        return False
+    chosen, _ = choose_path(programs, cdiv(T, 64), hardware.multiprocessors)
+    return (path or chosen) == "fused"
+
+
+def unwindable(q, v, g) -> bool:
+    """Whether the returned state may have to run backwards, of tensors or specs (`_unwinds` has the rest)."""
+    return g is None and q.dtype != torch.float32 and max(q.shape[-1], v.shape[-1]) <= 64
+
+
+def _chunk(hardware: Hardware, x: Spec) -> int:
+    return CHUNK[hardware.family, 8 * x.dtype.itemsize]
+
+
+class Walk:
+    """Sizes, tiles, gates and direction that launches of `walk` over the same keys and values share."""
+
+    def __init__(
+        self, draft: Draft, q: Spec | None, k: Spec, v: Spec, sums: Spec | None, cu: Spec | None, scale: float,
+        reverse: bool,
+    ):  # fmt: skip
+        self.draft, self.k, self.v, self.sums, self.cu = draft, k, v, sums, cu
+        self.scale, self.reverse = scale, reverse
+        (self.B, self.T, self.H, self.K), self.V = k.shape, v.shape[-1]
+        self.C, self.N = _chunk(draft.hardware, k), sequences(self.B, cu)
+        half = k.dtype != torch.float32
+        self.BK = max(64 if half else 16, next_power_of_2(self.K))
+        table = WALK if sums is None else GATED
+        BV, self.warps, self.stages = tiles(table, draft.hardware, k.dtype, K=self.K)
+        # 16 columns of bf16 with gates come out wrong (Triton 3.6; lab/linear_attention.md)
+        self.BV = BV if half else min(BV, max(16, next_power_of_2(self.V)))
+        self.engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v) if x is not None)
+
+    def segment(self, path: str | None) -> int:
+        """Tokens of a segment; more than T where each sequence is walked in one go."""
+        programs, packed = cdiv(self.V, self.BV) * self.H * self.N, self.N if self.cu else None
+        return self.C * segment_length(self.draft, path, programs, cdiv(self.T, self.C), packed)
+
+    def launch(self, L: int, q=None, o=None, S_in=None, S_out=None, states=None, decay=None) -> None:
+        """`walk` over segments of L tokens."""
+        k, v, C, BK, BV = self.k, self.v, self.C, self.BK, self.BV
+        self.draft.launch(
+            walk, cdiv(self.V, BV) * self.H * slots(self.B, self.T, self.cu, L),
+            *boxes(self.engine, C, (q, BK), (k, BK), (v, BV), (o, BV)),
+            self.sums, S_in, S_out, states, decay, self.cu, *strides(q, k, v, o),
+            self.N, self.T, L, self.H, self.K, self.V, self.scale,
+            C=C, BK=BK, BV=BV, TMA=self.engine, PACKED=self.cu is not None, REVERSE=self.reverse,
+            num_warps=self.warps, num_stages=self.stages,
+        )
+
+    def states_of_segments(self, L: int, S_in: Spec | None, S_out: Spec) -> Spec:
+        """The states that segments of L tokens start from; S_out gets the final ones."""
+        n, draft = slots(self.B, self.T, self.cu, L), self.draft
+        part = draft.new("part", n, self.H, self.K, self.V)
+        decay = None if self.sums is None else draft.new("decay", n, self.H)
+        self.launch(L, S_out=part, decay=decay)
+        carry_states(draft, part, decay, None, S_in, S_out, self.cu, self.T, L, self.reverse)
+        return part
+
+
+def _walk(
+    draft: Draft, q: Spec, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
+    scale: float, path: str | None, o: str, S: str = "", reverse: bool = False, keep: bool = False,
+) -> tuple[Spec, Spec | None, Spec | None]:
+    """What is given a name, o and the final state S; to `keep`, the states before each chunk (backwards: after it)."""
+    x = Walk(draft, q, k, v, sums, cu, scale, reverse)
+    L = x.segment(path)
+    S = S_out = draft.new(S or "S", x.N, x.H, x.K, x.V) if S or L <= x.T else None
+    if L <= x.T:  # in segments, which start from states that are found first
+        S_in, S_out = x.states_of_segments(L, S_in, S), None
+    states = None
+    if keep or path == "materialised":
+        # an operand of one product each: stored in its precision nothing is lost, but that float16 may be too small
+        kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
+        states = draft.new("states", slots(x.B, x.T, cu, x.C), x.H, x.K, x.V, dtype=kept)
+    o = draft.new(o, x.B, x.T, x.H, x.V, dtype=v.dtype)
+    if path == "materialised":
+        x.launch(L, S_in=S_in, S_out=S_out, states=states)
+        x.launch(x.C, q, o, S_in=states)
+    else:
+        x.launch(L, q, o, S_in, S_out, states)
+    return o, S, states
+
+
+def add_up(draft: Draft, k: Spec, v: Spec, g: Spec | None, reverse: bool) -> Spec:
+    """The final state [B, H, K, V] from zeros, and no output."""
+    sums = None if g is None else running_sums(draft, g, None, _chunk(draft.hardware, k))
+    x = Walk(draft, None, k, v, sums, None, 1.0, reverse)
+    L, S = x.segment(None), draft.new("S", x.N, x.H, x.K, x.V)
+    if L <= x.T:
+        x.states_of_segments(L, None, S)
+    else:
+        x.launch(L, S_out=S)
+    return S
+
+
+def _unwind(
+    draft: Draft, q: Spec, k: Spec, v: Spec, do: Spec, S: Spec, R: Spec | None, with_dS0: bool,
+    cu: Spec | None, scale: float,
+) -> tuple[Spec, Spec, Spec, Spec | None]:
+    """(dq, dk, dv, dS0) from the final state S and its gradient R; dS0, the initial state's, only `with_dS0`."""
+    (_, T, H, K), V, C = k.shape, v.shape[-1], _chunk(draft.hardware, k)
+    dq, dk, dv = (draft.like(f"d{x.name}", x) for x in (q, k, v))
+    dS0 = draft.like("dS0", S) if with_dS0 else None
+    engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v, do))
+    draft.because("states run backwards: one walk makes dq, dk and dv")
+    warps, stages = UNWIND[draft.hardware.family, 8 * k.dtype.itemsize]
+    draft.launch(
+        unwind, S.shape[0] * H,
+        *boxes(engine, C, *((x, 64) for x in (q, k, v, do, dq, dk, dv))), S, R, dS0, cu,
+        *strides(q, k, v, do, dk, dv), T, H, K, V, scale,
+        C=C, BK=64, BV=64, TMA=engine, PACKED=cu is not None, num_warps=warps, num_stages=stages,
+    )
+    return dq, dk, dv, dS0
+
+
+def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
+    """(o, final state, the gates' sums) of specs of the tensors."""
+    draft = Draft(hardware, q, k, v, g, S, cu)
+    tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])  # backward too, where V is K
+    scale = contract.check_scale(scale, q.shape[-1])
+    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
+    sums = None if g is None else running_sums(draft, g, cu, _chunk(hardware, q))
+    o, S_T, _ = _walk(draft, q, k, v, sums, S, cu, scale, path, "o", "S_T")
+    return draft.plan("portable", o, S_T, sums)
+
+
+def plan_backward(hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, need_dg) -> Plan:
+    """(dq, dk, dv, dg, dS0); None for what is not given or, of dg, not needed. `S_T` and `sums` may be None."""
+    draft = Draft(hardware, q, k, v, g, S, cu, S_T, sums, do, dS)
+    tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])
+    C, scale = _chunk(hardware, q), contract.check_scale(scale, q.shape[-1])
+    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
+    dS = draft.contiguous(dS)
+    do, scale = draft.gradient_of_o(q, do, scale)
+    programs = q.shape[2] * sequences(q.shape[0], cu)
+    if S_T is not None and _unwinds(hardware, q, programs, path):
+        dq, dk, dv, dS0 = _unwind(draft, q, k, v, do, S_T, dS, S is not None, cu, scale)
+        return draft.plan("portable", dq, dk, dv, None, dS0)
+    # every walk multiplies what it reads by scale, which dS has no part in
+    R = draft.compute("R", torch.div, dS, scale)
+    S_, R_ = (x and draft.compute(f"{x.name}^T", _turn, x, shape=x.transposed(2, 3).shape) for x in (S, R))
+    if g is not None and sums is None:
+        sums = running_sums(draft, g, cu, C)
+    # dg wants S^T before each chunk, which dq's walk has, and R after it, which dv's has
+    dq, _, states = _walk(draft, do, v, k, sums, S_, cu, scale, path, "dq", keep=need_dg)
+    dk, _, _ = _walk(draft, v, do, q, sums, R_, cu, scale, path, "dk", reverse=True)
+    of_S = "R_0" if S else ""
+    dv, R_0, dstates = _walk(draft, k, q, do, sums, R, cu, scale, path, "dv", of_S, reverse=True, keep=need_dg)
+    dS0, dg = draft.compute("dS0", torch.mul, R_0 if S else None, scale), None
+    if need_dg:
+        dg = draft.like("dg", g)
+        (B, T, H, K), V = q.shape, v.shape[-1]
+        BV, warps, stages = tiles(GATE_GRADIENT, hardware, q.dtype, K=K)
+        draft.launch(
+            gate_gradient, states.shape[0] * H,
+            q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do), *g.strides, *dg.strides,
+            sequences(B, cu), T, H, K, V, scale, C=C, BK=max(64, next_power_of_2(K)), BV=BV,
+            PACKED=cu is not None, num_warps=warps, num_stages=stages,
+        )
+    return draft.plan("portable", dq, dk, dv, dg, dS0)
+
+
+def _turn(x: Tensor) -> Tensor:
+    return x.mT.contiguous()

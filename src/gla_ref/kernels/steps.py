@@ -1,0 +1,134 @@
+"""One token after another: the functions that one calls to decode (chapters 16 and 20).
+
+The kernels are in portable/gla_step.py and portable/delta_step.py. Forward only: that nothing needs a gradient is
+checked in every call.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import _contract as contract
+from ..mechanisms import MECHANISMS
+from .launch.checks import check_call
+from .launch.operator import with_state
+from .launch.program import Planned
+from .portable import delta_step as of_delta
+from .portable import gla_step as of_gla
+
+__all__ = ["delta_rule_step", "gated_delta_rule_step", "gla_step"]
+
+WIDEST = {"K": 256, "V": 512}
+
+
+def check_gla(q, k, v, g, g_v, initial_state, cu_seqlens, scale) -> None:
+    """What a call of GLA with a new signature is held against."""
+    check_call("gla", (q, k, v, g, g_v), initial_state, cu_seqlens, scale, WIDEST)
+
+
+def check_delta(q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
+    """What a call of a delta rule with a new signature is held against."""
+    mechanism, tensors = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
+    check_call(mechanism, tensors, initial_state, cu_seqlens, scale, WIDEST)
+
+
+def planned(plan, mechanism: str, check) -> Planned:
+    """The planned function of a step kernel."""
+    names = [x.name for x in MECHANISMS[mechanism].arguments]
+    return Planned(plan, (*names, "initial_state", "cu_seqlens"), ("scale",), check)
+
+
+gla_forward = planned(of_gla.plan_step, "gla", check_gla)
+delta_forward = planned(of_delta.plan_step, "gated_delta_rule", check_delta)
+_gla_step = with_state("gla_step", gla_forward)
+_delta_step = with_state("delta_step", delta_forward)
+
+
+def gla_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    g_v: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of GLA in one kernel, for one token or a few; forward only, right for every gate in [-inf, 0].
+
+    Args:
+        q: queries `[B, T, H, K]`, T >= 1 (1 when decoding), K <= 256; float32, float16 or bfloat16, any strides.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`, V <= 512.
+        g: natural log gates on the key axis, `[B, T, H, K]`, in any of the three dtypes.
+        g_v: natural log gates on the value axis, `[B, T, H, V]`, or None.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: `[N_seq, H, K, V]`, zeros when None; it is left as it is.
+        cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
+            Their values, and those of g and g_v, are looked at under GLA_REF_DEBUG=1 only.
+
+    Returns:
+        o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
+    """
+    scale = scale if scale is None else contract.check_scale(scale, 1)
+    o, S = _gla_step(q, k, v, g, g_v, initial_state, cu_seqlens, scale)
+    return o, S
+
+
+def gated_delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of the gated delta rule in one kernel, for one token or a few; forward only, for any gate.
+
+    Args:
+        q: queries `[B, T, H, K]`, T >= 1 (1 when decoding), K <= 256; float32, float16 or bfloat16, any strides.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`, V <= 512, HV a multiple of H: value head h reads key head h // (HV / H).
+        g: natural log gates `[B, T, HV]`, in any of the three dtypes.
+        beta: write strengths `[B, T, HV]` in [0, 2], in any of the three dtypes.
+        scale: factor on q, K^-0.5 when None.
+        initial_state: `[N_seq, HV, K, V]`, zeros when None; it is left as it is.
+        cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
+            Their values, and those of g and beta, are looked at under GLA_REF_DEBUG=1 only.
+
+    Returns:
+        o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
+    """
+    if g is None:  # which is the delta rule to what comes next
+        check_call("gated_delta_rule", (q, k, v, g, beta), initial_state, cu_seqlens, scale, {})
+    return _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+
+
+def delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`gated_delta_rule_step` without gates."""
+    return _delta(q, k, v, None, beta, scale, initial_state, cu_seqlens)
+
+
+def _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens):
+    scale = scale if scale is None else contract.check_scale(scale, 1)
+    o, S = _delta_step(q, k, v, g, beta, initial_state, cu_seqlens, scale)
+    return o, S

@@ -1,0 +1,241 @@
+"""A language model whose sequences are split over the ranks of a process group (chapters 17 and 24).
+
+Each rank has a piece of every sequence. Three things look across the border between two pieces:
+
+    the mixer             one state a head, by :mod:`gla_ref.context_parallel`
+    a short convolution   the W - 1 inputs before the piece, from the rank before
+    the loss              the label of the piece's last token, which is the first token of the rank behind
+
+All else in the model works on one token at a time. Positions are asked for by softmax attention alone, which has no
+state and is refused. The module :class:`LossOverRanks` is wrapped in DDP or FSDP2 as any other::
+
+    mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("dp", "cp"))
+    loss = LossOverRanks(LanguageModel(config).cuda(), mesh["cp"])
+    loss = DistributedDataParallel(loss)                # or: fully_shard(loss, mesh=mesh[("dp", "cp")]._flatten())
+    ...
+    loss(tokens.chunk(2, 1)[mesh["cp"].get_local_rank()].cuda()).backward()
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/split_training.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+
+from .. import _contract as contract
+from .. import context_parallel
+from ..models.language_model import IGNORED, LanguageModel, check_tokens
+from .exchange import Ranks
+
+__all__ = ["LossOverRanks", "Pieces"]
+
+
+class Pieces(NamedTuple):
+    """Where the tokens of a sequence are: `lengths[r]` of them on rank r, in their order."""
+
+    ranks: Ranks
+    lengths: tuple[int, ...]
+    facts: dict[str, str]  # what the ranks have agreed upon
+
+    @property
+    def start(self) -> int:
+        """How many tokens there are on the ranks before."""
+        return sum(self.lengths[: self.ranks.rank])
+
+    @property
+    def here(self) -> int:
+        """How many tokens this rank has."""
+        return self.lengths[self.ranks.rank]
+
+    def form(self, mechanism: str) -> Callable:
+        """The mechanism over all ranks."""
+        return partial(getattr(context_parallel, mechanism), group=self.ranks.group, lengths=self.lengths)
+
+    def own(self, cu_seqlens: Tensor | None) -> Tensor | None:
+        """The boundaries among this rank's tokens `[N + 1]`; sequences of other ranks are empty here."""
+        return None if cu_seqlens is None else (cu_seqlens - self.start).clamp(0, self.here)
+
+    def before(self, tensors: Sequence[Tensor], n: int, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+        """The n tokens before this rank's first, of tensors `[B, T, D]`; differentiable.
+
+        Returns:
+            `[N, n, D]` of each tensor: the past of every sequence (B of them without boundaries), zeros where there
+            is none.
+        """
+        past = Before.apply(torch.cat(tensors, -1), n, self)
+        if cu_seqlens is not None:
+            last = (cu_seqlens < self.start).sum().sub(1).clamp(min=0)  # the sequence of the token before
+            places = torch.arange(self.start - n, self.start, device=past.device)
+            past = torch.where((places >= cu_seqlens[last])[:, None], past, 0)
+            past = past.new_zeros(len(cu_seqlens) - 1, *past.shape[1:]).index_copy(0, last.view(1), past)
+        return past.split([x.shape[-1] for x in tensors], -1)
+
+    def moved(self, x: Tensor, step: int) -> Tensor:
+        """What the rank `step` before this one has as x, which every rank sends on; zeros where there is no such rank.
+
+        Raises:
+            RuntimeError: a rank died or hangs; the message names it.
+        """
+        ranks, x = self.ranks, x.contiguous()
+        found, there, back = torch.zeros_like(x), ranks.rank + step, ranks.rank - step
+        members = dist.get_process_group_ranks(ranks.group)
+        ends = ((dist.isend, x, there), (dist.irecv, found, back))
+        ends = [dist.P2POp(do, y, members[r], ranks.group) for do, y, r in ends if 0 <= r < ranks.size]
+        try:
+            for work in dist.batch_isend_irecv(ends) if ends else ():
+                work.wait()
+        except RuntimeError as error:
+            neighbours = [r for r in (there, back) if 0 <= r < ranks.size]
+            raise ranks.agreement.lost(error, self.facts, neighbours) from error
+        return found
+
+    def next_tokens(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """The token after each, `[B, T]`, of the last one from the rank behind; -100 after the end of a sequence."""
+        targets = torch.cat([tokens[:, 1:], self.moved(tokens[:, :1], -1)], 1)
+        if cu_seqlens is None:
+            if self.ranks.rank == self.ranks.size - 1:
+                targets[:, -1] = IGNORED
+            return targets
+        last = cu_seqlens[1:] - 1 - self.start
+        last = torch.where((last >= 0) & (last < self.here), last, self.here)  # of other ranks: one place too many
+        ends = torch.zeros(self.here + 1, dtype=torch.bool, device=tokens.device).index_fill(0, last.long(), True)
+        return targets.masked_fill(ends[:-1], IGNORED)
+
+
+class Before(torch.autograd.Function):
+    """(x [B, T, D], n, pieces) -> the last n tokens of the rank before."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, n: int, pieces: Pieces) -> Tensor:
+        ctx.shape, ctx.pieces = x.shape, pieces
+        return pieces.moved(x[:, x.shape[1] - n :], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d: Tensor):
+        dx = d.new_zeros(ctx.shape)
+        dx[:, dx.shape[1] - d.shape[1] :] = ctx.pieces.moved(d, -1)
+        return dx, None, None
+
+
+class Mean(torch.autograd.Function):
+    """(this rank's sum, how many it is of, pieces) -> the mean of all ranks' numbers.
+
+    Whoever wraps the model takes the mean of the ranks' gradients, where their sum is right: each is so many times
+    larger.
+    """
+
+    @staticmethod
+    def forward(ctx, total: Tensor, count: Tensor, pieces: Pieces) -> Tensor:
+        both, ranks = torch.stack([total.double(), count.double()]), pieces.ranks
+        try:
+            dist.all_reduce(both, group=ranks.group)
+        except RuntimeError as error:
+            others = [r for r in range(ranks.size) if r != ranks.rank]
+            raise ranks.agreement.lost(error, pieces.facts, others) from error
+        ctx.save_for_backward((ranks.size / both[1]).to(total.dtype))
+        return (both[0] / both[1]).to(total.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d: Tensor):
+        (factor,) = ctx.saved_tensors
+        return d * factor, None, None
+
+
+class LossOverRanks(nn.Module):
+    """The mean cross-entropy of a language model over sequences whose tokens are split over ranks.
+
+    Args:
+        model: the same on every rank, of any mixer with a state.
+        group: the ranks that share a sequence, or a mesh of one dimension (`mesh["cp"]`); None for all.
+
+    Raises:
+        TypeError: the group is none.
+    """
+
+    def __init__(self, model: LanguageModel, group: dist.ProcessGroup | dist.DeviceMesh | None = None):
+        super().__init__()
+        self.model, self.ranks = model, Ranks.of(group)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The loss of all ranks' tokens, the same on every rank.
+
+        Every rank calls it, and calls its backward pass. The mean of their gradients is the gradient, as DDP and FSDP2
+        take it over the ranks of all dimensions of a mesh.
+
+        Args:
+            tokens: int64 or int32 `[B, T]`, this rank's piece of each sequence: at least one token, and at least
+                W - 1 where a short convolution sees W.
+            targets: `[B, T]`, what should follow each token; -100 does not count. None: the next token of the same
+                sequence, wherever it is, none for its last.
+            cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed documents (B = 1) among the tokens of all
+                ranks, the same on every rank.
+            lengths: how many tokens each rank has; None if all have as many as this one.
+
+        Returns:
+            the mean in nats, a number of at least float32.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit, here or on another rank, or ranks differ in one, or
+                the mixer has no state; the message names the argument and the ranks. Asked once for each kind of call.
+            RuntimeError: a rank died or hangs, found within the time limit of the group; the message names the rank.
+        """
+        pieces = self._agreed(tokens, targets, cu_seqlens, lengths)
+        targets = pieces.next_tokens(tokens, cu_seqlens) if targets is None else targets
+        x, _ = self.model.model(tokens, None, cu_seqlens, pieces)
+        return Mean.apply(self.model.summed_loss(x, targets), (targets != IGNORED).sum(), pieces)
+
+    def _agreed(self, tokens, targets, cu_seqlens, lengths) -> Pieces:
+        """Where all tokens are, once every rank says the same."""
+        ranks = self.ranks
+        try:
+            lengths = self._checked(tokens, targets, cu_seqlens, lengths)
+        except (TypeError, ValueError) as error:
+            ranks.agreement.refuse(error)
+            raise
+        facts = {
+            "tokens": f"[{tokens.shape[0]}, T] {tokens.dtype} on {tokens.device.type}",
+            "targets": "None" if targets is None else "given",
+            "cu_seqlens": "None" if cu_seqlens is None else f"{list(cu_seqlens.shape)} {cu_seqlens.dtype}",
+            "lengths": f"{list(lengths)}",
+            "config": f"{self.model.config}",
+        }
+        common = tuple(facts.values())
+        if common not in ranks.agreed:
+            ranks.agreement.reach(facts)
+            ranks.agreed.add(common)
+        return Pieces(ranks, lengths, facts)
+
+    def _checked(self, tokens, targets, cu_seqlens, lengths) -> tuple[int, ...]:
+        """The lengths of all pieces."""
+        check_tokens("tokens", tokens)
+        (B, T), ranks, config = tokens.shape, self.ranks, self.model.config
+        if targets is not None and targets.shape != tokens.shape:
+            raise ValueError(f"targets: expected shape {list(tokens.shape)} as of tokens, got {list(targets.shape)}")
+        lengths = (T,) * ranks.size if lengths is None else tuple(lengths)
+        least = max(1, config.conv_size - 1) if config.use_short_conv else 1
+        if len(lengths) != ranks.size or not all(isinstance(n, int) and n >= least for n in lengths):
+            why = f", as a convolution sees {config.conv_size}" if least > 1 else ""
+            raise ValueError(
+                f"lengths: expected {ranks.size} numbers of tokens, one for each rank, at least {least}{why}, "
+                f"got {list(lengths)}"
+            )
+        if lengths[ranks.rank] != T:
+            raise ValueError(f"lengths: expected {T} for rank {ranks.rank}, as tokens has, got {lengths[ranks.rank]}")
+        contract.check_cu_seqlens(cu_seqlens, B, sum(lengths), values=False)
+        return lengths
