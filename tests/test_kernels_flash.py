@@ -264,7 +264,7 @@ def test_registered_form_compiles():
 
 def test_operator_is_registered_right():
     x = inputs(1, 20, 1, 8, 8)
-    args = (*(x[n] for n in NAMES), None, 0.5, None, False)
+    args = (*(x[n] for n in NAMES), None, 0.5, False)
     torch.library.opcheck(torch.ops.gla_ref.flash_attention.default, args)
 
 

@@ -416,7 +416,7 @@ def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: st
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path=None) -> Plan:
     """(o, final state) of specs of the tensors."""
-    call = delta_chunk.Call(hardware, (q, k, v, g, beta, S, cu), scale)
+    call = delta_chunk.begin(hardware, (q, k, v, g, beta, S, cu), scale)
     draft, K, V, H, N, T = call.draft, call.K, call.V, call.H, call.N, call.T
     chunks = cdiv(T, C.value)
     each = cdiv(chunks, N) if cu else chunks

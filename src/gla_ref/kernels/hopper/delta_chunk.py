@@ -28,6 +28,7 @@ float16 (`operand`), and their products are multiplied by them.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -353,13 +354,25 @@ def strides(x: Spec | None) -> tuple[int, ...]:
     return (0, 0, 0) if x is None else x.strides
 
 
-class Call:
-    """The sizes, the scale and the inputs that all launches of a call share."""
+class Shared(NamedTuple):
+    """What the launches of one call share."""
 
-    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale):
-        self.draft = draft = Draft(hardware, *inputs)
-        q, k, v, g, beta, S, cu = inputs
-        (self.B, self.T, heads, self.K), (self.H, self.V) = q.shape, v.shape[2:]
-        self.G, self.scale = self.H // heads, contract.check_scale(scale, self.K)
-        self.cu, self.N = draft.contiguous(cu, torch.int32), sequences(self.B, cu)
-        self.S_in = draft.contiguous(S, torch.float32)
+    draft: Draft
+    cu: Spec | None
+    S_in: Spec | None
+    B: int
+    T: int
+    H: int  # value heads
+    K: int
+    V: int
+    G: int  # value heads that read one key head
+    N: int  # sequences
+    scale: float
+
+
+def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale) -> Shared:
+    """A call of q, k, v, g, beta, initial state, cu_seqlens."""
+    draft, (q, _, v, _, _, S, cu) = Draft(hardware, *inputs), inputs
+    (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
+    scale, cu = contract.check_scale(scale, K), draft.contiguous(cu, torch.int32)
+    return Shared(draft, cu, draft.contiguous(S, torch.float32), B, T, H, K, V, H // heads, sequences(B, cu), scale)

@@ -332,7 +332,7 @@ ROLES = {64: Roles(160, 0, 216), 128: Roles(128, 160, 168)}  # by V
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
     """(o, final state) of specs of the tensors."""
-    call = delta_chunk.Call(hardware, (q, k, v, g, beta, S, cu), scale)
+    call = delta_chunk.begin(hardware, (q, k, v, g, beta, S, cu), scale)
     draft, K, V, roles = call.draft, call.K, call.V, ROLES[call.V]
     draft.because("the whole chunk in one program, a program a value head: the fused Hopper kernel, in Gluon")
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.N, call.H, K, V)

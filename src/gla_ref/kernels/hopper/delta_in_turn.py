@@ -297,7 +297,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, scale) -> Plan:
             raise ValueError(f"{x.name}: expected {SIZE} channels, got {x.shape[-1]}")
         if x.dtype != torch.bfloat16:
             raise TypeError(f"{x.name}: expected bfloat16, got {x.dtype}")
-    call = delta_chunk.Call(hardware, (q, k, v, g, beta, S, None), scale)
+    call = delta_chunk.begin(hardware, (q, k, v, g, beta, S, None), scale)
     draft = call.draft
     draft.because("the whole chunk in one program, two groups in turn: an experiment, in Gluon")
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.N, call.H, SIZE, SIZE)

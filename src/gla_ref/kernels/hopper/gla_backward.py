@@ -78,10 +78,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, cdiv
-from ..portable.gla_forward import Readers, across, clamped, one_half, sums, to_border
-from ..portable.segments import carry_states, segment_length, slots, which_segment
+from ..portable.gla_forward import (
+    GlaCall,
+    Readers,
+    across,
+    begin_backward,
+    clamped,
+    decays,
+    one_half,
+    sums,
+    to_border,
+    walks,
+)
+from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
-from .gla_forward import LOG2E, Hopper, Roles, box, keep_rows, scaled, store_box, store_rows
+from .gla_forward import LOG2E, Roles, begin, box, keep_rows, launch_walk, scaled, store_box, store_rows
 from .gla_forward import which_segment as which_segment_of_warps
 from .gluon_names import named
 
@@ -583,47 +594,44 @@ def mend_gradient(
 ROLES = {64: Roles(4, 4, 2, 128, 160), 128: Roles(8, 4, 2, 128, 152)}  # by BK
 
 
-class Gradient(Hopper):
-    """What the launches of one call share."""
-
-    def unwind(self, q, k, v, g, do, states, made, strong, L: int, R_in, R_out) -> None:
-        """`unwind` over segments of L tokens; `made` are dq, dk, dv, dg."""
-        C, BK, BV = self.C, self.BK, self.BV
-        dq, dk, dv, dg = made
-        roles = ROLES[BK]
-        self.draft.launch(
-            unwind, self.H * slots(self.B, self.T, self.cu, L),
-            box(q, C, BK), box(k, C, BK), box(v, C, BV), box(g, C, BK), box(do, C, BV), box(states, BK, BV),
-            box(dq, C, BK), box(dk, C, BK), box(dv, C, BV), box(dg, C, BK) if dg else None,
-            dq, dk, dv, dg, strong, R_in, R_out, self.cu,
-            self.N, self.T, L, self.H, self.K, self.V, self.scale,
-            C=C, BK=BK, BV=BV, W=roles.multiplier, WT=roles.transformer, LIMIT=self.limit,
-            REGISTERS=roles.of_transformer, num_warps=roles.multiplier, num_stages=2, maxnreg=roles.registers,
-        )
+def launch_unwind(call: GlaCall, q, k, v, g, do, states, made, strong, L: int, R_in, R_out) -> None:
+    """`unwind` over segments of L tokens; `made` are dq, dk, dv, dg."""
+    C, BK, BV = call.C, call.BK, call.BV
+    dq, dk, dv, dg = made
+    roles = ROLES[BK]
+    call.draft.launch(
+        unwind, call.H * slots(call.B, call.T, call.cu, L),
+        box(q, C, BK), box(k, C, BK), box(v, C, BV), box(g, C, BK), box(do, C, BV), box(states, BK, BV),
+        box(dq, C, BK), box(dk, C, BK), box(dv, C, BV), box(dg, C, BK) if dg else None,
+        dq, dk, dv, dg, strong, R_in, R_out, call.cu,
+        call.N, call.T, L, call.H, call.K, call.V, call.scale,
+        C=C, BK=BK, BV=BV, W=roles.multiplier, WT=roles.transformer, LIMIT=call.limit,
+        REGISTERS=roles.of_transformer, num_warps=roles.multiplier, num_stages=2, maxnreg=roles.registers,
+    )
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = Gradient(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
-    draft, (do, R) = call.draft, call.start_backward(v, do, dS)
+    call = begin(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
+    call, do, R = begin_backward(call, v, do, dS)
+    draft = call.draft
     draft.because("one walk backwards for all gradients: the Hopper kernel, in Gluon, as asked for")
     S_in = draft.contiguous(S, torch.float32)
-    states = call.walk(Readers(None, k, g, None, None), v, S_in, states="states", starts=starts).states
+    states = walks(call, launch_walk, Readers(None, k, g=g), v, S_in, states="states", starts=starts).states
     made = [draft.like(f"d{x.name}", x) for x in (q, k, v)] + [draft.like("dg", g) if need_dg else None]
     # spare slots are nobody's: their flags must be zeros
     strong = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
     R_0 = draft.new("R_0", call.N, call.H, call.K, call.V) if S else None
-    chunks = cdiv(call.T, call.C)
-    L = call.C * segment_length(draft, path, cdiv(call.V, call.BV) * call.H * call.N, chunks, call.cu and call.N)
+    L = call.segment()
     if L > call.T:
-        call.unwind(q, k, v, g, do, states, made, strong, L, R, R_0)
+        launch_unwind(call, q, k, v, g, do, states, made, strong, L, R, R_0)
     else:  # what each segment adds to R, then what each begins with, then as above
         n = slots(call.B, call.T, cu, L)
-        ends, decays = draft.new("ends", n, call.H, call.K, call.V), call.decays(n)
+        ends, of_segments = draft.new("ends", n, call.H, call.K, call.V), decays(call, n)
         R_0 = R_0 or draft.new("R_0", call.N, call.H, call.K, call.V)
-        call.launch_walk(Readers(None, q, g, None, None), do, True, True, L, None, ends, decays=decays)
-        carry_states(draft, ends, *decays, R, R_0, call.cu, call.T, L, True)
-        call.unwind(q, k, v, g, do, states, made, strong, L, ends, None)
+        launch_walk(call, Readers(None, q, g=g), do, True, True, L, None, ends, decays=of_segments)
+        carry_states(draft, ends, *of_segments, R, R_0, call.cu, call.T, L, True)
+        launch_unwind(call, q, k, v, g, do, states, made, strong, L, ends, None)
     dq, dk, dv, dg = made
     wide = min(64, call.BK)
     draft.launch(

@@ -60,8 +60,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Box, Plan, Spec, boxed, cdiv
-from ..portable.gla_forward import Call, Readers
-from ..portable.segments import segment_length, slots
+from ..portable import gla_forward as portable
+from ..portable.gla_forward import GlaCall, Readers, mend_strong, walks
+from ..portable.segments import slots
 from . import refusal_of_gradient
 from .gluon_names import named
 
@@ -467,29 +468,29 @@ class Roles(NamedTuple):
 ROLES = {64: Roles(4, 4, 3, 128, 160), 128: Roles(8, 4, 2, 128, 160)}  # by BK
 
 
-class Hopper(Call):
-    """What the launches of one call share."""
+def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) -> GlaCall:
+    """As the portable kernels begin, with this kernel's tiles."""
+    call = portable.begin(hardware, inputs, scale, path)
+    BK, BV = (64 if n <= 64 else 128 for n in (call.K, call.V))
+    return call._replace(BK=BK, BV=BV)
 
-    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path):
-        super().__init__(hardware, inputs, scale, path)
-        self.BK, self.BV = (64 if n <= 64 else 128 for n in (self.K, self.V))
 
-    def launch_walk(
-        self, x: Readers, v: Spec, engine: bool, reverse: bool,
-        L: int, S_in, S_out, o=None, states=None, decays=(None, None),
-    ) -> None:
-        """`walk` over segments of L tokens."""
-        C, BK, BV, H, K, V = self.C, self.BK, self.BV, self.H, self.K, self.V
-        roles = ROLES[BK]
-        self.draft.launch(
-            walk, cdiv(V, BV) * H * slots(self.B, self.T, self.cu, L),
-            box(x.q, C, BK) if o else None, box(x.k, C, BK), box(v, C, BV), box(x.g, C, BK),
-            x.strong if o else None, box(o, C, BV) if o else None, o, S_in, S_out,
-            box(states, BK, BV) if states else None, decays[0], self.cu,
-            self.N, self.T, L, H, K, V, self.scale,
-            C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier, WT=roles.transformer, REVERSE=reverse,
-            LIMIT=self.limit, REGISTERS=roles.of_transformer, num_warps=roles.multiplier, maxnreg=roles.registers,
-        )
+def launch_walk(
+    call: GlaCall, x: Readers, v: Spec, engine: bool, reverse: bool,
+    L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+) -> None:
+    """`walk` over segments of L tokens."""
+    C, BK, BV, H, K, V = call.C, call.BK, call.BV, call.H, call.K, call.V
+    roles = ROLES[BK]
+    call.draft.launch(
+        walk, cdiv(V, BV) * H * slots(call.B, call.T, call.cu, L),
+        box(x.q, C, BK) if o else None, box(x.k, C, BK), box(v, C, BV), box(x.g, C, BK),
+        x.strong if o else None, box(o, C, BV) if o else None, o, S_in, S_out,
+        box(states, BK, BV) if states else None, decays[0], call.cu,
+        call.N, call.T, L, H, K, V, call.scale,
+        C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier, WT=roles.transformer, REVERSE=reverse,
+        LIMIT=call.limit, REGISTERS=roles.of_transformer, num_warps=roles.multiplier, maxnreg=roles.registers,
+    )
 
 
 @functools.cache
@@ -505,19 +506,16 @@ def box(x: Spec, rows: int, width: int) -> Box:
 def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> Plan:
     """(o, final state, starts) of specs of the tensors."""
     inputs = (q, k, v, g, None, S, cu)
-    call = Hopper(hardware, inputs, scale, path)
+    call = begin(hardware, inputs, scale, path)
     draft = call.draft
     draft.because("a loader, a transformer and a multiplier side by side: the Hopper kernel, in Gluon")
     # spare slots are nobody's: their flags must be zeros
     flags = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
-    walked = call.walk(Readers(q, k, g, None, flags), v, draft.contiguous(S, torch.float32), o="o", S="S_T")
-    call.mend(q, k, v, g, walked.o, flags)
+    x, S_in = Readers(q, k, g=g, strong=flags), draft.contiguous(S, torch.float32)
+    walked = walks(call, launch_walk, x, v, S_in, o="o", S="S_T")
+    mend_strong(call, q, k, v, g, walked.o, flags)
     starts = walked.starts
+    # the gradient's walks may be the portable ones, which begin from these states only if they cut sequences alike
     if starts is not None and refusal_of_gradient(hardware, q, k, v, g, None, kernel):
-        # the gradient's walks are the portable ones: theirs, if they cut sequences alike
-        lengths = {
-            segment_length(x.draft, path, cdiv(x.V, x.BV) * x.H * x.N, cdiv(x.T, x.C), x.cu and x.N)
-            for x in (call, Call(hardware, inputs, scale, path))
-        }
-        starts = starts if len(lengths) == 1 else None
+        starts = starts if portable.begin(hardware, inputs, scale, path).segment() == call.segment() else None
     return draft.plan("hopper", walked.o, walked.S, starts)

@@ -21,10 +21,10 @@ from torch import Tensor
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv, next_power_of_2
 from ..launch.program import Planned
-from . import delta_forward, delta_gradient
-from .gla_forward import Call, Readers
+from . import delta_forward, delta_gradient, gla_forward
+from .gla_forward import Readers
 from .linear import add_up
-from .segments import carry_states, segment_length, slots
+from .segments import carry_states, slots
 from .tiles import VARYING, which_tile
 
 __all__ = ["added", "composed", "crossed", "entered", "read", "written"]
@@ -105,14 +105,14 @@ def plan_added(hardware: Hardware, k, v, g, backwards: bool) -> Plan:
     if g is None or len(g.shape) == 3:
         draft = Draft(hardware, k, v, g)
         return draft.plan("portable", add_up(draft, k, v, g, backwards), None)
-    call = Call(hardware, (k, k, v, g, None, None, None), 1.0, None)
+    call = gla_forward.begin(hardware, (k, k, v, g, None, None, None), 1.0, None)
     draft, (B, T, H, K), V = call.draft, k.shape, v.shape[-1]
     draft.inputs = k, v, g
-    L = call.C * segment_length(draft, None, cdiv(V, call.BV) * H * B, call.chunks // B, None)
+    L = call.segment()
     n = slots(B, T, None, L)
     S, decay = draft.new("S", n, H, K, V), draft.new("decay", n, H, K)
-    x, engine = Readers(None, k, g, None, None), call.by_engine(k, v, g)
-    call.launch_walk(x, v, engine, backwards, L, None, S, decays=(decay, None))
+    x, engine = Readers(None, k, g=g), call.by_engine(k, v, g)
+    gla_forward.launch_walk(call, x, v, engine, backwards, L, None, S, decays=(decay, None))
     if n > B:
         part, S = S, draft.new("S", B, H, K, V)
         carry_states(draft, part, decay, None, None, S, None, T, L, backwards)
@@ -127,16 +127,16 @@ def _of_all(decay: Tensor, n: int) -> Tensor:
 
 def plan_written(hardware: Hardware, k, v, g, beta) -> Plan:
     """(X and, in K more columns, M)"""
-    call = delta_forward.Call(hardware, (k, k, v, g, beta, None, None), 1.0, "fused")
+    call = delta_forward.solve_all(hardware, (k, k, v, g, beta, None, None), 1.0, "fused")
     call.draft.inputs = k, v, g, beta
     S = call.draft.new("S", call.B, call.H, call.K, call.V + call.K)
-    call.launch_walk(None, k, v, None, S, maps=True)
+    delta_forward.launch_walk(call, None, k, v, None, S, maps=True)
     return call.draft.plan("portable", S)
 
 
 def plan_read(hardware: Hardware, q, k, do, g, beta) -> Plan:
     """(A and, in K more columns, M^T)"""
-    call = delta_forward.Call(hardware, (q, k, do, g, beta, None, None), 1.0, "fused")
+    call = delta_forward.solve_all(hardware, (q, k, do, g, beta, None, None), 1.0, "fused")
     call.draft.inputs = q, k, do, g, beta
     do, _ = call.draft.gradient_of_o(q, do, call.scale)
     R = call.draft.new("R", call.B, call.H, call.K, call.V + call.K)

@@ -34,13 +34,15 @@ in L2 what they read. Limits: K <= 256, V <= 512; float32 (ieee products), float
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
-from ..launch.plan import Box, Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from .scalar_gates import between, summed
 from .segments import sequences, slots, which_segment, which_sequence
 from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
@@ -372,119 +374,164 @@ def carry_states(
     )
 
 
-class Call:
-    """What the launches of one call share: sizes, packing, scale, tiles, and what `solve` makes."""
+class DeltaCall(NamedTuple):
+    """What the launches of one call share, and what `solve` makes of all chunks."""
 
-    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path):
-        self.draft = draft = Draft(hardware, *inputs)
-        q, k, v, g, beta, _, cu, *_ = inputs
-        (self.B, self.T, heads, self.K), (self.H, self.V) = q.shape, v.shape[2:]
-        self.G, self.scale = self.H // heads, contract.check_scale(scale, self.K)
-        self.cu, self.N = draft.contiguous(cu, torch.int32), sequences(self.B, cu)
-        half = q.dtype != torch.float32
-        self.C = CHUNK[hardware.family, 8 * q.dtype.itemsize]
-        self.BK = max(64 if half else 16, next_power_of_2(self.K))
-        self.BV, self.warps, self.stages = tiles(WALK, hardware, q.dtype, K=self.K)
-        # bf16 in tiles of 16 columns came out wrong in other kernels (Triton 3.6; lab/known.md)
-        self.least = 32 if half else 16
-        most = 32 if q.dtype == torch.float16 else self.BV  # its scaling takes registers
-        # rows of q and k that are no whole 16 bytes are not copied ahead, and where they lie does not change from chunk
-        # to chunk: ptxas 12.8.93 (Triton 3.6) then makes descriptors of products of 32 columns of uniform registers
-        # that nothing has set, as its SASS for sm_90 shows; of products of 64 columns it did not
-        if half and hardware.family == "hopper" and self.K <= 128 and not all(describable(x, hardware) for x in (q, k)):
-            self.least = most = self.BV = 64
-        self.BV = min(self.BV, most, max(self.least, next_power_of_2(self.V)))
-        # sums of products are kept in 16 bits where that has the range: float16 is too small
-        self.kept = q.dtype if q.dtype == torch.bfloat16 else torch.float32
-        self.chunks, self.gated = slots(self.B, self.T, cu, self.C), g is not None
-        self.same = {"C": self.C, "PACKED": cu is not None, "ROWS": ROWS}
-        self.choose_segments(path)
-        self.P, self.Y = (draft.new(n, self.chunks, self.H, self.C, self.C, dtype=self.kept) for n in "PY")
-        self.factors = draft.new("factors", self.chunks, self.H, ROWS, self.C)
-        # of 224 registers a thread a multiprocessor has room for two programs, of 128 for four; 32 bytes spill
-        fewer = {"maxnreg": 128} if half and hardware.family == "hopper" else {}
-        draft.launch(
-            solve, self.H * self.chunks,
-            q, k, g, beta, self.P, self.Y, self.factors, self.cu, *patterns(q, k),
-            *(g.strides if g else (0, 0, 0)), *beta.strides, self.N, self.T, self.H, self.G, self.K,
-            BK=min(64, self.BK), **self.same, num_warps=4, num_stages=1, **fewer,
-        )
+    draft: Draft
+    cu: Spec | None
+    B: int
+    T: int
+    H: int  # value heads
+    K: int
+    V: int
+    G: int  # value heads that read one key head
+    N: int  # sequences
+    scale: float
+    gated: bool
+    kept: torch.dtype  # of sums of products that pass through memory
+    C: int
+    L: int  # tokens of a segment; more than T where sequences are walked in one go
+    BK: int
+    BV: int
+    chunks: int  # slots for them
+    warps: int
+    stages: int
+    P: Spec
+    Y: Spec
+    factors: Spec
 
-    def choose_segments(self, path: str | None) -> None:
-        """L, the tokens of a segment, more than T where sequences are walked in one go; there BV may be smaller."""
-        draft, chunks = self.draft, cdiv(self.T, self.C)
-        programs, processors = cdiv(self.V, self.BV) * self.H * self.N, draft.hardware.multiprocessors
-        length = choose_length(programs, chunks, processors, self.N if self.cu else None)
-        who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
-        if path == "segmented" and length is None:
-            length = cdiv(chunks, 3)
-        if path == "fused" or length is None:
-            draft.because(f"each sequence in one go: {who}")
-            self.L = self.C * (chunks + 1)
-            if 3 * programs < 2 * processors and self.BV > self.least:
-                self.BV = self.least
-                draft.because(f"{self.BV} columns a program, so that more multiprocessors work")
-        else:
-            draft.because(f"each sequence in segments of {length} of its {chunks} chunks: {who}")
-            self.L = self.C * length
+    @property
+    def same(self) -> dict:
+        """Constants that every kernel has."""
+        return {"C": self.C, "PACKED": self.cu is not None, "ROWS": ROWS}
 
-    def engine(self, *tensors: Spec | None) -> bool:
+    @property
+    def segments(self) -> int:
+        """Slots for segments."""
+        return slots(self.B, self.T, self.cu, self.L)
+
+    def by_engine(self, *tensors: Spec | None) -> bool:
         """Whether the copy engine takes all of them."""
         return self.cu is None and all([describable(x, self.draft.hardware) for x in tensors if x])
 
-    def tiled(self, *tensors: tuple[Spec | None, int], engine: bool) -> list[Spec | Box | None]:
-        return boxes(engine, self.C, *tensors)
 
-    def carry(self, part: Spec, S_in: Spec | None, S_out: Spec, reverse: bool) -> Spec:
-        """The states that segments start from; S_out [N, H, K, V] gets those after each sequence."""
-        carry_states(self.draft, part, S_in, S_out, self.cu, self.T, self.L, reverse)
-        return part
+def columns_of_v(hardware: Hardware, q: Spec, k: Spec, v: Spec) -> tuple[int, int]:
+    """(columns of V that a program of `walk` has, the fewest it may have)."""
+    K, V, half = q.shape[-1], v.shape[-1], q.dtype != torch.float32
+    BV, _, _ = tiles(WALK, hardware, q.dtype, K=K)
+    # bf16 in tiles of 16 columns came out wrong in other kernels (Triton 3.6; lab/known.md)
+    least = 32 if half else 16
+    most = 32 if q.dtype == torch.float16 else BV  # its scaling takes registers
+    # rows of q and k that are no whole 16 bytes are not copied ahead, and where they lie does not change from chunk
+    # to chunk: ptxas 12.8.93 (Triton 3.6) then makes descriptors of products of 32 columns of uniform registers
+    # that nothing has set, as its SASS for sm_90 shows; of products of 64 columns it did not
+    if half and hardware.family == "hopper" and K <= 128 and not all(describable(x, hardware) for x in (q, k)):
+        least = most = BV = 64
+    return min(BV, most, max(least, next_power_of_2(V))), least
 
-    def state_strides(self, S: Spec | None) -> tuple[int, ...] | None:
-        """Of states [slots, H, K, W] as `load_tile` takes a head's rows."""
-        if S is None:
-            return None
-        *_, K, W = S.shape
-        return pattern(self.H * K * W, W, K * W, 1)
 
-    def launch_walk(
-        self, q, k, v, S_in: Spec | None, S_out: Spec | None, o: Spec | None = None, states: Spec | None = None,
-        writes: Spec | None = None, maps: bool = False,
-    ) -> None:  # fmt: skip
-        """`walk` of all segments; `maps`: S_out gets the map of each."""
-        n_v, n_k, n_s = cdiv(self.V, self.BV), cdiv(self.K, self.BV), slots(self.B, self.T, self.cu, self.L)
-        x, engine = q if o else None, self.engine(q, k, v)
-        self.draft.launch(
-            walk, (n_v + n_k * maps) * self.H * n_s,
-            *self.tiled((x, self.BK), (k, self.BK), (v, self.BV), (o, self.BV), engine=engine),
-            self.P if o else None, self.Y, self.factors, S_in, S_out, states, writes, self.cu,
-            *patterns(x, k, v, o, writes), self.state_strides(S_in),
-            self.N, self.T, self.L, self.H, self.G, self.K, self.V, self.scale,
-            BK=self.BK, BV=self.BV, TMA=engine, GATED=self.gated, MAP=maps, **self.same,
-            num_warps=self.warps, num_stages=self.stages,
-        )
+def choose_segments(
+    draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None
+) -> tuple[int, bool]:
+    """(chunks of a segment, more than there are where sequences are walked in one go; whether to narrow programs)."""
+    processors = draft.hardware.multiprocessors
+    length = choose_length(programs, chunks, processors, packed)
+    who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
+    if path == "segmented" and length is None:
+        length = cdiv(chunks, 3)
+    if path == "fused" or length is None:
+        draft.because(f"each sequence in one go: {who}")
+        return chunks + 1, 3 * programs < 2 * processors
+    draft.because(f"each sequence in segments of {length} of its {chunks} chunks: {who}")
+    return length, False
 
-    def walk(self, q, k, v, S_in: Spec | None, o: str = "", S: str = "", states: str = "", writes: str = ""):
-        """(o, final state, the states before each chunk, the writes): what is given a name; else None.
 
-        One launch where sequences are walked in one go, else three.
-        """
-        draft, V, K, n_s = self.draft, self.V, self.K, slots(self.B, self.T, self.cu, self.L)
-        S_T = draft.new(S or "S", self.N, self.H, K, V) if S or self.L <= self.T else None
-        S_out = S_T
-        if self.L <= self.T:
-            part = draft.new("part", n_s, self.H, K, V + K)
-            self.launch_walk(q, k, v, None, part, maps=True)
-            S_in, S_out = self.carry(part, S_in, S_T, reverse=False), None
-        o = draft.new(o, *v.shape, dtype=v.dtype) if o else None
-        states = draft.new(states, self.chunks, self.H, K, V, dtype=self.kept) if states else None
-        writes = draft.new(writes, *v.shape, dtype=self.kept) if writes else None
-        self.launch_walk(q, k, v, S_in, S_out, o, states, writes)
-        return o, S_T, states, writes
+def solve_all(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) -> DeltaCall:
+    """A call of q, k, v, g, beta, initial state, cu_seqlens and, backwards, more, with all its chunks solved."""
+    draft, (q, k, v, g, beta, _, cu, *_) = Draft(hardware, *inputs), inputs
+    (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
+    G, scale = H // heads, contract.check_scale(scale, K)
+    cu, N, half = draft.contiguous(cu, torch.int32), sequences(B, cu), q.dtype != torch.float32
+    C, BK = CHUNK[hardware.family, 8 * q.dtype.itemsize], max(64 if half else 16, next_power_of_2(K))
+    _, warps, stages = tiles(WALK, hardware, q.dtype, K=K)
+    BV, least = columns_of_v(hardware, q, k, v)
+    length, narrow = choose_segments(draft, path, cdiv(V, BV) * H * N, cdiv(T, C), N if cu else None)
+    if narrow and BV > least:
+        BV = least
+        draft.because(f"{BV} columns a program, so that more multiprocessors work")
+    # sums of products are kept in 16 bits where that has the range: float16 is too small
+    kept, chunks = q.dtype if q.dtype == torch.bfloat16 else torch.float32, slots(B, T, cu, C)
+    P, Y = (draft.new(n, chunks, H, C, C, dtype=kept) for n in "PY")
+    factors = draft.new("factors", chunks, H, ROWS, C)
+    call = DeltaCall(
+        draft, cu, B, T, H, K, V, G, N, scale, g is not None, kept, C, C * length, BK, BV, chunks, warps, stages,
+        P, Y, factors,
+    )  # fmt: skip
+    # of 224 registers a thread a multiprocessor has room for two programs, of 128 for four; 32 bytes spill
+    fewer = {"maxnreg": 128} if half and hardware.family == "hopper" else {}
+    draft.launch(
+        solve, H * chunks,
+        q, k, g, beta, P, Y, factors, cu, *patterns(q, k),
+        *(g.strides if g else (0, 0, 0)), *beta.strides, N, T, H, G, K,
+        BK=min(64, BK), **call.same, num_warps=4, num_stages=1, **fewer,
+    )
+    return call
+
+
+def state_strides(S: Spec | None) -> tuple[int, ...] | None:
+    """Of states [slots, H, K, W] as `load_tile` takes a head's rows."""
+    if S is None:
+        return None
+    _, H, K, W = S.shape
+    return pattern(H * K * W, W, K * W, 1)
+
+
+def launch_walk(
+    call: DeltaCall, q, k, v, S_in: Spec | None, S_out: Spec | None, o: Spec | None = None,
+    states: Spec | None = None, writes: Spec | None = None, maps: bool = False,
+) -> None:
+    """`walk` of all segments; `maps`: S_out gets the map of each."""
+    n_v, n_k = cdiv(call.V, call.BV), cdiv(call.K, call.BV)
+    x, engine = q if o else None, call.by_engine(q, k, v)
+    call.draft.launch(
+        walk, (n_v + n_k * maps) * call.H * call.segments,
+        *boxes(engine, call.C, (x, call.BK), (k, call.BK), (v, call.BV), (o, call.BV)),
+        call.P if o else None, call.Y, call.factors, S_in, S_out, states, writes, call.cu,
+        *patterns(x, k, v, o, writes), state_strides(S_in),
+        call.N, call.T, call.L, call.H, call.G, call.K, call.V, call.scale,
+        BK=call.BK, BV=call.BV, TMA=engine, GATED=call.gated, MAP=maps, **call.same,
+        num_warps=call.warps, num_stages=call.stages,
+    )
+
+
+class Walked(NamedTuple):
+    """What `walks` has made; None where it was not asked for."""
+
+    o: Spec | None
+    S: Spec | None  # the final state
+    states: Spec | None  # before each chunk
+    writes: Spec | None
+
+
+def walks(call: DeltaCall, q, k, v, S_in: Spec | None, o="", S="", states="", writes="") -> Walked:
+    """Make what is given a name: one launch where sequences are walked in one go, else three."""
+    draft, V, K, H = call.draft, call.V, call.K, call.H
+    S_T = draft.new(S or "S", call.N, H, K, V) if S or call.L <= call.T else None
+    S_out = S_T
+    if call.L <= call.T:
+        part = draft.new("part", call.segments, H, K, V + K)
+        launch_walk(call, q, k, v, None, part, maps=True)
+        carry_states(draft, part, S_in, S_T, call.cu, call.T, call.L, reverse=False)
+        S_in, S_out = part, None
+    o = draft.new(o, *v.shape, dtype=v.dtype) if o else None
+    states = draft.new(states, call.chunks, H, K, V, dtype=call.kept) if states else None
+    writes = draft.new(writes, *v.shape, dtype=call.kept) if writes else None
+    launch_walk(call, q, k, v, S_in, S_out, o, states, writes)
+    return Walked(o, S_T, states, writes)
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path) -> Plan:
     """(o, final state) of specs of the tensors."""
-    call = Call(hardware, (q, k, v, g, beta, S, cu), scale, path)
-    o, S_T, _, _ = call.walk(q, k, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
-    return call.draft.plan("portable", o, S_T)
+    call = solve_all(hardware, (q, k, v, g, beta, S, cu), scale, path)
+    walked = walks(call, q, k, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
+    return call.draft.plan("portable", walked.o, walked.S)

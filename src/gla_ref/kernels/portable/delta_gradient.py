@@ -32,10 +32,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, Spec, cdiv
-from .delta_forward import Call, columns, factor, square, times
+from ..launch.plan import Plan, Spec, boxes, cdiv
+from .delta_forward import DeltaCall, carry_states, columns, factor, solve_all, square, state_strides, times, walks
 from .scalar_gates import between
-from .segments import slots, which_segment
+from .segments import which_segment
 from .tiles import VARYING, load_tile, operand, patterns, product, store_tile, which_tile
 
 # BK, BV and warps of `gradients`
@@ -226,32 +226,32 @@ def gradients(
 
 
 def launch_walk_back(
-    call: Call, q: Spec, k: Spec, do: Spec, R_in: Spec | None, R_out: Spec | None, r: Spec | None = None,
+    call: DeltaCall, q: Spec, k: Spec, do: Spec, R_in: Spec | None, R_out: Spec | None, r: Spec | None = None,
     dstates: Spec | None = None, maps: bool = False,
 ) -> None:  # fmt: skip
     """`walk_back` of all segments; `maps`: R_out gets the map of each."""
-    n_v, n_k, n_s = cdiv(call.V, call.BV), cdiv(call.K, call.BV), slots(call.B, call.T, call.cu, call.L)
-    engine = call.engine(q, k, do)
+    n_v, n_k, engine = cdiv(call.V, call.BV), cdiv(call.K, call.BV), call.by_engine(q, k, do)
     call.draft.launch(
-        walk_back, (n_v + n_k * maps) * call.H * n_s,
-        *call.tiled((q, call.BK), (k, call.BK), (do, call.BV), engine=engine), r,
+        walk_back, (n_v + n_k * maps) * call.H * call.segments,
+        *boxes(engine, call.C, (q, call.BK), (k, call.BK), (do, call.BV)), r,
         call.P, call.Y, call.factors, R_in, R_out, dstates, call.cu,
-        *patterns(q, k, do, r), call.state_strides(R_in),
+        *patterns(q, k, do, r), state_strides(R_in),
         call.N, call.T, call.L, call.H, call.G, call.K, call.V,
         BK=call.BK, BV=call.BV, TMA=engine, GATED=call.gated, MAP=maps, **call.same,
         num_warps=call.warps, num_stages=call.stages,
     )
 
 
-def walk_backwards(call: Call, q: Spec, k: Spec, do: Spec, R: Spec | None, with_R_0: bool):
-    """(r, the gradient of the initial state over scale, the R after each chunk), as `Call.walk` does forward."""
-    draft, V, K, n_s = call.draft, call.V, call.K, slots(call.B, call.T, call.cu, call.L)
+def walk_backwards(call: DeltaCall, q: Spec, k: Spec, do: Spec, R: Spec | None, with_R_0: bool):
+    """(r, the gradient of the initial state over scale, the R after each chunk), as `walks` does forward."""
+    draft, V, K = call.draft, call.V, call.K
     R_0 = draft.new("R_0", call.N, call.H, K, V) if with_R_0 or call.L <= call.T else None
     R_out = R_0
     if call.L <= call.T:
-        part = draft.new("part", n_s, call.H, K, V + K)
+        part = draft.new("part", call.segments, call.H, K, V + K)
         launch_walk_back(call, q, k, do, None, part, maps=True)
-        R, R_out = call.carry(part, R, R_0, reverse=True), None
+        carry_states(draft, part, R, R_0, call.cu, call.T, call.L, reverse=True)
+        R, R_out = part, None
     r = draft.new("r", *do.shape, dtype=call.kept)
     dstates = draft.new("dstates", call.chunks, call.H, K, V, dtype=call.kept)
     launch_walk_back(call, q, k, do, R, R_out, r, dstates)
@@ -260,13 +260,14 @@ def walk_backwards(call: Call, q: Spec, k: Spec, do: Spec, R: Spec | None, with_
 
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
-    call = Call(hardware, (q, k, v, g, beta, S, cu, do, dS), scale, path)
+    call = solve_all(hardware, (q, k, v, g, beta, S, cu, do, dS), scale, path)
     draft, H, K, V = call.draft, call.H, call.K, call.V
-    do, call.scale = draft.gradient_of_o(v, do, call.scale)
+    do, scale = draft.gradient_of_o(v, do, call.scale)
+    call = call._replace(scale=scale)
     # all that a walk reads is multiplied by scale, which dS has no part in
     R = draft.compute("R", torch.div, draft.contiguous(dS, torch.float32), call.scale)
     S_in = draft.contiguous(S, torch.float32)
-    _, _, states, writes = call.walk(q, k, v, S_in, states="states", writes="writes")
+    walked = walks(call, q, k, v, S_in, states="states", writes="writes")
     r, R_0, dstates = walk_backwards(call, q, k, do, R, S is not None)
     shared = call.G > 1
     shape, dtype = (*v.shape[:3], K), torch.float32 if shared else q.dtype
@@ -276,8 +277,8 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
     BK, BV, warps = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]
     draft.launch(
         gradients, H * call.chunks,
-        q, k, v, do, g, call.factors, writes, r, states, dstates, dq, dk, dv, dg, dbeta, call.cu,
-        *patterns(q, k, v, do, writes, dq), call.state_strides(states), *(g.strides if g else (0, 0, 0)),
+        q, k, v, do, g, call.factors, walked.writes, r, walked.states, dstates, dq, dk, dv, dg, dbeta, call.cu,
+        *patterns(q, k, v, do, walked.writes, dq), state_strides(walked.states), *(g.strides if g else (0, 0, 0)),
         call.N, call.T, H, call.G, K, V, call.scale,
         BK=BK, BV=BV, **call.same, num_warps=warps, num_stages=1,
     )

@@ -27,6 +27,7 @@ Limits: K, V <= 256, float32 (ieee products), float16, bfloat16.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -311,47 +312,60 @@ def bwd_dkv(
     store_tile(dv, b_dv, s_dv, i_b, i_h, start + o_n, start + S, 0, V, BN, BV, False)
 
 
-class _Call:
-    """What the launches of one call share: sizes, widths of tiles, packing, and which table they are from."""
+class FlashCall(NamedTuple):
+    """What the launches of one call share."""
 
-    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale):
-        q, k, v, *_, cu = inputs
-        self.draft, self.B, self.T = Draft(hardware, *inputs), *q.shape[:2]
-        H, K, V = *q.shape[2:], v.shape[-1]
-        self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(0, cu)
-        self.sizes = {"N": self.N, "T": self.T, "S": k.shape[1], "H": H, "K": K, "V": V, "rows": self.T}
-        self.BK, self.BV = (max(16, next_power_of_2(n)) for n in (K, V))
-        self.AHEAD = max(self.BK, self.BV) <= 64
-        # small tiles are interpreted sooner
-        self.dtype = torch.float32 if hardware.interpreted else q.dtype
-        self.engine = all(describable(x, hardware) for x in (q, k, v))
-        self.scale = contract.check_scale(scale, K)
+    draft: Draft
+    cu: Spec | None
+    B: int
+    T: int
+    S: int  # keys
+    H: int
+    K: int
+    V: int
+    N: int  # packed sequences
+    BK: int
+    BV: int
+    scale: float
+    engine: bool  # the copy engine loads q, k and v
+    dtype: torch.dtype  # that tables of tiles are asked for
 
     def tiles(self, table: dict) -> tuple[int, int, int, int]:
         """BM, BN, warps and stages."""
-        return tiles(table, self.draft.hardware, self.dtype, K=self.sizes["K"], V=self.sizes["V"])
+        return tiles(table, self.draft.hardware, self.dtype, K=self.K, V=self.V)
 
-    def launch(self, kernel, length: int, rows: int, tiles: list, *args, warps: int, stages: int, **named):
-        """`kernel` on every `rows` of `length` tokens; `tiles` are what it loads, as (tensor, rows, width)."""
-        n = slots(1, length, self.cu, rows)
-        loaded = [boxes(self.engine, n, (x, width))[0] for x, n, width in tiles]
-        self.draft.launch(
-            kernel, n * self.B * self.sizes["H"], *loaded, *args, **self.sizes, slots=n,
-            scale2=self.scale / math.log(2), BK=self.BK, BV=self.BV, TMA=self.engine,
-            PACKED=self.cu is not None, **named, num_warps=warps, num_stages=stages,
-        )
+
+def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale) -> FlashCall:
+    """A call of q, k, v, more of the backward pass, and cu_seqlens."""
+    draft, (q, k, v, *_, cu) = Draft(hardware, *inputs), inputs
+    (B, T, H, K), S, V = q.shape, k.shape[1], v.shape[-1]
+    cu, (BK, BV) = draft.contiguous(cu, torch.int32), (max(16, next_power_of_2(n)) for n in (K, V))
+    dtype = torch.float32 if hardware.interpreted else q.dtype  # small tiles are interpreted sooner
+    engine, scale = all(describable(x, hardware) for x in (q, k, v)), contract.check_scale(scale, K)
+    return FlashCall(draft, cu, B, T, S, H, K, V, sequences(0, cu), BK, BV, scale, engine, dtype)
+
+
+def launch(call: FlashCall, kernel, length: int, rows: int, loaded: list, *args, warps: int, stages: int, **named):
+    """`kernel` on every `rows` of `length` tokens, which loads tiles (tensor, rows, width)."""
+    n = slots(1, length, call.cu, rows)
+    call.draft.launch(
+        kernel, n * call.B * call.H, *(boxes(call.engine, m, (x, width))[0] for x, m, width in loaded), *args,
+        N=call.N, T=call.T, S=call.S, H=call.H, K=call.K, V=call.V, rows=call.T, slots=n,
+        scale2=call.scale / math.log(2), BK=call.BK, BV=call.BV, TMA=call.engine,
+        PACKED=call.cu is not None, **named, num_warps=warps, num_stages=stages,
+    )
 
 
 def plan_forward(hardware: Hardware, q, k, v, cu, scale, cached) -> Plan:
     """(o, lse, low) of specs of the tensors: low, beside float32 only, is the second term of lse."""
-    call = _Call(hardware, (q, k, v, cu), scale)
+    call = begin(hardware, (q, k, v, cu), scale)
     B, T, H, _ = q.shape
     o = call.draft.new("o", B, T, H, v.shape[-1], dtype=v.dtype)
     lse = call.draft.new("lse", B, H, T)
     low = call.draft.new("low", B, H, T) if q.dtype == torch.float32 else None
     BM, BN, warps, stages = call.tiles(FWD)
-    call.launch(
-        fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
+    launch(
+        call, fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
         *(x.strides for x in (q, k, v, o)), BM=BM, BN=BN, NEGATIVE=call.scale < 0, warps=warps, stages=stages,
     )
     return call.draft.plan("portable", o, lse, low)
@@ -359,23 +373,23 @@ def plan_forward(hardware: Hardware, q, k, v, cu, scale, cached) -> Plan:
 
 def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale) -> Plan:
     """(dq, dk, dv)."""
-    call = _Call(hardware, (q, k, v, o, lse, low, do, cu), scale)
+    call = begin(hardware, (q, k, v, o, lse, low, do, cu), scale)
     dq, dk, dv = (call.draft.like(f"d{x.name}", x) for x in (q, k, v))
     delta = call.draft.like("delta", lse)
     if call.engine and not describable(do, hardware):  # the gradient of a sum has strides of 0
         do = call.draft.contiguous(do)
     rows, BK, BV = (lse, low), call.BK, call.BV
     BM, BN, warps, stages = call.tiles(BWD_DQ)
-    call.launch(
-        bwd_dq, call.T, BM, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)], *rows, delta, dq,
+    launch(
+        call, bwd_dq, call.T, BM, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)], *rows, delta, dq,
         call.cu, *(x.strides for x in (q, k, v, o, do, dq)), scale=call.scale, BM=BM, BN=BN,
         warps=warps, stages=stages,
     )
     BM, BN, warps, stages = call.tiles(BWD_DKV)
-    call.launch(
-        bwd_dkv, k.shape[1], BN, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)], *rows, delta, dk, dv,
+    launch(
+        call, bwd_dkv, k.shape[1], BN, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)], *rows, delta, dk, dv,
         call.cu, *(x.strides for x in (q, k, v, do, dk, dv)), scale=call.scale, BM=BM, BN=BN,
-        AHEAD=call.AHEAD, warps=warps, stages=stages,
+        AHEAD=max(BK, BV) <= 64, warps=warps, stages=stages,
     )
     return call.draft.plan("portable", dq, dk, dv)
 

@@ -42,6 +42,7 @@ A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g) 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -361,14 +362,59 @@ def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr, reverse=0):
 # The plan: which launches a call makes.
 
 
+class GlaCall(NamedTuple):
+    """What the launches of one call share."""
+
+    draft: Draft
+    g_v: Spec | None  # gates on values
+    cu: Spec | None
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    N: int  # sequences
+    scale: float
+    path: str | None
+    half: bool  # tokens of 16 bits
+    limit: float  # nats that a mild chunk decays by at most
+    C: int
+    BK: int
+    BV: int
+    chunks: int  # slots for them
+    warps: int
+    stages: tuple[int, int]  # of a walk that stores no states, and of one that does
+
+    @property
+    def levels(self) -> int:
+        return self.C.bit_length() - 1
+
+    @property
+    def same(self) -> dict:
+        """Constants that every kernel has."""
+        hardware = self.draft.hardware
+        # products of bf16, which the interpreter gets wrong
+        fast = self.half and hardware.matrix_units and not hardware.interpreted
+        return {"C": self.C, "PACKED": self.cu is not None, "FAST_SUMS": fast}
+
+    def segment(self) -> int:
+        """Tokens of a segment; more than T where each sequence is walked in one go."""
+        programs, packed = cdiv(self.V, self.BV) * self.H * self.N, self.N if self.cu else None
+        return self.C * segment_length(self.draft, self.path, programs, cdiv(self.T, self.C), packed)
+
+    def by_engine(self, *tokens: Spec | None) -> bool:
+        """Whether the copy engine loads these."""
+        return self.cu is None and all([describable(x, self.draft.hardware) for x in tokens if x])
+
+
 class Readers(NamedTuple):
-    """What a walk is given of queries and keys: as they are, with g, or as `prepare` leaves them."""
+    """Queries and keys as a walk takes them: as they are, with g, or as `prepare` leaves them, with factors."""
 
     q: Spec | None
     k: Spec
-    g: Spec | None
-    factors: Spec | None
-    strong: Spec
+    g: Spec | None = None
+    factors: Spec | None = None
+    strong: Spec | None = None
 
 
 class Walked(NamedTuple):
@@ -380,127 +426,129 @@ class Walked(NamedTuple):
     starts: Spec | None  # the state that each segment starts from
 
 
-class Call:
-    """What the launches of one call share: sizes, packing, scale, tiles."""
+def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path, table=WALK) -> GlaCall:
+    """A call of q, k, v, g, g_v, initial state, cu_seqlens and, backwards, more."""
+    draft, (q, _, v, _, g_v, _, cu, *_) = Draft(hardware, *inputs), inputs
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    half, cu = q.dtype != torch.float32, draft.contiguous(cu, torch.int32)
+    # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; lab/gla.md)
+    least = 64 if half else 16
+    BK, wide = max(least, next_power_of_2(K)), max(least, next_power_of_2(V))
+    C, BV, warps, *stages = tiles(table, hardware, q.dtype, K=K)
+    # with gates on both axes k'^T v' has the factors of both
+    limit = LIMIT[q.dtype] / (1 if g_v is None else 2)
+    return GlaCall(
+        draft, g_v, cu, B, T, H, K, V, N=sequences(B, cu), scale=contract.check_scale(scale, K), path=path,
+        half=half, limit=limit, C=C, BK=BK, BV=min(BV, wide), chunks=slots(B, T, cu, C), warps=warps,
+        stages=tuple(stages),
+    )  # fmt: skip
 
-    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path, table=WALK):
-        self.draft = Draft(hardware, *inputs)
-        q, _, v, _, _, _, cu, *_ = inputs
-        (self.B, self.T, self.H, self.K), self.V = q.shape, v.shape[-1]
-        self.scale, self.path = contract.check_scale(scale, self.K), path
-        self.cu, self.N = self.draft.contiguous(cu, torch.int32), sequences(self.B, cu)
-        self.half, self.limit = q.dtype != torch.float32, LIMIT[q.dtype]
-        # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; lab/gla.md)
-        least = 64 if self.half else 16
-        self.BK, wide = max(least, next_power_of_2(self.K)), max(least, next_power_of_2(self.V))
-        self.C, BV, self.warps, *self.stages = tiles(table, hardware, q.dtype, K=self.K)
-        self.BV, self.chunks = min(BV, wide), slots(self.B, self.T, cu, self.C)
-        self.levels = self.C.bit_length() - 1
-        # products of bf16, which the interpreter gets wrong
-        fast = self.half and hardware.matrix_units and not hardware.interpreted
-        self.same = {"C": self.C, "PACKED": cu is not None, "FAST_SUMS": fast}
 
-    def prepare(self, q: Spec, k: Spec, g: Spec) -> Readers:
-        """(1) of all chunks, where that pays; else all as it is."""
-        draft, n, H, K = self.draft, self.chunks, self.H, self.K
-        if not self.half or K <= 64:
-            # spare slots are nobody's: their flags must be zeros
-            flags = draft.new("strong", n, H, dtype=torch.int8, zero=self.cu is not None)
-            return Readers(q, k, g, None, flags)
-        draft.because("q' and k' are made once, for all tiles of V: K > 64")
-        return self.prepare_all(q, k, g)
+def begin_backward(call: GlaCall, v: Spec, do: Spec, dS: Spec | None) -> tuple[GlaCall, Spec, Spec | None]:
+    """The call with the scale that walks backwards take, do as they take it, and R after the last token."""
+    do, scale = call.draft.gradient_of_o(v, do, call.scale)
+    # all that a walk reads is multiplied by scale, which dS has no part in
+    R = call.draft.compute("R", torch.div, call.draft.contiguous(dS), scale)
+    return call._replace(scale=scale), do, R
 
-    def prepare_all(self, q: Spec, k: Spec, g: Spec) -> Readers:
-        draft, n, H, K = self.draft, self.chunks, self.H, self.K
-        q_hat, k_hat = draft.like("q_hat", q), draft.like("k_hat", k)
-        factors = draft.new("factors", n, H, 3, K)
-        strong = draft.new("strong", n, H, dtype=torch.int8, zero=True)
-        draft.launch(
-            prepare, cdiv(K, 64) * H * n,
-            q, k, g, q_hat, k_hat, factors, strong, self.cu, *patterns(q, k, g, q_hat),
-            self.N, self.T, H, K, BK=64, LIMIT=self.limit, **self.same, num_warps=4, maxnreg=128,
-        )
-        return Readers(q_hat, k_hat, None, factors, strong)
 
-    def walk(
-        self, x: Readers, v: Spec, S_in: Spec | None, o: str = "", S: str = "", states: str = "",
-        starts: Spec | None = None, reverse: bool = False,
-    ) -> Walked:
-        """Make what is given a name: o, the final state S, the states before each chunk.
+def readers(call: GlaCall, q: Spec, k: Spec, g: Spec) -> Readers:
+    """(1) of all chunks, where that pays; else all as it is."""
+    if not call.half or call.K <= 64:
+        # spare slots are nobody's: their flags must be zeros
+        flags = call.draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=call.cu is not None)
+        return Readers(q, k, g=g, strong=flags)
+    call.draft.because("q' and k' are made once, for all tiles of V: K > 64")
+    return prepared(call, q, k, g)
 
-        One launch where sequences are walked in one go, else the three that the module's docstring
-        tells of; of these the last alone, if an earlier walk has found the states that segments
-        start from (`starts`; there is no S then).
-        """
-        draft, C, BV, N, T, H, K, V = self.draft, self.C, self.BV, self.N, self.T, self.H, self.K, self.V
-        engine = self.by_engine(*((x.q, x.k, v, x.g) if o else (x.k, v, x.g)))
-        o = draft.new(o, self.B, T, H, V, dtype=v.dtype) if o else None
-        kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
-        states = draft.new(states, self.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
-        walk_all = functools.partial(self.launch_walk, x, v, engine, reverse)
-        L = C * segment_length(draft, self.path, cdiv(V, BV) * H * N, cdiv(T, C), N if self.cu else None)
-        if L > T:  # in one go; there is a slot for each sequence, so that S_in and S are by slots too
-            S = draft.new(S, N, H, K, V) if S else None
-            walk_all(L, S_in, S, o, states)
-            return Walked(o, S, states, None)
-        if starts is None:
-            n = slots(self.B, T, self.cu, L)
-            starts, decays = draft.new("starts", n, H, K, V), self.decays(n)
-            S = draft.new(S or "S", N, H, K, V)
-            walk_all(L, None, starts, decays=decays)
-            carry_states(draft, starts, *decays, S_in, S, self.cu, T, L, reverse)
-        else:
-            S = None
-        walk_all(L, starts, None, o, states)
-        return Walked(o, S, states, starts)
 
-    def by_engine(self, *tokens: Spec | None) -> bool:
-        """Whether the copy engine loads these."""
-        return self.cu is None and all([describable(y, self.draft.hardware) for y in tokens if y])
+def prepared(call: GlaCall, q: Spec, k: Spec, g: Spec) -> Readers:
+    """(1) of all chunks."""
+    draft, n, H, K = call.draft, call.chunks, call.H, call.K
+    q_hat, k_hat = draft.like("q_hat", q), draft.like("k_hat", k)
+    factors = draft.new("factors", n, H, 3, K)
+    strong = draft.new("strong", n, H, dtype=torch.int8, zero=True)
+    draft.launch(
+        prepare, cdiv(K, 64) * H * n,
+        q, k, g, q_hat, k_hat, factors, strong, call.cu, *patterns(q, k, g, q_hat),
+        call.N, call.T, H, K, BK=64, LIMIT=call.limit, **call.same, num_warps=4, maxnreg=128,
+    )
+    return Readers(q_hat, k_hat, factors=factors, strong=strong)
 
-    def decays(self, n: int) -> tuple[Spec | None, Spec | None]:
-        """Of n segments: those of the state's rows, and of its columns."""
-        return self.draft.new("decay", n, self.H, self.K), None
 
-    def launch_walk(
-        self, x: Readers, v: Spec, engine: bool, reverse: bool,
-        L: int, S_in, S_out, o=None, states=None, decays=(None, None),
-    ) -> None:
-        """`walk` over segments of L tokens."""
-        C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
-        q = x.q if o else None
-        self.draft.launch(
-            walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
-            *boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK)),
-            x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
-            *boxes(engine, BK, (states, BV)), decays[0], self.cu, *patterns(q, x.k, v, x.g, o),
-            pattern(H * K * V, V, K * V, 1), self.N, T, L, H, K, V, self.scale,
-            BK=BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
-            num_warps=self.warps, num_stages=self.stages[int(states is not None)],
-        )
+def decays(call: GlaCall, n: int) -> tuple[Spec, Spec | None]:
+    """Of n segments: those of the state's rows and, with gates on values, of its columns."""
+    rows = call.draft.new("decay", n, call.H, call.K)
+    return rows, None if call.g_v is None else call.draft.new("decay_v", n, call.H, call.V)
 
-    def start_backward(self, v: Spec, do: Spec, dS: Spec | None) -> tuple[Spec, Spec | None]:
-        """do and R after the last token, as the walks take them; `scale` may change."""
-        do, self.scale = self.draft.gradient_of_o(v, do, self.scale)
-        # all that a walk reads is multiplied by scale, which dS has no part in
-        return do, self.draft.compute("R", torch.div, self.draft.contiguous(dS), self.scale)
 
-    def mend(self, q, k, v, g, o, strong, reverse=False) -> None:
-        """Add to o what `walk` has left out."""
-        wide = MEND[self.draft.hardware.family]
-        self.draft.launch(
-            mend, cdiv(self.chunks * self.H, 16),
-            q, k, v, g, o, strong, self.cu, *patterns(q, k, v, g, o),
-            self.N, self.T, self.H, self.K, self.V, self.scale, self.chunks * self.H, int(reverse),
-            LEVELS=self.levels, BK=min(wide, self.BK), BV=min(wide, self.BV), BN=16,
-            **self.same, num_warps=4, num_stages=1,
-        )
+def walks(
+    call: GlaCall, launch: Callable, x: Readers, v: Spec, S_in: Spec | None, o: str = "", S: str = "",
+    states: str = "", starts: Spec | None = None, reverse: bool = False,
+) -> Walked:
+    """Make what is given a name: o, the final state S, the states before each chunk.
+
+    `launch` is `launch_walk` or another like it. One launch where sequences are walked in one go, else the three that
+    the module's docstring tells of; of these the last alone, if an earlier walk has found the states that segments
+    start from (`starts`; there is no S then).
+    """
+    draft, T, H, K, V = call.draft, call.T, call.H, call.K, call.V
+    engine = call.by_engine(*((x.q, x.k, v, x.g) if o else (x.k, v, x.g)))
+    o = draft.new(o, call.B, T, H, V, dtype=v.dtype) if o else None
+    kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
+    states = draft.new(states, call.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
+    walk_all = functools.partial(launch, call, x, v, engine, reverse)
+    L = call.segment()
+    if L > T:  # in one go; there is a slot for each sequence, so that S_in and S are by slots too
+        S = draft.new(S, call.N, H, K, V) if S else None
+        walk_all(L, S_in, S, o, states)
+        return Walked(o, S, states, None)
+    if starts is None:
+        n = slots(call.B, T, call.cu, L)
+        starts, of_segments = draft.new("starts", n, H, K, V), decays(call, n)
+        S = draft.new(S or "S", call.N, H, K, V)
+        walk_all(L, None, starts, decays=of_segments)
+        carry_states(draft, starts, *of_segments, S_in, S, call.cu, T, L, reverse)
+    else:
+        S = None
+    walk_all(L, starts, None, o, states)
+    return Walked(o, S, states, starts)
+
+
+def launch_walk(
+    call: GlaCall, x: Readers, v: Spec, engine: bool, reverse: bool,
+    L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+) -> None:
+    """`walk` over segments of L tokens."""
+    C, BK, BV, T, H, K, V = call.C, call.BK, call.BV, call.T, call.H, call.K, call.V
+    q = x.q if o else None
+    call.draft.launch(
+        walk, cdiv(V, BV) * H * slots(call.B, T, call.cu, L),
+        *boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK)),
+        x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
+        *boxes(engine, BK, (states, BV)), decays[0], call.cu, *patterns(q, x.k, v, x.g, o),
+        pattern(H * K * V, V, K * V, 1), call.N, T, L, H, K, V, call.scale,
+        BK=BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=call.limit, **call.same,
+        num_warps=call.warps, num_stages=call.stages[int(states is not None)],
+    )
+
+
+def mend_strong(call: GlaCall, q, k, v, g, o, strong, reverse=False) -> None:
+    """Add to o what `walk` has left out."""
+    wide = MEND[call.draft.hardware.family]
+    call.draft.launch(
+        mend, cdiv(call.chunks * call.H, 16),
+        q, k, v, g, o, strong, call.cu, *patterns(q, k, v, g, o),
+        call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H, int(reverse),
+        LEVELS=call.levels, BK=min(wide, call.BK), BV=min(wide, call.BV), BN=16,
+        **call.same, num_warps=4, num_stages=1,
+    )
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
     """(o, final state, starts) of specs of the tensors."""
-    call = Call(hardware, (q, k, v, g, None, S, cu), scale, path)
-    x = call.prepare(q, k, g)
-    walked = call.walk(x, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
-    call.mend(q, k, v, g, walked.o, x.strong)
+    call = begin(hardware, (q, k, v, g, None, S, cu), scale, path)
+    x = readers(call, q, k, g)
+    walked = walks(call, launch_walk, x, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
+    mend_strong(call, q, k, v, g, walked.o, x.strong)
     return call.draft.plan("portable", walked.o, walked.S, walked.starts)

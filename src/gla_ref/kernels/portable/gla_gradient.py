@@ -29,7 +29,20 @@ import triton.language as tl
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, cdiv
-from .gla_forward import Call, across, chunk_decays, clamped, one_half, sums, to_border
+from .gla_forward import (
+    across,
+    begin,
+    begin_backward,
+    chunk_decays,
+    clamped,
+    launch_walk,
+    mend_strong,
+    one_half,
+    readers,
+    sums,
+    to_border,
+    walks,
+)
 from .segments import which_segment
 from .tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
 
@@ -139,12 +152,14 @@ def crossing(b_net, b_later, b_kept, b_g, FAST: tl.constexpr):
 
 def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = Call(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
-    draft, (do, R) = call.draft, call.start_backward(v, do, dS)
-    x, S_in = call.prepare(q, k, g), draft.contiguous(S, torch.float32)
-    S_all = call.walk(x, v, S_in, states="states", starts=starts).states
-    back = call.walk(x._replace(q=x.k, k=x.q), do, R, o="dv", S="R_0" if S else "", states="dstates", reverse=True)
-    call.mend(k, q, do, g, back.o, x.strong, reverse=True)
+    call = begin(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
+    call, do, R = begin_backward(call, v, do, dS)
+    draft = call.draft
+    x, S_in = readers(call, q, k, g), draft.contiguous(S, torch.float32)
+    S_all = walks(call, launch_walk, x, v, S_in, states="states", starts=starts).states
+    turned, R_0 = x._replace(q=x.k, k=x.q), "R_0" if S else ""
+    back = walks(call, launch_walk, turned, do, R, o="dv", S=R_0, states="dstates", reverse=True)
+    mend_strong(call, k, q, do, g, back.o, x.strong, reverse=True)
     dq, dk = draft.like("dq", q), draft.like("dk", k)
     dg = draft.like("dg", g) if need_dg else None
     B, warps, stages = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]

@@ -23,13 +23,29 @@ Reference: :mod:`gla_ref.gla`; GLA paper, section 4.1, general form. Limits: K <
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, Spec, boxes, cdiv, next_power_of_2
-from .gla_forward import MEND, WALK, Call, Readers, across, chunk_decays, clamped, scores, to_border
+from .gla_forward import (
+    MEND,
+    WALK,
+    GlaCall,
+    Readers,
+    across,
+    begin,
+    begin_backward,
+    chunk_decays,
+    clamped,
+    prepared,
+    scores,
+    to_border,
+    walks,
+)
 from .gla_gradient import GRADIENTS, crossing, pairs
 from .segments import slots, which_segment
 from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
@@ -213,80 +229,76 @@ def gradients(
         store_tile(dg, b_d, s_d, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
 
 
-class TwoSided(Call):
-    """What the launches of one call share."""
+def launch_walk(
+    strong_v: Spec | None, call: GlaCall, x: Readers, v: Spec, engine: bool, reverse: bool,
+    L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+) -> None:
+    """`walk` over segments of L tokens; with o it sets flags in `strong_v`."""
+    C, BK, BV, T, H, K, V = call.C, call.BK, call.BV, call.T, call.H, call.K, call.V
+    q = x.q if o else None
+    call.draft.launch(
+        walk, cdiv(V, BV) * H * slots(call.B, T, call.cu, L),
+        *boxes(engine, C, (q, BK), (x.k, BK), (v, BV)), call.g_v, x.factors, x.strong,
+        strong_v, *boxes(engine, C, (o, BV)), S_in, S_out,
+        *boxes(engine, BK, (states, BV)), *decays, call.cu, *patterns(q, x.k, v, call.g_v, o),
+        pattern(H * K * V, V, K * V, 1), call.N, T, L, H, K, V, call.scale,
+        BK=BK, BV=BV, NV=tiles_of_v(call), TMA=engine, REVERSE=reverse, LIMIT=call.limit, **call.same,
+        num_warps=call.warps, num_stages=call.stages[int(states is not None)],
+    )
 
-    def __init__(self, hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path):
-        super().__init__(hardware, inputs, scale, path, TILES)
-        self.limit /= 2  # k'^T v' has the factors of both gates
-        self.NV = next_power_of_2(cdiv(self.V, self.BV))
-        self.g_v, self.strong = inputs[4], None
 
-    def decays(self, n: int) -> tuple[Spec, Spec]:
-        return self.draft.new("decay_k", n, self.H, self.K), self.draft.new("decay_v", n, self.H, self.V)
+def tiles_of_v(call: GlaCall) -> int:
+    """Flags that a chunk has: one for each tile of V, and up to a power of two."""
+    return next_power_of_2(cdiv(call.V, call.BV))
 
-    def launch_walk(
-        self, x: Readers, v: Spec, engine: bool, reverse: bool,
-        L: int, S_in, S_out, o=None, states=None, decays=(None, None),
-    ) -> None:
-        """`walk` over segments of L tokens; with o it sets flags in `strong`."""
-        C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
-        q = x.q if o else None
-        self.draft.launch(
-            walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
-            *boxes(engine, C, (q, BK), (x.k, BK), (v, BV)), self.g_v, x.factors, x.strong,
-            self.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
-            *boxes(engine, BK, (states, BV)), *decays, self.cu, *patterns(q, x.k, v, self.g_v, o),
-            pattern(H * K * V, V, K * V, 1), self.N, T, L, H, K, V, self.scale,
-            BK=BK, BV=BV, NV=self.NV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
-            num_warps=self.warps, num_stages=self.stages[int(states is not None)],
-        )
 
-    def gradients(self, q, k, v, do, g, g_v, S, R, names: str, need_dg: bool) -> tuple:
-        """dq, dk and dg (None when not needed), by their names."""
-        draft, dq, dk, dg = self.draft, *names.split()
-        dq, dk, dg = draft.like(dq, q), draft.like(dk, k), draft.like(dg, g) if need_dg else None
-        K, V = q.shape[-1], v.shape[-1]
-        B, warps, _ = GRADIENT_TILES[draft.hardware.family, 8 * q.dtype.itemsize]
-        draft.launch(
-            gradients, cdiv(K, B) * self.H * self.chunks,
-            q, k, v, do, g, g_v, S, R, dq, dk, dg, self.cu,
-            *patterns(q, k, v, do, g, g_v, dq, S), self.N, self.T, self.H, K, V, self.scale,
-            LEVELS=self.levels, BK=B, BV=B, LIMIT=self.limit, **self.same,
-            # one stage: Triton would refill v's buffer before the strong branch reads it
-            num_warps=warps, num_stages=1,
-        )
-        return dq, dk, dg
+def launch_gradients(call: GlaCall, q, k, v, do, g, g_v, S, R, dq: str, dk: str, dg: str) -> tuple:
+    """dq, dk and dg, by their names; no dg without one."""
+    draft, K, V = call.draft, q.shape[-1], v.shape[-1]
+    dq, dk, dg = draft.like(dq, q), draft.like(dk, k), draft.like(dg, g) if dg else None
+    B, warps, _ = GRADIENT_TILES[draft.hardware.family, 8 * q.dtype.itemsize]
+    draft.launch(
+        gradients, cdiv(K, B) * call.H * call.chunks,
+        q, k, v, do, g, g_v, S, R, dq, dk, dg, call.cu,
+        *patterns(q, k, v, do, g, g_v, dq, S), call.N, call.T, call.H, K, V, call.scale,
+        LEVELS=call.levels, BK=B, BV=B, LIMIT=call.limit, **call.same,
+        # one stage: Triton would refill v's buffer before the strong branch reads it
+        num_warps=warps, num_stages=1,
+    )
+    return dq, dk, dg
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Plan:
     """(o, final state, starts) of specs of the tensors."""
-    call = TwoSided(hardware, (q, k, v, g, g_v, S, cu), scale, path)
-    x, S_in = call.prepare_all(q, k, g), call.draft.contiguous(S, torch.float32)
+    call = begin(hardware, (q, k, v, g, g_v, S, cu), scale, path, TILES)
+    draft, NV = call.draft, tiles_of_v(call)
+    x, S_in = prepared(call, q, k, g), draft.contiguous(S, torch.float32)
     # zeros, since no program comes by spare slots, nor by flags beyond the last tile of V
-    call.strong = call.draft.new("strong_v", call.chunks, call.H, call.NV, dtype=torch.int8, zero=True)
-    walked = call.walk(x, v, S_in, o="o", S="S_T")
-    call.draft.launch(
+    strong = draft.new("strong_v", call.chunks, call.H, NV, dtype=torch.int8, zero=True)
+    walked = walks(call, functools.partial(launch_walk, strong), x, v, S_in, o="o", S="S_T")
+    draft.launch(
         mend, cdiv(call.chunks * call.H, 16),
-        q, k, v, g, g_v, walked.o, call.strong, call.cu, *patterns(q, k, v, g, g_v, walked.o),
+        q, k, v, g, g_v, walked.o, strong, call.cu, *patterns(q, k, v, g, g_v, walked.o),
         call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H,
-        LEVELS=call.levels, BK=min(MEND[hardware.family], call.BK), BV=call.BV, BN=16, NV=call.NV,
+        LEVELS=call.levels, BK=min(MEND[hardware.family], call.BK), BV=call.BV, BN=16, NV=NV,
         **call.same, num_warps=4, num_stages=1,
     )
-    return call.draft.plan("portable", walked.o, walked.S, walked.starts)
+    return draft.plan("portable", walked.o, walked.S, walked.starts)
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = TwoSided(hardware, (q, k, v, g, g_v, S, cu, starts, do, dS), scale, path)
-    do, R = call.start_backward(v, do, dS)
-    x, S_in = call.prepare_all(q, k, g), call.draft.contiguous(S, torch.float32)
-    ahead = call.walk(x, v, S_in, states="states", starts=starts)
-    x = x._replace(q=x.k, k=x.q)
-    back = call.walk(x, do, R, S="R_0" if S else "", states="dstates", reverse=True)
+    call = begin(hardware, (q, k, v, g, g_v, S, cu, starts, do, dS), scale, path, TILES)
+    call, do, R = begin_backward(call, v, do, dS)
+    x, S_in = prepared(call, q, k, g), call.draft.contiguous(S, torch.float32)
+    launch = functools.partial(launch_walk, None)  # no outputs, so no flags
+    ahead = walks(call, launch, x, v, S_in, states="states", starts=starts)
+    turned, R_0 = x._replace(q=x.k, k=x.q), "R_0" if S else ""
+    back = walks(call, launch, turned, do, R, S=R_0, states="dstates", reverse=True)
     # keys and values exchanged, and in the states too: [..., V, H, K]
-    turned = [y.transposed(1, 3) for y in (ahead.states, back.states)]
-    _, dv, dg_v = call.gradients(do, v, k, q, g_v, g, *turned, "_do dv dg_v", True)
-    dq, dk, dg = call.gradients(q, k, v, do, g, g_v, ahead.states, back.states, "dq dk dg", need_dg)
+    of_v = [y.transposed(1, 3) for y in (ahead.states, back.states)]
+    _, dv, dg_v = launch_gradients(call, do, v, k, q, g_v, g, *of_v, "_do", "dv", "dg_v")
+    states = ahead.states, back.states
+    dq, dk, dg = launch_gradients(call, q, k, v, do, g, g_v, *states, "dq", "dk", "dg" if need_dg else "")
     dS0 = call.draft.compute("dS0", torch.mul, back.S if S else None, call.scale)
     return call.draft.plan("portable", dq, dk, dv, dg, dg_v, dS0)
