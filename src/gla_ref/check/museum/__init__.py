@@ -22,10 +22,10 @@ from .._cases import Case, cases, inputs
 from .._kernel import SECONDS, Convention, Kernel
 from .._mechanisms import MECHANISMS
 from ._chunked import chunked
-from ._corrected import corrected
+from ._corrected import corrected, inverse
 from ._rooms import ROOMS, Ordinary, Room
 
-__all__ = ["ROOMS", "Ordinary", "Room", "Visit", "chunked", "corrected", "ordinary_test", "room", "visit"]
+__all__ = ["ROOMS", "Ordinary", "Room", "Visit", "chunked", "corrected", "inverse", "ordinary_test", "room", "visit"]
 
 
 def room(number: int) -> Room:
@@ -73,7 +73,11 @@ def error_map(room: Room) -> dict:
         plane = error.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
     digits = (2 * (plane.clamp_min(1e-4).log10() + 4)).ceil().clamp_max(9)
     rows = ["".join("x" if d != d else str(int(d)) for d in row) for row in digits.tolist()]
-    return {"heads": exact.shape[kind.head_axis(name)], "sequences": 0 if "T" in kind.axes(name) else len(error), "rows": rows}
+    return {
+        "heads": exact.shape[kind.head_axis(name)],
+        "sequences": 0 if "T" in kind.axes(name) else len(error),
+        "rows": rows,
+    }
 
 
 @dataclass(frozen=True)

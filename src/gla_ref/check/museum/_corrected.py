@@ -19,8 +19,8 @@ def grouped(x: Tensor, HV: int) -> Tensor:
 
 def inverse(A: Tensor) -> Tensor:
     """(I + A)^-1 of strictly lower triangles, by substitution."""
-    I = torch.eye(A.shape[-1], dtype=A.dtype).expand_as(A)
-    return torch.linalg.solve_triangular(I + A, I, upper=False, unitriangular=True)
+    eye = torch.eye(A.shape[-1], dtype=A.dtype).expand_as(A)
+    return torch.linalg.solve_triangular(eye + A, eye, upper=False, unitriangular=True)
 
 
 def corrected(*, grouped=grouped, inverse=inverse, weights=pairs, C: int = C) -> Callable:
@@ -38,7 +38,7 @@ def corrected(*, grouped=grouped, inverse=inverse, weights=pairs, C: int = C) ->
         return torch.cat(o, -2), S
 
     def kernel(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None):
-        (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+        B, T, K, (HV, V) = *q.shape[:2], q.shape[3], v.shape[2:]
         g = g if g.ndim == 4 else g[..., None].expand(B, T, HV, K)
         q = q * (K**-0.5 if scale is None else scale)
         q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta[..., None]))

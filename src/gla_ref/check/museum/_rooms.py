@@ -211,7 +211,7 @@ ROOMS = (
             only=("o", "dq", "dk", "dv", "dg", "dbeta"),
         ),
         ("THUDM/slime#1686", "NVIDIA-NeMo/Automodel#2147", "radixark/miles#2213"),
-        "Models were trained on states that leaked between documents; a packed document was off by 0.4 from itself alone.",
+        "In packed training, states leaked from one document into the next.",
     ),
     Room(
         11,
@@ -277,10 +277,15 @@ ROOMS = (
         bugs.doubled_in_float16,
         "triangle inverted by doubling with operands in float16",
         ("length 7", "keys alike 0.99", "keys alike, strengths up to 2"),
-        ("keys alike 0.99", "o"),
+        ("keys alike, strengths up to 2", "o"),
         Ordinary(Case(T=100, gate="zero", alike=1.0, beta=1.0, **SIZES), only=("o", "S")),
-        ("vllm-project/FlashKDA#10", "local-inference-lab/vllm#638", "tenstorrent/tt-metal#54813"),
-        "Corrupted answers and runaways; an invalid state, once stored, stays.",
+        (
+            "vllm-project/FlashKDA#10",
+            "local-inference-lab/vllm#638",
+            "tenstorrent/tt-metal#54813",
+            "tenstorrent/tt-metal#54839",
+        ),
+        "A server gave corrupted answers, and some that did not end.",
     ),
     Room(
         17,
@@ -319,6 +324,6 @@ ROOMS = (
         ("gate -1", "o"),
         Ordinary(Case(T=200, gate="zero", **SIZES), only=("o", "S", "dq", "dk", "dv", "dbeta")),
         (f"{FLA}#191", "NVlabs/GatedDeltaNet#15", "NeuraLegion/shainet#170"),
-        "Everybody who builds the layer from the paper meets both misprints, one after the other.",
+        "Whoever builds the layer from the paper builds it wrong, twice.",
     ),
 )
