@@ -11,10 +11,10 @@ from gla_ref import check
 from gla_ref.__main__ import main
 from gla_ref.book import results
 from gla_ref.check import mistakes, museum
-from gla_ref.check.museum import ROOMS, chunked, ordinary_test, room, visit
+from gla_ref.check.museum import ROOMS, chunked, corrected, ordinary_test, room, visit
 
 NUMBERS = [it.number for it in ROOMS]
-FAST = (1, 6, 9, 12, 15)
+FAST = (1, 6, 9, 12, 15, 16)
 PAGE = Path(__file__).parents[1] / "book" / "bugs_that_shipped.md"
 NAMED = [m for m in mistakes.MISTAKES if any(m.name == it.name and it.mechanism in m.mechanisms for it in ROOMS)]
 
@@ -23,6 +23,12 @@ NAMED = [m for m in mistakes.MISTAKES if any(m.name == it.name and it.mechanism 
 def test_with_right_steps_the_kernel_is_right(mechanism):
     gates = () if mechanism == "linear_attention" else ("gate -inf", "gate many resets")
     check.kernel(mechanism, chunked(), only=("length 65", "square", "packed", *gates)).raise_if_failed()
+
+
+@pytest.mark.parametrize("mechanism", ["gated_delta_rule", "kda"])
+def test_with_right_steps_the_delta_rule_is_right(mechanism):
+    only = ("length 65", "packed", "value heads", "gate -inf", "keys alike 0.99")
+    check.kernel(mechanism, corrected(), only=only).raise_if_failed()
 
 
 @pytest.mark.parametrize("number", thin(NUMBERS, *FAST))

@@ -285,7 +285,7 @@ def add_check(commands) -> None:
     it.set_defaults(function=check_kernel)
     it.add_argument("mechanism", nargs="?", choices=tuple(MECHANISMS), help="of the kernel")
     it.add_argument("kernel", nargs="?", metavar="MODULE:FUNCTION", help="or FILE.py:FUNCTION")
-    it.add_argument("--museum", action="store_true", help="instead of a kernel: bugs that shipped, in a minute")
+    it.add_argument("--museum", action="store_true", help="instead of a kernel: bugs that shipped, in a minute or two")
     it.add_argument("--device", default="cpu", help="where the inputs lie: cpu, cuda, cuda:1; default cpu")
     it.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of q, k, v, g; default %(default)s"

@@ -474,6 +474,7 @@ for name, dtype in LOW.items():
             partial(blocks, merge=lambda Y, A, Z: -Z @ A @ Y, own=in_16_bits(eliminated, dtype)),
         ),
         (f"triangle inverted by doubling with operands in {name}", partial(doubled, dtype=dtype)),
+        (f"triangle inverted by doubling with operands in {name}", in_16_bits(doubling, dtype)),  # sums, too
         (
             f"inverse of the triangle kept in {name}",
             lambda A, dtype=dtype: in_16_bits(lambda Y: Y, dtype)(eliminated(A)),

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from ...gates import segment_sum
 from ._chunked import C, chunked, pairs, right
+from ._corrected import corrected
 
 HALF, SUB = C // 2, C // 4
 
@@ -94,6 +95,24 @@ def snapshot_of_somebody_else(q, k, v, g, *, scale=None, initial_state=None, cu_
     return o, torch.cat(found)
 
 
+# -- room 10 -----------------------------------------------------------------------------------
+TAPS = (0.0, 0.0, 0.0, 1.0)  # all weight on the present token, so the delta rule is all that the layer does
+
+
+def convolution(x: Tensor, ends: list[int]) -> Tensor:
+    """A short convolution of `[B, T, H, D]` over time, each sequence by itself."""
+    pieces = [pad(x[:, a:e], (0, 0, 0, 0, len(TAPS) - 1, 0)) for a, e in pairwise(ends)]
+    made = [sum(w * piece[:, i : piece.shape[1] + i + 1 - len(TAPS)] for i, w in enumerate(TAPS)) for piece in pieces]
+    return torch.cat(made, 1)
+
+
+def only_the_convolution_is_told(q, k, v, g, beta, *, scale=None, cu_seqlens=None):
+    ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    q, k, v = (convolution(x, ends) for x in (q, k, v))
+    o, _ = corrected()(q, k, v, g, beta, scale=scale)  # without cu_seqlens: one state runs through all sequences
+    return o, None  # training needs no final state
+
+
 # -- room 11 -----------------------------------------------------------------------------------
 def logarithm_for_the_power(k: Tensor, rest: Tensor) -> Tensor:
     value, wrong = k * rest.exp(), k * rest
@@ -156,3 +175,24 @@ def mask_for_groups_of_4(q, k, v, *, scale=None, initial_state=None):
 def takes_alpha(q, k, v, alpha, *, scale=None, initial_state=None, cu_seqlens=None):
     g = alpha.log()  # right for a decay; of a log gate it is NaN
     return right(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+# -- room 16 -----------------------------------------------------------------------------------
+def doubled_in_float16(A: Tensor) -> Tensor:
+    power, n = -A.half(), A.shape[-1]
+    Y, size = torch.eye(n).half() + power, 2
+    while size < n:  # (I - A) (I + A^2) (I + A^4) (I + A^8): exact on paper
+        power, size = power @ power, 2 * size
+        Y = Y + Y @ power
+    return Y.to(A.dtype)
+
+
+# -- room 18 -----------------------------------------------------------------------------------
+def tiled(x: Tensor, HV: int) -> Tensor:
+    return x.repeat(1, HV // x.shape[1], 1, 1)  # W X Y W X Y instead of W W X X Y Y
+
+
+# -- room 20 -----------------------------------------------------------------------------------
+def causal_mask_alone(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    M = torch.ones(q.shape[-2], q.shape[-2]).tril()  # as printed; Gamma would be segment_sum(g).exp()
+    return (q @ k.mT) * M

@@ -10,6 +10,7 @@ from .._cases import Case
 from ..mistakes import Mistake, over_ranks
 from . import _kernels as bugs
 from ._chunked import C, chunked, right
+from ._corrected import corrected
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,22 @@ ROOMS = (
         "The first request was exact, the states of the others were 104 % and 214 % off.",
     ),
     Room(
+        10,
+        "The log said the fix was applied",
+        "gated_delta_rule",
+        bugs.only_the_convolution_is_told,
+        bugs.only_the_convolution_is_told,
+        "packed sequences leak into each other",
+        ("one packed sequence", "packed with other boundaries"),
+        ("packed with other boundaries", "o"),
+        Ordinary(
+            Case(T=200, ends=(0, 200), state=False, loss="o", **SIZES | {"B": 1}),
+            only=("o", "dq", "dk", "dv", "dg", "dbeta"),
+        ),
+        ("THUDM/slime#1686", "NVIDIA-NeMo/Automodel#2147", "radixark/miles#2213"),
+        "In packed training, states leaked from one document into the next.",
+    ),
+    Room(
         11,
         "The logarithm that wanted to be a power",
         "simple_gla",
@@ -253,6 +270,24 @@ ROOMS = (
         "A perplexity of 5 instead of 16, and nobody complains of a low one.",
     ),
     Room(
+        16,
+        "Identical is fine, similar is fatal",
+        "kda",
+        corrected(inverse=bugs.doubled_in_float16, C=16),
+        bugs.doubled_in_float16,
+        "triangle inverted by doubling with operands in float16",
+        ("length 7", "keys alike 0.99", "keys alike, strengths up to 2"),
+        ("keys alike, strengths up to 2", "o"),
+        Ordinary(Case(T=100, gate="zero", alike=1.0, beta=1.0, **SIZES), only=("o", "S")),
+        (
+            "vllm-project/FlashKDA#10",
+            "local-inference-lab/vllm#638",
+            "tenstorrent/tt-metal#54813",
+            "tenstorrent/tt-metal#54839",
+        ),
+        "A server gave corrupted answers, and some that did not end.",
+    ),
+    Room(
         17,
         "It wanted α and got its logarithm",
         "gla",
@@ -264,5 +299,31 @@ ROOMS = (
         Ordinary(Case(T=100, **SIZES), fn=lambda q, k, v, g, **options: bugs.takes_alpha(q, k, v, g.exp(), **options)),
         ("flashinfer-ai/flashinfer#2490",),
         "NaN in every output, and two libraries that are both right.",
+    ),
+    Room(
+        18,
+        "WXYZ WXYZ is not WWXX",
+        "gated_delta_rule",
+        corrected(grouped=bugs.tiled),
+        bugs.tiled,
+        "value heads grouped wrongly: h reads key head h mod H",
+        ("value heads of one key head", "value heads"),
+        ("value heads", "o"),
+        Ordinary(Case(T=200, groups=4, **SIZES | {"H": 1})),
+        (f"{TRANSFORMERS}#37533",),
+        "Models with several groups failed their evaluations on the slow path.",
+    ),
+    Room(
+        20,
+        "The formula in the paper",
+        "gated_delta_rule",
+        corrected(weights=bugs.causal_mask_alone),
+        bugs.causal_mask_alone,
+        "Gamma left out of the scores: pairs not decayed",
+        ("gate zero", "gate -1"),
+        ("gate -1", "o"),
+        Ordinary(Case(T=200, gate="zero", **SIZES), only=("o", "S", "dq", "dk", "dv", "dbeta")),
+        (f"{FLA}#191", "NVlabs/GatedDeltaNet#15", "NeuraLegion/shainet#170"),
+        "A layer that is built from the formula as printed is wrong wherever a gate is not 1.",
     ),
 )
