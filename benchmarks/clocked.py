@@ -69,9 +69,8 @@ def waited_for(node: ast.Expr) -> str | None:
     if not isinstance(node.value, ast.Call) or ast.unparse(node.value.func) not in WAITS:
         return None
     function, args = ast.unparse(node.value.func), node.value.args
-    if function == "wait_done":
-        return f"{ast.unparse(args[0])} of c - {ast.unparse(args[2])}"
-    return ast.unparse(args[0]).split(".index(")[0]
+    name = ast.unparse(args[0]).split(".index(")[0].removeprefix("bars.")
+    return f"{name} of c - {ast.unparse(args[2])}" if function == "wait_done" else name
 
 
 def functions(tree: ast.Module) -> list[str]:

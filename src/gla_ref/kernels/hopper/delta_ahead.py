@@ -170,27 +170,54 @@ def solve(
     mbarrier.invalidate(ready)
 
 
+class Boxes(NamedTuple):
+    """The tensors that the copy engine brings; no q and d_P without outputs."""
+
+    q: object
+    k: object
+    v: object
+    d_T: object
+    d_P: object
+
+
+class Tiles(NamedTuple):
+    """Their tiles in shared memory, of several chunks."""
+
+    q: object
+    k: object
+    v: object
+    T: object
+    P: object
+
+
+class Barriers(NamedTuple):
+    """Who waits for whom, one of each for each stage."""
+
+    ready: object  # the walker: until the copies have come
+    done: object  # the loader: until the walker has read a stage
+
+
 @gluon.jit
 def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl.constexpr):
     """Bring each chunk; what lies beyond a tensor comes as zeros."""
-    q, k, v, d_T, d_P = boxes
-    t_q, t_k, t_v, t_T, t_P = tiles
-    ready, done = bars
+    of_k: gl.constexpr = boxes.k.block_type.nbytes  # bytes of a tile; q has as many, P as many as T
+    of_v: gl.constexpr = boxes.v.block_type.nbytes
+    of_T: gl.constexpr = boxes.d_T.block_type.nbytes
     for c in range(n):
         s, o_t, i_t = c % STAGES, begin + c * C, (i_c + c) * HV + i_h
-        mbarrier.wait(done.index(s), ((c // STAGES) & 1) ^ 1)
-        bar = ready.index(s)  # completes when so many bytes are there
-        if q is not None:
-            mbarrier.expect(bar, 2 * k.block_type.nbytes + v.block_type.nbytes + 2 * d_T.block_type.nbytes)
+        mbarrier.wait(bars.done.index(s), ((c // STAGES) & 1) ^ 1)
+        bar = bars.ready.index(s)  # completes when so many bytes are there
+        if boxes.q is not None:
+            mbarrier.expect(bar, 2 * of_k + of_v + 2 * of_T)
         else:
-            mbarrier.expect(bar, k.block_type.nbytes + v.block_type.nbytes + d_T.block_type.nbytes)
-        copy_in(k, [i_b, i_k, o_t, 0], bar, t_k.index(s))
-        if q is not None:
-            copy_in(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
-        copy_in(v, [i_b, i_h, o_t, o_v], bar, t_v.index(s))
-        copy_in(d_T, [i_t, 0, 0, 0], bar, t_T.index(s))
-        if d_P is not None:
-            copy_in(d_P, [i_t, 0, 0, 0], bar, t_P.index(s))
+            mbarrier.expect(bar, of_k + of_v + of_T)
+        copy_in(boxes.k, [i_b, i_k, o_t, 0], bar, tiles.k.index(s))
+        if boxes.q is not None:
+            copy_in(boxes.q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
+        copy_in(boxes.v, [i_b, i_h, o_t, o_v], bar, tiles.v.index(s))
+        copy_in(boxes.d_T, [i_t, 0, 0, 0], bar, tiles.T.index(s))
+        if boxes.d_P is not None:
+            copy_in(boxes.d_P, [i_t, 0, 0, 0], bar, tiles.P.index(s))
 
 
 @gluon.jit
@@ -225,8 +252,6 @@ def walker(
 ):
     """(2) and (3) for columns o_v on, from S_in to S_out."""
     o, d_o, S_in, S_out = outputs
-    t_q, t_k, t_v, t_T, t_P = tiles
-    ready, done = bars
     i_s, i_b, i_h, i_c, o_v, begin, end, n, HV, scale = which
     K: gl.constexpr = t_S.shape[0]
     BV: gl.constexpr = t_S.shape[1]
@@ -241,8 +266,9 @@ def walker(
     for c in range(n):
         s, o_t = c % STAGES, begin + c * C
         i_next = (i_c + gl.minimum(c + 1, n - 1)) * HV + i_h  # decays are asked for a chunk before they are needed
-        b_k, b_v, b_T = t_k.index(s).reshape([C, K]), t_v.index(s).reshape([C, BV]), t_T.index(s).reshape([C, C])
-        mbarrier.wait(ready.index(s), (c // STAGES) & 1)
+        b_k, b_v = tiles.k.index(s).reshape([C, K]), tiles.v.index(s).reshape([C, BV])
+        b_T = tiles.T.index(s).reshape([C, C])
+        mbarrier.wait(bars.ready.index(s), (c // STAGES) & 1)
         if PACKED:
             if end - o_t < C:  # the rest is another sequence's
                 keep_rows(b_k, end - o_t, of_k)
@@ -250,8 +276,8 @@ def walker(
                 fence_async_shared()
         x = read(b_k, t_S, of_S)
         if o is not None:
-            b_o = read(t_q.index(s).reshape([C, K]), t_S, of_S)
-            b_P, b_u = t_P.index(s).reshape([C, C]), t_u.reshape([C, BV])
+            b_o = read(tiles.q.index(s).reshape([C, K]), t_S, of_S)
+            b_P, b_u = tiles.P.index(s).reshape([C, C]), t_u.reshape([C, BV])
         else:
             b_o: gl.constexpr = None
             b_P: gl.constexpr = None
@@ -272,7 +298,7 @@ def walker(
         S, factor, b_o = write(
             S, factor, x, b_o, b_k, b_v, b_T, b_P, t_S, b_u, b_of_T, b_of_P, b_since, b_until, b_through, of_S
         )
-        mbarrier.arrive(done.index(s), count=1)
+        mbarrier.arrive(bars.done.index(s), count=1)
         if o is not None:
             store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, o_t, end, o_v, HV, V, of_S, PACKED)
     tma.store_wait(0)
@@ -344,9 +370,9 @@ def walk(
         mbarrier.init(done.index(s), count=1)
     fence_async_shared()
 
-    tiles, bars = (t_q, t_k, t_v, t_T, t_P), (ready, done)
+    tiles, bars = Tiles(t_q, t_k, t_v, t_T, t_P), Barriers(ready, done)
     outputs, which = (o, d_o, S_in, S_out), (i_s, i_b, i_h, i_c, o_v, begin, end, n, HV, scale)
-    of_loader = ((q, k, v, d_T, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES)
+    of_loader = (Boxes(q, k, v, d_T, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES)
     gl.warp_specialize(
         [(walker, (outputs, decays, tiles, bars, t_S, t_u, which, V, W, STAGES, GATED, PACKED)), (loader, of_loader)],
         [4],
@@ -361,7 +387,7 @@ def walk(
 # The plan.
 
 
-class Tiles(NamedTuple):
+class Setup(NamedTuple):
     """How the programs of both kernels are made."""
 
     columns: int  # BV
@@ -371,13 +397,13 @@ class Tiles(NamedTuple):
     chunk: float  # microseconds of a chunk of `walk`, where few programs run
 
 
-WIDE, NARROW = Tiles(64, 3, 128, 168, 1.75), Tiles(32, 4, 128, 168, 1.2)
+WIDE, NARROW = Setup(64, 3, 128, 168, 1.75), Setup(32, 4, 128, 168, 1.2)
 L2 = 4.4e6  # bytes per microsecond for the programs of all multiprocessors together
 CARRY, LAUNCHES = 6.0, 10.0  # microseconds of `carry` per segment, and of two more launches: estimates
 LEAST = 8  # chunks of a segment
 
 
-def duration(hardware: Hardware, how: Tiles, K: int, V: int, heads: int, chunks: int, length: int) -> float:
+def duration(hardware: Hardware, how: Setup, K: int, V: int, heads: int, chunks: int, length: int) -> float:
     """Microseconds of all walks over `heads` sequences of `chunks` chunks in segments of `length`, by a model.
 
     Programs run in rounds, as many at once as shared memory and registers have room for. A chunk takes as long as its
@@ -399,7 +425,7 @@ def duration(hardware: Hardware, how: Tiles, K: int, V: int, heads: int, chunks:
     return walk(V + K, K + BV + C.value, 0) + segments * CARRY + LAUNCHES + last
 
 
-def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: str | None) -> tuple[Tiles, int]:
+def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: str | None) -> tuple[Setup, int]:
     """The tiles, and the chunks of a segment, that take the least time by `duration`; all chunks mean: in one go.
 
     heads: of all sequences. chunks: of each sequence; of the mean sequence if sequences are packed. `path` may ask for

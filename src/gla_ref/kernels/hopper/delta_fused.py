@@ -80,33 +80,50 @@ C, BV = gl.constexpr(64), gl.constexpr(64)  # tokens of a chunk, columns of a wa
 PLACES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
 
 
+class Tiles(NamedTuple):
+    """What lies in shared memory of each chunk."""
+
+    q: object
+    k: object
+    v: object  # a tile for each walker
+    T: object
+    P: object
+    since: object  # the decays, as the next; None without gates
+    until: object
+    factors: object  # the divisors of T and P in float16; else None
+
+
+class Barriers(NamedTuple):
+    """Who waits for whom, one of each for each place."""
+
+    ready: object  # solver and walkers: until the copies have come
+    solved: object  # walkers: until T, P and the decays are made
+    done: object  # the loader: until all walkers have read the chunk
+
+
 @gluon.jit
 def loader(q, k, v, tiles, bars, i_b, i_h, i_k, begin, n):
     """Bring q, k, v of each chunk; what lies beyond the tensor comes as zeros."""
-    t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors = tiles
-    ready, solved, done = bars
-    n_v: gl.constexpr = t_v.shape[0] // PLACES  # walkers, with a tile of v each
+    n_v: gl.constexpr = tiles.v.shape[0] // PLACES  # walkers, with a tile of v each
     for c in range(n):
         s, o_t = c % PLACES, begin + c * C
-        mbarrier.wait(done.index(s), ((c // PLACES) & 1) ^ 1)
-        bar = ready.index(s)  # completes when so many bytes are there
+        mbarrier.wait(bars.done.index(s), ((c // PLACES) & 1) ^ 1)
+        bar = bars.ready.index(s)  # completes when so many bytes are there
         mbarrier.expect(bar, 2 * k.block_type.nbytes + n_v * v.block_type.nbytes)
-        copy_in(k, [i_b, i_k, o_t, 0], bar, t_k.index(s))
-        copy_in(q, [i_b, i_k, o_t, 0], bar, t_q.index(s))
+        copy_in(k, [i_b, i_k, o_t, 0], bar, tiles.k.index(s))
+        copy_in(q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
         for d in gl.static_range(n_v):
-            copy_in(v, [i_b, i_h, o_t, d * BV], bar, t_v.index(s * n_v + d))
+            copy_in(v, [i_b, i_h, o_t, d * BV], bar, tiles.v.index(s * n_v + d))
 
 
 @gluon.jit
 def solver(g, beta, strides, tiles, bars, own, cu, i_b, i_h, begin, end, n):
     """(1) and the decays of each chunk."""
-    t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors = tiles
-    ready, solved, done = bars
     t_sums, t_beta, scratch = own
     s_g, s_beta = strides
     PACKED: gl.constexpr = cu is not None
-    K: gl.constexpr = t_q.shape[4]
-    n_v: gl.constexpr = t_v.shape[0] // PLACES
+    K: gl.constexpr = tiles.q.shape[4]
+    n_v: gl.constexpr = tiles.v.shape[0] // PLACES
     line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -118,7 +135,7 @@ def solver(g, beta, strides, tiles, bars, own, cu, i_b, i_h, begin, end, n):
         b_g = load_tokens(g, s_g, i_b, i_h, rows, end)
     for c in range(n):
         s = c % PLACES
-        b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
+        b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
         t_beta.store(b_beta)
         rows += C  # the next chunk's gates are asked for long before they are needed
         b_beta = load_tokens(beta, s_beta, i_b, i_h, rows, end)
@@ -128,27 +145,27 @@ def solver(g, beta, strides, tiles, bars, own, cu, i_b, i_h, begin, end, n):
             t_sums.index(1).store(fine)
             since, until = since_until(coarse, fine, C, line)
             b_g = load_tokens(g, s_g, i_b, i_h, rows, end)
-        mbarrier.wait(ready.index(s), (c // PLACES) & 1)
+        mbarrier.wait(bars.ready.index(s), (c // PLACES) & 1)
         if PACKED:
             left = end - begin - c * C
             if left < C:  # the rest is another sequence's
                 keep_rows(b_q, left, of_k)
                 keep_rows(b_k, left, of_k)
                 for d in gl.static_range(n_v):
-                    keep_rows(t_v.index(s * n_v + d).reshape([C, BV]), left, of_v)
+                    keep_rows(tiles.v.index(s * n_v + d).reshape([C, BV]), left, of_v)
                 fence_async_shared()
         N, P, of_P = pairs(b_q, b_k, t_sums, t_beta, wide)
-        t_P.index(s).store(P)
+        tiles.P.index(s).store(P)
         if g is not None:
-            t_since.index(s).store(since)
-            t_until.index(s).store(until)
-        T, of_T = operand(inverse(N, t_beta, scratch, wide), t_T.dtype)
-        t_T.index(s).store(T)
-        if t_factors is not None:
-            t_factors.index(2 * s).store(gl.full([1], 1.0, gl.float32, one) * of_T)
-            t_factors.index(2 * s + 1).store(gl.full([1], 1.0, gl.float32, one) * of_P)
+            tiles.since.index(s).store(since)
+            tiles.until.index(s).store(until)
+        T, of_T = operand(inverse(N, t_beta, scratch, wide), tiles.T.dtype)
+        tiles.T.index(s).store(T)
+        if tiles.factors is not None:
+            tiles.factors.index(2 * s).store(gl.full([1], 1.0, gl.float32, one) * of_T)
+            tiles.factors.index(2 * s + 1).store(gl.full([1], 1.0, gl.float32, one) * of_P)
         fence_async_shared()
-        mbarrier.arrive(solved.index(s), count=1)
+        mbarrier.arrive(bars.solved.index(s), count=1)
 
 
 @gluon.jit
@@ -156,36 +173,34 @@ def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
     """(2) and (3) for columns D * BV on, from S_in to S_out."""
     o, d_o, S_in, S_out = outputs
     i_n, i_b, i_h, begin, end, n, HV, scale = which
-    t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors = tiles
-    ready, solved, done = bars
     PACKED: gl.constexpr = cu is not None
-    K: gl.constexpr = t_q.shape[4]
-    n_v: gl.constexpr = t_v.shape[0] // PLACES
+    K: gl.constexpr = tiles.q.shape[4]
+    n_v: gl.constexpr = tiles.v.shape[0] // PLACES
     V: gl.constexpr = n_v * BV
     of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # [K, BV] and [C, BV]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     S, factor = load_state(S_in, i_n, i_h, D * BV, t_S, HV, V, of_S)
     for c in range(n):
         s, o_t = c % PLACES, begin + c * C
-        b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
-        b_v = t_v.index(s * n_v + D).reshape([C, BV])
-        mbarrier.wait(ready.index(s), (c // PLACES) & 1)
+        b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
+        b_v = tiles.v.index(s * n_v + D).reshape([C, BV])
+        mbarrier.wait(bars.ready.index(s), (c // PLACES) & 1)
         if PACKED:
             if end - o_t < C:  # the solver puts zeros into k
-                mbarrier.wait(solved.index(s), (c // PLACES) & 1)
+                mbarrier.wait(bars.solved.index(s), (c // PLACES) & 1)
         x, b_o = read(b_k, t_S, of_S), read(b_q, t_S, of_S)
-        mbarrier.wait(solved.index(s), (c // PLACES) & 1)
-        if t_since is not None:
-            since = t_since.index(s).load(gl.SliceLayout(1, of_S))[:, None]
-            until = t_until.index(s).load(gl.SliceLayout(1, of_S))[:, None]
-            through = gl.sum(t_since.index(s).slice(C - 1, 1).load(one), 0)  # e^(b_C)
+        mbarrier.wait(bars.solved.index(s), (c // PLACES) & 1)
+        if tiles.since is not None:
+            since = tiles.since.index(s).load(gl.SliceLayout(1, of_S))[:, None]
+            until = tiles.until.index(s).load(gl.SliceLayout(1, of_S))[:, None]
+            through = gl.sum(tiles.since.index(s).slice(C - 1, 1).load(one), 0)  # e^(b_C)
         else:
             since: gl.constexpr = None
             until: gl.constexpr = None
             through: gl.constexpr = None
-        if t_factors is not None:
-            of_T = gl.sum(t_factors.index(2 * s).load(one), 0)
-            of_P = gl.sum(t_factors.index(2 * s + 1).load(one), 0)
+        if tiles.factors is not None:
+            of_T = gl.sum(tiles.factors.index(2 * s).load(one), 0)
+            of_P = gl.sum(tiles.factors.index(2 * s + 1).load(one), 0)
         else:
             of_T: gl.constexpr = None
             of_P: gl.constexpr = None
@@ -196,8 +211,8 @@ def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
             b_o,
             b_k,
             b_v,
-            t_T.index(s),
-            t_P.index(s),
+            tiles.T.index(s),
+            tiles.P.index(s),
             t_S,
             t_u.reshape([C, BV]),
             of_T,
@@ -207,7 +222,7 @@ def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
             through,
             of_S,
         )
-        mbarrier.arrive(done.index(s), count=1)
+        mbarrier.arrive(bars.done.index(s), count=1)
         store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, o_t, end, D * BV, HV, V, of_S, PACKED)
     tma.store_wait(0)
     gl.store(state_columns(S_out, i_n, i_h, D * BV, HV, K, V, BV, of_S), S)
@@ -282,8 +297,7 @@ def fused(
         mbarrier.init(done.index(s), count=WALKERS)
     fence_async_shared()
 
-    tiles = (t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors)
-    bars = (ready, solved, done)
+    tiles, bars = Tiles(t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors), Barriers(ready, solved, done)
     own = (t_sums, t_beta, allocate_scratch())
     outputs, which = (o, d_o, S_in, S_out), (i_n, i_b, i_h, begin, end, n, HV, scale)
     of_loader = (q, k, v, tiles, bars, i_b, i_h, i_h // G, begin, n)

@@ -40,6 +40,8 @@ Limits: bf16, K = V = 128, no packed sequences.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -90,20 +92,36 @@ def wait_done(done, c, ago: gl.constexpr):
     mbarrier.wait(done.index(i % SLOTS), ((i // SLOTS) & 1) ^ 1)
 
 
+class Tiles(NamedTuple):
+    """What lies in shared memory of several chunks."""
+
+    q: object
+    k: object
+    v: object
+    T: object
+    P: object
+
+
+class Barriers(NamedTuple):
+    """Who waits for whom, one of each for each place."""
+
+    ready: object  # both groups: until the copies have come
+    made: object  # the other group: until this one's part of T or P is made
+    done: object  # the loader: until both groups have read the chunk
+
+
 @gluon.jit
 def loader(q, k, v, tiles, bars, i_b, i_h, i_k, n):
     """Bring each chunk; what lies beyond the tensor comes as zeros."""
-    t_q, t_k, t_v, t_T, t_P = tiles
-    ready, made, done = bars
     for c in range(n):
         s = c % STAGES
-        wait_done(done, c, STAGES)
-        bar = ready.index(s)  # completes when so many bytes are there
+        wait_done(bars.done, c, STAGES)
+        bar = bars.ready.index(s)  # completes when so many bytes are there
         mbarrier.expect(bar, 2 * k.block_type.nbytes + GROUPS * v.block_type.nbytes)
-        copy_in(k, [i_b, i_k, c * C, 0], bar, t_k.index(s))
-        copy_in(q, [i_b, i_k, c * C, 0], bar, t_q.index(s))
+        copy_in(k, [i_b, i_k, c * C, 0], bar, tiles.k.index(s))
+        copy_in(q, [i_b, i_k, c * C, 0], bar, tiles.q.index(s))
         for d in gl.static_range(GROUPS):
-            copy_in(v, [i_b, i_h, c * C, d * BV], bar, t_v.index(s * GROUPS + d))
+            copy_in(v, [i_b, i_h, c * C, d * BV], bar, tiles.v.index(s * GROUPS + d))
 
 
 @gluon.jit
@@ -130,12 +148,10 @@ def group(tokens, outputs, tiles, bars, own, which, D: gl.constexpr):
     """T (D = 0) or P (D = 1) of each chunk, then (2) and (3) for columns D * BV on, from S_in to S_out."""
     g, beta, s_g, s_beta = tokens
     o, d_o, S_in, S_out = outputs
-    t_q, t_k, t_v, t_T, t_P = tiles
-    ready, made, done = bars
     t_decays, t_made, t_S, t_u, t_beta, scratch = own
     t_sums, t_since, t_until = t_decays
     i_b, i_h, n, T, HV, scale = which
-    K: gl.constexpr = t_q.shape[4]
+    K: gl.constexpr = tiles.q.shape[4]
     V: gl.constexpr = GROUPS * BV
     line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -148,8 +164,8 @@ def group(tokens, outputs, tiles, bars, own, which, D: gl.constexpr):
         b_beta = load_tokens(beta, s_beta, i_b, i_h, rows, T)
     for c in range(n):
         s = c % STAGES
-        b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
-        b_v = t_v.index(s * GROUPS + D).reshape([C, BV])
+        b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
+        b_v = tiles.v.index(s * GROUPS + D).reshape([C, BV])
         # decays of this chunk; the next chunk's gates are asked for long before they are needed
         rows += C
         coarse, fine = summed(b_g)
@@ -165,7 +181,7 @@ def group(tokens, outputs, tiles, bars, own, which, D: gl.constexpr):
             b_beta = load_tokens(beta, s_beta, i_b, i_h, rows, T)
 
         # (1), shared by the groups
-        mbarrier.wait(ready.index(s), (c // STAGES) & 1)
+        mbarrier.wait(bars.ready.index(s), (c // STAGES) & 1)
         i, j = row_column(C, wide)
         if D == 0:
             strength = -t_beta.load(gl.SliceLayout(1, wide))[:, None]
@@ -173,14 +189,14 @@ def group(tokens, outputs, tiles, bars, own, which, D: gl.constexpr):
             low = inverse(N, t_beta, scratch, wide).to(gl.bfloat16)
         else:
             low = gl.where(i >= j, scores(b_q, b_k, t_sums, wide), 0.0).to(gl.bfloat16)
-        wait_done(done, c, 1)
+        wait_done(bars.done, c, 1)
         t_made.store(low)
         fence_async_shared()
-        mbarrier.arrive(made.index(D), count=1)
+        mbarrier.arrive(bars.made.index(D), count=1)
 
         # (2) and (3)
         x, b_o = read(b_k, t_S, of_S), read(b_q, t_S, of_S)
-        mbarrier.wait(made.index(1 - D), c & 1)
+        mbarrier.wait(bars.made.index(1 - D), c & 1)
         S, factor, b_o = write(
             S,
             factor,
@@ -188,8 +204,8 @@ def group(tokens, outputs, tiles, bars, own, which, D: gl.constexpr):
             b_o,
             b_k,
             b_v,
-            t_T,
-            t_P,
+            tiles.T,
+            tiles.P,
             t_S,
             t_u.reshape([C, BV]),
             None,
@@ -199,7 +215,7 @@ def group(tokens, outputs, tiles, bars, own, which, D: gl.constexpr):
             gl.sum(t_since.slice(C - 1, 1).load(one), 0),  # e^(b_C)
             of_S,
         )
-        mbarrier.arrive(done.index(c % SLOTS), count=1)
+        mbarrier.arrive(bars.done.index(c % SLOTS), count=1)
         store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, c * C, T, D * BV, HV, V, of_S, False)
     tma.store_wait(0)
     gl.store(state_columns(S_out, i_b, i_h, D * BV, HV, K, V, BV, of_S), S)
@@ -260,7 +276,7 @@ def in_turn(
     fence_async_shared()
 
     tokens, outputs = (g, beta, (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)), (o, d_o, S_in, S_out)
-    tiles, bars, which = (t_q, t_k, t_v, t_T, t_P), (ready, made, done), (i_b, i_h, n, T, HV, scale)
+    tiles, bars, which = Tiles(t_q, t_k, t_v, t_T, t_P), Barriers(ready, made, done), (i_b, i_h, n, T, HV, scale)
     own_0 = (allocate_decays(), t_T, t_S.index(0), t_u.index(0), t_beta, allocate_scratch())
     own_1 = (allocate_decays(), t_P, t_S.index(1), t_u.index(1), None, None)
     gl.warp_specialize(

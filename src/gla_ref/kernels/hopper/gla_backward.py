@@ -63,6 +63,8 @@ time at (8, 8192, 16, 128); more than half of that is dg's.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -100,33 +102,79 @@ barrier, reinterpret = named("barrier"), named("reinterpret")
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
 
+class Boxes(NamedTuple):
+    """The tensors that the copy engine brings."""
+
+    q: object
+    k: object
+    v: object
+    g: object
+    do: object
+    S: object
+
+
+class Tiles(NamedTuple):
+    """Their tiles in shared memory: two of q, k and g."""
+
+    q: object
+    k: object
+    g: object
+    v: object
+    do: object
+    S: object
+
+
+class Sides(NamedTuple):
+    """What transformer and multiplier tell each other of a chunk."""
+
+    factors: object
+    flags: object
+    net: object
+    later: object
+    kept: object
+
+
+class Barriers(NamedTuple):
+    """Who waits for whom: `has` until tiles are filled, `free` until they may be filled again."""
+
+    has_x: object  # the transformer: q, k, g of a stage
+    has_v: object  # the multiplier, as the next two
+    has_do: object
+    has_S: object
+    hat: object  # the multiplier: q' and k' of a stage
+    has_later: object  # the transformer; None without dg
+    has_net: object  # the transformer
+    free_x: object  # the loader, as the next three
+    free_v: object
+    free_do: object
+    free_S: object
+    free_R: object  # the multiplier: `later` has been read; None without dg
+
+
 @gluon.jit
 def loader(boxes, tiles, bars, i_b, i_h, i_0, begin, n, C: gl.constexpr):
     """Bring each tile as soon as there is room; what lies beyond the tensor comes as zeros."""
-    q, k, v, g, do, S = boxes
-    all_q, all_k, all_g, t_v, t_do, t_S = tiles
-    has_x, has_v, has_do, has_S, hat, has_later, has_net, free_x, free_v, free_do, free_S, free_R = bars
     for i in range(n + 1):
         if i > 0:  # of round i - 1
             o_t = begin + (n - i) * C
             odd = i & 1  # parity of round i - 2
-            mbarrier.wait(free_v, odd)
-            mbarrier.expect(has_v, v.block_type.nbytes)
-            copy_in(v, [i_b, i_h, o_t, 0], has_v, t_v)
-            mbarrier.wait(free_do, odd)
-            mbarrier.expect(has_do, do.block_type.nbytes)
-            copy_in(do, [i_b, i_h, o_t, 0], has_do, t_do)
-            mbarrier.wait(free_S, odd)
-            mbarrier.expect(has_S, S.block_type.nbytes)
-            copy_in(S, [i_0 + n - i, i_h, 0, 0], has_S, t_S)
+            mbarrier.wait(bars.free_v, odd)
+            mbarrier.expect(bars.has_v, boxes.v.block_type.nbytes)
+            copy_in(boxes.v, [i_b, i_h, o_t, 0], bars.has_v, tiles.v)
+            mbarrier.wait(bars.free_do, odd)
+            mbarrier.expect(bars.has_do, boxes.do.block_type.nbytes)
+            copy_in(boxes.do, [i_b, i_h, o_t, 0], bars.has_do, tiles.do)
+            mbarrier.wait(bars.free_S, odd)
+            mbarrier.expect(bars.has_S, boxes.S.block_type.nbytes)
+            copy_in(boxes.S, [i_0 + n - i, i_h, 0, 0], bars.has_S, tiles.S)
         if i < n:
             o_t, s = begin + (n - 1 - i) * C, i % 2
-            mbarrier.wait(free_x.index(s), ((i // 2) & 1) ^ 1)
-            bar = has_x.index(s)
-            mbarrier.expect(bar, 2 * k.block_type.nbytes + g.block_type.nbytes)
-            copy_in(g, [i_b, i_h, o_t, 0], bar, all_g.index(s))
-            copy_in(k, [i_b, i_h, o_t, 0], bar, all_k.index(s))
-            copy_in(q, [i_b, i_h, o_t, 0], bar, all_q.index(s))
+            mbarrier.wait(bars.free_x.index(s), ((i // 2) & 1) ^ 1)
+            bar = bars.has_x.index(s)
+            mbarrier.expect(bar, 2 * boxes.k.block_type.nbytes + boxes.g.block_type.nbytes)
+            copy_in(boxes.g, [i_b, i_h, o_t, 0], bar, tiles.g.index(s))
+            copy_in(boxes.k, [i_b, i_h, o_t, 0], bar, tiles.k.index(s))
+            copy_in(boxes.q, [i_b, i_h, o_t, 0], bar, tiles.q.index(s))
 
 
 @gluon.jit
@@ -151,18 +199,15 @@ def transform(
     C: gl.constexpr, BK: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """q' and k' in place of q and k, the factors of the state and of a strong chunk's channels, and its flag."""
-    all_q, all_k, all_g, t_v, t_do, t_S = tiles
-    factors, flags, net, later, kept = sides
-    has_x, has_v, has_do, has_S, hat, has_later, has_net, free_x, free_v, free_do, free_S, free_R = bars
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
     of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, tile))[:, None]
     s = i % 2
-    mbarrier.wait(has_x.index(s), (i // 2) & 1)
-    b_q = all_q.index(s).reshape([C, BK])
-    b_k = all_k.index(s).reshape([C, BK])
-    b_g = all_g.index(s).reshape([C, BK])
+    mbarrier.wait(bars.has_x.index(s), (i // 2) & 1)
+    b_q = tiles.q.index(s).reshape([C, BK])
+    b_k = tiles.k.index(s).reshape([C, BK])
+    b_g = tiles.g.index(s).reshape([C, BK])
     if PACKED:
         left = end - begin - (n - 1 - i) * C
         if left < C:
@@ -180,9 +225,9 @@ def transform(
     mild = gl.min(r, 0) >= LIMIT * 0.5
     if mild:
         x = x * LOG2E
-        factors.index(3 * s).store(gl.exp2(r * LOG2E))
-        factors.index(3 * s + 1).store(gl.full([BK], 1.0, gl.float32, one))
-        factors.index(3 * s + 2).store(gl.full([BK], 0.0, gl.float32, one))
+        sides.factors.index(3 * s).store(gl.exp2(r * LOG2E))
+        sides.factors.index(3 * s + 1).store(gl.full([BK], 1.0, gl.float32, one))
+        sides.factors.index(3 * s + 2).store(gl.full([BK], 0.0, gl.float32, one))
         scaled(b_k, gl.exp2(-x), tile)
         scaled(b_q, gl.exp2(x), tile)
     else:
@@ -195,16 +240,16 @@ def transform(
         # a strong channel's q decays from the start, its k to the end, the state in between
         weak = half >= LIMIT * 0.5 * LOG2E
         edge, rest = gl.where(weak, half, 0.0), gl.where(weak, 0.0, half)
-        factors.index(3 * s).store(gl.exp2(edge))
-        factors.index(3 * s + 1).store(gl.exp2(2.0 * rest))
-        factors.index(3 * s + 2).store(rest)
+        sides.factors.index(3 * s).store(gl.exp2(edge))
+        sides.factors.index(3 * s + 1).store(gl.exp2(2.0 * rest))
+        sides.factors.index(3 * s + 2).store(rest)
         scaled(b_k, gl.exp2(rest[None, :] - x), tile)
         scaled(b_q, gl.exp2(rest[None, :] + x), tile)
     is_strong = 1 - mild.to(gl.int32)
-    flags.index(s).store(gl.full([1], 1, gl.int32, one) * is_strong)
+    sides.flags.index(s).store(gl.full([1], 1, gl.int32, one) * is_strong)
     gl.store(strong + (i_0 + n - 1 - i).to(gl.int64) * H + i_h, is_strong.to(gl.int8))
     fence_async_shared()
-    mbarrier.arrive(hat.index(s), count=1)
+    mbarrier.arrive(bars.hat.index(s), count=1)
 
 
 @gluon.jit
@@ -226,30 +271,27 @@ def finish(
     """dq, dk of dq', dk', which lie in the place of q', k'; dg, into the place of g."""
     d_dq, d_dk, d_dg = outs
     dq, dk, dg = outputs
-    all_q, all_k, all_g, t_v, t_do, t_S = tiles
-    factors, flags, net, later, kept = sides
-    has_x, has_v, has_do, has_S, hat, has_later, has_net, free_x, free_v, free_do, free_S, free_R = bars
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
     columns: gl.constexpr = gl.BlockedLayout([C, 1], [1, 32], [1, W], [0, 1])  # a thread has a channel
     s = i % 2
-    b_q = all_q.index(s).reshape([C, BK])
-    b_k = all_k.index(s).reshape([C, BK])
-    b_g = all_g.index(s).reshape([C, BK])
+    b_q = tiles.q.index(s).reshape([C, BK])
+    b_k = tiles.k.index(s).reshape([C, BK])
+    b_g = tiles.g.index(s).reshape([C, BK])
     if dg is not None:  # (4)
-        mbarrier.wait(has_later, i & 1)
-        b_later = later.load(columns)
+        mbarrier.wait(bars.has_later, i & 1)
+        b_later = sides.later.load(columns)
         # of the rows before, and not of all less this one: what decays strongly is far smaller than the rest
         total, _ = gl.associative_scan((gl.zeros_like(b_later), b_later), 0, _behind)
-        mbarrier.arrive(free_R, count=1)
-    mbarrier.wait(has_net, i & 1)
+        mbarrier.arrive(bars.free_R, count=1)
+    mbarrier.wait(bars.has_net, i & 1)
     if dg is not None:
-        total = total + gl.associative_scan(net.load(columns), 0, _add, reverse=True)
-        total = (total + kept.load(gl.SliceLayout(0, columns))[None, :]) * scale
+        total = total + gl.associative_scan(sides.net.load(columns), 0, _add, reverse=True)
+        total = (total + sides.kept.load(gl.SliceLayout(0, columns))[None, :]) * scale
         b_d = total.to(dg.dtype.element_ty)
-    mbarrier.arrive(free_S, count=1)
+    mbarrier.arrive(bars.free_S, count=1)
     x = warpgroup_mma(signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False) * LOG2E
     barrier()
-    rest = factors.index(3 * s + 2).load(gl.SliceLayout(0, tile))[None, :]
+    rest = sides.factors.index(3 * s + 2).load(gl.SliceLayout(0, tile))[None, :]
     scaled(b_q, gl.exp2(rest + x) * scale, tile)
     scaled(b_k, gl.exp2(rest - x) * scale, tile)
     if dg is not None:
@@ -262,10 +304,10 @@ def finish(
             if dg is not None:
                 tile_rows(dg, b_g, i_h, o_t, end, H, K, tile)
         else:
-            copy_gradients(d_dq, d_dk, d_dg, all_q.index(s), all_k.index(s), all_g.index(s), 0, i_h, o_t)
+            copy_gradients(d_dq, d_dk, d_dg, tiles.q.index(s), tiles.k.index(s), tiles.g.index(s), 0, i_h, o_t)
     else:
-        copy_gradients(d_dq, d_dk, d_dg, all_q.index(s), all_k.index(s), all_g.index(s), i_b, i_h, o_t)
-    mbarrier.arrive(free_x.index(s), count=1)
+        copy_gradients(d_dq, d_dk, d_dg, tiles.q.index(s), tiles.k.index(s), tiles.g.index(s), i_b, i_h, o_t)
+    mbarrier.arrive(bars.free_x.index(s), count=1)
 
 
 @gluon.jit
@@ -299,10 +341,7 @@ def multiplier(
     W: gl.constexpr,
 ):
     """(1) to (3) but for what the transformer does, and (5), from R_in to R_out."""
-    all_q, all_k, all_g, t_v, t_do, t_S = tiles
-    factors, flags, net, later, kept = sides
     t_P, t_dP = squares
-    has_x, has_v, has_do, has_S, hat, has_later, has_net, free_x, free_v, free_do, free_S, free_R = bars
     # R: 16 rows a warp; all others: 64 rows are four warps', further warps share columns
     of_R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
@@ -319,23 +358,23 @@ def multiplier(
         R = gl.zeros([BK, BV], gl.float32, of_R)
     i_P = gl.arange(0, C, layout=gl.SliceLayout(1, of_P))[:, None]
     j_P = gl.arange(0, C, layout=gl.SliceLayout(0, of_P))[None, :]
-    b_v = t_v.reshape([C, BV])
-    b_do = t_do.reshape([C, BV])
-    b_S = t_S.reshape([BK, BV])
+    b_v = tiles.v.reshape([C, BV])
+    b_do = tiles.do.reshape([C, BV])
+    b_S = tiles.S.reshape([BK, BV])
     for i in range(n):
         s, odd = i % 2, i & 1
         o_t = begin + (n - 1 - i) * C
-        b_q = all_q.index(s).reshape([C, BK])
-        b_k = all_k.index(s).reshape([C, BK])
+        b_q = tiles.q.index(s).reshape([C, BK])
+        b_k = tiles.k.index(s).reshape([C, BK])
         # P and k' R'. Barriers are waited for while no product runs: ptxas would let all of them run one by one
-        mbarrier.wait(hat.index(s), (i // 2) & 1)
+        mbarrier.wait(bars.hat.index(s), (i // 2) & 1)
         if NEED_DG:
-            mbarrier.wait(free_R, odd ^ 1)  # `later` of the round before
-        strong = gl.sum(flags.index(s).load(one), 0)
+            mbarrier.wait(bars.free_R, odd ^ 1)  # `sides.later` of the round before
+        strong = gl.sum(sides.flags.index(s).load(one), 0)
         P = warpgroup_mma(
             b_q, b_k.permute((1, 0)), gl.zeros([C, C], gl.float32, of_P), use_acc=False, is_async=True
         )
-        first = factors.index(3 * s).load(gl.SliceLayout(1, of_R))
+        first = sides.factors.index(3 * s).load(gl.SliceLayout(1, of_R))
         R = R * first[:, None]
         t_R.store(R.to(b_k.dtype))
         fence_async_shared()
@@ -347,8 +386,8 @@ def multiplier(
         b_dv = warpgroup_mma_wait(0, deps=[b_dv])
 
         # (1), dP and v R'^T
-        mbarrier.wait(has_v, odd)
-        mbarrier.wait(has_do, odd)
+        mbarrier.wait(bars.has_v, odd)
+        mbarrier.wait(bars.has_do, odd)
         if PACKED:
             if end - o_t < C:
                 keep_rows(b_v, end - o_t, of_v)
@@ -369,49 +408,49 @@ def multiplier(
         b_write = warpgroup_mma(b_v, t_R.permute((1, 0)), gl.zeros([C, BK], gl.float32, of_k), use_acc=False)
         barrier()  # all warps' products have read v and R'
         if PACKED:
-            store_rows(dv, low_dv, t_v, d_dv, i_h, o_t, end, 0, H, V, of_v)
+            store_rows(dv, low_dv, tiles.v, d_dv, i_h, o_t, end, 0, H, V, of_v)
         else:
-            store_box(low_dv, t_v, d_dv, i_b, i_h, o_t, 0)
+            store_box(low_dv, tiles.v, d_dv, i_b, i_h, o_t, 0)
         if NEED_DG:
-            later.store(b_k.load(of_k).to(gl.float32) * b_write)
-            mbarrier.arrive(has_later, count=1)
+            sides.later.store(b_k.load(of_k).to(gl.float32) * b_write)
+            mbarrier.arrive(bars.has_later, count=1)
 
         # dq' of (2), and what crosses a token from state to state
-        mbarrier.wait(has_S, odd)
+        mbarrier.wait(bars.has_S, odd)
         b_dq = warpgroup_mma(
             b_do, b_S.permute((1, 0)), gl.zeros([C, BK], gl.float32, of_k), use_acc=False, is_async=True
         )
         if NEED_DG:
-            through = factors.index(3 * s + 1).load(gl.SliceLayout(1, of_R))
-            kept.store(gl.sum(b_S.load(of_R).to(gl.float32) * R, 1) * first * through)
+            through = sides.factors.index(3 * s + 1).load(gl.SliceLayout(1, of_R))
+            sides.kept.store(gl.sum(b_S.load(of_R).to(gl.float32) * R, 1) * first * through)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-        b_dq = b_dq * factors.index(3 * s).load(gl.SliceLayout(0, of_k))[None, :]
+        b_dq = b_dq * sides.factors.index(3 * s).load(gl.SliceLayout(0, of_k))[None, :]
         b_dq = warpgroup_mma(t_dP, b_k, b_dq)
         barrier()  # all warps' products have read S
         if NEED_DG:
-            net.store(b_q.load(of_k).to(gl.float32) * b_dq)
+            sides.net.store(b_q.load(of_k).to(gl.float32) * b_dq)
         low_dq = (b_dq + own * b_k.load(of_k).to(gl.float32)).to(b_k.dtype)
         tma.store_wait(0)  # dv has been read
-        mbarrier.arrive(free_v, count=1)
+        mbarrier.arrive(bars.free_v, count=1)
 
         # dk' of (3) and R of (5)
         if strong != 0:
-            R = R * factors.index(3 * s + 1).load(gl.SliceLayout(1, of_R))[:, None]
+            R = R * sides.factors.index(3 * s + 1).load(gl.SliceLayout(1, of_R))[:, None]
         b_dk = warpgroup_mma(
             t_dP.permute((1, 0)), b_q, gl.zeros([C, BK], gl.float32, of_k), use_acc=False, is_async=True
         )
         R = warpgroup_mma(b_q.permute((1, 0)), b_do, R, is_async=True)
         b_dk = warpgroup_mma_wait(1, deps=[b_dk])
         if NEED_DG:
-            net.store(net.load(of_k) - b_k.load(of_k).to(gl.float32) * b_dk)
+            sides.net.store(sides.net.load(of_k) - b_k.load(of_k).to(gl.float32) * b_dk)
         low_dk = (b_dk + b_write + own * b_q.load(of_k).to(gl.float32)).to(b_k.dtype)
         R = warpgroup_mma_wait(0, deps=[R])
         R = R * first[:, None]
-        mbarrier.arrive(free_do, count=1)  # and all warps' products have read q'
+        mbarrier.arrive(bars.free_do, count=1)  # and all warps' products have read q'
         b_q.store(low_dq)
         b_k.store(low_dk)
         fence_async_shared()
-        mbarrier.arrive(has_net, count=1)
+        mbarrier.arrive(bars.has_net, count=1)
     tma.store_wait(0)
     if R_out is not None:
         gl.store(R_out + p_R, R, mask=m_R)
@@ -485,15 +524,15 @@ def unwind(
     else:
         has_later: gl.constexpr = None
         free_R: gl.constexpr = None
-    bars = (
+    bars = Barriers(
         has_x, singles.index(0), singles.index(1), singles.index(2), hat, has_later, singles.index(3),
         free_x, singles.index(4), singles.index(5), singles.index(6), free_R,
     )
     fence_async_shared()
 
-    boxes = (q, k, v, g, do, S)
-    tiles = (all_q, all_k, all_g, t_v, t_do, turns_S.index(0))
-    sides = (factors, flags, net, later, kept)
+    boxes = Boxes(q, k, v, g, do, S)
+    tiles = Tiles(all_q, all_k, all_g, t_v, t_do, turns_S.index(0))
+    sides = Sides(factors, flags, net, later, kept)
     gl.warp_specialize(
         [
             (multiplier, (

@@ -88,31 +88,57 @@ def which_segment(cu, i_s, N, T, L, W: gl.constexpr):
         return i_n, i_s * 0, start, stop, start + (i_s - start // L - i_n) * L
 
 
+class Boxes(NamedTuple):
+    """The tensors that the copy engine brings or takes."""
+
+    q: object  # None where there are no outputs, as d_o then
+    k: object
+    v: object
+    g: object
+    d_o: object
+
+
+class Stages(NamedTuple):
+    """Their tiles in shared memory, of several chunks."""
+
+    q: object  # None where there are no outputs
+    k: object
+    v: object
+    g: object
+
+
+class Barriers(NamedTuple):
+    """Who waits for whom: one of each for each stage, but for the last."""
+
+    empty: object  # the loader: until the multiplier has read a stage
+    ready: object  # the transformer: until the copies have come
+    hat: object  # the multiplier: until q' and k' are made
+    taken: object  # the loader, of float32 gates, which have one tile: until the transformer has read it; else None
+
+
 @gluon.jit
 def loader(
     boxes, stages, bars, i_b, i_h, o_v, begin, n, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
 ):
     """Bring q, k, v, g of each chunk; what lies beyond the tensor comes as zeros."""
-    q, k, v, g, d_o = boxes
-    all_q, all_k, all_v, all_g = stages
-    empty, ready, hat, taken = bars
+    q, k, v, g = boxes.q, boxes.k, boxes.v, boxes.g
     for i in range(n):
         s, o_t = i % STAGES, begin + (n - 1 - i if REVERSE else i) * C
-        mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)  # of round j - 1
-        bar = ready.index(s)
+        mbarrier.wait(bars.empty.index(s), ((i // STAGES) & 1) ^ 1)  # of round j - 1
+        bar = bars.ready.index(s)
         if q is not None:
             mbarrier.expect(bar, 2 * k.block_type.nbytes + v.block_type.nbytes + g.block_type.nbytes)
         else:
             mbarrier.expect(bar, k.block_type.nbytes + v.block_type.nbytes + g.block_type.nbytes)
         if g.dtype != gl.float32:
-            copy_in(g, [i_b, i_h, o_t, 0], bar, all_g.index(s))
-        copy_in(k, [i_b, i_h, o_t, 0], bar, all_k.index(s))
+            copy_in(g, [i_b, i_h, o_t, 0], bar, stages.g.index(s))
+        copy_in(k, [i_b, i_h, o_t, 0], bar, stages.k.index(s))
         if q is not None:
-            copy_in(q, [i_b, i_h, o_t, 0], bar, all_q.index(s))
-        copy_in(v, [i_b, i_h, o_t, o_v], bar, all_v.index(s))
+            copy_in(q, [i_b, i_h, o_t, 0], bar, stages.q.index(s))
+        copy_in(v, [i_b, i_h, o_t, o_v], bar, stages.v.index(s))
         if g.dtype == gl.float32:
-            mbarrier.wait(taken, (i & 1) ^ 1)  # the gates of chunk i - 1
-            copy_in(g, [i_b, i_h, o_t, 0], bar, all_g.index(0))
+            mbarrier.wait(bars.taken, (i & 1) ^ 1)  # the gates of chunk i - 1
+            copy_in(g, [i_b, i_h, o_t, 0], bar, stages.g.index(0))
 
 
 @gluon.jit
@@ -136,9 +162,7 @@ def transformer(
     W: gl.constexpr,
 ):
     """(1): q' and k' in place of q and k, the state's factors, and a flag for each strong chunk."""
-    q, k, v, g, d_o = boxes
-    all_q, all_k, all_v, all_g = stages
-    empty, ready, hat, taken = bars
+    q, k, v, g = boxes.q, boxes.k, boxes.v, boxes.g
     BK: gl.constexpr = k.block_type.shape[3]
     BV: gl.constexpr = v.block_type.shape[3]
     FLOAT16: gl.constexpr = k.dtype == gl.float16
@@ -150,18 +174,18 @@ def transformer(
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, tile))[:, None]
     for i in range(n):
         s = i % STAGES
-        mbarrier.wait(ready.index(s), (i // STAGES) & 1)
-        b_k = all_k.index(s).reshape([C, BK])
-        b_g = all_g.index(0 if WIDE else s).reshape([C, BK])
+        mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
+        b_k = stages.k.index(s).reshape([C, BK])
+        b_g = stages.g.index(0 if WIDE else s).reshape([C, BK])
         left = end - begin - (n - 1 - i if REVERSE else i) * C
         if PACKED:
             if left < C:
                 keep_rows(b_k, left, tile)
-                keep_rows(all_v.index(s).reshape([C, BV]), left, tile_v)
+                keep_rows(stages.v.index(s).reshape([C, BV]), left, tile_v)
                 keep_rows(b_g, left, tile)
                 if FLOAT16:
                     if q is not None:  # the largest pair scales all pairs of the chunk
-                        keep_rows(all_q.index(s).reshape([C, BK]), left, tile)
+                        keep_rows(stages.q.index(s).reshape([C, BK]), left, tile)
                 fence_async_shared()
         # b - r is half of the sum from the left less half of that from the right. r is a product too, of 16 columns
         # that are all alike: a sum over the rows of a tile would go from warp to warp
@@ -172,7 +196,7 @@ def transformer(
             high = gates.to(gl.bfloat16)
             g_16.store(high)
             fence_async_shared()
-            mbarrier.arrive(taken, count=1)
+            mbarrier.arrive(bars.taken, count=1)
             x = warpgroup_mma(signs, g_16, none, use_acc=False, is_async=True)
             r = warpgroup_mma(g_16.permute((1, 0)), halves, none_r, use_acc=False, is_async=True)
             x, r = warpgroup_mma_wait(0, deps=[x, r])
@@ -191,7 +215,7 @@ def transformer(
             all_factors.index(3 * s).store(gl.exp2(r * LOG2E))
             scaled(b_k, gl.exp2(x if REVERSE else -x), tile)
             if q is not None:
-                scaled(all_q.index(s).reshape([C, BK]), gl.exp2(x), tile)
+                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x), tile)
         else:
             if not WIDE:  # e^-104 is 0 in float32, so -104 stands for all below, -inf too
                 gates = b_g.load(tile).to(gl.float32)
@@ -212,17 +236,17 @@ def transformer(
                 all_factors.index(3 * s + 1).store(gl.exp2(2.0 * rest - shift))
                 all_factors.index(3 * s + 2).store(last)
                 if q is not None:
-                    scaled(all_q.index(s).reshape([C, BK]), gl.exp2(x + (rest - shift)[None, :]), tile)
+                    scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + (rest - shift)[None, :]), tile)
             else:
                 all_factors.index(3 * s).store(last)
                 all_factors.index(3 * s + 1).store(gl.exp2(2.0 * rest))
                 if q is not None:
-                    scaled(all_q.index(s).reshape([C, BK]), gl.exp2(x + rest[None, :]), tile)
+                    scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + rest[None, :]), tile)
         flags.index(s).store(gl.full([1], 1, gl.int32, one) * (1 - mild.to(gl.int32)))
         if q is not None:
             gl.store(strong + i_d + i * H, (1 - mild.to(gl.int32)).to(gl.int8))
         fence_async_shared()
-        mbarrier.arrive(hat.index(s), count=1)
+        mbarrier.arrive(bars.hat.index(s), count=1)
 
 
 @gluon.jit
@@ -243,11 +267,9 @@ def multiplier(
     C: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """(2) and (3), from S_in to S_out."""
-    q, k, v, g, d_o = boxes
-    all_q, all_k, all_v, all_g = stages
+    q, k, v, d_o = boxes.q, boxes.k, boxes.v, boxes.d_o
     if q is not None:
         S_16, P_16, o_16 = tiles
-    empty, ready, hat, taken = bars
     BK: gl.constexpr = k.block_type.shape[3]
     BV: gl.constexpr = v.block_type.shape[3]
     FLOAT16: gl.constexpr = k.dtype == gl.float16
@@ -271,14 +293,14 @@ def multiplier(
         s = i % STAGES
         if states is not None:
             store_box(S.to(states.dtype), t_states, states, i_0 + i, i_h, 0, o_v)
-        mbarrier.wait(hat.index(s), (i // STAGES) & 1)
-        b_k = all_k.index(s).reshape([C, BK])
-        b_v = all_v.index(s).reshape([C, BV])
+        mbarrier.wait(bars.hat.index(s), (i // STAGES) & 1)
+        b_k = stages.k.index(s).reshape([C, BK])
+        b_v = stages.v.index(s).reshape([C, BV])
         strong = gl.sum(flags.index(s).load(one), 0)
         first = all_factors.index(3 * s).load(gl.SliceLayout(1, of_S))
         last = first
         if q is not None:
-            b_q = all_q.index(s).reshape([C, BK])
+            b_q = stages.q.index(s).reshape([C, BK])
             P = warpgroup_mma(
                 b_q, b_k.permute((1, 0)), gl.zeros([C, C], gl.float32, of_P), use_acc=False, is_async=True
             )
@@ -313,7 +335,7 @@ def multiplier(
         whole = whole * first * last
         if q is not None:
             b_o = warpgroup_mma_wait(0, deps=[b_o])
-        mbarrier.arrive(empty.index(s), count=1)
+        mbarrier.arrive(bars.empty.index(s), count=1)
         if q is not None:
             b_o = b_o * scale
             if FLOAT16:
@@ -425,9 +447,8 @@ def walk(
     halves.store(gl.full([C, 16], 0.5, signs.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
     fence_async_shared()
 
-    boxes = (q, k, v, g, d_o)
-    stages = (all_q, all_k, all_v, all_g)
-    bars = (empty, ready, hat, taken)
+    boxes, stages = Boxes(q, k, v, g, d_o), Stages(all_q, all_k, all_v, all_g)
+    bars = Barriers(empty, ready, hat, taken)
     gl.warp_specialize(
         [
             (multiplier, (
