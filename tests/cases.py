@@ -31,13 +31,14 @@ LADDER = (
 SWITCH = -80.0  # total decay of a chunk at which a kernel changes from one product to two levels
 
 
-def thin(values, *kept):
-    """Parameters, of which `make test` takes those that are kept, and `make test-deep` the others."""
+def thin(values, *kept, long=()):
+    """Parameters: `make test` takes what is kept, `make test-long` what is in `long`, `make test-deep` the others."""
     values = list(values)
-    assert kept and all(x in values for x in kept)
+    assert kept and all(x in values for x in (*kept, *long))
     each = [x if isinstance(x, tuple) else (x,) for x in values]
+    marks = [pytest.mark.long if x in long else pytest.mark.deep for x in values]
     return [
-        x if x in kept else pytest.param(*parts, marks=pytest.mark.deep) for x, parts in zip(values, each, strict=True)
+        x if x in kept else pytest.param(*parts, marks=mark) for x, parts, mark in zip(values, each, marks, strict=True)
     ]
 
 

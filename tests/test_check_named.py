@@ -101,7 +101,7 @@ def test_an_error_of_two_budgets_is_given_no_name():
 
 HARD = [  # once misnamed, or missed; `some` takes them to make test-deep
     *("tf32 in every product", "states kept for the backward pass in float16", "scale left out of dq"),
-    *("the final state is that before the last chunk", "states cached between calls by their shape"),
+    "the final state is that before the last chunk",
     *("running sums of gates clamped at -20", "divided by the sum of the weights", "gate applied after the write"),
     "packed sequences: channels of the initial state beyond 32 taken for 0",
     "more than 8 heads: the state of head h mod 8 from the second chunk on",

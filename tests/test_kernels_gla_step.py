@@ -10,7 +10,7 @@ from gla_ref import FORMS, gla
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels.launch.operator import check_call
+from gla_ref.kernels.launch.checks import check_call
 from gla_ref.kernels.steps import gla_step
 
 

@@ -18,7 +18,7 @@ import torch
 
 __all__ = ["check_writable", "command", "environment", "file", "label", "load", "merge", "read", "select", "write"]
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def command(*line: str) -> str:
