@@ -9,10 +9,12 @@ from .. import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import part, path, rect, text
 
-__all__ = ["NAMES", "spans", "waits_timeline"]
+__all__ = ["NAMES", "barrier", "spans", "waits_timeline"]
 
 #: the schedules, as the records and as the figure call them
-NAMES = {"fused": "a solver ahead", "in turn": "two groups in turn", "ahead": "T before the walk"}
+NAMES = {"fused": "fused", "in turn": "in turn", "ahead": "two kernels: the walk"}
+#: barriers that the records name otherwise than the chapter and its page
+BARRIERS = {"done": "empty"}
 MOMENTS = 12  # pictures from the beginning to the end
 LEFT, TOP, WIDE, ROW, TALL = 4, 26, 390, 44, 20
 
@@ -30,13 +32,19 @@ def spans(role: dict) -> list[tuple[str, int, float, float]]:
     return found
 
 
+def barrier(site: str) -> str:
+    """A barrier's name in the chapter; a record also says of which chunk it is ("done of c - 1")."""
+    name = site.split(" of ")[0]
+    return BARRIERS.get(name, name)
+
+
 def _bars(record: dict, end: float) -> str:
     """A bar for each span of each role."""
     pieces = []
     for n, role in enumerate(record["roles"]):
         y = TOP + ROW * n
         for what, chunk, began, ended in spans(role):
-            words = "works" if what == "work" else f"waits for {what}"
+            words = "works" if what == "work" else f"waits at `{barrier(what)}`"
             words = f"The {role['role']}, chunk {chunk}: {words}, {(ended - began) / 1e3:.2f} µs."
             kind = "orange" if what == "work" else "pale-blue"
             bar = rect(LEFT + WIDE * began / end, y, WIDE * (ended - began) / end, TALL, f"{kind} edge")
@@ -93,10 +101,11 @@ def waits_timeline(data: dict, B: int) -> Explorable:
     answers[least["role"]] += " No role waits less, so its work sets the pace."
     names = [NAMES[r["kernel"]] for r in records]
     return Explorable(
-        title=f"Where {shown} chunks in the middle of a text spend their time",
+        title=f"Roles at work and at barriers, {shown} chunks long",
         notice=f"Measured by clocks inside the kernels ({results.label(data)}): {first['B']} x {first['T']} tokens, "
-        f"{first['H']}/{first['HV']} heads, one program of each kernel. Work includes waits for a role's own products. "
-        "The loader is chunks ahead, so its bars come first.",
+        f"{first['H']}/{first['HV']} heads, one program of each kernel. Work includes a role's waits for its own "
+        f"instructions and products. Each role has {shown} chunks recorded, from the same chunk on. The loader is chunks "
+        "ahead, so its bars come first.",
         alt="A row for each role over time, with bars where it works and where it waits at a barrier. Bars to the "
         "right of the line that marks the present are pale.",
         controls=(Choice("Schedule", names), Slider("Time", [f"{n} of {MOMENTS}" for n in range(MOMENTS + 1)])),
@@ -110,7 +119,7 @@ def waits_timeline(data: dict, B: int) -> Explorable:
             Key("line-vermilion", "now", "line"),
         ),
         question=Question(
-            f"The kernel with {names[0]} has {len(first['roles'])} roles. Which of them waits least?",
+            f"The schedule \"{names[0]}\" has {len(first['roles'])} roles. Which of them waits least at barriers?",
             least["role"],
             answers,
             seen=(0, MOMENTS),
