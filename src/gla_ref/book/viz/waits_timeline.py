@@ -104,8 +104,8 @@ def waits_timeline(data: dict, B: int) -> Explorable:
         title=f"Roles at work and at barriers, {shown} chunks long",
         notice=f"Measured by clocks inside the kernels ({results.label(data)}): {first['B']} x {first['T']} tokens, "
         f"{first['H']}/{first['HV']} heads, one program of each kernel. Work includes a role's waits for its own "
-        f"instructions and products. Each role has {shown} chunks recorded, from the same chunk on. The loader is chunks "
-        "ahead, so its bars come first.",
+        f"instructions and products. Each role has {shown} chunks recorded, from the same chunk on. The loader is "
+        "chunks ahead, so its bars come first.",
         alt="A row for each role over time, with bars where it works and where it waits at a barrier. Bars to the "
         "right of the line that marks the present are pale.",
         controls=(Choice("Schedule", names), Slider("Time", [f"{n} of {MOMENTS}" for n in range(MOMENTS + 1)])),
@@ -119,7 +119,7 @@ def waits_timeline(data: dict, B: int) -> Explorable:
             Key("line-vermilion", "now", "line"),
         ),
         question=Question(
-            f"The schedule \"{names[0]}\" has {len(first['roles'])} roles. Which of them waits least at barriers?",
+            f'The schedule "{names[0]}" has {len(first["roles"])} roles. Which of them waits least at barriers?',
             least["role"],
             answers,
             seen=(0, MOMENTS),
