@@ -58,14 +58,14 @@ def period(answer):
 
 predict(
     "ex-fused-third",
-    ["a solve of at most x", "a solve of at least y"],
+    ["the longest of the short solves", "the shortest of the long solves"],
     [0.9, 3.7],
     [
         ([2.3, ...], "A solve as long as the walk still makes half a round longer than the walk."),
         ([3.2, ...], "The load is a part of the round, too."),
         ([0.9, 2.3], "A solve of 2.3 is no longer than the walk, and half of its round is 3."),
         ([0.9, 2.9], "With a solve of 2.9 half a round is 3.3, which is longer."),
-        ([3.7, 0.9], "The other way round: x is for short solves, y for long ones."),
+        ([3.7, 0.9], "The other way round: first the short solves, then the long ones."),
     ],
     "A third stage saves nothing where the longest role is no shorter than half of a round, load + solve + walk.",
 )

@@ -17,6 +17,7 @@ NAMES = {"fused": "fused", "in turn": "in turn", "ahead": "two kernels: the walk
 BARRIERS = {"done": "empty"}
 MOMENTS = 12  # pictures from the beginning to the end
 LEFT, TOP, WIDE, ROW, TALL = 4, 26, 390, 44, 20
+TICK = 10  # us between two marks of the axis
 
 
 def spans(role: dict) -> list[tuple[str, int, float, float]]:
@@ -62,6 +63,10 @@ def _frames(record: dict, end: float, rows: int) -> list[Frame]:
     ground = [text(LEFT, TOP + ROW * n - 10, role["role"], "start") for n, role in enumerate(roles)]
     ground = "".join([*ground, *[rect(LEFT, TOP + ROW * n, WIDE, TALL, "pale-grey") for n in range(len(roles))]])
     bars, bottom, found = _bars(record, end), TOP + ROW * (rows - 1) + TALL, []
+    for us in range(0, int(end / 1e3) + 1, TICK):
+        x = LEFT + WIDE * us * 1e3 / end
+        ground += path([(x, bottom), (x, bottom + 5)], "line")
+        ground += text(x, bottom + 15, us or "0 µs", "" if us else "start")
     done = max(x[3] for role in roles for x in spans(role))
     for n in range(MOMENTS + 1):
         t = done * n / MOMENTS
@@ -101,16 +106,16 @@ def waits_timeline(data: dict, B: int) -> Explorable:
     answers[least["role"]] += " No role waits less, so its work sets the pace."
     names = [NAMES[r["kernel"]] for r in records]
     return Explorable(
-        title=f"Roles at work and at barriers, {shown} chunks long",
+        title="Roles at work and at barriers",
         notice=f"Measured by clocks inside the kernels ({results.label(data)}): {first['B']} x {first['T']} tokens, "
         f"{first['H']}/{first['HV']} heads, one program of each kernel. Work includes a role's waits for its own "
-        f"instructions and products. Each role has {shown} chunks recorded, from the same chunk on. The loader is "
-        "chunks ahead, so its bars come first.",
-        alt="A row for each role over time, with bars where it works and where it waits at a barrier. Bars to the "
-        "right of the line that marks the present are pale.",
+        f"instructions and products. Of each role {shown} chunks in the middle of a text are recorded, up to the last "
+        "wait. The loader is chunks ahead, so its bars come first.",
+        alt="A row for each role over time, with bars where it works and where it waits at a barrier, and marks every "
+        "10 microseconds. Bars to the right of the line that marks the present are pale.",
         controls=(Choice("Schedule", names), Slider("Time", [f"{n} of {MOMENTS}" for n in range(MOMENTS + 1)])),
         frames=[_frames(r, end, rows) for r in records],
-        height=TOP + ROW * rows - 18,
+        height=TOP + ROW * rows - 2,
         start=(0, MOMENTS // 2),
         legend=(
             Key("orange edge", "works"),
