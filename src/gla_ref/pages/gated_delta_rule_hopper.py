@@ -246,7 +246,7 @@ def walk(q, k, v, g, beta, o, S_last, T, HV, G, scale):
         mbarrier.init(solved.index(s), count=1)
     fence()
     tiles, bars = (t_q, t_k, t_v, t_b, t_P, t_T), (empty, ready, solved)
-    # the first role gets the launch's warps; the lists are warps and registers of the others; it keeps 160 of 4 * 128
+    # the lists: warps and registers of all roles but the first, which keeps 160 of 4 * 128
     gl.warp_specialize(
         [
             (walker, (o, S_last, tiles, bars, t_S.index(0), t_u.index(0), i_b, i_h, T, scale, 0)),
