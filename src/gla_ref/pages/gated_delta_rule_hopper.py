@@ -104,20 +104,20 @@ def inverse(N, scratch, layout: gl.constexpr):
     by_columns: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     reinterpret(t_D, gl.float32, [16, 4, 16], by_columns).store(D.permute((2, 0, 1)))
 
-    # the four inverses on the diagonal, a thread per column (and each column twice: 128 threads)
+    # the four inverses on the diagonal, side by side; each of 64 columns in two threads
     four: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [2, 2, 1], [2, 1, 0])
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, four)))[None, None, :]
     Y = gl.where(i == j, 1.0, gl.zeros([4, 16, 16], gl.float32, four))
     for n in gl.static_range(15):  # row n is done: add its part to the rows below
-        row = gl.sum(gl.where(i == n, Y, 0.0), 1)  # [4, 16]: the n-th register, no exchange
+        row = gl.sum(gl.where(i == n, Y, 0.0), 1)  # [4, 16]: n-th register
         Y += t_D.index(n).load(gl.SliceLayout(2, four))[:, :, None] * row[:, None, :]
     t_Y.store(Y.reshape([C, 16]))
 
-    # columns of blocks; a warp has 16 rows of each
+    # columns of blocks; a warp has 16 rows of each; I_j is 1 where d is 16 j
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     i, j = gl.arange(0, C, layout=gl.SliceLayout(1, mma)), gl.arange(0, 16, layout=gl.SliceLayout(0, mma))
-    d, none = i[:, None] - j[None, :], gl.zeros([C, 16], gl.float32, mma)  # I_j is 1 where d is 16 j
+    d, none = i[:, None] - j[None, :], gl.zeros([C, 16], gl.float32, mma)
     # by a product with I_3, which brings the last block into the layout `mma`
     Y_3 = times(gl.where(d == 48, 1.0, none), t_Y, 3, 0, none, mma)
     X_2 = times(Y_3, t_N, 3, 2, gl.where(d == 32, 1.0, none), mma)
@@ -162,7 +162,7 @@ def solver(g, beta, tiles, bars, t_beta, scratch, i_b, i_h, HV, T):
         P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         t_b.index(s).store(b)
         b_i, b_j = t_b.index(s).load(gl.SliceLayout(1, square)), t_b.index(s).load(gl.SliceLayout(0, square))
-        E = gl.exp2(b_i[:, None] - b_j[None, :])  # infinite above the diagonal? `where` comes last
+        E = gl.exp2(b_i[:, None] - b_j[None, :])  # may be infinite; `where` comes last
         N = warpgroup_mma_wait(1, [N]) * E * t_beta.load(gl.SliceLayout(1, square))[:, None]
         N = gl.where(i > j, -N, 0.0)  # (1)
         P = warpgroup_mma_wait(0, [P])
