@@ -238,19 +238,22 @@ WRONG |= {
 # -- chapter 23 --------------------------------------------------------------------------------------
 
 
-def walked(load, solve, walk, stages, n=400):
+def walked(load, solve, walk, places, tiles, n=600):
     """By a schedule: how long a chunk lasts once all is under way."""
     loads, solves, walks = [0.0], [0.0], [0.0]
+
+    def room(c, n):
+        return walks[c - n + 1] if c >= n else 0
+
     for c in range(n):
-        room = walks[c - stages + 1] if c >= stages else 0
-        loads.append(max(loads[-1], room) + load)
-        solves.append(max(solves[-1], loads[-1]) + solve)
+        loads.append(max(loads[-1], room(c, places)) + load)
+        solves.append(max(solves[-1], loads[-1], room(c, tiles)) + solve)
         walks.append(max(walks[-1], solves[-1]) + walk)
     return (walks[n] - walks[n // 2]) / (n // 2)
 
 
 def by_rows(A, c, sign=-1):
-    """Rows of blocks from the first to the last, the other way round: Y_i = (I + A_ii)^-1 (E_i - sum A_ij Y_j)."""
+    """(I + A)^-1 by rows of blocks from the first to the last: Y_i = (I + A_ii)^-1 (I_i - sum A_ij Y_j)."""
     I = torch.eye(len(A)).double()
     Y = I.clone()
     for i in range(0, len(A), c):
@@ -259,43 +262,65 @@ def by_rows(A, c, sign=-1):
     return Y
 
 
+def columns_of(inverse):
+    """An answer that cuts its columns out of a whole inverse."""
+    return lambda A, c, j: inverse(A, c)[:, c * j : c * j + c]
+
+
 def on_the_diagonal(A, c):
     return torch.block_diag(*(by_rows(A[i : i + c, i : i + c], c) for i in range(0, len(A), c)))
 
 
 RIGHT |= {
-    "ex-fused-products": [[7, 2, 3]],
+    "ex-fused-path": [[8, 4, 2, 1024]],
     "ex-fused-period": [walked],
-    "ex-fused-columns": [by_rows],
-    "ex-fused-ahead": ["abd", ["a", "b", "d"]],
-    "ex-fused-programs": [[32, 4096, 64, 128]],
+    "ex-fused-third": [[0.9, 3.7]],
+    "ex-fused-columns": [columns_of(by_rows)],
+    "ex-fused-ahead": ["abdeg", ["a", "b", "d", "e", "g"]],
+    "ex-fused-programs": [[48, 3072, 96, 33]],
+    "ex-fused-bound": [[4.0, 6.0, 15.0], [4, 6, 15]],
 }
 
 WRONG |= {
-    "ex-fused-products": [
-        ([6, 2, 3], "that is seven"),
-        ([7, 4, 3], "what they are multiplied by"),
-        ([7, 2, 4], "does not wait for them"),
-        ([7, 2, 7], "Answer 3 of 3"),
+    "ex-fused-path": [
+        ([7, 2, 3, 1280], "Seven was the other way"),
+        ([8, 2, 2, 1024], "U and W need no state either"),
+        ([8, 4, 3, 1280], "The inverse is in W already"),
+        ([8, 4, 2, 1280], "the old path"),
+        ([8, 4, 2, 1000], "Answer 4 of 4"),
     ],
     "ex-fused-period": [
-        (lambda *x: walked(*x[:3], 1), "one job after the other"),
         (lambda *x: max(x[:3]), "the busiest role alone"),
-        (lambda *x: sum(x[:3]) / x[3], "round of a stage alone"),
-        (lambda *x: max(*x[:3], sum(x[1:3]) / x[3]), "The load is missing"),
-        (lambda *x: max(*x[:3], sum(x[:2]) / x[3]), "The walk is missing"),
+        (lambda *x: walked(*x[:4], 99), "The tiles are missing"),
+        (lambda *x: walked(*x[:3], 99, x[4]), "places of q, k and v are missing"),
+        (lambda *x: max(*x[:3], sum(x[:3]) / x[3], sum(x[:3]) / x[4]), "need not wait for its chunk's load"),
+        (lambda *x: max(sum(x[:3]) / x[3], sum(x[1:3]) / x[4]), "faster than its own job"),
+    ],
+    "ex-fused-third": [
+        ([2.3, 3.7], "still makes half a round longer"),
+        ([0.9, 2.9], "half a round is 3.3"),
+        ([3.7, 0.9], "The other way round"),
+        ([0.9, 5.0], "Answer 2 of 2"),
     ],
     "ex-fused-columns": [
-        (lambda A, c: by_rows(A, c, sign=1), "The sign is wrong"),
-        (lambda A, c: by_rows(-A, c), "inverts I - A"),
-        (on_the_diagonal, "on the diagonal alone"),
+        (columns_of(lambda A, c: by_rows(A, c, sign=1)), "The sign is wrong"),
+        (columns_of(lambda A, c: by_rows(-A, c)), "inverts I - A"),
+        (columns_of(on_the_diagonal), "on the diagonal alone"),
+        (lambda A, c, j: by_rows(A, c)[c * j : c * j + c].T, "a warp owns columns"),
     ],
-    "ex-fused-ahead": [("abcd", "less what its key finds"), ("ab", "d is missing"), ("abde", "reads the state")],
+    "ex-fused-ahead": [("abcdeg", "A query reads"), ("abde", "g is missing"), ("abdefg", "v' needs the state")],
     "ex-fused-programs": [
-        ([32, 128, 64, 128], "chunks of one head"),
-        ([32, 4096, 32, 128], "half of a head's"),
-        ([32, 4096, 64, 64], "four programs"),
-        ([32, 4096, 64, 1], "Answer 4 of 4"),
+        ([24, 1536, 48, 66], "its own states"),
+        ([48, 1536, 96, 33], "chunks of one prompt"),
+        ([48, 3072, 48, 33], "half of a head's"),
+        ([48, 3072, 96, 66], "all texts together"),
+        ([48, 3072, 96, 1], "Answer 4 of 4"),
+    ],
+    "ex-fused-bound": [
+        ([5.0, 6.0, 15.0], "Half of the saving is a guess"),
+        ([4.0, 5.0, 15.0], "Half of the saving is a guess"),
+        ([4.0, 6.0, 85.0], "That is what remains"),
+        ([4.0, 6.0, 20.0], "Answer 3 of 3"),
     ],
 }
 

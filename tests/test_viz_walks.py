@@ -195,7 +195,7 @@ def test_work_lies_between_waits():
 
 def test_bars_are_as_long_as_the_record_says():
     explorable = timeline.waits_timeline(measured_waits.DATA, B=8)
-    assert list(explorable.controls[0].values) == ["a solver ahead", "two groups in turn"]
+    assert list(explorable.controls[0].values) == ["fused", "in turn"]
     end = max(
         chunk[-1][1]
         for r in (measured_waits.FUSED, measured_waits.IN_TURN)
@@ -213,6 +213,6 @@ def test_bars_are_as_long_as_the_record_says():
 
 
 def test_schedules_without_clocks_are_left_out():
-    assert list(timeline.waits_timeline(measured_waits.DATA, B=1).controls[0].values) == ["T before the walk"]
+    assert list(timeline.waits_timeline(measured_waits.DATA, B=1).controls[0].values) == ["two kernels: the walk"]
     with pytest.raises(ValueError, match="expected clocks of kernels at B = 2, got none"):
         timeline.waits_timeline(measured_waits.DATA, B=2)

@@ -14,29 +14,37 @@ a value head of a sequence, and its roles, of four warps each, pass chunks on th
     solver     (1) and b, a chunk ahead of the walkers                        waits for `ready`
     walkers    (2), (3) for half of the columns each; S in registers          wait for `ready` and `solved`
 
-Chunk c lies in stage c % 2, and its round is j = c // 2. Each stage has three barriers::
+Chunk c lies in stage c % 2, and its round is c // 2. Each stage has three barriers::
 
     empty     walkers -> loader                 2 arrivals            q, k, v, b, P, T have been read
     ready     copy engine -> solver, walkers    the announced bytes   q, k, v are there
     solved    solver -> walkers                 1 arrival             b, P, T are there
 
-wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. Roles
-wait at `ready` and `solved` for phase j, of parity j & 1, the loader at `empty` for phase j - 1. No role waits for
-ever: each waits for earlier events of the same chunk, or for the chunk two before. No role is two phases late: `ready`
-of round j + 1 needs `empty` of j, which comes after both walkers' waits for `ready` and `solved` of j, and `solved` of
-j after the solver's for `ready`. Thus the solver, once past `ready`, may overwrite b, P and T of the round before.
+wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. In
+round n roles wait at `ready` and `solved` for phase n, of parity n & 1, the loader at `empty` for phase n - 1.
 
-The copy engine and WGMMA see a tile that threads have written to shared memory only after these threads' fence. Between
-`init` and `invalidate` a barrier's eight bytes belong to the hardware, so barriers are kept until the roles are done.
+No role waits forever: each waits for earlier events of the same chunk, or for the chunk two before. Parity tells
+phase n from n + 1, but not from n + 2, so no role may miss two phases. None can: phase n + 1 of `ready` follows phase
+n of `empty`, to which both walkers arrive after their waits of round n; these end after phase n of `solved`, to which
+the solver arrives after its wait. So the solver, once past `ready`, may overwrite b, P and T of the round before.
 
-`inverse` eliminates the four blocks D_j on the diagonal of I - N in float32, a thread per column. Columns of blocks
-follow from the last to the first, Y_j = (E_j + sum_(m > j) Y_m N_mj) D_j^-1, with E_j of the unit matrix, by products
-in TF32: 10 bits, which is more than T keeps in bf16. A warp has 16 rows of every Y_j and needs no other warp's.
+The copy engine and WGMMA see a tile that threads have written to shared memory only after these threads' fence. One
+thread arrives for its role; the compiler lets the role's warps meet before. Between `init` and `invalidate` a barrier's
+eight bytes belong to the hardware, so barriers are kept until the roles are done.
 
-A chunk moves 2 C (2 K + 2 V) bytes, 64 KB, for 2 C (2 C K + 3 K V + 2 C V) FLOPs and 1 MFLOP for the inverse. Shared
-memory: 201 KB. Left out: all sizes but K = V = 128, packed sequences, initial states, gradients, segments for few
-heads, float16, float32. Keys should have length 1. A log gate below -104 counts as -104, and after many of them in one
-chunk e^(b_i - b_j) is good to 1e-3 only, less than a rounding to bf16.
+`inverse` eliminates the four blocks of 16 on the diagonal of I - N in float32, a thread per column. Columns of blocks
+follow from the last to the first, Y_j = (I_j + sum_(m > j) Y_m N_mj) (I - N_jj)^-1, with I_j of the unit matrix, by
+products in TF32: 10 bits, where bf16, in which T is kept, has 7. A warp has 16 rows of every Y_j and needs no other's.
+
+A chunk moves 2 C (2 K + 2 V) bytes, 64 KiB, for 2 C (2 C K + 3 K V + 2 C V) FLOPs, 10.5 M, and 0.4 M for the inverse.
+Shared memory: 201 KiB. The solver's chain of dependent instructions limits the time, not memory or products.
+
+In the code T alone counts tokens, and the T of (1) is t_T, b_T. t_x is a tile in shared memory, b_x the values of one
+chunk in registers or its part of t_x; HV counts value heads; `square` and `half` are layouts of results.
+
+Left out: all sizes but K = V = 128, packed sequences, initial states, gradients, segments for few heads, float16,
+float32. Keys should have length 1: with longer ones the inverse may grow large. A log gate below -104 counts as -104.
+After many of these in one chunk e^(b_i - b_j) is good to 1e-3 only, which is below bf16's rounding of 4e-3.
 """
 
 import torch
@@ -46,10 +54,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # in Triton 3.9, and before
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9; earlier versions
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 Shared = gl.shared_memory_descriptor
-reinterpret = getattr(Shared, "reinterpret", None) or Shared._reinterpret  # in Triton 3.9, and before
+reinterpret = getattr(Shared, "reinterpret", None) or Shared._reinterpret  # Triton 3.9; earlier versions
 
 LOG2E = gl.constexpr(1.4426950408889634)
 C, STAGES, K, V, BV = gl.constexpr(64), gl.constexpr(2), gl.constexpr(128), gl.constexpr(128), gl.constexpr(64)
@@ -62,7 +70,7 @@ def loader(q, k, v, tiles, bars, i_b, i_h, i_k, T):
     for c in range(gl.cdiv(T, C)):
         s = c % STAGES
         mbarrier.wait(empty.index(s), ((c // STAGES) & 1) ^ 1)
-        # the copies below end the phase of `ready` when all these bytes have come; beyond T they are zeros
+        # the copies end the phase of `ready` when all these bytes have come; beyond the last token they are zeros
         bar = ready.index(s)
         mbarrier.expect(bar, 2 * q.block_type.nbytes + 2 * v.block_type.nbytes)
         copy_in(k, [i_b, i_k, c * C, 0], bar, t_k.index(s))
@@ -91,25 +99,26 @@ def inverse(N, scratch, layout: gl.constexpr):
     t_D, t_N, t_Y = scratch
     i, j = gl.arange(0, C, layout=gl.SliceLayout(1, layout)), gl.arange(0, C, layout=gl.SliceLayout(0, layout))
     t_N.store(N)
-    # the blocks on the diagonal by columns, too: t_D[j, block, i]
+    # t_D[j, block, i]: the four blocks on the diagonal by columns; all others are masked, so the sum picks these
     D = gl.sum(gl.where(i[:, None] // 16 == j[None, :] // 16, N, 0.0).reshape([4, 16, 4, 16]), 2)  # [4, 16, 16]
     by_columns: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     reinterpret(t_D, gl.float32, [16, 4, 16], by_columns).store(D.permute((2, 0, 1)))
 
-    # the four inverses on the diagonal, side by side: a thread has a column of one of them
+    # the four inverses on the diagonal, side by side; each of 64 columns in two threads
     four: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [2, 2, 1], [2, 1, 0])
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, four)))[None, None, :]
     Y = gl.where(i == j, 1.0, gl.zeros([4, 16, 16], gl.float32, four))
     for n in gl.static_range(15):  # row n is done: add its part to the rows below
-        row = gl.sum(gl.where(i == n, Y, 0.0), 1)  # [4, 16]
+        row = gl.sum(gl.where(i == n, Y, 0.0), 1)  # [4, 16]: n-th register
         Y += t_D.index(n).load(gl.SliceLayout(2, four))[:, :, None] * row[:, None, :]
     t_Y.store(Y.reshape([C, 16]))
 
-    # columns of blocks; a warp has 16 rows of each
+    # columns of blocks; a warp has 16 rows of each; I_j is 1 where d is 16 j
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     i, j = gl.arange(0, C, layout=gl.SliceLayout(1, mma)), gl.arange(0, 16, layout=gl.SliceLayout(0, mma))
-    d, none = i[:, None] - j[None, :], gl.zeros([C, 16], gl.float32, mma)  # E_j is 1 where d is 16 j
+    d, none = i[:, None] - j[None, :], gl.zeros([C, 16], gl.float32, mma)
+    # by a product with I_3, which brings the last block into the layout `mma`
     Y_3 = times(gl.where(d == 48, 1.0, none), t_Y, 3, 0, none, mma)
     X_2 = times(Y_3, t_N, 3, 2, gl.where(d == 32, 1.0, none), mma)
     Y_2 = times(X_2, t_Y, 2, 0, none, mma)
@@ -117,7 +126,7 @@ def inverse(N, scratch, layout: gl.constexpr):
     Y_1 = times(X_1, t_Y, 1, 0, none, mma)
     X_0 = times(Y_2, t_N, 2, 0, times(Y_3, t_N, 3, 0, gl.where(d == 0, 1.0, none), mma), mma)
     Y_0 = times(times(Y_1, t_N, 1, 0, X_0, mma), t_Y, 0, 0, none, mma)
-    joined = gl.join(gl.join(Y_0, Y_1), gl.join(Y_2, Y_3))  # [64, 16, 2, 2]
+    joined = gl.join(gl.join(Y_0, Y_1), gl.join(Y_2, Y_3))  # [row, column, odd j, j > 1]
     return gl.convert_layout(joined.permute((0, 3, 2, 1)).reshape([C, C]), layout)
 
 
@@ -139,19 +148,21 @@ def solver(g, beta, tiles, bars, t_beta, scratch, i_b, i_h, HV, T):
         s = c % STAGES
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
         b_g *= LOG2E
-        b = gl.associative_scan(gl.where(b_g < -150.0, -150.0, b_g), 0, add)  # of -inf differences would be NaN
+        # in base 2, where -150 is -104 in base e; a sum of -inf would make b_i - b_j NaN
+        b = gl.associative_scan(gl.where(b_g < -150.0, -150.0, b_g), 0, add)
         t_beta.store(b_beta)
         rows += C  # the next chunk's gates are asked for long before they are needed
         b_g = gl.load(g + rows * HV, mask=rows < T, other=0.0).to(gl.float32)
         b_beta = gl.load(beta + rows * HV, mask=rows < T, other=0.0).to(gl.float32)
         mbarrier.wait(ready.index(s), (c // STAGES) & 1)
         none = gl.zeros([C, C], gl.float32, square)
-        # is_async: the product runs while threads go on; wait(n, [x]): until x is there and at most n products run
+        # is_async: the product runs while threads go on
+        # wait(n, [x]): until x is there and at most n products run
         N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         t_b.index(s).store(b)
         b_i, b_j = t_b.index(s).load(gl.SliceLayout(1, square)), t_b.index(s).load(gl.SliceLayout(0, square))
-        E = gl.exp2(b_i[:, None] - b_j[None, :])  # above the diagonal it may be infinite, so `where` comes last
+        E = gl.exp2(b_i[:, None] - b_j[None, :])  # may be infinite; `where` comes last
         N = warpgroup_mma_wait(1, [N]) * E * t_beta.load(gl.SliceLayout(1, square))[:, None]
         N = gl.where(i > j, -N, 0.0)  # (1)
         P = warpgroup_mma_wait(0, [P])
@@ -174,7 +185,7 @@ def walker(o, S_last, tiles, bars, t_S, t_u, i_b, i_h, T, scale, D: gl.constexpr
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
         none = gl.zeros([C, BV], gl.float32, half)
         b_v = t_v.index(2 * s + D).reshape([C, BV])  # later v', then w
-        t_S.store(S.to(b_q.dtype))  # an operand must be in shared memory, in 16 bits
+        t_S.store(S.to(b_q.dtype))  # the second operand: in shared memory, in 16 bits
         fence()
         mbarrier.wait(ready.index(s), (c // STAGES) & 1)
         x = warpgroup_mma(b_k, t_S, none, use_acc=False, is_async=True)  # k S
@@ -190,7 +201,7 @@ def walker(o, S_last, tiles, bars, t_S, t_u, i_b, i_h, T, scale, D: gl.constexpr
         b_o = warpgroup_mma_wait(1, [b_o]) * since
         S *= through
         w = warpgroup_mma_wait(0, [w])
-        tma.store_wait(0)  # the copy engine has read the last o, which lies in t_u
+        tma.store_wait(0)  # the copy engine has read the last o in t_u
         t_u.reshape([C, BV]).store((w * until).to(b_q.dtype))
         fence()
         S = warpgroup_mma(b_k.permute((1, 0)), t_u.reshape([C, BV]), S, is_async=True)  # (3)
@@ -202,7 +213,7 @@ def walker(o, S_last, tiles, bars, t_S, t_u, i_b, i_h, T, scale, D: gl.constexpr
         mbarrier.arrive(empty.index(s), count=1)
         t_u.reshape([C, BV]).store((b_o * scale).to(b_q.dtype))
         fence()
-        copy_out(o, [i_b, i_h, c * C, D * BV], t_u)  # nothing is written beyond T
+        copy_out(o, [i_b, i_h, c * C, D * BV], t_u)  # nothing beyond the last token
     tma.store_wait(0)
     o_k, o_v = gl.arange(0, K, layout=gl.SliceLayout(1, half)), gl.arange(0, BV, layout=gl.SliceLayout(0, half))
     gl.store(S_last + (gl.program_id(0).to(gl.int64) * K + o_k)[:, None] * V + (D * BV + o_v)[None, :], S)
@@ -235,7 +246,7 @@ def walk(q, k, v, g, beta, o, S_last, T, HV, G, scale):
         mbarrier.init(solved.index(s), count=1)
     fence()
     tiles, bars = (t_q, t_k, t_v, t_b, t_P, t_T), (empty, ready, solved)
-    # the first role gets the four warps of the launch; the lists are the warps and registers of the other roles
+    # the lists: warps and registers of all roles but the first, which keeps 160 of 4 * 128
     gl.warp_specialize(
         [
             (walker, (o, S_last, tiles, bars, t_S.index(0), t_u.index(0), i_b, i_h, T, scale, 0)),

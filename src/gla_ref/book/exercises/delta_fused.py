@@ -7,108 +7,155 @@ from ._compare import draw, hold, variants
 from ._predict import ask, choice, predict
 
 predict(
-    "ex-fused-products",
-    ["products of a chunk with the tensor cores' WGMMA", "of them, products that need no state", "dependent products"],
-    [7, 2, 3],
+    "ex-fused-path",
+    ["products of a chunk", "products that need no state", "products on the path", "clocks of the path"],
+    [8, 4, 2, 1024],
     [
-        ([6, ..., ...], "k k^T and q k^T, then k S, q S, T v', P w and the write: that is seven."),
-        ([8, ..., ...], "The inverse has products of its own, but they are small ones and no WGMMA."),
-        ([7, 3, ...], "T v' needs v', and v' is made of the state. Only k k^T and q k^T need no state."),
-        ([7, 4, ...], "T and P need no state, but what they are multiplied by does."),
-        ([7, 2, 4], "q S and P w make the output: the next state does not wait for them."),
-        ([7, 2, 5], "q S and P w make the output: the next state does not wait for them."),
-        ([7, 2, 2], "Between k S and the write there is T v', which needs the result of k S."),
+        ([7, ..., ..., ...], "Seven was the other way. Here U and W are two products, and W S is a third."),
+        ([9, ..., ..., ...], "k S is gone: the state meets W instead of k."),
+        ([8, 2, ..., ...], "U and W need no state either: they are made of the chunk's own keys and values."),
+        ([8, 3, ..., ...], "U needs v and W needs k. Neither needs the state, nor do k k^T and q k^T."),
+        ([8, 5, ..., ...], "W S needs the state."),
+        ([8, 4, 3, ...], "The inverse is in W already, so after W S nothing is multiplied before the write."),
+        ([8, 4, 1, ...], "After W S there is the write, and the next state waits for it."),
+        ([8, 4, 2, 768], "W has K columns, so W S sums over K = 128, as k S did."),
+        ([8, 4, 2, 1280], "That is the old path: k S, the inverse times v', the write."),
     ],
-    "Look at the picture of a chunk: blue needs no state, and the path from S to the next S is drawn thick.",
+    "Draw which product needs which, as in the picture of a chunk, and count a product as 2 x rows x depth x columns.",
 )
 
 
-def _period(load, solve, walk, stages, jobs=max, around=lambda *x: sum(x), both=True):
-    busiest = jobs(load, solve, walk)
-    return max(busiest, around(load, solve, walk) / stages) if both else busiest
+def _period(load, solve, walk, places, tiles, place=lambda *x: sum(x), tile=lambda load, solve, walk: solve + walk):
+    x = load, solve, walk
+    return max(*x, place(*x) / places, tile(*x) / tiles)
 
 
 @exercise("ex-fused-period", "derive")
 def period(answer):
     mistakes = {
-        "That is one job after the other, as if there were one stage.": lambda load, solve, walk, stages: (
-            load + solve + walk
+        "That is the busiest role alone. A place is free again only after its chunk was loaded, solved and walked.": (
+            lambda load, solve, walk, places, tiles: max(load, solve, walk)
         ),
-        "That is the busiest role alone. A stage is free again only after it was loaded, solved and walked.": dict(
-            both=False
+        "The tiles are missing: a tile is free again only after its chunk was solved and walked.": dict(
+            tile=lambda *x: 0
         ),
-        "That is the round of a stage alone. No role can be faster than its own job.": (
-            lambda load, solve, walk, stages: (load + solve + walk) / stages
-        ),
-        "The load is missing: it is a part of a stage's round.": dict(around=lambda load, solve, walk: solve + walk),
-        "The walk is missing: a stage is free only after the walkers have read it.": dict(
-            around=lambda load, solve, walk: load + solve
+        "The places of q, k and v are missing: they bound the kernel, too.": dict(place=lambda *x: 0),
+        "A tile need not wait for its chunk's load: it is taken when the solve begins.": dict(tile=lambda *x: sum(x)),
+        "No role can be faster than its own job.": lambda load, solve, walk, places, tiles: max(
+            (load + solve + walk) / places, (solve + walk) / tiles
         ),
     }
-    cases = [(3.0, 4.0, 2.0, 1), (1.0, 2.0, 2.0, 3), (4.0, 5.0, 3.0, 2), (6.0, 1.0, 7.0, 2)]
+    cases = [
+        (3.0, 4.0, 2.0, 1, 1),
+        (3.0, 2.0, 2.0, 2, 1),
+        (4.0, 5.0, 3.0, 2, 2),
+        (6.0, 1.0, 7.0, 4, 3),
+        (2.0, 4.0, 3.5, 3, 1),
+        (5.0, 4.0, 4.0, 2, 1),
+    ]
     hold(answer, cases, _period, variants(_period, mistakes), {"period": ""})
 
 
-def _columns(A, c, sign=-1, later=lambda j, n: range(j + 1, n), own=lambda x: x):
+predict(
+    "ex-fused-third",
+    ["the longest of the short solves", "the shortest of the long solves"],
+    [0.9, 3.7],
+    [
+        ([2.3, ...], "A solve as long as the walk still makes half a round longer than the walk."),
+        ([3.2, ...], "The load is a part of the round, too."),
+        ([0.9, 2.3], "A solve of 2.3 is no longer than the walk, and half of its round is 3."),
+        ([0.9, 2.9], "With a solve of 2.9 half a round is 3.3, which is longer."),
+        ([3.7, 0.9], "The other way round: first the short solves, then the long ones."),
+    ],
+    "A third stage saves nothing where the longest role is no shorter than half of a round, load + solve + walk.",
+)
+
+
+def _own_columns(A, c, j, sign=-1, earlier=lambda i, j: range(j, i), inner=lambda x: x, start=lambda j: j):
     n, I = len(A) // c, torch.eye(len(A), dtype=A.dtype)
-    Y = torch.zeros_like(A)
-    for j in reversed(range(n)):
-        columns = slice(c * j, c * (j + 1))
-        X = I[:, columns].clone()
-        for m in later(j, n):
-            rows = slice(c * m, c * (m + 1))
-            X = X + sign * Y[:, rows] @ A[rows, columns]
-        Y[:, columns] = X @ torch.linalg.inv(I[:c, :c] + own(A[columns, columns]))
+    Y = torch.zeros_like(A[:, :c])
+    for i in range(start(j), n):
+        rows = slice(c * i, c * i + c)
+        X = I[rows, c * j : c * j + c].clone()
+        for m in earlier(i, j):
+            columns = slice(c * m, c * m + c)
+            X = X + sign * A[rows, columns] @ Y[columns]
+        Y[rows] = torch.linalg.inv(I[:c, :c] + inner(A[rows, rows])) @ X
     return Y
 
 
 @exercise("ex-fused-columns", "implement")
 def columns(answer):
-    def right(A, c):
+    def right(A, c, j):
+        return _inverse(A)[:, c * j : c * j + c]
+
+    def _inverse(A):
         return torch.linalg.inv(torch.eye(len(A), dtype=A.dtype) + A)
 
     mistakes = {
-        "The sign is wrong: what later columns contribute is subtracted.": dict(sign=1),
-        "Only the next column of blocks is used: add up over all later ones.": dict(
-            later=lambda j, n: range(j + 1, min(j + 2, n))
+        "The sign is wrong: what earlier rows contribute is subtracted.": dict(sign=1),
+        "Only the row before is used: add up over all earlier rows.": dict(
+            earlier=lambda i, j: range(max(j, i - 1), i)
         ),
-        "The later columns are missing: those are the blocks on the diagonal alone.": dict(later=lambda j, n: ()),
-        "The inverses on the diagonal are missing: multiply each sum by that of its own column, from the right.": dict(
-            own=lambda x: 0 * x
+        "The earlier rows are missing: that is the block on the diagonal alone.": dict(earlier=lambda i, j: ()),
+        "The inverses on the diagonal are missing: multiply each sum by that of its own row, from the left.": dict(
+            inner=lambda x: 0 * x
         ),
-        "The blocks on the diagonal are inverses of I + A_jj, not of I - A_jj.": dict(own=lambda x: -x),
-        "That inverts I - A: the triangle is I + A.": lambda A, c: right(-A, c),
+        "The blocks on the diagonal are inverses of I + A_ii, not of I - A_ii.": dict(inner=lambda x: -x),
+        "That inverts I - A: the triangle is I + A.": lambda A, c, j: right(-A, c, j),
+        "Those are rows of the inverse, turned round: a warp owns columns.": lambda A, c, j: (
+            _inverse(A)[c * j : c * j + c].T
+        ),
+        "That starts with the first column of blocks: column j begins with the unit matrix in row j.": (
+            lambda A, c, j: right(A, c, 0)
+        ),
     }
-    cases = [(x.tril(-1), c) for x, c in zip(draw(23, (6, 6), (8, 8), (9, 9)), (2, 4, 3), strict=True)]
-    hold(answer, cases, right, variants(_columns, mistakes), {"inverse": "T T"})
+    shapes = zip(draw(23, (6, 6), (8, 8), (9, 9), (9, 9)), (2, 4, 3, 3), (1, 0, 0, 1), strict=True)
+    cases = [(x.tril(-1), c, j) for x, c, j in shapes]
+    hold(answer, cases, right, variants(_own_columns, mistakes), {"columns": "T c"})
 
 
 @ask("ex-fused-ahead")
 def ahead():
     why = {
-        "a": "The inverse is made of keys, strengths and gates of the chunk's own tokens.",
-        "b": "The scores are made of queries, keys and gates of the chunk's own tokens.",
-        "c": "v' is a value less what its key finds in the state.",
-        "d": "Running sums of the chunk's own gates make the decays.",
-        "e": "A query reads the state.",
-        "f": "w is T v', and v' needs the state.",
+        "a": "U is made of the chunk's own keys, values, strengths and gates.",
+        "b": "Zeros are known: P Y diag(beta) v is made of the chunk's own tokens.",
+        "c": "A query reads the state.",
+        "d": "The sum of the chunk's own gates makes it.",
+        "e": "It is a product of the chunks' matrices, each made of its own keys, strengths and gates.",
+        "f": "They are made of v', and v' needs the state.",
+        "g": "The walk from zeros needs only states inside its own segment.",
     }
-    return choice("Steps that can be done ahead", "abd", why)
+    return choice("Steps that can be done ahead", "abdeg", why)
 
 
 predict(
     "ex-fused-programs",
-    ["programs of the fused kernel", "programs of solve", "programs of walk", "programs of walk with 32 columns each"],
-    [32, 4096, 64, 128],
+    ["programs of the fused kernel", "programs of solve", "programs of walk", "most value heads for the two kernels"],
+    [48, 3072, 96, 33],
     [
-        ([16, ..., ..., ...], "Programs belong to value heads: each has a state of its own."),
-        ([64, ..., ..., ...], "One program owns the whole state of a value head; both halves are in its registers."),
-        ([4096, ..., ..., ...], "Chunks of one head come one after the other, in one program."),
-        ([32, 2048, ..., ...], "A chunk of a value head is a program: strengths and gates differ between value heads."),
-        ([32, 128, ..., ...], "Those are the chunks of one head. There are 32 of them."),
-        ([32, 32, ..., ...], "An inverse needs no state, so every chunk has a program of its own."),
-        ([32, 4096, 32, ...], "A program of the walk has 64 columns, half of a head's."),
-        ([32, 4096, 64, 64], "128 columns in tiles of 32 are four programs for each head."),
+        ([24, ..., ..., ...], "Each prompt has its own states: programs belong to a value head of a text."),
+        ([96, ..., ..., ...], "One program owns the whole state of a value head; its two walkers share the columns."),
+        ([48, 1536, ..., ...], "Those are the chunks of one prompt."),
+        ([48, 64, ..., ...], "Those are the chunks of one head of one prompt."),
+        ([48, 3072, 48, ...], "A program of the walk has 64 columns, half of a head's."),
+        ([48, 3072, 192, ...], "That is the walk with 32 columns for each program."),
+        ([48, 3072, 96, 66], "66 is for all texts together, and there are two."),
+        ([48, 3072, 96, 132], "Each head of each text needs two multiprocessors."),
     ],
-    "Value heads times what a head is cut into: nothing, its chunks, or its columns.",
+    "Texts times value heads, times what a head is cut into: nothing, its chunks, or its columns.",
+)
+
+predict(
+    "ex-fused-bound",
+    ["the least time", "the longest time", "percent that faster products can save"],
+    [4.0, 6.0, 15.0],
+    [
+        ([5.0, ..., ...], "Half of the saving is a guess. The loads may already hide when they are a little faster."),
+        ([3.0, ..., ...], "Not the whole kernel gets faster: without any loads it still takes 4.0."),
+        ([4.0, 5.0, ...], "Half of the saving is a guess. All of the loads' last part may still be in the way."),
+        ([4.0, 6.0, 85.0], "That is what remains."),
+        ([4.0, 6.0, 0.9], "That is in microseconds. Divide by the time of the whole kernel."),
+    ],
+    "A part that is taken away costs nothing, and no improvement of it can be better than that.",
 )

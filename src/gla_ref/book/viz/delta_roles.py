@@ -1,4 +1,4 @@
-"""The delta rule's kernels on Hopper over time: the inverse in turn, a chunk ahead, or before the walk (chapter 23).
+"""The delta rule's kernels on Hopper over time: in turn, fused (the inverse a chunk ahead), two kernels (chapter 23).
 
 A model. Its jobs last as long as they were measured with the other roles only waiting; what they take from each other
 when all are at work is left out.
@@ -17,7 +17,7 @@ __all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WAYS", "Task", "delta_
 ALONE = {"load": 1.4, "solve": 2.9, "walk": 2.3}
 #: microseconds a chunk takes the two kernels of an early pair, with half of the columns for a program of the walk
 FIRST = {"solve": 1.9, "walk": 1.4}
-WAYS = ("two groups, in turn", "the inverse a chunk ahead", "all inverses first")
+WAYS = ("in turn", "fused", "two kernels")
 HEADS = (32, 64, 132)  # value heads of all sequences
 MULTIPROCESSORS, STAGES, CHUNKS = 132, 2, 6
 
@@ -58,7 +58,7 @@ def schedule(way: str, heads: int, n: int = CHUNKS) -> list[Task]:
     for c in range(n):
         first = [("solve", n - 1)] if way == WAYS[2] else []
         run("load", c, ("load", c - 1), ("walk", c - STAGES), *first)
-        if way != WAYS[2]:  # whoever solves is free: has solved the last chunk, and walked it, too, if they do both
+        if way != WAYS[2]:  # the warps that solve have solved the chunk before, and walked it, if they walk, too
             run("solve", c, ("load", c), ("solve" if way == WAYS[1] else "walk", c - 1))
         run("walk", c, ("load", c), ("solve", c), ("walk", c - 1))
     return tasks
@@ -74,10 +74,11 @@ def period(way: str, heads: int) -> float:
 
 
 LEFT, TOP, ROW, TALL, UNIT = 4, 26, 52, 26, 390 / 34
-ROWS = {"load": "copy engine: q, k, v", "solve": "inverses", "walk": "states"}
+ROWS = {"load": "copy engine: q, k, v", "solve": "inverses", "walk": "walk: from state to state"}
 KINDS = {"load": "pale-blue", "solve": "orange", "walk": "pink"}
-SAYS = {"load": "its tiles come in", "solve": "its inverse is made", "walk": "it reads and writes the state"}
+SAYS = {"load": "its tiles come in", "solve": "its inverse is made", "walk": "its walk from state to state"}
 MOMENT = 1.0  # us between two pictures
+TICK = 10  # us between two marks of the axis
 
 
 def _bars(tasks: list[Task]) -> str:
@@ -96,6 +97,10 @@ def _frames(way: str, heads: int) -> list[Frame]:
     end, bars = max(t.stop for t in tasks), _bars(tasks)
     ground = [text(LEFT, TOP + ROW * n - 10, words, "start") for n, words in enumerate(ROWS.values())]
     ground += [rect(LEFT, TOP + ROW * n, UNIT * end, TALL, "pale-grey") for n in range(len(ROWS))]
+    bottom = TOP + ROW * (len(ROWS) - 1) + TALL
+    for us in range(0, int(end) + 1, TICK):
+        ground.append(path([(LEFT + UNIT * us, bottom), (LEFT + UNIT * us, bottom + 5)], "line"))
+        ground.append(text(LEFT + UNIT * us, bottom + 15, f"{us} µs" if us == 0 else us, "" if us else "start"))
     moments = int(end / MOMENT) + 2
     return [_frame(way, heads, tasks, n * MOMENT, end, "".join(ground), bars) for n in range(moments)]
 
@@ -120,22 +125,23 @@ def delta_roles() -> Explorable:
     most = max(len(row) for by_heads in frames for row in by_heads)
     return Explorable(
         title="Six chunks of one value head",
-        notice="A model: each job lasts as long as it did with the other jobs taken away. The numbers are chunks. An "
-        "inverse waits for its own keys only, so it can be made while the state is still chunks behind.",
-        alt="Three rows over time, for loads, inverses and states, with numbered bars for the chunks. Bars to the "
-        "right of the line that marks the present are pale.",
+        notice="A model: each job lasts as long as it did with the other jobs taken away. Numbers are chunks, rows are "
+        "jobs. In turn, the same warps have the last two rows. The number of value heads matters to the two kernels "
+        "only: it says how many heads share the multiprocessors that make inverses.",
+        alt="Three rows over time, for loads, inverses and walks, with numbered bars for the chunks and marks every "
+        "10 microseconds. Bars to the right of the line that marks the present are pale.",
         controls=(
             Choice("Way", WAYS),
             Choice("Value heads", HEADS),
             Slider("Time", [f"{MOMENT * n:.0f} µs" for n in range(most)]),
         ),
         frames=frames,
-        height=TOP + ROW * len(ROWS) - 18,
+        height=TOP + ROW * len(ROWS) - 4,
         start=(1, 0, 12),
         legend=(
             Key("pale-blue edge", "loads a chunk"),
             Key("orange edge", "makes the inverse"),
-            Key("pink edge", "goes from state to state"),
+            Key("pink edge", "walks from state to state"),
             Key("pale-grey", "nothing to do"),
             Key("line-vermilion", "now", "line"),
         ),
@@ -145,8 +151,8 @@ def delta_roles() -> Explorable:
             {
                 "the state after chunk 4": "The state comes in later, where the inverse is multiplied by what tokens "
                 "found there.",
-                "the inverse of chunk 4": "Tokens of a chunk correct each other. What earlier chunks wrote is in the "
-                "state.",
+                "the inverse of chunk 4": "Tokens of a chunk correct each other. The state has all that earlier chunks "
+                "wrote.",
                 "the keys of chunk 5": "Keys, strengths and gates of its own tokens make it. So it can be made before "
                 "any state is known.",
             },

@@ -9,12 +9,15 @@ from .. import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import part, path, rect, text
 
-__all__ = ["NAMES", "spans", "waits_timeline"]
+__all__ = ["NAMES", "barrier", "spans", "waits_timeline"]
 
 #: the schedules, as the records and as the figure call them
-NAMES = {"fused": "a solver ahead", "in turn": "two groups in turn", "ahead": "T before the walk"}
+NAMES = {"fused": "fused", "in turn": "in turn", "ahead": "two kernels: the walk"}
+#: barriers that the records name otherwise than the chapter and its page
+BARRIERS = {"done": "empty"}
 MOMENTS = 12  # pictures from the beginning to the end
 LEFT, TOP, WIDE, ROW, TALL = 4, 26, 390, 44, 20
+TICK = 10  # us between two marks of the axis
 
 
 def spans(role: dict) -> list[tuple[str, int, float, float]]:
@@ -30,13 +33,19 @@ def spans(role: dict) -> list[tuple[str, int, float, float]]:
     return found
 
 
+def barrier(site: str) -> str:
+    """A barrier's name in the chapter; a record also says of which chunk it is ("done of c - 1")."""
+    name = site.split(" of ")[0]
+    return BARRIERS.get(name, name)
+
+
 def _bars(record: dict, end: float) -> str:
     """A bar for each span of each role."""
     pieces = []
     for n, role in enumerate(record["roles"]):
         y = TOP + ROW * n
         for what, chunk, began, ended in spans(role):
-            words = "works" if what == "work" else f"waits for {what}"
+            words = "works" if what == "work" else f"waits at `{barrier(what)}`"
             words = f"The {role['role']}, chunk {chunk}: {words}, {(ended - began) / 1e3:.2f} µs."
             kind = "orange" if what == "work" else "pale-blue"
             bar = rect(LEFT + WIDE * began / end, y, WIDE * (ended - began) / end, TALL, f"{kind} edge")
@@ -54,6 +63,10 @@ def _frames(record: dict, end: float, rows: int) -> list[Frame]:
     ground = [text(LEFT, TOP + ROW * n - 10, role["role"], "start") for n, role in enumerate(roles)]
     ground = "".join([*ground, *[rect(LEFT, TOP + ROW * n, WIDE, TALL, "pale-grey") for n in range(len(roles))]])
     bars, bottom, found = _bars(record, end), TOP + ROW * (rows - 1) + TALL, []
+    for us in range(0, int(end / 1e3) + 1, TICK):
+        x = LEFT + WIDE * us * 1e3 / end
+        ground += path([(x, bottom), (x, bottom + 5)], "line")
+        ground += text(x, bottom + 15, us or "0 µs", "" if us else "start")
     done = max(x[3] for role in roles for x in spans(role))
     for n in range(MOMENTS + 1):
         t = done * n / MOMENTS
@@ -93,15 +106,16 @@ def waits_timeline(data: dict, B: int) -> Explorable:
     answers[least["role"]] += " No role waits less, so its work sets the pace."
     names = [NAMES[r["kernel"]] for r in records]
     return Explorable(
-        title=f"Where {shown} chunks in the middle of a text spend their time",
+        title="Roles at work and at barriers",
         notice=f"Measured by clocks inside the kernels ({results.label(data)}): {first['B']} x {first['T']} tokens, "
-        f"{first['H']}/{first['HV']} heads, one program of each kernel. Work includes waits for a role's own products. "
-        "The loader is chunks ahead, so its bars come first.",
-        alt="A row for each role over time, with bars where it works and where it waits at a barrier. Bars to the "
-        "right of the line that marks the present are pale.",
+        f"{first['H']}/{first['HV']} heads, one program of each kernel. Work includes a role's waits for its own "
+        f"instructions and products. Of each role {shown} chunks in the middle of a text are recorded, up to the last "
+        "wait. The loader is chunks ahead, so its bars come first.",
+        alt="A row for each role over time, with bars where it works and where it waits at a barrier, and marks every "
+        "10 microseconds. Bars to the right of the line that marks the present are pale.",
         controls=(Choice("Schedule", names), Slider("Time", [f"{n} of {MOMENTS}" for n in range(MOMENTS + 1)])),
         frames=[_frames(r, end, rows) for r in records],
-        height=TOP + ROW * rows - 18,
+        height=TOP + ROW * rows - 2,
         start=(0, MOMENTS // 2),
         legend=(
             Key("orange edge", "works"),
@@ -110,7 +124,7 @@ def waits_timeline(data: dict, B: int) -> Explorable:
             Key("line-vermilion", "now", "line"),
         ),
         question=Question(
-            f"The kernel with {names[0]} has {len(first['roles'])} roles. Which of them waits least?",
+            f'The schedule "{names[0]}" has {len(first["roles"])} roles. Which of them waits least at barriers?',
             least["role"],
             answers,
             seen=(0, MOMENTS),
