@@ -17,6 +17,7 @@ from gla_ref.kernels import plan, stream
 from gla_ref.kernels.portable import delta_forward, gla_forward, linear
 
 NAMES = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule")
+CHOSEN = ("gla", "delta_rule", "gated_delta_rule")  # that have a choice of kernels
 LONG = 150  # tokens: three chunks of 64, the last one short
 KERNELS = ("portable", pytest.param(None, marks=pytest.mark.gpu))  # None: Hopper's, where the plan takes them
 HALVES = [pytest.param(torch.float16, marks=pytest.mark.deep), pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -32,7 +33,9 @@ def text(name, T=LONG, seed=0, dtype=torch.float32):
     return [x.to(dtype).to(HERE) for x in args]
 
 
-def call(name, args, **options):
+def call(name, args, kernel=None, **options):
+    """A kernel's call, by the portable one or the plan's choice where a mechanism has a choice."""
+    options |= {"kernel": kernel} if name in CHOSEN else {}
     return FORMS[name]["triton"](*args, path="fused", **options)
 
 
@@ -142,7 +145,7 @@ def test_no_plan_depends_on_the_batch(name, hardware):
         size = sizes | {"B": B, "T": T}
         kind = [x for x in MECHANISMS[name].arguments if not x.optional]
         args = [torch.empty([size[a] for a in x.axes.split()], dtype=torch.float16, device="meta") for x in kind]
-        found = plan(name, *args, hardware=hardware, path="fused", kernel="portable")
+        found = plan(name, *args, hardware=hardware, path="fused", **{"kernel": "portable"} if name in CHOSEN else {})
         return [(x.name, {n: y for n, y in x.options.items() if n != "BV"}) for x in found.launches]
 
     assert made(1, 40) == made(1, 5000) == made(64, 5000)

@@ -104,7 +104,7 @@ def test_gates_of_the_chapters():
     by_hand, _ = oracle(q, k, v, torch.ones(4, 2))
     assert by_hand.tolist() == [[1, 2, 3], [5, 2, 4], [8, 2, 2], [-6, 7, 7]]
     for size, page in (("tokens", "09_gates_and_decay"), ("chunks", "11_chunkwise_gla")):
-        text = (HERE.parents[2] / "book" / f"{page}.md").read_text()
+        text = (HERE.parents[3] / "book" / f"{page}.md").read_text()
         assert f"alpha = torch.tensor({playable_state(size).data()['gates']['vector']})" in text
 
 
@@ -119,7 +119,7 @@ def test_chapters_5_and_9_ask_different_questions():
 
 
 def test_cards_lead_to_the_chapters():
-    book = HERE.parents[2] / "book"
+    book = HERE.parents[3] / "book"
     pages = list(chapters(book))
     assert [card.page for card in CARDS] == pages
     html = bs4.BeautifulSoup(cards()._repr_html_() + ways()._repr_html_(), "html.parser")
@@ -133,7 +133,7 @@ def test_cards_lead_to_the_chapters():
 
 def test_paths_lead_through_chapters_and_name_what_is_optional():
     """Each has places for its hours and minutes, which the site's build fills in."""
-    book = HERE.parents[2] / "book"
+    book = HERE.parents[3] / "book"
     html = bs4.BeautifulSoup(paths()._repr_html_(), "html.parser")
     steps = [a["href"].removesuffix(".html") for a in html.select("section a")]
     assert steps == list(PATHS[0].pages) and [int(page[:2]) for page in steps] == [4, 5, 6, 9, 10, 11, 13, 14]

@@ -99,5 +99,6 @@ class Stream:
     def _call(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         from .. import FORMS
 
-        fn = FORMS[self.mechanism]["triton"]
-        return fn(*tensors, scale=self.scale, initial_state=self._state, path="fused", kernel="portable")
+        forms = FORMS[self.mechanism]
+        fn = forms.get("triton_portable", forms["triton"])
+        return fn(*tensors, scale=self.scale, initial_state=self._state, path="fused")
