@@ -1,6 +1,8 @@
 """The pages against the float64 recurrence, interpreted here, compiled on a GPU; and what they refuse."""
 
 import ast
+import os
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ import oracles
 import test_kernels_delta
 
 from gla_ref.pages import (
+    _alone,
     first,
     flash_attention,
     gated_delta_rule,
@@ -374,12 +377,42 @@ LONGER = {"gla_hopper": 180, "gated_delta_rule_hopper": 270}
 def test_a_page_is_a_page(file):
     """About a hundred lines, blank ones not counted, and nothing imported but PyTorch, Triton and einops.
 
-    Warps that meet at barriers need more words: why nobody waits for ever is part of the kernel.
+    Warps that meet at barriers need more words: why nobody waits for ever is part of the kernel. The last lines, which
+    run the page by itself, do not count.
     """
-    text = file.read_text()
+    text, last = file.read_text().split('\n\nif __name__ == "__main__":')
+    assert f"python -m gla_ref.pages.{file.stem}:" in last
     assert sum(bool(line.strip()) for line in text.splitlines()) <= LONGER.get(file.stem, 140)
     nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Import | ast.ImportFrom)]
     modules = {
         name for x in nodes for name in ([x.module] if isinstance(x, ast.ImportFrom) else [y.name for y in x.names])
     }
     assert {name.split(".")[0] for name in modules} <= {"torch", "triton", "einops"}
+
+
+@pytest.mark.parametrize("name", thin([file.stem for file in FILES], "gla"))
+def test_a_page_runs_by_itself(name):
+    """On a GPU it says how long it took; without one, that it was interpreted. Hopper's ask for their GPU."""
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET" or CUDA}
+    command = [sys.executable, "-m", f"gla_ref.pages.{name}"]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if name.endswith("_hopper") and not CUDA:
+        assert found.returncode == 1 and "expected a GPU of compute capability 9.0" in found.stderr
+        return
+    *errors, last = found.stdout.splitlines()
+    assert found.returncode == 0 and all("of its budget" in line for line in errors), found.stdout + found.stderr
+    assert "interpreted" in last if not CUDA else " ms at B = " in last
+
+
+def test_a_wrong_page_says_so(capsys):
+    made = {"right": gla.gla}
+    code = """
+def page(q, k, v, g):
+    o, S = right(q, k, v, g)
+    return o, 1.01 * S
+"""
+    exec(compile(code, "gla.py", "exec"), made)
+    with pytest.raises(SystemExit) as ended:
+        _alone.run(made["page"])
+    said = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1 and "WRONG" in said[1] and "WRONG" not in said[0]

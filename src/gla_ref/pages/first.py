@@ -121,3 +121,9 @@ def attend(q, k, v, scale=None):
     scale = K**-0.5 if scale is None else scale
     attend_kernel[H, B](q, k, v, o, T, H, scale, BT=BT, K=K, V=V, num_warps=8)
     return o
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.first: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(attend)

@@ -113,3 +113,9 @@ def flash_attention(q, k, v, scale=None):
         BM=BM, BN=BN, BK=BK, BV=BV, num_warps=warps, num_stages=stages,
     )
     return o
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.flash_attention: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(flash_attention)

@@ -158,3 +158,9 @@ def gated_delta_rule(q, k, v, g, beta, scale=None):
         C=C, BK=BK, BV=BV, num_warps=warps, num_stages=2,
     )
     return o, S
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.gated_delta_rule: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(gated_delta_rule)

@@ -309,3 +309,9 @@ def gated_delta_rule(q, k, v, g, beta, scale=None):
         K.value**-0.5 if scale is None else scale, num_warps=4, maxnreg=128,
     )
     return o, S
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.gated_delta_rule_hopper: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(gated_delta_rule)

@@ -119,3 +119,9 @@ def gla(q, k, v, g, scale=None):
         num_stages=3 if K <= 64 else 2,  # chunks in shared memory: what two programs have room for
     )
     return o, S
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.gla: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(gla)

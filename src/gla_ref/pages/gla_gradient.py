@@ -155,3 +155,9 @@ def gla_gradient(q, k, v, g, do, scale=None):
         **options | {"BK": 64, "num_stages": stages if V > BV else 1},
     )
     return dq, dk, dv, dg
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.gla_gradient: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(gla_gradient)

@@ -200,3 +200,9 @@ def gla(q, k, v, g, scale=None):
         K=K, V=V, num_warps=8, maxnreg=128,
     )
     return o, S
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.gla_hopper: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(gla)

@@ -161,3 +161,9 @@ def gla(q, k, v, g, scale=None):
         C=C, BK=64, BV=BV, num_warps=4, num_stages=1,
     )
     return o, S
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.gla_levels: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(gla)

@@ -82,3 +82,9 @@ def gla_step(q, k, v, g, S, scale=None):
         K**-0.5 if scale is None else scale, K=K, V=V, BV=BV, num_warps=8 if K <= 128 else 4,
     )
     return o, S_next
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.gla_step: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(gla_step)

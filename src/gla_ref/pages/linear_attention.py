@@ -88,3 +88,9 @@ def linear_attention(q, k, v, scale=None):
         C=C, BK=BK, BV=BV, num_warps=4, num_stages=3,
     )
     return o, S
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.linear_attention: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(linear_attention)

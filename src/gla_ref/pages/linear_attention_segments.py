@@ -121,3 +121,9 @@ def linear_attention(q, k, v, scale=None, segment=None):
     carry[triton.cdiv(K * V, 1024), B * H](A, S, N, K * V, BLOCK=1024)
     walk[grid](d_q, d_k, d_v, d_A, d_o, T, segment, H, N, scale, **options)
     return o, S
+
+
+if __name__ == "__main__":  # python -m gla_ref.pages.linear_attention_segments: is it right here, and how fast
+    from gla_ref.pages._alone import run
+
+    run(linear_attention)

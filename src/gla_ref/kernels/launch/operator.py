@@ -79,11 +79,11 @@ def given(outputs: list[Tensor | None], like: Tensor) -> list[Tensor]:
 
 def with_state(name: str, planned: Planned) -> Operator:
     """The operator of a mechanism with a state: (o, state) of q, k, v, gates, initial state, cu_seqlens, options."""
-    operator = Operator(name, planned, 2)
+    operator, places = Operator(name, planned, 2), [planned.names.index(n) for n in ("q", "v", "cu_seqlens")]
 
     @operator.register_fake
-    def _(q, k, v, *rest):
-        cu = rest[operator.tensors - 4]
+    def _(*args):
+        q, v, cu = (args[i] for i in places)
         N = q.shape[0] if cu is None else cu.shape[0] - 1
         return v.new_empty(v.shape), q.new_empty(N, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
 
@@ -97,11 +97,12 @@ def differentiable(operator: Operator, planned: Planned, kept: Callable) -> None
     gradients of o and state, the options, and whether the first gate needs a gradient.
     """
     gradient, n = Operator(f"{operator.name}_backward", planned), operator.tensors
+    gate = operator.planned.names.index("g")
 
     @gradient.register_fake
     def _(*args):
         *tensors, S, _ = args[:n]
-        tensors[3] = tensors[3] if args[-1] else None
+        tensors[gate] = tensors[gate] if args[-1] else None
         dS0 = None if S is None else S.new_empty(S.shape, dtype=torch.float32)
         return given([*(x if x is None else x.new_empty(x.shape) for x in tensors), dS0], args[0])
 
@@ -113,7 +114,7 @@ def differentiable(operator: Operator, planned: Planned, kept: Callable) -> None
     def gradients(ctx, do, dS):
         saved = ctx.saved_tensors
         do = torch.zeros_like(saved[2]) if do is None else do
-        grads = gradient(*saved, do, dS, *ctx.options, ctx.needs_input_grad[3])
+        grads = gradient(*saved, do, dS, *ctx.options, ctx.needs_input_grad[gate])
         return *grads, None, *[None] * len(ctx.options)
 
     operator.register_autograd(save, gradients)
