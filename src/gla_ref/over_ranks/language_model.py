@@ -20,9 +20,7 @@ state and is refused. The module :class:`LossOverRanks` is wrapped in DDP or FSD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,99 +28,24 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .. import _contract as contract
-from .. import context_parallel
 from ..models.language_model import IGNORED, LanguageModel, check_tokens
 from .exchange import Ranks
+from .layout import Pieces
 
-__all__ = ["LossOverRanks", "Pieces"]
-
-
-class Pieces(NamedTuple):
-    """Where the tokens of a sequence are: `lengths[r]` of them on rank r, in their order."""
-
-    ranks: Ranks
-    lengths: tuple[int, ...]
-    facts: dict[str, str]  # what the ranks have agreed upon
-
-    @property
-    def start(self) -> int:
-        """How many tokens there are on the ranks before."""
-        return sum(self.lengths[: self.ranks.rank])
-
-    @property
-    def here(self) -> int:
-        """How many tokens this rank has."""
-        return self.lengths[self.ranks.rank]
-
-    def form(self, mechanism: str) -> Callable:
-        """The mechanism over all ranks."""
-        return partial(getattr(context_parallel, mechanism), group=self.ranks.group, lengths=self.lengths)
-
-    def own(self, cu_seqlens: Tensor | None) -> Tensor | None:
-        """The boundaries among this rank's tokens `[N + 1]`; sequences of other ranks are empty here."""
-        return None if cu_seqlens is None else (cu_seqlens - self.start).clamp(0, self.here)
-
-    def before(self, tensors: Sequence[Tensor], n: int, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-        """The n tokens before this rank's first, of tensors `[B, T, D]`; differentiable.
-
-        Returns:
-            `[N, n, D]` of each tensor: the past of every sequence (B of them without boundaries), zeros where there
-            is none.
-        """
-        past = Before.apply(torch.cat(tensors, -1), n, self)
-        if cu_seqlens is not None:
-            last = (cu_seqlens < self.start).sum().sub(1).clamp(min=0)  # the sequence of the token before
-            places = torch.arange(self.start - n, self.start, device=past.device)
-            past = torch.where((places >= cu_seqlens[last])[:, None], past, 0)
-            past = past.new_zeros(len(cu_seqlens) - 1, *past.shape[1:]).index_copy(0, last.view(1), past)
-        return past.split([x.shape[-1] for x in tensors], -1)
-
-    def moved(self, x: Tensor, step: int) -> Tensor:
-        """What the rank `step` before this one has as x, which every rank sends on; zeros where there is no such rank.
-
-        Raises:
-            RuntimeError: a rank died or hangs; the message names it.
-        """
-        ranks, x = self.ranks, x.contiguous()
-        found, there, back = torch.zeros_like(x), ranks.rank + step, ranks.rank - step
-        members = dist.get_process_group_ranks(ranks.group)
-        ends = ((dist.isend, x, there), (dist.irecv, found, back))
-        ends = [dist.P2POp(do, y, members[r], ranks.group) for do, y, r in ends if 0 <= r < ranks.size]
-        try:
-            for work in dist.batch_isend_irecv(ends) if ends else ():
-                work.wait()
-        except RuntimeError as error:
-            neighbours = [r for r in (there, back) if 0 <= r < ranks.size]
-            raise ranks.agreement.lost(error, self.facts, neighbours) from error
-        return found
-
-    def next_tokens(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """The token after each, `[B, T]`, of the last one from the rank behind; -100 after the end of a sequence."""
-        targets = torch.cat([tokens[:, 1:], self.moved(tokens[:, :1], -1)], 1)
-        if cu_seqlens is None:
-            if self.ranks.rank == self.ranks.size - 1:
-                targets[:, -1] = IGNORED
-            return targets
-        last = cu_seqlens[1:] - 1 - self.start
-        last = torch.where((last >= 0) & (last < self.here), last, self.here)  # of other ranks: one place too many
-        ends = torch.zeros(self.here + 1, dtype=torch.bool, device=tokens.device).index_fill(0, last.long(), True)
-        return targets.masked_fill(ends[:-1], IGNORED)
+__all__ = ["LossOverRanks"]
 
 
-class Before(torch.autograd.Function):
-    """(x [B, T, D], n, pieces) -> the last n tokens of the rank before."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, n: int, pieces: Pieces) -> Tensor:
-        ctx.shape, ctx.pieces = x.shape, pieces
-        return pieces.moved(x[:, x.shape[1] - n :], 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d: Tensor):
-        dx = d.new_zeros(ctx.shape)
-        dx[:, dx.shape[1] - d.shape[1] :] = ctx.pieces.moved(d, -1)
-        return dx, None, None
+def next_tokens(pieces: Pieces, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The token after each, `[B, T]`, of the last one from the rank behind; -100 after the end of a sequence."""
+    targets = torch.cat([tokens[:, 1:], pieces.moved(tokens[:, :1], -1)], 1)
+    if cu_seqlens is None:
+        if pieces.ranks.rank == pieces.ranks.size - 1:
+            targets[:, -1] = IGNORED
+        return targets
+    last = cu_seqlens[1:] - 1 - pieces.start
+    last = torch.where((last >= 0) & (last < pieces.here), last, pieces.here)  # of other ranks: one place too many
+    ends = torch.zeros(pieces.here + 1, dtype=torch.bool, device=tokens.device).index_fill(0, last.long(), True)
+    return targets.masked_fill(ends[:-1], IGNORED)
 
 
 class Mean(torch.autograd.Function):
@@ -196,7 +119,7 @@ class LossOverRanks(nn.Module):
             RuntimeError: a rank died or hangs, found within the time limit of the group; the message names the rank.
         """
         pieces = self._agreed(tokens, targets, cu_seqlens, lengths)
-        targets = pieces.next_tokens(tokens, cu_seqlens) if targets is None else targets
+        targets = next_tokens(pieces, tokens, cu_seqlens) if targets is None else targets
         x, _ = self.model.model(tokens, None, cu_seqlens, pieces)
         return Mean.apply(self.model.summed_loss(x, targets), (targets != IGNORED).sum(), pieces)
 
