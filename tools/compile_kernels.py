@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that are not there: registers, spills, shared memory, rules of pipelining and barriers.
 
     python tools/compile_kernels.py [CASE ...] [--arch 75 80 ...]    # default: all; needs no GPU, some minutes
-    python tools/compile_kernels.py --triton 3.6.0 3.9.0 --arch 90    # with other versions of Triton, too
+    python tools/compile_kernels.py --triton --arch 90    # with the oldest and the newest Triton that readers have
     python tools/compile_kernels.py --gluon --arch 90    # only the launches of Gluon kernels
     python tools/compile_kernels.py --triton 3.9.0 --arch 90 --json benchmarks/results/compiled-versions.json
 
@@ -508,18 +508,18 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--json", type=Path, help="where to write the worst launches of each class, or the versions")
     parser.add_argument("--gluon", action="store_true", help="only launches of Gluon kernels")
-    parser.add_argument(
-        "--triton", nargs="+", metavar="VERSION", help=f"with these: {', '.join(other_tritons.VERSIONS)}"
-    )
+    versions = ", ".join(other_tritons.VERSIONS)
+    about = f"compile with these versions instead; none: the oldest and the newest of {versions}"
+    parser.add_argument("--triton", nargs="*", type=other_tritons.version, metavar="VERSION", help=about)
     parser.add_argument("--summary", type=Path, help=argparse.SUPPRESS)  # one version's part of the record
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES | WIDE):
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
     if args.json and (args.cases or args.gluon):
         parser.error("--json: expected all launches of all cases, which the status page shows")
-    if args.json and args.triton and len(args.arch) > 1:
+    if args.json and args.triton is not None and len(args.arch) > 1:
         parser.error(f"--json: expected one class of GPU with --triton, got {args.arch}")
-    if args.triton:
+    if args.triton is not None:
         options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
         sys.exit(other_tritons.compile_with(args.triton, options, args.json))
     if triton.knobs.runtime.interpret:

@@ -4,6 +4,7 @@ A version's wheel is unpacked in `_build/triton/VERSION`, once. A process can lo
 gets a process of its own, which looks into that folder first.
 """
 
+import argparse
 import json
 import os
 import re
@@ -20,6 +21,14 @@ from gla_ref.kernels.launch.versions import KNOWN
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "_build" / "triton"
 VERSIONS = [known.version for known in KNOWN]
+OTHERS = [known.version for known in KNOWN if known.place != "pinned"]  # `make compile` has the pin
+
+
+def version(text: str) -> str:
+    """A version of Triton that an option names."""
+    if not re.fullmatch(r"\d+(\.\d+)+", text):
+        raise argparse.ArgumentTypeError(f"expected a version such as {VERSIONS[-1]}, got {text}")
+    return text
 
 
 def folder(version: str) -> Path | None:
@@ -56,12 +65,12 @@ def compile_with(versions: list[str], options: list[str], record: Path | None) -
     """Run compile_kernels.py with each version; 0, or the versions with which something was wrong.
 
     Args:
-        versions: of Triton.
+        versions: of Triton; none: OTHERS.
         options: of compile_kernels.py.
         record: a file for the summary of each version, where it takes the place of an older one.
     """
     wrong = []
-    for version in versions:
+    for version in versions or OTHERS:
         print(f"-- Triton {version}", flush=True)
         place = folder(version)
         path = [str(place)] * (place is not None) + [x for x in [os.environ.get("PYTHONPATH")] if x]
