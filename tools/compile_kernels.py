@@ -479,8 +479,14 @@ def most_registers(row: dict) -> int:
     return max(map(int, str(row["registers"]).split()))
 
 
-def summary(everything: list[dict], seconds: float) -> dict:
-    """This Triton, its assemblers, and the results of one class, for the record of all versions."""
+def summary(everything: list[dict], launches: str, seconds: float) -> dict:
+    """This Triton, its assemblers, and the results of one class, for the record of all versions.
+
+    Args:
+        everything: what `compile_case` found.
+        launches: "all", or "gluon" if only those of Gluon kernels were compiled.
+        seconds: that it took.
+    """
     (arch,) = {found["arch"] for found in everything}
     gluon: dict[str, dict] = {}
     for row in (row for found in everything for row in found["gluon"]):
@@ -490,6 +496,7 @@ def summary(everything: list[dict], seconds: float) -> dict:
     return {
         "triton": triton.__version__,
         "arch": arch,
+        "launches": launches,
         "assembler": other_tritons.assembler(get_ptxas(arch).path),
         **other_tritons.assemblers(triton.__file__),
         "cases": len(everything),
@@ -515,10 +522,12 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES | WIDE):
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
-    if args.json and (args.cases or args.gluon):
-        parser.error("--json: expected all launches of all cases, which the status page shows")
+    if args.json and args.cases:
+        parser.error("--json: expected all cases, which the status page shows")
     if args.json and args.triton is not None and len(args.arch) > 1:
         parser.error(f"--json: expected one class of GPU with --triton, got {args.arch}")
+    if args.json and args.triton is None and args.gluon:
+        parser.error("--json: expected --triton with --gluon, since the worst launches of a class are of all kernels")
     if args.triton is not None:
         options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
         sys.exit(other_tritons.compile_with(args.triton, options, args.json))
@@ -548,7 +557,8 @@ def main() -> None:
     if args.json:
         record(args.json, everything)
     if args.summary:
-        args.summary.write_text(json.dumps(summary(everything, time.time() - begun)))
+        kept = summary(everything, "gluon" if args.gluon else "all", time.time() - begun)
+        args.summary.write_text(json.dumps(kept))
     sys.exit("\n".join(wrong) or 0)
 
 

@@ -90,4 +90,4 @@ def add(record: Path, summary: dict) -> None:
     """Put one version's summary, with its commit and day, into the record."""
     environment = results.environment(None)
     row = summary | {name: environment[name] for name in ("commit", "date")}
-    results.merge(record, environment, "versions", [row], key=("triton", "arch"))
+    results.merge(record, environment, "versions", [row], key=("triton", "arch", "launches"))
