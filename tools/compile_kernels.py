@@ -553,7 +553,7 @@ def main() -> None:
                 everything.append(found)
                 report(found)
     wrong = [text for found in everything for text in wrongs(found)]
-    print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s")
+    print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s", flush=True)
     if args.json:
         record(args.json, everything)
     if args.summary:
