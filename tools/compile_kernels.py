@@ -479,13 +479,13 @@ def most_registers(row: dict) -> int:
     return max(map(int, str(row["registers"]).split()))
 
 
-def summary(everything: list[dict], launches: str, seconds: float) -> dict:
+def summary(everything: list[dict], which: str, seconds: float) -> dict:
     """This Triton, its assemblers, and the results of one class, for the record of all versions.
 
     Args:
         everything: what `compile_case` found.
-        launches: "all", or "gluon" if only those of Gluon kernels were compiled.
-        seconds: that it took.
+        which: "all", or "gluon" if only the launches of Gluon kernels were compiled.
+        seconds: how long the compiler took.
     """
     (arch,) = {found["arch"] for found in everything}
     gluon: dict[str, dict] = {}
@@ -496,7 +496,7 @@ def summary(everything: list[dict], launches: str, seconds: float) -> dict:
     return {
         "triton": triton.__version__,
         "arch": arch,
-        "launches": launches,
+        "launches": which,
         "assembler": other_tritons.assembler(get_ptxas(arch).path),
         **other_tritons.assemblers(triton.__file__),
         "cases": len(everything),
@@ -513,7 +513,9 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
     parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--json", type=Path, help="where to write the worst launches of each class, or the versions")
+    parser.add_argument(
+        "--json", type=Path, help="where to write the worst launches of each class; with --triton, a row per version"
+    )
     parser.add_argument("--gluon", action="store_true", help="only launches of Gluon kernels")
     versions = ", ".join(other_tritons.VERSIONS)
     about = f"compile with these versions instead; none: the oldest and the newest of {versions}"
@@ -522,13 +524,11 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES | WIDE):
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
-    if args.json and args.cases:
-        parser.error("--json: expected all cases, which the status page shows")
-    if args.json and args.triton is not None and len(args.arch) > 1:
-        parser.error(f"--json: expected one class of GPU with --triton, got {args.arch}")
-    if args.json and args.triton is None and args.gluon:
+    if args.json and args.gluon and args.triton is None:
         parser.error("--json: expected --triton with --gluon, since the worst launches of a class are of all kernels")
     if args.triton is not None:
+        if args.json and (args.cases or len(args.arch) > 1):
+            parser.error("--json: expected all cases of one class of GPU with --triton")
         options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
         sys.exit(other_tritons.compile_with(args.triton, options, args.json))
     if triton.knobs.runtime.interpret:
