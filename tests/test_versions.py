@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +104,31 @@ def test_an_assembler_tells_its_version(monkeypatch):
     assert other_tritons.assembler("ptxas") == "12.8.93"
     monkeypatch.setattr(results, "command", lambda *line: "")
     assert other_tritons.assembler("ptxas") is None
+
+
+def test_a_summary_keeps_the_worst_launch_of_each_gluon_kernel():
+    import compile_kernels
+
+    def launch(registers, spilled):
+        return {"kernel": "gla_forward.walk", "registers": registers, "spilled": spilled, "broken": [], "shared": 1}
+
+    gluon = [launch("24 152 240", 8), launch(128, 16)]
+    good = {"arch": 90, "case": "gla hopper", "rows": gluon, "gluon": gluon, "refused": "", "failed": ""}
+    bad = good | {"case": "gla hopper 64", "rows": [], "gluon": [], "failed": "walk: no such name"}
+    found = compile_kernels.summary([good, bad], "gluon", 3.4)
+    assert found["gluon"] == {"gla_forward.walk": {"registers": 240, "spilled": 16}}
+    assert (found["arch"], found["launches"], found["cases"], found["seconds"]) == (90, "gluon", 2, 3)
+    assert found["failed"] == ["sm_90, gla hopper 64, walk: no such name"]
+    assert found["triton"] == other_tritons.installed("triton")
+    assert found["assembler"] in (found["ptxas"], found["ptxas_blackwell"])
+
+
+@pytest.mark.deep
+def test_only_gluon_kernels_are_compiled_with_the_version_that_is_asked_for():
+    pinned = next(known.version for known in KNOWN if known.place == "pinned")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "tools/compile_kernels.py", "gla 64 bfloat16", "--gluon", "--arch", "90"]
+    done = subprocess.run([*command, "--triton", pinned], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"-- Triton {pinned}" in done.stdout and f"Triton {pinned}: 1 cases" in done.stdout
+    assert re.findall(r"(?m)^(walk|mend|gradients) ", done.stdout) == ["walk"]
