@@ -11,7 +11,7 @@ VENV := .venv/.ready
 endif
 
 help: ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 24
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 book: notebooks ## execute every chapter and build the site; a warning or a broken cell fails it
 	$(PYTHON) tools/build_book.py
@@ -59,6 +59,9 @@ mutants: $(VENV) ## hold the check kit against every named mistake: how many are
 compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"), without one: registers, spills, shared memory, barriers
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(if $(ARCH),--arch $(ARCH))
 
+compile-versions: $(VENV) ## compile every kernel for sm_90 with the oldest and the newest known Triton (GLUON=1: Gluon kernels only)
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --triton --arch 90 $(if $(GLUON),--gluon)
+
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
 	$(PY) benchmarks/run.py $(SUITE)
 
@@ -85,6 +88,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-deep test-long test-orders test-gpu stress-gpu compile test-browser test-notebooks pdf mutants bench \
-  notebooks serve lint clean
+.PHONY: help book test test-deep test-long test-orders test-gpu stress-gpu compile compile-versions test-browser test-notebooks pdf \
+  mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help

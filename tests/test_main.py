@@ -1,5 +1,6 @@
 """`python -m gla_ref`: what it prints and its exit status, in this process and in a fresh one."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from gla_ref.__main__ import main
 from gla_ref.gla_chunk_fuse import steps
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from gla_ref.kernels.hopper import gluon_names
+from gla_ref.kernels.launch import versions
 
 SMALL = ["run", "--T", "20", "--H", "1", "--K", "5", "--V", "3"]
 
@@ -73,6 +77,37 @@ def test_the_doctor_without_a_gpu(capsys):
     printed = capsys.readouterr().out
     assert torch.__version__ in printed and "No GPU" in printed and "Nothing was launched" in printed
     assert "portable: walk, mend" in printed and "gradients" in printed
+    assert all(f"{known.version} ({known.place}, " in printed for known in versions.KNOWN)
+    assert versions.standing(importlib.metadata.version("triton")) in printed and "Hopper kernels" not in printed
+
+
+@pytest.mark.parametrize(
+    "installed, said",
+    [
+        ("3.6.0", "a version that records of a GPU were made with"),
+        ("3.6.0+cu130", "a version that records of a GPU were made with"),
+        ("3.7.1", "compiled only: records of a GPU are from 3.6.0"),
+        ("3.9.0", "compiled only: records of a GPU are from 3.6.0"),
+        ("3.8.0", "unknown to this project: its records of a GPU are from 3.6.0"),
+    ],
+)
+def test_the_doctor_says_what_was_done_with_this_triton(installed, said, monkeypatch, capsys):
+    version = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: installed if name == "triton" else version(name))
+    monkeypatch.setattr(_doctor, "planned", lambda device, dtype: [])
+    assert main(["doctor"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.split("\n") if said in line)
+    assert f"Triton {installed} " in line
+
+
+def test_the_doctor_names_what_gluon_lacks(monkeypatch):
+    """On Hopper only: other GPUs have no Hopper kernels, whatever Triton they have."""
+    monkeypatch.setattr(gluon_names, "missing", lambda: "some.module.name")
+    said = _doctor.on_hopper("sm_90")
+    assert "Hopper kernels do not run" in said and "no some.module.name" in said
+    assert said.endswith("pip install triton==3.6.0") and _doctor.on_hopper("sm_80") is None
+    monkeypatch.setattr(gluon_names, "missing", lambda: None)
+    assert _doctor.on_hopper("sm_90").startswith("Hopper kernels run")
 
 
 def test_the_doctor_without_triton(monkeypatch, capsys):

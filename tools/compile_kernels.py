@@ -1,7 +1,9 @@
 """Compile the kernels for GPUs that are not there: registers, spills, shared memory, rules of pipelining and barriers.
 
     python tools/compile_kernels.py [CASE ...] [--arch 75 80 ...]    # default: all; needs no GPU, some minutes
-    PYTHONPATH=DIR python tools/compile_kernels.py    # another Triton: pip install --no-deps --target DIR triton==3.6.0
+    python tools/compile_kernels.py --triton --arch 90    # with the oldest and the newest Triton that readers have
+    python tools/compile_kernels.py --gluon --arch 90    # only the launches of Gluon kernels
+    python tools/compile_kernels.py --triton 3.9.0 --arch 90 --json benchmarks/results/compiled-versions.json
 
 A plan says what a call launches on any class of GPU, and Triton's compiler needs a target, not a device; the assembler
 comes with Triton. Every launch of forward and backward must fit its card and, where K, V <= 128, spill at most 128
@@ -15,6 +17,7 @@ barriers' bytes are their own (barriers.py).
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import sys
@@ -29,9 +32,11 @@ import torch
 import triton
 from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import barriers
+import other_tritons
 
 from gla_ref.book import results
 from gla_ref.kernels import gla, plan, steps
@@ -393,22 +398,47 @@ def report(found: dict) -> None:
         print(tabulate(rows, headers="keys", tablefmt="plain"), flush=True)
 
 
-def compile_case(task: tuple[int, str]) -> dict:
-    """Every launch of a case for a class: {"rows": [...], "refused": what the plan said, "failed": what went wrong}."""
-    arch, name = task
-    case = (CASES | WIDE)[name]
-    found = {"arch": arch, "case": name, "rows": [], "refused": "", "failed": ""}
+def launches(arch: int, name: str, gluon: bool = False) -> list[Launch]:
+    """Every launch of a case for a class, or only those of Gluon kernels.
+
+    Raises:
+        ValueError: the plan refuses the case.
+    """
+    every = [x for p in (CASES | WIDE)[name].plans(arch) for x in p.launches]
+    return [x for x in every if x.kernel.is_gluon()] if gluon else every
+
+
+def has_gluon(arch: int, name: str) -> bool:
+    """Whether a case launches a Gluon kernel."""
     try:
-        plans = case.plans(arch)
+        return bool(launches(arch, name, gluon=True))
+    except ValueError:
+        return False
+
+
+def compile_case(task: tuple[int, str, bool]) -> dict:
+    """Every launch of a case for a class, or only those of Gluon kernels.
+
+    Returns:
+        {"rows": [...], "gluon": rows of Gluon kernels by module and name, "refused": what the plan said, "failed":
+        what went wrong}.
+    """
+    arch, name, gluon = task
+    found = {"arch": arch, "case": name, "rows": [], "gluon": [], "refused": "", "failed": ""}
+    try:
+        chosen = launches(arch, name, gluon)
     except ValueError as error:
         return found | {"refused": str(error)}
-    for launch in [x for p in plans for x in p.launches]:
+    for launch in chosen:
         try:
             row = compiled(launch, arch)
         except Exception as error:  # whatever the compiler says
             found["failed"] = f"{launch.name}: {str(error).strip()[-300:]}"
-        else:
-            found["rows"] += [] if row in found["rows"] else [row]
+            continue
+        found["rows"] += [] if row in found["rows"] else [row]
+        if launch.kernel.is_gluon():
+            module = launch.kernel.__module__.rpartition(".")[2]
+            found["gluon"].append(row | {"kernel": f"{module}.{launch.name}"})
     return found
 
 
@@ -437,11 +467,44 @@ def record(path: Path, everything: list[dict]) -> None:
         mechanism = " ".join(x for x in name if not x[0].isdigit())
         row = worst.setdefault((found["arch"], mechanism, dtype), {"registers": 0, "spilled": 0, "shared": 0})
         for launch in found["rows"]:
-            registers = max(map(int, str(launch["registers"]).split()))  # Gluon's warps may have their own
-            row |= {n: max(row[n], x) for n, x in (launch | {"registers": registers}).items() if n in row}
+            registers = {"registers": most_registers(launch)}
+            row |= {n: max(row[n], x) for n, x in (launch | registers).items() if n in row}
     names = ("arch", "mechanism", "dtype")
     rows = [dict(zip(names, key, strict=True)) | row for key, row in worst.items()]
     results.write(path, results.environment(None), "compiled", rows)
+
+
+def most_registers(row: dict) -> int:
+    """Registers per thread of a launch; of the role with the most, if the program has roles."""
+    return max(map(int, str(row["registers"]).split()))
+
+
+def summary(everything: list[dict], which: str, seconds: float) -> dict:
+    """This Triton, its assemblers, and the results of one class, for the record of all versions.
+
+    Args:
+        everything: what `compile_case` found.
+        which: "all", or "gluon" if only the launches of Gluon kernels were compiled.
+        seconds: how long the compiler took.
+    """
+    (arch,) = {found["arch"] for found in everything}
+    gluon: dict[str, dict] = {}
+    for row in (row for found in everything for row in found["gluon"]):
+        worst = gluon.setdefault(row["kernel"], {"registers": 0, "spilled": 0})
+        worst |= {"registers": max(worst["registers"], most_registers(row))}
+        worst |= {"spilled": max(worst["spilled"], row["spilled"])}
+    return {
+        "triton": triton.__version__,
+        "arch": arch,
+        "launches": which,
+        "assembler": other_tritons.assembler(get_ptxas(arch).path),
+        **other_tritons.assemblers(triton.__file__),
+        "cases": len(everything),
+        "refused": [found["case"] for found in everything if found["refused"]],
+        "failed": [text for found in everything for text in wrongs(found)],
+        "seconds": round(seconds),
+        "gluon": gluon,
+    }
 
 
 def main() -> None:
@@ -450,20 +513,37 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
     parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--json", type=Path, help="where to write the worst launches of each class")
+    parser.add_argument(
+        "--json", type=Path, help="where to write the worst launches of each class; with --triton, a row per version"
+    )
+    parser.add_argument("--gluon", action="store_true", help="only launches of Gluon kernels")
+    versions = ", ".join(other_tritons.VERSIONS)
+    about = f"compile with these versions instead; none: the oldest and the newest of {versions}"
+    parser.add_argument("--triton", nargs="*", type=other_tritons.version, metavar="VERSION", help=about)
+    parser.add_argument("--summary", type=Path, help=argparse.SUPPRESS)  # one version's part of the record
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES | WIDE):
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
+    if args.json and args.gluon and args.triton is None:
+        parser.error("--json: expected --triton with --gluon, since the worst launches of a class are of all kernels")
+    if args.triton is not None:
+        if args.json and (args.cases or len(args.arch) > 1):
+            parser.error("--json: expected all cases of one class of GPU with --triton")
+        options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
+        sys.exit(other_tritons.compile_with(args.triton, options, args.json))
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET: expected it to be unset, since nothing is compiled with it")
     tasks = [
-        (arch, name)
+        (arch, name, args.gluon)
         for arch in args.arch
         for name, case in (CASES | WIDE).items()
         if (not args.cases or name in args.cases)
         and (name in args.cases or name in cases_of(arch))
         and (arch >= 80 or case.dtype != "bfloat16")
+        and (not args.gluon or has_gluon(arch, name))
     ]
+    if not tasks:
+        parser.error("expected a case that is compiled for these classes, got none")
     begun, everything = time.time(), []
     with tempfile.TemporaryDirectory() as cache:
         # of its own kind of pool, since a compiler that dies must not be waited for
@@ -473,9 +553,12 @@ def main() -> None:
                 everything.append(found)
                 report(found)
     wrong = [text for found in everything for text in wrongs(found)]
-    print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s")
+    print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s", flush=True)
     if args.json:
         record(args.json, everything)
+    if args.summary:
+        kept = summary(everything, "gluon" if args.gluon else "all", time.time() - begun)
+        args.summary.write_text(json.dumps(kept))
     sys.exit("\n".join(wrong) or 0)
 
 

@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from . import FORMS, check
 from .kernels import find_device, plan
+from .kernels.launch.versions import KNOWN, MEASURED, standing
 from .mechanisms import MECHANISMS
 
 # what is planned: (mechanism, sizes), a training step and a long sequence
@@ -30,12 +31,27 @@ def versions() -> list[tuple[str, str]]:
     found = [("Python", platform.python_version()), ("PyTorch", torch.__version__)]
     triton = importlib.util.find_spec("triton") is not None
     found.append(("Triton", importlib.metadata.version("triton") if triton else "not installed: there are no kernels"))
+    found.append(("Triton, known", ", ".join(map(str, KNOWN))))
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         count = torch.cuda.get_device_properties(0).multi_processor_count
         found.append(("CUDA", str(torch.version.cuda)))
         found.append(("GPU", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {count} multiprocessors"))
     return found
+
+
+def on_hopper(name: str) -> str | None:
+    """Whether the Hopper kernels run with this Triton, and if not, what to install; None on other hardware."""
+    from .kernels.hopper.gluon_names import missing
+
+    if name != "sm_90":
+        return None
+    if lacking := missing():
+        return (
+            f"Hopper kernels do not run: this Triton has no {lacking}. Portable kernels run instead. "
+            f"The Hopper kernels need one of the known versions: pip install triton=={MEASURED[-1]}"
+        )
+    return "Hopper kernels run: this Triton has every name of Gluon that they use."
 
 
 def planned(device: str, dtype: torch.dtype) -> list[list]:
@@ -70,7 +86,12 @@ def doctor() -> int:
     print(tabulate(versions(), tablefmt="plain"))
     if importlib.util.find_spec("triton") is None:
         return 0
+    print(f"\n{standing(importlib.metadata.version('triton'))}")
     device, dtype, sentence = find_device()
+    from .kernels.launch.hardware import hardware_of
+
+    if told := on_hopper(hardware_of(torch.device(device)).name):
+        print(told)
     name = str(dtype).removeprefix("torch.")
     print(f"\n{sentence}\n\nWhat would run here, in {name}:\n")
     print(tabulate(planned(device, dtype), ["mechanism", "sizes", "forward", "backward"]))

@@ -1,0 +1,134 @@
+"""The versions of Triton: the table agrees with records and requirements, and the compile check fetches each once."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gla_ref.book import results
+from gla_ref.kernels.launch.versions import KNOWN, MEASURED
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+import other_tritons
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "results"
+
+
+def test_the_record_names_the_known_versions():
+    record = results.read(RECORDS / "compiled-versions.json", "versions")
+    assert sorted({r["triton"] for r in record}) == [known.version for known in KNOWN]
+    assert all(r["arch"] == 90 and r["cases"] and r["gluon"] and r["assembler"] for r in record)
+    assert [r for r in record if r["failed"]] == []
+
+
+def test_records_of_a_gpu_were_made_with_the_measured_versions():
+    contents = [json.loads(path.read_text()) for path in RECORDS.glob("*.json")]
+    environments = [data.get("environment", data) for data in contents]
+    assert {e["triton"] for e in environments if e["gpu"] not in (None, "CPU")} == set(MEASURED)
+
+
+def test_the_pinned_version_is_that_of_the_environment():
+    (pinned,) = (known.version for known in KNOWN if known.place == "pinned")
+    for name in ("requirements.in", "requirements.txt"):
+        assert f"\ntriton=={pinned};" in (ROOT / name).read_text()
+    assert [known.place for known in KNOWN] == ["oldest", "pinned", "newest"]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and the commands that would fill it."""
+    monkeypatch.setattr(other_tritons, "ROOT", tmp_path)
+    monkeypatch.setattr(other_tritons, "CACHE", tmp_path / "triton")
+    monkeypatch.setattr(other_tritons, "installed", lambda name: "3.7.1")
+    calls = []
+
+    def install(command, **options):
+        calls.append(command)
+        if command[-1] == "triton==3.0.0":
+            raise subprocess.CalledProcessError(1, command)
+        Path(command[-2], "triton").mkdir()
+
+    monkeypatch.setattr(subprocess, "run", install)
+    return calls
+
+
+def test_a_version_is_fetched_once(cache):
+    assert other_tritons.folder("3.7.1") is None and not cache  # installed
+    place = other_tritons.folder("3.9.0")
+    assert place.name == "3.9.0" and (place / "triton").is_dir()
+    assert other_tritons.folder("3.9.0") == place and len(cache) == 1
+
+
+def test_a_fetch_that_fails_leaves_nothing(cache):
+    with pytest.raises(subprocess.CalledProcessError):
+        other_tritons.folder("3.0.0")
+    assert list(other_tritons.CACHE.iterdir()) == []
+
+
+def test_every_version_has_a_process_that_finds_it_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(other_tritons, "folder", lambda version: None if version == "3.7.1" else tmp_path / version)
+    monkeypatch.setenv("PYTHONPATH", "src")
+    started = []
+
+    def start(command, env):
+        started.append(env["PYTHONPATH"])
+        if "--summary" in command:
+            Path(command[-1]).write_text(json.dumps({"triton": Path(started[-1].split(":")[0]).name, "arch": 90}))
+        return subprocess.CompletedProcess(command, len(started) == 3)
+
+    monkeypatch.setattr(other_tritons.subprocess, "run", start)
+    monkeypatch.setattr(results, "command", lambda *line: "abc")
+    record = tmp_path / "r.json"
+    assert other_tritons.compile_with(["3.7.1"], [], None) == 0
+    assert other_tritons.compile_with([], [], record) == "Triton 3.9.0: see above"
+    assert started == ["src", f"{tmp_path}/3.6.0:src", f"{tmp_path}/3.9.0:src"]
+    found = results.read(record, "versions")
+    assert [(r["triton"], r["commit"]) for r in found] == [("3.6.0", "abc"), ("3.9.0", "abc")]
+
+
+def test_an_option_that_names_no_version_is_refused():
+    assert other_tritons.version("3.9.0") == "3.9.0"
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a version such as"):
+        other_tritons.version("gla hopper")
+
+
+def test_an_assembler_tells_its_version(monkeypatch):
+    monkeypatch.setattr(results, "command", lambda *line: "Cuda compilation tools, release 12.8, V12.8.93\nBuild")
+    assert other_tritons.assembler("ptxas") == "12.8.93"
+    monkeypatch.setattr(results, "command", lambda *line: "")
+    assert other_tritons.assembler("ptxas") is None
+
+
+def test_a_summary_keeps_the_worst_launch_of_each_gluon_kernel():
+    import compile_kernels
+
+    def launch(registers, spilled):
+        return {"kernel": "gla_forward.walk", "registers": registers, "spilled": spilled, "broken": [], "shared": 1}
+
+    gluon = [launch("24 152 240", 8), launch(128, 16)]
+    good = {"arch": 90, "case": "gla hopper", "rows": gluon, "gluon": gluon, "refused": "", "failed": ""}
+    bad = good | {"case": "gla hopper 64", "rows": [], "gluon": [], "failed": "walk: no such name"}
+    found = compile_kernels.summary([good, bad], "gluon", 3.4)
+    assert found["gluon"] == {"gla_forward.walk": {"registers": 240, "spilled": 16}}
+    assert (found["arch"], found["launches"], found["cases"], found["seconds"]) == (90, "gluon", 2, 3)
+    assert found["failed"] == ["sm_90, gla hopper 64, walk: no such name"]
+    assert found["triton"] == other_tritons.installed("triton")
+    assert found["assembler"] in (found["ptxas"], found["ptxas_blackwell"])
+
+
+@pytest.mark.deep
+def test_only_gluon_kernels_are_compiled_with_the_version_that_is_asked_for():
+    pinned = next(known.version for known in KNOWN if known.place == "pinned")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "tools/compile_kernels.py", "gla 64 bfloat16", "--gluon", "--arch", "90"]
+    done = subprocess.run([*command, "--triton", pinned], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"-- Triton {pinned}" in done.stdout and f"Triton {pinned}: 1 cases" in done.stdout
+    assert re.findall(r"(?m)^(walk|mend|gradients) ", done.stdout) == ["walk"]
