@@ -16,7 +16,7 @@ pytestmark = pytest.mark.browser
 PAGES = [
     page
     for page in tools.book_pages()
-    if re.search(r"from gla_ref\.viz(?!\.cards)", (tools.ROOT / f"{page}.md").read_text())
+    if re.search(r"from gla_ref\.book\.viz(?!\.cards)", (tools.ROOT / f"{page}.md").read_text())
 ]
 WAYS = ("keyboard", "mouse", "touch")
 #: a picture, but for where the mouse rests, and its readout
