@@ -198,7 +198,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found.append(Case("steep", scale=300.0, state=False))
         found.append(Case("steep and negative", scale=-300.0, state=False))
         found.append(Case("long cache", T=SUB + 3, past=600, scale=3.0))
-        found.append(Case("long cache and one token", T=1, H=4, past=600, scale=3.0))
+        found.append(Case("long cache and one token", T=1, H=4, past=2100, scale=3.0))
     else:
         found += [Case("state of float64", other=name) for name in kind.states]
         found.append(Case("state of zeros", zeros=True))
