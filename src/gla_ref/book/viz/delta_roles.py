@@ -137,10 +137,10 @@ def delta_roles() -> Explorable:
         title="Six chunks of one value head",
         notice="A model: each job lasts as long as it did with the other jobs taken away, a load "
         f"{ALONE['load']} µs, an inverse {ALONE['solve']} and a walk {ALONE['walk']}. Numbers are chunks, "
-        "rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In turn, the same warps do the jobs of the last two "
-        "rows. The number of value heads matters to the two kernels only: all multiprocessors make inverses first, so "
-        f"more heads mean a longer wait. There an inverse takes {FIRST} µs of one multiprocessor, and a walk "
-        f"{WALK[32]} µs with 32 columns or {WALK[64]} with 64.",
+        "rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In turn, "
+        "the same warps do the jobs of the last two rows. The number of value heads matters to the two kernels only: "
+        f"all multiprocessors make inverses first, so more heads mean a longer wait. There an inverse takes "
+        f"{FIRST} µs of one multiprocessor, and a walk {WALK[32]} µs with 32 columns or {WALK[64]} with 64.",
         alt="Three rows over time, for loads, inverses and walks, with numbered bars for the chunks and marks every "
         "10 microseconds. Bars to the right of the line that marks the present are pale.",
         controls=(
