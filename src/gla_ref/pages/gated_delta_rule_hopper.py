@@ -25,7 +25,7 @@ parity 1. In round n roles wait at `ready` and `solved` for phase n, of parity n
 n - 1. No role waits forever: each waits for earlier events of the same chunk, or for the chunk two before.
 
 A wait for phase m is right if phase m - 1 has ended before it, and phase m + 1 does not end before it returns. The
-first holds, since a role waits for all phases of its barriers in order. The second holds for each barrier::
+first holds, since a role waits for all phases of a barrier in order. The second holds (`empty` n is its phase n)::
 
     ready     n + 1 ends after `empty` n: both walkers are past `ready` n and `solved` n, so the solver past `ready` n
     solved    n + 1 ends after `ready` n + 1, which ends after `empty` n: both walkers are past `solved` n

@@ -113,7 +113,10 @@ def waits_timeline(data: dict, B: int) -> Explorable:
         "wait. The loader is chunks ahead, so its bars come first. Time 0 is the first recorded wait.",
         alt="A row for each role over time, with bars where it works and where it waits at a barrier, and marks every "
         "10 microseconds. Bars to the right of the line that marks the present are pale.",
-        controls=(Choice("Schedule", names), Slider("Time", [f"{100 * n // MOMENTS} % of the record" for n in range(MOMENTS + 1)])),
+        controls=(
+            Choice("Schedule", names),
+            Slider("Time", [f"{100 * n // MOMENTS} % of the record" for n in range(MOMENTS + 1)]),
+        ),
         frames=[_frames(r, end, rows) for r in records],
         height=TOP + ROW * rows - 2,
         start=(0, MOMENTS // 2),
