@@ -99,6 +99,18 @@ def test_few_heads_of_long_sequences_are_cut_into_segments():
 
 
 @gluon
+def test_the_book_draws_walkers_as_wide_as_the_plan_makes_them():
+    from gla_ref.book.viz import delta_roles
+    from gla_ref.kernels.hopper import delta_ahead
+
+    for how in (delta_ahead.NARROW, delta_ahead.WIDE):
+        assert delta_roles.WALK[how.columns] == how.chunk
+    for heads in range(1, 133):
+        how, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, 128, "fused")
+        assert (how.columns, length) == (delta_roles.columns(heads), 128)
+
+
+@gluon
 def test_a_path_that_is_asked_for_is_taken():
     for T, L in ((300, 2), (32768, 64)):
         found = ON_HOPPER(*call(B=1, T=T, HV=8), kernel="hopper", path="segmented")

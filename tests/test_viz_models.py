@@ -162,15 +162,15 @@ def test_delta_roles_begin_when_they_can(way, heads):
 
 
 def test_delta_roles_says_what_the_schedules_are():
-    alone, first = roles.ALONE, roles.FIRST
+    alone = roles.ALONE
     ahead = max(*alone.values(), sum(alone.values()) / roles.STAGES)
     for way, row in zip(roles.WAYS, roles.delta_roles().frames, strict=True):
         for heads, frames in zip(roles.HEADS, row, strict=True):
-            rounds = 1 if 2 * heads <= roles.MULTIPROCESSORS else 2
+            walk = {32: roles.WALK[32], 64: roles.WALK[64], 128: 2 * roles.WALK[64]}[heads]  # 128 heads: two waves
             each = {
                 roles.WAYS[0]: alone["solve"] + alone["walk"],
                 roles.WAYS[1]: ahead,
-                roles.WAYS[2]: first["solve"] * heads / roles.MULTIPROCESSORS + first["walk"] * rounds,
+                roles.WAYS[2]: roles.FIRST * heads / roles.MULTIPROCESSORS + walk,
             }[way]
             assert abs(roles.period(way, heads) - each) < 1e-9
             assert f"a chunk lasts {each:.1f} µs" in frames[-1].readout and "0 of 6" in frames[0].readout

@@ -1,4 +1,4 @@
-"""The gated delta rule on Hopper, on a page: an inverse a chunk ahead of two walks (chapter 23).
+"""The gated delta rule on Hopper, on a page: one role inverts a chunk ahead, two walk the state (chapter 23).
 
 Computes what :mod:`gla_ref.pages.gated_delta_rule` does. With b_i = g_1 + ... + g_i in a chunk of C tokens, and
 E_ij = e^(b_i - b_j) for j <= i, 0 above the diagonal::
@@ -7,8 +7,8 @@ E_ij = e^(b_i - b_j) for j <= i, 0 above the diagonal::
     v' = v - e^b (k S)                         w = T v'                                          (2)
     o = scale (e^b (q S) + P w)                S <- e^(b_C) S + k^T (e^(b_C - b) w)              (3)
 
-(1) needs no state. (2) and (3) are a chain from state to state, and columns of the state never meet. So a program owns
-a value head of a sequence, and its roles, of four warps each, pass chunks on through shared memory::
+(1) needs no state. (2) and (3) are a chain from state to state, and no step mixes two columns of the state. So a
+program owns a value head of a sequence, and its roles, of four warps each, pass chunks on through shared memory::
 
     loader     asks the copy engine (TMA) for q, k, v of a chunk              waits for `empty`
     solver     (1) and b, a chunk ahead of the walkers                        waits for `ready`
@@ -20,31 +20,37 @@ Chunk c lies in stage c % 2, and its round is c // 2. Each stage has three barri
     ready     copy engine -> solver, walkers    the announced bytes   q, k, v are there
     solved    solver -> walkers                 1 arrival             b, P, T are there
 
-wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. In
-round n roles wait at `ready` and `solved` for phase n, of parity n & 1, the loader at `empty` for phase n - 1.
+wait(bar, p) returns once the last phase that ended has parity p; a fresh barrier counts as having ended phase -1, of
+parity 1. In round n roles wait at `ready` and `solved` for phase n, of parity n & 1, the loader at `empty` for phase
+n - 1. No role waits forever: each waits for earlier events of the same chunk, or for the chunk two before.
 
-No role waits forever: each waits for earlier events of the same chunk, or for the chunk two before. Parity tells
-phase n from n + 1, but not from n + 2, so no role may miss two phases. None can: phase n + 1 of `ready` follows phase
-n of `empty`, to which both walkers arrive after their waits of round n; these end after phase n of `solved`, to which
-the solver arrives after its wait. So the solver, once past `ready`, may overwrite b, P and T of the round before.
+A wait for phase m is right if phase m - 1 has ended before it, and phase m + 1 does not end before it returns. The
+first holds, since a role waits for all phases of a barrier in order. The second holds (`empty` n is its phase n)::
 
-The copy engine and WGMMA see a tile that threads have written to shared memory only after these threads' fence. One
-thread arrives for its role; the compiler lets the role's warps meet before. Between `init` and `invalidate` a barrier's
-eight bytes belong to the hardware, so barriers are kept until the roles are done.
+    ready     n + 1 ends after `empty` n: both walkers are past `ready` n and `solved` n, so the solver past `ready` n
+    solved    n + 1 ends after `ready` n + 1, which ends after `empty` n: both walkers are past `solved` n
+    empty     n ends after both walkers are past `ready` n, which the loader asks for once it is past `empty` n - 1
+
+So the solver, once past `ready` n, may overwrite b, P, T of round n - 1: both walkers have read them.
+
+The copy engine and WGMMA see what threads wrote to shared memory only after these threads' fence. One thread arrives
+for its role; the compiler lets the role's warps meet before. A barrier's bytes are the hardware's until `invalidate`.
 
 `inverse` eliminates the four blocks of 16 on the diagonal of I - N in float32, a thread per column. Columns of blocks
-follow from the last to the first, Y_j = (I_j + sum_(m > j) Y_m N_mj) (I - N_jj)^-1, with I_j of the unit matrix, by
-products in TF32: 10 bits, where bf16, in which T is kept, has 7. A warp has 16 rows of every Y_j and needs no other's.
+follow from the last to the first, Y_j = (I_j + sum_(m > j) Y_m N_mj) (I - N_jj)^-1, where I_j is column j of blocks of
+the unit matrix. A warp has 16 rows of every Y_j and needs no rows of another warp. These products are in TF32, which
+keeps 10 bits of the fraction; T is then rounded to bf16, which keeps 7.
 
 A chunk moves 2 C (2 K + 2 V) bytes, 64 KiB, for 2 C (2 C K + 3 K V + 2 C V) FLOPs, 10.5 M, and 0.4 M for the inverse.
-Shared memory: 201 KiB. The solver's chain of dependent instructions limits the time, not memory or products.
+Shared memory: 201 KiB, so a multiprocessor runs one program. The solver's dependent instructions limit the time.
 
-In the code T alone counts tokens, and the T of (1) is t_T, b_T. t_x is a tile in shared memory, b_x the values of one
-chunk in registers or its part of t_x; HV counts value heads; `square` and `half` are layouts of results.
+Names: T alone counts tokens; t_T and b_T are T of (1). t_x is a tile in shared memory, b_x the values of one chunk. D
+is a walker's half, in `inverse` the diagonal blocks, in `boxes` the size of a head. HV counts value heads, G value
+heads per key head, BV a walker's columns. `square`, `half`: layouts of results. `walk` is the kernel of all roles.
 
 Left out: all sizes but K = V = 128, packed sequences, initial states, gradients, segments for few heads, float16,
 float32. Keys should have length 1: with longer ones the inverse may grow large. A log gate below -104 counts as -104.
-After many of these in one chunk e^(b_i - b_j) is good to 1e-3 only, which is below bf16's rounding of 4e-3.
+After many such gates in one chunk e^(b_i - b_j) has a relative error of 1e-3, which is below bf16's rounding of 4e-3.
 """
 
 import torch
@@ -54,10 +60,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9; earlier versions
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 has the first name
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 Shared = gl.shared_memory_descriptor
-reinterpret = getattr(Shared, "reinterpret", None) or Shared._reinterpret  # Triton 3.9; earlier versions
+reinterpret = getattr(Shared, "reinterpret", None) or Shared._reinterpret  # the same
 
 LOG2E = gl.constexpr(1.4426950408889634)
 C, STAGES, K, V, BV = gl.constexpr(64), gl.constexpr(2), gl.constexpr(128), gl.constexpr(128), gl.constexpr(64)
@@ -69,7 +75,7 @@ def loader(q, k, v, tiles, bars, i_b, i_h, i_k, T):
     empty, ready, solved = bars
     for c in range(gl.cdiv(T, C)):
         s = c % STAGES
-        mbarrier.wait(empty.index(s), ((c // STAGES) & 1) ^ 1)
+        mbarrier.wait(empty.index(s), ((c // STAGES) & 1) ^ 1)  # phase n - 1
         # the copies end the phase of `ready` when all these bytes have come; beyond the last token they are zeros
         bar = ready.index(s)
         mbarrier.expect(bar, 2 * q.block_type.nbytes + 2 * v.block_type.nbytes)
@@ -90,7 +96,7 @@ def times(x, blocks, m: gl.constexpr, j: gl.constexpr, acc, mma: gl.constexpr):
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 1)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 1)
     B = blocks.slice(16 * m, 16).slice(16 * j, 16, 1).load(right)
-    return mma_v2(gl.convert_layout(x, left), B, acc, "tf32")
+    return mma_v2(gl.convert_layout(x, left), B, acc, "tf32")  # rows stay with their warp
 
 
 @gluon.jit
@@ -99,12 +105,12 @@ def inverse(N, scratch, layout: gl.constexpr):
     t_D, t_N, t_Y = scratch
     i, j = gl.arange(0, C, layout=gl.SliceLayout(1, layout)), gl.arange(0, C, layout=gl.SliceLayout(0, layout))
     t_N.store(N)
-    # t_D[j, block, i]: the four blocks on the diagonal by columns; all others are masked, so the sum picks these
+    # t_D[j, block, i]: element (i, j) of a block on the diagonal; all other blocks are zeroed, so a sum picks it
     D = gl.sum(gl.where(i[:, None] // 16 == j[None, :] // 16, N, 0.0).reshape([4, 16, 4, 16]), 2)  # [4, 16, 16]
     by_columns: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     reinterpret(t_D, gl.float32, [16, 4, 16], by_columns).store(D.permute((2, 0, 1)))
 
-    # the four inverses on the diagonal, side by side; each of 64 columns in two threads
+    # the four inverses on the diagonal, side by side; 128 threads for 64 columns, so two make the same
     four: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [2, 2, 1], [2, 1, 0])
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, four)))[None, None, :]
@@ -118,15 +124,14 @@ def inverse(N, scratch, layout: gl.constexpr):
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     i, j = gl.arange(0, C, layout=gl.SliceLayout(1, mma)), gl.arange(0, 16, layout=gl.SliceLayout(0, mma))
     d, none = i[:, None] - j[None, :], gl.zeros([C, 16], gl.float32, mma)
-    # by a product with I_3, which brings the last block into the layout `mma`
-    Y_3 = times(gl.where(d == 48, 1.0, none), t_Y, 3, 0, none, mma)
+    Y_3 = times(gl.where(d == 48, 1.0, none), t_Y, 3, 0, none, mma)  # a block of t_Y, but in the layout `mma`
     X_2 = times(Y_3, t_N, 3, 2, gl.where(d == 32, 1.0, none), mma)
     Y_2 = times(X_2, t_Y, 2, 0, none, mma)
     X_1 = times(Y_2, t_N, 2, 1, times(Y_3, t_N, 3, 1, gl.where(d == 16, 1.0, none), mma), mma)
     Y_1 = times(X_1, t_Y, 1, 0, none, mma)
     X_0 = times(Y_2, t_N, 2, 0, times(Y_3, t_N, 3, 0, gl.where(d == 0, 1.0, none), mma), mma)
     Y_0 = times(times(Y_1, t_N, 1, 0, X_0, mma), t_Y, 0, 0, none, mma)
-    joined = gl.join(gl.join(Y_0, Y_1), gl.join(Y_2, Y_3))  # [row, column, odd j, j > 1]
+    joined = gl.join(gl.join(Y_0, Y_1), gl.join(Y_2, Y_3))  # [row, column, j % 2, j // 2]
     return gl.convert_layout(joined.permute((0, 3, 2, 1)).reshape([C, C]), layout)
 
 
@@ -135,8 +140,7 @@ def solver(g, beta, tiles, bars, t_beta, scratch, i_b, i_h, HV, T):
     t_q, t_k, t_v, t_b, t_P, t_T = tiles
     empty, ready, solved = bars
     line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    # 16 rows per warp, as WGMMA leaves a result
-    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # 16 rows per warp, by WGMMA
     i = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, square))[None, :]
     rows = gl.arange(0, C, layout=line)
@@ -156,13 +160,12 @@ def solver(g, beta, tiles, bars, t_beta, scratch, i_b, i_h, HV, T):
         b_beta = gl.load(beta + rows * HV, mask=rows < T, other=0.0).to(gl.float32)
         mbarrier.wait(ready.index(s), (c // STAGES) & 1)
         none = gl.zeros([C, C], gl.float32, square)
-        # is_async: the product runs while threads go on
-        # wait(n, [x]): until x is there and at most n products run
+        # is_async: threads go on while it runs; wait(n, [x]): until x is there and at most n products run
         N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         t_b.index(s).store(b)
         b_i, b_j = t_b.index(s).load(gl.SliceLayout(1, square)), t_b.index(s).load(gl.SliceLayout(0, square))
-        E = gl.exp2(b_i[:, None] - b_j[None, :])  # may be infinite; `where` comes last
+        E = gl.exp2(b_i[:, None] - b_j[None, :])  # not masked yet: above the diagonal it may be infinite
         N = warpgroup_mma_wait(1, [N]) * E * t_beta.load(gl.SliceLayout(1, square))[:, None]
         N = gl.where(i > j, -N, 0.0)  # (1)
         P = warpgroup_mma_wait(0, [P])
@@ -201,14 +204,14 @@ def walker(o, S_last, tiles, bars, t_S, t_u, i_b, i_h, T, scale, D: gl.constexpr
         b_o = warpgroup_mma_wait(1, [b_o]) * since
         S *= through
         w = warpgroup_mma_wait(0, [w])
-        tma.store_wait(0)  # the copy engine has read the last o in t_u
+        tma.store_wait(0)  # the copy engine has read o of the chunk before in t_u
         t_u.reshape([C, BV]).store((w * until).to(b_q.dtype))
         fence()
         S = warpgroup_mma(b_k.permute((1, 0)), t_u.reshape([C, BV]), S, is_async=True)  # (3)
         b_v.store(w.to(b_q.dtype))
         fence()
         b_o = warpgroup_mma(t_P.index(s), b_v, b_o, is_async=True)  # (3)
-        S = warpgroup_mma_wait(1, [S])
+        S = warpgroup_mma_wait(1, [S])  # so t_u is free for o
         b_o = warpgroup_mma_wait(0, [b_o])
         mbarrier.arrive(empty.index(s), count=1)
         t_u.reshape([C, BV]).store((b_o * scale).to(b_q.dtype))
@@ -246,7 +249,7 @@ def walk(q, k, v, g, beta, o, S_last, T, HV, G, scale):
         mbarrier.init(solved.index(s), count=1)
     fence()
     tiles, bars = (t_q, t_k, t_v, t_b, t_P, t_T), (empty, ready, solved)
-    # the lists: warps and registers of all roles but the first, which keeps 160 of 4 * 128
+    # the lists: warps and registers of all roles but the first, which is the launch's warps and keeps 160 of 4 * 128
     gl.warp_specialize(
         [
             (walker, (o, S_last, tiles, bars, t_S.index(0), t_u.index(0), i_b, i_h, T, scale, 0)),
@@ -289,10 +292,9 @@ def boxes(x, width):
 
 
 def gated_delta_rule(q, k, v, g, beta, scale=None):
-    """o [B, T, HV, V] and the state after the last token, float32 [B, HV, K, V], for K = V = 128.
+    """o [B, T, HV, V] and the state after the last token, float32 [B, HV, K, V], for K = V = 128, HV a multiple of H.
 
-    q and k [B, T, H, K], v [B, T, HV, V], bfloat16; g and beta [B, T, HV], bfloat16 or float32; HV a multiple of H;
-    scale is K^-0.5 when None.
+    q and k [B, T, H, K], v [B, T, HV, V], bfloat16; g, beta [B, T, HV], bfloat16 or float32; scale: K^-0.5 if None.
     """
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q, v: expected [B, T, H, D], got {tuple(q.shape)}, {tuple(v.shape)}")

@@ -25,24 +25,24 @@ predict(
 )
 
 
-def _period(load, solve, walk, places, tiles, place=lambda *x: sum(x), tile=lambda load, solve, walk: solve + walk):
-    x = load, solve, walk
+def _period(load, inverse, walk, places, tiles, place=lambda *x: sum(x), tile=lambda load, *x: sum(x)):
+    x = load, inverse, walk
     return max(*x, place(*x) / places, tile(*x) / tiles)
 
 
 @exercise("ex-fused-period", "derive")
 def period(answer):
     mistakes = {
-        "That is the busiest role alone. A place is free again only after its chunk was loaded, solved and walked.": (
-            lambda load, solve, walk, places, tiles: max(load, solve, walk)
+        "That is the busiest role alone. A place is free again only after its chunk was loaded, inverted and walked.": (
+            lambda load, inverse, walk, places, tiles: max(load, inverse, walk)
         ),
-        "The tiles are missing: a tile is free again only after its chunk was solved and walked.": dict(
+        "The tiles are missing: a tile is free again only after its chunk was inverted and walked.": dict(
             tile=lambda *x: 0
         ),
         "The places of q, k and v are missing: they bound the kernel, too.": dict(place=lambda *x: 0),
-        "A tile need not wait for its chunk's load: it is taken when the solve begins.": dict(tile=lambda *x: sum(x)),
-        "No role can be faster than its own job.": lambda load, solve, walk, places, tiles: max(
-            (load + solve + walk) / places, (solve + walk) / tiles
+        "A tile need not wait for its chunk's load: it is taken when the inverse begins.": dict(tile=lambda *x: sum(x)),
+        "No role can be faster than its own job.": lambda load, inverse, walk, places, tiles: max(
+            (load + inverse + walk) / places, (inverse + walk) / tiles
         ),
     }
     cases = [
@@ -58,16 +58,16 @@ def period(answer):
 
 predict(
     "ex-fused-third",
-    ["the longest of the short solves", "the shortest of the long solves"],
+    ["the longest of the short inverses", "the shortest of the long inverses"],
     [0.9, 3.7],
     [
-        ([2.3, ...], "A solve as long as the walk still makes half a round longer than the walk."),
+        ([2.3, ...], "An inverse as long as the walk still makes half a round longer than the walk."),
         ([3.2, ...], "The load is a part of the round, too."),
-        ([0.9, 2.3], "A solve of 2.3 is no longer than the walk, and half of its round is 3."),
-        ([0.9, 2.9], "With a solve of 2.9 half a round is 3.3, which is longer."),
-        ([3.7, 0.9], "The other way round: first the short solves, then the long ones."),
+        ([0.9, 2.3], "An inverse of 2.3 is no longer than the walk, and half of its round is 3."),
+        ([0.9, 2.9], "With an inverse of 2.9 half a round is 3.3, which is longer."),
+        ([3.7, 0.9], "The other way round: first the short inverses, then the long ones."),
     ],
-    "A third stage saves nothing where the longest role is no shorter than half of a round, load + solve + walk.",
+    "A third stage saves nothing where the longest role is no shorter than half of a round, load + inverse + walk.",
 )
 
 

@@ -11,14 +11,17 @@ from typing import NamedTuple
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import part, path, rect, text
 
-__all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WAYS", "Task", "delta_roles", "period", "schedule"]
+__all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WALK", "WAYS"]
+__all__ += ["Task", "columns", "delta_roles", "period", "schedule"]
 
 #: microseconds a chunk takes each role of an early fused kernel alone, on an H200 (lab/delta_rules.md)
 ALONE = {"load": 1.4, "solve": 2.9, "walk": 2.3}
-#: microseconds a chunk takes the two kernels of an early pair, with half of the columns for a program of the walk
-FIRST = {"solve": 1.9, "walk": 1.4}
+#: microseconds a chunk takes `solve` of an early pair of kernels (of one multiprocessor)
+FIRST = 1.9
+#: and the library's `walk` by the columns of a program, with few programs at work (lab/delta_rules.md)
+WALK = {32: 1.2, 64: 1.75}
 WAYS = ("in turn", "fused", "two kernels")
-HEADS = (32, 64, 132)  # value heads of all sequences
+HEADS = (32, 64, 128)  # value heads of all sequences
 MULTIPROCESSORS, STAGES, CHUNKS = 132, 2, 6
 
 
@@ -31,16 +34,23 @@ class Task(NamedTuple):
     stop: float
 
 
+def columns(heads: int) -> int:
+    """Columns of a walker of the two kernels, as the plan chooses them for a walk in one go."""
+    return 32 if 4 * heads <= MULTIPROCESSORS else 64
+
+
 def lasts(way: str, heads: int) -> dict[str, float]:
     """How long a job of one chunk of a head lasts, in us.
 
-    If all inverses come first, every multiprocessor makes some, and a head's two halves walk at the same time only if
-    each has a multiprocessor.
+    If all inverses come first, every multiprocessor makes some, and a head's parts walk at the same time only if each
+    has a multiprocessor.
     """
     if way != WAYS[2]:
         return ALONE
-    rounds = -(-2 * heads // MULTIPROCESSORS)
-    return {"load": ALONE["load"], "solve": FIRST["solve"] * heads / MULTIPROCESSORS, "walk": FIRST["walk"] * rounds}
+    wide = columns(heads)
+    waves = -(-128 // wide * heads // MULTIPROCESSORS)
+    load = min(ALONE["load"], WALK[wide])  # `walk` was measured with its loads, which hide behind it
+    return {"load": load, "solve": FIRST * heads / MULTIPROCESSORS, "walk": WALK[wide] * waves}
 
 
 def schedule(way: str, heads: int, n: int = CHUNKS) -> list[Task]:
@@ -125,9 +135,12 @@ def delta_roles() -> Explorable:
     most = max(len(row) for by_heads in frames for row in by_heads)
     return Explorable(
         title="Six chunks of one value head",
-        notice="A model: each job lasts as long as it did with the other jobs taken away. Numbers are chunks, rows are "
-        "jobs. In turn, the same warps have the last two rows. The number of value heads matters to the two kernels "
-        "only: it says how many heads share the multiprocessors that make inverses.",
+        notice="A model: each job lasts as long as it did with the other jobs taken away, a load "
+        f"{ALONE['load']} µs, an inverse {ALONE['solve']} and a walk {ALONE['walk']}. Numbers are chunks, "
+        "rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In turn, "
+        "the same warps do the jobs of the last two rows. The number of value heads matters to the two kernels only: "
+        f"all multiprocessors make inverses first, so more heads mean a longer wait. There an inverse takes "
+        f"{FIRST} µs of one multiprocessor, and a walk {WALK[32]} µs with 32 columns or {WALK[64]} with 64.",
         alt="Three rows over time, for loads, inverses and walks, with numbered bars for the chunks and marks every "
         "10 microseconds. Bars to the right of the line that marks the present are pale.",
         controls=(

@@ -110,10 +110,13 @@ def waits_timeline(data: dict, B: int) -> Explorable:
         notice=f"Measured by clocks inside the kernels ({results.label(data)}): {first['B']} x {first['T']} tokens, "
         f"{first['H']}/{first['HV']} heads, one program of each kernel. Work includes a role's waits for its own "
         f"instructions and products. Of each role {shown} chunks in the middle of a text are recorded, up to the last "
-        "wait. The loader is chunks ahead, so its bars come first.",
+        "wait. The loader is chunks ahead, so its bars come first. Time 0 is the first recorded wait.",
         alt="A row for each role over time, with bars where it works and where it waits at a barrier, and marks every "
         "10 microseconds. Bars to the right of the line that marks the present are pale.",
-        controls=(Choice("Schedule", names), Slider("Time", [f"{n} of {MOMENTS}" for n in range(MOMENTS + 1)])),
+        controls=(
+            Choice("Schedule", names),
+            Slider("Time", [f"{100 * n // MOMENTS} % of the record" for n in range(MOMENTS + 1)]),
+        ),
         frames=[_frames(r, end, rows) for r in records],
         height=TOP + ROW * rows - 2,
         start=(0, MOMENTS // 2),
