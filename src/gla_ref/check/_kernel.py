@@ -77,7 +77,7 @@ def checked(name: str, x: object, shape: torch.Size, dtypes: list[torch.dtype], 
     if x.shape != shape:
         raise Finding("shape", f"expected {list(shape)}, got {list(x.shape)}", name)
     if x.dtype not in dtypes:
-        raise Finding("dtype", f"expected {' or '.join(map(str, dtypes))}, got {x.dtype}", name)
+        raise Finding("dtype", f"expected {' or '.join(dict.fromkeys(map(str, dtypes)))}, got {x.dtype}", name)
     if x.device != device:
         raise Finding("device", f"expected {device}, got {x.device}", name)
     return x
