@@ -20,7 +20,7 @@ from gla_ref import check as kit
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import delta, flash_attention, gla, linear_attention, steps
-from gla_ref.kernels.launch import program as _program
+from gla_ref.kernels.launch import program
 from gla_ref.kernels.launch.hardware import CLASSES
 
 MECHANISMS = ("softmax_attention", "linear_attention", "simple_gla", "gla")
@@ -93,7 +93,7 @@ def test_contiguous_transposed_and_expanded_inputs_in_turn(mechanism):
 
 
 def test_programs_are_bounded(monkeypatch):
-    monkeypatch.setattr(_program, "MOST", 3)
+    monkeypatch.setattr(program, "MOST", 3)
     monkeypatch.setattr(linear_attention.forward, "programs", {})
     for T in range(1, 8):
         x = tokens("linear_attention", T=T)
@@ -152,11 +152,11 @@ def test_launchers_are_loaded_one_at_a_time(monkeypatch):
             assert loading == [self]
             loading.clear()
 
-    monkeypatch.setattr(_program, "COMPILED", {})
-    monkeypatch.setattr(_program, "variant", lambda launch, device: launch)
-    monkeypatch.setattr(_program, "compile_launch", lambda launch: Kernel())
+    monkeypatch.setattr(program, "COMPILED", {})
+    monkeypatch.setattr(program, "variant", lambda launch, device: launch)
+    monkeypatch.setattr(program, "compile_launch", lambda launch: Kernel())
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    assert len({*_program.compiled(list(range(8)), None, list)}) == 8
+    assert len({*program.compiled(list(range(8)), None, list)}) == 8
 
 
 def test_a_second_derivative_is_refused():
@@ -322,11 +322,11 @@ def test_a_new_length_compiles_nothing(mechanism, monkeypatch):
     """Whatever it is modulo 16; also backward."""
     both(mechanism, tokens(mechanism, T=64, K=64, V=64, dtype=torch.bfloat16))
     both(mechanism, tokens(mechanism, T=3000, K=64, V=64, dtype=torch.bfloat16))
-    known = len(_program.COMPILED)
+    known = len(program.COMPILED)
     # attention of a single query is compiled apart: decoding with a cache
     for T in (1,) * (mechanism != "softmax_attention") + (65, 80, 100, 127, 3001, 3008):
         both(mechanism, tokens(mechanism, T=T, K=64, V=64, dtype=torch.bfloat16))
-    assert len(_program.COMPILED) == known
+    assert len(program.COMPILED) == known
 
 
 @gpu
@@ -335,7 +335,7 @@ def test_a_new_length_compiles_nothing(mechanism, monkeypatch):
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_tiles_of_other_classes(mechanism, name, dtype, monkeypatch):
     """What is planned for other GPUs is right on this one: tiles, pointers in place of descriptors, paths."""
-    monkeypatch.setattr(_program, "hardware_of", lambda device: CLASSES[name])
+    monkeypatch.setattr(program, "hardware_of", lambda device: CLASSES[name])
     for planned in (PLANNED[mechanism].forward, PLANNED[mechanism].backward):
         monkeypatch.setattr(planned, "programs", {})
     state = mechanism != "softmax_attention"
@@ -350,7 +350,7 @@ def test_tiles_of_other_classes(mechanism, name, dtype, monkeypatch):
 @gpu
 def test_other_addresses_than_a_descriptor_was_made_for(monkeypatch):
     """More tensors than addresses are kept, each read where it is."""
-    monkeypatch.setattr(_program, "ADDRESSES", 3)
+    monkeypatch.setattr(program, "ADDRESSES", 3)
     x = [tokens("gla", T=70, K=64, V=64, dtype=torch.bfloat16, seed=i) for i in range(8)]
     for _ in range(2):
         found = [both("gla", y) for y in x]

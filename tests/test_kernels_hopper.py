@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import explain, plan
 from gla_ref.kernels.gla import gla
-from gla_ref.kernels.hopper import gluon_names as _gluon
+from gla_ref.kernels.hopper import gluon_names
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
 
@@ -48,7 +48,7 @@ def check(*sizes, path=None, ends=None, scale=None, **kw):
 # the plan
 
 ON_HOPPER = partial(plan, "gla", hardware="sm_90")
-gluon = pytest.mark.skipif(_gluon.missing() is not None, reason=f"this Triton has no {_gluon.missing()}")
+gluon = pytest.mark.skipif(gluon_names.missing() is not None, reason=f"this Triton has no {gluon_names.missing()}")
 
 
 @gluon
@@ -152,20 +152,22 @@ PACK = (0, 0, 33, 33, 40, 200, 264, 300)
 
 
 @gluon
-@pytest.mark.parametrize("what", _gluon.RENAMED)
+@pytest.mark.parametrize("what", gluon_names.RENAMED)
 def test_either_name_will_do(what, monkeypatch):
-    path, *names = _gluon.RENAMED[what]
+    path, *names = gluon_names.RENAMED[what]
     module = pkgutil.resolve_name(path)
     for kept in names:
         with monkeypatch.context() as patch:
             for name in names:
                 patch.delattr(module, name, raising=False)
-            assert _gluon.missing.__wrapped__() == f"{path}.{names[0]}"
+            assert gluon_names.missing.__wrapped__() == f"{path}.{names[0]}"
             patch.setattr(module, kept, "found", raising=False)
-            assert _gluon.missing.__wrapped__() is None and _gluon.named(what) == "found"
+            assert gluon_names.missing.__wrapped__() is None and gluon_names.named(what) == "found"
 
 
-played_here = pytest.mark.skipif(CUDA or _gluon.missing() is not None, reason="played on a CPU, where there is Gluon")
+played_here = pytest.mark.skipif(
+    CUDA or gluon_names.missing() is not None, reason="played on a CPU, where there is Gluon"
+)
 
 
 @played_here

@@ -15,8 +15,7 @@ from test_kernels_delta import MILD, RULES, problem, tokens
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import delta, explain, plan
-from gla_ref.kernels.hopper import DELTA_KERNELS
-from gla_ref.kernels.hopper import gluon_names as _gluon
+from gla_ref.kernels.hopper import DELTA_KERNELS, gluon_names
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
 
@@ -27,8 +26,10 @@ LENGTHS = (1, 63, 64, 65, 130)
 PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
 KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
 problem = partial(problem, C=64)
-gluon = pytest.mark.skipif(_gluon.missing() is not None, reason=f"this Triton has no {_gluon.missing()}")
-played_here = pytest.mark.skipif(CUDA or _gluon.missing() is not None, reason="played on a CPU, where there is Gluon")
+gluon = pytest.mark.skipif(gluon_names.missing() is not None, reason=f"this Triton has no {gluon_names.missing()}")
+played_here = pytest.mark.skipif(
+    CUDA or gluon_names.missing() is not None, reason="played on a CPU, where there is Gluon"
+)
 
 
 def on_hopper(test):

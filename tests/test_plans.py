@@ -183,7 +183,8 @@ class Target:
     get_active_torch_device = lambda self: torch.device("cpu")
 
 triton.runtime.driver.set_active(Target())
-from gla_ref.kernels import _program, plan
+from gla_ref.kernels import plan
+from gla_ref.kernels.launch import program
 from gla_ref.kernels.launch.plan import Box, Spec
 
 found, binders = {}, {}
@@ -200,12 +201,12 @@ for mechanism, T, (B, H), K, cut in itertools.product(
             args = []
             for y in launch.args:
                 if isinstance(y, Box):
-                    y = _program.describe(y, _program.Mock(y.tensor))
-                args.append(_program.Mock(y) if isinstance(y, Spec) else y)
+                    y = program.describe(y, program.Mock(y.tensor))
+                args.append(program.Mock(y) if isinstance(y, Spec) else y)
             if launch.kernel not in binders:
                 *_, binders[launch.kernel] = launch.kernel.create_binder()
             _, specialised, options = binders[launch.kernel](*args, **launch.options, debug=False)
-            key = _program.variant(launch, torch.device("cpu"))
+            key = program.variant(launch, torch.device("cpu"))
             found.setdefault(key, set()).add(str((specialised, sorted(options.items()))))
 print(len(found), max(map(len, found.values())))
 """

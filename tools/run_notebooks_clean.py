@@ -51,7 +51,7 @@ print(json.dumps(sum(cell.cell_type == "code" for cell in notebook.cells)))
 """
 DESCRIBE = """
 import json, torch
-from gla_ref import results
+from gla_ref.book import results
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps(results.environment(gpu)))
 """

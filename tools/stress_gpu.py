@@ -71,7 +71,7 @@ def train(mixer: str, size: str, device: str, until: float) -> None:
     """Print the losses of all steps as the bits of float32, AT_ONCE steps a line, then the compiled kernels' names."""
     import torch
 
-    from gla_ref.kernels.launch import program as _program
+    from gla_ref.kernels.launch import program
 
     torch.manual_seed(0)
     model, loss = model_and_batches(mixer, size, device)
@@ -90,7 +90,7 @@ def train(mixer: str, size: str, device: str, until: float) -> None:
             step += 1
         tell(torch.stack(losses))
         late = time.time() >= until
-    functions = {variant[0] for variant in _program.COMPILED}
+    functions = {variant[0] for variant in program.COMPILED}
     print(json.dumps({"kernels": sorted(f"{f.__module__.split('kernels.')[-1]}.{f.__name__}" for f in functions)}))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..hopper import gluon_names as _gluon
+from ..hopper.gluon_names import descriptor
 from .hardware import hardware_of
 from .plan import Box, Launch, Make, Plan, Spec, spec_of
 
@@ -34,7 +34,7 @@ class Mock:
 
 def describe(box: Box, base):
     numbers = list(box.shape), list(box.strides), list(box.block)
-    return TensorDescriptor(base, *numbers) if box.layout is None else _gluon.descriptor(base, *numbers, box.layout)
+    return TensorDescriptor(base, *numbers) if box.layout is None else descriptor(base, *numbers, box.layout)
 
 
 def compile_launch(launch: Launch):
