@@ -17,7 +17,7 @@ from gla_ref.kernels import plan, stream
 from gla_ref.kernels.portable import delta_forward, gla_forward, linear
 
 NAMES = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule")
-CHOSEN = ("gla", "delta_rule", "gated_delta_rule")  # that have a choice of kernels
+CHOSEN = ("gla", "delta_rule", "gated_delta_rule")  # mechanisms with a choice of kernels
 LONG = 150  # tokens: three chunks of 64, the last one short
 KERNELS = ("portable", pytest.param(None, marks=pytest.mark.gpu))  # None: Hopper's, where the plan takes them
 HALVES = [pytest.param(torch.float16, marks=pytest.mark.deep), pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -22,7 +22,7 @@ def test_an_old_name_warns_and_gives_the_module(old):
 
 
 def test_all_ways_to_import():
-    """Of a package, a module in it, and a name in that, in a process that has not imported the new one."""
+    """A package, a module in it, and a name in that, in a process that has not imported the new ones."""
     code = """
 import gla_ref, warnings
 warnings.simplefilter("ignore")

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-# the forms that are kernels, with what stands behind each (kernels/forms.py has the functions)
+# the forms that are kernels, each with a description (kernels/forms.py has the functions)
 _KERNELS = {
     "triton": "the kernel that a plan chooses",
     "triton_portable": "the kernel for every GPU, where a plan would choose another",

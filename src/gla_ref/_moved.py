@@ -36,7 +36,7 @@ MOVED = {
 
 
 def new_name(name: str) -> str | None:
-    """Where a module of this name is now; None if it has not moved."""
+    """The new name of a module; None if it has not moved."""
     for old, new in MOVED.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]

@@ -22,12 +22,12 @@ WIDEST = {"K": 256, "V": 512}
 
 
 def check_gla(q, k, v, g, g_v, initial_state, cu_seqlens, scale) -> None:
-    """What a call of GLA with a new signature is held against."""
+    """Check a call of GLA that has a new signature."""
     check_call("gla", (q, k, v, g, g_v), initial_state, cu_seqlens, scale, WIDEST)
 
 
 def check_delta(q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
-    """What a call of a delta rule with a new signature is held against."""
+    """Check a call of a delta rule that has a new signature."""
     mechanism, tensors = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
     check_call(mechanism, tensors, initial_state, cu_seqlens, scale, WIDEST)
 

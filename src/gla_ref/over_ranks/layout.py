@@ -1,4 +1,4 @@
-"""Which rank has which tokens of a sequence, and what passes between neighbours (chapters 17 and 24).
+"""The tokens of a sequence on their ranks, and the messages between neighbours (chapters 17 and 24).
 
 A model's mixers, its short convolutions and its loss ask :class:`Pieces` for what lies across a border.
 """

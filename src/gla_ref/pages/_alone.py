@@ -40,7 +40,7 @@ FEWER = {"first": {"T": 64}, "gla_step": {"T": 1}}  # tokens that a page takes a
 
 
 def case_of(name: str, compiled: bool) -> check.Case:
-    """What a page's results are judged on."""
+    """The case that a page's results are judged on."""
     T, sizes = (150, {"H": 3, "K": 128, "V": 128}) if compiled else (40, {"H": 2, "K": 32, "V": 16})
     T = {"first": 40, "gla_step": 3}.get(name, T)
     gate = "mild and strong chunks" if name == "gla_levels" else "logsigmoid/16"
@@ -49,7 +49,7 @@ def case_of(name: str, compiled: bool) -> check.Case:
 
 
 def results(name: str, page: Callable, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a page makes of inputs, by quantity."""
+    """The results of a page, by quantity."""
     tokens = [x[n] for n in MECHANISMS[KINDS[name]].required]
     if name == "gla_gradient":
         return dict(zip(("dq", "dk", "dv", "dg"), page(*tokens, x["d o"]), strict=True))

@@ -355,7 +355,7 @@ def strides(x: Spec | None) -> tuple[int, ...]:
 
 
 class Shared(NamedTuple):
-    """What the launches of one call share."""
+    """The sizes, tiles and tensors that the launches of one call share."""
 
     draft: Draft
     cu: Spec | None

@@ -81,7 +81,7 @@ PLACES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belo
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory of each chunk."""
+    """The tiles of each chunk in shared memory."""
 
     q: object
     k: object

@@ -93,7 +93,7 @@ def wait_done(done, c, ago: gl.constexpr):
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory of several chunks."""
+    """The tiles of several chunks in shared memory."""
 
     q: object
     k: object

@@ -125,7 +125,7 @@ class Tiles(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """What transformer and multiplier tell each other of a chunk."""
+    """Small tiles by which transformer and multiplier tell each other about a chunk."""
 
     factors: object
     flags: object

@@ -108,7 +108,7 @@ class Stages(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Who waits for whom: one of each for each stage, but for the last."""
+    """Who waits for whom: one barrier of each kind for each stage, and one `taken` in all."""
 
     empty: object  # the loader: until the multiplier has read a stage
     ready: object  # the transformer: until the copies have come
@@ -490,7 +490,7 @@ ROLES = {64: Roles(4, 4, 3, 128, 160), 128: Roles(8, 4, 2, 128, 160)}  # by BK
 
 
 def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) -> GlaCall:
-    """As the portable kernels begin, with this kernel's tiles."""
+    """A call of the portable kernels, with this kernel's tiles."""
     call = portable.begin(hardware, inputs, scale, path)
     BK, BV = (64 if n <= 64 else 128 for n in (call.K, call.V))
     return call._replace(BK=BK, BV=BV)

@@ -375,7 +375,7 @@ def carry_states(
 
 
 class DeltaCall(NamedTuple):
-    """What the launches of one call share, and what `solve` makes of all chunks."""
+    """The sizes, tiles and tensors that the launches of one call share, the results of `solve` among them."""
 
     draft: Draft
     cu: Spec | None
@@ -388,7 +388,7 @@ class DeltaCall(NamedTuple):
     N: int  # sequences
     scale: float
     gated: bool
-    kept: torch.dtype  # of sums of products that pass through memory
+    kept: torch.dtype  # the dtype in which sums of products pass through memory
     C: int
     L: int  # tokens of a segment; more than T where sequences are walked in one go
     BK: int
@@ -479,7 +479,7 @@ def solve_all(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) 
 
 
 def state_strides(S: Spec | None) -> tuple[int, ...] | None:
-    """Of states [slots, H, K, W] as `load_tile` takes a head's rows."""
+    """The strides of states [slots, H, K, W], by which `load_tile` takes a head's rows."""
     if S is None:
         return None
     _, H, K, W = S.shape
@@ -505,7 +505,7 @@ def launch_walk(
 
 
 class Walked(NamedTuple):
-    """What `walks` has made; None where it was not asked for."""
+    """The results of `walks`; None if a result was not asked for."""
 
     o: Spec | None
     S: Spec | None  # the final state

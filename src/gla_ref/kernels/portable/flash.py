@@ -313,7 +313,7 @@ def bwd_dkv(
 
 
 class FlashCall(NamedTuple):
-    """What the launches of one call share."""
+    """The sizes, tiles and tensors that the launches of one call share."""
 
     draft: Draft
     cu: Spec | None
@@ -328,7 +328,7 @@ class FlashCall(NamedTuple):
     BV: int
     scale: float
     engine: bool  # the copy engine loads q, k and v
-    dtype: torch.dtype  # that tables of tiles are asked for
+    dtype: torch.dtype  # the dtype by which tiles are looked up
 
     def tiles(self, table: dict) -> tuple[int, int, int, int]:
         """BM, BN, warps and stages."""

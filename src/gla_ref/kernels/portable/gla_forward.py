@@ -363,7 +363,7 @@ def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr, reverse=0):
 
 
 class GlaCall(NamedTuple):
-    """What the launches of one call share."""
+    """The sizes, tiles and tensors that the launches of one call share."""
 
     draft: Draft
     g_v: Spec | None  # gates on values
@@ -383,7 +383,7 @@ class GlaCall(NamedTuple):
     BV: int
     chunks: int  # slots for them
     warps: int
-    stages: tuple[int, int]  # of a walk that stores no states, and of one that does
+    stages: tuple[int, int]  # for a walk that stores no states, and for a walk that stores them
 
     @property
     def levels(self) -> int:
@@ -418,7 +418,7 @@ class Readers(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """What walks have made; None where it was not asked for."""
+    """The results of `walks`; None if a result was not asked for."""
 
     o: Spec | None
     S: Spec | None  # the final state (backwards: the gradient of the first)
@@ -477,7 +477,7 @@ def prepared(call: GlaCall, q: Spec, k: Spec, g: Spec) -> Readers:
 
 
 def decays(call: GlaCall, n: int) -> tuple[Spec, Spec | None]:
-    """Of n segments: those of the state's rows and, with gates on values, of its columns."""
+    """The decays of n segments: for the state's rows and, with gates on values, for its columns."""
     rows = call.draft.new("decay", n, call.H, call.K)
     return rows, None if call.g_v is None else call.draft.new("decay_v", n, call.H, call.V)
 
