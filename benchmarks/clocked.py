@@ -23,6 +23,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import re
 from types import ModuleType
 from typing import NamedTuple
 
@@ -123,6 +124,17 @@ class Clocks(ast.NodeTransformer):
         ]
 
 
+def module_from(module: ModuleType, text: str, name: str, **more) -> ModuleType:
+    """A module like another one, made from a changed text of its source, with `more` names that the text uses."""
+    copy = ModuleType(f"{module.__name__}_{re.sub(r'[^a-z0-9]+', '_', name)}", module.__doc__)
+    copy.__package__, copy.__file__ = module.__package__, f"<{copy.__name__}>"
+    # Triton compiles a function from its source, which inspect finds here
+    linecache.cache[copy.__file__] = len(text), None, text.splitlines(keepends=True), copy.__file__
+    vars(copy).update(more)
+    exec(compile(text, copy.__file__, "exec"), vars(copy))
+    return copy
+
+
 def clocked(module: ModuleType, log: int, chunks: int) -> Copy:
     """A copy of a kernel's module that logs each role's first `chunks` chunks at the address `log`.
 
@@ -134,12 +146,7 @@ def clocked(module: ModuleType, log: int, chunks: int) -> Copy:
     text = ast.unparse(ast.fix_missing_locations(clocks.visit(tree)))
     if many := [name for name, sites in clocks.sites.items() if len(sites) > SITES]:
         raise ValueError(f"module: expected at most {SITES} waits in a chunk, got more in {', '.join(many)}")
-    copy = ModuleType(f"{module.__name__}_clocked", module.__doc__)
-    copy.__package__, copy.__file__ = module.__package__, f"<{copy.__name__} {log} {chunks}>"
-    # Triton compiles a function from its source, which inspect finds here
-    linecache.cache[copy.__file__] = len(text), None, text.splitlines(keepends=True), copy.__file__
-    vars(copy).update(clock=clock, nanoseconds=nanoseconds, note=note)
-    exec(compile(text, copy.__file__, "exec"), vars(copy))
+    copy = module_from(module, text, f"clocked {log} {chunks}", clock=clock, nanoseconds=nanoseconds, note=note)
     names, roles = clocks.functions, []
     for i, name in enumerate(names):
         label = f"{name} {i - names.index(name)}" if names.count(name) > 1 else name

@@ -122,6 +122,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "exit_status": int(exitstatus),
         **{kind: len(stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")},
+        "not_passed": sorted({r.nodeid for kind in ("failed", "error") for r in stats.get(kind, [])}),
         "tests": sorted(f"{r.nodeid} {r.duration:.3f} s" for r in stats.get("passed", [])),
     }
     Path(target).parent.mkdir(parents=True, exist_ok=True)

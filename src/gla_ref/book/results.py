@@ -16,7 +16,19 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["check_writable", "command", "environment", "file", "label", "load", "merge", "read", "select", "write"]
+__all__ = [
+    "check_writable",
+    "command",
+    "environment",
+    "file",
+    "label",
+    "load",
+    "merge",
+    "parts",
+    "read",
+    "select",
+    "write",
+]
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -176,8 +188,8 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
         folder: where the files are; None looks in the checkout of this package, then in the working
             directory and the directories above it.
         kind: "records" of run.py, "steps" of chunk_fuse.py, "checks" of check_peers.py, "scaling" of
-            scaling.py, "trainings" of split_training.py, "waits" of waits.py or "museum" of
-            `python -m gla_ref check --museum`; of :mod:`gla_ref.experiments` the experiment's name.
+            scaling.py, "trainings" of split_training.py, "waits" of waits.py, "parts" of parts.py or
+            "museum" of `python -m gla_ref check --museum`; of :mod:`gla_ref.experiments` the experiment's name.
 
     Returns:
         The content of the file, or None where there is none.
@@ -201,6 +213,16 @@ def select(data: dict, **wanted) -> list[dict]:
     return [
         r for r in data["records"] if r["ms"] is not None and r["correct"] and all(r[n] == x for n, x in wanted.items())
     ]
+
+
+def parts(data: dict | None, **wanted) -> dict[str, dict]:
+    """The records of parts.py with these values, by the part that was taken away: `parts(data, B=8)`.
+
+    Returns:
+        {"nothing": the whole kernel's record, ...} in the order of the program; {} if there are no measurements.
+    """
+    found = [r for r in (data["parts"] if data else ()) if all(r[n] == x for n, x in wanted.items())]
+    return {r["taken"]: r for r in found}
 
 
 def label(data: dict) -> str:

@@ -216,17 +216,19 @@ def by_triton(launch: Launch, places: dict, run: Callable) -> Callable[[list], N
 
 
 ADDRESSES = 64  # of which a launch keeps descriptors
+RELEASE = ".".join(triton.__version__.split(".")[:2])
+DIRECT = "3.6", "3.7", "3.9"  # whose C function `direct` calls
 
 
 def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[list], None] | None:
     """Launch by the C function that Triton comes to in the end, which saves half of the time (lab/host.md).
 
     A descriptor says where a tensor is and nothing of what is there, so those of the last addresses are kept. Only
-    for the Triton that this was read in and measured with: None for any other. Where somebody counts launches (a
-    profiler), the function that `plain` makes launches instead.
+    for versions of Triton that this was read in and measured with: None for any other. Where a profiler counts
+    launches, the function that `plain` makes launches instead.
     """
     run, hooks = kernel.run, triton.knobs.runtime
-    if not triton.__version__.startswith("3.6.") or run.global_scratch_size or run.profile_scratch_size:
+    if RELEASE not in DIRECT or run.global_scratch_size or run.profile_scratch_size:
         return None
     metas = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
     template, tensors, boxes = [], [], []
@@ -247,8 +249,13 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
         if call is None or any(meta is None for *_, meta, _ in boxes):
             return None
     grid, function = (*launch.grid, 1, 1)[:3], kernel.function
-    # scratch memory for the kernel and for a profiler; what kind of kernel it is; what and who profiles
-    fixed = (run.launch_cooperative_grid, run.launch_pdl, None, None, kernel.packed_metadata, None, None, None)
+    # kinds of launch; the kernel; what and who profiles (three); scratch memory for the kernel and for a profiler
+    kinds, scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None)
+    told = kernel.packed_metadata, None, None, None
+    if RELEASE == "3.6":
+        fixed = *kinds, *scratch, *told
+    else:  # the arguments are one, after their types
+        fixed = *kinds, *told, *scratch, run.arg_annotations, run.kernel_signature
 
     def start(values):
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
@@ -263,11 +270,15 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
                 if len(known) >= ADDRESSES:
                     known.clear()
                 # as much of a TensorDescriptor as is asked for, without the checks of its constructor
-                of = SimpleNamespace(base=values[place], shape=box.shape, strides=box.strides, padding="zero")
-                descriptor, *_ = nvidia.make_tensordesc_arg(of, meta)
+                of = {"base": values[place], "shape": box.shape, "strides": box.strides, "padding": "zero"}
+                of = SimpleNamespace(**of, round_f32_to_tf32=False)
+                descriptor, *_ = nvidia.make_tensordesc_arg(of, meta, *([None] * (RELEASE == "3.9")))
                 known[address] = descriptor
             args[i] = descriptor
-        call(*grid, values[0], function, *fixed, *args)
+        if RELEASE == "3.6":
+            call(*grid, values[0], function, *fixed, *args)
+        else:
+            call(*grid, values[0], function, *fixed, args)
 
     return start
 

@@ -1,0 +1,128 @@
+"""One Triton and one assembler on this GPU: are our kernels right with them, and how fast?
+
+    python benchmarks/versions.py                                     # what is installed
+    python benchmarks/versions.py --triton DIR                        # an unpacked wheel of another Triton
+    python benchmarks/versions.py --assembler FILE                    # another ptxas
+    python benchmarks/versions.py --tests tests/test_kernels_gla.py --suites gla --stress 30
+
+Triton and its assembler are chosen when a process starts, so the GPU tests (`make test-gpu`), the trainings of
+tools/stress_gpu.py and run.py with our own contenders run as programs of their own. Writes
+results/<gpu>-versions.json: a record for each pair of versions, in which only the parts that ran are new. `tests`
+counts how tests ended and names those that failed; `stress` is True if no training died and equal ones stayed equal;
+`times` has the medians in ms of each suite, with `bits`, which are equal where two versions gave the same results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
+
+import run
+import torch
+from contenders import CONTENDERS
+
+from gla_ref.book import results
+
+SUITES = "gla", "hopper", "delta", "gated_delta", "linear"
+KEPT = *run.IDENTITY, "ran", "ms", "correct", "error", "budget", "bits", "first_call_s", "message"
+KEY = "triton", "assembler"
+ASKED = """
+import json, triton
+from triton.backends.nvidia.compiler import get_ptxas
+print(json.dumps([triton.__version__, get_ptxas(90).path]))
+"""
+
+
+def environment(triton: str | None, assembler: str | None) -> dict[str, str]:
+    """The variables of a process with another Triton or assembler."""
+    path = [x for x in (triton, str(ROOT / "src"), os.environ.get("PYTHONPATH")) if x]
+    extra = {"PYTHONPATH": os.pathsep.join(path)}
+    if assembler:  # Triton reads the second name where it has an assembler of its own for newer GPUs
+        extra |= {"TRITON_PTXAS_PATH": assembler, "TRITON_PTXAS_BLACKWELL_PATH": assembler}
+    return os.environ | extra
+
+
+def asked(env: dict[str, str]) -> dict[str, str]:
+    """Versions of the Triton and the assembler for sm_90 that such a process has."""
+    told = subprocess.run([sys.executable, "-c", ASKED], env=env, capture_output=True, text=True, check=True)
+    version, path = json.loads(told.stdout.strip().splitlines()[-1])
+    return {"triton": version, "assembler": re.search(r"V([\d.]+)", results.command(path, "--version"))[1]}
+
+
+def tested(env: dict[str, str], files: list[str], jobs: int) -> dict:
+    """How the GPU tests of these files ended."""
+    with tempfile.TemporaryDirectory() as there:
+        summary = Path(there, "summary.json")
+        command = [sys.executable, "-m", "pytest", *files, "-m", "gpu and not alone", "-q"]
+        command += ["-n", str(jobs), "--dist", "worksteal", "--gpu-summary", str(summary)]
+        subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
+        found = json.loads(summary.read_text())
+    return {n: found[n] for n in ("passed", "failed", "error", "skipped", "not_passed")} | {"files": files}
+
+
+def stressed(env: dict[str, str], seconds: float) -> bool:
+    """Whether trainings side by side lived and stayed equal."""
+    command = [sys.executable, str(ROOT / "tools" / "stress_gpu.py"), "--seconds", str(seconds)]
+    return subprocess.run(command, env=env, cwd=ROOT).returncode == 0
+
+
+def timed(env: dict[str, str], suites: list[str], match: str, seconds: float) -> list[dict]:
+    """Our contenders of these suites."""
+    ours = sorted({c.name for every in CONTENDERS.values() for c in every if not c.peer})
+    with tempfile.TemporaryDirectory() as there:
+        out = Path(there, "times.json")
+        command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *suites, "--match", match]
+        command += ["--seconds", str(seconds), "--out", str(out), "--only", *ours]
+        subprocess.run(command, env=env | {"TRITON_CACHE_DIR": there}, cwd=ROOT, check=True)
+        return [{n: r.get(n) for n in KEPT} for r in results.read(out, "records")]
+
+
+def gpu_tests() -> list[str]:
+    """The files that `make test-gpu` runs."""
+    told = subprocess.run(["make", "-s", "gpu-tests"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return told.stdout.split()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--triton", metavar="DIR", help="a folder with an unpacked wheel of Triton; default: installed")
+    parser.add_argument("--assembler", metavar="FILE", help="a ptxas; default: the one that Triton has")
+    parser.add_argument("--tests", nargs="*", metavar="FILE", help="GPU tests of these files; without a file: of all")
+    parser.add_argument("--jobs", type=int, default=15, help="processes that run tests")
+    parser.add_argument("--stress", type=float, metavar="SECONDS", help="train side by side for so long")
+    parser.add_argument("--suites", nargs="*", help=f"of run.py; without a name: {', '.join(SUITES)}")
+    parser.add_argument("--match", default="", help="these cases only: a regular expression of what run.py prints")
+    parser.add_argument("--seconds", type=float, default=240, help="of the suites")
+    parser.add_argument("--out", type=Path, help="the JSON file to merge into")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("versions: expected an NVIDIA GPU, found none")
+    env = environment(args.triton, args.assembler)
+    row = asked(env)
+    print(f"Triton {row['triton']}, ptxas {row['assembler']}", flush=True)
+    here = results.environment(torch.cuda.get_device_name())
+    row |= {n: here[n] for n in ("commit", "date", "torch")}
+    began = time.monotonic()
+    if args.tests is not None:
+        row["tests"] = tested(env, args.tests or gpu_tests(), args.jobs)
+    if args.stress:
+        row["stress"] = stressed(env, args.stress)
+    if args.suites is not None:
+        row["times"] = timed(env, args.suites or list(SUITES), args.match, args.seconds)
+    path = args.out or results.file(here["gpu"] + " versions")
+    results.merge(path, here, "versions", [row], KEY, lambda old, new: old | new)
+    print(f"{time.monotonic() - began:.0f} s; results: {path}")
+
+
+if __name__ == "__main__":
+    main()
