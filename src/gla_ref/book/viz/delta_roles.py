@@ -26,11 +26,10 @@ def _alone() -> dict[str, float]:
 
     Without that record they are the roles of a draft of the page (lab/delta_rules.md).
     """
-    data = results.load("h200", kind="parts")
+    taken = results.parts(results.load("h200", kind="parts"), B=8)
     alone = {"load": "the work of both", "solve": "the walkers' work", "walk": "the solver's work"}
-    taken = {r["taken"]: r["us_a_chunk"] for r in (data["parts"] if data else []) if (r["B"], r["HV"]) == (8, 16)}
     if taken.keys() >= set(alone.values()):
-        return {role: round(taken[part], 1) for role, part in alone.items()}
+        return {role: round(taken[part]["us_a_chunk"], 1) for role, part in alone.items()}
     return {"load": 1.4, "solve": 2.9, "walk": 2.3}
 
 
