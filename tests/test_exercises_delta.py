@@ -274,7 +274,6 @@ def on_the_diagonal(A, c):
 RIGHT |= {
     "ex-fused-path": [[8, 4, 2, 1024]],
     "ex-fused-period": [walked],
-    "ex-fused-third": [[0.9, 3.7]],
     "ex-fused-columns": [columns_of(by_rows)],
     "ex-fused-ahead": ["abdeg", ["a", "b", "d", "e", "g"]],
     "ex-fused-programs": [[48, 3072, 96, 33]],
@@ -295,12 +294,6 @@ WRONG |= {
         (lambda *x: walked(*x[:3], 99, x[4]), "places of q, k and v are missing"),
         (lambda *x: max(*x[:3], sum(x[:3]) / x[3], sum(x[:3]) / x[4]), "need not wait for its chunk's load"),
         (lambda *x: max(sum(x[:3]) / x[3], sum(x[1:3]) / x[4]), "faster than its own job"),
-    ],
-    "ex-fused-third": [
-        ([2.3, 3.7], "still makes half a round longer"),
-        ([0.9, 2.9], "half a round is 3.3"),
-        ([3.7, 0.9], "The other way round"),
-        ([0.9, 5.0], "Answer 2 of 2"),
     ],
     "ex-fused-columns": [
         (columns_of(lambda A, c: by_rows(A, c, sign=1)), "The sign is wrong"),

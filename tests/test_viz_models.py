@@ -173,4 +173,14 @@ def test_delta_roles_says_what_the_schedules_are():
                 roles.WAYS[2]: roles.FIRST * heads / roles.MULTIPROCESSORS + walk,
             }[way]
             assert abs(roles.period(way, heads) - each) < 1e-9
-            assert f"a chunk lasts {each:.1f} µs" in frames[-1].readout and "0 of 6" in frames[0].readout
+            assert f"a chunk lasts {roles.period(way, heads):.1f} µs" in frames[-1].readout
+            assert "0 of 6" in frames[0].readout
+
+
+def test_delta_roles_take_their_times_from_a_record(monkeypatch):
+    parts = {"the work of both": 1.61, "the walkers' work": 2.71, "the solver's work": 2.39, "nothing": 4.6}
+    records = [{"taken": part, "us_a_chunk": us, "B": 8, "HV": 16} for part, us in parts.items()]
+    monkeypatch.setattr(roles.results, "load", lambda gpu, kind: {"parts": records} if kind == "parts" else None)
+    assert roles._alone() == {"load": 1.6, "solve": 2.7, "walk": 2.4}
+    records.pop(0)  # measured in part
+    assert roles._alone() == {"load": 1.4, "solve": 2.9, "walk": 2.3}

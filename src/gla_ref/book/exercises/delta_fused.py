@@ -56,21 +56,6 @@ def period(answer):
     hold(answer, cases, _period, variants(_period, mistakes), {"period": ""})
 
 
-predict(
-    "ex-fused-third",
-    ["the longest of the short inverses", "the shortest of the long inverses"],
-    [0.9, 3.7],
-    [
-        ([2.3, ...], "An inverse as long as the walk still makes half a round longer than the walk."),
-        ([3.2, ...], "The load is a part of the round, too."),
-        ([0.9, 2.3], "An inverse of 2.3 is no longer than the walk, and half of its round is 3."),
-        ([0.9, 2.9], "With an inverse of 2.9 half a round is 3.3, which is longer."),
-        ([3.7, 0.9], "The other way round: first the short inverses, then the long ones."),
-    ],
-    "A third stage saves nothing where the longest role is no shorter than half of a round, load + inverse + walk.",
-)
-
-
 def _own_columns(A, c, j, sign=-1, earlier=lambda i, j: range(j, i), inner=lambda x: x, start=lambda j: j):
     n, I = len(A) // c, torch.eye(len(A), dtype=A.dtype)
     Y = torch.zeros_like(A[:, :c])

@@ -8,21 +8,42 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .. import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import part, path, rect, text
 
 __all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WALK", "WAYS"]
 __all__ += ["Task", "columns", "delta_roles", "period", "schedule"]
 
-#: microseconds a chunk takes each role of an early fused kernel alone, on an H200 (lab/delta_rules.md)
-ALONE = {"load": 1.4, "solve": 2.9, "walk": 2.3}
-#: microseconds a chunk takes `solve` of an early pair of kernels (of one multiprocessor)
-FIRST = 1.9
-#: and the library's `walk` by the columns of a program, with few programs at work (lab/delta_rules.md)
-WALK = {32: 1.2, 64: 1.75}
 WAYS = ("in turn", "fused", "two kernels")
 HEADS = (32, 64, 128)  # value heads of all sequences
 MULTIPROCESSORS, STAGES, CHUNKS = 132, 2, 6
+WALK = {32: 1.2, 64: 1.75}  # us per chunk of the library's `walk`, by its columns: the plan's estimates
+
+
+def _alone() -> dict[str, float]:
+    """Microseconds per chunk of each role of the page while the others only wait, on an H200 (benchmarks/parts.py).
+
+    Without that record they are the roles of a draft of the page (lab/delta_rules.md).
+    """
+    taken = results.parts(results.load("h200", kind="parts"), B=8)
+    alone = {"load": "the work of both", "solve": "the walkers' work", "walk": "the solver's work"}
+    if taken.keys() >= set(alone.values()):
+        return {role: round(taken[part]["us_a_chunk"], 1) for role, part in alone.items()}
+    return {"load": 1.4, "solve": 2.9, "walk": 2.3}
+
+
+def _first() -> float:
+    """Microseconds of one multiprocessor that `solve` of the two kernels needs for a chunk (benchmarks/waits.py)."""
+    data = results.load("h200", kind="waits")
+    for r in data["waits"] if data else []:
+        if (r["kernel"], r["B"], r["HV"]) == ("ahead", 8, 16):
+            chunks = r["B"] * r["HV"] * r["T"] / 64
+            return round(1e3 * (r["ms_call"] - r["ms"]) * MULTIPROCESSORS / chunks, 1)
+    return 2.5
+
+
+ALONE, FIRST = _alone(), _first()
 
 
 class Task(NamedTuple):
@@ -55,12 +76,12 @@ def lasts(way: str, heads: int) -> dict[str, float]:
 
 def schedule(way: str, heads: int, n: int = CHUNKS) -> list[Task]:
     """All tasks of n chunks of one head, in the order of their chunks."""
-    clocks, tasks, stop = lasts(way, heads), [], {}
+    clocks, tasks, ended = lasts(way, heads), [], {}
 
     def run(job: str, chunk: int, *after: tuple[str, int]) -> None:
-        start = max([0.0, *(stop[x] for x in after if x[1] >= 0)])
-        stop[job, chunk] = start + clocks[job]
-        tasks.append(Task(job, chunk, start, stop[job, chunk]))
+        start = max([0.0, *(ended[x] for x in after if x[1] >= 0)])
+        ended[job, chunk] = start + clocks[job]
+        tasks.append(Task(job, chunk, start, ended[job, chunk]))
 
     if way == WAYS[2]:
         for c in range(n):
@@ -74,16 +95,18 @@ def schedule(way: str, heads: int, n: int = CHUNKS) -> list[Task]:
     return tasks
 
 
+def stop(tasks: list[Task]) -> float:
+    """When the last task ends."""
+    return max(t.stop for t in tasks)
+
+
 def period(way: str, heads: int) -> float:
     """How long a chunk lasts in a long text, in us."""
-
-    def end(n: int) -> float:
-        return max(t.stop for t in schedule(way, heads, n))
-
-    return (end(48) - end(24)) / 24
+    return (stop(schedule(way, heads, 48)) - stop(schedule(way, heads, 24))) / 24
 
 
-LEFT, TOP, ROW, TALL, UNIT = 4, 26, 52, 26, 390 / 34
+LEFT, TOP, ROW, TALL = 4, 26, 52, 26
+UNIT = 390 / max(stop(schedule(way, heads)) for way in WAYS for heads in HEADS)  # of a us
 ROWS = {"load": "copy engine: q, k, v", "solve": "inverses", "walk": "walk: from state to state"}
 KINDS = {"load": "pale-blue", "solve": "orange", "walk": "pink"}
 SAYS = {"load": "its tiles come in", "solve": "its inverse is made", "walk": "its walk from state to state"}
@@ -104,7 +127,7 @@ def _bars(tasks: list[Task]) -> str:
 
 def _frames(way: str, heads: int) -> list[Frame]:
     tasks = schedule(way, heads)
-    end, bars = max(t.stop for t in tasks), _bars(tasks)
+    end, bars = stop(tasks), _bars(tasks)
     ground = [text(LEFT, TOP + ROW * n - 10, words, "start") for n, words in enumerate(ROWS.values())]
     ground += [rect(LEFT, TOP + ROW * n, UNIT * end, TALL, "pale-grey") for n in range(len(ROWS))]
     bottom = TOP + ROW * (len(ROWS) - 1) + TALL
