@@ -105,8 +105,9 @@ def gla(
         path: "fused" (a sequence in one go) or "segmented"; None chooses by
             :func:`gla_ref.kernels.linear_attention.choose_path`.
         kernel: "portable", or "hopper" for the one in Gluon; None lets the plan choose, which
-            :func:`gla_ref.kernels.explain` prints with the reason. Gradients are the portable kernels', but with
-            "hopper", of tokens in bfloat16, gates of 16 bits and V <= 128: then they are Hopper's own.
+            :func:`gla_ref.kernels.explain` prints with the reason. Gradients have a Hopper kernel of their own, for
+            tokens in bfloat16, gates of 16 bits and V <= 128: the plan takes it from Triton 3.9 on, before only if
+            it is asked for.
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.

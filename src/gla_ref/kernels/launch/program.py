@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..hopper.gluon_names import descriptor
 from .hardware import hardware_of
 from .plan import Box, Launch, Make, Plan, Spec, spec_of
+from .versions import release
 
 MOST = 512  # programs that a function keeps; lengths may change from call to call for ever
 THREAD = threading.local()  # has the names of devices that a thread has worked on
@@ -216,8 +217,7 @@ def by_triton(launch: Launch, places: dict, run: Callable) -> Callable[[list], N
 
 
 ADDRESSES = 64  # of which a launch keeps descriptors
-RELEASE = ".".join(triton.__version__.split(".")[:2])
-DIRECT = "3.6", "3.7", "3.9"  # whose C function `direct` calls
+DIRECT = (3, 6), (3, 9)  # releases of Triton whose C function `direct` calls
 
 
 def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[list], None] | None:
@@ -228,7 +228,7 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
     launches, the function that `plain` makes launches instead.
     """
     run, hooks = kernel.run, triton.knobs.runtime
-    if RELEASE not in DIRECT or run.global_scratch_size or run.profile_scratch_size:
+    if release() not in DIRECT or run.global_scratch_size or run.profile_scratch_size:
         return None
     metas = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
     template, tensors, boxes = [], [], []
@@ -252,10 +252,9 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
     # kinds of launch; the kernel; what and who profiles (three); scratch memory for the kernel and for a profiler
     kinds, scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None)
     told = kernel.packed_metadata, None, None, None
-    if RELEASE == "3.6":
-        fixed = *kinds, *scratch, *told
-    else:  # the arguments are one, after their types
-        fixed = *kinds, *told, *scratch, run.arg_annotations, run.kernel_signature
+    apart = release() == (3, 6)  # later the kernel's arguments are one, after their types
+    fixed = (*scratch, *told) if apart else (*told, *scratch, run.arg_annotations, run.kernel_signature)
+    unused = () if apart else (None,)  # of make_tensordesc_arg
 
     def start(values):
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
@@ -272,13 +271,10 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
                 # as much of a TensorDescriptor as is asked for, without the checks of its constructor
                 of = {"base": values[place], "shape": box.shape, "strides": box.strides, "padding": "zero"}
                 of = SimpleNamespace(**of, round_f32_to_tf32=False)
-                descriptor, *_ = nvidia.make_tensordesc_arg(of, meta, *([None] * (RELEASE == "3.9")))
+                descriptor, *_ = nvidia.make_tensordesc_arg(of, meta, *unused)
                 known[address] = descriptor
             args[i] = descriptor
-        if RELEASE == "3.6":
-            call(*grid, values[0], function, *fixed, *args)
-        else:
-            call(*grid, values[0], function, *fixed, args)
+        call(*grid, values[0], function, *kinds, *fixed, *(args if apart else (args,)))
 
     return start
 

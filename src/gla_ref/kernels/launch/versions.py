@@ -7,6 +7,7 @@ measured something; a test compares it with the records.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -29,6 +30,15 @@ class Known(NamedTuple):
 
 KNOWN = (Known("3.6.0", "oldest", True), Known("3.7.1", "pinned", False), Known("3.9.0", "newest", False))
 MEASURED = tuple(known.version for known in KNOWN if known.measured)
+
+
+@functools.cache
+def release() -> tuple[int, int]:
+    """Major and minor number of the Triton that is imported."""
+    import triton  # plans can be made, and this table read, without it
+
+    major, minor, *_ = triton.__version__.split(".")
+    return int(major), int(minor)
 
 
 def standing(version: str) -> str:
