@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gla_ref import check
-from gla_ref.check._budgets import octaves
+from gla_ref.check.oracle import octaves
 from gla_ref.rounding import budget, error
 
 CHUNKS_OF_64 = 1  # the emulated run of the linear mechanisms and the delta rules
