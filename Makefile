@@ -59,7 +59,7 @@ mutants: $(VENV) ## hold the check kit against every named mistake: how many are
 compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"), without one: registers, spills, shared memory, barriers
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(if $(ARCH),--arch $(ARCH))
 
-compile-versions: $(VENV) ## compile every kernel for sm_90 with the oldest and the newest known Triton (GLUON=1: Gluon kernels only)
+compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned (GLUON=1: Gluon kernels only)
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --triton --arch 90 $(if $(GLUON),--gluon)
 
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gla_ref.book import results
-from gla_ref.kernels.launch.versions import KNOWN, MEASURED
+from gla_ref.kernels.launch.versions import KNOWN, MEASURED, PINNED
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -35,10 +35,9 @@ def test_records_of_a_gpu_were_made_with_the_measured_versions():
 
 
 def test_the_pinned_version_is_that_of_the_environment():
-    (pinned,) = (known.version for known in KNOWN if known.place == "pinned")
     for name in ("requirements.in", "requirements.txt"):
-        assert f"\ntriton=={pinned};" in (ROOT / name).read_text()
-    assert [known.place for known in KNOWN] == ["oldest", "pinned", "newest"]
+        assert f"\ntriton=={PINNED};" in (ROOT / name).read_text()
+    assert [known.place for known in KNOWN] == ["oldest", "between", "newest"]
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def cache(tmp_path, monkeypatch):
     """An empty cache, and the commands that would fill it."""
     monkeypatch.setattr(other_tritons, "ROOT", tmp_path)
     monkeypatch.setattr(other_tritons, "CACHE", tmp_path / "triton")
-    monkeypatch.setattr(other_tritons, "installed", lambda name: "3.7.1")
+    monkeypatch.setattr(other_tritons, "installed", lambda name: "3.9.0")
     calls = []
 
     def install(command, **options):
@@ -60,10 +59,10 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_version_is_fetched_once(cache):
-    assert other_tritons.folder("3.7.1") is None and not cache  # installed
-    place = other_tritons.folder("3.9.0")
-    assert place.name == "3.9.0" and (place / "triton").is_dir()
-    assert other_tritons.folder("3.9.0") == place and len(cache) == 1
+    assert other_tritons.folder("3.9.0") is None and not cache  # installed
+    place = other_tritons.folder("3.7.1")
+    assert place.name == "3.7.1" and (place / "triton").is_dir()
+    assert other_tritons.folder("3.7.1") == place and len(cache) == 1
 
 
 def test_a_fetch_that_fails_leaves_nothing(cache):
@@ -73,7 +72,7 @@ def test_a_fetch_that_fails_leaves_nothing(cache):
 
 
 def test_every_version_has_a_process_that_finds_it_first(monkeypatch, tmp_path):
-    monkeypatch.setattr(other_tritons, "folder", lambda version: None if version == "3.7.1" else tmp_path / version)
+    monkeypatch.setattr(other_tritons, "folder", lambda version: None if version == "3.9.0" else tmp_path / version)
     monkeypatch.setenv("PYTHONPATH", "src")
     started = []
 
@@ -86,11 +85,11 @@ def test_every_version_has_a_process_that_finds_it_first(monkeypatch, tmp_path):
     monkeypatch.setattr(other_tritons.subprocess, "run", start)
     monkeypatch.setattr(results, "command", lambda *line: "abc")
     record = tmp_path / "r.json"
-    assert other_tritons.compile_with(["3.7.1"], [], None) == 0
-    assert other_tritons.compile_with([], [], record) == "Triton 3.9.0: see above"
-    assert started == ["src", f"{tmp_path}/3.6.0:src", f"{tmp_path}/3.9.0:src"]
+    assert other_tritons.compile_with(["3.9.0"], [], None) == 0
+    assert other_tritons.compile_with([], [], record) == "Triton 3.7.1: see above"
+    assert started == ["src", f"{tmp_path}/3.6.0:src", f"{tmp_path}/3.7.1:src"]
     found = results.read(record, "versions")
-    assert [(r["triton"], r["commit"]) for r in found] == [("3.6.0", "abc"), ("3.9.0", "abc")]
+    assert [(r["triton"], r["commit"]) for r in found] == [("3.6.0", "abc"), ("3.7.1", "abc")]
 
 
 def test_an_option_that_names_no_version_is_refused():
@@ -125,10 +124,9 @@ def test_a_summary_keeps_the_worst_launch_of_each_gluon_kernel():
 
 @pytest.mark.deep
 def test_only_gluon_kernels_are_compiled_with_the_version_that_is_asked_for():
-    pinned = next(known.version for known in KNOWN if known.place == "pinned")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "tools/compile_kernels.py", "gla 64 bfloat16", "--gluon", "--arch", "90"]
-    done = subprocess.run([*command, "--triton", pinned], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, "--triton", PINNED], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"-- Triton {pinned}" in done.stdout and f"Triton {pinned}: 1 cases" in done.stdout
+    assert f"-- Triton {PINNED}" in done.stdout and f"Triton {PINNED}: 1 cases" in done.stdout
     assert re.findall(r"(?m)^(walk|mend|gradients) ", done.stdout) == ["walk"]

@@ -118,7 +118,7 @@ def fwd_inner_chunk(q, k, b, A, s_q, s_k, s_b, T, H, K, scale, BT: tl.constexpr,
 
     for i in range(BT):  # one query with all keys of the chunk
         t = i_c * BT + i
-        m_q = (o_k < K) & (t < T)  # [1, BK]
+        m_q = o_k < tl.where(t < T, K, 0)  # [1, BK]
         _q = tl.load(at(q, s_q, i_b, i_h, t, o_k), mask=m_q, other=0.0).to(tl.float32)  # [1, BK]
         gq = tl.load(at(b, s_b, i_b, i_h, t, o_k), mask=m_q, other=float("-inf"))  # [1, BK]
 
