@@ -82,7 +82,7 @@ clean: ## remove what was built (the virtual environment stays)
 	rm -rf _build build dist src/*.egg-info
 
 .venv/.ready: requirements.txt pyproject.toml
-	@echo "Installing into .venv (once; a few minutes, about 2 GB)"
+	@echo "Installing into .venv (once; a few minutes, about 6 GB on Linux)"
 	$(PY) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -32,7 +32,7 @@ import torch
 import triton
 from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia import compiler as nvidia
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import barriers
@@ -497,7 +497,7 @@ def summary(everything: list[dict], which: str, seconds: float) -> dict:
         "triton": triton.__version__,
         "arch": arch,
         "launches": which,
-        "assembler": other_tritons.assembler(get_ptxas(arch).path),
+        "assembler": other_tritons.assembler(nvidia.get_ptxas(arch).path),
         **other_tritons.assemblers(triton.__file__),
         "cases": len(everything),
         "refused": [found["case"] for found in everything if found["refused"]],

@@ -45,6 +45,8 @@ def find_device() -> Device:
     them on the CPU; it is told so here, which it only hears when it is imported. GPUs older than Ampere,
     such as a T4, have no bfloat16 in their matrix units; float16 takes its place there.
     """
+    # for kernels that a page or a cell launches; the package's own ask for it (launch/program.py)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         if find_spec("triton"):
