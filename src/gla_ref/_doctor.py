@@ -100,9 +100,9 @@ def doctor() -> int:
     print(f"\n{sentence}\n\nWhat would run here, in {name}:\n")
     print(tabulate(planned(device, dtype), ["mechanism", "sizes", "forward", "backward"]))
     if device == "cpu":
-        print("\nNothing was launched: kernels are compiled and run on a GPU only.")
+        print("\nNothing was launched: the doctor launches kernels only on a GPU.")
         if reason := refusal():
-            print(f"Kernels cannot be interpreted either: {reason}.")
+            print(f"Kernels cannot be interpreted here: {reason}.")
         return 0
     print(f"\nEach once, with its gradients, against the float64 recurrence ({name}, T = {CASE.T}):\n")
     good = True
