@@ -62,7 +62,7 @@ mutants: $(VENV) ## hold the check kit against every named mistake: how many are
 compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"), without one: registers, spills, shared memory, barriers
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(if $(ARCH),--arch $(ARCH))
 
-compile-versions: $(VENV) ## compile every kernel for sm_90 with the oldest and the newest known Triton (GLUON=1: Gluon kernels only)
+compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned (GLUON=1: Gluon kernels only)
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --triton --arch 90 $(if $(GLUON),--gluon)
 
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
@@ -85,7 +85,7 @@ clean: ## remove what was built (the virtual environment stays)
 	rm -rf _build build dist src/*.egg-info
 
 .venv/.ready: requirements.txt pyproject.toml
-	@echo "Installing into .venv (once; a few minutes, about 2 GB)"
+	@echo "Installing into .venv (once; a few minutes, about 6 GB on Linux)"
 	$(PY) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -56,7 +56,7 @@ def test_bad_arguments_are_named(argv, message, capsys):
 
 
 def test_without_triton_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:
         main(SMALL)
     assert stopped.value.code == 2 and "need Triton" in capsys.readouterr().err
@@ -98,6 +98,14 @@ def test_the_doctor_says_what_was_done_with_this_triton(installed, said, monkeyp
     assert main(["doctor"]) == 0
     (line,) = (line for line in capsys.readouterr().out.split("\n") if said in line)
     assert f"Triton {installed} " in line
+
+
+def test_the_doctor_refuses_an_old_triton(monkeypatch, capsys):
+    version = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.2.0" if name == "triton" else version(name))
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert f"No kernel runs here: {versions.too_old('3.2.0')}" in printed and "What would run" not in printed
 
 
 def test_the_doctor_names_what_gluon_lacks(monkeypatch):

@@ -6,16 +6,23 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+from gla_ref import kernels
 from gla_ref.book import results
-from gla_ref.kernels.launch.versions import KNOWN, MEASURED
+from gla_ref.kernels.launch.versions import KNOWN, MEASURED, PINNED, REQUIRED, not_interpreted, too_old
+from gla_ref.mechanisms import MECHANISMS
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 import other_tritons
+import try_oldest
+
+from gla_ref.kernels.launch import checks
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "results"
@@ -35,10 +42,56 @@ def test_records_of_a_gpu_were_made_with_the_measured_versions():
 
 
 def test_the_pinned_version_is_that_of_the_environment():
-    (pinned,) = (known.version for known in KNOWN if known.place == "pinned")
     for name in ("requirements.in", "requirements.txt"):
-        assert f"\ntriton=={pinned};" in (ROOT / name).read_text()
-    assert [known.place for known in KNOWN] == ["oldest", "pinned", "newest"]
+        assert f"\ntriton=={PINNED};" in (ROOT / name).read_text()
+    assert [known.place for known in KNOWN] == ["oldest", "between", "newest"]
+
+
+def test_the_oldest_versions_were_tried():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch>={try_oldest.bound('torch')}" in project["dependencies"] and try_oldest.bound("triton") == REQUIRED
+    record = results.read(RECORDS / "oldest-versions.json", "oldest")
+    assert {r["torch"] for r in record} == {f"{try_oldest.bound('torch')}.0"}
+    assert f"{REQUIRED}.0" in {r["triton"] for r in record}
+    assert {r["step"] for r in record} == set(try_oldest.STEPS)
+    for r in record:
+        refused = too_old(r["triton"]) or not_interpreted(r["triton"], r["numpy"])
+        assert r["runs"] or refused, f"{r}: expected a step that runs, or a version that is refused"
+        assert r["runs"] or refused in r["said"], "expected the sentence that names what to install"
+
+
+@pytest.mark.parametrize(
+    "triton, refused", [("3.2.0", True), ("3.4.1+git12", True), ("3.5.0", False), ("3.10.0", False)]
+)
+def test_an_old_triton_is_refused(triton, refused, monkeypatch):
+    assert bool(too_old(triton)) == refused
+    monkeypatch.setattr(kernels, "version", lambda name: triton)
+    assert not refused or kernels.refusal() == too_old(triton)
+
+
+@pytest.mark.parametrize(
+    "triton, numpy, refused",
+    [("3.6.0", "2.4.6", True), ("3.6.0", "2.3.5", False), ("3.7.1", "2.4.6", False), ("3.5.1", "2.10.0", True)],
+)
+def test_an_interpreter_that_fails_with_this_numpy_is_refused(triton, numpy, refused, monkeypatch):
+    assert bool(not_interpreted(triton, numpy)) == refused
+    monkeypatch.setattr(checks.triton, "__version__", triton)
+    monkeypatch.setattr(checks.np, "__version__", numpy)
+    q = torch.ones(1, 4, 1, 16)
+    if refused:
+        with pytest.raises(RuntimeError, match="cannot interpret kernels with NumPy"):
+            checks.check_launch({"q": q}, MECHANISMS["linear_attention"].arguments)
+    else:
+        checks.check_launch({"q": q}, MECHANISMS["linear_attention"].arguments)
+
+
+def test_a_launch_says_whether_multiply_adds_are_fused():
+    """Triton 3.9 warns where nobody says it, and compiles with them; 3.10 will compile without."""
+    environment = {n: x for n, x in os.environ.items() if n not in ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")}
+    python = [sys.executable, "-W", "error:TRITON_DEFAULT_FP_FUSION:UserWarning"]
+    command = [*python, "tools/compile_kernels.py", "gla_step 64 float16", "--arch", "80", "--jobs", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
@@ -46,7 +99,7 @@ def cache(tmp_path, monkeypatch):
     """An empty cache, and the commands that would fill it."""
     monkeypatch.setattr(other_tritons, "ROOT", tmp_path)
     monkeypatch.setattr(other_tritons, "CACHE", tmp_path / "triton")
-    monkeypatch.setattr(other_tritons, "installed", lambda name: "3.7.1")
+    monkeypatch.setattr(other_tritons, "installed", lambda name: "3.9.0")
     calls = []
 
     def install(command, **options):
@@ -60,10 +113,10 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_version_is_fetched_once(cache):
-    assert other_tritons.folder("3.7.1") is None and not cache  # installed
-    place = other_tritons.folder("3.9.0")
-    assert place.name == "3.9.0" and (place / "triton").is_dir()
-    assert other_tritons.folder("3.9.0") == place and len(cache) == 1
+    assert other_tritons.folder("3.9.0") is None and not cache  # installed
+    place = other_tritons.folder("3.7.1")
+    assert place.name == "3.7.1" and (place / "triton").is_dir()
+    assert other_tritons.folder("3.7.1") == place and len(cache) == 1
 
 
 def test_a_fetch_that_fails_leaves_nothing(cache):
@@ -73,7 +126,7 @@ def test_a_fetch_that_fails_leaves_nothing(cache):
 
 
 def test_every_version_has_a_process_that_finds_it_first(monkeypatch, tmp_path):
-    monkeypatch.setattr(other_tritons, "folder", lambda version: None if version == "3.7.1" else tmp_path / version)
+    monkeypatch.setattr(other_tritons, "folder", lambda version: None if version == "3.9.0" else tmp_path / version)
     monkeypatch.setenv("PYTHONPATH", "src")
     started = []
 
@@ -86,11 +139,11 @@ def test_every_version_has_a_process_that_finds_it_first(monkeypatch, tmp_path):
     monkeypatch.setattr(other_tritons.subprocess, "run", start)
     monkeypatch.setattr(results, "command", lambda *line: "abc")
     record = tmp_path / "r.json"
-    assert other_tritons.compile_with(["3.7.1"], [], None) == 0
-    assert other_tritons.compile_with([], [], record) == "Triton 3.9.0: see above"
-    assert started == ["src", f"{tmp_path}/3.6.0:src", f"{tmp_path}/3.9.0:src"]
+    assert other_tritons.compile_with(["3.9.0"], [], None) == 0
+    assert other_tritons.compile_with([], [], record) == "Triton 3.7.1: see above"
+    assert started == ["src", f"{tmp_path}/3.6.0:src", f"{tmp_path}/3.7.1:src"]
     found = results.read(record, "versions")
-    assert [(r["triton"], r["commit"]) for r in found] == [("3.6.0", "abc"), ("3.9.0", "abc")]
+    assert [(r["triton"], r["commit"]) for r in found] == [("3.6.0", "abc"), ("3.7.1", "abc")]
 
 
 def test_an_option_that_names_no_version_is_refused():
@@ -125,10 +178,9 @@ def test_a_summary_keeps_the_worst_launch_of_each_gluon_kernel():
 
 @pytest.mark.deep
 def test_only_gluon_kernels_are_compiled_with_the_version_that_is_asked_for():
-    pinned = next(known.version for known in KNOWN if known.place == "pinned")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "tools/compile_kernels.py", "gla 64 bfloat16", "--gluon", "--arch", "90"]
-    done = subprocess.run([*command, "--triton", pinned], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, "--triton", PINNED], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"-- Triton {pinned}" in done.stdout and f"Triton {pinned}: 1 cases" in done.stdout
+    assert f"-- Triton {PINNED}" in done.stdout and f"Triton {PINNED}: 1 cases" in done.stdout
     assert re.findall(r"(?m)^(walk|mend|gradients) ", done.stdout) == ["walk"]

@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that are not there: registers, spills, shared memory, rules of pipelining and barriers.
 
     python tools/compile_kernels.py [CASE ...] [--arch 75 80 ...]    # default: all; needs no GPU, some minutes
-    python tools/compile_kernels.py --triton --arch 90    # with the oldest and the newest Triton that readers have
+    python tools/compile_kernels.py --triton --arch 90    # with the other versions of Triton that readers have
     python tools/compile_kernels.py --gluon --arch 90    # only the launches of Gluon kernels
     python tools/compile_kernels.py --triton 3.9.0 --arch 90 --json benchmarks/results/compiled-versions.json
 
@@ -32,7 +32,7 @@ import torch
 import triton
 from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia import compiler as nvidia
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import barriers
@@ -497,7 +497,7 @@ def summary(everything: list[dict], which: str, seconds: float) -> dict:
         "triton": triton.__version__,
         "arch": arch,
         "launches": which,
-        "assembler": other_tritons.assembler(get_ptxas(arch).path),
+        "assembler": other_tritons.assembler(nvidia.get_ptxas(arch).path),
         **other_tritons.assemblers(triton.__file__),
         "cases": len(everything),
         "refused": [found["case"] for found in everything if found["refused"]],
@@ -518,7 +518,7 @@ def main() -> None:
     )
     parser.add_argument("--gluon", action="store_true", help="only launches of Gluon kernels")
     versions = ", ".join(other_tritons.VERSIONS)
-    about = f"compile with these versions instead; none: the oldest and the newest of {versions}"
+    about = f"compile with these versions instead; none: all of {versions} but the pinned"
     parser.add_argument("--triton", nargs="*", type=other_tritons.version, metavar="VERSION", help=about)
     parser.add_argument("--summary", type=Path, help=argparse.SUPPRESS)  # one version's part of the record
     args = parser.parse_args()

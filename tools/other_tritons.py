@@ -16,12 +16,12 @@ from importlib.metadata import version as installed
 from pathlib import Path
 
 from gla_ref.book import results
-from gla_ref.kernels.launch.versions import KNOWN
+from gla_ref.kernels.launch.versions import KNOWN, PINNED
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "_build" / "triton"
 VERSIONS = [known.version for known in KNOWN]
-OTHERS = [known.version for known in KNOWN if known.place != "pinned"]  # `make compile` has the pin
+OTHERS = [version for version in VERSIONS if version != PINNED]  # `make compile` has the pin
 
 
 def version(text: str) -> str:

@@ -28,7 +28,7 @@ from torch.nn.functional import logsigmoid
 
 from . import _apart, gates, gla
 from . import gla_chunk_fuse as reference
-from .kernels import NO_TRITON, find_device
+from .kernels import find_device, refusal
 from .mechanisms import MECHANISMS
 from .rounding import budget, error, operands_in
 
@@ -38,8 +38,8 @@ LONGEST = 1e9  # seconds; a thread cannot wait much longer
 
 def prepare_device(args: argparse.Namespace) -> str:
     """Where the kernels run; the interpreter must be chosen before Triton is imported."""
-    if importlib.util.find_spec("triton") is None:
-        raise ValueError(NO_TRITON)
+    if reason := refusal():
+        raise ValueError(reason)
     device, _, sentence = find_device()
     print(sentence)
     if device == "cpu" and args.dtype != "float32":

@@ -10,8 +10,8 @@ import torch
 from tabulate import tabulate
 
 from . import FORMS, check
-from .kernels import find_device, plan
-from .kernels.launch.versions import KNOWN, MEASURED, standing
+from .kernels import find_device, plan, refusal
+from .kernels.launch.versions import KNOWN, MEASURED, standing, too_old
 from .mechanisms import MECHANISMS
 
 # what is planned: (mechanism, sizes), a training step and a long sequence
@@ -86,7 +86,11 @@ def doctor() -> int:
     print(tabulate(versions(), tablefmt="plain"))
     if importlib.util.find_spec("triton") is None:
         return 0
-    print(f"\n{standing(importlib.metadata.version('triton'))}")
+    installed = importlib.metadata.version("triton")
+    print(f"\n{standing(installed)}")
+    if reason := too_old(installed):
+        print(f"No kernel runs here: {reason}. The references run.")
+        return 0
     device, dtype, sentence = find_device()
     from .kernels.launch.hardware import hardware_of
 
@@ -96,7 +100,9 @@ def doctor() -> int:
     print(f"\n{sentence}\n\nWhat would run here, in {name}:\n")
     print(tabulate(planned(device, dtype), ["mechanism", "sizes", "forward", "backward"]))
     if device == "cpu":
-        print("\nNothing was launched: kernels are compiled and run on a GPU only.")
+        print("\nNothing was launched: the doctor launches kernels only on a GPU.")
+        if reason := refusal():
+            print(f"Kernels cannot be interpreted here: {reason}.")
         return 0
     print(f"\nEach once, with its gradients, against the float64 recurrence ({name}, T = {CASE.T}):\n")
     good = True

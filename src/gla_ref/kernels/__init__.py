@@ -6,15 +6,28 @@ Nothing here is imported by `import gla_ref`.
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from .launch.versions import not_interpreted, too_old
 
 __all__ = ["Device", "explain", "find_device", "plan"]
 
 NO_TRITON = "the kernels need Triton, which is not installed (pip install triton, on Linux)"
+
+
+def refusal() -> str | None:
+    """Why the kernels cannot be used with what is installed, and what to install; None if they can."""
+    if find_spec("triton") is None:
+        return NO_TRITON
+    installed = version("triton")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
+    return too_old(installed) or (not_interpreted(installed, np.__version__) if interpreted else None)
 
 
 class Device(NamedTuple):
@@ -32,6 +45,8 @@ def find_device() -> Device:
     them on the CPU; it is told so here, which it only hears when it is imported. GPUs older than Ampere,
     such as a T4, have no bfloat16 in their matrix units; float16 takes its place there.
     """
+    # for kernels that a page or a cell launches; the package's own ask for it (launch/program.py)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         if find_spec("triton"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -19,6 +20,10 @@ from ..._contract import (
 )
 from ...mechanisms import MECHANISMS, Argument, Mechanism
 from .hardware import hardware_of
+from .versions import not_interpreted, too_old
+
+if reason := too_old(triton.__version__):  # what else the kernels import may not be there
+    raise ImportError(reason, name="triton")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -32,6 +37,7 @@ def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) ->
     Raises:
         TypeError: a dtype that kernels do not take.
         ValueError: a device that they do not run on, or a value out of range (under GLA_REF_DEBUG=1).
+        RuntimeError: Triton's interpreter does not run with this NumPy.
     """
     known = {a.name: a for a in arguments}
     look = os.environ.get("GLA_REF_DEBUG") == "1"
@@ -44,6 +50,8 @@ def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) ->
                 f"{name}: expected a CUDA tensor, got one on {x.device}; "
                 "to interpret kernels on the CPU, set TRITON_INTERPRET=1 before importing triton"
             )
+        if not x.is_cuda and (reason := not_interpreted(triton.__version__, np.__version__)):
+            raise RuntimeError(reason)
         if role == "token" and x.dtype == torch.bfloat16:
             hardware = hardware_of(x.device)
             if hardware.interpreted:

@@ -16,7 +16,7 @@ class Known(NamedTuple):
 
     Attributes:
         version: its number.
-        place: "oldest" that Gluon kernels run on, "pinned" in requirements.txt, or "newest".
+        place: "oldest" that Gluon kernels run on, "between", or "newest", which requirements.txt pins.
         measured: whether records of a GPU were made with it; with the others kernels were compiled only.
     """
 
@@ -28,7 +28,13 @@ class Known(NamedTuple):
         return f"{self.version} ({self.place}, {'with records of a GPU' if self.measured else 'compiled only'})"
 
 
-KNOWN = (Known("3.6.0", "oldest", True), Known("3.7.1", "pinned", False), Known("3.9.0", "newest", False))
+KNOWN = (Known("3.6.0", "oldest", True), Known("3.7.1", "between", False), Known("3.9.0", "newest", False))
+PINNED = KNOWN[-1].version
+REQUIRED = "3.5"  # the oldest that pyproject.toml allows
+# a version of PyTorch, the first that names a Triton that is new enough
+FIRST_TORCH = "2.9"
+# versions of Triton and of NumPy: an interpreter older than the first does not run with the second or a newer one
+INTERPRETER, NUMPY = "3.7", "2.4"
 MEASURED = tuple(known.version for known in KNOWN if known.measured)
 
 
@@ -49,3 +55,29 @@ def standing(version: str) -> str:
     if known.measured:
         return f"Triton {version} is a version that records of a GPU were made with."
     return f"With Triton {version} kernels were compiled only: records of a GPU are from {' and '.join(MEASURED)}."
+
+
+def numbers(version: str) -> tuple[int, int]:
+    """The first two numbers of a version, to compare it with another."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def too_old(version: str) -> str | None:
+    """Why no kernel runs with this Triton, and what to install; None if kernels run."""
+    if numbers(version) >= numbers(REQUIRED):
+        return None
+    return (
+        f"the kernels need Triton {REQUIRED} or newer, got {version}: "
+        f"pip install 'torch>={FIRST_TORCH}', which brings its own Triton"
+    )
+
+
+def not_interpreted(version: str, numpy: str) -> str | None:
+    """Why this Triton cannot interpret kernels with this NumPy, and what to install; None if it can."""
+    if numbers(version) >= numbers(INTERPRETER) or numbers(numpy) < numbers(NUMPY):
+        return None
+    return (
+        f"Triton {version} cannot interpret kernels with NumPy {numpy}: "
+        f"pip install 'numpy<{NUMPY}', or Triton {INTERPRETER} or newer"
+    )

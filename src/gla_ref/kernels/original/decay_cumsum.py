@@ -20,6 +20,7 @@ from torch import Tensor
 from ..._contract import check_chunk, check_tensors
 from ...mechanisms import Argument
 from ..launch.checks import check_forward_only, check_launch
+from ..launch.program import FUSED
 
 __all__ = ["decay_cumsum"]
 
@@ -83,6 +84,6 @@ def decay_cumsum(g: Tensor, *, C: int = 16) -> Tensor:
         raise ValueError(f"g: expected at most 65535 chunks and 65535 heads in all, got {grid[1]} and {grid[2]}")
     fwd_decay_cumsum[grid](
         g, b, *g.stride(), *b.stride(), T, H, K,
-        C=C, BC=triton.next_power_of_2(C), BK=BK, INV_LN2=1 / math.log(2), num_warps=1 if C <= 16 else 4,
+        C=C, BC=triton.next_power_of_2(C), BK=BK, INV_LN2=1 / math.log(2), num_warps=1 if C <= 16 else 4, **FUSED,
     )
     return b

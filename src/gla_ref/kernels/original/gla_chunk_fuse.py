@@ -26,6 +26,7 @@ from torch import Tensor
 from ... import _contract as contract
 from ...gla_chunk_fuse import combine, tile
 from ..launch.checks import check_call, check_forward_only
+from ..launch.program import FUSED
 from .decay_cumsum import decay_cumsum
 
 __all__ = ["gla_chunk_fuse", "inner_scores", "qg_kg", "read_states"]
@@ -118,7 +119,7 @@ def fwd_inner_chunk(q, k, b, A, s_q, s_k, s_b, T, H, K, scale, BT: tl.constexpr,
 
     for i in range(BT):  # one query with all keys of the chunk
         t = i_c * BT + i
-        m_q = (o_k < K) & (t < T)  # [1, BK]
+        m_q = o_k < tl.where(t < T, K, 0)  # [1, BK]
         _q = tl.load(at(q, s_q, i_b, i_h, t, o_k), mask=m_q, other=0.0).to(tl.float32)  # [1, BK]
         gq = tl.load(at(b, s_b, i_b, i_h, t, o_k), mask=m_q, other=float("-inf"))  # [1, BK]
 
@@ -141,7 +142,7 @@ def qg_kg(q: Tensor, k: Tensor, b: Tensor, scale: float, C: int = 16) -> tuple[T
     q_g, k_g = (torch.empty(B, T, H, K, dtype=q.dtype, device=q.device) for _ in "qk")
     prepare_qg_kg[_grid(q, C)](
         q, k, b, q_g, k_g, q.stride(), k.stride(), b.stride(), T, H, K, scale,
-        BT=C, BK=tile(K), num_warps=WARPS[C][0],
+        BT=C, BK=tile(K), num_warps=WARPS[C][0], **FUSED,
     )
     return q_g, k_g
 
@@ -157,7 +158,7 @@ def read_states(
     S_out = torch.empty(B, H, K, V, dtype=torch.float32, device=v.device)
     fused_chunk_gla_fwd_kernel[NK, NV, B * H](
         q_g, k_g, v, b, o, S, S_out, q_g.stride(), v.stride(), o.stride(), T, H, K, V,
-        BT=C, BK=BK, BV=BV, num_warps=WARPS[C][1],
+        BT=C, BK=BK, BV=BV, num_warps=WARPS[C][1], **FUSED,
     )
     return o, S_out
 
@@ -168,7 +169,7 @@ def inner_scores(q: Tensor, k: Tensor, b: Tensor, scale: float, C: int = 16) -> 
     A = torch.empty(NK, B, H, N, C, C, dtype=torch.float32, device=q.device)
     fwd_inner_chunk[_grid(q, C)](
         q, k, b, A, q.stride(), k.stride(), b.stride(), T, H, K, scale,
-        BT=C, BK=tile(K), num_warps=WARPS[C][2],
+        BT=C, BK=tile(K), num_warps=WARPS[C][2], **FUSED,
     )
     return A
 
