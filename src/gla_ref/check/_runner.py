@@ -118,9 +118,12 @@ class Way:
 
 
 class Trial:
-    """A case as one kernel meets it: the tensors that it is given, and its calls."""
+    """A case as one kernel meets it: the tensors that it is given, and its calls.
 
-    def __init__(self, kernel: Kernel, p: Problem):
+    Where a tensor is set `apart`, it alone has the case's strides, and the others are contiguous.
+    """
+
+    def __init__(self, kernel: Kernel, p: Problem, apart: str | None = None):
         self.kernel, self.kind, self.p = kernel, kernel.kind, p
         self.names = [n for n in (*self.kind.arguments, *self.kind.states) if n in p.inputs]
         dtypes = {n: held(self.kind, n, p.case, p.dtypes["o"]) for n in p.inputs}
@@ -130,7 +133,8 @@ class Trial:
         self.x = {}
         for i, (n, y) in enumerate(p.inputs.items()):
             y = kernel.own(n, y.to(dtypes[n]).to(kernel.device)).contiguous()
-            self.x[n] = kernel.own(n, placed(y, p.case.strides, i))
+            strides = p.case.strides if apart in (None, n) else "contiguous"
+            self.x[n] = kernel.own(n, placed(y, strides, i))
         self.other = {n: y.roll(1, 1) for n, y in self.x.items()} if p.case.frozen else {}
         self.call = partial(kernel.call, gates)
         # activations need no gradients in inference
