@@ -14,6 +14,7 @@ from dataclasses import replace
 from ..rounding import unit
 from ._budgets import Problem, evaluate, parts
 from ._cases import MILD, Case, held, inputs
+from ._claims import up
 from ._kernel import Finding
 from ._runner import Trial, attempt
 from ._shrink import PLAIN
@@ -23,7 +24,7 @@ PLAINLY = 10.0  # budgets of the failing case that a call must be off by to coun
 NOUNS = {"T": "token", "H": "head", "B": "batch entry", "K": "channel of keys", "V": "channel of values"}
 NOUNS |= {"groups": "value head of a key head", "past": "token in the cache", "N": "packed sequence"}
 LARGER = {"T": (2, 3, 17, 65, 129, 300), "H": (2, 5, 17, 70), "K": (2, 17, 65, 130), "V": (2, 17, 65, 130), "B": (2, 5)}
-MOST = 5  # numbers that a sentence lists
+FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
 WITH = {  # what a case has that is not plain
     "strides": lambda c: f"{c.strides} strides",
     "other": lambda c: f"{c.other} in its own dtype",
@@ -39,6 +40,7 @@ WITH = {  # what a case has that is not plain
     "ends": lambda c: "cu_seqlens",
     "index": lambda c: f"cu_seqlens of {c.index}",
     "loss": lambda c: f"a loss of {c.loss}",
+    "reads": lambda c: "a loss of some tokens only",
     "zeros": lambda c: "an initial state of zeros",
     "state": lambda c: "an initial state",
     "gate": lambda c: f"gates {c.gate}",
@@ -78,7 +80,8 @@ class Bounds:
         self.examiner, self.wrong = examiner, wrong
         self.kind = p.kind
         self.allowed = {n: PLAINLY * max(budgets, default=0.0) for n, budgets in p.budgets.items()}
-        self.end, self.left, self.known = time.monotonic() + SECONDS, TRIALS, {}
+        self.end, self.left = time.monotonic() + SECONDS, TRIALS
+        self.known: dict[tuple, float] = {}
         self.apart: str | None = None  # the one tensor that has the case's strides; None for all
 
     def problem(self, case: Case) -> Problem:
@@ -93,6 +96,10 @@ class Bounds:
 
     def fails(self, case: Case) -> bool:
         """Whether one of the quantities is wrong; a call that gives no result does not count as wrong."""
+        return self.error(case) > 1
+
+    def error(self, case: Case) -> float:
+        """The largest error of the quantities, in errors that count as wrong."""
         key = (case, self.apart)
         if key in self.known:
             return self.known[key]
@@ -102,14 +109,14 @@ class Bounds:
         k, claim = self.examiner.kernel, self.examiner.claim
         rows, asked = self.examiner.asked(case)
         if rows or asked is None or claim.fit(case, self.kind) != case:
-            return self.known.setdefault(key, False)
+            return self.known.setdefault(key, 0.0)
         p = self.problem(case)
         trial = Trial(k, p, self.apart)
         found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
         if isinstance(found, Finding):
-            return self.known.setdefault(key, False)
+            return self.known.setdefault(key, 0.0)
         judged = [p.judge(n, found[n]) for n in self.wrong if found.get(n) is not None and n in p.exact]
-        return self.known.setdefault(key, any(not error <= allowed for error, allowed in judged))
+        return self.known.setdefault(key, max((error / allowed for error, allowed in judged), default=0.0))
 
     def least(self, case: Case, sizes: Callable[[int], Case], n: int) -> Case:
         """Of cases by size the smallest that fails, if those that fail are the larger ones; n fails."""
@@ -201,15 +208,11 @@ class Bounds:
         if it is None:
             return ""
         n, sizes = it
-        noun = NOUNS[name]
         if n > 1:
             if self.fails(sizes(n - 1)):
                 return ""
-            tried = {m: self.fails(sizes(m)) for m in (n + 1, 2 * n - 1, 2 * n, 2 * n + 1) if name != "N" or m == n + 1}
-            if all(tried.values()):
-                return f"wrong from {plural(noun, n)} on, right with {n - 1}"
-            wrong, right = ([m for m, bad in tried.items() if bad is is_bad] for is_bad in (True, False))
-            return f"wrong with {listed([n, *wrong], noun)}, right with {listed([n - 1, *right], noun)}"
+            numbers = (n + 1,) if name == "N" else (n + 1, n + 2, up(n, 16), up(n, 64), 2 * n - 1, 2 * n, 2 * n + 1)
+            return self.between(sizes, sorted({n - 1, n, *numbers}), NOUNS[name])
         right = next((m for m in LARGER.get(name, ()) if not self.fails(sizes(m))), None)
         if right is None:
             return ""
@@ -217,7 +220,21 @@ class Bounds:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fails(sizes(middle)) else (low, middle)
-        return f"wrong {'up to' if low > 1 else 'with'} {plural(noun, low)}, right with {high}"
+        return self.between(sizes, sorted({1, low, high, high + 1, 2 * high}), NOUNS[name])
+
+    def between(self, sizes: Callable[[int], Case], numbers: list[int], noun: str) -> str:
+        """Which of some sizes are wrong and which are right; empty unless all that is wrong is so by far."""
+        errors = {n: self.error(sizes(n)) for n in numbers}
+        wrong, right = ([n for n in numbers if (errors[n] > 1) is bad] for bad in (True, False))
+        if not right or min(errors[n] for n in wrong) < FAR * max(errors[n] for n in right):
+            return ""
+        tried = f" ({', '.join(map(str, numbers))} tried)"
+        if min(wrong) > max(right):
+            return f"wrong from {plural(noun, min(wrong))} on, right with {max(right)}{tried}"
+        if max(wrong) < min(right):
+            least = f"wrong {'up to' if max(wrong) > 1 else 'with'} {plural(noun, max(wrong))}"
+            return f"{least}, right with {min(right)}{tried}"
+        return f"wrong with {listed(wrong, noun)}, right with {listed(right, noun)}"
 
     def alone(self, c: Case) -> str:
         """Which tensors are enough to have the strides of a case, the others in order."""

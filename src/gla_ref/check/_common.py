@@ -34,6 +34,7 @@ KINDS = (
     lambda case: f"keys of correlation {case.alike:g}",
     lambda case: f"{case.strides} strides",
     lambda case: f"a loss of {case.loss}",
+    lambda case: "a loss of some tokens only" if case.reads else "a loss of all tokens",
     lambda case: f"values of size {case.size:g}",
     lambda case: f"cu_seqlens of {case.index}" if case.ends else None,
     lambda case: "K = V" if case.K == case.V else "K and V that differ",

@@ -31,7 +31,7 @@ from ._diagnose import (
     resets,
     variant,
 )
-from ._mechanisms import MECHANISMS
+from ._mechanisms import MECHANISMS, SHORT
 from .mistakes import CHUNK, CHUNKS, Mistake, apply, known
 
 SEEN, MORE = 4, 6  # failing cases that every mistake is compared in, and more of them for those that are left
@@ -100,15 +100,17 @@ class Local:
     Attributes:
         match: the mistake, and in which quantities.
         besides: the part of all elements that the mistake would make wrong and the kernel does not.
+        apart: whether the mistake would also make o or a state wrong that is right.
     """
 
     match: Match
     besides: float
+    apart: bool
 
     @property
     def rank(self) -> tuple:
         it = self.match
-        return it.own != it.shown, self.besides, it.distance
+        return self.apart, it.own != it.shown, self.besides, it.distance
 
 
 def agrees(
@@ -116,7 +118,7 @@ def agrees(
 ) -> Local | None:
     """The mistake, if it agrees with the kernel in all places of these problems where the kernel is wrong."""
     excusable = resets(MECHANISMS[mechanism]) if gates == MADE else ()
-    worst, most, shown, excused, besides, total = 0.0, 0.0, set(), False, 0, 0
+    worst, most, shown, excused, besides, total, apart = 0.0, 0.0, set(), False, 0, 0, False
     for p, found in pairs:
         given = {n: x for n, x in found.items() if x is not None}
         bad = {n: wrong_places(p, n, x) for n, x in given.items() if differs(p, n, x)}
@@ -127,10 +129,12 @@ def agrees(
             made = variant(mechanism, m, C, _Key(p), backwards)
             if made is None or any(made[n] is None for n in names):
                 return None
+            plain = made
             far_from = {n: distance(p, n, given[n], made[n], bad[n]) for n in names}
             if backwards and forward and not all(far <= 1 for far in far_from.values()):
                 made = composed(mechanism, m, C, p, bad)
-                far_from = {n: distance(p, n, given[n], made[n], bad[n]) for n in names}
+                plain = made
+            far_from = {n: distance(p, n, given[n], made[n], bad[n]) for n in names}
             for n, far in far_from.items():
                 if far > 1 and n in excusable:
                     excused = True
@@ -140,17 +144,22 @@ def agrees(
                     error, budget = p.judge(n, given[n])
                     worst, most = max(worst, far), max(most, error / budget)
         for n in given:
-            y = made[n] if made[n] is not None else torch.zeros_like(p.exact[n])
-            beyond = ~((y.double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
-            besides += int((beyond & ~bad[n]).sum() if n in bad else beyond.sum())
-            total += beyond.numel()
-            shown |= {n} if beyond.any() else set()
+            for y, whole in ((made[n], False), (plain[n], True)):
+                y = torch.zeros_like(p.exact[n]) if y is None else y
+                beyond = ~((y.double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
+                if whole:
+                    besides += int((beyond & ~bad[n]).sum() if n in bad else beyond.sum())
+                    total += beyond.numel()
+                    apart = (
+                        apart or made is not plain and n not in wrong and not n.startswith("d") and bool(beyond.any())
+                    )
+                elif beyond.any():
+                    shown.add(n)
     shown -= {*excusable} if excused else set()
     if not shown & wrong or most < PLAIN:
         return None
-    return Local(
-        Match(m, C, worst, frozenset(shown), frozenset(shown & wrong), gates * excused), besides / max(total, 1)
-    )
+    it = Match(m, C, worst, frozenset(shown), frozenset(shown & wrong), gates * excused)
+    return Local(it, besides / max(total, 1), apart)
 
 
 def localised(mechanism: str, dtype: torch.dtype, failed: Sequence[Pair], more: Sequence[Mistake] = ()) -> list[Match]:
@@ -158,6 +167,7 @@ def localised(mechanism: str, dtype: torch.dtype, failed: Sequence[Pair], more: 
 
     A mistake that would make less wrong elsewhere comes first; those that would make much more wrong are left out.
     """
+    failed = [pair for pair in failed if pair[0].case.T <= SHORT] or failed
     seen, others = failed[:SEEN], failed[SEEN : SEEN + MORE]
     wrong = frozenset(n for p, found in seen for n, x in found.items() if x is not None and differs(p, n, x))
     gates = made_of_its_own(mechanism, seen, wrong)
@@ -173,6 +183,6 @@ def localised(mechanism: str, dtype: torch.dtype, failed: Sequence[Pair], more: 
         left = [it for it in left if agrees(mechanism, it.match.mistake, it.match.C, [pair], wrong, gates)]
     best: dict[str, Match] = {}
     for it in left:
-        if it.rank[0] == left[0].rank[0] and it.besides <= left[0].besides + ALIKE:
+        if it.rank[:2] == left[0].rank[:2] and it.besides <= left[0].besides + ALIKE:
             best.setdefault(it.match.name, it.match)
     return [*best.values()][:3]

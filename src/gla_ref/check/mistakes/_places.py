@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from ._calls import corrected
 from ._core import (
     CARRY,
     CHANNELS,
@@ -29,7 +31,7 @@ from ._core import (
     mistake,
     simple,
 )
-from ._delta import HEADS, eye, inverted
+from ._delta import HEADS, SOLVE, eye, inverted
 from ._linear import decay
 from ._softmax import MASK, PACKED
 
@@ -266,7 +268,15 @@ def by_powers(A: Tensor, last: int) -> Tensor:
 
 
 for last in (3, 7, 15, 31, 63):
-    inverted(f"triangle inverted by its powers up to A^{last} only", lambda A, last=last: by_powers(A, last))
+    inverted(f"triangle inverted by its powers up to A^{last} only", partial(by_powers, last=last))
+    # powers of keys that are alike cancel, and round: how many are left out cannot be told then
+    mistake(
+        "triangle inverted by a sum of its powers, which cancel: too few of them, or rounded too early",
+        SOLVE,
+        DELTA,
+        rounding=True,
+        chunked=True,
+    )(lambda c, last=last: corrected(c, c.C, invert=partial(by_powers, last=last))[:2])
 
 
 # -- memory --------------------------------------------------------------------------------------
