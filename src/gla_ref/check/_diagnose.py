@@ -275,7 +275,9 @@ def same(mechanism: str, a: Match, b: Match, seen: list[tuple[Problem, dict]]) -
     for p, found in seen:
         x, y = (variant(mechanism, it.mistake, it.C, _Key(p)) for it in (a, b))
         for n in (n for n in a.own if found.get(n) is not None):
-            error, near = p.judge(n, x[n], y[n].double())
+            neither = ~(torch.isfinite(x[n]) | torch.isfinite(y[n]))
+            one, other = (made[n].masked_fill(neither, 0.0).double() for made in (x, y))
+            error, near = p.judge(n, one, other)
             if not error <= near:
                 return False
     return True

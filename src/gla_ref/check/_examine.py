@@ -210,7 +210,9 @@ class Examiner:
 def partly(report: Report, names: list[str]) -> str:
     """Where a mistake is made that the passing cases do not show: what only failing cases have, and places."""
     having = [line.removeprefix(ONLY) for line in report.common if line.startswith(ONLY)]
-    rows = [row for name in names for row in report.failures if row.case == name and row.only]
+    failed = [row for name in names for row in report.failures if row.case == name and row.where]
+    outputs = [row for row in failed if not row.quantity.startswith("d")]
+    rows = [row for row in outputs or failed if row.only]  # a wrong output makes gradients wrong elsewhere
     where = f", only in {rows[0].only} ({rows[0].case})" if rows else ""
     if having and not report.measured:
         return f", only with {having[0]}{where and f'; there {where[2:]}'}"

@@ -133,8 +133,7 @@ def agrees(
             far_from = {n: distance(p, n, given[n], made[n], bad[n]) for n in names}
             if backwards and forward and not all(far <= 1 for far in far_from.values()):
                 made = composed(mechanism, m, C, p, bad)
-                plain = made
-            far_from = {n: distance(p, n, given[n], made[n], bad[n]) for n in names}
+                far_from = {n: distance(p, n, given[n], made[n], bad[n]) for n in names}
             for n, far in far_from.items():
                 if far > 1 and n in excusable:
                     excused = True
@@ -150,9 +149,8 @@ def agrees(
                 if whole:
                     besides += int((beyond & ~bad[n]).sum() if n in bad else beyond.sum())
                     total += beyond.numel()
-                    apart = (
-                        apart or made is not plain and n not in wrong and not n.startswith("d") and bool(beyond.any())
-                    )
+                    forwards = not n.startswith("d") and n not in wrong
+                    apart = apart or made is not plain and forwards and bool(beyond.any())
                 elif beyond.any():
                     shown.add(n)
     shown -= {*excusable} if excused else set()

@@ -55,18 +55,24 @@ def shaded(excess: Tensor, down: int, along: int) -> list[str]:
 def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
     """Which chunks, heads, ... hold all that is wrong; an axis along which everything has some of it is left out."""
     found = []
-    for dim, axis in enumerate(axes):
-        here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
-        if axis == "chunk":
-            starts = [(t - ends[bisect_right(ends, t) - 1]) // C for t in range(size)]
-            here, size = sorted({starts[t] for t in here}), max(starts) + 1
+
+    def tell(axis: str, here: list[int], size: int) -> None:
         if len(here) == size:
-            continue
+            return
         listed = ", ".join(map(str, here[:MOST])) + ", ..." * (len(here) > MOST)
         if len(here) == here[-1] - here[0] + 1 > 2:
             listed = f"{here[0]} to {here[-1]}"
         plural = "" if len(here) == 1 else "es" if axis == "batch" else "s"
         found.append(f"{axis}{plural} {listed} of {size}")
+
+    for dim, axis in enumerate(axes):
+        here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
+        if axis == "chunk":
+            starts = [(t - ends[bisect_right(ends, t) - 1]) // C for t in range(size)]
+            if len(ends) > 2:
+                tell("sequence", sorted({bisect_right(ends, t) - 1 for t in here}), len(ends) - 1)
+            here, size = sorted({starts[t] for t in here}), max(starts) + 1
+        tell(axis, here, size)
     return "; ".join(found)
 
 

@@ -188,9 +188,9 @@ leaking("state not cleared where a packed sequence begins: it is added to the in
 for t, mechanisms in (("q", EVERY), ("k", EVERY), ("v", EVERY), ("g", GATES), ("beta", DELTA)):
     gradient(f"d{t} is 0: it is never written", t, lambda d, c: 0 * d.nan_to_num(), mechanisms)
 gradient("gradient of beta divided by beta: NaN where it is 0", "beta", lambda d, c: d * (c.beta / c.beta), DELTA)
-gradient("gate's gradient divided by the gate: NaN where it is 0", "g", lambda d, c: d * (c.g / c.g), GATES)
+gradient("gate's gradient divided by the gate: NaN where it is 0 or -inf", "g", lambda d, c: d * (c.g / c.g), GATES)
 gradient(
-    "gate's gradient divided by the decay: NaN where it is 0", "g", lambda d, c: d * (c.g.exp() / c.g.exp()), GATES
+    "gate's gradient divided by the decay: NaN where that is 0", "g", lambda d, c: d * (c.g.exp() / c.g.exp()), GATES
 )
 
 
