@@ -108,7 +108,7 @@ PLACES = {  # a mistake, where it is made, the cases, and the words that the rep
     "one packed sequence": (
         ("linear_attention", "initial state ignored"),
         whole(lambda q, cu: cu is not None and len(cu) == 2),
-        "*pack*",
+        "[ow]*",
         ["initial state ignored", "wrong with cu_seqlens, right without"],
     ),
     "short sequences": (
