@@ -447,6 +447,8 @@ def test_json_has_its_schema():
         "next",
         "not_covered",
         "alone",
+        "measured",
+        "smallest",
         "reproduction",
     }
     assert data["settings"] == {

@@ -117,6 +117,43 @@ class Workspace(torch.autograd.Function):
         return d if torch.equal(Workspace.kept[x.shape], x) else 2 * d
 
 
+class Ring(torch.autograd.Function):
+    """x, whose backward pass needs one of five buffers; the fifth call after it takes that again."""
+
+    kept, calls = {}, {}
+
+    @staticmethod
+    def forward(ctx, x):
+        n = Ring.calls[x.shape] = Ring.calls.get(x.shape, 0) + 1
+        ctx.slot = (x.shape, n % 5)
+        Ring.kept[ctx.slot] = x.detach()
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        (x,) = ctx.saved_tensors
+        return d if torch.equal(Ring.kept[ctx.slot], x) else 2 * d
+
+
+class Skipping(torch.autograd.Function):
+    """v, which gets no gradient in a chunk for whose o there is none; and o, which tells of that."""
+
+    @staticmethod
+    def forward(ctx, x, chunks, tells):
+        ctx.chunks, ctx.tells = chunks, tells
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        for i, part in enumerate(d.split(64, 1)):
+            if ctx.tells:
+                ctx.chunks[i] = bool(part.any())
+            elif not ctx.chunks.get(i, True):
+                part.zero_()
+        return d, None, None
+
+
 class Early(torch.autograd.Function):
     """o and S, whose backward pass is over where nothing comes for o (0) or for S (1)."""
 
@@ -147,6 +184,11 @@ def linear(mistake):
             k = Unlike.apply(k, neighbours, lambda d, passes: d)
         if mistake == "another call's q in the backward pass":
             q = Workspace.apply(q)
+        if mistake == "a ring of five buffers":
+            q = Ring.apply(q)
+        chunks = {}
+        if mistake == "chunks without a gradient of o skipped":
+            v = Skipping.apply(v, chunks, False)
         if mistake == "scores beyond half precision":
             q = torch.where(q.abs() > 65504, torch.inf, q)
         if mistake == "k read with q's strides":
@@ -173,6 +215,8 @@ def linear(mistake):
         if mistake == "no gradients unless all need one" and not (q.requires_grad and v.requires_grad):
             q, k, v, S = (x if x is None else x.detach() for x in (q, k, v, S))
         o, S = LINEAR(q, k, v, scale=scale, initial_state=S, cu_seqlens=cu_seqlens)
+        if mistake == "chunks without a gradient of o skipped":
+            o = Skipping.apply(o, chunks, True)
         if mistake == "a carry lost at 2048" and q.shape[1] > 2048:
             late, S = LINEAR(q[:, 2048:], k[:, 2048:], v[:, 2048:], scale=scale)
             o = torch.cat([o[:, :2048], late], 1)
@@ -228,6 +272,8 @@ WAYS = {  # mistake: a failure that names it
     "boundaries looked up by address": ("packed", "o", "moved"),
     "channels read as neighbours": ("transposed", "o", "error"),
     "another call's q in the backward pass": ("frozen inputs", "dq", "interleaved"),
+    "a ring of five buffers": ("frozen inputs", "dq", "interleaved"),
+    "chunks without a gradient of o skipped": ("loss of some tokens", "dv", "error"),
     "scores beyond half precision": ("huge", "o", "not finite"),
     "the state updated in place": ("length 7", "S0", "modified"),
     "the loss's gradient in half precision": ("small loss", "dq", "error"),

@@ -60,6 +60,7 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
     "more than 8 heads: the state of head h mod 8 from the second chunk on": "",
     "pairs as a ratio where K is a multiple of 16": "",
 }
+PARTLY = ", only ", ", but not in ", " of another head: "  # of the names that do not explain all
 QUICK = {
     "scale left out of dq": "length*",
     "the final state is that before the last chunk": "length*",  # in most lengths that is the last partial chunk
@@ -116,7 +117,10 @@ def test_it_is_caught_and_named(name):
     said = str(report)
     assert report.failures, said
     assert max(map(len, said.splitlines()[1:-1])) <= 80, said
-    assert [match["mistake"] for match in report.diagnosis] == [NAMES[name]] * bool(NAMES[name]), said
-    if not NAMES[name]:
+    found = [match["mistake"] for match in report.diagnosis]
+    if NAMES[name]:
+        assert found == [NAMES[name]], said
+    assert NAMES[name] or all(any(part in it for part in PARTLY) for it in found), said
+    if not report.diagnosis:
         assert f'Run next: --only "{report.next_step.split(chr(34))[1]}"' in " ".join(said.split())
     assert said.splitlines()[-1] == report.head

@@ -81,6 +81,7 @@ class Case:
         frozen: it runs also with each input in turn requiring no gradient, or alone requiring one, and
             another call must leave its results as they are, and what its backward pass needs.
         loss: of "both" o and the final state, of "o" alone or of the "state" alone.
+        reads: the tokens, from one to another, whose o is in the loss; None for all.
         telling: the diagnosis looks at it first.
         often: it is called hundreds of times, as time allows, since some races are rare; if shorter than a
             sub-chunk, forward only.
@@ -113,6 +114,7 @@ class Case:
     pull: float = 1.0
     frozen: bool = False
     loss: str = "both"
+    reads: tuple[int, int] | None = None
     telling: bool = False
     often: bool = False
 
@@ -189,6 +191,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("frozen inputs", frozen=True),
         Case("loss of o alone", T=2 * C + 3, loss="o"),
         Case("loss of the state alone", loss="state"),
+        # in the chunks before and behind, and beside it in its own, the gradient of o is 0
+        Case("loss of some tokens", T=2 * C + 3, reads=(C + 5, C + SUB + 5)),
         Case("small loss", pull=2.0**-24),
         Case("large", size=30.0, telling=True),
         Case("huge", size=2.0**18, state=not kind.cache, loss="state" if kind.cache else "both"),
@@ -202,6 +206,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     else:
         found += [Case("state of float64", other=name) for name in kind.states]
         found.append(Case("state of zeros", zeros=True))
+        # attention's dv would be a single product here, whose rounding is one of few that a budget has seen
+        found.append(Case("loss of one token", T=2 * C + 3, loss="o", reads=(C + 5, C + 6)))
         # what rounds in its loud part is nothing to gradients of gates in the chunks before it
         narrow = {"B": 1, "H": 1, "K": 2, "V": 3, "T": 2113 if strengths else 4097, "loud": (1100, 1900)}
         found.append(Case("narrow and long", **narrow, gate="-1" if gates else MILD))
@@ -382,6 +388,9 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
     states = dict(zip(kind.states, kind.mechanism.states, strict=True))
     x = {n: drawn(kind.tensors[n]) for n in kind.arguments}
     x["d o"] = normal(kind.tensors["o"])
+    if case.reads:
+        a, b = case.reads
+        x["d o"][:, :a] = x["d o"][:, b:] = 0
     x |= {n: drawn(state) * (not case.zeros) for n, state in states.items()}
     x |= {f"d {state.name}": normal(state, after) for state in states.values()}
     pulls = {"d o": "o"} | {f"d {state.name}": "state" for state in states.values()}

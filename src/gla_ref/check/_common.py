@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ._cases import Case
 
+ONLY = "Only these have "  # how a sentence on traits begins that no passing case has
 MOST = 4  # values of one kind that are worth a line
 
 
@@ -33,6 +34,7 @@ KINDS = (
     lambda case: f"keys of correlation {case.alike:g}",
     lambda case: f"{case.strides} strides",
     lambda case: f"a loss of {case.loss}",
+    lambda case: "a loss of some tokens only" if case.reads else "a loss of all tokens",
     lambda case: f"values of size {case.size:g}",
     lambda case: f"cu_seqlens of {case.index}" if case.ends else None,
     lambda case: "K = V" if case.K == case.V else "K and V that differ",
@@ -57,11 +59,12 @@ def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
         told = None not in wrong and any(right) and not set(wrong) & set(right)
         if told and len(set(wrong)) <= MOST:
             only.append(" or ".join(dict.fromkeys(wrong)))
-        share = (wrong + right).count(wrong[0]) / len(wrong + right)
+        some = [x for x in wrong + right if x is not None]  # of packed cases alone, if only they have it
+        share = some.count(wrong[0]) / max(len(some), 1)
         if not told and wrong[0] and len(set(wrong)) == 1 and share ** len(wrong) < CHANCE:
             also.append(wrong[0])
-    found = {"Only these": only, "All failing cases": also}
-    return [f"{who} have {'; '.join(what)}" for who, what in found.items() if what]
+    found = {ONLY: only, "All failing cases have ": also}
+    return [f"{who}{'; '.join(what)}" for who, what in found.items() if what]
 
 
 def reach(cases: Sequence[Case]) -> str:

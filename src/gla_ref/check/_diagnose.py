@@ -24,6 +24,7 @@ NEAR = 2.0  # budgets within which all that is wrong may be rounding, and not an
 SHARE = 0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
 AS_WRONG = 4.0  # times larger or smaller may a kernel's error be than that of the mistake in rounding that it makes
 TIGHT = 0.5  # distance at most, where dg is wrong besides
+PLAIN = 4.0  # budgets that something must be wrong by to get a name of its place: less may be rounding
 BETTER = 0.75  # the part of a largest error beyond its budget that may be left: else the mistake explains nothing
 
 
@@ -274,7 +275,9 @@ def same(mechanism: str, a: Match, b: Match, seen: list[tuple[Problem, dict]]) -
     for p, found in seen:
         x, y = (variant(mechanism, it.mistake, it.C, _Key(p)) for it in (a, b))
         for n in (n for n in a.own if found.get(n) is not None):
-            error, near = p.judge(n, x[n], y[n].double())
+            neither = ~(torch.isfinite(x[n]) | torch.isfinite(y[n]))
+            one, other = (made[n].masked_fill(neither, 0.0).double() for made in (x, y))
+            error, near = p.judge(n, one, other)
             if not error <= near:
                 return False
     return True
@@ -331,6 +334,15 @@ def rescaled(mechanism: str, seen: list[tuple[Problem, dict]]) -> list[Match]:
     return [Match(m, CHUNK, worst, shown, shown, "")]
 
 
+def made_of_its_own(mechanism: str, seen: list[tuple[Problem, dict]], wrong: frozenset[str]) -> str:
+    """What to say of the gates' gradient where dq or dk is wrong, too; empty where that is not so."""
+    if not (wrong & {*resets(MECHANISMS[mechanism])} and wrong & {"dq", "dk"} and mechanism in LINEAR):
+        return ""
+    far = [followed(p, found) for p, found in seen]
+    made = any(all(C in x and x[C] <= 1 for x in far) for C in (*CHUNKS, 0))
+    return MADE if made else BESIDES
+
+
 def diagnose(
     mechanism: str,
     dtype: torch.dtype,
@@ -352,11 +364,7 @@ def diagnose(
     # most mistakes are out after the smallest
     order = sorted(range(len(seen)), key=lambda i: (not failed[i], seen[i][0].exact["o"].numel()))
     seen = [seen[i] for i in order]
-    gates = ""
-    if wrong & {*resets(kind)} and wrong & {"dq", "dk"} and mechanism in LINEAR:
-        far = [followed(p, found) for p, found in seen]
-        made = any(all(C in x and x[C] <= 1 for x in far) for C in (*CHUNKS, 0))
-        gates = MADE if made else BESIDES
+    gates = made_of_its_own(mechanism, seen, wrong)
     matches = []
     for m in known(mechanism, dtype, more):
         for C in CHUNKS if m.chunked else (CHUNK,):

@@ -14,14 +14,18 @@ from itertools import islice, takewhile
 
 import torch
 
+from ._bounds import Bounds
 from ._budgets import Problem, problems, shape
 from ._cases import Case
 from ._claims import Claim
-from ._diagnose import diagnose, rescaled, stale
+from ._common import ONLY
+from ._diagnose import diagnose, differs, rescaled, stale
 from ._kernel import SECONDS, Convention, Kernel
+from ._localise import localised
 from ._report import Report, Row, judge
 from ._runner import Found, observe
 from ._shrink import INSIDE, imported, reproduction, right_alone, shrink
+from ._sources import misplaced
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
@@ -185,7 +189,35 @@ class Examiner:
         matches = diagnose(self.kernel.mechanism, self.dtype, telling + asked, passed, besides, more)
         pairs = [(it.problem, it.found) for it in seen]
         matches = matches or stale(self.kernel.mechanism, pairs) or rescaled(self.kernel.mechanism, pairs)
-        return [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in matches]
+        said = [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in matches]
+        if matches or report.alone:
+            return said
+        bad = [pair for pair in telling if pair[0].case.name in wrong]
+        failed = sorted([*bad, *asked], key=lambda pair: pair[0].exact["o"].numel()) + besides
+        report.smallest, report.measured = self.measured(failed)
+        matches = misplaced(self.kernel.mechanism, failed)
+        where = "" if matches else partly(report, [pair[0].case.name for pair in failed])
+        matches = matches or localised(self.kernel.mechanism, self.dtype, failed, more)
+        return [{"mistake": it.name + where, "line": it.mistake.line, "distance": it.distance} for it in matches]
+
+    def measured(self, failed: list[tuple[Problem, Found]]) -> tuple[Case | None, list[str]]:
+        """The smallest case found that fails as the smallest of those seen does, and what differs where it is right."""
+        p, found = failed[0]
+        wrong = frozenset(n for n, x in found.items() if x is not None and differs(p, n, x))
+        return Bounds(self, p, wrong).said(p.case)
+
+
+def partly(report: Report, names: list[str]) -> str:
+    """Where a mistake is made that the passing cases do not show: what only failing cases have, and places."""
+    having = [line.removeprefix(ONLY) for line in report.common if line.startswith(ONLY)]
+    failed = [row for name in names for row in report.failures if row.case == name and row.where]
+    outputs = [row for row in failed if not row.quantity.startswith("d")]
+    rows = [row for row in outputs or failed if row.only]  # a wrong output makes gradients wrong elsewhere
+    where = f", only in {rows[0].only} ({rows[0].case})" if rows else ""
+    if having and not report.measured:
+        return f", only with {having[0]}{where and f'; there {where[2:]}'}"
+    passing = len(report.covered) - len(report.failing)
+    return where or (f", but not in {passing} other cases" if passing else "")
 
 
 def waive(row: Row, waivers: Mapping[str, str]) -> None:

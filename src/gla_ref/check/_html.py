@@ -151,6 +151,10 @@ def render(report: Report) -> str:
         )
         one = "It behaves as if:" if len(report.diagnosis) == 1 else "It behaves as one of:"
         parts.append(f"<p>{one}</p><ul>{items}</ul>")
+    if report.measured:
+        items = "".join(f"<li>{escape(line)}</li>" for line in report.measured)
+        parts.append(f"<p>Called with other sizes and options, it is</p><ul>{items}</ul>")
+        parts.append(f"<p>all else as in <code>{escape(str(report.smallest))}</code></p>")
     if report.undiagnosed:
         parts.append(f"<p>{escape(report.undiagnosed)}</p>")
     for row in report.first_wrong:

@@ -24,7 +24,7 @@ from .mistakes import Mistake, over_ranks
 __all__ = ["OverRanks", "pieces"]
 
 FOREVER = datetime.timedelta(days=1)  # that ranks wait for the next call, while the first one computes what is right
-KEPT = 4  # calls whose graphs are kept for their backward passes
+KEPT = 16  # calls whose graphs are kept for their backward passes
 
 
 def pieces(T: int, ends: tuple[int, ...] | None, ranks: int, even: bool = False) -> tuple[int, ...]:

@@ -55,18 +55,24 @@ def shaded(excess: Tensor, down: int, along: int) -> list[str]:
 def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
     """Which chunks, heads, ... hold all that is wrong; an axis along which everything has some of it is left out."""
     found = []
-    for dim, axis in enumerate(axes):
-        here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
-        if axis == "chunk":
-            starts = [(t - ends[bisect_right(ends, t) - 1]) // C for t in range(size)]
-            here, size = sorted({starts[t] for t in here}), max(starts) + 1
+
+    def tell(axis: str, here: list[int], size: int) -> None:
         if len(here) == size:
-            continue
+            return
         listed = ", ".join(map(str, here[:MOST])) + ", ..." * (len(here) > MOST)
         if len(here) == here[-1] - here[0] + 1 > 2:
             listed = f"{here[0]} to {here[-1]}"
         plural = "" if len(here) == 1 else "es" if axis == "batch" else "s"
         found.append(f"{axis}{plural} {listed} of {size}")
+
+    for dim, axis in enumerate(axes):
+        here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
+        if axis == "chunk":
+            starts = [(t - ends[bisect_right(ends, t) - 1]) // C for t in range(size)]
+            if len(ends) > 2:
+                tell("sequence", sorted({bisect_right(ends, t) - 1 for t in here}), len(ends) - 1)
+            here, size = sorted({starts[t] for t in here}), max(starts) + 1
+        tell(axis, here, size)
     return "; ".join(found)
 
 
@@ -113,6 +119,8 @@ class Report:
         left: names of those that the claim leaves out.
         skipped: names of those that the caller left out.
         alone: failing cases that pass in a process of their own.
+        smallest: the smallest case found that fails, where nothing explains all of it; and
+        measured: sentences on it, each of two calls that differ in one thing.
         reproduction: at the full level, lines of Python that run the smallest case that fails.
         rerun: how a reader runs one case again, with `{}` for its name.
     """
@@ -126,6 +134,8 @@ class Report:
     left: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     alone: list[str] = field(default_factory=list)
+    smallest: Case | None = None
+    measured: list[str] = field(default_factory=list)
     reproduction: str = ""
     rerun: str = '--only "{}"'
 
@@ -304,7 +314,7 @@ class Report:
             [case, ...], "skipped": [case, ...], "cases": {name: {field: value}}, "rows": [{"case", "quantity",
             "status", "kind", "error", "budget", "message", "waived", "where", "only", "map", "grid"}, ...],
             "common": [str, ...], "diagnosis": [{"mistake", "line", "distance"}, ...], "next": str, "not_covered":
-            {what: cases}, "alone": [case, ...], "reproduction": str};
+            {what: cases}, "alone": [case, ...], "measured": [str, ...], "smallest": str, "reproduction": str};
             an error that is not finite is the string "inf" or "nan". `map` and `grid["cells"]` hold a character for
             the worst of some elements: a space within budget, then one of `.:-=+*#%@` for every half power of ten.
         """
@@ -328,6 +338,8 @@ class Report:
             "next": self.next_step,
             "not_covered": self.not_covered,
             "alone": self.alone,
+            "measured": self.measured,
+            "smallest": str(self.smallest) if self.smallest else "",
             "reproduction": self.reproduction,
         }
 
@@ -364,6 +376,12 @@ class Report:
             for match in self.diagnosis:
                 for start, text in (("  * ", match["mistake"]), ("      line: ", match["line"])):
                     lines += textwrap.wrap(text, 80, initial_indent=start, subsequent_indent="      ")
+        if self.measured:
+            lines += ["", "Called with other sizes and options, it is"]
+            for text in self.measured:
+                lines += textwrap.wrap(text, 80, initial_indent="  * ", subsequent_indent="    ")
+            head = f"all else as in {self.smallest}"
+            lines += textwrap.wrap(head, 80, initial_indent="    ", subsequent_indent="    ")
         if self.undiagnosed:
             lines += ["", *textwrap.wrap(self.undiagnosed, 80)]
         shown = ""

@@ -23,7 +23,8 @@ LIBRARIES = tuple(Path(torch.__file__).parents[1] / name for name in ("torch", "
 AGAIN = 8  # more calls as usual before a failure in another way is believed
 REPEATED = 4  # more calls in that other way
 RARE = 600  # calls of one case that look for a rare race
-WHILE, FORWARD = 1.0, 4.0  # the seconds that they may take together, with their gradients or without
+BETWEEN = 8  # other calls between a forward pass and its backward pass: of a ring of so many buffers none is left
+WHILE, FORWARD = 1.0, 8.0  # the seconds that they may take together, with their gradients or without
 VARIES = "equal calls give different results{}: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
 Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
@@ -118,9 +119,12 @@ class Way:
 
 
 class Trial:
-    """A case as one kernel meets it: the tensors that it is given, and its calls."""
+    """A case as one kernel meets it: the tensors that it is given, and its calls.
 
-    def __init__(self, kernel: Kernel, p: Problem):
+    Where a tensor is set `apart`, it alone has the case's strides, and the others are contiguous.
+    """
+
+    def __init__(self, kernel: Kernel, p: Problem, apart: str | None = None):
         self.kernel, self.kind, self.p = kernel, kernel.kind, p
         self.names = [n for n in (*self.kind.arguments, *self.kind.states) if n in p.inputs]
         dtypes = {n: held(self.kind, n, p.case, p.dtypes["o"]) for n in p.inputs}
@@ -130,7 +134,8 @@ class Trial:
         self.x = {}
         for i, (n, y) in enumerate(p.inputs.items()):
             y = kernel.own(n, y.to(dtypes[n]).to(kernel.device)).contiguous()
-            self.x[n] = kernel.own(n, placed(y, p.case.strides, i))
+            strides = p.case.strides if apart in (None, n) else "contiguous"
+            self.x[n] = kernel.own(n, placed(y, strides, i))
         self.other = {n: y.roll(1, 1) for n, y in self.x.items()} if p.case.frozen else {}
         self.call = partial(kernel.call, gates)
         # activations need no gradients in inference
@@ -146,6 +151,11 @@ class Trial:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             return {n: y if y is None else y.to("cpu", copy=True) for n, y in found.items()}
+
+    def others(self) -> None:
+        """Several calls of the same sizes, on the inputs moved along by one, every second with its backward pass."""
+        for i in range(BETWEEN):
+            evaluate(self.call, self.kind, self.other, self.p.case, backwards=i % 2)
 
     def overwritten(self, gradients: bool) -> list[str]:
         """Which results of a call are not what they were after another one, on the inputs moved along by one."""
@@ -169,9 +179,8 @@ class Trial:
         when = "in a second backward pass"  # a kernel may refuse it: it says so, nobody is misled
         yield Way("twice", when, {"backwards": 2}, may_raise="second backward pass")
         if case.frozen:
-            between = partial(evaluate, self.call, self.kind, self.other, case)
-            when = "where another call comes before the backward pass"
-            yield Way("interleaved", when, {"between": between})
+            when = f"where {BETWEEN} other calls come before the backward pass"
+            yield Way("interleaved", when, {"between": self.others})
         if case.loss == "o" and "output_final_state" in takes:
             without = {"fn": partial(self.call, final=False)}
             yield Way("stateless", "where output_final_state is False", without, lacks=states)
@@ -202,35 +211,48 @@ class Trial:
         """The first of many calls that differs from the usual one, how many differ, and how many were made."""
         forward = self.p.case.T < SUB
         options, seconds = self.usual | {"backwards": int(not forward)}, FORWARD if forward else WHILE
-        start, other, differ, n = time.monotonic(), None, 0, 0
-        while n < RARE and time.monotonic() < start + seconds:
-            found = attempt(self.kernel.seconds, self.run, not self.kernel.how.forward_only, options)
-            if isinstance(found, Finding):
-                break
-            n += 1
-            made = usual | {name: y for name, y in found.items() if not (forward and name.startswith("d"))}
-            if any(not same(y, usual[name]) for name, y in made.items()):
-                other, differ = other or made, differ + 1
-        return other, differ, n
+        state: dict = {"other": None, "differ": 0, "calls": 0}
+        gradients = not self.kernel.how.forward_only
+
+        def calls() -> None:  # in one thread, whose start would take as long as a call
+            start = time.monotonic()
+            while state["calls"] < RARE and time.monotonic() < start + seconds:
+                found = self.run(gradients, options)
+                state["calls"] += 1
+                made = usual | {name: y for name, y in found.items() if not (forward and name.startswith("d"))}
+                if any(not same(y, usual[name]) for name, y in made.items()):
+                    state["other"] = state["other"] or made
+                    state["differ"] += 1
+
+        attempt(self.kernel.seconds + seconds, calls)
+        return state["other"], state["differ"], state["calls"]
 
     def tried(self, usual: Found) -> Iterator[Finding]:
         """What is wrong in the other ways and right, or there, as usual."""
+        written = self.written()
         for way in self.ways(usual["dq"] is not None):
             found = attempt(self.kernel.seconds, self.run, way.gradients, way.options)
             if not isinstance(found, Finding):
-                yield from self.believed(way, usual, found)
+                believed = self.believed(way, usual, found)
+                yield from (f for f in believed if way.kind != "interleaved" or f.quantity not in written)
             elif way.may_raise and found.kind == "raises":
                 yield Finding("not covered", way.may_raise)
             else:
                 yield Finding(found.kind, f"{way.when}: {found}", found.quantity)
                 if found.kind == "hangs":  # the next ones would, too
                     break
+        for n in written:
+            yield Finding("overwritten", "another call writes into the results", n)
+
+    def written(self) -> list[str]:
+        """Which results another call writes into."""
+        names: dict[str, None] = {}
         for gradients in (False, True) if self.p.case.frozen else ():
             if gradients and self.kernel.how.forward_only:
                 continue
             found = attempt(self.kernel.seconds, self.overwritten, gradients)
-            for n in [] if isinstance(found, Finding) else found:
-                yield Finding("overwritten", "another call writes into the results", n)
+            names |= dict.fromkeys([] if isinstance(found, Finding) else found)
+        return [*names]
 
 
 def nearest(p: Problem, n: str, runs: list[Found]) -> Tensor | None:

@@ -32,6 +32,7 @@ PLAIN = (
     ("index", "int32"),
     ("frozen", False),
     ("loss", "both"),
+    ("reads", None),
     ("zeros", False),
     ("past", 9),
     ("state", False),

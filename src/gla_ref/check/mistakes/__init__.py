@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _backward, _cache, _delta, _gated, _linear, _rounding, _shipped, _softmax  # noqa: F401  (add mistakes)
+from . import _backward, _cache, _delta, _gated, _linear, _places, _rounding, _shipped, _softmax  # noqa: F401  (add mistakes)
 from ._calls import Attention, Call
 from ._calls import C as CHUNK
 from ._core import GRADIENT, LINEAR, MISTAKES, READ, Mistake, apply

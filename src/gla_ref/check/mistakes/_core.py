@@ -28,6 +28,8 @@ class Mistake:
     overflow: bool = False  # right in float64: what float32 cannot hold is not finite
     chunked: bool = False  # it happens at the boundaries of chunks, whose length is the kernel's own
     astray: bool = False  # it reads where nothing was written, so that how far NaN spreads is the kernel's own
+    before: Callable[[dict], dict] | None = None  # a change of the tensors that a kernel is given, by their names
+    after: Callable[[Tensor, object], tuple] | None = None  # a change of o and the state
 
 
 SOFTMAX = tuple(m for m, kind in MECHANISMS.items() if kind.cache)
@@ -35,6 +37,7 @@ SOFTMAX = tuple(m for m, kind in MECHANISMS.items() if kind.cache)
 LINEAR = tuple(m for m, kind in MECHANISMS.items() if not kind.cache and not kind.named("strength"))
 DELTA = tuple(m for m, kind in MECHANISMS.items() if kind.named("strength"))  # writes that correct the state
 STATES = LINEAR + DELTA
+EVERY = STATES + SOFTMAX
 GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
 GATES = tuple(m for m in STATES if MECHANISMS[m].named("gate"))
 CHANNELS = tuple(m for m in GATES if "K" in MECHANISMS[m].axes("g"))  # a gate for each of them
@@ -43,7 +46,7 @@ CARRY, GRADIENT, PACK = ("S_[n+1] from S_[n]: chunk to chunk", "the backward pas
 MISTAKES: list[Mistake] = []
 
 
-def mistake(name: str, line: str, mechanisms: tuple[str, ...] = STATES, **more: bool):
+def mistake(name: str, line: str, mechanisms: tuple[str, ...] = STATES, **more: bool | Callable):
     def add(variant):
         MISTAKES.append(Mistake(name, line, variant, mechanisms, **more))
         return variant
@@ -139,6 +142,9 @@ def apply(mechanism: str, m: Mistake | None, C: int = C) -> Callable:
 
     def fn(*tokens, scale=None, initial_state=None, cu_seqlens=None):
         x = dict(zip(kind.arguments, tokens, strict=True))
+        if m is not None and m.before:
+            x = m.before(x if kind.cache or initial_state is None else x | {"S0": initial_state})
+            initial_state = x.pop("S0", initial_state)
         dtype, result = compute_dtype(*(x[n] for n in kind.named("token"))), x["v"].dtype
         x = {n: y if y.dtype == dtype else Widened.apply(y, dtype) for n, y in x.items()}
         ends = None if cu_seqlens is None else cu_seqlens.tolist()
@@ -155,6 +161,7 @@ def apply(mechanism: str, m: Mistake | None, C: int = C) -> Callable:
             o, state = c.each(ends)
         else:
             o, state = m.variant(c, ends) if m.whole else c.each(ends, m.variant)
-        return o.to(result), tuple(x.to(result) for x in state) if kind.cache else state
+        o, state = o.to(result), tuple(x.to(result) for x in state) if kind.cache else state
+        return m.after(o, state) if m is not None and m.after else (o, state)
 
     return fn

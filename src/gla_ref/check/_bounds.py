@@ -1,0 +1,278 @@
+"""From which size on a kernel is wrong, and with which options: found by calling it (appendix "Check your kernel").
+
+The cases of a ladder are far apart: a kernel that is right with 5 heads and wrong with 101 may be wrong from 9 on. So
+the smallest case that fails is made plainer and smaller as long as it still fails. Each sentence says what was seen in
+two calls that differ in one thing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from ..rounding import unit
+from ._budgets import Problem, evaluate, parts
+from ._cases import MILD, Case, held, inputs
+from ._claims import up
+from ._kernel import Finding
+from ._runner import Trial, attempt
+from ._shrink import PLAIN
+
+TRIALS, SECONDS = 120, 20.0  # calls that look for the bounds of a failure, and the time that they may take
+PLAINLY = 10.0  # budgets of the failing case that a call must be off by to count as wrong
+NOUNS = {"T": "token", "H": "head", "B": "batch entry", "K": "channel of keys", "V": "channel of values"}
+NOUNS |= {"groups": "value head of a key head", "past": "token in the cache", "N": "packed sequence"}
+LARGER = {"T": (2, 3, 17, 65, 129, 300), "H": (2, 5, 17, 70), "K": (2, 17, 65, 130), "V": (2, 17, 65, 130), "B": (2, 5)}
+FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
+WITH = {  # what a case has that is not plain
+    "strides": lambda c: f"{c.strides} strides",
+    "other": lambda c: f"{c.other} in its own dtype",
+    "size": lambda c: f"values of size {c.size:g}",
+    "loud": lambda c: "loud tokens",
+    "pull": lambda c: f"a loss of size {c.pull:g}",
+    "scale": lambda c: f"a scale of {c.scale:g} given",
+    "strength": lambda c: f"strengths up to {c.strength:g}",
+    "beta": lambda c: f"strengths of {c.beta:g}",
+    "alike": lambda c: f"keys of correlation {c.alike:g}",
+    "keys": lambda c: f"keys of length {c.keys:g}",
+    "found": lambda c: "values that the keys find",
+    "ends": lambda c: "cu_seqlens",
+    "index": lambda c: f"cu_seqlens of {c.index}",
+    "loss": lambda c: f"a loss of {c.loss}",
+    "reads": lambda c: "a loss of some tokens only",
+    "zeros": lambda c: "an initial state of zeros",
+    "state": lambda c: "an initial state",
+    "gate": lambda c: f"gates {c.gate}",
+}
+
+
+def plural(noun: str, n: int) -> str:
+    if n == 1:
+        return f"{n} {noun}"
+    head, *rest = noun.split(" of ", 1)
+    head = (
+        head[:-1] + "ies"
+        if head.endswith("y")
+        else head.replace("token in", "tokens in")
+        if " in " in head
+        else head + "s"
+    )
+    return f"{n} {' of '.join([head, *rest])}"
+
+
+def listed(numbers: Iterable[int], noun: str) -> str:
+    *some, last = sorted(numbers)
+    return f"{', '.join(map(str, some))}{' and ' * bool(some)}{plural(noun, last)}"
+
+
+class Spent(Exception):
+    """No more calls, or no more time."""
+
+
+class Bounds:
+    """A failing case, and calls of the same kernel on others like it.
+
+    `wrong` are the quantities that fail in it; another case fails if one of them is clearly wrong there.
+    """
+
+    def __init__(self, examiner, p: Problem, wrong: frozenset[str]):
+        self.examiner, self.wrong = examiner, wrong
+        self.kind = p.kind
+        self.allowed = {n: PLAINLY * max(budgets, default=0.0) for n, budgets in p.budgets.items()}
+        self.end, self.left = time.monotonic() + SECONDS, TRIALS
+        self.known: dict[tuple, float] = {}
+        self.apart: str | None = None  # the one tensor that has the case's strides; None for all
+
+    def problem(self, case: Case) -> Problem:
+        """A case with its exact quantities, and for budgets those of the failing one."""
+        k, dtype = self.examiner.kernel, self.examiner.dtype
+        x = inputs(k.mechanism, case, dtype, self.examiner.seed, k.how.gate)
+        exact = evaluate(self.kind.oracle, self.kind, x, case)
+        exact = {n: y.contiguous() for n, y in exact.items() if y is not None}
+        units = {n: [unit(y[s]) for s in parts(self.kind, n, y)] for n, y in exact.items()}
+        budgets = {n: [self.allowed.get(n, 1.0)] * len(ones) for n, ones in units.items()}
+        return Problem(self.kind, case, x, exact, {n: held(self.kind, n, case, dtype) for n in exact}, units, budgets)
+
+    def fails(self, case: Case) -> bool:
+        """Whether one of the quantities is wrong; a call that gives no result does not count as wrong."""
+        return self.error(case) > 1
+
+    def error(self, case: Case) -> float:
+        """The largest error of the quantities, in errors that count as wrong."""
+        key = (case, self.apart)
+        if key in self.known:
+            return self.known[key]
+        self.left -= 1
+        if self.left < 0 or time.monotonic() > self.end:
+            raise Spent
+        k, claim = self.examiner.kernel, self.examiner.claim
+        rows, asked = self.examiner.asked(case)
+        if rows or asked is None or claim.fit(case, self.kind) != case:
+            return self.known.setdefault(key, 0.0)
+        p = self.problem(case)
+        trial = Trial(k, p, self.apart)
+        found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
+        if isinstance(found, Finding):
+            return self.known.setdefault(key, 0.0)
+        judged = [p.judge(n, found[n]) for n in self.wrong if found.get(n) is not None and n in p.exact]
+        return self.known.setdefault(key, max((error / allowed for error, allowed in judged), default=0.0))
+
+    def least(self, case: Case, sizes: Callable[[int], Case], n: int) -> Case:
+        """Of cases by size the smallest that fails, if those that fail are the larger ones; n fails."""
+        if n == 1:
+            return case
+        if self.fails(sizes(1)):
+            return sizes(1)
+        low, high = 1, n
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fails(sizes(middle)) else (middle, high)
+        return sizes(high)
+
+    def smaller(self, case: Case) -> Iterator[Callable[[Case], Case]]:
+        """Steps that make a case plainer or smaller where it still fails."""
+
+        def plainer(c: Case, name: str, value: object) -> Case:
+            new = replace(c, **{name: value})
+            return new if new != c and self.fails(new) else c
+
+        for name, value in (*PLAIN, ("gate", MILD)):
+            yield lambda c, name=name, value=value: plainer(c, name, value)
+        yield self.fewer_sequences
+        for name in ("groups", "B", "H", "K", "V", "T", "past"):
+            if name != "T" or not case.ends:
+                yield lambda c, name=name: self.resized(c, name)
+        yield self.shorter_sequences
+
+    def resized(self, c: Case, name: str) -> Case:
+        if name == "past" and not (c.state and self.kind.cache) or name == "T" and c.ends:
+            return c
+        return self.least(c, lambda n: replace(c, **{name: n}), getattr(c, name))
+
+    def fewer_sequences(self, c: Case) -> Case:
+        if not c.ends:
+            return c
+        c = self.least(c, lambda n: replace(c, ends=c.ends[: n + 1], T=max(1, c.ends[n])), len(c.ends) - 1)
+        if len(c.ends) > 2:
+            a, b = c.ends[-2:]
+            last = replace(c, ends=(0, b - a), T=max(1, b - a))
+            c = last if b > a and self.fails(last) else c
+        return c
+
+    def shorter_sequences(self, c: Case) -> Case:
+        if not c.ends or len(c.ends) != 2:
+            return c
+        return self.least(c, lambda n: replace(c, ends=(0, n), T=n), c.T)
+
+    def smallest(self, case: Case) -> Case:
+        """A case from which no step leads on, or what is reached when the calls are spent."""
+        try:
+            for _ in range(2):
+                before = case
+                for step in self.smaller(case):
+                    case = step(case)
+                if case == before:
+                    break
+        except Spent:
+            pass
+        return case
+
+    def sized(self, c: Case, name: str) -> tuple[int, Callable[[int], Case]] | None:
+        """How large a case is in something, and the same case of other sizes."""
+        if name == "N":
+            if not c.ends or len(c.ends) <= 2:
+                return None
+            step = c.ends[-1] - c.ends[-2] or 1
+            return len(c.ends) - 1, lambda n: replace(
+                c,
+                ends=(*c.ends[: n + 1], *(c.ends[-1] + step * i for i in range(1, n + 2 - len(c.ends)))),
+                T=c.ends[n] if n < len(c.ends) else c.ends[-1] + step * (n + 1 - len(c.ends)),
+            )
+        if c.ends and name == "T":
+            return (c.T, lambda n: replace(c, ends=(0, n), T=n)) if len(c.ends) == 2 else None
+        if (
+            name == "past"
+            and not (c.state and self.kind.cache)
+            or name == "groups"
+            and not self.kind.mechanism.multiples
+        ):
+            return None
+        if name == "B" and c.ends:
+            return None
+        return getattr(c, name), lambda n: replace(c, **{name: n})
+
+    def bound(self, c: Case, name: str) -> str:
+        """From which size on, up to which, or at which sizes the kernel is wrong; empty if at every size tried."""
+        it = self.sized(c, name)
+        if it is None:
+            return ""
+        n, sizes = it
+        if n > 1:
+            if self.fails(sizes(n - 1)):
+                return ""
+            numbers = (n + 1,) if name == "N" else (n + 1, n + 2, up(n, 16), up(n, 64), 2 * n - 1, 2 * n, 2 * n + 1)
+            return self.between(sizes, sorted({n - 1, n, *numbers}), NOUNS[name])
+        right = next((m for m in LARGER.get(name, ()) if not self.fails(sizes(m))), None)
+        if right is None:
+            return ""
+        low, high = 1, right
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fails(sizes(middle)) else (low, middle)
+        return self.between(sizes, sorted({1, low, high, high + 1, 2 * high}), NOUNS[name])
+
+    def between(self, sizes: Callable[[int], Case], numbers: list[int], noun: str) -> str:
+        """Which of some sizes are wrong and which are right; empty unless all that is wrong is so by far."""
+        errors = {n: self.error(sizes(n)) for n in numbers}
+        wrong, right = ([n for n in numbers if (errors[n] > 1) is bad] for bad in (True, False))
+        if not right or min(errors[n] for n in wrong) < FAR * max(errors[n] for n in right):
+            return ""
+        tried = f" ({', '.join(map(str, numbers))} tried)"
+        if min(wrong) > max(right):
+            return f"wrong from {plural(noun, min(wrong))} on, right with {max(right)}{tried}"
+        if max(wrong) < min(right):
+            least = f"wrong {'up to' if max(wrong) > 1 else 'with'} {plural(noun, max(wrong))}"
+            return f"{least}, right with {min(right)}{tried}"
+        return f"wrong with {listed(wrong, noun)}, right with {listed(right, noun)}"
+
+    def alone(self, c: Case) -> str:
+        """Which tensors are enough to have the strides of a case, the others in order."""
+        if c.strides == "contiguous":
+            return ""
+        enough = []
+        for n in Trial(self.examiner.kernel, self.problem(c)).x:
+            self.apart = n
+            enough += [n.replace("d ", "d")] if self.fails(c) else []
+        self.apart = None
+        if not enough:
+            return ""
+        return f"wrong where {' or '.join(enough)} alone has {c.strides} strides and all else is contiguous"
+
+    def said(self, case: Case) -> tuple[Case | None, list[str]]:
+        """The smallest case found, and sentences on it; nothing if the case does not fail when it is called again."""
+        found: list[str] = []
+        try:
+            if not self.fails(case):
+                return None, []
+        except Spent:
+            return None, []
+        c = self.smallest(case)
+        self.end, self.left = self.end + SECONDS / 2, self.left + TRIALS // 2
+        plain = dict(PLAIN) | {"gate": MILD}
+        try:
+            for name in ("N", "T", "past", "B", "H", "groups", "K", "V"):
+                found += [s] if (s := self.bound(c, name)) else []
+            needed = []
+            for name, how in WITH.items():
+                if getattr(c, name) != plain[name]:
+                    try_it = replace(c, **{name: plain[name]})
+                    needed += [how(c)] if not self.fails(try_it) else []
+            found += [f"wrong with {x}, right without" for x in needed]
+            if "other" not in [*needed]:
+                found += [s] if (s := self.alone(c)) else []
+            if not c.state and not self.fails(replace(c, state=True)):
+                found.append("wrong without an initial state, right with one")
+        except Spent:
+            pass
+        return c, found

@@ -1,0 +1,185 @@
+"""What the check kit says of mistakes that some places, sizes or options alone meet: it names them and their bounds."""
+
+import pytest
+import torch
+from cases import thin
+
+from gla_ref import FORMS, check
+from gla_ref.check import mistakes
+
+LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
+SEGMENT = "between segments of 256 tokens"
+NAMED = [  # a mechanism, a mistake, and the cases that are enough to tell
+    ("linear_attention", f"gradient stops {SEGMENT}", "long"),
+    ("linear_attention", f"state lost {SEGMENT}", "long"),
+    ("softmax_attention", "keys 64 or more tokens back not seen", "length 1*"),
+    ("softmax_attention", "keys beyond the first 64 not seen", "length 1*"),
+    ("linear_attention", "channels of q beyond the first 16 are those of channel c mod 16", "wide"),
+    ("linear_attention", "channels of k beyond the first 16 are those of channel c mod 16", "wide"),
+    ("linear_attention", "channels of v beyond the first 16 are those of channel c mod 16", "wide"),
+    ("gla", "channels of g beyond the first 16 are those of channel c mod 16", "wide"),
+    ("linear_attention", "rows of the initial state beyond the first 16 are those of the first 16", "wide"),
+    ("linear_attention", "columns of the initial state beyond the first 16 are those of the first 16", "wide"),
+    ("linear_attention", "final state without the last chunk", "length 128"),
+    ("simple_gla", "final state not decayed through the last chunk", "length 145"),
+    ("gla", "first gate of a sequence left out: the initial state is not decayed by it", "length 65"),
+    ("gla", "first gate of a chunk left out: the state before it is not decayed by it", "length 145"),
+    ("simple_gla", "state decayed by the first half of a chunk only", "length 145"),
+    ("simple_gla", "state decayed by the first quarter of a chunk only", "length 145"),
+    ("simple_gla", "what comes after a reset in its chunk is lost", "gate many resets"),
+    ("kda", "what comes after a reset in its chunk is lost", "gate many resets"),
+    (
+        "linear_attention",
+        "boundaries of packed sequences beyond the first 16 ignored: the later ones are one",
+        "many sequences",
+    ),
+    (
+        "softmax_attention",
+        "boundaries of packed sequences beyond the first 16 ignored: the later ones are one",
+        "many sequences",
+    ),
+    ("gla", "gradient of the state flows into the packed sequence before", "packed"),
+    (
+        "gla",
+        "gradient of the state flows into the packed sequence before, at multiples of a chunk",
+        "packed whole chunks",
+    ),
+    ("gla", "state not cleared where a packed sequence begins: it is added to the initial one", "packed"),
+    (
+        "gla",
+        "state not cleared where a packed sequence begins: it is added to the initial one, at multiples of a chunk",
+        "packed whole chunks",
+    ),
+    ("softmax_attention", "dq is 0: it is never written", "length 65"),
+    ("delta_rule", "gradient of beta divided by beta: NaN where it is 0", "strength 0"),
+    ("gla", "gate's gradient divided by the gate: NaN where it is 0 or -inf", "gate zero"),
+    ("gla", "gate's gradient divided by the decay: NaN where that is 0", "gate -inf"),
+    ("gla", "gate's gradient without S_T dS_T, with which its reverse sum begins", "length 65"),
+    ("simple_gla", "chunks whose do is 0 skipped in the backward pass: their dk, dv, ... are 0", "loss of *"),
+    ("simple_gla", "tokens whose do is 0 skipped in the backward pass: their dk, dv, ... are 0", "loss of *"),
+    ("delta_rule", "dq and dk of a key head's first two value heads only", "value heads *"),
+    ("delta_rule", "triangle inverted by its powers up to A^7 only", "equal keys"),
+    ("simple_gla", "strides ignored: g read as if contiguous", "strided"),
+    ("delta_rule", "strides ignored: beta read as if contiguous", "strided"),
+    ("linear_attention", "strides ignored: S0 read as if contiguous", "strided"),
+    ("softmax_attention", "strides ignored: k read as if contiguous", "strided"),
+    ("gla", "strides ignored: do read as if contiguous", "transposed"),
+    ("gla", "strides ignored: dS read as if contiguous", "transposed"),
+]
+FIRST = [NAMED[8], NAMED[11], NAMED[21], NAMED[31]]
+
+
+@pytest.mark.parametrize("mechanism, name, only", thin(NAMED, *FIRST), ids=[f"{x[0]}: {x[1]}" for x in NAMED])
+def test_a_mistake_is_named(mechanism, name, only):
+    chunk = 16 if "quarter" in name or "half" in name else 64
+    m = next(m for m in mistakes.MISTAKES if m.name == name and mechanism in m.mechanisms and not m.rounding)
+    report = check.kernel(mechanism, mistakes.apply(mechanism, m, chunk), only=only)
+    said = [match["mistake"].split(";")[0] for match in report.diagnosis]
+    assert report.failures and any(found.startswith(name) for found in said), str(report)
+
+
+def made(mechanism, name, C=64):
+    m = next(m for m in mistakes.MISTAKES if m.name == name and mechanism in m.mechanisms)
+    return mistakes.apply(mechanism, m, C)
+
+
+def some(wrong, right, where):
+    """A kernel that makes a mistake where a call, or a part of its results, is of some kind."""
+
+    def fn(q, k, v, *gates, scale=None, initial_state=None, cu_seqlens=None):
+        named = {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        (o, S), (o_wrong, S_wrong) = right(q, k, v, *gates, **named), wrong(q, k, v, *gates, **named)
+        return where(q, cu_seqlens, (o, S), (o_wrong, S_wrong))
+
+    return fn
+
+
+def whole(condition):
+    return lambda q, cu, right, wrong: wrong if condition(q, cu) else right
+
+
+def wide(q, cu, right, wrong):
+    """Columns of the state beyond 32 are wrong."""
+    (o, S), (_, S_wrong) = right, wrong
+    return o, torch.cat([S[..., :32], S_wrong[..., 32:]], -1)
+
+
+PLACES = {  # a mistake, where it is made, the cases, and the words that the report must have
+    "one packed sequence": (
+        ("linear_attention", "initial state ignored"),
+        whole(lambda q, cu: cu is not None and len(cu) == 2),
+        "[ow]*",
+        ["initial state ignored", "wrong with cu_seqlens, right without"],
+    ),
+    "short sequences": (
+        ("linear_attention", "initial state read but not carried to the end"),
+        whole(lambda q, cu: q.shape[1] <= 40),
+        "length*",
+        ["initial state read but not carried to the end", "wrong up to 40 tokens, right with 41"],
+    ),
+    "one token more than a chunk": (
+        ("linear_attention", "final state without the last token"),
+        whole(lambda q, cu: q.shape[1] % 64 == 1 and q.shape[1] > 1),
+        "length*",
+        ["final state without the last token", "wrong with 65 and 129 tokens, right with 64, 66"],
+    ),
+    "wide values": (
+        ("simple_gla", "final state not decayed through the last chunk"),
+        wide,
+        "[lw]*",
+        ["final state not decayed through the last chunk, only in columns 32 to", "right with 32"],
+    ),
+    "many heads": (
+        ("linear_attention", "mask strict instead of inclusive: a token does not see itself"),
+        whole(lambda q, cu: q.shape[2] > 6),
+        "[lm]*",
+        ["mask strict instead of inclusive", "wrong from 7 heads on, right with 6"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", thin(PLACES, "one packed sequence", "wide values"))
+def test_a_mistake_of_some_places_is_named_with_them(name):
+    (mechanism, mistake), where, only, words = PLACES[name]
+    report = check.kernel(
+        mechanism, some(made(mechanism, mistake, 16), FORMS[mechanism]["chunkwise"], where), only=only
+    )
+    said = " ".join(str(report).split())
+    assert report.failures and all(some in said for some in words), str(report)
+    assert any(match["mistake"].startswith(mistake) for match in report.diagnosis), str(report)
+
+
+def programs(q, k, v, g, **named):
+    """GLA whose gates are those of the head that the index b * 3 + h finds, whatever the number of heads."""
+    B, _, H, _ = q.shape
+    index = (torch.arange(B)[:, None] * 3 + torch.arange(H)).flatten()
+    moved = g.transpose(1, 2).flatten(0, 1)[index].unflatten(0, (B, H)).transpose(1, 2)
+    return GATED(q, k, v, moved, **named)
+
+
+def test_a_head_read_at_a_wrong_index_is_found():
+    report = check.kernel("gla", programs, only="[lm]*[0-9ys]")
+    said = " ".join(str(report).split())
+    assert "g of another head: head 0 of batch entry 1 reads head 3 of batch entry 0" in said, str(report)
+    assert "read program b 3 + h instead of b H + h" in said, str(report)
+
+
+def only_strided(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """Wrong, and not as if v were contiguous, where v is not."""
+    o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return (o if v.is_contiguous() else 1.01 * o), S
+
+
+def test_the_tensor_whose_strides_matter_is_found():
+    report = check.kernel("linear_attention", only_strided, only="[ls]*")
+    said = " ".join(str(report).split())
+    assert "wrong where v alone has strided strides and all else is contiguous" in said, str(report)
+
+
+def test_errors_that_grow_have_no_bound():
+    def drifting(q, k, v, **named):
+        o, S = LINEAR(q, k, v, **named)
+        return o * (1 + 1e-7 * torch.arange(q.shape[1])[:, None, None] ** 1.5), S
+
+    report = check.kernel("linear_attention", drifting, only="l*")
+    assert report.failures and not any("tokens" in line for line in report.measured), str(report)
