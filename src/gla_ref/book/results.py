@@ -27,6 +27,7 @@ __all__ = [
     "parts",
     "read",
     "select",
+    "tritons",
     "write",
 ]
 
@@ -223,6 +224,14 @@ def parts(data: dict | None, **wanted) -> dict[str, dict]:
     """
     found = [r for r in (data["parts"] if data else ()) if all(r[n] == x for n, x in wanted.items())]
     return {r["taken"]: r for r in found}
+
+
+def tritons(data: dict) -> set[str]:
+    """The versions of Triton that measured something of a file on a GPU: of each record, if records name one."""
+    e = data.get("environment", data)
+    if e["gpu"] in (None, "CPU"):
+        return set()
+    return {r["triton"] for r in data.get("versions", ())} or {e["triton"]}
 
 
 def label(data: dict) -> str:

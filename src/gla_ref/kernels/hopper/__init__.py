@@ -11,7 +11,7 @@ from .gluon_names import missing
 
 WIDEST = 128  # channels of a key: the state of as many rows, and two stages of all that it needs, fill a multiprocessor
 
-# the Triton from which GLA's gradient takes 0.70 to 0.75 of the portable kernel's time; before, 0.86 to 1.04
+# the Triton from which GLA's gradient takes 0.63 to 0.71 of the portable kernel's time; before, 0.86 to 1.04
 # (lab/hopper.md)
 FASTER = (3, 9)
 

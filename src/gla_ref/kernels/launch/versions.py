@@ -28,7 +28,7 @@ class Known(NamedTuple):
         return f"{self.version} ({self.place}, {'with records of a GPU' if self.measured else 'compiled only'})"
 
 
-KNOWN = (Known("3.6.0", "oldest", True), Known("3.7.1", "between", False), Known("3.9.0", "newest", False))
+KNOWN = (Known("3.6.0", "oldest", True), Known("3.7.1", "between", False), Known("3.9.0", "newest", True))
 PINNED = KNOWN[-1].version
 REQUIRED = "3.5"  # the oldest that pyproject.toml allows
 # a version of PyTorch, the first that names a Triton that is new enough
@@ -43,8 +43,7 @@ def release() -> tuple[int, int]:
     """Major and minor number of the Triton that is imported."""
     import triton  # plans can be made, and this table read, without it
 
-    major, minor, *_ = triton.__version__.split(".")
-    return int(major), int(minor)
+    return numbers(triton.__version__)
 
 
 def standing(version: str) -> str:
