@@ -92,6 +92,7 @@ def run(page: Callable) -> None:
     Args:
         page: the function of the file that was called as a program.
     """
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as measured; Triton 3.10 will leave it out by default
     name = Path(page.__code__.co_filename).stem
     compiled = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
     if name.endswith("_hopper") and not (compiled and torch.cuda.get_device_capability() == (9, 0)):
