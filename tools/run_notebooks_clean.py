@@ -7,7 +7,8 @@ but not the package, and serves the built site (make book) on this machine. Each
 folder and runs top to bottom in an environment of its own: its first cell installs the site's wheel by its address.
 That cell is also tried with the wheel beside the notebook, and with neither. Triton comes with PyTorch, as on Colab;
 the kernels run on the GPU, or are interpreted where there is none.
---record writes benchmarks/results/notebooks-<gpu or cpu>.json, which the book's status page shows.
+--record writes benchmarks/results/notebooks-<gpu or cpu>.json, which the book's status page shows. A notebook that
+takes more GPU memory than a T4 has fails.
 
 A GPU host without a network brings its own PyTorch and Triton; what it lacks comes in a folder and is installed whole
 (all but the package), and the folder's wheel and the committed notebooks stand in for the site:
@@ -40,15 +41,19 @@ SITE = ROOT / "_build" / "html"
 FOLDER = "_sources/book"  # where the site has its notebooks and the wheel
 #: the wheel's dependencies are loose; take the versions that the book was tested with
 PACKAGES = ["nbclient", "ipykernel"]
-#: execute a notebook, or its first cell and then the code that is given
+#: execute a notebook, or its first cell and then the code that is given; code cells, and bytes that PyTorch took of a GPU
 RUN = """
 import json, sys, nbformat, nbclient
 notebook = nbformat.read(sys.argv[1], 4)
 if len(sys.argv) > 2:
     notebook.cells[1:] = [nbformat.v4.new_code_cell(sys.argv[2])]
+cells = sum(cell.cell_type == "code" for cell in notebook.cells)
+peak = "import torch; torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0"
+notebook.cells.append(nbformat.v4.new_code_cell(peak))
 nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
-print(json.dumps(sum(cell.cell_type == "code" for cell in notebook.cells)))
+print(json.dumps([cells, int(notebook.cells[-1].outputs[0]["data"]["text/plain"])]))
 """
+ROOM = 15e9  # bytes of a T4
 DESCRIBE = """
 import json, torch
 from gla_ref.book import results
@@ -200,9 +205,12 @@ def main() -> int:
             if result.returncode:
                 failed.append(name)
                 print(result.stderr[-3000:])
-            else:
-                cells = json.loads(result.stdout.splitlines()[-1])
-                notebooks[name] = {"seconds": round(seconds, 1), "cells": cells}
+                continue
+            cells, peak = json.loads(result.stdout.splitlines()[-1])
+            notebooks[name] = {"seconds": round(seconds, 1), "cells": cells, "gpu_bytes": peak}
+            if peak > ROOM:
+                failed.append(name)
+                print(f"it took {peak / 1e9:.1f} GB of the GPU, and a T4 has {ROOM / 1e9:.0f}")
     print(f"{len(notebooks)} of {len(names)} notebooks run with only {wheel.name}, from the site")
     if args.record and not failed:
         if "GLA_REF_COMMIT" not in env:  # a wheel knows none
