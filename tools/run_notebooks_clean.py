@@ -41,7 +41,7 @@ SITE = ROOT / "_build" / "html"
 FOLDER = "_sources/book"  # where the site has its notebooks and the wheel
 #: the wheel's dependencies are loose; take the versions that the book was tested with
 PACKAGES = ["nbclient", "ipykernel"]
-#: execute a notebook, or its first cell and then the code that is given; code cells, and bytes that PyTorch took of a GPU
+#: execute a notebook, or its first cell and the code that is given; prints its code cells, and the bytes of GPU it took
 RUN = """
 import json, sys, nbformat, nbclient
 notebook = nbformat.read(sys.argv[1], 4)
