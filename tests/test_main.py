@@ -86,9 +86,9 @@ def test_the_doctor_without_a_gpu(capsys):
     [
         ("3.6.0", "a version that records of a GPU were made with"),
         ("3.6.0+cu130", "a version that records of a GPU were made with"),
-        ("3.7.1", "compiled only: records of a GPU are from 3.6.0"),
-        ("3.9.0", "compiled only: records of a GPU are from 3.6.0"),
-        ("3.8.0", "unknown to this project: its records of a GPU are from 3.6.0"),
+        ("3.7.1", "compiled only: records of a GPU are from 3.6.0 and 3.9.0"),
+        ("3.9.0", "a version that records of a GPU were made with"),
+        ("3.8.0", "unknown to this project: its records of a GPU are from 3.6.0 and 3.9.0"),
     ],
 )
 def test_the_doctor_says_what_was_done_with_this_triton(installed, said, monkeypatch, capsys):
@@ -113,9 +113,12 @@ def test_the_doctor_names_what_gluon_lacks(monkeypatch):
     monkeypatch.setattr(gluon_names, "missing", lambda: "some.module.name")
     said = _doctor.on_hopper("sm_90")
     assert "Hopper kernels do not run" in said and "no some.module.name" in said
-    assert said.endswith("pip install triton==3.6.0") and _doctor.on_hopper("sm_80") is None
+    assert said.endswith("pip install triton==3.9.0") and _doctor.on_hopper("sm_80") is None
     monkeypatch.setattr(gluon_names, "missing", lambda: None)
-    assert _doctor.on_hopper("sm_90").startswith("Hopper kernels run")
+    monkeypatch.setattr(_doctor, "release", lambda: (3, 9))
+    assert _doctor.on_hopper("sm_90").startswith("Hopper kernels run") and "slow" not in _doctor.on_hopper("sm_90")
+    monkeypatch.setattr(_doctor, "release", lambda: (3, 6))
+    assert _doctor.on_hopper("sm_90").endswith("slower than by Triton 3.9: pip install triton==3.9.0")
 
 
 def test_the_doctor_without_triton(monkeypatch, capsys):

@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from . import FORMS, check
 from .kernels import find_device, plan, refusal
-from .kernels.launch.versions import KNOWN, MEASURED, standing, too_old
+from .kernels.launch.versions import KNOWN, MEASURED, release, standing, too_old
 from .mechanisms import MECHANISMS
 
 # what is planned: (mechanism, sizes), a training step and a long sequence
@@ -42,6 +42,7 @@ def versions() -> list[tuple[str, str]]:
 
 def on_hopper(name: str) -> str | None:
     """Whether the Hopper kernels run with this Triton, and if not, what to install; None on other hardware."""
+    from .kernels.hopper import FASTER
     from .kernels.hopper.gluon_names import missing
 
     if name != "sm_90":
@@ -51,7 +52,11 @@ def on_hopper(name: str) -> str | None:
             f"Hopper kernels do not run: this Triton has no {lacking}. Portable kernels run instead. "
             f"The Hopper kernels need one of the known versions: pip install triton=={MEASURED[-1]}"
         )
-    return "Hopper kernels run: this Triton has every name of Gluon that they use."
+    runs = "Hopper kernels run: this Triton has every name of Gluon that they use."
+    if release() < FASTER:
+        newer = "{}.{}".format(*FASTER)
+        runs += f" Gradients of GLA are slower than by Triton {newer}: pip install triton=={MEASURED[-1]}"
+    return runs
 
 
 def planned(device: str, dtype: torch.dtype) -> list[list]:
