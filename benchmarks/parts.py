@@ -179,7 +179,7 @@ def made(variant: Variant) -> ModuleType:
 
 
 def planned(module: ModuleType, x: dict[str, Tensor]) -> Plan:
-    """What the launcher of the page, or of a copy, launches."""
+    """The launch that the launcher of the page, or of a copy, makes."""
     q, k, v, g, beta = (spec_of(n, x[n]) for n in waits.NAMES)
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
     draft = Draft(CLASSES["sm_90"], q, k, v, g, beta)
@@ -195,7 +195,7 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.
 
 
 def counted(listing: str, module: ModuleType) -> dict[str, dict[str, int]]:
-    """How many instructions of each kind each part has, in a disassembly with marks of source lines."""
+    """The instructions of each kind in each part, counted in a disassembly with marks of source lines."""
     text, own = inspect.getsource(module), Path(module.__file__).name
     functions_at = {
         line: f.name

@@ -60,7 +60,7 @@ def asked(env: dict[str, str]) -> dict[str, str]:
 
 
 def tested(env: dict[str, str], files: list[str], jobs: int) -> dict:
-    """How the GPU tests of these files ended."""
+    """Run the GPU tests of these files; the counts of their outcomes."""
     with tempfile.TemporaryDirectory() as there:
         summary = Path(there, "summary.json")
         command = [sys.executable, "-m", "pytest", *files, "-m", "gpu and not alone", "-q"]

@@ -119,7 +119,7 @@ class Bounds:
         return self.known.setdefault(key, max((error / allowed for error, allowed in judged), default=0.0))
 
     def least(self, case: Case, sizes: Callable[[int], Case], n: int) -> Case:
-        """Of cases by size the smallest that fails, if those that fail are the larger ones; n fails."""
+        """The size of the smallest case that fails, if all larger ones fail; n fails."""
         if n == 1:
             return case
         if self.fails(sizes(1)):
@@ -179,7 +179,7 @@ class Bounds:
         return case
 
     def sized(self, c: Case, name: str) -> tuple[int, Callable[[int], Case]] | None:
-        """How large a case is in something, and the same case of other sizes."""
+        """A size of a case, and the same case with other sizes."""
         if name == "N":
             if not c.ends or len(c.ends) <= 2:
                 return None

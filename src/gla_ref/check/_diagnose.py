@@ -335,7 +335,7 @@ def rescaled(mechanism: str, seen: list[tuple[Problem, dict]]) -> list[Match]:
 
 
 def made_of_its_own(mechanism: str, seen: list[tuple[Problem, dict]], wrong: frozenset[str]) -> str:
-    """What to say of the gates' gradient where dq or dk is wrong, too; empty where that is not so."""
+    """A sentence on the gates' gradient where dq or dk is wrong, too; empty elsewhere."""
     if not (wrong & {*resets(MECHANISMS[mechanism])} and wrong & {"dq", "dk"} and mechanism in LINEAR):
         return ""
     far = [followed(p, found) for p, found in seen]

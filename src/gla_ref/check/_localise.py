@@ -57,7 +57,7 @@ def wrong_places(p: Problem, name: str, x: Tensor) -> Tensor:
 
 
 def distance(p: Problem, name: str, x: Tensor, made: Tensor, places: Tensor) -> float:
-    """How far x is from the mistake's quantity in those places; at most 1 is a match, of half of the usual distance."""
+    """The distance of x from the mistake's quantity in those places; 1 is half of the usual limit of a match."""
     exact = p.exact[name]
     if name in resets(p.kind):
         places = places & torch.isfinite(p.inputs[name.removeprefix("d")])
@@ -76,7 +76,7 @@ def distance(p: Problem, name: str, x: Tensor, made: Tensor, places: Tensor) -> 
 
 
 def composed(mechanism: str, m: Mistake, C: int, p: Problem, bad: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """What a kernel gives that makes a mistake in those places of o and the state, and none elsewhere."""
+    """The results of a kernel that makes a mistake in those places of o and the state, and none elsewhere."""
     wrong, right = apply(mechanism, m, C), apply(mechanism, None)
     states = tuple(p.kind.states.values())
 

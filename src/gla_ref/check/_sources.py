@@ -1,4 +1,4 @@
-"""Which head, of which batch entry, a tensor is read from where that is not a program's own ("Check your kernel").
+"""The head and the batch entry that a tensor is read from, if they are not a program's own ("Check your kernel").
 
 A kernel finds its head by an index. A wrong index makes its output that of another head's tensor, whichever index it
 is: so every head of every batch entry is tried in the place of the right one.

@@ -101,7 +101,7 @@ def stop(tasks: list[Task]) -> float:
 
 
 def period(way: str, heads: int) -> float:
-    """How long a chunk lasts in a long text, in us."""
+    """The time of a chunk in a long text, in us."""
     return (stop(schedule(way, heads, 48)) - stop(schedule(way, heads, 24))) / 24
 
 
