@@ -208,7 +208,7 @@ class Examiner:
 
 
 def partly(report: Report, names: list[str]) -> str:
-    """The places of a mistake that passing cases do not show: the traits of failing cases alone, and where they are wrong."""
+    """The places of a mistake that passing cases do not show: traits of failing cases, and where those are wrong."""
     having = [line.removeprefix(ONLY) for line in report.common if line.startswith(ONLY)]
     failed = [row for name in names for row in report.failures if row.case == name and row.where]
     outputs = [row for row in failed if not row.quantity.startswith("d")]

@@ -108,19 +108,24 @@ class Visit:
 
     @property
     def named(self) -> str:
-        """The diagnosis; empty if there is none."""
+        """The diagnosis, of several mistakes if they give the same in all failing cases; empty if there is none."""
         return " or ".join(match["mistake"] for match in self.report.diagnosis)
+
+    @property
+    def right(self) -> bool:
+        """Whether the room's mistake is among those of the diagnosis."""
+        return self.room.name in [match["mistake"] for match in self.report.diagnosis]
 
     @property
     def ok(self) -> bool:
         """Whether the kernel passes the ordinary test, fails the kit, and is named."""
-        return self.passes and bool(self.caught) and self.named == self.room.name
+        return self.passes and bool(self.caught) and self.right
 
     def __str__(self) -> str:
         """A line: the room, where it was caught, and its name."""
         said = f"caught in {self.caught}" if self.caught else "NOT CAUGHT"
         name = f'"{self.named}"' if self.named else "NOT NAMED"
-        name += "" if self.named in ("", self.room.name) else f', NOT "{self.room.name}"'
+        name += "" if self.right or not self.named else f', NOT "{self.room.name}"'
         test = "" if self.passes else " It FAILS the ordinary test."
         return f"{self.room.number:2} {self.room.title} ({self.seconds:.1f} s): {said}; named {name}.{test}"
 
