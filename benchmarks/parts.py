@@ -217,6 +217,23 @@ def counted(listing: str, module: ModuleType) -> dict[str, dict[str, int]]:
     return found
 
 
+def in_loop(listing: str, kind: str) -> int:
+    """How many instructions the smallest loop has that contains one of this kind.
+
+    Raises:
+        ValueError: no loop has one.
+    """
+    lines, found = listing.splitlines(), []
+    labels = {line.strip()[:-1]: n for n, line in enumerate(lines) if re.match(r"\s*\.L_x_\d+:", line)}
+    for n, line in enumerate(lines):
+        if (to := re.search(r"\bBRA `\((\.L_x_\d+)\)", line)) and labels[to[1]] < n:
+            body = [x[1] for x in map(INSTRUCTION.search, lines[labels[to[1]] : n + 1]) if x]
+            found += [len(body)] * any(f"{x}.".startswith(f"{kind}.") for x in body)
+    if not found:
+        raise ValueError(f"expected a loop with {kind}, got none")
+    return min(found)
+
+
 def disassembled(cubin: bytes) -> str:
     """The assembler's code with marks of source lines, by the disassembler that Triton brings."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -36,6 +36,23 @@ def test_excerpt_refuses_lines_that_are_not_there(shown):
     assert not shown
 
 
+def test_long_comments_come_above_their_lines_and_are_wrapped():
+    lines = [
+        "x = f(y)  # short",
+        "    x = f(y)  # a long comment",
+        "    # one more long comment",
+        "    a_call_without(words)",
+    ]
+    assert notebook.narrow(lines, 20) == [
+        "x = f(y)  # short",
+        "    # a long comment",
+        "    x = f(y)",
+        "    # one more long",
+        "    # comment",
+        "    a_call_without(words)",
+    ]
+
+
 def test_numbers_of_a_sentence():
     assert notebook.sci(0.00041) == r"$4 \cdot 10^{-4}$"
     assert notebook.sci(2.4e17) == r"$2 \cdot 10^{17}$"

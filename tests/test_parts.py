@@ -136,6 +136,27 @@ def test_instructions_belong_to_the_function_whose_line_was_marked_last(tmp_path
     assert found == want
 
 
+LOOPS = """
+.L_x_1:
+        /*0010*/                   HMMA.1688.F32.TF32 R36, R32, R36, RZ ;
+.L_x_2:
+        /*0020*/                   HMMA.1688.F32.TF32 R36, R32, R36, RZ ;
+        /*0030*/              @!P0 BRA `(.L_x_4) ;
+.L_x_3:
+        /*0040*/                   FFMA R2, R2, R3, R4 ;
+        /*0050*/               @P0 BRA `(.L_x_2) ;
+        /*0060*/               @P0 BRA `(.L_x_1) ;
+.L_x_4:
+        /*0070*/               @P0 BRA `(.L_x_4) ;
+"""
+
+
+def test_instructions_of_the_smallest_loop_with_a_kind_are_counted():
+    assert parts.in_loop(LOOPS, "HMMA") == 4 and parts.in_loop(LOOPS, "BRA") == 1
+    with pytest.raises(ValueError, match="^expected a loop with HGMMA, got none"):
+        parts.in_loop(LOOPS, "HGMMA")
+
+
 def test_counts_tell_what_the_compiler_removed():
     for v in parts.VARIANTS:
         parts.check_counts(v, counts_without(v), WHOLE)

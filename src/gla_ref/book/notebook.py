@@ -46,6 +46,20 @@ def excerpt(function: Callable, first: str = "", last: str = "") -> None:
     say("```python\n" + textwrap.dedent("\n".join(lines[start : stop + 1])) + "\n```")
 
 
+def narrow(lines: Sequence[str], width: int = 88) -> list[str]:
+    """Lines of code for a narrow page: long comments come above their lines, wrapped; code stays as it is."""
+    found = []
+    for line in lines:
+        code, mark, comment = line.rpartition("# ")
+        if len(line) <= width or not mark or " " not in comment or (code.strip() and not code.endswith("  ")):
+            found.append(line)
+            continue
+        indent = " " * (len(line) - len(line.lstrip()))
+        found += textwrap.wrap(comment, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        found += [code.rstrip()] if code.strip() else []
+    return found
+
+
 def sci(x: float) -> str:
     """A number in a sentence of `say`, to one digit: 0.00041 is $4 \\cdot 10^{-4}$."""
     digit, power = f"{x:.0e}".split("e")

@@ -107,9 +107,17 @@ def period(way: str, heads: int) -> float:
 
 LEFT, TOP, ROW, TALL = 4, 26, 52, 26
 UNIT = 390 / max(stop(schedule(way, heads)) for way in WAYS for heads in HEADS)  # of a us
-ROWS = {"load": "copy engine: q, k, v", "solve": "inverses", "walk": "walk: from state to state"}
+ROWS = {
+    "load": "copy engine: q, k, v",
+    "solve": "solve: inverses, and all else without a state",
+    "walk": "walk: from state to state",
+}
 KINDS = {"load": "pale-blue", "solve": "orange", "walk": "pink"}
-SAYS = {"load": "its tiles come in", "solve": "its inverse is made", "walk": "its walk from state to state"}
+SAYS = {
+    "load": "its tiles come in",
+    "solve": "it is solved (its inverse, and all else that needs no state)",
+    "walk": "its walk from state to state",
+}
 MOMENT = 1.0  # us between two pictures
 TICK = 10  # us between two marks of the axis
 
@@ -141,6 +149,8 @@ def _frames(way: str, heads: int) -> list[Frame]:
 def _frame(way: str, heads: int, tasks: list[Task], t: float, end: float, ground: str, bars: str) -> Frame:
     """What is done by t in full colours, what is to come pale."""
     x, bottom = LEFT + UNIT * min(t, end), TOP + ROW * (len(ROWS) - 1) + TALL
+    if t == 0:  # no bars yet: they would answer the question
+        bars = ""
     name = f"roles-{WAYS.index(way)}-{heads}-{round(t / MOMENT)}"
     until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{bottom}"/></clipPath>'
     now = path([(x, TOP - 4), (x, bottom + 4)], "line-vermilion")
@@ -158,14 +168,14 @@ def delta_roles() -> Explorable:
     most = max(len(row) for by_heads in frames for row in by_heads)
     return Explorable(
         title="Six chunks of one value head",
-        notice="A model: each job lasts as long as it did with the other jobs taken away, a load "
-        f"{ALONE['load']} µs, an inverse {ALONE['solve']} and a walk {ALONE['walk']}. Numbers are chunks, "
+        notice="A model: each job lasts as long as it did on an H200 with the other jobs taken away, a load "
+        f"{ALONE['load']} µs, a solve {ALONE['solve']} and a walk {ALONE['walk']}. Numbers are chunks, "
         "rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In turn, "
         "the same warps do the jobs of the last two rows. The number of value heads matters to the two kernels only: "
-        f"all multiprocessors make inverses first, so more heads mean a longer wait. There an inverse takes "
-        f"{FIRST} µs of one multiprocessor, and a walk {WALK[32]} µs with 32 columns or {WALK[64]} with 64.",
-        alt="Three rows over time, for loads, inverses and walks, with numbered bars for the chunks and marks every "
-        "10 microseconds. Bars to the right of the line that marks the present are pale.",
+        f"all multiprocessors solve first, so more heads mean a longer wait. There a solve takes {FIRST} µs of one "
+        f"multiprocessor, and a walk {WALK[32]} µs with few heads or {WALK[64]} with many.",
+        alt="Three rows over time, for loads, solves and walks, with numbered bars for the chunks and marks every "
+        "10 microseconds. Bars to the right of the line that marks the present are pale; at the start there are none.",
         controls=(
             Choice("Way", WAYS),
             Choice("Value heads", HEADS),
@@ -176,7 +186,7 @@ def delta_roles() -> Explorable:
         start=(1, 0, 12),
         legend=(
             Key("pale-blue edge", "loads a chunk"),
-            Key("orange edge", "makes the inverse"),
+            Key("orange edge", "solves: the inverse, and all else without a state"),
             Key("pink edge", "walks from state to state"),
             Key("pale-grey", "nothing to do"),
             Key("line-vermilion", "now", "line"),
@@ -193,6 +203,6 @@ def delta_roles() -> Explorable:
                 "any state is known.",
             },
             seen=(2, 0, len(frames[2][0]) - 1),
-            before=(0, 0, 0),
+            before=(1, 0, 0),
         ),
     )
