@@ -149,8 +149,8 @@ def _frames(way: str, heads: int) -> list[Frame]:
 def _frame(way: str, heads: int, tasks: list[Task], t: float, end: float, ground: str, bars: str) -> Frame:
     """What is done by t in full colours, what is to come pale."""
     x, bottom = LEFT + UNIT * min(t, end), TOP + ROW * (len(ROWS) - 1) + TALL
-    if t == 0:  # no bars yet: they would answer the question
-        bars = ""
+    if t == 0:  # loads alone: the other bars would answer the question
+        bars = _bars([task for task in tasks if task.job == "load"])
     name = f"roles-{WAYS.index(way)}-{heads}-{round(t / MOMENT)}"
     until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{bottom}"/></clipPath>'
     now = path([(x, TOP - 4), (x, bottom + 4)], "line-vermilion")
@@ -175,7 +175,7 @@ def delta_roles() -> Explorable:
         f"all multiprocessors solve first, so more heads mean a longer wait. There a solve takes {FIRST} µs of one "
         f"multiprocessor, and a walk {WALK[32]} µs with few heads or {WALK[64]} with many.",
         alt="Three rows over time, for loads, solves and walks, with numbered bars for the chunks and marks every "
-        "10 microseconds. Bars to the right of the line that marks the present are pale; at the start there are none.",
+        "10 microseconds. Bars to the right of the line that marks the present are pale; at the start there are loads only.",
         controls=(
             Choice("Way", WAYS),
             Choice("Value heads", HEADS),
