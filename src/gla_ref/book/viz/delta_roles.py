@@ -175,7 +175,7 @@ def delta_roles() -> Explorable:
         f"all multiprocessors solve first, so more heads mean a longer wait. There a solve takes {FIRST} µs of one "
         f"multiprocessor, and a walk {WALK[32]} µs with few heads or {WALK[64]} with many.",
         alt="Three rows over time, for loads, solves and walks, with numbered bars for the chunks and marks every "
-        "10 microseconds. Bars to the right of the line that marks the present are pale; at first only loads are there.",
+        "10 microseconds. Bars to the right of the line of the present are pale; at first only loads are there.",
         controls=(
             Choice("Way", WAYS),
             Choice("Value heads", HEADS),
