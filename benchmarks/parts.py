@@ -116,7 +116,7 @@ def put(name: str, old: str, new: str) -> Change:
 
 
 class Part(NamedTuple):
-    functions: tuple[str, ...]  # of the page, whose lines have the instructions
+    functions: tuple[str, ...]  # the page's, whose lines have the instructions
     kinds: tuple[str, ...]  # instructions of the assembler that do the work
 
 
@@ -126,7 +126,7 @@ WORK = {
     "loader": Part(("loader",), ("UTMALDG",)),  # copies into shared memory
     "solver": Part(SOLVING, ("HGMMA", "MUFU.EX2")),  # WGMMA and exponentials, for N and P
     "elimination": Part(("inverse",), ("FFMA",)),
-    "products": Part(SOLVING, ("HMMA",)),  # of blocks, in TF32
+    "products": Part(SOLVING, ("HMMA",)),  # products of blocks, in TF32
     "walkers": Part(("walker",), ("HGMMA", "MUFU.EX2", "UTMASTG")),
 }
 INVERSE, SOLVER = ("elimination", "products"), ("solver", "elimination", "products")

@@ -1,6 +1,6 @@
 """One Triton and one assembler on this GPU: are our kernels right with them, and how fast?
 
-    python benchmarks/versions.py                                     # what is installed
+    python benchmarks/versions.py                                     # the installed Triton
     python benchmarks/versions.py --triton DIR                        # an unpacked wheel of another Triton
     python benchmarks/versions.py --assembler FILE                    # another ptxas
     python benchmarks/versions.py --tests tests/test_kernels_gla.py --suites gla --stress 30
@@ -101,7 +101,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=15, help="processes that run tests")
     parser.add_argument("--stress", type=float, metavar="SECONDS", help="train side by side for so long")
     parser.add_argument("--suites", nargs="*", help=f"of run.py; without a name: {', '.join(SUITES)}")
-    parser.add_argument("--match", default="", help="these cases only: a regular expression of what run.py prints")
+    parser.add_argument(
+        "--match", default="", help="these cases only: a regular expression for the lines of run.py --list"
+    )
     parser.add_argument("--seconds", type=float, default=240, help="of the suites")
     parser.add_argument("--out", type=Path, help="the JSON file to merge into")
     args = parser.parse_args()

@@ -221,3 +221,32 @@ def test_equal_variants_are_compiled_alike():
     assert run.returncode == 0, run.stderr[-2000:]
     variants, most = map(int, run.stdout.split())
     assert variants > 50 and most == 1
+
+
+@pytest.mark.parametrize("release", [(3, 6), (3, 9), (3, 7)])
+def test_direct_hands_its_arguments_to_tritons_function(release, monkeypatch):
+    """In the order that each release wants; None where nobody has measured it."""
+    from types import SimpleNamespace
+
+    from gla_ref.kernels.launch import program
+    from gla_ref.kernels.launch.plan import Launch, spec_of
+
+    got = []
+    run = SimpleNamespace(
+        launch=lambda *args: got.append(args), global_scratch_size=0, profile_scratch_size=0,
+        launch_cooperative_grid="cooperative", launch_pdl="pdl", arg_annotations="types", kernel_signature="bytes",
+    )  # fmt: skip
+    kernel = SimpleNamespace(run=run, metadata=SimpleNamespace(), function="function", packed_metadata="packed")
+    monkeypatch.setattr(program, "release", lambda: release)
+    x = torch.zeros(4)
+    start = program.direct(Launch(None, (2,), (spec_of("x", x), 7), {}), {"x": 1}, kernel, None)
+    if release == (3, 7):
+        assert start is None
+        return
+    start(["stream", x])
+    first = 2, 1, 1, "stream", "function", "cooperative", "pdl"
+    if release == (3, 6):
+        expected = *first, None, None, "packed", None, None, None, x.data_ptr(), 7
+    else:
+        expected = *first, "packed", None, None, None, None, None, "types", "bytes", [x.data_ptr(), 7]
+    assert got == [expected]

@@ -1,6 +1,6 @@
 """Try the oldest versions that pyproject.toml allows: what runs, what is refused, and with which sentence.
 
-    python tools/try_oldest.py --keep /tmp/oldest    # installs some GB, runs each step, prints a table
+    python tools/try_oldest.py --keep build/oldest   # installs some GB, runs each step, prints a table
     python tools/try_oldest.py --record    # also writes benchmarks/results/oldest-versions.json for the status page
 
 The environment is new: `pip install .` beside the oldest PyTorch, which brings its own Triton. Then the oldest Triton

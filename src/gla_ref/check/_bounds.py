@@ -25,7 +25,7 @@ NOUNS = {"T": "token", "H": "head", "B": "batch entry", "K": "channel of keys", 
 NOUNS |= {"groups": "value head of a key head", "past": "token in the cache", "N": "packed sequence"}
 LARGER = {"T": (2, 3, 17, 65, 129, 300), "H": (2, 5, 17, 70), "K": (2, 17, 65, 130), "V": (2, 17, 65, 130), "B": (2, 5)}
 FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
-WITH = {  # what a case has that is not plain
+WITH = {  # traits of a case that is not plain
     "strides": lambda c: f"{c.strides} strides",
     "other": lambda c: f"{c.other} in its own dtype",
     "size": lambda c: f"values of size {c.size:g}",

@@ -201,7 +201,7 @@ class Examiner:
         return [{"mistake": it.name + where, "line": it.mistake.line, "distance": it.distance} for it in matches]
 
     def measured(self, failed: list[tuple[Problem, Found]]) -> tuple[Case | None, list[str]]:
-        """The smallest case found that fails as the smallest of those seen does, and what differs where it is right."""
+        """The smallest case found that fails like the smallest one seen, and its differences from right cases."""
         p, found = failed[0]
         wrong = frozenset(n for n, x in found.items() if x is not None and differs(p, n, x))
         return Bounds(self, p, wrong).said(p.case)

@@ -22,7 +22,7 @@ AHEAD = 24  # tokens after a program's first wrong one that are compared
 CASES = 3  # failing cases that are tried, those with the most heads first
 Place = tuple[int, int]  # batch entry or sequence, and head
 N = range(2, 129)
-RULES: tuple[tuple[str, Callable[[Place, int, int], Place], Sequence[int]], ...] = (  # of (b, h), H, n
+RULES: tuple[tuple[str, Callable[[Place, int, int], Place], Sequence[int]], ...] = (  # functions of (b, h), H, n
     ("head 0", lambda p, H, n: (p[0], 0), (0,)),
     ("batch entry 0", lambda p, H, n: (0, p[1]), (0,)),
     ("head h mod {n}", lambda p, H, n: (p[0], p[1] % n), N),

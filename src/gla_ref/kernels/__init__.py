@@ -22,7 +22,7 @@ NO_TRITON = "the kernels need Triton, which is not installed (pip install triton
 
 
 def refusal() -> str | None:
-    """Why the kernels cannot be used with what is installed, and what to install; None if they can."""
+    """The reason that the kernels cannot be used with the installed versions, and a remedy; None if they can."""
     if find_spec("triton") is None:
         return NO_TRITON
     installed = version("triton")

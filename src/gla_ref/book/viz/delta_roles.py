@@ -106,7 +106,7 @@ def period(way: str, heads: int) -> float:
 
 
 LEFT, TOP, ROW, TALL = 4, 26, 52, 26
-UNIT = 390 / max(stop(schedule(way, heads)) for way in WAYS for heads in HEADS)  # of a us
+UNIT = 390 / max(stop(schedule(way, heads)) for way in WAYS for heads in HEADS)  # pixels per us
 ROWS = {
     "load": "copy engine: q, k, v",
     "solve": "solve: inverses, and all else without a state",

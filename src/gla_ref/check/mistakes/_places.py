@@ -164,7 +164,7 @@ for n in (2, 4, 8, 16, 32, 64):
 
 
 def leaking(name: str, leak: Callable[[Tensor], Tensor]) -> None:
-    """Sequences that begin with what the one before left besides; at every boundary, or at those of chunks."""
+    """Sequences that begin with the final state of the one before, added; at every boundary, or at those of chunks."""
     for where in ("", ", at multiples of a chunk"):
 
         @mistake(f"{name}{where}", PACK if "state" in name else GRADIENT, whole=True, chunked=bool(where))

@@ -22,7 +22,7 @@ from ...mechanisms import MECHANISMS, Argument, Mechanism
 from .hardware import hardware_of
 from .versions import not_interpreted, too_old
 
-if reason := too_old(triton.__version__):  # what else the kernels import may not be there
+if reason := too_old(triton.__version__):  # other imports of the kernels may be missing, too
     raise ImportError(reason, name="triton")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

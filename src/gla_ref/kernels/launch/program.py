@@ -257,7 +257,7 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
     told = kernel.packed_metadata, None, None, None
     apart = release() == (3, 6)  # later the kernel's arguments are one, after their types
     fixed = (*scratch, *told) if apart else (*told, *scratch, run.arg_annotations, run.kernel_signature)
-    unused = () if apart else (None,)  # of make_tensordesc_arg
+    unused = () if apart else (None,)  # make_tensordesc_arg takes one more argument
 
     def start(values):
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:

@@ -63,7 +63,7 @@ def numbers(version: str) -> tuple[int, int]:
 
 
 def too_old(version: str) -> str | None:
-    """Why no kernel runs with this Triton, and what to install; None if kernels run."""
+    """The reason that no kernel runs with this Triton, and a remedy; None if kernels run."""
     if numbers(version) >= numbers(REQUIRED):
         return None
     return (
@@ -73,7 +73,7 @@ def too_old(version: str) -> str | None:
 
 
 def not_interpreted(version: str, numpy: str) -> str | None:
-    """Why this Triton cannot interpret kernels with this NumPy, and what to install; None if it can."""
+    """The reason that this Triton cannot interpret kernels with this NumPy, and a remedy; None if it can."""
     if numbers(version) >= numbers(INTERPRETER) or numbers(numpy) < numbers(NUMPY):
         return None
     return (
