@@ -60,7 +60,7 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
     "more than 8 heads: the state of head h mod 8 from the second chunk on": "",
     "pairs as a ratio where K is a multiple of 16": "",
 }
-PARTLY = ", only ", ", but not in ", " of another head: "  # of the names that do not explain all
+PARTLY = ", only ", ", but not in ", " of another head: "  # parts of names that do not explain all
 QUICK = {
     "scale left out of dq": "length*",
     "the final state is that before the last chunk": "length*",  # in most lengths that is the last partial chunk
