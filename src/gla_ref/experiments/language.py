@@ -22,7 +22,7 @@ from torch import Tensor
 from ..models import Config
 from . import texts
 from ._rates import trained, trials
-from .runs import Place, Run, Training, check_fields, dice
+from .runs import Place, Run, Training, check_fields, dice, start_of
 from .trained_gates import gates_of
 from .training import Task
 
@@ -180,7 +180,7 @@ def _scores(nats: float, tokens: int, size: int) -> dict:
 def model_of(size: str, mixer: str, vocab_size: int, **changes) -> Config:
     """A model of one of the SIZES."""
     width, layers, heads = SIZES[size]
-    fields = {"hidden_size": width, "num_hidden_layers": layers, "num_heads": heads, "mixer": mixer}
+    fields = {"hidden_size": width, "num_hidden_layers": layers, "num_heads": heads, "mixer": mixer, **start_of(mixer)}
     return Config(vocab_size=vocab_size, **fields | changes)
 
 

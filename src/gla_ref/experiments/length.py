@@ -25,7 +25,7 @@ from ..models.layer import LayerState
 from . import texts
 from ._rates import trained, trials
 from .language import unigram
-from .runs import Place, Run, Training, check_fields, dice
+from .runs import Place, Run, Training, check_fields, dice, start_of
 from .training import Task
 
 __all__ = ["Length", "Settings", "carry_out", "runs"]
@@ -198,7 +198,7 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
         group = f"{mixer}{'-conv' if s.conv else ''}"
         model = Config(
             vocab_size=s.vocab_size, hidden_size=s.width, num_hidden_layers=s.layers, num_heads=s.heads, mixer=mixer,
-            use_short_conv=s.conv,
+            use_short_conv=s.conv, **start_of(mixer),
         )  # fmt: skip
         for T in sorted(s.windows):
             for passing in (False, True) if mixer != "softmax" else (False,):

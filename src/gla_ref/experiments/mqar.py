@@ -23,7 +23,7 @@ import torch
 from ..models import Config
 from ._rates import trained, trials
 from .questions import Questions, QuestionTask, distinct, judged
-from .runs import Place, Run, Training, check_fields, dice
+from .runs import Place, Run, Training, check_fields, dice, start_of
 from .trained_gates import gates_of
 
 __all__ = ["Mqar", "Settings", "carry_out", "questions", "runs", "sanity"]
@@ -207,7 +207,7 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
             group = f"{mixer}/{width}{'-conv' if conv else ''}{'-overwritten' if s.overwritten else ''}"
             model = Config(
                 vocab_size=s.vocab_size, hidden_size=width, num_hidden_layers=s.layers, num_heads=s.heads, mixer=mixer,
-                use_short_conv=conv,
+                use_short_conv=conv, **start_of(mixer),
             )  # fmt: skip
             about = {"mixer": mixer, "width": width, "conv": conv, "overwritten": s.overwritten, "group": group}
             for seed in range(seeds):

@@ -21,7 +21,7 @@ import torch
 from ..models import Config
 from ._rates import learned, trained, trials
 from .questions import Questions, QuestionTask, distinct, judged
-from .runs import Place, Run, Training, check_fields, dice
+from .runs import Place, Run, Training, check_fields, dice, start_of
 
 __all__ = ["Recall", "Settings", "carry_out", "runs", "texts"]
 
@@ -195,7 +195,7 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
             about = {"stage": "main", "mixer": mixer, "conv": s.conv, "heads": heads, "group": group}
             model = Config(
                 vocab_size=s.vocab_size, hidden_size=s.width, num_hidden_layers=s.layers, num_heads=heads, mixer=mixer,
-                use_short_conv=s.conv,
+                use_short_conv=s.conv, **start_of(mixer),
             )  # fmt: skip
             name = f"main/{group}/{heads}-heads"
             every = [

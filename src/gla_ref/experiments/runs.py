@@ -15,7 +15,7 @@ import torch
 
 from ..models import MIXERS, Config
 
-__all__ = ["Place", "Run", "Training", "check_fields", "dice"]
+__all__ = ["Place", "Run", "Training", "check_fields", "dice", "start_of"]
 
 TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
@@ -171,6 +171,15 @@ class Place:
         """Report progress to whoever wants it."""
         if self.progress:
             self.progress(done, total)
+
+
+def start_of(mixer: str) -> dict:
+    """Fields of a model's Config by which a small model with convolutions begins to learn (chapter 19).
+
+    Convolutions as small as fla's let a norm of heads learn fastest, if the norm's epsilon does not swallow what comes
+    of them, as the usual 1e-6 does. Softmax attention has no such norm and needs PyTorch's larger convolutions.
+    """
+    return {"norm_eps": 1e-12, "conv_range": None if mixer == "softmax" else 0.02}
 
 
 def dice(device: torch.device | str, *what) -> torch.Generator:

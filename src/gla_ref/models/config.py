@@ -61,7 +61,7 @@ class Config:
         norm_eps: added to mean squares before their root.
         initializer_range: standard deviation of the weights at the start.
         conv_range: the same of convolutions; None: they keep PyTorch's start, uniform within conv_size^-0.5. With the
-            0.02 of fla q, k and v shrink so far that the norm of a head passes next to nothing (chapter 19).
+            0.02 of fla q, k and v shrink so far that a head's output is far below norm_eps^0.5 (chapter 19).
 
     Raises:
         TypeError, ValueError: a field does not fit; the message names it.
