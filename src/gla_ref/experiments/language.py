@@ -17,24 +17,21 @@ import math
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
-from ..models import Config, LanguageModel
-from ..models.layer import GatedLinearAttention
+from ..models import Config
 from . import texts
 from ._rates import trained, trials
 from .runs import Place, Run, Training, check_fields, dice
+from .trained_gates import gates_of
 from .training import Task
 
-__all__ = ["SIZES", "Language", "Settings", "carry_out", "gates", "model_of", "runs"]
+__all__ = ["SIZES", "Language", "Settings", "carry_out", "model_of", "runs"]
 
 #: width, layers and heads of the models by their names
 #:
 #: :meta hide-value:
 SIZES = {"tiny": (16, 1, 2), "10M": (256, 7, 4), "40M": (512, 9, 4)}
-
-CHUNK, STRONG = 64, -80.0  # of the kernels in bfloat16: a chunk where a channel's log gates sum to less is strong
 
 
 @dataclass(frozen=True)
@@ -138,13 +135,13 @@ class Language(Task):
         return objective(both[:, :-1], both[:, 1:].contiguous())[0], None
 
     def evaluate(self, model) -> dict:
-        """Loss and perplexity of a token, and bits a byte, together and by source; of GLA what its gates do there."""
+        """Loss and perplexity of a token, and bits a byte, together and by source; what gates do there."""
         sums = {source: (*self.nats(model, tokens), size) for source, (tokens, size) in self.sources.items()}
         scores = {source: _scores(*of) for source, of in sums.items()}
         found = _scores(*map(sum, zip(*sums.values(), strict=True))) | {"by source": scores}
         longest = max((tokens for tokens, _ in self.sources.values()), key=len)
         some = longest[: len(longest) // self.T * self.T].view(-1, self.T)[: self.rows].to(self.device).long()
-        layers = gates(model, some) if len(some) else []
+        layers = gates_of(model, some) if len(some) else []
         return found | ({"gates": layers} if layers else {})
 
     def nats(self, model, text: Tensor) -> tuple[float, int]:
@@ -178,35 +175,6 @@ def _scores(nats: float, tokens: int, size: int) -> dict:
     """Scores of a loss summed over so many tokens, which stand for so many bytes."""
     loss = nats / max(tokens, 1)
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits a byte": nats / math.log(2) / size}
-
-
-@torch.no_grad()
-def gates(model: LanguageModel, tokens: Tensor) -> list[dict]:
-    """What the gates of a GLA model do on tokens `[B, T]`, layer by layer; nothing for other mixers.
-
-    Returns:
-        of each layer "half-life", the tokens after which a channel has forgotten half, by its mean log gate: quantiles
-        over channels; and "strong chunks", the share, over heads, of chunks that the kernels compute level by level.
-    """
-    found, handles = [], []
-
-    def look(layer, args):
-        *_, g = layer.inputs(args[0], None, None, None)
-        half_lives = math.log(2) / -g.float().mean((0, 1)).flatten().clamp(max=-1e-9)
-        C = min(CHUNK, g.shape[1])
-        totals = rearrange(g[:, : g.shape[1] // C * C].float(), "b (n c) h k -> b n c h k", c=C).sum(2)
-        quantiles = {str(q): half_lives.quantile(q).item() for q in (0.05, 0.25, 0.5, 0.75, 0.95)}
-        strong = (totals.amin(-1) < STRONG).float().mean().item()
-        found.append({"half-life": quantiles, "strong chunks": strong})
-
-    for block in model.model.layers:
-        if isinstance(block.attn, GatedLinearAttention):
-            handles.append(block.attn.register_forward_pre_hook(look))
-    if handles:
-        model.model(tokens)
-    for handle in handles:
-        handle.remove()
-    return found
 
 
 def model_of(size: str, mixer: str, vocab_size: int, **changes) -> Config:

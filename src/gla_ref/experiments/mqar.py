@@ -25,6 +25,7 @@ from ..models import Config
 from ._rates import trained, trials
 from .questions import Questions, QuestionTask, distinct, judged
 from .runs import Place, Run, Training, check_fields, dice
+from .trained_gates import gates_of
 
 __all__ = ["Mqar", "Settings", "carry_out", "questions", "runs", "sanity"]
 
@@ -165,10 +166,15 @@ class Mqar(QuestionTask):
         return self.draw(self.settings.tokens // T, T, pairs, self.seed, step)
 
     def evaluate(self, model) -> dict:
-        """Share of right answers by length, the mean of these shares, and the mean loss; by kind of key too."""
+        """Share of right answers by length, the mean of these shares, and the mean loss; by kind of key too.
+
+        Then what gates do on some of the longest texts.
+        """
         s, shares, losses, kinds = self.settings, {}, [], {"written once": [], "overwritten": []}
+        longest = None
         for T, pairs in s.lengths:
             test = self.draw(s.test_sequences, T, pairs, self.part, T)
+            longest = test.tokens if T == self.T else longest
             right, nats = judged(model, test, max(1, s.tokens // T))
             shares[str(T)] = right.float().mean().item()
             losses.append(nats.mean().item())
@@ -176,6 +182,8 @@ class Mqar(QuestionTask):
             kinds["overwritten"].append(right[:, :again].float().mean().item())
             kinds["written once"].append(right[:, again:].float().mean().item())
         found = {"accuracy": mean(shares.values()), "loss": mean(losses), "by length": shares}
+        layers = gates_of(model, longest[: max(1, s.tokens // self.T)])
+        found |= {"gates": layers} if layers else {}
         return found | ({"by key": {kind: mean(x) for kind, x in kinds.items()}} if s.overwritten else {})
 
     def baselines(self) -> dict:

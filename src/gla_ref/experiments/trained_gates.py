@@ -1,0 +1,90 @@
+"""Trained gates, looked at: how fast channels forget, and which chunks the kernels call strong (chapter 17).
+
+The kernels treat a chunk as strong if one of its channels decays by more than LIMIT nats in it; then they compute it
+level by level. Whether training makes such chunks is a question to trained models, so every record of a run has the
+answer. It needs no GPU: gates are a function of a layer's input.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..models import LanguageModel
+from ..models.layer import GatedLinearAttention
+from ..models.mixers import GatedDeltaRule, Mamba2, RetNet, ScalarGates
+
+__all__ = ["CHUNK", "STRONG", "gates_of", "log_gates"]
+
+CHUNK, STRONG = 64, -80.0  # of the kernels in bfloat16: a chunk where a channel's log gates sum to less is strong
+SHARES = 0.05, 0.25, 0.5, 0.75, 0.95  # of channels, or tokens, at or below a quantile
+LEAST = 1e-9  # nats that a token counts at least: a channel without decay has no half-life
+
+
+def log_gates(layer, x: Tensor) -> Tensor | None:
+    """Log gates of a mixer for its input x `[B, T, d]`: `[B, T, H, K]`, or `[B, T, H, 1]` where a head has one gate.
+
+    None where the mixer has no gates.
+    """
+    if isinstance(layer, GatedLinearAttention):
+        return layer.inputs(x, None, None, None)[-1].float()
+    if isinstance(layer, ScalarGates | RetNet):
+        return layer.inputs(x, None, None, None)[-1].float()[..., None]
+    if isinstance(layer, Mamba2 | GatedDeltaRule):
+        return layer.dt(x)[1].float()[..., None]
+    return None
+
+
+@torch.no_grad()
+def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
+    """The work of a model's gates on tokens `[B, T]`, layer by layer; empty for mixers without gates.
+
+    Returns:
+        one dictionary for each layer:
+        "half-life": tokens in which a channel forgets half, by its mean log gate; quantiles over channels;
+        "half-life of a token": the same by the gate of each token alone; quantiles over channels and tokens;
+        "decay of a chunk": nats by which the strongest channel of a head decays in a chunk; quantiles over heads and
+        chunks, and the largest ("1");
+        "strong chunks": the share of chunks, over heads, in which that is beyond STRONG;
+        "chunks": how many were looked at.
+    """
+    found, handles = [], []
+
+    def look(layer, args):
+        g = log_gates(layer, args[0])
+        C = min(CHUNK, g.shape[1])
+        chunks = rearrange(g[:, : g.shape[1] // C * C], "b (n c) h k -> b n c h k", c=C)
+        decay = -chunks.sum(2).amin(-1)  # [b, n, h]
+        found.append(
+            {
+                "half-life": _half_lives(g.mean((0, 1))),
+                "half-life of a token": _half_lives(g[:, ::7]),  # a seventh of them: enough for quantiles
+                "decay of a chunk": _quantiles(decay, (*SHARES, 1)),
+                "strong chunks": (decay > -STRONG).float().mean().item(),
+                "chunks": decay.numel(),
+            }
+        )
+
+    for block in model.model.layers:
+        if isinstance(block.attn, GatedLinearAttention | ScalarGates | RetNet | Mamba2 | GatedDeltaRule):
+            handles.append(block.attn.register_forward_pre_hook(look))
+    try:
+        if handles:
+            model.model(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _half_lives(g: Tensor) -> dict[str, float]:
+    return _quantiles(math.log(2) / -g.clamp(max=-LEAST), SHARES)
+
+
+def _quantiles(x: Tensor, shares: tuple[float, ...]) -> dict[str, float]:
+    """Quantiles of all elements, by sorting: torch.quantile refuses more than 2^24; NaN and infinity are not JSON."""
+    x = x.flatten().clamp(max=1 / LEAST).sort().values
+    return {str(share): x[round(share * (len(x) - 1))].item() for share in shares}
