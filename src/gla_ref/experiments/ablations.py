@@ -2,9 +2,9 @@
 
 The base is GLA of the size "10M" with short convolutions: a gate for every channel, of rank 16, tau = 16, 4 heads. The
 changes: no gate, a decay that no data change (RetNet's), one gate for every head, rank 4 and 64, tau 1 and 4, 1 and 8
-heads of the same width together, no convolution, convolutions that start as small as fla's. Everything else, the order
-of the data included, is as in :mod:`gla_ref.experiments.language`; the learning rate is chosen for every change. No
-full setting of it has been run yet.
+heads of the same width together, no convolution. Everything else, the order of the data included, is as in
+:mod:`gla_ref.experiments.language`; the learning rate is chosen for every change. No full setting of it has been run
+yet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ CHANGES = {
     "1 head": {"num_heads": 1},
     "8 heads": {"num_heads": 8},
     "no convolution": {"use_short_conv": False},
-    "small convolutions": {"conv_range": 0.02},
 }
 
 

@@ -35,8 +35,7 @@ NEUTRAL = {
     "use_l2warp": (False,),
     "use_output_gate": (True,),
 }
-# fixed there, and not in its files (a start of convolutions means nothing to weights that are loaded)
-FLA_HAS = {"mixer": "gla", "gate_rank": 16, "tau": 16.0, "head_norm": "rms", "conv_range": None}
+FLA_HAS = {"mixer": "gla", "gate_rank": 16, "tau": 16.0, "head_norm": "rms"}  # fixed there, and not in its files
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,6 @@ class Config:
         intermediate_size: that width; None: 2/3 of hidden_ratio d, rounded up to a multiple of 256.
         norm_eps: added to mean squares before their root.
         initializer_range: standard deviation of the weights at the start.
-        conv_range: the same of convolutions; None: they keep PyTorch's start, uniform within conv_size^-0.5. With the
-            0.02 of fla q, k and v shrink so far that the norm of a head passes next to nothing (chapter 19).
 
     Raises:
         TypeError, ValueError: a field does not fit; the message names it.
@@ -83,7 +80,6 @@ class Config:
     intermediate_size: int | None = None
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
-    conv_range: float | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -114,7 +110,7 @@ class Config:
             if not isinstance(x, bool):
                 raise TypeError(f"{name}: expected True or False, got {x!r}")
             return
-        kinds, words = ((int, float), "number") if kind.startswith("float") else (int, "integer")
+        kinds, words = ((int, float), "number") if kind == "float" else (int, "integer")
         if isinstance(x, bool) or not isinstance(x, kinds):
             raise TypeError(f"{name}: expected a positive {words}, got {x!r}")
         if not 0 < x < math.inf:

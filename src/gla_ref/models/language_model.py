@@ -110,11 +110,9 @@ class LanguageModel(nn.Module):
         self.apply(self._start)
 
     def _start(self, module: nn.Module) -> None:
-        """Weights are normal, biases 0: so every gate of GLA begins near 2^(-1 / tau); convolutions have their own."""
-        if isinstance(module, nn.Linear | nn.Embedding):
+        """Weights are normal, biases 0: so every gate of GLA begins near 2^(-1 / tau)."""
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-        if isinstance(module, nn.Conv1d) and self.config.conv_range is not None:
-            nn.init.normal_(module.weight, std=self.config.conv_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
