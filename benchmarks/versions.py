@@ -8,7 +8,8 @@
 Triton and its assembler are chosen when a process starts, so the GPU tests (`make test-gpu`), the trainings of
 tools/stress_gpu.py and run.py with our own contenders run as programs of their own. Writes
 results/<gpu>-versions.json: a record for each pair of versions, in which only the parts that ran are new. `tests`
-counts how tests ended and names those that failed; `stress` is True if no training died and equal ones stayed equal;
+counts how the tests of files that ran together ended, and names those that failed; `stress` is True if no training died
+and equal ones stayed equal;
 `times` has the medians in ms of each suite, with `bits`, which are equal where two versions gave the same results.
 """
 
@@ -59,15 +60,15 @@ def asked(env: dict[str, str]) -> dict[str, str]:
     return {"triton": version, "assembler": re.search(r"V([\d.]+)", results.command(path, "--version"))[1]}
 
 
-def tested(env: dict[str, str], files: list[str], jobs: int) -> dict:
-    """Run the GPU tests of these files; the counts of their outcomes."""
+def tested(env: dict[str, str], files: list[str], jobs: int) -> dict[str, dict]:
+    """Run the GPU tests of these files; the counts of their outcomes, by the files' names."""
     with tempfile.TemporaryDirectory() as there:
         summary = Path(there, "summary.json")
         command = [sys.executable, "-m", "pytest", *files, "-m", "gpu and not alone", "-q"]
         command += ["-n", str(jobs), "--dist", "worksteal", "--gpu-summary", str(summary)]
         subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
         found = json.loads(summary.read_text())
-    return {n: found[n] for n in ("passed", "failed", "error", "skipped", "not_passed")} | {"files": files}
+    return {" ".join(files): {n: found[n] for n in ("passed", "failed", "error", "skipped", "not_passed")}}
 
 
 def stressed(env: dict[str, str], seconds: float) -> bool:
@@ -91,6 +92,13 @@ def gpu_tests() -> list[str]:
     """The files that `make test-gpu` runs."""
     told = subprocess.run(["make", "-s", "gpu-tests"], cwd=ROOT, capture_output=True, text=True, check=True)
     return told.stdout.split()
+
+
+def update(old: dict, new: dict) -> dict:
+    """A record with its new parts; tests of files that did not run again are kept."""
+    ran = {file for files in new.get("tests", {}) for file in files.split()}
+    kept = {files: counts for files, counts in old.get("tests", {}).items() if not ran & set(files.split())}
+    return old | new | ({"tests": kept | new["tests"]} if ran else {})
 
 
 def main() -> None:
@@ -122,7 +130,7 @@ def main() -> None:
     if args.suites is not None:
         row["times"] = timed(env, args.suites or list(SUITES), args.match, args.seconds)
     path = args.out or results.file(here["gpu"] + " versions")
-    results.merge(path, here, "versions", [row], KEY, lambda old, new: old | new)
+    results.merge(path, here, "versions", [row], KEY, update)
     print(f"{time.monotonic() - began:.0f} s; results: {path}")
 
 

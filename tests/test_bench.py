@@ -18,6 +18,7 @@ import compile_peers
 import oracles
 import run
 import suites
+import versions
 from contenders import CONTENDERS
 
 from gla_ref import FORMS
@@ -299,3 +300,9 @@ def test_peers_configurations_are_shared_out(monkeypatch):
 def test_peers_shapes_are_those_of_the_suite():
     found = {(c.B, c.H, c.K, c.V) for c in compile_peers.shapes().values()}
     assert found == {(c.B, c.H, c.K, c.V) for c in suites.SUITES["gla"]()} | {(2, 4, 64, 64)}
+
+
+def test_new_tests_of_a_version_replace_those_of_the_same_files():
+    old = {"tests": {"a.py b.py": 1, "c.py": 2}, "stress": True}
+    assert versions.update(old, {"tests": {"b.py": 3}}) == {"tests": {"c.py": 2, "b.py": 3}, "stress": True}
+    assert versions.update(old, {"stress": False}) == {**old, "stress": False}

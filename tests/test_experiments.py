@@ -540,12 +540,12 @@ def test_a_rate_is_chosen_for_every_mixer_width_and_variant():
         columns = {
             (r.model.mixer, r.model.hidden_size, r.model.use_short_conv) for r in runs if r.about["stage"] == part
         }
-        assert len(columns) == 6 * 4 == len({r.about["group"] for r in runs if r.about["stage"] == part})
+        assert len(columns) == 6 * 3 == len({r.about["group"] for r in runs if r.about["stage"] == part})
     trials = [r for r in runs if r.about["stage"] == "rate"]
-    assert {r.about["seed"] for r in trials} == {_rates.SEED} and all(r.training.steps == 1000 for r in trials)
+    assert {r.about["seed"] for r in trials} == {_rates.SEED} and all(r.training.steps == 1500 for r in trials)
     assert {r.about["seed"] for r in runs if r.about["stage"] == "main"} == {0, 1}, "no trial is a result"
     grid = sorted({r.training.learning_rate for r in trials})
-    assert all(b / a < 3 for a, b in zip(grid, grid[1:], strict=False)) and grid[0] > 3e-4 and grid[-1] <= 2e-3
+    assert all(b / a < 3 for a, b in zip(grid, grid[1:], strict=False)) and grid[0] > 2e-4 and grid[-1] <= 2e-3
 
 
 @pytest.mark.parametrize("name", ["language", "ablations", "length", "recall"])
