@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapters 17 and 18, right ones and wrong ones with what they are told."""
+"""Answers to the exercises of chapters 17 to 19, right ones and wrong ones with what they are told."""
 
 from __future__ import annotations
 
@@ -126,4 +126,44 @@ WRONG |= {
         (one_gate, "same for all rows"),
         (full, "keeps its diagonal"),
     ],
+}
+
+
+def scattered(xs, t, correction=1):
+    mean = sum(xs) / len(xs)
+    variance = sum((x - mean) ** 2 for x in xs) / (len(xs) - correction)
+    return mean, t * (variance / len(xs)) ** 0.5
+
+
+RIGHT |= {
+    "ex-learns-baseline": [lambda pairs, again: (pairs + again) ** -1],
+    "ex-learns-epsilon": [[0.002, 0.8944], (2e-6 / (1e-6 + 4e-12) ** 0.5, 0.894)],
+    "ex-learns-interval": [scattered, lambda xs, t: [xs.mean(), t * xs.std() / len(xs) ** 0.5]],
+    "ex-learns-strong": [lambda C, limit: 0.6931471805599453 / (limit / C)],
+    "ex-learns-state": [[8, 16], (8, 16)],
+}
+
+WRONG |= {
+    "ex-learns-baseline": [
+        (lambda pairs, again: 1 / pairs, "stand in the text, too"),
+        (lambda pairs, again: 1 / (pairs + 2 * again), "one more, not two"),
+        (lambda pairs, again: 0.5 / (pairs + again), "not keys"),
+        (lambda pairs, again: 1 / (pairs - again), "added, not taken away"),
+        (lambda pairs, again: (1 - again / (2 * pairs)) / (pairs + again), "one right value"),
+    ],
+    "ex-learns-epsilon": [([0.894, 0.002], "exchanged"), ([0.002, 0.5], "Answer 2 of 2")],
+    "ex-learns-interval": [
+        (lambda xs, t: scattered(xs, t, 0), "Divide by n - 1"),
+        (lambda xs, t: (xs.mean(), t * xs.var() / len(xs) ** 0.5), "take its root"),
+        (lambda xs, t: (xs.mean(), t * xs.std()), "one run scatters"),
+        (lambda xs, t: (xs.mean(), 2 * scattered(xs, t)[1]), "whole width"),
+        (lambda xs, t: scattered(xs, 1.0), "Multiply by t"),
+    ],
+    "ex-learns-strong": [
+        (lambda C, limit: C / limit, "sum to -ln 2"),
+        (lambda C, limit: limit / (0.6931471805599453 * C), "other way round"),
+        (lambda C, limit: C / (0.6931471805599453 * limit), "not in halvings"),
+        (lambda C, limit: 0.6931471805599453 / limit, "their sum counts"),
+    ],
+    "ex-learns-state": [([16, 8], "exchanged"), ([8, 12], "Answer 2 of 2")],
 }

@@ -41,6 +41,7 @@ from gla_ref.book.viz.prefix_sum import VALUES as STATE_VALUES
 from gla_ref.book.viz.programs import BLOCKS, END, programs
 from gla_ref.book.viz.programs import LENGTHS as VECTORS
 from gla_ref.book.viz.ranks_over_time import ranks_over_time
+from gla_ref.book.viz.recall_by_state import recall_by_state
 from gla_ref.book.viz.roofline import roofline
 from gla_ref.book.viz.strides import VIEWS, strides
 from gla_ref.book.viz.three_jobs import three_jobs
@@ -147,6 +148,7 @@ EXPLORABLES = {
     "delta_roles": cache(delta_roles),
     "ranks_over_time": cache(ranks_over_time),
     "waits_timeline": cache(lambda: waits_timeline(measured_waits.DATA, B=8)),
+    "recall_by_state": cache(lambda: recall_by_state(results.load("cpu", kind="mqar")["mqar"])),
     "multiprocessors": multiprocessors,
     "walk_back": walk_back,
     "roofline": cache(lambda: roofline(results.load("h200"))),

@@ -1,14 +1,16 @@
-"""A layer, the map of models, roles over time: their numbers against the package's (chapters 17, 18, 22 and 23)."""
+"""A layer, the map of models, roles over time: their numbers against the package's (chapters 17 to 19, 22, 23)."""
 
 import pytest
 import torch
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, simple_gla
+from gla_ref.book import results
 from gla_ref.book.costs import cost
 from gla_ref.book.viz import delta_roles as roles
 from gla_ref.book.viz import gla_block
 from gla_ref.book.viz import three_jobs as jobs
 from gla_ref.book.viz.model_map import GATES, K4, MODELS, V4, WRITES, model_map, states
+from gla_ref.book.viz.recall_by_state import measured, recall_by_state
 from gla_ref.models import Config
 from gla_ref.models.language_model import Block
 
@@ -184,3 +186,24 @@ def test_delta_roles_take_their_times_from_a_record(monkeypatch):
     assert roles._alone() == {"load": 1.6, "solve": 2.7, "walk": 2.4}
     records.pop(0)  # measured in part
     assert roles._alone() == {"load": 1.4, "solve": 2.9, "walk": 2.3}
+
+
+# -- recall by the size of the state (chapter 19) ----------------------------------------------
+
+
+def test_dots_are_the_means_of_records():
+    records = results.load("cpu", kind="mqar")["mqar"]
+    explorable, found = recall_by_state(records), measured(records)
+    for n, (mixer, sizes) in enumerate(found.items()):
+        for state, scores in sizes.items():
+            own = [
+                r["evaluations"][-1]["accuracy"]
+                for r in records
+                if r["about"]["stage"] == "main" and r["about"]["mixer"] == mixer and r["state"] == state
+            ]
+            assert len(own) == 3 and scores[-1][1] == own
+            assert f"{state:,}: {sum(own) / 3:.0%}" in explorable.frames[n][-1].readout
+    linear = found["linear"]
+    least = sum(linear[min(linear)][-1][1]) / 3
+    assert f"{least:.0%} of the answers" in explorable.question.answers[explorable.question.right]
+    assert explorable.frames[0][0].readout.endswith("nothing yet.")

@@ -185,7 +185,7 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
     """The measurements of one GPU: `{"environment": {...}, kind: [{...}, ...]}`.
 
     Args:
-        gpu: a part of the GPU's name, such as "h200"; None takes the first file by name.
+        gpu: a part of the GPU's name, such as "h200", or "cpu"; None takes the first file by name.
         folder: where the files are; None looks in the checkout of this package, then in the working
             directory and the directories above it.
         kind: "records" of run.py, "steps" of chunk_fuse.py, "checks" of check_peers.py, "scaling" of
@@ -204,7 +204,7 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
         data = _content(path)
         if not isinstance(data, dict) or not {"environment", kind} <= data.keys():
             continue  # of another kind, or the summary of a test run
-        if (gpu or "").lower() in (data["environment"]["gpu"] or "").lower():
+        if (gpu or "").lower() in (data["environment"]["gpu"] or "cpu").lower():
             return data
     return None
 

@@ -1,4 +1,4 @@
-"""`python -m gla_ref.experiments NAME`: run an experiment, go on with it, or print the plan of all (chapter 17).
+"""`python -m gla_ref.experiments NAME`: run an experiment, go on with it, or print the plan of all (chapter 19).
 
 Exit status: 0 all runs are done, 1 one failed, 2 cannot run as asked, 3 time was up or a signal came (call again to go
 on).

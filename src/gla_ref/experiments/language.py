@@ -1,4 +1,4 @@
-"""Language models at equal budget: which mixer predicts held-out text best? (chapter 17)
+"""Language models at equal budget: which mixer predicts held-out text best? (chapter 19)
 
 Every model sees the same tokens in the same order: some 20 million of three installed packages
 (:mod:`gla_ref.experiments.texts`), about twice; each record says how often. The score is the perplexity of documents

@@ -1,4 +1,4 @@
-"""Multi-query associative recall: which mixers find a value again by its key, at which width? (chapter 17)
+"""Multi-query associative recall: which mixers find a value again by its key, at which width? (chapter 19)
 
 A text begins with pairs of a key and a value; later every key comes again, among random tokens, and after each the
 model should say its value. The task is zoology's (Arora et al. 2023), as in figure 4 of the GLA paper: keys come from
@@ -101,10 +101,10 @@ class Settings:
 
     @classmethod
     def live(cls) -> Settings:
-        """Ten seconds a run on one core of a CPU, for a notebook: softmax has 99.9 %, GLA 96 %, linear 47 %."""
+        """Ten seconds a run on one core of a CPU, for a notebook (results: benchmarks/results/cpu-mqar.json)."""
         return cls(
             vocab_size=64, lengths=((32, 4),), mixers=("softmax", "linear", "gla"), widths=(64,), bare_widths=None,
-            layers=1, rates=(7e-3,), tokens=1024, steps=400, rate_steps=200, test_sequences=500, precision="fp32",
+            layers=1, rates=(4e-3,), tokens=1024, steps=300, rate_steps=150, test_sequences=500, precision="fp32",
         )  # fmt: skip
 
     @classmethod

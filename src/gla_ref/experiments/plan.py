@@ -1,4 +1,4 @@
-"""The grid of all runs, with the minutes that each should take, in chunks that fit one command (chapter 17).
+"""The grid of all runs, with the minutes that each should take, in chunks that fit one command (chapter 19).
 
 Predicted, not measured: from the numbers of parameters and tokens, and from what one H200 is assumed to sustain in such
 small models. One number is measured: a step of the smallest models, several of which share a GPU. Trials of learning

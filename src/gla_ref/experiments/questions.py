@@ -1,4 +1,4 @@
-"""Tasks whose text asks for what stands earlier in it: only the answers count (chapter 17)."""
+"""Tasks whose text asks for what stands earlier in it: only the answers count (chapter 19)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts in a text, asked for at its end: a synthetic stand-in for the GLA paper's table 3 (chapter 17).
+"""Facts in a text, asked for at its end: a synthetic stand-in for the GLA paper's table 3 (chapter 19).
 
 Table 3 asks models of 1.3 billion parameters for what stands in web pages and articles. Here a text of random filler
 (frequent and rare words, as Zipf has it) contains facts, `FACT name name IS value value value`, anywhere; at its end

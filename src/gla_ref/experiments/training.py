@@ -1,4 +1,4 @@
-"""Training that can be interrupted: all that the next step depends on is in the checkpoint (chapter 17).
+"""Training that can be interrupted: all that the next step depends on is in the checkpoint (chapter 19).
 
 On a CPU an interrupted run ends with the same numbers to the last bit, as the tests show. On a GPU that has not been
 tried: there PyTorch's own gradients of embeddings may add in another order from run to run.

@@ -94,6 +94,9 @@ def _pictures() -> dict[str, str]:
         "18_one_recurrence": _squares(["bbb", "bbb", "bbb"], 4, 8, 12)
         + _squares(["bbb", "sss", "eee"], 43, 8, 12)
         + _squares(["bse", "seb", "ebs"], 82, 8, 12),
+        "19_what_it_learns": path([(8, 44), (30, 42), (48, 34), (62, 14), (112, 8)], "line-blue")
+        + path([(8, 44), (62, 43), (84, 36), (112, 28)], "line-vermilion")
+        + path([(8, 48), (112, 48)], "line-grey dashed"),
         "20_delta_rule": _squares(["bbb", "eee", "bbb"], 12, 8, 12)
         + arrow((54, 25), (70, 25))
         + _squares(["bbb", "ooo", "bbb"], 76, 8, 12),
@@ -158,6 +161,8 @@ _TEXTS = (
      "Build a language model around the operator, and count its numbers, operations and bytes."),
     ("Models", "18_one_recurrence", "One recurrence, many models", "Are Mamba, RWKV and DeltaNet different memories?",
      "Run sixteen models as their papers write them, each as a call of one recurrence."),
+    ("Models", "19_what_it_learns", "What it learns", "What can a state of fixed size still find in a text?",
+     "Compare trained models fairly: rates, baselines, intervals, and what their gates do."),
     ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?",
      "Derive DeltaNet's and Gated DeltaNet's chunks."),
     ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?",

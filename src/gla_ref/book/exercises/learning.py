@@ -1,0 +1,88 @@
+"""Judges of the exercises on experiments: baselines, epsilons, intervals, half-lives, sizes of states (chapter 19)."""
+
+import math
+
+from . import exercise
+from ._compare import draw, hold
+from ._predict import ask, numbers
+
+
+@exercise("ex-learns-baseline", "derive")
+def baseline(answer):
+    mistakes = {
+        "The old values of the keys that are written again stand in the text, too.": lambda pairs, again: 1 / pairs,
+        "A key that is written again has two values: one more, not two.": lambda pairs, again: 1 / (pairs + 2 * again),
+        "Only values are drawn, not keys.": lambda pairs, again: 1 / (2 * (pairs + again)),
+        "The old values stand in the text as well: they are added, not taken away.": lambda pairs, again: (
+            1 / (pairs - again)
+        ),
+        "A key has one right value, whether it was written once or twice.": lambda pairs, again: (
+            (pairs - again / 2) / (pairs * (pairs + again))
+        ),
+    }
+    hold(answer, [(5, 2), (16, 8), (4, 0)], lambda pairs, again: 1 / (pairs + again), mistakes, {"share": ""})
+
+
+@ask("ex-learns-epsilon")
+def epsilon():
+    r = 2e-6
+
+    def passed(eps: float) -> float:
+        return r / math.sqrt(r**2 + eps)
+
+    mistakes = [
+        ([1.0, 1.0], "That is a norm without an epsilon."),
+        ([r / (r + 1e-6), r / (r + 1e-12)], "The epsilon is added to the mean square, under the root."),
+        ([r**2 / (r**2 + 1e-6), r**2 / (r**2 + 1e-12)], "The root is missing: divide r by the root of r^2 + epsilon."),
+        ([r / 1e-6, r / 1e-12], "Divide by the root of the epsilon, and do not forget r^2 under it."),
+        ([passed(1e-12), passed(1e-6)], "The two are exchanged: the larger epsilon lets less through."),
+    ]
+    hint = "The norm divides by the root of r^2 + epsilon."
+    return numbers(["epsilon 1e-6", "epsilon 1e-12"], [passed(1e-6), passed(1e-12)], mistakes, hint, tolerance=0.02)
+
+
+def _interval(xs, t, *, ddof=1, root=True, spread=True):
+    n = len(xs)
+    s = (xs - xs.mean()).square().sum() / (n - ddof)
+    return xs.mean(), t * (s.sqrt() if root else s) / (math.sqrt(n) if spread else 1)
+
+
+@exercise("ex-learns-interval", "implement")
+def an_interval(answer):
+    mistakes = {
+        "Divide by n - 1: the mean was made of the same numbers.": lambda xs, t: _interval(xs, t, ddof=0),
+        "That is the variance; take its root.": lambda xs, t: _interval(xs, t, root=False),
+        "That is how one run scatters. The mean of n scatters by the root of n less.": lambda xs, t: _interval(
+            xs, t, spread=False
+        ),
+        "That is the whole width; half of it is asked for.": lambda xs, t: (xs.mean(), 2 * _interval(xs, t)[1]),
+        "Multiply by t.": lambda xs, t: _interval(xs, 1.0),
+    }
+    three, five = draw(19, (3,), (5,))
+    hold(answer, [(three, 4.303), (five, 2.776)], _interval, mistakes, {"mean": "", "half": ""})
+
+
+@exercise("ex-learns-strong", "derive")
+def strong(answer):
+    mistakes = {
+        "Half is left when the log gates sum to -ln 2.": lambda C, limit: C / limit,
+        "The other way round: the longer the chunk, the longer the half-life that is already strong.": (
+            lambda C, limit: limit / (C * math.log(2))
+        ),
+        "The limit is in nats, to base e, not in halvings.": lambda C, limit: C / (limit * math.log(2)),
+        "A chunk has C gates: their sum counts.": lambda C, limit: math.log(2) / limit,
+    }
+    hold(answer, [(64, 80.0), (32, 4.0)], lambda C, limit: C * math.log(2) / limit, mistakes, {"half-life": ""})
+
+
+@ask("ex-learns-state")
+def state():
+    mistakes = [
+        ([32, 64], "Keys of a linear mixer have half the width: H K = 32, not 64, and softmax keeps 128 a token."),
+        ([8, 8], "Fewer heads have a larger state: a head's rows meet all of its columns."),
+        ([16, 32], "A token adds a key and a value of 64 numbers each: 128."),
+        ([4, 8], "All heads' states count: H K V numbers."),
+        ([16, 8], "The two are exchanged."),
+    ]
+    hint = "The state has H K V numbers, with H K = 32 and H V = 64. The cache has 128 numbers for each token."
+    return numbers(["2 heads", "1 head"], [8, 16], mistakes, hint)

@@ -1,0 +1,134 @@
+"""Recall against the size of the state, mixer by mixer, as measured on a CPU (chapter 19)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
+from ._svg import circle, part, path, rect, text
+
+__all__ = ["NAMES", "measured", "recall_by_state"]
+
+#: mixers in the order of their scores' story, with the words of the book
+NAMES = {
+    "softmax": "softmax",
+    "linear": "linear",
+    "retnet": "RetNet-like",
+    "mamba2": "Mamba-2-like",
+    "gla": "GLA",
+    "gated_delta": "gated delta rule",
+}
+
+
+def measured(records: Sequence[dict]) -> dict[str, dict[int, list[tuple[int, list[float]]]]]:
+    """For each mixer and size of its state: (steps, accuracy of each seed) of each evaluation. Trials are left out."""
+    found: dict[str, dict[int, list]] = {}
+    for r in records:
+        if r["about"]["stage"] == "main":
+            found.setdefault(r["about"]["mixer"], {}).setdefault(r["state"], []).append(r["evaluations"])
+    return {
+        mixer: {
+            state: [(each[0]["step"], [e["accuracy"] for e in each]) for each in zip(*seeds, strict=True)]
+            for state, seeds in sorted(found[mixer].items())
+        }
+        for mixer in NAMES
+        if mixer in found
+    }
+
+
+LEFT, WIDE, TOP, TALL = 46, 340, 26, 200
+
+
+def _y(share: float) -> float:
+    return TOP + TALL * (1 - min(max(share, 0.0), 1.0))
+
+
+def recall_by_state(records: Sequence[dict]) -> Explorable:
+    """Right answers against numbers in the state, for a mixer and a number of steps.
+
+    Args:
+        records: of :mod:`gla_ref.experiments.mqar`, of one number of steps and of several sizes of states.
+    """
+    found = measured(records)
+    sizes = sorted({state for of in found.values() for state in of})
+    low, high = math.log(sizes[0] / 1.25), math.log(sizes[-1] * 1.25)
+    base = next(r["baselines"] for r in records)
+    steps = [0] + [step for step, _ in next(iter(next(iter(found.values())).values()))]
+
+    def x(state: float) -> float:
+        return LEFT + WIDE * (math.log(state) - low) / (high - low)
+
+    def ground() -> list[str]:
+        pieces = [rect(LEFT, TOP, WIDE, TALL, "edge faint"), text(LEFT - 40, TOP - 14, "right answers", "start")]
+        for share in (0, 0.5, 1):
+            pieces.append(text(LEFT - 6, _y(share), f"{share:.0%}", "end"))
+        for state in sizes:
+            pieces.append(text(x(state), TOP + TALL + 12, f"{state:,}"))
+        pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 30, "numbers in the state after a text"))
+        for share, kind, words in (
+            (base["majority"], "line-orange", "One of the text's values, whichever"),
+            (base["chance"], "line-grey", "Any value of the vocabulary"),
+        ):
+            line = path([(LEFT, _y(share)), (LEFT + WIDE, _y(share))], f"{kind} dashed")
+            pieces.append(part(f"{words}: {share:.1%}", line))
+        return pieces
+
+    def frame(mixer: str, n: int) -> Frame:
+        pieces = ground()
+        order = [other for other in found if other != mixer] + [mixer]
+        for other in order:
+            mine = other == mixer
+            points = []
+            for state, scores in found[other].items():
+                seeds = scores[n - 1][1] if n else [base["chance"]]
+                mean = fmean(seeds)
+                at = (x(state), _y(mean))
+                points.append(at)
+                kind = "blue" if mine else "grey"
+                words = f"{NAMES[other]}, {state:,} numbers: {mean:.1%}"
+                words += f" (runs: {', '.join(f'{y:.0%}' for y in sorted(seeds))})" if n else ""
+                shapes = [circle(at[0], _y(y), 2.5, kind) for y in seeds] if mine else []
+                shapes.append(circle(*at, 6 if mine else 4, kind))
+                pieces.append(part(words, *shapes, choose={0: list(found).index(other)}))
+            if mine and len(points) > 1:
+                pieces.append(path(points, "line-blue"))
+        said = ", ".join(
+            f"{state:,}: {fmean(scores[n - 1][1]):.0%}" if n else f"{state:,}: nothing yet"
+            for state, scores in found[mixer].items()
+        )
+        return Frame(pieces, f"{NAMES[mixer]} after {steps[n]} steps. Right answers by numbers in the state: {said}.")
+
+    linear = {state: fmean(scores[-1][1]) for state, scores in found["linear"].items()}
+    small, more = list(linear)[:2]
+    options = {"nearly all": 0.8, "about half": 0.3, "as many as by guessing": 0.0}
+    right = next(words for words, least in options.items() if linear[small] >= least)
+    fact = f"With {small:,} numbers linear attention has {linear[small]:.0%} of the answers."
+
+    return Explorable(
+        title="Which mixer recalls, with how large a state?",
+        notice="Each dot is a model of one layer, trained on the same texts. Softmax keeps every key and value. The "
+        "others have a state whose size depends on the number of heads alone. A large dot is the mean over "
+        "seeds, small dots are the seeds.",
+        alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; two dashed "
+        "lines near the bottom are the shares of answers that guessing gives.",
+        controls=(Choice("Mixer", [NAMES[m] for m in found]), Slider("Steps of training", steps)),
+        frames=[[frame(mixer, n) for n in range(len(steps))] for mixer in found],
+        height=TOP + TALL + 42,
+        start=(list(found).index("gla"), len(steps) - 2),
+        legend=(
+            Key("blue line-blue", "the mixer chosen", "dot"),
+            Key("grey line-grey", "the other mixers", "dot"),
+            Key("line-orange dashed", f"one of the text's values: {base['majority']:.0%}", "line"),
+            Key("line-grey dashed", f"any value: {base['chance']:.0%}", "line"),
+        ),
+        question=Question(
+            f"Linear attention has {linear[more]:.0%} of the answers with {more:,} numbers in its state. How many "
+            f"has it with {small:,}?",
+            right,
+            {words: fact if words == right else f"No: {fact[0].lower()}{fact[1:]}" for words in options},
+            seen=(list(found).index("linear"), len(steps) - 1),
+            before=(list(found).index("linear"), 0),
+        ),
+    )
