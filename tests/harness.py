@@ -16,7 +16,8 @@ CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RUNS, ROOM = 16, 2**26 if CUDA else 2**21  # emulated runs side by side; numbers of all their values' states
-CHUNKS_OF_64 = (1, 2)  # the emulated runs of the linear mechanisms and the delta rules in chunks of no fewer tokens
+# the emulated runs of the linear mechanisms and the delta rules in chunks like the kernels', or longer ones
+CHUNKS_OF_16, CHUNKS_OF_64 = (0,), (1, 2)
 LEAVES = ("q", "k", "v", "g", "beta", "S", "g_v")
 interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
 anywhere = pytest.mark.usefixtures("here")  # interpreted by `make test`, compiled by `make test-gpu`
@@ -41,7 +42,7 @@ def budgets(mechanism, x, given, *, products=None, **how):
     """
     x = {n: None if y is None else y.to(given[n]).to(HERE) for n, y in x.items()}
     products = products or given["q"]
-    chosen = None if products == torch.float32 else CHUNKS_OF_64
+    chosen = CHUNKS_OF_16 if products == torch.float32 else CHUNKS_OF_64
     copies = min(RUNS, max(3, ROOM // (x["v"].numel() * x["q"].shape[-1])))
     right = oracle.exact(mechanism, named(x), **how)
     runs = oracle.emulated(mechanism, named(x), dtype=products, copies=copies, chosen=chosen, **how)
