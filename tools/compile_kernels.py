@@ -139,7 +139,9 @@ def plan_gla_page(hardware: Hardware, q, k, v, g) -> Plan:
     draft = Draft(hardware, q, k, v, g)
     o, S = draft.like("o", v), draft.new("S", B, H, K, V)
     boxes = box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V)
-    draft.launch(page.walk, B * H, *boxes, S, T, H, K**-0.5, K, V, num_warps=8, maxnreg=128)
+    draft.launch(
+        page.walk, B * H, *boxes, S, None, T, H, K**-0.5, K, V, 2 if K == 128 else 3, num_warps=K // 16, maxnreg=128
+    )
     return draft.plan("page", o, S)
 
 
