@@ -45,7 +45,6 @@ copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  #
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 LOG2E, LIMIT = gl.constexpr(1.4426950408889634), gl.constexpr(80.0)
-LEAST = gl.constexpr(2.0**-57.7)  # of e^r in a mild chunk, e^-40
 C = gl.constexpr(64)
 
 
@@ -74,11 +73,11 @@ def sums(b_g, sign, half, K: gl.constexpr):
     # columns: a product, too, since a tile's rows are spread over warps and the rows of g^T are not
     x = warpgroup_mma(sign, b_g, gl.zeros([C, K], gl.float32, rows), use_acc=False)
     r = warpgroup_mma(b_g.permute((1, 0)), half, gl.zeros([K, 16], gl.float32, of_r), use_acc=False)
-    return x * LOG2E, gl.max(r, 1) * LOG2E  # [C, K], [K], exponents of 2
+    return x * LOG2E, gl.max(r, 1)  # (b - r) log2 e [C, K], r [K]
 
 
 @gluon.jit
-def transformer(tiles, bars, sign, half, t_e, t_mild, strong, H, T, K: gl.constexpr, STAGES: gl.constexpr):
+def transformer(tiles, bars, sign, half, t_r, t_mild, strong, H, T, K: gl.constexpr, STAGES: gl.constexpr):
     t_q, t_k, t_v, t_g = tiles
     empty, ready, hat = bars
     rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -89,21 +88,22 @@ def transformer(tiles, bars, sign, half, t_e, t_mild, strong, H, T, K: gl.conste
         mbarrier.wait(ready.index(s), (i // STAGES) & 1)
         b_q, b_k, b_g = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K]), t_g.index(s).reshape([C, K])
         x, r = sums(b_g, sign, half, K)
-        t_e.index(s).store(gl.exp2(r))
+        t_r.index(s).store(r)
+        mild = gl.min(t_r.index(s).load(every), 0) >= -LIMIT / 2
         q_hat = (b_q.load(rows).to(gl.float32) * gl.exp2(x)).to(b_q.dtype)
-        mild = gl.min(t_e.index(s).load(every), 0) >= LEAST
+        k_hat = (b_k.load(rows).to(gl.float32) * gl.exp2(-x)).to(b_k.dtype)
         if not mild:  # (4)
             b_f = b_g.load(rows)
             b_g.store(gl.where(b_f < -104.0, -104.0, b_f).to(b_g.dtype))  # e^-104 is 0 in float32; -inf has no sums
             fence()
             x, r = sums(b_g, sign, half, K)
-            t_e.index(s).store(r)
-            r_k = t_e.index(s).load(gl.SliceLayout(0, rows))[None, :]  # as x has its columns
-            q_hat = (b_q.load(rows).to(gl.float32) * gl.exp2(x + r_k)).to(b_q.dtype)
-            x -= r_k
-            t_e.index(s).store(gl.exp2(2.0 * r))
+            t_r.index(s).store(r)
+            r_k = t_r.index(s).load(gl.SliceLayout(0, rows))[None, :] * LOG2E  # as x has its columns
+            q_hat = (b_q.load(rows).to(gl.float32) * gl.exp2(r_k + x)).to(b_q.dtype)
+            k_hat = (b_k.load(rows).to(gl.float32) * gl.exp2(r_k - x)).to(b_k.dtype)
+            t_r.index(s).store(2.0 * r)
         b_q.store(q_hat)
-        b_k.store((b_k.load(rows).to(gl.float32) * gl.exp2(-x)).to(b_k.dtype))
+        b_k.store(k_hat)
         t_mild.index(s).store(gl.full([1], 1, gl.int32, one) * mild.to(gl.int32))
         if strong is not None:
             gl.store(strong + i * H, 1 - mild.to(gl.int8))
@@ -113,7 +113,7 @@ def transformer(tiles, bars, sign, half, t_e, t_mild, strong, H, T, K: gl.conste
 
 @gluon.jit
 def multiplier(
-    o, S_last, tiles, bars, t_e, t_mild, t_S, t_P, t_o, i_b, i_h, H, T, scale,
+    o, S_last, tiles, bars, t_r, t_mild, t_S, t_P, t_o, i_b, i_h, H, T, scale,
     K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, STRONG: gl.constexpr,
 ):
     t_q, t_k, t_v, t_g = tiles
@@ -131,7 +131,7 @@ def multiplier(
         s = n % STAGES
         mbarrier.wait(hat.index(s), (n // STAGES) & 1)
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
-        b_v, e = t_v.index(s).reshape([C, V]), t_e.index(s).load(gl.SliceLayout(1, of_S))[:, None]
+        b_v, e = t_v.index(s).reshape([C, V]), gl.exp2(t_r.index(s).load(gl.SliceLayout(1, of_S)) * LOG2E)[:, None]
         mild = gl.max(t_mild.index(s).load(one), 0) != 0
         # is_async: the product runs while threads go on; wait(n, [x]): until x is there and at most n products run
         none = gl.zeros([C, C], gl.float32, of_P)
@@ -175,7 +175,7 @@ def walk(q, k, v, g, o, S_last, strong, T, H, scale, K: gl.constexpr, V: gl.cons
     t_g = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
     t_v = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, V], v.layout)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    t_e = gl.allocate_shared_memory(gl.float32, [STAGES, K], line)  # e^r, or e^(b_C) of a strong chunk
+    t_r = gl.allocate_shared_memory(gl.float32, [STAGES, K], line)  # r, or b_C of a strong chunk
     t_mild = gl.allocate_shared_memory(gl.int32, [STAGES, 1], line)
     sign = gl.allocate_shared_memory(q.dtype, [C, C], square)
     half = gl.allocate_shared_memory(q.dtype, [C, 16], gl.NVMMASharedLayout(32, 16, 2))
@@ -199,9 +199,9 @@ def walk(q, k, v, g, o, S_last, strong, T, H, scale, K: gl.constexpr, V: gl.cons
     gl.warp_specialize(
         [
             (multiplier, (
-                o, S_last, tiles, bars, t_e, t_mild, t_S, t_P, t_o, i_b, i_h, H, T, scale, K, V, STAGES, STRONG,
+                o, S_last, tiles, bars, t_r, t_mild, t_S, t_P, t_o, i_b, i_h, H, T, scale, K, V, STAGES, STRONG,
             )),
-            (transformer, (tiles, bars, sign, half, t_e, t_mild, strong, H, T, K, STAGES)),
+            (transformer, (tiles, bars, sign, half, t_r, t_mild, strong, H, T, K, STAGES)),
             (loader, (q, k, v, g, tiles, bars, i_b, i_h, T, STAGES)),
         ],
         [4, 1],
