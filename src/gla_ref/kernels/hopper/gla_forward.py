@@ -4,10 +4,13 @@
     o  = scale * (q' S' + tril(q' k'^T) v)                                                      (2)
     S <- e^(b_C - r) (S' + k'^T v)                                                              (3)
 
-The algebra is that of ../gla_forward.py, which see, and so are strong chunks (here only flagged, `mend` of that file
-adds their pairs), segments and packed sequences. What differs is who does what. There a program does one thing after
-the other, and the chip waits: for memory, then for exponentials, then for products. Here a program has three roles,
-each with warps of its own, which work on different chunks at the same time:
+A plain call launches gla_ref/pages/gla_hopper.py, this kernel without options (`takes_page`): sequences of 64 or 128
+channels in bfloat16, each in one go from a state of zeros. Both kernels make the same bits. Read the page first.
+
+The algebra, segments and packed sequences are those of ../portable/gla_forward.py. Strong chunks are only flagged here,
+and `mend` of that file adds their pairs; in them q decays from the start and k to the end in every channel. There a
+program does one thing after the other, and the chip waits: for memory, then for exponentials, then for products. Here
+a program has three roles, each with warps of its own, which work on different chunks at the same time:
 
     loader        1 warp     asks the copy engine (TMA) for q, k, v, g of a chunk, as soon as a stage is free
     transformer   4 or 8     (1) of q and k, in place; the state's factors; is the chunk strong?
