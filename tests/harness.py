@@ -1,21 +1,23 @@
-"""What the tests of kernels share: where they run, the budgets of emulated runs, and how results are held to them.
+"""What the tests of kernels share: where they run, and how results are held to the budgets of emulated runs.
 
-The budget is one rule: 2 x the error of emulated runs + 4 eps (the oracle rule). An emulated run follows the kernels
-step by step with operands rounded to their dtype. The worst of sixteen counts, which sum up every product in orders of
-their own (fewer, the larger the inputs): the worst element of a single run is one rounding's luck.
+The budget is one rule: 2 x the error of emulated runs + 4 eps (the oracle rule). The runs are those of the check kit
+(`gla_ref.check.oracle`). The worst of sixteen counts, which sum up every product in orders of their own (fewer, the
+larger the inputs): the worst element of a single run is one rounding's luck.
 """
 
 import pytest
 import torch
-from cases import F64, error
+from cases import error
 
-from gla_ref.rounding import Luck, budget
+from gla_ref.check import oracle
+from gla_ref.rounding import budget
 
 CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RUNS, ROOM = 16, 2**26 if CUDA else 2**21  # emulated runs side by side; numbers of all their values' states
-NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dS0", "dg_v", "dbeta")
+# the emulated runs of the linear mechanisms and the delta rules in chunks like the kernels', or longer ones
+CHUNKS_OF_16, CHUNKS_OF_64 = (0,), (1, 2)
 LEAVES = ("q", "k", "v", "g", "beta", "S", "g_v")
 interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
 anywhere = pytest.mark.usefixtures("here")  # interpreted by `make test`, compiled by `make test-gpu`
@@ -26,44 +28,25 @@ def allowed(x, exact):
     return budget(error(x, exact), x.dtype)
 
 
-def sequences(f, x, ends):
-    """f of every packed sequence, put together; an empty one only hands its states on."""
-    if ends is None:
-        return dict(zip(NAMES, f(*x.values()), strict=False))
-    parts = []
-    for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
-        one = {m: y if y is None else y[n : n + 1] if m in ("S", "dS") else y[:, a:b] for m, y in x.items()}
-        # o, S, dq, dk, dv, dg, dS0, dg_v, dbeta of no tokens
-        none = [one.get(m) for m in ("v", "S", "q", "k", "v", "g", "dS", "g_v", "beta")]
-        parts.append(none if a == b else f(*one.values()))
-    return {
-        m: None if y[0] is None else torch.cat(y, 0 if m in ("S", "dS0") else 1)
-        for m, y in zip(NAMES, zip(*parts, strict=False), strict=False)
-    }
+def named(x):
+    """Tensors by the names of the check kit."""
+    names = {"S": "S0", "do": "d o", "dS": "d S"}
+    return {names.get(n, n): y for n, y in x.items() if y is not None}
 
 
-def budgets(x, given, exact, emulated, ends=None):
+def budgets(mechanism, x, given, *, products=None, **how):
     """(inputs as the kernel is given them, {quantity: (exact, budget)}).
 
-    Inputs x of float64 get the dtypes `given`; exact and emulated take them and return the quantities of NAMES. The
-    runs lie side by side as heads, each with its own luck; what the kernel is given is exact, and no error of its own.
+    Inputs x of float64 get the dtypes `given`; the kernel is given them, and they are no error of its own. `products`
+    is the dtype of its operands, that of q unless given; `how` are the scale and the ends of packed sequences.
     """
-    result = {n: given[n[1:]] for n in NAMES if n[1:] in given}
-    result |= {"o": given["v"], "S": torch.float32, "dS0": torch.float32}
-    x = {n: None if y is None else y.to(given[n]).to(HERE, F64) for n, y in x.items()}
-    runs = min(RUNS, max(3, ROOM // (x["v"].numel() * x["q"].shape[-1])))
-
-    def heads(name):
-        return 1 if name in ("S", "dS", "dS0") else 2
-
-    many = {n: None if y is None else torch.cat([y.float()] * runs, heads(n)) for n, y in x.items()}
-    right, low = sequences(exact, x, ends), sequences(lambda *a: emulated(*a, luck=Luck(runs)), many, ends)
-    judged = {}
-    for n in low:
-        if low[n] is not None:
-            copies = low[n].to(result[n]).chunk(runs, heads(n))
-            judged[n] = right[n], max(allowed(y, right[n]) for y in copies)
-    return {n: None if z is None else z.to(given[n]) for n, z in x.items()}, judged
+    x = {n: None if y is None else y.to(given[n]).to(HERE) for n, y in x.items()}
+    products = products or given["q"]
+    chosen = CHUNKS_OF_16 if products == torch.float32 else CHUNKS_OF_64
+    copies = min(RUNS, max(3, ROOM // (x["v"].numel() * x["q"].shape[-1])))
+    right = oracle.exact(mechanism, named(x), **how)
+    runs = oracle.emulated(mechanism, named(x), dtype=products, copies=copies, chosen=chosen, **how)
+    return x, {n: (y, max(allowed(run[n], y) for run in runs)) for n, y in right.items()}
 
 
 def compare(found, judged):

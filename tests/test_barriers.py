@@ -189,6 +189,7 @@ def test_the_kernels_for_hopper_pass():
         "gla hopper float32 gates",
         "gla hopper frozen gates",
         "gla hopper page",
+        "gla hopper plain",
         "delta hopper page",
     ]
     done = run("tools/compile_kernels.py", *cases, "--arch", "90")

@@ -15,7 +15,6 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import check_peers
 import compile_peers
-import oracles
 import run
 import suites
 import versions
@@ -23,33 +22,36 @@ from contenders import CONTENDERS
 
 from gla_ref import FORMS
 from gla_ref.book import results
+from gla_ref.check import MECHANISMS, oracle
 from gla_ref.check._emulate import Attend
 
 
-@pytest.mark.parametrize("mechanism", oracles.MECHANISMS)
-def test_oracles_are_the_recurrent_forms(mechanism, monkeypatch):
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_bench_judges_by_the_recurrent_form(mechanism, monkeypatch):
     monkeypatch.setattr(Attend, "ROWS", 32)  # several tiles of queries
-    gates = "logsigmoid/16" if oracles.MECHANISMS[mechanism].named("gate") else None
+    gates = "logsigmoid/16" if MECHANISMS[mechanism].named("gate") else None
     case = suites.Case(mechanism, 1, 150, 1, 5, 7, dtype="float64", gates=gates)
     x = suites.inputs(case, seed=1, device="cpu")
     leaves = {n: x[n] for n in suites.LEAVES if n in x}
     o, _ = FORMS[mechanism]["recurrent"](**leaves)
     grads = torch.autograd.grad(o, [*leaves.values()], x["do"])
-    want = {"o": o} | {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
-    head = {n: y[0, :, 0] for n, y in x.items()}
-    exact = oracles.run(mechanism, head, None)
-    for n, y in want.items():
-        torch.testing.assert_close(exact[n], y[0, :, 0])
+    want = {"o": o.detach()} | {f"d{n}": d for n, d in zip(leaves, grads, strict=True)}
+    x = {n: y.detach() for n, y in (leaves | {"d o": x["do"]}).items()}
+    (run,) = oracle.emulated(mechanism, x, copies=1, chosen=[0], sharp=False)
+    for found in (oracle.exact(mechanism, x), run):
+        for n, y in want.items():
+            torch.testing.assert_close(found[n], y)
 
-    half = {n: y.bfloat16() for n, y in head.items()}
-    exact, low = oracles.run(mechanism, half, None), oracles.run(mechanism, half, torch.bfloat16)
+    half = {n: y.bfloat16() for n, y in x.items()}
+    exact, (low,) = oracle.exact(mechanism, half), oracle.emulated(mechanism, half, copies=1, chosen=[0], sharp=False)
     assert low["o"].dtype == torch.bfloat16
-    for n in exact:
-        assert 1e-3 < oracles.error(low[n], exact[n]) < 0.1, n
-    assert all(e <= b for e, b in oracles.judge(low, [(exact, low)]).values())
-    late = {n: y.clone() for n, y in low.items()}
-    late["o"][-3:] *= 1.5  # small values late in a sequence still count
-    e, budget = oracles.judge(late, [(exact, low)])["o"]
+    for n in want:
+        assert 1e-3 < oracle.error(low[n], exact[n]) < 0.1, n
+    right = {n: low[n] for n in want}
+    assert all(e <= b for e, b in oracle.judge(mechanism, right, exact, [low]).values())
+    late = low["o"].clone()
+    late[:, -3:] *= 1.5  # small values late in a sequence still count
+    e, budget = oracle.judge(mechanism, {"o": late}, exact, [low])["o"]
     assert e > budget
 
 
@@ -73,7 +75,7 @@ def test_a_key_head_is_judged_with_all_its_value_heads():
 def test_every_suite_has_cases_and_contenders():
     for suite in suites.SUITES.values():
         for case in suite():
-            assert case.mechanism in CONTENDERS and case.mechanism in oracles.MECHANISMS
+            assert case.mechanism in CONTENDERS and case.mechanism in MECHANISMS
             assert sum(case.lengths or (case.T,)) == case.T
             assert {c.name for c in run.who(case)} >= set(case.only or {"triton"})
             for direction in case.directions:

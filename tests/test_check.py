@@ -1,5 +1,6 @@
 """The check kit: right forms pass, wrong ones are caught and named, and no kernel can break it."""
 
+import itertools
 import json
 import math
 import os
@@ -19,11 +20,11 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import false_alarms
 
 from gla_ref import FORMS, check, gla
-from gla_ref.check import MECHANISMS, Case, mistakes
-from gla_ref.check._budgets import evaluate
+from gla_ref.check import MECHANISMS, Case, mistakes, oracle
 from gla_ref.check._cases import GATES, inputs
 from gla_ref.check._emulate import cut_
 from gla_ref.check._shrink import reproduction
+from gla_ref.check.oracle import evaluate
 
 F32, BF16 = torch.float32, torch.bfloat16
 GATED = FORMS["gla"]["chunkwise"]
@@ -138,9 +139,20 @@ def test_emulated_runs_are_the_recurrence_when_they_round_nothing(mechanism, run
     for case in some:
         x = inputs(mechanism, case, torch.float32, seed=0)
         exact = evaluate(kind.exact, kind, x, case)
-        for run in range(runs):
-            for name, y in evaluate(partial(kind.emulate, run=run), kind, x, case).items():
+        for run, sharp in itertools.product(range(runs), (False, True)):
+            for name, y in evaluate(partial(kind.emulate, run=run, sharp=sharp), kind, x, case).items():
                 torch.testing.assert_close(y, exact[name], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["mild and strong chunks", "many resets"])
+def test_emulated_runs_know_gates_on_values(kind):
+    q, k, v, g = (inputs("gla", Case(T=150, gate=kind), torch.float32, seed=0)[n] for n in "qkvg")
+    x = {"q": q, "k": k, "v": v, "g": g, "g_v": g.sum(-1, keepdim=True).expand_as(v), "d o": v.flip(1)}
+    exact = oracle.exact("gla", x)
+    assert exact["dg_v"].abs().max() > 0
+    for run in oracle.emulated("gla", x, copies=3):
+        for name, y in exact.items():
+            torch.testing.assert_close(run[name], y, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.deep

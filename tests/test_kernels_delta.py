@@ -2,7 +2,6 @@
 
 import functools
 
-import emulated
 import pytest
 import torch
 from cases import F64, LADDER, inputs, thin
@@ -10,15 +9,13 @@ from harness import CUDA, DTYPES, HERE, RUNS, allowed, anywhere, budgets, compar
 from test_delta import CORRELATIONS, STRENGTHS, alike
 
 from gla_ref import FORMS, triangular
-from gla_ref.gradients import delta_rule as delta_backward
-from gla_ref.mechanisms import MECHANISMS
+from gla_ref.check._emulate import products_in
 from gla_ref.rounding import Luck
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton import language as tl
 
 from gla_ref.kernels import delta as kernels
-from gla_ref.kernels import plan
 from gla_ref.kernels.delta import delta_rule, gated_delta_rule
 from gla_ref.kernels.portable.delta_forward import choose_length, inverse
 from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step
@@ -32,23 +29,14 @@ RULES = tuple(KERNELS)
 WAYS = [(mechanism, path) for mechanism in RULES for path in kernels.PATHS]
 
 
-def exact(q, k, v, g, beta, S, do, dS, scale):
-    """The float64 recurrence and its closed-form gradients, in the order of harness.NAMES."""
-    mechanism, gates = ("delta_rule", ()) if g is None else ("gated_delta_rule", (g,))
-    form, C = ("recurrent", {}) if q.shape[1] <= 300 else ("chunkwise", {"C": 16})  # held against it
-    o, S_T = FORMS[mechanism][form](q, k, v, *gates, beta, initial_state=S, scale=scale, **C)
-    d = delta_backward.backward(q, k, v, g, beta, do, dS, scale=scale, initial_state=S, C=16)
-    return o, S_T, d.dq, d.dk, d.dv, d.dg, d.d_initial_state, None, d.dbeta
-
-
 def problem(
     mechanism, B, T, H, K, V, *, groups=2, kind=MILD, correlation=0.0, strength=None, dtype=F32, gates=None,
-    ends=None, scale=None, C=None, S=1.0, length=1.0, run=None, path=None, seed=0,
+    ends=None, scale=None, S=1.0, length=1.0, products=None, seed=0,
 ):  # fmt: skip
     """(inputs as given, {quantity: (exact, budget)}); `groups` value heads, 1 or 2, read one key head.
 
-    S multiplies the initial state, `length` is that of keys; C are the tokens of a chunk, as planned unless given;
-    `run` is the emulated one, that of chunks, by the same path, unless given.
+    S multiplies the initial state, `length` is that of keys; `products` have operands of the tokens' dtype unless
+    given.
     """
     (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H, K, V, kind=kind, seed=seed)
     v, g, beta = (x[:, :, : H * groups] for x in (v, g, beta))
@@ -61,20 +49,12 @@ def problem(
     x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "do": do, "dS": dS}
     given = {n: F32 if n in ("S", "dS") else dtype for n in x}
     given["g"] = given["beta"] = gates or dtype
-    scale = K**-0.5 if scale is None else scale
-    if C is None:
-        rows = [x[n].to(given[n]).to(HERE) for n in MECHANISMS[mechanism].required]
-        cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
-        launches = plan(mechanism, *rows, cu_seqlens=cu, path=path, kernel="portable").launches
-        C, L = launches[0].given("C"), launches[-1].given("L")
-        run = run or emulated.Delta(dtype, C, L // C if L <= T else None).run
-    run = run or emulated.Delta(dtype, C).run
-    return budgets(x, given, lambda *a: exact(*a, scale), functools.partial(run, scale=scale), ends)
+    return budgets(mechanism, x, given, products=products, scale=scale, ends=ends)
 
 
 def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
     """Forward and all gradients within their budgets."""
-    x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, path=path, **kw)
+    x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, **kw)
     compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale, kernel="portable"), judged)
 
 
@@ -106,7 +86,8 @@ def test_the_inverse_of_a_triangle(C):
             A = (strength * k @ k.mT).tril(-1).float().to(HERE)
             Y, exact = torch.full_like(A, torch.nan), triangular.elimination(A.double())
             invert[(1,)](A.contiguous(), Y, C=C)
-            low = emulated.inverse(A.expand(1, RUNS, C, C), Luck(RUNS))[0]
+            with products_in(F32, Luck(RUNS)):
+                low = triangular.blocked(A.expand(1, RUNS, C, C))[0]
             compare({"Y": Y}, {"Y": (exact, max(allowed(y, exact) for y in low))})
 
 
@@ -338,7 +319,7 @@ def test_choice_of_segments():
 
 
 def stepped(mechanism, *sizes, ends=None, **kw):
-    x, judged = problem(mechanism, *sizes, ends=ends, run=emulated.delta_steps, **kw)
+    x, judged = problem(mechanism, *sizes, ends=ends, products=F32, **kw)
     cu = None if ends is None else torch.tensor(ends, device=HERE)
     o, S = STEPS[mechanism](*tokens(x), initial_state=x["S"], cu_seqlens=cu)
     compare({"o": o, "S": S}, {n: judged[n] for n in ("o", "S")})

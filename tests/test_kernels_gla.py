@@ -6,14 +6,12 @@ import sys
 
 import pytest
 import torch
-from cases import F64, error, inputs
-from emulated import Gla
+from cases import error, inputs
 from harness import DTYPES, HERE, anywhere, budgets, compare, interpreted, results
-from test_kernels_linear import check, limit_and_chunk, problem
+from test_kernels_linear import check, problem
 
 from gla_ref import FORMS
 from gla_ref import check as kit
-from gla_ref import gla as references
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 tl = pytest.importorskip("triton.language")
@@ -59,17 +57,8 @@ def forward_within_budget(q, k, v, g, g_v=None, S=None):
     """o and S of inputs as they are."""
     S = torch.zeros(len(q), q.shape[2], q.shape[3], v.shape[3], device=q.device) if S is None else S
     given = dict(zip(("q", "k", "v", "g", "g_v", "S"), (q, k, v, g, g_v, S), strict=True))
-    run, scale = Gla(q.dtype, *limit_and_chunk(q, k, v, g, g_v=g_v)).run, q.shape[-1] ** -0.5
-
-    def right(q, k, v, g, g_v, S):
-        return references.recurrent(q, k, v, g, g_v=g_v, initial_state=S)
-
-    def low(q, k, v, g, g_v, S, luck):
-        return run(q, k, v, g, g_v, S, torch.zeros_like(v), torch.zeros_like(S), scale, luck)[:2]
-
-    x = {n: y if y is None else y.to("cpu", F64) for n, y in given.items()}
     dtypes = {n: y.dtype for n, y in given.items() if y is not None}
-    _, judged = budgets(x, dtypes, right, low)
+    _, judged = budgets("gla", given, dtypes)
     o, S_T = gla(q, k, v, g, g_v=g_v, initial_state=S)
     compare({"o": o, "S": S_T}, judged)
 

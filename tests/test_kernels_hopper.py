@@ -61,6 +61,30 @@ def test_the_plan_takes_it_where_it_can():
     assert ON_HOPPER(q, q, v, q, kernel="portable").name == "portable"
 
 
+@gluon
+def test_a_plain_call_launches_the_page():
+    """The page's walk, with flags, and `mend`; any other call launches the kernel that has all options."""
+    from gla_ref.kernels.hopper import gla_forward
+    from gla_ref.pages import gla_hopper
+
+    q, v = meta(2, 300, 3, 128), meta(2, 300, 3, 64)
+    walk, mend = ON_HOPPER(q, q, v, q).launches
+    assert walk.kernel is gla_hopper.walk and mend.name == "mend" and walk.grid == (2 * 3,)
+    assert walk.given("strong") == mend.given("strong") and (walk.given("STAGES"), walk.options["num_warps"]) == (2, 8)
+    assert "gla_hopper.py" in explain("gla", q, q, v, q, hardware="sm_90")
+    cu = torch.tensor([0, 100, 300], dtype=torch.int32, device="meta")
+    other = {
+        "packed": ([meta(1, 300, 3, 64)] * 4, {"cu_seqlens": cu}),
+        "with a state": ([q, q, v, q], {"initial_state": meta(2, 3, 128, 64, dtype=F32)}),
+        "in segments": ([meta(1, 65536, 4, 128)] * 4, {}),
+        "in float16": ([y.half() for y in (q, q, v, q)], {}),
+        "with gates in float32": ([q, q, v, q.float()], {}),
+        "of other sizes": ([q, q, meta(2, 300, 3, 72), q], {}),
+    }
+    for what, (x, options) in other.items():
+        assert ON_HOPPER(*x, **options).launches[0].kernel is gla_forward.walk, what
+
+
 REFUSED = [
     ("K of at most 128, not 192", lambda q: ((q := meta(2, 300, 3, 192)), q, q, q), {}),
     ("q is torch.float32", lambda q: (q.float(), q.float(), q.float(), q), {}),
@@ -107,13 +131,15 @@ def played(x, ends=None, path=None, seed=0, ignored=None, backward=True):
     """Gradients as the Hopper kernels make them (or o and the final state), of inputs of `problem`."""
     from gla_ref.kernels.hopper import gla_backward as back
     from gla_ref.kernels.hopper import gla_forward as forth
+    from gla_ref.pages import gla_hopper as page
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "S")} | {"cu": cu}
     specs = [spec_of(n, y) for n, y in named.items()]
     if not backward:
         found = forth.plan_forward(SM_90, *specs, None, path, None)
-        o, S, *_ = played_gluon.play(found, named, (back, forth), seed)
+        o, S, *_, strong = played_gluon.play(found, named, (back, forth, page), seed, ignored)
+        add_pairs([o], x, ends, strong, forward=True)
         return {"o": o, "S": S}
     named |= {"do": x["do"], "dS": x["dS"]}
     do, dS = spec_of("do", x["do"]), spec_of("dS", x["dS"])
@@ -123,8 +149,8 @@ def played(x, ends=None, path=None, seed=0, ignored=None, backward=True):
     return dict(zip(("dq", "dk", "dv", "dg", "dS0"), (*made, dS0), strict=True))
 
 
-def add_pairs(made, x, ends, strong, C=64):
-    """What `mend_gradient` does, in float64: all pairs of strong chunks, one by one."""
+def add_pairs(made, x, ends, strong, C=64, forward=False):
+    """What `mend_gradient` or, forward, `mend` does, in float64: all pairs of strong chunks, one by one."""
     scale, (B, T, H, _) = x["q"].shape[-1] ** -0.5, x["q"].shape
     ends = ends or (0, T)
     for i_b, i_h, n in itertools.product(range(B), range(H), range(len(ends) - 1)):
@@ -132,17 +158,20 @@ def add_pairs(made, x, ends, strong, C=64):
         for c, o_t in enumerate(range(ends[n], ends[n + 1], C)):
             if strong[first + c, i_h]:
                 at = i_b, slice(o_t, min(o_t + C, ends[n + 1])), i_h
-                more = pairs(*(x[m][at].double() for m in ("q", "k", "v", "g", "do")))
+                more = pairs(*(x[m][at].double() for m in ("q", "k", "v", "g", "do")), forward)
                 for y, z in zip(made, more, strict=True):
                     y[at] = (y[at].double() + scale * z).to(y.dtype)
-                made[3][at][torch.isneginf(x["g"][at])] = 0
+                if not forward:
+                    made[3][at][torch.isneginf(x["g"][at])] = 0
 
 
-def pairs(q, k, v, g, do):
-    """(dq, dk, dv, dg over scale) of the pairs of one chunk."""
+def pairs(q, k, v, g, do, forward=False):
+    """(dq, dk, dv, dg over scale), or (o over scale), of the pairs of one chunk."""
     E = gates.segment_sum(g[None, None]).exp()[0, 0]  # [C C K], 0 above the diagonal
     dP = (do @ v.mT).tril()
     P = (q[:, None] * k[None] * E).sum(-1)
+    if forward:
+        return (P @ v,)
     dq, dk = (dP.tril(-1)[..., None] * k[None] * E).sum(1), (dP.tril(-1)[..., None] * q[:, None] * E).sum(0)
     own, net = dP.diagonal()[:, None], q * dq - k * dk
     return dq + own * k, dk + own * q, P.mT @ do, net.flip(0).cumsum(0).flip(0)
@@ -195,6 +224,68 @@ def test_the_source_at_other_sizes_packed_and_in_segments(size, ends, path):
     x, judged = problem("gla", *size, dtype=BF16, ends=ends)
     made = played(x, ends, path) | played(x, ends, path, backward=False)
     compare(made, {n: judged[n] for n in made})
+
+
+PAGE = {
+    "64": (1, 150, 2, 64, 64),
+    "128/64": (1, 200, 1, 128, 64),
+    "64/128": (1, 130, 1, 64, 128),
+    "128": (1, 70, 1, 128, 128),
+}
+
+
+@played_here
+@pytest.mark.parametrize("size", thin(PAGE, "64"))
+@pytest.mark.parametrize("kind", thin(LADDER, MILD, "mild and strong chunks", "many resets"))
+def test_the_page_and_the_kernel_with_options_make_the_same_bits(kind, size):
+    """From a state of zeros, given or not, right and equal."""
+    x, judged = problem("gla", *PAGE[size], kind=kind, dtype=BF16, large=0.0)
+    plain, other = played(x | {"S": None}, backward=False), played(x, backward=False)
+    compare(plain, {n: judged[n] for n in plain})
+    assert all(torch.equal(y, other[n]) for n, y in plain.items())
+
+
+@played_here
+def test_the_page_marks_the_pairs_that_it_leaves_out():
+    """Without flags, rows of strong chunks are NaN. The states, and so all later rows, are right."""
+    from gla_ref.pages import gla_hopper as page
+
+    x, _ = problem("gla", 1, 200, 1, 64, 64, dtype=BF16, large=0.0)
+    x["g"] = x["g"].clone()
+    x["g"][:, 70, :, 3] = -torch.inf
+    right, found = played(x | {"S": None}, backward=False), plan_of_page(x)
+    o, S, _ = played_gluon.play(found, x, (page,))
+    assert o[:, 64:128].isnan().all() and torch.equal(S, right["S"])
+    assert torch.equal(o[:, :64], right["o"][:, :64]) and torch.equal(o[:, 128:], right["o"][:, 128:])
+
+
+def plan_of_page(x):
+    """A plan of the page without flags."""
+    from gla_ref.kernels.hopper.gla_forward import box
+    from gla_ref.kernels.launch.plan import Draft
+    from gla_ref.pages import gla_hopper as page
+
+    q, k, v, g = (spec_of(n, x[n]) for n in ("q", "k", "v", "g"))
+    (B, T, H, K), V, C, draft = q.shape, v.shape[3], page.C.value, Draft(SM_90, q, k, v, g)
+    o, S = draft.new("o", *v.shape, dtype=BF16), draft.new("S_T", B, H, K, V)
+    boxes = box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V)
+    draft.launch(page.walk, B * H, *boxes, S, None, T, H, K**-0.5, K, V, 3)
+    return draft.plan("page", o, S)
+
+
+OF_PAGE = {f"{name} {s}": ("walk", n, s) for n, name in enumerate(("empty", "ready", "hat")) for s in range(3)}
+
+
+@played_here
+@pytest.mark.parametrize("bar", thin(OF_PAGE, "empty 0", "hat 1"))
+def test_every_barrier_of_the_page_is_needed(bar):
+    x, _ = problem("gla", 1, 400, 1, 64, 64, kind="mild and strong chunks", dtype=BF16, large=0.0)
+    x["S"] = None
+
+    def play(seed=None):
+        return played(x, backward=False, **({} if seed is None else {"seed": seed, "ignored": OF_PAGE[bar]}))
+
+    assert played_gluon.anybody_waits(play)
 
 
 @played_here
@@ -443,27 +534,33 @@ def test_gradients_of_a_packed_sequence_do_not_see_its_neighbours():
 
 @on_hopper
 @pytest.mark.parametrize("size", [(2, 1, 3, 64, 128), (3, 150, 2, 128, 64), (2, 257, 3, 64, 64), (1, 256, 2, 128, 128)])
-@pytest.mark.parametrize("kind", [MILD, "zero", "-1"])
+@pytest.mark.parametrize("kind", LADDER)
 def test_the_page(size, kind):
-    """Bit for bit what the kernel gives, which the tests above hold to the recurrence: the same steps."""
+    """A plain call launches it: right, and bit for bit what the kernel with options makes from a state of zeros."""
     from gla_ref.pages import gla_hopper
 
-    x, _ = problem("gla", *size, kind=kind, dtype=BF16)
-    found, right = gla_hopper.gla(*tokens(x)), hopper(*tokens(x))
-    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    x, judged = problem("gla", *size, kind=kind, dtype=BF16, large=0.0)
+    found = hopper(*tokens(x), path="fused")
+    compare(dict(zip(("o", "S"), found, strict=True)), {n: judged[n] for n in ("o", "S")})
+    other = hopper(*tokens(x), initial_state=x["S"], path="fused")
+    assert all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
+    alone, S = gla_hopper.gla(*tokens(x))
+    left = alone.isnan()  # pairs of strong chunks
+    assert torch.equal(alone[~left], found[0][~left]) and torch.equal(S, found[1])
+    assert kind not in (MILD, "zero", "-1") or not left.any()
 
 
 @on_hopper
 def test_the_page_marks_what_it_leaves_out():
-    """Beyond the mild limit o is NaN from that chunk on, and nowhere before."""
+    """The rows of a strong chunk are NaN, and no others."""
     from gla_ref.pages import gla_hopper
 
     x, _ = problem("gla", 1, 300, 2, 64, 64, dtype=BF16)
     q, k, v, g = (y.clone() for y in tokens(x))
     g[:, 130, 1, 3] = -torch.inf
     o, S = gla_hopper.gla(q, k, v, g)
-    assert o[:, 128:, 1].isnan().all() and S[:, 1, 3].isnan().all()
-    assert o[:, :128].isfinite().all() and o[:, :, 0].isfinite().all() and S[:, 0].isfinite().all()
+    assert o[:, 128:192, 1].isnan().all() and S.isfinite().all()
+    assert o[:, :128].isfinite().all() and o[:, 192:].isfinite().all() and o[:, :, 0].isfinite().all()
 
 
 @gluon

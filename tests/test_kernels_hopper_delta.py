@@ -3,7 +3,6 @@
 import itertools
 from functools import partial
 
-import emulated
 import played_gluon
 import pytest
 import torch
@@ -25,7 +24,6 @@ IN_TURN = "hopper_in_turn"  # no call chooses it: bf16, K = V = 128
 LENGTHS = (1, 63, 64, 65, 130)
 PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
 KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
-problem = partial(problem, C=64)
 gluon = pytest.mark.skipif(gluon_names.missing() is not None, reason=f"this Triton has no {gluon_names.missing()}")
 played_here = pytest.mark.skipif(
     CUDA or gluon_names.missing() is not None, reason="played on a CPU, where there is Gluon"
@@ -187,19 +185,10 @@ def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     return {"o": o, "S": S}
 
 
-def segments(dtype, B, T, H, K, V, groups=2, ends=None):
-    """The emulated run in the plan's segments."""
-    cu = None if ends is None else meta(len(ends), dtype=torch.int32)
-    rows = call(B, T, H, groups * H, K, V)
-    found = ON_HOPPER(*rows, kernel="hopper_ahead", path="segmented", cu_seqlens=cu)
-    return emulated.Delta(dtype, 64, found.launches[-1].given("L") // 64).run
-
-
 def check(mechanism, *sizes, ends=None, scale=None, path=None, kernels=BOTH, dtype=BF16, gates=F32, groups=2, **kw):
     """Played here, run on a GPU: within the budgets of the portable kernel."""
     kw |= {"ends": ends, "scale": scale, "dtype": dtype, "gates": gates, "groups": groups}
-    run = segments(dtype, *sizes, groups, ends) if path and sizes[1] > 64 else None
-    x, judged = problem(mechanism, *sizes, run=run, **kw)
+    x, judged = problem(mechanism, *sizes, **kw)
     judged = {n: judged[n] for n in ("o", "S")}
     for kernel in ("hopper_ahead",) if path else kernels:
         if CUDA and kernel == IN_TURN:
@@ -372,8 +361,7 @@ def test_the_source_of_packed_sequences_in_segments(dtype):
 
 @played_here
 def test_segments_without_an_initial_state():
-    run = segments(BF16, 1, 200, 1, 64, 64)
-    x, judged = problem("gated_delta_rule", 1, 200, 1, 64, 64, dtype=BF16, gates=F32, S=0.0, run=run)
+    x, judged = problem("gated_delta_rule", 1, 200, 1, 64, 64, dtype=BF16, gates=F32, S=0.0)
     compare(played("hopper_ahead", x | {"S": None}, path="segmented"), {n: judged[n] for n in ("o", "S")})
 
 

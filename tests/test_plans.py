@@ -74,7 +74,7 @@ def test_every_class_has_a_plan_up_to_128(call, name):
                 assert made == plans(call, K, V, dtype, name)  # of the call alone
                 for launch in [x for p in made for x in p.launches]:
                     C, BK, BV = (launch.given(n) for n in ("C", "BK", "BV"))
-                    BK = BK or launch.given("K")  # Hopper's programs have whole rows
+                    BK, BV = BK or launch.given("K"), BV or launch.given("V")  # Hopper's programs have whole rows
                     if launch.name in ("walk", "step"):  # all rows of a state are in one program
                         k = launch.given("k")
                         assert BK >= getattr(k, "tensor", k).shape[-1]

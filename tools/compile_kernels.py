@@ -79,7 +79,7 @@ class Case(NamedTuple):
         given = {x.name: meta(x) for x in kind.arguments if not x.optional or x.name in self.extra}
         if "packed" in self.extra:
             given["cu_seqlens"] = torch.empty(3, dtype=torch.int32, device="meta")
-        if self.mechanism != "softmax_attention":
+        if self.mechanism != "softmax_attention" and "plain" not in self.extra:
             given["initial_state"] = meta(*kind.states)
         if one:
             specs = [spec_of(n, given.get(n)) for n in one.names]
@@ -139,7 +139,9 @@ def plan_gla_page(hardware: Hardware, q, k, v, g) -> Plan:
     draft = Draft(hardware, q, k, v, g)
     o, S = draft.like("o", v), draft.new("S", B, H, K, V)
     boxes = box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V)
-    draft.launch(page.walk, B * H, *boxes, S, T, H, K**-0.5, K, V, num_warps=8, maxnreg=128)
+    draft.launch(
+        page.walk, B * H, *boxes, S, None, T, H, K**-0.5, K, V, 2 if K == 128 else 3, num_warps=K // 16, maxnreg=128
+    )
     return draft.plan("page", o, S)
 
 
@@ -206,6 +208,10 @@ WIDE = {
     "gla hopper float32 gates 64": Case("gla", 64, 64, "float16", "float32", ("hopper", "packed", "segmented")),
     "gla hopper frozen gates": Case("gla", 128, 128, "bfloat16", "bfloat16", ("frozen",)),  # a gradient without dg
     "gla hopper frozen gates 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("frozen", "packed")),
+    "gla hopper plain": Case("gla", 128, 128, "bfloat16", "bfloat16", ("hopper", "plain")),  # launches the page
+    "gla hopper plain 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("hopper", "plain")),
+    "gla hopper plain 64/128": Case("gla", 64, 128, "bfloat16", "bfloat16", ("hopper", "plain")),
+    "gla hopper plain 128/64": Case("gla", 128, 64, "bfloat16", "bfloat16", ("hopper", "plain")),
     "gla hopper page": Case("gla_page", 128, 128, "bfloat16", "bfloat16"),
     "gla hopper page 64": Case("gla_page", 64, 64, "bfloat16", "bfloat16"),
     "delta hopper page": Case("gated_delta_rule_page", 128, 128, "bfloat16", "float32", ("shared",)),

@@ -24,8 +24,8 @@ import torch
 
 from gla_ref import check
 from gla_ref.book import results
-from gla_ref.check._budgets import copied, errors, evaluate, parts, work_out
 from gla_ref.check._cases import held, inputs
+from gla_ref.check.oracle import copied, errors, evaluate, parts, work_out
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

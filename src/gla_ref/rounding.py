@@ -7,6 +7,7 @@ References are plain mathematics. What a kernel's number format does to them is 
 """
 
 from collections.abc import Callable
+from math import log
 
 import torch
 from torch import Tensor
@@ -99,16 +100,20 @@ class Luck:
     strength or a row's maximum is applied before a product or after it. Tensors `[B, H, ...]` hold `copies` of the same
     inputs side by side as heads, and each copy has a luck of its own, the first one none: sixteen copies are sixteen
     kernels. Where products of float32 are made in three passes of TF32 (`thrice`), as Triton can, each number is two
-    numbers, and a product has three times as many terms. Without `sizes` luck is in orders only.
+    numbers, and a product has three times as many terms. Without `sizes` luck is in orders only. Kernels that
+    are `sharp` bring operands into the range of float16, keep each number that fits into 16 bits as it is, and add up
+    the gradients of gates pair by pair.
     """
 
-    def __init__(self, copies: int = 1, *, thrice: bool = False, sizes: bool = True, seed: int = 0) -> None:
-        self.copies, self.thrice, self.sizes = copies, thrice, sizes
+    def __init__(
+        self, copies: int = 1, *, thrice: bool = False, sizes: bool = True, seed: int = 0, sharp: bool = False
+    ) -> None:
+        self.copies, self.thrice, self.sizes, self.sharp = copies, thrice, sizes, sharp
         self.rng = torch.Generator().manual_seed(seed)
 
     def another(self, seed: int) -> "Luck":
         """Luck of the same kind that draws other numbers, and for the same seed the same ones."""
-        return Luck(self.copies, thrice=self.thrice, sizes=self.sizes, seed=seed)
+        return Luck(self.copies, thrice=self.thrice, sizes=self.sizes, seed=seed, sharp=self.sharp)
 
     def drawn(self, n: int, x: Tensor) -> Tensor:
         """n random numbers in [0, 1) for every copy, zeros for the first: `[copies, n]`, where x lies."""
@@ -133,13 +138,30 @@ class Luck:
 
         What fits into 16 bits as it is stays so: tokens are multiplied as they were given.
         """
+        fit: Tensor | float = 1.0
+        if self.sharp and dtype == torch.float16:
+            fit = (15 - x.abs().max().clamp(min=1e-30).log2().ceil()).clamp(max=40.0).exp2()
+            x = fit * x
         if self.copies == 1 or not self.sizes:
-            return x.to(dtype), 1.0
+            return x.to(dtype), fit
         apart = x.unflatten(1, (self.copies, -1))
         if dtype != x.dtype and torch.equal(apart[:, 0].to(dtype).to(x.dtype), apart[:, 0]):
-            return x.to(dtype), 1.0
+            return x.to(dtype), fit
         factor = (-self.drawn(1, x)).exp2().repeat_interleave(apart.shape[2], 0).view(-1, *[1] * (x.ndim - 2))
-        return (factor * x).to(dtype), factor
+        if self.sharp:
+            low = x.to(dtype).to(x.dtype)
+            return torch.where(low == x, low, (factor * x).to(dtype) / factor), fit
+        return (factor * x).to(dtype), fit * factor
+
+    def exp(self, x: Tensor) -> Tensor:
+        """e^x; of sharp kernels to base 2, and in float32 off by up to 2 units in the last place, as a GPU's may be."""
+        if not self.sharp:
+            return x.exp()
+        x = x / log(2)
+        if x.dtype == torch.float64:
+            return x.exp2()
+        off = 1 + 2**-22 * (1e6 * x.detach().double().clamp(min=-200.0)).sin()
+        return (x.double().exp2() * off).to(x.dtype)
 
 
 def unit(exact: Tensor) -> float:

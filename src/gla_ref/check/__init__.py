@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 
 import torch
 
-from . import mistakes
+from . import mistakes, oracle
 from ._cases import Case, cases
 from ._claims import Claim, Ladder, claimed, dtype_of
 from ._examine import Examiner, examine
@@ -26,7 +26,7 @@ from ._mechanisms import MECHANISMS
 from ._ranks import OverRanks
 from ._report import Report, Row
 
-__all__ = ["MECHANISMS", "Case", "NotClaimed", "OverRanks", "Report", "Row", "cases", "kernel", "mistakes"]
+__all__ = ["MECHANISMS", "Case", "NotClaimed", "OverRanks", "Report", "Row", "cases", "kernel", "mistakes", "oracle"]
 
 
 def kernel(

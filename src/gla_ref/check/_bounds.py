@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from ..rounding import unit
-from ._budgets import Problem, evaluate, parts
+from ._budgets import Problem
 from ._cases import MILD, Case, held, inputs
 from ._claims import up
 from ._kernel import Finding
 from ._runner import Trial, attempt
 from ._shrink import PLAIN
+from .oracle import evaluate, parts
 
 TRIALS, SECONDS = 120, 20.0  # calls that look for the bounds of a failure, and the time that they may take
 PLAINLY = 10.0  # budgets of the failing case that a call must be off by to count as wrong

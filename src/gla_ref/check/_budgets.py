@@ -1,108 +1,23 @@
-"""How wrong a right kernel may be, computed for every case and quantity from emulated runs (chapters 7 and 11)."""
+"""Problems worked out for the kit: the cases of a kernel, their exact results and their budgets (chapters 7 and 11)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..rounding import budget, unit
-from ._cases import MILD, C, Case, held, inputs
-from ._mechanisms import MECHANISMS, SHORT, Kind
+from ..rounding import unit
+from ._cases import MILD, Case, held, inputs
+from ._mechanisms import MECHANISMS, Kind
+from .oracle import parts, work_out
 
 FEW = 1000  # keys that a CPU attends to as fast as a GPU
 KEPT = 400  # problems
-LUCKS = 16  # orders of a sum that are tried
 WORKED_OUT: dict[tuple, Problem] = {}
-
-
-def evaluate(
-    fn: Callable,
-    kind: Kind,
-    x: dict,
-    case: Case,
-    frozen: Sequence[str] = (),
-    backwards: int = 1,
-    between: Callable[[], object] | None = None,
-    moved: bool = False,
-) -> dict[str, Tensor | None]:
-    """o, final states and every gradient of one call; None for what the function does not give.
-
-    There is no gradient for the inputs that are `frozen`; what a loss of the state alone does not reach has one of
-    0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them
-    other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call before.
-    """
-    names = [*kind.arguments, *kind.states]
-    leaves = {n: x[n].detach().requires_grad_(n not in frozen) for n in names if n in x}
-    given = [leaves[n] for n in kind.states if n in leaves]
-    cu = None
-    if case.ends is not None:
-        cu = torch.tensor(case.ends, dtype=getattr(torch, case.index), device=x["q"].device)
-    call = partial(
-        fn,
-        *(leaves[n] for n in kind.arguments),
-        scale=case.scale,
-        initial_state=None if not given else tuple(given) if kind.cache else given[0],
-        cu_seqlens=cu,
-    )
-    if moved:
-        right = cu.clone()
-        cu.copy_(right[-1] - right.flip(0))
-        call()
-        cu.copy_(right)
-    o, state = call()
-    if between:
-        between()
-    states = (None,) * len(kind.states) if state is None else state if kind.cache else (state,)
-    found = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
-    pulled = {n: y for n, y in found.items() if f"d {n}" in x and y is not None and y.requires_grad}
-    asked = {n: y for n, y in leaves.items() if y.requires_grad}
-    grads = (None,) * len(asked)
-    reached = pulled if case.loss == "state" else "o" in pulled
-    for left in reversed(range(backwards if reached else 0)):
-        pull = 1.0 if x["q"].dtype == torch.float16 else case.pull
-        cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
-        cotangents = cotangents if pull == 1 else [pull * d for d in cotangents]
-        grads = torch.autograd.grad(
-            list(pulled.values()),
-            list(asked.values()),
-            cotangents,
-            allow_unused=True,
-            retain_graph=left > 0,
-            materialize_grads=case.loss == "state",
-        )
-        grads = grads if pull == 1 else [d if d is None else d / pull for d in grads]
-    found |= {f"d{n}": d for n, d in zip(asked, grads, strict=True)}
-    return {n: y if y is None else y.detach() for n, y in found.items()}
-
-
-def octaves(T: int) -> Iterator[slice]:
-    """[0, 64), [64, 128), [128, 256) ... of T tokens: an error among late tokens shows in its own."""
-    a, b = 0, C
-    while a < T:
-        yield slice(a, b)
-        a, b = b, 2 * b
-
-
-def parts(kind: Kind, name: str, x: Tensor) -> list[tuple]:
-    """Indices of what is judged apart: octaves along the time axis, or all of a tensor that has none."""
-    if "T" not in kind.axes(name):
-        return [(slice(None),)]
-    return [(slice(None), s) for s in octaves(x.shape[1])]
-
-
-def errors(made: Tensor, exact: Tensor, n: int, axis: int) -> Tensor:
-    """The :func:`~gla_ref.rounding.error` of each of the n problems that lie side by side along `axis`, `[n]`."""
-    if not exact.numel():
-        return exact.new_zeros(n)
-    off, exact = (x.unflatten(axis, (n, -1)).movedim(axis, 0).flatten(1) for x in ((made - exact).abs(), exact))
-    rms = exact.square().mean(1).sqrt()
-    found = off.amax(1) / torch.where(rms > 1e-3, rms, 1.0)
-    return found.nan_to_num(math.inf, math.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,16 +48,6 @@ class Problem:
         for s, one, allowed in self.octaves(name):
             band[s] = allowed * one
         return band
-
-
-def copied(kind: Kind, case: Case) -> int:
-    """How many copies of a case's inputs each emulated run has, each with its own luck: the fewer, the larger they are.
-
-    The runs of a mechanism have LUCKS copies together, or a few more. A token's pairs in its chunk count, too, where
-    channels are fewer.
-    """
-    size = case.B * case.T * case.H * case.groups * max(case.K * case.V, C)
-    return min(-(-LUCKS // len(kind.emulated)), max(3, 2**21 // size))
 
 
 def problems(
@@ -207,36 +112,3 @@ def worked_out(
         units = {n: [unit(y[s]) for s in parts(kind, n, y)] for n, y in own.items()}
         made.append(Problem(kind, case, x, own, dtypes, units, {n: y[:, i].tolist() for n, y in allowed.items()}))
     return made
-
-
-def work_out(
-    kind: Kind, case: Case, dtype: torch.dtype, given: Sequence[dict], form: str = "log", device: str = "cpu"
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(exact quantities of several inputs of a case, side by side as heads; budgets `[octaves, inputs]` of each).
-
-    2 x the worst error of emulated runs + 4 eps. The worst element of one run is one rounding's luck, and where scores
-    are large one unit in their last place is a thousandth of a probability: the runs are made with so much luck as the
-    size of the case allows (:class:`~gla_ref.rounding.Luck`).
-    """
-    n, runs = len(given), copied(kind, case)
-    x = {name: torch.cat([y[name] for y in given], kind.head_axis(name)).to(device) for name in given[0]}
-    exact = evaluate(kind.oracle, kind, x, case)
-    single, short = dtype == torch.float32, case.T <= SHORT
-    emulate, lucky = partial(kind.emulate, dtype=dtype), len(kind.emulated)
-    made = lucky + len(kind.plain) + (len(kind.beyond) if single and not short else 0)
-    ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
-    if single and (short or not kind.cache):
-        ways.append((partial(emulate, thrice=True), 3))
-    ways += [(form, 1) for form in kind.also if single and short]
-    low, budgets = {name: y.float() for name, y in x.items()}, {}
-    for way, many in ways:
-        copies = {name: torch.cat([y] * many, kind.head_axis(name)) for name, y in low.items()}
-        e = evaluate(partial(way, copies=many) if many > 1 else way, kind, copies, case)
-        for name, y in exact.items():
-            axis, right = kind.head_axis(name), torch.cat([y] * many, kind.head_axis(name))
-            off = e[name].to(held(kind, name, case, dtype)).double()
-            found = torch.stack([errors(off[s], right[s], many * n, axis) for s in parts(kind, name, y)])
-            budgets.setdefault(name, []).append(found.unflatten(1, (many, n)).amax(1))
-    for name, worst in budgets.items():
-        budgets[name] = budget(torch.stack(worst).amax(0), held(kind, name, case, dtype))
-    return exact, budgets

@@ -11,11 +11,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ._budgets import Problem, evaluate
+from ._budgets import Problem
 from ._mechanisms import MECHANISMS, Kind
 from ._memory import placed
 from ._terms import by_terms, rounded
 from .mistakes import CHUNK, CHUNKS, GRADIENT, LINEAR, READ, Mistake, apply, known
+from .oracle import evaluate
 
 MADE, BESIDES = "dg is made of dq and dk", "dg is wrong besides"
 CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own

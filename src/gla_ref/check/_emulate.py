@@ -14,8 +14,10 @@ from math import log
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.linalg import matmul  # no mode of products replaces it
 from torch.nn.functional import pad
 
+from .. import triangular
 from ..chunks import scores
 from ..gates import decay_from_start, decay_to_end, segment_sum
 from ..rounding import Luck, Products
@@ -41,7 +43,7 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
     at a time, each sum cut off: over a long sequence that bias, not rounding, is what adds up.
     """
     if dtype == torch.float64:
-        return onto + x @ y
+        return onto + matmul(x, y)
     (x, of_x), (y, of_y) = luck.rounded(x, dtype), luck.rounded(y, dtype)
     x, y = luck.shuffled(x, y)
     factor = of_x * of_y
@@ -60,7 +62,7 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
         return out / factor
     x, y, out = x.double(), y.double(), out.double()
     for a, b in zip(x.split(TERMS, -1), y.split(TERMS, -2), strict=True):
-        out = cut_((a @ b).add_(out))
+        out = cut_(matmul(a, b).add_(out))
     return (out / factor).float()
 
 
@@ -68,15 +70,31 @@ class Product(torch.autograd.Function):
     """`multiply`, forward and backward."""
 
     @staticmethod
-    def forward(ctx, x, y, dtype, luck=PLAIN):
+    def forward(ctx, x, y, dtype, luck=PLAIN, onto=0.0):
         ctx.save_for_backward(x, y)
         ctx.options = dtype, luck
-        return multiply(x, y, dtype, luck=luck)
+        return multiply(x, y, dtype, onto, luck)
 
     @staticmethod
     def backward(ctx, d):
         (x, y), (dtype, luck) = ctx.saved_tensors, ctx.options
-        return multiply(d, y.mT, dtype, luck=luck), multiply(x.mT, d, dtype, luck=luck), None, None
+        onto = d if any(ctx.needs_input_grad[4:]) else None
+        return multiply(d, y.mT, dtype, luck=luck), multiply(x.mT, d, dtype, luck=luck), None, None, onto
+
+
+class Read(torch.autograd.Function):
+    """x S and S, handed through: the sum x^T d begins at the gradient that comes back for it."""
+
+    @staticmethod
+    def forward(ctx, x, S, dtype, luck):
+        ctx.save_for_backward(x, S)
+        ctx.options = dtype, luck
+        return multiply(x, S, dtype, luck=luck), S.clone()
+
+    @staticmethod
+    def backward(ctx, d, R):
+        (x, S), (dtype, luck) = ctx.saved_tensors, ctx.options
+        return multiply(d, S.mT, dtype, luck=luck), multiply(x.mT, d, dtype, R, luck), None, None
 
 
 def products_in(dtype: torch.dtype, luck: Luck = PLAIN) -> Products:
@@ -87,7 +105,8 @@ def products_in(dtype: torch.dtype, luck: Luck = PLAIN) -> Products:
 class Carry(torch.autograd.Function):
     """The states S_0 .. S_N `[..., N + 1, K, V]` of S_[n+1] = exp(total_n) S_n + write_n, and dS as it comes back.
 
-    What comes back for `total` is rowsum(S_[n+1] dS_[n+1]), as :class:`ReverseSum` wants it.
+    The total decays are those of keys, `[..., N, K, 1]`. What comes back for them is S_[n+1] dS_[n+1], as
+    :class:`ReverseSum` wants it.
     """
 
     @staticmethod
@@ -96,7 +115,7 @@ class Carry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, write, total, S, dtype):
-        states, kept = [S], total.exp()[..., None]
+        states, kept = [S], total.exp()
         for w, a in zip(write.unbind(-3), kept.unbind(-3), strict=True):
             states.append(Carry.add(a * states[-1], w, dtype))
         states = torch.stack(states, -3)
@@ -113,7 +132,7 @@ class Carry(torch.autograd.Function):
             later.append(Carry.add(a * later[-1], x, ctx.dtype))
         *later, dS = later
         dwrite = torch.stack(later[::-1], -3)
-        return dwrite, (states[..., 1:, :, :] * dwrite).sum(-1), dS, None
+        return dwrite, (states[..., 1:, :, :] * dwrite).sum_to_size(kept.shape), dS, None
 
 
 class ReverseSum(torch.autograd.Function):
@@ -148,54 +167,98 @@ def by_channel(g: Tensor | None, k: Tensor) -> Tensor:
     return g if g.ndim == k.ndim else g[..., None].expand_as(k)
 
 
-def pairs(q, k, g, c, alike):
-    """q_i k_j and the decay between them, for j <= i, of chunks `[..., C, K]`: in sub-chunks of c, or at once."""
+def by_pair(q, k, g, luck):
+    """`scores` of different tokens, by products: of q decayed to each later token, and of k."""
+    E = luck.exp(segment_sum(g)) * (1 - torch.eye(g.shape[-2], device=g.device)).to(g)[..., None]
+    return ((q[..., :, None, :] * E).transpose(-3, -2) @ k[..., None])[..., 0].mT
+
+
+def pairs(q, k, g, c, alike, luck):
+    """q_i k_j and the decay between them, for j <= i, of chunks `[..., C, K]`: in sub-chunks of c, or at once.
+
+    Sharp kernels leave a token's pair with itself out of a gate's gradient, which is, where channels decay each in its
+    own way, the running sum of q dq - k dk over the other pairs.
+    """
+    C, rows, own = q.shape[-2], [], 0.0
     if alike:  # what decays all channels of a pair alike is a factor of its score
-        return (q @ k.mT) * segment_sum(g[..., :1])[..., 0].exp()
-    C, rows = q.shape[-2], []
+        return (q @ k.mT) * luck.exp(segment_sum(g[..., :1])[..., 0])
+    if luck.sharp:
+        own = torch.diag_embed((q[..., None, :] @ k[..., None])[..., 0, 0])
+        q, k, _ = ReverseSum.apply(q, k, g, q.dtype)
+        g = g.detach()
     for i in range(0, C, c):
         q_i, k_i, g_i = (x[..., i : i + c, :] for x in (q, k, g))
-        P = scores(q_i, k_i, g_i)
+        P = by_pair(q_i, k_i, g_i, luck) if luck.sharp else scores(q_i, k_i, g_i)
         if i:
-            k_j = k[..., :i, :] * decay_to_end(g[..., :i, :]).exp()
-            P = torch.cat([(q_i * decay_from_start(g_i).exp()) @ k_j.mT, P], -1)
+            k_j = k[..., :i, :] * luck.exp(decay_to_end(g[..., :i, :]))
+            P = torch.cat([(q_i * luck.exp(decay_from_start(g_i))) @ k_j.mT, P], -1)
         rows.append(pad(P, (0, C - i - c)))
-    return torch.cat(rows, -2)
+    return torch.cat(rows, -2) + own
 
 
-def two_level(q, k, v, g=None, *, state, scale, dtype, C, c=16, halves=False, mode=None, luck=PLAIN):
+def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves=False, mode=None, luck=PLAIN):
     """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S.
 
     What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
-    kernel may that has one product a chunk (chapter 13), and by e^-3 at most from there on, to be within float16.
-    Products are those of `mode`, if there is one.
+    kernel may that has one product a chunk (chapter 13), and by e^-3 at most from there on, to be within float16; if
+    `luck` is sharp, only where a chunk decays by no more than the kernels' limit. Products are those of `mode`, if
+    there is one. Gates on values are for sharp kernels, which add the terms of a chunk's writes to the state
+    one after the other, as an accumulator does, and those of its pairs to what is read of the state.
     """
+    luck = luck if g_v is None or luck.sharp else Luck(sharp=True)
     T, alike = q.shape[1], g is None or g.ndim < k.ndim
-    tokens = q, k, v, by_channel(g, k)
-    C = min(C, -(-T // c) * c)
-    q, k, v, g = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
-    q, k, v, g = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g))
-    q, k, total = ReverseSum.apply(q, k, g, dtype)
-    g = g.detach()
-    half = (g.sum(-2, keepdim=True) / 2).clamp(min=-3.0 if halves else 0.0)
+    tokens = q, k, v, by_channel(g, k), by_channel(g_v, v)
+    C = min(C, -(-T // c) * c, C if g_v is None else 64)
+    q, k, v, g, decay = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
+    q, k, v, g, decay = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g, decay))
+    half, total, exp = g.detach().sum(-2, keepdim=True) / 2, g.sum(-2), luck.exp
+    if luck.sharp:
+        least = -40.0 if dtype == torch.bfloat16 else -3.0
+        half = torch.where(half < (least if halves else 0.0), 0.0, half)
+    else:
+        q, k, total = ReverseSum.apply(q, k, g, dtype)
+        g, half = g.detach(), half.clamp(min=-3.0 if halves else 0.0)
+    total, stored = total[..., None], v
+    if g_v is not None:
+        total, stored = total + decay.sum(-2, keepdim=True), v * exp(decay_to_end(decay))
     with mode or products_in(dtype, luck):
-        write = half.exp().mT * ((k * (decay_to_end(g) - half).exp()).mT @ v)
-        states = Carry.apply(write, total, state, dtype)
-        inter = (q * (decay_from_start(g) - half).exp()) @ (half.exp().mT * states[:, :, :-1])
-        P = pairs(q, k, g, c, alike)
-        intra = P @ v  # one sum over all of a chunk's tokens
-    o = rearrange(scale * (inter + intra), "b h n t d -> b (n t) h d")
-    return o[:, :T], states[:, :, -1]
+        reads, writes, edge = q * exp(decay_from_start(g) - half), k * exp(decay_to_end(g) - half), exp(half).mT
+        P = pairs(q, k, g, c, alike, luck)
+        if luck.sharp:
+            S, inter, every = state, [], (reads, writes.mT, stored, edge, exp(total - 2 * half.mT))
+            for x, y, z, a, through in zip(*(x.unbind(2) for x in every), strict=True):
+                read, S = Read.apply(x, a * S, dtype, luck)
+                inter.append(read)
+                S = a * Product.apply(y, z, dtype, luck, through * S)
+            inter = torch.stack(inter, 2)
+        else:
+            states = Carry.apply(edge * (writes.mT @ stored), total, state, dtype)
+            S, inter = states[:, :, -1], reads @ (edge * states[:, :, :-1])
+        if g_v is None:  # one sum over all of a chunk's tokens
+            o = Product.apply(P, v, dtype, luck, inter) if luck.sharp else inter + P @ v
+        else:
+            P = P[..., None, :, :] * exp(segment_sum(decay)).movedim(-1, -3)
+            o = inter * exp(decay_from_start(decay)) + (P @ v.mT[..., None])[..., 0].mT
+    o = rearrange(scale * o, "b h n t d -> b (n t) h d")
+    return o[:, :T], S
 
 
 class Inverse(torch.autograd.Function):
-    """(I + A)^-1 by elimination in float32, and its gradient -Y^T dY Y^T by two products."""
+    """(I + A)^-1 by elimination in float32, and its gradient -Y^T dY Y^T by two products.
+
+    Sharp kernels eliminate blocks and merge them by products of float32; those of bfloat16 store Y in that.
+    """
 
     @staticmethod
     def forward(ctx, A, dtype, luck):
-        Y = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).repeat(*A.shape[:-2], 1, 1)
-        for j in range(A.shape[-1] - 1):
-            Y[..., j + 1 :, : j + 1] -= A[..., j + 1 :, j, None] * Y[..., j, None, : j + 1]
+        if luck.sharp:
+            with Products(lambda x, y: multiply(x, y, A.dtype, luck=luck)):
+                Y = triangular.blocked(A)
+        else:
+            Y = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).repeat(*A.shape[:-2], 1, 1)
+            for j in range(A.shape[-1] - 1):
+                Y[..., j + 1 :, : j + 1] -= A[..., j + 1 :, j, None] * Y[..., j, None, : j + 1]
+        Y = Y.bfloat16().to(Y.dtype) if luck.sharp and dtype == torch.bfloat16 else Y
         ctx.save_for_backward(Y)
         ctx.options = dtype, luck
         return Y
@@ -218,23 +281,31 @@ def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=Fals
     q, k, v, g, beta = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
     q, k, v, g, beta = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g, beta))
     # a key reads the state to correct it, and writes
-    q, k, total, asks = ReverseSum.apply(q, k, g, dtype, k)
-    g = g.detach()
-    since, until = decay_from_start(g).exp(), decay_to_end(g).exp()
+    q, k, total, asks = (q, k, g.sum(-2), k) if luck.sharp else ReverseSum.apply(q, k, g, dtype, k)
+    g = g if luck.sharp else g.detach()
+    since, until = luck.exp(decay_from_start(g)), luck.exp(decay_to_end(g))
     with mode or products_in(dtype, luck):
-        Y = Inverse.apply((beta * pairs(asks, k, g, c, alike)).tril(-1), dtype, luck)
-        S, states, writes, adds = state, [], [], (k * until).mT
+        Y = Inverse.apply((beta * pairs(asks, k, g, c, alike, luck)).tril(-1), dtype, luck)
+        S, states, reads, writes, total = state, [], [], [], total[..., None]
         asked, stored = beta * since * asks, beta * v
         if ahead:
             asked, stored = Y @ asked, Y @ stored
-        for i in range(q.shape[2]):
-            write = stored[:, :, i] - asked[:, :, i] @ S
-            states.append(S)
-            writes.append(write if ahead else Y[:, :, i] @ write)
-            added = adds[:, :, i : i + 1] @ writes[-1][:, :, None]
-            S = Carry.apply(added, total[:, :, i : i + 1], S, dtype)[:, :, 1]
-        inter = (q * since) @ torch.stack(states, 2)
-        intra = pairs(q, k, g, c, alike) @ torch.stack(writes, 2)
+        every = Y, q * since, asked, stored, (k * until).mT, total, luck.exp(total)
+        for y, x, ask, store, add, sum_g, kept in zip(*(z.unbind(2) for z in every), strict=True):
+            if luck.sharp:
+                found, S = Read.apply(ask, S, dtype, luck)
+                read, S = Read.apply(x, S, dtype, luck)
+                reads.append(read)
+            else:
+                found = ask @ S
+                states.append(S)
+            writes.append(store - found if ahead else y @ (store - found))
+            if luck.sharp:
+                S = Product.apply(add, writes[-1], dtype, luck, kept * S)
+            else:
+                S = Carry.apply((add @ writes[-1])[:, :, None], sum_g[:, :, None], S, dtype)[:, :, 1]
+        inter = torch.stack(reads, 2) if luck.sharp else (q * since) @ torch.stack(states, 2)
+        intra = pairs(q, k, g, c, alike, luck) @ torch.stack(writes, 2)
     o = rearrange(scale * (inter + intra), "b h n t d -> b (n t) h d")
     return o[:, :T], S
 
@@ -292,17 +363,18 @@ def one_product(q, k, v, *, state, scale, dtype):
     return Whole.apply(scale * q, k, v, state, dtype)
 
 
-def by_token(q, k, v, g=None, *, state, scale, dtype, units=-1):
+def by_token(q, k, v, g=None, g_v=None, *, state, scale, dtype, units=-1):
     """The recurrence in the precision of q, every decay but 1 off by `units` in its last place.
 
     Hardware that computes exponentials errs by one unit, up or down, and for equal gates always the same way: over a
     long sequence that is the largest error of a right kernel. Decays are exact in float64.
     """
-    S, g = state, by_channel(g, k)
-    decays, off = g.exp(), units * torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
-    decays = torch.where(g == 0, decays, decays * (1 + off))
+    S, gates = state, by_channel(g, k)[..., None]
+    gates = gates if g_v is None else gates + g_v[..., None, :]
+    decays, off = gates.exp(), units * torch.finfo(torch.float32).eps / 2 if dtype != torch.float64 else 0.0
+    decays = torch.where(gates == 0, decays, decays * (1 + off))
     write, states = k[..., None] * v[..., None, :], []
-    for a_t, w_t in zip(decays[..., None].unbind(1), write.unbind(1), strict=True):
+    for a_t, w_t in zip(decays.unbind(1), write.unbind(1), strict=True):
         S = a_t * S + w_t
         states.append(S)
     return ((scale * q)[..., None] * torch.stack(states, 1)).sum(-2), S

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ._budgets import Problem, evaluate
+from ._budgets import Problem
 from ._diagnose import (
     BETTER,
     CLOSE,
@@ -33,6 +33,7 @@ from ._diagnose import (
 )
 from ._mechanisms import MECHANISMS, SHORT
 from .mistakes import CHUNK, CHUNKS, Mistake, apply, known
+from .oracle import evaluate
 
 SEEN, MORE = 4, 6  # failing cases that every mistake is compared in, and more of them for those that are left
 ALIKE = 0.05  # the part of all elements by which two mistakes may differ in how much else they would make wrong

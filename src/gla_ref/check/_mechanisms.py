@@ -88,7 +88,7 @@ class Kind:
         They are those given (q, S0), those returned (o, S), the gradients of the former (dq, dS0), and what the loss
         puts on the latter (d o, d S).
         """
-        given = [x for x in self.mechanism.arguments if not x.optional]
+        given = [*self.mechanism.arguments]
         (v,) = (x for x in given if x.name == "v")
         states = zip(self.states, self.mechanism.states, strict=True)
         given += [x._replace(name=before) for before, x in states]
@@ -99,6 +99,10 @@ class Kind:
     def named(self, role: str) -> tuple[str, ...]:
         """Names of the tensors of a role that every call is given."""
         return self.mechanism.named(role, optional=False)
+
+    def by_name(self, tokens: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """The tensors of a call by their names; optional ones may be missing."""
+        return dict(zip((x.name for x in self.mechanism.arguments), tokens, strict=False))
 
     def sizes(self, x: dict[str, Tensor]) -> dict[str, int]:
         """The size of every axis of tensors given."""
@@ -118,7 +122,7 @@ class Kind:
     def oracle(self, *tokens, scale, initial_state, cu_seqlens):
         """The exact result: of the recurrence, whose graph is cut into pieces, or of what stands for it."""
         if tokens[0].shape[1] > SHORT:
-            return self.emulate(*tokens, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+            return self.emulate(*tokens, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, sharp=True)
         if self.cache:
             return self.exact(*tokens, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
@@ -126,13 +130,16 @@ class Kind:
             # the gradient of one token's slice is as large as what it was cut from
             outs = []
             for some in zip(*(y.split(PIECE, 1) for y in x.values()), strict=True):
-                o, state = self.exact(*some, scale=scale, initial_state=state, cu_seqlens=None)
+                some = dict(zip(x, some, strict=True))
+                o, state = self.exact(**some, scale=scale, initial_state=state, cu_seqlens=None)
                 outs.append(o)
             return torch.cat(outs, 1), state
 
         return self.by_sequence(steps, tokens, initial_state, cu_seqlens)
 
-    def emulate(self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0, copies=1, thrice=False):
+    def emulate(
+        self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0, copies=1, thrice=False, sharp=False
+    ):
         """One of the emulated runs, those for long sequences last, under the contract; exact in float64.
 
         Of the `copies` of inputs side by side as heads each one has its own :class:`~gla_ref.rounding.Luck`.
@@ -140,8 +147,8 @@ class Kind:
         body = (*self.emulated, *self.plain, *self.beyond)[run]
         if run < len(self.emulated):
             # a row's largest probability is 1 when attention rounds it, and stays 1
-            body = partial(body, luck=Luck(copies, thrice=thrice, sizes=not self.cache))
-        x = dict(zip(self.arguments, tokens, strict=True))
+            body = partial(body, luck=Luck(copies, thrice=thrice, sizes=not self.cache, sharp=sharp))
+        x = self.by_name(tokens)
         options = {"scale": x["q"].shape[-1] ** -0.5 if scale is None else scale, "dtype": dtype}
         if not self.cache:
             return self.by_sequence(partial(body, **options), tokens, initial_state, cu_seqlens)
@@ -156,7 +163,7 @@ class Kind:
 
     def by_sequence(self, body: Callable, tokens: tuple, S: Tensor | None, cu_seqlens: Tensor | None) -> tuple:
         """(o, states) of body(**tokens, state) -> o, state for every sequence; zeros where no state is given."""
-        x = dict(zip(self.arguments, tokens, strict=True))
+        x = self.by_name(tokens)
         ends = None if cu_seqlens is None else cu_seqlens.tolist()
         sizes = self.sizes(x)
         N = sizes["B"] if ends is None else len(ends) - 1

@@ -12,9 +12,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ._budgets import Problem, evaluate
+from ._budgets import Problem
 from ._mechanisms import MECHANISMS
 from .mistakes import CHUNKS, LINEAR, Mistake, apply
+from .oracle import evaluate
 
 CLOSE = 3.0  # budgets that a kernel may lie from what it is said to compute
 FEW = 2  # quantities that are explained by their terms

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ... import FORMS
 from .. import Report, kernel
-from .._budgets import evaluate
 from .._cases import Case, cases, inputs
 from .._kernel import SECONDS, Convention, Kernel
 from .._mechanisms import MECHANISMS
+from ..oracle import evaluate
 from ._chunked import chunked
 from ._corrected import corrected, inverse
 from ._rooms import ROOMS, Ordinary, Room

@@ -4,10 +4,13 @@
     o  = scale * (q' S' + tril(q' k'^T) v)                                                      (2)
     S <- e^(b_C - r) (S' + k'^T v)                                                              (3)
 
-The algebra is that of ../gla_forward.py, which see, and so are strong chunks (here only flagged, `mend` of that file
-adds their pairs), segments and packed sequences. What differs is who does what. There a program does one thing after
-the other, and the chip waits: for memory, then for exponentials, then for products. Here a program has three roles,
-each with warps of its own, which work on different chunks at the same time:
+A plain call launches gla_ref/pages/gla_hopper.py, this kernel without options (`takes_page`): sequences of 64 or 128
+channels in bfloat16, each in one go from a state of zeros. Both kernels make the same bits. Read the page first.
+
+The algebra, segments and packed sequences are those of ../portable/gla_forward.py. Strong chunks are only flagged here,
+and `mend` of that file adds their pairs; in them q decays from the start and k to the end in every channel. There a
+program does one thing after the other, and the chip waits: for memory, then for exponentials, then for products. Here
+a program has three roles, each with warps of its own, which work on different chunks at the same time:
 
     loader        1 warp     asks the copy engine (TMA) for q, k, v, g of a chunk, as soon as a stage is free
     transformer   4 or 8     (1) of q and k, in place; the state's factors; is the chunk strong?
@@ -58,6 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...pages import gla_hopper as page
 from ..launch.hardware import Hardware
 from ..launch.plan import Box, Plan, Spec, boxed, cdiv
 from ..portable import gla_forward as portable
@@ -212,36 +216,30 @@ def transformer(
         mild = gl.min(r, 0) >= LIMIT * 0.5
         if mild:
             x = x * LOG2E
-            all_factors.index(3 * s).store(gl.exp2(r * LOG2E))
+            all_factors.index(2 * s).store(gl.exp2(r * LOG2E))
             scaled(b_k, gl.exp2(x if REVERSE else -x), tile)
             if q is not None:
                 scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x), tile)
         else:
             if not WIDE:  # e^-104 is 0 in float32, so -104 stands for all below, -inf too
-                gates = b_g.load(tile).to(gl.float32)
+                gates = b_g.load(tile)
                 b_g.store(gl.where(gates < -104.0, -104.0, gates).to(b_g.dtype))
                 fence_async_shared()
                 x = warpgroup_mma(signs, b_g, none, use_acc=False)
+                r = gl.max(warpgroup_mma(b_g.permute((1, 0)), halves, none_r, use_acc=False), 1)
             x = x * LOG2E
-            half = gl.sum(gl.where(rows == C - 1, x, 0.0), 0)  # r again, by columns of x: its last row
-            # a strong channel's q decays from the start, its k to the end, the state in between
-            weak = half >= LIMIT * 0.5 * LOG2E
-            edge, rest = gl.where(weak, half, 0.0), gl.where(weak, 0.0, half)
-            last = gl.exp2(edge)
-            scaled(b_k, gl.exp2(rest[None, :] + x if REVERSE else rest[None, :] - x), tile)
-            if FLOAT16:  # 2^shift moves from q to the state: ../gla_forward.py
+            # in every channel q decays from the start, k to the end, the state in between
+            all_factors.index(2 * s).store(r * LOG2E)
+            half = all_factors.index(2 * s).load(gl.SliceLayout(0, tile))  # r, as x has its columns
+            shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, tile))
+            if FLOAT16:  # 2^shift moves from q to the state: ../portable/gla_forward.py
                 most = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half
-                shift = gl.where(weak, 0.0, gl.floor(gl.maximum(most, -100.0)))
-                all_factors.index(3 * s).store(gl.exp2(edge + shift))
-                all_factors.index(3 * s + 1).store(gl.exp2(2.0 * rest - shift))
-                all_factors.index(3 * s + 2).store(last)
-                if q is not None:
-                    scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + (rest - shift)[None, :]), tile)
-            else:
-                all_factors.index(3 * s).store(last)
-                all_factors.index(3 * s + 1).store(gl.exp2(2.0 * rest))
-                if q is not None:
-                    scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + rest[None, :]), tile)
+                shift = gl.floor(gl.maximum(most, -100.0))
+            scaled(b_k, gl.exp2(half[None, :] + x if REVERSE else half[None, :] - x), tile)
+            if q is not None:
+                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + (half - shift)[None, :]), tile)
+            all_factors.index(2 * s).store(gl.exp2(shift))
+            all_factors.index(2 * s + 1).store(gl.exp2(2.0 * half - shift))
         flags.index(s).store(gl.full([1], 1, gl.int32, one) * (1 - mild.to(gl.int32)))
         if q is not None:
             gl.store(strong + i_d + i * H, (1 - mild.to(gl.int32)).to(gl.int8))
@@ -297,7 +295,7 @@ def multiplier(
         b_k = stages.k.index(s).reshape([C, BK])
         b_v = stages.v.index(s).reshape([C, BV])
         strong = gl.sum(flags.index(s).load(one), 0)
-        first = all_factors.index(3 * s).load(gl.SliceLayout(1, of_S))
+        first = all_factors.index(2 * s).load(gl.SliceLayout(1, of_S))
         last = first
         if q is not None:
             b_q = stages.q.index(s).reshape([C, BK])
@@ -317,11 +315,11 @@ def multiplier(
         else:
             S = S * first[:, None]
         if strong != 0:
-            through = all_factors.index(3 * s + 1).load(gl.SliceLayout(1, of_S))
+            through = all_factors.index(2 * s + 1).load(gl.SliceLayout(1, of_S))
             S = S * through[:, None]
             whole = whole * through
             if FLOAT16:
-                last = all_factors.index(3 * s + 2).load(gl.SliceLayout(1, of_S))
+                last = gl.full([BK], 1.0, gl.float32, gl.SliceLayout(1, of_S))
         S = warpgroup_mma(b_k.permute((1, 0)), b_v, S, is_async=True)
         if q is not None:
             b_o = warpgroup_mma_wait(1, deps=[b_o])
@@ -426,7 +424,7 @@ def walk(
     else:
         t_states: gl.constexpr = None
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    factors = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BK], line)  # first, through, last
+    factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BK], line)  # first, through
     flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], line)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -530,6 +528,9 @@ def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> 
     call = begin(hardware, inputs, scale, path)
     draft = call.draft
     draft.because("a loader, a transformer and a multiplier side by side: the Hopper kernel, in Gluon")
+    if takes_page(call, (q, k, v, g), S):
+        draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
+        return plan_page(call, q, k, v, g)
     # spare slots are nobody's: their flags must be zeros
     flags = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
     x, S_in = Readers(q, k, g=g, strong=flags), draft.contiguous(S, torch.float32)
@@ -540,3 +541,28 @@ def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> 
     if starts is not None and refusal_of_gradient(hardware, q, k, v, g, None, kernel):
         starts = starts if portable.begin(hardware, inputs, scale, path).segment() == call.segment() else None
     return draft.plan("hopper", walked.o, walked.S, starts)
+
+
+def takes_page(call: GlaCall, tokens: tuple[Spec, ...], S: Spec | None) -> bool:
+    """Whether the page's kernel makes all of a call."""
+    return (
+        {call.K, call.V} <= {64, 128}
+        and all([x.dtype == torch.bfloat16 for x in tokens])
+        and S is None
+        and call.cu is None
+        and call.segment() > call.T
+    )
+
+
+def plan_page(call: GlaCall, q, k, v, g) -> Plan:
+    """The page's walk, which sets flags, and the pairs of the chunks that have one."""
+    draft, C, K, V, roles = call.draft, call.C, call.K, call.V, ROLES[call.BK]
+    flags = draft.new("strong", call.chunks, call.H, dtype=torch.int8)
+    o, S = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.B, call.H, K, V)
+    draft.launch(
+        page.walk, call.B * call.H,
+        box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V), S, flags, call.T, call.H, call.scale,
+        K=K, V=V, STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
+    )
+    mend_strong(call, q, k, v, g, o, flags)
+    return draft.plan("hopper", o, S, None)

@@ -1,0 +1,232 @@
+"""The exact result of a mechanism, emulated runs, and how wrong a right kernel may be (chapters 7 and 11).
+
+    x = {"q": q, "k": k, "v": v, "g": g, "S0": S0, "d o": do, "d S": dS}  # as the kernel is given them
+    right, low = oracle.exact("gla", x), oracle.emulated("gla", x)
+    for quantity, (error, budget) in oracle.judge("gla", {"o": o, "dg": dg}, right, low).items(): ...
+
+Tensors are named as the mechanism's, initial states S0 (or k0 and v0), and what the loss puts on o and on a state is
+"d " + its name. The kit, the tests of the package's kernels and the benchmarks judge with these functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..rounding import budget, error
+from ._cases import C, Case, held
+from ._mechanisms import MECHANISMS, SHORT, Kind
+
+__all__ = ["emulated", "exact", "judge"]
+
+LUCKS = 16  # orders of a sum that are tried
+
+
+def evaluate(
+    fn: Callable,
+    kind: Kind,
+    x: dict,
+    case: Case,
+    frozen: Sequence[str] = (),
+    backwards: int = 1,
+    between: Callable[[], object] | None = None,
+    moved: bool = False,
+) -> dict[str, Tensor | None]:
+    """o, final states and every gradient of one call; None for what the function does not give.
+
+    There is no gradient for the inputs that are `frozen`; what a loss of the state alone does not reach has one of
+    0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them
+    other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call before.
+    """
+    arguments = [a.name for a in kind.mechanism.arguments if a.name in x]
+    names = [*arguments, *kind.states]
+    leaves = {n: x[n].detach().requires_grad_(n not in frozen) for n in names if n in x}
+    given = [leaves[n] for n in kind.states if n in leaves]
+    cu = None
+    if case.ends is not None:
+        cu = torch.tensor(case.ends, dtype=getattr(torch, case.index), device=x["q"].device)
+    call = partial(
+        fn,
+        *(leaves[n] for n in arguments),
+        scale=case.scale,
+        initial_state=None if not given else tuple(given) if kind.cache else given[0],
+        cu_seqlens=cu,
+    )
+    if moved:
+        right = cu.clone()
+        cu.copy_(right[-1] - right.flip(0))
+        call()
+        cu.copy_(right)
+    o, state = call()
+    if between:
+        between()
+    states = (None,) * len(kind.states) if state is None else state if kind.cache else (state,)
+    found = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
+    pulled = {n: y for n, y in found.items() if f"d {n}" in x and y is not None and y.requires_grad}
+    asked = {n: y for n, y in leaves.items() if y.requires_grad}
+    grads = (None,) * len(asked)
+    reached = pulled if case.loss == "state" else "o" in pulled
+    for left in reversed(range(backwards if reached else 0)):
+        pull = 1.0 if x["q"].dtype == torch.float16 else case.pull
+        cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
+        cotangents = cotangents if pull == 1 else [pull * d for d in cotangents]
+        grads = torch.autograd.grad(
+            list(pulled.values()),
+            list(asked.values()),
+            cotangents,
+            allow_unused=True,
+            retain_graph=left > 0,
+            materialize_grads=case.loss == "state",
+        )
+        grads = grads if pull == 1 else [d if d is None else d / pull for d in grads]
+    found |= {f"d{n}": d for n, d in zip(asked, grads, strict=True)}
+    return {n: y if y is None else y.detach() for n, y in found.items()}
+
+
+def octaves(T: int) -> Iterator[slice]:
+    """[0, 64), [64, 128), [128, 256) ... of T tokens: an error among late tokens shows in its own."""
+    a, b = 0, C
+    while a < T:
+        yield slice(a, b)
+        a, b = b, 2 * b
+
+
+def parts(kind: Kind, name: str, x: Tensor) -> list[tuple]:
+    """Indices of what is judged apart: octaves along the time axis, or all of a tensor that has none."""
+    if "T" not in kind.axes(name):
+        return [(slice(None),)]
+    return [(slice(None), s) for s in octaves(x.shape[1])]
+
+
+def errors(made: Tensor, exact: Tensor, n: int, axis: int) -> Tensor:
+    """The :func:`~gla_ref.rounding.error` of each of the n problems that lie side by side along `axis`, `[n]`."""
+    if not exact.numel():
+        return exact.new_zeros(n)
+    off, exact = (x.unflatten(axis, (n, -1)).movedim(axis, 0).flatten(1) for x in ((made - exact).abs(), exact))
+    rms = exact.square().mean(1).sqrt()
+    found = off.amax(1) / torch.where(rms > 1e-3, rms, 1.0)
+    return found.nan_to_num(math.inf, math.inf)
+
+
+def repeated(kind: Kind, x: dict[str, Tensor], copies: int) -> dict[str, Tensor]:
+    """Copies of tensors side by side as heads."""
+    return {n: torch.cat([y] * copies, kind.head_axis(n)) for n, y in x.items()}
+
+
+def asked(fn: Callable, kind: Kind, x: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """:func:`evaluate` without gradients where the loss puts nothing on a result, and without what is missing."""
+    pulled = any(f"d {n}" in x for n in ("o", *kind.states.values()))
+    found = evaluate(fn, kind, x, case, frozen=() if pulled else [*x])
+    return {n: y for n, y in found.items() if y is not None}
+
+
+def exact(mechanism: str, x: dict[str, Tensor], **how) -> dict[str, Tensor]:
+    """The quantities in float64: o, the final states and, where the loss puts something on these, every gradient.
+
+    Args:
+        mechanism: a key of `gla_ref.check.MECHANISMS`.
+        x: its tensors, on any device.
+        how: `scale` and `ends` of a :class:`~gla_ref.check.Case`.
+    """
+    kind = MECHANISMS[mechanism]
+    return asked(kind.oracle, kind, {n: y.double() for n, y in x.items()}, Case(**how))
+
+
+def emulated(
+    mechanism: str,
+    x: dict[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    copies: int = LUCKS,
+    chosen: Sequence[int] | None = None,
+    sharp: bool = True,
+    **how,
+) -> list[dict[str, Tensor]]:
+    """Results of right kernels: the quantities of :func:`exact` in the dtypes that kernels return.
+
+    Args:
+        mechanism: a key of `gla_ref.check.MECHANISMS`.
+        x: its tensors as a kernel is given them, on any device.
+        dtype: the dtype of the operands of products; that of q unless given.
+        copies: how many runs there are, each with a :class:`~gla_ref.rounding.Luck` of its own.
+        chosen: the indices of the mechanism's emulated runs; all of them unless given.
+        sharp: whether kernels are sharp as :class:`~gla_ref.rounding.Luck` says it. The package's are.
+        how: `scale` and `ends` of a :class:`~gla_ref.check.Case`.
+    """
+    kind, case, last, runs = MECHANISMS[mechanism], Case(**how), 1.0, []
+    chosen = range(len(kind.emulated)) if chosen is None else chosen
+    many = -(-copies // len(chosen))
+    like = {f"d{n}": y for n, y in x.items()} | {"o": x["v"], "k_cache": x["k"], "v_cache": x["v"]}
+    wide = {n: y.to(torch.promote_types(y.dtype, torch.float32)) for n, y in x.items()}
+    if sharp and not kind.cache and case.scale != 0:  # what the loss puts on o is rounded before it meets the scale
+        last = x["q"].shape[-1] ** -0.5 if case.scale is None else case.scale
+        case = replace(case, scale=1.0)
+        wide |= {n: y / last for n, y in wide.items() if n == "d S"}
+    for i in chosen:
+        way = partial(kind.emulate, dtype=dtype or x["q"].dtype, run=i, copies=many, sharp=sharp)
+        found = asked(way, kind, repeated(kind, wide, many), case)
+        found = {n: y if n == "S" else (last * y).to(like[n].dtype) for n, y in found.items()}
+        made = {n: y.chunk(many, kind.head_axis(n)) for n, y in found.items()}
+        runs += [{n: y[j] for n, y in made.items()} for j in range(many)]
+    return runs
+
+
+def judge(
+    mechanism: str, found: dict[str, Tensor], right: dict[str, Tensor], runs: Sequence[dict[str, Tensor]]
+) -> dict[str, tuple[float, float]]:
+    """{quantity: (error, budget)} of its worst octave; the budget is 2 x the emulated runs' worst error + 4 eps."""
+    verdict = {}
+    for n, x in found.items():
+        pairs = []
+        for s in parts(MECHANISMS[mechanism], n, x):
+            worst = max(error(run[n][s], right[n][s]) for run in runs)
+            pairs.append((error(x[s], right[n][s]), budget(worst, x.dtype)))
+        verdict[n] = max(pairs, key=lambda p: p[0] / p[1])
+    return verdict
+
+
+def copied(kind: Kind, case: Case) -> int:
+    """How many copies of a case's inputs each emulated run has, each with its own luck: the fewer, the larger they are.
+
+    The runs of a mechanism have LUCKS copies together, or a few more. A token's pairs in its chunk count, too, where
+    channels are fewer.
+    """
+    size = case.B * case.T * case.H * case.groups * max(case.K * case.V, C)
+    return min(-(-LUCKS // len(kind.emulated)), max(3, 2**21 // size))
+
+
+def work_out(
+    kind: Kind, case: Case, dtype: torch.dtype, given: Sequence[dict], form: str = "log", device: str = "cpu"
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(exact quantities of several inputs of a case, side by side as heads; budgets `[octaves, inputs]` of each).
+
+    2 x the worst error of emulated runs + 4 eps. The worst element of one run is one rounding's luck, and where scores
+    are large one unit in their last place is a thousandth of a probability: the runs are made with so much luck as the
+    size of the case allows (:class:`~gla_ref.rounding.Luck`).
+    """
+    n, runs = len(given), copied(kind, case)
+    x = {name: torch.cat([y[name] for y in given], kind.head_axis(name)).to(device) for name in given[0]}
+    exact = evaluate(kind.oracle, kind, x, case)
+    single, short = dtype == torch.float32, case.T <= SHORT
+    emulate, lucky = partial(kind.emulate, dtype=dtype), len(kind.emulated)
+    made = lucky + len(kind.plain) + (len(kind.beyond) if single and not short else 0)
+    ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
+    if single and (short or not kind.cache):
+        ways.append((partial(emulate, thrice=True), 3))
+    ways += [(form, 1) for form in kind.also if single and short]
+    low, budgets = {name: y.float() for name, y in x.items()}, {}
+    for way, many in ways:
+        e = evaluate(partial(way, copies=many) if many > 1 else way, kind, repeated(kind, low, many), case)
+        for name, y in exact.items():
+            axis, right = kind.head_axis(name), torch.cat([y] * many, kind.head_axis(name))
+            off = e[name].to(held(kind, name, case, dtype)).double()
+            found = torch.stack([errors(off[s], right[s], many * n, axis) for s in parts(kind, name, y)])
+            budgets.setdefault(name, []).append(found.unflatten(1, (many, n)).amax(1))
+    for name, worst in budgets.items():
+        budgets[name] = budget(torch.stack(worst).amax(0), held(kind, name, case, dtype))
+    return exact, budgets
