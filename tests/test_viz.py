@@ -148,7 +148,9 @@ EXPLORABLES = {
     "delta_roles": cache(delta_roles),
     "ranks_over_time": cache(ranks_over_time),
     "waits_timeline": cache(lambda: waits_timeline(measured_waits.DATA, B=8)),
-    "recall_by_state": cache(lambda: recall_by_state(results.load("cpu", kind="mqar")["mqar"])),
+    "recall_by_state": cache(
+        lambda: recall_by_state([r for r in results.load("cpu", kind="mqar")["mqar"] if not r["about"]["overwritten"]])
+    ),
     "multiprocessors": multiprocessors,
     "walk_back": walk_back,
     "roofline": cache(lambda: roofline(results.load("h200"))),

@@ -12,8 +12,8 @@ host it goes on with the runs that the file of records lacks: take the file alon
 Trials choose a learning rate for every group of runs, on validation data; they are no results. `mqar --preset live` is
 learned in some ten seconds a run on a CPU.
 
-Of the full settings only some trials of learning rates have run (lab/experiments.md); the tests run the tiny ones on a
-CPU.
+Of the full settings MQAR has run at width 128, of others only some trials of learning rates (lab/experiments.md); the
+tests run the tiny ones on a CPU.
 """
 
 from . import ablations, language, length, mqar, recall, throughput
