@@ -65,6 +65,9 @@ compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"
 compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned (GLUON=1: Gluon kernels only)
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --triton --arch 90 $(if $(GLUON),--gluon)
 
+compile-notebooks: $(VENV) ## compile what the notebooks launch for a T4, L4 and A100 with Colab's Triton, and record it for the status page
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_notebooks.py --record
+
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
 	$(PY) benchmarks/run.py $(SUITE)
 
@@ -91,6 +94,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-deep test-long test-orders test-gpu gpu-tests stress-gpu compile compile-versions test-browser test-notebooks pdf \
-  mutants bench notebooks serve lint clean
+.PHONY: help book test test-deep test-long test-orders test-gpu gpu-tests stress-gpu compile compile-versions compile-notebooks \
+  test-browser test-notebooks pdf mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help

@@ -23,6 +23,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -335,14 +336,20 @@ class Target:
 SEEN: dict = {}  # (registers, bytes spilled) of what this process has compiled
 
 
+def assembled(make: Callable) -> tuple:
+    """A kernel that `make` compiles for Target.arch, and the registers and bytes spilled of its threads."""
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):  # what ptxas -v says, on the first time
+        kernel = make()
+    if found := re.search(r"(\d+) bytes spill stores.*?Used (\d+) reg", log.getvalue(), re.DOTALL):
+        SEEN[Target.arch, kernel.hash] = int(found[2]), int(found[1])
+    return kernel, *SEEN[Target.arch, kernel.hash]
+
+
 def compiled(launch: Launch, arch: int) -> dict:
     """What a launch needs of a GPU."""
-    Target.arch, log = arch, io.StringIO()
-    with contextlib.redirect_stdout(log):  # what ptxas -v says, on the first time
-        kernel = compile_launch(launch)
-    if found := re.search(r"(\d+) bytes spill stores.*?Used (\d+) reg", log.getvalue(), re.DOTALL):
-        SEEN[arch, kernel.hash] = int(found[2]), int(found[1])
-    registers, spilled = SEEN[arch, kernel.hash]
+    Target.arch = arch
+    kernel, registers, spilled = assembled(lambda: compile_launch(launch))
     warps, stages = (launch.options.get(n, d) for n, d in (("num_warps", 4), ("num_stages", 3)))
     stages = launch.given("STAGES") or stages
     return {
