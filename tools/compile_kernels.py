@@ -308,11 +308,13 @@ def refilled(product: str, operands: set[str], later: list[str], slots: dict[str
     return not operands <= set(slots)
 
 
-def cases_of(arch: int) -> list[str]:
-    """What is compiled for a class when nothing is asked for."""
+def cases_of(arch: int, most: bool = False) -> list[str]:
+    """What is compiled for a class when nothing is asked for; `most`: only the cases that need most of a thread."""
     if arch in ALIKE:
         return [n for n, case in CASES.items() if case.K == 128 and case.dtype == "float16"]
-    return [*CASES, *(WIDE if arch == 90 else ())]
+    half = "bfloat16" if arch >= 80 else "float16"
+    every = [n for n, case in CASES.items() if not most or case.K == 128 and case.dtype in (half, "float32")]
+    return [*every, *(WIDE if arch == 90 else ())]
 
 
 class Target:
@@ -519,6 +521,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
     parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
+    parser.add_argument("--most", action="store_true", help="only heads of 128 channels, and one of both 16-bit dtypes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument(
         "--json", type=Path, help="where to write the worst launches of each class; with --triton, a row per version"
@@ -531,6 +534,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES | WIDE):
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
+    if args.json and args.most:
+        parser.error("--json: expected all cases, without --most")
     if args.json and args.gluon and args.triton is None:
         parser.error("--json: expected --triton with --gluon, since the worst launches of a class are of all kernels")
     if args.triton is not None:
@@ -545,7 +550,7 @@ def main() -> None:
         for arch in args.arch
         for name, case in (CASES | WIDE).items()
         if (not args.cases or name in args.cases)
-        and (name in args.cases or name in cases_of(arch))
+        and (name in args.cases or name in cases_of(arch, args.most))
         and (arch >= 80 or case.dtype != "bfloat16")
         and (not args.gluon or has_gluon(arch, name))
     ]
