@@ -469,7 +469,7 @@ def wrongs(found: dict) -> list[str]:
 
 
 def record(path: Path, everything: list[dict]) -> None:
-    """The worst launch of each mechanism and precision on each class, for the status page."""
+    """The worst launch of each mechanism and precision on each class, for the status page; other classes stay."""
     worst: dict[tuple, dict] = {}
     for found in (x for x in everything if x["case"] in CASES):
         *name, dtype = found["case"].split()
@@ -478,9 +478,10 @@ def record(path: Path, everything: list[dict]) -> None:
         for launch in found["rows"]:
             registers = {"registers": most_registers(launch)}
             row |= {n: max(row[n], x) for n, x in (launch | registers).items() if n in row}
-    names = ("arch", "mechanism", "dtype")
-    rows = [dict(zip(names, key, strict=True)) | row for key, row in worst.items()]
-    results.write(path, results.environment(None), "compiled", rows)
+    names, environment = ("arch", "mechanism", "dtype"), results.environment(None)
+    made = {name: environment[name] for name in ("triton", "commit", "date")}
+    rows = [dict(zip(names, key, strict=True)) | row | made for key, row in worst.items()]
+    results.merge(path, environment, "compiled", rows, key=names)
 
 
 def most_registers(row: dict) -> int:

@@ -189,7 +189,7 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {said[0][:300]} ({Path(last.filename).name}, line {last.lineno}: {last.line})"
 
 
-def run_notebook(name: str, card: str) -> dict:
+def run_notebook(path: Path | str, card: str) -> dict:
     """Run a notebook's cells as on a card, in this process, which is good for nothing else afterwards.
 
     Returns:
@@ -205,7 +205,7 @@ def run_notebook(name: str, card: str) -> dict:
     shell.ast_transformers.append(NoAsserts())
     shell.showtraceback = lambda *_, **__: None
     with OnCard(), redirect_stdout(StringIO()):
-        for n, cell in enumerate(nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells):
+        for n, cell in enumerate(nbformat.read(path, 4).cells):
             if cell.cell_type == "code" and "install" not in cell.metadata.get("tags", []):
                 done = shell.run_cell(cell.source)
                 if error := done.error_before_exec or done.error_in_exec:
@@ -236,7 +236,7 @@ def main() -> int:
     parser.add_argument("--own", type=Path, help=argparse.SUPPRESS)  # one notebook on one card, in this process
     args = parser.parse_args()
     if args.own:
-        args.own.write_text(json.dumps(run_notebook(args.names[0], args.card[0])))
+        args.own.write_text(json.dumps(run_notebook(ROOT / "notebooks" / f"{args.names[0]}.ipynb", args.card[0])))
         return 0
     rows, wrong = [], []
     for card in args.card:
