@@ -28,8 +28,8 @@ test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, the check k
 test-long: $(VENV) ## hold the check kit against every right and wrong kernel there is, those of other days too: half an hour
 	$(PYTEST) -m long
 
-test-orders: $(VENV) ## run what depends on the order of a product's sum as other processors' BLAS makes it
-	for core in Haswell Prescott; do \
+test-orders: $(VENV) ## run what depends on the order of a product's sum as other processors' BLAS makes it (or CORES=Haswell)
+	for core in $(or $(CORES),Haswell Prescott); do \
 	  OPENBLAS_CORETYPE=$$core $(PYTEST) tests/test_kernels_flash.py tests/test_kernels_delta.py tests/test_orders.py || exit 1; \
 	done
 
