@@ -21,15 +21,15 @@ test: $(VENV) ## run the tests that need no GPU and no built book
 	$(PYTEST)
 	@echo "All tests passed. What takes long: make test-deep"
 
-test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, sweeps of the check kit, properties 300 times, the site and its pages
+test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, the check kit's tests of the day, properties 300 times, the site and its pages
 	$(PYTEST) -m "(deep or hypothesis) and not long and not gpu and not browser" --hypothesis-profile deep
 	@echo "All deep tests passed."
 
-test-long: $(VENV) ## hold the check kit against every wrong kernel there is: a quarter of an hour
+test-long: $(VENV) ## hold the check kit against every right and wrong kernel there is, those of other days too: half an hour
 	$(PYTEST) -m long
 
-test-orders: $(VENV) ## run what depends on the order of a product's sum as other processors' BLAS makes it
-	for core in Haswell Prescott; do \
+test-orders: $(VENV) ## run what depends on the order of a product's sum as other processors' BLAS makes it (or CORES=Haswell)
+	for core in $(or $(CORES),Haswell Prescott); do \
 	  OPENBLAS_CORETYPE=$$core $(PYTEST) tests/test_kernels_flash.py tests/test_kernels_delta.py tests/test_orders.py || exit 1; \
 	done
 
@@ -59,11 +59,14 @@ pdf: book ## print the whole book: _build/gated-linear-attention.pdf
 mutants: $(VENV) ## hold the check kit against every named mistake: how many are caught, how many named
 	$(PYTHON) tools/mutants.py --dtype float32 bfloat16
 
-compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"), without one: registers, spills, shared memory, barriers
-	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(if $(ARCH),--arch $(ARCH))
+compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"; MOST=1: the widest heads), without one: registers, spills, shared memory, barriers
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(if $(ARCH),--arch $(ARCH)) $(if $(MOST),--most)
 
-compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned (GLUON=1: Gluon kernels only)
-	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --triton --arch 90 $(if $(GLUON),--gluon)
+compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned, or TRITON="3.6.0" (GLUON=1: Gluon kernels only)
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --triton $(TRITON) --arch 90 $(if $(GLUON),--gluon)
+
+compile-notebooks: $(VENV) ## compile what the notebooks launch for a T4, L4 and A100 with Colab's Triton, and record it for the status page
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_notebooks.py --record
 
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
 	$(PY) benchmarks/run.py $(SUITE)
@@ -91,6 +94,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-deep test-long test-orders test-gpu gpu-tests stress-gpu compile compile-versions test-browser test-notebooks pdf \
-  mutants bench notebooks serve lint clean
+.PHONY: help book test test-deep test-long test-orders test-gpu gpu-tests stress-gpu compile compile-versions compile-notebooks \
+  test-browser test-notebooks pdf mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help

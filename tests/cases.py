@@ -1,5 +1,8 @@
 """What the tests share: random inputs, the gate ladder, and the measure of error (the oracle rule)."""
 
+import os
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -40,6 +43,22 @@ def thin(values, *kept, long=()):
     return [
         x if x in kept else pytest.param(*parts, marks=mark) for x, parts, mark in zip(values, each, marks, strict=True)
     ]
+
+
+def draw(values, every: int) -> list:
+    """One of every so many neighbours, drawn by the day: `GLA_REF_DAY=2026-11-26` repeats a day's draw.
+
+    Neighbours are alike, so every day has each kind, and every value comes within days.
+    """
+    values, rng = list(values), random.Random(os.environ["GLA_REF_DAY"])
+    return [rng.choice(values[i : i + every]) for i in range(0, len(values), every)]
+
+
+def drawn(values, every: int, *kept):
+    """Parameters: `make test` takes what is kept, `make test-deep` a draw of the others, `make test-long` the rest."""
+    others = [x for x in values if x not in kept]
+    today = draw(others, every)
+    return thin(values, *kept, long=[x for x in others if x not in today])
 
 
 def some(values, *deep):

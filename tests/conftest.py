@@ -15,6 +15,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
+# draws tests (cases.py); processes that share the tests of a run take the day from the first one
+os.environ.setdefault("GLA_REF_DAY", datetime.date.today().isoformat())
+
 if importlib.util.find_spec("playwright") is None:
     collect_ignore = ["browser"]
 
@@ -56,6 +59,10 @@ def few_calls_for_rare_races(request, monkeypatch):
 
         monkeypatch.setattr(_runner, "WHILE", 0.1)
         monkeypatch.setattr(_runner, "FORWARD", 0.1)
+
+
+def pytest_report_header():
+    return f"tests drawn by GLA_REF_DAY={os.environ['GLA_REF_DAY']}"
 
 
 def pytest_configure():

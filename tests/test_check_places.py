@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import thin
+from cases import drawn
 
 from gla_ref import FORMS, check
 from gla_ref.check import mistakes
@@ -69,7 +69,7 @@ NAMED = [  # a mechanism, a mistake, and the cases that are enough to tell
 FIRST = [NAMED[8], NAMED[11], NAMED[21], NAMED[31]]
 
 
-@pytest.mark.parametrize("mechanism, name, only", thin(NAMED, *FIRST), ids=[f"{x[0]}: {x[1]}" for x in NAMED])
+@pytest.mark.parametrize("mechanism, name, only", drawn(NAMED, 5, *FIRST), ids=[f"{x[0]}: {x[1]}" for x in NAMED])
 def test_a_mistake_is_named(mechanism, name, only):
     chunk = 16 if "quarter" in name or "half" in name else 64
     m = next(m for m in mistakes.MISTAKES if m.name == name and mechanism in m.mechanisms and not m.rounding)
@@ -138,7 +138,7 @@ PLACES = {  # a mistake, where it is made, the cases, and the words that the rep
 }
 
 
-@pytest.mark.parametrize("name", thin(PLACES, "one packed sequence", "wide values"))
+@pytest.mark.parametrize("name", drawn(PLACES, 3, "one packed sequence", "wide values"))
 def test_a_mistake_of_some_places_is_named_with_them(name):
     (mechanism, mistake), where, only, words = PLACES[name]
     report = check.kernel(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import count_tests
 import pytest
+from cases import draw, drawn
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,6 +28,18 @@ scf.for %i = %a to %b {
   } loc(#1)
 } loc(#2)
 """
+
+
+def test_each_day_draws_one_of_the_neighbours_and_loses_none(monkeypatch):
+    days = []
+    for day in range(1, 29):
+        monkeypatch.setenv("GLA_REF_DAY", f"2026-02-{day:02}")
+        today = draw(range(10), 4)
+        assert [x // 4 for x in today] == [0, 1, 2] and today == draw(range(10), 4)
+        marks = {p.values[0]: p.marks[0].name for p in drawn(range(11), 4, 10) if p != 10}
+        assert [x for x, mark in marks.items() if mark == "deep"] == today and len(marks) == 10
+        days += today
+    assert {*days} == {*range(10)}
 
 
 def test_loops_that_lose_an_operand_are_found():

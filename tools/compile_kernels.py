@@ -23,6 +23,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -313,11 +314,13 @@ def refilled(product: str, operands: set[str], later: list[str], slots: dict[str
     return not operands <= set(slots)
 
 
-def cases_of(arch: int) -> list[str]:
-    """What is compiled for a class when nothing is asked for."""
+def cases_of(arch: int, most: bool = False) -> list[str]:
+    """What is compiled for a class when nothing is asked for; `most`: only the cases that need most of a thread."""
     if arch in ALIKE:
         return [n for n, case in CASES.items() if case.K == 128 and case.dtype == "float16"]
-    return [*CASES, *(WIDE if arch == 90 else ())]
+    half = "bfloat16" if arch >= 80 else "float16"
+    every = [n for n, case in CASES.items() if not most or case.K == 128 and case.dtype in (half, "float32")]
+    return [*every, *(WIDE if arch == 90 else ())]
 
 
 class Target:
@@ -341,14 +344,20 @@ class Target:
 SEEN: dict = {}  # (registers, bytes spilled) of what this process has compiled
 
 
+def assembled(make: Callable) -> tuple:
+    """A kernel that `make` compiles for Target.arch, and the registers and bytes spilled of its threads."""
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):  # what ptxas -v says, on the first time
+        kernel = make()
+    if found := re.search(r"(\d+) bytes spill stores.*?Used (\d+) reg", log.getvalue(), re.DOTALL):
+        SEEN[Target.arch, kernel.hash] = int(found[2]), int(found[1])
+    return kernel, *SEEN[Target.arch, kernel.hash]
+
+
 def compiled(launch: Launch, arch: int) -> dict:
     """What a launch needs of a GPU."""
-    Target.arch, log = arch, io.StringIO()
-    with contextlib.redirect_stdout(log):  # what ptxas -v says, on the first time
-        kernel = compile_launch(launch)
-    if found := re.search(r"(\d+) bytes spill stores.*?Used (\d+) reg", log.getvalue(), re.DOTALL):
-        SEEN[arch, kernel.hash] = int(found[2]), int(found[1])
-    registers, spilled = SEEN[arch, kernel.hash]
+    Target.arch = arch
+    kernel, registers, spilled = assembled(lambda: compile_launch(launch))
     warps, stages = (launch.options.get(n, d) for n, d in (("num_warps", 4), ("num_stages", 3)))
     stages = launch.given("STAGES") or stages
     return {
@@ -466,7 +475,7 @@ def wrongs(found: dict) -> list[str]:
 
 
 def record(path: Path, everything: list[dict]) -> None:
-    """The worst launch of each mechanism and precision on each class, for the status page."""
+    """The worst launch of each mechanism and precision on each class, for the status page; other classes stay."""
     worst: dict[tuple, dict] = {}
     for found in (x for x in everything if x["case"] in CASES):
         *name, dtype = found["case"].split()
@@ -475,9 +484,10 @@ def record(path: Path, everything: list[dict]) -> None:
         for launch in found["rows"]:
             registers = {"registers": most_registers(launch)}
             row |= {n: max(row[n], x) for n, x in (launch | registers).items() if n in row}
-    names = ("arch", "mechanism", "dtype")
-    rows = [dict(zip(names, key, strict=True)) | row for key, row in worst.items()]
-    results.write(path, results.environment(None), "compiled", rows)
+    names, environment = ("arch", "mechanism", "dtype"), results.environment(None)
+    made = {name: environment[name] for name in ("triton", "commit", "date")}
+    rows = [dict(zip(names, key, strict=True)) | row | made for key, row in worst.items()]
+    results.merge(path, environment, "compiled", rows, key=names)
 
 
 def most_registers(row: dict) -> int:
@@ -518,6 +528,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
     parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
+    parser.add_argument("--most", action="store_true", help="only heads of 128 channels, and one of both 16-bit dtypes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument(
         "--json", type=Path, help="where to write the worst launches of each class; with --triton, a row per version"
@@ -530,6 +541,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES | WIDE):
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
+    if args.json and args.most:
+        parser.error("--json: expected all cases, without --most")
     if args.json and args.gluon and args.triton is None:
         parser.error("--json: expected --triton with --gluon, since the worst launches of a class are of all kernels")
     if args.triton is not None:
@@ -544,7 +557,7 @@ def main() -> None:
         for arch in args.arch
         for name, case in (CASES | WIDE).items()
         if (not args.cases or name in args.cases)
-        and (name in args.cases or name in cases_of(arch))
+        and (name in args.cases or name in cases_of(arch, args.most))
         and (arch >= 80 or case.dtype != "bfloat16")
         and (not args.gluon or has_gluon(arch, name))
     ]

@@ -2,8 +2,9 @@
 
     python tools/run_notebooks_clean.py [NN_slug ...] [--python python3.12] [--dir DIR] [--jobs N] [--record]
 
-Makes a virtual environment in DIR (default: a temporary one; about 2 GB) with Jupyter and all that the package needs,
-but not the package, and serves the built site (make book) on this machine. Each notebook is downloaded into an empty
+Makes a virtual environment in DIR (default: a temporary one) with Jupyter and all that the package needs, but not the
+package, and serves the built site (make book) on this machine. PyTorch, Triton and CUDA, 6 GB of files, are links to
+this Python's own, unless --python names another. Each notebook is downloaded into an empty
 folder and runs top to bottom in an environment of its own: its first cell installs the site's wheel by its address.
 That cell is also tried with the wheel beside the notebook, and with neither. Triton comes with PyTorch, as on Colab;
 the kernels run on the GPU, or are interpreted where there is none.
@@ -32,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import distributions, files
 from pathlib import Path
 from threading import Thread
 from urllib.request import urlretrieve
@@ -93,6 +95,16 @@ def lay_out(site: Path, wheel: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "notebooks", folder)
     return Path(shutil.copy(wheel, folder))
+
+
+def link_heavy(folder: Path) -> Path:
+    """A folder with links to this Python's PyTorch, Triton and CUDA; pip replaces nothing that lies there."""
+    names = [d.name for d in distributions() if re.fullmatch("torch|triton|(nvidia|cuda)[-_].*", d.name)]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for top in {file.parts[0] for name in names for file in files(name) or ()} - {".."}:
+        (folder / top).symlink_to(packages_of(sys.executable) / top)
+    return folder
 
 
 def install(python: Path, wheel: Path, offline: Path | None) -> None:
@@ -162,10 +174,13 @@ def main() -> int:
     python = work / "venv" / "bin" / "python"
     if not python.exists():
         run(args.python, "-m", "venv", work / "venv")
-        if args.offline:  # the host's packages follow its own, also where the host's Python is an environment itself
-            (packages_of(python) / "host.pth").write_text(f"{packages_of(args.python)}\n")
+    shared = [packages_of(python)]
+    if args.offline:  # the host's packages follow its own, also where the host's Python is an environment itself
+        shared.append(packages_of(args.python))
+    elif args.python == sys.executable:
+        shared.append(link_heavy(work / "heavy"))
+    (shared[0] / "host.pth").write_text("".join(f"{path}\n" for path in shared[1:]))
     install(python, wheel, args.offline)
-    shared = [packages_of(python), *([packages_of(args.python)] if args.offline else [])]
 
     names = args.names or [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     left_out = ("PYTHONPATH", "TRITON_INTERPRET")  # notebooks find out by themselves

@@ -366,10 +366,12 @@ def carry_states(
     """`carry` of segments of L tokens; S_out [N, H, K, V] gets the states after each sequence."""
     (N, H, K, V), BV = S_out.shape, 16
     BK = max(16, next_power_of_2(K))
+    # with 64 columns and K = 128 a thread spills 4,472 bytes on sm_80 (Triton 3.7 and 3.9), with 32 at most 20
+    BJ = min(32 if draft.hardware.family == "ampere" else 64, BK)
     draft.launch(
         carry, cdiv(V, BV) * H * N,
         part, S_in, S_out, cu, N, T, L, H, K, V,
-        BK=BK, BV=BV, BJ=min(64, BK), PACKED=cu is not None, REVERSE=reverse,
+        BK=BK, BV=BV, BJ=BJ, PACKED=cu is not None, REVERSE=reverse,
         num_warps=4, num_stages=1,
     )
 
