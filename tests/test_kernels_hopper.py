@@ -21,6 +21,7 @@ from gla_ref.kernels.gla import gla
 from gla_ref.kernels.hopper import gluon_names
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
+from gla_ref.kernels.launch.program import variant
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = [BF16, F16]
@@ -83,6 +84,17 @@ def test_a_plain_call_launches_the_page():
     }
     for what, (x, options) in other.items():
         assert ON_HOPPER(*x, **options).launches[0].kernel is gla_forward.walk, what
+
+
+@gluon
+def test_a_new_length_of_a_plain_call_compiles_nothing():
+    """Triton would compile lengths of 1, multiples of 16 and others apart."""
+
+    def walk(T, H):
+        q = meta(2, T, H, 64)
+        return variant(ON_HOPPER(q, q, q, q, path="fused").launches[0], torch.device("cpu"))
+
+    assert all(walk(T, H) == walk(300, 3) for T in (1, 64, 65, 3008) for H in (1, 3, 16))
 
 
 REFUSED = [
