@@ -314,8 +314,8 @@ def test_gates_begin_where_the_bias_puts_them():
 
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name not in ("softmax", "gated_delta", "mamba2")])
-def test_a_head_begins_above_the_epsilon_of_its_norm(mixer):
-    """With convolutions that start as small as fla's, the norm would pass a thousandth of a head's output."""
+def test_small_convolutions_start_a_head_below_the_epsilon_of_its_norm(mixer):
+    """So the norm passes a thousandth of a head's output; PyTorch's start of convolutions does not do that."""
     sizes = {}
     for conv_range in (None, 0.02):
         fields = {"mixer": mixer, "use_short_conv": True, "conv_range": conv_range, "vocab_size": 64}

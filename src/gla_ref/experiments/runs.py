@@ -176,10 +176,10 @@ class Place:
 def start_of(mixer: str) -> dict:
     """Fields of a model's Config by which a small model with convolutions begins to learn (chapter 19).
 
-    Convolutions as small as fla's let a norm of heads learn fastest, if the norm's epsilon does not swallow what comes
-    of them, as the usual 1e-6 does. Softmax attention has no such norm and needs PyTorch's larger convolutions.
+    A head's output is small at first, and the usual epsilon of its norm, 1e-6, would swallow it. Softmax attention has
+    no such norm; it needs PyTorch's larger convolutions.
     """
-    return {"norm_eps": 1e-12, "conv_range": None if mixer == "softmax" else 0.02}
+    return {"norm_eps": 1e-12} | ({"conv_range": None} if mixer == "softmax" else {})
 
 
 def dice(device: torch.device | str, *what) -> torch.Generator:

@@ -36,7 +36,7 @@ NEUTRAL = {
     "use_output_gate": (True,),
 }
 # fixed there, and not in its files (a start of convolutions means nothing to weights that are loaded)
-FLA_HAS = {"mixer": "gla", "gate_rank": 16, "tau": 16.0, "head_norm": "rms", "conv_range": None}
+FLA_HAS = {"mixer": "gla", "gate_rank": 16, "tau": 16.0, "head_norm": "rms", "conv_range": 0.02}
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Config:
         intermediate_size: that width; None: 2/3 of hidden_ratio d, rounded up to a multiple of 256.
         norm_eps: added to mean squares before their root.
         initializer_range: standard deviation of the weights at the start.
-        conv_range: the same of convolutions; None: they keep PyTorch's start, uniform within conv_size^-0.5. With the
-            0.02 of fla q, k and v shrink so far that a head's output is far below norm_eps^0.5 (chapter 19).
+        conv_range: the same of convolutions; None: they keep PyTorch's start, uniform within conv_size^-0.5. With
+            0.02, as fla has it, q, k and v shrink so far that a head's output is far below norm_eps^0.5 (chapter 19).
 
     Raises:
         TypeError, ValueError: a field does not fit; the message names it.
@@ -83,7 +83,7 @@ class Config:
     intermediate_size: int | None = None
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
-    conv_range: float | None = None
+    conv_range: float | None = 0.02
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
