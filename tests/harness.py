@@ -34,18 +34,22 @@ def named(x):
     return {names.get(n, n): y for n, y in x.items() if y is not None}
 
 
-def budgets(mechanism, x, given, *, products=None, **how):
+def budgets(mechanism, x, given, *, products=None, options=None, **how):
     """(inputs as the kernel is given them, {quantity: (exact, budget)}).
 
     Inputs x of float64 get the dtypes `given`; the kernel is given them, and they are no error of its own. `products`
-    is the dtype of its operands, that of q unless given; `how` are the scale and the ends of packed sequences.
+    is the dtype of its operands, that of q unless given; `how` are the scale and the ends of packed sequences. In
+    float32 runs with `options` count as well.
     """
     x = {n: None if y is None else y.to(given[n]).to(HERE) for n, y in x.items()}
     products = products or given["q"]
     chosen = CHUNKS_OF_16 if products == torch.float32 else CHUNKS_OF_64
     copies = min(RUNS, max(3, ROOM // (x["v"].numel() * x["q"].shape[-1])))
     right = oracle.exact(mechanism, named(x), **how)
-    runs = oracle.emulated(mechanism, named(x), dtype=products, copies=copies, chosen=chosen, **how)
+    how |= {"dtype": products, "copies": copies, "chosen": chosen}
+    runs = oracle.emulated(mechanism, named(x), **how)
+    if options and products == torch.float32:  # rounded operands hide the difference in 16 bits
+        runs += oracle.emulated(mechanism, named(x), options=options, **how)
     return x, {n: (y, max(allowed(run[n], y) for run in runs)) for n, y in right.items()}
 
 

@@ -137,13 +137,15 @@ def test_a_mistake_is_caught_and_named(mechanism, m):
 def test_emulated_runs_are_the_recurrence_when_they_round_nothing(mechanism, runs):
     kind, packed = MECHANISMS[mechanism], (0, 0, 33, 33, 40, 120, 130)
     assert len(kind.emulated + kind.plain + kind.beyond) == runs
+    ways = [{"run": run, "sharp": sharp} for run, sharp in itertools.product(range(runs), (False, True))]
+    ways += [{"sharp": True, "segments": 3}] if mechanism in DELTA else []
     some = [Case(T=150, scale=-0.3, gate="mild and strong chunks", groups=1 + (mechanism in DELTA))]
     some.append(Case(B=1, T=130, ends=packed, gate="many resets", state=not kind.cache))
     for case in some:
         x = inputs(mechanism, case, torch.float32, seed=0)
         exact = evaluate(kind.exact, kind, x, case)
-        for run, sharp in itertools.product(range(runs), (False, True)):
-            for name, y in evaluate(partial(kind.emulate, run=run, sharp=sharp), kind, x, case).items():
+        for way in ways:
+            for name, y in evaluate(partial(kind.emulate, **way), kind, x, case).items():
                 torch.testing.assert_close(y, exact[name], rtol=1e-11, atol=1e-11)
 
 

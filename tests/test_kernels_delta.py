@@ -31,12 +31,12 @@ WAYS = [(mechanism, path) for mechanism in RULES for path in kernels.PATHS]
 
 def problem(
     mechanism, B, T, H, K, V, *, groups=2, kind=MILD, correlation=0.0, strength=None, dtype=F32, gates=None,
-    ends=None, scale=None, S=1.0, length=1.0, products=None, seed=0,
+    ends=None, scale=None, S=1.0, length=1.0, products=None, path=None, seed=0,
 ):  # fmt: skip
     """(inputs as given, {quantity: (exact, budget)}); `groups` value heads, 1 or 2, read one key head.
 
     S multiplies the initial state, `length` is that of keys; `products` have operands of the tokens' dtype unless
-    given.
+    given; on the segmented path three segments each have a map of the state.
     """
     (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H, K, V, kind=kind, seed=seed)
     v, g, beta = (x[:, :, : H * groups] for x in (v, g, beta))
@@ -49,12 +49,13 @@ def problem(
     x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "do": do, "dS": dS}
     given = {n: F32 if n in ("S", "dS") else dtype for n in x}
     given["g"] = given["beta"] = gates or dtype
-    return budgets(mechanism, x, given, products=products, scale=scale, ends=ends)
+    options = {"segments": 3} if path == "segmented" else None
+    return budgets(mechanism, x, given, products=products, options=options, scale=scale, ends=ends)
 
 
 def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
     """Forward and all gradients within their budgets."""
-    x, judged = problem(mechanism, *sizes, ends=ends, scale=scale, **kw)
+    x, judged = problem(mechanism, *sizes, path=path, ends=ends, scale=scale, **kw)
     compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale, kernel="portable"), judged)
 
 
@@ -100,7 +101,7 @@ def test_the_inverse_of_a_triangle(C):
 def test_every_length(mechanism, start):
     for T in range(start, start + 10):
         kind, path = MILD if T % 2 else "many resets", kernels.PATHS[T // 2 % 2]
-        x, judged = problem(mechanism, 1, T, 1, 3, 5, kind=kind, groups=1, seed=T)
+        x, judged = problem(mechanism, 1, T, 1, 3, 5, kind=kind, groups=1, path=path, seed=T)
         with torch.no_grad():
             o, S = KERNELS[mechanism](*tokens(x), initial_state=x["S"], path=path)
         compare({"o": o, "S": S}, judged)
@@ -200,7 +201,7 @@ def test_split_and_carry(mechanism):
 @pytest.mark.deep
 @pytest.mark.parametrize("mechanism, path", WAYS)
 def test_strides_poison_and_equal_runs(mechanism, path, poisoned):
-    x, judged = problem(mechanism, 2, 19, 1, *((20, 36) if CUDA else (5, 7)))
+    x, judged = problem(mechanism, 2, 19, 1, *((20, 36) if CUDA else (5, 7)), path=path)
     x, form = {n: y for n, y in x.items() if y is not None}, KERNELS[mechanism]
     first, second = (results(form, x, path=path) for _ in range(2))
     compare(first, judged)

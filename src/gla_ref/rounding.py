@@ -154,13 +154,16 @@ class Luck:
         return (factor * x).to(dtype), fit * factor
 
     def exp(self, x: Tensor) -> Tensor:
-        """e^x; of sharp kernels to base 2, and in float32 off by up to 2 units in the last place, as a GPU's may be."""
+        """e^x; of sharp kernels to base 2, and in float32 off by up to 2 units in the last place, as a GPU's may be.
+
+        e^x and e^-x err in the same direction, so that their product is as wrong as it can be.
+        """
         if not self.sharp:
             return x.exp()
         x = x / log(2)
         if x.dtype == torch.float64:
             return x.exp2()
-        off = 1 + 2**-22 * (1e6 * x.detach().double().clamp(min=-200.0)).sin()
+        off = 1 + 2**-22 * (-1e6 * x.detach().double().abs().clamp(max=200.0)).sin()
         return (x.double().exp2() * off).to(x.dtype)
 
 

@@ -83,18 +83,19 @@ class Product(torch.autograd.Function):
 
 
 class Read(torch.autograd.Function):
-    """x S and S, handed through: the sum x^T d begins at the gradient that comes back for it."""
+    """onto + x S and S, handed through: the sum x^T d begins at the gradient that comes back for it."""
 
     @staticmethod
-    def forward(ctx, x, S, dtype, luck):
+    def forward(ctx, x, S, dtype, luck, onto=0.0):
         ctx.save_for_backward(x, S)
         ctx.options = dtype, luck
-        return multiply(x, S, dtype, luck=luck), S.clone()
+        return multiply(x, S, dtype, onto, luck), S.clone()
 
     @staticmethod
     def backward(ctx, d, R):
         (x, S), (dtype, luck) = ctx.saved_tensors, ctx.options
-        return multiply(d, S.mT, dtype, luck=luck), multiply(x.mT, d, dtype, R, luck), None, None
+        onto = d if any(ctx.needs_input_grad[4:]) else None
+        return multiply(d, S.mT, dtype, luck=luck), multiply(x.mT, d, dtype, R, luck), None, None, onto
 
 
 def products_in(dtype: torch.dtype, luck: Luck = PLAIN) -> Products:
@@ -269,10 +270,12 @@ class Inverse(torch.autograd.Function):
         return -multiply(Y.mT, multiply(d, Y.mT, dtype, luck=luck), dtype, luck=luck).tril(-1), None, None
 
 
-def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=False, mode=None, luck=PLAIN):
+def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=False, segments=1, mode=None, luck=PLAIN):
     """A delta rule in chunks (chapter 20), gated or not. Returns o `[B, T, HV, V]` and S.
 
     A chunk writes Y (beta (v - k S)) or, with `ahead`, Y beta v - (Y beta k) S, whose two factors need no state.
+    Sharp kernels may cut a sequence into `segments`. A segment ends in X + M S, which rounds the state once per row of
+    S, far more often than its tokens do: X is its state from zeros, M its state from the unit matrix without values.
     """
     T, alike, n = q.shape[1], g is None or g.ndim < k.ndim, v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(n, 2) for x in (q, k))
@@ -291,18 +294,33 @@ def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=Fals
         if ahead:
             asked, stored = Y @ asked, Y @ stored
         every = Y, q * since, asked, stored, (k * until).mT, total, luck.exp(total)
-        for y, x, ask, store, add, sum_g, kept in zip(*(z.unbind(2) for z in every), strict=True):
-            if luck.sharp:
+        every = list(zip(*(z.unbind(2) for z in every), strict=True))
+
+        def walk(S, chunks, reads, writes):
+            for y, x, ask, store, add, _, kept in chunks:
                 found, S = Read.apply(ask, S, dtype, luck)
-                read, S = Read.apply(x, S, dtype, luck)
-                reads.append(read)
-            else:
+                if reads is not None:
+                    read, S = Read.apply(x, S, dtype, luck)
+                    reads.append(read)
+                store = pad(store, (0, S.shape[-1] - store.shape[-1]))
+                writes.append(store - found if ahead else y @ (store - found))
+                S = Product.apply(add, writes[-1], dtype, luck, kept * S)
+            return S
+
+        if luck.sharp:
+            length = -(-len(every) // segments)
+            for part in (every[i : i + length] for i in range(0, len(every), length)):
+                if segments > 1:
+                    V, one = S.shape[-1], torch.eye(S.shape[-2]).to(S).expand(*S.shape[:-1], -1)
+                    X, M = walk(pad(one, (V, 0)), part, None, []).tensor_split([V], -1)
+                    end, S = Read.apply(M, S, S.dtype, luck, X)
+                last = walk(S, part, reads, writes)
+                S = end if segments > 1 else last
+        else:
+            for y, _, ask, store, add, sum_g, _ in every:
                 found = ask @ S
                 states.append(S)
-            writes.append(store - found if ahead else y @ (store - found))
-            if luck.sharp:
-                S = Product.apply(add, writes[-1], dtype, luck, kept * S)
-            else:
+                writes.append(store - found if ahead else y @ (store - found))
                 S = Carry.apply((add @ writes[-1])[:, :, None], sum_g[:, :, None], S, dtype)[:, :, 1]
         inter = torch.stack(reads, 2) if luck.sharp else (q * since) @ torch.stack(states, 2)
         intra = pairs(q, k, g, c, alike, luck) @ torch.stack(writes, 2)

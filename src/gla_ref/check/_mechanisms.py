@@ -138,18 +138,29 @@ class Kind:
         return self.by_sequence(steps, tokens, initial_state, cu_seqlens)
 
     def emulate(
-        self, *tokens, scale, initial_state, cu_seqlens, dtype=torch.float64, run=0, copies=1, thrice=False, sharp=False
+        self,
+        *tokens,
+        scale,
+        initial_state,
+        cu_seqlens,
+        dtype=torch.float64,
+        run=0,
+        copies=1,
+        thrice=False,
+        sharp=False,
+        **options,
     ):
         """One of the emulated runs, those for long sequences last, under the contract; exact in float64.
 
-        Of the `copies` of inputs side by side as heads each one has its own :class:`~gla_ref.rounding.Luck`.
+        Of the `copies` of inputs side by side as heads each one has its own :class:`~gla_ref.rounding.Luck`. `options`
+        are the run's own, as `segments` of :func:`~gla_ref.check._emulate.corrected`.
         """
         body = (*self.emulated, *self.plain, *self.beyond)[run]
         if run < len(self.emulated):
             # a row's largest probability is 1 when attention rounds it, and stays 1
             body = partial(body, luck=Luck(copies, thrice=thrice, sizes=not self.cache, sharp=sharp))
         x = self.by_name(tokens)
-        options = {"scale": x["q"].shape[-1] ** -0.5 if scale is None else scale, "dtype": dtype}
+        options |= {"scale": x["q"].shape[-1] ** -0.5 if scale is None else scale, "dtype": dtype}
         if not self.cache:
             return self.by_sequence(partial(body, **options), tokens, initial_state, cu_seqlens)
 

@@ -145,6 +145,7 @@ def emulated(
     copies: int = LUCKS,
     chosen: Sequence[int] | None = None,
     sharp: bool = True,
+    options: dict | None = None,
     **how,
 ) -> list[dict[str, Tensor]]:
     """Results of right kernels: the quantities of :func:`exact` in the dtypes that kernels return.
@@ -156,6 +157,7 @@ def emulated(
         copies: how many runs there are, each with a :class:`~gla_ref.rounding.Luck` of its own.
         chosen: the indices of the mechanism's emulated runs; all of them unless given.
         sharp: whether kernels are sharp as :class:`~gla_ref.rounding.Luck` says it. The package's are.
+        options: the runs' own, {"segments": 3} for a delta rule whose sequences are cut in three.
         how: `scale` and `ends` of a :class:`~gla_ref.check.Case`.
     """
     kind, case, last, runs = MECHANISMS[mechanism], Case(**how), 1.0, []
@@ -168,7 +170,7 @@ def emulated(
         case = replace(case, scale=1.0)
         wide |= {n: y / last for n, y in wide.items() if n == "d S"}
     for i in chosen:
-        way = partial(kind.emulate, dtype=dtype or x["q"].dtype, run=i, copies=many, sharp=sharp)
+        way = partial(kind.emulate, dtype=dtype or x["q"].dtype, run=i, copies=many, sharp=sharp, **options or {})
         found = asked(way, kind, repeated(kind, wide, many), case)
         found = {n: y if n == "S" else (last * y).to(like[n].dtype) for n, y in found.items()}
         made = {n: y.chunk(many, kind.head_axis(n)) for n, y in found.items()}
