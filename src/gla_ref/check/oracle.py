@@ -35,13 +35,14 @@ def evaluate(
     frozen: Sequence[str] = (),
     backwards: int = 1,
     between: Callable[[], object] | None = None,
+    amid: Callable[[], object] | None = None,
     moved: bool = False,
 ) -> dict[str, Tensor | None]:
     """o, final states and every gradient of one call; None for what the function does not give.
 
     There is no gradient for the inputs that are `frozen`; what a loss of the state alone does not reach has one of
-    0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them
-    other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call before.
+    0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them, and
+    `amid` them, other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call before.
     """
     arguments = [a.name for a in kind.mechanism.arguments if a.name in x]
     names = [*arguments, *kind.states]
@@ -75,6 +76,8 @@ def evaluate(
         pull = 1.0 if x["q"].dtype == torch.float16 else case.pull
         cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
         cotangents = cotangents if pull == 1 else [pull * d for d in cotangents]
+        if amid and left < backwards - 1:
+            amid()
         grads = torch.autograd.grad(
             list(pulled.values()),
             list(asked.values()),
