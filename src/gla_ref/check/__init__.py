@@ -52,8 +52,8 @@ def kernel(
     """Run a kernel on the cases of its mechanism and hold every result against the float64 recurrence.
 
     Each case is called twice, as in inference (nothing requires a gradient), and with a second backward pass through
-    the same graph; some cases in further ways, such as another call between the forward and the backward pass, or a call in
-    another dtype before.
+    the same graph; some cases in further ways, such as another call between the forward and the backward pass, or
+    after a call in another dtype.
 
     Args:
         mechanism: a key of `gla_ref.check.MECHANISMS`.

@@ -42,7 +42,8 @@ def evaluate(
 
     There is no gradient for the inputs that are `frozen`; what a loss of the state alone does not reach has one of
     0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them, and
-    `amid` them, other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call before.
+    `amid` them, other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call
+    before.
     """
     arguments = [a.name for a in kind.mechanism.arguments if a.name in x]
     names = [*arguments, *kind.states]
