@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..rounding import budget, error
 from ._cases import C, Case, held
-from ._mechanisms import MECHANISMS, SHORT, Kind
+from ._mechanisms import CHUNK, MECHANISMS, SHORT, Kind
 
 __all__ = ["emulated", "exact", "judge"]
 
@@ -218,7 +218,7 @@ def work_out(
     exact = evaluate(kind.oracle, kind, x, case)
     single, short = dtype == torch.float32, case.T <= SHORT
     emulate, lucky = partial(kind.emulate, dtype=dtype), len(kind.emulated)
-    made = lucky + len(kind.plain) + (len(kind.beyond) if single and not short else 0)
+    made = lucky + len(kind.plain) + (len(kind.beyond) if single and case.T > CHUNK else 0)
     ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
     if single and (short or not kind.cache):
         ways.append((partial(emulate, thrice=True), 3))
