@@ -106,6 +106,12 @@ def test_right_forms_pass_in_bfloat16(mechanism):
     check.kernel(mechanism, FORMS[mechanism][form], dtype=BF16, only=only).raise_if_failed()
 
 
+@pytest.mark.parametrize("seed", thin([2, 5], 5))
+def test_one_product_over_480_tokens_passes(seed):
+    """A right form whose sums are longer than an emulated chunk: 1.18 budgets at seed 5 without a run of its own."""
+    check.kernel("linear_attention", FORMS["linear_attention"]["parallel"], seed=seed, only="480*").raise_if_failed()
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("name", BREAK)
 def test_the_forms_that_break_are_told(name):

@@ -136,6 +136,30 @@ class Ring(torch.autograd.Function):
         return d if torch.equal(Ring.kept[ctx.slot], x) else 2 * d
 
 
+class Pool(torch.autograd.Function):
+    """x, whose backward pass needs a buffer, which the first such pass hands to the next call of this size."""
+
+    free = {}
+
+    @staticmethod
+    def forward(ctx, x):
+        free = Pool.free.setdefault(x.shape, [])
+        ctx.buffer = free.pop() if free else torch.empty_like(x)
+        ctx.buffer.copy_(x)
+        ctx.save_for_backward(x)
+        ctx.given = False
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        (x,) = ctx.saved_tensors
+        d = d if torch.equal(ctx.buffer, x) else 2 * d
+        if not ctx.given:
+            Pool.free[x.shape].append(ctx.buffer)
+            ctx.given = True
+        return d
+
+
 class Skipping(torch.autograd.Function):
     """v, which gets no gradient in a chunk for whose o there is none; and o, which tells of that."""
 
@@ -186,6 +210,8 @@ def linear(mistake):
             q = Workspace.apply(q)
         if mistake == "a ring of five buffers":
             q = Ring.apply(q)
+        if mistake == "a buffer that the first backward pass hands on":
+            q = Pool.apply(q)
         chunks = {}
         if mistake == "chunks without a gradient of o skipped":
             v = Skipping.apply(v, chunks, False)
@@ -215,6 +241,8 @@ def linear(mistake):
         if mistake == "no gradients unless all need one" and not (q.requires_grad and v.requires_grad):
             q, k, v, S = (x if x is None else x.detach() for x in (q, k, v, S))
         o, S = LINEAR(q, k, v, scale=scale, initial_state=S, cu_seqlens=cu_seqlens)
+        if mistake == "a buffer in the dtype of the first call":
+            o = o.to(kept.setdefault(q.shape, q.dtype)).to(q.dtype)
         if mistake == "chunks without a gradient of o skipped":
             o = Skipping.apply(o, chunks, True)
         if mistake == "a carry lost at 2048" and q.shape[1] > 2048:
@@ -273,6 +301,8 @@ WAYS = {  # mistake: a failure that names it
     "channels read as neighbours": ("transposed", "o", "error"),
     "another call's q in the backward pass": ("frozen inputs", "dq", "interleaved"),
     "a ring of five buffers": ("frozen inputs", "dq", "interleaved"),
+    "a buffer that the first backward pass hands on": ("frozen inputs", "dq", "nested"),
+    "a buffer in the dtype of the first call": ("frozen inputs", "o", "dtype before"),
     "chunks without a gradient of o skipped": ("loss of some tokens", "dv", "error"),
     "scores beyond half precision": ("huge", "o", "not finite"),
     "the state updated in place": ("length 7", "S0", "modified"),
@@ -295,6 +325,32 @@ def test_no_way_of_calling_is_left_out(mistake):
     only, *what = WAYS[mistake]
     report = check.kernel("linear_attention", linear(mistake), only=only)
     assert what in [[row.quantity, row.kind] for row in report.failures], str(report)
+
+
+def in_dtypes(seen, refused=(), most=9):
+    """A right form that notes the dtypes of its calls, refuses some, and is wrong with larger batches."""
+
+    def fn(q, k, v, **named):
+        seen.add(q.dtype)
+        if q.dtype in refused:
+            raise TypeError("q: expected another dtype")
+        o, S = LINEAR(q, k, v, **named)
+        return o if len(q) <= most else 1.01 * o, S
+
+    return fn
+
+
+def test_a_call_in_another_dtype_comes_before_where_one_is_claimed():
+    seen = set()
+    check.kernel("linear_attention", in_dtypes(seen), only="frozen inputs").raise_if_failed()
+    assert seen == {torch.float32, torch.bfloat16}
+    refused = in_dtypes(set(), {torch.bfloat16})
+    check.kernel("linear_attention", refused, only="frozen inputs").raise_if_failed()
+    seen.clear()
+    claim = {"dtypes": ("fp32",)}
+    check.kernel("linear_attention", in_dtypes(seen), only="frozen inputs", supports=claim).raise_if_failed()
+    assert seen == {torch.float32}
+    check.kernel("linear_attention", in_dtypes(set(), most=2), only="frozen inputs").raise_if_failed()
 
 
 @pytest.mark.parametrize("name", thin(["expanded", "transposed", "packed strided"], "transposed"))

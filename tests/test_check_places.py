@@ -6,6 +6,7 @@ from cases import drawn
 
 from gla_ref import FORMS, check
 from gla_ref.check import mistakes
+from gla_ref.check.mistakes._places import TILES
 
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
 SEGMENT = "between segments of 256 tokens"
@@ -65,6 +66,9 @@ NAMED = [  # a mechanism, a mistake, and the cases that are enough to tell
     ("softmax_attention", "strides ignored: k read as if contiguous", "strided"),
     ("gla", "strides ignored: do read as if contiguous", "transposed"),
     ("gla", "strides ignored: dS read as if contiguous", "transposed"),
+    ("softmax_attention", "columns of v masked like those of k: beyond K, rounded up to 32, they are 0", "values *"),
+    ("linear_attention", "columns of v masked like those of k: beyond K, rounded up to 16, they are 0", "values *"),
+    ("delta_rule", "strengths kept in a buffer of 4096 numbers, which those of later tokens overwrite", "many t*"),
 ]
 FIRST = [NAMED[8], NAMED[11], NAMED[21], NAMED[31]]
 
@@ -147,6 +151,30 @@ def test_a_mistake_of_some_places_is_named_with_them(name):
     said = " ".join(str(report).split())
     assert report.failures and all(some in said for some in words), str(report)
     assert any(match["mistake"].startswith(mistake) for match in report.diagnosis), str(report)
+
+
+ALONE = "last key lost where a tile of keys would hold that key alone"
+WHOLE = "final state without the last chunk where that is whole"
+
+
+@pytest.mark.parametrize("size", drawn([48, 80, 96, 160, 240], 1, 96))
+@pytest.mark.parametrize("mechanism, name, only", [("softmax_attention", ALONE, "481"), ("simple_gla", WHOLE, "480")])
+def test_tiles_of_an_uncommon_size_are_named(mechanism, name, only, size):
+    m = [m for m in mistakes.MISTAKES if m.name == name][TILES.index(size)]
+    report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=["length 6*", f"{only} tokens"])
+    assert f"{only} tokens" in report.failing, str(report)
+    assert [match["mistake"] for match in report.diagnosis] == [name], str(report)
+
+
+def test_gates_of_many_tokens_and_heads_have_a_place_and_a_bound():
+    wrong, right = made("simple_gla", "running sum of gates in bfloat16"), FORMS["simple_gla"]["chunkwise"]
+    many = some(wrong, right, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192))
+    report = check.kernel("simple_gla", many, only=["length 65", "many tokens and heads"])
+    said = " ".join(str(report).split())
+    assert report.failing == ["many tokens and heads"], str(report)
+    assert "wrong from 1025 tokens on, right with 1024" in said, str(report)
+    assert "wrong from 8 heads on, right with 7" in said, str(report)
+    assert any("running sum of gates in bfloat16" in match["mistake"] for match in report.diagnosis), str(report)
 
 
 def programs(q, k, v, g, **named):

@@ -52,7 +52,8 @@ def kernel(
     """Run a kernel on the cases of its mechanism and hold every result against the float64 recurrence.
 
     Each case is called twice, as in inference (nothing requires a gradient), and with a second backward pass through
-    the same graph; some cases in further ways, such as another call between the forward and the backward pass.
+    the same graph; some cases in further ways, such as another call between the forward and the backward pass, or
+    after a call in another dtype.
 
     Args:
         mechanism: a key of `gla_ref.check.MECHANISMS`.
@@ -99,7 +100,7 @@ def kernel(
     if not 0 < time_limit < math.inf:
         raise ValueError(f"time_limit: expected seconds, more than 0, got {time_limit}")
     how = Convention(layout, state, gate, forward_only or not claim.gradient)
-    it = Kernel(fn, mechanism, how, device_of(device), time_limit)
+    it = Kernel(fn, mechanism, how, device_of(device), time_limit, claim.dtypes)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     ladder = Ladder([only], 0, []) if isinstance(only, Case) else claimed(mechanism, level, seed, claim, dtype)
     asked = ("*",) if only is None or isinstance(only, Case) else (only,) if isinstance(only, str) else tuple(only)

@@ -158,6 +158,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     # a delta rule's triangles of so many heads would take seconds
     long = {"H": 2, "T": 300} if strengths else {"H": 16, "K": 3, "V": 4, "T": 4 * C + 10}
     long = {"H": 1, "T": 8 * C + 1} if kind.cache else long
+    tiled = (481,) if kind.cache else (480, 481)  # a cache has no final state that a last whole tile could miss
     found += [
         Case("square", H=2, K=6, V=6, T=2 * C, telling=True),
         Case("one head", H=1, K=64, V=48, T=C + SUB + 1),
@@ -197,7 +198,12 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("large", size=30.0, telling=True),
         Case("huge", size=2.0**18, state=not kind.cache, loss="state" if kind.cache else "both"),
         Case("long", **long),
+        # one more than, and a multiple of, tiles of 16, 32, 48, 80, 96, 160 and 240 tokens
+        *(Case(f"{T} tokens", B=1, T=T, H=1, K=3, V=4, state=not kind.cache) for T in tiled),
+        Case("values wider than keys", B=1, H=1, K=16, V=80, T=C + 3),
     ]
+    if gates or strengths:  # more of them than a buffer of 8192 numbers holds
+        found.append(Case("many tokens and heads", B=1, T=16 * C + SUB, H=8, K=2, V=3, gate="-1" if gates else MILD))
     if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
         found.append(Case("steep", scale=300.0, state=False))
         found.append(Case("steep and negative", scale=-300.0, state=False))

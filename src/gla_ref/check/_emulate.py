@@ -336,6 +336,14 @@ class Whole(torch.autograd.Function):
     """
 
     STEP = 64  # tokens from one partial sum that is looked at to the next
+    DRAWS = 16  # the error of a number is the largest of so many, as that of other emulated runs
+
+    @staticmethod
+    def noise(like: Tensor, rng: torch.Generator) -> Tensor:
+        """For each number of a tensor the largest of several normal draws, in absolute value."""
+        drawn = torch.randn((Whole.DRAWS, *like.shape), generator=rng, dtype=like.dtype, device=like.device)
+        high, low = drawn.amax(0), drawn.amin(0)
+        return torch.where(high > -low, high, low)
 
     @staticmethod
     def sums(a, b, c, S, dtype):
@@ -353,11 +361,8 @@ class Whole(torch.autograd.Function):
                 before = a[:, :, n:] @ states[:, :, n : n + 1]
                 up[:, :, n:] += before.square()
                 down[:, :, n:] += (o[:, :, n:] - before).square()
-            o = o + rounds * torch.maximum(up, down).sqrt() * torch.randn(
-                o.shape, generator=rng, dtype=o.dtype, device=o.device
-            )
-            off = rounds * states.square().sum(2).sqrt()
-            S = S + off * torch.randn(S.shape, generator=rng, dtype=S.dtype, device=S.device)
+            o = o + rounds * torch.maximum(up, down).sqrt() * Whole.noise(o, rng)
+            S = S + rounds * states.square().sum(2).sqrt() * Whole.noise(S, rng)
         return rearrange(o, "b h n t d -> b (n t) h d")[:, :T].to(low), S.to(low)
 
     @staticmethod

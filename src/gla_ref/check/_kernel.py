@@ -85,13 +85,14 @@ def checked(name: str, x: object, shape: torch.Size, dtypes: list[torch.dtype], 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function, what it computes, how it wants to be called, where it runs, and for how long a call may."""
+    """A function, what it computes, how it wants to be called, where it runs, for how long, and in which dtypes."""
 
     fn: Callable
     mechanism: str
     how: Convention
     device: torch.device
     seconds: float
+    dtypes: tuple[torch.dtype, ...] = ()
 
     @property
     def kind(self) -> Kind:

@@ -20,8 +20,9 @@ from ._emulate import attend, by_token, corrected, corrected_by_token, one_produ
 
 PIECE = 16  # tokens of the recurrence at a time
 SHORT = 520  # tokens up to which the recurrence itself is the oracle; then a form held against it
+CHUNK = 256  # the longest chunk of an emulated run: a product over more tokens has a run of its own
 # one chunk after another, of lengths that kernels have (the longest is the whole of most cases)
-LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=256))
+LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=CHUNK))
 DELTA = (partial(corrected, C=32), partial(corrected, C=64, ahead=True), partial(corrected, C=128))
 
 
@@ -54,7 +55,7 @@ class Kind:
             oracle in long sequences; the tests hold it against that.
         plain: right runs without products, which luck has no part in (and no keyword).
         also: forms whose own float32 run counts among them, up to SHORT tokens.
-        beyond: as `plain`, of float32, which count beyond SHORT tokens.
+        beyond: as `plain`, of float32, which count beyond CHUNK tokens.
         widest: the largest V of its cases.
     """
 

@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,7 @@ class Way:
         kind: the word for a finding.
         when: the same in a message.
         options: of `evaluate`.
+        besides: options of a call that must be right where the way is to blame; none for the usual call.
         gradients: whether they are recorded.
         lacks: quantities that it does not return.
         may_raise: what is not covered where it raises; empty where it must not.
@@ -114,6 +116,7 @@ class Way:
     kind: str
     when: str
     options: dict = field(default_factory=dict)
+    besides: dict | None = None
     gradients: bool = True
     lacks: tuple[str, ...] = ()
     may_raise: str = ""
@@ -153,6 +156,39 @@ class Trial:
                 torch.cuda.synchronize(device)
             return {n: y if y is None else y.to("cpu", copy=True) for n, y in found.items()}
 
+    def another(self) -> torch.dtype | None:
+        """The dtype of a call before the usual ones, if the kernel claims another one."""
+        usual = self.p.dtypes["o"]
+        low = torch.bfloat16 if usual == torch.float32 else torch.float32
+        over_ranks = hasattr(self.kernel.fn, "mistakes")
+        return low if low in self.kernel.dtypes and not over_ranks else None
+
+    def more(self, n: str, y: Tensor, entries: int) -> Tensor:
+        """A tensor with so many more batch entries, the first one again."""
+        y = self.kernel.own(n, y)
+        return self.kernel.own(n, torch.cat([y, *[y[:1].detach()] * entries]))
+
+    def larger(self, entries: int, low: torch.dtype | None, *tokens, initial_state, **options):
+        """The results of a call with so many more batch entries, if a dtype is given after a call in that dtype.
+
+        No case has a batch of such a size, so no earlier call had these shapes.
+        """
+        kind, case = self.kind, self.p.case
+        if low:
+            x = {n: self.more(n, y, entries).to(held(kind, n, case, low)) for n, y in self.x.items()}
+            call = partial(self.kernel.call, dict.fromkeys(kind.named("gate"), low))
+            with suppress(Exception):  # a kernel may refuse a dtype
+                evaluate(call, kind, x, case)
+        past = () if initial_state is None else initial_state if kind.cache else (initial_state,)
+        past = tuple(self.more(n, y, entries) for n, y in zip(kind.states, past, strict=False))
+        given = [self.more(n, y, entries) for n, y in zip(kind.arguments, tokens, strict=True)]
+        past = None if not past else past if kind.cache else past[0]
+        o, state = self.call(*given, initial_state=past, **options)
+        B = len(tokens[0])
+        if state is None:
+            return o[:B], None
+        return o[:B], tuple(y[:B] for y in state) if kind.cache else state[:B]
+
     def others(self) -> None:
         """Several calls of the same sizes, on the inputs moved along by one, every second with its backward pass."""
         for i in range(BETWEEN):
@@ -175,6 +211,10 @@ class Trial:
         if case.ends and "cu_seqlens" in takes:
             when = "where the boundaries in cu_seqlens have changed since a call before"
             yield Way("moved", when, self.usual | {"moved": True}, gradients=not forward_only)
+        if case.frozen and (low := self.another()):
+            when = f"after a call of the same sizes in {str(low).removeprefix('torch.')}"
+            after, fresh = ({"fn": partial(self.larger, *how)} for how in ((1, low), (2, None)))
+            yield Way("dtype before", when, self.usual | after, self.usual | fresh, gradients=not forward_only)
         if forward_only or not differentiable:
             return
         when = "in a second backward pass"  # a kernel may refuse it: it says so, nobody is misled
@@ -182,6 +222,9 @@ class Trial:
         if case.frozen:
             when = f"where {BETWEEN} other calls come before the backward pass"
             yield Way("interleaved", when, {"between": self.others})
+            when = f"in a second backward pass before which come {BETWEEN} other calls"
+            nested = {"backwards": 2, "amid": self.others}
+            yield Way("nested", when, nested, may_raise="second backward pass")
         if case.loss == "o" and "output_final_state" in takes:
             without = {"fn": partial(self.call, final=False)}
             yield Way("stateless", "where output_final_state is False", without, lacks=states)
@@ -197,6 +240,9 @@ class Trial:
             return only_then(self.p, usual, {n: x for n, x in found.items() if n not in way.lacks})
 
         names = wrong(found)
+        if names and way.besides:
+            usually = attempt(self.kernel.seconds, self.run, way.gradients, way.besides)
+            names = [] if isinstance(usually, Finding) else [n for n in names if n not in wrong(usually)]
         if not names:
             return
         again = [attempt(self.kernel.seconds, self.run, way.gradients, way.options) for _ in range(REPEATED)]
@@ -230,13 +276,19 @@ class Trial:
 
     def tried(self, usual: Found) -> Iterator[Finding]:
         """What is wrong in the other ways and right, or there, as usual."""
-        written = self.written()
+        written, failed = self.written(), set()
         for way in self.ways(usual["dq"] is not None):
+            if way.kind == "nested" and failed & {"twice", "interleaved"}:
+                continue
             found = attempt(self.kernel.seconds, self.run, way.gradients, way.options)
             if not isinstance(found, Finding):
-                believed = self.believed(way, usual, found)
-                yield from (f for f in believed if way.kind != "interleaved" or f.quantity not in written)
+                between = way.kind in ("interleaved", "nested")
+                for f in self.believed(way, usual, found):
+                    if not between or f.quantity not in written:
+                        failed.add(way.kind)
+                        yield f
             elif way.may_raise and found.kind == "raises":
+                failed.add(way.kind)
                 yield Finding("not covered", way.may_raise)
             else:
                 yield Finding(found.kind, f"{way.when}: {found}", found.quantity)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..rounding import budget, error
 from ._cases import C, Case, held
-from ._mechanisms import MECHANISMS, SHORT, Kind
+from ._mechanisms import CHUNK, MECHANISMS, SHORT, Kind
 
 __all__ = ["emulated", "exact", "judge"]
 
@@ -35,13 +35,15 @@ def evaluate(
     frozen: Sequence[str] = (),
     backwards: int = 1,
     between: Callable[[], object] | None = None,
+    amid: Callable[[], object] | None = None,
     moved: bool = False,
 ) -> dict[str, Tensor | None]:
     """o, final states and every gradient of one call; None for what the function does not give.
 
     There is no gradient for the inputs that are `frozen`; what a loss of the state alone does not reach has one of
-    0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them
-    other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call before.
+    0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them, and
+    `amid` them, other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call
+    before.
     """
     arguments = [a.name for a in kind.mechanism.arguments if a.name in x]
     names = [*arguments, *kind.states]
@@ -75,6 +77,8 @@ def evaluate(
         pull = 1.0 if x["q"].dtype == torch.float16 else case.pull
         cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
         cotangents = cotangents if pull == 1 else [pull * d for d in cotangents]
+        if amid and left < backwards - 1:
+            amid()
         grads = torch.autograd.grad(
             list(pulled.values()),
             list(asked.values()),
@@ -216,7 +220,7 @@ def work_out(
     exact = evaluate(kind.oracle, kind, x, case)
     single, short = dtype == torch.float32, case.T <= SHORT
     emulate, lucky = partial(kind.emulate, dtype=dtype), len(kind.emulated)
-    made = lucky + len(kind.plain) + (len(kind.beyond) if single and not short else 0)
+    made = lucky + len(kind.plain) + (len(kind.beyond) if single and case.T > CHUNK else 0)
     ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
     if single and (short or not kind.cache):
         ways.append((partial(emulate, thrice=True), 3))

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ._calls import corrected
+from ._calls import Attention, Call, corrected
 from ._core import (
     CARRY,
     CHANNELS,
@@ -33,10 +33,11 @@ from ._core import (
 )
 from ._delta import HEADS, SOLVE, eye, inverted
 from ._linear import decay
-from ._softmax import MASK, PACKED
+from ._softmax import MASK, OUT, PACKED
 
 SEGMENTS = (256, 512, 1024, 2048)
 WIDTHS = (16, 32, 64, 128)
+TILES = (*WIDTHS, 48, 80, 96, 160, 240)
 
 
 # -- long sequences ------------------------------------------------------------------------------
@@ -70,6 +71,25 @@ for n in (64, 128, *SEGMENTS):
         return c.weigh(x.masked_fill(beyond, -torch.inf).softmax(-1).nan_to_num(0.0))
 
 
+for n in TILES:
+
+    @mistake("last key lost where a tile of keys would hold that key alone", MASK, SOFTMAX)
+    def _(c, n=n):
+        x = c.scores()
+        keys = x.shape[-1]
+        lost = (torch.arange(keys, device=x.device) == keys - 1) & (keys % n == 1) & (keys > 1)
+        return c.weigh(x.masked_fill(lost, -torch.inf).softmax(-1).nan_to_num(0.0))
+
+
+for n in (1024, 2048, 4096, 8192):
+
+    @mistake(f"strengths kept in a buffer of {n} numbers, which those of later tokens overwrite", WRITE, DELTA)
+    def _(c, n=n):
+        beta = c.beta.flatten(1)
+        i, last = torch.arange(beta.shape[1], device=beta.device) % n, beta.shape[1] - 1
+        return c.run(beta=beta[:, i + (last - i) // n * n].view_as(c.beta))
+
+
 # -- wide rows -----------------------------------------------------------------------------------
 def turned(x: Tensor, n: int, axis: int = -1) -> Tensor:
     """x with the channels beyond the first n replaced by those of the first n, over and over."""
@@ -92,10 +112,33 @@ for n in WIDTHS:
         )
 
 
+for n in (16, 32, 64):
+    name = f"columns of v masked like those of k: beyond K, rounded up to {n}, they are 0"
+
+    def kept(c: Call | Attention, n: int = n) -> Tensor:
+        return torch.arange(c.v.shape[-1], device=c.v.device) < -(-c.q.shape[-1] // n) * n
+
+    simple(name, WRITE, lambda c, kept=kept: {"v": c.v * kept(c)})
+
+    @mistake(name, OUT, SOFTMAX)
+    def _(c, kept=kept):  # the cache holds all columns
+        o, cache = c.run()
+        return o * kept(c), cache
+
+
 # -- initial and final states --------------------------------------------------------------------
 @mistake("final state without the last chunk", "S_T", chunked=True)
 def _(c):  # its gradient, too
     return c.run()[0], c.cut(0, (c.q.shape[1] - 1) // c.C * c.C).run()[1]
+
+
+for n in TILES:
+
+    @mistake("final state without the last chunk where that is whole", "S_T")
+    def _(c, n=n):
+        T = c.q.shape[1]
+        o, S = c.run()
+        return o, c.cut(0, T - n).run()[1] if T and T % n == 0 else S
 
 
 @mistake("final state not decayed through the last chunk", "S_T", GATES, chunked=True)
