@@ -211,3 +211,18 @@ def test_errors_that_grow_have_no_bound():
 
     report = check.kernel("linear_attention", drifting, only="l*")
     assert report.failures and not any("tokens" in line for line in report.measured), str(report)
+
+
+def test_packed_attention_is_measured_without_a_cache():
+    def moved(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+        """dk of each packed sequence but the first goes to the next head."""
+        o, cached = FORMS["softmax_attention"]["two_pass"](
+            q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
+        )
+        if k.requires_grad and cu_seqlens is not None and len(cu_seqlens) > 2:
+            a = int(cu_seqlens[1])
+            k.register_hook(lambda dk: torch.cat([dk[:, :a], dk[:, a:].roll(1, 2)], 1))
+        return o, cached
+
+    report = check.kernel("softmax_attention", moved, only="[lp]*")
+    assert report.failures and report.measured, str(report)

@@ -272,7 +272,7 @@ class Bounds:
             found += [f"wrong with {x}, right without" for x in needed]
             if "other" not in [*needed]:
                 found += [s] if (s := self.alone(c)) else []
-            if not c.state and not self.fails(replace(c, state=True)):
+            if not (c.state or self.kind.cache and c.ends) and not self.fails(replace(c, state=True)):
                 found.append("wrong without an initial state, right with one")
         except Spent:
             pass
