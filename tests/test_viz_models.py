@@ -10,7 +10,7 @@ from gla_ref.book.viz import delta_roles as roles
 from gla_ref.book.viz import gla_block
 from gla_ref.book.viz import three_jobs as jobs
 from gla_ref.book.viz.model_map import GATES, K4, MODELS, V4, WRITES, model_map, states
-from gla_ref.book.viz.recall_by_state import measured, recall_by_state
+from gla_ref.book.viz.recall_by_state import matrices, measured, recall_by_state
 from gla_ref.models import Config
 from gla_ref.models.language_model import Block
 
@@ -199,7 +199,7 @@ def test_dots_are_the_means_of_records():
             own = [
                 r["evaluations"][-1]["accuracy"]
                 for r in records
-                if r["about"]["stage"] == "main" and r["about"]["mixer"] == mixer and r["state"] == state
+                if r["about"]["stage"] == "main" and r["about"]["mixer"] == mixer and matrices(r) == state
             ]
             assert len(own) == 3 and scores[-1][1] == own
             assert f"{state:,}: {sum(own) / 3:.0%}" in explorable.frames[n][-1].readout
@@ -207,3 +207,4 @@ def test_dots_are_the_means_of_records():
     least = sum(linear[min(linear)][-1][1]) / 3
     assert f"{least:.0%} of the answers" in explorable.question.answers[explorable.question.right]
     assert explorable.frames[0][0].readout.endswith("nothing yet.")
+    assert list(linear) == [2 * 4 * 16, 8 * 16 * 4, 32 * 64]  # heads, K and V; without convolutions

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
+from ...experiments.training import state_size
+from ...models import Config
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import circle, part, path, rect, text
 
-__all__ = ["NAMES", "measured", "recall_by_state"]
+__all__ = ["NAMES", "matrices", "measured", "recall_by_state"]
 
 #: mixers in the order of their scores' story, with the words of the book
 NAMES = {
@@ -22,12 +24,22 @@ NAMES = {
 }
 
 
+def matrices(record: dict) -> int:
+    """Numbers in the mixers' states or caches after the longest text, without the last inputs of short convolutions."""
+    run = record["run"]
+    T = max(T for T, _ in run["settings"]["lengths"])
+    return state_size(Config(**run["model"] | {"use_short_conv": False}), T)
+
+
 def measured(records: Sequence[dict]) -> dict[str, dict[int, list[tuple[int, list[float]]]]]:
-    """For each mixer and size of its state: (steps, accuracy of each seed) of each evaluation. Trials are left out."""
+    """For each mixer and size of its state (:func:`matrices`): (steps, accuracy of each seed) of each evaluation.
+
+    Trials are left out.
+    """
     found: dict[str, dict[int, list]] = {}
     for r in records:
         if r["about"]["stage"] == "main":
-            found.setdefault(r["about"]["mixer"], {}).setdefault(r["state"], []).append(r["evaluations"])
+            found.setdefault(r["about"]["mixer"], {}).setdefault(matrices(r), []).append(r["evaluations"])
     return {
         mixer: {
             state: [(each[0]["step"], [e["accuracy"] for e in each]) for each in zip(*seeds, strict=True)]
@@ -66,7 +78,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
             pieces.append(text(LEFT - 6, _y(share), f"{share:.0%}", "end"))
         for state in sizes:
             pieces.append(text(x(state), TOP + TALL + 12, f"{state:,}"))
-        pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 30, "numbers in the state after a text"))
+        pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 30, "numbers in the state after a text (logarithmic)"))
         for share, kind, words in (
             (base["majority"], "line-orange", "One of the text's values, whichever"),
             (base["chance"], "line-grey", "Any value of the vocabulary"),
@@ -102,15 +114,15 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
 
     linear = {state: fmean(scores[-1][1]) for state, scores in found["linear"].items()}
     small, more = list(linear)[:2]
-    options = {"nearly all": 0.8, "about half": 0.3, "as many as by guessing": 0.0}
+    options = {"nearly all": 0.8, "about half": 0.3, "no more than one of the text's values, whichever": 0.0}
     right = next(words for words, least in options.items() if linear[small] >= least)
     fact = f"With {small:,} numbers linear attention has {linear[small]:.0%} of the answers."
 
     return Explorable(
         title="Which mixer recalls, with how large a state?",
-        notice="Each dot is a model of one layer, trained on the same texts. Softmax keeps every key and value. The "
-        "others have a state whose size depends on the number of heads alone. A large dot is the mean over "
-        "seeds, small dots are the seeds.",
+        notice="A small dot is one trained model, a large dot the mean of three seeds. All have one layer and saw the "
+        "same texts. Softmax attention keeps every key and value; the number of heads decides how large the state of "
+        "the others is. Where the line falls to the right, look for a seed that hardly learned.",
         alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; two dashed "
         "lines near the bottom are the shares of answers that guessing gives.",
         controls=(Choice("Mixer", [NAMES[m] for m in found]), Slider("Steps of training", steps)),
@@ -125,7 +137,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         ),
         question=Question(
             f"Linear attention has {linear[more]:.0%} of the answers with {more:,} numbers in its state. How many "
-            f"has it with {small:,}?",
+            f"does it have with {small:,}?",
             right,
             {words: fact if words == right else f"No: {fact[0].lower()}{fact[1:]}" for words in options},
             seen=(list(found).index("linear"), len(steps) - 1),
