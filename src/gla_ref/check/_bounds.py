@@ -109,7 +109,7 @@ class Bounds:
             raise Spent
         k, claim = self.examiner.kernel, self.examiner.claim
         rows, asked = self.examiner.asked(case)
-        if rows or asked is None or claim.fit(case, self.kind) != case:
+        if case.T < 1 or rows or asked is None or claim.fit(case, self.kind) != case:
             return self.known.setdefault(key, 0.0)
         p = self.problem(case)
         trial = Trial(k, p, self.apart)
@@ -272,7 +272,7 @@ class Bounds:
             found += [f"wrong with {x}, right without" for x in needed]
             if "other" not in [*needed]:
                 found += [s] if (s := self.alone(c)) else []
-            if not (c.state or self.kind.cache and c.ends) and not self.fails(replace(c, state=True)):
+            if not (c.state or self.kind.cache) and not self.fails(replace(c, state=True)):  # a cache adds keys
                 found.append("wrong without an initial state, right with one")
         except Spent:
             pass
