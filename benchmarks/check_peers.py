@@ -63,9 +63,9 @@ LEVELS = ("quick", "full")
 KEY = ("subject", "dtype", "level", "seeds")  # of a record, which a newer one replaces
 GROUPS = {  # a group of quick cases: the patterns of their names; a case belongs to the first that fits
     "packed": ("*packed*", "many sequences"),
-    "lengths": ("length *", "long", "narrow and long", "random *"),
+    "lengths": ("length *", "??? tokens", "long", "narrow and long", "random *"),
     "gates": ("gate *", "gates *", "wide keys and gate *"),
-    "sizes": ("square", "one head", "wide", "wider", "widest", "many heads", "joint*", "sizes *", "value heads*"),
+    "sizes": ("square", "one head", "wide", "*wider*", "widest", "many *heads", "joint*", "sizes *", "value heads*"),
     "keys": ("keys *", "* keys", "strength*", "values *", "later tokens loud"),
     "scales": ("scale *", "one token with scale", "steep*"),
     "states": ("*state*", "*cache*"),
