@@ -139,7 +139,10 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
             f"Linear attention has {linear[more]:.0%} of the answers with {more:,} numbers in its state. How many "
             f"does it have with {small:,}?",
             right,
-            {words: fact if words == right else f"No: {fact[0].lower()}{fact[1:]}" for words in options},
+            {
+                words: fact if words == right else f"{'Fewer' if least > linear[small] else 'More'}: w{fact[1:]}"
+                for words, least in options.items()
+            },
             seen=(list(found).index("linear"), len(steps) - 1),
             before=(list(found).index("linear"), 0),
         ),
