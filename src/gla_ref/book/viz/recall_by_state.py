@@ -92,20 +92,21 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         order = [other for other in found if other != mixer] + [mixer]
         for other in order:
             mine = other == mixer
-            points = []
+            if mine and len(found[other]) > 1:  # below its dots, which say what they are
+                means = {
+                    state: fmean(scores[n - 1][1]) if n else base["chance"] for state, scores in found[other].items()
+                }
+                pieces.append(path([(x(state), _y(mean)) for state, mean in means.items()], "line-blue"))
             for state, scores in found[other].items():
                 seeds = scores[n - 1][1] if n else [base["chance"]]
                 mean = fmean(seeds)
                 at = (x(state), _y(mean))
-                points.append(at)
                 kind = "blue" if mine else "grey"
                 words = f"{NAMES[other]}, {state:,} numbers: {mean:.1%}"
                 words += f" (runs: {', '.join(f'{y:.0%}' for y in sorted(seeds))})" if n else ""
                 shapes = [circle(at[0], _y(y), 2.5, kind) for y in seeds] if mine else []
                 shapes.append(circle(*at, 6 if mine else 4, kind))
                 pieces.append(part(words, *shapes, choose={0: list(found).index(other)}))
-            if mine and len(points) > 1:
-                pieces.append(path(points, "line-blue"))
         said = ", ".join(
             f"{state:,}: {fmean(scores[n - 1][1]):.0%}" if n else f"{state:,}: nothing yet"
             for state, scores in found[mixer].items()
