@@ -1,4 +1,4 @@
-"""What the tests of kernels share: where they run, and how results are held to the budgets of emulated runs.
+"""Shared by the tests of kernels: where they run, and how results are held to the budgets of emulated runs.
 
 The budget is one rule: 2 x the error of emulated runs + 4 eps (the oracle rule). The runs are those of the check kit
 (`gla_ref.check.oracle`). The worst of sixteen counts, which sum up every product in orders of their own (fewer, the

@@ -1,4 +1,4 @@
-"""The notebooks on Colab's cards: all kernels are compiled for them, and what would fail there is found here."""
+"""The notebooks on Colab's cards: all kernels are compiled for them, so failures there are found here."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(notebook: Path, card: str) -> dict:
-    """What `run_notebook` finds in a notebook, in a process of its own."""
+    """The findings of `run_notebook`, in a process of its own."""
     code = f"import json, compile_notebooks as tool; print(json.dumps(tool.run_notebook({str(notebook)!r}, {card!r})))"
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"PYTHONPATH": path}

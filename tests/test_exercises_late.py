@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapters 9 to 15, right ones and wrong ones with what they are told."""
+"""Answers to the exercises of chapters 9 to 15, right ones and wrong ones with the replies they get."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def played(x, ends=None, path=None, seed=0, ignored=None, backward=True):
 
 
 def add_pairs(made, x, ends, strong, C=64, forward=False):
-    """What `mend_gradient` or, forward, `mend` does, in float64: all pairs of strong chunks, one by one."""
+    """The work of `mend_gradient` or, forward, `mend`, in float64: all pairs of strong chunks, one by one."""
     scale, (B, T, H, _) = x["q"].shape[-1] ** -0.5, x["q"].shape
     ends = ends or (0, T)
     for i_b, i_h, n in itertools.product(range(B), range(H), range(len(ends) - 1)):

@@ -27,7 +27,7 @@ PATHS = {"simple_gla": kernels.PATHS, "gla": gla_kernels.PATHS}
 WAYS = [(mechanism, path) for mechanism in PATHS for path in PATHS[mechanism]]
 F32 = torch.float32
 EPS = torch.finfo(F32).eps
-SMALLEST = 2.0**-24  # of float16's numbers above 0
+SMALLEST = 2.0**-24  # float16's least number above 0
 MILD = "logsigmoid/16"
 
 

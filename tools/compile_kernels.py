@@ -315,7 +315,7 @@ def refilled(product: str, operands: set[str], later: list[str], slots: dict[str
 
 
 def cases_of(arch: int, most: bool = False) -> list[str]:
-    """What is compiled for a class when nothing is asked for; `most`: only the cases that need most of a thread."""
+    """The cases compiled for a class when nothing is asked for; `most`: only the cases that need most of a thread."""
     if arch in ALIKE:
         return [n for n, case in CASES.items() if case.K == 128 and case.dtype == "float16"]
     half = "bfloat16" if arch >= 80 else "float16"
@@ -355,7 +355,7 @@ def assembled(make: Callable) -> tuple:
 
 
 def compiled(launch: Launch, arch: int) -> dict:
-    """What a launch needs of a GPU."""
+    """The resources that a launch needs."""
     Target.arch = arch
     kernel, registers, spilled = assembled(lambda: compile_launch(launch))
     warps, stages = (launch.options.get(n, d) for n, d in (("num_warps", 4), ("num_stages", 3)))

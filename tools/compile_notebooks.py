@@ -133,7 +133,7 @@ class Compiler:
         compile_kernels.Target.arch = CARDS[self.card]
         triton.runtime.driver.set_active(compile_kernels.Target())
         triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
-        patch(notebook, "sci", str)  # of a result that is not computed, perhaps NaN
+        patch(notebook, "sci", str)  # a result that is not computed may be NaN
         patch(triton.testing, "do_bench", lambda f, **_: (f(), 1.0)[1])
         patch(triton.JITFunction, "run", lambda kernel, *args, **options: self.launch(kernel, args, options))
         patch(program, "compiled", lambda launches, _, twins: [self.planned(x) for x in [*launches, *twins()]])

@@ -169,7 +169,7 @@ def emulated(
     many = -(-copies // len(chosen))
     like = {f"d{n}": y for n, y in x.items()} | {"o": x["v"], "k_cache": x["k"], "v_cache": x["v"]}
     wide = {n: y.to(torch.promote_types(y.dtype, torch.float32)) for n, y in x.items()}
-    if sharp and not kind.cache and case.scale != 0:  # what the loss puts on o is rounded before it meets the scale
+    if sharp and not kind.cache and case.scale != 0:  # the gradient of o is rounded before it meets the scale
         last = x["q"].shape[-1] ** -0.5 if case.scale is None else case.scale
         case = replace(case, scale=1.0)
         wide |= {n: y / last for n, y in wide.items() if n == "d S"}

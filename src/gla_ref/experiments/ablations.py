@@ -1,4 +1,4 @@
-"""What GLA's gate is made of, one change at a time: the GLA paper's table 4 on our texts (chapter 19).
+"""GLA's gate, one change at a time: the GLA paper's table 4 on our texts (chapter 19).
 
 The base is GLA of the size "10M" with short convolutions: a gate for every channel, of rank 16, tau = 16, 4 heads. The
 changes: no gate, a decay that no data change (RetNet's), one gate for every head, rank 4 and 64, tau 1 and 4, 1 and 8

@@ -1,4 +1,4 @@
-"""What an experiment consists of: settings, checked, and runs, with all that their numbers depend on (chapter 19)."""
+"""The parts of an experiment: settings, checked, and runs, with all that their numbers depend on (chapter 19)."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from ..models.mixers import GatedDeltaRule, Mamba2, RetNet, ScalarGates
 
 __all__ = ["CHUNK", "STRONG", "gates_of", "log_gates"]
 
-CHUNK, STRONG = 64, -80.0  # of the kernels in bfloat16: a chunk where a channel's log gates sum to less is strong
-SHARES = 0.05, 0.25, 0.5, 0.75, 0.95  # of channels, or tokens, at or below a quantile
+CHUNK, STRONG = 64, -80.0  # as in the bfloat16 kernels: a chunk where a channel's log gates sum to less is strong
+SHARES = 0.05, 0.25, 0.5, 0.75, 0.95  # shares of channels, or tokens, at or below a quantile
 LEAST = 1e-9  # nats that a token counts at least: a channel without decay has no half-life
 
 

@@ -162,7 +162,7 @@ def multiplier(
     gl.store(S_last + ((i_b * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_v[None, :], S)
 
 
-@gluon.jit(do_not_specialize=("T", "H"))  # else new lengths may be compiled anew
+@gluon.jit(do_not_specialize=("T", "H"))  # so that a new length compiles nothing
 def walk(q, k, v, g, o, S_last, strong, T, H, scale, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr):
     i_b, i_h = gl.program_id(0) // H, gl.program_id(0) % H
     W: gl.constexpr = K // 16  # warps of the multiplier
