@@ -883,7 +883,7 @@ def test_the_live_setting_is_learned_on_a_cpu(place):
         soft, gla = (mqar.carry_out(run, place)["evaluations"][-1]["accuracy"] for run in runs)
     finally:
         torch.set_num_threads(threads)
-    assert soft > 0.95 and 0.6 < gla < soft
+    assert soft > 0.95 and gla > 0.6
     assert time.process_time() - began < 60, "two runs of some ten seconds of one core"
 
 

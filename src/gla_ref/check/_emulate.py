@@ -136,29 +136,24 @@ class Carry(torch.autograd.Function):
         return dwrite, (states[..., 1:, :, :] * dwrite).sum_to_size(kept.shape), dS, None
 
 
-class ReverseSum(torch.autograd.Function):
-    """q, k and the total decay of each chunk `[..., C, K]`, from whose gradients that of g is made as kernels make it.
+class Decayed(torch.autograd.Function):
+    """x, unchanged, of tokens that decay by e^w on the way to it, whose gradient goes to w as kernels make it: x dx.
 
-    To a chunk's end it is the running sum of q dq - k dk, as they are stored, and what comes back for the total.
-    Its terms cancel, so that it is the least exact of the right ways, the more so the longer the chunk. `also` are
-    tensors that read the state as q does.
+    dx is rounded as it is stored. With w the running sum of g, from q and w and from k and -w the gradient of g is the
+    sum of q dq - k dk from a token to its chunk's end. The terms cancel, so that it is the least exact of the right
+    ways, the more so the longer the chunk.
     """
 
     @staticmethod
-    def forward(ctx, q, k, g, dtype, *also):
-        ctx.save_for_backward(k, q, *also)
+    def forward(ctx, x, w, dtype):
+        ctx.save_for_backward(x)
         ctx.dtype = dtype
-        return q.clone(), k.clone(), g.sum(-2), *(x.clone() for x in also)
+        return x.clone()
 
     @staticmethod
-    def backward(ctx, dq, dk, dtotal, *dalso):
-        if not ctx.needs_input_grad[2]:
-            return dq, dk, None, None, *dalso
-        k, *reads = ctx.saved_tensors
-        stored = (x.to(ctx.dtype).to(x.dtype) for x in (dk, dq, *dalso))
-        signs = -1, *[1] * len(reads)
-        terms = sum(x * d * sign for x, d, sign in zip((k, *reads), stored, signs, strict=True))
-        return dq, dk, terms.flip(-2).cumsum(-2).flip(-2) + dtotal[..., None, :], None, *dalso
+    def backward(ctx, d):
+        (x,) = ctx.saved_tensors
+        return d, x * d.to(ctx.dtype).to(d.dtype) if ctx.needs_input_grad[1] else None, None
 
 
 def by_channel(g: Tensor | None, k: Tensor) -> Tensor:
@@ -185,8 +180,8 @@ def pairs(q, k, g, c, alike, luck):
         return (q @ k.mT) * luck.exp(segment_sum(g[..., :1])[..., 0])
     if luck.sharp:
         own = torch.diag_embed((q[..., None, :] @ k[..., None])[..., 0, 0])
-        q, k, _ = ReverseSum.apply(q, k, g, q.dtype)
-        g = g.detach()
+        b = g.cumsum(-2)
+        q, k, g = Decayed.apply(q, b, q.dtype), Decayed.apply(k, -b, q.dtype), g.detach()
     for i in range(0, C, c):
         q_i, k_i, g_i = (x[..., i : i + c, :] for x in (q, k, g))
         P = by_pair(q_i, k_i, g_i, luck) if luck.sharp else scores(q_i, k_i, g_i)
@@ -217,8 +212,9 @@ def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves
         least = -40.0 if dtype == torch.bfloat16 else -3.0
         half = torch.where(half < (least if halves else 0.0), 0.0, half)
     else:
-        q, k, total = ReverseSum.apply(q, k, g, dtype)
-        g, half = g.detach(), half.clamp(min=-3.0 if halves else 0.0)
+        b = g.cumsum(-2)
+        q, k, g = Decayed.apply(q, b, dtype), Decayed.apply(k, -b, dtype), g.detach()
+        half = half.clamp(min=-3.0 if halves else 0.0)
     total, stored = total[..., None], v
     if g_v is not None:
         total, stored = total + decay.sum(-2, keepdim=True), v * exp(decay_to_end(decay))
@@ -238,8 +234,11 @@ def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves
         if g_v is None:  # one sum over all of a chunk's tokens
             o = Product.apply(P, v, dtype, luck, inter) if luck.sharp else inter + P @ v
         else:
-            P = P[..., None, :, :] * exp(segment_sum(decay)).movedim(-1, -3)
-            o = inter * exp(decay_from_start(decay)) + (P @ v.mT[..., None])[..., 0].mT
+            # a token's pair with itself has no decay: it is in no gradient of one
+            w, own = decay.cumsum(-2), P.diagonal(dim1=-2, dim2=-1)[..., None] * v
+            P = P.tril(-1)[..., None, :, :] * exp(segment_sum(decay.detach())).movedim(-1, -3)
+            o = Decayed.apply((P @ Decayed.apply(v, -w, v.dtype).mT[..., None])[..., 0].mT, w, v.dtype)
+            o = inter * exp(decay_from_start(decay)) + own + o
     o = rearrange(scale * o, "b h n t d -> b (n t) h d")
     return o[:, :T], S
 
@@ -284,8 +283,10 @@ def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=Fals
     q, k, v, g, beta = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
     q, k, v, g, beta = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g, beta))
     # a key reads the state to correct it, and writes
-    q, k, total, asks = (q, k, g.sum(-2), k) if luck.sharp else ReverseSum.apply(q, k, g, dtype, k)
-    g = g if luck.sharp else g.detach()
+    total, asks = g.sum(-2), k
+    if not luck.sharp:
+        b = g.cumsum(-2)
+        q, k, asks, g = *(Decayed.apply(x, y, dtype) for x, y in ((q, b), (k, -b), (k, b))), g.detach()
     since, until = luck.exp(decay_from_start(g)), luck.exp(decay_to_end(g))
     with mode or products_in(dtype, luck):
         Y = Inverse.apply((beta * pairs(asks, k, g, c, alike, luck)).tril(-1), dtype, luck)

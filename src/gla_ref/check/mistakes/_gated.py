@@ -9,7 +9,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from .._emulate import ReverseSum
+from .._emulate import Decayed
 from ._calls import Call
 from ._core import (
     CHANNELS,
@@ -125,11 +125,18 @@ gradient("gate's gradient with the wrong sign", "g", lambda d, c: -d, GATES)
 state_term("gate's gradient without the final state term", "g", GATES)
 
 
+def summed(c: Call, g: Tensor) -> tuple[Tensor, Tensor]:
+    """A call whose gates' gradient is made of q dq - k dk, summed to its end: o and S."""
+    b = g.cumsum(1)
+    q, k = Decayed.apply(c.q, b, c.q.dtype), Decayed.apply(c.k, -b, c.q.dtype)
+    return c.run(q=q, k=k, g=c.g.detach())
+
+
 @mistake("gate's gradient summed to the end of the sequence, not of a chunk", GRADIENT, GATED, rounding=True)
 def _(c):
     g = c.g.clamp_min(-1e4)  # finite, so that the sum of all less itself is 0
-    q, k, total = ReverseSum.apply(*(x.transpose(1, 2) for x in (c.q, c.k, g)), c.q.dtype)
-    o, S = c.run(q=q.transpose(1, 2), k=k.transpose(1, 2), g=c.g.detach())
+    o, S = summed(c, g)
+    total = g.sum(1)
     return o, (total - total.detach()).exp()[..., None] * S
 
 
@@ -138,10 +145,7 @@ def end_of_sums(c: Call, own: Callable[[Tensor], Tensor] = lambda d: d) -> tuple
 
     Times a state, and added to what leaves the chunk, that 0 brings the gradient what this state adds at the end.
     """
-    turned = (x.transpose(1, 2) for x in (c.q, c.k, backward(c.g, own)))
-    q, k, _ = ReverseSum.apply(*turned, c.q.dtype)
-    o, S = c.run(q=q.transpose(1, 2), k=k.transpose(1, 2), g=c.g.detach())
-    return o, S, Total.apply(c.g)[..., None]
+    return *summed(c, backward(c.g, own)), Total.apply(c.g)[..., None]
 
 
 def by_sums(c: Call, own: Callable[[Tensor], Tensor], end: float) -> tuple[Tensor, Tensor]:
