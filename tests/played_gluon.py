@@ -9,11 +9,13 @@ are not invalidated, and products and copies that read what threads have written
 one role that run ahead of each other, layouts.
 """
 
+import contextlib
 import random
 import threading
 import types
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from triton.experimental.gluon import language
 
@@ -373,6 +375,26 @@ def played(kernel, modules):
     return plain(kernel.fn)
 
 
+@contextlib.contextmanager
+def products_of_bfloat16():
+    """Let Triton's interpreter widen operands in bfloat16; by itself, it multiplies their bits as integers."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def wide(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_dot = dot
+
+
 def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=None) -> list[torch.Tensor | None]:
     """What a plan makes of its inputs, called by their specs' names.
 
@@ -406,7 +428,8 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=N
                 assert not PLAY.phases, f"{step.name}: {len(PLAY.phases)} barriers were not invalidated"
         elif step.name != "mend":
             args = [tensors[x.name] if isinstance(x, Spec) else x for x in step.args]
-            step.kernel[step.grid](*args, **step.options)
+            with products_of_bfloat16():
+                step.kernel[step.grid](*args, **step.options)
     return [None if x is None else tensors[x.name] for x in plan.outputs] + [tensors.get("strong")]
 
 

@@ -60,7 +60,14 @@ def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, ker
 
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, kernel, need_dg) -> Plan:
     """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
-    return delta_gradient.plan_backward(hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg)
+    rest = q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg
+    reason = hopper.refusal_of_delta_gradient(hardware, q, k, v, kernel)
+    if not reason:
+        from .hopper import delta_backward  # not where Gluon is missing
+
+        return delta_backward.plan_backward(hardware, *rest)
+    plan = delta_gradient.plan_backward(hardware, *rest)
+    return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
 def check(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel) -> None:

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, Spec, boxes, cdiv
+from ..launch.plan import Draft, Plan, Spec, boxes, cdiv
 from .delta_forward import DeltaCall, carry_states, columns, factor, solve_all, square, state_strides, times, walks
 from .scalar_gates import between
 from .segments import which_segment
@@ -258,35 +258,57 @@ def walk_backwards(call: DeltaCall, q: Spec, k: Spec, do: Spec, R: Spec | None, 
     return r, R_0, dstates
 
 
-def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
-    """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
-    call = solve_all(hardware, (q, k, v, g, beta, S, cu, do, dS), scale, path)
+def gradient_of_state(draft: Draft, dS: Spec | None, scale: float) -> Spec | None:
+    """The R after the last chunk: a walk multiplies all that it reads by scale, which dS has no part in."""
+    return draft.compute("R", torch.div, draft.contiguous(dS, torch.float32), scale)
+
+
+def finish(
+    call: DeltaCall, inputs: tuple[Spec | None, ...], forward: tuple[Spec, Spec], back: tuple[Spec, Spec], need_dg: bool
+) -> tuple[Spec | None, ...]:
+    """`gradients` of all chunks: (dq, dk, dv, dg, dbeta).
+
+    Args:
+        call: with the factors of all chunks.
+        inputs: q, k, v, g, beta, do.
+        forward: the state before each chunk and w.
+        back: the R after each chunk and r.
+        need_dg: whether dg is made.
+    """
     draft, H, K, V = call.draft, call.H, call.K, call.V
-    do, scale = draft.gradient_of_o(v, do, call.scale)
-    call = call._replace(scale=scale)
-    # all that a walk reads is multiplied by scale, which dS has no part in
-    R = draft.compute("R", torch.div, draft.contiguous(dS, torch.float32), call.scale)
-    S_in = draft.contiguous(S, torch.float32)
-    walked = walks(call, q, k, v, S_in, states="states", writes="writes")
-    r, R_0, dstates = walk_backwards(call, q, k, do, R, S is not None)
+    (q, k, v, g, beta, do), (states, writes), (dstates, r) = inputs, forward, back
     shared = call.G > 1
     shape, dtype = (*v.shape[:3], K), torch.float32 if shared else q.dtype
     dq, dk = (draft.new(f"d{n}", *shape, dtype=dtype) for n in "qk")
     dv, dbeta = draft.like("dv", v), draft.like("dbeta", beta)
     dg = draft.like("dg", g) if need_dg else None
-    BK, BV, warps = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]
+    BK, BV, warps = GRADIENTS[draft.hardware.family, 8 * q.dtype.itemsize]
     draft.launch(
         gradients, H * call.chunks,
-        q, k, v, do, g, call.factors, walked.writes, r, walked.states, dstates, dq, dk, dv, dg, dbeta, call.cu,
-        *patterns(q, k, v, do, walked.writes, dq), state_strides(walked.states), *(g.strides if g else (0, 0, 0)),
+        q, k, v, do, g, call.factors, writes, r, states, dstates, dq, dk, dv, dg, dbeta, call.cu,
+        *patterns(q, k, v, do, writes, dq), state_strides(states), *(g.strides if g else (0, 0, 0)),
         call.N, call.T, H, call.G, K, V, call.scale,
         BK=BK, BV=BV, **call.same, num_warps=warps, num_stages=1,
     )
     if shared:
         dq, dk = (draft.compute(f"{x.name} of key heads", _of_key_heads, x, y.dtype, call.G, shape=y.shape,
                                 dtype=y.dtype) for x, y in ((dq, q), (dk, k)))
-    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, call.scale)
-    return draft.plan("portable", dq, dk, dv, dg, dbeta, dS0)
+    return dq, dk, dv, dg, dbeta
+
+
+def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
+    """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
+    call = solve_all(hardware, (q, k, v, g, beta, S, cu, do, dS), scale, path)
+    draft = call.draft
+    do, scale = draft.gradient_of_o(v, do, call.scale)
+    call = call._replace(scale=scale)
+    R = gradient_of_state(draft, dS, scale)
+    S_in = draft.contiguous(S, torch.float32)
+    walked = walks(call, q, k, v, S_in, states="states", writes="writes")
+    r, R_0, dstates = walk_backwards(call, q, k, do, R, S is not None)
+    made = finish(call, (q, k, v, g, beta, do), (walked.states, walked.writes), (dstates, r), need_dg)
+    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
+    return draft.plan("portable", *made, dS0)
 
 
 def _of_key_heads(x: Tensor, dtype: torch.dtype, G: int) -> Tensor:
