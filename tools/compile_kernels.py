@@ -238,6 +238,22 @@ WIDE = {
         "gated_delta_rule", 64, 128, "float16", "bfloat16", ("hopper_ahead", "segmented", "packed", "few")
     ),
     "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "packed")),
+    "delta hopper back": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper", "shared")),
+    "delta hopper back packed": Case("gated_delta_rule", 128, 128, "float16", "float32", ("hopper", "packed")),
+    "delta hopper back 64": Case("gated_delta_rule", 64, 64, "bfloat16", "bfloat16", ("hopper", "packed")),
+    "delta hopper back 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", ("hopper", "few")),
+    "delta hopper back 128/64": Case("delta_rule", 128, 64, "float16", "float16", ("hopper",)),
+    "delta hopper back segments": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper", "segmented", "packed")
+    ),
+    "delta hopper back segments few": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper", "segmented", "few")
+    ),
+    "delta hopper back segments 64": Case("delta_rule", 64, 64, "bfloat16", "float32", ("hopper", "segmented")),
+    "delta hopper back segments float16": Case(
+        "gated_delta_rule", 64, 128, "float16", "bfloat16", ("hopper", "segmented", "packed", "few")
+    ),
+    "delta hopper back no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper", "packed")),
     "delta in turn": Case("gated_delta_rule_in_turn", 128, 128, "bfloat16", "float32", ("shared",)),
     "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
     "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),

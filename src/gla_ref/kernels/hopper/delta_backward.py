@@ -587,9 +587,15 @@ def walk(
 
     tiles, bars = Tiles(None, t_k, t_v, t_Y, None), Barriers(ready, done)
     made, own, ends = Made(states, writes, d_states, d_writes), (t_S, t_w), (S_in, S_out)
-    of_loader = (Boxes(None, k, v, d_Y, None), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES, False)
-    of_walker = (made, ends, factors, divisors, tiles, bars, own, which, V, W, STAGES, GATED, PACKED)
-    gl.warp_specialize([(walker, of_walker), (loader, of_loader)], [4], [REGISTERS])
+    boxes, i_k = Boxes(None, k, v, d_Y, None), i_h // G
+    gl.warp_specialize(
+        [
+            (walker, (made, ends, factors, divisors, tiles, bars, own, which, V, W, STAGES, GATED, PACKED)),
+            (loader, (boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES, False)),
+        ],
+        [4],
+        [REGISTERS],
+    )
     # all roles are done: until here the barriers' bytes are theirs
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(s))
@@ -648,9 +654,15 @@ def walk_back(
 
     tiles, bars = Tiles(t_q, t_k, t_do, t_Y, t_P), Barriers(ready, done)
     made, own, ends = Made(dstates, r, d_dstates, d_r), (t_R, t_d, t_e), (R_in, R_out)
-    of_loader = (Boxes(q, k, do, d_Y, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES, True)
-    of_walker = (made, ends, factors, divisors, tiles, bars, own, which, V, W, STAGES, GATED, PACKED)
-    gl.warp_specialize([(back_walker, of_walker), (loader, of_loader)], [4], [REGISTERS])
+    boxes, i_k = Boxes(q, k, do, d_Y, d_P), i_h // G
+    gl.warp_specialize(
+        [
+            (back_walker, (made, ends, factors, divisors, tiles, bars, own, which, V, W, STAGES, GATED, PACKED)),
+            (loader, (boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES, True)),
+        ],
+        [4],
+        [REGISTERS],
+    )
     # all roles are done: until here the barriers' bytes are theirs
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(s))
