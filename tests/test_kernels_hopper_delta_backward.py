@@ -1,4 +1,4 @@
-"""The delta rules' gradient in Hopper walks: its plan anywhere, its source played on a CPU, results on a GPU."""
+"""The delta rules' gradient on Hopper: its plan anywhere, its source played on a CPU, results on a GPU."""
 
 import itertools
 from functools import partial
@@ -74,15 +74,16 @@ def test_sums_pass_through_memory_in_the_precision_of_the_portable_kernel():
 
 
 def played(x, ends=None, scale=None, seed=0, ignored=None, path=None, need_dg=True):
-    """Gradients of inputs of `problem`; the portable `gradients` is interpreted."""
-    from gla_ref.kernels.hopper import delta_ahead, delta_backward, delta_chunk, gla_forward
+    """Gradients of inputs of `problem`; the portable `gradients` of float16 is interpreted."""
+    from gla_ref.kernels.hopper import delta_ahead, delta_backward, delta_chunk, gla_backward, gla_forward
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu, "do": x["do"], "dS": x["dS"]}
     specs = [spec_of(n, y) for n, y in named.items()]
     found = delta.plan_backward(CLASSES["sm_90"], *specs, scale, path, "hopper", need_dg and x["g"] is not None)
     named = {n: y for n, y in named.items() if y is not None}
-    *made, _ = played_gluon.play(found, named, (delta_ahead, delta_backward, delta_chunk, gla_forward), seed, ignored)
+    modules = delta_ahead, delta_backward, delta_chunk, gla_backward, gla_forward
+    *made, _ = played_gluon.play(found, named, modules, seed, ignored)
     made = zip(("dq", "dk", "dv", "dg", "dbeta", "dS0"), made, strict=True)
     return {n: y for n, y in made if y is not None}
 
@@ -241,13 +242,15 @@ def test_narrow_and_wide_programs_give_the_same_bits(dtype, monkeypatch):
 # by their order in the kernel
 BARRIERS = {
     "ready of solve": ("solve", 0, 0),
+    "tokens of gradients": ("gradients", 0, 0),
+    "states of gradients": ("gradients", 0, 1),
     **{f"{name} {s} of walk": ("walk", n, s) for n, name in enumerate(("ready", "done")) for s in range(2)},
     **{f"{name} {s} of walk_back": ("walk_back", n, s) for n, name in enumerate(("ready", "done")) for s in range(3)},
 }
 
 
 @played_here
-@pytest.mark.parametrize("bar", thin(BARRIERS, "done 0 of walk", "ready 2 of walk_back"))
+@pytest.mark.parametrize("bar", thin(BARRIERS, "done 0 of walk", "ready 2 of walk_back", "states of gradients"))
 def test_every_barrier_is_needed(bar):
     x, _ = problem("gated_delta_rule", 1, 600, 1, 64, 64, dtype=BF16, gates=F32, groups=1)
 

@@ -1,4 +1,4 @@
-"""The gradient of the delta rules on Hopper: the portable kernel's order, its walks by warps with roles (chapter 20).
+"""The gradient of the delta rules on Hopper, in the portable kernel's order (chapter 20).
 
 Equations, names and the reason for each step are those of ../portable/delta_gradient.py. With S the state before a
 chunk, R the gradient of the state after it (over scale) and Y, P, b of delta_chunk.py, but Y without beta::
@@ -8,8 +8,10 @@ chunk, R the gradient of the state after it (over scale) and Y, P, b of delta_ch
 
 Nothing of the forward pass is kept but its inputs. `solve` makes Y, P and the decays of all chunks at once. `walk` goes
 from the first chunk to the last and stores w and the state before each chunk, `walk_back` goes from the last chunk to
-the first and stores r and the R after each chunk. The portable `gradients` makes the rest, chunk by chunk. Columns of V
-never meet in (1) and (2), so a walk has V / BV programs per value head. A program has two roles of four warps::
+the first and stores r and the R after each chunk. `gradients` makes all else, a chunk per program.
+
+*Walks.* Columns of V never meet in (1) and (2), so a walk has V / BV programs per value head. A program has two roles
+of four warps::
 
     loader    asks the copy engine (TMA) for the tiles of a chunk                        waits for `done`
     walker    (1) or (2) for BV columns of V; the state in its registers; results out    waits for `ready`
@@ -20,20 +22,26 @@ through their chunks in rounds; round i of `walk_back` is chunk n - 1 - i.
 *Results by the copy engine.* The copy of the state in 16 bits, from which products read, is the one that is stored: it
 leaves for memory when a round begins, and has been read when `store_wait` in the middle of the round returns, before
 the next state is written there. w and r leave from tiles of their own, which the same wait frees. A copy begins after
-`barrier`, since each thread's fence is for its own stores. Other rows than a chunk's belong to the next sequence, where
-sequences are packed: threads store the rows of a last chunk.
-
-*float16* ends at 65504, so sums of products pass through memory in float32, as in the portable kernel, and threads
-store them. Operands are divided by powers of 2 (`operand`); the divisors of Y and P are in `divisors`.
+`barrier`, since each thread's fence is for its own stores. The rows behind a sequence's last one belong to the next
+sequence, where sequences are packed: threads store a last chunk that is not whole.
 
 *Segments.* A segment maps R to M R + X, too. Without results, both walks make X and M, BV columns per program:
 X from a state of zeros, M from the columns of the unit matrix, whose v and do are zeros: the copy engine reads zeros
 beyond the columns of V. `carry` of ../portable/delta_forward.py makes the states between segments of them. Segments and
 columns are those that `choose` of delta_ahead.py takes, by its model of the forward pass.
 
+*gradients* has no roles: two programs share a multiprocessor, and one of them computes while the other one's tiles
+come. All is in tiles of 64 x 64. The tiles of q, k, do, w and r stay; S and R come by blocks, one block of each at a
+time. dq and dk of 64 channels leave by way of the tiles of q and k, which all products have read by then.
+
+*float16* ends at 65504, so sums of products pass through memory in float32, as in the portable kernel: threads store
+them, and the portable `gradients` reads them. Operands are divided by powers of 2 (`operand`); the divisors of Y and P
+are in `divisors`.
+
 Bytes per chunk and value head in bf16: `solve` reads 4 C K and writes 4 C^2 + 20 C; `walk` reads 2 C (K + V) + 2 C^2
-and writes 2 C V + 2 K V; `walk_back` reads 2 C (2 K + V) + 4 C^2 and writes 2 C V + 2 K V. Shared memory at K = 128 and
-BV = 64: `walk` with two stages 88 KB, so that two programs share a multiprocessor; `walk_back` with three 200 KB.
+and writes 2 C V + 2 K V; `walk_back` reads 2 C (2 K + V) + 4 C^2 and writes 2 C V + 2 K V; `gradients` reads
+2 C (2 K + 4 V) + 4 K V and writes 2 C (2 K + V). Shared memory at K = V = 128 and BV = 64: `walk` with two stages 88 KB
+and `gradients` 112 KB, so that two programs share a multiprocessor; `walk_back` with three stages 200 KB.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. No plan takes this gradient unless it is asked for (`kernel="hopper"`).
 """
@@ -56,9 +64,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ... import _contract as contract
 from ..launch.hardware import Hardware
 from ..launch.plan import Box, Draft, Plan, Spec, cdiv
+from ..portable import delta_gradient as portable
 from ..portable.delta_forward import ROWS as FACTORS
 from ..portable.delta_forward import DeltaCall, carry_states
-from ..portable.delta_gradient import finish, gradient_of_state
+from ..portable.delta_gradient import Local, finish, gradient_of_state
 from ..portable.segments import sequences, slots
 from . import delta_ahead
 from .delta_chunk import (
@@ -71,17 +80,22 @@ from .delta_chunk import (
     load_tokens,
     pairs,
     read,
+    reinterpret,
+    row_column,
     since_until,
     state_columns,
     strides,
     summed,
 )
+from .gla_backward import _add as add
+from .gla_backward import _behind as behind
 from .gla_forward import keep_rows, operand, which_segment
 from .gluon_names import named
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
 C = gl.constexpr(64)  # tokens of a chunk
+BLOCK = gl.constexpr(64)  # rows and columns of the tiles of `gradients`
 ROWS = gl.constexpr(FACTORS)  # a chunk's rows in `factors`: beta; e^b; e^(b_C - b); the sums of gates in two parts
 
 
@@ -298,10 +312,10 @@ def send_rows(
 @gluon.jit
 def store_rows(p, x, i_b, i_h, o_t, end, o_v, T, HV, V: gl.constexpr, layout: gl.constexpr):
     """x [C, BV] to rows o_t ... of p [B, T, HV, V], up to row `end`, by threads."""
-    rows = o_t + gl.arange(0, C, layout=gl.SliceLayout(1, layout))
-    columns = o_v + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
-    first = (i_b.to(gl.int64) * T + rows) * HV + i_h
-    gl.store(p + (first * V)[:, None] + columns[None, :], x.to(p.dtype.element_ty), mask=(rows < end)[:, None])
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    p += ((i_b.to(gl.int64) * T + o_t) * HV + i_h) * V + o_v
+    gl.store(p + (rows * (HV * V) + columns), x.to(p.dtype.element_ty), mask=rows < end - o_t)
 
 
 @gluon.jit
@@ -669,6 +683,275 @@ def walk_back(
         mbarrier.invalidate(done.index(s))
 
 
+# The gradients, chunk by chunk
+
+
+@gluon.jit
+def load_row_column(p, layout: gl.constexpr):
+    """C numbers as a column [C, 1] and as a row [1, C]."""
+    o_i, o_j = gl.arange(0, C, layout=gl.SliceLayout(1, layout)), gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+    return gl.load(p + o_i)[:, None], gl.load(p + o_j)[None, :]
+
+
+@gluon.jit
+def over_blocks(x, y, none):
+    """Begin x y^T of tiles [n, 1, 1, C, BLOCK], side by side."""
+    total = none
+    TILES: gl.constexpr = x.shape[0]
+    for n in gl.static_range(TILES):
+        b_x, b_y = x.index(n).reshape([C, BLOCK]), y.index(n).reshape([C, BLOCK])
+        total = warpgroup_mma(b_x, b_y.permute((1, 0)), total, use_acc=n > 0, is_async=True)
+    return total
+
+
+@gluon.jit
+def send_columns(
+    p, box_, tile, x, i_b, i_h, o_t, stop, o_k, T, HV, K: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
+):
+    """dq or dk of 64 channels: by the copy engine, by way of a tile that all products have read, or by threads."""
+    if box_ is not None:
+        if PACKED:
+            if stop - o_t < C:
+                store_rows(p, x, i_b, i_h, o_t, stop, o_k, T, HV, K, layout)
+            else:
+                send_tile(box_, tile, x, i_b, i_h, o_t, o_k)
+        else:
+            send_tile(box_, tile, x, i_b, i_h, o_t, o_k)
+    else:
+        store_rows(p, x, i_b, i_h, o_t, stop, o_k, T, HV, K, layout)
+
+
+@gluon.jit
+def send_tile(box_, tile, x, i_b, i_h, o_t, o_k):
+    tile.reshape([C, BLOCK]).store(x.to(box_.dtype))
+    fence_async_shared()
+    barrier()  # all threads' stores are fenced
+    copy_out(box_, [i_b, i_h, o_t, o_k], tile)
+
+
+@gluon.jit(do_not_specialize=VARIABLE)
+def gradients(
+    q,
+    k,
+    do,
+    w,
+    r,
+    S,
+    R,
+    v,
+    s_vb,
+    s_vt,
+    s_vh,
+    g,
+    s_gb,
+    s_gt,
+    s_gh,
+    factors,
+    d_dq,
+    d_dk,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    cu,
+    N,
+    T,
+    HV,
+    G,
+    scale,
+    K: gl.constexpr,
+    V: gl.constexpr,
+):
+    """(3) to (7) of portable/delta_gradient.py for a chunk of a value head, in bf16; dg is None where it is not needed.
+
+    q ... R are boxes of 64 x 64 numbers, S the state before the chunk, R the gradient of the state after it. d_dq and
+    d_dk are such boxes of dq and dk; None if these are in float32, for each value head.
+    """
+    PACKED: gl.constexpr = cu is not None
+    N_K: gl.constexpr = K // BLOCK
+    N_V: gl.constexpr = V // BLOCK
+    # this program's chunk: neighbours are value heads of one key head, which share what they read in L2
+    pid = gl.program_id(0)
+    i_h, i_s = pid % HV, pid // HV
+    i_k = i_h // G
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
+
+    # shared memory, in tiles of 64 x 64
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    of_rows: gl.constexpr = gl.SliceLayout(1, wide)
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    t_q = gl.allocate_shared_memory(q.dtype, [N_K, 1, 1, C, BLOCK], q.layout)
+    t_k = gl.allocate_shared_memory(k.dtype, [N_K, 1, 1, C, BLOCK], k.layout)
+    t_do = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, BLOCK], do.layout)
+    t_w = gl.allocate_shared_memory(w.dtype, [N_V, 1, 1, C, BLOCK], w.layout)
+    t_r = gl.allocate_shared_memory(r.dtype, [N_V, 1, 1, C, BLOCK], r.layout)
+    t_S = gl.allocate_shared_memory(S.dtype, [1, 1, BLOCK, BLOCK], S.layout)
+    t_R = gl.allocate_shared_memory(R.dtype, [1, 1, BLOCK, BLOCK], R.layout)
+    if dg is not None:
+        t_column = gl.allocate_shared_memory(gl.float32, [C], flat)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(2):
+        mbarrier.init(ready.index(n), count=1)
+    fence_async_shared()
+    barrier()
+
+    # load
+    mbarrier.expect(ready.index(0), (2 * N_K + 3 * N_V) * k.block_type.nbytes)
+    for n in gl.static_range(N_V):
+        copy_in(r, [i_b, i_h, o_t, n * BLOCK], ready.index(0), t_r.index(n))
+        copy_in(w, [i_b, i_h, o_t, n * BLOCK], ready.index(0), t_w.index(n))
+        copy_in(do, [i_b, i_h, o_t, n * BLOCK], ready.index(0), t_do.index(n))
+    for n in gl.static_range(N_K):
+        copy_in(k, [i_b, i_k, o_t, n * BLOCK], ready.index(0), t_k.index(n))
+        copy_in(q, [i_b, i_k, o_t, n * BLOCK], ready.index(0), t_q.index(n))
+    load_states(S, R, t_S, t_R, ready.index(1), i_s, i_h, 0, N_V)
+    p_f = factors + pid.to(gl.int64) * ROWS * C
+    beta = load_strengths(factors, pid, wide)
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, by_rows))[:, None]
+    columns = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, by_rows))[None, :]
+    p_v = v + i_b.to(gl.int64) * s_vb + o_t.to(gl.int64) * s_vt + i_h.to(gl.int64) * s_vh
+    p_dv = dv + ((i_b.to(gl.int64) * T + o_t) * HV + i_h) * V
+    b_beta = gl.load(p_f + gl.arange(0, C, layout=gl.SliceLayout(1, by_rows)))
+    mbarrier.wait(ready.index(0), 0)
+    if PACKED:
+        if stop - o_t < C:  # the rest is another sequence's
+            for n in gl.static_range(N_V):
+                keep_rows(t_r.index(n).reshape([C, BLOCK]), stop - o_t, wide)
+                keep_rows(t_w.index(n).reshape([C, BLOCK]), stop - o_t, wide)
+                keep_rows(t_do.index(n).reshape([C, BLOCK]), stop - o_t, wide)
+            for n in gl.static_range(N_K):
+                keep_rows(t_k.index(n).reshape([C, BLOCK]), stop - o_t, wide)
+                keep_rows(t_q.index(n).reshape([C, BLOCK]), stop - o_t, wide)
+            fence_async_shared()
+
+    # compute: dv and of dbeta r v
+    found = gl.zeros([C], gl.float32, gl.SliceLayout(1, by_rows))
+    for n in gl.static_range(N_V):
+        b_r = t_r.index(n).reshape([C, BLOCK]).load(by_rows).to(gl.float32)
+        m_v, o_c = rows < stop - o_t, n * BLOCK + columns
+        b_v = gl.load(p_v + (rows * s_vt + o_c), mask=m_v, other=0.0).to(gl.float32)
+        found += gl.sum(b_r * b_v, 1)
+        b_dv = (b_r * (b_beta * scale)[:, None]).to(dv.dtype.element_ty)
+        gl.store(p_dv + (rows * (HV * V) + o_c), b_dv, mask=m_v)
+    b_dbeta = gl.convert_layout(found, of_rows)
+
+    # compute: G over V and k k^T over K, then F and q k^T
+    i, j = row_column(C, wide)
+    none = gl.zeros([C, C], gl.float32, wide)
+    M = over_blocks(t_r, t_w, none)
+    A = over_blocks(t_k, t_k, none)
+    if g is not None:
+        since, until, through = load_decays(factors, pid, wide)
+        coarse_i, coarse_j = load_row_column(p_f + 3 * C, wide)
+        fine_i, fine_j = load_row_column(p_f + 4 * C, wide)
+        E = gl.exp2((coarse_i - coarse_j) + (fine_i - fine_j))  # above the diagonal it may be infinite
+    M, A = warpgroup_mma_wait(0, deps=[M, A])
+    if g is not None:
+        M = M * E
+    M = gl.where(i > j, -M, 0.0)
+    A = A * M
+    low_G = (M * beta[:, None]).to(k.dtype)
+    b_dbeta += gl.sum(A, 1)
+    F = over_blocks(t_do, t_w, none)
+    if dg is not None:
+        P = over_blocks(t_q, t_k, none)
+        A = A * beta[:, None]
+        F, P = warpgroup_mma_wait(0, deps=[F, P])
+    else:
+        F = warpgroup_mma_wait(0, deps=[F])
+    if g is not None:
+        F = F * E
+    F = gl.where(i >= j, F, 0.0)
+    if dg is not None:
+        A += gl.where(i > j, F * P, 0.0)  # i = j crosses no gate
+        b_row = gl.sum(A, 1)
+        t_column.store(gl.sum(A, 0))
+        b_write = gl.zeros([C], gl.float32, of_rows)
+        b_kept = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, by_rows))
+    # allocated here, since sums over rows need memory, too, and two programs share a multiprocessor's
+    t_F = gl.allocate_shared_memory(k.dtype, [C, C], gl.NVMMASharedLayout(128, 16, 2))
+    t_G = gl.allocate_shared_memory(k.dtype, [C, C], gl.NVMMASharedLayout(128, 16, 2))
+    t_F.store(F.to(k.dtype))
+    t_G.store(low_G)
+    fence_async_shared()
+
+    # compute: dq and dk of 64 channels
+    for m in gl.static_range(N_K):
+        b_q, b_k = t_q.index(m).reshape([C, BLOCK]), t_k.index(m).reshape([C, BLOCK])
+        b_S, b_R = t_S.reshape([BLOCK, BLOCK]), t_R.reshape([BLOCK, BLOCK])
+        b_dq, b_rS, b_dk = none, none, none
+        for n in gl.static_range(N_V):
+            mbarrier.wait(ready.index(1), (m * N_V + n) & 1)
+            S_T, R_T = b_S.permute((1, 0)), b_R.permute((1, 0))
+            b_dq = warpgroup_mma(t_do.index(n).reshape([C, BLOCK]), S_T, b_dq, use_acc=n > 0, is_async=True)
+            b_rS = warpgroup_mma(t_r.index(n).reshape([C, BLOCK]), S_T, b_rS, use_acc=n > 0, is_async=True)
+            b_dk = warpgroup_mma(t_w.index(n).reshape([C, BLOCK]), R_T, b_dk, use_acc=n > 0, is_async=True)
+            if dg is not None:
+                b_kept += gl.sum(b_S.load(by_rows).to(gl.float32) * b_R.load(by_rows).to(gl.float32), 1)
+            b_dq, b_rS, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_rS, b_dk])
+            if m * N_V + n + 1 < N_K * N_V:
+                barrier()  # all warps have read S and R
+                load_states(S, R, t_S, t_R, ready.index(1), i_s, i_h, m * N_V + n + 1, N_V)
+        low_k = b_k.load(wide).to(gl.float32)
+        if g is not None:
+            b_dq = b_dq * since[:, None]
+            b_rS = b_rS * since[:, None]
+            b_dk = b_dk * until[:, None]
+        b_found = gl.sum(low_k * b_rS, 1)
+        b_dbeta -= b_found
+        if dg is not None:
+            b_row += gl.sum(b_q.load(wide).to(gl.float32) * b_dq, 1) - beta * b_found
+            b_write += gl.sum(low_k * b_dk, 1)
+        b_dk = b_dk - b_rS * beta[:, None]
+        b_dq = warpgroup_mma(t_F, b_k, b_dq, is_async=True)
+        b_dk = warpgroup_mma(t_F.permute((1, 0)), b_q, b_dk, is_async=True)
+        b_dk = warpgroup_mma(t_G, b_k, b_dk, is_async=True)
+        b_dk = warpgroup_mma(t_G.permute((1, 0)), b_k, b_dk, is_async=True)
+        b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
+        barrier()  # all warps' products have read q and k of these channels
+        # store
+        send_columns(
+            dq, d_dq, t_q.index(m), b_dq * scale, i_b, i_h, o_t, stop, m * BLOCK, T, HV, K, wide, PACKED
+        )
+        send_columns(
+            dk, d_dk, t_k.index(m), b_dk * scale, i_b, i_h, o_t, stop, m * BLOCK, T, HV, K, wide, PACKED
+        )
+
+    # store: sums of rows, one row per thread pair, by way of the memory of F
+    lines = reinterpret(t_F, gl.float32, [C // 2, C], flat)
+    lines.index(0).store(b_dbeta)
+    o_r = o_t + gl.arange(0, C, layout=line)
+    p_d = (i_b.to(gl.int64) * T + o_r) * HV + i_h
+    if dg is not None:
+        lines.index(1).store(b_row)
+        lines.index(2).store(b_write)
+        lines.index(3).store(b_kept)
+    gl.store(dbeta + p_d, (lines.index(0).load(line) * scale).to(dbeta.dtype.element_ty), mask=o_r < stop)
+    if dg is not None:  # sums of what counts, never total minus rest; nothing crosses g = -inf
+        total = gl.associative_scan(lines.index(1).load(line), 0, add, reverse=True)
+        total = total - gl.associative_scan(t_column.load(line), 0, add, reverse=True)
+        b_write = lines.index(2).load(line)
+        before, _ = gl.associative_scan((gl.zeros_like(b_write), b_write), 0, behind)
+        total = (total + before + gl.sum(lines.index(3).load(line), 0) * through) * scale
+        b_g = load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, o_r, stop)
+        total = gl.where(b_g == float("-inf"), 0.0, total)
+        gl.store(dg + p_d, total.to(dg.dtype.element_ty), mask=o_r < stop)
+    tma.store_wait(0)
+    for n in gl.static_range(2):
+        mbarrier.invalidate(ready.index(n))
+
+
+@gluon.jit
+def load_states(S, R, t_S, t_R, bar, i_s, i_h, n: gl.constexpr, N_V: gl.constexpr):
+    """Bring block n of S and of R: 64 rows and columns, all columns of the first rows first."""
+    mbarrier.expect(bar, 2 * S.block_type.nbytes)
+    copy_in(S, [i_s, i_h, n // N_V * BLOCK, n % N_V * BLOCK], bar, t_S)
+    copy_in(R, [i_s, i_h, n // N_V * BLOCK, n % N_V * BLOCK], bar, t_R)
+
+
 # The plan.
 
 
@@ -738,6 +1021,36 @@ def launch(
     )
 
 
+def launch_gradients(call: DeltaCall, x: Local, made: portable.Made) -> None:
+    """`gradients` of all chunks, in bf16."""
+    tokens = (box(y, C.value, BLOCK.value) for y in (x.q, x.k, x.do, x.writes, x.r))
+    states = (box(y.transposed(1, 2), BLOCK.value, BLOCK.value) for y in (x.states, x.dstates))
+    shared = call.G > 1
+    call.draft.launch(
+        gradients,
+        call.H * call.chunks,
+        *tokens,
+        *states,
+        x.v,
+        *x.v.strides[:3],
+        x.g,
+        *strides(x.g),
+        call.factors,
+        *(None if shared else box(y, C.value, BLOCK.value) for y in (made.dq, made.dk)),
+        *made,
+        call.cu,
+        call.N,
+        call.T,
+        call.H,
+        call.G,
+        call.scale,
+        K=call.K,
+        V=call.V,
+        num_warps=4,
+        maxnreg=256,
+    )
+
+
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
     draft = Draft(hardware, q, k, v, g, beta, S, cu, do, dS)
@@ -804,6 +1117,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
     states, writes, _ = walked(walk, (d_k, d_v, solved.d_Y), S_in, ("states", "writes", "S"), False)
     tokens = d_q, d_k, d_do, solved.d_Y, solved.d_P
     dstates, r, R_0 = walked(walk_back, tokens, R, ("dstates", "r", "R_0"), S is not None)
-    made = finish(call, (q, k, v, g, beta, do), (states, writes), (dstates, r), need_dg)
+    local = Local(q, k, v, g, do, states, writes, dstates, r)
+    made = finish(call, local, beta, need_dg, launch_gradients if kept == q.dtype else portable.launch_gradients)
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
     return draft.plan("hopper", *made, dS0)

@@ -26,6 +26,9 @@ Where value heads share key heads, each has a dq and dk of its own in float32, w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -263,37 +266,57 @@ def gradient_of_state(draft: Draft, dS: Spec | None, scale: float) -> Spec | Non
     return draft.compute("R", torch.div, draft.contiguous(dS, torch.float32), scale)
 
 
-def finish(
-    call: DeltaCall, inputs: tuple[Spec | None, ...], forward: tuple[Spec, Spec], back: tuple[Spec, Spec], need_dg: bool
-) -> tuple[Spec | None, ...]:
-    """`gradients` of all chunks: (dq, dk, dv, dg, dbeta).
+class Local(NamedTuple):
+    """The tensors that `gradients` reads."""
 
-    Args:
-        call: with the factors of all chunks.
-        inputs: q, k, v, g, beta, do.
-        forward: the state before each chunk and w.
-        back: the R after each chunk and r.
-        need_dg: whether dg is made.
-    """
-    draft, H, K, V = call.draft, call.H, call.K, call.V
-    (q, k, v, g, beta, do), (states, writes), (dstates, r) = inputs, forward, back
-    shared = call.G > 1
-    shape, dtype = (*v.shape[:3], K), torch.float32 if shared else q.dtype
-    dq, dk = (draft.new(f"d{n}", *shape, dtype=dtype) for n in "qk")
-    dv, dbeta = draft.like("dv", v), draft.like("dbeta", beta)
-    dg = draft.like("dg", g) if need_dg else None
-    BK, BV, warps = GRADIENTS[draft.hardware.family, 8 * q.dtype.itemsize]
-    draft.launch(
-        gradients, H * call.chunks,
-        q, k, v, do, g, call.factors, writes, r, states, dstates, dq, dk, dv, dg, dbeta, call.cu,
-        *patterns(q, k, v, do, writes, dq), state_strides(states), *(g.strides if g else (0, 0, 0)),
-        call.N, call.T, H, call.G, K, V, call.scale,
+    q: Spec
+    k: Spec
+    v: Spec
+    g: Spec | None
+    do: Spec
+    states: Spec  # before each chunk
+    writes: Spec
+    dstates: Spec  # after each chunk
+    r: Spec
+
+
+class Made(NamedTuple):
+    """The tensors that `gradients` writes; dq and dk are of value heads."""
+
+    dq: Spec
+    dk: Spec
+    dv: Spec
+    dg: Spec | None
+    dbeta: Spec
+
+
+def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
+    """`gradients` of all chunks."""
+    BK, BV, warps = GRADIENTS[call.draft.hardware.family, 8 * x.q.dtype.itemsize]
+    call.draft.launch(
+        gradients, call.H * call.chunks,
+        x.q, x.k, x.v, x.do, x.g, call.factors, x.writes, x.r, x.states, x.dstates, *made, call.cu,
+        *patterns(x.q, x.k, x.v, x.do, x.writes, made.dq), state_strides(x.states),
+        *(x.g.strides if x.g else (0, 0, 0)), call.N, call.T, call.H, call.G, call.K, call.V, call.scale,
         BK=BK, BV=BV, **call.same, num_warps=warps, num_stages=1,
     )
-    if shared:
-        dq, dk = (draft.compute(f"{x.name} of key heads", _of_key_heads, x, y.dtype, call.G, shape=y.shape,
-                                dtype=y.dtype) for x, y in ((dq, q), (dk, k)))
-    return dq, dk, dv, dg, dbeta
+
+
+def finish(call: DeltaCall, x: Local, beta: Spec, need_dg: bool, launch: Callable = launch_gradients) -> Made:
+    """What `gradients`, by `launch`, makes of all chunks; dq and dk are of key heads; dg is None unless needed."""
+    draft, shared = call.draft, call.G > 1
+    shape, dtype = (*x.v.shape[:3], call.K), torch.float32 if shared else x.q.dtype
+    dq, dk = (draft.new(f"d{n}", *shape, dtype=dtype) for n in "qk")
+    dv, dbeta = draft.like("dv", x.v), draft.like("dbeta", beta)
+    made = Made(dq, dk, dv, draft.like("dg", x.g) if need_dg else None, dbeta)
+    launch(call, x, made)
+    if not shared:
+        return made
+    dq, dk = (
+        draft.compute(f"{y.name} of key heads", _of_key_heads, y, z.dtype, call.G, shape=z.shape, dtype=z.dtype)
+        for y, z in ((dq, x.q), (dk, x.k))
+    )
+    return made._replace(dq=dq, dk=dk)
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
@@ -306,7 +329,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
     S_in = draft.contiguous(S, torch.float32)
     walked = walks(call, q, k, v, S_in, states="states", writes="writes")
     r, R_0, dstates = walk_backwards(call, q, k, do, R, S is not None)
-    made = finish(call, (q, k, v, g, beta, do), (walked.states, walked.writes), (dstates, r), need_dg)
+    made = finish(call, Local(q, k, v, g, do, walked.states, walked.writes, dstates, r), beta, need_dg)
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
     return draft.plan("portable", *made, dS0)
 
