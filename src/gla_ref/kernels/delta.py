@@ -2,7 +2,7 @@
 
 The kernels are in portable/delta_forward.py and portable/delta_gradient.py; steps.py has one token or a few. Hopper has
 two of its own for the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which the plan takes wherever they
-run.
+run, and hopper/delta_backward.py for gradients, which kernel="hopper" asks for.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def gated_delta_rule(
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class): by
             the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None takes Hopper's
             where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. Gradients are the
-            portable kernels'.
+            portable kernels', except with "hopper" where Hopper's take the call.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

@@ -1060,8 +1060,9 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
     chunks, n = cdiv(T, C.value), slots(B, T, cu, C.value)
     each = cdiv(chunks, N) if cu else chunks
     how, length = delta_ahead.choose(hardware, K, V, H * N, each, path)
-    cut, BV = path == "segmented" or length < each, how.columns
-    L = C.value * length if cut else T + 1
+    BV = how.columns
+    L = C.value * length if path == "segmented" or length < each else T + 1
+    cut = L <= T  # a sequence of less than one segment is walked in one go
     draft.because(f"T of all chunks first, then walks with a program for each {BV} columns of V: Hopper, in Gluon")
     who = "it was asked for" if path else f"{V // BV * H * N} programs for {hardware}"
     draft.because(f"each sequence in {f'segments of {length} of its {chunks} chunks' if cut else 'one go'}: {who}")
