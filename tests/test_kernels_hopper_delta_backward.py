@@ -52,7 +52,7 @@ def test_few_heads_of_long_sequences_are_cut_into_segments():
         ("walk", (4 * 8 * 8,)),
         ("carry", (8 * 8,)),
         ("walk", (2 * 8 * 8,)),
-        ("walk_back", (4 * 8 * 8,)),
+        ("walk_back", (2 * 8 * 8,)),
         ("carry", (8 * 8,)),
         ("walk_back", (2 * 8 * 8,)),
         ("gradients", (8 * 512,)),

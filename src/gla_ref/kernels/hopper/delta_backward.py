@@ -25,10 +25,10 @@ the next state is written there. w and r leave from tiles of their own, which th
 `barrier`, since each thread's fence is for its own stores. The rows behind a sequence's last one belong to the next
 sequence, where sequences are packed: threads store a last chunk that is not whole.
 
-*Segments.* A segment maps R to M R + X, too. Without results, both walks make X and M, BV columns per program:
-X from a state of zeros, M from the columns of the unit matrix, whose v and do are zeros: the copy engine reads zeros
-beyond the columns of V. `carry` of ../portable/delta_forward.py makes the states between segments of them. Segments and
-columns are those that `choose` of delta_ahead.py takes, by its model of the forward pass.
+*Segments.* A segment maps S to M S + X and R to M^T R + X'. Without results, walks make maps, BV columns per program:
+X and X' from a state of zeros, M from the columns of the unit matrix, whose v are zeros: the copy engine reads zeros
+beyond the columns of V. M^T needs no walk. `carry` of ../portable/delta_forward.py makes the states between segments of
+maps. Segments and columns are those that `choose` of delta_ahead.py takes, by its model of the forward pass.
 
 *gradients* has no roles: two programs share a multiprocessor, and one of them computes while the other one's tiles
 come. All is in tiles of 64 x 64. The tiles of q, k, do, w and r stay; S and R come by blocks, one block of each at a
@@ -51,6 +51,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -445,7 +446,7 @@ def back_walker(
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     b_R, b_d, b_e = t_R.reshape([K, BV]), t_d.reshape([C, BV]), t_e.reshape([C, BV])
     none = gl.zeros([C, BV], gl.float32, layout)
-    R, of_R = load_state(R_in, i_s, i_h, o_v, b_R, HV, W, layout, V if MAPS else None)
+    R, of_R = load_state(R_in, i_s, i_h, o_v, b_R, HV, W, layout)
     barrier()  # all threads' stores are fenced
     i_t = (i_c + gl.maximum(n - 1, 0)) * HV + i_h
     beta = load_strengths(factors, i_t, layout)
@@ -645,9 +646,12 @@ def walk_back(
     GATED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """BV columns of a segment of a value head, last chunk first, from the R in R_in (or zeros) to R_out; as `walk`."""
+    """BV columns of a segment of a value head, last chunk first, from the R in R_in (or zeros) to R_out.
+
+    As `walk`, but without `dstates` and `r` the columns of R_out are those of X' alone.
+    """
     PACKED: gl.constexpr = cu is not None
-    which = which_columns(cu, N, T, L, HV, V if r is not None else W, BV)
+    which = which_columns(cu, N, T, L, HV, V, BV)
     i_s, i_b, i_h, i_c, o_v, begin, end, n, _, _ = which
 
     # shared memory
@@ -988,7 +992,7 @@ def launch(
     states: Spec | None = None, rows: Spec | None = None,
 ) -> None:  # fmt: skip
     """A walk over all segments, `walk` of k, v, Y or `walk_back` of q, k, do, Y, P; without results, their maps."""
-    maps, BV = rows is None, solved.BV
+    maps, BV = rows is None and kernel is walk, solved.BV
     W = call.V + call.K if call.L <= call.T else call.V
     low = rows is not None and rows.dtype == call.kept != torch.float32
     call.draft.launch(
@@ -1100,25 +1104,32 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
         maxnreg=OF_SOLVE,
     )
 
-    def walked(kernel, tokens: tuple[Box, ...], first: Spec | None, names: tuple[str, str, str], last: bool):
-        """(states, rows, the state after the last chunk, if wanted or made anyway) of a walk from state `first`."""
-        reverse = kernel is walk_back
-        after = draft.new(names[2], N, H, K, V) if last or cut else None
+    def walked(kernel, tokens: tuple[Box, ...], first: Spec | None, part: Spec | None, after: Spec | None, names):
+        """(states, rows) of a walk from state `first`; `part` gets the state of each segment, `after` the last one."""
         out = after
         if cut:
-            part = draft.new("part", call.segments, H, K, V + K)
             launch(call, solved, kernel, tokens, None, part)
-            carry_states(draft, part, first, after, cu, T, L, reverse=reverse)
+            carry_states(draft, part, first, after, cu, T, L, reverse=kernel is walk_back)
             first, out = part, None
         states, rows = draft.new(names[0], n, H, K, V, dtype=kept), draft.new(names[1], *v.shape, dtype=kept)
         launch(call, solved, kernel, tokens, first, out, states, rows)
-        return states, rows, after
+        return states, rows
 
     S_in, R = draft.contiguous(S, torch.float32), gradient_of_state(draft, dS, scale)
-    states, writes, _ = walked(walk, (d_k, d_v, solved.d_Y), S_in, ("states", "writes", "S"), False)
-    tokens = d_q, d_k, d_do, solved.d_Y, solved.d_P
-    dstates, r, R_0 = walked(walk_back, tokens, R, ("dstates", "r", "R_0"), S is not None)
+    part = draft.new("part", call.segments, H, K, V + K) if cut else None
+    S_T = draft.new("S_T", N, H, K, V) if cut else None
+    states, writes = walked(walk, (d_k, d_v, solved.d_Y), S_in, part, S_T, ("states", "writes"))
+    part = draft.compute("part back", _turned, part, V)
+    R_0 = draft.new("R_0", N, H, K, V) if S or cut else None
+    dstates, r = walked(walk_back, (d_q, d_k, d_do, solved.d_Y, solved.d_P), R, part, R_0, ("dstates", "r"))
     local = Local(q, k, v, g, do, states, writes, dstates, r)
     made = finish(call, local, beta, need_dg, launch_gradients if kept == q.dtype else portable.launch_gradients)
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
     return draft.plan("hopper", *made, dS0)
+
+
+def _turned(part: Tensor, V: int) -> Tensor:
+    """Maps [slots, H, K, V + K] of the way back: M^T, and room for X'."""
+    found = torch.empty_like(part)
+    found[..., V:] = part[..., V:].mT
+    return found
