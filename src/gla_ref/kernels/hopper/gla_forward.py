@@ -7,7 +7,7 @@
 A plain call launches gla_ref/pages/gla_hopper.py, this kernel without options (`takes_page`): sequences of 64 or 128
 channels in bfloat16, each in one go from a state of zeros. Both kernels make the same bits. Read the page first.
 
-The algebra, segments and packed sequences are those of ../portable/gla_forward.py. Strong chunks are only flagged here,
+The algebra, segments and packed sequences are those of portable/gla_forward.py. Strong chunks are only flagged here,
 and `mend` of that file adds their pairs; in them q decays from the start and k to the end in every channel. There a
 program does one thing after the other, and the chip waits: for memory, then for exponentials, then for products. Here
 a program has three roles, each with warps of its own, which work on different chunks at the same time:
@@ -232,7 +232,7 @@ def transformer(
             all_factors.index(2 * s).store(r * LOG2E)
             half = all_factors.index(2 * s).load(gl.SliceLayout(0, tile))  # r, as x has its columns
             shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, tile))
-            if FLOAT16:  # 2^shift moves from q to the state: ../portable/gla_forward.py
+            if FLOAT16:  # 2^shift moves from q to the state: portable/gla_forward.py
                 most = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half
                 shift = gl.floor(gl.maximum(most, -100.0))
             scaled(b_k, gl.exp2(half[None, :] + x if REVERSE else half[None, :] - x), tile)
