@@ -32,12 +32,17 @@ def run(argv: list[str], kernel: str, seconds: float) -> int:
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # subprocess.call then kills the child
     with tempfile.TemporaryDirectory() as own:
+
+        def read(name: str) -> str:
+            path = Path(own, name)
+            return path.read_text() if path.exists() else ""
+
         try:
             status = subprocess.call([sys.executable, "-m", "gla_ref", *argv], env=os.environ | {VARIABLE: own})
         except KeyboardInterrupt:
+            print(f"python -m gla_ref: interrupted (at {read('place') or 'start'})", file=sys.stderr)
             return 128 + signal.SIGINT
-        paths = (Path(own, name) for name in FILES)
-        verdict, place, hang = (path.read_text() if path.exists() else "" for path in paths)
+        verdict, place, hang = (read(name) for name in FILES)
     if verdict:
         return int(verdict)
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"

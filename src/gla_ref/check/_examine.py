@@ -244,6 +244,8 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
     if report.settings["level"] == "full" and report.failures:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = it.smallest_failure(report)
-    progress(len(cases), len(cases), "")
-    if any(row.where and row.case not in report.alone for row in report.rows):
+    explained = any(row.where and row.case not in report.alone for row in report.rows)
+    found = f"{len(report.failing)} are wrong; looking for the mistake" if explained else ""
+    progress(len(cases), len(cases), found)
+    if explained:
         report.diagnosis = it.explain(report, seen)
