@@ -6,6 +6,7 @@ import math
 import textwrap
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -69,8 +70,10 @@ def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
         here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
         if axis == "chunk":
             starts = [(t - ends[bisect_right(ends, t) - 1]) // C for t in range(size)]
-            if len(ends) > 2:
-                tell("sequence", sorted({bisect_right(ends, t) - 1 for t in here}), len(ends) - 1)
+            some = [n for n, (a, b) in enumerate(pairwise(ends)) if a < b]  # nothing is wrong where no tokens are
+            inside = sorted({bisect_right(ends, t) - 1 for t in here})
+            if len(ends) > 2 and inside != some:
+                tell("sequence", inside, len(ends) - 1)
             here, size = sorted({starts[t] for t in here}), max(starts) + 1
         tell(axis, here, size)
     return "; ".join(found)
@@ -121,6 +124,7 @@ class Report:
         alone: failing cases that pass in a process of their own.
         smallest: the smallest case found that fails, where nothing explains all of it; and
         measured: sentences on it, each of two calls that differ in one thing.
+        cut: a sentence, if the search for places and bounds ended early.
         reproduction: at the full level, lines of Python that run the smallest case that fails.
         rerun: how a reader runs one case again, with `{}` for its name.
     """
@@ -136,6 +140,7 @@ class Report:
     alone: list[str] = field(default_factory=list)
     smallest: Case | None = None
     measured: list[str] = field(default_factory=list)
+    cut: str = ""
     reproduction: str = ""
     rerun: str = '--only "{}"'
 
@@ -254,6 +259,15 @@ class Report:
                 found.setdefault((row.kind, row.message), []).append(row)
         return found
 
+    def failed(self, name: str) -> int:
+        """The number of cases in which a quantity failed, by its numbers or by how it was called."""
+        return len({row.case for row in self.failures if row.quantity == name})
+
+    def differing(self, name: str) -> str:
+        """In how many cases a quantity differs between equal calls, in words; empty if in none."""
+        n = len({row.case for row in self.failures if row.quantity == name and row.kind == "differs"})
+        return f"equal calls differ in {n} case{'s' * (n != 1)}" if n else ""
+
     @property
     def first_wrong(self) -> list[Row]:
         """Of each of the first three wrong quantities one case, if possible one in which a part of it is right.
@@ -352,8 +366,8 @@ class Report:
         for name in dict.fromkeys(r.quantity for r in self.rows if r.error is not None):
             rows = [r for r in self.rows if r.quantity == name and r.error is not None]
             worst = max(rows, key=lambda r: r.ratio)
-            failed = sum(r.status == "failed" for r in rows)
-            lines.append(f"{name:10}{len(rows):6}{failed:8}{worst.error:10.2e}{worst.budget:10.2e}  {worst.case[:34]}")
+            failed, said = self.failed(name), self.differing(name) or worst.case[:34]
+            lines.append(f"{name:10}{len(rows):6}{failed:8}{worst.error:10.2e}{worst.budget:10.2e}  {said}")
         if self.failing:
             whole = self.extent
             for name in self.failing:  # not broken in two where it has spaces
@@ -382,6 +396,8 @@ class Report:
                 lines += textwrap.wrap(text, 80, initial_indent="  * ", subsequent_indent="    ")
             head = f"all else as in {self.smallest}"
             lines += textwrap.wrap(head, 80, initial_indent="    ", subsequent_indent="    ")
+        if self.cut:
+            lines += ["", *textwrap.wrap(self.cut, 80)]
         if self.undiagnosed:
             lines += ["", *textwrap.wrap(self.undiagnosed, 80)]
         shown = ""
