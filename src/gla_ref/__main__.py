@@ -160,7 +160,7 @@ def check_kernel(args: argparse.Namespace) -> int:
             print(end="\n" if done == total else "", file=sys.stderr, flush=True)
         elif name and time.monotonic() - said > EVERY:
             said = time.monotonic()
-            print(f"{done} of {total} cases, next: {name}", file=sys.stderr, flush=True)
+            print(f"{done} of {total} cases{', next' * (done < total)}: {name}", file=sys.stderr, flush=True)
 
     if args.museum:
         return museum(args)

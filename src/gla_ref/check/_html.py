@@ -133,7 +133,7 @@ def legend() -> str:
 def render(report: Report) -> str:
     """The whole report; every word that came from outside is escaped."""
     kind = "in" if report.ok else "out" if report.failures else ""
-    cases = f"{len(report.covered)} of {report.ladder} cases"
+    cases = f"{len(report.covered)} of {report.ladder} cases tried"
     parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(report.title)} ({cases})</p>']
     parts += [f"<p>{escape(line)}</p>" for line in report.exceptions]
     parts += table(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
@@ -247,17 +248,17 @@ class Report:
     @property
     def head(self) -> str:
         """The verdict, and how much of the ladder it is of; the first line of the report, and its last."""
-        cases = f"{len(self.covered)} of {self.ladder} cases"
+        cases = f"{len(self.covered)} of {self.ladder} cases tried"
         return f"{self.title}: {self.verdict} ({cases})"
 
     @property
     def findings(self) -> dict[tuple[str, str], list[Row]]:
-        """Failures of calls rather than of numbers, by kind and message."""
+        """Failures of calls rather than of numbers, by kind and message; messages that differ in numbers are one."""
         found: dict[tuple[str, str], list[Row]] = {}
         for row in self.failures:
             if row.error is None:
-                found.setdefault((row.kind, row.message), []).append(row)
-        return found
+                found.setdefault((row.kind, re.sub(r"\d+", "0", row.message)), []).append(row)
+        return {(kind, rows[0].message): rows for (kind, _), rows in found.items()}
 
     def failed(self, name: str) -> int:
         """The number of cases in which a quantity failed, by its numbers or by how it was called."""
@@ -301,8 +302,8 @@ class Report:
         if self.settings.get("supports") or not any(row.kind == "raises" for row in self.failures):
             return ""
         return (
-            'If the kernel is not made for these calls, say which it takes, as in supports={"K": 64, "packed": False}, '
-            "or let it raise gla_ref.check.NotClaimed."
+            "Calls raise. If the kernel is not made for them, say which it takes: --K 64 --V 64 --no-packed, in Python "
+            'supports={"K": 64, "V": 64, "packed": False}. Or let it raise gla_ref.check.NotClaimed.'
         )
 
     @property
@@ -374,7 +375,7 @@ class Report:
                 whole = whole.replace(name, name.replace(" ", "\0"))
             text = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
             lines += ["", text.replace("\0", " ")]
-        for line in (*self.common, self.company):
+        for line in (*self.common, self.company, self.unclaimed):
             lines += textwrap.wrap(line, 80, subsequent_indent="    ")
         for (kind, message), rows in self.findings.items():
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
@@ -383,8 +384,6 @@ class Report:
             lines += ["", *textwrap.wrap(head, 80, subsequent_indent="    ")]
             for text in (message[:400], str(self.cases[rows[0].case])):
                 lines += textwrap.wrap(text, 76, initial_indent="    ", subsequent_indent="    ")
-        if self.unclaimed:
-            lines += ["", *textwrap.wrap(self.unclaimed, 80)]
         if self.diagnosis:
             lines += ["", "It behaves as if:" if len(self.diagnosis) == 1 else "It behaves as one of:"]
             for match in self.diagnosis:
