@@ -389,6 +389,47 @@ def test_a_rank_is_lost(pool, change, known):
         here.close()
 
 
+@pytest.mark.deep
+def test_a_lost_rank_is_not_given_an_old_reason(pool):
+    """Rank 1 has given up a call before, and made another since; now it hangs, and has said nothing of that."""
+    x, cu = problem("gla")
+    group, call = pool.group("old reason", 2, SHORT), functools.partial(piece, exchange="all-gather")
+    for scale in (1.0, 2.0):
+        assert all(well for well, _ in pool.tell(group, functools.partial(call, scale=scale), "gla", x, cu, SPLITS[2]))
+    for message, _ in told(pool, group, "another scale", x, cu, scale=1.0, exchange="all-gather"):
+        assert "makes another call than" in message
+    assert all(well for well, _ in pool.tell(group, functools.partial(call, scale=1.0), "gla", x, cu, SPLITS[2]))
+    (message, _), _ = told(pool, group, "hangs", x, cu, scale=1.0, exchange="all-gather")
+    assert "rank 1 died or hangs" in message, message
+
+
+def refused_and_repeated(rank, group, x):
+    """A call that all know, which rank 1 first makes with arguments that do not fit, then one of a new kind.
+
+    Rank 0 does not look for questions while it waits, as on a GPU.
+    """
+    tokens = {n: x[n] for n in "qkvg"}
+    with mock.patch("gla_ref.over_ranks.exchange.PATIENCE", 5.0):
+        for scale in (1.0, 2.0):
+            found = context_parallel.gla(**tokens, group=group, scale=scale)[0]
+            if rank == 1 and scale == 1.0:
+                with pytest.raises(ValueError, match="k: expected"):
+                    context_parallel.gla(**tokens | {"k": x["k"][..., 1:]}, group=group, scale=scale)
+            if scale == 1.0:
+                context_parallel.gla(**tokens, group=group, scale=scale)
+    return found
+
+
+@pytest.mark.deep
+def test_a_refusal_that_nobody_read_is_over(pool):
+    """Once the rank that refused has taken part in a later exchange, a question is not answered by that refusal."""
+    x, _ = problem("gla")
+    group = pool.group("refusal", 2, SHORT)
+    pool.tell(group, quick_to_lose)
+    answers = pool.tell(group, refused_and_repeated, x)
+    assert all(well for well, _ in answers), answers
+
+
 def test_a_gpu_waits_in_vain(capfd):
     """Nobody but the lookout knows: on rank 0 the work of an exchange never ends, and rank 1 has said nothing."""
     store = dist.HashStore()

@@ -55,7 +55,7 @@ class Ranks:
         """Have somebody say why, should a GPU wait for these ranks until the time limit."""
         if torch.cuda.is_current_stream_capturing():
             return
-        if self.lookout is None:
+        if self.lookout is None or not self.lookout.is_alive():  # one that has spoken has ended
             self.lookout = Lookout(self.agreement)
         self.lookout.latest = work, facts, ranks
 
@@ -93,9 +93,12 @@ class Exchange:
         if self.ranks.size == 1:
             return torch.zeros_like(maps.X[:, 0])
         if self.plan.exchange == "all-gather" and self.plan.composed and maps.by_kernels:
-            return self.gathered_by_kernels(maps, backwards)
-        maps = maps.composed(backwards) if self.plan.composed else maps
-        return (self.pipelined if self.plan.exchange == "pipeline" else self.gathered)(maps, backwards)
+            S = self.gathered_by_kernels(maps, backwards)
+        else:
+            maps = maps.composed(backwards) if self.plan.composed else maps
+            S = (self.pipelined if self.plan.exchange == "pipeline" else self.gathered)(maps, backwards)
+        self.ranks.agreement.took_part()
+        return S
 
     def gathered_by_kernels(self, maps: Maps, backwards: bool) -> Tensor:
         """`gathered` of maps that are one on each rank, in two launches instead of some twenty."""
