@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from .. import _contract as contract
 from ..models.language_model import IGNORED, LanguageModel, check_tokens
 from .exchange import Ranks
-from .layout import Pieces
+from .pieces import Pieces
 
 __all__ = ["LossOverRanks"]
 
@@ -140,9 +140,9 @@ class LossOverRanks(nn.Module):
             "config": f"{self.model.config}",
         }
         common = tuple(facts.values())
-        if common not in ranks.agreed:
+        if common not in ranks.agreed_facts:
             ranks.agreement.reach(facts)
-            ranks.agreed.add(common)
+            ranks.agreed_facts.add(common)
         return Pieces(ranks, lengths, facts)
 
     def _checked(self, tokens, targets, cu_seqlens, lengths) -> tuple[int, ...]:
