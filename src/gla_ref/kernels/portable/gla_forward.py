@@ -86,6 +86,7 @@ def walk(
 ):
     """A segment of a head, chunk by chunk, from its state in S_in to S_out.
 
+    q, k, v, g and o are boxes by TMA, else pointers; s_q ... are their strides (`patterns` of tiles.py).
     With g, (1) is made here, and with g and o `strong` is written: one flag for each chunk of a head.
     Without g, q and k are q' and k', and `factors` and `strong` are read, as `prepare` left them.
     Of the results any may be None: o; `states`, the one before each chunk; `decay` of the segment.
@@ -401,6 +402,11 @@ class GlaCall(NamedTuple):
         """Tokens of a segment; more than T where each sequence is walked in one go."""
         programs, packed = cdiv(self.V, self.BV) * self.H * self.N, self.N if self.cu else None
         return self.C * segment_length(self.draft, self.path, programs, cdiv(self.T, self.C), packed)
+
+    @property
+    def in_one_go(self) -> bool:
+        """Whether each sequence is walked in one go, not in segments."""
+        return self.segment() > self.T
 
     def by_engine(self, *tokens: Spec | None) -> bool:
         """Whether the copy engine loads these."""
