@@ -39,10 +39,11 @@ class Given(NamedTuple):
     scale: float | None
     lengths: Sequence[int] | None
     exchange: str | None
-    segment: int | None
+    segment: int | None  # tokens
     gradients: bool  # whether a gradient will be asked for
 
     def check_types(self) -> None:
+        """Raise a TypeError that names the first argument which should be a tensor and is none."""
         for name, x in (*self.tokens.items(), ("cu_seqlens", self.cu), ("initial_state", self.initial_state)):
             if x is not None and not isinstance(x, Tensor):
                 raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
@@ -83,13 +84,15 @@ class CallKind(NamedTuple):
 class Call:
     """One call on this rank: its segments, and how tensors of tokens and states are cut into them."""
 
-    def __init__(self, ranks: Ranks, kind: CallKind, facts: dict[str, str], segment: int | None, cu: Tensor | None):
+    def __init__(
+        self, ranks: Ranks, kind: CallKind, facts: dict[str, str], segment_length: int | None, cu: Tensor | None
+    ):
         plan, lengths, r = kind.plan, kind.lengths, ranks.rank
         self.walk, self.cu = kind.walk, cu
         self.exchange = Exchange(ranks, plan, facts, kind.tag)
         a, total = sum(lengths[:r]), sum(lengths)
         self.tokens, n = lengths[r], plan.segments[r]
-        step = segment or self.tokens // n
+        step = segment_length or self.tokens // n
         borders = [(i * step, min(self.tokens, (i + 1) * step)) for i in range(n)]
         self.segments = [
             Segment(a + i, a + j, r == m == 0, r == ranks.size - 1 and m == n - 1, total, cu)

@@ -94,12 +94,7 @@ def plan(
     else:
         exchange = "pipeline" if pipe < WORTH * gather else "all-gather"
         why.append(f"{exchange}: in a pipeline each rank waits for the one before it, so it must save a quarter")
-    if not multiprocessors:
-        walk, because = "chunkwise", "no GPU"
-    elif dtype == torch.float64 or "triton" not in FORMS[mechanism]:
-        walk, because = "chunkwise", f"there is no kernel for {dtype}"
-    else:
-        walk, because = "triton", "a GPU"
+    walk, because = choose_walk(mechanism, dtype, on_gpu=multiprocessors > 0)
     why.append(f"{walk}: {because}")
     if segment:
         why.append(f"segments of {segment} tokens were asked for: every number of ranks gives the same bits")
@@ -109,6 +104,15 @@ def plan(
         )
     numbers = blocks + state // itemsize if exchange == "pipeline" else 1 + maps // itemsize  # with the tags
     return Plan(walk, exchange, blocks, segments, not segment, shapes, numbers * itemsize, tuple(why))
+
+
+def choose_walk(mechanism: str, dtype: torch.dtype, on_gpu: bool) -> tuple[str, str]:
+    """The form that walks the pieces, and why."""
+    if not on_gpu:
+        return "chunkwise", "no GPU"
+    if dtype == torch.float64 or "triton" not in FORMS[mechanism]:
+        return "chunkwise", f"there is no kernel for {dtype}"
+    return "triton", "a GPU"
 
 
 def map_shapes(mechanism: str, N: int, H: int, K: int, V: int, columns: bool) -> tuple[tuple[int, ...], ...]:

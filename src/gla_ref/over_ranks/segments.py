@@ -54,7 +54,8 @@ class Segment:
             self.from_left, self.to_right = not is_first, not is_last
             return
         self.left, self.right = ((cu < x).sum().sub(1).clamp(min=0).view(1) for x in (a, e))
-        self.from_left, self.to_right = (cu[self.left + 1] > a) & (a > 0), cu[self.right + 1] > e
+        self.from_left = a > 0 and cu[self.left + 1] > a
+        self.to_right = cu[self.right + 1] > e
         another = self.left != self.right
         self.right_starts_here, self.left_stops_here = another | (a == 0), another | (e == total)
         here, stop = torch.arange(a, e, device=cu.device), math.inf if is_last else e

@@ -197,11 +197,11 @@ def transformer(
     BV: gl.constexpr = v.block_type.shape[3]
     FLOAT16: gl.constexpr = k.dtype == gl.float16
     WIDE: gl.constexpr = g.dtype == gl.float32
-    tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
-    tile_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
+    of_x: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
     of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
     one_number: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    rows = gl.arange(0, C, layout=gl.SliceLayout(1, tile))[:, None]
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, of_x))[:, None]
     for i in range(n):
         s = i % STAGES
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
@@ -210,18 +210,18 @@ def transformer(
         remaining = end - begin - chunk_of(i, n, REVERSE) * C  # rows
         if PACKED:
             if remaining < C:
-                keep_rows(b_k, remaining, tile)
-                keep_rows(stages.v.index(s).reshape([C, BV]), remaining, tile_v)
-                keep_rows(b_g, remaining, tile)
+                keep_rows(b_k, remaining, of_x)
+                keep_rows(stages.v.index(s).reshape([C, BV]), remaining, of_v)
+                keep_rows(b_g, remaining, of_x)
                 if FLOAT16:
                     if q is not None:  # the largest pair scales all pairs of the chunk
-                        keep_rows(stages.q.index(s).reshape([C, BK]), remaining, tile)
+                        keep_rows(stages.q.index(s).reshape([C, BK]), remaining, of_x)
                 fence_async_shared()
         # x = signs g: row i is sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = b_i - r. r = g^T halves is a product too,
         # the same in each of 16 columns: a sum over the rows of a tile would go from warp to warp
-        zeros, zeros_r = gl.zeros([C, BK], gl.float32, tile), gl.zeros([BK, 16], gl.float32, of_r)
+        zeros, zeros_r = gl.zeros([C, BK], gl.float32, of_x), gl.zeros([BK, 16], gl.float32, of_r)
         if WIDE:  # in two bf16 parts, one after the other through the same tile
-            gates = b_g.load(tile)  # [C, BK]
+            gates = b_g.load(of_x)  # [C, BK]
             gates = gl.where(gates < FLOOR, FLOOR, gates)
             high = gates.to(gl.bfloat16)
             g_16.store(high)
@@ -243,12 +243,12 @@ def transformer(
         if mild:
             x = x * LOG2E
             all_factors.index(2 * s).store(gl.exp2(r * LOG2E))
-            scaled(b_k, gl.exp2(x if REVERSE else -x), tile)  # backwards k reads, and there is no q
+            scaled(b_k, gl.exp2(x if REVERSE else -x), of_x)  # backwards k reads, and there is no q
             if q is not None:
-                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x), tile)
+                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x), of_x)
         else:
             if not WIDE:  # float32 gates have been clamped above; 16-bit gates are, and x and r made again
-                gates = b_g.load(tile)
+                gates = b_g.load(of_x)
                 b_g.store(gl.where(gates < FLOOR, FLOOR, gates).to(b_g.dtype))
                 fence_async_shared()
                 x = warpgroup_mma(signs, b_g, zeros, use_acc=False)
@@ -256,14 +256,14 @@ def transformer(
             x = x * LOG2E
             # r through shared memory, to have it in the layout of x's columns; `first` overwrites it below
             all_factors.index(2 * s).store(r * LOG2E)
-            half = all_factors.index(2 * s).load(gl.SliceLayout(0, tile))  # [BK]
-            shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, tile))  # n of 2^n
+            half = all_factors.index(2 * s).load(gl.SliceLayout(0, of_x))  # [BK]
+            shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, of_x))  # n of 2^n
             if FLOAT16:
                 top = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half  # b of the first token, which no other exceeds
-                shift = gl.floor(gl.maximum(top, -100.0))
-            scaled(b_k, gl.exp2(half[None, :] + x if REVERSE else half[None, :] - x), tile)
+                shift = gl.floor(gl.maximum(top, -100.0))  # float32 has 2^-100
+            scaled(b_k, gl.exp2(half[None, :] + x if REVERSE else half[None, :] - x), of_x)
             if q is not None:
-                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + (half - shift)[None, :]), tile)
+                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + (half - shift)[None, :]), of_x)
             all_factors.index(2 * s).store(gl.exp2(shift))
             all_factors.index(2 * s + 1).store(gl.exp2(2.0 * half - shift))
         strong_tiles.index(s).store(gl.full([1], 1, gl.int32, one_number) * (1 - mild.to(gl.int32)))
