@@ -17,7 +17,8 @@ import gla_ref
 from gla_ref import context_parallel
 from gla_ref.mechanisms import MECHANISMS
 from gla_ref.over_ranks import planning
-from gla_ref.over_ranks.agreement import GRACE, Agreement, Lookout
+from gla_ref.over_ranks.agreement import GRACE, Lookout
+from gla_ref.over_ranks.exchange import Ranks
 from gla_ref.over_ranks.maps import Maps, Walk, read_map, write_map
 
 T, K, V = 40, 3, 5
@@ -436,7 +437,8 @@ def test_a_gpu_waits_in_vain(capfd):
     store.set_timeout(SHORT)
     group = mock.Mock(get_group_store=lambda: store)
     with mock.patch.object(dist, "get_rank", lambda _: 0), mock.patch.object(dist, "get_world_size", lambda _: 2):
-        lookout = Lookout(Agreement(group))
+        ranks = Ranks(group)
+    ranks.lookout = lookout = Lookout(ranks.agreement)
     lookout.latest = mock.Mock(is_completed=lambda: True), {"q": "[1]"}, [1]
     time.sleep(1.2 * SHORT.total_seconds())
     assert lookout.is_alive() and not capfd.readouterr().err
@@ -444,6 +446,9 @@ def test_a_gpu_waits_in_vain(capfd):
     lookout.join(SHORT.total_seconds() + GRACE + 1)
     assert "gla_ref.context_parallel, rank 0" in (said := capfd.readouterr().err)
     assert "rank 1 died or hangs" in said
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
+        ranks.watch(mock.Mock(is_completed=lambda: True), {"q": "[1]"}, [1])
+    assert ranks.lookout.is_alive(), "one that has spoken is replaced"
 
 
 @anywhere

@@ -3,6 +3,10 @@
 Collectives that do not fit each other hang, or end the process. So before the first call of a kind every rank writes
 what it was called with into the store and reads what the others have written. When a later exchange fails, the store
 is also where the ranks that are still alive find out who is missing, or who makes another call.
+
+A rank on a CPU answers questions while it waits in an exchange, and then raises the same error as the rank that asks. A
+rank on a GPU does not look: a message of another call becomes NaN there, and without a message it waits until the time
+limit (`Lookout`). After a question that ended in a ValueError the group can be used further.
 """
 
 from __future__ import annotations

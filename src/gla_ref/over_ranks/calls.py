@@ -328,5 +328,5 @@ def facts_of(given: Given, lengths: tuple[int, ...], scale: float) -> dict[str, 
         "scale": f"{scale}",
         "exchange": f"{given.exchange}",
         "segment": f"{given.segment}",
-        "requires_grad": f"{given.gradients}",
+        "requires_grad": f"{given.gradients}",  # a rank without a gradient would leave the others waiting for its own
     }

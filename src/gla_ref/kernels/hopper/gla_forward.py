@@ -277,8 +277,8 @@ def transformer(
 def operand(x, dtype: gl.constexpr, LEAST: gl.constexpr = -40.0):
     """x in a product's precision, and what to multiply the product by (portable/tiles.py).
 
-    float16 ends at 65504, so a sum is divided by a power of 2: 2^LEAST at least, so that what is added to the product,
-    divided too, stays finite.
+    float16 ends at 65504, so x is divided by the power of 2 that leaves it at most 2^15: 2^LEAST at least, so that sums
+    that are added to the product, divided too, stay finite.
     """
     if dtype == gl.float16:
         most = gl.max(gl.max(gl.abs(x), 1), 0)
