@@ -79,7 +79,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, cdiv
+from ..launch.plan import Draft, Plan, cdiv
 from ..portable.gla_forward import (
     GlaCall,
     Readers,
@@ -651,7 +651,7 @@ def launch_unwind(call: GlaCall, q, k, v, g, do, states, made, strong, L: int, R
 
 def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = call_of(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
+    call = call_of(Draft(hardware, q, k, v, g, None, S, cu, starts, do, dS), q, v, cu, scale, path)
     call, do, R = begin_backward(call, v, do, dS)
     draft = call.draft
     draft.because("one walk backwards for all gradients: the Hopper kernel, in Gluon")

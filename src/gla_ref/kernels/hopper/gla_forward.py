@@ -82,7 +82,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...pages import gla_hopper as page
 from ..launch.hardware import Hardware
-from ..launch.plan import Box, Plan, Spec, boxed, cdiv
+from ..launch.plan import Box, Draft, Plan, Spec, boxed, cdiv
 from ..portable import gla_forward as portable
 from ..portable.gla_forward import GlaCall, Readers, mend_strong, walks
 from ..portable.segments import slots
@@ -528,9 +528,9 @@ class Roles(NamedTuple):
 ROLES = {64: Roles(4, 4, 3, 128, 160), 128: Roles(8, 4, 2, 128, 160)}  # by BK
 
 
-def call_of(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) -> GlaCall:
+def call_of(draft: Draft, q: Spec, v: Spec, cu: Spec | None, scale, path) -> GlaCall:
     """A call of the portable kernels, with this kernel's tiles."""
-    call = portable.begin(hardware, inputs, scale, path)
+    call = portable.begin(draft, q, v, None, cu, scale, path)
     BK, BV = (64 if n <= 64 else 128 for n in (call.K, call.V))
     return call._replace(BK=BK, BV=BV)
 
@@ -568,9 +568,8 @@ def box(x: Spec, rows: int, width: int) -> Box:
 
 def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> Plan:
     """(o, final state, starts) of specs of the tensors."""
-    inputs = (q, k, v, g, None, S, cu)
-    call = call_of(hardware, inputs, scale, path)
-    draft = call.draft
+    draft = Draft(hardware, q, k, v, g, None, S, cu)
+    call = call_of(draft, q, v, cu, scale, path)
     draft.because("a loader, a transformer and a multiplier side by side: the Hopper kernel, in Gluon")
     if takes_page(call, (q, k, v, g), S):
         draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
@@ -583,7 +582,8 @@ def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> 
     starts = walked.starts
     # the gradient's walks may be the portable ones, which begin from these states only if they cut sequences alike
     if starts is not None and refusal_of_gradient(hardware, q, k, v, g, None, kernel):
-        starts = starts if portable.begin(hardware, inputs, scale, path).segment() == call.segment() else None
+        other = portable.begin(Draft(hardware, q, k, v, g, None, S, cu), q, v, None, cu, scale, path)
+        starts = starts if other.segment() == call.segment() else None
     return draft.plan("hopper", walked.o, walked.S, starts)
 
 
