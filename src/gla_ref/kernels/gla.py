@@ -1,7 +1,8 @@
 """Gated Linear Attention: the function that one calls, its checks and its way through autograd (chapters 14 and 15b).
 
-The kernels are in portable/gla_forward.py, portable/gla_gradient.py and hopper/; with gates on values too, in
-portable/gla_two_sided.py.
+A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
+the kernels of its plan (launch/plan.py has the picture). These are in portable/gla_forward.py,
+portable/gla_gradient.py and hopper/; with gates on values too, in portable/gla_two_sided.py.
 """
 
 from __future__ import annotations

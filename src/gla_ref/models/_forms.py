@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import FORMS
 
 if TYPE_CHECKING:
-    from ..over_ranks.layout import Pieces
+    from ..over_ranks.pieces import Pieces
 
 REFERENCE = {"softmax_attention": "parallel"}  # the others: "chunkwise"
 # GLA has C x C x K exponentials in a chunk, so short ones are faster on a CPU. Not "chunkwise_two_level": it adds into

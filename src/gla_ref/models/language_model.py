@@ -22,7 +22,7 @@ from .layer import START, LayerState
 from .mixers import MIXERS, wide
 
 if TYPE_CHECKING:
-    from ..over_ranks.layout import Pieces
+    from ..over_ranks.pieces import Pieces
 
 __all__ = ["MLP", "Block", "LanguageModel", "Transformer", "detach", "next_tokens"]
 
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, State]:
         """`[B, T]` to `[B, T, d]`, and the state after the last token of each sequence.
 
-        `pieces` says where other tokens of the same sequences are (:class:`gla_ref.over_ranks.layout.Pieces`).
+        `pieces` says where other tokens of the same sequences are (:class:`gla_ref.over_ranks.pieces.Pieces`).
         """
         x, after = self.embeddings(tokens), []
         for layer, before in zip(self.layers, state or [START] * len(self.layers), strict=True):

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from ._forms import attend, owners
 
 if TYPE_CHECKING:
-    from ..over_ranks.layout import Pieces
+    from ..over_ranks.pieces import Pieces
     from .config import Config
 
 __all__ = ["GatedLinearAttention", "GatedOutput", "LayerState", "Mixer", "START", "ShortConvolution"]
@@ -73,7 +73,7 @@ class Mixer(nn.Module):
 
     Called as `y, state = mixer(x, state, cu_seqlens, pieces)`: x and y `[B, T, d]`; a state is a
     :class:`LayerState`, by default that of nothing before; `cu_seqlens` is as in all forms. With `pieces` x is one
-    rank's piece of sequences that start on the first rank (:class:`gla_ref.over_ranks.layout.Pieces`).
+    rank's piece of sequences that start on the first rank (:class:`gla_ref.over_ranks.pieces.Pieces`).
     """
 
     def __init__(self, config: Config, key_size: int, value_size: int):

@@ -19,7 +19,7 @@ from ._forms import attend, owners, places
 from .layer import START, GatedLinearAttention, GatedOutput, LayerState, Mixer
 
 if TYPE_CHECKING:
-    from ..over_ranks.layout import Pieces
+    from ..over_ranks.pieces import Pieces
     from .config import Config
 
 __all__ = [

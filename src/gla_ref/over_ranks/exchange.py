@@ -27,13 +27,22 @@ PATIENCE = 0.05  # seconds between looks for what another rank asks, while this 
 
 
 class Ranks:
-    """A process group, the plans of this rank's calls, and the facts that all ranks have agreed upon."""
+    """A process group, and what this rank knows of the calls that its ranks make.
+
+    Attributes:
+        kinds: the kinds of calls that this rank has made (`CallKind` of calls.py), by their signatures.
+        agreed_facts: the facts that all ranks have agreed upon, of each kind of call.
+        lookout: the thread that says why a GPU waits; None before the first exchange.
+    """
 
     known: dict[dist.ProcessGroup, Ranks] = {}
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.agreement, self.plans, self.agreed, self.lookout = Agreement(group), {}, set(), None
+        self.agreement = Agreement(group)
+        self.kinds: dict[tuple, object] = {}
+        self.agreed_facts: set[tuple[str, ...]] = set()
+        self.lookout: Lookout | None = None
 
     @staticmethod
     def of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Ranks:
@@ -55,7 +64,7 @@ class Ranks:
         """Have somebody say why, should a GPU wait for these ranks until the time limit."""
         if torch.cuda.is_current_stream_capturing():
             return
-        if self.lookout is None:
+        if self.lookout is None or not self.lookout.is_alive():  # one that has spoken has ended
             self.lookout = Lookout(self.agreement)
         self.lookout.latest = work, facts, ranks
 
@@ -86,16 +95,19 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, plan: Plan, facts: dict[str, str], tag: float):
         self.ranks, self.plan, self.facts, self.tag = ranks, plan, facts, tag
-        self.sent: list[tuple[dist.Work, Tensor]] = []  # messages still on their way to another rank
+        self.sent: list[tuple[dist.Work, Tensor, int]] = []  # messages on their way, and the ranks that they go to
 
     def entering(self, maps: Maps, backwards: bool = False) -> Tensor:
         """The state that comes into this rank's first segment (backwards: its last), by the maps of all segments."""
         if self.ranks.size == 1:
             return torch.zeros_like(maps.X[:, 0])
         if self.plan.exchange == "all-gather" and self.plan.composed and maps.by_kernels:
-            return self.gathered_by_kernels(maps, backwards)
-        maps = maps.composed(backwards) if self.plan.composed else maps
-        return (self.pipelined if self.plan.exchange == "pipeline" else self.gathered)(maps, backwards)
+            S = self.gathered_by_kernels(maps, backwards)
+        else:
+            maps = maps.composed(backwards) if self.plan.composed else maps
+            S = (self.pipelined if self.plan.exchange == "pipeline" else self.gathered)(maps, backwards)
+        self.ranks.agreement.took_part()
+        return S
 
     def gathered_by_kernels(self, maps: Maps, backwards: bool) -> Tensor:
         """`gathered` of maps that are one on each rank, in two launches instead of some twenty."""
@@ -136,23 +148,28 @@ class Exchange:
             found.append(S)
             if 0 <= after < ranks.size:
                 numbers = torch.cat([self.tagged(S), part.run(S, backwards)[1].flatten()])
-                self.sent.append((ranks.send(numbers, after), numbers))
+                self.sent.append((ranks.send(numbers, after), numbers, after))
         return torch.cat(found, 1) if blocks > 1 else found[0]
 
-    def arrived(self) -> None:
-        """Wait until what was sent has gone out."""
+    def flush_sends(self) -> None:
+        """Wait until every message that was sent has gone out; its memory may then be used again."""
         while self.sent:
-            work, numbers = self.sent.pop()
-            self.wait(work, numbers, self.ranks.others)
+            work, numbers, rank = self.sent.pop()
+            self.wait(work, numbers, [rank])
 
     def tagged(self, x: Tensor) -> Tensor:
+        """The first number of a message, of x's dtype."""
         return x.new_full((1,), self.tag)
 
     def checked(self, S: Tensor, tags: Tensor, ranks: list[int]) -> Tensor:
-        """S, if the tags of the messages of these ranks are this very call's.
+        """S, if the messages of these ranks have the tag of this call.
 
-        A rank may have fallen out of step among calls that were agreed upon before. A GPU, which nobody waits for
-        here, then gets NaN.
+        A rank may have fallen out of step among calls that were agreed upon before. Tags tell kinds of calls apart,
+        not calls of one kind, nor the values of `cu_seqlens`. On a GPU S becomes NaN if a tag differs: to see that, the
+        host would have to wait.
+
+        Raises:
+            ValueError: a tag differs, on a CPU; this rank gives up.
         """
         if S.is_cuda:
             return torch.where(tags.eq(self.tag).all(), S, math.nan)

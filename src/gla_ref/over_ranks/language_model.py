@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from .. import _contract as contract
 from ..models.language_model import IGNORED, LanguageModel, check_tokens
 from .exchange import Ranks
-from .layout import Pieces
+from .pieces import Pieces
 
 __all__ = ["LossOverRanks"]
 
@@ -63,6 +63,7 @@ class Mean(torch.autograd.Function):
         except RuntimeError as error:
             others = [r for r in range(ranks.size) if r != ranks.rank]
             raise ranks.agreement.lost(error, pieces.facts, others) from error
+        ranks.agreement.took_part()
         ctx.save_for_backward((ranks.size / both[1]).to(total.dtype))
         return (both[0] / both[1]).to(total.dtype)
 
@@ -139,9 +140,9 @@ class LossOverRanks(nn.Module):
             "config": f"{self.model.config}",
         }
         common = tuple(facts.values())
-        if common not in ranks.agreed:
+        if common not in ranks.agreed_facts:
             ranks.agreement.reach(facts)
-            ranks.agreed.add(common)
+            ranks.agreed_facts.add(common)
         return Pieces(ranks, lengths, facts)
 
     def _checked(self, tokens, targets, cu_seqlens, lengths) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""The algebra of pieces: what a piece of a sequence does to the state that crosses it (chapter 24).
+"""The algebra of pieces and segments: how a run of tokens changes the state that crosses it (chapter 24).
+
+A piece is the run of tokens that a rank has. A segment is a part of a piece, often all of it.
 
     S_right = M S_left + X          M, X from k, v and the gates of the piece alone
     R_left  = M^T R_right + A       R the gradient of S; A from q, do and the gates of the piece alone
@@ -50,7 +52,7 @@ class Maps(NamedTuple):
         """Whether kernels run through these maps."""
         return self.X.is_cuda and self.X.dtype == torch.float32 and self.decays
 
-    def keep(self, S: Tensor) -> Tensor:
+    def through(self, S: Tensor) -> Tensor:
         """M S, of maps without the axis of segments or with a state for each segment."""
         first, *more = self.M
         if not self.decays:
@@ -62,7 +64,7 @@ class Maps(NamedTuple):
 
     def after(self, S: Tensor) -> Tensor:
         """M S + X, of a map that `in_turn` yields."""
-        return self.keep(S) + self.X if self.decays else torch.baddbmm(self.X, *self.M, S)
+        return self.through(S) + self.X if self.decays else torch.baddbmm(self.X, *self.M, S)
 
     def in_turn(self, backwards: bool) -> Iterator[Maps]:
         """Each segment's map; where M is a matrix with all heads as one batch, `[N H, K, K]` and `[N H, K, V]`."""
@@ -123,7 +125,8 @@ class Walk(NamedTuple):
 def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
     """(M, X) of rows of tokens, from left to right: of k, v and gates. No exponent is above 0.
 
-    A kernel reads k, v and g once more than one GPU's walk in one go would; of a delta rule it walks V + K columns.
+    For this map a kernel reads k, v and g, which the walk of the piece reads again. For a delta rule it walks V + K
+    columns, not V.
     """
     k, v, g, g_v = x["k"], x["v"], x.get("g"), x.get("g_v")
     if "beta" in x:
@@ -167,9 +170,9 @@ def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Ten
 def _decays(walk: Walk, x: Tokens, rows: Tensor | None = None) -> tuple[Tensor, ...]:
     """M of gated linear attention, the decay over a piece; `rows` [B, H, K], if they are known."""
     g, g_v = x.get("g"), x.get("g_v")
-    B, _, H, _ = x["q"].shape
+    B, _, H, _ = x["k"].shape
     if rows is None:
-        rows = x["q"].new_ones(B, H, dtype=walk.dtype) if g is None else g.sum(1, dtype=walk.dtype).exp()
+        rows = x["k"].new_ones(B, H, dtype=walk.dtype) if g is None else g.sum(1, dtype=walk.dtype).exp()
         rows = rows[..., None] if rows.ndim == 2 else rows  # [B H 1], or [B H K]
     return (rows[..., None],) if g_v is None else (rows[..., None], g_v.sum(1, dtype=walk.dtype).exp()[..., None, :])
 

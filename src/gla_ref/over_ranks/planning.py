@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import FORMS
 from .. import _contract as contract
 from ..book.scaling import H200, Wire, gather_seconds, pipeline_seconds
 from ..mechanisms import MECHANISMS
@@ -74,13 +75,7 @@ def plan(
     itemsize = dtype.itemsize
     N, K, V = sizes["B"], sizes["K"], sizes["V"]
     H = sizes.get("HV", sizes["H"])
-    rows = {"linear_attention": 1, "simple_gla": 1, "gla": K}
-    decays = [(N, H, rows.get(mechanism, K), 1)]
-    if mechanism not in rows:
-        decays = [(N, H, K, K)]
-    elif tokens.get("g_v") is not None:
-        decays.append((N, H, 1, V))
-    shapes = (*decays, (N, H, K, V))
+    shapes = map_shapes(mechanism, N, H, K, V, columns=tokens.get("g_v") is not None)
     if segment:
         segments = tuple(max(1, -(-n // segment)) for n in lengths)
     else:
@@ -99,14 +94,7 @@ def plan(
     else:
         exchange = "pipeline" if pipe < WORTH * gather else "all-gather"
         why.append(f"{exchange}: in a pipeline each rank waits for the one before it, so it must save a quarter")
-    from .. import FORMS  # here, since it imports this package
-
-    if not multiprocessors:
-        walk, because = "chunkwise", "no GPU"
-    elif dtype == torch.float64 or "triton" not in FORMS[mechanism]:
-        walk, because = "chunkwise", f"there is no kernel for {dtype}"
-    else:
-        walk, because = "triton", "a GPU"
+    walk, because = choose_walk(mechanism, dtype, on_gpu=multiprocessors > 0)
     why.append(f"{walk}: {because}")
     if segment:
         why.append(f"segments of {segment} tokens were asked for: every number of ranks gives the same bits")
@@ -116,6 +104,22 @@ def plan(
         )
     numbers = blocks + state // itemsize if exchange == "pipeline" else 1 + maps // itemsize  # with the tags
     return Plan(walk, exchange, blocks, segments, not segment, shapes, numbers * itemsize, tuple(why))
+
+
+def choose_walk(mechanism: str, dtype: torch.dtype, on_gpu: bool) -> tuple[str, str]:
+    """The form that walks the pieces, and why."""
+    if not on_gpu:
+        return "chunkwise", "no GPU"
+    if dtype == torch.float64 or "triton" not in FORMS[mechanism]:
+        return "chunkwise", f"there is no kernel for {dtype}"
+    return "triton", "a GPU"
+
+
+def map_shapes(mechanism: str, N: int, H: int, K: int, V: int, columns: bool) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors of a segment's map, M and then X; `columns`: there are gates on values."""
+    rows = {"linear_attention": 1, "simple_gla": 1, "gla": K}.get(mechanism)
+    M = ((N, H, K, K),) if rows is None else ((N, H, rows, 1), (N, H, 1, V))[: 1 + columns]
+    return *M, (N, H, K, V)
 
 
 def side_by_side(tokens: int, programs: int, multiprocessors: int) -> int:

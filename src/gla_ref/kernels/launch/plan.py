@@ -158,7 +158,10 @@ class Draft:
         return do, scale
 
     def launch(self, kernel, grid: int | tuple[int, ...], *args, **named) -> None:
-        """Launch `kernel` with these arguments; what it has no parameter for is an option of Triton's."""
+        """Launch `kernel` with these arguments; what it has no parameter for is an option of Triton's.
+
+        In a call program.py puts the call's tensors in the places of their Specs and Boxes.
+        """
         rest = kernel.arg_names[len(args) :]
         args += tuple([named.pop(name) for name in rest])
         self.steps.append(Launch(kernel, grid if isinstance(grid, tuple) else (grid,), args, named))

@@ -102,12 +102,11 @@ def enter(
 
 def plan_added(hardware: Hardware, k, v, g, backwards: bool) -> Plan:
     """(X or A, the decay of the piece): from specs; the decay is None but for gates of channels."""
+    draft = Draft(hardware, k, v, g)
     if g is None or len(g.shape) == 3:
-        draft = Draft(hardware, k, v, g)
         return draft.plan("portable", add_up(draft, k, v, g, backwards), None)
-    call = gla_forward.begin(hardware, (k, k, v, g, None, None, None), 1.0, None)
-    draft, (B, T, H, K), V = call.draft, k.shape, v.shape[-1]
-    draft.inputs = k, v, g
+    call = gla_forward.begin(draft, k, v, None, None, 1.0, None)
+    (B, T, H, K), V = k.shape, v.shape[-1]
     L = call.segment()
     n = slots(B, T, None, L)
     S, decay = draft.new("S", n, H, K, V), draft.new("decay", n, H, K)

@@ -86,6 +86,7 @@ def walk(
 ):
     """A segment of a head, chunk by chunk, from its state in S_in to S_out.
 
+    q, k, v, g and o are boxes by TMA, else pointers; s_q ... are their strides (`patterns` of tiles.py).
     With g, (1) is made here, and with g and o `strong` is written: one flag for each chunk of a head.
     Without g, q and k are q' and k', and `factors` and `strong` are read, as `prepare` left them.
     Of the results any may be None: o; `states`, the one before each chunk; `decay` of the segment.
@@ -402,6 +403,11 @@ class GlaCall(NamedTuple):
         programs, packed = cdiv(self.V, self.BV) * self.H * self.N, self.N if self.cu else None
         return self.C * segment_length(self.draft, self.path, programs, cdiv(self.T, self.C), packed)
 
+    @property
+    def in_one_go(self) -> bool:
+        """Whether each sequence is walked in one go, not in segments."""
+        return self.segment() > self.T
+
     def by_engine(self, *tokens: Spec | None) -> bool:
         """Whether the copy engine loads these."""
         return self.cu is None and all([describable(x, self.draft.hardware) for x in tokens if x])
@@ -426,10 +432,9 @@ class Walked(NamedTuple):
     starts: Spec | None  # the state that each segment starts from
 
 
-def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path, table=WALK) -> GlaCall:
-    """A call of q, k, v, g, g_v, initial state, cu_seqlens and, backwards, more."""
-    draft, (q, _, v, _, g_v, _, cu, *_) = Draft(hardware, *inputs), inputs
-    (B, T, H, K), V = q.shape, v.shape[-1]
+def begin(draft: Draft, q: Spec, v: Spec, g_v: Spec | None, cu: Spec | None, scale, path, table=WALK) -> GlaCall:
+    """A call whose plan is `draft`, by the sizes of q and v."""
+    hardware, (B, T, H, K), V = draft.hardware, q.shape, v.shape[-1]
     half, cu = q.dtype != torch.float32, draft.contiguous(cu, torch.int32)
     # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; lab/gla.md)
     least = 64 if half else 16
@@ -547,7 +552,7 @@ def mend_strong(call: GlaCall, q, k, v, g, o, strong, reverse=False) -> None:
 
 def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
     """(o, final state, starts) of specs of the tensors."""
-    call = begin(hardware, (q, k, v, g, None, S, cu), scale, path)
+    call = begin(Draft(hardware, q, k, v, g, None, S, cu), q, v, None, cu, scale, path)
     x = readers(call, q, k, g)
     walked = walks(call, launch_walk, x, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
     mend_strong(call, q, k, v, g, walked.o, x.strong)

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, cdiv
+from ..launch.plan import Draft, Plan, cdiv
 from .gla_forward import (
     across,
     begin,
@@ -152,7 +152,7 @@ def crossing(b_net, b_later, b_kept, b_g, FAST: tl.constexpr):
 
 def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = begin(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
+    call = begin(Draft(hardware, q, k, v, g, None, S, cu, starts, do, dS), q, v, None, cu, scale, path)
     call, do, R = begin_backward(call, v, do, dS)
     draft = call.draft
     x, S_in = readers(call, q, k, g), draft.contiguous(S, torch.float32)

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, Spec, boxes, cdiv, next_power_of_2
+from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, next_power_of_2
 from .gla_forward import (
     MEND,
     WALK,
@@ -270,7 +270,7 @@ def launch_gradients(call: GlaCall, q, k, v, do, g, g_v, S, R, dq: str, dk: str,
 
 def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Plan:
     """(o, final state, starts) of specs of the tensors."""
-    call = begin(hardware, (q, k, v, g, g_v, S, cu), scale, path, TILES)
+    call = begin(Draft(hardware, q, k, v, g, g_v, S, cu), q, v, g_v, cu, scale, path, TILES)
     draft, NV = call.draft, tiles_of_v(call)
     x, S_in = prepared(call, q, k, g), draft.contiguous(S, torch.float32)
     # zeros, since no program comes by spare slots, nor by flags beyond the last tile of V
@@ -288,7 +288,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Pla
 
 def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = begin(hardware, (q, k, v, g, g_v, S, cu, starts, do, dS), scale, path, TILES)
+    call = begin(Draft(hardware, q, k, v, g, g_v, S, cu, starts, do, dS), q, v, g_v, cu, scale, path, TILES)
     call, do, R = begin_backward(call, v, do, dS)
     x, S_in = prepared(call, q, k, g), call.draft.contiguous(S, torch.float32)
     launch = functools.partial(launch_walk, None)  # no outputs, so no flags
