@@ -29,6 +29,7 @@ PLANNED = {
     "linear_attention": linear_attention,
     "simple_gla": linear_attention,
     "gla": gla,
+    "delta_rule": delta,
     "gated_delta_rule": delta,
 }
 FEW = thin((*MECHANISMS, "gated_delta_rule"), "softmax_attention", "linear_attention")
@@ -165,6 +166,26 @@ def test_a_second_derivative_is_refused():
     (dq,) = torch.autograd.grad(o.square().sum(), x[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
+
+
+COMPILED = [(m, False) for m in PLANNED if m != "softmax_attention"] + [("gla", True)]
+
+
+@pytest.mark.parametrize("mechanism, two_sided", thin(COMPILED, ("simple_gla", False), ("gla", False)))
+def test_compiled_equals_eager(mechanism, two_sided):
+    """With a state and all gradients; softmax attention: test_kernels_flash.py."""
+    args, named = inputs(mechanism, 2, 19, 1, 5, 7, g_v=two_sided)
+    leaves = [x.to(HERE, torch.float32).requires_grad_() for x in (*named.values(), *args)]
+
+    def f(*x):
+        o, S = FORMS[mechanism]["triton"](*x[len(named) :], **dict(zip(named, x, strict=False)))
+        return 2 * o, S
+
+    backend = "inductor" if CUDA else "aot_eager"
+    results = [form(*leaves) for form in (f, torch.compile(f, fullgraph=True, backend=backend))]
+    grads = [torch.autograd.grad((o.sum(), S.sum()), leaves) for o, S in results]
+    for x, y in zip((*results[0], *grads[0]), (*results[1], *grads[1]), strict=True):
+        assert torch.equal(x, y)
 
 
 def zeros(*shape):

@@ -2,10 +2,11 @@
 
 import functools
 
+import harness
 import pytest
 import torch
 from cases import F64, LADDER, inputs, thin
-from harness import CUDA, DTYPES, HERE, RUNS, allowed, anywhere, budgets, compare, interpreted, results
+from harness import CUDA, DTYPES, HERE, RUNS, allowed, anywhere, budgets, compare, interpreted, results, tokens
 from test_delta import CORRELATIONS, STRENGTHS, alike
 
 from gla_ref import FORMS, triangular
@@ -21,7 +22,6 @@ from gla_ref.kernels.portable.delta_forward import choose_length, inverse
 from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step
 
 F32, F16 = torch.float32, torch.float16
-EPS = torch.finfo(F32).eps
 KERNELS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule}
 STEPS = {"delta_rule": delta_rule_step, "gated_delta_rule": gated_delta_rule_step}
 MILD = "logsigmoid/16"
@@ -57,11 +57,6 @@ def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
     """Forward and all gradients within their budgets."""
     x, judged = problem(mechanism, *sizes, path=path, ends=ends, scale=scale, **kw)
     compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale, kernel="portable"), judged)
-
-
-def tokens(x, *where):
-    """What a call is given by position, or a part of it."""
-    return [x[n][where] for n in ("q", "k", "v", "g", "beta") if x[n] is not None]
 
 
 # the triangle
@@ -188,13 +183,8 @@ def test_any_scale(mechanism, scale):
 @pytest.mark.deep
 @pytest.mark.parametrize("mechanism", RULES)
 def test_split_and_carry(mechanism):
-    """The parts are as right as the whole."""
     x, judged = problem(mechanism, 1, 19, 1, 20, 7)
-    every, form = slice(None), KERNELS[mechanism]
-    for a in (1, 16, 17):
-        first, S = form(*tokens(x, every, slice(a)), initial_state=x["S"])
-        second, S = form(*tokens(x, every, slice(a, None)), initial_state=S)
-        compare({"o": torch.cat([first, second], 1), "S": S}, judged)
+    harness.hold_in_parts(KERNELS[mechanism], x, judged, (1, 16, 17))
 
 
 @anywhere
@@ -202,41 +192,7 @@ def test_split_and_carry(mechanism):
 @pytest.mark.parametrize("mechanism, path", WAYS)
 def test_strides_poison_and_equal_runs(mechanism, path, poisoned):
     x, judged = problem(mechanism, 2, 19, 1, *((20, 36) if CUDA else (5, 7)), path=path)
-    x, form = {n: y for n, y in x.items() if y is not None}, KERNELS[mechanism]
-    first, second = (results(form, x, path=path) for _ in range(2))
-    compare(first, judged)
-    assert all(torch.equal(first[n], second[n]) for n in first), "bitwise, from run to run"
-
-    odd = {n: y.transpose(1, 2).contiguous().transpose(1, 2) for n, y in x.items()}
-    odd |= {n: x[n].mT.contiguous().mT for n in ("S", "dS")}
-    odd["q"] = torch.stack([x["q"], x["q"]], -1)[..., 0]  # a last stride of 2
-    odd["do"] = x["do"][:1, :1, :1, :1].expand_as(x["do"])  # as the gradient of a sum: strides of 0
-    before = {n: y.clone() for n, y in odd.items()}
-    same = results(form, {**x, "do": odd["do"].contiguous()}, path=path)
-    found = results(form, odd, path=path)
-    compare({n: found[n] for n in ("o", "S")}, judged)
-    for n in same:  # an absolute band: the same sums of at most 36 * 19 terms, in whatever order
-        band = 36 * 19 * EPS * same[n].abs().max()
-        assert (found[n] - same[n]).abs().max() <= band, n
-    assert all(torch.equal(odd[n], y) for n, y in before.items()), "inputs are left alone"
-
-
-@anywhere
-@pytest.mark.deep
-@pytest.mark.parametrize("mechanism", RULES)
-def test_compiled_equals_eager(mechanism):
-    args, named = inputs(mechanism, 1, 17, 1, 5, 7)
-    leaves = [x.to(HERE, F32).requires_grad_() for x in (*named.values(), *args)]
-
-    def f(S, *args):
-        o, S = KERNELS[mechanism](*args, initial_state=S)
-        return 2 * o, S
-
-    backend = "inductor" if CUDA else "aot_eager"
-    both = [form(*leaves) for form in (f, torch.compile(f, fullgraph=True, backend=backend))]
-    grads = [torch.autograd.grad((o.sum(), S.sum()), leaves) for o, S in both]
-    for x, y in zip((*both[0], *grads[0]), (*both[1], *grads[1]), strict=True):
-        assert torch.equal(x, y)
+    harness.hold_at_any_strides(KERNELS[mechanism], x, judged, path=path)
 
 
 @anywhere
