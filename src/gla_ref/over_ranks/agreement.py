@@ -1,8 +1,8 @@
 """Do all ranks of a process group make the same call? Asked through its store, not by a collective (chapter 24).
 
 Collectives that do not fit each other hang, or end the process. So before the first call of a kind every rank writes
-what it was called with into the store and reads what the others have written. When a later exchange fails, the store
-is also where the ranks that are still alive find out who is missing, or who makes another call.
+the facts of its call into the store and reads the facts of all other ranks. If a later exchange fails, the ranks that
+are still alive find out from the store which rank is missing, or which rank makes another call.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ EARLY = 0.85  # share of the time limit after which a lookout speaks, before NCC
 
 
 class Agreement:
-    """What the ranks of one group have told each other; `count` numbers the questions."""
+    """The questions and answers of the ranks of one group; `count` numbers the questions."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.rank, self.size, self.count = dist.get_rank(group), dist.get_world_size(group), 0
         self.store = dist.PrefixStore("gla_ref.context_parallel", group.get_group_store())
 
     def reach(self, facts: dict[str, str]) -> None:
-        """Return when every rank has stated the same facts, a sentence for each argument by its name.
+        """Return when every rank has stated the same facts, one for each argument by name.
 
         Raises:
             ValueError: a rank has stated another fact, or has refused its arguments; the same text on every rank.
-            RuntimeError: a rank has stated nothing within the time limit of the store, that of the process group.
+            RuntimeError: a rank has stated nothing within the time limit of the process group and its store.
         """
         self._tell(facts)
         keys = [f"{self.count}/{r}" for r in range(self.size)]
@@ -48,21 +48,21 @@ class Agreement:
             difference = compare(0, told[0], r, theirs)
             if difference:
                 raise ValueError(difference)
-        if self.count > 1:  # whoever has answered this question has read all answers to the last
+        if self.count > 1:  # a rank that has answered this question has read all answers to the question before
             self.store.delete_key(f"{self.count - 2}/{self.rank}")
 
     def answer(self, facts: dict[str, str]) -> None:
-        """Take part in the question at hand if another rank asks it; as `reach`."""
+        """Take part in the current question if another rank asks it; raise as `reach` does."""
         if any(self.store.check([f"{self.count}/{r}"]) for r in range(self.size) if r != self.rank):
             self.reach(facts)
 
     def refuse(self, error: Exception) -> None:
-        """Tell the other ranks that this one was called with arguments that do not fit."""
+        """Tell the other ranks that this rank has refused its arguments."""
         self._tell({"error": f"{type(error).__name__}: {error}"})
         self.count += 1
 
     def lost(self, error: Exception, facts: dict[str, str], waited_for: list[int]) -> RuntimeError:
-        """What to raise when an exchange has failed in which this rank waited for others."""
+        """Return the error for an exchange that has failed while this rank waited for others."""
         self.give_up(f"waited for {_ranks(waited_for)}")
         others, stop = [r for r in range(self.size) if r != self.rank], time.monotonic() + GRACE
         while True:
@@ -80,25 +80,25 @@ class Agreement:
         return RuntimeError(f"no state came across the border within the time limit: {who} ({error})")
 
     def give_up(self, why: str) -> None:
-        """Say why this rank takes no further part in the exchange at hand."""
+        """Say why this rank takes no further part in the current exchange."""
         self.store.set(f"lost/{self.rank}", why)
 
     def _tell(self, facts: dict[str, str]) -> None:
         self.store.set(f"{self.count}/{self.rank}", json.dumps(facts))
 
     def _told(self, rank: int) -> dict[str, str]:
-        """What a rank has answered to the question at hand; nothing yet: {}."""
+        """The answer of a rank to the current question; {} before it answers."""
         key = f"{self.count}/{rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else {}
 
 
 class Lookout(threading.Thread):
-    """Says why a GPU waits in vain for other ranks, of which its host knows nothing.
+    """Says why a GPU waits in vain for other ranks; the GPU's host does not notice.
 
-    NCCL ends such a process by itself, but a minute after the time limit, and without a name.
+    NCCL ends such a process by itself, but a minute after the time limit, and without naming a rank.
 
     Attributes:
-        latest: the last exchange: its work, the facts of its call, and the ranks that it waits for.
+        latest: the last exchange: its work, the facts of its call, and the ranks that this rank waits for.
     """
 
     def __init__(self, agreement: Agreement):
@@ -122,7 +122,7 @@ class Lookout(threading.Thread):
 
 
 def compare(a: int, facts: dict[str, str], b: int, others: dict[str, str]) -> str | None:
-    """The first difference between what ranks a and b were called with, or what one of them has refused."""
+    """Describe the first difference between the facts of ranks a and b, or the arguments that one of them refused."""
     for rank, told in ((a, facts), (b, others)):
         if "error" in told:
             return f"rank {rank} was called with what does not fit: {told['error']}"

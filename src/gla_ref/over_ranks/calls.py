@@ -1,10 +1,10 @@
-"""A call over ranks: its steps, forward and backward, and what every rank is asked before it takes part (chapter 24).
+"""A call over ranks: its steps, forward and backward, and the ranks' agreement before them (chapter 24).
 
 `Enter` exchanges states on the way forward and nothing on the way back. Then each rank walks its own piece by the
 mechanism's own differentiable function. `Leave` exchanges nothing on the way forward and gradients of states on the
 way back.
 
-PyTorch's compiler is loaded with this module, so that the package does not import it by itself.
+This module loads PyTorch's compiler, so the package does not import this module by itself.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Planned(NamedTuple):
     """Facts that a rank keeps of all calls of one kind.
 
     Attributes:
-        plan: which exchange, how many segments.
-        facts: what all ranks have in common, by the names of arguments.
-        common: the same without names, to be looked up.
+        plan: the exchange, and the number of segments.
+        facts: facts that all ranks share, by the names of arguments.
+        common: the facts without names, as a key.
         tag: a number that stands for the facts.
         lengths: tokens of each rank.
-        walk: how pieces are walked.
+        walk: the form that walks pieces, and its options.
     """
 
     plan: Plan
@@ -49,7 +49,7 @@ class Planned(NamedTuple):
 
 
 class Call:
-    """One call on this rank: its segments, and how tensors of tokens and states are cut into them."""
+    """One call on this rank: its segments, and cuts of tokens and states into segments."""
 
     def __init__(self, ranks: Ranks, planned: Planned, facts: dict[str, str], segment: int | None, cu: Tensor | None):
         plan, lengths, r = planned.plan, planned.lengths, ranks.rank
@@ -63,23 +63,23 @@ class Call:
             Segment(a + i, a + j, r == m == 0, r == ranks.size - 1 and m == n - 1, total, cu)
             for m, (i, j) in enumerate(borders)
         ]
-        # so many segments are walked side by side, as rows of a batch: all of them, or one after the other
+        # the form walks this many segments at once, as rows of a batch: all of them, or one after the other
         self.rows = n if plan.composed else 1
         self.batches = [(0, self.tokens)] if plan.composed else borders
 
     def cut(self, x: Tensor) -> list[Tensor]:
-        """x [B, T, ...] by batches, [B * rows, T / rows, ...]; one token of zeros in place of none."""
+        """Cut x [B, T, ...] into batches [B * rows, T / rows, ...]; a batch without tokens gets one token of zeros."""
         parts = [some(x[:, i:j]) for i, j in self.batches] if len(self.batches) > 1 else [some(x)]
         return [y.reshape(-1, y.shape[1] // self.rows, *y.shape[2:]) for y in parts] if self.rows > 1 else parts
 
     def batches_of(self, names: tuple[str, ...], tokens: Sequence[Tensor], backwards: bool) -> Iterator[Tokens]:
-        """Each batch's tokens by name; zeros for those whose sequence is not the one that leaves the segment."""
+        """Yield each batch's tokens by name; tokens of sequences that do not leave the segment become zeros."""
         for i, own in enumerate(self.segments[:: self.rows]):
             x = dict(zip(names, tokens[i * len(names) : (i + 1) * len(names)], strict=True))
             yield neutral(x, own.of_left if backwards else own.of_right)
 
     def apart(self, batches: Sequence[Tensor]) -> Tensor:
-        """Rows [B * rows, ...] of each batch as [B, n, ...] of all segments."""
+        """Join the batches' rows [B * rows, ...] as [B, n, ...] of all segments."""
         found = [x.view(-1, self.rows, *x.shape[1:]) for x in batches]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -88,7 +88,7 @@ class Call:
         return [batch.flatten(0, 1) for batch in x.split(self.rows, 1)]
 
     def maps(self, found: list[tuple[tuple[Tensor, ...], Tensor]]) -> Maps:
-        """The maps of all segments, of those of the batches."""
+        """Join the batches' maps as maps of all segments."""
         *M, X = (self.apart(parts) for parts in zip(*((*M, X) for M, X in found), strict=True))
         return Maps(tuple(M), X)
 
@@ -97,11 +97,11 @@ class Call:
 
         Args:
             found: the maps of the batches.
-            own: for each segment the states of the sequences that begin (backwards: end) in it, None for zeros.
+            own: for each segment, the states of sequences that begin (backwards: end) there; None for zeros.
             backwards: from right to left.
         """
         maps = self.maps(found)
-        plain = self.cu is None and all(S is None for S in own)  # zeros come into the first segment, whatever its M
+        plain = self.cu is None and all(S is None for S in own)  # zeros come in, so the first M does not matter
         if backwards:
             edges = [(x.stops, x.left, x.right, x.crosses) for x in self.segments]
         else:
@@ -130,7 +130,7 @@ class Call:
 
 
 def total(parts: list[Tensor | None], like: Tensor) -> Tensor:
-    """The sum of those that are not None, zeros like `like` without any."""
+    """Sum the tensors that are not None; if all are None, return zeros like `like`."""
     given = [x for x in parts if x is not None]
     return sum(given[1:], given[0]) if given else torch.zeros_like(like)
 
@@ -179,7 +179,7 @@ class Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor | None, d_state: Tensor | None):
-        call, tokens = ctx.call, ctx.saved_tensors  # read once: a checkpoint hands them out only once
+        call, tokens = ctx.call, ctx.saved_tensors  # read them once: a checkpoint hands out saved tensors only once
         do = call.cut(ctx.zeros() if do is None else do)
         batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, strict=True)
         maps = [read_map(call.walk, x, y) for x, y in batches]
@@ -187,7 +187,7 @@ class Leave(torch.autograd.Function):
         return None, None, *do, *call.together(dS), *[None] * len(tokens)
 
 
-@torch.compiler.disable  # the compiler stops at this call and goes on after it
+@torch.compiler.disable  # the graph breaks here and resumes after the call
 def split_over_ranks(
     mechanism: str, tokens: dict[str, Tensor | None], initial_state: Tensor | None, cu_seqlens: Tensor | None, group,
     scale, lengths, exchange, segment,
@@ -207,15 +207,15 @@ def split_over_ranks(
     return Leave.apply(call, tuple(cut), *o, *S, *flat)
 
 
-# What every rank is asked before it takes part.
+# The agreement of all ranks before a call.
 
 
 def agreed(ranks: Ranks, mechanism, tokens, initial_state, cu, scale, lengths, exchange, segment) -> Call:
-    """A call that fits and that all ranks make.
+    """Check a call on this rank, agree on it with all ranks, and return it.
 
-    What fits is asked once for each signature that this rank has seen; whether the others do the same, once for each
-    set of facts: what all ranks have in common, so that all of them ask at the same call. Boundaries of packed
-    sequences, which change from call to call, are asked for at every call where their values may be looked at.
+    A rank checks its arguments once for each signature. The ranks compare their facts once for each set of facts; since
+    facts are equal on all ranks, all ranks compare at the same call. Boundaries of packed sequences change from call to
+    call, so the ranks compare them at every call that may look at their values.
     """
     given = {name: x for name, x in tokens.items() if x is not None}
     states = *given.values(), *([] if initial_state is None else [initial_state])
@@ -292,9 +292,9 @@ def planned(ranks: Ranks, mechanism, given, lengths, scale, initial_state, cu, e
     facts["cu_seqlens"] = "None" if cu is None else f"{list(cu.shape)} {cu.dtype}"
     facts |= {"lengths": f"{list(lengths)}", "scale": f"{scale}", "exchange": f"{exchange}", "segment": f"{segment}"}
     facts["requires_grad"] = f"{gradients}"
-    from .. import FORMS  # here, since it imports this package
+    from .. import FORMS  # imported here, because gla_ref imports this package
 
     walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, dtype)
     common = tuple(facts.values())
-    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds it exactly
+    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds such a number exactly
     return Planned(chosen, facts, common, tag, lengths, walk)

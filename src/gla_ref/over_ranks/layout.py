@@ -1,6 +1,6 @@
 """The tokens of a sequence on their ranks, and the messages between neighbours (chapters 17 and 24).
 
-A model's mixers, its short convolutions and its loss ask :class:`Pieces` for what lies across a border.
+A model's mixers, its short convolutions and its loss ask :class:`Pieces` for tokens and states across a border.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ __all__ = ["Pieces"]
 
 
 class Pieces(NamedTuple):
-    """Where the tokens of a sequence are: `lengths[r]` of them on rank r, in their order."""
+    """The places of a sequence's tokens: `lengths[r]` of them are on rank r, in their order."""
 
     ranks: Ranks
     lengths: tuple[int, ...]
-    facts: dict[str, str]  # what the ranks have agreed upon
+    facts: dict[str, str]  # the facts that the ranks have agreed upon
 
     @property
     def start(self) -> int:
-        """How many tokens there are on the ranks before."""
+        """The number of tokens on the ranks before this one."""
         return sum(self.lengths[: self.ranks.rank])
 
     @property
     def here(self) -> int:
-        """How many tokens this rank has."""
+        """The number of this rank's tokens."""
         return self.lengths[self.ranks.rank]
 
     def form(self, mechanism: str) -> Callable:
-        """The mechanism over all ranks."""
+        """Return the function of a mechanism over all ranks."""
         return partial(getattr(context_parallel, mechanism), group=self.ranks.group, lengths=self.lengths)
 
     def own(self, cu_seqlens: Tensor | None) -> Tensor | None:
-        """The boundaries among this rank's tokens `[N + 1]`; sequences of other ranks are empty here."""
+        """The boundaries `[N + 1]` among this rank's tokens; sequences of other ranks are empty here."""
         return None if cu_seqlens is None else (cu_seqlens - self.start).clamp(0, self.here)
 
     def before(self, tensors: Sequence[Tensor], n: int, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
         """The n tokens before this rank's first, of tensors `[B, T, D]`; differentiable.
 
         Returns:
-            `[N, n, D]` of each tensor: the past of every sequence (B of them without boundaries), zeros where there
-            is none.
+            `[N, n, D]` of each tensor: the past of every sequence (B sequences without boundaries), zeros where a
+            sequence has no past.
         """
         past = Before.apply(torch.cat(tensors, -1), n, self)
         if cu_seqlens is not None:
@@ -61,10 +61,10 @@ class Pieces(NamedTuple):
         return past.split([x.shape[-1] for x in tensors], -1)
 
     def moved(self, x: Tensor, step: int) -> Tensor:
-        """What the rank `step` before this one has as x, which every rank sends on; zeros where there is no such rank.
+        """Return x of the rank `step` places before this one; every rank sends its x on. Zeros if no such rank exists.
 
         Raises:
-            RuntimeError: a rank died or hangs; the message names it.
+            RuntimeError: a rank died or hangs; the message names the rank.
         """
         ranks, x = self.ranks, x.contiguous()
         found, there, back = torch.zeros_like(x), ranks.rank + step, ranks.rank - step
