@@ -51,7 +51,7 @@ class ShortConvolution(nn.Conv1d):
         super().__init__(D, D, W, groups=D, bias=False)
 
     def forward(self, x: Tensor, past: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return y and the next past, from x `[B, T, D]` and the past `[N, W - 1, D]` (None: zeros), in these shapes."""
+        """Return y and the next past, shaped as x `[B, T, D]` and the past `[N, W - 1, D]` (None: zeros)."""
         (B, T, D), W = x.shape, self.kernel_size[0]
         N = B if cu_seqlens is None else len(cu_seqlens) - 1
         past = x.new_zeros(N, W - 1, D) if past is None else past.to(x.dtype)
