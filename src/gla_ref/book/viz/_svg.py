@@ -38,7 +38,7 @@ def comb(xs: list[float], top: float, bottom: float, kind: str) -> str:
 
 
 def part(words: str, *pieces: str, choose: dict[int, int] | None = None) -> str:
-    """Pieces that say what they are when one points at them; a click sets controls, by their number, to a value."""
+    """Pieces that show `words` when a reader points at them; a click sets controls, by their number, to values."""
     pairs = " ".join(f"{control}:{value}" for control, value in (choose or {}).items())
     chosen = f' data-set="{pairs}"' if pairs else ""
     return f'<g data-say="{escape(words)}"{chosen}>{"".join(pieces)}</g>'
@@ -53,5 +53,5 @@ def arrow(start: Point, end: Point, kind: str = "line") -> str:
     return path([start, end, *head[:1], end, *head[2:]], kind)
 
 
-def _n(x: float) -> str:  # a tenth of a unit is below what a screen shows
+def _n(x: float) -> str:  # a screen cannot show less than a tenth of a unit
     return f"{round(float(x), 1):g}"
