@@ -1,6 +1,6 @@
 """FlashAttention on a page: causal softmax attention without the T x T matrix (chapter 4).
 
-Token i attends to all j <= i; its row of scores is met in tiles, with a running maximum m and sum l::
+Token i attends to all j <= i; its row of scores comes in tiles, with a running maximum m and sum l::
 
     s_ij = scale q_i k_j                                                                 (1)
     m'   = max(m, max_j s_ij)                                                            (2)
