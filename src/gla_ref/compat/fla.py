@@ -215,19 +215,9 @@ def chunk_gla(
 
 
 def fused_recurrent_gla(
-    q,
-    k,
-    v,
-    gk=None,
-    gv=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    reverse=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    **kwargs,
-):
+    q, k, v, gk=None, gv=None, scale=None, initial_state=None, output_final_state=False, reverse=False,
+    state_v_first=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
     """As :func:`chunk_gla`, with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
     _refuse(reverse=reverse)
     rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(state_v_first, **kwargs)
@@ -238,19 +228,9 @@ def fused_recurrent_gla(
 
 
 def chunk_simple_gla(
-    q,
-    k,
-    v,
-    g=None,
-    g_gamma=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    **kwargs,
-):
+    q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, state_v_first=False,
+    cu_seqlens=None, cu_seqlens_cpu=None, **kwargs,
+):  # fmt: skip
     """As :func:`chunk_gla` with one gate per head: `g` `[B, T, H]`, or `g_gamma` `[H]`, the same for all tokens.
 
     Without gates this is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`.
@@ -298,19 +278,9 @@ def fused_chunk_simple_gla(
 
 
 def fused_recurrent_simple_gla(
-    q,
-    k,
-    v,
-    g=None,
-    g_gamma=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    reverse=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    **kwargs,
-):
+    q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, reverse=False,
+    state_v_first=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
     """As :func:`chunk_simple_gla`."""
     _refuse(reverse=reverse)
     state_v_first = _state_v_first(state_v_first, **kwargs)
@@ -392,26 +362,12 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule by :func:`gla_ref.kernels.delta.delta_rule`.
+    """As :func:`chunk_gla` for the delta rule, by :func:`gla_ref.kernels.delta.delta_rule`.
 
     Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, H, V]`.
         beta: write strengths `[B, T, H]`.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: float32 `[N, H, K, V]`, zeros when None.
-        output_final_state: return the final state; else None stands in its place.
         use_qk_l2norm_in_kernel: give q and k length 1; here PyTorch does it before the kernel.
-        cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
-        cu_seqlens_cpu: a copy of it on the CPU, not needed here: no launch waits for the GPU.
         kwargs: only `chunk_size`, a hint, and the older name of `state_v_first`.
-
-    Returns:
-        o `[B, T, H, V]`, and the final state in float32 or None.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(False, **kwargs)
@@ -419,16 +375,9 @@ def chunk_delta_rule(
 
 
 def fused_recurrent_delta_rule(
-    q,
-    k,
-    v,
-    beta=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
+    q, k, v, beta=None, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
     cu_seqlens=None,
-):
+):  # fmt: skip
     """As :func:`chunk_delta_rule`; without beta, write strengths are 1."""
     rest = scale, initial_state, output_final_state, cu_seqlens
     return _delta(q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
@@ -453,33 +402,18 @@ def chunk_gated_delta_rule(
     cp_context=None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule by :func:`gla_ref.kernels.delta.gated_delta_rule`.
+    """As :func:`chunk_delta_rule` with gates, by :func:`gla_ref.kernels.delta.gated_delta_rule`.
 
     Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, HV, V]`, HV a multiple of H.
+        v: values `[B, T, HV, V]`, HV a multiple of H; o and states have HV heads too.
         g: natural log gates `[B, T, HV]`.
         beta: write strengths `[B, T, HV]`.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: float32 `[N, HV, K, V]`, zeros when None.
-        output_final_state: return the final state; else None stands in its place.
-        use_qk_l2norm_in_kernel: give q and k length 1; here PyTorch does it before the kernel.
         use_beta_sigmoid_in_kernel: beta are logits; their sigmoid is the write strength.
         allow_neg_eigval: with `use_beta_sigmoid_in_kernel`, the strength is twice the sigmoid.
-        state_v_first: states are `[N, HV, V, K]`.
-        cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
-        cu_seqlens_cpu: a copy of it on the CPU, not needed here.
         chunk_indices: not needed here.
         cp_context: refused.
         kwargs: with `use_gate_in_kernel` the log gates are -e^A_log softplus(g + dt_bias), from `A_log` and `dt_bias`
             `[HV]`; here PyTorch makes them before the kernel. Otherwise as in :func:`chunk_delta_rule`.
-
-    Returns:
-        o `[B, T, HV, V]`, and the final state in float32 or None.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     raw, A_log, dt_bias = (kwargs.pop(n, None) for n in ("use_gate_in_kernel", "A_log", "dt_bias"))
@@ -491,26 +425,10 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    q,
-    k,
-    v,
-    g=None,
-    gk=None,
-    gv=None,
-    beta=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-    use_gate_in_kernel=False,
-    A_log=None,
-    dt_bias=None,
-    use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    **kwargs,
-):
+    q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
     """As :func:`chunk_gated_delta_rule`; without g this is the delta rule; without beta, write strengths are 1."""
     _refuse(gk=gk, gv=gv)
     g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias)
