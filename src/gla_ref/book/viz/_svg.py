@@ -44,6 +44,13 @@ def part(words: str, *pieces: str, choose: dict[int, int] | None = None) -> str:
     return f'<g data-say="{escape(words)}"{chosen}>{"".join(pieces)}</g>'
 
 
+def played(ground: str, bars: str, name: str, x: float, top: float, bottom: float) -> list[str]:
+    """A timeline at the moment x: bars in full colours before it and pale after it, and the line of the present."""
+    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{_n(x)}" height="{bottom}"/></clipPath>'
+    now = path([(x, top), (x, bottom)], "line-vermilion")
+    return [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+
+
 def arrow(start: Point, end: Point, kind: str = "line") -> str:
     """A straight arrow with an open head of 5 units."""
     (x0, y0), (x1, y1) = start, end

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .. import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import part, path, played, rect, text
 
 __all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WALK", "WAYS"]
 __all__ += ["Task", "columns", "delta_roles", "period", "schedule"]
@@ -152,9 +152,7 @@ def _frame(way: str, heads: int, tasks: list[Task], t: float, end: float, ground
     if t == 0:  # loads alone: the other bars would answer the question
         bars = _bars([task for task in tasks if task.job == "load"])
     name = f"roles-{WAYS.index(way)}-{heads}-{round(t / MOMENT)}"
-    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{bottom}"/></clipPath>'
-    now = path([(x, TOP - 4), (x, bottom + 4)], "line-vermilion")
-    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces = played(ground, bars, name, x, TOP - 4, bottom + 4)
     done = sum(task.job == "walk" and task.stop <= t for task in tasks)
     if t >= end:
         words = f"{way}, {heads} value heads: {CHUNKS} chunks after {end:.1f} µs. "

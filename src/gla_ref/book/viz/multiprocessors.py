@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import comb, part, path, rect, text
+from ._svg import comb, part, path, played, rect, text
 
 __all__ = ["WAYS", "Program", "multiprocessors", "schedule"]
 
@@ -113,9 +113,7 @@ def _row(way: str, heads: int) -> list[Frame]:
 def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
     """A frame at time t: finished work in full colours, later work pale."""
     x, name = LEFT + UNIT * min(t, end), f"until-{WAYS.index(way)}-{heads}-{t}"
-    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{TOP + ROW * P}"/></clipPath>'
-    now = path([(x, TOP - 6), (x, TOP + ROW * P)], "line-vermilion")
-    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces = played(ground, bars, name, x, TOP - 6, TOP + ROW * P)
     pieces.append(_heads(programs))
     work = sum(p.stop - p.start for p in programs)
     words = f"{heads} head{'s' * (heads > 1)}, {CALLED[way]}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..scaling import Task, schedule
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import part, path, played, rect, text
 
 __all__ = ["RANKS", "TOKENS", "WAYS", "ranks_over_time"]
 
@@ -53,9 +53,7 @@ def _frame(way, tasks, n, scale, done, alone, ground, bars, ranks) -> Frame:
     """A frame at the n-th moment: finished work in full colours, later work pale."""
     t = done * n / MOMENTS
     x, name = LEFT + WIDE * t / scale + (2 if n == MOMENTS else 0), f"ranks-{list(WAYS).index(way)}-{ranks}-{n}"
-    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{TOP + TALL}"/></clipPath>'
-    now = path([(x, TOP - 4), (x, TOP + TALL)], "line-vermilion")
-    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces = played(ground, bars, name, x, TOP - 4, TOP + TALL)
     if n == MOMENTS:
         waited = max(task.stop - task.start for task in tasks if task.job == "exchange")
         words = f"{way}, {ranks} GPUs: done after {_ms(done)}, {done / alone:.0%} of what one GPU takes. "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import part, played, rect, text
 
 __all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", "work"]
 
@@ -123,9 +123,7 @@ def _frames(way: str) -> list[Frame]:
 def _frame(way: str, tasks: list[Task], t: int, end: int, ground: str, bars: str) -> Frame:
     """A frame at clock t: finished work in full colours, later work pale."""
     x, name, bottom = LEFT + UNIT * min(t, end), f"jobs-{WAYS.index(way)}-{t}", TOP + ROW * (len(ROWS) - 1) + TALL
-    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{bottom}"/></clipPath>'
-    now = path([(x, TOP - 4), (x, bottom + 4)], "line-vermilion")
-    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces = played(ground, bars, name, x, TOP - 4, bottom + 4)
     if t >= end:
         used = sum(task.stop - task.start for task in tasks if _row(task.job) == "memory") / end
         words = f"{way}: {CHUNKS} chunks after {end:,} clocks, memory at work {used:.0%} of them. "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .. import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import part, path, played, rect, text
 
 __all__ = ["NAMES", "barrier", "spans", "waits_timeline"]
 
@@ -71,9 +71,7 @@ def _frames(record: dict, end: float, rows: int) -> list[Frame]:
     for n in range(MOMENTS + 1):
         t = done * n / MOMENTS
         x, clip = LEFT + WIDE * t / end, f"waits-{record['kernel'].replace(' ', '-')}-{record['B']}-{n}"
-        until = f'<clipPath id="{clip}"><rect x="0" y="0" width="{x:.1f}" height="{bottom}"/></clipPath>'
-        now = path([(x, TOP - 4), (x, bottom)], "line-vermilion")
-        pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{clip})">', bars, f"</g>{now}"]
+        pieces = played(ground, bars, clip, x, TOP - 4, bottom)
         if n == MOMENTS:
             words = f"{name}: {max(r['us_a_chunk'] for r in roles):.2f} µs per chunk. "
             words += f"Share of the time spent waiting: {', '.join(map(_waiting, roles))}."
