@@ -264,7 +264,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
     draft, H, K, V = call.draft, call.H, call.K, call.V
     do, scale = draft.gradient_of_o(v, do, call.scale)
     call = call._replace(scale=scale)
-    # a walk multiplies all its reads by scale, but dS has no such factor
+    # all that a walk reads is multiplied by scale, which dS has no part in
     R = draft.compute("R", torch.div, draft.contiguous(dS, torch.float32), call.scale)
     S_in = draft.contiguous(S, torch.float32)
     walked = walks(call, q, k, v, S_in, states="states", writes="writes")
