@@ -219,49 +219,6 @@ def test_gates_alone_may_need_no_gradient():
         assert torch.equal(y, z)
 
 
-def zeros(*shape):
-    return torch.zeros(shape, device=HERE)
-
-
-@anywhere
-@pytest.mark.parametrize("form", [delta_rule, gated_delta_rule, delta_rule_step, gated_delta_rule_step])
-def test_what_does_not_fit_is_refused(form, monkeypatch):
-    gates = {"g": zeros(1, 4, 6)} if form.__name__.startswith("gated") else {}
-    q, v, strengths = zeros(1, 4, 3, 5), zeros(1, 4, 6, 7), zeros(1, 4, 6)
-
-    def call(**named):
-        return form(**({"q": q, "k": q, "v": v, **gates, "beta": strengths} | named))
-
-    call()
-    with pytest.raises(ValueError, match="^v: expected HV a multiple of H = 3 as in q, got 5"):
-        call(v=v[:, :, :5], beta=strengths[:, :, :5], **{n: g[:, :, :5] for n, g in gates.items()})
-    with pytest.raises(ValueError, match=r"^beta: expected shape \[B T HV\] with HV = 6 as in v, got \[1, 4, 3\]"):
-        call(beta=zeros(1, 4, 3))
-    with pytest.raises(TypeError, match="^q: expected float32, float16 or bfloat16, got torch.float64"):
-        call(q=q.double(), k=q.double(), v=v.double())
-    with pytest.raises(ValueError, match="^q: expected K of at most 256, got 257"):
-        call(q=zeros(1, 4, 3, 257), k=zeros(1, 4, 3, 257))
-    with pytest.raises(ValueError, match="^v: expected V of at most 512, got 513"):
-        call(v=zeros(1, 4, 6, 513))
-    with pytest.raises(ValueError, match=r"^initial_state: expected shape \[N_seq, H, K, V\] = \[1, 6, 5, 7\]"):
-        call(initial_state=zeros(1, 3, 5, 7))
-    with pytest.raises(TypeError, match="^scale: expected a finite number"):
-        call(scale="1")
-    if gates:
-        with pytest.raises(TypeError, match=r"^g: expected a torch.Tensor of shape \[B T HV\], got None"):
-            call(g=None)
-    if form in STEPS.values():
-        with pytest.raises(ValueError, match="^k: .*requires_grad=True; this kernel is forward only"):
-            call(k=q.clone().requires_grad_())
-    else:
-        for name in ("path", "kernel"):
-            with pytest.raises(ValueError, match=f"^{name}: expected one of .*got 'no'"):
-                call(**{name: "no"})
-    monkeypatch.setenv("GLA_REF_DEBUG", "1")
-    with pytest.raises(ValueError, match=r"^beta: write strengths must lie in \[0, 2\]"):
-        call(beta=strengths + 3)
-
-
 def test_choice_of_segments():
     choose = functools.partial(choose_length, multiprocessors=132)
     assert choose(16, 512) == 64
