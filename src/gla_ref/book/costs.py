@@ -36,7 +36,7 @@ def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C
       `parallel`; states and gates of all tokens in every round of `scan` (in the delta family: each
       map that it makes, a K x K matrix and a state); statistics of `two_pass`.
       Softmax `recurrent` reads its whole cache for every token. The rest stays on the chip.
-    * *Parallelism*: heads, times what is independent in a head: tiles of C queries (`parallel`,
+    * *Parallelism*: heads, times the independent parts of a head: tiles of C queries (`parallel`,
       `parallel_log`, `flash`), single tokens (`two_pass`, `scan`), or nothing.
     * *Steps*: tokens, chunks, tiles of keys, rounds of a scan, or 1.
 

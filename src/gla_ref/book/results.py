@@ -203,7 +203,7 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
     for path in (path for each in folders for path in sorted(each.glob("*.json"))):
         data = _content(path)
         if not isinstance(data, dict) or not {"environment", kind} <= data.keys():
-            continue  # of another kind, or the summary of a test run
+            continue  # records of another kind, or the summary of a test run
         if (gpu or "").lower() in (data["environment"]["gpu"] or "cpu").lower():
             return data
     return None

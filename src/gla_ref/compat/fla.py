@@ -218,7 +218,7 @@ def fused_recurrent_gla(
     q, k, v, gk=None, gv=None, scale=None, initial_state=None, output_final_state=False, reverse=False,
     state_v_first=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
-    """As :func:`chunk_gla`, with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
+    """Call :func:`chunk_gla` with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
     _refuse(reverse=reverse)
     rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(state_v_first, **kwargs)
     if gk is None and gv is None:
@@ -231,9 +231,10 @@ def chunk_simple_gla(
     q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, state_v_first=False,
     cu_seqlens=None, cu_seqlens_cpu=None, **kwargs,
 ):  # fmt: skip
-    """As :func:`chunk_gla` with one gate per head: `g` `[B, T, H]`, or `g_gamma` `[H]`, the same for all tokens.
+    """Simple GLA, one gate per head: `g` `[B, T, H]`, or `g_gamma` `[H]`, the same for all tokens.
 
-    Without gates this is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`.
+    Without gates this is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`. All other
+    arguments are as in :func:`chunk_gla`.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     if g is not None and g_gamma is not None:
@@ -273,7 +274,7 @@ def chunk_linear_attn(
 def fused_chunk_simple_gla(
     q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
 ):
-    """As :func:`chunk_simple_gla`."""
+    """Call :func:`chunk_simple_gla`."""
     return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
@@ -281,7 +282,7 @@ def fused_recurrent_simple_gla(
     q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, reverse=False,
     state_v_first=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
-    """As :func:`chunk_simple_gla`."""
+    """Call :func:`chunk_simple_gla`."""
     _refuse(reverse=reverse)
     state_v_first = _state_v_first(state_v_first, **kwargs)
     tail = scale, initial_state, output_final_state, state_v_first, cu_seqlens
@@ -291,14 +292,14 @@ def fused_recurrent_simple_gla(
 def fused_chunk_linear_attn(
     q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True, cu_seqlens=None
 ):
-    """As :func:`chunk_linear_attn`."""
+    """Call :func:`chunk_linear_attn`."""
     return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 
 def fused_recurrent_linear_attn(
     q, k, v, scale=None, initial_state=None, output_final_state=False, reverse=False, normalize=False, cu_seqlens=None
 ):
-    """As :func:`chunk_linear_attn`."""
+    """Call :func:`chunk_linear_attn`."""
     _refuse(reverse=reverse)
     return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
@@ -362,7 +363,7 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`chunk_gla` for the delta rule, by :func:`gla_ref.kernels.delta.delta_rule`.
+    """The delta rule by :func:`gla_ref.kernels.delta.delta_rule`; all arguments not listed are as in :func:`chunk_gla`.
 
     Args:
         beta: write strengths `[B, T, H]`.
@@ -378,7 +379,7 @@ def fused_recurrent_delta_rule(
     q, k, v, beta=None, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
     cu_seqlens=None,
 ):  # fmt: skip
-    """As :func:`chunk_delta_rule`; without beta, write strengths are 1."""
+    """Call the kernel of :func:`chunk_delta_rule`; without beta, write strengths are 1."""
     rest = scale, initial_state, output_final_state, cu_seqlens
     return _delta(q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
 
@@ -402,7 +403,7 @@ def chunk_gated_delta_rule(
     cp_context=None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`chunk_delta_rule` with gates, by :func:`gla_ref.kernels.delta.gated_delta_rule`.
+    """The gated delta rule by :func:`gla_ref.kernels.delta.gated_delta_rule`; see also :func:`chunk_delta_rule`.
 
     Args:
         v: values `[B, T, HV, V]`, HV a multiple of H; o and states have HV heads too.
@@ -429,7 +430,7 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False,
     allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
-    """As :func:`chunk_gated_delta_rule`; without g this is the delta rule; without beta, write strengths are 1."""
+    """Call the kernel of :func:`chunk_gated_delta_rule`; without g this is the delta rule; without beta, beta is 1."""
     _refuse(gk=gk, gv=gv)
     g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias)
     state_v_first = _state_v_first(state_v_first, **kwargs)

@@ -247,7 +247,7 @@ def function(name: str) -> Callable:
     """
     if name not in FUNCTIONS:
         raise ValueError(f"name: expected one of {', '.join(sorted(FUNCTIONS))}; got {name!r}")
-    from ..check import NotClaimed  # which an import of fla's names should not wait for
+    from ..check import NotClaimed  # imported here, so that importing fla's names stays fast
 
     it = FUNCTIONS[name]
     required = MECHANISMS[it.mechanism].required

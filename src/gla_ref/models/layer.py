@@ -38,7 +38,7 @@ class LayerState(NamedTuple):
     """A mixer's memory of earlier tokens: its mechanism's state, and the inputs that its convolutions still see."""
 
     S: Tensor | tuple | None = None
-    conv: tuple[Tensor, Tensor, Tensor] | None = None  # of q, k and v: [N, W - 1, D]
+    conv: tuple[Tensor, Tensor, Tensor] | None = None  # the last inputs for q, k and v, [N, W - 1, D]
 
 
 START = LayerState()  # no tokens before
@@ -126,7 +126,7 @@ class GatedOutput(Mixer, ABC):
     def forward(
         self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
     ) -> tuple[Tensor, LayerState]:
-        """As in :class:`Mixer`."""
+        """Mix tokens, see :class:`Mixer`."""
         (q, k, v), conv = self.project(x, state.conv, cu_seqlens, pieces)
         tensors = self.inputs(x, q, k, v)
         o, S = attend(self.mechanism, *tensors, initial_state=state.S, cu_seqlens=cu_seqlens, pieces=pieces)  # (8)

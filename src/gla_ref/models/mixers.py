@@ -87,7 +87,7 @@ class StepSize(nn.Module):
         H = config.num_heads
         self.proj = nn.Linear(config.hidden_size, H, bias=False)
         delta = torch.empty(H).uniform_(math.log(0.001), math.log(0.1)).exp()
-        self.bias = nn.Parameter(delta + torch.log(-torch.expm1(-delta)))  # of which softplus is delta
+        self.bias = nn.Parameter(delta + torch.log(-torch.expm1(-delta)))  # softplus(bias) = delta
         self.A_log = nn.Parameter(torch.empty(H).uniform_(1, 16).log())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ class SoftmaxAttention(Mixer):
     def forward(
         self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
     ) -> tuple[Tensor, LayerState]:
-        """As in :class:`gla_ref.models.layer.Mixer`, without `pieces`.
+        """Mix tokens, see :class:`gla_ref.models.layer.Mixer`; `pieces` are refused.
 
         Raises:
             ValueError: `pieces` are given: tokens would need the keys on other ranks, and no state replaces these keys.

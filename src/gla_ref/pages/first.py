@@ -68,7 +68,7 @@ def attend_kernel(q, k, v, o, T, H, scale, BT: tl.constexpr, K: tl.constexpr, V:
 
 
 def check(name, x, shape, like, rows_apart=False):
-    """Refuse what these kernels leave out."""
+    """Refuse arguments that these kernels leave out."""
     if x.shape != shape or not 0 < x.numel() <= 2**30:
         raise ValueError(f"{name}: expected {tuple(shape)}, not empty, got {tuple(x.shape)}")
     if x.dtype != like.dtype or x.dtype not in FLOATS:

@@ -40,7 +40,7 @@ def clamped(b_g):
 
 @triton.jit
 def tile(i_b, i_h, t, i_d, T, H, D, C: tl.constexpr, BD: tl.constexpr):
-    """Where C tokens and BD channels of a tensor [B, T, H, D] lie, and which of them there are."""
+    """The places of C tokens and BD channels of a tensor [B, T, H, D], and the mask of those inside the tensor."""
     i, d = t + tl.arange(0, C)[:, None], i_d + tl.arange(0, BD)[None, :]
     return ((i_b * T + i).to(tl.int64) * H + i_h) * D + d, (i < T) & (d < D)
 
@@ -125,7 +125,7 @@ def levels(
 
 
 def descriptor(name, x, shape, like, *box):
-    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
+    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses arguments left out."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")

@@ -47,7 +47,7 @@ def step(
 
 
 def check(name, x, shape, dtypes, like):
-    """Refuse what this page leaves out."""
+    """Refuse arguments that this page leaves out."""
     sizes = (16, 32, 64, 128, 256)
     if x.shape != shape or min(shape) < 1 or x.shape[-1] not in sizes:
         raise ValueError(f"{name}: expected {shape}, last one of {sizes}, got {tuple(x.shape)}")
@@ -55,7 +55,7 @@ def check(name, x, shape, dtypes, like):
         raise TypeError(f"{name}: expected {', '.join(map(str, dtypes))}, got {x.dtype}")
     if x.device != like.device or not (x.is_cuda or triton.knobs.runtime.interpret):
         raise ValueError(f"{name}: expected all tensors on one GPU, got {x.device}")
-    if not x[0].is_contiguous():  # of the batch any stride will do: that of one token of many, say
+    if not x[0].is_contiguous():  # the batch may have any stride, such as that of one token among many
         raise ValueError(f"{name}: expected each x[b] contiguous, got strides {x.stride()}")
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(f"{name}: expected no gradient (use torch.no_grad), got requires_grad")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import Open, Wrong
 
-CLOSE = 1e-9  # of the largest number: right answers in float64 agree far better than that
+CLOSE = 1e-9  # relative to the largest number; right answers in float64 agree far better
 AXES = {"T": "token", "H": "head", "N": "chunk", "P": "part"}  # counted from 1 in messages
 
 

@@ -11,12 +11,12 @@ from ._svg import arrow, circle, path, rect, text
 
 __all__ = ["CARDS", "WAYS", "Cards", "cards", "paths", "ways"]
 
-WIDE, HIGH = 120, 52  # of a picture
+WIDE, HIGH = 120, 52  # a picture's size
 
 
 class Card(NamedTuple):
     part: str
-    page: str  # of the book
+    page: str  # its page in the book
     title: str
     question: str
     learns: str  # a reader's skill after the chapter

@@ -13,7 +13,7 @@ __all__ = ["chunk_size"]
 
 T, D = 64, 16
 LENGTHS = (1, 2, 4, 8, 16, 32, 64)
-LEFT, TOP, CELL = 8, 26, 3  # of the map
+LEFT, TOP, CELL = 8, 26, 3  # the map's corner, a cell's side
 NAME, VALUE = 224, 392  # edges of the bars
 MEANS = {
     "matrix FLOPs": "all the arithmetic that is done in products of matrices",

@@ -46,7 +46,7 @@ def states(kind: str) -> Tensor:
 
 def wanted(t: int) -> Tensor:
     """The right memory after t tokens: the lasting facts, and the facts of the present topic."""
-    first = LASTING + (t - 1 - LASTING) // FACTS * FACTS  # of the present topic
+    first = LASTING + (t - 1 - LASTING) // FACTS * FACTS  # the present topic's first token
     S = torch.zeros(K, V, dtype=torch.float64)
     for n in range(t):
         if n < LASTING or n >= first:

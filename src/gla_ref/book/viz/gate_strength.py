@@ -86,7 +86,7 @@ def measured(form: str, gate: float, dtype: torch.dtype) -> float:
     return rounding.error(o, exact)
 
 
-LEFT, WIDE, PANEL = 46, 340, 84  # of a panel: its left edge, its width, its height
+LEFT, WIDE, PANEL = 46, 340, 84  # a panel's left edge, width and height
 TOPS = dict(zip(FORMS, (26, 142, 258), strict=True))
 COLORS = {"q": "line-blue", "k": "line-vermilion"}
 RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")

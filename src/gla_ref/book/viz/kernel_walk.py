@@ -81,7 +81,7 @@ def walk(way: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, lis
     return o, S, moves
 
 
-PITCH, LEFT = 40, 44  # of the tiles in memory
+PITCH, LEFT = 40, 44  # distance and left edge of the tiles in memory
 ROWS = {"q": 24, "k": 50, "v": 76, "o": 102, "S": 134, "D": 160}  # their tops
 NAMES = {"D": "Δ"}
 CHIP, BARS = 216, 312  # tops of the programs and of the byte counters

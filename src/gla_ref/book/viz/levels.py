@@ -8,7 +8,7 @@ from ._svg import arrow, circle, part, path, rect, text
 __all__ = ["levels", "meet"]
 
 C = 16  # tokens of the chunk, counted from 0
-COLORS = "pale-grey", "pale-blue", "sky", "orange"  # of the levels, from 0
+COLORS = "pale-grey", "pale-blue", "sky", "orange"  # one for each level, from 0
 
 
 def meet(j: int, i: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def schedule(way: str, heads: int) -> list[Program]:
     if way == "one long walk":
         launch("outputs", [(h, N * CHUNK + FINAL) for h in every])
     elif way == "segments":
-        n = max(1, P // heads)  # of a head
+        n = max(1, P // heads)  # segments of a head
         launch("states", [(h, N // n * WRITES + FINAL) for h in every for _ in range(n)])
         # each state in and out, in four programs of 1024 numbers
         launch("carry", [(h, (2 * n + 1) * FINAL / 4) for h in every for _ in range(4)])

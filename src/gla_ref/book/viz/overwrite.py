@@ -47,8 +47,8 @@ def asked(S: Tensor, alike: float) -> Tensor:
 
 
 CELL, LEFT, RIGHT = 34, 158, 290  # a cell's side; left edges of the state and answers, and of the right answers
-TOP, BELOW = 82, 186  # of the state, of the answers
-MIDDLE, RADIUS = (66, 124), 50  # of the circle of keys
+TOP, BELOW = 82, 186  # upper edges of the state and of the answers
+MIDDLE, RADIUS = (66, 124), 50  # the circle of keys
 
 
 def _number(x: float) -> str:

@@ -11,8 +11,8 @@ __all__ = ["programs"]
 
 LENGTHS, BLOCKS = (11, 12, 16), (2, 4, 8)
 END = 16  # numbers of memory in the picture
-CELL, LEFT = 23, 16  # of the memory
-PLACE, FIRST = 30, 148  # of the program's block
+CELL, LEFT = 23, 16  # the memory's cells and left edge
+PLACE, FIRST = 30, 148  # the places of the program's block
 
 
 def programs() -> Explorable:

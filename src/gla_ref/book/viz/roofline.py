@@ -95,7 +95,7 @@ def points(data: dict, direction: str, **shape: int) -> list[Point]:
     return measured + sorted(predicted, key=lambda p: p.ms)
 
 
-X, Y, WIDE, HIGH = 40, 26, 350, 250  # of the plot: left, top, width, height
+X, Y, WIDE, HIGH = 40, 26, 350, 250  # the plot's left edge, top, width, height
 LOW, TOP = (-0.8, -0.8), (4.8, 3.2)  # its corners: log10 of FLOP a byte and of TFLOP/s
 
 

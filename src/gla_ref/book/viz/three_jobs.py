@@ -26,7 +26,7 @@ def work(C: int = 64, K: int = 128, V: int = 128, programs: int = 1) -> dict[str
     Programs that share q, k and g load them from memory once, so each program counts its share of the bytes.
     """
     columns = V // programs
-    sums = 2 * C * K * (C + 16)  # of the gates, as products
+    sums = 2 * C * K * (C + 16)  # the gates' sums, as products
     products = 2 * C * (C * (K + columns) + 2 * K * columns)
     copies = 2 * (K * columns + C * C + C * columns)  # S, P and o through shared memory
     return {

@@ -19,7 +19,7 @@ def block_flops(kind: str, m: int, n: int) -> tuple[int, int]:
     return costs.block_flops(kind, m, n, K, V)
 
 
-X, Y, SIZE = 34, 4, 14  # of the map's corner, and of a pair of tokens
+X, Y, SIZE = 34, 4, 14  # the map's corner, and the size of a pair of tokens
 BARS = Y + SIZE * T + 28
 
 

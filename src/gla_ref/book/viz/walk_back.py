@@ -46,7 +46,7 @@ def walks(
         needed = tuple(x for x in ("q", "k", "v", "do") if any(x in loads[made] for made in makes))
         past, future = tuple(range(n)), tuple(range(n + 1, N))
         steps.append(Step(n, needed, makes, None if S is None else past, None if R is None else future))
-        return k_n.T @ v_n, q_n.T @ do_n  # what the chunk writes into S, and into R
+        return k_n.T @ v_n, q_n.T @ do_n  # the chunk's writes to S, and to R
 
     backwards = range(N - 1, -1, -1)
     if way == "one walk":

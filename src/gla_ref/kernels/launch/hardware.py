@@ -39,12 +39,12 @@ class Hardware(NamedTuple):
 
 # Compute capability: family, shared memory per program, matrix units, copy engine, multiprocessors of a card that
 # readers have (T4, A100, A10, L4, H100 and H200, B200, RTX 5090). Source: CUDA C++ Programming Guide, table "Technical
-# Specifications per Compute Capability". Matrix units and copy engine say what kernels use when Triton 3.7.1 compiles
-# them. Triton does not use Turing's matrix units. Kernels use only Hopper's copy engine: on sm_100 a store by the
-# engine in a pipelined loop ends the compiler, and Python with it; on sm_120 attention spills ten times as much with
-# the engine as without. Hopper's tiles were measured on Hopper and fit no other class, because other classes multiply
-# operands from registers. All other classes with matrix units share the tiles of the smallest, because registers limit
-# them all
+# Specifications per Compute Capability". Matrix units and copy engine are those that kernels use when Triton 3.7.1
+# compiles them. Triton does not use Turing's matrix units. Kernels use only Hopper's copy engine: on sm_100 a store by
+# the engine in a pipelined loop ends the compiler, and Python with it; on sm_120 attention spills ten times as much
+# with the engine as without. Hopper's tiles were measured on Hopper and fit no other class, because other classes
+# multiply operands from registers. All other classes with matrix units share the tiles of the smallest, because
+# registers limit them all
 CLASSES = {
     name: Hardware(name, family, shared * KIB, *rest)
     for name, family, shared, *rest in [

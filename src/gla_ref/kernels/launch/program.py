@@ -252,7 +252,7 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
         if call is None or any(meta is None for *_, meta, _ in boxes):
             return None
     grid, function = (*launch.grid, 1, 1)[:3], kernel.function
-    # kinds of launch; the kernel; what and who profiles (three); scratch memory for the kernel and for a profiler
+    # kinds of launch; the kernel, and three arguments for profilers; scratch memory for the kernel and for a profiler
     kinds, scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None)
     told = kernel.packed_metadata, None, None, None
     apart = release() == (3, 6)  # later releases take the kernel's arguments as one list, after their types

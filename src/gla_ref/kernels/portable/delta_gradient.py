@@ -16,7 +16,7 @@ where the code never divides by beta. The gradient passes the inverse by one mor
 walk forward stores every S and w, a walk backward every R and r; all other steps are local to a chunk. The forward pass
 saves only its inputs. Reference: :mod:`gla_ref.gradients.delta_rule`.
 
-The kernels, beside those of delta_forward.py, and the number of programs of each (H value heads)::
+The kernels, in addition to those of delta_forward.py, and the number of programs of each (H value heads)::
 
     walk_back    V tiles * H * segments  (1) without dv, and (2)
     gradients    H * chunks              (3) to (7), and dv

@@ -405,7 +405,7 @@ def twin(q: Spec, *others: Spec | None) -> list[Spec | None]:
     def longer(x: Spec | None) -> Spec | None:
         if x is None or x.name == "cu_seqlens":
             return x
-        axis = 1 if len(x.shape) == 4 else 2  # of lse
+        axis = 1 if len(x.shape) == 4 else 2  # the axis of tokens in lse
         shape = (*x.shape[:axis], x.shape[axis] + more, *x.shape[axis + 1 :])
         return x._replace(shape=shape, strides=strides_of(shape) if x.contiguous else x.strides)
 

@@ -435,7 +435,7 @@ def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path, tabl
     draft, (q, _, v, _, g_v, _, cu, *_) = Draft(hardware, *inputs), inputs
     (B, T, H, K), V = q.shape, v.shape[-1]
     half, cu = q.dtype != torch.float32, draft.contiguous(cu, torch.int32)
-    # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; lab/gla.md)
+    # tiles of 16 channels in bf16 with gates are wrong (Triton 3.6; lab/gla.md)
     least = 64 if half else 16
     BK, wide = max(least, next_power_of_2(K)), max(least, next_power_of_2(V))
     C, BV, warps, *stages = tiles(table, hardware, q.dtype, K=K)

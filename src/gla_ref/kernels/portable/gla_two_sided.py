@@ -2,7 +2,7 @@
 
     S_t = (alpha_t^T alpha^v_t) * S_(t-1) + k_t^T v_t
 
-Values and outputs are to g_v what keys and queries are to g. With w the running sum of g_v in the
+g_v fades values and outputs as g fades keys and queries. With w the running sum of g_v in the
 chunk and u = w_C / 2, the chunk of gla_forward.py becomes:
 
     v' = v e^(u - w),  S'' = e^r S e^u,  o = scale * (q' S'' + tril(q' k'^T) v') e^(w - u)      (1)
@@ -64,7 +64,7 @@ def walk(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TMA: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
-    """As `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
+    """Walk a segment like `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
     # which tile
     i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
@@ -177,7 +177,7 @@ def gradients(
     N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
-    """As `gla_gradient.gradients`. With (q, k, g) and (do, v, g_v) exchanged: do, dv and dg_v."""
+    """Make gradients like `gla_gradient.gradients`; with (q, k, g) and (do, v, g_v) exchanged: do, dv and dg_v."""
     # which tile: BK channels of a chunk of a head
     i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
