@@ -9,13 +9,12 @@ r = b_C / 2, q' = q e^(b - r) and k' = k e^(r - b), S the state before a chunk, 
     dq = e^(b - r) (do (e^r S)^T + A k')          dk = e^(r - b) (A^T q' + D)            (4)
     dg = sum from t on of q dq - k' (A^T q')  +  sum before t of k' D  +  rowsum(S * e^(2 r) R)  (5)
 
-and all results except R times scale. dg_t sums the paths across token t: the chunk's reads, its writes for later
-chunks, and the way from state to state. Reference: :mod:`gla_ref.gradients.gla`. Programs: V / BV * H * B of each
-`walk`, which stores a state per chunk, and K / 64 * H * T / C * B of `local`, 2 C (C V + 2 BK V + (9 C + 16) BK) FLOPs
-each in bf16. Left out: packed sequences, a gradient of the final state, gates on values, float16, sizes other than 16,
-32, 64, 128. If a channel's log gates sum to less than -80 in a chunk (bf16; -4 in float32), its dq is NaN from that
-chunk on, its dk and all of dv up to it, its dg everywhere. For few heads, see
-:mod:`gla_ref.pages.linear_attention_segments`.
+and all results except R times scale. dg_t sums paths across token t: reads of the chunk, writes for later chunks, and
+the way from state to state. Reference: :mod:`gla_ref.gradients.gla`. Programs: V / BV * H * B of each `walk`, which
+stores a state per chunk, and K / 64 * H * T / C * B of `local`, 2 C (C V + 2 BK V + (9 C + 16) BK) FLOPs each in bf16.
+Left out: packed sequences, a gradient of the final state, gates on values, float16, sizes other than 16, 32, 64, 128.
+If a channel's log gates sum to less than -80 in a chunk (bf16; -4 in float32), its dq is NaN from that chunk on, its dk
+and all of dv up to it, its dg everywhere. For few heads: :mod:`gla_ref.pages.linear_attention_segments`.
 """
 
 import torch
@@ -119,7 +118,7 @@ def local(
 
 
 def descriptor(name, x, shape, like, *box):
-    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses arguments left out."""
+    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses a tensor the page cannot take."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
