@@ -72,7 +72,7 @@ def attend(
 
 
 def descriptor(name, x, shape, like, *box):
-    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses a tensor the page cannot take."""
+    """A TMA descriptor of x as [B, H, T, D]; box: tokens, channels of a load. Refuses a tensor the page cannot take."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
