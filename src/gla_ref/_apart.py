@@ -1,4 +1,4 @@
-"""A command in a process of its own, of which only a written verdict counts (appendix "Check your kernel").
+"""A command in a process of its own; only the verdict that the process writes counts (appendix "Check your kernel").
 
 A stranger's kernel may end the process that it runs in, with status 0 too; it may abort the process, or hang in it. So
 the command runs in a child, whose last act is to write its exit status into a file. The parent believes that file only.
@@ -53,7 +53,7 @@ def run(argv: list[str], kernel: str, seconds: float) -> int:
 
 
 def begin() -> bool:
-    """Whether this process is such a child. The processes that it starts are none."""
+    """Return whether this process is such a child; the processes that it starts are not."""
     global folder
     if VARIABLE in os.environ:
         folder = Path(os.environ.pop(VARIABLE))

@@ -43,7 +43,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg) -> Plan:
-    """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed."""
+    """Plan (dq, dk, dv, dg, dg_v, dS0); None for a tensor not given and a dg not needed."""
     rest = S, cu, starts, do, dS, scale, path, need_dg
     reason = hopper.refusal_of_gradient(hardware, q, k, v, g, g_v, kernel)
     if not reason:
@@ -58,7 +58,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, sc
 
 
 def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel) -> None:
-    """What a call of a new signature is held against."""
+    """Check a call with a new signature."""
     check_call("gla", (q, k, v, g, g_v), initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
     check_choice("kernel", kernel, KERNELS)

@@ -42,11 +42,11 @@ class Agreement:
         self.refusals: dict[int, dict[str, str]] = {}
 
     def reach(self, facts: dict[str, str]) -> None:
-        """Return when every rank has stated the same facts, a sentence for each argument by its name.
+        """Return when every rank has stated the same facts, one for each argument by name.
 
         Raises:
             ValueError: a rank has stated another fact, or has refused its arguments; the same text on every rank.
-            RuntimeError: a rank has stated nothing within the time limit of the store, that of the process group.
+            RuntimeError: a rank has stated nothing within the time limit of the process group and its store.
         """
         self.count = self._question()
         self._tell(facts)
@@ -92,7 +92,7 @@ class Agreement:
             self.gave_up = False
 
     def lost(self, error: Exception, facts: dict[str, str], waited_for: list[int]) -> RuntimeError:
-        """What to raise when an exchange has failed in which this rank waited for others."""
+        """Return the error for an exchange that has failed while this rank waited for others."""
         self.give_up(f"waited for {_ranks(waited_for)}")
         others, stop = [r for r in range(self.size) if r != self.rank], time.monotonic() + GRACE
         while True:
@@ -112,7 +112,7 @@ class Agreement:
         return RuntimeError(f"no state came across the border within the time limit: {who} ({error})")
 
     def give_up(self, why: str) -> None:
-        """Say why this rank takes no further part in the exchange at hand."""
+        """Say why this rank takes no further part in the current exchange."""
         self.store.set(f"lost/{self.rank}", why)
         self.gave_up = True
 
@@ -140,12 +140,12 @@ class Agreement:
 
 
 class Lookout(threading.Thread):
-    """Says why a GPU waits in vain for other ranks, of which its host knows nothing.
+    """Says why a GPU waits in vain for other ranks; the GPU's host does not notice.
 
-    NCCL ends such a process by itself, but a minute after the time limit, and without a name.
+    NCCL ends such a process by itself, but a minute after the time limit, and without naming a rank.
 
     Attributes:
-        latest: the last exchange: its work, the facts of its call, and the ranks that it waits for.
+        latest: the last exchange: its work, the facts of its call, and the ranks that this rank waits for.
     """
 
     def __init__(self, agreement: Agreement):
@@ -169,7 +169,7 @@ class Lookout(threading.Thread):
 
 
 def compare(a: int, facts: dict[str, str], b: int, others: dict[str, str]) -> str | None:
-    """The first difference between what ranks a and b were called with, or what one of them has refused."""
+    """Describe the first difference between the facts of ranks a and b, or the arguments that one of them refused."""
     for rank, told in ((a, facts), (b, others)):
         if "error" in told:
             return f"rank {rank} was called with what does not fit: {told['error']}"

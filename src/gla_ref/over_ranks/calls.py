@@ -1,10 +1,10 @@
-"""A call over ranks: its steps, forward and backward, and what every rank is asked before it takes part (chapter 24).
+"""A call over ranks: its steps, forward and backward, and the ranks' agreement before them (chapter 24).
 
 `Enter` exchanges states on the way forward and nothing on the way back. Then each rank walks its own piece by the
 mechanism's own differentiable function. `Leave` exchanges nothing on the way forward and gradients of states on the
 way back.
 
-PyTorch's compiler is loaded with this module, so that the package does not import it by itself.
+This module loads PyTorch's compiler, so the package does not import this module by itself.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class CallKind(NamedTuple):
     """What a rank keeps for all calls of one signature.
 
     Attributes:
-        plan: which exchange, how many segments.
-        facts: what all ranks have in common, by the names of arguments.
-        common: the same without names, to be looked up.
+        plan: the exchange, and the number of segments.
+        facts: facts that all ranks share, by the names of arguments.
+        common: the facts without names, as a key.
         tag: a number that stands for the facts.
         lengths: tokens of each rank.
-        walk: how pieces are walked.
+        walk: the form that walks pieces, and its options.
     """
 
     plan: Plan
@@ -82,7 +82,7 @@ class CallKind(NamedTuple):
 
 
 class Call:
-    """One call on this rank: its segments, and how tensors of tokens and states are cut into them."""
+    """One call on this rank: its segments, and cuts of tokens and states into segments."""
 
     def __init__(
         self, ranks: Ranks, kind: CallKind, facts: dict[str, str], segment_length: int | None, cu: Tensor | None
@@ -98,7 +98,7 @@ class Call:
             Segment(a + i, a + j, r == m == 0, r == ranks.size - 1 and m == n - 1, total, cu)
             for m, (i, j) in enumerate(borders)
         ]
-        # so many segments are walked side by side, as rows of a batch: all of them, or one after the other
+        # the form walks this many segments at once, as rows of a batch: all of them, or one after the other
         self.rows = n if plan.composed else 1
         self.batches = [(0, self.tokens)] if plan.composed else borders
 
@@ -109,13 +109,13 @@ class Call:
         return [y.reshape(-1, y.shape[1] // self.rows, *y.shape[2:]) for y in parts] if self.rows > 1 else parts
 
     def batches_of(self, names: tuple[str, ...], tokens: Sequence[Tensor], backwards: bool) -> Iterator[Tokens]:
-        """Each batch's tokens by name; zeros for those whose sequence is not the one that leaves the segment."""
+        """Yield each batch's tokens by name; tokens of sequences that do not leave the segment become zeros."""
         for i, own in enumerate(self.segments[:: self.rows]):
             x = dict(zip(names, tokens[i * len(names) : (i + 1) * len(names)], strict=True))
             yield only_tokens(x, own.of_left if backwards else own.of_right)
 
     def apart(self, batches: Sequence[Tensor]) -> Tensor:
-        """Rows [B * rows, ...] of each batch as [B, n, ...] of all segments."""
+        """Join the batches' rows [B * rows, ...] as [B, n, ...] of all segments."""
         found = [x.view(-1, self.rows, *x.shape[1:]) for x in batches]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -124,7 +124,7 @@ class Call:
         return [batch.flatten(0, 1) for batch in x.split(self.rows, 1)]
 
     def maps(self, found: list[tuple[tuple[Tensor, ...], Tensor]]) -> Maps:
-        """The maps of all segments, of those of the batches."""
+        """Join the batches' maps as maps of all segments."""
         *M, X = (self.apart(parts) for parts in zip(*((*M, X) for M, X in found), strict=True))
         return Maps(tuple(M), X)
 
@@ -133,7 +133,7 @@ class Call:
 
         Args:
             found: the maps of the batches.
-            own: for each segment the states of the sequences that begin (backwards: end) in it, None for zeros.
+            own: for each segment, the states of sequences that begin (backwards: end) there; None for zeros.
             backwards: from right to left.
         """
         maps, edges = self.maps(found), [x.edge(backwards) for x in self.segments]
@@ -163,7 +163,7 @@ class Call:
 
 
 def total(parts: list[Tensor | None], like: Tensor) -> Tensor:
-    """The sum of those that are not None, zeros like `like` without any."""
+    """Sum the tensors that are not None; if all are None, return zeros like `like`."""
     given = [x for x in parts if x is not None]
     return sum(given[1:], given[0]) if given else torch.zeros_like(like)
 
@@ -213,7 +213,7 @@ class Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor | None, d_state: Tensor | None):
-        call, tokens = ctx.call, ctx.saved_tensors  # read once: a checkpoint hands them out only once
+        call, tokens = ctx.call, ctx.saved_tensors  # read them once: a checkpoint hands out saved tensors only once
         do = call.cut(ctx.zeros() if do is None else do)
         batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, strict=True)
         maps = [read_map(call.walk, x, y) for x, y in batches]
@@ -221,7 +221,7 @@ class Leave(torch.autograd.Function):
         return None, None, *do, *call.together(dS), *[None] * len(tokens)
 
 
-@torch.compiler.disable  # the compiler stops at this call and goes on after it
+@torch.compiler.disable  # the graph breaks here and resumes after the call
 def split_over_ranks(
     mechanism: str, tokens: dict[str, Tensor | None], initial_state: Tensor | None, cu_seqlens: Tensor | None, group,
     scale, lengths, exchange, segment,
@@ -244,7 +244,7 @@ def split_over_ranks(
     return Leave.apply(call, tuple(cut), *o, *S, *flat)
 
 
-# What every rank is asked before it takes part.
+# The agreement of all ranks before a call.
 
 
 def agreed_call(ranks: Ranks, given: Given) -> Call:

@@ -1,8 +1,8 @@
 """The exchange: which state comes into a rank's piece (chapter 24).
 
-What crosses a border between ranks is a state of K V numbers a head, however long the pieces are. An all-gather sends
-every rank's map to all others at once, and each composes those before its own. A pipeline sends the state itself from
-rank to rank, block of heads after block of heads.
+A state of K V numbers per head crosses a border between ranks, however long the pieces are. An all-gather sends every
+rank's map to all other ranks at once, and each rank composes the maps before its own. A pipeline sends the state itself
+from rank to rank, block of heads after block of heads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .agreement import Agreement, Lookout
 from .maps import Maps
 from .planning import Plan
 
-# one tensor from all ranks; PyTorch 2.13 has given it another name
+# gathers one tensor from all ranks; PyTorch 2.13 has renamed the function
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-PATIENCE = 0.05  # seconds between looks for what another rank asks, while this one waits
+PATIENCE = 0.05  # while a rank waits, it looks for other ranks' questions at intervals of so many seconds
 
 
 class Ranks:
@@ -61,7 +61,7 @@ class Ranks:
         return [r for r in range(self.size) if r != self.rank]
 
     def watch(self, work: dist.Work, facts: dict[str, str], ranks: list[int]) -> None:
-        """Have somebody say why, should a GPU wait for these ranks until the time limit."""
+        """Start a lookout, which says why if a GPU waits for these ranks until the time limit."""
         if torch.cuda.is_current_stream_capturing():
             return
         if self.lookout is None or not self.lookout.is_alive():  # one that has spoken has ended
@@ -69,7 +69,7 @@ class Ranks:
         self.lookout.latest = work, facts, ranks
 
     def all_gather(self, x: Tensor) -> tuple[dist.Work, Tensor]:
-        """Every rank's numbers x [n], as [R, n] once the work is done."""
+        """Gather every rank's numbers x [n] as [R, n], complete once the work is done."""
         found = x.new_empty(self.size * len(x))
         return all_gather(found, x, group=self.group, async_op=True), found.view(self.size, -1)
 
@@ -80,17 +80,17 @@ class Ranks:
         return self._message(dist.isend, x, rank)
 
     def _message(self, how: Callable, x: Tensor, rank: int) -> dist.Work:
-        """Send or receive in a batch of one; NCCL warns of messages outside a batch."""
+        """Send or receive a message as a batch of one; NCCL warns of messages outside a batch."""
         (work,) = dist.batch_isend_irecv([dist.P2POp(how, x, dist.get_global_rank(self.group, rank), self.group)])
         return work
 
 
 class Exchange:
-    """Messages that one call sends and receives.
+    """The messages that one call sends and receives.
 
     Attributes:
-        tag: a number that all messages of this call begin with.
-        facts: what the ranks have agreed upon.
+        tag: the number at the start of all messages of this call.
+        facts: the facts that the ranks have agreed upon.
     """
 
     def __init__(self, ranks: Ranks, plan: Plan, facts: dict[str, str], tag: float):
@@ -98,7 +98,7 @@ class Exchange:
         self.sent: list[tuple[dist.Work, Tensor, int]] = []  # messages on their way, and the ranks that they go to
 
     def entering(self, maps: Maps, backwards: bool = False) -> Tensor:
-        """The state that comes into this rank's first segment (backwards: its last), by the maps of all segments."""
+        """Find the state that comes into this rank's first (backwards: last) segment, from the maps of its segments."""
         if self.ranks.size == 1:
             return torch.zeros_like(maps.X[:, 0])
         if self.plan.exchange == "all-gather" and self.plan.composed and maps.by_kernels:
@@ -110,7 +110,7 @@ class Exchange:
         return S
 
     def gathered_by_kernels(self, maps: Maps, backwards: bool) -> Tensor:
-        """`gathered` of maps that are one on each rank, in two launches instead of some twenty."""
+        """Do the work of `gathered` for plans with one map per rank, in two launches instead of some twenty."""
         from ..kernels.portable.border import composed, entered
 
         work, found = self.ranks.all_gather(composed(maps.X, maps.M, self.tag, backwards))
@@ -118,7 +118,7 @@ class Exchange:
         return entered(found, self.ranks.rank, self.plan.shapes, self.tag, backwards)
 
     def gathered(self, maps: Maps, backwards: bool) -> Tensor:
-        """All maps to every rank, which runs through those before its own."""
+        """Send all maps to every rank; each rank runs through the maps before its own."""
         ranks, sizes = self.ranks, [math.prod(shape) for shape in self.plan.shapes]
         counts = (1,) * ranks.size if self.plan.composed else self.plan.segments
         numbers = torch.cat([self.tagged(maps.X), *(y.flatten() for y in (*maps.M, maps.X))])
@@ -134,7 +134,7 @@ class Exchange:
         return self.checked(S, found[:, 0], list(range(ranks.size)))
 
     def pipelined(self, maps: Maps, backwards: bool) -> Tensor:
-        """The state from rank to rank; what is sent is on its way as this rank walks."""
+        """Pass the state from rank to rank; a rank walks while its message is on the way."""
         ranks, found = self.ranks, []
         before, after = (ranks.rank + 1, ranks.rank - 1) if backwards else (ranks.rank - 1, ranks.rank + 1)
         H, blocks = maps.X.shape[2], self.plan.blocks
@@ -184,9 +184,9 @@ class Exchange:
         return S
 
     def wait(self, work: dist.Work, x: Tensor, ranks: list[int]) -> None:
-        """Wait for `ranks`, on a GPU in its stream.
+        """Wait for `ranks`; on a GPU, its stream waits.
 
-        On a CPU this rank answers meanwhile if another asks what it was called with.
+        While it waits on a CPU, this rank answers if another rank asks for the facts of its call.
 
         Raises:
             ValueError: another rank makes a call of another kind; the same text on every rank.

@@ -25,7 +25,7 @@ NAMES = {
 
 
 def matrices(record: dict) -> int:
-    """Numbers in the mixers' states or caches after the longest text, without the last inputs of short convolutions."""
+    """Numbers in the mixers' states or caches after the longest text, without the inputs kept by short convolutions."""
     run = record["run"]
     T = max(T for T, _ in run["settings"]["lengths"])
     return state_size(Config(**run["model"] | {"use_short_conv": False}), T)
@@ -61,7 +61,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
     """Right answers against numbers in the state, for a mixer and a number of steps.
 
     Args:
-        records: of :mod:`gla_ref.experiments.mqar`, of one number of steps and of several sizes of states.
+        records: records of :mod:`gla_ref.experiments.mqar`, with one number of steps and several sizes of states.
     """
     found = measured(records)
     sizes = sorted({state for of in found.values() for state in of})
@@ -92,7 +92,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         order = [other for other in found if other != mixer] + [mixer]
         for other in order:
             mine = other == mixer
-            if mine and len(found[other]) > 1:  # below its dots, which say what they are
+            if mine and len(found[other]) > 1:  # below its dots, so that a reader can point at a dot
                 means = {
                     state: fmean(scores[n - 1][1]) if n else base["chance"] for state, scores in found[other].items()
                 }
