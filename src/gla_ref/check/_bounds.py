@@ -317,7 +317,13 @@ class Bounds:
         usual = replace(c, **{name: value})
         right = f" with {USUAL[name](usual)}" if name in USUAL else " without"
         words = f"wrong with {WITH[name](c)}, right{right}"
-        return Said(words, lambda case: getattr(case, name) != value, lambda case: getattr(case, name) == value)
+
+        def alike(case: Case) -> bool:
+            if name in ("beta", "strength"):  # the two say together how strong writes are
+                return case.beta is None and case.strength <= usual.strength
+            return getattr(case, name) == value
+
+        return Said(words, lambda case: not alike(case), alike)
 
     def alone(self, c: Case) -> str:
         """Which tensors are enough to have the strides of a case, the others in order."""

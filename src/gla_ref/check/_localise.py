@@ -171,7 +171,10 @@ def agrees(
 
 
 def alike(case: Case, kind: Kind) -> Iterator[Case]:
-    """Cases like one that fails, each other in one thing, so that a name which fits by chance fits it no longer."""
+    """Cases like one that fails, each other in one thing, so that a name which fits by chance fits it no longer.
+
+    Heads and channels stay as they are: a mistake in a part of them may lie elsewhere among more.
+    """
     C = CHUNK
     if case.ends:  # every sequence has tokens, and some have more
         step = [max(b - a, 3) + 2 for a, b in pairwise(case.ends)]
@@ -190,9 +193,12 @@ def alike(case: Case, kind: Kind) -> Iterator[Case]:
         yield replace(case, reads=(0, b))
     if kind.cache and case.state:
         yield replace(case, past=case.past + C // 2 + 5)
-    yield replace(case, H=case.H + 1)
-    yield replace(case, V=case.V + 1)
-    yield replace(case, K=case.K + 1)
+
+
+def larger(case: Case) -> Iterator[Case]:
+    """Cases like one that fails, with one more head or channel."""
+    for n in "HVK":
+        yield replace(case, **{n: getattr(case, n) + 1})
 
 
 def localised(
@@ -208,7 +214,7 @@ def localised(
     A mistake that would make less wrong elsewhere comes first; those that would make much more wrong are left out.
     A place can save a name that fits by chance. So a mistake must agree in all failing cases, and in failing calls
     that it was not found by: `called` gives problem and results of another case :func:`alike`, None where the kernel
-    is right. Two cases must have failed at least.
+    is right. It must agree in two cases at least; the second one may have one more head or channel.
     """
     failed = [pair for pair in failed if pair[0].case.T <= SHORT] or failed
     seen, others = failed[:SEEN], failed[SEEN:]
@@ -223,20 +229,21 @@ def localised(
             left += [it] if it else []
     if not left or clock.spent():
         return []
-    fresh = [called(case) for case in alike(failed[0][0].case, MECHANISMS[mechanism]) if not clock.spent()]
-    others = [*filter(None, fresh), *others]
-    if len(seen) + len(others) < 2:
-        return []
+    case, kind = failed[0][0].case, MECHANISMS[mechanism]
+    others = [*filter(None, (called(x) for x in alike(case, kind) if not clock.spent())), *others]
+    more_of = [] if len(seen) + len(others) > 1 else [*filter(None, map(called, larger(case)))]
+
+    def holds(it: Match, pair: Pair) -> bool:
+        if clock.spent():
+            return False
+        return agrees(mechanism, it.mistake, it.C, [pair], wrong, gates, plainly=False) is not None
+
     kept: list[Local] = []
     for it in sorted(left, key=lambda it: it.rank):
         if kept and (it.rank[:2] != kept[0].rank[:2] or it.besides > kept[0].besides + ALIKE):
             break
-        of = it.match
-        if all(
-            not clock.spent() and agrees(mechanism, of.mistake, of.C, [pair], wrong, gates, plainly=False)
-            for pair in others
-        ):
-            kept.append(it)
+        twice = len(seen) + len(others) > 1 or any(holds(it.match, pair) for pair in more_of)
+        kept += [it] if twice and all(holds(it.match, pair) for pair in others) else []
     best: dict[str, Match] = {}
     for it in kept:
         best.setdefault(it.match.name, it.match)
