@@ -33,9 +33,10 @@ MILD = "logsigmoid/16"
 
 @functools.cache
 def problem(
-    mechanism, *sizes, kind=MILD, two_sided=False, dtype=F32, gates=None, ends=None, seed=0, scale=None, large=1.0
-):
-    """(inputs as the kernel is given them, {quantity: (exact, budget)}).
+    mechanism, *sizes, kind=MILD, two_sided=False, dtype=F32, gates=None, products=None, ends=None, seed=0, scale=None,
+    large=1.0,
+):  # fmt: skip
+    """(inputs as the kernel is given them, {quantity: (exact, budget)}); `products` as in `budgets`.
 
     An emulated run stores o once, GLA's kernel twice in strong chunks (`mend` adds to what `walk` stored): that has to
     fit in, too.
@@ -49,7 +50,7 @@ def problem(
     x = dict(zip(("q", "k", "v", "g", "g_v", "S", "do", "dS"), every, strict=True))
     given = {n: F32 if n in ("S", "dS") else dtype for n in x}
     given["g"] = given["g_v"] = gates or dtype
-    x, judged = budgets(mechanism, x, given, scale=scale, ends=ends)
+    x, judged = budgets(mechanism, x, given, products=products, scale=scale, ends=ends)
     dS0, band = judged["dS0"]
     if (mechanism, dtype) == ("simple_gla", torch.float16) and dS0.abs().max() < SMALLEST:
         # the walk does not scale do before it rounds e^b do, which is 0 here

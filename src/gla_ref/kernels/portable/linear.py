@@ -278,7 +278,7 @@ def _walk(
         S_in, S_out = x.states_of_segments(L, S_in, S), None
     states = None
     if keep or path == "materialised":
-        # each state is an operand of one product, so its precision is enough, unless float16 has too small a range
+        # each state is an operand of one product, so the product's precision is enough; float16 has too small a range
         kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
         states = draft.new("states", slots(x.B, x.T, cu, x.C), x.H, x.K, x.V, dtype=kept)
     o = draft.new(o, x.B, x.T, x.H, x.V, dtype=v.dtype)
