@@ -11,7 +11,7 @@ from ._svg import part, rect, text
 __all__ = ["GATES", "K4", "MODELS", "V4", "WRITES", "model_map", "states"]
 
 WRITES = ("adds", "erases first")
-#: keys of four tokens with the values V4: a fact for row 2, and three facts for row 1, each newer than the one before
+#: keys of four tokens with the values V4, a fact for row 2, and three facts for row 1, each newer than the one before
 K4 = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0]], dtype=torch.float64)
 V4 = torch.tensor([[1.0, 2, 3], [4, 0, 1], [0, 1, 0], [2, 2, 2]], dtype=torch.float64)
 

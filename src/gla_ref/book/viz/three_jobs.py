@@ -13,7 +13,7 @@ from ._svg import part, played, rect, text
 
 __all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", "work"]
 
-#: the work of one multiprocessor of an H200 per clock: bytes of memory and of shared memory, exponentials, FLOPs
+#: the work of one multiprocessor of an H200 per clock, in bytes of memory and of shared memory, exponentials and FLOPs
 RATES = {"memory": 16, "shared": 128, "exponentials": 16, "products": 4096}
 JOBS = ("load", "transform", "multiply", "store")
 WAYS = ("one program, in turn", "two programs, in turn", "three jobs, two stages", "three jobs, one stage")

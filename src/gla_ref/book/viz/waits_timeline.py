@@ -11,7 +11,7 @@ from ._svg import part, path, played, rect, text
 
 __all__ = ["NAMES", "barrier", "spans", "waits_timeline"]
 
-#: the schedules: their names in the records and in the figure
+#: the schedules' names in the records and in the figure
 NAMES = {"fused": "fused", "in turn": "in turn", "ahead": "two kernels: the walk"}
 #: barriers with other names in the records than in the chapter and its page
 BARRIERS = {"done": "empty"}
