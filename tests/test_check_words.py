@@ -44,6 +44,7 @@ def skipping(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return Skipped.apply(o) if cu_seqlens is None else o, cached
 
 
+@pytest.mark.deep
 def test_gradients_that_are_missing_are_not_named_by_another_way_to_lose_them():
     report = check.kernel("softmax_attention", skipping, only=["length *", "loss *"])
     assert report.failing == ["loss of some tokens"], str(report)
@@ -60,6 +61,7 @@ def odd(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.deep
 def test_a_name_must_fit_where_sequences_have_tokens():
     report = check.kernel("linear_attention", odd, only=["length *", "packed*"])
     assert report.failing == ["packed", "packed with scale"], str(report)
@@ -119,6 +121,7 @@ def two(q, k, v, beta, **named):
     return (1.01 * o if (beta > 1).any() else o), S
 
 
+@pytest.mark.deep
 def test_strengths_between_are_not_said_to_be_right():
     said = words(check.kernel("delta_rule", two, only=["length 6*", "strength 2", "strengths up to 2"]))
     assert "wrong with strengths of 2, right with random strengths below 1" in said
@@ -130,6 +133,7 @@ def many_keys(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return (1.01 * o if cached[0].shape[1] > 256 else o), cached
 
 
+@pytest.mark.deep
 def test_a_case_that_fails_without_a_trait_speaks_against_it():
     report = check.kernel("softmax_attention", many_keys, only=["length 1", "long cache*", "481 tokens"])
     assert {"481 tokens", "long cache"} <= {*report.failing}, str(report)
