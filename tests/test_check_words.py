@@ -1,4 +1,4 @@
-"""What the check kit may say: a name only where it explains, a bound only where every known case agrees with it."""
+"""Words of the check kit: a name only where it explains, a bound only where every known case agrees with it."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def named(report):
 
 
 class Skipped(torch.autograd.Function):
-    """The output, whose gradient is 0 in every 32 tokens of which the first has none."""
+    """The output, whose gradient is 0 in every 32 tokens whose first has none."""
 
     @staticmethod
     def forward(ctx, o):
@@ -141,7 +141,7 @@ def test_a_case_that_fails_without_a_trait_speaks_against_it():
 
 
 def few_tokens(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
-    """Wrong up to 3 tokens, of which the first is right without a state."""
+    """Wrong up to 3 tokens; the first is right without a state."""
     o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
     first = initial_state is None
     factor = torch.ones(q.shape[1]) + 0.01 * (q.shape[1] <= 3) * (torch.arange(q.shape[1]) >= first)

@@ -19,7 +19,7 @@ class Cost:
     bytes: int  # to and from memory, each tensor that the form keeps there written and read once
     state_bytes: int  # states (or KV cache) that exist at the same time
     parallelism: int  # independent programs
-    steps: int  # longest chain of steps, each of which needs the step before
+    steps: int  # longest chain of steps; each needs the step before
 
 
 def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C=64, c=16, itemsize=2) -> Cost:

@@ -56,7 +56,7 @@ WITH = {  # traits of a case that is not plain
     "gate": lambda c: f"gates {c.gate}",
 }
 
-USUAL = {  # the same of a plain case, where "without" would be more than was seen
+USUAL = {  # words for a plain case, where "without" would be more than was seen
     "strides": lambda c: "contiguous strides",
     "size": lambda c: "values of size 1",
     "pull": lambda c: "a loss of size 1",
@@ -64,9 +64,7 @@ USUAL = {  # the same of a plain case, where "without" would be more than was se
     "beta": lambda c: f"random strengths below {c.strength:g}",
     "alike": lambda c: "keys of correlation 0",
     "keys": lambda c: "keys of length 1",
-    "index": lambda c: f"cu_seqlens of {c.index}",
-    "loss": lambda c: f"a loss of {c.loss}",
-    "gate": lambda c: f"gates {c.gate}",
+    **{name: WITH[name] for name in ("index", "loss", "gate")},
 }
 SIZES = {  # as sentences count them
     "T": longest,

@@ -217,7 +217,7 @@ class Examiner:
         return *bounds.said(p.case, failing, passing), bounds.cut
 
     def called(self, case: Case) -> tuple[Problem, Found] | None:
-        """One more case and what the kernel makes of it; None where it is right, or cannot be asked."""
+        """One more case and the kernel's results; None where it is right, or cannot be asked."""
         k = self.kernel
         rows, asked = self.asked(case)
         if rows or asked is None or self.claim.fit(case, k.kind) != case:

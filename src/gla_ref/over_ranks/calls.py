@@ -62,7 +62,7 @@ class Given(NamedTuple):
 
 
 class CallKind(NamedTuple):
-    """What a rank keeps for all calls of one signature.
+    """Facts that a rank keeps for all calls of one signature.
 
     Attributes:
         plan: the exchange, and the number of segments.
@@ -315,7 +315,7 @@ def kind_of(ranks: Ranks, given: Given) -> CallKind:
 
 
 def facts_of(given: Given, lengths: tuple[int, ...], scale: float) -> dict[str, str]:
-    """What all ranks must have in common, a sentence for each argument by its name."""
+    """Facts that all ranks must have in common, a sentence for each argument by its name."""
     facts, cu = {"mechanism": given.mechanism}, given.cu
     for argument in MECHANISMS[given.mechanism].arguments:
         x = given.tokens.get(argument.name)

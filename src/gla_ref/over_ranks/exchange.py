@@ -27,7 +27,7 @@ PATIENCE = 0.05  # while a rank waits, it looks for other ranks' questions at in
 
 
 class Ranks:
-    """A process group, and what this rank knows of the calls that its ranks make.
+    """A process group, and this rank's knowledge of the calls that its ranks make.
 
     Attributes:
         kinds: the kinds of calls that this rank has made (`CallKind` of calls.py), by their signatures.

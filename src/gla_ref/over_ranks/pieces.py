@@ -21,11 +21,11 @@ __all__ = ["Pieces"]
 
 
 class Pieces(NamedTuple):
-    """Where the tokens of a sequence are: `lengths[r]` of them on rank r, in their order."""
+    """The places of a sequence's tokens: `lengths[r]` of them on rank r, in their order."""
 
     ranks: Ranks
     lengths: tuple[int, ...]
-    facts: dict[str, str]  # what the ranks have agreed upon
+    facts: dict[str, str]  # facts that the ranks have agreed upon
 
     @property
     def start(self) -> int:
@@ -61,7 +61,7 @@ class Pieces(NamedTuple):
         return past.split([x.shape[-1] for x in tensors], -1)
 
     def moved(self, x: Tensor, step: int) -> Tensor:
-        """What the rank `step` before this one has as x, which every rank sends on; zeros where there is no such rank.
+        """Return x of the rank `step` before this one; every rank sends its own on; zeros where there is no such rank.
 
         Raises:
             RuntimeError: a rank died or hangs; the message names it.

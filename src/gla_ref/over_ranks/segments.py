@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .maps import Maps, Tokens
 
-Rows = Tensor | slice  # of a tensor [N, ...] of states, one row for each sequence
+Rows = Tensor | slice  # part of a tensor [N, ...] of states, one row for each sequence
 
 
 class Edge(NamedTuple):
@@ -82,7 +82,7 @@ def zero_elsewhere(x: Tensor | None, where: bool | Tensor) -> Tensor | None:
 
 
 def with_own_state(m: Maps, S: Tensor | None, edge: Edge) -> Maps:
-    """Map m of one segment, and what the states S of sequences that start in it add to the state that leaves.
+    """Map m of one segment, and the share that sequences starting in it, with states S, have in the state that leaves.
 
     If no state passes through, M is zeros.
     """
@@ -94,7 +94,7 @@ def with_own_state(m: Maps, S: Tensor | None, edge: Edge) -> Maps:
 
 
 def only_tokens(x: Tokens, where: Tensor | None) -> Tokens:
-    """Tokens [B, T, ...] with zeros in place of all but those of `where` [T]; None for all."""
+    """Tokens [B, T, ...] with zeros outside `where` [T]; None for all."""
     if where is None or len(where) == 0:
         return x
     return {name: torch.where(where.view(1, -1, *[1] * (y.ndim - 2)), y, 0) for name, y in x.items()}

@@ -9,7 +9,7 @@ sizes are powers of two and constants of the compiled kernel (`tl.constexpr`), a
 
 Programs: `add` has N / 1024, each for 1024 numbers with 12 bytes and one FLOP per number in float32. `softmax_rows` has
 a few per multiprocessor; each takes one row after another, and reads and writes each row once. `attend` has H * B, each
-for all T tokens of a head, with 2 T T (K + V) FLOPs, of which the causal mask keeps about half.
+for all T tokens of a head, with 2 T T (K + V) FLOPs; the causal mask keeps about half of them.
 
 Left out: more than 2^30 numbers, rows of more than 8192, more than 64 tokens, gradients.
 """

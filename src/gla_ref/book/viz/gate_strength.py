@@ -56,7 +56,7 @@ def exponents(form: str, g: Tensor) -> list[tuple[str, int, Tensor]]:
         for kind, rows, cols in gla.two_level_blocks(len(g), C, c):
             if kind == "inter-chunk":
                 cols = rows  # the chunk's own writes, to the state after it
-            if kind != "intra-sub-chunk":  # that product does not split its exponents
+            if kind != "intra-sub-chunk":  # this product does not split its exponents
                 pieces.append(("q", rows.start, gates.decay_from_start(g[rows])))
                 pieces.append(("k", cols.start, gates.decay_to_end(g[cols])))
     else:

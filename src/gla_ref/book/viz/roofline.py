@@ -26,7 +26,7 @@ class Point:
         ms: the measured time, or the least time under the ceilings.
         limit: the ceiling of the least time: memory, products or element-wise work.
         record: the measurement, or None for a prediction.
-        steps: longest chain of steps, each of which needs the step before; None for a measurement.
+        steps: longest chain of steps in which each needs the step before; None for a measurement.
     """
 
     name: str

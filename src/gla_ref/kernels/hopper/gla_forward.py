@@ -93,7 +93,7 @@ copy_in, copy_out = named("copy_in"), named("copy_out")
 
 LOG2E = gl.constexpr(1.4426950408889634)
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32, so this gate stands for all below, -inf too
-BOUNDARIES = gl.constexpr(256)  # of packed sequences, read at a time
+BOUNDARIES = gl.constexpr(256)  # read at a time, in packed sequences
 
 
 @gluon.jit
@@ -275,7 +275,7 @@ def transformer(
 
 @gluon.jit
 def operand(x, dtype: gl.constexpr, LEAST: gl.constexpr = -40.0):
-    """x in a product's precision, and what to multiply the product by (portable/tiles.py).
+    """x in a product's precision, and the factor that the product then lacks (portable/tiles.py).
 
     float16 ends at 65504, so x is divided by the power of 2 that leaves it at most 2^15: 2^LEAST at least, so that sums
     that are added to the product, divided too, stay finite.
@@ -461,7 +461,7 @@ def walk(
     else:
         t_states: gl.constexpr = None
     unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BK], unswizzled)  # of each stage first, through
+    factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BK], unswizzled)  # first, through of each stage
     strong_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], unswizzled)  # is the stage's chunk strong?
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

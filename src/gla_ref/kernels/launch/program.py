@@ -21,7 +21,7 @@ from .versions import release
 
 MOST = 512  # programs that a function keeps: every call may have a new length
 # each launch asks for fused multiply-adds, which all measured kernels use: Triton 3.9 warns if a launch does not ask,
-# and Triton 3.10 will compile such a launch without them
+# Triton 3.10 will compile such a launch without them
 FUSED = {"enable_fp_fusion": True}
 THREAD = threading.local()  # attributes: the devices that a thread has used
 

@@ -398,7 +398,7 @@ def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale) -> Pl
 
 
 def twin(q: Spec, *others: Spec | None) -> list[Spec | None]:
-    """The same tensors at another length: a multiple of 16 if this length is none, else none."""
+    """Return the tensors at another length: a multiple of 16 if this length is none, else none."""
     T = q.shape[1]
     more = 1 if T % 16 == 0 else -T % 16
 

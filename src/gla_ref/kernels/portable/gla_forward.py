@@ -230,7 +230,7 @@ def prepare(
     p_d = factors + i_d.to(tl.int64) * 3 * K + o_k
     tl.store(p_d, first, mask=o_k < K)
     tl.store(p_d + K, through, mask=o_k < K)
-    if q_hat.dtype.element_ty == tl.float16:  # else q's own factor
+    if q_hat.dtype.element_ty == tl.float16:  # in other dtypes it is q's own factor
         tl.store(p_d + 2 * K, last, mask=o_k < K)
     tl.store(strong + i_d, 1, mask=mild == 0)
 
