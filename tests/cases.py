@@ -2,6 +2,9 @@
 
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.nn.functional import logsigmoid
 import gla_ref
 from gla_ref.mechanisms import MECHANISMS
 
+ROOT = Path(__file__).resolve().parents[1]
 F64 = torch.float64
 LINEAR = ("linear_attention", "simple_gla", "gla")
 GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
@@ -32,6 +36,15 @@ LADDER = (
     "many resets",
 )
 SWITCH = -80.0  # total decay of a chunk at which a kernel changes from one product to two levels
+
+
+def in_process(*command) -> str:
+    """The output of Python in a process that compiles kernels; this process may have told Triton to interpret them."""
+    unset = "TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"
+    env = {n: x for n, x in os.environ.items() if n not in unset} | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def thin(values, *kept, long=()):

@@ -18,6 +18,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RUNS, ROOM = 16, 2**26 if CUDA else 2**24  # emulated runs side by side; numbers of all their values' states
 # the emulated runs of the linear mechanisms and the delta rules in chunks like the kernels', or longer ones
 CHUNKS_OF_16, CHUNKS_OF_64 = (0,), (1, 2)
+EPS = torch.finfo(torch.float32).eps
+TOKENS = ("q", "k", "v", "g", "beta")
 LEAVES = ("q", "k", "v", "g", "beta", "S", "g_v")
 interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
 anywhere = pytest.mark.usefixtures("here")  # interpreted by `make test`, compiled by `make test-gpu`
@@ -70,3 +72,37 @@ def results(form, x, ends=None, **options):
     grads = torch.autograd.grad((o, S), list(leaves.values()), (x["do"], x["dS"]))
     names = ("dS0" if n == "S" else f"d{n}" for n in leaves)
     return {"o": o, "S": S, **dict(zip(names, grads, strict=True))}
+
+
+def tokens(x, *where):
+    """The tensors that a call takes by position, or a part of each."""
+    return [x[n][where] for n in TOKENS if x.get(n) is not None]
+
+
+def hold_in_parts(form, x, judged, cuts, **options):
+    """The parts on both sides of each cut are as right as the whole."""
+    for a in cuts:
+        first, S = form(*tokens(x, slice(None), slice(a)), initial_state=x["S"], **options)
+        second, S = form(*tokens(x, slice(None), slice(a, None)), initial_state=S, **options)
+        compare({"o": torch.cat([first, second], 1), "S": S}, judged)
+
+
+def hold_at_any_strides(form, x, judged, **options):
+    """Right and bitwise equal from run to run; right from tensors with strides of their own, which stay unchanged."""
+    x = {n: y for n, y in x.items() if y is not None}
+    first, second = (results(form, x, **options) for _ in range(2))
+    compare(first, judged)
+    assert all(torch.equal(first[n], second[n]) for n in first), "bitwise, from run to run"
+
+    odd = {n: y.transpose(1, 2).contiguous().transpose(1, 2) for n, y in x.items()}
+    odd |= {n: x[n].mT.contiguous().mT for n in ("S", "dS")}
+    odd["q"] = torch.stack([x["q"], x["q"]], -1)[..., 0]  # a last stride of 2
+    odd["do"] = x["do"][:1, :1, :1, :1].expand_as(x["do"])  # as the gradient of a sum: strides of 0
+    before = {n: y.clone() for n, y in odd.items()}
+    same = results(form, {**x, "do": odd["do"].contiguous()}, **options)
+    found = results(form, odd, **options)
+    compare({n: found[n] for n in ("o", "S")}, judged)
+    for n in same:  # an absolute band: the same sums of at most 36 * 19 terms, in whatever order
+        band = 36 * 19 * EPS * same[n].abs().max()
+        assert (found[n] - same[n]).abs().max() <= band, n
+    assert all(torch.equal(odd[n], y) for n, y in before.items()), "inputs are left alone"

@@ -1,14 +1,11 @@
 """The check that barriers keep their bytes (tools/barriers.py), on programs that are wrong in one way each."""
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from cases import ROOT, in_process
 
-ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 import barriers
@@ -164,18 +161,9 @@ for invalidate in (False, True):
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess:
-    """A process that compiles: here Triton may have been told to interpret."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, *command]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
 def test_the_case_to_read_is_refused_by_name():
     """benchmarks/reports/unused_barrier.py, as it is compiled."""
-    done = run("-c", COMPILED)
-    assert done.returncode == 0, done.stderr
-    unused, invalidated, _ = done.stdout.split("---\n")
+    unused, invalidated, _ = in_process("-c", COMPILED).split("---\n")
     idle, shared = unused.splitlines()
     assert idle.startswith("barrier %unused (unused_barrier.py:") and idle.endswith("no role uses it")
     assert "the values that ttg.warp_specialize captures" in shared
@@ -192,5 +180,4 @@ def test_the_kernels_for_hopper_pass():
         "gla hopper plain",
         "delta hopper page",
     ]
-    done = run("tools/compile_kernels.py", *cases, "--arch", "90")
-    assert done.returncode == 0, done.stderr
+    in_process("tools/compile_kernels.py", *cases, "--arch", "90")

@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from cases import in_process
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -268,10 +267,8 @@ with ThreadPoolExecutor() as pool:  # side by side: 0.3 s, not 0.6
 assert 0.6 <= sum(spent) < 0.85, spent
 """
     pytest.importorskip("triton", reason="Triton exists for Linux only")
-    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
     (tmp_path / "program.py").write_text(code)  # Triton reads a kernel's source
-    subprocess.run([sys.executable, tmp_path / "program.py"], env=env, check=True)
+    in_process(tmp_path / "program.py")
 
 
 def test_the_score_counts(monkeypatch):

@@ -113,12 +113,13 @@ def only_64(q, k, v, g, *, scale=None, initial_state=None):
 def test_a_kernel_of_one_size_is_judged_on_it():
     options = {"only": "length [17]"}
     report = check.kernel("gla", only_64, **options)
-    assert not report.ok and 'say which it takes, as in supports={"K": 64' in report.unclaimed
+    assert not report.ok and 'takes: --K 64 --V 64 --no-packed, in Python supports={"K": 64' in report.unclaimed
+    assert len(report.findings) == 1, "messages that differ in a size are one"
     report = check.kernel("gla", only_64, supports={"K": 64, "V": 64, "packed": False}, **options)
     whole = len(check.cases("gla"))
     assert report.ok and report.ladder == whole
     first, second, *_, last = str(report).split("\n")
-    assert first == last == f"gla on cpu in float32, quick, seed 0: right (2 of {whole} cases)"
+    assert first == last == f"gla on cpu in float32, quick, seed 0: right (2 of {whole} cases tried)"
     assert second.startswith("Claimed: K = 64, V = 64, no packed sequences. ")
     assert f"{report.made} cases made for that; left out: packed" in " ".join(str(report).split())
     assert report.to_json()["settings"]["supports"] == "K = 64, V = 64, no packed sequences"

@@ -19,7 +19,7 @@ from gla_ref.check import mistakes
 from gla_ref.check._ranks import pieces
 from gla_ref.over_ranks.exchange import Exchange
 from gla_ref.over_ranks.maps import Maps
-from gla_ref.over_ranks.pieces import Segment
+from gla_ref.over_ranks.segments import Segment
 
 LONG = ("narrow and long", "* long", "many *", "wide*", "huge", "frozen*", "one head")
 
@@ -104,14 +104,14 @@ def goes_on():
     """The sequence of the first token on the right, in place of that of the last one on the left, crosses a border."""
     right = Segment.__init__
 
-    def wrong(self, a, e, first, final, total, cu):
-        right(self, a, e, first, final, total, cu)
+    def wrong(self, a, e, is_first, is_last, total, cu):
+        right(self, a, e, is_first, is_last, total, cu)
         if cu is not None:
             self.left = (cu <= a).sum().sub(1).view(1)
             another = self.left != self.right
-            self.starts, self.stops = another | (a == 0), another | (e == total)
+            self.right_starts_here, self.left_stops_here = another | (a == 0), another | (e == total)
             self.of_left = torch.arange(a, e) < cu[self.left + 1]
-            self.crosses = cu[self.right + 1] >= e
+            self.from_left, self.to_right = a > 0, cu[self.right + 1] >= e
 
     return mock.patch.object(Segment, "__init__", wrong)
 
@@ -120,10 +120,10 @@ def lost():
     """A sequence ends here if the rank has a token behind it."""
     right = Segment.__init__
 
-    def wrong(self, a, e, first, final, total, cu):
-        right(self, a, e, first, final, total, cu)
-        if cu is not None and not final and a < e:
-            self.ends = self.ends & ((cu[1:] != e) | (cu[:-1] == e))
+    def wrong(self, a, e, is_first, is_last, total, cu):
+        right(self, a, e, is_first, is_last, total, cu)
+        if cu is not None and not is_last and a < e:
+            self.end_here = self.end_here & ((cu[1:] != e) | (cu[:-1] == e))
 
     return mock.patch.object(Segment, "__init__", wrong)
 

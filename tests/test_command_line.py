@@ -107,6 +107,27 @@ def test_an_exit_status_is_no_verdict(monkeypatch, capsys, verdict, ended, statu
     assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
 
 
+def test_an_interrupt_says_where_the_check_was(monkeypatch, capsys):
+    def call(command, env):
+        Path(env[_apart.VARIABLE], "place").write_text("gate -inf")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "call", call)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert _apart.run(["check"], "own:fn", 60.0) == 128 + signal.SIGINT
+    assert "interrupted (at gate -inf)" in capsys.readouterr().err
+
+
+def test_a_log_has_a_line_on_progress_now_and_then(own, monkeypatch, capsys):
+    command = ["check", "gla", f"{own}:wrong", "--only", "length 6?"]
+    assert main(command) == 1 and not capsys.readouterr().err, "a short check says nothing on the way"
+    monkeypatch.setattr("gla_ref.__main__.EVERY", 0.0)
+    assert main(command) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "0 of 3 cases, next: length 63"
+    assert lines[-1] == "3 of 3 cases: 3 are wrong; looking for the mistake"
+
+
 @pytest.mark.parametrize(
     "kernel, options, said",
     [

@@ -1,12 +1,10 @@
 """The notebooks on Colab's cards: all kernels are compiled for them, so failures there are found here."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cases import ROOT, in_process
 from packaging.requirements import Requirement
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -16,17 +14,11 @@ from gla_ref.book import results
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.versions import MEASURED
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def run(notebook: Path, card: str) -> dict:
     """The findings of `run_notebook`, in a process of its own."""
     code = f"import json, compile_notebooks as tool; print(json.dumps(tool.run_notebook({str(notebook)!r}, {card!r})))"
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])
-    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(in_process("-c", code).splitlines()[-1])
 
 
 def write(path: Path, *cells: str) -> Path:

@@ -17,7 +17,8 @@ import gla_ref
 from gla_ref import context_parallel
 from gla_ref.mechanisms import MECHANISMS
 from gla_ref.over_ranks import planning
-from gla_ref.over_ranks.agreement import GRACE, Agreement, Lookout
+from gla_ref.over_ranks.agreement import GRACE, Lookout
+from gla_ref.over_ranks.exchange import Ranks
 from gla_ref.over_ranks.maps import Maps, Walk, read_map, write_map
 
 T, K, V = 40, 3, 5
@@ -389,13 +390,55 @@ def test_a_rank_is_lost(pool, change, known):
         here.close()
 
 
+@pytest.mark.deep
+def test_a_lost_rank_is_not_given_an_old_reason(pool):
+    """Rank 1 has given up a call before, and made another since; now it hangs, and has said nothing of that."""
+    x, cu = problem("gla")
+    group, call = pool.group("old reason", 2, SHORT), functools.partial(piece, exchange="all-gather")
+    for scale in (1.0, 2.0):
+        assert all(well for well, _ in pool.tell(group, functools.partial(call, scale=scale), "gla", x, cu, SPLITS[2]))
+    for message, _ in told(pool, group, "another scale", x, cu, scale=1.0, exchange="all-gather"):
+        assert "makes another call than" in message
+    assert all(well for well, _ in pool.tell(group, functools.partial(call, scale=1.0), "gla", x, cu, SPLITS[2]))
+    (message, _), _ = told(pool, group, "hangs", x, cu, scale=1.0, exchange="all-gather")
+    assert "rank 1 died or hangs" in message, message
+
+
+def refused_and_repeated(rank, group, x):
+    """A call that all know, which rank 1 first makes with arguments that do not fit, then one of a new kind.
+
+    Rank 0 does not look for questions while it waits, as on a GPU.
+    """
+    tokens = {n: x[n] for n in "qkvg"}
+    with mock.patch("gla_ref.over_ranks.exchange.PATIENCE", 5.0):
+        for scale in (1.0, 2.0):
+            found = context_parallel.gla(**tokens, group=group, scale=scale)[0]
+            if rank == 1 and scale == 1.0:
+                with pytest.raises(ValueError, match="k: expected"):
+                    context_parallel.gla(**tokens | {"k": x["k"][..., 1:]}, group=group, scale=scale)
+            if scale == 1.0:
+                context_parallel.gla(**tokens, group=group, scale=scale)
+    return found
+
+
+@pytest.mark.deep
+def test_a_refusal_that_nobody_read_is_over(pool):
+    """Once the rank that refused has taken part in a later exchange, a question is not answered by that refusal."""
+    x, _ = problem("gla")
+    group = pool.group("refusal", 2, SHORT)
+    pool.tell(group, quick_to_lose)
+    answers = pool.tell(group, refused_and_repeated, x)
+    assert all(well for well, _ in answers), answers
+
+
 def test_a_gpu_waits_in_vain(capfd):
     """Nobody but the lookout knows: on rank 0 the work of an exchange never ends, and rank 1 has said nothing."""
     store = dist.HashStore()
     store.set_timeout(SHORT)
     group = mock.Mock(get_group_store=lambda: store)
     with mock.patch.object(dist, "get_rank", lambda _: 0), mock.patch.object(dist, "get_world_size", lambda _: 2):
-        lookout = Lookout(Agreement(group))
+        ranks = Ranks(group)
+    ranks.lookout = lookout = Lookout(ranks.agreement)
     lookout.latest = mock.Mock(is_completed=lambda: True), {"q": "[1]"}, [1]
     time.sleep(1.2 * SHORT.total_seconds())
     assert lookout.is_alive() and not capfd.readouterr().err
@@ -403,6 +446,9 @@ def test_a_gpu_waits_in_vain(capfd):
     lookout.join(SHORT.total_seconds() + GRACE + 1)
     assert "gla_ref.context_parallel, rank 0" in (said := capfd.readouterr().err)
     assert "rank 1 died or hangs" in said
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
+        ranks.watch(mock.Mock(is_completed=lambda: True), {"q": "[1]"}, [1])
+    assert ranks.lookout.is_alive(), "one that has spoken is replaced"
 
 
 @anywhere

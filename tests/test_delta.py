@@ -1,10 +1,11 @@
-"""The delta family against its float64 recurrences: forms, gradients, the triangle (the oracle rule)."""
+"""The delta family: keys that are alike, the closed form of its gradient, the triangle (the oracle rule)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from cases import F64, LADDER, error, inputs, thin
+from cases import F64, LADDER, error, inputs, options, pairs, thin
+from test_gradients import autograd_gradients
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, triangular
 from gla_ref.book.viz import inverses, overwrite
@@ -12,7 +13,6 @@ from gla_ref.gradients import delta_rule as delta_backward
 from gla_ref.rounding import products_in
 
 MODULES = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
-FORMS = [(m, f) for m, module in MODULES.items() for f in module.__all__ if f not in ("recurrent", "for_value_heads")]
 SIZES = {"B": 2, "H": 3, "K": 5, "V": 7}
 INVERSES = (triangular.substitution, triangular.elimination, triangular.blocked, triangular.halves, triangular.doubling)
 CORRELATIONS, STRENGTHS = (0.0, 0.9, 0.99, 1.0), (0.0, 1.0, 2.0)
@@ -33,35 +33,14 @@ def ladder(mechanism, T, kind="logsigmoid/16", correlation=0.0, strength=None):
     return args, named
 
 
-def call(mechanism, form, args, named, C=16):
-    return getattr(MODULES[mechanism], form)(*args, **named, **({"C": C} if form.startswith("chunkwise") else {}))
-
-
-@pytest.mark.parametrize("T", (1, 17, 37))
-@pytest.mark.parametrize("mechanism, form", FORMS)
-def test_forms_equal_the_recurrence_on_the_gate_ladder(mechanism, form, T):
-    for kind in LADDER if mechanism != "delta_rule" else LADDER[:1]:
-        args, named = ladder(mechanism, T, kind)
-        exact_o, exact_S = MODULES[mechanism].recurrent(*args, **named)
-        o, S = call(mechanism, form, args, named)
-        assert max(error(o, exact_o), error(S, exact_S)) < 1e-9, kind
-
-
-@pytest.mark.parametrize("mechanism, form", FORMS)
+@pytest.mark.parametrize("mechanism, form", pairs(*MODULES))
 def test_forms_equal_the_recurrence_on_the_key_ladder(mechanism, form):
     for correlation in CORRELATIONS:
         for strength in STRENGTHS:
             args, named = ladder(mechanism, 37, correlation=correlation, strength=strength)
             exact_o, exact_S = MODULES[mechanism].recurrent(*args, **named)
-            o, S = call(mechanism, form, args, named)
+            o, S = getattr(MODULES[mechanism], form)(*args, **named, **options(form))
             assert max(error(o, exact_o), error(S, exact_S)) < 1e-9, (correlation, strength)
-
-
-def gradients(function, args, named, do, dS):
-    """By autograd, of (o, S) against (do, dS): for the arguments, and the initial state last."""
-    leaves = [x.clone().requires_grad_() for x in (*args, named["initial_state"])]
-    o, S = function(*leaves[:-1], initial_state=leaves[-1])
-    return torch.autograd.grad((o, S), leaves, (do, dS))
 
 
 @pytest.mark.parametrize("kind", thin(LADDER, "logsigmoid/16", "many resets", "mild and strong chunks"))
@@ -70,36 +49,12 @@ def test_closed_form_gradients_equal_autograd(mechanism, kind):
     for correlation in (0.0, 0.99, 1.0):
         args, named = ladder(mechanism, 37, kind, correlation)
         do, dS = torch.randn_like(args[2]), torch.randn_like(named["initial_state"])
-        want = gradients(MODULES[mechanism].recurrent, args, named, do, dS)
+        want = autograd_gradients(mechanism, "recurrent", args, named, do, dS)
         gated = args if mechanism == "gated_delta_rule" else [*args[:3], None, args[3]]
         got = [x for x in delta_backward.backward(*gated, do, dS, **named, C=16) if x is not None]
-        for name, x, exact in zip((*"qkv", *(["g"] if len(args) == 5 else []), "beta", "S"), got, want, strict=True):
-            exact = torch.where(args[3] == -torch.inf, 0, exact) if name == "g" else exact
+        for x, (name, exact) in zip(got, want.items(), strict=True):
+            exact = torch.where(args[3] == -torch.inf, 0, exact) if name == "dg" else exact
             assert error(x, exact) < 1e-8, (name, correlation)
-
-
-@pytest.mark.parametrize("mechanism, form", FORMS)
-def test_autograd_of_every_form_equals_that_of_the_recurrence(mechanism, form):
-    args, named = ladder(mechanism, 19)
-    do, dS = torch.randn_like(args[2]), torch.randn_like(named["initial_state"])
-    want = gradients(MODULES[mechanism].recurrent, args, named, do, dS)
-    got = gradients(lambda *x, **n: call(mechanism, form, x, n), args, named, do, dS)
-    assert max(error(x, exact) for x, exact in zip(got, want, strict=True)) < 1e-8
-
-
-@pytest.mark.parametrize("mechanism, form", [*FORMS, *((m, "recurrent") for m in MODULES)])
-def test_packed_sequences_are_sequences_one_by_one(mechanism, form):
-    sizes = SIZES | {"B": 1}
-    args, named = inputs(mechanism, T=37, **sizes)
-    ends = (0, 5, 5, 22, 37)
-    states = torch.randn(4, *named["initial_state"].shape[1:], dtype=F64)
-    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
-    o, S = call(mechanism, form, args, {"initial_state": states, "cu_seqlens": cu_seqlens})
-    assert torch.equal(S[1], states[1])
-    for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
-        if a < b:
-            alone = call(mechanism, form, [x[:, a:b] for x in args], {"initial_state": states[n : n + 1]})
-            assert error(o[:, a:b], alone[0]) < 1e-12 and error(S[n : n + 1], alone[1]) < 1e-12
 
 
 def test_where_gates_and_strengths_end_the_mechanisms_meet():

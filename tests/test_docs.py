@@ -30,6 +30,16 @@ def test_what_is_known_names_its_entries():
     assert len(named) > 0.8 * len(facts)
 
 
+def test_files_that_comments_name_exist():
+    files = {f"/{path.relative_to(ROOT)}" for path in READERS}
+    sources = [path for path in READERS if path.suffix == ".py" and "tests" not in path.parts]
+    path = re.compile(r"(?<![\w/.])(?:\.\./)*([a-z_.]+/[\w/]+\.py)\b")
+    named = {(source.name, name) for source in sources for name in path.findall(source.read_text())}
+    named -= {("__main__.py", "path/file.py")}  # an example
+    assert len(named) > 40
+    assert not {(where, n) for where, n in named if not any(file.endswith(f"/{n}") for file in files)}
+
+
 def test_the_lab_book_is_where_it_is_referred_to():
     texts = (path.read_text() for path in READERS if path.suffix in (".py", ".md"))
     named = {name for text in texts for name in re.findall(r"\b(?:lab|docs)/\w+\.md", text)}

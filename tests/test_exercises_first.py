@@ -19,6 +19,20 @@ import triton.language as tl
 
 from gla_ref.book.exercises import check
 
+
+class With:
+    """A kernel that makes a mistake."""
+
+    def __init__(self, kernel, **mistake):
+        self.kernel, self.mistake = kernel, mistake
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.kernel[grid](*args, **constants, **self.mistake)
+
+    def __call__(self):
+        """A call of it is an answer."""
+
+
 # -- the sum of a block ------------------------------------------------------------------------------
 
 
@@ -113,60 +127,27 @@ def rms_norm(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def norm_over_block(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
+def norm_of(
+    x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr,
+    over: tl.constexpr = "N", rows: tl.constexpr = "apart", safe: tl.constexpr = True, centred: tl.constexpr = False,
+    other: tl.constexpr = 0.0, masked: tl.constexpr = True,
+):  # fmt: skip
+    """Right as it is; each option is a mistake."""
     row, o = tl.program_id(0), tl.arange(0, BLOCK)
-    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
-    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / BLOCK + eps), mask=o < N)
-
-
-@triton.jit
-def norm_without_eps(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
-    row, o = tl.program_id(0), tl.arange(0, BLOCK)
-    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
-    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N), mask=o < N)
-
-
-@triton.jit
-def norm_by_sum(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
-    row, o = tl.program_id(0), tl.arange(0, BLOCK)
-    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
-    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) + eps), mask=o < N)
-
-
-@triton.jit
-def norm_packed(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
-    row, o = tl.program_id(0), tl.arange(0, BLOCK)
-    b_x = tl.load(x + row * N + o, mask=o < N, other=0.0)
-    tl.store(y + row * N + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps), mask=o < N)
-
-
-@triton.jit
-def norm_of_row_0(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
-    row, o = tl.program_id(0), tl.arange(0, BLOCK)
-    b_x = tl.load(x + o, mask=o < N, other=0.0)
-    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps), mask=o < N)
-
-
-@triton.jit
-def layer_norm(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
-    row, o = tl.program_id(0), tl.arange(0, BLOCK)
-    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
-    b_x = tl.where(o < N, b_x - tl.sum(b_x, 0) / N, 0.0)
-    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps), mask=o < N)
-
-
-@triton.jit
-def norm_stored_unmasked(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
-    row, o = tl.program_id(0), tl.arange(0, BLOCK)
-    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=0.0)
-    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps))
-
-
-@triton.jit
-def norm_masked_by_infinity(x, y, N, x_stride, y_stride, eps, BLOCK: tl.constexpr):
-    row, o = tl.program_id(0), tl.arange(0, BLOCK)
-    b_x = tl.load(x + row * x_stride + o, mask=o < N, other=float("-inf"))
-    tl.store(y + row * y_stride + o, b_x / tl.sqrt(tl.sum(b_x * b_x, 0) / N + eps), mask=o < N)
+    p_x, p_y = x + row * x_stride, y + row * y_stride
+    if rows == "packed":
+        p_x, p_y = x + row * N, y + row * N
+    elif rows == "all row 0":
+        p_x = x
+    b_x = tl.load(p_x + o, mask=o < N, other=other)
+    if centred:
+        b_x = tl.where(o < N, b_x - tl.sum(b_x, 0) / N, 0.0)
+    square = tl.sum(b_x * b_x, 0)
+    if over == "N":
+        square = square / N
+    elif over == "BLOCK":
+        square = square / BLOCK
+    tl.store(p_y + o, b_x / tl.sqrt(square + (eps if safe else 0.0)), mask=(o < N) | (not masked))
 
 
 # -- a product of matrices ---------------------------------------------------------------------------
@@ -364,19 +345,6 @@ def last_mask(o_v, store: tl.constexpr, BV: tl.constexpr):
     return (o_v < BV)[None, :] | (store != "first")
 
 
-class With:
-    """A kernel that makes a mistake."""
-
-    def __init__(self, kernel, **mistake):
-        self.kernel, self.mistake = kernel, mistake
-
-    def __getitem__(self, grid):
-        return lambda *args, **constants: self.kernel[grid](*args, **constants, **self.mistake)
-
-    def __call__(self):
-        """A call of it is an answer."""
-
-
 RIGHT = {
     "ex-first-grid": [[4, 24, 1000], (4, 24, 1000)],
     "ex-first-sum": [partial_sums],
@@ -386,7 +354,7 @@ RIGHT = {
         lambda b, h, B, T, H, K: torch.arange(B * T * H * K).view(B, T, H, K)[b, :, h],
     ],
     "ex-first-wide": ["bdf", ["f", "d", "b"]],
-    "ex-first-norm": [rms_norm],
+    "ex-first-norm": [rms_norm, With(norm_of)],
     "ex-first-matmul": [matmul, product()],
     "ex-first-keys": [keys, walk()],
     "ex-kernel-walk": [mild_walk],
@@ -439,14 +407,14 @@ WRONG = {
         ("bd", "columns can lie far apart"),
     ],
     "ex-first-norm": [
-        (norm_over_block, "not over the BLOCK places"),
-        (norm_without_eps, "eps is missing"),
-        (norm_by_sum, "divide it by N"),
-        (norm_packed, "x_stride numbers apart"),
-        (norm_of_row_0, "All programs normalise row 0"),
-        (layer_norm, "subtracts the mean"),
-        (norm_stored_unmasked, "mask the store"),
-        (norm_masked_by_infinity, "-inf squared is inf"),
+        (With(norm_of, over="BLOCK"), "not over the BLOCK places"),
+        (With(norm_of, safe=False), "eps is missing"),
+        (With(norm_of, over="nothing"), "divide it by N"),
+        (With(norm_of, rows="packed"), "x_stride numbers apart"),
+        (With(norm_of, rows="all row 0"), "All programs normalise row 0"),
+        (With(norm_of, centred=True), "subtracts the mean"),
+        (With(norm_of, masked=False), "mask the store"),
+        (With(norm_of, other=float("-inf")), "-inf squared is inf"),
     ],
     "ex-first-matmul": [
         (product(steps=lambda K, BK: (0, BK)), "a loop over K is missing"),

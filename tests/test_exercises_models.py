@@ -140,7 +140,7 @@ RIGHT |= {
     "ex-learns-epsilon": [[0.002, 0.8944], (2e-6 / (1e-6 + 4e-12) ** 0.5, 0.894)],
     "ex-learns-interval": [scattered, lambda xs, t: [xs.mean(), t * xs.std() / len(xs) ** 0.5]],
     "ex-learns-strong": [lambda C, limit: 0.6931471805599453 / (limit / C)],
-    "ex-learns-state": [[8, 16], (8, 16)],
+    "ex-learns-judge": ["ad", "d, a", ["a", "d"]],
 }
 
 WRONG |= {
@@ -165,5 +165,10 @@ WRONG |= {
         (lambda C, limit: C / (0.6931471805599453 * limit), "not in halvings"),
         (lambda C, limit: 0.6931471805599453 / limit, "their sum counts"),
     ],
-    "ex-learns-state": [([16, 8], "exchanged"), ([8, 12], "Answer 2 of 2")],
+    "ex-learns-judge": [
+        ("a", "d is missing"),
+        ("abd", "b does not belong to it"),
+        ("acd", "c does not belong to it"),
+        ("d", "a is missing"),
+    ],
 }

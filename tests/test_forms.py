@@ -1,26 +1,28 @@
-"""Every form of the linear mechanisms against the float64 recurrence: the oracle rule."""
+"""Every form of every mechanism with a state against its float64 recurrence: the oracle rule."""
 
 import math
 
 import pytest
 import torch
-from cases import BREAK, F64, GATED, LADDER, LINEAR, error, gate, inputs, options, pairs
+from cases import BREAK, DELTA, F64, GATED, LADDER, LINEAR, error, gate, inputs, options, pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gla_ref
 from gla_ref import gla, linear_attention, simple_gla
+from gla_ref.mechanisms import MECHANISMS
 from gla_ref.rounding import operands_in
 
 TOLERANCE = 1e-10
 LENGTHS = (1, 15, 16, 17, 37)  # 1, C - 1, C, C + 1, 2 C + c + 1 for C = 16, c = 4
 SIZES = {"B": 2, "H": 3, "K": 5, "V": 7}
 FORMS = gla_ref.FORMS
+ALL = pairs(*LINEAR, *DELTA)
 
 
 def rungs(mechanism, form):
     """The gates that a form is right for: ratio forms only for mild ones."""
-    if mechanism not in GATED:
+    if not MECHANISMS[mechanism].named("gate"):
         return ("zero",)
     return ("zero", "-1e-4", "logsigmoid/16", "-1") if f"{mechanism}.{form}" in BREAK else LADDER
 
@@ -28,7 +30,7 @@ def rungs(mechanism, form):
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize(
     "mechanism, form, g_v, kind",
-    [(m, f, g_v, kind) for m, f in pairs(*LINEAR) for g_v in {False, m == "gla"} for kind in rungs(m, f)],
+    [(m, f, g_v, kind) for m, f in ALL for g_v in {False, m == "gla"} for kind in rungs(m, f)],
 )
 def test_forms_equal_the_recurrence_on_the_whole_ladder(mechanism, form, g_v, kind, T):
     args, named = inputs(mechanism, T=T, kind=kind, g_v=g_v, **SIZES)
@@ -106,9 +108,6 @@ def test_polynomial_features_are_the_square_of_the_product():
     assert error((phi(x) * phi(y)).sum(-1), (x * y).sum(-1) ** 2) < 1e-12
 
 
-ALL = pairs(*LINEAR)
-
-
 @pytest.mark.parametrize("mechanism, form", ALL)
 def test_splitting_and_carrying_the_state_equals_the_whole(mechanism, form):
     args, named = inputs(mechanism, T=37, g_v=mechanism == "gla", **SIZES)
@@ -131,7 +130,7 @@ def test_splitting_and_carrying_the_state_equals_the_whole(mechanism, form):
 def test_packed_sequences_equal_separate_ones(mechanism, form, dtype):
     ends = [0, 5, 5, 22, 23, 40]  # one of length 0, one of length 1
     args, named = inputs(mechanism, B=1, T=40, H=3, K=5, V=7, g_v=mechanism == "gla")
-    named["initial_state"] = S0 = torch.randn(5, 3, 5, 7, dtype=F64)
+    named["initial_state"] = S0 = torch.randn(5, *named["initial_state"].shape[1:], dtype=F64)
     o, S = FORMS[mechanism][form](*args, **named, cu_seqlens=torch.tensor(ends, dtype=dtype), **options(form))
     assert S.shape == S0.shape and torch.equal(S[1], S0[1])
     for n, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):

@@ -1,17 +1,16 @@
-"""Gradients: gradcheck of every form, and the closed form against autograd of the float64 recurrence."""
+"""Gradients: gradcheck of every form, and the closed form of GLA against autograd of the float64 recurrence."""
 
 import pytest
 import torch
-from cases import BREAK, F64, GATED, LADDER, error, gate, inputs, options, pairs, thin
+from cases import BREAK, DELTA, F64, GATED, LADDER, error, gate, inputs, options, pairs, thin
 
 import gla_ref
-from gla_ref import gla
 from gla_ref.gradients.gla import backward
 from gla_ref.mechanisms import MECHANISMS
 
 TOLERANCE = 1e-9
 FORMS = gla_ref.FORMS
-FORWARD = pairs("linear_attention", *GATED)
+FORWARD = pairs("linear_attention", *GATED, *DELTA)
 CHUNKED = [(m, "chunkwise") for m in ("linear_attention", *GATED)]
 
 
@@ -29,16 +28,24 @@ def test_gradcheck(mechanism, form, g_v):
     assert torch.autograd.gradcheck(run, leaves)
 
 
-def autograd_gradients(function, args, named, do, dS, names=MECHANISMS["gla"].required, **extra):
+def autograd_gradients(mechanism, form, args, named, do, dS, **extra):
     """Gradients of <o, do> + <S, dS> with respect to every tensor, by autograd."""
+    function, names = FORMS[mechanism][form], MECHANISMS[mechanism].required
     leaves = [x.clone().requires_grad_() for x in (*args, *named.values())]
     o, S = function(*leaves[: len(args)], **dict(zip(named, leaves[len(args) :], strict=True)), **extra)
     grads = torch.autograd.grad((o, S), leaves, (do, dS))
     return dict(zip([f"d{n}" for n in names] + [f"d_{n}" for n in named], grads, strict=True))
 
 
-@pytest.mark.parametrize("kind", [*LADDER, "-5"])
-@pytest.mark.parametrize("mechanism, form", pairs(*GATED, without=(*BREAK, "gla.recurrent", "simple_gla.recurrent")))
+@pytest.mark.parametrize(
+    "mechanism, form, kind",
+    [
+        (m, f, kind)
+        for m, f in pairs(*GATED, *DELTA, without=BREAK)
+        for kind in ([*LADDER, "-5"] if MECHANISMS[m].named("gate") else ["zero"])
+        if f != "recurrent"
+    ],
+)
 def test_autograd_of_every_form_equals_that_of_the_recurrence(mechanism, form, kind):
     """-inf included: no NaN gradient."""
     kind_of = "zero" if kind == "-5" else kind
@@ -46,8 +53,8 @@ def test_autograd_of_every_form_equals_that_of_the_recurrence(mechanism, form, k
     if kind == "-5":
         args[3] = torch.full_like(args[3], -5.0)
     do, dS = torch.randn_like(args[2]), torch.randn_like(named["initial_state"])
-    exact = autograd_gradients(FORMS[mechanism]["recurrent"], args, named, do, dS)
-    grads = autograd_gradients(FORMS[mechanism][form], args, named, do, dS, **options(form))
+    exact = autograd_gradients(mechanism, "recurrent", args, named, do, dS)
+    grads = autograd_gradients(mechanism, form, args, named, do, dS, **options(form))
     for name in exact:
         assert error(grads[name], exact[name]) < TOLERANCE, name
 
@@ -58,7 +65,7 @@ def test_autograd_of_every_form_equals_that_of_the_recurrence(mechanism, form, k
 def test_closed_form_equals_autograd(g_v, kind, T, C):
     args, named = inputs("gla", B=2, T=T, H=3, K=4, V=5, kind=kind, g_v=g_v)
     do, dS = torch.randn_like(args[2]), torch.randn_like(named["initial_state"])
-    exact = autograd_gradients(gla.recurrent, args, named, do, dS)
+    exact = autograd_gradients("gla", "recurrent", args, named, do, dS)
     with torch.enable_grad():
         got = backward(*[x.requires_grad_() for x in args], do, dS, **named, C=C)
     assert not any(x.requires_grad for x in got if x is not None)
@@ -74,7 +81,7 @@ def test_gate_gradient_keeps_its_digits_for_strong_gates(strength):
     """The chunk's four sums against the paper's one sum to the end of the sequence, in float32."""
     (q, k, v, _), _ = inputs("gla", B=1, T=256, H=1, K=8, V=8)
     g, do = torch.full_like(q, strength), torch.randn(1, 256, 1, 8, dtype=F64)
-    exact = autograd_gradients(gla.recurrent, [q, k, v, g], {}, do, torch.zeros(1, 1, 8, 8, dtype=F64))
+    exact = autograd_gradients("gla", "recurrent", [q, k, v, g], {}, do, torch.zeros(1, 1, 8, 8, dtype=F64))
     low = backward(*(x.float() for x in (q, k, v, g, do)))
     paper = (q * low.dq - k * low.dk).float().flip(1).cumsum(1).flip(1)
     ours, papers = error(low.dg, exact["dg"]), error(paper, exact["dg"])

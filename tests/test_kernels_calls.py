@@ -14,7 +14,7 @@ import torch
 from cases import F64, error, inputs, thin
 from harness import CUDA, HERE
 
-from gla_ref import FORMS
+from gla_ref import FORMS, mechanisms
 from gla_ref import check as kit
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -29,6 +29,7 @@ PLANNED = {
     "linear_attention": linear_attention,
     "simple_gla": linear_attention,
     "gla": gla,
+    "delta_rule": delta,
     "gated_delta_rule": delta,
 }
 FEW = thin((*MECHANISMS, "gated_delta_rule"), "softmax_attention", "linear_attention")
@@ -167,17 +168,60 @@ def test_a_second_derivative_is_refused():
         dq.sum().backward()
 
 
+COMPILED = [(m, False) for m in PLANNED if m != "softmax_attention"] + [("gla", True)]
+
+
+@pytest.mark.parametrize("mechanism, two_sided", thin(COMPILED, ("simple_gla", False), ("gla", False)))
+def test_compiled_equals_eager(mechanism, two_sided):
+    """With a state and all gradients; softmax attention: test_kernels_flash.py."""
+    args, named = inputs(mechanism, 2, 19, 1, 5, 7, g_v=two_sided)
+    leaves = [x.to(HERE, torch.float32).requires_grad_() for x in (*named.values(), *args)]
+
+    def f(*x):
+        o, S = FORMS[mechanism]["triton"](*x[len(named) :], **dict(zip(named, x, strict=False)))
+        return 2 * o, S
+
+    backend = "inductor" if CUDA else "aot_eager"
+    results = [form(*leaves) for form in (f, torch.compile(f, fullgraph=True, backend=backend))]
+    grads = [torch.autograd.grad((o.sum(), S.sum()), leaves) for o, S in results]
+    for x, y in zip((*results[0], *grads[0]), (*results[1], *grads[1]), strict=True):
+        assert torch.equal(x, y)
+
+
 def zeros(*shape):
     return torch.zeros(shape, device=HERE)
+
+
+def declared(name):
+    """The names of the tensors that a mechanism or its step requires."""
+    return mechanisms.MECHANISMS[name.removesuffix("_step")].required
+
+
+def named_tokens(name, T=20):
+    return dict(zip(declared(name), tokens(name.removesuffix("_step"), B=1, T=T, V=12), strict=True))
+
+
+def widened(x, D):
+    """Zeros with D channels for every tensor of channels."""
+    return {n: zeros(*y.shape[:3], D) for n, y in x.items() if y.ndim == 4}
+
+
+def heads(x, H, *names):
+    """The first heads of some tensors."""
+    return {n: x[n][:, :, :H] for n in names if n in x}
 
 
 def ends(*values):
     return {"cu_seqlens": torch.tensor(values, device=HERE)}
 
 
-EVERY = (*MECHANISMS, "gla_step")
-CACHED, STATED, GATED, TWO_SIDED = EVERY[:1], EVERY[1:], EVERY[2:], EVERY[3:]
-WRONG = [  # (who says so, error, message, what is changed of x = {q, k, v, g}: B = 1, T = 20, H = 2, K = 16, V = 12)
+STEPS = {name: getattr(steps, name) for name in steps.__all__}
+FORM = {name: FORMS[name]["triton"] for name in PLANNED} | STEPS
+EVERY, CACHED, STATED = tuple(FORM), tuple(FORM)[:1], tuple(FORM)[1:]
+GATED = [name for name in EVERY if "g" in declared(name)]
+DELTA, TWO_SIDED = [name for name in EVERY if "delta" in name], ("gla", "gla_step")
+CHOSEN = ("gla", "delta_rule", "gated_delta_rule")  # mechanisms with a choice of kernels
+WRONG = [  # (functions, error, message, changes of the tensors x by name: B = 1, T = 20, H = 2, K = 16, V = 12)
     (EVERY, TypeError, "q: expected a torch.Tensor of shape .*, got list", lambda x: {"q": [1.0]}),
     (EVERY, TypeError, "v: expected a torch.Tensor of shape .*, got None", lambda x: {"v": None}),
     (GATED, TypeError, "g: expected a torch.Tensor of shape .*, got None", lambda x: {"g": None}),
@@ -188,13 +232,15 @@ WRONG = [  # (who says so, error, message, what is changed of x = {q, k, v, g}: 
     (EVERY, ValueError, "v: expected 4 axes", lambda x: {"v": x["v"][0]}),
     (GATED, ValueError, "g: expected [34] axes", lambda x: {"g": x["g"][..., 0]}),
     (TWO_SIDED, ValueError, "g_v: expected shape", lambda x: {"g_v": x["g"]}),
-    (EVERY, ValueError, "q: .* most 256, got 257", lambda x: {n: zeros(1, 20, 2, 257) for n in x if x[n].ndim == 4}),
-    (CACHED, ValueError, "v: expected V of at most 256, got 257", lambda x: {"v": zeros(1, 20, 2, 257)}),
-    (STATED, ValueError, "v: expected V of at most 512, got 513", lambda x: {"v": zeros(1, 20, 2, 513)}),
+    (EVERY, ValueError, "q: .* most 256, got 257", lambda x: widened(x, 257)),
+    (CACHED, ValueError, "v: expected V of at most 256, got 257", lambda x: {"v": widened(x, 257)["v"]}),
+    (STATED, ValueError, "v: expected V of at most 512, got 513", lambda x: {"v": widened(x, 513)["v"]}),
     (EVERY, TypeError, "scale: expected a finite number", lambda x: {"scale": "1"}),
     (EVERY, TypeError, "scale: expected a finite number", lambda x: {"scale": float("nan")}),
-    (TWO_SIDED[:1], ValueError, "kernel: expected one of portable.* or None, got 'fast'", lambda x: {"kernel": "fast"}),
-    (MECHANISMS[1:], ValueError, "path: expected one of fused", lambda x: {"path": "fast"}),
+    (CHOSEN, ValueError, "kernel: expected one of portable.* or None, got 'fast'", lambda x: {"kernel": "fast"}),
+    ([*PLANNED][1:], ValueError, "path: expected one of fused", lambda x: {"path": "fast"}),
+    (DELTA, ValueError, "v: expected HV a multiple of H = 2 as in q, got 3", lambda x: heads(x, 3, "v", "g", "beta")),
+    (DELTA, ValueError, r"beta: expected shape \[B T HV\] with HV = 4 as in v", lambda x: heads(x, 2, "beta")),
     (STATED, ValueError, "initial_state: expected shape", lambda x: {"initial_state": zeros(2, 2, 16, 12)}),
     (STATED[:1], TypeError, "initial_state: expected", lambda x: {"initial_state": x["k"], "normalize": True}),
     (CACHED, TypeError, "initial_state: expected a pair", lambda x: {"initial_state": x["k"]}),
@@ -205,6 +251,7 @@ WRONG = [  # (who says so, error, message, what is changed of x = {q, k, v, g}: 
     (EVERY, ValueError, "cu_seqlens: .* B = 1", lambda x: {n: torch.cat([y, y]) for n, y in x.items()} | ends(0, 20)),
 ]
 VALUES = [  # looked at when asked
+    (DELTA, ValueError, r"beta: write strengths must lie in \[0, 2\]", lambda x: {"beta": x["beta"] + 3}),
     (GATED, ValueError, "g: log gates must lie in", lambda x: {"g": -x["g"]}),
     (EVERY, ValueError, "cu_seqlens: expected to rise from 0 to T = 20", lambda x: ends(0, 5)),
 ]
@@ -213,13 +260,9 @@ if not CUDA:
     WRONG.append((EVERY, TypeError, message, lambda x: {n: y.bfloat16() for n, y in x.items()}))
 
 
-@pytest.mark.parametrize(
-    "mechanism, kind, message, change", [(who, *row[1:]) for row in WRONG + VALUES for who in row[0]]
-)
-def test_what_is_wrong_is_named(mechanism, kind, message, change, monkeypatch):
-    step = mechanism == "gla_step"
-    form = steps.gla_step if step else FORMS[mechanism]["triton"]
-    x = dict(zip("qkvg", tokens("gla" if step else mechanism, B=1, V=12), strict=False))
+@pytest.mark.parametrize("name, kind, message, change", [(who, *row[1:]) for row in WRONG + VALUES for who in row[0]])
+def test_what_is_wrong_is_named(name, kind, message, change, monkeypatch):
+    form, x = FORM[name], named_tokens(name)
     if change in [row[-1] for row in VALUES]:
         monkeypatch.setenv("GLA_REF_DEBUG", "1")
     with pytest.raises(kind, match="^" + message):
@@ -235,14 +278,15 @@ def test_true_is_no_scale(mechanism):
         form(*x, scale=True)
 
 
-def test_decoding_refuses_gradients_in_every_call():
-    q, k, v, g = tokens("gla", T=1)
-    steps.gla_step(q, k, v, g)
-    v.requires_grad_()
+@pytest.mark.parametrize("name", STEPS)
+def test_decoding_refuses_gradients_in_every_call(name):
+    step, x = STEPS[name], named_tokens(name, T=1)
+    step(**x)
+    x["v"].requires_grad_()
     with pytest.raises(ValueError, match="^v: expected a tensor that needs no gradient.*forward only"):
-        steps.gla_step(q, k, v, g)
+        step(**x)
     with torch.no_grad():
-        steps.gla_step(q, k, v, g)
+        step(**x)
 
 
 @gpu

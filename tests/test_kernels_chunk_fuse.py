@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases import F64, LADDER, error, inputs, thin
-from harness import CUDA, HERE, allowed, interpreted
+from harness import CUDA, HERE, allowed, anywhere, interpreted
 from torch.utils.flop_counter import FlopCounterMode
 
 from gla_ref import gates, gla, prefix_sum
@@ -28,7 +28,6 @@ EVERY_DTYPE = [
     pytest.param(torch.float32, marks=interpreted, id="interpreted"),
     *(pytest.param(getattr(torch, name), marks=compiled, id=name) for name in ("float32", "float16", "bfloat16")),
 ]
-ANYWHERE = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)]
 
 
 def given(B, T, H, K, V, dtype=torch.float32, kind="logsigmoid/16", seed=0):
@@ -179,8 +178,8 @@ STRONG = (-1.0, -10.0, -1e2, -1e3, -1e4, -1e5, -1e6, -1e7)
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("device", ANYWHERE)
-def test_drift_grows_with_the_strongest_gate(device):
+@anywhere
+def test_drift_grows_with_the_strongest_gate():
     """One strong gate in each chunk of mild ones: an error in proportion; two-level chunks have none."""
     errors = {}
     for strength in STRONG:
@@ -198,10 +197,10 @@ def test_drift_grows_with_the_strongest_gate(device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow encountered")
-@pytest.mark.parametrize("device", ANYWHERE)
+@anywhere
 @pytest.mark.parametrize("reset", [-torch.inf, -3e38])  # 3e38 / ln 2 is beyond float32
 @pytest.mark.parametrize("t", [0, 5, 15])
-def test_a_reset_makes_nan_from_its_token_on(t, reset, device):
+def test_a_reset_makes_nan_from_its_token_on(t, reset):
     (q, k, v, g, S), low = given(1, 40, 1, 4, 3)
     low[3][0, 16 + t, 0, 2] = reset
     o, S_out = gla_chunk_fuse(*low[:4], initial_state=low[4])
@@ -210,8 +209,8 @@ def test_a_reset_makes_nan_from_its_token_on(t, reset, device):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("device", ANYWHERE)
-def test_float16_cannot_read_a_state_beyond_65504(device):
+@anywhere
+def test_float16_cannot_read_a_state_beyond_65504():
     """q_g has the inputs' dtype and so must the state that it multiplies: float16 overflows, though o would not."""
     T = 64
     k = torch.full((1, T, 1, 4), 64.0, device=HERE)
@@ -229,8 +228,8 @@ def test_float16_cannot_read_a_state_beyond_65504(device):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("device", ANYWHERE)
-def test_states_carry(device):
+@anywhere
+def test_states_carry():
     _, (*args, S0) = given(1, 50, 2, 20, 9)
     whole, S = gla_chunk_fuse(*args, initial_state=S0)
     for a in (1, 16, 33):
@@ -241,8 +240,8 @@ def test_states_carry(device):
     assert torch.equal(o, gla_chunk_fuse(*args, initial_state=torch.zeros_like(S0), scale=20**-0.5)[0])
 
 
-@pytest.mark.parametrize("device", ANYWHERE)
-def test_strides_poison_and_equal_runs(device, poisoned):
+@anywhere
+def test_strides_poison_and_equal_runs(poisoned):
     _, (*args, S0) = given(1, 20, 2, 70, 20)
     odd = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in args]
     odd[0] = torch.stack([odd[0], odd[0]], -1)[..., 0]  # a last stride of 2
@@ -256,8 +255,8 @@ def test_strides_poison_and_equal_runs(device, poisoned):
     assert all(torch.equal(x, y) for x, y in zip(before, (*odd, S_odd), strict=True))
 
 
-@pytest.mark.parametrize("device", ANYWHERE)
-def test_wrong_input_is_named(device):
+@anywhere
+def test_wrong_input_is_named():
     _, (q, k, v, g, S) = given(2, 5, 1, 4, 3)
     for message, change in {
         "^k: expected dtype": {"k": k.half()},

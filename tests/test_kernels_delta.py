@@ -2,10 +2,11 @@
 
 import functools
 
+import harness
 import pytest
 import torch
 from cases import F64, LADDER, inputs, thin
-from harness import CUDA, DTYPES, HERE, RUNS, allowed, anywhere, budgets, compare, interpreted, results
+from harness import CUDA, DTYPES, HERE, RUNS, allowed, anywhere, budgets, compare, interpreted, results, tokens
 from test_delta import CORRELATIONS, STRENGTHS, alike
 
 from gla_ref import FORMS, triangular
@@ -21,7 +22,6 @@ from gla_ref.kernels.portable.delta_forward import choose_length, inverse
 from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step
 
 F32, F16 = torch.float32, torch.float16
-EPS = torch.finfo(F32).eps
 KERNELS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule}
 STEPS = {"delta_rule": delta_rule_step, "gated_delta_rule": gated_delta_rule_step}
 MILD = "logsigmoid/16"
@@ -57,11 +57,6 @@ def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
     """Forward and all gradients within their budgets."""
     x, judged = problem(mechanism, *sizes, path=path, ends=ends, scale=scale, **kw)
     compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale, kernel="portable"), judged)
-
-
-def tokens(x, *where):
-    """What a call is given by position, or a part of it."""
-    return [x[n][where] for n in ("q", "k", "v", "g", "beta") if x[n] is not None]
 
 
 # the triangle
@@ -188,13 +183,8 @@ def test_any_scale(mechanism, scale):
 @pytest.mark.deep
 @pytest.mark.parametrize("mechanism", RULES)
 def test_split_and_carry(mechanism):
-    """The parts are as right as the whole."""
     x, judged = problem(mechanism, 1, 19, 1, 20, 7)
-    every, form = slice(None), KERNELS[mechanism]
-    for a in (1, 16, 17):
-        first, S = form(*tokens(x, every, slice(a)), initial_state=x["S"])
-        second, S = form(*tokens(x, every, slice(a, None)), initial_state=S)
-        compare({"o": torch.cat([first, second], 1), "S": S}, judged)
+    harness.hold_in_parts(KERNELS[mechanism], x, judged, (1, 16, 17))
 
 
 @anywhere
@@ -202,41 +192,7 @@ def test_split_and_carry(mechanism):
 @pytest.mark.parametrize("mechanism, path", WAYS)
 def test_strides_poison_and_equal_runs(mechanism, path, poisoned):
     x, judged = problem(mechanism, 2, 19, 1, *((20, 36) if CUDA else (5, 7)), path=path)
-    x, form = {n: y for n, y in x.items() if y is not None}, KERNELS[mechanism]
-    first, second = (results(form, x, path=path) for _ in range(2))
-    compare(first, judged)
-    assert all(torch.equal(first[n], second[n]) for n in first), "bitwise, from run to run"
-
-    odd = {n: y.transpose(1, 2).contiguous().transpose(1, 2) for n, y in x.items()}
-    odd |= {n: x[n].mT.contiguous().mT for n in ("S", "dS")}
-    odd["q"] = torch.stack([x["q"], x["q"]], -1)[..., 0]  # a last stride of 2
-    odd["do"] = x["do"][:1, :1, :1, :1].expand_as(x["do"])  # as the gradient of a sum: strides of 0
-    before = {n: y.clone() for n, y in odd.items()}
-    same = results(form, {**x, "do": odd["do"].contiguous()}, path=path)
-    found = results(form, odd, path=path)
-    compare({n: found[n] for n in ("o", "S")}, judged)
-    for n in same:  # an absolute band: the same sums of at most 36 * 19 terms, in whatever order
-        band = 36 * 19 * EPS * same[n].abs().max()
-        assert (found[n] - same[n]).abs().max() <= band, n
-    assert all(torch.equal(odd[n], y) for n, y in before.items()), "inputs are left alone"
-
-
-@anywhere
-@pytest.mark.deep
-@pytest.mark.parametrize("mechanism", RULES)
-def test_compiled_equals_eager(mechanism):
-    args, named = inputs(mechanism, 1, 17, 1, 5, 7)
-    leaves = [x.to(HERE, F32).requires_grad_() for x in (*named.values(), *args)]
-
-    def f(S, *args):
-        o, S = KERNELS[mechanism](*args, initial_state=S)
-        return 2 * o, S
-
-    backend = "inductor" if CUDA else "aot_eager"
-    both = [form(*leaves) for form in (f, torch.compile(f, fullgraph=True, backend=backend))]
-    grads = [torch.autograd.grad((o.sum(), S.sum()), leaves) for o, S in both]
-    for x, y in zip((*both[0], *grads[0]), (*both[1], *grads[1]), strict=True):
-        assert torch.equal(x, y)
+    harness.hold_at_any_strides(KERNELS[mechanism], x, judged, path=path)
 
 
 @anywhere
@@ -261,49 +217,6 @@ def test_gates_alone_may_need_no_gradient():
     o, _ = gated_delta_rule(*every[:3], g, every[4])
     for y, z in zip(torch.autograd.grad(o.sum(), few), (want[i] for i in (0, 1, 2, 4)), strict=True):
         assert torch.equal(y, z)
-
-
-def zeros(*shape):
-    return torch.zeros(shape, device=HERE)
-
-
-@anywhere
-@pytest.mark.parametrize("form", [delta_rule, gated_delta_rule, delta_rule_step, gated_delta_rule_step])
-def test_what_does_not_fit_is_refused(form, monkeypatch):
-    gates = {"g": zeros(1, 4, 6)} if form.__name__.startswith("gated") else {}
-    q, v, strengths = zeros(1, 4, 3, 5), zeros(1, 4, 6, 7), zeros(1, 4, 6)
-
-    def call(**named):
-        return form(**({"q": q, "k": q, "v": v, **gates, "beta": strengths} | named))
-
-    call()
-    with pytest.raises(ValueError, match="^v: expected HV a multiple of H = 3 as in q, got 5"):
-        call(v=v[:, :, :5], beta=strengths[:, :, :5], **{n: g[:, :, :5] for n, g in gates.items()})
-    with pytest.raises(ValueError, match=r"^beta: expected shape \[B T HV\] with HV = 6 as in v, got \[1, 4, 3\]"):
-        call(beta=zeros(1, 4, 3))
-    with pytest.raises(TypeError, match="^q: expected float32, float16 or bfloat16, got torch.float64"):
-        call(q=q.double(), k=q.double(), v=v.double())
-    with pytest.raises(ValueError, match="^q: expected K of at most 256, got 257"):
-        call(q=zeros(1, 4, 3, 257), k=zeros(1, 4, 3, 257))
-    with pytest.raises(ValueError, match="^v: expected V of at most 512, got 513"):
-        call(v=zeros(1, 4, 6, 513))
-    with pytest.raises(ValueError, match=r"^initial_state: expected shape \[N_seq, H, K, V\] = \[1, 6, 5, 7\]"):
-        call(initial_state=zeros(1, 3, 5, 7))
-    with pytest.raises(TypeError, match="^scale: expected a finite number"):
-        call(scale="1")
-    if gates:
-        with pytest.raises(TypeError, match=r"^g: expected a torch.Tensor of shape \[B T HV\], got None"):
-            call(g=None)
-    if form in STEPS.values():
-        with pytest.raises(ValueError, match="^k: .*requires_grad=True; this kernel is forward only"):
-            call(k=q.clone().requires_grad_())
-    else:
-        for name in ("path", "kernel"):
-            with pytest.raises(ValueError, match=f"^{name}: expected one of .*got 'no'"):
-                call(**{name: "no"})
-    monkeypatch.setenv("GLA_REF_DEBUG", "1")
-    with pytest.raises(ValueError, match=r"^beta: write strengths must lie in \[0, 2\]"):
-        call(beta=strengths + 3)
 
 
 def test_choice_of_segments():

@@ -1,9 +1,10 @@
 """GLA token by token in Triton against the float64 recurrence: interpreted here, compiled on a GPU."""
 
 import pytest
+import test_kernels_linear
 import torch
-from cases import LADDER, inputs, thin
-from harness import CUDA, DTYPES, HERE, anywhere, budgets, compare
+from cases import LADDER, thin
+from harness import CUDA, DTYPES, HERE, anywhere, compare, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ref import FORMS
@@ -14,74 +15,63 @@ from gla_ref.kernels.launch.checks import check_call
 from gla_ref.kernels.steps import gla_step
 
 
-def problem(B, T, H, K, V, dtype=torch.float32, gates=None, **kw):
-    """(q, k, v, g as given, {initial_state, g_v}, {quantity: (exact, budget)})."""
-    args, named = inputs("gla", B, T, H, K, V, **kw)
-    given = [dtype, dtype, dtype, gates or dtype]
-    args = [x.to(d).to(HERE) for x, d in zip(args, given, strict=True)]
-    named = {n: x.to(gates or dtype if n == "g_v" else torch.float32).to(HERE) for n, x in named.items()}
-    return args, named, judge(args, named)
+def problem(*sizes, **kw):
+    """(inputs, {quantity: (exact, budget)}); in the emulated recurrence only float32 rounds, as in the kernel."""
+    x, judged = test_kernels_linear.problem("gla", *sizes, products=torch.float32, **kw)
+    return x, {n: judged[n] for n in "oS"}
 
 
-def judge(args, named, ends=None):
-    """Budgets of the recurrence in float32: the kernel rounds nothing else."""
-    x = dict(zip("qkvg", args, strict=True)) | {"g_v": named.get("g_v"), "S": named["initial_state"]}
-    dtypes = {n: y.dtype for n, y in x.items() if y is not None}
-    return budgets("gla", x, dtypes, products=torch.float32, ends=ends)[1]
-
-
-def held(found, judged):
-    compare(dict(zip("oS", found, strict=True)), judged)
+def step(x, ends=None, form=gla_step):
+    cu = None if ends is None else torch.tensor(ends, device=HERE)
+    o, S = form(*tokens(x), g_v=x["g_v"], initial_state=x["S"], cu_seqlens=cu)
+    return {"o": o, "S": S}
 
 
 @anywhere
 @pytest.mark.parametrize("two_sided", [False, True])
 @pytest.mark.parametrize("kind", thin(LADDER, "logsigmoid/16", "many resets"))
 def test_the_gate_ladder(kind, two_sided):
-    args, named, wanted = problem(2, 3, 1, 5, 7, kind=kind, g_v=two_sided)
-    held(gla_step(*args, **named), wanted)
-    assert FORMS["gla"]["triton_recurrent"](*args, **named)[0].equal(gla_step(*args, **named)[0])
+    x, judged = problem(2, 3, 1, 5, 7, kind=kind, two_sided=two_sided)
+    found = step(x)
+    compare(found, judged)
+    assert step(x, form=FORMS["gla"]["triton_recurrent"])["o"].equal(found["o"])
 
 
 @anywhere
 @pytest.mark.parametrize("K, V", thin([(1, 1), (60, 100), (256, 40), (16, 512)], (1, 1), (60, 100)))
 def test_sizes(K, V):
-    args, named, wanted = problem(2, 2, 3, K, V, kind="-1", g_v=K == 60)
-    held(gla_step(*args, **named), wanted)
+    x, judged = problem(2, 2, 3, K, V, kind="-1", two_sided=K == 60)
+    compare(step(x), judged)
 
 
 @anywhere
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_halves(dtype):
-    args, named, wanted = problem(2, 5, 3, 20, 36, dtype=dtype, gates=torch.float32, g_v=True)
-    held(gla_step(*args, **named), wanted)
+    x, judged = problem(2, 5, 3, 20, 36, dtype=dtype, gates=torch.float32, two_sided=True)
+    compare(step(x), judged)
 
 
 @anywhere
 def test_packed_sequences_strides_and_poison(poisoned):
     """One of no tokens among them, and tensors whose last stride is 2."""
-    ends = torch.tensor([0, 2, 2, 7], device=HERE)
-    args, named = inputs("gla", 1, 7, 3, 20, 36, g_v=True)
-    args, g_v = [x.float().to(HERE) for x in args], named["g_v"].float().to(HERE)
-    S = torch.randn(3, 3, 36, 20, generator=torch.Generator().manual_seed(1)).to(HERE).mT
-    named = {"g_v": g_v, "initial_state": S, "cu_seqlens": ends}
-    judged = judge(args, named, (0, 2, 2, 7))
-    args = [torch.stack([x, x], -1)[..., 0] for x in args]
-    found = gla_step(*args, **named)
-    held(found, judged)
-    assert all(torch.equal(x, y) for x, y in zip(found, gla_step(*args, **named), strict=True))
+    ends = (0, 2, 2, 7)
+    x, judged = problem(1, 7, 3, 20, 36, two_sided=True, ends=ends)
+    odd = {n: torch.stack([x[n], x[n]], -1)[..., 0] for n in "qkvg"} | {"S": x["S"].mT.contiguous().mT}
+    first, second = step(x | odd, ends), step(x | odd, ends)
+    compare(first, judged)
+    assert all(torch.equal(first[n], second[n]) for n in "oS")
 
 
 @anywhere
 def test_compiled_equals_eager():
-    args, named, _ = problem(2, 1, 1, 5, 7)
+    x, _ = problem(2, 1, 1, 5, 7)
+    S, args = x["S"], tokens(x)
 
     def f(S, *args):
         o, S = gla_step(*args, initial_state=S)
         return 2 * o, S
 
     compiled = torch.compile(f, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
-    S = named["initial_state"]
     assert all(torch.equal(x, y) for x, y in zip(f(S, *args), compiled(S, *args), strict=True))
 
 
@@ -107,5 +97,5 @@ def test_checking_a_call_moves_no_tensor():
 @pytest.mark.parametrize("K, V", [(16, 16), (60, 100), (128, 128), (256, 512)])
 def test_sizes_on_the_gpu(dtype, K, V):
     for kind in ("logsigmoid/16", "many resets"):
-        args, named, wanted = problem(3, 4, 2, K, V, dtype=dtype, kind=kind, g_v=K == 60)
-        held(gla_step(*args, **named), wanted)
+        x, judged = problem(3, 4, 2, K, V, dtype=dtype, kind=kind, two_sided=K == 60)
+        compare(step(x), judged)

@@ -9,8 +9,8 @@ import played_gluon
 import pytest
 import torch
 from cases import LADDER, error, inputs, thin
-from harness import CUDA, compare, interpreted, results
-from test_kernels_linear import problem, tokens
+from harness import CUDA, compare, hold_in_parts, interpreted, results, tokens
+from test_kernels_linear import problem
 
 from gla_ref import FORMS, gates
 
@@ -478,11 +478,7 @@ def test_gates_in_other_precisions(kind, dtype, gates):
 @pytest.mark.parametrize("path", PATHS)
 def test_split_and_carry(path):
     x, judged = problem("gla", 2, 300, 2, 128, 64, kind="mild and strong chunks", dtype=BF16)
-    every = slice(None)
-    for a in (1, 64, 150):
-        first, S = hopper(*tokens(x, every, slice(a)), initial_state=x["S"], path=path)
-        second, S = hopper(*tokens(x, every, slice(a, None)), initial_state=S, path=path)
-        compare({"o": torch.cat([first, second], 1), "S": S}, judged)
+    hold_in_parts(hopper, x, judged, (1, 64, 150), path=path)
 
 
 @on_hopper

@@ -6,10 +6,11 @@ What they have in common, and what the scalar gate's kernels have alone; GLA's o
 import functools
 from itertools import product
 
+import harness
 import pytest
 import torch
 from cases import F64, LADDER, LINEAR, error, inputs, thin
-from harness import CUDA, DTYPES, HERE, allowed, anywhere, budgets, compare, interpreted, results
+from harness import CUDA, DTYPES, EPS, HERE, allowed, anywhere, budgets, compare, interpreted, results, tokens
 
 from gla_ref import FORMS
 from gla_ref import linear_attention as linear_references
@@ -26,16 +27,16 @@ KERNELS = {mechanism: FORMS[mechanism]["triton"] for mechanism in LINEAR}
 PATHS = {"simple_gla": kernels.PATHS, "gla": gla_kernels.PATHS}
 WAYS = [(mechanism, path) for mechanism in PATHS for path in PATHS[mechanism]]
 F32 = torch.float32
-EPS = torch.finfo(F32).eps
 SMALLEST = 2.0**-24  # float16's least number above 0
 MILD = "logsigmoid/16"
 
 
 @functools.cache
 def problem(
-    mechanism, *sizes, kind=MILD, two_sided=False, dtype=F32, gates=None, ends=None, seed=0, scale=None, large=1.0
-):
-    """(inputs as the kernel is given them, {quantity: (exact, budget)}).
+    mechanism, *sizes, kind=MILD, two_sided=False, dtype=F32, gates=None, products=None, ends=None, seed=0, scale=None,
+    large=1.0,
+):  # fmt: skip
+    """(inputs as the kernel is given them, {quantity: (exact, budget)}); `products` as in `budgets`.
 
     An emulated run stores o once, GLA's kernel twice in strong chunks (`mend` adds to what `walk` stored): that has to
     fit in, too.
@@ -49,7 +50,7 @@ def problem(
     x = dict(zip(("q", "k", "v", "g", "g_v", "S", "do", "dS"), every, strict=True))
     given = {n: F32 if n in ("S", "dS") else dtype for n in x}
     given["g"] = given["g_v"] = gates or dtype
-    x, judged = budgets(mechanism, x, given, scale=scale, ends=ends)
+    x, judged = budgets(mechanism, x, given, products=products, scale=scale, ends=ends)
     dS0, band = judged["dS0"]
     if (mechanism, dtype) == ("simple_gla", torch.float16) and dS0.abs().max() < SMALLEST:
         # the walk does not scale do before it rounds e^b do, which is 0 here
@@ -64,11 +65,6 @@ def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
     compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale), judged)
     if mechanism == "simple_gla" and kw.get("kind") == "zero":
         compare(results(linear_attention, x | {"g": None}, ends, path=path, scale=scale), judged)
-
-
-def tokens(x, *where):
-    """What a call is given by position, or a part of it."""
-    return [x[n][where] for n in ("q", "k", "v", "g")]
 
 
 # interpreted
@@ -250,14 +246,9 @@ def test_gradients_of_the_widest_normalised_values():
 @anywhere
 @pytest.mark.parametrize("mechanism, path", thin(WAYS, *(x for x in WAYS if x != ("gla", "segmented"))))
 def test_split_and_carry(mechanism, path):
-    """The parts are as right as the whole."""
     kind = "mild and strong chunks" if mechanism == "gla" else MILD
     x, judged = problem(mechanism, 2, 19, 1, 20, 7, kind=kind)
-    every, form = slice(None), KERNELS[mechanism]
-    for a in (1, 15, 16, 17):
-        first, S = form(*tokens(x, every, slice(a)), initial_state=x["S"], path=path)
-        second, S = form(*tokens(x, every, slice(a, None)), initial_state=S, path=path)
-        compare({"o": torch.cat([first, second], 1), "S": S}, judged)
+    harness.hold_in_parts(KERNELS[mechanism], x, judged, (1, 15, 16, 17), path=path)
 
 
 @anywhere
@@ -265,43 +256,7 @@ def test_split_and_carry(mechanism, path):
 def test_strides_poison_and_equal_runs(mechanism, path, poisoned):
     K, V = (20, 36) if CUDA else (5, 7)  # the interpreter is slow
     x, judged = problem(mechanism, 2, 19, 2, K, V, kind="mild and strong chunks" if mechanism == "gla" else MILD)
-    x, form = {n: y for n, y in x.items() if y is not None}, KERNELS[mechanism]
-    first, second = (results(form, x, path=path) for _ in range(2))
-    compare(first, judged)
-    assert all(torch.equal(first[n], second[n]) for n in first), "bitwise, from run to run"
-
-    odd = {n: y.transpose(1, 2).contiguous().transpose(1, 2) for n, y in x.items()}
-    odd |= {n: x[n].mT.contiguous().mT for n in ("S", "dS")}
-    odd["q"] = torch.stack([x["q"], x["q"]], -1)[..., 0]  # a last stride of 2
-    odd["do"] = x["do"][:1, :1, :1, :1].expand_as(x["do"])  # as the gradient of a sum: strides of 0
-    before = {n: y.clone() for n, y in odd.items()}
-    same = results(form, {**x, "do": odd["do"].contiguous()}, path=path)
-    found = results(form, odd, path=path)
-    compare({n: found[n] for n in ("o", "S")}, judged)
-    for n in same:  # an absolute band: the same sums of at most 36 * 19 terms, in whatever order
-        band = 36 * 19 * EPS * same[n].abs().max()
-        assert (found[n] - same[n]).abs().max() <= band, n
-    assert all(torch.equal(odd[n], y) for n, y in before.items()), "inputs are left alone"
-
-
-COMPILED = [("linear_attention", False), ("simple_gla", False), ("gla", False), ("gla", True)]
-
-
-@anywhere
-@pytest.mark.parametrize("mechanism, two_sided", thin(COMPILED, ("simple_gla", False), ("gla", False)))
-def test_compiled_equals_eager(mechanism, two_sided):
-    args, named = inputs(mechanism, 2, 19, 1, 5, 7, g_v=two_sided)
-    leaves = [x.to(HERE, F32).requires_grad_() for x in (*named.values(), *args)]
-
-    def f(*x):
-        o, S = KERNELS[mechanism](*x[len(named) :], **dict(zip(named, x, strict=False)))
-        return 2 * o, S
-
-    backend = "inductor" if CUDA else "aot_eager"
-    results = [form(*leaves) for form in (f, torch.compile(f, fullgraph=True, backend=backend))]
-    grads = [torch.autograd.grad((o.sum(), S.sum()), leaves) for o, S in results]
-    for x, y in zip((*results[0], *grads[0]), (*results[1], *grads[1]), strict=True):
-        assert torch.equal(x, y)
+    harness.hold_at_any_strides(KERNELS[mechanism], x, judged, path=path)
 
 
 def test_choice_of_path():

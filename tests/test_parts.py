@@ -2,22 +2,19 @@
 
 import ast
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import played_gluon
 import pytest
 import torch
+from cases import ROOT, in_process
 from harness import CUDA
 from test_kernels_hopper_delta import BF16, F32, problem
 
 from gla_ref.book import results
 
-ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 import parts
@@ -263,11 +260,9 @@ with tempfile.TemporaryDirectory() as cache:
 
 @pytest.mark.deep
 def test_the_compiled_copies_lack_their_part_and_no_other():
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("copy ")]
-    assert [row[0] for row in rows] == NAMES and "page True" in done.stdout
+    said = in_process("-c", COMPILED)
+    rows = [json.loads(line[5:]) for line in said.splitlines() if line.startswith("copy ")]
+    assert [row[0] for row in rows] == NAMES and "page True" in said
     _, _, registers, whole = rows[0]
     for name, broken, own, counts in rows:
         assert broken == [] and own == registers

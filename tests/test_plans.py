@@ -1,11 +1,8 @@
 """Plans for every class of GPU, made without one: which tiles, which sizes are refused. Nothing is compiled."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from cases import in_process
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -215,11 +212,7 @@ print(len(found), max(map(len, found.values())))
 @pytest.mark.deep
 def test_equal_variants_are_compiled_alike():
     """What Triton would compile apart never shares a kernel: Triton's own specialisation is asked, nothing compiled."""
-    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    run = subprocess.run([sys.executable, "-c", VARIANTS], env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    variants, most = map(int, run.stdout.split())
+    variants, most = map(int, in_process("-c", VARIANTS).split())
     assert variants > 50 and most == 1
 
 

@@ -2,15 +2,14 @@
 
 import argparse
 import json
-import os
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from cases import ROOT, in_process
 
 from gla_ref import kernels
 from gla_ref.book import results
@@ -24,7 +23,6 @@ import try_oldest
 
 from gla_ref.kernels.launch import checks
 
-ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "results"
 
 
@@ -86,11 +84,8 @@ def test_an_interpreter_that_fails_with_this_numpy_is_refused(triton, numpy, ref
 
 def test_a_launch_says_whether_multiply_adds_are_fused():
     """Triton 3.9 warns where nobody says it, and compiles with them; 3.10 will compile without."""
-    environment = {n: x for n, x in os.environ.items() if n not in ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")}
-    python = [sys.executable, "-W", "error:TRITON_DEFAULT_FP_FUSION:UserWarning"]
-    command = [*python, "tools/compile_kernels.py", "gla_step 64 float16", "--arch", "80", "--jobs", "1"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    command = ["tools/compile_kernels.py", "gla_step 64 float16", "--arch", "80", "--jobs", "1"]
+    in_process("-W", "error:TRITON_DEFAULT_FP_FUSION:UserWarning", *command)
 
 
 @pytest.fixture
@@ -177,10 +172,8 @@ def test_a_summary_keeps_the_worst_launch_of_each_gluon_kernel():
 
 @pytest.mark.deep
 def test_only_gluon_kernels_are_compiled_with_the_version_that_is_asked_for():
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "tools/compile_kernels.py", "gla 64 bfloat16", "--gluon", "--arch", "90"]
-    done = subprocess.run([*command, "--triton", PINNED], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"-- Triton {PINNED}" in done.stdout and f"Triton {PINNED}: 1 cases" in done.stdout
+    command = ["tools/compile_kernels.py", "gla 64 bfloat16", "--gluon", "--arch", "90"]
+    said = in_process(*command, "--triton", PINNED)
+    assert f"-- Triton {PINNED}" in said and f"Triton {PINNED}: 1 cases" in said
     # the forward pass, and the gradient's two of three kernels
-    assert re.findall(r"(?m)^(walk|unwind|mend|gradients) ", done.stdout) == ["walk", "walk", "unwind"]
+    assert re.findall(r"(?m)^(walk|unwind|mend|gradients) ", said) == ["walk", "walk", "unwind"]

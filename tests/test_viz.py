@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import re
 from functools import cache
 
@@ -12,42 +14,25 @@ import torch
 from cases import thin
 
 from gla_ref import linear_attention, softmax
-from gla_ref.book import results
+from gla_ref.book import results, viz
 from gla_ref.book.costs import cost
 from gla_ref.book.viz import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
 from gla_ref.book.viz._explorable import COLOURS
 from gla_ref.book.viz._svg import part, rect
-from gla_ref.book.viz.anchor import anchor
 from gla_ref.book.viz.attention_weights import DIRECTIONS, SCALES, attention_weights, query
 from gla_ref.book.viz.attention_weights import KEYS as ATTENTION_KEYS
 from gla_ref.book.viz.attention_weights import VALUES as ATTENTION_VALUES
 from gla_ref.book.viz.chunk_size import LENGTHS, chunk_size
-from gla_ref.book.viz.decode_memory import decode_memory
-from gla_ref.book.viz.delta_roles import delta_roles
-from gla_ref.book.viz.fading_state import fading_state
-from gla_ref.book.viz.gate_paths import gate_paths
 from gla_ref.book.viz.gate_strength import gate_strength
-from gla_ref.book.viz.gla_block import gla_block
-from gla_ref.book.viz.inverses import inverses
-from gla_ref.book.viz.kernel_walk import kernel_walk
-from gla_ref.book.viz.levels import levels
-from gla_ref.book.viz.model_map import model_map
-from gla_ref.book.viz.multiprocessors import multiprocessors
-from gla_ref.book.viz.one_chunk import one_chunk
 from gla_ref.book.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
-from gla_ref.book.viz.overwrite import overwrite
 from gla_ref.book.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.book.viz.prefix_sum import VALUES as STATE_VALUES
 from gla_ref.book.viz.programs import BLOCKS, END, programs
 from gla_ref.book.viz.programs import LENGTHS as VECTORS
-from gla_ref.book.viz.ranks_over_time import ranks_over_time
 from gla_ref.book.viz.recall_by_state import recall_by_state
 from gla_ref.book.viz.roofline import roofline
 from gla_ref.book.viz.strides import VIEWS, strides
-from gla_ref.book.viz.three_jobs import three_jobs
-from gla_ref.book.viz.two_level_map import two_level_map
 from gla_ref.book.viz.waits_timeline import waits_timeline
-from gla_ref.book.viz.walk_back import walk_back
 from gla_ref.prefix_sum import chunked
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
@@ -122,38 +107,20 @@ def test_page_gets_question_legend_and_parts():
 
 # -- every explorable --------------------------------------------------------------------------
 
-EXPLORABLES = {
-    "attention_weights": attention_weights,
-    "online_softmax": online_softmax,
-    "programs": programs,
-    "strides": strides,
-    "chunk_size": chunk_size,
-    "prefix_sum": prefix_sum,
+DATA = {  # explorables of an argument
     "prefix_sum_states": lambda: prefix_sum(states=True),
-    "fading_state": cache(fading_state),
-    "gate_strength": cache(gate_strength),
-    "gate_strength_ratio": cache(lambda: gate_strength(ratio_only=True)),
-    "two_level_map": cache(two_level_map),
-    "anchor": anchor,
-    "gate_paths": cache(gate_paths),
-    "levels": levels,
-    "one_chunk": one_chunk,
-    "decode_memory": decode_memory,
-    "overwrite": cache(overwrite),
-    "gla_block": gla_block,
-    "model_map": cache(model_map),
-    "inverses": cache(inverses),
-    "kernel_walk": kernel_walk,
-    "three_jobs": three_jobs,
-    "delta_roles": cache(delta_roles),
-    "ranks_over_time": cache(ranks_over_time),
-    "waits_timeline": cache(lambda: waits_timeline(measured_waits.DATA, B=8)),
-    "recall_by_state": cache(
-        lambda: recall_by_state([r for r in results.load("cpu", kind="mqar")["mqar"] if not r["about"]["overwritten"]])
+    "gate_strength_ratio": lambda: gate_strength(ratio_only=True),
+    "waits_timeline": lambda: waits_timeline(measured_waits.DATA, B=8),
+    "recall_by_state": lambda: recall_by_state(
+        [r for r in results.load("cpu", kind="mqar")["mqar"] if not r["about"]["overwritten"]]
     ),
-    "multiprocessors": multiprocessors,
-    "walk_back": walk_back,
-    "roofline": cache(lambda: roofline(results.load("h200"))),
+    "roofline": lambda: roofline(results.load("h200")),
+}
+MODULES = [m.name for m in pkgutil.iter_modules(viz.__path__) if m.name[0] != "_"]
+EXPLORABLES = {  # a module's function has the module's name
+    name: cache(DATA.get(name) or getattr(importlib.import_module(f"{viz.__name__}.{name}"), name))
+    for name in dict.fromkeys([*MODULES, *DATA])
+    if name not in ("cards", "playable_state")
 }
 
 

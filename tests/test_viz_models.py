@@ -205,6 +205,6 @@ def test_dots_are_the_means_of_records():
             assert f"{state:,}: {sum(own) / 3:.0%}" in explorable.frames[n][-1].readout
     linear = found["linear"]
     least = sum(linear[min(linear)][-1][1]) / 3
-    assert f"{least:.0%} of the answers" in explorable.question.answers[explorable.question.right]
+    assert f"answers {least:.0%} correctly" in explorable.question.answers[explorable.question.right]
     assert explorable.frames[0][0].readout.endswith("nothing yet.")
     assert list(linear) == [2 * 4 * 16, 8 * 16 * 4, 32 * 64]  # heads, K and V; without convolutions

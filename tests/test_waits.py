@@ -3,23 +3,19 @@
 import importlib
 import itertools
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import measured_waits
 import played_gluon
 import pytest
 import torch
-from cases import thin
+from cases import ROOT, in_process, thin
 from harness import CUDA
 from test_kernels_hopper_delta import BF16, F32, problem
 
 from gla_ref.book.viz.waits_timeline import waits_timeline
 
-ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 import waits
@@ -214,10 +210,8 @@ with tempfile.TemporaryDirectory() as cache:
 
 @pytest.mark.deep
 def test_the_compiled_copies_read_a_clock_on_both_sides_of_each_wait():
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    copies = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("copy ")]
+    lines = in_process("-c", COMPILED).splitlines()
+    copies = [json.loads(line[5:]) for line in lines if line.startswith("copy ")]
     assert len(copies) == len(waits.MODULES)
     kinds = {"%clock64": "clock", "mbarrier.try_wait": "wait", "%globaltimer": "timer", "st.global.b64": "store"}
     for broken, shared, roles, ptx in copies:

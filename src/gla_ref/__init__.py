@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 
-# the forms that are kernels, each with a description (kernels/forms.py has the functions)
+# the forms that are kernels, each with a description; kernels/forms.py has their functions, from kernels/gla.py,
+# delta.py, linear_attention.py, flash_attention.py and steps.py
 _KERNELS = {
     "triton": "the kernel that a plan chooses",
     "triton_portable": "the kernel for every GPU, where a plan would choose another",

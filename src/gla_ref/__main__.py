@@ -33,6 +33,7 @@ from .mechanisms import MECHANISMS
 from .rounding import budget, error, operands_in
 
 START = timedelta(minutes=5)  # that ranks wait for one another before the first call
+EVERY = 10.0  # seconds from one line about progress to the next
 LONGEST = 1e9  # seconds; a thread cannot wait much longer
 
 
@@ -147,12 +148,19 @@ def check_kernel(args: argparse.Namespace) -> int:
     """The report of :func:`gla_ref.check.kernel`, printed."""
     from . import check
 
+    said = time.monotonic()
+
     def progress(done: int, total: int, name: str):
-        _apart.at(name or "diagnosis")
+        """A bar on a terminal; elsewhere, such as in a log, a line every ten seconds."""
+        nonlocal said
+        _apart.at(name or "end")
         if sys.stderr.isatty():
             bar = ("#" * (30 * done // total)).ljust(30)
-            print(f"\r[{bar}] {done}/{total} {name[:34]:34}", end="", file=sys.stderr)
+            print(f"\r[{bar}] {done}/{total} {name:34}", end="", file=sys.stderr)
             print(end="\n" if done == total else "", file=sys.stderr, flush=True)
+        elif name and time.monotonic() - said > EVERY:
+            said = time.monotonic()
+            print(f"{done} of {total} cases{', next' * (done < total)}: {name}", file=sys.stderr, flush=True)
 
     if args.museum:
         return museum(args)

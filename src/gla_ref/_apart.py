@@ -1,4 +1,4 @@
-"""A command in a process of its own, of which only a written verdict counts (appendix "Check your kernel").
+"""A command in a process of its own; only the verdict that the process writes counts (appendix "Check your kernel").
 
 A stranger's kernel may end the process that it runs in, with status 0 too; it may abort the process, or hang in it. So
 the command runs in a child, whose last act is to write its exit status into a file. The parent believes that file only.
@@ -32,12 +32,17 @@ def run(argv: list[str], kernel: str, seconds: float) -> int:
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # subprocess.call then kills the child
     with tempfile.TemporaryDirectory() as own:
+
+        def read(name: str) -> str:
+            path = Path(own, name)
+            return path.read_text() if path.exists() else ""
+
         try:
             status = subprocess.call([sys.executable, "-m", "gla_ref", *argv], env=os.environ | {VARIABLE: own})
         except KeyboardInterrupt:
+            print(f"python -m gla_ref: interrupted (at {read('place') or 'start'})", file=sys.stderr)
             return 128 + signal.SIGINT
-        paths = (Path(own, name) for name in FILES)
-        verdict, place, hang = (path.read_text() if path.exists() else "" for path in paths)
+        verdict, place, hang = (read(name) for name in FILES)
     if verdict:
         return int(verdict)
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
@@ -48,7 +53,7 @@ def run(argv: list[str], kernel: str, seconds: float) -> int:
 
 
 def begin() -> bool:
-    """Whether this process is such a child. The processes that it starts are none."""
+    """Return whether this process is such a child; the processes that it starts are not."""
     global folder
     if VARIABLE in os.environ:
         folder = Path(os.environ.pop(VARIABLE))

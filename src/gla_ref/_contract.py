@@ -1,4 +1,4 @@
-"""What every form shares, kept out of the mathematics: checks, precision, scale, states and packed sequences.
+"""The contract of every form, apart from its mathematics: checks, precision, scale, states and packed sequences.
 
 A form is written for a batch of equally long sequences, in one precision, with `scale` and the
 state given. `@form(...)` turns that body into a function that keeps the whole contract.
@@ -21,8 +21,8 @@ def check_tensors(
     """Check kinds, devices, dtypes and shapes; return the size of every axis.
 
     Args:
-        tensors: what was given, by argument name; `None` means "left out".
-        arguments: what each should be; an axis keeps one size throughout, and tokens have one dtype.
+        tensors: the tensors given, by argument name; None stands for an argument left out.
+        arguments: the declared arguments; an axis keeps one size throughout, and tokens have one dtype.
         multiples: pairs of axes, of which the first is a multiple of the second.
 
     Raises:
@@ -175,7 +175,7 @@ def per_sequence(body: Callable, ends: list[int] | None, tokens: dict, states: d
 def run(
     kind: Mechanism, body: Callable, given: dict, states: Iterable[str] = ("initial_state",)
 ) -> tuple[tuple, tuple]:
-    """Check what a call was given, then call `body` as :func:`per_sequence` does.
+    """Check the arguments of a call, then call `body` as :func:`per_sequence` does.
 
     It gets every tensor in the compute precision, `states` as tensors, `scale` as a number, and the other options.
     """

@@ -1,4 +1,4 @@
-"""What a chunk of linear attention is made of: its own pairs, what it reads, what it writes (chapters 6 and 11).
+"""The parts of a chunk of linear attention: its own pairs, its reads and its writes (chapters 6 and 11).
 
 Tensors are `[B, H, C, ...]`: q, k with their log gates g `[B, H, C, K]`, v with g_v `[B, H, C, V]` or None where the
 values have no gate. Every exponent is a sum of gates, and so at most 0.
@@ -31,7 +31,7 @@ def gate(g: Tensor, g_v: Tensor | None) -> Tensor:
 
 
 def decayed(x: Tensor, g: Tensor | None, since: Callable[[Tensor], Tensor]) -> Tensor:
-    """x times the decay that a sum of gates stands for; x itself where there is no gate."""
+    """x times the decay of a sum of gates; x itself without gates."""
     return x if g is None else x * since(g).exp()
 
 
@@ -48,11 +48,11 @@ def weighted(P: Tensor, v: Tensor, g_v: Tensor | None) -> Tensor:
 
 
 def read(q: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None) -> Tensor:
-    """What the tokens of a chunk read from the state S before it (the paper's Lambda decays q)."""
+    """The reads of a chunk's tokens from the state S before the chunk (the paper's Lambda decays q)."""
     return decayed(decayed(q, g, decay_from_start) @ S, g_v, decay_from_start)
 
 
 def update(k: Tensor, v: Tensor, S: Tensor, g: Tensor, g_v: Tensor | None) -> Tensor:
-    """The state after a chunk: S decayed by all of it, plus every write decayed to its end (the paper's Gamma)."""
+    """The state after a chunk: S with the whole chunk's decay, plus writes decayed to its end (the paper's Gamma)."""
     write = decayed(k, g, decay_to_end).mT @ decayed(v, g_v, decay_to_end)
     return gate(g.sum(-2), None if g_v is None else g_v.sum(-2)) * S + write

@@ -7,9 +7,9 @@ takes three steps, and its gradient the same three from right to left:
     2. one exchange tells each rank the state that comes into its piece                 over_ranks/exchange.py
     3. each rank walks its own piece from there, as if there were no other              over_ranks/calls.py
 
-(In the gradient, the gradient R of the state that goes out comes in from the right.) `over_ranks/pieces.py` knows which
-packed sequences cross a border, `planning.py` chooses the exchange, and `agreement.py` asks whether all ranks make the
-same call. With NCCL, start with a device, so that one communicator serves every message::
+(In the gradient, the gradient R of the state that goes out comes in from the right.) `over_ranks/segments.py` knows
+which packed sequences cross a border, `planning.py` chooses the exchange, and `agreement.py` asks whether all ranks
+make the same call. With NCCL, start with a device, so that one communicator serves every message::
 
     dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
 """

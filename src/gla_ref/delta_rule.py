@@ -122,7 +122,7 @@ def maps(k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scanned(q: Tensor, M: Tensor, X: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """What q reads from the states that start at S [B HV K V] and follow the maps S -> M S + X, and the last state."""
+    """The reads of q from the states after the maps S -> M S + X, from S [B HV K V] on, and the last state."""
 
     def then(first, second):
         return second[0] @ first[0], second[0] @ first[1] + second[1]

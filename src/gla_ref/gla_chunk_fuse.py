@@ -78,7 +78,7 @@ def chunk_fuse(
 
 @dataclass(frozen=True)
 class Step:
-    """One step: what it launches, and what all its programs together load, store and compute."""
+    """One step: its launch, and the loads, stores and FLOPs of all its programs together."""
 
     name: str
     grid: tuple[int, ...]  # () for PyTorch's operators

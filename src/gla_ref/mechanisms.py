@@ -1,4 +1,4 @@
-"""The tensors of each mechanism as data: what they are called, their axes, what they are for (chapters 1, 5, 9 and 11).
+"""The tensors of each mechanism as data: their names, axes and roles (chapters 1, 5, 9 and 11).
 
 References, kernels, the check kit, other libraries' names and the tests all read them here, so that a mechanism with
 another gate, or with a write strength, is one more entry.
@@ -24,7 +24,7 @@ class Argument(NamedTuple):
 
 
 class Mechanism(NamedTuple):
-    """The arguments of a mechanism (tokens, gates, strengths, in the order of its functions) and what its states are.
+    """The arguments of a mechanism (tokens, gates, strengths, in the order of its functions) and its states.
 
     Several states are a tuple, as `initial_state` is then. In each pair of `multiples` the first axis is a multiple of
     the second: value heads of key heads.
@@ -36,11 +36,11 @@ class Mechanism(NamedTuple):
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Names of what every call is given, in order."""
+        """Names of the arguments of every call, in order."""
         return tuple(x.name for x in self.arguments if not x.optional)
 
     def named(self, role: str, optional: bool = True) -> tuple[str, ...]:
-        """Names of the arguments that have a role; without `optional`, of those that every call is given."""
+        """Names of the arguments with a role; without `optional`, only of arguments of every call."""
         return tuple(x.name for x in self.arguments if x.role == role and optional >= x.optional)
 
 

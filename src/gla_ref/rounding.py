@@ -1,4 +1,4 @@
-"""Rounding: imitated, measured, and how much of it is allowed (chapters 11 and 21).
+"""Rounding: imitation, measure and budget (chapters 11 and 21).
 
 References are plain mathematics. What a kernel's number format does to them is a mode around them:
 
@@ -82,7 +82,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def products_in(precision: str) -> Products:
-    """A mode that makes every product of float32 matrices as one of `PRODUCTS` does.
+    """A mode that makes every product of float32 matrices in one of the ways of `PRODUCTS`.
 
     Raises:
         ValueError: there is no such precision.
@@ -168,7 +168,7 @@ class Luck:
 
 
 def unit(exact: Tensor) -> float:
-    """What errors are divided by: rms(x*); 1 (an absolute error) where x* is, or cancels to, nearly 0."""
+    """The unit of errors: rms(x*); 1 (an absolute error) if x* is, or cancels to, nearly 0."""
     rms = exact.double().square().mean().sqrt().item() if exact.numel() else 1.0
     return rms if rms > 1e-3 else 1.0
 

@@ -1,8 +1,8 @@
 """Inverses of unit lower triangular matrices, in the ways in which kernels compute them (chapters 20 and 21).
 
-A chunk of the delta rule asks for Y = (I + A)^-1, A strictly lower triangular `[..., n, n]`: row i of Y says how what
-token i writes depends on what earlier tokens of the chunk have written. All functions are exact on paper. They differ
-in how many steps wait for each other, in how much of the work is matrix products, and in what rounding does to them::
+A chunk of the delta rule needs Y = (I + A)^-1, A strictly lower triangular `[..., n, n]`: row i of Y has the influence
+of earlier tokens' writes on the write of token i. All functions are exact on paper. They differ in the number of steps
+that wait for each other, in the share of matrix products, and in their rounding errors::
 
     function         steps        products of what                          FLOPs
     substitution     n            a row of A and the rows of Y so far       n^3 / 3, none in matrix products

@@ -1,4 +1,4 @@
-"""What each form costs: FLOPs, bytes, state, parallelism (chapters 1 to 11 and 20)."""
+"""The cost of each form: FLOPs, bytes, state, parallelism (chapters 1 to 11 and 20)."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,20 +12,20 @@ __all__ = ["Cost", "block_flops", "cost"]
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one form; :func:`cost` says how each number is counted."""
+    """The cost of one form; :func:`cost` has the rules of counting."""
 
     matmul_flops: int  # 2 m n k for every product [m, k] @ [k, n]
     elementwise_flops: int  # additions, products, maxima and exponentials outside matrix products
     bytes: int  # to and from memory, each tensor that the form keeps there written and read once
     state_bytes: int  # states (or KV cache) that exist at the same time
     parallelism: int  # independent programs
-    steps: int  # longest chain of steps of which each needs the one before
+    steps: int  # longest chain of steps; each needs the step before
 
 
 def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C=64, c=16, itemsize=2) -> Cost:
-    """Cost of one call of a form, without `g_v`, `feature_map` or packing; in the delta family with HV = H.
+    """Return the cost of one call of a form, without `g_v`, `feature_map` or packing; in the delta family with HV = H.
 
-    Counted by these rules; both FLOP counts are exactly those of the reference.
+    The rules of counting follow; both FLOP counts are exactly those of the reference.
 
     * *Matrix products*: 2 m n k each, masked entries included; a shorter last chunk as it is.
     * *Element-wise*: one FLOP for each number that `+ - * / exp max` writes, and for each that a
@@ -36,7 +36,7 @@ def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C
       `parallel`; states and gates of all tokens in every round of `scan` (in the delta family: each
       map that it makes, a K x K matrix and a state); statistics of `two_pass`.
       Softmax `recurrent` reads its whole cache for every token. The rest stays on the chip.
-    * *Parallelism*: heads, times what is independent in a head: tiles of C queries (`parallel`,
+    * *Parallelism*: heads, times the independent parts of a head: tiles of C queries (`parallel`,
       `parallel_log`, `flash`), single tokens (`two_pass`, `scan`), or nothing.
     * *Steps*: tokens, chunks, tiles of keys, rounds of a scan, or 1.
 
@@ -65,7 +65,7 @@ def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C
 
 @dataclass(frozen=True)
 class Head:
-    """The sizes of one head, and what every form makes of them."""
+    """The sizes of one head, and numbers that every form derives from them."""
 
     T: int
     K: int
@@ -90,7 +90,7 @@ class Head:
         return self.T * (self.K + self.V) * self.itemsize
 
     def moved(self, gate: int) -> int:
-        """Bytes of q, k, v, o and `gate` log gates a token, each once, and of a state in and out."""
+        """Bytes of q, k, v, o and `gate` log gates per token, each once, and of a state in and out."""
         return self.T * (2 * self.K + 2 * self.V + gate) * self.itemsize + 8 * self.S
 
 
@@ -98,12 +98,12 @@ class Head:
 
 
 def einsum(m: int, k: int, n: int) -> tuple[int, int]:
-    """(matmul, elementwise) FLOPs of [m, k] x [k, n], which over one element is no matrix product."""
+    """(matmul, elementwise) FLOPs of [m, k] x [k, n]; with k = 1 the product counts as element-wise."""
     return (2 * m * k * n, 0) if k > 1 else (0, m * n)
 
 
 def attention(h: Head, blocks, elementwise: int, bytes: int, parallelism: int, steps: int) -> Cost:
-    """Scores and weighted values of `blocks` of m queries by n keys, and other element-wise FLOPs beside them."""
+    """Count scores and weighted values of `blocks` of m queries by n keys, and add other `elementwise` FLOPs."""
     matmul = scaled = 0
     for (m, n), times in Counter(blocks).items():  # many blocks, of four sizes at most
         for products, sums in (einsum(m, h.K, n), einsum(m, n, h.V)):
@@ -137,7 +137,7 @@ def attention_flash(h: Head) -> Cost:
     return attention(h, blocks, elementwise, 2 * h.cache, len(tiles), len(tiles))
 
 
-# what the mechanisms with a state S share: `gate` is the width of their log gates, 0 where there are none
+# forms of mechanisms with a state S: `gate` is the width of the log gates, 0 without gates
 
 
 def recurrent(h: Head, gate: int) -> Cost:
@@ -162,7 +162,7 @@ def parallel(h: Head, gate: int, elementwise: int) -> Cost:
 
 
 def chunkwise(h: Head, gate: int, own: Callable[[int], tuple[int, int]]) -> Cost:
-    """The (matmul, elementwise) FLOPs of each chunk's own n tokens, and what passes through the state."""
+    """Add up each chunk's (matmul, elementwise) FLOPs for its own n tokens, and the FLOPs of reads and writes of S."""
     matmul, elementwise = map(sum, zip(*map(own, h.tiles), strict=True))
     matmul += 4 * h.T * h.S
     elementwise += h.T * (h.K + h.V)  # scale q, inter + intra
@@ -177,7 +177,7 @@ def simple_gla_chunkwise(h: Head) -> Cost:
     return chunkwise(h, 1, lambda n: (2 * n * n * (h.K + h.V), 3 * n * n + n * (2 * h.K + 4) + 1 + 2 * h.S))
 
 
-# the delta family: beta is one more number a token
+# the delta family: beta is one more number per token
 
 
 def delta_recurrent(h: Head, gate: int) -> Cost:
@@ -204,7 +204,7 @@ def substitution(n: int) -> tuple[int, int]:
 
 
 def blocked(n: int, c: int = 16) -> tuple[int, int]:
-    """Blocks of c on the diagonal by substitution, then merged by two products, two and two."""
+    """Invert blocks of c on the diagonal by substitution, then merge pairs of blocks by two products each."""
     sizes = [min(c, n - i) for i in range(0, n, c)]
     matmul, elementwise = map(sum, zip(*map(substitution, sizes), strict=True))
     while len(sizes) > 1:
@@ -216,7 +216,7 @@ def blocked(n: int, c: int = 16) -> tuple[int, int]:
 
 
 def delta_chunkwise(h: Head, gate: int, own: Callable[[int], int], inverse=blocked, *, scores: int = 2) -> Cost:
-    """The family's work, and `own` element-wise FLOPs of n tokens; `scores` of k k^T and q k^T are products."""
+    """Add up the family's work and `own(n)` element-wise FLOPs; `scores` of k k^T and q k^T are matrix products."""
     matmul, elementwise = map(sum, zip(*map(inverse, h.tiles), strict=True))
     matmul += sum((2 * scores * h.K + 4 * h.V) * n * n for n in h.tiles) + 6 * h.T * h.S
     elementwise += h.T * (h.K + 3 * h.V) + sum(n * n + h.S + own(n) for n in h.tiles)

@@ -1,4 +1,4 @@
-"""Chapters 1 to 24. What a chapter's cells need beside the subject: sentences and tables with their numbers."""
+"""Helpers of the cells in chapters 1 to 24: sentences and tables with computed numbers, and excerpts of code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def chapters(book: Path) -> dict[str, str]:
 def say(text: str) -> None:
     """Show a sentence whose numbers were computed in this cell, as Markdown: `say(f"It takes {ms:.2f} ms.")`.
 
-    On the site the cell's code is folded away and the sentence stands in the text; in a notebook it is printed under
-    its cell. Either way nobody typed the number.
+    The site folds the cell's code away and shows the sentence in the text; a notebook prints the sentence under its
+    cell. In both, the number comes from the program.
     """
     from IPython.display import Markdown, display
 
@@ -38,7 +38,7 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
 def excerpt(function: Callable, first: str = "", last: str = "") -> None:
     """Show lines of a function's own source, from the first that contains `first` to the next that contains `last`.
 
-    A kernel is explained a few lines at a time, and they are always those that run.
+    A chapter explains a kernel a few lines at a time, and shows the lines that run.
     """
     lines = inspect.getsource(getattr(function, "fn", function)).splitlines()
     start = next(n for n, line in enumerate(lines) if first in line)

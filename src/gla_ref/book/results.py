@@ -1,4 +1,4 @@
-"""What the programs in benchmarks/ measured, written and read in one place (chapter 3).
+"""The records of the programs in benchmarks/, written and read in one place (chapter 3).
 
 The files lie in `benchmarks/results/` of a checkout. An installed wheel has none: `load` returns None.
 """
@@ -35,7 +35,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def command(*line: str) -> str:
-    """What a command prints; nothing where there is no such command."""
+    """Return the output of a command; an empty string if the command does not exist."""
     try:
         return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
@@ -50,13 +50,13 @@ def _installed(name: str) -> str | None:
 
 
 def environment(gpu: str | None, peers: Iterable[str] | None = None) -> dict:
-    """What every measurement names: the GPU, the versions, the commit, the day.
+    """Return the environment that every measurement names: the GPU, the versions, the commit, the day.
 
     Args:
-        gpu: its name; None where none was used.
-        peers: names of packages that were measured beside ours.
+        gpu: the GPU's name; None for a measurement without a GPU.
+        peers: names of other libraries that were measured.
 
-    The commit is `GLA_REF_COMMIT` where that is set, as on a host that has the files alone.
+    The variable `GLA_REF_COMMIT` overrides the commit, for a host that has the files without git.
     """
     driver = "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
     head = "git", "-C", str(CHECKOUT), "rev-parse", "--verify", "HEAD"
@@ -73,9 +73,9 @@ def environment(gpu: str | None, peers: Iterable[str] | None = None) -> dict:
 
 
 def file(name: str) -> Path:
-    """Path of the measurements of this name: `file("NVIDIA H200")`, `file("NVIDIA H200 check")`.
+    """Return the path of a file of records: `file("NVIDIA H200")`, `file("NVIDIA H200 check")`.
 
-    In a checkout that is its `benchmarks/results`; an installed wheel uses the same folder in the working directory.
+    The folder is `benchmarks/results` of the checkout; for an installed wheel, of the working directory.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     root = CHECKOUT if (CHECKOUT / "pyproject.toml").exists() else Path.cwd()
@@ -83,10 +83,10 @@ def file(name: str) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a file and write into it, before hours of work end in an error.
+    """Make the folder of a file and write into the folder, so that hours of work do not end in an error.
 
     Raises:
-        OSError: this fails; the message names the file.
+        OSError: the folder is not writable; the message names the file.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, environment: dict, kind: str, records: Iterable[dict]) -> None:
-    """A file of records of one kind, a line each. A reader finds the older file or the new one, never a part."""
+    """Write records of one kind, one per line, at once: a reader finds the older file or the new one, never a part."""
     lines = ",\n".join("  " + json.dumps(r) for r in records)
     text = f'{{"environment": {json.dumps(environment, indent=1)},\n"{kind}": [\n{lines}\n]}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _content(path: Path) -> object:
     """Contents of a JSON file.
 
     Raises:
-        ValueError: it is no JSON; the message names the file.
+        ValueError: the file is no JSON; the message names the file.
     """
     try:
         return json.loads(path.read_text())
@@ -125,7 +125,7 @@ def _whole(path: Path, kind: str) -> dict:
     """The content of a file with records of one kind.
 
     Raises:
-        ValueError: it has none; the message names the file.
+        ValueError: the file has no such records; the message names the file.
     """
     data = _content(path)
     if not isinstance(data, dict) or not {"environment", kind} <= data.keys():
@@ -137,10 +137,10 @@ def _whole(path: Path, kind: str) -> dict:
 
 
 def read(path: Path, kind: str) -> tuple[dict, ...]:
-    """The records of a file; none where there is no file.
+    """Return the records of a file; an empty list if there is no file.
 
     Raises:
-        ValueError: the file is corrupt, or has other records; the message names it.
+        ValueError: the file is corrupt, or has other records; the message names the file.
     """
     return tuple(_whole(path, kind)[kind]) if path.exists() else ()
 
@@ -153,14 +153,14 @@ def merge(
     key: Sequence[str],
     update: Callable[[dict, dict], dict] = lambda old, new: new,
 ) -> None:
-    """Write records into a file, each in the place of the older one with the same values of `key`.
+    """Write records into a file; each replaces the older record with the same values of `key`.
 
-    The other records stay, and so do the versions of peers that are not installed now. `update` makes a record of the
-    older one ({} where there is none) and the newer one. Several processes may do so at once: a lock beside the file
-    lets one after the other read and write it.
+    All other records stay, and so do the versions of peers that are not installed now. `update` makes a record from the
+    older one ({} if there is none) and the newer one. Several processes may merge at once: a lock lets them read and
+    write the file one after another.
 
     Raises:
-        ValueError: the file is corrupt, or has other records; the message names it, and the file stays.
+        ValueError: the file is corrupt, or has other records; the message names the file, which stays unchanged.
     """
     from filelock import FileLock  # PyTorch requires it too
 
@@ -173,7 +173,7 @@ def merge(
             environment = environment | {"peers": peers}
 
         def identity(r: dict) -> str:
-            return json.dumps([r.get(name) or None for name in key])  # older records lack some
+            return json.dumps([r.get(name) or None for name in key])  # older records lack some fields
 
         every = {identity(r): r for r in before[kind]}
         for r in records:
@@ -193,7 +193,7 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
             "museum" of `python -m gla_ref check --museum`; of :mod:`gla_ref.experiments` the experiment's name.
 
     Returns:
-        The content of the file, or None where there is none.
+        The content of the file, or None if there is no such file.
 
     Raises:
         ValueError: one of the files is no JSON; the message names it.
@@ -203,21 +203,21 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
     for path in (path for each in folders for path in sorted(each.glob("*.json"))):
         data = _content(path)
         if not isinstance(data, dict) or not {"environment", kind} <= data.keys():
-            continue  # of another kind, or the summary of a test run
+            continue  # records of another kind, or the summary of a test run
         if (gpu or "").lower() in (data["environment"]["gpu"] or "cpu").lower():
             return data
     return None
 
 
 def select(data: dict, **wanted) -> list[dict]:
-    """The records that were timed and found correct, with these values: `select(data, suite="flash", K=64)`."""
+    """Return the timed and correct records with these values: `select(data, suite="flash", K=64)`."""
     return [
         r for r in data["records"] if r["ms"] is not None and r["correct"] and all(r[n] == x for n, x in wanted.items())
     ]
 
 
 def parts(data: dict | None, **wanted) -> dict[str, dict]:
-    """The records of parts.py with these values, by the part that was taken away: `parts(data, B=8)`.
+    """Return the records of parts.py with these values, by the part that was removed: `parts(data, B=8)`.
 
     Returns:
         {"nothing": the whole kernel's record, ...} in the order of the program; {} if there are no measurements.
@@ -227,7 +227,7 @@ def parts(data: dict | None, **wanted) -> dict[str, dict]:
 
 
 def tritons(data: dict) -> set[str]:
-    """The versions of Triton that measured something of a file on a GPU: of each record, if records name one."""
+    """Return the versions of Triton behind a file's measurements on a GPU; records may name their own version."""
     e = data.get("environment", data)
     if e["gpu"] in (None, "CPU"):
         return set()
@@ -235,6 +235,6 @@ def tritons(data: dict) -> set[str]:
 
 
 def label(data: dict) -> str:
-    """What every figure of a measurement names: the GPU and the versions."""
+    """Return the label of every figure with measurements: the GPU and the versions."""
     e = data["environment"]
     return f"{e['gpu']}, PyTorch {e['torch'].split('+')[0]}, Triton {e['triton']}"

@@ -1,12 +1,12 @@
-"""How long many GPUs take for one text, by a model: bytes at the memory's speed, messages at a link's (chapter 24).
+"""A model of the time that many GPUs take for one text: bytes at the memory's speed, messages at a link's (chapter 24).
 
-A simulation, not a measurement. A GPU does nothing but move the bytes that it must move, at its memory's published
-speed; a message costs a fixed time, which was measured, and its bytes at the link's published speed. All predictions
-of chapter 24 come from here, and `context_parallel` chooses its exchange by the same formulas. What was measured stands
-in the records of benchmarks/scaling.py.
+The model simulates; it does not measure. A GPU only moves the necessary bytes, at its memory's published speed. A
+message costs a fixed time, which was measured, and its bytes at the link's published speed. All predictions of chapter
+24 come from this model, and `context_parallel` chooses its exchange by the same formulas. The measurements are in the
+records of benchmarks/scaling.py.
 
-One GPU and one of many are charged alike: each finds its own sum, and then walks. With few heads one GPU cuts its text
-into segments, to fill itself, and so it makes the sums of its segments as well.
+One GPU alone and one GPU among many do the same work: each finds its own sum, and then walks. With few heads a GPU
+alone cuts its text into segments that fill the GPU, so it makes the sums of its segments too.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Wire(NamedTuple):
     """A way from one GPU to the next.
 
     Attributes:
-        message: seconds that each message costs, whatever its size, where the host starts it.
-        hop: the same inside a collective, which goes on by itself.
-        bandwidth: bytes a second in one direction.
+        message: seconds per message of any size that the host starts.
+        hop: seconds per message inside a collective, which needs no host.
+        bandwidth: bytes per second in one direction.
     """
 
     message: float
@@ -46,14 +46,14 @@ class Wire(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """GPUs of one kind in hosts of so many.
+    """Hosts of GPUs of one kind.
 
     Attributes:
-        memory: bytes a second of a GPU's memory.
-        products: operations a second in 16 bits.
+        memory: bytes per second of a GPU's memory.
+        products: operations per second in 16 bits.
         near: the wire between two GPUs of one host.
         far: the wire between two hosts, for each GPU.
-        host: GPUs of a host.
+        host: GPUs per host.
     """
 
     memory: float
@@ -65,10 +65,10 @@ class Machine(NamedTuple):
 
 #: an H200 SXM in a DGX H200. The vendor publishes 4.8 TB/s and 989 TFLOP/s (dense, bfloat16), 900 GB/s of NVLink in
 #: both directions together, and 400 Gbit/s of network for each GPU. A message is measured between two H100s
-#: (benchmarks/scaling.py): NCCL takes 60 µs by the clock, however small it is. 2 µs a hop inside a host and 5 µs
-#: between hosts are assumed
+#: (benchmarks/scaling.py): NCCL takes 60 µs by the clock, however small the message. 2 µs per hop inside a host and
+#: 5 µs between hosts are assumptions
 H200 = Machine(4.8e12, 989e12, Wire(60e-6, 2e-6, 450e9), Wire(60e-6, 5e-6, 50e9), 8)
-#: ways to bring states to all ranks; nobody has built the last one here
+#: ways to bring states to all ranks; the last way exists only in this model
 WAYS = ("one after another", "all-gather", "pipeline", "tree")
 
 
@@ -76,9 +76,9 @@ class Sizes(NamedTuple):
     """A layer: heads H of K x V, tokens in 16 bits, states in 32.
 
     Attributes:
-        tensors: that a walk moves: of the size of q (q, k and the gates), and of the size of v (v and o).
-        sums: the same of the pass that finds a piece's own sum.
-        decay: numbers a head beside the state.
+        tensors: the tensors that a walk moves: of the size of q (q, k and the gates), and of the size of v (v and o).
+        sums: the tensors that the pass for a piece's own sum moves.
+        decay: numbers per head besides the state.
     """
 
     H: int = 16
@@ -89,7 +89,7 @@ class Sizes(NamedTuple):
     decay: int = 128
 
     def bytes(self, tokens: int, tensors: tuple[int, int]) -> int:
-        """Of so many tokens."""
+        """Bytes of tensors with so many tokens."""
         return 2 * tokens * self.H * (tensors[0] * self.K + tensors[1] * self.V)
 
     @property
@@ -108,24 +108,24 @@ GLA = Sizes()
 
 
 def gather_seconds(wire: Wire, ranks: int, map_bytes: int) -> float:
-    """An all-gather in a ring: every rank receives the maps of all others."""
+    """Seconds of an all-gather in a ring: every rank receives the maps of all other ranks."""
     return wire.message + (ranks - 1) * (wire.hop + map_bytes / wire.bandwidth)
 
 
 def pipeline_seconds(wire: Wire, ranks: int, state_bytes: int, blocks: int) -> float:
-    """Until the last rank has the last of the blocks, which follow each other from rank to rank."""
+    """Seconds until the last rank has the last block; blocks follow each other from rank to rank."""
     return (ranks + blocks - 2) * (wire.message + state_bytes / blocks / wire.bandwidth)
 
 
 def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int | None = None) -> float:
-    """Seconds until the last rank has the state that comes into its piece, once all have their own sums.
+    """Return the seconds from the ranks' own sums until the last rank has the state that comes into its piece.
 
     Args:
         way: "all-gather", "pipeline" or "tree".
-        ranks: how many GPUs, in hosts of `machine.host`.
-        sizes: of the layer.
-        machine: of GPUs.
-        blocks: of heads that a pipeline sends one after another; None takes the number that is fastest.
+        ranks: the number of GPUs, in hosts of `machine.host`.
+        sizes: the sizes of the layer.
+        machine: the hosts and wires.
+        blocks: the number of blocks of heads that a pipeline sends one after another; None takes the fastest number.
 
     Raises:
         ValueError: there is no such way.
@@ -134,9 +134,9 @@ def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int |
     wire = machine.far if hosts else machine.near
     if ranks == 1:
         return 0.0
-    if way == "all-gather":  # round a ring, whose slowest wire sets the pace
+    if way == "all-gather":  # round a ring, whose slowest wire limits the speed
         return gather_seconds(wire, ranks, sizes.map)
-    if way == "tree":  # after n rounds a rank knows of the 2^n before it
+    if way == "tree":  # after n rounds a rank has the maps of the 2^n ranks before it
         rounds = math.ceil(math.log2(ranks))
         inside = min(rounds, int(math.log2(machine.host)))
         near, far = (w.message + sizes.map / w.bandwidth for w in (machine.near, machine.far))
@@ -147,13 +147,13 @@ def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int |
 
 
 def _blocks(ranks: int, sizes: Sizes, machine: Machine) -> int:
-    """The number of blocks, a power of 2, with which a pipeline is fastest."""
+    """Return the number of blocks, a power of 2, with which a pipeline is fastest."""
     choices = [b for b in (1, 2, 4, 8, 16) if b <= sizes.H]
     return min(choices, key=lambda blocks: _pipeline(ranks, sizes, machine, blocks))
 
 
 def _pipeline(ranks: int, sizes: Sizes, machine: Machine, blocks: int) -> float:
-    """Block after block, rank after rank: a wire sends one block at a time, a rank sends on what has come.
+    """Simulate a pipeline: a wire sends one block at a time, and a rank sends on each block that has arrived.
 
     Among ranks of one host that is :func:`pipeline_seconds`.
     """
@@ -166,7 +166,7 @@ def _pipeline(ranks: int, sizes: Sizes, machine: Machine, blocks: int) -> float:
 
 
 class Task(NamedTuple):
-    """What a rank does from one moment to another, in seconds: "sum", "exchange" or "walk"."""
+    """A rank's task with its start and end in seconds: "sum", "exchange" or "walk"."""
 
     job: str
     rank: int
@@ -175,7 +175,7 @@ class Task(NamedTuple):
 
 
 def schedule(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> list[Task]:
-    """The forward pass of a layer over `tokens`, in equal pieces; what one GPU does is the schedule of one rank.
+    """Return the schedule of a layer's forward pass over `tokens` in equal pieces; one rank stands for one GPU alone.
 
     Raises:
         ValueError: there is no such way.
@@ -191,22 +191,22 @@ def schedule(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Mac
             tasks += [Task("exchange", r, start - hop, start)] if r else []
             tasks += [Task("sum", r, start, start + own), Task("walk", r, start + own, start + own + walk)]
             continue
-        known = r + 1 if way == "pipeline" else ranks  # how many ranks it waits for, itself among them
+        known = r + 1 if way == "pipeline" else ranks  # the number of ranks that a rank waits for, itself included
         come = own + exchange(way, known, sizes, machine, blocks)
         tasks += [Task("sum", r, 0.0, own), Task("exchange", r, own, come), Task("walk", r, come, come + walk)]
     return tasks
 
 
 def _forward(tokens: int, sizes: Sizes, machine: Machine) -> tuple[float, float]:
-    """(seconds of its own sum, seconds of its walk) of a GPU that has so many tokens."""
+    """(seconds of its own sum, seconds of its walk) for a GPU with so many tokens."""
     own, walk = (sizes.bytes(tokens, x) / machine.memory for x in (sizes.sums, sizes.tensors))
     return own, walk
 
 
 def _backward(tokens: int, sizes: Sizes, machine: Machine) -> tuple[float, float]:
-    """The same of the backward pass.
+    """(seconds of its own sum, seconds of its walk) in the backward pass.
 
-    A piece's own sum is of q, the gates and the gradient of o; the walk reads what the forward walk read and that
+    A piece's own sum needs q, the gates and the gradient of o. The walk reads the inputs of the forward walk and that
     gradient, and writes a gradient for each input.
     """
     walk = (2 * sizes.tensors[0], 2 * sizes.tensors[1] - 1)
@@ -220,10 +220,10 @@ def step(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine
 
 
 def ring_attention(tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> tuple[float, int]:
-    """(seconds, bytes that a rank sends) of causal softmax attention's forward pass, keys and values round a ring.
+    """Return (seconds, bytes that a rank sends) of causal softmax attention forward, with keys and values round a ring.
 
-    In each of its rounds a rank multiplies its queries with the keys it has while the next ones arrive; half of all
-    pairs are in the future, and the ranks share the rest evenly, as the best of schedules let them.
+    In each round a rank multiplies its queries with the keys it has while the next keys arrive. Half of all pairs are
+    in the future; the ranks share the other half evenly, as the best schedules do.
     """
     piece = tokens // ranks
     wire, sent = machine.far if ranks > machine.host else machine.near, 2 * piece * sizes.H * (sizes.K + sizes.V)

@@ -2,29 +2,38 @@
 
 The cases of a ladder are far apart: a kernel that is right with 5 heads and wrong with 101 may be wrong from 9 on. So
 the smallest case that fails is made plainer and smaller as long as it still fails. Each sentence says what was seen in
-two calls that differ in one thing.
+two calls that differ in one thing. A reader takes it for more, so it is said only if no other case speaks against it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..rounding import unit
 from ._budgets import Problem
 from ._cases import MILD, Case, held, inputs
 from ._claims import up
+from ._common import Clock, longest
 from ._kernel import Finding
 from ._runner import Trial, attempt
 from ._shrink import PLAIN
 from .oracle import evaluate, parts
 
+TRAITS = tuple(n for n, _ in (*PLAIN, ("gate", MILD)) if n not in ("groups", "past", "state", "ends", "frozen"))
 TRIALS, SECONDS = 120, 20.0  # calls that look for the bounds of a failure, and the time that they may take
 PLAINLY = 10.0  # budgets of the failing case that a call must be off by to count as wrong
 NOUNS = {"T": "token", "H": "head", "B": "batch entry", "K": "channel of keys", "V": "channel of values"}
 NOUNS |= {"groups": "value head of a key head", "past": "token in the cache", "N": "packed sequence"}
-LARGER = {"T": (2, 3, 17, 65, 129, 300), "H": (2, 5, 17, 70), "K": (2, 17, 65, 130), "V": (2, 17, 65, 130), "B": (2, 5)}
+LARGER = {
+    "T": (2, 3, 17, 65, 129, 300),
+    "past": (2, 16, 32, 64, 128),
+    "H": (2, 5, 17, 70),
+    "K": (2, 17, 65, 130),
+    "V": (2, 17, 65, 130),
+    "B": (2, 5),
+}
 FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
 WITH = {  # traits of a case that is not plain
     "strides": lambda c: f"{c.strides} strides",
@@ -46,6 +55,53 @@ WITH = {  # traits of a case that is not plain
     "state": lambda c: "an initial state",
     "gate": lambda c: f"gates {c.gate}",
 }
+
+USUAL = {  # words for a plain case, where "without" would be more than was seen
+    "strides": lambda c: "contiguous strides",
+    "size": lambda c: "values of size 1",
+    "pull": lambda c: "a loss of size 1",
+    "strength": lambda c: f"strengths below {c.strength:g}",
+    "beta": lambda c: f"random strengths below {c.strength:g}",
+    "alike": lambda c: "keys of correlation 0",
+    "keys": lambda c: "keys of length 1",
+    **{name: WITH[name] for name in ("index", "loss", "gate")},
+}
+SIZES = {  # as sentences count them
+    "T": longest,
+    "H": lambda c: c.H,
+    "B": lambda c: c.B,
+    "K": lambda c: c.K,
+    "V": lambda c: c.V,
+    "groups": lambda c: c.groups,
+    "past": lambda c: c.past if c.state else 0,
+    "N": lambda c: len(c.ends or (0, c.T)) - 1,
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """A sentence on the smallest failing case, and which cases lie on its two sides, if all else is alike."""
+
+    words: str
+    wrong: Callable[[Case], bool]
+    right: Callable[[Case], bool]
+
+
+def agreed(said: Sequence[Said], smallest: Case, failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
+    """The sentences that all cases agree with.
+
+    No failing case may lie on the side that a sentence calls right. No passing case that has all that the smallest
+    failing one has, or more of it, may lie on the wrong side of all sentences: then none of them is said.
+    """
+    said = [it for it in said if not any(it.right(case) for case in failing)]
+
+    def more(case: Case) -> bool:
+        a, b = ({n: getattr(c, n) for n in TRAITS} | {"ends": c.ends is None} for c in (case, smallest))
+        return a == b and all(of(case) >= of(smallest) for of in SIZES.values()) and case.state >= smallest.state
+
+    if any(more(case) and all(it.wrong(case) for it in said) for case in passing):
+        return []
+    return [it.words for it in said]
 
 
 def plural(noun: str, n: int) -> str:
@@ -77,12 +133,13 @@ class Bounds:
     `wrong` are the quantities that fail in it; another case fails if one of them is clearly wrong there.
     """
 
-    def __init__(self, examiner, p: Problem, wrong: frozenset[str]):
-        self.examiner, self.wrong = examiner, wrong
+    def __init__(self, examiner, p: Problem, wrong: frozenset[str], clock: Clock):
+        self.examiner, self.wrong, self.clock = examiner, wrong, clock
         self.kind = p.kind
         self.allowed = {n: PLAINLY * max(budgets, default=0.0) for n, budgets in p.budgets.items()}
         self.end, self.left = time.monotonic() + SECONDS, TRIALS
         self.known: dict[tuple, float] = {}
+        self.cut = False  # whether calls or time were spent before the end
         self.apart: str | None = None  # the one tensor that has the case's strides; None for all
 
     def problem(self, case: Case) -> Problem:
@@ -105,7 +162,8 @@ class Bounds:
         if key in self.known:
             return self.known[key]
         self.left -= 1
-        if self.left < 0 or time.monotonic() > self.end:
+        if self.left < 0 or time.monotonic() > self.end or self.clock.spent():
+            self.cut = True
             raise Spent
         k, claim = self.examiner.kernel, self.examiner.claim
         rows, asked = self.examiner.asked(case)
@@ -190,6 +248,8 @@ class Bounds:
                 ends=(*c.ends[: n + 1], *(c.ends[-1] + step * i for i in range(1, n + 2 - len(c.ends)))),
                 T=c.ends[n] if n < len(c.ends) else c.ends[-1] + step * (n + 1 - len(c.ends)),
             )
+        if name == "T" and c.reads:  # with fewer tokens others would be in the loss, or none
+            return None
         if c.ends and name == "T":
             return (c.T, lambda n: replace(c, ends=(0, n), T=n)) if len(c.ends) == 2 else None
         if (
@@ -203,39 +263,65 @@ class Bounds:
             return None
         return getattr(c, name), lambda n: replace(c, **{name: n})
 
-    def bound(self, c: Case, name: str) -> str:
-        """From which size on, up to which, or at which sizes the kernel is wrong; empty if at every size tried."""
+    def bound(self, c: Case, name: str) -> Said | None:
+        """From which size on, up to which, or at which sizes the kernel is wrong; None if at every size tried."""
         it = self.sized(c, name)
         if it is None:
-            return ""
+            return None
         n, sizes = it
         if n > 1:
             if self.fails(sizes(n - 1)):
-                return ""
+                return None
             numbers = (n + 1,) if name == "N" else (n + 1, n + 2, up(n, 16), up(n, 64), 2 * n - 1, 2 * n, 2 * n + 1)
-            return self.between(sizes, sorted({n - 1, n, *numbers}), NOUNS[name])
+            return self.between(sizes, sorted({n - 1, n, *numbers}), name)
         right = next((m for m in LARGER.get(name, ()) if not self.fails(sizes(m))), None)
         if right is None:
-            return ""
+            return None
         low, high = 1, right
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fails(sizes(middle)) else (low, middle)
-        return self.between(sizes, sorted({1, low, high, high + 1, 2 * high}), NOUNS[name])
+        return self.between(sizes, sorted({1, low, high, high + 1, 2 * high}), name)
 
-    def between(self, sizes: Callable[[int], Case], numbers: list[int], noun: str) -> str:
-        """Which of some sizes are wrong and which are right; empty unless all that is wrong is so by far."""
+    def between(self, sizes: Callable[[int], Case], numbers: list[int], name: str) -> Said | None:
+        """Which of some sizes are wrong and which are right; None unless all that is wrong is so by far."""
+        noun, of = NOUNS[name], SIZES[name]
         errors = {n: self.error(sizes(n)) for n in numbers}
         wrong, right = ([n for n in numbers if (errors[n] > 1) is bad] for bad in (True, False))
         if not right or min(errors[n] for n in wrong) < FAR * max(errors[n] for n in right):
-            return ""
+            return None
         tried = f" ({', '.join(map(str, numbers))} tried)"
         if min(wrong) > max(right):
-            return f"wrong from {plural(noun, min(wrong))} on, right with {max(right)}{tried}"
+            words = f"wrong from {plural(noun, min(wrong))} on, right with {max(right)}{tried}"
+            return Said(words, lambda c: of(c) >= min(wrong), lambda c: of(c) <= max(right))
         if max(wrong) < min(right):
             least = f"wrong {'up to' if max(wrong) > 1 else 'with'} {plural(noun, max(wrong))}"
-            return f"{least}, right with {min(right)}{tried}"
-        return f"wrong with {listed(wrong, noun)}, right with {listed(right, noun)}"
+            words = f"{least}, right with {min(right)}{tried}"
+            return Said(words, lambda c: of(c) <= max(wrong), lambda c: of(c) >= min(right))
+        words = f"wrong with {listed(wrong, noun)}, right with {listed(right, noun)}"
+        return Said(words, lambda c: of(c) in wrong, lambda c: of(c) in right)
+
+    def without(self, c: Case, name: str) -> Said | None:
+        """A trait without which the kernel is right; None if it is wrong, here or in failing calls of other sizes."""
+        value = (dict(PLAIN) | {"gate": MILD})[name]
+        if getattr(c, name) == value:
+            return None
+        failed = [case for (case, apart), error in self.known.items() if error > 1 and apart is None]
+        failed = sorted(failed, key=lambda case: case.B * case.T * case.H * case.K * case.V)
+        like = [case for case in failed if getattr(case, name) == getattr(c, name)]
+        others = [next((case for case in like if of(case) != of(c)), c) for of in SIZES.values()]
+        if any(self.fails(replace(case, **{name: value})) for case in dict.fromkeys((c, *others))):
+            return None
+        usual = replace(c, **{name: value})
+        right = f" with {USUAL[name](usual)}" if name in USUAL else " without"
+        words = f"wrong with {WITH[name](c)}, right{right}"
+
+        def alike(case: Case) -> bool:
+            if name in ("beta", "strength"):  # the two say together how strong writes are
+                return case.beta is None and case.strength <= usual.strength
+            return getattr(case, name) == value
+
+        return Said(words, lambda case: not alike(case), alike)
 
     def alone(self, c: Case) -> str:
         """Which tensors are enough to have the strides of a case, the others in order."""
@@ -250,9 +336,13 @@ class Bounds:
             return ""
         return f"wrong where {' or '.join(enough)} alone has {c.strides} strides and all else is contiguous"
 
-    def said(self, case: Case) -> tuple[Case | None, list[str]]:
-        """The smallest case found, and sentences on it; nothing if the case does not fail when it is called again."""
-        found: list[str] = []
+    def said(self, case: Case, failing: Sequence[Case], passing: Sequence[Case]) -> tuple[Case | None, list[str]]:
+        """The smallest case found, and sentences on it; nothing if the case does not fail when it is called again.
+
+        `failing` and `passing` are all cases that were seen: a sentence that one of them contradicts is left out.
+        """
+        found: list[Said] = []
+        alone = ""
         try:
             if not self.fails(case):
                 return None, []
@@ -260,20 +350,15 @@ class Bounds:
             return None, []
         c = self.smallest(case)
         self.end, self.left = self.end + SECONDS / 2, self.left + TRIALS // 2
-        plain = dict(PLAIN) | {"gate": MILD}
         try:
             for name in ("N", "T", "past", "B", "H", "groups", "K", "V"):
                 found += [s] if (s := self.bound(c, name)) else []
-            needed = []
-            for name, how in WITH.items():
-                if getattr(c, name) != plain[name]:
-                    try_it = replace(c, **{name: plain[name]})
-                    needed += [how(c)] if not self.fails(try_it) else []
-            found += [f"wrong with {x}, right without" for x in needed]
-            if "other" not in [*needed]:
-                found += [s] if (s := self.alone(c)) else []
+            needed = {name: s for name in WITH if (s := self.without(c, name))}
+            found += needed.values()
+            alone = "" if "other" in needed else self.alone(c)
             if not (c.state or self.kind.cache) and not self.fails(replace(c, state=True)):  # a cache adds keys
-                found.append("wrong without an initial state, right with one")
+                words = "wrong without an initial state, right with one"
+                found.append(Said(words, lambda case: not case.state, lambda case: case.state))
         except Spent:
             pass
-        return c, found
+        return c, agreed(found, c, failing, passing) + [alone] * bool(alone)

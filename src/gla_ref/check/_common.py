@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 
 from ._cases import Case
 
 ONLY = "Only these have "  # how a sentence on traits begins that no passing case has
 MOST = 4  # values of one kind that are worth a line
+
+
+class Clock:
+    """A number of seconds of CPU time, all threads together, and whether something was left out for want of them."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.end, self.cut = seconds, time.process_time() + seconds, False
+
+    def spent(self) -> bool:
+        """Whether no time is left; it is asked before each piece of work that is then left out."""
+        self.cut = self.cut or time.process_time() > self.end
+        return self.cut
 
 
 def longest(case: Case) -> int:

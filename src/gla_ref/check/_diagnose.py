@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._budgets import Problem
-from ._mechanisms import MECHANISMS, Kind
+from ._mechanisms import MECHANISMS, SHORT, Kind
 from ._memory import placed
 from ._terms import by_terms, rounded
 from .mistakes import CHUNK, CHUNKS, GRADIENT, LINEAR, READ, Mistake, apply, known
@@ -269,6 +269,17 @@ def shows(mechanism: str, it: Match, p: Problem, found: dict[str, Tensor | None]
     return False
 
 
+def fits(mechanism: str, it: Match, p: Problem, found: dict[str, Tensor | None]) -> bool:
+    """Whether all that is wrong in a case is the mistake's; one that rounds is as wrong in some cases only."""
+    m = it.mistake
+    if m.rounding or m.overflow or m.astray:
+        return True
+    wrong = [n for n, x in found.items() if x is not None and differs(p, n, x)]
+    wrong = [n for n in wrong if not (it.gates and n in resets(p.kind))]
+    made = variant(mechanism, m, it.C, _Key(p)) or {}
+    return all(made.get(n) is not None and distance(m, p, n, found[n], made[n]) <= 1 for n in wrong)
+
+
 def same(mechanism: str, a: Match, b: Match, seen: list[tuple[Problem, dict]]) -> bool:
     """Whether two mistakes cannot be told apart on these problems."""
     if a.mistake.rounding or a.mistake.overflow or a.own != b.own:
@@ -355,7 +366,8 @@ def diagnose(
     """The mistake that explains everything that was seen, and those that compute the same there; at most three.
 
     `seen`, `passed` and `besides` hold problems and what the kernel made of them. A mistake that would show in one of
-    those that passed is none. `besides` are failures that tell apart mistakes that compute the same in `seen`.
+    those that passed is none. `besides` are the other failures, which tell apart mistakes that compute the same in
+    `seen`; each of them, up to SHORT tokens, must fit the mistake, too.
     One that shows in more than what is wrong explains it, too, after those that do not: its kernel makes it in one of
     two passes, or in one gradient. `more` are mistakes that only this kernel can make.
     """
@@ -385,6 +397,7 @@ def diagnose(
         if len(kept) < 2:
             break
         kept = [it for it in kept if match(mechanism, it.mistake, it.C, [pair], wrong, gates)] or kept
+    kept = [it for it in kept if all(fits(mechanism, it, *pair) for pair in besides if pair[0].case.T <= SHORT)]
     if kept or mechanism not in LINEAR:
         return kept
     others = wrong - {*resets(kind)} or wrong

@@ -18,17 +18,18 @@ from ._bounds import Bounds
 from ._budgets import Problem, problems, shape
 from ._cases import Case
 from ._claims import Claim
-from ._common import ONLY
+from ._common import ONLY, Clock
 from ._diagnose import diagnose, differs, rescaled, stale
-from ._kernel import SECONDS, Convention, Kernel
+from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._localise import localised
 from ._report import Report, Row, judge
-from ._runner import Found, observe
+from ._runner import Found, Trial, attempt, observe
 from ._shrink import INSIDE, imported, reproduction, right_alone, shrink
 from ._sources import misplaced
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
+SEARCH = {"quick": 60.0, "full": 600.0}  # seconds of CPU time for places and bounds
 PATTERNS = 6  # sets of quantities that are wrong together
 AHEAD = 2  # threads that work out problems
 ABREAST = 16  # problems of one shape at a time
@@ -194,17 +195,39 @@ class Examiner:
             return said
         bad = [pair for pair in telling if pair[0].case.name in wrong]
         failed = sorted([*bad, *asked], key=lambda pair: pair[0].exact["o"].numel()) + besides
-        report.smallest, report.measured = self.measured(failed)
+        clock = Clock(SEARCH.get(report.settings["level"], SEARCH["quick"]))
+        cases = [[it.problem.case for it in seen if (it.problem.case.name in wrong) is bad] for bad in (True, False)]
+        report.smallest, report.measured, cut = self.measured(failed, *cases, clock)
         matches = misplaced(self.kernel.mechanism, failed)
         where = "" if matches else partly(report, [pair[0].case.name for pair in failed])
-        matches = matches or localised(self.kernel.mechanism, self.dtype, failed, more)
+        matches = matches or localised(self.kernel.mechanism, self.dtype, failed, more, self.called, clock)
+        if clock.cut:
+            report.cut = f"The search for places and bounds was cut off after {clock.seconds:g} s of CPU time."
+        elif cut:
+            report.cut = "The search for bounds was cut off: its calls or its time were spent."
         return [{"mistake": it.name + where, "line": it.mistake.line, "distance": it.distance} for it in matches]
 
-    def measured(self, failed: list[tuple[Problem, Found]]) -> tuple[Case | None, list[str]]:
-        """The smallest case found that fails like the smallest one seen, and its differences from right cases."""
+    def measured(
+        self, failed: list[tuple[Problem, Found]], failing: list[Case], passing: list[Case], clock: Clock
+    ) -> tuple[Case | None, list[str], bool]:
+        """The smallest case found that fails like the smallest one seen, its bounds, and whether the search was cut."""
         p, found = failed[0]
         wrong = frozenset(n for n, x in found.items() if x is not None and differs(p, n, x))
-        return Bounds(self, p, wrong).said(p.case)
+        bounds = Bounds(self, p, wrong, clock)
+        return *bounds.said(p.case, failing, passing), bounds.cut
+
+    def called(self, case: Case) -> tuple[Problem, Found] | None:
+        """One more case and the kernel's results; None where it is right, or cannot be asked."""
+        k = self.kernel
+        rows, asked = self.asked(case)
+        if rows or asked is None or self.claim.fit(case, k.kind) != case:
+            return None
+        (p,) = self.problems([case])
+        trial = Trial(k, p)
+        found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
+        if isinstance(found, Finding) or not any(x is not None and differs(p, n, x) for n, x in found.items()):
+            return None
+        return p, found
 
 
 def partly(report: Report, names: list[str]) -> str:
@@ -244,6 +267,8 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
     if report.settings["level"] == "full" and report.failures:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = it.smallest_failure(report)
-    progress(len(cases), len(cases), "")
-    if any(row.where and row.case not in report.alone for row in report.rows):
+    explained = any(row.where and row.case not in report.alone for row in report.rows)
+    found = f"{len(report.failing)} are wrong; looking for the mistake" if explained else ""
+    progress(len(cases), len(cases), found)
+    if explained:
         report.diagnosis = it.explain(report, seen)

@@ -52,10 +52,11 @@ def table(report: Report) -> Iterator[str]:
     )
     for name in dict.fromkeys(row.quantity for row in measured):
         rows = [row for row in measured if row.quantity == name]
-        worst, failed = max(rows, key=lambda r: r.ratio), sum(r.status == "failed" for r in rows)
+        worst, failed = max(rows, key=lambda r: r.ratio), report.failed(name)
+        said = report.differing(name) or worst.case
         yield (
             f'<tr><th scope="row">{escape(name)}</th><td>{len(rows)}</td><td>{failed}</td>'
-            f"<td>{times(worst)}</td><td>{bar(worst.ratio)}</td><td>{escape(worst.case)}</td></tr>"
+            f"<td>{times(worst)}</td><td>{bar(worst.ratio)}</td><td>{escape(said)}</td></tr>"
         )
     yield "</tbody></table></div>"
 
@@ -132,7 +133,7 @@ def legend() -> str:
 def render(report: Report) -> str:
     """The whole report; every word that came from outside is escaped."""
     kind = "in" if report.ok else "out" if report.failures else ""
-    cases = f"{len(report.covered)} of {report.ladder} cases"
+    cases = f"{len(report.covered)} of {report.ladder} cases tried"
     parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(report.title)} ({cases})</p>']
     parts += [f"<p>{escape(line)}</p>" for line in report.exceptions]
     parts += table(report)
@@ -155,6 +156,8 @@ def render(report: Report) -> str:
         items = "".join(f"<li>{escape(line)}</li>" for line in report.measured)
         parts.append(f"<p>Called with other sizes and options, it is</p><ul>{items}</ul>")
         parts.append(f"<p>all else as in <code>{escape(str(report.smallest))}</code></p>")
+    if report.cut:
+        parts.append(f"<p>{escape(report.cut)}</p>")
     if report.undiagnosed:
         parts.append(f"<p>{escape(report.undiagnosed)}</p>")
     for row in report.first_wrong:

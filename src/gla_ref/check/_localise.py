@@ -8,14 +8,16 @@ compared only in the heads, channels and sequences in which the kernel is wrong,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from ._budgets import Problem
+from ._cases import Case
+from ._common import Clock
 from ._diagnose import (
     BETTER,
     CLOSE,
@@ -31,11 +33,11 @@ from ._diagnose import (
     resets,
     variant,
 )
-from ._mechanisms import MECHANISMS, SHORT
+from ._mechanisms import MECHANISMS, SHORT, Kind
 from .mistakes import CHUNK, CHUNKS, Mistake, apply, known
 from .oracle import evaluate
 
-SEEN, MORE = 4, 6  # failing cases that every mistake is compared in, and more of them for those that are left
+SEEN = 4  # failing cases that every mistake is compared in; those that are left, in all
 ALIKE = 0.05  # the part of all elements by which two mistakes may differ in how much else they would make wrong
 Pair = tuple[Problem, dict]
 
@@ -115,9 +117,14 @@ class Local:
 
 
 def agrees(
-    mechanism: str, m: Mistake, C: int, pairs: Sequence[Pair], wrong: frozenset[str], gates: str
+    mechanism: str, m: Mistake, C: int, pairs: Sequence[Pair], wrong: frozenset[str], gates: str, plainly: bool = True
 ) -> Local | None:
-    """The mistake, if it agrees with the kernel in all places of these problems where the kernel is wrong."""
+    """The mistake, if it agrees with the kernel in all places of these problems where the kernel is wrong.
+
+    Something must be wrong `plainly`, by several budgets. A mistake whose name states a size has a place by that:
+    it must agree also where the same quantity is right.
+    """
+    placed = any(letter.isdigit() for letter in m.name)
     excusable = resets(MECHANISMS[mechanism]) if gates == MADE else ()
     worst, most, shown, excused, besides, total, apart = 0.0, 0.0, set(), False, 0, 0, False
     for p, found in pairs:
@@ -147,6 +154,8 @@ def agrees(
             for y, whole in ((made[n], False), (plain[n], True)):
                 y = torch.zeros_like(p.exact[n]) if y is None else y
                 beyond = ~((y.double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
+                if whole and placed and n in bad and (beyond & ~bad[n]).any():
+                    return None
                 if whole:
                     besides += int((beyond & ~bad[n]).sum() if n in bad else beyond.sum())
                     total += beyond.numel()
@@ -155,19 +164,60 @@ def agrees(
                 elif beyond.any():
                     shown.add(n)
     shown -= {*excusable} if excused else set()
-    if not shown & wrong or most < PLAIN:
+    if plainly and (not shown & wrong or most < PLAIN):
         return None
     it = Match(m, C, worst, frozenset(shown), frozenset(shown & wrong), gates * excused)
     return Local(it, besides / max(total, 1), apart)
 
 
-def localised(mechanism: str, dtype: torch.dtype, failed: Sequence[Pair], more: Sequence[Mistake] = ()) -> list[Match]:
+def alike(case: Case, kind: Kind) -> Iterator[Case]:
+    """Cases like one that fails, each other in one thing, so that a name which fits by chance fits it no longer.
+
+    Heads and channels stay as they are: a mistake in a part of them may lie elsewhere among more.
+    """
+    C = CHUNK
+    if case.ends:  # every sequence has tokens, and some have more
+        step = [max(b - a, 3) + 2 for a, b in pairwise(case.ends)]
+        ends = (0, *accumulate(step))
+        yield replace(case, ends=ends, T=ends[-1])
+    else:
+        yield replace(case, B=case.B + 1)
+        yield replace(case, T=case.T + C // 4 + 1)
+        yield replace(case, T=case.T + C)
+        if not case.reads and not (kind.cache and case.state):
+            yield replace(case, B=1, ends=(0, case.T, 2 * case.T), T=2 * case.T)
+    if case.reads:
+        a, b = case.reads
+        yield replace(case, reads=(a // 2 + 1, case.T))
+        yield replace(case, reads=(a // 4, b + 1))
+        yield replace(case, reads=(0, b))
+    if kind.cache and case.state:
+        yield replace(case, past=case.past + C // 2 + 5)
+
+
+def larger(case: Case) -> Iterator[Case]:
+    """Cases like one that fails, with one more head or channel."""
+    for n in "HVK":
+        yield replace(case, **{n: getattr(case, n) + 1})
+
+
+def localised(
+    mechanism: str,
+    dtype: torch.dtype,
+    failed: Sequence[Pair],
+    more: Sequence[Mistake],
+    called: Callable[[Case], Pair | None],
+    clock: Clock,
+) -> list[Match]:
     """The mistakes that agree with a kernel wherever it is wrong, at most three; none if there are many.
 
     A mistake that would make less wrong elsewhere comes first; those that would make much more wrong are left out.
+    A place can save a name that fits by chance. So a mistake must agree in all failing cases, and in failing calls
+    that it was not found by: `called` gives problem and results of another case :func:`alike`, None where the kernel
+    is right. It must agree in two cases at least; the second one may have one more head or channel.
     """
     failed = [pair for pair in failed if pair[0].case.T <= SHORT] or failed
-    seen, others = failed[:SEEN], failed[SEEN : SEEN + MORE]
+    seen, others = failed[:SEEN], failed[SEEN:]
     wrong = frozenset(n for p, found in seen for n, x in found.items() if x is not None and differs(p, n, x))
     gates = made_of_its_own(mechanism, seen, wrong)
     left: list[Local] = []
@@ -175,13 +225,26 @@ def localised(mechanism: str, dtype: torch.dtype, failed: Sequence[Pair], more: 
         if m.rounding or m.overflow or m.astray:
             continue
         for C in CHUNKS if m.chunked else (CHUNK,):
-            it = agrees(mechanism, m, C, seen, wrong, gates)
+            it = None if clock.spent() else agrees(mechanism, m, C, seen, wrong, gates)
             left += [it] if it else []
-    left = sorted(left, key=lambda it: it.rank)
-    for pair in others if len(left) else ():
-        left = [it for it in left if agrees(mechanism, it.match.mistake, it.match.C, [pair], wrong, gates)]
+    if not left or clock.spent():
+        return []
+    case, kind = failed[0][0].case, MECHANISMS[mechanism]
+    others = [*filter(None, (called(x) for x in alike(case, kind) if not clock.spent())), *others]
+    more_of = [] if len(seen) + len(others) > 1 else [*filter(None, map(called, larger(case)))]
+
+    def holds(it: Match, pair: Pair) -> bool:
+        if clock.spent():
+            return False
+        return agrees(mechanism, it.mistake, it.C, [pair], wrong, gates, plainly=False) is not None
+
+    kept: list[Local] = []
+    for it in sorted(left, key=lambda it: it.rank):
+        if kept and (it.rank[:2] != kept[0].rank[:2] or it.besides > kept[0].besides + ALIKE):
+            break
+        twice = len(seen) + len(others) > 1 or any(holds(it.match, pair) for pair in more_of)
+        kept += [it] if twice and all(holds(it.match, pair) for pair in others) else []
     best: dict[str, Match] = {}
-    for it in left:
-        if it.rank[:2] == left[0].rank[:2] and it.besides <= left[0].besides + ALIKE:
-            best.setdefault(it.match.name, it.match)
+    for it in kept:
+        best.setdefault(it.match.name, it.match)
     return [*best.values()][:3]

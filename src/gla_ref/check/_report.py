@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -69,8 +71,10 @@ def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
         here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
         if axis == "chunk":
             starts = [(t - ends[bisect_right(ends, t) - 1]) // C for t in range(size)]
-            if len(ends) > 2:
-                tell("sequence", sorted({bisect_right(ends, t) - 1 for t in here}), len(ends) - 1)
+            some = [n for n, (a, b) in enumerate(pairwise(ends)) if a < b]  # nothing is wrong where no tokens are
+            inside = sorted({bisect_right(ends, t) - 1 for t in here})
+            if len(ends) > 2 and inside != some:
+                tell("sequence", inside, len(ends) - 1)
             here, size = sorted({starts[t] for t in here}), max(starts) + 1
         tell(axis, here, size)
     return "; ".join(found)
@@ -121,6 +125,7 @@ class Report:
         alone: failing cases that pass in a process of their own.
         smallest: the smallest case found that fails, where nothing explains all of it; and
         measured: sentences on it, each of two calls that differ in one thing.
+        cut: a sentence, if the search for places and bounds ended early.
         reproduction: at the full level, lines of Python that run the smallest case that fails.
         rerun: how a reader runs one case again, with `{}` for its name.
     """
@@ -136,6 +141,7 @@ class Report:
     alone: list[str] = field(default_factory=list)
     smallest: Case | None = None
     measured: list[str] = field(default_factory=list)
+    cut: str = ""
     reproduction: str = ""
     rerun: str = '--only "{}"'
 
@@ -242,17 +248,26 @@ class Report:
     @property
     def head(self) -> str:
         """The verdict, and how much of the ladder it is of; the first line of the report, and its last."""
-        cases = f"{len(self.covered)} of {self.ladder} cases"
+        cases = f"{len(self.covered)} of {self.ladder} cases tried"
         return f"{self.title}: {self.verdict} ({cases})"
 
     @property
     def findings(self) -> dict[tuple[str, str], list[Row]]:
-        """Failures of calls rather than of numbers, by kind and message."""
+        """Failures of calls rather than of numbers, by kind and message; messages that differ in numbers are one."""
         found: dict[tuple[str, str], list[Row]] = {}
         for row in self.failures:
             if row.error is None:
-                found.setdefault((row.kind, row.message), []).append(row)
-        return found
+                found.setdefault((row.kind, re.sub(r"\d+", "0", row.message)), []).append(row)
+        return {(kind, rows[0].message): rows for (kind, _), rows in found.items()}
+
+    def failed(self, name: str) -> int:
+        """The number of cases in which a quantity failed, by its numbers or by how it was called."""
+        return len({row.case for row in self.failures if row.quantity == name})
+
+    def differing(self, name: str) -> str:
+        """In how many cases a quantity differs between equal calls, in words; empty if in none."""
+        n = len({row.case for row in self.failures if row.quantity == name and row.kind == "differs"})
+        return f"equal calls differ in {n} case{'s' * (n != 1)}" if n else ""
 
     @property
     def first_wrong(self) -> list[Row]:
@@ -287,8 +302,8 @@ class Report:
         if self.settings.get("supports") or not any(row.kind == "raises" for row in self.failures):
             return ""
         return (
-            'If the kernel is not made for these calls, say which it takes, as in supports={"K": 64, "packed": False}, '
-            "or let it raise gla_ref.check.NotClaimed."
+            "Calls raise. If the kernel is not made for them, say which it takes: --K 64 --V 64 --no-packed, in Python "
+            'supports={"K": 64, "V": 64, "packed": False}. Or let it raise gla_ref.check.NotClaimed.'
         )
 
     @property
@@ -352,15 +367,15 @@ class Report:
         for name in dict.fromkeys(r.quantity for r in self.rows if r.error is not None):
             rows = [r for r in self.rows if r.quantity == name and r.error is not None]
             worst = max(rows, key=lambda r: r.ratio)
-            failed = sum(r.status == "failed" for r in rows)
-            lines.append(f"{name:10}{len(rows):6}{failed:8}{worst.error:10.2e}{worst.budget:10.2e}  {worst.case[:34]}")
+            failed, said = self.failed(name), self.differing(name) or worst.case[:34]
+            lines.append(f"{name:10}{len(rows):6}{failed:8}{worst.error:10.2e}{worst.budget:10.2e}  {said}")
         if self.failing:
             whole = self.extent
             for name in self.failing:  # not broken in two where it has spaces
                 whole = whole.replace(name, name.replace(" ", "\0"))
             text = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
             lines += ["", text.replace("\0", " ")]
-        for line in (*self.common, self.company):
+        for line in (*self.common, self.company, self.unclaimed):
             lines += textwrap.wrap(line, 80, subsequent_indent="    ")
         for (kind, message), rows in self.findings.items():
             found = ", ".join(dict.fromkeys(r.quantity for r in rows))
@@ -369,8 +384,6 @@ class Report:
             lines += ["", *textwrap.wrap(head, 80, subsequent_indent="    ")]
             for text in (message[:400], str(self.cases[rows[0].case])):
                 lines += textwrap.wrap(text, 76, initial_indent="    ", subsequent_indent="    ")
-        if self.unclaimed:
-            lines += ["", *textwrap.wrap(self.unclaimed, 80)]
         if self.diagnosis:
             lines += ["", "It behaves as if:" if len(self.diagnosis) == 1 else "It behaves as one of:"]
             for match in self.diagnosis:
@@ -382,6 +395,8 @@ class Report:
                 lines += textwrap.wrap(text, 80, initial_indent="  * ", subsequent_indent="    ")
             head = f"all else as in {self.smallest}"
             lines += textwrap.wrap(head, 80, initial_indent="    ", subsequent_indent="    ")
+        if self.cut:
+            lines += ["", *textwrap.wrap(self.cut, 80)]
         if self.undiagnosed:
             lines += ["", *textwrap.wrap(self.undiagnosed, 80)]
         shown = ""

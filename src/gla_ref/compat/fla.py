@@ -6,12 +6,11 @@
     with install():             # or install(), for good: in fla's own layers and models
         loss = model(tokens)
 
-The signatures are those of fla-core 0.6.0. Every function returns `(o, final_state)`, the state None
-unless `output_final_state`. Like all our kernels they run on a GPU, or interpreted under
-TRITON_INTERPRET=1, and never fall back to a reference. What they cannot do raises an error that names the argument:
-`reverse`, heads before time. Names that differ only in how fla computes (chunk, fused
-chunk, fused recurrent) call the same kernel here. The check kit does not know the delta rules yet, so that
-their functions here are not for it.
+The functions have the signatures of fla-core 0.6.0. Every function returns `(o, final_state)`; the state is None
+without `output_final_state`. Like all our kernels they run on a GPU, or interpreted under TRITON_INTERPRET=1, and never
+fall back to a reference. An argument that asks for more than our kernels do, such as `reverse` or heads before time,
+raises an error that names the argument. Names for one result by other algorithms (chunk, fused chunk, fused recurrent)
+call the same kernel here.
 """
 
 import importlib
@@ -26,7 +25,7 @@ from torch import Tensor
 from .. import FORMS
 from .libraries import function
 
-COMPUTES = {  # every function of fla that we know: its mechanism
+COMPUTES = {  # functions of fla, and their mechanisms
     "chunk_gla": "gla",
     "fused_recurrent_gla": "gla",
     "chunk_simple_gla": "simple_gla",
@@ -40,12 +39,12 @@ COMPUTES = {  # every function of fla that we know: its mechanism
     "chunk_gated_delta_rule": "gated_delta_rule",
     "fused_recurrent_gated_delta_rule": "gated_delta_rule",
 }
-MODULES = {"linear_attention": "linear_attn"}  # of fla.ops, where they are not called as the mechanism
+MODULES = {"linear_attention": "linear_attn"}  # modules of fla.ops whose names differ from the mechanism's
 __all__ = [*COMPUTES, "Installed", "install", "mechanism", "theirs"]
 
 
 def mechanism(name: str) -> str:
-    """The mechanism that a function of fla computes: "linear_attention" for "chunk_linear_attn"."""
+    """Return the mechanism that a function of fla computes: "linear_attention" for "chunk_linear_attn"."""
     if name not in COMPUTES:
         known = ", ".join(sorted(COMPUTES))
         raise ValueError(f"name: expected one of {known}; got {name!r}")
@@ -53,13 +52,12 @@ def mechanism(name: str) -> str:
 
 
 def theirs(name: str) -> Callable:
-    """fla's own function under this book's contract, for `check.kernel(mechanism(name), theirs(name))`.
+    """Return fla's own function under this book's contract, for `check.kernel(mechanism(name), theirs(name))`.
 
-    fla is imported by the first call. Linear attention is called with `normalize=False`, and boundaries are
-    int64. Its documentation speaks of log gates as logsigmoid makes them, which are finite; of states in
-    float32, packed sequences as in flash-attn, and no limit on T, K or V. So cases with gates of -inf (hard
-    resets) are made with finite ones instead, the ladder's lowest, and every one counts: that is the function's
-    attribute `supports`.
+    The first call imports fla. Linear attention is called with `normalize=False`, and boundaries are int64. fla
+    documents log gates from logsigmoid, which are finite, states in float32, packed sequences as in flash-attn, and no
+    limit on T, K or V. The function's attribute `supports` states this claim: the check kit replaces gates of -inf
+    (hard resets) by the ladder's lowest finite gates, and counts every case.
 
     Args:
         name: one of the functions of this module, such as "chunk_gla".
@@ -81,11 +79,11 @@ def install(*names: str) -> "Installed":
     it: in those that are loaded, and by way of `fla.ops` in those that are loaded later.
 
     Args:
-        names: of functions of this module, such as "chunk_gla"; without any, all that fla has.
+        names: functions of this module, such as "chunk_gla"; by default, all functions that fla has.
 
     Raises:
         ImportError: fla is not installed.
-        ValueError: there is no function of such a name.
+        ValueError: this module has no such function.
     """
     pairs = []
     for name in names or COMPUTES:
@@ -107,7 +105,7 @@ class Installed:
     """The functions that :func:`install` has replaced.
 
     Attributes:
-        pairs: (name, fla's function, ours) of each.
+        pairs: (name, fla's function, our function) of each.
     """
 
     def __init__(self, pairs: list[tuple[str, Callable, Callable]]):
@@ -125,7 +123,7 @@ class Installed:
 
 
 def _replace(pairs: list[tuple[str, Callable, Callable]]) -> None:
-    """Give new functions for old ones, (name, old, new), in all modules of fla."""
+    """Replace old functions by new ones, (name, old, new), in all modules of fla."""
     for path, module in list(sys.modules.items()):
         if path.split(".")[0] == "fla":
             for name, old, new in pairs:
@@ -143,7 +141,7 @@ REFUSED = {
 
 
 def _refuse(**given) -> None:
-    """What is left at its default asks for nothing; anything else is an error, never ignored."""
+    """Raise an error for every argument that is not at its default; no argument is ignored."""
     for name, value in given.items():
         if name not in REFUSED:
             raise TypeError(f"{name}: expected an argument of fla-core 0.6.0, got {name}={value!r}")
@@ -153,9 +151,9 @@ def _refuse(**given) -> None:
 
 
 def _state_v_first(state_v_first: bool, transpose_state_layout=None, chunk_size=None, **rest) -> bool:
-    """Whether states are `[N, H, V, K]`, by that name or the older one; nothing may be left of the arguments.
+    """Return whether states are `[N, H, V, K]`, by the new name or the older one; refuse all other arguments.
 
-    A `chunk_size` is a hint: no result depends on it, and our kernels choose their own.
+    `chunk_size` is a hint: no result depends on it, and our kernels choose a chunk size themselves.
     """
     _refuse(**rest)
     if transpose_state_layout is None:
@@ -165,7 +163,7 @@ def _state_v_first(state_v_first: bool, transpose_state_layout=None, chunk_size=
 
 
 def _ours(mechanism, tokens, scale, initial_state, output_final_state, cu_seqlens, state_v_first=False, **options):
-    """Our kernel under fla's conventions: states turned over if they are `[N, H, V, K]`, None unless asked for."""
+    """Call our kernel by fla's conventions: transpose states `[N, H, V, K]`, and return no state unless asked to."""
     if state_v_first and initial_state is not None:
         initial_state = initial_state.mT
     options |= {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
@@ -201,36 +199,26 @@ def chunk_gla(
         g: natural log gates `[B, T, H, K]`.
         scale: factor on q, K^-0.5 when None.
         initial_state: float32 `[N, H, K, V]`, zeros when None.
-        output_final_state: return the final state; else None stands in its place.
+        output_final_state: whether to return the final state instead of None.
         state_v_first: states are `[N, H, V, K]`.
         cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
-        cu_seqlens_cpu: a copy of it on the CPU, not needed here: no launch waits for the GPU.
+        cu_seqlens_cpu: a copy of the boundaries on the CPU, not needed here: no launch waits for the GPU.
 
     Returns:
         o `[B, T, H, V]`, and the final state in float32 or None.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
+        TypeError, ValueError: an argument does not fit, or our kernels do not support its value.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     return _ours("gla", (q, k, v, g), scale, initial_state, output_final_state, cu_seqlens, state_v_first)
 
 
 def fused_recurrent_gla(
-    q,
-    k,
-    v,
-    gk=None,
-    gv=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    reverse=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    **kwargs,
-):
-    """As :func:`chunk_gla`, with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
+    q, k, v, gk=None, gv=None, scale=None, initial_state=None, output_final_state=False, reverse=False,
+    state_v_first=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    """Call :func:`chunk_gla` with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
     _refuse(reverse=reverse)
     rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(state_v_first, **kwargs)
     if gk is None and gv is None:
@@ -240,22 +228,13 @@ def fused_recurrent_gla(
 
 
 def chunk_simple_gla(
-    q,
-    k,
-    v,
-    g=None,
-    g_gamma=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    **kwargs,
-):
-    """As :func:`chunk_gla` with one gate a head: `g` `[B, T, H]`, or `g_gamma` `[H]`, the same for all tokens.
+    q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, state_v_first=False,
+    cu_seqlens=None, cu_seqlens_cpu=None, **kwargs,
+):  # fmt: skip
+    """Simple GLA, one gate per head: `g` `[B, T, H]`, or `g_gamma` `[H]`, the same for all tokens.
 
-    With neither it is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`.
+    Without gates this is linear attention. The kernel is :func:`gla_ref.kernels.linear_attention.simple_gla`. All other
+    arguments are as in :func:`chunk_gla`.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     if g is not None and g_gamma is not None:
@@ -270,9 +249,9 @@ def chunk_linear_attn(
 ):
     """Linear attention by :func:`gla_ref.kernels.linear_attention.linear_attention`.
 
-    Normalised, unless `normalize=False`: o is divided by q z, z the sum of all keys so far (fla adds
-    1e-10 to it, we do not). The state is then `(S, z)`, z `[N, 1, H, K]`; an `initial_state` of S alone starts from
-    z = 0. The other arguments are those of :func:`chunk_gla`.
+    With `normalize`, o is divided by q z, where z is the sum of all keys so far (fla adds 1e-10 to q z, we do not).
+    Then the state is `(S, z)`, z `[N, 1, H, K]`; an `initial_state` of S alone starts from z = 0. All other arguments
+    are as in :func:`chunk_gla`.
     """
     if not normalize:
         return _ours("linear_attention", (q, k, v), scale, initial_state, output_final_state, cu_seqlens)
@@ -289,31 +268,21 @@ def chunk_linear_attn(
     return o, None if state is None else (state[0], state[1][:, None])
 
 
-# what fla computes in other ways is the same kernel here
+# fla's other algorithms are the same kernel here
 
 
 def fused_chunk_simple_gla(
     q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
 ):
-    """As :func:`chunk_simple_gla`."""
+    """Call :func:`chunk_simple_gla`."""
     return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
 def fused_recurrent_simple_gla(
-    q,
-    k,
-    v,
-    g=None,
-    g_gamma=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    reverse=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    **kwargs,
-):
-    """As :func:`chunk_simple_gla`."""
+    q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, reverse=False,
+    state_v_first=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    """Call :func:`chunk_simple_gla`."""
     _refuse(reverse=reverse)
     state_v_first = _state_v_first(state_v_first, **kwargs)
     tail = scale, initial_state, output_final_state, state_v_first, cu_seqlens
@@ -323,14 +292,14 @@ def fused_recurrent_simple_gla(
 def fused_chunk_linear_attn(
     q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True, cu_seqlens=None
 ):
-    """As :func:`chunk_linear_attn`."""
+    """Call :func:`chunk_linear_attn`."""
     return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 
 def fused_recurrent_linear_attn(
     q, k, v, scale=None, initial_state=None, output_final_state=False, reverse=False, normalize=False, cu_seqlens=None
 ):
-    """As :func:`chunk_linear_attn`."""
+    """Call :func:`chunk_linear_attn`."""
     _refuse(reverse=reverse)
     return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
@@ -339,13 +308,13 @@ def fused_recurrent_linear_attn(
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """Vectors of length 1, as fla makes them: 1e-6 is added to the square of the length."""
+    """Normalise vectors to length 1 as fla does: add 1e-6 to the square of the length."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def _delta(q, k, v, g, beta, normalise, scale, initial_state, output_final_state, cu_seqlens, state_v_first=False):
-    """Our kernel of either delta rule; without g the one that has no gates."""
+    """Call our kernel of the gated delta rule, or of the delta rule if g is None."""
     if normalise:
         q, k = _normalised(q), _normalised(k)
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
@@ -358,17 +327,17 @@ def _delta(q, k, v, g, beta, normalise, scale, initial_state, output_final_state
 
 
 def _strength(beta: Tensor | None, sigmoid: bool, negative: bool) -> Tensor | None:
-    """Write strengths from what fla is given: logits, if asked for, up to 2 for negative eigenvalues."""
+    """Return write strengths: beta itself, or the sigmoid of logits, twice the sigmoid for negative eigenvalues."""
     if not sigmoid or beta is None:
         return beta
     return beta.sigmoid() * (2 if negative else 1)
 
 
 def _log_gate(g: Tensor | None, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor | None:
-    """Log gates from what fla is given: if `raw`, -e^A_log softplus(g + dt_bias), in float32.
+    """Return log gates: g itself or, if `raw`, -e^A_log softplus(g + dt_bias) in float32.
 
     Raises:
-        ValueError: A_log or dt_bias is missing, or given for gates that are made already.
+        ValueError: `raw` without g or A_log, or A_log or dt_bias without `raw`.
     """
     if not raw:
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
@@ -394,27 +363,12 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule by :func:`gla_ref.kernels.delta.delta_rule`.
+    """The delta rule by :func:`gla_ref.kernels.delta.delta_rule`; all arguments not listed are as in :func:`chunk_gla`.
 
     Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, H, V]`.
         beta: write strengths `[B, T, H]`.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: float32 `[N, H, K, V]`, zeros when None.
-        output_final_state: return the final state; else None stands in its place.
         use_qk_l2norm_in_kernel: give q and k length 1; here PyTorch does it before the kernel.
-        cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
-        cu_seqlens_cpu: a copy of it on the CPU, not needed here: no launch waits for the GPU.
-        kwargs: nothing of what fla knows by other names does anything here but `chunk_size`, a hint, and the older
-            name of `state_v_first`.
-
-    Returns:
-        o `[B, T, H, V]`, and the final state in float32 or None.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
+        kwargs: only `chunk_size`, a hint, and the older name of `state_v_first`.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(False, **kwargs)
@@ -422,17 +376,10 @@ def chunk_delta_rule(
 
 
 def fused_recurrent_delta_rule(
-    q,
-    k,
-    v,
-    beta=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
+    q, k, v, beta=None, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
     cu_seqlens=None,
-):
-    """As :func:`chunk_delta_rule`; without beta it is 1."""
+):  # fmt: skip
+    """Call the kernel of :func:`chunk_delta_rule`; without beta, write strengths are 1."""
     rest = scale, initial_state, output_final_state, cu_seqlens
     return _delta(q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
 
@@ -456,33 +403,18 @@ def chunk_gated_delta_rule(
     cp_context=None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule by :func:`gla_ref.kernels.delta.gated_delta_rule`.
+    """The gated delta rule by :func:`gla_ref.kernels.delta.gated_delta_rule`; see also :func:`chunk_delta_rule`.
 
     Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, HV, V]`, HV a multiple of H.
+        v: values `[B, T, HV, V]`, HV a multiple of H; o and states have HV heads too.
         g: natural log gates `[B, T, HV]`.
         beta: write strengths `[B, T, HV]`.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: float32 `[N, HV, K, V]`, zeros when None.
-        output_final_state: return the final state; else None stands in its place.
-        use_qk_l2norm_in_kernel: give q and k length 1; here PyTorch does it before the kernel.
-        use_beta_sigmoid_in_kernel: beta are logits, whose sigmoid is the strength.
-        allow_neg_eigval: then, twice the sigmoid.
-        state_v_first: states are `[N, HV, V, K]`.
-        cu_seqlens: boundaries of packed sequences `[N + 1]`, B = 1.
-        cu_seqlens_cpu: a copy of it on the CPU, not needed here.
+        use_beta_sigmoid_in_kernel: beta are logits; their sigmoid is the write strength.
+        allow_neg_eigval: with `use_beta_sigmoid_in_kernel`, the strength is twice the sigmoid.
         chunk_indices: not needed here.
         cp_context: refused.
-        kwargs: `use_gate_in_kernel`, by which g are inputs of the gates -e^A_log softplus(g + dt_bias), with `A_log`
-            and `dt_bias` `[HV]`: here PyTorch makes them before the kernel. Further as for :func:`chunk_delta_rule`.
-
-    Returns:
-        o `[B, T, HV, V]`, and the final state in float32 or None.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit, or asks for what our kernels do not do.
+        kwargs: with `use_gate_in_kernel` the log gates are -e^A_log softplus(g + dt_bias), from `A_log` and `dt_bias`
+            `[HV]`; here PyTorch makes them before the kernel. Otherwise as in :func:`chunk_delta_rule`.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     raw, A_log, dt_bias = (kwargs.pop(n, None) for n in ("use_gate_in_kernel", "A_log", "dt_bias"))
@@ -494,27 +426,11 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    q,
-    k,
-    v,
-    g=None,
-    gk=None,
-    gv=None,
-    beta=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-    use_gate_in_kernel=False,
-    A_log=None,
-    dt_bias=None,
-    use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    **kwargs,
-):
-    """As :func:`chunk_gated_delta_rule`; without g it is the delta rule, without beta that is 1."""
+    q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    """Call the kernel of :func:`chunk_gated_delta_rule`; without g this is the delta rule; without beta, beta is 1."""
     _refuse(gk=gk, gv=gv)
     g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias)
     state_v_first = _state_v_first(state_v_first, **kwargs)

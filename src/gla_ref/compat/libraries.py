@@ -5,7 +5,7 @@ Check one::
     fn = libraries.function("torch.sdpa_math")
     print(check.kernel("softmax_attention", fn))
 
-The appendix "Who passes" shows what the check kit finds in each of them.
+The appendix "Who passes" shows the check kit's findings on each function.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ OPTIONS = ("scale", "initial_state", "cu_seqlens")
 
 @dataclass(frozen=True)
 class Function:
-    """A library's function: what it computes, how it is called, and what its library claims.
+    """A library's function: its mechanism, its call, and its library's claim.
 
     Attributes:
         mechanism: a key of `gla_ref.mechanisms.MECHANISMS`.
-        module: the module that has it.
-        name: its name there.
-        devices: where it runs: "cpu", "cuda" or both.
-        takes: those of scale, initial_state and cu_seqlens that it takes.
-        names: our names of its arguments to its own, where they differ.
-        options: what else it is called with.
+        module: the function's module.
+        name: the function's name in the module.
+        devices: "cpu", "cuda" or both.
+        takes: the arguments that the function takes, among scale, initial_state and cu_seqlens.
+        names: our argument names to the function's, where they differ.
+        options: further arguments of each call.
         heads_first: tokens are `[B, H, T, D]`.
         grouped: several value heads may read one key head, if the mechanism allows it.
-        bare: called without its decorators, which may call another library if that is installed.
+        bare: call the function without its decorators, which may call another library if that is installed.
         backend: of PyTorch's `scaled_dot_product_attention`, as `SDPBackend` names it.
         supports: the claim, as :func:`gla_ref.check.kernel` takes it; a function without `initial_state` has no state.
-        source: where the claim stands.
+        source: the place of the claim.
     """
 
     mechanism: str
@@ -73,7 +73,7 @@ class Function:
         """The claim in words."""
         if callable(self.supports):
             return inspect.getdoc(self.supports).removesuffix(".")
-        from ..check._claims import Claim  # the kit is not needed to call a function
+        from ..check._claims import Claim  # imported here, because a call of the function does not need the kit
 
         said = str(Claim.of(self.supports))
         said += "" if self.grouped else ", one value head for each key head"
@@ -81,7 +81,7 @@ class Function:
 
 
 def _fla(mechanism: str, module: str, name: str, **fields) -> Function:
-    """A kernel of fla. Its gates are made as logsigmoid makes them, which are finite."""
+    """A kernel of fla, for gates from logsigmoid, which are finite."""
     options = {"output_final_state": True}
     supports = {"min_gate": LOWEST} if MECHANISMS[mechanism].named("gate") else {}
     it = Function(mechanism, f"fla.ops.{module}", name, options=options, supports=supports, source="its docstring")
@@ -233,21 +233,21 @@ FUNCTIONS = {
 
 
 def function(name: str) -> Callable:
-    """A library's function under this book's contract. The library is imported by the first call.
+    """Return a library's function under this book's contract; the first call imports the library.
 
     Args:
         name: a key of `FUNCTIONS`, such as "fla.chunk_gla".
 
     Returns:
-        `o, state = fn(q, k, v[, g][, beta], *, scale=None, initial_state=None, cu_seqlens=None)`, without those of the
-        three that the library does not take; its attribute `supports` is the claim.
+        `o, state = fn(q, k, v[, g][, beta], *, scale=None, initial_state=None, cu_seqlens=None)`, without the options
+        that the library does not take; the function's attribute `supports` is the claim.
 
     Raises:
-        ValueError: there is no such function.
+        ValueError: the library has no such function here.
     """
     if name not in FUNCTIONS:
         raise ValueError(f"name: expected one of {', '.join(sorted(FUNCTIONS))}; got {name!r}")
-    from ..check import NotClaimed  # which an import of fla's names should not wait for
+    from ..check import NotClaimed  # imported here, so that importing fla's names stays fast
 
     it = FUNCTIONS[name]
     required = MECHANISMS[it.mechanism].required
@@ -276,7 +276,7 @@ def function(name: str) -> Callable:
 
 
 def _only(backend: str):
-    """PyTorch's attention by one backend, which refuses what it cannot do; anything else as it is."""
+    """Limit PyTorch's attention to one backend, which refuses inputs that it cannot take; return others unchanged."""
     if not backend:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel

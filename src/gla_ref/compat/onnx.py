@@ -4,21 +4,21 @@
         query, key, value, past_state, decay, q_num_heads=8, kv_num_heads=8, update_rule="gated"
     )
 
-Names, axes and defaults are the operator's; tensors are PyTorch's. ONNX calls the log gate `decay`, and lets several
-heads of queries read the state of one head of keys and values.
+The function has the operator's names, axes and defaults, and takes PyTorch tensors. ONNX calls the log gate `decay`,
+and lets several heads of queries read the state of one head of keys and values.
 """
 
 from torch import Tensor
 
 from .. import FORMS
 
-RULES = {  # of each update rule, whether it has (decay, beta)
+RULES = {  # update rule: whether it has (decay, beta)
     "linear": (False, False),
     "gated": (True, False),
     "delta": (False, True),
     "gated_delta": (True, True),
 }
-MECHANISMS = {  # by the inputs that there are: gates of a channel, of a head, strengths
+MECHANISMS = {  # mechanism by (gates for channels, gates for heads, write strengths)
     (False, False, False): "linear_attention",
     (False, True, False): "simple_gla",
     (True, False, False): "gla",
@@ -50,24 +50,24 @@ def linear_attention(
     update_rule: str = "gated_delta",
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """LinearAttention by the chunkwise references, differentiable; in float64 if it is given that.
+    """LinearAttention by the chunkwise references, differentiable; in float64 for float64 inputs.
 
     Args:
         query: `[B, T, q_num_heads * K]`.
         key: `[B, T, kv_num_heads * K]`.
         value: `[B, T, kv_num_heads * V]`.
         past_state: `[B, kv_num_heads, K, V]`, zeros when None.
-        decay: natural log gates `[B, T, kv_num_heads]` or `[B, T, kv_num_heads * K]`; None where the rule has none.
-        beta: write strengths `[B, T, kv_num_heads]` or `[B, T, 1]`; None where the rule has none.
-        q_num_heads: a multiple of `kv_num_heads`; that many in a row read the same state.
+        decay: natural log gates `[B, T, kv_num_heads]` or `[B, T, kv_num_heads * K]`; None if the rule has no gates.
+        beta: write strengths `[B, T, kv_num_heads]` or `[B, T, 1]`; None if the rule has no strengths.
+        q_num_heads: a multiple of `kv_num_heads`; q_num_heads / kv_num_heads neighbouring heads read one state.
         kv_num_heads: heads of keys, values, gates and states.
         scale: factor on the output, K^-0.5 when 0.
         update_rule: "linear", "gated", "delta" or "gated_delta".
-        chunk_size: a hint, on which no result depends.
+        chunk_size: a hint; no result depends on it.
 
     Returns:
         output `[B, T, q_num_heads * V]` in the dtype of `query`, and the state after the last token, in the dtype of
-        `past_state`, or of `query` where there is none.
+        `past_state`, or of `query` without a `past_state`.
 
     Raises:
         TypeError, ValueError: an argument does not fit.

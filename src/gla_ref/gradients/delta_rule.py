@@ -37,7 +37,7 @@ BACKWARD = KIND._replace(arguments=(*OPTIONAL, Argument("do", "B T HV V", "token
 
 
 class Gradients(NamedTuple):
-    """Gradients of a scalar loss, each in the shape of what it belongs to and in the compute precision."""
+    """Gradients of a scalar loss, each in the shape of its tensor and in the compute precision."""
 
     dq: Tensor
     dk: Tensor
@@ -110,7 +110,7 @@ def backward(
 
 
 class Chunk:
-    """One chunk, `[B, HV, C, ...]`: what the way back needs of the way forward."""
+    """The tensors of one chunk's forward pass, `[B, HV, C, ...]`, that the backward pass needs."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> None:
         self.q, self.k, self.v, self.g, self.beta, self.S = q, k, v, g, beta, S

@@ -31,7 +31,7 @@ BACKWARD = GLA._replace(arguments=(*GLA.arguments, Argument("do", "B T H V", "to
 
 
 class Gradients(NamedTuple):
-    """Gradients of a scalar loss, each in the shape of what it belongs to and in the compute precision."""
+    """Gradients of a scalar loss, each in the shape of its tensor and in the compute precision."""
 
     dq: Tensor
     dk: Tensor

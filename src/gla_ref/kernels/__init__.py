@@ -39,7 +39,7 @@ class Device(NamedTuple):
 
 
 def find_device() -> Device:
-    """Where this machine runs kernels, and with which inputs: to be called before Triton is imported.
+    """Find out where this machine runs kernels, and with which inputs; call it before Triton is imported.
 
     On a GPU they are compiled. Without one, or under TRITON_INTERPRET=1, Triton's interpreter executes
     them on the CPU; it is told so here, which it only hears when it is imported. GPUs older than Ampere,

@@ -19,7 +19,7 @@ __all__ = ["flash_attention"]
 
 
 def check(q, k, v, cu_seqlens, scale, cached=False, cache=None) -> None:
-    """What a call of a new signature is held against; `cached` ones were, before k and v got the cache in front."""
+    """Check a call with a new signature; a `cached` call was checked before the cache was put before k and v."""
     if cached:
         return
     if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):

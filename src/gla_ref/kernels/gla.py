@@ -1,7 +1,8 @@
 """Gated Linear Attention: the function that one calls, its checks and its way through autograd (chapters 14 and 15b).
 
-The kernels are in portable/gla_forward.py, portable/gla_gradient.py and hopper/; with gates on values too, in
-portable/gla_two_sided.py.
+A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
+the kernels of its plan (launch/plan.py has the picture). These are in portable/gla_forward.py,
+portable/gla_gradient.py and hopper/; with gates on values too, in portable/gla_two_sided.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg) -> Plan:
-    """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed."""
+    """Plan (dq, dk, dv, dg, dg_v, dS0); None for a tensor not given and a dg not needed."""
     rest = S, cu, starts, do, dS, scale, path, need_dg
     reason = hopper.refusal_of_gradient(hardware, q, k, v, g, g_v, kernel)
     if not reason:
@@ -57,7 +58,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, sc
 
 
 def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel) -> None:
-    """What a call of a new signature is held against."""
+    """Check a call with a new signature."""
     check_call("gla", (q, k, v, g, g_v), initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
     check_choice("kernel", kernel, KERNELS)

@@ -22,7 +22,7 @@ PATHS = ("fused", "segmented", "materialised")
 
 
 def check(q, k, v, g, initial_state, cu_seqlens, scale, path) -> None:
-    """What a call of a new signature is held against."""
+    """Check a call with a new signature."""
     mechanism, tensors = ("linear_attention", (q, k, v)) if g is None else ("simple_gla", (q, k, v, g))
     check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
@@ -60,7 +60,7 @@ def simple_gla(
     cu_seqlens: Tensor | None = None,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention with one scalar gate a head and token, differentiable; right for every gate in [-inf, 0].
+    """Linear attention with one scalar gate per head and token, differentiable; right for every gate in [-inf, 0].
 
     Args:
         q: queries `[B, T, H, K]`, T >= 1, K <= 256; float32, float16 or bfloat16, any strides.
@@ -79,7 +79,7 @@ def simple_gla(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    if g is None:  # which is linear attention to what comes next
+    if g is None:  # the code below would compute linear attention
         check_call("simple_gla", (q, k, v, g), initial_state, cu_seqlens, scale, {})
     return _attention(q, k, v, g, scale, initial_state, cu_seqlens, path)
 

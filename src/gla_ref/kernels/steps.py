@@ -109,7 +109,7 @@ def gated_delta_rule_step(
     Raises:
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
-    if g is None:  # which is the delta rule to what comes next
+    if g is None:  # the code below would compute the delta rule
         check_call("gated_delta_rule", (q, k, v, g, beta), initial_state, cu_seqlens, scale, {})
     return _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens)
 

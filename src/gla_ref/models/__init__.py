@@ -4,9 +4,8 @@
     loss, state = model.loss(tokens)
     text, state = model.generate(prompts, 100)
 
-On a GPU mixers run on the kernels (whose first run in a model failed for two mixers: not trusted there yet), elsewhere
-on the references. Files are the business of
-:mod:`gla_ref.models.checkpoints`, which needs safetensors.
+On a GPU mixers run on the kernels, elsewhere on the references. :mod:`gla_ref.models.checkpoints` reads and writes
+files; it needs safetensors.
 """
 
 from .config import Config

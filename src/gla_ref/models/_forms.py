@@ -10,19 +10,19 @@ from torch import Tensor
 from .. import FORMS
 
 if TYPE_CHECKING:
-    from ..over_ranks.layout import Pieces
+    from ..over_ranks.pieces import Pieces
 
-REFERENCE = {"softmax_attention": "parallel"}  # the others: "chunkwise"
-# GLA has C x C x K exponentials in a chunk, so short ones are faster on a CPU. Not "chunkwise_two_level": it adds into
-# slices of one tensor, and the gradient of every slice is as long as the text, so that its time grows with T squared
+REFERENCE = {"softmax_attention": "parallel"}  # all other mechanisms: "chunkwise"
+# a chunk of GLA takes C x C x K exponentials, so short chunks are faster on a CPU. Not "chunkwise_two_level": it adds
+# into slices of one tensor, and the gradient of every slice is as long as the text, so its time grows with T squared
 OPTIONS = {("gla", "chunkwise"): {"C": 16}}
 
 
 def choose(mechanism: str, device: torch.device, dtype: torch.dtype, T: int, gradient: bool) -> str:
-    """The name of a form: the mechanism's kernel on a GPU, a reference elsewhere.
+    """Return the name of a form: the mechanism's kernel on a GPU, a reference elsewhere.
 
-    Where a mechanism has no kernel in `FORMS`, and in float64, its reference runs on a GPU too. A single
-    token has forms of its own, that of GLA's kernels only where no gradient is needed.
+    In float64, and for a mechanism without a kernel in `FORMS`, a reference runs on a GPU too. A single token has forms
+    of its own; the one-token kernels of GLA need a call without gradients.
     """
     forms = FORMS[mechanism]
     if device.type == "cuda" and dtype != torch.float64 and "triton" in forms:
@@ -31,9 +31,9 @@ def choose(mechanism: str, device: torch.device, dtype: torch.dtype, T: int, gra
 
 
 def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor | None, pieces: Pieces | None = None):
-    """(o, state) of tensors as :data:`gla_ref.FORMS` takes them; of `pieces`, by all ranks together.
+    """Return (o, state) from tensors as :data:`gla_ref.FORMS` takes them; with `pieces`, over all ranks.
 
-    Autocast ends here: forms have a precision of their own, which the dtypes of their inputs decide.
+    Autocast is off in this function: the dtypes of its inputs decide a form's precision.
     """
     q, gradient = tensors[0], torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     options = {}
@@ -47,8 +47,8 @@ def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor |
 
 
 def owners(cu_seqlens: Tensor, T: int) -> Tensor:
-    """`[T]`: which sequence each token of a packed batch belongs to."""
-    # not in cu_seqlens[1:]: compiled code has searched a slice from the start of its base (PyTorch's issue 182343)
+    """`[T]`: the sequence of each token of a packed batch."""
+    # not cu_seqlens[1:]: compiled code searches a slice from the start of its base tensor (PyTorch's issue 182343)
     return torch.searchsorted(cu_seqlens, torch.arange(T, device=cu_seqlens.device), right=True) - 1
 
 

@@ -30,17 +30,17 @@ def save(model: LanguageModel, folder: str | Path) -> None:
 
 
 def load(folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> LanguageModel:
-    """The model of a folder with `config.json` and one or several `*.safetensors`.
+    """Load the model of a folder with `config.json` and one or several `*.safetensors`.
 
     Args:
-        folder: as :func:`save` or fla leaves it.
-        device: where the model goes.
-        dtype: of its weights; None: that of the file.
+        folder: a folder that :func:`save` or fla has written.
+        device: the device of the model.
+        dtype: the dtype of its weights; None: the file's dtype.
 
     Raises:
         FileNotFoundError: there is no config.json, or no safetensors.
         TypeError, ValueError: a field of config.json does not fit; the message names it.
-        RuntimeError: the tensors are not those of the model; the message names them.
+        RuntimeError: the file's tensors do not fit the model; the message names them.
     """
     folder = Path(folder)
     config = Config.from_dict(json.loads((folder / "config.json").read_text()))
@@ -48,7 +48,7 @@ def load(folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch
     if not files:
         raise FileNotFoundError(f"folder: expected *.safetensors in {folder}, found none")
     tensors = {name: x for file in files for name, x in load_file(file, device=str(device)).items()}
-    with torch.device("meta"):  # no weights are made that the file's replace
+    with torch.device("meta"):  # allocate no weights, because the file's weights replace them
         model = LanguageModel(config)
     model.load_state_dict(tensors, strict=True, assign=True)
     return model if dtype is None else model.to(dtype)

@@ -1,4 +1,4 @@
-"""What a language model is made of, as one checked record, read from JSON and written to it (chapter 17).
+"""The settings of a language model as one checked record, read from JSON and written to it (chapter 17).
 
 Fields have the names of flash-linear-attention 0.6.0 (its GLAConfig) where it has the field.
 """
@@ -13,21 +13,21 @@ from .mixers import MIXERS
 
 __all__ = ["Config"]
 
-# what fla's files say beside our fields: settings that change no result, and bookkeeping of transformers
+# fields of fla's files that we ignore: settings that change no result, and bookkeeping of transformers
 WITHOUT_EFFECT = set(
     "attn_mode fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy max_position_embeddings "
     "share_conv_kernel use_cache bos_token_id eos_token_id pad_token_id architectures auto_map dtype model_type "
     "torch_dtype transformers_version chunk_size_feed_forward id2label label2id is_encoder_decoder output_attentions "
     "output_hidden_states problem_type return_dict _name_or_path".split()
 )
-# what would change a result, and the values that ask for nothing that is not here
+# fields of fla's files that would change a result, with the values that we support
 NEUTRAL = {
     "attn": (None,),
     "attnres_block_size": (None,),
     "clamp_min": (None,),
     "elementwise_affine": (True,),
     "feature_map": (None,),
-    "fuse_norm": (True,),  # else the norm has another name in the state dict
+    "fuse_norm": (True,),  # False would rename the norm in the state dict
     "hidden_act": ("swish",),
     "tie_word_embeddings": (False,),
     "use_gk": (True,),
@@ -35,7 +35,7 @@ NEUTRAL = {
     "use_l2warp": (False,),
     "use_output_gate": (True,),
 }
-# fixed there, and not in its files (a start of convolutions means nothing to weights that are loaded)
+# fla fixes these fields and does not write them (weights that are loaded need no start of convolutions)
 FLA_HAS = {"mixer": "gla", "gate_rank": 16, "tau": 16.0, "head_norm": "rms", "conv_range": 0.02}
 
 
@@ -44,24 +44,24 @@ class Config:
     """Settings of a :class:`gla_ref.models.language_model.LanguageModel`.
 
     Attributes:
-        vocab_size: tokens that there are.
+        vocab_size: number of tokens.
         hidden_size: width d of the residual stream.
-        num_hidden_layers: blocks.
+        num_hidden_layers: number of blocks.
         num_heads: heads H of a mixer.
-        mixer: a key of :data:`gla_ref.models.mixers.MIXERS`; the one argument in which an ablation differs.
-        expand_k: H K / d, of all mixers but softmax, which has 1.
-        expand_v: H V / d, of all mixers but softmax, which has 1.
+        mixer: a key of :data:`gla_ref.models.mixers.MIXERS`; ablations change only this field.
+        expand_k: H K / d of all mixers except softmax, which has 1.
+        expand_v: H V / d of all mixers except softmax, which has 1.
         gate_rank: rank of GLA's gate (the paper: 16).
         tau: temperature of the gates of GLA and its scalar kin (the paper: 16).
-        head_norm: "rms", as in the published checkpoints, or "layer", as in the paper: what normalises a head's output.
-        use_short_conv: a causal convolution and silu behind the projections of q, k and v.
+        head_norm: the norm of a head's output: "rms", as in the published checkpoints, or "layer", as in the paper.
+        use_short_conv: whether a causal convolution and silu follow the projections of q, k and v.
         conv_size: tokens that the convolution sees.
-        hidden_ratio: sets the width of the MLP, unless `intermediate_size` does.
-        intermediate_size: that width; None: 2/3 of hidden_ratio d, rounded up to a multiple of 256.
-        norm_eps: added to mean squares before their root.
+        hidden_ratio: sets the width of the MLP if `intermediate_size` is None.
+        intermediate_size: the width of the MLP; None: 2/3 of hidden_ratio d, rounded up to a multiple of 256.
+        norm_eps: added to mean squares before the root.
         initializer_range: standard deviation of the weights at the start.
-        conv_range: the same of convolutions; None: they keep PyTorch's start, uniform within conv_size^-0.5. With
-            0.02, as fla has it, q, k and v shrink so far that a head's output is far below norm_eps^0.5 (chapter 19).
+        conv_range: the same for convolutions; None: PyTorch's start, uniform within conv_size^-0.5. With fla's 0.02,
+            q, k and v shrink so far that a head's output is far below norm_eps^0.5 (chapter 19).
 
     Raises:
         TypeError, ValueError: a field does not fit; the message names it.
@@ -106,7 +106,7 @@ class Config:
                 )
 
     def _check_kind(self, name: str, kind: str) -> None:
-        """Numbers are positive and finite, integers are integers, switches are True or False."""
+        """Check that numbers are positive and finite, integers are integers, switches are True or False."""
         x = getattr(self, name)
         if kind.endswith("| None") and x is None or kind == "str":
             return
@@ -122,12 +122,12 @@ class Config:
 
     @property
     def key_size(self) -> int:
-        """H K of all mixers but softmax."""
+        """H K of all mixers except softmax."""
         return int(self.hidden_size * self.expand_k)
 
     @property
     def value_size(self) -> int:
-        """H V of all mixers but softmax."""
+        """H V of all mixers except softmax."""
         return int(self.hidden_size * self.expand_v)
 
     @property
@@ -136,7 +136,7 @@ class Config:
         return self.intermediate_size or 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
 
     def to_dict(self) -> dict:
-        """As JSON has it: what fla's GLAConfig reads where fla has the model, else of the model_type "gla_ref"."""
+        """Return a dict for JSON: one that fla's GLAConfig reads if fla has the model, else model_type "gla_ref"."""
         fields = dataclasses.asdict(self)
         if any(fields[name] != value for name, value in FLA_HAS.items()):
             return {"model_type": "gla_ref", **fields}
@@ -148,7 +148,7 @@ class Config:
         """The reverse of :meth:`to_dict`; reads fla's config.json too.
 
         Raises:
-            TypeError, ValueError: a field is unknown, or asks for what is not here; the message names it.
+            TypeError, ValueError: a field is unknown, or has a value that we do not support; the message names it.
         """
         if fields.get("model_type", "gla") not in ("gla", "gla_ref"):
             raise ValueError(f"model_type: expected 'gla' or 'gla_ref', got {fields['model_type']!r}")
@@ -159,4 +159,4 @@ class Config:
                 raise ValueError(f"{name}: expected {' or '.join(map(repr, neutral[name]))}, got {x!r}")
             if name not in own | WITHOUT_EFFECT | set(neutral):
                 raise ValueError(f"{name}: expected a field of Config or of fla's GLAConfig, got {x!r}")
-        return cls(**{name: x for name, x in fields.items() if name in own and x is not None})  # None: the default
+        return cls(**{name: x for name, x in fields.items() if name in own and x is not None})  # None: default

@@ -22,13 +22,13 @@ from .layer import START, LayerState
 from .mixers import MIXERS, wide
 
 if TYPE_CHECKING:
-    from ..over_ranks.layout import Pieces
+    from ..over_ranks.pieces import Pieces
 
 __all__ = ["MLP", "Block", "LanguageModel", "Transformer", "detach", "next_tokens"]
 
-State = list[LayerState]  # of a model: one a block
+State = list[LayerState]  # a model's state: a state for each block
 IGNORED = -100  # a target that does not count, as in torch.nn.functional.cross_entropy
-LOSS_TOKENS = 8192  # of so many tokens at a time there are logits: 1 GB in float32 at a vocabulary of 32,000
+LOSS_TOKENS = 8192  # the loss makes logits of so many tokens at a time: 1 GB in float32 for a vocabulary of 32,000
 
 
 class MLP(nn.Module):
@@ -47,7 +47,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One mixer and one MLP, each behind a norm and beside the residual stream."""
+    """One mixer and one MLP; each reads the residual stream through a norm and adds its result to the stream."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -68,7 +68,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """From tokens to normalised hidden states.
 
-    `gradient_checkpointing = True` keeps only what is between blocks for the backward pass, and makes the rest again.
+    With `gradient_checkpointing = True` the forward pass saves only tensors between blocks, and the backward pass runs
+    each block again.
     """
 
     def __init__(self, config: Config):
@@ -83,7 +84,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, State]:
         """`[B, T]` to `[B, T, d]`, and the state after the last token of each sequence.
 
-        `pieces` says where other tokens of the same sequences are (:class:`gla_ref.over_ranks.layout.Pieces`).
+        `pieces` has the places of the same sequences' other tokens (:class:`gla_ref.over_ranks.pieces.Pieces`).
         """
         x, after = self.embeddings(tokens), []
         for layer, before in zip(self.layers, state or [START] * len(self.layers), strict=True):
@@ -96,10 +97,10 @@ class Transformer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next token, from any mixer.
+    """A language model: logits of the next token, with any mixer.
 
     Args:
-        config: its sizes, and which mixer.
+        config: sizes and mixer.
     """
 
     def __init__(self, config: Config):
@@ -110,7 +111,10 @@ class LanguageModel(nn.Module):
         self.apply(self._start)
 
     def _start(self, module: nn.Module) -> None:
-        """Weights are normal, biases 0: so every gate of GLA begins near 2^(-1 / tau); convolutions have their own."""
+        """Draw weights from a normal distribution and set biases to 0, so every gate of GLA begins near 2^(-1 / tau).
+
+        Convolutions have a start of their own.
+        """
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Conv1d) and self.config.conv_range is not None:
@@ -121,17 +125,17 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, *, state: State | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Logits of what follows each token.
+        """Return the logits of the token after each token.
 
         Args:
             tokens: int64 or int32 `[B, T]`, T >= 1.
-            state: what an earlier call returned for the tokens before; it is not changed, so that several calls
-                may go on from it.
-            cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed documents (B = 1), which know nothing of
-                each other; a state has N_seq sequences then.
+            state: the state that an earlier call returned for the tokens before; the call does not change it, so
+                several calls may go on from one state.
+            cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed documents (B = 1), which do not see each other;
+                then a state has N_seq sequences.
 
         Returns:
-            logits `[B, T, vocab_size]`, and the state behind the last tokens.
+            logits `[B, T, vocab_size]`, and the state after the last tokens.
 
         Raises:
             TypeError, ValueError: an argument does not fit; the message names it.
@@ -141,9 +145,9 @@ class LanguageModel(nn.Module):
         return self.lm_head(x), state
 
     def _check(self, tokens: Tensor, state: State | None, cu_seqlens: Tensor | None) -> None:
-        """Tokens, boundaries and state fit each other; a GPU ends its process at an index that does not.
+        """Check that tokens, boundaries and state fit each other; on a GPU a bad index would end the process.
 
-        Looking at the boundaries' values waits for a GPU; compiled and captured code does not.
+        The check of the boundaries' values waits for a GPU; compiled and captured code leaves it out.
         """
         check_tokens("tokens", tokens)
         B, T = tokens.shape
@@ -161,14 +165,15 @@ class LanguageModel(nn.Module):
         state: State | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """Mean cross-entropy in nats, and the state; logits are made of some thousand tokens at a time.
+        """Return the mean cross-entropy in nats, and the state; logits are made for some thousand tokens at a time.
 
-        A loss without any target is an error, on a GPU only under GLA_REF_DEBUG=1: there it is NaN.
+        Without any target that counts, this raises an error on a CPU and under GLA_REF_DEBUG=1; otherwise on a GPU the
+        loss is NaN.
 
         Args:
             tokens: `[B, T]`.
-            targets: `[B, T]`, what should follow each token; -100 does not count. None: the next token of the same
-                sequence, none for its last.
+            targets: `[B, T]`, the label of each token; -100 does not count. None: the next token of the same sequence,
+                and no label for the last token.
             state, cu_seqlens: as in :meth:`forward`. For truncated backpropagation through time pass `detach(state)`.
 
         Raises:
@@ -189,7 +194,7 @@ class LanguageModel(nn.Module):
     def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The summed cross-entropy of the Transformer's output `[B, T, d]` and targets `[B, T]`."""
         parts = list(zip(x.flatten(0, 1).split(LOSS_TOKENS), targets.flatten().split(LOSS_TOKENS), strict=True))
-        if len(parts) == 1:  # nothing to save
+        if len(parts) == 1:  # no gradient, so nothing to save
             return self._summed(*parts[0])
         return sum(checkpoint(self._summed, *part, use_reentrant=False) for part in parts)
 
@@ -208,21 +213,22 @@ class LanguageModel(nn.Module):
         generator: torch.Generator | None = None,
         chunk: int = 512,
     ) -> tuple[Tensor, State]:
-        """Read the prompts, then write, token by token.
+        """Read the prompts, then write token by token.
 
-        Prompts are read `chunk` tokens of each at a time, so that memory does not grow with their length. They may
-        differ in length: they are packed then, and nothing is padded.
+        The model reads `chunk` tokens of each prompt at a time, so memory does not grow with the prompts' length.
+        Prompts of different lengths are packed, not padded.
 
         Args:
             prompts: `[N, T]`, or N tensors `[T_n]`, at least one token each.
-            new_tokens: how many to write, at least 1.
-            state: of an earlier call with N sequences, which the prompts continue.
-            temperature: 0 takes the likeliest token, else logits are divided by it and a token is drawn.
-            generator: of random numbers, for drawing.
+            new_tokens: the number of tokens to write, at least 1.
+            state: the state of an earlier call with N sequences, which the prompts continue.
+            temperature: 0 takes the likeliest token; otherwise logits are divided by the temperature, and a token is
+                drawn.
+            generator: the generator of random numbers for drawing.
             chunk: tokens of a prompt read at a time.
 
         Returns:
-            tokens `[N, new_tokens]`, and the state behind all of them, the last included.
+            tokens `[N, new_tokens]`, and the state after all of them, the last one included.
 
         Raises:
             TypeError, ValueError: an argument does not fit; the message names it.
@@ -252,7 +258,7 @@ class LanguageModel(nn.Module):
         return torch.cat(written, 1), state
 
     def _read(self, prompts: list[Tensor], state: State | None, chunk: int) -> tuple[Tensor, State]:
-        """The hidden state of each prompt's last token `[N, d]`, and the state."""
+        """Read prompts; return the hidden state of each prompt's last token `[N, d]`, and the state."""
         last = None
         for start in range(0, max(map(len, prompts)), chunk):
             pieces = [prompt[start : start + chunk] for prompt in prompts]
@@ -263,20 +269,20 @@ class LanguageModel(nn.Module):
                 continue
             cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
             x, state = self.model(torch.cat(pieces)[None], state, cu_seqlens)
-            ends = x[0, cu_seqlens[1:] - 1]  # of a piece without tokens: not its own
+            ends = x[0, cu_seqlens[1:] - 1]  # a piece without tokens has none: any index
             last = ends if last is None else torch.where(lengths[:, None] > 0, ends, last)
         return last, state
 
 
 def next_tokens(tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The token after each, `[B, T]`; -100 after the last of a sequence."""
+    """Return the token after each token, `[B, T]`; -100 after the last token of a sequence."""
     targets = tokens.roll(-1, 1)
     targets[:, -1 if cu_seqlens is None else cu_seqlens[1:] - 1] = IGNORED  # -1 where the first sequence is empty
     return targets
 
 
 def detach(state):
-    """The same state without its history, so that gradients end there (truncated backpropagation through time)."""
+    """Detach a state, so that gradients end there (truncated backpropagation through time)."""
     if isinstance(state, Tensor):
         return state.detach()
     if isinstance(state, list):
@@ -288,7 +294,7 @@ def detach(state):
 
 
 def check_state(state: State | None, config: Config, N: int) -> None:
-    """A state is one of N sequences, of every layer of such a model; the sizes of its matrices are checked by forms."""
+    """Check that a state has every layer and N sequences; forms check the sizes of its matrices."""
     if state is None:
         return
     if not isinstance(state, list) or len(state) != config.num_hidden_layers:
@@ -309,7 +315,7 @@ def check_state(state: State | None, config: Config, N: int) -> None:
 
 
 def check_tokens(name: str, tokens: Tensor, axes: str = "B T") -> None:
-    """Tokens are integers, of these axes, none of them empty."""
+    """Check that tokens are integers with these axes, none of them empty."""
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
         got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"{name}: expected an int32 or int64 tensor of shape [{axes}], got {got}")

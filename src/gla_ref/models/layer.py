@@ -1,4 +1,4 @@
-"""The Gated Linear Attention layer: tokens to q, k, v and gates, and what is read back to tokens (chapter 17).
+"""The Gated Linear Attention layer: tokens to q, k, v and gates, and the heads' outputs back to tokens (chapter 17).
 
 For the input x_t of width d, and in each head,
 
@@ -9,10 +9,10 @@ For the input x_t of width d, and in each head,
     y_t  = (r_t * o'_t) W_O                                                                     (11)
 
 (GLA paper, section 4.4, equations 8 to 11.) With H K = d / 2 and H V = d the matrices W_Q, W_K, W_V, W_R, W_O have
-4 d^2 parameters, as softmax attention has; the gate, of rank 16, has 16 (d + d / 2) + d / 2 more. The paper's W_R has a
-bias, its checkpoints' has none; the paper normalises by LayerNorm, they by RMSNorm.
+4 d^2 parameters, as many as softmax attention; the gate, of rank 16, has 16 (d + d / 2) + d / 2 more. In the paper W_R
+has a bias and the heads' norm is LayerNorm; in the published checkpoints W_R has no bias and the norm is RMSNorm.
 
-Modules are called as in those checkpoints, which are made by flash-linear-attention: a state dict is theirs and ours.
+Modules have the names of those checkpoints, which flash-linear-attention makes: the two libraries share state dicts.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torch.nn import functional as F
 from ._forms import attend, owners
 
 if TYPE_CHECKING:
-    from ..over_ranks.layout import Pieces
+    from ..over_ranks.pieces import Pieces
     from .config import Config
 
 __all__ = ["GatedLinearAttention", "GatedOutput", "LayerState", "Mixer", "START", "ShortConvolution"]
 
 
 class LayerState(NamedTuple):
-    """What a mixer knows of the tokens before: its mechanism's state, and what its convolutions still see."""
+    """A mixer's memory of earlier tokens: its mechanism's state, and the inputs that its convolutions still see."""
 
     S: Tensor | tuple | None = None
-    conv: tuple[Tensor, Tensor, Tensor] | None = None  # of q, k and v: [N, W - 1, D]
+    conv: tuple[Tensor, Tensor, Tensor] | None = None  # the last inputs for q, k and v, [N, W - 1, D]
 
 
-START = LayerState()  # nothing before
+START = LayerState()  # no tokens before
 
 
 class ShortConvolution(nn.Conv1d):
@@ -51,14 +51,14 @@ class ShortConvolution(nn.Conv1d):
         super().__init__(D, D, W, groups=D, bias=False)
 
     def forward(self, x: Tensor, past: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What comes of x `[B, T, D]` and of the past `[N, W - 1, D]` (None: zeros), in the same shapes."""
+        """Return y and the next past, shaped as x `[B, T, D]` and the past `[N, W - 1, D]` (None: zeros)."""
         (B, T, D), W = x.shape, self.kernel_size[0]
         N = B if cu_seqlens is None else len(cu_seqlens) - 1
         past = x.new_zeros(N, W - 1, D) if past is None else past.to(x.dtype)
         if cu_seqlens is None:
             x = torch.cat([past, x], 1)
-            return F.silu(super().forward(x.mT).mT), x[:, T:].clone()  # a view would keep all of x
-        # each sequence gets its own past in front: n of them move sequence n by n (W - 1) places
+            return F.silu(super().forward(x.mT).mT), x[:, T:].clone()  # a view would keep all of x in memory
+        # put each sequence's own past before it, which moves sequence n by n (W - 1) places
         i = torch.arange(W - 1, device=x.device)
         tokens = torch.arange(T, device=x.device) + (owners(cu_seqlens, T) + 1) * (W - 1)
         edges = cu_seqlens[:, None] + torch.arange(N + 1, device=x.device)[:, None] * (W - 1) + i  # [N + 1, W - 1]
@@ -69,11 +69,11 @@ class ShortConvolution(nn.Conv1d):
 
 
 class Mixer(nn.Module):
-    """What every mixer has: projections to q, k, v, optionally each through a short convolution, and one back.
+    """The base of all mixers: projections to q, k, v, each optionally through a short convolution, and one back.
 
     Called as `y, state = mixer(x, state, cu_seqlens, pieces)`: x and y `[B, T, d]`; a state is a
     :class:`LayerState`, by default that of nothing before; `cu_seqlens` is as in all forms. With `pieces` x is one
-    rank's piece of sequences that start on the first rank (:class:`gla_ref.over_ranks.layout.Pieces`).
+    rank's piece of sequences that start on the first rank (:class:`gla_ref.over_ranks.pieces.Pieces`).
     """
 
     def __init__(self, config: Config, key_size: int, value_size: int):
@@ -95,7 +95,7 @@ class Mixer(nn.Module):
     def project(
         self, x: Tensor, past: tuple | None, cu_seqlens: Tensor | None, pieces: Pieces | None = None
     ) -> tuple[list[Tensor], tuple | None]:
-        """[q, k, v] in heads, and what the convolutions hand on."""
+        """Return [q, k, v] in heads, and the convolutions' states."""
         qkv = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.short_conv:
             if pieces is not None:
@@ -121,17 +121,17 @@ class GatedOutput(Mixer, ABC):
 
     @abstractmethod
     def inputs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """What the mechanism is given, in the order of its forms."""
+        """The tensors for the mechanism, in the order of its forms."""
 
     def forward(
         self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
     ) -> tuple[Tensor, LayerState]:
-        """As in :class:`Mixer`."""
+        """Mix tokens, see :class:`Mixer`."""
         (q, k, v), conv = self.project(x, state.conv, cu_seqlens, pieces)
         tensors = self.inputs(x, q, k, v)
         o, S = attend(self.mechanism, *tensors, initial_state=state.S, cu_seqlens=cu_seqlens, pieces=pieces)  # (8)
         norm = self.g_norm_swish_gate
-        o = norm(o.to(norm.weight.dtype)).to(o.dtype)  # (9), under autocast too in the precision of its weights
+        o = norm(o.to(norm.weight.dtype)).to(o.dtype)  # (9), in the precision of its weights, under autocast too
         r = F.silu(self.split(self.g_proj(x)))  # (10)
         return self.o_proj(rearrange(r * o, "b t h d -> b t (h d)")), LayerState(S, conv)  # (11)
 

@@ -1,8 +1,9 @@
 """Mixers of one interface: softmax attention and six linear ones, which differ in their gates (chapters 17 and 18).
 
-All have the projections, and all but softmax the output gate and norm, of :mod:`gla_ref.models.layer`, so that what is
-compared is the state's update alone. Hence "like": each has its model's gate in its published parametrisation, not the
-rest of its model (RetNet's rotation of q and k, Mamba-2's keys shared by all heads and its skip connection).
+All mixers have the projections of :mod:`gla_ref.models.layer`, and all except softmax its output gate and norm, so a
+comparison shows the state's update alone. A mixer has the gate of the model that it is named after, in the published
+parametrisation, but no other part of that model: not RetNet's rotation of q and k, not Mamba-2's skip connection or its
+keys shared by all heads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ._forms import attend, owners, places
 from .layer import START, GatedLinearAttention, GatedOutput, LayerState, Mixer
 
 if TYPE_CHECKING:
-    from ..over_ranks.layout import Pieces
+    from ..over_ranks.pieces import Pieces
     from .config import Config
 
 __all__ = [
@@ -86,7 +87,7 @@ class StepSize(nn.Module):
         H = config.num_heads
         self.proj = nn.Linear(config.hidden_size, H, bias=False)
         delta = torch.empty(H).uniform_(math.log(0.001), math.log(0.1)).exp()
-        self.bias = nn.Parameter(delta + torch.log(-torch.expm1(-delta)))  # of which softplus is delta
+        self.bias = nn.Parameter(delta + torch.log(-torch.expm1(-delta)))  # softplus(bias) = delta
         self.A_log = nn.Parameter(torch.empty(H).uniform_(1, 16).log())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +97,7 @@ class StepSize(nn.Module):
 
 
 class Mamba2(GatedOutput):
-    """A gate for each head, tied to the strength of writing: S <- e^(-e^A Delta) S + Delta k^T v (Mamba-2 paper)."""
+    """A gate for each head, tied to the write strength: S <- e^(-e^A Delta) S + Delta k^T v (Mamba-2 paper)."""
 
     mechanism = "simple_gla"
 
@@ -111,7 +112,7 @@ class Mamba2(GatedOutput):
 
 
 class GatedDeltaRule(GatedOutput):
-    """Mamba-2's gate, then a correction of what the key finds instead of an addition.
+    """Mamba-2's gate, then a write that corrects the value found under the key instead of adding to it.
 
     Queries and keys have length 1 (Gated DeltaNet paper, section 3).
     """
@@ -131,7 +132,7 @@ class GatedDeltaRule(GatedOutput):
 def rotate(x: Tensor, place: Tensor, base: float = 10000.0) -> Tensor:
     """Rotary positions: x `[B, T, H, D]` with channels i and i + D/2 turned by place / base^(2 i / D) (RoFormer).
 
-    `place` is `[T]`; angles are in float64, so that a late token's are as exact as an early one's.
+    `place` is `[T]`; angles are in float64, so late tokens' angles are as exact as early tokens'.
     """
     half = x.shape[-1] // 2
     speed = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
@@ -152,7 +153,7 @@ class Cache(NamedTuple):
 class SoftmaxAttention(Mixer):
     """Softmax attention with rotary positions, as in LLaMA.
 
-    The mixer of a Transformer++. Its state, the cache, grows with every token.
+    The mixer of a Transformer++. Its state, a cache, grows with every token.
     """
 
     def __init__(self, config: Config):
@@ -161,10 +162,10 @@ class SoftmaxAttention(Mixer):
     def forward(
         self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
     ) -> tuple[Tensor, LayerState]:
-        """As in :class:`gla_ref.models.layer.Mixer`, but for pieces, which it refuses.
+        """Mix tokens, see :class:`gla_ref.models.layer.Mixer`; `pieces` are refused.
 
         Raises:
-            ValueError: there are `pieces`: a token here looks at keys on other ranks, and no state stands for them.
+            ValueError: `pieces` are given: tokens would need the keys on other ranks, and no state replaces these keys.
         """
         if pieces is not None:
             raise ValueError(
@@ -186,9 +187,10 @@ class SoftmaxAttention(Mixer):
 
     @staticmethod
     def ragged(q, k, v, cache: Cache, cu_seqlens: Tensor | None) -> tuple[Tensor, Cache]:
-        """Sequences of different lengths that go on: their tokens join the cache, packed, and a mask keeps them apart.
+        """Attend in sequences of different lengths: new tokens join the packed cache, and a mask keeps sequences apart.
 
-        Scores are made of all new tokens with all of the cache: right for decoding, where reading it takes the time.
+        The scores are those of all new tokens with the whole cache, which suits decoding: there, reading the cache
+        takes the time.
         """
         shape = v.shape
         old, new = (packed(*x) for x in ((cache.k, cache.v, cache.cu_seqlens), (q, k, v, cu_seqlens)))
@@ -196,7 +198,7 @@ class SoftmaxAttention(Mixer):
         owner = torch.cat([owners(x[-1], x[0].shape[1]) for x in (old, new)])
         order = owner.argsort(stable=True)
         owner, place = owner[order], places(cu, len(order))
-        mine = order.argsort()[old[0].shape[1] :]  # where the new tokens went
+        mine = order.argsort()[old[0].shape[1] :]  # the places of the new tokens
         q, k = (rotate(y, place[mine]) for y in new[:2])
         k, v = (torch.cat([a, b], 1)[:, order] for a, b in ((old[0], k), (old[1], new[2])))
         seen = (owner[mine, None] == owner) & (place[mine, None] >= place)
@@ -206,7 +208,7 @@ class SoftmaxAttention(Mixer):
 
 
 def packed(*tensors_and_cu: Tensor | None) -> tuple[Tensor, ...]:
-    """Tensors `[B, T, ...]` as one row `[1, B T, ...]`, and their boundaries; what has boundaries stays."""
+    """Return tensors `[B, T, ...]` as one row `[1, B T, ...]`, and boundaries; a packed batch stays as it is."""
     *tensors, cu = tensors_and_cu
     if cu is not None:
         return *tensors, cu

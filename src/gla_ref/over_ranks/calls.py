@@ -1,10 +1,10 @@
-"""A call over ranks: its steps, forward and backward, and what every rank is asked before it takes part (chapter 24).
+"""A call over ranks: its steps, forward and backward, and the ranks' agreement before them (chapter 24).
 
 `Enter` exchanges states on the way forward and nothing on the way back. Then each rank walks its own piece by the
 mechanism's own differentiable function. `Leave` exchanges nothing on the way forward and gradients of states on the
 way back.
 
-PyTorch's compiler is loaded with this module, so that the package does not import it by itself.
+This module loads PyTorch's compiler, so the package does not import this module by itself.
 """
 
 from __future__ import annotations
@@ -20,24 +20,57 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from .. import FORMS
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
 from .exchange import Exchange, Ranks
 from .maps import Maps, Tokens, Walk, read_map, write_map
-from .pieces import Segment, neutral, only, some, starting
 from .planning import LINKS, Plan, plan
+from .segments import Edge, Segment, at_least_one_token, only_tokens, with_own_state, zero_elsewhere
 
 
-class Planned(NamedTuple):
-    """Facts that a rank keeps of all calls of one kind.
+class Given(NamedTuple):
+    """The arguments of a call on this rank, before they are checked."""
+
+    mechanism: str
+    tokens: dict[str, Tensor]  # by name, those that are not None
+    initial_state: Tensor | None
+    cu: Tensor | None
+    scale: float | None
+    lengths: Sequence[int] | None
+    exchange: str | None
+    segment: int | None  # tokens
+    gradients: bool  # whether a gradient will be asked for
+
+    def check_types(self) -> None:
+        """Raise a TypeError that names the first argument which should be a tensor and is none."""
+        for name, x in (*self.tokens.items(), ("cu_seqlens", self.cu), ("initial_state", self.initial_state)):
+            if x is not None and not isinstance(x, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+
+    def signature(self) -> tuple:
+        """Equal for calls of one kind."""
+        cu, S = self.cu, self.initial_state
+        return (
+            self.mechanism,
+            *((name, x.shape, x.dtype, x.device) for name, x in self.tokens.items()),
+            None if cu is None else (cu.shape, cu.dtype),
+            None if S is None else (S.shape, S.dtype, S.device),
+            self.lengths if self.lengths is None else tuple(self.lengths),
+            self.scale, self.exchange, self.segment, self.gradients,
+        )  # fmt: skip
+
+
+class CallKind(NamedTuple):
+    """Facts that a rank keeps for all calls of one signature.
 
     Attributes:
-        plan: which exchange, how many segments.
-        facts: what all ranks have in common, by the names of arguments.
-        common: the same without names, to be looked up.
+        plan: the exchange, and the number of segments.
+        facts: facts that all ranks share, by the names of arguments.
+        common: the facts without names, as a key.
         tag: a number that stands for the facts.
         lengths: tokens of each rank.
-        walk: how pieces are walked.
+        walk: the form that walks pieces, and its options.
     """
 
     plan: Plan
@@ -49,37 +82,40 @@ class Planned(NamedTuple):
 
 
 class Call:
-    """One call on this rank: its segments, and how tensors of tokens and states are cut into them."""
+    """One call on this rank: its segments, and cuts of tokens and states into segments."""
 
-    def __init__(self, ranks: Ranks, planned: Planned, facts: dict[str, str], segment: int | None, cu: Tensor | None):
-        plan, lengths, r = planned.plan, planned.lengths, ranks.rank
-        self.walk, self.cu = planned.walk, cu
-        self.exchange = Exchange(ranks, plan, facts, planned.tag)
+    def __init__(
+        self, ranks: Ranks, kind: CallKind, facts: dict[str, str], segment_length: int | None, cu: Tensor | None
+    ):
+        plan, lengths, r = kind.plan, kind.lengths, ranks.rank
+        self.walk, self.cu = kind.walk, cu
+        self.exchange = Exchange(ranks, plan, facts, kind.tag)
         a, total = sum(lengths[:r]), sum(lengths)
         self.tokens, n = lengths[r], plan.segments[r]
-        step = segment or self.tokens // n
+        step = segment_length or self.tokens // n
         borders = [(i * step, min(self.tokens, (i + 1) * step)) for i in range(n)]
         self.segments = [
             Segment(a + i, a + j, r == m == 0, r == ranks.size - 1 and m == n - 1, total, cu)
             for m, (i, j) in enumerate(borders)
         ]
-        # so many segments are walked side by side, as rows of a batch: all of them, or one after the other
+        # the form walks this many segments at once, as rows of a batch: all of them, or one after the other
         self.rows = n if plan.composed else 1
         self.batches = [(0, self.tokens)] if plan.composed else borders
 
     def cut(self, x: Tensor) -> list[Tensor]:
         """x [B, T, ...] by batches, [B * rows, T / rows, ...]; one token of zeros in place of none."""
-        parts = [some(x[:, i:j]) for i, j in self.batches] if len(self.batches) > 1 else [some(x)]
+        parts = [x[:, i:j] for i, j in self.batches] if len(self.batches) > 1 else [x]
+        parts = [at_least_one_token(y) for y in parts]
         return [y.reshape(-1, y.shape[1] // self.rows, *y.shape[2:]) for y in parts] if self.rows > 1 else parts
 
     def batches_of(self, names: tuple[str, ...], tokens: Sequence[Tensor], backwards: bool) -> Iterator[Tokens]:
-        """Each batch's tokens by name; zeros for those whose sequence is not the one that leaves the segment."""
+        """Yield each batch's tokens by name; tokens of sequences that do not leave the segment become zeros."""
         for i, own in enumerate(self.segments[:: self.rows]):
             x = dict(zip(names, tokens[i * len(names) : (i + 1) * len(names)], strict=True))
-            yield neutral(x, own.of_left if backwards else own.of_right)
+            yield only_tokens(x, own.of_left if backwards else own.of_right)
 
     def apart(self, batches: Sequence[Tensor]) -> Tensor:
-        """Rows [B * rows, ...] of each batch as [B, n, ...] of all segments."""
+        """Join the batches' rows [B * rows, ...] as [B, n, ...] of all segments."""
         found = [x.view(-1, self.rows, *x.shape[1:]) for x in batches]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -88,7 +124,7 @@ class Call:
         return [batch.flatten(0, 1) for batch in x.split(self.rows, 1)]
 
     def maps(self, found: list[tuple[tuple[Tensor, ...], Tensor]]) -> Maps:
-        """The maps of all segments, of those of the batches."""
+        """Join the batches' maps as maps of all segments."""
         *M, X = (self.apart(parts) for parts in zip(*((*M, X) for M, X in found), strict=True))
         return Maps(tuple(M), X)
 
@@ -97,40 +133,37 @@ class Call:
 
         Args:
             found: the maps of the batches.
-            own: for each segment the states of the sequences that begin (backwards: end) in it, None for zeros.
+            own: for each segment, the states of sequences that begin (backwards: end) there; None for zeros.
             backwards: from right to left.
         """
-        maps = self.maps(found)
+        maps, edges = self.maps(found), [x.edge(backwards) for x in self.segments]
         plain = self.cu is None and all(S is None for S in own)  # zeros come into the first segment, whatever its M
-        if backwards:
-            edges = [(x.stops, x.left, x.right, x.crosses) for x in self.segments]
-        else:
-            edges = [(x.starts, x.right, x.left, x.enters) for x in self.segments]
         if not plain:
-            starts = [
-                starting(maps.one(i), begins, None if S is None else S[out])
-                for i, (S, (begins, out, _, _)) in enumerate(zip(own, edges, strict=True))
-            ]
-            maps = Maps(
-                tuple(torch.stack(m, 1) for m in zip(*(x.M for x in starts), strict=True)),
-                torch.stack([x.X for x in starts], 1),
-            )
+            maps = self.with_own_states(maps, own, edges)
         states, _ = maps.run(self.exchange.entering(maps, backwards), backwards)
-        if plain:
-            return states
+        return states if plain else self.with_entering(own, states, edges)
+
+    def with_own_states(self, maps: Maps, own: list[Tensor | None], edges: list[Edge]) -> Maps:
+        """The maps of all segments, which also take along the states of the sequences that begin in them."""
+        each = [with_own_state(maps.one(i), S, edge) for i, (S, edge) in enumerate(zip(own, edges, strict=True))]
+        M = zip(*(x.M for x in each), strict=True)
+        return Maps(tuple(torch.stack(m, 1) for m in M), torch.stack([x.X for x in each], 1))
+
+    def with_entering(self, own: list[Tensor | None], states: Tensor, edges: list[Edge]) -> Tensor:
+        """The states that sequences begin with, and in the row of the sequence that goes on the state that comes in."""
         zeros = states.new_zeros(states.shape[0] if self.cu is None else len(self.cu) - 1, *states.shape[2:])
         rows = []
-        for i, (S, (_, _, into, crosses)) in enumerate(zip(own, edges, strict=True)):
-            S, come = zeros if S is None else S, only(crosses, states[:, i])
-            if come is not None:
+        for i, (S, edge) in enumerate(zip(own, edges, strict=True)):
+            S, entering = zeros if S is None else S, zero_elsewhere(states[:, i], edge.goes_on)
+            if entering is not None:
                 S = S.clone()
-                S[into] += come
+                S[edge.entering] += entering
             rows.append(S)
         return torch.stack(rows, 1)
 
 
 def total(parts: list[Tensor | None], like: Tensor) -> Tensor:
-    """The sum of those that are not None, zeros like `like` without any."""
+    """Sum the tensors that are not None; if all are None, return zeros like `like`."""
     given = [x for x in parts if x is not None]
     return sum(given[1:], given[0]) if given else torch.zeros_like(like)
 
@@ -143,16 +176,17 @@ class Enter(torch.autograd.Function):
         ctx.call, ctx.dtype = call, None if initial is None else initial.dtype
         maps = [write_map(call.walk, x) for x in call.batches_of(names, tokens, backwards=False)]
         S = None if initial is None else initial.to(call.walk.dtype)
-        return tuple(call.together(call.between(maps, [only(own.begins, S) for own in call.segments])))
+        return tuple(call.together(call.between(maps, [zero_elsewhere(S, own.begin_here) for own in call.segments])))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dS: Tensor):
         call, d_initial = ctx.call, None
-        call.exchange.arrived()
+        call.exchange.flush_sends()
         if ctx.dtype is not None:
             parts = zip(call.segments, call.apart(dS).unbind(1), strict=True)
-            d_initial = total([only(own.begins, x) for own, x in parts], call.apart(dS)[:, 0]).to(ctx.dtype)
+            d_initial = total([zero_elsewhere(x, own.begin_here) for own, x in parts], call.apart(dS)[:, 0])
+            d_initial = d_initial.to(ctx.dtype)
         return None, None, d_initial, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
@@ -164,13 +198,13 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, names: tuple[str, ...], *tensors: Tensor):
-        call.exchange.arrived()
+        call.exchange.flush_sends()
         n = len(call.batches)
         o, S, tokens = tensors[:n], call.apart(tensors[n : 2 * n]), tensors[2 * n :]
         ctx.call, ctx.names = call, names
         ctx.save_for_backward(*tokens)
         ctx.set_materialize_grads(False)
-        state = total([only(own.ends, S[:, i]) for i, own in enumerate(call.segments)], S[:, 0])
+        state = total([zero_elsewhere(S[:, i], own.end_here) for i, own in enumerate(call.segments)], S[:, 0])
         o = [x.reshape(-1, call.rows * x.shape[1], *x.shape[2:]) for x in o]  # [B T HV V]
         o = (torch.cat(o, 1) if n > 1 else o[0])[:, : call.tokens]
         ctx.zeros = functools.partial(torch.zeros, o.shape, dtype=o.dtype, device=o.device)
@@ -179,23 +213,26 @@ class Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor | None, d_state: Tensor | None):
-        call, tokens = ctx.call, ctx.saved_tensors  # read once: a checkpoint hands them out only once
+        call, tokens = ctx.call, ctx.saved_tensors  # read them once: a checkpoint hands out saved tensors only once
         do = call.cut(ctx.zeros() if do is None else do)
         batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, strict=True)
         maps = [read_map(call.walk, x, y) for x, y in batches]
-        dS = call.between(maps, [only(own.ends, d_state) for own in call.segments], backwards=True)
+        dS = call.between(maps, [zero_elsewhere(d_state, own.end_here) for own in call.segments], backwards=True)
         return None, None, *do, *call.together(dS), *[None] * len(tokens)
 
 
-@torch.compiler.disable  # the compiler stops at this call and goes on after it
+@torch.compiler.disable  # the graph breaks here and resumes after the call
 def split_over_ranks(
     mechanism: str, tokens: dict[str, Tensor | None], initial_state: Tensor | None, cu_seqlens: Tensor | None, group,
     scale, lengths, exchange, segment,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run any function of :mod:`gla_ref.context_parallel`."""
-    ranks = Ranks.of(group)
-    call = agreed(ranks, mechanism, tokens, initial_state, cu_seqlens, scale, lengths, exchange, segment)
-    cut = {name: call.cut(x) for name, x in tokens.items() if x is not None}
+    tokens = {name: x for name, x in tokens.items() if x is not None}
+    inputs = *tokens.values(), *([] if initial_state is None else [initial_state])
+    gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
+    given = Given(mechanism, tokens, initial_state, cu_seqlens, scale, lengths, exchange, segment, gradients)
+    call = agreed_call(Ranks.of(group), given)
+    cut = {name: call.cut(x) for name, x in tokens.items()}
     flat = [x[i] for i in range(len(call.batches)) for x in cut.values()]
     starts = Enter.apply(call, tuple(cut), initial_state, *flat)
     o, S = [], []
@@ -207,62 +244,49 @@ def split_over_ranks(
     return Leave.apply(call, tuple(cut), *o, *S, *flat)
 
 
-# What every rank is asked before it takes part.
+# The agreement of all ranks before a call.
 
 
-def agreed(ranks: Ranks, mechanism, tokens, initial_state, cu, scale, lengths, exchange, segment) -> Call:
+def agreed_call(ranks: Ranks, given: Given) -> Call:
     """A call that fits and that all ranks make.
 
-    What fits is asked once for each signature that this rank has seen; whether the others do the same, once for each
-    set of facts: what all ranks have in common, so that all of them ask at the same call. Boundaries of packed
+    Whether it fits is asked once for each signature that this rank has seen; whether the others do the same, once for
+    each set of facts: what all ranks have in common, so that all of them ask at the same call. Boundaries of packed
     sequences, which change from call to call, are asked for at every call where their values may be looked at.
     """
-    given = {name: x for name, x in tokens.items() if x is not None}
-    states = *given.values(), *([] if initial_state is None else [initial_state])
-    gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in states)
-    debug = os.environ.get("GLA_REF_DEBUG") == "1"
+    cu, debug = given.cu, os.environ.get("GLA_REF_DEBUG") == "1"
     try:
-        for name, x in (*given.items(), ("cu_seqlens", cu), ("initial_state", initial_state)):
-            if x is not None and not isinstance(x, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        key = (
-            mechanism,
-            *((name, x.shape, x.dtype, x.device) for name, x in given.items()),
-            None if cu is None else (cu.shape, cu.dtype),
-            None if initial_state is None else (initial_state.shape, initial_state.dtype, initial_state.device),
-            lengths if lengths is None else tuple(lengths), scale, exchange, segment, gradients,
-        )  # fmt: skip
-        found = ranks.plans.get(key)
-        if found is None:
-            found = planned(ranks, mechanism, given, lengths, scale, initial_state, cu, exchange, segment, gradients)
-        seen = cu is not None and (debug or not cu.is_cuda)
-        facts = found.facts
-        if seen:
-            facts = facts | {"cu_seqlens": f"{contract.check_cu_seqlens(cu, 1, sum(found.lengths))}"}
+        given.check_types()
+        signature = given.signature()
+        kind = ranks.kinds.get(signature) or kind_of(ranks, given)
+        facts, readable = kind.facts, cu is not None and (debug or not cu.is_cuda)
+        if readable:
+            facts = facts | {"cu_seqlens": f"{contract.check_cu_seqlens(cu, 1, sum(kind.lengths))}"}
     except (TypeError, ValueError) as error:
         ranks.agreement.refuse(error)
         raise
-    if debug or seen or found.common not in ranks.agreed:
+    if debug or readable or kind.common not in ranks.agreed_facts:
         ranks.agreement.reach(facts)
-        ranks.agreed.add(found.common)
-    ranks.plans[key] = found
-    return Call(ranks, found, facts, segment, cu)
+        ranks.agreed_facts.add(kind.common)
+    ranks.kinds[signature] = kind
+    return Call(ranks, kind, facts, given.segment, cu)
 
 
-def planned(ranks: Ranks, mechanism, given, lengths, scale, initial_state, cu, exchange, segment, gradients) -> Planned:
-    """Check and plan a call of a new kind.
+def kind_of(ranks: Ranks, given: Given) -> CallKind:
+    """Check and plan a call of a new signature.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    kind, R = MECHANISMS[mechanism], ranks.size
-    missing = [name for name in kind.required if name not in given]
+    mechanism, tokens, initial_state, cu, scale, lengths, *_ = given
+    entry, R = MECHANISMS[mechanism], ranks.size
+    missing = [name for name in entry.required if name not in tokens]
     if missing:
         raise TypeError(f"{missing[0]}: expected a torch.Tensor, got None")
-    one = {name: some(x) if x.ndim > 1 else x for name, x in given.items()}
-    sizes = contract.check_tensors(one, kind.arguments, kind.multiples)
-    (T, device), B = (given["q"].shape[1], given["q"].device), sizes["B"]
-    for name, x in given.items():
+    filled = {name: at_least_one_token(x) if x.ndim > 1 else x for name, x in tokens.items()}
+    sizes = contract.check_tensors(filled, entry.arguments, entry.multiples)
+    (T, device), B = (tokens["q"].shape[1], tokens["q"].device), sizes["B"]
+    for name, x in tokens.items():
         if x.shape[1] != T:
             raise ValueError(f"{name}: expected {T} tokens as in q, got {x.shape[1]}")
     lengths = (T,) * R if lengths is None else tuple(lengths)
@@ -270,31 +294,39 @@ def planned(ranks: Ranks, mechanism, given, lengths, scale, initial_state, cu, e
         raise ValueError(f"lengths: expected {R} numbers of tokens, one for each rank, got {list(lengths)}")
     if lengths[ranks.rank] != T:
         raise ValueError(f"lengths: expected {T} for rank {ranks.rank}, as q has tokens, got {lengths[ranks.rank]}")
-    scale, dtype = contract.check_scale(scale, sizes["K"]), contract.compute_dtype(*given.values())
+    scale, dtype = contract.check_scale(scale, sizes["K"]), contract.compute_dtype(*tokens.values())
     contract.check_cu_seqlens(cu, B, sum(lengths), values=False)
     if cu is not None and cu.device != device:
         raise ValueError(f"cu_seqlens: expected device {device}, got {cu.device}")
     if initial_state is not None:
         N = B if cu is None else len(cu) - 1
-        contract.check_state("initial_state", initial_state, contract.state_shape(kind, sizes, N), device)
+        contract.check_state("initial_state", initial_state, contract.state_shape(entry, sizes, N), device)
     link = LINKS.get(dist.get_backend(ranks.group), LINKS["gloo"])
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     chosen = plan(
-        mechanism, one, lengths, packed=cu is not None, exchange=exchange, segment=segment, link=link,
+        mechanism, filled, lengths, packed=cu is not None, exchange=given.exchange, segment=given.segment, link=link,
         multiprocessors=processors,
     )  # fmt: skip
-    facts = {"mechanism": mechanism}
-    for argument in kind.arguments:
-        x = given.get(argument.name)
+    walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, dtype)
+    facts = facts_of(given, lengths, scale)
+    common = tuple(facts.values())
+    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds it exactly
+    return CallKind(chosen, facts, common, tag, lengths, walk)
+
+
+def facts_of(given: Given, lengths: tuple[int, ...], scale: float) -> dict[str, str]:
+    """Facts that all ranks must have in common, a sentence for each argument by its name."""
+    facts, cu = {"mechanism": given.mechanism}, given.cu
+    for argument in MECHANISMS[given.mechanism].arguments:
+        x = given.tokens.get(argument.name)
         if x is not None:
             shape = ", ".join("T" if axis == 1 else f"{n}" for axis, n in enumerate(x.shape))
         facts[argument.name] = "None" if x is None else f"[{shape}] {x.dtype} on {x.device.type}"
-    facts["cu_seqlens"] = "None" if cu is None else f"{list(cu.shape)} {cu.dtype}"
-    facts |= {"lengths": f"{list(lengths)}", "scale": f"{scale}", "exchange": f"{exchange}", "segment": f"{segment}"}
-    facts["requires_grad"] = f"{gradients}"
-    from .. import FORMS  # here, since it imports this package
-
-    walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, dtype)
-    common = tuple(facts.values())
-    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds it exactly
-    return Planned(chosen, facts, common, tag, lengths, walk)
+    return facts | {
+        "cu_seqlens": "None" if cu is None else f"{list(cu.shape)} {cu.dtype}",
+        "lengths": f"{list(lengths)}",
+        "scale": f"{scale}",
+        "exchange": f"{given.exchange}",
+        "segment": f"{given.segment}",
+        "requires_grad": f"{given.gradients}",  # a rank without a gradient would leave the others waiting for its own
+    }

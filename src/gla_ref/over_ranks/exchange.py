@@ -1,8 +1,8 @@
 """The exchange: which state comes into a rank's piece (chapter 24).
 
-What crosses a border between ranks is a state of K V numbers a head, however long the pieces are. An all-gather sends
-every rank's map to all others at once, and each composes those before its own. A pipeline sends the state itself from
-rank to rank, block of heads after block of heads.
+A state of K V numbers per head crosses a border between ranks, however long the pieces are. An all-gather sends every
+rank's map to all other ranks at once, and each rank composes the maps before its own. A pipeline sends the state itself
+from rank to rank, block of heads after block of heads.
 """
 
 from __future__ import annotations
@@ -21,19 +21,28 @@ from .agreement import Agreement, Lookout
 from .maps import Maps
 from .planning import Plan
 
-# one tensor from all ranks; PyTorch 2.13 has given it another name
+# gathers one tensor from all ranks; PyTorch 2.13 has renamed the function
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-PATIENCE = 0.05  # seconds between looks for what another rank asks, while this one waits
+PATIENCE = 0.05  # while a rank waits, it looks for other ranks' questions at intervals of so many seconds
 
 
 class Ranks:
-    """A process group, the plans of this rank's calls, and the facts that all ranks have agreed upon."""
+    """A process group, and this rank's knowledge of the calls that its ranks make.
+
+    Attributes:
+        kinds: the kinds of calls that this rank has made (`CallKind` of calls.py), by their signatures.
+        agreed_facts: the facts that all ranks have agreed upon, of each kind of call.
+        lookout: the thread that says why a GPU waits; None before the first exchange.
+    """
 
     known: dict[dist.ProcessGroup, Ranks] = {}
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.agreement, self.plans, self.agreed, self.lookout = Agreement(group), {}, set(), None
+        self.agreement = Agreement(group)
+        self.kinds: dict[tuple, object] = {}
+        self.agreed_facts: set[tuple[str, ...]] = set()
+        self.lookout: Lookout | None = None
 
     @staticmethod
     def of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Ranks:
@@ -52,15 +61,15 @@ class Ranks:
         return [r for r in range(self.size) if r != self.rank]
 
     def watch(self, work: dist.Work, facts: dict[str, str], ranks: list[int]) -> None:
-        """Have somebody say why, should a GPU wait for these ranks until the time limit."""
+        """Start a lookout, which says why if a GPU waits for these ranks until the time limit."""
         if torch.cuda.is_current_stream_capturing():
             return
-        if self.lookout is None:
+        if self.lookout is None or not self.lookout.is_alive():  # one that has spoken has ended
             self.lookout = Lookout(self.agreement)
         self.lookout.latest = work, facts, ranks
 
     def all_gather(self, x: Tensor) -> tuple[dist.Work, Tensor]:
-        """Every rank's numbers x [n], as [R, n] once the work is done."""
+        """Gather every rank's numbers x [n] as [R, n], complete once the work is done."""
         found = x.new_empty(self.size * len(x))
         return all_gather(found, x, group=self.group, async_op=True), found.view(self.size, -1)
 
@@ -71,34 +80,37 @@ class Ranks:
         return self._message(dist.isend, x, rank)
 
     def _message(self, how: Callable, x: Tensor, rank: int) -> dist.Work:
-        """Send or receive in a batch of one; NCCL warns of messages outside a batch."""
+        """Send or receive a message as a batch of one; NCCL warns of messages outside a batch."""
         (work,) = dist.batch_isend_irecv([dist.P2POp(how, x, dist.get_global_rank(self.group, rank), self.group)])
         return work
 
 
 class Exchange:
-    """Messages that one call sends and receives.
+    """The messages that one call sends and receives.
 
     Attributes:
-        tag: a number that all messages of this call begin with.
-        facts: what the ranks have agreed upon.
+        tag: the number at the start of all messages of this call.
+        facts: the facts that the ranks have agreed upon.
     """
 
     def __init__(self, ranks: Ranks, plan: Plan, facts: dict[str, str], tag: float):
         self.ranks, self.plan, self.facts, self.tag = ranks, plan, facts, tag
-        self.sent: list[tuple[dist.Work, Tensor]] = []  # messages still on their way to another rank
+        self.sent: list[tuple[dist.Work, Tensor, int]] = []  # messages on their way, and the ranks that they go to
 
     def entering(self, maps: Maps, backwards: bool = False) -> Tensor:
-        """The state that comes into this rank's first segment (backwards: its last), by the maps of all segments."""
+        """Find the state that comes into this rank's first (backwards: last) segment, from the maps of its segments."""
         if self.ranks.size == 1:
             return torch.zeros_like(maps.X[:, 0])
         if self.plan.exchange == "all-gather" and self.plan.composed and maps.by_kernels:
-            return self.gathered_by_kernels(maps, backwards)
-        maps = maps.composed(backwards) if self.plan.composed else maps
-        return (self.pipelined if self.plan.exchange == "pipeline" else self.gathered)(maps, backwards)
+            S = self.gathered_by_kernels(maps, backwards)
+        else:
+            maps = maps.composed(backwards) if self.plan.composed else maps
+            S = (self.pipelined if self.plan.exchange == "pipeline" else self.gathered)(maps, backwards)
+        self.ranks.agreement.took_part()
+        return S
 
     def gathered_by_kernels(self, maps: Maps, backwards: bool) -> Tensor:
-        """`gathered` of maps that are one on each rank, in two launches instead of some twenty."""
+        """Do the work of `gathered` for plans with one map per rank, in two launches instead of some twenty."""
         from ..kernels.portable.border import composed, entered
 
         work, found = self.ranks.all_gather(composed(maps.X, maps.M, self.tag, backwards))
@@ -106,7 +118,7 @@ class Exchange:
         return entered(found, self.ranks.rank, self.plan.shapes, self.tag, backwards)
 
     def gathered(self, maps: Maps, backwards: bool) -> Tensor:
-        """All maps to every rank, which runs through those before its own."""
+        """Send all maps to every rank; each rank runs through the maps before its own."""
         ranks, sizes = self.ranks, [math.prod(shape) for shape in self.plan.shapes]
         counts = (1,) * ranks.size if self.plan.composed else self.plan.segments
         numbers = torch.cat([self.tagged(maps.X), *(y.flatten() for y in (*maps.M, maps.X))])
@@ -122,7 +134,7 @@ class Exchange:
         return self.checked(S, found[:, 0], list(range(ranks.size)))
 
     def pipelined(self, maps: Maps, backwards: bool) -> Tensor:
-        """The state from rank to rank; what is sent is on its way as this rank walks."""
+        """Pass the state from rank to rank; a rank walks while its message is on the way."""
         ranks, found = self.ranks, []
         before, after = (ranks.rank + 1, ranks.rank - 1) if backwards else (ranks.rank - 1, ranks.rank + 1)
         H, blocks = maps.X.shape[2], self.plan.blocks
@@ -136,23 +148,28 @@ class Exchange:
             found.append(S)
             if 0 <= after < ranks.size:
                 numbers = torch.cat([self.tagged(S), part.run(S, backwards)[1].flatten()])
-                self.sent.append((ranks.send(numbers, after), numbers))
+                self.sent.append((ranks.send(numbers, after), numbers, after))
         return torch.cat(found, 1) if blocks > 1 else found[0]
 
-    def arrived(self) -> None:
-        """Wait until what was sent has gone out."""
+    def flush_sends(self) -> None:
+        """Wait until every message that was sent has gone out; its memory may then be used again."""
         while self.sent:
-            work, numbers = self.sent.pop()
-            self.wait(work, numbers, self.ranks.others)
+            work, numbers, rank = self.sent.pop()
+            self.wait(work, numbers, [rank])
 
     def tagged(self, x: Tensor) -> Tensor:
+        """The first number of a message, of x's dtype."""
         return x.new_full((1,), self.tag)
 
     def checked(self, S: Tensor, tags: Tensor, ranks: list[int]) -> Tensor:
-        """S, if the tags of the messages of these ranks are this very call's.
+        """S, if the messages of these ranks have the tag of this call.
 
-        A rank may have fallen out of step among calls that were agreed upon before. A GPU, which nobody waits for
-        here, then gets NaN.
+        A rank may have fallen out of step among calls that were agreed upon before. Tags tell kinds of calls apart,
+        not calls of one kind, nor the values of `cu_seqlens`. On a GPU S becomes NaN if a tag differs: to see that, the
+        host would have to wait.
+
+        Raises:
+            ValueError: a tag differs, on a CPU; this rank gives up.
         """
         if S.is_cuda:
             return torch.where(tags.eq(self.tag).all(), S, math.nan)
@@ -167,9 +184,9 @@ class Exchange:
         return S
 
     def wait(self, work: dist.Work, x: Tensor, ranks: list[int]) -> None:
-        """Wait for `ranks`, on a GPU in its stream.
+        """Wait for `ranks`; on a GPU, its stream waits.
 
-        On a CPU this rank answers meanwhile if another asks what it was called with.
+        While it waits on a CPU, this rank answers if another rank asks for the facts of its call.
 
         Raises:
             ValueError: another rank makes a call of another kind; the same text on every rank.

@@ -2,12 +2,12 @@
 
 Each rank has a piece of every sequence. Three things look across the border between two pieces:
 
-    the mixer             one state a head, by :mod:`gla_ref.context_parallel`
+    the mixer             one state per head, by :mod:`gla_ref.context_parallel`
     a short convolution   the W - 1 inputs before the piece, from the rank before
-    the loss              the label of the piece's last token, which is the first token of the rank behind
+    the loss              the label of the piece's last token, which is the first token of the next rank
 
-All else in the model works on one token at a time. Positions are asked for by softmax attention alone, which has no
-state and is refused. The module :class:`LossOverRanks` is wrapped in DDP or FSDP2 as any other::
+All other parts of the model work on one token at a time. Only softmax attention uses positions; it has no state and is
+refused. Wrap the module :class:`LossOverRanks` in DDP or FSDP2 like any other module::
 
     mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("dp", "cp"))
     loss = LossOverRanks(LanguageModel(config).cuda(), mesh["cp"])
@@ -30,29 +30,29 @@ from torch.autograd.function import once_differentiable
 from .. import _contract as contract
 from ..models.language_model import IGNORED, LanguageModel, check_tokens
 from .exchange import Ranks
-from .layout import Pieces
+from .pieces import Pieces
 
 __all__ = ["LossOverRanks"]
 
 
 def next_tokens(pieces: Pieces, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The token after each, `[B, T]`, of the last one from the rank behind; -100 after the end of a sequence."""
+    """Return the token after each token, `[B, T]`, the last one from the next rank; -100 after a sequence's end."""
     targets = torch.cat([tokens[:, 1:], pieces.moved(tokens[:, :1], -1)], 1)
     if cu_seqlens is None:
         if pieces.ranks.rank == pieces.ranks.size - 1:
             targets[:, -1] = IGNORED
         return targets
     last = cu_seqlens[1:] - 1 - pieces.start
-    last = torch.where((last >= 0) & (last < pieces.here), last, pieces.here)  # of other ranks: one place too many
+    last = torch.where((last >= 0) & (last < pieces.here), last, pieces.here)  # place `here`: on another rank
     ends = torch.zeros(pieces.here + 1, dtype=torch.bool, device=tokens.device).index_fill(0, last.long(), True)
     return targets.masked_fill(ends[:-1], IGNORED)
 
 
 class Mean(torch.autograd.Function):
-    """(this rank's sum, how many it is of, pieces) -> the mean of all ranks' numbers.
+    """(this rank's sum, its number of terms, pieces) -> the mean of all ranks' terms.
 
-    Whoever wraps the model takes the mean of the ranks' gradients, where their sum is right: each is so many times
-    larger.
+    DDP and FSDP average the ranks' gradients, but the gradient is their sum: so each rank's gradient is multiplied by
+    the number of ranks.
     """
 
     @staticmethod
@@ -63,6 +63,7 @@ class Mean(torch.autograd.Function):
         except RuntimeError as error:
             others = [r for r in range(ranks.size) if r != ranks.rank]
             raise ranks.agreement.lost(error, pieces.facts, others) from error
+        ranks.agreement.took_part()
         ctx.save_for_backward((ranks.size / both[1]).to(total.dtype))
         return (both[0] / both[1]).to(total.dtype)
 
@@ -81,7 +82,7 @@ class LossOverRanks(nn.Module):
         group: the ranks that share a sequence, or a mesh of one dimension (`mesh["cp"]`); None for all.
 
     Raises:
-        TypeError: the group is none.
+        TypeError: `group` is no process group.
     """
 
     def __init__(self, model: LanguageModel, group: dist.ProcessGroup | dist.DeviceMesh | None = None):
@@ -98,20 +99,20 @@ class LossOverRanks(nn.Module):
     ) -> Tensor:
         """The loss of all ranks' tokens, the same on every rank.
 
-        Every rank calls it, and calls its backward pass. The mean of their gradients is the gradient, as DDP and FSDP2
-        take it over the ranks of all dimensions of a mesh.
+        Every rank must call the module and its backward pass. The mean of the ranks' gradients is the gradient: DDP and
+        FSDP2 take that mean over the ranks of all dimensions of a mesh.
 
         Args:
             tokens: int64 or int32 `[B, T]`, this rank's piece of each sequence: at least one token, and at least
                 W - 1 where a short convolution sees W.
-            targets: `[B, T]`, what should follow each token; -100 does not count. None: the next token of the same
-                sequence, wherever it is, none for its last.
+            targets: `[B, T]`, the label of each token; -100 does not count. None: the next token of the same sequence,
+                on whichever rank, and no label for the last token.
             cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed documents (B = 1) among the tokens of all
                 ranks, the same on every rank.
             lengths: how many tokens each rank has; None if all have as many as this one.
 
         Returns:
-            the mean in nats, a number of at least float32.
+            the mean in nats, in at least float32.
 
         Raises:
             TypeError, ValueError: an argument does not fit, here or on another rank, or ranks differ in one, or
@@ -124,7 +125,7 @@ class LossOverRanks(nn.Module):
         return Mean.apply(self.model.summed_loss(x, targets), (targets != IGNORED).sum(), pieces)
 
     def _agreed(self, tokens, targets, cu_seqlens, lengths) -> Pieces:
-        """Where all tokens are, once every rank says the same."""
+        """Return the places of all tokens, after all ranks have agreed on them."""
         ranks = self.ranks
         try:
             lengths = self._checked(tokens, targets, cu_seqlens, lengths)
@@ -139,13 +140,13 @@ class LossOverRanks(nn.Module):
             "config": f"{self.model.config}",
         }
         common = tuple(facts.values())
-        if common not in ranks.agreed:
+        if common not in ranks.agreed_facts:
             ranks.agreement.reach(facts)
-            ranks.agreed.add(common)
+            ranks.agreed_facts.add(common)
         return Pieces(ranks, lengths, facts)
 
     def _checked(self, tokens, targets, cu_seqlens, lengths) -> tuple[int, ...]:
-        """The lengths of all pieces."""
+        """Check the arguments and return the lengths of all pieces."""
         check_tokens("tokens", tokens)
         (B, T), ranks, config = tokens.shape, self.ranks, self.model.config
         if targets is not None and targets.shape != tokens.shape:

@@ -1,10 +1,13 @@
-"""The algebra of pieces: what a piece of a sequence does to the state that crosses it (chapter 24).
+"""The algebra of pieces and segments: how a run of tokens changes the state that crosses it (chapter 24).
+
+A piece is the run of tokens that a rank has. A segment is a part of a piece, often all of it.
 
     S_right = M S_left + X          M, X from k, v and the gates of the piece alone
     R_left  = M^T R_right + A       R the gradient of S; A from q, do and the gates of the piece alone
 
-For gated linear attention M is the decay of the whole piece, diag(e^b): K numbers a head (for a scalar gate one, for
-no gate the number 1). For the delta rules it is a matrix K x K, which is what the rule makes of the identity.
+For gated linear attention M is the decay of the whole piece, diag(e^b): K numbers per head (one number for a scalar
+gate; the number 1 without gates). For the delta rules M is a K x K matrix, the state that the rule makes from the
+identity.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ Tokens = dict[str, Tensor]
 
 
 class Maps(NamedTuple):
-    """The maps S -> M S + X of segments that follow each other.
+    """The maps S -> M S + X of n consecutive segments.
 
-    Of n segments, M is a product of decays `[N, n, H, K or 1, 1]` and `[N, n, H, 1, V]`, or one matrix
-    `[N, n, H, K, K]`; X is `[N, n, H, K, V]`.
+    M is a product of decays `[N, n, H, K or 1, 1]` and `[N, n, H, 1, V]`, or one matrix `[N, n, H, K, K]`; X is
+    `[N, n, H, K, V]`.
     """
 
     M: tuple[Tensor, ...]
@@ -42,7 +45,7 @@ class Maps(NamedTuple):
         return Maps(tuple(m[:, i] for m in self.M), self.X[:, i])
 
     def heads(self, some: slice) -> Maps:
-        """These maps for some of the heads."""
+        """The maps of some heads."""
         return Maps(tuple(m[:, :, some] for m in self.M), self.X[:, :, some])
 
     @property
@@ -50,7 +53,7 @@ class Maps(NamedTuple):
         """Whether kernels run through these maps."""
         return self.X.is_cuda and self.X.dtype == torch.float32 and self.decays
 
-    def keep(self, S: Tensor) -> Tensor:
+    def through(self, S: Tensor) -> Tensor:
         """M S, of maps without the axis of segments or with a state for each segment."""
         first, *more = self.M
         if not self.decays:
@@ -62,10 +65,10 @@ class Maps(NamedTuple):
 
     def after(self, S: Tensor) -> Tensor:
         """M S + X, of a map that `in_turn` yields."""
-        return self.keep(S) + self.X if self.decays else torch.baddbmm(self.X, *self.M, S)
+        return self.through(S) + self.X if self.decays else torch.baddbmm(self.X, *self.M, S)
 
     def in_turn(self, backwards: bool) -> Iterator[Maps]:
-        """Each segment's map; where M is a matrix with all heads as one batch, `[N H, K, K]` and `[N H, K, V]`."""
+        """Yield each segment's map; for a matrix M, heads are joined as one batch, `[N H, K, K]` and `[N H, K, V]`."""
         if self.decays:
             parts = [m.unbind(1) for m in (*self.M, self.X)]
         else:
@@ -74,7 +77,7 @@ class Maps(NamedTuple):
             yield Maps(tuple(M), X)
 
     def run(self, S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
-        """The states that come into each segment `[N, n, H, K, V]`, and the one that leaves the last."""
+        """Return the states that come into each segment `[N, n, H, K, V]`, and the state that leaves the last one."""
         if self.by_kernels and self.X.shape[1] > 1:
             from ..kernels.portable.border import crossed
 
@@ -87,7 +90,7 @@ class Maps(NamedTuple):
         return torch.stack(found[::-1] if backwards else found, 1), S.view(shape)
 
     def composed(self, backwards: bool = False) -> Maps:
-        """All segments as one."""
+        """The map of all segments together."""
         N, n, H = self.X.shape[:3]
         if n == 1:
             return self
@@ -100,13 +103,13 @@ class Maps(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How pieces are walked.
+    """The form that walks pieces, and its options.
 
     Attributes:
-        form: of the mechanism, from FORMS.
+        form: a form of the mechanism, from FORMS.
         kernel: whether `form` is a kernel, and takes tokens in their own precision.
         scale: factor on q.
-        dtype: of states and maps.
+        dtype: the dtype of states and maps.
     """
 
     form: Callable
@@ -115,15 +118,16 @@ class Walk(NamedTuple):
     dtype: torch.dtype
 
     def heads_first(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """[B, H, T, D] in the precision of states; None for what is not given."""
+        """Return a tensor as [B, H, T, D] in the precision of states; None for None."""
         found = (x if x is None or x.ndim == 4 else x[..., None] for x in tensors)  # gates of heads
         return [None if x is None else heads_first(x.to(self.dtype)) for x in found]
 
 
 def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(M, X) of rows of tokens, from left to right: of k, v and gates. No exponent is above 0.
+    """Find (M, X) of rows of tokens, from left to right, from k, v and gates. No exponent is above 0.
 
-    A kernel reads k, v and g once more than one GPU's walk in one go would; of a delta rule it walks V + K columns.
+    For this map a kernel reads k, v and g, which the walk of the piece reads again. For a delta rule it walks V + K
+    columns, not V.
     """
     k, v, g, g_v = x["k"], x["v"], x.get("g"), x.get("g_v")
     if "beta" in x:
@@ -145,7 +149,7 @@ def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(M^T, A) of rows of tokens, from right to left: of q, do, gates (and k, of the delta rules)."""
+    """Find (M^T, A) of rows of tokens, from right to left, from q, do and gates (for the delta rules, from k too)."""
     q, g, g_v, V = x["q"], x.get("g"), x.get("g_v"), do.shape[-1]
     if "beta" in x:
         if walk.kernel:
@@ -165,11 +169,11 @@ def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Ten
 
 
 def _decays(walk: Walk, x: Tokens, rows: Tensor | None = None) -> tuple[Tensor, ...]:
-    """M of gated linear attention, the decay over a piece; `rows` [B, H, K], if they are known."""
+    """M of gated linear attention, the decay over a piece; `rows` [B, H, K] are the decays of rows if known."""
     g, g_v = x.get("g"), x.get("g_v")
-    B, _, H, _ = x["q"].shape
+    B, _, H, _ = x["k"].shape
     if rows is None:
-        rows = x["q"].new_ones(B, H, dtype=walk.dtype) if g is None else g.sum(1, dtype=walk.dtype).exp()
+        rows = x["k"].new_ones(B, H, dtype=walk.dtype) if g is None else g.sum(1, dtype=walk.dtype).exp()
         rows = rows[..., None] if rows.ndim == 2 else rows  # [B H 1], or [B H K]
     return (rows[..., None],) if g_v is None else (rows[..., None], g_v.sum(1, dtype=walk.dtype).exp()[..., None, :])
 
@@ -177,7 +181,7 @@ def _decays(walk: Walk, x: Tokens, rows: Tensor | None = None) -> tuple[Tensor, 
 def _of_identity(walk: Walk, x: Tokens, v: Tensor) -> tuple[Tensor, Tensor]:
     """Walk a delta rule over values v and K more columns without values, which start from the identity.
 
-    It drives a state column by column, so that these columns end as M of S -> M S + X.
+    The rule changes each column of a state by itself, so these columns end as M of S -> M S + X.
     """
     x, v = {name: y.to(walk.dtype) for name, y in x.items()}, v.to(walk.dtype)
     (B, _, HV, V), K = v.shape, x["k"].shape[-1]

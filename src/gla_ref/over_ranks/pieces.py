@@ -1,74 +1,97 @@
-"""A rank's tokens among all: which sequences begin or end there, and which cross a border (chapter 24).
+"""The tokens of a sequence on their ranks, and the messages between neighbours (chapters 17 and 24).
 
-Sequences packed with `cu_seqlens` need no algebra of their own: only the sequence that lies across a border sends its
-state over it. To the map of a piece all other tokens are zeros, and a token of zeros neither writes, reads nor forgets.
+A model's mixers, its short convolutions and its loss ask :class:`Pieces` for what lies across a border.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
 
-from .maps import Maps, Tokens
+from .. import context_parallel
+from .exchange import Ranks
 
-
-class Segment:
-    """Tokens a to e of all. Nothing here waits for a GPU.
-
-    Of sequences packed by `cu` [N + 1], `left` and `right` are the places [1] of those that hold the tokens before a
-    and before e. Without `cu` there are B sequences, and all of them cross every border; then all but `left` and
-    `right` are known to the host.
-    """
-
-    def __init__(self, a: int, e: int, first: bool, final: bool, total: int, cu: Tensor | None):
-        self.enters = a > 0 if cu is not None else not first
-        if cu is None:
-            self.cu = self.of_left = self.of_right = None
-            self.left = self.right = slice(None)
-            self.begins = self.starts = first
-            self.ends = self.stops = final
-            self.crosses = not final
-            return
-        self.left, self.right = ((cu < x).sum().sub(1).clamp(min=0).view(1) for x in (a, e))
-        self.crosses = cu[self.right + 1] > e
-        # does the sequence at the right border start in here? does the one at the left stop?
-        another = self.left != self.right
-        self.starts, self.stops = another | (a == 0), another | (e == total)
-        here, stop = torch.arange(a, e, device=cu.device), math.inf if final else e
-        self.of_right, self.of_left = here >= cu[self.right], here < cu[self.left + 1]  # [T]
-        # for every sequence; an empty one begins and ends where the next token is
-        self.begins = (cu[:-1] >= a) & (cu[:-1] < stop)
-        last = torch.maximum(cu[1:] - 1, cu[:-1])
-        self.ends = (last >= a) & (last < stop)
-        self.cu = (cu - a).clamp(0, e - a)
-        if a == e:
-            self.cu[-1] = 1  # the token of zeros that stands for none
+__all__ = ["Pieces"]
 
 
-def only(where: bool | Tensor, x: Tensor | None) -> Tensor | None:
-    """x where it is so (all rows, or for each of them), zeros elsewhere; None for zeros that the host knows of."""
-    if x is None or where is False:
-        return None
-    return x if where is True else torch.where(where.view(-1, *[1] * (x.ndim - 1)), x, 0)
+class Pieces(NamedTuple):
+    """The places of a sequence's tokens: `lengths[r]` of them on rank r, in their order."""
+
+    ranks: Ranks
+    lengths: tuple[int, ...]
+    facts: dict[str, str]  # facts that the ranks have agreed upon
+
+    @property
+    def start(self) -> int:
+        """How many tokens there are on the ranks before."""
+        return sum(self.lengths[: self.ranks.rank])
+
+    @property
+    def here(self) -> int:
+        """How many tokens this rank has."""
+        return self.lengths[self.ranks.rank]
+
+    def form(self, mechanism: str) -> Callable:
+        """The mechanism over all ranks."""
+        return partial(getattr(context_parallel, mechanism), group=self.ranks.group, lengths=self.lengths)
+
+    def own(self, cu_seqlens: Tensor | None) -> Tensor | None:
+        """The boundaries among this rank's tokens `[N + 1]`; sequences of other ranks are empty here."""
+        return None if cu_seqlens is None else (cu_seqlens - self.start).clamp(0, self.here)
+
+    def before(self, tensors: Sequence[Tensor], n: int, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+        """The n tokens before this rank's first, of tensors `[B, T, D]`; differentiable.
+
+        Returns:
+            `[N, n, D]` of each tensor: the past of every sequence (B of them without boundaries), zeros where there
+            is none.
+        """
+        past = Before.apply(torch.cat(tensors, -1), n, self)
+        if cu_seqlens is not None:
+            last = (cu_seqlens < self.start).sum().sub(1).clamp(min=0)  # the sequence of the token before
+            places = torch.arange(self.start - n, self.start, device=past.device)
+            past = torch.where((places >= cu_seqlens[last])[:, None], past, 0)
+            past = past.new_zeros(len(cu_seqlens) - 1, *past.shape[1:]).index_copy(0, last.view(1), past)
+        return past.split([x.shape[-1] for x in tensors], -1)
+
+    def moved(self, x: Tensor, step: int) -> Tensor:
+        """Return x of the rank `step` before this one; every rank sends its own on; zeros where there is no such rank.
+
+        Raises:
+            RuntimeError: a rank died or hangs; the message names it.
+        """
+        ranks, x = self.ranks, x.contiguous()
+        found, there, back = torch.zeros_like(x), ranks.rank + step, ranks.rank - step
+        members = dist.get_process_group_ranks(ranks.group)
+        ends = ((dist.isend, x, there), (dist.irecv, found, back))
+        ends = [dist.P2POp(do, y, members[r], ranks.group) for do, y, r in ends if 0 <= r < ranks.size]
+        try:
+            for work in dist.batch_isend_irecv(ends) if ends else ():
+                work.wait()
+        except RuntimeError as error:
+            neighbours = [r for r in (there, back) if 0 <= r < ranks.size]
+            raise ranks.agreement.lost(error, self.facts, neighbours) from error
+        ranks.agreement.took_part()
+        return found
 
 
-def starting(m: Maps, here: bool | Tensor, S: Tensor | None) -> Maps:
-    """Map m, of one segment, if the sequence does not start `here`; else the map to M S + X, whatever comes in."""
-    X = m.X if S is None else m.X + m.keep(S)
-    if here is False:
-        return Maps(m.M, X)
-    return Maps(tuple(torch.zeros_like(y) if here is True else only(~here, y) for y in m.M), X)
+class Before(torch.autograd.Function):
+    """(x [B, T, D], n, pieces) -> the last n tokens of the rank before."""
 
+    @staticmethod
+    def forward(ctx, x: Tensor, n: int, pieces: Pieces) -> Tensor:
+        ctx.shape, ctx.pieces = x.shape, pieces
+        return pieces.moved(x[:, x.shape[1] - n :], 1)
 
-def neutral(x: Tokens, keep: Tensor | None) -> Tokens:
-    """Tokens [B, T, ...], zeros but where `keep` [T]; a token of zeros neither writes, reads nor forgets."""
-    if keep is None or len(keep) == 0:
-        return x
-    return {name: torch.where(keep.view(1, -1, *[1] * (y.ndim - 2)), y, 0) for name, y in x.items()}
-
-
-def some(x: Tensor) -> Tensor:
-    """x [B, T, ...]; one token of zeros if it has none."""
-    return x if x.shape[1] else torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d: Tensor):
+        dx = d.new_zeros(ctx.shape)
+        dx[:, dx.shape[1] - d.shape[1] :] = ctx.pieces.moved(d, -1)
+        return dx, None, None

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from .. import FORMS
 from .. import _contract as contract
 from ..book.scaling import H200, Wire, gather_seconds, pipeline_seconds
 from ..mechanisms import MECHANISMS
 from .maps import Tokens
 
-# by the backend of the group: NVLink as the model of `scaling` has it, and orders of magnitude of a CPU's loop-back
+# by the backend of the group: NVLink as in the model of `scaling`, and a CPU's loop-back as orders of magnitude
 LINKS = {"nccl": H200.near, "gloo": Wire(message=1.5e-4, hop=1.5e-4, bandwidth=1e9)}
 WORTH = 0.75  # a pipeline may take this share of an all-gather's time
 
@@ -23,10 +24,10 @@ class Plan(NamedTuple):
 
     walk: str  # the form of the mechanism that walks the pieces
     exchange: str  # "all-gather" or "pipeline"
-    blocks: int  # a pipeline sends heads in so many, one after the other
-    segments: tuple[int, ...]  # for each rank, walked side by side on a GPU
-    composed: bool  # a rank's maps into one, before an all-gather
-    shapes: tuple[tuple[int, ...], ...]  # the tensors of a segment's map, X last
+    blocks: int  # a pipeline sends heads in so many blocks, one after the other
+    segments: tuple[int, ...]  # the number of segments on each rank; a GPU walks them at once
+    composed: bool  # whether a rank composes its maps into one before an all-gather
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the tensors of a segment's map, X last
     bytes: int  # sent by a rank, forward or backward
     why: tuple[str, ...]
 
@@ -46,20 +47,20 @@ def plan(
     link: Wire = LINKS["nccl"],
     multiprocessors: int = 0,
 ) -> Plan:
-    """Plan a call; pure: it asks no process group, and looks at no value.
+    """Plan a call: a pure function, which asks no process group and looks at no value.
 
     Args:
-        mechanism: such as "gla".
-        tokens: its tensors by name, as one rank has them, on any device ("meta" too).
-        lengths: how many tokens each rank has.
+        mechanism: a mechanism, such as "gla".
+        tokens: one rank's tensors by name, on any device ("meta" too).
+        lengths: the number of tokens on each rank.
         packed: whether there is `cu_seqlens`.
         exchange: as in :func:`gla`.
         segment: as in :func:`gla`.
-        link: what sending costs.
-        multiprocessors: of each rank's GPU; 0 for a CPU.
+        link: the cost of sending.
+        multiprocessors: the number on each rank's GPU; 0 for a CPU.
 
     Returns:
-        The plan; printed, it says why.
+        The plan; when printed, it gives the reason for each choice.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
@@ -74,13 +75,7 @@ def plan(
     itemsize = dtype.itemsize
     N, K, V = sizes["B"], sizes["K"], sizes["V"]
     H = sizes.get("HV", sizes["H"])
-    rows = {"linear_attention": 1, "simple_gla": 1, "gla": K}
-    decays = [(N, H, rows.get(mechanism, K), 1)]
-    if mechanism not in rows:
-        decays = [(N, H, K, K)]
-    elif tokens.get("g_v") is not None:
-        decays.append((N, H, 1, V))
-    shapes = (*decays, (N, H, K, V))
+    shapes = map_shapes(mechanism, N, H, K, V, columns=tokens.get("g_v") is not None)
     if segment:
         segments = tuple(max(1, -(-n // segment)) for n in lengths)
     else:
@@ -99,14 +94,7 @@ def plan(
     else:
         exchange = "pipeline" if pipe < WORTH * gather else "all-gather"
         why.append(f"{exchange}: in a pipeline each rank waits for the one before it, so it must save a quarter")
-    from .. import FORMS  # here, since it imports this package
-
-    if not multiprocessors:
-        walk, because = "chunkwise", "no GPU"
-    elif dtype == torch.float64 or "triton" not in FORMS[mechanism]:
-        walk, because = "chunkwise", f"there is no kernel for {dtype}"
-    else:
-        walk, because = "triton", "a GPU"
+    walk, because = choose_walk(mechanism, dtype, on_gpu=multiprocessors > 0)
     why.append(f"{walk}: {because}")
     if segment:
         why.append(f"segments of {segment} tokens were asked for: every number of ranks gives the same bits")
@@ -114,14 +102,31 @@ def plan(
         why.append(
             f"{max(segments)} segments a rank, side by side: one does not fill {multiprocessors} multiprocessors"
         )
-    numbers = blocks + state // itemsize if exchange == "pipeline" else 1 + maps // itemsize  # with the tags
+    numbers = blocks + state // itemsize if exchange == "pipeline" else 1 + maps // itemsize  # including the tags
     return Plan(walk, exchange, blocks, segments, not segment, shapes, numbers * itemsize, tuple(why))
 
 
-def side_by_side(tokens: int, programs: int, multiprocessors: int) -> int:
-    """Into how many equal segments to cut a piece, of at least 512 tokens, so that its programs fill a GPU.
+def choose_walk(mechanism: str, dtype: torch.dtype, on_gpu: bool) -> tuple[str, str]:
+    """The form that walks the pieces, and why."""
+    if not on_gpu:
+        return "chunkwise", "no GPU"
+    if dtype == torch.float64 or "triton" not in FORMS[mechanism]:
+        return "chunkwise", f"there is no kernel for {dtype}"
+    return "triton", "a GPU"
 
-    Programs of the kernels that have 128 columns of a state each: so many that these, too, walk each segment in one go.
+
+def map_shapes(mechanism: str, N: int, H: int, K: int, V: int, columns: bool) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors of a segment's map, M and then X; `columns`: there are gates on values."""
+    rows = {"linear_attention": 1, "simple_gla": 1, "gla": K}.get(mechanism)
+    M = ((N, H, K, K),) if rows is None else ((N, H, rows, 1), (N, H, 1, V))[: 1 + columns]
+    return *M, (N, H, K, V)
+
+
+def side_by_side(tokens: int, programs: int, multiprocessors: int) -> int:
+    """Return the number of equal segments, each of at least 512 tokens, whose programs fill a GPU.
+
+    A program of the kernels has up to 128 columns of a state. So many segments leave no reason for the kernels to cut
+    a segment again.
     """
     most = min(multiprocessors // programs, tokens // 512)
     return next((n for n in range(most, 1, -1) if tokens % n == 0), 1)

@@ -1,4 +1,4 @@
-"""A page that runs by itself: its kernel is held against the float64 recurrence, and timed (chapter 4).
+"""Run a page by itself: check its kernel against the float64 recurrence, and time it (chapter 4).
 
 `python -m gla_ref.pages.gla` prints the largest error of each result as a share of its budget, and, on a GPU, the
 median time at a size that models have. Without a GPU Triton's interpreter runs the kernel.
@@ -36,11 +36,11 @@ KINDS = {
     "gated_delta_rule_hopper": "gated_delta_rule",
 }
 TIMED = {"B": 8, "T": 8192, "H": 16, "HV": 16, "K": 128, "V": 128}
-FEWER = {"first": {"T": 64}, "gla_step": {"T": 1}}  # tokens that a page takes at most, or at a time
+FEWER = {"first": {"T": 64}, "gla_step": {"T": 1}}  # the most tokens that a page takes, in all or at a time
 
 
 def case_of(name: str, compiled: bool) -> check.Case:
-    """The case that a page's results are judged on."""
+    """The case on which a page's results are judged."""
     T, sizes = (150, {"H": 3, "K": 128, "V": 128}) if compiled else (40, {"H": 2, "K": 32, "V": 16})
     T = {"first": 40, "gla_step": 3}.get(name, T)
     gate = "mild and strong chunks" if name == "gla_levels" else "logsigmoid/16"
@@ -49,7 +49,7 @@ def case_of(name: str, compiled: bool) -> check.Case:
 
 
 def results(name: str, page: Callable, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The results of a page, by quantity."""
+    """Call a page and return its results by quantity."""
     tokens = [x[n] for n in MECHANISMS[KINDS[name]].required]
     if name == "gla_gradient":
         return dict(zip(("dq", "dk", "dv", "dg"), page(*tokens, x["d o"]), strict=True))
@@ -64,7 +64,7 @@ def results(name: str, page: Callable, x: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def timed(name: str, page: Callable, dtype: torch.dtype) -> str:
-    """The median of twenty calls, by events of the GPU."""
+    """Return the median time of twenty calls, by events of the GPU."""
     sizes = TIMED | FEWER.get(name, {})
     x = {"S0": torch.zeros([sizes[a] for a in "BHKV"], device="cuda")}
     for argument in MECHANISMS[KINDS[name]].arguments:
@@ -87,17 +87,17 @@ def timed(name: str, page: Callable, dtype: torch.dtype) -> str:
 
 
 def run(page: Callable) -> None:
-    """Judge and time the kernel of a page, and exit: 0 if it is right.
+    """Judge and time the kernel of a page, and exit with 0 if the kernel is right.
 
     Args:
-        page: the function of the file that was called as a program.
+        page: the function of the file that runs as a program.
     """
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as measured; Triton 3.10 will leave it out by default
     name = Path(page.__code__.co_filename).stem
     compiled = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
     if name.endswith("_hopper") and not (compiled and torch.cuda.get_device_capability() == (9, 0)):
         sys.exit(f"{name}: expected a GPU of compute capability 9.0 (H100, H200), which this page is for")
-    if not compiled and os.environ.get("TRITON_INTERPRET") != "1":  # Triton hears of it only when it is imported
+    if not compiled and os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads the variable only when it is imported
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"TRITON_INTERPRET": "1"})
     dtype, device = (torch.bfloat16, "cuda") if compiled else (torch.float32, "cpu")
     (problem,) = problems(KINDS[name], [case_of(name, compiled)], dtype, seed=0)

@@ -1,15 +1,15 @@
 """First kernels: add two vectors, take the softmax of rows, attend in one tile (chapter 4).
 
-A kernel is a function that many *programs* run at once, each told apart by `tl.program_id`. It works on tiles, whose
-sizes are powers of two and known when it is compiled (`tl.constexpr`), and reads and writes memory by pointers::
+A kernel is a function that many *programs* run at once; `tl.program_id` numbers them. A kernel works on tiles, whose
+sizes are powers of two and constants of the compiled kernel (`tl.constexpr`), and reads and writes memory by pointers::
 
     z = x + y                                         `add`: grid, offsets, mask                       (1)
     y = e^(x - max x) / sum e^(x - max x)             `softmax_rows`: strides, rows, warps, stages     (2)
     o = softmax(scale q k^T, later tokens -inf) v     `attend`: pointers to tiles, tl.dot              (3)
 
-Programs: N / 1024 of `add`, each for 1024 numbers, 12 bytes and one FLOP a number in float32; a few for each
-multiprocessor of `softmax_rows`, which take a row after another, each read once and written once; H * B of `attend`,
-each for all T tokens of a head, 2 T T (K + V) FLOPs, of which about half count.
+Programs: `add` has N / 1024, each for 1024 numbers with 12 bytes and one FLOP per number in float32. `softmax_rows` has
+a few per multiprocessor; each takes one row after another, and reads and writes each row once. `attend` has H * B, each
+for all T tokens of a head, with 2 T T (K + V) FLOPs; the causal mask keeps about half of them.
 
 Left out: more than 2^30 numbers, rows of more than 8192, more than 64 tokens, gradients.
 """
@@ -68,7 +68,7 @@ def attend_kernel(q, k, v, o, T, H, scale, BT: tl.constexpr, K: tl.constexpr, V:
 
 
 def check(name, x, shape, like, rows_apart=False):
-    """Refuse what these kernels leave out."""
+    """Refuse arguments that these kernels leave out."""
     if x.shape != shape or not 0 < x.numel() <= 2**30:
         raise ValueError(f"{name}: expected {tuple(shape)}, not empty, got {tuple(x.shape)}")
     if x.dtype != like.dtype or x.dtype not in FLOATS:
@@ -117,7 +117,7 @@ def attend(q, k, v, scale=None):
         check(name, x, torch.Size((B, T, H, D)), q)
         if D not in (16, 32, 64, 128):
             raise ValueError(f"{name}: expected 16, 32, 64 or 128 channels, got {D}")
-    o, BT = torch.empty_like(v), max(16, triton.next_power_of_2(T))  # tl.dot wants 16 at least
+    o, BT = torch.empty_like(v), max(16, triton.next_power_of_2(T))  # tl.dot needs at least 16
     scale = K**-0.5 if scale is None else scale
     attend_kernel[H, B](q, k, v, o, T, H, scale, BT=BT, K=K, V=V, num_warps=8)
     return o

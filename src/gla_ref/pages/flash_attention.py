@@ -1,6 +1,6 @@
 """FlashAttention on a page: causal softmax attention without the T x T matrix (chapter 4).
 
-Token i attends to all j <= i; its row of scores is met in tiles, with a running maximum m and sum l::
+Token i attends to all j <= i; its row of scores comes in tiles, with a running maximum m and sum l::
 
     s_ij = scale q_i k_j                                                                 (1)
     m'   = max(m, max_j s_ij)                                                            (2)
@@ -72,7 +72,7 @@ def attend(
 
 
 def descriptor(name, x, shape, like, *box):
-    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
+    """A TMA descriptor of x as [B, H, T, D]; box: tokens, channels of a load. Refuses a tensor the page cannot take."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")

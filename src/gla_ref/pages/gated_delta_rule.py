@@ -31,7 +31,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def inverse(A):
-    """(I + A)^-1 of A [C, C] below the diagonal: of its two blocks on the diagonal, then what lies between them."""
+    """(I + A)^-1 of A [C, C] below the diagonal: of the two blocks on the diagonal, then the block between them."""
     n: tl.constexpr = A.shape[0] // 2
     i, j, m = tl.arange(0, n)[None, :, None], tl.arange(0, n)[None, None, :], tl.arange(0, 2)
     A = A.reshape(2, n, 2, n)
@@ -108,7 +108,7 @@ def walk(q, k, v, P, Y, decay, o, S_last, T, scale, G, C: tl.constexpr, BK: tl.c
 
 
 def check(name, x, shape, like, dtypes):
-    """Refuse what this page leaves out."""
+    """Refuse arguments that this page leaves out."""
     if x.shape != shape or min(shape) < 1:
         raise ValueError(f"{name}: expected {shape}, got {tuple(x.shape)}")
     if x.dtype not in dtypes:

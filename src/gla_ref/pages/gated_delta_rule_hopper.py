@@ -1,6 +1,6 @@
 """The gated delta rule on Hopper, on a page: one role inverts a chunk ahead, two walk the state (chapter 23).
 
-Computes what :mod:`gla_ref.pages.gated_delta_rule` does. With b_i = g_1 + ... + g_i in a chunk of C tokens, and
+Computes the same as :mod:`gla_ref.pages.gated_delta_rule`. With b_i = g_1 + ... + g_i in a chunk of C tokens, and
 E_ij = e^(b_i - b_j) for j <= i, 0 above the diagonal::
 
     N = -tril(beta_i (k_i k_j^T) E_ij, -1)     P = (q k^T) * E     T = (I - N)^-1 diag(beta)     (1)
@@ -33,7 +33,7 @@ first holds, since a role waits for all phases of a barrier in order. The second
 
 So the solver, once past `ready` n, may overwrite b, P, T of round n - 1: both walkers have read them.
 
-The copy engine and WGMMA see what threads wrote to shared memory only after these threads' fence. One thread arrives
+The copy engine and WGMMA see threads' writes to shared memory only after these threads' fence. One thread arrives
 for its role; the compiler lets the role's warps meet before. A barrier's bytes are the hardware's until `invalidate`.
 
 `inverse` eliminates the four blocks of 16 on the diagonal of I - N in float32, a thread per column. Columns of blocks
@@ -271,7 +271,7 @@ def on_hopper(x):
 
 
 def check(name, x, shape, dtypes):
-    """Refuse what this page leaves out."""
+    """Refuse arguments that this page leaves out."""
     if x.shape != shape or min(shape) < 1:
         raise ValueError(f"{name}: expected {shape}, got {tuple(x.shape)}")
     if x.dtype not in dtypes:

@@ -20,11 +20,11 @@ and costs 2 C (C (2 BK + BV) + 2 BK BV + 16 BK) FLOPs, BK = max(K, 64). Of these
 products with `sign` and `ones` below.
 
 Left out: packed sequences, initial states, gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
-What helps few heads, which leave multiprocessors idle, is shown without gates in
-:mod:`gla_ref.pages.linear_attention_segments`. If any channel's log gates sum to less than -80 in a chunk (bf16; -4 in
-float32), o of that head is NaN from that chunk on, and so is that channel's row of the state. So q' and k' are at most
-e^40 (e^2) times q and k, and their products far from the largest number; in float32 the error of e^x, x / 2^24, would
-show, where bf16 hides it. :mod:`gla_ref.pages.gla_levels` takes every gate.
+Few heads leave multiprocessors idle; :mod:`gla_ref.pages.linear_attention_segments` has a remedy, without gates. If any
+channel's log gates sum to less than -80 in a chunk (bf16; -4 in float32), o of that head is NaN from that chunk on, and
+so is that channel's row of the state. So q' and k' are at most e^40 (e^2) times q and k, and their products are far
+from the largest number. The limit for float32 is lower because the error of e^x, x / 2^24, would show; bf16 hides it.
+:mod:`gla_ref.pages.gla_levels` takes every gate.
 """
 
 import torch
@@ -83,7 +83,7 @@ def walk(
 
 
 def descriptor(name, x, shape, like, *box):
-    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
+    """A TMA descriptor of x as [B, H, T, D]; box: tokens, channels of a load. Refuses a tensor the page cannot take."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")

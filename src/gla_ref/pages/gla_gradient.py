@@ -9,12 +9,12 @@ r = b_C / 2, q' = q e^(b - r) and k' = k e^(r - b), S the state before a chunk, 
     dq = e^(b - r) (do (e^r S)^T + A k')          dk = e^(r - b) (A^T q' + D)            (4)
     dg = sum from t on of q dq - k' (A^T q')  +  sum before t of k' D  +  rowsum(S * e^(2 r) R)  (5)
 
-and scale times all but R. dg_t is what crosses token t: what the chunk reads, what it writes for later ones, and what
-passes it from state to state. Reference: :mod:`gla_ref.gradients.gla`. Programs: V / BV * H * B of each `walk`, which
-stores a state a chunk, and K / 64 * H * T / C * B of `local`, 2 C (C V + 2 BK V + (9 C + 16) BK) FLOPs each in bf16.
+and all results except R times scale. dg_t sums paths across token t: reads of the chunk, writes for later chunks, and
+the way from state to state. Reference: :mod:`gla_ref.gradients.gla`. Programs: V / BV * H * B of each `walk`, which
+stores a state per chunk, and K / 64 * H * T / C * B of `local`, 2 C (C V + 2 BK V + (9 C + 16) BK) FLOPs each in bf16.
 Left out: packed sequences, a gradient of the final state, gates on values, float16, sizes other than 16, 32, 64, 128.
 If a channel's log gates sum to less than -80 in a chunk (bf16; -4 in float32), its dq is NaN from that chunk on, its dk
-and all of dv up to it, its dg everywhere. For few heads, see :mod:`gla_ref.pages.linear_attention_segments`.
+and all of dv up to it, its dg everywhere. For few heads: :mod:`gla_ref.pages.linear_attention_segments`.
 """
 
 import torch
@@ -41,7 +41,7 @@ def walk(
     reads, writes, x, g, y, states, T, H, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LIMIT: tl.constexpr, BACK: tl.constexpr,
 ):
-    """Forwards, S of what k and x = v write. Backwards, R of what q and x = do write, and y = dv, which k reads."""
+    """Forwards, k and x = v write the state S. Backwards, q and x = do write R, and k reads y = dv from it."""
     # which tile: columns from i_v on of head i_h of sequence i_b. b_ is a block, in registers
     i_v, i_h, i_b = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -66,7 +66,7 @@ def walk(
 
 @triton.jit
 def tile(i_b, i_h, t, i_d, T, H, D, C: tl.constexpr, BD: tl.constexpr):
-    """Where C tokens and BD channels of a tensor [B, T, H, D] lie, and which of them there are."""
+    """The places of C tokens and BD channels of a tensor [B, T, H, D], and the mask of those inside the tensor."""
     i, d = t + tl.arange(0, C)[:, None], i_d + tl.arange(0, BD)[None, :]
     return ((i_b * T + i).to(tl.int64) * H + i_h) * D + d, (i < T) & (d < D)
 
@@ -79,7 +79,7 @@ def local(
     # which tile: channels from i_k on of chunk i_c of head i_h of sequence i_b
     n_k, i_c, i_b = tl.cdiv(K, BK), tl.program_id(1), tl.program_id(2)
     i_k, i_h = tl.program_id(0) % n_k * BK, tl.program_id(0) // n_k
-    n = (i_b * H + i_h) * tl.num_programs(1) + i_c  # of all states
+    n = (i_b * H + i_h) * tl.num_programs(1) + i_c  # the number of this state
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     # compute: sums over V. By pointers: in a short program nothing hides how long the copy engine takes to start
     A, kept = tl.zeros([C, C], tl.float32), tl.zeros([BK], tl.float32)
@@ -118,7 +118,7 @@ def local(
 
 
 def descriptor(name, x, shape, like, *box):
-    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
+    """A TMA descriptor of x as [B, H, T, D]; box: tokens, channels of a load. Refuses a tensor the page cannot take."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")

@@ -214,7 +214,7 @@ def walk(q, k, v, g, o, S_last, strong, T, H, scale, K: gl.constexpr, V: gl.cons
 
 
 def descriptor(name, x, shape):
-    """x seen as [B, H, T, D], of which a copy takes C tokens of one head. Refuses what is left out."""
+    """x seen as [B, H, T, D], of which a copy takes C tokens of one head. Refuses a tensor the page cannot take."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (64, 128):
         raise ValueError(f"{name}: expected {shape}, last 64 or 128, got {tuple(x.shape)}")

@@ -34,13 +34,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def clamped(b_g):
-    """e^-104 is 0 in float32, so that -104 stands for all gates below."""
+    """Clamp gates: e^-104 is 0 in float32, so -104 stands for all lower gates."""
     return tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL).to(b_g.dtype)
 
 
 @triton.jit
 def tile(i_b, i_h, t, i_d, T, H, D, C: tl.constexpr, BD: tl.constexpr):
-    """Where C tokens and BD channels of a tensor [B, T, H, D] lie, and which of them there are."""
+    """The places of C tokens and BD channels of a tensor [B, T, H, D], and the mask of those inside the tensor."""
     i, d = t + tl.arange(0, C)[:, None], i_d + tl.arange(0, BD)[None, :]
     return ((i_b * T + i).to(tl.int64) * H + i_h) * D + d, (i < T) & (d < D)
 
@@ -76,7 +76,7 @@ def walk(
         b_q, b_k = (b_q * tl.exp2(up)).to(v.dtype), (b_k * tl.exp2(down)).to(v.dtype)  # (1), (2)
         S *= tl.exp2(anchor)[:, None]  # (1)
         P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
-        P = tl.where(j <= tl.where(mild, i, -1), P, 0.0).to(b_v.dtype)  # of a strong chunk nothing
+        P = tl.where(j <= tl.where(mild, i, -1), P, 0.0).to(b_v.dtype)  # no pairs of a strong chunk
         b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV]
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (3)
         S *= tl.exp2(total - 2 * anchor)[:, None]  # (2), 1 in a mild chunk
@@ -125,7 +125,7 @@ def levels(
 
 
 def descriptor(name, x, shape, like, *box):
-    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
+    """A TMA descriptor of x as [B, H, T, D]; box: tokens, channels of a load. Refuses a tensor the page cannot take."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")

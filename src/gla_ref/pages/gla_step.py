@@ -1,14 +1,14 @@
-"""Gated linear attention on a page, one token: what a model that answers does for every token (chapter 16).
+"""Gated linear attention on a page, one token: a model that answers runs this step for every token (chapter 16).
 
 Computes::
 
     S <- diag(e^g) S + k^T v                                                             (1)
     o  = scale q S                                                                       (2)
 
-Reference: :func:`gla_ref.gla.recurrent`, of which this is one step: no chunk, no product of matrices, float32 inside,
-right for every log gate in [-inf, 0]. A program owns BV columns of the state of one head: V / BV * H * B programs. Each
-reads its part of the state and writes it back, 8 K BV bytes, for 5 K BV FLOPs: memory sets the pace, and what else is
-read, 2 (3 K + BV) bytes in bf16, hardly counts.
+Reference: one step of :func:`gla_ref.gla.recurrent`, in float32, without chunks or products of matrices, right for
+every log gate in [-inf, 0]. A program owns BV columns of the state of one head: V / BV * H * B programs. Each reads its
+part of the state and writes it back, 8 K BV bytes, for 5 K BV FLOPs: memory limits the time. The other inputs, 2 (3 K +
+BV) bytes in bf16, hardly count.
 
 Left out: several tokens in a call, gates on values, gradients, other sizes than powers of two from 16 to 256.
 """
@@ -26,7 +26,7 @@ def step(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
 ):
     # which tile: columns o_v of the state of head i_h of sequence i_b
-    i_h, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)  # many states are many numbers
+    i_h, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)  # many states may have more than 2^31 numbers
     o_k, o_v = tl.arange(0, K), tl.program_id(0) * BV + tl.arange(0, BV)
     o_S = ((i_b * H + i_h) * K + o_k[:, None]) * V + o_v[None, :]  # [K, BV]
 
@@ -47,7 +47,7 @@ def step(
 
 
 def check(name, x, shape, dtypes, like):
-    """Refuse what this page leaves out."""
+    """Refuse arguments that this page leaves out."""
     sizes = (16, 32, 64, 128, 256)
     if x.shape != shape or min(shape) < 1 or x.shape[-1] not in sizes:
         raise ValueError(f"{name}: expected {shape}, last one of {sizes}, got {tuple(x.shape)}")
@@ -55,7 +55,7 @@ def check(name, x, shape, dtypes, like):
         raise TypeError(f"{name}: expected {', '.join(map(str, dtypes))}, got {x.dtype}")
     if x.device != like.device or not (x.is_cuda or triton.knobs.runtime.interpret):
         raise ValueError(f"{name}: expected all tensors on one GPU, got {x.device}")
-    if not x[0].is_contiguous():  # of the batch any stride will do: that of one token of many, say
+    if not x[0].is_contiguous():  # the batch may have any stride, such as that of one token among many
         raise ValueError(f"{name}: expected each x[b] contiguous, got strides {x.stride()}")
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(f"{name}: expected no gradient (use torch.no_grad), got requires_grad")

@@ -1,4 +1,4 @@
-"""Linear attention on a page: the state stays in registers while the tokens come by (chapter 7).
+"""Linear attention on a page: the state stays in registers while the program walks over the tokens (chapter 7).
 
 Computes::
 
@@ -11,7 +11,7 @@ Chunk by chunk, with q, k and v of C tokens and S the state before them::
 
 Reference: :func:`gla_ref.linear_attention.recurrent`. A program owns BV columns of the state of one head and walks over
 the chunks of its sequence: V / BV * H * B programs. A chunk moves 2 C (2 K + 2 BV) bytes in bf16 and costs
-2 C (C (BK + BV) + 2 BK BV) FLOPs, BK = max(K, 64), BV = max(V, 64): memory sets the pace. In float32 C = BV = 16.
+2 C (C (BK + BV) + 2 BK BV) FLOPs, BK = max(K, 64), BV = max(V, 64): memory limits the time. In float32 C = BV = 16.
 
 Left out: packed sequences, initial states, normalisation, gradients, float16 (a state may be too large for it), other
 sizes than 16, 32, 64 and 128. For few heads, which leave multiprocessors idle, see
@@ -54,7 +54,7 @@ def walk(
 
 
 def descriptor(name, x, shape, like, *box):
-    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
+    """A TMA descriptor of x as [B, H, T, D]; box: tokens, channels of a load. Refuses a tensor the page cannot take."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")

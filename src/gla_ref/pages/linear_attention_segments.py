@@ -12,12 +12,12 @@ One program a head leaves most of a chip idle when there are few heads. So a seq
     S <- S + k^T v                                from its own S_n, chunk by chunk         (4)
 
 Reference: :func:`gla_ref.linear_attention.recurrent`. Programs: V / BV * H * B * N of `add_up` and of `walk`, which own
-BV columns of a state, and K V / 1024 * H * B of `carry`. `add_up` reads k and v once more than one walk would, 1.5
-times the bytes in all, for N times the programs; a state costs 4 K V bytes four times. A chunk of `walk` has
-2 C (C (BK + BV) + 2 BK BV) FLOPs, BK = max(K, 64), one of `add_up` 2 C BK BV.
+BV columns of a state, and K V / 1024 * H * B of `carry`. `add_up` reads k and v once more than a single walk, 1.5 times
+the bytes in all, for N times the programs. Each state moves four times, 4 K V bytes each time. A chunk of `walk` has
+2 C (C (BK + BV) + 2 BK BV) FLOPs, BK = max(K, 64), a chunk of `add_up` 2 C BK BV.
 
 Left out: packed sequences, initial states, normalisation, gradients, float16 (a state may be too large for it), other
-sizes than 16, 32, 64 and 128. For enough heads, two programs for three multiprocessors and more,
+sizes than 16, 32, 64 and 128. If heads give at least two programs for three multiprocessors,
 :mod:`gla_ref.pages.linear_attention` reads less.
 """
 
@@ -45,7 +45,7 @@ def carry(A, S_last, N, KV, BLOCK: tl.constexpr):
     # which tile: BLOCK numbers of the state of a head
     i_h, o = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     S = tl.zeros([BLOCK], tl.float32)
-    for n in range(0, N):  # A_n makes room for S_n
+    for n in range(0, N):  # replace A_n by S_n
         p = A + (i_h * N + n) * KV + o
         b_A = tl.load(p, mask=o < KV)  # [BLOCK]
         tl.store(p, S, mask=o < KV)
@@ -78,7 +78,7 @@ def walk(q, k, v, A, o, T, L, H, N, scale, C: tl.constexpr, BK: tl.constexpr, BV
 
 
 def descriptor(name, x, shape, like, *box):
-    """A TMA descriptor of x seen as [B, H, T, D]; box: tokens, channels of a load. Refuses what is left out."""
+    """A TMA descriptor of x as [B, H, T, D]; box: tokens, channels of a load. Refuses a tensor the page cannot take."""
     B, T, H, D = shape
     if x.shape != shape or min(shape) < 1 or D not in (16, 32, 64, 128):
         raise ValueError(f"{name}: expected {shape}, last 16, 32, 64 or 128, got {tuple(x.shape)}")
@@ -96,7 +96,7 @@ def descriptor(name, x, shape, like, *box):
 def linear_attention(q, k, v, scale=None, segment=None):
     """o [B, T, H, V] and the state after the last token, float32 [B, H, K, V].
 
-    q and k [B, T, H, K], v [B, T, H, V]; scale is K^-0.5 when None. A segment has so many tokens, a multiple of a
+    q and k [B, T, H, K], v [B, T, H, V]; scale is K^-0.5 when None. `segment` is a number of tokens, a multiple of a
     chunk's; None makes one program for each multiprocessor, but segments of at least 8 chunks.
     """
     if q.ndim != 4 or v.ndim != 4:

@@ -1,7 +1,7 @@
-"""Exercises that answer: `check("ex-linear-capacity", 17)` says right, or what went wrong (chapters 1 to 24).
+"""Exercises that answer: `check("ex-linear-capacity", 17)` says "right", or names the mistake (chapters 1 to 24).
 
-A judge is a function that raises :class:`Wrong` with a sentence for the reader, or returns. It sees values and
-functions only, never how they were written.
+A judge is a function that raises :class:`Wrong` with a sentence for the reader, or returns. A judge sees values and
+functions only, never the reader's code.
 """
 
 import html
@@ -18,7 +18,7 @@ Kind = Literal["predict", "derive", "implement"]
 
 #: label -> (kind, judge), filled by the modules
 JUDGES: dict[str, tuple[Kind, Callable[[Any], None]]] = {}
-#: label -> what makes the question, for exercises that only predict; it is data, by which a page can judge too
+#: label -> function that makes the question of an exercise that only predicts; a page judges by the same data
 QUESTIONS: dict[str, Callable[[], Any]] = {}
 
 
@@ -32,7 +32,7 @@ class Open(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What :func:`check` found: true when the answer is right, else the message says why not.
+    """The verdict of :func:`check`: true if the answer is right; otherwise the message names the mistake.
 
     Attributes:
         status: "right", "wrong" or "open" (not answered yet).
@@ -72,8 +72,8 @@ def check(label: str, answer: object = ...) -> Verdict:
     """Judge an answer to an exercise of the book.
 
     Args:
-        label: the exercise's label, as its starting cell has it.
-        answer: a number, a choice, a list, a tensor or a function, as the exercise says; `...` is no answer yet.
+        label: the exercise's label, as in its starting cell.
+        answer: the number, choice, list, tensor or function that the exercise asks for; `...` is no answer yet.
 
     Returns:
         a :class:`Verdict`, which is true when the answer is right.

@@ -1,4 +1,4 @@
-"""What the judges share: call the answer, name its mistake, else find the first difference (chapters 1 to 24)."""
+"""Helpers of the judges: call the answer, name its mistake, or find the first difference (chapters 1 to 24)."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import Open, Wrong
 
-CLOSE = 1e-9  # of the largest number: right answers in float64 agree far better than that
+CLOSE = 1e-9  # relative to the largest number; right answers in float64 agree far better
 AXES = {"T": "token", "H": "head", "N": "chunk", "P": "part"}  # counted from 1 in messages
 
 
@@ -21,7 +21,7 @@ def draw(seed: int, *shapes: Sequence[int]) -> list[Tensor]:
 
 
 def one_head(form: Callable, *tokens: Tensor, **options) -> tuple[Tensor, Any]:
-    """o `[T, V]` and the state that a form of the package returns for one head's tokens `[T, ...]`."""
+    """Return o `[T, V]` and the state of a form of the package for one head's tokens `[T, ...]`."""
     o, state = form(*(x[None, :, None] for x in tokens), **options)
     return o[0, :, 0], state
 
@@ -32,7 +32,7 @@ def reverse_sum(x: Tensor, axis: int = 0) -> Tensor:
 
 
 def variants(function: Callable, mistakes: dict[str, dict | Callable]) -> dict[str, Callable]:
-    """A sentence -> the function that makes this mistake, where `mistakes` may have only its options of `function`."""
+    """Return {sentence: function with this mistake}; `mistakes` has functions, or options of `function`."""
     return {s: partial(function, **m) if isinstance(m, dict) else m for s, m in mistakes.items()}
 
 
@@ -46,7 +46,7 @@ def close(x: Tensor, y: Tensor) -> bool:
 
 
 def call(answer: Callable, *args: Any) -> tuple:
-    """What the reader's function returns, as a tuple; it gets copies, so that it cannot change the judge's."""
+    """Call the reader's function on copies, so that the judge's data stay unchanged; return its results as a tuple."""
     if not callable(answer):
         raise Wrong(f"Expected a function, got {type(answer).__name__}.")
     got = answer(*copy.deepcopy(args))
@@ -56,7 +56,7 @@ def call(answer: Callable, *args: Any) -> tuple:
 
 
 def locate(name: str, axes: str, got: Tensor, want: Tensor) -> str:
-    """Where `got` first differs from `want`, and by how much."""
+    """Say where `got` first differs from `want`, and by how much."""
     size = 1 + want.abs().max().item()
     i = tuple(((got - want).abs() > CLOSE * size).nonzero()[0].tolist())
     words = [f"{AXES[a]} {n + 1}" for a, n in zip(axes.split(), i, strict=True) if a in AXES]
@@ -66,7 +66,7 @@ def locate(name: str, axes: str, got: Tensor, want: Tensor) -> str:
 
 
 def results(got: Sequence, want: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-    """The answer's results as float64 tensors; Wrong if their number or kind does not fit."""
+    """Return the answer's results as float64 tensors; raise Wrong if their number or kind does not fit."""
     if len(want) == 1 and want[0].ndim and all(isinstance(x, (int, float)) for x in got):
         got = [torch.tensor(got, dtype=torch.float64)]  # one result, as a plain list of numbers
     if len(got) != len(want):
@@ -92,17 +92,17 @@ def hold(
     mistakes: dict[str, Callable],
     axes: dict[str, str] | None = None,
 ) -> None:
-    """Hold the reader's function against `right` on every case; name the mistake that it makes.
+    """Compare the reader's function with `right` on every case; name its mistake.
 
     Args:
         answer: the reader's function of one case's arguments.
         cases: arguments, small and in float64.
-        right: what it should compute.
+        right: the right function.
         mistakes: a sentence for the reader -> the function that makes this mistake.
-        axes: of each result by its name, to say where the first difference is; {"o": "T V"} when None.
+        axes: the axes of each result by its name, for the place of the first difference; {"o": "T V"} when None.
 
     Raises:
-        Wrong: with the sentence of a mistake, or what does not fit, or the first difference.
+        Wrong: with the sentence of a mistake, a result that does not fit, or the first difference.
         Open: the function returns nothing yet.
     """
     axes = axes or {"o": "T V"}
@@ -115,7 +115,7 @@ def hold(
     def made_by(mistake, args, got):
         try:
             return all(map(close, got, run(mistake, args)))
-        except (RuntimeError, IndexError):  # it has no result here
+        except (RuntimeError, IndexError):  # the mistake has no result here
             return False
 
     for args in cases:

@@ -1,4 +1,4 @@
-"""Exercises that only predict: what they ask and how they judge, as data that a page can use too (chapters 1 to 24)."""
+"""Exercises that only predict: questions and rules, as data that a page can use too (chapters 1 to 24)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from . import QUESTIONS, Open, Wrong, exercise
 
 RIGHT = "Right."
 Interval = tuple[float, float]
-Place = tuple[Interval | None, ...]  # an interval for each number of an answer; None is anything
+Place = tuple[Interval | None, ...]  # an interval for each number of an answer; None accepts any number
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Part:
     """A part of an answer: a number, one of some options, or several of them.
 
     Attributes:
-        name: what is asked for, in a few words.
-        options: each with the number that stands for it; none where any number may be the answer.
-        many: several options may be chosen; then each counts as a number of its own, 1 if it is chosen and 0 if not.
+        name: the quantity, in a few words.
+        options: each option with the number that stands for it; empty if any number may be the answer.
+        many: whether several options may be chosen; then each option is a number, 1 if it is chosen and 0 if not.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Question:
-    """What an exercise asks, and its rules: the first whose place holds the answer's numbers says its sentence."""
+    """An exercise's parts, and its rules: the first rule whose place has the answer's numbers says its sentence."""
 
     parts: Sequence[Part]
     rules: Sequence[tuple[Place, str]]
@@ -61,7 +61,7 @@ def ask(label: str) -> Callable:
 
 
 def number(x: Any) -> float:
-    """A number of the reader's; Wrong if it is none, Open if it is still missing."""
+    """Return a number of the reader's answer; raise Wrong if it is no number, Open if it is still missing."""
     if x is ...:
         raise Open("Your turn: one of the answers is still missing.")
     try:
@@ -71,7 +71,7 @@ def number(x: Any) -> float:
 
 
 def near(x: Any, tolerance: float = 1e-3) -> Interval | None:
-    """What counts as x: an int has to be met exactly, a float up to a relative error; `...` is anything."""
+    """Return the interval that counts as x: an int exactly, a float up to a relative error, `...` any number."""
     if x is ...:
         return None
     relative = 1e-9 if isinstance(x, int) else tolerance
@@ -80,7 +80,7 @@ def near(x: Any, tolerance: float = 1e-3) -> Interval | None:
 
 
 def rules(right: Place, mistakes: Iterable[tuple[Place, str]], others: dict[int, str]) -> list[tuple[Place, str]]:
-    """The right answer, the mistakes, and a sentence for any other answer that is right up to its n-th number."""
+    """Return the rules: the right answer, the mistakes, and a sentence for other answers with a wrong n-th number."""
     made = [(right, RIGHT), *mistakes]
     for n in sorted(others, reverse=True):
         made.append(((*right[:n], *[None] * (len(right) - n)), others[n]))
@@ -88,7 +88,7 @@ def rules(right: Place, mistakes: Iterable[tuple[Place, str]], others: dict[int,
 
 
 def several(answer: Any, n: int, kind: str) -> list:
-    """The parts of an answer, a list of n (one alone if n is 0); Wrong if it has others, Open if one is missing."""
+    """Return an answer's parts, a list of n (for n = 0 one alone); raise Wrong for another length, Open for `...`."""
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
     many = isinstance(answer, (list, tuple))
     if many != bool(n) or (many and len(answer) != n):
@@ -114,12 +114,10 @@ def numbers(
     """Ask for a number or for a list of them.
 
     Args:
-        names: what each is; one string if the answer is one number, not a list.
-        right: a number for each name.
-        mistakes: pairs of what a mistake leads to and the sentence that names it; `...` in a list is anything.
-        hint: what to say about any other wrong answer.
-        tolerance: the relative error that a number may have where the right one is a float.
-        options: words to choose from; then all numbers above are words.
+        names: the name of each number; one string if the answer is one number, not a list. right: a number for each
+        name. mistakes: pairs of the numbers after a mistake and the sentence that names the mistake; `...` accepts any
+        number. hint: the sentence for any other wrong answer. tolerance: the relative error allowed if the right number
+        is a float. options: words to choose from; then all numbers above are words.
     """
     alone = isinstance(names, str)
     index = {word: i for i, word in enumerate(options)}
@@ -144,9 +142,9 @@ def choice(name: str, right: Any, why: dict[Any, str]) -> Question:
     """Ask for several of some options; a wrong answer gets the sentence of the first one missing or too much.
 
     Args:
-        name: what the options are that belong to the answer.
-        right: the options that do, as a string of letters or a list.
-        why: every option -> the sentence that says why it belongs to the answer, or does not.
+        name: the property of the options that belong to the answer.
+        right: these options, as a string of letters or a list.
+        why: every option -> the sentence that says why the option belongs to the answer, or does not.
     """
     options = list(why)
 
@@ -156,7 +154,7 @@ def choice(name: str, right: Any, why: dict[Any, str]) -> Question:
             answer = [answer]
         elif isinstance(answer, str):
             answer = [x for x in answer.lower() if x not in " ,"]
-        # of an empty answer nothing is said: the sentence of what is missing would tell the right one
+        # an empty answer gets no sentence: the sentence of a missing option would give the answer away
         if not answer or not isinstance(answer, (list, tuple, set)) or not all(x in options for x in answer):
             kind = "" if isinstance(right, str) else " as a list"
             raise Wrong(f"Expected some of {', '.join(map(str, why))}{kind}, got {given!r}.")
@@ -169,10 +167,10 @@ def choice(name: str, right: Any, why: dict[Any, str]) -> Question:
 
 
 def predict(label: str, *asked: Any, **options: Any) -> None:
-    """An exercise whose answer is numbers or words, see :func:`numbers`."""
+    """Register an exercise whose answer is numbers or words, see :func:`numbers`."""
     ask(label)(lambda: numbers(*asked, **options))
 
 
 def choose(label: str, *asked: Any) -> None:
-    """An exercise whose answer is some of several options, see :func:`choice`."""
+    """Register an exercise whose answer is some of several options, see :func:`choice`."""
     ask(label)(lambda: choice(*asked))

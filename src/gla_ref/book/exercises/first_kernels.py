@@ -14,16 +14,16 @@ from ._compare import call, hold
 from ._predict import choose, predict
 
 GUARD = 4096  # numbers before, between and after a kernel's tensors, which no program may touch
-NAN, UNWRITTEN = 0x7FC00000, 0x7FC5A5A5  # float32 bit by bit: of the guards; of a result that nobody has written
-CLOSE = 2e-5  # of the result's rms: float32 sums of some dozen terms, in any order; more where `right` needs more
-COARSE = 5e-3  # what rounding the operands to 10 bits costs, as TF32 does
+NAN, UNWRITTEN = 0x7FC00000, 0x7FC5A5A5  # float32 patterns of the guards, and of results before a kernel writes them
+CLOSE = 2e-5  # relative to the result's rms: float32 sums of some dozen terms in any order; `right` may need more
+COARSE = 5e-3  # the error of operands rounded to 10 bits, as in TF32
 
 
 class Launch(NamedTuple):
     """One launch of the reader's kernel."""
 
     inputs: dict[str, Tensor]  # float64, each becomes a pointer to float32
-    #: of the result, whose pointer comes after the inputs'; by name where there are several
+    #: the shape of the result, whose pointer comes after the inputs'; shapes by name if there are several results
     shape: Sequence[int] | dict[str, Sequence[int]]
     grid: Sequence[int]
     numbers: Sequence  # arguments after the pointers
@@ -31,9 +31,12 @@ class Launch(NamedTuple):
 
 
 def launch_all(kernel, case: Launch) -> dict[str, Tensor]:
-    """The kernel's results by name; Wrong if it writes elsewhere, or not everywhere. Guards of NaN part the tensors."""
+    """Return the kernel's results by name; raise Wrong if it writes elsewhere, or not everywhere.
+
+    Guards of NaN lie between the tensors.
+    """
     if not hasattr(type(kernel), "__getitem__") or isinstance(kernel, (type, dict)):
-        try:  # a body of dots is no answer yet, and returns nothing
+        try:  # a body of dots returns nothing: no answer yet
             call(kernel, *case.inputs.values())
         except Open:
             raise
@@ -91,13 +94,13 @@ def launch(kernel, case: Launch) -> Tensor:
 
 
 def kernel(answer, cases: Iterable[Launch], right: Callable, mistakes: dict[str, Callable]) -> None:
-    """Hold the reader's kernel against `right` on every case; name the mistake that it makes.
+    """Compare the reader's kernel with `right` on every case; name its mistake.
 
     Args:
-        answer: the reader's kernel, or what stands in its place.
-        cases: launches, small ones.
-        right: of a case, what the result should be, in float64.
-        mistakes: a sentence for the reader -> what a kernel that makes this mistake has as its result.
+        answer: the reader's kernel, or another object in its place.
+        cases: small launches.
+        right: the right result of a case, in float64.
+        mistakes: a sentence for the reader -> the result of a kernel with this mistake.
     """
     for case in cases:
         got, want = launch(answer, case), right(case)
@@ -241,7 +244,7 @@ choose(
 
 @exercise("ex-first-norm", "implement")
 def rms_norm(answer):
-    """y = x / sqrt(mean(x^2) + eps), a row a program, rows a stride apart."""
+    """y = x / sqrt(mean(x^2) + eps), one row per program, rows a stride apart."""
 
     def rows(case):
         (x,), (N, stride, _, _) = case.inputs.values(), case.numbers
@@ -287,7 +290,7 @@ def rms_norm(answer):
 
 @exercise("ex-first-matmul", "implement")
 def matmul(answer):
-    """c = a b, a tile of c a program, in steps of BK along K."""
+    """c = a b, one tile of c per program, in steps of BK along K."""
 
     def split(case):
         return case.inputs["a"], case.inputs["b"], *case.constants.values()

@@ -30,7 +30,7 @@ C = 2 * RIDGE - 128  # e ridge - d
 predict(
     "ex-fla-chunk",
     ["length of a chunk", "bytes a token, relative to C = 64"],
-    [C, 1.0],  # the bytes a token do not depend on C
+    [C, 1.0],  # the bytes per token do not depend on C
     [
         ([RIDGE - 128, ...], "Numbers have e = 2 bytes: (C + d) / e must be the ridge."),
         ([RIDGE, ...], "d counts as well, and so does e = 2: (C + d) / e must be the ridge."),
@@ -46,7 +46,7 @@ predict(
 
 @exercise("ex-fla-mend", "implement")
 def mend(answer):
-    """o of segment m is what it made from zeros, plus scale q S_m."""
+    """o of segment m is its o from zeros, plus scale q S_m."""
 
     def walk(q, k, v):
         return 0.6 * (q @ k.T).tril() @ v, k.T @ v

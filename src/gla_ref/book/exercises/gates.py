@@ -26,7 +26,7 @@ def _seen(first: set[int], second: set[int], own: bool = True) -> list[list[int]
 
 @ask("ex-gates-reset")
 def reset():
-    def flags(lists):  # of four lists of tokens, what each of them holds
+    def flags(lists):  # whether each of four lists has each token
         return [float(t in tokens) for tokens in lists for t in (1, 2, 3, 4)]
 
     def read(answer):

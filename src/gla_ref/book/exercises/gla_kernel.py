@@ -121,7 +121,7 @@ def _chunks(
 
 
 _LN2 = math.log(2)
-_MISTAKES = {  # a sentence -> options of _chunks, each of which makes it
+_MISTAKES = {  # a sentence -> options of _chunks that make this mistake
     "The mask is strict: a token misses its own write. Keep the diagonal, i >= j.": [dict(mask=lambda P: P.tril(-1))],
     "There is no mask: tokens read later ones. Keep the scores with i >= j.": [dict(mask=lambda P: P)],
     "The mask is transposed: i, the row, is the reader. Keep the scores with i >= j.": [dict(mask=torch.triu)],

@@ -37,7 +37,7 @@ def heads(answer):
 
 
 def _output(o, x, W_R, W_O, *, axes=(-1,), gate=F.silu, centre=False, late=False):
-    """A token's y; `late` normalises what the gate has let through."""
+    """A token's y; `late` normalises the gated output."""
     u = gate(x @ W_R).view_as(o)
     y = u * o if late else o
     y = y - y.mean(-1, keepdim=True) if centre else y

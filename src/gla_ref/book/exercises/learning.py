@@ -1,10 +1,10 @@
-"""Judges of the exercises on experiments: baselines, epsilons, intervals, half-lives, sizes of states (chapter 19)."""
+"""Judges of the exercises on experiments: baselines, epsilons, intervals, half-lives, comparisons (chapter 19)."""
 
 import math
 
 from . import exercise
 from ._compare import draw, hold
-from ._predict import ask, numbers
+from ._predict import ask, choose, numbers
 
 
 @exercise("ex-learns-baseline", "derive")
@@ -75,14 +75,14 @@ def strong(answer):
     hold(answer, [(64, 80.0), (32, 4.0)], lambda C, limit: C * math.log(2) / limit, mistakes, {"half-life": ""})
 
 
-@ask("ex-learns-state")
-def state():
-    mistakes = [
-        ([32, 64], "Keys of a linear mixer have half the width: H K = 32, not 64, and softmax keeps 128 a token."),
-        ([8, 8], "Fewer heads have a larger state: a head's rows meet all of its columns."),
-        ([16, 32], "A token adds a key and a value of 64 numbers each: 128."),
-        ([4, 8], "All heads' states count: H K V numbers."),
-        ([16, 8], "The two are exchanged."),
-    ]
-    hint = "The state has H K V numbers, with H K = 32 and H V = 64. The cache has 128 numbers for each token."
-    return numbers(["2 heads", "1 head"], [8, 16], mistakes, hint)
+choose(
+    "ex-learns-judge",
+    "Sentences that you may write",
+    "ad",
+    {
+        "a": "Chance is 1 in 32, and one of the text's values is right in 25 % of the cases.",
+        "b": "The mean is lower, but look at the interval of the difference: one model makes it wider than the scale.",
+        "c": "Two models of A have a state of the same size, and answer nearly everything.",
+        "d": "The rate was chosen for B. Nobody has looked for the best rate of A.",
+    },
+)

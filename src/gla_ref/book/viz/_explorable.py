@@ -24,7 +24,7 @@ class Choice(NamedTuple):
 
 
 class Slider(NamedTuple):
-    """A range to slide along; where there are fewer frames than values it ends earlier."""
+    """A range to slide along; if there are fewer frames than values, the range ends earlier."""
 
     label: str
     values: Sequence[object]
@@ -33,12 +33,12 @@ class Slider(NamedTuple):
 class Frame(NamedTuple):
     """One state of the picture."""
 
-    pieces: Sequence[str]  # SVG, drawn in this order; a part of `_svg.part` explains itself when it is pointed at
-    readout: str  # what it shows, in words and numbers
+    pieces: Sequence[str]  # SVG, drawn in this order; a piece of `_svg.part` explains itself when a reader points at it
+    readout: str  # the picture in words and numbers
 
 
 class Key(NamedTuple):
-    """A line of the legend: a class of `_svg`, what it stands for, and the shape that has it."""
+    """A line of the legend: a class of `_svg`, its meaning, and the shape that has the class."""
 
     kind: str
     words: str
@@ -46,22 +46,22 @@ class Key(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What to guess before moving anything; each answer is met with a sentence.
+    """A question to answer before moving anything; each answer gets a sentence.
 
-    Until a reader guesses, or moves something, caption and readout are silent. Then the figure waits at the beginning
-    of the case in question, and when play reaches the frame that shows the answer, the guess is named there.
+    Until a reader guesses, or moves a control, caption and readout are silent. Then the figure waits at the beginning
+    of the case in question; when play reaches the frame that shows the answer, that frame names the guess.
     """
 
     words: str
     right: str
     answers: Mapping[str, str]
-    #: the frame that shows the answer, by an index for each control; by answers where each leads to its own
+    #: the frame that shows the answer, by an index for each control; or a frame for each answer
     seen: Sequence[int] | Mapping[str, Sequence[int]]
     #: the first frame, which must not give the answer away; by default the beginning of the right answer's case
     before: Sequence[int] | None = None
 
     def places(self) -> dict[str, list[int]]:
-        """The frame that shows what each answer leads to."""
+        """The frame that each answer leads to."""
         seen = self.seen if isinstance(self.seen, Mapping) else dict.fromkeys(self.answers, self.seen)
         return {answer: list(place) for answer, place in seen.items()}
 
@@ -70,20 +70,20 @@ class Question(NamedTuple):
 class Explorable:
     """A picture with controls, in one piece of HTML for the site, Jupyter and Colab; it needs no network.
 
-    Without JavaScript, on paper and in the PDF it is the picture of `start`, which Python drew; the page's script
-    begins where the question is still open.
+    Without JavaScript, on paper and in the PDF the figure is the picture of `start`, which Python drew. The page's
+    script begins at a frame that does not answer the question.
 
     Args:
         title: a few words above the picture.
-        notice: what to notice, a sentence or two under it.
-        alt: what the picture shows in general, for those who do not see it.
-        controls: a :class:`Choice` or :class:`Slider` each.
+        notice: a sentence or two under the picture that say what to notice.
+        alt: a general description of the picture, for readers who do not see it.
+        controls: the :class:`Choice` and :class:`Slider` controls.
         frames: lists nested as deep as there are controls, the first control outermost, with a
             :class:`Frame` for every combination; a slider's list may be shorter than its values.
         height: units, where the picture is `WIDTH` units wide.
         start: the index of each control's value in the picture on paper.
         legend: every colour and every dashed outline of the picture.
-        question: to answer before moving anything.
+        question: the question to answer before moving anything.
         play: the slider that the buttons move; by default the last control.
 
     Raises:
@@ -148,7 +148,7 @@ class Explorable:
         return f"Explorable({self.title!r})"
 
     def _repr_html_(self) -> str:
-        pieces: dict[str, int] = {}  # every distinct piece is sent once
+        pieces: dict[str, int] = {}  # the page gets every distinct piece once
 
         def encode(node):
             if isinstance(node, Frame):
@@ -161,7 +161,7 @@ class Explorable:
         sent = {"pieces": list(pieces), "frames": frames, "labels": labels, "play": play, "first": self.first()}
         sent["seen"] = self.question.places() if self.question else {}
         data = json.dumps(sent, ensure_ascii=False, separators=(",", ":"))
-        data = data.replace("</", r"<\/")  # a string must not end the script
+        data = data.replace("</", r"<\/")  # no string may end the script
         first = functools.reduce(operator.getitem, self.start, self.frames)
         parts = {
             "STYLE": STYLE,
@@ -248,7 +248,7 @@ HERE = Path(__file__).parent
 
 
 def script(*names: str) -> str:
-    """Files of this folder as one script, whose names nobody else sees."""
+    """Join files of this folder as one script with names of its own."""
     return "{\n" + "".join((HERE / name).read_text() for name in names) + "}"
 
 

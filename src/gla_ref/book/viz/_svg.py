@@ -38,10 +38,17 @@ def comb(xs: list[float], top: float, bottom: float, kind: str) -> str:
 
 
 def part(words: str, *pieces: str, choose: dict[int, int] | None = None) -> str:
-    """Pieces that say what they are when one points at them; a click sets controls, by their number, to a value."""
+    """Pieces that show `words` when a reader points at them; a click sets controls, by their number, to values."""
     pairs = " ".join(f"{control}:{value}" for control, value in (choose or {}).items())
     chosen = f' data-set="{pairs}"' if pairs else ""
     return f'<g data-say="{escape(words)}"{chosen}>{"".join(pieces)}</g>'
+
+
+def played(ground: str, bars: str, name: str, x: float, top: float, bottom: float) -> list[str]:
+    """A timeline at the moment x: bars in full colours before it and pale after it, and the line of the present."""
+    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{_n(x)}" height="{bottom}"/></clipPath>'
+    now = path([(x, top), (x, bottom)], "line-vermilion")
+    return [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
 
 
 def arrow(start: Point, end: Point, kind: str = "line") -> str:
@@ -53,5 +60,5 @@ def arrow(start: Point, end: Point, kind: str = "line") -> str:
     return path([start, end, *head[:1], end, *head[2:]], kind)
 
 
-def _n(x: float) -> str:  # a tenth of a unit is below what a screen shows
+def _n(x: float) -> str:  # a screen cannot show less than a tenth of a unit
     return f"{round(float(x), 1):g}"

@@ -21,7 +21,7 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def factors(g: Tensor, at: float) -> tuple[Tensor, Tensor]:
-    """Powers of two that q and k of a chunk's tokens are multiplied by; g `[C]`, anchor at a part of its decay."""
+    """Powers of two, the factors on q and k of a chunk's tokens, for g `[C]` and an anchor at a part of its decay."""
     b = decay_from_start(g[:, None])[:, 0]
     powers = (b - at * b[-1]) / math.log(2)
     return powers, -powers
@@ -43,7 +43,7 @@ def _power(power: float) -> str:
 
 
 def _axes() -> str:
-    """What a format cannot hold is red: above 2^128 bfloat16 and float32, above 2^16 float16."""
+    """Axes; factors that a format cannot hold are red: above 2^128 bfloat16 and float32, above 2^16 float16."""
     limits = {name: math.log2(torch.finfo(dtype).max) for name, dtype in FORMATS.items()}
     pieces = [rect(LEFT, TOP, WIDE, _y(limits["bfloat16, float32"]) - TOP, "pale-red")]
     pieces.append(rect(LEFT, TOP, WIDE, _y(limits["float16"]) - TOP, "pale-red faint"))
@@ -59,7 +59,7 @@ def _axes() -> str:
 
 
 def _curve(powers: Tensor, color: str) -> str:
-    """All gates are equal, so this is a line: from its first token that is shown to its last."""
+    """A curve; all gates are equal, so the curve is a line from its first visible token to its last."""
     first, slope = powers[0].item(), (powers[1] - powers[0]).item()
     ends = (min(max(power, -MOST), MOST) for power in (first, powers[-1].item()))
     return path([(_x(1 + (power - first) / slope), _y(power)) for power in ends], f"line-{color}")

@@ -11,7 +11,7 @@ from ._svg import arrow, circle, part, path, rect, text
 
 __all__ = ["DIRECTIONS", "KEYS", "SCALES", "VALUES", "attention_weights", "query"]
 
-#: the example by hand of chapter 1; its fourth query is the one at 45 degrees
+#: the example by hand of chapter 1; its fourth query has 45 degrees
 KEYS = [[0, 0], [math.log(2), 0], [0, math.log(3)], [math.log(2), math.log(3)]]
 VALUES = [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]]
 DIRECTIONS = range(0, 360, 45)  # degrees

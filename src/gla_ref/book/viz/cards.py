@@ -11,20 +11,20 @@ from ._svg import arrow, circle, path, rect, text
 
 __all__ = ["CARDS", "WAYS", "Cards", "cards", "paths", "ways"]
 
-WIDE, HIGH = 120, 52  # of a picture
+WIDE, HIGH = 120, 52  # a picture's size
 
 
 class Card(NamedTuple):
     part: str
-    page: str  # of the book
+    page: str  # its page in the book
     title: str
     question: str
-    learns: str  # what one can do afterwards
+    learns: str  # a reader's skill after the chapter
     picture: str
 
 
 def _squares(rows: list[str], x: float, y: float, size: float) -> str:
-    """A matrix by letters: each names a kind."""
+    """A matrix of letters; each letter names a kind."""
     kinds = dict(g="pale-grey", G="grey", o="orange", p="pink", b="pale-blue", s="sky", r="pale-red", e="edge faint")
     return "".join(
         rect(x + size * j, y + size * i, size - 1.5, size - 1.5, kinds[letter])
@@ -41,7 +41,7 @@ def _bars(heights: list[float], kinds: list[str], x: float, width: float, base: 
 
 
 def _pictures() -> dict[str, str]:
-    """A few marks a chapter: what its question looks like."""
+    """Draw a few marks for each chapter, a picture of its question."""
     looks = [path([(108, 44), (12 + 24 * n, 12)], "line-blue" if n in (0, 3) else "edge") for n in range(4)]
     looks += [circle(12 + 24 * n, 12, r, "pale-blue edge") for n, r in enumerate((9, 4, 5, 8))]
     stairs = [(8, 40), (34, 40), (34, 26), (60, 26), (60, 12), (112, 12)]
@@ -175,7 +175,7 @@ _TEXTS = (
      "Split a recurrence over GPUs, count what crosses, and say when it pays."),
 )  # fmt: skip
 CARDS = tuple(Card(*words, _pictures()[words[1]]) for words in _TEXTS)
-#: page, what a reader wants, how it begins
+#: page, a reader's wish, the first step
 WAYS = (
     ("01_softmax_attention", "Start reading", "Chapter 1, from zero"),
     ("05_linear_attention", "I know attention", "Chapter 5, linear attention"),
@@ -186,7 +186,7 @@ WAYS = (
 
 class Path(NamedTuple):
     title: str
-    readers: str  # who should take it, and where it leads
+    readers: str  # the path's readers, and its end
     pages: tuple[str, ...]
 
 
@@ -204,7 +204,7 @@ PATHS = (
         tuple(card.page for card in CARDS),
     ),
 )
-#: page, what is optional on a first reading, and the sentence that says what one misses; the page has the same one
+#: page, an optional part on a first reading, and the sentence that says what a reader misses; the page has it too
 OPTIONAL = (
     (
         "03_flash_attention.html#sec-flash-backward",
@@ -236,7 +236,7 @@ class Cards:
 
 
 def ways() -> Cards:
-    """How much there is, by whom, and the ways into it."""
+    """The size of the book, its authors, and ways into it."""
     links = "".join(
         f'<a class="card-link" href="{page}.html"><b>{title}</b><span>{how}</span></a>' for page, title, how in WAYS
     )
@@ -246,7 +246,7 @@ def ways() -> Cards:
 
 
 def cards() -> Cards:
-    """The chapters by part; the site's build says how long each takes."""
+    """The chapters by part; the site's build fills in each chapter's reading time."""
     html, part = "", None
     for card in CARDS:
         if card.part != part:

@@ -1,4 +1,4 @@
-"""Chunk length from recurrent to parallel: who is computed how, and what it costs (chapter 6)."""
+"""Chunk length from recurrent to parallel: the way of every pair, and the costs (chapter 6)."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ __all__ = ["chunk_size"]
 
 T, D = 64, 16
 LENGTHS = (1, 2, 4, 8, 16, 32, 64)
-LEFT, TOP, CELL = 8, 26, 3  # of the map
+LEFT, TOP, CELL = 8, 26, 3  # the map's corner, a cell's side
 NAME, VALUE = 224, 392  # edges of the bars
 MEANS = {
     "matrix FLOPs": "all the arithmetic that is done in products of matrices",
@@ -72,13 +72,13 @@ def _counts(C: int) -> dict[str, int]:
 
 
 def _through_state(C: int) -> list[int]:
-    """For every output, the number of tokens that reach it through the state only.
+    """For every output, the number of tokens that reach the output only through the state.
 
-    The values are unit vectors, so that row t of an output shows what each token contributed.
-    Packed as sequences of their own, the chunks have no state to read.
+    The values are unit vectors, so row t of an output shows each token's contribution. Packed as sequences of their
+    own, the chunks have no state to read.
     """
     torch.manual_seed(0)
-    q, k = torch.rand(2, 1, T, 1, D, dtype=torch.float64)  # positive: no zero is an accident
+    q, k = torch.rand(2, 1, T, 1, D, dtype=torch.float64)  # positive, so no product is 0 by accident
     v = torch.eye(T, dtype=torch.float64)[None, :, None]
     whole, _ = linear_attention.chunkwise(q, k, v, C=C)
     alone, _ = linear_attention.chunkwise(q, k, v, C=C, cu_seqlens=torch.arange(0, T + 1, C))

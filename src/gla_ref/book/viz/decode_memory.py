@@ -1,4 +1,4 @@
-"""What a model must remember to write its next token: all keys and values, or one state (chapter 16)."""
+"""The memory that a model needs for its next token: all keys and values, or one state (chapter 16)."""
 
 from __future__ import annotations
 

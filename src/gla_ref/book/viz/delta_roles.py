@@ -1,7 +1,7 @@
 """The delta rule's kernels on Hopper over time: in turn, fused (the inverse a chunk ahead), two kernels (chapter 23).
 
-A model. Its jobs last as long as they were measured with the other roles only waiting; what they take from each other
-when all are at work is left out.
+This is a model: each job lasts as long as in a measurement in which the other roles only wait. The model leaves out
+that roles at work slow each other down.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .. import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import part, path, played, rect, text
 
 __all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WALK", "WAYS"]
 __all__ += ["Task", "columns", "delta_roles", "period", "schedule"]
@@ -22,9 +22,9 @@ WALK = {32: 1.2, 64: 1.75}  # us per chunk of the library's `walk`, by its colum
 
 
 def _alone() -> dict[str, float]:
-    """Microseconds per chunk of each role of the page while the others only wait, on an H200 (benchmarks/parts.py).
+    """Microseconds per chunk of each role of the page while all other roles wait, on an H200 (benchmarks/parts.py).
 
-    Without that record they are the roles of a draft of the page (lab/delta_rules.md).
+    Without that record the times are those of a draft of the page (lab/delta_rules.md).
     """
     taken = results.parts(results.load("h200", kind="parts"), B=8)
     alone = {"load": "the work of both", "solve": "the walkers' work", "walk": "the solver's work"}
@@ -61,10 +61,10 @@ def columns(heads: int) -> int:
 
 
 def lasts(way: str, heads: int) -> dict[str, float]:
-    """How long a job of one chunk of a head lasts, in us.
+    """Return the duration of each job of one chunk of a head, in us.
 
-    If all inverses come first, every multiprocessor makes some, and a head's parts walk at the same time only if each
-    has a multiprocessor.
+    If all inverses come first, every multiprocessor makes some of them, and a head's parts walk at the same time only
+    if each part has a multiprocessor.
     """
     if way != WAYS[2]:
         return ALONE
@@ -89,14 +89,14 @@ def schedule(way: str, heads: int, n: int = CHUNKS) -> list[Task]:
     for c in range(n):
         first = [("solve", n - 1)] if way == WAYS[2] else []
         run("load", c, ("load", c - 1), ("walk", c - STAGES), *first)
-        if way != WAYS[2]:  # the warps that solve have solved the chunk before, and walked it, if they walk, too
+        if way != WAYS[2]:  # the solving warps have solved the chunk before; if they also walk, they have walked it
             run("solve", c, ("load", c), ("solve" if way == WAYS[1] else "walk", c - 1))
         run("walk", c, ("load", c), ("solve", c), ("walk", c - 1))
     return tasks
 
 
 def stop(tasks: list[Task]) -> float:
-    """When the last task ends."""
+    """Return the end of the last task."""
     return max(t.stop for t in tasks)
 
 
@@ -147,14 +147,12 @@ def _frames(way: str, heads: int) -> list[Frame]:
 
 
 def _frame(way: str, heads: int, tasks: list[Task], t: float, end: float, ground: str, bars: str) -> Frame:
-    """What is done by t in full colours, what is to come pale."""
+    """A frame at time t: finished work in full colours, later work pale."""
     x, bottom = LEFT + UNIT * min(t, end), TOP + ROW * (len(ROWS) - 1) + TALL
     if t == 0:  # loads alone: the other bars would answer the question
         bars = _bars([task for task in tasks if task.job == "load"])
     name = f"roles-{WAYS.index(way)}-{heads}-{round(t / MOMENT)}"
-    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{bottom}"/></clipPath>'
-    now = path([(x, TOP - 4), (x, bottom + 4)], "line-vermilion")
-    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces = played(ground, bars, name, x, TOP - 4, bottom + 4)
     done = sum(task.job == "walk" and task.stop <= t for task in tasks)
     if t >= end:
         words = f"{way}, {heads} value heads: {CHUNKS} chunks after {end:.1f} µs. "

@@ -16,14 +16,14 @@ __all__ = ["KINDS", "fading_state", "log_gates", "states", "wanted", "wrong"]
 LASTING, TOPICS, FACTS, V = 3, 3, 3, 4  # facts that stay, then topics of three facts each; a fact is a row of V numbers
 K, T = LASTING + FACTS, LASTING + TOPICS * FACTS
 KINDS = ("none", "a constant, 0.8", "a number per token", "a number per channel")
-NAMES = [*["L"] * LASTING, *(topic for topic in "ABC" for _ in range(FACTS))]  # what each token writes about
+NAMES = [*["L"] * LASTING, *(topic for topic in "ABC" for _ in range(FACTS))]  # the fact that each token writes
 
 ROWS = [*range(LASTING), *(LASTING + n % FACTS for n in range(TOPICS * FACTS))]  # a key is 1 in one row, else 0
 VALUES = torch.randn(T, V, generator=torch.Generator().manual_seed(5)).sign().double()
 
 
 def log_gates(kind: str) -> Tensor:
-    """`[T, K]`; a gate that may look at the token knows when a topic begins."""
+    """Log gates `[T, K]`; a gate that depends on the token sees where a topic begins."""
     g, begins = torch.zeros(T, K, dtype=torch.float64), range(LASTING, T, FACTS)
     if kind == "a constant, 0.8":
         g[:] = math.log(0.8)
@@ -45,8 +45,8 @@ def states(kind: str) -> Tensor:
 
 
 def wanted(t: int) -> Tensor:
-    """What the memory should hold after t tokens: the lasting facts, and those of the present topic."""
-    first = LASTING + (t - 1 - LASTING) // FACTS * FACTS  # of the present topic
+    """The right memory after t tokens: the lasting facts, and the facts of the present topic."""
+    first = LASTING + (t - 1 - LASTING) // FACTS * FACTS  # the present topic's first token
     S = torch.zeros(K, V, dtype=torch.float64)
     for n in range(t):
         if n < LASTING or n >= first:
@@ -55,14 +55,14 @@ def wanted(t: int) -> Tensor:
 
 
 def wrong(S: Tensor, t: int) -> tuple[float, float]:
-    """Error of the lasting rows and of the topic's, over the size of what they should be; NaN where that is 0."""
+    """Errors of the lasting rows and of the topic's rows, relative to the right rows; NaN if the right rows are 0."""
     right = wanted(t)
     halves = (slice(0, LASTING), slice(LASTING, K))
     return tuple(((S[x] - right[x]).norm() / right[x].norm()).item() for x in halves)
 
 
 CELL, TOP, GAP = 28, 78, 10
-GATES, HELD, RIGHT = 92, 148, 280  # left edges of the gates, of the state and of what it should be
+GATES, HELD, RIGHT = 92, 148, 280  # left edges of the gates, of the state and of the right state
 
 
 def _y(row: int) -> float:
@@ -70,7 +70,7 @@ def _y(row: int) -> float:
 
 
 def _squares(S: Tensor, left: float) -> list[str]:
-    """A number as the area of a square: blue above 0, orange below."""
+    """Draw numbers as areas of squares: blue above 0, orange below."""
     pieces = []
     for row in range(K):
         for column in range(V):
@@ -127,7 +127,7 @@ def _frame(kind: str, t: int, S: Tensor, alpha: Tensor) -> Frame:
 
 
 def fading_state() -> Explorable:
-    """Twelve tokens write to a state of six rows; a gate decides what is left of the rows before each write."""
+    """Twelve tokens write to a state of six rows; before each write a gate fades the rows."""
     frames = []
     for kind in KINDS:
         S, alpha = states(kind), log_gates(kind).exp()

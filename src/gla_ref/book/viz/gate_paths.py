@@ -1,4 +1,4 @@
-"""Which pairs of tokens a gate's gradient sums, and which it adds only to take them away again (chapter 15)."""
+"""The pairs of tokens in a gate's gradient, and the pairs that it adds and takes away again (chapter 15)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inputs() -> tuple[Tensor, ...]:
 
 
 def paths() -> Tensor:
-    """W [T, T]: what the path from the token that writes (column) to the one that reads (row) adds to the loss."""
+    """W [T, T]: the part of the loss from the path between a writing token (column) and a reading token (row)."""
     q, k, v, g, do = inputs()
     decay = gates.segment_sum(g).exp()[..., 0]  # [T, T], 0 above the diagonal
     return (q @ k.T) * (do @ v.T) * decay
@@ -62,7 +62,7 @@ def _count(n: int) -> str:
 
 
 def _outline(rows: range, columns: range, stairs: bool = False) -> list[tuple[float, float]]:
-    """The corners of a block of pairs; with stairs, of those strictly below the diagonal only."""
+    """The corners of a block of pairs; with stairs, only of pairs strictly below the diagonal."""
     top, bottom, left, right = (x - 1 for x in (rows.start, rows.stop, columns.start, columns.stop))
     corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
     if stairs:
@@ -108,7 +108,7 @@ def _blocks(way: str, C: int, t: int) -> list[str]:
 
 
 def _borders(C: int) -> list[str]:
-    """The chunks' borders, among the pairs only."""
+    """The chunks' borders, drawn only across pairs."""
     return [
         path([(X, Y + SIZE * n), (X + SIZE * n, Y + SIZE * n), (X + SIZE * n, Y + SIZE * T)], "line dashed")
         for n in range(C, T, C)

@@ -1,4 +1,4 @@
-"""How strong a gate each form of gated attention can bear in each number format (chapters 10 and 13)."""
+"""The strongest gate that each form of gated attention can bear in each number format (chapters 10 and 13)."""
 
 import math
 from functools import cache, partial
@@ -18,16 +18,16 @@ GATES = (0.001, 0.01, 0.02, 0.04, 0.05, 0.1, 0.2, 0.3, 0.4, 1.0, 2.0, 2.7, 2.8, 
 
 
 def one_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """o and the final state by one product a chunk: the ratio form of each chunk, anchored in its middle.
+    """o and the final state by one product per chunk: the ratio form of each chunk, anchored in the chunk's middle.
 
-    Moving the anchor by r moves the whole running sum by -r: it is enough to add -r to the chunk's
-    first gate, and the state that the chunk starts from gets the factor e^r.
+    An anchor moved by r moves the whole running sum by -r. So the function adds -r to the chunk's first gate, and gives
+    the state that the chunk starts from the factor e^r.
     """
     S, o = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]), []
     for q_n, k_n, v_n, g_n in zip(*(x.split(C, 1) for x in (q, k, v, g)), strict=True):
         r = g_n.sum(1) / 2  # [B H K]
         first, rest = g_n.split([1, g_n.shape[1] - 1], 1)
-        o_n, S = gla.parallel.__wrapped__(  # the contract wants gates <= 0, and the first is not
+        o_n, S = gla.parallel.__wrapped__(  # the contract asks for gates <= 0, but this first gate may be above 0
             *(q_n, k_n, v_n, torch.cat([first - r[:, None], rest], 1)),
             scale=q.shape[-1] ** -0.5,
             initial_state=r.exp()[..., None] * S,
@@ -36,7 +36,7 @@ def one_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Ten
     return torch.cat(o, 1), S
 
 
-#: what the figure compares, from the earliest to break to the one that does not
+#: the forms of the figure, from the first to break to the form that does not break
 FORMS = {
     "one ratio for the sequence": gla.parallel,
     "one product a chunk": one_product,
@@ -45,18 +45,18 @@ FORMS = {
 
 
 def exponents(form: str, g: Tensor) -> list[tuple[str, int, Tensor]]:
-    """Exponents of the factors that a form multiplies on q and k, for the gates `[T]` of one channel.
+    """Return the exponents of a form's factors on q and k, for the gates `[T]` of one channel.
 
     Returns:
-        (side, first token, exponents): side is "q" or "k"; natural logarithms, a piece for each
-        stretch of tokens with one anchor.
+        (side, first token, exponents) for each stretch of tokens with one anchor; side is "q" or "k", exponents are
+        natural logarithms.
     """
     g, pieces = g[:, None], []
     if form == "two levels of chunks":
         for kind, rows, cols in gla.two_level_blocks(len(g), C, c):
             if kind == "inter-chunk":
                 cols = rows  # the chunk's own writes, to the state after it
-            if kind != "intra-sub-chunk":  # that one does not split its exponents
+            if kind != "intra-sub-chunk":  # this product does not split its exponents
                 pieces.append(("q", rows.start, gates.decay_from_start(g[rows])))
                 pieces.append(("k", cols.start, gates.decay_to_end(g[cols])))
     else:
@@ -70,7 +70,7 @@ def exponents(form: str, g: Tensor) -> list[tuple[str, int, Tensor]]:
 
 @cache
 def _oracle(gate: float, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """q, k, v, g in float32, with the values of `dtype`, and the float64 recurrence of them."""
+    """q, k, v, g in float32 with values that `dtype` can hold, and o of their float64 recurrence."""
     generator = torch.Generator().manual_seed(0)
     tokens = (torch.randn(1, T, 1, D, generator=generator, dtype=torch.float32) for D in (K, K, V))
     x = [y.to(dtype).float() for y in tokens] + [torch.full((1, T, 1, K), -gate, dtype=torch.float32)]
@@ -79,14 +79,14 @@ def _oracle(gate: float, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
 
 @cache
 def measured(form: str, gate: float, dtype: torch.dtype) -> float:
-    """Largest error of o over the rms of the true o, every log gate being -gate; inf when o is not finite."""
+    """Largest error of o, relative to the rms of the true o, if every log gate is -gate; inf if o is not finite."""
     x, exact = _oracle(gate, dtype)
     with torch.no_grad(), rounding.operands_in(dtype):
         o, _ = FORMS[form](*x)
     return rounding.error(o, exact)
 
 
-LEFT, WIDE, PANEL = 46, 340, 84  # of a panel: its left edge, its width, its height
+LEFT, WIDE, PANEL = 46, 340, 84  # a panel's left edge, width and height
 TOPS = dict(zip(FORMS, (26, 142, 258), strict=True))
 COLORS = {"q": "line-blue", "k": "line-vermilion"}
 RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -99,7 +99,7 @@ def _scale(dtype: torch.dtype) -> tuple[float, float, float, float]:
 
 
 def _panel(form: str, dtype: torch.dtype) -> str:
-    """The range of the format: grey; above it red, infinity; below it numbers lose their digits, then are 0."""
+    """The range of a format, grey; numbers above are infinite (red), numbers below lose their digits, then are 0."""
     bottom, low, high, top = _scale(dtype)
     y, unit = TOPS[form], PANEL / (top - bottom)
     pieces = [
@@ -119,7 +119,7 @@ def _panel(form: str, dtype: torch.dtype) -> str:
 
 
 def _curves(form: str, gate: float, dtype: torch.dtype) -> str:
-    """The exponents of the factors over the tokens, and a dot where one becomes too large."""
+    """The exponents of the factors over the tokens, and a dot where a factor becomes too large."""
     bottom, _, high, top = _scale(dtype)
     y, unit = TOPS[form], PANEL / (top - bottom)
     lines, dots = [], []
@@ -155,7 +155,7 @@ def _frame(name: str, gate: float, forms: list[str]) -> Frame:
     dtype, pieces, errors = DTYPES[name], [_tokens(TOPS[forms[-1]] + PANEL)], []
     for form in forms:
         error = measured(form, gate, dtype)
-        said = f"error {error:.0e}".replace("-", "−")  # where no line breaks
+        said = f"error {error:.0e}".replace("-", "−")  # a hyphen would allow a line break
         errors.append(said if error < math.inf else "not a number")
         pieces += [_panel(form, dtype), _curves(form, gate, dtype)]
         pieces.append(text(LEFT + WIDE, TOPS[form] - 11, errors[-1], "end"))

@@ -15,7 +15,7 @@ PARTS = ("input", "q, k, v", "convolution", "forget gate", "recurrence", "norm",
 
 
 def weights(name: str, w: int = WIDTH_OF_MODEL, H: int = HEADS) -> int:
-    """The learned numbers in a part of the layer; `convolution` counts those of a layer that has one."""
+    """The number of weights in a part of the layer; "convolution" counts the weights of all three convolutions."""
     keys, values = w // 2, w
     return {
         "input": w,
@@ -46,7 +46,7 @@ KINDS = {
 
 
 def _box(x: float, y: float, wide: float, kind: str, label: str, below: str = "", high: float = 26) -> str:
-    """A box with a name; `below` is set lower and smaller, as an index is."""
+    """A box with a name; `below` is set lower and smaller, like an index."""
     index = f'<tspan dy="3" font-size="10">{below}</tspan>' if below else ""
     name = f'<text class="on" x="{x:g}" y="{y:g}">{escape(label)}{index}</text>'
     return rect(x - wide / 2, y - high / 2, wide, high, f"{kind} edge") + name
@@ -181,7 +181,7 @@ def _says(name: str, short: bool) -> str:
 
 
 def _picture(short: bool, now: int) -> list[str]:
-    """The whole layer (`now` is 0), or the parts up to the one of the moment, the others pale."""
+    """The whole layer (`now` is 0), or the parts up to part `now` in full colours and later parts pale."""
     draw = dict(zip(PARTS, (_input, None, _convolution, _forget, _recurrence, _norm, _gate, _output), strict=True))
     pieces = []
     for n, name in enumerate(PARTS, 1):

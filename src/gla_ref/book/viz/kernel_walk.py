@@ -1,4 +1,4 @@
-"""A kernel's walk through the sequence: what is loaded, kept on the chip and stored (chapter 7)."""
+"""A kernel's walk through the sequence: its loads, its tiles on the chip and its stores (chapter 7)."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Move(NamedTuple):
     step: int  # from 1; programs that run at the same time share it
     program: int
     action: str  # "load" or "store"
-    tensor: str  # "q", "k", "v", "o", a state "S", or "D", what a segment adds to it
+    tensor: str  # "q", "k", "v", "o", a state "S", or "D", a segment's addition to the state
     n: int  # the chunk; of a state, the number of chunks before it
     bytes: int
 
@@ -29,8 +29,8 @@ class Move(NamedTuple):
 def walk(way: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Move]]:
     """Linear attention of one head by tiles, q, k `[N C, K]` and v `[N C, V]`: o, the final state, all moves.
 
-    A number of q, k, v, o has 2 bytes, and so has one of a chunk's state, which is only an operand of a
-    product; states that are returned or added up have 4.
+    A number of q, k, v and o has 2 bytes. A number of a chunk's state has 2 bytes too, because such a state is only an
+    operand of a product; numbers of states that are returned or added up have 4.
     """
     scale, o, moves = q.shape[-1] ** -0.5, torch.empty_like(v), []
 
@@ -39,7 +39,7 @@ def walk(way: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, lis
         return x
 
     def chunk(step, program, n, S, outputs):
-        """What a program does with chunk n and the state S before it; returns the state after it."""
+        """Load chunk n, store its outputs and return the state after it, from the state S before it."""
         rows = slice(n * C, (n + 1) * C)
         k_n = move(step, program, "load", "k", n, k[rows])
         v_n = move(step, program, "load", "v", n, v[rows])
@@ -81,7 +81,7 @@ def walk(way: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, lis
     return o, S, moves
 
 
-PITCH, LEFT = 40, 44  # of the tiles in memory
+PITCH, LEFT = 40, 44  # distance and left edge of the tiles in memory
 ROWS = {"q": 24, "k": 50, "v": 76, "o": 102, "S": 134, "D": 160}  # their tops
 NAMES = {"D": "Δ"}
 CHIP, BARS = 216, 312  # tops of the programs and of the byte counters
@@ -114,7 +114,7 @@ def _memory(done: list[Move], now: list[Move]) -> list[str]:
 
 
 def _told(tensor: str, n: int) -> str:
-    """What a tile of memory is."""
+    """The words for a tile of memory."""
     if tensor == "D":
         return f"The part that the segment ending with chunk {n} adds to the state, {K} × {V} numbers in float32."
     if tensor == "S":
@@ -123,7 +123,7 @@ def _told(tensor: str, n: int) -> str:
 
 
 def _chip(now: list[Move]) -> list[str]:
-    """A box for each program at work: what it loads, what it stores and what lives only there."""
+    """A box for each program at work: its loads, its stores and the tiles that stay on the chip."""
     pieces = [text(LEFT, CHIP - 12, "on the chip, a box for each program", "start strong")]
     for p in range(max((m.program for m in now), default=-1) + 1):
         mine = [m for m in now if m.program == p]
@@ -140,7 +140,7 @@ def _chip(now: list[Move]) -> list[str]:
 
 
 def _bars(rows: list[tuple[str, int, int, str]], most: int) -> list[str]:
-    """Bytes that were loaded and stored so far; a mark where the least possible is."""
+    """The bytes loaded and stored so far, and a mark at the least possible number."""
     pieces = []
     for i, (name, size, least, kind) in enumerate(rows):
         y, unit = BARS + 24 * i, 230 / most
@@ -154,7 +154,7 @@ def _bars(rows: list[tuple[str, int, int, str]], most: int) -> list[str]:
 
 
 def _words(way: str, step: int, last: int) -> str:
-    """What happens in a step."""
+    """The words for a step."""
     if step == 0:
         return f"Before the first of {last} steps. Each box of memory is a tile of {C} tokens."
     if way == "fused":

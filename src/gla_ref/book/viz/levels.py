@@ -1,4 +1,4 @@
-"""Where two tokens of a chunk meet: the border of the smallest block that holds both (chapter 13)."""
+"""The place where two tokens of a chunk meet: the border of the smallest block that holds both (chapter 13)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ._svg import arrow, circle, part, path, rect, text
 __all__ = ["levels", "meet"]
 
 C = 16  # tokens of the chunk, counted from 0
-COLORS = "pale-grey", "pale-blue", "sky", "orange"  # of the levels, from 0
+COLORS = "pale-grey", "pale-blue", "sky", "orange"  # one for each level, from 0
 
 
 def meet(j: int, i: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def _frame(j: int, i: int) -> Frame:
 
 
 def levels() -> Explorable:
-    """Every pair of a chunk of 16 tokens, the block that it meets in, and the border of that block."""
+    """Every pair of a chunk of 16 tokens, the block in which the pair meets, and the border of that block."""
     return Explorable(
         title="Where do two tokens meet?",
         notice="Every pair below the diagonal lies in exactly one block, and every block is one matrix product. Its "

@@ -1,4 +1,4 @@
-"""One story for every gate and both ways to write: which memory is right at the end, and whose is it (chapter 18)."""
+"""One story for every gate and both ways to write: the right memories at the end, and their models (chapter 18)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ._svg import part, rect, text
 __all__ = ["GATES", "K4", "MODELS", "V4", "WRITES", "model_map", "states"]
 
 WRITES = ("adds", "erases first")
-#: keys of four tokens, whose values are V4; a fact for row 2, and for row 1 three times something newer
+#: keys of four tokens with the values V4, a fact for row 2, and three facts for row 1, each newer than the one before
 K4 = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0]], dtype=torch.float64)
 V4 = torch.tensor([[1.0, 2, 3], [4, 0, 1], [0, 1, 0], [2, 2, 2]], dtype=torch.float64)
 
 
 def _gates() -> dict[str, Tensor]:
-    """What each token multiplies the state by, `[4, 2, 3]`, for each shape of gate."""
+    """Each token's factors on the state, `[4, 2, 3]`, for each shape of gate."""
     one = torch.ones(4, 2, 3, dtype=torch.float64)
     token, row, steps = one.clone(), one.clone(), torch.zeros(4, 3, dtype=torch.float64)
     token[2] = 0  # the third token starts anew
@@ -37,7 +37,7 @@ def _gates() -> dict[str, Tensor]:
 
 GATES = _gates()
 NONE = "no model of this chapter"
-MODELS = {  # a shape of gate -> who adds, who erases first
+MODELS = {  # a shape of gate -> the model that adds, the model that erases first
     "nothing fades": ("linear attention", "DeltaNet"),
     "one constant": ("RetNet, lightning attention", NONE),
     "a number per token": ("Mamba-2, mLSTM, gated retention", "Gated DeltaNet"),
@@ -48,7 +48,7 @@ MODELS = {  # a shape of gate -> who adds, who erases first
 
 
 def states(gate: str, writes: str) -> list[Tensor]:
-    """The state `[2, 3]` at first, and for each token after it has faded and after it has written."""
+    """The state `[2, 3]` at first, and for each token the state after fading and the state after the write."""
     S = torch.zeros(2, 3, dtype=torch.float64)
     found = [S]
     for G, k, v in zip(GATES[gate], K4, V4, strict=True):
@@ -91,7 +91,7 @@ def _cells(left: float, name: str, x: Tensor, kinds: list[list[str]]) -> list[st
 
 
 def _gate(G: Tensor) -> list[str]:
-    """What stays, as the area of a square."""
+    """The factors that stay, as areas of squares."""
     pieces = []
     for i in range(2):
         for j in range(3):

@@ -1,4 +1,4 @@
-"""Multiprocessors over time: who works and who waits when a text is shared out in three ways (chapter 7)."""
+"""Multiprocessors over time: work and waits when a text is shared out in three ways (chapter 7)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import comb, part, path, rect, text
+from ._svg import comb, part, path, played, rect, text
 
 __all__ = ["WAYS", "Program", "multiprocessors", "schedule"]
 
@@ -18,7 +18,7 @@ CHUNK, WRITES, STATE, FINAL = 4, 2, 1, 2
 
 
 class Program(NamedTuple):
-    """One program: where, from when to when, what it makes and for which head (from 1)."""
+    """One program: its multiprocessor, its start and stop, its results and its head (from 1)."""
 
     multiprocessor: int
     start: float
@@ -30,7 +30,8 @@ class Program(NamedTuple):
 def schedule(way: str, heads: int) -> list[Program]:
     """All programs on a chip of `P` multiprocessors, each of which moves one tile in a unit of time.
 
-    A launch begins when the one before it has ended; within it the next program goes to whoever is free first.
+    A launch begins when the launch before has ended; the next program of a launch goes to the first free
+    multiprocessor.
     """
     done, programs = 0.0, []
 
@@ -47,7 +48,7 @@ def schedule(way: str, heads: int) -> list[Program]:
     if way == "one long walk":
         launch("outputs", [(h, N * CHUNK + FINAL) for h in every])
     elif way == "segments":
-        n = max(1, P // heads)  # of a head
+        n = max(1, P // heads)  # segments of a head
         launch("states", [(h, N // n * WRITES + FINAL) for h in every for _ in range(n)])
         # each state in and out, in four programs of 1024 numbers
         launch("carry", [(h, (2 * n + 1) * FINAL / 4) for h in every for _ in range(4)])
@@ -60,12 +61,12 @@ def schedule(way: str, heads: int) -> list[Program]:
 
 LEFT, TOP, ROW, UNIT, TALL = 26, 24, 36, 1.4, 30
 KINDS = {"outputs": "pale-blue", "states": "orange", "carry": "pink"}
-#: what a program of chapter 7 is called, beside its way
+#: chapter 7's names of the ways
 CALLED = {"one long walk": "fused", "segments": "segmented", "every state first": "materialised"}
 MOMENT = 10  # units of time between two pictures
 DOES = {"outputs": "makes outputs", "states": "adds up states", "carry": "passes states on"}
 MADE = {"outputs": "outputs", "states": "states", "carry": "states passed on"}
-#: tiles of a chunk: what a program moves before the next thin line
+#: the tiles that a program moves between two thin lines, a chunk's
 TILES = {("one long walk", "outputs"): CHUNK, ("segments", "states"): WRITES, ("segments", "outputs"): CHUNK}
 TILES |= {("every state first", "states"): WRITES + STATE, ("every state first", "outputs"): CHUNK + STATE}
 
@@ -85,7 +86,7 @@ def _bars(way: str, programs: list[Program]) -> str:
 
 
 def _heads(programs: list[Program]) -> str:
-    """Whose each long bar is, on top of everything: what is to come is pale, and the line of the present passes."""
+    """Write the head on each long bar, above pale bars and the line of the present."""
     return "".join(
         rect(LEFT + UNIT * start + 2, TOP + ROW * m + 4, 44, 16, KINDS[makes])
         + text(LEFT + UNIT * start + 5, TOP + ROW * m + 12, f"head {head}", "start on")
@@ -110,11 +111,9 @@ def _row(way: str, heads: int) -> list[Frame]:
 
 
 def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
-    """What is done at time t in full colours, what is to come pale."""
+    """A frame at time t: finished work in full colours, later work pale."""
     x, name = LEFT + UNIT * min(t, end), f"until-{WAYS.index(way)}-{heads}-{t}"
-    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{TOP + ROW * P}"/></clipPath>'
-    now = path([(x, TOP - 6), (x, TOP + ROW * P)], "line-vermilion")
-    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces = played(ground, bars, name, x, TOP - 6, TOP + ROW * P)
     pieces.append(_heads(programs))
     work = sum(p.stop - p.start for p in programs)
     words = f"{heads} head{'s' * (heads > 1)}, {CALLED[way]}"
@@ -133,7 +132,7 @@ def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
 
 
 def multiprocessors() -> Explorable:
-    """One text of few heads on a small chip: a program a head, a program a segment, or all states first."""
+    """One text of few heads on a small chip: one program per head, one per segment, or all states first."""
     frames = [[_row(way, heads) for heads in HEADS] for way in WAYS]
     most = max(len(row) for way in frames for row in way)
     return Explorable(

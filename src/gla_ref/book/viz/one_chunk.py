@@ -1,4 +1,4 @@
-"""One chunk of the GLA kernel, step by step: which tiles a step reads and makes, and what it costs (chapter 14)."""
+"""One chunk of the GLA kernel, step by step: the tiles that a step reads and makes, and its costs (chapter 14)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ PLACES = {
     "S": (352, 34, 40, 80),
 }  # fmt: skip
 BARS = 196
-#: what a tile is
+#: the meaning of each tile
 WHAT = {
     "g": f"log gates, {C} tokens × {K} channels",
     "q": f"queries, {C} × {K}",

@@ -12,7 +12,7 @@ from ._svg import circle, part, path, rect, text
 __all__ = ["online_softmax"]
 
 TILES = (1, 2, 3, 4, 8, 12)
-TOP, FLOOR, BASE, BAR = 38, 102, 218, 74  # of scores; of the bars, and the height of exp(0)
+TOP, FLOOR, BASE, BAR = 38, 102, 218, 74  # edges of the scores and of the bars, height of exp(0)
 LEFT, COLUMN = 8, 32
 
 # e^x of twelve keys and their values; the first four are the example by hand
@@ -128,7 +128,7 @@ def _column(j: int) -> int:
     return LEFT + COLUMN * j
 
 
-def _height(y: Tensor) -> float:  # of a score
+def _height(y: Tensor) -> float:  # the place of a score
     return FLOOR - (FLOOR - TOP) * y.item() / math.log(max(WEIGHTS))
 
 

@@ -26,7 +26,7 @@ def keys(alike: float) -> Tensor:
 
 
 def states(rule: str, alike: float) -> list[Tensor]:
-    """The state `[2, 3]` at first, and for each line of the story after what is erased and after the write."""
+    """The state `[2, 3]` at first, and for each line of the story the state after the erasure and after the write."""
     S, beta = torch.zeros(1, 1, 2, 3, dtype=torch.float64), RULES[rule]
     found = [S]
     for who, what in STORY:
@@ -35,20 +35,20 @@ def states(rule: str, alike: float) -> list[Tensor]:
             found += [S, linear_attention.recurrent(k, k, v, initial_state=S)[1]]
         else:
             strength = torch.full((1, 1, 1), beta, dtype=torch.float64)
-            for value in (0 * v, v):  # what is erased is what writing 0 would leave
+            for value in (0 * v, v):  # to erase is to write 0
                 found.append(delta_rule.recurrent(k, k, value, strength, initial_state=S)[1])
         S = found[-1]
     return [x[0, 0] for x in found]
 
 
 def asked(S: Tensor, alike: float) -> Tensor:
-    """What the keys of Ada and of Bob find, `[2, 3]`."""
+    """The values `[2, 3]` that the keys of Ada and of Bob find."""
     return keys(alike) @ S
 
 
-CELL, LEFT, RIGHT = 34, 158, 290  # a cell's side; left edges of the state and answers, and of what they should be
-TOP, BELOW = 82, 186  # of the state, of the answers
-MIDDLE, RADIUS = (66, 124), 50  # of the circle of keys
+CELL, LEFT, RIGHT = 34, 158, 290  # a cell's side; left edges of the state and answers, and of the right answers
+TOP, BELOW = 82, 186  # upper edges of the state and of the answers
+MIDDLE, RADIUS = (66, 124), 50  # the circle of keys
 
 
 def _number(x: float) -> str:
@@ -56,7 +56,7 @@ def _number(x: float) -> str:
 
 
 def _squares(x: Tensor, left: float, top: float, names: list[str], largest: float) -> list[str]:
-    """A number as the area of a square: blue above 0, orange below."""
+    """Draw numbers as areas of squares: blue above 0, orange below."""
     pieces = []
     for i, name in enumerate(names):
         for j, what in enumerate(WHAT):
@@ -71,7 +71,7 @@ def _squares(x: Tensor, left: float, top: float, names: list[str], largest: floa
 
 
 def _wanted(step: int) -> Tensor:
-    """What each of the two should find: the last value that was written under its key."""
+    """The right answers of both keys: the last value that was written under each."""
     S = torch.zeros(2, 3, dtype=torch.float64)
     for who, what in STORY[: step // 2]:
         S[WHO.index(who)] = VALUES[WHAT.index(what)]

@@ -16,7 +16,7 @@ from ._explorable import HERE, HINT, STYLE, Key, Question, ask, legend, script
 
 __all__ = ["KINDS", "Playable", "playable_state"]
 
-#: kinds of gates, and what they are called
+#: kinds of gates, and their names on the page
 KINDS = {"none": "none", "constant": "one constant", "scalar": "one number per token", "vector": "one number per row"}
 
 # the four tokens of chapter 5
@@ -27,7 +27,7 @@ TOKENS = [
     dict(k=[1, 0], v=[2, 2, 2], q=[2, -3]),
 ]
 
-# the front page: who likes what; Adam's key resembles Ada's
+# the front page: people and the things they like; Adam's key resembles Ada's
 NAMES = {"Ada": [1, 0, 0], "Bob": [0, 1, 0], "Adam": [0.8, 0, 0.6]}
 LIKES = {"tea": [1, 0, 0], "rain": [0, 1, 0], "jazz": [0, 0, 1]}
 FACTS = [
@@ -38,8 +38,8 @@ ASKED = [dict(name=f"Asked about {name}", q=k) for name, k in NAMES.items()]
 STORY = [FACTS[0], FACTS[1], ASKED[0], FACTS[2], ASKED[0]]
 
 CONSTANT = 0.8
-#: the gates that a figure begins with, for each token: on the front page all rows fade, or Ada's, where Adam comes;
-#: the others are those that chapters 9 and 11 work by hand, and one number per token instead
+#: each token's gates at the start of a figure: on the front page all rows fade, or Ada's row at Adam's token; the other
+#: sizes have the gates that chapters 9 and 11 work by hand, and one number per token instead of them
 GATES = {
     "small": {"scalar": [[1] * 3] * 3 + [[0.5] * 3, [1] * 3], "vector": [[1] * 3] * 3 + [[0.25, 1, 1], [1] * 3]},
     "tokens": {"scalar": [[1, 1], [0.5, 0.5], [0.5, 0.5], [0, 0]], "vector": [[1, 1], [0.5, 1], [1, 0.5], [0, 1]]},
@@ -49,11 +49,11 @@ GATES = {
 
 @dataclass(repr=False)
 class Playable:
-    """A figure that the page computes (`recurrence.js`), in one piece of HTML; without JavaScript its first state.
+    """A figure that the page computes (`recurrence.js`), in one piece of HTML; without JavaScript, its first state.
 
     Args:
         size: "small", "tokens" or "chunks".
-        kind: the gates that it begins with.
+        kind: the gates at the start.
     """
 
     size: str
@@ -87,14 +87,14 @@ class Playable:
         return html
 
     def question(self) -> Question:
-        """Of the four tokens without a gate one asks what a write adds to, with gates what fades."""
+        """The question: without gates, the result of a write; with gates, the rows that fade."""
         gated = self.size == "tokens" and self.kind != "none"
         return _QUESTIONS["gates" if gated else self.size]
 
     # -- numbers -----------------------------------------------------------------------------------
 
     def data(self) -> dict:
-        """What the page's script gets."""
+        """The data for the page's script."""
         tape = STORY if self.size == "small" else TOKENS
         K, V = (3, 3) if self.size == "small" else (2, 3)
         gates = {"none": [[1] * K] * len(tape), "constant": [[CONSTANT] * K] * len(tape)} | GATES[self.size]
@@ -106,7 +106,7 @@ class Playable:
         return given | (dict(C=2) if self.size == "chunks" else {})
 
     def _first(self) -> dict:
-        """The state on paper, some tokens on, from the recurrence: cells and readout; the script begins before."""
+        """The cells and readout on paper, after some tokens, from the recurrence; the script begins earlier."""
         given = self.data()
         if self.size == "small":  # two facts are written
             k, v = (torch.tensor([fact[x] for fact in FACTS[:2]], dtype=torch.float64) for x in "kv")
@@ -166,7 +166,7 @@ class Playable:
                 )
                 + "</div>"
             )
-        small = self.size == "small"  # which has words for people who know no letters yet
+        small = self.size == "small"  # the front page has words, because its readers do not know the letters yet
         words = "".join(f"<span>{word}</span>" for word in LIKES) if small else ""
         html = '<div class="playable-board playable-tokens">'
         if not small:
@@ -192,7 +192,7 @@ def _number(x: float) -> str:
 
 
 def _matrix(label, name, rows, columns, above, first, given, kind, area="", typed=False) -> str:
-    """A labelled matrix of cells; a vector has 0 rows, or 0 columns. Without an area it belongs to the chunks."""
+    """A labelled matrix of cells; a vector has 0 rows or 0 columns. A matrix without an area belongs to the chunks."""
     cells = []
     for i in range(rows or 1):
         for j in range(columns or 1):
@@ -331,6 +331,6 @@ def playable_state(size: str = "tokens", *, gate: str = "none") -> Playable:
 
     Args:
         size: "small", with facts to write; "tokens", the four tokens of chapter 5; "chunks", the same by chunks.
-        gate: one of `KINDS`, to begin with.
+        gate: the kind of gates at the start, one of `KINDS`.
     """
     return Playable(size, gate)

@@ -20,10 +20,10 @@ VALUES += [[0, 3, 1], [1, -1, 0], [0, 2, -1], [3, 0, 1], [1, 1, -2], [-1, 2, 0]]
 
 
 def prefix_sum(*, states: bool = False) -> Explorable:
-    """The sums of 0 to 11, or of twelve outer products k^T v; every tile is one of `prefix_sum.chunked`.
+    """The sums of 0 to 11, or of twelve outer products k^T v; every tile is an entry of `prefix_sum.chunked`.
 
     Args:
-        states: add up states of linear attention, K = 2 and V = 3, in place of numbers.
+        states: add up states of linear attention, K = 2 and V = 3, instead of numbers.
     """
     x = torch.arange(12)
     if states:
@@ -86,7 +86,7 @@ def _walk(x: Tensor, C: int) -> list[Frame]:
 
 
 def _frame(x: Tensor, sums: Chunked, C: int, inside: int, between: int) -> Frame:
-    """After `inside` additions in every chunk and then `between` chunks that got their carry."""
+    """A frame after `inside` additions in every chunk, and carries for `between` chunks."""
     T = len(x)
     N = T // C
     gap = min(10, (WIDTH - 16 - COLUMN * T) / max(N - 1, 1))
@@ -120,7 +120,7 @@ def _frame(x: Tensor, sums: Chunked, C: int, inside: int, between: int) -> Frame
 
 
 def _told(row: int, t: int, C: int) -> str:
-    """What a tile holds."""
+    """The words for a tile."""
     first = t // C * C
     tokens = f"column {t + 1}" if first == t else f"columns {first + 1} to {t + 1}"
     before = f"columns 1 to {first}" if first else "nothing comes before"
@@ -133,7 +133,7 @@ def _told(row: int, t: int, C: int) -> str:
 
 
 def _entry(x: float, y: float, entry: int | list[list[int]], largest: int) -> str:
-    """A number, or a matrix as squares whose area is the size; negative ones are hollow."""
+    """A number, or a matrix as squares with areas for sizes; squares of negative numbers are hollow."""
     if isinstance(entry, int):
         return text(x + TILE / 2, y + 15, entry, "on")
     squares = []

@@ -1,4 +1,4 @@
-"""Which numbers of a vector a program owns: block, offsets, mask (chapter 4)."""
+"""The numbers of a vector that a program owns: block, offsets, mask (chapter 4)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["programs"]
 
 LENGTHS, BLOCKS = (11, 12, 16), (2, 4, 8)
 END = 16  # numbers of memory in the picture
-CELL, LEFT = 23, 16  # of the memory
-PLACE, FIRST = 30, 148  # of the program's block
+CELL, LEFT = 23, 16  # the memory's cells and left edge
+PLACE, FIRST = 30, 148  # the places of the program's block
 
 
 def programs() -> Explorable:
-    """A vector of N numbers in blocks, one a program, and what the chosen program computes from its number."""
+    """A vector of N numbers in blocks, one block per program, and the offsets and mask of the chosen program."""
     frames = [[[_frame(N, BLOCK, p) for p in range(-(-N // BLOCK))] for BLOCK in BLOCKS] for N in LENGTHS]
     return Explorable(
         title="Which numbers are mine? A program only knows its own number",

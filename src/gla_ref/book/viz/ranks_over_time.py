@@ -1,19 +1,19 @@
-"""What each of several GPUs does, over time, with its piece of one text (chapter 24).
+"""The work of several GPUs over time, each with its piece of one text (chapter 24).
 
-The times are those of the model in :mod:`gla_ref.book.scaling`, not measurements.
+The times come from the model in :mod:`gla_ref.book.scaling`, not from measurements.
 """
 
 from __future__ import annotations
 
 from ..scaling import Task, schedule
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import part, path, played, rect, text
 
 __all__ = ["RANKS", "TOKENS", "WAYS", "ranks_over_time"]
 
 TOKENS = 1 << 20
 RANKS = (2, 4, 8)
-#: as the reader chooses them, and as the model calls them
+#: the ways as the reader chooses them, and their names in the model
 WAYS = {"each waits for the one before": "one after another", "sums to all": "all-gather", "rank to rank": "pipeline"}
 MOMENTS = 12  # pictures from the beginning to the end
 LEFT, TOP, WIDE, TALL = 62, 20, 330, 200
@@ -26,7 +26,7 @@ def _ms(seconds: float) -> str:
 
 
 def _bars(tasks: list[Task], ranks: int, end: float) -> str:
-    """A bar for each task; what is too short to see still has two units."""
+    """A bar for each task, at least two units wide."""
     row, pieces = TALL / ranks, []
     for job, rank, start, stop in tasks:
         width = max(2.0, WIDE * (stop - start) / end)
@@ -50,12 +50,10 @@ def _frames(way: str, ranks: int) -> list[Frame]:
 
 
 def _frame(way, tasks, n, scale, done, alone, ground, bars, ranks) -> Frame:
-    """What is done by the n-th moment in full colours, what is to come pale."""
+    """A frame at the n-th moment: finished work in full colours, later work pale."""
     t = done * n / MOMENTS
     x, name = LEFT + WIDE * t / scale + (2 if n == MOMENTS else 0), f"ranks-{list(WAYS).index(way)}-{ranks}-{n}"
-    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{TOP + TALL}"/></clipPath>'
-    now = path([(x, TOP - 4), (x, TOP + TALL)], "line-vermilion")
-    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces = played(ground, bars, name, x, TOP - 4, TOP + TALL)
     if n == MOMENTS:
         waited = max(task.stop - task.start for task in tasks if task.job == "exchange")
         words = f"{way}, {ranks} GPUs: done after {_ms(done)}, {done / alone:.0%} of what one GPU takes. "

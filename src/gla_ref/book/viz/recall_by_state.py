@@ -25,7 +25,7 @@ NAMES = {
 
 
 def matrices(record: dict) -> int:
-    """Numbers in the mixers' states or caches after the longest text, without the last inputs of short convolutions."""
+    """Numbers in the mixers' states or caches after the longest text, without the inputs kept by short convolutions."""
     run = record["run"]
     T = max(T for T, _ in run["settings"]["lengths"])
     return state_size(Config(**run["model"] | {"use_short_conv": False}), T)
@@ -61,13 +61,14 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
     """Right answers against numbers in the state, for a mixer and a number of steps.
 
     Args:
-        records: of :mod:`gla_ref.experiments.mqar`, of one number of steps and of several sizes of states.
+        records: records of :mod:`gla_ref.experiments.mqar`, with one number of steps and several sizes of states.
     """
     found = measured(records)
     sizes = sorted({state for of in found.values() for state in of})
     low, high = math.log(sizes[0] / 1.25), math.log(sizes[-1] * 1.25)
     base = next(r["baselines"] for r in records)
     steps = [0] + [step for step, _ in next(iter(next(iter(found.values())).values()))]
+    heads = {matrices(r): r["run"]["model"]["num_heads"] for r in records if r["about"]["mixer"] != "softmax"}
 
     def x(state: float) -> float:
         return LEFT + WIDE * (math.log(state) - low) / (high - low)
@@ -78,10 +79,12 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
             pieces.append(text(LEFT - 6, _y(share), f"{share:.0%}", "end"))
         for state in sizes:
             pieces.append(text(x(state), TOP + TALL + 12, f"{state:,}"))
-        pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 30, "numbers in the state after a text (logarithmic)"))
+            below = f"{heads[state]} head{'s' if heads[state] > 1 else ''}" if state in heads else "softmax"
+            pieces.append(text(x(state), TOP + TALL + 27, below))
+        pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 45, "numbers in the state after a text (logarithmic)"))
         for share, kind, words in (
-            (base["majority"], "line-orange", "One of the text's values, whichever"),
-            (base["chance"], "line-grey", "Any value of the vocabulary"),
+            (base["majority"], "line-orange", "Naming any of the text's values"),
+            (base["chance"], "line-grey", "Naming any value of the vocabulary"),
         ):
             line = path([(LEFT, _y(share)), (LEFT + WIDE, _y(share))], f"{kind} dashed")
             pieces.append(part(f"{words}: {share:.1%}", line))
@@ -92,7 +95,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         order = [other for other in found if other != mixer] + [mixer]
         for other in order:
             mine = other == mixer
-            if mine and len(found[other]) > 1:  # below its dots, which say what they are
+            if mine and len(found[other]) > 1:  # below its dots, so that a reader can point at a dot
                 means = {
                     state: fmean(scores[n - 1][1]) if n else base["chance"] for state, scores in found[other].items()
                 }
@@ -115,36 +118,36 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
 
     linear = {state: fmean(scores[-1][1]) for state, scores in found["linear"].items()}
     small, more = list(linear)[:2]
-    options = {"nearly all": 0.8, "about half": 0.3, "no more than one of the text's values, whichever": 0.0}
+    options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any of the text's values": 0.0}
     right = next(words for words, least in options.items() if linear[small] >= least)
-    fact = f"With {small:,} numbers linear attention has {linear[small]:.0%} of the answers."
+    fact = f"With {small:,} numbers linear attention answers {linear[small]:.0%} correctly."
 
     return Explorable(
         title="Which mixer recalls, with how large a state?",
         notice="A small dot is one trained model, a large dot the mean of three seeds. All have one layer and saw the "
         "same texts. Softmax attention keeps every key and value; the number of heads decides how large the state of "
-        "the others is. Where the line falls to the right, look for a seed that hardly learned.",
+        "the others is. Where the line falls to the right, look at the small dots: one seed is far below the others.",
         alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; two dashed "
         "lines near the bottom are the shares of answers that guessing gives.",
         controls=(Choice("Mixer", [NAMES[m] for m in found]), Slider("Steps of training", steps)),
         frames=[[frame(mixer, n) for n in range(len(steps))] for mixer in found],
-        height=TOP + TALL + 42,
+        height=TOP + TALL + 57,
         start=(list(found).index("gla"), len(steps) - 2),
         legend=(
-            Key("blue line-blue", "the mixer chosen", "dot"),
+            Key("blue line-blue", "the mixer chosen (small dots: single models)", "dot"),
             Key("grey line-grey", "the other mixers", "dot"),
-            Key("line-orange dashed", f"one of the text's values: {base['majority']:.0%}", "line"),
-            Key("line-grey dashed", f"any value: {base['chance']:.0%}", "line"),
+            Key("line-orange dashed", f"naming any of the text's values: {base['majority']:.0%}", "line"),
+            Key("line-grey dashed", f"naming any value: {base['chance']:.0%}", "line"),
         ),
         question=Question(
-            f"Linear attention has {linear[more]:.0%} of the answers with {more:,} numbers in its state. How many "
-            f"does it have with {small:,}?",
+            f"With {more:,} numbers in its state, linear attention answers {linear[more]:.0%} of the questions "
+            f"correctly. What share with {small:,} numbers?",
             right,
             {
                 words: fact if words == right else f"{'Fewer' if least > linear[small] else 'More'}: w{fact[1:]}"
                 for words, least in options.items()
             },
             seen=(list(found).index("linear"), len(steps) - 1),
-            before=(list(found).index("linear"), 0),
+            before=(list(found).index("linear"), 1),  # early: dots, but not yet the answer
         ),
     )

@@ -21,12 +21,12 @@ class Point:
 
     Attributes:
         name: mechanism and form, or mechanism and kernel.
-        intensity: FLOPs for each byte to and from memory; of products, or of element-wise work where there are none.
-        rate: the same FLOPs a second, as measured, or the most that the ceilings allow.
-        ms: the time that was measured, or the least that the ceilings allow.
-        limit: what that least time is for, memory or products or element-wise work.
+        intensity: FLOPs per byte to and from memory: of products, or of element-wise work in a form without products.
+        rate: these FLOPs per second, measured, or the highest rate under the ceilings.
+        ms: the measured time, or the least time under the ceilings.
+        limit: the ceiling of the least time: memory, products or element-wise work.
         record: the measurement, or None for a prediction.
-        steps: longest chain of steps of which each needs the one before; None for a measurement.
+        steps: longest chain of steps in which each needs the step before; None for a measurement.
     """
 
     name: str
@@ -40,22 +40,22 @@ class Point:
 
 
 def _ceilings(data: dict) -> tuple[float, float]:
-    """(bytes a second of a copy, FLOP/s of a large product), as measured."""
+    """Measured (bytes per second of a copy, FLOP/s of a large product)."""
     environment = data["environment"]
     return environment["copy_gb_s"] * 1e9, environment["matmul_tflop_s"] * 1e12
 
 
 def shapes(data: dict) -> list[dict[str, int]]:
-    """The shapes that some kernel was measured at, in the order of the file."""
+    """The shapes with a measured kernel, in the order of the file."""
     found = [r for suite in SUITES for r in results.select(data, suite=suite, lengths=None)]
     return [dict(x) for x in dict.fromkeys(tuple((n, r[n]) for n in "BTHKV") for r in found)]
 
 
 def points(data: dict, direction: str, **shape: int) -> list[Point]:
-    """What was measured at a shape, then, for the forward direction, what `costs.py` predicts of every form.
+    """The measurements at a shape and, for the forward direction, the predictions of `costs.py` for every form.
 
-    A measurement is placed by the fewest FLOPs and bytes that its mechanism needs (the floors of the
-    record), whatever the kernel does beyond. Its distance from the roof is then a ratio of times.
+    The place of a measurement depends on the fewest FLOPs and bytes that its mechanism needs (the floors of the
+    record), not on the kernel's own work. So its distance from the roof is a ratio of times.
     """
     bandwidth, products = _ceilings(data)
     found = {}
@@ -95,7 +95,7 @@ def points(data: dict, direction: str, **shape: int) -> list[Point]:
     return measured + sorted(predicted, key=lambda p: p.ms)
 
 
-X, Y, WIDE, HIGH = 40, 26, 350, 250  # of the plot: left, top, width, height
+X, Y, WIDE, HIGH = 40, 26, 350, 250  # the plot's left edge, top, width, height
 LOW, TOP = (-0.8, -0.8), (4.8, 3.2)  # its corners: log10 of FLOP a byte and of TFLOP/s
 
 
@@ -106,7 +106,7 @@ def _at(intensity: float, rate: float) -> tuple[float, float]:
 
 
 def _plot(data: dict) -> str:
-    """Axes, the two ceilings that were measured, and the ceiling of ordinary cores, dashed."""
+    """Axes, the two measured ceilings, and the ceiling of ordinary cores, dashed."""
     bandwidth, products = _ceilings(data)
     pieces = [rect(X, Y, WIDE, HIGH, "edge")]
     for power, name in enumerate(("1", "10", "100", "1000", "10000")):
@@ -153,9 +153,9 @@ def _words(point: Point, gpu: str) -> str:
 
 
 def _row(data: dict, plot: str, direction: str, shape: dict[str, int]) -> list[Frame]:
-    """A frame for every point of a shape; one without any where there is none."""
+    """A frame for every point of a shape; a frame without points if there are none."""
     found = points(data, direction, **shape)
-    marks = "".join(_mark(n, p) for n, p in reversed([*enumerate(found)]))  # what was measured on top
+    marks = "".join(_mark(n, p) for n, p in reversed([*enumerate(found)]))  # measurements on top
     if not found:
         return [Frame([plot], "Nothing was measured here, and costs.py counts forward passes only.")]
     frames = []
@@ -167,10 +167,10 @@ def _row(data: dict, plot: str, direction: str, shape: dict[str, int]) -> list[F
 
 
 def roofline(data: dict) -> Explorable:
-    """The forms and kernels at each measured shape, under the ceilings of the GPU that they were measured on.
+    """The forms and kernels at each measured shape, under the ceilings of the GPU that ran the kernels.
 
     Args:
-        data: what :func:`gla_ref.book.results.load` returns.
+        data: records from :func:`gla_ref.book.results.load`.
     """
     plot, directions = _plot(data), ("forward", "backward")
     frames = [[_row(data, plot, d, shape) for d in directions] for shape in shapes(data)]

@@ -1,4 +1,4 @@
-"""Where the numbers of a tile lie: rows, columns, strides, offsets (chapter 4)."""
+"""The places of a tile's numbers in memory: rows, columns, strides, offsets (chapter 4)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["VIEWS", "strides"]
 
 TILE = 2  # rows and columns of a tile
 X = torch.arange(24).view(4, 6)  # every number is its own offset
-#: what one calls x -> the same 24 numbers of memory, seen so
+#: a name of x -> the same 24 numbers of memory in this view
 VIEWS = {"x": X, "x.T": X.T, "x[:, ::2]": X[:, ::2], "x[:, 1:4]": X[:, 1:4]}
 CELL, LEFT, TOP = 26, 22, 26
 STRIP, BEGIN = 15.5, 14  # the memory at the bottom
@@ -58,7 +58,7 @@ def strides() -> Explorable:
 
 
 def offsets(x: torch.Tensor, i: int, j: int) -> torch.Tensor:
-    """Of tile (i, j), from the first number of the view; -1 where the mask leaves a place out."""
+    """Offsets of tile (i, j) from the view's first number; -1 where the mask leaves a place out."""
     row = i * TILE + torch.arange(TILE)[:, None]
     col = j * TILE + torch.arange(TILE)[None, :]
     o = row * x.stride(0) + col * x.stride(1)

@@ -1,7 +1,7 @@
 """A Hopper kernel's jobs over time: one program in turn, two of them, or three groups of warps at once (chapter 22).
 
-A model of peak rates, not a measurement: what a chunk moves, exponentiates and multiplies, each at the speed of its
-unit. Other arithmetic and every wait for a latency are left out.
+This is a model of peak rates, not a measurement: each unit moves, exponentiates or multiplies a chunk's numbers at its
+peak speed. The model leaves out other arithmetic and waits for latencies.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import part, played, rect, text
 
 __all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", "work"]
 
-#: what one multiprocessor of an H200 does in a clock; bytes of memory and of shared memory, exponentials, FLOPs
+#: the work of one multiprocessor of an H200 per clock, in bytes of memory and of shared memory, exponentials and FLOPs
 RATES = {"memory": 16, "shared": 128, "exponentials": 16, "products": 4096}
 JOBS = ("load", "transform", "multiply", "store")
 WAYS = ("one program, in turn", "two programs, in turn", "three jobs, two stages", "three jobs, one stage")
@@ -21,12 +21,12 @@ CHUNKS = 5
 
 
 def work(C: int = 64, K: int = 128, V: int = 128, programs: int = 1) -> dict[str, int]:
-    """Clocks that each job needs for a chunk in 16 bits, where `programs` share the columns of the state.
+    """Clocks of each job for a chunk in 16 bits, if `programs` share the columns of the state.
 
-    Programs that share q, k and g get them from memory once, so each is charged its share of the bytes.
+    Programs that share q, k and g load them from memory once, so each program counts its share of the bytes.
     """
     columns = V // programs
-    sums = 2 * C * K * (C + 16)  # of the gates, as products
+    sums = 2 * C * K * (C + 16)  # the gates' sums, as products
     products = 2 * C * (C * (K + columns) + 2 * K * columns)
     copies = 2 * (K * columns + C * C + C * columns)  # S, P and o through shared memory
     return {
@@ -40,7 +40,7 @@ def work(C: int = 64, K: int = 128, V: int = 128, programs: int = 1) -> dict[str
 
 
 class Task(NamedTuple):
-    """A job of one chunk: from when to when, in clocks, and in which program (from 0)."""
+    """A job of one chunk: its start and stop in clocks, and its program (from 0)."""
 
     job: str
     chunk: int
@@ -61,10 +61,10 @@ def schedule(way: str, n: int = CHUNKS) -> list[Task]:
     rows, stops, tasks = {}, {}, []
 
     def earliest(line):
-        """When the first task of a line can begin: never before those it waits for."""
+        """Return the earliest start of a line's first task: after all tasks that it waits for."""
         (job, i, p), now = line[0], rows.get(_row(line[0][0]), 0)
         needs = [(JOBS[JOBS.index(job) - 1], i, p)] if job != "load" else []
-        if len(lines) == len(JOBS):  # a stage must be free, and so must the tile of o
+        if len(lines) == len(JOBS):  # a stage and the tile of o must be free
             needs += [("multiply", i - stages, p)] if job == "load" else []
             needs += [("store", i - 1, p)] if job == "multiply" else []
         elif job == "load":
@@ -86,7 +86,7 @@ def _row(job: str) -> str:
 
 
 def period(way: str) -> int:
-    """Clocks from one chunk to the next, once all is under way."""
+    """Clocks from one chunk to the next in a long text."""
     done = {t.chunk: t.stop for t in schedule(way, 24) if t.job == "multiply" and t.program == 0}
     return (done[20] - done[10]) // 10
 
@@ -121,11 +121,9 @@ def _frames(way: str) -> list[Frame]:
 
 
 def _frame(way: str, tasks: list[Task], t: int, end: int, ground: str, bars: str) -> Frame:
-    """What is done at clock t in full colours, what is to come pale."""
+    """A frame at clock t: finished work in full colours, later work pale."""
     x, name, bottom = LEFT + UNIT * min(t, end), f"jobs-{WAYS.index(way)}-{t}", TOP + ROW * (len(ROWS) - 1) + TALL
-    until = f'<clipPath id="{name}"><rect x="0" y="0" width="{x:g}" height="{bottom}"/></clipPath>'
-    now = path([(x, TOP - 4), (x, bottom + 4)], "line-vermilion")
-    pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{name})">', bars, f"</g>{now}"]
+    pieces = played(ground, bars, name, x, TOP - 4, bottom + 4)
     if t >= end:
         used = sum(task.stop - task.start for task in tasks if _row(task.job) == "memory") / end
         words = f"{way}: {CHUNKS} chunks after {end:,} clocks, memory at work {used:.0%} of them. "

@@ -19,12 +19,12 @@ def block_flops(kind: str, m: int, n: int) -> tuple[int, int]:
     return costs.block_flops(kind, m, n, K, V)
 
 
-X, Y, SIZE = 34, 4, 14  # of the map's corner, and of a pair of tokens
+X, Y, SIZE = 34, 4, 14  # the map's corner, and the size of a pair of tokens
 BARS = Y + SIZE * T + 28
 
 
 def _outline(rows: slice, cols: slice) -> list[tuple[float, float]]:
-    """The corners of a block; on the diagonal its pairs j <= i only, which end in stairs."""
+    """The corners of a block; on the diagonal only of pairs j <= i, which end in stairs."""
     upper = [(cols.start, rows.start), (cols.stop, rows.start), (cols.stop, rows.stop)]
     if rows == cols:
         stairs = ([(i + 1, i), (i + 1, i + 1)] for i in range(rows.start, rows.stop))
@@ -33,7 +33,7 @@ def _outline(rows: slice, cols: slice) -> list[tuple[float, float]]:
 
 
 def _arrows(rows: slice, cols: slice) -> list[str]:
-    """To a block's corner on the diagonal, where its keys decay to, and from it, as its queries do."""
+    """Arrows to a block's corner on the diagonal, up to which keys decay, and from the corner, where queries begin."""
     x, y, half = X + SIZE * cols.stop, Y + SIZE * rows.start, SIZE / 2
     return [
         arrow((X + SIZE * cols.start + 2, y + half), (x - 2, y + half), "line hollow"),
@@ -54,7 +54,7 @@ def _axes() -> str:
 
 
 def _bars(done: list[tuple[str, int, int]], totals: tuple[int, int]) -> list[str]:
-    """The work done so far by kind of block, as a part of all that there is."""
+    """The work done so far by kind of block, as a part of all work."""
     pieces = []
     for i, name in enumerate(("products", "element-wise")):
         x, y, unit = 110, BARS + 24 * i, 276 / totals[i]

@@ -1,19 +1,19 @@
-"""Draw where each role of a Hopper kernel works and waits, by clocks read inside the kernel (chapter 23).
+"""Draw the work and waits of each role of a Hopper kernel, by clocks read inside the kernel (chapter 23).
 
-The bars are measurements of one program on one multiprocessor, as benchmarks/waits.py records them.
+The bars are measurements of one program on one multiprocessor, from the records of benchmarks/waits.py.
 """
 
 from __future__ import annotations
 
 from .. import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import part, path, played, rect, text
 
 __all__ = ["NAMES", "barrier", "spans", "waits_timeline"]
 
-#: the schedules, as the records and as the figure call them
+#: the schedules' names in the records and in the figure
 NAMES = {"fused": "fused", "in turn": "in turn", "ahead": "two kernels: the walk"}
-#: barriers that the records name otherwise than the chapter and its page
+#: barriers with other names in the records than in the chapter and its page
 BARRIERS = {"done": "empty"}
 MOMENTS = 12  # pictures from the beginning to the end
 LEFT, TOP, WIDE, ROW, TALL = 4, 26, 390, 44, 20
@@ -34,7 +34,7 @@ def spans(role: dict) -> list[tuple[str, int, float, float]]:
 
 
 def barrier(site: str) -> str:
-    """A barrier's name in the chapter; a record also says of which chunk it is ("done of c - 1")."""
+    """A barrier's name in the chapter, without the chunk that a record adds ("done of c - 1")."""
     name = site.split(" of ")[0]
     return BARRIERS.get(name, name)
 
@@ -71,9 +71,7 @@ def _frames(record: dict, end: float, rows: int) -> list[Frame]:
     for n in range(MOMENTS + 1):
         t = done * n / MOMENTS
         x, clip = LEFT + WIDE * t / end, f"waits-{record['kernel'].replace(' ', '-')}-{record['B']}-{n}"
-        until = f'<clipPath id="{clip}"><rect x="0" y="0" width="{x:.1f}" height="{bottom}"/></clipPath>'
-        now = path([(x, TOP - 4), (x, bottom)], "line-vermilion")
-        pieces = [ground, '<g class="faint">', bars, "</g>", f'{until}<g clip-path="url(#{clip})">', bars, f"</g>{now}"]
+        pieces = played(ground, bars, clip, x, TOP - 4, bottom)
         if n == MOMENTS:
             words = f"{name}: {max(r['us_a_chunk'] for r in roles):.2f} µs per chunk. "
             words += f"Share of the time spent waiting: {', '.join(map(_waiting, roles))}."
@@ -88,11 +86,11 @@ def waits_timeline(data: dict, B: int) -> Explorable:
     """Roles over time, for the schedules that were measured with B sequences.
 
     Args:
-        data: what :func:`gla_ref.book.results.load` finds of the kind "waits".
+        data: records of the kind "waits" from :func:`gla_ref.book.results.load`.
         B: sequences of the batch.
 
     Raises:
-        ValueError: there are no clocks of this B.
+        ValueError: no record has clocks at this B.
     """
     records = [r for r in data["waits"] if r["B"] == B and r["roles"]]
     records.sort(key=lambda r: list(NAMES).index(r["kernel"]))

@@ -1,4 +1,4 @@
-"""The walks back: which tiles a gradient needs, and what the two states hold meanwhile (chapter 8)."""
+"""The walks back: the tiles that a gradient needs, and the chunks in the two states meanwhile (chapter 8)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Step(NamedTuple):
     n: int  # the chunk, from 0
     loads: tuple[str, ...]
     stores: tuple[str, ...]
-    S: tuple[int, ...] | None  # chunks whose writes are in S when it is read; None where there is no S
+    S: tuple[int, ...] | None  # chunks whose writes are in S when the step reads S; None without S
     R: tuple[int, ...] | None  # chunks whose reads are in R
 
 
 def walks(
     way: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, S_last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, list[Step]]:
-    """dq, dk and dv of o = tril(q k^T) v, for q, k `[N C, K]` and v, do `[N C, V]`, and how they were made."""
+    """dq, dk and dv of o = tril(q k^T) v, for q, k `[N C, K]` and v, do `[N C, V]`, and the steps that made them."""
     dq, dk, dv, steps = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), []
 
     def chunk(n, makes, S=None, R=None):
@@ -46,7 +46,7 @@ def walks(
         needed = tuple(x for x in ("q", "k", "v", "do") if any(x in loads[made] for made in makes))
         past, future = tuple(range(n)), tuple(range(n + 1, N))
         steps.append(Step(n, needed, makes, None if S is None else past, None if R is None else future))
-        return k_n.T @ v_n, q_n.T @ do_n  # what the chunk writes into S, and into R
+        return k_n.T @ v_n, q_n.T @ do_n  # the chunk's writes to S, and to R
 
     backwards = range(N - 1, -1, -1)
     if way == "one walk":

@@ -19,7 +19,7 @@ role waits for ever*: both go through the same chunks in order, `ready` of c nee
 needs `ready` of c. *No role is two phases late*: `ready` of the next round needs `done` of this one, which the walker
 gives after its wait; `done` of this round needs `ready` of this one, which the loader asks for after its wait.
 
-*Segments.* A segment maps the state S to M S + X, as ../delta_forward.py explains. `walk` without q, P and o makes X
+*Segments.* A segment maps the state S to M S + X (portable/delta_forward.py). `walk` without q, P and o makes X
 and M, BV columns per program: X from a state of zeros, M from the columns of the unit matrix with values of zero, since
 the copy engine reads zeros beyond the columns of v. `carry` of that file turns them into the state before each segment,
 and `walk` makes o from there. In one go, a sequence is one segment. Programs count segments by slots, as

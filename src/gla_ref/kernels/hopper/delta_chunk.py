@@ -6,9 +6,10 @@ With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b
     v' = v - e^b (k S)                         w = T v'                                          (2)
     o = scale * (e^b (q S) + P w)              S <- e^(b_C) S + k^T (e^(b_C - b) w)              (3)
 
-../delta_forward.py has the same algebra with beta in v'. (1) needs no state: `pairs` and `inverse`, for four warps. (2)
-and (3) are a chain from state to state: `read` and `write`, for four warps and up to 64 columns of V, since columns of
-the state never meet. delta_fused.py makes (1) beside the chain, delta_ahead.py makes (1) of all chunks before it.
+portable/delta_forward.py has the same algebra with beta in v'. (1) needs no state: `pairs` and `inverse` make it, for
+four warps. (2) and (3) are a chain from state to state: `read` and `write`, for four warps and up to 64 columns of V,
+since columns of the state never meet. delta_fused.py makes (1) beside the chain, delta_ahead.py before it, of all
+chunks.
 
 *The inverse.* `inverse` eliminates the blocks of 16 on the diagonal of I - N in float32, a thread per column. Call the
 results D_j. Columns of blocks follow from the last to the first, Y_j = (E_j + sum_(m > j) Y_m N_mj) D_j, with E_j of

@@ -11,9 +11,9 @@ b as in gla_forward.py::
                   + sum over j < t of k'_j (v R'^T)_j + sum_v e^(2 r) S R)                      (4)
     R  <- e^r (R' + q'^T do)                                                                    (5)
 
-(4) counts the paths that cross token t, as ../gla_gradient.py does. A pair i = j crosses nothing, and adds the same to
-both sides of the difference; it is left out of dP, so that it need not cancel: beside g = -20 its rounding would be all
-that is left. Reference: :mod:`gla_ref.gradients.gla`.
+(4) counts the paths that cross token t, as portable/gla_gradient.py does. A pair i = j crosses nothing, and adds
+the same to both sides of the difference; it is left out of dP, so that it need not cancel: beside g = -20 its rounding
+would be all that is left. Reference: :mod:`gla_ref.gradients.gla`.
 
 First `walk` of gla_forward.py stores the state before each chunk in 16 bits (k, v, g in: 5 units, of one tensor's
 bytes). Then `unwind` goes from the last chunk to the first (q, k, v, g, do, states in; dq, dk, dv, dg out: 11 units).
@@ -79,7 +79,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, cdiv
+from ..launch.plan import Draft, Plan, cdiv
 from ..portable.gla_forward import (
     GlaCall,
     Readers,
@@ -94,7 +94,7 @@ from ..portable.gla_forward import (
 )
 from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
-from .gla_forward import LOG2E, Roles, begin, box, keep_rows, launch_walk, scaled, store_box, store_rows
+from .gla_forward import LOG2E, Roles, box, call_of, keep_rows, launch_walk, scaled, store_box, store_rows
 from .gla_forward import which_segment as which_segment_of_warps
 from .gluon_names import named
 
@@ -651,7 +651,7 @@ def launch_unwind(call: GlaCall, q, k, v, g, do, states, made, strong, L: int, R
 
 def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = begin(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
+    call = call_of(Draft(hardware, q, k, v, g, None, S, cu, starts, do, dS), q, v, cu, scale, path)
     call, do, R = begin_backward(call, v, do, dS)
     draft = call.draft
     draft.because("one walk backwards for all gradients: the Hopper kernel, in Gluon")
@@ -662,7 +662,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, 
     strong = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
     R_0 = draft.new("R_0", call.N, call.H, call.K, call.V) if S else None
     L = call.segment()
-    if L > call.T:
+    if call.in_one_go:
         launch_unwind(call, q, k, v, g, do, states, made, strong, L, R, R_0)
     else:  # what each segment adds to R, then what each begins with, then as above
         n = slots(call.B, call.T, cu, L)

@@ -4,31 +4,47 @@
     o  = scale * (q' S' + tril(q' k'^T) v)                                                      (2)
     S <- e^(b_C - r) (S' + k'^T v)                                                              (3)
 
+b is the running sum of the log gates g in a chunk of C tokens, b_C its last row, and r = b_C / 2.
+
 A plain call launches gla_ref/pages/gla_hopper.py, this kernel without options (`takes_page`): sequences of 64 or 128
 channels in bfloat16, each in one go from a state of zeros. Both kernels make the same bits. Read the page first.
 
-The algebra, segments and packed sequences are those of ../portable/gla_forward.py. Strong chunks are only flagged here,
-and `mend` of that file adds their pairs; in them q decays from the start and k to the end in every channel. There a
-program does one thing after the other, and the chip waits: for memory, then for exponentials, then for products. Here
-a program has three roles, each with warps of its own, which work on different chunks at the same time:
+The algebra, segments and packed sequences are those of portable/gla_forward.py. A program of that kernel does one
+thing after the other, and the chip waits: for memory, then for exponentials, then for products. Here a program has
+three roles, each with warps of its own, which work on different chunks at the same time::
 
     loader        1 warp     asks the copy engine (TMA) for q, k, v, g of a chunk, as soon as a stage is free
-    transformer   4 or 8     (1) of q and k, in place; the state's factors; is the chunk strong?
+    transformer   4 warps    (1) of q and k, in place; the state's factors; is the chunk strong?
     multiplier    4 or 8     (2) and (3): four products (WGMMA), the state in its registers; o out by TMA
 
-They meet at barriers in shared memory, three for each of STAGES stages, stage s of chunk i being i % STAGES:
+*Strong chunks.* A chunk is strong if the gates of some channel sum to less than LIMIT. In all its channels q then
+decays from the chunk's start and k to its end, so that no exponent is above 0. The multiplier leaves out the chunk's
+pairs, the transformer sets a flag, and `mend` of the portable file adds the pairs.
+
+*Factors of the state.* The multiplier multiplies S by `first`, reads it, multiplies it by `through`, writes to it and
+multiplies it by `last`::
+
+                              q'              k'               first    through          last
+    mild chunk                q e^(b - r)     k e^(r - b)      e^r      1                e^r
+    strong chunk              q e^b           k e^(b_C - b)    1        e^(b_C)          1
+    strong chunk, float16     q e^b / 2^n     k e^(b_C - b)    2^n      e^(b_C) / 2^n    1
+
+2^n is e^b of the first token, rounded down to a power of 2: float16 is too small for q e^b itself.
+
+The roles meet at barriers in shared memory, three for each of STAGES stages::
 
     empty   multiplier -> loader        nobody reads the stage any more
     ready   copy engine -> transformer  its bytes have come
     hat     transformer -> multiplier   q', k', factors are in place
 
-*Why nobody waits for ever.* A barrier that expects one arrival completes a phase at each; `wait(bar, p)` returns once
-the phase of parity p is complete, and on a fresh barrier the phase before the first, of parity 1, counts as complete.
-All roles walk over the same chunks i = 0, 1, ... n - 1, and round j = i // STAGES of a stage has one arrival at each
-of its barriers: at `ready` that of the bytes which the loader announced, at `hat` the transformer's, at `empty` the
-multiplier's. So a role waits for phase j, of parity j & 1; the loader waits for `empty` of round j - 1, of parity
-(j & 1) ^ 1, and in round 0 for none. Nobody can be two phases late, where parity would deceive: an arrival of
-round j + 1 at a barrier needs, by way of the other two, that its round j was waited for.
+*Why nobody waits for ever.* All roles walk over the same chunks i = 0, 1, ... n - 1. Chunk i lies in stage i % STAGES,
+and its round is j = i // STAGES. A barrier expects one arrival a round, which ends its phase; wait(bar, p) returns if
+the last phase that ended has parity p. In a fresh barrier that is phase -1, of parity 1. Roles wait at `ready` and
+`hat` for phase j, of parity j & 1. The loader waits at `empty` for the phase of the round before, which for j = 0 is
+over already. No role can be two rounds ahead, because a round goes through all three barriers.
+
+*Arrivals.* One thread arrives for its role. Before that the compiler lets all warps of the role meet (`bar.sync`), and
+`make compile` checks that it does.
 
 Gates in float32 are twice as large, and have one tile instead of one a stage. `taken` (transformer -> loader) has one
 arrival a chunk: phase i is that of chunk i, and before it asks for the gates of chunk i the loader waits for phase
@@ -39,8 +55,11 @@ time, while Gluon gives bytes away after the last use that it sees in the progra
 would be free at once, and its bytes would become somebody's addresses. So a variant makes only the barriers that its
 roles use, and invalidates them after the roles.
 
-*Proxies.* The copy engine and WGMMA see what threads have written to shared memory only after a fence of the writing
-threads, so each store that they read, or write over, is followed by one before the barrier.
+*Proxies.* The copy engine and WGMMA see what threads have written to shared memory only after a fence of these threads.
+So a fence follows every store into a tile that they read, or write over, before the barrier.
+
+*Products.* With is_async a product runs while threads go on; warpgroup_mma_wait(n, [x]) waits until x is there and at
+most n products run.
 
 Limits: 16-bit tokens, all rows of a multiple of 16 bytes, K <= 128, V <= 512.
 """
@@ -63,7 +82,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...pages import gla_hopper as page
 from ..launch.hardware import Hardware
-from ..launch.plan import Box, Plan, Spec, boxed, cdiv
+from ..launch.plan import Box, Draft, Plan, Spec, boxed, cdiv
 from ..portable import gla_forward as portable
 from ..portable.gla_forward import GlaCall, Readers, mend_strong, walks
 from ..portable.segments import slots
@@ -73,19 +92,22 @@ from .gluon_names import named
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
 LOG2E = gl.constexpr(1.4426950408889634)
+FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32, so this gate stands for all below, -inf too
+BOUNDARIES = gl.constexpr(256)  # read at a time, in packed sequences
 
 
 @gluon.jit
 def which_segment(cu, i_s, N, T, L, W: gl.constexpr):
     """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s (portable/segments.py)."""
+    # i_s * 0: a zero of i_s's type, since both branches must return the same types
     if cu is None:
         n_s = gl.cdiv(T, L)
         return i_s // n_s, i_s // n_s, i_s * 0, i_s * 0 + T, i_s % n_s * L
     else:
-        line: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+        of_vector: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
         i_n = i_s * 0 - 1
-        for o in range(0, N, 256):
-            o_n = o + gl.arange(0, 256, layout=line)
+        for o in range(0, N, BOUNDARIES):
+            o_n = o + gl.arange(0, BOUNDARIES, layout=of_vector)
             b_cu = gl.load(cu + o_n, mask=o_n < N, other=0).to(gl.int32)
             i_n += gl.sum(((b_cu // L + o_n <= i_s) & (o_n < N)).to(gl.int32), 0)
         start, stop = gl.load(cu + i_n).to(gl.int32), gl.load(cu + i_n + 1).to(gl.int32)
@@ -95,29 +117,35 @@ def which_segment(cu, i_s, N, T, L, W: gl.constexpr):
 class Boxes(NamedTuple):
     """The tensors that the copy engine brings or takes."""
 
-    q: object  # None where there are no outputs, as d_o then
+    q: object  # None in a walk that makes no o; o is None then too
     k: object
     v: object
     g: object
-    d_o: object
+    o: object
 
 
 class Stages(NamedTuple):
     """Their tiles in shared memory, of several chunks."""
 
-    q: object  # None where there are no outputs
+    q: object  # None in a walk that makes no o
     k: object
     v: object
     g: object
 
 
 class Barriers(NamedTuple):
-    """Who waits for whom: one barrier of each kind for each stage, and one `taken` in all."""
+    """Who lets whom go on: one barrier of each kind for each stage, and one `taken` in all."""
 
-    empty: object  # the loader: until the multiplier has read a stage
-    ready: object  # the transformer: until the copies have come
-    hat: object  # the multiplier: until q' and k' are made
-    taken: object  # the loader, of float32 gates, which have one tile: until the transformer has read it; else None
+    empty: object  # multiplier -> loader: the stage has been read
+    ready: object  # copy engine -> transformer: the bytes have come
+    hat: object  # transformer -> multiplier: q', k' and factors are in place
+    taken: object  # transformer -> loader: the one tile of float32 gates has been read; None with gates of 16 bits
+
+
+@gluon.jit
+def chunk_of(i, n, REVERSE: gl.constexpr):
+    """The chunk of a segment of n chunks that is visited as the i-th."""
+    return n - 1 - i if REVERSE else i
 
 
 @gluon.jit
@@ -126,14 +154,12 @@ def loader(
 ):
     """Bring q, k, v, g of each chunk; what lies beyond the tensor comes as zeros."""
     q, k, v, g = boxes.q, boxes.k, boxes.v, boxes.g
+    OF_Q: gl.constexpr = 0 if q is None else q.block_type.nbytes
     for i in range(n):
-        s, o_t = i % STAGES, begin + (n - 1 - i if REVERSE else i) * C
+        s, o_t = i % STAGES, begin + chunk_of(i, n, REVERSE) * C
         mbarrier.wait(bars.empty.index(s), ((i // STAGES) & 1) ^ 1)  # of round j - 1
         bar = bars.ready.index(s)
-        if q is not None:
-            mbarrier.expect(bar, 2 * k.block_type.nbytes + v.block_type.nbytes + g.block_type.nbytes)
-        else:
-            mbarrier.expect(bar, k.block_type.nbytes + v.block_type.nbytes + g.block_type.nbytes)
+        mbarrier.expect(bar, OF_Q + k.block_type.nbytes + v.block_type.nbytes + g.block_type.nbytes)
         if g.dtype != gl.float32:
             copy_in(g, [i_b, i_h, o_t, 0], bar, stages.g.index(s))
         copy_in(k, [i_b, i_h, o_t, 0], bar, stages.k.index(s))
@@ -146,11 +172,11 @@ def loader(
 
 
 @gluon.jit
-def keep_rows(tile, left, layout: gl.constexpr):
-    """Zeros from row `left` on, in place: what follows is another sequence's."""
+def keep_rows(tile, remaining, layout: gl.constexpr):
+    """Zeros from row `remaining` on, in place: those rows are another sequence's."""
     x = tile.load(layout)
     rows = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
-    tile.store(gl.where((rows < left)[:, None], x, gl.zeros_like(x)))
+    tile.store(gl.where((rows < remaining)[:, None], x, gl.zeros_like(x)))
 
 
 @gluon.jit
@@ -161,7 +187,7 @@ def scaled(tile, factors, layout: gl.constexpr):
 
 @gluon.jit
 def transformer(
-    boxes, stages, bars, signs, halves, g_16, all_factors, flags, strong, i_d, H, begin, end, n,
+    boxes, stages, bars, signs, halves, g_16, all_factors, strong_tiles, strong_out, i_d, H, begin, end, n,
     C: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr,
     W: gl.constexpr,
 ):
@@ -171,88 +197,92 @@ def transformer(
     BV: gl.constexpr = v.block_type.shape[3]
     FLOAT16: gl.constexpr = k.dtype == gl.float16
     WIDE: gl.constexpr = g.dtype == gl.float32
-    tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
-    tile_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
+    of_x: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
     of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    rows = gl.arange(0, C, layout=gl.SliceLayout(1, tile))[:, None]
+    one_number: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, of_x))[:, None]
     for i in range(n):
         s = i % STAGES
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
         b_k = stages.k.index(s).reshape([C, BK])
         b_g = stages.g.index(0 if WIDE else s).reshape([C, BK])
-        left = end - begin - (n - 1 - i if REVERSE else i) * C
+        remaining = end - begin - chunk_of(i, n, REVERSE) * C  # rows
         if PACKED:
-            if left < C:
-                keep_rows(b_k, left, tile)
-                keep_rows(stages.v.index(s).reshape([C, BV]), left, tile_v)
-                keep_rows(b_g, left, tile)
+            if remaining < C:
+                keep_rows(b_k, remaining, of_x)
+                keep_rows(stages.v.index(s).reshape([C, BV]), remaining, of_v)
+                keep_rows(b_g, remaining, of_x)
                 if FLOAT16:
                     if q is not None:  # the largest pair scales all pairs of the chunk
-                        keep_rows(stages.q.index(s).reshape([C, BK]), left, tile)
+                        keep_rows(stages.q.index(s).reshape([C, BK]), remaining, of_x)
                 fence_async_shared()
-        # b - r is half of the sum from the left less half of that from the right. r is a product too, of 16 columns
-        # that are all alike: a sum over the rows of a tile would go from warp to warp
-        none, none_r = gl.zeros([C, BK], gl.float32, tile), gl.zeros([BK, 16], gl.float32, of_r)
+        # x = signs g: row i is sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = b_i - r. r = g^T halves is a product too,
+        # the same in each of 16 columns: a sum over the rows of a tile would go from warp to warp
+        zeros, zeros_r = gl.zeros([C, BK], gl.float32, of_x), gl.zeros([BK, 16], gl.float32, of_r)
         if WIDE:  # in two bf16 parts, one after the other through the same tile
-            gates = b_g.load(tile)
-            gates = gl.where(gates < -104.0, -104.0, gates)
+            gates = b_g.load(of_x)  # [C, BK]
+            gates = gl.where(gates < FLOOR, FLOOR, gates)
             high = gates.to(gl.bfloat16)
             g_16.store(high)
             fence_async_shared()
             mbarrier.arrive(bars.taken, count=1)
-            x = warpgroup_mma(signs, g_16, none, use_acc=False, is_async=True)
-            r = warpgroup_mma(g_16.permute((1, 0)), halves, none_r, use_acc=False, is_async=True)
+            x = warpgroup_mma(signs, g_16, zeros, use_acc=False, is_async=True)
+            r = warpgroup_mma(g_16.permute((1, 0)), halves, zeros_r, use_acc=False, is_async=True)
             x, r = warpgroup_mma_wait(0, deps=[x, r])
             g_16.store((gates - high.to(gl.float32)).to(gl.bfloat16))
             fence_async_shared()
             x = warpgroup_mma(signs, g_16, x, is_async=True)
             r = warpgroup_mma(g_16.permute((1, 0)), halves, r, is_async=True)
         else:
-            x = warpgroup_mma(signs, b_g, none, use_acc=False, is_async=True)
-            r = warpgroup_mma(b_g.permute((1, 0)), halves, none_r, use_acc=False, is_async=True)
+            x = warpgroup_mma(signs, b_g, zeros, use_acc=False, is_async=True)
+            r = warpgroup_mma(b_g.permute((1, 0)), halves, zeros_r, use_acc=False, is_async=True)
         x, r = warpgroup_mma_wait(0, deps=[x, r])
-        r = gl.max(r, 1)  # [BK]
+        r = gl.max(r, 1)  # [BK]; all 16 columns are alike, so this takes one
         mild = gl.min(r, 0) >= LIMIT * 0.5
         if mild:
             x = x * LOG2E
             all_factors.index(2 * s).store(gl.exp2(r * LOG2E))
-            scaled(b_k, gl.exp2(x if REVERSE else -x), tile)
+            scaled(b_k, gl.exp2(x if REVERSE else -x), of_x)  # backwards k reads, and there is no q
             if q is not None:
-                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x), tile)
+                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x), of_x)
         else:
-            if not WIDE:  # e^-104 is 0 in float32, so -104 stands for all below, -inf too
-                gates = b_g.load(tile)
-                b_g.store(gl.where(gates < -104.0, -104.0, gates).to(b_g.dtype))
+            if not WIDE:  # float32 gates have been clamped above; 16-bit gates are, and x and r made again
+                gates = b_g.load(of_x)
+                b_g.store(gl.where(gates < FLOOR, FLOOR, gates).to(b_g.dtype))
                 fence_async_shared()
-                x = warpgroup_mma(signs, b_g, none, use_acc=False)
-                r = gl.max(warpgroup_mma(b_g.permute((1, 0)), halves, none_r, use_acc=False), 1)
+                x = warpgroup_mma(signs, b_g, zeros, use_acc=False)
+                r = gl.max(warpgroup_mma(b_g.permute((1, 0)), halves, zeros_r, use_acc=False), 1)
             x = x * LOG2E
-            # in every channel q decays from the start, k to the end, the state in between
+            # r through shared memory, to have it in the layout of x's columns; `first` overwrites it below
             all_factors.index(2 * s).store(r * LOG2E)
-            half = all_factors.index(2 * s).load(gl.SliceLayout(0, tile))  # r, as x has its columns
-            shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, tile))
-            if FLOAT16:  # 2^shift moves from q to the state: ../portable/gla_forward.py
-                most = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half
-                shift = gl.floor(gl.maximum(most, -100.0))
-            scaled(b_k, gl.exp2(half[None, :] + x if REVERSE else half[None, :] - x), tile)
+            half = all_factors.index(2 * s).load(gl.SliceLayout(0, of_x))  # [BK]
+            shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, of_x))  # n of 2^n
+            if FLOAT16:
+                top = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half  # b of the first token, which no other exceeds
+                shift = gl.floor(gl.maximum(top, -100.0))  # float32 has 2^-100
+            scaled(b_k, gl.exp2(half[None, :] + x if REVERSE else half[None, :] - x), of_x)
             if q is not None:
-                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + (half - shift)[None, :]), tile)
+                scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + (half - shift)[None, :]), of_x)
             all_factors.index(2 * s).store(gl.exp2(shift))
             all_factors.index(2 * s + 1).store(gl.exp2(2.0 * half - shift))
-        flags.index(s).store(gl.full([1], 1, gl.int32, one) * (1 - mild.to(gl.int32)))
-        if q is not None:
-            gl.store(strong + i_d + i * H, (1 - mild.to(gl.int32)).to(gl.int8))
+        strong_tiles.index(s).store(gl.full([1], 1, gl.int32, one_number) * (1 - mild.to(gl.int32)))
+        if q is not None:  # if V has several tiles, their programs all write the same flag
+            gl.store(strong_out + i_d + i * H, (1 - mild.to(gl.int32)).to(gl.int8))
         fence_async_shared()
         mbarrier.arrive(bars.hat.index(s), count=1)
 
 
 @gluon.jit
-def operand(x, dtype: gl.constexpr):
-    """x in a product's precision, and what to multiply the product by: float16 ends at 65504 (portable/tiles.py)."""
+def operand(x, dtype: gl.constexpr, LEAST: gl.constexpr = -40.0):
+    """x in a product's precision, and the factor that the product then lacks (portable/tiles.py).
+
+    float16 ends at 65504, so x is divided by the power of 2 that leaves it at most 2^15: 2^LEAST at least, so that sums
+    that are added to the product, divided too, stay finite.
+    """
     if dtype == gl.float16:
         most = gl.max(gl.max(gl.abs(x), 1), 0)
-        power = gl.maximum(gl.ceil(gl.log2(gl.maximum(most, 1e-30))) - 15.0, -40.0)
+        power = gl.maximum(gl.ceil(gl.log2(gl.maximum(most, 1e-30))) - 15.0, LEAST)
         return (x * gl.exp2(-power)).to(dtype), gl.exp2(power)
     else:
         return x.to(dtype), 1.0
@@ -260,12 +290,12 @@ def operand(x, dtype: gl.constexpr):
 
 @gluon.jit
 def multiplier(
-    boxes, stages, bars, all_factors, flags, tiles, states, t_states, o, S_in, S_out, decay,
+    boxes, stages, bars, all_factors, strong_tiles, tiles, states, t_states, p_o, S_in, S_out, decay,
     i_s, i_b, i_h, i_0, o_v, begin, end, n, T, H, K, V, scale,
     C: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """(2) and (3), from S_in to S_out."""
-    q, k, v, d_o = boxes.q, boxes.k, boxes.v, boxes.d_o
+    q, k, v = boxes.q, boxes.k, boxes.v
     if q is not None:
         S_16, P_16, o_16 = tiles
     BK: gl.constexpr = k.block_type.shape[3]
@@ -275,7 +305,7 @@ def multiplier(
     of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
     of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
     of_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, C * 4 // W, 16])
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    one_number: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(1, of_S))
     o_c = o_v + gl.arange(0, BV, layout=gl.SliceLayout(0, of_S))
     p_S = ((i_s * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_c[None, :]
@@ -284,7 +314,7 @@ def multiplier(
         S = gl.load(S_in + p_S, mask=m_S, other=0.0)
     else:
         S = gl.zeros([BK, BV], gl.float32, of_S)
-    whole = gl.full([BK], 1.0, gl.float32, gl.SliceLayout(1, of_S))
+    segment_decay = gl.full([BK], 1.0, gl.float32, gl.SliceLayout(1, of_S))
     i_P = gl.arange(0, C, layout=gl.SliceLayout(1, of_P))[:, None]
     j_P = gl.arange(0, C, layout=gl.SliceLayout(0, of_P))[None, :]
     for i in range(n):
@@ -294,7 +324,8 @@ def multiplier(
         mbarrier.wait(bars.hat.index(s), (i // STAGES) & 1)
         b_k = stages.k.index(s).reshape([C, BK])
         b_v = stages.v.index(s).reshape([C, BV])
-        strong = gl.sum(flags.index(s).load(one), 0)
+        is_strong = gl.sum(strong_tiles.index(s).load(one_number), 0)  # 0 or 1
+        # mild: first = last = e^r. strong: first = last = 1, through = e^(b_C); float16: the module's table
         first = all_factors.index(2 * s).load(gl.SliceLayout(1, of_S))
         last = first
         if q is not None:
@@ -302,22 +333,22 @@ def multiplier(
             P = warpgroup_mma(
                 b_q, b_k.permute((1, 0)), gl.zeros([C, C], gl.float32, of_P), use_acc=False, is_async=True
             )
-            S = S * first[:, None]
+            S = S * first[:, None]  # [BK, BV]; in either branch, since here it runs beside the product
             low, of_low = operand(S, k.dtype)
             S_16.store(low)
             fence_async_shared()
             b_o = warpgroup_mma(b_q, S_16, gl.zeros([C, BV], gl.float32, of_o), use_acc=False, is_async=True)
             P = warpgroup_mma_wait(1, deps=[P])
-            # by where: what is left out may be infinite; of a strong chunk all
-            P, of_pairs = operand(gl.where((i_P >= j_P) & (strong == 0), P, 0.0), k.dtype)
+            # by where: pairs that are left out may be infinite; all pairs of a strong chunk are left out
+            P, of_pairs = operand(gl.where((i_P >= j_P) & (is_strong == 0), P, 0.0), k.dtype)  # [C, C]
             P_16.store(P)
             fence_async_shared()
         else:
             S = S * first[:, None]
-        if strong != 0:
+        if is_strong != 0:
             through = all_factors.index(2 * s + 1).load(gl.SliceLayout(1, of_S))
             S = S * through[:, None]
-            whole = whole * through
+            segment_decay = segment_decay * through
             if FLOAT16:
                 last = gl.full([BK], 1.0, gl.float32, gl.SliceLayout(1, of_S))
         S = warpgroup_mma(b_k.permute((1, 0)), b_v, S, is_async=True)
@@ -330,7 +361,7 @@ def multiplier(
         else:
             S = warpgroup_mma_wait(0, deps=[S])
         S = S * last[:, None]
-        whole = whole * first * last
+        segment_decay = segment_decay * first * last
         if q is not None:
             b_o = warpgroup_mma_wait(0, deps=[b_o])
         mbarrier.arrive(bars.empty.index(s), count=1)
@@ -341,50 +372,56 @@ def multiplier(
             low = b_o.to(k.dtype)
             o_t = begin + i * C
             if PACKED:
-                store_rows(o, low, o_16, d_o, i_h, o_t, end, o_v, H, V, of_o)
+                store_rows(p_o, low, o_16, boxes.o, i_h, o_t, end, o_v, H, V, of_o)
             else:
-                store_box(low, o_16, d_o, i_b, i_h, o_t, o_v)
+                store_box(low, o_16, boxes.o, i_b, i_h, o_t, o_v)
     tma.store_wait(0)
     if S_out is not None:
         gl.store(S_out + p_S, S, mask=m_S)
     if decay is not None:
-        gl.store(decay + (i_s * H + i_h).to(gl.int64) * K + o_k, whole, mask=o_k < K)
+        gl.store(decay + (i_s * H + i_h).to(gl.int64) * K + o_k, segment_decay, mask=o_k < K)
 
 
 @gluon.jit
-def store_box(low, o_16, d_o, i_b, i_h, o_t, o_v):
-    """A tile of o by the copy engine, which leaves out what lies beyond the tensor."""
-    tma.store_wait(0)  # the last tile has been read
-    o_16.reshape(low.shape).store(low)
+def store_box(x, tile, box, i_0, i_h, i_1, i_2):
+    """x by way of a tile to a box of [.., H, .., ..], by the copy engine; it leaves out what lies beyond the tensor."""
+    tma.store_wait(0)  # all earlier copies of this program have read their tiles
+    tile.reshape(x.shape).store(x)
     fence_async_shared()
-    copy_out(d_o, [i_b, i_h, o_t, o_v], o_16)
+    copy_out(box, [i_0, i_h, i_1, i_2], tile)
 
 
 @gluon.jit
-def store_rows(o, low, o_16, d_o, i_h, o_t, end, o_v, H, V, layout: gl.constexpr):
-    """A tile of o of a packed sequence: behind its last row there is the next sequence."""
-    C: gl.constexpr = low.shape[0]
-    BV: gl.constexpr = low.shape[1]
+def store_rows(p_x, x, tile, box, i_h, o_t, end, o_v, H, V, layout: gl.constexpr):
+    """x to rows o_t ... of a packed sequence, up to row `end`: the rows from there on are the next sequence's.
+
+    By `store_box` if all rows are the sequence's own, else to the tensor that p_x points to.
+    """
+    C: gl.constexpr = x.shape[0]
+    BV: gl.constexpr = x.shape[1]
     if end - o_t >= C:
-        store_box(low, o_16, d_o, 0, i_h, o_t, o_v)
+        store_box(x, tile, box, 0, i_h, o_t, o_v)
     else:
         rows = o_t + gl.arange(0, C, layout=gl.SliceLayout(1, layout))
         columns = o_v + gl.arange(0, BV, layout=gl.SliceLayout(0, layout))
-        p = o + ((rows.to(gl.int64) * H + i_h) * V)[:, None] + columns[None, :]
-        gl.store(p, low, mask=(rows < end)[:, None] & (columns < V)[None, :])
+        p = p_x + ((rows.to(gl.int64) * H + i_h) * V)[:, None] + columns[None, :]
+        gl.store(p, x, mask=(rows < end)[:, None] & (columns < V)[None, :])
 
 
 @gluon.jit(do_not_specialize=("N", "T", "L", "H"))
 def walk(
-    q, k, v, g, strong, d_o, o, S_in, S_out, states, decay, cu, N, T, L, H, K, V, scale,
+    q, k, v, g, strong, o, p_o, S_in, S_out, states, decay, cu, N, T, L, H, K, V, scale,
     C: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr,
     WT: gl.constexpr, REVERSE: gl.constexpr, LIMIT: gl.constexpr, REGISTERS: gl.constexpr,
 ):
     """A segment of a head, chunk by chunk, from its state in S_in to S_out.
 
-    q, k, v, g and states are boxes, and so is d_o, of the tensor o. Without q there is no o and no flags. Of S_in,
-    S_out, states (the one before each chunk) and decay (of the segment) any may be None. REVERSE: from the last
-    chunk to the first, as q writes to what the gradient of the state is; in bfloat16, without q and states.
+    q, k, v, g, o and states are boxes; p_o points to the tensor o. Without q there is no o, and no flag in `strong`.
+    S_in, S_out, states (the one before each chunk) and decay (of the segment) may be None.
+
+    REVERSE: from the last chunk to the first, for the gradient of the state; q is given as k and do as v. The
+    multiplier does not know of it: its i counts chunks as they come, so o and states would be out of place. In
+    bfloat16, without q and states.
     """
     PACKED: gl.constexpr = cu is not None
     # which tile: neighbours share in L2 what they read
@@ -414,7 +451,7 @@ def walk(
         all_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, BK], q.layout)
         S_16 = gl.allocate_shared_memory(k.dtype, [BK, BV], square)
         P_16 = gl.allocate_shared_memory(k.dtype, [C, C], square)
-        o_16 = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout)
+        o_16 = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], o.layout)
         tiles = (S_16, P_16, o_16)
     else:
         all_q: gl.constexpr = None
@@ -423,9 +460,9 @@ def walk(
         t_states = gl.allocate_shared_memory(states.dtype, [1, 1, BK, BV], states.layout)
     else:
         t_states: gl.constexpr = None
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BK], line)  # first, through
-    flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], line)
+    unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BK], unswizzled)  # first, through of each stage
+    strong_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], unswizzled)  # is the stage's chunk strong?
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     hat = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -445,16 +482,16 @@ def walk(
     halves.store(gl.full([C, 16], 0.5, signs.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
     fence_async_shared()
 
-    boxes, stages = Boxes(q, k, v, g, d_o), Stages(all_q, all_k, all_v, all_g)
+    boxes, stages = Boxes(q, k, v, g, o), Stages(all_q, all_k, all_v, all_g)
     bars = Barriers(empty, ready, hat, taken)
     gl.warp_specialize(
         [
             (multiplier, (
-                boxes, stages, bars, factors, flags, tiles, states, t_states, o, S_in, S_out, decay,
+                boxes, stages, bars, factors, strong_tiles, tiles, states, t_states, p_o, S_in, S_out, decay,
                 i_s, i_b, i_h, i_0, o_v, begin, end, n, T, H, K, V, scale, C, STAGES, PACKED, W,
             )),
             (transformer, (
-                boxes, stages, bars, signs, halves, g_16, factors, flags, strong, i_d, H, begin, end, n,
+                boxes, stages, bars, signs, halves, g_16, factors, strong_tiles, strong, i_d, H, begin, end, n,
                 C, STAGES, LIMIT, PACKED, REVERSE, WT,
             )),
             (loader, (boxes, stages, bars, i_b, i_h, o_v, begin, n, C, STAGES, REVERSE)),
@@ -475,21 +512,25 @@ def walk(
 
 
 class Roles(NamedTuple):
-    """How a program is made."""
+    """How a program is made: warps of two roles (the loader has one), stages, and registers of a thread.
+
+    A program starts with `registers` a thread, its warps rounded up to a multiple of four. `gl.warp_specialize` gives
+    the transformer `of_transformer`, the loader 24, and the multiplier what is left: 200 at BK = 64, 160 at 128.
+    """
 
     multiplier: int  # warps
     transformer: int
     stages: int
-    registers: int  # a thread: at entry, of all warps and as many more as make them a multiple of four
+    registers: int
     of_transformer: int
 
 
 ROLES = {64: Roles(4, 4, 3, 128, 160), 128: Roles(8, 4, 2, 128, 160)}  # by BK
 
 
-def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) -> GlaCall:
+def call_of(draft: Draft, q: Spec, v: Spec, cu: Spec | None, scale, path) -> GlaCall:
     """A call of the portable kernels, with this kernel's tiles."""
-    call = portable.begin(hardware, inputs, scale, path)
+    call = portable.begin(draft, q, v, None, cu, scale, path)
     BK, BV = (64 if n <= 64 else 128 for n in (call.K, call.V))
     return call._replace(BK=BK, BV=BV)
 
@@ -498,7 +539,10 @@ def launch_walk(
     call: GlaCall, x: Readers, v: Spec, engine: bool, reverse: bool,
     L: int, S_in, S_out, o=None, states=None, decays=(None, None),
 ) -> None:
-    """`walk` over segments of L tokens."""
+    """`walk` over segments of L tokens, for `walks` of the portable file, which fixes the arguments.
+
+    `engine` is not used: this kernel takes boxes in any case. Of `decays`, those of the state's rows are made.
+    """
     C, BK, BV, H, K, V = call.C, call.BK, call.BV, call.H, call.K, call.V
     roles = ROLES[BK]
     call.draft.launch(
@@ -524,22 +568,22 @@ def box(x: Spec, rows: int, width: int) -> Box:
 
 def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> Plan:
     """(o, final state, starts) of specs of the tensors."""
-    inputs = (q, k, v, g, None, S, cu)
-    call = begin(hardware, inputs, scale, path)
-    draft = call.draft
+    draft = Draft(hardware, q, k, v, g, None, S, cu)
+    call = call_of(draft, q, v, cu, scale, path)
     draft.because("a loader, a transformer and a multiplier side by side: the Hopper kernel, in Gluon")
     if takes_page(call, (q, k, v, g), S):
         draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
         return plan_page(call, q, k, v, g)
     # spare slots are nobody's: their flags must be zeros
-    flags = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
-    x, S_in = Readers(q, k, g=g, strong=flags), draft.contiguous(S, torch.float32)
-    walked = walks(call, launch_walk, x, v, S_in, o="o", S="S_T")
-    mend_strong(call, q, k, v, g, walked.o, flags)
+    strong = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
+    x, S_in = Readers(q, k, g=g, strong=strong), draft.contiguous(S, torch.float32)
+    walked = walks(call, launch_walk, x, v, S_in, o="o", S="S_T")  # o and S_T: names of the tensors to make
+    mend_strong(call, q, k, v, g, walked.o, strong)
     starts = walked.starts
     # the gradient's walks may be the portable ones, which begin from these states only if they cut sequences alike
     if starts is not None and refusal_of_gradient(hardware, q, k, v, g, None, kernel):
-        starts = starts if portable.begin(hardware, inputs, scale, path).segment() == call.segment() else None
+        other = portable.begin(Draft(hardware, q, k, v, g, None, S, cu), q, v, None, cu, scale, path)
+        starts = starts if other.segment() == call.segment() else None
     return draft.plan("hopper", walked.o, walked.S, starts)
 
 
@@ -550,19 +594,19 @@ def takes_page(call: GlaCall, tokens: tuple[Spec, ...], S: Spec | None) -> bool:
         and all([x.dtype == torch.bfloat16 for x in tokens])
         and S is None
         and call.cu is None
-        and call.segment() > call.T
+        and call.in_one_go
     )
 
 
 def plan_page(call: GlaCall, q, k, v, g) -> Plan:
     """The page's walk, which sets flags, and the pairs of the chunks that have one."""
     draft, C, K, V, roles = call.draft, call.C, call.K, call.V, ROLES[call.BK]
-    flags = draft.new("strong", call.chunks, call.H, dtype=torch.int8)
+    strong = draft.new("strong", call.chunks, call.H, dtype=torch.int8)
     o, S = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.B, call.H, K, V)
     draft.launch(
         page.walk, call.B * call.H,
-        box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V), S, flags, call.T, call.H, call.scale,
+        box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V), S, strong, call.T, call.H, call.scale,
         K=K, V=V, STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
     )
-    mend_strong(call, q, k, v, g, o, flags)
+    mend_strong(call, q, k, v, g, o, strong)
     return draft.plan("hopper", o, S, None)

@@ -22,7 +22,7 @@ from ...mechanisms import MECHANISMS, Argument, Mechanism
 from .hardware import hardware_of
 from .versions import not_interpreted, too_old
 
-if reason := too_old(triton.__version__):  # other imports of the kernels may be missing, too
+if reason := too_old(triton.__version__):  # an old Triton also lacks other names that the kernels import
     raise ImportError(reason, name="triton")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -71,7 +71,7 @@ def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) ->
 
 
 def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device) -> None:
-    """As `check_cu_seqlens`, on the device of the other tensors; the values under GLA_REF_DEBUG=1 only."""
+    """Check cu_seqlens and its device; check its values only under GLA_REF_DEBUG=1."""
     check_cu_seqlens(cu_seqlens, B, T, values=os.environ.get("GLA_REF_DEBUG") == "1")
     if cu_seqlens is not None and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens: expected device {device}, got {cu_seqlens.device}")
@@ -85,7 +85,7 @@ def check_call(
     scale: float | None,
     most: dict[str, int],
 ) -> dict[str, int]:
-    """A whole call of a kernel with states; `most` has the largest size of some axes. The sizes of all axes.
+    """Check a whole call of a kernel with states; `most` limits the sizes of some axes. Return the sizes of all axes.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
@@ -103,11 +103,13 @@ def check_call(
 
 
 def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]) -> dict[str, int]:
-    """Tensors and states that a call was given: nothing that every call needs is missing, all fits, no axis is larger
-    than `most` says. The sizes of all axes.
+    """Check that required tensors are given, that tensors fit each other, and that no axis exceeds its limit in `most`.
+
+    Returns:
+        The sizes of all axes.
 
     Raises:
-        TypeError, ValueError: otherwise; the message names the argument.
+        TypeError, ValueError: an argument is missing or does not fit; the message names it.
     """
     for argument in kind.arguments:
         if not argument.optional and argument.name not in given:
@@ -123,16 +125,16 @@ def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]
 
 
 def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """An option is None or one of its choices."""
+    """Check that an option is None or one of its choices."""
     if value not in (None, *choices):
         raise ValueError(f"{name}: expected one of {', '.join(choices)} or None, got {value!r}")
 
 
 def check_forward_only(tensors: dict[str, Tensor | None], who: str) -> None:
-    """No tensor may need a gradient that nobody will compute; `who` is the message's subject and verb.
+    """Check that no tensor requires a gradient; `who` is the message's subject and verb.
 
     Raises:
-        ValueError: one does.
+        ValueError: a tensor requires a gradient.
     """
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():

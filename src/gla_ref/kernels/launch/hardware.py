@@ -11,15 +11,15 @@ KIB = 1024
 
 
 class Hardware(NamedTuple):
-    """A class of GPUs, and how many multiprocessors this one has.
+    """A class of GPUs, and the number of multiprocessors of one GPU.
 
     Attributes:
-        name: its compute capability, such as "sm_90"; "interpreter" for Triton's interpreter on a CPU.
+        name: the compute capability, such as "sm_90"; "interpreter" for Triton's interpreter on a CPU.
         family: the classes that share tables of tiles, since Triton makes the same products for them.
-        shared_memory: bytes that one program may have of it.
-        matrix_units: whether Triton multiplies 16-bit tiles on them; bfloat16 then, too.
-        copy_engine: whether tiles are loaded and stored by descriptors (TMA).
-        multiprocessors: how many programs it takes to keep all of it busy.
+        shared_memory: bytes of shared memory that one program may use.
+        matrix_units: whether Triton multiplies 16-bit tiles, bfloat16 included, on matrix units.
+        copy_engine: whether kernels load and store tiles by descriptors (TMA).
+        multiprocessors: their number; so many programs keep the whole GPU busy.
     """
 
     name: str
@@ -37,13 +37,14 @@ class Hardware(NamedTuple):
         return self.name if self.interpreted else f"{self.name}, {self.multiprocessors} multiprocessors"
 
 
-# compute capability: family, shared memory a program, matrix units, copy engine, multiprocessors of a card that readers
-# have (T4, A100, A10, L4, H100 and H200, B200, RTX 5090). CUDA C++ Programming Guide, table "Technical Specifications
-# per Compute Capability". The rest is seen in what Triton 3.7.1 compiles: Turing's matrix units are left alone, so none
-# are said to be there. Nor are copy engines but Hopper's: on sm_100 the compiler ends, and Python with it, where a
-# pipelined loop stores by one, and on sm_120 attention spills ten times as much with it as without. Hopper's tiles were
-# measured there, and fit nothing else: elsewhere operands of a product take registers. Of the rest that have matrix
-# units, all have tiles for the smallest, since it is registers that they are short of
+# Compute capability: family, shared memory per program, matrix units, copy engine, multiprocessors of a card that
+# readers have (T4, A100, A10, L4, H100 and H200, B200, RTX 5090). Source: CUDA C++ Programming Guide, table "Technical
+# Specifications per Compute Capability". Matrix units and copy engine are those that kernels use when Triton 3.7.1
+# compiles them. Triton does not use Turing's matrix units. Kernels use only Hopper's copy engine: on sm_100 a store by
+# the engine in a pipelined loop ends the compiler, and Python with it; on sm_120 attention spills ten times as much
+# with the engine as without. Hopper's tiles were measured on Hopper and fit no other class, because other classes
+# multiply operands from registers. All other classes with matrix units share the tiles of the smallest, because
+# registers limit them all
 CLASSES = {
     name: Hardware(name, family, shared * KIB, *rest)
     for name, family, shared, *rest in [
@@ -60,11 +61,13 @@ INTERPRETER = Hardware("interpreter", "hopper", 227 * KIB, True, False, 1)
 
 
 def tiles(table: dict, hardware: Hardware, dtype: torch.dtype, **sizes: int):
-    """The entry of a kernel's table, {(family, bits): {width: entry}}, of the least width that all `sizes` fit into.
+    """Return the entry for the smallest width that fits all `sizes`, from a table {(family, bits): {width: entry}}.
+
+    `sizes` are called by their axes, K and V.
 
     Raises:
         TypeError: GPUs of this class do not multiply this dtype.
-        ValueError: there is no such entry; `sizes` are called by their axes, K and V.
+        ValueError: a size exceeds every width of the table.
     """
     if dtype == torch.bfloat16 and not hardware.matrix_units:
         raise TypeError(f"q: expected float32 or float16 on {hardware.name}, got bfloat16")
@@ -80,10 +83,10 @@ def tiles(table: dict, hardware: Hardware, dtype: torch.dtype, **sizes: int):
 
 
 def class_of(major: int, minor: int) -> Hardware:
-    """The class of a compute capability: the newest one that is not newer.
+    """Return the newest class that is not newer than a compute capability.
 
     Raises:
-        ValueError: a GPU older than all of them.
+        ValueError: the GPU is older than every class.
     """
     capability = 10 * major + minor
     known = {int(name.removeprefix("sm_")): x for name, x in CLASSES.items()}
@@ -95,7 +98,7 @@ def class_of(major: int, minor: int) -> Hardware:
 
 @functools.cache
 def hardware_of(device: torch.device) -> Hardware:
-    """That of a device; of a CPU the interpreter's."""
+    """Return the Hardware of a device; on a CPU, the interpreter's."""
     if device.type != "cuda":
         return INTERPRETER
     found = class_of(*torch.cuda.get_device_capability(device))

@@ -8,15 +8,15 @@ from functools import wraps
 def restore_after_calls() -> None:
     """Let a process that has interpreted kernels compile others.
 
-    While a kernel is interpreted, `triton.language` is replaced by the interpreter's. Triton (3.7.1) puts it back
-    after a launch, but not what a call *inside* a kernel has replaced, such as one of `tl.sum`; then nothing can be
-    compiled any more.
+    The interpreter replaces functions of `triton.language` while it runs a kernel. After a launch Triton (3.7.1)
+    restores them, except the functions that a call *inside* the kernel, such as `tl.sum`, has replaced. Then the
+    process can compile no kernel any more.
     """
     from triton.runtime import interpreter
 
     call = interpreter.InterpretedFunction.__call__
     if hasattr(call, "__wrapped__") or not hasattr(interpreter, "_LangPatchScope"):
-        return  # mended already; or a Triton that keeps no list of what it replaced
+        return  # already mended, or this Triton keeps no list of replaced functions
 
     @wraps(call)
     def call_and_restore(self, *args, **kwargs):

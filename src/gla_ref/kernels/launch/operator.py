@@ -17,18 +17,18 @@ OPTIONS = {"scale": "float?", "path": "str?", "kernel": "str?", "cached": "bool"
 
 
 class Operator:
-    """A planned function on its way through PyTorch, by the shortest one there is.
+    """A planned function that takes the shortest way through PyTorch.
 
-    Called on plain tensors, it looks its program up and runs it, inside a `torch.autograd.Function` where a gradient
-    is needed. Where PyTorch itself looks on (torch.compile, torch.func, fake tensors) it is the operator gla_ref::name,
-    which none of them looks into. `torch.library.custom_op` would do the latter, but imports the whole of
-    PyTorch's compiler in its first call, only to keep it out: two seconds and more.
+    On plain tensors the operator looks up its program and runs it, inside a `torch.autograd.Function` if a tensor needs
+    a gradient. Under torch.compile, torch.func and fake tensors it is the opaque operator gla_ref::name.
+    `torch.library.custom_op` would register such an operator too, but its first call imports PyTorch's whole compiler,
+    which takes more than two seconds.
     """
 
     def __init__(self, name: str, planned: Planned, outputs: int | None = None):
-        """What a plan returns beyond `outputs` is for the backward pass only; None: a list of all is returned."""
+        """Return the plan's first `outputs` results, the others serve the backward pass; None: return a list of all."""
         self.name, self.planned, self.tensors, self.outputs = name, planned, len(planned.names), outputs
-        arguments = [f"Tensor{'?' if i > 2 else ''} {n}" for i, n in enumerate(planned.names)]  # all have q, k and v
+        arguments = [f"Tensor{'?' if i > 2 else ''} {n}" for i, n in enumerate(planned.names)]  # q, k, v are required
         arguments += [f"{OPTIONS[n]} {n}" for n in planned.options]
         results = f"({', '.join(['Tensor'] * outputs)})" if outputs else "Tensor[]"
         LIBRARY.define(f"{name}({', '.join(arguments)}) -> {results}")
@@ -54,7 +54,7 @@ class Operator:
         torch.library.register_fake(f"gla_ref::{self.name}", function, lib=LIBRARY)
 
     def register_autograd(self, save: Callable, gradients: Callable):
-        """`save(ctx, inputs, output)` what `gradients(ctx, *grads)` needs."""
+        """Register `save(ctx, inputs, output)`, which saves tensors for `gradients(ctx, *grads)`."""
         torch.library.register_autograd(f"gla_ref::{self.name}", gradients, setup_context=save, lib=LIBRARY)
 
         def forward(ctx, *args):
@@ -67,18 +67,18 @@ class Operator:
         def backward(ctx, *grads):
             return *gradients(ctx, *grads), None
 
-        # made by its name, which `o.grad_fn` shows
+        # the class bears the operator's name, because `o.grad_fn` shows it
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self.function = type(self.name, (torch.autograd.Function,), methods)
 
 
 def given(outputs: list[Tensor | None], like: Tensor) -> list[Tensor]:
-    """Outputs as PyTorch's operators return them, which know no None: an empty tensor [0] stands for it."""
+    """Replace None by an empty tensor [0]: PyTorch's operators cannot return None."""
     return [like.new_empty(0) if x is None else x for x in outputs]
 
 
 def with_state(name: str, planned: Planned) -> Operator:
-    """The operator of a mechanism with a state: (o, state) of q, k, v, gates, initial state, cu_seqlens, options."""
+    """Make a mechanism's operator: q, k, v, gates, initial state, cu_seqlens and options to (o, state)."""
     operator, places = Operator(name, planned, 2), [planned.names.index(n) for n in ("q", "v", "cu_seqlens")]
 
     @operator.register_fake
@@ -91,10 +91,11 @@ def with_state(name: str, planned: Planned) -> Operator:
 
 
 def differentiable(operator: Operator, planned: Planned, kept: Callable) -> None:
-    """Make an operator of `with_state` differentiable by `planned`, which gives the gradients of all but cu_seqlens.
+    """Make an operator of `with_state` differentiable: `planned` returns all gradients (cu_seqlens has none).
 
-    `planned` takes the tensors of the forward pass, what `kept(tensors, outputs)` returns (None: to be made again), the
-    gradients of o and state, the options, and whether the first gate needs a gradient.
+    `planned` takes the tensors of the forward pass, the tensors that `kept(tensors, outputs)` returns (None for a
+    tensor that the backward pass makes again), the gradients of o and state, the options, and whether the first gate
+    needs a gradient.
     """
     gradient, n = Operator(f"{operator.name}_backward", planned), operator.tensors
     gate = operator.planned.names.index("g")
@@ -121,7 +122,7 @@ def differentiable(operator: Operator, planned: Planned, kept: Callable) -> None
 
 
 def _watched(x) -> bool:
-    """Whether somebody other than autograd follows what happens to a tensor."""
+    """Return whether a part of PyTorch other than autograd traces operations on a tensor."""
     return (
         type(x) not in (Tensor, torch.nn.Parameter)
         and isinstance(x, Tensor)

@@ -1,9 +1,10 @@
 """Signature -> plan -> launch: why the second call of a kind costs next to nothing (chapter 14).
 
-A *signature* is what of a call's arguments decides how it runs: shapes, strides, dtypes, device, alignment, options; no
-values. A *plan* is what is to be done, as data that a person can print: tensors to make, kernels to launch with
-which numbers, what is returned. Making it is a pure function of the signature and needs no GPU. A *program* is a plan
-bound to compiled kernels. Calls look their signature up in a dictionary; only a new one is checked and planned:
+A *signature* has the properties of a call's arguments that decide how the call runs: shapes, strides, dtypes, device,
+alignment, options; no values. A *plan* lists the steps of a call as data that a person can print: tensors to make,
+kernels to launch and their arguments, tensors to return. A pure function makes the plan from the signature and needs no
+GPU. A *program* is a plan bound to compiled kernels. Each call looks up its signature in a dictionary; only a new
+signature is checked and planned:
 
     q, k, v, g ... -> signature -> known? -> program: torch.empty, launch, launch
                                 -> new?   -> checks -> plan -> program
@@ -22,7 +23,7 @@ from .hardware import Hardware
 
 
 class Spec(NamedTuple):
-    """A tensor without its memory, as plans see it; `name` tells it from the others of its plan."""
+    """A tensor without its memory; `name` is unique within a plan."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +33,7 @@ class Spec(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory; an expanded axis takes nothing."""
+        """Bytes of memory; an expanded axis takes no memory of its own."""
         held = [n for n, s in zip(self.shape, self.strides, strict=True) if s or n == 1]
         return prod(held) * self.dtype.itemsize
 
@@ -55,11 +56,11 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
-    layout: object = None  # in shared memory, if the kernel is told it (Gluon)
+    layout: object = None  # in shared memory, for Gluon kernels
 
 
 class Make(NamedTuple):
-    """Make a tensor: empty, filled with zeros, or what a function of PyTorch makes of others."""
+    """Make a tensor: empty, filled with zeros, or by a PyTorch function of other tensors."""
 
     tensor: Spec
     zero: bool = False
@@ -91,13 +92,13 @@ class Launch(NamedTuple):
         return found
 
     def given(self, name: str):
-        """What a parameter of the kernel gets; None where it has no such parameter."""
+        """The argument for a parameter of the kernel; None if the kernel has no such parameter."""
         names = self.kernel.arg_names
         return self.args[names.index(name)] if name in names else None
 
 
 class Plan(NamedTuple):
-    """What a call does, in order; `why` has a sentence for each choice that was made."""
+    """The steps of a call, in order; `why` has a sentence for each choice."""
 
     name: str
     hardware: Hardware
@@ -112,19 +113,19 @@ class Plan(NamedTuple):
 
 
 class Draft:
-    """A plan while it is made."""
+    """A plan under construction."""
 
     def __init__(self, hardware: Hardware, *inputs: Spec | None):
         self.hardware, self.inputs, self.steps, self.reasons = hardware, inputs, [], []
-        self.names = {x.name: 1 for x in inputs if x is not None}  # how often each was given
+        self.names = {x.name: 1 for x in inputs if x is not None}  # uses of each name
 
     def spec(self, name: str, *shape: int, dtype=torch.float32) -> Spec:
-        """What a contiguous tensor will be; its name is made one of a kind."""
+        """The Spec of a new contiguous tensor; a number makes a repeated name unique."""
         self.names[name] = count = self.names.get(name, 0) + 1
         return Spec(name if count == 1 else f"{name} {count}", shape, strides_of(shape), dtype)
 
     def new(self, name: str, *shape: int, dtype=torch.float32, zero: bool = False) -> Spec:
-        """A tensor to be made, contiguous; filled with zeros or not at all."""
+        """Add a step that makes a contiguous tensor, empty or filled with zeros."""
         spec = self.spec(name, *shape, dtype=dtype)
         self.steps.append(Make(spec, zero))
         return spec
@@ -135,7 +136,10 @@ class Draft:
     def compute(
         self, name: str, function: Callable, x: Spec | None, *args, shape=None, dtype=torch.float32
     ) -> Spec | None:
-        """What a function of PyTorch makes of x, contiguous and of x's shape; None of None."""
+        """Add a step that makes a contiguous tensor by a PyTorch function of x; None if x is None.
+
+        The tensor has the shape of x unless `shape` is given.
+        """
         if x is None:
             return None
         spec = self.spec(name, *(shape or x.shape), dtype=dtype)
@@ -143,22 +147,25 @@ class Draft:
         return spec
 
     def contiguous(self, x: Spec | None, dtype: torch.dtype | None = None) -> Spec | None:
-        """x itself, or a copy if it is not contiguous and of this dtype."""
+        """Return x, or a contiguous copy in `dtype` if x has other strides or another dtype."""
         if x is None or (x.contiguous and x.dtype == (dtype or x.dtype)):
             return x
         dtype = dtype or x.dtype
         return self.compute(f"{x.name} contiguous", _copy, x, dtype, dtype=dtype)
 
     def gradient_of_o(self, x: Spec, do: Spec, scale: float) -> tuple[Spec, float]:
-        """(do, scale) as walks backwards take them: do by the copy engine, if it takes x."""
+        """Return (do, scale) for walks backwards; if the copy engine can load x, it can load do."""
         if describable(x, self.hardware) and not describable(do, self.hardware):
             do = self.contiguous(do)  # the gradient of a sum has strides of 0
-        if scale == 0:  # then o says nothing, the final state all the same
+        if scale == 0:  # o is 0 and passes no gradient on, but the final state does
             return self.new("0", *do.shape, dtype=do.dtype, zero=True), 1.0
         return do, scale
 
     def launch(self, kernel, grid: int | tuple[int, ...], *args, **named) -> None:
-        """Launch `kernel` with these arguments; what it has no parameter for is an option of Triton's."""
+        """Add a launch; names that are no parameters of `kernel` are Triton's options.
+
+        In a call program.py puts the call's tensors in the places of their Specs and Boxes.
+        """
         rest = kernel.arg_names[len(args) :]
         args += tuple([named.pop(name) for name in rest])
         self.steps.append(Launch(kernel, grid if isinstance(grid, tuple) else (grid,), args, named))
@@ -167,13 +174,13 @@ class Draft:
         self.reasons.append(sentence)
 
     def plan(self, name: str, *outputs: Spec | None) -> Plan:
-        """The plan, when all is said."""
+        """The finished plan."""
         why = tuple(dict.fromkeys(self.reasons))
         return Plan(name, self.hardware, self.inputs, tuple(self.steps), outputs, why)
 
 
 def cdiv(n: int, d: int) -> int:
-    """As triton.cdiv, which is made for kernels and takes ten times as long."""
+    """Divide and round up; triton.cdiv, made for kernels, takes ten times as long."""
     return -(-n // d)
 
 
@@ -182,7 +189,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     found, n = [], 1
     for size in reversed(shape):
         found.append(n)
@@ -197,14 +204,14 @@ def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
 def spec_of(name: str, x: Tensor | None) -> Spec | None:
     if x is None:
         return None
-    # strides of axes of one element say nothing, and PyTorch's contiguous tensors may have any there
+    # an axis of one element may have any stride, even in a contiguous tensor
     own = strides_of(x.shape) if 1 in x.shape and x.is_contiguous() else x.stride()
     aligned = x.device.type == "meta" or x.data_ptr() % 16 == 0
     return Spec(name, tuple(x.shape), own, x.dtype, aligned)
 
 
 def describable(x: Spec, hardware: Hardware, itemsize: int = 2) -> bool:
-    """Whether the copy engine can address x, of elements of so many bytes: rows and strides of 16 bytes."""
+    """Whether the copy engine can address x: elements of `itemsize` bytes, rows and strides of 16-byte multiples."""
     if not (hardware.copy_engine and x.aligned and x.dtype.itemsize == itemsize):
         return False
     *strides, last = x.strides
@@ -218,7 +225,7 @@ def describable(x: Spec, hardware: Hardware, itemsize: int = 2) -> bool:
 
 
 def boxed(x: Spec, rows: int, width: int) -> Box:
-    """x [B, T, H, D] as boxes of `rows` tokens of one head; beyond the tensor they read zeros."""
+    """Return boxes of `rows` tokens of one head of x [B, T, H, D]; a box reads zeros beyond the tensor."""
     (B, T, H, D), (b, t, h, _) = x.shape, x.strides
     # the stride of an axis of one element is never used but must be valid
     strides = b if B > 1 else 8, h if H > 1 else 8, t if T > 1 else 8, 1
@@ -226,5 +233,5 @@ def boxed(x: Spec, rows: int, width: int) -> Box:
 
 
 def boxes(engine: bool, rows: int, *tiles: tuple[Spec | None, int]) -> list[Spec | Box | None]:
-    """Each (x, width) as what a kernel gets: boxes where the copy engine is used, else x."""
+    """Return a kernel's arguments for each (x, width): boxes for the copy engine, else x."""
     return [boxed(x, rows, width) if engine and x is not None else x for x, width in tiles]

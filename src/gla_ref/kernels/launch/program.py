@@ -19,15 +19,15 @@ from .hardware import hardware_of
 from .plan import Box, Launch, Make, Plan, Spec, spec_of
 from .versions import release
 
-MOST = 512  # programs that a function keeps; lengths may change from call to call for ever
-# each launch asks for multiply-adds that round once, as all measured kernels have them: Triton 3.9 warns where nobody
-# asks, and 3.10 will leave them out there
+MOST = 512  # programs that a function keeps: every call may have a new length
+# each launch asks for fused multiply-adds, which all measured kernels use: Triton 3.9 warns if a launch does not ask,
+# Triton 3.10 will compile such a launch without them
 FUSED = {"enable_fp_fusion": True}
-THREAD = threading.local()  # has the names of devices that a thread has worked on
+THREAD = threading.local()  # attributes: the devices that a thread has used
 
 
 class Mock:
-    """As much of a tensor as Triton's compiler asks for."""
+    """The attributes of a tensor that Triton's compiler reads."""
 
     def __init__(self, spec: Spec):
         self.dtype, self.address = spec.dtype, 0 if spec.aligned else 8
@@ -42,7 +42,7 @@ def describe(box: Box, base):
 
 
 def compile_launch(launch: Launch):
-    """The compiled kernel of a launch, for Triton's current target; nothing is launched."""
+    """Compile the kernel of a launch for Triton's current target; launch nothing."""
     args = []
     for x in launch.args:
         if isinstance(x, Box):
@@ -52,10 +52,10 @@ def compile_launch(launch: Launch):
 
 
 def variant(launch: Launch, device: torch.device) -> tuple:
-    """What of a launch is compiled into its kernel: for equal variants the compiled kernel is the same.
+    """Return the properties of a launch that Triton compiles into the kernel: equal variants share a compiled kernel.
 
-    Of numbers, Triton compiles in whether they are 1, multiples of 16 and larger than 32 bits; of those that a kernel
-    declares `do_not_specialize`, only the last (but never of tuples).
+    Triton compiles in whether an integer is 1, a multiple of 16, and larger than 32 bits. For a parameter that a kernel
+    declares `do_not_specialize`, Triton compiles in only the third, but tuples are specialised all the same.
     """
     kernel, _, args, options = launch
     constants, rest = _parameters(kernel)
@@ -84,7 +84,7 @@ def _kinds(numbers: tuple[int, ...]) -> tuple:
 
 @functools.cache
 def _parameters(kernel) -> tuple[list[int], list[tuple[int, bool]]]:
-    """The places of a kernel's constants, and of its other parameters with whether they are not specialised."""
+    """Return the places of a kernel's constants, and (place, do_not_specialize) of its other parameters."""
     places = list(enumerate(kernel.params))
     return (
         [i for i, p in places if p.is_constexpr],
@@ -93,15 +93,15 @@ def _parameters(kernel) -> tuple[list[int], list[tuple[int, bool]]]:
 
 
 COMPILED: dict[tuple, Callable] = {}  # kernels by their variants
-# Python keeps one module for all of Triton's launchers, which bear one name; loading one again changes it in place.
-# Two threads that load at once may both get the later one's function, for arguments of another kernel.
+# All of Triton's launchers are modules of one name, so Python keeps one module, and loading another launcher changes it
+# in place. If two threads load at once, both may get the later launcher, which takes another kernel's arguments.
 LOADING = threading.Lock()
 
 
 def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], list[Launch]]) -> list:
-    """The kernels of launches. Those that are new are compiled side by side: Triton would do it one by one.
+    """Return the kernels of launches; compile new ones in parallel, where Triton would compile one after another.
 
-    With them `twins`, which later calls will want.
+    Compile with them the kernels of `twins`, which later calls will launch.
     """
     variants = [variant(launch, device) for launch in launches]
     found = [COMPILED.get(v) for v in variants]
@@ -115,7 +115,7 @@ def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], l
         with torch.cuda.device(device):
             kernel = compile_launch(launch)
             with LOADING:
-                _ = kernel.run  # its launcher, which Triton compiles and loads as well
+                _ = kernel.run  # Triton compiles and loads the kernel's launcher here
             return kernel
 
     with ThreadPoolExecutor() as pool:
@@ -124,18 +124,18 @@ def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], l
 
 
 class Program:
-    """A plan with its kernels, to be called with its inputs.
+    """A plan with its compiled kernels: a function of the plan's inputs.
 
-    Tensors are let go after the last step that has them.
+    A program lets go of a tensor after the last step that uses the tensor.
     """
 
     def __init__(self, plan: Plan, device: torch.device, twins: Callable[[], list[Launch]] = list):
         self.plan, self.device = plan, device
         self.cuda = str(device) if device.type == "cuda" else ""
         places = {x.name: i for i, x in enumerate(plan.inputs, 1) if x is not None}
-        first = count = len(plan.inputs) + 1  # the place of the first tensor made
+        first = count = len(plan.inputs) + 1  # the place of the first tensor that a step makes
         kernels = iter(compiled(plan.launches, device, twins) if self.cuda else ())
-        runs, last = [], {}  # the step that uses a tensor last
+        runs, last = [], {}  # last: place of a tensor to the last step that uses it
         for i, step in enumerate(plan.steps):
             if type(step) is Launch:
                 used = step.tensors
@@ -160,10 +160,10 @@ class Program:
                 with torch.cuda.device(self.device):
                     return self(inputs)
             if not hasattr(THREAD, self.cuda):
-                # descriptors want a context, which a thread's first work for the runtime gives it
+                # descriptors need a context; a thread gets its context with its first call of the runtime
                 torch.zeros(1, device=self.device)
                 setattr(THREAD, self.cuda, True)
-        # in the place of tensors that are not given; those who launch look there for the stream
+        # place 0 stands for tensors that are not given, and holds the stream, which launches read
         values = [torch._C._cuda_getCurrentRawStream(self.device.index) if self.cuda else None, *inputs]
         for step, done in self.steps:
             step(values)
@@ -173,7 +173,7 @@ class Program:
 
 
 def _maker(step: Make, places: dict, device: torch.device) -> Callable[[list], None]:
-    """Make a tensor, as a function of the list of all tensors, which it adds to."""
+    """Return a function that makes a tensor and appends it to the list of all tensors."""
     function, shape, dtype = step.function, step.tensor.shape, step.tensor.dtype
     if function is None:
 
@@ -192,7 +192,7 @@ def _maker(step: Make, places: dict, device: torch.device) -> Callable[[list], N
 
 
 def launcher(launch: Launch, places: dict, kernel) -> Callable[[list], None]:
-    """A launch as a function of the list of all tensors; interpreted where there is no compiled kernel."""
+    """Return a launch as a function of the list of all tensors; interpret the kernel if it is not compiled."""
     if kernel is None:
         return by_triton(launch, places, functools.partial(launch.kernel[launch.grid], **FUSED, **launch.options))
 
@@ -203,7 +203,7 @@ def launcher(launch: Launch, places: dict, kernel) -> Callable[[list], None]:
 
 
 def by_triton(launch: Launch, places: dict, run: Callable) -> Callable[[list], None]:
-    """Launch as Triton does; `run` takes the kernel's arguments."""
+    """Return a launch through `run`, Triton's own launcher, which takes the kernel's arguments."""
     constants = [None if isinstance(x, Spec | Box) else x for x in launch.args]
     tensors = [(i, places[x.name]) for i, x in enumerate(launch.args) if isinstance(x, Spec)]
     boxes = [(i, places[x.tensor.name], x) for i, x in enumerate(launch.args) if isinstance(x, Box)]
@@ -219,16 +219,16 @@ def by_triton(launch: Launch, places: dict, run: Callable) -> Callable[[list], N
     return start
 
 
-ADDRESSES = 64  # of which a launch keeps descriptors
+ADDRESSES = 64  # descriptors that a launch keeps, one for each address
 DIRECT = (3, 6), (3, 9)  # releases of Triton whose C function `direct` calls
 
 
 def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[list], None] | None:
-    """Launch by the C function that Triton comes to in the end, which saves half of the time (lab/host.md).
+    """Return a launch through the C function that Triton's launcher calls, in half of the time (lab/host.md).
 
-    A descriptor says where a tensor is and nothing of what is there, so those of the last addresses are kept. Only
-    for versions of Triton that this was read in and measured with: None for any other. Where a profiler counts
-    launches, the function that `plain` makes launches instead.
+    A descriptor holds an address and no values, so a launch keeps the descriptors of recent addresses. Return None for
+    releases of Triton that are not in DIRECT. While a profiler counts launches, the function that `plain` makes
+    launches the kernel.
     """
     run, hooks = kernel.run, triton.knobs.runtime
     if release() not in DIRECT or run.global_scratch_size or run.profile_scratch_size:
@@ -237,7 +237,7 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
     template, tensors, boxes = [], [], []
     for x in launch.args:
         kind = type(x)
-        if kind is Box:  # the C function takes it, its shape and its strides
+        if kind is Box:  # the C function takes a descriptor, then shape and strides
             boxes.append((len(template), places[x.tensor.name], x, next(metas, None), {}))
             template += [None, *x.shape, *x.strides]
         elif kind is Spec:
@@ -246,16 +246,16 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
         else:
             template.append(x)
     call = run.launch
-    if boxes:  # it is inside a function that makes descriptors
+    if boxes:  # then the C function is in the closure of a function that makes descriptors
         inside = [cell.cell_contents for cell in call.__closure__ or ()]
         call = next((f for f in inside if isinstance(f, BuiltinFunctionType)), None)
         if call is None or any(meta is None for *_, meta, _ in boxes):
             return None
     grid, function = (*launch.grid, 1, 1)[:3], kernel.function
-    # kinds of launch; the kernel; what and who profiles (three); scratch memory for the kernel and for a profiler
+    # kinds of launch; the kernel, and three arguments for profilers; scratch memory for the kernel and for a profiler
     kinds, scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None)
     told = kernel.packed_metadata, None, None, None
-    apart = release() == (3, 6)  # later the kernel's arguments are one, after their types
+    apart = release() == (3, 6)  # later releases take the kernel's arguments as one list, after their types
     fixed = (*scratch, *told) if apart else (*told, *scratch, run.arg_annotations, run.kernel_signature)
     unused = () if apart else (None,)  # make_tensordesc_arg takes one more argument
 
@@ -271,7 +271,7 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
             if descriptor is None:
                 if len(known) >= ADDRESSES:
                     known.clear()
-                # as much of a TensorDescriptor as is asked for, without the checks of its constructor
+                # the attributes of a TensorDescriptor that Triton reads, without its constructor's checks
                 of = {"base": values[place], "shape": box.shape, "strides": box.strides, "padding": "zero"}
                 of = SimpleNamespace(**of, round_f32_to_tf32=False)
                 descriptor, *_ = nvidia.make_tensordesc_arg(of, meta, *unused)
@@ -283,14 +283,14 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
 
 
 class Planned:
-    """A function of tensors that is planned once a signature.
+    """A function of tensors that is planned once for each signature.
 
     Attributes:
         plan: `(hardware, *specs, *options) -> Plan`, pure.
-        names: of the tensors, which come first among the arguments.
-        options: names of the rest.
-        check: called with the arguments of a new signature; raises what is wrong with them.
-        twin: specs of tensors of another length, whose kernels are to be compiled too.
+        names: names of the tensors, which come first among the arguments.
+        options: names of the other arguments.
+        check: takes the arguments of a new signature, and raises an error if one does not fit.
+        twin: returns specs of tensors of another length, whose kernels are compiled with the first ones.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class Planned:
         self.programs, self.lock = {}, threading.Lock()
 
     def find(self, args: tuple) -> Program:
-        """The program of these arguments.
+        """Return the program for these arguments.
 
         Raises:
             TypeError, ValueError: an argument does not fit.
@@ -314,7 +314,7 @@ class Planned:
         try:
             key = signature(args, len(self.names))
             program = self.programs.get(key)
-        except (AttributeError, TypeError):  # no tensor, or an option that is no option
+        except (AttributeError, TypeError):  # an argument is no tensor, or an option cannot be a key
             if self.check:
                 self.check(*args)
             raise
@@ -344,7 +344,7 @@ class Planned:
 
 
 def signature(args: tuple, tensors: int) -> tuple:
-    """All that decides how a call with these tensors and options runs, to be looked up: no values, no addresses."""
+    """Return the key of a call: all properties that decide how it runs, no values and no addresses."""
     return (
         *[
             x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0)

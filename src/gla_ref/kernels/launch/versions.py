@@ -16,8 +16,8 @@ class Known(NamedTuple):
 
     Attributes:
         version: its number.
-        place: "oldest" that Gluon kernels run on, "between", or "newest", which requirements.txt pins.
-        measured: whether records of a GPU were made with it; with the others kernels were compiled only.
+        place: "oldest", the first that runs Gluon kernels, "between", or "newest", which requirements.txt pins.
+        measured: whether records of a GPU were made with it; otherwise kernels were only compiled.
     """
 
     version: str
@@ -31,9 +31,9 @@ class Known(NamedTuple):
 KNOWN = (Known("3.6.0", "oldest", True), Known("3.7.1", "between", False), Known("3.9.0", "newest", True))
 PINNED = KNOWN[-1].version
 REQUIRED = "3.5"  # the oldest that pyproject.toml allows
-# a version of PyTorch, the first that names a Triton that is new enough
+# the first version of PyTorch that depends on a Triton new enough
 FIRST_TORCH = "2.9"
-# versions of Triton and of NumPy: an interpreter older than the first does not run with the second or a newer one
+# an interpreter of a Triton older than INTERPRETER does not run with this or a newer NumPy
 INTERPRETER, NUMPY = "3.7", "2.4"
 MEASURED = tuple(known.version for known in KNOWN if known.measured)
 

@@ -1,15 +1,16 @@
 """States at the borders of a sequence in pieces: the map of a piece, the state that comes in (chapter 24).
 
-    S_right = M S_left + X        X, for GLA: sum_t (e^(b_T - b_t) k_t)^T v_t, which the piece has written when it ends
-    R_left  = M^T R_right + A     A, for GLA: sum_t (e^(b_t) q_t)^T do_t, which it reads of the state before it
+    S_right = M S_left + X        X, for GLA: sum_t (e^(b_T - b_t) k_t)^T v_t, the piece's writes at its end R_left  =
+    M^T R_right + A     A, for GLA: sum_t (e^(b_t) q_t)^T do_t, the piece's reads of the state before the piece
 
-`added` finds X or A of gated linear attention: a walk of gla_forward.py or linear.py without outputs. It
-reads k, v and g (backwards q, do and g) once, and finds the decay of the whole piece, M, on its way. `written` and
-`read` find the map of a delta rule, by the walks of delta_forward.py and delta_gradient.py.
+`added` finds X or A of gated linear attention by a walk of gla_forward.py or linear.py without outputs. The walk reads
+k, v and g (backwards q, do and g) once, and also finds M, the decay of the whole piece. `written` and `read` find the
+map of a delta rule, by the walks of delta_forward.py and delta_gradient.py.
 
-Between ranks, `compose` writes the map of a rank's segments as the message that it sends, and `enter` runs through the
-messages of all ranks to the state that comes into its own. `crossed`, the `carry` of segments.py, goes on from there
-through its own segments. References: `write_map`, `read_map`, `composed` and `run` of :mod:`gla_ref.over_ranks.maps`.
+Between ranks, `compose` writes the map of a rank's segments as a message, which the rank sends. `enter` runs through
+the messages of all ranks and finds the state that comes into a rank. `crossed`, the `carry` of segments.py, goes on
+from that state through the rank's own segments. References: `write_map`, `read_map`, `composed` and `run` of
+:mod:`gla_ref.over_ranks.maps`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ __all__ = ["added", "composed", "crossed", "entered", "read", "written"]
 
 @triton.jit(do_not_specialize=VARYING)
 def compose(part, rows, columns, message, tag, n, N, H, R, V, D, BD: tl.constexpr, REVERSE: tl.constexpr):
-    """The map of n segments one after the other, behind a tag: tag, rows [N, H, R], columns [N, H, V], X [N, H, D].
+    """Write the map of n consecutive segments after a tag: tag, rows [N, H, R], columns [N, H, V], X [N, H, D].
 
-    `part`, `rows` and `columns` of segments as in `carry` (segments.py).
+    `part`, `rows` and `columns` describe the segments as in `carry` (segments.py).
     """
     # which tile: BD numbers of the state of a head
     i_d, i_h, i_n = which_tile(H, D, BD)
@@ -72,9 +73,9 @@ def enter(
     messages, S, tag, rank, ranks, numbers, N, H, R, V, D,
     BD: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """S [N, H, D], which comes to `rank` from the ranks before it, by messages [ranks, numbers] of `compose`.
+    """Find S [N, H, D], the state that comes into `rank`, from the messages [ranks, numbers] of `compose`.
 
-    NaN if a message bears another tag: then a rank makes another call.
+    S is NaN if a message bears another tag, because then a rank makes another call.
     """
     # which tile: BD numbers of the state of a head
     i_d, i_h, i_n = which_tile(H, D, BD)
@@ -101,13 +102,12 @@ def enter(
 
 
 def plan_added(hardware: Hardware, k, v, g, backwards: bool) -> Plan:
-    """(X or A, the decay of the piece): from specs; the decay is None but for gates of channels."""
+    """Plan (X or A, the decay of the piece); without gates for channels the decay is None."""
+    draft = Draft(hardware, k, v, g)
     if g is None or len(g.shape) == 3:
-        draft = Draft(hardware, k, v, g)
         return draft.plan("portable", add_up(draft, k, v, g, backwards), None)
-    call = gla_forward.begin(hardware, (k, k, v, g, None, None, None), 1.0, None)
-    draft, (B, T, H, K), V = call.draft, k.shape, v.shape[-1]
-    draft.inputs = k, v, g
+    call = gla_forward.begin(draft, k, v, None, None, 1.0, None)
+    (B, T, H, K), V = k.shape, v.shape[-1]
     L = call.segment()
     n = slots(B, T, None, L)
     S, decay = draft.new("S", n, H, K, V), draft.new("decay", n, H, K)
@@ -121,12 +121,12 @@ def plan_added(hardware: Hardware, k, v, g, backwards: bool) -> Plan:
 
 
 def _of_all(decay: Tensor, n: int) -> Tensor:
-    """The decay [B, H, K] of n segments after each other, of each one's [B n, H, K]."""
+    """The decay [B, H, K] of n consecutive segments, from the decay [B n, H, K] of each."""
     return decay.unflatten(0, (-1, n)).prod(1)
 
 
 def plan_written(hardware: Hardware, k, v, g, beta) -> Plan:
-    """(X and, in K more columns, M)"""
+    """Plan X and, in K more columns, M."""
     call = delta_forward.solve_all(hardware, (k, k, v, g, beta, None, None), 1.0, "fused")
     call.draft.inputs = k, v, g, beta
     S = call.draft.new("S", call.B, call.H, call.K, call.V + call.K)
@@ -135,7 +135,7 @@ def plan_written(hardware: Hardware, k, v, g, beta) -> Plan:
 
 
 def plan_read(hardware: Hardware, q, k, do, g, beta) -> Plan:
-    """(A and, in K more columns, M^T)"""
+    """Plan A and, in K more columns, M^T."""
     call = delta_forward.solve_all(hardware, (q, k, do, g, beta, None, None), 1.0, "fused")
     call.draft.inputs = q, k, do, g, beta
     do, _ = call.draft.gradient_of_o(q, do, call.scale)
@@ -145,7 +145,7 @@ def plan_read(hardware: Hardware, q, k, do, g, beta) -> Plan:
 
 
 def plan_composed(hardware: Hardware, part, rows, columns, n: int, tag: float, backwards: bool) -> Plan:
-    """(a message)"""
+    """Plan the message of a rank."""
     draft, (slots, H, K, V) = Draft(hardware, part, rows, columns), part.shape
     N, R, D = slots // n, rows.shape[2], K * V
     BD = min(1024, next_power_of_2(D))
@@ -157,7 +157,7 @@ def plan_composed(hardware: Hardware, part, rows, columns, n: int, tag: float, b
 
 
 def plan_entered(hardware: Hardware, messages, rank: int, shapes: tuple, tag: float, backwards: bool) -> Plan:
-    """(the state that comes to a rank)"""
+    """Plan the state that comes into a rank."""
     draft, (ranks, numbers), (N, H, K, V) = Draft(hardware, messages), messages.shape, shapes[-1]
     S, D = draft.new("S", N, H, K, V), K * V
     BD = min(1024, next_power_of_2(D))
@@ -169,7 +169,7 @@ def plan_entered(hardware: Hardware, messages, rank: int, shapes: tuple, tag: fl
 
 
 def plan_crossed(hardware: Hardware, part, rows, columns, S, backwards: bool) -> Plan:
-    """(the state that comes into each segment, written over `part`; the state after the last)."""
+    """Plan (the state that comes into each segment, written over `part`; the state after the last segment)."""
     draft = Draft(hardware, part, rows, columns, S)
     out = draft.like("S_out", S)
     carry_states(draft, part, rows, columns, S, out, None, part.shape[0] // S.shape[0], 1, backwards)
@@ -185,7 +185,7 @@ _crossed = Planned(plan_crossed, ("part", "rows", "columns", "S"), ("backwards",
 
 
 def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = False) -> tuple[Tensor, Tensor | None]:
-    """X and the decay of the whole piece; or A and the decay, of q in the place of k and do in that of v.
+    """Find X and the decay of the whole piece; with q for k and do for v, find A and the decay.
 
     Args:
         k: `[B, T, H, K]`, as :func:`gla_ref.kernels.gla.gla` takes it.
@@ -201,7 +201,7 @@ def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = Fa
 
 
 def written(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
-    """X and, in K more columns, M of a delta rule; arguments as :func:`gla_ref.kernels.delta.gated_delta_rule`'s.
+    """Find X and, in K more columns, M; arguments as in :func:`gla_ref.kernels.delta.gated_delta_rule`.
 
     Returns:
         float32 `[B, HV, K, V + K]`. Not differentiable.
@@ -210,7 +210,7 @@ def written(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
 
 
 def read(q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
-    """A, for a scale of 1, and, in K more columns, M^T of a delta rule.
+    """Find A of a delta rule, for a scale of 1, and, in K more columns, M^T.
 
     Returns:
         float32 `[B, HV, K, V + K]`. Not differentiable.
@@ -219,12 +219,12 @@ def read(q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Te
 
 
 def composed(X: Tensor, M: tuple[Tensor, ...], tag: float, backwards: bool = False) -> Tensor:
-    """The message of a rank: `tag`, and the map of its segments one after the other.
+    """Make the message of a rank: `tag`, and the map of the rank's segments in their order.
 
     Args:
         X: `[N, n, H, K, V]` of n segments, float32.
         M: decays `[N, n, H, K or 1, 1]` of rows and, if there are two, `[N, n, H, 1, V]` of columns.
-        tag: any number.
+        tag: a number that names the call.
         backwards: from the last segment to the first.
 
     Returns:
@@ -236,13 +236,13 @@ def composed(X: Tensor, M: tuple[Tensor, ...], tag: float, backwards: bool = Fal
 def entered(
     messages: Tensor, rank: int, shapes: tuple[tuple[int, ...], ...], tag: float, backwards: bool = False
 ) -> Tensor:
-    """The state that comes into a rank, by the messages of all.
+    """Find the state that comes into a rank from the messages of all ranks.
 
     Args:
         messages: `[ranks, numbers]` of :func:`composed`.
-        rank: whose state is asked for.
+        rank: the rank that asks for its state.
         shapes: of the tensors of a map, `(N, H, K or 1, 1)`, `(N, H, 1, V)` if there are columns, `(N, H, K, V)`.
-        tag: which every message must bear; else the state is NaN.
+        tag: the tag of every message; if a message bears another tag, the state is NaN.
         backwards: from the last rank to the first.
 
     Returns:
@@ -252,7 +252,7 @@ def entered(
 
 
 def crossed(X: Tensor, M: tuple[Tensor, ...], S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
-    """The states between segments that each do S -> M S + X, one after the other.
+    """Find the states between consecutive segments with the maps S -> M S + X.
 
     Args:
         X: as :func:`composed` takes it.
@@ -261,7 +261,8 @@ def crossed(X: Tensor, M: tuple[Tensor, ...], S: Tensor, backwards: bool = False
         backwards: from the last segment to the first.
 
     Returns:
-        The state that comes into each segment, `[N, n, H, K, V]`, and the one that leaves the last. Not differentiable.
+        The state that comes into each segment, `[N, n, H, K, V]`, and the state that leaves the last segment. Not
+        differentiable.
     """
     rows, columns = _decays(M)
     rows = rows if rows.shape[2] > 1 else rows[..., 0]
@@ -270,11 +271,11 @@ def crossed(X: Tensor, M: tuple[Tensor, ...], S: Tensor, backwards: bool = False
 
 
 def _of_segments(x: Tensor) -> Tensor:
-    """[N n, ...]"""
+    """Join the axes of sequences and segments: [N n, ...]."""
     return x.contiguous().view(-1, *x.shape[2:])
 
 
 def _decays(M: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    """Decays of rows [N n, H, K or 1] and of columns [N n, H, V], of maps' M."""
+    """Return the decays in M: of rows [N n, H, K or 1] and of columns [N n, H, V]."""
     rows, *columns = M
     return _of_segments(rows[..., 0]), _of_segments(columns[0][..., 0, :]) if columns else None

@@ -6,21 +6,21 @@ With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b
     w = Y (beta (v - e^b (k S)))                                                                     (2)
     o = scale * (e^b (q S) + P w)               S <- e^(b_C) S + k^T (e^(b_C - b) w)                 (3)
 
-w is what each token writes, corrected by what the tokens before it in the chunk have written. References:
+Row i of w is the write of token i, corrected for the writes of earlier tokens of the chunk. References:
 :mod:`gla_ref.delta_rule`, :mod:`gla_ref.gated_delta_rule`; Yang et al. 2024b (DeltaNet), section 3; Yang et al. 2025
 (Gated DeltaNet), section 3.3. Value head h reads key head h // G, G value heads to a key head.
 
-*The inverse.* `inverse` eliminates the blocks of 16 on the diagonal of A, column after column, all blocks side by side,
-and merges them two and two in products, 16 to 32 to 64; all of it in float32. No series, which cancels where keys are
-alike, and nothing in the tokens' precision (chapter 21).
+*The inverse.* `inverse` eliminates the blocks of 16 on the diagonal of A, column after column, all blocks at the same
+time. Then it merges pairs of blocks by products, 16 to 32 to 64. Every step is in float32: the tokens' precision is too
+low, and a series would cancel if keys are alike (chapter 21).
 
-*The decay.* E comes of sums that are exact (`summed` in scalar_gates.py), and is masked before the exponential: above
-the diagonal it may overflow, and a reset among future tokens must leave the past alone.
+*The decay.* E is made from exact sums (`summed` in scalar_gates.py), and is masked before the exponential: above the
+diagonal the exponential may overflow, and a reset among future tokens must not change the past.
 
 *Segments.* A chunk is an affine map of the state, S -> M S + X with M = e^(b_C) I - (e^(b_C - b) k)^T Y (beta e^b k).
-Where heads are too few to fill the chip, sequences are cut into segments. `walk` finds X of a segment from a state of
-zeros, and M, column by column like a state, from the unit matrix and values of 0; `carry` goes from segment to
-segment; `walk` once more makes o.
+If heads are too few to fill the chip, the plan cuts sequences into segments. A first `walk` finds each segment's X,
+from a state of zeros, and M, whose columns walk like a state's from the unit matrix with values of 0; `carry` finds the
+state between segments; a second `walk` makes o.
 
 The kernels, and the number of programs of each (H value heads, N sequences)::
 
@@ -28,8 +28,8 @@ The kernels, and the number of programs of each (H value heads, N sequences)::
     walk       V tiles * H * segments  (2) and (3) of a head's chunks; of segments first, V and K tiles
     carry      V tiles * H * N         segments' states (few heads, large T)
 
-A walk moves 2 C (2 K + 2 BV + 2 C) bytes a chunk (bf16) for 2 C (2 C BV + 3 K BV) FLOPs, and neighbouring V tiles share
-in L2 what they read. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16.
+A walk moves 2 C (2 K + 2 BV + 2 C) bytes per chunk (bf16) for 2 C (2 C BV + 3 K BV) FLOPs; neighbouring V tiles read
+the same tokens, mostly from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ CHUNK = {
     ("ampere", 16): 32, ("ampere", 32): 16,
     ("turing", 16): 16, ("turing", 32): 16,
 }
-# and K up to: (BV, warps, stages) of a walk. They are the largest that hardly spill (tools/compile_kernels.py); times
-# were not compared. 32 columns with 4 warps need 2 stages: with 1, ptxas 12.8.93 (Triton 3.6) makes wrong
-# descriptors for the products on sm_90 where K > 128, and the kernel reads where it must not
+# by family and bits, K up to: (BV, warps, stages) of a walk. These tiles are the largest that hardly spill
+# (tools/compile_kernels.py); times were not compared. 32 columns with 4 warps need 2 stages: with 1 stage and K > 128,
+# ptxas 12.8.93 (Triton 3.6) makes wrong descriptors for the products on sm_90, and the kernel reads other memory
 WALK = {
     ("hopper", 16): {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2)},
     ("hopper", 32): {64: (32, 4, 1), 128: (16, 8, 1), 256: (16, 8, 1)},
@@ -85,7 +85,7 @@ def diagonal(A, n: tl.constexpr):
 
 @triton.jit
 def quarter(x, row: tl.constexpr, column: tl.constexpr):
-    """Of blocks [m, 2, n, 2, n] the quarter in this half of the rows and of the columns: [m, n, n]."""
+    """The quarter [m, n, n] of blocks [m, 2, n, 2, n] in this half of the rows and this half of the columns."""
     half = tl.arange(0, 2)
     kept = (half[None, :, None, None, None] == row) & (half[None, None, None, :, None] == column)
     return tl.sum(tl.sum(tl.where(kept, x, 0.0), 3), 1)
@@ -104,7 +104,7 @@ def multiplied(x, y):
 
 @triton.jit
 def merged(Y, A):
-    """Inverses of blocks of 2 n, [m, 2 n, 2 n], from those of their halves, Y [2 m, n, n]: -Y_2 A_21 Y_1 below."""
+    """Inverses of blocks of 2 n, [m, 2 n, 2 n], from the halves' inverses Y [2 m, n, n]: -Y_2 A_21 Y_1 below them."""
     n: tl.constexpr = Y.shape[1]
     m: tl.constexpr = Y.shape[0] // 2
     half = tl.arange(0, 2)
@@ -126,7 +126,7 @@ def inverse(A):
     b_A = diagonal(A, 16)  # [C / 16, 16, 16]
     i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     Y = tl.where(i == j, 1.0, tl.zeros_like(b_A))
-    for n in tl.range(0, 15):  # row n is done: take it from the rows below it
+    for n in tl.range(0, 15):  # row n is done: subtract multiples of it from later rows
         b_column = tl.sum(tl.where(j == n, b_A, 0.0), 2)
         b_row = tl.sum(tl.where(i == n, Y, 0.0), 1)
         Y -= b_column[:, :, None] * b_row[:, None, :]
@@ -139,7 +139,7 @@ def inverse(A):
 
 @triton.jit
 def low(x, dtype: tl.constexpr):
-    """`operand` of what may be in the product's precision already."""
+    """`operand` for a tile that may already have the product's precision."""
     if x.dtype == dtype:
         return x, 1.0
     else:
@@ -148,7 +148,7 @@ def low(x, dtype: tl.constexpr):
 
 @triton.jit
 def times(x, y, dtype: tl.constexpr):
-    """x y, each rounded to a product's precision first."""
+    """x y, after both are rounded to the product's precision."""
     x, of_x = low(x, dtype)
     y, of_y = low(y, dtype)
     return tl.dot(x, y, input_precision="ieee") * (of_x * of_y)
@@ -163,7 +163,7 @@ def square(x, i_t, i_h, H, C: tl.constexpr):
 
 @triton.jit
 def factor(factors, i_t, i_h, H, C: tl.constexpr, ROWS: tl.constexpr):
-    """Pointers to the first row of a chunk's factors; the next is C numbers on."""
+    """Pointers to the first row of a chunk's factors; the next row begins C numbers later."""
     return factors + (i_t * H + i_h).to(tl.int64) * ROWS * C + tl.arange(0, C)
 
 
@@ -172,7 +172,7 @@ def solve(
     q, k, g, beta, P, Y, factors, cu, s_q, s_k, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, N, T, H, G, K,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """(1) of a chunk, and its `factors` [chunks, H, ROWS, C]; without gates the first row alone."""
+    """Make (1) of a chunk, and the chunk's `factors` [chunks, H, ROWS, C]; without gates only their first row."""
     # which tile: a chunk of a value head
     i_h, i_s = tl.program_id(0) % H, tl.program_id(0) // H
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -217,9 +217,9 @@ def solve(
 
 @triton.jit
 def columns(i_v, K, V, BV: tl.constexpr, MAP: tl.constexpr):
-    """Which BV columns a tile has of [X, M], or of a state: (their places, the mask, which of M), each [BV].
+    """The BV columns of a tile of [X, M], or of a state: (their places, the mask, whether they are in M), each [BV].
 
-    Tiles of M come after those of X, and begin anew: no tile has columns of both.
+    Tiles of M come after the tiles of X; no tile has columns of both.
     """
     o_v, n_v = i_v * BV + tl.arange(0, BV), tl.cdiv(V, BV)
     o_m = o_v - n_v * BV
@@ -236,10 +236,10 @@ def walk(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
     GATED: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """A segment of a head, chunk by chunk, from its state in S_in to S_out.
+    """Walk a segment of a head, chunk by chunk, from the state in S_in to S_out.
 
-    Of the results any may be None: o; `states`, the one before each chunk; `writes`, the w of each token. MAP: S_out
-    [slots, H, K, V + K] is X and, behind it, M.
+    Each result may be None: o; `states`, the state before each chunk; `writes`, the w of each token. With MAP, S_out
+    [slots, H, K, V + K] is X and, after X, M.
     """
     # which tile: BV columns
     i_v, i_h, i_s = which_tile(H, tl.cdiv(V, BV) * BV + (K if MAP else 0), BV)
@@ -257,7 +257,7 @@ def walk(
     if MAP:
         b_S += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
 
-    n_c = tl.cdiv(end - begin, C)  # not above 0 in a spare slot
+    n_c = tl.cdiv(end - begin, C)  # at most 0 in a spare slot
     for i_c in tl.range(0, n_c):
         o_t = begin + i_c * C
         i_t = first + (o_t - start) // C
@@ -275,7 +275,7 @@ def walk(
         if GATED:
             b_since = tl.load(p_f + C)  # [C]
             b_until = tl.load(p_f + 2 * C)  # [C]
-            # e^(b_C): of the last token, beyond a sequence's end too, where no gate is added
+            # e^(b_C), from the last row: rows beyond a sequence's end add no gate
             through = tl.load(factors + ((i_t * H + i_h).to(tl.int64) * ROWS + 2) * C - 1)
             b_x *= b_since[:, None]
         b_w = times(b_Y, (b_v.to(tl.float32) - b_x) * b_beta[:, None], b_k.dtype)  # [C, BV]
@@ -312,7 +312,7 @@ def carry(
     part, S_in, S_out, cu, N, T, L, H, K, V,
     BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
-    """Replace what each segment adds to the state, X in `part` [slots, H, K, V + K], by the state it starts from."""
+    """Replace each segment's X in `part` [slots, H, K, V + K] by the state that the segment starts from."""
     # which tile: BV columns of the state of a head
     i_v, i_h, i_n = which_tile(H, V, BV)
     o_k, o_v, o_j = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, BJ)
@@ -333,7 +333,7 @@ def carry(
         p = part + i_s.to(tl.int64) * K * W
         b_X = tl.load(p + o_k[:, None] * W + o_v[None, :], mask=m_k & m_v, other=0.0)  # [BK, BV]
         tl.store(p + o_k[:, None] * W + o_v[None, :], b_S, mask=m_k & m_v)
-        tl.debug_barrier()  # the rows of S are read again below, by other threads than have stored them
+        tl.debug_barrier()  # below, other threads than those that stored rows of S read them
         b_S = b_X
         for o in range(0, K, BJ):
             m_j = o + o_j < K
@@ -346,13 +346,13 @@ def carry(
     tl.store(S_out + o_S, b_S, mask=m_k & m_v)
 
 
-# The plan: which launches a call makes.
+# The plan: the launches of a call.
 
 
 def choose_length(programs: int, chunks: int, multiprocessors: int, packed: int | None = None) -> int | None:
-    """Chunks of a segment, or None: each sequence in one go. Arguments as in `choose_path` (segments.py).
+    """Return the chunks of a segment, or None for no segments; arguments as in `choose_path` (segments.py).
 
-    Segments are walked twice, and the first time with K columns more, so they must be four at least, and long.
+    A segment is walked twice, and the first walk has K more columns, so segments must be long, and at least four.
     """
     if 4 * programs > multiprocessors or chunks < 64:
         return None
@@ -363,10 +363,10 @@ def choose_length(programs: int, chunks: int, multiprocessors: int, packed: int 
 def carry_states(
     draft: Draft, part: Spec, S_in: Spec | None, S_out: Spec, cu: Spec | None, T: int, L: int, reverse: bool
 ) -> None:
-    """`carry` of segments of L tokens; S_out [N, H, K, V] gets the states after each sequence."""
+    """Launch `carry` over segments of L tokens; S_out [N, H, K, V] gets the state after each sequence."""
     (N, H, K, V), BV = S_out.shape, 16
     BK = max(16, next_power_of_2(K))
-    # with 64 columns and K = 128 a thread spills 4,472 bytes on sm_80 (Triton 3.7 and 3.9), with 32 at most 20
+    # with 64 columns and K = 128 a thread spills 4,472 bytes on sm_80 (Triton 3.7 and 3.9), with 32 columns at most 20
     BJ = min(32 if draft.hardware.family == "ampere" else 64, BK)
     draft.launch(
         carry, cdiv(V, BV) * H * N,
@@ -377,7 +377,7 @@ def carry_states(
 
 
 class DeltaCall(NamedTuple):
-    """The sizes, tiles and tensors that the launches of one call share, the results of `solve` among them."""
+    """The sizes, tiles and tensors that the launches of one call share, including the results of `solve`."""
 
     draft: Draft
     cu: Spec | None
@@ -392,10 +392,10 @@ class DeltaCall(NamedTuple):
     gated: bool
     kept: torch.dtype  # the dtype in which sums of products pass through memory
     C: int
-    L: int  # tokens of a segment; more than T where sequences are walked in one go
+    L: int  # tokens of a segment; more than T without segments
     BK: int
     BV: int
-    chunks: int  # slots for them
+    chunks: int  # slots for chunks
     warps: int
     stages: int
     P: Spec
@@ -413,20 +413,20 @@ class DeltaCall(NamedTuple):
         return slots(self.B, self.T, self.cu, self.L)
 
     def by_engine(self, *tensors: Spec | None) -> bool:
-        """Whether the copy engine takes all of them."""
+        """Whether the copy engine takes all these tensors."""
         return self.cu is None and all([describable(x, self.draft.hardware) for x in tensors if x])
 
 
 def columns_of_v(hardware: Hardware, q: Spec, k: Spec, v: Spec) -> tuple[int, int]:
-    """(columns of V that a program of `walk` has, the fewest it may have)."""
+    """Return (the columns of V of a program of `walk`, the fewest columns it may have)."""
     K, V, half = q.shape[-1], v.shape[-1], q.dtype != torch.float32
     BV, _, _ = tiles(WALK, hardware, q.dtype, K=K)
     # bf16 in tiles of 16 columns came out wrong in other kernels (Triton 3.6; lab/known.md)
     least = 32 if half else 16
-    most = 32 if q.dtype == torch.float16 else BV  # its scaling takes registers
-    # rows of q and k that are no whole 16 bytes are not copied ahead, and where they lie does not change from chunk
-    # to chunk: ptxas 12.8.93 (Triton 3.6) then makes descriptors of products of 32 columns of uniform registers
-    # that nothing has set, as its SASS for sm_90 shows; of products of 64 columns it did not
+    most = 32 if q.dtype == torch.float16 else BV  # float16's scaling takes registers
+    # Triton does not prefetch rows of q and k that are not multiples of 16 bytes, so their tiles stay at one place in
+    # shared memory. For products of 32 columns ptxas 12.8.93 (Triton 3.6) then makes descriptors from uniform registers
+    # that no instruction has set, as the SASS for sm_90 shows; for products of 64 columns it does not
     if half and hardware.family == "hopper" and K <= 128 and not all(describable(x, hardware) for x in (q, k)):
         least = most = BV = 64
     return min(BV, most, max(least, next_power_of_2(V))), least
@@ -435,7 +435,7 @@ def columns_of_v(hardware: Hardware, q: Spec, k: Spec, v: Spec) -> tuple[int, in
 def choose_segments(
     draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None
 ) -> tuple[int, bool]:
-    """(chunks of a segment, more than there are where sequences are walked in one go; whether to narrow programs)."""
+    """Return (chunks of a segment, whether to narrow programs); without segments, more chunks than a sequence has."""
     processors = draft.hardware.multiprocessors
     length = choose_length(programs, chunks, processors, packed)
     who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
@@ -449,7 +449,7 @@ def choose_segments(
 
 
 def solve_all(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) -> DeltaCall:
-    """A call of q, k, v, g, beta, initial state, cu_seqlens and, backwards, more, with all its chunks solved."""
+    """Begin a call of q, k, v, g, beta, initial state, cu_seqlens and, backwards, more tensors: solve all chunks."""
     draft, (q, k, v, g, beta, _, cu, *_) = Draft(hardware, *inputs), inputs
     (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
     G, scale = H // heads, contract.check_scale(scale, K)
@@ -461,7 +461,7 @@ def solve_all(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) 
     if narrow and BV > least:
         BV = least
         draft.because(f"{BV} columns a program, so that more multiprocessors work")
-    # sums of products are kept in 16 bits where that has the range: float16 is too small
+    # bfloat16 has the range for sums of products; float16 does not
     kept, chunks = q.dtype if q.dtype == torch.bfloat16 else torch.float32, slots(B, T, cu, C)
     P, Y = (draft.new(n, chunks, H, C, C, dtype=kept) for n in "PY")
     factors = draft.new("factors", chunks, H, ROWS, C)
@@ -469,7 +469,7 @@ def solve_all(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) 
         draft, cu, B, T, H, K, V, G, N, scale, g is not None, kept, C, C * length, BK, BV, chunks, warps, stages,
         P, Y, factors,
     )  # fmt: skip
-    # of 224 registers a thread a multiprocessor has room for two programs, of 128 for four; 32 bytes spill
+    # a multiprocessor has room for two programs of 224 registers per thread, or four of 128, which spill 32 bytes
     fewer = {"maxnreg": 128} if half and hardware.family == "hopper" else {}
     draft.launch(
         solve, H * chunks,
@@ -481,7 +481,7 @@ def solve_all(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) 
 
 
 def state_strides(S: Spec | None) -> tuple[int, ...] | None:
-    """The strides of states [slots, H, K, W], by which `load_tile` takes a head's rows."""
+    """The strides of states [slots, H, K, W], with which `load_tile` loads a head's rows."""
     if S is None:
         return None
     _, H, K, W = S.shape
@@ -492,7 +492,7 @@ def launch_walk(
     call: DeltaCall, q, k, v, S_in: Spec | None, S_out: Spec | None, o: Spec | None = None,
     states: Spec | None = None, writes: Spec | None = None, maps: bool = False,
 ) -> None:
-    """`walk` of all segments; `maps`: S_out gets the map of each."""
+    """Launch `walk` over all segments; with `maps`, S_out gets each segment's map."""
     n_v, n_k = cdiv(call.V, call.BV), cdiv(call.K, call.BV)
     x, engine = q if o else None, call.by_engine(q, k, v)
     call.draft.launch(
@@ -511,12 +511,12 @@ class Walked(NamedTuple):
 
     o: Spec | None
     S: Spec | None  # the final state
-    states: Spec | None  # before each chunk
+    states: Spec | None  # the state before each chunk
     writes: Spec | None
 
 
 def walks(call: DeltaCall, q, k, v, S_in: Spec | None, o="", S="", states="", writes="") -> Walked:
-    """Make what is given a name: one launch where sequences are walked in one go, else three."""
+    """Make the results that are given a name: in one launch, or in three if sequences are cut into segments."""
     draft, V, K, H = call.draft, call.V, call.K, call.H
     S_T = draft.new(S or "S", call.N, H, K, V) if S or call.L <= call.T else None
     S_out = S_T
@@ -533,7 +533,7 @@ def walks(call: DeltaCall, q, k, v, S_in: Spec | None, o="", S="", states="", wr
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path) -> Plan:
-    """(o, final state) of specs of the tensors."""
+    """Plan (o, final state) from specs of the tensors."""
     call = solve_all(hardware, (q, k, v, g, beta, S, cu), scale, path)
     walked = walks(call, q, k, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
     return call.draft.plan("portable", walked.o, walked.S)

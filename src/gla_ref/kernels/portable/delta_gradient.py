@@ -9,19 +9,19 @@ Y, E, b and w as in delta_forward.py::
     dq = scale * (e^b (do S^T) + F k)                                                                (4)
     dk = scale * (F^T q + (G + G^T) k - e^b beta (r S^T) + e^(b_C - b) (w R^T))                      (5)
     dbeta_i = scale * (r_i v_i - e^b k_i (r S^T)_i + sum_j G_ij (k_i k_j) / beta_i)                  (6)
-    dg_t = scale * (what crosses t: pairs j < t <= i of F and G, read from the state from t on,      (7)
-           written before t for later chunks, and from state to state e^(b_C) S R)
+    dg_t = scale * (the paths across t: pairs j < t <= i of F and G, reads of the state from t on,   (7)
+           writes before t for later chunks, and from state to state e^(b_C) S R)
 
-where nothing is ever divided by beta. The inverse is not differentiated itself: its gradient is one more product with
-it. A walk forward stores every S and w, a walk backward every R and r, the rest is local to a chunk. Nothing of the
-forward pass is kept but its inputs. Reference: :mod:`gla_ref.gradients.delta_rule`.
+where the code never divides by beta. The gradient passes the inverse by one more product with the inverse, Y^T d. A
+walk forward stores every S and w, a walk backward every R and r; all other steps are local to a chunk. The forward pass
+saves only its inputs. Reference: :mod:`gla_ref.gradients.delta_rule`.
 
-The kernels, beside those of delta_forward.py, and the number of programs of each (H value heads)::
+The kernels, in addition to those of delta_forward.py, and the number of programs of each (H value heads)::
 
     walk_back    V tiles * H * segments  (1) without dv, and (2)
     gradients    H * chunks              (3) to (7), and dv
 
-Where value heads share key heads, each has a dq and dk of its own in float32, which PyTorch adds up.
+If value heads share key heads, each value head has its own dq and dk in float32, and PyTorch adds them up.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def walk_back(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
     GATED: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """A segment of a head, last chunk first, from R in R_in to R_out; MAP as in `walk`.
+    """Walk a segment of a head, last chunk first, from R in R_in to R_out; MAP as in `walk`.
 
-    Of the results any may be None: r of each token; `dstates`, the R after each chunk.
+    Each result may be None: r of each token; `dstates`, the R after each chunk.
     """
     # which tile: BV columns
     i_v, i_h, i_s = which_tile(H, tl.cdiv(V, BV) * BV + (K if MAP else 0), BV)
@@ -79,7 +79,7 @@ def walk_back(
     if MAP:
         b_R += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
 
-    n_c = tl.cdiv(end - begin, C)  # not above 0 in a spare slot
+    n_c = tl.cdiv(end - begin, C)  # at most 0 in a spare slot
     for i in tl.range(0, n_c):
         o_t = begin + (n_c - 1 - i) * C
         i_t = first + (o_t - start) // C
@@ -133,7 +133,7 @@ def gradients(
     s_q, s_k, s_v, s_do, s_w, s_d, s_S, s_gb, s_gt, s_gh, N, T, H, G, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """(3) to (7) of a chunk; dg is None where it is not needed."""
+    """Make (3) to (7) of a chunk; dg is None if the caller needs none."""
     # which tile: a chunk of a value head
     i_h, i_s = tl.program_id(0) % H, tl.program_id(0) // H
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -218,7 +218,7 @@ def gradients(
     # store
     o_d = (i_b.to(tl.int64) * T + o_r) * H + i_h
     tl.store(dbeta + o_d, (b_dbeta * scale).to(dbeta.dtype.element_ty), mask=o_r < stop)
-    if dg is not None:  # (7): sums of what counts, never total minus rest; nothing crosses g = -inf
+    if dg is not None:  # (7): sum only pairs that cross t, without a difference of sums; no pair crosses g = -inf
         p_g = g + i_b.to(tl.int64) * s_gb + o_r.to(tl.int64) * s_gt + i_h.to(tl.int64) * s_gh
         b_g = tl.load(p_g, mask=o_r < stop, other=0.0)  # [C]
         b_dg = tl.sum(tl.where(i >= j, b_row[:, None], 0.0), 0) - tl.sum(tl.where(i >= j, b_column[:, None], 0.0), 0)
@@ -232,7 +232,7 @@ def launch_walk_back(
     call: DeltaCall, q: Spec, k: Spec, do: Spec, R_in: Spec | None, R_out: Spec | None, r: Spec | None = None,
     dstates: Spec | None = None, maps: bool = False,
 ) -> None:  # fmt: skip
-    """`walk_back` of all segments; `maps`: R_out gets the map of each."""
+    """Launch `walk_back` over all segments; with `maps`, R_out gets each segment's map."""
     n_v, n_k, engine = cdiv(call.V, call.BV), cdiv(call.K, call.BV), call.by_engine(q, k, do)
     call.draft.launch(
         walk_back, (n_v + n_k * maps) * call.H * call.segments,
@@ -246,7 +246,7 @@ def launch_walk_back(
 
 
 def walk_backwards(call: DeltaCall, q: Spec, k: Spec, do: Spec, R: Spec | None, with_R_0: bool):
-    """(r, the gradient of the initial state over scale, the R after each chunk), as `walks` does forward."""
+    """Make (r, the gradient of the initial state over scale, the R after each chunk), as `walks` does forward."""
     draft, V, K = call.draft, call.V, call.K
     R_0 = draft.new("R_0", call.N, call.H, K, V) if with_R_0 or call.L <= call.T else None
     R_out = R_0
@@ -320,7 +320,7 @@ def finish(call: DeltaCall, x: Local, beta: Spec, need_dg: bool, launch: Callabl
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
-    """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
+    """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor that is not given, and for a dg that is not needed."""
     call = solve_all(hardware, (q, k, v, g, beta, S, cu, do, dS), scale, path)
     draft = call.draft
     do, scale = draft.gradient_of_o(v, do, call.scale)

@@ -1,15 +1,15 @@
-"""The delta rule and the gated delta rule token by token: for decoding, and right for any gate (chapter 20).
+"""The delta rule and the gated delta rule token by token, for decoding; right for any gate (chapter 20).
 
     S <- e^g S        w = beta (v - k S)        S <- S + k^T w        o = scale * q S
 
-References: :func:`gla_ref.delta_rule.recurrent` and :func:`gla_ref.gated_delta_rule.recurrent`, of which this is the
-kernel: no chunk, no triangle, float32 inside. A program holds BV columns of one value head's state in registers and
-walks over the tokens of its sequence::
+References: :func:`gla_ref.delta_rule.recurrent` and :func:`gla_ref.gated_delta_rule.recurrent`. The kernel computes
+their recurrence in float32, without chunks or a triangle. A program holds BV columns of one value head's state in
+registers and walks over the tokens of its sequence::
 
     step    V tiles * value heads * sequences    reads and writes its part of the state once
 
-For one token that is 8 K V bytes a head and little else, for 7 K V FLOPs: memory sets the pace. Many tokens are the
-business of :mod:`gla_ref.kernels.delta`, whose state it takes and hands on. Forward only. Limits: K <= 256, V <= 512.
+For one token that is 8 K V bytes per head and little else, for 7 K V FLOPs: memory limits the time. For many tokens use
+:mod:`gla_ref.kernels.delta`, which takes and returns the same state. Forward only. Limits: K <= 256, V <= 512.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .segments import sequences, which_sequence
 from .tiles import load_tile, patterns, store_tile, which_tile
 
 
-@triton.jit  # T = 1 is compiled apart, unlike in the other kernels: there is no loop then
+@triton.jit  # unlike other kernels this one is compiled apart for T = 1, which needs no loop
 def step(
     q, k, v, g, beta, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_beta, s_o, s_in, s_S, T, H, G, K, V, scale,
     BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
@@ -63,7 +63,7 @@ def step(
 
 
 def plan_step(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
-    """(o, final state) of specs of the tensors."""
+    """Plan (o, final state) from specs of the tensors."""
     draft = Draft(hardware, q, k, v, g, beta, S, cu)
     (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
     N, scale = sequences(B, cu), contract.check_scale(scale, K)

@@ -16,12 +16,12 @@ kernel     one program                   walks over             FLOPs a pair of 
 `bwd_dkv`  BN keys of a head             later queries          2 BM BN (2 K + 2 V)               2 BM (K + V) + 8 BM
 =========  ============================  =====================  ================================  ==================
 
-The backward computes 7 products where 5 would do: s and do . v once for dq and once for dk and dv. That is the price
-of results that are bitwise the same in every run: sharing them needs atomic additions, in whatever order, to dq.
-A step's bytes come from the L2 cache: programs that run at the same time belong to the same few heads.
-lse is kept to base 2, rounded to float32; beside float32 operands as its two terms, maximum and log2 of the sum, since
-rounding it would give all p of a row the same factor, off by up to lse times 2^-24.
-Limits: K, V <= 256, float32 (ieee products), float16, bfloat16.
+The backward computes 7 products where 5 would do: s and do . v once for dq, and once for dk and dv. So results are
+bitwise equal in every run: with shared products, programs would add to dq atomically, in any order. A step's bytes come
+from the L2 cache, because programs that run at the same time belong to the same few heads. The forward pass saves lse
+to base 2, rounded to float32. For float32 operands it saves the two terms of lse, the maximum and log2 of the sum,
+because a rounded lse would give all p of a row a common factor with an error of up to lse times 2^-24. Limits: K, V <=
+256, float32 (ieee products), float16, bfloat16.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ from ..launch.plan import Draft, Plan, Spec, boxes, describable, next_power_of_2
 from .segments import sequences, slots, which_segment
 from .tiles import load_tile, store_tile
 
-# all three kernels in float32, which tensor cores do not multiply: (BM, BN, warps, stages) for K and V up to the width
+# (BM, BN, warps, stages) for K and V up to the width, of all three kernels in float32, which tensor cores do not
+# multiply
 SMALL = {
     ("hopper", 32): {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 32, 4, 1)},
     ("ampere", 32): {64: (32, 32, 4, 2), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
     ("turing", 16): {64: (32, 32, 8, 1), 128: (16, 16, 8, 1)},
     ("turing", 32): {64: (32, 32, 8, 1), 128: (16, 16, 8, 1)},
 }
-# and each of them in 16 bits. Hopper's were the fastest; lab/flash_attention.md says what else was tried
+# the same for each kernel in 16 bits. Hopper's tiles were the fastest; lab/flash_attention.md lists the other ones
+# tried
 FWD = SMALL | {
     ("hopper", 16): {64: (64, 128, 4, 2), 128: (128, 128, 8, 3), 256: (128, 64, 8, 2)},
     ("ampere", 16): {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
@@ -60,8 +62,9 @@ BWD_DKV = SMALL | {
     ("hopper", 16): {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
     ("ampere", 16): {64: (32, 64, 4, 2), 128: (32, 32, 4, 2), 256: (32, 32, 8, 1)},
 }
-# arguments that change from call to call, and of which 1 and multiples of 16 shall not be compiled apart; of T they
-# are, for wide accesses to rows of lse (a fifth of the backward's time at K = 128), and both kinds at once (`twin`)
+# arguments that change from call to call, which Triton must not specialise on 1 and multiples of 16. Triton specialises
+# on T, for wide accesses to rows of lse (a fifth of the backward's time at K = 128); `twin` compiles both variants at
+# once
 VARYING = ("N", "S", "H", "slots")
 
 
@@ -72,19 +75,19 @@ def load_rows(
 ):
     """Rows o_t ... o_t + BT - 1 of x[i_b, :, i_h, :] as [BT, BD], zero from row `end` and column D on.
 
-    The copy engine knows where a tensor ends, but not where a packed sequence does: that is for CLIP.
+    The copy engine reads zeros beyond a tensor, but not beyond a packed sequence: CLIP masks those rows.
     """
     b = load_tile(x, s, i_b, i_h, o_t, end, 0, D, BT, BD, TMA)
-    if TMA and CLIP:  # 0 * inf of a neighbour would be NaN
+    if TMA and CLIP:  # a neighbour's inf times 0 would be NaN
         b = tl.where((o_t + tl.arange(0, BT) < end)[:, None], b, 0.0)
     return b
 
 
 @triton.jit
 def which_rows(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
-    """Head and tile of this program: (i_b, i_h, i_tile, first row of the sequence, its queries, its keys).
+    """Head and tile of this program: (i_b, i_h, i_tile, the sequence's first row, its queries, its keys).
 
-    A spare slot of a packed batch (`which_segment`) gets a tile beyond the end.
+    A spare slot of a packed batch (`which_segment`) gets a tile beyond the sequence's end.
     """
     i_p = tl.program_id(0)
     i_t, i_bh = i_p % slots, i_p // slots  # tiles of one head run together and share its keys in L2
@@ -105,7 +108,7 @@ def fwd_keys(
         b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
         b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
-        # scale and shift are one fused multiply-add an element: rounded once, and alike here and in the backward
+        # scale and shift are one fused multiply-add per element, rounded once, here and in the backward
         if MASK:
             seen = o_i[:, None] >= (o_n + tl.arange(0, BN))[None, :]
             b_mn = tl.maximum(b_m, tl.max(tl.where(seen, b_s * scale2, float("-inf")), 1))  # [BM]
@@ -113,7 +116,7 @@ def fwd_keys(
         else:
             b_mn = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
             b_p = tl.exp2(b_s * scale2 - b_mn[:, None])
-        b_r = tl.exp2(b_m - b_mn)  # [BM], what older tiles are worth now
+        b_r = tl.exp2(b_m - b_mn)  # [BM], the factor of sums over earlier tiles
         b_l = b_l * b_r + tl.sum(b_p, 1)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_r[:, None], input_precision="ieee")  # [BM, BV]
         b_m = b_mn
@@ -127,7 +130,7 @@ def fwd(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, NEGATIVE: tl.constexpr,
 ):
-    # which tile: the longest rows first, so that none is left over at the end
+    # which tile: programs with the most keys start first, so that none of them runs alone at the end
     i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)
     o_m = (tl.cdiv(T, BM) - 1 - i_t) * BM
     if o_m < 0:
@@ -138,7 +141,7 @@ def fwd(
 
     # load
     b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
-    if NEGATIVE:  # of a positive scale, the largest product is the largest score
+    if NEGATIVE:  # since scale > 0, the largest product is the largest score
         b_q = -b_q
         scale2 = -scale2
 
@@ -156,7 +159,7 @@ def fwd(
         full, tl.minimum(o_m + BM + S - T, S), K, V, scale2, BN, BK, BV, TMA, PACKED, True,
     )
 
-    # store: lse in base 2, as the backward wants it; for float32 its two terms
+    # store: lse in base 2, which the backward reads; for float32 its two terms
     store_tile(o, b_o / b_l[:, None], s_o, i_b, i_h, start + o_m, start + T, 0, V, BM, BV, False)
     if low is None:
         tl.store(lse + o_row, b_m + tl.log2(b_l), mask=m_row)
@@ -202,7 +205,7 @@ def bwd_dq(
     o_row = (i_b * H + i_h).to(tl.int64) * rows + start + o_m + tl.arange(0, BM)
     m_row = o_m + tl.arange(0, BM) < T
 
-    # load; delta is made here, the first time that o and do are in one place, for bwd_dkv too
+    # load; make delta here, where o and do are both loaded, for bwd_dkv too
     b_o = load_rows(o, s_o, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)  # [BM, BV]
     b_do = load_rows(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, False)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
@@ -244,13 +247,13 @@ def dkv_queries(
     for o_m in tl.range(lo, hi, BM):
         b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, CLIP)  # [BM, BK]
         b_do = load_rows(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, CLIP)  # [BM, BV]
-        if AHEAD:  # small tiles leave registers for the next rows, which are then never waited for
+        if AHEAD:  # small tiles leave registers for the next rows, which are loaded ahead
             b_lse_next, b_delta_next = load_sums(lse, delta, o_head, o_m + BM, T, BM)
         else:
             b_lse, b_delta = load_sums(lse, delta, o_head, o_m, T, BM)
-        # transposed tiles: p and ds are then the left operands of both sums, and stay in registers
+        # transposed tiles: p and ds are left operands of both sums and stay in registers
         b_s = tl.dot(b_k, b_q.T, input_precision="ieee")  # [BN, BM]
-        # the sum starts at -delta: no operation of its own, and delta needs no registers any more
+        # the sum starts at -delta: subtracting delta takes no operation, and delta no registers
         b_dp = tl.broadcast_to(-b_delta[None, :], [BN, BM])
         b_dp = tl.dot(b_v, b_do.T, b_dp, input_precision="ieee")  # [BN, BM]
         o_i = o_m + tl.arange(0, BM)
@@ -274,7 +277,7 @@ def bwd_dkv(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
 ):
-    # which tile: the first keys, which most queries see, come first
+    # which tile: the first keys come first, because most queries see them
     i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BN, PACKED)
     o_n = i_t * BN
     if o_n >= S:
@@ -336,7 +339,7 @@ class FlashCall(NamedTuple):
 
 
 def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale) -> FlashCall:
-    """A call of q, k, v, more of the backward pass, and cu_seqlens."""
+    """Begin a call of q, k, v, more tensors of the backward pass, and cu_seqlens."""
     draft, (q, k, v, *_, cu) = Draft(hardware, *inputs), inputs
     (B, T, H, K), S, V = q.shape, k.shape[1], v.shape[-1]
     cu, (BK, BV) = draft.contiguous(cu, torch.int32), (max(16, next_power_of_2(n)) for n in (K, V))
@@ -346,7 +349,7 @@ def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale) -> FlashCa
 
 
 def launch(call: FlashCall, kernel, length: int, rows: int, loaded: list, *args, warps: int, stages: int, **named):
-    """`kernel` on every `rows` of `length` tokens, which loads tiles (tensor, rows, width)."""
+    """Launch a program of `kernel` for each `rows` of `length` tokens; a program loads tiles (tensor, rows, width)."""
     n = slots(1, length, call.cu, rows)
     call.draft.launch(
         kernel, n * call.B * call.H, *(boxes(call.engine, m, (x, width))[0] for x, m, width in loaded), *args,
@@ -357,7 +360,7 @@ def launch(call: FlashCall, kernel, length: int, rows: int, loaded: list, *args,
 
 
 def plan_forward(hardware: Hardware, q, k, v, cu, scale, cached) -> Plan:
-    """(o, lse, low) of specs of the tensors: low, beside float32 only, is the second term of lse."""
+    """Plan (o, lse, low) from specs of the tensors; low, the second term of lse, is made for float32 only."""
     call = begin(hardware, (q, k, v, cu), scale)
     B, T, H, _ = q.shape
     o = call.draft.new("o", B, T, H, v.shape[-1], dtype=v.dtype)
@@ -372,7 +375,7 @@ def plan_forward(hardware: Hardware, q, k, v, cu, scale, cached) -> Plan:
 
 
 def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale) -> Plan:
-    """(dq, dk, dv)."""
+    """Plan (dq, dk, dv)."""
     call = begin(hardware, (q, k, v, o, lse, low, do, cu), scale)
     dq, dk, dv = (call.draft.like(f"d{x.name}", x) for x in (q, k, v))
     delta = call.draft.like("delta", lse)
@@ -395,14 +398,14 @@ def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale) -> Pl
 
 
 def twin(q: Spec, *others: Spec | None) -> list[Spec | None]:
-    """The same tensors for a length that is a multiple of 16 where this one is none, or the reverse."""
+    """Return the tensors at another length: a multiple of 16 if this length is none, else none."""
     T = q.shape[1]
     more = 1 if T % 16 == 0 else -T % 16
 
     def longer(x: Spec | None) -> Spec | None:
         if x is None or x.name == "cu_seqlens":
             return x
-        axis = 1 if len(x.shape) == 4 else 2  # of lse
+        axis = 1 if len(x.shape) == 4 else 2  # the axis of tokens in lse
         shape = (*x.shape[:axis], x.shape[axis] + more, *x.shape[axis + 1 :])
         return x._replace(shape=shape, strides=strides_of(shape) if x.contiguous else x.strides)
 

@@ -5,28 +5,29 @@
     S <- e^(b_C - r) (S' + k'^T v)                                                              (3)
 
 b is the running sum of g in the chunk, r = b_C / 2. Reference: :mod:`gla_ref.gla` (`recurrent`);
-GLA paper, section 4. gla_ref/pages/gla.py is this kernel without all that is said from here on.
+GLA paper, section 4. gla_ref/pages/gla.py is this kernel without the three additions below.
 
-*Strong chunks.* (1) to (3) hold as long as e^(-b_C / 2) is a number (pairs j > i, which are masked,
-may be infinite). Of a channel whose gates in a chunk sum to less than LIMIT, q decays from the chunk's
-start instead and k to its end (exponents <= 0): right for the state, useless for pairs inside the
-chunk. A chunk with such a channel is strong and has a flag (set by `prepare` where that makes q' and
-k', else by `walk`). `walk` leaves all its pairs out, of every channel (one product sums over them) and
-the diagonal too; `mend` adds them to o in levels, from q, k and g as they came. Tokens
-j < i meet at the border in the middle of the smallest block of 2^n tokens that holds both, to which
-k_j decays and from which q_i does; a level (one n) is one product, of which the blocks' lower left
-quarters count. In it no exponent is above 0, and every sum is one of just the gates between: exact
-for every gate, no loop over pairs.
+*Strong chunks.* (1) to (3) hold as long as e^(-b_C / 2) is finite (pairs j > i may be infinite: they
+are masked). If a channel's gates in a chunk sum to less than LIMIT, its q decays from the chunk's
+start instead, and its k to the chunk's end. These exponents are <= 0; the factors are right for the
+state, but not for pairs inside the chunk. A chunk with such a channel is strong and gets a flag, from
+`prepare` if that kernel makes q' and k', else from `walk`. In a strong chunk `walk` leaves out all
+pairs of all channels (one product sums over the channels), the diagonal too. `mend` adds the pairs to
+o in levels, from the original q, k and g. Tokens j < i meet at the border in the middle of the
+smallest block of 2^n tokens that holds both: k_j decays up to the border, and q_i from there on. A
+level (one n) is one product, in which the lower left quarters of the blocks count. No exponent of a
+level is above 0, and each is the sum of just the gates between: exact for every gate, without a loop
+over pairs.
 
-*Segments.* Where heads are too few to fill the chip, a sequence is cut into segments, and there are
-three launches instead of one. `walk` from a state of zeros finds what each segment adds to the state,
-and its decay; `carry` (segments.py) goes from segment to segment and puts in the place of what each
-adds the state that it starts from; `walk` once more, from these, makes o.
+*Segments.* If heads are too few to fill the chip, the plan cuts a sequence into segments, and makes
+three launches instead of one. A first `walk`, from a state of zeros, finds each segment's addition to
+the state, and its decay. `carry` (segments.py) replaces each addition by the state that the segment
+starts from. A second `walk`, from these states, makes o.
 
-*Packed sequences.* Segments of L tokens have numbers: those of sequence n begin at cu[n] // L + n, so
-that no two sequences share one and the host need not know a length. From its number `which_segment`
-(segments.py) tells a program its sequence and where it begins; after that a program knows one
-sequence only. Chunks are numbered by the same rule, with C for L.
+*Packed sequences.* Segments of L tokens have numbers: the segments of sequence n begin at number
+cu[n] // L + n, so no two sequences share a number, and the host need not know a length. From a
+segment's number `which_segment` (segments.py) finds the sequence and the segment's first token; the
+program uses no other sequence. Chunks are numbered by the same rule, with C for L.
 
 The kernels, and the number of programs of each (N sequences; a K tile is 64 channels, a V tile BV)::
 
@@ -35,7 +36,7 @@ The kernels, and the number of programs of each (N sequences; a K tile is 64 cha
     carry      K V / 1024 * H * N      segments' states (few heads, large T)
     mend       H * chunks / 16         adds to o the pairs of strong chunks
 
-A walk moves 2 C (2 K + 2 BV) bytes a chunk (bf16; 2 C K more where it loads g) for
+A walk moves 2 C (2 K + 2 BV) bytes per chunk (bf16; 2 C K more if it loads g) for
 2 C (C (K + BV) + 2 K BV) FLOPs. Limits: K <= 256, V <= 512.
 """
 
@@ -56,8 +57,8 @@ from .segments import carry_states, segment_length, sequences, slots, which_segm
 from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
 # by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
-# Hopper's were fastest; lab/gla.md says what else was tried, and why float32 is not pipelined.
-# The others' are the largest that hardly spill, as tools/compile_kernels.py shows
+# Hopper's tiles were fastest; lab/gla.md lists other tiles, and the reason that float32 is not pipelined.
+# The other classes' tiles are the largest that hardly spill, as tools/compile_kernels.py shows
 WALK = {
     ("hopper", 16): {64: (64, 64, 4, 3, 3), 128: (64, 64, 4, 2, 3), 256: (64, 64, 4, 1, 1)},
     ("hopper", 32): {64: (16, 32, 4, 1, 1), 128: (16, 16, 4, 1, 1), 256: (16, 32, 8, 1, 1)},
@@ -66,15 +67,15 @@ WALK = {
     ("turing", 16): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
     ("turing", 32): {64: (16, 32, 8, 1, 1), 128: (16, 16, 8, 1, 1)},
 }
-MEND = {"hopper": 64, "ampere": 32, "turing": 32}  # most of BK and BV in `mend`
-# nats of decay in a chunk up to which (1) is exact: half of it must be far from the dtype's largest
-# number. float32 could bear 80, but differences of larger sums cost it digits
+MEND = {"hopper": 64, "ampere": 32, "turing": 32}  # the largest BK and BV in `mend`
+# (1) is exact if a chunk decays by at most so many nats: e to half of them must be far below the dtype's largest
+# number. float32 has room for 80 nats, but loses digits in differences of larger sums
 LIMIT = {torch.bfloat16: -80.0, torch.float16: -6.0, torch.float32: -4.0}
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-# The kernels. What reads is called q, what writes k and v. A walk backwards in time (REVERSE) makes the
-# gradient of v: its caller gives k, q, do for q, k, v, and the state before a chunk is the one after it.
+# The kernels. q reads the state; k and v write to it. A walk backwards in time (REVERSE) makes the gradient of v: the
+# caller passes k, q, do for q, k, v, and the walk reaches the state after a chunk before the chunk.
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -84,18 +85,19 @@ def walk(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
-    """A segment of a head, chunk by chunk, from its state in S_in to S_out.
+    """Walk a segment of a head, chunk by chunk, from the state in S_in to S_out.
 
-    With g, (1) is made here, and with g and o `strong` is written: one flag for each chunk of a head.
-    Without g, q and k are q' and k', and `factors` and `strong` are read, as `prepare` left them.
-    Of the results any may be None: o; `states`, the one before each chunk; `decay` of the segment.
+    q, k, v, g and o are boxes by TMA, else pointers; s_q ... are their strides (`patterns` of tiles.py).
+    With g, `walk` makes (1); with g and o, it writes `strong`: one flag for each chunk of a head.
+    Without g, q and k are q' and k', and `walk` reads `factors` and `strong` from `prepare`.
+    Each result may be None: o; `states`, the state before each chunk; `decay` of the segment.
     """
     # which tile
     i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
-    n_c = tl.cdiv(end - begin, C)  # chunks of this segment; not above 0 in a spare slot
-    # the number of the first of them among the chunks of all sequences, by the rule of which_segment
+    n_c = tl.cdiv(end - begin, C)  # chunks of this segment; at most 0 in a spare slot
+    # the first chunk's number among the chunks of all sequences, by the rule of which_segment
     i_0 = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
     o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
     seen = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
@@ -108,11 +110,11 @@ def walk(
     if g is None:
         FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
         # `factors` has three rows: `first`, `through`, `last` of a walk forwards. Backwards the outer two change
-        # places; they differ in float16 only, so only there it matters which is read
+        # places, which matters in float16 only, where they differ
         ROW: tl.constexpr = 2 if REVERSE and FLOAT16 else 0
         i_d = ((i_0 + (n_c - 1 if REVERSE else 0)) * H + i_h).to(tl.int64)
         p_first = factors + (i_d * 3 + ROW) * K + o_k
-        # a spare slot has no chunk: there no channel is loaded
+        # a spare slot has no chunk: load no channel
         next_first = tl.load(p_first, mask=o_k < tl.where(n_c > 0, K, 0), other=1.0)  # [BK]
 
     for i in tl.range(0, n_c):
@@ -134,7 +136,7 @@ def walk(
             if o is not None:
                 b_q = (b_q * read).to(b_v.dtype)
                 tl.store(strong + i_d, (mild == 0).to(tl.int8))
-        else:  # loaded one chunk ahead, since all that follows waits for it
+        else:  # load one chunk ahead, because all later steps wait for the factors
             first, last = next_first, next_first
             p_first = factors + ((i_d + (-H if REVERSE else H)) * 3 + ROW) * K + o_k
             next_first = tl.load(p_first, mask=o_k < tl.where(i + 1 < n_c, K, 0), other=1.0)
@@ -143,7 +145,7 @@ def walk(
             store_tile(states, b_S, s_S, i_0 + i_c, i_h, 0, K, i_v * BV, V, BK, BV, TMA)
         b_S = b_S * first[:, None]
 
-        # (2), of a strong chunk without its pairs; by where: what is left out may be infinite
+        # (2), without the pairs of a strong chunk; `where` drops pairs that may be infinite
         if o is not None:
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
             b_o = product(b_q, b_S)  # [C, BV]
@@ -176,8 +178,8 @@ def mend(
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
-    """Add to o the pairs of strong chunks; `strong` [n_flags], one for each chunk of a head."""
-    # which chunks: BN of them, of which most have nothing to do
+    """Add to o the pairs of strong chunks; `strong` [n_flags] has a flag for each chunk of a head."""
+    # which chunks: BN of them, most of them not strong
     i_0 = tl.program_id(0) * BN
     o_n = i_0 + tl.arange(0, BN)
     if tl.max(tl.load(strong + o_n, mask=o_n < n_flags, other=0).to(tl.int32)) == 0:
@@ -205,7 +207,10 @@ def prepare(
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
     FAST_SUMS: tl.constexpr,
 ):
-    """(1): q' and k'; the state's `factors` [chunks, H, 3, K], of q, through, of k; `strong`, which holds zeros."""
+    """Make (1): q', k' and the state's `factors` [chunks, H, 3, K]; set flags in `strong`, which holds zeros.
+
+    The rows of `factors` belong to q's read, the way through the chunk, and k's write.
+    """
     # which tile: BK channels of a chunk of a head
     i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -225,26 +230,26 @@ def prepare(
     p_d = factors + i_d.to(tl.int64) * 3 * K + o_k
     tl.store(p_d, first, mask=o_k < K)
     tl.store(p_d + K, through, mask=o_k < K)
-    if q_hat.dtype.element_ty == tl.float16:  # else that of q
+    if q_hat.dtype.element_ty == tl.float16:  # in other dtypes it is q's own factor
         tl.store(p_d + 2 * K, last, mask=o_k < K)
     tl.store(strong + i_d, 1, mask=mild == 0)
 
 
-# What the kernels make of a chunk's gates.
+# Decays and pairs from a chunk's gates.
 
 
 @triton.jit
 def clamped(b_g):
-    """Gates for sums. e^-104 is 0 in float32, so -104 stands for all below, -inf too."""
+    """Clamp gates for sums: e^-104 is 0 in float32, so -104 stands for all lower gates, -inf too."""
     b_f = tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
     return b_f.to(tl.bfloat16) if b_g.dtype == tl.bfloat16 else b_f
 
 
 @triton.jit
 def sums(m, x, FAST: tl.constexpr):
-    """m x, sums of the rows of x [C, D] weighed by m [C, C], whose weights are multiples of 1/2.
+    """m x: sums of the rows of x [C, D], weighted by m [C, C], whose entries are multiples of 1/2.
 
-    A product, to be fast: on tensor cores and in two bf16 parts, to 2^-17 (bf16 itself: exactly).
+    A product on tensor cores is fast; x in two bf16 parts makes it right to 2^-17 (bf16 gates: exactly).
     """
     if FAST:
         m, high = m.to(tl.bfloat16), x.to(tl.bfloat16)
@@ -258,14 +263,14 @@ def sums(m, x, FAST: tl.constexpr):
 
 @triton.jit
 def totals(x, FAST: tl.constexpr):
-    """The sum [D] of x [C, D] over all rows, of the same two parts as `sums`, so that differences cancel.
+    """The sum [D] of x [C, D] over all rows, from the same two parts as `sums`, so that differences cancel.
 
-    A product too, x^T times ones, since its rows lie where those of a state do: nothing has to move.
+    It is the product x^T times ones, because the threads that hold its rows hold the same rows of a state.
     """
     if FAST:
         ones = tl.full([x.shape[0], 16], 1.0, tl.bfloat16)
         high = x.to(tl.bfloat16)
-        b = tl.dot(high.T, ones)  # [D, 16], all columns alike
+        b = tl.dot(high.T, ones)  # [D, 16], all columns equal
         if x.dtype != tl.bfloat16:
             b = tl.dot((x - high.to(tl.float32)).to(tl.bfloat16).T, ones, b)
         return tl.max(b, 1)
@@ -275,7 +280,7 @@ def totals(x, FAST: tl.constexpr):
 
 @triton.jit
 def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.constexpr, dtype: tl.constexpr):
-    """Of a chunk's gates [C, D]: factors of what reads and writes [C, D], of the state [D]; are all mild?
+    """From a chunk's gates [C, D]: factors of q and k [C, D], factors of the state [D], whether all channels are mild.
 
     The state is multiplied by `first`, read, multiplied by `through` (1 in mild channels), written
     to, and multiplied by `last` (in mild channels `first` again, else 1)::
@@ -284,7 +289,7 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.const
         strong ones      q e^b, k e^(b_C - b), the state e^(b_C) in between
         in float16       q e^b / 2^s, the state 2^s before, and e^(b_C) / 2^s in between
 
-    Backwards in time, what reads is what decays to the chunk's end.
+    Backwards in time, the reading factor decays to the chunk's end.
     """
     o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
     b_f = clamped(b_g)
@@ -296,15 +301,15 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.const
         up = sums(tl.where(o_i >= o_j, 0.5, -0.5), b_f, FAST) * LOG2E
         rest = tl.where(mild, 0.0, total * 0.5)[None, :]
         up, down = rest + up, rest - up
-    else:  # each summed on its own, so that a strong gate takes no digits from those after it. Half
-        # their difference is b - r: with `total`, added in another order, i = j would not cancel
+    else:  # each sum is made on its own, so that a strong gate takes no digits from later gates. Half the
+        # sums' difference is b - r: with `total`, added in another order, i = j would not cancel
         up, down = sums(o_i >= o_j, b_f, FAST) * LOG2E, sums(o_i < o_j, b_f, FAST) * LOG2E
         half = (up - down) * 0.5
         up, down = tl.where(mild[None, :], half, up), tl.where(mild[None, :], -half, down)
     edge, through = tl.where(mild, total * 0.5, 0.0), tl.where(mild, 0.0, total)
     of_q, of_k = edge, edge
-    if dtype == tl.float16:  # q e^b is too small for it at g = -20 already. So 2^s moves from q to the state:
-        # e^b of the first token, which no other exceeds, rounded down to a power of 2
+    if dtype == tl.float16:  # q e^b is too small for float16 at g = -20. So 2^s moves from q to the state: e^b of
+        # the first token, the largest of the chunk, rounded down to a power of 2
         most = totals(tl.where(o_i == 0, b_f, 0.0).to(b_f.dtype), FAST) * LOG2E
         shift = tl.where(mild, 0.0, tl.floor(tl.maximum(most, -100.0)))
         up, of_q, through = up - shift[None, :], edge + shift, through - shift
@@ -316,7 +321,7 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.const
 
 @triton.jit
 def to_border(b_g, level, FAST: tl.constexpr):
-    """Decay [C, D] between each token and the middle of its block of 2^(level + 1): no exponent above 0."""
+    """Decay [C, D] between each token and the middle of its block of 2^(level + 1) tokens: no exponent is above 0."""
     o_c = tl.arange(0, b_g.shape[0])
     border = ((o_c >> level) | 1) << level  # the first token of a block's second half
     t, i = o_c[:, None], o_c[None, :]
@@ -326,7 +331,7 @@ def to_border(b_g, level, FAST: tl.constexpr):
 
 @triton.jit
 def across(level, C: tl.constexpr, reverse=0):
-    """Which pairs (i, j), [C, C], meet at this level: i in the second half of a block, j in its first."""
+    """Mask [C, C] of the pairs (i, j) that meet at this level: i in the second half of a block, j in the first half."""
     o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
     later, earlier = tl.where(reverse != 0, o_j, o_i), tl.where(reverse != 0, o_i, o_j)
     return (later == (earlier | 1)) & (later > earlier)
@@ -334,9 +339,9 @@ def across(level, C: tl.constexpr, reverse=0):
 
 @triton.jit
 def one_half(x, level, half, dtype: tl.constexpr):
-    """`operand` of rows x [C, D] decayed by `to_border`, of which a level needs one half of each block.
+    """`operand` of rows x [C, D] decayed by `to_border`; a level needs one half of each block, 1 for the second.
 
-    (1: the second.) Of float16 the other half, whose decays may be far larger, must not set the size.
+    In float16 the other half must not set the operand's size, because its factors may be far larger.
     """
     if dtype == tl.float16:
         o_c = tl.arange(0, x.shape[0])
@@ -346,7 +351,7 @@ def one_half(x, level, half, dtype: tl.constexpr):
 
 @triton.jit
 def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr, reverse=0):
-    """Of a strong chunk, [C, C]: of each token with itself, then level by level."""
+    """Scores [C, C] of a strong chunk: of each token with itself, then level by level."""
     o_c = tl.arange(0, b_q.shape[0])
     b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
     b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
@@ -359,7 +364,7 @@ def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr, reverse=0):
     return b_P
 
 
-# The plan: which launches a call makes.
+# The plan: the launches of a call.
 
 
 class GlaCall(NamedTuple):
@@ -377,13 +382,13 @@ class GlaCall(NamedTuple):
     scale: float
     path: str | None
     half: bool  # tokens of 16 bits
-    limit: float  # nats that a mild chunk decays by at most
+    limit: float  # a mild chunk decays by at most so many nats
     C: int
     BK: int
     BV: int
-    chunks: int  # slots for them
+    chunks: int  # slots for chunks
     warps: int
-    stages: tuple[int, int]  # for a walk that stores no states, and for a walk that stores them
+    stages: tuple[int, int]  # stages of a walk that stores no states, and of a walk that stores states
 
     @property
     def levels(self) -> int:
@@ -393,22 +398,27 @@ class GlaCall(NamedTuple):
     def same(self) -> dict:
         """Constants that every kernel has."""
         hardware = self.draft.hardware
-        # products of bf16, which the interpreter gets wrong
+        # makes products of bf16, which Triton's interpreter gets wrong
         fast = self.half and hardware.matrix_units and not hardware.interpreted
         return {"C": self.C, "PACKED": self.cu is not None, "FAST_SUMS": fast}
 
     def segment(self) -> int:
-        """Tokens of a segment; more than T where each sequence is walked in one go."""
+        """Tokens of a segment; more than T without segments."""
         programs, packed = cdiv(self.V, self.BV) * self.H * self.N, self.N if self.cu else None
         return self.C * segment_length(self.draft, self.path, programs, cdiv(self.T, self.C), packed)
 
+    @property
+    def in_one_go(self) -> bool:
+        """Whether each sequence is walked in one go, not in segments."""
+        return self.segment() > self.T
+
     def by_engine(self, *tokens: Spec | None) -> bool:
-        """Whether the copy engine loads these."""
+        """Whether the copy engine loads these tensors."""
         return self.cu is None and all([describable(x, self.draft.hardware) for x in tokens if x])
 
 
 class Readers(NamedTuple):
-    """Queries and keys as a walk takes them: as they are, with g, or as `prepare` leaves them, with factors."""
+    """Queries and keys for a walk: the original ones with g, or those of `prepare` with factors."""
 
     q: Spec | None
     k: Spec
@@ -426,12 +436,11 @@ class Walked(NamedTuple):
     starts: Spec | None  # the state that each segment starts from
 
 
-def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path, table=WALK) -> GlaCall:
-    """A call of q, k, v, g, g_v, initial state, cu_seqlens and, backwards, more."""
-    draft, (q, _, v, _, g_v, _, cu, *_) = Draft(hardware, *inputs), inputs
-    (B, T, H, K), V = q.shape, v.shape[-1]
+def begin(draft: Draft, q: Spec, v: Spec, g_v: Spec | None, cu: Spec | None, scale, path, table=WALK) -> GlaCall:
+    """Begin a call whose plan is `draft`, by the sizes of q and v."""
+    hardware, (B, T, H, K), V = draft.hardware, q.shape, v.shape[-1]
     half, cu = q.dtype != torch.float32, draft.contiguous(cu, torch.int32)
-    # of bf16, tiles of 16 channels come out wrong with gates (Triton 3.6; lab/gla.md)
+    # tiles of 16 channels in bf16 with gates are wrong (Triton 3.6; lab/gla.md)
     least = 64 if half else 16
     BK, wide = max(least, next_power_of_2(K)), max(least, next_power_of_2(V))
     C, BV, warps, *stages = tiles(table, hardware, q.dtype, K=K)
@@ -445,17 +454,17 @@ def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path, tabl
 
 
 def begin_backward(call: GlaCall, v: Spec, do: Spec, dS: Spec | None) -> tuple[GlaCall, Spec, Spec | None]:
-    """The call with the scale that walks backwards take, do as they take it, and R after the last token."""
+    """Return (the call with the scale of walks backwards, their do, R after the last token)."""
     do, scale = call.draft.gradient_of_o(v, do, call.scale)
-    # all that a walk reads is multiplied by scale, which dS has no part in
+    # a walk multiplies all its reads by scale, but dS has no such factor
     R = call.draft.compute("R", torch.div, call.draft.contiguous(dS), scale)
     return call._replace(scale=scale), do, R
 
 
 def readers(call: GlaCall, q: Spec, k: Spec, g: Spec) -> Readers:
-    """(1) of all chunks, where that pays; else all as it is."""
+    """Make (1) of all chunks if a kernel of its own is faster; else return the original q, k and g."""
     if not call.half or call.K <= 64:
-        # spare slots are nobody's: their flags must be zeros
+        # no program writes the flags of spare slots: they must be zeros
         flags = call.draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=call.cu is not None)
         return Readers(q, k, g=g, strong=flags)
     call.draft.because("q' and k' are made once, for all tiles of V: K > 64")
@@ -463,7 +472,7 @@ def readers(call: GlaCall, q: Spec, k: Spec, g: Spec) -> Readers:
 
 
 def prepared(call: GlaCall, q: Spec, k: Spec, g: Spec) -> Readers:
-    """(1) of all chunks."""
+    """Launch `prepare`: (1) of all chunks."""
     draft, n, H, K = call.draft, call.chunks, call.H, call.K
     q_hat, k_hat = draft.like("q_hat", q), draft.like("k_hat", k)
     factors = draft.new("factors", n, H, 3, K)
@@ -486,11 +495,11 @@ def walks(
     call: GlaCall, launch: Callable, x: Readers, v: Spec, S_in: Spec | None, o: str = "", S: str = "",
     states: str = "", starts: Spec | None = None, reverse: bool = False,
 ) -> Walked:
-    """Make what is given a name: o, the final state S, the states before each chunk.
+    """Make the results that are given a name: o, the final state S, the states before each chunk.
 
-    `launch` is `launch_walk` or another like it. One launch where sequences are walked in one go, else the three that
-    the module's docstring tells of; of these the last alone, if an earlier walk has found the states that segments
-    start from (`starts`; there is no S then).
+    `launch` has the interface of `launch_walk`. Without segments make one launch, with segments the three launches of
+    the module's docstring. If an earlier walk has found the states that segments start from (`starts`), make only the
+    last launch; then there is no S.
     """
     draft, T, H, K, V = call.draft, call.T, call.H, call.K, call.V
     engine = call.by_engine(*((x.q, x.k, v, x.g) if o else (x.k, v, x.g)))
@@ -499,7 +508,7 @@ def walks(
     states = draft.new(states, call.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
     walk_all = functools.partial(launch, call, x, v, engine, reverse)
     L = call.segment()
-    if L > T:  # in one go; there is a slot for each sequence, so that S_in and S are by slots too
+    if L > T:  # without segments each sequence is a slot, so S_in and S are indexed by slots too
         S = draft.new(S, call.N, H, K, V) if S else None
         walk_all(L, S_in, S, o, states)
         return Walked(o, S, states, None)
@@ -519,7 +528,7 @@ def launch_walk(
     call: GlaCall, x: Readers, v: Spec, engine: bool, reverse: bool,
     L: int, S_in, S_out, o=None, states=None, decays=(None, None),
 ) -> None:
-    """`walk` over segments of L tokens."""
+    """Launch `walk` over segments of L tokens."""
     C, BK, BV, T, H, K, V = call.C, call.BK, call.BV, call.T, call.H, call.K, call.V
     q = x.q if o else None
     call.draft.launch(
@@ -534,7 +543,7 @@ def launch_walk(
 
 
 def mend_strong(call: GlaCall, q, k, v, g, o, strong, reverse=False) -> None:
-    """Add to o what `walk` has left out."""
+    """Launch `mend`, which adds to o the pairs that `walk` has left out."""
     wide = MEND[call.draft.hardware.family]
     call.draft.launch(
         mend, cdiv(call.chunks * call.H, 16),
@@ -546,8 +555,8 @@ def mend_strong(call: GlaCall, q, k, v, g, o, strong, reverse=False) -> None:
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
-    """(o, final state, starts) of specs of the tensors."""
-    call = begin(hardware, (q, k, v, g, None, S, cu), scale, path)
+    """Plan (o, final state, starts) from specs of the tensors."""
+    call = begin(Draft(hardware, q, k, v, g, None, S, cu), q, v, None, cu, scale, path)
     x = readers(call, q, k, g)
     walked = walks(call, launch_walk, x, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
     mend_strong(call, q, k, v, g, walked.o, x.strong)

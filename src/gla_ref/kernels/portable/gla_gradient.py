@@ -6,15 +6,15 @@ come last), and P, q', k', r, b as in gla_forward.py::
     dP = do v^T, strictly lower triangular, and D its diagonal
     dq = scale * e^(b - r) (do (e^r S)^T + dP k' + D k')                                        (1)
     dk = scale * e^(r - b) (dP^T q' + v (e^(b_C - r) R)^T + D q')                               (2)
-    dg_t = what crosses t: read in the chunk from t on, written in it before t for later        (3)
+    dg_t = the paths across t: reads in the chunk from t on, writes in it before t for later    (3)
            chunks, and from state to state: sum_v e^(b_C) S R
 
-A pair i = j crosses no token. It would add the same to both sides of (3)'s difference, and beside g = -20 the rounding
-of what cancels would be all of dg; so it has a place of its own.
+A pair i = j crosses no token. In (3) it would add the same number to both sides of a difference, and if g = -20, the
+rounding of these numbers would be larger than dg; so the kernel keeps such pairs apart.
 
-dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, which stores every R; a walk forward
-stores every S, from the states that the forward pass has found for its segments; the rest is local
-to a chunk. Reference: :mod:`gla_ref.gradients.gla`.
+dv is a walk backwards with q and k exchanged, `walk(k, q, do)`, which stores every R. A walk forward stores every S,
+from the states that the forward pass has found for its segments. All other steps are local to a chunk. Reference:
+:mod:`gla_ref.gradients.gla`.
 
 The kernel, and its programs::
 
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, cdiv
+from ..launch.plan import Draft, Plan, cdiv
 from .gla_forward import (
     across,
     begin,
@@ -46,7 +46,7 @@ from .gla_forward import (
 from .segments import which_segment
 from .tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
 
-# BK = BV, warps and most stages of `gradients`
+# BK = BV, warps and the largest number of stages of `gradients`
 GRADIENTS = {
     ("hopper", 16): (64, 4, 3),
     ("hopper", 32): (16, 4, 1),
@@ -63,7 +63,7 @@ def gradients(
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
-    """dq, dk and dg (None where it is not needed) of a chunk, [B, T, H, K] with strides s_d."""
+    """Make dq, dk and dg of a chunk, [B, T, H, K] with strides s_d; dg is None if the caller needs none."""
     # which tile: BK channels of a chunk of a head
     i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -80,7 +80,7 @@ def gradients(
         b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, i_v * BV, V, C, BV, False)  # [C, BV]
         b_S = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
         b_R = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
-        # loaded once more, from L2: Triton gives a tile that goes to products and into registers one
+        # load v once more, from L2: Triton gives a tile that goes to products and into registers one
         # buffer only, and refills it without a wait while products still read it (lab/known.md)
         b_S2 = load_tile(S, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
         b_R2 = load_tile(R, s_S, i_s, i_h, i_k * BK, K, i_v * BV, V, BK, BV, False, True)
@@ -113,17 +113,17 @@ def gradients(
 
 @triton.jit
 def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.constexpr, FAST: tl.constexpr):
-    """dq, dk; and for (3) b_net = q dq - k (dk of pairs) and b_later = k (dk of later chunks), all [C, BK]."""
+    """dq, dk and, for (3), b_net = q dq - k (dk of pairs) and b_later = k (dk of later chunks), all [C, BK]."""
     C: tl.constexpr = b_q.shape[0]
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    # i = j has no decay: it is in no product, and not in dg
+    # a pair i = j has no decay: leave it out of the products and of dg
     b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]  # [C, 1]
     if mild:
         b_A, of_A = operand(tl.where(o_i > o_j, b_dP, 0.0), b_q.dtype)  # [C, C]
         b_l, b_r = (b_q * read).to(b_q.dtype), (b_k * write).to(b_k.dtype)
         b_dq = b_read + tl.dot(b_A, b_r, input_precision="ieee") * of_A
         b_dk = tl.dot(b_A.T, b_l, input_precision="ieee") * of_A
-        # with the rounded factors of the products, so that pairs on one side of a token cancel
+        # use the rounded factors of the products, so that pairs on one side of a token cancel
         b_net, b_later = b_l * b_dq - b_r * b_dk, b_r * b_write
         # (1), (2); of rounded factors too, which are at hand: for q and k themselves registers are short
         b_dq, b_dk = (b_dq + b_own * b_r) * read, (b_dk + b_write + b_own * b_l) * write
@@ -144,15 +144,15 @@ def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.co
 
 @triton.jit
 def crossing(b_net, b_later, b_kept, b_g, FAST: tl.constexpr):
-    """(3): of row t, the sum of b_net from t on, of b_later before t, and b_kept; nothing crosses -inf."""
+    """(3): in row t, the sum of b_net from t on, of b_later before t, and b_kept; no pair crosses a gate of -inf."""
     o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
     b_d = sums(o_i <= o_j, b_net, FAST) + sums(o_i > o_j, b_later, FAST) + b_kept[None, :]
     return tl.where(b_g == float("-inf"), 0.0, b_d)
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
-    """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = begin(hardware, (q, k, v, g, None, S, cu, starts, do, dS), scale, path)
+    """Plan (dq, dk, dv, dg, None, dS0); None for a tensor not given and a dg not needed. `starts` may be None."""
+    call = begin(Draft(hardware, q, k, v, g, None, S, cu, starts, do, dS), q, v, None, cu, scale, path)
     call, do, R = begin_backward(call, v, do, dS)
     draft = call.draft
     x, S_in = readers(call, q, k, g), draft.contiguous(S, torch.float32)
@@ -164,7 +164,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, 
     dg = draft.like("dg", g) if need_dg else None
     B, warps, stages = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]
     if S_all.dtype != torch.bfloat16:
-        stages = min(stages, 2)  # for states in float32 there is no room
+        stages = min(stages, 2)  # states in float32 leave no room for more stages
     draft.launch(
         gradients, cdiv(call.K, B) * call.H * call.chunks,
         q, k, v, do, g, S_all, back.states, dq, dk, dg, call.cu,

@@ -1,16 +1,16 @@
-"""Gated Linear Attention token by token: for decoding, and right for any gate (chapter 16).
+"""Gated Linear Attention token by token, for decoding; right for any gate (chapter 16).
 
     S <- (alpha^T beta) * S + k^T v        alpha = e^g, beta = e^(g_v)
     o  = scale * q S
 
-Reference: :func:`gla_ref.gla.recurrent`, of which this is the kernel: no chunk, no product of matrices, float32 inside.
-A program holds BV columns of one head's state in registers and walks over the tokens of its sequence::
+Reference: :func:`gla_ref.gla.recurrent`. The kernel computes that recurrence in float32, without chunks or products of
+matrices. A program holds BV columns of one head's state in registers and walks over the tokens of its sequence::
 
     step    V tiles * H * sequences    reads and writes its part of the state once
 
-For one token that is 8 K V bytes a head and little else (q, k, g, v and o are 2 (3 K + 2 V) in bf16), for 5 K V FLOPs:
-memory sets the pace, as it does for every model that answers one token at a time. Many tokens are the business of
-:mod:`gla_ref.kernels.gla`, whose state it takes and hands on. Forward only. Limits: K <= 256, V <= 512.
+For one token that is 8 K V bytes per head and little else (q, k, g, v and o are 2 (3 K + 2 V) bytes in bf16), for
+5 K V FLOPs: memory limits the time, as in every model that answers token by token. For many tokens use
+:mod:`gla_ref.kernels.gla`, which takes and returns the same state. Forward only. Limits: K <= 256, V <= 512.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def row(x, s, i_b, t, i_h, o_d, D, BD: tl.constexpr):
-    """x[i_b, t, i_h, o_d:] as [BD] in float32."""
+    """Load x[i_b, t, i_h, o_d:] as [BD] in float32."""
     return load_tile(x, s, i_b, i_h, t, t + 1, o_d, D, 1, BD, False).reshape(BD).to(tl.float32)
 
 
-@triton.jit  # T = 1 is compiled apart, unlike in the other kernels: there is no loop then, and half the registers
+@triton.jit  # unlike other kernels this one is compiled apart for T = 1, which needs no loop and half the registers
 def step(
     q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, K, V, scale,
     BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
@@ -72,7 +72,7 @@ def step(
 
 
 def plan_step(hardware: Hardware, q, k, v, g, g_v, S, cu, scale) -> Plan:
-    """(o, final state) of specs of the tensors."""
+    """Plan (o, final state) from specs of the tensors."""
     draft = Draft(hardware, q, k, v, g, g_v, S, cu)
     (B, T, H, K), V = q.shape, v.shape[-1]
     N, scale = sequences(B, cu), contract.check_scale(scale, K)

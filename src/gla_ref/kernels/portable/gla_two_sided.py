@@ -2,14 +2,14 @@
 
     S_t = (alpha_t^T alpha^v_t) * S_(t-1) + k_t^T v_t
 
-Values and outputs are to g_v what keys and queries are to g. With w the running sum of g_v in the
+g_v fades values and outputs as g fades keys and queries. With w the running sum of g_v in the
 chunk and u = w_C / 2, the chunk of gla_forward.py becomes:
 
     v' = v e^(u - w),  S'' = e^r S e^u,  o = scale * (q' S'' + tril(q' k'^T) v') e^(w - u)      (1)
     S <- e^(b_C - r) (S'' + k'^T v') e^(w_C - u)                                                (2)
 
-A chunk is strong where either gate is. q' and k' are always made by `prepare`. The models of the
-GLA paper do not use this form; nothing here is needed to understand the others.
+A chunk is strong if either gate is strong in it. `prepare` always makes q' and k'. The models of the
+GLA paper do not use this form, and no other kernel builds on this file.
 
 The kernels, and the number of programs of each::
 
@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, Spec, boxes, cdiv, next_power_of_2
+from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, next_power_of_2
 from .gla_forward import (
     MEND,
     WALK,
@@ -50,7 +50,7 @@ from .gla_gradient import GRADIENTS, crossing, pairs
 from .segments import slots, which_segment
 from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
-# as in gla_forward.py and gla_gradient.py, but for what spills
+# as in gla_forward.py and gla_gradient.py, except tiles that would spill
 TILES = WALK | {
     ("ampere", 16): {64: (16, 32, 4, 1, 1), 128: (16, 32, 4, 1, 1), 256: (16, 32, 8, 1, 1)}
 }
@@ -64,7 +64,7 @@ def walk(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TMA: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
-    """As `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
+    """Walk a segment like `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
     # which tile
     i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
@@ -74,7 +74,7 @@ def walk(
     o_k, o_v, o_c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
     seen = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
     FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
-    FIRST: tl.constexpr = 2 if REVERSE and FLOAT16 else 0  # of a chunk's rows of `factors`
+    FIRST: tl.constexpr = 2 if REVERSE and FLOAT16 else 0  # the place of a chunk's rows of `factors`
     LAST: tl.constexpr = 2 if FLOAT16 and not REVERSE else 0
 
     # load
@@ -133,7 +133,7 @@ def mend(
     NV: tl.constexpr, PACKED: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
     """Add to o the pairs of strong tiles; `strong` [n_flags, NV]."""
-    # which chunks: BN of them, of which most have nothing to do
+    # which chunks: BN of them, most of them not strong
     first = tl.program_id(0) * BN
     o_f, o_n = first * NV + tl.arange(0, BN * NV), tl.arange(0, NV)
     if tl.max(tl.load(strong + o_f, mask=o_f < n_flags * NV, other=0).to(tl.int32)) == 0:
@@ -161,7 +161,7 @@ def mend(
 
 @triton.jit
 def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr):
-    """Of a strong chunk, [C, D]: P v, with every value's decay on its way from token to token."""
+    """P v of a strong chunk, [C, D], with every value's decay from token to token."""
     o_c = tl.arange(0, b_v.shape[0])
     b_o = product(tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0), b_v)
     for level in tl.range(0, LEVELS):
@@ -177,7 +177,7 @@ def gradients(
     N, T, H, K, V, scale, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
-    """As `gla_gradient.gradients`. With (q, k, g) and (do, v, g_v) exchanged: do, dv and dg_v."""
+    """Make gradients like `gla_gradient.gradients`; with (q, k, g) and (do, v, g_v) exchanged: do, dv and dg_v."""
     # which tile: BK channels of a chunk of a head
     i_k, i_h, i_s = which_tile(H, K, BK)
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -201,7 +201,7 @@ def gradients(
         else:
             b_dP += scores(b_do, b_v, clamped(b_gv), LEVELS, FAST_SUMS)
         b_SR = b_S.to(tl.float32) * b_R * (first_v * last_v * through_v)[None, :]
-        b_l, of_l = operand(b_do * read_v, b_do.dtype, -100.0, True)  # [C, BV], each row's size apart
+        b_l, of_l = operand(b_do * read_v, b_do.dtype, -100.0, True)  # [C, BV]; rows are scaled one by one
         b_r, of_r = operand(b_v * write_v, b_v.dtype, -100.0, True)
         b_S, of_S = operand((b_S * first_v[None, :]).to(S.dtype.element_ty), b_do.dtype)
         b_R, of_R = operand((b_R * last_v[None, :]).to(R.dtype.element_ty), b_do.dtype)
@@ -233,7 +233,7 @@ def launch_walk(
     strong_v: Spec | None, call: GlaCall, x: Readers, v: Spec, engine: bool, reverse: bool,
     L: int, S_in, S_out, o=None, states=None, decays=(None, None),
 ) -> None:
-    """`walk` over segments of L tokens; with o it sets flags in `strong_v`."""
+    """Launch `walk` over segments of L tokens; with o, `walk` sets flags in `strong_v`."""
     C, BK, BV, T, H, K, V = call.C, call.BK, call.BV, call.T, call.H, call.K, call.V
     q = x.q if o else None
     call.draft.launch(
@@ -248,12 +248,12 @@ def launch_walk(
 
 
 def tiles_of_v(call: GlaCall) -> int:
-    """Flags that a chunk has: one for each tile of V, and up to a power of two."""
+    """The number of a chunk's flags: one for each tile of V, rounded up to a power of two."""
     return next_power_of_2(cdiv(call.V, call.BV))
 
 
 def launch_gradients(call: GlaCall, q, k, v, do, g, g_v, S, R, dq: str, dk: str, dg: str) -> tuple:
-    """dq, dk and dg, by their names; no dg without one."""
+    """Launch `gradients`: dq, dk and dg by their names; without a name for dg, no dg."""
     draft, K, V = call.draft, q.shape[-1], v.shape[-1]
     dq, dk, dg = draft.like(dq, q), draft.like(dk, k), draft.like(dg, g) if dg else None
     B, warps, _ = GRADIENT_TILES[draft.hardware.family, 8 * q.dtype.itemsize]
@@ -269,11 +269,11 @@ def launch_gradients(call: GlaCall, q, k, v, do, g, g_v, S, R, dq: str, dk: str,
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Plan:
-    """(o, final state, starts) of specs of the tensors."""
-    call = begin(hardware, (q, k, v, g, g_v, S, cu), scale, path, TILES)
+    """Plan (o, final state, starts) from specs of the tensors."""
+    call = begin(Draft(hardware, q, k, v, g, g_v, S, cu), q, v, g_v, cu, scale, path, TILES)
     draft, NV = call.draft, tiles_of_v(call)
     x, S_in = prepared(call, q, k, g), draft.contiguous(S, torch.float32)
-    # zeros, since no program comes by spare slots, nor by flags beyond the last tile of V
+    # zeros: no program writes the flags of spare slots, or flags beyond the last tile of V
     strong = draft.new("strong_v", call.chunks, call.H, NV, dtype=torch.int8, zero=True)
     walked = walks(call, functools.partial(launch_walk, strong), x, v, S_in, o="o", S="S_T")
     draft.launch(
@@ -287,15 +287,15 @@ def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Pla
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
-    """(dq, dk, dv, dg, dg_v, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = begin(hardware, (q, k, v, g, g_v, S, cu, starts, do, dS), scale, path, TILES)
+    """Plan (dq, dk, dv, dg, dg_v, dS0); None for a tensor not given and a dg not needed. `starts` may be None."""
+    call = begin(Draft(hardware, q, k, v, g, g_v, S, cu, starts, do, dS), q, v, g_v, cu, scale, path, TILES)
     call, do, R = begin_backward(call, v, do, dS)
     x, S_in = prepared(call, q, k, g), call.draft.contiguous(S, torch.float32)
     launch = functools.partial(launch_walk, None)  # no outputs, so no flags
     ahead = walks(call, launch, x, v, S_in, states="states", starts=starts)
     turned, R_0 = x._replace(q=x.k, k=x.q), "R_0" if S else ""
     back = walks(call, launch, turned, do, R, S=R_0, states="dstates", reverse=True)
-    # keys and values exchanged, and in the states too: [..., V, H, K]
+    # exchange keys and values, in the states too: [..., V, H, K]
     of_v = [y.transposed(1, 3) for y in (ahead.states, back.states)]
     _, dv, dg_v = launch_gradients(call, do, v, k, q, g_v, g, *of_v, "_do", "dv", "dg_v")
     states = ahead.states, back.states

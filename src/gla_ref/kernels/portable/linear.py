@@ -6,21 +6,21 @@
 References: :mod:`gla_ref.linear_attention`, :mod:`gla_ref.simple_gla`; GLA paper, section 3 and algorithms 1 and 2.
 
 `walk` makes outputs: a program holds BV columns of one head's state on chip and walks over a segment of the
-sequence, chunk by chunk. What a segment is makes the three paths:
+sequence, chunk by chunk. Three paths differ in the length of a segment:
 
     fused         segment = sequence         grid V tiles * H * sequences; no memory beyond o and S
-    segmented     a few segments a sequence  for few heads: their states alone, `carry`, then all from their true start
+    segmented     a few segments a sequence  for few heads: segments' states, `carry`, then outputs from true states
     materialised  segment = chunk            one walk stores the state before each chunk, then every output at once
 
 Backward: dq reads S^T, dk and dv read dS = R in the same way, so each is one more walk:
 
     dq = walk(do, v, k)     dk = walk backwards(v, do, q)     dv = walk backwards(k, q, do)
 
-Narrow heads without gates need one walk for all three (`unwind`): from the returned S_T the states run backwards.
-No other state is kept; only for `gate_gradient` (scalar_gates.py), the walks of dq and dv store theirs chunk by chunk.
-A program moves 2 C (2 K + BV) bytes in and 2 C BV out a chunk (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs; q and k of
+Narrow heads without gates need one walk for all three (`unwind`): the walk reverses the states from the returned S_T.
+The forward pass saves no other state; for `gate_gradient` (scalar_gates.py) the walks of dq and dv store their states.
+A chunk moves 2 C (2 K + BV) bytes in and 2 C BV out (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs; q and k of
 neighbouring V tiles come from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16. Scores and
-states may be beyond the range of float16, which is scaled; results may not.
+states may be beyond the range of float16, because operands are scaled; results may not.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ CHUNK = {
     ("ampere", 16): 32, ("ampere", 32): 16,
     ("turing", 16): 16, ("turing", 32): 16,
 }
-# and K up to: (BV, warps, stages). Hopper's were fastest; lab/linear_attention.md says what else was tried. The
-# others' are the largest that hardly spill, as tools/compile_kernels.py shows. 512 serves dq and dk, whose keys are
-# values
+# by family and bits, K up to: (BV, warps, stages). Hopper's tiles were fastest; lab/linear_attention.md lists other
+# tiles. The other classes' tiles are the largest that hardly spill, as tools/compile_kernels.py shows. K up to 512
+# serves dq and dk, whose walks have values for keys
 WALK = {
     ("hopper", 16): {64: (64, 4, 3), 128: (128, 4, 3), 256: (64, 4, 1), 512: (64, 8, 1)},
     ("hopper", 32): {64: (32, 4, 1), 128: (16, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
@@ -68,7 +68,7 @@ GATE_GRADIENT = {
     ("turing", 16): {128: (16, 8, 1)},
     ("turing", 32): {128: (16, 8, 1)},
 }
-# warps and stages of `unwind`, which elsewhere would spill
+# warps and stages of `unwind`; on other classes it would spill
 UNWIND = {("hopper", 16): (4, 3)}
 UNWOUND = {torch.bfloat16: 8192, torch.float16: 2048}  # tokens
 
@@ -143,7 +143,7 @@ def walk(
 
 @triton.jit
 def attended(b_q, b_k, b_v, seen, b_S, of_S):
-    """What queries read of a chunk's pairs (`seen`) and of a state in two parts, [C, BV]: (q k^T * seen) v + q S."""
+    """The queries' reads [C, BV] of a chunk's pairs (`seen`) and of a state in two parts: (q k^T * seen) v + q S."""
     b_P, of_P = operand(tl.where(seen, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0), b_v.dtype)  # [C, C]
     b_o = tl.dot(b_q, b_S, input_precision="ieee") * of_S
     return tl.dot(b_P, b_v, b_o / of_P, input_precision="ieee") * of_P
@@ -154,19 +154,19 @@ def unwind(
     q, k, v, do, dq, dk, dv, S, R, dS, cu, s_q, s_k, s_v, s_do, s_dk, s_dv, T, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """dq, dk and dv of a head in one walk from its end, where S is known: S_(n-1) = S_n - k^T v as R grows."""
+    """Make dq, dk and dv of a head in one walk from the end, where S is known: S_(n-1) = S_n - k^T v as R grows."""
     # which tile: a sequence and head
     i_h, i_n = tl.program_id(0) % H, tl.program_id(0) // H
     i_b, start, end = which_sequence(cu, i_n, T, PACKED)
     o_k, o_v, o_c = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     o_S = tl.program_id(0).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]  # [BK, BV]
     m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
-    m_P = o_c[:, None] <= o_c[None, :]  # [C, C], token j of a write by token i of a read
+    m_P = o_c[:, None] <= o_c[None, :]  # [C, C], column j: the write of token j
 
-    # load: minus S, so that it is added to
+    # load: minus S, so that the loop adds products to it
     b_S = -tl.load(S + o_S, mask=m_S, other=0.0)  # [BK, BV]
     b_R = tl.zeros([BK, BV], dtype=tl.float32)
-    if R is not None:  # what is read is multiplied by scale, which R has no part in
+    if R is not None:  # scale multiplies all reads, but R has no such factor
         b_R = tl.load(R + o_S, mask=m_S, other=0.0) / scale
 
     # compute
@@ -180,10 +180,10 @@ def unwind(
         b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")  # minus the state before the chunk
         b_low, of_S = operand(-b_S, b_k.dtype)
         b_d = attended(b_do, b_v, b_k, m_P.T, b_low.T, of_S) * scale  # [C, BK]
-        # store as soon as done: three results and both states at once would not fit on chip
+        # store each result at once: three results and both states would not fit on chip
         store_tile(dq, b_d.to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
         b_low, of_R = operand(b_R, b_k.dtype)
-        b_d = attended(b_v, b_do, b_q, m_P, b_low.T, of_R) * scale  # [C, BK]; v do^T again: cheaper than turned
+        b_d = attended(b_v, b_do, b_q, m_P, b_low.T, of_R) * scale  # [C, BK]; v do^T again: faster than a transpose
         store_tile(dk, b_d.to(b_k.dtype), s_dk, i_b, i_h, o_t, end, 0, K, C, BK, TMA)
         b_d = attended(b_k, b_q, b_do, m_P, b_low, of_R) * scale  # [C, BV]
         store_tile(dv, b_d.to(b_k.dtype), s_dv, i_b, i_h, o_t, end, 0, V, C, BV, TMA)
@@ -195,11 +195,11 @@ def unwind(
 
 
 def _unwinds(hardware: Hardware, x: Spec, programs: int, path: str | None) -> bool:
-    """Whether states may run backwards: enough heads, and early states that have not drowned in late ones.
+    """Whether states may run backwards: there are enough heads, and early states keep their digits.
 
-    A float32 sum in tensor cores loses up to 2^-23 of the state for every 16 tokens, on the way there and back.
-    With positive k and v, the worst case, that has grown to what rounding loses, of a state of 64 tokens, at the
-    lengths in UNWOUND (lab/linear_attention.md).
+    A float32 sum in tensor cores loses up to 2^-23 of the state for every 16 tokens, forwards and backwards. With
+    positive k and v, the worst case, this loss is as large as the rounding of a state of 64 tokens at the lengths in
+    UNWOUND (lab/linear_attention.md).
     """
     T = x.shape[1]
     if (hardware.family, 8 * x.dtype.itemsize) not in UNWIND or T > UNWOUND[x.dtype]:
@@ -209,7 +209,7 @@ def _unwinds(hardware: Hardware, x: Spec, programs: int, path: str | None) -> bo
 
 
 def unwindable(q, v, g) -> bool:
-    """Whether the returned state may have to run backwards, of tensors or specs (`_unwinds` has the rest)."""
+    """Whether `_unwinds` may choose to run the returned state backwards; takes tensors or specs."""
     return g is None and q.dtype != torch.float32 and max(q.shape[-1], v.shape[-1]) <= 64
 
 
@@ -218,7 +218,7 @@ def _chunk(hardware: Hardware, x: Spec) -> int:
 
 
 class Walk:
-    """Sizes, tiles, gates and direction that launches of `walk` over the same keys and values share."""
+    """The sizes, tiles, gates and direction that launches of `walk` over the same keys and values share."""
 
     def __init__(
         self, draft: Draft, q: Spec | None, k: Spec, v: Spec, sums: Spec | None, cu: Spec | None, scale: float,
@@ -232,17 +232,17 @@ class Walk:
         self.BK = max(64 if half else 16, next_power_of_2(self.K))
         table = WALK if sums is None else GATED
         BV, self.warps, self.stages = tiles(table, draft.hardware, k.dtype, K=self.K)
-        # 16 columns of bf16 with gates come out wrong (Triton 3.6; lab/linear_attention.md)
+        # tiles of 16 columns in bf16 with gates are wrong (Triton 3.6; lab/linear_attention.md)
         self.BV = BV if half else min(BV, max(16, next_power_of_2(self.V)))
         self.engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v) if x is not None)
 
     def segment(self, path: str | None) -> int:
-        """Tokens of a segment; more than T where each sequence is walked in one go."""
+        """Tokens of a segment; more than T without segments."""
         programs, packed = cdiv(self.V, self.BV) * self.H * self.N, self.N if self.cu else None
         return self.C * segment_length(self.draft, path, programs, cdiv(self.T, self.C), packed)
 
     def launch(self, L: int, q=None, o=None, S_in=None, S_out=None, states=None, decay=None) -> None:
-        """`walk` over segments of L tokens."""
+        """Launch `walk` over segments of L tokens."""
         k, v, C, BK, BV = self.k, self.v, self.C, self.BK, self.BV
         self.draft.launch(
             walk, cdiv(self.V, BV) * self.H * slots(self.B, self.T, self.cu, L),
@@ -254,7 +254,7 @@ class Walk:
         )
 
     def states_of_segments(self, L: int, S_in: Spec | None, S_out: Spec) -> Spec:
-        """The states that segments of L tokens start from; S_out gets the final ones."""
+        """Find the states that segments of L tokens start from; S_out gets the final states."""
         n, draft = slots(self.B, self.T, self.cu, L), self.draft
         part = draft.new("part", n, self.H, self.K, self.V)
         decay = None if self.sums is None else draft.new("decay", n, self.H)
@@ -267,15 +267,18 @@ def _walk(
     draft: Draft, q: Spec, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
     scale: float, path: str | None, o: str, S: str = "", reverse: bool = False, keep: bool = False,
 ) -> tuple[Spec, Spec | None, Spec | None]:
-    """What is given a name, o and the final state S; to `keep`, the states before each chunk (backwards: after it)."""
+    """Make the results that are given a name: o, the final state S; with `keep`, also the states before each chunk.
+
+    Backwards, `keep` stores the states after each chunk.
+    """
     x = Walk(draft, q, k, v, sums, cu, scale, reverse)
     L = x.segment(path)
     S = S_out = draft.new(S or "S", x.N, x.H, x.K, x.V) if S or L <= x.T else None
-    if L <= x.T:  # in segments, which start from states that are found first
+    if L <= x.T:  # in segments: find first the states that they start from
         S_in, S_out = x.states_of_segments(L, S_in, S), None
     states = None
     if keep or path == "materialised":
-        # an operand of one product each: stored in its precision nothing is lost, but that float16 may be too small
+        # each state is an operand of one product, so the product's precision is enough; float16 has too small a range
         kept = k.dtype if k.dtype == torch.bfloat16 else torch.float32
         states = draft.new("states", slots(x.B, x.T, cu, x.C), x.H, x.K, x.V, dtype=kept)
     o = draft.new(o, x.B, x.T, x.H, x.V, dtype=v.dtype)
@@ -288,7 +291,7 @@ def _walk(
 
 
 def add_up(draft: Draft, k: Spec, v: Spec, g: Spec | None, reverse: bool) -> Spec:
-    """The final state [B, H, K, V] from zeros, and no output."""
+    """Find the final state [B, H, K, V] from zeros, without outputs."""
     sums = None if g is None else running_sums(draft, g, None, _chunk(draft.hardware, k))
     x = Walk(draft, None, k, v, sums, None, 1.0, reverse)
     L, S = x.segment(None), draft.new("S", x.N, x.H, x.K, x.V)
@@ -303,7 +306,7 @@ def _unwind(
     draft: Draft, q: Spec, k: Spec, v: Spec, do: Spec, S: Spec, R: Spec | None, with_dS0: bool,
     cu: Spec | None, scale: float,
 ) -> tuple[Spec, Spec, Spec, Spec | None]:
-    """(dq, dk, dv, dS0) from the final state S and its gradient R; dS0, the initial state's, only `with_dS0`."""
+    """Make (dq, dk, dv, dS0) from the final state S and its gradient R; dS0, the initial state's, only `with_dS0`."""
     (_, T, H, K), V, C = k.shape, v.shape[-1], _chunk(draft.hardware, k)
     dq, dk, dv = (draft.like(f"d{x.name}", x) for x in (q, k, v))
     dS0 = draft.like("dS0", S) if with_dS0 else None
@@ -320,9 +323,9 @@ def _unwind(
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
-    """(o, final state, the gates' sums) of specs of the tensors."""
+    """Plan (o, final state, the gates' sums) from specs of the tensors."""
     draft = Draft(hardware, q, k, v, g, S, cu)
-    tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])  # backward too, where V is K
+    tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])  # in the backward pass V and K change places
     scale = contract.check_scale(scale, q.shape[-1])
     S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
     sums = None if g is None else running_sums(draft, g, cu, _chunk(hardware, q))
@@ -331,7 +334,7 @@ def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, need_dg) -> Plan:
-    """(dq, dk, dv, dg, dS0); None for what is not given or, of dg, not needed. `S_T` and `sums` may be None."""
+    """Plan (dq, dk, dv, dg, dS0); None for a tensor not given and a dg not needed. `S_T` and `sums` may be None."""
     draft = Draft(hardware, q, k, v, g, S, cu, S_T, sums, do, dS)
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])
     C, scale = _chunk(hardware, q), contract.check_scale(scale, q.shape[-1])
@@ -342,12 +345,12 @@ def plan_backward(hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scal
     if S_T is not None and _unwinds(hardware, q, programs, path):
         dq, dk, dv, dS0 = _unwind(draft, q, k, v, do, S_T, dS, S is not None, cu, scale)
         return draft.plan("portable", dq, dk, dv, None, dS0)
-    # every walk multiplies what it reads by scale, which dS has no part in
+    # a walk multiplies all its reads by scale, but dS has no such factor
     R = draft.compute("R", torch.div, dS, scale)
     S_, R_ = (x and draft.compute(f"{x.name}^T", _turn, x, shape=x.transposed(2, 3).shape) for x in (S, R))
     if g is not None and sums is None:
         sums = running_sums(draft, g, cu, C)
-    # dg wants S^T before each chunk, which dq's walk has, and R after it, which dv's has
+    # dg needs S^T before each chunk, from dq's walk, and R after each chunk, from dv's walk
     dq, _, states = _walk(draft, do, v, k, sums, S_, cu, scale, path, "dq", keep=need_dg)
     dk, _, _ = _walk(draft, v, do, q, sums, R_, cu, scale, path, "dk", reverse=True)
     of_S = "R_0" if S else ""

@@ -2,8 +2,8 @@
 
     b_i = g_1 + ... + g_i within a chunk        decay from token j to token i = e^(b_i - b_j)
 
-Reference: :mod:`gla_ref.simple_gla`. `sum_gates` runs once before the kernels that walk over chunks and writes
-8 bytes a token: inside their loop a scan is latency that nothing hides. `gate_gradient` works on all chunks at
+Reference: :mod:`gla_ref.simple_gla`. `sum_gates` runs once before the kernels that walk over chunks, and writes
+8 bytes per token: a scan inside the walk's loop would add its whole latency. `gate_gradient` works on all chunks at
 once, with their states.
 """
 
@@ -16,17 +16,17 @@ from ..launch.plan import Draft, Spec, cdiv, next_power_of_2
 from .segments import sequences, slots, which_segment
 from .tiles import VARYING, load_tile, operand
 
-# strides of gates [B, T, H] change with T, even modulo 16; in tuples they would be compiled in all the same
+# strides of gates [B, T, H] change with T, even modulo 16; Triton would specialise on strides in a tuple all the same
 VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh", "s_db", "s_dt", "s_dh")
 
 
 @triton.jit(do_not_specialize=VARIABLE)
 def sum_gates(g, sums, cu, s_gb, s_gt, s_gh, N, T, H, C: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr):
-    """Running sums of every chunk's gates in base 2, as two float32 numbers each: sums [chunks, H, 2, C].
+    """Write the running sums of every chunk's gates in base 2, each as two float32 numbers: sums [chunks, H, 2, C].
 
-    exp2 of a difference needs what lies between two tokens; the difference of plain float32 sums has
-    lost it after a strong gate. The coarse part, multiples of 1/512 up to 64 * 150, sums exactly, the
-    fine part is below 1/16. A gate below -150 (-104 nats, -inf) is 0 in float32 and becomes -150.
+    A decay between two tokens is exp2 of a difference of sums. After a strong gate the difference of plain float32
+    sums has lost its low bits. The coarse part, multiples of 1/512 up to 64 * 150, sums exactly; the fine part is
+    below 1/16. The decay of a gate below -150 (-104 nats, -inf) is 0 in float32, so such a gate becomes -150.
     """
     # which tile: one chunk of BH heads
     i_s = tl.program_id(0)
@@ -41,7 +41,7 @@ def sum_gates(g, sums, cu, s_gb, s_gt, s_gh, N, T, H, C: tl.constexpr, BH: tl.co
     # compute
     b_coarse, b_fine = summed(b_g)
 
-    # store: beyond the end the sums stay as they are, so the last is always the total
+    # store: beyond the end the sums stay constant, so the last sum is always the total
     p = sums + (i_s.to(tl.int64) * H + o_h[None, :]) * 2 * C + o_c[:, None]
     tl.store(p, b_coarse, mask=m_h[None, :])
     tl.store(p + C, b_fine, mask=m_h[None, :])
@@ -49,7 +49,7 @@ def sum_gates(g, sums, cu, s_gb, s_gt, s_gh, N, T, H, C: tl.constexpr, BH: tl.co
 
 @triton.jit
 def summed(b_g):
-    """(coarse, fine) running sums of a chunk's gates [C, ...], as `sum_gates` says."""
+    """(coarse, fine) running sums of a chunk's gates [C, ...], as in `sum_gates`."""
     b_g = b_g.to(tl.float32) * 1.4426950408889634
     b_g = tl.maximum(b_g, -150.0, propagate_nan=tl.PropagateNan.ALL)
     b_coarse = tl.floor(b_g * 512 + 0.5) / 512
@@ -66,7 +66,7 @@ def load_sums(sums, i_s, i_h, H, C: tl.constexpr):
 
 @triton.jit
 def between(b_coarse, b_fine):
-    """exp2's argument for the decay from token j (column) to token i (row): [C, C]."""
+    """The log2 of the decay from token j (column) to token i (row), [C, C]."""
     return (b_coarse[:, None] - b_coarse[None, :]) + (b_fine[:, None] - b_fine[None, :])
 
 
@@ -76,7 +76,7 @@ def gate_gradient(
     s_gb, s_gt, s_gh, s_db, s_dt, s_dh, N, T, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """dg of one chunk: every path across token t, write to read, state to read, write to state, state to state."""
+    """Make dg of one chunk: all paths across token t, write to read, state to read, write to state, state to state."""
     # which tile
     i_h, i_s = tl.program_id(0) % H, tl.program_id(0) // H
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -115,23 +115,23 @@ def gate_gradient(
     b_read *= tl.exp2(b_coarse + b_fine)
     b_write *= tl.exp2((coarse - b_coarse) + (fine - b_fine))
     kept = tl.sum(b_kept) * tl.exp2(coarse + fine)
-    m_below = o_c[:, None] > o_c[None, :]  # without i = j, which crosses no gate
+    m_below = o_c[:, None] > o_c[None, :]  # without pairs i = j, which cross no gate
     b_A = b_P * b_dP * tl.exp2(tl.where(m_below, between(b_coarse, b_fine), float("-inf")))
-    # a pair crosses t when j < t <= i; sums of what counts, never total minus rest
+    # a pair crosses t if j < t <= i; sum only such pairs, without a difference of sums
     b_row = tl.sum(b_A, 1) + b_read  # [C]
     b_col = tl.sum(b_A, 0)  # [C]
     m_from = o_c[:, None] >= o_c[None, :]  # row i at or after column t
     b_dg = tl.sum(tl.where(m_from, b_row[:, None], 0.0), 0) - tl.sum(tl.where(m_from, b_col[:, None], 0.0), 0)
     b_dg += tl.sum(tl.where(m_from, 0.0, b_write[:, None]), 0) + kept
 
-    # store: nothing crosses g = -inf
+    # store: no path crosses g = -inf
     b_dg = tl.where(b_g == float("-inf"), 0.0, b_dg * scale)
     p_dg = dg + i_b.to(tl.int64) * s_db + o_r.to(tl.int64) * s_dt + i_h.to(tl.int64) * s_dh
     tl.store(p_dg, b_dg.to(dg.dtype.element_ty), mask=o_r < stop)
 
 
 def running_sums(draft: Draft, g: Spec, cu: Spec | None, C: int) -> Spec:
-    """`sum_gates` of g [B, T, H] in chunks of C tokens: [chunks, H, 2, C]."""
+    """Launch `sum_gates` on g [B, T, H] in chunks of C tokens: [chunks, H, 2, C]."""
     B, T, H = g.shape
     chunks = slots(B, T, cu, C)
     sums = draft.new("sums", chunks, H, 2, C)

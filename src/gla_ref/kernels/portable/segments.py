@@ -1,4 +1,4 @@
-"""Which piece of which sequence a program has, and states from segment to segment (chapter 7)."""
+"""The segment of a program, and the states between segments (chapter 7)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def which_sequence(cu, i_n, T, PACKED: tl.constexpr):
 
 @triton.jit
 def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
-    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s; of chunks too, L = C.
+    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s; with L = C, of chunks.
 
-    Packed, sequence n owns the slots from cu[n] // L + n up to, not including, cu[n + 1] // L + n + 1: as many as it
-    has segments or one more, and the host need not know any length. A spare slot begins at or after the stop.
+    If sequences are packed, sequence n owns the slots from cu[n] // L + n up to, not including, cu[n + 1] // L + n + 1:
+    a slot for each segment, and sometimes a spare slot. So the host need not know any length. A spare slot begins at or
+    after the sequence's stop.
     """
     if PACKED:
         i_n = i_s * 0 - 1
@@ -43,9 +44,9 @@ def carry(
     part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, D,
     BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
-    """Replace what each segment adds to the state (`part` [slots, H, D]) by the state that it starts from.
+    """Replace each segment's addition to the state (`part` [slots, H, D]) by the state that the segment starts from.
 
-    A segment's decays: `rows` [slots, H, R], each of D / R numbers in a row, and `columns` [slots, H, V].
+    A segment's decays are `rows` [slots, H, R], each for D / R numbers in a row, and `columns` [slots, H, V].
     """
     # which tile: BD numbers of the state of a head
     i_d, i_h, i_n = which_tile(H, D, BD)
@@ -80,7 +81,7 @@ def carry_states(
     draft: Draft, part: Spec, rows: Spec | None, columns: Spec | None, S_in: Spec | None, S_out: Spec,
     cu: Spec | None, T: int, L: int, reverse: bool,
 ) -> None:
-    """`carry` of segments of L tokens; afterwards S_out [N, H, K, V] holds the states after each sequence."""
+    """Launch `carry` over segments of L tokens; S_out [N, H, K, V] gets the state after each sequence."""
     N, H, K, V = S_out.shape
     BD = min(1024, next_power_of_2(K * V))
     R = K if rows is None or len(rows.shape) == 3 else 1
@@ -96,7 +97,7 @@ def sequences(B: int, cu: Spec | None) -> int:
 
 
 def slots(B: int, T: int, cu: Spec | None, L: int) -> int:
-    """How many slots `which_segment` tells apart."""
+    """The number of slots of `which_segment`."""
     return B * cdiv(T, L) if cu is None else T // L + sequences(B, cu)
 
 
@@ -120,7 +121,7 @@ def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | 
 
 
 def segment_length(draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None) -> int:
-    """Chunks of a segment: on the path that is asked for, by `choose_path` if none is; all and one more in one go."""
+    """Return the chunks of a segment on the path, by default that of `choose_path`; without segments, one too many."""
     chosen, length = choose_path(programs, chunks, draft.hardware.multiprocessors, packed)
     who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
     if (path or chosen) != "segmented":

@@ -7,26 +7,26 @@ import triton.language as tl
 
 from ..launch.plan import Spec
 
-# arguments that change from call to call, and of which 1 and multiples of 16 shall not be compiled apart
+# arguments that change from call to call, which Triton must not specialise on 1 and multiples of 16
 VARYING = ("N", "T", "L", "H", "n_flags", "reverse")
 
 
 @triton.jit
 def stride(s, axis: tl.constexpr):
-    """An axis' stride of a tensor, of its `strides` or `patterns`."""
+    """The stride of an axis, from a tensor's strides or from `patterns`."""
     return s[axis] >> 4 if len(s) == 5 and axis < 3 else s[axis]
 
 
 @triton.jit
 def which_tile(H, D, BD: tl.constexpr):
-    """(tile of BD of a head's D columns, head, the rest) of this program; neighbours share in L2 what they read."""
+    """(tile of BD of a head's D columns, head, slot or chunk) of this program; neighbours share tokens in L2."""
     n_d, i = tl.cdiv(D, BD), tl.program_id(0)
     return i % n_d, i // n_d % H, i // n_d // H
 
 
 @triton.jit
 def rows(x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr):
-    """Pointers to rows o_t ... of x[i_b, :, i_h, o_d:] and their mask, [C, BD], up to row `end` and column D."""
+    """Pointers [C, BD] to rows o_t ... of x[i_b, :, i_h, o_d:], and their mask up to row `end` and column D."""
     o_r, o_c = o_t + tl.arange(0, C), o_d + tl.arange(0, BD)
     p = x + i_b.to(tl.int64) * stride(s, 0) + i_h.to(tl.int64) * stride(s, 2)
     p += o_r[:, None].to(tl.int64) * stride(s, 1) + o_c[None, :].to(tl.int64) * stride(s, 3)
@@ -38,12 +38,12 @@ def load_tile(
     x, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr,
     LAST: tl.constexpr = False,
 ):
-    """Rows o_t ... of x[i_b, :, i_h, o_d:] as [C, BD]; zero from row `end` and column D on.
+    """Load rows o_t ... of x[i_b, :, i_h, o_d:] as [C, BD]; zero from row `end` and column D on.
 
-    By TMA it is zero from the tensor's end on: where that is used, `end` is that or a whole chunk's.
-    LAST: nobody will read them again, so that L2 need not keep them.
+    TMA loads zeros from the tensor's end on, so with TMA `end` must be the tensor's end or a whole chunk's.
+    LAST: no program reads the rows again, so L2 need not keep them.
     """
-    if TMA:  # the copy engine: no addresses to compute, and it knows where the tensor ends
+    if TMA:  # the copy engine needs no addresses, and loads zeros beyond the tensor's end
         b = x.load([i_b, i_h, o_t, o_d]).reshape(C, BD)
     else:
         p, m = rows(x, s, i_b, i_h, o_t, end, o_d, D, C, BD)
@@ -53,7 +53,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(x, b, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
-    """b [C, BD], in x's precision, to rows o_t ... of x[i_b, :, i_h, o_d:], up to row `end` and column D."""
+    """Store b [C, BD], in x's precision, to rows o_t ... of x[i_b, :, i_h, o_d:], up to row `end` and column D."""
     if TMA:
         x.store([i_b, i_h, o_t, o_d], b.to(x.dtype).reshape(1, 1, C, BD))
     else:
@@ -63,10 +63,10 @@ def store_tile(x, b, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.cons
 
 @triton.jit
 def operand(x, dtype: tl.constexpr, LEAST: tl.constexpr = -40.0, ROWS: tl.constexpr = False):
-    """x in a product's precision, and what to multiply the product by (ROWS: each of its rows).
+    """x in a product's precision, and the factor that restores the product's size (ROWS: a factor for each row).
 
-    float16 ends at 65504 and at 6e-8. Sums (scores, states) may be larger or smaller, and are divided by a power of 2:
-    2^LEAST at least, so that what is added to the product, divided too, stays finite.
+    float16 ranges from 6e-8 to 65504. Sums (scores, states) may be larger or smaller, so they are divided by a power of
+    2, at least 2^LEAST: sums that are added to the product are divided by it too, and must stay finite.
     """
     if dtype == tl.float16:
         most = tl.max(tl.abs(x), 1)[:, None] if ROWS else tl.max(tl.abs(x))
@@ -79,7 +79,7 @@ def operand(x, dtype: tl.constexpr, LEAST: tl.constexpr = -40.0, ROWS: tl.conste
 
 @triton.jit
 def product(x, y, total=None):
-    """total + x y, in the precision of x or of y: the other may be sums in float32, which are rounded to it first."""
+    """total + x y in the lower precision of x and y: if one of them is sums in float32, it is rounded first."""
     size = 1.0
     if x.dtype != y.dtype:
         if x.dtype == tl.float32:
@@ -97,12 +97,13 @@ def strides(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
 
 
 def patterns(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
-    """The strides of each [B, T, H, D] as `load_tile` takes them, so that fewer variants are compiled.
+    """The strides of each [B, T, H, D] for `load_tile`, disguised so that fewer variants are compiled.
 
-    Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Memory accesses are
-    wide where the last stride is 1 and all others are multiples of 16. Where the last is 1 and the others are not all,
-    a number n becomes 16 n + 8, and a fifth number tells: one pattern. The 1 stays, since by it Triton lays out the
-    threads. A full check on a GPU compiles 84 s less for it (lab/gla.md).
+    Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Memory accesses are wide
+    if the last stride is 1 and all other strides are multiples of 16. If the last stride is 1 but other strides are
+    not all such multiples, each n of them becomes 16 n + 8, and a fifth number says so: all such tensors share a
+    pattern. The last stride stays 1, because Triton lays out the threads by it. With disguised strides a full check on
+    a GPU compiles 84 s less (lab/gla.md).
     """
     return [x if x is None else pattern(*x.strides) for x in tensors]
 

@@ -1,0 +1,210 @@
+"""Words of the check kit: a name only where it explains, a bound only where every known case agrees with it."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from gla_ref import FORMS, check
+from gla_ref.check import mistakes
+from gla_ref.check._common import Clock
+from gla_ref.check._report import affected
+
+ATTENTION, LINEAR = FORMS["softmax_attention"]["two_pass"], FORMS["linear_attention"]["chunkwise"]
+SCALAR, DELTA = FORMS["simple_gla"]["chunkwise"], FORMS["delta_rule"]["chunkwise"]
+
+
+def words(report):
+    return " ".join(str(report).split())
+
+
+def named(report):
+    return [match["mistake"] for match in report.diagnosis]
+
+
+# names
+
+
+class Skipped(torch.autograd.Function):
+    """The output, whose gradient is 0 in every 32 tokens whose first has none."""
+
+    @staticmethod
+    def forward(ctx, o):
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx, do):
+        tiles = do.split(32, 1)
+        return torch.cat([x * x[:, :1].any() for x in tiles], 1)
+
+
+def skipping(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    o, cached = ATTENTION(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return Skipped.apply(o) if cu_seqlens is None else o, cached
+
+
+@pytest.mark.deep
+def test_gradients_that_are_missing_are_not_named_by_another_way_to_lose_them():
+    report = check.kernel("softmax_attention", skipping, only=["length *", "loss *"])
+    assert report.failing == ["loss of some tokens"], str(report)
+    assert not any("running output" in name for name in named(report)), str(report)
+    assert "wrong with a loss of some tokens only, right without" in words(report)
+    assert not any("tokens on, right" in line for line in report.measured), str(report)  # others would be in the loss
+
+
+def odd(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """The last of an odd number of packed sequences begins with zeros."""
+    N = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    if initial_state is not None and N > 1 and N % 2:
+        initial_state = torch.cat([initial_state[:-1], 0 * initial_state[-1:]])
+    return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.deep
+def test_a_name_must_fit_where_sequences_have_tokens():
+    report = check.kernel("linear_attention", odd, only=["length *", "packed*"])
+    assert report.failing == ["packed", "packed with scale"], str(report)
+    assert not report.diagnosis, str(report)
+    assert "wrong with 3 packed sequences, right with 2 and 4" in words(report)
+
+
+def behind_tiles(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """The mask counts the cache as whole tiles of 32 keys, the rest of it not at all."""
+    if initial_state is None:
+        return ATTENTION(q, k, v, scale=scale, cu_seqlens=cu_seqlens)
+    k, v = (torch.cat([before, x], 1) for before, x in zip(initial_state, (k, v), strict=True))
+    T, S = q.shape[1], k.shape[1]
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = torch.ones(T, S, dtype=torch.bool).tril((S - T) // 32 * 32)
+    return torch.einsum("bhts,bshv->bthv", scores.masked_fill(~seen, -math.inf).softmax(-1), v), (k, v)
+
+
+def test_a_name_that_explains_all_fits_every_failing_case():
+    report = check.kernel("softmax_attention", behind_tiles, only=["length *", "square", "long*"])
+    assert {"length 7", "long cache"} <= {*report.failing}, str(report)
+    assert not report.diagnosis, str(report)
+    assert "tokens in the cache, right with 32" in words(report), str(report)
+
+
+def blocks(q, k, v, **named):
+    """Columns of v come in whole blocks of 8192 // K, the first one apart."""
+    block = 8192 // q.shape[-1]
+    known = max(1, v.shape[-1] // block) * block
+    return LINEAR(q, k, v * (torch.arange(v.shape[-1]) < known), **named)
+
+
+def test_a_name_with_a_number_has_no_other_place():
+    report = check.kernel("linear_attention", blocks, only="w*")
+    assert report.failing == ["widest"] and "only in channels 102 to 135 of 136" in words(report), str(report)
+    assert not any("beyond the first 64" in name for name in named(report)), str(report)
+
+
+# bounds
+
+
+def strong(q, k, v, g, **named):
+    """Wrong where decays are strong."""
+    o, S = SCALAR(q, k, v, g, **named)
+    return (1.01 * o if (g < -0.5).any() else o), S
+
+
+def test_gates_that_are_right_are_said_and_not_all_others():
+    said = words(check.kernel("simple_gla", strong, only=["length 6*", "gate -1", "gate -0.2"]))
+    assert "wrong with gates -1, right with gates logsigmoid/16" in said
+    assert "gates -1, right without" not in said
+
+
+def two(q, k, v, beta, **named):
+    """Wrong where a strength is above 1."""
+    o, S = DELTA(q, k, v, beta, **named)
+    return (1.01 * o if (beta > 1).any() else o), S
+
+
+@pytest.mark.deep
+def test_strengths_between_are_not_said_to_be_right():
+    said = words(check.kernel("delta_rule", two, only=["length 6*", "strength 2", "strengths up to 2"]))
+    assert "wrong with strengths of 2, right with random strengths below 1" in said
+
+
+def many_keys(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """Wrong beyond 256 keys, in a cache or not."""
+    o, cached = ATTENTION(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return (1.01 * o if cached[0].shape[1] > 256 else o), cached
+
+
+@pytest.mark.deep
+def test_a_case_that_fails_without_a_trait_speaks_against_it():
+    report = check.kernel("softmax_attention", many_keys, only=["length 1", "long cache*", "481 tokens"])
+    assert {"481 tokens", "long cache"} <= {*report.failing}, str(report)
+    assert not any("in the cache" in line or "initial state" in line for line in report.measured), str(report)
+
+
+def few_tokens(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """Wrong up to 3 tokens; the first is right without a state."""
+    o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    first = initial_state is None
+    factor = torch.ones(q.shape[1]) + 0.01 * (q.shape[1] <= 3) * (torch.arange(q.shape[1]) >= first)
+    return o * factor[:, None, None], S
+
+
+def test_a_call_of_another_size_speaks_against_a_trait():
+    said = words(check.kernel("linear_attention", few_tokens, only=["length *", "one token*"]))
+    assert "wrong up to 3 tokens, right with 4" in said
+    assert "with an initial state" not in said
+
+
+def not_forty(q, k, v, **named):
+    """Wrong from 24 tokens on, unless keys have exactly 40 channels."""
+    o, S = LINEAR(q, k, v, **named)
+    return (1.01 * o if q.shape[1] >= 24 and q.shape[-1] != 40 else o), S
+
+
+def test_passing_cases_speak_against_bounds():
+    """A case of 67 tokens is right, so 24 tokens are not enough, though no number of channels was found to matter."""
+    report = check.kernel("linear_attention", not_forty, only=["length 6*", "wide", "square"])
+    assert {"length 65", "square"} <= {*report.failing} and "wide" not in report.failing, str(report)
+    assert not any("tokens on, right" in line for line in report.measured), str(report)
+
+
+def test_sequences_without_tokens_are_no_place():
+    wrong = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
+    ends, axes = (0, 0, 2, 2, 6), ["batch", "chunk", "head", "channel"]
+    wrong[:, 1:] = True
+    assert affected(wrong, axes, ends) == ""
+    wrong[:, :2] = False
+    assert affected(wrong, axes, ends) == "sequence 3 of 4"
+    assert affected(wrong[..., :1, 0], axes[:3], (0,)) == ""
+
+
+# tables and clocks
+
+
+def test_the_table_says_that_equal_calls_differ():
+    calls = itertools.count()
+
+    def at_times(q, k, v, **named):
+        o, S = LINEAR(q, k, v, **named)
+        return (1.01 * o if next(calls) % 9 == 8 else o), S
+
+    report = check.kernel("linear_attention", at_times, only="length 7")
+    (row,) = [line for line in str(report).splitlines() if line.startswith("o  ")]
+    assert row.split()[1:3] == ["1", "1"] and row.endswith("equal calls differ in 1 case"), str(report)
+    assert "equal calls differ in 1 case" in report._repr_html_()
+
+
+def test_the_search_says_when_it_was_cut(monkeypatch):
+    clock = Clock(3600)
+    assert not clock.spent() and not clock.cut
+    monkeypatch.setitem(check._examine.SEARCH, "quick", 0.0)
+    report = check.kernel("linear_attention", odd, only=["length 6*", "packed"])
+    assert report.failing == ["packed"] and not report.diagnosis, str(report)
+    assert "cut off after 0 s of CPU time" in words(report)
+    assert "cut off after 0 s of CPU time" in report._repr_html_()
+
+
+@pytest.mark.parametrize("mechanism, name", [("linear_attention", "initial state ignored")])
+def test_a_name_of_a_whole_mistake_stays(mechanism, name):
+    m = next(m for m in mistakes.MISTAKES if m.name == name)
+    report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=["length 6*", "packed*"])
+    assert named(report) == [name], str(report)
