@@ -1,8 +1,8 @@
 """The delta rule and the gated delta rule: the functions that one calls, their checks and autograd (chapter 20).
 
 The kernels are in portable/delta_forward.py and portable/delta_gradient.py; steps.py has one token or a few. Hopper has
-two of its own for the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, which the plan takes wherever they
-run, and hopper/delta_backward.py for gradients, which kernel="hopper" asks for.
+two of its own for the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, and hopper/delta_backward.py for
+gradients. The plan takes them wherever they run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, ker
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, kernel, need_dg) -> Plan:
     """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
     rest = q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg
-    reason = hopper.refusal_of_delta_gradient(hardware, q, k, v, kernel)
+    reason = hopper.refusal_of_delta(hardware, q, k, v, None, kernel)
     if not reason:
         from .hopper import delta_backward  # not where Gluon is missing
 
@@ -119,8 +119,8 @@ def gated_delta_rule(
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class): by
             the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None takes Hopper's
-            where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. Gradients are the
-            portable kernels', except with "hopper" where Hopper's take the call.
+            where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. Gradients on Hopper are by
+            one kernel, whichever makes the forward pass.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

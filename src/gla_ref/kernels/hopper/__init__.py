@@ -91,12 +91,3 @@ def refusal_of_delta(hardware: Hardware, q: Spec, k: Spec, v: Spec, path: str | 
     if path == "segmented" and kernel == "hopper_fused":
         return "this kernel walks over each sequence in one go, and path='segmented' was asked for"
     return None
-
-
-def refusal_of_delta_gradient(hardware: Hardware, q: Spec, k: Spec, v: Spec, kernel: str | None) -> str | None:
-    """Why the Hopper walks do not make the delta rules' gradient in a call that asks for `kernel`; None if they do."""
-    if reason := refusal_of_delta(hardware, q, k, v, None, kernel):
-        return reason
-    if kernel != "hopper":
-        return "Hopper's gradient is taken only where kernel='hopper' asks for it"
-    return None
