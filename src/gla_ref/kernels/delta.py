@@ -119,8 +119,8 @@ def gated_delta_rule(
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class): by
             the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None takes Hopper's
-            where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. On Hopper one kernel makes
-            the gradients, whichever makes o.
+            where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. On Hopper one kernel
+            makes the gradients, whichever makes o.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.
