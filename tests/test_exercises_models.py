@@ -141,11 +141,12 @@ RIGHT |= {
     "ex-learns-interval": [scattered, lambda xs, t: [xs.mean(), t * xs.std() / len(xs) ** 0.5]],
     "ex-learns-strong": [lambda C, limit: 0.6931471805599453 / (limit / C)],
     "ex-learns-judge": ["ad", "d, a", ["a", "d"]],
+    "ex-learns-design": ["ad", ["d", "a"]],
 }
 
 WRONG |= {
     "ex-learns-baseline": [
-        (lambda pairs, again: 1 / pairs, "stand in the text, too"),
+        (lambda pairs, again: 1 / pairs, "are in the pairs, too"),
         (lambda pairs, again: 1 / (pairs + 2 * again), "one more, not two"),
         (lambda pairs, again: 0.5 / (pairs + again), "not keys"),
         (lambda pairs, again: 1 / (pairs - again), "added, not taken away"),
@@ -169,6 +170,13 @@ WRONG |= {
         ("a", "d is missing"),
         ("abd", "b does not belong to it"),
         ("acd", "c does not belong to it"),
+        ("d", "a is missing"),
+    ],
+    "ex-learns-design": [
+        ("a", "d is missing"),
+        ("abd", "b does not belong to it"),
+        ("acd", "c does not belong to it"),
+        ("ade", "e does not belong to it"),
         ("d", "a is missing"),
     ],
 }

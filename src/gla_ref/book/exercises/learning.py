@@ -10,10 +10,10 @@ from ._predict import ask, choose, numbers
 @exercise("ex-learns-baseline", "derive")
 def baseline(answer):
     mistakes = {
-        "The old values of the keys that are written again stand in the text, too.": lambda pairs, again: 1 / pairs,
+        "The old values of the keys that are written again are in the pairs, too.": lambda pairs, again: 1 / pairs,
         "A key that is written again has two values: one more, not two.": lambda pairs, again: 1 / (pairs + 2 * again),
         "Only values are drawn, not keys.": lambda pairs, again: 1 / (2 * (pairs + again)),
-        "The old values stand in the text as well: they are added, not taken away.": lambda pairs, again: (
+        "The old values are in the pairs as well: they are added, not taken away.": lambda pairs, again: (
             1 / (pairs - again)
         ),
         "A key has one right value, whether it was written once or twice.": lambda pairs, again: (
@@ -80,9 +80,24 @@ choose(
     "Sentences that you may write",
     "ad",
     {
-        "a": "Chance is 1 in 32, and one of the text's values is right in 25 % of the cases.",
+        "a": "Chance is 1 in 32, and naming any value of the pairs is right in 25% of the cases.",
         "b": "The mean is lower, but look at the interval of the difference: one model makes it wider than the scale.",
         "c": "Two models of A have a state of the same size, and answer nearly everything.",
         "d": "The rate was chosen for B. Nobody has looked for the best rate of A.",
+    },
+)
+
+choose(
+    "ex-learns-design",
+    "Models for which the two explanations predict different answers",
+    "ad",
+    {
+        "a": "Its keys are those of sixteen heads, its state is as large as with four: one explanation says like "
+        "sixteen, the other like four.",
+        "b": "State and keys are as small as with sixteen heads: both explanations say like sixteen.",
+        "c": "State and keys are as large as with four heads: both explanations say like four.",
+        "d": "Its keys are those of four heads, its state is as small as with sixteen: one explanation says like four, "
+        "the other like sixteen.",
+        "e": "That model is the one to be explained, trained for longer. Neither explanation says how it ends.",
     },
 )

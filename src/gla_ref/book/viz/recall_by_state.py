@@ -83,8 +83,8 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
             pieces.append(text(x(state), TOP + TALL + 27, below))
         pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 45, "numbers in the state after a text (logarithmic)"))
         for share, kind, words in (
-            (base["majority"], "line-orange", "Naming any of the text's values"),
-            (base["chance"], "line-grey", "Naming any value of the vocabulary"),
+            (base["majority"], "line-orange", "Naming any value of the pairs"),
+            (base["chance"], "line-grey", "Naming any value"),
         ):
             line = path([(LEFT, _y(share)), (LEFT + WIDE, _y(share))], f"{kind} dashed")
             pieces.append(part(f"{words}: {share:.1%}", line))
@@ -114,19 +114,21 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
             f"{state:,}: {fmean(scores[n - 1][1]):.0%}" if n else f"{state:,}: nothing yet"
             for state, scores in found[mixer].items()
         )
-        return Frame(pieces, f"{NAMES[mixer]} after {steps[n]} steps. Right answers by numbers in the state: {said}.")
+        when = f"{NAMES[mixer]} after {steps[n]} of {steps[-1]} steps"
+        return Frame(pieces, f"{when}. Right answers by numbers in the state: {said}.")
 
     linear = {state: fmean(scores[-1][1]) for state, scores in found["linear"].items()}
     small, more = list(linear)[:2]
-    options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any of the text's values": 0.0}
+    options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any value of the pairs": 0.0}
     right = next(words for words, least in options.items() if linear[small] >= least)
-    fact = f"With {small:,} numbers linear attention answers {linear[small]:.0%} correctly."
+    fact = f"With {heads[small]} heads linear attention answers {linear[small]:.0%} correctly."
 
     return Explorable(
-        title="Which mixer recalls, with how large a state?",
-        notice="A small dot is one trained model, a large dot the mean of three seeds. All have one layer and saw the "
-        "same texts. Softmax attention keeps every key and value; the number of heads decides how large the state of "
-        "the others is. Where the line falls to the right, look at the small dots: one seed is far below the others.",
+        title="Which mixer recalls, with how many heads?",
+        notice="A small dot is one trained model, a large dot the mean of three seeds; point at a grey dot to read its "
+        "mixer. All have one layer and saw the same texts. More heads make the state smaller, and every key too. "
+        f"Softmax attention keeps all keys and values. At step {steps[-1]} some lines fall to the right: there one of "
+        "three small dots is far below the other two.",
         alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; two dashed "
         "lines near the bottom are the shares of answers that guessing gives.",
         controls=(Choice("Mixer", [NAMES[m] for m in found]), Slider("Steps of training", steps)),
@@ -136,12 +138,13 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         legend=(
             Key("blue line-blue", "the mixer chosen (small dots: single models)", "dot"),
             Key("grey line-grey", "the other mixers", "dot"),
-            Key("line-orange dashed", f"naming any of the text's values: {base['majority']:.0%}", "line"),
+            Key("line-orange dashed", f"naming any value of the pairs: {base['majority']:.0%}", "line"),
             Key("line-grey dashed", f"naming any value: {base['chance']:.0%}", "line"),
         ),
         question=Question(
-            f"With {more:,} numbers in its state, linear attention answers {linear[more]:.0%} of the questions "
-            f"correctly. What share with {small:,} numbers?",
+            f"After {steps[-1]} steps of training, linear attention with {heads[more]} heads answers "
+            f"{linear[more]:.0%} of the questions correctly; its state has {more:,} numbers. What share with "
+            f"{heads[small]} heads and {small:,} numbers?",
             right,
             {
                 words: fact if words == right else f"{'Fewer' if least > linear[small] else 'More'}: w{fact[1:]}"
