@@ -446,12 +446,12 @@ def test_a_missing_fence_is_seen(monkeypatch):
 
 def played_page(x, seed=0, ignored=None):
     """o and the final state of what the launcher of the page launches."""
-    import compile_kernels
+    import kernel_cases
 
     from gla_ref.pages import gated_delta_rule_hopper as page
 
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
-    found = compile_kernels.plan_delta_page(CLASSES["sm_90"], *(spec_of(n, y) for n, y in named.items()))
+    found = kernel_cases.plan_delta_page(CLASSES["sm_90"], *(spec_of(n, y) for n, y in named.items()))
     o, S, _ = played_gluon.play(found, named, (page,), seed, ignored)
     return {"o": o, "S": S}
 
