@@ -245,7 +245,7 @@ FAULTS = {
     ),
     "fewer tokens": (
         lambda call: of_all(call, lambda n, y: y if n in ("S", "dS") else y[:, 1:]),
-        "lengths: expected 26 for rank 1, as q has tokens, got 27",
+        "lengths: expected 26 for rank 1, the length of q, got 27",
     ),
     "other lengths": (
         lambda call: call.update(lengths=[14, 27]),
@@ -282,8 +282,9 @@ REFUSED = {
     "g is missing": (dict(g=None), r"g: expected a torch.Tensor, got None"),
     "k is short": (dict(k=torch.zeros(2, 3, 2, 3, dtype=F64)), r"k: expected shape .* T = 40 as in q"),
     "q has too few axes": (dict(q=torch.zeros(2, dtype=F64)), r"q: expected 4 axes"),
-    "lengths": (dict(lengths=[20, 20]), r"lengths: expected 1 numbers of tokens, one for each rank, got \[20, 20\]"),
-    "lengths of strings": (dict(lengths=["40"]), r"lengths: expected 1 numbers of tokens"),
+    "lengths": (dict(lengths=[20, 20]), r"lengths: expected 1 token counts, one per rank, got \[20, 20\]"),
+    "lengths of strings": (dict(lengths=["40"]), r"lengths: expected 1 token counts"),
+    "lengths is a number": (dict(lengths=40), r"lengths: expected a sequence of token counts or None, got int"),
     "segment": (dict(segment=0), r"segment: expected a chunk length of at least 1, got 0"),
     "exchange": (dict(exchange="ring"), r"exchange: expected all-gather, pipeline or None, got 'ring'"),
     "cu_seqlens is a list": (dict(cu_seqlens=[0, 40]), r"cu_seqlens: expected a torch.Tensor, got list"),
@@ -528,6 +529,8 @@ def test_plan_counts_bytes():
 
 
 def test_plan_says_why():
+    with pytest.raises(ValueError, match="mechanism: expected one of linear_attention, .* got 'softmax_attention'"):
+        context_parallel.plan("softmax_attention", tokens("gla"), (4096,) * 8)
     few = context_parallel.plan("gated_delta_rule", tokens("gated_delta_rule"), (4096,) * 8)
     slow, sizes = context_parallel.LINKS["gloo"], tokens("gla", H=64, K=256, V=512)
     large = context_parallel.plan("gla", sizes, (4096,) * 8, link=slow)

@@ -161,7 +161,7 @@ FAULTS = {
         dict(tokens=words()[:, :2]),
         r"lengths: expected 2 numbers .* at least 3, as a convolution sees 4, got \[2, 2\]",
     ),
-    "lengths": (dict(lengths=[19, 21]), "lengths: expected 20 for rank 1, as tokens has, got 21"),
+    "lengths": (dict(lengths=[19, 21]), "lengths: expected 20 for rank 1, the length of tokens, got 21"),
     "no tokens": (dict(tokens=words().float()), "tokens: expected an int32 or int64"),
     "boundaries": (dict(cu_seqlens=torch.tensor([0, 40])), "cu_seqlens: .* batch size B = 1, got B = 2"),
 }
