@@ -140,7 +140,7 @@ def prepare_triton() -> list[float]:
 
 
 def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict:
-    """What one kernel fails, on the first seed that it fails on, and a program that shows its first failure again."""
+    """A kernel's failures on the first seed that has any, and a program that shows the first of them again."""
     mechanism, fn, written = kernel(subject)
     theirs = subject.removesuffix(FORWARD) in LIBRARIES
     options = options | ({"forward_only": True} if subject.endswith(FORWARD) else {})

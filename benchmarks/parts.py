@@ -218,7 +218,7 @@ def counted(listing: str, module: ModuleType) -> dict[str, dict[str, int]]:
 
 
 def in_loop(listing: str, kind: str) -> int:
-    """How many instructions the smallest loop has that contains one of this kind.
+    """The number of instructions of the smallest loop that contains one of this kind.
 
     Raises:
         ValueError: no loop has one.
