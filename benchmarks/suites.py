@@ -207,7 +207,7 @@ def decode() -> list[Case]:
 
 
 def host() -> list[Case]:
-    """The cost of a call outside the GPU: small problems and decoding; fla, whose searches take minutes, where B = 2."""
+    """The cost of a call outside the GPU: small problems and decoding; fla, whose searches take minutes, at B = 2."""
     gates = {"simple_gla": "logsigmoid/16", "gla": "logsigmoid/16"}
     peers = {
         "softmax_attention": ("sdpa_flash", "sdpa_cudnn"),
