@@ -6,7 +6,8 @@ With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b
     w = Y (beta (v - e^b (k S)))                                                                     (2)
     o = scale * (e^b (q S) + P w)               S <- e^(b_C) S + k^T (e^(b_C - b) w)                 (3)
 
-Row i of w is the write of token i, corrected for the writes of earlier tokens of the chunk. References:
+Row i of w is the write of token i, corrected for the writes of earlier tokens of the chunk. beta stays outside of Y
+here; the page pages/gated_delta_rule.py stores Y beta as its Y, and hopper/ calls that product T, and -A N. References:
 :mod:`gla_ref.delta_rule`, :mod:`gla_ref.gated_delta_rule`; Yang et al. 2024b (DeltaNet), section 3; Yang et al. 2025
 (Gated DeltaNet), section 3.3. Value head h reads key head h // G, G value heads to a key head.
 
