@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import LADDER, error, inputs, thin
 from harness import CUDA, compare, hold_in_parts, interpreted, results, tokens
-from test_kernels_linear import problem
+from linear_problems import problem
 
 from gla_ref import FORMS, gates
 

@@ -6,10 +6,9 @@ from functools import partial
 import played_gluon
 import pytest
 import torch
-from cases import LADDER, thin
-from harness import CUDA, HERE, compare
-from test_delta import CORRELATIONS, STRENGTHS
-from test_kernels_delta import MILD, RULES, problem, tokens
+from cases import CORRELATIONS, LADDER, STRENGTHS, thin
+from delta_problems import MILD, RULES, problem
+from harness import BF16, CUDA, F16, F32, HERE, compare, tokens
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -18,7 +17,6 @@ from gla_ref.kernels.hopper import DELTA_KERNELS, gluon_names
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = DELTA_KERNELS[1:]
 IN_TURN = "hopper_in_turn"  # no call chooses it: bf16, K = V = 128
 LENGTHS = (1, 63, 64, 65, 130)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import SMALL_MODEL
 from ranks import SHORT, Pool
-from test_models import SIZES
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +33,7 @@ def pool():
 
 def make(mixer, **fields):
     torch.manual_seed(0)
-    return LanguageModel(Config(**SIZES | {"mixer": mixer, "use_short_conv": True} | fields)).double()
+    return LanguageModel(Config(**SMALL_MODEL | {"mixer": mixer, "use_short_conv": True} | fields)).double()
 
 
 def words(B=2, seed=1):
