@@ -321,7 +321,7 @@ def summary(everything: list[dict], which: str, seconds: float) -> dict:
     }
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     known = [int(name.removeprefix("sm_")) for name in CLASSES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
@@ -343,32 +343,41 @@ def main() -> None:
         parser.error("--json: expected all cases, without --most")
     if args.json and args.gluon and args.triton is None:
         parser.error("--json: expected --triton with --gluon, since the worst launches of a class are of all kernels")
-    if args.triton is not None:
-        if args.json and (args.cases or len(args.arch) > 1):
-            parser.error("--json: expected all cases of one class of GPU with --triton")
-        options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
-        sys.exit(other_tritons.compile_with(args.triton, options, args.json))
-    if triton.knobs.runtime.interpret:
+    if args.triton is None and triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET: expected it to be unset, since nothing is compiled with it")
-    tasks = [
-        (arch, name, args.gluon)
-        for arch in args.arch
-        for name, case in (CASES | WIDE).items()
-        if (not args.cases or name in args.cases)
-        and (name in args.cases or name in cases_of(arch, args.most))
-        and (arch >= 80 or case.dtype != "bfloat16")
-        and (not args.gluon or has_gluon(arch, name))
-    ]
-    if not tasks:
-        parser.error("expected a case that is compiled for these classes, got none")
-    begun, everything = time.time(), []
+    if args.triton is not None and args.json and (args.cases or len(args.arch) > 1):
+        parser.error("--json: expected all cases of one class of GPU with --triton")
+    return args
+
+
+def compile_all(tasks: list[tuple[int, str, bool]], jobs: int) -> list[dict]:
+    """Compile the cases side by side; report each as soon as it is there."""
+    everything = []
     with tempfile.TemporaryDirectory() as cache:
         # of its own kind of pool, since a compiler that dies must not be waited for
         spawn = get_context("spawn")
-        with ProcessPoolExecutor(args.jobs, spawn, begin, (cache,)) as pool:
+        with ProcessPoolExecutor(jobs, spawn, begin, (cache,)) as pool:
             for found in pool.map(compile_case, tasks):
                 everything.append(found)
                 report(found)
+    return everything
+
+
+def main() -> None:
+    args = arguments()
+    if args.triton is not None:
+        options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
+        sys.exit(other_tritons.compile_with(args.triton, options, args.json))
+    tasks = [
+        (arch, name, args.gluon)
+        for arch in args.arch
+        for name in args.cases or cases_of(arch, args.most)
+        if (arch >= 80 or (CASES | WIDE)[name].dtype != "bfloat16") and (not args.gluon or has_gluon(arch, name))
+    ]
+    if not tasks:
+        sys.exit("expected a case that is compiled for these classes, got none")
+    begun = time.time()
+    everything = compile_all(tasks, args.jobs)
     wrong = [text for found in everything for text in wrongs(found)]
     print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s", flush=True)
     if args.json:
