@@ -116,6 +116,12 @@ def pytest_collection_modifyitems(items):
         items.sort(key=lambda item: (longest + [item.path.stem]).index(item.path.stem))
 
 
+def pytest_runtest_teardown(item):
+    """A large test gives its memory back: others run beside it, and PyTorch would keep it for this process."""
+    if item.get_closest_marker("gpu") and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 def parameters(item) -> dict:
     return item.callspec.params if hasattr(item, "callspec") else {}
 

@@ -9,11 +9,13 @@ are not invalidated, and products and copies that read what threads have written
 one role that run ahead of each other, layouts.
 """
 
+import contextlib
 import random
 import threading
 import types
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from triton.experimental.gluon import language
 
@@ -373,6 +375,33 @@ def played(kernel, modules):
     return plain(kernel.fn)
 
 
+@contextlib.contextmanager
+def bfloat16_interpreted():
+    """Let Triton's interpreter multiply and round bfloat16: by itself, it multiplies bits as integers and cuts off."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def wide(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def rounded(self, x, kind):
+        if (x.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, x, kind)
+        low = torch.tensor(x.data).to(torch.bfloat16).view(torch.int16)
+        return TensorHandle(low.numpy().view(np.uint16), tl.bfloat16)
+
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
+    InterpreterBuilder.cast_impl = rounded
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = dot, cast
+
+
 def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=None) -> list[torch.Tensor | None]:
     """What a plan makes of its inputs, called by their specs' names.
 
@@ -406,7 +435,8 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=N
                 assert not PLAY.phases, f"{step.name}: {len(PLAY.phases)} barriers were not invalidated"
         elif step.name != "mend":
             args = [tensors[x.name] if isinstance(x, Spec) else x for x in step.args]
-            step.kernel[step.grid](*args, **step.options)
+            with bfloat16_interpreted():
+                step.kernel[step.grid](*args, **step.options)
     return [None if x is None else tensors[x.name] for x in plan.outputs] + [tensors.get("strong")]
 
 

@@ -60,7 +60,6 @@ def test_the_plan_takes_them_unless_another_is_asked_for():
         found = ON_HOPPER(*call(), kernel=kernel)
         assert found.name == kernel and found.why[0] == f"{kernel}: it was asked for"
         assert kernel in explain("gated_delta_rule", *call(), hardware="sm_90", kernel=kernel)
-    assert ON_HOPPER(*call(), kernel="hopper", direction="backward").name == "portable"
 
 
 @gluon

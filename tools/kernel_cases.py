@@ -248,6 +248,24 @@ WIDE = {
         few=True,
     ),
     "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_ahead", packed=True),
+    "delta hopper back": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", shared=True),
+    "delta hopper back packed": Case("gated_delta_rule", 128, 128, "float16", "float32", kernel="hopper", packed=True),
+    "delta hopper back 64": Case("gated_delta_rule", 64, 64, "bfloat16", kernel="hopper", packed=True),
+    "delta hopper back 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", kernel="hopper", few=True),
+    "delta hopper back 128/64": Case("delta_rule", 128, 64, "float16", kernel="hopper"),
+    "delta hopper back segments": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", path="segmented", packed=True
+    ),
+    "delta hopper back segments few": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", path="segmented", few=True
+    ),
+    "delta hopper back segments 64": Case(
+        "delta_rule", 64, 64, "bfloat16", "float32", kernel="hopper", path="segmented"
+    ),
+    "delta hopper back segments float16": Case(
+        "gated_delta_rule", 64, 128, "float16", "bfloat16", kernel="hopper", path="segmented", packed=True, few=True
+    ),
+    "delta hopper back no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", packed=True),
     "delta in turn": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=in_turn, shared=True),
     "gla float32 g_v": Case("gla", 64, 128, "float32", two_sided=True),
     "border wide": Case("gla", 256, 512, "bfloat16", planned=borders),

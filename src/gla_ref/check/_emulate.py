@@ -98,6 +98,22 @@ class Read(torch.autograd.Function):
         return multiply(d, S.mT, dtype, luck=luck), multiply(x.mT, d, dtype, R, luck), None, None, onto
 
 
+class Kept(torch.autograd.Function):
+    """a S. The gradient of a is the sum of S dS, both in bfloat16 for tokens of bfloat16: kernels store states so."""
+
+    @staticmethod
+    def forward(ctx, a, S, dtype):
+        ctx.save_for_backward(a, S)
+        ctx.dtype = dtype if dtype == torch.bfloat16 else S.dtype
+        return a * S
+
+    @staticmethod
+    def backward(ctx, d):
+        a, S = ctx.saved_tensors
+        stored, back = (x.to(ctx.dtype).to(x.dtype) for x in (S, d))
+        return (stored * back).sum_to_size(a.shape), a * d, None
+
+
 def products_in(dtype: torch.dtype, luck: Luck = PLAIN) -> Products:
     """A mode in which matrix products are `multiply`, and their gradients too."""
     return Products(lambda x, y: Product.apply(x, y, dtype, luck))
@@ -305,7 +321,7 @@ def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=Fals
                     reads.append(read)
                 store = pad(store, (0, S.shape[-1] - store.shape[-1]))
                 writes.append(store - found if ahead else y @ (store - found))
-                S = Product.apply(add, writes[-1], dtype, luck, kept * S)
+                S = Product.apply(add, writes[-1], dtype, luck, Kept.apply(kept, S, dtype))
             return S
 
         if luck.sharp:

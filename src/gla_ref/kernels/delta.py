@@ -3,7 +3,8 @@
 A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
 the kernels of its plan (launch/plan.py has the picture). These are in portable/delta_forward.py and
 portable/delta_gradient.py; steps.py has one token or a few. Hopper has two kernels of its own for the forward pass,
-hopper/delta_fused.py and hopper/delta_ahead.py, which the plan takes wherever they run.
+hopper/delta_fused.py and hopper/delta_ahead.py, and hopper/delta_backward.py for gradients. The plan takes them
+wherever they run.
 """
 
 from __future__ import annotations
@@ -60,8 +61,15 @@ def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, ker
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, kernel, need_dg) -> Plan:
-    """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor not given and a dg not needed; all kernels are portable."""
-    return delta_gradient.plan_backward(hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg)
+    """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor not given and a dg not needed."""
+    rest = q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg
+    reason = hopper.refusal_of_delta(hardware, q, k, v, None, kernel)
+    if not reason:
+        from .hopper import delta_backward  # not where Gluon is missing
+
+        return delta_backward.plan_backward(hardware, *rest)
+    plan = delta_gradient.plan_backward(hardware, *rest)
+    return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
 def check(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel) -> None:
@@ -113,8 +121,8 @@ def gated_delta_rule(
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class): by
             the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None takes Hopper's
-            where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. Gradients are the
-            portable kernels'.
+            where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. On Hopper one kernel
+            makes the gradients, whichever makes o.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

@@ -26,13 +26,16 @@ If value heads share key heads, each value head has its own dq and dk in float32
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, Spec, boxes, cdiv
+from ..launch.plan import Draft, Plan, Spec, boxes, cdiv
 from .delta_forward import DeltaCall, carry_states, columns, factor, solve_all, square, state_strides, times, walks
 from .scalar_gates import between
 from .segments import which_segment
@@ -258,35 +261,77 @@ def walk_backwards(call: DeltaCall, q: Spec, k: Spec, do: Spec, R: Spec | None, 
     return r, R_0, dstates
 
 
+def gradient_of_state(draft: Draft, dS: Spec | None, scale: float) -> Spec | None:
+    """The R after the last chunk: a walk multiplies all that it reads by scale, which dS has no part in."""
+    return draft.compute("R", torch.div, draft.contiguous(dS, torch.float32), scale)
+
+
+class Local(NamedTuple):
+    """The tensors that `gradients` reads."""
+
+    q: Spec
+    k: Spec
+    v: Spec
+    g: Spec | None
+    do: Spec
+    states: Spec  # before each chunk
+    writes: Spec
+    dstates: Spec  # after each chunk
+    r: Spec
+
+
+class Made(NamedTuple):
+    """The tensors that `gradients` writes; dq and dk are of value heads."""
+
+    dq: Spec
+    dk: Spec
+    dv: Spec
+    dg: Spec | None
+    dbeta: Spec
+
+
+def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
+    """`gradients` of all chunks."""
+    BK, BV, warps = GRADIENTS[call.draft.hardware.family, 8 * x.q.dtype.itemsize]
+    call.draft.launch(
+        gradients, call.H * call.chunks,
+        x.q, x.k, x.v, x.do, x.g, call.factors, x.writes, x.r, x.states, x.dstates, *made, call.cu,
+        *patterns(x.q, x.k, x.v, x.do, x.writes, made.dq), state_strides(x.states),
+        *(x.g.strides if x.g else (0, 0, 0)), call.N, call.T, call.H, call.G, call.K, call.V, call.scale,
+        BK=BK, BV=BV, **call.same, num_warps=warps, num_stages=1,
+    )
+
+
+def finish(call: DeltaCall, x: Local, beta: Spec, need_dg: bool, launch: Callable = launch_gradients) -> Made:
+    """What `gradients`, by `launch`, makes of all chunks; dq and dk are of key heads; dg is None unless needed."""
+    draft, shared = call.draft, call.G > 1
+    shape, dtype = (*x.v.shape[:3], call.K), torch.float32 if shared else x.q.dtype
+    dq, dk = (draft.new(f"d{n}", *shape, dtype=dtype) for n in "qk")
+    dv, dbeta = draft.like("dv", x.v), draft.like("dbeta", beta)
+    made = Made(dq, dk, dv, draft.like("dg", x.g) if need_dg else None, dbeta)
+    launch(call, x, made)
+    if not shared:
+        return made
+    dq, dk = (
+        draft.compute(f"{y.name} of key heads", _of_key_heads, y, z.dtype, call.G, shape=z.shape, dtype=z.dtype)
+        for y, z in ((dq, x.q), (dk, x.k))
+    )
+    return made._replace(dq=dq, dk=dk)
+
+
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
     """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor that is not given, and for a dg that is not needed."""
     call = solve_all(hardware, (q, k, v, g, beta, S, cu, do, dS), scale, path)
-    draft, H, K, V = call.draft, call.H, call.K, call.V
+    draft = call.draft
     do, scale = draft.gradient_of_o(v, do, call.scale)
     call = call._replace(scale=scale)
-    # all that a walk reads is multiplied by scale, which dS has no part in
-    R = draft.compute("R", torch.div, draft.contiguous(dS, torch.float32), call.scale)
+    R = gradient_of_state(draft, dS, scale)
     S_in = draft.contiguous(S, torch.float32)
     walked = walks(call, q, k, v, S_in, states="states", writes="writes")
     r, R_0, dstates = walk_backwards(call, q, k, do, R, S is not None)
-    shared = call.G > 1
-    shape, dtype = (*v.shape[:3], K), torch.float32 if shared else q.dtype
-    dq, dk = (draft.new(f"d{n}", *shape, dtype=dtype) for n in "qk")
-    dv, dbeta = draft.like("dv", v), draft.like("dbeta", beta)
-    dg = draft.like("dg", g) if need_dg else None
-    BK, BV, warps = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]
-    draft.launch(
-        gradients, H * call.chunks,
-        q, k, v, do, g, call.factors, walked.writes, r, walked.states, dstates, dq, dk, dv, dg, dbeta, call.cu,
-        *patterns(q, k, v, do, walked.writes, dq), state_strides(walked.states), *(g.strides if g else (0, 0, 0)),
-        call.N, call.T, H, call.G, K, V, call.scale,
-        BK=BK, BV=BV, **call.same, num_warps=warps, num_stages=1,
-    )
-    if shared:
-        dq, dk = (draft.compute(f"{x.name} of key heads", _of_key_heads, x, y.dtype, call.G, shape=y.shape,
-                                dtype=y.dtype) for x, y in ((dq, q), (dk, k)))
-    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, call.scale)
-    return draft.plan("portable", dq, dk, dv, dg, dbeta, dS0)
+    made = finish(call, Local(q, k, v, g, do, walked.states, walked.writes, dstates, r), beta, need_dg)
+    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
+    return draft.plan("portable", *made, dS0)
 
 
 def _of_key_heads(x: Tensor, dtype: torch.dtype, G: int) -> Tensor:

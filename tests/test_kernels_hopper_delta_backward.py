@@ -1,0 +1,330 @@
+"""The delta rules' gradient on Hopper: its plan anywhere, its source played on a CPU, results on a GPU."""
+
+import itertools
+from functools import partial
+
+import played_gluon
+import pytest
+import torch
+from cases import LADDER, thin
+from delta_problems import MILD, RULES, problem
+from harness import CUDA, compare, results
+from test_kernels_delta import KERNELS, KEYS
+from test_kernels_hopper_delta import BF16, CUT, F16, F32, LENGTHS, ON_HOPPER, PACK, call, gluon, on_hopper, played_here
+
+from gla_ref.kernels import delta, hopper, plan
+from gla_ref.kernels.launch.hardware import CLASSES
+from gla_ref.kernels.launch.plan import spec_of
+
+HALVES = (BF16, F16)
+BACK = partial(ON_HOPPER, direction="backward")
+
+
+# the plan
+
+
+@gluon
+@pytest.mark.parametrize("kernel", (None, *hopper.DELTA_KERNELS))
+def test_every_call_that_it_takes_gets_it(kernel):
+    for mechanism, (q, k, v, g, beta) in ((m, call()) for m in RULES):
+        rows = (q, k, v, beta) if mechanism == "delta_rule" else (q, k, v, g, beta)
+        found = plan(mechanism, *rows, hardware="sm_90", direction="backward", kernel=kernel)
+        assert found.name == "hopper" and "Hopper, in Gluon" in found.why[0]
+        assert [x.name for x in found.launches] == ["solve", "walk", "walk_back", "gradients"]
+
+
+def test_the_portable_one_runs_where_it_is_asked_for():
+    found = BACK(*call(), kernel="portable")
+    assert found.name == "portable" and found.why[0] == "the portable kernel: it was asked for"
+
+
+@gluon
+@pytest.mark.parametrize(
+    "message, sizes", [("K of 64 or 128, not 96", {"K": 96}), ("q is torch.float32", {"dtype": F32})]
+)
+def test_the_portable_gradient_takes_what_it_does_not(message, sizes):
+    found = BACK(*call(**sizes), kernel=None)
+    assert found.name == "portable" and message in found.why[0]
+
+
+@gluon
+def test_few_heads_of_long_sequences_are_cut_into_segments():
+    found = BACK(*call(B=1, T=32768, HV=8), kernel="hopper")
+    assert [(x.name, x.grid) for x in found.launches] == [
+        ("solve", (8 * 512,)),
+        ("walk", (4 * 8 * 8,)),
+        ("carry", (8 * 8,)),
+        ("walk", (2 * 8 * 8,)),
+        ("walk_back", (2 * 8 * 8,)),
+        ("carry", (8 * 8,)),
+        ("walk_back", (2 * 8 * 8,)),
+        ("gradients", (8 * 512,)),
+    ]
+    assert [x.given("REVERSE") for x in found.launches if x.name == "carry"] == [False, True]
+    one = BACK(*call(B=1, T=32768, HV=32), kernel="hopper")
+    assert [(x.name, x.grid) for x in one.launches[1:3]] == [("walk", (4 * 32,)), ("walk_back", (4 * 32,))]
+
+
+@gluon
+def test_sums_pass_through_memory_in_the_precision_of_the_portable_kernel():
+    for dtype, kept in ((BF16, BF16), (F16, F32)):
+        walk_back = BACK(*call(dtype=dtype), kernel="hopper").launches[2]
+        assert walk_back.given("r").dtype == walk_back.given("dstates").dtype == kept
+        assert (walk_back.given("d_r") is None) == (walk_back.given("divisors") is not None) == (dtype == F16)
+
+
+# played from its source
+
+
+def played(x, ends=None, scale=None, seed=0, ignored=None, path=None, need_dg=True):
+    """Gradients of inputs of `problem`; the portable `gradients` of float16 is interpreted."""
+    from gla_ref.kernels.hopper import delta_ahead, delta_backward, delta_chunk, gla_backward, gla_forward
+
+    cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu, "do": x["do"], "dS": x["dS"]}
+    specs = [spec_of(n, y) for n, y in named.items()]
+    found = delta.plan_backward(CLASSES["sm_90"], *specs, scale, path, "hopper", need_dg and x["g"] is not None)
+    named = {n: y for n, y in named.items() if y is not None}
+    modules = delta_ahead, delta_backward, delta_chunk, gla_backward, gla_forward
+    *made, _ = played_gluon.play(found, named, modules, seed, ignored)
+    made = zip(("dq", "dk", "dv", "dg", "dbeta", "dS0"), made, strict=True)
+    return {n: y for n, y in made if y is not None}
+
+
+def check(mechanism, *sizes, ends=None, scale=None, path=None, dtype=BF16, gates=F32, groups=2, **kw):
+    """Played here, run on a GPU: within the budgets of the portable kernel."""
+    kw |= {"ends": ends, "scale": scale, "dtype": dtype, "gates": gates, "groups": groups, "path": path}
+    x, judged = problem(mechanism, *sizes, **kw)
+    judged = {n: y for n, y in judged.items() if n not in ("o", "S")}
+    if CUDA:
+        found = results(KERNELS[mechanism], x, ends, path=path, scale=scale, kernel="hopper")
+        compare({n: y for n, y in found.items() if n in judged}, judged)
+    else:
+        found = played(x, ends, scale, path=path)
+        assert set(found) == set(judged)
+        compare(found, judged)
+
+
+EACH = list(itertools.product(RULES, HALVES, LENGTHS))
+
+
+@played_here
+@pytest.mark.parametrize(
+    "mechanism, dtype, T", thin(EACH, (RULES[1], BF16, 65), (RULES[0], F16, 65), (RULES[1], F16, 1))
+)
+def test_the_source_at_every_length(mechanism, dtype, T):
+    check(mechanism, 2, T, 1, 64, 128, dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("K, V", thin(list(itertools.product((64, 128), repeat=2)), (128, 64)))
+def test_the_source_at_every_size(K, V):
+    for groups, gates in ((1, BF16), (2, F16)):
+        check("gated_delta_rule", 1, 130, 2, K, V, groups=groups, gates=gates)
+
+
+@played_here
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets", "mild and strong chunks"))
+def test_the_source_on_the_gate_ladder(kind):
+    for dtype in HALVES:
+        check("gated_delta_rule", 1, 130, 1, 64, 64, kind=kind, dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (0.99, 1.0)))
+def test_the_source_on_the_key_ladder(correlation, strength):
+    for mechanism, dtype in itertools.product(RULES, HALVES):
+        check(mechanism, 1, 130, 1, 64, 64, correlation=correlation, strength=strength, dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("mechanism, dtype", thin(list(itertools.product(RULES, HALVES)), (RULES[1], BF16)))
+def test_the_source_of_packed_sequences(mechanism, dtype):
+    check(mechanism, 1, PACK[-1], 1, 64, 128, ends=PACK, kind="many resets", dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("scale", (0.0, -2.0))
+def test_the_source_at_any_scale(scale):
+    check("gated_delta_rule", 1, 70, 1, 64, 64, scale=scale)
+
+
+@played_here
+@pytest.mark.parametrize("path", thin(delta.PATHS, "fused"))
+def test_the_source_without_states(path):
+    """No initial state, and no gradient of the final one."""
+    x, judged = problem("gated_delta_rule", 1, 130, 1, 64, 64, dtype=BF16, gates=F32, S=0.0, path=path)
+    found = played(x | {"S": None}, path=path)
+    assert "dS0" not in found
+    compare(found, {n: judged[n] for n in found})
+    zero = torch.zeros_like(x["dS"])
+    one, other = (played(x | {"S": None, "dS": dS}, path=path) for dS in (None, zero))
+    assert all(torch.equal(y, other[n]) for n, y in one.items())
+
+
+@played_here
+def test_without_dg_the_other_gradients_are_the_same():
+    x, _ = problem("gated_delta_rule", 1, 70, 1, 64, 64, dtype=BF16, gates=F32)
+    every, fewer = played(x), played(x, need_dg=False)
+    assert set(every) - set(fewer) == {"dg"} and all(torch.equal(y, every[n]) for n, y in fewer.items())
+
+
+@played_here
+@pytest.mark.parametrize(
+    "mechanism, dtype, T",
+    thin(list(itertools.product(RULES, HALVES, (63, 64, 129, 330))), (RULES[0], F16, 330), (RULES[1], BF16, 330)),
+)
+def test_the_source_in_segments(mechanism, dtype, T):
+    for K, V in ((64, 128), (128, 64)) if T == 129 else ((64, 64),):
+        check(mechanism, 1, T, 1, K, V, dtype=dtype, path="segmented", groups=1, seed=T)
+
+
+@played_here
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
+def test_the_source_in_segments_on_the_gate_ladder(kind):
+    for dtype in HALVES:
+        check("gated_delta_rule", 1, 200, 1, 64, 64, kind=kind, dtype=dtype, path="segmented", groups=1)
+
+
+@played_here
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (0.9, 2.0)))
+def test_the_source_in_segments_on_the_key_ladder(correlation, strength):
+    for dtype in HALVES:
+        keys = {"correlation": correlation, "strength": strength}
+        check("delta_rule", 1, 200, 1, 64, 64, dtype=dtype, path="segmented", groups=1, **keys)
+
+
+@played_here
+@pytest.mark.parametrize("dtype", thin(HALVES, BF16), ids=str)
+def test_the_source_of_packed_sequences_in_segments(dtype):
+    kw = {"ends": CUT, "kind": "many resets", "dtype": dtype, "groups": 1}
+    check("gated_delta_rule", 1, CUT[-1], 1, 64, 64, path="segmented", **kw)
+
+
+@played_here
+@pytest.mark.parametrize("dtype, path", thin(list(itertools.product(HALVES, delta.PATHS)), (BF16, "fused")))
+def test_the_source_does_not_see_a_neighbour_of_nan(dtype, path):
+    ends = (0, 70, 130, 200)
+    x, _ = problem("gated_delta_rule", 1, 200, 1, 64, 64, dtype=dtype, gates=F32, ends=ends, groups=1)
+    found = played(x, ends, path=path)
+    for n in ("q", "k", "v", "g", "beta", "do"):
+        x[n][:, 70:130] = torch.nan
+    beside = played(x, ends, path=path)
+    assert beside["dq"][:, 70:130].isnan().any() and beside["dS0"][1].isnan().any()
+    for one in (found, beside):
+        for n, y in one.items():
+            (y[1:2] if n == "dS0" else y[:, 70:130]).zero_()
+    assert all(torch.equal(y, found[n]) for n, y in beside.items())
+
+
+@played_here
+@pytest.mark.parametrize("path", delta.PATHS)
+def test_any_order_of_steps_gives_the_same_bits(path):
+    D = 128 if path == "fused" else 64
+    x, _ = problem("gated_delta_rule", 1, CUT[-1], 1, D, D, dtype=BF16, gates=F32, ends=CUT, groups=1)
+    first = played(x, CUT, path=path)
+    for seed in (100, 200, 300):
+        assert all(torch.equal(y, first[n]) for n, y in played(x, CUT, path=path, seed=seed).items())
+
+
+@played_here
+@pytest.mark.parametrize("dtype", thin(HALVES, BF16), ids=str)
+def test_narrow_and_wide_programs_give_the_same_bits(dtype, monkeypatch):
+    from gla_ref.kernels.hopper import delta_ahead
+
+    x, _ = problem("gated_delta_rule", 1, 230, 1, 64, 128, dtype=dtype, gates=F32, ends=PACK, groups=1)
+    narrow = played(x, PACK)
+    monkeypatch.setattr(delta_ahead, "NARROW", delta_ahead.WIDE)
+    assert all(torch.equal(y, narrow[n]) for n, y in played(x, PACK).items())
+
+
+# by their order in the kernel
+BARRIERS = {
+    "ready of solve": ("solve", 0, 0),
+    "tokens of gradients": ("gradients", 0, 0),
+    "states of gradients": ("gradients", 0, 1),
+    **{f"{name} {s} of walk": ("walk", n, s) for n, name in enumerate(("ready", "done")) for s in range(2)},
+    **{f"{name} {s} of walk_back": ("walk_back", n, s) for n, name in enumerate(("ready", "done")) for s in range(3)},
+}
+
+
+@played_here
+@pytest.mark.parametrize("bar", thin(BARRIERS, "done 0 of walk", "ready 2 of walk_back", "states of gradients"))
+def test_every_barrier_is_needed(bar):
+    x, _ = problem("gated_delta_rule", 1, 600, 1, 64, 64, dtype=BF16, gates=F32, groups=1)
+
+    def play(seed=None):
+        return played(x) if seed is None else played(x, seed=seed, ignored=BARRIERS[bar])
+
+    assert played_gluon.anybody_waits(play)
+
+
+@played_here
+def test_a_missing_fence_is_seen(monkeypatch):
+    x, _ = problem("gated_delta_rule", 1, 64, 1, 64, 64, dtype=BF16, gates=F32, groups=1)
+    monkeypatch.setitem(played_gluon.STANDS_IN, "fence_async_shared", lambda: None)
+    with pytest.raises(AssertionError, match="read without a fence"):
+        played(x)
+
+
+# on a Hopper GPU
+
+
+@on_hopper
+@pytest.mark.parametrize("mechanism, dtype", list(itertools.product(RULES, HALVES)), ids=str)
+@pytest.mark.parametrize("T", (*LENGTHS[1:], 257, 1000))
+def test_lengths(mechanism, dtype, T):
+    for path, (K, V) in itertools.product(delta.PATHS, itertools.product((64, 128), repeat=2)):
+        check(mechanism, 2, T, 2, K, V, dtype=dtype, path=path)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_one_token(dtype):
+    for mechanism in RULES:
+        check(mechanism, 2, 1, 2, 128, 128, dtype=dtype)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kind", LADDER)
+def test_the_gate_ladder(kind, dtype):
+    for path in delta.PATHS:
+        check("gated_delta_rule", 2, 300, 2, 128, 128, kind=kind, dtype=dtype, path=path)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("correlation, strength", KEYS)
+def test_the_key_ladder(correlation, strength, dtype):
+    for mechanism, path in zip(RULES, delta.PATHS, strict=True):
+        keys = {"correlation": correlation, "strength": strength}
+        check(mechanism, 2, 300, 2, 128, 128, dtype=dtype, path=path, **keys)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("path", delta.PATHS)
+@pytest.mark.parametrize("kind", (MILD, "many resets"))
+def test_packed(kind, path, dtype):
+    ends = (0, 0, 33, 33, 40, 300, 941, 1100, 1100)
+    for K, V in ((128, 128), (64, 64)):
+        check("gated_delta_rule", 1, 1100, 2, K, V, kind=kind, dtype=dtype, ends=ends, path=path)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("path", delta.PATHS)
+def test_many_heads(path, dtype):
+    """Programs of 64 columns; other tests of V = 128 have so few heads that programs have 32."""
+    check("gated_delta_rule", 10, 200, 4, 128, 128, dtype=dtype, path=path)
+
+
+@on_hopper
+@pytest.mark.parametrize("path", delta.PATHS)
+def test_equal_from_run_to_run(path, poisoned):
+    x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
+    run = partial(results, KERNELS["gated_delta_rule"], x, kernel="hopper", path=path)
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(y, first[n]) for n, y in run().items())
