@@ -74,7 +74,7 @@ def of_page(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
 
 def plan_gla_page(hardware: Hardware, q, k, v, g) -> Plan:
     """The launch of the page `gla_hopper`, whose launcher needs tensors on a GPU."""
-    from gla_ref.kernels.hopper.gla_forward import box  # not where Gluon is missing
+    from gla_ref.kernels.hopper.tiles import box  # not where Gluon is missing
     from gla_ref.pages import gla_hopper as page
 
     (B, T, H, K), V, C = q.shape, v.shape[3], page.C.value
@@ -89,7 +89,7 @@ def plan_gla_page(hardware: Hardware, q, k, v, g) -> Plan:
 
 def plan_delta_page(hardware: Hardware, q, k, v, g, beta) -> Plan:
     """The launch of the page `gated_delta_rule_hopper`."""
-    from gla_ref.kernels.hopper.delta_chunk import box
+    from gla_ref.kernels.hopper.tiles import box
     from gla_ref.pages import gated_delta_rule_hopper as page
 
     (B, T, HV, V), (H, K), C = v.shape, q.shape[2:], page.C.value
