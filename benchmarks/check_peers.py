@@ -140,7 +140,7 @@ def prepare_triton() -> list[float]:
 
 
 def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict:
-    """What one kernel fails, on the first seed that it fails on, and a program that shows its first failure again."""
+    """A kernel's failures on the first seed that has any, and a program that shows the first of them again."""
     mechanism, fn, written = kernel(subject)
     theirs = subject.removesuffix(FORWARD) in LIBRARIES
     options = options | ({"forward_only": True} if subject.endswith(FORWARD) else {})
@@ -243,7 +243,7 @@ def line(r: dict) -> str:
     return f"{name:44} {VERDICTS[r['ok']]:6}{r['seconds']:7.1f} s{compiling}  {said}"
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="PATTERN", help=f"of {', '.join(SUBJECTS + SCORES)}")
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
@@ -257,20 +257,54 @@ def main() -> None:
     parser.add_argument("--cases", metavar="PATTERN", help="these cases only, to try this")
     parser.add_argument("--out", type=Path, help="the JSON file to merge into")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def in_child(args: argparse.Namespace) -> None:
+    """Make one check in this process, and write what it finds."""
+    options = {"device": args.device, "level": args.levels[0]}
+    options |= {"only": args.cases} if args.cases else {}
+    owner, name = args.child.split(".")
+    dtype, spent = args.dtypes[0], prepare_triton()
+    progress = partial(print, flush=True)
+    if owner == "mistakes":
+        found = score(name, dtype, options, progress)
+    else:
+        found = judge(args.child, dtype, args.seeds, options, progress)
+    found["compiling_s"] = round(sum(spent), 1)
+    args.out.write_text(json.dumps(found, allow_nan=False))
+
+
+def chosen(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """The checks that are asked for, the longest first: subject, dtype, level."""
+    there = [s for s in LIBRARIES if args.device.split(":")[0] in libraries.FUNCTIONS[s].devices]
+    subjects = there if args.libraries else [s for s in SUBJECTS + SCORES if s in there or s not in LIBRARIES]
+    claims = {s: libraries.FUNCTIONS[s].supports for s in LIBRARIES}
+    checks = [
+        (s, dtype, level)
+        for s in subjects
+        if fnmatch(s, args.only or "*")
+        for dtype in args.dtypes
+        if claimed(claims.get(s, {}), dtype)
+        for level in args.levels
+        if level == "quick" or s not in SCORES
+    ]
+    return sorted(checks, key=lambda check: (check[0] not in SCORES, check[2] == "quick"))
+
+
+def records(check: tuple[str, str, str], args: argparse.Namespace) -> list[dict]:
+    """The record of a check; if a library refuses all, perhaps for its backward pass, one of the forward pass too."""
+    subject, *how = check
+    found = [apart(subject, *how, args)]
+    if subject in LIBRARIES and found[0].get("worst") == {}:
+        found.append(apart(subject + FORWARD, *how, args))
+    return found
+
+
+def main() -> None:
+    args = arguments()
     if args.child:
-        options = {"device": args.device, "level": args.levels[0]}
-        options |= {"only": args.cases} if args.cases else {}
-        owner, name = args.child.split(".")
-        dtype, spent = args.dtypes[0], prepare_triton()
-        progress = partial(print, flush=True)
-        if owner == "mistakes":
-            found = score(name, dtype, options, progress)
-        else:
-            found = judge(args.child, dtype, args.seeds, options, progress)
-        found["compiling_s"] = round(sum(spent), 1)
-        args.out.write_text(json.dumps(found, allow_nan=False))
-        return
+        return in_child(args)
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("check_peers: expected an NVIDIA GPU, found none")
 
@@ -279,34 +313,11 @@ def main() -> None:
     environment["float32_products"] = os.environ["TRITON_F32_DEFAULT"]
     args.commit = environment["commit"]
     print(json.dumps(environment), flush=True)
-    path = args.out or results.file(f"{gpu} check")
-
-    def records(check: tuple[str, str, str]) -> list[dict]:
-        subject, dtype, level = check
-        found = [apart(subject, dtype, level, args)]
-        if subject in LIBRARIES and found[0].get("worst") == {}:
-            # its backward pass, maybe, is what it refuses: the forward alone
-            found.append(apart(subject + FORWARD, dtype, level, args))
-        return found
-
-    there = [s for s in LIBRARIES if args.device.split(":")[0] in libraries.FUNCTIONS[s].devices]
-    subjects = there if args.libraries else [s for s in SUBJECTS + SCORES if s in there or s not in LIBRARIES]
-    subjects = [s for s in subjects if fnmatch(s, args.only or "*")]
-    claims = {s: libraries.FUNCTIONS[s].supports for s in LIBRARIES}
-    checks = [
-        (s, dtype, level)
-        for s in subjects
-        for dtype in args.dtypes
-        if claimed(claims.get(s, {}), dtype)
-        for level in args.levels
-        if level == "quick" or s not in SCORES
-    ]
+    path, checks = args.out or results.file(f"{gpu} check"), chosen(args)
     args.alone = len(checks) == 1  # else others ran beside each, and its seconds are theirs too
-    # the longest first; a sort keeps the rest in its order
-    checks.sort(key=lambda check: (check[0] not in SCORES, check[2] == "quick"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("check_peers: stopped"))
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {pool.submit(records, check): check for check in checks}
+        waiting = {pool.submit(records, check, args): check for check in checks}
         try:
             for done in as_completed(list(waiting), args.seconds_in_all):
                 del waiting[done]

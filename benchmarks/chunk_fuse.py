@@ -29,7 +29,7 @@ CHUNKS = (16, 32, 64)
 
 
 def last_head(x: torch.Tensor) -> torch.Tensor:
-    """Of x [B, T, H, D], the last head of the last sequence, in float64."""
+    """The last head of the last sequence of x [B, T, H, D], in float64."""
     return x[-1:, :, -1:].double()
 
 

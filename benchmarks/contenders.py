@@ -1,4 +1,4 @@
-"""Who is measured. A contender gets the case and its tensors and returns o, differentiable by autograd.
+"""The functions that are measured. A contender gets the case and its tensors and returns o, differentiable by autograd.
 
     @contender("linear_attention", peer=True)
     def fla_chunk(case, q, k, v, **_):

@@ -44,7 +44,7 @@ from suites import Case, inputs
 from torch import Tensor
 
 from gla_ref.book import results
-from gla_ref.kernels.hopper.delta_chunk import box
+from gla_ref.kernels.hopper.tiles import box
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import Draft, Plan, spec_of
 from gla_ref.kernels.launch.program import compile_launch
@@ -218,7 +218,7 @@ def counted(listing: str, module: ModuleType) -> dict[str, dict[str, int]]:
 
 
 def in_loop(listing: str, kind: str) -> int:
-    """How many instructions the smallest loop has that contains one of this kind.
+    """The number of instructions of the smallest loop that contains one of this kind.
 
     Raises:
         ValueError: no loop has one.

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def median_ms(calls: list, budget_s: float = 0.5) -> tuple[float, list[float]]:
 
 
 def ceilings() -> dict[str, float]:
-    """What this GPU does at best, measured here: a device copy (bytes read + written), a bf16 product."""
+    """The most that this GPU does, measured here: a device copy (bytes read + written), a bf16 product."""
     x = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
     copy, _ = median_ms([lambda x=x, y=y: y.copy_(x)])
@@ -193,7 +194,7 @@ def timed(f):
 
 
 def on_the_clock(calls: list, reps: int = 50, rounds: int = 7) -> dict[str, float]:
-    """Of calls one after the other: microseconds until each returns, milliseconds on the clock until all are done."""
+    """The host's microseconds until a call returns, and the clock's milliseconds, of calls one after the other."""
     host, clock = [], []
     for _ in range(rounds + 1):  # the first round warms up
         torch.cuda.synchronize()
@@ -256,78 +257,86 @@ REFUSED = dict.fromkeys(("ms", "peak_bytes", "first_call_s", "error", "budget"))
 REFUSED |= {"samples_ms": [], "clocks": {}, "correct": False}
 
 
-def measure(
-    contender: Contender, case: Case, sets: list[dict], truth: Truth, compiled: bool = False
-) -> dict[str, dict]:
-    """{direction: what a record says beyond the shape}. First calls, check, then times and memory.
+def prepared(contender: Contender, case: Case, direction: str, x: dict[str, Tensor]) -> Callable:
+    """The call that is timed: forward, backward through a graph that is there, or both."""
 
-    compiled: the contender may find its kernels compiled, so that its first call says nothing.
-    """
-    found, names = {}, leaves(sets[0])
-
-    def forward(x):
+    def forward():
         with torch.no_grad():
             return call(contender, case, x)
 
-    def graph(x):
+    def graph():
         with torch.enable_grad():
             return call(contender, case, x)
 
-    def backward(o, x):
-        return torch.autograd.grad(o, [x[n] for n in names], x["do"], retain_graph=True)
+    def backward(o):
+        return torch.autograd.grad(o, [x[n] for n in leaves(x)], x["do"], retain_graph=True)
 
-    def prepared(direction, x):
-        """The call that is timed."""
-        if direction == "forward":
-            return lambda: forward(x)
-        if direction == "both":
-            return lambda: backward(graph(x), x)
-        o = graph(x)
-        return lambda: backward(o, x)
+    if direction == "forward":
+        return forward
+    if direction == "both":
+        return lambda: backward(graph())
+    o = graph()
+    return lambda: backward(o)
 
+
+def measure(
+    contender: Contender, case: Case, sets: list[dict], truth: Truth, compiled: bool = False
+) -> dict[str, dict]:
+    """{direction: the fields of a record beyond the shape}; a refusal is a result, and the next contender still runs.
+
+    compiled: the contender may find its kernels compiled, so that its first call says nothing.
+    """
+    found = {}
     for direction in case.directions:
         if {"both": "backward"}.get(direction, direction) not in contender.directions:
             continue
         try:
-            poison()
-            with limit(contender.limit_s):
-                first = prepared(direction, sets[0])
-                got, first_s = timed(first)
-                got = {"o": got} if direction == "forward" else dict(zip((f"d{n}" for n in names), got, strict=True))
-                verdict, bits = truth.judge(got), fingerprint(got)
-                del got
-                calls = [first, *(prepared(direction, x) for x in sets[1:])]
-            worst = max(verdict, key=lambda n: verdict[n][0] / verdict[n][1])
-            with limit(60):
-                extra = peak_bytes(first)
-                ms, every = median_ms(calls)
-                clock = on_the_clock(calls) if case.clock else {}
-                if clock and direction == "forward":
-                    clock["where_us"] = where_us(calls[0], clock["host_us"])
-                if clock and not contender.peer and direction == "forward" and not case.lengths:
-                    clock |= {} if case.decode else {"new_length_us": new_length_us(contender, case)}
-            wrong = [n for n, (e, b) in verdict.items() if not e <= b]
-            found[direction] = {
-                "ms": round(ms, 5),
-                "samples_ms": every,
-                **clock,
-                "peak_bytes": extra,
-                "first_call_s": None if compiled else first_s,
-                "correct": not wrong,
-                "error": verdict[worst][0],
-                "budget": verdict[worst][1],
-                "bits": bits,
-                "message": f"beyond the budget: {', '.join(wrong)}" if wrong else None,
-                "clocks": clocks(),
-            }
-        except Exception as e:  # a refusal is a result; the next contender still runs
+            found[direction] = checked_and_timed(contender, case, direction, sets, truth)
+            if compiled:
+                found[direction]["first_call_s"] = None
+        except Exception as e:
             if not contender.peer:
                 traceback.print_exc()
             found[direction] = REFUSED | {"message": f"{type(e).__name__}: {e}".strip()[:400]}
             torch.cuda.synchronize()
-        first = calls = None
         torch.cuda.empty_cache()
     return found
+
+
+def checked_and_timed(contender: Contender, case: Case, direction: str, sets: list[dict], truth: Truth) -> dict:
+    """First the first call and its check, then times and memory."""
+    poison()
+    with limit(contender.limit_s):
+        first = prepared(contender, case, direction, sets[0])
+        got, first_s = timed(first)
+        names = [f"d{n}" for n in leaves(sets[0])]
+        got = {"o": got} if direction == "forward" else dict(zip(names, got, strict=True))
+        verdict, bits = truth.judge(got), fingerprint(got)
+        del got
+        calls = [first, *(prepared(contender, case, direction, x) for x in sets[1:])]
+    error, budget = max(verdict.values(), key=lambda v: v[0] / v[1])
+    wrong = [n for n, (e, b) in verdict.items() if not e <= b]
+    with limit(60):
+        extra = peak_bytes(first)
+        ms, every = median_ms(calls)
+        clock = on_the_clock(calls) if case.clock else {}
+        if clock and direction == "forward":
+            clock["where_us"] = where_us(calls[0], clock["host_us"])
+            if not (contender.peer or case.lengths or case.decode):
+                clock["new_length_us"] = new_length_us(contender, case)
+    return {
+        "ms": round(ms, 5),
+        "samples_ms": every,
+        **clock,
+        "peak_bytes": extra,
+        "first_call_s": first_s,
+        "correct": not wrong,
+        "error": error,
+        "budget": budget,
+        "bits": bits,
+        "message": f"beyond the budget: {', '.join(wrong)}" if wrong else None,
+        "clocks": clocks(),
+    }
 
 
 def sets_of(case: Case) -> list[dict]:
@@ -398,7 +407,7 @@ def with_first_call(old: dict, new: dict) -> dict:
     return new
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("suites", nargs="*", help="; ".join(f"{n}: {f.__doc__}" for n, f in SUITES.items()))
     parser.add_argument("--list", action="store_true", help="print suites, shapes and contenders")
@@ -413,6 +422,70 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.suites) - set(SUITES):
         parser.error(f"suites {sorted(unknown)}: expected some of {', '.join(SUITES)}")
+    return args
+
+
+class Budget:
+    """The seconds in which contenders are started; those of the peers' first calls are not counted."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.began, self.searched = seconds, time.monotonic(), 0.0
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def over(self) -> bool:
+        return self.spent - self.searched >= self.seconds
+
+
+def measured(
+    suite: str, case: Case, contenders: list[Contender], budget: Budget, environment: dict, compiled: bool
+) -> list[dict]:
+    """The records of a case: one for each contender and direction, as long as the budget lasts."""
+    records, sets, truth = [], None, None
+    for it in contenders:
+        if budget.over:
+            print(f"{case} {it.name}: not run, {budget.seconds:.0f} s are over", flush=True)
+            continue
+        if truth is None:
+            sets = sets_of(case)
+            truth = Truth(case, sets[0])
+        for direction, found in measure(it, case, sets, truth, it.peer and compiled).items():
+            budget.searched += it.peer * (found["first_call_s"] or 0)
+            moved, flop = memory_floor_bytes(case, direction), flop_floor(case, direction)
+            records.append(
+                {
+                    "suite": suite,
+                    **{n: getattr(case, n) for n in SHAPE},
+                    "contender": it.name,
+                    "peer": it.peer,
+                    "direction": direction,
+                    "ran": ran(it, case, sets[0]),
+                    **found,
+                    "commit": environment["commit"],
+                    "floor_ms": round(moved / environment["copy_gb_s"] / 1e6, 9),
+                    "flop_floor_ms": round(flop / environment["matmul_tflop_s"] / 1e9, 9),
+                }
+            )
+    return records
+
+
+def report(suite: str, case: Case, records: list[dict], peers: set[str]) -> None:
+    """Print a table for each direction."""
+    for direction in case.directions:
+        here = [r for r in records if r["direction"] == direction]
+        if here:
+            print(
+                f"\n{suite}: {case} {direction}: memory floor {here[0]['floor_ms']:.3f} ms, "
+                f"FLOP floor {here[0]['flop_floor_ms']:.3f} ms"
+            )
+            print(table(here, peers), flush=True)
+
+
+def main() -> None:
+    args = arguments()
     if args.list or not args.suites:
         for name, cases in SUITES.items():
             print(f"{name}: {cases.__doc__}")
@@ -421,61 +494,24 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("benchmarks: expected an NVIDIA GPU, found none")
-
     if args.compiled:
         shutil.copytree(args.compiled, os.environ["TRITON_CACHE_DIR"], dirs_exist_ok=True)
-    began, searched = time.monotonic(), 0.0
-    limits = ceilings()
-    environment = results.environment(torch.cuda.get_device_name(), PEERS) | limits
+    budget = Budget(args.seconds)
+    environment = results.environment(torch.cuda.get_device_name(), PEERS) | ceilings()
     environment["peers"]["cudnn"] = torch.backends.cudnn.version()
     print(json.dumps(environment), flush=True)
     path = args.out or results.file(environment["gpu"])
-    for suite in args.suites:
-        for case in (c for c in SUITES[suite]() if re.search(args.match, str(c))):
-            every = [c for c in who(case) if not args.only or c.name in args.only]
-            if args.direction:
-                case = replace(case, directions=(args.direction,))
-            records, sets, truth = [], None, None
-            for it in every:
-                left = args.seconds - (time.monotonic() - began - searched)
-                if left <= 0:
-                    print(f"{case} {it.name}: not run, {args.seconds:.0f} s are over", flush=True)
-                    continue
-                if truth is None:
-                    sets = sets_of(case)
-                    truth = Truth(case, sets[0])
-                compiled = it.peer and args.compiled is not None
-                for direction, found in measure(it, case, sets, truth, compiled).items():
-                    searched += it.peer * (found["first_call_s"] or 0)
-                    moved = memory_floor_bytes(case, direction)
-                    records.append(
-                        {
-                            "suite": suite,
-                            **{n: getattr(case, n) for n in SHAPE},
-                            "contender": it.name,
-                            "peer": it.peer,
-                            "direction": direction,
-                            "ran": ran(it, case, sets[0]),
-                            **found,
-                            "commit": environment["commit"],
-                            "floor_ms": round(moved / limits["copy_gb_s"] / 1e6, 9),
-                            "flop_floor_ms": round(flop_floor(case, direction) / limits["matmul_tflop_s"] / 1e9, 9),
-                        }
-                    )
-            for direction in case.directions:
-                here = [r for r in records if r["direction"] == direction]
-                if here:
-                    print(
-                        f"\n{suite}: {case} {direction}: memory floor {here[0]['floor_ms']:.3f} ms, "
-                        f"FLOP floor {here[0]['flop_floor_ms']:.3f} ms"
-                    )
-                    print(table(here, {c.name for c in every if c.peer}), flush=True)
-            if records:
-                results.merge(path, environment, "records", records, IDENTITY, with_first_call)
-            sets = truth = None
-            torch.cuda.empty_cache()
-    spent = time.monotonic() - began
-    print(f"\n{spent:.0f} s, of these {searched:.0f} s the peers' first calls; results: {path}")
+    chosen = [(suite, case) for suite in args.suites for case in SUITES[suite]() if re.search(args.match, str(case))]
+    for suite, case in chosen:
+        contenders = [c for c in who(case) if not args.only or c.name in args.only]
+        if args.direction:
+            case = replace(case, directions=(args.direction,))
+        records = measured(suite, case, contenders, budget, environment, args.compiled is not None)
+        report(suite, case, records, {c.name for c in contenders if c.peer})
+        if records:
+            results.merge(path, environment, "records", records, IDENTITY, with_first_call)
+        torch.cuda.empty_cache()
+    print(f"\n{budget.spent:.0f} s, of these {budget.searched:.0f} s the peers' first calls; results: {path}")
 
 
 if __name__ == "__main__":

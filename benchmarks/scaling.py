@@ -1,4 +1,4 @@
-"""How much faster several GPUs of a host are than one: one text, its tokens split over them, forward and backward.
+"""Compare several GPUs of a host with one in time: one text, its tokens split over them, forward and backward.
 
     python benchmarks/scaling.py --ranks 4
 
@@ -100,7 +100,7 @@ def replayed(call, device: str, repeats: int) -> float | None:
 
 
 def gather_seconds(numbers: int, device: str, repeats: int) -> float:
-    """Of an all-gather of so many float32 from each rank."""
+    """Seconds of an all-gather of so many float32 from each rank."""
     x = torch.zeros(numbers, device=device)
     found = x.new_empty(dist.get_world_size() * numbers)
     return seconds(lambda: all_gather(found, x), device, repeats)

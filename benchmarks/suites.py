@@ -1,4 +1,4 @@
-"""What is measured: shapes, random inputs, and suites of them by name.
+"""Cases to measure: shapes, random inputs, and suites of them by name.
 
 To add a suite, add a line to SUITES: a function that returns cases. To add a contender, see
 contenders.py; every contender of a case's mechanism runs on it.
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of every axis of the mechanism's tensors; of states, one for each sequence of the batch."""
+        """The size of every axis of the mechanism's tensors; states have one row for each sequence of the batch."""
         N = len(self.lengths) if self.lengths else self.B
         found = {"B": self.B, "T": self.T, "H": self.H, "K": self.K, "V": self.V, "N": N}
         pairs = MECHANISMS[self.mechanism].multiples
@@ -89,7 +89,7 @@ GATES = {
 
 
 def inputs(case: Case, seed: int, device="cuda") -> dict[str, Tensor]:
-    """What the mechanism is given, the gradient `do` of the output, and cu_seqlens when packed."""
+    """The mechanism's tensors, the gradient `do` of the output, and cu_seqlens when packed."""
     rng = torch.Generator(device).manual_seed(seed)
     dtype, given = getattr(torch, case.dtype), case.given
 
@@ -176,7 +176,7 @@ def linear() -> list[Case]:
 
 
 def paths() -> list[Case]:
-    """What the rule of linear attention chooses from: each path, from 2 heads to 128, forward."""
+    """The paths that the rule of linear attention chooses from: each of them, from 2 heads to 128, forward."""
     names = ("triton_fused", "triton_segmented", "triton_materialised")
     case = Case("linear_attention", 1, 16384, 1, 128, 128, only=names, directions=("forward",))
     return [replace(case, H=H) for H in (2, 4, 8, 16, 32, 64, 96, 128)]
@@ -207,7 +207,7 @@ def decode() -> list[Case]:
 
 
 def host() -> list[Case]:
-    """What a call costs outside the GPU: small problems and decoding; fla, whose searches take minutes, where B = 2."""
+    """The cost of a call outside the GPU: small problems and decoding; fla, whose searches take minutes, at B = 2."""
     gates = {"simple_gla": "logsigmoid/16", "gla": "logsigmoid/16"}
     peers = {
         "softmax_attention": ("sdpa_flash", "sdpa_cudnn"),
@@ -262,7 +262,7 @@ def decode_delta() -> list[Case]:
 
 
 def same_bits() -> list[Case]:
-    """What it costs that a text's bits depend on nothing else: the walk beside the path that the plan chooses."""
+    """The price of bits that depend on the text alone: the walk, and the path that the plan chooses."""
     return [
         Case(m, 1, 32768, H, 128, 128, gates="logsigmoid/16", only=("triton", "triton_fused"), directions=("forward",))
         for m in ("simple_gla", "gla", "gated_delta_rule")
@@ -271,7 +271,7 @@ def same_bits() -> list[Case]:
 
 
 def batch() -> list[Case]:
-    """How many sequences it takes to fill the chip, at T = 4096."""
+    """The number of sequences that fill the chip, at T = 4096."""
     return [Case(m, B, 4096, 16, 128, 128) for B in (1, 2, 4, 8, 16) for m in ("softmax_attention", "linear_attention")]
 
 

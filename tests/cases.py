@@ -35,6 +35,17 @@ LADDER = (
     "resets at chunk ends",
     "many resets",
 )
+CORRELATIONS, STRENGTHS = (0.0, 0.9, 0.99, 1.0), (0.0, 1.0, 2.0)  # of the delta rules' keys; their write strengths
+SMALL_MODEL = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "gate_rank": 4,
+    "tau": 1.0,
+    "intermediate_size": 24,
+    "initializer_range": 0.3,
+}
 SWITCH = -80.0  # total decay of a chunk at which a kernel changes from one product to two levels
 
 
@@ -130,6 +141,24 @@ def inputs(mechanism: str, B: int, T: int, H: int, K: int, V: int, *, kind="logs
     return [made[name] for name in declared.required], named
 
 
+def alike(k, correlation):
+    """Keys of length 1 whose expected products are `correlation`."""
+    one = torch.randn(k.shape[-1], generator=torch.Generator().manual_seed(7), dtype=k.dtype)
+    k = correlation**0.5 * one / one.norm() + (1 - correlation) ** 0.5 * k / k.norm(dim=-1, keepdim=True)
+    return k / k.norm(dim=-1, keepdim=True)
+
+
+def meta_tokens(mechanism, T=4096, B=1, H=16, K=128, V=128, dtype=torch.bfloat16):
+    """Tensors of a call by name, without memory."""
+    sizes = dict(B=B, T=T, H=H, HV=H, K=K, V=V)
+    every = MECHANISMS[mechanism].arguments
+    return {
+        x.name: torch.empty([sizes[a] for a in x.axes.split()], dtype=dtype, device="meta")
+        for x in every
+        if not x.optional
+    }
+
+
 def error(x: Tensor, exact: Tensor) -> float:
     """max |x - x*| / rms(x*); 0 where both are 0, infinite where x is not finite."""
     if x.shape != exact.shape or not torch.isfinite(x).all():
@@ -143,6 +172,15 @@ def options(form: str, C: int = 16, c: int = 4) -> dict[str, int]:
     """Chunk lengths for the forms that have them."""
     chunks = {"C": C, "c": c} if form == "chunkwise_two_level" else {"C": C}
     return chunks if form.startswith("chunkwise") else {}
+
+
+def autograd_gradients(mechanism, form, args, named, do, dS, **extra):
+    """Gradients of <o, do> + <S, dS> with respect to every tensor, by autograd."""
+    function, names = gla_ref.FORMS[mechanism][form], MECHANISMS[mechanism].required
+    leaves = [x.clone().requires_grad_() for x in (*args, *named.values())]
+    o, S = function(*leaves[: len(args)], **dict(zip(named, leaves[len(args) :], strict=True)), **extra)
+    grads = torch.autograd.grad((o, S), leaves, (do, dS))
+    return dict(zip([f"d{n}" for n in names] + [f"d_{n}" for n in named], grads, strict=True))
 
 
 def pairs(*mechanisms: str, without: tuple[str, ...] = ()) -> list[tuple[str, str]]:

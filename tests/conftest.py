@@ -51,6 +51,24 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", poison)
 
 
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """A folder with the texts of small experiments."""
+    from experiment_runs import save_speeches
+
+    folder = tmp_path_factory.mktemp("texts")
+    save_speeches(folder)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path, corpora):
+    """A folder for the checkpoints of experiments on a CPU."""
+    from gla_ref.experiments.runs import Place
+
+    return Place("cpu", tmp_path / "checkpoints", texts=corpora)
+
+
 @pytest.fixture(autouse=True)
 def few_calls_for_rare_races(request, monkeypatch):
     """The kit calls a kernel hundreds of times more, for seconds: in its own tests of that only."""

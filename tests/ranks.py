@@ -38,7 +38,7 @@ def serve(rank, size, port, pipe):
 class Pool:
     def __init__(self, size):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["test_context_parallel"])  # imported once for all
+        context.set_forkserver_preload(["cases", "gla_ref.context_parallel"])  # imported once for all ranks
         # in this process, so that it outlives every rank
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes, self.groups = [], [], {}

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import DELTA, F64, LINEAR, error, inputs, thin
+from cases import DELTA, F64, LINEAR, error, inputs, meta_tokens, thin
 from harness import HERE, anywhere
 from ranks import SHORT, Pool
 from torch import distributed as dist
@@ -245,7 +245,7 @@ FAULTS = {
     ),
     "fewer tokens": (
         lambda call: of_all(call, lambda n, y: y if n in ("S", "dS") else y[:, 1:]),
-        "lengths: expected 26 for rank 1, as q has tokens, got 27",
+        "lengths: expected 26 for rank 1, the length of q, got 27",
     ),
     "other lengths": (
         lambda call: call.update(lengths=[14, 27]),
@@ -282,8 +282,9 @@ REFUSED = {
     "g is missing": (dict(g=None), r"g: expected a torch.Tensor, got None"),
     "k is short": (dict(k=torch.zeros(2, 3, 2, 3, dtype=F64)), r"k: expected shape .* T = 40 as in q"),
     "q has too few axes": (dict(q=torch.zeros(2, dtype=F64)), r"q: expected 4 axes"),
-    "lengths": (dict(lengths=[20, 20]), r"lengths: expected 1 numbers of tokens, one for each rank, got \[20, 20\]"),
-    "lengths of strings": (dict(lengths=["40"]), r"lengths: expected 1 numbers of tokens"),
+    "lengths": (dict(lengths=[20, 20]), r"lengths: expected 1 token counts, one per rank, got \[20, 20\]"),
+    "lengths of strings": (dict(lengths=["40"]), r"lengths: expected 1 token counts"),
+    "lengths is a number": (dict(lengths=40), r"lengths: expected a sequence of token counts or None, got int"),
     "segment": (dict(segment=0), r"segment: expected a chunk length of at least 1, got 0"),
     "exchange": (dict(exchange="ring"), r"exchange: expected all-gather, pipeline or None, got 'ring'"),
     "cu_seqlens is a list": (dict(cu_seqlens=[0, 40]), r"cu_seqlens: expected a torch.Tensor, got list"),
@@ -506,47 +507,39 @@ def test_kernels_run_through_maps(rows, columns):
 # The plan.
 
 
-def tokens(mechanism, T=4096, B=1, H=16, K=128, V=128, dtype=torch.bfloat16):
-    sizes = dict(B=B, T=T, H=H, HV=H, K=K, V=V)
-    every = MECHANISMS[mechanism].arguments
-    return {
-        x.name: torch.empty([sizes[a] for a in x.axes.split()], dtype=dtype, device="meta")
-        for x in every
-        if not x.optional
-    }
-
-
 def test_plan_counts_bytes():
     """K V + K numbers a head for GLA, K V + K K for the delta rules, K V in a pipeline, and a tag; T plays no part."""
     numbers = {"linear_attention": 1, "simple_gla": 1, "gla": 128, "delta_rule": 128**2, "gated_delta_rule": 128**2}
     for mechanism, decay in numbers.items():
         for T in (1024, 1 << 20):
-            found = context_parallel.plan(mechanism, tokens(mechanism, T), (T, T), exchange="all-gather")
+            found = context_parallel.plan(mechanism, meta_tokens(mechanism, T), (T, T), exchange="all-gather")
             assert found.bytes == 4 * (16 * (128 * 128 + decay) + 1)
-            found = context_parallel.plan(mechanism, tokens(mechanism, T), (T, T), exchange="pipeline")
+            found = context_parallel.plan(mechanism, meta_tokens(mechanism, T), (T, T), exchange="pipeline")
             assert found.bytes == 4 * (16 * 128 * 128 + found.blocks)
 
 
 def test_plan_says_why():
-    few = context_parallel.plan("gated_delta_rule", tokens("gated_delta_rule"), (4096,) * 8)
-    slow, sizes = context_parallel.LINKS["gloo"], tokens("gla", H=64, K=256, V=512)
+    with pytest.raises(ValueError, match="mechanism: expected one of linear_attention, .* got 'softmax_attention'"):
+        context_parallel.plan("softmax_attention", meta_tokens("gla"), (4096,) * 8)
+    few = context_parallel.plan("gated_delta_rule", meta_tokens("gated_delta_rule"), (4096,) * 8)
+    slow, sizes = context_parallel.LINKS["gloo"], meta_tokens("gla", H=64, K=256, V=512)
     large = context_parallel.plan("gla", sizes, (4096,) * 8, link=slow)
     assert few.exchange == "all-gather" and large.exchange == "pipeline" and large.blocks > 1
     assert "by the model of the link: all-gather of maps of 2,097,152 bytes" in str(few)
-    wide = context_parallel.plan("gla", tokens("gla", 65536), (65536,) * 2, multiprocessors=132)
+    wide = context_parallel.plan("gla", meta_tokens("gla", 65536), (65536,) * 2, multiprocessors=132)
     assert wide.walk == "triton" and wide.segments == (8, 8) and "side by side" in str(wide)
-    delta = context_parallel.plan("delta_rule", tokens("delta_rule"), (4096,), multiprocessors=132)
+    delta = context_parallel.plan("delta_rule", meta_tokens("delta_rule"), (4096,), multiprocessors=132)
     assert delta.walk == "triton"
-    assert context_parallel.plan("gla", tokens("gla"), (4096,), packed=True, multiprocessors=132).segments == (1,)
-    exact = context_parallel.plan("gla", tokens("gla", dtype=torch.float64), (4096,), multiprocessors=132)
+    assert context_parallel.plan("gla", meta_tokens("gla"), (4096,), packed=True, multiprocessors=132).segments == (1,)
+    exact = context_parallel.plan("gla", meta_tokens("gla", dtype=torch.float64), (4096,), multiprocessors=132)
     assert exact.walk == "chunkwise" and "there is no kernel for torch.float64" in str(exact)
 
 
 def test_plan_refuses():
     with pytest.raises(ValueError, match="exchange: expected all-gather, pipeline or None, got 'ring'"):
-        context_parallel.plan("gla", tokens("gla"), (4096,), exchange="ring")
+        context_parallel.plan("gla", meta_tokens("gla"), (4096,), exchange="ring")
     with pytest.raises(ValueError, match="segment: expected .* at least 1, got 0"):
-        context_parallel.plan("gla", tokens("gla"), (4096,), segment=0)
+        context_parallel.plan("gla", meta_tokens("gla"), (4096,), segment=0)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS_HERE)
@@ -554,8 +547,8 @@ def test_plan_refuses():
 def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
     """The segments of a piece fill the GPU, so no kernel cuts them once more and finds their states twice."""
     kernels = pytest.importorskip("gla_ref.kernels")
-    (n, _), H = context_parallel.plan(mechanism, tokens(mechanism, T), (T, T), multiprocessors=132).segments, 16
-    x = tokens(mechanism, T // n, B=n)
+    (n, _), H = context_parallel.plan(mechanism, meta_tokens(mechanism, T), (T, T), multiprocessors=132).segments, 16
+    x = meta_tokens(mechanism, T // n, B=n)
     S = torch.empty(n, H, 128, 128, device="meta")
     for direction in ("forward", "backward"):
         found = kernels.plan(mechanism, *x.values(), initial_state=S, direction=direction, hardware="sm_90")
@@ -565,6 +558,6 @@ def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
 def test_one_gpu_finds_the_states_of_linear_attention_three_times():
     """In its backward pass (chapter 24): once for each of its walks over a text in segments."""
     kernels = pytest.importorskip("gla_ref.kernels")
-    x = tokens("linear_attention", 1 << 19)
+    x = meta_tokens("linear_attention", 1 << 19)
     found = kernels.plan("linear_attention", *x.values(), direction="backward", hardware="sm_90")
     assert [launch.name for launch in found.launches] == ["walk", "carry", "walk"] * 3

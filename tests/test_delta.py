@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import F64, LADDER, error, inputs, options, pairs, thin
-from test_gradients import autograd_gradients
+from cases import CORRELATIONS, F64, LADDER, STRENGTHS, alike, autograd_gradients, error, inputs, options, pairs, thin
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, triangular
 from gla_ref.book.viz import inverses, overwrite
@@ -15,14 +14,6 @@ from gla_ref.rounding import products_in
 MODULES = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
 SIZES = {"B": 2, "H": 3, "K": 5, "V": 7}
 INVERSES = (triangular.substitution, triangular.elimination, triangular.blocked, triangular.halves, triangular.doubling)
-CORRELATIONS, STRENGTHS = (0.0, 0.9, 0.99, 1.0), (0.0, 1.0, 2.0)
-
-
-def alike(k, correlation):
-    """Keys of length 1 whose expected products are `correlation`."""
-    one = torch.randn(k.shape[-1], generator=torch.Generator().manual_seed(7), dtype=k.dtype)
-    k = correlation**0.5 * one / one.norm() + (1 - correlation) ** 0.5 * k / k.norm(dim=-1, keepdim=True)
-    return k / k.norm(dim=-1, keepdim=True)
 
 
 def ladder(mechanism, T, kind="logsigmoid/16", correlation=0.0, strength=None):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import BREAK, DELTA, F64, GATED, LADDER, error, gate, inputs, options, pairs, thin
+from cases import BREAK, DELTA, F64, GATED, LADDER, autograd_gradients, error, gate, inputs, options, pairs, thin
 
 import gla_ref
 from gla_ref.gradients.gla import backward
@@ -26,15 +26,6 @@ def test_gradcheck(mechanism, form, g_v):
         return FORMS[mechanism][form](*x[len(named) :], **dict(zip(named, x, strict=False)), **options(form, C=4, c=2))
 
     assert torch.autograd.gradcheck(run, leaves)
-
-
-def autograd_gradients(mechanism, form, args, named, do, dS, **extra):
-    """Gradients of <o, do> + <S, dS> with respect to every tensor, by autograd."""
-    function, names = FORMS[mechanism][form], MECHANISMS[mechanism].required
-    leaves = [x.clone().requires_grad_() for x in (*args, *named.values())]
-    o, S = function(*leaves[: len(args)], **dict(zip(named, leaves[len(args) :], strict=True)), **extra)
-    grads = torch.autograd.grad((o, S), leaves, (do, dS))
-    return dict(zip([f"d{n}" for n in names] + [f"d_{n}" for n in named], grads, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import functools
 import harness
 import pytest
 import torch
-from cases import F64, LADDER, inputs, thin
-from harness import CUDA, DTYPES, HERE, RUNS, allowed, anywhere, budgets, compare, interpreted, results, tokens
-from test_delta import CORRELATIONS, STRENGTHS, alike
+from cases import CORRELATIONS, F64, LADDER, STRENGTHS, alike, thin
+from delta_problems import MILD, RULES, problem
+from harness import CUDA, DTYPES, F16, F32, HERE, RUNS, allowed, anywhere, compare, interpreted, results, tokens
 
 from gla_ref import FORMS, triangular
 from gla_ref.check._emulate import products_in
@@ -21,36 +21,9 @@ from gla_ref.kernels.delta import delta_rule, gated_delta_rule
 from gla_ref.kernels.portable.delta_forward import choose_length, inverse
 from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step
 
-F32, F16 = torch.float32, torch.float16
 KERNELS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule}
 STEPS = {"delta_rule": delta_rule_step, "gated_delta_rule": gated_delta_rule_step}
-MILD = "logsigmoid/16"
-RULES = tuple(KERNELS)
 WAYS = [(mechanism, path) for mechanism in RULES for path in kernels.PATHS]
-
-
-def problem(
-    mechanism, B, T, H, K, V, *, groups=2, kind=MILD, correlation=0.0, strength=None, dtype=F32, gates=None,
-    ends=None, scale=None, S=1.0, length=1.0, products=None, path=None, seed=0,
-):  # fmt: skip
-    """(inputs as given, {quantity: (exact, budget)}); `groups` value heads, 1 or 2, read one key head.
-
-    S multiplies the initial state, `length` is that of keys; `products` have operands of the tokens' dtype unless
-    given; on the segmented path three segments each have a map of the state.
-    """
-    (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H, K, V, kind=kind, seed=seed)
-    v, g, beta = (x[:, :, : H * groups] for x in (v, g, beta))
-    k = length * alike(k, correlation)
-    beta = beta if strength is None else torch.full_like(beta, strength)
-    rng, N = torch.Generator().manual_seed(seed), B if ends is None else len(ends) - 1
-    S, dS = (x * torch.randn(N, H * groups, K, V, generator=rng, dtype=F64) for x in (S, 1.0))
-    do = torch.randn(v.shape, generator=rng, dtype=F64)
-    g = g if mechanism == "gated_delta_rule" else None
-    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "do": do, "dS": dS}
-    given = {n: F32 if n in ("S", "dS") else dtype for n in x}
-    given["g"] = given["beta"] = gates or dtype
-    options = {"segments": 3} if path == "segmented" else None
-    return budgets(mechanism, x, given, products=products, options=options, scale=scale, ends=ends)
 
 
 def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import error, inputs
 from harness import DTYPES, HERE, anywhere, budgets, compare, interpreted, results
-from test_kernels_linear import check, problem
+from linear_problems import check, problem
 
 from gla_ref import FORMS
 from gla_ref import check as kit

@@ -1,7 +1,7 @@
 """GLA token by token in Triton against the float64 recurrence: interpreted here, compiled on a GPU."""
 
+import linear_problems
 import pytest
-import test_kernels_linear
 import torch
 from cases import LADDER, thin
 from harness import CUDA, DTYPES, HERE, anywhere, compare, tokens
@@ -17,7 +17,7 @@ from gla_ref.kernels.steps import gla_step
 
 def problem(*sizes, **kw):
     """(inputs, {quantity: (exact, budget)}); in the emulated recurrence only float32 rounds, as in the kernel."""
-    x, judged = test_kernels_linear.problem("gla", *sizes, products=torch.float32, **kw)
+    x, judged = linear_problems.problem("gla", *sizes, products=torch.float32, **kw)
     return x, {n: judged[n] for n in "oS"}
 
 

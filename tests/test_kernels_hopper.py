@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import LADDER, error, inputs, thin
 from harness import CUDA, compare, hold_in_parts, interpreted, results, tokens
-from test_kernels_linear import problem
+from linear_problems import problem
 
 from gla_ref import FORMS, gates
 
@@ -143,6 +143,7 @@ def played(x, ends=None, path=None, seed=0, ignored=None, backward=True):
     """Gradients as the Hopper kernels make them (or o and the final state), of inputs of `problem`."""
     from gla_ref.kernels.hopper import gla_backward as back
     from gla_ref.kernels.hopper import gla_forward as forth
+    from gla_ref.kernels.hopper import tiles
     from gla_ref.pages import gla_hopper as page
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
@@ -150,13 +151,13 @@ def played(x, ends=None, path=None, seed=0, ignored=None, backward=True):
     specs = [spec_of(n, y) for n, y in named.items()]
     if not backward:
         found = forth.plan_forward(SM_90, *specs, None, path, None)
-        o, S, *_, strong = played_gluon.play(found, named, (back, forth, page), seed, ignored)
+        o, S, *_, strong = played_gluon.play(found, named, (back, forth, page, tiles), seed, ignored)
         add_pairs([o], x, ends, strong, forward=True)
         return {"o": o, "S": S}
     named |= {"do": x["do"], "dS": x["dS"]}
     do, dS = spec_of("do", x["do"]), spec_of("dS", x["dS"])
     found = back.plan_backward(SM_90, *specs, None, do, dS, None, path, True)
-    *made, _, dS0, strong = played_gluon.play(found, named, (back, forth), seed, ignored)
+    *made, _, dS0, strong = played_gluon.play(found, named, (back, forth, tiles), seed, ignored)
     add_pairs(made, x, ends, strong)
     return dict(zip(("dq", "dk", "dv", "dg", "dS0"), (*made, dS0), strict=True))
 
@@ -273,7 +274,7 @@ def test_the_page_marks_the_pairs_that_it_leaves_out():
 
 def plan_of_page(x):
     """A plan of the page without flags."""
-    from gla_ref.kernels.hopper.gla_forward import box
+    from gla_ref.kernels.hopper.tiles import box
     from gla_ref.kernels.launch.plan import Draft
     from gla_ref.pages import gla_hopper as page
 

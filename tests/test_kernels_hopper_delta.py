@@ -6,10 +6,9 @@ from functools import partial
 import played_gluon
 import pytest
 import torch
-from cases import LADDER, thin
-from harness import CUDA, HERE, compare
-from test_delta import CORRELATIONS, STRENGTHS
-from test_kernels_delta import MILD, RULES, problem, tokens
+from cases import CORRELATIONS, LADDER, STRENGTHS, thin
+from delta_problems import MILD, RULES, problem
+from harness import BF16, CUDA, F16, F32, HERE, compare, tokens
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -18,7 +17,6 @@ from gla_ref.kernels.hopper import DELTA_KERNELS, gluon_names
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = DELTA_KERNELS[1:]
 IN_TURN = "hopper_in_turn"  # no call chooses it: bf16, K = V = 128
 LENGTHS = (1, 63, 64, 65, 130)
@@ -169,7 +167,7 @@ def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
 
 def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     """o and the final state of inputs of `problem`."""
-    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, delta_in_turn, gla_forward
+    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, delta_in_turn, tiles
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
@@ -179,7 +177,7 @@ def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     else:
         found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, path, kernel)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, gla_forward
+    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, tiles
     o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
     return {"o": o, "S": S}
 
@@ -445,12 +443,12 @@ def test_a_missing_fence_is_seen(monkeypatch):
 
 def played_page(x, seed=0, ignored=None):
     """o and the final state of what the launcher of the page launches."""
-    import compile_kernels
+    import kernel_cases
 
     from gla_ref.pages import gated_delta_rule_hopper as page
 
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
-    found = compile_kernels.plan_delta_page(CLASSES["sm_90"], *(spec_of(n, y) for n, y in named.items()))
+    found = kernel_cases.plan_delta_page(CLASSES["sm_90"], *(spec_of(n, y) for n, y in named.items()))
     o, S, _ = played_gluon.play(found, named, (page,), seed, ignored)
     return {"o": o, "S": S}
 

@@ -7,8 +7,9 @@ import played_gluon
 import pytest
 import torch
 from cases import LADDER, thin
+from delta_problems import MILD, RULES, problem
 from harness import CUDA, compare, results
-from test_kernels_delta import KERNELS, KEYS, MILD, RULES, problem
+from test_kernels_delta import KERNELS, KEYS
 from test_kernels_hopper_delta import BF16, CUT, F16, F32, LENGTHS, ON_HOPPER, PACK, call, gluon, on_hopper, played_here
 
 from gla_ref.kernels import delta, hopper, plan
@@ -77,14 +78,14 @@ def test_sums_pass_through_memory_in_the_precision_of_the_portable_kernel():
 
 def played(x, ends=None, scale=None, seed=0, ignored=None, path=None, need_dg=True):
     """Gradients of inputs of `problem`; the portable `gradients` of float16 is interpreted."""
-    from gla_ref.kernels.hopper import delta_ahead, delta_backward, delta_chunk, gla_backward, gla_forward
+    from gla_ref.kernels.hopper import delta_ahead, delta_backward, delta_chunk, gla_backward, tiles
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu, "do": x["do"], "dS": x["dS"]}
     specs = [spec_of(n, y) for n, y in named.items()]
     found = delta.plan_backward(CLASSES["sm_90"], *specs, scale, path, "hopper", need_dg and x["g"] is not None)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_ahead, delta_backward, delta_chunk, gla_backward, gla_forward
+    modules = delta_ahead, delta_backward, delta_chunk, gla_backward, tiles
     *made, _ = played_gluon.play(found, named, modules, seed, ignored)
     made = zip(("dq", "dk", "dv", "dg", "dbeta", "dS0"), made, strict=True)
     return {n: y for n, y in made if y is not None}

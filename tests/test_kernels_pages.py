@@ -14,7 +14,7 @@ from harness import CUDA, HERE, anywhere, budgets
 from gla_ref.rounding import error
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
-import test_kernels_delta
+import delta_problems
 
 from gla_ref.check import oracle
 from gla_ref.pages import (
@@ -181,7 +181,7 @@ WIDE = [pytest.param((2, 200, 2, D, 128), BF16, marks=on_gpu) for D in (64, 128)
 def test_gated_delta_rule(size, dtype, kind, correlation, strength):
     """In chunks of 64 or 32 tokens, two value heads to a key head."""
     options = {"kind": kind, "correlation": correlation, "strength": strength, "dtype": dtype, "S": 0.0}
-    x, right = test_kernels_delta.problem("gated_delta_rule", *size, **options)
+    x, right = delta_problems.problem("gated_delta_rule", *size, **options)
     found = gated_delta_rule.gated_delta_rule(*(x[n] for n in ("q", "k", "v", "g", "beta")))
     compare(named(found), right)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import thin
+from cases import SMALL_MODEL, thin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gla_ref.models.mixers as mixers
@@ -22,16 +22,6 @@ import fla_models
 
 CUDA = torch.cuda.is_available()
 FACTS = json.loads(fla_models.FACTS.read_text())
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_heads": 2,
-    "gate_rank": 4,
-    "tau": 1.0,
-    "intermediate_size": 24,
-    "initializer_range": 0.3,
-}
 KINDS = [(mixer, conv) for mixer in MIXERS for conv in (False, True)]
 every = pytest.mark.parametrize("mixer", MIXERS)
 kinds = pytest.mark.parametrize("mixer, conv", thin(KINDS, *[(m, m in ("gla", "softmax")) for m in MIXERS]))
@@ -39,7 +29,7 @@ kinds = pytest.mark.parametrize("mixer, conv", thin(KINDS, *[(m, m in ("gla", "s
 
 def make(mixer="gla", *, dtype=torch.float64, **fields) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(Config(**SIZES | {"mixer": mixer} | fields)).to(dtype)
+    return LanguageModel(Config(**SMALL_MODEL | {"mixer": mixer} | fields)).to(dtype)
 
 
 def some(*shape: int) -> torch.Tensor:
@@ -263,7 +253,7 @@ def test_truncated_backpropagation_passes_the_state_and_cuts_the_gradient(mixer)
 def test_a_model_learns_to_remember():
     """A letter, then blanks; at the end the letter is asked for, which only the state knows."""
     torch.manual_seed(0)
-    model = LanguageModel(Config(**SIZES | {"hidden_size": 32, "vocab_size": 9, "tau": 16.0}))
+    model = LanguageModel(Config(**SMALL_MODEL | {"hidden_size": 32, "vocab_size": 9, "tau": 16.0}))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for _ in range(80):
         tokens = torch.full((16, 8), 8)
@@ -328,7 +318,7 @@ def test_small_convolutions_start_a_head_below_the_epsilon_of_its_norm(mixer):
 
 
 def test_fixed_and_scalar_gates():
-    layer = mixers.RetNet(Config(**SIZES | {"num_heads": 4}))
+    layer = mixers.RetNet(Config(**SMALL_MODEL | {"num_heads": 4}))
     *_, g = layer.inputs(torch.zeros(2, 3, 16), None, None, None)
     assert g.shape == (2, 3, 4)
     torch.testing.assert_close(g[0, 0].exp(), torch.tensor([1 - 2**-5, 1 - 2**-6, 1 - 2**-7, 1 - 2**-8]))
@@ -434,12 +424,12 @@ WRONG = [
 @pytest.mark.parametrize("field, value, kind", WRONG)
 def test_a_wrong_configuration_names_the_field(field, value, kind):
     with pytest.raises(kind, match=f"^{field}: expected"):
-        Config(**SIZES | {field: value})
+        Config(**SMALL_MODEL | {field: value})
 
 
 def test_attention_needs_heads_of_an_even_size():
     with pytest.raises(ValueError, match="^num_heads: expected heads of an even size"):
-        Config(**SIZES | {"hidden_size": 18, "mixer": "softmax"})
+        Config(**SMALL_MODEL | {"hidden_size": 18, "mixer": "softmax"})
 
 
 @pytest.mark.parametrize(
@@ -609,7 +599,7 @@ def test_a_first_training_step_on_a_gpu(mixer, monkeypatch):
 
 def test_a_layer_alone():
     """A mixer is a module of its own: `[B, T, d]` in and out."""
-    layer = MIXERS["gla"](Config(**SIZES))
+    layer = MIXERS["gla"](Config(**SMALL_MODEL))
     y, state = layer(torch.randn(2, 3, 16))
     assert y.shape == (2, 3, 16) and isinstance(state, LayerState)
     assert state.S.shape == (2, 2, 4, 8) and state.conv is None

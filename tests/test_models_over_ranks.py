@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import SMALL_MODEL
 from ranks import SHORT, Pool
-from test_models import SIZES
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +33,7 @@ def pool():
 
 def make(mixer, **fields):
     torch.manual_seed(0)
-    return LanguageModel(Config(**SIZES | {"mixer": mixer, "use_short_conv": True} | fields)).double()
+    return LanguageModel(Config(**SMALL_MODEL | {"mixer": mixer, "use_short_conv": True} | fields)).double()
 
 
 def words(B=2, seed=1):
@@ -161,7 +161,7 @@ FAULTS = {
         dict(tokens=words()[:, :2]),
         r"lengths: expected 2 numbers .* at least 3, as a convolution sees 4, got \[2, 2\]",
     ),
-    "lengths": (dict(lengths=[19, 21]), "lengths: expected 20 for rank 1, as tokens has, got 21"),
+    "lengths": (dict(lengths=[19, 21]), "lengths: expected 20 for rank 1, the length of tokens, got 21"),
     "no tokens": (dict(tokens=words().float()), "tokens: expected an int32 or int64"),
     "boundaries": (dict(cu_seqlens=torch.tensor([0, 40])), "cu_seqlens: .* batch size B = 1, got B = 2"),
 }

@@ -10,8 +10,8 @@ import played_gluon
 import pytest
 import torch
 from cases import ROOT, in_process
-from harness import CUDA
-from test_kernels_hopper_delta import BF16, F32, problem
+from delta_problems import problem
+from harness import BF16, CUDA, F32
 
 from gla_ref.book import results
 

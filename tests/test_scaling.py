@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import meta_tokens
 
 from gla_ref.book import scaling
 from gla_ref.book.scaling import (
@@ -26,12 +27,10 @@ from gla_ref.context_parallel import LINKS
 
 
 def test_bytes_are_those_of_the_plan():
-    from test_context_parallel import tokens
-
     from gla_ref.context_parallel import plan
 
     for mechanism, decay in {"gla": 128, "gated_delta_rule": 128**2, "linear_attention": 1}.items():
-        found = plan(mechanism, tokens(mechanism), (4096, 4096), exchange="all-gather")
+        found = plan(mechanism, meta_tokens(mechanism), (4096, 4096), exchange="all-gather")
         assert found.bytes == Sizes(decay=decay).map + 4
     assert GLA.state == 4 * 16 * 128 * 128
 

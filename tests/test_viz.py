@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
 import re
-from functools import cache
 
-import measured_waits
 import pytest
 import torch
 from cases import thin
+from pictures import EXPLORABLES, at, frames, rects, texts
 
 from gla_ref import linear_attention, softmax
-from gla_ref.book import results, viz
 from gla_ref.book.costs import cost
 from gla_ref.book.viz import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
 from gla_ref.book.viz._explorable import COLOURS
@@ -23,16 +19,12 @@ from gla_ref.book.viz.attention_weights import DIRECTIONS, SCALES, attention_wei
 from gla_ref.book.viz.attention_weights import KEYS as ATTENTION_KEYS
 from gla_ref.book.viz.attention_weights import VALUES as ATTENTION_VALUES
 from gla_ref.book.viz.chunk_size import LENGTHS, chunk_size
-from gla_ref.book.viz.gate_strength import gate_strength
 from gla_ref.book.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
 from gla_ref.book.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.book.viz.prefix_sum import VALUES as STATE_VALUES
 from gla_ref.book.viz.programs import BLOCKS, END, programs
 from gla_ref.book.viz.programs import LENGTHS as VECTORS
-from gla_ref.book.viz.recall_by_state import recall_by_state
-from gla_ref.book.viz.roofline import roofline
 from gla_ref.book.viz.strides import VIEWS, strides
-from gla_ref.book.viz.waits_timeline import waits_timeline
 from gla_ref.prefix_sum import chunked
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
@@ -107,33 +99,6 @@ def test_page_gets_question_legend_and_parts():
 
 # -- every explorable --------------------------------------------------------------------------
 
-DATA = {  # explorables of an argument
-    "prefix_sum_states": lambda: prefix_sum(states=True),
-    "gate_strength_ratio": lambda: gate_strength(ratio_only=True),
-    "waits_timeline": lambda: waits_timeline(measured_waits.DATA, B=8),
-    "recall_by_state": lambda: recall_by_state(
-        [r for r in results.load("cpu", kind="mqar")["mqar"] if not r["about"]["overwritten"]]
-    ),
-    "roofline": lambda: roofline(results.load("h200")),
-}
-MODULES = [m.name for m in pkgutil.iter_modules(viz.__path__) if m.name[0] != "_"]
-EXPLORABLES = {  # a module's function has the module's name
-    name: cache(DATA.get(name) or getattr(importlib.import_module(f"{viz.__name__}.{name}"), name))
-    for name in dict.fromkeys([*MODULES, *DATA])
-    if name not in ("cards", "playable_state")
-}
-
-
-def frames(node) -> list[Frame]:
-    return [node] if isinstance(node, Frame) else [f for child in node for f in frames(child)]
-
-
-def at(explorable: Explorable, indices) -> Frame:
-    node = explorable.frames
-    for i in indices:
-        node = node[i]
-    return node
-
 
 @pytest.mark.parametrize("name", thin(EXPLORABLES, *(set(EXPLORABLES) - {"roofline", "gate_strength"})))
 def test_every_control_changes_picture_and_readout(name):
@@ -203,17 +168,6 @@ def test_parts_explain_themselves_and_choose_what_there_is(name):
     for chosen in {told["data-set"] for told in parts if told.get("data-set")}:
         for control, value in (map(int, pair.split(":")) for pair in chosen.split()):
             assert 0 <= value < len(explorable.controls[control].values)
-
-
-def texts(frame: Frame, kind: str | None = None) -> list[str]:
-    drawing = bs4.BeautifulSoup("".join(frame.pieces), "html.parser")
-    return [t.text for t in drawing.find_all("text") if kind is None or kind in (t.get("class") or [])]
-
-
-def rects(frame: Frame, *kinds: str) -> list[dict[str, float]]:
-    drawing = bs4.BeautifulSoup("".join(frame.pieces), "html.parser")
-    found = [r for r in drawing.find_all("rect") if " ".join(r.get("class") or []) in kinds]
-    return [{a: float(r[a]) for a in ("x", "y", "width", "height")} for r in found]
 
 
 # -- attention weights (chapter 1) -------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("bs4", reason="the book's tools are not installed")
 
-from test_viz import rects
+from pictures import rects
 
 from gla_ref import gates, gla
 from gla_ref.book.costs import cost

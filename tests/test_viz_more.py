@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_viz import EXPLORABLES, rects, texts
+from pictures import EXPLORABLES, rects, texts
 from torch.overrides import TorchFunctionMode
 
 from gla_ref import gla, linear_attention

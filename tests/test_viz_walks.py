@@ -7,7 +7,7 @@ from collections import Counter
 import measured_waits
 import pytest
 import torch
-from test_viz import rects, texts
+from pictures import rects, texts
 
 from gla_ref import linear_attention
 from gla_ref.book.viz import gate_paths, kernel_walk

@@ -48,7 +48,7 @@ class Mention(NamedTuple):
 
 
 class Tenant(NamedTuple):
-    """Who has bytes of shared memory, from the offset `start` on, and over which lines of the program.
+    """A user of bytes of shared memory: from the offset `start` on, over some lines of the program.
 
     Nobody prints how many bytes of scratch an operation takes: something between `least` and `most`.
     """
@@ -62,7 +62,7 @@ class Tenant(NamedTuple):
 
 
 def unkept(ttgir: str, arch: int, ptx: str) -> list[str]:
-    """What is wrong with the barriers of a compiled kernel: its TTGIR, its class of GPU, its PTX (for the version)."""
+    """Errors of the barriers of a compiled kernel: its TTGIR, its class of GPU, its PTX (for the version)."""
     if "ttng.init_barrier" not in ttgir:
         return []
     major, minor = re.search(r"\.version (\d+)\.(\d+)", ptx).groups()
@@ -99,7 +99,7 @@ def allocated(ttgir: str, arch: int, ptx_version: int) -> str:
 
 
 def offset(text: str) -> int:
-    """Where the memory of an operation begins."""
+    """The first byte of an operation's memory."""
     return int(re.search(r"allocation\.offset = (\d+)", text)[1])
 
 
@@ -133,75 +133,90 @@ def size_of_captures(types: str) -> int:
     return sum(8 + 4 * axes for axes in views) + sum(max(int(x[1]), 8) // 8 if x else 8 for x in numbers)
 
 
+class Scope(NamedTuple):
+    """The names that the lines of a function, or of one of its roles, can use."""
+
+    warps: int
+    views: dict[str, View]
+    numbers: dict[str, int]
+    labels: dict[str, int]  # lines
+
+
 class Function:
     """A function's program in order: its allocations, who names them where, its scratch, its roles, its loops."""
 
     def __init__(self, text: str, warps: int, sources: dict[str, str]):
         self.lines, self.sources = text.splitlines(), sources
-        self.end, self.warps = len(self.lines), warps
+        self.end = len(self.lines)
         self.mentions: list[Mention] = []
         self.allocations: dict[str, tuple[int, int]] = {}  # by name: offset, bytes
         self.scratch: list[Tenant] = []
         self.roles: list[tuple[int, int]] = []  # first and last line of each `warp_specialize`
+        self.captured: list[View | None] = []  # by the last of them
         self.loops: list[tuple[int, int]] = []
         self.unknown: list[str] = []  # barriers that are no view of an allocation
-        self.read()
+        self.read(Scope(warps, {}, {}, {}))
 
-    def read(self) -> None:
-        # of the function itself, and of the role whose lines are read: views and numbers by name, lines of labels
-        outer = {}, {}, {}
-        views, numbers, labels = outer
-        captured: list[View | None] = []
-        warps = self.warps
+    def read(self, outer: Scope) -> None:
+        """Read each line in the scope of its role, or of the function."""
+        scope = outer
         for n, line in enumerate(self.lines):
-            text, indent = line.strip(), len(line) - len(line.lstrip())
-            if text == "default {":  # the first role knows all that the function does, but has labels of its own
-                labels = {}
-            made, operation = re.match(rf"(?:({NAME})(?::\d+)? = )?(.*)", text).groups()
-            names = re.findall(NAME, operation)
-            if re.match(r"partition\d+\(", text):  # it knows only what is handed to it, by new names
-                given = re.findall(rf"({NAME}): ", text)
-                views = {x: view for x, view in zip(given, captured, strict=True) if view}
-                numbers, labels = {}, {}
-                warps = int(re.search(r"num_warps\((\d+)\)", text)[1])
-                continue
+            text = line.strip()
             if self.roles and n == self.roles[-1][1]:
-                views, numbers, labels = outer
-                warps = self.warps
-            if label := re.match(r"(\^bb\d+)", text):
-                labels[label[1]] = n
-                continue
-            if operation.startswith("cf."):
-                self.loops += [(labels[x], n) for x in re.findall(r"\^bb\d+", operation) if x in labels]
-            if number := re.match(r"arith\.constant (-?\d+) : ", operation):
-                numbers[made] = int(number[1])
-            used = [views[x] for x in dict.fromkeys(names) if x in views]
-            verb = re.match(r'"?([\w.]+)', operation)
-            self.mentions += [Mention(n, verb[1], view) for view in used if verb]
-            if operation.startswith("ttg.local_alloc"):
-                bytes_ = size("memdesc", operation)[-1]
-                views[made] = View(made, 0, bytes_)
-                self.allocations[made] = offset(operation), bytes_
-                self.mentions.append(Mention(n, "ttg.local_alloc", views[made]))
-            elif operation.startswith("ttg.memdesc_") and used:
-                views[made] = part(used[0], operation, numbers)
-            elif operation.startswith("ttg.warp_specialize("):
-                last = next(i for i in range(n + 1, self.end) if self.lines[i].startswith(" " * indent + "} : ("))
-                self.roles.append((n, last))
-                types = re.search(r"\} : \((.*)\) -> ", self.lines[last])[1]
-                captured = [views.get(x) for x in names]
-                bytes_ = size_of_captures(types)
-                name = f"the values that ttg.warp_specialize captures{self.where(self.lines[last])}"
-                self.scratch.append(Tenant(name, offset(operation), bytes_, bytes_, n, last))
-            elif operation.startswith("tt.func") and "allocation.offset" in operation:
-                name = "the warps that wait for a role"
-                self.scratch.append(Tenant(name, offset(operation), 1, 1, n, self.end))
-            elif "allocation.offset" in text:
-                verb = self.operation(n)
-                name = f"the scratch of {verb}{self.where(line)}"
-                self.scratch.append(Tenant(name, offset(text), 1, scratch(verb, text, warps), n, n))
-            elif operation.startswith("ttng.init_barrier") and not used:
-                self.unknown.append(f"barrier {names[0]}{self.where(line)} is no part of a known allocation")
+                scope = outer
+            if text == "default {":  # the first role knows all that the function does, but has labels of its own
+                scope = outer._replace(labels={})
+            elif re.match(r"partition\d+\(", text):  # it knows only what is handed to it, by new names
+                given = zip(re.findall(rf"({NAME}): ", text), self.captured, strict=True)
+                warps = int(re.search(r"num_warps\((\d+)\)", text)[1])
+                scope = Scope(warps, {x: view for x, view in given if view}, {}, {})
+            elif label := re.match(r"\^bb\d+", text):
+                scope.labels[label[0]] = n
+            else:
+                self.read_operation(n, text, scope)
+
+    def read_operation(self, n: int, text: str, scope: Scope) -> None:
+        """Note what line n makes, names or takes."""
+        made, operation = re.match(rf"(?:({NAME})(?::\d+)? = )?(.*)", text).groups()
+        names = re.findall(NAME, operation)
+        used = [scope.views[x] for x in dict.fromkeys(names) if x in scope.views]
+        if verb := re.match(r'"?([\w.]+)', operation):
+            self.mentions += [Mention(n, verb[1], view) for view in used]
+        if operation.startswith("cf."):
+            self.loops += [(scope.labels[x], n) for x in re.findall(r"\^bb\d+", operation) if x in scope.labels]
+        if number := re.match(r"arith\.constant (-?\d+) : ", operation):
+            scope.numbers[made] = int(number[1])
+        elif operation.startswith("ttg.local_alloc"):
+            bytes_ = size("memdesc", operation)[-1]
+            scope.views[made] = View(made, 0, bytes_)
+            self.allocations[made] = offset(operation), bytes_
+            self.mentions.append(Mention(n, "ttg.local_alloc", scope.views[made]))
+        elif operation.startswith("ttg.memdesc_") and used:
+            scope.views[made] = part(used[0], operation, scope.numbers)
+        elif operation.startswith("ttg.warp_specialize("):
+            self.captured = [scope.views.get(x) for x in names]
+            self.roles.append((n, self.closed(n)))
+        elif operation.startswith("ttng.init_barrier") and not used:
+            self.unknown.append(f"barrier {names[0]}{self.where(text)} is no part of a known allocation")
+        if "allocation.offset" in text and not operation.startswith("ttg.local_alloc"):
+            self.scratch.append(self.tenant(n, text, scope.warps))
+
+    def tenant(self, n: int, text: str, warps: int) -> Tenant:
+        """The scratch that the operation of line n takes, for as long as it has that."""
+        verb = self.operation(n)
+        if verb == "tt.func":
+            return Tenant("the warps that wait for a role", offset(text), 1, 1, n, self.end)
+        if verb == "ttg.warp_specialize":
+            last = self.closed(n)
+            bytes_ = size_of_captures(re.search(r"\} : \((.*)\) -> ", self.lines[last])[1])
+            name = f"the values that ttg.warp_specialize captures{self.where(self.lines[last])}"
+            return Tenant(name, offset(text), bytes_, bytes_, n, last)
+        return Tenant(f"the scratch of {verb}{self.where(text)}", offset(text), 1, scratch(verb, text, warps), n, n)
+
+    def closed(self, n: int) -> int:
+        """The line that ends the roles of line n."""
+        indent = re.match(" *", self.lines[n])[0]
+        return next(i for i in range(n + 1, self.end) if self.lines[i].startswith(indent + "} : ("))
 
     def operation(self, n: int) -> str:
         """The operation that ends in line n: its name is there, or where the braces open that line n closes."""
@@ -234,7 +249,7 @@ class Function:
         return first, last
 
     def unkept(self) -> list[str]:
-        """What is wrong, a sentence for each slot and rule.
+        """Errors, a sentence for each slot and rule.
 
         Of what is in use together Triton keeps the bytes apart; `perhaps` is said of scratch that begins below.
         """
@@ -284,7 +299,7 @@ IDLE |= {f"ttg.memdesc_{x}" for x in ("index", "subslice", "trans", "reshape", "
 
 
 def part(whole: View, operation: str, numbers: dict[str, int]) -> View:
-    """What an operation takes of a view: a slot if its number is known, or else perhaps all of it."""
+    """The part of a view that an operation takes: a slot if its number is known, or else perhaps all of it."""
     if index := re.match(rf"ttg\.memdesc_index {NAME}\[({NAME})\]", operation):
         bytes_, number = size("memdesc", operation)[-1], numbers.get(index[1])
         if number is not None:

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import triton
@@ -38,235 +37,18 @@ from triton.backends.nvidia import compiler as nvidia
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import barriers
 import other_tritons
+from kernel_cases import CASES, WIDE
 
 from gla_ref.book import results
-from gla_ref.kernels import gla, plan, steps
-from gla_ref.kernels.launch.hardware import CLASSES, Hardware
-from gla_ref.kernels.launch.plan import Draft, Launch, Plan, spec_of
+from gla_ref.kernels.launch.hardware import CLASSES
+from gla_ref.kernels.launch.plan import Launch
 from gla_ref.kernels.launch.program import compile_launch
-from gla_ref.kernels.portable import border
-from gla_ref.mechanisms import MECHANISMS
 
 SPILLED = 128  # bytes a thread may spill where K, V <= 128
 # Hopper's tiles are the fastest of those tried on a GPU (lab/known.md), whatever they spill
 MEASURED = (90,)
 
 
-class Case(NamedTuple):
-    """One call: which kernels, with which sizes and dtypes, and what else it has."""
-
-    mechanism: str
-    K: int
-    V: int
-    dtype: str
-    gates: str | None = None
-    extra: tuple[str, ...] = ()
-
-    def plans(self, arch: int) -> list:
-        """Forward and backward."""
-        kind, hardware = MECHANISMS[re.sub("_(step|border|page|in_turn)$", "", self.mechanism)], f"sm_{arch}"
-        one = STEPS.get(self.mechanism)
-        few = "few" in self.extra  # so few heads that Hopper's programs are narrow
-        B, T, H = 1 if few or "packed" in self.extra else 16, 1 if one else 240, 1 if few else 16
-        N = 2 if "packed" in self.extra else B
-        sizes = {"B": B, "T": T, "H": H, "K": self.K, "V": self.V, "N": N}
-        sizes["HV"] = 2 * H if "shared" in self.extra else H
-        dtypes = {"token": self.dtype, "gate": self.gates, "strength": self.gates, "state": "float32"}
-
-        def meta(x):
-            shape, dtype = [sizes[axis] for axis in x.axes.split()], getattr(torch, dtypes[x.role])
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        given = {x.name: meta(x) for x in kind.arguments if not x.optional or x.name in self.extra}
-        if "packed" in self.extra:
-            given["cu_seqlens"] = torch.empty(3, dtype=torch.int32, device="meta")
-        if self.mechanism != "softmax_attention" and "plain" not in self.extra:
-            given["initial_state"] = meta(*kind.states)
-        if one:
-            specs = [spec_of(n, given.get(n)) for n in one.names]
-            return [one.plan(CLASSES[hardware], *specs, None)]
-        if self.mechanism.endswith("_border"):
-            return plan_border(CLASSES[hardware], given)
-        if self.mechanism.endswith("_page"):
-            plan_page = plan_gla_page if self.mechanism == "gla_page" else plan_delta_page
-            return [plan_page(CLASSES[hardware], *(spec_of(n, given[n]) for n in kind.required))]
-        if self.mechanism.endswith("_in_turn"):
-            from gla_ref.kernels.hopper.delta_in_turn import forward  # not where Gluon is missing
-
-            return [forward.plan(CLASSES[hardware], *(spec_of(n, given.get(n)) for n in forward.names), None)]
-        if "frozen" in self.extra:
-            given["do"] = given["v"]
-            specs = [spec_of(n, given.get(n)) for n in gla.backward.names]
-            options = {"scale": None, "path": "fused", "kernel": "hopper", "need_dg": False}
-            return [gla.backward.plan(CLASSES[hardware], *specs, *(options[n] for n in gla.backward.options))]
-        if self.mechanism != "softmax_attention":  # walked in one go unless asked
-            given["path"] = next((x for x in ("segmented", "materialised") if x in self.extra), "fused")
-        own = "portable" if "delta" in self.mechanism else None  # Hopper's of the delta rules have their own cases
-        if kernel := next((x for x in self.extra if x.startswith("hopper")), own):
-            given["kernel"] = kernel
-        tensors = [given.pop(name) for name in kind.required]
-        return [
-            plan(self.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")
-        ]
-
-
-def plan_border(hardware: Hardware, given: dict[str, torch.Tensor]) -> list[Plan]:
-    """The maps of a piece, from left to right and back; of a decay, the message of eight segments and its reading."""
-    q, k, v, g, beta = (spec_of(n, given.get(n)) for n in ("q", "k", "v", "g", "beta"))
-    if beta:
-        return [border.plan_written(hardware, k, v, g, beta), border.plan_read(hardware, q, k, v, g, beta)]
-    rows, N, H, K, V = k.shape[3] if len(g.shape) == 4 else 1, 2, *given["initial_state"].shape[1:]
-    found = []
-    for backwards in (False, True):
-        draft = Draft(hardware)
-        part, decay = draft.spec("part", 8 * N, H, K, V), draft.spec("rows", 8 * N, H, rows)
-        own = border.plan_composed(hardware, part, decay, None, 8, 1.0, backwards)
-        messages = draft.spec("messages", 4, *own.outputs[0].shape)
-        shapes = (N, H, rows, 1), (N, H, K, V)
-        found += [
-            border.plan_added(hardware, k, v, g, backwards),
-            own,
-            border.plan_entered(hardware, messages, 1, shapes, 1.0, backwards),
-        ]
-    return found
-
-
-def plan_gla_page(hardware: Hardware, q, k, v, g) -> Plan:
-    """What the launcher of the page `gla_hopper` launches, which needs tensors on a GPU."""
-    from gla_ref.kernels.hopper.gla_forward import box  # not where Gluon is missing
-    from gla_ref.pages import gla_hopper as page
-
-    (B, T, H, K), V, C = q.shape, v.shape[3], page.C.value
-    draft = Draft(hardware, q, k, v, g)
-    o, S = draft.like("o", v), draft.new("S", B, H, K, V)
-    boxes = box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V)
-    draft.launch(
-        page.walk, B * H, *boxes, S, None, T, H, K**-0.5, K, V, 2 if K == 128 else 3, num_warps=K // 16, maxnreg=128
-    )
-    return draft.plan("page", o, S)
-
-
-def plan_delta_page(hardware: Hardware, q, k, v, g, beta) -> Plan:
-    """What the launcher of the page `gated_delta_rule_hopper` launches."""
-    from gla_ref.kernels.hopper.delta_chunk import box
-    from gla_ref.pages import gated_delta_rule_hopper as page
-
-    (B, T, HV, V), (H, K), C = v.shape, q.shape[2:], page.C.value
-    draft = Draft(hardware, q, k, v, g, beta)
-    o, S = draft.like("o", v), draft.new("S", B, HV, K, V)
-    d_q, d_k, d_v, d_o = box(q, C, K), box(k, C, K), box(v, C, V // 2), box(o, C, V // 2)
-    draft.launch(page.walk, B * HV, d_q, d_k, d_v, g, beta, d_o, S, T, HV, HV // H, K**-0.5, num_warps=4, maxnreg=128)
-    return draft.plan("page", o, S)
-
-
-STEPS = {"gla_step": steps.gla_forward, "gated_delta_rule_step": steps.delta_forward}
-GATES = {
-    "simple_gla",
-    "gla",
-    "gla_step",
-    "gla_border",
-    "simple_gla_border",
-    "gated_delta_rule_border",
-    "delta_rule",
-    "gated_delta_rule",
-    "gated_delta_rule_step",
-}
-EVERYWHERE = ("softmax_attention", "linear_attention", "simple_gla", "gla", "gla g_v", "gla_step", "gla_border")
-DELTA = ("delta_rule", "gated_delta_rule", "gated_delta_rule segmented", "gated_delta_rule_step")
-# in every class
-CASES = {
-    f"{name} {D} {dtype}": Case(
-        name.split()[0], D, D, dtype, dtype if name.split()[0] in GATES else None, tuple(name.split()[1:])
-    )
-    for name in (*EVERYWHERE, *DELTA)
-    for D in (64, 128)
-    for dtype in ("bfloat16", "float16", "float32")
-}
-# for sm_90 besides
-WIDE = {
-    "softmax wide": Case("softmax_attention", 256, 256, "bfloat16"),
-    "softmax packed": Case("softmax_attention", 128, 64, "bfloat16", None, ("packed",)),
-    "linear wide": Case("linear_attention", 256, 512, "bfloat16"),
-    "linear segments": Case("linear_attention", 128, 128, "bfloat16", None, ("segmented",)),
-    "linear materialised": Case("linear_attention", 64, 64, "bfloat16", None, ("materialised",)),
-    "linear packed": Case("linear_attention", 64, 128, "bfloat16", None, ("packed",)),
-    "simple wide": Case("simple_gla", 256, 512, "bfloat16", "float32"),
-    "simple float32 gates": Case("simple_gla", 128, 128, "bfloat16", "float32"),
-    "gla wide": Case("gla", 256, 512, "bfloat16", "bfloat16"),
-    "gla wide float16": Case("gla", 256, 512, "float16", "float16"),
-    "gla segments": Case("gla", 64, 128, "bfloat16", "bfloat16", ("segmented",)),
-    "gla packed": Case("gla", 64, 128, "bfloat16", "bfloat16", ("packed",)),
-    "gla packed 128": Case("gla", 128, 64, "bfloat16", "bfloat16", ("packed",)),
-    "gla float32 gates": Case("gla", 64, 128, "bfloat16", "float32"),
-    "gla float32 gates 128": Case("gla", 128, 128, "float16", "float32", ("packed",)),
-    "gla segments 128": Case("gla", 128, 128, "bfloat16", "bfloat16", ("segmented",)),
-    "gla tiles float16": Case("gla", 128, 512, "float16", "bfloat16", ("packed",)),
-    "gla hopper": Case("gla", 128, 128, "bfloat16", "bfloat16", ("hopper",)),
-    "gla hopper 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("hopper", "segmented")),
-    "gla hopper 64/128": Case("gla", 64, 128, "bfloat16", "float16", ("hopper", "packed")),
-    "gla hopper 128/64": Case("gla", 128, 64, "bfloat16", "bfloat16", ("hopper", "packed", "segmented")),
-    "gla hopper float32 gates": Case("gla", 128, 128, "bfloat16", "float32", ("hopper",)),
-    "gla hopper float32 gates 64": Case("gla", 64, 64, "float16", "float32", ("hopper", "packed", "segmented")),
-    "gla hopper frozen gates": Case("gla", 128, 128, "bfloat16", "bfloat16", ("frozen",)),  # a gradient without dg
-    "gla hopper frozen gates 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("frozen", "packed")),
-    "gla hopper plain": Case("gla", 128, 128, "bfloat16", "bfloat16", ("hopper", "plain")),  # launches the page
-    "gla hopper plain 64": Case("gla", 64, 64, "bfloat16", "bfloat16", ("hopper", "plain")),
-    "gla hopper plain 64/128": Case("gla", 64, 128, "bfloat16", "bfloat16", ("hopper", "plain")),
-    "gla hopper plain 128/64": Case("gla", 128, 64, "bfloat16", "bfloat16", ("hopper", "plain")),
-    "gla hopper page": Case("gla_page", 128, 128, "bfloat16", "bfloat16"),
-    "gla hopper page 64": Case("gla_page", 64, 64, "bfloat16", "bfloat16"),
-    "delta hopper page": Case("gated_delta_rule_page", 128, 128, "bfloat16", "float32", ("shared",)),
-    "delta fused": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_fused", "shared")),
-    "delta fused packed": Case("gated_delta_rule", 128, 128, "float16", "float32", ("hopper_fused", "packed")),
-    "delta fused 64": Case("gated_delta_rule", 64, 64, "bfloat16", "bfloat16", ("hopper_fused", "packed")),
-    "delta fused 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", ("hopper_fused",)),
-    "delta fused 128/64": Case("delta_rule", 128, 64, "float16", "float16", ("hopper_fused",)),
-    "delta fused no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper_fused", "packed")),
-    "delta ahead": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "shared")),
-    "delta ahead packed": Case("gated_delta_rule", 128, 128, "float16", "float32", ("hopper_ahead", "packed")),
-    "delta ahead 64": Case("gated_delta_rule", 64, 64, "bfloat16", "bfloat16", ("hopper_ahead", "packed")),
-    "delta ahead 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", ("hopper_ahead",)),
-    "delta ahead 128/64": Case("delta_rule", 128, 64, "float16", "float16", ("hopper_ahead",)),
-    "delta ahead segments": Case(
-        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "segmented", "packed")
-    ),
-    "delta ahead segments few": Case(
-        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "segmented", "few")
-    ),
-    "delta ahead segments 64": Case("delta_rule", 64, 64, "bfloat16", "float32", ("hopper_ahead", "segmented")),
-    "delta ahead segments 64/128": Case(
-        "gated_delta_rule", 64, 128, "float16", "bfloat16", ("hopper_ahead", "segmented", "packed", "few")
-    ),
-    "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper_ahead", "packed")),
-    "delta hopper back": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper", "shared")),
-    "delta hopper back packed": Case("gated_delta_rule", 128, 128, "float16", "float32", ("hopper", "packed")),
-    "delta hopper back 64": Case("gated_delta_rule", 64, 64, "bfloat16", "bfloat16", ("hopper", "packed")),
-    "delta hopper back 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", ("hopper", "few")),
-    "delta hopper back 128/64": Case("delta_rule", 128, 64, "float16", "float16", ("hopper",)),
-    "delta hopper back segments": Case(
-        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper", "segmented", "packed")
-    ),
-    "delta hopper back segments few": Case(
-        "gated_delta_rule", 128, 128, "bfloat16", "float32", ("hopper", "segmented", "few")
-    ),
-    "delta hopper back segments 64": Case("delta_rule", 64, 64, "bfloat16", "float32", ("hopper", "segmented")),
-    "delta hopper back segments float16": Case(
-        "gated_delta_rule", 64, 128, "float16", "bfloat16", ("hopper", "segmented", "packed", "few")
-    ),
-    "delta hopper back no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", ("hopper", "packed")),
-    "delta in turn": Case("gated_delta_rule_in_turn", 128, 128, "bfloat16", "float32", ("shared",)),
-    "gla float32 g_v": Case("gla", 64, 128, "float32", "float32", ("g_v",)),
-    "border wide": Case("gla_border", 256, 512, "bfloat16", "bfloat16"),
-    "border simple": Case("simple_gla_border", 128, 128, "bfloat16", "float32"),
-    "border delta": Case("gated_delta_rule_border", 128, 128, "bfloat16", "float32"),
-    "border delta shared": Case("gated_delta_rule_border", 64, 256, "float16", "float32", ("shared",)),
-    "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32"),
-    "delta wide float16": Case("delta_rule", 256, 256, "float16", "float16"),
-    "delta wide segments": Case("gated_delta_rule", 256, 256, "bfloat16", "float32", ("segmented",)),
-    "delta packed": Case("gated_delta_rule", 128, 64, "bfloat16", "bfloat16", ("packed", "segmented")),
-    "delta shared heads": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", ("shared",)),
-    "step wide": Case("gla_step", 256, 512, "bfloat16", "float32", ("g_v", "packed")),
-}
 # classes that launch what sm_80 does, by the same assembler: only the cases that need most
 ALIKE = (86, 89)
 REFILL = re.compile(r"async_copy_global_to_local|async_tma_copy_global_to_local|ttg\.local_store")
@@ -340,7 +122,7 @@ def cases_of(arch: int, most: bool = False) -> list[str]:
 
 
 class Target:
-    """As much of a driver as compiling asks for; what is compiled for one class is kept apart from another's."""
+    """The part of a driver that compiling asks for; kernels of one class are kept apart from another's."""
 
     arch = 90
 
@@ -474,7 +256,7 @@ def compile_case(task: tuple[int, str, bool]) -> dict:
 
 
 def wrongs(found: dict) -> list[str]:
-    """What of a case's launches must not be."""
+    """Errors of a case's launches."""
     case, arch = (CASES | WIDE)[found["case"]], found["arch"]
     wrong = [found["failed"]] if found["failed"] else []
     if found["refused"] and max(case.K, case.V) <= 128:
@@ -494,9 +276,9 @@ def record(path: Path, everything: list[dict]) -> None:
     """The worst launch of each mechanism and precision on each class, for the status page; other classes stay."""
     worst: dict[tuple, dict] = {}
     for found in (x for x in everything if x["case"] in CASES):
-        *name, dtype = found["case"].split()
-        mechanism = " ".join(x for x in name if not x[0].isdigit())
-        row = worst.setdefault((found["arch"], mechanism, dtype), {"registers": 0, "spilled": 0, "shared": 0})
+        case = CASES[found["case"]]
+        mechanism = found["case"].removesuffix(f" {case.K} {case.dtype}")
+        row = worst.setdefault((found["arch"], mechanism, case.dtype), {"registers": 0, "spilled": 0, "shared": 0})
         for launch in found["rows"]:
             registers = {"registers": most_registers(launch)}
             row |= {n: max(row[n], x) for n, x in (launch | registers).items() if n in row}
@@ -539,7 +321,7 @@ def summary(everything: list[dict], which: str, seconds: float) -> dict:
     }
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     known = [int(name.removeprefix("sm_")) for name in CLASSES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
@@ -561,32 +343,41 @@ def main() -> None:
         parser.error("--json: expected all cases, without --most")
     if args.json and args.gluon and args.triton is None:
         parser.error("--json: expected --triton with --gluon, since the worst launches of a class are of all kernels")
-    if args.triton is not None:
-        if args.json and (args.cases or len(args.arch) > 1):
-            parser.error("--json: expected all cases of one class of GPU with --triton")
-        options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
-        sys.exit(other_tritons.compile_with(args.triton, options, args.json))
-    if triton.knobs.runtime.interpret:
+    if args.triton is None and triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET: expected it to be unset, since nothing is compiled with it")
-    tasks = [
-        (arch, name, args.gluon)
-        for arch in args.arch
-        for name, case in (CASES | WIDE).items()
-        if (not args.cases or name in args.cases)
-        and (name in args.cases or name in cases_of(arch, args.most))
-        and (arch >= 80 or case.dtype != "bfloat16")
-        and (not args.gluon or has_gluon(arch, name))
-    ]
-    if not tasks:
-        parser.error("expected a case that is compiled for these classes, got none")
-    begun, everything = time.time(), []
+    if args.triton is not None and args.json and (args.cases or len(args.arch) > 1):
+        parser.error("--json: expected all cases of one class of GPU with --triton")
+    return args
+
+
+def compile_all(tasks: list[tuple[int, str, bool]], jobs: int) -> list[dict]:
+    """Compile the cases side by side; report each as soon as it is there."""
+    everything = []
     with tempfile.TemporaryDirectory() as cache:
         # of its own kind of pool, since a compiler that dies must not be waited for
         spawn = get_context("spawn")
-        with ProcessPoolExecutor(args.jobs, spawn, begin, (cache,)) as pool:
+        with ProcessPoolExecutor(jobs, spawn, begin, (cache,)) as pool:
             for found in pool.map(compile_case, tasks):
                 everything.append(found)
                 report(found)
+    return everything
+
+
+def main() -> None:
+    args = arguments()
+    if args.triton is not None:
+        options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
+        sys.exit(other_tritons.compile_with(args.triton, options, args.json))
+    tasks = [
+        (arch, name, args.gluon)
+        for arch in args.arch
+        for name in args.cases or cases_of(arch, args.most)
+        if (arch >= 80 or (CASES | WIDE)[name].dtype != "bfloat16") and (not args.gluon or has_gluon(arch, name))
+    ]
+    if not tasks:
+        sys.exit("expected a case that is compiled for these classes, got none")
+    begun = time.time()
+    everything = compile_all(tasks, args.jobs)
     wrong = [text for found in everything for text in wrongs(found)]
     print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s", flush=True)
     if args.json:

@@ -1,4 +1,4 @@
-"""What all runs of pytest in a log came to: python tools/count_tests.py LOG prints `N passed, N failed`.
+"""Sum all runs of pytest in a log: python tools/count_tests.py LOG prints `N passed, N failed`.
 
 Errors count as failed. Tests that were skipped, or that failed as expected, count as neither.
 """

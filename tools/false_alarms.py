@@ -1,4 +1,4 @@
-"""How often the check kit calls a right kernel wrong: the ways of tests/right_kernels.py, on thousands of seeds.
+"""The share of right kernels that the check kit calls wrong: the ways of tests/right_kernels.py, on thousands of seeds.
 
     python tools/false_alarms.py                            # on a CPU: days
     python tools/false_alarms.py --device cuda --jobs 12    # on a GPU

@@ -95,7 +95,7 @@ class Markdown:
         return self.rendered("inline", node)
 
     def spans(self, node: nodes.Element) -> str:
-        """What stands in a node."""
+        """The content of a node."""
         return "".join(map(self.inline, node.children))
 
     inline_inline = inline_abbreviation = inline_generated = spans
@@ -329,7 +329,7 @@ def install_cell(wheel: str, address: str) -> nbformat.NotebookNode:
 
 
 def package_address(app: Sphinx) -> str:
-    """Where the package can be had: the published site's wheel, else the repository, else nowhere."""
+    """The place to install the package from: the published site's wheel, else the repository, else none."""
     options = app.config.html_theme_options
     url, branch = options.get("repository_url", ""), options.get("repository_branch", "")
     repository = f"git+{url.rstrip('/')}@{branch}" if url else ""

@@ -14,7 +14,7 @@ from browser import ROOT, SITE
 
 
 def reasons(settings: dict, site: Path) -> list[str]:
-    """What is missing; empty when nothing is."""
+    """The missing items; empty if there are none."""
     address = settings.get("html", {}).get("baseurl") or ""
     missing = []
     if not settings.get("repository", {}).get("url"):
@@ -33,7 +33,7 @@ def reasons(settings: dict, site: Path) -> list[str]:
 
 
 def addresses(settings: dict, project: dict, readme: str) -> list[str]:
-    """What a package index would lack: the project's addresses, and whole ones of README's pictures and links."""
+    """The addresses that a package index lacks: the project's, and whole ones of README's pictures and links."""
     repository, site = settings.get("repository", {}), settings.get("html", {})
     given, missing = project.get("urls", {}), []
     for name, address in (("Repository", repository.get("url")), ("Documentation", site.get("baseurl"))):

@@ -83,14 +83,14 @@ def run(*command: str | Path, **options) -> None:
 
 
 def packages_of(python: str | Path) -> Path:
-    """Where that Python has its packages."""
+    """The folder of that Python's packages."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     said = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
     return Path(said.strip())
 
 
 def lay_out(site: Path, wheel: Path) -> Path:
-    """What stands in for a built site: the committed notebooks and the wheel; returns the wheel there."""
+    """Put the committed notebooks and the wheel where a built site has them; return the wheel there."""
     folder = site / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "notebooks", folder)
@@ -148,7 +148,7 @@ def set_address(path: Path, address: str) -> None:
 
 
 def write_record(environment: dict, notebooks: dict[str, dict]) -> Path:
-    """What ran, where and how long, for the status page."""
+    """A record of the run for the status page: notebooks, machine, seconds."""
     name = re.sub(r"\W+", "-", environment["gpu"] or "cpu").lower()
     path = ROOT / "benchmarks" / "results" / f"notebooks-{name}.json"
     path.write_text(json.dumps({"environment": environment, "notebooks": notebooks}, indent=1) + "\n")

@@ -2,8 +2,8 @@
 
 The model simulates; it does not measure. A GPU only moves the necessary bytes, at its memory's published speed. A
 message costs a fixed time, which was measured, and its bytes at the link's published speed. All predictions of chapter
-24 come from this model, and `context_parallel` chooses its exchange by the same formulas. The measurements are in the
-records of benchmarks/scaling.py.
+24 come from this model, and `context_parallel` chooses its exchange by the same formulas, which are in
+:mod:`gla_ref.over_ranks.links`. The measurements are in the records of benchmarks/scaling.py.
 
 One GPU alone and one GPU among many do the same work: each finds its own sum, and then walks. With few heads a GPU
 alone cuts its text into segments that fill the GPU, so it makes the sums of its segments too.
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from typing import NamedTuple
+
+from ..over_ranks.links import LINKS, Wire, gather_seconds, pipeline_seconds
 
 __all__ = [
     "GLA",
@@ -29,20 +31,6 @@ __all__ = [
     "schedule",
     "step",
 ]
-
-
-class Wire(NamedTuple):
-    """A way from one GPU to the next.
-
-    Attributes:
-        message: seconds per message of any size that the host starts.
-        hop: seconds per message inside a collective, which needs no host.
-        bandwidth: bytes per second in one direction.
-    """
-
-    message: float
-    hop: float
-    bandwidth: float
 
 
 class Machine(NamedTuple):
@@ -63,11 +51,10 @@ class Machine(NamedTuple):
     host: int
 
 
-#: an H200 SXM in a DGX H200. The vendor publishes 4.8 TB/s and 989 TFLOP/s (dense, bfloat16), 900 GB/s of NVLink in
-#: both directions together, and 400 Gbit/s of network for each GPU. A message is measured between two H100s
-#: (benchmarks/scaling.py): NCCL takes 60 µs by the clock, however small the message. 2 µs per hop inside a host and
-#: 5 µs between hosts are assumptions
-H200 = Machine(4.8e12, 989e12, Wire(60e-6, 2e-6, 450e9), Wire(60e-6, 5e-6, 50e9), 8)
+#: an H200 SXM in a DGX H200. The vendor publishes 4.8 TB/s and 989 TFLOP/s (dense, bfloat16), and 400 Gbit/s of
+#: network for each GPU. A message between hosts is taken to cost as much as one inside a host; 5 µs per hop between
+#: hosts is an assumption
+H200 = Machine(4.8e12, 989e12, LINKS["nccl"], LINKS["nccl"]._replace(hop=5e-6, bandwidth=50e9), 8)
 #: ways to bring states to all ranks; the last way exists only in this model
 WAYS = ("one after another", "all-gather", "pipeline", "tree")
 
@@ -105,16 +92,6 @@ class Sizes(NamedTuple):
 
 #: gated linear attention with 16 heads of 128 x 128
 GLA = Sizes()
-
-
-def gather_seconds(wire: Wire, ranks: int, map_bytes: int) -> float:
-    """Seconds of an all-gather in a ring: every rank receives the maps of all other ranks."""
-    return wire.message + (ranks - 1) * (wire.hop + map_bytes / wire.bandwidth)
-
-
-def pipeline_seconds(wire: Wire, ranks: int, state_bytes: int, blocks: int) -> float:
-    """Seconds until the last rank has the last block; blocks follow each other from rank to rank."""
-    return (ranks + blocks - 2) * (wire.message + state_bytes / blocks / wire.bandwidth)
 
 
 def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int | None = None) -> float:

@@ -31,7 +31,7 @@ def refusal() -> str | None:
 
 
 class Device(NamedTuple):
-    """Where kernels run on this machine."""
+    """The device that kernels run on."""
 
     device: str  # "cuda" or "cpu"
     dtype: torch.dtype  # the half precision of a GPU; float32 in the interpreter
@@ -64,7 +64,7 @@ def find_device() -> Device:
 
 
 def plan(mechanism: str, *tensors: Tensor, direction: str = "forward", hardware=None, **options):
-    """What a call of a mechanism's kernels would do, as data: nothing is compiled, launched or looked at.
+    """The steps of a call of a mechanism's kernels, as data: nothing is compiled or launched, no value is read.
 
     Args:
         mechanism: a key of `gla_ref.FORMS`.

@@ -1,8 +1,10 @@
 """The delta rule and the gated delta rule: the functions that one calls, their checks and autograd (chapter 20).
 
-The kernels are in portable/delta_forward.py and portable/delta_gradient.py; steps.py has one token or a few. Hopper has
-two of its own for the forward pass, hopper/delta_fused.py and hopper/delta_ahead.py, and hopper/delta_backward.py for
-gradients. The plan takes them wherever they run.
+A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
+the kernels of its plan (launch/plan.py has the picture). These are in portable/delta_forward.py and
+portable/delta_gradient.py; steps.py has one token or a few. Hopper has two kernels of its own for the forward pass,
+hopper/delta_fused.py and hopper/delta_ahead.py, and hopper/delta_backward.py for gradients. The plan takes them
+wherever they run.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kerne
 
 
 def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
-    """`plan_forward` by the fused kernel; by the other if that has a multiprocessor for each half of each head.
+    """Plan by delta_fused.py, or by delta_ahead.py if that has a multiprocessor for each half of each head.
 
-    The other one can cut sequences into segments, too.
+    delta_ahead.py can cut sequences into segments, too.
     """
     from .hopper import delta_ahead, delta_fused  # not where Gluon is missing
 
@@ -59,7 +61,7 @@ def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, ker
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, kernel, need_dg) -> Plan:
-    """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
+    """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor not given and a dg not needed."""
     rest = q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg
     reason = hopper.refusal_of_delta(hardware, q, k, v, None, kernel)
     if not reason:
@@ -71,7 +73,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
 
 
 def check(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel) -> None:
-    """What a call of a new signature is held against."""
+    """Check a call with a new signature."""
     mechanism, tensors = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
     check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
     check_choice("path", path, PATHS)
@@ -79,7 +81,7 @@ def check(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel) -> N
 
 
 def kept(tensors: tuple, outputs: tuple) -> list:
-    """Nothing: the backward pass makes again what it needs, a small part of its time."""
+    """Nothing is kept: the backward pass makes its inputs again, in a small part of its time."""
     return []
 
 
@@ -128,7 +130,7 @@ def gated_delta_rule(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    if g is None:  # which is the delta rule to what comes next
+    if g is None:  # checked here, since `_delta` would take the call for one of the delta rule
         check_call("gated_delta_rule", (q, k, v, g, beta), initial_state, cu_seqlens, scale, {})
     return _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens, path, kernel)
 

@@ -96,8 +96,9 @@ def linear_attention(
     normalize: bool = False,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
-    """As :func:`simple_gla` without gates; `feature_map` and `normalize` as in :mod:`gla_ref.linear_attention`.
+    """Linear attention: :func:`simple_gla` without gates.
 
+    `feature_map` and `normalize` have their meaning of :mod:`gla_ref.linear_attention`.
     The map runs outside the kernel, K counts its features, and the normaliser is linear attention of ones.
     `initial_state` and the state returned are (S, z) when normalised.
     """

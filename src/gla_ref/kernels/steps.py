@@ -124,7 +124,7 @@ def delta_rule_step(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`gated_delta_rule_step` without gates."""
+    """The delta rule for one token or a few: :func:`gated_delta_rule_step` without gates."""
     return _delta(q, k, v, None, beta, scale, initial_state, cu_seqlens)
 
 

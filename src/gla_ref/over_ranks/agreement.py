@@ -172,7 +172,7 @@ def compare(a: int, facts: dict[str, str], b: int, others: dict[str, str]) -> st
     """Describe the first difference between the facts of ranks a and b, or the arguments that one of them refused."""
     for rank, told in ((a, facts), (b, others)):
         if "error" in told:
-            return f"rank {rank} was called with what does not fit: {told['error']}"
+            return f"rank {rank} rejected its arguments: {told['error']}"
     for name, fact in facts.items():
         if others.get(name) != fact:
             return f"{name}: expected the same on every rank, got {fact} on rank {a} and {others.get(name)} on rank {b}"

@@ -24,8 +24,9 @@ from .. import FORMS
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
 from .exchange import Exchange, Ranks
+from .links import LINKS
 from .maps import Maps, Tokens, Walk, read_map, write_map
-from .planning import LINKS, Plan, plan
+from .planning import SplitPlan, check_lengths, plan
 from .segments import Edge, Segment, at_least_one_token, only_tokens, with_own_state, zero_elsewhere
 
 
@@ -56,7 +57,7 @@ class Given(NamedTuple):
             *((name, x.shape, x.dtype, x.device) for name, x in self.tokens.items()),
             None if cu is None else (cu.shape, cu.dtype),
             None if S is None else (S.shape, S.dtype, S.device),
-            self.lengths if self.lengths is None else tuple(self.lengths),
+            tuple(self.lengths) if isinstance(self.lengths, Sequence) else type(self.lengths),
             self.scale, self.exchange, self.segment, self.gradients,
         )  # fmt: skip
 
@@ -73,7 +74,7 @@ class CallKind(NamedTuple):
         walk: the form that walks pieces, and its options.
     """
 
-    plan: Plan
+    plan: SplitPlan
     facts: dict[str, str]
     common: tuple[str, ...]
     tag: float
@@ -279,7 +280,7 @@ def kind_of(ranks: Ranks, given: Given) -> CallKind:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     mechanism, tokens, initial_state, cu, scale, lengths, *_ = given
-    entry, R = MECHANISMS[mechanism], ranks.size
+    entry = MECHANISMS[mechanism]
     missing = [name for name in entry.required if name not in tokens]
     if missing:
         raise TypeError(f"{missing[0]}: expected a torch.Tensor, got None")
@@ -289,11 +290,7 @@ def kind_of(ranks: Ranks, given: Given) -> CallKind:
     for name, x in tokens.items():
         if x.shape[1] != T:
             raise ValueError(f"{name}: expected {T} tokens as in q, got {x.shape[1]}")
-    lengths = (T,) * R if lengths is None else tuple(lengths)
-    if len(lengths) != R or not all(isinstance(n, int) and n >= 0 for n in lengths) or sum(lengths) == 0:
-        raise ValueError(f"lengths: expected {R} numbers of tokens, one for each rank, got {list(lengths)}")
-    if lengths[ranks.rank] != T:
-        raise ValueError(f"lengths: expected {T} for rank {ranks.rank}, as q has tokens, got {lengths[ranks.rank]}")
+    lengths = check_lengths(lengths, ranks.size, ranks.rank, T, "q")
     scale, dtype = contract.check_scale(scale, sizes["K"]), contract.compute_dtype(*tokens.values())
     contract.check_cu_seqlens(cu, B, sum(lengths), values=False)
     if cu is not None and cu.device != device:

@@ -31,6 +31,7 @@ from .. import _contract as contract
 from ..models.language_model import IGNORED, LanguageModel, check_tokens
 from .exchange import Ranks
 from .pieces import Pieces
+from .planning import check_lengths
 
 __all__ = ["LossOverRanks"]
 
@@ -151,15 +152,8 @@ class LossOverRanks(nn.Module):
         (B, T), ranks, config = tokens.shape, self.ranks, self.model.config
         if targets is not None and targets.shape != tokens.shape:
             raise ValueError(f"targets: expected shape {list(tokens.shape)} as of tokens, got {list(targets.shape)}")
-        lengths = (T,) * ranks.size if lengths is None else tuple(lengths)
         least = max(1, config.conv_size - 1) if config.use_short_conv else 1
-        if len(lengths) != ranks.size or not all(isinstance(n, int) and n >= least for n in lengths):
-            why = f", as a convolution sees {config.conv_size}" if least > 1 else ""
-            raise ValueError(
-                f"lengths: expected {ranks.size} numbers of tokens, one for each rank, at least {least}{why}, "
-                f"got {list(lengths)}"
-            )
-        if lengths[ranks.rank] != T:
-            raise ValueError(f"lengths: expected {T} for rank {ranks.rank}, as tokens has, got {lengths[ranks.rank]}")
+        why = f" (a convolution sees {config.conv_size})" if least > 1 else ""
+        lengths = check_lengths(lengths, ranks.size, ranks.rank, T, "tokens", least, why)
         contract.check_cu_seqlens(cu_seqlens, B, sum(lengths), values=False)
         return lengths

@@ -29,12 +29,12 @@ class Pieces(NamedTuple):
 
     @property
     def start(self) -> int:
-        """How many tokens there are on the ranks before."""
+        """The number of tokens on the ranks before."""
         return sum(self.lengths[: self.ranks.rank])
 
     @property
     def here(self) -> int:
-        """How many tokens this rank has."""
+        """The number of tokens on this rank."""
         return self.lengths[self.ranks.rank]
 
     def form(self, mechanism: str) -> Callable:

@@ -10,16 +10,22 @@ import torch
 
 from .. import FORMS
 from .. import _contract as contract
-from ..book.scaling import H200, Wire, gather_seconds, pipeline_seconds
 from ..mechanisms import MECHANISMS
+from .links import LINKS, Wire, gather_seconds, pipeline_seconds
 from .maps import Tokens
 
-# by the backend of the group: NVLink as in the model of `scaling`, and a CPU's loop-back as orders of magnitude
-LINKS = {"nccl": H200.near, "gloo": Wire(message=1.5e-4, hop=1.5e-4, bandwidth=1e9)}
+# axes of a map's M: a column that scales the rows of a state, or a matrix; 1: one number for all of them
+MAPS = {
+    "linear_attention": "B HV 1 1",
+    "simple_gla": "B HV 1 1",
+    "gla": "B HV K 1",
+    "delta_rule": "B HV K K",
+    "gated_delta_rule": "B HV K K",
+}
 WORTH = 0.75  # a pipeline may take this share of an all-gather's time
 
 
-class Plan(NamedTuple):
+class SplitPlan(NamedTuple):
     """The steps of a call on every rank; `why` has a sentence for each choice."""
 
     walk: str  # the form of the mechanism that walks the pieces
@@ -46,11 +52,11 @@ def plan(
     segment: int | None = None,
     link: Wire = LINKS["nccl"],
     multiprocessors: int = 0,
-) -> Plan:
+) -> SplitPlan:
     """Plan a call: a pure function, which asks no process group and looks at no value.
 
     Args:
-        mechanism: a mechanism, such as "gla".
+        mechanism: a function of :mod:`gla_ref.context_parallel`, by its name.
         tokens: one rank's tensors by name, on any device ("meta" too).
         lengths: the number of tokens on each rank.
         packed: whether there is `cu_seqlens`.
@@ -65,45 +71,63 @@ def plan(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    kind = MECHANISMS[mechanism]
-    sizes = contract.check_tensors(tokens, kind.arguments, kind.multiples)
+    if mechanism not in MAPS:
+        raise ValueError(f"mechanism: expected one of {', '.join(MAPS)}, got {mechanism!r}")
     if exchange not in (None, "all-gather", "pipeline"):
         raise ValueError(f"exchange: expected all-gather, pipeline or None, got {exchange!r}")
     if segment is not None:
         contract.check_chunk(segment=segment)
+    kind = MECHANISMS[mechanism]
+    sizes = contract.check_tensors(tokens, kind.arguments, kind.multiples)
     dtype = contract.compute_dtype(*tokens.values())
-    itemsize = dtype.itemsize
-    N, K, V = sizes["B"], sizes["K"], sizes["V"]
-    H = sizes.get("HV", sizes["H"])
-    shapes = map_shapes(mechanism, N, H, K, V, columns=tokens.get("g_v") is not None)
+    shapes = map_shapes(mechanism, sizes, columns=tokens.get("g_v") is not None)
+    state, whole = (dtype.itemsize * n for n in (math.prod(shapes[-1]), sum(map(math.prod, shapes))))
+    segments, why_segments = cut(lengths, shapes[-1], segment, packed, multiprocessors)
+    maps = whole * (max(segments) if segment else 1)
+    exchange, blocks, why = choose_exchange(link, len(lengths), maps, state, shapes[-1][1], exchange)
+    walk, why_walk = choose_walk(mechanism, dtype, on_gpu=multiprocessors > 0)
+    sent = state + blocks * dtype.itemsize if exchange == "pipeline" else maps + dtype.itemsize  # a tag per message
+    why += f"{walk}: {why_walk}", *why_segments
+    return SplitPlan(walk, exchange, blocks, segments, not segment, shapes, sent, tuple(why))
+
+
+def map_shapes(mechanism: str, sizes: dict[str, int], columns: bool) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors of a segment's map, M and then X; `columns`: there are gates on values."""
+    sizes = {"HV": sizes["H"], "1": 1} | sizes
+    every = [MAPS[mechanism], *["B HV 1 V"] * columns, "B HV K V"]
+    return tuple(tuple(sizes[axis] for axis in axes.split()) for axes in every)
+
+
+def cut(
+    lengths: Sequence[int], state: tuple[int, ...], segment: int | None, packed: bool, multiprocessors: int
+) -> tuple[tuple[int, ...], list[str]]:
+    """The number of segments on each rank, and why; `state` is the shape of all heads' states."""
     if segment:
-        segments = tuple(max(1, -(-n // segment)) for n in lengths)
-    else:
-        segments = tuple(1 if packed else side_by_side(n, N * H * -(-V // 128), multiprocessors) for n in lengths)
-    ranks, state = len(lengths), itemsize * math.prod(shapes[-1])
-    maps = (max(segments) if segment else 1) * itemsize * sum(map(math.prod, shapes))
+        why = f"segments of {segment} tokens were asked for: every number of ranks gives the same bits"
+        return tuple(max(1, -(-n // segment)) for n in lengths), [why]
+    B, H, _, V = state
+    segments = tuple(1 if packed else side_by_side(n, B * H * -(-V // 128), multiprocessors) for n in lengths)
+    most = max(segments)
+    why = f"{most} segments a rank, side by side: one does not fill {multiprocessors} multiprocessors"
+    return segments, [why] if most > 1 else []
+
+
+def choose_exchange(
+    link: Wire, ranks: int, maps: int, state: int, heads: int, asked: str | None
+) -> tuple[str, int, list[str]]:
+    """The exchange, the number of blocks of heads that a pipeline sends, and why; `maps` and `state` are bytes."""
     ideal = math.sqrt(max(0, ranks - 2) * state / (link.bandwidth * link.message))
-    blocks = min(H, max(1, round(ideal)))
+    blocks = min(heads, max(1, round(ideal)))
     gather, pipe = gather_seconds(link, ranks, maps), pipeline_seconds(link, ranks, state, blocks)
-    why = [
+    times = (
         f"{ranks} ranks, by the model of the link: all-gather of maps of {maps:,} bytes in {1e6 * gather:.0f} µs, "
         f"pipeline of {state:,} bytes of states, in {blocks} blocks of heads, in {1e6 * pipe:.0f} µs"
-    ]
-    if exchange:
-        why.append(f"{exchange}: it was asked for")
-    else:
-        exchange = "pipeline" if pipe < WORTH * gather else "all-gather"
-        why.append(f"{exchange}: in a pipeline each rank waits for the one before it, so it must save a quarter")
-    walk, because = choose_walk(mechanism, dtype, on_gpu=multiprocessors > 0)
-    why.append(f"{walk}: {because}")
-    if segment:
-        why.append(f"segments of {segment} tokens were asked for: every number of ranks gives the same bits")
-    elif max(segments) > 1:
-        why.append(
-            f"{max(segments)} segments a rank, side by side: one does not fill {multiprocessors} multiprocessors"
-        )
-    numbers = blocks + state // itemsize if exchange == "pipeline" else 1 + maps // itemsize  # including the tags
-    return Plan(walk, exchange, blocks, segments, not segment, shapes, numbers * itemsize, tuple(why))
+    )
+    if asked:
+        return asked, blocks, [times, f"{asked}: it was asked for"]
+    exchange = "pipeline" if pipe < WORTH * gather else "all-gather"
+    why = f"{exchange}: in a pipeline each rank waits for the one before it, so it must save a quarter"
+    return exchange, blocks, [times, why]
 
 
 def choose_walk(mechanism: str, dtype: torch.dtype, on_gpu: bool) -> tuple[str, str]:
@@ -115,11 +139,32 @@ def choose_walk(mechanism: str, dtype: torch.dtype, on_gpu: bool) -> tuple[str, 
     return "triton", "a GPU"
 
 
-def map_shapes(mechanism: str, N: int, H: int, K: int, V: int, columns: bool) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the tensors of a segment's map, M and then X; `columns`: there are gates on values."""
-    rows = {"linear_attention": 1, "simple_gla": 1, "gla": K}.get(mechanism)
-    M = ((N, H, K, K),) if rows is None else ((N, H, rows, 1), (N, H, 1, V))[: 1 + columns]
-    return *M, (N, H, K, V)
+def check_lengths(
+    lengths: Sequence[int] | None, ranks: int, rank: int, T: int, name: str, least: int = 0, why: str = ""
+) -> tuple[int, ...]:
+    """The number of tokens of each rank, whose tensor `name` has T of them here.
+
+    Args:
+        lengths: as in :func:`gla`; None if all ranks have T tokens.
+        ranks: how many ranks there are.
+        rank: this one.
+        T: tokens of this rank.
+        name: the tensor that has them.
+        least: the fewest tokens that a rank may have.
+        why: the reason for `least`, for the message.
+
+    Raises:
+        TypeError, ValueError: the lengths do not fit.
+    """
+    if not isinstance(lengths, Sequence | None):
+        raise TypeError(f"lengths: expected a sequence of token counts or None, got {type(lengths).__name__}")
+    found = (T,) * ranks if lengths is None else tuple(lengths)
+    if len(found) != ranks or not all(isinstance(n, int) and n >= least for n in found) or sum(found) == 0:
+        limit = f" of at least {least}{why}" if least else ""
+        raise ValueError(f"lengths: expected {ranks} token counts{limit}, one per rank, got {list(found)}")
+    if found[rank] != T:
+        raise ValueError(f"lengths: expected {T} for rank {rank}, the length of {name}, got {found[rank]}")
+    return found
 
 
 def side_by_side(tokens: int, programs: int, multiprocessors: int) -> int:

@@ -67,7 +67,7 @@ def solve(q, k, g, beta, P, Y, decay, T, HV, G, C: tl.constexpr, BK: tl.constexp
     E = tl.exp2(tl.where(i >= j, between, float("-inf")))  # 0 above the diagonal
     b_P = tl.dot(b_q, b_k.T, input_precision="ieee") * E  # (1)
     A = tl.where(i > j, tl.dot(b_k, b_k.T, input_precision="ieee") * E, 0.0) * b_beta[:, None]  # (1)
-    b_Y = inverse(A) * b_beta[None, :]  # (2), and beta of (3)
+    b_Y = inverse(A) * b_beta[None, :]  # (2), and beta of (3): stored as Y
 
     # store
     chunk = ((i_b * HV + i_h) * tl.num_programs(0) + i_n).to(tl.int64)

@@ -57,7 +57,6 @@ from .delta_chunk import (
     VARIABLE,
     allocate_scratch,
     barrier,
-    box,
     inverse,
     load_state,
     load_tokens,
@@ -70,37 +69,21 @@ from .delta_chunk import (
     summed,
     write,
 )
-from .gla_forward import keep_rows, operand, which_segment
 from .gluon_names import named
+from .tiles import box, keep_rows, operand, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
 C = gl.constexpr(64)  # tokens of a chunk
-ROWS = gl.constexpr(3)  # a chunk's rows of C numbers in `decays`: e^b; e^(b_C - b); the divisors of float16's T and P
+# rows of C numbers in a chunk's `decays`: e^b; e^(b_C - b); the divisors of float16's T and P
+SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))
+ROWS = gl.constexpr(3)
 
 
 @gluon.jit(do_not_specialize=VARIABLE)
 def solve(
-    q,
-    k,
-    g,
-    beta,
-    s_gb,
-    s_gt,
-    s_gh,
-    s_bb,
-    s_bt,
-    s_bh,
-    d_T,
-    d_P,
-    decays,
-    cu,
-    N,
-    T,
-    HV,
-    G,
-    K: gl.constexpr,
-    W: gl.constexpr,
+    q, k, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_T, d_P, decays, cu, N, T, HV, G,
+    K: gl.constexpr, W: gl.constexpr,
 ):
     """(1) of a chunk of a value head, and its `decays` [slots, HV, ROWS, C]. q, k, d_T and d_P are boxes."""
     PACKED: gl.constexpr = cu is not None
@@ -139,8 +122,8 @@ def solve(
         t_sums.index(0).store(coarse)
         t_sums.index(1).store(fine)
         since, until = since_until(coarse, fine, C, line)
-        gl.store(p + gl.arange(0, C, layout=line), since)
-        gl.store(p + C + gl.arange(0, C, layout=line), until)
+        gl.store(p + SINCE * C + gl.arange(0, C, layout=line), since)
+        gl.store(p + UNTIL * C + gl.arange(0, C, layout=line), until)
     else:
         t_sums: gl.constexpr = None
     b_q, b_k = t_q.reshape([C, K]), t_k.reshape([C, K])
@@ -164,8 +147,8 @@ def solve(
     copy_out(d_T, [pid, 0, 0, 0], t_T)
     if k.dtype == gl.float16:
         ones = gl.full([1], 1.0, gl.float32, one)
-        gl.store(p + 2 * C + gl.arange(0, 1, layout=one), ones * of_T)
-        gl.store(p + 2 * C + 1 + gl.arange(0, 1, layout=one), ones * of_P)
+        gl.store(p + DIVISORS * C + gl.arange(0, 1, layout=one), ones * of_T)
+        gl.store(p + DIVISORS * C + 1 + gl.arange(0, 1, layout=one), ones * of_P)
     tma.store_wait(0)
     mbarrier.invalidate(ready)
 
@@ -225,30 +208,20 @@ def load_decays(decays, i_c, layout: gl.constexpr):
     """(e^b, e^(b_C - b)) of a chunk's rows, and e^(b_C)."""
     o_c = gl.arange(0, C, layout=gl.SliceLayout(1, layout))
     p = decays + i_c.to(gl.int64) * ROWS * C
-    return gl.load(p + o_c), gl.load(p + C + o_c), gl.load(p + (C - 1))
+    return gl.load(p + SINCE * C + o_c), gl.load(p + UNTIL * C + o_c), gl.load(p + SINCE * C + (C - 1))
 
 
 @gluon.jit
 def load_factors(decays, i_c):
     """The divisors of a chunk's T and P in float16."""
-    p = decays + i_c.to(gl.int64) * ROWS * C + 2 * C
+    p = decays + i_c.to(gl.int64) * ROWS * C + DIVISORS * C
     return gl.load(p), gl.load(p + 1)
 
 
 @gluon.jit
 def walker(
-    outputs,
-    decays,
-    tiles,
-    bars,
-    t_S,
-    t_u,
-    which,
-    V: gl.constexpr,
-    W: gl.constexpr,
-    STAGES: gl.constexpr,
-    GATED: gl.constexpr,
-    PACKED: gl.constexpr,
+    outputs, decays, tiles, bars, t_S, t_u, which,
+    V: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
 ):
     """(2) and (3) for columns o_v on, from S_in to S_out."""
     o, d_o, S_in, S_out = outputs
@@ -308,29 +281,8 @@ def walker(
 
 @gluon.jit(do_not_specialize=VARIABLE)
 def walk(
-    q,
-    k,
-    v,
-    d_T,
-    d_P,
-    decays,
-    d_o,
-    o,
-    S_in,
-    S_out,
-    cu,
-    N,
-    T,
-    L,
-    HV,
-    G,
-    scale,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    W: gl.constexpr,
-    BV: gl.constexpr,
-    STAGES: gl.constexpr,
-    GATED: gl.constexpr,
+    q, k, v, d_T, d_P, decays, d_o, o, S_in, S_out, cu, N, T, L, HV, G, scale,
+    K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """BV columns of a segment of a value head, chunk by chunk, from the state in S_in (or zeros) to S_out.
@@ -459,58 +411,18 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path=None) 
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
     d_q, d_k, d_v, d_o = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV), (o, BV)))
     draft.launch(
-        solve,
-        n,
-        d_q,
-        d_k,
-        g,
-        beta,
-        *strides(g),
-        *strides(beta),
-        d_T,
-        d_P,
-        decays,
-        call.cu,
-        N,
-        T,
-        H,
-        call.G,
-        K=K,
-        W=4,
-        num_warps=4,
-        maxnreg=how.of_solve,
+        solve, n,
+        d_q, d_k, g, beta, *strides(g), *strides(beta), d_T, d_P, decays, call.cu, N, T, H, call.G,
+        K=K, W=4, num_warps=4, maxnreg=how.of_solve,
     )
 
     def launch_walk(L: int, W: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None) -> None:
         """`walk` over segments of L tokens, whose states have W columns; without o, their maps."""
         draft.launch(
-            walk,
-            (V if o else W) // BV * H * slots(call.B, T, call.cu, L),
-            d_q if o else None,
-            d_k,
-            d_v,
-            d_T,
-            d_P if o else None,
-            decays,
-            d_o if o else None,
-            o,
-            S_in,
-            S_out,
-            call.cu,
-            N,
-            T,
-            L,
-            H,
-            call.G,
-            call.scale,
-            K=K,
-            V=V,
-            W=W,
-            BV=BV,
-            STAGES=how.stages,
-            GATED=g is not None,
-            REGISTERS=24,
-            num_warps=4,
+            walk, (V if o else W) // BV * H * slots(call.B, T, call.cu, L),
+            d_q if o else None, d_k, d_v, d_T, d_P if o else None, decays, d_o if o else None, o, S_in, S_out, call.cu,
+            N, T, L, H, call.G, call.scale,
+            K=K, V=V, W=W, BV=BV, STAGES=how.stages, GATED=g is not None, REGISTERS=24, num_warps=4,
             maxnreg=how.registers,
         )
 

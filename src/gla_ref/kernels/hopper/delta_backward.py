@@ -75,7 +75,6 @@ from .delta_chunk import (
     VARIABLE,
     allocate_scratch,
     barrier,
-    box,
     inverse,
     load_state,
     load_tokens,
@@ -90,8 +89,8 @@ from .delta_chunk import (
 )
 from .gla_backward import _add as add
 from .gla_backward import _behind as behind
-from .gla_forward import keep_rows, operand, which_segment
 from .gluon_names import named
+from .tiles import box, keep_rows, operand, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 

@@ -6,10 +6,10 @@ With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b
     v' = v - e^b (k S)                         w = T v'                                          (2)
     o = scale * (e^b (q S) + P w)              S <- e^(b_C) S + k^T (e^(b_C - b) w)              (3)
 
-portable/delta_forward.py has the same algebra with beta in v'. (1) needs no state: `pairs` and `inverse` make it, for
-four warps. (2) and (3) are a chain from state to state: `read` and `write`, for four warps and up to 64 columns of V,
-since columns of the state never meet. delta_fused.py makes (1) beside the chain, delta_ahead.py before it, of all
-chunks.
+portable/delta_forward.py has the same algebra with A = -N, Y = (I + A)^-1 and beta in v'. (1) needs no state: `pairs`
+and `inverse` make it, for four warps. (2) and (3) are a chain from state to state: `read` and `write`, for four warps
+and up to 64 columns of V, since columns of the state never meet. delta_fused.py makes (1) beside the chain,
+delta_ahead.py before it, of all chunks.
 
 *The inverse.* `inverse` eliminates the blocks of 16 on the diagonal of I - N in float32, a thread per column. Call the
 results D_j. Columns of blocks follow from the last to the first, Y_j = (E_j + sum_(m > j) Y_m N_mj) D_j, with E_j of
@@ -28,7 +28,6 @@ float16 (`operand`), and their products are multiplied by them.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -44,10 +43,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ... import _contract as contract
 from ..launch.hardware import Hardware
-from ..launch.plan import Box, Draft, Spec, boxed
+from ..launch.plan import Draft, Spec
 from ..portable.segments import sequences
-from .gla_forward import LOG2E, operand, store_box, store_rows
 from .gluon_names import named
+from .tiles import LOG2E, operand, store_box, store_rows
 
 barrier, reinterpret = named("barrier"), named("reinterpret")
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
@@ -338,16 +337,6 @@ def store_o(o, d_o, low, t_u, i_b, i_h, o_t, end, o_v, HV, V, layout: gl.constex
 
 
 # The plan.
-
-
-@functools.cache
-def swizzled(width: int) -> gl.NVMMASharedLayout:
-    """The layout in which WGMMA reads a tile of `width` columns of 16 bits."""
-    return gl.NVMMASharedLayout(min(128, 2 * width), 16, 4)
-
-
-def box(x: Spec, rows: int, width: int) -> Box:
-    return boxed(x, rows, width)._replace(layout=swizzled(width))
 
 
 def strides(x: Spec | None) -> tuple[int, ...]:

@@ -57,7 +57,6 @@ from . import delta_chunk
 from .delta_chunk import (
     VARIABLE,
     allocate_scratch,
-    box,
     inverse,
     load_state,
     load_tokens,
@@ -71,8 +70,8 @@ from .delta_chunk import (
     which_sequence,
     write,
 )
-from .gla_forward import keep_rows, operand
 from .gluon_names import named
+from .tiles import box, keep_rows, operand
 
 copy_in = named("copy_in")
 
@@ -117,10 +116,9 @@ def loader(q, k, v, tiles, bars, i_b, i_h, i_k, begin, n):
 
 
 @gluon.jit
-def solver(g, beta, strides, tiles, bars, own, cu, i_b, i_h, begin, end, n):
+def solver(g, beta, s_g, s_beta, tiles, bars, own, cu, i_b, i_h, begin, end, n):
     """(1) and the decays of each chunk."""
     t_sums, t_beta, scratch = own
-    s_g, s_beta = strides
     PACKED: gl.constexpr = cu is not None
     K: gl.constexpr = tiles.q.shape[4]
     n_v: gl.constexpr = tiles.v.shape[0] // PLACES
@@ -230,30 +228,8 @@ def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
 
 @gluon.jit(do_not_specialize=VARIABLE)
 def fused(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    s_gb,
-    s_gt,
-    s_gh,
-    s_bb,
-    s_bt,
-    s_bh,
-    d_o,
-    o,
-    S_in,
-    S_out,
-    cu,
-    T,
-    HV,
-    G,
-    scale,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    R_WALKER: gl.constexpr,
-    R_SOLVER: gl.constexpr,
+    q, k, v, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_o, o, S_in, S_out, cu, T, HV, G, scale,
+    K: gl.constexpr, V: gl.constexpr, R_WALKER: gl.constexpr, R_SOLVER: gl.constexpr,
 ):
     """A value head of a sequence, chunk by chunk, from its state in S_in (or zeros) to S_out.
 
@@ -301,7 +277,8 @@ def fused(
     own = (t_sums, t_beta, allocate_scratch())
     outputs, which = (o, d_o, S_in, S_out), (i_n, i_b, i_h, begin, end, n, HV, scale)
     of_loader = (q, k, v, tiles, bars, i_b, i_h, i_h // G, begin, n)
-    of_solver = (g, beta, ((s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)), tiles, bars, own, cu, i_b, i_h, begin, end, n)
+    s_g, s_beta = (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)
+    of_solver = (g, beta, s_g, s_beta, tiles, bars, own, cu, i_b, i_h, begin, end, n)
     if WALKERS == 2:
         gl.warp_specialize(
             [
@@ -351,29 +328,9 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
     draft.because("the whole chunk in one program, a program a value head: the fused Hopper kernel, in Gluon")
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.N, call.H, K, V)
     draft.launch(
-        fused,
-        call.H * call.N,
-        box(q, C.value, K),
-        box(k, C.value, K),
-        box(v, C.value, BV.value),
-        g,
-        beta,
-        *strides(g),
-        *strides(beta),
-        box(o, C.value, BV.value),
-        o,
-        call.S_in,
-        S_T,
-        call.cu,
-        call.T,
-        call.H,
-        call.G,
-        call.scale,
-        K=K,
-        V=V,
-        R_WALKER=roles.of_walker,
-        R_SOLVER=roles.of_solver,
-        num_warps=4,
-        maxnreg=roles.registers,
+        fused, call.H * call.N,
+        box(q, C.value, K), box(k, C.value, K), box(v, C.value, BV.value), g, beta, *strides(g), *strides(beta),
+        box(o, C.value, BV.value), o, call.S_in, S_T, call.cu, call.T, call.H, call.G, call.scale,
+        K=K, V=V, R_WALKER=roles.of_walker, R_SOLVER=roles.of_solver, num_warps=4, maxnreg=roles.registers,
     )
     return draft.plan("hopper_fused", o, S_T)

@@ -62,7 +62,6 @@ from . import delta_chunk, refusal_of_gpu, refusal_of_tokens
 from .delta_chunk import (
     VARIABLE,
     allocate_scratch,
-    box,
     decays,
     inverse,
     load_state,
@@ -77,6 +76,7 @@ from .delta_chunk import (
     write,
 )
 from .gluon_names import named
+from .tiles import box
 
 copy_in = named("copy_in")
 
@@ -223,27 +223,8 @@ def group(tokens, outputs, tiles, bars, own, which, D: gl.constexpr):
 
 @gluon.jit(do_not_specialize=VARIABLE)
 def in_turn(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    s_gb,
-    s_gt,
-    s_gh,
-    s_bb,
-    s_bt,
-    s_bh,
-    d_o,
-    o,
-    S_in,
-    S_out,
-    T,
-    HV,
-    G,
-    scale,
-    K: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    q, k, v, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_o, o, S_in, S_out, T, HV, G, scale,
+    K: gl.constexpr, REGISTERS: gl.constexpr,
 ):
     """A value head of a sequence, chunk by chunk, from its state in S_in (or zeros) to S_out.
 
@@ -353,13 +334,7 @@ forward = Planned(plan_forward, ("q", "k", "v", "g", "beta", "initial_state"), (
 
 
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule by two groups in turn, forward only, on a Hopper GPU.

@@ -94,9 +94,10 @@ from ..portable.gla_forward import (
 )
 from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
-from .gla_forward import LOG2E, Roles, box, call_of, keep_rows, launch_walk, scaled, store_box, store_rows
-from .gla_forward import which_segment as which_segment_of_warps
+from .gla_forward import Roles, call_of, launch_walk
 from .gluon_names import named
+from .tiles import LOG2E, box, keep_rows, scaled, store_box, store_rows
+from .tiles import which_segment as which_segment_of_warps
 
 barrier, reinterpret = named("barrier"), named("reinterpret")
 copy_in, copy_out = named("copy_in"), named("copy_out")

@@ -1,1 +1,6 @@
-"""How a call becomes launches, whatever the mechanism: checks, plan, program, autograd (chapter 14)."""
+"""The way from a call to its launches, for all mechanisms: checks, plan, program, autograd (chapter 14).
+
+To launch a kernel you need plan.py alone: a plan function makes a `Draft`, calls `Draft.launch` and returns the plan. A
+mechanism's file hands that function to `Planned` (program.py) and `with_state` (operator.py), as kernels/gla.py does
+above its `gla`; nothing of what these do depends on the kernel.
+"""

@@ -42,7 +42,7 @@ class Spec(NamedTuple):
         return self.strides == strides_of(self.shape)
 
     def transposed(self, a: int, b: int) -> Spec:
-        """The same memory, seen with two axes exchanged."""
+        """This tensor with two axes exchanged, in the same memory."""
         shape, strides = list(self.shape), list(self.strides)
         shape[a], shape[b] = shape[b], shape[a]
         strides[a], strides[b] = strides[b], strides[a]

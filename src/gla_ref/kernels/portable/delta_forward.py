@@ -6,7 +6,8 @@ With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b
     w = Y (beta (v - e^b (k S)))                                                                     (2)
     o = scale * (e^b (q S) + P w)               S <- e^(b_C) S + k^T (e^(b_C - b) w)                 (3)
 
-Row i of w is the write of token i, corrected for the writes of earlier tokens of the chunk. References:
+Row i of w is the write of token i, corrected for the writes of earlier tokens of the chunk. beta stays outside of Y
+here; the page pages/gated_delta_rule.py stores Y beta as its Y, and hopper/ calls that product T, and -A N. References:
 :mod:`gla_ref.delta_rule`, :mod:`gla_ref.gated_delta_rule`; Yang et al. 2024b (DeltaNet), section 3; Yang et al. 2025
 (Gated DeltaNet), section 3.3. Value head h reads key head h // G, G value heads to a key head.
 
@@ -65,6 +66,7 @@ WALK = {
     ("turing", 32): {64: (32, 8, 1), 128: (16, 8, 1)},
 }
 # rows of `factors`: write strength; decay since the chunk began and until it ends; the gates' sums in two parts
+BETA, SINCE, UNTIL, COARSE, FINE = map(tl.constexpr, range(5))
 ROWS = 5
 # strides of gates and strengths [B, T, H] change with T, even modulo 16
 VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
@@ -163,8 +165,14 @@ def square(x, i_t, i_h, H, C: tl.constexpr):
 
 @triton.jit
 def factor(factors, i_t, i_h, H, C: tl.constexpr, ROWS: tl.constexpr):
-    """Pointers to the first row of a chunk's factors; the next row begins C numbers later."""
+    """Pointers to the first row of a chunk's factors; row r begins r C numbers later."""
     return factors + (i_t * H + i_h).to(tl.int64) * ROWS * C + tl.arange(0, C)
+
+
+@triton.jit
+def load_whole_decay(factors, i_t, i_h, H, C: tl.constexpr, ROWS: tl.constexpr):
+    """e^(b_C) of a chunk, the last number of SINCE: rows beyond a sequence's end add no gate."""
+    return tl.load(factors + ((i_t * H + i_h).to(tl.int64) * ROWS + SINCE) * C + C - 1)
 
 
 @triton.jit(do_not_specialize=VARIABLE)
@@ -203,14 +211,14 @@ def solve(
         b_E = tl.exp2(tl.where(i >= j, between(b_coarse, b_fine), float("-inf")))  # [C, C]
         b_P *= b_E
         b_A *= b_E
-        tl.store(p_f + C, tl.exp2(b_coarse + b_fine))
-        tl.store(p_f + 2 * C, tl.exp2((coarse - b_coarse) + (fine - b_fine)))
-        tl.store(p_f + 3 * C, b_coarse)
-        tl.store(p_f + 4 * C, b_fine)
+        tl.store(p_f + SINCE * C, tl.exp2(b_coarse + b_fine))
+        tl.store(p_f + UNTIL * C, tl.exp2((coarse - b_coarse) + (fine - b_fine)))
+        tl.store(p_f + COARSE * C, b_coarse)
+        tl.store(p_f + FINE * C, b_fine)
     b_Y = inverse(tl.where(i > j, b_A * b_beta[:, None], 0.0))
 
     # store
-    tl.store(p_f, b_beta)
+    tl.store(p_f + BETA * C, b_beta)
     tl.store(square(P, i_s, i_h, H, C), tl.where(i >= j, b_P, 0.0).to(P.dtype.element_ty))
     tl.store(square(Y, i_s, i_h, H, C), b_Y.to(Y.dtype.element_ty))
 
@@ -267,16 +275,15 @@ def walk(
         b_v = load_tile(v, s_v, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)  # [C, BV], of M zeros: it lies beyond V
         b_Y = tl.load(square(Y, i_t, i_h, H, C))  # [C, C]
         p_f = factor(factors, i_t, i_h, H, C, ROWS)
-        b_beta = tl.load(p_f)  # [C]
+        b_beta = tl.load(p_f + BETA * C)  # [C]
 
         # compute: (2)
         b_low, of_S = operand(b_S, b_k.dtype)
         b_x = tl.dot(b_k, b_low, input_precision="ieee") * of_S  # [C, BV]
         if GATED:
-            b_since = tl.load(p_f + C)  # [C]
-            b_until = tl.load(p_f + 2 * C)  # [C]
-            # e^(b_C), from the last row: rows beyond a sequence's end add no gate
-            through = tl.load(factors + ((i_t * H + i_h).to(tl.int64) * ROWS + 2) * C - 1)
+            b_since = tl.load(p_f + SINCE * C)  # [C]
+            b_until = tl.load(p_f + UNTIL * C)  # [C]
+            through = load_whole_decay(factors, i_t, i_h, H, C, ROWS)
             b_x *= b_since[:, None]
         b_w = times(b_Y, (b_v.to(tl.float32) - b_x) * b_beta[:, None], b_k.dtype)  # [C, BV]
         if states is not None:

@@ -36,7 +36,23 @@ from torch import Tensor
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv
-from .delta_forward import DeltaCall, carry_states, columns, factor, solve_all, square, state_strides, times, walks
+from .delta_forward import (
+    BETA,
+    COARSE,
+    FINE,
+    SINCE,
+    UNTIL,
+    DeltaCall,
+    carry_states,
+    columns,
+    factor,
+    load_whole_decay,
+    solve_all,
+    square,
+    state_strides,
+    times,
+    walks,
+)
 from .scalar_gates import between
 from .segments import which_segment
 from .tiles import VARYING, load_tile, operand, patterns, product, store_tile, which_tile
@@ -91,15 +107,15 @@ def walk_back(
         b_P = tl.load(square(P, i_t, i_h, H, C))  # [C, C]
         b_Y = tl.load(square(Y, i_t, i_h, H, C))  # [C, C]
         p_f = factor(factors, i_t, i_h, H, C, ROWS)
-        b_beta = tl.load(p_f)  # [C]
+        b_beta = tl.load(p_f + BETA * C)  # [C]
 
         # compute: (1)
         b_low, of_R = operand(b_R, b_k.dtype)
         b_d = tl.dot(b_k, b_low, input_precision="ieee") * of_R  # [C, BV]
         if GATED:
-            b_since = tl.load(p_f + C)  # [C]
-            b_until = tl.load(p_f + 2 * C)  # [C]
-            through = tl.load(factors + ((i_t * H + i_h).to(tl.int64) * ROWS + 2) * C - 1)  # e^(b_C)
+            b_since = tl.load(p_f + SINCE * C)  # [C]
+            b_until = tl.load(p_f + UNTIL * C)  # [C]
+            through = load_whole_decay(factors, i_t, i_h, H, C, ROWS)
             b_d *= b_until[:, None]
         b_d += times(tl.trans(b_P), b_do, b_k.dtype)
         b_r = times(tl.trans(b_Y), b_d, b_k.dtype)  # [C, BV]
@@ -144,7 +160,7 @@ def gradients(
     o_r = o_t + o_c
     dtype: tl.constexpr = q.dtype.element_ty
     p_f = factor(factors, i_s, i_h, H, C, ROWS)
-    b_beta = tl.load(p_f)  # [C]
+    b_beta = tl.load(p_f + BETA * C)  # [C]
 
     # compute: (3) and dv, over V
     b_F, b_G = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
@@ -167,8 +183,8 @@ def gradients(
         b_P = tl.dot(b_q, b_k.T, b_P, input_precision="ieee")
         b_A = tl.dot(b_k, b_k.T, b_A, input_precision="ieee")
     if g is not None:
-        b_since, b_until = tl.load(p_f + C), tl.load(p_f + 2 * C)  # [C]
-        b_D = between(tl.load(p_f + 3 * C), tl.load(p_f + 4 * C))
+        b_since, b_until = tl.load(p_f + SINCE * C), tl.load(p_f + UNTIL * C)  # [C]
+        b_D = between(tl.load(p_f + COARSE * C), tl.load(p_f + FINE * C))
         b_E = tl.exp2(tl.where(i >= j, b_D, float("-inf")))  # [C, C], masked before it could overflow
         b_F *= b_E
         b_G *= b_E
@@ -223,7 +239,7 @@ def gradients(
         b_g = tl.load(p_g, mask=o_r < stop, other=0.0)  # [C]
         b_dg = tl.sum(tl.where(i >= j, b_row[:, None], 0.0), 0) - tl.sum(tl.where(i >= j, b_column[:, None], 0.0), 0)
         b_dg += tl.sum(tl.where(i >= j, 0.0, b_write[:, None]), 0)
-        b_dg += kept * tl.load(factors + ((i_s * H + i_h).to(tl.int64) * ROWS + 2) * C - 1)
+        b_dg += kept * load_whole_decay(factors, i_s, i_h, H, C, ROWS)
         b_dg = tl.where(b_g == float("-inf"), 0.0, b_dg * scale)
         tl.store(dg + o_d, b_dg.to(dg.dtype.element_ty), mask=o_r < stop)
 

@@ -1,0 +1,111 @@
+"""Tiles of a head on Hopper: how kernels in Gluon find, clear, round and send them (chapter 22).
+
+portable/tiles.py and portable/segments.py have the same for kernels in Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ..launch.plan import Box, Spec, boxed
+from .gluon_names import named
+
+copy_out = named("copy_out")
+
+LOG2E = gl.constexpr(1.4426950408889634)
+BOUNDARIES = gl.constexpr(256)  # read at a time, in packed sequences
+
+
+@gluon.jit
+def which_segment(cu, i_s, N, T, L, W: gl.constexpr):
+    """(sequence, batch row, the sequence's start and stop, the segment's start) of slot i_s (portable/segments.py)."""
+    # i_s * 0: a zero of i_s's type, since both branches must return the same types
+    if cu is None:
+        n_s = gl.cdiv(T, L)
+        return i_s // n_s, i_s // n_s, i_s * 0, i_s * 0 + T, i_s % n_s * L
+    else:
+        of_vector: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+        i_n = i_s * 0 - 1
+        for o in range(0, N, BOUNDARIES):
+            o_n = o + gl.arange(0, BOUNDARIES, layout=of_vector)
+            b_cu = gl.load(cu + o_n, mask=o_n < N, other=0).to(gl.int32)
+            i_n += gl.sum(((b_cu // L + o_n <= i_s) & (o_n < N)).to(gl.int32), 0)
+        start, stop = gl.load(cu + i_n).to(gl.int32), gl.load(cu + i_n + 1).to(gl.int32)
+        return i_n, i_s * 0, start, stop, start + (i_s - start // L - i_n) * L
+
+
+@gluon.jit
+def keep_rows(tile, remaining, layout: gl.constexpr):
+    """Zeros from row `remaining` on, in place: those rows are another sequence's."""
+    x = tile.load(layout)
+    rows = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+    tile.store(gl.where((rows < remaining)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def scaled(tile, factors, layout: gl.constexpr):
+    """A tile times factors, in place."""
+    tile.store((tile.load(layout).to(gl.float32) * factors).to(tile.dtype))
+
+
+@gluon.jit
+def operand(x, dtype: gl.constexpr, LEAST: gl.constexpr = -40.0):
+    """x in a product's precision, and the factor that the product then lacks (portable/tiles.py).
+
+    float16 ends at 65504, so x is divided by the power of 2 that leaves it at most 2^15: 2^LEAST at least, so that sums
+    that are added to the product, divided too, stay finite.
+    """
+    if dtype == gl.float16:
+        most = gl.max(gl.max(gl.abs(x), 1), 0)
+        power = gl.maximum(gl.ceil(gl.log2(gl.maximum(most, 1e-30))) - 15.0, LEAST)
+        return (x * gl.exp2(-power)).to(dtype), gl.exp2(power)
+    else:
+        return x.to(dtype), 1.0
+
+
+@gluon.jit
+def store_box(x, tile, box, i_0, i_h, i_1, i_2):
+    """x by way of a tile to a box of [.., H, .., ..], by the copy engine; it leaves out what lies beyond the tensor."""
+    tma.store_wait(0)  # all earlier copies of this program have read their tiles
+    tile.reshape(x.shape).store(x)
+    fence_async_shared()
+    copy_out(box, [i_0, i_h, i_1, i_2], tile)
+
+
+@gluon.jit
+def store_rows(p_x, x, tile, box, i_h, o_t, end, o_v, H, V, layout: gl.constexpr):
+    """x to rows o_t ... of a packed sequence, up to row `end`: the rows from there on are the next sequence's.
+
+    By `store_box` if all rows are the sequence's own, else to the tensor that p_x points to.
+    """
+    C: gl.constexpr = x.shape[0]
+    BV: gl.constexpr = x.shape[1]
+    if end - o_t >= C:
+        store_box(x, tile, box, 0, i_h, o_t, o_v)
+    else:
+        rows = o_t + gl.arange(0, C, layout=gl.SliceLayout(1, layout))
+        columns = o_v + gl.arange(0, BV, layout=gl.SliceLayout(0, layout))
+        p = p_x + ((rows.to(gl.int64) * H + i_h) * V)[:, None] + columns[None, :]
+        gl.store(p, x, mask=(rows < end)[:, None] & (columns < V)[None, :])
+
+
+# The plan.
+
+
+@functools.cache
+def swizzled(bytes_: int, bits: int) -> gl.NVMMASharedLayout:
+    """The layout in which WGMMA reads a tile with rows of so many bytes, at most 128 side by side.
+
+    Made once, since a layout checks itself for longer than the rest of a plan takes.
+    """
+    return gl.NVMMASharedLayout(min(128, bytes_), bits, 4)
+
+
+def box(x: Spec, rows: int, width: int) -> Box:
+    """The box of a tile of `rows` and `width` for the copy engine."""
+    size = x.dtype.itemsize
+    return boxed(x, rows, width)._replace(layout=swizzled(width * size, 8 * size))

@@ -1,0 +1,32 @@
+"""Calls of the delta rules' kernels: their inputs, and the budgets of emulated runs."""
+
+import torch
+from cases import F64, alike, inputs
+from harness import F32, budgets
+
+MILD = "logsigmoid/16"
+RULES = ("delta_rule", "gated_delta_rule")
+
+
+def problem(
+    mechanism, B, T, H, K, V, *, groups=2, kind=MILD, correlation=0.0, strength=None, dtype=F32, gates=None,
+    ends=None, scale=None, S=1.0, length=1.0, products=None, path=None, seed=0,
+):  # fmt: skip
+    """(inputs as given, {quantity: (exact, budget)}); `groups` value heads, 1 or 2, read one key head.
+
+    S multiplies the initial state, `length` is that of keys; `products` have operands of the tokens' dtype unless
+    given; on the segmented path three segments each have a map of the state.
+    """
+    (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H, K, V, kind=kind, seed=seed)
+    v, g, beta = (x[:, :, : H * groups] for x in (v, g, beta))
+    k = length * alike(k, correlation)
+    beta = beta if strength is None else torch.full_like(beta, strength)
+    rng, N = torch.Generator().manual_seed(seed), B if ends is None else len(ends) - 1
+    S, dS = (x * torch.randn(N, H * groups, K, V, generator=rng, dtype=F64) for x in (S, 1.0))
+    do = torch.randn(v.shape, generator=rng, dtype=F64)
+    g = g if mechanism == "gated_delta_rule" else None
+    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "do": do, "dS": dS}
+    given = {n: F32 if n in ("S", "dS") else dtype for n in x}
+    given["g"] = given["beta"] = gates or dtype
+    options = {"segments": 3} if path == "segmented" else None
+    return budgets(mechanism, x, given, products=products, options=options, scale=scale, ends=ends)

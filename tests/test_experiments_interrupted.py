@@ -1,0 +1,216 @@
+"""Experiments that are interrupted, killed or fail: the numbers are as if nothing had been, the other runs go on."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from experiment_runs import fixed, tiny
+
+from gla_ref.book import results
+from gla_ref.experiments import EXPERIMENTS, _driver, ablations, mqar, texts
+from gla_ref.experiments._driver import carry_out, do
+
+
+def numbers(record: dict) -> dict:
+    """What must be equal."""
+    return {name: record[name] for name in ("curve", "evaluations", "diverged")}
+
+
+class Killed(BaseException):
+    """As a signal would end the program, wherever it is."""
+
+
+@pytest.mark.parametrize(
+    "name, pattern",
+    [("length", "main/gla-conv/8-passing"), ("mqar", "main/gla/16/"), ("language", "main/tiny/gla-conv")],
+)
+def test_interrupted_and_resumed_is_as_if_never(name, pattern, place, tmp_path):
+    run = fixed(next(run for run in tiny(name) if run.name.startswith(pattern)))
+    whole = EXPERIMENTS[name].carry_out(run, replace(place, folder=tmp_path / "whole"))
+
+    def kill(done, total):
+        if done == 4:
+            raise Killed  # before the step's checkpoint: the last one is of step 3
+
+    saving = replace(place, save_every=0.0)
+    with pytest.raises(Killed):
+        EXPERIMENTS[name].carry_out(run, replace(saving, progress=kill))
+    torch.manual_seed(123)  # whatever happened since
+    steps = []
+    stopped = replace(saving, deadline=time.time(), progress=lambda done, total: steps.append(done))
+    assert EXPERIMENTS[name].carry_out(run, stopped) is None and steps == [4], "one step, then time is up"
+    resumed = EXPERIMENTS[name].carry_out(run, replace(place, progress=stopped.progress))
+    assert steps == list(range(4, run.training.steps + 1))
+    assert numbers(resumed) == numbers(whole)
+    other = replace(run, training=replace(run.training, clip=0.5))
+    with pytest.raises(ValueError, match="^settings: expected those of the checkpoint"):
+        EXPERIMENTS[name].carry_out(other, place)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", "a pickle", {"step": 1}])
+def test_a_checkpoint_that_cannot_be_read_is_named(content, place):
+    run = tiny("ablations")[0]
+    file = run.file(place.folder, ".pt")
+    file.parent.mkdir(parents=True)
+    if content == "a pickle":
+        torch.save({"step": Path("x")}, file)  # PyTorch would advise to load it with weights_only=False
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(
+        ValueError, match=r"^folder: expected a checkpoint .*rate-base-0.01.pt, got .*; remove it"
+    ) as found:
+        ablations.carry_out(run, place)
+    assert "weights_only" not in str(found.value)
+    assert found.value.__suppress_context__ or not found.value.__context__  # a traceback without PyTorch's advice
+
+
+def test_a_corpus_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "texts.pt").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"^texts: expected a corpus in \S+texts.pt, got"):
+        texts.load(tmp_path, "texts")
+    with pytest.raises(ValueError, match="^corpus: expected one of texts, speeches, got '../x'"):
+        texts.load(tmp_path, "../x")
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from gla_ref.experiments import ablations
+from gla_ref.experiments._driver import carry_out
+from gla_ref.experiments.runs import Place
+from dataclasses import replace
+
+if __name__ == "__main__":
+    runs = ablations.runs(replace(ablations.Settings.tiny(), steps=20, rate_steps=40), 1)
+    folder, jobs = Path(sys.argv[1]), int(sys.argv[3])
+    place = Place("cpu", folder, save_every=0.0, texts=Path(sys.argv[2]))
+    print(carry_out(runs, place, folder / "records.json", jobs))
+"""
+
+
+@pytest.mark.deep
+def test_killed_by_a_signal_and_called_again(tmp_path, corpora):
+    """A program is killed with a checkpoint and no record; called again, with two processes, it has all numbers."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def command(name, jobs):
+        return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / name), str(corpora), str(jobs)]
+
+    subprocess.run(command("whole", 1), check=True)
+    process = subprocess.Popen(command("killed", 1))
+    file = tmp_path / "killed" / "ablations" / "rate-base-0.01.pt"
+    while not file.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert file.exists() and not (tmp_path / "killed" / "records.json").exists()
+    subprocess.run(command("killed", 2), check=True)
+    whole, again = (
+        {r["name"]: numbers(r) for r in results.read(tmp_path / folder / "records.json", "ablations")}
+        for folder in ("whole", "killed")
+    )
+    assert whole == again and len(whole) == 4
+
+
+def when_saved(folder: Path, act) -> threading.Thread:
+    """Do something as soon as a folder has a checkpoint."""
+
+    def wait():
+        while not list(folder.rglob("*.pt")):
+            time.sleep(0.005)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.deep)])
+def test_an_interrupt_leaves_checkpoints_and_a_summary(jobs, place, tmp_path, capfd):
+    runs, file = tiny("ablations", rate_steps=400), tmp_path / "r.json"
+    before = signal.getsignal(signal.SIGINT)  # in a shell's background it is to ignore
+    interrupt = when_saved(place.folder, lambda: os.kill(os.getpid(), signal.SIGINT))
+    outcome = carry_out(runs, replace(place, save_every=0.2), file, jobs)
+    interrupt.join()
+    assert "interrupted: runs stop with a checkpoint" in capfd.readouterr().err
+    assert len(outcome.left) >= 3 and not outcome.failed and len(outcome.left) + len(outcome.done) == len(runs)
+    saved = torch.load(next(place.folder.rglob("*.pt")), weights_only=True)
+    assert 0 < saved["step"] < 400
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_killed_worker_is_its_runs_failure(place, tmp_path):
+    runs, file = tiny("ablations", rate_steps=12)[:2], tmp_path / "r.json"
+
+    def kill():
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+    when_saved(place.folder, kill)
+    outcome = carry_out(runs, replace(place, save_every=0.0), file, 2)
+    ((name, reason),) = outcome.failed.items()
+    assert "its process was killed" in str(reason) and len(outcome.done) == len(runs) - 1
+    assert carry_out(runs, place, file).failed == {}  # and goes on
+    assert len(results.read(file, "ablations")) == len(runs)
+
+
+def test_workers_of_a_gpu_leave_the_cores_to_one_another(place, monkeypatch):
+    threads, run = torch.get_num_threads(), tiny("mqar")[0]
+    monkeypatch.setattr(_driver, "do", lambda run, place, file: torch.get_num_threads())
+    try:
+        torch.set_num_threads(2)
+        assert _driver._do_in_worker(run, place, None) == 2
+        assert _driver._do_in_worker(run, replace(place, device="cuda:1"), None) == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_two_programs_share_runs(place, tmp_path, capfd):
+    """A run that another program carries out is left to it; one that it has finished since is not done again."""
+    from filelock import FileLock
+
+    runs, file = tiny("ablations")[:2], tmp_path / "r.json"
+    lock = runs[0].file(place.folder, ".lock")
+    lock.parent.mkdir(parents=True)
+    with FileLock(lock):
+        outcome = carry_out(runs, place, file)
+    assert outcome.left == [runs[0].name] and outcome.done == [runs[1].name]
+    assert f"{runs[0].name}: another process carries it out" in capfd.readouterr().err
+    record = carry_out(runs, place, file) and results.read(file, "ablations")[1]
+    assert do(runs[0], place, file) == record
+
+
+def test_one_failure_does_not_cost_the_rest(place, tmp_path, monkeypatch):
+    runs = tiny("ablations", steps=1, rate_steps=1)
+    carry = ablations.carry_out
+
+    def fail(run, place):
+        if run.about["change"] == "base":
+            raise RuntimeError("no memory")
+        return carry(run, place)
+
+    monkeypatch.setattr(ablations, "carry_out", fail)
+    outcome = carry_out(runs, place, tmp_path / "r.json")
+    assert outcome.done == ["rate/tau-1/0.01", "main/tau-1/seed0"]
+    assert {name: str(x) for name, x in outcome.failed.items()} == {
+        "rate/base/0.01": "no memory", "main/base/seed0": "no memory"
+    }  # fmt: skip
+
+
+def test_a_loss_that_is_no_number_ends_a_run(place):
+    run = tiny("mqar", mixers=("linear",))[0]  # on a CPU the references of the others refuse such gates by name
+    run = replace(run, training=replace(run.training, learning_rate=1e30, clip=1e30, steps=50))
+    found = mqar.carry_out(run, place)
+    assert found["diverged"] and found["curve"][-1][1] is None and len(found["curve"]) < 50
+    assert "NaN" not in json.dumps(found)

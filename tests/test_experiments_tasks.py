@@ -1,0 +1,196 @@
+"""The tasks of experiments: questions, baselines, the sizes of states, held-out tokens."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from experiment_runs import BOOK, leaves
+
+from gla_ref.experiments import EXPERIMENTS, language, length, mqar, recall, texts
+from gla_ref.experiments.questions import answer_logits, distinct, judged
+from gla_ref.experiments.runs import Place, dice
+from gla_ref.experiments.training import state_size
+from gla_ref.models import MIXERS, Config, LanguageModel
+
+
+def test_questions_of_mqar():
+    n, T, pairs, half = 50, 40, 5, 16
+    x = mqar.questions(n, T, pairs, 2 * half, dice("cpu", "a test"))
+    keys, values = x.tokens[:, : 2 * pairs : 2], x.tokens[:, 1 : 2 * pairs : 2]
+    assert ((keys > 0) & (keys < half)).all() and ((values >= half) & (values < 2 * half)).all()
+    for row in range(n):
+        told = dict(zip(keys[row].tolist(), values[row].tolist(), strict=True))
+        assert len(told) == len(set(told.values())) == pairs
+        asked = x.tokens[row, x.places[row]].tolist()
+        assert sorted(asked) == sorted(told) and [told[key] for key in asked] == x.answers[row].tolist()
+    assert x.places.min() >= 2 * pairs and x.places.max() < T and (x.places % 2 == 0).all()
+    assert all(len(set(row)) == pairs for row in x.places.tolist())
+    near = (x.places < (2 * pairs + T) // 2).float().mean()
+    assert near > 0.6, "a power law: early rather than late"
+
+
+def test_facts_of_recall():
+    s = replace(recall.Settings.tiny(), T=200, tokens=200)
+    x, distance = recall.texts(20, 3, s, dice("cpu", "a test"))
+    for row, tokens in enumerate(x.tokens.tolist()):
+        told, asked = (
+            {tuple(tokens[i + 1 : i + 3]): (i, tokens[i + 3 : i + 7]) for i, t in enumerate(tokens) if t == marker}
+            for marker in (recall.FACT, recall.ASK)
+        )
+        assert told.keys() == asked.keys() and len(told) == 3
+        assert min(i for i, _ in asked.values()) == s.T - 21 > max(i for i, _ in told.values()) + 6
+        for name, (i, sentence) in told.items():
+            j, again = asked[name]
+            assert sentence == again and sentence[0] == recall.IS
+            fact = x.places[row].tolist().index(j + 3) // 3
+            assert x.answers[row, 3 * fact : 3 * fact + 3].tolist() == sentence[1:]
+            assert x.places[row, 3 * fact : 3 * fact + 3].tolist() == [j + 3, j + 4, j + 5]
+            assert distance[row, fact] == j - i
+        assert max(tokens) < s.vocab_size
+
+
+def test_answers_are_those_of_the_whole_logits():
+    torch.manual_seed(0)
+    model = LanguageModel(Config(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2))
+    x = mqar.questions(5, 16, 2, 32, dice("cpu", "a test"))
+    with torch.no_grad():
+        whole = model(x.tokens)[0]
+        found = answer_logits(model, x.tokens, x.places)
+        said, nats = judged(model, x, 2)
+    for row in range(5):
+        torch.testing.assert_close(found[row], whole[row, x.places[row]])
+    assert torch.equal(said, found.argmax(-1) == x.answers)
+    torch.testing.assert_close(nats, -found.log_softmax(-1).gather(2, x.answers[..., None])[..., 0])
+
+
+def test_different_numbers_in_any_order():
+    x = distinct(4000, 5, 3, dice("cpu", "a test"))
+    assert all(len(set(row)) == 3 for row in x.tolist()) and x.min() == 0 and x.max() == 4
+    orders = torch.unique(x, dim=0, return_counts=True)[1]
+    assert len(orders) == 60 and orders.min() > 35 and orders.max() < 105  # of 66.7 each
+    assert sorted(distinct(1, 7, 7, dice("cpu", 0))[0].tolist()) == list(range(7))
+
+
+def test_keys_that_are_written_twice():
+    """The second value counts; half of the keys have one, and no place tells which."""
+    n, T, pairs = 200, 40, 4
+    x = mqar.questions(n, T, pairs, 32, dice("cpu", "a test"), overwritten=True)
+    first = []
+    for row, tokens in enumerate(x.tokens.tolist()):
+        written = list(zip(tokens[:12:2], tokens[1:12:2], strict=True))
+        assert len({v for _, v in written}) == 6 and [k for k, _ in written[:4]] != [k for k, _ in written[4:]]
+        told = dict(written)  # a later pair replaces an earlier one
+        again = {k for k, _ in written[4:]}
+        assert len(told) == 4 and len(again) == 2
+        asked = [tokens[i] for i in x.places[row].tolist()]
+        assert [told[key] for key in asked] == x.answers[row].tolist()
+        assert {key for key in asked[:2]} == again  # overwritten ones come first in `places`
+        first.append(written[0][0] in again)
+    assert 0.35 < sum(first) / n < 0.65
+
+
+@pytest.mark.parametrize("name", ["mqar", "recall"])
+def test_a_gpu_trains_on_the_texts_of_a_cpu(name):
+    """Nothing is drawn on the device: "meta" has no random numbers."""
+    module = EXPERIMENTS[name]
+    kind = {"mqar": mqar.Mqar, "recall": recall.Recall}[name]
+    x = kind(module.Settings.tiny(), 0, "meta").batch(0)
+    assert all(y.device.type == "meta" for y in x)
+
+
+def test_validation_test_and_training_are_other_texts():
+    s = mqar.Settings.tiny()
+    drawn = []
+
+    class Model(LanguageModel):
+        def __init__(self):
+            super().__init__(Config(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2))
+            self.model.register_forward_pre_hook(lambda _, args: drawn.append(args[0]))
+
+    for part in ("validation", "test"):
+        mqar.Mqar(s, 0, "cpu", part).evaluate(Model())
+    drawn.append(mqar.Mqar(s, 0, "cpu").batch(0).tokens)
+    ours = [x for x in drawn if x.shape[1] == 16]
+    assert len(ours) >= 3 and not any(torch.equal(x[:4], y[:4]) for x, y in zip(ours, ours[1:], strict=False))
+
+
+def test_scores_have_baselines():
+    s = replace(mqar.Settings.tiny(), lengths=((16, 2), (24, 4)))
+    assert mqar.Mqar(s, 0, "cpu").baselines() == {"loss": math.log(16), "chance": 1 / 16, "majority": 3 / 8}
+    twice = replace(s, lengths=((20, 4),), overwritten=True)
+    assert mqar.Mqar(twice, 0, "cpu").baselines()["majority"] == 1 / 6
+    found = recall.Recall(recall.Settings.tiny(), 0, "cpu").baselines()
+    assert found == {"loss": math.log(5), "chance": pytest.approx(0.008), "majority": pytest.approx(2 / 3)}
+
+
+def test_the_unigram_baseline_is_by_the_training_text():
+    found = language.unigram(torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2]), 3)
+    assert found == pytest.approx(-(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3)
+
+
+def test_language_and_length_have_baselines(place):
+    for task in (
+        language.Language(language.Settings.tiny(), 0, place),
+        length.Length(length.Settings.tiny(), 16, True, 5, 0, place),
+    ):
+        found = task.baselines()
+        assert 0 < found["loss"] < math.log(256) and 0 < found["bits a byte"] < found["chance"] <= 8
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@torch.no_grad()
+def test_a_state_has_as_many_numbers_as_it_is_said_to(mixer):
+    for conv in (False, True):
+        config = Config(
+            vocab_size=32, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixer, use_short_conv=conv
+        )
+        _, state = LanguageModel(config)(torch.zeros(1, 9, dtype=torch.int64))
+        assert state_size(config, 9) == sum(x.numel() for layer in state for x in leaves(layer))
+
+
+def test_heads_change_the_size_of_the_state_alone():
+    runs = [r for r in recall.runs(recall.Settings.full(), 1) if r.about.get("mixer") == "gla"]
+    main = {r.about["heads"]: r.model for r in runs if r.about["stage"] == "main"}
+    sizes = {heads: state_size(model, 1) for heads, model in main.items()}
+    assert sizes[1] > 2.5 * sizes[4] > 5 * sizes[16]
+
+
+def test_an_epoch_reads_every_sequence_once(place):
+    task = language.Language(language.Settings.tiny(), 0, place)
+    steps = -(-task.cuts // task.rows)
+    starts = torch.cat([task.starts(step) for step in range(steps)])[: task.cuts]
+    offset = int(starts.min())
+    assert sorted(starts.tolist()) == [offset + i * task.T for i in range(task.cuts)] and offset < task.T
+    assert offset + task.cuts * task.T + 1 <= len(task.training) + 1
+    again = language.Language(language.Settings.tiny(), 0, place)
+    assert torch.equal(again.starts(steps + 2), task.starts(steps + 2))  # of another epoch, asked for at once
+    assert not torch.equal(language.Language(language.Settings.tiny(), 1, place).starts(0), task.starts(0))
+
+
+def test_perplexity_counts_every_held_out_token_once(place):
+    """A model that knows nothing has a perplexity of the vocabulary."""
+    task = language.Language(language.Settings.tiny(), 0, place)
+    model = LanguageModel(language.model_of("tiny", "gla", 256))
+    torch.nn.init.zeros_(model.lm_head.weight)
+    with torch.no_grad():
+        found = task.evaluate(model)
+    assert found["perplexity"] == pytest.approx(256, rel=1e-5) and found["loss"] == pytest.approx(math.log(256))
+    ((tokens, size),) = task.sources.values()
+    assert size == len(tokens) == 3 * 151
+    assert found["bits a byte"] == pytest.approx(8 * (size - 1) / size, rel=1e-5)
+
+
+def test_scores_by_source_add_up(tmp_path):
+    names = [f"{source}/{i}" for source in ("gcide", "sotu") for i in range(200)]
+    corpus = texts.encode_bytes([texts.Document(n, BOOK[: 40 + (n[0] == "g")]) for n in names])
+    corpus.save(tmp_path / "speeches.pt")
+    task = language.Language(language.Settings.tiny(), 0, Place("cpu", tmp_path, texts=tmp_path))
+    torch.manual_seed(0)
+    model = LanguageModel(language.model_of("tiny", "gla", 256))
+    with torch.no_grad():
+        found = task.evaluate(model)
+    one, two = (found["by source"][source] for source in ("gcide", "sotu"))
+    n, m = (len(tokens) - 1 for tokens, _ in task.sources.values())
+    assert found["loss"] == pytest.approx((n * one["loss"] + m * two["loss"]) / (n + m))
+    assert one["loss"] != two["loss"]

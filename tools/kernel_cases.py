@@ -1,0 +1,283 @@
+"""The calls whose kernels compile_kernels.py compiles: a table of cases, and how each is planned without a GPU."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+
+import torch
+
+from gla_ref.kernels import gla, plan, steps
+from gla_ref.kernels.launch.hardware import CLASSES, Hardware
+from gla_ref.kernels.launch.plan import Draft, Plan, spec_of
+from gla_ref.kernels.launch.program import Planned
+from gla_ref.kernels.portable import border
+from gla_ref.mechanisms import MECHANISMS, Argument
+
+
+def both_directions(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
+    """The kernels that you call, forward and backward."""
+    options = {"path": case.path, "kernel": case.kernel}
+    given |= {name: x for name, x in options.items() if x}
+    tensors = [given.pop(name) for name in MECHANISMS[case.mechanism].required]
+    return [plan(case.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")]
+
+
+def planned_by(function: Planned, hardware: Hardware, given: dict) -> list[Plan]:
+    """One planned function of the tensors, whose options are the keys of `given` that are no tensors."""
+    specs = [spec_of(name, given.get(name)) for name in function.names]
+    return [function.plan(hardware, *specs, *(given.get(name) for name in function.options))]
+
+
+def one_token(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
+    """The kernel that decodes."""
+    return planned_by(steps.gla_forward if case.mechanism == "gla" else steps.delta_forward, hardware, given)
+
+
+def frozen_gates(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
+    """The gradient of GLA on Hopper, without that of the gates."""
+    options = {"do": given["v"], "path": case.path, "kernel": "hopper", "need_dg": False}
+    return planned_by(gla.backward, hardware, given | options)
+
+
+def in_turn(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
+    """The delta rule's walk in which the roles take turns."""
+    from gla_ref.kernels.hopper.delta_in_turn import forward  # not where Gluon is missing
+
+    return planned_by(forward, hardware, given)
+
+
+def borders(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
+    """The maps of a piece, from left to right and back; of a decay, the message of eight segments and its reading."""
+    q, k, v, g, beta = (spec_of(n, given.get(n)) for n in ("q", "k", "v", "g", "beta"))
+    if beta:
+        return [border.plan_written(hardware, k, v, g, beta), border.plan_read(hardware, q, k, v, g, beta)]
+    rows, N, H, K, V = k.shape[3] if len(g.shape) == 4 else 1, 2, *given["initial_state"].shape[1:]
+    found = []
+    for backwards in (False, True):
+        draft = Draft(hardware)
+        part, decay = draft.spec("part", 8 * N, H, K, V), draft.spec("rows", 8 * N, H, rows)
+        own = border.plan_composed(hardware, part, decay, None, 8, 1.0, backwards)
+        messages = draft.spec("messages", 4, *own.outputs[0].shape)
+        shapes = (N, H, rows, 1), (N, H, K, V)
+        found += [
+            border.plan_added(hardware, k, v, g, backwards),
+            own,
+            border.plan_entered(hardware, messages, 1, shapes, 1.0, backwards),
+        ]
+    return found
+
+
+def of_page(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
+    """The launch of the page's launcher."""
+    plan_page = plan_gla_page if case.mechanism == "gla" else plan_delta_page
+    return [plan_page(hardware, *(spec_of(n, given[n]) for n in MECHANISMS[case.mechanism].required))]
+
+
+def plan_gla_page(hardware: Hardware, q, k, v, g) -> Plan:
+    """The launch of the page `gla_hopper`, whose launcher needs tensors on a GPU."""
+    from gla_ref.kernels.hopper.tiles import box  # not where Gluon is missing
+    from gla_ref.pages import gla_hopper as page
+
+    (B, T, H, K), V, C = q.shape, v.shape[3], page.C.value
+    draft = Draft(hardware, q, k, v, g)
+    o, S = draft.like("o", v), draft.new("S", B, H, K, V)
+    boxes = box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V)
+    draft.launch(
+        page.walk, B * H, *boxes, S, None, T, H, K**-0.5, K, V, 2 if K == 128 else 3, num_warps=K // 16, maxnreg=128
+    )
+    return draft.plan("page", o, S)
+
+
+def plan_delta_page(hardware: Hardware, q, k, v, g, beta) -> Plan:
+    """The launch of the page `gated_delta_rule_hopper`."""
+    from gla_ref.kernels.hopper.tiles import box
+    from gla_ref.pages import gated_delta_rule_hopper as page
+
+    (B, T, HV, V), (H, K), C = v.shape, q.shape[2:], page.C.value
+    draft = Draft(hardware, q, k, v, g, beta)
+    o, S = draft.like("o", v), draft.new("S", B, HV, K, V)
+    d_q, d_k, d_v, d_o = box(q, C, K), box(k, C, K), box(v, C, V // 2), box(o, C, V // 2)
+    draft.launch(page.walk, B * HV, d_q, d_k, d_v, g, beta, d_o, S, T, HV, HV // H, K**-0.5, num_warps=4, maxnreg=128)
+    return draft.plan("page", o, S)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: its sizes and dtypes, its options, and how its launches are planned.
+
+    Attributes:
+        mechanism: a key of MECHANISMS.
+        K, V: channels of a head.
+        dtype: the dtype of the tokens.
+        gates: the dtype of gates and write strengths; None for that of the tokens.
+        planned: `(case, class of GPU, tensors by name) -> plans`.
+        T: the number of tokens.
+        path: how sequences are walked; None where the mechanism has no such option.
+        kernel: the kernel to ask for; None lets the plan choose.
+        two_sided: whether there are gates on values too.
+        state: whether there is an initial state.
+        packed: whether the batch is two packed sequences.
+        shared: whether two value heads read each key head.
+        few: whether there are so few heads that Hopper's programs are narrow.
+    """
+
+    mechanism: str
+    K: int = 128
+    V: int = 128
+    dtype: str = "bfloat16"
+    gates: str | None = None
+    _: KW_ONLY
+    planned: Callable = both_directions
+    T: int = 240
+    path: str | None = "fused"
+    kernel: str | None = None
+    two_sided: bool = False
+    state: bool = True
+    packed: bool = False
+    shared: bool = False
+    few: bool = False
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the call by name, without memory."""
+        kind, gates = MECHANISMS[self.mechanism], self.gates or self.dtype
+        B, H = 1 if self.few or self.packed else 16, 1 if self.few else 16
+        sizes = {"B": B, "T": self.T, "H": H, "HV": H * (1 + self.shared), "K": self.K, "V": self.V}
+        sizes["N"] = 2 if self.packed else B
+        dtypes = {"token": self.dtype, "gate": gates, "strength": gates, "state": "float32"}
+
+        def meta(x: Argument) -> torch.Tensor:
+            shape = [sizes[axis] for axis in x.axes.split()]
+            return torch.empty(shape, dtype=getattr(torch, dtypes[x.role]), device="meta")
+
+        given = {x.name: meta(x) for x in kind.arguments if self.two_sided or not x.optional}
+        if self.packed:
+            given["cu_seqlens"] = torch.empty(3, dtype=torch.int32, device="meta")
+        if self.state:
+            given["initial_state"] = meta(*kind.states)
+        return given
+
+    def plans(self, arch: int) -> list[Plan]:
+        """The plans of the call for a class of GPU."""
+        return self.planned(self, CLASSES[f"sm_{arch}"], self.tensors())
+
+
+# in every class, each with heads of 64 and of 128 channels and in three dtypes
+EVERYWHERE = {
+    "softmax_attention": Case("softmax_attention", path=None, state=False),
+    "linear_attention": Case("linear_attention"),
+    "simple_gla": Case("simple_gla"),
+    "gla": Case("gla"),
+    "gla g_v": Case("gla", two_sided=True),
+    "gla_step": Case("gla", planned=one_token, T=1),
+    "gla_border": Case("gla", planned=borders),
+    "delta_rule": Case("delta_rule", kernel="portable"),
+    "gated_delta_rule": Case("gated_delta_rule", kernel="portable"),
+    "gated_delta_rule segmented": Case("gated_delta_rule", kernel="portable", path="segmented"),
+    "gated_delta_rule_step": Case("gated_delta_rule", planned=one_token, T=1),
+}
+CASES = {
+    f"{name} {D} {dtype}": replace(case, K=D, V=D, dtype=dtype)
+    for name, case in EVERYWHERE.items()
+    for D in (64, 128)
+    for dtype in ("bfloat16", "float16", "float32")
+}
+# for sm_90 besides
+WIDE = {
+    "softmax wide": Case("softmax_attention", 256, 256, "bfloat16", path=None, state=False),
+    "softmax packed": Case("softmax_attention", 128, 64, "bfloat16", path=None, state=False, packed=True),
+    "linear wide": Case("linear_attention", 256, 512, "bfloat16"),
+    "linear segments": Case("linear_attention", 128, 128, "bfloat16", path="segmented"),
+    "linear materialised": Case("linear_attention", 64, 64, "bfloat16", path="materialised"),
+    "linear packed": Case("linear_attention", 64, 128, "bfloat16", packed=True),
+    "simple wide": Case("simple_gla", 256, 512, "bfloat16", "float32"),
+    "simple float32 gates": Case("simple_gla", 128, 128, "bfloat16", "float32"),
+    "gla wide": Case("gla", 256, 512, "bfloat16"),
+    "gla wide float16": Case("gla", 256, 512, "float16"),
+    "gla segments": Case("gla", 64, 128, "bfloat16", path="segmented"),
+    "gla packed": Case("gla", 64, 128, "bfloat16", packed=True),
+    "gla packed 128": Case("gla", 128, 64, "bfloat16", packed=True),
+    "gla float32 gates": Case("gla", 64, 128, "bfloat16", "float32"),
+    "gla float32 gates 128": Case("gla", 128, 128, "float16", "float32", packed=True),
+    "gla segments 128": Case("gla", 128, 128, "bfloat16", path="segmented"),
+    "gla tiles float16": Case("gla", 128, 512, "float16", "bfloat16", packed=True),
+    "gla hopper": Case("gla", 128, 128, "bfloat16", kernel="hopper"),
+    "gla hopper 64": Case("gla", 64, 64, "bfloat16", kernel="hopper", path="segmented"),
+    "gla hopper 64/128": Case("gla", 64, 128, "bfloat16", "float16", kernel="hopper", packed=True),
+    "gla hopper 128/64": Case("gla", 128, 64, "bfloat16", kernel="hopper", packed=True, path="segmented"),
+    "gla hopper float32 gates": Case("gla", 128, 128, "bfloat16", "float32", kernel="hopper"),
+    "gla hopper float32 gates 64": Case(
+        "gla", 64, 64, "float16", "float32", kernel="hopper", packed=True, path="segmented"
+    ),
+    "gla hopper frozen gates": Case("gla", 128, 128, "bfloat16", planned=frozen_gates),  # a gradient without dg
+    "gla hopper frozen gates 64": Case("gla", 64, 64, "bfloat16", planned=frozen_gates, packed=True),
+    "gla hopper plain": Case("gla", 128, 128, "bfloat16", kernel="hopper", state=False),  # launches the page
+    "gla hopper plain 64": Case("gla", 64, 64, "bfloat16", kernel="hopper", state=False),
+    "gla hopper plain 64/128": Case("gla", 64, 128, "bfloat16", kernel="hopper", state=False),
+    "gla hopper plain 128/64": Case("gla", 128, 64, "bfloat16", kernel="hopper", state=False),
+    "gla hopper page": Case("gla", 128, 128, "bfloat16", planned=of_page),
+    "gla hopper page 64": Case("gla", 64, 64, "bfloat16", planned=of_page),
+    "delta hopper page": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=of_page, shared=True),
+    "delta fused": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_fused", shared=True),
+    "delta fused packed": Case("gated_delta_rule", 128, 128, "float16", "float32", kernel="hopper_fused", packed=True),
+    "delta fused 64": Case("gated_delta_rule", 64, 64, "bfloat16", kernel="hopper_fused", packed=True),
+    "delta fused 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", kernel="hopper_fused"),
+    "delta fused 128/64": Case("delta_rule", 128, 64, "float16", kernel="hopper_fused"),
+    "delta fused no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_fused", packed=True),
+    "delta ahead": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_ahead", shared=True),
+    "delta ahead packed": Case("gated_delta_rule", 128, 128, "float16", "float32", kernel="hopper_ahead", packed=True),
+    "delta ahead 64": Case("gated_delta_rule", 64, 64, "bfloat16", kernel="hopper_ahead", packed=True),
+    "delta ahead 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", kernel="hopper_ahead"),
+    "delta ahead 128/64": Case("delta_rule", 128, 64, "float16", kernel="hopper_ahead"),
+    "delta ahead segments": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_ahead", path="segmented", packed=True
+    ),
+    "delta ahead segments few": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_ahead", path="segmented", few=True
+    ),
+    "delta ahead segments 64": Case(
+        "delta_rule", 64, 64, "bfloat16", "float32", kernel="hopper_ahead", path="segmented"
+    ),
+    "delta ahead segments 64/128": Case(
+        "gated_delta_rule",
+        64,
+        128,
+        "float16",
+        "bfloat16",
+        kernel="hopper_ahead",
+        path="segmented",
+        packed=True,
+        few=True,
+    ),
+    "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_ahead", packed=True),
+    "delta hopper back": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", shared=True),
+    "delta hopper back packed": Case("gated_delta_rule", 128, 128, "float16", "float32", kernel="hopper", packed=True),
+    "delta hopper back 64": Case("gated_delta_rule", 64, 64, "bfloat16", kernel="hopper", packed=True),
+    "delta hopper back 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", kernel="hopper", few=True),
+    "delta hopper back 128/64": Case("delta_rule", 128, 64, "float16", kernel="hopper"),
+    "delta hopper back segments": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", path="segmented", packed=True
+    ),
+    "delta hopper back segments few": Case(
+        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", path="segmented", few=True
+    ),
+    "delta hopper back segments 64": Case(
+        "delta_rule", 64, 64, "bfloat16", "float32", kernel="hopper", path="segmented"
+    ),
+    "delta hopper back segments float16": Case(
+        "gated_delta_rule", 64, 128, "float16", "bfloat16", kernel="hopper", path="segmented", packed=True, few=True
+    ),
+    "delta hopper back no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", packed=True),
+    "delta in turn": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=in_turn, shared=True),
+    "gla float32 g_v": Case("gla", 64, 128, "float32", two_sided=True),
+    "border wide": Case("gla", 256, 512, "bfloat16", planned=borders),
+    "border simple": Case("simple_gla", 128, 128, "bfloat16", "float32", planned=borders),
+    "border delta": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=borders),
+    "border delta shared": Case("gated_delta_rule", 64, 256, "float16", "float32", planned=borders, shared=True),
+    "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32", kernel="portable"),
+    "delta wide float16": Case("delta_rule", 256, 256, "float16", kernel="portable"),
+    "delta wide segments": Case(
+        "gated_delta_rule", 256, 256, "bfloat16", "float32", kernel="portable", path="segmented"
+    ),
+    "delta packed": Case("gated_delta_rule", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented"),
+    "delta shared heads": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="portable", shared=True),
+    "step wide": Case("gla", 256, 512, "bfloat16", "float32", planned=one_token, T=1, two_sided=True, packed=True),
+}
