@@ -16,7 +16,7 @@ from ._mechanisms import MECHANISMS, Kind
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 USUAL = (16, 32, 64, 128, 256)  # sizes that a claim which is a function is asked for
 WIDER = 16  # times the numbers of a state that a claim makes of a case's before the case gets smaller
-MANY = 16  # heads
+MANY, PROGRAMS = 16, 148  # heads, and multiprocessors of a GPU
 FLOORS = (None, -20.0, -5.0, -1.0, -0.1)  # and gates
 WIDE = Case(K=40, V=36)  # what the sizes are that a claim says nothing of
 LOWEST = {
@@ -193,13 +193,14 @@ def longer(case: Case, multiple: int) -> Case:
 
 
 def fewer(case: Case, small: Case) -> Case:
-    """A case, with one batch entry if it has far more channels than the `small` one, and many heads or other gates.
+    """A case with fewer batch entries, if it has far more channels than the `small` one, and many heads or other gates.
 
-    Others have several batch entries; these are tried for their heads and gates.
+    Others have several batch entries; these are tried for their heads and gates. More programs than a GPU has
+    multiprocessors stay more.
     """
     if case.ends or case.K * case.V < WIDER * small.K * small.V or (case.H < MANY and case.gate == MILD):
         return case
-    return replace(case, B=1)
+    return replace(case, B=min(case.B, PROGRAMS // case.H + 1) if case.B * case.H > PROGRAMS else 1)
 
 
 def milder(case: Case, floor: float | None) -> Case:
