@@ -267,6 +267,18 @@ def test_a_running_sum_that_is_cut_off_is_named_though_gates_of_zero_pass():
     assert named(report) == ["running sums of gates cut off at -80"], str(report)
 
 
+def padded(q, k, v, g, **named):
+    """The final state decays too much where the last chunk of 64 is not whole."""
+    o, S = SCALAR(q, k, v, g, **named)
+    return o, 0.9 * S if q.shape[1] % 64 else S
+
+
+def test_sizes_that_no_tile_divides_are_a_bound():
+    report = check.kernel("simple_gla", padded, only=["length 6?", "length 128"])
+    assert report.failing == ["length 63", "length 65"], str(report)
+    assert "wrong with 1, 63 and 65 tokens, right with 64 and 128 tokens" in words(report)
+
+
 class Backwards(torch.autograd.Function):
     """The gradient of q, off by more the stronger the gates are."""
 

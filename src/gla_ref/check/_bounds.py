@@ -27,11 +27,11 @@ PLAINLY = 10.0  # budgets of the failing case that a call must be off by to coun
 NOUNS = {"T": "token", "H": "head", "B": "batch entry", "K": "channel of keys", "V": "channel of values"}
 NOUNS |= {"groups": "value head of a key head", "past": "token in the cache", "N": "packed sequence"}
 LARGER = {
-    "T": (2, 3, 17, 65, 129, 300),
+    "T": (2, 3, 17, 64, 65, 129, 300),
     "past": (2, 16, 32, 64, 128),
     "H": (2, 5, 17, 70),
-    "K": (2, 17, 65, 130),
-    "V": (2, 17, 65, 130),
+    "K": (2, 17, 64, 65, 130),
+    "V": (2, 17, 64, 65, 130),
     "B": (2, 5),
 }
 FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
