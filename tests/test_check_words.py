@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gla_ref import FORMS, check
 from gla_ref.check import mistakes
-from gla_ref.check._common import Clock
+from gla_ref.check._common import Clock, by_gates
 from gla_ref.check._report import affected
 
 ATTENTION, LINEAR = FORMS["softmax_attention"]["two_pass"], FORMS["linear_attention"]["chunkwise"]
@@ -303,6 +304,14 @@ def test_gates_from_which_on_only_gradients_are_wrong_are_said():
     assert "length 64" not in report.failing, str(report)
     assert "and stronger, right with gates" in words(report) and "and weaker; only dq is wrong" in words(report)
     assert report.measured, str(report)  # of a case that is plainly wrong, not of the smallest
+
+
+def test_gates_of_cases_that_differ_otherwise_are_not_compared():
+    mild, strong = check.Case("a"), check.Case("b", gate="-1")
+    assert by_gates([strong], [mild], ["dq"]) == (
+        "Wrong with gates -1 and stronger, right with gates logsigmoid/16 and weaker; only dq is wrong"
+    )
+    assert not by_gates([replace(strong, H=9)], [mild]) and not by_gates([strong], [mild, replace(strong, T=9)])
 
 
 def without_the_rest(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):

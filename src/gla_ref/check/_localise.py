@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ._budgets import Problem
-from ._cases import MILD, Case
-from ._common import Clock
+from ._cases import Case
+from ._common import Clock, but_for_gates
 from ._diagnose import (
     BETTER,
     CLOSE,
@@ -200,11 +200,6 @@ def larger(case: Case) -> Iterator[Case]:
     """Cases like one that fails, with one more head or channel."""
     for n in "HVK":
         yield replace(case, **{n: getattr(case, n) + 1})
-
-
-def but_for_gates(case: Case) -> Case:
-    """A case without the things that choose no other code in a kernel: its name and its gates' values."""
-    return replace(case, name="", gate=MILD, floor=None, telling=False, often=False)
 
 
 def localised(
