@@ -217,7 +217,8 @@ def localised(
     A place can save a name that fits by chance. So a mistake must agree in all failing cases, and in failing calls
     that it was not found by: `called` gives problem and results of another case :func:`alike`, None where the kernel
     is right. It must agree in two cases at least; the second one may have one more head or channel. A wrong decay must
-    not show in a case that passed and has other gates only: such a kernel has no place, it decays otherwise.
+    not show in a case that passed and has other gates only: such a kernel has no place, it decays otherwise. Of several
+    mistakes those stay that would show in the fewest cases that passed.
     """
     failed = [pair for pair in failed if pair[0].case.T <= SHORT] or failed
     seen, others = failed[:SEEN], failed[SEEN:]
@@ -258,4 +259,8 @@ def localised(
     best: dict[str, Match] = {}
     for it in kept:
         best.setdefault(it.match.name, it.match)
-    return [*best.values()][:3]
+    if len(best) < 2:
+        return [*best.values()]
+    short = [pair for pair in passed if pair[0].case.T <= SHORT]
+    against = {name: sum(not clock.spent() and shows(mechanism, it, *p) for p in short) for name, it in best.items()}
+    return [it for name, it in best.items() if against[name] == min(against.values())][:3]
