@@ -59,6 +59,14 @@ def test_cases_are_made_for_what_is_claimed(name):
         assert len(found.cases) > len(whole) - 8, "little of the ladder is lost"
 
 
+def test_where_channels_are_many_batch_entries_are_few():
+    found = {case.name: case for case in ladder(K=64, V=64).cases}
+    assert found["long"].B == found["gate -20"].B == 1 and found["length 65"].B == found["strided"].B == 2
+    assert found["many heads"].H == 101 and 148 < found["many heads"].B * found["many heads"].H < 303
+    assert found["many batch entries"].B == 70
+    assert found["many tokens and heads"].T * found["many tokens and heads"].H > 8192
+
+
 def test_every_pair_of_sizes_is_tried_and_sequences_are_filled_up():
     found = ladder(K=(64, 128), V=(32, 64), multiples={"T": 64}).cases
     assert {(case.K, case.V) for case in found} == {(64, 32), (64, 64), (128, 32), (128, 64)}

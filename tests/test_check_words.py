@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gla_ref import FORMS, check
 from gla_ref.check import mistakes
-from gla_ref.check._common import Clock
+from gla_ref.check._common import Clock, by_gates
 from gla_ref.check._report import affected
 
 ATTENTION, LINEAR = FORMS["softmax_attention"]["two_pass"], FORMS["linear_attention"]["chunkwise"]
@@ -208,3 +209,184 @@ def test_a_name_of_a_whole_mistake_stays(mechanism, name):
     m = next(m for m in mistakes.MISTAKES if m.name == name)
     report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=["length 6*", "packed*"])
     assert named(report) == [name], str(report)
+
+
+# gates, places and calls of the sixth blind set
+
+
+def after_resets(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
+    """GLA in chunks of 16, whose decays from j to i are differences of running sums; NaN becomes a decay to nothing."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    S = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]) if initial_state is None else initial_state
+    outs = []
+    for q_n, k_n, v_n, g_n in zip(*(x.transpose(1, 2).split(16, 2) for x in (q, k, v, g)), strict=True):
+        b, C = g_n.cumsum(-2), q_n.shape[2]
+        later = torch.cat([g_n[:, :, 1:], torch.zeros_like(g_n[:, :, :1])], 2)
+        between = torch.where(
+            torch.ones(C, C, dtype=torch.bool).tril()[..., None], b[..., :, None, :] - b[..., None, :, :], -math.inf
+        ).nan_to_num(nan=-math.inf, neginf=-math.inf)
+        P = (q_n[..., :, None, :] * k_n[..., None, :, :] * between.exp()).sum(-1)
+        outs.append(scale * ((q_n * b.exp()) @ S + P @ v_n))
+        S = b[..., -1, :, None].exp() * S + (k_n * later.flip(2).cumsum(2).flip(2).exp()).mT @ v_n
+    return torch.cat(outs, 2).transpose(1, 2), S
+
+
+GATES = ["length 64", "gate zero", "gate -1", "gate -20", "gate -inf", "gate many resets", "gate resets*"]
+RESETS = {"gate -inf", "gate many resets", "gate resets at chunk ends"}
+
+
+def test_nan_after_a_reset_has_a_name():
+    report = check.kernel("gla", after_resets, only=GATES)
+    assert {*report.failing} == RESETS, str(report)
+    assert named(report) == ["NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing"], str(report)
+    assert "Wrong with gates -inf, right with gates -20 and weaker" in words(report)
+
+
+def test_a_wrong_decay_is_no_name_where_calls_with_other_gates_contradict_it(monkeypatch):
+    others = [m for m in mistakes.MISTAKES if not m.name.startswith("NaN after")]
+    monkeypatch.setattr(mistakes, "MISTAKES", others)
+    report = check.kernel("gla", after_resets, only=GATES)
+    assert {*report.failing} == RESETS and not report.diagnosis, str(report)
+
+
+def cut_off(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
+    """Gated attention in chunks of 64 as q e^b and k e^-b, the running sum b at least -80."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    S = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]) if initial_state is None else initial_state
+    outs = []
+    for q_n, k_n, v_n, g_n in zip(*(x.transpose(1, 2).split(64, 2) for x in (q, k, v, g)), strict=True):
+        b = g_n.cumsum(-1).clamp_min(-80.0)[..., None]
+        up, down = q_n * b.exp(), k_n * (-b).exp()
+        outs.append(scale * (up @ S + (up @ down.mT).tril() @ v_n))
+        S = b[..., -1:, :].exp() * S + (k_n * (b[..., -1:, :] - b).exp()).mT @ v_n
+    return torch.cat(outs, 2).transpose(1, 2), S
+
+
+def test_a_running_sum_that_is_cut_off_is_named_though_gates_of_zero_pass():
+    report = check.kernel("simple_gla", cut_off, only=GATES)
+    assert "gate -20" in report.failing and "gate zero" not in report.failing, str(report)
+    assert named(report) == ["running sums of gates cut off at -80"], str(report)
+
+
+def padded(q, k, v, g, **named):
+    """The final state decays too much where the last chunk of 64 is not whole."""
+    o, S = SCALAR(q, k, v, g, **named)
+    return o, 0.9 * S if q.shape[1] % 64 else S
+
+
+def test_sizes_that_no_tile_divides_are_a_bound():
+    report = check.kernel("simple_gla", padded, only=["length 6?", "length 128"])
+    assert report.failing == ["length 63", "length 65"], str(report)
+    assert "wrong with 1, 63 and 65 tokens, right with 64 and 128 tokens" in words(report)
+
+
+class Backwards(torch.autograd.Function):
+    """The gradient of q, off by more the stronger the gates are."""
+
+    @staticmethod
+    def forward(ctx, q, g):
+        ctx.save_for_backward(g)
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx, dq):
+        (g,) = ctx.saved_tensors
+        return dq * (1 + 1e-5 * g.clamp_min(-20) ** 2), None
+
+
+def strong_backwards(q, k, v, g, **named):
+    return FORMS["gla"]["chunkwise"](Backwards.apply(q, g), k, v, g, **named)
+
+
+def test_gates_from_which_on_only_gradients_are_wrong_are_said():
+    report = check.kernel("gla", strong_backwards, only=["length 64", "gate zero", "gate -0.2", "gate -1", "gate -20"])
+    assert {"gate -1", "gate -20"} <= {*report.failing}, str(report)
+    assert "length 64" not in report.failing, str(report)
+    assert "and stronger, right with gates" in words(report) and "and weaker; only dq is wrong" in words(report)
+    assert report.measured, str(report)  # of a case that is plainly wrong, not of the smallest
+
+
+def test_gates_of_cases_that_differ_otherwise_are_not_compared():
+    mild, strong = check.Case("a"), check.Case("b", gate="-1")
+    assert by_gates([strong], [mild], ["dq"]) == (
+        "Wrong with gates -1 and stronger, right with gates logsigmoid/16 and weaker; only dq is wrong"
+    )
+    assert not by_gates([replace(strong, H=9)], [mild]) and not by_gates([strong], [mild, replace(strong, T=9)])
+
+
+def without_the_rest(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """The final state lacks the last partial chunk of 64, except if it is the first."""
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        states = [None if initial_state is None else initial_state[n : n + 1] for n in range(len(ends) - 1)]
+        made = [
+            without_the_rest(q[:, a:b], k[:, a:b], v[:, a:b], scale=scale, initial_state=S)
+            for (a, b), S in zip(itertools.pairwise(ends), states, strict=True)
+        ]
+        return tuple(torch.cat(x, dim) for x, dim in zip(zip(*made, strict=True), (1, 0), strict=True))
+    T = q.shape[1]
+    whole = T // 64 * 64 or T
+    o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state)
+    return o, LINEAR(*(x[:, :whole] for x in (q, k, v)), scale=scale, initial_state=initial_state)[1] if T else S
+
+
+def test_a_place_in_one_case_is_no_place_where_another_case_is_wrong_everywhere():
+    report = check.kernel("linear_attention", without_the_rest, only=["length 6*", "packed"])
+    assert {"length 65", "packed"} <= {*report.failing} and "length 64" not in report.failing, str(report)
+    (name,) = named(report)  # not "without the last chunk", which would show with 64 tokens
+    assert name.startswith("final state without the last partial chunk"), str(report)
+    assert "only in sequence" not in name, str(report)
+
+
+POOL = {}
+
+
+def pooled(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """Without gradients and without an initial state the second call begins with the state of the first."""
+    if torch.is_grad_enabled() or initial_state is not None or cu_seqlens is not None:
+        return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    o, S = LINEAR(q, k, v, scale=scale, initial_state=POOL.get(k.shape[2:]))
+    POOL[k.shape[2:]] = S
+    return o, S
+
+
+def test_a_way_of_calling_that_is_right_the_first_time_keeps_something():
+    POOL.clear()
+    report = check.kernel("linear_attention", pooled, only=["length 1", "*without state", "no initial state"])
+    assert len(report.failing) > 1, str(report)
+    assert "right as the first such call of a new process: something is kept between calls" in words(report)
+    assert "right otherwise" not in words(report)
+
+
+def by_luck(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """Wrong where the largest score of a row is far beyond the first one, which no size decides."""
+    o, cached = ATTENTION(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    x = torch.einsum("bthk,bshk->bths", q, cached[0]).detach()
+    return torch.where((x.amax(-1) - x[..., 0] < 1.0)[..., None], 1.01 * o, o), cached
+
+
+def test_sizes_that_are_wrong_by_luck_are_no_bound():
+    report = check.kernel("softmax_attention", by_luck, only=["length 1", "length 7", "length 64", "long cache and*"])
+    assert report.failing, str(report)
+    assert not any("right with" in line and " and " in line and "wrong with" in line for line in report.measured)
+
+
+def batches_of_four(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """Four sequences of a batch at a time, all with the first four initial states."""
+    if initial_state is not None and cu_seqlens is None and len(q) > 4:
+        initial_state = initial_state[torch.arange(len(q)) % 4]
+    return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+def test_more_than_four_batch_entries_are_tried():
+    report = check.kernel("linear_attention", batches_of_four, only=["length 7", "many*"])
+    assert report.failing == ["many batch entries"], str(report)
+    assert "wrong from 5 batch entries on, right with 4" in words(report)
+
+
+def test_the_search_for_the_mistake_says_when_it_was_cut(monkeypatch):
+    m = next(m for m in mistakes.MISTAKES if m.name == "initial state ignored")
+    monkeypatch.setitem(check._examine.SEARCH, "quick", 0.0)
+    report = check.kernel("linear_attention", mistakes.apply("linear_attention", m), only=["length 6*"])
+    assert report.failing and not report.diagnosis, str(report)
+    assert "The search for the mistake was cut off after 0 s of CPU time" in words(report)

@@ -17,7 +17,7 @@ from ._cases import MILD, Case, held, inputs
 from ._claims import up
 from ._common import Clock, longest
 from ._kernel import Finding
-from ._runner import Trial, attempt
+from ._runner import Found, Trial, attempt
 from ._shrink import PLAIN
 from .oracle import evaluate, parts
 
@@ -27,11 +27,11 @@ PLAINLY = 10.0  # budgets of the failing case that a call must be off by to coun
 NOUNS = {"T": "token", "H": "head", "B": "batch entry", "K": "channel of keys", "V": "channel of values"}
 NOUNS |= {"groups": "value head of a key head", "past": "token in the cache", "N": "packed sequence"}
 LARGER = {
-    "T": (2, 3, 17, 65, 129, 300),
+    "T": (2, 3, 17, 64, 65, 129, 300),
     "past": (2, 16, 32, 64, 128),
     "H": (2, 5, 17, 70),
-    "K": (2, 17, 65, 130),
-    "V": (2, 17, 65, 130),
+    "K": (2, 17, 64, 65, 130),
+    "V": (2, 17, 64, 65, 130),
     "B": (2, 5),
 }
 FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
@@ -123,6 +123,12 @@ def listed(numbers: Iterable[int], noun: str) -> str:
     return f"{', '.join(map(str, some))}{' and ' * bool(some)}{plural(noun, last)}"
 
 
+def plainly(p: Problem, found: Found) -> bool:
+    """Whether a quantity is wrong by so much that it counts as wrong in other calls, too."""
+    judged = (p.judge(n, x) for n, x in found.items() if x is not None)
+    return any(not error <= PLAINLY * allowed for error, allowed in judged)
+
+
 class Spent(Exception):
     """No more calls, or no more time."""
 
@@ -142,10 +148,10 @@ class Bounds:
         self.cut = False  # whether calls or time were spent before the end
         self.apart: str | None = None  # the one tensor that has the case's strides; None for all
 
-    def problem(self, case: Case) -> Problem:
-        """A case with its exact quantities, and for budgets those of the failing one."""
+    def problem(self, case: Case, other: int = 0) -> Problem:
+        """A case with its exact quantities, and for budgets those of the failing one; `other` is added to the seed."""
         k, dtype = self.examiner.kernel, self.examiner.dtype
-        x = inputs(k.mechanism, case, dtype, self.examiner.seed, k.how.gate)
+        x = inputs(k.mechanism, case, dtype, self.examiner.seed + other, k.how.gate)
         exact = evaluate(self.kind.oracle, self.kind, x, case)
         exact = {n: y.contiguous() for n, y in exact.items() if y is not None}
         units = {n: [unit(y[s]) for s in parts(self.kind, n, y)] for n, y in exact.items()}
@@ -156,9 +162,9 @@ class Bounds:
         """Whether one of the quantities is wrong; a call that gives no result does not count as wrong."""
         return self.error(case) > 1
 
-    def error(self, case: Case) -> float:
-        """The largest error of the quantities, in errors that count as wrong."""
-        key = (case, self.apart)
+    def error(self, case: Case, other: int = 0) -> float:
+        """The largest error of the quantities, in errors that count as wrong; `other` is added to the seed."""
+        key = (case, self.apart, other)
         if key in self.known:
             return self.known[key]
         self.left -= 1
@@ -169,7 +175,7 @@ class Bounds:
         rows, asked = self.examiner.asked(case)
         if case.T < 1 or rows or asked is None or claim.fit(case, self.kind) != case:
             return self.known.setdefault(key, 0.0)
-        p = self.problem(case)
+        p = self.problem(case, other)
         trial = Trial(k, p, self.apart)
         found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
         if isinstance(found, Finding):
@@ -298,6 +304,8 @@ class Bounds:
             least = f"wrong {'up to' if max(wrong) > 1 else 'with'} {plural(noun, max(wrong))}"
             words = f"{least}, right with {min(right)}{tried}"
             return Said(words, lambda c: of(c) <= max(wrong), lambda c: of(c) >= min(right))
+        if any((self.error(sizes(n), 1) > 1) is not (errors[n] > 1) for n in numbers):
+            return None  # the data decide, not the size
         words = f"wrong with {listed(wrong, noun)}, right with {listed(right, noun)}"
         return Said(words, lambda c: of(c) in wrong, lambda c: of(c) in right)
 
@@ -306,7 +314,7 @@ class Bounds:
         value = (dict(PLAIN) | {"gate": MILD})[name]
         if getattr(c, name) == value:
             return None
-        failed = [case for (case, apart), error in self.known.items() if error > 1 and apart is None]
+        failed = [case for (case, apart, _), error in self.known.items() if error > 1 and apart is None]
         failed = sorted(failed, key=lambda case: case.B * case.T * case.H * case.K * case.V)
         like = [case for case in failed if getattr(case, name) == getattr(c, name)]
         others = [next((case for case in like if of(case) != of(c)), c) for of in SIZES.values()]

@@ -18,7 +18,7 @@ LN2 = math.log(2)
 C = 64  # the chunk that lengths and gates aim at, and that findings are located in
 SUB = 16  # its sub-chunk
 SEARCH = 40  # random cases of the full level
-MANY = 70  # packed sequences, more than a block of 64 holds that looks them all up
+MANY = 70  # batch entries or packed sequences, more than a block of 64 holds that looks them all up
 MILD = "logsigmoid/16"
 BY_CHUNKS = "mild and strong chunks by turns"  # heads take turns too, so a lost state still shows
 GATES = (
@@ -183,6 +183,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("misaligned", strides="misaligned"),
         Case("transposed", strides="transposed"),
         Case("expanded", strides="expanded"),
+        Case("many batch entries", B=MANY, H=1, K=3, V=4, T=3),
         Case("many heads", B=3, H=101, K=4, V=6, T=7, state=not kind.cache),
         # several things meet: mistakes that none of them shows alone
         Case("joint", **joint, T=2 * C + 3, K=48),

@@ -15,6 +15,8 @@ from ._mechanisms import MECHANISMS, Kind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 USUAL = (16, 32, 64, 128, 256)  # sizes that a claim which is a function is asked for
+WIDER = 16  # times the numbers of a state that a claim makes of a case's before the case gets smaller
+MANY, PROGRAMS = 16, 148  # heads, and multiprocessors of a GPU
 FLOORS = (None, -20.0, -5.0, -1.0, -0.1)  # and gates
 WIDE = Case(K=40, V=36)  # what the sizes are that a claim says nothing of
 LOWEST = {
@@ -128,7 +130,7 @@ class Claim:
         if case.ends and not self.packed or about_state and not self.state:
             return None
         made = replace(case, state=case.state and self.state, K=self.size("K", case.K), V=self.size("V", case.V))
-        made = longer(made, self.multiples.get("T", 1))
+        made = longer(fewer(made, case), self.multiples.get("T", 1))
         return milder(made, self.min_gate) if kind.named("gate") else made
 
 
@@ -188,6 +190,17 @@ def longer(case: Case, multiple: int) -> Case:
     for a, b in pairwise(case.ends):
         ends.append(ends[-1] + up(b - a, multiple))
     return replace(case, T=ends[-1], ends=tuple(ends))
+
+
+def fewer(case: Case, small: Case) -> Case:
+    """A case with fewer batch entries, if it has far more channels than the `small` one, and many heads or other gates.
+
+    Others have several batch entries; these are tried for their heads and gates. More programs than a GPU has
+    multiprocessors stay more.
+    """
+    if case.ends or case.K * case.V < WIDER * small.K * small.V or (case.H < MANY and case.gate == MILD):
+        return case
+    return replace(case, B=min(case.B, PROGRAMS // case.H + 1) if case.B * case.H > PROGRAMS else 1)
 
 
 def milder(case: Case, floor: float | None) -> Case:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ._cases import Case
+from ._cases import GATES, MILD, Case
 
 ONLY = "Only these have "  # how a sentence on traits begins that no passing case has
 MOST = 4  # values of one kind that are worth a line
@@ -54,6 +55,29 @@ KINDS = (
 )
 ONE = re.compile(r"s(?= |$)")  # of "tokens in a sequence", so that it can be one
 CHANCE = 0.05  # that as many cases, drawn at random, would share a trait: below, it is worth a line
+
+
+def but_for_gates(case: Case) -> Case:
+    """A case without the things that choose no other code in a kernel: its name and its gates' values."""
+    return replace(case, name="", gate=MILD, floor=None, telling=False, often=False)
+
+
+LADDER = GATES[: GATES.index("-inf") + 1]  # gates that are all alike or mild, from weak to strong
+
+
+def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[str] = ()) -> str:
+    """From which gates on cases fail, if no weaker ones do, and which quantities `names`; empty if that does not hold.
+
+    Only cases whose gates are all alike, or mild, count. One that fails and one that passes must differ in them only.
+    """
+    sides = [[c for c in some if c.gate in LADDER] for some in (failing, passing)]
+    wrong, right = ({LADDER.index(c.gate) for c in some} for some in sides)
+    calls = [{but_for_gates(c) for c in some} for some in sides]
+    if not calls[0] & calls[1] or min(wrong) <= max(right):
+        return ""
+    stronger = " and stronger" if min(wrong) < len(LADDER) - 1 else ""
+    only = f"; only {' and '.join(names)} {'is' if len(names) == 1 else 'are'} wrong" if 0 < len(names) <= 2 else ""
+    return f"Wrong with gates {LADDER[min(wrong)]}{stronger}, right with gates {LADDER[max(right)]} and weaker{only}"
 
 
 def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:

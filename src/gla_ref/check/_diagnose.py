@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._budgets import Problem
+from ._common import Clock
 from ._mechanisms import MECHANISMS, SHORT, Kind
 from ._memory import placed
 from ._terms import by_terms, rounded
@@ -362,6 +363,7 @@ def diagnose(
     passed: list[tuple[Problem, dict]],
     besides: Sequence[tuple[Problem, dict]] = (),
     more: Sequence[Mistake] = (),
+    clock: Clock | None = None,
 ) -> list[Match]:
     """The mistake that explains everything that was seen, and those that compute the same there; at most three.
 
@@ -369,9 +371,10 @@ def diagnose(
     those that passed is none. `besides` are the other failures, which tell apart mistakes that compute the same in
     `seen`; each of them, up to SHORT tokens, must fit the mistake, too.
     One that shows in more than what is wrong explains it, too, after those that do not: its kernel makes it in one of
-    two passes, or in one gradient. `more` are mistakes that only this kernel can make.
+    two passes, or in one gradient. `more` are mistakes that only this kernel can make. After the clock's end no mistake
+    is named that was not compared with everything.
     """
-    kind = MECHANISMS[mechanism]
+    kind, clock = MECHANISMS[mechanism], clock or Clock(math.inf)
     failed = [[n for n, x in found.items() if x is not None and differs(p, n, x)] for p, found in seen]
     wrong = frozenset(n for names in failed for n in names)
     # most mistakes are out after the smallest
@@ -381,7 +384,7 @@ def diagnose(
     matches = []
     for m in known(mechanism, dtype, more):
         for C in CHUNKS if m.chunked else (CHUNK,):
-            found = match(mechanism, m, C, seen, wrong, gates)
+            found = None if clock.spent() else match(mechanism, m, C, seen, wrong, gates)
             matches += [] if found is None else [found]
     kept: list[Match] = []
     for it in sorted(matches, key=lambda it: it.rank):
@@ -389,16 +392,17 @@ def diagnose(
             continue
         if kept and it.rank[:-1] != kept[0].rank[:-1]:
             break
-        if not any(shows(mechanism, it, *pair) for pair in passed):
+        if not any(clock.spent() or shows(mechanism, it, *pair) for pair in passed):
             kept.append(it)
         if len(kept) == 3:
             break
     for pair in besides:
         if len(kept) < 2:
             break
-        kept = [it for it in kept if match(mechanism, it.mistake, it.C, [pair], wrong, gates)] or kept
-    kept = [it for it in kept if all(fits(mechanism, it, *pair) for pair in besides if pair[0].case.T <= SHORT)]
-    if kept or mechanism not in LINEAR:
+        kept = [it for it in kept if clock.spent() or match(mechanism, it.mistake, it.C, [pair], wrong, gates)] or kept
+    short = [pair for pair in besides if pair[0].case.T <= SHORT]
+    kept = [it for it in kept if all(not clock.spent() and fits(mechanism, it, *pair) for pair in short)]
+    if kept or mechanism not in LINEAR or clock.spent():
         return kept
     others = wrong - {*resets(kind)} or wrong
     said = [rounded(n, seen) for n in sorted(others)] if dtype == torch.float32 else []

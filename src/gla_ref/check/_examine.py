@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 
 import torch
 
-from ._bounds import Bounds
+from ._bounds import Bounds, plainly
 from ._budgets import Problem, problems, shape
 from ._cases import Case
 from ._claims import Claim
@@ -29,7 +29,9 @@ from ._sources import misplaced
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
-SEARCH = {"quick": 60.0, "full": 600.0}  # seconds of CPU time for places and bounds
+SEARCH = {"quick": 60.0, "full": 600.0}  # seconds of CPU time for the mistake, and again for places and bounds
+WAYS = {"no_grad"}  # findings of calls that keep nothing for a backward pass, of which a kernel may keep something
+FIRST = "right as the first such call of a new process: something is kept between calls"
 PATTERNS = 6  # sets of quantities that are wrong together
 AHEAD = 2  # threads that work out problems
 ABREAST = 16  # problems of one shape at a time
@@ -154,15 +156,18 @@ class Examiner:
     def right_alone(self, report: Report) -> list[str]:
         """The cases, if few of many fail, that pass in a fresh process; none is asked after one that fails there, too.
 
+        The first few are asked, too, where all that is wrong is wrong in another way of calling: that way may be right
+        the first time, and wrong the second.
+
         A kernel is compiled there again, at every size that it meets. A module that checks itself when it is imported
         does so there, too, and gets no process of its own.
         """
         failing, kinds = report.failing, {row.kind for row in report.failures}
-        few = len(failing) <= min(LONE, len(report.cases) - 1)
+        few = len(failing) <= min(LONE, len(report.cases) - 1) or kinds <= WAYS
         if INSIDE in os.environ or not few or kinds & {"hangs", "differs"} or not imported(self.kernel.fn):
             return []
         seconds = 10 * self.kernel.seconds
-        return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing))
+        return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing[:LONE]))
 
     def explain(self, report: Report, seen: list[Posed]) -> list[dict]:
         """The mistakes that what was seen fits.
@@ -187,7 +192,11 @@ class Examiner:
         asked += [pair for pair in [*patterns.values()][:PATTERNS] if not any(pair is x for x in asked)]
         more = getattr(self.kernel.fn, "mistakes", ())  # of a function over ranks
         besides = [pair for pair in small if not any(pair is x for x in asked)]
-        matches = diagnose(self.kernel.mechanism, self.dtype, telling + asked, passed, besides, more)
+        seconds = SEARCH.get(report.settings["level"], SEARCH["quick"])
+        first = Clock(seconds)
+        matches = diagnose(self.kernel.mechanism, self.dtype, telling + asked, passed, besides, more, first)
+        if first.cut:
+            report.cut = f"The search for the mistake was cut off after {seconds:g} s of CPU time."
         pairs = [(it.problem, it.found) for it in seen]
         matches = matches or stale(self.kernel.mechanism, pairs) or rescaled(self.kernel.mechanism, pairs)
         said = [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in matches]
@@ -195,23 +204,28 @@ class Examiner:
             return said
         bad = [pair for pair in telling if pair[0].case.name in wrong]
         failed = sorted([*bad, *asked], key=lambda pair: pair[0].exact["o"].numel()) + besides
-        clock = Clock(SEARCH.get(report.settings["level"], SEARCH["quick"]))
+        clock = Clock(seconds)
         cases = [[it.problem.case for it in seen if (it.problem.case.name in wrong) is bad] for bad in (True, False)]
         report.smallest, report.measured, cut = self.measured(failed, *cases, clock)
         matches = misplaced(self.kernel.mechanism, failed)
         where = "" if matches else partly(report, [pair[0].case.name for pair in failed])
-        matches = matches or localised(self.kernel.mechanism, self.dtype, failed, more, self.called, clock)
+        right = [(it.problem, it.found) for it in seen if it.problem.case.name not in wrong]
+        matches = matches or localised(self.kernel.mechanism, self.dtype, failed, right, more, self.called, clock)
         if clock.cut:
-            report.cut = f"The search for places and bounds was cut off after {clock.seconds:g} s of CPU time."
-        elif cut:
-            report.cut = "The search for bounds was cut off: its calls or its time were spent."
+            late = f"The search for places and bounds was cut off after {seconds:g} s of CPU time."
+        else:
+            late = "The search for bounds was cut off: its calls or its time were spent." if cut else ""
+        report.cut = " ".join(filter(None, (report.cut, late)))
         return [{"mistake": it.name + where, "line": it.mistake.line, "distance": it.distance} for it in matches]
 
     def measured(
         self, failed: list[tuple[Problem, Found]], failing: list[Case], passing: list[Case], clock: Clock
     ) -> tuple[Case | None, list[str], bool]:
-        """The smallest case found that fails like the smallest one seen, its bounds, and whether the search was cut."""
-        p, found = failed[0]
+        """The smallest case found that fails like the smallest one seen, its bounds, and whether the search was cut.
+
+        A case that is wrong by a few budgets only says nothing: other calls like it may be right by luck.
+        """
+        p, found = next((pair for pair in failed if plainly(*pair)), failed[0])
         wrong = frozenset(n for n, x in found.items() if x is not None and differs(p, n, x))
         bounds = Bounds(self, p, wrong, clock)
         return *bounds.said(p.case, failing, passing), bounds.cut
@@ -235,7 +249,8 @@ def partly(report: Report, names: list[str]) -> str:
     having = [line.removeprefix(ONLY) for line in report.common if line.startswith(ONLY)]
     failed = [row for name in names for row in report.failures if row.case == name and row.where]
     outputs = [row for row in failed if not row.quantity.startswith("d")]
-    rows = [row for row in outputs or failed if row.only]  # a wrong output makes gradients wrong elsewhere
+    rows = outputs or failed  # a wrong output makes gradients wrong elsewhere
+    rows = rows if all(row.only for row in rows) else []
     where = f", only in {rows[0].only} ({rows[0].case})" if rows else ""
     if having and not report.measured:
         return f", only with {having[0]}{where and f'; there {where[2:]}'}"
@@ -264,6 +279,9 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
         if row.kind == "missing" and row.quantity in given:
             row.status, row.message = "failed", "none is given, though it is not 0 and other cases give one"
     report.alone = it.right_alone(report) if report.failures else []
+    for row in report.failures if report.alone else ():
+        if row.kind in WAYS:
+            row.message = row.message.replace("right otherwise", FIRST)
     if report.settings["level"] == "full" and report.failures:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = it.smallest_failure(report)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._budgets import Problem
 from ._cases import Case
-from ._common import Clock
+from ._common import Clock, but_for_gates
 from ._diagnose import (
     BETTER,
     CLOSE,
@@ -31,10 +31,11 @@ from ._diagnose import (
     laid,
     made_of_its_own,
     resets,
+    shows,
     variant,
 )
 from ._mechanisms import MECHANISMS, SHORT, Kind
-from .mistakes import CHUNK, CHUNKS, Mistake, apply, known
+from .mistakes import CHUNK, CHUNKS, DECAY, Mistake, apply, known
 from .oracle import evaluate
 
 SEEN = 4  # failing cases that every mistake is compared in; those that are left, in all
@@ -205,6 +206,7 @@ def localised(
     mechanism: str,
     dtype: torch.dtype,
     failed: Sequence[Pair],
+    passed: Sequence[Pair],
     more: Sequence[Mistake],
     called: Callable[[Case], Pair | None],
     clock: Clock,
@@ -214,7 +216,9 @@ def localised(
     A mistake that would make less wrong elsewhere comes first; those that would make much more wrong are left out.
     A place can save a name that fits by chance. So a mistake must agree in all failing cases, and in failing calls
     that it was not found by: `called` gives problem and results of another case :func:`alike`, None where the kernel
-    is right. It must agree in two cases at least; the second one may have one more head or channel.
+    is right. It must agree in two cases at least; the second one may have one more head or channel. A wrong decay must
+    not show in a case that passed and has other gates only: such a kernel has no place, it decays otherwise. Of several
+    mistakes those stay that would show in the fewest cases that passed.
     """
     failed = [pair for pair in failed if pair[0].case.T <= SHORT] or failed
     seen, others = failed[:SEEN], failed[SEEN:]
@@ -238,8 +242,16 @@ def localised(
             return False
         return agrees(mechanism, it.mistake, it.C, [pair], wrong, gates, plainly=False) is not None
 
+    calls = {but_for_gates(p.case) for p, _ in failed}
+    alike_but_right = [pair for pair in passed if but_for_gates(pair[0].case) in calls]
+
+    def contradicted(it: Match) -> bool:
+        return it.mistake.line == DECAY and any(shows(mechanism, it, *pair) for pair in alike_but_right)
+
     kept: list[Local] = []
     for it in sorted(left, key=lambda it: it.rank):
+        if contradicted(it.match):
+            continue
         if kept and (it.rank[:2] != kept[0].rank[:2] or it.besides > kept[0].besides + ALIKE):
             break
         twice = len(seen) + len(others) > 1 or any(holds(it.match, pair) for pair in more_of)
@@ -247,4 +259,8 @@ def localised(
     best: dict[str, Match] = {}
     for it in kept:
         best.setdefault(it.match.name, it.match)
-    return [*best.values()][:3]
+    if len(best) < 2:
+        return [*best.values()]
+    short = [pair for pair in passed if pair[0].case.T <= SHORT]
+    against = {name: sum(not clock.spent() and shows(mechanism, it, *p) for p in short) for name, it in best.items()}
+    return [it for name, it in best.items() if against[name] == min(against.values())][:3]

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ._budgets import Problem
 from ._cases import SUB, C, Case
-from ._common import MOST, common, reach
+from ._common import MOST, by_gates, common, reach
 from ._html import SHADES, render
+from ._mechanisms import MECHANISMS
 
 SCALE = f"a space is within budget, each of {SHADES[1:]} half a power of ten further"
 TIME = {"T", "T0"}  # of tokens, and of those in a cache
@@ -211,7 +212,12 @@ class Report:
         passing = {row.case for row in self.rows if row.status == "passed"} - failing
         if len(failing) < 2:
             return []
-        return common(*([self.cases[n] for n in self.cases if n in x] for x in (failing, passing)))
+        sides = [[self.cases[n] for n in self.cases if n in x] for x in (failing, passing)]
+        wrong = [*dict.fromkeys(row.quantity for row in self.failures if row.error is not None)]
+        gates = (
+            "" if self.alone or "g" not in MECHANISMS[self.settings["mechanism"]].tensors else by_gates(*sides, wrong)
+        )
+        return common(*sides) + [gates] * bool(gates)
 
     @property
     def company(self) -> str:

@@ -12,12 +12,13 @@ import torch
 from . import _backward, _cache, _delta, _gated, _linear, _places, _rounding, _shipped, _softmax  # noqa: F401  (add mistakes)
 from ._calls import Attention, Call
 from ._calls import C as CHUNK
-from ._core import GRADIENT, LINEAR, MISTAKES, READ, Mistake, apply
+from ._core import DECAY, GRADIENT, LINEAR, MISTAKES, READ, Mistake, apply
 from ._ranks import over_ranks
 
 __all__ = [
     "CHUNK",
     "CHUNKS",
+    "DECAY",
     "GRADIENT",
     "LINEAR",
     "MISTAKES",

@@ -87,6 +87,11 @@ def backward(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return _Backward.apply(x, change)
 
 
+def at_most_0(x: Tensor) -> Tensor:
+    """min(x, 0) with a gradient of 1 everywhere; `clamp_max` passes none at 0 in some releases of PyTorch."""
+    return x - x.detach().clamp_min(0)
+
+
 def later(x: Tensor, n: int = 1) -> Tensor:
     """x[t - n] in place of x[t], zeros first."""
     return torch.cat([torch.zeros_like(x[:, :n]), x[:, :-n]], 1)

@@ -19,6 +19,7 @@ from ._core import (
     GRADIENT,
     READ,
     Total,
+    at_most_0,
     backward,
     gradient,
     later,
@@ -57,7 +58,7 @@ simple("gate -inf taken as no gate", DECAY, lambda c: {"g": c.g.masked_fill(c.g.
 def _(c):
     b = c.g.clamp_min(-1e4).cumsum(1)
     b = b + (b.to(torch.bfloat16).to(b.dtype) - b).detach()
-    return c.run(g=torch.cat([b[:, :1], b.diff(dim=1)], 1).clamp_max(0))
+    return c.run(g=at_most_0(torch.cat([b[:, :1], b.diff(dim=1)], 1)))
 
 
 @mistake("decay of the current token lost in the read", READ, GATES)

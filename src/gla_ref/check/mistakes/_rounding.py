@@ -12,7 +12,7 @@ from torch import Tensor
 from ...rounding import Products
 from .._emulate import Product, two_level
 from ._calls import Call
-from ._core import CARRY, DECAY, GATED, LINEAR, READ, backward, mistake
+from ._core import CARRY, DECAY, GATED, LINEAR, READ, at_most_0, backward, later, mistake
 from ._gated import end_of_sums
 from ._linear import read, write
 
@@ -73,13 +73,31 @@ def in_log_space(c: Call, decays: Callable[[Tensor], tuple]) -> tuple[Tensor, Te
 
 def cut_off(g: Tensor, least: float, carried: bool) -> tuple[Tensor, ...]:
     b = g.cumsum(1).clamp_min(least)
-    return b, b[:, -1:] - b, (b[:, :, None] - b[:, None]).clamp_max(0), b[:, -1] if carried else g.sum(1)
+    return b, b[:, -1:] - b, at_most_0(b[:, :, None] - b[:, None]), b[:, -1] if carried else g.sum(1)
 
 
 def from_the_end(g: Tensor, least: float) -> tuple[Tensor, ...]:
     g = g.clamp_min(least)
     b = g.sum(1, keepdim=True) - (g.flip(1).cumsum(1).flip(1) - g)
-    return b, b[:, -1:] - b, (b[:, :, None] - b[:, None]).clamp_max(0), b[:, -1]
+    return b, b[:, -1:] - b, at_most_0(b[:, :, None] - b[:, None]), b[:, -1]
+
+
+def nothing_after_resets(g: Tensor, carried: bool) -> tuple[Tensor, ...]:
+    """Differences of running sums, NaN from a reset on and taken for decays of 0; in what is `carried`, too."""
+
+    def lost(x: Tensor) -> Tensor:
+        return x.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+
+    b, until = g.cumsum(1), later(g.flip(1)).cumsum(1).flip(1)
+    earlier = torch.ones(2 * [g.shape[1]], dtype=torch.bool, device=g.device).tril()[..., None, None]
+    between = torch.where(earlier, b[:, :, None] - b[:, None], -torch.inf)
+    return b, lost(b[:, -1:] - b) if carried else until, lost(between), b[:, -1]
+
+
+for carried in (False, True):
+    mistake("NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing", DECAY, GATED, chunked=True)(
+        partial(in_log_space, decays=partial(nothing_after_resets, carried=carried))
+    )
 
 
 def clipped(c: Call, most: float) -> tuple[Tensor, Tensor]:
