@@ -12,7 +12,7 @@ from experiment_runs import tiny
 
 from gla_ref.book import results
 from gla_ref.experiments import EXPERIMENTS, ablations, language, length, mqar, plan, recall, throughput
-from gla_ref.experiments._driver import carry_out, is_done
+from gla_ref.experiments._driver import carry_out_all, is_done
 from gla_ref.experiments.runs import Training
 from gla_ref.models import LanguageModel
 
@@ -22,7 +22,7 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
     runs, file = tiny(name), tmp_path / "records.json"
     assert len({run.name for run in runs}) == len(runs)
     finished = []
-    outcome = carry_out(runs, place, file, progress=finished.append)
+    outcome = carry_out_all(runs, place, file, progress=finished.append)
     assert outcome.failed == {} and outcome.left == []
     assert sorted(outcome.done) == sorted(finished) == sorted(run.name for run in runs)
     records = {r["name"]: r for r in results.read(file, name)}
@@ -43,7 +43,7 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
         assert len(record["evaluations"]) == run.training.evaluations
     assert not list(place.folder.rglob("*.pt"))  # no checkpoint outlives its record
     before = file.read_text()
-    again = carry_out(runs, place, file, progress=lambda name: pytest.fail(f"{name} was done"))
+    again = carry_out_all(runs, place, file, progress=lambda name: pytest.fail(f"{name} was done"))
     assert sorted(again.done) == sorted(outcome.done) and file.read_text() == before
     other = replace(runs[0], settings=replace(runs[0].settings, tokens=2 * runs[0].settings.tokens))
     assert not is_done(other, tuple(records.values())), "other settings, another run"

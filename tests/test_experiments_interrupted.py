@@ -17,7 +17,7 @@ from experiment_runs import fixed, tiny
 
 from gla_ref.book import results
 from gla_ref.experiments import EXPERIMENTS, _driver, ablations, mqar, texts
-from gla_ref.experiments._driver import carry_out, do
+from gla_ref.experiments._driver import carry_out_all, do
 
 
 def numbers(record: dict) -> dict:
@@ -87,7 +87,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from gla_ref.experiments import ablations
-from gla_ref.experiments._driver import carry_out
+from gla_ref.experiments._driver import carry_out_all
 from gla_ref.experiments.runs import Place
 from dataclasses import replace
 
@@ -95,7 +95,7 @@ if __name__ == "__main__":
     runs = ablations.runs(replace(ablations.Settings.tiny(), steps=20, rate_steps=40), 1)
     folder, jobs = Path(sys.argv[1]), int(sys.argv[3])
     place = Place("cpu", folder, save_every=0.0, texts=Path(sys.argv[2]))
-    print(carry_out(runs, place, folder / "records.json", jobs))
+    print(carry_out_all(runs, place, folder / "records.json", jobs))
 """
 
 
@@ -142,7 +142,7 @@ def test_an_interrupt_leaves_checkpoints_and_a_summary(jobs, place, tmp_path, ca
     runs, file = tiny("ablations", rate_steps=400), tmp_path / "r.json"
     before = signal.getsignal(signal.SIGINT)  # in a shell's background it is to ignore
     interrupt = when_saved(place.folder, lambda: os.kill(os.getpid(), signal.SIGINT))
-    outcome = carry_out(runs, replace(place, save_every=0.2), file, jobs)
+    outcome = carry_out_all(runs, replace(place, save_every=0.2), file, jobs)
     interrupt.join()
     assert "interrupted: runs stop with a checkpoint" in capfd.readouterr().err
     assert len(outcome.left) >= 3 and not outcome.failed and len(outcome.left) + len(outcome.done) == len(runs)
@@ -158,10 +158,10 @@ def test_a_killed_worker_is_its_runs_failure(place, tmp_path):
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
     when_saved(place.folder, kill)
-    outcome = carry_out(runs, replace(place, save_every=0.0), file, 2)
+    outcome = carry_out_all(runs, replace(place, save_every=0.0), file, 2)
     ((name, reason),) = outcome.failed.items()
     assert "its process was killed" in str(reason) and len(outcome.done) == len(runs) - 1
-    assert carry_out(runs, place, file).failed == {}  # and goes on
+    assert carry_out_all(runs, place, file).failed == {}  # and goes on
     assert len(results.read(file, "ablations")) == len(runs)
 
 
@@ -184,10 +184,10 @@ def test_two_programs_share_runs(place, tmp_path, capfd):
     lock = runs[0].file(place.folder, ".lock")
     lock.parent.mkdir(parents=True)
     with FileLock(lock):
-        outcome = carry_out(runs, place, file)
+        outcome = carry_out_all(runs, place, file)
     assert outcome.left == [runs[0].name] and outcome.done == [runs[1].name]
     assert f"{runs[0].name}: another process carries it out" in capfd.readouterr().err
-    record = carry_out(runs, place, file) and results.read(file, "ablations")[1]
+    record = carry_out_all(runs, place, file) and results.read(file, "ablations")[1]
     assert do(runs[0], place, file) == record
 
 
@@ -201,7 +201,7 @@ def test_one_failure_does_not_cost_the_rest(place, tmp_path, monkeypatch):
         return carry(run, place)
 
     monkeypatch.setattr(ablations, "carry_out", fail)
-    outcome = carry_out(runs, place, tmp_path / "r.json")
+    outcome = carry_out_all(runs, place, tmp_path / "r.json")
     assert outcome.done == ["rate/tau-1/0.01", "main/tau-1/seed0"]
     assert {name: str(x) for name, x in outcome.failed.items()} == {
         "rate/base/0.01": "no memory", "main/base/seed0": "no memory"

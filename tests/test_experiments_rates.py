@@ -9,7 +9,7 @@ from experiment_runs import fixed, tiny
 
 from gla_ref.book import results
 from gla_ref.experiments import EXPERIMENTS, _rates, language, mqar, recall
-from gla_ref.experiments._driver import carry_out
+from gla_ref.experiments._driver import carry_out_all
 from gla_ref.experiments._rates import choice_of
 from gla_ref.experiments.training import train
 
@@ -129,18 +129,18 @@ def test_a_grid_goes_on_beyond_its_edge(best, tried, place, tmp_path, monkeypatc
 
     monkeypatch.setattr(mqar, "carry_out", carry)
     runs, file = tiny("mqar", rates=RATES, bare_widths=None), tmp_path / "r.json"
-    outcome = carry_out(runs, place, file)
+    outcome = carry_out_all(runs, place, file)
     assert not outcome.failed
     assert outcome.done[3:-1] == [f"rate/gla/16-conv/{rate:g}" for rate in tried]
     records = results.read(file, "mqar")
     assert best is None or records[-1]["name"].startswith("main") and records[-1]["learning rate"] == best
-    again = carry_out(runs, place, file)
+    again = carry_out_all(runs, place, file)
     assert len(results.read(file, "mqar")) == len(records) and not again.failed
 
 
 def test_a_result_says_how_its_rate_was_chosen(place, tmp_path):
     runs, file = tiny("language", mixers=("gla",)), tmp_path / "r.json"
-    carry_out(runs, place, file)
+    carry_out_all(runs, place, file)
     trial, main = results.read(file, "language")
     assert trial["data"] == "validation" and main["data"] == "test" and "choice" not in trial
     assert main["choice"]["rate"] == main["learning rate"] == 1e-2

@@ -20,7 +20,7 @@ import torch
 
 from ..book import results
 from . import EXPERIMENTS, _report, mqar, plan, texts
-from ._driver import carry_out, is_done
+from ._driver import carry_out_all, is_done
 from ._rates import choice_of
 from .runs import Place, Run
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     with tqdm(total=total, unit=unit, dynamic_ncols=True, disable=None) as bar:  # None: without a terminal
         if alone:
             place = replace(place, progress=lambda done, total: bar.update(1))
-        outcome = carry_out(runs, place, file, jobs, lambda name: None if alone else bar.update(1))
+        outcome = carry_out_all(runs, place, file, jobs, lambda name: None if alone else bar.update(1))
     for name, reason in outcome.failed.items():
         print(f"{name} failed: {type(reason).__name__}: {reason}", file=sys.stderr)
     for line in said(runs, results.read(file, args.command)):

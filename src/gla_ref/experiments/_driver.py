@@ -182,7 +182,7 @@ def further_trials(runs: list[Run], file: Path) -> list[Run]:
     return [trial for trial in found if trial is not None]
 
 
-def carry_out(
+def carry_out_all(
     runs: list[Run], place: Place, file: Path, jobs: int = 1, progress: Callable[[str], None] = lambda name: None
 ) -> Outcome:
     """Carry runs of one experiment out, those without a learning rate of their own after all others.

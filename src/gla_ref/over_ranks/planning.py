@@ -60,8 +60,8 @@ def plan(
         tokens: one rank's tensors by name, on any device ("meta" too).
         lengths: the number of tokens on each rank.
         packed: whether there is `cu_seqlens`.
-        exchange: as in :func:`gla`.
-        segment: as in :func:`gla`.
+        exchange: as in :func:`gla_ref.context_parallel.gla`.
+        segment: as in :func:`gla_ref.context_parallel.gla`.
         link: the cost of sending.
         multiprocessors: the number on each rank's GPU; 0 for a CPU.
 
@@ -145,7 +145,7 @@ def check_lengths(
     """The number of tokens of each rank, whose tensor `name` has T of them here.
 
     Args:
-        lengths: as in :func:`gla`; None if all ranks have T tokens.
+        lengths: as in :func:`gla_ref.context_parallel.gla`; None if all ranks have T tokens.
         ranks: how many ranks there are.
         rank: this one.
         T: tokens of this rank.
