@@ -10,7 +10,7 @@ from gla_ref.book.viz import delta_roles as roles
 from gla_ref.book.viz import gla_block
 from gla_ref.book.viz import three_jobs as jobs
 from gla_ref.book.viz.model_map import GATES, K4, MODELS, V4, WRITES, model_map, states
-from gla_ref.book.viz.recall_by_state import matrices, measured, recall_by_state
+from gla_ref.book.viz.recall_by_state import TALL, TOP, _apart, matrices, measured, recall_by_state
 from gla_ref.models import Config
 from gla_ref.models.language_model import Block
 
@@ -208,3 +208,16 @@ def test_dots_are_the_means_of_records():
     assert f"answers {least:.0%} correctly" in explorable.question.answers[explorable.question.right]
     assert explorable.frames[0][0].readout.endswith("nothing yet.")
     assert list(linear) == [2 * 4 * 16, 8 * 16 * 4, 32 * 64]  # heads, K and V; without convolutions
+    first = explorable.frames[explorable.first()[0]][explorable.first()[1]]
+    assert f"linear {sum(linear[8 * 16 * 4][-1][1]) / 3:.0%}" in first.readout and "128 numbers:" not in "".join(
+        first.pieces
+    )
+
+
+def test_labels_of_dots_keep_apart():
+    for heights in ([30.0, 31.0, 32.0], [224.0, 226.0, 225.0, 90.0]):
+        placed = _apart(heights)
+        assert all(abs(a - b) > 12.9 for n, a in enumerate(placed) for b in placed[n + 1 :])
+        assert max(placed) <= TOP + TALL and sorted(placed) == [
+            placed[i] for i in sorted(range(len(heights)), key=heights.__getitem__)
+        ]

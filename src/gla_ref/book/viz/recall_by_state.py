@@ -50,11 +50,27 @@ def measured(records: Sequence[dict]) -> dict[str, dict[int, list[tuple[int, lis
     }
 
 
+#: names that fit between two columns of dots
+SHORT = NAMES | {"gated_delta": "gated delta"}
+
 LEFT, WIDE, TOP, TALL = 46, 340, 26, 200
 
 
 def _y(share: float) -> float:
     return TOP + TALL * (1 - min(max(share, 0.0), 1.0))
+
+
+def _apart(heights: Sequence[float], least: float = 13) -> list[float]:
+    """Heights of labels in the order given: near their dots, at least some units from each other, inside the frame."""
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    found = list(heights)
+    for n, i in enumerate(order[1:]):  # downwards, then upwards from the frame's lower edge
+        found[i] = max(found[i], found[order[n]] + least)
+    room = TOP + TALL - 6
+    for i in reversed(order):
+        found[i] = min(found[i], room)
+        room = found[i] - least
+    return found
 
 
 def recall_by_state(records: Sequence[dict]) -> Explorable:
@@ -66,9 +82,11 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
     found = measured(records)
     sizes = sorted({state for of in found.values() for state in of})
     low, high = math.log(sizes[0] / 1.25), math.log(sizes[-1] * 1.25)
-    base = next(r["baselines"] for r in records)
+    base, width = next((r["baselines"], r["about"]["width"]) for r in records)
     steps = [0] + [step for step, _ in next(iter(next(iter(found.values())).values()))]
     heads = {matrices(r): r["run"]["model"]["num_heads"] for r in records if r["about"]["mixer"] != "softmax"}
+
+    small, more = sizes[:2]
 
     def x(state: float) -> float:
         return LEFT + WIDE * (math.log(state) - low) / (high - low)
@@ -90,6 +108,32 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
             pieces.append(part(f"{words}: {share:.1%}", line))
         return pieces
 
+    def labels(states: Sequence[int], n: int) -> list[str]:
+        """Names of the mixers to the right of their dots."""
+        pieces = []
+        for state in states:
+            means = {m: fmean(of[state][n - 1][1]) for m, of in found.items() if state in of}
+            heights = _apart([_y(mean) for mean in means.values()])
+            pieces += [text(x(state) + 10, y, SHORT[m], "start") for m, y in zip(means, heights, strict=True)]
+        return pieces
+
+    def all_mixers(n: int) -> Frame:
+        """All mixers with the number of heads that the question gives, and no other."""
+        pieces = ground()
+        for i, (mixer, of) in enumerate(found.items()):
+            if more in of:
+                mean = fmean(of[more][n - 1][1]) if n else base["chance"]
+                kind = "blue" if mixer == "linear" else "grey"
+                dot = circle(x(more), _y(mean), 6 if mixer == "linear" else 4, kind)
+                pieces.append(part(f"{NAMES[mixer]}, {more:,} numbers: {mean:.1%}", dot, choose={0: i}))
+        pieces += labels([more], n) if n else []
+        said = ", ".join(
+            f"{NAMES[m]} {fmean(of[more][n - 1][1]):.0%}" if n else f"{NAMES[m]} nothing yet"
+            for m, of in found.items()
+            if more in of
+        )
+        return Frame(pieces, f"{heads[more]} heads after {steps[n]} of {steps[-1]} steps. Right answers: {said}.")
+
     def frame(mixer: str, n: int) -> Frame:
         pieces = ground()
         order = [other for other in found if other != mixer] + [mixer]
@@ -110,6 +154,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
                 shapes = [circle(at[0], _y(y), 2.5, kind) for y in seeds] if mine else []
                 shapes.append(circle(*at, 6 if mine else 4, kind))
                 pieces.append(part(words, *shapes, choose={0: list(found).index(other)}))
+        pieces += labels(sizes[:2], n) if n else []
         said = ", ".join(
             f"{state:,}: {fmean(scores[n - 1][1]):.0%}" if n else f"{state:,}: nothing yet"
             for state, scores in found[mixer].items()
@@ -118,25 +163,31 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         return Frame(pieces, f"{when}. Right answers by numbers in the state: {said}.")
 
     linear = {state: fmean(scores[-1][1]) for state, scores in found["linear"].items()}
-    small, more = list(linear)[:2]
     options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any value of the pairs": 0.0}
     right = next(words for words, least in options.items() if linear[small] >= least)
     fact = f"With {heads[small]} heads linear attention answers {linear[small]:.0%} correctly."
 
     return Explorable(
         title="Which mixer recalls, with how many heads?",
-        notice="A small dot is one trained model, a large dot the mean of three seeds; point at a grey dot to read its "
-        "mixer. All have one layer and saw the same texts. More heads make the state smaller, and every key too. "
+        notice="A small dot is one trained model, a large dot the mean of three seeds; "
+        f"point at a dot without a name to read its mixer. All models have one layer of width {width} "
+        "and saw the same texts. More heads make the state smaller, and every key too. "
         f"Softmax attention keeps all keys and values. At step {steps[-1]} some lines fall to the right: there one of "
         "three small dots is far below the other two.",
         alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; two dashed "
         "lines near the bottom are the shares of answers that guessing gives.",
-        controls=(Choice("Mixer", [NAMES[m] for m in found]), Slider("Steps of training", steps)),
-        frames=[[frame(mixer, n) for n in range(len(steps))] for mixer in found],
+        controls=(
+            Choice("Mixer", [*(NAMES[m] for m in found), f"all, {heads[more]} heads only"]),
+            Slider("Steps of training", steps),
+        ),
+        frames=[
+            *([frame(mixer, n) for n in range(len(steps))] for mixer in found),
+            [all_mixers(n) for n in range(len(steps))],
+        ],
         height=TOP + TALL + 57,
         start=(list(found).index("gla"), len(steps) - 2),
         legend=(
-            Key("blue line-blue", "the mixer chosen (small dots: single models)", "dot"),
+            Key("blue line-blue", "the mixer chosen, at first linear (small dots: single models)", "dot"),
             Key("grey line-grey", "the other mixers", "dot"),
             Key("line-orange dashed", f"naming any value of the pairs: {base['majority']:.0%}", "line"),
             Key("line-grey dashed", f"naming any value: {base['chance']:.0%}", "line"),
@@ -151,6 +202,6 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
                 for words, least in options.items()
             },
             seen=(list(found).index("linear"), len(steps) - 1),
-            before=(list(found).index("linear"), 1),  # early: dots, but not yet the answer
+            before=(len(found), len(steps) - 1),  # the dots that the question names, without the answer
         ),
     )
