@@ -21,7 +21,7 @@ class Wire(NamedTuple):
     bandwidth: float
 
 
-#: by the backend of the group. "nccl" is NVLink between two GPUs of one host: the vendor publishes the bandwidth, as
+#: by the backend of the group. "nccl" is NVLink between two GPUs of one host; the vendor publishes the bandwidth, as
 #: 900 GB/s in both directions together; a message was measured between two H100s (benchmarks/scaling.py), and NCCL took
 #: 60 µs by the clock, however small the message; a hop is an assumption. "gloo" is a CPU's loop-back, as orders of
 #: magnitude

@@ -14,6 +14,8 @@ from ..mechanisms import MECHANISMS
 from .links import LINKS, Wire, gather_seconds, pipeline_seconds
 from .maps import Tokens
 
+__all__ = ["SplitPlan"]
+
 # axes of a map's M: a column that scales the rows of a state, or a matrix; 1: one number for all of them
 MAPS = {
     "linear_attention": "B HV 1 1",
