@@ -300,7 +300,7 @@ def add_check(commands) -> None:
     )
     level = it.add_mutually_exclusive_group()
     for name, what in (
-        ("quick", "less than a minute on a CPU; the default"),
+        ("quick", "less than a minute on a CPU, two with wide heads claimed; the default"),
         ("full", "also T to 8192, K to 256, V to 512, a random search, the smallest failure"),
     ):
         level.add_argument(f"--{name}", dest="level", action="store_const", const=name, help=what)

@@ -91,11 +91,11 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
     def x(state: float) -> float:
         return LEFT + WIDE * (math.log(state) - low) / (high - low)
 
-    def ground() -> list[str]:
+    def ground(states: Sequence[int] = sizes) -> list[str]:
         pieces = [rect(LEFT, TOP, WIDE, TALL, "edge faint"), text(LEFT - 40, TOP - 14, "right answers", "start")]
         for share in (0, 0.5, 1):
             pieces.append(text(LEFT - 6, _y(share), f"{share:.0%}", "end"))
-        for state in sizes:
+        for state in states:
             pieces.append(text(x(state), TOP + TALL + 12, f"{state:,}"))
             below = f"{heads[state]} head{'s' if heads[state] > 1 else ''}" if state in heads else "softmax"
             pieces.append(text(x(state), TOP + TALL + 27, below))
@@ -109,17 +109,19 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         return pieces
 
     def labels(states: Sequence[int], n: int) -> list[str]:
-        """Names of the mixers to the right of their dots."""
+        """Names of the mixers to the right of their dots, with a line from each dot to its name."""
         pieces = []
         for state in states:
             means = {m: fmean(of[state][n - 1][1]) for m, of in found.items() if state in of}
-            heights = _apart([_y(mean) for mean in means.values()])
-            pieces += [text(x(state) + 10, y, SHORT[m], "start") for m, y in zip(means, heights, strict=True)]
+            dots = [_y(mean) for mean in means.values()]
+            for mixer, dot, y in zip(means, dots, _apart(dots), strict=True):
+                pieces.append(path([(x(state) + 6, dot), (x(state) + 15, y)], "line-grey"))
+                pieces.append(text(x(state) + 17, y, SHORT[mixer], "start"))
         return pieces
 
     def all_mixers(n: int) -> Frame:
         """All mixers with the number of heads that the question gives, and no other."""
-        pieces = ground()
+        pieces = ground([*heads])
         for i, (mixer, of) in enumerate(found.items()):
             if more in of:
                 mean = fmean(of[more][n - 1][1]) if n else base["chance"]
