@@ -65,7 +65,7 @@ GROUPS = {  # a group of quick cases: the patterns of their names; a case belong
     "packed": ("*packed*", "many sequences"),
     "lengths": ("length *", "??? tokens", "long", "narrow and long", "random *"),
     "gates": ("gate *", "gates *", "wide keys and gate *"),
-    "sizes": ("square", "one head", "wide", "*wider*", "widest", "many *heads", "joint*", "sizes *", "value heads*"),
+    "sizes": ("square", "one head", "wide", "*wider*", "widest", "many *", "joint*", "sizes *", "value heads*"),
     "keys": ("keys *", "* keys", "strength*", "values *", "later tokens loud"),
     "scales": ("scale *", "one token with scale", "steep*"),
     "states": ("*state*", "*cache*"),

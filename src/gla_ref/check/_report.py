@@ -214,9 +214,8 @@ class Report:
             return []
         sides = [[self.cases[n] for n in self.cases if n in x] for x in (failing, passing)]
         wrong = [*dict.fromkeys(row.quantity for row in self.failures if row.error is not None)]
-        gates = (
-            "" if self.alone or "g" not in MECHANISMS[self.settings["mechanism"]].tensors else by_gates(*sides, wrong)
-        )
+        kind = MECHANISMS.get(self.settings["mechanism"])
+        gates = by_gates(*sides, wrong) if kind and "g" in kind.tensors and not self.alone else ""
         return common(*sides) + [gates] * bool(gates)
 
     @property
