@@ -23,11 +23,9 @@ from torch import distributed as dist
 
 from .over_ranks.calls import split_over_ranks
 from .over_ranks.links import LINKS
-from .over_ranks.planning import SplitPlan, plan
+from .over_ranks.planning import Plan, plan
 
 __all__ = ["LINKS", "Plan", "delta_rule", "gated_delta_rule", "gla", "linear_attention", "plan", "simple_gla"]
-
-Plan = SplitPlan
 
 
 def gla(

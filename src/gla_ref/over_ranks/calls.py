@@ -26,7 +26,7 @@ from ..mechanisms import MECHANISMS
 from .exchange import Exchange, Ranks
 from .links import LINKS
 from .maps import Maps, Tokens, Walk, read_map, write_map
-from .planning import SplitPlan, check_lengths, plan
+from .planning import Plan, check_lengths, plan
 from .segments import Edge, Segment, at_least_one_token, only_tokens, with_own_state, zero_elsewhere
 
 
@@ -74,7 +74,7 @@ class CallKind(NamedTuple):
         walk: the form that walks pieces, and its options.
     """
 
-    plan: SplitPlan
+    plan: Plan
     facts: dict[str, str]
     common: tuple[str, ...]
     tag: float

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from .agreement import Agreement, Lookout
 from .maps import Maps
-from .planning import SplitPlan
+from .planning import Plan
 
 # gathers one tensor from all ranks; PyTorch 2.13 has renamed the function
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -93,7 +93,7 @@ class Exchange:
         facts: the facts that the ranks have agreed upon.
     """
 
-    def __init__(self, ranks: Ranks, plan: SplitPlan, facts: dict[str, str], tag: float):
+    def __init__(self, ranks: Ranks, plan: Plan, facts: dict[str, str], tag: float):
         self.ranks, self.plan, self.facts, self.tag = ranks, plan, facts, tag
         self.sent: list[tuple[dist.Work, Tensor, int]] = []  # messages on their way, and the ranks that they go to
 

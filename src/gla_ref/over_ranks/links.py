@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LINKS", "Wire", "gather_seconds", "pipeline_seconds"]
-
 
 class Wire(NamedTuple):
     """A way from one GPU to the next.

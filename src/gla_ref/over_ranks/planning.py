@@ -14,8 +14,6 @@ from ..mechanisms import MECHANISMS
 from .links import LINKS, Wire, gather_seconds, pipeline_seconds
 from .maps import Tokens
 
-__all__ = ["SplitPlan"]
-
 # axes of a map's M: a column that scales the rows of a state, or a matrix; 1: one number for all of them
 MAPS = {
     "linear_attention": "B HV 1 1",
@@ -27,7 +25,7 @@ MAPS = {
 WORTH = 0.75  # a pipeline may take this share of an all-gather's time
 
 
-class SplitPlan(NamedTuple):
+class Plan(NamedTuple):
     """The steps of a call on every rank; `why` has a sentence for each choice."""
 
     walk: str  # the form of the mechanism that walks the pieces
@@ -54,7 +52,7 @@ def plan(
     segment: int | None = None,
     link: Wire = LINKS["nccl"],
     multiprocessors: int = 0,
-) -> SplitPlan:
+) -> Plan:
     """Plan a call: a pure function, which asks no process group and looks at no value.
 
     Args:
@@ -90,7 +88,7 @@ def plan(
     walk, why_walk = choose_walk(mechanism, dtype, on_gpu=multiprocessors > 0)
     sent = state + blocks * dtype.itemsize if exchange == "pipeline" else maps + dtype.itemsize  # a tag per message
     why += f"{walk}: {why_walk}", *why_segments
-    return SplitPlan(walk, exchange, blocks, segments, not segment, shapes, sent, tuple(why))
+    return Plan(walk, exchange, blocks, segments, not segment, shapes, sent, tuple(why))
 
 
 def map_shapes(mechanism: str, sizes: dict[str, int], columns: bool) -> tuple[tuple[int, ...], ...]:
