@@ -35,7 +35,7 @@ LADDER = (
     "resets at chunk ends",
     "many resets",
 )
-CORRELATIONS, STRENGTHS = (0.0, 0.9, 0.99, 1.0), (0.0, 1.0, 2.0)  # of the delta rules' keys; their write strengths
+CORRELATIONS, STRENGTHS = (0.0, 0.9, 0.99, 1.0), (0.0, 1.0, 2.0)  # keys of the delta rules; their write strengths
 SMALL_MODEL = {
     "vocab_size": 50,
     "hidden_size": 16,

@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_teardown(item):
-    """A large test gives its memory back: others run beside it, and PyTorch would keep it for this process."""
+    """A large test gives its memory back: others run at the same time, and PyTorch would keep it for this process."""
     if item.get_closest_marker("gpu") and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
 

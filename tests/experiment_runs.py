@@ -34,4 +34,4 @@ def leaves(x) -> list[torch.Tensor]:
     """All tensors of nested tuples."""
     if isinstance(x, torch.Tensor):
         return [x]
-    return [z for y in x for z in leaves(y)] if isinstance(x, tuple) else []  # and None
+    return [z for y in x for z in leaves(y)] if isinstance(x, tuple) else []  # None has no leaves

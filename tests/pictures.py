@@ -1,4 +1,4 @@
-"""Every explorable by name, and what is drawn in a frame."""
+"""Every explorable by name, and the shapes that a frame draws."""
 
 from __future__ import annotations
 

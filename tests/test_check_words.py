@@ -303,7 +303,7 @@ def test_gates_from_which_on_only_gradients_are_wrong_are_said():
     assert {"gate -1", "gate -20"} <= {*report.failing}, str(report)
     assert "length 64" not in report.failing, str(report)
     assert "and stronger, right with gates" in words(report) and "and weaker; only dq is wrong" in words(report)
-    assert report.measured, str(report)  # of a case that is plainly wrong, not of the smallest
+    assert report.measured, str(report)  # the case is plainly wrong, though not the smallest
 
 
 def test_gates_of_cases_that_differ_otherwise_are_not_compared():

@@ -161,7 +161,7 @@ def test_a_killed_worker_is_its_runs_failure(place, tmp_path):
     outcome = carry_out_all(runs, replace(place, save_every=0.0), file, 2)
     ((name, reason),) = outcome.failed.items()
     assert "its process was killed" in str(reason) and len(outcome.done) == len(runs) - 1
-    assert carry_out_all(runs, place, file).failed == {}  # and goes on
+    assert carry_out_all(runs, place, file).failed == {}  # the next call goes on
     assert len(results.read(file, "ablations")) == len(runs)
 
 

@@ -1,4 +1,4 @@
-"""Learning rates of experiments: how trials choose them, and what a result says of the choice."""
+"""Learning rates of experiments: how trials choose them, and how a result reports the choice."""
 
 import math
 from dataclasses import replace
@@ -103,7 +103,7 @@ def test_missing_trials_are_named():
     ):
         choice_of(run, trial_records(runs, {(run.about["group"], 1e-3): 0.5}))
     whole = trial_records(runs, {(run.about["group"], r): 0.5 for r in RATES})
-    with pytest.raises(ValueError, match="^records"):  # of other settings
+    with pytest.raises(ValueError, match="^records"):  # their settings differ
         choice_of(replace(run, settings=replace(run.settings, steps=7)), whole)
 
 
@@ -156,7 +156,7 @@ def test_a_wider_model_has_a_smaller_rate(place, monkeypatch):
     records = trial_records(runs, {("gla-conv", 2e-3): 1.0})
     for run in runs[1:]:
         _rates.trained(run, None, replace(place, records=records))
-    assert seen == [2e-3, 1e-3]  # of 256 and 512
+    assert seen == [2e-3, 1e-3]  # widths 256 and 512
 
 
 def test_recall_must_be_above_chance_before_longer_runs(place):

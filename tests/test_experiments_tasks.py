@@ -68,7 +68,7 @@ def test_different_numbers_in_any_order():
     x = distinct(4000, 5, 3, dice("cpu", "a test"))
     assert all(len(set(row)) == 3 for row in x.tolist()) and x.min() == 0 and x.max() == 4
     orders = torch.unique(x, dim=0, return_counts=True)[1]
-    assert len(orders) == 60 and orders.min() > 35 and orders.max() < 105  # of 66.7 each
+    assert len(orders) == 60 and orders.min() > 35 and orders.max() < 105  # 66.7 expected
     assert sorted(distinct(1, 7, 7, dice("cpu", 0))[0].tolist()) == list(range(7))
 
 
@@ -164,7 +164,7 @@ def test_an_epoch_reads_every_sequence_once(place):
     assert sorted(starts.tolist()) == [offset + i * task.T for i in range(task.cuts)] and offset < task.T
     assert offset + task.cuts * task.T + 1 <= len(task.training) + 1
     again = language.Language(language.Settings.tiny(), 0, place)
-    assert torch.equal(again.starts(steps + 2), task.starts(steps + 2))  # of another epoch, asked for at once
+    assert torch.equal(again.starts(steps + 2), task.starts(steps + 2))  # another epoch, asked for at once
     assert not torch.equal(language.Language(language.Settings.tiny(), 1, place).starts(0), task.starts(0))
 
 

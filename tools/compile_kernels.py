@@ -354,7 +354,7 @@ def compile_all(tasks: list[tuple[int, str, bool]], jobs: int) -> list[dict]:
     """Compile the cases side by side; report each as soon as it is there."""
     everything = []
     with tempfile.TemporaryDirectory() as cache:
-        # of its own kind of pool, since a compiler that dies must not be waited for
+        # a ProcessPoolExecutor, since Pool waits for ever for a compiler that died
         spawn = get_context("spawn")
         with ProcessPoolExecutor(jobs, spawn, begin, (cache,)) as pool:
             for found in pool.map(compile_case, tasks):

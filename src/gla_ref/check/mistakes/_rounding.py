@@ -83,7 +83,7 @@ def from_the_end(g: Tensor, least: float) -> tuple[Tensor, ...]:
 
 
 def nothing_after_resets(g: Tensor, carried: bool) -> tuple[Tensor, ...]:
-    """Differences of running sums, NaN from a reset on and taken for decays of 0; in what is `carried`, too."""
+    """Differences of running sums, NaN from a reset on and taken for decays of 0; if `carried`, to the end, too."""
 
     def lost(x: Tensor) -> Tensor:
         return x.nan_to_num(nan=-torch.inf, neginf=-torch.inf)

@@ -489,7 +489,7 @@ def back_walker(
         b_d.store(low)
         fence_async_shared()
 
-        # r, beside it the reads of R
+        # r, while the reads of R run
         r = warpgroup_mma(b_Y.permute((1, 0)), b_d, none, use_acc=False, is_async=True)
         if GATED:
             R = R * through
@@ -933,7 +933,7 @@ def gradients(
         lines.index(2).store(b_write)
         lines.index(3).store(b_kept)
     gl.store(dbeta + p_d, (lines.index(0).load(line) * scale).to(dbeta.dtype.element_ty), mask=o_r < stop)
-    if dg is not None:  # sums of what counts, never total minus rest; nothing crosses g = -inf
+    if dg is not None:  # sums of the terms that count, never a total less others; nothing crosses g = -inf
         total = gl.associative_scan(lines.index(1).load(line), 0, add, reverse=True)
         total = total - gl.associative_scan(t_column.load(line), 0, add, reverse=True)
         b_write = lines.index(2).load(line)

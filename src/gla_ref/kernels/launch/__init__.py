@@ -2,5 +2,5 @@
 
 To launch a kernel you need plan.py alone: a plan function makes a `Draft`, calls `Draft.launch` and returns the plan. A
 mechanism's file hands that function to `Planned` (program.py) and `with_state` (operator.py), as kernels/gla.py does
-above its `gla`; nothing of what these do depends on the kernel.
+above its `gla`; neither depends on the kernel.
 """
