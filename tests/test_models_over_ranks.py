@@ -159,7 +159,7 @@ FAULTS = {
     "short targets": (dict(targets=words()[:, :19]), r"targets: expected shape \[2, 20\] as of tokens, got \[2, 19\]"),
     "a short piece": (
         dict(tokens=words()[:, :2]),
-        r"lengths: expected 2 numbers .* at least 3, as a convolution sees 4, got \[2, 2\]",
+        r"lengths: expected 2 token counts of at least 3 \(a convolution sees 4\), .* got \[2, 2\]",
     ),
     "lengths": (dict(lengths=[19, 21]), "lengths: expected 20 for rank 1, the length of tokens, got 21"),
     "no tokens": (dict(tokens=words().float()), "tokens: expected an int32 or int64"),
