@@ -85,6 +85,16 @@ def drawn(values, every: int, *kept):
     return thin(values, *kept, long=[x for x in others if x not in today])
 
 
+def on_some_days(every: int):
+    """A test for `make test-deep` on about one day of so many, drawn by the day, else for `make test-long`."""
+
+    def mark(test):
+        today = random.Random(os.environ["GLA_REF_DAY"] + test.__name__).randrange(every) == 0
+        return (pytest.mark.deep if today else pytest.mark.long)(test)
+
+    return mark
+
+
 def some(values, *deep):
     """Parameters: `make test-deep` takes those that are named, and `make test-long` the others."""
     assert deep and all(x in values for x in deep)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import BREAK, DELTA, drawn, pairs, thin
+from cases import BREAK, DELTA, draw, drawn, pairs, some, thin
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
@@ -122,16 +122,14 @@ def test_the_forms_that_break_are_told(name):
     assert not {"length 65", "packed", "gate zero"} & failed
 
 
-KEPT = [("gla", m) for m in mistakes.MISTAKES if m.name == "state reset between chunks"]
 SOME = [
     (mechanism, m)
     for mechanism in ("gla", "softmax_attention")  # `make mutants`: all
     for m in [m for m in mistakes.MISTAKES if mechanism in m.mechanisms][::21]
 ]
-SOME += [x for x in KEPT if x not in SOME]
 
 
-@pytest.mark.parametrize("mechanism, m", drawn(SOME, 6, *KEPT), ids=[m.name for _, m in SOME])
+@pytest.mark.parametrize("mechanism, m", some(SOME, *draw(SOME, 6)), ids=[m.name for _, m in SOME])
 def test_a_mistake_is_caught_and_named(mechanism, m):
     report = check.kernel(mechanism, mistakes.apply(mechanism, m))
     assert report.failures and m.name in [match["mistake"] for match in report.diagnosis]
@@ -145,9 +143,9 @@ def test_emulated_runs_are_the_recurrence_when_they_round_nothing(mechanism, run
     assert len(kind.emulated + kind.plain + kind.beyond) == runs
     ways = [{"run": run, "sharp": sharp} for run, sharp in itertools.product(range(runs), (False, True))]
     ways += [{"sharp": True, "segments": 3}] if mechanism in DELTA else []
-    some = [Case(T=150, scale=-0.3, gate="mild and strong chunks", groups=1 + (mechanism in DELTA))]
-    some.append(Case(B=1, T=130, ends=packed, gate="many resets", state=not kind.cache))
-    for case in some:
+    cases = [Case(T=150, scale=-0.3, gate="mild and strong chunks", groups=1 + (mechanism in DELTA))]
+    cases.append(Case(B=1, T=130, ends=packed, gate="many resets", state=not kind.cache))
+    for case in cases:
         x = inputs(mechanism, case, torch.float32, seed=0)
         exact = evaluate(kind.exact, kind, x, case)
         for way in ways:
@@ -250,6 +248,7 @@ def test_where_it_is_wrong():
     assert "No named mistake" in str(report) and set(row.map) > {" "}
 
 
+@pytest.mark.deep
 def test_where_it_is_wrong_in_packed_sequences():
     def wrong(q, k, v, g, **named):
         o, S = GATED(q, k, v, g, **named)

@@ -74,6 +74,7 @@ def test_a_long_and_wide_map_is_made_smaller_and_keeps_its_worst():
     assert sum(shade != " " for line in row.grid["cells"] for shade in line) == 1
 
 
+@pytest.mark.deep
 def test_gradients_of_scalar_gates_are_drawn_by_head_and_caches_by_time():
     def scalar(q, k, v, g, **named):
         g = g.clone()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import drawn
+from cases import drawn, on_some_days, thin
 
 from gla_ref import FORMS, check
 from gla_ref.check import mistakes
@@ -70,10 +70,10 @@ NAMED = [  # a mechanism, a mistake, and the cases that are enough to tell
     ("linear_attention", "columns of v masked like those of k: beyond K, rounded up to 16, they are 0", "values *"),
     ("delta_rule", "strengths kept in a buffer of 4096 numbers, which those of later tokens overwrite", "many t*"),
 ]
-FIRST = [NAMED[8], NAMED[11], NAMED[21], NAMED[31]]
+FIRST = [NAMED[8]]
 
 
-@pytest.mark.parametrize("mechanism, name, only", drawn(NAMED, 5, *FIRST), ids=[f"{x[0]}: {x[1]}" for x in NAMED])
+@pytest.mark.parametrize("mechanism, name, only", drawn(NAMED, 10, *FIRST), ids=[f"{x[0]}: {x[1]}" for x in NAMED])
 def test_a_mistake_is_named(mechanism, name, only):
     chunk = 16 if "quarter" in name or "half" in name else 64
     m = next(m for m in mistakes.MISTAKES if m.name == name and mechanism in m.mechanisms and not m.rounding)
@@ -142,7 +142,7 @@ PLACES = {  # a mistake, where it is made, the cases, and the words that the rep
 }
 
 
-@pytest.mark.parametrize("name", drawn(PLACES, 3, "one packed sequence", "wide values"))
+@pytest.mark.parametrize("name", drawn(PLACES, 5, "one packed sequence"))
 def test_a_mistake_of_some_places_is_named_with_them(name):
     (mechanism, mistake), where, only, words = PLACES[name]
     report = check.kernel(
@@ -155,10 +155,11 @@ def test_a_mistake_of_some_places_is_named_with_them(name):
 
 ALONE = "last key lost where a tile of keys would hold that key alone"
 WHOLE = "final state without the last chunk where that is whole"
+ROUND = [("softmax_attention", ALONE, "481"), ("simple_gla", WHOLE, "480")]
 
 
-@pytest.mark.parametrize("size", drawn([48, 80, 96, 160, 240], 1, 96))
-@pytest.mark.parametrize("mechanism, name, only", [("softmax_attention", ALONE, "481"), ("simple_gla", WHOLE, "480")])
+@pytest.mark.parametrize("size", drawn([48, 80, 96, 160, 240], 4, 96))
+@pytest.mark.parametrize("mechanism, name, only", thin(ROUND, ROUND[0]))
 def test_tiles_of_an_uncommon_size_are_named(mechanism, name, only, size):
     m = [m for m in mistakes.MISTAKES if m.name == name][TILES.index(size)]
     report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=["length 6*", f"{only} tokens"])
@@ -166,6 +167,7 @@ def test_tiles_of_an_uncommon_size_are_named(mechanism, name, only, size):
     assert [match["mistake"] for match in report.diagnosis] == [name], str(report)
 
 
+@on_some_days(3)
 def test_gates_of_many_tokens_and_heads_have_a_place_and_a_bound():
     wrong, right = made("simple_gla", "running sum of gates in bfloat16"), FORMS["simple_gla"]["chunkwise"]
     many = some(wrong, right, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192))

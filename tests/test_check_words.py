@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import on_some_days
 
 from gla_ref import FORMS, check
 from gla_ref.check import mistakes
@@ -45,7 +46,7 @@ def skipping(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return Skipped.apply(o) if cu_seqlens is None else o, cached
 
 
-@pytest.mark.deep
+@on_some_days(3)
 def test_gradients_that_are_missing_are_not_named_by_another_way_to_lose_them():
     report = check.kernel("softmax_attention", skipping, only=["length *", "loss *"])
     assert report.failing == ["loss of some tokens"], str(report)
@@ -62,7 +63,7 @@ def odd(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.deep
+@on_some_days(3)
 def test_a_name_must_fit_where_sequences_have_tokens():
     report = check.kernel("linear_attention", odd, only=["length *", "packed*"])
     assert report.failing == ["packed", "packed with scale"], str(report)
@@ -81,6 +82,7 @@ def behind_tiles(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return torch.einsum("bhts,bshv->bthv", scores.masked_fill(~seen, -math.inf).softmax(-1), v), (k, v)
 
 
+@on_some_days(3)
 def test_a_name_that_explains_all_fits_every_failing_case():
     report = check.kernel("softmax_attention", behind_tiles, only=["length *", "square", "long*"])
     assert {"length 7", "long cache"} <= {*report.failing}, str(report)
@@ -95,6 +97,7 @@ def blocks(q, k, v, **named):
     return LINEAR(q, k, v * (torch.arange(v.shape[-1]) < known), **named)
 
 
+@on_some_days(3)
 def test_a_name_with_a_number_has_no_other_place():
     report = check.kernel("linear_attention", blocks, only="w*")
     assert report.failing == ["widest"] and "only in channels 102 to 135 of 136" in words(report), str(report)
@@ -110,6 +113,7 @@ def strong(q, k, v, g, **named):
     return (1.01 * o if (g < -0.5).any() else o), S
 
 
+@on_some_days(3)
 def test_gates_that_are_right_are_said_and_not_all_others():
     said = words(check.kernel("simple_gla", strong, only=["length 6*", "gate -1", "gate -0.2"]))
     assert "wrong with gates -1, right with gates logsigmoid/16" in said
@@ -122,7 +126,7 @@ def two(q, k, v, beta, **named):
     return (1.01 * o if (beta > 1).any() else o), S
 
 
-@pytest.mark.deep
+@on_some_days(3)
 def test_strengths_between_are_not_said_to_be_right():
     said = words(check.kernel("delta_rule", two, only=["length 6*", "strength 2", "strengths up to 2"]))
     assert "wrong with strengths of 2, right with random strengths below 1" in said
@@ -134,7 +138,7 @@ def many_keys(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return (1.01 * o if cached[0].shape[1] > 256 else o), cached
 
 
-@pytest.mark.deep
+@on_some_days(3)
 def test_a_case_that_fails_without_a_trait_speaks_against_it():
     report = check.kernel("softmax_attention", many_keys, only=["length 1", "long cache*", "481 tokens"])
     assert {"481 tokens", "long cache"} <= {*report.failing}, str(report)
@@ -194,6 +198,7 @@ def test_the_table_says_that_equal_calls_differ():
     assert "equal calls differ in 1 case" in report._repr_html_()
 
 
+@on_some_days(3)
 def test_the_search_says_when_it_was_cut(monkeypatch):
     clock = Clock(3600)
     assert not clock.spent() and not clock.cut
@@ -235,6 +240,7 @@ GATES = ["length 64", "gate zero", "gate -1", "gate -20", "gate -inf", "gate man
 RESETS = {"gate -inf", "gate many resets", "gate resets at chunk ends"}
 
 
+@on_some_days(3)
 def test_nan_after_a_reset_has_a_name():
     report = check.kernel("gla", after_resets, only=GATES)
     assert {*report.failing} == RESETS, str(report)
@@ -242,6 +248,7 @@ def test_nan_after_a_reset_has_a_name():
     assert "Wrong with gates -inf, right with gates -20 and weaker" in words(report)
 
 
+@on_some_days(3)
 def test_a_wrong_decay_is_no_name_where_calls_with_other_gates_contradict_it(monkeypatch):
     others = [m for m in mistakes.MISTAKES if not m.name.startswith("NaN after")]
     monkeypatch.setattr(mistakes, "MISTAKES", others)
@@ -274,6 +281,7 @@ def padded(q, k, v, g, **named):
     return o, 0.9 * S if q.shape[1] % 64 else S
 
 
+@on_some_days(3)
 def test_sizes_that_no_tile_divides_are_a_bound():
     report = check.kernel("simple_gla", padded, only=["length 6?", "length 128"])
     assert report.failing == ["length 63", "length 65"], str(report)
@@ -298,6 +306,7 @@ def strong_backwards(q, k, v, g, **named):
     return FORMS["gla"]["chunkwise"](Backwards.apply(q, g), k, v, g, **named)
 
 
+@on_some_days(3)
 def test_gates_from_which_on_only_gradients_are_wrong_are_said():
     report = check.kernel("gla", strong_backwards, only=["length 64", "gate zero", "gate -0.2", "gate -1", "gate -20"])
     assert {"gate -1", "gate -20"} <= {*report.failing}, str(report)
