@@ -405,14 +405,17 @@ def diagnose(
         if len(kept) < 2:
             break
         kept = [it for it in kept if clock.spent() or match(mechanism, it.mistake, it.C, [pair], wrong, gates)] or kept
+    left = [it for it in matches if it.name in [k.name for k in kept]]  # with every length of chunks that fits so far
     calls = iter(further)
-    while len(kept) > 1 and not clock.spent() and (pair := next(calls, None)):
+    while len({it.name for it in left}) > 1 and not clock.spent() and (pair := next(calls, None)):
         p, found = pair
         if off := {n for n, x in found.items() if x is not None and differs(p, n, x)}:
-            fit = [it for it in kept if match(mechanism, it.mistake, it.C, [pair], wrong | off, gates)]
+            fit = [it for it in left if match(mechanism, it.mistake, it.C, [pair], wrong | off, gates)]
         else:
-            fit = [it for it in kept if not shows(mechanism, it, *pair)]
-        kept = fit or kept
+            fit = [it for it in left if not shows(mechanism, it, *pair)]
+        left = fit or left
+    alike = [[k] * (k in left) + [it for it in left if it.name == k.name] for k in kept]
+    kept = [its[0] for its in alike if its]
     short = [pair for pair in besides if pair[0].case.T <= SHORT]
     kept = [it for it in kept if all(not clock.spent() and fits(mechanism, it, *pair) for pair in short)]
     if kept or mechanism not in LINEAR or clock.spent():
