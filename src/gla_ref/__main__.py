@@ -165,7 +165,7 @@ def check_kernel(args: argparse.Namespace) -> int:
     if args.museum:
         return museum(args)
     if args.kernel is None and not (args.list and args.mechanism):
-        raise ValueError("expected MECHANISM MODULE:FUNCTION, MECHANISM --list, or --museum")
+        raise ValueError("expected MECHANISM MODULE:FUNCTION, or --museum; or MECHANISM --list")
     if args.json is not None:
         writable(args.json)
     if not args.ranks:
