@@ -5,9 +5,13 @@ import torch
 from cases import drawn, on_some_days, thin
 
 from gla_ref import FORMS, check
-from gla_ref.check import mistakes
+from gla_ref.check import Case, mistakes
+from gla_ref.check._claims import Claim
+from gla_ref.check._examine import Examiner
+from gla_ref.check._kernel import SECONDS, Convention, Kernel
 from gla_ref.check.mistakes._places import TILES
 
+F32 = torch.float32
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
 SEGMENT = "between segments of 256 tokens"
 NAMED = [  # a mechanism, a mistake, and the cases that are enough to tell
@@ -228,3 +232,15 @@ def test_packed_attention_is_measured_without_a_cache():
 
     report = check.kernel("softmax_attention", moved, only="[lp]*")
     assert report.failures and report.measured, str(report)
+
+
+def test_a_call_with_fewer_tokens_and_the_telling_cases_give_one_case_its_name():
+    m = next(m for m in mistakes.known("gla", F32) if m.name == "state not decayed from chunk to chunk")
+    fn = mistakes.apply("gla", m)
+    it = Examiner(Kernel(fn, "gla", Convention(), torch.device("cpu"), SECONDS, Claim.dtypes), F32, 0)
+    found = it.light([it.called(Case(B=2, T=300, H=3, K=5, V=7))])
+    assert [(p.case.B, p.case.T, p.case.H) for p, _ in found] == [(1, 65, 1)]  # shorter calls are right in o
+    assert not it.light([it.called(Case(B=1, T=7, H=1, K=5, V=7))])
+    # within one chunk the final state is all that is wrong: another mistake does the same
+    report = check.kernel("gla", fn, only="many heads")
+    assert [match["mistake"] for match in report.diagnosis] == [m.name], str(report)

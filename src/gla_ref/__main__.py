@@ -164,17 +164,21 @@ def check_kernel(args: argparse.Namespace) -> int:
 
     if args.museum:
         return museum(args)
-    if args.kernel is None:
-        raise ValueError("expected MECHANISM MODULE:FUNCTION, or --museum")
+    if args.kernel is None and not (args.list and args.mechanism):
+        raise ValueError("expected MECHANISM MODULE:FUNCTION, or --museum; or MECHANISM --list")
     if args.json is not None:
         writable(args.json)
     if not args.ranks:
         check.device_of(args.device)
     claimed = {n: x for n in SUPPORTS if (x := getattr(args, f"claim_{n}")) is not None}
-    left = {"command", "function", "mechanism", "kernel", "json", "github", "ranks", "museum"}
+    left = {"command", "function", "mechanism", "kernel", "json", "github", "ranks", "museum", "list"}
     left |= {f"claim_{n}" for n in SUPPORTS}
     options = {n: x for n, x in vars(args).items() if n not in left}
     options |= {"supports": claimed or None, "waive": dict(args.waive), "progress": progress}
+    if args.only and len(args.only) == 1:
+        (options["only"],) = args.only
+    if args.list:
+        return listed(args, options)
     _apart.at("import")
     _apart.limit(args.time_limit)
     fn = load(args.kernel)
@@ -191,6 +195,19 @@ def check_kernel(args: argparse.Namespace) -> int:
         if subject.busy and _apart.folder:  # a rank hangs, and nothing that waits for it would end
             _apart.finish(status)
         return status
+
+
+def listed(args: argparse.Namespace, options: dict) -> int:
+    """Print the names of the cases that these options leave; of a kernel its own claim counts, too."""
+    from . import check
+    from .check._claims import Claim, dtype_of
+
+    fn = load(args.kernel) if args.kernel else None
+    claim = Claim.of(options["supports"] or getattr(fn, "supports", None))
+    how = (options[n] for n in ("level", "only", "skip", "seed"))
+    *_, cases = check.selected(args.mechanism, claim, dtype_of(args.dtype), *how)
+    print(*(case.name for case in cases), sep="\n")
+    return 0
 
 
 def museum(args: argparse.Namespace) -> int:
@@ -305,7 +322,12 @@ def add_check(commands) -> None:
     ):
         level.add_argument(f"--{name}", dest="level", action="store_const", const=name, help=what)
     it.set_defaults(level="quick")
-    it.add_argument("--only", metavar="PATTERN", help='cases of such names only: --only "gate*"')
+    it.add_argument(
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        help='cases of such names only: --only "gate*"; may be given several times',
+    )
     it.add_argument("--skip", metavar="PATTERN", action="append", default=[], help="leave cases of such names out")
     it.add_argument(
         "--waive",
@@ -315,6 +337,7 @@ def add_check(commands) -> None:
         default=[],
         help='its failures do not count, but are listed: --waive "dg=issue 7", or "dg@gate -20*=issue 7"',
     )
+    it.add_argument("--list", action="store_true", help="print the names of these cases, and run none")
     it.add_argument("--fail-on-not-covered", action="store_true", help="wrong, too, if anything is not covered")
     it.add_argument("--seed", type=int, default=0, help="of the random inputs, default %(default)s")
     claim = it.add_argument_group("what the kernel claims, if not everything; the cases are made so")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from fnmatch import fnmatch
 
 import torch
@@ -27,6 +28,46 @@ from ._ranks import OverRanks
 from ._report import Report, Row
 
 __all__ = ["MECHANISMS", "Case", "NotClaimed", "OverRanks", "Report", "Row", "cases", "kernel", "mistakes", "oracle"]
+
+
+def instead(mechanism: str, patterns: Sequence[str], ladder: Ladder) -> str:
+    """What to say of patterns that fit no case: where such a case is, or which names are like them."""
+
+    def fitting(names: Sequence[str]) -> list[str]:
+        return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+
+    names = [case.name for case in ladder.cases]
+    if left := fitting(ladder.left):
+        return f"; what the kernel claims leaves out {left[0]!r}"
+    if full := fitting([case.name for case in cases(mechanism, "full")]):
+        return f"; {full[0]!r} is a case of the full level"
+    like = [name for pattern in patterns for name in get_close_matches(pattern.replace("_", " "), names, 2)]
+    return f"; the nearest names are {' and '.join(map(repr, like))}" if like else f"; a name is {names[0]!r}"
+
+
+def selected(
+    mechanism: str,
+    claim: Claim,
+    dtype: torch.dtype,
+    level: str = "quick",
+    only: str | Sequence[str] | Case | None = None,
+    skip: str | Sequence[str] = (),
+    seed: int = 0,
+) -> tuple[Ladder, list[Case], list[Case]]:
+    """The ladder of a level under a claim, the cases of it that `only` asks for, and those that `skip` leaves.
+
+    Raises:
+        ValueError: no case is left.
+    """
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    ladder = Ladder([only], 0, []) if isinstance(only, Case) else claimed(mechanism, level, seed, claim, dtype)
+    asked = ("*",) if only is None or isinstance(only, Case) else (only,) if isinstance(only, str) else tuple(only)
+    chosen = [case for case in ladder.cases if any(fnmatch(case.name, pattern) for pattern in asked)]
+    tried = [case for case in chosen if not any(fnmatch(case.name, pattern) for pattern in skip)]
+    if not tried:
+        said = f"got {only!r}{f', and skip {skip}' * bool(skip)}{'' if chosen else instead(mechanism, asked, ladder)}"
+        raise ValueError(f"only: expected a pattern that fits a case, {said}")
+    return ladder, chosen, tried
 
 
 def kernel(
@@ -101,13 +142,7 @@ def kernel(
         raise ValueError(f"time_limit: expected seconds, more than 0, got {time_limit}")
     how = Convention(layout, state, gate, forward_only or not claim.gradient)
     it = Kernel(fn, mechanism, how, device_of(device), time_limit, claim.dtypes)
-    skip = (skip,) if isinstance(skip, str) else tuple(skip)
-    ladder = Ladder([only], 0, []) if isinstance(only, Case) else claimed(mechanism, level, seed, claim, dtype)
-    asked = ("*",) if only is None or isinstance(only, Case) else (only,) if isinstance(only, str) else tuple(only)
-    chosen = [case for case in ladder.cases if any(fnmatch(case.name, pattern) for pattern in asked)]
-    tried = [case for case in chosen if not any(fnmatch(case.name, pattern) for pattern in skip)]
-    if not tried:
-        raise ValueError(f"only: expected a pattern that fits a case, got {only!r}{f', and skip {skip}' * bool(skip)}")
+    ladder, chosen, tried = selected(mechanism, claim, dtype, level, only, skip, seed)
     settings = {
         "mechanism": mechanism,
         "device": str(device),
@@ -124,5 +159,6 @@ def kernel(
     report = Report(settings, {case.name: case for case in tried})
     report.ladder, report.made = len(ladder.cases) + len(ladder.left), ladder.made
     report.left, report.skipped = ladder.left, [case.name for case in chosen if case not in tried]
-    examine(Examiner(it, dtype, seed, claim), report, progress or (lambda done, total, name: None))
+    telling = tuple(case for case in ladder.cases if case.telling and case not in chosen)
+    examine(Examiner(it, dtype, seed, claim, telling), report, progress or (lambda done, total, name: None))
     return report

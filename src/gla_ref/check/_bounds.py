@@ -7,9 +7,11 @@ two calls that differ in one thing. A reader takes it for more, so it is said on
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ..rounding import unit
 from ._budgets import Problem
@@ -34,6 +36,7 @@ LARGER = {
     "V": (2, 17, 64, 65, 130),
     "B": (2, 5),
 }
+LIGHT = (7, 17, 33, 65, 145)  # tokens of calls in which mistakes are told apart quickly
 FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
 WITH = {  # traits of a case that is not plain
     "strides": lambda c: f"{c.strides} strides",
@@ -144,7 +147,7 @@ class Bounds:
         self.kind = p.kind
         self.allowed = {n: PLAINLY * max(budgets, default=0.0) for n, budgets in p.budgets.items()}
         self.end, self.left = time.monotonic() + SECONDS, TRIALS
-        self.known: dict[tuple, float] = {}
+        self.known: dict[tuple, dict[str, float]] = {}
         self.cut = False  # whether calls or time were spent before the end
         self.apart: str | None = None  # the one tensor that has the case's strides; None for all
 
@@ -162,26 +165,56 @@ class Bounds:
         """Whether one of the quantities is wrong; a call that gives no result does not count as wrong."""
         return self.error(case) > 1
 
+    def right(self, case: Case) -> bool:
+        """Whether all of the quantities are right; a call that gives no result does not count as right either."""
+        return self.error(case) <= 1
+
     def error(self, case: Case, other: int = 0) -> float:
-        """The largest error of the quantities, in errors that count as wrong; `other` is added to the seed."""
+        """The largest of the :meth:`errors`; NaN if there are none."""
+        return max(self.errors(case, other).values(), default=math.nan)
+
+    def errors(self, case: Case, other: int = 0) -> dict[str, float]:
+        """The errors of the quantities, in errors that count as wrong; `other` is added to the seed.
+
+        There are none if the kernel does not claim the case, or gives no result.
+        """
         key = (case, self.apart, other)
         if key in self.known:
             return self.known[key]
+        k, claim = self.examiner.kernel, self.examiner.claim
+        rows, asked = self.examiner.asked(case)
+        if case.T < 1 or rows or asked is None or claim.fit(case, self.kind) != case:
+            return self.known.setdefault(key, {})
         self.left -= 1
         if self.left < 0 or time.monotonic() > self.end or self.clock.spent():
             self.cut = True
             raise Spent
-        k, claim = self.examiner.kernel, self.examiner.claim
-        rows, asked = self.examiner.asked(case)
-        if case.T < 1 or rows or asked is None or claim.fit(case, self.kind) != case:
-            return self.known.setdefault(key, 0.0)
         p = self.problem(case, other)
         trial = Trial(k, p, self.apart)
         found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
         if isinstance(found, Finding):
-            return self.known.setdefault(key, 0.0)
-        judged = [p.judge(n, found[n]) for n in self.wrong if found.get(n) is not None and n in p.exact]
-        return self.known.setdefault(key, max((error / allowed for error, allowed in judged), default=0.0))
+            return self.known.setdefault(key, {})
+        judged = {n: p.judge(n, found[n]) for n in self.wrong if found.get(n) is not None and n in p.exact}
+        return self.known.setdefault(key, {n: error / allowed for n, (error, allowed) in judged.items()})
+
+    def lighter(self, case: Case) -> Iterator[Case]:
+        """Cases with fewer tokens, batch entries and heads in which all of the quantities are wrong, small ones first.
+
+        Each has at most half of the case's tokens, in all batch entries and heads.
+        """
+        if case.reads:  # other tokens would be in the loss
+            return
+        tried = {case}
+        for T, n in product(LIGHT, (1, 2, max(case.B, case.H))):
+            ends = case.ends and (0, T // 2, T)
+            few = replace(case, B=min(case.B, n), T=T, H=min(case.H, n), ends=ends, loud=None, past=min(case.past, T))
+            few = self.examiner.claim.fit(few, self.kind)
+            if few is None or few in tried or 2 * few.B * few.T * few.H > case.B * case.T * case.H:
+                continue
+            tried.add(few)
+            errors = self.errors(few)
+            if {*errors} == self.wrong and all(error > 1 for error in errors.values()):
+                yield few
 
     def least(self, case: Case, sizes: Callable[[int], Case], n: int) -> Case:
         """The size of the smallest case that fails, if all larger ones fail; n fails."""
@@ -280,19 +313,20 @@ class Bounds:
                 return None
             numbers = (n + 1,) if name == "N" else (n + 1, n + 2, up(n, 16), up(n, 64), 2 * n - 1, 2 * n, 2 * n + 1)
             return self.between(sizes, sorted({n - 1, n, *numbers}), name)
-        right = next((m for m in LARGER.get(name, ()) if not self.fails(sizes(m))), None)
+        right = next((m for m in LARGER.get(name, ()) if self.right(sizes(m))), None)
         if right is None:
             return None
         low, high = 1, right
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fails(sizes(middle)) else (low, middle)
-        return self.between(sizes, sorted({1, low, high, high + 1, 2 * high}), name)
+        return self.between(sizes, sorted({1, low, high, high + 1, 2 * high, right}), name)
 
     def between(self, sizes: Callable[[int], Case], numbers: list[int], name: str) -> Said | None:
         """Which of some sizes are wrong and which are right; None unless all that is wrong is so by far."""
         noun, of = NOUNS[name], SIZES[name]
-        errors = {n: self.error(sizes(n)) for n in numbers}
+        errors = {n: error for n in numbers if not math.isnan(error := self.error(sizes(n)))}
+        numbers = [*errors]
         wrong, right = ([n for n in numbers if (errors[n] > 1) is bad] for bad in (True, False))
         if not right or min(errors[n] for n in wrong) < FAR * max(errors[n] for n in right):
             return None
@@ -314,13 +348,14 @@ class Bounds:
         value = (dict(PLAIN) | {"gate": MILD})[name]
         if getattr(c, name) == value:
             return None
-        failed = [case for (case, apart, _), error in self.known.items() if error > 1 and apart is None]
+        known = [(case, errors) for (case, apart, _), errors in self.known.items() if apart is None]
+        failed = [case for case, errors in known if max(errors.values(), default=0.0) > 1]
         failed = sorted(failed, key=lambda case: case.B * case.T * case.H * case.K * case.V)
         like = [case for case in failed if getattr(case, name) == getattr(c, name)]
         others = [next((case for case in like if of(case) != of(c)), c) for of in SIZES.values()]
-        if any(self.fails(replace(case, **{name: value})) for case in dict.fromkeys((c, *others))):
-            return None
         usual = replace(c, **{name: value})
+        if not self.right(usual) or any(self.fails(replace(case, **{name: value})) for case in dict.fromkeys(others)):
+            return None
         right = f" with {USUAL[name](usual)}" if name in USUAL else " without"
         words = f"wrong with {WITH[name](c)}, right{right}"
 
@@ -364,7 +399,7 @@ class Bounds:
             needed = {name: s for name in WITH if (s := self.without(c, name))}
             found += needed.values()
             alone = "" if "other" in needed else self.alone(c)
-            if not (c.state or self.kind.cache) and not self.fails(replace(c, state=True)):  # a cache adds keys
+            if not (c.state or self.kind.cache) and self.right(replace(c, state=True)):  # a cache adds keys
                 words = "wrong without an initial state, right with one"
                 found.append(Said(words, lambda case: not case.state, lambda case: case.state))
         except Spent:

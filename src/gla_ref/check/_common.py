@@ -18,6 +18,7 @@ class Clock:
 
     def __init__(self, seconds: float):
         self.seconds, self.end, self.cut = seconds, time.process_time() + seconds, False
+        self.late = 0  # pieces of work that were left out, where somebody counts them
 
     def spent(self) -> bool:
         """Whether no time is left; it is asked before each piece of work that is then left out."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -364,6 +364,7 @@ def diagnose(
     besides: Sequence[tuple[Problem, dict]] = (),
     more: Sequence[Mistake] = (),
     clock: Clock | None = None,
+    further: Iterable[tuple[Problem, dict]] = (),
 ) -> list[Match]:
     """The mistake that explains everything that was seen, and those that compute the same there; at most three.
 
@@ -372,7 +373,8 @@ def diagnose(
     `seen`; each of them, up to SHORT tokens, must fit the mistake, too.
     One that shows in more than what is wrong explains it, too, after those that do not: its kernel makes it in one of
     two passes, or in one gradient. `more` are mistakes that only this kernel can make. After the clock's end no mistake
-    is named that was not compared with everything.
+    is named that was not compared with everything. `further` are calls, right or wrong, that are made one by one as
+    long as several mistakes are left; one that fits none of these says nothing.
     """
     kind, clock = MECHANISMS[mechanism], clock or Clock(math.inf)
     failed = [[n for n, x in found.items() if x is not None and differs(p, n, x)] for p, found in seen]
@@ -381,11 +383,14 @@ def diagnose(
     order = sorted(range(len(seen)), key=lambda i: (not failed[i], seen[i][0].exact["o"].numel()))
     seen = [seen[i] for i in order]
     gates = made_of_its_own(mechanism, seen, wrong)
-    matches = []
+    matches, late = [], set()
     for m in known(mechanism, dtype, more):
         for C in CHUNKS if m.chunked else (CHUNK,):
-            found = None if clock.spent() else match(mechanism, m, C, seen, wrong, gates)
-            matches += [] if found is None else [found]
+            if clock.spent():
+                late.add(m.name)
+            elif found := match(mechanism, m, C, seen, wrong, gates):
+                matches.append(found)
+    clock.late = len(late)
     kept: list[Match] = []
     for it in sorted(matches, key=lambda it: it.rank):
         if kept and (it.name in [k.name for k in kept] or not same(mechanism, kept[0], it, seen)):
@@ -400,6 +405,17 @@ def diagnose(
         if len(kept) < 2:
             break
         kept = [it for it in kept if clock.spent() or match(mechanism, it.mistake, it.C, [pair], wrong, gates)] or kept
+    left = [it for it in matches if it.name in [k.name for k in kept]]  # with every length of chunks that fits so far
+    calls = iter(further)
+    while len({it.name for it in left}) > 1 and not clock.spent() and (pair := next(calls, None)):
+        p, found = pair
+        if off := {n for n, x in found.items() if x is not None and differs(p, n, x)}:
+            fit = [it for it in left if match(mechanism, it.mistake, it.C, [pair], wrong | off, gates)]
+        else:
+            fit = [it for it in left if not shows(mechanism, it, *pair)]
+        left = fit or left
+    alike = [[k] * (k in left) + [it for it in left if it.name == k.name] for k in kept]
+    kept = [its[0] for its in alike if its]
     short = [pair for pair in besides if pair[0].case.T <= SHORT]
     kept = [it for it in kept if all(not clock.spent() and fits(mechanism, it, *pair) for pair in short)]
     if kept or mechanism not in LINEAR or clock.spent():

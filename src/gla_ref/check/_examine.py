@@ -5,16 +5,18 @@ Appendix "Check your kernel".
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice, takewhile
 
 import torch
 
-from ._bounds import Bounds, plainly
+from ._bounds import Bounds, Spent, plainly
 from ._budgets import Problem, problems, shape
 from ._cases import Case
 from ._claims import Claim
@@ -48,12 +50,18 @@ class Posed:
 
 @dataclass(frozen=True)
 class Examiner:
-    """Holds one kernel against the oracle, case by case."""
+    """Holds one kernel against the oracle, case by case.
+
+    Attributes:
+        telling: cases that tell mistakes apart and were not asked for; they are called where a failure has several
+            names.
+    """
 
     kernel: Kernel
     dtype: torch.dtype
     seed: int
     claim: Claim = Claim()
+    telling: tuple[Case, ...] = ()
 
     def problems(self, cases: list[Case]) -> list[Problem]:
         k = self.kernel
@@ -194,9 +202,13 @@ class Examiner:
         besides = [pair for pair in small if not any(pair is x for x in asked)]
         seconds = SEARCH.get(report.settings["level"], SEARCH["quick"])
         first = Clock(seconds)
-        matches = diagnose(self.kernel.mechanism, self.dtype, telling + asked, passed, besides, more, first)
+        light = self.light([pair for pair in telling + asked if wrong.get(pair[0].case.name)])
+        apart = filter(None, map(self.answered, sorted(self.telling, key=lambda c: c.B * c.T * c.H * c.K * c.V)))
+        pairs = light + telling + asked
+        matches = diagnose(self.kernel.mechanism, self.dtype, pairs, passed, besides, more, first, apart)
         if first.cut:
-            report.cut = f"The search for the mistake was cut off after {seconds:g} s of CPU time."
+            late = f"; {first.late} named mistakes were not compared" if first.late else ""
+            report.cut = f"The search for the mistake was cut off after {seconds:g} s of CPU time{late}."
         pairs = [(it.problem, it.found) for it in seen]
         matches = matches or stale(self.kernel.mechanism, pairs) or rescaled(self.kernel.mechanism, pairs)
         said = [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in matches]
@@ -210,7 +222,9 @@ class Examiner:
         matches = misplaced(self.kernel.mechanism, failed)
         where = "" if matches else partly(report, [pair[0].case.name for pair in failed])
         right = [(it.problem, it.found) for it in seen if it.problem.case.name not in wrong]
-        matches = matches or localised(self.kernel.mechanism, self.dtype, failed, right, more, self.called, clock)
+        matches = matches or localised(
+            self.kernel.mechanism, self.dtype, failed, right, more, self.called, clock, light
+        )
         if clock.cut:
             late = f"The search for places and bounds was cut off after {seconds:g} s of CPU time."
         else:
@@ -230,8 +244,28 @@ class Examiner:
         bounds = Bounds(self, p, wrong, clock)
         return *bounds.said(p.case, failing, passing), bounds.cut
 
-    def called(self, case: Case) -> tuple[Problem, Found] | None:
-        """One more case and the kernel's results; None where it is right, or cannot be asked."""
+    def light(self, failed: list[tuple[Problem, Found]]) -> list[tuple[Problem, Found]]:
+        """One more call, like the smallest that failed and wrong in the same quantities, with fewer numbers; if any.
+
+        Most mistakes are told from the kernel's by this call, in a part of the time.
+        """
+        if not failed:
+            return []
+
+        def wrong(p: Problem, found: Found) -> frozenset[str]:
+            return frozenset(n for n, x in found.items() if x is not None and differs(p, n, x))
+
+        p, found = min(failed, key=lambda pair: pair[0].exact["o"].numel())
+        names = wrong(p, found)
+        with suppress(Spent):
+            for case in Bounds(self, p, names, Clock(math.inf)).lighter(p.case):
+                pair = self.called(case)
+                if pair and wrong(*pair) == names:
+                    return [pair]
+        return []
+
+    def answered(self, case: Case) -> tuple[Problem, Found] | None:
+        """One more case and the kernel's results; None where it gives none, or cannot be asked."""
         k = self.kernel
         rows, asked = self.asked(case)
         if rows or asked is None or self.claim.fit(case, k.kind) != case:
@@ -239,9 +273,12 @@ class Examiner:
         (p,) = self.problems([case])
         trial = Trial(k, p)
         found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
-        if isinstance(found, Finding) or not any(x is not None and differs(p, n, x) for n, x in found.items()):
-            return None
-        return p, found
+        return None if isinstance(found, Finding) else (p, found)
+
+    def called(self, case: Case) -> tuple[Problem, Found] | None:
+        """One more case and the kernel's results; None where it is right, or gives none."""
+        pair = self.answered(case)
+        return pair if pair and any(x is not None and differs(pair[0], n, x) for n, x in pair[1].items()) else None
 
 
 def partly(report: Report, names: list[str]) -> str:
@@ -286,7 +323,8 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = it.smallest_failure(report)
     explained = any(row.where and row.case not in report.alone for row in report.rows)
-    found = f"{len(report.failing)} are wrong; looking for the mistake" if explained else ""
+    n = len(report.failing)
+    found = f"{n} {'is' if n == 1 else 'are'} wrong; looking for the mistake" if explained else ""
     progress(len(cases), len(cases), found)
     if explained:
         report.diagnosis = it.explain(report, seen)

@@ -210,6 +210,7 @@ def localised(
     more: Sequence[Mistake],
     called: Callable[[Case], Pair | None],
     clock: Clock,
+    light: Sequence[Pair] = (),
 ) -> list[Match]:
     """The mistakes that agree with a kernel wherever it is wrong, at most three; none if there are many.
 
@@ -229,7 +230,7 @@ def localised(
         if m.rounding or m.overflow or m.astray:
             continue
         for C in CHUNKS if m.chunked else (CHUNK,):
-            it = None if clock.spent() else agrees(mechanism, m, C, seen, wrong, gates)
+            it = None if clock.spent() else agrees(mechanism, m, C, [*light, *seen], wrong, gates)
             left += [it] if it else []
     if not left or clock.spent():
         return []

@@ -290,6 +290,8 @@ class Report:
         """What to say of wrong numbers that no mistake explains; empty where there are none."""
         if self.diagnosis or self.alone or not self.first_wrong:
             return ""
+        if len(self.cases) == 1 < self.ladder:  # to run it again would say the same
+            return "No named mistake explains all of it. The other cases may tell more: run them, too."
         return "No named mistake explains all of it. Run next: " + self.next_step
 
     @property
