@@ -138,7 +138,7 @@ def test_every_colour_and_outline_is_in_the_legend(name):
     legend = {word for key in explorable.legend for word in key.kind.split()}
 
     def colours(kinds):
-        return {kind.removeprefix("line-") for kind in kinds} & {*COLOURS, "dashed", "ink", "hollow"}
+        return {kind.removeprefix("line-") for kind in kinds} & {*COLOURS, "dashed", "dotted", "ink", "hollow"}
 
     assert colours(drawn) == colours(legend)
     assert len({key.words for key in explorable.legend}) == len(explorable.legend)

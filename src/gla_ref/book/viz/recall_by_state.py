@@ -101,22 +101,23 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
             pieces.append(text(x(state), TOP + TALL + 27, below))
         pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 45, "numbers in the state after a text (logarithmic)"))
         for share, kind, words in (
-            (base["majority"], "line-orange", "Naming any value of the pairs"),
-            (base["chance"], "line-grey", "Naming any value"),
+            (base["majority"], "line-orange dashed", "Naming any value of the pairs"),
+            (base["chance"], "line-grey dotted", "Naming any value"),
         ):
-            line = path([(LEFT, _y(share)), (LEFT + WIDE, _y(share))], f"{kind} dashed")
+            line = path([(LEFT, _y(share)), (LEFT + WIDE, _y(share))], kind)
             pieces.append(part(f"{words}: {share:.1%}", line))
         return pieces
 
-    def labels(states: Sequence[int], n: int) -> list[str]:
-        """Names of the mixers to the right of their dots, with a line from each dot to its name."""
+    def labels(states: Sequence[int], n: int, scores: bool = False) -> list[str]:
+        """Names of the mixers, with their scores if asked, right of their dots; a line joins each dot and name."""
         pieces = []
         for state in states:
             means = {m: fmean(of[state][n - 1][1]) for m, of in found.items() if state in of}
             dots = [_y(mean) for mean in means.values()]
             for mixer, dot, y in zip(means, dots, _apart(dots), strict=True):
                 pieces.append(path([(x(state) + 6, dot), (x(state) + 15, y)], "line-grey"))
-                pieces.append(text(x(state) + 17, y, SHORT[mixer], "start"))
+                words = f"{SHORT[mixer]} {means[mixer]:.0%}" if scores else SHORT[mixer]
+                pieces.append(text(x(state) + 17, y, words, "start"))
         return pieces
 
     def all_mixers(n: int) -> Frame:
@@ -128,7 +129,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
                 kind = "blue" if mixer == "linear" else "grey"
                 dot = circle(x(more), _y(mean), 6 if mixer == "linear" else 4, kind)
                 pieces.append(part(f"{NAMES[mixer]}, {more:,} numbers: {mean:.1%}", dot, choose={0: i}))
-        pieces += labels([more], n) if n else []
+        pieces += labels([more], n, scores=True) if n else []
         said = ", ".join(
             f"{NAMES[m]} {fmean(of[more][n - 1][1]):.0%}" if n else f"{NAMES[m]} nothing yet"
             for m, of in found.items()
@@ -176,8 +177,8 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         "and saw the same texts. More heads make the state smaller, and every key too. "
         f"Softmax attention keeps all keys and values. At step {steps[-1]} some lines fall to the right: there one of "
         "three small dots is far below the other two.",
-        alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; two dashed "
-        "lines near the bottom are the shares of answers that guessing gives.",
+        alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; a dashed and "
+        "a dotted line near the bottom are the shares of answers that guessing gives.",
         controls=(
             Choice("Mixer", [*(NAMES[m] for m in found), f"all, {heads[more]} heads only"]),
             Slider("Steps of training", steps),
@@ -189,10 +190,10 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         height=TOP + TALL + 57,
         start=(list(found).index("gla"), len(steps) - 2),
         legend=(
-            Key("blue line-blue", "the mixer chosen, at first linear (small dots: single models)", "dot"),
-            Key("grey line-grey", "the other mixers", "dot"),
+            Key("blue line-blue", "linear, or the mixer that you choose: mean of three models", "dot"),
+            Key("grey line-grey", "the other mixers, also means", "dot"),
             Key("line-orange dashed", f"naming any value of the pairs: {base['majority']:.0%}", "line"),
-            Key("line-grey dashed", f"naming any value: {base['chance']:.0%}", "line"),
+            Key("line-grey dotted", f"naming any value: {base['chance']:.0%}", "line"),
         ),
         question=Question(
             f"After {steps[-1]} steps of training, linear attention with {heads[more]} heads answers "
