@@ -80,7 +80,7 @@ choose(
     "Sentences that you may write",
     "ad",
     {
-        "a": "Chance is 1 in 32, and naming any value of the pairs is right in 25% of the cases.",
+        "a": "Chance is 1 in 32, and naming any of the text's values is right in 25% of the cases.",
         "b": "The mean is lower, but look at the interval of the difference: one model makes it wider than the scale.",
         "c": "Two models of A have a state of the same size, and answer nearly everything.",
         "d": "The rate was chosen for B. Nobody has looked for the best rate of A.",

@@ -101,8 +101,8 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
             pieces.append(text(x(state), TOP + TALL + 27, below))
         pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 45, "numbers in the state after a text (logarithmic)"))
         for share, kind, words in (
-            (base["majority"], "line-orange dashed", "Naming any value of the pairs"),
-            (base["chance"], "line-grey dotted", "Naming any value"),
+            (base["majority"], "line-orange dashed", "Naming any of the text's values"),
+            (base["chance"], "line-grey dotted", f"Naming any of {1 / base['chance']:.0f} values"),
         ):
             line = path([(LEFT, _y(share)), (LEFT + WIDE, _y(share))], kind)
             pieces.append(part(f"{words}: {share:.1%}", line))
@@ -130,6 +130,8 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
                 dot = circle(x(more), _y(mean), 6 if mixer == "linear" else 4, kind)
                 pieces.append(part(f"{NAMES[mixer]}, {more:,} numbers: {mean:.1%}", dot, choose={0: i}))
         pieces += labels([more], n, scores=True) if n else []
+        hints = {small: "your guess?", max(heads): "choose a mixer"}
+        pieces += [text(x(state), _y(0.6), words) for state, words in hints.items()]
         said = ", ".join(
             f"{NAMES[m]} {fmean(of[more][n - 1][1]):.0%}" if n else f"{NAMES[m]} nothing yet"
             for m, of in found.items()
@@ -166,7 +168,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         return Frame(pieces, f"{when}. Right answers by numbers in the state: {said}.")
 
     linear = {state: fmean(scores[-1][1]) for state, scores in found["linear"].items()}
-    options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any value of the pairs": 0.0}
+    options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any of the text's values": 0.0}
     right = next(words for words, least in options.items() if linear[small] >= least)
     fact = f"With {heads[small]} heads linear attention answers {linear[small]:.0%} correctly."
 
@@ -192,8 +194,8 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         legend=(
             Key("blue line-blue", "linear, or the mixer that you choose: mean of three models", "dot"),
             Key("grey line-grey", "the other mixers, also means", "dot"),
-            Key("line-orange dashed", f"naming any value of the pairs: {base['majority']:.0%}", "line"),
-            Key("line-grey dotted", f"naming any value: {base['chance']:.0%}", "line"),
+            Key("line-orange dashed", f"naming any of the text's values: {base['majority']:.0%}", "line"),
+            Key("line-grey dotted", f"naming any of {1 / base['chance']:.0f} values: {base['chance']:.0%}", "line"),
         ),
         question=Question(
             f"After {steps[-1]} steps of training, linear attention with {heads[more]} heads answers "
