@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import draw, some
 from ranks import Pool
 from torch import distributed as dist
 
@@ -208,16 +209,16 @@ def ends(q, k, v, g, group=None):
 """
 
 
-@pytest.mark.parametrize(
-    "name, late, options, status, said",
-    [
-        ("right", 0, [], 0, "gla on cpu"),
-        ("raises", 0, [], 1, "rank 1: KeyError"),
-        ("hangs", 4, ["--time-limit", "5"], 1, "no result after 5 s"),
-        ("stops", 0, [], 1, "rank 1: SystemExit: 0"),
-        ("ends", 0, [], 1, "mine:ends to return, but its process ended with status 0"),
-    ],
-)
+SHELL = [
+    ("right", 0, [], 0, "gla on cpu"),
+    ("raises", 0, [], 1, "rank 1: KeyError"),
+    ("hangs", 4, ["--time-limit", "5"], 1, "no result after 5 s"),
+    ("stops", 0, [], 1, "rank 1: SystemExit: 0"),
+    ("ends", 0, [], 1, "mine:ends to return, but its process ended with status 0"),
+]
+
+
+@pytest.mark.parametrize("name, late, options, status, said", some(SHELL, SHELL[0], *draw(SHELL[1:], 4)))
 def test_from_the_shell(tmp_path, name, late, options, status, said):
     """What has no short time limit of its own must not have one: other processes may keep this one waiting."""
     (tmp_path / "mine.py").write_text(MODULE)
