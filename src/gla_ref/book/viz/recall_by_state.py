@@ -130,7 +130,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
                 dot = circle(x(more), _y(mean), 6 if mixer == "linear" else 4, kind)
                 pieces.append(part(f"{NAMES[mixer]}, {more:,} numbers: {mean:.1%}", dot, choose={0: i}))
         pieces += labels([more], n, scores=True) if n else []
-        hints = {small: "your guess?", max(heads): "choose a mixer"}
+        hints = {small: "?", max(heads): "choose a mixer"}
         pieces += [text(x(state), _y(0.6), words) for state, words in hints.items()]
         said = ", ".join(
             f"{NAMES[m]} {fmean(of[more][n - 1][1]):.0%}" if n else f"{NAMES[m]} nothing yet"
