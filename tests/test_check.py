@@ -225,7 +225,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", thin(OWN, "scale applied twice"))
+@pytest.mark.parametrize("name", some(OWN, *draw(OWN, 3)))
 def test_mistakes_written_without_the_library_are_named(name):
     report = check.kernel("gla", OWN[name], only="*[!g]")  # not the long ones: a step a token
     assert [match["mistake"] for match in report.diagnosis] == [name], str(report)

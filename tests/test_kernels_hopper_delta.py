@@ -219,14 +219,14 @@ def test_the_source_at_every_size(K, V):
 
 
 @played_here
-@pytest.mark.parametrize("kind", thin(LADDER, "-inf", "many resets", "mild and strong chunks"))
+@pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
 def test_the_source_on_the_gate_ladder(kind):
     for dtype in (BF16, F16):
         check("gated_delta_rule", 1, 130, 1, 64, 64, kind=kind, dtype=dtype)
 
 
 @played_here
-@pytest.mark.parametrize("correlation, strength", thin(KEYS, (1.0, 2.0), (0.99, 1.0), (0.9, 0.0)))
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (1.0, 2.0)))
 def test_the_source_on_the_key_ladder(correlation, strength):
     for mechanism, dtype in itertools.product(RULES, (BF16, F16)):
         check(mechanism, 1, 130, 1, 64, 64, correlation=correlation, strength=strength, dtype=dtype)
