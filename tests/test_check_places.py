@@ -126,10 +126,10 @@ PLACES = {  # a mistake, where it is made, the cases, and the words that the rep
         ["initial state read but not carried to the end", "wrong up to 40 tokens, right with 41"],
     ),
     "one token more than a chunk": (
-        ("linear_attention", "final state without the last token"),
+        ("linear_attention", "final state without the last partial chunk"),
         whole(lambda q, cu: q.shape[1] % 64 == 1 and q.shape[1] > 1),
         "length*",
-        ["final state without the last token", "wrong with 65 and 129 tokens, right with 64, 66"],
+        ["final state without the last partial chunk", "wrong with 65 and 129 tokens, right with 64, 66"],
     ),
     "wide values": (
         ("simple_gla", "final state not decayed through the last chunk"),

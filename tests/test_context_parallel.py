@@ -426,9 +426,7 @@ def refused_and_repeated(rank, group, x):
 def test_a_refusal_that_nobody_read_is_over(pool):
     """Once the rank that refused has taken part in a later exchange, a question is not answered by that refusal."""
     x, _ = problem("gla")
-    group = pool.group("refusal", 2, SHORT)
-    pool.tell(group, quick_to_lose)
-    answers = pool.tell(group, refused_and_repeated, x)
+    answers = pool.tell(pool.group("refusal", 2), refused_and_repeated, x)
     assert all(well for well, _ in answers), answers
 
 
