@@ -105,6 +105,11 @@ def differs(p: Problem, name: str, x: Tensor) -> bool:
     return not found <= budget
 
 
+def outside(p: Problem, found: dict[str, Tensor | None]) -> list[str]:
+    """The quantities of a call that are outside their budgets."""
+    return [n for n, x in found.items() if x is not None and differs(p, n, x)]
+
+
 def nearer(p: Problem, name: str, x: Tensor, wrong: Tensor) -> bool:
     """Whether a wrong quantity is clearly nearer to the mistake's than to the right one.
 
@@ -275,7 +280,7 @@ def fits(mechanism: str, it: Match, p: Problem, found: dict[str, Tensor | None])
     m = it.mistake
     if m.rounding or m.overflow or m.astray:
         return True
-    wrong = [n for n, x in found.items() if x is not None and differs(p, n, x)]
+    wrong = outside(p, found)
     wrong = [n for n in wrong if not (it.gates and n in resets(p.kind))]
     made = variant(mechanism, m, it.C, _Key(p)) or {}
     return all(made.get(n) is not None and distance(m, p, n, found[n], made[n]) <= 1 for n in wrong)
@@ -304,7 +309,7 @@ def stale(mechanism: str, seen: list[tuple[Problem, dict]]) -> list[Match]:
     kind = MECHANISMS[mechanism]
     right, wrong, far = apply(mechanism, None), [], False
     for i, (p, found) in enumerate(seen):
-        off = [in_budgets(p, n, x) for n, x in found.items() if x is not None and differs(p, n, x)]
+        off = [in_budgets(p, n, found[n]) for n in outside(p, found)]
         wrong += [i] if off else []
         far = far or any(not x <= NEAR for x in off)
     if not far:
@@ -377,7 +382,7 @@ def diagnose(
     long as several mistakes are left; one that fits none of these says nothing.
     """
     kind, clock = MECHANISMS[mechanism], clock or Clock(math.inf)
-    failed = [[n for n, x in found.items() if x is not None and differs(p, n, x)] for p, found in seen]
+    failed = [outside(p, found) for p, found in seen]
     wrong = frozenset(n for names in failed for n in names)
     # most mistakes are out after the smallest
     order = sorted(range(len(seen)), key=lambda i: (not failed[i], seen[i][0].exact["o"].numel()))
@@ -409,7 +414,7 @@ def diagnose(
     calls = iter(further)
     while len({it.name for it in left}) > 1 and not clock.spent() and (pair := next(calls, None)):
         p, found = pair
-        if off := {n for n, x in found.items() if x is not None and differs(p, n, x)}:
+        if off := {*outside(p, found)}:
             fit = [it for it in left if match(mechanism, it.mistake, it.C, [pair], wrong | off, gates)]
         else:
             fit = [it for it in left if not shows(mechanism, it, *pair)]

@@ -21,7 +21,7 @@ from ._budgets import Problem, problems, shape
 from ._cases import Case
 from ._claims import Claim
 from ._common import ONLY, Clock
-from ._diagnose import diagnose, differs, rescaled, stale
+from ._diagnose import diagnose, outside, rescaled, stale
 from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._localise import localised
 from ._report import Report, Row, judge
@@ -240,8 +240,7 @@ class Examiner:
         A case that is wrong by a few budgets only says nothing: other calls like it may be right by luck.
         """
         p, found = next((pair for pair in failed if plainly(*pair)), failed[0])
-        wrong = frozenset(n for n, x in found.items() if x is not None and differs(p, n, x))
-        bounds = Bounds(self, p, wrong, clock)
+        bounds = Bounds(self, p, frozenset(outside(p, found)), clock)
         return *bounds.said(p.case, failing, passing), bounds.cut
 
     def light(self, failed: list[tuple[Problem, Found]]) -> list[tuple[Problem, Found]]:
@@ -251,16 +250,12 @@ class Examiner:
         """
         if not failed:
             return []
-
-        def wrong(p: Problem, found: Found) -> frozenset[str]:
-            return frozenset(n for n, x in found.items() if x is not None and differs(p, n, x))
-
         p, found = min(failed, key=lambda pair: pair[0].exact["o"].numel())
-        names = wrong(p, found)
+        wrong = frozenset(outside(p, found))
         with suppress(Spent):
-            for case in Bounds(self, p, names, Clock(math.inf)).lighter(p.case):
+            for case in Bounds(self, p, wrong, Clock(math.inf)).lighter(p.case):
                 pair = self.called(case)
-                if pair and wrong(*pair) == names:
+                if pair and {*outside(*pair)} == wrong:
                     return [pair]
         return []
 
@@ -278,7 +273,7 @@ class Examiner:
     def called(self, case: Case) -> tuple[Problem, Found] | None:
         """One more case and the kernel's results; None where it is right, or gives none."""
         pair = self.answered(case)
-        return pair if pair and any(x is not None and differs(pair[0], n, x) for n, x in pair[1].items()) else None
+        return pair if pair and outside(*pair) else None
 
 
 def partly(report: Report, names: list[str]) -> str:

@@ -30,6 +30,7 @@ from ._diagnose import (
     differs,
     laid,
     made_of_its_own,
+    outside,
     resets,
     shows,
     variant,
@@ -223,7 +224,7 @@ def localised(
     """
     failed = [pair for pair in failed if pair[0].case.T <= SHORT] or failed
     seen, others = failed[:SEEN], failed[SEEN:]
-    wrong = frozenset(n for p, found in seen for n, x in found.items() if x is not None and differs(p, n, x))
+    wrong = frozenset(n for pair in seen for n in outside(*pair))
     gates = made_of_its_own(mechanism, seen, wrong)
     left: list[Local] = []
     for m in known(mechanism, dtype, more):
