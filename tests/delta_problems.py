@@ -12,12 +12,13 @@ def problem(
     mechanism, B, T, H, K, V, *, groups=2, kind=MILD, correlation=0.0, strength=None, dtype=F32, gates=None,
     ends=None, scale=None, S=1.0, length=1.0, products=None, path=None, seed=0,
 ):  # fmt: skip
-    """(inputs as given, {quantity: (exact, budget)}); `groups` value heads, 1 or 2, read one key head.
+    """(inputs as given, {quantity: (exact, budget)}); `groups` value heads, 1, 2 or 4, read one key head.
 
     S multiplies the initial state, `length` is that of keys; `products` have operands of the tokens' dtype unless
     given; on the segmented path three segments each have a map of the state.
     """
-    (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H, K, V, kind=kind, seed=seed)
+    (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H * max(1, groups // 2), K, V, kind=kind, seed=seed)
+    q, k = (x[:, :, :H] for x in (q, k))
     v, g, beta = (x[:, :, : H * groups] for x in (v, g, beta))
     k = length * alike(k, correlation)
     beta = beta if strength is None else torch.full_like(beta, strength)

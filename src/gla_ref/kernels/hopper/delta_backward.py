@@ -31,8 +31,11 @@ beyond the columns of V. M^T needs no walk. `carry` of ../portable/delta_forward
 maps. Segments and columns are those that `choose` of delta_ahead.py takes, by its model of the forward pass.
 
 *gradients* has no roles: two programs share a multiprocessor, and one of them computes while the other one's tiles
-come. All is in tiles of 64 x 64. The tiles of q, k, do, w and r stay; S and R come by blocks, one block of each at a
-time. dq and dk of 64 channels leave by way of the tiles of q and k, which all products have read by then.
+come. All is in tiles of 64 x 64. A program has a chunk of a key head and takes that head's value heads in turn. The
+tiles of q and k stay; do, w and r stay for a turn; S and R come by blocks, one block of each at a time. The tiles of
+the next value head are asked for when the last product of do, w, r, S and R is over. dq and dk are sums over value
+heads in their order: between turns they lie in memory in float32, where each thread finds the numbers that it wrote.
+After the last turn 64 channels of them leave by way of the tiles of q and k, which all products have read by then.
 
 *float16* ends at 65504, so sums of products pass through memory in float32, as in the portable kernel: threads store
 them, and the portable `gradients` reads them. Operands are divided by powers of 2 (`operand`); the divisors of Y and P
@@ -40,7 +43,8 @@ are in `divisors`.
 
 Bytes per chunk and value head in bf16: `solve` reads 4 C K and writes 4 C^2 + 20 C; `walk` reads 2 C (K + V) + 2 C^2
 and writes 2 C V + 2 K V; `walk_back` reads 2 C (2 K + V) + 4 C^2 and writes 2 C V + 2 K V; `gradients` reads
-2 C (2 K + 4 V) + 4 K V and writes 2 C (2 K + V). Shared memory at K = V = 128 and BV = 64: `walk` with two stages 88 KB
+8 C V + 4 K V and writes 2 C V, and per key head reads and writes 4 C K. Its sums, 8 C K per key head, are written and
+read once per value head after the first. Shared memory at K = V = 128 and BV = 64: `walk` with two stages 88 KB
 and `gradients` 112 KB, so that two programs share a multiprocessor; `walk_back` with three stages 200 KB.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. No plan takes this gradient unless it is asked for (`kernel="hopper"`).
@@ -65,10 +69,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ... import _contract as contract
 from ..launch.hardware import Hardware
 from ..launch.plan import Box, Draft, Plan, Spec, cdiv
-from ..portable import delta_gradient as portable
 from ..portable.delta_forward import ROWS as FACTORS
 from ..portable.delta_forward import DeltaCall, carry_states
-from ..portable.delta_gradient import Local, finish, gradient_of_state
+from ..portable.delta_gradient import Local, Made, finish, gradient_of_state
 from ..portable.segments import sequences, slots
 from . import delta_ahead
 from .delta_chunk import (
@@ -227,7 +230,7 @@ class Barriers(NamedTuple):
     done: object  # the loader: until the walker has read a stage
 
 
-class Made(NamedTuple):
+class Walked(NamedTuple):
     """The results of a walk; None where it makes maps."""
 
     states: object  # pointers to [slots, HV, K, V], in the precision in which sums pass through memory
@@ -600,7 +603,7 @@ def walk(
     fence_async_shared()
 
     tiles, bars = Tiles(None, t_k, t_v, t_Y, None), Barriers(ready, done)
-    made, own, ends = Made(states, writes, d_states, d_writes), (t_S, t_w), (S_in, S_out)
+    made, own, ends = Walked(states, writes, d_states, d_writes), (t_S, t_w), (S_in, S_out)
     boxes, i_k = Boxes(None, k, v, d_Y, None), i_h // G
     gl.warp_specialize(
         [
@@ -670,7 +673,7 @@ def walk_back(
     fence_async_shared()
 
     tiles, bars = Tiles(t_q, t_k, t_do, t_Y, t_P), Barriers(ready, done)
-    made, own, ends = Made(dstates, r, d_dstates, d_r), (t_R, t_d, t_e), (R_in, R_out)
+    made, own, ends = Walked(dstates, r, d_dstates, d_r), (t_R, t_d, t_e), (R_in, R_out)
     boxes, i_k = Boxes(q, k, do, d_Y, d_P), i_h // G
     gl.warp_specialize(
         [
@@ -709,19 +712,16 @@ def over_blocks(x, y, none):
 
 @gluon.jit
 def send_columns(
-    p, box_, tile, x, i_b, i_h, o_t, stop, o_k, T, HV, K: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
+    p, box_, tile, x, i_b, i_k, o_t, stop, o_k, T, H, K: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
 ):
     """dq or dk of 64 channels: by the copy engine, by way of a tile that all products have read, or by threads."""
-    if box_ is not None:
-        if PACKED:
-            if stop - o_t < C:
-                store_rows(p, x, i_b, i_h, o_t, stop, o_k, T, HV, K, layout)
-            else:
-                send_tile(box_, tile, x, i_b, i_h, o_t, o_k)
+    if PACKED:
+        if stop - o_t < C:
+            store_rows(p, x, i_b, i_k, o_t, stop, o_k, T, H, K, layout)
         else:
-            send_tile(box_, tile, x, i_b, i_h, o_t, o_k)
+            send_tile(box_, tile, x, i_b, i_k, o_t, o_k)
     else:
-        store_rows(p, x, i_b, i_h, o_t, stop, o_k, T, HV, K, layout)
+        send_tile(box_, tile, x, i_b, i_k, o_t, o_k)
 
 
 @gluon.jit
@@ -752,6 +752,7 @@ def gradients(
     factors,
     d_dq,
     d_dk,
+    sums,
     dq,
     dk,
     dv,
@@ -766,18 +767,18 @@ def gradients(
     K: gl.constexpr,
     V: gl.constexpr,
 ):
-    """(3) to (7) of portable/delta_gradient.py for a chunk of a value head, in bf16; dg is None where it is not needed.
+    """(3) to (7) of portable/delta_gradient.py for a chunk of a key head, in bf16; dg is None where it is not needed.
 
-    q ... R are boxes of 64 x 64 numbers, S the state before the chunk, R the gradient of the state after it. d_dq and
-    d_dk are such boxes of dq and dk; None if these are in float32, for each value head.
+    q ... R, d_dq and d_dk are boxes of 64 x 64 numbers, S the state before the chunk, R the gradient of the state after
+    it. `sums` [slots, H, 2, K / 64, C, 64] keeps dq and dk of the value heads so far, in float32; None if there is one.
     """
     PACKED: gl.constexpr = cu is not None
     N_K: gl.constexpr = K // BLOCK
     N_V: gl.constexpr = V // BLOCK
-    # this program's chunk: neighbours are value heads of one key head, which share what they read in L2
-    pid = gl.program_id(0)
-    i_h, i_s = pid % HV, pid // HV
-    i_k = i_h // G
+    # this program's chunk of a key head, and its value heads, one a turn
+    turns = 1 if sums is None else G
+    pid, H = gl.program_id(0), HV // turns
+    i_k, i_s = pid % H, pid // H
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
 
     # shared memory, in tiles of 64 x 64
@@ -795,156 +796,188 @@ def gradients(
     t_R = gl.allocate_shared_memory(R.dtype, [1, 1, BLOCK, BLOCK], R.layout)
     if dg is not None:
         t_column = gl.allocate_shared_memory(gl.float32, [C], flat)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(2):
+    ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(3):
         mbarrier.init(ready.index(n), count=1)
+    of_keys, of_tokens, of_states = ready.index(0), ready.index(1), ready.index(2)
     fence_async_shared()
     barrier()
 
     # load
-    mbarrier.expect(ready.index(0), (2 * N_K + 3 * N_V) * k.block_type.nbytes)
-    for n in gl.static_range(N_V):
-        copy_in(r, [i_b, i_h, o_t, n * BLOCK], ready.index(0), t_r.index(n))
-        copy_in(w, [i_b, i_h, o_t, n * BLOCK], ready.index(0), t_w.index(n))
-        copy_in(do, [i_b, i_h, o_t, n * BLOCK], ready.index(0), t_do.index(n))
+    load_rows(r, w, do, t_r, t_w, t_do, of_tokens, i_b, i_k * turns, o_t)
+    mbarrier.expect(of_keys, 2 * N_K * k.block_type.nbytes)
     for n in gl.static_range(N_K):
-        copy_in(k, [i_b, i_k, o_t, n * BLOCK], ready.index(0), t_k.index(n))
-        copy_in(q, [i_b, i_k, o_t, n * BLOCK], ready.index(0), t_q.index(n))
-    load_states(S, R, t_S, t_R, ready.index(1), i_s, i_h, 0, N_V)
-    p_f = factors + pid.to(gl.int64) * ROWS * C
-    beta = load_strengths(factors, pid, wide)
+        copy_in(k, [i_b, i_k, o_t, n * BLOCK], of_keys, t_k.index(n))
+        copy_in(q, [i_b, i_k, o_t, n * BLOCK], of_keys, t_q.index(n))
+    load_states(S, R, t_S, t_R, of_states, i_s, i_k * turns, 0, N_V)
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, by_rows))[:, None]
     columns = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, by_rows))[None, :]
-    p_v = v + i_b.to(gl.int64) * s_vb + o_t.to(gl.int64) * s_vt + i_h.to(gl.int64) * s_vh
-    p_dv = dv + ((i_b.to(gl.int64) * T + o_t) * HV + i_h) * V
-    b_beta = gl.load(p_f + gl.arange(0, C, layout=gl.SliceLayout(1, by_rows)))
-    mbarrier.wait(ready.index(0), 0)
+    i, j = row_column(C, wide)
+    none = gl.zeros([C, C], gl.float32, wide)
+    mbarrier.wait(of_keys, 0)
     if PACKED:
         if stop - o_t < C:  # the rest is another sequence's
-            for n in gl.static_range(N_V):
-                keep_rows(t_r.index(n).reshape([C, BLOCK]), stop - o_t, wide)
-                keep_rows(t_w.index(n).reshape([C, BLOCK]), stop - o_t, wide)
-                keep_rows(t_do.index(n).reshape([C, BLOCK]), stop - o_t, wide)
             for n in gl.static_range(N_K):
                 keep_rows(t_k.index(n).reshape([C, BLOCK]), stop - o_t, wide)
                 keep_rows(t_q.index(n).reshape([C, BLOCK]), stop - o_t, wide)
             fence_async_shared()
 
-    # compute: dv and of dbeta r v
-    found = gl.zeros([C], gl.float32, gl.SliceLayout(1, by_rows))
-    for n in gl.static_range(N_V):
-        b_r = t_r.index(n).reshape([C, BLOCK]).load(by_rows).to(gl.float32)
-        m_v, o_c = rows < stop - o_t, n * BLOCK + columns
-        b_v = gl.load(p_v + (rows * s_vt + o_c), mask=m_v, other=0.0).to(gl.float32)
-        found += gl.sum(b_r * b_v, 1)
-        b_dv = (b_r * (b_beta * scale)[:, None]).to(dv.dtype.element_ty)
-        gl.store(p_dv + (rows * (HV * V) + o_c), b_dv, mask=m_v)
-    b_dbeta = gl.convert_layout(found, of_rows)
+    for turn in range(turns):
+        # load
+        i_h = i_k * turns + turn
+        i_t = i_s * HV + i_h
+        p_f = factors + i_t.to(gl.int64) * ROWS * C
+        beta = load_strengths(factors, i_t, wide)
+        p_v = v + i_b.to(gl.int64) * s_vb + o_t.to(gl.int64) * s_vt + i_h.to(gl.int64) * s_vh
+        p_dv = dv + ((i_b.to(gl.int64) * T + o_t) * HV + i_h) * V
+        b_beta = gl.load(p_f + gl.arange(0, C, layout=gl.SliceLayout(1, by_rows)))
+        mbarrier.wait(of_tokens, turn & 1)
+        if PACKED:
+            if stop - o_t < C:
+                for n in gl.static_range(N_V):
+                    keep_rows(t_r.index(n).reshape([C, BLOCK]), stop - o_t, wide)
+                    keep_rows(t_w.index(n).reshape([C, BLOCK]), stop - o_t, wide)
+                    keep_rows(t_do.index(n).reshape([C, BLOCK]), stop - o_t, wide)
+                fence_async_shared()
 
-    # compute: G over V and k k^T over K, then F and q k^T
-    i, j = row_column(C, wide)
-    none = gl.zeros([C, C], gl.float32, wide)
-    M = over_blocks(t_r, t_w, none)
-    A = over_blocks(t_k, t_k, none)
-    if g is not None:
-        since, until, through = load_decays(factors, pid, wide)
-        coarse_i, coarse_j = load_row_column(p_f + 3 * C, wide)
-        fine_i, fine_j = load_row_column(p_f + 4 * C, wide)
-        E = gl.exp2((coarse_i - coarse_j) + (fine_i - fine_j))  # above the diagonal it may be infinite
-    M, A = warpgroup_mma_wait(0, deps=[M, A])
-    if g is not None:
-        M = M * E
-    M = gl.where(i > j, -M, 0.0)
-    A = A * M
-    low_G = (M * beta[:, None]).to(k.dtype)
-    b_dbeta += gl.sum(A, 1)
-    F = over_blocks(t_do, t_w, none)
-    if dg is not None:
-        P = over_blocks(t_q, t_k, none)
-        A = A * beta[:, None]
-        F, P = warpgroup_mma_wait(0, deps=[F, P])
-    else:
-        F = warpgroup_mma_wait(0, deps=[F])
-    if g is not None:
-        F = F * E
-    F = gl.where(i >= j, F, 0.0)
-    if dg is not None:
-        A += gl.where(i > j, F * P, 0.0)  # i = j crosses no gate
-        b_row = gl.sum(A, 1)
-        t_column.store(gl.sum(A, 0))
-        b_write = gl.zeros([C], gl.float32, of_rows)
-        b_kept = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, by_rows))
-    # allocated here, since sums over rows need memory, too, and two programs share a multiprocessor's
-    t_F = gl.allocate_shared_memory(k.dtype, [C, C], gl.NVMMASharedLayout(128, 16, 2))
-    t_G = gl.allocate_shared_memory(k.dtype, [C, C], gl.NVMMASharedLayout(128, 16, 2))
-    t_F.store(F.to(k.dtype))
-    t_G.store(low_G)
-    fence_async_shared()
-
-    # compute: dq and dk of 64 channels
-    for m in gl.static_range(N_K):
-        b_q, b_k = t_q.index(m).reshape([C, BLOCK]), t_k.index(m).reshape([C, BLOCK])
-        b_S, b_R = t_S.reshape([BLOCK, BLOCK]), t_R.reshape([BLOCK, BLOCK])
-        b_dq, b_rS, b_dk = none, none, none
+        # compute: dv and of dbeta r v
+        found = gl.zeros([C], gl.float32, gl.SliceLayout(1, by_rows))
         for n in gl.static_range(N_V):
-            mbarrier.wait(ready.index(1), (m * N_V + n) & 1)
-            S_T, R_T = b_S.permute((1, 0)), b_R.permute((1, 0))
-            b_dq = warpgroup_mma(t_do.index(n).reshape([C, BLOCK]), S_T, b_dq, use_acc=n > 0, is_async=True)
-            b_rS = warpgroup_mma(t_r.index(n).reshape([C, BLOCK]), S_T, b_rS, use_acc=n > 0, is_async=True)
-            b_dk = warpgroup_mma(t_w.index(n).reshape([C, BLOCK]), R_T, b_dk, use_acc=n > 0, is_async=True)
-            if dg is not None:
-                b_kept += gl.sum(b_S.load(by_rows).to(gl.float32) * b_R.load(by_rows).to(gl.float32), 1)
-            b_dq, b_rS, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_rS, b_dk])
-            if m * N_V + n + 1 < N_K * N_V:
-                barrier()  # all warps have read S and R
-                load_states(S, R, t_S, t_R, ready.index(1), i_s, i_h, m * N_V + n + 1, N_V)
-        low_k = b_k.load(wide).to(gl.float32)
-        if g is not None:
-            b_dq = b_dq * since[:, None]
-            b_rS = b_rS * since[:, None]
-            b_dk = b_dk * until[:, None]
-        b_found = gl.sum(low_k * b_rS, 1)
-        b_dbeta -= b_found
-        if dg is not None:
-            b_row += gl.sum(b_q.load(wide).to(gl.float32) * b_dq, 1) - beta * b_found
-            b_write += gl.sum(low_k * b_dk, 1)
-        b_dk = b_dk - b_rS * beta[:, None]
-        b_dq = warpgroup_mma(t_F, b_k, b_dq, is_async=True)
-        b_dk = warpgroup_mma(t_F.permute((1, 0)), b_q, b_dk, is_async=True)
-        b_dk = warpgroup_mma(t_G, b_k, b_dk, is_async=True)
-        b_dk = warpgroup_mma(t_G.permute((1, 0)), b_k, b_dk, is_async=True)
-        b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
-        barrier()  # all warps' products have read q and k of these channels
-        # store
-        send_columns(
-            dq, d_dq, t_q.index(m), b_dq * scale, i_b, i_h, o_t, stop, m * BLOCK, T, HV, K, wide, PACKED
-        )
-        send_columns(
-            dk, d_dk, t_k.index(m), b_dk * scale, i_b, i_h, o_t, stop, m * BLOCK, T, HV, K, wide, PACKED
-        )
+            b_r = t_r.index(n).reshape([C, BLOCK]).load(by_rows).to(gl.float32)
+            m_v, o_c = rows < stop - o_t, n * BLOCK + columns
+            b_v = gl.load(p_v + (rows * s_vt + o_c), mask=m_v, other=0.0).to(gl.float32)
+            found += gl.sum(b_r * b_v, 1)
+            b_dv = (b_r * (b_beta * scale)[:, None]).to(dv.dtype.element_ty)
+            gl.store(p_dv + (rows * (HV * V) + o_c), b_dv, mask=m_v)
+        b_dbeta = gl.convert_layout(found, of_rows)
 
-    # store: sums of rows, one row per thread pair, by way of the memory of F
-    lines = reinterpret(t_F, gl.float32, [C // 2, C], flat)
-    lines.index(0).store(b_dbeta)
-    o_r = o_t + gl.arange(0, C, layout=line)
-    p_d = (i_b.to(gl.int64) * T + o_r) * HV + i_h
-    if dg is not None:
-        lines.index(1).store(b_row)
-        lines.index(2).store(b_write)
-        lines.index(3).store(b_kept)
-    gl.store(dbeta + p_d, (lines.index(0).load(line) * scale).to(dbeta.dtype.element_ty), mask=o_r < stop)
-    if dg is not None:  # sums of the terms that count, never a total less others; nothing crosses g = -inf
-        total = gl.associative_scan(lines.index(1).load(line), 0, add, reverse=True)
-        total = total - gl.associative_scan(t_column.load(line), 0, add, reverse=True)
-        b_write = lines.index(2).load(line)
-        before, _ = gl.associative_scan((gl.zeros_like(b_write), b_write), 0, behind)
-        total = (total + before + gl.sum(lines.index(3).load(line), 0) * through) * scale
-        b_g = load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, o_r, stop)
-        total = gl.where(b_g == float("-inf"), 0.0, total)
-        gl.store(dg + p_d, total.to(dg.dtype.element_ty), mask=o_r < stop)
+        # compute: G over V and k k^T over K, then F and q k^T
+        M = over_blocks(t_r, t_w, none)
+        A = over_blocks(t_k, t_k, none)
+        if g is not None:
+            since, until, through = load_decays(factors, i_t, wide)
+            coarse_i, coarse_j = load_row_column(p_f + 3 * C, wide)
+            fine_i, fine_j = load_row_column(p_f + 4 * C, wide)
+            E = gl.exp2((coarse_i - coarse_j) + (fine_i - fine_j))  # above the diagonal it may be infinite
+        M, A = warpgroup_mma_wait(0, deps=[M, A])
+        if g is not None:
+            M = M * E
+        M = gl.where(i > j, -M, 0.0)
+        A = A * M
+        low_G = (M * beta[:, None]).to(k.dtype)
+        b_dbeta += gl.sum(A, 1)
+        F = over_blocks(t_do, t_w, none)
+        if dg is not None:
+            P = over_blocks(t_q, t_k, none)
+            A = A * beta[:, None]
+            F, P = warpgroup_mma_wait(0, deps=[F, P])
+        else:
+            F = warpgroup_mma_wait(0, deps=[F])
+        if g is not None:
+            F = F * E
+        F = gl.where(i >= j, F, 0.0)
+        if dg is not None:
+            A += gl.where(i > j, F * P, 0.0)  # i = j crosses no gate
+            b_row = gl.sum(A, 1)
+            t_column.store(gl.sum(A, 0))
+            b_write = gl.zeros([C], gl.float32, of_rows)
+            b_kept = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, by_rows))
+        # allocated here, since sums over rows need memory, too, and two programs share a multiprocessor's
+        t_F = gl.allocate_shared_memory(k.dtype, [C, C], gl.NVMMASharedLayout(128, 16, 2))
+        t_G = gl.allocate_shared_memory(k.dtype, [C, C], gl.NVMMASharedLayout(128, 16, 2))
+        t_F.store(F.to(k.dtype))
+        t_G.store(low_G)
+        fence_async_shared()
+
+        # compute: dq and dk of 64 channels
+        if sums is not None:
+            earlier = gl.full([C, BLOCK], turn, gl.int32, wide) > 0
+            later = gl.full([C, BLOCK], turn, gl.int32, wide) + 1 < turns
+        for m in gl.static_range(N_K):
+            b_q, b_k = t_q.index(m).reshape([C, BLOCK]), t_k.index(m).reshape([C, BLOCK])
+            b_S, b_R = t_S.reshape([BLOCK, BLOCK]), t_R.reshape([BLOCK, BLOCK])
+            b_dq, b_rS, b_dk = none, none, none
+            for n in gl.static_range(N_V):
+                mbarrier.wait(of_states, (turn * (N_K * N_V) + m * N_V + n) & 1)
+                S_T, R_T = b_S.permute((1, 0)), b_R.permute((1, 0))
+                b_dq = warpgroup_mma(t_do.index(n).reshape([C, BLOCK]), S_T, b_dq, use_acc=n > 0, is_async=True)
+                b_rS = warpgroup_mma(t_r.index(n).reshape([C, BLOCK]), S_T, b_rS, use_acc=n > 0, is_async=True)
+                b_dk = warpgroup_mma(t_w.index(n).reshape([C, BLOCK]), R_T, b_dk, use_acc=n > 0, is_async=True)
+                if dg is not None:
+                    b_kept += gl.sum(b_S.load(by_rows).to(gl.float32) * b_R.load(by_rows).to(gl.float32), 1)
+                b_dq, b_rS, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_rS, b_dk])
+                if m * N_V + n + 1 < N_K * N_V:
+                    barrier()  # all warps have read S and R
+                    load_states(S, R, t_S, t_R, of_states, i_s, i_h, m * N_V + n + 1, N_V)
+                elif turn + 1 < turns:
+                    barrier()  # all warps have read r, w, do, S and R
+                    load_rows(r, w, do, t_r, t_w, t_do, of_tokens, i_b, i_h + 1, o_t)
+                    load_states(S, R, t_S, t_R, of_states, i_s, i_h + 1, 0, N_V)
+            low_k = b_k.load(wide).to(gl.float32)
+            if g is not None:
+                b_dq = b_dq * since[:, None]
+                b_rS = b_rS * since[:, None]
+                b_dk = b_dk * until[:, None]
+            b_found = gl.sum(low_k * b_rS, 1)
+            b_dbeta -= b_found
+            if dg is not None:
+                b_row += gl.sum(b_q.load(wide).to(gl.float32) * b_dq, 1) - beta * b_found
+                b_write += gl.sum(low_k * b_dk, 1)
+            b_dk = b_dk - b_rS * beta[:, None]
+            b_dq = warpgroup_mma(t_F, b_k, b_dq, is_async=True)
+            b_dk = warpgroup_mma(t_F.permute((1, 0)), b_q, b_dk, is_async=True)
+            b_dk = warpgroup_mma(t_G, b_k, b_dk, is_async=True)
+            b_dk = warpgroup_mma(t_G.permute((1, 0)), b_k, b_dk, is_async=True)
+            if sums is not None:  # each thread reads and writes numbers of its own
+                p_m = sums + (pid.to(gl.int64) * (2 * N_K) + m) * (C * BLOCK) + (i * BLOCK + j)
+            b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
+            if sums is not None:
+                b_dq += gl.load(p_m, mask=earlier, other=0.0)
+                b_dk += gl.load(p_m + N_K * C * BLOCK, mask=earlier, other=0.0)
+                gl.store(p_m, b_dq, mask=later)
+                gl.store(p_m + N_K * C * BLOCK, b_dk, mask=later)
+            barrier()  # all warps' products have read F and G, and q and k of these channels
+            if turn + 1 == turns:
+                send_columns(
+                    dq, d_dq, t_q.index(m), b_dq * scale, i_b, i_k, o_t, stop, m * BLOCK, T, H, K, wide, PACKED
+                )
+                send_columns(
+                    dk, d_dk, t_k.index(m), b_dk * scale, i_b, i_k, o_t, stop, m * BLOCK, T, H, K, wide, PACKED
+                )
+
+        # store: sums of rows, one row per thread pair, by way of the memory of F
+        lines = reinterpret(t_F, gl.float32, [C // 2, C], flat)
+        lines.index(0).store(b_dbeta)
+        o_r = o_t + gl.arange(0, C, layout=line)
+        p_d = (i_b.to(gl.int64) * T + o_r) * HV + i_h
+        if dg is not None:
+            lines.index(1).store(b_row)
+            lines.index(2).store(b_write)
+            lines.index(3).store(b_kept)
+        gl.store(dbeta + p_d, (lines.index(0).load(line) * scale).to(dbeta.dtype.element_ty), mask=o_r < stop)
+        if dg is not None:  # sums of the terms that count, never a total less others; nothing crosses g = -inf
+            total = gl.associative_scan(lines.index(1).load(line), 0, add, reverse=True)
+            total = total - gl.associative_scan(t_column.load(line), 0, add, reverse=True)
+            b_write = lines.index(2).load(line)
+            before, _ = gl.associative_scan((gl.zeros_like(b_write), b_write), 0, behind)
+            total = (total + before + gl.sum(lines.index(3).load(line), 0) * through) * scale
+            b_g = load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, o_r, stop)
+            total = gl.where(b_g == float("-inf"), 0.0, total)
+            gl.store(dg + p_d, total.to(dg.dtype.element_ty), mask=o_r < stop)
     tma.store_wait(0)
-    for n in gl.static_range(2):
+    for n in gl.static_range(3):
         mbarrier.invalidate(ready.index(n))
+
+
+@gluon.jit
+def load_rows(r, w, do, t_r, t_w, t_do, bar, i_b, i_h, o_t):
+    """Bring r, w and do of a chunk of a value head."""
+    TILES: gl.constexpr = t_r.shape[0]
+    mbarrier.expect(bar, 3 * TILES * r.block_type.nbytes)
+    for n in gl.static_range(TILES):
+        copy_in(r, [i_b, i_h, o_t, n * BLOCK], bar, t_r.index(n))
+        copy_in(w, [i_b, i_h, o_t, n * BLOCK], bar, t_w.index(n))
+        copy_in(do, [i_b, i_h, o_t, n * BLOCK], bar, t_do.index(n))
 
 
 @gluon.jit
@@ -1024,14 +1057,16 @@ def launch(
     )
 
 
-def launch_gradients(call: DeltaCall, x: Local, made: portable.Made) -> None:
-    """`gradients` of all chunks, in bf16."""
+def make_gradients(call: DeltaCall, x: Local, beta: Spec, need_dg: bool) -> Made:
+    """The results of `gradients`, in bf16; dg is None unless needed."""
+    draft, H = call.draft, call.H // call.G
+    dq, dk = (draft.new(f"d{n}", *y.shape, dtype=y.dtype) for n, y in (("q", x.q), ("k", x.k)))
+    made = Made(dq, dk, draft.like("dv", x.v), draft.like("dg", x.g) if need_dg else None, draft.like("dbeta", beta))
     tokens = (box(y, C.value, BLOCK.value) for y in (x.q, x.k, x.do, x.writes, x.r))
     states = (box(y.transposed(1, 2), BLOCK.value, BLOCK.value) for y in (x.states, x.dstates))
-    shared = call.G > 1
-    call.draft.launch(
+    draft.launch(
         gradients,
-        call.H * call.chunks,
+        H * call.chunks,
         *tokens,
         *states,
         x.v,
@@ -1039,7 +1074,8 @@ def launch_gradients(call: DeltaCall, x: Local, made: portable.Made) -> None:
         x.g,
         *strides(x.g),
         call.factors,
-        *(None if shared else box(y, C.value, BLOCK.value) for y in (made.dq, made.dk)),
+        *(box(y, C.value, BLOCK.value) for y in (dq, dk)),
+        draft.new("sums", call.chunks, H, 2, C.value, call.K) if call.G > 1 else None,
         *made,
         call.cu,
         call.N,
@@ -1052,6 +1088,7 @@ def launch_gradients(call: DeltaCall, x: Local, made: portable.Made) -> None:
         num_warps=4,
         maxnreg=256,
     )
+    return made
 
 
 def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
@@ -1122,7 +1159,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
     R_0 = draft.new("R_0", N, H, K, V) if S or cut else None
     dstates, r = walked(walk_back, (d_q, d_k, d_do, solved.d_Y, solved.d_P), R, part, R_0, ("dstates", "r"))
     local = Local(q, k, v, g, do, states, writes, dstates, r)
-    made = finish(call, local, beta, need_dg, launch_gradients if kept == q.dtype else portable.launch_gradients)
+    made = (make_gradients if kept == q.dtype else finish)(call, local, beta, need_dg)
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
     return draft.plan("hopper", *made, dS0)
 

@@ -26,7 +26,6 @@ If value heads share key heads, each value head has its own dq and dk in float32
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -318,14 +317,14 @@ def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
     )
 
 
-def finish(call: DeltaCall, x: Local, beta: Spec, need_dg: bool, launch: Callable = launch_gradients) -> Made:
-    """What `gradients`, by `launch`, makes of all chunks; dq and dk are of key heads; dg is None unless needed."""
+def finish(call: DeltaCall, x: Local, beta: Spec, need_dg: bool) -> Made:
+    """What `gradients` makes of all chunks; dq and dk are of key heads; dg is None unless needed."""
     draft, shared = call.draft, call.G > 1
     shape, dtype = (*x.v.shape[:3], call.K), torch.float32 if shared else x.q.dtype
     dq, dk = (draft.new(f"d{n}", *shape, dtype=dtype) for n in "qk")
     dv, dbeta = draft.like("dv", x.v), draft.like("dbeta", beta)
     made = Made(dq, dk, dv, draft.like("dg", x.g) if need_dg else None, dbeta)
-    launch(call, x, made)
+    launch_gradients(call, x, made)
     if not shared:
         return made
     dq, dk = (
