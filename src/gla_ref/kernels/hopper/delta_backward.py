@@ -889,26 +889,26 @@ def gradients(
         t_G.store(low_G)
         fence_async_shared()
 
-        # compute: dq and dk of 64 channels
+        # compute: dq and dk of 64 channels, in loops that are not unrolled: else ptxas keeps descriptors of all tiles
         if sums is not None:
             earlier = gl.full([C, BLOCK], turn, gl.int32, wide) > 0
             later = gl.full([C, BLOCK], turn, gl.int32, wide) + 1 < turns
-        for m in gl.static_range(N_K):
+        for m in range(N_K):
             b_q, b_k = t_q.index(m).reshape([C, BLOCK]), t_k.index(m).reshape([C, BLOCK])
             b_S, b_R = t_S.reshape([BLOCK, BLOCK]), t_R.reshape([BLOCK, BLOCK])
             b_dq, b_rS, b_dk = none, none, none
-            for n in gl.static_range(N_V):
-                mbarrier.wait(of_states, (turn * (N_K * N_V) + m * N_V + n) & 1)
+            for n_v in range(N_V):
+                mbarrier.wait(of_states, (turn * (N_K * N_V) + m * N_V + n_v) & 1)
                 S_T, R_T = b_S.permute((1, 0)), b_R.permute((1, 0))
-                b_dq = warpgroup_mma(t_do.index(n).reshape([C, BLOCK]), S_T, b_dq, use_acc=n > 0, is_async=True)
-                b_rS = warpgroup_mma(t_r.index(n).reshape([C, BLOCK]), S_T, b_rS, use_acc=n > 0, is_async=True)
-                b_dk = warpgroup_mma(t_w.index(n).reshape([C, BLOCK]), R_T, b_dk, use_acc=n > 0, is_async=True)
+                b_dq = warpgroup_mma(t_do.index(n_v).reshape([C, BLOCK]), S_T, b_dq, use_acc=n_v > 0, is_async=True)
+                b_rS = warpgroup_mma(t_r.index(n_v).reshape([C, BLOCK]), S_T, b_rS, use_acc=n_v > 0, is_async=True)
+                b_dk = warpgroup_mma(t_w.index(n_v).reshape([C, BLOCK]), R_T, b_dk, use_acc=n_v > 0, is_async=True)
                 if dg is not None:
                     b_kept += gl.sum(b_S.load(by_rows).to(gl.float32) * b_R.load(by_rows).to(gl.float32), 1)
                 b_dq, b_rS, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_rS, b_dk])
-                if m * N_V + n + 1 < N_K * N_V:
+                if m * N_V + n_v + 1 < N_K * N_V:
                     barrier()  # all warps have read S and R
-                    load_states(S, R, t_S, t_R, of_states, i_s, i_h, m * N_V + n + 1, N_V)
+                    load_states(S, R, t_S, t_R, of_states, i_s, i_h, m * N_V + n_v + 1, N_V)
                 elif turn + 1 < turns:
                     barrier()  # all warps have read r, w, do, S and R
                     load_rows(r, w, do, t_r, t_w, t_do, of_tokens, i_b, i_h + 1, o_t)
@@ -981,7 +981,7 @@ def load_rows(r, w, do, t_r, t_w, t_do, bar, i_b, i_h, o_t):
 
 
 @gluon.jit
-def load_states(S, R, t_S, t_R, bar, i_s, i_h, n: gl.constexpr, N_V: gl.constexpr):
+def load_states(S, R, t_S, t_R, bar, i_s, i_h, n, N_V: gl.constexpr):
     """Bring block n of S and of R: 64 rows and columns, all columns of the first rows first."""
     mbarrier.expect(bar, 2 * S.block_type.nbytes)
     copy_in(S, [i_s, i_h, n // N_V * BLOCK, n % N_V * BLOCK], bar, t_S)
