@@ -58,7 +58,7 @@ def test_few_heads_of_long_sequences_are_cut_into_segments():
         ("walk_back", (2 * 8 * 8,)),
         ("carry", (8 * 8,)),
         ("walk_back", (2 * 8 * 8,)),
-        ("gradients", (8 * 512,)),
+        ("gradients", (2 * 512,)),
     ]
     assert [x.given("REVERSE") for x in found.launches if x.name == "carry"] == [False, True]
     one = BACK(*call(B=1, T=32768, HV=32), kernel="hopper")
@@ -71,6 +71,18 @@ def test_sums_pass_through_memory_in_the_precision_of_the_portable_kernel():
         walk_back = BACK(*call(dtype=dtype), kernel="hopper").launches[2]
         assert walk_back.given("r").dtype == walk_back.given("dstates").dtype == kept
         assert (walk_back.given("d_r") is None) == (walk_back.given("divisors") is not None) == (dtype == F16)
+
+
+@gluon
+def test_gradients_sums_value_heads_itself():
+    for groups, shape in ((1, None), (2, (10, 2, 2, 64, 128)), (4, (10, 2, 2, 64, 128))):
+        found = BACK(*call(HV=2 * groups), kernel="hopper")
+        launched = found.launches[-1]
+        assert (launched.name, launched.grid) == ("gradients", (10 * 2,)) and launched is found.steps[-1]
+        sums = launched.given("sums")
+        assert (sums is None) if shape is None else (sums.shape, sums.dtype) == (shape, F32)
+        for name in ("dq", "dk"):
+            assert (launched.given(name).shape, launched.given(name).dtype) == ((2, 300, 2, 128), BF16)
 
 
 # played from its source
@@ -141,6 +153,16 @@ def test_the_source_on_the_key_ladder(correlation, strength):
 @pytest.mark.parametrize("mechanism, dtype", thin(list(itertools.product(RULES, HALVES)), (RULES[1], BF16)))
 def test_the_source_of_packed_sequences(mechanism, dtype):
     check(mechanism, 1, PACK[-1], 1, 64, 128, ends=PACK, kind="many resets", dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("mechanism, dtype", thin(list(itertools.product(RULES, HALVES)), (RULES[1], BF16)))
+@pytest.mark.parametrize("groups", thin((1, 2, 4), 4))
+def test_the_source_of_value_heads_of_a_key_head(groups, mechanism, dtype):
+    kw = {"dtype": dtype, "groups": groups}
+    check(mechanism, 1, 70, 2, 64, 64, **kw)
+    check(mechanism, 2, 1, 1, 128, 64, **kw, gates=dtype)
+    check(mechanism, 1, PACK[-1], 1, 64, 64, ends=PACK, kind="many resets", **kw)
 
 
 @played_here
@@ -218,10 +240,10 @@ def test_the_source_does_not_see_a_neighbour_of_nan(dtype, path):
 
 
 @played_here
-@pytest.mark.parametrize("path", delta.PATHS)
-def test_any_order_of_steps_gives_the_same_bits(path):
-    D = 128 if path == "fused" else 64
-    x, _ = problem("gated_delta_rule", 1, CUT[-1], 1, D, D, dtype=BF16, gates=F32, ends=CUT, groups=1)
+@pytest.mark.parametrize("path, groups", thin((("fused", 1), ("fused", 4), ("segmented", 1)), ("fused", 4), ("segmented", 1)))
+def test_any_order_of_steps_gives_the_same_bits(path, groups):
+    D = 128 if (path, groups) == ("fused", 1) else 64
+    x, _ = problem("gated_delta_rule", 1, CUT[-1], 1, D, D, dtype=BF16, gates=F32, ends=CUT, groups=groups)
     first = played(x, CUT, path=path)
     for seed in (100, 200, 300):
         assert all(torch.equal(y, first[n]) for n, y in played(x, CUT, path=path, seed=seed).items())
@@ -241,8 +263,9 @@ def test_narrow_and_wide_programs_give_the_same_bits(dtype, monkeypatch):
 # by their order in the kernel
 BARRIERS = {
     "ready of solve": ("solve", 0, 0),
-    "tokens of gradients": ("gradients", 0, 0),
-    "states of gradients": ("gradients", 0, 1),
+    "keys of gradients": ("gradients", 0, 0),
+    "tokens of gradients": ("gradients", 0, 1),
+    "states of gradients": ("gradients", 0, 2),
     **{f"{name} {s} of walk": ("walk", n, s) for n, name in enumerate(("ready", "done")) for s in range(2)},
     **{f"{name} {s} of walk_back": ("walk_back", n, s) for n, name in enumerate(("ready", "done")) for s in range(3)},
 }
