@@ -240,7 +240,9 @@ def test_the_source_does_not_see_a_neighbour_of_nan(dtype, path):
 
 
 @played_here
-@pytest.mark.parametrize("path, groups", thin((("fused", 1), ("fused", 4), ("segmented", 1)), ("fused", 4), ("segmented", 1)))
+@pytest.mark.parametrize(
+    "path, groups", thin((("fused", 1), ("fused", 4), ("segmented", 1)), ("fused", 4), ("segmented", 1))
+)
 def test_any_order_of_steps_gives_the_same_bits(path, groups):
     D = 128 if (path, groups) == ("fused", 1) else 64
     x, _ = problem("gated_delta_rule", 1, CUT[-1], 1, D, D, dtype=BF16, gates=F32, ends=CUT, groups=groups)
@@ -344,9 +346,21 @@ def test_many_heads(path, dtype):
 
 
 @on_hopper
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("groups", (1, 4))
+def test_value_heads_of_a_key_head(groups, dtype):
+    """Other tests have two of them."""
+    for mechanism, (K, V) in itertools.product(RULES, itertools.product((64, 128), repeat=2)):
+        check(mechanism, 2, 1, 2, K, V, groups=groups, dtype=dtype, gates=dtype)
+        check(mechanism, 2, 300, 3, K, V, groups=groups, dtype=dtype)
+        check(mechanism, 1, PACK[-1], 2, K, V, groups=groups, dtype=dtype, ends=PACK, kind="many resets")
+
+
+@on_hopper
+@pytest.mark.parametrize("groups", (2, 4))
 @pytest.mark.parametrize("path", delta.PATHS)
-def test_equal_from_run_to_run(path, poisoned):
-    x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
+def test_equal_from_run_to_run(path, groups, poisoned):
+    x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32, groups=groups)
     run = partial(results, KERNELS["gated_delta_rule"], x, kernel="hopper", path=path)
     first = run()
     for _ in range(20):
