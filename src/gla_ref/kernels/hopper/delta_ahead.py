@@ -1,9 +1,10 @@
 """The delta rules, forward, on Hopper, for few heads: T of all chunks before the walk (chapters 20 and 23).
 
-Equations (1) to (3) are those of delta_chunk.py. (1) needs no state, so `solve` makes T, P and the decays of all chunks
-at once, with a program per chunk and value head, and leaves them in memory. `walk` has only the chain from state to
-state left, (2) and (3). Columns of V never meet, so a head has V / BV programs, which is how few heads keep many
-multiprocessors at work. For still fewer heads there are segments. A program has two roles of four warps::
+Equations (1) to (3) are those of delta_chunk.py. (1) needs no state, so `solve` of delta_solve.py makes T, P and the
+decays of all chunks at once, with a program per chunk and value head, and leaves them in memory. `walk` has only the
+chain from state to state left, (2) and (3). Columns of V never meet, so a head has V / BV programs, which is how few
+heads keep many multiprocessors at work. For still fewer heads there are segments. A program has two roles of four
+warps::
 
     loader    asks the copy engine (TMA) for q, k, v, T, P of a chunk           waits for `done`
     walker    (2) and (3) for BV columns of V; S in its registers; o out        waits for `ready`
@@ -53,104 +54,16 @@ from ..launch.plan import Plan, Spec, cdiv
 from ..portable.delta_forward import carry_states
 from ..portable.segments import slots
 from . import delta_chunk
-from .delta_chunk import (
-    VARIABLE,
-    allocate_scratch,
-    barrier,
-    inverse,
-    load_state,
-    load_tokens,
-    pairs,
-    read,
-    since_until,
-    state_columns,
-    store_o,
-    strides,
-    summed,
-    write,
-)
+from .delta_chunk import VARIABLE, load_state, read, state_columns, store_o, write
+from .delta_solve import C, launch_solve, load_decays, load_divisors
 from .gluon_names import named
-from .tiles import box, keep_rows, operand, which_segment
+from .tiles import box, keep_rows, which_segment
 
-copy_in, copy_out = named("copy_in"), named("copy_out")
+copy_in = named("copy_in")
 
-C = gl.constexpr(64)  # tokens of a chunk
-# rows of C numbers in a chunk's `decays`: e^b; e^(b_C - b); the divisors of float16's T and P
+# rows of a chunk's `decays`, which are `factors` of delta_solve.py
 SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))
 ROWS = gl.constexpr(3)
-
-
-@gluon.jit(do_not_specialize=VARIABLE)
-def solve(
-    q, k, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_T, d_P, decays, cu, N, T, HV, G,
-    K: gl.constexpr, W: gl.constexpr,
-):
-    """(1) of a chunk of a value head, and its `decays` [slots, HV, ROWS, C]. q, k, d_T and d_P are boxes."""
-    PACKED: gl.constexpr = cu is not None
-    # this program's tile: neighbours are value heads of one key head, which share what they read in L2
-    pid = gl.program_id(0)
-    i_h, i_s = pid % HV, pid // HV
-    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, W)
-
-    # shared memory
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [W], [0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, K, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, C, 16])
-    t_q = gl.allocate_shared_memory(q.dtype, [1, 1, C, K], q.layout)
-    t_k = gl.allocate_shared_memory(k.dtype, [1, 1, C, K], k.layout)
-    t_T = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_T.layout)
-    t_P = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
-    t_beta = gl.allocate_shared_memory(gl.float32, [C], flat)
-    scratch = allocate_scratch()
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    fence_async_shared()
-    barrier()
-
-    # load
-    mbarrier.expect(ready, 2 * k.block_type.nbytes)
-    copy_in(k, [i_b, i_h // G, o_t, 0], ready, t_k)
-    copy_in(q, [i_b, i_h // G, o_t, 0], ready, t_q)
-    rows = o_t + gl.arange(0, C, layout=line)
-    t_beta.store(load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, rows, stop))
-    p = decays + pid.to(gl.int64) * ROWS * C
-    if g is not None:
-        t_sums = gl.allocate_shared_memory(gl.float32, [2, C], flat)
-        coarse, fine = summed(load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, rows, stop))
-        t_sums.index(0).store(coarse)
-        t_sums.index(1).store(fine)
-        since, until = since_until(coarse, fine, C, line)
-        gl.store(p + SINCE * C + gl.arange(0, C, layout=line), since)
-        gl.store(p + UNTIL * C + gl.arange(0, C, layout=line), until)
-    else:
-        t_sums: gl.constexpr = None
-    b_q, b_k = t_q.reshape([C, K]), t_k.reshape([C, K])
-    mbarrier.wait(ready, 0)
-    if PACKED:
-        if stop - o_t < C:  # the rest is another sequence's
-            keep_rows(b_q, stop - o_t, of_k)
-            keep_rows(b_k, stop - o_t, of_k)
-            fence_async_shared()
-
-    # compute
-    N, P, of_P = pairs(b_q, b_k, t_sums, t_beta, wide)
-    t_P.reshape([C, C]).store(P)
-    T, of_T = operand(inverse(N, t_beta, scratch, wide), k.dtype)
-    t_T.reshape([C, C]).store(T)
-
-    # store
-    fence_async_shared()
-    barrier()
-    copy_out(d_P, [pid, 0, 0, 0], t_P)
-    copy_out(d_T, [pid, 0, 0, 0], t_T)
-    if k.dtype == gl.float16:
-        ones = gl.full([1], 1.0, gl.float32, one)
-        gl.store(p + DIVISORS * C + gl.arange(0, 1, layout=one), ones * of_T)
-        gl.store(p + DIVISORS * C + 1 + gl.arange(0, 1, layout=one), ones * of_P)
-    tma.store_wait(0)
-    mbarrier.invalidate(ready)
 
 
 class Boxes(NamedTuple):
@@ -204,21 +117,6 @@ def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl
 
 
 @gluon.jit
-def load_decays(decays, i_c, layout: gl.constexpr):
-    """(e^b, e^(b_C - b)) of a chunk's rows, and e^(b_C)."""
-    o_c = gl.arange(0, C, layout=gl.SliceLayout(1, layout))
-    p = decays + i_c.to(gl.int64) * ROWS * C
-    return gl.load(p + SINCE * C + o_c), gl.load(p + UNTIL * C + o_c), gl.load(p + SINCE * C + (C - 1))
-
-
-@gluon.jit
-def load_factors(decays, i_c):
-    """The divisors of a chunk's T and P in float16."""
-    p = decays + i_c.to(gl.int64) * ROWS * C + DIVISORS * C
-    return gl.load(p), gl.load(p + 1)
-
-
-@gluon.jit
 def walker(
     outputs, decays, tiles, bars, t_S, t_u, which,
     V: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
@@ -233,9 +131,9 @@ def walker(
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     S, factor = load_state(S_in, i_s, i_h, o_v, t_S, HV, W, of_S, V if o is None else None)
     if GATED:
-        since, until, through = load_decays(decays, i_c * HV + i_h, of_S)
+        since, until, through = load_decays(decays, i_c * HV + i_h, SINCE, ROWS, of_S)
     if FLOAT16:
-        of_T, of_P = load_factors(decays, i_c * HV + i_h)
+        of_T, of_P = load_divisors(decays, i_c * HV + i_h, DIVISORS, ROWS)
     for c in range(n):
         s, o_t = c % STAGES, begin + c * C
         i_next = (i_c + gl.minimum(c + 1, n - 1)) * HV + i_h  # decays are asked for a chunk before they are needed
@@ -257,14 +155,14 @@ def walker(
             b_u: gl.constexpr = None
         if GATED:
             b_since, b_until, b_through = since[:, None], until[:, None], through
-            since, until, through = load_decays(decays, i_next, of_S)
+            since, until, through = load_decays(decays, i_next, SINCE, ROWS, of_S)
         else:
             b_since: gl.constexpr = None
             b_until: gl.constexpr = None
             b_through: gl.constexpr = None
         if FLOAT16:
             b_of_T, b_of_P = of_T, of_P
-            of_T, of_P = load_factors(decays, i_next)
+            of_T, of_P = load_divisors(decays, i_next, DIVISORS, ROWS)
         else:
             b_of_T: gl.constexpr = None
             b_of_P: gl.constexpr = None
@@ -410,10 +308,9 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path=None) 
     decays = draft.new("decays", n, ROWS.value, C.value)
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
     d_q, d_k, d_v, d_o = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV), (o, BV)))
-    draft.launch(
-        solve, n,
-        d_q, d_k, g, beta, *strides(g), *strides(beta), d_T, d_P, decays, call.cu, N, T, H, call.G,
-        K=K, W=4, num_warps=4, maxnreg=how.of_solve,
+    launch_solve(
+        call, d_q, d_k, g, beta, d_T, d_P, decays, how.of_solve,
+        SINCE=SINCE.value, UNTIL=UNTIL.value, DIVISORS=DIVISORS.value,
     )
 
     def launch_walk(L: int, W: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None) -> None:
