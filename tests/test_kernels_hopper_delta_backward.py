@@ -70,7 +70,8 @@ def test_sums_pass_through_memory_in_the_precision_of_the_portable_kernel():
     for dtype, kept in ((BF16, BF16), (F16, F32)):
         walk_back = BACK(*call(dtype=dtype), kernel="hopper").launches[2]
         assert walk_back.given("r").dtype == walk_back.given("dstates").dtype == kept
-        assert (walk_back.given("d_r") is None) == (walk_back.given("divisors") is not None) == (dtype == F16)
+        assert (walk_back.given("d_r") is None) == (dtype == F16)
+        assert walk_back.given("factors").shape[2] == walk_back.given("ROWS") == (6 if dtype == F16 else 5)
 
 
 @gluon
@@ -90,14 +91,14 @@ def test_gradients_sums_value_heads_itself():
 
 def played(x, ends=None, scale=None, seed=0, ignored=None, path=None, need_dg=True):
     """Gradients of inputs of `problem`; the portable `gradients` of float16 is interpreted."""
-    from gla_ref.kernels.hopper import delta_ahead, delta_backward, delta_chunk, gla_backward, tiles
+    from gla_ref.kernels.hopper import delta_chunk, delta_gradients, delta_solve, delta_walks, gla_backward, tiles
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu, "do": x["do"], "dS": x["dS"]}
     specs = [spec_of(n, y) for n, y in named.items()]
     found = delta.plan_backward(CLASSES["sm_90"], *specs, scale, path, "hopper", need_dg and x["g"] is not None)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_ahead, delta_backward, delta_chunk, gla_backward, tiles
+    modules = delta_chunk, delta_gradients, delta_solve, delta_walks, gla_backward, tiles
     *made, _ = played_gluon.play(found, named, modules, seed, ignored)
     made = zip(("dq", "dk", "dv", "dg", "dbeta", "dS0"), made, strict=True)
     return {n: y for n, y in made if y is not None}

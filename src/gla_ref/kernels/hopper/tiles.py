@@ -93,6 +93,15 @@ def store_rows(p_x, x, tile, box, i_h, o_t, end, o_v, H, V, layout: gl.constexpr
         gl.store(p, x, mask=(rows < end)[:, None] & (columns < V)[None, :])
 
 
+@gluon.jit
+def store_own_rows(p, x, i_b, i_h, o_t, end, o_v, T, H, V: gl.constexpr, layout: gl.constexpr):
+    """x [C, BV] to rows o_t ... of p [B, T, H, V], up to row `end`, by threads."""
+    rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    p += ((i_b.to(gl.int64) * T + o_t) * H + i_h) * V + o_v
+    gl.store(p + (rows * (H * V) + columns), x.to(p.dtype.element_ty), mask=rows < end - o_t)
+
+
 # The plan.
 
 

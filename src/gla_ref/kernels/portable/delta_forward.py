@@ -412,7 +412,7 @@ class DeltaCall(NamedTuple):
     @property
     def same(self) -> dict:
         """Constants that every kernel has."""
-        return {"C": self.C, "PACKED": self.cu is not None, "ROWS": ROWS}
+        return {"C": self.C, "PACKED": self.cu is not None, "ROWS": self.factors.shape[2]}
 
     @property
     def segments(self) -> int:
