@@ -177,7 +177,7 @@ def send_tile(box_, tile, x, i_b, i_k, o_t, o_k):
 def across(lines, t_pairs, through, line: gl.constexpr):
     """(7) of each row, from sums in shared memory: sums of the terms that count, never a total less others.
 
-    `lines` has what each row reads, from the state and in pairs; t_pairs what later rows read of it.
+    READS sums a row's reads, of the state and of earlier rows; t_pairs sums the reads that later rows make of it.
     """
     total = gl.associative_scan(lines.index(READS).load(line), 0, add, reverse=True)
     total = total - gl.associative_scan(t_pairs.load(line), 0, add, reverse=True)
