@@ -199,6 +199,7 @@ def gradients(
     PACKED: gl.constexpr = cu is not None
     N_K: gl.constexpr = K // BLOCK
     N_V: gl.constexpr = V // BLOCK
+    TO_DK: gl.constexpr = N_K * C * BLOCK  # from dq of a chunk in `sums`
     # this program's chunk of a key head, and its value heads, one a turn
     turns = 1 if sums is None else G
     pid, H = gl.program_id(0), HV // turns
@@ -343,7 +344,6 @@ def gradients(
             b_dk = warpgroup_mma(t_G, b_k, b_dk, is_async=True)
             b_dk = warpgroup_mma(t_G.permute((1, 0)), b_k, b_dk, is_async=True)
             if sums is not None:  # each thread reads and writes numbers of its own
-                TO_DK: gl.constexpr = N_K * C * BLOCK  # from dq
                 p_dq = sums + (pid.to(gl.int64) * (2 * N_K) + m) * (C * BLOCK) + (i * BLOCK + j)
             b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
             if sums is not None:
