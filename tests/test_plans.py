@@ -1,5 +1,7 @@
 """Plans for every class of GPU, made without one: which tiles, which sizes are refused. Nothing is compiled."""
 
+import math
+
 import pytest
 import torch
 from cases import in_process
@@ -216,6 +218,11 @@ def test_equal_variants_are_compiled_alike():
     assert variants > 50 and most == 1
 
 
+def wrapped(launcher):
+    """A function as Triton wraps around its C function, for a kernel with descriptors."""
+    return lambda *args: launcher(*args)
+
+
 @pytest.mark.parametrize("release", [(3, 6), (3, 9), (3, 7)])
 def test_direct_hands_its_arguments_to_tritons_function(release, monkeypatch):
     """In the order that each release wants; None where nobody has measured it."""
@@ -226,7 +233,7 @@ def test_direct_hands_its_arguments_to_tritons_function(release, monkeypatch):
 
     got = []
     run = SimpleNamespace(
-        launch=lambda *args: got.append(args), global_scratch_size=0, profile_scratch_size=0,
+        launch=wrapped(lambda *args: got.append(args)), global_scratch_size=0, profile_scratch_size=0,
         launch_cooperative_grid="cooperative", launch_pdl="pdl", arg_annotations="types", kernel_signature="bytes",
     )  # fmt: skip
     kernel = SimpleNamespace(run=run, metadata=SimpleNamespace(), function="function", packed_metadata="packed")
@@ -243,3 +250,15 @@ def test_direct_hands_its_arguments_to_tritons_function(release, monkeypatch):
     else:
         expected = *first, "packed", None, None, None, None, None, "types", "bytes", [x.data_ptr(), 7]
     assert got == [expected]
+
+
+def test_the_c_function_is_found_behind_tritons_own():
+    from triton.backends.nvidia import driver
+
+    from gla_ref.kernels.launch.program import c_function
+
+    metas = [dict.fromkeys(("swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"), 0)]
+    for kind, some in (("*bf16", None), ("tensordesc<bf16[64, 64]>", metas)):
+        launch = driver.wrap_handle_tensordesc(math.hypot, {"x": kind}, some)
+        assert c_function(launch) is math.hypot
+        assert (launch is math.hypot) == (some is None)

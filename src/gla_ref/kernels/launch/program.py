@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -219,45 +220,71 @@ def by_triton(launch: Launch, places: dict, run: Callable) -> Callable[[list], N
     return start
 
 
-ADDRESSES = 64  # descriptors that a launch keeps, one for each address
+ADDRESSES = 64  # descriptors that a box keeps, one for each address
 DIRECT = (3, 6), (3, 9)  # releases of Triton whose C function `direct` calls
+
+
+class Descriptors:
+    """Descriptors of a box as the C function takes them, by address: a descriptor holds an address and no values."""
+
+    def __init__(self, box: Box, meta: dict):
+        self.box, self.meta, self.known = box, meta, {}
+        self.more = () if release() == (3, 6) else (None,)  # an argument that later releases take
+
+    def of(self, x: Tensor):
+        """The descriptor of a tensor."""
+        address = x.data_ptr()
+        found = self.known.get(address)
+        if found is None:
+            if len(self.known) >= ADDRESSES:
+                self.known.clear()
+            # the attributes of a TensorDescriptor that Triton reads, without its constructor's checks
+            given = {"base": x, "shape": self.box.shape, "strides": self.box.strides, "padding": "zero"}
+            given = SimpleNamespace(**given, round_f32_to_tf32=False)
+            found, *_ = nvidia.make_tensordesc_arg(given, self.meta, *self.more)
+            self.known[address] = found
+        return found
+
+
+@functools.cache
+def c_function(launch: Callable) -> Callable | None:
+    """The C function behind a kernel's `run.launch`; None if there is none.
+
+    For a kernel with descriptors `launch` is a Python function: it makes them and calls the C function, its `launcher`.
+    """
+    if isinstance(launch, BuiltinFunctionType):
+        return launch
+    return inspect.getclosurevars(launch).nonlocals.get("launcher")
 
 
 def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[list], None] | None:
     """Return a launch through the C function that Triton's launcher calls, in half of the time (lab/host.md).
 
-    A descriptor holds an address and no values, so a launch keeps the descriptors of recent addresses. Return None for
-    releases of Triton that are not in DIRECT. While a profiler counts launches, the function that `plain` makes
-    launches the kernel.
+    Return None for releases of Triton that are not in DIRECT. While a profiler counts launches, the function that
+    `plain` makes launches the kernel.
     """
     run, hooks = kernel.run, triton.knobs.runtime
     if release() not in DIRECT or run.global_scratch_size or run.profile_scratch_size:
         return None
-    metas = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
-    template, tensors, boxes = [], [], []
+    call, metas = c_function(run.launch), getattr(kernel.metadata, "tensordesc_meta", None) or ()
+    if call is None or None in metas or len(metas) != sum(isinstance(x, Box) for x in launch.args):
+        return None
+    metas, template, tensors, boxes = iter(metas), [], [], []
     for x in launch.args:
-        kind = type(x)
-        if kind is Box:  # the C function takes a descriptor, then shape and strides
-            boxes.append((len(template), places[x.tensor.name], x, next(metas, None), {}))
+        if isinstance(x, Box):  # the C function takes a descriptor, then shape and strides
+            boxes.append((len(template), places[x.tensor.name], Descriptors(x, next(metas))))
             template += [None, *x.shape, *x.strides]
-        elif kind is Spec:
+        elif isinstance(x, Spec):
             tensors.append((len(template), places[x.name]))
             template.append(None)
         else:
             template.append(x)
-    call = run.launch
-    if boxes:  # then the C function is in the closure of a function that makes descriptors
-        inside = [cell.cell_contents for cell in call.__closure__ or ()]
-        call = next((f for f in inside if isinstance(f, BuiltinFunctionType)), None)
-        if call is None or any(meta is None for *_, meta, _ in boxes):
-            return None
     grid, function = (*launch.grid, 1, 1)[:3], kernel.function
     # kinds of launch; the kernel, and three arguments for profilers; scratch memory for the kernel and for a profiler
     kinds, scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None)
     told = kernel.packed_metadata, None, None, None
     apart = release() == (3, 6)  # later releases take the kernel's arguments as one list, after their types
     fixed = (*scratch, *told) if apart else (*told, *scratch, run.arg_annotations, run.kernel_signature)
-    unused = () if apart else (None,)  # make_tensordesc_arg takes one more argument
 
     def start(values):
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
@@ -265,18 +292,8 @@ def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[l
         args = template.copy()
         for i, place in tensors:
             args[i] = values[place].data_ptr()
-        for i, place, box, meta, known in boxes:
-            address = values[place].data_ptr()
-            descriptor = known.get(address)
-            if descriptor is None:
-                if len(known) >= ADDRESSES:
-                    known.clear()
-                # the attributes of a TensorDescriptor that Triton reads, without its constructor's checks
-                of = {"base": values[place], "shape": box.shape, "strides": box.strides, "padding": "zero"}
-                of = SimpleNamespace(**of, round_f32_to_tf32=False)
-                descriptor, *_ = nvidia.make_tensordesc_arg(of, meta, *unused)
-                known[address] = descriptor
-            args[i] = descriptor
+        for i, place, descriptors in boxes:
+            args[i] = descriptors.of(values[place])
         call(*grid, values[0], function, *kinds, *fixed, *(args if apart else (args,)))
 
     return start
