@@ -312,7 +312,7 @@ def gradients(
             b_q, b_k = t_q.index(m).reshape([C, BLOCK]), t_k.index(m).reshape([C, BLOCK])
             b_S, b_R = t_S.reshape([BLOCK, BLOCK]), t_R.reshape([BLOCK, BLOCK])
             b_dq, b_rS, b_dk = none, none, none
-            for n_v in range(N_V):
+            for n_v in gl.static_range(N_V):
                 mbarrier.wait(bars.states, (turn * (N_K * N_V) + m * N_V + n_v) & 1)
                 S_T, R_T = b_S.permute((1, 0)), b_R.permute((1, 0))
                 b_dq = warpgroup_mma(t_do.index(n_v).reshape([C, BLOCK]), S_T, b_dq, use_acc=n_v > 0, is_async=True)
@@ -321,11 +321,11 @@ def gradients(
                 if dg is not None:
                     b_kept += gl.sum(b_S.load(by_rows).to(gl.float32) * b_R.load(by_rows).to(gl.float32), 1)
                 b_dq, b_rS, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_rS, b_dk])
+                fence_async_shared()  # before the copy engine writes where threads have read
+                barrier()  # all warps have read S and R, and in the last round do, w and r
                 if m * N_V + n_v + 1 < N_K * N_V:
-                    barrier()  # all warps have read S and R
                     load_states(S, R, tiles, bars.states, i_s, i_h, m * N_V + n_v + 1)
                 elif turn + 1 < turns:
-                    barrier()  # all warps have read do, w, r, S and R
                     load_rows(do, w, r, tiles, bars.tokens, i_b, i_h + 1, o_t)
                     load_states(S, R, tiles, bars.states, i_s, i_h + 1, 0)
             low_k = b_k.load(wide).to(gl.float32)

@@ -289,6 +289,7 @@ def finish(
         total = total + gl.associative_scan(sides.net.load(columns), 0, _add, reverse=True)
         total = (total + sides.kept.load(gl.SliceLayout(0, columns))[None, :]) * scale
         b_d = total.to(dg.dtype.element_ty)
+        fence_async_shared()  # `net` has been read before the copy engine writes there
     mbarrier.arrive(bars.free_S, count=1)
     x = warpgroup_mma(signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False) * LOG2E
     barrier()
