@@ -5,8 +5,8 @@ and when a copy begins or ends. A tile holds NaN from the moment its copy is ask
 when it likes. A product reads its operands when it is issued and again when it is waited for, and both must be the
 same; its sums are out of reach until then. So an order of steps that the barriers allow and that would change a
 result is seen, and so are roles that wait for each other for ever, barriers that get more arrivals than they count or
-are not invalidated, and products and copies that read what threads have written without a fence. Not seen: warps of
-one role that run ahead of each other, layouts.
+are not invalidated, products and copies that read what threads have written without a fence, and copies that fill
+what threads have written or read without one. Not seen: warps of one role that run ahead of each other, layouts.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Play:
         self.turns, self.waiting, self.turn, self.error = threading.Condition(), {}, None, None
         self.phases, self.missing, self.under_way = {}, {}, []
         self.counts, self.arrived = {}, {}  # by barrier: arrivals that end a phase, and arrivals in this phase
-        self.unfenced = {}  # {bytes that threads have written: the role}
+        self.unfenced = {}  # {(bytes that threads have reached, the role): "wrote" or "read"}
         self.own = threading.local()
         self.own.products = []  # products of the prologue, or of a kernel without roles
 
@@ -133,23 +133,27 @@ class Tile:
         size = 1 + sum((n - 1) * s for n, s in zip(self.x.shape, self.x.stride(), strict=True))
         return self.x.untyped_storage().data_ptr(), first, first + size * self.x.itemsize
 
-    def check_fenced(self):
+    def check_fenced(self, filled=False):
         base, first, stop = self.span()
-        for (other, a, b), role in PLAY.unfenced.items():
-            assert other != base or stop <= a or b <= first, f"read without a fence of {role}, which wrote it"
+        for ((other, a, b), role), how in PLAY.unfenced.items():
+            apart = other != base or stop <= a or b <= first
+            assert apart or (how == "read" and not filled), (
+                f"{'filled' if filled else 'read'} without a fence of {role}, which {how} it"
+            )
 
     def reinterpret(self, dtype, shape, layout):
         return Tile(self.x.reshape(-1).view(dtype).view(*shape))
 
     def load(self, layout):
         PLAY.pause()
+        PLAY.unfenced.setdefault((self.span(), me()), "read")
         return self.x.clone()
 
     def store(self, x):
         PLAY.pause()
         assert list(x.shape) == self.shape and x.dtype == self.dtype, (x.shape, x.dtype, self.shape, self.dtype)
         self.x.copy_(x)
-        PLAY.unfenced[self.span()] = me()
+        PLAY.unfenced[self.span(), me()] = "wrote"
 
 
 class Pointer:
@@ -217,7 +221,12 @@ def cut(x):
 
 
 def fence():
-    PLAY.unfenced = {span: role for span, role in PLAY.unfenced.items() if role != me()}
+    PLAY.unfenced = {(span, role): how for (span, role), how in PLAY.unfenced.items() if role != me()}
+
+
+def fence_of_stores():
+    """A fence that does not count for reads: a copy that fills what this role has read is too early still."""
+    PLAY.unfenced = {x: how for x, how in PLAY.unfenced.items() if how == "read" or x[1] != me()}
 
 
 def key(bar):
@@ -257,6 +266,7 @@ def expect(bar, number):
 
 def load_box(box, at, bar, tile):
     part, where = box.overlap(at)
+    tile.check_fenced(filled=True)
     tile.x.fill_(torch.nan)
 
     def end():

@@ -293,6 +293,14 @@ def test_a_missing_fence_is_seen(monkeypatch):
         played(x)
 
 
+@played_here
+def test_a_missing_fence_after_reads_is_seen(monkeypatch):
+    x, _ = problem("gated_delta_rule", 1, 64, 1, 128, 64, dtype=BF16, gates=F32, groups=1)
+    monkeypatch.setitem(played_gluon.STANDS_IN, "fence_async_shared", played_gluon.fence_of_stores)
+    with pytest.raises(AssertionError, match="filled without a fence of .*, which read it"):
+        played(x)
+
+
 # on a Hopper GPU
 
 
