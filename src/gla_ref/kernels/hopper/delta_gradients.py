@@ -304,7 +304,7 @@ def gradients(
         t_G.store(low_G)
         fence_async_shared()
 
-        # compute: dq and dk of 64 channels, in loops that are not unrolled: else ptxas keeps descriptors of all tiles
+        # compute: dq and dk of 64 channels, in a loop that is not unrolled: else ptxas keeps descriptors of all tiles
         if sums is not None:
             earlier = gl.full([C, BLOCK], turn, gl.int32, wide) > 0
             later = gl.full([C, BLOCK], turn, gl.int32, wide) + 1 < turns
