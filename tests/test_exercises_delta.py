@@ -195,7 +195,7 @@ RIGHT |= {
     "ex-hopper-parity": [turns],
     "ex-hopper-end": [played],
     "ex-hopper-programs": [[16, 12.1, 9], [16, 100 * 16 / 132, 9]],
-    "ex-hopper-fences": ["acd", ["a", "c", "d"]],
+    "ex-hopper-fences": ["acdf", ["a", "c", "d", "f"]],
 }
 
 WRONG |= {
@@ -231,7 +231,7 @@ WRONG |= {
         ([16, 50, 9], "Answer 2 of 3"),
         ([16, 100, 1], "16 programs"),
     ],
-    "ex-hopper-fences": [("acde", "Registers"), ("ac", "d is missing"), ("abcd", "counts the bytes")],
+    "ex-hopper-fences": [("acdef", "Registers"), ("acf", "d is missing"), ("abcdf", "counts the bytes")],
 }
 
 

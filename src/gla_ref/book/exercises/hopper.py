@@ -123,5 +123,6 @@ def fences():
         "c": "Threads wrote the masked scores, and the next product reads them.",
         "d": "Threads wrote that tile, and the copy engine reads it.",
         "e": "Registers are the thread's own: no other thread reads them.",
+        "f": "A load may be answered after all threads have met, and the copy engine does not wait for answers.",
     }
-    return choice("Steps with a fence", "acd", why)
+    return choice("Steps with a fence", "acdf", why)
