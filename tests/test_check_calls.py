@@ -586,7 +586,7 @@ def remembering(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", thin([True, False], True))
 def test_a_failure_in_company_is_told(known):
     BOUNDARIES.clear()
     fn = remembering if known else lambda q, k, v, cu_seqlens=None: remembering(q, k, v, cu_seqlens=cu_seqlens)

@@ -153,6 +153,7 @@ def few_tokens(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return o * factor[:, None, None], S
 
 
+@on_some_days(2)
 def test_a_call_of_another_size_speaks_against_a_trait():
     said = words(check.kernel("linear_attention", few_tokens, only=["length *", "one token*"]))
     assert "wrong up to 3 tokens, right with 4" in said

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import draw, drawn, some
+from cases import draw, drawn, some, thin
 
 from gla_ref import check
 from gla_ref.__main__ import main
@@ -25,7 +25,7 @@ def test_with_right_steps_the_kernel_is_right(mechanism):
     check.kernel(mechanism, chunked(), only=("length 65", "square", "packed", *gates)).raise_if_failed()
 
 
-@pytest.mark.parametrize("mechanism", ["gated_delta_rule", "kda"])
+@pytest.mark.parametrize("mechanism", thin(["gated_delta_rule", "kda"], "gated_delta_rule"))
 def test_with_right_steps_the_delta_rule_is_right(mechanism):
     only = ("length 65", "packed", "value heads", "gate -inf", "keys alike 0.99")
     check.kernel(mechanism, corrected(), only=only).raise_if_failed()

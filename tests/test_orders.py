@@ -87,6 +87,7 @@ def test_the_kits_own_forms_are_right(mechanism):
     check.kernel(mechanism, form, only="*[4-7]").raise_if_failed()
 
 
+@pytest.mark.deep
 def test_the_packages_attention_is_right_where_scores_are_steep():
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     check.kernel("softmax_attention", FORMS["softmax_attention"]["triton"], only="steep*").raise_if_failed()

@@ -52,6 +52,7 @@ def test_what_a_process_printed():
     assert read(GLA, '{"kernels": ["a"]}', 0).kernels == ("a",)
 
 
+@pytest.mark.deep
 def test_it_runs(capsys):
     """Two processes of GLA and the one that multiplies, on the CPU."""
     assert stress_gpu.main("--device cpu --mixers gla --sizes recall --processes 2 --seconds 1".split()) == 0

@@ -82,6 +82,7 @@ def test_an_interpreter_that_fails_with_this_numpy_is_refused(triton, numpy, ref
         checks.check_launch({"q": q}, MECHANISMS["linear_attention"].arguments)
 
 
+@pytest.mark.deep
 def test_a_launch_says_whether_multiply_adds_are_fused():
     """Triton 3.9 warns where nobody says it, and compiles with them; 3.10 will compile without."""
     command = ["tools/compile_kernels.py", "gla_step 64 float16", "--arch", "80", "--jobs", "1"]
