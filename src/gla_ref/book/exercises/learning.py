@@ -80,7 +80,7 @@ choose(
     "Sentences that you may write",
     "ad",
     {
-        "a": "Chance is 1 in 32, and naming any of the text's values is right in 25% of the cases.",
+        "a": "Chance is 1 in 32, and naming any of the written values is right in 25% of the cases.",
         "b": "The mean is lower, but look at the interval of the difference: one model makes it wider than the scale.",
         "c": "Two models of A have a state of the same size, and answer nearly everything.",
         "d": "The rate was chosen for B. Nobody has looked for the best rate of A.",
@@ -98,6 +98,7 @@ choose(
         "c": "State and keys are as large as with four heads: both explanations say like four.",
         "d": "Its keys are those of four heads, its state is as small as with sixteen: one explanation says like four, "
         "the other like sixteen.",
-        "e": "That model is the one to be explained, trained for longer. Neither explanation says how it ends.",
+        "e": "Its state and keys are those of sixteen heads: both explanations say like "
+        "sixteen. More steps test a third one.",
     },
 )

@@ -101,7 +101,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
             pieces.append(text(x(state), TOP + TALL + 27, below))
         pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 45, "numbers in the state after a text (logarithmic)"))
         for share, kind, words in (
-            (base["majority"], "line-orange dashed", "Naming any of the text's values"),
+            (base["majority"], "line-grey dashed", "Naming any of the written values"),
             (base["chance"], "line-grey dotted", f"Naming any of {1 / base['chance']:.0f} values"),
         ):
             line = path([(LEFT, _y(share)), (LEFT + WIDE, _y(share))], kind)
@@ -130,8 +130,8 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
                 dot = circle(x(more), _y(mean), 6 if mixer == "linear" else 4, kind)
                 pieces.append(part(f"{NAMES[mixer]}, {more:,} numbers: {mean:.1%}", dot, choose={0: i}))
         pieces += labels([more], n, scores=True) if n else []
-        hints = {small: "?", max(heads): "choose a mixer"}
-        pieces += [text(x(state), _y(0.6), words) for state, words in hints.items()]
+        pieces += [text(x(small), _y(share), "?") for share in (0.1, 0.3, 0.5, 0.7, 0.9)]  # no height is the answer's
+        pieces.append(text(x(max(heads)), TOP - 14, "choose a mixer"))
         said = ", ".join(
             f"{NAMES[m]} {fmean(of[more][n - 1][1]):.0%}" if n else f"{NAMES[m]} nothing yet"
             for m, of in found.items()
@@ -168,7 +168,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         return Frame(pieces, f"{when}. Right answers by numbers in the state: {said}.")
 
     linear = {state: fmean(scores[-1][1]) for state, scores in found["linear"].items()}
-    options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any of the text's values": 0.0}
+    options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any of the written values": 0.0}
     right = next(words for words, least in options.items() if linear[small] >= least)
     fact = f"With {heads[small]} heads linear attention answers {linear[small]:.0%} correctly."
 
@@ -177,8 +177,8 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         notice="A small dot is one trained model, a large dot the mean of three seeds; "
         f"point at a dot without a name to read its mixer. All models have one layer of width {width} "
         "and saw the same texts. More heads make the state smaller, and every key too. "
-        f"Softmax attention keeps all keys and values. At step {steps[-1]} some lines fall to the right: there one of "
-        "three small dots is far below the other two.",
+        "Softmax attention keeps all keys and values. In the figures below each mixer has its own colour. "
+        f"At step {steps[-1]} some lines fall to the right: there one of three small dots is far below the other two.",
         alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; a dashed and "
         "a dotted line near the bottom are the shares of answers that guessing gives.",
         controls=(
@@ -194,7 +194,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         legend=(
             Key("blue line-blue", "linear, or the mixer that you choose: mean of three models", "dot"),
             Key("grey line-grey", "the other mixers, also means", "dot"),
-            Key("line-orange dashed", f"naming any of the text's values: {base['majority']:.0%}", "line"),
+            Key("line-grey dashed", f"naming any of the written values: {base['majority']:.0%}", "line"),
             Key("line-grey dotted", f"naming any of {1 / base['chance']:.0f} values: {base['chance']:.0%}", "line"),
         ),
         question=Question(
