@@ -186,7 +186,7 @@ def walk(
     """BV columns of a segment of a value head, chunk by chunk, from the state in S_in (or zeros) to S_out.
 
     States are [slots, HV, K, W]. q, k, v, d_T, d_P are boxes, and so is d_o, of the tensor o. q, d_P, d_o and o may be
-    None: then the columns of S_out are those of X and, behind them, of M.
+    None: then the columns of S_out are those of X and, after them, of M.
     """
     PACKED: gl.constexpr = cu is not None
     # this program's tile: neighbours share what they read in L2

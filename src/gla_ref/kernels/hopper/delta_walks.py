@@ -376,7 +376,7 @@ def walk(
     """BV columns of a segment of a value head, first chunk first, from the state in S_in (or zeros) to S_out.
 
     States are [slots, HV, K, W]. k, v, d_Y are boxes, and so are d_states and d_writes, of `states` and `writes` in 16
-    bits. Without those two the columns of S_out are those of X and, behind them, of M.
+    bits. Without those two the columns of S_out are those of X and, after them, of M.
     """
     PACKED: gl.constexpr = cu is not None
     part = which_part(cu, N, T, L, HV, G, V if writes is not None else W, BV)

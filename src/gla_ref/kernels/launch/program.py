@@ -248,7 +248,7 @@ class Descriptors:
 
 @functools.cache
 def c_function(launch: Callable) -> Callable | None:
-    """The C function behind a kernel's `run.launch`; None if there is none.
+    """The C function that a kernel's `run.launch` calls; None if there is none.
 
     For a kernel with descriptors `launch` is a Python function: it makes them and calls the C function, its `launcher`.
     """
