@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 LIMIT = datetime.timedelta(seconds=20)
-SHORT = datetime.timedelta(seconds=1)
+SHORT = datetime.timedelta(seconds=3)
 
 
 def serve(rank, size, port, pipe):
@@ -27,10 +27,12 @@ def serve(rank, size, port, pipe):
         try:
             if function is None:  # args: how many ranks, time limit
                 n, limit = args
-                groups[name] = dist.new_group(range(n), timeout=limit)
+                groups[name] = dist.new_group(range(n), timeout=limit), limit
                 pipe.send((True, None))
             else:
-                pipe.send((True, function(rank, groups[name], *args)))
+                group, limit = groups[name]
+                group.get_group_store().set_timeout(limit)  # all groups share one store, which has one limit
+                pipe.send((True, function(rank, group, *args)))
         except Exception as error:
             pipe.send((False, (str(error), time.monotonic() - began, traceback.format_exc())))
 
@@ -52,7 +54,10 @@ class Pool:
             self.processes.append(process)
 
     def group(self, name, n, limit=LIMIT):
-        """A new group of the first n ranks, to be asked for by its name; all ranks take part in making it."""
+        """A new group of the first n ranks, to be asked for by its name; all ranks take part in making it.
+
+        Its ranks wait for each other as long as `limit` says, for messages and for answers in the store.
+        """
         if name not in self.groups:
             self.groups[name] = n
             for pipe in self.pipes:

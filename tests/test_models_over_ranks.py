@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SMALL_MODEL
-from ranks import SHORT, Pool
+from ranks import Pool
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -170,7 +170,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ranks_differ(pool, fault):
     change, message = FAULTS[fault]
-    group = pool.group(fault, 2, SHORT)
+    group = pool.group(fault, 2)
     for well, what in pool.tell(group, other, change):
         assert not well and re.search(message, what[0]), what
 

@@ -27,10 +27,13 @@ class Agreement:
 
     Keys of the store: `n/r` is the answer of rank r to question n, its facts or a refusal; `lost/r` is the reason for
     which rank r has given up an exchange, or empty. A refusal and a reason are over once their rank has taken part in
-    a later exchange: a rank that has not read them goes on without them.
+    a later exchange: a rank that has not read them goes on without them. It learns that a refusal is over from the
+    store or, where that word comes late, by counting: an exchange of all ranks has ended since, so the rank that had
+    refused took part in it. In a pipeline a rank may be ahead of those after it, and then it believes their refusals.
 
     Attributes:
         count: the number of this rank's next question.
+        exchanges: how many exchanges of all ranks this rank has completed.
         refusals: its refusals by question, until every rank has read them or they are over.
         gave_up: whether its `lost/r` has a reason.
     """
@@ -38,8 +41,8 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.store = dist.PrefixStore("gla_ref.context_parallel", group.get_group_store())
-        self.count, self.gave_up = 0, False
-        self.refusals: dict[int, dict[str, str]] = {}
+        self.count, self.exchanges, self.gave_up = 0, 0, False
+        self.refusals: dict[int, dict[str, str | int]] = {}
 
     def reach(self, facts: dict[str, str]) -> None:
         """Return when every rank has stated the same facts, one for each argument by name.
@@ -78,12 +81,18 @@ class Agreement:
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one was called with arguments that do not fit."""
         self.count = self._question()
-        self.refusals[self.count] = facts = {"error": f"{type(error).__name__}: {error}"}
+        facts = {"error": f"{type(error).__name__}: {error}", "exchanges": self.exchanges}
+        self.refusals[self.count] = facts
         self._tell(facts)
         self.count += 1
 
-    def took_part(self) -> None:
-        """Tell the other ranks, after an exchange, that this rank's earlier refusals and reasons are over."""
+    def took_part(self, of_all: bool) -> None:
+        """Tell the other ranks, after an exchange, that this rank's earlier refusals and reasons are over.
+
+        Args:
+            of_all: whether the exchange ends only where every rank has taken part in it.
+        """
+        self.exchanges += of_all
         for n, facts in self.refusals.items():
             self.store.set(f"{n}/{self.rank}", json.dumps(facts | {"over": "an exchange followed"}))
         self.refusals.clear()
@@ -119,18 +128,22 @@ class Agreement:
     def _question(self) -> int:
         """The number of the question at hand: the first from `count` on without a refusal that is over."""
         n = self.count
-        while any("over" in self._told(r, n) for r in range(self.size)):
+        while any(self._is_over(self._told(r, n)) for r in range(self.size)):
             n += 1
         return n
+
+    def _is_over(self, told: dict[str, str | int]) -> bool:
+        """Whether an answer is a refusal, and its rank has taken part in an exchange since."""
+        return "over" in told or told.get("exchanges", self.exchanges) < self.exchanges
 
     def _is_asked(self, n: int) -> bool:
         """Whether another rank has answered question n."""
         return any(self.store.check([f"{n}/{r}"]) for r in range(self.size) if r != self.rank)
 
-    def _tell(self, facts: dict[str, str]) -> None:
+    def _tell(self, facts: dict[str, str | int]) -> None:
         self.store.set(f"{self.count}/{self.rank}", json.dumps(facts))
 
-    def _told(self, rank: int, n: int) -> dict[str, str]:
+    def _told(self, rank: int, n: int) -> dict[str, str | int]:
         """A rank's answer to question n; {} if there is none yet."""
         return json.loads(self._read(f"{n}/{rank}") or "{}")
 
@@ -168,7 +181,7 @@ class Lookout(threading.Thread):
                 since = time.monotonic()
 
 
-def compare(a: int, facts: dict[str, str], b: int, others: dict[str, str]) -> str | None:
+def compare(a: int, facts: dict[str, str | int], b: int, others: dict[str, str | int]) -> str | None:
     """Describe the first difference between the facts of ranks a and b, or the arguments that one of them refused."""
     for rank, told in ((a, facts), (b, others)):
         if "error" in told:

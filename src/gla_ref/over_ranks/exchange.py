@@ -106,7 +106,7 @@ class Exchange:
         else:
             maps = maps.composed(backwards) if self.plan.composed else maps
             S = (self.pipelined if self.plan.exchange == "pipeline" else self.gathered)(maps, backwards)
-        self.ranks.agreement.took_part()
+        self.ranks.agreement.took_part(of_all=self.plan.exchange == "all-gather")
         return S
 
     def gathered_by_kernels(self, maps: Maps, backwards: bool) -> Tensor:

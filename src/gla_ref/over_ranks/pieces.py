@@ -77,7 +77,7 @@ class Pieces(NamedTuple):
         except RuntimeError as error:
             neighbours = [r for r in (there, back) if 0 <= r < ranks.size]
             raise ranks.agreement.lost(error, self.facts, neighbours) from error
-        ranks.agreement.took_part()
+        ranks.agreement.took_part(of_all=False)
         return found
 
 
