@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import in_process
+from experiment_runs import stand_in_for_fla
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -23,6 +24,7 @@ from gla_ref import FORMS
 from gla_ref.book import results
 from gla_ref.check import MECHANISMS, oracle
 from gla_ref.check._emulate import Attend
+from gla_ref.experiments import throughput
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -299,6 +301,22 @@ def test_peers_configurations_are_shared_out(monkeypatch):
 def test_peers_shapes_are_those_of_the_suite():
     found = {(c.B, c.H, c.K, c.V) for c in compile_peers.shapes().values()}
     assert found == {(c.B, c.H, c.K, c.V) for c in suites.SUITES["gla"]()} | {(2, 4, 64, 64)}
+
+
+def test_a_step_of_peers_model_is_compiled_at_every_length(monkeypatch):
+    """One layer of it, and the operator, which the experiment times apart."""
+    called, made = stand_in_for_fla(monkeypatch), []
+    model_and_loss = throughput.model_and_loss
+
+    def counted(who, config, *rest):
+        model, loss = model_and_loss(who, config, *rest)
+        made.append((who, config.num_hidden_layers))
+        return model, lambda tokens: called.append(f"step of {tokens.shape[1]}") or loss(tokens)
+
+    monkeypatch.setattr(throughput, "model_and_loss", counted)
+    compile_peers.model_once("tiny", "cpu", throughput.Settings.tiny())
+    assert made == [("fla", 1)]
+    assert called == ["checkpointing", "step of 16", "chunk_gla", "step of 32", "chunk_gla"]
 
 
 def test_new_tests_of_a_version_replace_those_of_the_same_files():

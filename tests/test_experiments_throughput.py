@@ -1,12 +1,10 @@
 """The experiment that times models: contenders, those that are missing, lengths that do not fit."""
 
 import sys
-from types import ModuleType, SimpleNamespace
 
 import torch
-from experiment_runs import tiny
+from experiment_runs import stand_in_for_fla, tiny
 
-from gla_ref import FORMS
 from gla_ref.experiments import throughput
 from gla_ref.models import Config, LanguageModel
 
@@ -28,39 +26,7 @@ def test_a_contender_that_is_missing_refuses(place, monkeypatch):
 
 
 def test_fla_is_measured_as_ours_is(place, monkeypatch):
-    """A stand-in for fla: its model with our weights, its operator under its name."""
-    called = []
-
-    class Theirs(torch.nn.Module):
-        def __init__(self, config):
-            super().__init__()
-            fields = {k: x for k, x in vars(config).items() if k not in ("architectures", "model_type")}
-            self.ours = LanguageModel(Config(**fields))
-
-        def load_state_dict(self, tensors, strict):
-            assert strict
-            return self.ours.load_state_dict(tensors)
-
-        def gradient_checkpointing_enable(self):
-            called.append("checkpointing")
-
-        def forward(self, tokens, labels, use_cache):
-            assert labels is tokens and not use_cache
-            return SimpleNamespace(loss=self.ours.loss(tokens)[0])
-
-    def chunk_gla(q, k, v, g):
-        called.append("chunk_gla")
-        return FORMS["gla"]["chunkwise_two_level"](q, k, v, g)
-
-    models, ops = ModuleType("fla.models"), ModuleType("fla.ops.gla")
-    models.GLAConfig, models.GLAForCausalLM, ops.chunk_gla = (
-        lambda **fields: SimpleNamespace(**fields),
-        Theirs,
-        chunk_gla,
-    )
-    for name, module in {"fla": ModuleType("fla"), "fla.models": models, "fla.ops": ModuleType("fla.ops")}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "fla.ops.gla", ops)
+    called = stand_in_for_fla(monkeypatch)
     monkeypatch.setattr(throughput, "CALLS", 1)
     ours, theirs = (
         throughput.carry_out(run, place)["lengths"]
@@ -82,3 +48,12 @@ def test_a_length_that_does_not_fit_refuses_and_the_others_go_on(place, monkeypa
     (run,) = tiny("throughput", contenders=("sdpa",), repeats=1)
     first, second = throughput.carry_out(run, place)["lengths"]
     assert first == {"T": 16, "refused": "CUDA out of memory."} and second["ms"] > 0
+
+
+def test_kernels_that_a_first_call_finds_compiled_are_counted(place, monkeypatch, tmp_path):
+    (run,) = tiny("throughput", contenders=("sdpa",), lengths=(16,), repeats=1)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    assert throughput.carry_out(run, place)["compiled before"] == 0
+    for name in "ab":
+        (tmp_path / "cache" / name).mkdir(parents=True)
+    assert throughput.carry_out(run, place)["compiled before"] == 2

@@ -5,9 +5,9 @@ flash-linear-attention's GLAForCausalLM with the same weights, and ours with sof
 scaled_dot_product_attention. The operator is timed beside, alone, forward and backward at the step's shapes; its share
 is that time, times the layers, of the step's. Weights are in float32, products in bfloat16 by autocast, for all three.
 
-fla's operators search for their tiles in their first call, for minutes; first calls are reported apart. A
-contender that is not installed, or does not fit, is recorded as refusing, with its reason. fla's models need
-transformers==5.6.2.
+fla's operators search for their tiles in their first call, for minutes; first calls are reported apart, and how many
+kernels Triton's cache held before them. A contender that is not installed, or does not fit, is recorded as refusing,
+with its reason. fla's models need transformers==5.6.2.
 
 Of its full settings only our model of 340M has run.
 """
@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -78,6 +79,11 @@ class Settings:
         for T in self.lengths:
             if self.tokens % T:
                 raise ValueError(f"tokens: expected a multiple of every length, got {self.tokens} for {T}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @classmethod
     def full(cls) -> Settings:
@@ -190,7 +196,7 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
     tokens = torch.randint(
         run.model.vocab_size, (s.tokens // T, T), generator=dice(device, "throughput tokens", T), device=device
     )
-    cuda, dtype = torch.device(device).type == "cuda", torch.bfloat16 if s.precision == "bf16" else torch.float32
+    cuda = torch.device(device).type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6, fused=cuda)
     found = []
 
@@ -206,7 +212,7 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
         torch.cuda.reset_peak_memory_stats(device)
     first, times = milliseconds(step, s.repeats, 1, device)
     memory = torch.cuda.max_memory_allocated(device) if cuda else None
-    once = operator(who, run.model, s.tokens // T, T, dtype, device)
+    once = operator(who, run.model, s.tokens // T, T, s.dtype, device)
     first_operator, own = milliseconds(once, s.repeats, CALLS, device)
     ms, operator_ms = statistics.median(times), statistics.median(own)
     return {
@@ -235,9 +241,17 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
     return found
 
 
+def compiled_kernels() -> int:
+    """The number of compiled kernels in Triton's cache."""
+    folder = Path(
+        os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton/cache")
+    )
+    return len(list(folder.glob("*"))) if folder.is_dir() else 0
+
+
 def carry_out(run: Run, place: Place) -> dict | None:
     """Measure; what is missing, and a length that does not fit, are results too; None if time was up in between."""
-    began, s = time.time(), run.settings
+    began, s, compiled = time.time(), run.settings, compiled_kernels()
     try:
         model, loss = model_and_loss(run.about["contender"], run.model, run.about["checkpointing"], place.device)
     except ImportError as reason:
@@ -254,4 +268,10 @@ def carry_out(run: Run, place: Place) -> dict | None:
         gc.collect()  # a length's optimiser, before the next has its own
         place.tell(i + 1, len(s.lengths))
     parameters = sum(p.numel() for p in model.parameters())
-    return {"refused": None, "lengths": found, "parameters": parameters, "seconds": round(time.time() - began, 3)}
+    return {
+        "refused": None,
+        "compiled before": compiled,
+        "lengths": found,
+        "parameters": parameters,
+        "seconds": round(time.time() - began, 3),
+    }
