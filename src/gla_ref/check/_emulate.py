@@ -251,7 +251,9 @@ def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves
             o = Product.apply(P, v, dtype, luck, inter) if luck.sharp else inter + P @ v
         else:
             # a token's pair with itself has no decay: it is in no gradient of one
-            w, own = decay.cumsum(-2), P.diagonal(dim1=-2, dim2=-1)[..., None] * v
+            own = P.diagonal(dim1=-2, dim2=-1)[..., None] * v
+            # the running sum, by a product: so the gradient of a gate is summed up in an order of its own
+            w = Product.apply(torch.ones_like(P).tril(), decay, decay.dtype, luck)
             P = P.tril(-1)[..., None, :, :] * exp(segment_sum(decay.detach())).movedim(-1, -3)
             o = Decayed.apply((P @ Decayed.apply(v, -w, v.dtype).mT[..., None])[..., 0].mT, w, v.dtype)
             o = inter * exp(decay_from_start(decay)) + own + o
