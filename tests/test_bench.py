@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import check_peers
 import compile_peers
+import late_reads
 import run
 import suites
 import versions
@@ -317,6 +318,29 @@ def test_a_step_of_peers_model_is_compiled_at_every_length(monkeypatch):
     compile_peers.model_once("tiny", "cpu", throughput.Settings.tiny())
     assert made == [("fla", 1)]
     assert called == ["checkpointing", "step of 16", "chunk_gla", "step of 32", "chunk_gla"]
+
+
+def test_a_late_read_is_counted_and_placed(tmp_path, monkeypatch, capsys):
+    """Of six calls every second has another dg in two rows of one sequence; the copy has no fence."""
+    copy = late_reads.without_fence(tmp_path) / "gla_ref" / late_reads.KERNEL
+    assert late_reads.FENCE not in copy.read_text() and copy.read_text().count("fence_async_shared") > 9
+    right = {"dq": torch.ones(2, 5, 3, 4), "dg": torch.ones(2, 5, 3, 4)}
+    torch.save(dict.fromkeys(late_reads.GATES[:2], right), tmp_path / "expected.pt")
+    calls = []
+
+    def call():
+        calls.append(1)
+        made = {n: y.clone() for n, y in right.items()}
+        made["dg"][1, 2:4, 0, 1] += 1.0 - len(calls) % 2
+        return made
+
+    monkeypatch.setattr(late_reads, "GATES", late_reads.GATES[:2])
+    monkeypatch.setattr(late_reads, "gradients", lambda *_: call)
+    monkeypatch.setattr(late_reads.time, "time", lambda: len(calls))
+    args = argparse.Namespace(expected=tmp_path / "expected.pt", until=6, form="", device="cpu")
+    late_reads.repeat(args)
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"fence": True, "calls": 6, "wrong": 3, "gradients": {"dg": 3}, "rows": {"2": 3, "3": 3}}
 
 
 def test_new_tests_of_a_version_replace_those_of_the_same_files():

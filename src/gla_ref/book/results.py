@@ -189,8 +189,9 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
         folder: where the files are; None looks in the checkout of this package, then in the working
             directory and the directories above it.
         kind: "records" of run.py, "steps" of chunk_fuse.py, "checks" of check_peers.py, "scaling" of
-            scaling.py, "trainings" of split_training.py, "waits" of waits.py, "parts" of parts.py or
-            "museum" of `python -m gla_ref check --museum`; of :mod:`gla_ref.experiments` the experiment's name.
+            scaling.py, "trainings" of split_training.py, "waits" of waits.py, "parts" of parts.py, "late reads"
+            of late_reads.py or "museum" of `python -m gla_ref check --museum`; of :mod:`gla_ref.experiments`
+            the experiment's name.
 
     Returns:
         The content of the file, or None if there is no such file.
