@@ -321,7 +321,7 @@ def test_a_step_of_peers_model_is_compiled_at_every_length(monkeypatch):
 
 
 def test_a_late_read_is_counted_and_placed(tmp_path, monkeypatch, capsys):
-    """Of six calls every second has another dg in two rows of one sequence; the copy has no fence."""
+    """Every second of six calls has another dg in two rows of one sequence; the copy has no fence."""
     copy = late_reads.without_fence(tmp_path) / "gla_ref" / late_reads.KERNEL
     assert late_reads.FENCE not in copy.read_text() and copy.read_text().count("fence_async_shared") > 9
     right = {"dq": torch.ones(2, 5, 3, 4), "dg": torch.ones(2, 5, 3, 4)}

@@ -82,7 +82,7 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the products."""
+        """The dtype of products."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @classmethod
