@@ -1,4 +1,4 @@
-"""Repeat GLA's Hopper gradient side by side, with its last fence and without: how many calls give other bits?
+"""Repeat GLA's Hopper gradient in many processes, with the fence of chapter 22 and without: which bits differ?
 
     python benchmarks/late_reads.py [--seconds 30] [--processes 8] [--out FILE]
 
