@@ -1,7 +1,8 @@
-"""Compile every configuration of fla's searches, many side by side: `run.py gla --compiled DIR`, and models.
+"""Compile every configuration of fla's searches, many side by side, before `run.py` or an experiment measures fla.
 
     python benchmarks/compile_peers.py DIR                    # every shape of the suite
     python benchmarks/compile_peers.py DIR --shapes 256/512 --jobs 8
+    python benchmarks/run.py gla --compiled DIR
     python benchmarks/compile_peers.py DIR --shapes 340M      # a step of fla's model, needs transformers==5.6.2
     TRITON_CACHE_DIR=DIR python -m gla_ref.experiments throughput --device cuda --only "340M/*"
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -341,6 +342,17 @@ def test_a_late_read_is_counted_and_placed(tmp_path, monkeypatch, capsys):
     late_reads.repeat(args)
     found = json.loads(capsys.readouterr().out)
     assert found == {"fence": True, "calls": 6, "wrong": 3, "gradients": {"dg": 3}, "rows": {"2": 3, "3": 3}}
+
+
+@pytest.mark.deep
+def test_late_reads_run_the_package_and_the_copy(tmp_path):
+    """Without a GPU by a form of the book, which has no late read in either."""
+    out = tmp_path / "late.json"
+    options = f"--device cpu --form chunkwise_two_level --seconds 1 --processes 2 --out {out}".split()
+    subprocess.run([sys.executable, late_reads.__file__, *options], check=True, timeout=300)
+    package, copy = results.read(out, "late reads")
+    assert (package["fence"], copy["fence"]) == (True, False)
+    assert all(r["calls"] >= len(late_reads.GATES) and not r["wrong"] for r in (package, copy))
 
 
 def test_new_tests_of_a_version_replace_those_of_the_same_files():

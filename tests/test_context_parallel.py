@@ -382,7 +382,7 @@ def test_a_rank_is_lost(pool, change, known):
     (message, seconds), _ = told(here, group, change, x, cu)
     what = "rank 1 died or hangs" if known else f"rank 1 did not make this call within {SHORT}"
     assert re.search(what, message), message
-    assert seconds < SHORT.total_seconds() + GRACE + 4
+    assert seconds < 1 + SHORT.total_seconds() + GRACE
     if here is not pool:
         here.close()
 
@@ -442,7 +442,7 @@ def test_a_gpu_waits_in_vain(capfd):
     time.sleep(1.2 * limit.total_seconds())
     assert lookout.is_alive() and not capfd.readouterr().err
     lookout.latest = mock.Mock(is_completed=lambda: False), {"q": "[1]"}, [1]
-    lookout.join(60)  # it ends once it has spoken
+    lookout.join(limit.total_seconds() + GRACE + 1)
     assert "gla_ref.context_parallel, rank 0" in (said := capfd.readouterr().err)
     assert "rank 1 died or hangs" in said
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
