@@ -83,11 +83,12 @@ from ..launch.plan import Draft, Plan, cdiv
 from ..portable.gla_forward import (
     GlaCall,
     Readers,
-    across,
+    all_between,
     begin_backward,
+    both_halves,
     clamped,
     decays,
-    one_half,
+    meetings,
     sums,
     to_border,
     walks,
@@ -570,29 +571,33 @@ def mend_gradient(
 ):
     """Add to dq, dk, dv and dg (None where it is not needed) the pairs of strong chunks, level by level.
 
-    A level's decays and rounded operands are made once, and serve P, dq and dk. `strong` [n_flags] has one flag for
-    each chunk of a head; dq, dk and dg have strides s_d.
+    With dP' = dP below the diagonal and dP^T above it, and a level's tile X (gla_forward.py), (dP' of the level) X is
+    dq in second halves of blocks and dk in first halves. `strong` [n_flags] has one flag for each chunk of a head;
+    dq, dk and dg have strides s_d.
     """
     # which chunks: BN of them, of which most have nothing to do
     first = tl.program_id(0) * BN
     o_n = first + tl.arange(0, BN)
     if tl.max(tl.load(strong + o_n, mask=o_n < n_flags, other=0).to(tl.int32)) == 0:
         return
+    # once for all chunks
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    masks, meeting = all_between(LEVELS, C, FAST_SUMS), meetings(LEVELS, C)
     for i in tl.range(first, tl.minimum(first + BN, n_flags)):
         if tl.load(strong + i) != 0:
             i_h, i_s = i % H, i // H
             i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
 
-            # compute: dP, and of it the diagonal
+            # compute: the diagonal of dP, and dP'
             b_dP = tl.zeros([C, C], dtype=tl.float32)
             for o_v in tl.range(0, V, BV):
                 b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
                 b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
                 b_dP = tl.dot(b_do, b_v.T, b_dP, input_precision="ieee")
             b_own = tl.sum(tl.where(o_i == o_j, b_dP, 0.0), 1)[:, None]  # [C, 1]
+            b_dP, of_dP = operand(tl.where(o_i > o_j, b_dP, b_dP.T), q.dtype.element_ty, -100.0)
 
-            # compute: dq, dk, dg of BK channels; P^T of all
+            # compute: dq, dk, dg of BK channels; of all, P with P^T above its diagonal
             b_P = tl.zeros([C, C], dtype=tl.float32)
             for o_k in tl.range(0, K, BK):
                 b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
@@ -601,15 +606,18 @@ def mend_gradient(
                 b_f = clamped(b_g)
                 b_P += tl.where(o_i == o_j, tl.dot(b_k, b_q.T, input_precision="ieee"), 0.0)
                 b_dq, b_dk = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-                for level in tl.range(0, LEVELS):
-                    b_E = to_border(b_f, level, FAST_SUMS)  # [C, BK]
-                    b_l, of_l = one_half(b_q * b_E, level, 1, b_q.dtype)
-                    b_r, of_r = one_half(b_k * b_E, level, 0, b_k.dtype)
-                    b_A, of_A = operand(tl.where(across(level, C), b_dP, 0.0), b_q.dtype, -100.0)
-                    b_pairs = tl.dot(b_r, b_l.T, input_precision="ieee") * (of_l * of_r)
-                    b_P += tl.where(across(level, C, 1), b_pairs, 0.0)
-                    b_dq += tl.dot(b_A, b_r, input_precision="ieee") * (b_E * (of_A * of_r))
-                    b_dk += tl.dot(b_A.T, b_l, input_precision="ieee") * (b_E * (of_A * of_l))
+                for level in tl.static_range(LEVELS):
+                    b_E = to_border(b_f, masks[level], FAST_SUMS)  # [C, BK]
+                    b_x, of_q, of_k = both_halves(b_q, b_k, b_E, level)
+                    # o_k // K is 0. The compiler does not know; else it would keep b_A of all levels in registers
+                    here = meeting == level + o_k // K
+                    b_A = tl.where(here, b_dP, 0.0)
+                    b_pairs = tl.dot(b_x, b_x.T, input_precision="ieee") * (of_q * of_k)
+                    b_P = tl.where(here, b_P + b_pairs, b_P)
+                    b_d = tl.dot(b_A, b_x, input_precision="ieee") * (b_E * of_dP)
+                    later = ((o_i >> level) & 1) != 0  # [C, 1]
+                    b_dq = tl.where(later, b_dq + b_d * of_k, b_dq)
+                    b_dk = tl.where(later, b_dk, b_dk + b_d * of_q)
                 if dg is not None:  # i = j crosses no gate; nothing crosses -inf
                     b_net = sums(o_i <= o_j, b_q * b_dq - b_k * b_dk, FAST_SUMS)
                     b_d = load_tile(dg, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False) + b_net * scale
@@ -623,6 +631,7 @@ def mend_gradient(
                 store_tile(dk, b_dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
 
             # compute: dv
+            b_P = tl.where(o_i <= o_j, b_P, 0.0)  # P^T
             for o_v in tl.range(0, V, BV):
                 b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
                 b_dv = load_tile(dv, s_dv, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
@@ -679,7 +688,7 @@ def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, 
         mend_gradient, cdiv(call.chunks * call.H, 16),
         q, k, v, do, g, dq, dk, dv, dg, strong, call.cu, *patterns(q, k, v, do, g, dq, dv),
         call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H,
-        LEVELS=call.levels, BK=wide, BV=wide, BN=16, **call.same, num_warps=8, num_stages=1,
+        LEVELS=call.levels, BK=wide, BV=wide, BN=16, **call.same, num_warps=4, num_stages=1,
     )
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, call.scale)
     return draft.plan("hopper", dq, dk, dv, dg, None, dS0)

@@ -15,9 +15,9 @@ state, but not for pairs inside the chunk. A chunk with such a channel is strong
 pairs of all channels (one product sums over the channels), the diagonal too. `mend` adds the pairs to
 o in levels, from the original q, k and g. Tokens j < i meet at the border in the middle of the
 smallest block of 2^n tokens that holds both: k_j decays up to the border, and q_i from there on. A
-level (one n) is one product, in which the lower left quarters of the blocks count. No exponent of a
-level is above 0, and each is the sum of just the gates between: exact for every gate, without a loop
-over pairs.
+level (one n) needs q in the second half of each block and k in the first half, so one tile X holds
+both: the level's scores are the lower left quarters of the blocks of X X^T. No exponent of a level is
+above 0, and each is the sum of just the gates between: exact for every gate, without a loop over pairs.
 
 *Segments.* If heads are too few to fill the chip, the plan cuts a sequence into segments, and makes
 three launches instead of one. A first `walk`, from a state of zeros, finds each segment's addition to
@@ -184,6 +184,10 @@ def mend(
     o_n = i_0 + tl.arange(0, BN)
     if tl.max(tl.load(strong + o_n, mask=o_n < n_flags, other=0).to(tl.int32)) == 0:
         return
+    # once for all chunks: the masks of all levels, and the level of each pair (LEVELS, which is none, of unseen pairs)
+    o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    unseen = tl.where(reverse != 0, o_i > o_j, o_i < o_j)
+    masks, meeting = all_between(LEVELS, C, FAST_SUMS), tl.where(unseen, LEVELS, meetings(LEVELS, C))
     for i in tl.range(i_0, tl.minimum(i_0 + BN, n_flags)):
         if tl.load(strong + i) != 0:
             i_h, i_s = i % H, i // H
@@ -193,7 +197,7 @@ def mend(
                 b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
-                b_P += scores(b_q, b_k, clamped(b_g), LEVELS, FAST_SUMS, reverse)
+                b_P = add_scores(b_P, b_q, b_k, clamped(b_g), masks, meeting, LEVELS, FAST_SUMS, reverse)
             for o_v in tl.range(0, V, BV):
                 b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
                 b_o = load_tile(o, s_o, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
@@ -320,47 +324,66 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.const
 
 
 @triton.jit
-def to_border(b_g, level, FAST: tl.constexpr):
-    """Decay [C, D] between each token and the middle of its block of 2^(level + 1) tokens: no exponent is above 0."""
-    o_c = tl.arange(0, b_g.shape[0])
+def between(level, C: tl.constexpr):
+    """Mask [C, C] of the gates i between token t and the middle of its block of 2^(level + 1) tokens."""
+    o_c = tl.arange(0, C)
     border = ((o_c >> level) | 1) << level  # the first token of a block's second half
     t, i = o_c[:, None], o_c[None, :]
-    m = (i <= t) & (i >= border[:, None]) | (i > t) & (i < border[:, None])
+    return (i <= t) & (i >= border[:, None]) | (i > t) & (i < border[:, None])
+
+
+@triton.jit
+def all_between(LEVELS: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr):
+    """`between` of each level, in the precision in which `sums` multiplies."""
+    masks = ()
+    for level in tl.static_range(LEVELS):
+        masks += (between(level, C).to(tl.bfloat16 if FAST else tl.float32),)
+    return masks
+
+
+@triton.jit
+def to_border(b_g, m, FAST: tl.constexpr):
+    """Decay [C, D] between each token and the middle of its block, m being `between`: no exponent is above 0."""
     return tl.exp2(sums(m, b_g, FAST) * LOG2E)
 
 
 @triton.jit
-def across(level, C: tl.constexpr, reverse=0):
-    """Mask [C, C] of the pairs (i, j) that meet at this level: i in the second half of a block, j in the first half."""
-    o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
-    later, earlier = tl.where(reverse != 0, o_j, o_i), tl.where(reverse != 0, o_i, o_j)
-    return (later == (earlier | 1)) & (later > earlier)
+def meetings(LEVELS: tl.constexpr, C: tl.constexpr):
+    """Level [C, C] at which tokens i and j meet: the highest bit in which i and j differ; -1 if i = j."""
+    o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    meeting = tl.full([C, C], -1, tl.int32)
+    for level in tl.static_range(LEVELS):
+        meeting = tl.where((o_i ^ o_j) >> level != 0, level, meeting)
+    return meeting
 
 
 @triton.jit
-def one_half(x, level, half, dtype: tl.constexpr):
-    """`operand` of rows x [C, D] decayed by `to_border`; a level needs one half of each block, 1 for the second.
+def both_halves(b_q, b_k, b_E, level, reverse=0):
+    """`operand` X [C, D] of a level, and the factors of q and k: q in the second half of each block, k in the first.
 
-    In float16 the other half must not set the operand's size, because its factors may be far larger.
+    With `reverse`, q is in the first half. In float16 each half has its own size, because the other half's numbers may
+    be far larger.
     """
-    if dtype == tl.float16:
-        o_c = tl.arange(0, x.shape[0])
-        x = tl.where((((o_c >> level) & 1) == half)[:, None], x, 0.0)
-    return operand(x, dtype, -100.0)
+    reads = (((tl.arange(0, b_q.shape[0]) >> level) & 1) != reverse)[:, None]
+    # select after multiplying: then Triton converts layouts of q and k once, instead of once per level
+    b_x = tl.where(reads, b_q * b_E, b_k * b_E)
+    if b_q.dtype == tl.float16:
+        b_l, of_q = operand(tl.where(reads, b_x, 0.0), b_q.dtype, -100.0)
+        b_r, of_k = operand(tl.where(reads, 0.0, b_x), b_q.dtype, -100.0)
+        return tl.where(reads, b_l, b_r), of_q, of_k
+    else:
+        return b_x.to(b_q.dtype), 1.0, 1.0
 
 
 @triton.jit
-def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr, reverse=0):
-    """Scores [C, C] of a strong chunk: of each token with itself, then level by level."""
-    o_c = tl.arange(0, b_q.shape[0])
-    b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
-    b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
-    for level in tl.range(0, LEVELS):
-        b_E = to_border(b_g, level, FAST)  # [C, BK]
-        b_x, of_x = one_half(b_q * b_E, level, 1 - reverse, b_q.dtype)
-        b_y, of_y = one_half(b_k * b_E, level, reverse, b_k.dtype)
-        b_pairs = tl.dot(b_x, b_y.T, input_precision="ieee") * (of_x * of_y)
-        b_P += tl.where(across(level, b_q.shape[0], reverse), b_pairs, 0.0)
+def add_scores(b_P, b_q, b_k, b_g, masks, meeting, LEVELS: tl.constexpr, FAST: tl.constexpr, reverse=0):
+    """Add to b_P [C, C] the scores of a strong chunk: of each token with itself, then level by level."""
+    b_P += tl.where(meeting == -1, tl.dot(b_q, b_k.T, input_precision="ieee"), 0.0)
+    for level in tl.static_range(LEVELS):
+        b_E = to_border(b_g, masks[level], FAST)  # [C, BK]
+        b_x, of_q, of_k = both_halves(b_q, b_k, b_E, level, reverse)
+        b_pairs = tl.dot(b_x, b_x.T, input_precision="ieee") * (of_q * of_k)
+        b_P = tl.where(meeting == level, b_P + b_pairs, b_P)
     return b_P
 
 

@@ -30,14 +30,13 @@ import triton.language as tl
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
 from .gla_forward import (
-    across,
     begin,
     begin_backward,
+    between,
     chunk_decays,
     clamped,
     launch_walk,
     mend_strong,
-    one_half,
     readers,
     sums,
     to_border,
@@ -131,7 +130,7 @@ def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.co
         b_dq, b_write = b_read * read, b_write * write
         b_dk = tl.zeros(b_q.shape, dtype=tl.float32)
         for level in tl.range(0, LEVELS):
-            b_E = to_border(clamped(b_g), level, FAST)  # [C, BK]
+            b_E = to_border(clamped(b_g), between(level, C), FAST)  # [C, BK]
             b_l, of_l = one_half(b_q * b_E, level, 1, b_q.dtype)
             b_r, of_r = one_half(b_k * b_E, level, 0, b_k.dtype)
             b_A, of_A = operand(tl.where(across(level, C), b_dP, 0.0), b_q.dtype, -100.0)
@@ -140,6 +139,25 @@ def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.co
         b_net, b_later = b_q * b_dq - b_k * b_dk, b_k * b_write
         b_dq, b_dk = b_dq + b_own * b_k, b_dk + b_write + b_own * b_q
     return b_dq, b_dk, b_net, b_later
+
+
+@triton.jit
+def across(level, C: tl.constexpr):
+    """Mask [C, C] of the pairs (i, j) that meet at this level: i in the second half of a block, j in the first half."""
+    o_i, o_j = (tl.arange(0, C) >> level)[:, None], (tl.arange(0, C) >> level)[None, :]
+    return (o_i == (o_j | 1)) & (o_i > o_j)
+
+
+@triton.jit
+def one_half(x, level, half, dtype: tl.constexpr):
+    """`operand` of rows x [C, D] decayed by `to_border`; a level needs one half of each block, 1 for the second.
+
+    In float16 the other half must not set the operand's size, because its factors may be far larger.
+    """
+    if dtype == tl.float16:
+        o_c = tl.arange(0, x.shape[0])
+        x = tl.where((((o_c >> level) & 1) == half)[:, None], x, 0.0)
+    return operand(x, dtype, -100.0)
 
 
 @triton.jit

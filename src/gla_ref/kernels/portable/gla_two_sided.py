@@ -36,17 +36,16 @@ from .gla_forward import (
     WALK,
     GlaCall,
     Readers,
-    across,
     begin,
     begin_backward,
+    between,
     chunk_decays,
     clamped,
     prepared,
-    scores,
     to_border,
     walks,
 )
-from .gla_gradient import GRADIENTS, crossing, pairs
+from .gla_gradient import GRADIENTS, across, crossing, one_half, pairs
 from .segments import slots, which_segment
 from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
@@ -160,12 +159,28 @@ def mend(
 
 
 @triton.jit
+def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr):
+    """Scores [C, C] of a strong chunk: of each token with itself, then level by level."""
+    C: tl.constexpr = b_q.shape[0]
+    o_c = tl.arange(0, C)
+    b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
+    b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
+    for level in tl.range(0, LEVELS):
+        b_E = to_border(b_g, between(level, C), FAST)  # [C, D]
+        b_l, of_l = one_half(b_q * b_E, level, 1, b_q.dtype)
+        b_r, of_r = one_half(b_k * b_E, level, 0, b_k.dtype)
+        b_pairs = tl.dot(b_l, b_r.T, input_precision="ieee") * (of_l * of_r)
+        b_P += tl.where(across(level, C), b_pairs, 0.0)
+    return b_P
+
+
+@triton.jit
 def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr):
     """P v of a strong chunk, [C, D], with every value's decay from token to token."""
     o_c = tl.arange(0, b_v.shape[0])
     b_o = product(tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0), b_v)
     for level in tl.range(0, LEVELS):
-        b_E = to_border(b_g, level, FAST)  # [C, D]
+        b_E = to_border(b_g, between(level, b_v.shape[0]), FAST)  # [C, D]
         b_A = tl.where(across(level, b_v.shape[0]), b_P, 0.0)
         b_o += product(b_A, (b_v * b_E).to(b_v.dtype)) * b_E
     return b_o
