@@ -364,6 +364,33 @@ def test_flas_names_shapes_and_logits(case):
     assert (theirs - exact).abs().max() <= 2 * (logits - exact).abs().max() + 1e-5 * exact.abs().max()
 
 
+def test_a_normalised_input_is_rounded_once_for_all_products(monkeypatch):
+    """Under autocast the loss has the same bits as with a rounding for each product, and less is kept for gradients."""
+    torch.manual_seed(0)
+    model, tokens = LanguageModel(Config(**SMALL_MODEL | {"hidden_size": 64})), torch.randint(8, (2, 40))
+
+    def step():
+        kept = {}
+
+        def keep(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss(tokens)[0]
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return loss, sum(kept.values()), gradients
+
+    once = step()
+    monkeypatch.setattr("gla_ref.models.language_model.lowered", lambda x: x)
+    each = step()
+    assert torch.equal(once[0], each[0]) and once[1] < each[1]
+    for x, y in zip(once[2], each[2], strict=True):
+        assert (x - y).norm() <= 2 * torch.finfo(torch.bfloat16).eps * y.norm()
+
+
 @pytest.mark.parametrize("case", FACTS["cases"])
 def test_configurations_there_and_back(case):
     facts = FACTS["cases"][case]["config"]
