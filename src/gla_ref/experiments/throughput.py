@@ -8,8 +8,6 @@ is that time, times the layers, of the step's. Weights are in float32, products 
 fla's operators search for their tiles in their first call, for minutes; first calls are reported apart, and how many
 kernels Triton's cache held before them. A contender that is not installed, or does not fit, is recorded as refusing,
 with its reason. fla's models need transformers==5.6.2.
-
-Of its full settings only our model of 340M has run.
 """
 
 from __future__ import annotations
