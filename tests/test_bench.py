@@ -300,6 +300,25 @@ def test_peers_configurations_are_shared_out(monkeypatch):
     assert all(named == {"warmup": True, "num_warps": 4} for _, named in compiled)
 
 
+def test_a_share_whose_kernel_is_too_large_goes_on_with_the_next_shape(monkeypatch, capsys):
+    """fla launches the configuration that the share takes for the best, even if no configuration of the share fits."""
+    from triton.runtime.errors import OutOfResources
+
+    def model_once(name):
+        raise OutOfResources(237568, 232448, "shared memory")
+
+    called = []
+    monkeypatch.setattr(compile_peers, "share", lambda *pieces: called.append(pieces))
+    monkeypatch.setattr(compile_peers, "model_once", model_once)
+    monkeypatch.setattr(compile_peers, "operator_once", called.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", "compile_peers DIR --shapes 340M 128/128 --jobs 14 --piece 3".split())
+    compile_peers.main()
+    assert called == [(3, 14), "128/128"]
+    said = capsys.readouterr().out
+    assert said.startswith("share 3 of 14 ends 340M early: ") and "Required: 237568" in said and said.count("\n") == 1
+
+
 def test_peers_shapes_are_those_of_the_suite():
     found = {(c.B, c.H, c.K, c.V) for c in compile_peers.shapes().values()}
     assert found == {(c.B, c.H, c.K, c.V) for c in suites.SUITES["gla"]()} | {(2, 4, 64, 64)}
