@@ -62,8 +62,8 @@ mutants: $(VENV) ## hold the check kit against every named mistake: how many are
 compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"; MOST=1: the widest heads), without one: registers, spills, shared memory, barriers
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(if $(ARCH),--arch $(ARCH)) $(if $(MOST),--most)
 
-compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned, or TRITON="3.6.0" (GLUON=1: Gluon kernels only)
-	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --triton $(TRITON) --arch 90 $(if $(GLUON),--gluon)
+compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned, or TRITON="3.6.0" (GLUON=1: Gluon kernels only; or some CASES)
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(CASES) --triton $(TRITON) --arch 90 $(if $(GLUON),--gluon)
 
 compile-notebooks: $(VENV) ## compile what the notebooks launch for a T4, L4 and A100 with Colab's Triton, and record it for the status page
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_notebooks.py --record

@@ -36,6 +36,33 @@ def test_fla_is_measured_as_ours_is(place, monkeypatch):
     assert called == ["checkpointing", *["chunk_gla"] * 3]
 
 
+def test_our_model_is_compiled_block_by_block(place, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, dynamic: compiled.append(type(self).__name__))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function.__name__) or function)
+    plain, other = (
+        throughput.carry_out(run, place)["lengths"]
+        for run in tiny("throughput", contenders=("gla", "gla_compiled"), lengths=(16,), repeats=1)
+    )
+    assert [x["loss"] for x in plain] == [x["loss"] for x in other]
+    assert compiled == ["Block", "Block", "_summed"]
+
+
+def test_a_profile_tells_the_operator_products_and_the_rest_apart():
+    copy = "void at::native::elementwise_kernel<copy>"
+    step = {
+        "walk": 2.0,
+        "nvjet_tst_128": 3.0,
+        copy: 4.0,
+        "sm90_gemm_of_walk": 1.0,
+        **{f"norm {n}": 0.1 for n in range(9)},
+    }
+    found = throughput.profiled(step, {"walk": 1.0, "sm90_gemm_of_walk": 1.0, copy: 1.0})
+    assert [found[n] for n in ("operator", "products", "rest")] == [3.0, 3.0, 4.9]
+    assert found["longest"][0] == [copy, 4.0] and len(found["longest"]) == throughput.LONGEST
+    assert throughput.kernels(lambda: None, "cpu") == {}
+
+
 def test_a_length_that_does_not_fit_refuses_and_the_others_go_on(place, monkeypatch):
     whole = throughput.measure
 

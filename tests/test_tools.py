@@ -30,6 +30,22 @@ scf.for %i = %a to %b {
 """
 
 
+# a product in a loop: its descriptors are made before the loop, one of them in the loop
+SASS = """.text.product:
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0010*/               @P0 BRA `(.L_x_1) ;
+        /*0020*/                   UMOV UR8, 0x100 ;
+        /*0030*/                   UIADD3.X UR9, URZ, 0x40000040, URZ, UP0, !UPT ;
+.L_x_0:
+        /*0040*/                   UIADD3.64 UR10, UR8, 0x40, URZ ;
+        /*0050*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR8].tnspB, R24, gsb0 ;
+        /*0060*/              @!P1 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0070*/                   STG.E desc[UR4][R2.64], R24 ;
+        /*0080*/                   EXIT ;
+"""
+
+
 def test_each_day_draws_one_of_the_neighbours_and_loses_none(monkeypatch):
     days = []
     for day in range(1, 29):
@@ -67,6 +83,29 @@ def test_arrivals_before_warps_have_met_are_found():
     assert len(unmet("\n".join([store, met, arrive, store, arrive]))) == 1
     waited = "wgmma.wait_group.sync.aligned 0;"
     assert len(unmet("\n".join([met, waited, arrive]))) == 1
+
+
+def test_uniform_registers_that_nothing_has_set_are_found():
+    unset_in = pytest.importorskip("sass", reason="needs Triton").unset_in
+
+    def places(code):
+        return [text[:4] for text in unset_in(code)]
+
+    assert not places(SASS)
+    assert places(SASS.replace("ULDC.64 UR4", "ULDC UR4")) == ["0070"]  # half of an address
+    itself = SASS.replace("UMOV UR8, 0x100", "UIADD3 UR8, UP0, UR8, 0x40, URZ")
+    assert places(itself) == ["0020"]
+    assert places(SASS.replace("UMOV UR8, 0x100", "NOP")) == ["0040", "0050"]
+    # set on one of two ways, or in the round before only
+    assert places(SASS.replace("STG.E desc[UR4]", "STG.E desc[UR8]")) == ["0070"]
+    assert places(SASS.replace("UR10, UR8, 0x40", "UR10, UR10, 0x40")) == ["0040"]
+    # a first operand in registers has no descriptor
+    alone = SASS.replace("R24, gdesc[UR8]", "R24, R40, gdesc[UR8]").replace("UR10, UR8,", "UR10, UR4,")
+    assert not places(alone.replace("UMOV UR8, 0x100", "NOP"))
+    assert places(alone.replace("UIADD3.64 UR10, UR4, 0x40, URZ", "NOP")) == ["0050"]
+    # predicates may be written too
+    both = SASS.replace("UMOV UR8, 0x100", "R2UR.OR P2, UR8, R9")
+    assert not places(both) and places(both.replace("P2, UR8, R9", "P2, UR9, R9")) == ["0040", "0050"]
 
 
 def test_what_is_built_is_fresh_while_sources_and_results_stay(tmp_path):

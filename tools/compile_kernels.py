@@ -11,7 +11,8 @@ bytes a thread (but on Hopper, whose tiles were chosen by time, on a GPU). The r
 was learnt from wrong results (lab/known.md): a product on tensor cores is waited for, and with it its operands,
 before shared memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop
 refills. And where warps have different jobs, those of one meet before one thread arrives at a barrier for all, and the
-barriers' bytes are their own (barriers.py).
+barriers' bytes are their own (barriers.py). In the assembler's code no uniform register is read that nothing has set
+(sass.py).
 """
 
 import argparse
@@ -37,6 +38,7 @@ from triton.backends.nvidia import compiler as nvidia
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import barriers
 import other_tritons
+import sass
 from kernel_cases import CASES, WIDE
 
 from gla_ref.book import results
@@ -169,7 +171,8 @@ def compiled(launch: Launch, arch: int) -> dict:
         "shared": kernel.metadata.shared,
         "broken": broken(kernel.asm["ttgir"])
         + unmet(kernel.asm["ptx"])
-        + barriers.unkept(kernel.asm["ttgir"], arch, kernel.asm["ptx"]),
+        + barriers.unkept(kernel.asm["ttgir"], arch, kernel.asm["ptx"])
+        + [f"reads a uniform register that nothing has set: {text}" for text in sass.unset(kernel.asm["cubin"])],
     }
 
 

@@ -279,5 +279,10 @@ WIDE = {
     ),
     "delta packed": Case("gated_delta_rule", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented"),
     "delta shared heads": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="portable", shared=True),
+    # rows that are no multiples of 16 bytes, which Triton does not prefetch
+    "delta odd values": Case("delta_rule", 40, 36, "bfloat16", few=True),
+    "delta odd values packed": Case("gated_delta_rule", 72, 100, "float16", packed=True),
+    "delta odd": Case("gated_delta_rule", 60, 60, "bfloat16", "float32", few=True),
+    "gla odd": Case("gla", 60, 100, "bfloat16", few=True),
     "step wide": Case("gla", 256, 512, "bfloat16", "float32", planned=one_token, T=1, two_sided=True, packed=True),
 }

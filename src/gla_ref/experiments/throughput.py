@@ -1,21 +1,23 @@
 """A training step of the paper's 340M and 1.3B models: time, memory, the operator's share (chapter 19).
 
 Forward, loss, backward and AdamW, at equal tokens and growing length (GLA paper, figure 6): our model with its kernels,
-flash-linear-attention's GLAForCausalLM with the same weights, and ours with softmax attention by PyTorch's own
-scaled_dot_product_attention. The operator is timed beside, alone, forward and backward at the step's shapes; its share
-is that time, times the layers, of the step's. Weights are in float32, products in bfloat16 by autocast, for all three.
+the same with its blocks and its loss compiled by PyTorch, flash-linear-attention's GLAForCausalLM with the same
+weights, and ours with softmax attention by PyTorch's own scaled_dot_product_attention. The operator is timed beside,
+alone, forward and backward at the step's shapes; its share is that time, times the layers, of the step's. One more step
+tells by profiler where the GPU's time goes. Weights are in float32, products in bfloat16 by autocast, for all of them.
 
 fla's operators search for their tiles in their first call, for minutes; first calls are reported apart, and how many
 kernels Triton's cache held before them. A contender that is not installed, or does not fit, is recorded as refusing,
 with its reason. fla's models need transformers==5.6.2.
 
-Of its full settings only our model of 340M has run.
+Of its full settings the models of 340M have run, but for the compiled one.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -43,9 +45,11 @@ SIZES = {
     "340M": ({"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 4}, 8, False),
     "1.3B": ({"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "num_heads": 4}, 16, True),
 }
-#: ours, fla's, and ours with PyTorch's attention
-CONTENDERS = ("gla", "fla", "sdpa")
+#: ours, ours compiled, fla's, and ours with PyTorch's attention
+CONTENDERS = ("gla", "gla_compiled", "fla", "sdpa")
 CALLS = 10  # of the operator in a row
+PRODUCTS = re.compile("gemm|nvjet|cutlass|xmma")  # kernels of matrix products, by their names
+LONGEST = 8  # kernels that a profile names
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Settings:
 
     Attributes:
         sizes: keys of :data:`SIZES`.
-        contenders: some of "gla" (ours), "fla", "sdpa".
+        contenders: some of "gla" (ours), "gla_compiled", "fla", "sdpa".
         lengths: tokens of a sequence.
         tokens: of a step, a multiple of every length.
         repeats: steps that are timed; the median counts.
@@ -117,7 +121,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def model_and_loss(who: str, config: Config, checkpointing: bool, device: str) -> tuple[torch.nn.Module, Callable]:
-    """A contender's model, and its loss of tokens `[B, T]`; "gla" and "fla" have the same weights.
+    """A contender's model, and its loss of tokens `[B, T]`; all but "sdpa" have the same weights.
 
     Raises:
         ImportError: fla is not installed.
@@ -131,6 +135,10 @@ def model_and_loss(who: str, config: Config, checkpointing: bool, device: str) -
             ours.apply(ours._start)
     if who != "fla":
         ours.model.gradient_checkpointing = checkpointing
+        if who == "gla_compiled":  # block by block: one compilation serves all
+            for block in ours.model.layers:
+                block.compile(dynamic=False)
+            ours._summed = torch.compile(ours._summed, dynamic=False)
         return ours, lambda tokens: ours.loss(tokens)[0]
     # fla hands calls to other libraries where they are installed: here its own kernels are measured
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
@@ -190,6 +198,39 @@ def milliseconds(call: Callable[[], object], repeats: int, calls: int, device: s
     return round(times[0], 2), [round(1e3 * t, 4) for t in times[2:]]
 
 
+def kernels(call: Callable[[], object], device: str) -> dict[str, float]:
+    """Milliseconds of every kernel that one call runs on a GPU, summed by name; empty on a CPU."""
+    if torch.device(device).type != "cuda":
+        return {}
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    found = [x for x in profile.key_averages() if x.device_type == torch.autograd.DeviceType.CUDA]
+    return {x.key: x.self_device_time_total / 1e3 for x in found}
+
+
+def profiled(step: dict[str, float], own: dict[str, float]) -> dict:
+    """Where the GPU's time in a step goes, in milliseconds.
+
+    Args:
+        step: of every kernel of the step, by name.
+        own: the same of the operator alone. Kernels of both are the operator's, but for PyTorch's own, which copy or
+            add anywhere.
+
+    Returns:
+        {"operator", "products", "rest"}: those that multiply matrices outside the operator, and all others; "longest":
+        names and times of the rest's longest kernels.
+    """
+    parts: dict[str, dict[str, float]] = {"operator": {}, "products": {}, "rest": {}}
+    for name, ms in step.items():
+        mine = name in own and "at::native" not in name
+        parts["operator" if mine else "products" if PRODUCTS.search(name) else "rest"][name] = ms
+    longest = sorted(parts["rest"].items(), key=lambda x: -x[1])[:LONGEST]
+    sums = {part: round(sum(found.values()), 3) for part, found in parts.items()}
+    return sums | {"longest": [[name[:120], round(ms, 3)] for name, ms in longest]}
+
+
 def measure(run: Run, T: int, model, loss, place: Place) -> dict:
     """Of one length: times of the step and of the operator, the most memory, and the loss before any step."""
     s, who, device = run.settings, run.about["contender"], place.device
@@ -215,6 +256,7 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
     once = operator(who, run.model, s.tokens // T, T, s.dtype, device)
     first_operator, own = milliseconds(once, s.repeats, CALLS, device)
     ms, operator_ms = statistics.median(times), statistics.median(own)
+    profile = profiled(kernels(step, device), kernels(once, device)) if cuda else None
     return {
         "T": T,
         "ms": ms,
@@ -225,6 +267,7 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
         "operator ms": operator_ms,
         "operator first call s": first_operator,
         "operator share": round(operator_ms * run.model.num_hidden_layers / ms, 4),
+        "profile ms": profile,
         "loss": found[0].item(),
     }
 

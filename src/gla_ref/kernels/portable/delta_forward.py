@@ -431,10 +431,10 @@ def columns_of_v(hardware: Hardware, q: Spec, k: Spec, v: Spec) -> tuple[int, in
     # bf16 in tiles of 16 columns came out wrong in other kernels (Triton 3.6; lab/known.md)
     least = 32 if half else 16
     most = 32 if q.dtype == torch.float16 else BV  # float16's scaling takes registers
-    # Triton does not prefetch rows of q and k that are not multiples of 16 bytes, so their tiles stay at one place in
-    # shared memory. For products of 32 columns ptxas 12.8.93 (Triton 3.6) then makes descriptors from uniform registers
-    # that no instruction has set, as the SASS for sm_90 shows; for products of 64 columns it does not
-    if half and hardware.family == "hopper" and K <= 128 and not all(describable(x, hardware) for x in (q, k)):
+    # Triton does not prefetch rows that are not multiples of 16 bytes, so their tiles stay at one place in shared
+    # memory. For products of 32 columns ptxas 12.8.93 (Triton 3.6) then makes descriptors from uniform registers that
+    # no instruction has set, which tools/sass.py finds; for products of 64 columns it does not
+    if half and hardware.family == "hopper" and K <= 128 and not all(describable(x, hardware) for x in (q, k, v)):
         least = most = BV = 64
     return min(BV, most, max(least, next_power_of_2(V))), least
 

@@ -1,0 +1,100 @@
+"""Read what the assembler made of a kernel (SASS): uniform registers that are read before anything has set them.
+
+ptxas 12.8.93 makes such code for sm_90 of some products whose operands lie in the same place in every round. Then a
+product's descriptors, which say where its operands are, depend on what an earlier program has left in the registers
+(lab/known.md). No other check of a compiled kernel sees that, and on a GPU the results are right most of the time.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+LINE = re.compile(r"/\*(?P<place>[0-9a-f]+)\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<name>[A-Z]\w*)(?P<rest>[^;]*);")
+LABEL = re.compile(r"^(\S+):")
+# instructions that write a uniform register, in addition to those whose names begin with U
+WRITERS = ("R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "ELECT", "LDCU")
+# and those beginning with U that write none
+SILENT = ("UTMA", "UBLK", "UCGABAR", "USETMAXREG")
+
+
+class Instruction(NamedTuple):
+    """One instruction: uniform registers that it reads and writes, labels that it may go to, whether it may go on."""
+
+    text: str
+    reads: frozenset[int]
+    writes: frozenset[int]
+    targets: tuple[str, ...]
+    goes_on: bool
+
+
+def unset(cubin: bytes) -> list[str]:
+    """Instructions of a compiled kernel that read a uniform register which no instruction has set on some way there."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        sass = subprocess.run([DISASSEMBLER, "-c", path], check=True, capture_output=True, text=True).stdout
+    return [text for section in sass.split("\t.section\t.text.")[1:] for text in unset_in(section)]
+
+
+def unset_in(sass: str) -> list[str]:
+    """The same for the lines of one function."""
+    code, labels = parsed(sass)
+    after: list[list[int]] = [
+        [labels[x] for x in one.targets if x in labels] + ([n + 1] if one.goes_on and n + 1 < len(code) else [])
+        for n, one in enumerate(code)
+    ]
+    known: list[frozenset[int] | None] = [None] * len(code)  # set on every way to here; None: no way is known yet
+    known[:1], waiting = [frozenset()], [0]
+    while waiting:
+        n = waiting.pop()
+        then = known[n] | code[n].writes
+        for m in after[n]:
+            both = then if known[m] is None else known[m] & then
+            if both != known[m]:
+                known[m] = both
+                waiting.append(m)
+    return [one.text for one, there in zip(code, known, strict=True) if there is not None and one.reads - there]
+
+
+def parsed(sass: str) -> tuple[list[Instruction], dict[str, int]]:
+    """The instructions of a function, and the number of the one behind each label."""
+    code, labels = [], {}
+    for line in sass.splitlines():
+        if found := LINE.search(line):
+            code.append(instruction(found))
+        elif found := LABEL.match(line):
+            labels[found[1]] = len(code)
+    return code, labels
+
+
+def instruction(found: re.Match) -> Instruction:
+    """An instruction of its parts as nvdisasm prints them."""
+    name, *kinds = f"{found['name']}{found['rest']}".split()[0].split(".")
+    operands = [x.strip() for x in found["rest"].removeprefix("." + ".".join(kinds) if kinds else "").split(",")]
+    writer = name in WRITERS or name.startswith("U") and not name.startswith(SILENT)
+    wide = 2 if {"64", "WIDE"} & {*kinds} else 1
+    written, reads = set(), set()
+    for n, operand in enumerate(operands):
+        if register := re.fullmatch(r"UR(\d+)", operand):
+            first = int(register[1])
+            if writer and (n == 0 or n == 1 and re.fullmatch(r"U?P\w", operands[0])):
+                written = {*range(first, first + wide)}
+            else:
+                reads |= {*range(first, first + (2 if "64" in kinds else 1))}
+            continue
+        for before, number in re.findall(r"(\w*)\[[^\[\]]*?\bUR(\d+)", operand):
+            first = int(number)
+            many = {"desc": 2, "gdesc": 4}.get(before, 1)
+            # HGMMA's descriptors have 64 bits each; the first is not read where the first operand is in registers
+            reads |= {*range(first + 2 * (before == "gdesc" and n > 1), first + many)}
+    targets = re.findall(r"`\((\S+?)\)", found["rest"])
+    alone = name in ("BRA", "JMP") and not found["guard"] and len(operands) == 1
+    ends = name in ("EXIT", "RET", "BRX", "JMX") and not found["guard"]
+    text = " ".join(f"{found['place']}: {found['guard'] or ''}{found['name']}{found['rest']}".split())
+    targets = () if name == "BSSY" else tuple(targets)
+    return Instruction(text, frozenset(reads), frozenset(written), targets, not (alone or ends))
