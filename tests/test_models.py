@@ -1,5 +1,6 @@
 """Models: every mixer token by token, in chunks and packed is one model; fla's names, shapes and logits; errors."""
 
+import copy
 import dataclasses
 import importlib
 import json
@@ -15,6 +16,7 @@ import gla_ref.models.mixers as mixers
 from gla_ref import FORMS
 from gla_ref.models import MIXERS, Config, LanguageModel, _forms, checkpoints, detach, next_tokens
 from gla_ref.models.layer import LayerState
+from gla_ref.rounding import error
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -362,6 +364,47 @@ def test_flas_names_shapes_and_logits(case):
         exact, _ = model.double()(torch.tensor(FACTS["tokens"]))
     theirs = torch.tensor(facts["logits"])
     assert (theirs - exact).abs().max() <= 2 * (logits - exact).abs().max() + 1e-5 * exact.abs().max()
+
+
+def test_a_normalised_input_is_rounded_once_for_all_products(monkeypatch):
+    """Under autocast the loss has the same bits as with a rounding for each product, and less is kept for gradients."""
+    torch.manual_seed(0)
+    model, tokens = LanguageModel(Config(**SMALL_MODEL | {"hidden_size": 64})), torch.randint(8, (2, 40))
+
+    def step():
+        kept = {}
+
+        def keep(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss(tokens)[0]
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return loss, sum(kept.values()), gradients
+
+    once = step()
+    monkeypatch.setattr("gla_ref.models.language_model.lowered", lambda x: x)
+    each = step()
+    assert torch.equal(once[0], each[0]) and once[1] < each[1]
+    for x, y in zip(once[2], each[2], strict=True):
+        assert (x - y).norm() <= 2 * torch.finfo(torch.bfloat16).eps * y.norm()
+
+
+def test_emulated_runs_differ_in_the_order_of_sums_only():
+    """The order drawn by seed 0 is the usual one; all are as right as float32 is."""
+    facts = FACTS["cases"]["short_conv"]
+    model, tokens = LanguageModel(Config.from_dict(facts["config"])), torch.tensor(FACTS["tokens"])
+    model.load_state_dict(fla_models.formula(facts["shapes"]), strict=True)
+    plain, (exact, _) = model(tokens)[0], copy.deepcopy(model).double()(tokens)
+    runs = []
+    for seed in range(3):
+        with fla_models.Shuffled(torch.float32, seed):
+            runs.append(model(tokens)[0])
+    assert torch.equal(runs[0], plain) and not any(torch.equal(plain, x) for x in runs[1:])
+    assert max(error(x, exact) for x in runs) < 1e-5
 
 
 @pytest.mark.parametrize("case", FACTS["cases"])

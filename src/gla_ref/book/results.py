@@ -190,8 +190,8 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
             directory and the directories above it.
         kind: "records" of run.py, "steps" of chunk_fuse.py, "checks" of check_peers.py, "scaling" of
             scaling.py, "trainings" of split_training.py, "waits" of waits.py, "parts" of parts.py, "late reads"
-            of late_reads.py or "museum" of `python -m gla_ref check --museum`; of :mod:`gla_ref.experiments`
-            the experiment's name.
+            of late_reads.py, "models" of fla_models.py or "museum" of `python -m gla_ref check --museum`; of
+            :mod:`gla_ref.experiments` the experiment's name.
 
     Returns:
         The content of the file, or None if there is no such file.

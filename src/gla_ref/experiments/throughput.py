@@ -9,8 +9,6 @@ tells by profiler where the GPU's time goes. Weights are in float32, products in
 fla's operators search for their tiles in their first call, for minutes; first calls are reported apart, and how many
 kernels Triton's cache held before them. A contender that is not installed, or does not fit, is recorded as refusing,
 with its reason. fla's models need transformers==5.6.2.
-
-Of its full settings the models of 340M have run, but for the compiled one.
 """
 
 from __future__ import annotations

@@ -60,9 +60,17 @@ class Block(nn.Module):
         self, x: Tensor, state: LayerState, cu_seqlens: Tensor | None, pieces: Pieces | None = None
     ) -> tuple[Tensor, LayerState]:
         """`[B, T, d]` to `[B, T, d]`, and the mixer's state."""
-        y, state = self.attn(self.attn_norm(x), state, cu_seqlens, pieces)
+        y, state = self.attn(lowered(self.attn_norm(x)), state, cu_seqlens, pieces)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), state
+        return x + self.mlp(lowered(self.mlp_norm(x))), state
+
+
+def lowered(x: Tensor) -> Tensor:
+    """Convert float32 to autocast's dtype where autocast is on: else each product makes and keeps a copy of its own."""
+    device = x.device.type
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 class Transformer(nn.Module):
