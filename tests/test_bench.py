@@ -300,6 +300,25 @@ def test_peers_configurations_are_shared_out(monkeypatch):
     assert all(named == {"warmup": True, "num_warps": 4} for _, named in compiled)
 
 
+def test_a_share_whose_kernel_is_too_large_goes_on_with_the_next_shape(monkeypatch, capsys):
+    """fla launches the configuration that the share takes for the best, even if no configuration of the share fits."""
+    from triton.runtime.errors import OutOfResources
+
+    def model_once(name):
+        raise OutOfResources(237568, 232448, "shared memory")
+
+    called = []
+    monkeypatch.setattr(compile_peers, "share", lambda *pieces: called.append(pieces))
+    monkeypatch.setattr(compile_peers, "model_once", model_once)
+    monkeypatch.setattr(compile_peers, "operator_once", called.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", "compile_peers DIR --shapes 340M 128/128 --jobs 14 --piece 3".split())
+    compile_peers.main()
+    assert called == [(3, 14), "128/128"]
+    said = capsys.readouterr().out
+    assert said.startswith("share 3 of 14 ends 340M early: ") and "Required: 237568" in said and said.count("\n") == 1
+
+
 def test_peers_shapes_are_those_of_the_suite():
     found = {(c.B, c.H, c.K, c.V) for c in compile_peers.shapes().values()}
     assert found == {(c.B, c.H, c.K, c.V) for c in suites.SUITES["gla"]()} | {(2, 4, 64, 64)}
@@ -348,11 +367,28 @@ def test_a_late_read_is_counted_and_placed(tmp_path, monkeypatch, capsys):
 def test_late_reads_run_the_package_and_the_copy(tmp_path):
     """Without a GPU by a form of the book, which has no late read in either."""
     out = tmp_path / "late.json"
-    options = f"--device cpu --form chunkwise_two_level --seconds 1 --processes 2 --out {out}".split()
+    options = f"--device cpu --form chunkwise_two_level --seconds 1 --processes 2 --beside 0 --out {out}".split()
     subprocess.run([sys.executable, late_reads.__file__, *options], check=True, timeout=300)
     package, copy = results.read(out, "late reads")
     assert (package["fence"], copy["fence"]) == (True, False)
     assert all(r["calls"] >= len(late_reads.GATES) and not r["wrong"] for r in (package, copy))
+
+
+@pytest.mark.deep
+def test_tests_run_beside_late_reads_until_the_calls_are_over(tmp_path, monkeypatch):
+    file = tmp_path / "test_long.py"
+    file.write_text("import time\ndef test_first(): pass\ndef test_second(): time.sleep(600)\n")
+    monkeypatch.setattr(late_reads, "TESTS", [str(file), "-p", "no:cacheprovider"])
+    with late_reads.beside(1, tmp_path) as passed:
+        assert passed() == 1
+    with pytest.raises(RuntimeError, match="ended with status -9"):  # stopped with the block
+        passed()
+    monkeypatch.setattr(late_reads, "TESTS", [str(file), "-k", "first", "-p", "no:cacheprovider"])
+    with pytest.raises(RuntimeError, match="the tests ended with status"), late_reads.beside(1, tmp_path) as passed:
+        while True:
+            passed()
+    with late_reads.beside(0, tmp_path) as passed:
+        assert passed() == 0
 
 
 def test_new_tests_of_a_version_replace_those_of_the_same_files():
