@@ -103,6 +103,12 @@ def test_uniform_registers_that_nothing_has_set_are_found():
     alone = SASS.replace("R24, gdesc[UR8]", "R24, R40, gdesc[UR8]").replace("UR10, UR8,", "UR10, UR4,")
     assert not places(alone.replace("UMOV UR8, 0x100", "NOP"))
     assert places(alone.replace("UIADD3.64 UR10, UR4, 0x40, URZ", "NOP")) == ["0050"]
+    # Blackwell loads four at once, and its products name each descriptor
+    newer = SASS.replace(
+        "HGMMA.64x32x16.F32.BF16 R24, gdesc[UR8].tnspB, R24, gsb0", "UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR4]"
+    )
+    assert not places(newer.replace("UMOV UR8, 0x100", "LDCU.128 UR8, c[0x0][0x380]"))
+    assert places(newer.replace("UIADD3.64 UR10, UR8, 0x40, URZ", "NOP")) == ["0050"]
     # predicates may be written too
     both = SASS.replace("UMOV UR8, 0x100", "R2UR.OR P2, UR8, R9")
     assert not places(both) and places(both.replace("P2, UR8, R9", "P2, UR9, R9")) == ["0040", "0050"]

@@ -17,7 +17,7 @@ DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "n
 LINE = re.compile(r"/\*(?P<place>[0-9a-f]+)\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<name>[A-Z]\w*)(?P<rest>[^;]*);")
 LABEL = re.compile(r"^(\S+):")
 # instructions that write a uniform register, in addition to those whose names begin with U
-WRITERS = ("R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "ELECT", "LDCU")
+WRITERS = ("R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "CREDUX", "ELECT", "LDCU")
 # and those beginning with U that write none
 SILENT = ("UTMA", "UBLK", "UCGABAR", "USETMAXREG")
 
@@ -77,21 +77,23 @@ def instruction(found: re.Match) -> Instruction:
     name, *kinds = f"{found['name']}{found['rest']}".split()[0].split(".")
     operands = [x.strip() for x in found["rest"].removeprefix("." + ".".join(kinds) if kinds else "").split(",")]
     writer = name in WRITERS or name.startswith("U") and not name.startswith(SILENT)
-    wide = 2 if {"64", "WIDE"} & {*kinds} else 1
+    bits = max([int(kind) for kind in kinds if kind in ("64", "128", "256")], default=64 if "WIDE" in kinds else 32)
     written, reads = set(), set()
     for n, operand in enumerate(operands):
         if register := re.fullmatch(r"UR(\d+)", operand):
             first = int(register[1])
             if writer and (n == 0 or n == 1 and re.fullmatch(r"U?P\w", operands[0])):
-                written = {*range(first, first + wide)}
+                written = {*range(first, first + bits // 32)}
             else:
                 reads |= {*range(first, first + (2 if "64" in kinds else 1))}
             continue
         for before, number in re.findall(r"(\w*)\[[^\[\]]*?\bUR(\d+)", operand):
             first = int(number)
-            many = {"desc": 2, "gdesc": 4}.get(before, 1)
-            # HGMMA's descriptors have 64 bits each; the first is not read where the first operand is in registers
-            reads |= {*range(first + 2 * (before == "gdesc" and n > 1), first + many)}
+            # a descriptor has 64 bits. Hopper's products name both by one register, and read the second one only
+            # where their first operand is in registers
+            both = before == "gdesc" and name.endswith("GMMA")
+            many = 4 if both else 2 if before in ("desc", "gdesc") else 1
+            reads |= {*range(first + 2 * (both and n > 1), first + many)}
     targets = re.findall(r"`\((\S+?)\)", found["rest"])
     alone = name in ("BRA", "JMP") and not found["guard"] and len(operands) == 1
     ends = name in ("EXIT", "RET", "BRX", "JMX") and not found["guard"]
