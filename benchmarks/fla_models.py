@@ -25,14 +25,13 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
 os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")  # fla's own kernels, whatever else is installed
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT.parent / "src")]
 
 from gla_ref.book import results
 from gla_ref.models import Config, LanguageModel
-from gla_ref.rounding import MATMUL, budget, error
+from gla_ref.rounding import Products, budget, error
 
 FACTS = ROOT.parent / "tests" / "fla_gla.json"
 SMALL = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 48}
@@ -132,23 +131,24 @@ def measured(model, tokens) -> dict[str, torch.Tensor]:
     return {name: x.detach().double().cpu() for name, x in found.items()}
 
 
-class Shuffled(TorchFunctionMode):
-    """Round both operands of every product to a dtype and add its terms in an order drawn by `seed`; 0 keeps theirs."""
+class Shuffled(Products):
+    """Operands of products in a dtype, and their terms added in an order drawn by `seed`; 0 keeps the usual order."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        super().__init__()
+        super().__init__(self.multiply)
         self.dtype, self.seed, self.rng = dtype, seed, torch.Generator().manual_seed(seed)
 
+    def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, y = (z.to(self.dtype).to(z.dtype) for z in (x, y))
+        order = self.order(x)
+        return x[..., order] @ (y[..., order, :] if y.ndim > 1 else y[order])
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in MATMUL:
-            x, y = (z.to(self.dtype).to(z.dtype) for z in args)
-            order = self.order(x)
-            return x[..., order] @ (y[..., order, :] if y.ndim > 1 else y[order])
         if function is torch.nn.functional.linear and self.seed:
             x, weight, *more = args
             order = self.order(x)
             args = x[..., order], weight[:, order], *more
-        return function(*args, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
 
     def order(self, x: torch.Tensor) -> torch.Tensor:
         """An order of the last axis."""

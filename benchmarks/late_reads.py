@@ -1,17 +1,17 @@
 """Repeat GLA's Hopper gradient in many processes, with the fence of chapter 22 and without: which bits differ?
 
-    python benchmarks/late_reads.py [--seconds 30] [--processes 8] [--beside 7] [--out FILE]
+    python benchmarks/late_reads.py [--seconds 30] [--processes 8] [--others 7] [--out FILE]
 
 Chapter 22 tells of a number that was read too late. Every second process runs a copy of the package whose gradient has
 no fence between reading `net` and freeing its place; the others run the package. All repeat the same calls
 (K = V = 128, four kinds of gates) and compare each result, bit by bit, with the one that the package gave while nothing
-else ran. Seven more processes run tests of kernels at the same time, as in the run that showed the fault. Without these
-the copy made no mistake in 9,032 calls (lab/hopper.md). The program runs in the host's own Python, with pytest and
+else ran. Seven others run tests of kernels at the same time, as in the run that showed the fault: without these the
+copy made no mistake (lab/hopper.md). The program runs in the host's own Python, with pytest and
 pytest-xdist, and needs a Hopper GPU.
 
 Writes results/<gpu>-late-reads.json, a record for the package and one for the copy: its processes, calls and wrong
-calls, of the wrong calls the gradients that differed and the rows (tokens) in which they did, and how many processes
-ran tests beside them and how many tests passed there.
+calls, of the wrong calls the gradients that differed and the rows (tokens) in which they did, and how many others
+ran tests and how many tests passed there.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def counted(processes: list[subprocess.Popen]) -> dict:
 
 
 @contextlib.contextmanager
-def beside(processes: int, folder: Path):
+def tests_running(processes: int, folder: Path):
     """Run TESTS in other processes, from before the block to its end; yield a function that counts passed tests.
 
     Raises:
@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--processes", type=int, default=8, help="processes that repeat the calls")
-    parser.add_argument("--beside", type=int, default=7, help="processes that run tests at the same time")
+    parser.add_argument("--others", type=int, default=7, help="processes that run tests at the same time")
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--form", default="triton_hopper", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
@@ -174,13 +174,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         expected, copy = Path(folder, "expected.pt"), without_fence(Path(folder))
         torch.save({gates: gradients(gates, args.form, args.device)() for gates in GATES}, expected)
-        with beside(args.beside, Path(folder)) as passed:
+        with tests_running(args.others, Path(folder)) as passed:
             before = passed()
             running = [start(copy if i % 2 else SOURCE, expected, args) for i in range(args.processes)]
             records = [counted(running[::2]), counted(running[1::2])]
             tests = passed() - before
     for record in records:
-        record |= {"beside": args.beside, "tests": tests}
+        record |= {"others": args.others, "tests": tests}
         print(json.dumps(record), flush=True)
     results.write(args.out or results.file(f"{environment['gpu']} late reads"), environment, "late reads", records)
 

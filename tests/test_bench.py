@@ -367,7 +367,7 @@ def test_a_late_read_is_counted_and_placed(tmp_path, monkeypatch, capsys):
 def test_late_reads_run_the_package_and_the_copy(tmp_path):
     """Without a GPU by a form of the book, which has no late read in either."""
     out = tmp_path / "late.json"
-    options = f"--device cpu --form chunkwise_two_level --seconds 1 --processes 2 --beside 0 --out {out}".split()
+    options = f"--device cpu --form chunkwise_two_level --seconds 1 --processes 2 --others 0 --out {out}".split()
     subprocess.run([sys.executable, late_reads.__file__, *options], check=True, timeout=300)
     package, copy = results.read(out, "late reads")
     assert (package["fence"], copy["fence"]) == (True, False)
@@ -375,19 +375,22 @@ def test_late_reads_run_the_package_and_the_copy(tmp_path):
 
 
 @pytest.mark.deep
-def test_tests_run_beside_late_reads_until_the_calls_are_over(tmp_path, monkeypatch):
+def test_tests_run_until_the_calls_of_late_reads_are_over(tmp_path, monkeypatch):
     file = tmp_path / "test_long.py"
     file.write_text("import time\ndef test_first(): pass\ndef test_second(): time.sleep(600)\n")
     monkeypatch.setattr(late_reads, "TESTS", [str(file), "-p", "no:cacheprovider"])
-    with late_reads.beside(1, tmp_path) as passed:
+    with late_reads.tests_running(1, tmp_path) as passed:
         assert passed() == 1
     with pytest.raises(RuntimeError, match="ended with status -9"):  # stopped with the block
         passed()
     monkeypatch.setattr(late_reads, "TESTS", [str(file), "-k", "first", "-p", "no:cacheprovider"])
-    with pytest.raises(RuntimeError, match="the tests ended with status"), late_reads.beside(1, tmp_path) as passed:
+    with (
+        pytest.raises(RuntimeError, match="the tests ended with status"),
+        late_reads.tests_running(1, tmp_path) as passed,
+    ):
         while True:
             passed()
-    with late_reads.beside(0, tmp_path) as passed:
+    with late_reads.tests_running(0, tmp_path) as passed:
         assert passed() == 0
 
 

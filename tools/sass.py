@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-LINE = re.compile(r"/\*(?P<place>[0-9a-f]+)\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<name>[A-Z]\w*)(?P<rest>[^;]*);")
+LINE = re.compile(r"/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)((?:\.\w+)*)([^;]*);")  # HGMMA.64x32x16 R24, RZ ;
 LABEL = re.compile(r"^(\S+):")
 # instructions that write a uniform register, in addition to those whose names begin with U
 WRITERS = ("R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "CREDUX", "ELECT", "LDCU")
@@ -42,7 +42,7 @@ def unset(cubin: bytes) -> list[str]:
 
 
 def unset_in(sass: str) -> list[str]:
-    """The same for the lines of one function."""
+    """Find them in one function; a write under a condition counts as a write."""
     code, labels = parsed(sass)
     after: list[list[int]] = [
         [labels[x] for x in one.targets if x in labels] + ([n + 1] if one.goes_on and n + 1 < len(code) else [])
@@ -62,7 +62,7 @@ def unset_in(sass: str) -> list[str]:
 
 
 def parsed(sass: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions of a function, and the number of the one behind each label."""
+    """The instructions of a function, and the number of the one after each label."""
     code, labels = [], {}
     for line in sass.splitlines():
         if found := LINE.search(line):
@@ -74,8 +74,8 @@ def parsed(sass: str) -> tuple[list[Instruction], dict[str, int]]:
 
 def instruction(found: re.Match) -> Instruction:
     """An instruction of its parts as nvdisasm prints them."""
-    name, *kinds = f"{found['name']}{found['rest']}".split()[0].split(".")
-    operands = [x.strip() for x in found["rest"].removeprefix("." + ".".join(kinds) if kinds else "").split(",")]
+    place, guard, name, kinds, rest = found.groups("")
+    operands, kinds = [x.strip() for x in rest.split(",")], kinds.split(".")
     writer = name in WRITERS or name.startswith("U") and not name.startswith(SILENT)
     bits = max([int(kind) for kind in kinds if kind in ("64", "128", "256")], default=64 if "WIDE" in kinds else 32)
     written, reads = set(), set()
@@ -86,17 +86,13 @@ def instruction(found: re.Match) -> Instruction:
                 written = {*range(first, first + bits // 32)}
             else:
                 reads |= {*range(first, first + (2 if "64" in kinds else 1))}
-            continue
+        # an address; a descriptor has 64 bits. Hopper's products name both by one register, and read the second one
+        # only where their first operand is in registers
         for before, number in re.findall(r"(\w*)\[[^\[\]]*?\bUR(\d+)", operand):
-            first = int(number)
-            # a descriptor has 64 bits. Hopper's products name both by one register, and read the second one only
-            # where their first operand is in registers
-            both = before == "gdesc" and name.endswith("GMMA")
+            first, both = int(number), before == "gdesc" and name.endswith("GMMA")
             many = 4 if both else 2 if before in ("desc", "gdesc") else 1
             reads |= {*range(first + 2 * (both and n > 1), first + many)}
-    targets = re.findall(r"`\((\S+?)\)", found["rest"])
-    alone = name in ("BRA", "JMP") and not found["guard"] and len(operands) == 1
-    ends = name in ("EXIT", "RET", "BRX", "JMX") and not found["guard"]
-    text = " ".join(f"{found['place']}: {found['guard'] or ''}{found['name']}{found['rest']}".split())
-    targets = () if name == "BSSY" else tuple(targets)
-    return Instruction(text, frozenset(reads), frozenset(written), targets, not (alone or ends))
+    targets = () if name == "BSSY" else tuple(re.findall(r"`\((\S+?)\)", rest))
+    leaves = name in ("EXIT", "RET", "BRX", "JMX") or name in ("BRA", "JMP") and len(operands) == 1
+    text = " ".join(f"{place}: {''.join(found.groups('')[1:])}".split())
+    return Instruction(text, frozenset(reads), frozenset(written), targets, bool(guard) or not leaves)
