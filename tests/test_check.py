@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import false_alarms
 
 from gla_ref import FORMS, check, gla
-from gla_ref.check import MECHANISMS, Case, mistakes, oracle
+from gla_ref.check import MECHANISMS, Case, _budgets, mistakes, oracle
 from gla_ref.check._cases import GATES, inputs
 from gla_ref.check._emulate import cut_
 from gla_ref.check._shrink import reproduction
@@ -110,6 +110,38 @@ def test_right_forms_pass_in_bfloat16(mechanism):
 def test_one_product_over_480_tokens_passes(seed):
     """A right form whose sums are longer than an emulated chunk: 1.18 budgets at seed 5 without a run of its own."""
     check.kernel("linear_attention", FORMS["linear_attention"]["parallel"], seed=seed, only="480*").raise_if_failed()
+
+
+def posed(seed):
+    """A problem with few sums, of 64 channels each, in which one order of a sum can be worse than sixteen others."""
+    case = Case("wide keys and gate -20", T=83, K=64, V=20, gate="-20")
+    _budgets.WORKED_OUT.clear()
+    return _budgets.problems("gla", [case], F32, seed)[0]
+
+
+def off_by(p, error):
+    """p's output, one element of it wrong by so many rms of the last octave."""
+    o = p.exact["o"].clone()
+    o[0, 81, 1, 15] += error * p.units["o"][1]
+    return o
+
+
+def test_an_error_near_its_budget_is_judged_by_more_runs():
+    """Sums over channels in their own order err by 2.69e-6; sixteen lucks allowed 2.31e-6, and 128 allow 3.5e-6."""
+    p = posed(17)
+    error, budget = p.judge("o", off_by(p, 2.68e-6))
+    assert error < budget
+
+
+def test_more_runs_are_made_only_just_over_the_budget():
+    p = posed(3)
+    first = p.budgets["o"][1]
+    for error in (0.99, 1.01 * _budgets.NEAR):
+        p.judge("o", off_by(p, error * first))
+    assert p.budgets["o"][1] == first
+    error, budget = p.judge("o", off_by(p, 0.99 * _budgets.NEAR * first))
+    assert first <= budget < error
+    assert next(p.more, None) is None
 
 
 @pytest.mark.parametrize("name", some(BREAK, *draw(BREAK, 2)))

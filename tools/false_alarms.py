@@ -24,6 +24,7 @@ import torch
 
 from gla_ref import check
 from gla_ref.book import results
+from gla_ref.check._budgets import problems
 from gla_ref.check._cases import held, inputs
 from gla_ref.check.oracle import copied, errors, evaluate, parts, work_out
 
@@ -47,6 +48,13 @@ def ratios(mechanism, dtype, case, seeds, device):
             octaves = zip(parts(kind, n, exact[n]), budgets[n], strict=True)
             over = [errors(y[s].double(), exact[n][s], len(seeds), kind.head_axis(n)) / b for s, b in octaves]
             found[kernel, n] = torch.stack(over).amax(0).tolist()
+            for i, seed in enumerate(seeds):
+                if found[kernel, n][i] > 1:  # a kernel's budget is then worked out again, from more runs
+                    (p,) = problems(mechanism, [case], dtype, seed, device=device)
+                    axis = kind.head_axis(n)
+                    own = y.unflatten(axis, (len(seeds), -1)).select(axis, i).cpu()
+                    error, budget = p.judge(n, own)
+                    found[kernel, n][i] = error / budget
     return found
 
 

@@ -13,16 +13,21 @@ from torch import Tensor
 from ..rounding import unit
 from ._cases import MILD, Case, held, inputs
 from ._mechanisms import MECHANISMS, Kind
-from .oracle import parts, work_out
+from .oracle import budgets_of, parts, work_out
 
 FEW = 1000  # keys that a CPU attends to as fast as a GPU
 KEPT = 400  # problems
+NEAR, ROUNDS = 2.0, 8  # an error below so many budgets may be luck: its budget comes from so many times as many runs
 WORKED_OUT: dict[tuple, Problem] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A case with its inputs, the exact quantities and, for each octave, the unit of errors and the error allowed."""
+    """A case with its inputs, the exact quantities and, for each octave, the unit of errors and the error allowed.
+
+    `more` has budgets from emulated runs that drew other luck. They are asked for, and added, when an error is just
+    over the budget.
+    """
 
     kind: Kind
     case: Case
@@ -31,6 +36,7 @@ class Problem:
     dtypes: dict[str, torch.dtype]
     units: dict[str, list[float]]
     budgets: dict[str, list[float]]
+    more: Iterator[dict[str, list[float]]]
 
     def octaves(self, name: str) -> Iterator[tuple[tuple, float, float]]:
         """Indices, unit and budget of what is judged apart."""
@@ -38,7 +44,16 @@ class Problem:
 
     def judge(self, name: str, x: Tensor, against: Tensor | None = None) -> tuple[float, float]:
         """(error, budget) of a quantity's worst octave; the error is infinite where x is not finite."""
-        off = (x.double() - (self.exact[name] if against is None else against)).abs().nan_to_num(math.inf, math.inf)
+        error, budget = self.compared(name, x, self.exact[name] if against is None else against)
+        while against is None and budget < error < NEAR * budget and (found := next(self.more, None)):
+            for n, budgets in found.items():
+                self.budgets[n] = [max(pair) for pair in zip(self.budgets[n], budgets, strict=True)]
+            error, budget = self.compared(name, x, self.exact[name])
+        return error, budget
+
+    def compared(self, name: str, x: Tensor, exact: Tensor) -> tuple[float, float]:
+        """(error, budget) of the worst octave, as far as budgets are known."""
+        off = (x.double() - exact).abs().nan_to_num(math.inf, math.inf)
         pairs = [(off[s].max().item() / one if off.numel() else 0.0, allowed) for s, one, allowed in self.octaves(name)]
         return max(pairs, key=lambda p: p[0] / p[1])
 
@@ -101,7 +116,7 @@ def worked_out(
     kind, like = MECHANISMS[mechanism], cases[0]
     given = [inputs(mechanism, case, dtype, seed, form) for case in cases]
     device = device if kind.cache and like.T > FEW else "cpu"
-    exact, allowed = work_out(kind, like, dtype, given, form, device)
+    exact, budgets = work_out(kind, like, dtype, given, device)
     dtypes = {n: held(kind, n, like, dtype) for n in exact}
     made = []
     for i, (case, x) in enumerate(zip(cases, given, strict=True)):
@@ -110,5 +125,15 @@ def worked_out(
             axis = kind.head_axis(n)
             own[n] = y.unflatten(axis, (len(cases), -1)).select(axis, i).cpu().contiguous()
         units = {n: [unit(y[s]) for s in parts(kind, n, y)] for n, y in own.items()}
-        made.append(Problem(kind, case, x, own, dtypes, units, {n: y[:, i].tolist() for n, y in allowed.items()}))
+        own_budgets = {n: y[:, i].tolist() for n, y in budgets.items()}
+        made.append(Problem(kind, case, x, own, dtypes, units, own_budgets, redrawn(kind, like, dtype, x, own, device)))
     return made
+
+
+def redrawn(
+    kind: Kind, case: Case, dtype: torch.dtype, given: dict[str, Tensor], exact: dict[str, Tensor], device: str
+) -> Iterator[dict[str, list[float]]]:
+    """Budgets of one problem by other luck, again and again."""
+    given, exact = ({n: y.to(device) for n, y in x.items()} for x in (given, exact))
+    for again in range(1, ROUNDS):
+        yield {n: y[:, 0].tolist() for n, y in budgets_of(kind, case, dtype, given, exact, 1, again).items()}

@@ -149,17 +149,18 @@ class Kind:
         copies=1,
         thrice=False,
         sharp=False,
+        seed=0,
         **options,
     ):
         """One of the emulated runs, those for long sequences last, under the contract; exact in float64.
 
-        Of the `copies` of inputs side by side as heads each one has its own :class:`~gla_ref.rounding.Luck`. `options`
-        are the run's own, as `segments` of :func:`~gla_ref.check._emulate.corrected`.
+        Of the `copies` of inputs side by side as heads each one has its own :class:`~gla_ref.rounding.Luck`, drawn from
+        the `seed`. `options` are the run's own, as `segments` of :func:`~gla_ref.check._emulate.corrected`.
         """
         body = (*self.emulated, *self.plain, *self.beyond)[run]
         if run < len(self.emulated):
             # a row's largest probability is 1 when attention rounds it, and stays 1
-            body = partial(body, luck=Luck(copies, thrice=thrice, sizes=not self.cache, sharp=sharp))
+            body = partial(body, luck=Luck(copies, thrice=thrice, sizes=not self.cache, seed=seed, sharp=sharp))
         x = self.by_name(tokens)
         options |= {"scale": x["q"].shape[-1] ** -0.5 if scale is None else scale, "dtype": dtype}
         if not self.cache:

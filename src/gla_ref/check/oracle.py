@@ -212,26 +212,36 @@ def copied(kind: Kind, case: Case) -> int:
 
 
 def work_out(
-    kind: Kind, case: Case, dtype: torch.dtype, given: Sequence[dict], form: str = "log", device: str = "cpu"
+    kind: Kind, case: Case, dtype: torch.dtype, given: Sequence[dict], device: str = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(exact quantities of several inputs of a case, side by side as heads; budgets `[octaves, inputs]` of each).
+    """(exact quantities of several inputs of a case, side by side as heads; their budgets, see :func:`budgets_of`)."""
+    x = {name: torch.cat([y[name] for y in given], kind.head_axis(name)).to(device) for name in given[0]}
+    exact = evaluate(kind.oracle, kind, x, case)
+    return exact, budgets_of(kind, case, dtype, x, exact, len(given))
+
+
+def budgets_of(
+    kind: Kind, case: Case, dtype: torch.dtype, x: dict[str, Tensor], exact: dict[str, Tensor], n: int, again: int = 0
+) -> dict[str, Tensor]:
+    """The budgets `[octaves, n]` of every quantity: n inputs x of a case lie side by side as heads.
 
     2 x the worst error of emulated runs + 4 eps. The worst element of one run is one rounding's luck, and where scores
     are large one unit in their last place is a thousandth of a probability: the runs are made with so much luck as the
-    size of the case allows (:class:`~gla_ref.rounding.Luck`).
+    size of the case allows (:class:`~gla_ref.rounding.Luck`). Made `again`, a first or a second time, they draw other
+    luck, and runs without luck are left out.
     """
-    n, runs = len(given), copied(kind, case)
+    runs, lucky = copied(kind, case), len(kind.emulated)
     single, short = dtype == torch.float32, case.T <= SHORT
     if single and not kind.cache and case.T <= 2 * CHUNK and numbers(case) > LARGE and case.H >= HEADS:
-        runs = 1  # here the three runs in three products of TF32 err most, and so many heads have many errors
-    x = {name: torch.cat([y[name] for y in given], kind.head_axis(name)).to(device) for name in given[0]}
-    exact = evaluate(kind.oracle, kind, x, case)
-    emulate, lucky = partial(kind.emulate, dtype=dtype), len(kind.emulated)
-    made = lucky + len(kind.plain) + (len(kind.beyond) if single and case.T > CHUNK else 0)
+        runs = (
+            2 if again else 1
+        )  # here the three runs in three products of TF32 err most, and many heads have many errors
+    emulate = partial(kind.emulate, dtype=dtype, seed=again)
+    made = lucky + (0 if again else len(kind.plain) + (len(kind.beyond) if single and case.T > CHUNK else 0))
     ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
     if single and (short or not kind.cache):
         ways.append((partial(emulate, thrice=True), 3))
-    ways += [(form, 1) for form in kind.also if single and short]
+    ways += [(form, 1) for form in kind.also if single and short and not again]
     low, budgets = {name: y.float() for name, y in x.items()}, {}
     for way, many in ways:
         e = evaluate(partial(way, copies=many) if many > 1 else way, kind, repeated(kind, low, many), case)
@@ -240,6 +250,4 @@ def work_out(
             off = e[name].to(held(kind, name, case, dtype)).double()
             found = torch.stack([errors(off[s], right[s], many * n, axis) for s in parts(kind, name, y)])
             budgets.setdefault(name, []).append(found.unflatten(1, (many, n)).amax(1))
-    for name, worst in budgets.items():
-        budgets[name] = budget(torch.stack(worst).amax(0), held(kind, name, case, dtype))
-    return exact, budgets
+    return {name: budget(torch.stack(worst).amax(0), held(kind, name, case, dtype)) for name, worst in budgets.items()}
