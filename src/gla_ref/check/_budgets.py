@@ -36,7 +36,7 @@ class Problem:
     dtypes: dict[str, torch.dtype]
     units: dict[str, list[float]]
     budgets: dict[str, list[float]]
-    more: Iterator[dict[str, list[float]]]
+    more: Iterator[dict[str, list[float]]] = iter(())
 
     def octaves(self, name: str) -> Iterator[tuple[tuple, float, float]]:
         """Indices, unit and budget of what is judged apart."""
