@@ -73,11 +73,11 @@ def showing(cells: list[str]) -> list[int]:
 def slower(value, name: str = ""):
     """A record of the same work on a slower machine: longer times, lower rates; of training, lower scores."""
     if isinstance(value, dict):
-        inside = name if name.endswith("_us") or name == "evaluations" else ""
+        inside = name if name.endswith(("_us", " ms")) or name == "evaluations" else ""
         return {own: slower(x, inside or own) for own, x in value.items()}
     if isinstance(value, list):
         return [slower(x, name) for x in value]
-    words = name.split("_")  # "floor_ms", and "ms_call" and "us_a_chunk" of waits.py
+    words = re.split("[_ ]", name)  # "floor_ms", and "ms_call" and "us_a_chunk" of waits.py
     time = words[-1] in TIMES or words[0] in ("ms", "us")
     less = name in RATES or name == "evaluations"
     return value * SLOWER ** (-1 if less else time) if isinstance(value, float) else value
