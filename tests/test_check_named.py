@@ -13,7 +13,7 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
     "one anchor in the middle of a chunk of 64": (
         "one anchor for a whole chunk, in its middle: it overflows in strong chunks"
     ),
-    "the growing exponential clipped": "decays as a ratio whose growing exponential is cut off",
+    "the growing exponential clipped": f"decays as a ratio whose growing exponential is cut off{MADE}",
     "running sums of gates clamped at -20": f"running sums of gates cut off at -20{MADE}",
     "running sums from the chunk's total, future gates included": (
         "running sums of gates made from the chunk's end: later gates change earlier tokens"

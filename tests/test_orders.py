@@ -13,7 +13,10 @@ from gla_ref.rounding import Luck
 
 F32, BF16 = torch.float32, torch.bfloat16
 SCANS = [(m, way) for m in ("simple_gla", "gla") for way in ("token after token", "a scan")]
-LEFT = "narrow and long", "later tokens loud", "loss of the state alone", "loss of some tokens", "values that keys find"
+LEFT = (
+    *("narrow and long", "many tokens and heads", "later tokens loud"),
+    *("loss of the state alone", "loss of some tokens", "loss of one token", "values that keys find"),
+)
 EVERY = [(mechanism, dtype) for mechanism in check.MECHANISMS for dtype in (F32, BF16)]
 
 
@@ -103,7 +106,7 @@ def test_no_budget_is_as_large_as_its_quantity(mechanism, dtype):
 
     In bfloat16 a fifth, since a gate's gradient is a difference of stored numbers; of attention a third, since steep
     scores leave of dp - D little more than the rounding of the stored o, of which D is made; of a delta rule half:
-    its corrections leave of a gradient a difference of sums, and in five cases next to nothing.
+    its corrections leave of a gradient a difference of sums, and in seven cases next to nothing.
     """
     attention, delta = mechanism == "softmax_attention", mechanism in DELTA
     part = 1 / 10 if dtype == F32 else 1 / 3 if attention else 1 / 2 if delta else 1 / 5
