@@ -233,9 +233,8 @@ def budgets_of(
     runs, lucky = copied(kind, case), len(kind.emulated)
     single, short = dtype == torch.float32, case.T <= SHORT
     if single and not kind.cache and case.T <= 2 * CHUNK and numbers(case) > LARGE and case.H >= HEADS:
-        runs = (
-            2 if again else 1
-        )  # here the three runs in three products of TF32 err most, and many heads have many errors
+        # here the three runs in three products of TF32 err most, and so many heads have many errors
+        runs = 2 if again else 1
     emulate = partial(kind.emulate, dtype=dtype, seed=again)
     made = lucky + (0 if again else len(kind.plain) + (len(kind.beyond) if single and case.T > CHUNK else 0))
     ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
