@@ -4,6 +4,7 @@
     python benchmarks/versions.py --triton DIR                        # an unpacked wheel of another Triton
     python benchmarks/versions.py --assembler FILE                    # another ptxas
     python benchmarks/versions.py --tests tests/test_kernels_gla.py --suites gla --stress 30
+    python benchmarks/versions.py --suites gla --peers fla_chunk_gla --compiled DIR   # as compile_peers.py filled it
 
 Triton and its assembler are chosen when a process starts, so the GPU tests (`make test-gpu`), the trainings of
 tools/stress_gpu.py and run.py with our own contenders run as programs of their own. Writes
@@ -77,13 +78,14 @@ def stressed(env: dict[str, str], seconds: float) -> bool:
     return subprocess.run(command, env=env, cwd=ROOT).returncode == 0
 
 
-def timed(env: dict[str, str], suites: list[str], match: str, seconds: float) -> list[dict]:
-    """Our contenders of these suites."""
+def timed(env: dict[str, str], args: argparse.Namespace) -> list[dict]:
+    """Our contenders of the suites, and the peers that are asked for."""
     ours = sorted({c.name for every in CONTENDERS.values() for c in every if not c.peer})
     with tempfile.TemporaryDirectory() as there:
         out = Path(there, "times.json")
-        command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *suites, "--match", match]
-        command += ["--seconds", str(seconds), "--out", str(out), "--only", *ours]
+        command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *(args.suites or SUITES), "--match", args.match]
+        command += ["--seconds", str(args.seconds), "--out", str(out), "--only", *ours, *args.peers]
+        command += ["--compiled", str(args.compiled)] if args.compiled else []
         subprocess.run(command, env=env | {"TRITON_CACHE_DIR": there}, cwd=ROOT, check=True)
         return [{n: r.get(n) for n in KEPT} for r in results.read(out, "records")]
 
@@ -112,6 +114,8 @@ def main() -> None:
     parser.add_argument(
         "--match", default="", help="these cases only: a regular expression for the lines of run.py --list"
     )
+    parser.add_argument("--peers", nargs="*", default=[], metavar="NAME", help="other libraries' contenders, too")
+    parser.add_argument("--compiled", type=Path, metavar="DIR", help="their kernels, compiled by this Triton")
     parser.add_argument("--seconds", type=float, default=240, help="of the suites")
     parser.add_argument("--out", type=Path, help="the JSON file to merge into")
     args = parser.parse_args()
@@ -128,7 +132,7 @@ def main() -> None:
     if args.stress:
         row["stress"] = stressed(env, args.stress)
     if args.suites is not None:
-        row["times"] = timed(env, args.suites or list(SUITES), args.match, args.seconds)
+        row["times"] = timed(env, args)
     path = args.out or results.file(here["gpu"] + " versions")
     results.merge(path, here, "versions", [row], KEY, update)
     print(f"{time.monotonic() - began:.0f} s; results: {path}")

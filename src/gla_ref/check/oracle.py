@@ -227,8 +227,8 @@ def budgets_of(
 
     2 x the worst error of emulated runs + 4 eps. The worst element of one run is one rounding's luck, and where scores
     are large one unit in their last place is a thousandth of a probability: the runs are made with so much luck as the
-    size of the case allows (:class:`~gla_ref.rounding.Luck`). Made `again`, a first or a second time, they draw other
-    luck, and runs without luck are left out.
+    size of the case allows (:class:`~gla_ref.rounding.Luck`). For the rounds `again` = 1, 2, ... they draw
+    other luck, and runs without luck are left out.
     """
     runs, lucky = copied(kind, case), len(kind.emulated)
     single, short = dtype == torch.float32, case.T <= SHORT
