@@ -2,9 +2,9 @@
 
 The base is GLA of the size "10M" with short convolutions: a gate for every channel, of rank 16, tau = 16, 4 heads. The
 changes: no gate, a decay that no data change (RetNet's), one gate for every head, rank 4 and 64, tau 1 and 4, 1 and 8
-heads of the same width together, no convolution, fla's epsilon in the norms. Everything else, the order of the data
-included, is as in :mod:`gla_ref.experiments.language`; the learning rate is chosen for every change. No full setting of
-it has been run yet.
+heads of the same width together, no convolution, fla's epsilon in the norms; and softmax attention, which has no
+convolutions in :mod:`gla_ref.experiments.language`, without and with them. Everything else, the order of the data
+included, is as there; the learning rate is chosen for every change. No full setting of it has been run yet.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from . import language, texts
 from ._rates import trials
-from .runs import Place, Run, Training, check_fields
+from .runs import Place, Run, Training, check_fields, start_of
 
 __all__ = ["CHANGES", "Settings", "carry_out", "runs"]
 
@@ -31,6 +31,8 @@ CHANGES = {
     "8 heads": {"num_heads": 8},
     "no convolution": {"use_short_conv": False},
     "epsilon 1e-6": {"norm_eps": 1e-6},
+    "softmax": {"mixer": "softmax", "use_short_conv": False},
+    "softmax with convolution": {"mixer": "softmax", **start_of("softmax")},
 }
 
 

@@ -3,7 +3,7 @@
 Every model sees the same tokens in the same order: some 20 million of three installed packages
 (:mod:`gla_ref.experiments.texts`), about twice; each record says how often. The score is the perplexity of documents
 that were held out whole, together and by source, beside bits a byte, which another vocabulary does not change.
-"softmax" without convolutions is the Transformer++ of the GLA paper's table 2, whose sizes are 34 and 33 times ours.
+"softmax" has no convolutions: it is the Transformer++ of the GLA paper's table 2, whose sizes are 34 and 33 times ours.
 Records also have what GLA's gates have learned: how fast channels forget, layer by layer, and what share of chunks is
 strong.
 
@@ -43,7 +43,7 @@ class Settings:
         vocab_size: tokens of that corpus.
         mixers: keys of :data:`gla_ref.models.mixers.MIXERS`.
         sizes: keys of :data:`SIZES`; learning rates are chosen at the first.
-        conv: whether mixers have short convolutions.
+        conv: whether mixers other than softmax attention have short convolutions.
         T: tokens of a sequence.
         tokens: of a step.
         steps: of every run that is a result.
@@ -190,9 +190,10 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
     widths = [SIZES[size][0] for size in s.sizes]
     for size, width in zip(s.sizes, widths, strict=True):
         for mixer in s.mixers:
-            group = f"{mixer}{'-conv' if s.conv else ''}"
-            model = model_of(size, mixer, s.vocab_size, use_short_conv=s.conv)
-            about = {"stage": "main", "size": size, "mixer": mixer, "conv": s.conv, "group": group}
+            conv = s.conv and mixer != "softmax"
+            group = f"{mixer}{'-conv' if conv else ''}"
+            model = model_of(size, mixer, s.vocab_size, use_short_conv=conv)
+            about = {"stage": "main", "size": size, "mixer": mixer, "conv": conv, "group": group}
             about |= {"rate factor": widths[0] / width}
             training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=min(4, s.steps))
             every = [

@@ -42,7 +42,7 @@ class Settings:
         test_speeches: how many, the first by name.
         vocab_size: 256, or more to leave some unused.
         width: of the residual stream.
-        conv: whether mixers have short convolutions.
+        conv: whether mixers other than softmax attention have short convolutions.
         heads: of every mixer.
         layers: of every model.
         tokens: of a step.
@@ -195,14 +195,15 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
     s, first, main = settings, [], []
     training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=min(2, s.steps))
     for mixer in s.mixers:
-        group = f"{mixer}{'-conv' if s.conv else ''}"
+        conv = s.conv and mixer != "softmax"
+        group = f"{mixer}{'-conv' if conv else ''}"
         model = Config(
             vocab_size=s.vocab_size, hidden_size=s.width, num_hidden_layers=s.layers, num_heads=s.heads, mixer=mixer,
-            use_short_conv=s.conv, **start_of(mixer),
+            use_short_conv=conv, **start_of(mixer),
         )  # fmt: skip
         for T in sorted(s.windows):
             for passing in (False, True) if mixer != "softmax" else (False,):
-                about = {"stage": "main", "mixer": mixer, "conv": s.conv, "window": T, "passing": passing}
+                about = {"stage": "main", "mixer": mixer, "conv": conv, "window": T, "passing": passing}
                 name = f"main/{group}/{T}{'-passing' if passing else ''}"
                 every = [
                     Run("length", f"{name}/seed{n}", {**about, "group": group, "seed": n}, s, model, training, s.tokens)
