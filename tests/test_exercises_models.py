@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -142,6 +144,9 @@ RIGHT |= {
     "ex-learns-strong": [lambda C, limit: 0.6931471805599453 / (limit / C)],
     "ex-learns-judge": ["ad", "d, a", ["a", "d"]],
     "ex-learns-design": ["ad", ["d", "a"]],
+    "ex-text-bits": [lambda p, tokens, size: math.log(p) / math.log(2) * tokens / size],
+    "ex-text-reach": [lambda h, left: h * math.log(1 / left) / math.log(2)],
+    "ex-text-judge": ["ad", "d, a"],
 }
 
 WRONG |= {
@@ -170,6 +175,27 @@ WRONG |= {
         ("a", "d is missing"),
         ("abd", "b does not belong to it"),
         ("acd", "c does not belong to it"),
+        ("d", "a is missing"),
+    ],
+    "ex-text-bits": [
+        (lambda p, tokens, size: math.log(p) * tokens / size, "to base 2"),
+        (lambda p, tokens, size: math.log2(p), "bits of a token"),
+        (lambda p, tokens, size: math.log2(p) * size / tokens, "other way round"),
+        (lambda p, tokens, size: p * tokens / size, "take its logarithm"),
+        (lambda p, tokens, size: p * 1.4426950408889634 * tokens / size, "its logarithm is the loss"),
+    ],
+    "ex-text-reach": [
+        (lambda h, left: -h * math.log(left), "to base 2"),
+        (lambda h, left: h * math.log2(left), "Mind the sign"),
+        (lambda h, left: -math.log2(left), "multiply by h"),
+        (lambda h, left: h * (2 - 2 * left), "not in a line"),
+        (lambda h, left: -math.log2(left) / h, "the longer it takes"),
+    ],
+    "ex-text-judge": [
+        ("a", "d is missing"),
+        ("abd", "b does not belong to it"),
+        ("acd", "c does not belong to it"),
+        ("ade", "e does not belong to it"),
         ("d", "a is missing"),
     ],
     "ex-learns-design": [

@@ -8,7 +8,7 @@ import torch
 
 from gla_ref.book import results
 from gla_ref.experiments import _report
-from gla_ref.experiments._report import interval, paired, quantile, student, welch
+from gla_ref.experiments._report import holm, interval, paired, quantile, student, welch
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,13 @@ def test_a_table_has_intervals_baselines_and_states():
     assert gla.split() == "gla/128 0.9000 ± 0.2484 3 accuracy 0.0100 0.2500 4096 0.001".split()
     assert linear.startswith("linear/128") and linear.endswith("at chance")
     assert _report.compare(records, "gla/128", "linear/128").p < 0.05
+
+
+def test_holm_asks_more_of_the_smallest():
+    ps = {"a": 0.04, "b": 0.012, "c": 0.02}
+    assert holm(ps) == ["b", "c", "a"], "0.012 x 3, 0.02 x 2 and 0.04 x 1 are below 5%"
+    assert holm(ps | {"d": 0.9}) == ["b"], "after the first that is not, none counts: 0.02 x 3"
+    assert holm({"a": 0.05}) == [] and holm({}) == [] and holm({"a": 0.05}, level=0.1) == ["a"]
 
 
 def test_language_is_scored_in_bits():

@@ -1,4 +1,4 @@
-"""Experiments as programs: what mixers remember, predict, forget and cost (chapter 19).
+"""Experiments as programs: what mixers remember, predict, forget and cost (chapters 19 and 19b).
 
     python -m gla_ref.experiments mqar --device cuda --seeds 3
     python -m gla_ref.experiments plan
@@ -12,12 +12,12 @@ host it goes on with the runs that the file of records lacks: take the file alon
 Trials choose a learning rate for every group of runs, on validation data; they are no results. `mqar --preset live` is
 learned in some ten seconds a run on a CPU.
 
-Of the full settings MQAR has run at width 128, of others only some trials of learning rates (lab/experiments.md); the
-tests run the tiny ones on a CPU.
+With full settings MQAR has run at width 128, `language` at 10M, `length` for GLA and Mamba-2-like models, `throughput`
+whole; `recall` in trials only, `ablations` not at all (lab/experiments.md). The tests run tiny settings on a CPU.
 """
 
 from . import ablations, language, length, mqar, recall, throughput
-from ._report import Interval, by_speech, compare, interval, paired, results_of, table, welch
+from ._report import Interval, by_speech, compare, holm, interval, paired, results_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
@@ -31,4 +31,15 @@ EXPERIMENTS = {
     "throughput": throughput,
 }
 
-__all__ = ["EXPERIMENTS", "Interval", "by_speech", "compare", "interval", "paired", "results_of", "table", "welch"]
+__all__ = [
+    "EXPERIMENTS",
+    "Interval",
+    "by_speech",
+    "compare",
+    "holm",
+    "interval",
+    "paired",
+    "results_of",
+    "table",
+    "welch",
+]

@@ -11,7 +11,18 @@ from typing import NamedTuple
 import numpy as np
 from tabulate import tabulate
 
-__all__ = ["Interval", "by_speech", "compare", "interval", "paired", "results_of", "score", "table", "welch"]
+__all__ = [
+    "Interval",
+    "by_speech",
+    "compare",
+    "holm",
+    "interval",
+    "paired",
+    "results_of",
+    "score",
+    "table",
+    "welch",
+]
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 
@@ -93,6 +104,21 @@ def paired(xs: dict[str, float], ys: dict[str, float], level: float = 0.95) -> I
         raise ValueError(f"xs, ys: expected the same names, at least two, got {sorted(xs)} and {sorted(ys)}")
     found = [xs[name] - ys[name] for name in xs]
     return _around(fmean(found), math.sqrt(variance(found) / len(found)), len(found) - 1, len(found), level, True)
+
+
+def holm(ps: dict, level: float = 0.05) -> list:
+    """Names of p-values that stay below the level after Holm's correction for asking so often (Holm 1979).
+
+    Args:
+        ps: p-values by name.
+        level: the chance of any false alarm among them.
+    """
+    kept = []
+    for n, name in enumerate(sorted(ps, key=ps.get)):
+        if ps[name] * (len(ps) - n) >= level:
+            break
+        kept.append(name)
+    return kept
 
 
 def score(record: dict) -> tuple[str, float]:

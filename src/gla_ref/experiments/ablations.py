@@ -1,4 +1,4 @@
-"""GLA's gate, one change at a time: the GLA paper's table 4 on our texts (chapter 19).
+"""GLA's gate, one change at a time: the GLA paper's table 4 on our texts (chapter 19b).
 
 The base is GLA of the size "10M" with short convolutions: a gate for every channel, of rank 16, tau = 16, 4 heads. The
 changes: no gate, a decay that no data change (RetNet's), one gate for every head, rank 4 and 64, tau 1 and 4, 1 and 8
@@ -95,7 +95,7 @@ class Settings:
 def runs(settings: Settings, seeds: int) -> list[Run]:
     """First the trials of every change, then a run a change and seed."""
     s, first, main = settings, [], []
-    training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=min(4, s.steps))
+    training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=1)
     base = language.model_of(s.size, "gla", s.vocab_size, use_short_conv=s.conv)
     for change in s.changes:
         group = change.replace(" ", "-")

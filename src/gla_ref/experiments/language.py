@@ -1,4 +1,4 @@
-"""Language models at equal budget: which mixer predicts held-out text best? (chapter 19)
+"""Language models at equal budget: which mixer predicts held-out text best? (chapter 19b)
 
 Every model sees the same tokens in the same order: some 20 million of three installed packages
 (:mod:`gla_ref.experiments.texts`), about twice; each record says how often. The score is the perplexity of documents
@@ -8,7 +8,8 @@ Records also have what GLA's gates have learned: how fast channels forget, layer
 strong.
 
 The learning rate is chosen for every mixer at the first size, in few steps, on validation documents; at another size it
-is divided by the ratio of the widths. No full setting of it has been run yet.
+is divided by the ratio of the widths. Models of the size 10M have been trained with the
+full settings, those of 40M have not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text to learn from, of three packages that are installed by name: documents, tokens, what is held out (chapter 19).
+"""Text to learn from, of three packages that are installed by name: documents, tokens, what is held out (chapter 19b).
 
     python -m gla_ref.experiments texts --linux-doc DIR --gcide FILE --sotu DIR --out texts
 

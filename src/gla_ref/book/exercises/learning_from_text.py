@@ -1,0 +1,48 @@
+"""Judges of the exercises on language models: bits a byte, the reach of a gate, claims (chapter 19b)."""
+
+import math
+
+from . import exercise
+from ._compare import hold
+from ._predict import choose
+
+
+@exercise("ex-text-bits", "derive")
+def bits(answer):
+    mistakes = {
+        "These are nats: take the logarithm to base 2.": lambda p, tokens, size: math.log(p) * tokens / size,
+        "These are the bits of a token: the text has more bytes than tokens.": lambda p, tokens, size: math.log2(p),
+        "The other way round: multiply by the number of tokens and divide by that of bytes.": (
+            lambda p, tokens, size: math.log2(p) * size / tokens
+        ),
+        "A perplexity is e to the loss: take its logarithm.": lambda p, tokens, size: p * tokens / size,
+        "The perplexity is given; its logarithm is the loss.": lambda p, tokens, size: p / math.log(2) * tokens / size,
+    }
+    right = {"bits a byte": ""}
+    hold(answer, [(20.0, 1000, 4000), (12.0, 300, 900)], lambda p, t, s: math.log2(p) * t / s, mistakes, right)
+
+
+@exercise("ex-text-reach", "derive")
+def reach(answer):
+    mistakes = {
+        "A half-life halves: the logarithm is to base 2.": lambda h, left: -h * math.log(left),
+        "Mind the sign: a share below 1 has a negative logarithm.": lambda h, left: h * math.log2(left),
+        "That many half-lives: multiply by h.": lambda h, left: -math.log2(left),
+        "The share falls as a power of 2, not in a line.": lambda h, left: 2 * h * (1 - left),
+        "The longer the half-life, the longer it takes.": lambda h, left: -math.log2(left) / h,
+    }
+    hold(answer, [(20.0, 1e-3), (7.0, 0.1)], lambda h, left: -h * math.log2(left), mistakes, {"tokens": ""})
+
+
+choose(
+    "ex-text-judge",
+    "Sentences that you may write",
+    "ad",
+    {
+        "a": "Three seeds of each, one text, one size: the difference is firm, and the sentence says where.",
+        "b": "The two differ in more than the number of gates, and one size is not all sizes.",
+        "c": "A flat loss says that the long text does no harm. Nothing was asked about its beginning.",
+        "d": "Its p-value is just below 5%.",
+        "e": "No model with convolutions and one without were compared that differ in nothing else.",
+    },
+)
