@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapters 17 to 19, right ones and wrong ones with the replies they get."""
+"""Answers to the exercises of chapters 17 to 19b, right ones and wrong ones with the replies they get."""
 
 from __future__ import annotations
 
@@ -137,6 +137,17 @@ def scattered(xs, t, correction=1):
     return mean, t * (variance / len(xs)) ** 0.5
 
 
+def carried(alpha, u, size, first=0, keep=1.0, own=0):
+    """The state as a sum of all writes, each times the gates after it; the gradient of the writes since the last cut."""
+    T = len(u)
+    cuts = [t for t in range(T) if t % size == first] or [0]
+    since = cuts[-1]
+    gates = [alpha[t + 1 - own :].prod() for t in range(T)]
+    after = [alpha[t + 1 :].prod() for t in range(T)]
+    S = sum(after[t] * u[t] * (keep if t < since else 1.0) for t in range(T))
+    return S, torch.stack([gates[t] if t >= since else 0 * gates[t] for t in range(T)])
+
+
 RIGHT |= {
     "ex-learns-baseline": [lambda pairs, again: (pairs + again) ** -1],
     "ex-learns-epsilon": [[0.002, 0.8944], (2e-6 / (1e-6 + 4e-12) ** 0.5, 0.894)],
@@ -146,6 +157,7 @@ RIGHT |= {
     "ex-learns-design": ["ad", ["d", "a"]],
     "ex-text-bits": [lambda p, tokens, size: math.log(p) / math.log(2) * tokens / size],
     "ex-text-reach": [lambda h, left: h * math.log(1 / left) / math.log(2)],
+    "ex-text-passing": [carried],
     "ex-text-judge": ["ad", "d, a"],
 }
 
@@ -190,6 +202,12 @@ WRONG |= {
         (lambda h, left: -math.log2(left), "multiply by h"),
         (lambda h, left: h * (2 - 2 * left), "not in a line"),
         (lambda h, left: -math.log2(left) / h, "the longer it takes"),
+    ],
+    "ex-text-passing": [
+        (lambda alpha, u, size: carried(alpha, u, len(u)), "detach the state"),
+        (lambda alpha, u, size: carried(alpha, u, size, keep=0.0), "itself is passed on"),
+        (lambda alpha, u, size: carried(alpha, u, size, first=1), "not after it"),
+        (lambda alpha, u, size: carried(alpha, u, size, own=1), "own gate"),
     ],
     "ex-text-judge": [
         ("a", "d is missing"),

@@ -2,8 +2,10 @@
 
 import math
 
+import torch
+
 from . import exercise
-from ._compare import hold
+from ._compare import draw, hold
 from ._predict import choose
 
 
@@ -32,6 +34,38 @@ def reach(answer):
         "The longer the half-life, the longer it takes.": lambda h, left: -math.log2(left) / h,
     }
     hold(answer, [(20.0, 1e-3), (7.0, 0.1)], lambda h, left: -h * math.log2(left), mistakes, {"tokens": ""})
+
+
+def _passed_on(alpha, u, size, *, cut=0, reset=False, early=False):
+    """The state after all tokens, and its gradient for u, cut before token `cut` of every window (None: nowhere)."""
+    S, du = torch.zeros((), dtype=u.dtype), torch.zeros_like(u)
+    for t in range(len(u)):
+        if t % size == cut:
+            du, S = torch.zeros_like(du), 0 * S if reset else S
+        S, du = alpha[t] * S + u[t], alpha[t] * du
+        du[t] = alpha[t] if early else 1.0
+    return S, du
+
+
+@exercise("ex-text-passing", "implement")
+def passing(answer):
+    mistakes = {
+        "The gradient passes the borders of windows: detach the state there.": lambda alpha, u, size: _passed_on(
+            alpha, u, size, cut=None
+        ),
+        "Only the gradient stops at a border: the state itself is passed on.": lambda alpha, u, size: _passed_on(
+            alpha, u, size, reset=True
+        ),
+        "Detach before the first token of a window, not after it.": lambda alpha, u, size: _passed_on(
+            alpha, u, size, cut=1
+        ),
+        "A token's own gate acts before its write: it is not in the gradient of that write.": lambda alpha, u, size: (
+            _passed_on(alpha, u, size, early=True)
+        ),
+    }
+    alpha, u = draw(19, (10,), (10,))
+    cases = [(alpha.sigmoid(), u, 4), (alpha.sigmoid()[:7], u[:7], 5)]
+    hold(answer, cases, _passed_on, mistakes, {"S": "", "gradient": "T"})
 
 
 choose(
