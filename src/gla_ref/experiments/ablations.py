@@ -2,9 +2,11 @@
 
 The base is GLA of the size "10M" with short convolutions: a gate for every channel, of rank 16, tau = 16, 4 heads. The
 changes: no gate, a decay that no data change (RetNet's), one gate for every head, rank 4 and 64, tau 1 and 4, 1 and 8
-heads of the same width together, no convolution, fla's epsilon in the norms; and softmax attention, which has no
-convolutions in :mod:`gla_ref.experiments.language`, without and with them. Everything else, the order of the data
-included, is as there; the learning rate is chosen for every change. No full setting of it has been run yet.
+heads of the same width together, no convolution, fla's epsilon in the norms. Two more mixers are held against the base
+and themselves: the Mamba-2-like one with the base's epsilon, which makes it start quietly, and with one that does not;
+and softmax attention, which has no convolutions in :mod:`gla_ref.experiments.language`, without and with them.
+Everything else, the order of the data included, is as there; the learning rate is chosen for every change. No full
+setting of it has been run yet.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ CHANGES = {
     "8 heads": {"num_heads": 8},
     "no convolution": {"use_short_conv": False},
     "epsilon 1e-6": {"norm_eps": 1e-6},
+    "mamba2": {"mixer": "mamba2"},
+    "mamba2, epsilon 1e-24": {"mixer": "mamba2", "norm_eps": 1e-24},
     "softmax": {"mixer": "softmax", "use_short_conv": False},
     "softmax with convolution": {"mixer": "softmax", **start_of("softmax")},
 }

@@ -8,8 +8,8 @@ Records also have what GLA's gates have learned: how fast channels forget, layer
 strong.
 
 The learning rate is chosen for every mixer at the first size, in few steps, on validation documents; at another size it
-is divided by the ratio of the widths. Models of the size 10M have been trained with the
-full settings, those of 40M have not.
+is divided by the ratio of the widths. Models of the size 10M have been trained with the full settings, those of 40M
+have not.
 """
 
 from __future__ import annotations

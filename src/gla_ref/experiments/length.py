@@ -8,8 +8,8 @@ length that they know, and states passed on may cure it (arXiv 2507.02782). A ca
 likewise, so softmax attention has the first kind of window only.
 
 Records have the loss of every speech, so that two models are compared speech by speech. The learning rate is chosen for
-every mixer, in few steps of the shortest windows, on validation speeches. GLA and Mamba-2-like models
-have been trained with the full settings, the other two have not.
+every mixer, in few steps of the shortest windows, on validation speeches. GLA and Mamba-2-like models have been trained
+with the full settings, the other two have not.
 """
 
 from __future__ import annotations
