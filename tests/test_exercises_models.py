@@ -138,10 +138,9 @@ def scattered(xs, t, correction=1):
 
 
 def carried(alpha, u, size, first=0, keep=1.0, own=0):
-    """The state as a sum of all writes, each times the gates after it; the gradient of the writes since the last cut."""
+    """The state as a sum of all writes, each times the gates after it; the gradient of writes since the last cut."""
     T = len(u)
-    cuts = [t for t in range(T) if t % size == first] or [0]
-    since = cuts[-1]
+    since = max(t for t in range(T) if t % size == first)
     gates = [alpha[t + 1 - own :].prod() for t in range(T)]
     after = [alpha[t + 1 :].prod() for t in range(T)]
     S = sum(after[t] * u[t] * (keep if t < since else 1.0) for t in range(T))

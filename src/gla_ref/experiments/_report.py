@@ -11,18 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from tabulate import tabulate
 
-__all__ = [
-    "Interval",
-    "by_speech",
-    "compare",
-    "holm",
-    "interval",
-    "paired",
-    "results_of",
-    "score",
-    "table",
-    "welch",
-]
+__all__ = ["Interval", "by_speech", "compare", "holm", "interval", "paired", "results_of", "score", "table", "welch"]
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 
