@@ -97,6 +97,8 @@ def _pictures() -> dict[str, str]:
         "19_what_it_learns": path([(8, 44), (30, 42), (48, 34), (62, 14), (112, 8)], "line-blue")
         + path([(8, 44), (62, 43), (84, 36), (112, 28)], "line-vermilion")
         + path([(8, 48), (112, 48)], "line-grey dashed"),
+        "19b_what_it_learns_from_text": path([(8, 4), (26, 26), (58, 38), (112, 44)], "line-blue")
+        + path([(8, 4), (30, 18), (64, 27), (112, 32)], "line-vermilion dashed"),
         "20_delta_rule": _squares(["bbb", "eee", "bbb"], 12, 8, 12)
         + arrow((54, 25), (70, 25))
         + _squares(["bbb", "ooo", "bbb"], 76, 8, 12),
@@ -163,6 +165,8 @@ _TEXTS = (
      "Run sixteen models as their papers write them, each as a call of one recurrence."),
     ("Models", "19_what_it_learns", "What it learns", "What can a state of fixed size still find in a text?",
      "Compare trained models fairly: rates, baselines, intervals, and what their gates do."),
+    ("Models", "19b_what_it_learns_from_text", "What it learns from text", "Does the mixer matter on real text?",
+     "Compare language models by bits per byte, and look at them before their first step."),
     ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?",
      "Derive DeltaNet's and Gated DeltaNet's chunks."),
     ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?",
