@@ -2,11 +2,11 @@
 
 The base is GLA of the size "10M" with short convolutions: a gate for every channel, of rank 16, tau = 16, 4 heads. The
 changes: no gate, a decay that no data change (RetNet's), one gate for every head, rank 4 and 64, tau 1 and 4, 1 and 8
-heads of the same width together, no convolution, fla's epsilon in the norms. Two more mixers are held against the base
-and themselves: the Mamba-2-like one with the base's epsilon, which makes it start quietly, and with one that does not;
-and softmax attention, which has no convolutions in :mod:`gla_ref.experiments.language`, without and with them.
-Everything else, the order of the data included, is as there; the learning rate is chosen for every change. No full
-setting of it has been run yet.
+heads of the same width together, no convolution, fla's epsilon in the norms. Two more mixers are compared with the
+base: the Mamba-2-like one with the base's epsilon, which makes it start quietly, and with one that does not; and
+softmax attention, which has no convolutions in :mod:`gla_ref.experiments.language`, without and with them. Everything
+else, the order of the data included, is as there; the learning rate is chosen for every change. No full setting of it
+has been run yet.
 """
 
 from __future__ import annotations

@@ -77,6 +77,6 @@ choose(
         "b": "The two differ in more than the number of gates, and one size is not all sizes.",
         "c": "A flat loss says that the long text does no harm. Nothing was asked about its beginning.",
         "d": "Its p-value is just below 5%.",
-        "e": "The start was tested in small models, on another text, for sixty steps. At this size it is a suspicion.",
+        "e": "The start was tested in small models, for few steps. At this size it is a suspicion.",
     },
 )
