@@ -47,6 +47,8 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
     assert sorted(again.done) == sorted(outcome.done) and file.read_text() == before
     other = replace(runs[0], settings=replace(runs[0].settings, tokens=2 * runs[0].settings.tokens))
     assert not is_done(other, tuple(records.values())), "other settings, another run"
+    newer = replace(runs[0], about={**runs[0].about, "a later field": None})
+    assert is_done(newer, tuple(records.values())), "a record from before a field that this run does not use"
 
 
 def test_the_command(place, tmp_path, capfd):

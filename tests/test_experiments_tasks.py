@@ -168,6 +168,32 @@ def test_an_epoch_reads_every_sequence_once(place):
     assert not torch.equal(language.Language(language.Settings.tiny(), 1, place).starts(0), task.starts(0))
 
 
+def test_language_models_start_equally_quiet():
+    """Every mixer adds less than a tenth of an embedding before the first step, with no lead for any (chapter 19b)."""
+    added = {}
+    for mixer in language.Settings().mixers:
+        torch.manual_seed(0)
+        model, seen = LanguageModel(language.model_of("10M", mixer, 512, use_short_conv=mixer != "softmax")), []
+        for block in model.model.layers:
+            block.attn.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out[0].square().mean()))
+        tokens = torch.randint(512, (1, 128))
+        with torch.no_grad():
+            model.model(tokens)
+            added[mixer] = torch.stack(seen).mean().sqrt() / model.model.embeddings(tokens).square().mean().sqrt()
+    assert max(added.values()) < 0.1 and max(added.values()) < 4 * min(added.values()), added
+
+
+def test_softmax_attention_is_judged_within_its_window_when_its_rate_is_chosen(place):
+    """Far beyond its window no rate is good; results are judged on whole speeches, as those of all mixers."""
+    runs = length.runs(length.Settings.tiny(), 1)
+    lengths = {}
+    for run in runs:
+        task = length.Length(run.settings, 16, False, 1, 0, place, "validation", run.about.get("judged"))
+        lengths.setdefault(run.model.mixer, set()).add(task.T)
+    assert lengths == {"gla": {64}, "softmax": {8}}
+    assert length.Length(runs[0].settings, 16, False, 1, 0, place).T == 64
+
+
 def test_perplexity_counts_every_held_out_token_once(place):
     """A model that knows nothing has a perplexity of the vocabulary."""
     task = language.Language(language.Settings.tiny(), 0, place)

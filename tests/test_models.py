@@ -319,6 +319,18 @@ def test_small_convolutions_start_a_head_below_the_epsilon_of_its_norm(mixer):
     assert sizes[None] > 0.5 and sizes[0.02] < 1e-4
 
 
+@pytest.mark.parametrize("mixer", [*MIXERS])
+def test_output_range_sets_the_start_of_the_mixers_outputs_alone(mixer):
+    fields = {"mixer": mixer, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 64}
+    usual, quiet = (dict(LanguageModel(Config(**fields, output_range=x)).named_parameters()) for x in (None, 1e-3))
+    for name in usual:
+        if name.endswith(".proj.weight") or name.endswith("_proj.weight"):
+            expected = 1e-3 if name.endswith("attn.o_proj.weight") else 0.02
+            assert quiet[name].std().item() == pytest.approx(expected, rel=0.2), name
+            assert usual[name].std().item() == pytest.approx(0.02, rel=0.2), name
+    assert sum(name.endswith("attn.o_proj.weight") for name in usual) == 2
+
+
 def test_fixed_and_scalar_gates():
     layer = mixers.RetNet(Config(**SMALL_MODEL | {"num_heads": 4}))
     *_, g = layer.inputs(torch.zeros(2, 3, 16), None, None, None)
@@ -418,6 +430,8 @@ def test_configurations_there_and_back(case):
     assert ours["model_type"] == "gla"
     other = dataclasses.replace(config, tau=4.0)  # which fla's files cannot say
     assert other.to_dict()["model_type"] == "gla_ref" and Config.from_dict(other.to_dict()) == other
+    loud = dataclasses.replace(config, conv_range=None)  # None is a choice here, and no lack of one
+    assert Config.from_dict(loud.to_dict()) == loud != config
 
 
 def test_a_missing_safetensors_says_which_extra(monkeypatch):

@@ -35,8 +35,14 @@ class Outcome:
 
 
 def is_done(run: Run, records: tuple[dict, ...]) -> bool:
-    """Whether there is a record of a run, made with the same settings."""
-    return any(r["name"] == run.name and r["run"] == run.fingerprint() for r in records)
+    """Whether there is a record of a run, made with the same settings; None is as good as none."""
+    wanted = _given(run.fingerprint())
+    return any(r["name"] == run.name and _given(r["run"]) == wanted for r in records)
+
+
+def _given(x):
+    """A fingerprint without fields that are None: records from before such a field stay those of the same run."""
+    return {name: _given(y) for name, y in x.items() if y is not None} if isinstance(x, dict) else x
 
 
 def do(run: Run, place: Place, file: Path) -> dict | Exception | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..models import Config
 from . import texts
 from ._rates import trained, trials
-from .runs import Place, Run, Training, check_fields, dice, start_of
+from .runs import Place, Run, Training, check_fields, dice, quiet_start, start_of
 from .trained_gates import gates_of
 from .training import Task
 
@@ -45,13 +45,14 @@ class Settings:
         mixers: keys of :data:`gla_ref.models.mixers.MIXERS`.
         sizes: keys of :data:`SIZES`; learning rates are chosen at the first.
         conv: whether mixers other than softmax attention have short convolutions.
+        quiet: whether all mixers start equally quiet (:func:`.runs.quiet_start`); else as in MQAR, some of them loud.
         T: tokens of a sequence.
         tokens: of a step.
         steps: of every run that is a result.
         rates: learning rates that are tried first.
         rate_steps: of a trial of a learning rate.
         precision: "bf16" or "fp32" in training.
-        compile: whether losses go through torch.compile.
+        compile: whether models and losses go through torch.compile in training.
     """
 
     corpus: str = "texts"
@@ -59,6 +60,7 @@ class Settings:
     mixers: tuple[str, ...] = ("softmax", "retnet", "mamba2", "gla")
     sizes: tuple[str, ...] = ("10M", "40M")
     conv: bool = True
+    quiet: bool = True
     T: int = 2048
     tokens: int = 65536
     steps: int = 690
@@ -178,11 +180,11 @@ def _scores(nats: float, tokens: int, size: int) -> dict:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits a byte": nats / math.log(2) / size}
 
 
-def model_of(size: str, mixer: str, vocab_size: int, **changes) -> Config:
-    """A model of one of the SIZES."""
-    width, layers, heads = SIZES[size]
-    fields = {"hidden_size": width, "num_hidden_layers": layers, "num_heads": heads, "mixer": mixer, **start_of(mixer)}
-    return Config(vocab_size=vocab_size, **fields | changes)
+def model_of(size: str, mixer: str, vocab_size: int, quiet: bool = True, **changes) -> Config:
+    """A model of one of the SIZES, with the start that `Settings.quiet` names."""
+    (width, layers, heads), start = SIZES[size], quiet_start if quiet else start_of
+    fields = {"hidden_size": width, "num_hidden_layers": layers, "num_heads": heads, "mixer": mixer}
+    return Config(vocab_size=vocab_size, **fields | start(mixer) | changes)
 
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
@@ -193,10 +195,10 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
         for mixer in s.mixers:
             conv = s.conv and mixer != "softmax"
             group = f"{mixer}{'-conv' if conv else ''}"
-            model = model_of(size, mixer, s.vocab_size, use_short_conv=conv)
+            model = model_of(size, mixer, s.vocab_size, s.quiet, use_short_conv=conv)
             about = {"stage": "main", "size": size, "mixer": mixer, "conv": conv, "group": group}
             about |= {"rate factor": widths[0] / width}
-            training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=min(4, s.steps))
+            training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=1)
             every = [
                 Run("language", f"main/{size}/{group}/seed{n}", {**about, "seed": n}, s, model, training, s.tokens)
                 for n in range(seeds)

@@ -8,8 +8,8 @@ length that they know, and states passed on may cure it (arXiv 2507.02782). A ca
 likewise, so softmax attention has the first kind of window only.
 
 Records have the loss of every speech, so that two models are compared speech by speech. The learning rate is chosen for
-every mixer, in few steps of the shortest windows, on validation speeches. GLA and Mamba-2-like models have been trained
-with the full settings, the other two have not.
+every mixer, in few steps of the shortest windows, on validation speeches: on these as a whole, but for softmax
+attention on their first window, since far beyond it no rate is good.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Settings:
         rates: learning rates that are tried first.
         rate_steps: of a trial of a learning rate.
         precision: "bf16" or "fp32" in training.
-        compile: whether losses go through torch.compile.
+        compile: whether models and losses go through torch.compile in training.
     """
 
     mixers: tuple[str, ...] = ("gla", "mamba2", "retnet", "softmax")
@@ -95,15 +95,16 @@ class Length(Task):
     """Windows of the training speeches in order, and the loss by position of held-out ones."""
 
     def __init__(
-        self, settings: Settings, T: int, passing: bool, steps: int, seed: int, place: Place, part: str = "test"
-    ):
+        self, settings: Settings, T: int, passing: bool, steps: int, seed: int, place: Place, part: str = "test",
+        judged: int | None = None,
+    ):  # fmt: skip
         corpus = texts.load(place.texts, "speeches")
         self.window, self.passing, self.rows, self.device = T, passing, settings.tokens // T, place.device
         speeches = corpus.documents("training")
         self.training, self.part = torch.cat(speeches).to(place.device), part
         found = dict(zip([corpus.names[i] for i in corpus.places(part)], corpus.documents(part), strict=True))
         if part == "validation":  # all, as far as all reach
-            n = min([settings.test_length, *(len(x) - 1 for x in found.values())])
+            n = min([judged or settings.test_length, *(len(x) - 1 for x in found.values())])
         else:
             n = settings.test_length
             found = {name: x for name, x in found.items() if len(x) > n}
@@ -205,6 +206,7 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
         for T in sorted(s.windows):
             for passing in (False, True) if mixer != "softmax" else (False,):
                 about = {"stage": "main", "mixer": mixer, "conv": conv, "window": T, "passing": passing}
+                about |= {"judged": min(s.windows)} if mixer == "softmax" else {}
                 name = f"main/{group}/{T}{'-passing' if passing else ''}"
                 every = [
                     Run("length", f"{name}/seed{n}", {**about, "group": group, "seed": n}, s, model, training, s.tokens)
@@ -217,8 +219,9 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
 
 def carry_out(run: Run, place: Place) -> dict | None:
     """Train and test; None if the deadline came first."""
+    part = "validation" if run.about["stage"] == "rate" else "test"
     about = run.about
-    part = "validation" if about["stage"] == "rate" else "test"
-    task = Length(run.settings, about["window"], about["passing"], run.training.steps, about["seed"], place, part)
+    what = run.settings, about["window"], about["passing"], run.training.steps, about["seed"]
+    task = Length(*what, place, part, about.get("judged"))
     found = trained(run, task, place)
     return found and {**found, "epochs": run.training.steps * run.tokens / len(task.training)}

@@ -52,7 +52,7 @@ class Settings:
         test_texts: for each number of facts, also for validation.
         must_learn: whether longer runs wait for trials above chance.
         precision: "bf16" or "fp32" in training.
-        compile: whether losses go through torch.compile.
+        compile: whether models and losses go through torch.compile in training.
     """
 
     T: int = 2048

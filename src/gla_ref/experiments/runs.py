@@ -15,7 +15,7 @@ import torch
 
 from ..models import MIXERS, Config
 
-__all__ = ["Place", "Run", "Training", "check_fields", "dice", "start_of"]
+__all__ = ["Place", "Run", "Training", "check_fields", "dice", "quiet_start", "start_of"]
 
 TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
@@ -76,7 +76,7 @@ class Training:
         clip: largest norm of the gradient.
         evaluations: how often the model is evaluated, evenly, the last time at the end.
         precision: "bf16": products by autocast, weights in float32; or "fp32".
-        compile: whether the loss goes through torch.compile.
+        compile: whether the model and its loss go through torch.compile in training.
 
     Raises:
         TypeError, ValueError: a field does not fit; the message names it.
@@ -180,6 +180,15 @@ def start_of(mixer: str) -> dict:
     no such norm; it needs PyTorch's larger convolutions.
     """
     return {"norm_eps": 1e-12} | ({"conv_range": None} if mixer == "softmax" else {})
+
+
+def quiet_start(mixer: str) -> dict:
+    """Fields of a model's Config by which every mixer adds next to nothing before the first step (chapter 19b).
+
+    W_O is drawn fifty times smaller than other weights. The epsilon of the heads' norms is far below any head's output:
+    a larger one would quieten Mamba-2-like layers, whose outputs are small, even more.
+    """
+    return {**start_of(mixer), "norm_eps": 1e-24, "output_range": 4e-4}
 
 
 def dice(device: torch.device | str, *what) -> torch.Generator:

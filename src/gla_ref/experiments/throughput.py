@@ -31,6 +31,7 @@ from ..models import Config, LanguageModel, _forms
 from ..models.layer import START, LayerState
 from ..models.mixers import SoftmaxAttention, rotate
 from .runs import Place, Run, check_fields, dice
+from .training import compile_parts
 
 __all__ = ["CONTENDERS", "SIZES", "SdpaAttention", "Settings", "carry_out", "runs"]
 
@@ -133,10 +134,8 @@ def model_and_loss(who: str, config: Config, checkpointing: bool, device: str) -
             ours.apply(ours._start)
     if who != "fla":
         ours.model.gradient_checkpointing = checkpointing
-        if who == "gla_compiled":  # block by block: one compilation serves all
-            for block in ours.model.layers:
-                block.compile(dynamic=False)
-            ours._summed = torch.compile(ours._summed, dynamic=False)
+        if who == "gla_compiled":
+            compile_parts(ours)
         return ours, lambda tokens: ours.loss(tokens)[0]
     # fla hands calls to other libraries where they are installed: here its own kernels are measured
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")

@@ -12,6 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from ..models import Config, LanguageModel
 from ..models.layer import LayerState
 from .runs import Place, Run
 
-__all__ = ["Task", "share_of_rate", "state_size", "train"]
+__all__ = ["Task", "compile_parts", "share_of_rate", "state_size", "train"]
 
 POINTS = 50  # of a curve
 LEARNED = 0.98  # share of the loss without learning: a model above it is at chance
@@ -43,7 +44,7 @@ class Task(ABC):
     part: str = "test"
 
     def objective(self, model: LanguageModel) -> Callable:
-        """What `loss` calls; torch.compile gets it where a run asks for that."""
+        """What `loss` calls."""
         return model.loss
 
     @abstractmethod
@@ -60,6 +61,16 @@ class Task(ABC):
     @abstractmethod
     def baselines(self) -> dict:
         """Scores of answers that need no model; "loss" among them, the loss of a model that learned nothing."""
+
+
+def compile_parts(model: LanguageModel) -> None:
+    """Compile a model's blocks and the sum of its losses: one compilation serves all layers.
+
+    Shapes are fixed: every other one is compiled anew.
+    """
+    for block in model.model.layers:
+        block.compile(dynamic=False)
+    model._summed = torch.compile(model._summed, dynamic=False)
 
 
 def state_size(config: Config, T: int) -> int:
@@ -125,9 +136,10 @@ class _Trainer:
         self.curve, self.evaluations, self.diverged = [], [], False
         self.baselines = task.baselines()
         self.total = torch.zeros((), device=device)  # losses since the curve's last point: reading one waits for a GPU
-        # torch.compile sees fixed shapes: a task's batches have few
-        objective = task.objective(model)
-        self.objective = torch.compile(objective, dynamic=False) if run.training.compile else objective
+        self.objective = task.objective(model)
+        if run.training.compile:
+            torch.compiler.reset()  # it stops compiling, unseen, after eight models in one process
+            compile_parts(model)
 
     def restore(self) -> None:
         """Go on where the checkpoint says."""
@@ -236,7 +248,9 @@ class _Trainer:
         before, now = ((n * training.evaluations) // training.steps for n in (self.step - 1, self.step))
         if now > before and not self.diverged:
             self.model.eval()
-            with torch.no_grad():  # without autocast: in float32
+            # without autocast: in float32. Texts end in pieces of any length, which are not worth compiling
+            eager = torch.compiler.set_stance("force_eager") if training.compile else nullcontext()
+            with torch.no_grad(), eager:
                 self.evaluations.append({"step": self.step, **self.task.evaluate(self.model)})
             self.model.train()
 

@@ -35,8 +35,8 @@ NEUTRAL = {
     "use_l2warp": (False,),
     "use_output_gate": (True,),
 }
-# fla fixes these fields and does not write them (weights that are loaded need no start of convolutions)
-FLA_HAS = {"mixer": "gla", "gate_rank": 16, "tau": 16.0, "head_norm": "rms", "conv_range": 0.02}
+# fla fixes these fields and does not write them (weights that are loaded need no start)
+FLA_HAS = {"mixer": "gla", "gate_rank": 16, "tau": 16.0, "head_norm": "rms", "conv_range": 0.02, "output_range": None}
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Config:
         initializer_range: standard deviation of the weights at the start.
         conv_range: the same for convolutions; None: PyTorch's start, uniform within conv_size^-0.5. With fla's 0.02,
             q, k and v shrink so far that a head's output is far below norm_eps^0.5 (chapter 19).
+        output_range: the same for the mixers' W_O; None: initializer_range. A small one lets mixers start quietly
+            (chapter 19b).
 
     Raises:
         TypeError, ValueError: a field does not fit; the message names it.
@@ -84,6 +86,7 @@ class Config:
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     conv_range: float | None = 0.02
+    output_range: float | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -152,11 +155,12 @@ class Config:
         """
         if fields.get("model_type", "gla") not in ("gla", "gla_ref"):
             raise ValueError(f"model_type: expected 'gla' or 'gla_ref', got {fields['model_type']!r}")
-        own = {field.name for field in dataclasses.fields(cls)}
+        own = {field.name: field.type for field in dataclasses.fields(cls)}
         neutral = NEUTRAL | {"num_kv_heads": (None, fields.get("num_heads", cls.num_heads))}
         for name, x in fields.items():
             if name in neutral and x not in neutral[name]:
                 raise ValueError(f"{name}: expected {' or '.join(map(repr, neutral[name]))}, got {x!r}")
-            if name not in own | WITHOUT_EFFECT | set(neutral):
+            if name not in WITHOUT_EFFECT | set(own) | set(neutral):
                 raise ValueError(f"{name}: expected a field of Config or of fla's GLAConfig, got {x!r}")
-        return cls(**{name: x for name, x in fields.items() if name in own and x is not None})  # None: default
+        given = {name: x for name, x in fields.items() if name in own}
+        return cls(**{name: x for name, x in given.items() if x is not None or own[name].endswith("| None")})

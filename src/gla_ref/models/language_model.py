@@ -117,6 +117,9 @@ class LanguageModel(nn.Module):
         self.model = Transformer(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.apply(self._start)
+        if config.output_range is not None:
+            for block in self.model.layers:
+                nn.init.normal_(block.attn.o_proj.weight, std=config.output_range)
 
     def _start(self, module: nn.Module) -> None:
         """Draw weights from a normal distribution and set biases to 0, so every gate of GLA begins near 2^(-1 / tau).
