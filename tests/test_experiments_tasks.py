@@ -207,6 +207,25 @@ def test_perplexity_counts_every_held_out_token_once(place):
     assert found["bits a byte"] == pytest.approx(8 * (size - 1) / size, rel=1e-5)
 
 
+def test_bits_by_reach_forget_what_is_farther_away(place, monkeypatch):
+    monkeypatch.setattr(language, "REACHES", (4, 8, 16))
+    task = language.Language(language.Settings.tiny(), 0, place)
+    torch.manual_seed(0)
+    model = LanguageModel(language.model_of("tiny", "gla", 256, initializer_range=0.5))
+    ((tokens, size),) = task.sources.values()
+    with torch.no_grad():
+        found = task.evaluate(model)["by reach"]
+        nats = 0.0
+        for start in range(0, len(tokens) - 1, 4):
+            piece = tokens[None, start : start + 5].long()
+            nats += model.loss(piece[:, :-1], piece[:, 1:].contiguous())[0].item() * (piece.shape[1] - 1)
+    assert list(found) == ["4", "8"], "a sequence of training has 16"
+    assert found["4"] == pytest.approx(nats / math.log(2) / size, rel=1e-5) and found["8"] != found["4"]
+    trial = language.Language(language.Settings.tiny(), 0, place, "validation")
+    with torch.no_grad():
+        assert "by reach" not in trial.evaluate(model)
+
+
 def test_scores_by_source_add_up(tmp_path):
     names = [f"{source}/{i}" for source in ("gcide", "sotu") for i in range(200)]
     corpus = texts.encode_bytes([texts.Document(n, BOOK[: 40 + (n[0] == "g")]) for n in names])

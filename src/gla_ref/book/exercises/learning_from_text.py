@@ -74,9 +74,9 @@ choose(
     "ad",
     {
         "a": "Three seeds of each, one text, one size: the difference is firm, and the sentence says where.",
-        "b": "The two differ in more than the number of gates, and one size is not all sizes.",
+        "b": "One size, one text and few steps are not all sizes, texts and steps.",
         "c": "A flat loss says that the long text does no harm. Nothing was asked about its beginning.",
-        "d": "Its p-value is just below 5%.",
-        "e": "The start was tested in small models, for few steps. At this size it is a suspicion.",
+        "d": "The change is many times as large as the scatter of the seeds, and Holm's correction keeps it.",
+        "e": "The distance is no more than a hint, and softmax attention had no convolutions.",
     },
 )
