@@ -2,9 +2,10 @@
 
 The base is GLA of the size "10M" with short convolutions and a quiet start: a gate for every channel, of rank 16,
 tau = 16, 4 heads. The changes: no gate, a decay that no data change (RetNet's), one gate for every head, no
-convolution, the two starts that are not quiet (a small epsilon in the norms, or fla's), tau 1, rank 4. Without
-convolutions and with either start GLA is compared with linear attention, which has no gate: that is fla's issue 696.
-Softmax attention, which has no convolutions in :mod:`gla_ref.experiments.language`, is compared without and with them.
+convolution, tau 1, rank 4, and three starts that are less quiet: with a small epsilon in the norms, with GPT-2's
+residual scaling (a W_O of 0.02 / (2 layers)^0.5, Radford et al. 2019), and fla's. Without convolutions GLA is compared
+with linear attention, which has no gate, with the quiet start and with fla's: that is fla's issue 696. Softmax
+attention, which has no convolutions in :mod:`gla_ref.experiments.language`, is compared without and with them.
 Everything else, the order of the data included, is as there, but for fewer steps; the learning rate is chosen for every
 change. No full setting of it has been run yet.
 """
@@ -31,6 +32,7 @@ CHANGES = {
     "fla's start": FLA_START,
     "fla's start, no gate": {**FLA_START, "mixer": "linear"},
     "loud start": {"output_range": None, **start_of("gla")},
+    "residual scaling": {"output_range": 5.3e-3},
     "softmax": {"mixer": "softmax", "use_short_conv": False},
     "softmax with convolution": {"mixer": "softmax", **quiet_start("softmax")},
     "tau 1": {"tau": 1.0},
