@@ -155,7 +155,7 @@ RIGHT |= {
     "ex-learns-judge": ["ad", "d, a", ["a", "d"]],
     "ex-learns-design": ["ad", ["d", "a"]],
     "ex-text-bits": [lambda p, tokens, size: math.log(p) / math.log(2) * tokens / size],
-    "ex-text-reach": [lambda h, left: h * math.log(1 / left) / math.log(2)],
+    "ex-text-reach": [lambda a, b, left: math.log2(1 / left) / (0.5 / a + 0.5 / b)],
     "ex-text-passing": [carried],
     "ex-text-judge": ["ad", "d, a"],
 }
@@ -196,11 +196,12 @@ WRONG |= {
         (lambda p, tokens, size: p * 1.4426950408889634 * tokens / size, "its logarithm is the loss"),
     ],
     "ex-text-reach": [
-        (lambda h, left: -h * math.log(left), "to base 2"),
-        (lambda h, left: h * math.log2(left), "Mind the sign"),
-        (lambda h, left: -math.log2(left), "multiply by h"),
-        (lambda h, left: h * (2 - 2 * left), "not in a line"),
-        (lambda h, left: -math.log2(left) / h, "the longer it takes"),
+        (lambda a, b, left: -0.5 * math.log2(left) * (a + b), "Halvings add up"),
+        (lambda a, b, left: -math.log2(left) * a, "shorten the reach"),
+        (lambda a, b, left: -math.log2(left) * b, "Every second gate is open"),
+        (lambda a, b, left: -math.log(left) * 2 * a * b / (a + b), "to base 2"),
+        (lambda a, b, left: -math.log2(left) * a * b / (a + b), "pairs of tokens"),
+        (lambda a, b, left: math.log2(left) * 2 * a * b / (a + b), "Mind the sign"),
     ],
     "ex-text-passing": [
         (lambda alpha, u, size: carried(alpha, u, len(u)), "detach the state"),

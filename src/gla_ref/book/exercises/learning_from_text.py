@@ -27,13 +27,19 @@ def bits(answer):
 @exercise("ex-text-reach", "derive")
 def reach(answer):
     mistakes = {
-        "A half-life halves: the logarithm is to base 2.": lambda h, left: -h * math.log(left),
-        "Mind the sign: a share below 1 has a negative logarithm.": lambda h, left: h * math.log2(left),
-        "That many half-lives: multiply by h.": lambda h, left: -math.log2(left),
-        "The share falls as a power of 2, not in a line.": lambda h, left: 2 * h * (1 - left),
-        "The longer the half-life, the longer it takes.": lambda h, left: -math.log2(left) / h,
+        "Halvings add up, half-lives do not: take the mean of 1 / open and 1 / closed.": lambda a, b, left: (
+            -math.log2(left) * (a + b) / 2
+        ),
+        "The closed gates act, too: they shorten the reach.": lambda a, b, left: -math.log2(left) * a,
+        "Every second gate is open, which is not to be forgotten.": lambda a, b, left: -math.log2(left) * b,
+        "A half-life halves: the logarithm is to base 2.": lambda a, b, left: -math.log(left) * 2 / (1 / a + 1 / b),
+        "That counts pairs of tokens.": lambda a, b, left: -math.log2(left) / (1 / a + 1 / b),
+        "Mind the sign: a share below 1 has a negative logarithm.": lambda a, b, left: (
+            math.log2(left) * 2 / (1 / a + 1 / b)
+        ),
     }
-    hold(answer, [(20.0, 1e-3), (7.0, 0.1)], lambda h, left: -h * math.log2(left), mistakes, {"tokens": ""})
+    cases = [(1000.0, 10.0, 1e-3), (40.0, 7.0, 0.1)]
+    hold(answer, cases, lambda a, b, left: -math.log2(left) * 2 / (1 / a + 1 / b), mistakes, {"tokens": ""})
 
 
 def _passed_on(alpha, u, size, *, cut=0, reset=False, early=False):
