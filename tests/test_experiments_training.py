@@ -79,6 +79,28 @@ def test_a_compiled_loss_learns_the_same(name, pattern, place, tmp_path, monkeyp
 
 
 @pytest.mark.deep
+def test_every_run_of_a_process_is_compiled(place, tmp_path, monkeypatch):
+    """PyTorch gives up without a word at its limit of recompilations: here after one model instead of eight."""
+    run = fixed(next(run for run in tiny("mqar") if run.name.startswith("main/gla/16/")))
+    run = replace(run, training=replace(run.training, compile=True))
+    graphs, torch_compile = [], torch.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: torch_compile(function, backend=backend, **options))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    counts = []
+    for seed in range(2):
+        graphs.clear()
+        one = replace(run, about={**run.about, "seed": seed})
+        EXPERIMENTS["mqar"].carry_out(one, replace(place, folder=tmp_path / str(seed)))
+        counts.append(len(graphs))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.deep
 def test_the_live_setting_is_learned_on_a_cpu(place):
     s = replace(mqar.Settings.live(), mixers=("softmax", "gla"))
     runs = [fixed(run, s.rates[0]) for run in mqar.runs(s, 1) if run.about["stage"] == "main"]
