@@ -89,7 +89,9 @@ def test_every_run_of_a_process_is_compiled(place, tmp_path, monkeypatch):
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", lambda function, **options: torch_compile(function, backend=backend, **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: torch_compile(function, backend=backend, **options)
+    )
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     counts = []
     for seed in range(2):
