@@ -207,14 +207,14 @@ def test_perplexity_counts_every_held_out_token_once(place):
     assert found["bits a byte"] == pytest.approx(8 * (size - 1) / size, rel=1e-5)
 
 
-def test_bits_by_reach_forget_what_is_farther_away(place, monkeypatch):
-    monkeypatch.setattr(language, "REACHES", (4, 8, 16))
+def test_bits_by_context_forget_what_is_farther_away(place, monkeypatch):
+    monkeypatch.setattr(language, "CONTEXTS", (4, 8, 16))
     task = language.Language(language.Settings.tiny(), 0, place)
     torch.manual_seed(0)
     model = LanguageModel(language.model_of("tiny", "gla", 256, initializer_range=0.5))
     ((tokens, size),) = task.sources.values()
     with torch.no_grad():
-        found = task.evaluate(model)["by reach"]
+        found = task.evaluate(model)["by context"]
         nats = 0.0
         for start in range(0, len(tokens) - 1, 4):
             piece = tokens[None, start : start + 5].long()
@@ -223,7 +223,7 @@ def test_bits_by_reach_forget_what_is_farther_away(place, monkeypatch):
     assert found["4"] == pytest.approx(nats / math.log(2) / size, rel=1e-5) and found["8"] != found["4"]
     trial = language.Language(language.Settings.tiny(), 0, place, "validation")
     with torch.no_grad():
-        assert "by reach" not in trial.evaluate(model)
+        assert "by context" not in trial.evaluate(model)
 
 
 def test_scores_by_source_add_up(tmp_path):

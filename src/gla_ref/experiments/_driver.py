@@ -35,7 +35,7 @@ class Outcome:
 
 
 def is_done(run: Run, records: tuple[dict, ...]) -> bool:
-    """Whether there is a record of a run, made with the same settings; None is as good as none."""
+    """Whether there is a record of a run, made with the same settings; a field that is None counts as absent."""
     wanted = _given(run.fingerprint())
     return any(r["name"] == run.name and _given(r["run"]) == wanted for r in records)
 

@@ -7,7 +7,8 @@ that were held out whole, together and by source, beside bits a byte, which anot
 Records also have what GLA's gates have learned: how fast channels forget, layer by layer, and what share of chunks is
 strong.
 
-The learning rate is chosen for every mixer at the first size, in few steps, on validation documents; at another size it
+All mixers start equally quiet (:func:`.runs.quiet_start`): with the start of MQAR their order was one of loudness. The
+learning rate is chosen for every mixer at the first size, in few steps, on validation documents; at another size it
 is divided by the ratio of the widths. Models of the size 10M have been trained with the full settings, those of 40M
 have not.
 """
@@ -33,7 +34,7 @@ __all__ = ["SIZES", "Language", "Settings", "carry_out", "model_of", "runs"]
 #:
 #: :meta hide-value:
 SIZES = {"tiny": (16, 1, 2), "10M": (256, 7, 4), "40M": (512, 9, 4)}
-REACHES = (128, 512)  # tokens of pieces that results are read in once more
+CONTEXTS = (128, 512)  # tokens that a result may see of a text, where it is evaluated once more
 
 
 @dataclass(frozen=True)
@@ -141,17 +142,17 @@ class Language(Task):
     def evaluate(self, model) -> dict:
         """Loss and perplexity of a token, and bits a byte, together and by source; what gates do there.
 
-        Results have "by reach" too: bits a byte where the model reads pieces of so many tokens, each from nothing. How
-        much more it needs says how much it uses of the text farther away.
+        Results have "by context" too: bits a byte where the model reads pieces of so many tokens, each from nothing.
+        How much more it needs says how much it uses of the text farther away.
         """
         sums = {source: (*self.nats(model, tokens, self.T), size) for source, (tokens, size) in self.sources.items()}
         scores = {source: _scores(*of) for source, of in sums.items()}
         found = _scores(*map(sum, zip(*sums.values(), strict=True))) | {"by source": scores}
         if self.part == "test":
             size = sum(size for _, size in self.sources.values())
-            reaches = [n for n in REACHES if n < self.T]
-            nats = {n: sum(self.nats(model, tokens, n)[0] for tokens, _ in self.sources.values()) for n in reaches}
-            found["by reach"] = {str(n): x / math.log(2) / size for n, x in nats.items()}
+            contexts = [n for n in CONTEXTS if n < self.T]
+            nats = {n: sum(self.nats(model, tokens, n)[0] for tokens, _ in self.sources.values()) for n in contexts}
+            found["by context"] = {str(n): x / math.log(2) / size for n, x in nats.items()}
         longest = max((tokens for tokens, _ in self.sources.values()), key=len)
         some = longest[: len(longest) // self.T * self.T].view(-1, self.T)[: self.rows].to(self.device).long()
         layers = gates_of(model, some) if len(some) else []
