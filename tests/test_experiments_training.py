@@ -92,12 +92,13 @@ def test_every_run_of_a_process_is_compiled(place, tmp_path, monkeypatch):
     monkeypatch.setattr(
         torch, "compile", lambda function, **options: torch_compile(function, backend=backend, **options)
     )
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     counts = []
     for seed in range(2):
         graphs.clear()
         one = replace(run, about={**run.about, "seed": seed})
-        EXPERIMENTS["mqar"].carry_out(one, replace(place, folder=tmp_path / str(seed)))
+        # not monkeypatch: it would delete the limit afterwards, and with it what other tests compile
+        with torch._dynamo.config.patch(recompile_limit=1):
+            EXPERIMENTS["mqar"].carry_out(one, replace(place, folder=tmp_path / str(seed)))
         counts.append(len(graphs))
     assert counts[0] == counts[1] > 0
 
