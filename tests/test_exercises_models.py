@@ -1,4 +1,4 @@
-"""Answers to the exercises of chapters 17 to 19b, right ones and wrong ones with the replies they get."""
+"""Answers to the exercises of chapters 17 to 19c, right ones and wrong ones with the replies they get."""
 
 from __future__ import annotations
 
@@ -137,6 +137,12 @@ def scattered(xs, t, correction=1):
     return mean, t * (variance / len(xs)) ** 0.5
 
 
+def bits_of(losses, sizes, sources, base=2.0):
+    """Bits per byte with one-hot rows for the sources."""
+    members = torch.nn.functional.one_hot(sources).double().T
+    return members @ losses / math.log(base) / (members @ sizes), losses.sum() / (math.log(base) * sizes.sum())
+
+
 def carried(alpha, u, size, first=0, keep=1.0, own=0):
     """The state as a sum of all writes, each times the gates after it; the gradient of writes since the last cut."""
     T = len(u)
@@ -154,10 +160,12 @@ RIGHT |= {
     "ex-learns-strong": [lambda C, limit: 0.6931471805599453 / (limit / C)],
     "ex-learns-judge": ["ad", "d, a", ["a", "d"]],
     "ex-learns-design": ["ad", ["d", "a"]],
-    "ex-text-bits": [lambda p, tokens, size: math.log(p) / math.log(2) * tokens / size],
-    "ex-text-reach": [lambda a, b, left: math.log2(1 / left) / (0.5 / a + 0.5 / b)],
-    "ex-text-passing": [carried],
+    "ex-text-bits": [bits_of],
+    "ex-text-stream": [lambda parts, left: (((1 - left) / left) / parts) ** 0.5],
+    "ex-far-reach": [lambda a, b, left: math.log2(1 / left) / (0.5 / a + 0.5 / b)],
+    "ex-far-passing": [carried],
     "ex-text-judge": ["ad", "d, a"],
+    "ex-far-judge": ["ad", "d, a"],
 }
 
 WRONG |= {
@@ -189,13 +197,20 @@ WRONG |= {
         ("d", "a is missing"),
     ],
     "ex-text-bits": [
-        (lambda p, tokens, size: math.log(p) * tokens / size, "to base 2"),
-        (lambda p, tokens, size: math.log2(p), "bits of a token"),
-        (lambda p, tokens, size: math.log2(p) * size / tokens, "other way round"),
-        (lambda p, tokens, size: p * tokens / size, "take its logarithm"),
-        (lambda p, tokens, size: p * 1.4426950408889634 * tokens / size, "its logarithm is the loss"),
+        (lambda *x: bits_of(*x, base=math.e), "to base 2"),
+        (lambda losses, sizes, sources: bits_of(losses, sizes / sizes, sources), "bits of a token"),
+        (lambda losses, sizes, sources: bits_of(losses / sizes, sizes / sizes, sources), "short tokens too much"),
+        (lambda *x: (bits_of(*x)[0], sum(bits_of(*x)[0]) / len(bits_of(*x)[0])), "a short source"),
     ],
-    "ex-text-reach": [
+    "ex-text-stream": [
+        (lambda parts, left: (1 - left) / left / parts, "take its root"),
+        (lambda parts, left: ((1 - left) / left) ** 0.5 / parts, "below the root"),
+        (lambda parts, left: ((1 - left) / left) ** 0.5, "not one"),
+        (lambda parts, left: ((1 - left) / parts) ** 0.5, "more than its share"),
+        (lambda parts, left: (left / (1 - left) / parts) ** 0.5, "other way round"),
+        (lambda parts, left: ((1 - left**2) / parts) ** 0.5 / left, "not of the standard deviation"),
+    ],
+    "ex-far-reach": [
         (lambda a, b, left: -0.5 * math.log2(left) * (a + b), "Halvings add up"),
         (lambda a, b, left: -math.log2(left) * a, "shorten the reach"),
         (lambda a, b, left: -math.log2(left) * b, "Every second gate is open"),
@@ -203,11 +218,18 @@ WRONG |= {
         (lambda a, b, left: -math.log2(left) * a * b / (a + b), "pairs of tokens"),
         (lambda a, b, left: math.log2(left) * 2 * a * b / (a + b), "Mind the sign"),
     ],
-    "ex-text-passing": [
+    "ex-far-passing": [
         (lambda alpha, u, size: carried(alpha, u, len(u)), "detach the state"),
         (lambda alpha, u, size: carried(alpha, u, size, keep=0.0), "itself is passed on"),
         (lambda alpha, u, size: carried(alpha, u, size, first=1), "not after it"),
         (lambda alpha, u, size: carried(alpha, u, size, own=1), "own gate"),
+    ],
+    "ex-far-judge": [
+        ("a", "d is missing"),
+        ("abd", "b does not belong to it"),
+        ("acd", "c does not belong to it"),
+        ("ade", "e does not belong to it"),
+        ("d", "a is missing"),
     ],
     "ex-text-judge": [
         ("a", "d is missing"),

