@@ -123,7 +123,7 @@ choose(
         "b": "One size, one text and few steps are not all sizes, texts and steps.",
         "c": "The step size on their values made them start quietly. Without it they learned as slowly as GLA.",
         "d": "The change is many times as large as the scatter of the seeds, and Holm's correction keeps it.",
-        "e": "The distance is no more than a hint, and softmax attention had no convolutions.",
+        "e": "Softmax attention had no convolutions, and this is one size.",
     },
 )
 
@@ -133,7 +133,7 @@ choose(
     "ad",
     {
         "a": "The two scores differ by next to nothing, on the same 300 bytes.",
-        "b": "Trained on 2,048 bytes it still held at twice its window, and other positions may carry further.",
+        "b": "Only one kind of positions was tested, and how much of the text was used was not measured.",
         "c": "A flat loss says that the long text does no harm. Nothing was asked about its beginning.",
         "d": "With their half-lives next to nothing is left after 2,048 tokens, in 95% of a layer's channels.",
         "e": "In the last three layers some channels became several times as slow.",
