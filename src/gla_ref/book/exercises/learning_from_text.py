@@ -132,10 +132,10 @@ choose(
     "Sentences that you may write",
     "ad",
     {
-        "a": "The two scores differ by next to nothing, on the same 300 bytes.",
+        "a": "The two scores differ by next to nothing, and single guesses hardly move.",
         "b": "Only one kind of positions was tested, and how much of the text was used was not measured.",
         "c": "A flat loss says that the long text does no harm. Nothing was asked about its beginning.",
         "d": "With their half-lives next to nothing is left after 2,048 tokens, in 95% of a layer's channels.",
-        "e": "In the last three layers some channels became several times as slow.",
+        "e": "On favourites the same mixer gained by bytes that were more than sixteen places away.",
     },
 )
