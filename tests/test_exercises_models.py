@@ -143,6 +143,16 @@ def bits_of(losses, sizes, sources, base=2.0):
     return members @ losses / math.log(base) / (members @ sizes), losses.sum() / (math.log(base) * sizes.sum())
 
 
+def one_by_one(logits_of, text, n, since=None, ahead=1, place=-1):
+    """Bits for each token after the first n, one window at a time; `since`: where all windows begin."""
+    found = []
+    for t in range(n, len(text)):
+        window = text[t - n if since is None else since : t]
+        p = logits_of(window[None])[0, place].softmax(-1)
+        found.append(-p[text[t - 1 + ahead]].log2())
+    return torch.stack(found)
+
+
 def carried(alpha, u, size, first=0, keep=1.0, own=0):
     """The state as a sum of all writes, each times the gates after it; the gradient of writes since the last cut."""
     T = len(u)
@@ -162,6 +172,8 @@ RIGHT |= {
     "ex-learns-design": ["ad", ["d", "a"]],
     "ex-text-bits": [bits_of],
     "ex-text-stream": [lambda parts, left: (((1 - left) / left) / parts) ** 0.5],
+    "ex-text-loud": ["bd", "d, b"],
+    "ex-far-cut": [one_by_one],
     "ex-far-reach": [lambda a, b, left: math.log2(1 / left) / (0.5 / a + 0.5 / b)],
     "ex-far-passing": [carried],
     "ex-text-judge": ["ad", "d, a"],
@@ -209,6 +221,19 @@ WRONG |= {
         (lambda parts, left: ((1 - left) / parts) ** 0.5, "more than its share"),
         (lambda parts, left: (left / (1 - left) / parts) ** 0.5, "other way round"),
         (lambda parts, left: ((1 - left**2) / parts) ** 0.5 / left, "not of the standard deviation"),
+    ],
+    "ex-text-loud": [
+        ("b", "d is missing"),
+        ("bcd", "c does not belong to it"),
+        ("abd", "a does not belong to it"),
+        ("bde", "e does not belong to it"),
+        ("d", "b is missing"),
+    ],
+    "ex-far-cut": [
+        (lambda f, text, n: one_by_one(f, text, n, since=0), "a window of its own"),
+        (lambda f, text, n: one_by_one(f, text, n, ahead=0), "score the one after"),
+        (lambda f, text, n: one_by_one(f, text, n) * math.log(2), "to base 2"),
+        (lambda f, text, n: one_by_one(f, text, n, place=0), "not the first"),
     ],
     "ex-far-reach": [
         (lambda a, b, left: -0.5 * math.log2(left) * (a + b), "Halvings add up"),

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.nn import functional as F
 
 from . import exercise
 from ._compare import draw, hold
@@ -64,6 +65,20 @@ def stream(answer):
     hold(answer, [(14, 0.2), (6, 0.7)], lambda parts, left: math.sqrt((1 / left - 1) / parts), mistakes, {"sigma": ""})
 
 
+choose(
+    "ex-text-loud",
+    "Models that start loud",
+    "bd",
+    {
+        "a": "Convolutions make the heads' outputs small, and this epsilon holds them down.",
+        "b": "Without convolutions the heads' outputs are well above the root of the epsilon.",
+        "c": "The step size makes the heads' outputs so small that even this epsilon holds them down.",
+        "d": "This epsilon holds nothing down: the norm lifts every head to 1.",
+        "e": "Softmax attention is loud with the usual W_O, and this one is fifty times smaller.",
+    },
+)
+
+
 @exercise("ex-far-reach", "derive")
 def reach(answer):
     mistakes = {
@@ -80,6 +95,35 @@ def reach(answer):
     }
     cases = [(1000.0, 10.0, 1e-3), (40.0, 7.0, 0.1)]
     hold(answer, cases, lambda a, b, left: -math.log2(left) * 2 / (1 / a + 1 / b), mistakes, {"tokens": ""})
+
+
+def _model(tokens):
+    """Logits `[rows, n, 5]` of a model that counts the tokens up to each place, later ones more."""
+    one_hot = F.one_hot(tokens, 5).double()
+    weights = torch.arange(1.0, tokens.shape[1] + 1, dtype=torch.float64)
+    return (weights[:, None] * one_hot).cumsum(1).sin()
+
+
+def _cut(logits_of, text, n, *, first=0, base=2.0):
+    """Bits for the tokens from place n on, each from the n tokens before it; `first` shifts the tokens that count."""
+    logits = logits_of(text.unfold(0, n, 1)[:-1])[:, -1]
+    return F.cross_entropy(logits, text[n + first : len(text) + first], reduction="none") / math.log(base)
+
+
+@exercise("ex-far-cut", "implement")
+def cutting(answer):
+    mistakes = {
+        "These tokens are guessed from all tokens before them: give each a window of its own.": lambda f, text, n: (
+            F.cross_entropy(f(text[None])[0, n - 1 : -1], text[n:], reduction="none") / math.log(2)
+        ),
+        "The last token of a window is known: score the one after it.": lambda *x: _cut(*x, first=-1),
+        "These are nats: take the logarithm to base 2.": lambda *x: _cut(*x, base=math.e),
+        "Only the last logits of a window have seen n tokens, not the first.": lambda f, text, n: (
+            F.cross_entropy(f(text.unfold(0, n, 1)[:-1])[:, 0], text[n:], reduction="none") / math.log(2)
+        ),
+    }
+    text = torch.tensor([0, 3, 1, 1, 4, 2, 0, 1, 3, 3, 2, 4])
+    hold(answer, [(_model, text, 3), (_model, text, 4)], _cut, mistakes, {"bits": "T"})
 
 
 def _passed_on(alpha, u, size, *, cut=0, reset=False, early=False):
