@@ -207,6 +207,19 @@ def test_perplexity_counts_every_held_out_token_once(place):
     assert found["bits a byte"] == pytest.approx(8 * (size - 1) / size, rel=1e-5)
 
 
+def test_small_steps_are_evaluated_in_large_batches(place):
+    """The tiny setting's steps have four sequences; held-out texts are read many at a time."""
+    task, batches = language.Language(language.Settings.tiny(), 0, place), []
+
+    class Model:
+        def loss(self, x, y):
+            batches.append(len(x))
+            return torch.zeros(()), None
+
+    task.nats(Model(), torch.zeros(16 * 300 + 1, dtype=torch.uint8), 16)
+    assert task.rows == 4 and batches == [256, 44]
+
+
 def test_bits_by_context_forget_what_is_farther_away(place, monkeypatch):
     monkeypatch.setattr(language, "CONTEXTS", (4, 8, 16))
     task = language.Language(language.Settings.tiny(), 0, place)

@@ -35,6 +35,7 @@ __all__ = ["SIZES", "Language", "Settings", "carry_out", "model_of", "runs"]
 #: :meta hide-value:
 SIZES = {"tiny": (16, 1, 2), "10M": (256, 7, 4), "40M": (512, 9, 4)}
 CONTEXTS = (128, 512)  # tokens that a result may see of a text, where it is evaluated once more
+TOGETHER = 4096  # tokens that are evaluated at a time, or those of a step if these are more
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Language(Task):
 
     def nats(self, model, text: Tensor, T: int) -> tuple[float, int]:
         """Summed loss of a text in pieces of T tokens, and how many tokens are predicted: all but the first."""
-        text, total, rows = text.to(self.device).long(), 0.0, self.rows * self.T // T
+        text, total, rows = text.to(self.device).long(), 0.0, max(self.rows * self.T, TOGETHER) // T
         count = (len(text) - 1) // T * T
         pieces = [x[:count].view(-1, T).split(rows) for x in (text[:-1], text[1:])] if count else [(), ()]
         if count < len(text) - 1:
