@@ -106,7 +106,6 @@ WRONG = [
     (mqar, "bare_widths", (), ValueError),
     (recall, "T", 20, ValueError),
     (recall, "names", 1, ValueError),
-    (recall, "compile", 1, TypeError),
     (language, "sizes", ("7B",), ValueError),
     (language, "rates", (), ValueError),
     (language, "conv", 1, TypeError),

@@ -71,8 +71,8 @@ def test_a_compiled_loss_learns_the_same(name, pattern, place, tmp_path, monkeyp
     torch_compile = torch.compile
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", compile)
-    run = replace(run, training=replace(run.training, compile=True))
-    found = EXPERIMENTS[name].carry_out(run, replace(place, folder=tmp_path / "compiled"))
+    found = EXPERIMENTS[name].carry_out(run, replace(place, folder=tmp_path / "compiled", compile=True))
+    assert (plain["compiled"], found["compiled"]) == (False, True)
     assert compiled == [{"dynamic": False}] * (run.model.num_hidden_layers + 1), "blocks and a loss"
     for (_, x), (_, y) in zip(found["curve"], plain["curve"], strict=True):
         assert x == pytest.approx(y, rel=1e-4)
@@ -82,7 +82,6 @@ def test_a_compiled_loss_learns_the_same(name, pattern, place, tmp_path, monkeyp
 def test_every_run_of_a_process_is_compiled(place, tmp_path, monkeypatch):
     """PyTorch gives up without a word at its limit of recompilations: here after one model instead of eight."""
     run = fixed(next(run for run in tiny("mqar") if run.name.startswith("main/gla/16/")))
-    run = replace(run, training=replace(run.training, compile=True))
     graphs, torch_compile = [], torch.compile
 
     def backend(graph, inputs):
@@ -98,7 +97,7 @@ def test_every_run_of_a_process_is_compiled(place, tmp_path, monkeypatch):
         one = replace(run, about={**run.about, "seed": seed})
         # not monkeypatch: it would delete the limit afterwards, and with it what other tests compile
         with torch._dynamo.config.patch(recompile_limit=1):
-            EXPERIMENTS["mqar"].carry_out(one, replace(place, folder=tmp_path / str(seed)))
+            EXPERIMENTS["mqar"].carry_out(one, replace(place, folder=tmp_path / str(seed), compile=True))
         counts.append(len(graphs))
     assert counts[0] == counts[1] > 0
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gla_ref.models.mixers as mixers
 from gla_ref import FORMS
 from gla_ref.models import MIXERS, Config, LanguageModel, _forms, checkpoints, detach, next_tokens
-from gla_ref.models.layer import LayerState
+from gla_ref.models.layer import LayerState, ShortConvolution
 from gla_ref.rounding import error
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -587,6 +587,25 @@ def test_references_compile():
     model, tokens = make(dtype=torch.float32, num_hidden_layers=1), some(1, 5)
     torch.compiler.reset()
     close(torch.compile(model.loss, backend="aot_eager")(tokens)[0], model.loss(tokens)[0], 1e-5)
+
+
+@pytest.mark.parametrize("T, N, ends", [(1, 2, None), (2, 2, None), (37, 2, None), (37, 3, (0, 5, 5, 37))])
+def test_a_compiled_convolution_is_the_same(T, N, ends):
+    """Compiled it is products instead of a convolution: outputs, pasts and gradients, packed too."""
+    torch.manual_seed(0)
+    conv, inputs = ShortConvolution(6, 4).double(), [torch.randn(N if ends is None else 1, T, 6), torch.randn(N, 3, 6)]
+    ends = None if ends is None else torch.tensor(ends)
+
+    def results(forward):
+        x, past = (z.double().requires_grad_() for z in inputs)
+        y, after = forward(x, past, ends)
+        (y.square().sum() + after.sin().sum()).backward()
+        return [y, after, x.grad, past.grad, *(p.grad.clone() for p in conv.parameters()), conv.zero_grad()][:-1]
+
+    torch.compiler.reset()
+    compiled, plain = (results(f) for f in (torch.compile(conv, fullgraph=True, backend="aot_eager"), conv))
+    for a, b in zip(compiled, plain, strict=True):
+        close(a, b, 1e-12)
 
 
 @pytest.mark.gpu

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     waiting = [each for each in runs if not is_done(each, records)]
     print(f"{args.command}: {len(runs)} runs, {len(runs) - len(waiting)} done before, {jobs} side by side; {file}")
     deadline = args.minutes and time.time() + 60 * args.minutes
-    place = Place(args.device, args.folder, deadline, args.save_every, args.texts)
+    place = Place(args.device, args.folder, deadline, args.save_every, args.texts, compile=args.compile)
     from tqdm import tqdm
 
     alone = jobs == 1
@@ -162,6 +162,9 @@ def main(argv: list[str] | None = None) -> int:
             default=60.0,
             metavar="SECONDS",
             help="checkpoints, default %(default)s",
+        )
+        it.add_argument(
+            "--compile", action="store_true", help="train through torch.compile: same results but for rounding"
         )
         it.add_argument("--chunk", type=positive(int), help="only the runs of this chunk of the plan")
         it.add_argument("--only", metavar="PATTERN", default="*", help="only runs of such names: --only 'main/gla/*'")

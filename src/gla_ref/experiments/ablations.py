@@ -56,7 +56,6 @@ class Settings:
         rates: learning rates that are tried first.
         rate_steps: of a trial of a learning rate.
         precision: "bf16" or "fp32" in training.
-        compile: whether models and losses go through torch.compile in training.
     """
 
     changes: tuple[str, ...] = tuple(CHANGES)
@@ -70,7 +69,6 @@ class Settings:
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     rate_steps: int = 100
     precision: str = "bf16"
-    compile: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -99,7 +97,7 @@ class Settings:
 def runs(settings: Settings, seeds: int) -> list[Run]:
     """First the trials of every change, then a run a change and seed."""
     s, first, main = settings, [], []
-    training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=1)
+    training = Training(s.steps, None, precision=s.precision, evaluations=1)
     base = language.model_of(s.size, "gla", s.vocab_size, use_short_conv=s.conv)
     for change in s.changes:
         group = change.replace(" ", "-")

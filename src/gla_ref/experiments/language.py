@@ -55,7 +55,6 @@ class Settings:
         rates: learning rates that are tried first.
         rate_steps: of a trial of a learning rate.
         precision: "bf16" or "fp32" in training.
-        compile: whether models and losses go through torch.compile in training.
     """
 
     corpus: str = "texts"
@@ -70,7 +69,6 @@ class Settings:
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     rate_steps: int = 150
     precision: str = "bf16"
-    compile: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -210,7 +208,7 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
             model = model_of(size, mixer, s.vocab_size, s.quiet, use_short_conv=conv)
             about = {"stage": "main", "size": size, "mixer": mixer, "conv": conv, "group": group}
             about |= {"rate factor": widths[0] / width}
-            training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=1)
+            training = Training(s.steps, None, precision=s.precision, evaluations=1)
             every = [
                 Run("language", f"main/{size}/{group}/seed{n}", {**about, "seed": n}, s, model, training, s.tokens)
                 for n in range(seeds)

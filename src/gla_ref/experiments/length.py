@@ -51,7 +51,6 @@ class Settings:
         rates: learning rates that are tried first.
         rate_steps: of a trial of a learning rate.
         precision: "bf16" or "fp32" in training.
-        compile: whether models and losses go through torch.compile in training.
     """
 
     mixers: tuple[str, ...] = ("gla", "mamba2", "retnet", "softmax")
@@ -68,7 +67,6 @@ class Settings:
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     rate_steps: int = 150
     precision: str = "bf16"
-    compile: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -195,7 +193,7 @@ def forget(state: list[LayerState], fresh: Tensor) -> list[LayerState]:
 def runs(settings: Settings, seeds: int) -> list[Run]:
     """First the trials of every mixer, then a run a mixer, window, seed, and with or without states passed on."""
     s, first, main = settings, [], []
-    training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=min(2, s.steps))
+    training = Training(s.steps, None, precision=s.precision, evaluations=min(2, s.steps))
     for mixer in s.mixers:
         conv = s.conv and mixer != "softmax"
         group = f"{mixer}{'-conv' if conv else ''}"

@@ -52,7 +52,6 @@ class Settings:
         test_texts: for each number of facts, also for validation.
         must_learn: whether longer runs wait for trials above chance.
         precision: "bf16" or "fp32" in training.
-        compile: whether models and losses go through torch.compile in training.
     """
 
     T: int = 2048
@@ -72,7 +71,6 @@ class Settings:
     test_texts: int = 200
     must_learn: bool = True
     precision: str = "bf16"
-    compile: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -188,7 +186,7 @@ class Recall(QuestionTask):
 def runs(settings: Settings, seeds: int) -> list[Run]:
     """First the trials of every mixer, then a run a mixer, number of heads and seed with the best rate."""
     s, first, main = settings, [], []
-    training = Training(s.steps, None, precision=s.precision, compile=s.compile, evaluations=min(4, s.steps))
+    training = Training(s.steps, None, precision=s.precision, evaluations=min(4, s.steps))
     for mixer in s.mixers:
         group = f"{mixer}{'-conv' if s.conv else ''}"
         for heads in s.heads if mixer != "softmax" else s.heads[:1]:

@@ -76,7 +76,6 @@ class Training:
         clip: largest norm of the gradient.
         evaluations: how often the model is evaluated, evenly, the last time at the end.
         precision: "bf16": products by autocast, weights in float32; or "fp32".
-        compile: whether the model and its loss go through torch.compile in training.
 
     Raises:
         TypeError, ValueError: a field does not fit; the message names it.
@@ -89,7 +88,6 @@ class Training:
     clip: float = 1.0
     evaluations: int = 4
     precision: str = "bf16"
-    compile: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -150,6 +148,7 @@ class Place:
         records: earlier records of the experiment.
         progress: is told (done, total) after every step; None: nobody is.
         interrupt: its `value` says whether a signal asked for an end; None: none can.
+        compile: whether models and losses go through torch.compile in training.
     """
 
     device: str
@@ -160,6 +159,7 @@ class Place:
     records: tuple[dict, ...] = ()
     progress: Callable[[int, int], None] | None = None
     interrupt: object = None
+    compile: bool = False
 
     def is_late(self) -> bool:
         """Whether a run should stop, with a checkpoint."""

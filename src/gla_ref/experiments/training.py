@@ -107,9 +107,9 @@ def train(run: Run, task: Task, place: Place) -> dict | None:
     Returns:
         None where the deadline came first: the checkpoint is written then, and the same call goes on. Else
         "curve": [steps done, mean loss since the last point], ...; "evaluations": a "step" and what the task says, ...;
-        "diverged": whether the loss stopped being a number; "seconds": of training and evaluation;
-        "learning rate"; "parameters"; "state", its size in numbers; "baselines"; "data", which part was evaluated;
-        "at chance", whether the loss ends where that of a model without any learning is.
+        "diverged": whether the loss stopped being a number; "seconds": of training and evaluation; "compiled": whether
+        by torch.compile; "learning rate"; "parameters"; "state", its size in numbers; "baselines"; "data", which part
+        was evaluated; "at chance", whether the loss ends where that of a model without any learning is.
 
     Raises:
         ValueError: the checkpoint belongs to other settings, or cannot be read; the message names the file.
@@ -137,7 +137,7 @@ class _Trainer:
         self.baselines = task.baselines()
         self.total = torch.zeros((), device=device)  # losses since the curve's last point: reading one waits for a GPU
         self.objective = task.objective(model)
-        if run.training.compile:
+        if place.compile:
             torch.compiler.reset()  # it stops compiling, unseen, after eight models in one process
             compile_parts(model)
 
@@ -207,6 +207,7 @@ class _Trainer:
             "evaluations": self.evaluations,
             "diverged": self.diverged,
             "seconds": round(self.seconds, 3),
+            "compiled": self.place.compile,
             "learning rate": self.run.training.learning_rate,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "state": state_size(self.run.model, self.task.T),
@@ -249,7 +250,7 @@ class _Trainer:
         if now > before and not self.diverged:
             self.model.eval()
             # without autocast: in float32. Texts end in pieces of any length, which are not worth compiling
-            eager = torch.compiler.set_stance("force_eager") if training.compile else nullcontext()
+            eager = torch.compiler.set_stance("force_eager") if self.place.compile else nullcontext()
             with torch.no_grad(), eager:
                 self.evaluations.append({"step": self.step, **self.task.evaluate(self.model)})
             self.model.train()

@@ -57,15 +57,26 @@ class ShortConvolution(nn.Conv1d):
         past = x.new_zeros(N, W - 1, D) if past is None else past.to(x.dtype)
         if cu_seqlens is None:
             x = torch.cat([past, x], 1)
-            return F.silu(super().forward(x.mT).mT), x[:, T:].clone()  # a view would keep all of x in memory
+            return F.silu(self.convolve(x)), x[:, T:].clone()  # a view would keep all of x in memory
         # put each sequence's own past before it, which moves sequence n by n (W - 1) places
         i = torch.arange(W - 1, device=x.device)
         tokens = torch.arange(T, device=x.device) + (owners(cu_seqlens, T) + 1) * (W - 1)
         edges = cu_seqlens[:, None] + torch.arange(N + 1, device=x.device)[:, None] * (W - 1) + i  # [N + 1, W - 1]
         spread = x.new_zeros(T + N * (W - 1), D).index_copy(0, tokens, x[0])
         spread = spread.index_copy(0, edges[:-1].flatten(), past.flatten(0, 1))
-        y = super().forward(spread.mT[None]).mT[:, tokens - (W - 1)]
+        y = self.convolve(spread[None])[:, tokens - (W - 1)]
         return F.silu(y), spread[edges[1:] - (W - 1)]
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """`[B, W - 1 + T, D]` to `[B, T, D]`.
+
+        torch.compile fuses W products with their neighbours; it cannot fuse a convolution.
+        """
+        if not torch.compiler.is_compiling():
+            return super().forward(x.mT).mT
+        W, w = self.kernel_size[0], self.weight.to(x.dtype)[:, 0]  # [D, W]
+        T = x.shape[1] - (W - 1)
+        return sum(x[:, i : i + T] * w[:, i] for i in range(W))
 
 
 class Mixer(nn.Module):
