@@ -12,8 +12,8 @@ host it goes on with the runs that the file of records lacks: take the file alon
 Trials choose a learning rate for every group of runs, on validation data; they are no results. `mqar --preset live` is
 learned in some ten seconds a run on a CPU.
 
-With full settings MQAR has run at width 128, `language` at 10M, `length` and `throughput` whole; `recall` in trials
-only, `ablations` not at all (lab/experiments.md). The tests run tiny settings on a CPU.
+With full settings MQAR has run at width 128, `language`, `ablations`, `length` and `throughput` whole; `recall` in
+trials only (lab/experiments.md). The tests run tiny settings on a CPU.
 """
 
 from . import ablations, language, length, mqar, recall, throughput

@@ -6,8 +6,8 @@ convolution, tau 1, rank 4, and three starts that are less quiet: with a small e
 residual scaling (a W_O of 0.02 / (2 layers)^0.5, Radford et al. 2019), and fla's. Without convolutions GLA is compared
 with linear attention, which has no gate, with the quiet start and with fla's: that is fla's issue 696. Softmax
 attention, which has no convolutions in :mod:`gla_ref.experiments.language`, is compared without and with them.
-Everything else, the order of the data included, is as there, but for fewer steps; the learning rate is chosen for every
-change. No full setting of it has been run yet.
+Everything else, the order of the data included, is as there, but for fewer steps. Every change has trials of its own;
+with the full settings all chose the same learning rate.
 """
 
 from __future__ import annotations
