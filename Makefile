@@ -21,8 +21,8 @@ test: $(VENV) ## run the tests that need no GPU and no built book
 	$(PYTEST)
 	@echo "All tests passed. What takes long: make test-deep"
 
-test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, the check kit's tests of the day, properties 300 times, the site and its pages
-	$(PYTEST) -m "(deep or hypothesis) and not long and not gpu and not browser" --hypothesis-profile deep
+test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, the check kit's tests of the day, properties 300 times, the site and its pages (SHARE=0/2: half of it)
+	$(PYTEST) -m "(deep or hypothesis) and not long and not gpu and not browser" --hypothesis-profile deep $(if $(SHARE),--share $(SHARE))
 	@echo "All deep tests passed."
 
 test-long: $(VENV) ## hold the check kit against every right and wrong kernel there is, those of other days too: half an hour
@@ -74,8 +74,8 @@ bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flas
 notebooks: $(VENV) ## write notebooks/*.ipynb from book/*.md
 	$(PYTHON) tools/make_notebooks.py
 
-test-notebooks: book ## run the notebooks as a reader does: from the site, where the package is missing
-	OMP_NUM_THREADS=1 $(PYTHON) tools/run_notebooks_clean.py --jobs 2
+test-notebooks: book ## run the notebooks (or NOTEBOOKS="19_what_it_learns") as a reader does: from the site, where the package is missing
+	OMP_NUM_THREADS=1 $(PYTHON) tools/run_notebooks_clean.py $(NOTEBOOKS) --jobs 2
 
 serve: book ## build, then show the book at http://localhost:8000
 	$(PYTHON) -m http.server --directory _build/html

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,13 @@ def drawn(values, every: int, *kept):
     others = [x for x in values if x not in kept]
     today = draw(others, every)
     return thin(values, *kept, long=[x for x in others if x not in today])
+
+
+def in_share(nodeid: str, share: str) -> bool:
+    """Whether a test is in the share "k/n" of all tests, k = 0 to n - 1: each test is in one of the n, by its name."""
+    k, n = map(int, share.split("/"))
+    assert 0 <= k < n, f"share: expected k/n with k = 0 to n - 1, got {share}"
+    return zlib.crc32(nodeid.encode()) % n == k
 
 
 def on_some_days(every: int):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import in_share
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
@@ -103,12 +104,15 @@ def pytest_configure():
     interpreter._patch_lang = patch_once
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Without a GPU the files that take longest start first, so that in the end no worker waits for another's.
 
     On a GPU most of the time goes into compiling. There a worker begins with a run of neighbours (`--dist worksteal`),
     so the tests of a function that share a dtype, and with it their kernels, are neighbours.
+    `--share` leaves tests out.
     """
+    share = config.getoption("--share")
+    items[:] = [item for item in items if in_share(item.nodeid, share)]
     if torch.cuda.is_available():
         items.sort(key=lambda item: (item.path.stem, item.function.__name__, str(parameters(item).get("dtype"))))
     else:
@@ -128,6 +132,7 @@ def parameters(item) -> dict:
 
 def pytest_addoption(parser):
     parser.addoption("--gpu-summary", metavar="FILE", help="write GPU, versions and results of the run to FILE")
+    parser.addoption("--share", default="0/1", metavar="K/N", help="run the K-th of N shares of the tests, from 0")
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):

@@ -3,11 +3,12 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import count_tests
 import pytest
-from cases import draw, drawn
+from cases import draw, drawn, in_share
 
 ROOT = Path(__file__).parents[1]
 
@@ -147,6 +148,28 @@ E   assert 7 passed in 3 ways
 def test_summaries_of_pytest_are_summed():
     assert count_tests.totals(LOG) == "17 passed, 5 failed"  # errors count as failed
     assert count_tests.totals("") == "0 passed, 0 failed"
+
+
+def test_every_test_is_in_one_share():
+    names = [f"tests/test_{i}.py::test[{j}]" for i in range(20) for j in range(20)]
+    shares = [[name for name in names if in_share(name, f"{k}/3")] for k in range(3)]
+    assert sorted(sum(shares, [])) == sorted(names) and min(map(len, shares)) > 100
+    assert all(in_share(name, "0/1") for name in names)
+    with pytest.raises(AssertionError, match="share: expected"):
+        in_share("a", "3/3")
+
+
+@pytest.mark.deep
+def test_a_share_is_what_pytest_collects():
+    file = ROOT / "tests" / "test_orders.py"
+    call = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", str(file)]
+
+    def collected(*options):
+        done = subprocess.run([*call, *options], capture_output=True, text=True, cwd=ROOT)
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    first, second = (collected("--share", f"{k}/2") for k in range(2))
+    assert first and second and not first & second and first | second == collected()
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
