@@ -88,9 +88,10 @@ def drawn(values, every: int, *kept):
 
 def in_share(nodeid: str, share: str) -> bool:
     """Whether a test is in the share "k/n" of all tests, k = 0 to n - 1: each test is in one of the n, by its name."""
-    k, n = map(int, share.split("/"))
-    assert 0 <= k < n, f"share: expected k/n with k = 0 to n - 1, got {share}"
-    return zlib.crc32(nodeid.encode()) % n == k
+    k, slash, n = share.partition("/")
+    if not (k.isdecimal() and n.isdecimal() and int(k) < int(n)):
+        raise pytest.UsageError(f"--share: expected K/N with K = 0 to N - 1, got {share}")
+    return zlib.crc32(nodeid.encode()) % int(n) == int(k)
 
 
 def on_some_days(every: int):

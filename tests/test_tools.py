@@ -155,8 +155,9 @@ def test_every_test_is_in_one_share():
     shares = [[name for name in names if in_share(name, f"{k}/3")] for k in range(3)]
     assert sorted(sum(shares, [])) == sorted(names) and min(map(len, shares)) > 100
     assert all(in_share(name, "0/1") for name in names)
-    with pytest.raises(AssertionError, match="share: expected"):
-        in_share("a", "3/3")
+    for wrong in ("3/3", "1", "a/2", "-1/2"):
+        with pytest.raises(pytest.UsageError, match=f"--share: expected K/N .*, got {wrong}"):
+            in_share("a", wrong)
 
 
 @pytest.mark.deep

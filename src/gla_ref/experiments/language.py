@@ -9,8 +9,8 @@ strong.
 
 All mixers start equally quiet (:func:`.runs.quiet_start`): with the start of MQAR their order was one of loudness. The
 learning rate is chosen for every mixer at the first size, in few steps, on validation documents; at another size it
-is divided by the ratio of the widths. Trials this short prefer low rates (chapter 19b): `--set rate_steps=690` makes
-them as long as the runs.
+is divided by the ratio of the widths. One trial this short is too noisy (chapter 19b): `--set rate_steps=690` makes
+trials as long as the runs.
 """
 
 from __future__ import annotations
