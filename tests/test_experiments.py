@@ -183,11 +183,19 @@ def test_the_plan_has_every_run_once_in_chunks_of_eight_minutes(grid):
 
 
 def test_the_most_important_runs_take_at_most_75_minutes(grid):
-    """lab/experiments.md has their order: MQAR, overwriting, recall, throughput, length, language at 10M."""
+    """lab/experiments.md has their order: MQAR, overwriting, recall, throughput, length, language at 10M.
+
+    The 75 minutes were planned with short trials of language models' rates; trials as long as the runs add to them.
+    """
+
+    def minutes(*several):
+        return sum(chunk.minutes for chunks in several for chunk in chunks)
+
+    settings = replace(language.Settings.full(), sizes=("10M",))
+    whole, short = (plan.chunks("language", 3, settings=replace(settings, rate_steps=n)) for n in (settings.steps, 150))
     overwrite = plan.chunks("mqar", 3, settings=mqar.Settings.overwrite())
-    small = plan.chunks("language", 3, settings=replace(language.Settings.full(), sizes=("10M",)))
-    whole = [grid[name] for name in ("mqar", "recall", "throughput", "length")]
-    assert sum(chunk.minutes for chunks in (*whole, overwrite, small) for chunk in chunks) <= 75
+    others = [grid[name] for name in ("mqar", "recall", "throughput", "length")]
+    assert minutes(*others, overwrite, short) <= 75 and minutes(whole) - minutes(short) < 10
 
 
 def test_language_models_have_the_sizes_that_they_are_called(grid):

@@ -75,7 +75,9 @@ def test_every_comparison_chooses_its_rates(name):
         groups = {r.about["group"]: r for r in runs if r.about["stage"] == "rate"}
         assert {r.about["group"] for r in runs if r.about["stage"] == "main"} == groups.keys()
         assert len({r.about["change" if name == "ablations" else "mixer"] for r in runs}) == len(groups)
-        assert all(r.training.steps < r.settings.steps for r in groups.values())
+        steps = [(r.training.steps, r.settings.steps) for r in groups.values()]
+        # short trials chose rates that are too low for language models
+        assert all(trial == whole if name == "language" else trial < whole for trial, whole in steps)
         assert conv in {r.model.use_short_conv for r in runs}
         if name == "language":
             assert {r.about["size"] for r in groups.values()} == {"10M"}

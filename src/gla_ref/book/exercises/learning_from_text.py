@@ -163,11 +163,11 @@ choose(
     "Sentences that you may write",
     "ad",
     {
-        "a": "Three seeds of each, one text, one size: the difference is firm, and the sentence says where.",
-        "b": "One size, one text and few steps are not all sizes, texts and steps.",
+        "a": "Three seeds of each, one text, two sizes: both differences are firm, and the sentence says where.",
+        "b": "The two had different rates. With rates from whole trials GLA was ahead.",
         "c": "The step size on their values made them start quietly. Without it they learned as slowly as GLA.",
         "d": "The change is many times as large as the scatter of the seeds, and Holm's correction keeps it.",
-        "e": "Softmax attention had no convolutions, and this is one size.",
+        "e": "Softmax attention had no convolutions, and these are small models of one text.",
     },
 )
 
