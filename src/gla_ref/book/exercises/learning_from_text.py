@@ -180,6 +180,6 @@ choose(
         "b": "Only one kind of positions was tested, and how much of the text was used was not measured.",
         "c": "A flat loss says that the long text does no harm. Nothing was asked about its beginning.",
         "d": "With their half-lives next to nothing is left after 2,048 tokens, in 95% of a layer's channels.",
-        "e": "On favourites the same mixer gained by bytes that were more than sixteen places away.",
+        "e": "The interval is wide: it contains zero, and also twice its mean. It does not show that nothing is there.",
     },
 )
