@@ -80,7 +80,7 @@ def execute(page: Path) -> str:
             return ""
         except KeyError:
             pass
-    result = single_nb_execution(notebook, cwd=str(page.parent), timeout=120, allow_errors=False)
+    result = single_nb_execution(notebook, cwd=str(page.parent), timeout=600, allow_errors=False)
     if result.err is not None:
         return f"{page.name}\n{result.err}"
     with FileLock(path / "lock"):

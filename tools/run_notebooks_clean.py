@@ -52,7 +52,7 @@ if len(sys.argv) > 2:
 cells = sum(cell.cell_type == "code" for cell in notebook.cells)
 peak = "import torch; torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0"
 notebook.cells.append(nbformat.v4.new_code_cell(peak))
-nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
 print(json.dumps([cells, int(notebook.cells[-1].outputs[0]["data"]["text/plain"])]))
 """
 ROOM = 15e9  # bytes of a T4
