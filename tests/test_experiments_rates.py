@@ -76,7 +76,7 @@ def test_every_comparison_chooses_its_rates(name):
         assert {r.about["group"] for r in runs if r.about["stage"] == "main"} == groups.keys()
         assert len({r.about["change" if name == "ablations" else "mixer"] for r in runs}) == len(groups)
         steps = [(r.training.steps, r.settings.steps) for r in groups.values()]
-        # short trials chose rates that are too low for language models
+        # short trials of language models chose other rates than whole runs prefer
         assert all(trial == whole if name == "language" else trial < whole for trial, whole in steps)
         assert conv in {r.model.use_short_conv for r in runs}
         if name == "language":
