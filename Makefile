@@ -3,7 +3,7 @@ PY     ?= python3
 PYTHON ?= .venv/bin/python
 export PYTHONPATH := $(CURDIR)/src
 export OMP_NUM_THREADS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal
 
 # The virtual environment is made only when it is the Python that is used.
 ifeq ($(PYTHON),.venv/bin/python)
@@ -21,12 +21,9 @@ test: $(VENV) ## run the tests that need no GPU and no built book
 	$(PYTEST)
 	@echo "All tests passed. What takes long: make test-deep"
 
-test-deep: $(VENV) ## run the rest that needs no GPU: whole ladders, the check kit's tests of the day, properties 300 times, the site and its pages (SHARE=0/2: half of it)
-	$(PYTEST) -m "(deep or hypothesis) and not long and not gpu and not browser" --hypothesis-profile deep $(if $(SHARE),--share $(SHARE))
+test-deep: $(VENV) ## run the rest that needs neither a GPU nor the built book: whole ladders, properties 300 times, the kit's sweeps (or TESTS="tests/test_models.py")
+	$(PYTEST) -m "(deep or hypothesis) and not gpu and not browser" --hypothesis-profile deep $(TESTS)
 	@echo "All deep tests passed."
-
-test-long: $(VENV) ## hold the check kit against every right and wrong kernel there is, those of other days too: half an hour
-	$(PYTEST) -m long
 
 test-orders: $(VENV) ## run what depends on the order of a product's sum as other processors' BLAS makes it (or CORES=Haswell)
 	for core in $(or $(CORES),Haswell Prescott); do \
@@ -47,7 +44,11 @@ gpu-tests:
 stress-gpu: $(VENV) ## train every mixer in 14 processes on one GPU: does one die, do equal trainings stay equal (SECONDS=60)
 	$(PYTHON) tools/stress_gpu.py --record --seconds $(or $(SECONDS),60)
 
-test-browser: book ## open every page in a headless Chromium, network refused; then print the book
+test-site: book ## look at the built book: its links, figures and notebooks, and a selection of its pages in a headless Chromium
+	$(PYTHON) tools/install_chromium.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/test_book.py tests/browser -m "(site or browser) and not deep and not alone" -n 2 --dist worksteal
+
+test-browser: book ## open every page in a headless Chromium, network refused; then print the book, and time its pages
 	$(PYTHON) tools/install_chromium.py
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/browser -m "browser and not alone" -n 2 --dist worksteal
 	$(PYTHON) -m pytest tests/browser -m "browser and alone"
@@ -58,6 +59,9 @@ pdf: book ## print the whole book: _build/gated-linear-attention.pdf
 
 mutants: $(VENV) ## hold the check kit against every named mistake: how many are caught, how many named
 	$(PYTHON) tools/mutants.py --dtype float32 bfloat16
+
+nightly: $(VENV) ## run the parts that take long, or PART="deep kit", and record each; a part runs again when a file that it reads changed
+	$(PYTHON) tools/nightly.py $(PART)
 
 compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"; MOST=1: the widest heads), without one: registers, spills, shared memory, barriers
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(if $(ARCH),--arch $(ARCH)) $(if $(MOST),--most)
@@ -94,6 +98,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-deep test-long test-orders test-gpu gpu-tests stress-gpu compile compile-versions compile-notebooks \
+.PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-versions compile-notebooks \
   test-browser test-notebooks pdf mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help

@@ -1,10 +1,8 @@
 """What the tests share: random inputs, the gate ladder, and the measure of error (the oracle rule)."""
 
 import os
-import random
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -59,56 +57,12 @@ def in_process(*command) -> str:
     return done.stdout
 
 
-def thin(values, *kept, long=()):
-    """Parameters: `make test` takes what is kept, `make test-long` what is in `long`, `make test-deep` the others."""
+def thin(values, *kept):
+    """Parameters of a sweep: `make test` takes those that are kept, `make test-deep` the others."""
     values = list(values)
-    assert kept and all(x in values for x in (*kept, *long))
-    each = [x if isinstance(x, tuple) else (x,) for x in values]
-    marks = [pytest.mark.long if x in long else pytest.mark.deep for x in values]
-    return [
-        x if x in kept else pytest.param(*parts, marks=mark) for x, parts, mark in zip(values, each, marks, strict=True)
-    ]
-
-
-def draw(values, every: int) -> list:
-    """One of every so many neighbours, drawn by the day: `GLA_REF_DAY=2026-11-26` repeats a day's draw.
-
-    Neighbours are alike, so every day has each kind, and every value comes within days.
-    """
-    values, rng = list(values), random.Random(os.environ["GLA_REF_DAY"])
-    return [rng.choice(values[i : i + every]) for i in range(0, len(values), every)]
-
-
-def drawn(values, every: int, *kept):
-    """Parameters: `make test` takes what is kept, `make test-deep` a draw of the others, `make test-long` the rest."""
-    others = [x for x in values if x not in kept]
-    today = draw(others, every)
-    return thin(values, *kept, long=[x for x in others if x not in today])
-
-
-def in_share(nodeid: str, share: str) -> bool:
-    """Whether a test is in the share "k/n" of all tests, k = 0 to n - 1: each test is in one of the n, by its name."""
-    k, slash, n = share.partition("/")
-    if not (k.isdecimal() and n.isdecimal() and int(k) < int(n)):
-        raise pytest.UsageError(f"--share: expected K/N with K = 0 to N - 1, got {share}")
-    return zlib.crc32(nodeid.encode()) % int(n) == int(k)
-
-
-def on_some_days(every: int):
-    """A test for `make test-deep` on about one day of so many, drawn by the day, else for `make test-long`."""
-
-    def mark(test):
-        today = random.Random(os.environ["GLA_REF_DAY"] + test.__name__).randrange(every) == 0
-        return (pytest.mark.deep if today else pytest.mark.long)(test)
-
-    return mark
-
-
-def some(values, *deep):
-    """Parameters: `make test-deep` takes those that are named, and `make test-long` the others."""
-    assert deep and all(x in values for x in deep)
-    marks = {True: pytest.mark.deep, False: pytest.mark.long}
-    return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks[x in deep]) for x in values]
+    assert kept and all(x in values for x in kept)
+    deep = [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.deep) for x in values]
+    return [x if x in kept else param for x, param in zip(values, deep, strict=True)]
 
 
 def gate(kind: str, *shape: int, C: int = 16, seed: int = 0) -> Tensor:

@@ -11,13 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import in_share
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
-
-# draws tests (cases.py); processes that share the tests of a run take the day from the first one
-os.environ.setdefault("GLA_REF_DAY", datetime.date.today().isoformat())
 
 if importlib.util.find_spec("playwright") is None:
     collect_ignore = ["browser"]
@@ -80,10 +76,6 @@ def few_calls_for_rare_races(request, monkeypatch):
         monkeypatch.setattr(_runner, "FORWARD", 0.1)
 
 
-def pytest_report_header():
-    return f"tests drawn by GLA_REF_DAY={os.environ['GLA_REF_DAY']}"
-
-
 def pytest_configure():
     """Triton's interpreter patches its language at every call inside a kernel, half of its time: once is enough."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
@@ -109,10 +101,7 @@ def pytest_collection_modifyitems(config, items):
 
     On a GPU most of the time goes into compiling. There a worker begins with a run of neighbours (`--dist worksteal`),
     so the tests of a function that share a dtype, and with it their kernels, are neighbours.
-    `--share` leaves tests out.
     """
-    share = config.getoption("--share")
-    items[:] = [item for item in items if in_share(item.nodeid, share)]
     if torch.cuda.is_available():
         items.sort(key=lambda item: (item.path.stem, item.function.__name__, str(parameters(item).get("dtype"))))
     else:
@@ -132,10 +121,12 @@ def parameters(item) -> dict:
 
 def pytest_addoption(parser):
     parser.addoption("--gpu-summary", metavar="FILE", help="write GPU, versions and results of the run to FILE")
-    parser.addoption("--share", default="0/1", metavar="K/N", help="run the K-th of N shares of the tests, from 0")
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    for report in terminalreporter.getreports("passed"):
+        for what, seconds in report.user_properties:  # `record_property`: promises of speed, for tools/nightly.py
+            terminalreporter.write_line(f"measured {what}: {seconds} s")
     target = config.getoption("--gpu-summary")
     if not target:
         return

@@ -64,7 +64,7 @@ def problems() -> dict[str, str]:
     return build_book.execute_pages(ROOT)
 
 
-@pytest.mark.deep
+@pytest.mark.site
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_notebook_runs(chapter, problems):
     if chapter in problems:
@@ -76,7 +76,7 @@ def test_notebook_runs(chapter, problems):
     assert not errors, "a page must not print to stderr"
 
 
-@pytest.mark.deep  # `make book` writes them first, and `.ci/run` compares what it wrote with what is committed
+@pytest.mark.site  # `make book` writes them first, and `.ci/run` compares what it wrote with what is committed
 def test_notebooks_are_in_step_with_the_chapters():
     result = run("tools/make_notebooks.py", "--check")
     assert result.returncode == 0, f"run `make notebooks`\n{result.stdout}\n{result.stderr}"
@@ -393,7 +393,7 @@ def loaded(page: Path) -> list[str]:
     return [tag["src"] for tag in tags] + [tag["href"] for tag in links] + calls
 
 
-@pytest.mark.deep
+@pytest.mark.site
 def test_site_loads_nothing_from_elsewhere(site):
     remote = re.compile(r"(?:https?:)?//")
     assert len(pages(site)) > len(CHAPTERS)
@@ -413,7 +413,7 @@ def test_the_device_is_found_before_triton_is_imported(chapter):
         assert 0 <= text.find("find_device()") < first.start()
 
 
-@pytest.mark.deep
+@pytest.mark.site
 def test_site_has_no_broken_link(site):
     broken = []
     for page in pages(site):
@@ -429,7 +429,7 @@ def test_site_has_no_broken_link(site):
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.deep
+@pytest.mark.site
 @pytest.mark.parametrize("page", sorted(path.stem for path in (ROOT / "book").glob("*.md")))
 def test_figures_have_alternative_text(site, page):
     article = soup(site / "book" / f"{page}.html").select_one("article")
@@ -440,7 +440,7 @@ def test_figures_have_alternative_text(site, page):
         assert figure.get("aria-label") or figure.find("title"), "an SVG figure has a label"
 
 
-@pytest.mark.deep
+@pytest.mark.site
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_numbers_agree_between_site_and_notebook(site, chapter):
     page = soup(site / "book" / f"{chapter}.html")
@@ -453,7 +453,7 @@ def test_numbers_agree_between_site_and_notebook(site, chapter):
     assert page.select_one("article h1").text.startswith(f"{CHAPTERS[chapter]}. ")
 
 
-@pytest.mark.deep
+@pytest.mark.site
 def test_every_chapter_says_how_long_it_takes(site):
     """The same on its page and on its card of the front page."""
     cards = {card["href"]: card for card in soup(site / "book" / "index.html").select(".cards:not(.cards-ways) a")}
@@ -471,7 +471,7 @@ def test_every_chapter_says_how_long_it_takes(site):
         assert whole.small.text == f"{total} min" and f"in {gla_minutes.hours(total)}" in whole.b.text
 
 
-@pytest.mark.deep
+@pytest.mark.site
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_download_is_the_generated_notebook(site, chapter):
     page = site / "book" / f"{chapter}.html"
@@ -482,7 +482,7 @@ def test_download_is_the_generated_notebook(site, chapter):
     assert (page.parent / wheel).name == gla_package.wheel_name(ROOT) and (page.parent / wheel).is_file()
 
 
-@pytest.mark.deep
+@pytest.mark.site
 def test_wheel_of_the_site_is_the_package(site):
     """Every module, and what the notebooks need."""
     wheel = zipfile.ZipFile(site / gla_package.FOLDER / gla_package.wheel_name(ROOT))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import BREAK, DELTA, draw, drawn, on_some_days, pairs, some, thin
+from cases import BREAK, DELTA, pairs, thin
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
@@ -47,7 +47,7 @@ WHOLE = [(mechanism, form, SLOW.get(form)) for mechanism, form in pairs(*FEW, wi
 WHOLE += [(m, form, "k*") for m, form in pairs(*DELTA) if form != "recurrent"]
 
 
-@pytest.mark.parametrize("mechanism, form, only", drawn([*QUICK, *WHOLE], 5, *QUICK))
+@pytest.mark.parametrize("mechanism, form, only", thin([*QUICK, *WHOLE], *QUICK))
 def test_right_forms_pass(mechanism, form, only):
     check.kernel(mechanism, FORMS[mechanism][form], only=only).raise_if_failed()
 
@@ -67,7 +67,7 @@ KERNELS = [
 FIRST = ("gla", F32, "gate -1"), ("kda", F32, "length 65")
 
 
-@pytest.mark.parametrize("mechanism, dtype, name", drawn(KERNELS, 6, *FIRST))
+@pytest.mark.parametrize("mechanism, dtype, name", thin(KERNELS, *FIRST))
 def test_right_kernels_pass(mechanism, dtype, name):
     """`tools/false_alarms.py` does it for all cases, and for thousands of seeds."""
     for case in (case for case in check.cases(mechanism) if fnmatch(case.name, name)):
@@ -75,7 +75,7 @@ def test_right_kernels_pass(mechanism, dtype, name):
         assert all(max(over) <= 1 for over in found.values()), (case.name, found)
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_a_gradient_summed_to_the_end_of_the_sequence_is_wrong_and_named():
     (m,) = (m for m in mistakes.MISTAKES if "summed to the end of the sequence" in m.name)
     report = check.kernel("simple_gla", mistakes.apply("simple_gla", m), only="narrow and long")
@@ -99,7 +99,8 @@ def test_a_right_form_passes_what_the_full_level_adds(only, cases):
     assert len({row.case for row in report.rows}) == cases and not report.reproduction
 
 
-@pytest.mark.parametrize("mechanism", some(MECHANISMS, *draw(MECHANISMS, 6)))
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_right_forms_pass_in_bfloat16(mechanism):
     form = {"gla": "parallel_log", "simple_gla": "chunkwise", "kda": "chunkwise"}.get(mechanism, "parallel")
     only = ("keys*", "strength*", "packed", "strided") if mechanism in DELTA else "[!gl]*"
@@ -144,7 +145,8 @@ def test_more_runs_are_made_only_just_over_the_budget():
     assert next(p.more, None) is None
 
 
-@pytest.mark.parametrize("name", some(BREAK, *draw(BREAK, 2)))
+@pytest.mark.deep
+@pytest.mark.parametrize("name", BREAK)
 def test_the_forms_that_break_are_told(name):
     mechanism, form = name.split(".")
     report = check.kernel(mechanism, FORMS[mechanism][form], only="[!s]*")
@@ -160,7 +162,8 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize("mechanism, m", some(SOME, *draw(SOME, 6)), ids=[m.name for _, m in SOME])
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism, m", SOME, ids=[m.name for _, m in SOME])
 def test_a_mistake_is_caught_and_named(mechanism, m):
     report = check.kernel(mechanism, mistakes.apply(mechanism, m))
     assert report.failures and m.name in [match["mistake"] for match in report.diagnosis]
@@ -257,14 +260,15 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", some(OWN, *draw(OWN, 3)))
+@pytest.mark.deep
+@pytest.mark.parametrize("name", OWN)
 def test_mistakes_written_without_the_library_are_named(name):
     report = check.kernel("gla", OWN[name], only="*[!g]")  # not the long ones: a step a token
     assert [match["mistake"] for match in report.diagnosis] == [name], str(report)
     assert {"packed sequences", "scale"} <= set(report.not_covered)
 
 
-@on_some_days(2)
+@pytest.mark.deep
 def test_where_it_is_wrong():
     def wrong(q, k, v, g, **named):
         o, S = GATED(q, k, v, g, **named)
@@ -295,7 +299,7 @@ def test_where_it_is_wrong_in_packed_sequences():
     assert "t 110, sequence 4, token 70, chunk 1, sub-chunk 0" in str(report)
 
 
-@on_some_days(2)
+@pytest.mark.deep
 def test_the_failing_cases_are_listed_and_nan_is_no_infinity():
     def wrong(q, k, v, g, **named):
         o, S = GATED(q, k, v, g, **named)
@@ -441,7 +445,7 @@ def test_a_small_error_is_not_blamed_on_a_mistake_that_does_not_show():
     assert not report.ok and not report.diagnosis
 
 
-@on_some_days(2)
+@pytest.mark.deep
 def test_conventions_are_adapted():
     def other(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
         q, k, v, g = (x.transpose(1, 2) for x in (q, k, v, g * 0.6931471805599453))

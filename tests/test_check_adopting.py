@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import on_some_days
 
 from gla_ref import FORMS, check
 from gla_ref.__main__ import main
@@ -167,7 +166,7 @@ def halved(q, k, v, g, **named):
     return GATED(q, k, v, g, **named)
 
 
-@on_some_days(2)
+@pytest.mark.deep
 def test_what_is_waived_does_not_count_and_stays_visible():
     reason = "issue 7: the sum over later tokens"
     report = check.kernel("gla", halved, only="length [17]", waive={"dg": reason})

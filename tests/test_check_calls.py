@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from cases import drawn, thin
+from cases import thin
 
 from gla_ref import FORMS, check
 from gla_ref.check import Case, _runner, mistakes
@@ -64,7 +64,7 @@ CALLS = {  # when it is wrong, and the case that tells
 SHORT = ["one head", "less than a sub-chunk", "one token with a scale", "boundaries of int64"]
 
 
-@pytest.mark.parametrize("name", drawn(CALLS, 4, *SHORT))
+@pytest.mark.parametrize("name", thin(CALLS, *SHORT))
 def test_no_kind_of_call_is_left_out(name):
     where, only = CALLS[name]
     report = check.kernel("linear_attention", wrong_if(where), only=only)
@@ -320,7 +320,7 @@ WAYS = {  # mistake: a failure that names it
 QUICK = [x for x in WAYS if WAYS[x][0] in ("length 7", "strided", "scale zero", "state of*")]
 
 
-@pytest.mark.parametrize("mistake", drawn(WAYS, 4, *QUICK))
+@pytest.mark.parametrize("mistake", thin(WAYS, *QUICK))
 def test_no_way_of_calling_is_left_out(mistake):
     only, *what = WAYS[mistake]
     report = check.kernel("linear_attention", linear(mistake), only=only)
@@ -417,7 +417,7 @@ def test_what_failing_cases_share_and_how_far_all_go():
     assert report.common == [] and report.tried == "Tried up to B = 2, T = 7, H = 3, K = 5, V = 7; C not given."
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_a_sum_over_later_tokens_in_sixteen_bits_is_caught():
     def pull(d, passes):
         terms, d, rest = d - torch.cat([d[:, 1:], 0 * d[:, :1]], 1), d.clone(), 0
@@ -569,7 +569,7 @@ def test_what_a_way_of_calling_does_at_times_only_is_a_race():
     assert re.search(r"wrong in \d of 5 calls under torch.no_grad", " ".join(str(report).split()))
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_a_race_of_half_a_percent_is_found(monkeypatch):
     for seconds in ("WHILE", "FORWARD"):
         monkeypatch.setattr(_runner, seconds, 60.0)  # however slow this computer is

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import draw, some
 from ranks import Pool
 from torch import distributed as dist
 
@@ -218,7 +217,8 @@ SHELL = [
 ]
 
 
-@pytest.mark.parametrize("name, late, options, status, said", some(SHELL, SHELL[0], *draw(SHELL[1:], 4)))
+@pytest.mark.deep
+@pytest.mark.parametrize("name, late, options, status, said", SHELL)
 def test_from_the_shell(tmp_path, name, late, options, status, said):
     """What has no short time limit of its own must not have one: other processes may keep this one waiting."""
     (tmp_path / "mine.py").write_text(MODULE)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import drawn, on_some_days, thin
+from cases import thin
 
 from gla_ref import FORMS, check
 from gla_ref.check import Case, mistakes
@@ -77,7 +77,7 @@ NAMED = [  # a mechanism, a mistake, and the cases that are enough to tell
 FIRST = [NAMED[8]]
 
 
-@pytest.mark.parametrize("mechanism, name, only", drawn(NAMED, 10, *FIRST), ids=[f"{x[0]}: {x[1]}" for x in NAMED])
+@pytest.mark.parametrize("mechanism, name, only", thin(NAMED, *FIRST), ids=[f"{x[0]}: {x[1]}" for x in NAMED])
 def test_a_mistake_is_named(mechanism, name, only):
     chunk = 16 if "quarter" in name or "half" in name else 64
     m = next(m for m in mistakes.MISTAKES if m.name == name and mechanism in m.mechanisms and not m.rounding)
@@ -146,7 +146,7 @@ PLACES = {  # a mistake, where it is made, the cases, and the words that the rep
 }
 
 
-@pytest.mark.parametrize("name", drawn(PLACES, 5, "one packed sequence"))
+@pytest.mark.parametrize("name", thin(PLACES, "one packed sequence"))
 def test_a_mistake_of_some_places_is_named_with_them(name):
     (mechanism, mistake), where, only, words = PLACES[name]
     report = check.kernel(
@@ -162,7 +162,7 @@ WHOLE = "final state without the last chunk where that is whole"
 ROUND = [("softmax_attention", ALONE, "481"), ("simple_gla", WHOLE, "480")]
 
 
-@pytest.mark.parametrize("size", drawn([48, 80, 96, 160, 240], 4, 96))
+@pytest.mark.parametrize("size", thin([48, 80, 96, 160, 240], 96))
 @pytest.mark.parametrize("mechanism, name, only", thin(ROUND, ROUND[0]))
 def test_tiles_of_an_uncommon_size_are_named(mechanism, name, only, size):
     m = [m for m in mistakes.MISTAKES if m.name == name][TILES.index(size)]
@@ -171,7 +171,7 @@ def test_tiles_of_an_uncommon_size_are_named(mechanism, name, only, size):
     assert [match["mistake"] for match in report.diagnosis] == [name], str(report)
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_gates_of_many_tokens_and_heads_have_a_place_and_a_bound():
     wrong, right = made("simple_gla", "running sum of gates in bfloat16"), FORMS["simple_gla"]["chunkwise"]
     many = some(wrong, right, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192))
@@ -191,7 +191,7 @@ def programs(q, k, v, g, **named):
     return GATED(q, k, v, moved, **named)
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_a_head_read_at_a_wrong_index_is_found():
     report = check.kernel("gla", programs, only=["length *", "loss of some*", "many [hst]*"])
     said = " ".join(str(report).split())
@@ -205,14 +205,14 @@ def only_strided(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return (o if v.is_contiguous() else 1.01 * o), S
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_the_tensor_whose_strides_matter_is_found():
     report = check.kernel("linear_attention", only_strided, only="[ls]*")
     said = " ".join(str(report).split())
     assert "wrong where v alone has strided strides and all else is contiguous" in said, str(report)
 
 
-@on_some_days(2)
+@pytest.mark.deep
 def test_errors_that_grow_have_no_bound():
     def drifting(q, k, v, **named):
         o, S = LINEAR(q, k, v, **named)
@@ -222,7 +222,7 @@ def test_errors_that_grow_have_no_bound():
     assert report.failures and not any("tokens" in line for line in report.measured), str(report)
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_packed_attention_is_measured_without_a_cache():
     def moved(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
         """dk of each packed sequence but the first goes to the next head."""

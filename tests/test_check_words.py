@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import on_some_days
 
 from gla_ref import FORMS, check
 from gla_ref.check import mistakes
@@ -46,7 +45,7 @@ def skipping(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return Skipped.apply(o) if cu_seqlens is None else o, cached
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_gradients_that_are_missing_are_not_named_by_another_way_to_lose_them():
     report = check.kernel("softmax_attention", skipping, only=["length *", "loss *"])
     assert report.failing == ["loss of some tokens"], str(report)
@@ -63,7 +62,7 @@ def odd(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_a_name_must_fit_where_sequences_have_tokens():
     report = check.kernel("linear_attention", odd, only=["length *", "packed*"])
     assert report.failing == ["packed", "packed with scale"], str(report)
@@ -82,7 +81,7 @@ def behind_tiles(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return torch.einsum("bhts,bshv->bthv", scores.masked_fill(~seen, -math.inf).softmax(-1), v), (k, v)
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_a_name_that_explains_all_fits_every_failing_case():
     report = check.kernel("softmax_attention", behind_tiles, only=["length *", "square", "long*"])
     assert {"length 7", "long cache"} <= {*report.failing}, str(report)
@@ -97,7 +96,7 @@ def blocks(q, k, v, **named):
     return LINEAR(q, k, v * (torch.arange(v.shape[-1]) < known), **named)
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_a_name_with_a_number_has_no_other_place():
     report = check.kernel("linear_attention", blocks, only="w*")
     assert report.failing == ["widest"] and "only in channels 102 to 135 of 136" in words(report), str(report)
@@ -113,7 +112,7 @@ def strong(q, k, v, g, **named):
     return (1.01 * o if (g < -0.5).any() else o), S
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_gates_that_are_right_are_said_and_not_all_others():
     said = words(check.kernel("simple_gla", strong, only=["length 6*", "gate -1", "gate -0.2"]))
     assert "wrong with gates -1, right with gates logsigmoid/16" in said
@@ -126,7 +125,7 @@ def two(q, k, v, beta, **named):
     return (1.01 * o if (beta > 1).any() else o), S
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_strengths_between_are_not_said_to_be_right():
     said = words(check.kernel("delta_rule", two, only=["length 6*", "strength 2", "strengths up to 2"]))
     assert "wrong with strengths of 2, right with random strengths below 1" in said
@@ -138,7 +137,7 @@ def many_keys(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return (1.01 * o if cached[0].shape[1] > 256 else o), cached
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_a_case_that_fails_without_a_trait_speaks_against_it():
     report = check.kernel("softmax_attention", many_keys, only=["length 1", "long cache*", "481 tokens"])
     assert {"481 tokens", "long cache"} <= {*report.failing}, str(report)
@@ -153,7 +152,7 @@ def few_tokens(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return o * factor[:, None, None], S
 
 
-@on_some_days(2)
+@pytest.mark.deep
 def test_a_call_of_another_size_speaks_against_a_trait():
     said = words(check.kernel("linear_attention", few_tokens, only=["length *", "one token*"]))
     assert "wrong up to 3 tokens, right with 4" in said
@@ -199,7 +198,7 @@ def test_the_table_says_that_equal_calls_differ():
     assert "equal calls differ in 1 case" in report._repr_html_()
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_the_search_says_when_it_was_cut(monkeypatch):
     clock = Clock(3600)
     assert not clock.spent() and not clock.cut
@@ -241,7 +240,7 @@ GATES = ["length 64", "gate zero", "gate -1", "gate -20", "gate -inf", "gate man
 RESETS = {"gate -inf", "gate many resets", "gate resets at chunk ends"}
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_nan_after_a_reset_has_a_name():
     report = check.kernel("gla", after_resets, only=GATES)
     assert {*report.failing} == RESETS, str(report)
@@ -249,7 +248,7 @@ def test_nan_after_a_reset_has_a_name():
     assert "Wrong with gates -inf, right with gates -20 and weaker" in words(report)
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_a_wrong_decay_is_no_name_where_calls_with_other_gates_contradict_it(monkeypatch):
     others = [m for m in mistakes.MISTAKES if not m.name.startswith("NaN after")]
     monkeypatch.setattr(mistakes, "MISTAKES", others)
@@ -282,7 +281,7 @@ def padded(q, k, v, g, **named):
     return o, 0.9 * S if q.shape[1] % 64 else S
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_sizes_that_no_tile_divides_are_a_bound():
     report = check.kernel("simple_gla", padded, only=["length 6?", "length 128"])
     assert report.failing == ["length 63", "length 65"], str(report)
@@ -307,7 +306,7 @@ def strong_backwards(q, k, v, g, **named):
     return FORMS["gla"]["chunkwise"](Backwards.apply(q, g), k, v, g, **named)
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_gates_from_which_on_only_gradients_are_wrong_are_said():
     report = check.kernel("gla", strong_backwards, only=["length 64", "gate zero", "gate -0.2", "gate -1", "gate -20"])
     assert {"gate -1", "gate -20"} <= {*report.failing}, str(report)
@@ -340,7 +339,7 @@ def without_the_rest(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None
     return o, LINEAR(*(x[:, :whole] for x in (q, k, v)), scale=scale, initial_state=initial_state)[1] if T else S
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_a_place_in_one_case_is_no_place_where_another_case_is_wrong_everywhere():
     report = check.kernel("linear_attention", without_the_rest, only=["length 6*", "packed"])
     assert {"length 65", "packed"} <= {*report.failing} and "length 64" not in report.failing, str(report)
@@ -361,7 +360,7 @@ def pooled(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return o, S
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_a_way_of_calling_that_is_right_the_first_time_keeps_something():
     POOL.clear()
     report = check.kernel("linear_attention", pooled, only=["length 1", "*without state", "no initial state"])
@@ -377,7 +376,7 @@ def by_luck(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return torch.where((x.amax(-1) - x[..., 0] < 1.0)[..., None], 1.01 * o, o), cached
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_sizes_that_are_wrong_by_luck_are_no_bound():
     report = check.kernel("softmax_attention", by_luck, only=["length 1", "length 7", "length 64", "long cache and*"])
     assert report.failing, str(report)
@@ -391,7 +390,7 @@ def batches_of_four(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None)
     return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
-@on_some_days(3)
+@pytest.mark.deep
 def test_more_than_four_batch_entries_are_tried():
     report = check.kernel("linear_attention", batches_of_four, only=["length 7", "many*"])
     assert report.failing == ["many batch entries"], str(report)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import draw, drawn, some, thin
+from cases import thin
 
 from gla_ref import check
 from gla_ref.__main__ import main
@@ -31,7 +31,7 @@ def test_with_right_steps_the_delta_rule_is_right(mechanism):
     check.kernel(mechanism, corrected(), only=only).raise_if_failed()
 
 
-@pytest.mark.parametrize("number", drawn(NUMBERS, 4, *FAST))
+@pytest.mark.parametrize("number", thin(NUMBERS, *FAST))
 def test_a_room_is_caught_and_named(number):
     it = visit(room(number))
     assert it.ok, f"{it}\n{it.report}"
@@ -73,7 +73,8 @@ def test_a_command_names_a_kernel_or_the_museum(capsys):
     assert "expected MECHANISM MODULE:FUNCTION, or --museum" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("m", some(NAMED, *draw(NAMED, 8)), ids=[m.name for m in NAMED])
+@pytest.mark.deep
+@pytest.mark.parametrize("m", NAMED, ids=[m.name for m in NAMED])
 def test_its_name_is_given_to_a_kernel_with_chunks_of_128(m):
     it = next(it for it in ROOMS if it.name == m.name)
     report = check.kernel(it.mechanism, mistakes.apply(it.mechanism, m, 128), only=it.cases)

@@ -1,14 +1,14 @@
 """Tools whose numbers the project relies on."""
 
 import os
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import count_tests
+import nightly
 import pytest
-from cases import draw, drawn, in_share
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,18 +45,6 @@ SASS = """.text.product:
         /*0070*/                   STG.E desc[UR4][R2.64], R24 ;
         /*0080*/                   EXIT ;
 """
-
-
-def test_each_day_draws_one_of_the_neighbours_and_loses_none(monkeypatch):
-    days = []
-    for day in range(1, 29):
-        monkeypatch.setenv("GLA_REF_DAY", f"2026-02-{day:02}")
-        today = draw(range(10), 4)
-        assert [x // 4 for x in today] == [0, 1, 2] and today == draw(range(10), 4)
-        marks = {p.values[0]: p.marks[0].name for p in drawn(range(11), 4, 10) if p != 10}
-        assert [x for x, mark in marks.items() if mark == "deep"] == today and len(marks) == 10
-        days += today
-    assert {*days} == {*range(10)}
 
 
 def test_loops_that_lose_an_operand_are_found():
@@ -150,32 +138,9 @@ def test_summaries_of_pytest_are_summed():
     assert count_tests.totals("") == "0 passed, 0 failed"
 
 
-def test_every_test_is_in_one_share():
-    names = [f"tests/test_{i}.py::test[{j}]" for i in range(20) for j in range(20)]
-    shares = [[name for name in names if in_share(name, f"{k}/3")] for k in range(3)]
-    assert sorted(sum(shares, [])) == sorted(names) and min(map(len, shares)) > 100
-    assert all(in_share(name, "0/1") for name in names)
-    for wrong in ("3/3", "1", "a/2", "-1/2"):
-        with pytest.raises(pytest.UsageError, match=f"--share: expected K/N .*, got {wrong}"):
-            in_share("a", wrong)
-
-
-@pytest.mark.deep
-def test_a_share_is_what_pytest_collects():
-    file = ROOT / "tests" / "test_orders.py"
-    call = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", str(file)]
-
-    def collected(*options):
-        done = subprocess.run([*call, *options], capture_output=True, text=True, cwd=ROOT)
-        return {line for line in done.stdout.splitlines() if "::" in line}
-
-    first, second = (collected("--share", f"{k}/2") for k in range(2))
-    assert first and second and not first & second and first | second == collected()
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
-    "broken, status, last", [("none", 0, "7 passed, 0 failed"), ("test-deep", 2, "5 passed, 1 failed")]
+    "broken, status, last", [("none", 0, "7 passed, 0 failed"), ("test-site", 2, "5 passed, 1 failed")]
 )
 def test_the_last_line_of_ci_sums_the_tests(tmp_path, broken, status, last):
     """The steps run as they are, with a `make` that prints what pytest prints, and fails at one of its targets."""
@@ -188,7 +153,7 @@ def test_the_last_line_of_ci_sums_the_tests(tmp_path, broken, status, last):
     make = tmp_path / "make"
     make.write_text(
         f'#!/bin/sh\nif [ "$1" = {broken} ]; then echo "== 1 failed, 2 passed in 1.00s =="; exit 2; fi\n'
-        'case "$1" in test) echo "=== 3 passed, 1 skipped in 2.00s ===";; test-deep) echo "4 passed in 1.00s";; esac\n'
+        'case "$1" in test) echo "=== 3 passed, 1 skipped in 2.00s ===";; test-site) echo "4 passed in 1.00s";; esac\n'
     )
     make.chmod(0o755)
     done = subprocess.run(
@@ -199,3 +164,42 @@ def test_the_last_line_of_ci_sums_the_tests(tmp_path, broken, status, last):
     )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (status, last), done.stdout + done.stderr
     assert "=== 3 passed, 1 skipped in 2.00s ===" in done.stdout
+
+
+CHANCE = re.compile(
+    r"\bdate\b|GLA_REF_DAY|\bdrawn\(|\bdraw\(|on_some_days|--share|RANDOM|\brandom\.|time\.time|today\("
+)
+
+
+@pytest.mark.parametrize("name", [".ci/run", "Makefile", "tests/conftest.py", "tests/cases.py"])
+def test_what_runs_depends_on_the_commit_alone(name):
+    """No date, clock or chance; a run's record may name its day."""
+    lines = (ROOT / name).read_text().splitlines()
+    assert [line for line in lines if CHANCE.search(line) and '"date": ' not in line] == []
+
+
+def test_status_is_written_from_the_record():
+    assert nightly.STATUS.read_text() == nightly.status(), "run `python tools/nightly.py`"
+
+
+def test_a_part_is_due_until_it_was_right_for_its_files(monkeypatch, tmp_path):
+    for name, text in (("a.py", "1"), ("b.py", "1"), (".gitignore", "*.lock")):
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr(nightly, "ROOT", tmp_path)
+    monkeypatch.setattr(nightly, "RECORD", tmp_path / "nightly.json")
+    part = nightly.Part("-v >/dev/null; echo '==== 2 passed in 1.00s ===='", (".", "!b.py"), "a part")
+    monkeypatch.setattr(nightly, "PARTS", {"one": part})
+
+    def run():
+        record = nightly.run("one")
+        nightly.results.merge(nightly.RECORD, {"gpu": None}, "nightly", [record], key=("part",))
+        return record
+
+    assert nightly.due("one") and run()["passed"] == 2 and not nightly.due("one")
+    (tmp_path / "b.py").write_text("2")
+    assert not nightly.due("one")
+    (tmp_path / "a.py").write_text("2")
+    assert nightly.due("one") and "right" in nightly.status()
+    monkeypatch.setattr(nightly, "PARTS", {"one": nightly.Part("-v >/dev/null; exit 1", part.reads, "a part")})
+    assert not run()["right"] and nightly.due("one") and "wrong" in nightly.status()

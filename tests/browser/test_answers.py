@@ -6,6 +6,7 @@ import browser as tools
 import pytest
 from answers import answer_to, offered
 from axe_playwright_python.sync_playwright import Axe
+from cases import thin
 from test_exercises_early import RIGHT, WRONG
 
 from gla_ref.book import exercises
@@ -107,7 +108,7 @@ def axe_problems(tab) -> list[str]:
     return [f"{v['id']}: {[n['html'][:150] for n in v['nodes'][:4]]}" for v in violations]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", thin(PAGES, "book/09_gates_and_decay"))
 def test_page_says_what_python_says(chromium, page):
     context = chromium.new_context(has_touch=True, reduced_motion="reduce")
     visit = tools.Visit(context)

@@ -5,6 +5,7 @@ import re
 import browser as tools
 import pytest
 import torch
+from cases import thin
 
 from gla_ref import gla
 from gla_ref.book.viz.playable_state import KINDS, TOKENS
@@ -95,7 +96,7 @@ def press(tab, button, way: str) -> None:
     use(tab, button, way)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", thin(PAGES, "book/06_prefix_sums_and_chunks", "book/11_chunkwise_gla"))
 def test_explorables(visit, page):
     """Every control changes picture and readout; play, step and reset work; parts say what they are; all ways."""
     tab = visit.tab

@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 import browser as tools
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from cases import thin
 
 from gla_ref.book.notebook import CHAPTER
 
@@ -17,6 +18,8 @@ WIDTHS, THEMES = (1280, 390), ("light", "dark")
 PAGES = tools.book_pages()
 #: of the API's pages, which are alike, those with the most kinds of entries
 API = [f"book/api/gla_ref.{module}" for module in ("check", "linear_attention", "kernels.gla")]
+#: the front page, two chapters (the most formulas; the most code), one page of tables, one of the API
+KEPT = "book/index", "book/11_chunkwise_gla", "book/14_gla_kernel", "book/benchmarks", API[1]
 #: seconds from the start of the navigation until the whole text stands there, painted; 0 until it does
 READABLE = """() => {
   const [page] = performance.getEntriesByType("navigation");
@@ -168,7 +171,7 @@ def pictures(tab) -> list[str]:
     return found + [f"formulas of which a phone hides more than 100 pixels: {cut}"] * bool(cut)
 
 
-@pytest.mark.parametrize("page", PAGES + API)
+@pytest.mark.parametrize("page", thin(PAGES + API, *KEPT))
 def test_page(chromium, visit, record, page):
     """No error, no request beyond the site, formulas rendered, all inside the window; axe finds nothing."""
     tab = visit.tab

@@ -46,6 +46,7 @@ def assert_contents_and_bookmarks_lead_to_the_chapters(pdf):
         assert f"{title}{index + 1}" in contents, title
 
 
+@pytest.mark.deep
 def test_the_printed_book(chromium):
     """Nothing outside its page, and the contents are right: one test, so that the book is printed once."""
     make_pdf.print_book(chromium, make_pdf.PDF)

@@ -1,0 +1,162 @@
+"""Run what takes too long for the gate, part by part, and record each: python tools/nightly.py [PART ...] [--again]
+
+A part is a `make` target. Its record has the counts of its tests, its seconds, what failed, and a hash of the files
+that it reads. A part whose last run was right and whose files have not changed since is not run again. `--due` lists
+the parts that would run. The records are in benchmarks/results/nightly.json, and docs/status.md is written from them.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import count_tests
+from tabulate import tabulate
+
+from gla_ref.book import results
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD, STATUS = results.file("nightly"), ROOT / "docs" / "status.md"
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+MEASURED = re.compile(r"^measured (.+): ([\d.]+) s$", re.MULTILINE)  # written by tests/conftest.py
+
+KIT = "tests/test_check*.py tests/test_museum.py"
+CODE, TESTS = ("src", "requirements.txt", "pyproject.toml", "Makefile"), ("tests", "tools", "benchmarks")
+BOOK = ("book", "notebooks", "_config.yml", "_toc.yml", "benchmarks/results")
+#: what neither the kit nor a compiled launch is made of
+APART = ("!src/gla_ref/book", "!src/gla_ref/experiments", "!src/gla_ref/models")
+
+
+@dataclass(frozen=True)
+class Part:
+    target: str  # of make, with its variables
+    reads: tuple[str, ...]  # files and folders, of which those with "!" are left out
+    what: str
+
+
+PARTS = {
+    "deep": Part(
+        f"test-deep 'TESTS=--ignore-glob={' --ignore-glob='.join(KIT.split())}'",
+        (*CODE, *TESTS, *BOOK),
+        "whole ladders and sweeps, properties 300 times",
+    ),
+    "kit": Part(f"test-deep 'TESTS={KIT}'", (*CODE, *APART, "tests", "tools"), "the check kit's sweeps"),
+    "mutants": Part("mutants", (*CODE, *APART, "tools/mutants.py"), "the check kit against every named mistake"),
+    "orders": Part("test-orders", (*CODE, *APART, "tests"), "sums in the orders of two other processors' BLAS"),
+    "browser": Part(
+        "test-browser", (*CODE, *BOOK, "tests/browser", "tools"), "every page in a browser, and its seconds"
+    ),
+    "notebooks": Part("test-notebooks", (*CODE, *BOOK, "tools"), "every notebook from the site, the package missing"),
+    "pdf": Part("pdf", (*CODE, *BOOK, "tools"), "the printed edition"),
+    "compile": Part("compile", (*CODE, *APART, "tools"), "every launch for every class of GPU"),
+    "versions": Part("compile-versions", (*CODE, *APART, "tools"), "every launch for sm_90 by the other Tritons"),
+}
+
+
+def files(reads: tuple[str, ...]) -> list[Path]:
+    """The files of a part that git knows or would add, in order."""
+    wanted = [name for name in reads if name[0] != "!"]
+    without = [f":(exclude){name[1:]}" for name in reads if name[0] == "!"] + [f":(exclude){RECORD.relative_to(ROOT)}"]
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *wanted, *without]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in sorted(set(listed.split("\0"))) if name and (ROOT / name).is_file()]
+
+
+def digest(reads: tuple[str, ...]) -> str:
+    """A hash of the names and contents of a part's files."""
+    total = hashlib.sha256()
+    for path in files(reads):
+        total.update(f"{path.relative_to(ROOT)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()[:16]
+
+
+def due(name: str) -> bool:
+    """Whether a part has no right run of the files as they are."""
+    last = {r["part"]: r for r in results.read(RECORD, "nightly")}.get(name)
+    return last is None or not last["right"] or last["files"] != digest(PARTS[name].reads)
+
+
+def run(name: str) -> dict:
+    """Run a part, show what it prints, and return its record."""
+    before, begun, lines = digest(PARTS[name].reads), time.time(), []
+    with subprocess.Popen(
+        f"make {PARTS[name].target}", shell=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    log = "".join(lines)
+    passed, failed = map(int, re.findall(r"\d+", count_tests.totals(log)))
+    return {
+        "part": name,
+        "right": process.returncode == 0,
+        "passed": passed,
+        "failed": failed,
+        "failures": sorted(set(FAILED.findall(log))) or ([] if process.returncode == 0 else lines[-3:]),
+        "measured": {what: float(seconds) for what, seconds in MEASURED.findall(log)},
+        "seconds": round(time.time() - begun),
+        "files": before,
+        "commit": results.environment(None)["commit"],
+        "date": results.environment(None)["date"],
+        "python": platform.python_version(),
+    }
+
+
+def status() -> str:
+    """The text of docs/status.md."""
+    rows, measured = [], []
+    done = {r["part"]: r for r in results.read(RECORD, "nightly")}
+    for name, part in PARTS.items():
+        if r := done.get(name):
+            tests = f"{r['passed']} passed, {r['failed']} failed" if r["passed"] + r["failed"] else "–"
+            right = "right" if r["right"] else "wrong: " + ", ".join(r["failures"])
+            rows.append([f"`{name}`", part.what, right, tests, r["seconds"], r["commit"][:10], r["date"]])
+            measured += r["measured"].items()
+        else:
+            rows.append([f"`{name}`", part.what, "not run yet", "–", "–", "–", "–"])
+    text = (
+        f"# Status\n\nWritten by `tools/nightly.py` from `{RECORD.relative_to(ROOT)}`. `make nightly` runs the parts "
+    )
+    text += "whose files have changed since their last right run; `python tools/nightly.py --due` lists them. The gate "
+    text += "(`.ci/run`) runs on every change and is not listed.\n\n"
+    head = ["part", "what", "result", "tests", "seconds", "commit", "date"]
+    text += tabulate(rows, head, tablefmt="github") + "\n"
+    if measured:
+        text += "\nPromises of speed, as measured in these runs:\n\n"
+        text += tabulate([[what, f"{seconds:.2f}"] for what, seconds in measured], ["what", "seconds"], "github") + "\n"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; none: all")
+    parser.add_argument("--again", action="store_true", help="also parts whose files have not changed")
+    parser.add_argument("--due", action="store_true", help="only list the parts that would run")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"PART: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    wanted = [name for name in args.parts or PARTS if args.again or due(name)]
+    if args.due:
+        print("\n".join(wanted) or "Every part is right for the files as they are.")
+        return 0
+    os.chdir(ROOT)
+    wrong = []
+    for name in wanted:
+        print(f"== {name}: {PARTS[name].what}", flush=True)
+        record = run(name)
+        results.merge(RECORD, results.environment(None), "nightly", [record], key=("part",))
+        STATUS.write_text(status())
+        wrong += [] if record["right"] else [name]
+        print(f"== {name}: {'right' if record['right'] else 'WRONG'}, {record['seconds']} s", flush=True)
+    print(f"Wrong: {', '.join(wrong)}" if wrong else "Every part is right for the files as they are.")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
