@@ -3,6 +3,7 @@ PY     ?= python3
 PYTHON ?= .venv/bin/python
 export PYTHONPATH := $(CURDIR)/src
 export OMP_NUM_THREADS ?= 2
+export PYTHONDONTWRITEBYTECODE =# compiled once, not by every process of a test
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal
 
 # The virtual environment is made only when it is the Python that is used.
@@ -64,7 +65,10 @@ nightly: $(VENV) ## run the parts that take long, or PART="deep kit", and record
 	$(PYTHON) tools/nightly.py $(PART)
 
 compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"; MOST=1: the widest heads), without one: registers, spills, shared memory, barriers
-	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(if $(ARCH),--arch $(ARCH)) $(if $(MOST),--most)
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --record $(if $(ARCH),--arch $(ARCH)) $(if $(MOST),--most)
+
+compile-changed: $(VENV) ## compile for sm_90 the launches whose plan or kernel changed since they were last compiled right
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --changed --arch 90
 
 compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned, or TRITON="3.6.0" (GLUON=1: Gluon kernels only; or some CASES)
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(CASES) --triton $(TRITON) --arch 90 $(if $(GLUON),--gluon)
@@ -98,6 +102,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-versions compile-notebooks \
+.PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-changed compile-versions compile-notebooks \
   test-browser test-notebooks pdf mutants bench notebooks serve lint clean
 .DEFAULT_GOAL := help

@@ -1,6 +1,6 @@
 """Hopper kernels played on the CPU, from their own source: PyTorch stands in for Gluon.
 
-Each role of a program is a thread, of which one runs at a time. Wherever it calls Gluon, chance decides who goes on,
+Each role of a program is a coroutine. Wherever it calls Gluon, chance decides who goes on,
 and when a copy begins or ends. A tile holds NaN from the moment its copy is asked for; a copy out of a tile reads
 when it likes. A product reads its operands when it is issued and again when it is waited for, and both must be the
 same; its sums are out of reach until then. So an order of steps that the barriers allow and that would change a
@@ -11,19 +11,16 @@ what threads have written or read without one. Not seen: warps of one role that 
 
 import contextlib
 import random
-import threading
 import types
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from greenlet import getcurrent, greenlet
 from triton.experimental.gluon import language
 
 from gla_ref.kernels.launch.plan import Box, Launch, Make, Plan, Spec
-
-
-class Stop(BaseException):
-    """Another role has failed."""
 
 
 class Play:
@@ -32,72 +29,54 @@ class Play:
     def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
         self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
         self.haste = self.chance.choice((0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
-        self.turns, self.waiting, self.turn, self.error = threading.Condition(), {}, None, None
+        self.hub, self.waiting, self.turn = getcurrent(), {}, None
         self.phases, self.missing, self.under_way = {}, {}, []
         self.counts, self.arrived = {}, {}  # by barrier: arrivals that end a phase, and arrivals in this phase
         self.unfenced = {}  # {(bytes that threads have reached, the role): "wrote" or "read"}
-        self.own = threading.local()
-        self.own.products = []  # products of the prologue, or of a kernel without roles
+        self.own = SimpleNamespace(role=None, products=[])  # of the prologue, or of a kernel without roles
 
     def pause(self, until=None):
         """Let chance decide who goes on; come back when it is this role's turn and `until()`."""
-        me = getattr(self.own, "role", None)
+        me = self.own.role
         if me is None:  # before the roles begin
             while until and not until():
                 self.finish_one()
             return
-        with self.turns:
-            self.waiting[me] = until
-            self.choose()
-            self.turns.wait_for(lambda: self.turn == me or self.error)
-            if self.error:
-                raise Stop
+        self.waiting[me] = until
+        self.choose()
+        if self.turn != me:
+            self.hub.switch()
 
     def finish_one(self):
         _, end = self.under_way.pop(self.chance.randrange(len(self.under_way)))
         end()
 
     def choose(self):
-        while not self.error:
+        while True:
             ready = [r for r, until in self.waiting.items() if until is None or until()]
             if self.under_way and (not ready or self.chance.random() < self.haste):
                 self.finish_one()
             elif ready:
                 self.turn = self.chance.choice(ready)
-                break
+                return
             else:
-                self.error = AssertionError(f"all wait: {list(self.waiting)}")
-        self.turns.notify_all()
+                raise AssertionError(f"all wait: {list(self.waiting)}")
 
     def run(self, roles):
-        def work(role, function, args):
-            self.own.role, self.own.products = role, []
-            try:
-                with self.turns:
-                    self.turns.wait_for(lambda: self.turn == role or self.error)
-                if not self.error:
-                    function(*args)
-            except Stop:
-                pass
-            except BaseException as error:
-                self.error = error
-            with self.turns:
+        roles = {f"{function.__name__} {i}": partial(function, *args) for i, (function, args) in enumerate(roles)}
+        running = {role: greenlet(work) for role, work in roles.items()}
+        each = {role: SimpleNamespace(role=role, products=[]) for role in roles}
+        before, self.waiting = self.own, dict.fromkeys(roles)
+        self.choose()
+        while self.waiting:
+            role = self.turn
+            self.own = each[role]
+            running[role].switch()  # comes back when it is another's turn, or with the role's error
+            if running[role].dead:
                 del self.waiting[role]
                 if self.waiting:
                     self.choose()
-                self.turns.notify_all()
-
-        named = [(f"{function.__name__} {i}", function, args) for i, (function, args) in enumerate(roles)]
-        self.waiting = {name: None for name, _, _ in named}
-        threads = [threading.Thread(target=work, args=x) for x in named]
-        with self.turns:
-            self.choose()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.error:
-            raise self.error
+        self.own = before
         while self.under_way:
             self.finish_one()
 
@@ -106,7 +85,7 @@ PLAY: Play = None
 
 
 def me() -> str:
-    return getattr(PLAY.own, "role", "the prologue")
+    return PLAY.own.role or "the prologue"
 
 
 class Tile:

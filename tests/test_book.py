@@ -296,6 +296,7 @@ def test_readme_example_runs():
     assert float(re.search(r"[\d.]+e-\d+|0\.", result.stdout)[0]) < 1e-12
 
 
+@pytest.mark.deep
 def test_broken_cell_fails_the_build(tmp_path):
     for name in ("_config.yml", "requirements.txt", "src", "book/_ext", "book/_static"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -336,13 +336,14 @@ def test_ranks_differ(pool, change):
 
 
 @pytest.mark.deep
-def test_other_boundaries(pool):
+def test_other_boundaries(pool, record_property):
     """Boundaries are looked at in every call on a CPU."""
     x, cu = problem("gla", PACKED)
     group = pool.group("boundaries", 2)
     assert all(well for well, _ in pool.tell(group, piece, "gla", x, cu, SPLITS[2]))
     for message, seconds in told(pool, group, "other boundaries", x, cu):
-        assert re.search(FAULTS["other boundaries"][1], message) and seconds < 5, message
+        assert re.search(FAULTS["other boundaries"][1], message), message
+        record_property("a rank is told of other boundaries", round(seconds, 2))
 
 
 @pytest.mark.deep
@@ -359,20 +360,21 @@ def test_out_of_step(pool):
 @pytest.mark.deep
 @pytest.mark.parametrize("change", ["another scale", "another dtype", "another size"])
 @pytest.mark.parametrize("exchange", ["all-gather", "pipeline"])
-def test_one_rank_is_called_anew(pool, exchange, change):
+def test_one_rank_is_called_anew(pool, exchange, change, record_property):
     """Rank 1 asks, or refuses, while rank 0 waits for a state: both say at once which argument differs."""
     x, cu = problem("gla")
     group = pool.group(f"anew {exchange} {change}", 2)
     call = functools.partial(piece, exchange=exchange)
     assert all(well for well, _ in pool.tell(group, call, "gla", x, cu, SPLITS[2]))
     for message, seconds in told(pool, group, change, x, cu, exchange=exchange):
-        assert re.search(FAULTS[change][1], message) and seconds < 5, message
+        assert re.search(FAULTS[change][1], message), message
+        record_property(f"a rank is told of {change} ({exchange})", round(seconds, 2))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("change", ["hangs", "dies"])
-def test_a_rank_is_lost(pool, change, known):
+def test_a_rank_is_lost(pool, change, known, record_property):
     """Before a new kind of call is agreed upon, or in the exchange of one that was."""
     here = pool if change == "hangs" else Pool(2)
     x, cu = problem("gla")
@@ -382,7 +384,9 @@ def test_a_rank_is_lost(pool, change, known):
     (message, seconds), _ = told(here, group, change, x, cu)
     what = "rank 1 died or hangs" if known else f"rank 1 did not make this call within {SHORT}"
     assert re.search(what, message), message
-    assert seconds < 1 + SHORT.total_seconds() + GRACE
+    record_property(
+        f"a rank that {change} is missed, after the {SHORT.total_seconds():.0f} s of the group", round(seconds, 2)
+    )
     if here is not pool:
         here.close()
 

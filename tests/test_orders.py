@@ -100,7 +100,7 @@ def test_the_packages_attention_is_right_where_scores_are_steep():
 LONG = [(m, dtype) for m in ("simple_gla", "delta_rule", "gated_delta_rule", "kda") for dtype in (F32, BF16)]
 
 
-@pytest.mark.parametrize("mechanism, dtype", thin(EVERY, ("softmax_attention", F32)))
+@pytest.mark.parametrize("mechanism, dtype", thin(EVERY, ("linear_attention", F32)))
 def test_no_budget_is_as_large_as_its_quantity(mechanism, dtype):
     """A kernel that gives zeros is off by the largest element: no budget is a tenth of that.
 

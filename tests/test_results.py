@@ -64,7 +64,7 @@ for i in range(int(sys.argv[3])):
 
 
 def test_two_processes_lose_no_record(tmp_path):
-    file, n = tmp_path / "new" / "r.json", 40
+    file, n = tmp_path / "new" / "r.json", 12
     line = [sys.executable, "-c", WRITER, str(file)]
     writers = [subprocess.Popen([*line, who, str(n)]) for who in ("a", "b")]
     while any(writer.poll() is None for writer in writers):

@@ -9,6 +9,7 @@ from pathlib import Path
 import count_tests
 import nightly
 import pytest
+from cases import in_process
 
 ROOT = Path(__file__).parents[1]
 
@@ -176,6 +177,30 @@ def test_what_runs_depends_on_the_commit_alone(name):
     """No date, clock or chance; a run's record may name its day."""
     lines = (ROOT / name).read_text().splitlines()
     assert [line for line in lines if CHANCE.search(line) and '"date": ' not in line] == []
+
+
+CHANGED = """
+import sys
+sys.path[:0] = ["tools", "src"]
+import compile_kernels as tool
+name = "gla 128 bfloat16"
+marks, left = tool.changed(90, [name], set())
+assert marks[name] and not left and tool.changed(90, [name], set(marks[name])) == ({name: []}, 0)
+launch = tool.launches(90, name)[0]
+mark = tool.fingerprint(launch, 90)
+assert mark in marks[name] and tool.fingerprint(launch, 80) != mark
+assert tool.fingerprint(launch._replace(options=launch.options | {"num_warps": 2}), 90) != mark
+launch.kernel.hash = "of another source"
+assert tool.fingerprint(launch, 90) != mark
+tool.LIMIT = 1
+marks, left = tool.changed(90, [name], set())
+assert len(marks[name]) == 1 and left > 0
+"""
+
+
+def test_a_launch_is_compiled_again_when_its_kernel_or_its_plan_changed():
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    in_process("-c", CHANGED)
 
 
 def test_status_is_written_from_the_record():

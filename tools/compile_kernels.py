@@ -4,6 +4,7 @@
     python tools/compile_kernels.py --triton --arch 90    # with the other versions of Triton that readers have
     python tools/compile_kernels.py --gluon --arch 90    # only the launches of Gluon kernels
     python tools/compile_kernels.py --triton 3.9.0 --arch 90 --json benchmarks/results/compiled-versions.json
+    python tools/compile_kernels.py --changed --arch 90    # only launches whose plan or source changed (--record: all)
 
 A plan says what a call launches on any class of GPU, and Triton's compiler needs a target, not a device; the assembler
 comes with Triton. Every launch of forward and backward must fit its card and, where K, V <= 128, spill at most 128
@@ -13,10 +14,15 @@ before shared memory is written again; and no product in a branch takes an opera
 refills. And where warps have different jobs, those of one meet before one thread arrives at a barrier for all, and the
 barriers' bytes are their own (barriers.py). In the assembler's code no uniform register is read that nothing has set
 (sass.py).
+
+A launch's fingerprint is a hash of the version of Triton, of what its plan fixes, and of the source of its kernel with
+all that it calls. `--changed` compiles the launches that benchmarks/results/compiled-launches.json does not have, at
+most LIMIT of them, those of Gluon kernels first. Only `--record` writes that file: every launch that compiled right.
 """
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -44,7 +50,7 @@ from kernel_cases import CASES, WIDE
 from gla_ref.book import results
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import Launch
-from gla_ref.kernels.launch.program import compile_launch
+from gla_ref.kernels.launch.program import compile_launch, variant
 
 SPILLED = 128  # bytes a thread may spill where K, V <= 128
 # Hopper's tiles are the fastest of those tried on a GPU (lab/known.md), whatever they spill
@@ -53,6 +59,7 @@ MEASURED = (90,)
 
 # classes that launch what sm_80 does, by the same assembler: only the cases that need most
 ALIKE = (86, 89)
+LAUNCHES, LIMIT = results.file("compiled launches"), 24  # the gate compiles as many changed launches as this
 REFILL = re.compile(r"async_copy_global_to_local|async_tma_copy_global_to_local|ttg\.local_store")
 TILES = ("C", "BM", "BN", "BK", "BV")
 
@@ -224,6 +231,24 @@ def launches(arch: int, name: str, gluon: bool = False) -> list[Launch]:
     return [x for x in every if x.kernel.is_gluon()] if gluon else every
 
 
+def fingerprint(launch: Launch, arch: int) -> str:
+    """A hash of all that decides what a launch compiles to."""
+    _, *fixed = variant(launch, torch.device("meta"))
+    return hashlib.sha256(repr((triton.__version__, arch, launch.kernel.cache_key, fixed)).encode()).hexdigest()[:16]
+
+
+def changed(arch: int, names: list[str], known: set[str]) -> tuple[dict[str, list[str]], int]:
+    """Fingerprints to compile by case, each in the first case that has it, and how many are left out."""
+    cases: dict[str, tuple[bool, str]] = {}
+    for name in names:
+        with contextlib.suppress(ValueError):  # a case that the plan refuses
+            for launch in launches(arch, name):
+                if (mark := fingerprint(launch, arch)) not in known:
+                    cases.setdefault(mark, (not launch.kernel.is_gluon(), name))
+    chosen = sorted(cases, key=lambda mark: (cases[mark][0], mark))[:LIMIT]
+    return {name: [mark for mark in chosen if cases[mark][1] == name] for name in names}, len(cases) - len(chosen)
+
+
 def has_gluon(arch: int, name: str) -> bool:
     """Whether a case launches a Gluon kernel."""
     try:
@@ -232,17 +257,19 @@ def has_gluon(arch: int, name: str) -> bool:
         return False
 
 
-def compile_case(task: tuple[int, str, bool]) -> dict:
-    """Every launch of a case for a class, or only those of Gluon kernels.
+def compile_case(task: tuple[int, str, bool, list[str] | None]) -> dict:
+    """Every launch of a case for a class, or only those of Gluon kernels, or of these fingerprints.
 
     Returns:
         {"rows": [...], "gluon": rows of Gluon kernels by module and name, "refused": what the plan said, "failed":
         what went wrong}.
     """
-    arch, name, gluon = task
-    found = {"arch": arch, "case": name, "rows": [], "gluon": [], "refused": "", "failed": ""}
+    arch, name, gluon, marks = task
+    found = {"arch": arch, "case": name, "rows": [], "gluon": [], "right": [], "refused": "", "failed": ""}
     try:
         chosen = launches(arch, name, gluon)
+        if marks is not None:
+            chosen = [x for x in chosen if fingerprint(x, arch) in marks]
     except ValueError as error:
         return found | {"refused": str(error)}
     for launch in chosen:
@@ -252,6 +279,7 @@ def compile_case(task: tuple[int, str, bool]) -> dict:
             found["failed"] = f"{launch.name}: {str(error).strip()[-300:]}"
             continue
         found["rows"] += [] if row in found["rows"] else [row]
+        found["right"] += [] if row["broken"] else [fingerprint(launch, arch)]
         if launch.kernel.is_gluon():
             module = launch.kernel.__module__.rpartition(".")[2]
             found["gluon"].append(row | {"kernel": f"{module}.{launch.name}"})
@@ -334,6 +362,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, help="where to write the worst launches of each class; with --triton, a row per version"
     )
+    parser.add_argument("--changed", action="store_true", help=f"only {LIMIT} launches that {LAUNCHES.name} lacks")
+    parser.add_argument(
+        "--record", action="store_true", help=f"write the launches that compiled right to {LAUNCHES.name}"
+    )
     parser.add_argument("--gluon", action="store_true", help="only launches of Gluon kernels")
     versions = ", ".join(other_tritons.VERSIONS)
     about = f"compile with these versions instead; none: all of {versions} but the pinned"
@@ -342,6 +374,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES | WIDE):
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
+    if args.changed and len(args.arch) > 1:
+        parser.error("--changed: expected one class of GPU")
     if args.json and args.most:
         parser.error("--json: expected all cases, without --most")
     if args.json and args.gluon and args.triton is None:
@@ -353,7 +387,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def compile_all(tasks: list[tuple[int, str, bool]], jobs: int) -> list[dict]:
+def compile_all(tasks: list[tuple[int, str, bool, list[str] | None]], jobs: int) -> list[dict]:
     """Compile the cases side by side; report each as soon as it is there."""
     everything = []
     with tempfile.TemporaryDirectory() as cache:
@@ -372,11 +406,18 @@ def main() -> None:
         options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
         sys.exit(other_tritons.compile_with(args.triton, options, args.json))
     tasks = [
-        (arch, name, args.gluon)
+        (arch, name, args.gluon, None)
         for arch in args.arch
         for name in args.cases or cases_of(arch, args.most)
         if (arch >= 80 or (CASES | WIDE)[name].dtype != "bfloat16") and (not args.gluon or has_gluon(arch, name))
     ]
+    if args.changed:
+        known = {r["fingerprint"] for r in results.read(LAUNCHES, "launches")}
+        marks, left = changed(args.arch[0], [name for _, name, _, _ in tasks], known)
+        print(f"{sum(map(len, marks.values()))} launches changed; {left} more are left to make nightly", flush=True)
+        tasks = [(arch, name, gluon, marks[name]) for arch, name, gluon, _ in tasks if marks[name]]
+        if not tasks:
+            return
     if not tasks:
         sys.exit("expected a case that is compiled for these classes, got none")
     begun = time.time()
@@ -385,6 +426,9 @@ def main() -> None:
     print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s", flush=True)
     if args.json:
         record(args.json, everything)
+    if args.record:
+        rows = [{"arch": x["arch"], "fingerprint": mark} for x in everything if not wrongs(x) for mark in x["right"]]
+        results.merge(LAUNCHES, results.environment(None), "launches", rows, key=("arch", "fingerprint"))
     if args.summary:
         kept = summary(everything, "gluon" if args.gluon else "all", time.time() - begun)
         args.summary.write_text(json.dumps(kept))
