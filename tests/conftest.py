@@ -66,16 +66,6 @@ def place(tmp_path, corpora):
     return Place("cpu", tmp_path / "checkpoints", texts=corpora)
 
 
-@pytest.fixture(autouse=True)
-def few_calls_for_rare_races(request, monkeypatch):
-    """The kit calls a kernel hundreds of times more, for seconds: in its own tests of that only."""
-    if request.module.__name__ != "test_check_calls":
-        from gla_ref.check import _runner
-
-        monkeypatch.setattr(_runner, "WHILE", 0.1)
-        monkeypatch.setattr(_runner, "FORWARD", 0.1)
-
-
 def pytest_configure():
     """Triton's interpreter patches its language at every call inside a kernel, half of its time: once is enough."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:

@@ -88,6 +88,7 @@ def kernel(
     gate: str = "log",
     forward_only: bool = False,
     time_limit: float = SECONDS,
+    races: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
     """Run a kernel on the cases of its mechanism and hold every result against the float64 recurrence.
@@ -124,6 +125,7 @@ def kernel(
         forward_only: call it under `torch.no_grad` only, where it refuses inputs that need gradients, or refuses
             its backward pass; gradients are then not covered.
         time_limit: seconds a call may take, compilation included, before it counts as hanging.
+        races: calls of one case that look for a rare race; 600 on a GPU and 8 on a CPU if not given.
         progress: called with (cases done, cases in all, name of the next).
 
     Returns:
@@ -140,8 +142,12 @@ def kernel(
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     if not 0 < time_limit < math.inf:
         raise ValueError(f"time_limit: expected seconds, more than 0, got {time_limit}")
+    if races is not None and races < 0:
+        raise ValueError(f"races: expected a number of calls, got {races}")
     how = Convention(layout, state, gate, forward_only or not claim.gradient)
-    it = Kernel(fn, mechanism, how, device_of(device), time_limit, claim.dtypes)
+    place = device_of(device)
+    races = races if races is not None else 600 if place.type == "cuda" else 8
+    it = Kernel(fn, mechanism, how, place, time_limit, claim.dtypes, races)
     ladder, chosen, tried = selected(mechanism, claim, dtype, level, only, skip, seed)
     settings = {
         "mechanism": mechanism,

@@ -85,7 +85,10 @@ def checked(name: str, x: object, shape: torch.Size, dtypes: list[torch.dtype], 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function, what it computes, how it wants to be called, where it runs, for how long, and in which dtypes."""
+    """A function, what it computes, how it wants to be called, where it runs, for how long, and in which dtypes.
+
+    `races` is how many calls of one case look for a rare race.
+    """
 
     fn: Callable
     mechanism: str
@@ -93,6 +96,7 @@ class Kernel:
     device: torch.device
     seconds: float
     dtypes: tuple[torch.dtype, ...] = ()
+    races: int = 0
 
     @property
     def kind(self) -> Kind:

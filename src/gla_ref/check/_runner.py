@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,9 +23,7 @@ KIT = Path(__file__).parent
 LIBRARIES = tuple(Path(torch.__file__).parents[1] / name for name in ("torch", "triton", "einops"))
 AGAIN = 8  # more calls as usual before a failure in another way is believed
 REPEATED = 4  # more calls in that other way
-RARE = 600  # calls of one case that look for a rare race
 BETWEEN = 8  # other calls between a forward pass and its backward pass: of a ring of so many buffers none is left
-WHILE, FORWARD = 1.0, 8.0  # the seconds that they may take together, with their gradients or without
 VARIES = "equal calls give different results{}: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
 Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
@@ -257,13 +254,12 @@ class Trial:
     def rare(self, usual: Found) -> tuple[Found | None, int, int]:
         """The first of many calls that differs from the usual one, how many differ, and how many were made."""
         forward = self.p.case.T < SUB
-        options, seconds = self.usual | {"backwards": int(not forward)}, FORWARD if forward else WHILE
+        options = self.usual | {"backwards": int(not forward)}
         state: dict = {"other": None, "differ": 0, "calls": 0}
         gradients = not self.kernel.how.forward_only
 
         def calls() -> None:  # in one thread, whose start would take as long as a call
-            start = time.monotonic()
-            while state["calls"] < RARE and time.monotonic() < start + seconds:
+            for _ in range(self.kernel.races):
                 found = self.run(gradients, options)
                 state["calls"] += 1
                 made = usual | {name: y for name, y in found.items() if not (forward and name.startswith("d"))}
@@ -271,7 +267,7 @@ class Trial:
                     state["other"] = state["other"] or made
                     state["differ"] += 1
 
-        attempt(self.kernel.seconds + seconds, calls)
+        attempt(self.kernel.seconds * self.kernel.races, calls)
         return state["other"], state["differ"], state["calls"]
 
     def tried(self, usual: Found) -> Iterator[Finding]:
