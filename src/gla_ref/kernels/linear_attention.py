@@ -104,7 +104,8 @@ def linear_attention(
     """
     if feature_map is not None:
         scale = contract.check_scale(scale, q.shape[-1])
-        q, k = feature_map(q), feature_map(k)
+        with contract.outside_autocast(q):
+            q, k = feature_map(q), feature_map(k)
 
     def attend(v, S):
         return _attention(q, k, v, None, scale, S, cu_seqlens, path)

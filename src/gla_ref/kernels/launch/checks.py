@@ -111,9 +111,6 @@ def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]
     Raises:
         TypeError, ValueError: an argument is missing or does not fit; the message names it.
     """
-    for argument in kind.arguments:
-        if not argument.optional and argument.name not in given:
-            raise TypeError(f"{argument.name}: expected a torch.Tensor of shape [{argument.axes}], got None")
     known = (*kind.arguments, *kind.states)
     sizes = check_tensors(given, known, kind.multiples)
     check_launch(given, known)

@@ -218,4 +218,5 @@ def gla_chunk_fuse(
     q_g, k_g = qg_kg(q, k, b, scale, C)
     o, S = read_states(q_g, k_g, v, b, S, C)
     A = inner_scores(q, k, b, scale, C)
-    return combine(o, A, v), S
+    with contract.outside_autocast(v):
+        return combine(o, A, v), S
