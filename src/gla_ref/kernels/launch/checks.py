@@ -138,12 +138,10 @@ def check_only_backward(who: str, names: tuple[str, ...], tensors: tuple[Tensor 
         NotImplementedError: one of the two does.
     """
     traced = torch.compiler.is_compiling()  # then operators without derivatives say so to torch.func.grad
-    if forward_ad._current_level >= 0 or not traced and torch._C._are_functorch_transforms_active():
-        _check_only_backward(who, names, tensors)
-
-
-@torch.compiler.disable  # a traced call goes on here without the compiler
-def _check_only_backward(who: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
+    if forward_ad._current_level < 0 and (traced or not torch._C._are_functorch_transforms_active()):
+        return
+    if traced:
+        torch._dynamo.graph_break()  # and go on without the compiler
     for name, x in zip(names, tensors, strict=True):
         if isinstance(x, Tensor) and differentiated(x):
             raise NotImplementedError(

@@ -18,8 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..hopper.gluon_names import descriptor
 from .checks import looks_at_values
 from .hardware import hardware_of
+from .interpreter import mend
 from .plan import Box, Launch, Make, Plan, Spec, spec_of
 from .versions import release
+
+if triton.knobs.runtime.interpret:
+    mend()
 
 MOST = 512  # programs that a function keeps: every call may have a new length
 # each launch asks for fused multiply-adds, which all measured kernels use: Triton 3.9 warns if a launch does not ask,
