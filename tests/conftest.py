@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,26 +63,6 @@ def place(tmp_path, corpora):
     from gla_ref.experiments.runs import Place
 
     return Place("cpu", tmp_path / "checkpoints", texts=corpora)
-
-
-def pytest_configure():
-    """Triton's interpreter patches its language at every call inside a kernel, half of its time: once is enough."""
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        return
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-
-    def patch_once(fn):
-        languages = [x for x in fn.__globals__.values() if x is tl or x is tl.core]
-        if any(tl.core.is_builtin(language.load) for language in languages):
-            patched = patch(fn)
-            if tl in languages:
-                return patched
-        return SimpleNamespace(restore=lambda: None)  # a function inside a kernel: for good
-
-    interpreter._patch_lang = patch_once
 
 
 def pytest_collection_modifyitems(config, items):

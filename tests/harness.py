@@ -10,8 +10,10 @@ import torch
 from cases import error
 
 from gla_ref.check import oracle
+from gla_ref.kernels import find_device
 from gla_ref.rounding import budget
 
+find_device()  # mends the interpreter, for pages too
 CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
 DTYPES = F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

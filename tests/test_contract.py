@@ -8,9 +8,13 @@ import torch
 from cases import DELTA, GATED, LINEAR, inputs, options, pairs
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gla_ref
+from gla_ref import triangular
 from gla_ref.mechanisms import MECHANISMS
+from gla_ref.models import Config, LanguageModel
+from gla_ref.models.mixers import MIXERS
 
 FORMS = gla_ref.FORMS
 ALL = pairs(*LINEAR, *DELTA)
@@ -62,6 +66,109 @@ def test_bad_argument(mechanism, form, case):
         name = "(g|beta)"  # v may have more heads than q, but as many as these
     with pytest.raises(kind, match=rf"^{name}: .*(got|empty)"):
         call(mechanism, form, change)
+
+
+REFERENCES = ALL + pairs("softmax_attention")
+
+
+def plain(mechanism):
+    """The tensors that a mechanism requires, in float32."""
+    args, _ = inputs("linear_attention" if mechanism == "softmax_attention" else mechanism, **SIZES)
+    return [x.float() for x in args]
+
+
+@pytest.mark.parametrize("mechanism, form", REFERENCES)
+def test_missing_tensors_are_named(mechanism, form):
+    args = plain(mechanism)
+    for i, name in enumerate(MECHANISMS[mechanism].required):
+        with pytest.raises(TypeError, match=rf"^{name}: expected a torch.Tensor of shape .*, got None"):
+            FORMS[mechanism][form](*args[:i], None, *args[i + 1 :])
+
+
+@pytest.mark.parametrize("mechanism, form", REFERENCES)
+def test_autocast_changes_nothing(mechanism, form):
+    """References compute in at least float32 inside it, too; each bit of results and gradients is the same."""
+
+    def results(enabled):
+        leaves = [x.requires_grad_() for x in plain(mechanism)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            o, _ = FORMS[mechanism][form](*leaves, **options(form))
+        return o.detach(), *torch.autograd.grad(o.square().sum(), leaves)
+
+    for x, y in zip(results(True), results(False), strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("form", [form for _, form in pairs("linear_attention")])
+def test_feature_maps_step_out_of_autocast(form):
+    W, (q, k, v) = torch.eye(SIZES["K"]) / 3, plain("linear_attention")
+
+    def o():
+        return FORMS["linear_attention"][form](q, k, v, feature_map=lambda x: (x @ W).exp(), normalize=True)[0]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = o()
+    assert torch.equal(inside, o())
+
+
+@pytest.mark.parametrize("mechanism, form", REFERENCES)
+def test_no_values_are_checked_where_there_are_none(mechanism, form):
+    """Of meta and fake tensors there are shapes only; vmap has values, but no single one to decide by."""
+    args = plain(mechanism)
+
+    def call(*args):
+        return FORMS[mechanism][form](*args, **options(form))[0]
+
+    o = call(*args)
+    assert call(*(x.to("meta") for x in args)).shape == o.shape
+    with FakeTensorMode() as fake:
+        assert call(*map(fake.from_tensor, args)).shape == o.shape
+    both = torch.func.vmap(call)(*(torch.stack([x, x.flip(1)]) for x in args))
+    torch.testing.assert_close(both[0], o)
+    grads = torch.func.vmap(torch.func.grad(lambda *x: call(*x).sum()))(*(x[None] for x in args))
+    assert grads.shape == (1, *args[0].shape) and grads.any()
+    with pytest.raises(ValueError, match="^k: expected shape"):
+        call(*(x.to("meta")[..., i == 1 :] for i, x in enumerate(args)))
+
+
+def test_a_triangle_is_checked_where_it_has_values():
+    A = torch.ones(3, 3)
+    with pytest.raises(ValueError, match="^A: expected zeros on and above"):
+        triangular.blocked(A)
+    assert triangular.blocked(A.to("meta")).shape == A.shape
+
+
+@pytest.mark.parametrize(
+    "mixer", [x if x == "gated_delta" else pytest.param(x, marks=pytest.mark.deep) for x in MIXERS]
+)
+def test_models_export_compile_and_give_gradients_of_samples(mixer):
+    """Their references check no values where a tracer looks on."""
+    model = LanguageModel(Config(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_heads=2, mixer=mixer))
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    logits, _ = model(tokens)
+    exported = torch.export.export(model, (tokens,), strict=False).module()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for run in (exported, compiled):
+        torch.testing.assert_close(run(tokens)[0], logits)
+
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(weights, tokens):
+        return torch.func.functional_call(model, weights, (tokens[None],))[0].square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, tokens)
+    logits.square().sum().backward()
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(each[name].sum(0), x.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("mechanism, form", [(m, f) for m, f in REFERENCES if f != "recurrent"])
+def test_references_trace_whole(mechanism, form):
+    torch.compiler.reset()  # forms share one wrapper, of which PyTorch keeps a few graphs
+    args = plain(mechanism)
+    compiled = torch.compile(lambda *x: FORMS[mechanism][form](*x)[0], fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*args), FORMS[mechanism][form](*args)[0])
 
 
 @pytest.mark.parametrize("case", BAD_GATE)

@@ -12,7 +12,8 @@ import weakref
 import pytest
 import torch
 from cases import F64, error, inputs, thin
-from harness import CUDA, HERE
+from harness import CUDA, HERE, interpreted
+from torch.autograd import forward_ad
 
 from gla_ref import FORMS, mechanisms
 from gla_ref import check as kit
@@ -130,15 +131,25 @@ def test_threads_at_once(mechanism, monkeypatch):
             found[i] = both(mechanism, x[i])
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
-    # Triton's interpreter patches its language while a kernel runs, which is no business for two at once
     for thread in threads:
         thread.start()
-        if not CUDA:
-            thread.join()
     for thread in threads:
         thread.join()
     for y, z in zip(x, found, strict=True):
         assert_right(mechanism, y, z)
+
+
+@interpreted
+def test_an_interpreted_launch_restores_the_language():
+    """Also functions that its calls of tl.sum and the like have replaced: else this process can compile no kernel."""
+    import triton.language as tl
+
+    def builtin():
+        return [tl.core.is_builtin(x) for x in (tl.load, tl.core.load, tl.math.exp, tl.core.tensor.__add__)]
+
+    assert all(builtin())
+    FORMS["softmax_attention"]["triton"](*tokens("softmax_attention", T=3))  # takes maxima and sums
+    assert all(builtin())
 
 
 def test_launchers_are_loaded_one_at_a_time(monkeypatch):
@@ -250,10 +261,13 @@ WRONG = [  # (functions, error, message, changes of the tensors x by name: B = 1
     (EVERY, ValueError, "cu_seqlens: expected shape", lambda x: ends(0)),
     (EVERY, ValueError, "cu_seqlens: .* B = 1", lambda x: {n: torch.cat([y, y]) for n, y in x.items()} | ends(0, 20)),
 ]
-VALUES = [  # looked at when asked
+VALUES = [  # of which a GPU is asked under GLA_REF_DEBUG=1 only
     (DELTA, ValueError, r"beta: write strengths must lie in \[0, 2\]", lambda x: {"beta": x["beta"] + 3}),
     (GATED, ValueError, "g: log gates must lie in", lambda x: {"g": -x["g"]}),
-    (EVERY, ValueError, "cu_seqlens: expected to rise from 0 to T = 20", lambda x: ends(0, 5)),
+    (EVERY, ValueError, r"cu_seqlens: expected to rise from 0 to T = 20 .*, got \[0, 5\]", lambda x: ends(0, 5)),
+    (EVERY, ValueError, r"cu_seqlens: expected to rise from 0 .*, got \[0, 64\]", lambda x: ends(0, 64)),
+    (EVERY, ValueError, r"cu_seqlens: expected to rise from 0 .*, got \[3, 20\]", lambda x: ends(3, 20)),
+    (EVERY, ValueError, r"cu_seqlens: expected to rise from 0 .*, got \[0, 9, 4, 20\]", lambda x: ends(0, 9, 4, 20)),
 ]
 if not CUDA:
     message = "q: expected float32 or float16 on the CPU"
@@ -263,10 +277,75 @@ if not CUDA:
 @pytest.mark.parametrize("name, kind, message, change", [(who, *row[1:]) for row in WRONG + VALUES for who in row[0]])
 def test_what_is_wrong_is_named(name, kind, message, change, monkeypatch):
     form, x = FORM[name], named_tokens(name)
-    if change in [row[-1] for row in VALUES]:
+    if CUDA and change in [row[-1] for row in VALUES]:
         monkeypatch.setenv("GLA_REF_DEBUG", "1")
     with pytest.raises(kind, match="^" + message):
         form(**(x | change(x)))
+
+
+@interpreted
+@pytest.mark.parametrize("name", EVERY)
+def test_values_are_checked_at_every_call_on_a_cpu(name):
+    """Not only of a new signature: there is no GPU to wait for, and a wrong boundary would write anywhere."""
+    form, x = FORM[name], named_tokens(name, T=3)
+    cu = torch.tensor([0, 1, 3])
+    form(**x, cu_seqlens=cu)
+    for wrong in ([0, 1, 64], [0, 5, 3], [1, 1, 3], [0, 1, 2]):
+        with pytest.raises(ValueError, match=r"^cu_seqlens: expected to rise from 0 to T = 3 .*, got \["):
+            form(**x, cu_seqlens=cu.copy_(torch.tensor(wrong)))
+    compiled = torch.compile(lambda **x: form(**x)[0], backend="eager") if name == "gla" else form
+    for argument, value in (("g", 0.5), ("beta", -1.0)):
+        if argument in x:
+            with pytest.raises(ValueError, match=f"^{argument}: .* must lie in"):
+                compiled(**(x | {argument: torch.full_like(x[argument], value)}))
+
+
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(f))(x[None]),
+    "jvp of vmap": lambda f, x: torch.func.jvp(torch.func.vmap(f), (x[None],), (x[None],)),
+}
+CALLABLE = [(m, f) for m, forms in FORMS.items() for f in forms if f.startswith("triton") and f != "triton_hopper"]
+
+
+@pytest.mark.parametrize("mechanism, form", CALLABLE)
+def test_derivatives_that_kernels_lack_are_refused(mechanism, form):
+    """They would be 0, since a launch reads memory; of every tensor, and at every call."""
+    x, function, message = tokens(mechanism, B=1, T=3), FORMS[mechanism][form], "got one that they do; .* supports"
+    for i, name in enumerate(mechanisms.MECHANISMS[mechanism].required):
+
+        def loss(y, i=i):
+            return function(*x[:i], y, *x[i + 1 :])[0].sum()
+
+        right = loss(x[i])
+        for transform in TRANSFORMS.values():
+            with pytest.raises(NotImplementedError, match=f"^{name}: .*{message}"):
+                transform(loss, x[i])
+        with forward_ad.dual_level():
+            assert torch.equal(loss(x[i]), right)  # no dual number
+            for y in (forward_ad.make_dual(x[i], x[i]), forward_ad.make_dual(x[i].clone().requires_grad_(), x[i])):
+                with pytest.raises(NotImplementedError, match=f"^{name}: .*{message}"):
+                    loss(y)
+
+
+@pytest.mark.parametrize("form", ["triton", "triton_recurrent"])
+def test_compiled_derivatives_that_kernels_lack_are_refused(form):
+    x = tokens("gla", B=1, T=3)
+
+    def loss(v):
+        return FORMS["gla"][form](*x[:2], v, *x[3:])[0].sum()
+
+    with pytest.raises(NotImplementedError, match="^v: .*got one that they do"):
+        torch.compile(lambda v: torch.func.jvp(loss, (v,), (v,))[1], backend="eager")(x[2])
+    torch.compiler.reset()  # PyTorch remembers where the graph broke
+    with pytest.raises(RuntimeError, match="got one that they do|setup_context"):  # our words, or PyTorch's
+        torch.compile(torch.func.grad(loss), backend="eager")(x[2])
+    torch.compiler.reset()
+    if form == "triton_recurrent":
+        with pytest.raises(NotImplementedError, match="^gla_step: .* forward only"):
+            torch.compile(loss, backend="eager")(x[2].requires_grad_()).backward()
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

@@ -4,6 +4,7 @@ A form is written for a batch of equally long sequences, in one precision, with 
 state given. `@form(...)` turns that body into a function that keeps the whole contract.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -22,22 +23,24 @@ def check_tensors(
 
     Args:
         tensors: the tensors given, by argument name; None stands for an argument left out.
-        arguments: the declared arguments; an axis keeps one size throughout, and tokens have one dtype.
+        arguments: the declared arguments, all but states and optional ones required; an axis keeps one size
+            throughout, and tokens have one dtype.
         multiples: pairs of axes, of which the first is a multiple of the second.
 
     Raises:
-        TypeError: something is no tensor, or has a dtype that is not floating, or tokens differ in dtype.
+        TypeError: something is no tensor, or has a dtype that is not floating, or tokens differ in dtype, or a
+            required tensor is missing.
         ValueError: a shape or device does not fit.
     """
     sizes: dict[str, tuple[int, str]] = {}
-    known = {a.name: a for a in arguments}
     first = None  # (name, tensor) of the first one given
-    for name, x in tensors.items():
-        if x is None:
+    for name, shape, role, optional in arguments:
+        x = tensors.get(name)
+        if x is None and (optional or role == "state"):
             continue
-        _, shape, role, _ = known[name]
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor of shape [{shape}], got {type(x).__name__}")
+            got = x if x is None else type(x).__name__
+            raise TypeError(f"{name}: expected a torch.Tensor of shape [{shape}], got {got}")
         if not x.dtype.is_floating_point:
             raise TypeError(f"{name}: expected a floating-point dtype, got {x.dtype}")
         axes = shape.split()
@@ -63,15 +66,30 @@ def check_tensors(
     return {axis: size for axis, (size, _) in sizes.items()}
 
 
+def watched(x) -> bool:
+    """Whether a part of PyTorch other than autograd follows operations on x: a compiler, a transform, a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or isinstance(x, Tensor)
+        and type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def has_values(x: Tensor | None) -> bool:
+    """Whether the values of x can be checked: not of meta and fake tensors, nor where a compiler or vmap looks on."""
+    return x is not None and not watched(x) and not x.is_meta
+
+
 def check_gate(name: str, g: Tensor | None) -> None:
     """Log gates lie in [-inf, 0]; anything else (NaN too) is a ValueError."""
-    if g is not None and not (g <= 0).all():
+    if has_values(g) and not (g <= 0).all():
         raise ValueError(f"{name}: log gates must lie in [-inf, 0], got a largest value of {g.max().item()}")
 
 
 def check_strength(name: str, beta: Tensor | None) -> None:
     """Write strengths lie in [0, 2]; anything else (NaN too) is a ValueError."""
-    if beta is not None and not ((beta >= 0) & (beta <= 2)).all():
+    if has_values(beta) and not ((beta >= 0) & (beta <= 2)).all():
         raise ValueError(f"{name}: write strengths must lie in [0, 2], got {beta.min().item()} to {beta.max().item()}")
 
 
@@ -115,6 +133,12 @@ def check_scale(scale: float | None, K: int) -> float:
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise TypeError(f"scale: expected a finite number or None, got {scale!r}")
     return float(scale)
+
+
+def outside_autocast(*tensors) -> contextlib.AbstractContextManager:
+    """A context without torch.autocast, which would multiply matrices in 16 bits, for the device of these tensors."""
+    kind = next((x.device.type for x in tensors if isinstance(x, Tensor)), "meta")
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -217,7 +241,8 @@ def form(mechanism: str | Mechanism) -> Callable:
                 o, S = body(**given)
                 return (o,), (S,)
 
-            (o,), (S,) = run(kind, one, dict(given))
+            with outside_autocast(*given.values()):
+                (o,), (S,) = run(kind, one, dict(given))
             return o.to(given["v"].dtype), S
 
         return wrapper

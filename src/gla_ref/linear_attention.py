@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._contract import check_scale, check_tensors, compute_dtype, form
+from ._contract import check_scale, check_tensors, compute_dtype, form, outside_autocast
 from .chunks import by_chunk, heads_first
 from .mechanisms import MECHANISMS
 from .prefix_sum import hillis_steele
@@ -64,7 +64,8 @@ def _featured(body: Callable) -> Callable:
         scale, dtype, result = check_scale(scale, sizes["K"]), compute_dtype(q, k, v), v.dtype
         q, k, v = (x.to(dtype) for x in (q, k, v))
         if feature_map is not None:
-            q, k = feature_map(q), feature_map(k)
+            with outside_autocast(q):
+                q, k = feature_map(q), feature_map(k)
         if normalize:
             v = F.pad(v, (0, 1), value=1)
             if initial_state is not None:

@@ -51,7 +51,8 @@ def _form(body: Callable) -> Callable:
                 raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
             k, v = (torch.cat(pair, 1) for pair in zip(cache, (k, v), strict=True))
         wide = {n: x.to(contract.compute_dtype(x)) for n, x in zip(TOKENS, (q, k, v), strict=True)}
-        (o,), _ = contract.per_sequence(lambda **x: ((body(**x, **options),), ()), ends, wide, {})
+        with contract.outside_autocast(q):
+            (o,), _ = contract.per_sequence(lambda **x: ((body(**x, **options),), ()), ends, wide, {})
         return o.to(v.dtype), (k, v)
 
     return wrapper

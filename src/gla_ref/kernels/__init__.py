@@ -50,9 +50,9 @@ def find_device() -> Device:
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         if find_spec("triton"):
-            from .launch.interpreter import restore_after_calls
+            from .launch.interpreter import mend
 
-            restore_after_calls()
+            mend()
         found = "No GPU" if not torch.cuda.is_available() else "GPU not used"
         sentence = f"{found}: TRITON_INTERPRET=1 is set, kernels are interpreted, in float32."
         return Device("cpu", torch.float32, sentence)

@@ -118,7 +118,7 @@ def gated_delta_rule(
         scale: factor on q, K^-0.5 when None.
         initial_state: `[N_seq, HV, K, V]`, zeros when None.
         cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
-            Their values, and those of g and beta, are looked at under GLA_REF_DEBUG=1 only.
+            Their values, and those of g and beta, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class): by
             the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None takes Hopper's

@@ -89,7 +89,7 @@ def flash_attention(
         initial_state: cache of earlier tokens `(k_cache [B, T0, H, K], v_cache [B, T0, H, V])`, which
             every query sees. None together with `cu_seqlens`.
         cu_seqlens: `[N_seq + 1]` boundaries of packed sequences (B = 1), int32 or int64, on the device
-            of q. Their values are looked at under GLA_REF_DEBUG=1 only: a launch never waits for the GPU.
+            of q. Their values are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only, since a launch never waits.
 
     Returns:
         o `[B, T, H, V]`, and the cache `(k [B, T0 + T, H, K], v [B, T0 + T, H, V])`.

@@ -103,7 +103,7 @@ def gla(
         scale: factor on q, K^-0.5 when None.
         initial_state: `[N_seq, H, K, V]`, zeros when None.
         cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
-            Their values, and those of g and g_v, are looked at under GLA_REF_DEBUG=1 only.
+            Their values, and those of g and g_v, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None chooses by
             :func:`gla_ref.kernels.linear_attention.choose_path`.
         kernel: "portable", or "hopper" for the one in Gluon; None lets the plan choose, which

@@ -70,7 +70,7 @@ def simple_gla(
         scale: factor on q, K^-0.5 when None.
         initial_state: `[N_seq, H, K, V]`, zeros when None.
         cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
-            Their values, and those of g, are looked at under GLA_REF_DEBUG=1 only.
+            Their values, and those of g, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
         path: "fused", "segmented" or "materialised"; None chooses by :func:`choose_path`.
 
     Returns:
@@ -104,7 +104,8 @@ def linear_attention(
     """
     if feature_map is not None:
         scale = contract.check_scale(scale, q.shape[-1])
-        q, k = feature_map(q), feature_map(k)
+        with contract.outside_autocast(q):
+            q, k = feature_map(q), feature_map(k)
 
     def attend(v, S):
         return _attention(q, k, v, None, scale, S, cu_seqlens, path)

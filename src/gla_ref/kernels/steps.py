@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
 from .launch.checks import check_call
-from .launch.operator import with_state
+from .launch.operator import forward_only, with_state
 from .launch.program import Planned
 from .portable import delta_step as of_delta
 from .portable import gla_step as of_gla
@@ -40,8 +40,8 @@ def planned(plan, mechanism: str, check) -> Planned:
 
 gla_forward = planned(of_gla.plan_step, "gla", check_gla)
 delta_forward = planned(of_delta.plan_step, "gated_delta_rule", check_delta)
-_gla_step = with_state("gla_step", gla_forward)
-_delta_step = with_state("delta_step", delta_forward)
+_gla_step = forward_only(with_state("gla_step", gla_forward))
+_delta_step = forward_only(with_state("delta_step", delta_forward))
 
 
 def gla_step(
@@ -66,7 +66,7 @@ def gla_step(
         scale: factor on q, K^-0.5 when None.
         initial_state: `[N_seq, H, K, V]`, zeros when None; it is left as it is.
         cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
-            Their values, and those of g and g_v, are looked at under GLA_REF_DEBUG=1 only.
+            Their values, and those of g and g_v, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
@@ -101,7 +101,7 @@ def gated_delta_rule_step(
         scale: factor on q, K^-0.5 when None.
         initial_state: `[N_seq, HV, K, V]`, zeros when None; it is left as it is.
         cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
-            Their values, and those of g and beta, are looked at under GLA_REF_DEBUG=1 only.
+            Their values, and those of g and beta, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

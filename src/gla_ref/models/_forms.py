@@ -31,10 +31,7 @@ def choose(mechanism: str, device: torch.device, dtype: torch.dtype, T: int, gra
 
 
 def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor | None, pieces: Pieces | None = None):
-    """Return (o, state) from tensors as :data:`gla_ref.FORMS` takes them; with `pieces`, over all ranks.
-
-    Autocast is off in this function: the dtypes of its inputs decide a form's precision.
-    """
+    """Return (o, state) from tensors as :data:`gla_ref.FORMS` takes them; with `pieces`, over all ranks."""
     q, gradient = tensors[0], torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     options = {}
     if pieces is not None:
@@ -42,8 +39,7 @@ def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor |
     else:
         name = choose(mechanism, q.device, q.dtype, q.shape[1], gradient)
         form, options = FORMS[mechanism][name], OPTIONS.get((mechanism, name), {})
-    with torch.autocast(q.device.type, enabled=False):
-        return form(*tensors, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+    return form(*tensors, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
 
 
 def owners(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -217,8 +217,9 @@ class Leave(torch.autograd.Function):
         call, tokens = ctx.call, ctx.saved_tensors  # read them once: a checkpoint hands out saved tensors only once
         do = call.cut(ctx.zeros() if do is None else do)
         batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, strict=True)
-        maps = [read_map(call.walk, x, y) for x, y in batches]
-        dS = call.between(maps, [zero_elsewhere(d_state, own.end_here) for own in call.segments], backwards=True)
+        with contract.outside_autocast(*tokens):  # a gradient may be asked for inside it
+            maps = [read_map(call.walk, x, y) for x, y in batches]
+            dS = call.between(maps, [zero_elsewhere(d_state, own.end_here) for own in call.segments], backwards=True)
         return None, None, *do, *call.together(dS), *[None] * len(tokens)
 
 
@@ -232,17 +233,18 @@ def split_over_ranks(
     inputs = *tokens.values(), *([] if initial_state is None else [initial_state])
     gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
     given = Given(mechanism, tokens, initial_state, cu_seqlens, scale, lengths, exchange, segment, gradients)
-    call = agreed_call(Ranks.of(group), given)
-    cut = {name: call.cut(x) for name, x in tokens.items()}
-    flat = [x[i] for i in range(len(call.batches)) for x in cut.values()]
-    starts = Enter.apply(call, tuple(cut), initial_state, *flat)
-    o, S = [], []
-    for i, own in enumerate(call.segments[:: call.rows]):
-        here = {name: x[i] for name, x in cut.items()}
-        o_i, S_i = call.walk.form(**here, scale=call.walk.scale, initial_state=starts[i], cu_seqlens=own.cu)
-        o.append(o_i)
-        S.append(S_i)
-    return Leave.apply(call, tuple(cut), *o, *S, *flat)
+    with contract.outside_autocast(*tokens.values()):
+        call = agreed_call(Ranks.of(group), given)
+        cut = {name: call.cut(x) for name, x in tokens.items()}
+        flat = [x[i] for i in range(len(call.batches)) for x in cut.values()]
+        starts = Enter.apply(call, tuple(cut), initial_state, *flat)
+        o, S = [], []
+        for i, own in enumerate(call.segments[:: call.rows]):
+            here = {name: x[i] for name, x in cut.items()}
+            o_i, S_i = call.walk.form(**here, scale=call.walk.scale, initial_state=starts[i], cu_seqlens=own.cu)
+            o.append(o_i)
+            S.append(S_i)
+        return Leave.apply(call, tuple(cut), *o, *S, *flat)
 
 
 # The agreement of all ranks before a call.
@@ -281,9 +283,6 @@ def kind_of(ranks: Ranks, given: Given) -> CallKind:
     """
     mechanism, tokens, initial_state, cu, scale, lengths, *_ = given
     entry = MECHANISMS[mechanism]
-    missing = [name for name in entry.required if name not in tokens]
-    if missing:
-        raise TypeError(f"{missing[0]}: expected a torch.Tensor, got None")
     filled = {name: at_least_one_token(x) if x.ndim > 1 else x for name, x in tokens.items()}
     sizes = contract.check_tensors(filled, entry.arguments, entry.multiples)
     (T, device), B = (tokens["q"].shape[1], tokens["q"].device), sizes["B"]

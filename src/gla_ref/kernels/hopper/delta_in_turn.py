@@ -355,6 +355,6 @@ def gated_delta_rule(
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
     args = q, k, v, g, beta, initial_state
-    check_forward_only(dict(zip(forward.names, args, strict=True)), "the groups in turn are")
+    check_forward_only(dict(zip(forward.names, args, strict=True)), "the groups in turn")
     o, S = forward.find((*args, scale))((*args, None))  # inputs of the shared plan end with cu_seqlens
     return o, S

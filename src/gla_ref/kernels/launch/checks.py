@@ -1,4 +1,4 @@
-"""Checks of a call, once a signature, before it is planned (chapter 14)."""
+"""Checks of a call before it is planned, and those that every call needs (chapter 14)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import triton
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..._contract import (
     check_cu_seqlens,
@@ -28,24 +29,25 @@ if reason := too_old(triton.__version__):  # an old Triton also lacks other name
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def looks_at_values(x: Tensor) -> bool:
+    """Whether every call checks values: on a CPU; under GLA_REF_DEBUG=1 on a GPU too, for which the check waits."""
+    return x.is_cpu or os.environ.get("GLA_REF_DEBUG") == "1"
+
+
 def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) -> None:
     """Kernels take float32, float16 and bfloat16 on a CUDA device, the first two in Triton's interpreter too.
 
-    The values of gates and strengths are looked at under GLA_REF_DEBUG=1 only, because looking means waiting for
-    the GPU.
-
     Raises:
         TypeError: a dtype that kernels do not take.
-        ValueError: a device that they do not run on, or a value out of range (under GLA_REF_DEBUG=1).
+        ValueError: a device that they do not run on, or a value out of range (see `looks_at_values`).
         RuntimeError: Triton's interpreter does not run with this NumPy.
     """
     known = {a.name: a for a in arguments}
-    look = os.environ.get("GLA_REF_DEBUG") == "1"
     for name, x in tensors.items():
         role = known[name].role
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {x.dtype}")
-        if not x.is_cuda and not triton.knobs.runtime.interpret:
+        if not (x.is_cuda or x.is_cpu and triton.knobs.runtime.interpret):
             raise ValueError(
                 f"{name}: expected a CUDA tensor, got one on {x.device}; "
                 "to interpret kernels on the CPU, set TRITON_INTERPRET=1 before importing triton"
@@ -64,15 +66,15 @@ def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) ->
                     f"{name}: expected float32 or float16 on {hardware.name}, got bfloat16, "
                     "which GPUs multiply from compute capability 8.0 on"
                 )
-        if look and role == "gate":
+        if role == "gate" and looks_at_values(x):
             check_gate(name, x)
-        if look and role == "strength":
+        if role == "strength" and looks_at_values(x):
             check_strength(name, x)
 
 
 def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device) -> None:
-    """Check cu_seqlens and its device; check its values only under GLA_REF_DEBUG=1."""
-    check_cu_seqlens(cu_seqlens, B, T, values=os.environ.get("GLA_REF_DEBUG") == "1")
+    """Check cu_seqlens, its device and, where `looks_at_values` says so, its values."""
+    check_cu_seqlens(cu_seqlens, B, T, values=isinstance(cu_seqlens, Tensor) and looks_at_values(cu_seqlens))
     if cu_seqlens is not None and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens: expected device {device}, got {cu_seqlens.device}")
 
@@ -111,9 +113,6 @@ def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]
     Raises:
         TypeError, ValueError: an argument is missing or does not fit; the message names it.
     """
-    for argument in kind.arguments:
-        if not argument.optional and argument.name not in given:
-            raise TypeError(f"{argument.name}: expected a torch.Tensor of shape [{argument.axes}], got None")
     known = (*kind.arguments, *kind.states)
     sizes = check_tensors(given, known, kind.multiples)
     check_launch(given, known)
@@ -130,14 +129,47 @@ def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None
         raise ValueError(f"{name}: expected one of {', '.join(choices)} or None, got {value!r}")
 
 
+def check_only_backward(who: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
+    """Check that neither forward mode nor a transform of torch.func differentiates a tensor.
+
+    A launch reads memory, where neither can be seen: the kernel's derivative would be 0, in silence.
+
+    Raises:
+        NotImplementedError: one of the two does.
+    """
+    traced = torch.compiler.is_compiling()  # then operators without derivatives say so to torch.func.grad
+    if forward_ad._current_level < 0 and (traced or not torch._C._are_functorch_transforms_active()):
+        return
+    if traced:
+        torch._dynamo.graph_break()  # and go on without the compiler
+    for name, x in zip(names, tensors, strict=True):
+        if isinstance(x, Tensor) and differentiated(x):
+            raise NotImplementedError(
+                f"{name}: expected a tensor that forward mode (torch.autograd.forward_ad, torch.func.jvp, jacfwd) and "
+                f"torch.func.grad do not differentiate, got one that they do; {who} supports at most backward() and "
+                "torch.autograd.grad, a reference, such as 'recurrent', supports all of these"
+            )
+
+
+def differentiated(x: Tensor) -> bool:
+    """Whether x is a dual number, or torch.func.grad, jvp or what is made of these follow it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_gradtrackingtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)  # vmap's
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
 def check_forward_only(tensors: dict[str, Tensor | None], who: str) -> None:
-    """Check that no tensor requires a gradient; `who` is the message's subject and verb.
+    """Check that no tensor requires a gradient; `who` names the kernel in messages.
 
     Raises:
         ValueError: a tensor requires a gradient.
+        NotImplementedError: forward mode or torch.func differentiates a tensor.
     """
+    check_only_backward(who, tuple(tensors), tuple(tensors.values()))
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{name}: expected a tensor that needs no gradient, got requires_grad=True; {who} forward only"
+                f"{name}: expected a tensor that needs no gradient, got requires_grad=True; {who}: forward only"
             )

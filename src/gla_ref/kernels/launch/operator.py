@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .checks import check_forward_only
+from ..._contract import watched
+from .checks import check_forward_only, check_only_backward
 from .program import Planned
 
 LIBRARY = torch.library.Library("gla_ref", "FRAGMENT")
@@ -20,7 +20,8 @@ class Operator:
     """A planned function that takes the shortest way through PyTorch.
 
     On plain tensors the operator looks up its program and runs it, inside a `torch.autograd.Function` if a tensor needs
-    a gradient. Under torch.compile, torch.func and fake tensors it is the opaque operator gla_ref::name.
+    a gradient. Under torch.compile, vmap and fake tensors it is the opaque operator gla_ref::name. Derivatives in
+    forward mode or by torch.func (grad, jacrev, jvp) are refused: an operator has none.
     `torch.library.custom_op` would register such an operator too, but its first call imports PyTorch's whole compiler,
     which takes more than two seconds.
     """
@@ -37,16 +38,15 @@ class Operator:
         self.function = None
 
     def __call__(self, *args):
-        if torch.compiler.is_compiling() or _watched(args[0]):
+        tensors = args[: self.tensors]
+        check_only_backward(self.name, self.planned.names, tensors)
+        if watched(args[0]):
             found = self.overload(*args)
             return found if self.outputs else [x if x.ndim > 1 else None for x in found]
-        if os.environ.get("GLA_REF_DEBUG") == "1" and self.planned.check:
-            self.planned.check(*args)
         program = self.planned.find(args)
-        tensors = args[: self.tensors]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             if self.function is None:
-                check_forward_only(dict(zip(self.planned.names, tensors, strict=True)), "this kernel is")
+                check_forward_only(dict(zip(self.planned.names, tensors, strict=True)), self.name)
             return self.function.apply(*args, program)
         return program(tensors)
 
@@ -70,6 +70,18 @@ class Operator:
         # the class bears the operator's name, because `o.grad_fn` shows it
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self.function = type(self.name, (torch.autograd.Function,), methods)
+
+
+def forward_only(operator: Operator) -> Operator:
+    """Make an operator refuse gradients under torch.compile, too: it would return tensors that need none."""
+
+    def refuse(ctx, *grads):
+        raise NotImplementedError(
+            f"{operator.name}: expected tensors that need no gradient; the kernel is forward only"
+        )
+
+    torch.library.register_autograd(f"gla_ref::{operator.name}", refuse, lib=LIBRARY)
+    return operator
 
 
 def given(outputs: list[Tensor | None], like: Tensor) -> list[Tensor]:
@@ -119,12 +131,3 @@ def differentiable(operator: Operator, planned: Planned, kept: Callable) -> None
         return *grads, None, *[None] * len(ctx.options)
 
     operator.register_autograd(save, gradients)
-
-
-def _watched(x) -> bool:
-    """Return whether a part of PyTorch other than autograd traces operations on a tensor."""
-    return (
-        type(x) not in (Tensor, torch.nn.Parameter)
-        and isinstance(x, Tensor)
-        or torch._C._are_functorch_transforms_active()
-    )

@@ -16,9 +16,14 @@ from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..hopper.gluon_names import descriptor
+from .checks import looks_at_values
 from .hardware import hardware_of
+from .interpreter import mend
 from .plan import Box, Launch, Make, Plan, Spec, spec_of
 from .versions import release
+
+if triton.knobs.runtime.interpret:
+    mend()
 
 MOST = 512  # programs that a function keeps: every call may have a new length
 # each launch asks for fused multiply-adds, which all measured kernels use: Triton 3.9 warns if a launch does not ask,
@@ -306,7 +311,8 @@ class Planned:
         plan: `(hardware, *specs, *options) -> Plan`, pure.
         names: names of the tensors, which come first among the arguments.
         options: names of the other arguments.
-        check: takes the arguments of a new signature, and raises an error if one does not fit.
+        check: raises an error if an argument does not fit; takes the arguments of a new signature, and of every call
+            where `looks_at_values` says so.
         twin: returns specs of tensors of another length, whose kernels are compiled with the first ones.
     """
 
@@ -335,11 +341,9 @@ class Planned:
             if self.check:
                 self.check(*args)
             raise
-        if program is None:
-            if self.check:
-                self.check(*args)
-            program = self.remember(key, args)
-        return program
+        if self.check and (program is None or looks_at_values(args[0])):
+            self.check(*args)
+        return program or self.remember(key, args)
 
     def remember(self, key: tuple, args: tuple) -> Program:
         tensors, options = args[: len(self.names)], args[len(self.names) :]

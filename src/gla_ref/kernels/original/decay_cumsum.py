@@ -75,7 +75,7 @@ def decay_cumsum(g: Tensor, *, C: int = 16) -> Tensor:
     if C > 256:
         raise ValueError(f"C: expected at most 256, got {C}")
     check_launch({"g": g}, (GATE,))
-    check_forward_only({"g": g}, "this kernel is")
+    check_forward_only({"g": g}, "decay_cumsum")
     B, T, H, K = sizes["B"], sizes["T"], sizes["H"], sizes["K"]
     b = torch.empty(B, T, H, K, dtype=torch.float32, device=g.device)
     BK = min(64, triton.next_power_of_2(K))

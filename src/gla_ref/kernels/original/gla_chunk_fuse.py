@@ -211,11 +211,12 @@ def gla_chunk_fuse(
     for name, x in (("g_v", g_v), ("cu_seqlens", cu_seqlens)):
         if x is not None:
             raise ValueError(f"{name}: expected None, which is all these kernels know, got a value")
-    check_forward_only({"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state}, "the four kernels are")
+    check_forward_only({"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state}, "gla_chunk_fuse")
     scale, S = contract.check_scale(scale, sizes["K"]), initial_state
     S = S if S is None else S.float().contiguous()
     b = decay_cumsum(g, C=C)
     q_g, k_g = qg_kg(q, k, b, scale, C)
     o, S = read_states(q_g, k_g, v, b, S, C)
     A = inner_scores(q, k, b, scale, C)
-    return combine(o, A, v), S
+    with contract.outside_autocast(v):
+        return combine(o, A, v), S
