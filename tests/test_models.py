@@ -460,6 +460,81 @@ def test_files_there_and_back(mixer, tmp_path):
         checkpoints.load(tmp_path)
 
 
+@pytest.mark.parametrize("compiled", ["model", "block", "mixer"])
+def test_a_compiled_model_saves_plain_names(compiled, tmp_path):
+    model = make(dtype=torch.float32)
+    block = model.model.layers[0]
+    if compiled == "block":
+        model.model.layers[0] = torch.compile(block)
+    if compiled == "mixer":
+        block.attn = torch.compile(block.attn)
+    checkpoints.save(torch.compile(model) if compiled == "model" else model, tmp_path)
+    assert torch.equal(checkpoints.load(tmp_path)(some(1, 5))[0], make(dtype=torch.float32)(some(1, 5))[0])
+
+
+def tied(model):
+    model.lm_head.weight = model.model.embeddings.weight
+    return model
+
+
+def changed(model, part, wrap):
+    setattr(model.model, part, wrap(getattr(model.model, part)))
+    return model
+
+
+UNREADABLE = {
+    "a wrapper": (torch.nn.DataParallel, "model: expected a LanguageModel, got DataParallel"),
+    "the Transformer": (lambda m: m.model, "model: expected a LanguageModel, got Transformer"),
+    "a wrapped part": (
+        lambda m: changed(m, "norm", torch.nn.DataParallel),
+        r"model: expected no tensor as model.norm.module.weight, got a Tensor \[16\]",
+    ),
+    "a parametrised part": (
+        lambda m: changed(m, "embeddings", torch.nn.utils.parametrizations.weight_norm),
+        "model: expected no tensor as model.embeddings.parametrizations.weight.original0, got a Tensor",
+    ),
+    "a part of another size": (
+        lambda m: changed(m, "embeddings", lambda _: torch.nn.Embedding(60, 16)),
+        r"model: expected a Tensor \[50, 16\] as model.embeddings.weight, got a Tensor \[60, 16\]",
+    ),
+    "no memory": (
+        lambda m: m.to("meta"),
+        r"model: expected a Tensor \[50, 16\] as lm_head.weight, got a Tensor \[50, 16\] on meta",
+    ),
+    "tied weights": (tied, "\n.*share memory"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_load_would_not_read_is_refused_and_overwrites_nothing(kind, tmp_path):
+    wrap, message = UNREADABLE[kind]
+    checkpoints.save(make(dtype=torch.float32), tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=f"^{message}"):
+        checkpoints.save(wrap(make(dtype=torch.float32, tau=2.0)), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_folders_model_is_its_own_file_or_those_of_its_index(tmp_path):
+    model, other = make(dtype=torch.float32), make("softmax", dtype=torch.float32)
+    checkpoints.save(model, tmp_path)
+    for stray in ("model_best", "pytorch_model", "adapter", "model-00001-of-00002"):
+        checkpoints.save_file(other.state_dict(), tmp_path / f"{stray}.safetensors")
+    assert torch.equal(checkpoints.load(tmp_path).lm_head.weight, model.lm_head.weight)
+
+    weights = model.state_dict()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="folder: expected model.safetensors or model.safetensors.index.json"):
+        checkpoints.load(tmp_path)
+    names = [name for name in weights if "layers.0" in name], [name for name in weights if "layers.0" not in name]
+    index = {}
+    for i, part in enumerate(names, 1):
+        index |= dict.fromkeys(part, f"model-0000{i}-of-00002.safetensors")
+        checkpoints.save_file({n: weights[n] for n in part}, tmp_path / index[part[0]])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert torch.equal(checkpoints.load(tmp_path)(some(1, 5))[0], model(some(1, 5))[0])
+
+
 # -- errors ------------------------------------------------------------------------------------
 
 WRONG = [
