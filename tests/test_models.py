@@ -331,6 +331,23 @@ def test_output_range_sets_the_start_of_the_mixers_outputs_alone(mixer):
     assert sum(name.endswith("attn.o_proj.weight") for name in usual) == 2
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("fields", [{}, {"use_short_conv": True, "conv_range": None, "output_range": 1e-3}])
+def test_a_model_made_on_meta_starts_as_one_made_on_the_cpu(mixer, fields):
+    config = Config(**SMALL_MODEL | {"mixer": mixer} | fields)
+    torch.manual_seed(7)
+    made = LanguageModel(config)
+    with torch.device("meta"):
+        late = LanguageModel(config)
+    late.to_empty(device="cpu")
+    for parameter in late.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    torch.manual_seed(7)
+    late.reset_parameters()
+    for (name, x), y in zip(made.named_parameters(), late.parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
 def test_fixed_and_scalar_gates():
     layer = mixers.RetNet(Config(**SMALL_MODEL | {"num_heads": 4}))
     *_, g = layer.inputs(torch.zeros(2, 3, 16), None, None, None)
@@ -548,6 +565,7 @@ WRONG = [
     ("mixer", "rwkv", ValueError),
     ("head_norm", None, ValueError),
     ("expand_k", 0.3, ValueError),
+    ("expand_k", 0.30001, ValueError),
     ("expand_v", float("inf"), ValueError),
     ("intermediate_size", 0, ValueError),
 ]
@@ -557,6 +575,15 @@ WRONG = [
 def test_a_wrong_configuration_names_the_field(field, value, kind):
     with pytest.raises(kind, match=f"^{field}: expected"):
         Config(**SMALL_MODEL | {field: value})
+
+
+@pytest.mark.parametrize("expand, heads, width", [(0.55, 5, 55), (0.57, 3, 57), (0.29, 29, 29), (1.1, 10, 110)])
+def test_widths_that_floats_miss(expand, heads, width):
+    config = Config(**SMALL_MODEL | {"hidden_size": 100, "expand_k": expand, "expand_v": expand, "num_heads": heads})
+    assert config.key_size == config.value_size == width
+    assert LanguageModel(config)(some(1, 3))[0].isfinite().all()
+    with pytest.raises(ValueError, match=f"^expand_k: expected .* a multiple of num_heads = 7, got {width}$"):
+        dataclasses.replace(config, num_heads=7)
 
 
 def test_attention_needs_heads_of_an_even_size():

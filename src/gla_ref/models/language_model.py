@@ -116,12 +116,24 @@ class LanguageModel(nn.Module):
         self.config = config
         self.model = Transformer(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.apply(self._start)
-        if config.output_range is not None:
-            for block in self.model.layers:
-                nn.init.normal_(block.attn.o_proj.weight, std=config.output_range)
+        self._start()
 
-    def _start(self, module: nn.Module) -> None:
+    def reset_parameters(self) -> None:
+        """Start every parameter anew: with the same seed, as when the model was made.
+
+        So a model made on meta starts like another: `model.to_empty(device="cuda")`, then this.
+        """
+        self.apply(lambda module: module is not self and getattr(module, "reset_parameters", lambda: None)())
+        self._start()
+
+    def _start(self) -> None:
+        """Draw the weights that do not keep their own module's start."""
+        self.apply(self._draw)
+        if self.config.output_range is not None:
+            for block in self.model.layers:
+                nn.init.normal_(block.attn.o_proj.weight, std=self.config.output_range)
+
+    def _draw(self, module: nn.Module) -> None:
         """Draw weights from a normal distribution and set biases to 0, so every gate of GLA begins near 2^(-1 / tau).
 
         Convolutions have a start of their own.
