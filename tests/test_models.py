@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SMALL_MODEL, thin
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gla_ref.models.mixers as mixers
@@ -612,7 +614,20 @@ def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
         (lambda m: m.generate([some(2), some(0)], 1), r"prompts\[1\]: .* at least one token"),
         (lambda m: m.generate(some(1, 4), 0), "new_tokens: expected"),
         (lambda m: m.generate(some(1, 4), 1, chunk=0), "chunk: expected"),
-        (lambda m: m.generate(some(1, 4), 1, temperature=-1.0), "temperature: expected"),
+        *(
+            (lambda m, x=x: m.generate(some(1, 4), 1, temperature=x), "temperature: expected")
+            for x in (-1.0, 1e-45, float("nan"), "1", None, True)
+        ),
+        (lambda m: m.generate("text", 1), "prompts: expected .*, got str"),
+        (lambda m: m.generate(some(4), 1), r"prompts: expected shape \[N T\]"),
+        (lambda m: m.generate([some(2), some(2) + 50], 1), r"prompts\[1\]: expected 0 to vocab_size - 1 = 49, got"),
+        (lambda m: m(torch.tensor([[1, 50]])), "tokens: expected 0 to vocab_size - 1 = 49, got 50"),
+        (lambda m: m(torch.tensor([[1, -1]])), "tokens: expected 0 to vocab_size - 1 = 49, got -1"),
+        (lambda m: m.loss(some(1, 4), some(1, 4) + 0.7), "targets: expected an int32 or int64 .*, got torch.float32"),
+        (lambda m: m.loss(some(1, 4), some(1, 4) > 2), "targets: expected an int32 or int64 .*, got torch.bool"),
+        (lambda m: m.loss(some(1, 4), some(1, 4).numpy()), "targets: expected an int32 or int64 .*, got ndarray"),
+        (lambda m: m.loss(some(1, 4), torch.full((1, 4), 50)), "targets: expected 0 to vocab_size - 1 = 49, got 50"),
+        (lambda m: m.loss(some(1, 4), some(1, 4).to("meta")), "targets: expected device cpu as for tokens, got meta"),
         (lambda m: m(some(1, 4), cu_seqlens=torch.tensor([0, 5])), "cu_seqlens: expected"),
         (lambda m: m(some(1, 4), state=m(some(2, 4))[1]), r"state\[0\].S: expected 1 sequences as in tokens, got 2"),
         (
@@ -621,7 +636,7 @@ def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
         ),
         (lambda m: m(some(1, 4), state=m(some(1, 4))[1][0]), "state: expected a list of 2 layers' .* got LayerState"),
         (lambda m: m(some(1, 4), state=make(use_short_conv=True)(some(1, 4))[1]), "state.0.: .* no short convolutions"),
-        (lambda m: m(some(1, 4), state=make(num_heads=4)(some(1, 4))[1]), "initial_state: expected shape"),
+        (lambda m: m(some(1, 4), state=make(num_heads=4)(some(1, 4))[1]), r"state\[0\].S: expected shape"),
         (lambda m: m.loss(some(2, 4), state=m(some(1, 4))[1]), r"state\[0\].S: expected 2 sequences"),
         (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0, 99, 9])), "cu_seqlens: expected to rise"),
         (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0.0, 9.0])), "cu_seqlens: expected an int32 or int64"),
@@ -639,6 +654,77 @@ def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
 def test_a_wrong_call_names_the_argument(call, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         call(make())
+
+
+@pytest.mark.parametrize("mixer, other", [("softmax", "linear"), ("gla", "softmax"), ("linear", "softmax")])
+def test_a_foreign_state_is_named(mixer, other):
+    kind = "Cache" if mixer == "softmax" else "Tensor"
+    with pytest.raises(TypeError, match=rf"^state\[0\].S: expected a {kind}, as mixer '{mixer}' returns, got"):
+        make(mixer)(some(1, 4), state=make(other)(some(1, 4))[1])
+
+
+STATES = {
+    "no LayerState": (lambda layer: tuple(layer), r"state\[1\]: expected a LayerState, got tuple"),
+    "no tensor": (lambda layer: layer._replace(S=0), r"state\[1\].S: expected a Tensor.*, got int"),
+    "no axes": (lambda layer: layer._replace(S=torch.tensor(1.0)), r"state\[1\].S: expected shape .*, got \[\]"),
+    "V x K": (lambda layer: layer._replace(S=layer.S.mT), r"state\[1\].S: expected shape \[N, 2, 4, 8\], got"),
+    "a shorter convolution": (
+        lambda layer: layer._replace(conv=tuple(x[:, 1:] for x in layer.conv)),
+        r"state\[1\].conv of q: expected shape \[N, 3, 8\], got \[1, 2, 8\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_layers_state_that_does_not_fit_is_named(kind):
+    change, message = STATES[kind]
+    model = make(use_short_conv=True)
+    first, second = model(some(1, 4))[1]
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        model(some(1, 4), state=[first, change(second)])
+
+
+def test_a_cache_of_other_heads_is_named():
+    with pytest.raises(ValueError, match=r"^state\[0\].S.k: expected shape \[N, T, 2, 8\], got \[1, 4, 4, 4\]"):
+        make("softmax")(some(1, 4), state=make("softmax", num_heads=4)(some(1, 4))[1])
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-30, 1.0, 1e30, float("inf")])
+def test_every_temperature_draws_tokens(temperature):
+    """Also where logits over the temperature leave float32's range."""
+    model = make(dtype=torch.float32)
+    model.lm_head.weight.data.mul_(1e6)
+    drawn, _ = model.generate(some(1, 4), 5, temperature=temperature)
+    assert ((drawn >= 0) & (drawn < 50)).all()
+    assert temperature > 1 or torch.equal(drawn, model.generate(some(1, 4), 5)[0])
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "linear"])
+def test_values_are_not_looked_at_where_there_are_none(mixer):
+    """Meta and fake tensors, vmap and make_fx; a token outside the vocabulary is found on the CPU beside them."""
+    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=1), some(2, 5)
+    exact = [model.loss(tokens[i : i + 1])[0] for i in range(2)]
+    mapped = torch.func.vmap(lambda t: model.loss(t[None])[0])(tokens)
+    close(mapped, torch.stack(exact), 1e-5)
+    traced = make_fx(lambda t: model.loss(t)[0])(tokens)
+    close(traced(tokens), model.loss(tokens)[0], 1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model.loss(mode.from_tensor(tokens))[0].shape == ()
+    assert copy.deepcopy(model).to("meta").loss(tokens.to("meta"))[0].is_meta
+    with pytest.raises(ValueError, match="^tokens: expected 0 to"):
+        model(tokens + 50)
+
+
+@pytest.mark.deep  # imports PyTorch's compiler
+@pytest.mark.parametrize("mixer", ["softmax", "linear"])
+def test_a_model_that_looks_at_no_gates_compiles_without_a_break(mixer):
+    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=1, use_short_conv=True), some(1, 5)
+    _, state = model(tokens)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    close(compiled(tokens, state=state)[0], model(tokens, state=state)[0], 1e-5)
+    exported = torch.export.export(model, (tokens,)).module()
+    close(exported(tokens)[0], model(tokens)[0], 1e-5)
 
 
 # -- which form --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,8 +43,17 @@ def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor |
     else:
         name = choose(mechanism, q.device, q.dtype, q.shape[1], gradient)
         form, options = FORMS[mechanism][name], OPTIONS.get((mechanism, name), {})
-    with torch.autocast(q.device.type, enabled=False):
+    with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):  # there is none on meta
         return form(*tensors, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether values of x can be looked at: not where x is on meta, fake, under vmap, or before a tracer."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    traced = traced or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # make_fx
+    if traced or type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def owners(cu_seqlens: Tensor, T: int) -> Tensor:
