@@ -160,6 +160,28 @@ def test_autocast(mixer):
     assert {x.dtype for x in tensors(state[0])} == {kept}
 
 
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
+@pytest.mark.parametrize("weights, head_norm", [("float16", "rms"), ("float16", "layer"), ("float32", "rms")])
+def test_a_readout_beyond_float16_is_normalised(mixer, weights, head_norm):
+    """Float16 weights and float16 by autocast; a state of millions, as a long text can leave it."""
+    mixing = make(mixer, dtype=torch.float16, head_norm=head_norm).float().model.layers[0].attn
+    rng, seen = torch.Generator().manual_seed(0), []
+    x = torch.randn(1, 12, 16, generator=rng).half().float()
+    state = LayerState(1e7 * torch.randn(1, 2, 4, 8, generator=rng))
+    mixing.g_norm_swish_gate.register_forward_pre_hook(lambda module, args: seen.append(args[0].abs().max().item()))
+    exact, _ = mixing(x, state)
+    assert seen[0] > 2 * torch.finfo(torch.float16).max
+    if weights == "float16":
+        y, after = mixing.half()(x.half(), state)
+    else:
+        with torch.autocast("cpu", torch.float16):
+            y, after = mixing(x, state)
+    assert y.dtype == torch.float16 and after.S.dtype == torch.float32
+    assert error(y.float(), exact) < 0.02
+    y.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in mixing.parameters())
+
+
 def test_loss_is_the_mean_over_what_counts():
     model, tokens = make(), some(2, 9)
     logits = model(tokens)[0].log_softmax(-1)
