@@ -402,6 +402,20 @@ def test_bad_manners_are_findings_and_the_other_cases_run(fn, kind, cases):
     assert {"not finite": "(NaN)"}.get(kind, kind) in str(report)
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_the_kit_judges_inside_inference_mode_as_outside(mode):
+    def wrong(q, k, v, g, **options):
+        return GATED(q, k, v, 2 * g, **options)
+
+    outside = [str(check.kernel("gla", fn, only="length 7")) for fn in (GATED, wrong)]
+    with mode():
+        inside = [str(check.kernel("gla", fn, only="length 7")) for fn in (GATED, wrong)]
+        x = {n: y.float() for n, y in inputs("gla", Case(T=7), torch.float32, seed=0).items()}
+        right, low = oracle.exact("gla", x), oracle.emulated("gla", x)
+    assert inside == outside and "WRONG" in inside[1] and "WRONG" not in inside[0]
+    assert {"o", "S", "dg"} <= {*right} & {*low[0]}
+
+
 def test_a_kernel_that_hangs_is_stopped():
     """Else it would go on beside other cases, and could abort the process when that exits."""
     threads = []
