@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from fnmatch import fnmatch
 from functools import partial
@@ -403,6 +404,58 @@ def test_bad_manners_are_findings_and_the_other_cases_run(fn, kind, cases):
     assert len({row.case for row in found}) == cases and not report.ok
     assert len({row.case for row in report.rows}) == 7
     assert {"not finite": "(NaN)"}.get(kind, kind) in str(report)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_the_kit_judges_inside_inference_mode_as_outside(mode):
+    def wrong(q, k, v, g, **options):
+        return GATED(q, k, v, 2 * g, **options)
+
+    outside = [str(check.kernel("gla", fn, only="length 7")) for fn in (GATED, wrong)]
+    with mode():
+        inside = [str(check.kernel("gla", fn, only="length 7")) for fn in (GATED, wrong)]
+        x = {n: y.float() for n, y in inputs("gla", Case(T=7), torch.float32, seed=0).items()}
+        right, low = oracle.exact("gla", x), oracle.emulated("gla", x)
+    assert inside == outside and "WRONG" in inside[1] and "WRONG" not in inside[0]
+    assert {"o", "S", "dg"} <= {*right} & {*low[0]}
+
+
+def test_a_kernel_that_hangs_is_stopped():
+    """Else it would go on beside other cases, and could abort the process when that exits."""
+    threads = []
+
+    def spins(q, k, v, g):
+        threads.append(threading.current_thread())
+        while True:
+            q = q + 1
+
+    report = check.kernel("gla", spins, only="length 1", time_limit=0.1)
+    assert {row.kind for row in report.failures} == {"hangs"}
+    assert threads and not any(thread.is_alive() for thread in threads)
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+ENDS_LATE = """
+import sys, torch
+from gla_ref import check
+
+def slow(q, k, v, g):
+    x = torch.ones(2000, 2000)
+    while True:
+        x @ x
+
+check.kernel("gla", slow, only="length 1", time_limit=0.1)
+sys.exit(3)
+"""
+
+
+@pytest.mark.deep
+def test_a_kernel_that_hangs_leaves_the_exit_status():
+    """Python's lock is free during a product, so the thread takes it afterwards, which may be when Python ends."""
+    environment = os.environ | {"PYTHONPATH": str(Path(check.__file__).parents[2])}
+    command = [sys.executable, "-c", ENDS_LATE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3 and not done.stderr
 
 
 def test_what_is_not_covered_is_said():

@@ -91,6 +91,22 @@ def test_gradients_and_dtypes():
     assert linear_attention(**x, q_num_heads=4, kv_num_heads=2, update_rule="gated")[1].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule, D", RULES)
+def test_it_takes_back_the_state_that_it_returned(rule, D, dtype):
+    """Token by token in 16 bits, as far from float64 as a state of 16 bits is."""
+    x = given(rule, D, 4, 2, past=False, dtype=dtype)
+    attributes = {"q_num_heads": 4, "kv_num_heads": 2, "update_rule": rule}
+    whole, _ = linear_attention(**{n: y.double() for n, y in x.items()}, **attributes)
+    state, outputs = None, []
+    for t in range(5):
+        token = {n: y[:, t : t + 1] for n, y in x.items()}
+        o, state = linear_attention(**token, past_state=state, **attributes)
+        assert state.dtype == dtype
+        outputs.append(o)
+    assert error(torch.cat(outputs, 1), whole[:, :5]) < 20 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -101,9 +117,22 @@ def test_gradients_and_dtypes():
         ({"kv_num_heads": 3}, "q_num_heads: expected a multiple of kv_num_heads = 3, got 4"),
         ({"query": torch.ones(B, T, 21)}, r"query: expected \[B, T, 4 \* D\], got \[2, 37, 21\]"),
         ({"decay": torch.zeros(B, T, 4)}, r"decay: expected \[2, 37, 2\] or \[2, 37, 10\]"),
+        ({"decay": torch.ones(B, T, 2)}, r"decay: log gates must lie in \[-inf, 0\]"),
+        ({"past_state": torch.ones(B, 2, V, K)}, r"past_state: expected shape .* with K = 5 as in query"),
+        ({"past_state": torch.ones(B, 4, K, V)}, r"past_state: expected shape .* with kv_num_heads = 2 as in key"),
+        ({"past_state": torch.ones(B, 2, K, V, dtype=torch.int64)}, "past_state: expected a floating-point dtype"),
+        ({"past_state": torch.ones(B, 2, K, V).numpy()}, "past_state: expected a torch.Tensor, got ndarray"),
+        (
+            {"key": torch.ones(B, T, 2 * V, dtype=torch.float64), "decay": torch.zeros(B, T, 2)},
+            "key: expected shape .* with K = 5 as in query",
+        ),
+        ({"value": torch.ones(B, T, 2 * V)}, "value: expected dtype torch.float64 as for query, got torch.float32"),
+        ({"value": torch.ones(B, T + 1, 2 * V, dtype=torch.float64)}, "value: expected shape .* with T = 37"),
+        ({"query": None}, "query: expected a torch.Tensor, got NoneType"),
+        ({"decay": [0.0]}, "decay: expected a torch.Tensor, got list"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
     options = given("gated", K, 4, 2) | {"q_num_heads": 4, "kv_num_heads": 2, "update_rule": "gated"}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         linear_attention(**options | change)

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -138,3 +141,14 @@ def test_the_command_prints_a_table(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(["report", str(file)])
         assert f"expected records of experiments in {file}" in capsys.readouterr().err
+
+
+@pytest.mark.deep  # a process of its own, as from a shell
+def test_the_command_prints_in_ascii(tmp_path):
+    file, environment = tmp_path / "r.json", os.environ | {"PYTHONIOENCODING": "ascii"}
+    results.write(file, {"gpu": None}, "mqar", [record("gla/128", 0.5, seed) for seed in range(3)])
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "gla_ref.experiments", "report", str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert r"gla/128   0.5000 \xb1 0.0000" in done.stdout

@@ -1,6 +1,7 @@
 """`python -m gla_ref`: what it prints and its exit status, in this process and in a fresh one."""
 
 import importlib.metadata
+import io
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from gla_ref import FORMS, _doctor, kernels
-from gla_ref.__main__ import main
+from gla_ref.__main__ import main, shell
+from gla_ref.check import museum
 from gla_ref.gla_chunk_fuse import steps
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -53,6 +55,28 @@ def test_bad_arguments_are_named(argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+COMMANDS = {
+    "run": SMALL,
+    "doctor": ["doctor"],
+    "cases": ["check", "gla", "--list"],
+    "rooms": ["check", "--museum", "--list"],
+    "museum": ["check", "--museum"],
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the doctor launches kernels on a GPU")
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_every_command_prints_in_any_encoding(command, encoding, monkeypatch):
+    monkeypatch.setattr(museum, "ROOMS", (museum.room(17),))  # whose title has a Greek letter
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding))
+    assert shell(COMMANDS[command]) == 0
+    sys.stdout.flush()
+    assert printed.getvalue().decode(encoding)
+    assert (rb"It wanted \u03b1" in printed.getvalue()) == ("museum" in command or command == "rooms")
 
 
 def test_without_triton_it_says_so(monkeypatch, capsys):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SMALL_MODEL, thin
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gla_ref.models.mixers as mixers
@@ -156,6 +158,28 @@ def test_autocast(mixer):
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
     kept = torch.bfloat16 if mixer == "softmax" else torch.float32  # a cache has the dtype of its keys
     assert {x.dtype for x in tensors(state[0])} == {kept}
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
+@pytest.mark.parametrize("weights, head_norm", [("float16", "rms"), ("float16", "layer"), ("float32", "rms")])
+def test_a_readout_beyond_float16_is_normalised(mixer, weights, head_norm):
+    """Float16 weights and float16 by autocast; a state of millions, as a long text can leave it."""
+    mixing = make(mixer, dtype=torch.float16, head_norm=head_norm).float().model.layers[0].attn
+    rng, seen = torch.Generator().manual_seed(0), []
+    x = torch.randn(1, 12, 16, generator=rng).half().float()
+    state = LayerState(1e7 * torch.randn(1, 2, 4, 8, generator=rng))
+    mixing.g_norm_swish_gate.register_forward_pre_hook(lambda module, args: seen.append(args[0].abs().max().item()))
+    exact, _ = mixing(x, state)
+    assert seen[0] > 2 * torch.finfo(torch.float16).max
+    if weights == "float16":
+        y, after = mixing.half()(x.half(), state)
+    else:
+        with torch.autocast("cpu", torch.float16):
+            y, after = mixing(x, state)
+    assert y.dtype == torch.float16 and after.S.dtype == torch.float32
+    assert error(y.float(), exact) < 0.02
+    y.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in mixing.parameters())
 
 
 def test_loss_is_the_mean_over_what_counts():
@@ -331,6 +355,23 @@ def test_output_range_sets_the_start_of_the_mixers_outputs_alone(mixer):
     assert sum(name.endswith("attn.o_proj.weight") for name in usual) == 2
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("fields", [{}, {"use_short_conv": True, "conv_range": None, "output_range": 1e-3}])
+def test_a_model_made_on_meta_starts_as_one_made_on_the_cpu(mixer, fields):
+    config = Config(**SMALL_MODEL | {"mixer": mixer} | fields)
+    torch.manual_seed(7)
+    made = LanguageModel(config)
+    with torch.device("meta"):
+        late = LanguageModel(config)
+    late.to_empty(device="cpu")
+    for parameter in late.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    torch.manual_seed(7)
+    late.reset_parameters()
+    for (name, x), y in zip(made.named_parameters(), late.parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
 def test_fixed_and_scalar_gates():
     layer = mixers.RetNet(Config(**SMALL_MODEL | {"num_heads": 4}))
     *_, g = layer.inputs(torch.zeros(2, 3, 16), None, None, None)
@@ -460,6 +501,81 @@ def test_files_there_and_back(mixer, tmp_path):
         checkpoints.load(tmp_path)
 
 
+@pytest.mark.parametrize("compiled", ["model", "block", "mixer"])
+def test_a_compiled_model_saves_plain_names(compiled, tmp_path):
+    model = make(dtype=torch.float32)
+    block = model.model.layers[0]
+    if compiled == "block":
+        model.model.layers[0] = torch.compile(block)
+    if compiled == "mixer":
+        block.attn = torch.compile(block.attn)
+    checkpoints.save(torch.compile(model) if compiled == "model" else model, tmp_path)
+    assert torch.equal(checkpoints.load(tmp_path)(some(1, 5))[0], make(dtype=torch.float32)(some(1, 5))[0])
+
+
+def tied(model):
+    model.lm_head.weight = model.model.embeddings.weight
+    return model
+
+
+def changed(model, part, wrap):
+    setattr(model.model, part, wrap(getattr(model.model, part)))
+    return model
+
+
+UNREADABLE = {
+    "a wrapper": (torch.nn.DataParallel, "model: expected a LanguageModel, got DataParallel"),
+    "the Transformer": (lambda m: m.model, "model: expected a LanguageModel, got Transformer"),
+    "a wrapped part": (
+        lambda m: changed(m, "norm", torch.nn.DataParallel),
+        r"model: expected no tensor as model.norm.module.weight, got a Tensor \[16\]",
+    ),
+    "a parametrised part": (
+        lambda m: changed(m, "embeddings", torch.nn.utils.parametrizations.weight_norm),
+        "model: expected no tensor as model.embeddings.parametrizations.weight.original0, got a Tensor",
+    ),
+    "a part of another size": (
+        lambda m: changed(m, "embeddings", lambda _: torch.nn.Embedding(60, 16)),
+        r"model: expected a Tensor \[50, 16\] as model.embeddings.weight, got a Tensor \[60, 16\]",
+    ),
+    "no memory": (
+        lambda m: m.to("meta"),
+        r"model: expected a Tensor \[50, 16\] as lm_head.weight, got a Tensor \[50, 16\] on meta",
+    ),
+    "tied weights": (tied, "\n.*share memory"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_load_would_not_read_is_refused_and_overwrites_nothing(kind, tmp_path):
+    wrap, message = UNREADABLE[kind]
+    checkpoints.save(make(dtype=torch.float32), tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=f"^{message}"):
+        checkpoints.save(wrap(make(dtype=torch.float32, tau=2.0)), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_folders_model_is_its_own_file_or_those_of_its_index(tmp_path):
+    model, other = make(dtype=torch.float32), make("softmax", dtype=torch.float32)
+    checkpoints.save(model, tmp_path)
+    for stray in ("model_best", "pytorch_model", "adapter", "model-00001-of-00002"):
+        checkpoints.save_file(other.state_dict(), tmp_path / f"{stray}.safetensors")
+    assert torch.equal(checkpoints.load(tmp_path).lm_head.weight, model.lm_head.weight)
+
+    weights = model.state_dict()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="folder: expected model.safetensors or model.safetensors.index.json"):
+        checkpoints.load(tmp_path)
+    names = [name for name in weights if "layers.0" in name], [name for name in weights if "layers.0" not in name]
+    index = {}
+    for i, part in enumerate(names, 1):
+        index |= dict.fromkeys(part, f"model-0000{i}-of-00002.safetensors")
+        checkpoints.save_file({n: weights[n] for n in part}, tmp_path / index[part[0]])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert torch.equal(checkpoints.load(tmp_path)(some(1, 5))[0], model(some(1, 5))[0])
+
+
 # -- errors ------------------------------------------------------------------------------------
 
 WRONG = [
@@ -473,6 +589,7 @@ WRONG = [
     ("mixer", "rwkv", ValueError),
     ("head_norm", None, ValueError),
     ("expand_k", 0.3, ValueError),
+    ("expand_k", 0.30001, ValueError),
     ("expand_v", float("inf"), ValueError),
     ("intermediate_size", 0, ValueError),
 ]
@@ -482,6 +599,15 @@ WRONG = [
 def test_a_wrong_configuration_names_the_field(field, value, kind):
     with pytest.raises(kind, match=f"^{field}: expected"):
         Config(**SMALL_MODEL | {field: value})
+
+
+@pytest.mark.parametrize("expand, heads, width", [(0.55, 5, 55), (0.57, 3, 57), (0.29, 29, 29), (1.1, 10, 110)])
+def test_widths_that_floats_miss(expand, heads, width):
+    config = Config(**SMALL_MODEL | {"hidden_size": 100, "expand_k": expand, "expand_v": expand, "num_heads": heads})
+    assert config.key_size == config.value_size == width
+    assert LanguageModel(config)(some(1, 3))[0].isfinite().all()
+    with pytest.raises(ValueError, match=f"^expand_k: expected .* a multiple of num_heads = 7, got {width}$"):
+        dataclasses.replace(config, num_heads=7)
 
 
 def test_attention_needs_heads_of_an_even_size():
@@ -510,7 +636,20 @@ def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
         (lambda m: m.generate([some(2), some(0)], 1), r"prompts\[1\]: .* at least one token"),
         (lambda m: m.generate(some(1, 4), 0), "new_tokens: expected"),
         (lambda m: m.generate(some(1, 4), 1, chunk=0), "chunk: expected"),
-        (lambda m: m.generate(some(1, 4), 1, temperature=-1.0), "temperature: expected"),
+        *(
+            (lambda m, x=x: m.generate(some(1, 4), 1, temperature=x), "temperature: expected")
+            for x in (-1.0, 1e-45, float("nan"), "1", None, True)
+        ),
+        (lambda m: m.generate("text", 1), "prompts: expected .*, got str"),
+        (lambda m: m.generate(some(4), 1), r"prompts: expected shape \[N T\]"),
+        (lambda m: m.generate([some(2), some(2) + 50], 1), r"prompts\[1\]: expected 0 to vocab_size - 1 = 49, got"),
+        (lambda m: m(torch.tensor([[1, 50]])), "tokens: expected 0 to vocab_size - 1 = 49, got 50"),
+        (lambda m: m(torch.tensor([[1, -1]])), "tokens: expected 0 to vocab_size - 1 = 49, got -1"),
+        (lambda m: m.loss(some(1, 4), some(1, 4) + 0.7), "targets: expected an int32 or int64 .*, got torch.float32"),
+        (lambda m: m.loss(some(1, 4), some(1, 4) > 2), "targets: expected an int32 or int64 .*, got torch.bool"),
+        (lambda m: m.loss(some(1, 4), some(1, 4).numpy()), "targets: expected an int32 or int64 .*, got ndarray"),
+        (lambda m: m.loss(some(1, 4), torch.full((1, 4), 50)), "targets: expected 0 to vocab_size - 1 = 49, got 50"),
+        (lambda m: m.loss(some(1, 4), some(1, 4).to("meta")), "targets: expected device cpu as for tokens, got meta"),
         (lambda m: m(some(1, 4), cu_seqlens=torch.tensor([0, 5])), "cu_seqlens: expected"),
         (lambda m: m(some(1, 4), state=m(some(2, 4))[1]), r"state\[0\].S: expected 1 sequences as in tokens, got 2"),
         (
@@ -519,7 +658,7 @@ def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
         ),
         (lambda m: m(some(1, 4), state=m(some(1, 4))[1][0]), "state: expected a list of 2 layers' .* got LayerState"),
         (lambda m: m(some(1, 4), state=make(use_short_conv=True)(some(1, 4))[1]), "state.0.: .* no short convolutions"),
-        (lambda m: m(some(1, 4), state=make(num_heads=4)(some(1, 4))[1]), "initial_state: expected shape"),
+        (lambda m: m(some(1, 4), state=make(num_heads=4)(some(1, 4))[1]), r"state\[0\].S: expected shape"),
         (lambda m: m.loss(some(2, 4), state=m(some(1, 4))[1]), r"state\[0\].S: expected 2 sequences"),
         (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0, 99, 9])), "cu_seqlens: expected to rise"),
         (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0.0, 9.0])), "cu_seqlens: expected an int32 or int64"),
@@ -537,6 +676,77 @@ def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
 def test_a_wrong_call_names_the_argument(call, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         call(make())
+
+
+@pytest.mark.parametrize("mixer, other", [("softmax", "linear"), ("gla", "softmax"), ("linear", "softmax")])
+def test_a_foreign_state_is_named(mixer, other):
+    kind = "Cache" if mixer == "softmax" else "Tensor"
+    with pytest.raises(TypeError, match=rf"^state\[0\].S: expected a {kind}, as mixer '{mixer}' returns, got"):
+        make(mixer)(some(1, 4), state=make(other)(some(1, 4))[1])
+
+
+STATES = {
+    "no LayerState": (lambda layer: tuple(layer), r"state\[1\]: expected a LayerState, got tuple"),
+    "no tensor": (lambda layer: layer._replace(S=0), r"state\[1\].S: expected a Tensor.*, got int"),
+    "no axes": (lambda layer: layer._replace(S=torch.tensor(1.0)), r"state\[1\].S: expected shape .*, got \[\]"),
+    "V x K": (lambda layer: layer._replace(S=layer.S.mT), r"state\[1\].S: expected shape \[N, 2, 4, 8\], got"),
+    "a shorter convolution": (
+        lambda layer: layer._replace(conv=tuple(x[:, 1:] for x in layer.conv)),
+        r"state\[1\].conv of q: expected shape \[N, 3, 8\], got \[1, 2, 8\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_layers_state_that_does_not_fit_is_named(kind):
+    change, message = STATES[kind]
+    model = make(use_short_conv=True)
+    first, second = model(some(1, 4))[1]
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        model(some(1, 4), state=[first, change(second)])
+
+
+def test_a_cache_of_other_heads_is_named():
+    with pytest.raises(ValueError, match=r"^state\[0\].S.k: expected shape \[N, T, 2, 8\], got \[1, 4, 4, 4\]"):
+        make("softmax")(some(1, 4), state=make("softmax", num_heads=4)(some(1, 4))[1])
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-30, 1.0, 1e30, float("inf")])
+def test_every_temperature_draws_tokens(temperature):
+    """Also where logits over the temperature leave float32's range."""
+    model = make(dtype=torch.float32)
+    model.lm_head.weight.data.mul_(1e6)
+    drawn, _ = model.generate(some(1, 4), 5, temperature=temperature)
+    assert ((drawn >= 0) & (drawn < 50)).all()
+    assert temperature > 1 or torch.equal(drawn, model.generate(some(1, 4), 5)[0])
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "linear"])
+def test_values_are_not_looked_at_where_there_are_none(mixer):
+    """Meta and fake tensors, vmap and make_fx; a token outside the vocabulary is found on the CPU beside them."""
+    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=1), some(2, 5)
+    exact = [model.loss(tokens[i : i + 1])[0] for i in range(2)]
+    mapped = torch.func.vmap(lambda t: model.loss(t[None])[0])(tokens)
+    close(mapped, torch.stack(exact), 1e-5)
+    traced = make_fx(lambda t: model.loss(t)[0])(tokens)
+    close(traced(tokens), model.loss(tokens)[0], 1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model.loss(mode.from_tensor(tokens))[0].shape == ()
+    assert copy.deepcopy(model).to("meta").loss(tokens.to("meta"))[0].is_meta
+    with pytest.raises(ValueError, match="^tokens: expected 0 to"):
+        model(tokens + 50)
+
+
+@pytest.mark.deep  # imports PyTorch's compiler
+@pytest.mark.parametrize("mixer", ["softmax", "linear"])
+def test_a_model_that_looks_at_no_gates_compiles_without_a_break(mixer):
+    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=1, use_short_conv=True), some(1, 5)
+    _, state = model(tokens)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    close(compiled(tokens, state=state)[0], model(tokens, state=state)[0], 1e-5)
+    exported = torch.export.export(model, (tokens,)).module()
+    close(exported(tokens)[0], model(tokens)[0], 1e-5)
 
 
 # -- which form --------------------------------------------------------------------------------

@@ -67,6 +67,12 @@ def test_the_command_line_counts_rooms(monkeypatch, capsys, tmp_path, name, stat
     assert '"caught": "length 1: o, ' in (tmp_path / "museum.json").read_text()
 
 
+def test_the_command_line_lists_rooms(monkeypatch, capsys):
+    monkeypatch.setattr(museum, "visit", lambda *_: pytest.fail("a room was run"))
+    assert main(["check", "--museum", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{it.number:2} {it.title}" for it in ROOMS]
+
+
 def test_a_command_names_a_kernel_or_the_museum(capsys):
     with pytest.raises(SystemExit):
         main(["check"])

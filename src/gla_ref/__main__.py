@@ -215,6 +215,9 @@ def museum(args: argparse.Namespace) -> int:
     from .book import results
     from .check.museum import ROOMS, visit
 
+    if args.list:
+        print("\n".join(f"{room.number:2} {room.title}" for room in ROOMS))
+        return 0
     if args.json is not None:
         writable(args.json)
     visits, start = [], time.perf_counter()
@@ -337,7 +340,7 @@ def add_check(commands) -> None:
         default=[],
         help='its failures do not count, but are listed: --waive "dg=issue 7", or "dg@gate -20*=issue 7"',
     )
-    it.add_argument("--list", action="store_true", help="print the names of these cases, and run none")
+    it.add_argument("--list", action="store_true", help="print the names of these cases (or rooms), and run none")
     it.add_argument("--fail-on-not-covered", action="store_true", help="wrong, too, if anything is not covered")
     it.add_argument("--seed", type=int, default=0, help="of the random inputs, default %(default)s")
     claim = it.add_argument_group("what the kernel claims, if not everything; the cases are made so")
@@ -452,7 +455,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def shell(argv: list[str]) -> int:
-    """The same for a shell: a kernel that is checked runs in a child, since it may end its process."""
+    """The same for a shell: a kernel that is checked runs in a child, since it may end its process.
+
+    A letter that the shell's encoding lacks, such as α in cp1252, is printed as its number.
+    """
+    sys.stdout.reconfigure(errors="backslashreplace")
     if _apart.begin():
         try:
             status = main(argv)

@@ -70,6 +70,7 @@ def selected(
     return ladder, chosen, tried
 
 
+@torch.inference_mode(False)  # the kit needs gradients, also inside a caller's inference mode
 def kernel(
     mechanism: str,
     fn: Callable,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,13 +27,15 @@ LIBRARIES = tuple(Path(torch.__file__).parents[1] / name for name in ("torch", "
 AGAIN = 8  # more calls as usual before a failure in another way is believed
 REPEATED = 4  # more calls in that other way
 BETWEEN = 8  # other calls between a forward pass and its backward pass: of a ring of so many buffers none is left
+STOPS, ENDS = 0.2, 2.0  # seconds that a thread may take to stop, and that all may take together when Python ends
+LEFT: list[threading.Thread] = []  # those that did not stop
 VARIES = "equal calls give different results{}: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
 Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
 
 
 def within(seconds: float, work: Callable, *args):
-    """work(*args) in a thread that is left behind when its time is up."""
+    """work(*args) in a thread that is stopped when its time is up, or left behind where it cannot be stopped."""
     box: list = []
 
     def target():
@@ -43,11 +48,31 @@ def within(seconds: float, work: Callable, *args):
     thread.start()
     thread.join(seconds)
     if not box:
+        stop(thread)
         raise Finding("hangs", f"no result after {seconds:g} s")
     result, reason = box[0]
     if reason is not None:
         raise reason
     return result
+
+
+def stop(thread: threading.Thread) -> None:
+    """Raise SystemExit in a thread: it comes when the thread is next in Python code, not in a library's.
+
+    A thread that takes Python's lock when Python is ending aborts the process.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    thread.join(STOPS)
+    if thread.is_alive():
+        LEFT.append(thread)
+
+
+@atexit.register
+def wait() -> None:
+    """Give the threads left behind a moment more to end before Python does."""
+    end = time.monotonic() + ENDS
+    for thread in LEFT:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def attempt(seconds: float, work: Callable, *args):

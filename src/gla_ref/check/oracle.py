@@ -48,7 +48,8 @@ def evaluate(
     """
     arguments = [a.name for a in kind.mechanism.arguments if a.name in x]
     names = [*arguments, *kind.states]
-    leaves = {n: x[n].detach().requires_grad_(n not in frozen) for n in names if n in x}
+    leaves = {n: x[n].clone() if x[n].is_inference() else x[n].detach() for n in names if n in x}
+    leaves = {n: y.requires_grad_(n not in frozen) for n, y in leaves.items()}
     given = [leaves[n] for n in kind.states if n in leaves]
     cu = None
     if case.ends is not None:
@@ -130,6 +131,7 @@ def asked(fn: Callable, kind: Kind, x: dict[str, Tensor], case: Case) -> dict[st
     return {n: y for n, y in found.items() if y is not None}
 
 
+@torch.inference_mode(False)
 def exact(mechanism: str, x: dict[str, Tensor], **how) -> dict[str, Tensor]:
     """The quantities in float64: o, the final states and, where the loss puts something on these, every gradient.
 
@@ -142,6 +144,7 @@ def exact(mechanism: str, x: dict[str, Tensor], **how) -> dict[str, Tensor]:
     return asked(kind.oracle, kind, {n: y.double() for n, y in x.items()}, Case(**how))
 
 
+@torch.inference_mode(False)
 def emulated(
     mechanism: str,
     x: dict[str, Tensor],

@@ -11,6 +11,8 @@ and lets several heads of queries read the state of one head of keys and values.
 from torch import Tensor
 
 from .. import FORMS
+from .._contract import check_gate, check_tensors, compute_dtype
+from ..mechanisms import Argument
 
 RULES = {  # update rule: whether it has (decay, beta)
     "linear": (False, False),
@@ -25,6 +27,14 @@ MECHANISMS = {  # mechanism by (gates for channels, gates for heads, write stren
     (False, False, True): "delta_rule",
     (False, True, True): "gated_delta_rule",
     (True, False, True): "kda",
+}
+ARGUMENTS = {  # as linear_attention sees them, in heads
+    "query": Argument("query", "B T q_num_heads K", "token"),
+    "key": Argument("key", "B T kv_num_heads K", "token"),
+    "value": Argument("value", "B T kv_num_heads V", "token"),
+    "past_state": Argument("past_state", "B kv_num_heads K V", "state", optional=True),
+    "decay": Argument("decay", "B T kv_num_heads", "gate", optional=True),
+    "beta": Argument("beta", "B T kv_num_heads", "strength", optional=True),
 }
 __all__ = ["linear_attention"]
 
@@ -80,25 +90,33 @@ def linear_attention(
             raise ValueError(f"{name}: expected {what} with update_rule={update_rule!r}, got {got}")
     if min(q_num_heads, kv_num_heads) < 1 or q_num_heads % kv_num_heads:
         raise ValueError(f"q_num_heads: expected a multiple of kv_num_heads = {kv_num_heads}, got {q_num_heads}")
+    given = {"query": query, "key": key, "value": value, "past_state": past_state, "decay": decay, "beta": beta}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and not (x is None and ARGUMENTS[name].optional):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    heads = {"query": q_num_heads, "key": kv_num_heads, "value": kv_num_heads}
+    given |= {name: _heads(name, given[name], n) for name, n in heads.items()}
     readers, (B, T, _) = q_num_heads // kv_num_heads, key.shape
-
-    tokens = [_heads("key", key, kv_num_heads), _heads("value", value, kv_num_heads)]
     by_head = decay is not None and decay.shape[-1] == kv_num_heads
     if decay is not None:
         if decay.shape not in ((B, T, kv_num_heads), key.shape):
             raise ValueError(f"decay: expected {[B, T, kv_num_heads]} or {list(key.shape)}, got {list(decay.shape)}")
-        tokens.append(decay if by_head else _heads("decay", decay, kv_num_heads))
+        check_gate("decay", decay)
+        given["decay"] = decay if by_head else _heads("decay", decay, kv_num_heads)
     if beta is not None:
         if beta.shape not in ((B, T, kv_num_heads), (B, T, 1)):
             raise ValueError(f"beta: expected {[B, T, kv_num_heads]} or {[B, T, 1]}, got {list(beta.shape)}")
-        tokens.append(beta.expand(B, T, kv_num_heads))
+        given["beta"] = beta.expand(B, T, kv_num_heads)
+    by_channel = {} if by_head else {"decay": ARGUMENTS["decay"]._replace(axes="B T kv_num_heads K")}
+    check_tensors(given, (ARGUMENTS | by_channel).values())
 
     mechanism = MECHANISMS[decay is not None and not by_head, by_head, beta is not None]
+    past = None if past_state is None else past_state.to(compute_dtype(past_state)).repeat_interleave(readers, 1)
     o, S = FORMS[mechanism]["chunkwise"](
-        _heads("query", query, q_num_heads),
-        *(x.repeat_interleave(readers, 2) for x in tokens),
+        given["query"],
+        *(given[n].repeat_interleave(readers, 2) for n in ("key", "value", "decay", "beta") if given[n] is not None),
         scale=scale or None,
-        initial_state=None if past_state is None else past_state.repeat_interleave(readers, 1),
+        initial_state=past,
     )
     kept = query.dtype if past_state is None else past_state.dtype
     return o.flatten(2).to(query.dtype), S[:, ::readers].to(kept)

@@ -131,7 +131,7 @@ def model_and_loss(who: str, config: Config, checkpointing: bool, device: str) -
         if who == "sdpa":
             for block in ours.model.layers:
                 block.attn = SdpaAttention(config)
-            ours.apply(ours._start)
+            ours.reset_parameters()
     if who != "fla":
         ours.model.gradient_checkpointing = checkpointing
         if who == "gla_compiled":

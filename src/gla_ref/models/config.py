@@ -102,10 +102,10 @@ class Config:
                 )
             return
         for name in ("expand_k", "expand_v"):
-            width = self.hidden_size * getattr(self, name)
-            if width % self.num_heads:
+            width = self.hidden_size * getattr(self, name)  # 55.00000000000001 for 100 * 0.55
+            if not math.isclose(width, round(width)) or round(width) % self.num_heads:
                 raise ValueError(
-                    f"{name}: expected hidden_size * {name} a multiple of num_heads = {self.num_heads}, got {width}"
+                    f"{name}: expected hidden_size * {name} a multiple of num_heads = {self.num_heads}, got {width:g}"
                 )
 
     def _check_kind(self, name: str, kind: str) -> None:
@@ -126,12 +126,12 @@ class Config:
     @property
     def key_size(self) -> int:
         """H K of all mixers except softmax."""
-        return int(self.hidden_size * self.expand_k)
+        return round(self.hidden_size * self.expand_k)
 
     @property
     def value_size(self) -> int:
         """H V of all mixers except softmax."""
-        return int(self.hidden_size * self.expand_v)
+        return round(self.hidden_size * self.expand_v)
 
     @property
     def mlp_size(self) -> int:

@@ -9,6 +9,8 @@ are called as in flash-linear-attention's GLAForCausalLM.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .._contract import check_cu_seqlens, has_values
 from .config import Config
 from .layer import START, LayerState
-from .mixers import MIXERS, wide
+from .mixers import MIXERS, Cache, wide
 
 if TYPE_CHECKING:
     from ..over_ranks.pieces import Pieces
@@ -28,6 +30,7 @@ __all__ = ["MLP", "Block", "LanguageModel", "Transformer", "detach", "next_token
 
 State = list[LayerState]  # a model's state: a state for each block
 IGNORED = -100  # a target that does not count, as in torch.nn.functional.cross_entropy
+SMALLEST = 1e-38  # positive temperature; below it, float32 has none
 LOSS_TOKENS = 8192  # the loss makes logits of so many tokens at a time: 1 GB in float32 for a vocabulary of 32,000
 
 
@@ -68,7 +71,7 @@ class Block(nn.Module):
 def lowered(x: Tensor) -> Tensor:
     """Convert float32 to autocast's dtype where autocast is on: else each product makes and keeps a copy of its own."""
     device = x.device.type
-    if x.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+    if x.dtype != torch.float32 or x.is_meta or not torch.is_autocast_enabled(device):
         return x
     return x.to(torch.get_autocast_dtype(device))
 
@@ -116,12 +119,24 @@ class LanguageModel(nn.Module):
         self.config = config
         self.model = Transformer(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.apply(self._start)
-        if config.output_range is not None:
-            for block in self.model.layers:
-                nn.init.normal_(block.attn.o_proj.weight, std=config.output_range)
+        self._start()
 
-    def _start(self, module: nn.Module) -> None:
+    def reset_parameters(self) -> None:
+        """Start every parameter anew: with the same seed, as when the model was made.
+
+        So a model made on meta starts like another: `model.to_empty(device="cuda")`, then this.
+        """
+        self.apply(lambda module: module is not self and getattr(module, "reset_parameters", lambda: None)())
+        self._start()
+
+    def _start(self) -> None:
+        """Draw the weights that do not keep their own module's start."""
+        self.apply(self._draw)
+        if self.config.output_range is not None:
+            for block in self.model.layers:
+                nn.init.normal_(block.attn.o_proj.weight, std=self.config.output_range)
+
+    def _draw(self, module: nn.Module) -> None:
         """Draw weights from a normal distribution and set biases to 0, so every gate of GLA begins near 2^(-1 / tau).
 
         Convolutions have a start of their own.
@@ -158,12 +173,12 @@ class LanguageModel(nn.Module):
     def _check(self, tokens: Tensor, state: State | None, cu_seqlens: Tensor | None) -> None:
         """Check that tokens, boundaries and state fit each other; on a GPU a bad index would end the process.
 
-        The check of the boundaries' values waits for a GPU; compiled and captured code leaves it out.
+        The check of the boundaries' values waits for a GPU.
         """
         check_tokens("tokens", tokens)
+        check_range("tokens", tokens, self.config.vocab_size)
         B, T = tokens.shape
-        blind = torch.compiler.is_compiling() or tokens.is_cuda and torch.cuda.is_current_stream_capturing()
-        check_cu_seqlens(cu_seqlens, B, T, values=not blind)
+        check_cu_seqlens(cu_seqlens, B, T, values=cu_seqlens is None or has_values(cu_seqlens))
         if cu_seqlens is not None and cu_seqlens.device != tokens.device:
             raise ValueError(f"cu_seqlens: expected device {tokens.device} as for tokens, got {cu_seqlens.device}")
         check_state(state, self.config, B if cu_seqlens is None else len(cu_seqlens) - 1)
@@ -183,8 +198,8 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: `[B, T]`.
-            targets: `[B, T]`, the label of each token; -100 does not count. None: the next token of the same sequence,
-                and no label for the last token.
+            targets: int64 or int32 `[B, T]`, the label of each token; -100 does not count. None: the next token of the
+                same sequence, and no label for the last token.
             state, cu_seqlens: as in :meth:`forward`. For truncated backpropagation through time pass `detach(state)`.
 
         Raises:
@@ -193,11 +208,12 @@ class LanguageModel(nn.Module):
         self._check(tokens, state, cu_seqlens)
         if targets is None and cu_seqlens is None and tokens.shape[1] == 1:
             raise ValueError("targets: expected some where sequences have one token, which no other follows")
-        targets = next_tokens(tokens, cu_seqlens) if targets is None else targets
-        if targets.shape != tokens.shape:
-            raise ValueError(f"targets: expected shape {list(tokens.shape)} as of tokens, got {list(targets.shape)}")
-        looks = has_values(targets) and (not targets.is_cuda or os.environ.get("GLA_REF_DEBUG") == "1")
-        if looks and not (targets != IGNORED).any():
+        if targets is None:
+            targets = next_tokens(tokens, cu_seqlens)
+        else:
+            check_targets(targets, tokens, self.config.vocab_size)
+        looks = not targets.is_cuda or os.environ.get("GLA_REF_DEBUG") == "1"
+        if looks and has_values(targets) and not (targets != IGNORED).any():
             raise ValueError(f"targets: expected at least one that counts, got {IGNORED} everywhere")
         x, state = self.model(tokens, state, cu_seqlens)
         return self.summed_loss(x, targets) / (targets != IGNORED).sum(), state
@@ -233,8 +249,8 @@ class LanguageModel(nn.Module):
             prompts: `[N, T]`, or N tensors `[T_n]`, at least one token each.
             new_tokens: the number of tokens to write, at least 1.
             state: the state of an earlier call with N sequences, which the prompts continue.
-            temperature: 0 takes the likeliest token; otherwise logits are divided by the temperature, and a token is
-                drawn.
+            temperature: 0 takes the likeliest token; otherwise logits are divided by the temperature, at least 1e-38,
+                and a token is drawn.
             generator: the generator of random numbers for drawing.
             chunk: tokens of a prompt read at a time.
 
@@ -244,23 +260,32 @@ class LanguageModel(nn.Module):
         Raises:
             TypeError, ValueError: an argument does not fit; the message names it.
         """
+        if not isinstance(prompts, Tensor | list | tuple):
+            raise TypeError(f"prompts: expected a tensor [N, T] or a list of tensors, got {type(prompts).__name__}")
+        if isinstance(prompts, Tensor):
+            check_tokens("prompts", prompts, axes="N T")
         prompts = list(prompts)
         if not prompts:
             raise ValueError("prompts: expected at least one, got none")
         for i, prompt in enumerate(prompts):
             check_tokens(f"prompts[{i}]", prompt, axes="T")
+            check_range(f"prompts[{i}]", prompt, self.config.vocab_size)
         for name, x in (("new_tokens", new_tokens), ("chunk", chunk)):
             if not isinstance(x, int) or isinstance(x, bool) or x < 1:
                 raise ValueError(f"{name}: expected an integer of at least 1, got {x!r}")
-        if not temperature >= 0:
-            raise ValueError(f"temperature: expected 0 or a positive number, got {temperature!r}")
+        if not isinstance(temperature, Real) or isinstance(temperature, bool):
+            raise TypeError(f"temperature: expected a number, got {temperature!r}")
+        if not (temperature == 0 or temperature >= SMALLEST):
+            raise ValueError(f"temperature: expected 0 or at least {SMALLEST}, got {temperature!r}")
         check_state(state, self.config, len(prompts))
         x, state = self._read(prompts, state, chunk)
         written = []
         for _ in range(new_tokens):
             logits = self.lm_head(x)
             if temperature:
-                token = (wide(logits) / temperature).softmax(-1).multinomial(1, generator=generator)
+                logits = wide(logits)
+                logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: none overflows to +inf
+                token = logits.softmax(-1).multinomial(1, generator=generator)
             else:
                 token = logits.argmax(-1, keepdim=True)
             written.append(token)
@@ -305,24 +330,49 @@ def detach(state):
 
 
 def check_state(state: State | None, config: Config, N: int) -> None:
-    """Check that a state has every layer and N sequences; forms check the sizes of its matrices."""
+    """Check that a state has every layer's tensors, in the sizes of this model and for N sequences."""
     if state is None:
         return
     if not isinstance(state, list) or len(state) != config.num_hidden_layers:
         got = f"{len(state)} of them" if isinstance(state, list) else type(state).__name__
         raise ValueError(f"state: expected a list of {config.num_hidden_layers} layers' states, got {got}")
-    for i, (S, conv) in enumerate(state):
+    for i, layer in enumerate(state):
+        if not isinstance(layer, LayerState):
+            raise TypeError(f"state[{i}]: expected a LayerState, got {type(layer).__name__}")
+        S, conv = layer
         if (conv is not None) != config.use_short_conv and (S is not None or conv is not None):
             has = "short convolutions" if config.use_short_conv else "no short convolutions"
             raise ValueError(f"state[{i}]: expected that of a model with {has}, got another")
-        kinds = {"S": S, "conv": None if conv is None else conv[0]}
-        for name, x in kinds.items():
+        kind = Cache if config.mixer == "softmax" else Tensor
+        if S is not None and not isinstance(S, kind):
+            raise TypeError(
+                f"state[{i}].S: expected a {kind.__name__}, as mixer {config.mixer!r} returns, got {type(S).__name__}"
+            )
+        for name, x, axes in parts(layer, config):
+            if x.ndim != len(axes) or any(n != a for n, a in zip(x.shape, axes, strict=True) if isinstance(a, int)):
+                raise ValueError(
+                    f"state[{i}].{name}: expected shape [{', '.join(map(str, axes))}], got {list(x.shape)}"
+                )
+        cu = getattr(S, "cu_seqlens", None)  # of a packed cache
+        for name, x in {"S": S, "conv": None if conv is None else conv[0]}.items():
             if x is None:
                 continue
-            cu = getattr(x, "cu_seqlens", None)  # a cache of keys and values
-            found = len(cu) - 1 if cu is not None else len(x[0] if isinstance(x, tuple) else x)
+            found = len(cu) - 1 if name == "S" and cu is not None else len(x[0] if isinstance(x, tuple) else x)
             if found != N:
                 raise ValueError(f"state[{i}].{name}: expected {N} sequences as in tokens, got {found}")
+
+
+def parts(layer: LayerState, config: Config) -> Iterator[tuple[str, Tensor, tuple[str | int, ...]]]:
+    """The tensors of a layer's state, each with its name, and with its axes: sizes of the model, and others' names."""
+    soft, H, d = config.mixer == "softmax", config.num_heads, config.hidden_size
+    sizes = {"k": d if soft else config.key_size, "v": d if soft else config.value_size}
+    if isinstance(layer.S, Cache):
+        for name, size in sizes.items():
+            yield f"S.{name}", getattr(layer.S, name), ("N", "T", H, size // H)
+    elif layer.S is not None:
+        yield "S", layer.S, ("N", H, sizes["k"] // H, sizes["v"] // H)
+    for name, x in zip("qkv", layer.conv or (), strict=False):
+        yield f"conv of {name}", x, ("N", config.conv_size - 1, sizes["v" if name == "v" else "k"])
 
 
 def check_tokens(name: str, tokens: Tensor, axes: str = "B T") -> None:
@@ -332,3 +382,22 @@ def check_tokens(name: str, tokens: Tensor, axes: str = "B T") -> None:
         raise TypeError(f"{name}: expected an int32 or int64 tensor of shape [{axes}], got {got}")
     if tokens.ndim != len(axes.split()) or 0 in tokens.shape:
         raise ValueError(f"{name}: expected shape [{axes}] of at least one token, got {list(tokens.shape)}")
+
+
+def check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
+    """Check on a CPU that tokens are in the vocabulary; a GPU is not waited for."""
+    if tokens.device.type != "cpu" or not has_values(tokens):
+        return
+    low, high = (x.item() for x in tokens.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name}: expected 0 to vocab_size - 1 = {vocab_size - 1}, got {low if low < 0 else high}")
+
+
+def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int) -> None:
+    """Check that each token has a label, in the vocabulary or -100."""
+    check_tokens("targets", targets)
+    if targets.shape != tokens.shape:
+        raise ValueError(f"targets: expected shape {list(tokens.shape)} as of tokens, got {list(targets.shape)}")
+    if targets.device != tokens.device:
+        raise ValueError(f"targets: expected device {tokens.device} as for tokens, got {targets.device}")
+    check_range("targets", targets.masked_fill(targets == IGNORED, 0), vocab_size)

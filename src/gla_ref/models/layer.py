@@ -141,9 +141,13 @@ class GatedOutput(Mixer, ABC):
         """Mix tokens, see :class:`Mixer`."""
         (q, k, v), conv = self.project(x, state.conv, cu_seqlens, pieces)
         tensors = self.inputs(x, q, k, v)
+        if v.dtype == torch.float16 and not v.is_cuda:  # references compute in float32, where a sum over a text fits
+            tensors = tuple(y.float() for y in tensors)
         o, S = attend(self.mechanism, *tensors, initial_state=state.S, cu_seqlens=cu_seqlens, pieces=pieces)  # (8)
         norm = self.g_norm_swish_gate
-        o = norm(o.to(norm.weight.dtype)).to(o.dtype)  # (9), in the precision of its weights, under autocast too
+        if o.dtype != v.dtype:  # into float16's range by a factor, which does not change a head's norm
+            o = o / (o.detach().abs().amax(-1, keepdim=True) / torch.finfo(v.dtype).max).clamp_min(1)
+        o = norm(o.to(norm.weight.dtype)).to(v.dtype)  # (9), in the precision of its weights, under autocast too
         r = F.silu(self.split(self.g_proj(x)))  # (10)
         return self.o_proj(rearrange(r * o, "b t h d -> b t (h d)")), LayerState(S, conv)  # (11)
 

@@ -86,9 +86,15 @@ class StepSize(nn.Module):
         super().__init__()
         H = config.num_heads
         self.proj = nn.Linear(config.hidden_size, H, bias=False)
-        delta = torch.empty(H).uniform_(math.log(0.001), math.log(0.1)).exp()
-        self.bias = nn.Parameter(delta + torch.log(-torch.expm1(-delta)))  # softplus(bias) = delta
-        self.A_log = nn.Parameter(torch.empty(H).uniform_(1, 16).log())
+        self.bias, self.A_log = (nn.Parameter(torch.empty(H)) for _ in range(2))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the biases and e^A anew."""
+        delta = torch.empty_like(self.bias).uniform_(math.log(0.001), math.log(0.1)).exp()
+        self.bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # softplus(bias) = delta
+        self.A_log.uniform_(1, 16).log_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(Delta, g) of x `[B, T, d]`, both `[B, T, H]`."""
