@@ -77,8 +77,11 @@ def watched(x) -> bool:
 
 
 def has_values(x: Tensor | None) -> bool:
-    """Whether the values of x can be checked: not of meta and fake tensors, nor where a compiler or vmap looks on."""
-    return x is not None and not watched(x) and not x.is_meta
+    """Whether the values of x can be checked: not of meta and fake tensors, nor where a tracer or vmap looks on."""
+    if x is None or watched(x) or x.is_meta or torch.jit.is_tracing():
+        return False
+    traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # by make_fx
+    return not traced and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_gate(name: str, g: Tensor | None) -> None:
