@@ -12,6 +12,7 @@ from gla_ref import FORMS, check
 from gla_ref.check import Case, mistakes
 from gla_ref.check._common import common
 from gla_ref.check._memory import AROUND, placed
+from gla_ref.check._runner import same
 from gla_ref.check._shrink import INSIDE, reproduction
 
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
@@ -670,3 +671,15 @@ def test_mistakes_with_strides_are_mistakes_in_16_bits_too(mechanism, dtype):
     for m in mistakes.known(mechanism, dtype):
         if "strides" in m.name:
             assert not check.kernel(mechanism, mistakes.apply(mechanism, m), dtype=dtype, only="*strided").ok, m.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_only_equal_results_are_the_same(dtype):
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf, 0.0], dtype=dtype)
+    assert same(x, x.clone()) and same(None, None)
+    for i, other in enumerate([torch.nan, 1e30, largest, -largest, 1.0]):
+        y = x.clone()
+        y[i] = other
+        assert not same(x, y) and not same(y, x)
+    assert not same(x, None) and not same(x, x[:1])

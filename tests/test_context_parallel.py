@@ -102,6 +102,26 @@ def test_pieces_are_the_whole(pool, mechanism, n, exchange):
         check(ask(pool, n, mechanism, x, cu, exchange=exchange), exact)
 
 
+def in_autocast(rank, group, *args, **options):
+    """As `piece`, with the call, and not its gradients, in autocast."""
+    call = getattr(context_parallel, args[0])
+
+    def inside(*args, **options):
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(*args, **options)
+
+    with mock.patch.object(context_parallel, args[0], inside):
+        return piece(rank, group, *args, **options)
+
+
+@pytest.mark.parametrize("exchange", ["all-gather", "pipeline"])
+@pytest.mark.parametrize("mechanism", MECHANISMS_HERE)
+def test_autocast_changes_nothing(pool, mechanism, exchange):
+    x, cu = problem(mechanism, dtype=torch.float32)
+    inside, outside = (ask(pool, 2, mechanism, x, cu, function=f, exchange=exchange) for f in (in_autocast, piece))
+    assert all(torch.equal(inside[n], outside[n]) for n in outside)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", ["zero", "-20", "-1e3", "-inf", "many resets", "one strong channel"])
 def test_gate_ladder(pool, kind):

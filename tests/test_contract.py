@@ -1,5 +1,7 @@
 """Wrong input is refused by every form with an error that names the argument, what was expected and what came."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -241,12 +243,25 @@ def test_malformed_shapes_never_pass_silently(data):
         )
 
 
+def test_every_form_can_be_pickled_and_copied():
+    """A module that keeps one can be saved whole, and sent to a process that is spawned."""
+    for forms in FORMS.values():
+        for form in forms.values():
+            assert pickle.loads(pickle.dumps(form)) is form and copy.deepcopy(form) is form
+
+
 def test_import_needs_neither_triton_nor_a_gpu():
-    """In a fresh process where importing Triton fails; every form is a function."""
+    """In a fresh process where importing Triton fails; every form is callable, and kernels say what is missing."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import gla_ref; print(gla_ref.FORMS)\n"
-        "assert all(callable(f) for forms in gla_ref.FORMS.values() for f in forms.values())"
+        "import gla_ref, pickle; print(gla_ref.FORMS)\n"
+        "assert all(callable(f) for forms in gla_ref.FORMS.values() for f in forms.values())\n"
+        "form = pickle.loads(pickle.dumps(gla_ref.FORMS['delta_rule']['triton']))\n"
+        "try: form(None, None, None, None)\n"
+        "except ModuleNotFoundError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "chunkwise_two_level" in done.stdout, done.stderr
+    *_, told = done.stdout.splitlines()
+    assert told.startswith("the kernels need Triton, which is not installed"), done.stdout
+    assert told.endswith("references of delta_rule run without it: " + ", ".join(f for _, f in pairs("delta_rule")))

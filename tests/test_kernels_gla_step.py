@@ -88,8 +88,8 @@ def test_checking_a_call_moves_no_tensor():
     q, k, v, g = (torch.randn(2, 1, 3, D, dtype=torch.float16, device=HERE) for D in (5, 5, 7, 5))
     S = torch.randn(2, 3, 5, 7, device=HERE)
     with Listed():
-        check_call("gla", (q, k, v, g, None), S, None, None, {"K": 256, "V": 512})
-    assert not done
+        check_call("gla", (q, k, v, -g.abs(), None), S, None, None, {"K": 256, "V": 512})
+    assert not [op for op in done if "copy" in str(op)]  # on a CPU it looks at the gates
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from cases import LADDER, error, inputs, thin
 from harness import CUDA, DTYPES, EPS, F32, HERE, allowed, anywhere, compare, interpreted, tokens
 from linear_problems import KERNELS, MILD, check, problem
 
+from gla_ref import FORMS
 from gla_ref import linear_attention as linear_references
 from gla_ref.check import oracle
 
@@ -332,3 +333,13 @@ def test_more_than_2_to_the_31_elements(mechanism):
         right = right.view(got.shape)
         assert error(got, right) <= max(allowed(run[n], right) for run in runs)
     assert not o[0, :-64].any()
+
+
+@interpreted
+def test_gates_of_heads_far_apart():
+    """More than 2^31 numbers between two heads' gates; only memory that is touched is taken."""
+    q, k, v = torch.randn(3, 1, 5, 3, 16)
+    far = 2**30 + 8
+    g = torch.empty(2 * far + 8, dtype=torch.float16).as_strided((1, 5, 3), (8, 1, far)).fill_(-0.5)
+    form = FORMS["simple_gla"]["triton"]
+    assert torch.equal(form(q, k, v, g)[0], form(q, k, v, torch.full((1, 5, 3), -0.5).half())[0])

@@ -57,17 +57,35 @@ _KERNELS = {
 }
 
 
-def _kernel(mechanism: str, form: str):
+class _Kernel:
     """A form that imports its kernel in the first call: `import gla_ref` needs no Triton."""
 
-    def call(*args, **kwargs):
-        # torch.compile(fullgraph=True) can trace an import statement, but not importlib
-        from .kernels.forms import FUNCTIONS
+    def __init__(self, mechanism: str, form: str):
+        self.mechanism, self.__name__ = mechanism, form
+        self.__doc__ = f"Triton, {_KERNELS[form]} (:mod:`gla_ref.kernels`)."
 
-        return FUNCTIONS[mechanism][form](*args, **kwargs)
+    def __call__(self, *args, **kwargs):
+        try:  # torch.compile(fullgraph=True) can trace an import statement, but not importlib
+            from .kernels.forms import FUNCTIONS
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            from .kernels import NO_TRITON
 
-    call.__name__, call.__doc__ = form, f"Triton, {_KERNELS[form]} (:mod:`gla_ref.kernels`)."
-    return call
+            others = [name for name, form in FORMS[self.mechanism].items() if not isinstance(form, _Kernel)]
+            sentence = f"{NO_TRITON}; references of {self.mechanism} run without it: {', '.join(others)}"
+            raise ModuleNotFoundError(sentence, name="triton") from error
+        return FUNCTIONS[self.mechanism][self.__name__](*args, **kwargs)
+
+    def __reduce__(self):  # a copy and an unpickled kernel are the same object
+        return _form, (self.mechanism, self.__name__)
+
+    def __repr__(self):
+        return f"<form {self.__name__} of {self.mechanism}>"
+
+
+def _form(mechanism: str, form: str):
+    return FORMS[mechanism][form]
 
 
 FORMS = {
@@ -76,21 +94,21 @@ FORMS = {
         "parallel": softmax_attention.parallel,
         "two_pass": softmax_attention.two_pass,
         "flash": softmax_attention.flash,
-        "triton": _kernel("softmax_attention", "triton"),
+        "triton": _Kernel("softmax_attention", "triton"),
     },
     "linear_attention": {
         "recurrent": linear_attention.recurrent,
         "parallel": linear_attention.parallel,
         "chunkwise": linear_attention.chunkwise,
         "scan": linear_attention.scan,
-        "triton": _kernel("linear_attention", "triton"),
-        "triton_materialised": _kernel("linear_attention", "triton_materialised"),
+        "triton": _Kernel("linear_attention", "triton"),
+        "triton_materialised": _Kernel("linear_attention", "triton_materialised"),
     },
     "simple_gla": {
         "recurrent": simple_gla.recurrent,
         "parallel": simple_gla.parallel,
         "chunkwise": simple_gla.chunkwise,
-        "triton": _kernel("simple_gla", "triton"),
+        "triton": _Kernel("simple_gla", "triton"),
     },
     "gla": {
         "recurrent": gla.recurrent,
@@ -99,11 +117,11 @@ FORMS = {
         "scan": gla.scan,
         "chunkwise": gla.chunkwise,
         "chunkwise_two_level": gla.chunkwise_two_level,
-        "triton": _kernel("gla", "triton"),
-        "triton_portable": _kernel("gla", "triton_portable"),
-        "triton_hopper": _kernel("gla", "triton_hopper"),
-        "triton_chunk_fuse": _kernel("gla", "triton_chunk_fuse"),
-        "triton_recurrent": _kernel("gla", "triton_recurrent"),
+        "triton": _Kernel("gla", "triton"),
+        "triton_portable": _Kernel("gla", "triton_portable"),
+        "triton_hopper": _Kernel("gla", "triton_hopper"),
+        "triton_chunk_fuse": _Kernel("gla", "triton_chunk_fuse"),
+        "triton_recurrent": _Kernel("gla", "triton_recurrent"),
     },
     "delta_rule": {
         "recurrent": delta_rule.recurrent,
@@ -111,9 +129,9 @@ FORMS = {
         "chunkwise": delta_rule.chunkwise,
         "chunkwise_substitution": delta_rule.chunkwise_substitution,
         "scan": delta_rule.scan,
-        "triton": _kernel("delta_rule", "triton"),
-        "triton_portable": _kernel("delta_rule", "triton_portable"),
-        "triton_recurrent": _kernel("delta_rule", "triton_recurrent"),
+        "triton": _Kernel("delta_rule", "triton"),
+        "triton_portable": _Kernel("delta_rule", "triton_portable"),
+        "triton_recurrent": _Kernel("delta_rule", "triton_recurrent"),
     },
     "gated_delta_rule": {
         "recurrent": gated_delta_rule.recurrent,
@@ -121,9 +139,9 @@ FORMS = {
         "chunkwise": gated_delta_rule.chunkwise,
         "chunkwise_substitution": gated_delta_rule.chunkwise_substitution,
         "scan": gated_delta_rule.scan,
-        "triton": _kernel("gated_delta_rule", "triton"),
-        "triton_portable": _kernel("gated_delta_rule", "triton_portable"),
-        "triton_recurrent": _kernel("gated_delta_rule", "triton_recurrent"),
+        "triton": _Kernel("gated_delta_rule", "triton"),
+        "triton_portable": _Kernel("gated_delta_rule", "triton_portable"),
+        "triton_recurrent": _Kernel("gated_delta_rule", "triton_recurrent"),
     },
     "kda": {"recurrent": kda.recurrent, "chunkwise": kda.chunkwise},
 }

@@ -15,13 +15,10 @@ from .kernels.launch.versions import KNOWN, MEASURED, release, standing, too_old
 from .mechanisms import MECHANISMS
 
 # what is planned: (mechanism, sizes), a training step and a long sequence
-CALLS = (
-    ("softmax_attention", {"B": 2, "T": 2048, "H": 8, "K": 128, "V": 128}),
-    ("linear_attention", {"B": 2, "T": 2048, "H": 8, "K": 128, "V": 128}),
-    ("simple_gla", {"B": 2, "T": 2048, "H": 8, "K": 128, "V": 128}),
-    ("gla", {"B": 2, "T": 2048, "H": 8, "K": 128, "V": 128}),
+CALLS = [
+    *((name, {"B": 2, "T": 2048, "H": 8, "K": 128, "V": 128}) for name, forms in FORMS.items() if "triton" in forms),
     ("gla", {"B": 1, "T": 32768, "H": 4, "K": 64, "V": 64}),
-)
+]
 # what is launched: more than one chunk and a rest, and small enough for the recurrence in float64
 CASE = check.Case("doctor", B=1, T=100, H=2, K=64, V=64)
 
@@ -66,7 +63,10 @@ def planned(device: str, dtype: torch.dtype) -> list[list]:
     rows, hardware = [], hardware_of(torch.device(device))
     for mechanism, sizes in CALLS:
         required = [x for x in MECHANISMS[mechanism].arguments if not x.optional]
-        tensors = [torch.empty([sizes[a] for a in x.axes.split()], dtype=dtype, device="meta") for x in required]
+        tensors = [
+            torch.empty([(sizes | {"HV": sizes["H"]})[a] for a in x.axes.split()], dtype=dtype, device="meta")
+            for x in required
+        ]
         row = [mechanism, ", ".join(f"{n} = {size}" for n, size in sizes.items())]
         for direction in ("forward", "backward"):
             found = plan(mechanism, *tensors, direction=direction, hardware=hardware)

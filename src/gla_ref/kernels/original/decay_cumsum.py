@@ -39,7 +39,7 @@ def fwd_decay_cumsum(
     i_b, i_h = i_bh // H, i_bh % H
     o_c = tl.arange(0, BC)  # [BC], the power of two that covers the chunk
     o_t = i_c.to(tl.int64) * C + o_c  # [BC]
-    o_k = i_k * BK + tl.arange(0, BK)  # [BK]
+    o_k = i_k.to(tl.int64) * BK + tl.arange(0, BK)  # [BK]
     m = (o_c < C)[:, None] & (o_t < T)[:, None] & (o_k < K)[None, :]  # [BC, BK]
 
     # load: tokens beyond the chunk or the sequence are gates of 0, which forget nothing

@@ -37,7 +37,7 @@ WARPS = {16: (1, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4)}  # C: of the three kernels
 @triton.jit
 def at(x, s, i_b, i_h, o_t, o_d):
     """Pointers to rows o_t and columns o_d of x [B, T, H, D] with strides s."""
-    return x + i_b * s[0] + o_t.to(tl.int64) * s[1] + i_h * s[2] + o_d * s[3]
+    return x + i_b * s[0] + o_t.to(tl.int64) * s[1] + i_h * s[2] + o_d.to(tl.int64) * s[3]
 
 
 @triton.jit

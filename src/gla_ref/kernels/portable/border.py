@@ -1,7 +1,7 @@
 """States at the borders of a sequence in pieces: the map of a piece, the state that comes in (chapter 24).
 
-    S_right = M S_left + X        X, for GLA: sum_t (e^(b_T - b_t) k_t)^T v_t, the piece's writes at its end R_left  =
-    M^T R_right + A     A, for GLA: sum_t (e^(b_t) q_t)^T do_t, the piece's reads of the state before the piece
+    S_right = M S_left + X          X, for GLA: sum_t (e^(b_T - b_t) k_t)^T v_t, the piece's writes at its end
+    R_left  = M^T R_right + A       A, for GLA: sum_t (e^(b_t) q_t)^T do_t, the piece's reads of the state before it
 
 `added` finds X or A of gated linear attention by a walk of gla_forward.py or linear.py without outputs. The walk reads
 k, v and g (backwards q, do and g) once, and also finds M, the decay of the whole piece. `written` and `read` find the

@@ -35,7 +35,7 @@ def sum_gates(g, sums, cu, s_gb, s_gt, s_gh, N, T, H, C: tl.constexpr, BH: tl.co
 
     # load
     o_r, m_h = o_t + o_c, o_h < H
-    p_g = g + i_b.to(tl.int64) * s_gb + o_r[:, None].to(tl.int64) * s_gt + o_h[None, :] * s_gh
+    p_g = g + i_b.to(tl.int64) * s_gb + o_r[:, None].to(tl.int64) * s_gt + o_h[None, :].to(tl.int64) * s_gh
     b_g = tl.load(p_g, mask=(o_r < stop)[:, None] & m_h[None, :], other=0.0)  # [C, BH]
 
     # compute
