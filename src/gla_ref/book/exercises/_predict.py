@@ -114,10 +114,13 @@ def numbers(
     """Ask for a number or for a list of them.
 
     Args:
-        names: the name of each number; one string if the answer is one number, not a list. right: a number for each
-        name. mistakes: pairs of the numbers after a mistake and the sentence that names the mistake; `...` accepts any
-        number. hint: the sentence for any other wrong answer. tolerance: the relative error allowed if the right number
-        is a float. options: words to choose from; then all numbers above are words.
+        names: the name of each number; one string if the answer is one number, not a list.
+        right: a number for each name.
+        mistakes: pairs of the numbers after a mistake and the sentence that names the mistake; `...` accepts any
+            number.
+        hint: the sentence for any other wrong answer.
+        tolerance: the relative error allowed if the right number is a float.
+        options: words to choose from; then all numbers above are words.
     """
     alone = isinstance(names, str)
     index = {word: i for i, word in enumerate(options)}
