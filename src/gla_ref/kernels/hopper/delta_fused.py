@@ -95,7 +95,7 @@ class Tiles(NamedTuple):
     T: object
     P: object
     gates: object  # rows of C numbers; without gates only BETA
-    divisors: object  # of the rows of T and P in float16; else None
+    powers: object  # of the rows of T and P in float16; else None
 
 
 class Barriers(NamedTuple):
@@ -116,13 +116,13 @@ def row(tiles, s, n: gl.constexpr):
 
 @gluon.jit
 def scaled_rows(x, dtype: gl.constexpr):
-    """x in a product's precision, and the factors [rows] that the product then lacks, as `operand` of tiles.py."""
+    """x in a product's precision, and the powers of 2 [rows] by which it was divided, as by `operand` of tiles.py."""
     if dtype == gl.float16:
         power = gl.ceil(gl.log2(gl.maximum(gl.max(gl.abs(x), 1), 1e-30))) - 15.0
         power = gl.maximum(power, -40.0)
-        return (x * gl.exp2(-power)[:, None]).to(dtype), gl.exp2(power)
+        return (x * gl.exp2(-power)[:, None]).to(dtype), power
     else:
-        return x.to(dtype), 1.0
+        return x.to(dtype), 0.0
 
 
 @gluon.jit
@@ -191,11 +191,11 @@ def spread_again(tiles, scratch, s, b_k, never, GATED: gl.constexpr, layout: gl.
 
 @gluon.jit
 def store_T(tiles, s, Y, layout: gl.constexpr):
-    """T = Y diag(beta), and its rows' divisors."""
-    T, factors = scaled_rows(Y * row(tiles, s, BETA).load(gl.SliceLayout(0, layout))[None, :], tiles.T.dtype)
+    """T = Y diag(beta), and the powers of its rows."""
+    T, power = scaled_rows(Y * row(tiles, s, BETA).load(gl.SliceLayout(0, layout))[None, :], tiles.T.dtype)
     tiles.T.index(s).store(T)
-    if tiles.divisors is not None:
-        tiles.divisors.index(2 * s).store(factors)
+    if tiles.powers is not None:
+        tiles.powers.index(2 * s).store(power)
 
 
 @gluon.jit
@@ -230,10 +230,10 @@ def solver(tiles, bars, scratch, begin, end, n, scale, GATED: gl.constexpr, PACK
         E *= scale
         eliminate(scratch, 0)
         P = warpgroup_mma_wait(0, deps=[P]) * E
-        P, factors = scaled_rows(P, b_k.dtype)
+        P, power = scaled_rows(P, b_k.dtype)
         tiles.P.index(s).store(P)
-        if tiles.divisors is not None:
-            tiles.divisors.index(2 * s + 1).store(factors)
+        if tiles.powers is not None:
+            tiles.powers.index(2 * s + 1).store(power)
         if is_strong(scratch):
             spread_again(tiles, scratch, s, b_k, never, GATED, wide)
             eliminate(scratch, 1)
@@ -317,7 +317,7 @@ def walker(outputs, tiles, bars, which, t_u, D: gl.constexpr, GATED: gl.constexp
         v = b_v.permute((1, 0)).load(narrow).to(gl.float32)
         x, b_o = warpgroup_mma_wait(0, deps=[x, b_o])
         if FLOAT16:
-            of_S = gl.convert_layout(of_S, of_row)[:, None]
+            of_S = gl.exp2(gl.convert_layout(of_S, of_row))[:, None]
             x, b_o = x * of_S, b_o * of_S
         if GATED:
             x *= row(tiles, s, SINCE).load(of_column)[None, :]
@@ -335,7 +335,7 @@ def walker(outputs, tiles, bars, which, t_u, D: gl.constexpr, GATED: gl.constexp
             b_o *= scale
         w = warpgroup_mma_wait(0, deps=[w])
         if FLOAT16:
-            w *= of_x[:, None] * tiles.divisors.index(2 * s).load(of_column)[None, :]
+            w *= gl.exp2(of_x)[:, None] * gl.exp2(tiles.powers.index(2 * s).load(of_column))[None, :]
         if GATED:
             u, of_u = scaled_rows(w * until, dtype)
         else:
@@ -343,13 +343,13 @@ def walker(outputs, tiles, bars, which, t_u, D: gl.constexpr, GATED: gl.constexp
         w, of_w = scaled_rows(w, dtype)
         if FLOAT16:
             of_u = gl.convert_layout(of_u, gl.SliceLayout(1, state))[:, None]
-            of_o = of_w[:, None] * tiles.divisors.index(2 * s + 1).load(of_column)[None, :]
-            S, b_o = S / of_u, b_o / of_o
+            of_P = tiles.powers.index(2 * s + 1).load(of_column)[None, :]
+            S, b_o = S * gl.exp2(-of_u), b_o * gl.exp2(-of_w)[:, None] * gl.exp2(-of_P)
         S = warpgroup_mma(gl.convert_layout(u, left_S), b_k, S, is_async=True)
         b_o = warpgroup_mma(gl.convert_layout(w, left), tiles.P.index(s).permute((1, 0)), b_o, is_async=True)
         S, b_o = warpgroup_mma_wait(0, deps=[S, b_o])
         if FLOAT16:
-            S, b_o = S * of_u, b_o * of_o
+            S, b_o = S * gl.exp2(of_u), b_o * gl.exp2(of_w)[:, None] * gl.exp2(of_P)
         store_turned(o, d_o, b_o.to(dtype), t_u, i_b, i_h, o_t, end, D * BV, HV, V, narrow, PACKED)
         mbarrier.arrive(bars.done.index(s), count=1)  # after a fence: threads have read v
     tma.store_wait(0)
@@ -384,9 +384,9 @@ def fused(
     t_u = gl.allocate_shared_memory(k.dtype, [WALKERS, 1, 1, C, BV], d_o.layout)
     gates = gl.allocate_shared_memory(gl.float32, [STAGES * (6 if GATED else 1), C], line)
     if k.dtype == gl.float16:
-        divisors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line)
+        powers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line)
     else:
-        divisors: gl.constexpr = None
+        powers: gl.constexpr = None
     scratch = allocate_scratch()
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -399,7 +399,7 @@ def fused(
         mbarrier.init(done.index(s), count=WALKERS)
     fence_async_shared()
 
-    tiles, bars = Tiles(t_q, t_k, t_v, t_T, t_P, gates, divisors), Barriers(ready, gated, solved, done)
+    tiles, bars = Tiles(t_q, t_k, t_v, t_T, t_P, gates, powers), Barriers(ready, gated, solved, done)
     outputs, which = (o, d_o, S_in, S_out), (i_n, i_b, i_h, begin, end, n, HV, scale)
     s_g, s_beta = (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)
     of_loader = (q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_h // G, begin, end, n, scale)

@@ -38,7 +38,7 @@ class Scratch(NamedTuple):
     N: object  # blocks of 16 of N in two parts; those of D_j take the place of blocks that nobody reads
     L: object  # the lower left quarters of the blocks of 16 on the diagonal, in two parts
     D: object  # the inverses of blocks of 8, two in a block of 16, in two parts
-    most: object  # [64] float32: the largest |N_ij| of each row
+    most: object  # [32] float32: the largest |N_ij| of each two rows
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def allocate_scratch():
     t_N = gl.allocate_shared_memory(gl.float16, [32, 16, 16], rows)
     t_L = gl.allocate_shared_memory(gl.float16, [8, 16, 16], rows)
     t_D = gl.allocate_shared_memory(gl.float16, [8, 16, 16], rows)
-    most = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    most = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Scratch(t_E, t_N, t_L, t_D, most)
 
 
@@ -123,7 +123,8 @@ def times(x, tile, n: gl.constexpr, acc, mma: gl.constexpr, PAIRS: gl.constexpr)
 @gluon.jit
 def spread(N, scratch, PAIRS: gl.constexpr):
     """N to shared memory; zeros above the diagonal, and on it -beta_i |k_i|^2 or zeros, which only `is_strong` sees."""
-    scratch.most.store(gl.max(gl.abs(N), 1))
+    most = gl.max(gl.max(gl.abs(N).reshape([4, 2, 8, 64]), 1), 2)  # a thread has rows i and i + 8
+    reinterpret(scratch.most, gl.float32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(most)
     # blocks of 16 on the diagonal [block, row, column]: a warp has all blocks of its rows, and picks one
     four: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
@@ -147,7 +148,7 @@ def spread(N, scratch, PAIRS: gl.constexpr):
 @gluon.jit
 def is_strong(scratch):
     """Whether an N that has been spread needs pairs: one vote of the chunk."""
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(scratch.most.load(line), 0) > MILD
 
 
