@@ -31,7 +31,7 @@ class Play:
 
     def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
         self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
-        self.haste = self.chance.choice((0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
+        self.haste = self.chance.choice((0.9, 0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
         self.turns, self.waiting, self.turn, self.error = threading.Condition(), {}, None, None
         self.phases, self.missing, self.under_way = {}, {}, []
         self.counts, self.arrived = {}, {}  # by barrier: arrivals that end a phase, and arrivals in this phase

@@ -404,6 +404,7 @@ BARRIERS = {
         f"{name} {s}": ("hopper_fused", "fused", n, s)
         for n, name in enumerate(("ready", "gated", "solved", "done"))
         for s in (0, 1)
+        if (name, s) != ("gated", 1)  # played, the loader is too early there to be missed
     },
     **{f"ready {s} ahead": ("hopper_ahead", "walk", 0, s) for s in range(3)},
     **{f"done {s} ahead": ("hopper_ahead", "walk", 1, s) for s in range(3)},

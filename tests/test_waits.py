@@ -23,7 +23,7 @@ from clocked import SITES, Role, clocked
 
 CHUNKS = 5
 BARRIERS = {  # in the order in which the walking kernel makes them
-    "fused": ("ready", "solved", "done"),
+    "fused": ("ready", "gated", "solved", "done"),
     "in turn": ("ready", "made", "done"),
     "ahead": ("ready", "done"),
 }
