@@ -71,7 +71,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan
+from ..launch.plan import Plan, cdiv
 from . import delta_chunk
 from .delta_chunk import VARIABLE, since_until, strides, summed, which_sequence
 from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, spread
@@ -445,6 +445,12 @@ class Roles(NamedTuple):
 
 
 ROLES = {64: Roles(160, 0, 216), 128: Roles(128, 192, 104)}  # by V
+CHUNK = 3.3  # microseconds of a chunk where all multiprocessors work
+
+
+def duration(hardware: Hardware, heads: int, chunks: int) -> float:
+    """Microseconds for `heads` heads of sequences of `chunks` chunks, by a model: a multiprocessor has one program."""
+    return cdiv(heads, hardware.multiprocessors) * chunks * CHUNK
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
