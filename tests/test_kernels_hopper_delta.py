@@ -694,10 +694,10 @@ def test_many_heads_in_segments(dtype):
 @pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
 @pytest.mark.parametrize("mechanism", RULES)
 def test_a_batch_changes_no_bit(mechanism, dtype):
-    """Few heads by narrow programs, many by wide ones; `fused` rounds other numbers."""
+    """Where a path is asked for: few heads by narrow programs, many by wide ones."""
     x, _ = problem(mechanism, 24, 200, 4, 128, 128, dtype=dtype, gates=F32)
     form = {"delta_rule": delta.delta_rule, "gated_delta_rule": delta.gated_delta_rule}[mechanism]
-    form = partial(form, path="fused", kernel="hopper_ahead")
+    form = partial(form, path="fused")
     o, S = form(*tokens(x), initial_state=x["S"])
     for B in (1, 8):
         few = form(*tokens(x, slice(B)), initial_state=x["S"][:B])

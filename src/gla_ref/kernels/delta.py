@@ -40,7 +40,10 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kerne
 
 
 def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
-    """Plan by delta_fused.py or delta_ahead.py, by models of their time; only delta_ahead.py makes segments."""
+    """Plan by delta_fused.py or delta_ahead.py, by models of their time.
+
+    Where a `path` is asked for delta_ahead.py makes it, whatever the batch: a text's bits depend on nothing else then.
+    """
     from .hopper import delta_ahead, delta_fused  # not where Gluon is missing
 
     N = sequences(v.shape[0], cu)
@@ -49,7 +52,7 @@ def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, ker
     if kernel in (None, "hopper"):
         ahead = delta_ahead.whole_duration(hardware, q.shape[-1], v.shape[-1], heads, chunks, path)
         fused = delta_fused.duration(hardware, heads, chunks)
-        kernel = "hopper_ahead" if path == "segmented" or ahead < fused else "hopper_fused"
+        kernel = "hopper_ahead" if path or ahead < fused else "hopper_fused"
     else:
         who = "it was asked for"
     if kernel == "hopper_ahead":

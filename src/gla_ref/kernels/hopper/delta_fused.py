@@ -445,7 +445,7 @@ class Roles(NamedTuple):
 
 
 ROLES = {64: Roles(160, 0, 216), 128: Roles(128, 192, 104)}  # by V
-CHUNK = 3.3  # microseconds of a chunk where all multiprocessors work
+CHUNK = 4.1  # microseconds of a chunk where all multiprocessors work
 
 
 def duration(hardware: Hardware, heads: int, chunks: int) -> float:
