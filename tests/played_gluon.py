@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from greenlet import getcurrent, greenlet
 from triton.experimental.gluon import language
 
 from gla_ref.kernels.launch.plan import Box, Launch, Make, Plan, Spec
@@ -29,7 +28,7 @@ class Play:
     def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
         self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
         self.haste = self.chance.choice((0.9, 0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
-        self.hub, self.waiting, self.turn = getcurrent(), {}, None
+        self.hub, self.waiting, self.turn = None, {}, None
         self.phases, self.missing, self.under_way = {}, {}, []
         self.counts, self.arrived = {}, {}  # by barrier: arrivals that end a phase, and arrivals in this phase
         self.unfenced = {}  # {(bytes that threads have reached, the role): "wrote" or "read"}
@@ -63,6 +62,9 @@ class Play:
                 raise AssertionError(f"all wait: {list(self.waiting)}")
 
     def run(self, roles):
+        from greenlet import getcurrent, greenlet  # a GPU host, where nothing is played, may lack it
+
+        self.hub = getcurrent()
         roles = {f"{function.__name__} {i}": partial(function, *args) for i, (function, args) in enumerate(roles)}
         running = {role: greenlet(work) for role, work in roles.items()}
         each = {role: SimpleNamespace(role=role, products=[]) for role in roles}

@@ -498,7 +498,7 @@ def test_a_profiler_sees_the_launches():
         both("gla", x)
     finally:
         hooks.remove(hook)
-    assert {"walk", "mend", "gradients"} <= set(names)
+    assert {"walk", "mend"} <= set(names) and len({"gradients", "rewind"} & set(names)) == 1  # portable, or Hopper's
 
 
 FIRST = """
