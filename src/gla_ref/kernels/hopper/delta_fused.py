@@ -35,8 +35,8 @@ the next one takes its first operand from. So S^T, v'^T, w^T never leave registe
 memory. The order of products is one that the assembler runs asynchronously: k S and q S are both waited for before the
 decays are loaded, which takes fewer registers than waiting for k S alone.
 
-*The inverse* is that of delta_inverse.py, with float16's products. If a chunk's |N_ij| is above its limit the solver
-makes N again, and the inverse by pairs of bfloat16: a mild chunk pays for the vote only.
+*The inverse* is that of delta_inverse.py, with float16's products. If a chunk's largest N_ij is above its limit the
+solver makes N again, and the inverse by pairs of bfloat16: a mild chunk pays for the vote only.
 
 *float16* ends at 65504, so rows of operands are divided by powers of 2 before they are rounded (`scaled_rows`), and
 products are multiplied by them. A row is a column of V, or of T and P a token: no warp needs another one's maximum.

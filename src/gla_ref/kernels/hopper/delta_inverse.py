@@ -7,10 +7,10 @@
     columns of 16   Y_j = D_j + (sum_(m > j) Y_m N_mj) D_j from the last to the first, a warp per 16 rows
 
 A warp needs no other warp's rows of Y_j, so the products of columns exchange nothing. They have operands of 16 bits.
-PAIRS = 0: float16, one product each. That errs by 1.3e-3 if |N_ij| <= 1, with |N_ii| = beta_i |k_i|^2 counted in, and
-by 0.07 to 0.29 if |N_ij| is 2 and keys are alike. PAIRS = 1: an operand x = high + low is a pair of bfloat16, and a
-product three of them. Pairs keep 16 bits of mantissa and float32's range, so keys may have any length. `is_strong`
-tells from the data which of the two a chunk needs.
+PAIRS = 0: float16, one product each. That errs by 1.3e-3 if no N_ij is above 1 in size, beta_i k_i . k_i counted in as
+N_ii, and by 0.07 to 0.29 if N_ij is 2 and keys are alike. PAIRS = 1: an operand x = high + low is a pair of bfloat16,
+and a product three of them. Pairs keep 16 bits of mantissa and float32's range, so keys may have any length.
+`is_strong` tells from the data which of the two a chunk needs.
 
 `spread` puts N into shared memory, `eliminate` and `inverse` go on from there. A NaN stays one: `cut` turns the NaN
 whose bits are all ones into -0, but then low = x - high is NaN, and so is the sum.
