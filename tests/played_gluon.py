@@ -28,7 +28,7 @@ class Play:
 
     def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
         self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
-        self.haste = self.chance.choice((0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
+        self.haste = self.chance.choice((0.9, 0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
         self.hub, self.waiting, self.turn = getcurrent(), {}, None
         self.phases, self.missing, self.under_way = {}, {}, []
         self.counts, self.arrived = {}, {}  # by barrier: arrivals that end a phase, and arrivals in this phase
@@ -167,7 +167,15 @@ class Sums:
         self.x = x
 
 
+class Registers:
+    """A first operand of a product in registers, which threads may not change while it runs."""
+
+    def __init__(self, x):
+        self.x, self.check_fenced = x, lambda: None
+
+
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
+    a = Registers(a) if isinstance(a, torch.Tensor) else a
     a.check_fenced()
     b.check_fenced()
     begun = a.x.float() @ b.x.float()
@@ -188,7 +196,7 @@ def warpgroup_mma_wait(n, deps):
 
 
 def mma_v2(a, b, acc, precision=None):
-    assert a.dtype == b.dtype == (torch.float32 if precision == "tf32" else torch.bfloat16)
+    assert a.dtype == b.dtype and (a.dtype == torch.float32) == (precision == "tf32")
     if precision == "tf32":  # the tensor cores do not read the last 13 bits
         a, b = ((x.contiguous().view(torch.int32) & -8192).view(torch.float32) for x in (a, b))
     return acc + a.float() @ b.float()
@@ -322,6 +330,7 @@ LANGUAGE = SimpleNamespace(
     full=lambda shape, x, dtype, layout=None: torch.full(shape, x, dtype=dtype),
     zeros_like=torch.zeros_like, where=torch.where, exp2=torch.exp2,
     log2=torch.log2, floor=torch.floor, ceil=torch.ceil, abs=torch.abs, join=lambda x, y: torch.stack([x, y], -1),
+    split=lambda x: x.unbind(-1),
     sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis),
     convert_layout=lambda x, layout: x, associative_scan=scan, load=load, store=store,
     allocate_shared_memory=allocate,

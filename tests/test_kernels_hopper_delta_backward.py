@@ -91,14 +91,22 @@ def test_gradients_sums_value_heads_itself():
 
 def played(x, ends=None, scale=None, seed=0, ignored=None, path=None, need_dg=True):
     """Gradients of inputs of `problem`; the portable `gradients` of float16 is interpreted."""
-    from gla_ref.kernels.hopper import delta_chunk, delta_gradients, delta_solve, delta_walks, gla_backward, tiles
+    from gla_ref.kernels.hopper import (
+        delta_chunk,
+        delta_gradients,
+        delta_inverse,
+        delta_solve,
+        delta_walks,
+        gla_backward,
+        tiles,
+    )
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu, "do": x["do"], "dS": x["dS"]}
     specs = [spec_of(n, y) for n, y in named.items()]
     found = delta.plan_backward(CLASSES["sm_90"], *specs, scale, path, "hopper", need_dg and x["g"] is not None)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_chunk, delta_gradients, delta_solve, delta_walks, gla_backward, tiles
+    modules = delta_chunk, delta_gradients, delta_inverse, delta_solve, delta_walks, gla_backward, tiles
     *made, _ = played_gluon.play(found, named, modules, seed, ignored)
     made = zip(("dq", "dk", "dv", "dg", "dbeta", "dS0"), made, strict=True)
     return {n: y for n, y in made if y is not None}

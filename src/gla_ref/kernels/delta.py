@@ -17,7 +17,7 @@ from . import hopper
 from .launch.checks import check_call, check_choice
 from .launch.hardware import Hardware
 from .launch.operator import differentiable, with_state
-from .launch.plan import Plan
+from .launch.plan import Plan, cdiv
 from .launch.program import Planned
 from .portable import delta_forward, delta_gradient
 from .portable.segments import sequences
@@ -40,17 +40,16 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kerne
 
 
 def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
-    """Plan by delta_fused.py, or by delta_ahead.py if that has a multiprocessor for each half of each head.
-
-    delta_ahead.py can cut sequences into segments, too.
-    """
+    """Plan by delta_fused.py or delta_ahead.py, by models of their time; only delta_ahead.py makes segments."""
     from .hopper import delta_ahead, delta_fused  # not where Gluon is missing
 
-    heads = v.shape[2] * sequences(v.shape[0], cu)
+    N = sequences(v.shape[0], cu)
+    heads, chunks = v.shape[2] * N, cdiv(v.shape[1] * v.shape[0], 64 * N)
     who = f"{heads} value heads of sequences for {hardware}"
     if kernel in (None, "hopper"):
-        ahead = path == "segmented" or 2 * heads <= hardware.multiprocessors
-        kernel = "hopper_ahead" if ahead else "hopper_fused"
+        ahead = delta_ahead.whole_duration(hardware, q.shape[-1], v.shape[-1], heads, chunks, path)
+        fused = delta_fused.duration(hardware, heads, chunks)
+        kernel = "hopper_ahead" if path == "segmented" or ahead < fused else "hopper_fused"
     else:
         who = "it was asked for"
     if kernel == "hopper_ahead":

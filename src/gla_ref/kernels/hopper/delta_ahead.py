@@ -37,8 +37,8 @@ Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; eac
 head share in L2 what they read. Shared memory at K = 128: `solve` 73 KB, three programs per multiprocessor; `walk` with
 BV = 64 and three stages 192 KB.
 
-Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels where two programs per head have
-a multiprocessor each.
+Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels where `whole_duration` is less than
+delta_fused.py's.
 """
 
 from __future__ import annotations
@@ -251,6 +251,7 @@ WIDE, NARROW = Setup(64, 3, 128, 168, 1.75), Setup(32, 4, 128, 168, 1.2)
 L2 = 4.4e6  # bytes per microsecond for the programs of all multiprocessors together
 CARRY, LAUNCHES = 6.0, 10.0  # microseconds of `carry` per segment, and of two more launches: estimates
 LEAST = 8  # chunks of a segment
+SOLVE = 2.0  # microseconds of a chunk of `solve` per multiprocessor
 
 
 def duration(hardware: Hardware, how: Setup, K: int, V: int, heads: int, chunks: int, length: int) -> float:
@@ -288,6 +289,13 @@ def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: st
         lengths = lengths[1:] or [cdiv(chunks, 3)]
     ways = [(how, length) for length in lengths for how in ((NARROW, WIDE) if V == 128 else (WIDE,))]
     return min(ways, key=lambda way: duration(hardware, way[0], K, V, heads, chunks, way[1]))
+
+
+def whole_duration(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: str | None) -> float:
+    """Microseconds of `solve` and the fastest walks."""
+    how, length = choose(hardware, K, V, heads, chunks, path)
+    solve = cdiv(heads * chunks, hardware.multiprocessors) * SOLVE
+    return solve + duration(hardware, how, K, V, heads, chunks, length)
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path=None) -> Plan:

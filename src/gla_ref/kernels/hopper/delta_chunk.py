@@ -1,4 +1,4 @@
-"""One chunk of the delta rules on Hopper: the parts that both schedules share (chapters 20 and 21).
+"""One chunk of the delta rules on Hopper: the parts that its schedules share (chapters 20 and 21).
 
 With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b_j) for j <= i, 0 above the diagonal::
 
@@ -8,19 +8,12 @@ With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b
 
 portable/delta_forward.py has the same algebra with A = -N, Y = (I + A)^-1 and beta in v'. (1) needs no state: `pairs`
 and `inverse` make it, for four warps. (2) and (3) are a chain from state to state: `read` and `write`, for four warps
-and up to 64 columns of V, since columns of the state never meet. delta_fused.py makes (1) beside the chain,
-delta_ahead.py before it, of all chunks.
-
-*The inverse.* `inverse` eliminates the blocks of 16 on the diagonal of I - N in float32, a thread per column. Call the
-results D_j. Columns of blocks follow from the last to the first, Y_j = (E_j + sum_(m > j) Y_m N_mj) D_j, with E_j of
-the unit matrix. A warp has 16 rows of every Y_j in its registers and needs no other warp's, so these products exchange
-nothing. Their factors are pairs of bf16, x = high + low: 16 bits of mantissa, more than T keeps in either precision,
-and float32's range. Keys may have any length. (Merging pairs of blocks, as the portable kernel does, has two dependent
-products fewer, but one exchange and a fifth more products.)
+and up to 64 columns of V, since columns of the state never meet. delta_ahead.py makes (1) before the chain, of all
+chunks; delta_fused.py makes it beside the chain, with products of its own. `pairs` leaves the diagonal in N:
+delta_inverse.py looks at it, but does not invert it.
 
 *The decays* come from the two sums of portable/scalar_gates.py, `summed` there. Above the diagonal e^(b_i - b_j) may be
-infinite, so `where` selects after the product. A NaN among gates stays NaN. `cut` turns the NaN whose bits are all ones
-into -0, but then low = x - high is NaN, and so is the sum.
+infinite, so `where` selects after the product. A NaN among gates stays NaN.
 
 *float16* ends at 65504. So T, P, S, v', w and e^(b_C - b) w are divided by powers of 2 before they are rounded to
 float16 (`operand`), and their products are multiplied by them.
@@ -33,18 +26,14 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mma_v2,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ... import _contract as contract
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Spec
 from ..portable.segments import sequences
+from .delta_inverse import allocate_scratch, eliminate, is_strong, spread  # noqa: F401
+from .delta_inverse import inverse as invert
 from .gluon_names import named
 from .tiles import LOG2E, operand, store_box, store_rows
 
@@ -113,74 +102,17 @@ def decays(t_sums, layout: gl.constexpr):
 
 
 @gluon.jit
-def cut(x):
-    """x rounded to the precision of bf16 by integers."""
-    return ((x.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def store_parts(tile, x):
-    """A float32 tensor in two parts of bf16."""
-    high = cut(x)
-    tile.index(0).store(high.to(gl.bfloat16))
-    tile.index(1).store((x - high).to(gl.bfloat16))
-
-
-@gluon.jit
-def times(x, blocks, n: gl.constexpr, acc, mma: gl.constexpr):
-    """acc + x B of rows x [C, 16] and block n. Products of parts do not wait for each other; low low is left out."""
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    high = blocks.index(n).permute((1, 0)).load(right)
-    BLOCKS: gl.constexpr = blocks.shape[0] // 2
-    low = blocks.index(BLOCKS + n).permute((1, 0)).load(right)
-    x_high = cut(x)
-    x_low = gl.convert_layout((x - x_high).to(gl.bfloat16), left)
-    x_high = gl.convert_layout(x_high.to(gl.bfloat16), left)
-    none = gl.zeros_like(acc)
-    return mma_v2(x_high, high, acc) + (mma_v2(x_high, low, none) + mma_v2(x_low, high, none))
-
-
-@gluon.jit
 def inverse(N, t_beta, scratch, layout: gl.constexpr):
-    """(I - N)^-1 diag(beta) of N [64, 64], strictly lower triangular, by blocks."""
-    t_D, t_N, t_Y = scratch
-    i, j = row_column(64, layout)
-    flat_4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    flat_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    # blocks [4, 4, 16, 16] in two parts; those on the diagonal by columns: t_D[j, block, i]
-    blocks = N.reshape([4, 16, 4, 16]).permute((0, 2, 3, 1))
-    store_parts(reinterpret(t_N, gl.bfloat16, [2, 4, 4, 16, 16], flat_4), blocks)
-    D = gl.sum(gl.where(i // 16 == j // 16, N, 0.0).reshape([4, 16, 4, 16]), 2)  # [4, 16, 16], within a thread
-    reinterpret(t_D, gl.float32, [16, 4, 16], flat_3).store(D.permute((2, 0, 1)))
-
-    # the four inverses on the diagonal, side by side: a thread has a column of one of them
-    four: gl.constexpr = gl.BlockedLayout([1, 16, 1], [2, 1, 16], [2, 2, 1], [2, 1, 0])
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, four)))[None, :, None]
-    column = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, four)))[None, None, :]
-    Y = gl.where(row == column, 1.0, gl.zeros([4, 16, 16], gl.float32, four))
-    for n in gl.static_range(15):  # row n is done: add its part to the rows below
-        b_row = gl.sum(gl.where(row == n, Y, 0.0), 1)  # [4, 16]
-        Y += t_D.index(n).load(gl.SliceLayout(2, four))[:, :, None] * b_row[:, None, :]
-    store_parts(reinterpret(t_Y, gl.bfloat16, [2, 4, 16, 16], flat_3), Y.permute((0, 2, 1)))
-
-    # columns of blocks; block 4 m + j of t_N is N_mj
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    of_column: gl.constexpr = gl.SliceLayout(0, mma)
-    d = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))[:, None] - gl.arange(0, 16, layout=of_column)[None, :]
-    none = gl.zeros([64, 16], gl.float32, mma)
-    Y_3 = times(gl.where(d == 48, 1.0, none), t_Y, 3, none, mma)
-    Y_2 = times(times(Y_3, t_N, 14, gl.where(d == 32, 1.0, none), mma), t_Y, 2, none, mma)
-    X_1 = times(Y_2, t_N, 9, times(Y_3, t_N, 13, gl.where(d == 16, 1.0, none), mma), mma)
-    Y_1 = times(X_1, t_Y, 1, none, mma)
-    X_0 = times(Y_2, t_N, 8, times(Y_3, t_N, 12, gl.where(d == 0, 1.0, none), mma), mma)
-    Y_0 = times(times(Y_1, t_N, 4, X_0, mma), t_Y, 0, none, mma)
-    Y_0 *= t_beta.slice(0, 16).load(of_column)[None, :]
-    Y_1 *= t_beta.slice(16, 16).load(of_column)[None, :]
-    Y_2 *= t_beta.slice(32, 16).load(of_column)[None, :]
-    Y_3 *= t_beta.slice(48, 16).load(of_column)[None, :]
-    joined = gl.join(gl.join(Y_0, Y_1), gl.join(Y_2, Y_3))  # [64, 16, 2, 2]
-    return joined.permute((0, 3, 2, 1)).reshape([64, 64])
+    """(I - N)^-1 diag(beta), as exactly as N needs."""
+    spread(N, scratch, 0)
+    if is_strong(scratch):
+        spread(N, scratch, 1)
+        eliminate(scratch, 1)
+        Y = invert(scratch, 1, layout)
+    else:
+        eliminate(scratch, 0)
+        Y = invert(scratch, 0, layout)
+    return Y * t_beta.load(gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
@@ -195,24 +127,14 @@ def pairs(b_q, b_k, t_sums, t_beta, layout: gl.constexpr):
     if t_sums is not None:
         E = decays(t_sums, layout)
         N = warpgroup_mma_wait(1, deps=[N])
-        N = gl.where(i > j, strength * (N * E), 0.0)
+        N = gl.where(i >= j, strength * (N * E), 0.0)
         P = warpgroup_mma_wait(0, deps=[P]) * E
     else:
         N = warpgroup_mma_wait(1, deps=[N])
-        N = gl.where(i > j, strength * N, 0.0)
+        N = gl.where(i >= j, strength * N, 0.0)
         P = warpgroup_mma_wait(0, deps=[P])
     P, of_P = operand(gl.where(i >= j, P, 0.0), b_k.dtype)
     return N, P, of_P
-
-
-@gluon.jit
-def allocate_scratch():
-    """Shared memory of `inverse`, 24 KB."""
-    block: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    t_D = gl.allocate_shared_memory(gl.float32, [16, 4, 16], block)
-    t_N = gl.allocate_shared_memory(gl.bfloat16, [32, 16, 16], block)
-    t_Y = gl.allocate_shared_memory(gl.bfloat16, [8, 16, 16], block)
-    return t_D, t_N, t_Y
 
 
 # (2) and (3)

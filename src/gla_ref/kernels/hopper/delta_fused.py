@@ -3,41 +3,54 @@
 Equations (1) to (3) are those of delta_chunk.py. A program owns a value head of a sequence. It has three kinds of roles
 of four warps each, because setmaxnreg is one instruction of a whole warpgroup::
 
-    loader    asks the copy engine (TMA) for q, k, v of a chunk              waits for `done`
-    solver    (1) and the decays of a chunk                                  waits for `ready`
-    walker    (2) and (3) for 64 columns of V; S in its registers; o out     waits for `ready`, `solved`
+    loader    asks the copy engine (TMA) for q, k, v of a chunk; sums gates     waits for `done`
+    solver    (1)                                                               waits for `ready`, `gated`
+    walker    (2) and (3) for 64 columns of V; S in its registers; o out        waits for `ready`, `solved`
 
-V = 128 has two walkers. The solver works a chunk ahead of the walkers, so everything of a chunk has two places. Chunk c
-lies in place s = c % 2, and its round is j = c // 2. Each place has three barriers::
+V = 128 has two walkers. The solver works a chunk ahead of the walkers, so everything of a chunk has two stages. Chunk c
+lies in stage s = c % 2, and its round is j = c // 2. Each stage has four barriers::
 
     ready     copy engine -> solver, walkers    the announced bytes      q, k and v are there
-    solved    solver -> walkers                 1 arrival                T, P and decays are there
+    gated     loader -> solver                  1 arrival                strengths, sums of gates and decays are there
+    solved    solver -> walkers                 1 arrival                T and P are there, and so are the decays
     done      walkers -> loader                 1 arrival per walker     everything of c has been read
 
-wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. Roles
-wait at `ready` and `solved` for phase j, of parity j & 1, the loader at `done` for phase j - 1.
+wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. The
+loader waits at `done` for phase j - 1, other roles wait for phase j, of parity j & 1.
 
 *No role waits for ever.* All roles go through the same chunks in order, and each wait of chunk c is for an earlier
-event: the loader's for `done` of c - 2, the solver's for `ready` of c, the walkers' for `ready` and `solved` of c.
+event: the loader's for `done` of c - 2, the solver's for `ready` and `gated` of c, the walkers' for `ready` and
+`solved` of c.
 
-*No role is two phases late*, where parity would deceive. `ready` of round j + 1 needs `done` of round j, that is, both
-walkers past `ready` and `solved` of j, and `solved` of j needs the solver past `ready` of j. `solved` of j + 1 needs
-`ready` of j + 1. The loader waits for `done` of j - 1 before it asks for round j, whose `done` comes later.
+*No role is two phases late*, where parity would deceive. `ready` and `gated` of round j + 1 need `done` of round j,
+that is, both walkers past `ready` and `solved` of j, and `solved` of j needs the solver past `ready` and `gated` of j.
+`solved` of j + 1 needs `ready` of j + 1. The loader waits for `done` of j - 1 before it asks for round j, whose `done`
+comes later.
 
 *Nothing is overwritten too early*: the solver, once past `ready` of c, knows that the walkers are done with c - 2. Its
 own products have read q and k before it arrives at `solved`.
+
+*The walkers' tiles are transposed.* A product's first operand may be in registers, and a product leaves its sums where
+the next one takes its first operand from. So S^T, v'^T, w^T never leave registers, and only o goes through shared
+memory. The order of products is one that the assembler runs asynchronously: k S and q S are both waited for before the
+decays are loaded, which takes fewer registers than waiting for k S alone.
+
+*The inverse* is that of delta_inverse.py, with float16's products. If a chunk's |N_ij| is above its limit the solver
+makes N again, and the inverse by pairs of bfloat16: a mild chunk pays for the vote only.
+
+*float16* ends at 65504, so rows of operands are divided by powers of 2 before they are rounded (`scaled_rows`), and
+products are multiplied by them. A row is a column of V, or of T and P a token: no warp needs another one's maximum.
 
 *Packed sequences.* The last chunk of a sequence may end with rows of the next one. The solver overwrites these rows of
 q, k and v with zeros, and the walkers wait for `solved` before they read them. Gates and strengths of these rows are
 zeros.
 
 *Proxies.* WGMMA and the copy engine see what threads wrote only after these threads' fence, so a fence follows every
-store that they read or overwrite. *Barriers own their bytes* until they are invalidated (gla_forward.py), and every one
-has a role that waits for it.
+store that they read or overwrite, and every load that a copy overwrites. *Barriers own their bytes* until they are
+invalidated (gla_forward.py), and every one has a role that waits for it.
 
-*Shared memory* at K = V = 128, 202 KB of 227: q and k 64, v (then v', then w) 32, S 32, e^(b_C - b) w (then o) 16, T
-and P 32, the inverse 24, decays and barriers 2. A chunk moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) =
-10.5 MFLOP and 1 MFLOP for the inverse.
+*Shared memory* at K = V = 128, 175 KB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
+moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) = 10.5 MFLOP and 1 MFLOP for the inverse.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel where there are too many heads
 for delta_ahead.py.
@@ -49,101 +62,154 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan
+from ..launch.plan import Plan, cdiv
 from . import delta_chunk
-from .delta_chunk import (
-    VARIABLE,
-    allocate_scratch,
-    inverse,
-    load_state,
-    load_tokens,
-    pairs,
-    read,
-    since_until,
-    state_columns,
-    store_o,
-    strides,
-    summed,
-    which_sequence,
-    write,
-)
+from .delta_chunk import VARIABLE, since_until, strides, summed, which_sequence
+from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, spread
 from .gluon_names import named
-from .tiles import box, keep_rows, operand
+from .tiles import box, keep_rows
 
-copy_in = named("copy_in")
+copy_in, copy_out = named("copy_in"), named("copy_out")
 
 C, BV = gl.constexpr(64), gl.constexpr(64)  # tokens of a chunk, columns of a walker
-PLACES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
+STAGES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
+# rows of a chunk's `gates`: strengths, sums of gates in two parts, e^b, e^(b_C - b), scale e^b
+BETA, COARSE, FINE, SINCE, UNTIL, READ = (gl.constexpr(i) for i in range(6))
 
 
 class Tiles(NamedTuple):
-    """The tiles of each chunk in shared memory."""
+    """The tiles of each stage in shared memory."""
 
     q: object
     k: object
     v: object  # a tile for each walker
     T: object
     P: object
-    since: object  # the decays, as the next; None without gates
-    until: object
-    factors: object  # the divisors of T and P in float16; else None
+    gates: object  # rows of C numbers; without gates only BETA
+    powers: object  # of the rows of T and P in float16; else None
 
 
 class Barriers(NamedTuple):
-    """Who waits for whom, one of each for each place."""
+    """Who waits for whom, one of each for each stage."""
 
     ready: object  # solver and walkers: until the copies have come
-    solved: object  # walkers: until T, P and the decays are made
+    gated: object  # the solver: until the loader has stored the rows of `gates`
+    solved: object  # walkers: until T and P are made
     done: object  # the loader: until all walkers have read the chunk
 
 
 @gluon.jit
-def loader(q, k, v, tiles, bars, i_b, i_h, i_k, begin, n):
-    """Bring q, k, v of each chunk; what lies beyond the tensor comes as zeros."""
-    n_v: gl.constexpr = tiles.v.shape[0] // PLACES  # walkers, with a tile of v each
+def row(tiles, s, n: gl.constexpr):
+    """Row n of the gates of stage s."""
+    ROWS: gl.constexpr = tiles.gates.shape[0] // STAGES
+    return tiles.gates.index(ROWS * s + n)
+
+
+@gluon.jit
+def scaled_rows(x, dtype: gl.constexpr):
+    """x in a product's precision, and the powers of 2 [rows] by which it was divided, as by `operand` of tiles.py."""
+    if dtype == gl.float16:
+        power = gl.ceil(gl.log2(gl.maximum(gl.max(gl.abs(x), 1), 1e-30))) - 15.0
+        power = gl.maximum(power, -40.0)
+        return (x * gl.exp2(-power)[:, None]).to(dtype), power
+    else:
+        return x.to(dtype), 0.0
+
+
+@gluon.jit
+def loader(q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_k, begin, end, n, scale):
+    """Bring q, k, v of each chunk, zeros beyond the tensor; strengths, sums of gates and decays, zeros beyond `end`."""
+    n_v: gl.constexpr = tiles.v.shape[0] // STAGES  # walkers, with a tile of v each
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    rows = gl.arange(0, C, layout=line)
+    left = end - begin
+    beta += i_b.to(gl.int64) * s_beta[0] + begin.to(gl.int64) * s_beta[1] + i_h.to(gl.int64) * s_beta[2]
+    b_beta = gl.load(beta + rows * s_beta[1], mask=rows < left, other=0.0)
+    if g is not None:
+        g += i_b.to(gl.int64) * s_g[0] + begin.to(gl.int64) * s_g[1] + i_h.to(gl.int64) * s_g[2]
+        b_g = gl.load(g + rows * s_g[1], mask=rows < left, other=0.0)
     for c in range(n):
-        s, o_t = c % PLACES, begin + c * C
-        mbarrier.wait(bars.done.index(s), ((c // PLACES) & 1) ^ 1)
+        s, o_t = c % STAGES, begin + c * C
+        mbarrier.wait(bars.done.index(s), ((c // STAGES) & 1) ^ 1)
         bar = bars.ready.index(s)  # completes when so many bytes are there
         mbarrier.expect(bar, 2 * k.block_type.nbytes + n_v * v.block_type.nbytes)
         copy_in(k, [i_b, i_k, o_t, 0], bar, tiles.k.index(s))
         copy_in(q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
         for d in gl.static_range(n_v):
             copy_in(v, [i_b, i_h, o_t, d * BV], bar, tiles.v.index(s * n_v + d))
+        row(tiles, s, BETA).store(b_beta.to(gl.float32))
+        if g is not None:
+            coarse, fine = summed(b_g.to(gl.float32))
+            since, until = since_until(coarse, fine, C, line)
+            row(tiles, s, COARSE).store(coarse)
+            row(tiles, s, FINE).store(fine)
+            row(tiles, s, SINCE).store(since)
+            row(tiles, s, UNTIL).store(until)
+            row(tiles, s, READ).store(since * scale)
+        mbarrier.arrive(bars.gated.index(s), count=1)
+        left -= C  # the next chunk's gates are asked for long before they are needed
+        beta += C * s_beta[1]
+        b_beta = gl.load(beta + rows * s_beta[1], mask=rows < left, other=0.0)
+        if g is not None:
+            g += C * s_g[1]
+            b_g = gl.load(g + rows * s_g[1], mask=rows < left, other=0.0)
 
 
 @gluon.jit
-def solver(g, beta, s_g, s_beta, tiles, bars, own, cu, i_b, i_h, begin, end, n):
-    """(1) and the decays of each chunk."""
-    t_sums, t_beta, scratch = own
-    PACKED: gl.constexpr = cu is not None
+def decays(tiles, s, never, GATED: gl.constexpr, layout: gl.constexpr):
+    """E of (1). `never` is 0, but Triton does not know: so it makes masks where they are used, and keeps none."""
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    of_column: gl.constexpr = gl.SliceLayout(0, layout)
+    i, j = gl.arange(0, C, layout=of_row)[:, None], gl.arange(0, C, layout=of_column)[None, :]
+    below = (i + never) - j % 8 >= j // 8 * 8
+    if GATED:
+        coarse = row(tiles, s, COARSE).load(of_row)[:, None] - row(tiles, s, COARSE).load(of_column)[None, :]
+        fine = row(tiles, s, FINE).load(of_row)[:, None] - row(tiles, s, FINE).load(of_column)[None, :]
+        return gl.where(below, gl.exp2(coarse + fine), 0.0)
+    else:
+        return gl.where(below, gl.full([C, C], 1.0, gl.float32, layout), 0.0)
+
+
+@gluon.jit
+def spread_again(tiles, scratch, s, b_k, never, GATED: gl.constexpr, layout: gl.constexpr):
+    """N, in pairs of bfloat16."""
+    none = gl.zeros([C, C], gl.float32, layout)
+    N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+    E = decays(tiles, s, never, GATED, layout)
+    strength = -row(tiles, s, BETA).load(gl.SliceLayout(1, layout))[:, None]
+    spread(warpgroup_mma_wait(0, deps=[N]) * (E * strength), scratch, 1)
+
+
+@gluon.jit
+def store_T(tiles, s, Y, layout: gl.constexpr):
+    """T = Y diag(beta), and the powers of its rows."""
+    T, power = scaled_rows(Y * row(tiles, s, BETA).load(gl.SliceLayout(0, layout))[None, :], tiles.T.dtype)
+    tiles.T.index(s).store(T)
+    if tiles.powers is not None:
+        tiles.powers.index(2 * s).store(power)
+
+
+@gluon.jit
+def solver(tiles, bars, scratch, begin, end, n, scale, GATED: gl.constexpr, PACKED: gl.constexpr):
+    """(1) of each chunk."""
     K: gl.constexpr = tiles.q.shape[4]
-    n_v: gl.constexpr = tiles.v.shape[0] // PLACES
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    n_v: gl.constexpr = tiles.v.shape[0] // STAGES
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    rows = begin + gl.arange(0, C, layout=line)
-    b_beta = load_tokens(beta, s_beta, i_b, i_h, rows, end)
-    if g is not None:
-        b_g = load_tokens(g, s_g, i_b, i_h, rows, end)
     for c in range(n):
-        s = c % PLACES
+        s, parity = c % STAGES, (c // STAGES) & 1
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
-        t_beta.store(b_beta)
-        rows += C  # the next chunk's gates are asked for long before they are needed
-        b_beta = load_tokens(beta, s_beta, i_b, i_h, rows, end)
-        if g is not None:
-            coarse, fine = summed(b_g)
-            t_sums.index(0).store(coarse)
-            t_sums.index(1).store(fine)
-            since, until = since_until(coarse, fine, C, line)
-            b_g = load_tokens(g, s_g, i_b, i_h, rows, end)
-        mbarrier.wait(bars.ready.index(s), (c // PLACES) & 1)
+        mbarrier.wait(bars.ready.index(s), parity)
         if PACKED:
             left = end - begin - c * C
             if left < C:  # the rest is another sequence's
@@ -152,78 +218,142 @@ def solver(g, beta, s_g, s_beta, tiles, bars, own, cu, i_b, i_h, begin, end, n):
                 for d in gl.static_range(n_v):
                     keep_rows(tiles.v.index(s * n_v + d).reshape([C, BV]), left, of_v)
                 fence_async_shared()
-        N, P, of_P = pairs(b_q, b_k, t_sums, t_beta, wide)
+        none = gl.zeros([C, C], gl.float32, wide)
+        N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(bars.gated.index(s), parity)
+        never = ((c - n) >> 31) + 1
+        E = decays(tiles, s, never, GATED, wide)
+        strength = -row(tiles, s, BETA).load(gl.SliceLayout(1, wide))[:, None]
+        N = warpgroup_mma_wait(0, deps=[N])
+        P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        spread(N * (E * strength), scratch, 0)
+        E *= scale
+        eliminate(scratch, 0)
+        P = warpgroup_mma_wait(0, deps=[P]) * E
+        P, power = scaled_rows(P, b_k.dtype)
         tiles.P.index(s).store(P)
-        if g is not None:
-            tiles.since.index(s).store(since)
-            tiles.until.index(s).store(until)
-        T, of_T = operand(inverse(N, t_beta, scratch, wide), tiles.T.dtype)
-        tiles.T.index(s).store(T)
-        if tiles.factors is not None:
-            tiles.factors.index(2 * s).store(gl.full([1], 1.0, gl.float32, one) * of_T)
-            tiles.factors.index(2 * s + 1).store(gl.full([1], 1.0, gl.float32, one) * of_P)
+        if tiles.powers is not None:
+            tiles.powers.index(2 * s + 1).store(power)
+        if is_strong(scratch):
+            spread_again(tiles, scratch, s, b_k, never, GATED, wide)
+            eliminate(scratch, 1)
+            store_T(tiles, s, inverse(scratch, 1, wide), wide)
+        else:
+            store_T(tiles, s, inverse(scratch, 0, wide), wide)
         fence_async_shared()
         mbarrier.arrive(bars.solved.index(s), count=1)
 
 
 @gluon.jit
-def walker(outputs, tiles, bars, cu, which, t_S, t_u, D: gl.constexpr):
-    """(2) and (3) for columns D * BV on, from S_in to S_out."""
+def turned_columns(x, i_n, i_h, o_v, HV, K: gl.constexpr, V: gl.constexpr, layout: gl.constexpr):
+    """Pointers to the columns o_v on of a head's state, transposed: [BV, K]; x [N, HV, K, V]."""
+    rows = gl.arange(0, BV, layout=gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, K, layout=gl.SliceLayout(0, layout))[None, :]
+    return x + (i_n * HV + i_h).to(gl.int64) * K * V + (columns * V + (o_v + rows))
+
+
+@gluon.jit
+def send(d_o, x, t_u, i_b, i_h, o_t, o_v):
+    """o^T [BV, C] of a whole chunk, by way of t_u."""
+    tma.store_wait(0)  # the last o has been read
+    t_u.reshape([C, BV]).permute((1, 0)).store(x)
+    fence_async_shared()
+    copy_out(d_o, [i_b, i_h, o_t, o_v], t_u)
+
+
+@gluon.jit
+def store_turned(
+    o, d_o, x, t_u, i_b, i_h, o_t, end, o_v, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
+):
+    """o^T [BV, C] to rows o_t ..., up to row `end`."""
+    if PACKED:
+        if end - o_t < C:
+            rows = gl.arange(0, BV, layout=gl.SliceLayout(1, layout))[:, None]
+            columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :]
+            p = o + (o_t.to(gl.int64) * HV + i_h) * V + o_v
+            gl.store(p + (columns * (HV * V) + rows), x, mask=columns < end - o_t)
+            fence_async_shared()
+        else:
+            send(d_o, x, t_u, i_b, i_h, o_t, o_v)
+    else:
+        send(d_o, x, t_u, i_b, i_h, o_t, o_v)
+
+
+@gluon.jit
+def walker(outputs, tiles, bars, which, t_u, D: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr):
+    """(2) and (3) for columns D * BV on, from S_in to S_out, all transposed."""
     o, d_o, S_in, S_out = outputs
     i_n, i_b, i_h, begin, end, n, HV, scale = which
-    PACKED: gl.constexpr = cu is not None
     K: gl.constexpr = tiles.q.shape[4]
-    n_v: gl.constexpr = tiles.v.shape[0] // PLACES
+    dtype: gl.constexpr = tiles.k.dtype
+    FLOAT16: gl.constexpr = dtype == gl.float16
+    n_v: gl.constexpr = tiles.v.shape[0] // STAGES
     V: gl.constexpr = n_v * BV
-    of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # [K, BV] and [C, BV]
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
+    state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
+    left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
+    left_S: gl.constexpr = gl.DotOperandLayout(0, state, 2)
+    of_row: gl.constexpr = gl.SliceLayout(1, narrow)
+    of_column: gl.constexpr = gl.SliceLayout(0, narrow)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    S, factor = load_state(S_in, i_n, i_h, D * BV, t_S, HV, V, of_S)
+    if S_in is not None:
+        S = gl.load(turned_columns(S_in, i_n, i_h, D * BV, HV, K, V, state))
+    else:
+        S = gl.zeros([BV, K], gl.float32, state)
     for c in range(n):
-        s, o_t = c % PLACES, begin + c * C
+        s, o_t, parity = c % STAGES, begin + c * C, (c // STAGES) & 1
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
         b_v = tiles.v.index(s * n_v + D).reshape([C, BV])
-        mbarrier.wait(bars.ready.index(s), (c // PLACES) & 1)
+        none = gl.zeros([BV, C], gl.float32, narrow)
+        low, of_S = scaled_rows(S, dtype)
+        low = gl.convert_layout(low, left)
+        mbarrier.wait(bars.ready.index(s), parity)
         if PACKED:
             if end - o_t < C:  # the solver puts zeros into k
-                mbarrier.wait(bars.solved.index(s), (c // PLACES) & 1)
-        x, b_o = read(b_k, t_S, of_S), read(b_q, t_S, of_S)
-        mbarrier.wait(bars.solved.index(s), (c // PLACES) & 1)
-        if tiles.since is not None:
-            since = tiles.since.index(s).load(gl.SliceLayout(1, of_S))[:, None]
-            until = tiles.until.index(s).load(gl.SliceLayout(1, of_S))[:, None]
-            through = gl.sum(tiles.since.index(s).slice(C - 1, 1).load(one), 0)  # e^(b_C)
-        else:
-            since: gl.constexpr = None
-            until: gl.constexpr = None
-            through: gl.constexpr = None
-        if tiles.factors is not None:
-            of_T = gl.sum(tiles.factors.index(2 * s).load(one), 0)
-            of_P = gl.sum(tiles.factors.index(2 * s + 1).load(one), 0)
-        else:
-            of_T: gl.constexpr = None
-            of_P: gl.constexpr = None
-        S, factor, b_o = write(
-            S,
-            factor,
-            x,
-            b_o,
-            b_k,
-            b_v,
-            tiles.T.index(s),
-            tiles.P.index(s),
-            t_S,
-            t_u.reshape([C, BV]),
-            of_T,
-            of_P,
-            since,
-            until,
-            through,
-            of_S,
+                mbarrier.wait(bars.solved.index(s), parity)
+        x = warpgroup_mma(low, b_k.permute((1, 0)), none, use_acc=False, is_async=True)  # (k S)^T
+        b_o = warpgroup_mma(low, b_q.permute((1, 0)), none, use_acc=False, is_async=True)  # (q S)^T
+        mbarrier.wait(bars.solved.index(s), parity)
+        v = b_v.permute((1, 0)).load(narrow).to(gl.float32)
+        x, b_o = warpgroup_mma_wait(0, deps=[x, b_o])
+        if FLOAT16:
+            of_S = gl.exp2(gl.convert_layout(of_S, of_row))[:, None]
+            x, b_o = x * of_S, b_o * of_S
+        if GATED:
+            x *= row(tiles, s, SINCE).load(of_column)[None, :]
+        x, of_x = scaled_rows(v - x, dtype)  # v'^T
+        w = warpgroup_mma(
+            gl.convert_layout(x, left), tiles.T.index(s).permute((1, 0)), none, use_acc=False, is_async=True
         )
-        mbarrier.arrive(bars.done.index(s), count=1)
-        store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, o_t, end, D * BV, HV, V, of_S, PACKED)
+        # loads here keep what follows them behind the product's begin
+        if GATED:
+            through = gl.sum(row(tiles, s, SINCE).slice(C - 1, 1).load(one), 0)  # e^(b_C)
+            b_o *= row(tiles, s, READ).load(of_column)[None, :]
+            S *= through
+            until = row(tiles, s, UNTIL).load(of_column)[None, :]
+        else:
+            b_o *= scale
+        w = warpgroup_mma_wait(0, deps=[w])
+        if FLOAT16:
+            w *= gl.exp2(of_x)[:, None] * gl.exp2(tiles.powers.index(2 * s).load(of_column))[None, :]
+        if GATED:
+            u, of_u = scaled_rows(w * until, dtype)
+        else:
+            u, of_u = scaled_rows(w, dtype)
+        w, of_w = scaled_rows(w, dtype)
+        if FLOAT16:
+            of_u = gl.convert_layout(of_u, gl.SliceLayout(1, state))[:, None]
+            of_P = tiles.powers.index(2 * s + 1).load(of_column)[None, :]
+            S, b_o = S * gl.exp2(-of_u), b_o * gl.exp2(-of_w)[:, None] * gl.exp2(-of_P)
+        S = warpgroup_mma(gl.convert_layout(u, left_S), b_k, S, is_async=True)
+        b_o = warpgroup_mma(gl.convert_layout(w, left), tiles.P.index(s).permute((1, 0)), b_o, is_async=True)
+        S, b_o = warpgroup_mma_wait(0, deps=[S, b_o])
+        if FLOAT16:
+            S, b_o = S * gl.exp2(of_u), b_o * gl.exp2(of_w)[:, None] * gl.exp2(of_P)
+        store_turned(o, d_o, b_o.to(dtype), t_u, i_b, i_h, o_t, end, D * BV, HV, V, narrow, PACKED)
+        mbarrier.arrive(bars.done.index(s), count=1)  # after a fence: threads have read v
     tma.store_wait(0)
-    gl.store(state_columns(S_out, i_n, i_h, D * BV, HV, K, V, BV, of_S), S)
+    gl.store(turned_columns(S_out, i_n, i_h, D * BV, HV, K, V, state), S)
 
 
 @gluon.jit(do_not_specialize=VARIABLE)
@@ -236,6 +366,8 @@ def fused(
     q, k, v are boxes, and so is d_o, of the tensor o. g may be None: the delta rule.
     """
     WALKERS: gl.constexpr = V // BV
+    GATED: gl.constexpr = g is not None
+    PACKED: gl.constexpr = cu is not None
     # this program's tile: neighbours are value heads of one key head, which share what they read in L2
     i_h, i_n = gl.program_id(0) % HV, gl.program_id(0) // HV
     i_b, begin, end = which_sequence(cu, i_n, T)
@@ -244,46 +376,39 @@ def fused(
     # shared memory
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    t_q = gl.allocate_shared_memory(q.dtype, [PLACES, 1, 1, C, K], q.layout)
-    t_k = gl.allocate_shared_memory(k.dtype, [PLACES, 1, 1, C, K], k.layout)
-    t_v = gl.allocate_shared_memory(v.dtype, [PLACES * WALKERS, 1, 1, C, BV], v.layout)
-    t_T = gl.allocate_shared_memory(k.dtype, [PLACES, C, C], square)
-    t_P = gl.allocate_shared_memory(k.dtype, [PLACES, C, C], square)
-    t_S = gl.allocate_shared_memory(k.dtype, [WALKERS, K, BV], square)
+    t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
+    t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
+    t_v = gl.allocate_shared_memory(v.dtype, [STAGES * WALKERS, 1, 1, C, BV], v.layout)
+    t_T = gl.allocate_shared_memory(k.dtype, [STAGES, C, C], square)
+    t_P = gl.allocate_shared_memory(k.dtype, [STAGES, C, C], square)
     t_u = gl.allocate_shared_memory(k.dtype, [WALKERS, 1, 1, C, BV], d_o.layout)
-    t_beta = gl.allocate_shared_memory(gl.float32, [C], line)
-    if g is not None:
-        t_since = gl.allocate_shared_memory(gl.float32, [PLACES, C], line)
-        t_until = gl.allocate_shared_memory(gl.float32, [PLACES, C], line)
-        t_sums = gl.allocate_shared_memory(gl.float32, [2, C], line)
-    else:
-        t_since: gl.constexpr = None
-        t_until: gl.constexpr = None
-        t_sums: gl.constexpr = None
+    gates = gl.allocate_shared_memory(gl.float32, [STAGES * (6 if GATED else 1), C], line)
     if k.dtype == gl.float16:
-        t_factors = gl.allocate_shared_memory(gl.float32, [2 * PLACES, 1], line)
+        powers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line)
     else:
-        t_factors: gl.constexpr = None
-    ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    solved = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(PLACES):
+        powers: gl.constexpr = None
+    scratch = allocate_scratch()
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    solved = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(gated.index(s), count=1)
         mbarrier.init(solved.index(s), count=1)
         mbarrier.init(done.index(s), count=WALKERS)
     fence_async_shared()
 
-    tiles, bars = Tiles(t_q, t_k, t_v, t_T, t_P, t_since, t_until, t_factors), Barriers(ready, solved, done)
-    own = (t_sums, t_beta, allocate_scratch())
+    tiles, bars = Tiles(t_q, t_k, t_v, t_T, t_P, gates, powers), Barriers(ready, gated, solved, done)
     outputs, which = (o, d_o, S_in, S_out), (i_n, i_b, i_h, begin, end, n, HV, scale)
-    of_loader = (q, k, v, tiles, bars, i_b, i_h, i_h // G, begin, n)
     s_g, s_beta = (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)
-    of_solver = (g, beta, s_g, s_beta, tiles, bars, own, cu, i_b, i_h, begin, end, n)
+    of_loader = (q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_h // G, begin, end, n, scale)
+    of_solver = (tiles, bars, scratch, begin, end, n, scale, GATED, PACKED)
     if WALKERS == 2:
         gl.warp_specialize(
             [
-                (walker, (outputs, tiles, bars, cu, which, t_S.index(0), t_u.index(0), 0)),
-                (walker, (outputs, tiles, bars, cu, which, t_S.index(1), t_u.index(1), 1)),
+                (walker, (outputs, tiles, bars, which, t_u.index(0), 0, GATED, PACKED)),
+                (walker, (outputs, tiles, bars, which, t_u.index(1), 1, GATED, PACKED)),
                 (solver, of_solver),
                 (loader, of_loader),
             ],
@@ -293,7 +418,7 @@ def fused(
     else:
         gl.warp_specialize(
             [
-                (walker, (outputs, tiles, bars, cu, which, t_S.index(0), t_u.index(0), 0)),
+                (walker, (outputs, tiles, bars, which, t_u.index(0), 0, GATED, PACKED)),
                 (solver, of_solver),
                 (loader, of_loader),
             ],
@@ -301,8 +426,9 @@ def fused(
             [R_SOLVER, 24],
         )
     # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(PLACES):
+    for s in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(s))
+        mbarrier.invalidate(gated.index(s))
         mbarrier.invalidate(solved.index(s))
         mbarrier.invalidate(done.index(s))
 
@@ -314,11 +440,17 @@ class Roles(NamedTuple):
     """How a program is made."""
 
     registers: int  # a thread, at entry; the first walker gets what the others leave of them
-    of_walker: int  # a thread of the second walker
+    of_walker: int  # a thread of the second walker: with 184 the assembler serialises all products
     of_solver: int
 
 
-ROLES = {64: Roles(160, 0, 216), 128: Roles(128, 160, 168)}  # by V
+ROLES = {64: Roles(160, 0, 216), 128: Roles(128, 192, 104)}  # by V
+CHUNK = 3.3  # microseconds of a chunk where all multiprocessors work
+
+
+def duration(hardware: Hardware, heads: int, chunks: int) -> float:
+    """Microseconds for `heads` heads of sequences of `chunks` chunks, by a model: a multiprocessor has one program."""
+    return cdiv(heads, hardware.multiprocessors) * chunks * CHUNK
 
 
 def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
