@@ -31,7 +31,8 @@ class Play:
 
     def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
         self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
-        self.haste = self.chance.choice((0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
+        self.haste = self.chance.choice((0.7, 0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
+        self.pace = {}  # of each role: how likely it is to go on, beside the others
         self.turns, self.waiting, self.turn, self.error = threading.Condition(), {}, None, None
         self.phases, self.missing, self.under_way = {}, {}, []
         self.counts, self.arrived = {}, {}  # by barrier: arrivals that end a phase, and arrivals in this phase
@@ -63,7 +64,8 @@ class Play:
             if self.under_way and (not ready or self.chance.random() < self.haste):
                 self.finish_one()
             elif ready:
-                self.turn = self.chance.choice(ready)
+                paces = [self.pace.setdefault(r, self.chance.choice((1, 1, 0.02))) for r in ready]
+                (self.turn,) = self.chance.choices(ready, paces)
                 break
             else:
                 self.error = AssertionError(f"all wait: {list(self.waiting)}")
@@ -213,7 +215,8 @@ def warpgroup_mma_wait(n, deps):
         assert same(), "a product's operand changed while it ran"
     under_way = [sums for sums, _ in PLAY.own.products]
     assert not any(x is y for x in deps for y in under_way), "used before it was waited for"
-    return deps[0].x if len(deps) == 1 else tuple(x.x for x in deps)
+    found = tuple(x.x if isinstance(x, Sums) else x for x in deps)  # what is no product passes as it is
+    return found[0] if len(found) == 1 else found
 
 
 def mma_v2(a, b, acc, precision=None):

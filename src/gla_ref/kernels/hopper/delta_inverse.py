@@ -1,4 +1,6 @@
-"""The inverse of a chunk's triangle on Hopper, for four warps: (I - N)^-1 of N [64, 64] below its diagonal (chapter 21).
+"""The inverse of a chunk's triangle on Hopper, for four warps (chapter 21).
+
+(I - N)^-1 of N [64, 64] below its diagonal is made of::
 
     blocks of 8     inverted in float32, a thread per row: `eliminate`
     blocks of 16    D + D L D, with D two such inverses and L the block between them, a warp per block
@@ -72,9 +74,8 @@ def high_low(x, PAIRS: gl.constexpr):
 def part(tile, n: gl.constexpr, PAIRS: gl.constexpr):
     """Part n of a tile [2 * blocks, 16, 16], as a tile [blocks, 16, 16]."""
     rows: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
-    kind: gl.constexpr = gl.bfloat16 if PAIRS else gl.float16
     BLOCKS: gl.constexpr = tile.shape[0] // 2
-    return reinterpret(tile, kind, [2, BLOCKS, 16, 16], rows).index(n)
+    return reinterpret(tile, gl.bfloat16 if PAIRS else gl.float16, [2, BLOCKS, 16, 16], rows).index(n)
 
 
 @gluon.jit
@@ -90,8 +91,7 @@ def store_parts(tile, x, PAIRS: gl.constexpr):
 def store_diagonal(tile, x, PAIRS: gl.constexpr):
     """x [4, 16, 16] to the blocks 0 to 3 of N's tile: they are on or above its diagonal, and nobody reads them."""
     rows: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
-    kind: gl.constexpr = gl.bfloat16 if PAIRS else gl.float16
-    fours = reinterpret(tile, kind, [8, 4, 16, 16], rows)
+    fours = reinterpret(tile, gl.bfloat16 if PAIRS else gl.float16, [8, 4, 16, 16], rows)
     high, low = high_low(x, PAIRS)
     fours.index(0).store(high)
     if PAIRS:
@@ -112,15 +112,17 @@ def times(x, tile, n: gl.constexpr, acc, mma: gl.constexpr, PAIRS: gl.constexpr)
     """acc + x B of rows x [64, 16] and block n."""
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    rows: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+    blocks = reinterpret(tile, gl.bfloat16 if PAIRS else gl.float16, tile.shape, rows)
     high, low = high_low(x, PAIRS)
-    B = part(tile, 0, PAIRS).index(n).load(right)
-    B_low = part(tile, 1, PAIRS).index(n).load(right) if PAIRS else B
+    B = blocks.index(n).load(right)
+    B_low = blocks.index(tile.shape[0] // 2 + n).load(right) if PAIRS else B
     return product(gl.convert_layout(high, left), B, gl.convert_layout(low, left), B_low, acc, PAIRS)
 
 
 @gluon.jit
 def spread(N, scratch, PAIRS: gl.constexpr):
-    """N to shared memory: on its diagonal beta_i |k_i|^2, or anything else that `is_strong` shall see, above it zeros."""
+    """N to shared memory; zeros above the diagonal, and on it -beta_i |k_i|^2 or zeros, which only `is_strong` sees."""
     scratch.most.store(gl.max(gl.abs(N), 1))
     # blocks of 16 on the diagonal [block, row, column]: a warp has all blocks of its rows, and picks one
     four: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
