@@ -32,7 +32,7 @@ class Play:
     def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
         self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
         self.haste = self.chance.choice((0.7, 0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
-        self.pace = {}  # of each role: how likely it is to go on, beside the others
+        self.slow = {}  # of each role: whether it goes on only when no copy and no other role can
         self.turns, self.waiting, self.turn, self.error = threading.Condition(), {}, None, None
         self.phases, self.missing, self.under_way = {}, {}, []
         self.counts, self.arrived = {}, {}  # by barrier: arrivals that end a phase, and arrivals in this phase
@@ -61,11 +61,11 @@ class Play:
     def choose(self):
         while not self.error:
             ready = [r for r, until in self.waiting.items() if until is None or until()]
-            if self.under_way and (not ready or self.chance.random() < self.haste):
+            eager = [r for r in ready if not self.slow.setdefault(r, self.chance.random() < 0.3)]
+            if self.under_way and (not eager or self.chance.random() < self.haste):
                 self.finish_one()
             elif ready:
-                paces = [self.pace.setdefault(r, self.chance.choice((1, 1, 0.02))) for r in ready]
-                (self.turn,) = self.chance.choices(ready, paces)
+                self.turn = self.chance.choice(eager or ready)
                 break
             else:
                 self.error = AssertionError(f"all wait: {list(self.waiting)}")

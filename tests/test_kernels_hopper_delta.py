@@ -167,7 +167,15 @@ def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
 
 def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     """o and the final state of inputs of `problem`."""
-    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, delta_in_turn, delta_solve, tiles
+    from gla_ref.kernels.hopper import (
+        delta_ahead,
+        delta_chunk,
+        delta_fused,
+        delta_in_turn,
+        delta_inverse,
+        delta_solve,
+        tiles,
+    )
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
@@ -177,7 +185,7 @@ def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     else:
         found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, path, kernel)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, delta_solve, tiles
+    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, delta_inverse, delta_solve, tiles
     o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
     return {"o": o, "S": S}
 

@@ -281,7 +281,7 @@ BARRIERS = {
 @pytest.mark.parametrize("bar", thin(BARRIERS, "loaded 0 of walks", "done 1 of walks", "factors_ready 1", "keys_done"))
 def test_every_barrier_is_needed(bar):
     """Packed, since only then an order of steps shows `factors_ready`: else states are asked for after factors."""
-    ends = (0, 250, 520, 600)
+    ends = (0, 100, 520, 600)
     x, _ = problem("gated_delta_rule", 1, 600, 1, 64, 64, dtype=BF16, gates=F32, ends=ends, groups=2)
 
     def play(seed=None):
