@@ -268,12 +268,12 @@ def test_any_order_of_steps_gives_the_same_bits(path, groups):
 
 
 # by their order in the kernel
-OF_GRADIENTS = ("rows_ready", "factors_ready", "rows_done", "sums_done", "states_ready", "states_done")
+OF_GRADIENTS = "rows_ready", "factors_ready", "rows_done", "sums_done", "states_ready", "states_done", "results_ready"
 BARRIERS = {
     "ready of solve": ("solve", 0, 0),
     **{f"{name} {s} of walks": ("walks", n, s) for n, name in enumerate(("ready", "loaded", "done")) for s in range(3)},
     **{f"{name} {s}": ("gradients", n, s) for n, name in enumerate(OF_GRADIENTS) for s in range(2)},
-    **{x: ("gradients", 6, n) for n, x in enumerate(("keys_ready", "keys_done", "both_ready", "results_ready"))},
+    **{x: ("gradients", 7, n) for n, x in enumerate(("keys_ready", "keys_done", "both_ready"))},
 }
 
 

@@ -35,7 +35,7 @@ Barriers; n is the number of a turn, D that of a group, and the others are one p
     states_ready[D], states_done[D]              S and R of a group's channels
     keys_ready, keys_done                        q and k
     both_ready                                   F and G
-    results_ready                                dq and dk lie in the last turn's tiles of do and dv, which leave then
+    results_ready[it % 2], of key head it        dq and dk lie in the last turn's tiles of do and dv, which leave then
 
 *Packed sequences*: the loader waits for the tiles of a chunk that is not whole, overwrites the next sequence's rows
 with zeros and then gives `factors_ready`; it stores such a chunk's dq and dk itself. *K of 64*: the copy engine reads
@@ -181,8 +181,9 @@ def loader(
         b = gl.load(p_f + COARSE * C) + gl.load(p_f + FINE * C)
         mbarrier.wait(bars.rows_done.index(s), ((n // 2) & 1) ^ 1)
         if (n > 1) & ((n - 1) % G == 0):  # turn n - 2 was the last one of a key head
-            mbarrier.wait(bars.results_ready, (n - 2) // G & 1)
-            j_k, _, j_b, j_stop, j_t = which_chunk(work, (n - 2) // G)
+            last = (n - 2) // G
+            mbarrier.wait(bars.results_ready.index(last % 2), (last // 2) & 1)
+            j_k, _, j_b, j_stop, j_t = which_chunk(work, last)
             for m in gl.static_range(K // BLOCK):
                 send(dq, d_dq, tiles.do.index(2 * s + m), j_b, j_k, j_t, j_stop, m * BLOCK, T, H, K, PACKED)
                 send(dk, d_dk, tiles.dv.index(2 * s + m), j_b, j_k, j_t, j_stop, m * BLOCK, T, H, K, PACKED)
@@ -403,7 +404,7 @@ def group(
         tiles.dv.index(2 * s + D).reshape([C, BLOCK]).store((b_dk * scale).to(b_q.dtype))
         fence_async_shared()
         barrier()
-        mbarrier.arrive(bars.results_ready, count=1)
+        mbarrier.arrive(bars.results_ready.index(it % 2), count=1)
 
 
 @gluon.jit(do_not_specialize=("s_gb", "s_gt", "s_gh", "N", "T", "H", "n_items", "n_programs", "zero"))
@@ -433,7 +434,8 @@ def gradients(
     sums_done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     states_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     states_done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    single = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    results_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    single = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(2):
         mbarrier.init(rows_ready.index(s), count=1)
         mbarrier.init(factors_ready.index(s), count=1)
@@ -441,14 +443,15 @@ def gradients(
         mbarrier.init(sums_done.index(s), count=1)
         mbarrier.init(states_ready.index(s), count=1)
         mbarrier.init(states_done.index(s), count=1)
+        mbarrier.init(results_ready.index(s), count=2)
     mbarrier.init(single.index(0), count=1)
-    for s in gl.static_range(1, 4):
+    for s in gl.static_range(1, 3):
         mbarrier.init(single.index(s), count=2)
     fence_async_shared()
     tiles = Tiles(t_q, t_k, t_do, t_w, t_dv, t_S, t_R, t_FG, t_factors, t_sums)
     bars = Barriers(
         rows_ready, factors_ready, rows_done, sums_done, states_ready, states_done,
-        single.index(0), single.index(1), single.index(2), single.index(3),
+        single.index(0), single.index(1), single.index(2), results_ready,
     )
     work = Work(cu, N, T, H, n_items, n_programs)
     DG: gl.constexpr = dg is not None
@@ -470,7 +473,8 @@ def gradients(
         mbarrier.invalidate(sums_done.index(s))
         mbarrier.invalidate(states_ready.index(s))
         mbarrier.invalidate(states_done.index(s))
-    for s in gl.static_range(4):
+        mbarrier.invalidate(results_ready.index(s))
+    for s in gl.static_range(3):
         mbarrier.invalidate(single.index(s))
 
 
