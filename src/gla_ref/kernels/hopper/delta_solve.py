@@ -4,7 +4,8 @@ That is (1) of delta_chunk.py, with b the running sum of a chunk's gates and E_i
 
     N = -tril(beta_i (k_i k_j^T) E_ij, -1)     P = (q k^T) * E     Y = (I - N)^-1
 
-`solve` has a program for each chunk of a value head. It makes T = Y diag(beta) for delta_ahead.py, Y for a gradient.
+`solve` has a program for each chunk of a value head. It makes T = Y diag(beta) for delta_ahead.py, Y - I for a
+gradient, whose walks add what I multiplies themselves.
 
 A program has one role of four warps. The copy engine brings q and k while they make the decays; they wait at `ready`,
 once, and nobody waits for them. When products have read q and k, the inverse (delta_inverse.py) takes their bytes.
@@ -53,7 +54,7 @@ def solve(
 ):
     """Y and P of a chunk of a value head, and its `factors` [slots, HV, ROWS, C]. q, k, d_Y and d_P are boxes.
 
-    A row that is not kept is None. Without BETA, Y is T, with beta in it.
+    A row that is not kept is None. What is stored as Y is Y - I or, without BETA, T, with beta in it.
     """
     PACKED: gl.constexpr = cu is not None
     # this program's tile: neighbours are value heads of one key head, which share what they read in L2
@@ -122,6 +123,8 @@ def solve(
     Y = inverse(scratch, 1, wide)
     if BETA is None:
         Y = Y * t_sums.index(2).load(gl.SliceLayout(0, wide))[None, :]
+    else:
+        Y = gl.where(i > j, Y, 0.0)
     Y, of_Y = operand(Y, k.dtype)
     t_Y = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_Y.layout)
     t_Y.reshape([C, C]).store(Y)

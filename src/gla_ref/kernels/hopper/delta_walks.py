@@ -6,7 +6,9 @@ With S the state before a chunk, R the gradient of the state after it (over scal
     backwards    d = e^(b_C - b) (k R) + P^T do             R <- e^(b_C) R + q^T (e^b do) - k^T (e^b beta r)       (2)
                  r = Y^T d
 
-d is the gradient of w, r the gradient of the factor that Y multiplies. The walk forwards stores w and the state before
+d is the gradient of w, r the gradient of the factor that Y multiplies. Y's ones are left out of what `solve` stores:
+products with it begin with that factor in float32. So where gates let nothing else through, w and r are rounded once,
+when they are stored, not before the product as well; delta_gradients.py divides both by beta. The walk forwards stores w and the state before
 each chunk, the walk backwards dv = scale beta r (or r) and the R after each chunk; its round i is chunk n - 1 - i. The
 two do not wait for each other, and columns of V never meet in (1) and (2): the first programs of a launch go forwards,
 V / BV of them per value head, the others backwards. A program has two roles of four warps::
@@ -271,8 +273,11 @@ def walk(
         x = warpgroup_mma_wait(0, deps=[x])
         if FLOAT16:
             x = x * of_S
-        x, of_x = operand(v - x * strength, dtype)
-        w = warpgroup_mma(gl.convert_layout(x, left), b_Y.permute((1, 0)), none, use_acc=False, is_async=True)
+        w = v - x * strength
+        x, of_x = operand(w, dtype)
+        if FLOAT16:
+            w = w / (of_x * of_Y)
+        w = warpgroup_mma(gl.convert_layout(x, left), b_Y.permute((1, 0)), w, is_async=True)
         S = S * through
         through = gl.load(p_t + ((i_c + gl.minimum(i + 1, n - 1)) * HV + i_h).to(gl.int64) * (ROWS * C))
         until = t_f.index(4 * s + TO_END).load(column)[None, :]
@@ -353,8 +358,11 @@ def walk_back(
             y = y * of_P
 
         # r, while R takes e^b do
-        d, of_d = operand(x * until + y, dtype)
-        r = warpgroup_mma(gl.convert_layout(d, left), b_Y, none, use_acc=False, is_async=True)
+        r = x * until + y
+        d, of_d = operand(r, dtype)
+        if FLOAT16:
+            r = r / (of_d * of_Y)
+        r = warpgroup_mma(gl.convert_layout(d, left), b_Y, r, is_async=True)
         R = R * through
         if FLOAT16:
             R = R / of_e
