@@ -177,7 +177,8 @@ def loader(boxes, factors, tiles, bars, part, scale, ROWS: gl.constexpr):
 def state_rows(x, i_s, i_h, o_v, HV, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
     """Pointers to the columns o_v on of a head's state as rows [BV, K]; x [slots, HV, K, W]."""
     o_c, o_k = gl.arange(0, BV, layout=gl.SliceLayout(1, layout)), gl.arange(0, K, layout=gl.SliceLayout(0, layout))
-    return x + (i_s * HV + i_h).to(gl.int64) * K * W + o_v + (o_k[None, :] * W + o_c[:, None])
+    # not a sum of integers first, of which one for each pointer would stay in registers
+    return x + (i_s * HV + i_h).to(gl.int64) * K * W + o_v + o_c[:, None] + o_k[None, :] * W
 
 
 @gluon.jit
@@ -293,8 +294,8 @@ def walk(
         if made.d_rows is not None:
             tma.store_wait(0)  # the state and the last w have been read
             tiles.rows.reshape([C, BV]).permute((1, 0)).store(w.to(dtype))
-        fence_async_shared()
         S = warpgroup_mma_wait(0, deps=[S])
+        fence_async_shared()  # by Triton 3.6.0 ptxas dies of a fence right before a wait
         if FLOAT16:
             S = S * of_u
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
@@ -383,8 +384,8 @@ def walk_back(
             tma.store_wait(0)  # R and the last dv have been read
             r = r * to_dv
             tiles.rows.reshape([C, BV]).permute((1, 0)).store(r.to(dtype))
-        fence_async_shared()
         R = warpgroup_mma_wait(0, deps=[R])
+        fence_async_shared()  # not before the wait, as above
         if FLOAT16:
             R = R * of_z
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
