@@ -8,10 +8,12 @@ With S the state before a chunk, R the gradient of the state after it (over scal
 
 d is the gradient of w, r the gradient of the factor that Y multiplies. Y's ones are left out of what `solve` stores:
 products with it begin with that factor in float32. So where gates let nothing else through, w and r are rounded once,
-when they are stored, not before the product as well; delta_gradients.py divides both by beta. The walk forwards stores w and the state before
-each chunk, the walk backwards dv = scale beta r (or r) and the R after each chunk; its round i is chunk n - 1 - i. The
-two do not wait for each other, and columns of V never meet in (1) and (2): the first programs of a launch go forwards,
-V / BV of them per value head, the others backwards. A program has two roles of four warps::
+when they are stored, not before the product as well; delta_gradients.py divides both by beta.
+
+The walk forwards stores w and the state before each chunk, the walk backwards dv = scale beta r (or r) and the R after
+each chunk; its round i is chunk n - 1 - i. The two do not wait for each other, and columns of V never meet in (1) and
+(2): the first programs of a launch go forwards, V / BV of them per value head, the others backwards. A program has two
+roles of four warps::
 
     loader    asks the copy engine (TMA) for the tiles of a chunk, stores its rows' factors    waits for `done`
     walker    (1) or (2) for BV columns; results out                             waits for `ready` and `loaded`
