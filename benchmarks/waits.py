@@ -35,6 +35,7 @@ from suites import Case, inputs
 from torch import Tensor
 
 from gla_ref.book import results
+from gla_ref.kernels.delta import Call
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import Plan, spec_of
 from gla_ref.kernels.launch.program import Program
@@ -51,9 +52,8 @@ def module_of(kernel: str):
 
 def planned(kernel: str, module, x: dict[str, Tensor]) -> Plan:
     """The plan of a call without an initial state, by a kernel's module or a copy of it."""
-    specs = [spec_of(n, x[n]) for n in NAMES]
-    rest = (None, None) if kernel == "in turn" else (None, None, None)  # state, packing if there is any, scale
-    return module.plan_forward(CLASSES["sm_90"], *specs, *rest)
+    tensors = {n: spec_of(n, x[n]) for n in NAMES}
+    return module.plan_forward(CLASSES["sm_90"], Call(**tensors, initial_state=None, cu_seqlens=None, scale=None))
 
 
 class Walk:

@@ -66,7 +66,7 @@ def test_a_signature_is_planned_and_checked_once(mechanism, monkeypatch):
     x, form, planned = tokens(mechanism), FORMS[mechanism]["triton"], PLANNED[mechanism].forward
     seen = []
     monkeypatch.setattr(planned, "programs", {})
-    monkeypatch.setattr(planned, "remember", lambda key, args: seen.append(key) or remember(key, args))
+    monkeypatch.setattr(planned, "remember", lambda key, call: seen.append(key) or remember(key, call))
     remember = type(planned).remember.__get__(planned)
     form(*x), form(*x), form(*(y.clone() for y in x))
     assert len(seen) == 1

@@ -11,7 +11,7 @@ from gla_ref import FORMS
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels.launch.checks import check_call
+from gla_ref.kernels.gla import Call, check
 from gla_ref.kernels.steps import gla_step
 
 
@@ -88,7 +88,7 @@ def test_checking_a_call_moves_no_tensor():
     q, k, v, g = (torch.randn(2, 1, 3, D, dtype=torch.float16, device=HERE) for D in (5, 5, 7, 5))
     S = torch.randn(2, 3, 5, 7, device=HERE)
     with Listed():
-        check_call("gla", (q, k, v, -g.abs(), None), S, None, None, {"K": 256, "V": 512})
+        check(Call(q, k, v, -g.abs(), None, initial_state=S, cu_seqlens=None, scale=None))
     assert not [op for op in done if "copy" in str(op)]  # on a CPU it looks at the gates
 
 

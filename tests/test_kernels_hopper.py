@@ -17,7 +17,8 @@ from gla_ref import FORMS, gates
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import explain, plan
-from gla_ref.kernels.gla import gla
+from gla_ref.kernels.gla import Call, forward, gla
+from gla_ref.kernels.gla import backward as gradient
 from gla_ref.kernels.hopper import gluon_names
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
@@ -148,16 +149,16 @@ def played(x, ends=None, path=None, seed=0, ignored=None, backward=True):
     from gla_ref.pages import gla_hopper as page
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
-    named = {n: x[n] for n in ("q", "k", "v", "g", "S")} | {"cu": cu}
-    specs = [spec_of(n, y) for n, y in named.items()]
+    call = Call(*(x[n] for n in ("q", "k", "v", "g")), None, x["S"], cu, None, path)
+    named = {n: y for n, y in call._asdict().items() if isinstance(y, torch.Tensor)}
     if not backward:
-        found = forth.plan_forward(SM_90, *specs, None, path, None)
+        found = forth.plan_forward(SM_90, forward.specs(call))
         o, S, *_, strong = played_gluon.play(found, named, (back, forth, page, tiles), seed, ignored)
         add_pairs([o], x, ends, strong, forward=True)
         return {"o": o, "S": S}
-    named |= {"do": x["do"], "dS": x["dS"]}
-    do, dS = spec_of("do", x["do"]), spec_of("dS", x["dS"])
-    found = back.plan_backward(SM_90, *specs, None, do, dS, None, path, True)
+    named |= {n: x[n] for n in ("do", "dS") if x[n] is not None}
+    more = {"starts": None, "do": x["do"], "dS": x["dS"], "need_dg": True}
+    found = back.plan_backward(SM_90, gradient.specs(gradient.record(**call._asdict(), **more)))
     *made, _, dS0, strong = played_gluon.play(found, named, (back, forth, tiles), seed, ignored)
     add_pairs(made, x, ends, strong)
     return dict(zip(("dq", "dk", "dv", "dg", "dS0"), (*made, dS0), strict=True))

@@ -179,11 +179,8 @@ def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
-    specs = [spec_of(n, y) for n, y in named.items()]
-    if kernel == IN_TURN:
-        found = delta_in_turn.plan_forward(CLASSES["sm_90"], *specs[:-1], scale)
-    else:
-        found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, path, kernel)
+    call = delta.Call(*(spec_of(n, y) for n, y in named.items()), scale, path, kernel)
+    found = (delta_in_turn if kernel == IN_TURN else delta).plan_forward(CLASSES["sm_90"], call)
     named = {n: y for n, y in named.items() if y is not None}
     modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, delta_inverse, delta_solve, tiles
     o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
@@ -599,10 +596,11 @@ def test_in_turn_refuses_what_it_does_not_take(sizes):
     from gla_ref.kernels.hopper import delta_in_turn
 
     specs = [spec_of(n, x) for n, x in zip("q k v g beta".split(), call(**sizes), strict=True)]
+    asked = delta.Call(*specs, initial_state=None, cu_seqlens=None, scale=None)
     with pytest.raises((ValueError, TypeError), match="^[qv]: expected (128 channels|bfloat16), got"):
-        delta_in_turn.plan_forward(CLASSES["sm_90"], *specs, None, None)
+        delta_in_turn.plan_forward(CLASSES["sm_90"], asked)
     with pytest.raises(ValueError, match="is for sm_90, not sm_80"):
-        delta_in_turn.plan_forward(CLASSES["sm_80"], *specs, None, None)
+        delta_in_turn.plan_forward(CLASSES["sm_80"], asked)
     with pytest.raises(ValueError, match="q: expected a tensor that needs no gradient"):
         delta_in_turn.gated_delta_rule(meta(1, 2, 1, 128).requires_grad_(), *call(B=1, T=2, H=1, HV=1)[1:])
 

@@ -104,7 +104,8 @@ def played(x, ends=None, scale=None, seed=0, ignored=None, path=None, need_dg=Tr
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu, "do": x["do"], "dS": x["dS"]}
     specs = [spec_of(n, y) for n, y in named.items()]
-    found = delta.plan_backward(CLASSES["sm_90"], *specs, scale, path, "hopper", need_dg and x["g"] is not None)
+    call = delta.backward.record(*specs, scale, path, "hopper", need_dg and x["g"] is not None)
+    found = delta.plan_backward(CLASSES["sm_90"], call)
     named = {n: y for n, y in named.items() if y is not None}
     modules = delta_chunk, delta_gradients, delta_inverse, delta_solve, delta_walks, gla_backward, tiles
     *made, _ = played_gluon.play(found, named, modules, seed, ignored)

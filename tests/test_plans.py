@@ -8,10 +8,9 @@ from cases import in_process
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import explain, plan, steps
+from gla_ref.kernels import explain, gla, plan, steps
 from gla_ref.kernels.launch import checks
 from gla_ref.kernels.launch.hardware import CLASSES, INTERPRETER, class_of
-from gla_ref.kernels.launch.plan import spec_of
 from gla_ref.mechanisms import MECHANISMS
 
 SIZES = (16, 60, 64, 100, 128)
@@ -41,8 +40,8 @@ def plans(call, K, V, dtype, hardware, T=300, kernel=None):
     tensors = [meta(*(sizes[axis] for axis in x.axes.split()), dtype=dtype) for x in declared]
     if mechanism == "gla_step":
         hardware = hardware if isinstance(hardware, tuple) else CLASSES[hardware]
-        specs = [spec_of(n, x) for n, x in zip("qkvg", tensors, strict=True)]
-        return [steps.gla_forward.plan(hardware, *specs, None, None, None, None)]
+        call = gla.Call(*tensors, g_v=None, initial_state=None, cu_seqlens=None, scale=None)
+        return [steps.gla_forward.plan(hardware, steps.gla_forward.specs(call))]
     options = {"g_v": meta(*tensors[2].shape, dtype=dtype)} if extra else {}
     options |= {"kernel": kernel} if mechanism in CHOSEN else {}
     return [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in ("forward", "backward")]

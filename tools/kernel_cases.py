@@ -22,9 +22,9 @@ def both_directions(case: "Case", hardware: Hardware, given: dict) -> list[Plan]
 
 
 def planned_by(function: Planned, hardware: Hardware, given: dict) -> list[Plan]:
-    """One planned function of the tensors, whose options are the keys of `given` that are no tensors."""
-    specs = [spec_of(name, given.get(name)) for name in function.names]
-    return [function.plan(hardware, *specs, *(given.get(name) for name in function.options))]
+    """One planned function of the fields of a call; None for a field that is not given."""
+    call = function.record(**{name: given.get(name) for name in function.record._fields})
+    return [function.plan(hardware, function.specs(call))]
 
 
 def one_token(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:

@@ -8,8 +8,7 @@ from torch import Tensor
 from ..mechanisms import MECHANISMS
 from . import delta, flash_attention, gla, linear_attention
 from .launch.hardware import CLASSES, Hardware, hardware_of
-from .launch.plan import Launch, Plan, Spec, spec_of, strides_of
-from .launch.program import Planned
+from .launch.plan import Launch, Plan, Spec, strides_of
 
 PLANNERS = {
     "softmax_attention": flash_attention,
@@ -44,40 +43,38 @@ def plan(
             raise ValueError(f"hardware: expected one of {', '.join(CLASSES)}, got {hardware!r}")
         hardware = CLASSES[hardware]
     kind, planner = MECHANISMS[mechanism], PLANNERS[mechanism]
-    names = kind.required
-    if len(tensors) != len(names):
-        raise TypeError(f"tensors: expected {', '.join(names)}, got {len(tensors)} tensors")
-    given = {"g": None} | {n: spec_of(n, x) for n, x in zip(names, tensors, strict=True)}
-    given |= {x.name: spec_of(x.name, options.pop(x.name, None)) for x in kind.arguments if x.optional}
-    given |= {n: options.pop(n, None) for n in ("path", "kernel") if n in planner.forward.options} | {"scale": scale}
-    given["cu_seqlens"] = spec_of("cu_seqlens", cu_seqlens)
-    if options:
-        name = next(iter(options))
-        raise TypeError(f"{name}: expected an option of {mechanism}, got {name}={options[name]!r}")
-    v, cached = given["v"], mechanism == "softmax_attention" and initial_state is not None
-    given |= {"do": v._replace(name="do"), "dS": None, "cached": cached, "need_dg": given["g"] is not None}
-    if cached:  # then k and v are copied behind the cache
-        for name, past in zip(("k", "v"), initial_state, strict=True):
-            B, T, H, D = given[name].shape
-            shape = B, past.shape[1] + T, H, D
-            given[name] = Spec(name, shape, strides_of(shape), given[name].dtype)
-    else:
-        given["initial_state"] = spec_of("initial_state", initial_state)
-
-    def planned(function: Planned) -> Plan:
-        return function.plan(hardware, *(given[n] for n in (*function.names, *function.options)))
-
-    found = planned(planner.forward)
+    forward, backward, softmax = planner.forward, planner.backward, mechanism == "softmax_attention"
+    if len(tensors) != len(kind.required):
+        raise TypeError(f"tensors: expected {', '.join(kind.required)}, got {len(tensors)} tensors")
+    known = {"path", "kernel", *(x.name for x in kind.arguments if x.optional)} & {*forward.record._fields}
+    if wrong := [name for name in options if name not in known]:
+        raise TypeError(f"{wrong[0]}: expected an option of {mechanism}, got {wrong[0]}={options[wrong[0]]!r}")
+    given = dict.fromkeys(forward.record._fields) | dict(zip(kind.required, tensors, strict=True)) | options
+    given |= {"scale": scale, "cu_seqlens": cu_seqlens}
+    given["cached" if softmax else "initial_state"] = (initial_state is not None) if softmax else initial_state
+    call = forward.specs(forward.record(**given))
+    if softmax and call.cached:  # then k and v are copied behind the cache
+        k, v = (_behind(x, past) for x, past in zip((call.k, call.v), initial_state, strict=True))
+        call = call._replace(k=k, v=v)
+    ahead = forward.plan(hardware, call)
     if direction == "forward":
-        return found
-    if mechanism == "softmax_attention":
-        given |= zip(("o", "lse", "low"), found.outputs, strict=True)
-        given["do"] = found.outputs[0]._replace(name="do")
+        return ahead
+    given = call._asdict()
+    if softmax:
+        del given["cached"]
+        o, given["lse"], given["low"] = ahead.outputs
+        given |= {"o": o, "do": o._replace(name="do")}
     else:
-        tensors = [given[n] for n in planner.forward.names]
-        names = planner.backward.names[len(tensors) :]
-        given |= zip(names, planner.kept(tensors, found.outputs), strict=False)
-    return planned(planner.backward)
+        given |= planner.kept(call, ahead.outputs)
+        given |= {"do": call.v._replace(name="do"), "dS": None, "need_dg": call.g is not None}
+    return backward.plan(hardware, backward.record(**given))
+
+
+def _behind(x: Spec, past: Tensor) -> Spec:
+    """The tokens x [B, T, H, D] behind those of a cache."""
+    B, T, H, D = x.shape
+    shape = B, past.shape[1] + T, H, D
+    return Spec(x.name, shape, strides_of(shape), x.dtype)
 
 
 def describe(found: Plan) -> str:

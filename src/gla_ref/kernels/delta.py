@@ -9,12 +9,13 @@ wherever they run.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from .. import _contract as contract
-from ..mechanisms import MECHANISMS
 from . import hopper
-from .launch.checks import check_call, check_choice
+from .launch.checks import check_call
 from .launch.hardware import Hardware
 from .launch.operator import differentiable, with_state
 from .launch.plan import Plan, cdiv
@@ -24,76 +25,85 @@ from .portable.segments import sequences
 
 __all__ = ["delta_rule", "gated_delta_rule"]
 
-PATHS = ("fused", "segmented")
-KERNELS = ("portable", *hopper.DELTA_KERNELS)
+PATHS, KERNELS = ("fused", "segmented"), ("portable", *hopper.DELTA_KERNELS)
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
+class Call(NamedTuple):
+    """A call, without g one of :func:`delta_rule`; in a plan, with a Spec for each tensor."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float | None
+    path: str | None = None
+    kernel: str | None = None
+
+
+def check(call: Call) -> None:
+    """Check a call with a new signature."""
+    mechanism = "delta_rule" if call.g is None else "gated_delta_rule"
+    check_call(mechanism, call, {"K": 256, "V": 512}, {"path": PATHS, "kernel": KERNELS})
+
+
+def plan_forward(hardware: Hardware, call: Call) -> Plan:
     """(o, final state)."""
-    reason = hopper.refusal_of_delta(hardware, q, k, v, path, kernel)
+    reason = hopper.refusal_of_delta(hardware, call)
     if not reason:
-        return plan_on_hopper(hardware, q, k, v, g, beta, S, cu, scale, path, kernel)
-    if kernel in hopper.DELTA_KERNELS:
-        raise ValueError(f"kernel: expected what the Hopper kernels take for kernel={kernel!r}, but {reason}")
-    plan = delta_forward.plan_forward(hardware, q, k, v, g, beta, S, cu, scale, path)
+        return plan_on_hopper(hardware, call)
+    if call.kernel in hopper.DELTA_KERNELS:
+        raise ValueError(f"kernel: expected what the Hopper kernels take for kernel={call.kernel!r}, but {reason}")
+    plan = delta_forward.plan_forward(hardware, call)
     return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
-def plan_on_hopper(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path, kernel) -> Plan:
+def plan_on_hopper(hardware: Hardware, call: Call) -> Plan:
     """Plan by delta_fused.py or delta_ahead.py, by models of their time.
 
     Where a `path` is asked for delta_ahead.py makes it, whatever the batch: a text's bits depend on nothing else then.
     """
     from .hopper import delta_ahead, delta_fused  # not where Gluon is missing
 
-    N = sequences(v.shape[0], cu)
-    heads, chunks = v.shape[2] * N, cdiv(v.shape[1] * v.shape[0], 64 * N)
+    (B, T, H, V), K, kernel = call.v.shape, call.q.shape[-1], call.kernel
+    N = sequences(B, call.cu_seqlens)
+    heads, chunks = H * N, cdiv(T * B, 64 * N)
     who = f"{heads} value heads of sequences for {hardware}"
     if kernel in (None, "hopper"):
-        ahead = delta_ahead.whole_duration(hardware, q.shape[-1], v.shape[-1], heads, chunks, path)
+        ahead = delta_ahead.whole_duration(hardware, K, V, heads, chunks, call.path)
         fused = delta_fused.duration(hardware, heads, chunks)
-        kernel = "hopper_ahead" if path or ahead < fused else "hopper_fused"
+        kernel = "hopper_ahead" if call.path or ahead < fused else "hopper_fused"
     else:
         who = "it was asked for"
-    if kernel == "hopper_ahead":
-        plan = delta_ahead.plan_forward(hardware, q, k, v, g, beta, S, cu, scale, path)
-    else:
-        plan = delta_fused.plan_forward(hardware, q, k, v, g, beta, S, cu, scale)
+    plan = (delta_ahead if kernel == "hopper_ahead" else delta_fused).plan_forward(hardware, call)
     return plan._replace(why=(f"{kernel}: {who}", *plan.why))
 
 
-def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, kernel, need_dg) -> Plan:
+def kept(call: Call, outputs: tuple) -> dict:
+    """Nothing is kept: the backward pass makes its inputs again, in a small part of its time."""
+    return {}
+
+
+def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor not given and a dg not needed."""
-    rest = q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg
-    reason = hopper.refusal_of_delta(hardware, q, k, v, None, kernel)
+    reason = hopper.refusal_of_delta(hardware, call._replace(path=None))
     if not reason:
         from .hopper import delta_backward  # not where Gluon is missing
 
-        return delta_backward.plan_backward(hardware, *rest)
-    plan = delta_gradient.plan_backward(hardware, *rest)
+        return delta_backward.plan_backward(
+            hardware, q=call.q, k=call.k, v=call.v, g=call.g, beta=call.beta, S=call.initial_state, cu=call.cu_seqlens,
+            do=call.do, dS=call.dS, scale=call.scale, path=call.path, need_dg=call.need_dg,
+        )  # fmt: skip
+    plan = delta_gradient.plan_backward(hardware, call)
     return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
-def check(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel) -> None:
-    """Check a call with a new signature."""
-    mechanism, tensors = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
-    check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
-    check_choice("path", path, PATHS)
-    check_choice("kernel", kernel, KERNELS)
-
-
-def kept(tensors: tuple, outputs: tuple) -> list:
-    """Nothing is kept: the backward pass makes its inputs again, in a small part of its time."""
-    return []
-
-
-TENSORS = (*(x.name for x in MECHANISMS["gated_delta_rule"].arguments), "initial_state", "cu_seqlens")
-CHOICES = ("scale", "path", "kernel")
-# launch/ checks a new call, plans it by the functions above and keeps its launches; nothing there depends on the kernel
-forward = Planned(plan_forward, TENSORS, CHOICES, check)
-backward = Planned(plan_backward, (*TENSORS, "do", "dS"), (*CHOICES, "need_dg"))
+# launch/ checks a new call, plans it by the functions above and keeps its launches
+forward = Planned(plan_forward, Call, check)
 _forward = with_state("delta_rule", forward)
-differentiable(_forward, backward, kept)
+backward = differentiable(_forward, plan_backward, kept, names=(), optional="g")
 
 
 def gated_delta_rule(
@@ -133,9 +143,13 @@ def gated_delta_rule(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    if g is None:  # checked here, since `_delta` would take the call for one of the delta rule
-        check_call("gated_delta_rule", (q, k, v, g, beta), initial_state, cu_seqlens, scale, {})
-    return _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens, path, kernel)
+    call = Call(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
+        kernel=kernel,
+    )  # fmt: skip
+    if g is None:  # checked here, since `check` would take the call for one of the delta rule
+        check_call("gated_delta_rule", call, {})
+    return attend(call)
 
 
 def delta_rule(
@@ -151,10 +165,16 @@ def delta_rule(
     kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The delta rule: :func:`gated_delta_rule` without gates."""
-    return _delta(q, k, v, None, beta, scale, initial_state, cu_seqlens, path, kernel)
+    call = Call(
+        q=q, k=k, v=v, g=None, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
+        kernel=kernel,
+    )  # fmt: skip
+    return attend(call)
 
 
-def _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens, path, kernel):
-    scale = scale if scale is None else contract.check_scale(scale, 1)
-    o, S, *_ = _forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, path, kernel)
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """(o, final state) of a call."""
+    if call.scale is not None:
+        call = call._replace(scale=contract.check_scale(call.scale, 1))
+    o, S, *_ = _forward(call)
     return o, S

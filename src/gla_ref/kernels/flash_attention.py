@@ -5,6 +5,8 @@ The kernels are in portable/flash.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,52 +20,78 @@ from .portable.flash import plan_backward, plan_forward, twin
 __all__ = ["flash_attention"]
 
 
-def check(q, k, v, cu_seqlens, scale, cached=False, cache=None) -> None:
+class Call(NamedTuple):
+    """A call of :func:`flash_attention`; k and v are those behind the cache if it is `cached`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor | None
+    scale: float | None
+    cached: bool
+
+
+class Gradient(NamedTuple):
+    """What the backward pass takes; `low` belongs to float32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    low: Tensor | None
+    do: Tensor
+    cu_seqlens: Tensor | None
+    scale: float | None
+
+
+def check(call: Call, cache: tuple[Tensor, Tensor] | None = None) -> None:
     """Check a call with a new signature; a `cached` call was checked before the cache was put before k and v."""
-    if cached:
+    if call.cached:
         return
     if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
         raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
     past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
-    given = {name: x for name, x in {"q": q, "k": k, "v": v, **past}.items() if x is not None}
-    sizes = check_inputs(KIND._replace(states=CACHE), given, {"K": 256, "V": 256})
+    tokens = {"q": call.q, "k": call.k, "v": call.v}
+    sizes = check_inputs(
+        KIND._replace(states=CACHE), {n: x for n, x in (tokens | past).items() if x is not None}, WIDEST
+    )
     for name, x in past.items():
-        if x.dtype != k.dtype:
-            raise TypeError(f"{name}: expected dtype {k.dtype} as for k, got {x.dtype}")
-    if cu_seqlens is not None and past:
+        if x.dtype != call.k.dtype:
+            raise TypeError(f"{name}: expected dtype {call.k.dtype} as for k, got {x.dtype}")
+    if call.cu_seqlens is not None and past:
         raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
-    check_packed(cu_seqlens, sizes["B"], sizes["T"], q.device)
-    contract.check_scale(scale, sizes["K"])
+    check_packed(call.cu_seqlens, sizes["B"], sizes["T"], call.q.device)
+    contract.check_scale(call.scale, sizes["K"])
 
 
-CHOICES = ("scale",)
-forward = Planned(plan_forward, ("q", "k", "v", "cu_seqlens"), (*CHOICES, "cached"), check, twin)
-backward = Planned(plan_backward, ("q", "k", "v", "o", "lse", "low", "do", "cu_seqlens"), CHOICES, twin=twin)
-_forward = Operator("flash_attention", forward, 3)
-_backward = Operator("flash_attention_backward", backward, 3)
+WIDEST = {"K": 256, "V": 256}
+forward, backward = Planned(plan_forward, Call, check, twin), Planned(plan_backward, Gradient, twin=twin)
+_forward, _backward = Operator("flash_attention", forward, 3), Operator("flash_attention_backward", backward, 3)
 
 
 @_forward.register_fake
-def _(q, k, v, cu, scale, cached):
-    o = q.new_empty(*q.shape[:3], v.shape[-1])
+def _(call):
+    q = call.q
+    o = q.new_empty(*q.shape[:3], call.v.shape[-1])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     return o, lse, lse.clone() if q.dtype == torch.float32 else q.new_empty(0)
 
 
 @_backward.register_fake
-def _(q, k, v, o, lse, low, do, cu, scale):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _(call):
+    return tuple(x.new_empty(x.shape) for x in (call.q, call.k, call.v))
 
 
-def _save(ctx, inputs, output):
-    q, k, v, cu, ctx.scale, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, cu)
+def _save(ctx, call, output):
+    ctx.save_for_backward(call.q, call.k, call.v, *output, call.cu_seqlens)
+    ctx.scale = call.scale
 
 
 def _gradients(ctx, do, *_):  # lse is returned for the backward's sake: nobody differentiates it
     q, k, v, o, lse, low, cu = ctx.saved_tensors
     low = low if q.dtype == torch.float32 else None
-    grads = _backward(q, k, v, o, lse, low, do, cu, ctx.scale)
+    grads = _backward(Gradient(q=q, k=k, v=v, o=o, lse=lse, low=low, do=do, cu_seqlens=cu, scale=ctx.scale))
     return *grads, *[None] * 3
 
 
@@ -98,11 +126,13 @@ def flash_attention(
         TypeError: the kind or dtype of an argument is wrong.
         ValueError: a shape, a size or a device is wrong.
     """
-    cached = initial_state is not None
-    if cached:
+    call = Call(q=q, k=k, v=v, cu_seqlens=cu_seqlens, scale=scale, cached=initial_state is not None)
+    if call.cached:
         if not torch.compiler.is_compiling():  # under torch.compile shapes are PyTorch's to check
-            check(q, k, v, cu_seqlens, scale, cache=initial_state)
+            check(call._replace(cached=False), initial_state)
         k, v = (torch.cat(pair, 1) for pair in zip(initial_state, (k, v), strict=True))
-    scale = scale if scale is None else contract.check_scale(scale, 1)
-    o, *_ = _forward(q, k, v, cu_seqlens, scale, cached)
+        call = call._replace(k=k, v=v)
+    if scale is not None:
+        call = call._replace(scale=contract.check_scale(scale, 1))
+    o, *_ = _forward(call)
     return o, (k, v)

@@ -7,12 +7,13 @@ portable/gla_gradient.py and hopper/; with gates on values too, in portable/gla_
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from .. import _contract as contract
-from ..mechanisms import MECHANISMS
 from . import hopper
-from .launch.checks import check_call, check_choice
+from .launch.checks import check_call
 from .launch.hardware import Hardware
 from .launch.operator import differentiable, with_state
 from .launch.plan import Plan
@@ -21,62 +22,63 @@ from .portable import gla_forward, gla_gradient, gla_two_sided
 
 __all__ = ["gla"]
 
-PATHS = ("fused", "segmented")
-KERNELS = ("portable", "hopper")
+PATHS, KERNELS = ("fused", "segmented"), ("portable", "hopper")
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path, kernel) -> Plan:
+class Call(NamedTuple):
+    """A call of :func:`gla`; in a plan, with a Spec for each tensor."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    g_v: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float | None
+    path: str | None = None
+    kernel: str | None = None
+
+
+def check(call: Call) -> None:
+    """Check a call with a new signature."""
+    check_call("gla", call, {"K": 256, "V": 512}, {"path": PATHS, "kernel": KERNELS})
+
+
+def plan_forward(hardware: Hardware, call: Call) -> Plan:
     """(o, final state, the states that segments start from)."""
-    reason = hopper.refusal(hardware, q, k, v, g, g_v)
-    if kernel == "hopper" and reason:
+    reason = hopper.refusal(hardware, call)
+    if call.kernel == "hopper" and reason:
         raise ValueError(f"kernel: expected what the Hopper kernel takes for kernel='hopper', but {reason}")
-    if kernel != "portable" and not reason:
+    if call.kernel != "portable" and not reason:
         from .hopper import gla_forward as gluon  # not where Gluon is missing
 
-        return gluon.plan_forward(hardware, q, k, v, g, S, cu, scale, path, kernel)
-    if g_v is None:
-        plan = gla_forward.plan_forward(hardware, q, k, v, g, S, cu, scale, path)
-    else:
-        plan = gla_two_sided.plan_forward(hardware, q, k, v, g, g_v, S, cu, scale, path)
-    who = f"the portable kernel: {reason or 'it was asked for'}"
-    return plan._replace(why=(who, *plan.why))
+        return gluon.plan_forward(hardware, call)
+    plan = (gla_forward if call.g_v is None else gla_two_sided).plan_forward(hardware, call)
+    return plan._replace(why=(f"the portable kernel: {reason or 'it was asked for'}", *plan.why))
 
 
-def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, kernel, need_dg) -> Plan:
+def kept(call: Call, outputs: tuple) -> dict[str, Tensor | None]:
+    """The states that segments start from."""
+    _, _, *starts = outputs
+    return {"starts": starts[0] if starts else None}
+
+
+def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dg_v, dS0); None for a tensor not given and a dg not needed."""
-    rest = S, cu, starts, do, dS, scale, path, need_dg
-    reason = hopper.refusal_of_gradient(hardware, q, k, v, g, g_v, kernel)
+    reason = hopper.refusal_of_gradient(hardware, call)
     if not reason:
         from .hopper import gla_backward as gluon  # not where Gluon is missing
 
-        return gluon.plan_backward(hardware, q, k, v, g, *rest)
-    if g_v is None:
-        plan = gla_gradient.plan_backward(hardware, q, k, v, g, *rest)
-    else:
-        plan = gla_two_sided.plan_backward(hardware, q, k, v, g, g_v, *rest)
+        return gluon.plan_backward(hardware, call)
+    plan = (gla_gradient if call.g_v is None else gla_two_sided).plan_backward(hardware, call)
     return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
-def check(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel) -> None:
-    """Check a call with a new signature."""
-    check_call("gla", (q, k, v, g, g_v), initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
-    check_choice("path", path, PATHS)
-    check_choice("kernel", kernel, KERNELS)
-
-
-def kept(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
-    """The states that segments start from."""
-    _, _, *starts = outputs
-    return starts or [None]
-
-
-TENSORS = (*(x.name for x in MECHANISMS["gla"].arguments), "initial_state", "cu_seqlens")
-CHOICES = ("scale", "path", "kernel")
-# launch/ checks a new call, plans it by the functions above and keeps its launches; nothing there depends on the kernel
-forward = Planned(plan_forward, TENSORS, CHOICES, check)
-backward = Planned(plan_backward, (*TENSORS, "starts", "do", "dS"), (*CHOICES, "need_dg"))
+# launch/ checks a new call, plans it by the functions above and keeps its launches
+forward = Planned(plan_forward, Call, check)
 _forward = with_state("gla", forward)
-differentiable(_forward, backward, kept)
+backward = differentiable(_forward, plan_backward, kept, names=("starts",), optional="g")
 
 
 def gla(
@@ -121,5 +123,9 @@ def gla(
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     scale = scale if scale is None else contract.check_scale(scale, 1)
-    o, S, *_ = _forward(q, k, v, g, g_v, initial_state, cu_seqlens, scale, path, kernel)
+    call = Call(
+        q=q, k=k, v=v, g=g, g_v=g_v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
+        kernel=kernel,
+    )  # fmt: skip
+    o, S, *_ = _forward(call)
     return o, S

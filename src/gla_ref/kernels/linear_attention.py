@@ -6,11 +6,12 @@ The kernels are in portable/linear.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .. import _contract as contract
-from .launch.checks import check_call, check_choice
+from .launch.checks import check_call
 from .launch.operator import differentiable, with_state
 from .launch.program import Planned
 from .portable.linear import plan_backward, plan_forward, unwindable
@@ -21,31 +22,43 @@ __all__ = ["choose_path", "linear_attention", "simple_gla"]
 PATHS = ("fused", "segmented", "materialised")
 
 
-def check(q, k, v, g, initial_state, cu_seqlens, scale, path) -> None:
+class Call(NamedTuple):
+    """A call, without g one of :func:`linear_attention`; in a plan, with a Spec for each tensor."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float | None
+    path: str | None
+
+
+def check(call: Call) -> None:
     """Check a call with a new signature."""
-    mechanism, tensors = ("linear_attention", (q, k, v)) if g is None else ("simple_gla", (q, k, v, g))
-    check_call(mechanism, tensors, initial_state, cu_seqlens, scale, {"K": 256, "V": 512})
-    check_choice("path", path, PATHS)
+    mechanism = "linear_attention" if call.g is None else "simple_gla"
+    check_call(mechanism, call, {"K": 256, "V": 512}, {"path": PATHS})
 
 
-def kept(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
+def kept(call: Call, outputs: tuple) -> dict[str, Tensor | None]:
     """The final state of narrow heads without gates; the gates' sums."""
-    q, _, v, g, *_ = tensors
     _, S_T, *sums = outputs
-    return [S_T if unwindable(q, v, g) else None, *(sums or [None])]
+    return {"S_T": S_T if unwindable(call) else None, "sums": sums[0] if sums else None}
 
 
-TENSORS = ("q", "k", "v", "g", "initial_state", "cu_seqlens")
-CHOICES = ("scale", "path")
-forward = Planned(plan_forward, TENSORS, CHOICES, check)
-backward = Planned(plan_backward, (*TENSORS, "S_T", "sums", "do", "dS"), (*CHOICES, "need_dg"))
+forward = Planned(plan_forward, Call, check)
 _forward = with_state("linear_attention", forward)
-differentiable(_forward, backward, kept)
+backward = differentiable(_forward, plan_backward, kept, names=("S_T", "sums"), optional="g")
 
 
-def _attention(q, k, v, g, scale, initial_state, cu_seqlens, path):
+def attend(q, k, v, g, scale, initial_state, cu_seqlens, path) -> tuple[Tensor, Tensor]:
+    """(o, final state)."""
     scale = scale if scale is None else contract.check_scale(scale, 1)
-    o, S, *_ = _forward(q, k, v, g, initial_state, cu_seqlens, scale, path)
+    call = Call(
+        q=q, k=k, v=v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
+    )  # fmt: skip
+    o, S, *_ = _forward(call)
     return o, S
 
 
@@ -79,9 +92,9 @@ def simple_gla(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    if g is None:  # the code below would compute linear attention
-        check_call("simple_gla", (q, k, v, g), initial_state, cu_seqlens, scale, {})
-    return _attention(q, k, v, g, scale, initial_state, cu_seqlens, path)
+    if g is None:  # `attend` would compute linear attention
+        check_call("simple_gla", Call(q, k, v, g, initial_state, cu_seqlens, scale, path), {})
+    return attend(q, k, v, g, scale, initial_state, cu_seqlens, path)
 
 
 def linear_attention(
@@ -107,11 +120,11 @@ def linear_attention(
         with contract.outside_autocast(q):
             q, k = feature_map(q), feature_map(k)
 
-    def attend(v, S):
-        return _attention(q, k, v, None, scale, S, cu_seqlens, path)
+    def of_values(v, S):
+        return attend(q, k, v, None, scale, S, cu_seqlens, path)
 
     if not normalize:
-        return attend(v, initial_state)
+        return of_values(v, initial_state)
     S, z = None, None
     if initial_state is not None:
         if not isinstance(initial_state, tuple) or len(initial_state) != 2:
@@ -120,6 +133,6 @@ def linear_attention(
         S, z = initial_state[0], initial_state[1][..., None]
         if S.shape[:-1] != z.shape[:-1]:
             raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape[:-1])}")
-    o, S = attend(v, S)
-    total, z = attend(v.new_ones(1).expand(*v.shape[:3], 1), z)
+    o, S = of_values(v, S)
+    total, z = of_values(v.new_ones(1).expand(*v.shape[:3], 1), z)
     return o / total, (S, z[..., 0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _contract as contract
-from ..mechanisms import MECHANISMS
+from . import delta, gla
 from .launch.checks import check_call
 from .launch.operator import forward_only, with_state
 from .launch.program import Planned
@@ -18,28 +18,8 @@ from .portable import gla_step as of_gla
 
 __all__ = ["delta_rule_step", "gated_delta_rule_step", "gla_step"]
 
-WIDEST = {"K": 256, "V": 512}
-
-
-def check_gla(q, k, v, g, g_v, initial_state, cu_seqlens, scale) -> None:
-    """Check a call of GLA that has a new signature."""
-    check_call("gla", (q, k, v, g, g_v), initial_state, cu_seqlens, scale, WIDEST)
-
-
-def check_delta(q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
-    """Check a call of a delta rule that has a new signature."""
-    mechanism, tensors = ("delta_rule", (q, k, v, beta)) if g is None else ("gated_delta_rule", (q, k, v, g, beta))
-    check_call(mechanism, tensors, initial_state, cu_seqlens, scale, WIDEST)
-
-
-def planned(plan, mechanism: str, check) -> Planned:
-    """The planned function of a step kernel."""
-    names = [x.name for x in MECHANISMS[mechanism].arguments]
-    return Planned(plan, (*names, "initial_state", "cu_seqlens"), ("scale",), check)
-
-
-gla_forward = planned(of_gla.plan_step, "gla", check_gla)
-delta_forward = planned(of_delta.plan_step, "gated_delta_rule", check_delta)
+gla_forward = Planned(of_gla.plan_step, gla.Call, gla.check)
+delta_forward = Planned(of_delta.plan_step, delta.Call, delta.check)
 _gla_step = forward_only(with_state("gla_step", gla_forward))
 _delta_step = forward_only(with_state("delta_step", delta_forward))
 
@@ -75,7 +55,10 @@ def gla_step(
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
     scale = scale if scale is None else contract.check_scale(scale, 1)
-    o, S = _gla_step(q, k, v, g, g_v, initial_state, cu_seqlens, scale)
+    call = gla.Call(
+        q=q, k=k, v=v, g=g, g_v=g_v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
+    )  # fmt: skip
+    o, S = _gla_step(call)
     return o, S
 
 
@@ -109,9 +92,12 @@ def gated_delta_rule_step(
     Raises:
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
+    call = delta.Call(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
+    )  # fmt: skip
     if g is None:  # the code below would compute the delta rule
-        check_call("gated_delta_rule", (q, k, v, g, beta), initial_state, cu_seqlens, scale, {})
-    return _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+        check_call("gated_delta_rule", call, {})
+    return step(call)
 
 
 def delta_rule_step(
@@ -125,10 +111,15 @@ def delta_rule_step(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The delta rule for one token or a few: :func:`gated_delta_rule_step` without gates."""
-    return _delta(q, k, v, None, beta, scale, initial_state, cu_seqlens)
+    call = delta.Call(
+        q=q, k=k, v=v, g=None, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
+    )  # fmt: skip
+    return step(call)
 
 
-def _delta(q, k, v, g, beta, scale, initial_state, cu_seqlens):
-    scale = scale if scale is None else contract.check_scale(scale, 1)
-    o, S = _delta_step(q, k, v, g, beta, initial_state, cu_seqlens, scale)
+def step(call: delta.Call) -> tuple[Tensor, Tensor]:
+    """(o, final state) of a call of a delta rule."""
+    if call.scale is not None:
+        call = call._replace(scale=contract.check_scale(call.scale, 1))
+    o, S = _delta_step(call)
     return o, S

@@ -45,49 +45,49 @@ def refusal_of_tokens(hardware: Hardware, *tokens: Spec) -> str | None:
     return None
 
 
-def refusal(hardware: Hardware, q: Spec, k: Spec, v: Spec, g: Spec, g_v: Spec | None) -> str | None:
+def refusal(hardware: Hardware, call) -> str | None:
     """Why the Hopper kernel of GLA does not take a call; None if it does."""
     if reason := refusal_of_gpu(hardware):
         return reason
-    if g_v is not None:
+    if call.g_v is not None:
         return "the Hopper kernel has no gates on values"
-    if q.shape[-1] > WIDEST:
-        return f"the Hopper kernel has K of at most {WIDEST}, not {q.shape[-1]}"
-    return refusal_of_tokens(hardware, q, k, v) or refusal_of_box(hardware, g)
+    if call.q.shape[-1] > WIDEST:
+        return f"the Hopper kernel has K of at most {WIDEST}, not {call.q.shape[-1]}"
+    return refusal_of_tokens(hardware, call.q, call.k, call.v) or refusal_of_box(hardware, call.g)
 
 
-def refusal_of_gradient(hardware: Hardware, q: Spec, k: Spec, v: Spec, g: Spec, g_v: Spec | None, kernel) -> str | None:
-    """Why the Hopper kernel of GLA's gradient does not take a call that asks for `kernel`; None if it does."""
-    if kernel == "portable":
+def refusal_of_gradient(hardware: Hardware, call) -> str | None:
+    """Why the Hopper kernel of GLA's gradient does not take a call; None if it does."""
+    if call.kernel == "portable":
         return "it was asked for"
-    if reason := refusal(hardware, q, k, v, g, g_v):
+    if reason := refusal(hardware, call):
         return reason
-    if q.dtype != torch.bfloat16:
-        return f"the Hopper kernel makes gradients of tokens in bfloat16, not {q.dtype}"
-    if g.dtype.itemsize != 2:
-        return f"the Hopper kernel makes gradients with gates of 16 bits, not {g.dtype}"
-    if v.shape[-1] > WIDEST:
-        return f"the Hopper kernel makes gradients for V of at most {WIDEST}, not {v.shape[-1]}"
-    if kernel != "hopper" and release() < FASTER:
+    if call.q.dtype != torch.bfloat16:
+        return f"the Hopper kernel makes gradients of tokens in bfloat16, not {call.q.dtype}"
+    if call.g.dtype.itemsize != 2:
+        return f"the Hopper kernel makes gradients with gates of 16 bits, not {call.g.dtype}"
+    if call.v.shape[-1] > WIDEST:
+        return f"the Hopper kernel makes gradients for V of at most {WIDEST}, not {call.v.shape[-1]}"
+    if call.kernel != "hopper" and release() < FASTER:
         older = "a Triton before {}.{}".format(*FASTER)
         return f"by {older} the Hopper kernel's gradient is hardly faster: kernel='hopper' asks for it"
     return None
 
 
-def refusal_of_delta(hardware: Hardware, q: Spec, k: Spec, v: Spec, path: str | None, kernel: str | None) -> str | None:
-    """Why the Hopper kernels of the delta rules do not take a call that asks for `kernel`; None if they do.
+def refusal_of_delta(hardware: Hardware, call) -> str | None:
+    """Why the Hopper kernels of the delta rules do not take a call; None if they do.
 
     Nothing needs to ask: they are faster than the portable kernel wherever they run (lab/delta_rules.md).
     """
-    if kernel == "portable":
+    if call.kernel == "portable":
         return "it was asked for"
     if reason := refusal_of_gpu(hardware):
         return reason
-    for x, axis in ((q, "K"), (v, "V")):
+    for x, axis in ((call.q, "K"), (call.v, "V")):
         if x.shape[-1] not in WIDTHS:
             return f"the Hopper kernels have {axis} of {' or '.join(map(str, WIDTHS))}, not {x.shape[-1]}"
-    if reason := refusal_of_tokens(hardware, q, k, v):
+    if reason := refusal_of_tokens(hardware, call.q, call.k, call.v):
         return reason
-    if path == "segmented" and kernel == "hopper_fused":
+    if call.path == "segmented" and call.kernel == "hopper_fused":
         return "this kernel walks over each sequence in one go, and path='segmented' was asked for"
     return None

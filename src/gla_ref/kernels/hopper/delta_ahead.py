@@ -298,45 +298,46 @@ def whole_duration(hardware: Hardware, K: int, V: int, heads: int, chunks: int, 
     return solve + duration(hardware, how, K, V, heads, chunks, length)
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path=None) -> Plan:
-    """(o, final state) of specs of the tensors."""
-    call = delta_chunk.begin(hardware, (q, k, v, g, beta, S, cu), scale)
-    draft, K, V, H, N, T = call.draft, call.K, call.V, call.H, call.N, call.T
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """(o, final state)."""
+    shared, q, k, v, g, beta = delta_chunk.begin(hardware, call), call.q, call.k, call.v, call.g, call.beta
+    path = call.path
+    draft, K, V, H, N, T = shared.draft, shared.K, shared.V, shared.H, shared.N, shared.T
     chunks = cdiv(T, C.value)
-    each = cdiv(chunks, N) if cu else chunks
+    each = cdiv(chunks, N) if shared.cu else chunks
     how, length = choose(hardware, K, V, H * N, each, path)
     cut = path == "segmented" or length < each
     L = C.value * length if cut else T + 1
     BV = how.columns
     draft.because(f"T of all chunks first, then a program for each {BV} columns of V: Hopper kernels, in Gluon")
     who = "it was asked for" if path else f"{V // BV * H * N} programs for {hardware}"
-    n = H * slots(call.B, T, call.cu, C.value)
+    n = H * slots(shared.B, T, shared.cu, C.value)
     squares = (draft.new(name, n, C.value, 1, C.value, dtype=q.dtype) for name in "TP")
     d_T, d_P = (box(x, C.value, C.value) for x in squares)
     decays = draft.new("decays", n, ROWS.value, C.value)
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
     d_q, d_k, d_v, d_o = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV), (o, BV)))
     launch_solve(
-        call, d_q, d_k, g, beta, d_T, d_P, decays, how.of_solve,
+        shared, d_q, d_k, g, beta, d_T, d_P, decays, how.of_solve,
         SINCE=SINCE.value, UNTIL=UNTIL.value, DIVISORS=DIVISORS.value,
     )
 
     def launch_walk(L: int, W: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None) -> None:
         """`walk` over segments of L tokens, whose states have W columns; without o, their maps."""
         draft.launch(
-            walk, (V if o else W) // BV * H * slots(call.B, T, call.cu, L),
-            d_q if o else None, d_k, d_v, d_T, d_P if o else None, decays, d_o if o else None, o, S_in, S_out, call.cu,
-            N, T, L, H, call.G, call.scale,
+            walk, (V if o else W) // BV * H * slots(shared.B, T, shared.cu, L),
+            d_q if o else None, d_k, d_v, d_T, d_P if o else None, decays, d_o if o else None, o, S_in, S_out,
+            shared.cu, N, T, L, H, shared.G, shared.scale,
             K=K, V=V, W=W, BV=BV, STAGES=how.stages, GATED=g is not None, REGISTERS=24, num_warps=4,
             maxnreg=how.registers,
         )
 
     draft.because(f"each sequence in {f'segments of {length} of its {chunks} chunks' if cut else 'one go'}: {who}")
     if L <= T:
-        part = draft.new("part", slots(call.B, T, call.cu, L), H, K, V + K)
+        part = draft.new("part", slots(shared.B, T, shared.cu, L), H, K, V + K)
         launch_walk(L, V + K, None, part, None)
-        carry_states(draft, part, call.S_in, S_T, call.cu, T, L, reverse=False)
+        carry_states(draft, part, shared.S_in, S_T, shared.cu, T, L, reverse=False)
         launch_walk(L, V + K, part, None, o)
     else:
-        launch_walk(L, V, call.S_in, S_T, o)
+        launch_walk(L, V, shared.S_in, S_T, o)
     return draft.plan("hopper_ahead", o, S_T)

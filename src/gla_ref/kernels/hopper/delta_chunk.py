@@ -282,9 +282,9 @@ class Shared(NamedTuple):
     scale: float
 
 
-def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale) -> Shared:
-    """A call of q, k, v, g, beta, initial state, cu_seqlens."""
-    draft, (q, _, v, _, _, S, cu) = Draft(hardware, *inputs), inputs
-    (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
-    scale, cu = contract.check_scale(scale, K), draft.contiguous(cu, torch.int32)
-    return Shared(draft, cu, draft.contiguous(S, torch.float32), B, T, H, K, V, H // heads, sequences(B, cu), scale)
+def begin(hardware: Hardware, call) -> Shared:
+    """Begin the plan of a call forward."""
+    draft, (B, T, heads, K), (H, V) = Draft(hardware, *call), call.q.shape, call.v.shape[2:]
+    scale, cu = contract.check_scale(call.scale, K), draft.contiguous(call.cu_seqlens, torch.int32)
+    S_in = draft.contiguous(call.initial_state, torch.float32)
+    return Shared(draft, cu, S_in, B, T, H, K, V, H // heads, sequences(B, cu), scale)

@@ -453,16 +453,16 @@ def duration(hardware: Hardware, heads: int, chunks: int) -> float:
     return cdiv(heads, hardware.multiprocessors) * chunks * CHUNK
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
-    """(o, final state) of specs of the tensors."""
-    call = delta_chunk.begin(hardware, (q, k, v, g, beta, S, cu), scale)
-    draft, K, V, roles = call.draft, call.K, call.V, ROLES[call.V]
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """(o, final state)."""
+    shared, q, k, v, g, beta = delta_chunk.begin(hardware, call), call.q, call.k, call.v, call.g, call.beta
+    draft, K, V, roles = shared.draft, shared.K, shared.V, ROLES[shared.V]
     draft.because("the whole chunk in one program, a program a value head: the fused Hopper kernel, in Gluon")
-    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.N, call.H, K, V)
+    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.N, shared.H, K, V)
     draft.launch(
-        fused, call.H * call.N,
+        fused, shared.H * shared.N,
         box(q, C.value, K), box(k, C.value, K), box(v, C.value, BV.value), g, beta, *strides(g), *strides(beta),
-        box(o, C.value, BV.value), o, call.S_in, S_T, call.cu, call.T, call.H, call.G, call.scale,
+        box(o, C.value, BV.value), o, shared.S_in, S_T, shared.cu, shared.T, shared.H, shared.G, shared.scale,
         K=K, V=V, R_WALKER=roles.of_walker, R_SOLVER=roles.of_solver, num_warps=4, maxnreg=roles.registers,
     )
     return draft.plan("hopper_fused", o, S_T)

@@ -54,6 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..delta import Call
 from ..launch.checks import check_call, check_forward_only
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan
@@ -281,12 +282,13 @@ def in_turn(
 # The plan, and the call.
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, beta, S, scale) -> Plan:
-    """(o, final state) of specs of the tensors.
+def plan_forward(hardware: Hardware, call: Call) -> Plan:
+    """(o, final state).
 
     Raises:
         TypeError, ValueError: it is a call that this kernel does not take.
     """
+    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
     if reason := refusal_of_gpu(hardware) or refusal_of_tokens(hardware, q, k, v):
         raise ValueError(f"q, k, v: expected what the groups in turn take, but {reason}")
     for x in (q, k, v):
@@ -294,13 +296,13 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, scale) -> Plan:
             raise ValueError(f"{x.name}: expected {SIZE} channels, got {x.shape[-1]}")
         if x.dtype != torch.bfloat16:
             raise TypeError(f"{x.name}: expected bfloat16, got {x.dtype}")
-    call = delta_chunk.begin(hardware, (q, k, v, g, beta, S, None), scale)
-    draft = call.draft
+    shared = delta_chunk.begin(hardware, call)
+    draft = shared.draft
     draft.because("the whole chunk in one program, two groups in turn: an experiment, in Gluon")
-    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.N, call.H, SIZE, SIZE)
+    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.N, shared.H, SIZE, SIZE)
     draft.launch(
         in_turn,
-        call.H * call.N,
+        shared.H * shared.N,
         box(q, C.value, SIZE),
         box(k, C.value, SIZE),
         box(v, C.value, BV.value),
@@ -310,12 +312,12 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, scale) -> Plan:
         *strides(beta),
         box(o, C.value, BV.value),
         o,
-        call.S_in,
+        shared.S_in,
         S_T,
-        call.T,
-        call.H,
-        call.G,
-        call.scale,
+        shared.T,
+        shared.H,
+        shared.G,
+        shared.scale,
         K=SIZE,
         REGISTERS=224,  # a thread of group 1; group 0, which makes the inverse, gets what is left: 256
         num_warps=4,
@@ -324,13 +326,12 @@ def plan_forward(hardware: Hardware, q, k, v, g, beta, S, scale) -> Plan:
     return draft.plan("hopper_in_turn", o, S_T)
 
 
-def check(q, k, v, g, beta, initial_state, scale) -> None:
+def check(call: Call) -> None:
     """Compare a call of a new signature with the contract."""
-    sizes = {"K": SIZE, "V": SIZE}
-    check_call("gated_delta_rule", (q, k, v, g, beta), initial_state, None, scale, sizes)
+    check_call("gated_delta_rule", call, {"K": SIZE, "V": SIZE})
 
 
-forward = Planned(plan_forward, ("q", "k", "v", "g", "beta", "initial_state"), ("scale",), check)
+forward = Planned(plan_forward, Call, check)
 
 
 def gated_delta_rule(
@@ -354,7 +355,7 @@ def gated_delta_rule(
     Raises:
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
-    args = q, k, v, g, beta, initial_state
-    check_forward_only(dict(zip(forward.names, args, strict=True)), "the groups in turn")
-    o, S = forward.find((*args, scale))((*args, None))  # inputs of the shared plan end with cu_seqlens
+    call = Call(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=None, scale=scale)
+    check_forward_only(dict(zip(call._fields, call[: forward.tensors], strict=False)), "the groups in turn")
+    o, S = forward(call)
     return o, S

@@ -660,35 +660,34 @@ def launch_unwind(call: GlaCall, q, k, v, g, do, states, made, strong, L: int, R
     )
 
 
-def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
+def plan_backward(hardware: Hardware, call) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
-    call = call_of(Draft(hardware, q, k, v, g, None, S, cu, starts, do, dS), q, v, cu, scale, path)
-    call, do, R = begin_backward(call, v, do, dS)
-    draft = call.draft
+    draft, q, k, v, g, S = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.initial_state
+    shared, do, R = begin_backward(call_of(draft, q, v, call.cu_seqlens, call.scale, call.path), v, call.do, call.dS)
     draft.because("one walk backwards for all gradients: the Hopper kernel, in Gluon")
     S_in = draft.contiguous(S, torch.float32)
-    states = walks(call, launch_walk, Readers(None, k, g=g), v, S_in, states="states", starts=starts).states
-    made = [draft.like(f"d{x.name}", x) for x in (q, k, v)] + [draft.like("dg", g) if need_dg else None]
+    states = walks(shared, launch_walk, Readers(None, k, g=g), v, S_in, states="states", starts=call.starts).states
+    made = [draft.like(f"d{x.name}", x) for x in (q, k, v)] + [draft.like("dg", g) if call.need_dg else None]
     # spare slots are nobody's: their flags must be zeros
-    strong = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
-    R_0 = draft.new("R_0", call.N, call.H, call.K, call.V) if S else None
-    L = call.segment()
-    if call.in_one_go:
-        launch_unwind(call, q, k, v, g, do, states, made, strong, L, R, R_0)
+    strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8, zero=shared.cu is not None)
+    R_0 = draft.new("R_0", shared.N, shared.H, shared.K, shared.V) if S else None
+    L = shared.segment()
+    if shared.in_one_go:
+        launch_unwind(shared, q, k, v, g, do, states, made, strong, L, R, R_0)
     else:  # what each segment adds to R, then what each begins with, then as above
-        n = slots(call.B, call.T, cu, L)
-        ends, of_segments = draft.new("ends", n, call.H, call.K, call.V), decays(call, n)
-        R_0 = R_0 or draft.new("R_0", call.N, call.H, call.K, call.V)
-        launch_walk(call, Readers(None, q, g=g), do, True, True, L, None, ends, decays=of_segments)
-        carry_states(draft, ends, *of_segments, R, R_0, call.cu, call.T, L, True)
-        launch_unwind(call, q, k, v, g, do, states, made, strong, L, ends, None)
+        n = slots(shared.B, shared.T, shared.cu, L)
+        ends, of_segments = draft.new("ends", n, shared.H, shared.K, shared.V), decays(shared, n)
+        R_0 = R_0 or draft.new("R_0", shared.N, shared.H, shared.K, shared.V)
+        launch_walk(shared, Readers(None, q, g=g), do, True, True, L, None, ends, decays=of_segments)
+        carry_states(draft, ends, *of_segments, R, R_0, shared.cu, shared.T, L, True)
+        launch_unwind(shared, q, k, v, g, do, states, made, strong, L, ends, None)
     dq, dk, dv, dg = made
-    wide = min(64, call.BK)
+    wide = min(64, shared.BK)
     draft.launch(
-        mend_gradient, cdiv(call.chunks * call.H, 16),
-        q, k, v, do, g, dq, dk, dv, dg, strong, call.cu, *patterns(q, k, v, do, g, dq, dv),
-        call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H,
-        LEVELS=call.levels, BK=wide, BV=wide, BN=16, **call.same, num_warps=4, num_stages=1,
+        mend_gradient, cdiv(shared.chunks * shared.H, 16),
+        q, k, v, do, g, dq, dk, dv, dg, strong, shared.cu, *patterns(q, k, v, do, g, dq, dv),
+        shared.N, shared.T, shared.H, shared.K, shared.V, shared.scale, shared.chunks * shared.H,
+        LEVELS=shared.levels, BK=wide, BV=wide, BN=16, **shared.same, num_warps=4, num_stages=1,
     )
-    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, call.scale)
+    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, shared.scale)
     return draft.plan("hopper", dq, dk, dv, dg, None, dS0)

@@ -481,47 +481,47 @@ def launch_walk(
     )
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path, kernel) -> Plan:
-    """(o, final state, starts) of specs of the tensors."""
-    draft = Draft(hardware, q, k, v, g, None, S, cu)
-    call = call_of(draft, q, v, cu, scale, path)
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """(o, final state, starts)."""
+    draft, q, k, v, g = Draft(hardware, *call), call.q, call.k, call.v, call.g
+    shared = call_of(draft, q, v, call.cu_seqlens, call.scale, call.path)
     draft.because("a loader, a transformer and a multiplier side by side: the Hopper kernel, in Gluon")
-    if takes_page(call, (q, k, v, g), S):
+    if takes_page(shared, (q, k, v, g), call.initial_state):
         draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
-        return plan_page(call, q, k, v, g)
+        return plan_page(shared, q, k, v, g)
     # spare slots are nobody's: their flags must be zeros
-    strong = draft.new("strong", call.chunks, call.H, dtype=torch.int8, zero=cu is not None)
-    x, S_in = Readers(q, k, g=g, strong=strong), draft.contiguous(S, torch.float32)
-    walked = walks(call, launch_walk, x, v, S_in, o="o", S="S_T")  # o and S_T: names of the tensors to make
-    mend_strong(call, q, k, v, g, walked.o, strong)
+    strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8, zero=shared.cu is not None)
+    x, S_in = Readers(q, k, g=g, strong=strong), draft.contiguous(call.initial_state, torch.float32)
+    walked = walks(shared, launch_walk, x, v, S_in, o="o", S="S_T")  # o and S_T: names of the tensors to make
+    mend_strong(shared, q, k, v, g, walked.o, strong)
     starts = walked.starts
     # the gradient's walks may be the portable ones, which begin from these states only if they cut sequences alike
-    if starts is not None and refusal_of_gradient(hardware, q, k, v, g, None, kernel):
-        other = portable.begin(Draft(hardware, q, k, v, g, None, S, cu), q, v, None, cu, scale, path)
-        starts = starts if other.segment() == call.segment() else None
+    if starts is not None and refusal_of_gradient(hardware, call):
+        other = portable.begin(Draft(hardware, *call), q, v, None, call.cu_seqlens, call.scale, call.path)
+        starts = starts if other.segment() == shared.segment() else None
     return draft.plan("hopper", walked.o, walked.S, starts)
 
 
-def takes_page(call: GlaCall, tokens: tuple[Spec, ...], S: Spec | None) -> bool:
+def takes_page(shared: GlaCall, tokens: tuple[Spec, ...], S: Spec | None) -> bool:
     """Whether the page's kernel makes all of a call."""
     return (
-        {call.K, call.V} <= {64, 128}
+        {shared.K, shared.V} <= {64, 128}
         and all([x.dtype == torch.bfloat16 for x in tokens])
         and S is None
-        and call.cu is None
-        and call.in_one_go
+        and shared.cu is None
+        and shared.in_one_go
     )
 
 
-def plan_page(call: GlaCall, q, k, v, g) -> Plan:
+def plan_page(shared: GlaCall, q, k, v, g) -> Plan:
     """The page's walk, which sets flags, and the pairs of the chunks that have one."""
-    draft, C, K, V, roles = call.draft, call.C, call.K, call.V, ROLES[call.BK]
-    strong = draft.new("strong", call.chunks, call.H, dtype=torch.int8)
-    o, S = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", call.B, call.H, K, V)
+    draft, C, K, V, roles = shared.draft, shared.C, shared.K, shared.V, ROLES[shared.BK]
+    strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8)
+    o, S = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.B, shared.H, K, V)
     draft.launch(
-        page.walk, call.B * call.H,
-        box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V), S, strong, call.T, call.H, call.scale,
-        K=K, V=V, STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
+        page.walk, shared.B * shared.H,
+        box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V), S, strong, shared.T, shared.H,
+        shared.scale, K=K, V=V, STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
     )
-    mend_strong(call, q, k, v, g, o, strong)
+    mend_strong(shared, q, k, v, g, o, strong)
     return draft.plan("hopper", o, S, None)

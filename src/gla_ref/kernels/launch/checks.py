@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -80,27 +81,28 @@ def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device
 
 
 def check_call(
-    mechanism: str,
-    tensors: tuple[Tensor | None, ...],
-    S: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    most: dict[str, int],
+    mechanism: str, call: NamedTuple, most: dict[str, int], choices: dict[str, tuple[str, ...]] | None = None
 ) -> dict[str, int]:
-    """Check a whole call of a kernel with states; `most` limits the sizes of some axes. Return the sizes of all axes.
+    """Check a call of a kernel with states: `most` limits the sizes of some axes, `choices` the values of options.
+
+    Returns:
+        The sizes of all axes.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    kind = MECHANISMS[mechanism]
-    given = {a.name: x for a, x in zip(kind.arguments, tensors, strict=True) if x is not None}
+    kind, S, cu_seqlens = MECHANISMS[mechanism], call.initial_state, call.cu_seqlens
+    given = {a.name: x for a in kind.arguments if (x := getattr(call, a.name)) is not None}
     sizes = check_inputs(kind, given, most)
-    check_scale(scale, sizes["K"])
+    check_scale(call.scale, sizes["K"])
     device = next(iter(given.values())).device
     check_packed(cu_seqlens, sizes["B"], sizes["T"], device)
     if S is not None:
         N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
         check_state("initial_state", S, state_shape(kind, sizes, N), device)
+    for name, values in (choices or {}).items():
+        if (value := getattr(call, name)) not in (None, *values):
+            raise ValueError(f"{name}: expected one of {', '.join(values)} or None, got {value!r}")
     return sizes
 
 
@@ -121,12 +123,6 @@ def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]
             name = next(a.name for a in known if axis in a.axes.split())
             raise ValueError(f"{name}: expected {axis} of at most {size}, got {sizes[axis]}")
     return sizes
-
-
-def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """Check that an option is None or one of its choices."""
-    if value not in (None, *choices):
-        raise ValueError(f"{name}: expected one of {', '.join(choices)} or None, got {value!r}")
 
 
 def check_only_backward(who: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:

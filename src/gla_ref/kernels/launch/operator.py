@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from .checks import check_forward_only, check_only_backward
 from .program import Planned
 
 LIBRARY = torch.library.Library("gla_ref", "FRAGMENT")
-OPTIONS = {"scale": "float?", "path": "str?", "kernel": "str?", "cached": "bool", "need_dg": "bool"}
+# PyTorch's names of the types in a call's record
+TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float | None: "float?", str | None: "str?", bool: "bool"}
 
 
 class Operator:
@@ -28,45 +30,53 @@ class Operator:
 
     def __init__(self, name: str, planned: Planned, outputs: int | None = None):
         """Return the plan's first `outputs` results, the others serve the backward pass; None: return a list of all."""
-        self.name, self.planned, self.tensors, self.outputs = name, planned, len(planned.names), outputs
-        arguments = [f"Tensor{'?' if i > 2 else ''} {n}" for i, n in enumerate(planned.names)]  # q, k, v are required
-        arguments += [f"{OPTIONS[n]} {n}" for n in planned.options]
+        self.name, self.planned, self.tensors, self.outputs = name, planned, planned.tensors, outputs
+        arguments = [f"{TYPES[kind]} {n}" for n, kind in planned.kinds.items()]
         results = f"({', '.join(['Tensor'] * outputs)})" if outputs else "Tensor[]"
         LIBRARY.define(f"{name}({', '.join(arguments)}) -> {results}")
-        LIBRARY.impl(name, lambda *args: given(planned(*args)[:outputs], args[0]), "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.gla_ref, name).default
         self.function = None
 
-    def __call__(self, *args):
-        tensors = args[: self.tensors]
-        check_only_backward(self.name, self.planned.names, tensors)
-        if watched(args[0]):
-            found = self.overload(*args)
-            return found if self.outputs else [x if x.ndim > 1 else None for x in found]
-        program = self.planned.find(args)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            if self.function is None:
-                check_forward_only(dict(zip(self.planned.names, tensors, strict=True)), self.name)
-            return self.function.apply(*args, program)
-        return program(tensors)
+        def run(*args):
+            return given(planned(planned.record(*args))[:outputs], args[0])
 
-    def register_fake(self, function):
-        torch.library.register_fake(f"gla_ref::{self.name}", function, lib=LIBRARY)
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+
+    def __call__(self, call: NamedTuple):
+        check_only_backward(self.name, call._fields, call)
+        if watched(call[0]):
+            results = self.overload(*call)
+            return results if self.outputs else [x if x.ndim > 1 else None for x in results]
+        program = self.planned.find(call)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[: self.tensors]):
+            if self.function is None:
+                check_forward_only(dict(zip(call._fields, call[: self.tensors], strict=False)), self.name)
+            return self.function.apply(*call, program)
+        return program(call)
+
+    def register_fake(self, function: Callable):
+        """Register `function(call)`, which makes empty results of a call under torch.compile."""
+        record = self.planned.record
+        torch.library.register_fake(f"gla_ref::{self.name}", lambda *args: function(record(*args)), lib=LIBRARY)
 
     def register_autograd(self, save: Callable, gradients: Callable):
-        """Register `save(ctx, inputs, output)`, which saves tensors for `gradients(ctx, *grads)`."""
-        torch.library.register_autograd(f"gla_ref::{self.name}", gradients, setup_context=save, lib=LIBRARY)
+        """Register `save(ctx, call, output)`, which saves tensors for `gradients(ctx, *grads)`, one for each field."""
+        record = self.planned.record
+
+        def save_call(ctx, inputs, output):
+            save(ctx, record(*inputs), output)
 
         def forward(ctx, *args):
             *inputs, program = args
-            outputs = tuple(program(inputs[: self.tensors]))
-            save(ctx, inputs, outputs)
+            outputs = tuple(program(inputs))
+            save_call(ctx, inputs, outputs)
             return outputs[: self.outputs]
 
         @once_differentiable
         def backward(ctx, *grads):
             return *gradients(ctx, *grads), None
 
+        torch.library.register_autograd(f"gla_ref::{self.name}", gradients, setup_context=save_call, lib=LIBRARY)
         # the class bears the operator's name, because `o.grad_fn` shows it
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self.function = type(self.name, (torch.autograd.Function,), methods)
@@ -90,44 +100,59 @@ def given(outputs: list[Tensor | None], like: Tensor) -> list[Tensor]:
 
 
 def with_state(name: str, planned: Planned) -> Operator:
-    """Make a mechanism's operator: q, k, v, gates, initial state, cu_seqlens and options to (o, state)."""
-    operator, places = Operator(name, planned, 2), [planned.names.index(n) for n in ("q", "v", "cu_seqlens")]
+    """Make a mechanism's operator: from a call, whose record has q, v and cu_seqlens, to (o, state)."""
+    operator = Operator(name, planned, 2)
 
     @operator.register_fake
-    def _(*args):
-        q, v, cu = (args[i] for i in places)
+    def _(call):
+        q, v, cu = call.q, call.v, call.cu_seqlens
         N = q.shape[0] if cu is None else cu.shape[0] - 1
         return v.new_empty(v.shape), q.new_empty(N, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
 
     return operator
 
 
-def differentiable(operator: Operator, planned: Planned, kept: Callable) -> None:
-    """Make an operator of `with_state` differentiable: `planned` returns all gradients (cu_seqlens has none).
+def differentiable(
+    operator: Operator, plan: Callable, kept: Callable, names: tuple[str, ...], optional: str
+) -> Planned:
+    """Make an operator of `with_state` differentiable; its tensors end with initial_state and cu_seqlens.
 
-    `planned` takes the tensors of the forward pass, the tensors that `kept(tensors, outputs)` returns (None for a
-    tensor that the backward pass makes again), the gradients of o and state, the options, and whether the first gate
-    needs a gradient.
+    Args:
+        operator: the operator.
+        plan: the plan of all gradients, in the order of the call's tensors, without one of cu_seqlens.
+            The record that it takes has the call's tensors, `names`, do, dS, the call's options, and need_d...
+        kept: `(call, outputs) ->` tensors by `names`; None for a tensor that the backward pass makes again.
+        names: of the tensors that are kept.
+        optional: the tensor whose gradient is made only where the record's last field, need_d..., asks for it.
+
+    Returns:
+        The planned gradient.
     """
-    gradient, n = Operator(f"{operator.name}_backward", planned), operator.tensors
-    gate = operator.planned.names.index("g")
+    of_call, n = operator.planned.kinds, operator.tensors
+    fields = list(of_call.items())
+    more = [(name, Tensor | None) for name in (*names, "dS")]
+    more.insert(-1, ("do", Tensor))
+    record = NamedTuple("Gradient", [*fields[:n], *more, *fields[n:], (f"need_d{optional}", bool)])
+    planned = Planned(plan, record)
+    gradient, place = Operator(f"{operator.name}_backward", planned), list(of_call).index(optional)
 
     @gradient.register_fake
-    def _(*args):
-        *tensors, S, _ = args[:n]
-        tensors[gate] = tensors[gate] if args[-1] else None
-        dS0 = None if S is None else S.new_empty(S.shape, dtype=torch.float32)
-        return given([*(x if x is None else x.new_empty(x.shape) for x in tensors), dS0], args[0])
+    def _(call):
+        call = call if call[-1] else call._replace(**{optional: None})
+        empty = [x if x is None else x.new_empty(x.shape) for x in call[: n - 2]]
+        S = call.initial_state
+        return given([*empty, S if S is None else S.new_empty(S.shape, dtype=torch.float32)], call[0])
 
-    def save(ctx, inputs, output):
-        tensors, ctx.options = inputs[:n], inputs[n:]
-        ctx.save_for_backward(*tensors, *kept(tensors, output))
+    def save(ctx, call, output):
+        keep, ctx.options = kept(call, output), call[n:]
+        ctx.save_for_backward(*call[:n], *[keep[name] for name in names])
         ctx.set_materialize_grads(False)  # the final state seldom has a gradient
 
     def gradients(ctx, do, dS):
-        saved = ctx.saved_tensors
-        do = torch.zeros_like(saved[2]) if do is None else do
-        grads = gradient(*saved, do, dS, *ctx.options, ctx.needs_input_grad[gate])
-        return *grads, None, *[None] * len(ctx.options)
+        call = record(*ctx.saved_tensors, do, dS, *ctx.options, ctx.needs_input_grad[place])
+        if do is None:
+            call = call._replace(do=torch.zeros_like(call.v))
+        return *gradient(call), None, *[None] * len(ctx.options)
 
     operator.register_autograd(save, gradients)
+    return planned

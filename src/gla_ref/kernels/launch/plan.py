@@ -115,9 +115,11 @@ class Plan(NamedTuple):
 class Draft:
     """A plan under construction."""
 
-    def __init__(self, hardware: Hardware, *inputs: Spec | None):
-        self.hardware, self.inputs, self.steps, self.reasons = hardware, inputs, [], []
-        self.names = {x.name: 1 for x in inputs if x is not None}  # uses of each name
+    def __init__(self, hardware: Hardware, *call):
+        """Begin the plan of a call, of which the Specs are the inputs; they keep their places."""
+        self.hardware, self.steps, self.reasons = hardware, [], []
+        self.inputs = tuple([x if type(x) is Spec else None for x in call])
+        self.names = {x.name: 1 for x in self.inputs if x is not None}  # uses of each name
 
     def spec(self, name: str, *shape: int, dtype=torch.float32) -> Spec:
         """The Spec of a new contiguous tensor; a number makes a repeated name unique."""

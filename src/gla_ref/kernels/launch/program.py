@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import BuiltinFunctionType, SimpleNamespace
+from typing import NamedTuple, get_type_hints
 
 import torch
 import triton
@@ -15,7 +16,6 @@ from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..hopper.gluon_names import descriptor
 from .checks import looks_at_values
 from .hardware import hardware_of
 from .interpreter import mend
@@ -43,8 +43,13 @@ class Mock:
 
 
 def describe(box: Box, base):
+    """A tensor as the copy engine sees it; boxes of Gluon's kernels have a layout in shared memory."""
     numbers = list(box.shape), list(box.strides), list(box.block)
-    return TensorDescriptor(base, *numbers) if box.layout is None else descriptor(base, *numbers, box.layout)
+    if box.layout is None:
+        return TensorDescriptor(base, *numbers)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as WithLayout
+
+    return WithLayout(base, *numbers, box.layout)
 
 
 def compile_launch(launch: Launch):
@@ -130,7 +135,7 @@ def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], l
 
 
 class Program:
-    """A plan with its compiled kernels: a function of the plan's inputs.
+    """A plan with its compiled kernels: a function of a call with the plan's signature.
 
     A program lets go of a tensor after the last step that uses the tensor.
     """
@@ -138,8 +143,9 @@ class Program:
     def __init__(self, plan: Plan, device: torch.device, twins: Callable[[], list[Launch]] = list):
         self.plan, self.device = plan, device
         self.cuda = str(device) if device.type == "cuda" else ""
+        self.inputs = len(plan.inputs)
         places = {x.name: i for i, x in enumerate(plan.inputs, 1) if x is not None}
-        first = count = len(plan.inputs) + 1  # the place of the first tensor that a step makes
+        first = count = self.inputs + 1  # the place of the first tensor that a step makes
         kernels = iter(compiled(plan.launches, device, twins) if self.cuda else ())
         runs, last = [], {}  # last: place of a tensor to the last step that uses it
         for i, step in enumerate(plan.steps):
@@ -160,17 +166,17 @@ class Program:
                 done[i].append(place)
         self.steps = list(zip(runs, done, strict=True))
 
-    def __call__(self, inputs: tuple) -> list[Tensor | None]:
+    def __call__(self, call: tuple) -> list[Tensor | None]:
         if self.cuda:
             if torch._C._cuda_getDevice() != self.device.index:
                 with torch.cuda.device(self.device):
-                    return self(inputs)
+                    return self(call)
             if not hasattr(THREAD, self.cuda):
                 # descriptors need a context; a thread gets its context with its first call of the runtime
                 torch.zeros(1, device=self.device)
                 setattr(THREAD, self.cuda, True)
         # place 0 stands for tensors that are not given, and holds the stream, which launches read
-        values = [torch._C._cuda_getCurrentRawStream(self.device.index) if self.cuda else None, *inputs]
+        values = [torch._C._cuda_getCurrentRawStream(self.device.index) if self.cuda else None, *call[: self.inputs]]
         for step, done in self.steps:
             step(values)
             for place in done:
@@ -308,68 +314,76 @@ class Planned:
     """A function of tensors that is planned once for each signature.
 
     Attributes:
-        plan: `(hardware, *specs, *options) -> Plan`, pure.
-        names: names of the tensors, which come first among the arguments.
-        options: names of the other arguments.
-        check: raises an error if an argument does not fit; takes the arguments of a new signature, and of every call
-            where `looks_at_values` says so.
-        twin: returns specs of tensors of another length, whose kernels are compiled with the first ones.
+        plan: `(hardware, call) -> Plan`, pure; the call has a Spec for each tensor.
+        record: the NamedTuple of a call: its tensors, annotated `Tensor` or `Tensor | None`, then its options.
+        check: raises an error if an argument does not fit; takes a call with a new signature, and every call where
+            `looks_at_values` says so.
+        twin: returns a call of tensors of another length, whose kernels are compiled with the first ones.
     """
 
     def __init__(
         self,
         plan: Callable[..., Plan],
-        names: tuple[str, ...],
-        options: tuple[str, ...],
+        record: type[NamedTuple],
         check: Callable | None = None,
-        twin: Callable[..., list[Spec | None]] | None = None,
+        twin: Callable | None = None,
     ):
-        self.plan, self.names, self.options = plan, names, options
-        self.check, self.twin = check, twin
+        self.plan, self.record, self.check, self.twin = plan, record, check, twin
+        self.kinds = get_type_hints(record)
+        self.tensors = sum(kind in (Tensor, Tensor | None) for kind in self.kinds.values())
         self.programs, self.lock = {}, threading.Lock()
 
-    def find(self, args: tuple) -> Program:
-        """Return the program for these arguments.
+    def specs(self, call: NamedTuple) -> NamedTuple:
+        """A call as `plan` takes it."""
+        names = self.record._fields[: self.tensors]
+        return call._replace(**{n: spec_of(n, x) for n, x in zip(names, call, strict=False)})
+
+    def find(self, call: NamedTuple) -> Program:
+        """Return the program for a call.
 
         Raises:
             TypeError, ValueError: an argument does not fit.
         """
-        try:
-            key = signature(args, len(self.names))
+        n = self.tensors
+        try:  # the signature: all properties that decide how a call runs, no values and no addresses
+            key = (
+                *[
+                    x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0)
+                    for x in call[:n]
+                ],
+                *call[n:],
+            )
             program = self.programs.get(key)
         except (AttributeError, TypeError):  # an argument is no tensor, or an option cannot be a key
             if self.check:
-                self.check(*args)
+                self.check(call)
             raise
-        if self.check and (program is None or looks_at_values(args[0])):
-            self.check(*args)
-        return program or self.remember(key, args)
+        if self.check and (program is None or looks_at_values(call[0])):
+            self.check(call)
+        return program or self.remember(key, call)
 
-    def remember(self, key: tuple, args: tuple) -> Program:
-        tensors, options = args[: len(self.names)], args[len(self.names) :]
-        specs, device = list(map(spec_of, self.names, tensors)), tensors[0].device
+    def remember(self, key: tuple, call: NamedTuple) -> Program:
+        specs, device = self.specs(call), call[0].device
         hardware = hardware_of(device)
 
         def twins() -> list[Launch]:
-            return self.plan(hardware, *self.twin(*specs), *options).launches if self.twin else []
+            return self.plan(hardware, self.twin(specs)).launches if self.twin else []
 
-        program = Program(self.plan(hardware, *specs, *options), device, twins)
+        program = Program(self.plan(hardware, specs), device, twins)
         with self.lock:
             while len(self.programs) >= MOST:
                 del self.programs[next(iter(self.programs))]
             self.programs[key] = program
         return program
 
-    def __call__(self, *args) -> list[Tensor | None]:
-        return self.find(args)(args[: len(self.names)])
+    def __call__(self, call: NamedTuple) -> list[Tensor | None]:
+        return self.find(call)(call)
 
 
-def signature(args: tuple, tensors: int) -> tuple:
-    """Return the key of a call: all properties that decide how it runs, no values and no addresses."""
-    return (
-        *[
-            x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0)
-            for x in args[:tensors]
-        ],
-        *args[tensors:],
-    )
+def of_parameters(plan: Callable[..., Plan]) -> Callable[..., list[Tensor | None]]:
+    """A planned function of named tensors and options: the parameters of `plan`, annotated as those of a record."""
+    _, *names = inspect.signature(plan).parameters
+    kinds = get_type_hints(plan)
+    record = NamedTuple(plan.__name__, [(name, kinds[name]) for name in names])
+    planned = Planned(lambda hardware, call: plan(hardware, *call), record)
+    return lambda **given: planned(record(**given))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ... import _contract as contract
 from ...gla_chunk_fuse import combine, tile
+from ..gla import Call
 from ..launch.checks import check_call, check_forward_only
 from ..launch.program import FUSED
 from .decay_cumsum import decay_cumsum
@@ -205,7 +206,8 @@ def gla_chunk_fuse(
     Raises:
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
-    sizes = check_call("gla", (q, k, v, g, None), initial_state, None, scale, {})
+    call = Call(q=q, k=k, v=v, g=g, g_v=None, initial_state=initial_state, cu_seqlens=None, scale=scale)
+    sizes = check_call("gla", call, {})
     if C not in WARPS:
         raise ValueError(f"C: expected 16, 32 or 64, got {C!r}")
     for name, x in (("g_v", g_v), ("cu_seqlens", cu_seqlens)):

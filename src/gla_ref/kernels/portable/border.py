@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv, next_power_of_2
-from ..launch.program import Planned
+from ..launch.program import of_parameters
 from . import delta_forward, delta_gradient, gla_forward
 from .gla_forward import Readers
 from .linear import add_up
@@ -101,7 +101,7 @@ def enter(
     tl.store(S + i_nh.to(tl.int64) * D + o_d, b_S, mask=m_d)
 
 
-def plan_added(hardware: Hardware, k, v, g, backwards: bool) -> Plan:
+def plan_added(hardware: Hardware, k: Tensor, v: Tensor, g: Tensor | None, backwards: bool) -> Plan:
     """Plan (X or A, the decay of the piece); without gates for channels the decay is None."""
     draft = Draft(hardware, k, v, g)
     if g is None or len(g.shape) == 3:
@@ -125,26 +125,26 @@ def _of_all(decay: Tensor, n: int) -> Tensor:
     return decay.unflatten(0, (-1, n)).prod(1)
 
 
-def plan_written(hardware: Hardware, k, v, g, beta) -> Plan:
+def plan_written(hardware: Hardware, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> Plan:
     """Plan X and, in K more columns, M."""
-    call = delta_forward.solve_all(hardware, (k, k, v, g, beta, None, None), 1.0, "fused")
-    call.draft.inputs = k, v, g, beta
+    call = delta_forward.solve_all(Draft(hardware, k, v, g, beta), k, k, v, g, beta, None, 1.0, "fused")
     S = call.draft.new("S", call.B, call.H, call.K, call.V + call.K)
     delta_forward.launch_walk(call, None, k, v, None, S, maps=True)
     return call.draft.plan("portable", S)
 
 
-def plan_read(hardware: Hardware, q, k, do, g, beta) -> Plan:
+def plan_read(hardware: Hardware, q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Plan:
     """Plan A and, in K more columns, M^T."""
-    call = delta_forward.solve_all(hardware, (q, k, do, g, beta, None, None), 1.0, "fused")
-    call.draft.inputs = q, k, do, g, beta
+    call = delta_forward.solve_all(Draft(hardware, q, k, do, g, beta), q, k, do, g, beta, None, 1.0, "fused")
     do, _ = call.draft.gradient_of_o(q, do, call.scale)
     R = call.draft.new("R", call.B, call.H, call.K, call.V + call.K)
     delta_gradient.launch_walk_back(call, q, k, do, None, R, maps=True)
     return call.draft.plan("portable", R)
 
 
-def plan_composed(hardware: Hardware, part, rows, columns, n: int, tag: float, backwards: bool) -> Plan:
+def plan_composed(
+    hardware: Hardware, part: Tensor, rows: Tensor, columns: Tensor | None, n: int, tag: float, backwards: bool
+) -> Plan:
     """Plan the message of a rank."""
     draft, (slots, H, K, V) = Draft(hardware, part, rows, columns), part.shape
     N, R, D = slots // n, rows.shape[2], K * V
@@ -156,7 +156,9 @@ def plan_composed(hardware: Hardware, part, rows, columns, n: int, tag: float, b
     return draft.plan("portable", message)
 
 
-def plan_entered(hardware: Hardware, messages, rank: int, shapes: tuple, tag: float, backwards: bool) -> Plan:
+def plan_entered(
+    hardware: Hardware, messages: Tensor, rank: int, shapes: tuple, tag: float, backwards: bool
+) -> Plan:
     """Plan the state that comes into a rank."""
     draft, (ranks, numbers), (N, H, K, V) = Draft(hardware, messages), messages.shape, shapes[-1]
     S, D = draft.new("S", N, H, K, V), K * V
@@ -168,7 +170,9 @@ def plan_entered(hardware: Hardware, messages, rank: int, shapes: tuple, tag: fl
     return draft.plan("portable", S)
 
 
-def plan_crossed(hardware: Hardware, part, rows, columns, S, backwards: bool) -> Plan:
+def plan_crossed(
+    hardware: Hardware, part: Tensor, rows: Tensor, columns: Tensor | None, S: Tensor, backwards: bool
+) -> Plan:
     """Plan (the state that comes into each segment, written over `part`; the state after the last segment)."""
     draft = Draft(hardware, part, rows, columns, S)
     out = draft.like("S_out", S)
@@ -176,12 +180,9 @@ def plan_crossed(hardware: Hardware, part, rows, columns, S, backwards: bool) ->
     return draft.plan("portable", part, out)
 
 
-_added = Planned(plan_added, ("k", "v", "g"), ("backwards",))
-_written = Planned(plan_written, ("k", "v", "g", "beta"), ())
-_read = Planned(plan_read, ("q", "k", "do", "g", "beta"), ())
-_composed = Planned(plan_composed, ("part", "rows", "columns"), ("n", "tag", "backwards"))
-_entered = Planned(plan_entered, ("messages",), ("rank", "shapes", "tag", "backwards"))
-_crossed = Planned(plan_crossed, ("part", "rows", "columns", "S"), ("backwards",))
+_added, _written, _read, _composed, _entered, _crossed = map(
+    of_parameters, (plan_added, plan_written, plan_read, plan_composed, plan_entered, plan_crossed)
+)
 
 
 def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -196,7 +197,7 @@ def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = Fa
     Returns:
         float32 `[B, H, K, V]`, and the decay, float32 `[B, H, K]`, where g has channels, else None. Not differentiable.
     """
-    S, decay = _added(k, v, g, backwards)
+    S, decay = _added(k=k, v=v, g=g, backwards=backwards)
     return S, decay
 
 
@@ -206,7 +207,7 @@ def written(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
     Returns:
         float32 `[B, HV, K, V + K]`. Not differentiable.
     """
-    return _written(k, v, g, beta)[0]
+    return _written(k=k, v=v, g=g, beta=beta)[0]
 
 
 def read(q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ def read(q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Te
     Returns:
         float32 `[B, HV, K, V + K]`. Not differentiable.
     """
-    return _read(q, k, do, g, beta)[0]
+    return _read(q=q, k=k, do=do, g=g, beta=beta)[0]
 
 
 def composed(X: Tensor, M: tuple[Tensor, ...], tag: float, backwards: bool = False) -> Tensor:
@@ -230,7 +231,10 @@ def composed(X: Tensor, M: tuple[Tensor, ...], tag: float, backwards: bool = Fal
     Returns:
         float32, the tag, then `[N, H, K or 1]`, `[N, H, V]` if there are columns, and `[N, H, K, V]`.
     """
-    return _composed(_of_segments(X), *_decays(M), X.shape[1], tag, backwards)[0]
+    rows, columns = _decays(M)
+    return _composed(
+        part=_of_segments(X), rows=rows, columns=columns, n=X.shape[1], tag=tag, backwards=backwards
+    )[0]
 
 
 def entered(
@@ -248,7 +252,7 @@ def entered(
     Returns:
         float32 `[N, H, K, V]`.
     """
-    return _entered(messages, rank, shapes, tag, backwards)[0]
+    return _entered(messages=messages, rank=rank, shapes=shapes, tag=tag, backwards=backwards)[0]
 
 
 def crossed(X: Tensor, M: tuple[Tensor, ...], S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
@@ -266,7 +270,8 @@ def crossed(X: Tensor, M: tuple[Tensor, ...], S: Tensor, backwards: bool = False
     """
     rows, columns = _decays(M)
     rows = rows if rows.shape[2] > 1 else rows[..., 0]
-    part, out = _crossed(_of_segments(X).clone(), rows, columns, S.contiguous(), backwards)
+    part = _of_segments(X).clone()
+    part, out = _crossed(part=part, rows=rows, columns=columns, S=S.contiguous(), backwards=backwards)
     return part.view(X.shape), out
 
 

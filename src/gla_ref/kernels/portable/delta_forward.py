@@ -455,10 +455,9 @@ def choose_segments(
     return length, False
 
 
-def solve_all(hardware: Hardware, inputs: tuple[Spec | None, ...], scale, path) -> DeltaCall:
-    """Begin a call of q, k, v, g, beta, initial state, cu_seqlens and, backwards, more tensors: solve all chunks."""
-    draft, (q, k, v, g, beta, _, cu, *_) = Draft(hardware, *inputs), inputs
-    (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
+def solve_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> DeltaCall:
+    """Begin a call whose plan is `draft`: solve all chunks."""
+    hardware, (B, T, heads, K), (H, V) = draft.hardware, q.shape, v.shape[2:]
     G, scale = H // heads, contract.check_scale(scale, K)
     cu, N, half = draft.contiguous(cu, torch.int32), sequences(B, cu), q.dtype != torch.float32
     C, BK = CHUNK[hardware.family, 8 * q.dtype.itemsize], max(64 if half else 16, next_power_of_2(K))
@@ -539,8 +538,9 @@ def walks(call: DeltaCall, q, k, v, S_in: Spec | None, o="", S="", states="", wr
     return Walked(o, S_T, states, writes)
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, beta, S, cu, scale, path) -> Plan:
-    """Plan (o, final state) from specs of the tensors."""
-    call = solve_all(hardware, (q, k, v, g, beta, S, cu), scale, path)
-    walked = walks(call, q, k, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
-    return call.draft.plan("portable", walked.o, walked.S)
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """Plan (o, final state)."""
+    draft, q, k, v = Draft(hardware, *call), call.q, call.k, call.v
+    solved = solve_all(draft, q, k, v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
+    walked = walks(solved, q, k, v, draft.contiguous(call.initial_state, torch.float32), o="o", S="S_T")
+    return draft.plan("portable", walked.o, walked.S)

@@ -334,17 +334,18 @@ def finish(call: DeltaCall, x: Local, beta: Spec, need_dg: bool) -> Made:
     return made._replace(dq=dq, dk=dk)
 
 
-def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
+def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor that is not given, and for a dg that is not needed."""
-    call = solve_all(hardware, (q, k, v, g, beta, S, cu, do, dS), scale, path)
-    draft = call.draft
-    do, scale = draft.gradient_of_o(v, do, call.scale)
-    call = call._replace(scale=scale)
-    R = gradient_of_state(draft, dS, scale)
+    draft, q, k, v, S = Draft(hardware, *call), call.q, call.k, call.v, call.initial_state
+    solved = solve_all(draft, q, k, v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
+    do, scale = draft.gradient_of_o(v, call.do, solved.scale)
+    solved = solved._replace(scale=scale)
+    R = gradient_of_state(draft, call.dS, scale)
     S_in = draft.contiguous(S, torch.float32)
-    walked = walks(call, q, k, v, S_in, states="states", writes="writes")
-    r, R_0, dstates = walk_backwards(call, q, k, do, R, S is not None)
-    made = finish(call, Local(q, k, v, g, do, walked.states, walked.writes, dstates, r), beta, need_dg)
+    walked = walks(solved, q, k, v, S_in, states="states", writes="writes")
+    r, R_0, dstates = walk_backwards(solved, q, k, do, R, S is not None)
+    local = Local(q, k, v, call.g, do, walked.states, walked.writes, dstates, r)
+    made = finish(solved, local, call.beta, call.need_dg)
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
     return draft.plan("portable", *made, dS0)
 

@@ -62,12 +62,12 @@ def step(
     store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
 
 
-def plan_step(hardware: Hardware, q, k, v, g, beta, S, cu, scale) -> Plan:
-    """Plan (o, final state) from specs of the tensors."""
-    draft = Draft(hardware, q, k, v, g, beta, S, cu)
+def plan_step(hardware: Hardware, call) -> Plan:
+    """Plan (o, final state)."""
+    draft, q, k, v, g, beta = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.beta
     (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
-    N, scale = sequences(B, cu), contract.check_scale(scale, K)
-    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
+    N, scale = sequences(B, call.cu_seqlens), contract.check_scale(call.scale, K)
+    S, cu = draft.contiguous(call.initial_state, torch.float32), draft.contiguous(call.cu_seqlens, torch.int32)
     o, S_T = draft.like("o", v), draft.new("S_T", N, H, K, V)
     states = [x if x is None else x.transposed(1, 2) for x in (S, S_T)]
     # [B, T, H] as [B, T, 1, H]

@@ -338,13 +338,13 @@ class FlashCall(NamedTuple):
         return tiles(table, self.draft.hardware, self.dtype, K=self.K, V=self.V)
 
 
-def begin(hardware: Hardware, inputs: tuple[Spec | None, ...], scale) -> FlashCall:
-    """Begin a call of q, k, v, more tensors of the backward pass, and cu_seqlens."""
-    draft, (q, k, v, *_, cu) = Draft(hardware, *inputs), inputs
+def begin(hardware: Hardware, call) -> FlashCall:
+    """Begin the plan of a call, forward or backward."""
+    draft, q, k, v = Draft(hardware, *call), call.q, call.k, call.v
     (B, T, H, K), S, V = q.shape, k.shape[1], v.shape[-1]
-    cu, (BK, BV) = draft.contiguous(cu, torch.int32), (max(16, next_power_of_2(n)) for n in (K, V))
+    cu, (BK, BV) = draft.contiguous(call.cu_seqlens, torch.int32), (max(16, next_power_of_2(n)) for n in (K, V))
     dtype = torch.float32 if hardware.interpreted else q.dtype  # small tiles are interpreted sooner
-    engine, scale = all(describable(x, hardware) for x in (q, k, v)), contract.check_scale(scale, K)
+    engine, scale = all(describable(x, hardware) for x in (q, k, v)), contract.check_scale(call.scale, K)
     return FlashCall(draft, cu, B, T, S, H, K, V, sequences(0, cu), BK, BV, scale, engine, dtype)
 
 
@@ -359,9 +359,9 @@ def launch(call: FlashCall, kernel, length: int, rows: int, loaded: list, *args,
     )
 
 
-def plan_forward(hardware: Hardware, q, k, v, cu, scale, cached) -> Plan:
-    """Plan (o, lse, low) from specs of the tensors; low, the second term of lse, is made for float32 only."""
-    call = begin(hardware, (q, k, v, cu), scale)
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """Plan (o, lse, low); low, the second term of lse, is made for float32 only."""
+    q, k, v, call = call.q, call.k, call.v, begin(hardware, call)
     B, T, H, _ = q.shape
     o = call.draft.new("o", B, T, H, v.shape[-1], dtype=v.dtype)
     lse = call.draft.new("lse", B, H, T)
@@ -374,9 +374,10 @@ def plan_forward(hardware: Hardware, q, k, v, cu, scale, cached) -> Plan:
     return call.draft.plan("portable", o, lse, low)
 
 
-def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale) -> Plan:
+def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv)."""
-    call = begin(hardware, (q, k, v, o, lse, low, do, cu), scale)
+    q, k, v, o, lse, low, do = call.q, call.k, call.v, call.o, call.lse, call.low, call.do
+    call = begin(hardware, call)
     dq, dk, dv = (call.draft.like(f"d{x.name}", x) for x in (q, k, v))
     delta = call.draft.like("delta", lse)
     if call.engine and not describable(do, hardware):  # the gradient of a sum has strides of 0
@@ -397,16 +398,16 @@ def plan_backward(hardware: Hardware, q, k, v, o, lse, low, do, cu, scale) -> Pl
     return call.draft.plan("portable", dq, dk, dv)
 
 
-def twin(q: Spec, *others: Spec | None) -> list[Spec | None]:
-    """Return the tensors at another length: a multiple of 16 if this length is none, else none."""
-    T = q.shape[1]
+def twin(call):
+    """Return the call at another length: a multiple of 16 if this length is none, else none."""
+    T = call.q.shape[1]
     more = 1 if T % 16 == 0 else -T % 16
 
-    def longer(x: Spec | None) -> Spec | None:
-        if x is None or x.name == "cu_seqlens":
+    def longer(x):
+        if type(x) is not Spec or x.name == "cu_seqlens":
             return x
         axis = 1 if len(x.shape) == 4 else 2  # the axis of tokens in lse
         shape = (*x.shape[:axis], x.shape[axis] + more, *x.shape[axis + 1 :])
         return x._replace(shape=shape, strides=strides_of(shape) if x.contiguous else x.strides)
 
-    return [longer(x) for x in (q, *others)]
+    return call._make(map(longer, call))

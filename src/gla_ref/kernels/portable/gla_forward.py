@@ -577,10 +577,11 @@ def mend_strong(call: GlaCall, q, k, v, g, o, strong, reverse=False) -> None:
     )
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
-    """Plan (o, final state, starts) from specs of the tensors."""
-    call = begin(Draft(hardware, q, k, v, g, None, S, cu), q, v, None, cu, scale, path)
-    x = readers(call, q, k, g)
-    walked = walks(call, launch_walk, x, v, call.draft.contiguous(S, torch.float32), o="o", S="S_T")
-    mend_strong(call, q, k, v, g, walked.o, x.strong)
-    return call.draft.plan("portable", walked.o, walked.S, walked.starts)
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """Plan (o, final state, starts)."""
+    draft, q, k, v, g = Draft(hardware, *call), call.q, call.k, call.v, call.g
+    shared = begin(draft, q, v, None, call.cu_seqlens, call.scale, call.path)
+    x = readers(shared, q, k, g)
+    walked = walks(shared, launch_walk, x, v, draft.contiguous(call.initial_state, torch.float32), o="o", S="S_T")
+    mend_strong(shared, q, k, v, g, walked.o, x.strong)
+    return draft.plan("portable", walked.o, walked.S, walked.starts)

@@ -168,27 +168,27 @@ def crossing(b_net, b_later, b_kept, b_g, FAST: tl.constexpr):
     return tl.where(b_g == float("-inf"), 0.0, b_d)
 
 
-def plan_backward(hardware: Hardware, q, k, v, g, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
+def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, None, dS0); None for a tensor not given and a dg not needed. `starts` may be None."""
-    call = begin(Draft(hardware, q, k, v, g, None, S, cu, starts, do, dS), q, v, None, cu, scale, path)
-    call, do, R = begin_backward(call, v, do, dS)
-    draft = call.draft
-    x, S_in = readers(call, q, k, g), draft.contiguous(S, torch.float32)
-    S_all = walks(call, launch_walk, x, v, S_in, states="states", starts=starts).states
+    draft, q, k, v, g, S = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.initial_state
+    shared = begin(draft, q, v, None, call.cu_seqlens, call.scale, call.path)
+    shared, do, R = begin_backward(shared, v, call.do, call.dS)
+    x, S_in = readers(shared, q, k, g), draft.contiguous(S, torch.float32)
+    S_all = walks(shared, launch_walk, x, v, S_in, states="states", starts=call.starts).states
     turned, R_0 = x._replace(q=x.k, k=x.q), "R_0" if S else ""
-    back = walks(call, launch_walk, turned, do, R, o="dv", S=R_0, states="dstates", reverse=True)
-    mend_strong(call, k, q, do, g, back.o, x.strong, reverse=True)
+    back = walks(shared, launch_walk, turned, do, R, o="dv", S=R_0, states="dstates", reverse=True)
+    mend_strong(shared, k, q, do, g, back.o, x.strong, reverse=True)
     dq, dk = draft.like("dq", q), draft.like("dk", k)
-    dg = draft.like("dg", g) if need_dg else None
+    dg = draft.like("dg", g) if call.need_dg else None
     B, warps, stages = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]
     if S_all.dtype != torch.bfloat16:
         stages = min(stages, 2)  # states in float32 leave no room for more stages
     draft.launch(
-        gradients, cdiv(call.K, B) * call.H * call.chunks,
-        q, k, v, do, g, S_all, back.states, dq, dk, dg, call.cu,
-        *patterns(q, k, v, do, g, dq, S_all), call.N, call.T, call.H, call.K, call.V, call.scale,
-        LEVELS=call.levels, BK=B, BV=B, LIMIT=call.limit, **call.same,
-        num_warps=warps, num_stages=stages if call.half and call.V > B else 1,
+        gradients, cdiv(shared.K, B) * shared.H * shared.chunks,
+        q, k, v, do, g, S_all, back.states, dq, dk, dg, shared.cu,
+        *patterns(q, k, v, do, g, dq, S_all), shared.N, shared.T, shared.H, shared.K, shared.V, shared.scale,
+        LEVELS=shared.levels, BK=B, BV=B, LIMIT=shared.limit, **shared.same,
+        num_warps=warps, num_stages=stages if shared.half and shared.V > B else 1,
     )
-    dS0 = draft.compute("dS0", torch.mul, back.S if S else None, call.scale)
+    dS0 = draft.compute("dS0", torch.mul, back.S if S else None, shared.scale)
     return draft.plan("portable", dq, dk, back.o, dg, None, dS0)

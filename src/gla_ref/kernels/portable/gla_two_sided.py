@@ -283,37 +283,38 @@ def launch_gradients(call: GlaCall, q, k, v, do, g, g_v, S, R, dq: str, dk: str,
     return dq, dk, dg
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, g_v, S, cu, scale, path) -> Plan:
-    """Plan (o, final state, starts) from specs of the tensors."""
-    call = begin(Draft(hardware, q, k, v, g, g_v, S, cu), q, v, g_v, cu, scale, path, TILES)
-    draft, NV = call.draft, tiles_of_v(call)
-    x, S_in = prepared(call, q, k, g), draft.contiguous(S, torch.float32)
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """Plan (o, final state, starts)."""
+    draft, q, k, v, g, g_v = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.g_v
+    shared = begin(draft, q, v, g_v, call.cu_seqlens, call.scale, call.path, TILES)
+    x, NV, S_in = prepared(shared, q, k, g), tiles_of_v(shared), draft.contiguous(call.initial_state, torch.float32)
     # zeros: no program writes the flags of spare slots, or flags beyond the last tile of V
-    strong = draft.new("strong_v", call.chunks, call.H, NV, dtype=torch.int8, zero=True)
-    walked = walks(call, functools.partial(launch_walk, strong), x, v, S_in, o="o", S="S_T")
+    strong = draft.new("strong_v", shared.chunks, shared.H, NV, dtype=torch.int8, zero=True)
+    walked = walks(shared, functools.partial(launch_walk, strong), x, v, S_in, o="o", S="S_T")
     draft.launch(
-        mend, cdiv(call.chunks * call.H, 16),
-        q, k, v, g, g_v, walked.o, strong, call.cu, *patterns(q, k, v, g, g_v, walked.o),
-        call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H,
-        LEVELS=call.levels, BK=min(MEND[hardware.family], call.BK), BV=call.BV, BN=16, NV=NV,
-        **call.same, num_warps=4, num_stages=1,
+        mend, cdiv(shared.chunks * shared.H, 16),
+        q, k, v, g, g_v, walked.o, strong, shared.cu, *patterns(q, k, v, g, g_v, walked.o),
+        shared.N, shared.T, shared.H, shared.K, shared.V, shared.scale, shared.chunks * shared.H,
+        LEVELS=shared.levels, BK=min(MEND[hardware.family], shared.BK), BV=shared.BV, BN=16, NV=NV,
+        **shared.same, num_warps=4, num_stages=1,
     )
     return draft.plan("portable", walked.o, walked.S, walked.starts)
 
 
-def plan_backward(hardware: Hardware, q, k, v, g, g_v, S, cu, starts, do, dS, scale, path, need_dg) -> Plan:
+def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dg_v, dS0); None for a tensor not given and a dg not needed. `starts` may be None."""
-    call = begin(Draft(hardware, q, k, v, g, g_v, S, cu, starts, do, dS), q, v, g_v, cu, scale, path, TILES)
-    call, do, R = begin_backward(call, v, do, dS)
-    x, S_in = prepared(call, q, k, g), call.draft.contiguous(S, torch.float32)
+    draft, q, k, v, g, g_v = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.g_v
+    S, shared = call.initial_state, begin(draft, q, v, g_v, call.cu_seqlens, call.scale, call.path, TILES)
+    shared, do, R = begin_backward(shared, v, call.do, call.dS)
+    x, S_in = prepared(shared, q, k, g), draft.contiguous(S, torch.float32)
     launch = functools.partial(launch_walk, None)  # no outputs, so no flags
-    ahead = walks(call, launch, x, v, S_in, states="states", starts=starts)
+    ahead = walks(shared, launch, x, v, S_in, states="states", starts=call.starts)
     turned, R_0 = x._replace(q=x.k, k=x.q), "R_0" if S else ""
-    back = walks(call, launch, turned, do, R, S=R_0, states="dstates", reverse=True)
+    back = walks(shared, launch, turned, do, R, S=R_0, states="dstates", reverse=True)
     # exchange keys and values, in the states too: [..., V, H, K]
     of_v = [y.transposed(1, 3) for y in (ahead.states, back.states)]
-    _, dv, dg_v = launch_gradients(call, do, v, k, q, g_v, g, *of_v, "_do", "dv", "dg_v")
+    _, dv, dg_v = launch_gradients(shared, do, v, k, q, g_v, g, *of_v, "_do", "dv", "dg_v")
     states = ahead.states, back.states
-    dq, dk, dg = launch_gradients(call, q, k, v, do, g, g_v, *states, "dq", "dk", "dg" if need_dg else "")
-    dS0 = call.draft.compute("dS0", torch.mul, back.S if S else None, call.scale)
-    return call.draft.plan("portable", dq, dk, dv, dg, dg_v, dS0)
+    dq, dk, dg = launch_gradients(shared, q, k, v, do, g, g_v, *states, "dq", "dk", "dg" if call.need_dg else "")
+    dS0 = draft.compute("dS0", torch.mul, back.S if S else None, shared.scale)
+    return draft.plan("portable", dq, dk, dv, dg, dg_v, dS0)

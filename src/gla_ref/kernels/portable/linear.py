@@ -208,9 +208,9 @@ def _unwinds(hardware: Hardware, x: Spec, programs: int, path: str | None) -> bo
     return (path or chosen) == "fused"
 
 
-def unwindable(q, v, g) -> bool:
-    """Whether `_unwinds` may choose to run the returned state backwards; takes tensors or specs."""
-    return g is None and q.dtype != torch.float32 and max(q.shape[-1], v.shape[-1]) <= 64
+def unwindable(call) -> bool:
+    """Whether `_unwinds` may choose to run the returned state backwards; takes a call of tensors or of specs."""
+    return call.g is None and call.q.dtype != torch.float32 and max(call.q.shape[-1], call.v.shape[-1]) <= 64
 
 
 def _chunk(hardware: Hardware, x: Spec) -> int:
@@ -322,28 +322,29 @@ def _unwind(
     return dq, dk, dv, dS0
 
 
-def plan_forward(hardware: Hardware, q, k, v, g, S, cu, scale, path) -> Plan:
-    """Plan (o, final state, the gates' sums) from specs of the tensors."""
-    draft = Draft(hardware, q, k, v, g, S, cu)
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """Plan (o, final state, the gates' sums)."""
+    draft, q, v = Draft(hardware, *call), call.q, call.v
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])  # in the backward pass V and K change places
-    scale = contract.check_scale(scale, q.shape[-1])
-    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
-    sums = None if g is None else running_sums(draft, g, cu, _chunk(hardware, q))
-    o, S_T, _ = _walk(draft, q, k, v, sums, S, cu, scale, path, "o", "S_T")
+    scale = contract.check_scale(call.scale, q.shape[-1])
+    S, cu = draft.contiguous(call.initial_state, torch.float32), draft.contiguous(call.cu_seqlens, torch.int32)
+    sums = None if call.g is None else running_sums(draft, call.g, cu, _chunk(hardware, q))
+    o, S_T, _ = _walk(draft, q, call.k, v, sums, S, cu, scale, call.path, "o", "S_T")
     return draft.plan("portable", o, S_T, sums)
 
 
-def plan_backward(hardware: Hardware, q, k, v, g, S, cu, S_T, sums, do, dS, scale, path, need_dg) -> Plan:
+def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dS0); None for a tensor not given and a dg not needed. `S_T` and `sums` may be None."""
-    draft = Draft(hardware, q, k, v, g, S, cu, S_T, sums, do, dS)
+    draft, q, k, v, g = Draft(hardware, *call), call.q, call.k, call.v, call.g
+    sums, path, need_dg = call.sums, call.path, call.need_dg
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])
-    C, scale = _chunk(hardware, q), contract.check_scale(scale, q.shape[-1])
-    S, cu = draft.contiguous(S, torch.float32), draft.contiguous(cu, torch.int32)
-    dS = draft.contiguous(dS)
-    do, scale = draft.gradient_of_o(q, do, scale)
+    C, scale = _chunk(hardware, q), contract.check_scale(call.scale, q.shape[-1])
+    S, cu = draft.contiguous(call.initial_state, torch.float32), draft.contiguous(call.cu_seqlens, torch.int32)
+    dS = draft.contiguous(call.dS)
+    do, scale = draft.gradient_of_o(q, call.do, scale)
     programs = q.shape[2] * sequences(q.shape[0], cu)
-    if S_T is not None and _unwinds(hardware, q, programs, path):
-        dq, dk, dv, dS0 = _unwind(draft, q, k, v, do, S_T, dS, S is not None, cu, scale)
+    if call.S_T is not None and _unwinds(hardware, q, programs, path):
+        dq, dk, dv, dS0 = _unwind(draft, q, k, v, do, call.S_T, dS, S is not None, cu, scale)
         return draft.plan("portable", dq, dk, dv, None, dS0)
     # a walk multiplies all its reads by scale, but dS has no such factor
     R = draft.compute("R", torch.div, dS, scale)
