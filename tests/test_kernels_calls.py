@@ -20,19 +20,13 @@ from gla_ref import check as kit
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels import delta, flash_attention, gla, linear_attention, steps
+from gla_ref.kernels import linear_attention, steps
+from gla_ref.kernels._explain import planner_of
 from gla_ref.kernels.launch import program
 from gla_ref.kernels.launch.hardware import CLASSES
 
 MECHANISMS = ("softmax_attention", "linear_attention", "simple_gla", "gla")
-PLANNED = {
-    "softmax_attention": flash_attention,
-    "linear_attention": linear_attention,
-    "simple_gla": linear_attention,
-    "gla": gla,
-    "delta_rule": delta,
-    "gated_delta_rule": delta,
-}
+PLANNED = {name: planner_of(name) for name, forms in FORMS.items() if "triton" in forms}
 FEW = thin((*MECHANISMS, "gated_delta_rule"), "softmax_attention", "linear_attention")
 gpu = pytest.mark.gpu
 pytestmark = pytest.mark.usefixtures("here")

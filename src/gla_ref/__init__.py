@@ -45,28 +45,20 @@ __all__ = [
 ]
 
 
-# the forms that are kernels, each with a description; kernels/forms.py has their functions, from kernels/gla.py,
-# delta.py, linear_attention.py, flash_attention.py and steps.py
-_KERNELS = {
-    "triton": "the kernel that a plan chooses",
-    "triton_portable": "the kernel for every GPU, where a plan would choose another",
-    "triton_hopper": "the kernel for Hopper",
-    "triton_materialised": "every chunk's state in memory",
-    "triton_chunk_fuse": "the original's four kernels, forward only",
-    "triton_recurrent": "token by token, forward only",
-}
-
-
 class _Kernel:
-    """A form that imports its kernel in the first call: `import gla_ref` needs no Triton."""
+    """A form that imports its kernel in the first call: `import gla_ref` needs no Triton.
 
-    def __init__(self, mechanism: str, form: str):
-        self.mechanism, self.__name__ = mechanism, form
-        self.__doc__ = f"Triton, {_KERNELS[form]} (:mod:`gla_ref.kernels`)."
+    Attributes:
+        function: its name in kernels/forms.py.
+        options: of each call, unless the caller gives others.
+    """
+
+    def __init__(self, function: str, sentence: str, **options):
+        self.function, self.options, self.__doc__ = function, options, f"Triton, {sentence} (:mod:`gla_ref.kernels`)."
 
     def __call__(self, *args, **kwargs):
         try:  # torch.compile(fullgraph=True) can trace an import statement, but not importlib
-            from .kernels.forms import FUNCTIONS
+            from .kernels import forms
         except ModuleNotFoundError as error:
             if error.name != "triton":
                 raise
@@ -75,7 +67,7 @@ class _Kernel:
             others = [name for name, form in FORMS[self.mechanism].items() if not isinstance(form, _Kernel)]
             sentence = f"{NO_TRITON}; references of {self.mechanism} run without it: {', '.join(others)}"
             raise ModuleNotFoundError(sentence, name="triton") from error
-        return FUNCTIONS[self.mechanism][self.__name__](*args, **kwargs)
+        return getattr(forms, self.function)(*args, **{**self.options, **kwargs})
 
     def __reduce__(self):  # a copy and an unpickled kernel are the same object
         return _form, (self.mechanism, self.__name__)
@@ -88,27 +80,30 @@ def _form(mechanism: str, form: str):
     return FORMS[mechanism][form]
 
 
+# kernels: their functions come from kernels/gla.py, delta.py, linear_attention.py, flash_attention.py and steps.py
+_CHOSEN, _STEPS = "the kernel that a plan chooses", "token by token, forward only"
+_PORTABLE = "the kernel for every GPU, where a plan would choose another"
 FORMS = {
     "softmax_attention": {
         "recurrent": softmax_attention.recurrent,
         "parallel": softmax_attention.parallel,
         "two_pass": softmax_attention.two_pass,
         "flash": softmax_attention.flash,
-        "triton": _Kernel("softmax_attention", "triton"),
+        "triton": _Kernel("flash_attention", _CHOSEN),
     },
     "linear_attention": {
         "recurrent": linear_attention.recurrent,
         "parallel": linear_attention.parallel,
         "chunkwise": linear_attention.chunkwise,
         "scan": linear_attention.scan,
-        "triton": _Kernel("linear_attention", "triton"),
-        "triton_materialised": _Kernel("linear_attention", "triton_materialised"),
+        "triton": _Kernel("linear_attention", _CHOSEN),
+        "triton_materialised": _Kernel("linear_attention", "every chunk's state in memory", path="materialised"),
     },
     "simple_gla": {
         "recurrent": simple_gla.recurrent,
         "parallel": simple_gla.parallel,
         "chunkwise": simple_gla.chunkwise,
-        "triton": _Kernel("simple_gla", "triton"),
+        "triton": _Kernel("simple_gla", _CHOSEN),
     },
     "gla": {
         "recurrent": gla.recurrent,
@@ -117,11 +112,11 @@ FORMS = {
         "scan": gla.scan,
         "chunkwise": gla.chunkwise,
         "chunkwise_two_level": gla.chunkwise_two_level,
-        "triton": _Kernel("gla", "triton"),
-        "triton_portable": _Kernel("gla", "triton_portable"),
-        "triton_hopper": _Kernel("gla", "triton_hopper"),
-        "triton_chunk_fuse": _Kernel("gla", "triton_chunk_fuse"),
-        "triton_recurrent": _Kernel("gla", "triton_recurrent"),
+        "triton": _Kernel("gla", _CHOSEN),
+        "triton_portable": _Kernel("gla", _PORTABLE, kernel="portable"),
+        "triton_hopper": _Kernel("gla", "the kernel for Hopper", kernel="hopper"),
+        "triton_chunk_fuse": _Kernel("gla_chunk_fuse", "the original's four kernels, forward only"),
+        "triton_recurrent": _Kernel("gla_step", _STEPS),
     },
     "delta_rule": {
         "recurrent": delta_rule.recurrent,
@@ -129,9 +124,9 @@ FORMS = {
         "chunkwise": delta_rule.chunkwise,
         "chunkwise_substitution": delta_rule.chunkwise_substitution,
         "scan": delta_rule.scan,
-        "triton": _Kernel("delta_rule", "triton"),
-        "triton_portable": _Kernel("delta_rule", "triton_portable"),
-        "triton_recurrent": _Kernel("delta_rule", "triton_recurrent"),
+        "triton": _Kernel("delta_rule", _CHOSEN),
+        "triton_portable": _Kernel("delta_rule", _PORTABLE, kernel="portable"),
+        "triton_recurrent": _Kernel("delta_rule_step", _STEPS),
     },
     "gated_delta_rule": {
         "recurrent": gated_delta_rule.recurrent,
@@ -139,12 +134,16 @@ FORMS = {
         "chunkwise": gated_delta_rule.chunkwise,
         "chunkwise_substitution": gated_delta_rule.chunkwise_substitution,
         "scan": gated_delta_rule.scan,
-        "triton": _Kernel("gated_delta_rule", "triton"),
-        "triton_portable": _Kernel("gated_delta_rule", "triton_portable"),
-        "triton_recurrent": _Kernel("gated_delta_rule", "triton_recurrent"),
+        "triton": _Kernel("gated_delta_rule", _CHOSEN),
+        "triton_portable": _Kernel("gated_delta_rule", _PORTABLE, kernel="portable"),
+        "triton_recurrent": _Kernel("gated_delta_rule_step", _STEPS),
     },
     "kda": {"recurrent": kda.recurrent, "chunkwise": kda.chunkwise},
 }
+for _mechanism, _forms in FORMS.items():
+    for _name, _function in _forms.items():
+        if isinstance(_function, _Kernel):
+            _function.mechanism, _function.__name__ = _mechanism, _name
 
 _moved.install()
 __getattr__ = _moved.of_package

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 from tabulate import tabulate
 from torch import Tensor
 
+from .. import FORMS
 from ..mechanisms import MECHANISMS
-from . import delta, flash_attention, gla, linear_attention
+from . import forms
 from .launch.hardware import CLASSES, Hardware, hardware_of
 from .launch.plan import Launch, Plan, Spec, strides_of
 
-PLANNERS = {
-    "softmax_attention": flash_attention,
-    "linear_attention": linear_attention,
-    "simple_gla": linear_attention,
-    "gla": gla,
-    "delta_rule": delta,
-    "gated_delta_rule": delta,
-}
 TILES = ("C", "BM", "BN", "BK", "BV", "BD", "BH")
 
 
@@ -32,8 +28,9 @@ def plan(
     **options,
 ) -> Plan:
     """See :func:`gla_ref.kernels.plan`."""
-    if mechanism not in PLANNERS:
-        raise ValueError(f"mechanism: expected one of {', '.join(PLANNERS)}, got {mechanism!r}")
+    known = [name for name, functions in FORMS.items() if "triton" in functions]
+    if mechanism not in known:
+        raise ValueError(f"mechanism: expected one of {', '.join(known)}, got {mechanism!r}")
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction: expected 'forward' or 'backward', got {direction!r}")
     if hardware is None:
@@ -42,7 +39,7 @@ def plan(
         if hardware not in CLASSES:
             raise ValueError(f"hardware: expected one of {', '.join(CLASSES)}, got {hardware!r}")
         hardware = CLASSES[hardware]
-    kind, planner = MECHANISMS[mechanism], PLANNERS[mechanism]
+    kind, planner = MECHANISMS[mechanism], planner_of(mechanism)
     forward, backward, softmax = planner.forward, planner.backward, mechanism == "softmax_attention"
     if len(tensors) != len(kind.required):
         raise TypeError(f"tensors: expected {', '.join(kind.required)}, got {len(tensors)} tensors")
@@ -68,6 +65,11 @@ def plan(
         given |= planner.kept(call, ahead.outputs)
         given |= {"do": call.v._replace(name="do"), "dS": None, "need_dg": call.g is not None}
     return backward.plan(hardware, backward.record(**given))
+
+
+def planner_of(mechanism: str) -> ModuleType:
+    """The module that plans a mechanism's form "triton": it has `forward` and `backward`."""
+    return sys.modules[getattr(forms, FORMS[mechanism]["triton"].function).__module__]
 
 
 def _behind(x: Spec, past: Tensor) -> Spec:
