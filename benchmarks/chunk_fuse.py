@@ -35,8 +35,8 @@ def last_head(x: torch.Tensor) -> torch.Tensor:
 
 def measure(case: Case, C: int, x: dict, exact: torch.Tensor) -> list[dict]:
     """One record a step, and one for the whole form, whose error is held against that of an emulated run."""
-    from gla_ref.kernels.original import gla_chunk_fuse as kernels
-    from gla_ref.kernels.original.decay_cumsum import decay_cumsum
+    from gla_ref.kernels.exhibits import gla_chunk_fuse as kernels
+    from gla_ref.kernels.exhibits.decay_cumsum import decay_cumsum
 
     q, k, v, g = (x[name].detach() for name in "qkvg")
     scale = case.K**-0.5

@@ -41,13 +41,13 @@ from gla_ref.kernels.launch.plan import Plan, spec_of
 from gla_ref.kernels.launch.program import Program
 
 SHAPES = [(8, 8192, 16, 16), (1, 8192, 16, 32)]  # B, T, H, HV
-MODULES = {"fused": "delta_fused", "in turn": "delta_in_turn", "ahead": "delta_ahead"}
+MODULES = {"fused": "hopper.delta_fused", "in turn": "exhibits.delta_in_turn", "ahead": "hopper.delta_ahead"}
 C, SHOWN = 64, 8  # tokens of a chunk; chunks that a record has clocks of
 NAMES = ("q", "k", "v", "g", "beta")
 
 
 def module_of(kernel: str):
-    return import_module(f"gla_ref.kernels.hopper.{MODULES[kernel]}")
+    return import_module(f"gla_ref.kernels.{MODULES[kernel]}")
 
 
 def planned(kernel: str, module, x: dict[str, Tensor]) -> Plan:

@@ -9,8 +9,8 @@ from gla_ref.gates import chunk_cumsum
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from gla_ref.kernels.exhibits.decay_cumsum import decay_cumsum
 from gla_ref.kernels.launch.plan import spec_of
-from gla_ref.kernels.original.decay_cumsum import decay_cumsum
 from gla_ref.kernels.portable.tiles import pattern, patterns
 
 

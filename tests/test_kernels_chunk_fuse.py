@@ -15,9 +15,9 @@ from gla_ref.gla_chunk_fuse import combine, steps
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from gla_ref.kernels.original import gla_chunk_fuse as kernels
-from gla_ref.kernels.original.decay_cumsum import decay_cumsum
-from gla_ref.kernels.original.gla_chunk_fuse import gla_chunk_fuse
+from gla_ref.kernels.exhibits import gla_chunk_fuse as kernels
+from gla_ref.kernels.exhibits.decay_cumsum import decay_cumsum
+from gla_ref.kernels.exhibits.gla_chunk_fuse import gla_chunk_fuse
 from gla_ref.rounding import budget, operands_in
 
 U = 2.0**-24  # unit roundoff of float32
@@ -315,7 +315,7 @@ def test_grids_and_bytes_are_those_of_the_kernels(monkeypatch):
 
         monkeypatch.setattr(module, name, Watched())
 
-    from gla_ref.kernels.original import decay_cumsum as first
+    from gla_ref.kernels.exhibits import decay_cumsum as first
 
     count("create_masked_load", values=False)
     count("create_masked_store", values=True)

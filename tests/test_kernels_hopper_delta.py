@@ -167,15 +167,8 @@ def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
 
 def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     """o and the final state of inputs of `problem`."""
-    from gla_ref.kernels.hopper import (
-        delta_ahead,
-        delta_chunk,
-        delta_fused,
-        delta_in_turn,
-        delta_inverse,
-        delta_solve,
-        tiles,
-    )
+    from gla_ref.kernels.exhibits import delta_in_turn
+    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, delta_inverse, delta_solve, tiles
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
@@ -194,7 +187,7 @@ def check(mechanism, *sizes, ends=None, scale=None, path=None, kernels=BOTH, dty
     judged = {n: judged[n] for n in ("o", "S")}
     for kernel in ("hopper_ahead",) if path else kernels:
         if CUDA and kernel == IN_TURN:
-            from gla_ref.kernels.hopper.delta_in_turn import gated_delta_rule
+            from gla_ref.kernels.exhibits.delta_in_turn import gated_delta_rule
 
             o, S = gated_delta_rule(*tokens(x), initial_state=x["S"], scale=scale)
             compare({"o": o, "S": S}, judged)
@@ -593,7 +586,7 @@ def test_in_turn_any_order_of_steps_gives_the_same_bits():
 @gluon
 @pytest.mark.parametrize("sizes", ({"K": 64}, {"V": 64}, {"dtype": F16}))
 def test_in_turn_refuses_what_it_does_not_take(sizes):
-    from gla_ref.kernels.hopper import delta_in_turn
+    from gla_ref.kernels.exhibits import delta_in_turn
 
     specs = [spec_of(n, x) for n, x in zip("q k v g beta".split(), call(**sizes), strict=True)]
     asked = delta.Call(*specs, initial_state=None, cu_seqlens=None, scale=None)
@@ -721,7 +714,7 @@ def test_in_turn_on_a_gpu(T):
 
 @on_hopper
 def test_in_turn_is_equal_from_run_to_run(poisoned):
-    from gla_ref.kernels.hopper.delta_in_turn import gated_delta_rule
+    from gla_ref.kernels.exhibits.delta_in_turn import gated_delta_rule
 
     x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
     run = partial(gated_delta_rule, *tokens(x), initial_state=x["S"])

@@ -129,9 +129,9 @@ class PlayedProgram:
 
     def __call__(self, inputs):
         named = {spec.name: x for spec, x in zip(self.plan.inputs, inputs, strict=True) if spec is not None}
-        home = "gla_ref.kernels.hopper"
-        names = (*waits.MODULES.values(), "delta_chunk", "delta_inverse", "delta_solve", "tiles")
-        modules = [*(importlib.import_module(f"{home}.{name}") for name in names), *COPIES]
+        names = ("delta_chunk", "delta_inverse", "delta_solve", "tiles")
+        names = (*waits.MODULES.values(), *(f"hopper.{name}" for name in names))
+        modules = [*(importlib.import_module(f"gla_ref.kernels.{name}") for name in names), *COPIES]
         return played_gluon.play(self.plan, named, modules)[:2]
 
     def step(self, values):

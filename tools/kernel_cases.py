@@ -40,7 +40,7 @@ def frozen_gates(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
 
 def in_turn(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
     """The delta rule's walk in which the roles take turns."""
-    from gla_ref.kernels.hopper.delta_in_turn import forward  # not where Gluon is missing
+    from gla_ref.kernels.exhibits.delta_in_turn import forward  # not where Gluon is missing
 
     return planned_by(forward, hardware, given)
 

@@ -51,8 +51,8 @@ def prepare_device(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     """Each step against its PyTorch reference in float64, then the whole against the recurrence."""
     device, dtype = prepare_device(args), getattr(torch, args.dtype)
-    from .kernels.original import gla_chunk_fuse as kernels
-    from .kernels.original.decay_cumsum import decay_cumsum
+    from .kernels.exhibits import gla_chunk_fuse as kernels
+    from .kernels.exhibits.decay_cumsum import decay_cumsum
 
     sizes = {name: getattr(args, name) for name in ("B", "T", "H", "K", "V")}
     B, T, H, K, V = sizes.values()

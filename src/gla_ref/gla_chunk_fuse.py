@@ -8,7 +8,7 @@
 
 Kept as it is, with its weakness: it takes differences of running sums, so that a strong gate costs the later
 decays of its chunk their low bits, and -inf makes NaN. Chapter 12 has the bound; :mod:`gla_ref.gla` is right
-for every gate. The kernels are in :mod:`gla_ref.kernels.original.gla_chunk_fuse`.
+for every gate. The kernels are in :mod:`gla_ref.kernels.exhibits.gla_chunk_fuse`.
 """
 
 from dataclasses import dataclass

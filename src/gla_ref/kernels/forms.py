@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .delta import delta_rule, gated_delta_rule
+from .exhibits.gla_chunk_fuse import gla_chunk_fuse
 from .flash_attention import flash_attention
 from .gla import gla
 from .linear_attention import linear_attention, simple_gla
-from .original.gla_chunk_fuse import gla_chunk_fuse
 from .steps import delta_rule_step, gated_delta_rule_step, gla_step
 
 __all__ = [

@@ -1,8 +1,8 @@
 """The gated delta rule, forward, on Hopper, without a solver: two groups share (1) and walk (chapter 23).
 
-Equations (1) to (3) are those of delta_chunk.py, and delta_fused.py is the other schedule: there a solver makes T and P
-a chunk ahead. Here nothing is ahead. No call chooses this kernel; it is there to be measured beside the other one. A
-program owns a value head of a sequence, and has three roles of four warps each::
+Equations (1) to (3) are those of hopper/delta_chunk.py, and hopper/delta_fused.py is the other schedule: there a solver
+makes T and P a chunk ahead. Here nothing is ahead. No call chooses this kernel; it is there to be measured beside the
+other one. A program owns a value head of a sequence, and has three roles of four warps each::
 
     loader     asks the copy engine (TMA) for q, k, v of a chunk               waits for `done`
     group 0    T of (1), then (2) and (3) for columns 0 to 63 of V             waits for `ready`, `done`, `made[1]`
@@ -55,12 +55,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..delta import Call
-from ..launch.checks import check_call, check_forward_only
-from ..launch.hardware import Hardware
-from ..launch.plan import Plan
-from ..launch.program import Planned
-from . import delta_chunk, refusal_of_gpu, refusal_of_tokens
-from .delta_chunk import (
+from ..hopper import delta_chunk, refusal_of_gpu, refusal_of_tokens
+from ..hopper.delta_chunk import (
     VARIABLE,
     allocate_scratch,
     decays,
@@ -76,8 +72,12 @@ from .delta_chunk import (
     summed,
     write,
 )
-from .gluon_names import named
-from .tiles import box
+from ..hopper.gluon_names import named
+from ..hopper.tiles import box
+from ..launch.checks import check_call, check_forward_only
+from ..launch.hardware import Hardware
+from ..launch.plan import Plan
+from ..launch.program import Planned
 
 copy_in = named("copy_in")
 

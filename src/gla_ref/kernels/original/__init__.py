@@ -1,1 +1,0 @@
-"""The four kernels of the original GLA implementation, forward only (chapter 12)."""
