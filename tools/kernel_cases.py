@@ -55,7 +55,7 @@ def borders(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
     for backwards in (False, True):
         draft = Draft(hardware)
         part, decay = draft.spec("part", 8 * N, H, K, V), draft.spec("rows", 8 * N, H, rows)
-        own = border.plan_composed(hardware, part, decay, None, 8, 1.0, backwards)
+        own = border.plan_composed(hardware, part, decay, 8, 1.0, backwards)
         messages = draft.spec("messages", 4, *own.outputs[0].shape)
         shapes = (N, H, rows, 1), (N, H, K, V)
         found += [

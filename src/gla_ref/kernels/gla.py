@@ -107,7 +107,7 @@ def gla(
         cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
             Their values, and those of g and g_v, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None chooses by
-            :func:`gla_ref.kernels.linear_attention.choose_path`.
+            :func:`gla_ref.kernels.linear_attention.choose_path`. With g_v each sequence is walked in one go.
         kernel: "portable", or "hopper" for the one in Gluon; None lets the plan choose, which
             :func:`gla_ref.kernels.explain` prints with the reason. Gradients have a Hopper kernel of their own, for
             tokens in bfloat16, gates of 16 bits and V <= 128: the plan takes it from Triton 3.9 on, before only if

@@ -11,15 +11,23 @@ from torch import Tensor
 from .. import _contract as contract
 from . import delta, gla
 from .launch.checks import check_call
+from .launch.hardware import Hardware
 from .launch.operator import forward_only, with_state
+from .launch.plan import Plan
 from .launch.program import Planned
-from .portable import delta_step as of_delta
-from .portable import gla_step as of_gla
+from .portable import delta_step, gla_two_sided
+from .portable.gla_step import plan_step
 
 __all__ = ["delta_rule_step", "gated_delta_rule_step", "gla_step"]
 
-gla_forward = Planned(of_gla.plan_step, gla.Call, gla.check)
-delta_forward = Planned(of_delta.plan_step, delta.Call, delta.check)
+
+def plan_gla(hardware: Hardware, call: gla.Call) -> Plan:
+    """(o, final state)."""
+    return (plan_step if call.g_v is None else gla_two_sided.plan_tokens)(hardware, call)
+
+
+gla_forward = Planned(plan_gla, gla.Call, gla.check)
+delta_forward = Planned(delta_step.plan_step, delta.Call, delta.check)
 _gla_step = forward_only(with_state("gla_step", gla_forward))
 _delta_step = forward_only(with_state("delta_step", delta_forward))
 

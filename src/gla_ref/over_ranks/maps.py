@@ -50,8 +50,8 @@ class Maps(NamedTuple):
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels run through these maps."""
-        return self.X.is_cuda and self.X.dtype == torch.float32 and self.decays
+        """Whether kernels run through these maps: they know decays of rows, but none of columns."""
+        return self.X.is_cuda and self.X.dtype == torch.float32 and self.decays and len(self.M) == 1
 
     def through(self, S: Tensor) -> Tensor:
         """M S, of maps without the axis of segments or with a state for each segment."""

@@ -87,7 +87,6 @@ from ..portable.gla_forward import (
     begin_backward,
     both_halves,
     clamped,
-    decays,
     meetings,
     sums,
     to_border,
@@ -95,7 +94,7 @@ from ..portable.gla_forward import (
 )
 from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
-from .gla_forward import Roles, call_of, launch_walk
+from .gla_forward import Roles, begin
 from .gluon_names import named
 from .tiles import LOG2E, box, keep_rows, scaled, store_box, store_rows
 from .tiles import which_segment as which_segment_of_warps
@@ -663,10 +662,10 @@ def launch_unwind(call: GlaCall, q, k, v, g, do, states, made, strong, L: int, R
 def plan_backward(hardware: Hardware, call) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
     draft, q, k, v, g, S = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.initial_state
-    shared, do, R = begin_backward(call_of(draft, q, v, call.cu_seqlens, call.scale, call.path), v, call.do, call.dS)
+    shared, do, R = begin_backward(begin(draft, q, v, call.cu_seqlens, call.scale, call.path), v, call.do, call.dS)
     draft.because("one walk backwards for all gradients: the Hopper kernel, in Gluon")
     S_in = draft.contiguous(S, torch.float32)
-    states = walks(shared, launch_walk, Readers(None, k, g=g), v, S_in, states="states", starts=call.starts).states
+    states = walks(shared, Readers(None, k, g=g), v, S_in, states="states", starts=call.starts).states
     made = [draft.like(f"d{x.name}", x) for x in (q, k, v)] + [draft.like("dg", g) if call.need_dg else None]
     # spare slots are nobody's: their flags must be zeros
     strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8, zero=shared.cu is not None)
@@ -676,10 +675,10 @@ def plan_backward(hardware: Hardware, call) -> Plan:
         launch_unwind(shared, q, k, v, g, do, states, made, strong, L, R, R_0)
     else:  # what each segment adds to R, then what each begins with, then as above
         n = slots(shared.B, shared.T, shared.cu, L)
-        ends, of_segments = draft.new("ends", n, shared.H, shared.K, shared.V), decays(shared, n)
+        ends, decay = draft.new("ends", n, shared.H, shared.K, shared.V), draft.new("decay", n, shared.H, shared.K)
         R_0 = R_0 or draft.new("R_0", shared.N, shared.H, shared.K, shared.V)
-        launch_walk(shared, Readers(None, q, g=g), do, True, True, L, None, ends, decays=of_segments)
-        carry_states(draft, ends, *of_segments, R, R_0, shared.cu, shared.T, L, True)
+        shared.launch_walk(Readers(None, q, g=g), do, True, L, None, ends, decay=decay)
+        carry_states(draft, ends, decay, R, R_0, shared.cu, shared.T, L, True)
         launch_unwind(shared, q, k, v, g, do, states, made, strong, L, ends, None)
     dq, dk, dv, dg = made
     wide = min(64, shared.BK)

@@ -453,38 +453,34 @@ class Roles(NamedTuple):
 ROLES = {64: Roles(4, 4, 3, 128, 160), 128: Roles(8, 4, 2, 128, 160)}  # by BK
 
 
-def call_of(draft: Draft, q: Spec, v: Spec, cu: Spec | None, scale, path) -> GlaCall:
-    """A call of the portable kernels, with this kernel's tiles."""
-    call = portable.begin(draft, q, v, None, cu, scale, path)
-    BK, BV = (64 if n <= 64 else 128 for n in (call.K, call.V))
-    return call._replace(BK=BK, BV=BV)
+class HopperCall(GlaCall):
+    """A call of the portable kernels, but with this file's walk."""
+
+    def launch_walk(
+        self, x: Readers, v: Spec, reverse: bool, L: int, S_in, S_out, o=None, states=None, decay=None
+    ) -> None:
+        """Launch `walk` over segments of L tokens."""
+        C, BK, BV, H, K, V, roles = self.C, self.BK, self.BV, self.H, self.K, self.V, ROLES[self.BK]
+        self.draft.launch(
+            walk, cdiv(V, BV) * H * slots(self.B, self.T, self.cu, L),
+            box(x.q, C, BK) if o else None, box(x.k, C, BK), box(v, C, BV), box(x.g, C, BK),
+            x.strong if o else None, box(o, C, BV) if o else None, o, S_in, S_out,
+            box(states, BK, BV) if states else None, decay, self.cu, self.N, self.T, L, H, K, V, self.scale,
+            C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier, WT=roles.transformer, REVERSE=reverse,
+            LIMIT=self.limit, REGISTERS=roles.of_transformer, num_warps=roles.multiplier, maxnreg=roles.registers,
+        )
 
 
-def launch_walk(
-    call: GlaCall, x: Readers, v: Spec, engine: bool, reverse: bool,
-    L: int, S_in, S_out, o=None, states=None, decays=(None, None),
-) -> None:
-    """`walk` over segments of L tokens, for `walks` of the portable file, which fixes the arguments.
-
-    `engine` is not used: this kernel takes boxes in any case. Of `decays`, those of the state's rows are made.
-    """
-    C, BK, BV, H, K, V = call.C, call.BK, call.BV, call.H, call.K, call.V
-    roles = ROLES[BK]
-    call.draft.launch(
-        walk, cdiv(V, BV) * H * slots(call.B, call.T, call.cu, L),
-        box(x.q, C, BK) if o else None, box(x.k, C, BK), box(v, C, BV), box(x.g, C, BK),
-        x.strong if o else None, box(o, C, BV) if o else None, o, S_in, S_out,
-        box(states, BK, BV) if states else None, decays[0], call.cu,
-        call.N, call.T, L, H, K, V, call.scale,
-        C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier, WT=roles.transformer, REVERSE=reverse,
-        LIMIT=call.limit, REGISTERS=roles.of_transformer, num_warps=roles.multiplier, maxnreg=roles.registers,
-    )
+def begin(draft: Draft, q: Spec, v: Spec, cu: Spec | None, scale, path) -> HopperCall:
+    """Begin a call whose plan is `draft`, by the sizes of q and v."""
+    BK, BV = (64 if x.shape[-1] <= 64 else 128 for x in (q, v))
+    return HopperCall(*portable.begin(draft, q, v, cu, scale, path))._replace(BK=BK, BV=BV)
 
 
 def plan_forward(hardware: Hardware, call) -> Plan:
     """(o, final state, starts)."""
     draft, q, k, v, g = Draft(hardware, *call), call.q, call.k, call.v, call.g
-    shared = call_of(draft, q, v, call.cu_seqlens, call.scale, call.path)
+    shared = begin(draft, q, v, call.cu_seqlens, call.scale, call.path)
     draft.because("a loader, a transformer and a multiplier side by side: the Hopper kernel, in Gluon")
     if takes_page(shared, (q, k, v, g), call.initial_state):
         draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
@@ -492,12 +488,12 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     # spare slots are nobody's: their flags must be zeros
     strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8, zero=shared.cu is not None)
     x, S_in = Readers(q, k, g=g, strong=strong), draft.contiguous(call.initial_state, torch.float32)
-    walked = walks(shared, launch_walk, x, v, S_in, o="o", S="S_T")  # o and S_T: names of the tensors to make
+    walked = walks(shared, x, v, S_in, o="o", S="S_T")  # o and S_T: names of the tensors to make
     mend_strong(shared, q, k, v, g, walked.o, strong)
     starts = walked.starts
     # the gradient's walks may be the portable ones, which begin from these states only if they cut sequences alike
     if starts is not None and refusal_of_gradient(hardware, call):
-        other = portable.begin(Draft(hardware, *call), q, v, None, call.cu_seqlens, call.scale, call.path)
+        other = portable.begin(Draft(hardware, *call), q, v, call.cu_seqlens, call.scale, call.path)
         starts = starts if other.segment() == shared.segment() else None
     return draft.plan("hopper", walked.o, walked.S, starts)
 

@@ -32,17 +32,16 @@ __all__ = ["added", "composed", "crossed", "entered", "read", "written"]
 
 
 @triton.jit(do_not_specialize=VARYING)
-def compose(part, rows, columns, message, tag, n, N, H, R, V, D, BD: tl.constexpr, REVERSE: tl.constexpr):
-    """Write the map of n consecutive segments after a tag: tag, rows [N, H, R], columns [N, H, V], X [N, H, D].
+def compose(part, rows, message, tag, n, N, H, R, D, BD: tl.constexpr, REVERSE: tl.constexpr):
+    """Write the map of n consecutive segments after a tag: tag, rows [N, H, R], X [N, H, D].
 
-    `part`, `rows` and `columns` describe the segments as in `carry` (segments.py).
+    `part` and `rows` describe the segments as in `carry` (segments.py).
     """
     # which tile: BD numbers of the state of a head
     i_d, i_h, i_n = which_tile(H, D, BD)
     o_d, i_nh = i_d * BD + tl.arange(0, BD), i_n * H + i_h
     m_d = o_d < D
-    b_X = tl.zeros([BD], dtype=tl.float32)
-    b_rows, b_columns = tl.full([BD], 1.0, dtype=tl.float32), tl.full([BD], 1.0, dtype=tl.float32)
+    b_X, b_rows = tl.zeros([BD], dtype=tl.float32), tl.full([BD], 1.0, dtype=tl.float32)
 
     # compute
     for i in range(0, n):
@@ -50,10 +49,6 @@ def compose(part, rows, columns, message, tag, n, N, H, R, V, D, BD: tl.constexp
         b_decay = tl.load(rows + i_s * R + o_d // (D // R), mask=m_d, other=0.0)
         b_X *= b_decay
         b_rows *= b_decay
-        if columns is not None:
-            b_decay = tl.load(columns + i_s * V + o_d % V, mask=m_d, other=0.0)
-            b_X *= b_decay
-            b_columns *= b_decay
         b_X += tl.load(part + i_s.to(tl.int64) * D + o_d, mask=m_d, other=0.0)
 
     # store
@@ -62,17 +57,11 @@ def compose(part, rows, columns, message, tag, n, N, H, R, V, D, BD: tl.constexp
     p = message + 1
     tl.store(p + i_nh * R + o_d // (D // R), b_rows, mask=m_d & (o_d % (D // R) == 0))
     p += N * H * R
-    if columns is not None:
-        tl.store(p + i_nh * V + o_d, b_columns, mask=m_d & (o_d < V))
-        p += N * H * V
     tl.store(p + i_nh.to(tl.int64) * D + o_d, b_X, mask=m_d)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def enter(
-    messages, S, tag, rank, ranks, numbers, N, H, R, V, D,
-    BD: tl.constexpr, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+def enter(messages, S, tag, rank, ranks, numbers, N, H, R, D, BD: tl.constexpr, REVERSE: tl.constexpr):
     """Find S [N, H, D], the state that comes into `rank`, from the messages [ranks, numbers] of `compose`.
 
     S is NaN if a message bears another tag, because then a rank makes another call.
@@ -89,9 +78,6 @@ def enter(
         p = messages + i_m.to(tl.int64) * numbers + 1
         b_S *= tl.load(p + i_nh * R + o_d // (D // R), mask=m_d, other=0.0)
         p += N * H * R
-        if COLUMNS:
-            b_S *= tl.load(p + i_nh * V + o_d % V, mask=m_d, other=0.0)
-            p += N * H * V
         b_S += tl.load(p + i_nh.to(tl.int64) * D + o_d, mask=m_d, other=0.0)
     for i in range(0, ranks):
         i_m = i_n * 0 + i
@@ -106,16 +92,15 @@ def plan_added(hardware: Hardware, k: Tensor, v: Tensor, g: Tensor | None, backw
     draft = Draft(hardware, k, v, g)
     if g is None or len(g.shape) == 3:
         return draft.plan("portable", add_up(draft, k, v, g, backwards), None)
-    call = gla_forward.begin(draft, k, v, None, None, 1.0, None)
+    call = gla_forward.begin(draft, k, v, None, 1.0, None)
     (B, T, H, K), V = k.shape, v.shape[-1]
     L = call.segment()
     n = slots(B, T, None, L)
     S, decay = draft.new("S", n, H, K, V), draft.new("decay", n, H, K)
-    x, engine = Readers(None, k, g=g), call.by_engine(k, v, g)
-    gla_forward.launch_walk(call, x, v, engine, backwards, L, None, S, decays=(decay, None))
+    call.launch_walk(Readers(None, k, g=g), v, backwards, L, None, S, decay=decay)
     if n > B:
         part, S = S, draft.new("S", B, H, K, V)
-        carry_states(draft, part, decay, None, None, S, None, T, L, backwards)
+        carry_states(draft, part, decay, None, S, None, T, L, backwards)
         decay = draft.compute("decay", _of_all, decay, n // B, shape=(B, H, K))
     return draft.plan("portable", S, decay)
 
@@ -142,17 +127,13 @@ def plan_read(hardware: Hardware, q: Tensor, k: Tensor, do: Tensor, g: Tensor | 
     return call.draft.plan("portable", R)
 
 
-def plan_composed(
-    hardware: Hardware, part: Tensor, rows: Tensor, columns: Tensor | None, n: int, tag: float, backwards: bool
-) -> Plan:
+def plan_composed(hardware: Hardware, part: Tensor, rows: Tensor, n: int, tag: float, backwards: bool) -> Plan:
     """Plan the message of a rank."""
-    draft, (slots, H, K, V) = Draft(hardware, part, rows, columns), part.shape
+    draft, (slots, H, K, V) = Draft(hardware, part, rows), part.shape
     N, R, D = slots // n, rows.shape[2], K * V
     BD = min(1024, next_power_of_2(D))
-    message = draft.new("message", 1 + N * H * (R + (V if columns else 0) + D))
-    draft.launch(
-        compose, cdiv(D, BD) * H * N, part, rows, columns, message, tag, n, N, H, R, V, D, BD=BD, REVERSE=backwards
-    )
+    message = draft.new("message", 1 + N * H * (R + D))
+    draft.launch(compose, cdiv(D, BD) * H * N, part, rows, message, tag, n, N, H, R, D, BD=BD, REVERSE=backwards)
     return draft.plan("portable", message)
 
 
@@ -164,19 +145,17 @@ def plan_entered(
     S, D = draft.new("S", N, H, K, V), K * V
     BD = min(1024, next_power_of_2(D))
     draft.launch(
-        enter, cdiv(D, BD) * H * N, messages, S, tag, rank, ranks, numbers, N, H, shapes[0][2], V, D,
-        BD=BD, COLUMNS=len(shapes) == 3, REVERSE=backwards,
+        enter, cdiv(D, BD) * H * N, messages, S, tag, rank, ranks, numbers, N, H, shapes[0][2], D,
+        BD=BD, REVERSE=backwards,
     )  # fmt: skip
     return draft.plan("portable", S)
 
 
-def plan_crossed(
-    hardware: Hardware, part: Tensor, rows: Tensor, columns: Tensor | None, S: Tensor, backwards: bool
-) -> Plan:
+def plan_crossed(hardware: Hardware, part: Tensor, rows: Tensor, S: Tensor, backwards: bool) -> Plan:
     """Plan (the state that comes into each segment, written over `part`; the state after the last segment)."""
-    draft = Draft(hardware, part, rows, columns, S)
+    draft = Draft(hardware, part, rows, S)
     out = draft.like("S_out", S)
-    carry_states(draft, part, rows, columns, S, out, None, part.shape[0] // S.shape[0], 1, backwards)
+    carry_states(draft, part, rows, S, out, None, part.shape[0] // S.shape[0], 1, backwards)
     return draft.plan("portable", part, out)
 
 
@@ -219,22 +198,19 @@ def read(q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Te
     return _read(q=q, k=k, do=do, g=g, beta=beta)[0]
 
 
-def composed(X: Tensor, M: tuple[Tensor, ...], tag: float, backwards: bool = False) -> Tensor:
+def composed(X: Tensor, M: tuple[Tensor], tag: float, backwards: bool = False) -> Tensor:
     """Make the message of a rank: `tag`, and the map of the rank's segments in their order.
 
     Args:
         X: `[N, n, H, K, V]` of n segments, float32.
-        M: decays `[N, n, H, K or 1, 1]` of rows and, if there are two, `[N, n, H, 1, V]` of columns.
+        M: a tuple of the decays `[N, n, H, K or 1, 1]`.
         tag: a number that names the call.
         backwards: from the last segment to the first.
 
     Returns:
-        float32, the tag, then `[N, H, K or 1]`, `[N, H, V]` if there are columns, and `[N, H, K, V]`.
+        float32, the tag, then `[N, H, K or 1]` and `[N, H, K, V]`.
     """
-    rows, columns = _decays(M)
-    return _composed(
-        part=_of_segments(X), rows=rows, columns=columns, n=X.shape[1], tag=tag, backwards=backwards
-    )[0]
+    return _composed(part=_of_segments(X), rows=_decays(M), n=X.shape[1], tag=tag, backwards=backwards)[0]
 
 
 def entered(
@@ -245,7 +221,7 @@ def entered(
     Args:
         messages: `[ranks, numbers]` of :func:`composed`.
         rank: the rank that asks for its state.
-        shapes: of the tensors of a map, `(N, H, K or 1, 1)`, `(N, H, 1, V)` if there are columns, `(N, H, K, V)`.
+        shapes: of the tensors of a map, `(N, H, K or 1, 1)` and `(N, H, K, V)`.
         tag: the tag of every message; if a message bears another tag, the state is NaN.
         backwards: from the last rank to the first.
 
@@ -255,7 +231,7 @@ def entered(
     return _entered(messages=messages, rank=rank, shapes=shapes, tag=tag, backwards=backwards)[0]
 
 
-def crossed(X: Tensor, M: tuple[Tensor, ...], S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
+def crossed(X: Tensor, M: tuple[Tensor], S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
     """Find the states between consecutive segments with the maps S -> M S + X.
 
     Args:
@@ -268,10 +244,9 @@ def crossed(X: Tensor, M: tuple[Tensor, ...], S: Tensor, backwards: bool = False
         The state that comes into each segment, `[N, n, H, K, V]`, and the state that leaves the last segment. Not
         differentiable.
     """
-    rows, columns = _decays(M)
+    rows, part = _decays(M), _of_segments(X).clone()
     rows = rows if rows.shape[2] > 1 else rows[..., 0]
-    part = _of_segments(X).clone()
-    part, out = _crossed(part=part, rows=rows, columns=columns, S=S.contiguous(), backwards=backwards)
+    part, out = _crossed(part=part, rows=rows, S=S.contiguous(), backwards=backwards)
     return part.view(X.shape), out
 
 
@@ -280,7 +255,7 @@ def _of_segments(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, *x.shape[2:])
 
 
-def _decays(M: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    """Return the decays in M: of rows [N n, H, K or 1] and of columns [N n, H, V]."""
-    rows, *columns = M
-    return _of_segments(rows[..., 0]), _of_segments(columns[0][..., 0, :]) if columns else None
+def _decays(M: tuple[Tensor]) -> Tensor:
+    """Return the decays in M as [N n, H, K or 1]."""
+    (rows,) = M
+    return _of_segments(rows[..., 0])

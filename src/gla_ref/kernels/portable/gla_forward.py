@@ -42,8 +42,6 @@ A walk moves 2 C (2 K + 2 BV) bytes per chunk (bf16; 2 C K more if it loads g) f
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -394,7 +392,6 @@ class GlaCall(NamedTuple):
     """The sizes, tiles and tensors that the launches of one call share."""
 
     draft: Draft
-    g_v: Spec | None  # gates on values
     cu: Spec | None
     B: int
     T: int
@@ -439,6 +436,22 @@ class GlaCall(NamedTuple):
         """Whether the copy engine loads these tensors."""
         return self.cu is None and all([describable(x, self.draft.hardware) for x in tokens if x])
 
+    def launch_walk(
+        self, x: Readers, v: Spec, reverse: bool, L: int, S_in, S_out, o=None, states=None, decay=None
+    ) -> None:
+        """Launch `walk` over segments of L tokens; Hopper's kernel has a launch of its own."""
+        C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
+        q, engine = x.q if o else None, self.by_engine(x.q, x.k, v, x.g)
+        self.draft.launch(
+            walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
+            *boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK)),
+            x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
+            *boxes(engine, BK, (states, BV)), decay, self.cu, *patterns(q, x.k, v, x.g, o),
+            pattern(H * K * V, V, K * V, 1), self.N, T, L, H, K, V, self.scale,
+            BK=BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
+            num_warps=self.warps, num_stages=self.stages[int(states is not None)],
+        )
+
 
 class Readers(NamedTuple):
     """Queries and keys for a walk: the original ones with g, or those of `prepare` with factors."""
@@ -459,7 +472,7 @@ class Walked(NamedTuple):
     starts: Spec | None  # the state that each segment starts from
 
 
-def begin(draft: Draft, q: Spec, v: Spec, g_v: Spec | None, cu: Spec | None, scale, path, table=WALK) -> GlaCall:
+def begin(draft: Draft, q: Spec, v: Spec, cu: Spec | None, scale, path, table=WALK) -> GlaCall:
     """Begin a call whose plan is `draft`, by the sizes of q and v."""
     hardware, (B, T, H, K), V = draft.hardware, q.shape, v.shape[-1]
     half, cu = q.dtype != torch.float32, draft.contiguous(cu, torch.int32)
@@ -467,11 +480,9 @@ def begin(draft: Draft, q: Spec, v: Spec, g_v: Spec | None, cu: Spec | None, sca
     least = 64 if half else 16
     BK, wide = max(least, next_power_of_2(K)), max(least, next_power_of_2(V))
     C, BV, warps, *stages = tiles(table, hardware, q.dtype, K=K)
-    # with gates on both axes k'^T v' has the factors of both
-    limit = LIMIT[q.dtype] / (1 if g_v is None else 2)
     return GlaCall(
-        draft, g_v, cu, B, T, H, K, V, N=sequences(B, cu), scale=contract.check_scale(scale, K), path=path,
-        half=half, limit=limit, C=C, BK=BK, BV=min(BV, wide), chunks=slots(B, T, cu, C), warps=warps,
+        draft, cu, B, T, H, K, V, N=sequences(B, cu), scale=contract.check_scale(scale, K), path=path,
+        half=half, limit=LIMIT[q.dtype], C=C, BK=BK, BV=min(BV, wide), chunks=slots(B, T, cu, C), warps=warps,
         stages=tuple(stages),
     )  # fmt: skip
 
@@ -508,61 +519,40 @@ def prepared(call: GlaCall, q: Spec, k: Spec, g: Spec) -> Readers:
     return Readers(q_hat, k_hat, factors=factors, strong=strong)
 
 
-def decays(call: GlaCall, n: int) -> tuple[Spec, Spec | None]:
-    """The decays of n segments: for the state's rows and, with gates on values, for its columns."""
-    rows = call.draft.new("decay", n, call.H, call.K)
-    return rows, None if call.g_v is None else call.draft.new("decay_v", n, call.H, call.V)
+def kept_states(call: GlaCall, name: str, v: Spec) -> Spec:
+    """Room for the states of all chunks, [chunks, K, H, V] in memory [chunks, H, K, V]."""
+    dtype = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
+    return call.draft.new(name, call.chunks, call.H, call.K, call.V, dtype=dtype).transposed(1, 2)
 
 
 def walks(
-    call: GlaCall, launch: Callable, x: Readers, v: Spec, S_in: Spec | None, o: str = "", S: str = "",
+    call: GlaCall, x: Readers, v: Spec, S_in: Spec | None, o: str = "", S: str = "",
     states: str = "", starts: Spec | None = None, reverse: bool = False,
 ) -> Walked:
     """Make the results that are given a name: o, the final state S, the states before each chunk.
 
-    `launch` has the interface of `launch_walk`. Without segments make one launch, with segments the three launches of
-    the module's docstring. If an earlier walk has found the states that segments start from (`starts`), make only the
-    last launch; then there is no S.
+    Without segments make one launch, with segments the three launches of the module's docstring. If an earlier walk has
+    found the states that segments start from (`starts`), make only the last launch; then there is no S.
     """
     draft, T, H, K, V = call.draft, call.T, call.H, call.K, call.V
-    engine = call.by_engine(*((x.q, x.k, v, x.g) if o else (x.k, v, x.g)))
+    x = x if o else x._replace(q=None)
     o = draft.new(o, call.B, T, H, V, dtype=v.dtype) if o else None
-    kept = v.dtype if v.dtype == torch.bfloat16 else torch.float32  # float16 is too small
-    states = draft.new(states, call.chunks, H, K, V, dtype=kept).transposed(1, 2) if states else None
-    walk_all = functools.partial(launch, call, x, v, engine, reverse)
+    states = kept_states(call, states, v) if states else None
     L = call.segment()
     if L > T:  # without segments each sequence is a slot, so S_in and S are indexed by slots too
         S = draft.new(S, call.N, H, K, V) if S else None
-        walk_all(L, S_in, S, o, states)
+        call.launch_walk(x, v, reverse, L, S_in, S, o, states)
         return Walked(o, S, states, None)
     if starts is None:
         n = slots(call.B, T, call.cu, L)
-        starts, of_segments = draft.new("starts", n, H, K, V), decays(call, n)
+        starts, decay = draft.new("starts", n, H, K, V), draft.new("decay", n, H, K)
         S = draft.new(S or "S", call.N, H, K, V)
-        walk_all(L, None, starts, decays=of_segments)
-        carry_states(draft, starts, *of_segments, S_in, S, call.cu, T, L, reverse)
+        call.launch_walk(x, v, reverse, L, None, starts, decay=decay)
+        carry_states(draft, starts, decay, S_in, S, call.cu, T, L, reverse)
     else:
         S = None
-    walk_all(L, starts, None, o, states)
+    call.launch_walk(x, v, reverse, L, starts, None, o, states)
     return Walked(o, S, states, starts)
-
-
-def launch_walk(
-    call: GlaCall, x: Readers, v: Spec, engine: bool, reverse: bool,
-    L: int, S_in, S_out, o=None, states=None, decays=(None, None),
-) -> None:
-    """Launch `walk` over segments of L tokens."""
-    C, BK, BV, T, H, K, V = call.C, call.BK, call.BV, call.T, call.H, call.K, call.V
-    q = x.q if o else None
-    call.draft.launch(
-        walk, cdiv(V, BV) * H * slots(call.B, T, call.cu, L),
-        *boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK)),
-        x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
-        *boxes(engine, BK, (states, BV)), decays[0], call.cu, *patterns(q, x.k, v, x.g, o),
-        pattern(H * K * V, V, K * V, 1), call.N, T, L, H, K, V, call.scale,
-        BK=BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=call.limit, **call.same,
-        num_warps=call.warps, num_stages=call.stages[int(states is not None)],
-    )
 
 
 def mend_strong(call: GlaCall, q, k, v, g, o, strong, reverse=False) -> None:
@@ -580,8 +570,8 @@ def mend_strong(call: GlaCall, q, k, v, g, o, strong, reverse=False) -> None:
 def plan_forward(hardware: Hardware, call) -> Plan:
     """Plan (o, final state, starts)."""
     draft, q, k, v, g = Draft(hardware, *call), call.q, call.k, call.v, call.g
-    shared = begin(draft, q, v, None, call.cu_seqlens, call.scale, call.path)
+    shared = begin(draft, q, v, call.cu_seqlens, call.scale, call.path)
     x = readers(shared, q, k, g)
-    walked = walks(shared, launch_walk, x, v, draft.contiguous(call.initial_state, torch.float32), o="o", S="S_T")
+    walked = walks(shared, x, v, draft.contiguous(call.initial_state, torch.float32), o="o", S="S_T")
     mend_strong(shared, q, k, v, g, walked.o, x.strong)
     return draft.plan("portable", walked.o, walked.S, walked.starts)

@@ -35,7 +35,6 @@ from .gla_forward import (
     between,
     chunk_decays,
     clamped,
-    launch_walk,
     mend_strong,
     readers,
     sums,
@@ -171,12 +170,12 @@ def crossing(b_net, b_later, b_kept, b_g, FAST: tl.constexpr):
 def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, None, dS0); None for a tensor not given and a dg not needed. `starts` may be None."""
     draft, q, k, v, g, S = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.initial_state
-    shared = begin(draft, q, v, None, call.cu_seqlens, call.scale, call.path)
+    shared = begin(draft, q, v, call.cu_seqlens, call.scale, call.path)
     shared, do, R = begin_backward(shared, v, call.do, call.dS)
     x, S_in = readers(shared, q, k, g), draft.contiguous(S, torch.float32)
-    S_all = walks(shared, launch_walk, x, v, S_in, states="states", starts=call.starts).states
+    S_all = walks(shared, x, v, S_in, states="states", starts=call.starts).states
     turned, R_0 = x._replace(q=x.k, k=x.q), "R_0" if S else ""
-    back = walks(shared, launch_walk, turned, do, R, o="dv", S=R_0, states="dstates", reverse=True)
+    back = walks(shared, turned, do, R, o="dv", S=R_0, states="dstates", reverse=True)
     mend_strong(shared, k, q, do, g, back.o, x.strong, reverse=True)
     dq, dk = draft.like("dq", q), draft.like("dk", k)
     dg = draft.like("dg", g) if call.need_dg else None

@@ -1,6 +1,6 @@
 """Gated Linear Attention token by token, for decoding; right for any gate (chapter 16).
 
-    S <- (alpha^T beta) * S + k^T v        alpha = e^g, beta = e^(g_v)
+    S <- e^g S + k^T v
     o  = scale * q S
 
 Reference: :func:`gla_ref.gla.recurrent`. The kernel computes that recurrence in float32, without chunks or products of
@@ -37,7 +37,7 @@ def row(x, s, i_b, t, i_h, o_d, D, BD: tl.constexpr):
 
 @triton.jit  # unlike other kernels this one is compiled apart for T = 1, which needs no loop and half the registers
 def step(
-    q, k, v, g, g_v, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_o, s_in, s_S, T, H, K, V, scale,
+    q, k, v, g, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_o, s_in, s_S, T, H, K, V, scale,
     BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):
     # which tile: BV columns of the state of a head of a sequence
@@ -59,8 +59,6 @@ def step(
 
         # compute
         b_S *= tl.exp2(b_g * LOG2E)[:, None]
-        if g_v is not None:
-            b_S *= tl.exp2(row(g_v, s_gv, i_b, t, i_h, o_v, V, BV) * LOG2E)[None, :]
         b_S += b_k[:, None] * b_v[None, :]
         b_o = tl.sum(b_q[:, None] * b_S, 0) * scale  # [BV]
 
@@ -71,9 +69,9 @@ def step(
     store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
 
 
-def plan_step(hardware: Hardware, call) -> Plan:
-    """Plan (o, final state)."""
-    draft, q, k, v, g, g_v = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.g_v
+def plan_step(hardware: Hardware, call, kernel=step, *more) -> Plan:
+    """Plan (o, final state), by `kernel`, which takes `more` arguments behind its sizes."""
+    draft, q, k, v, g = Draft(hardware, *call), call.q, call.k, call.v, call.g
     (B, T, H, K), V = q.shape, v.shape[-1]
     N, scale = sequences(B, call.cu_seqlens), contract.check_scale(call.scale, K)
     S, cu = draft.contiguous(call.initial_state, torch.float32), draft.contiguous(call.cu_seqlens, torch.int32)
@@ -81,8 +79,8 @@ def plan_step(hardware: Hardware, call) -> Plan:
     states = [x if x is None else x.transposed(1, 2) for x in (S, S_T)]
     BK = next_power_of_2(K)
     draft.launch(
-        step, cdiv(V, BV) * H * N,
-        q, k, v, g, g_v, o, *states, cu, *patterns(q, k, v, g, g_v, o, *states), T, H, K, V, scale,
+        kernel, cdiv(V, BV) * H * N,
+        q, k, v, g, o, *states, cu, *patterns(q, k, v, g, o, *states), T, H, K, V, scale, *more,
         BK=BK, BV=BV, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
     )
     return draft.plan("recurrent", o, S_T)

@@ -8,22 +8,21 @@ chunk and u = w_C / 2, the chunk of gla_forward.py becomes:
     v' = v e^(u - w),  S'' = e^r S e^u,  o = scale * (q' S'' + tril(q' k'^T) v') e^(w - u)      (1)
     S <- e^(b_C - r) (S'' + k'^T v') e^(w_C - u)                                                (2)
 
-A chunk is strong if either gate is strong in it. `prepare` always makes q' and k'. The models of the
-GLA paper do not use this form, and no other kernel builds on this file.
+A chunk is strong if either gate is strong in it. `prepare` always makes q' and k'. Each sequence is walked in one go,
+whatever `path` asks for. The models of the GLA paper do not use this form, and no other kernel builds on this file.
 
-The kernels, and the number of programs of each::
+The kernels, and the number of programs of each (N sequences)::
 
-    prepare, carry             as in gla_forward.py
-    walk       V tiles * H * segments  a head's chunks: o, or states
+    prepare                            as in gla_forward.py
+    walk       V tiles * H * N         a head's chunks: o, or states
     mend       H * chunks / 16         adds to o the pairs of strong tiles
     gradients  tiles * H * chunks      dq, dk, dg; and with the two axes exchanged do, dv, dg_v
+    step       V tiles * H * N         token by token
 
 Reference: :mod:`gla_ref.gla`; GLA paper, section 4.1, general form. Limits: K <= 256, V <= 512.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
@@ -41,12 +40,13 @@ from .gla_forward import (
     between,
     chunk_decays,
     clamped,
+    kept_states,
     prepared,
     to_border,
-    walks,
 )
 from .gla_gradient import GRADIENTS, across, crossing, one_half, pairs
-from .segments import slots, which_segment
+from .gla_step import LOG2E, plan_step, row
+from .segments import which_segment, which_sequence
 from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
 # as in gla_forward.py and gla_gradient.py, except tiles that would spill
@@ -58,19 +58,18 @@ GRADIENT_TILES = GRADIENTS | {("ampere", 16): (32, 8, 1)}
 
 @triton.jit(do_not_specialize=VARYING)
 def walk(
-    q, k, v, g_v, factors, strong_k, strong, o, S_in, S_out, states, decay_k, decay_v, cu,
-    s_q, s_k, s_v, s_gv, s_o, s_S, N, T, L, H, K, V, scale,
+    q, k, v, g_v, factors, strong_k, strong, o, S_in, S_out, states, cu,
+    s_q, s_k, s_v, s_gv, s_o, s_S, N, T, H, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, TMA: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
-    """Walk a segment like `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
+    """Walk a sequence like `gla_forward.walk`; `strong` [chunks, H, NV] has a flag for each V tile."""
     # which tile
-    i_v, i_h, i_s = which_tile(H, V, BV)
-    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
-    end = tl.minimum(begin + L, stop)
+    i_v, i_h, i_n = which_tile(H, V, BV)
+    i_b, begin, end = which_sequence(cu, i_n, T, PACKED)
     n_c = tl.cdiv(end - begin, C)
-    i_0 = (start // C + i_n if PACKED else i_n * tl.cdiv(T, C)) + (begin - start) // C
-    o_k, o_v, o_c = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.arange(0, C)
+    i_0 = begin // C + i_n if PACKED else i_n * tl.cdiv(T, C)
+    o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
     seen = o_c[:, None] <= o_c[None, :] if REVERSE else o_c[:, None] >= o_c[None, :]  # [C, C]
     FLOAT16: tl.constexpr = (v.dtype if TMA else v.dtype.element_ty) == tl.float16
     FIRST: tl.constexpr = 2 if REVERSE and FLOAT16 else 0  # the place of a chunk's rows of `factors`
@@ -79,8 +78,7 @@ def walk(
     # load
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if S_in is not None:
-        b_S += load_tile(S_in, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
-    b_decay_k, b_decay_v = tl.full([BK], 1.0, tl.float32), tl.full([BV], 1.0, tl.float32)
+        b_S += load_tile(S_in, s_S, i_n, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
 
     for i in tl.range(0, n_c):
         i_c = n_c - 1 - i if REVERSE else i
@@ -113,16 +111,10 @@ def walk(
         b_S *= through[:, None] * through_v[None, :]  # (2)
         b_S = tl.dot(b_k.T, b_v, b_S, input_precision="ieee")
         b_S = b_S * last[:, None] * last_v[None, :]
-        b_decay_k *= first * through * last
-        b_decay_v *= first_v * through_v * last_v
 
     # store
     if S_out is not None:
-        store_tile(S_out, b_S, s_S, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
-    if decay_k is not None:
-        i_d = (i_s * H + i_h).to(tl.int64)
-        tl.store(decay_k + i_d * K + o_k, b_decay_k, mask=o_k < tl.where(i_v == 0, K, 0))
-        tl.store(decay_v + i_d * V + o_v, b_decay_v, mask=o_v < V)
+        store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, i_v * BV, V, BK, BV, False)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -244,19 +236,43 @@ def gradients(
         store_tile(dg, b_d, s_d, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
 
 
+@triton.jit
+def step(
+    q, k, v, g, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_o, s_in, s_S, T, H, K, V, scale, g_v, s_gv,
+    BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):
+    """Walk a sequence token by token like `gla_step.step`."""
+    # which tile
+    i_v, i_h, i_n = which_tile(H, V, BV)
+    i_b, start, stop = which_sequence(cu, i_n, T, PACKED)
+    o_v = i_v * BV
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_in, i_n, i_h, 0, K, o_v, V, BK, BV, False)  # [BK, BV]
+    for t in tl.range(start, stop):
+        b_q, b_k = row(q, s_q, i_b, t, i_h, 0, K, BK), row(k, s_k, i_b, t, i_h, 0, K, BK)  # [BK]
+        b_g, b_gv = row(g, s_g, i_b, t, i_h, 0, K, BK), row(g_v, s_gv, i_b, t, i_h, o_v, V, BV)  # [BK], [BV]
+        b_S *= tl.exp2(b_g * LOG2E)[:, None]
+        b_S *= tl.exp2(b_gv * LOG2E)[None, :]
+        b_S += b_k[:, None] * row(v, s_v, i_b, t, i_h, o_v, V, BV)[None, :]
+        b_o = tl.sum(b_q[:, None] * b_S, 0) * scale  # [BV]
+        store_tile(o, b_o[None, :], s_o, i_b, i_h, t, stop, o_v, V, 1, BV, False)
+    store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
+
+
 def launch_walk(
-    strong_v: Spec | None, call: GlaCall, x: Readers, v: Spec, engine: bool, reverse: bool,
-    L: int, S_in, S_out, o=None, states=None, decays=(None, None),
+    call: GlaCall, g_v: Spec, x: Readers, v: Spec, reverse: bool, S_in, S_out, o=None, strong=None, states=None
 ) -> None:
-    """Launch `walk` over segments of L tokens; with o, `walk` sets flags in `strong_v`."""
+    """Launch `walk` over all sequences; with o, `walk` sets flags in `strong`."""
     C, BK, BV, T, H, K, V = call.C, call.BK, call.BV, call.T, call.H, call.K, call.V
     q = x.q if o else None
+    engine = call.by_engine(q, x.k, v)
     call.draft.launch(
-        walk, cdiv(V, BV) * H * slots(call.B, T, call.cu, L),
-        *boxes(engine, C, (q, BK), (x.k, BK), (v, BV)), call.g_v, x.factors, x.strong,
-        strong_v, *boxes(engine, C, (o, BV)), S_in, S_out,
-        *boxes(engine, BK, (states, BV)), *decays, call.cu, *patterns(q, x.k, v, call.g_v, o),
-        pattern(H * K * V, V, K * V, 1), call.N, T, L, H, K, V, call.scale,
+        walk, cdiv(V, BV) * H * call.N,
+        *boxes(engine, C, (q, BK), (x.k, BK), (v, BV)), g_v, x.factors, x.strong,
+        strong, *boxes(engine, C, (o, BV)), S_in, S_out,
+        *boxes(engine, BK, (states, BV)), call.cu, *patterns(q, x.k, v, g_v, o),
+        pattern(H * K * V, V, K * V, 1), call.N, T, H, K, V, call.scale,
         BK=BK, BV=BV, NV=tiles_of_v(call), TMA=engine, REVERSE=reverse, LIMIT=call.limit, **call.same,
         num_warps=call.warps, num_stages=call.stages[int(states is not None)],
     )
@@ -283,38 +299,49 @@ def launch_gradients(call: GlaCall, q, k, v, do, g, g_v, S, R, dq: str, dk: str,
     return dq, dk, dg
 
 
+def start(draft: Draft, call) -> GlaCall:
+    """Begin a call whose plan is `draft`."""
+    shared = begin(draft, call.q, call.v, call.cu_seqlens, call.scale, "fused", TILES)
+    draft.because("gates on values: each sequence in one go")
+    return shared._replace(limit=shared.limit / 2)  # k'^T v' has the factors of both gates
+
+
 def plan_forward(hardware: Hardware, call) -> Plan:
-    """Plan (o, final state, starts)."""
+    """Plan (o, final state)."""
     draft, q, k, v, g, g_v = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.g_v
-    shared = begin(draft, q, v, g_v, call.cu_seqlens, call.scale, call.path, TILES)
-    x, NV, S_in = prepared(shared, q, k, g), tiles_of_v(shared), draft.contiguous(call.initial_state, torch.float32)
+    shared, S_in = start(draft, call), draft.contiguous(call.initial_state, torch.float32)
+    x, H, K, V, NV = prepared(shared, q, k, g), shared.H, shared.K, shared.V, tiles_of_v(shared)
     # zeros: no program writes the flags of spare slots, or flags beyond the last tile of V
-    strong = draft.new("strong_v", shared.chunks, shared.H, NV, dtype=torch.int8, zero=True)
-    walked = walks(shared, functools.partial(launch_walk, strong), x, v, S_in, o="o", S="S_T")
+    strong = draft.new("strong_v", shared.chunks, H, NV, dtype=torch.int8, zero=True)
+    o, S = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.N, H, K, V)
+    launch_walk(shared, g_v, x, v, False, S_in, S, o, strong)
     draft.launch(
-        mend, cdiv(shared.chunks * shared.H, 16),
-        q, k, v, g, g_v, walked.o, strong, shared.cu, *patterns(q, k, v, g, g_v, walked.o),
-        shared.N, shared.T, shared.H, shared.K, shared.V, shared.scale, shared.chunks * shared.H,
+        mend, cdiv(shared.chunks * H, 16),
+        q, k, v, g, g_v, o, strong, shared.cu, *patterns(q, k, v, g, g_v, o),
+        shared.N, shared.T, H, K, V, shared.scale, shared.chunks * H,
         LEVELS=shared.levels, BK=min(MEND[hardware.family], shared.BK), BV=shared.BV, BN=16, NV=NV,
         **shared.same, num_warps=4, num_stages=1,
     )
-    return draft.plan("portable", walked.o, walked.S, walked.starts)
+    return draft.plan("portable", o, S)
 
 
 def plan_backward(hardware: Hardware, call) -> Plan:
-    """Plan (dq, dk, dv, dg, dg_v, dS0); None for a tensor not given and a dg not needed. `starts` may be None."""
+    """Plan (dq, dk, dv, dg, dg_v, dS0); None for a tensor not given and a dg not needed."""
     draft, q, k, v, g, g_v = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.g_v
-    S, shared = call.initial_state, begin(draft, q, v, g_v, call.cu_seqlens, call.scale, call.path, TILES)
-    shared, do, R = begin_backward(shared, v, call.do, call.dS)
+    S, (shared, do, R) = call.initial_state, begin_backward(start(draft, call), v, call.do, call.dS)
     x, S_in = prepared(shared, q, k, g), draft.contiguous(S, torch.float32)
-    launch = functools.partial(launch_walk, None)  # no outputs, so no flags
-    ahead = walks(shared, launch, x, v, S_in, states="states", starts=call.starts)
-    turned, R_0 = x._replace(q=x.k, k=x.q), "R_0" if S else ""
-    back = walks(shared, launch, turned, do, R, S=R_0, states="dstates", reverse=True)
+    states, dstates = (kept_states(shared, name, v) for name in ("states", "dstates"))
+    R_0 = draft.new("R_0", shared.N, shared.H, shared.K, shared.V) if S else None
+    launch_walk(shared, g_v, x, v, False, S_in, None, states=states)
+    launch_walk(shared, g_v, x._replace(q=x.k, k=x.q), do, True, R, R_0, states=dstates)
     # exchange keys and values, in the states too: [..., V, H, K]
-    of_v = [y.transposed(1, 3) for y in (ahead.states, back.states)]
+    of_v = [y.transposed(1, 3) for y in (states, dstates)]
     _, dv, dg_v = launch_gradients(shared, do, v, k, q, g_v, g, *of_v, "_do", "dv", "dg_v")
-    states = ahead.states, back.states
-    dq, dk, dg = launch_gradients(shared, q, k, v, do, g, g_v, *states, "dq", "dk", "dg" if call.need_dg else "")
-    dS0 = draft.compute("dS0", torch.mul, back.S if S else None, shared.scale)
+    dq, dk, dg = launch_gradients(shared, q, k, v, do, g, g_v, states, dstates, "dq", "dk", "dg" * call.need_dg)
+    dS0 = draft.compute("dS0", torch.mul, R_0, shared.scale)
     return draft.plan("portable", dq, dk, dv, dg, dg_v, dS0)
+
+
+def plan_tokens(hardware: Hardware, call) -> Plan:
+    """Plan (o, final state), token by token."""
+    return plan_step(hardware, call, step, call.g_v, *patterns(call.g_v))

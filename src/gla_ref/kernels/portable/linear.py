@@ -259,7 +259,7 @@ class Walk:
         part = draft.new("part", n, self.H, self.K, self.V)
         decay = None if self.sums is None else draft.new("decay", n, self.H)
         self.launch(L, S_out=part, decay=decay)
-        carry_states(draft, part, decay, None, S_in, S_out, self.cu, self.T, L, self.reverse)
+        carry_states(draft, part, decay, S_in, S_out, self.cu, self.T, L, self.reverse)
         return part
 
 

@@ -41,12 +41,12 @@ def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def carry(
-    part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, D,
+    part, rows, S_in, S_out, cu, N, T, L, H, R, D,
     BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
     """Replace each segment's addition to the state (`part` [slots, H, D]) by the state that the segment starts from.
 
-    A segment's decays are `rows` [slots, H, R], each for D / R numbers in a row, and `columns` [slots, H, V].
+    A segment's decays are `rows` [slots, H, R], each for D / R numbers in a row.
     """
     # which tile: BD numbers of the state of a head
     i_d, i_h, i_n = which_tile(H, D, BD)
@@ -69,8 +69,6 @@ def carry(
         tl.store(p, b_S, mask=m_d)
         if rows is not None:
             b_S *= tl.load(rows + i_s * R + o_d // (D // R), mask=m_d, other=0.0)
-        if columns is not None:
-            b_S *= tl.load(columns + i_s * V + o_d % V, mask=m_d, other=0.0)
         b_S += b_part
 
     # store
@@ -78,8 +76,8 @@ def carry(
 
 
 def carry_states(
-    draft: Draft, part: Spec, rows: Spec | None, columns: Spec | None, S_in: Spec | None, S_out: Spec,
-    cu: Spec | None, T: int, L: int, reverse: bool,
+    draft: Draft, part: Spec, rows: Spec | None, S_in: Spec | None, S_out: Spec, cu: Spec | None, T: int, L: int,
+    reverse: bool,
 ) -> None:
     """Launch `carry` over segments of L tokens; S_out [N, H, K, V] gets the state after each sequence."""
     N, H, K, V = S_out.shape
@@ -87,7 +85,7 @@ def carry_states(
     R = K if rows is None or len(rows.shape) == 3 else 1
     draft.launch(
         carry, cdiv(K * V, BD) * H * N,
-        part, rows, columns, S_in, S_out, cu, N, T, L, H, R, V, K * V,
+        part, rows, S_in, S_out, cu, N, T, L, H, R, K * V,
         BD=BD, PACKED=cu is not None, REVERSE=reverse,
     )
 
