@@ -9,6 +9,7 @@ wherever they run.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -42,11 +43,12 @@ class Call(NamedTuple):
     path: str | None = None
     kernel: str | None = None
 
+    @property
+    def mechanism(self) -> str:
+        return "delta_rule" if self.g is None else "gated_delta_rule"
 
-def check(call: Call) -> None:
-    """Check a call with a new signature."""
-    mechanism = "delta_rule" if call.g is None else "gated_delta_rule"
-    check_call(mechanism, call, {"K": 256, "V": 512}, {"path": PATHS, "kernel": KERNELS})
+
+check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS, "kernel": KERNELS})
 
 
 def plan_forward(hardware: Hardware, call: Call) -> Plan:
@@ -148,7 +150,7 @@ def gated_delta_rule(
         kernel=kernel,
     )  # fmt: skip
     if g is None:  # checked here, since `check` would take the call for one of the delta rule
-        check_call("gated_delta_rule", call, {})
+        check_call(call, mechanism="gated_delta_rule")
     return attend(call)
 
 

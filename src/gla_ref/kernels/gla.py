@@ -7,6 +7,7 @@ portable/gla_gradient.py and hopper/; with gates on values too, in portable/gla_
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,11 +39,10 @@ class Call(NamedTuple):
     scale: float | None
     path: str | None = None
     kernel: str | None = None
+    mechanism = "gla"  # of every call
 
 
-def check(call: Call) -> None:
-    """Check a call with a new signature."""
-    check_call("gla", call, {"K": 256, "V": 512}, {"path": PATHS, "kernel": KERNELS})
+check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS, "kernel": KERNELS})
 
 
 def plan_forward(hardware: Hardware, call: Call) -> Plan:

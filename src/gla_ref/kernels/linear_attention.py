@@ -6,6 +6,7 @@ The kernels are in portable/linear.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -34,11 +35,12 @@ class Call(NamedTuple):
     scale: float | None
     path: str | None
 
+    @property
+    def mechanism(self) -> str:
+        return "linear_attention" if self.g is None else "simple_gla"
 
-def check(call: Call) -> None:
-    """Check a call with a new signature."""
-    mechanism = "linear_attention" if call.g is None else "simple_gla"
-    check_call(mechanism, call, {"K": 256, "V": 512}, {"path": PATHS})
+
+check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS})
 
 
 def kept(call: Call, outputs: tuple) -> dict[str, Tensor | None]:
@@ -93,7 +95,7 @@ def simple_gla(
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     if g is None:  # `attend` would compute linear attention
-        check_call("simple_gla", Call(q, k, v, g, initial_state, cu_seqlens, scale, path), {})
+        check_call(Call(q, k, v, g, initial_state, cu_seqlens, scale, path), mechanism="simple_gla")
     return attend(q, k, v, g, scale, initial_state, cu_seqlens, path)
 
 

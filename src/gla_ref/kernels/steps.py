@@ -104,7 +104,7 @@ def gated_delta_rule_step(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
     )  # fmt: skip
     if g is None:  # the code below would compute the delta rule
-        check_call("gated_delta_rule", call, {})
+        check_call(call, mechanism="gated_delta_rule")
     return step(call)
 
 

@@ -40,6 +40,7 @@ Limits: bf16, K = V = 128, no packed sequences.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -326,12 +327,7 @@ def plan_forward(hardware: Hardware, call: Call) -> Plan:
     return draft.plan("hopper_in_turn", o, S_T)
 
 
-def check(call: Call) -> None:
-    """Compare a call of a new signature with the contract."""
-    check_call("gated_delta_rule", call, {"K": SIZE, "V": SIZE})
-
-
-forward = Planned(plan_forward, Call, check)
+forward = Planned(plan_forward, Call, partial(check_call, most={"K": SIZE, "V": SIZE}, mechanism="gated_delta_rule"))
 
 
 def gated_delta_rule(

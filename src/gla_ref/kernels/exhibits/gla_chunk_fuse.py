@@ -207,7 +207,7 @@ def gla_chunk_fuse(
         TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
     """
     call = Call(q=q, k=k, v=v, g=g, g_v=None, initial_state=initial_state, cu_seqlens=None, scale=scale)
-    sizes = check_call("gla", call, {})
+    sizes = check_call(call)
     if C not in WARPS:
         raise ValueError(f"C: expected 16, 32 or 64, got {C!r}")
     for name, x in (("g_v", g_v), ("cu_seqlens", cu_seqlens)):

@@ -1,13 +1,14 @@
 """Gated Linear Attention, forward, on Hopper: three jobs side by side in one program (chapters 14 and 22).
 
+*Which kernel runs.* A plain call runs the kernel of the page gla_ref/pages/gla_hopper.py: sequences of
+64 or 128 channels in bfloat16, gates too, each in one go from a state of zeros. All other calls run `walk` below, the
+same kernel with options. Both make the same bits. Read the page first.
+
     q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                          (1)
     o  = scale * (q' S' + tril(q' k'^T) v)                                                      (2)
     S <- e^(b_C - r) (S' + k'^T v)                                                              (3)
 
 b is the running sum of the log gates g in a chunk of C tokens, b_C its last row, and r = b_C / 2.
-
-A plain call launches gla_ref/pages/gla_hopper.py, this kernel without options (`takes_page`): sequences of 64 or 128
-channels in bfloat16, each in one go from a state of zeros. Both kernels make the same bits. Read the page first.
 
 The algebra, segments and packed sequences are those of portable/gla_forward.py. A program of that kernel does one
 thing after the other, and the chip waits: for memory, then for exponentials, then for products. Here a program has
@@ -79,7 +80,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...pages import gla_hopper as page
+from ...pages.gla_hopper import walk as walk_of_page
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec, cdiv
 from ..portable import gla_forward as portable
@@ -479,45 +480,27 @@ def begin(draft: Draft, q: Spec, v: Spec, cu: Spec | None, scale, path) -> Hoppe
 
 def plan_forward(hardware: Hardware, call) -> Plan:
     """(o, final state, starts)."""
-    draft, q, k, v, g = Draft(hardware, *call), call.q, call.k, call.v, call.g
+    draft, q, k, v, g, S = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.initial_state
     shared = begin(draft, q, v, call.cu_seqlens, call.scale, call.path)
+    C, K, V, cu, starts = shared.C, shared.K, shared.V, shared.cu, None
     draft.because("a loader, a transformer and a multiplier side by side: the Hopper kernel, in Gluon")
-    if takes_page(shared, (q, k, v, g), call.initial_state):
-        draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
-        return plan_page(shared, q, k, v, g)
     # spare slots are nobody's: their flags must be zeros
-    strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8, zero=shared.cu is not None)
-    x, S_in = Readers(q, k, g=g, strong=strong), draft.contiguous(call.initial_state, torch.float32)
-    walked = walks(shared, x, v, S_in, o="o", S="S_T")  # o and S_T: names of the tensors to make
-    mend_strong(shared, q, k, v, g, walked.o, strong)
-    starts = walked.starts
+    strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8, zero=cu is not None)
+    plain = {K, V} <= {64, 128} and {x.dtype for x in (q, k, v, g)} == {torch.bfloat16}
+    if plain and S is None and cu is None and shared.in_one_go:
+        draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
+        o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.B, shared.H, K, V)
+        roles, boxes = ROLES[shared.BK], (box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V))
+        draft.launch(
+            walk_of_page, shared.B * shared.H, *boxes, S_T, strong, shared.T, shared.H, shared.scale,
+            K=K, V=V, STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
+        )
+    else:
+        x, S_in = Readers(q, k, g=g, strong=strong), draft.contiguous(S, torch.float32)
+        o, S_T, _, starts = walks(shared, x, v, S_in, o="o", S="S_T")  # o and S_T: names of the tensors to make
+    mend_strong(shared, q, k, v, g, o, strong)
     # the gradient's walks may be the portable ones, which begin from these states only if they cut sequences alike
     if starts is not None and refusal_of_gradient(hardware, call):
         other = portable.begin(Draft(hardware, *call), q, v, call.cu_seqlens, call.scale, call.path)
         starts = starts if other.segment() == shared.segment() else None
-    return draft.plan("hopper", walked.o, walked.S, starts)
-
-
-def takes_page(shared: GlaCall, tokens: tuple[Spec, ...], S: Spec | None) -> bool:
-    """Whether the page's kernel makes all of a call."""
-    return (
-        {shared.K, shared.V} <= {64, 128}
-        and all([x.dtype == torch.bfloat16 for x in tokens])
-        and S is None
-        and shared.cu is None
-        and shared.in_one_go
-    )
-
-
-def plan_page(shared: GlaCall, q, k, v, g) -> Plan:
-    """The page's walk, which sets flags, and the pairs of the chunks that have one."""
-    draft, C, K, V, roles = shared.draft, shared.C, shared.K, shared.V, ROLES[shared.BK]
-    strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8)
-    o, S = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.B, shared.H, K, V)
-    draft.launch(
-        page.walk, shared.B * shared.H,
-        box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V), S, strong, shared.T, shared.H,
-        shared.scale, K=K, V=V, STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
-    )
-    mend_strong(shared, q, k, v, g, o, strong)
-    return draft.plan("hopper", o, S, None)
+    return draft.plan("hopper", o, S_T, starts)

@@ -81,9 +81,17 @@ def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device
 
 
 def check_call(
-    mechanism: str, call: NamedTuple, most: dict[str, int], choices: dict[str, tuple[str, ...]] | None = None
+    call: NamedTuple,
+    most: dict[str, int] | None = None,
+    choices: dict[str, tuple[str, ...]] | None = None,
+    mechanism: str | None = None,
 ) -> dict[str, int]:
-    """Check a call of a kernel with states: `most` limits the sizes of some axes, `choices` the values of options.
+    """Check a call of a kernel with states.
+
+    Args:
+        call: the call; its `mechanism` is its own unless given.
+        most: the largest sizes of some axes.
+        choices: the values that some options may have beside None.
 
     Returns:
         The sizes of all axes.
@@ -91,9 +99,9 @@ def check_call(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    kind, S, cu_seqlens = MECHANISMS[mechanism], call.initial_state, call.cu_seqlens
+    kind, S, cu_seqlens = MECHANISMS[mechanism or call.mechanism], call.initial_state, call.cu_seqlens
     given = {a.name: x for a in kind.arguments if (x := getattr(call, a.name)) is not None}
-    sizes = check_inputs(kind, given, most)
+    sizes = check_inputs(kind, given, most or {})
     check_scale(call.scale, sizes["K"])
     device = next(iter(given.values())).device
     check_packed(cu_seqlens, sizes["B"], sizes["T"], device)
