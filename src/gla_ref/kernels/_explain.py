@@ -62,7 +62,7 @@ def plan(
         o, given["lse"], given["low"] = ahead.outputs
         given |= {"o": o, "do": o._replace(name="do")}
     else:
-        given |= planner.kept(call, ahead.outputs)
+        given |= {name: keep(call, ahead.outputs) for name, keep in planner.KEPT.items()}
         given |= {"do": call.v._replace(name="do"), "dS": None, "need_dg": call.g is not None}
     return backward.plan(hardware, backward.record(**given))
 

@@ -83,11 +83,6 @@ def plan_on_hopper(hardware: Hardware, call: Call) -> Plan:
     return plan._replace(why=(f"{kernel}: {who}", *plan.why))
 
 
-def kept(call: Call, outputs: tuple) -> dict:
-    """Nothing is kept: the backward pass makes its inputs again, in a small part of its time."""
-    return {}
-
-
 def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor not given and a dg not needed."""
     reason = hopper.refusal_of_delta(hardware, call._replace(path=None))
@@ -105,7 +100,8 @@ def plan_backward(hardware: Hardware, call) -> Plan:
 # launch/ checks a new call, plans it by the functions above and keeps its launches
 forward = Planned(plan_forward, Call, check)
 _forward = with_state("delta_rule", forward)
-backward = differentiable(_forward, plan_backward, kept, names=(), optional="g")
+KEPT = {}  # the backward pass makes its inputs again, in a small part of its time
+backward = differentiable(_forward, plan_backward, KEPT, optional="g")
 
 
 def gated_delta_rule(

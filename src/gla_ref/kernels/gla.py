@@ -58,12 +58,6 @@ def plan_forward(hardware: Hardware, call: Call) -> Plan:
     return plan._replace(why=(f"the portable kernel: {reason or 'it was asked for'}", *plan.why))
 
 
-def kept(call: Call, outputs: tuple) -> dict[str, Tensor | None]:
-    """The states that segments start from."""
-    _, _, *starts = outputs
-    return {"starts": starts[0] if starts else None}
-
-
 def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dg_v, dS0); None for a tensor not given and a dg not needed."""
     reason = hopper.refusal_of_gradient(hardware, call)
@@ -78,7 +72,9 @@ def plan_backward(hardware: Hardware, call) -> Plan:
 # launch/ checks a new call, plans it by the functions above and keeps its launches
 forward = Planned(plan_forward, Call, check)
 _forward = with_state("gla", forward)
-backward = differentiable(_forward, plan_backward, kept, names=("starts",), optional="g")
+# under torch.compile there are two outputs only, and the backward pass makes starts again
+KEPT = {"starts": lambda call, outputs: (*outputs, None)[2]}
+backward = differentiable(_forward, plan_backward, KEPT, optional="g")
 
 
 def gla(

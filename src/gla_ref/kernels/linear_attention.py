@@ -43,15 +43,13 @@ class Call(NamedTuple):
 check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS})
 
 
-def kept(call: Call, outputs: tuple) -> dict[str, Tensor | None]:
-    """The final state of narrow heads without gates; the gates' sums."""
-    _, S_T, *sums = outputs
-    return {"S_T": S_T if unwindable(call) else None, "sums": sums[0] if sums else None}
-
-
 forward = Planned(plan_forward, Call, check)
 _forward = with_state("linear_attention", forward)
-backward = differentiable(_forward, plan_backward, kept, names=("S_T", "sums"), optional="g")
+KEPT = {  # the final state of narrow heads without gates; the gates' sums, not among torch.compile's two outputs
+    "S_T": lambda call, outputs: outputs[1] if unwindable(call) else None,
+    "sums": lambda call, outputs: (*outputs, None)[2],
+}
+backward = differentiable(_forward, plan_backward, KEPT, optional="g")
 
 
 def attend(q, k, v, g, scale, initial_state, cu_seqlens, path) -> tuple[Tensor, Tensor]:

@@ -112,29 +112,24 @@ def with_state(name: str, planned: Planned) -> Operator:
     return operator
 
 
-def differentiable(
-    operator: Operator, plan: Callable, kept: Callable, names: tuple[str, ...], optional: str
-) -> Planned:
+def differentiable(operator: Operator, plan: Callable, kept: dict[str, Callable], optional: str) -> Planned:
     """Make an operator of `with_state` differentiable; its tensors end with initial_state and cu_seqlens.
 
     Args:
         operator: the operator.
-        plan: the plan of all gradients, in the order of the call's tensors, without one of cu_seqlens.
-            The record that it takes has the call's tensors, `names`, do, dS, the call's options, and need_d...
-        kept: `(call, outputs) ->` tensors by `names`; None for a tensor that the backward pass makes again.
-        names: of the tensors that are kept.
-        optional: the tensor whose gradient is made only where the record's last field, need_d..., asks for it.
+        plan: the plan of all gradients, in the order of the call's tensors, without one of cu_seqlens. It takes a
+            record of the call's tensors, those that are kept, do, dS, the call's options, and need_d(optional).
+        kept: by name, `(call, outputs) ->` a tensor kept for the backward pass; None if that pass makes it again.
+        optional: the tensor whose gradient is made only where it is needed.
 
     Returns:
         The planned gradient.
     """
-    of_call, n = operator.planned.kinds, operator.tensors
-    fields = list(of_call.items())
-    more = [(name, Tensor | None) for name in (*names, "dS")]
-    more.insert(-1, ("do", Tensor))
+    fields, n = list(operator.planned.kinds.items()), operator.tensors
+    more = [*((name, Tensor | None) for name in kept), ("do", Tensor), ("dS", Tensor | None)]
     record = NamedTuple("Gradient", [*fields[:n], *more, *fields[n:], (f"need_d{optional}", bool)])
-    planned = Planned(plan, record)
-    gradient, place = Operator(f"{operator.name}_backward", planned), list(of_call).index(optional)
+    gradient = Operator(f"{operator.name}_backward", Planned(plan, record))
+    place = operator.planned.record._fields.index(optional)
 
     @gradient.register_fake
     def _(call):
@@ -144,8 +139,8 @@ def differentiable(
         return given([*empty, S if S is None else S.new_empty(S.shape, dtype=torch.float32)], call[0])
 
     def save(ctx, call, output):
-        keep, ctx.options = kept(call, output), call[n:]
-        ctx.save_for_backward(*call[:n], *[keep[name] for name in names])
+        ctx.options = call[n:]
+        ctx.save_for_backward(*call[:n], *[keep(call, output) for keep in kept.values()])
         ctx.set_materialize_grads(False)  # the final state seldom has a gradient
 
     def gradients(ctx, do, dS):
@@ -155,4 +150,4 @@ def differentiable(
         return *gradient(call), None, *[None] * len(ctx.options)
 
     operator.register_autograd(save, gradients)
-    return planned
+    return gradient.planned

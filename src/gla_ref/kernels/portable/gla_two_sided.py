@@ -307,7 +307,7 @@ def start(draft: Draft, call) -> GlaCall:
 
 
 def plan_forward(hardware: Hardware, call) -> Plan:
-    """Plan (o, final state)."""
+    """Plan (o, final state, None)."""
     draft, q, k, v, g, g_v = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.g_v
     shared, S_in = start(draft, call), draft.contiguous(call.initial_state, torch.float32)
     x, H, K, V, NV = prepared(shared, q, k, g), shared.H, shared.K, shared.V, tiles_of_v(shared)
@@ -322,7 +322,7 @@ def plan_forward(hardware: Hardware, call) -> Plan:
         LEVELS=shared.levels, BK=min(MEND[hardware.family], shared.BK), BV=shared.BV, BN=16, NV=NV,
         **shared.same, num_warps=4, num_stages=1,
     )
-    return draft.plan("portable", o, S)
+    return draft.plan("portable", o, S, None)
 
 
 def plan_backward(hardware: Hardware, call) -> Plan:
