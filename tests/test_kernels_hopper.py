@@ -263,29 +263,18 @@ def test_the_page_and_the_kernel_with_options_make_the_same_bits(kind, size):
 @played_here
 def test_the_page_marks_the_pairs_that_it_leaves_out():
     """Without flags, rows of strong chunks are NaN. The states, and so all later rows, are right."""
+    import kernel_cases
+
     from gla_ref.pages import gla_hopper as page
 
     x, _ = problem("gla", 1, 200, 1, 64, 64, dtype=BF16, large=0.0)
     x["g"] = x["g"].clone()
     x["g"][:, 70, :, 3] = -torch.inf
-    right, found = played(x | {"S": None}, backward=False), plan_of_page(x)
+    right = played(x | {"S": None}, backward=False)
+    found = kernel_cases.plan_gla_page(SM_90, *(spec_of(n, x[n]) for n in "qkvg"))
     o, S, _ = played_gluon.play(found, x, (page,))
     assert o[:, 64:128].isnan().all() and torch.equal(S, right["S"])
     assert torch.equal(o[:, :64], right["o"][:, :64]) and torch.equal(o[:, 128:], right["o"][:, 128:])
-
-
-def plan_of_page(x):
-    """A plan of the page without flags."""
-    from gla_ref.kernels.hopper.tiles import box
-    from gla_ref.kernels.launch.plan import Draft
-    from gla_ref.pages import gla_hopper as page
-
-    q, k, v, g = (spec_of(n, x[n]) for n in ("q", "k", "v", "g"))
-    (B, T, H, K), V, C, draft = q.shape, v.shape[3], page.C.value, Draft(SM_90, q, k, v, g)
-    o, S = draft.new("o", *v.shape, dtype=BF16), draft.new("S_T", B, H, K, V)
-    boxes = box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V)
-    draft.launch(page.walk, B * H, *boxes, S, None, T, H, K**-0.5, K, V, 3)
-    return draft.plan("page", o, S)
 
 
 OF_PAGE = {f"{name} {s}": ("walk", n, s) for n, name in enumerate(("empty", "ready", "hat")) for s in range(3)}
