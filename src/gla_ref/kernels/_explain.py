@@ -17,16 +17,7 @@ from .launch.plan import Launch, Plan, Spec, strides_of
 TILES = ("C", "BM", "BN", "BK", "BV", "BD", "BH")
 
 
-def plan(
-    mechanism: str,
-    *tensors: Tensor,
-    direction: str = "forward",
-    hardware: str | Hardware | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
-    cu_seqlens: Tensor | None = None,
-    **options,
-) -> Plan:
+def plan(mechanism: str, *tensors: Tensor, direction: str, hardware: str | Hardware | None, **options) -> Plan:
     """See :func:`gla_ref.kernels.plan`."""
     known = [name for name, functions in FORMS.items() if "triton" in functions]
     if mechanism not in known:
@@ -43,15 +34,14 @@ def plan(
     forward, backward, softmax = planner.forward, planner.backward, mechanism == "softmax_attention"
     if len(tensors) != len(kind.required):
         raise TypeError(f"tensors: expected {', '.join(kind.required)}, got {len(tensors)} tensors")
-    known = {"path", "kernel", *(x.name for x in kind.arguments if x.optional)} & {*forward.record._fields}
+    known = {*forward.record._fields, "initial_state"} - {*kind.required, "g", "cached"}
     if wrong := [name for name in options if name not in known]:
         raise TypeError(f"{wrong[0]}: expected an option of {mechanism}, got {wrong[0]}={options[wrong[0]]!r}")
+    cache = options.pop("initial_state", None) if softmax else None
     given = dict.fromkeys(forward.record._fields) | dict(zip(kind.required, tensors, strict=True)) | options
-    given |= {"scale": scale, "cu_seqlens": cu_seqlens}
-    given["cached" if softmax else "initial_state"] = (initial_state is not None) if softmax else initial_state
-    call = forward.specs(forward.record(**given))
-    if softmax and call.cached:  # then k and v are copied behind the cache
-        k, v = (_behind(x, past) for x, past in zip((call.k, call.v), initial_state, strict=True))
+    call = forward.specs(forward.record(**given | ({"cached": cache is not None} if softmax else {})))
+    if cache is not None:  # then k and v are copied behind the cache
+        k, v = (_behind(x, past) for x, past in zip((call.k, call.v), cache, strict=True))
         call = call._replace(k=k, v=v)
     ahead = forward.plan(hardware, call)
     if direction == "forward":

@@ -31,18 +31,9 @@ class Call(NamedTuple):
     cached: bool
 
 
-class Gradient(NamedTuple):
-    """What the backward pass takes; `low` belongs to float32."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    lse: Tensor
-    low: Tensor | None
-    do: Tensor
-    cu_seqlens: Tensor | None
-    scale: float | None
+# what the backward pass takes; `low` belongs to float32
+MORE = [("low", Tensor | None), ("do", Tensor), ("cu_seqlens", Tensor | None), ("scale", float | None)]
+Gradient = NamedTuple("Gradient", [*((name, Tensor) for name in ("q", "k", "v", "o", "lse")), *MORE])
 
 
 def check(call: Call, cache: tuple[Tensor, Tensor] | None = None) -> None:
