@@ -48,7 +48,7 @@ class Operator:
             results = self.overload(*call)
             return results if self.outputs else [x if x.ndim > 1 else None for x in results]
         program = self.planned.find(call)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[: self.tensors]):
+        if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in call[: self.tensors]]):
             if self.function is None:
                 check_forward_only(dict(zip(call._fields, call[: self.tensors], strict=False)), self.name)
             return self.function.apply(*call, program)
@@ -63,18 +63,18 @@ class Operator:
         """Register `save(ctx, call, output)`, which saves tensors for `gradients(ctx, *grads)`, one for each field."""
         record = self.planned.record
 
-        def save_call(ctx, inputs, output):
-            save(ctx, record(*inputs), output)
-
         def forward(ctx, *args):
             *inputs, program = args
             outputs = tuple(program(inputs))
-            save_call(ctx, inputs, outputs)
+            save(ctx, record._make(inputs), outputs)
             return outputs[: self.outputs]
 
         @once_differentiable
         def backward(ctx, *grads):
             return *gradients(ctx, *grads), None
+
+        def save_call(ctx, inputs, output):
+            save(ctx, record._make(inputs), output)
 
         torch.library.register_autograd(f"gla_ref::{self.name}", gradients, setup_context=save_call, lib=LIBRARY)
         # the class bears the operator's name, because `o.grad_fn` shows it
@@ -144,7 +144,7 @@ def differentiable(operator: Operator, plan: Callable, kept: dict[str, Callable]
         ctx.set_materialize_grads(False)  # the final state seldom has a gradient
 
     def gradients(ctx, do, dS):
-        call = record(*ctx.saved_tensors, do, dS, *ctx.options, ctx.needs_input_grad[place])
+        call = record._make((*ctx.saved_tensors, do, dS, *ctx.options, ctx.needs_input_grad[place]))
         if do is None:
             call = call._replace(do=torch.zeros_like(call.v))
         return *gradient(call), None, *[None] * len(ctx.options)
