@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 from functools import cache
 
-import measured_waits
 import pytest
 
 from gla_ref.book import results, viz
@@ -23,7 +22,7 @@ bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 DATA = {  # explorables of an argument
     "prefix_sum_states": lambda: prefix_sum(states=True),
     "gate_strength_ratio": lambda: gate_strength(ratio_only=True),
-    "waits_timeline": lambda: waits_timeline(measured_waits.DATA, B=8),
+    "waits_timeline": lambda: waits_timeline(results.load("h200", kind="waits"), B=8),
     "recall_by_state": lambda: recall_by_state(
         [r for r in results.load("cpu", kind="mqar")["mqar"] if not r["about"]["overwritten"]]
     ),

@@ -188,10 +188,10 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
         gpu: a part of the GPU's name, such as "h200", or "cpu"; None takes the first file by name.
         folder: where the files are; None looks in the checkout of this package, then in the working
             directory and the directories above it.
-        kind: "records" of run.py, "steps" of chunk_fuse.py, "checks" of check_peers.py, "scaling" of
-            scaling.py, "trainings" of split_training.py, "waits" of waits.py, "parts" of parts.py, "late reads"
-            of late_reads.py, "models" of fla_models.py or "museum" of `python -m gla_ref check --museum`; of
-            :mod:`gla_ref.experiments` the experiment's name.
+        kind: "records" of run.py, "checks" of check_peers.py, "scaling" of scaling.py, "trainings" of
+            split_training.py, "waits" of clocks.py, "models" of fla_models.py or "museum" of `python -m gla_ref check
+            --museum`; of :mod:`gla_ref.experiments` the experiment's name; "steps", "parts" and "late reads", whose
+            environment names a program of an earlier commit.
 
     Returns:
         The content of the file, or None if there is no such file.
@@ -218,7 +218,7 @@ def select(data: dict, **wanted) -> list[dict]:
 
 
 def parts(data: dict | None, **wanted) -> dict[str, dict]:
-    """Return the records of parts.py with these values, by the part that was removed: `parts(data, B=8)`.
+    """Return the records of "parts" with these values, by the part that was removed: `parts(data, B=8)`.
 
     Returns:
         {"nothing": the whole kernel's record, ...} in the order of the program; {} if there are no measurements.

@@ -22,7 +22,7 @@ WALK = {32: 1.2, 64: 1.75}  # us per chunk of the library's `walk`, by its colum
 
 
 def _alone() -> dict[str, float]:
-    """Microseconds per chunk of each role of the page while all other roles wait, on an H200 (benchmarks/parts.py).
+    """Microseconds per chunk of each role of the page while all other roles wait, on an H200 ("parts").
 
     Without that record the times are those of a draft of the page (lab/delta_rules.md).
     """
@@ -34,7 +34,7 @@ def _alone() -> dict[str, float]:
 
 
 def _first() -> float:
-    """Microseconds of one multiprocessor that `solve` of the two kernels needs for a chunk (benchmarks/waits.py)."""
+    """Microseconds of one multiprocessor that `solve` of the two kernels needs for a chunk (benchmarks/clocks.py)."""
     data = results.load("h200", kind="waits")
     for r in data["waits"] if data else []:
         if (r["kernel"], r["B"], r["HV"]) == ("ahead", 8, 16):

@@ -1,6 +1,6 @@
 """Draw the work and waits of each role of a Hopper kernel, by clocks read inside the kernel (chapter 23).
 
-The bars are measurements of one program on one multiprocessor, from the records of benchmarks/waits.py.
+The bars are measurements of one program on one multiprocessor, from the records of benchmarks/clocks.py.
 """
 
 from __future__ import annotations

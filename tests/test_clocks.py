@@ -1,4 +1,4 @@
-"""Clocks in copies of the Hopper delta kernels (benchmarks/clocked.py), and what is made of their log (waits.py)."""
+"""Clocks in copies of the Hopper delta kernels, and what is made of their log (benchmarks/clocks.py)."""
 
 import importlib
 import itertools
@@ -6,7 +6,6 @@ import json
 import sys
 from types import SimpleNamespace
 
-import measured_waits
 import played_gluon
 import pytest
 import torch
@@ -18,8 +17,8 @@ from gla_ref.book.viz.waits_timeline import waits_timeline
 
 sys.path.append(str(ROOT / "benchmarks"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
-import waits
-from clocked import SITES, Role, clocked
+import clocks
+from clocks import SITES, Role, clocked
 
 CHUNKS = 5
 BARRIERS = {  # in the order in which the walking kernel makes them
@@ -46,7 +45,7 @@ def test_shares_by_hand():
         ((1000, now), (1400, now + 200), [(1000, 1000), (1100, 1300)]),  # 200 of 400
         ((100, now), (200, now + 50), [(110, 130), (150, 160)]),  # 30 of 100
     )
-    assert waits.waits(log, [Role("walker", ("ready",))], 2) == [
+    assert clocks.waits(log, [Role("walker", ("ready",))], 2) == [
         {
             "role": "walker",
             "sites": ["ready"],
@@ -60,7 +59,7 @@ def test_shares_by_hand():
 
 def test_the_middle_of_many_chunks_is_shown():
     spans = [(100 * c + 10, 100 * c + 30) for c in range(20)]
-    (found,) = waits.waits(log_of(((0, 0), (2000, 1000), spans)), [Role("walker", ("ready",))], 20)
+    (found,) = clocks.waits(log_of(((0, 0), (2000, 1000), spans)), [Role("walker", ("ready",))], 20)
     assert found["first"] == 6 and found["waits"] == [0.2] and found["us_a_chunk"] == 0.05
     assert found["chunks"] == [[[50 * c, 50 * c + 10]] for c in range(8)]
 
@@ -70,7 +69,7 @@ def test_a_log_with_holes_is_refused(place):
     log = log_of(((100, 100), (300, 200), [(110, 120), (150, 190)]))
     log[place] = -1
     with pytest.raises(ValueError, match="^log: expected a pair for each wait"):
-        waits.waits(log, [Role("walker", ("ready",))], 2)
+        clocks.waits(log, [Role("walker", ("ready",))], 2)
 
 
 @pytest.mark.skipif(CUDA, reason="played on a CPU")
@@ -79,14 +78,14 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     """The copy is played: at each wait the log's site is the barrier waited for, and no bit of o or S changes."""
     from gla_ref.kernels.hopper import delta_chunk, delta_fused, delta_inverse, delta_solve, tiles
 
-    plain, copy = waits.module_of(kernel), clocked(waits.module_of(kernel), 0, CHUNKS)
+    plain, copy = clocks.module_of(kernel), clocked(clocks.module_of(kernel), 0, CHUNKS)
     # one head and sequence; V = 128, so that `fused` has both walkers
     x, _ = problem("gated_delta_rule", 1, 64 * CHUNKS - 3, 1, 128, 128, dtype=BF16, gates=F32, groups=1)
-    x = {n: x[n] for n in waits.NAMES}
+    x = {n: x[n] for n in clocks.NAMES}
 
     def play(module):
         modules = module, *{delta_chunk, delta_fused, delta_inverse, delta_solve, tiles, plain}
-        return played_gluon.play(waits.planned(kernel, module, x), x, modules)[:2]
+        return played_gluon.play(clocks.planned(kernel, module, x), x, modules)[:2]
 
     right, logs, now, waited = play(plain), {}, itertools.count(1), []
     wait = played_gluon.wait
@@ -116,7 +115,7 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(play(copy.module), right, strict=True))
     log = torch.stack([logs[pid] for pid in sorted(logs)])
     assert len(waited) == len(log) * CHUNKS * sum(len(role.sites) for role in copy.roles)
-    found = waits.waits(log, copy.roles, CHUNKS)
+    found = clocks.waits(log, copy.roles, CHUNKS)
     assert [r["role"] for r in found] == [role.name for role in copy.roles]
     assert all(0 < sum(r["waits"]) < 1 for r in found)
 
@@ -130,7 +129,7 @@ class PlayedProgram:
     def __call__(self, inputs):
         named = {spec.name: x for spec, x in zip(self.plan.inputs, inputs, strict=True) if spec is not None}
         home = "gla_ref.kernels.hopper"
-        names = (*waits.MODULES.values(), "delta_chunk", "delta_inverse", "delta_solve", "tiles")
+        names = (*clocks.MODULES.values(), "delta_chunk", "delta_inverse", "delta_solve", "tiles")
         modules = [*(importlib.import_module(f"{home}.{name}") for name in names), *COPIES]
         return played_gluon.play(self.plan, named, modules)[:2]
 
@@ -146,7 +145,7 @@ COPIES = []  # modules
 def test_the_program_that_measures(broken, monkeypatch, capsys):
     """It checks, times, logs and writes; where the clocks fail, the times are there all the same."""
     made, kept, now = [], [], itertools.count(1)
-    copy, new_log = waits.Log.copy, waits.Log.__init__
+    copy, new_log = clocks.Log.copy, clocks.Log.__init__
 
     def keep_log(self, *args):
         new_log(self, *args)
@@ -164,11 +163,11 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
         place = ((played_gluon.PLAY.pid * roles + role) * pairs + pair) * 2
         made[0].memory[place : place + 2] = torch.tensor([first, second])
 
-    monkeypatch.setattr(waits, "SHAPES", [(1, 128, 1, 2)])
-    monkeypatch.setattr(waits, "Program", PlayedProgram)
-    monkeypatch.setattr(waits.run, "median_ms", lambda calls, seconds: (calls[0](), (0.5, []))[1])
-    monkeypatch.setattr(waits.Log, "__init__", keep_log)
-    monkeypatch.setattr(waits.Log, "copy", keep_copy)
+    monkeypatch.setattr(clocks, "SHAPES", [(1, 128, 1, 2)])
+    monkeypatch.setattr(clocks, "Program", PlayedProgram)
+    monkeypatch.setattr(clocks.run, "median_ms", lambda calls, seconds: (calls[0](), (0.5, []))[1])
+    monkeypatch.setattr(clocks.Log, "__init__", keep_log)
+    monkeypatch.setattr(clocks.Log, "copy", keep_copy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     stand_ins = {"clock": lambda: next(now), "nanoseconds": lambda: next(now), "note": note}
@@ -177,9 +176,9 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
 
     def keep(records, newest):
         kept.append(json.loads(json.dumps(records)))
-        waits.say(newest)
+        clocks.say(newest)
 
-    wrong = waits.measure(True, keep, "cpu")
+    wrong = clocks.measure(True, keep, "cpu")
     assert [r["ms"] for r in kept[2]] == [0.5] * 3 and all(r["roles"] == [] for r in kept[2]), "times come first"
     logged = {r["kernel"]: bool(r["roles"]) for r in kept[-1]}
     assert logged == {"fused": True, "in turn": not broken, "ahead": True}
@@ -187,22 +186,23 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
     assert all(0 < r["error"] <= r["budget"] for r in kept[-1])
     assert "waits for ready" in capsys.readouterr().out
     if not broken:
-        drawn = waits_timeline({"environment": measured_waits.DATA["environment"], "waits": kept[-1]}, B=1)
+        drawn = waits_timeline(
+            {"environment": {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}, "waits": kept[-1]}, B=1
+        )
         assert len(drawn.frames) == 3
 
 
 COMPILED = """
 import json, sys
 sys.path[:0] = ["tools", "benchmarks", "src"]
-import compile_kernels, tempfile, torch, waits
-from clocked import clocked
+import clocks, compile_kernels, tempfile, torch
 with tempfile.TemporaryDirectory() as cache:
     compile_kernels.begin(cache)
-    x = {n: torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16, device="meta") for n in waits.NAMES}
+    x = {n: torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16, device="meta") for n in clocks.NAMES}
     x |= {n: x[n][..., 0] for n in ("g", "beta")}
-    for kernel in waits.MODULES:
-        copy = clocked(waits.module_of(kernel), 1 << 40, 128)
-        launch = waits.planned(kernel, copy.module, x).launches[-1]
+    for kernel in clocks.MODULES:
+        copy = clocks.clocked(clocks.module_of(kernel), 1 << 40, 128)
+        launch = clocks.planned(kernel, copy.module, x).launches[-1]
         row, ptx = compile_kernels.compiled(launch, 90), compile_kernels.compile_launch(launch).asm["ptx"]
         print("copy", json.dumps([row["broken"], row["shared"], copy.roles, ptx]))
 """
@@ -212,7 +212,7 @@ with tempfile.TemporaryDirectory() as cache:
 def test_the_compiled_copies_read_a_clock_on_both_sides_of_each_wait():
     lines = in_process("-c", COMPILED).splitlines()
     copies = [json.loads(line[5:]) for line in lines if line.startswith("copy ")]
-    assert len(copies) == len(waits.MODULES)
+    assert len(copies) == len(clocks.MODULES)
     kinds = {"%clock64": "clock", "mbarrier.try_wait": "wait", "%globaltimer": "timer", "st.global.b64": "store"}
     for broken, shared, roles, ptx in copies:
         assert broken == [] and shared <= 232448
