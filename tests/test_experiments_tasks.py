@@ -10,7 +10,6 @@ from experiment_runs import BOOK, leaves
 from gla_ref.experiments import EXPERIMENTS, language, length, mqar, recall, texts
 from gla_ref.experiments.questions import answer_logits, distinct, judged
 from gla_ref.experiments.runs import Place, dice
-from gla_ref.experiments.training import state_size
 from gla_ref.models import MIXERS, Config, LanguageModel
 
 
@@ -146,13 +145,13 @@ def test_a_state_has_as_many_numbers_as_it_is_said_to(mixer):
             vocab_size=32, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixer, use_short_conv=conv
         )
         _, state = LanguageModel(config)(torch.zeros(1, 9, dtype=torch.int64))
-        assert state_size(config, 9) == sum(x.numel() for layer in state for x in leaves(layer))
+        assert config.state_size(9) == sum(x.numel() for layer in state for x in leaves(layer))
 
 
 def test_heads_change_the_size_of_the_state_alone():
     runs = [r for r in recall.runs(recall.Settings.full(), 1) if r.about.get("mixer") == "gla"]
     main = {r.about["heads"]: r.model for r in runs if r.about["stage"] == "main"}
-    sizes = {heads: state_size(model, 1) for heads, model in main.items()}
+    sizes = {heads: model.state_size(1) for heads, model in main.items()}
     assert sizes[1] > 2.5 * sizes[4] > 5 * sizes[16]
 
 

@@ -5,14 +5,14 @@ cu_seqlens=None, **options)`; every form of a mechanism computes the same thing.
 package needs neither Triton nor a GPU.
 """
 
+import sys
+
 from . import (
-    _moved,
     chunks,
     delta_rule,
     gated_delta_rule,
     gates,
     gla,
-    gla_chunk_fuse,
     kda,
     linear_attention,
     mechanisms,
@@ -23,6 +23,7 @@ from . import (
     softmax_attention,
     triangular,
 )
+from .kernels.original import reference as gla_chunk_fuse
 
 __version__ = "0.1.0"
 __all__ = [
@@ -88,6 +89,8 @@ def _form(mechanism: str, form: str):
     return FORMS[mechanism][form]
 
 
+sys.modules[f"{__name__}.gla_chunk_fuse"] = gla_chunk_fuse  # `from gla_ref.gla_chunk_fuse import steps` works too
+
 FORMS = {
     "softmax_attention": {
         "recurrent": softmax_attention.recurrent,
@@ -145,6 +148,3 @@ FORMS = {
     },
     "kda": {"recurrent": kda.recurrent, "chunkwise": kda.chunkwise},
 }
-
-_moved.install()
-__getattr__ = _moved.of_package

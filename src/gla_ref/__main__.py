@@ -26,8 +26,9 @@ import torch
 from torch import distributed as dist
 from torch.nn.functional import logsigmoid
 
-from . import _apart, gates, gla
+from . import gates, gla
 from . import gla_chunk_fuse as reference
+from ._commands import apart
 from .kernels import find_device, refusal
 from .mechanisms import MECHANISMS
 from .rounding import budget, error, operands_in
@@ -153,7 +154,7 @@ def check_kernel(args: argparse.Namespace) -> int:
     def progress(done: int, total: int, name: str):
         """A bar on a terminal; elsewhere, such as in a log, a line every ten seconds."""
         nonlocal said
-        _apart.at(name or "end")
+        apart.at(name or "end")
         if sys.stderr.isatty():
             bar = ("#" * (30 * done // total)).ljust(30)
             print(f"\r[{bar}] {done}/{total} {name:34}", end="", file=sys.stderr)
@@ -179,10 +180,10 @@ def check_kernel(args: argparse.Namespace) -> int:
         (options["only"],) = args.only
     if args.list:
         return listed(args, options)
-    _apart.at("import")
-    _apart.limit(args.time_limit)
+    apart.at("import")
+    apart.limit(args.time_limit)
     fn = load(args.kernel)
-    _apart.beat(args.time_limit)
+    apart.beat(args.time_limit)
     if not args.ranks:
         return told(args, check.kernel(args.mechanism, fn, **options), fn)
     with over_ranks(args) as options["device"]:
@@ -192,8 +193,8 @@ def check_kernel(args: argparse.Namespace) -> int:
             return 0
         status = told(args, check.kernel(args.mechanism, subject, **options), fn)
         subject.close()
-        if subject.busy and _apart.folder:  # a rank hangs, and nothing that waits for it would end
-            _apart.finish(status)
+        if subject.busy and apart.folder:  # a rank hangs, and nothing that waits for it would end
+            apart.finish(status)
         return status
 
 
@@ -275,8 +276,8 @@ def told(args: argparse.Namespace, report, fn) -> int:
 
 
 def examine(args: argparse.Namespace) -> int:
-    """See :mod:`gla_ref._doctor`."""
-    from ._doctor import doctor
+    """See :mod:`gla_ref._commands.doctor`."""
+    from ._commands.doctor import doctor
 
     return doctor()
 
@@ -460,18 +461,18 @@ def shell(argv: list[str]) -> int:
     A letter that the shell's encoding lacks, such as α in cp1252, is printed as its number.
     """
     sys.stdout.reconfigure(errors="backslashreplace")
-    if _apart.begin():
+    if apart.begin():
         try:
             status = main(argv)
         except Refused as refused:
             status = refused.code
-        _apart.finish(status)
+        apart.finish(status)
     it = parser()
     args = it.parse_args(argv or ["run"])
     if args.command != "check" or args.kernel is None:
         return main(argv)
     try:
-        return _apart.run(argv, args.kernel, args.time_limit)
+        return apart.run(argv, args.kernel, args.time_limit)
     except OSError as reason:
         it.error(f"cannot start a process: {reason}")
 

@@ -226,7 +226,7 @@ class Leave(torch.autograd.Function):
 @torch.compiler.disable  # the graph breaks here and resumes after the call
 def split_over_ranks(
     mechanism: str, tokens: dict[str, Tensor | None], initial_state: Tensor | None, cu_seqlens: Tensor | None, group,
-    scale, lengths, exchange, segment,
+    scale=None, lengths=None, exchange=None, segment=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run any function of :mod:`gla_ref.context_parallel`."""
     tokens = {name: x for name, x in tokens.items() if x is not None}

@@ -57,13 +57,6 @@ def missing() -> str | None:
     return gone[0] if gone else None
 
 
-def descriptor(*args):
-    """A tensor as the copy engine sees it, with the layout of its boxes in shared memory."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(*args)
-
-
 def named(what: str):
     """An entry of RENAMED by the name that this Triton has for it; None where it has none."""
     home, *names = RENAMED[what]

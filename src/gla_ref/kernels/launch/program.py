@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..hopper.gluon_names import descriptor
 from .checks import looks_at_values
 from .hardware import hardware_of
 from .interpreter import mend
@@ -43,8 +42,13 @@ class Mock:
 
 
 def describe(box: Box, base):
+    """A tensor as the copy engine sees it; boxes of Gluon's kernels have a layout in shared memory."""
     numbers = list(box.shape), list(box.strides), list(box.block)
-    return TensorDescriptor(base, *numbers) if box.layout is None else descriptor(base, *numbers, box.layout)
+    if box.layout is None:
+        return TensorDescriptor(base, *numbers)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as WithLayout
+
+    return WithLayout(base, *numbers, box.layout)
 
 
 def compile_launch(launch: Launch):

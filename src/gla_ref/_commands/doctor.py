@@ -9,10 +9,10 @@ import platform
 import torch
 from tabulate import tabulate
 
-from . import FORMS, check
-from .kernels import find_device, plan, refusal
-from .kernels.launch.versions import KNOWN, MEASURED, release, standing, too_old
-from .mechanisms import MECHANISMS
+from .. import FORMS, check
+from ..kernels import find_device, plan, refusal
+from ..kernels.launch.versions import KNOWN, MEASURED, release, standing, too_old
+from ..mechanisms import MECHANISMS
 
 # what is planned: (mechanism, sizes), a training step and a long sequence
 CALLS = [
@@ -39,8 +39,8 @@ def versions() -> list[tuple[str, str]]:
 
 def on_hopper(name: str) -> str | None:
     """Whether the Hopper kernels run with this Triton, and if not, what to install; None on other hardware."""
-    from .kernels.hopper import FASTER
-    from .kernels.hopper.gluon_names import missing
+    from ..kernels.hopper import FASTER
+    from ..kernels.hopper.gluon_names import missing
 
     if name != "sm_90":
         return None
@@ -58,7 +58,7 @@ def on_hopper(name: str) -> str | None:
 
 def planned(device: str, dtype: torch.dtype) -> list[list]:
     """A row for each of CALLS: what would run here."""
-    from .kernels.launch.hardware import hardware_of
+    from ..kernels.launch.hardware import hardware_of
 
     rows, hardware = [], hardware_of(torch.device(device))
     for mechanism, sizes in CALLS:
@@ -97,7 +97,7 @@ def doctor() -> int:
         print(f"No kernel runs here: {reason}. The references run.")
         return 0
     device, dtype, sentence = find_device()
-    from .kernels.launch.hardware import hardware_of
+    from ..kernels.launch.hardware import hardware_of
 
     if told := on_hopper(hardware_of(torch.device(device)).name):
         print(told)

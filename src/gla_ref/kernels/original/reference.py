@@ -8,7 +8,8 @@
 
 Kept as it is, with its weakness: it takes differences of running sums, so that a strong gate costs the later
 decays of its chunk their low bits, and -inf makes NaN. Chapter 12 has the bound; :mod:`gla_ref.gla` is right
-for every gate. The kernels are in :mod:`gla_ref.kernels.original.gla_chunk_fuse`.
+for every gate. The kernels are in :mod:`gla_ref.kernels.original.gla_chunk_fuse`. `gla_ref.gla_chunk_fuse` is this
+module's public name; it needs no Triton.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from .gates import chunk_cumsum
+from ...gates import chunk_cumsum
 
 __all__ = ["Step", "chunk_fuse", "combine", "fused_chunk_gla_fwd", "fwd_inner_chunk", "prepare_qg_kg", "steps", "tile"]
 
