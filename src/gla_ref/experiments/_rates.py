@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from .runs import Place, Run
 from .training import LEARNED, Task, train
 
-__all__ = ["MORE", "SEED", "Choice", "choice_of", "further", "learned", "trained", "trials"]
+__all__ = ["MORE", "SEED", "Choice", "choice_of", "further", "trained", "trials"]
 
 SEED = 1000  # seed of trials
 MORE = 2  # rates beyond the edges of the settings' grid
@@ -115,8 +115,3 @@ def trained(run: Run, task: Task, place: Place) -> dict | None:
     losses = {f"{r:g}": x for r, x in choice.losses.items()}
     said = {"rate": choice.rate, "losses": losses, "edge": choice.edge, "learned": choice.learned}
     return found and {**found, "choice": said}
-
-
-def learned(runs: list[Run], records: tuple[dict, ...]) -> dict[str, bool]:
-    """Whether the trials of each of some runs' groups have learned anything, by the name of the mixer."""
-    return {run.model.mixer: choice_of(run, records).learned for run in runs}
