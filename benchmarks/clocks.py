@@ -228,7 +228,7 @@ def waits(log: Tensor, roles: Sequence[Role], chunks: int) -> list[dict]:
     Raises:
         ValueError: the log is not complete.
     """
-    found, middle, shown = [], (chunks - min(chunks, SHOWN)) // 2, min(chunks, SHOWN)
+    records, middle, shown = [], (chunks - min(chunks, SHOWN)) // 2, min(chunks, SHOWN)
     pairs = log[:, :, : chunks * SITES].unflatten(2, (chunks, SITES))  # [programs, roles, chunks, SITES, 2]
     ends = log[:, :, chunks * SITES :]  # [programs, roles, 2, (clock, ns)]
     clocks, ns = (ends[:, :, 1] - ends[:, :, 0]).double().unbind(-1)  # [programs, roles]
@@ -240,7 +240,7 @@ def waits(log: Tensor, roles: Sequence[Role], chunks: int) -> list[dict]:
     for r, role in enumerate(roles):
         spent = (logged[r][..., 1] - logged[r][..., 0]).sum(1)  # [programs, sites]
         part = (logged[r][one, middle : middle + shown] - zero) * (ns[one, r] / clocks[one, r])
-        found.append(
+        records.append(
             {
                 "role": role.name,
                 "sites": list(role.sites),
@@ -250,7 +250,7 @@ def waits(log: Tensor, roles: Sequence[Role], chunks: int) -> list[dict]:
                 "chunks": part.round().int().tolist(),
             }
         )
-    return found
+    return records
 
 
 def check(kernel: str, case: Case, truth: run.Truth, o: Tensor) -> dict:

@@ -38,8 +38,8 @@ def contender(*mechanisms: str, name: str | None = None, **fields) -> Callable:
 
     def register(call: Callable) -> Callable:
         for mechanism in mechanisms:
-            it = Contender(name or call.__name__, call, **fields)
-            CONTENDERS.setdefault(mechanism, []).append(it)
+            contender = Contender(name or call.__name__, call, **fields)
+            CONTENDERS.setdefault(mechanism, []).append(contender)
         return call
 
     return register
@@ -60,8 +60,8 @@ def function(module: str, name: str, **chosen) -> Callable:
     """A contender's body that calls a function of a module, which is imported then; of its results, o."""
 
     def call(case, **tensors):
-        found = getattr(importlib.import_module(module), name)(**tensors, **chosen)
-        return found[0] if isinstance(found, tuple) else found
+        returned = getattr(importlib.import_module(module), name)(**tensors, **chosen)
+        return returned[0] if isinstance(returned, tuple) else returned
 
     return call
 

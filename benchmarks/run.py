@@ -286,21 +286,21 @@ def measure(
 
     compiled: the contender may find its kernels compiled, so that its first call says nothing.
     """
-    found = {}
+    errors = {}
     for direction in case.directions:
         if {"both": "backward"}.get(direction, direction) not in contender.directions:
             continue
         try:
-            found[direction] = checked_and_timed(contender, case, direction, sets, truth)
+            errors[direction] = checked_and_timed(contender, case, direction, sets, truth)
             if compiled:
-                found[direction]["first_call_s"] = None
+                errors[direction]["first_call_s"] = None
         except Exception as e:
             if not contender.peer:
                 traceback.print_exc()
-            found[direction] = REFUSED | {"message": f"{type(e).__name__}: {e}".strip()[:400]}
+            errors[direction] = REFUSED | {"message": f"{type(e).__name__}: {e}".strip()[:400]}
             torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    return found
+    return errors
 
 
 def checked_and_timed(contender: Contender, case: Case, direction: str, sets: list[dict], truth: Truth) -> dict:

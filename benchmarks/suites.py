@@ -44,9 +44,9 @@ class Case:
     def sizes(self) -> dict[str, int]:
         """The size of every axis of the mechanism's tensors; states have one row for each sequence of the batch."""
         N = len(self.lengths) if self.lengths else self.B
-        found = {"B": self.B, "T": self.T, "H": self.H, "K": self.K, "V": self.V, "N": N}
+        sizes = {"B": self.B, "T": self.T, "H": self.H, "K": self.K, "V": self.V, "N": N}
         pairs = MECHANISMS[self.mechanism].multiples
-        return found | {many: self.groups * found[few] for many, few in pairs}
+        return sizes | {many: self.groups * sizes[few] for many, few in pairs}
 
     @property
     def value_heads(self) -> int | None:

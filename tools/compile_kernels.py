@@ -75,7 +75,7 @@ def broken(ttgir: str) -> list[str]:
     lines = [line for line in ttgir.splitlines() if line.strip()]
     regions: list[tuple[int, str]] = []  # (indentation, kind) of what is open
     slots: dict[str, str] = {}  # a view of a buffer that a pipelined loop refills: which slot of which
-    found = []
+    broken_lines = []
     for n, line in enumerate(lines):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         while regions and indent <= regions[-1][0] and not text.startswith("} else"):
@@ -90,13 +90,13 @@ def broken(ttgir: str) -> list[str]:
                 operands = {product[3]}
             branch = "if" in inside and "for" in inside[: inside.index("if")]
             if branch and operands & set(slots):
-                found.append(f"in a branch, from a pipelined buffer: {text[:90]}")
+                broken_lines.append(f"in a branch, from a pipelined buffer: {text[:90]}")
             rest = [x for x in lines[n + 1 :] if "scf.yield" not in x or len(x) - len(x.lstrip()) <= indent]
             if "isAsync = true" in text and refilled(product[1], operands, rest, slots):
-                found.append(f"in flight when its memory is written: {text[:90]}")
+                broken_lines.append(f"in flight when its memory is written: {text[:90]}")
         if opens := re.search(r"scf\.(if|for|while)\b.*\{$", text):
             regions.append((indent, "if" if opens[1] == "if" else "for"))
-    return found
+    return broken_lines
 
 
 def refilled(product: str, operands: set[str], later: list[str], slots: dict[str, str]) -> bool:
@@ -314,8 +314,8 @@ def record(path: Path, everything: list[dict]) -> None:
             registers = {"registers": most_registers(launch)}
             row |= {n: max(row[n], x) for n, x in (launch | registers).items() if n in row}
     names, environment = ("arch", "mechanism", "dtype"), results.environment(None)
-    made = {name: environment[name] for name in ("triton", "commit", "date")}
-    rows = [dict(zip(names, key, strict=True)) | row | made for key, row in worst.items()]
+    versions = {name: environment[name] for name in ("triton", "commit", "date")}
+    rows = [dict(zip(names, key, strict=True)) | row | versions for key, row in worst.items()]
     results.merge(path, environment, "compiled", rows, key=names)
 
 

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     o = reference.combine(parts, A, v)
     q64, k64, v64, b64, qg64, kg64 = (x.double() for x in (q, k, v, b, q_g, k_g))
     reads, S64 = reference.fused_chunk_gla_fwd(qg64, kg64, v64, b64, S0.double(), C)
-    made = [(b,), (q_g, k_g), (parts.sum(0), S), (A.sum(0),), (o,)]
+    computed = [(b,), (q_g, k_g), (parts.sum(0), S), (A.sum(0),), (o,)]
     expected = [
         (gates.chunk_cumsum(g.double(), C, base2=True),),
         reference.prepare_qg_kg(q64, k64, b64, scale, C),
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         (reference.combine(parts.double(), A.double(), v64),),
     ]
     print(f"{'step':28}{'grid':>16}{'programs':>10}{'MB':>10}{'error':>11}")
-    rows = zip(reference.steps(**sizes, C=C, itemsize=dtype.itemsize), made, expected, strict=True)
+    rows = zip(reference.steps(**sizes, C=C, itemsize=dtype.itemsize), computed, expected, strict=True)
     for step, got, exact in rows:
         grid = " x ".join(map(str, step.grid)) or "PyTorch"
         programs = torch.Size(step.grid).numel() if step.grid else ""
@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{step.name:28}{grid:>16}{programs:>10}{step.bytes / 1e6:10.3f}{worst:11.1e}")
 
     # the whole: twice the worst error of emulated runs with operands rounded to dtype, and 4 eps
-    given = [x.double() for x in (q, k, v, g)]
-    exact = gla.recurrent(*given, initial_state=S0.double())
-    low = [x.float() for x in given]
+    wide = [x.double() for x in (q, k, v, g)]
+    exact = gla.recurrent(*wide, initial_state=S0.double())
+    low = [x.float() for x in wide]
     with operands_in(dtype):
         emulated = [gla.chunkwise_two_level(*low, initial_state=S0, C=n, c=n) for n in (16, 32, 64)]
     emulated.append(reference.chunk_fuse(*low, scale, S0, C))
@@ -136,7 +136,8 @@ def load(name: str):
 
 
 def writable(path: str) -> None:
-    """
+    """Check that a file can be written.
+
     Raises:
         ValueError: no file can be written there.
     """
@@ -149,18 +150,18 @@ def check_kernel(args: argparse.Namespace) -> int:
     """The report of :func:`gla_ref.check.kernel`, printed."""
     from . import check
 
-    said = time.monotonic()
+    last_line = time.monotonic()
 
     def progress(done: int, total: int, name: str):
         """A bar on a terminal; elsewhere, such as in a log, a line every ten seconds."""
-        nonlocal said
+        nonlocal last_line
         apart.at(name or "end")
         if sys.stderr.isatty():
             bar = ("#" * (30 * done // total)).ljust(30)
             print(f"\r[{bar}] {done}/{total} {name:34}", end="", file=sys.stderr)
             print(end="\n" if done == total else "", file=sys.stderr, flush=True)
-        elif name and time.monotonic() - said > EVERY:
-            said = time.monotonic()
+        elif name and time.monotonic() - last_line > EVERY:
+            last_line = time.monotonic()
             print(f"{done} of {total} cases{', next' * (done < total)}: {name}", file=sys.stderr, flush=True)
 
     if args.museum:
@@ -172,9 +173,9 @@ def check_kernel(args: argparse.Namespace) -> int:
     if not args.ranks:
         check.device_of(args.device)
     claimed = {n: x for n in SUPPORTS if (x := getattr(args, f"claim_{n}")) is not None}
-    left = {"command", "function", "mechanism", "kernel", "json", "github", "ranks", "museum", "list"}
-    left |= {f"claim_{n}" for n in SUPPORTS}
-    options = {n: x for n, x in vars(args).items() if n not in left}
+    others = {"command", "function", "mechanism", "kernel", "json", "github", "ranks", "museum", "list"}
+    others |= {f"claim_{n}" for n in SUPPORTS}
+    options = {n: x for n, x in vars(args).items() if n not in others}
     options |= {"supports": claimed or None, "waive": dict(args.waive), "progress": progress}
     if args.only and len(args.only) == 1:
         (options["only"],) = args.only

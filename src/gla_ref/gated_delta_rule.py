@@ -51,8 +51,8 @@ def recurrent(
     S, o = initial_state, []
     for t in range(q.shape[1]):
         S = g[:, t, :, None, None].exp() * S
-        found = (k[:, t, :, :, None] * S).sum(-2)  # [B HV V]: what is stored under the key
-        write = beta[:, t, :, None] * (v[:, t] - found)
+        stored = (k[:, t, :, :, None] * S).sum(-2)  # [B HV V]: what is stored under the key
+        write = beta[:, t, :, None] * (v[:, t] - stored)
         S = S + k[:, t, :, :, None] * write[:, :, None, :]
         o.append((q[:, t, :, :, None] * S).sum(-2))
     return torch.stack(o, 1), S

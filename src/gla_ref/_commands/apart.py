@@ -47,8 +47,8 @@ def run(argv: list[str], kernel: str, seconds: float) -> int:
         return int(verdict)
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
     but = f"it did not within {seconds:g} s" if hang else f"its process ended with {how}"
-    said = f"kernel: expected {kernel} to return, but {but} (at {place or 'start'})"
-    print(f"python -m gla_ref: error: {said}", file=sys.stderr)
+    sentence = f"kernel: expected {kernel} to return, but {but} (at {place or 'start'})"
+    print(f"python -m gla_ref: error: {sentence}", file=sys.stderr)
     return 2
 
 

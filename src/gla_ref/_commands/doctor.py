@@ -25,16 +25,16 @@ CASE = check.Case("doctor", B=1, T=100, H=2, K=64, V=64)
 
 def versions() -> list[tuple[str, str]]:
     """(what, which) of all that decides how kernels are compiled and run."""
-    found = [("Python", platform.python_version()), ("PyTorch", torch.__version__)]
+    rows = [("Python", platform.python_version()), ("PyTorch", torch.__version__)]
     triton = importlib.util.find_spec("triton") is not None
-    found.append(("Triton", importlib.metadata.version("triton") if triton else "not installed: there are no kernels"))
-    found.append(("Triton, known", ", ".join(map(str, KNOWN))))
+    rows.append(("Triton", importlib.metadata.version("triton") if triton else "not installed: there are no kernels"))
+    rows.append(("Triton, known", ", ".join(map(str, KNOWN))))
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         count = torch.cuda.get_device_properties(0).multi_processor_count
-        found.append(("CUDA", str(torch.version.cuda)))
-        found.append(("GPU", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {count} multiprocessors"))
-    return found
+        rows.append(("CUDA", str(torch.version.cuda)))
+        rows.append(("GPU", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {count} multiprocessors"))
+    return rows
 
 
 def on_hopper(name: str) -> str | None:
@@ -69,8 +69,8 @@ def planned(device: str, dtype: torch.dtype) -> list[list]:
         ]
         row = [mechanism, ", ".join(f"{n} = {size}" for n, size in sizes.items())]
         for direction in ("forward", "backward"):
-            found = plan(mechanism, *tensors, direction=direction, hardware=hardware)
-            row.append(f"{found.name}: {', '.join(launch.name for launch in found.launches)}")
+            chosen = plan(mechanism, *tensors, direction=direction, hardware=hardware)
+            row.append(f"{chosen.name}: {', '.join(launch.name for launch in chosen.launches)}")
         rows.append(row)
     return rows
 

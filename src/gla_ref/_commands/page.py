@@ -59,8 +59,8 @@ def results(name: str, page: Callable, x: dict[str, Tensor]) -> dict[str, Tensor
             o, S = page(*(y.contiguous() for y in one), S)
             outs.append(o)
         return {"o": torch.stack(outs, 1), "S": S}
-    found = page(*tokens)
-    return {"o": found} if isinstance(found, Tensor) else dict(zip(("o", "S"), found, strict=True))
+    returned = page(*tokens)
+    return {"o": returned} if isinstance(returned, Tensor) else dict(zip(("o", "S"), returned, strict=True))
 
 
 def timed(name: str, page: Callable, dtype: torch.dtype) -> str:
@@ -69,8 +69,8 @@ def timed(name: str, page: Callable, dtype: torch.dtype) -> str:
     x = {"S0": torch.zeros([sizes[a] for a in "BHKV"], device="cuda")}
     for argument in MECHANISMS[KINDS[name]].arguments:
         y = torch.randn([sizes[a] for a in argument.axes.split()], device="cuda")
-        made = {"gate": logsigmoid(y) / 16, "strength": y.sigmoid()}.get(argument.role, y)
-        x[argument.name] = (normalize(made, dim=-1) if argument.name == "k" else made).to(dtype)
+        values = {"gate": logsigmoid(y) / 16, "strength": y.sigmoid()}.get(argument.role, y)
+        x[argument.name] = (normalize(values, dim=-1) if argument.name == "k" else values).to(dtype)
     x["d o"] = torch.randn_like(x["v"])
     if name.startswith("gated_delta_rule"):
         x["g"], x["beta"] = x["g"].float(), x["beta"].float()

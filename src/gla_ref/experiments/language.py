@@ -121,7 +121,7 @@ class Language(Task):
 
     def starts(self, step: int) -> torch.Tensor:
         """Where the sequences of a step begin."""
-        found = []
+        starts = []
         for i in range(step * self.rows, (step + 1) * self.rows):
             epoch, place = divmod(i, self.cuts)
             if epoch not in self.orders:
@@ -129,8 +129,8 @@ class Language(Task):
                 offset = int(torch.randint(self.T, (), generator=rng))
                 self.orders = {epoch: (offset, torch.randperm(self.cuts, generator=rng))}
             offset, order = self.orders[epoch]
-            found.append(offset + self.T * int(order[place]))
-        return torch.tensor(found)
+            starts.append(offset + self.T * int(order[place]))
+        return torch.tensor(starts)
 
     def loss(self, objective, step, state):
         """Of the step's sequences; nothing is handed on."""
@@ -222,5 +222,5 @@ def carry_out(run: Run, place: Place) -> dict | None:
     """Train and test; None if the deadline came first."""
     part = "validation" if run.about["stage"] == "rate" else "test"
     task = Language(run.settings, run.about["seed"], place, part)
-    found = trained(run, task, place)
-    return found and {**found, "epochs": run.training.steps * task.rows / task.cuts}
+    record = trained(run, task, place)
+    return record and {**record, "epochs": run.training.steps * task.rows / task.cuts}

@@ -221,5 +221,5 @@ def carry_out(run: Run, place: Place) -> dict | None:
     about = run.about
     what = run.settings, about["window"], about["passing"], run.training.steps, about["seed"]
     task = Length(*what, place, part, about.get("judged"))
-    found = trained(run, task, place)
-    return found and {**found, "epochs": run.training.steps * run.tokens / len(task.training)}
+    record = trained(run, task, place)
+    return record and {**record, "epochs": run.training.steps * run.tokens / len(task.training)}

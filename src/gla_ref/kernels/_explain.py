@@ -47,36 +47,36 @@ def plan(
     names = kind.required
     if len(tensors) != len(names):
         raise TypeError(f"tensors: expected {', '.join(names)}, got {len(tensors)} tensors")
-    given = {"g": None} | {n: spec_of(n, x) for n, x in zip(names, tensors, strict=True)}
-    given |= {x.name: spec_of(x.name, options.pop(x.name, None)) for x in kind.arguments if x.optional}
-    given |= {n: options.pop(n, None) for n in ("path", "kernel") if n in planner.forward.options} | {"scale": scale}
-    given["cu_seqlens"] = spec_of("cu_seqlens", cu_seqlens)
+    specs = {"g": None} | {n: spec_of(n, x) for n, x in zip(names, tensors, strict=True)}
+    specs |= {x.name: spec_of(x.name, options.pop(x.name, None)) for x in kind.arguments if x.optional}
+    specs |= {n: options.pop(n, None) for n in ("path", "kernel") if n in planner.forward.options} | {"scale": scale}
+    specs["cu_seqlens"] = spec_of("cu_seqlens", cu_seqlens)
     if options:
         name = next(iter(options))
         raise TypeError(f"{name}: expected an option of {mechanism}, got {name}={options[name]!r}")
-    v, cached = given["v"], mechanism == "softmax_attention" and initial_state is not None
-    given |= {"do": v._replace(name="do"), "dS": None, "cached": cached, "need_dg": given["g"] is not None}
+    v, cached = specs["v"], mechanism == "softmax_attention" and initial_state is not None
+    specs |= {"do": v._replace(name="do"), "dS": None, "cached": cached, "need_dg": specs["g"] is not None}
     if cached:  # then k and v are copied behind the cache
         for name, past in zip(("k", "v"), initial_state, strict=True):
-            B, T, H, D = given[name].shape
+            B, T, H, D = specs[name].shape
             shape = B, past.shape[1] + T, H, D
-            given[name] = Spec(name, shape, strides_of(shape), given[name].dtype)
+            specs[name] = Spec(name, shape, strides_of(shape), specs[name].dtype)
     else:
-        given["initial_state"] = spec_of("initial_state", initial_state)
+        specs["initial_state"] = spec_of("initial_state", initial_state)
 
     def planned(function: Planned) -> Plan:
-        return function.plan(hardware, *(given[n] for n in (*function.names, *function.options)))
+        return function.plan(hardware, *(specs[n] for n in (*function.names, *function.options)))
 
     found = planned(planner.forward)
     if direction == "forward":
         return found
     if mechanism == "softmax_attention":
-        given |= zip(("o", "lse", "low"), found.outputs, strict=True)
-        given["do"] = found.outputs[0]._replace(name="do")
+        specs |= zip(("o", "lse", "low"), found.outputs, strict=True)
+        specs["do"] = found.outputs[0]._replace(name="do")
     else:
-        tensors = [given[n] for n in planner.forward.names]
+        tensors = [specs[n] for n in planner.forward.names]
         names = planner.backward.names[len(tensors) :]
-        given |= zip(names, planner.kept(tensors, found.outputs), strict=False)
+        specs |= zip(names, planner.kept(tensors, found.outputs), strict=False)
     return planned(planner.backward)
 
 

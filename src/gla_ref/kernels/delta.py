@@ -89,7 +89,7 @@ def kept(tensors: tuple, outputs: tuple) -> list:
 
 TENSORS = (*(x.name for x in MECHANISMS["gated_delta_rule"].arguments), "initial_state", "cu_seqlens")
 CHOICES = ("scale", "path", "kernel")
-# launch/ checks a new call, plans it by the functions above and keeps its launches; nothing there depends on the kernel
+# launch/ checks a new call, plans it by the functions above and keeps its launches
 forward = Planned(plan_forward, TENSORS, CHOICES, check)
 backward = Planned(plan_backward, (*TENSORS, "do", "dS"), (*CHOICES, "need_dg"))
 _forward = with_state("delta_rule", forward)

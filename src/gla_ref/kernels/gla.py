@@ -72,7 +72,7 @@ def kept(tensors: tuple, outputs: tuple) -> list[Tensor | None]:
 
 TENSORS = (*(x.name for x in MECHANISMS["gla"].arguments), "initial_state", "cu_seqlens")
 CHOICES = ("scale", "path", "kernel")
-# launch/ checks a new call, plans it by the functions above and keeps its launches; nothing there depends on the kernel
+# launch/ checks a new call, plans it by the functions above and keeps its launches
 forward = Planned(plan_forward, TENSORS, CHOICES, check)
 backward = Planned(plan_backward, (*TENSORS, "starts", "do", "dS"), (*CHOICES, "need_dg"))
 _forward = with_state("gla", forward)

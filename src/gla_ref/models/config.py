@@ -150,8 +150,8 @@ class Config:
         fields = dataclasses.asdict(self)
         if any(fields[name] != value for name, value in FLA_HAS.items()):
             return {"model_type": "gla_ref", **fields}
-        own = {name: x for name, x in fields.items() if name not in FLA_HAS}
-        return {"architectures": ["GLAForCausalLM"], "model_type": "gla", **own}
+        theirs = {name: x for name, x in fields.items() if name not in FLA_HAS}
+        return {"architectures": ["GLAForCausalLM"], "model_type": "gla", **theirs}
 
     @classmethod
     def from_dict(cls, fields: dict) -> Config:
@@ -169,5 +169,5 @@ class Config:
                 raise ValueError(f"{name}: expected {' or '.join(map(repr, neutral[name]))}, got {x!r}")
             if name not in WITHOUT_EFFECT | set(own) | set(neutral):
                 raise ValueError(f"{name}: expected a field of Config or of fla's GLAConfig, got {x!r}")
-        given = {name: x for name, x in fields.items() if name in own}
-        return cls(**{name: x for name, x in given.items() if x is not None or own[name].endswith("| None")})
+        ours = {name: x for name, x in fields.items() if name in own}
+        return cls(**{name: x for name, x in ours.items() if x is not None or own[name].endswith("| None")})

@@ -117,8 +117,8 @@ class Call:
 
     def apart(self, batches: Sequence[Tensor]) -> Tensor:
         """Join the batches' rows [B * rows, ...] as [B, n, ...] of all segments."""
-        found = [x.view(-1, self.rows, *x.shape[1:]) for x in batches]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        rows = [x.view(-1, self.rows, *x.shape[1:]) for x in batches]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
     def together(self, x: Tensor) -> list[Tensor]:
         """The inverse of `apart`."""

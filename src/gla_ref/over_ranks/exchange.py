@@ -70,8 +70,8 @@ class Ranks:
 
     def all_gather(self, x: Tensor) -> tuple[dist.Work, Tensor]:
         """Gather every rank's numbers x [n] as [R, n], complete once the work is done."""
-        found = x.new_empty(self.size * len(x))
-        return all_gather(found, x, group=self.group, async_op=True), found.view(self.size, -1)
+        every_rank = x.new_empty(self.size * len(x))
+        return all_gather(every_rank, x, group=self.group, async_op=True), every_rank.view(self.size, -1)
 
     def receive(self, x: Tensor, rank: int) -> dist.Work:
         return self._message(dist.irecv, x, rank)

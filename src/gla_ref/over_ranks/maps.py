@@ -82,12 +82,12 @@ class Maps(NamedTuple):
             from ..kernels.portable.border import crossed
 
             return crossed(self.X, self.M, S, backwards)
-        found, shape = [], S.shape
+        states, shape = [], S.shape
         S = S if self.decays else S.flatten(0, 1)
         for m in self.in_turn(backwards):
-            found.append(S.view(shape))
+            states.append(S.view(shape))
             S = m.after(S)
-        return torch.stack(found[::-1] if backwards else found, 1), S.view(shape)
+        return torch.stack(states[::-1] if backwards else states, 1), S.view(shape)
 
     def composed(self, backwards: bool = False) -> Maps:
         """The map of all segments together."""

@@ -73,9 +73,9 @@ class Pieces(NamedTuple):
             RuntimeError: a rank died or hangs; the message names it.
         """
         ranks, x = self.ranks, x.contiguous()
-        found, there, back = torch.zeros_like(x), ranks.rank + step, ranks.rank - step
+        received, there, back = torch.zeros_like(x), ranks.rank + step, ranks.rank - step
         members = dist.get_process_group_ranks(ranks.group)
-        ends = ((dist.isend, x, there), (dist.irecv, found, back))
+        ends = ((dist.isend, x, there), (dist.irecv, received, back))
         ends = [dist.P2POp(do, y, members[r], ranks.group) for do, y, r in ends if 0 <= r < ranks.size]
         try:
             for work in dist.batch_isend_irecv(ends) if ends else ():
@@ -84,7 +84,7 @@ class Pieces(NamedTuple):
             neighbours = [r for r in (there, back) if 0 <= r < ranks.size]
             raise ranks.agreement.lost(error, self.facts, neighbours) from error
         ranks.agreement.took_part(of_all=False)
-        return found
+        return received
 
 
 class Before(torch.autograd.Function):

@@ -41,8 +41,8 @@ class Operator:
         tensors = args[: self.tensors]
         check_only_backward(self.name, self.planned.names, tensors)
         if watched(args[0]):
-            found = self.overload(*args)
-            return found if self.outputs else [x if x.ndim > 1 else None for x in found]
+            results = self.overload(*args)
+            return results if self.outputs else [x if x.ndim > 1 else None for x in results]
         program = self.planned.find(args)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             if self.function is None:

@@ -190,11 +190,11 @@ def next_power_of_2(n: int) -> int:
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
-    found, n = [], 1
+    strides, n = [], 1
     for size in reversed(shape):
-        found.append(n)
+        strides.append(n)
         n *= size
-    return tuple(reversed(found))
+    return tuple(reversed(strides))
 
 
 def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -114,9 +114,9 @@ def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], l
     Compile with them the kernels of `twins`, which later calls will launch.
     """
     variants = [variant(launch, device) for launch in launches]
-    found = [COMPILED.get(v) for v in variants]
-    if None not in found:
-        return found
+    compiled = [COMPILED.get(v) for v in variants]
+    if None not in compiled:
+        return compiled
     wanted = zip(variants, launches, strict=True)
     more = [(variant(x, device), x) for x in twins()]
     new = {v: x for v, x in [*wanted, *more] if v not in COMPILED}
