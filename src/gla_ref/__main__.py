@@ -106,10 +106,10 @@ def run(args: argparse.Namespace) -> int:
     for n, (name, x, kept) in enumerate((("o", o, dtype), ("state", S, torch.float32))):
         errors = [error(run[n].to(kept), exact[n]) for run in emulated]
         allowed = budget(max(e for e in errors if e < math.inf), kept)  # a run that broke allows nothing
-        found = error(x, exact[n])
-        wrong |= found > allowed
-        verdict = "WRONG" if found > allowed else "right"
-        print(f"{name:5} against the float64 recurrence: {found:.1e} of {allowed:.1e} allowed, {verdict}")
+        worst_error = error(x, exact[n])
+        wrong |= worst_error > allowed
+        verdict = "WRONG" if worst_error > allowed else "right"
+        print(f"{name:5} against the float64 recurrence: {worst_error:.1e} of {allowed:.1e} allowed, {verdict}")
     return 1 if wrong else 0
 
 

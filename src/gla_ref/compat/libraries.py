@@ -75,9 +75,9 @@ class Function:
             return inspect.getdoc(self.supports).removesuffix(".")
         from ..check._claims import Claim  # imported here, because a call of the function does not need the kit
 
-        said = str(Claim.of(self.supports))
-        said += "" if self.grouped else ", one value head for each key head"
-        return said or "everything"
+        sentence = str(Claim.of(self.supports))
+        sentence += "" if self.grouped else ", one value head for each key head"
+        return sentence or "everything"
 
 
 def _fla(mechanism: str, module: str, name: str, **fields) -> Function:
@@ -253,8 +253,8 @@ def function(name: str) -> Callable:
     required = MECHANISMS[entry.mechanism].required
 
     def fn(*tensors, **given):
-        own = getattr(importlib.import_module(entry.module), entry.name)
-        own = inspect.unwrap(own) if entry.bare else own
+        theirs = getattr(importlib.import_module(entry.module), entry.name)
+        theirs = inspect.unwrap(theirs) if entry.bare else theirs
         if not entry.grouped and tensors[0].shape[2] != tensors[2].shape[2]:
             raise NotClaimed
         named = {entry.names.get(n, n): x for n, x in zip(required, tensors, strict=True)}
@@ -263,7 +263,7 @@ def function(name: str) -> Callable:
         if given.get("cu_seqlens") is not None:
             given["cu_seqlens"] = given["cu_seqlens"].long()
         with _only(entry.backend):
-            result = own(**named, **given, **entry.options)
+            result = theirs(**named, **given, **entry.options)
         o, state = result[:2] if isinstance(result, tuple) else (result, None)
         return o.transpose(1, 2) if entry.heads_first else o, state if "initial_state" in entry.takes else None
 

@@ -63,8 +63,8 @@ def do(run: Run, place: Place, file: Path) -> dict | Exception | None:
             for record in records:
                 if is_done(run, (record,)):  # by another process, since this one looked
                     return record
-            found = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
-            return None if found is None else keep(run, found, file, place)
+            result = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
+            return None if result is None else keep(run, result, file, place)
     except Timeout:
         print(f"{run.name}: another process carries it out", file=sys.stderr)
         return None

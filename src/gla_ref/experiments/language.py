@@ -146,16 +146,16 @@ class Language(Task):
         """
         sums = {source: (*self.nats(model, tokens, self.T), size) for source, (tokens, size) in self.sources.items()}
         scores = {source: _scores(*of) for source, of in sums.items()}
-        found = _scores(*map(sum, zip(*sums.values(), strict=True))) | {"by source": scores}
+        result = _scores(*map(sum, zip(*sums.values(), strict=True))) | {"by source": scores}
         if self.part == "test":
             size = sum(size for _, size in self.sources.values())
             contexts = [n for n in CONTEXTS if n < self.T]
             nats = {n: sum(self.nats(model, tokens, n)[0] for tokens, _ in self.sources.values()) for n in contexts}
-            found["by context"] = {str(n): x / math.log(2) / size for n, x in nats.items()}
+            result["by context"] = {str(n): x / math.log(2) / size for n, x in nats.items()}
         longest = max((tokens for tokens, _ in self.sources.values()), key=len)
         some = longest[: len(longest) // self.T * self.T].view(-1, self.T)[: self.rows].to(self.device).long()
         layers = gates_of(model, some) if len(some) else []
-        return found | ({"gates": layers} if layers else {})
+        return result | ({"gates": layers} if layers else {})
 
     def nats(self, model, text: Tensor, T: int) -> tuple[float, int]:
         """Summed loss of a text in pieces of T tokens, and how many tokens are predicted: all but the first."""

@@ -236,7 +236,7 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
     )
     cuda = torch.device(device).type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6, fused=cuda)
-    found = []
+    losses = []
 
     def step() -> None:
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=s.precision == "bf16"):
@@ -244,15 +244,15 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
         value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found.append(value.detach())
+        losses.append(value.detach())
 
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     first, times = milliseconds(step, s.repeats, 1, device)
     memory = torch.cuda.max_memory_allocated(device) if cuda else None
     once = operator(who, run.model, s.tokens // T, T, s.dtype, device)
-    first_operator, own = milliseconds(once, s.repeats, CALLS, device)
-    ms, operator_ms = statistics.median(times), statistics.median(own)
+    first_operator, operator_times = milliseconds(once, s.repeats, CALLS, device)
+    ms, operator_ms = statistics.median(times), statistics.median(operator_times)
     profile = profiled(kernels(step, device), kernels(once, device)) if cuda else None
     return {
         "T": T,
@@ -265,7 +265,7 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
         "operator first call s": first_operator,
         "operator share": round(operator_ms * run.model.num_hidden_layers / ms, 4),
         "profile ms": profile,
-        "loss": found[0].item(),
+        "loss": losses[0].item(),
     }
 
 

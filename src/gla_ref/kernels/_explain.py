@@ -67,22 +67,22 @@ def plan(
     def planned(function: Planned) -> Plan:
         return function.plan(hardware, *(specs[n] for n in (*function.names, *function.options)))
 
-    found = planned(planner.forward)
+    forward = planned(planner.forward)
     if direction == "forward":
-        return found
+        return forward
     if mechanism == "softmax_attention":
-        specs |= zip(("o", "lse", "low"), found.outputs, strict=True)
-        specs["do"] = found.outputs[0]._replace(name="do")
+        specs |= zip(("o", "lse", "low"), forward.outputs, strict=True)
+        specs["do"] = forward.outputs[0]._replace(name="do")
     else:
         tensors = [specs[n] for n in planner.forward.names]
         names = planner.backward.names[len(tensors) :]
-        specs |= zip(names, planner.kept(tensors, found.outputs), strict=False)
+        specs |= zip(names, planner.kept(tensors, forward.outputs), strict=False)
     return planned(planner.backward)
 
 
 def describe(found: Plan) -> str:
     """A plan in words and a table."""
-    made = sum(step.tensor.bytes for step in found.steps if not isinstance(step, Launch))
+    total = sum(step.tensor.bytes for step in found.steps if not isinstance(step, Launch))
     kept = {x.name for x in found.outputs if x is not None}
     results = sum(x.bytes for x in found.outputs if x is not None)
     rows = []
@@ -98,7 +98,7 @@ def describe(found: Plan) -> str:
     lines += [f"  {sentence}" for sentence in found.why]
     lines += [tabulate(rows, head)]
     lines += [
-        f"results {results / 1e6:,.3g} MB ({', '.join(sorted(kept))}); other tensors {(made - results) / 1e6:,.3g} MB, "
-        "let go as soon as they are read"
+        f"results {results / 1e6:,.3g} MB ({', '.join(sorted(kept))}); other tensors {(total - results) / 1e6:,.3g} MB,"
+        " let go as soon as they are read"
     ]
     return "\n".join(lines)

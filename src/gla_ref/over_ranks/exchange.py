@@ -128,8 +128,8 @@ class Exchange:
         self.wait(work, found, ranks.others)
         S = torch.zeros_like(maps.X[:, 0])
         for r in range(ranks.size - 1, ranks.rank, -1) if backwards else range(ranks.rank):
-            own = found[r, 1 : 1 + counts[r] * sum(sizes)].split([counts[r] * n for n in sizes])
-            *M, X = (y.view(N, counts[r], *rest) for y, (N, *rest) in zip(own, self.plan.shapes, strict=True))
+            parts = found[r, 1 : 1 + counts[r] * sum(sizes)].split([counts[r] * n for n in sizes])
+            *M, X = (y.view(N, counts[r], *rest) for y, (N, *rest) in zip(parts, self.plan.shapes, strict=True))
             _, S = Maps(tuple(M), X).run(S, backwards)
         return self.checked(S, found[:, 0], list(range(ranks.size)))
 

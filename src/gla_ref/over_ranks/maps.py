@@ -119,8 +119,8 @@ class Walk(NamedTuple):
 
     def heads_first(self, *tensors: Tensor | None) -> list[Tensor | None]:
         """Return a tensor as [B, H, T, D] in the precision of states; None for None."""
-        found = (x if x is None or x.ndim == 4 else x[..., None] for x in tensors)  # gates of heads
-        return [None if x is None else heads_first(x.to(self.dtype)) for x in found]
+        columns = (x if x is None or x.ndim == 4 else x[..., None] for x in tensors)  # gates of heads
+        return [None if x is None else heads_first(x.to(self.dtype)) for x in columns]
 
 
 def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:

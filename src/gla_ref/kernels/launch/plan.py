@@ -82,14 +82,14 @@ class Launch(NamedTuple):
 
     @property
     def tensors(self) -> list[Spec]:
-        found = []
+        specs = []
         for x in self.args:
             kind = type(x)
             if kind is Spec:
-                found.append(x)
+                specs.append(x)
             elif kind is Box:
-                found.append(x.tensor)
-        return found
+                specs.append(x.tensor)
+        return specs
 
     def given(self, name: str):
         """The argument for a parameter of the kernel; None if the kernel has no such parameter."""
@@ -205,9 +205,9 @@ def spec_of(name: str, x: Tensor | None) -> Spec | None:
     if x is None:
         return None
     # an axis of one element may have any stride, even in a contiguous tensor
-    own = strides_of(x.shape) if 1 in x.shape and x.is_contiguous() else x.stride()
+    strides = strides_of(x.shape) if 1 in x.shape and x.is_contiguous() else x.stride()
     aligned = x.device.type == "meta" or x.data_ptr() % 16 == 0
-    return Spec(name, tuple(x.shape), own, x.dtype, aligned)
+    return Spec(name, tuple(x.shape), strides, x.dtype, aligned)
 
 
 def describable(x: Spec, hardware: Hardware, itemsize: int = 2) -> bool:
