@@ -19,9 +19,8 @@ import run
 import torch
 from suites import Case, inputs, memory_floor_bytes
 
-from gla_ref import gates, gla
+from gla_ref import gates, gla, results
 from gla_ref import gla_chunk_fuse as reference
-from gla_ref.book import results
 from gla_ref.rounding import budget, error, operands_in
 
 SHAPES = [(8, 8192, 16, 128, 128), (32, 2048, 4, 256, 512)]  # the second has the notes' B, L and H

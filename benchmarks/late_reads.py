@@ -166,7 +166,7 @@ def main() -> None:
     if args.expected:
         repeat(args)
         return
-    from gla_ref.book import results
+    from gla_ref import results
 
     if args.device == "cuda" and (not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)):
         sys.exit("late_reads: expected an NVIDIA GPU of compute capability 9.0, found none")

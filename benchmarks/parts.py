@@ -43,7 +43,7 @@ from clocked import functions, module_from
 from suites import Case, inputs
 from torch import Tensor
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.kernels.hopper.tiles import box
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import Draft, Plan, spec_of

@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 from contenders import CONTENDERS, Contender
 from suites import LEAVES, SUITES, Case, flop_floor, inputs, memory_floor_bytes
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.check import MECHANISMS, oracle
 
 PEERS = ("flash-linear-attention", "fla-core")

@@ -34,7 +34,7 @@ from clocked import SITES, Copy, Role, clocked
 from suites import Case, inputs
 from torch import Tensor
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import Plan, spec_of
 from gla_ref.kernels.launch.program import Program

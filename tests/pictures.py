@@ -9,7 +9,8 @@ from functools import cache
 import measured_waits
 import pytest
 
-from gla_ref.book import results, viz
+from gla_ref import results
+from gla_ref.book import viz
 from gla_ref.book.viz import Explorable, Frame
 from gla_ref.book.viz.gate_strength import gate_strength
 from gla_ref.book.viz.prefix_sum import prefix_sum

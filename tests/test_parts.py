@@ -13,7 +13,7 @@ from cases import ROOT, in_process
 from delta_problems import problem
 from harness import BF16, CUDA, F32
 
-from gla_ref.book import results
+from gla_ref import results
 
 sys.path.append(str(ROOT / "benchmarks"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")

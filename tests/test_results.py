@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gla_ref.book import results
+from gla_ref import results
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_label_names_gpu_and_versions(folder):
 WRITER = """
 import sys
 from pathlib import Path
-from gla_ref.book import results
+from gla_ref import results
 for i in range(int(sys.argv[3])):
     results.merge(Path(sys.argv[1]), {"gpu": None}, "runs", [{"name": f"{sys.argv[2]}/{i}", "x": "y" * 999}], ["name"])
 """

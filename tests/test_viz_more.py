@@ -11,8 +11,7 @@ import torch
 from pictures import EXPLORABLES, rects, texts
 from torch.overrides import TorchFunctionMode
 
-from gla_ref import gla, linear_attention
-from gla_ref.book import results
+from gla_ref import gla, linear_attention, results
 from gla_ref.book.costs import FORMS, cost
 from gla_ref.book.viz import fading_state, gate_strength, kernel_walk, roofline, two_level_map
 

@@ -47,7 +47,7 @@ import other_tritons
 import sass
 from kernel_cases import CASES, WIDE
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import Launch
 from gla_ref.kernels.launch.program import compile_launch, variant

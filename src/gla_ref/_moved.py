@@ -16,7 +16,6 @@ MOVED = {
     "gla_ref.costs": "gla_ref.book.costs",
     "gla_ref.exercises": "gla_ref.book.exercises",
     "gla_ref.notebook": "gla_ref.book.notebook",
-    "gla_ref.results": "gla_ref.book.results",
     "gla_ref.scaling": "gla_ref.book.scaling",
     "gla_ref.viz": "gla_ref.book.viz",
     "gla_ref.delta_backward": "gla_ref.gradients.delta_rule",

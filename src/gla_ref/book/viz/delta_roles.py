@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import results
+from ... import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import part, path, played, rect, text
 

@@ -5,7 +5,7 @@ The bars are measurements of one program on one multiprocessor, from the records
 
 from __future__ import annotations
 
-from .. import results
+from ... import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import part, path, played, rect, text
 
@@ -86,7 +86,7 @@ def waits_timeline(data: dict, B: int) -> Explorable:
     """Roles over time, for the schedules that were measured with B sequences.
 
     Args:
-        data: records of the kind "waits" from :func:`gla_ref.book.results.load`.
+        data: records of the kind "waits" from :func:`gla_ref.results.load`.
         B: sequences of the batch.
 
     Raises:

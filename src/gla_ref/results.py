@@ -31,7 +31,7 @@ __all__ = [
     "write",
 ]
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def command(*line: str) -> str:
