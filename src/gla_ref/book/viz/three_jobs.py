@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, played, rect, text
+from ._svg import bar, part, played, tracks
 
 __all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", "work"]
 
@@ -104,10 +104,7 @@ def _bars(tasks: list[Task]) -> str:
         x, y, width = LEFT + UNIT * start, TOP + ROW * list(ROWS).index(_row(job)), UNIT * (stop - start)
         of = f" of program {program + 1}" if max(t.program for t in tasks) else ""
         words = f"Chunk {chunk + 1}{of}, {SAYS[job]}: clocks {start:,} to {stop:,}."
-        bar = [rect(x, y, width, TALL, f"{KINDS[job]} edge")]
-        if width > 12:
-            bar.append(text(x + width / 2, y + TALL / 2, chunk + 1, "on"))
-        pieces.append(part(words, *bar))
+        pieces.append(part(words, bar(x, y, width, TALL, KINDS[job], chunk + 1)))
     return "".join(pieces)
 
 
@@ -115,9 +112,8 @@ def _frames(way: str) -> list[Frame]:
     """A frame for each moment, until all is done."""
     tasks = schedule(way)
     end, bars = max(t.stop for t in tasks), _bars(tasks)
-    ground = [text(LEFT, TOP + ROW * n - 10, words, "start") for n, words in enumerate(ROWS.values())]
-    ground += [rect(LEFT, TOP + ROW * n, UNIT * end, TALL, "pale-grey") for n in range(len(ROWS))]
-    return [_frame(way, tasks, t, end, "".join(ground), bars) for t in range(0, end + MOMENT, MOMENT)]
+    ground = tracks(ROWS.values(), LEFT, TOP, ROW, UNIT * end, TALL)
+    return [_frame(way, tasks, t, end, ground, bars) for t in range(0, end + MOMENT, MOMENT)]
 
 
 def _frame(way: str, tasks: list[Task], t: int, end: int, ground: str, bars: str) -> Frame:
