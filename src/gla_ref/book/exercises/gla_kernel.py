@@ -9,7 +9,7 @@ from ... import gla
 from ...gates import decay_to_end
 from ...rounding import error
 from . import Wrong, exercise
-from ._compare import draw, hold
+from ._compare import draw, hold, variants
 from ._predict import ask, choice, numbers
 from .first_kernels import Launch, launch_all
 
@@ -81,19 +81,19 @@ def _carried(decay, own, S, gate=lambda a, n: a[n], late=0):
 @exercise("ex-kernel-carry", "implement")
 def carry(answer):
     mistakes = {
-        "The states after the segments: a segment needs the one before it.": lambda *x: _carried(*x, late=1),
+        "The states after the segments: a segment needs the one before it.": dict(late=1),
         "The decay belongs to the rows of the state, one for each channel of k.": (
             lambda a, own, S: _carried(a.new_ones(a.shape), own, S)
         ),
-        "A state decays by the segment that it passes through, not by the one before.": (
-            lambda *x: _carried(*x, gate=lambda a, n: a[n - 1] if n else a.new_ones(a[0].shape))
+        "A state decays by the segment that it passes through, not by the one before.": dict(
+            gate=lambda a, n: a[n - 1] if n else a.new_ones(a[0].shape)
         ),
         "The first segment starts from S, not from zeros.": lambda a, own, S: _carried(a, own, torch.zeros_like(S)),
         "What a segment adds has decayed inside of it already.": (lambda a, own, S: _carried(a, a[..., None] * own, S)),
     }
     noise, own, S = draw(9, (4, 2), (4, 2, 3), (2, 3))
     cases = [(noise.sigmoid(), own, S)]
-    hold(answer, cases, _carried, mistakes, {"starts": "N K V", "final": "K V"})
+    hold(answer, cases, _carried, variants(_carried, mistakes), {"starts": "N K V", "final": "K V"})
 
 
 def _chunks(
