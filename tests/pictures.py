@@ -49,6 +49,12 @@ def at(explorable: Explorable, indices) -> Frame:
     return node
 
 
+def area(d: str) -> float:
+    """Of a closed path made of straight lines, positive if it runs clockwise."""
+    corners = [tuple(map(float, pair.split())) for pair in d.strip("MZ").split("L")]
+    return sum(a * y - b * x for (a, b), (x, y) in zip(corners, corners[1:] + corners[:1], strict=True)) / 2
+
+
 def texts(frame: Frame, kind: str | None = None) -> list[str]:
     drawing = bs4.BeautifulSoup("".join(frame.pieces), "html.parser")
     return [t.text for t in drawing.find_all("text") if kind is None or kind in (t.get("class") or [])]
