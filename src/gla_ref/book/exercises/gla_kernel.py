@@ -50,25 +50,23 @@ def difference():
     return choice("Formats that hide the error", hidden, why)
 
 
+def _tiles(e, memory, exponentials, needed=1, saved=2):
+    return needed + saved * e * exponentials / memory
+
+
 @exercise("ex-kernel-tiles", "derive")
 def tiles(answer):
     mistakes = {
-        "One tile needs its exponentials in any case: only n - 1 repetitions are saved.": (
-            lambda e, memory, exponentials: 2 * e * exponentials / memory
-        ),
-        "There are two exponentials for each number, one for q and one for k.": (
-            lambda e, memory, exponentials: 1 + 4 * e * exponentials / memory
-        ),
-        "q and k are written once more, and so are they read: four times K numbers.": (
-            lambda e, memory, exponentials: 1 + e * exponentials / memory
-        ),
+        "One tile needs its exponentials in any case: only n - 1 repetitions are saved.": dict(needed=0),
+        "There are two exponentials for each number, one for q and one for k.": dict(saved=4),
+        "q and k are written once more, and so are they read: four times K numbers.": dict(saved=1),
         "Bytes are paid at the rate of memory, exponentials at theirs: the ratio is upside down.": (
             lambda e, memory, exponentials: 1 + 2 * e * memory / exponentials
         ),
         "4 K numbers are 4 e K bytes.": lambda e, memory, exponentials: 1 + 2 * exponentials / memory,
     }
     cases = [(4, 1.5e12, 4.2e12), (2, 4.8e12, 3.9e12)]
-    hold(answer, cases, lambda e, memory, exponentials: 1 + 2 * e * exponentials / memory, mistakes, {"n": ""})
+    hold(answer, cases, _tiles, variants(_tiles, mistakes), {"n": ""})
 
 
 def _carried(decay, own, S, gate=lambda a, n: a[n], late=0):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from ... import gla, simple_gla
 from ...gradients.gla import backward
 from . import Wrong, exercise
-from ._compare import call, close, draw, hold, locate, results, reverse_sum
+from ._compare import call, close, draw, hold, locate, results, reverse_sum, variants
 from ._predict import RIGHT, Part, Question, ask, near, number, numbers
 
 
@@ -150,21 +150,21 @@ def values(answer):
     hold(answer, [(o, do, v, found.dv, S_T, D)], lambda *_: found.dg_v, mistakes, {"dg_v": "B T H V"})
 
 
+def _states(K, V, kept=2, keys=3):
+    """C at which the chunks' states take as much memory as their inputs."""
+    return kept * K * V / (keys * K + V)
+
+
 @exercise("ex-gradients-states", "derive")
 def states(answer):
     mistakes = {
-        "Two states are kept for each chunk: the state before it and the gradient of the state after it.": (
-            lambda K, V: K * V / (3 * K + V)
-        ),
-        "The inputs have three tensors with K channels, q, k and g, and one with V.": (
-            lambda K, V: 2 * K * V / (2 * K + V)
-        ),
+        "Two states are kept for each chunk: the state before it and the gradient of the state after it.": dict(kept=1),
+        "The inputs have three tensors with K channels, q, k and g, and one with V.": dict(keys=2),
         "The ratio is upside down: longer chunks have fewer states.": lambda K, V: (3 * K + V) / (2 * K * V),
-        "States and inputs have numbers of the same size here, e bytes: the size cancels.": (
-            lambda K, V: 4 * K * V / (3 * K + V)
-        ),
+        "States and inputs have numbers of the same size here, e bytes: the size cancels.": dict(kept=4),
     }
-    hold(answer, [(128, 128), (64, 96), (256, 512)], lambda K, V: 2 * K * V / (3 * K + V), mistakes, {"C": ""})
+    cases = [(128, 128), (64, 96), (256, 512)]
+    hold(answer, cases, _states, variants(_states, mistakes), {"C": ""})
 
 
 @exercise("ex-gradients-same", "implement")
