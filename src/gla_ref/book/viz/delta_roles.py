@@ -118,7 +118,6 @@ SAYS = {
     "solve": "it is solved (its inverse, and all else that needs no state)",
     "walk": "its walk from state to state",
 }
-BOTTOM = TOP + ROW * (len(ROWS) - 1) + TALL
 MOMENT = 1.0  # us between two pictures
 
 
@@ -132,24 +131,21 @@ def _bars(tasks: list[Task]) -> str:
 
 
 def _frames(way: str, heads: int) -> list[Frame]:
-    tasks = schedule(way, heads)
-    end, bars = stop(tasks), _bars(tasks)
-    ground = tracks(ROWS.values(), LEFT, TOP, ROW, UNIT * end, TALL) + ticks(LEFT, BOTTOM, UNIT, end)
-    return [_frame(way, heads, tasks, n * MOMENT, end, ground, bars) for n in range(int(end / MOMENT) + 2)]
-
-
-def _frame(way: str, heads: int, tasks: list[Task], t: float, end: float, ground: str, bars: str) -> Frame:
-    """A frame at time t: finished work in full colours, later work pale."""
-    x = LEFT + UNIT * min(t, end)
-    if t == 0:  # loads alone: the other bars would answer the question
-        bars = _bars([task for task in tasks if task.job == "load"])
-    name = f"roles-{WAYS.index(way)}-{heads}-{round(t / MOMENT)}"
-    pieces = played(ground, bars, name, x, TOP - 4, BOTTOM + 4)
-    done = sum(task.job == "walk" and task.stop <= t for task in tasks)
-    if t >= end:
-        words = f"{way}, {heads} value heads: {CHUNKS} chunks after {end:.1f} µs. "
-        return Frame(pieces, words + f"In a long text a chunk lasts {period(way, heads):.1f} µs.")
-    return Frame(pieces, f"{way}, {heads} value heads, after {t:.0f} µs: {done} of {CHUNKS} chunks done.")
+    """A frame for each moment: finished work in full colours, later work pale."""
+    tasks, frames, bottom = schedule(way, heads), [], TOP + ROW * (len(ROWS) - 1) + TALL
+    end = stop(tasks)
+    ground = tracks(ROWS.values(), LEFT, TOP, ROW, UNIT * end, TALL) + ticks(LEFT, bottom, UNIT, end)
+    for n in range(int(end / MOMENT) + 2):
+        t = n * MOMENT
+        bars = _bars([task for task in tasks if n or task.job == "load"])  # other bars would answer the question
+        done = sum(task.job == "walk" and task.stop <= t for task in tasks)
+        words = f"{way}, {heads} value heads, after {t:.0f} µs: {done} of {CHUNKS} chunks done."
+        if t >= end:
+            words = f"{way}, {heads} value heads: {CHUNKS} chunks after {end:.1f} µs. "
+            words += f"In a long text a chunk lasts {period(way, heads):.1f} µs."
+        x, name = LEFT + UNIT * min(t, end), f"roles-{WAYS.index(way)}-{heads}-{n}"
+        frames.append(Frame(played(ground, bars, name, x, TOP - 4, bottom + 4), words))
+    return frames
 
 
 def delta_roles() -> Explorable:

@@ -109,27 +109,23 @@ def _bars(tasks: list[Task]) -> str:
 
 
 def _frames(way: str) -> list[Frame]:
-    """A frame for each moment, until all is done."""
-    tasks = schedule(way)
+    """A frame for each moment, until all is done: finished work in full colours, later work pale."""
+    tasks, frames, bottom = schedule(way), [], TOP + ROW * (len(ROWS) - 1) + TALL
     end, bars = max(t.stop for t in tasks), _bars(tasks)
     ground = tracks(ROWS.values(), LEFT, TOP, ROW, UNIT * end, TALL)
-    return [_frame(way, tasks, t, end, ground, bars) for t in range(0, end + MOMENT, MOMENT)]
-
-
-def _frame(way: str, tasks: list[Task], t: int, end: int, ground: str, bars: str) -> Frame:
-    """A frame at clock t: finished work in full colours, later work pale."""
-    x, name, bottom = LEFT + UNIT * min(t, end), f"jobs-{WAYS.index(way)}-{t}", TOP + ROW * (len(ROWS) - 1) + TALL
-    pieces = played(ground, bars, name, x, TOP - 4, bottom + 4)
-    if t >= end:
-        used = sum(task.stop - task.start for task in tasks if _row(task.job) == "memory") / end
-        words = f"{way}: {CHUNKS} chunks after {end:,} clocks, memory at work {used:.0%} of them. "
-        return Frame(pieces, words + f"In the long run a chunk every {period(way):,} clocks.")
-    busy = sum(task.start <= t < task.stop for task in tasks)
-    last = {task.program: 0 for task in tasks} | {
-        task.program: task.chunk + 1 for task in tasks if task.job == "store" and task.stop <= t
-    }
-    words = f"{way}, after {t:,} clocks: {busy} of 3 units at work, {min(last.values())} of {CHUNKS} chunks done."
-    return Frame(pieces, words)
+    for t in range(0, end + MOMENT, MOMENT):
+        busy = sum(task.start <= t < task.stop for task in tasks)
+        last = {task.program: 0 for task in tasks} | {
+            task.program: task.chunk + 1 for task in tasks if task.job == "store" and task.stop <= t
+        }
+        words = f"{way}, after {t:,} clocks: {busy} of 3 units at work, {min(last.values())} of {CHUNKS} chunks done."
+        if t >= end:
+            used = sum(task.stop - task.start for task in tasks if _row(task.job) == "memory") / end
+            words = f"{way}: {CHUNKS} chunks after {end:,} clocks, memory at work {used:.0%} of them. "
+            words += f"In the long run a chunk every {period(way):,} clocks."
+        x, name = LEFT + UNIT * min(t, end), f"jobs-{WAYS.index(way)}-{t}"
+        frames.append(Frame(played(ground, bars, name, x, TOP - 4, bottom + 4), words))
+    return frames
 
 
 def three_jobs() -> Explorable:
