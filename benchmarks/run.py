@@ -465,6 +465,7 @@ def measured(
                     "ran": ran(it, case, sets[0]),
                     **found,
                     "commit": environment["commit"],
+                    "triton": environment["triton"],
                     "floor_ms": round(moved / environment["copy_gb_s"] / 1e6, 9),
                     "flop_floor_ms": round(flop / environment["matmul_tflop_s"] / 1e9, 9),
                 }
