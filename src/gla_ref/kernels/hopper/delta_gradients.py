@@ -28,14 +28,18 @@ know, keeps it from holding one turn's addresses and masks for the next. Roles::
     loader      1 warp     brings do, w, dv and factors (two stages), S and R, q and k; sends dq and dk
     finisher    1 warp     dg and dbeta of sums of rows of both groups
 
-Barriers; n is the number of a turn, D that of a group, and the others are one per key head::
+Barriers, in the order of ring.py; rounds are turns n, and key heads `it` of G turns each; D is a group::
 
-    rows_ready[n % 2], rows_done[n % 2]          do, w, dv have come; groups have read them, and their sums are there
-    factors_ready[n % 2], sums_done[n % 2]       e^b, e^(b_C - b), b for groups; the finisher has read sums
-    states_ready[D], states_done[D]              S and R of a group's channels
-    keys_ready, keys_done                        q and k
-    both_ready                                   F and G
-    results_ready[it % 2], of key head it        dq and dk lie in the last turn's tiles of do and dv, which leave then
+    rows_ready[n % 2]       do, w and dv have come
+    states_ready[D]         S and R of a group's channels
+    keys_ready              q and k
+    factors_ready[n % 2]    e^b, e^(b_C - b) and b for groups
+    states_done[D]          a group has read its S and R
+    rows_done[n % 2]        groups have read do, w and dv, and their sums are there
+    sums_done[n % 2]        the finisher has read sums
+    both_ready              F and G
+    keys_done               groups have read q and k
+    results_ready[it % 2]   dq and dk lie in the last turn's tiles of do and dv, from where the loader sends them
 
 *Packed sequences*: the loader waits for the tiles of a chunk that is not whole, overwrites the next sequence's rows
 with zeros and then gives `factors_ready`; it stores such a chunk's dq and dk itself. *K of 64*: the copy engine reads
@@ -67,6 +71,7 @@ from .delta_solve import C
 from .gla_backward import _add as add
 from .gla_backward import _behind as behind
 from .gluon_names import named
+from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows, store_own_rows, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
@@ -96,14 +101,14 @@ class Barriers(NamedTuple):
     """As in the docstring above."""
 
     rows_ready: object
+    states_ready: object
+    keys_ready: object
     factors_ready: object
+    states_done: object
     rows_done: object
     sums_done: object
-    states_ready: object
-    states_done: object
-    keys_ready: object
-    keys_done: object
     both_ready: object
+    keys_done: object
     results_ready: object
 
 
@@ -207,11 +212,11 @@ def loader(
                     copy_in(R, [i_s, i_h, m * BLOCK, D * BLOCK], bar, tiles.R.index(2 * D + m))
                     copy_in(S, [i_s, i_h, m * BLOCK, D * BLOCK], bar, tiles.S.index(2 * D + m))
             if n % G == 0:
-                mbarrier.wait(bars.keys_done, (it & 1) ^ 1)
-                mbarrier.expect(bars.keys_ready, 4 * of_tile)
+                mbarrier.wait(bars.keys_done.index(0), (it & 1) ^ 1)
+                mbarrier.expect(bars.keys_ready.index(0), 4 * of_tile)
                 for m in gl.static_range(2):
-                    copy_in(k, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready, tiles.k.index(m))
-                    copy_in(q, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready, tiles.q.index(m))
+                    copy_in(k, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready.index(0), tiles.k.index(m))
+                    copy_in(q, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready.index(0), tiles.q.index(m))
             if PACKED:
                 if stop - o_t < C:  # the rest is another sequence's
                     mbarrier.wait(bars.rows_ready.index(s), (n // 2) & 1)
@@ -220,7 +225,7 @@ def loader(
                         clear_rows(tiles.dv.index(2 * s + m), stop - o_t)
                         clear_rows(tiles.do.index(2 * s + m), stop - o_t)
                     if n % G == 0:
-                        mbarrier.wait(bars.keys_ready, it & 1)
+                        mbarrier.wait(bars.keys_ready.index(0), it & 1)
                         for m in gl.static_range(2):
                             clear_rows(tiles.k.index(m), stop - o_t)
                             clear_rows(tiles.q.index(m), stop - o_t)
@@ -315,7 +320,7 @@ def group(
             since_v = -since * unscale
             x_w, x_v = warpgroup_mma_wait(0, deps=[x_w, x_v])
             if turn == 0:
-                mbarrier.wait(bars.keys_ready, it & 1)
+                mbarrier.wait(bars.keys_ready.index(0), it & 1)
             if DG:
                 low = tiles.k.index(D + never).reshape([C, BLOCK]).load(wide).to(gl.float32)
                 b_writes = gl.sum(low * x_w, 1) * until
@@ -389,15 +394,15 @@ def group(
             t_F.store(total.to(t_F.dtype))
         fence_async_shared()
         barrier()
-        mbarrier.arrive(bars.both_ready, count=1)
-        mbarrier.wait(bars.both_ready, it & 1)
+        mbarrier.arrive(bars.both_ready.index(0), count=1)
+        mbarrier.wait(bars.both_ready.index(0), it & 1)
         b_dq = warpgroup_mma(t_F, b_k, b_dq, is_async=True)
         b_dk = warpgroup_mma(t_F.permute((1, 0)), b_q, b_dk, is_async=True)
         b_dk = warpgroup_mma(t_G, b_k, b_dk, is_async=True)
         b_dk = warpgroup_mma(t_G.permute((1, 0)), b_k, b_dk, is_async=True)
         b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
         barrier()  # all warps' products have read q and k
-        mbarrier.arrive(bars.keys_done, count=1)
+        mbarrier.arrive(bars.keys_done.index(0), count=1)
         # dq and dk leave by way of the last turn's tiles, which both groups have read
         s = (it * G + G - 1) % 2
         tiles.do.index(2 * s + D).reshape([C, BLOCK]).store((b_dq * scale).to(b_q.dtype))
@@ -428,31 +433,14 @@ def gradients(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     t_factors = gl.allocate_shared_memory(gl.float32, [2 * 3, C], flat)
     t_sums = gl.allocate_shared_memory(gl.float32, [4 * SUMS, C], flat)
-    rows_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    factors_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    rows_done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    sums_done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    states_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    states_done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    results_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    single = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(2):
-        mbarrier.init(rows_ready.index(s), count=1)
-        mbarrier.init(factors_ready.index(s), count=1)
-        mbarrier.init(rows_done.index(s), count=2)
-        mbarrier.init(sums_done.index(s), count=1)
-        mbarrier.init(states_ready.index(s), count=1)
-        mbarrier.init(states_done.index(s), count=1)
-        mbarrier.init(results_ready.index(s), count=2)
-    mbarrier.init(single.index(0), count=1)
-    for s in gl.static_range(1, 3):
-        mbarrier.init(single.index(s), count=2)
+    bars = Barriers(
+        rows_ready=new_barriers(2, 1), states_ready=new_barriers(2, 1), keys_ready=new_barriers(1, 1),
+        factors_ready=new_barriers(2, 1), states_done=new_barriers(2, 1), rows_done=new_barriers(2, 2),
+        sums_done=new_barriers(2, 1), both_ready=new_barriers(1, 2), keys_done=new_barriers(1, 2),
+        results_ready=new_barriers(2, 2),
+    )
     fence_async_shared()
     tiles = Tiles(t_q, t_k, t_do, t_w, t_dv, t_S, t_R, t_FG, t_factors, t_sums)
-    bars = Barriers(
-        rows_ready, factors_ready, rows_done, sums_done, states_ready, states_done,
-        single.index(0), single.index(1), single.index(2), results_ready,
-    )
     work = Work(cu, N, T, H, n_items, n_programs)
     DG: gl.constexpr = dg is not None
     gl.warp_specialize(
@@ -465,17 +453,7 @@ def gradients(
         [4, 1, 1],
         [R_GROUP, R_OTHER, R_OTHER],
     )
-    # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(2):
-        mbarrier.invalidate(rows_ready.index(s))
-        mbarrier.invalidate(factors_ready.index(s))
-        mbarrier.invalidate(rows_done.index(s))
-        mbarrier.invalidate(sums_done.index(s))
-        mbarrier.invalidate(states_ready.index(s))
-        mbarrier.invalidate(states_done.index(s))
-        mbarrier.invalidate(results_ready.index(s))
-    for s in gl.static_range(3):
-        mbarrier.invalidate(single.index(s))
+    invalidate(bars)
 
 
 # The plan.

@@ -18,7 +18,7 @@ roles of four warps::
     loader    asks the copy engine (TMA) for the tiles of a chunk, stores its rows' factors    waits for `done`
     walker    (1) or (2) for BV columns; results out                             waits for `ready` and `loaded`
 
-Chunk i of a program lies in stage i % STAGES. Why no role waits for ever or is two phases late: delta_ahead.py.
+The kinds of barriers, in the order of ring.py: `ready`, `loaded`, `done`; a round is a chunk, i.
 
 *All of it transposed.* S^T and R^T [BV, K] stay in registers, and all products but P^T do have a first operand there:
 only results pass through shared memory. A copy in 16 bits leaves when a round begins, and has been read when
@@ -56,6 +56,7 @@ from ..portable.delta_forward import ROWS as FACTORS
 from .delta_chunk import VARIABLE, barrier
 from .delta_solve import C, load_divisors
 from .gluon_names import named
+from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows, operand, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
@@ -449,17 +450,11 @@ def walks(
     else:
         t_state: gl.constexpr = None
         t_rows: gl.constexpr = None
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(loaded.index(s), count=1)
-        mbarrier.init(done.index(s), count=1)
+    bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 
     tiles = Tiles(t_q, t_k, t_v, t_Y, t_P, t_factors, t_state, t_rows)
-    bars, boxes = Barriers(ready, loaded, done), Boxes(None, k, v, d_Y, None)
+    boxes = Boxes(None, k, v, d_Y, None)
     forwards = Results(S_in, S_out, states, writes, d_states, d_writes)
     backwards = Results(R_in, R_out, dstates, rows, d_dstates, d_rows)
     gl.warp_specialize(
@@ -470,11 +465,7 @@ def walks(
         [4],
         [REGISTERS],
     )
-    # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(ready.index(s))
-        mbarrier.invalidate(loaded.index(s))
-        mbarrier.invalidate(done.index(s))
+    invalidate(bars)
 
 
 # The plan.
