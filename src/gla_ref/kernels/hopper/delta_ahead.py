@@ -23,12 +23,12 @@ of 64 columns and three stages takes 112 KB, and two of them share a multiproces
 model says that segments are faster.
 
 Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tiles of q and k, the walker in its
-tiles of k and v. Proxies: delta_fused.py. The decays (float32) go from memory to the walker's
-registers a chunk before it needs them.
+tiles of k and v. Proxies: delta_fused.py. The decays (float32) go from memory to the walker's registers a chunk before
+it needs them.
 
 Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; each program of `walk` reads
 4 C K + 2 C BV + 4 C^2 + 12 C and writes 2 C BV, for X and M it reads half as much and writes nothing. Programs of a
-head share in L2 what they read. Shared memory at K = 128: `solve` 73 KB, three programs per multiprocessor; `walk` with
+head share in L2 what they read. Shared memory at K = 128: `solve` 35 KB, four programs per multiprocessor; `walk` with
 BV = 64 and three stages 192 KB.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels where `whole_duration` is less than
