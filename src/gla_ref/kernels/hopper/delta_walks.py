@@ -1,4 +1,4 @@
-"""Both walks of delta_backward.py in one launch: forwards for the state of each chunk, backwards for its gradient.
+"""Both walks of delta_backward.py in one launch: states of chunks forwards, their gradients backwards (chapter 20).
 
 With S the state before a chunk, R the gradient of the state after it (over scale), and b, Y, P of delta_solve.py::
 
