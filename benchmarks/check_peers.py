@@ -38,8 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src"), str(ROOT.parent / "tools")]
 import mutants
 import run
 
-from gla_ref import FORMS, check
-from gla_ref.book import results
+from gla_ref import FORMS, check, results
 from gla_ref.check import mistakes
 from gla_ref.compat import libraries
 

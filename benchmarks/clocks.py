@@ -58,7 +58,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import Plan, spec_of
 from gla_ref.kernels.launch.program import Program

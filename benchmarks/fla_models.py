@@ -29,7 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT.parent / "src")]
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.models import Config, LanguageModel
 from gla_ref.rounding import Products, budget, error
 

@@ -39,10 +39,10 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 from contenders import CONTENDERS, Contender
 from suites import LEAVES, SUITES, Case, flop_floor, inputs, memory_floor_bytes
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.check import MECHANISMS, oracle
 
-PEERS = ("flash-linear-attention", "fla-core")
+PEERS = ("flash-linear-attention", "fla-core", "flash-qla", "tilelang", "flashinfer-python")
 
 
 class Late(Exception):
@@ -465,6 +465,7 @@ def measured(
                     "ran": ran(it, case, sets[0]),
                     **found,
                     "commit": environment["commit"],
+                    "triton": environment["triton"],
                     "floor_ms": round(moved / environment["copy_gb_s"] / 1e6, 9),
                     "flop_floor_ms": round(flop / environment["matmul_tflop_s"] / 1e9, 9),
                 }

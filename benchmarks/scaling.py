@@ -34,8 +34,8 @@ from torch import distributed as dist
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
-from gla_ref import FORMS, context_parallel
-from gla_ref.book import results, scaling
+from gla_ref import FORMS, context_parallel, results
+from gla_ref.book import scaling
 from gla_ref.mechanisms import MECHANISMS as KINDS
 from gla_ref.over_ranks.exchange import Exchange, Ranks, all_gather
 

@@ -33,7 +33,7 @@ import run
 import torch
 from contenders import CONTENDERS
 
-from gla_ref.book import results
+from gla_ref import results
 
 SUITES = "gla", "hopper", "delta", "gated_delta", "linear"
 KEPT = *run.IDENTITY, "ran", "ms", "correct", "error", "budget", "bits", "first_call_s", "message"

@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 
-from gla_ref.book import results, viz
+from gla_ref import results
+from gla_ref.book import viz
 from gla_ref.book.viz import Explorable, Frame
 from gla_ref.book.viz.gate_strength import gate_strength
 from gla_ref.book.viz.prefix_sum import prefix_sum
@@ -45,6 +46,12 @@ def at(explorable: Explorable, indices) -> Frame:
     for i in indices:
         node = node[i]
     return node
+
+
+def area(d: str) -> float:
+    """Of a closed path made of straight lines, positive if it runs clockwise."""
+    corners = [tuple(map(float, pair.split())) for pair in d.strip("MZ").split("L")]
+    return sum(a * y - b * x for (a, b), (x, y) in zip(corners, corners[1:] + corners[:1], strict=True)) / 2
 
 
 def texts(frame: Frame, kind: str | None = None) -> list[str]:

@@ -20,8 +20,7 @@ import suites
 import versions
 from contenders import CONTENDERS
 
-from gla_ref import FORMS
-from gla_ref.book import results
+from gla_ref import FORMS, results
 from gla_ref.check import MECHANISMS, oracle
 from gla_ref.check._emulate import Attend
 from gla_ref.experiments import throughput

@@ -17,7 +17,8 @@ pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 
 from matplotlib import pyplot
 
-from gla_ref.book import notebook, results
+from gla_ref import results
+from gla_ref.book import notebook
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 

@@ -76,7 +76,7 @@ def test_a_log_with_holes_is_refused(place):
 @pytest.mark.parametrize("kernel", BARRIERS)
 def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     """The copy is played: at each wait the log's site is the barrier waited for, and no bit of o or S changes."""
-    from gla_ref.kernels.hopper import delta_chunk, delta_fused, delta_inverse, delta_solve, tiles
+    from gla_ref.kernels.hopper import delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles
 
     plain, copy = clocks.module_of(kernel), clocked(clocks.module_of(kernel), 0, CHUNKS)
     # one head and sequence; V = 128, so that `fused` has both walkers
@@ -84,7 +84,7 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     x = {n: x[n] for n in clocks.NAMES}
 
     def play(module):
-        modules = module, *{delta_chunk, delta_fused, delta_inverse, delta_solve, tiles, plain}
+        modules = module, *{delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles, plain}
         return played_gluon.play(clocks.planned(kernel, module, x), x, modules)[:2]
 
     right, logs, now, waited = play(plain), {}, itertools.count(1), []
@@ -129,7 +129,7 @@ class PlayedProgram:
     def __call__(self, inputs):
         named = {spec.name: x for spec, x in zip(self.plan.inputs, inputs, strict=True) if spec is not None}
         home = "gla_ref.kernels.hopper"
-        names = (*clocks.MODULES.values(), "delta_chunk", "delta_inverse", "delta_solve", "tiles")
+        names = "delta_chunk", "delta_inverse", "delta_solve", "delta_walks", "ring", "tiles", *clocks.MODULES.values()
         modules = [*(importlib.import_module(f"{home}.{name}") for name in names), *COPIES]
         return played_gluon.play(self.plan, named, modules)[:2]
 

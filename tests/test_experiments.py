@@ -9,7 +9,7 @@ import pytest
 import torch
 from experiment_runs import tiny
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, ablations, language, length, mqar, throughput
 from gla_ref.experiments._driver import carry_out_all, is_done
 from gla_ref.experiments.runs import Training

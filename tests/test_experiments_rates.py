@@ -7,7 +7,7 @@ import pytest
 import torch
 from experiment_runs import fixed, tiny
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, _rates, language, mqar
 from gla_ref.experiments._driver import carry_out_all
 from gla_ref.experiments._rates import choice_of

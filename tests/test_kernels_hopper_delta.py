@@ -174,6 +174,8 @@ def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
         delta_in_turn,
         delta_inverse,
         delta_solve,
+        delta_walks,
+        ring,
         tiles,
     )
 
@@ -185,7 +187,7 @@ def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     else:
         found = delta.plan_forward(CLASSES["sm_90"], *specs, scale, path, kernel)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, delta_inverse, delta_solve, tiles
+    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, delta_inverse, delta_solve, delta_walks, ring, tiles
     o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
     return {"o": o, "S": S}
 

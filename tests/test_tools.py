@@ -74,6 +74,9 @@ def test_arrivals_before_warps_have_met_are_found():
     assert len(unmet("\n".join([store, met, arrive, store, arrive]))) == 1
     waited = "wgmma.wait_group.sync.aligned 0;"
     assert len(unmet("\n".join([met, waited, arrive]))) == 1
+    role, threads = "setmaxnreg.dec.sync.aligned.u32 40;", "bar.warp.sync -1;"
+    assert not unmet("\n".join([role, met, role, store, threads, arrive]))  # of one warp
+    assert len(unmet("\n".join([role, met, store, threads, arrive]))) == 1  # one of four
 
 
 def test_uniform_registers_that_nothing_has_set_are_found():

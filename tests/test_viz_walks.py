@@ -6,10 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from pictures import rects, texts
+from pictures import area, rects, texts
 
-from gla_ref import linear_attention
-from gla_ref.book import results
+from gla_ref import linear_attention, results
 from gla_ref.book.viz import gate_paths, kernel_walk
 from gla_ref.book.viz import multiprocessors as chip
 from gla_ref.book.viz import waits_timeline as timeline
@@ -163,19 +162,10 @@ def test_gate_paths_draw_as_many_pairs_as_they_count():
                 drawing = "".join(frame.pieces)
                 counted = Counter()
                 for words, kind, d in re.findall(r'data-say="([^"]*)"><path class="(\w+)" d="M([^"]*)Z"', drawing):
-                    corners = [tuple(map(float, pair.split())) for pair in d.split("L")]
-                    turned = zip(corners, corners[1:] + corners[:1], strict=True)
-                    area = abs(sum(a * y - b * x for (a, b), (x, y) in turned)) / 2
-                    assert area == pytest.approx(int(words.split()[0]) * gate_paths.SIZE**2)
+                    assert abs(area(d)) == pytest.approx(int(words.split()[0]) * gate_paths.SIZE**2)
                     counted["cancel" if kind == "orange" else "cross"] += int(words.split()[0])
-                shown = dict(
-                    zip(
-                        ("cross", "cancel"),
-                        (int(x.split()[0]) for x in texts(frame) if re.fullmatch(r"\d+ pairs?", x)),
-                        strict=True,
-                    )
-                )
-                assert shown == {"cross": counted["cross"], "cancel": counted["cancel"]}
+                shown = [int(x.split()[0]) for x in texts(frame) if re.fullmatch(r"\d+ pairs?", x)]
+                assert shown == [counted["cross"], counted["cancel"]]
 
 
 # -- roles that wait (chapter 22) --------------------------------------------------------------

@@ -58,7 +58,7 @@ print(json.dumps([cells, int(notebook.cells[-1].outputs[0]["data"]["text/plain"]
 ROOM = 15e9  # bytes of a T4
 DESCRIBE = """
 import json, torch
-from gla_ref.book import results
+from gla_ref import results
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps(results.environment(gpu)))
 """

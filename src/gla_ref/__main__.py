@@ -214,7 +214,7 @@ def listed(args: argparse.Namespace, options: dict) -> int:
 
 def museum(args: argparse.Namespace) -> int:
     """Every room of :mod:`gla_ref.check.museum`, a line each; with `--json` also the record that the book reads."""
-    from .book import results
+    from . import results
     from .check.museum import ROOMS, visit
 
     if args.list:

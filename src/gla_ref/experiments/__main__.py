@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ..book import results
+from .. import results
 from . import EXPERIMENTS, _report, mqar, texts
 from ._driver import carry_out_all, is_done
 from ._rates import choice_of

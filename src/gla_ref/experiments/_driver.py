@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from ..book import results
+from .. import results
 from ._rates import MORE, further
 from .runs import Place, Run
 

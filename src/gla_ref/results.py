@@ -31,7 +31,7 @@ __all__ = [
     "write",
 ]
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def command(*line: str) -> str:
@@ -175,6 +175,9 @@ def merge(
         def identity(r: dict) -> str:
             return json.dumps([r.get(name) or None for name in key])  # older records lack some fields
 
+        if kind == "records" and "triton" in before["environment"]:  # by which the kept ones were measured
+            for r in before[kind]:
+                r.setdefault("triton", before["environment"]["triton"])
         every = {identity(r): r for r in before[kind]}
         for r in records:
             every[identity(r)] = update(every.get(identity(r), {}), r)
@@ -232,10 +235,13 @@ def tritons(data: dict) -> set[str]:
     e = data.get("environment", data)
     if e["gpu"] in (None, "CPU"):
         return set()
-    return {r["triton"] for r in data.get("versions", ())} or {e["triton"]}
+    named = {r["triton"] for kind in ("versions", "records") for r in data.get(kind, ()) if "triton" in r}
+    return named or {e["triton"]}
 
 
-def label(data: dict) -> str:
-    """Return the label of every figure with measurements: the GPU and the versions."""
+def label(data: dict, **wanted) -> str:
+    """Return the label of a figure with measurements: the GPU and the versions, of the records with these values."""
     e = data["environment"]
-    return f"{e['gpu']}, PyTorch {e['torch'].split('+')[0]}, Triton {e['triton']}"
+    kept = [r for r in data.get("records", ()) if all(r[n] == x for n, x in wanted.items())]
+    tritons = sorted({r.get("triton", e["triton"]) for r in kept} or {e["triton"]})
+    return f"{e['gpu']}, PyTorch {e['torch'].split('+')[0]}, Triton {' and '.join(tritons)}"
