@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
-from gla_ref.gla_chunk_fuse import steps
 
 from gla_ref import FORMS, kernels
 from gla_ref.__main__ import main, shell
 from gla_ref._commands import doctor
 from gla_ref.check import museum
+from gla_ref.kernels.original.reference import steps
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
