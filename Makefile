@@ -92,6 +92,9 @@ lint: $(VENV) ## check style and format of code and notebooks
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check src tests tools book benchmarks
 
+lines: ## count the lines of every room (or COMMIT=3baf513)
+	@$(PYTHON) tools/count_lines.py $(COMMIT)
+
 clean: ## remove what was built (the virtual environment stays)
 	rm -rf _build build dist src/*.egg-info
 
@@ -103,5 +106,5 @@ clean: ## remove what was built (the virtual environment stays)
 	@touch $@
 
 .PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-changed compile-versions compile-notebooks \
-  test-browser test-notebooks pdf mutants bench notebooks serve lint clean
+  test-browser test-notebooks pdf mutants bench notebooks serve lint lines clean
 .DEFAULT_GOAL := help

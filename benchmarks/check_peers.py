@@ -38,8 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src"), str(ROOT.parent / "tools")]
 import mutants
 import run
 
-from gla_ref import FORMS, check
-from gla_ref.book import results
+from gla_ref import FORMS, check, results
 from gla_ref.check import mistakes
 from gla_ref.compat import libraries
 
@@ -82,8 +81,8 @@ def kernel(subject: str):
     """(mechanism, function, how to write that function) of `gla.triton`, `fla.chunk_gla` or `fla.chunk_gla forward`."""
     subject = subject.removesuffix(FORWARD)
     if subject in LIBRARIES:
-        it = libraries.FUNCTIONS[subject]
-        return it.mechanism, libraries.function(subject), f'libraries.function("{subject}")'
+        entry = libraries.FUNCTIONS[subject]
+        return entry.mechanism, libraries.function(subject), f'libraries.function("{subject}")'
     owner, name = subject.split(".")
     return owner, FORMS[owner][name], f'FORMS["{owner}"]["{name}"]'
 
@@ -100,14 +99,14 @@ def group(case: str) -> str:
 
 def tally(report: check.Report) -> dict[str, dict[str, int]]:
     """{group: how many of its cases were tried, gave a wrong number, gave none that can be judged}."""
-    found = {}
+    scores = {}
     for case in dict.fromkeys(row.case for row in report.rows):
         kinds = {row.kind for row in report.failures if row.case == case}
-        here = found.setdefault(group(case), dict.fromkeys(("tried", "wrong", "refused"), 0))
+        here = scores.setdefault(group(case), dict.fromkeys(("tried", "wrong", "refused"), 0))
         here["tried"] += 1
         here["refused"] += bool(kinds) and kinds <= NO_NUMBER
         here["wrong"] += bool(kinds - NO_NUMBER)
-    return found
+    return scores
 
 
 def prepare_triton() -> list[float]:
@@ -155,8 +154,8 @@ def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict
                 worst[row.quantity] = max(worst.get(row.quantity, 0.0), min(row.ratio, 1e9))
         if not report.ok:
             break
-    found = report.to_json()
-    rows = [row for row in found["rows"] if row["status"] == "failed"]
+    data = report.to_json()
+    rows = [row for row in data["rows"] if row["status"] == "failed"]
     kept = ("case", "quantity", "kind", "error", "budget", "message", "where")
     again = None
     if rows:
@@ -180,8 +179,8 @@ def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict
         "cases": cases,
         "worst": worst,
         "failures": [{n: row[n] for n in kept} for row in rows],
-        "diagnosis": found["diagnosis"],
-        "not_covered": found["not_covered"],
+        "diagnosis": data["diagnosis"],
+        "not_covered": data["not_covered"],
         "reproduction": again,
         "smallest": smallest,
     }

@@ -38,13 +38,13 @@ MODELS = throughput.Settings().sizes
 
 def shapes() -> dict[str, Case]:
     """One case a shape, by "K/V", "K/V B=1" or "host": short, since fla compiles batches and heads apart, no length."""
-    found = {}
+    cases = {}
     for case in SUITES["gla"]():
         name = f"{case.K}/{case.V}" + (" B=1" if case.B == 1 else "")
         short = replace(case, T=512, gates="logsigmoid/16")
-        found.setdefault(name, short)
+        cases.setdefault(name, short)
     small = next(c for c in SUITES["host"]() if c.mechanism == "gla" and c.B == 2)
-    return found | {"host": replace(small, T=512, directions=("forward", "backward"))}
+    return cases | {"host": replace(small, T=512, directions=("forward", "backward"))}
 
 
 def share(piece: int, pieces: int) -> None:

@@ -9,9 +9,12 @@ Imports stand inside the functions, so that a peer that is not installed is reco
 Tensors come by name, as `gla_ref.mechanisms` has names and axes, and when packed, with cu_seqlens.
 """
 
+import functools
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 
@@ -38,8 +41,8 @@ def contender(*mechanisms: str, name: str | None = None, **fields) -> Callable:
 
     def register(call: Callable) -> Callable:
         for mechanism in mechanisms:
-            it = Contender(name or call.__name__, call, **fields)
-            CONTENDERS.setdefault(mechanism, []).append(it)
+            contender = Contender(name or call.__name__, call, **fields)
+            CONTENDERS.setdefault(mechanism, []).append(contender)
         return call
 
     return register
@@ -60,8 +63,8 @@ def function(module: str, name: str, **chosen) -> Callable:
     """A contender's body that calls a function of a module, which is imported then; of its results, o."""
 
     def call(case, **tensors):
-        found = getattr(importlib.import_module(module), name)(**tensors, **chosen)
-        return found[0] if isinstance(found, tuple) else found
+        returned = getattr(importlib.import_module(module), name)(**tensors, **chosen)
+        return returned[0] if isinstance(returned, tuple) else returned
 
     return call
 
@@ -334,6 +337,17 @@ for mechanism, steps in STEPS.items():
 
 # the delta rules
 
+
+def by_triton(call: Callable) -> Callable:
+    """A call of fla that its own Triton kernels serve, where it would hand it to FlashQLA if that is installed."""
+
+    def without(case, **tensors):
+        with mock.patch.dict(os.environ, FLA_FLASH_QLA="0", FLA_TILELANG="0"):
+            return call(case, **tensors)
+
+    return without
+
+
 for mechanism, module, op in (
     ("delta_rule", "fla.ops.delta_rule", "chunk_delta_rule"),
     ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -347,8 +361,7 @@ for mechanism, module, op in (
         contender(mechanism, name=f"triton_{kernel}", named=True, entry="triton", options={"kernel": kernel})(
             form(mechanism, "triton", kernel=kernel)
         )
-    # it hands the call to FlashQLA where that is installed, unless FLA_DISABLE_BACKEND_DISPATCH=1
-    contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(function(module, op))
+    contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op)))
 body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
 page("gated_delta_rule", directions=("forward",))(body)
 contender(
@@ -358,3 +371,23 @@ contender(
     directions=("forward",),
     takes=lambda case: case.K == case.V == 128 and case.dtype == "bfloat16" and not (case.state or case.decode),
 )(function("gla_ref.pages.gated_delta_rule_hopper", "gated_delta_rule"))
+
+
+# what fla hands the call to where it is installed, and what vLLM and SGLang call
+body = function("flash_qla", "chunk_gated_delta_rule")
+contender("gated_delta_rule", name="flash_qla", peer=True, limit_s=200)(body)
+
+
+@functools.lru_cache(maxsize=8)  # as many as there are sets of inputs: a model makes its gates so
+def factors(g, beta, ends: int) -> tuple:
+    """What FlashInfer takes for g and beta, in float32: a gate is a factor, and the ends of packed sequences."""
+    return g.float().exp().flatten(0, 1), beta.float().flatten(0, 1), torch.arange(ends, device=g.device) * g.shape[1]
+
+
+@contender("gated_delta_rule", peer=True, packed=False, directions=("forward",), limit_s=400)
+def flashinfer_gdn(case, q, k, v, g, beta, **_):
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    alpha, beta, ends = factors(g, beta, case.B + 1)
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    return chunk_gated_delta_rule(*flat, alpha, beta, cu_seqlens=ends).unflatten(0, (case.B, case.T))

@@ -29,7 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT.parent / "src")]
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.models import Config, LanguageModel
 from gla_ref.rounding import Products, budget, error
 
@@ -44,11 +44,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def formula(shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
     """Weights that anyone can make again, in float32: 0.3 sin(0.7 j^2 + i) for element j of tensor i, norms about 1."""
-    made = {}
+    modules = {}
     for i, (name, shape) in enumerate(shapes.items()):
         j = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
-        made[name] = (0.3 * torch.sin(0.7 * j**2 + i) + ("norm" in name)).float().view(shape)
-    return made
+        modules[name] = (0.3 * torch.sin(0.7 * j**2 + i) + ("norm" in name)).float().view(shape)
+    return modules
 
 
 def fla_model(**fields):
@@ -94,8 +94,8 @@ def write_facts() -> None:
 
 def whole(model, tokens):
     """Logits of our model or fla's."""
-    found = model(tokens)
-    return found[0] if isinstance(model, LanguageModel) else found.logits
+    output = model(tokens)
+    return output[0] if isinstance(model, LanguageModel) else output.logits
 
 
 @torch.no_grad()
@@ -112,9 +112,9 @@ def stepwise(model, tokens):
     cache = model(before, use_cache=True).past_key_values
     steps = []
     for token in after:
-        found = model(token, past_key_values=cache, use_cache=True)
-        cache = found.past_key_values
-        steps.append(found.logits)
+        output = model(token, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        steps.append(output.logits)
     return torch.cat(steps, 1)
 
 
@@ -126,9 +126,9 @@ def measured(model, tokens) -> dict[str, torch.Tensor]:
     targets = tokens[:, 1:].flatten()
     wide = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     torch.nn.functional.cross_entropy(wide, targets).backward()
-    found = {"logits": logits, "steps": stepwise(model.eval(), tokens)}
-    found |= {f"d {name}": p.grad for name, p in model.named_parameters()}
-    return {name: x.detach().double().cpu() for name, x in found.items()}
+    results = {"logits": logits, "steps": stepwise(model.eval(), tokens)}
+    results |= {f"d {name}": p.grad for name, p in model.named_parameters()}
+    return {name: x.detach().double().cpu() for name, x in results.items()}
 
 
 class Shuffled(Products):

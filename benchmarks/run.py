@@ -39,10 +39,10 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 from contenders import CONTENDERS, Contender
 from suites import LEAVES, SUITES, Case, flop_floor, inputs, memory_floor_bytes
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.check import MECHANISMS, oracle
 
-PEERS = ("flash-linear-attention", "fla-core")
+PEERS = ("flash-linear-attention", "fla-core", "flash-qla", "tilelang", "flashinfer-python")
 
 
 class Late(Exception):
@@ -286,21 +286,21 @@ def measure(
 
     compiled: the contender may find its kernels compiled, so that its first call says nothing.
     """
-    found = {}
+    errors = {}
     for direction in case.directions:
         if {"both": "backward"}.get(direction, direction) not in contender.directions:
             continue
         try:
-            found[direction] = checked_and_timed(contender, case, direction, sets, truth)
+            errors[direction] = checked_and_timed(contender, case, direction, sets, truth)
             if compiled:
-                found[direction]["first_call_s"] = None
+                errors[direction]["first_call_s"] = None
         except Exception as e:
             if not contender.peer:
                 traceback.print_exc()
-            found[direction] = REFUSED | {"message": f"{type(e).__name__}: {e}".strip()[:400]}
+            errors[direction] = REFUSED | {"message": f"{type(e).__name__}: {e}".strip()[:400]}
             torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    return found
+    return errors
 
 
 def checked_and_timed(contender: Contender, case: Case, direction: str, sets: list[dict], truth: Truth) -> dict:
@@ -465,6 +465,7 @@ def measured(
                     "ran": ran(it, case, sets[0]),
                     **found,
                     "commit": environment["commit"],
+                    "triton": environment["triton"],
                     "floor_ms": round(moved / environment["copy_gb_s"] / 1e6, 9),
                     "flop_floor_ms": round(flop / environment["matmul_tflop_s"] / 1e9, 9),
                 }

@@ -34,8 +34,8 @@ from torch import distributed as dist
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
-from gla_ref import FORMS, context_parallel
-from gla_ref.book import results, scaling
+from gla_ref import FORMS, context_parallel, results
+from gla_ref.book import scaling
 from gla_ref.mechanisms import MECHANISMS as KINDS
 from gla_ref.over_ranks.exchange import Exchange, Ranks, all_gather
 
@@ -66,7 +66,7 @@ def step(form, x: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]
 
 def seconds(call, device: str, repeats: int) -> float:
     """The median of the slowest rank's time."""
-    found = []
+    times = []
     for _ in range(repeats + 2):
         dist.barrier()
         if device == "cuda":
@@ -77,8 +77,8 @@ def seconds(call, device: str, repeats: int) -> float:
             torch.cuda.synchronize()
         took = torch.tensor(time.perf_counter() - began, device=device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        found.append(took.item())
-    return statistics.median(found[2:])
+        times.append(took.item())
+    return statistics.median(times[2:])
 
 
 def replayed(call, device: str, repeats: int) -> float | None:
@@ -93,17 +93,17 @@ def replayed(call, device: str, repeats: int) -> float | None:
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
         call()
-    found = seconds(graph.replay, device, repeats)
+    replayed = seconds(graph.replay, device, repeats)
     graph.reset()
     torch.cuda.empty_cache()
-    return found
+    return replayed
 
 
 def gather_seconds(numbers: int, device: str, repeats: int) -> float:
     """Seconds of an all-gather of so many float32 from each rank."""
     x = torch.zeros(numbers, device=device)
-    found = x.new_empty(dist.get_world_size() * numbers)
-    return seconds(lambda: all_gather(found, x), device, repeats)
+    every_rank = x.new_empty(dist.get_world_size() * numbers)
+    return seconds(lambda: all_gather(every_rank, x), device, repeats)
 
 
 def own(x, rank, size):

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.models import Config, LanguageModel
 from gla_ref.over_ranks.language_model import LossOverRanks
 

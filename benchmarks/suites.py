@@ -44,9 +44,9 @@ class Case:
     def sizes(self) -> dict[str, int]:
         """The size of every axis of the mechanism's tensors; states have one row for each sequence of the batch."""
         N = len(self.lengths) if self.lengths else self.B
-        found = {"B": self.B, "T": self.T, "H": self.H, "K": self.K, "V": self.V, "N": N}
+        sizes = {"B": self.B, "T": self.T, "H": self.H, "K": self.K, "V": self.V, "N": N}
         pairs = MECHANISMS[self.mechanism].multiples
-        return found | {many: self.groups * found[few] for many, few in pairs}
+        return sizes | {many: self.groups * sizes[few] for many, few in pairs}
 
     @property
     def value_heads(self) -> int | None:
@@ -244,14 +244,19 @@ def delta() -> list[Case]:
 
 
 def gated_delta() -> list[Case]:
-    """The gated delta rule at the sizes of models that use it: 16 key heads and 16 to 64 value heads, and few heads."""
-    names = ("triton", "triton_portable", "triton_hopper", "page", "page_hopper", "fla_chunk_gated_delta_rule")
+    """The gated delta rule at the sizes of models that use it: 16 key heads, 16 to 64 value heads, and few heads.
+
+    Two of them at weak and at strong gates too: where a text is cut, some libraries drop a state that has decayed.
+    """
     shapes = [(1, 8192, 16, 2), (1, 32768, 16, 2), (4, 8192, 16, 2), (1, 32768, 2, 4), (8, 8192, 16, 1)]
     shapes += [(1, 32768, 16, 4), (4, 8192, 16, 4), (1, 2048, 16, 2), (2, 8192, 16, 2), (8, 8192, 16, 2)]
-    return [
-        Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=groups, only=names)
+    names = ("triton", "fla_chunk_gated_delta_rule", "flash_qla", "flashinfer_gdn")
+    ours = ("triton_portable", "page", "page_hopper")
+    cases = [
+        Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=groups, only=(*names, *ours))
         for B, T, H, groups in shapes
     ]
+    return cases + [replace(case, gates=gates, only=names) for gates in ("retnet", "-2") for case in cases[2:4]]
 
 
 def decode_delta() -> list[Case]:

@@ -33,7 +33,7 @@ import run
 import torch
 from contenders import CONTENDERS
 
-from gla_ref.book import results
+from gla_ref import results
 
 SUITES = "gla", "hopper", "delta", "gated_delta", "linear"
 KEPT = *run.IDENTITY, "ran", "ms", "correct", "error", "budget", "bits", "first_call_s", "message"
@@ -68,8 +68,8 @@ def tested(env: dict[str, str], files: list[str], jobs: int) -> dict[str, dict]:
         command = [sys.executable, "-m", "pytest", *files, "-m", "gpu and not alone", "-q"]
         command += ["-n", str(jobs), "--dist", "worksteal", "--gpu-summary", str(summary)]
         subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
-        found = json.loads(summary.read_text())
-    return {" ".join(files): {n: found[n] for n in ("passed", "failed", "error", "skipped", "not_passed")}}
+        counts = json.loads(summary.read_text())
+    return {" ".join(files): {n: counts[n] for n in ("passed", "failed", "error", "skipped", "not_passed")}}
 
 
 def stressed(env: dict[str, str], seconds: float) -> bool:

@@ -6,10 +6,10 @@ import importlib
 import pkgutil
 from functools import cache
 
-import measured_waits
 import pytest
 
-from gla_ref.book import results, viz
+from gla_ref import results
+from gla_ref.book import viz
 from gla_ref.book.viz import Explorable, Frame
 from gla_ref.book.viz.gate_strength import gate_strength
 from gla_ref.book.viz.prefix_sum import prefix_sum
@@ -23,7 +23,7 @@ bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 DATA = {  # explorables of an argument
     "prefix_sum_states": lambda: prefix_sum(states=True),
     "gate_strength_ratio": lambda: gate_strength(ratio_only=True),
-    "waits_timeline": lambda: waits_timeline(measured_waits.DATA, B=8),
+    "waits_timeline": lambda: waits_timeline(results.load("h200", kind="waits"), B=8),
     "recall_by_state": lambda: recall_by_state(
         [r for r in results.load("cpu", kind="mqar")["mqar"] if not r["about"]["overwritten"]]
     ),
@@ -46,6 +46,12 @@ def at(explorable: Explorable, indices) -> Frame:
     for i in indices:
         node = node[i]
     return node
+
+
+def area(d: str) -> float:
+    """Of a closed path made of straight lines, positive if it runs clockwise."""
+    corners = [tuple(map(float, pair.split())) for pair in d.strip("MZ").split("L")]
+    return sum(a * y - b * x for (a, b), (x, y) in zip(corners, corners[1:] + corners[:1], strict=True)) / 2
 
 
 def texts(frame: Frame, kind: str | None = None) -> list[str]:

@@ -28,6 +28,7 @@ class Play:
     def __init__(self, pid: int, seed: int, ignored: tuple[int, int] | None):
         self.pid, self.chance, self.ignored, self.bars = pid, random.Random(seed), ignored, []
         self.haste = self.chance.choice((0.9, 0.1, 0.01, 0.001))  # how likely a copy ends before a role's next step
+        self.slow = {}  # of each role: whether it goes on only when no copy and no other role can
         self.hub, self.waiting, self.turn = None, {}, None
         self.phases, self.missing, self.under_way = {}, {}, []
         self.counts, self.arrived = {}, {}  # by barrier: arrivals that end a phase, and arrivals in this phase
@@ -53,10 +54,11 @@ class Play:
     def choose(self):
         while True:
             ready = [r for r, until in self.waiting.items() if until is None or until()]
-            if self.under_way and (not ready or self.chance.random() < self.haste):
+            eager = [r for r in ready if not self.slow.setdefault(r, self.chance.random() < 0.3)]
+            if self.under_way and (not eager or self.chance.random() < self.haste):
                 self.finish_one()
             elif ready:
-                self.turn = self.chance.choice(ready)
+                self.turn = self.chance.choice(eager or ready)
                 return
             else:
                 raise AssertionError(f"all wait: {list(self.waiting)}")
@@ -194,7 +196,8 @@ def warpgroup_mma_wait(n, deps):
         assert same(), "a product's operand changed while it ran"
     under_way = [sums for sums, _ in PLAY.own.products]
     assert not any(x is y for x in deps for y in under_way), "used before it was waited for"
-    return deps[0].x if len(deps) == 1 else tuple(x.x for x in deps)
+    found = tuple(x.x if isinstance(x, Sums) else x for x in deps)  # what is no product passes as it is
+    return found[0] if len(found) == 1 else found
 
 
 def mma_v2(a, b, acc, precision=None):

@@ -196,19 +196,19 @@ def linear(mechanism, way, dtype, C=0, product=None):
     if mechanism == "linear_attention":
 
         @form(mechanism)
-        def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+        def fn(q, k, v, *, scale, initial_state):
             return body(q, k, v, torch.zeros_like(k[..., :1]), scale, initial_state)
 
     elif mechanism == "simple_gla":
 
         @form(mechanism)
-        def fn(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
+        def fn(q, k, v, g, *, scale, initial_state):
             return body(q, k, v, g[..., None], scale, initial_state)
 
     else:
 
         @form(mechanism)
-        def fn(q, k, v, g, g_v=None, *, scale=None, initial_state=None, cu_seqlens=None):
+        def fn(q, k, v, g, *, g_v=None, scale, initial_state):
             return body(q, k, v, g, scale, initial_state)
 
     return fn
@@ -308,13 +308,13 @@ def delta(mechanism, way, dtype, C=64, product=None, **options):
     if mechanism == "delta_rule":
 
         @form(mechanism)
-        def fn(q, k, v, beta, *, scale=None, initial_state=None, cu_seqlens=None):
+        def fn(q, k, v, beta, *, scale, initial_state):
             return body(q, k, v, torch.zeros_like(beta[..., None]), beta, scale, initial_state)
 
     else:
 
         @form(mechanism)
-        def fn(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None):
+        def fn(q, k, v, g, beta, *, scale, initial_state):
             return body(q, k, v, g.view(*beta.shape, -1), beta, scale, initial_state)
 
     return fn

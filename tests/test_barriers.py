@@ -152,18 +152,43 @@ def test_a_barrier_keeps_its_bytes_to_the_end_of_a_loop_that_waits_for_it():
 
 
 COMPILED = """
-import sys
-sys.path[:0] = ["tools", "benchmarks/reports"]
-import barriers, triton, unused_barrier as case
+import barriers, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+@gluon.jit
+def add_up(out, rounds):
+    numbers = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    total = rounds * 0
+    for i in range(rounds):
+        total += gl.sum(numbers + i, 0)
+    gl.store(out, total)
+
+@gluon.jit
+def kernel(out, places, bounds, INVALIDATE: gl.constexpr):
+    unused = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(unused, count=1)
+    out += gl.load(places + gl.program_id(0))
+    rounds = gl.load(bounds + gl.program_id(0))
+    gl.warp_specialize([(add_up, (out, rounds)), (add_up, (out + 1, rounds))], [4], [32])
+    if INVALIDATE:
+        mbarrier.invalidate(unused)
+
 for invalidate in (False, True):
-    asm = case.compiled(invalidate)
+    signature = {"out": "*i32", "places": "*i32", "bounds": "*i32", "INVALIDATE": "constexpr"}
+    source = GluonASTSource(kernel, signature, {"INVALIDATE": invalidate})
+    asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm
     print(*barriers.unkept(asm["ttgir"], 90, asm["ptx"]), sep="\\n", end="\\n---\\n")
 """
 
 
-def test_the_case_to_read_is_refused_by_name():
-    """benchmarks/reports/unused_barrier.py, as it is compiled."""
-    unused, invalidated, _ = in_process("-c", COMPILED).split("---\n")
+def test_a_kernel_with_a_barrier_that_nobody_uses_is_refused(tmp_path):
+    """As it is compiled: its barrier has no use, and the values that its roles capture lie on the barrier's bytes."""
+    (tmp_path / "unused_barrier.py").write_text(COMPILED)
+    unused, invalidated, _ = in_process(tmp_path / "unused_barrier.py").split("---\n")
     idle, shared = unused.splitlines()
     assert idle.startswith("barrier %unused (unused_barrier.py:") and idle.endswith("no role uses it")
     assert "the values that ttg.warp_specialize captures" in shared

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,14 +15,12 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import check_peers
 import compile_peers
-import late_reads
 import run
 import suites
 import versions
 from contenders import CONTENDERS
 
-from gla_ref import FORMS
-from gla_ref.book import results
+from gla_ref import FORMS, results
 from gla_ref.check import MECHANISMS, oracle
 from gla_ref.check._emulate import Attend
 from gla_ref.experiments import throughput
@@ -338,60 +335,6 @@ def test_a_step_of_peers_model_is_compiled_at_every_length(monkeypatch):
     compile_peers.model_once("tiny", "cpu", throughput.Settings.tiny())
     assert made == [("fla", 1)]
     assert called == ["checkpointing", "step of 16", "chunk_gla", "step of 32", "chunk_gla"]
-
-
-def test_a_late_read_is_counted_and_placed(tmp_path, monkeypatch, capsys):
-    """Every second of six calls has another dg in two rows of one sequence; the copy has no fence."""
-    copy = late_reads.without_fence(tmp_path) / "gla_ref" / late_reads.KERNEL
-    assert late_reads.FENCE not in copy.read_text() and copy.read_text().count("fence_async_shared") > 9
-    right = {"dq": torch.ones(2, 5, 3, 4), "dg": torch.ones(2, 5, 3, 4)}
-    torch.save(dict.fromkeys(late_reads.GATES[:2], right), tmp_path / "expected.pt")
-    calls = []
-
-    def call():
-        calls.append(1)
-        made = {n: y.clone() for n, y in right.items()}
-        made["dg"][1, 2:4, 0, 1] += 1.0 - len(calls) % 2
-        return made
-
-    monkeypatch.setattr(late_reads, "GATES", late_reads.GATES[:2])
-    monkeypatch.setattr(late_reads, "gradients", lambda *_: call)
-    monkeypatch.setattr(late_reads.time, "time", lambda: len(calls))
-    args = argparse.Namespace(expected=tmp_path / "expected.pt", until=6, form="", device="cpu")
-    late_reads.repeat(args)
-    found = json.loads(capsys.readouterr().out)
-    assert found == {"fence": True, "calls": 6, "wrong": 3, "gradients": {"dg": 3}, "rows": {"2": 3, "3": 3}}
-
-
-@pytest.mark.deep
-def test_late_reads_run_the_package_and_the_copy(tmp_path):
-    """Without a GPU by a form of the book, which has no late read in either."""
-    out = tmp_path / "late.json"
-    options = f"--device cpu --form chunkwise_two_level --seconds 1 --processes 2 --others 0 --out {out}".split()
-    subprocess.run([sys.executable, late_reads.__file__, *options], check=True, timeout=300)
-    package, copy = results.read(out, "late reads")
-    assert (package["fence"], copy["fence"]) == (True, False)
-    assert all(r["calls"] >= len(late_reads.GATES) and not r["wrong"] for r in (package, copy))
-
-
-@pytest.mark.deep
-def test_tests_run_until_the_calls_of_late_reads_are_over(tmp_path, monkeypatch):
-    file = tmp_path / "test_long.py"
-    file.write_text("import time\ndef test_first(): pass\ndef test_second(): time.sleep(600)\n")
-    monkeypatch.setattr(late_reads, "TESTS", [str(file), "-p", "no:cacheprovider"])
-    with late_reads.tests_running(1, tmp_path) as passed:
-        assert passed() == 1
-    with pytest.raises(RuntimeError, match="ended with status -9"):  # stopped with the block
-        passed()
-    monkeypatch.setattr(late_reads, "TESTS", [str(file), "-k", "first", "-p", "no:cacheprovider"])
-    with (
-        pytest.raises(RuntimeError, match="the tests ended with status"),
-        late_reads.tests_running(1, tmp_path) as passed,
-    ):
-        while True:
-            passed()
-    with late_reads.tests_running(0, tmp_path) as passed:
-        assert passed() == 0
 
 
 def test_new_tests_of_a_version_replace_those_of_the_same_files():

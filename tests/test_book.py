@@ -485,11 +485,11 @@ def test_download_is_the_generated_notebook(site, chapter):
 
 @pytest.mark.site
 def test_wheel_of_the_site_is_the_package(site):
-    """Every module, and what the notebooks need."""
+    """Every file of it, and what the notebooks need."""
     wheel = zipfile.ZipFile(site / gla_package.FOLDER / gla_package.wheel_name(ROOT))
     package = ROOT / "src" / "gla_ref"
-    sources = {str(path.relative_to(ROOT / "src")): path for path in package.rglob("*.py")}
-    assert sources.keys() | {"gla_ref/book/style.mplstyle", "gla_ref/py.typed"} <= set(wheel.namelist())
+    sources = {str(path.relative_to(ROOT / "src")): path for path in package.rglob("*.*") if path.suffix != ".pyc"}
+    assert sources.keys() <= set(wheel.namelist())
     assert all(wheel.read(name) == path.read_bytes() for name, path in sources.items())
     (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
     assert "Provides-Extra: notebook" in metadata

@@ -17,7 +17,8 @@ pytest.importorskip("jupyter_book", reason="the book's tools are not installed")
 
 from matplotlib import pyplot
 
-from gla_ref.book import notebook, results
+from gla_ref import results
+from gla_ref.book import notebook
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
@@ -77,7 +78,7 @@ def slower(value, name: str = ""):
         return {own: slower(x, inside or own) for own, x in value.items()}
     if isinstance(value, list):
         return [slower(x, name) for x in value]
-    words = re.split("[_ ]", name)  # "floor_ms", and "ms_call" and "us_a_chunk" of waits.py
+    words = re.split("[_ ]", name)  # "floor_ms", and "ms_call" and "us_a_chunk" of clocks.py
     time = words[-1] in TIMES or words[0] in ("ms", "us")
     less = name in RATES or name == "evaluations"
     return value * SLOWER ** (-1 if less else time) if isinstance(value, float) else value

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from cases import thin
 
-from gla_ref import FORMS, _apart, check
+from gla_ref import FORMS, check
 from gla_ref.__main__ import main
+from gla_ref._commands import apart
 from gla_ref.check._runner import attempt
 
 MODULE = """
@@ -98,23 +99,23 @@ def test_the_verdict_is_that_of_a_whole_report(tmp_path, name):
 def test_an_exit_status_is_no_verdict(monkeypatch, capsys, verdict, ended, status, said):
     def call(command, env):
         if verdict:
-            Path(env[_apart.VARIABLE], "verdict").write_text(verdict)
+            Path(env[apart.VARIABLE], "verdict").write_text(verdict)
         return ended
 
     monkeypatch.setattr(subprocess, "call", call)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    assert _apart.run(["check"], "own:fn", 60.0) == status
+    assert apart.run(["check"], "own:fn", 60.0) == status
     assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
 
 
 def test_an_interrupt_says_where_the_check_was(monkeypatch, capsys):
     def call(command, env):
-        Path(env[_apart.VARIABLE], "place").write_text("gate -inf")
+        Path(env[apart.VARIABLE], "place").write_text("gate -inf")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "call", call)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    assert _apart.run(["check"], "own:fn", 60.0) == 128 + signal.SIGINT
+    assert apart.run(["check"], "own:fn", 60.0) == 128 + signal.SIGINT
     assert "interrupted (at gate -inf)" in capsys.readouterr().err
 
 

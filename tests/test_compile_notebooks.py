@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 compile_notebooks = pytest.importorskip("compile_notebooks", reason="needs nbformat")
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.versions import MEASURED
 

@@ -1,6 +1,7 @@
 """Wrong input is refused by every form with an error that names the argument, what was expected and what came."""
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gla_ref
-from gla_ref import triangular
+from gla_ref import _contract, triangular
 from gla_ref.mechanisms import MECHANISMS
 from gla_ref.models import Config, LanguageModel
 from gla_ref.models.mixers import MIXERS
@@ -28,6 +29,27 @@ def call(mechanism, form, change):
     given = dict(zip(MECHANISMS[mechanism].required, args, strict=True), **named)
     change(given)
     return FORMS[mechanism][form](**given, **options(form))
+
+
+def test_a_form_and_its_mathematics_have_the_signatures_that_they_keep():
+    """The caller may leave out what the body always gets; the body never sees boundaries of packed sequences."""
+    got = {}
+
+    @_contract.form("gla")
+    def fn(q, k, v, g, *, g_v=None, scale, initial_state, C: int = 64):
+        got.update(scale=scale, initial_state=initial_state, C=C)
+        return v, initial_state
+
+    public = "(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64)"
+    assert str(inspect.signature(fn)) == public
+    (q, k, v, g), _ = inputs("gla", **SIZES)
+    fn(q, k, v, g, cu_seqlens=torch.tensor([0, 6]))
+    assert got["scale"] == 3**-0.5 and got["initial_state"].shape == (1, 2, 3, 4) and got["C"] == 64
+    for mechanism, name in [*ALL, *pairs("softmax_attention")]:
+        called = inspect.signature(FORMS[mechanism][name]).parameters
+        body = inspect.signature(inspect.unwrap(FORMS[mechanism][name])).parameters
+        assert all(called[x].default is None for x in ("scale", "initial_state", "cu_seqlens"))
+        assert body["scale"].default is inspect.Parameter.empty and "cu_seqlens" not in body
 
 
 BAD = {

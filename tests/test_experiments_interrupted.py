@@ -15,7 +15,7 @@ import pytest
 import torch
 from experiment_runs import fixed, tiny
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, _driver, ablations, mqar, texts
 from gla_ref.experiments._driver import carry_out_all, do
 

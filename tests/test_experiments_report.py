@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.experiments import _report
 from gla_ref.experiments._report import holm, interval, paired, quantile, student, welch
 

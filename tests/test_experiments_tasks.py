@@ -7,10 +7,9 @@ import pytest
 import torch
 from experiment_runs import BOOK, leaves
 
-from gla_ref.experiments import EXPERIMENTS, language, length, mqar, recall, texts
+from gla_ref.experiments import language, length, mqar, texts
 from gla_ref.experiments.questions import answer_logits, distinct, judged
 from gla_ref.experiments.runs import Place, dice
-from gla_ref.experiments.training import state_size
 from gla_ref.models import MIXERS, Config, LanguageModel
 
 
@@ -28,26 +27,6 @@ def test_questions_of_mqar():
     assert all(len(set(row)) == pairs for row in x.places.tolist())
     near = (x.places < (2 * pairs + T) // 2).float().mean()
     assert near > 0.6, "a power law: early rather than late"
-
-
-def test_facts_of_recall():
-    s = replace(recall.Settings.tiny(), T=200, tokens=200)
-    x, distance = recall.texts(20, 3, s, dice("cpu", "a test"))
-    for row, tokens in enumerate(x.tokens.tolist()):
-        told, asked = (
-            {tuple(tokens[i + 1 : i + 3]): (i, tokens[i + 3 : i + 7]) for i, t in enumerate(tokens) if t == marker}
-            for marker in (recall.FACT, recall.ASK)
-        )
-        assert told.keys() == asked.keys() and len(told) == 3
-        assert min(i for i, _ in asked.values()) == s.T - 21 > max(i for i, _ in told.values()) + 6
-        for name, (i, sentence) in told.items():
-            j, again = asked[name]
-            assert sentence == again and sentence[0] == recall.IS
-            fact = x.places[row].tolist().index(j + 3) // 3
-            assert x.answers[row, 3 * fact : 3 * fact + 3].tolist() == sentence[1:]
-            assert x.places[row, 3 * fact : 3 * fact + 3].tolist() == [j + 3, j + 4, j + 5]
-            assert distance[row, fact] == j - i
-        assert max(tokens) < s.vocab_size
 
 
 def test_answers_are_those_of_the_whole_logits():
@@ -90,12 +69,9 @@ def test_keys_that_are_written_twice():
     assert 0.35 < sum(first) / n < 0.65
 
 
-@pytest.mark.parametrize("name", ["mqar", "recall"])
-def test_a_gpu_trains_on_the_texts_of_a_cpu(name):
+def test_a_gpu_trains_on_the_texts_of_a_cpu():
     """Nothing is drawn on the device: "meta" has no random numbers."""
-    module = EXPERIMENTS[name]
-    kind = {"mqar": mqar.Mqar, "recall": recall.Recall}[name]
-    x = kind(module.Settings.tiny(), 0, "meta").batch(0)
+    x = mqar.Mqar(mqar.Settings.tiny(), 0, "meta").batch(0)
     assert all(y.device.type == "meta" for y in x)
 
 
@@ -120,8 +96,6 @@ def test_scores_have_baselines():
     assert mqar.Mqar(s, 0, "cpu").baselines() == {"loss": math.log(16), "chance": 1 / 16, "majority": 3 / 8}
     twice = replace(s, lengths=((20, 4),), overwritten=True)
     assert mqar.Mqar(twice, 0, "cpu").baselines()["majority"] == 1 / 6
-    found = recall.Recall(recall.Settings.tiny(), 0, "cpu").baselines()
-    assert found == {"loss": math.log(5), "chance": pytest.approx(0.008), "majority": pytest.approx(2 / 3)}
 
 
 def test_the_unigram_baseline_is_by_the_training_text():
@@ -146,14 +120,7 @@ def test_a_state_has_as_many_numbers_as_it_is_said_to(mixer):
             vocab_size=32, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixer, use_short_conv=conv
         )
         _, state = LanguageModel(config)(torch.zeros(1, 9, dtype=torch.int64))
-        assert state_size(config, 9) == sum(x.numel() for layer in state for x in leaves(layer))
-
-
-def test_heads_change_the_size_of_the_state_alone():
-    runs = [r for r in recall.runs(recall.Settings.full(), 1) if r.about.get("mixer") == "gla"]
-    main = {r.about["heads"]: r.model for r in runs if r.about["stage"] == "main"}
-    sizes = {heads: state_size(model, 1) for heads, model in main.items()}
-    assert sizes[1] > 2.5 * sizes[4] > 5 * sizes[16]
+        assert config.state_size(9) == sum(x.numel() for layer in state for x in leaves(layer))
 
 
 def test_an_epoch_reads_every_sequence_once(place):

@@ -1,5 +1,6 @@
 """The four kernels of the original GLA: each step alone, the whole against the recurrence, and where it breaks."""
 
+import importlib
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gla_ref import gates, gla, prefix_sum
 from gla_ref import gla_chunk_fuse as reference
-from gla_ref.gla_chunk_fuse import combine, steps
+from gla_ref.kernels.exhibits.reference import combine, steps
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -28,6 +29,10 @@ EVERY_DTYPE = [
     pytest.param(torch.float32, marks=interpreted, id="interpreted"),
     *(pytest.param(getattr(torch, name), marks=compiled, id=name) for name in ("float32", "float16", "bfloat16")),
 ]
+
+
+def test_the_reference_has_its_public_name():
+    assert importlib.import_module("gla_ref.gla_chunk_fuse") is reference
 
 
 def given(B, T, H, K, V, dtype=torch.float32, kind="logsigmoid/16", seed=0):

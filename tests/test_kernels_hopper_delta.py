@@ -168,14 +168,23 @@ def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
 def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     """o and the final state of inputs of `problem`."""
     from gla_ref.kernels.exhibits import delta_in_turn
-    from gla_ref.kernels.hopper import delta_ahead, delta_chunk, delta_fused, delta_inverse, delta_solve, tiles
+    from gla_ref.kernels.hopper import (
+        delta_ahead,
+        delta_chunk,
+        delta_fused,
+        delta_inverse,
+        delta_solve,
+        delta_walks,
+        ring,
+        tiles,
+    )
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
     call = delta.Call(*(spec_of(n, y) for n, y in named.items()), scale, path, kernel)
     found = (delta_in_turn if kernel == IN_TURN else delta).plan_forward(CLASSES["sm_90"], call)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, delta_inverse, delta_solve, tiles
+    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, delta_inverse, delta_solve, delta_walks, ring, tiles
     o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
     return {"o": o, "S": S}
 

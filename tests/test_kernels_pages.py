@@ -16,9 +16,9 @@ from gla_ref.rounding import error
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 import delta_problems
 
+from gla_ref._commands.page import run
 from gla_ref.check import oracle
 from gla_ref.pages import (
-    _alone,
     first,
     flash_attention,
     gated_delta_rule,
@@ -405,6 +405,6 @@ def page(q, k, v, g):
 """
     exec(compile(code, "gla.py", "exec"), made)
     with pytest.raises(SystemExit) as ended:
-        _alone.run(made["page"])
+        run(made["page"])
     said = capsys.readouterr().out.splitlines()
     assert ended.value.code == 1 and "WRONG" in said[1] and "WRONG" not in said[0]

@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 
-from gla_ref import FORMS, _doctor, kernels
+from gla_ref import FORMS, kernels
 from gla_ref.__main__ import main, shell
+from gla_ref._commands import doctor
 from gla_ref.check import museum
-from gla_ref.gla_chunk_fuse import steps
+from gla_ref.kernels.exhibits.reference import steps
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -119,7 +120,7 @@ def test_the_doctor_without_a_gpu(capsys):
 def test_the_doctor_says_what_was_done_with_this_triton(installed, said, monkeypatch, capsys):
     version = importlib.metadata.version
     monkeypatch.setattr("importlib.metadata.version", lambda name: installed if name == "triton" else version(name))
-    monkeypatch.setattr(_doctor, "planned", lambda device, dtype: [])
+    monkeypatch.setattr(doctor, "planned", lambda device, dtype: [])
     assert main(["doctor"]) == 0
     (line,) = (line for line in capsys.readouterr().out.split("\n") if said in line)
     assert f"Triton {installed} " in line
@@ -136,14 +137,14 @@ def test_the_doctor_refuses_an_old_triton(monkeypatch, capsys):
 def test_the_doctor_names_what_gluon_lacks(monkeypatch):
     """On Hopper only: other GPUs have no Hopper kernels, whatever Triton they have."""
     monkeypatch.setattr(gluon_names, "missing", lambda: "some.module.name")
-    said = _doctor.on_hopper("sm_90")
+    said = doctor.on_hopper("sm_90")
     assert "Hopper kernels do not run" in said and "no some.module.name" in said
-    assert said.endswith("pip install triton==3.9.0") and _doctor.on_hopper("sm_80") is None
+    assert said.endswith("pip install triton==3.9.0") and doctor.on_hopper("sm_80") is None
     monkeypatch.setattr(gluon_names, "missing", lambda: None)
-    monkeypatch.setattr(_doctor, "release", lambda: (3, 9))
-    assert _doctor.on_hopper("sm_90").startswith("Hopper kernels run") and "slow" not in _doctor.on_hopper("sm_90")
-    monkeypatch.setattr(_doctor, "release", lambda: (3, 6))
-    assert _doctor.on_hopper("sm_90").endswith("slower than by Triton 3.9: pip install triton==3.9.0")
+    monkeypatch.setattr(doctor, "release", lambda: (3, 9))
+    assert doctor.on_hopper("sm_90").startswith("Hopper kernels run") and "slow" not in doctor.on_hopper("sm_90")
+    monkeypatch.setattr(doctor, "release", lambda: (3, 6))
+    assert doctor.on_hopper("sm_90").endswith("slower than by Triton 3.9: pip install triton==3.9.0")
 
 
 def test_the_doctor_without_triton(monkeypatch, capsys):
@@ -156,10 +157,10 @@ def test_the_doctor_tells_wrong_from_right(monkeypatch):
     """References in the place of kernels: one as it is, and one whose gates count twice."""
     right = FORMS["gla"]["chunkwise"]
     monkeypatch.setitem(FORMS["gla"], "triton", right)
-    sentence, good = _doctor.judged("gla", "cpu", torch.float32)
+    sentence, good = doctor.judged("gla", "cpu", torch.float32)
     assert good and sentence.startswith("right, largest error 0.")
     monkeypatch.setitem(FORMS["gla"], "triton", lambda q, k, v, g, **options: right(q, k, v, 2 * g, **options))
-    sentence, good = _doctor.judged("gla", "cpu", torch.float32)
+    sentence, good = doctor.judged("gla", "cpu", torch.float32)
     assert not good and sentence.startswith("WRONG (") and "dg" in sentence
 
 

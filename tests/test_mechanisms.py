@@ -29,7 +29,7 @@ DECLARED = Mechanism(
 
 
 @form(DECLARED)
-def recurrent(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None):
+def recurrent(q, k, v, g, beta, *, scale, initial_state):
     """S_t = e^g_t (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t and o_t = scale q_t S_t."""
     S, o, groups = initial_state, [], v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(groups, 2)[..., None, :] for x in (scale * q, k))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gla_ref.models.mixers as mixers
 from gla_ref import FORMS
-from gla_ref.models import MIXERS, Config, LanguageModel, _forms, checkpoints, detach, next_tokens
+from gla_ref.models import MIXERS, Config, LanguageModel, _forms, checkpoints, config, detach, next_tokens
 from gla_ref.models.layer import LayerState, ShortConvolution
 from gla_ref.rounding import error
 
@@ -42,6 +42,10 @@ def some(*shape: int) -> torch.Tensor:
 
 def close(x, y, tolerance=1e-9):
     assert x.shape == y.shape and (x - y).abs().max() < tolerance
+
+
+def test_a_config_knows_every_mixer():
+    assert config.MIXERS == tuple(MIXERS)
 
 
 # -- one model, however its tokens come ---------------------------------------------------------

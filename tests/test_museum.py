@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from cases import thin
 
-from gla_ref import check
+from gla_ref import check, results
 from gla_ref.__main__ import main
-from gla_ref.book import results
 from gla_ref.check import mistakes, museum
 from gla_ref.check.museum import ROOMS, chunked, corrected, ordinary_test, room, visit
 

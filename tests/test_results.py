@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gla_ref.book import results
+from gla_ref import results
 
 
 @pytest.fixture
@@ -52,12 +52,22 @@ def test_label_names_gpu_and_versions(folder):
     assert results.label(results.load("h200", folder)) == "NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0"
 
 
+def test_records_keep_the_version_that_measured_them(tmp_path):
+    file, e = tmp_path / "h200.json", {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
+    old, new = {"suite": "flash", "ms": 2.0}, {"suite": "gla", "ms": 1.0, "triton": "3.9.0"}
+    results.merge(file, e | {"triton": "3.6.0"}, "records", [old], ["suite"])
+    results.merge(file, e | {"triton": "3.9.0"}, "records", [new], ["suite"])
+    data = results.load("h200", tmp_path)
+    assert [results.label(data, suite=s)[-5:] for s in ("flash", "gla")] == ["3.6.0", "3.9.0"]
+    assert results.label(data).endswith("Triton 3.6.0 and 3.9.0") and results.tritons(data) == {"3.6.0", "3.9.0"}
+
+
 # -- files that several processes write ----------------------------------------------------------
 
 WRITER = """
 import sys
 from pathlib import Path
-from gla_ref.book import results
+from gla_ref import results
 for i in range(int(sys.argv[3])):
     results.merge(Path(sys.argv[1]), {"gpu": None}, "runs", [{"name": f"{sys.argv[2]}/{i}", "x": "y" * 999}], ["name"])
 """

@@ -1,5 +1,8 @@
 """What a form does, not only what it returns: operators are counted as they are dispatched."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from cases import LINEAR, inputs, options, pairs
@@ -63,3 +66,34 @@ def test_softmax_forms():
     assert n[2] - n[1] == 2 * (n[1] - n[0]) > 0
     n = [operators("flash", T, block_q=16, block_k=16) for T in (16, 32, 64)]
     assert n[1] - n[0] < n[2] - n[1] <= 8 * n[0], "grows with the number of tiles"
+
+
+SOURCE = Path(gla_ref.__file__).parent
+FLAT = [path.stem for path in SOURCE.glob("*.py") if path.stem not in ("__init__", "__main__", "context_parallel")]
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of gla_ref that a file imports, but for what it imports as a program."""
+    package, found = ["gla_ref", *path.relative_to(SOURCE).parts[:-1]], set()
+    body = [node for node in ast.parse(path.read_text()).body if "__name__ ==" not in ast.unparse(node)]
+    for node in (x for statement in body for x in ast.walk(statement)):
+        if isinstance(node, ast.ImportFrom):
+            home = package[: len(package) + 1 - node.level] if node.level else []
+            found |= {".".join([*home, *filter(None, [node.module]), alias.name]) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.startswith("gla_ref")}
+
+
+@pytest.mark.parametrize(
+    "files, may",
+    [
+        ([SOURCE / f"{name}.py" for name in FLAT], FLAT),
+        ((SOURCE / "kernels" / "launch").glob("*.py"), ["kernels.launch", *FLAT]),
+        ((SOURCE / "pages").glob("[a-z]*.py"), []),
+    ],
+    ids=["mathematics", "launch", "pages"],
+)
+def test_the_ground_floor_imports_nothing_above(files, may):
+    ours = {(path.name, name) for path in files for name in imports(path)}
+    assert {x for x in ours if not x[1].startswith(tuple(f"gla_ref.{name}" for name in may))} == set()

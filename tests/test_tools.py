@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import count_lines
 import count_tests
 import nightly
 import pytest
@@ -73,6 +74,9 @@ def test_arrivals_before_warps_have_met_are_found():
     assert len(unmet("\n".join([store, met, arrive, store, arrive]))) == 1
     waited = "wgmma.wait_group.sync.aligned 0;"
     assert len(unmet("\n".join([met, waited, arrive]))) == 1
+    role, threads = "setmaxnreg.dec.sync.aligned.u32 40;", "bar.warp.sync -1;"
+    assert not unmet("\n".join([role, met, role, store, threads, arrive]))  # of one warp
+    assert len(unmet("\n".join([role, met, store, threads, arrive]))) == 1  # one of four
 
 
 def test_uniform_registers_that_nothing_has_set_are_found():
@@ -137,6 +141,24 @@ E   assert 7 passed in 3 ways
 def test_summaries_of_pytest_are_summed():
     assert count_tests.totals(LOG) == "17 passed, 5 failed"  # errors count as failed
     assert count_tests.totals("") == "0 passed, 0 failed"
+
+
+def test_lines_are_counted_by_room():
+    files = {
+        "src/gla_ref/a.py": b"1\n\n# 3\n",
+        "src/gla_ref/book/viz/b.js": b"1\n2\n",
+        "book/_static/katex/katex.min.css": b"1\n",
+        "book/01.md": b"words\n```{code-cell} python\n1\n2\n```\n```python\nno cell\n```\n```{code-cell}\n3\n```\n",
+        "tools/notes.md": b"```{code-cell}\n1\n```\n",
+    }
+    none = {"Python": 0, "js, css": 0, "cells": 0}
+    assert count_lines.rooms(files) == {
+        "book": none | {"cells": 3},
+        "src": none | {"Python": 3, "js, css": 2},
+        "src/gla_ref": none | {"Python": 3},
+        "src/gla_ref/book": none | {"js, css": 2},
+        "all": {"Python": 3, "js, css": 2, "cells": 3},
+    }
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

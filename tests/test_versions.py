@@ -11,8 +11,7 @@ import pytest
 import torch
 from cases import ROOT, in_process
 
-from gla_ref import kernels
-from gla_ref.book import results
+from gla_ref import kernels, results
 from gla_ref.kernels.launch.versions import KNOWN, MEASURED, PINNED, REQUIRED, not_interpreted, too_old
 from gla_ref.mechanisms import MECHANISMS
 

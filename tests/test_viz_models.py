@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, simple_gla
-from gla_ref.book import results
+from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, results, simple_gla
 from gla_ref.book.costs import cost
 from gla_ref.book.viz import delta_roles as roles
 from gla_ref.book.viz import gla_block

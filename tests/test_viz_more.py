@@ -8,11 +8,10 @@ from collections import Counter
 
 import pytest
 import torch
-from pictures import EXPLORABLES, rects, texts
+from pictures import EXPLORABLES, area, rects, texts
 from torch.overrides import TorchFunctionMode
 
-from gla_ref import gla, linear_attention
-from gla_ref.book import results
+from gla_ref import gla, linear_attention, results
 from gla_ref.book.costs import FORMS, cost
 from gla_ref.book.viz import fading_state, gate_strength, kernel_walk, roofline, two_level_map
 
@@ -111,11 +110,8 @@ def test_map_shows_the_blocks_and_their_work(C, c):
 def _pairs(d: str) -> float:
     """The area of a polygon, in pairs of tokens; it must lie on the grid of the map."""
     x0, y0, size = two_level_map.X, two_level_map.Y, two_level_map.SIZE
-    corners = [tuple(map(float, point.split())) for point in d.split("L")]
-    corners = [((x - x0) / size, (y - y0) / size) for x, y in corners]
-    assert all(x == int(x) and y == int(y) for x, y in corners)
-    following = corners[1:] + corners[:1]
-    return sum(a * d - b * c for (a, b), (c, d) in zip(corners, following, strict=True)) / 2
+    assert all((float(x) - x0) % size == (float(y) - y0) % size == 0 for x, y in map(str.split, d.split("L")))
+    return area(d) / size**2
 
 
 def test_map_tells_the_truth_in_its_notice():

@@ -11,7 +11,7 @@ import torch
 
 from gla_ref import gla
 from gla_ref.book.notebook import chapters
-from gla_ref.book.viz._explorable import HERE
+from gla_ref.book.viz._explorable import COLOURS, HERE
 from gla_ref.book.viz.cards import CARDS, OPTIONAL, PATHS, WAYS, cards, paths, ways
 from gla_ref.book.viz.playable_state import KINDS, LIKES, NAMES, TOKENS, playable_state
 
@@ -128,7 +128,9 @@ def test_cards_lead_to_the_chapters():
     assert all((book / f"{page}.md").exists() for page in links)
     assert html.select_one(".cards-ways p").text.startswith(f"{len(pages)} chapters")
     assert all(card.question.endswith("?") and card.learns.endswith(".") for card in CARDS)
-    assert all(card.picture.startswith("<") for card in CARDS)
+    assert {path.stem for path in (HERE / "pictures").iterdir()} == set(pages)
+    kinds = {kind.removeprefix("line-") for mark in html.select("svg [class]") for kind in mark["class"]}
+    assert kinds <= {*COLOURS, "line", "edge", "faint", "dashed", "strong"}, "a class that the style does not have"
 
 
 def test_paths_lead_through_chapters_and_name_what_is_optional():

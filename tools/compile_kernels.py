@@ -47,7 +47,7 @@ import other_tritons
 import sass
 from kernel_cases import CASES, WIDE
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import Launch
 from gla_ref.kernels.launch.program import compile_launch, variant
@@ -75,7 +75,7 @@ def broken(ttgir: str) -> list[str]:
     lines = [line for line in ttgir.splitlines() if line.strip()]
     regions: list[tuple[int, str]] = []  # (indentation, kind) of what is open
     slots: dict[str, str] = {}  # a view of a buffer that a pipelined loop refills: which slot of which
-    found = []
+    broken_lines = []
     for n, line in enumerate(lines):
         indent, text = len(line) - len(line.lstrip()), line.strip()
         while regions and indent <= regions[-1][0] and not text.startswith("} else"):
@@ -90,13 +90,13 @@ def broken(ttgir: str) -> list[str]:
                 operands = {product[3]}
             branch = "if" in inside and "for" in inside[: inside.index("if")]
             if branch and operands & set(slots):
-                found.append(f"in a branch, from a pipelined buffer: {text[:90]}")
+                broken_lines.append(f"in a branch, from a pipelined buffer: {text[:90]}")
             rest = [x for x in lines[n + 1 :] if "scf.yield" not in x or len(x) - len(x.lstrip()) <= indent]
             if "isAsync = true" in text and refilled(product[1], operands, rest, slots):
-                found.append(f"in flight when its memory is written: {text[:90]}")
+                broken_lines.append(f"in flight when its memory is written: {text[:90]}")
         if opens := re.search(r"scf\.(if|for|while)\b.*\{$", text):
             regions.append((indent, "if" if opens[1] == "if" else "for"))
-    return found
+    return broken_lines
 
 
 def refilled(product: str, operands: set[str], later: list[str], slots: dict[str, str]) -> bool:
@@ -187,16 +187,19 @@ def unmet(ptx: str) -> list[str]:
     """Arrivals at barriers of shared memory for which the warps of a role have not met: one thread arrives for all.
 
     Behind what a role last wrote, read or waited for there must be a `bar.sync`. Triton puts it there, in most cases
-    (its pull request 10035: in all); without it a slow warp's part of a tile may be missing.
+    (its pull request 10035: in all); without it a slow warp's part of a tile may be missing. A role begins at its
+    `setmaxnreg`. One of a single warp has no `bar.sync`: its threads meet at `bar.warp.sync`.
     """
     found, met = [], True
-    for line in ptx.splitlines():
-        if re.search(r"\bbar(rier)?\.sync", line):
-            met = True
-        elif re.search(r"\b(st\.shared|ld\.shared|stmatrix|ldmatrix|wgmma\.wait_group|mbarrier\.try_wait)", line):
-            met = False
-        elif re.search(r"\bmbarrier\.arrive\.shared", line) and not met:
-            found.append(f"arrives before its warps have met: {line.strip()[:80]}")
+    for role in re.split(r"(?=\bsetmaxnreg)", ptx):
+        meeting = r"\bbar(rier)?\.sync" if re.search(r"\bbar\.sync", role) else r"\bbar(rier)?(\.warp)?\.sync"
+        for line in role.splitlines():
+            if re.search(meeting, line):
+                met = True
+            elif re.search(r"\b(st\.shared|ld\.shared|stmatrix|ldmatrix|wgmma\.wait_group|mbarrier\.try_wait)", line):
+                met = False
+            elif re.search(r"\bmbarrier\.arrive\.shared", line) and not met:
+                found.append(f"arrives before its warps have met: {line.strip()[:80]}")
     return found
 
 
@@ -314,8 +317,8 @@ def record(path: Path, everything: list[dict]) -> None:
             registers = {"registers": most_registers(launch)}
             row |= {n: max(row[n], x) for n, x in (launch | registers).items() if n in row}
     names, environment = ("arch", "mechanism", "dtype"), results.environment(None)
-    made = {name: environment[name] for name in ("triton", "commit", "date")}
-    rows = [dict(zip(names, key, strict=True)) | row | made for key, row in worst.items()]
+    versions = {name: environment[name] for name in ("triton", "commit", "date")}
+    rows = [dict(zip(names, key, strict=True)) | row | versions for key, row in worst.items()]
     results.merge(path, environment, "compiled", rows, key=names)
 
 

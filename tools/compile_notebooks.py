@@ -33,7 +33,7 @@ import torch
 from tabulate import tabulate
 from torch.overrides import TorchFunctionMode
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.kernels.launch.hardware import CLASSES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import torch
 
-from gla_ref import check
-from gla_ref.book import results
+from gla_ref import check, results
 from gla_ref.check._budgets import problems
 from gla_ref.check._cases import held, inputs
 from gla_ref.check.oracle import copied, errors, evaluate, parts, work_out

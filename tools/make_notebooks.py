@@ -397,17 +397,17 @@ def main() -> int:
     if build_book.fresh(ROOT, "notebooks"):
         print("notebooks: in step with the chapters, and nothing has changed since")
         return 0
-    made = make_notebooks()
-    old = set((ROOT / "notebooks").glob("*.ipynb")) - set(made)
-    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+    written = make_notebooks()
+    old = set((ROOT / "notebooks").glob("*.ipynb")) - set(written)
+    stale = [path for path, text in written.items() if not path.exists() or path.read_text() != text]
     if not check:
         (ROOT / "notebooks").mkdir(exist_ok=True)
         for path in stale:
-            path.write_text(made[path])
+            path.write_text(written[path])
         for path in old:
             path.unlink()
     names = ", ".join(path.name for path in sorted([*stale, *old])) or "none"
-    print(f"notebooks: {len(made)}; {'stale' if check else 'written or removed'}: {names}")
+    print(f"notebooks: {len(written)}; {'stale' if check else 'written or removed'}: {names}")
     if check and (stale or old):
         return 1
     build_book.remember(ROOT, "notebooks")

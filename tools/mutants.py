@@ -22,11 +22,11 @@ def score(mechanism: str, dtype: torch.dtype, progress=lambda *at: None, **optio
     for i, m in enumerate(known):
         progress(i, len(known), m.name)
         report = check.kernel(mechanism, mistakes.apply(mechanism, m), dtype=dtype, **options)
-        found = [match["mistake"] for match in report.diagnosis]
+        named = [match["mistake"] for match in report.diagnosis]
         escaped += [] if report.failures else [m.name]
-        unnamed += [] if m.name in found else [m.name]
-        if found != [m.name]:
-            print(f"  {m.name}: {found if report.failures else 'NOT CAUGHT'}")
+        unnamed += [] if m.name in named else [m.name]
+        if named != [m.name]:
+            print(f"  {m.name}: {named if report.failures else 'NOT CAUGHT'}")
     ok = not escaped and len(unnamed) <= 0.1 * len(known)
     return {"ok": ok, "mistakes": len(known), "escaped": escaped, "unnamed": unnamed}
 

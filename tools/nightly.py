@@ -19,7 +19,7 @@ from pathlib import Path
 import count_tests
 from tabulate import tabulate
 
-from gla_ref.book import results
+from gla_ref import results
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, STATUS = results.file("nightly"), ROOT / "docs" / "status.md"

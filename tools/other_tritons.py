@@ -15,7 +15,7 @@ import tempfile
 from importlib.metadata import version as installed
 from pathlib import Path
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.kernels.launch.versions import KNOWN, PINNED
 
 ROOT = Path(__file__).resolve().parents[1]

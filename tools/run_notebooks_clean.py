@@ -58,7 +58,7 @@ print(json.dumps([cells, int(notebook.cells[-1].outputs[0]["data"]["text/plain"]
 ROOM = 15e9  # bytes of a T4
 DESCRIBE = """
 import json, torch
-from gla_ref.book import results
+from gla_ref import results
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps(results.environment(gpu)))
 """
@@ -85,8 +85,8 @@ def run(*command: str | Path, **options) -> None:
 def packages_of(python: str | Path) -> Path:
     """The folder of that Python's packages."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    said = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
-    return Path(said.strip())
+    printed = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+    return Path(printed.strip())
 
 
 def lay_out(site: Path, wheel: Path) -> Path:
@@ -122,9 +122,9 @@ def new_environment(python: Path, folder: Path, shared: list[Path]) -> Path:
     """An environment that finds the shared packages (pip too), but nothing else; its Python."""
     shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", "--without-pip", folder)
-    made = folder / "bin" / "python"
-    (packages_of(made) / "shared.pth").write_text("".join(f"{path}\n" for path in shared))
-    return made
+    python_there = folder / "bin" / "python"
+    (packages_of(python_there) / "shared.pth").write_text("".join(f"{path}\n" for path in shared))
+    return python_there
 
 
 def download(address: str, name: str, folder: Path, wheel: str = "") -> Path:

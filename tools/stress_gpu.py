@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     from tabulate import tabulate
 
-    from gla_ref.book import results
+    from gla_ref import results
     from gla_ref.models import MIXERS
 
     if unknown := set(args.mixers or ()) - set(MIXERS):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from gla_ref.book import results
+from gla_ref import results
 from gla_ref.kernels.launch.versions import NUMPY
 
 ROOT = Path(__file__).resolve().parents[1]

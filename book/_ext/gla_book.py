@@ -129,7 +129,7 @@ def execution_cache(root: Path) -> Path:
     """Where executed pages are kept; jupyter-cache compares their cells only, not what they read."""
     digest = hashlib.sha256()
     package, measured = root / "src" / "gla_ref", root / "benchmarks"
-    files = [*package.rglob("*.py"), *package.glob("*.mplstyle"), *package.glob("viz/*.css"), *package.glob("viz/*.js")]
+    files = [path for path in package.rglob("*") if path.suffix in (".py", ".mplstyle", ".css", ".js", ".svg")]
     files += [path for path in measured.glob("results/*.json") if path.stem not in ("nightly", "compiled-launches")]
     for file in [*sorted(files), *(root / "book").glob("map.md"), root / "requirements.txt"]:
         digest.update(file.read_bytes())

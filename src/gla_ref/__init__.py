@@ -5,14 +5,14 @@ cu_seqlens=None, **options)`; every form of a mechanism computes the same thing.
 package needs neither Triton nor a GPU.
 """
 
+import sys
+
 from . import (
-    _moved,
     chunks,
     delta_rule,
     gated_delta_rule,
     gates,
     gla,
-    gla_chunk_fuse,
     kda,
     linear_attention,
     mechanisms,
@@ -23,6 +23,7 @@ from . import (
     softmax_attention,
     triangular,
 )
+from .kernels.exhibits import reference as gla_chunk_fuse
 
 __version__ = "0.1.0"
 __all__ = [
@@ -79,6 +80,8 @@ class _Kernel:
 def _form(mechanism: str, form: str):
     return FORMS[mechanism][form]
 
+
+sys.modules[f"{__name__}.gla_chunk_fuse"] = gla_chunk_fuse  # `from gla_ref.gla_chunk_fuse import steps` works too
 
 # kernels: their functions come from kernels/gla.py, delta.py, linear_attention.py, flash_attention.py and steps.py
 _CHOSEN, _STEPS = "the kernel that a plan chooses", "token by token, forward only"
@@ -144,6 +147,3 @@ for _mechanism, _forms in FORMS.items():
     for _name, _function in _forms.items():
         if isinstance(_function, _Kernel):
             _function.mechanism, _function.__name__ = _mechanism, _name
-
-_moved.install()
-__getattr__ = _moved.of_package

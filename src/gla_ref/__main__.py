@@ -26,8 +26,9 @@ import torch
 from torch import distributed as dist
 from torch.nn.functional import logsigmoid
 
-from . import _apart, gates, gla
+from . import gates, gla
 from . import gla_chunk_fuse as reference
+from ._commands import apart
 from .kernels import find_device, refusal
 from .mechanisms import MECHANISMS
 from .rounding import budget, error, operands_in
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     o = reference.combine(parts, A, v)
     q64, k64, v64, b64, qg64, kg64 = (x.double() for x in (q, k, v, b, q_g, k_g))
     reads, S64 = reference.fused_chunk_gla_fwd(qg64, kg64, v64, b64, S0.double(), C)
-    made = [(b,), (q_g, k_g), (parts.sum(0), S), (A.sum(0),), (o,)]
+    computed = [(b,), (q_g, k_g), (parts.sum(0), S), (A.sum(0),), (o,)]
     expected = [
         (gates.chunk_cumsum(g.double(), C, base2=True),),
         reference.prepare_qg_kg(q64, k64, b64, scale, C),
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         (reference.combine(parts.double(), A.double(), v64),),
     ]
     print(f"{'step':28}{'grid':>16}{'programs':>10}{'MB':>10}{'error':>11}")
-    rows = zip(reference.steps(**sizes, C=C, itemsize=dtype.itemsize), made, expected, strict=True)
+    rows = zip(reference.steps(**sizes, C=C, itemsize=dtype.itemsize), computed, expected, strict=True)
     for step, got, exact in rows:
         grid = " x ".join(map(str, step.grid)) or "PyTorch"
         programs = torch.Size(step.grid).numel() if step.grid else ""
@@ -94,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{step.name:28}{grid:>16}{programs:>10}{step.bytes / 1e6:10.3f}{worst:11.1e}")
 
     # the whole: twice the worst error of emulated runs with operands rounded to dtype, and 4 eps
-    given = [x.double() for x in (q, k, v, g)]
-    exact = gla.recurrent(*given, initial_state=S0.double())
-    low = [x.float() for x in given]
+    wide = [x.double() for x in (q, k, v, g)]
+    exact = gla.recurrent(*wide, initial_state=S0.double())
+    low = [x.float() for x in wide]
     with operands_in(dtype):
         emulated = [gla.chunkwise_two_level(*low, initial_state=S0, C=n, c=n) for n in (16, 32, 64)]
     emulated.append(reference.chunk_fuse(*low, scale, S0, C))
@@ -105,10 +106,10 @@ def run(args: argparse.Namespace) -> int:
     for n, (name, x, kept) in enumerate((("o", o, dtype), ("state", S, torch.float32))):
         errors = [error(run[n].to(kept), exact[n]) for run in emulated]
         allowed = budget(max(e for e in errors if e < math.inf), kept)  # a run that broke allows nothing
-        found = error(x, exact[n])
-        wrong |= found > allowed
-        verdict = "WRONG" if found > allowed else "right"
-        print(f"{name:5} against the float64 recurrence: {found:.1e} of {allowed:.1e} allowed, {verdict}")
+        worst_error = error(x, exact[n])
+        wrong |= worst_error > allowed
+        verdict = "WRONG" if worst_error > allowed else "right"
+        print(f"{name:5} against the float64 recurrence: {worst_error:.1e} of {allowed:.1e} allowed, {verdict}")
     return 1 if wrong else 0
 
 
@@ -135,7 +136,8 @@ def load(name: str):
 
 
 def writable(path: str) -> None:
-    """
+    """Check that a file can be written.
+
     Raises:
         ValueError: no file can be written there.
     """
@@ -148,18 +150,18 @@ def check_kernel(args: argparse.Namespace) -> int:
     """The report of :func:`gla_ref.check.kernel`, printed."""
     from . import check
 
-    said = time.monotonic()
+    last_line = time.monotonic()
 
     def progress(done: int, total: int, name: str):
         """A bar on a terminal; elsewhere, such as in a log, a line every ten seconds."""
-        nonlocal said
-        _apart.at(name or "end")
+        nonlocal last_line
+        apart.at(name or "end")
         if sys.stderr.isatty():
             bar = ("#" * (30 * done // total)).ljust(30)
             print(f"\r[{bar}] {done}/{total} {name:34}", end="", file=sys.stderr)
             print(end="\n" if done == total else "", file=sys.stderr, flush=True)
-        elif name and time.monotonic() - said > EVERY:
-            said = time.monotonic()
+        elif name and time.monotonic() - last_line > EVERY:
+            last_line = time.monotonic()
             print(f"{done} of {total} cases{', next' * (done < total)}: {name}", file=sys.stderr, flush=True)
 
     if args.museum:
@@ -171,18 +173,18 @@ def check_kernel(args: argparse.Namespace) -> int:
     if not args.ranks:
         check.device_of(args.device)
     claimed = {n: x for n in SUPPORTS if (x := getattr(args, f"claim_{n}")) is not None}
-    left = {"command", "function", "mechanism", "kernel", "json", "github", "ranks", "museum", "list"}
-    left |= {f"claim_{n}" for n in SUPPORTS}
-    options = {n: x for n, x in vars(args).items() if n not in left}
+    others = {"command", "function", "mechanism", "kernel", "json", "github", "ranks", "museum", "list"}
+    others |= {f"claim_{n}" for n in SUPPORTS}
+    options = {n: x for n, x in vars(args).items() if n not in others}
     options |= {"supports": claimed or None, "waive": dict(args.waive), "progress": progress}
     if args.only and len(args.only) == 1:
         (options["only"],) = args.only
     if args.list:
         return listed(args, options)
-    _apart.at("import")
-    _apart.limit(args.time_limit)
+    apart.at("import")
+    apart.limit(args.time_limit)
     fn = load(args.kernel)
-    _apart.beat(args.time_limit)
+    apart.beat(args.time_limit)
     if not args.ranks:
         return told(args, check.kernel(args.mechanism, fn, **options), fn)
     with over_ranks(args) as options["device"]:
@@ -192,8 +194,8 @@ def check_kernel(args: argparse.Namespace) -> int:
             return 0
         status = told(args, check.kernel(args.mechanism, subject, **options), fn)
         subject.close()
-        if subject.busy and _apart.folder:  # a rank hangs, and nothing that waits for it would end
-            _apart.finish(status)
+        if subject.busy and apart.folder:  # a rank hangs, and nothing that waits for it would end
+            apart.finish(status)
         return status
 
 
@@ -212,7 +214,7 @@ def listed(args: argparse.Namespace, options: dict) -> int:
 
 def museum(args: argparse.Namespace) -> int:
     """Every room of :mod:`gla_ref.check.museum`, a line each; with `--json` also the record that the book reads."""
-    from .book import results
+    from . import results
     from .check.museum import ROOMS, visit
 
     if args.list:
@@ -275,8 +277,8 @@ def told(args: argparse.Namespace, report, fn) -> int:
 
 
 def examine(args: argparse.Namespace) -> int:
-    """See :mod:`gla_ref._doctor`."""
-    from ._doctor import doctor
+    """See :mod:`gla_ref._commands.doctor`."""
+    from ._commands.doctor import doctor
 
     return doctor()
 
@@ -460,18 +462,18 @@ def shell(argv: list[str]) -> int:
     A letter that the shell's encoding lacks, such as α in cp1252, is printed as its number.
     """
     sys.stdout.reconfigure(errors="backslashreplace")
-    if _apart.begin():
+    if apart.begin():
         try:
             status = main(argv)
         except Refused as refused:
             status = refused.code
-        _apart.finish(status)
+        apart.finish(status)
     it = parser()
     args = it.parse_args(argv or ["run"])
     if args.command != "check" or args.kernel is None:
         return main(argv)
     try:
-        return _apart.run(argv, args.kernel, args.time_limit)
+        return apart.run(argv, args.kernel, args.time_limit)
     except OSError as reason:
         it.error(f"cannot start a process: {reason}")
 

@@ -1,7 +1,8 @@
 """The contract of every form, apart from its mathematics: checks, precision, scale, states and packed sequences.
 
 A form is written for a batch of equally long sequences, in one precision, with `scale` and the
-state given. `@form(...)` turns that body into a function that keeps the whole contract.
+state given, and its signature says so. `@form(...)` turns that body into a function that keeps the whole contract;
+:func:`signature_of_form` is how that function is called.
 """
 
 import contextlib
@@ -223,16 +224,37 @@ def run(
     return per_sequence(functools.partial(body, **given), ends, tokens, states)
 
 
+def signature_of_form(body: Callable, **unseen) -> inspect.Signature:
+    """How a form is called whose mathematics is `body`.
+
+    A keyword that the body has no default for may be left out and is None then. `unseen` has further keywords with
+    their defaults, which the body does not get.
+    """
+    own = inspect.signature(body)
+    typed = own.return_annotation is not own.empty
+
+    def keyword(name: str, default, annotation) -> inspect.Parameter:
+        annotation = annotation | None if typed else own.empty
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    parameters = list(own.parameters.values())
+    for n, p in enumerate(parameters):
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty:
+            parameters[n], last = keyword(p.name, None, p.annotation), n + 1
+    parameters[last:last] = [keyword(name, default, Tensor) for name, default in unseen.items()]
+    return own.replace(parameters=parameters)
+
+
 def form(mechanism: str | Mechanism) -> Callable:
     """Make a form of a linear mechanism keep the contract (one state `[N_seq, H, K, V]`).
 
     The decorated body gets every tensor of the mechanism in the compute precision, `scale` as a number and
-    `initial_state` as a tensor; it never sees `cu_seqlens`.
+    `initial_state` as a tensor; it never sees `cu_seqlens`. It is called once for each packed sequence.
     """
     kind = MECHANISMS[mechanism] if isinstance(mechanism, str) else mechanism
 
     def decorate(body: Callable) -> Callable:
-        signature = inspect.signature(body)
+        signature = signature_of_form(body, cu_seqlens=None)
 
         @functools.wraps(body)
         def wrapper(*args, **kwargs):
@@ -248,6 +270,7 @@ def form(mechanism: str | Mechanism) -> Callable:
                 (o,), (S,) = run(kind, one, dict(given))
             return o.to(given["v"].dtype), S
 
+        wrapper.__signature__ = signature
         return wrapper
 
     return decorate

@@ -34,14 +34,7 @@ def for_value_heads(x: Tensor, HV: int) -> Tensor:
 
 @form("delta_rule")
 def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, scale: float, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Token by token; in float64 the oracle of this mechanism (Schlag et al. 2021, eq. 24; Yang et al. 2024b, eq. 2).
 
@@ -63,8 +56,8 @@ def recurrent(
     q, k = (for_value_heads(x, v.shape[2]) for x in (scale * q, k))
     S, o = initial_state, []
     for t in range(q.shape[1]):
-        found = (k[:, t, :, :, None] * S).sum(-2)  # [B HV V]: what is stored under the key
-        write = beta[:, t, :, None] * (v[:, t] - found)
+        stored = (k[:, t, :, :, None] * S).sum(-2)  # [B HV V]: what is stored under the key
+        write = beta[:, t, :, None] * (v[:, t] - stored)
         S = S + k[:, t, :, :, None] * write[:, :, None, :]
         o.append((q[:, t, :, :, None] * S).sum(-2))
     return torch.stack(o, 1), S
@@ -83,13 +76,13 @@ def _chunks(q, k, v, beta, scale, S, C, inverse):
 
 
 @form("delta_rule")
-def parallel(q, k, v, beta, *, scale=None, initial_state=None, cu_seqlens=None):
+def parallel(q, k, v, beta, *, scale, initial_state):
     """All pairs at once: one triangle of T tokens, T^3 operations. Arguments and results as in :func:`recurrent`."""
     return _chunks(q, k, v, beta, scale, initial_state, q.shape[1], triangular.halves)
 
 
 @form("delta_rule")
-def chunkwise(q, k, v, beta, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+def chunkwise(q, k, v, beta, *, scale, initial_state, C: int = 64):
     """Chunks of C tokens, their triangles inverted in blocks of 16 (Yang et al. 2024b, section 3).
 
     Arguments and results as in :func:`recurrent`.
@@ -98,13 +91,13 @@ def chunkwise(q, k, v, beta, *, scale=None, initial_state=None, cu_seqlens=None,
 
 
 @form("delta_rule")
-def chunkwise_substitution(q, k, v, beta, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+def chunkwise_substitution(q, k, v, beta, *, scale, initial_state, C: int = 64):
     """The same with forward substitution over all C rows. Arguments and results as in :func:`recurrent`."""
     return _chunks(q, k, v, beta, scale, initial_state, C, triangular.substitution)
 
 
 @form("delta_rule")
-def scan(q, k, v, beta, *, scale=None, initial_state=None, cu_seqlens=None):
+def scan(q, k, v, beta, *, scale, initial_state):
     """A parallel scan of the maps S -> M S + X, with M = I - beta k^T k and X = beta k^T v.
 
     Right, and of no use but to show why: composing two maps multiplies K x K matrices, where gates multiply K numbers.

@@ -27,15 +27,7 @@ __all__ = ["chunkwise", "chunkwise_substitution", "parallel", "recurrent", "scan
 
 @form("gated_delta_rule")
 def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Token by token; in float64 the oracle of this mechanism (Yang et al. 2025, Gated DeltaNet, eq. 10).
 
@@ -59,8 +51,8 @@ def recurrent(
     S, o = initial_state, []
     for t in range(q.shape[1]):
         S = g[:, t, :, None, None].exp() * S
-        found = (k[:, t, :, :, None] * S).sum(-2)  # [B HV V]: what is stored under the key
-        write = beta[:, t, :, None] * (v[:, t] - found)
+        stored = (k[:, t, :, :, None] * S).sum(-2)  # [B HV V]: what is stored under the key
+        write = beta[:, t, :, None] * (v[:, t] - stored)
         S = S + k[:, t, :, :, None] * write[:, :, None, :]
         o.append((q[:, t, :, :, None] * S).sum(-2))
     return torch.stack(o, 1), S
@@ -81,25 +73,25 @@ def _chunks(q, k, v, g, beta, scale, S, C, inverse):
 
 
 @form("gated_delta_rule")
-def parallel(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None):
+def parallel(q, k, v, g, beta, *, scale, initial_state):
     """All pairs at once: one triangle of T tokens, T^3 operations. Arguments and results as in :func:`recurrent`."""
     return _chunks(q, k, v, g, beta, scale, initial_state, q.shape[1], triangular.halves)
 
 
 @form("gated_delta_rule")
-def chunkwise(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+def chunkwise(q, k, v, g, beta, *, scale, initial_state, C: int = 64):
     """Chunks of C tokens, their triangles inverted in blocks of 16. Arguments and results as in :func:`recurrent`."""
     return _chunks(q, k, v, g, beta, scale, initial_state, C, triangular.blocked)
 
 
 @form("gated_delta_rule")
-def chunkwise_substitution(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+def chunkwise_substitution(q, k, v, g, beta, *, scale, initial_state, C: int = 64):
     """The same with forward substitution over all C rows. Arguments and results as in :func:`recurrent`."""
     return _chunks(q, k, v, g, beta, scale, initial_state, C, triangular.substitution)
 
 
 @form("gated_delta_rule")
-def scan(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None):
+def scan(q, k, v, g, beta, *, scale, initial_state):
     """A parallel scan of the maps S -> M S + X, with M = e^g (I - beta k^T k) and X = beta k^T v.
 
     Arguments and results as in :func:`recurrent`.

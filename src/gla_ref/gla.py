@@ -23,15 +23,7 @@ __all__ = ["chunkwise", "chunkwise_two_level", "parallel", "parallel_log", "recu
 
 @form("gla")
 def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    g_v: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, g_v: Tensor | None, scale: float, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Token by token; in float64 the oracle of this mechanism (GLA paper, eq. 3 and appendix C).
 
@@ -60,7 +52,7 @@ def recurrent(
 
 
 @form("gla")
-def parallel(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None):
+def parallel(q, k, v, g, *, g_v=None, scale, initial_state):
     """((Q B)(K / B)^T * M) V with cumulative products B: one matrix product, and the form that breaks.
 
     Kept to be broken in chapter 10: 1 / B overflows once the total decay leaves the exponent range
@@ -76,7 +68,7 @@ def parallel(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens
 
 
 @form("gla")
-def parallel_log(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None):
+def parallel_log(q, k, v, g, *, g_v=None, scale, initial_state):
     """All pairs at once in log space: right for every gate, but T * T * K exponentials and no matrix product.
 
     Source: GLA paper, eq. 4.
@@ -87,7 +79,7 @@ def parallel_log(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seq
 
 
 @form("gla")
-def scan(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None):
+def scan(q, k, v, g, *, g_v=None, scale, initial_state):
     """An associative scan over pairs (G, S), every state in memory: log2 T steps, T * K * V numbers.
 
     (G1, S1) then (G2, S2) is (G2 G1, G2 S1 + S2), products element by element.
@@ -99,7 +91,7 @@ def scan(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=Non
 
 
 @form("gla")
-def chunkwise(q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+def chunkwise(q, k, v, g, *, g_v=None, scale, initial_state, C: int = 64):
     """Chunks of C tokens: `parallel_log` inside, recurrent between (GLA paper, section 4.2)."""
     S, o = initial_state, []
     for q_n, k_n, v_n, g_n, h_n in by_chunk(C, scale * q, k, v, g, g_v):
@@ -127,9 +119,7 @@ def two_level_blocks(T: int, C: int, c: int) -> Iterator[tuple[str, slice, slice
 
 
 @form("gla")
-def chunkwise_two_level(
-    q, k, v, g, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None, C: int = 64, c: int = 16
-):
+def chunkwise_two_level(q, k, v, g, *, g_v=None, scale, initial_state, C: int = 64, c: int = 16):
     """Chunks of C tokens in sub-chunks of c: matrix products but for the diagonal blocks.
 
     Between sub-chunks both exponents are anchored where the reading sub-chunk begins, so both are <= 0:

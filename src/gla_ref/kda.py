@@ -20,15 +20,7 @@ __all__ = ["chunkwise", "recurrent"]
 
 @form("kda")
 def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Token by token; in float64 the oracle of this mechanism (Kimi Linear, 2025, eq. 1).
 
@@ -52,15 +44,15 @@ def recurrent(
     S, o = initial_state, []
     for t in range(q.shape[1]):
         S = g[:, t, :, :, None].exp() * S
-        found = (k[:, t, :, :, None] * S).sum(-2)  # [B HV V]: what is stored under the key
-        write = beta[:, t, :, None] * (v[:, t] - found)
+        stored = (k[:, t, :, :, None] * S).sum(-2)  # [B HV V]: what is stored under the key
+        write = beta[:, t, :, None] * (v[:, t] - stored)
         S = S + k[:, t, :, :, None] * write[:, :, None, :]
         o.append((q[:, t, :, :, None] * S).sum(-2))
     return torch.stack(o, 1), S
 
 
 @form("kda")
-def chunkwise(q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+def chunkwise(q, k, v, g, beta, *, scale, initial_state, C: int = 64):
     """Chunks of C tokens, their triangles inverted in blocks of 16. Arguments and results as in :func:`recurrent`."""
     q, k = (for_value_heads(x, v.shape[2]) for x in (scale * q, k))
     S, o = initial_state, []

@@ -4,7 +4,6 @@ S_t = S_{t-1} + phi(k_t)^T v_t,    o_t = scale * phi(q_t) S_t,    normalised: o_
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -12,7 +11,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._contract import check_scale, check_tensors, compute_dtype, form, outside_autocast
+from ._contract import check_scale, check_tensors, compute_dtype, form, outside_autocast, signature_of_form
 from .chunks import by_chunk, heads_first
 from .mechanisms import MECHANISMS
 from .prefix_sum import hillis_steele
@@ -41,11 +40,12 @@ def dpfp(x: Tensor, nu: int = 1) -> Tensor:
     return torch.cat([x * x.roll(shift, -1) for shift in range(1, nu + 1)], -1)
 
 
-def _featured(body: Callable) -> Callable:
-    """Add `feature_map` and `normalize` to a form of the bare recurrence.
+def _form(body: Callable) -> Callable:
+    """Make a form of the bare recurrence, with `feature_map` and `normalize` besides.
 
     The normaliser z_t = z_{t-1} + phi(k_t) is the state of one more value column that holds 1.
     """
+    bare = form("linear_attention")(body)
 
     @functools.wraps(body)
     def wrapper(
@@ -77,14 +77,12 @@ def _featured(body: Callable) -> Callable:
                 if S.shape[:-1] != z.shape:
                     raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}")
                 initial_state = torch.cat([S, z[..., None]], -1)
-        o, S = body(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+        o, S = bare(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
         if not normalize:
             return o.to(result), S
         return (o[..., :-1] / o[..., -1:]).to(result), (S[..., :-1], S[..., -1])
 
-    own = [p for p in inspect.signature(wrapper, follow_wrapped=False).parameters.values() if p.kind != p.VAR_KEYWORD]
-    extra = [p for name, p in inspect.signature(body).parameters.items() if name in ("C",)]
-    wrapper.__signature__ = inspect.Signature(own + extra)
+    wrapper.__signature__ = signature_of_form(body, cu_seqlens=None, feature_map=None, normalize=False)
     wrapper.__doc__ = (body.__doc__ or "") + _ARGUMENTS
     return wrapper
 
@@ -109,9 +107,8 @@ _ARGUMENTS = """
     """
 
 
-@_featured
-@form("linear_attention")
-def recurrent(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+@_form
+def recurrent(q, k, v, *, scale, initial_state):
     """Token by token: two vector operations and one state (GLA paper, eq. 1)."""
     S, o = initial_state, []
     for t in range(q.shape[1]):
@@ -120,9 +117,8 @@ def recurrent(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return torch.stack(o, 1), S
 
 
-@_featured
-@form("linear_attention")
-def parallel(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+@_form
+def parallel(q, k, v, *, scale, initial_state):
     """All pairs of tokens at once, (Q K^T * M) V; quadratic in T."""
     q, k, v = map(heads_first, (scale * q, k, v))
     P = (q @ k.mT).tril()  # [B H T T]
@@ -130,9 +126,8 @@ def parallel(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return rearrange(o, "b h t d -> b t h d"), initial_state + k.mT @ v
 
 
-@_featured
-@form("linear_attention")
-def chunkwise(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+@_form
+def chunkwise(q, k, v, *, scale, initial_state, C: int = 64):
     """Chunks of C tokens: parallel inside, recurrent between (GLA paper, section 2.2; Hua et al. 2022)."""
     S, o = initial_state, []
     for q_n, k_n, v_n in by_chunk(C, scale * q, k, v):
@@ -142,9 +137,8 @@ def chunkwise(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, C: in
     return rearrange(torch.cat(o, -2), "b h t d -> b t h d"), S
 
 
-@_featured
-@form("linear_attention")
-def scan(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+@_form
+def scan(q, k, v, *, scale, initial_state):
     """An associative scan over pairs (alpha, S), every state in memory: log2 T steps, T K V numbers.
 
     (a1, S1) then (a2, S2) is (a1 a2, a2 S1 + S2); here alpha = 1, chapter 9 gives it a meaning.

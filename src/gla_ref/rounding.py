@@ -117,9 +117,9 @@ class Luck:
 
     def drawn(self, n: int, x: Tensor) -> Tensor:
         """n random numbers in [0, 1) for every copy, zeros for the first: `[copies, n]`, where x lies."""
-        found = torch.rand(self.copies, n, generator=self.rng)
-        found[0] = 0
-        return found.to(x.device)
+        numbers = torch.rand(self.copies, n, generator=self.rng)
+        numbers[0] = 0
+        return numbers.to(x.device)
 
     def shuffled(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Operands whose product x y has its terms in another order."""

@@ -16,14 +16,7 @@ __all__ = ["chunkwise", "parallel", "recurrent"]
 
 @form("simple_gla")
 def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Token by token; in float64 the oracle of this mechanism (Mamba-2 paper, section 2; RetNet paper, eq. 6).
 
@@ -51,7 +44,7 @@ def recurrent(
 
 
 @form("simple_gla")
-def parallel(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
+def parallel(q, k, v, g, *, scale, initial_state):
     """All pairs at once through the ratio b_i / b_j of cumulative products; kept as the form that breaks.
 
     Right while the total decay of the sequence stays well inside the exponent range; beyond it
@@ -66,7 +59,7 @@ def parallel(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
 
 
 @form("simple_gla")
-def chunkwise(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None, C: int = 64):
+def chunkwise(q, k, v, g, *, scale, initial_state, C: int = 64):
     """Chunks of C tokens; one decay matrix `[C, C]` a chunk multiplies the scores (Mamba-2 paper, section 6).
 
     A scalar gate factors out of q k^T, so the scores stay one matrix product and every exponent

@@ -1,7 +1,6 @@
 """Causal softmax attention: parallel, decoding, two passes, one pass (chapters 1 and 2)."""
 
 import functools
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -26,7 +25,7 @@ def _form(body: Callable) -> Callable:
     It gets q `[B, T, H, K]` and, behind the cache, k `[B, S, H, K]` and v `[B, S, H, V]`, all in
     the compute precision, `scale` as a number and its own options; it returns o `[B, T, H, V]`.
     """
-    signature = inspect.signature(body)
+    signature = contract.signature_of_form(body, initial_state=None, cu_seqlens=None)
 
     @functools.wraps(body)
     def wrapper(*args, **kwargs):
@@ -55,6 +54,7 @@ def _form(body: Callable) -> Callable:
             (o,), _ = contract.per_sequence(lambda **x: ((body(**x, **options),), ()), ends, wide, {})
         return o.to(v.dtype), (k, v)
 
+    wrapper.__signature__ = signature
     return wrapper
 
 
@@ -67,7 +67,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, rows=slice(None), cols=slice(Non
 
 
 @_form
-def parallel(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+def parallel(q, k, v, *, scale):
     """Whole sequence at once: O = softmax(scale Q K^T + mask) V (Vaswani et al. 2017, equation 1).
 
     Args:
@@ -92,7 +92,7 @@ def parallel(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
 
 
 @_form
-def recurrent(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+def recurrent(q, k, v, *, scale):
     """Decoding: token by token, each against the cache up to itself; no mask, there is no future.
 
     Yang et al. 2024, section 2.1. Arguments, result and errors are those of `parallel`.
@@ -107,7 +107,7 @@ def recurrent(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
 
 
 @_form
-def two_pass(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+def two_pass(q, k, v, *, scale):
     """Key by key, no row of weights stored: first the statistics, then the weighted sum of values.
 
     Milakov and Gimelshein 2018, algorithm 3, with the sum over values in its second pass; scores
@@ -126,7 +126,7 @@ def two_pass(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
 
 
 @_form
-def flash(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, block_q=64, block_k=64):
+def flash(q, k, v, *, scale, block_q=64, block_k=64):
     """One pass over tiles of keys and values, with running m, d and o for each tile of queries.
 
     Dao et al. 2022, algorithm 1, with queries in the outer loop (Dao 2023). Arguments, result and

@@ -75,9 +75,9 @@ class Function:
             return inspect.getdoc(self.supports).removesuffix(".")
         from ..check._claims import Claim  # imported here, because a call of the function does not need the kit
 
-        said = str(Claim.of(self.supports))
-        said += "" if self.grouped else ", one value head for each key head"
-        return said or "everything"
+        sentence = str(Claim.of(self.supports))
+        sentence += "" if self.grouped else ", one value head for each key head"
+        return sentence or "everything"
 
 
 def _fla(mechanism: str, module: str, name: str, **fields) -> Function:
@@ -249,29 +249,29 @@ def function(name: str) -> Callable:
         raise ValueError(f"name: expected one of {', '.join(sorted(FUNCTIONS))}; got {name!r}")
     from ..check import NotClaimed  # imported here, so that importing fla's names stays fast
 
-    it = FUNCTIONS[name]
-    required = MECHANISMS[it.mechanism].required
+    entry = FUNCTIONS[name]
+    required = MECHANISMS[entry.mechanism].required
 
     def fn(*tensors, **given):
-        own = getattr(importlib.import_module(it.module), it.name)
-        own = inspect.unwrap(own) if it.bare else own
-        if not it.grouped and tensors[0].shape[2] != tensors[2].shape[2]:
+        theirs = getattr(importlib.import_module(entry.module), entry.name)
+        theirs = inspect.unwrap(theirs) if entry.bare else theirs
+        if not entry.grouped and tensors[0].shape[2] != tensors[2].shape[2]:
             raise NotClaimed
-        named = {it.names.get(n, n): x for n, x in zip(required, tensors, strict=True)}
-        if it.heads_first:
+        named = {entry.names.get(n, n): x for n, x in zip(required, tensors, strict=True)}
+        if entry.heads_first:
             named = {n: x.transpose(1, 2) for n, x in named.items()}
         if given.get("cu_seqlens") is not None:
             given["cu_seqlens"] = given["cu_seqlens"].long()
-        with _only(it.backend):
-            result = own(**named, **given, **it.options)
+        with _only(entry.backend):
+            result = theirs(**named, **given, **entry.options)
         o, state = result[:2] if isinstance(result, tuple) else (result, None)
-        return o.transpose(1, 2) if it.heads_first else o, state if "initial_state" in it.takes else None
+        return o.transpose(1, 2) if entry.heads_first else o, state if "initial_state" in entry.takes else None
 
-    fn.__name__ = it.name
+    fn.__name__ = entry.name
     parameters = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in required]
-    parameters += [Parameter(n, Parameter.KEYWORD_ONLY, default=None) for n in it.takes]
+    parameters += [Parameter(n, Parameter.KEYWORD_ONLY, default=None) for n in entry.takes]
     fn.__signature__ = Signature(parameters)
-    fn.supports = it.supports
+    fn.supports = entry.supports
     return fn
 
 

@@ -90,31 +90,35 @@ def linear_attention(
             raise ValueError(f"{name}: expected {what} with update_rule={update_rule!r}, got {got}")
     if min(q_num_heads, kv_num_heads) < 1 or q_num_heads % kv_num_heads:
         raise ValueError(f"q_num_heads: expected a multiple of kv_num_heads = {kv_num_heads}, got {q_num_heads}")
-    given = {"query": query, "key": key, "value": value, "past_state": past_state, "decay": decay, "beta": beta}
-    for name, x in given.items():
+    tensors = {"query": query, "key": key, "value": value, "past_state": past_state, "decay": decay, "beta": beta}
+    for name, x in tensors.items():
         if not isinstance(x, Tensor) and not (x is None and ARGUMENTS[name].optional):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     heads = {"query": q_num_heads, "key": kv_num_heads, "value": kv_num_heads}
-    given |= {name: _heads(name, given[name], n) for name, n in heads.items()}
+    tensors |= {name: _heads(name, tensors[name], n) for name, n in heads.items()}
     readers, (B, T, _) = q_num_heads // kv_num_heads, key.shape
     by_head = decay is not None and decay.shape[-1] == kv_num_heads
     if decay is not None:
         if decay.shape not in ((B, T, kv_num_heads), key.shape):
             raise ValueError(f"decay: expected {[B, T, kv_num_heads]} or {list(key.shape)}, got {list(decay.shape)}")
         check_gate("decay", decay)
-        given["decay"] = decay if by_head else _heads("decay", decay, kv_num_heads)
+        tensors["decay"] = decay if by_head else _heads("decay", decay, kv_num_heads)
     if beta is not None:
         if beta.shape not in ((B, T, kv_num_heads), (B, T, 1)):
             raise ValueError(f"beta: expected {[B, T, kv_num_heads]} or {[B, T, 1]}, got {list(beta.shape)}")
-        given["beta"] = beta.expand(B, T, kv_num_heads)
+        tensors["beta"] = beta.expand(B, T, kv_num_heads)
     by_channel = {} if by_head else {"decay": ARGUMENTS["decay"]._replace(axes="B T kv_num_heads K")}
-    check_tensors(given, (ARGUMENTS | by_channel).values())
+    check_tensors(tensors, (ARGUMENTS | by_channel).values())
 
     mechanism = MECHANISMS[decay is not None and not by_head, by_head, beta is not None]
     past = None if past_state is None else past_state.to(compute_dtype(past_state)).repeat_interleave(readers, 1)
     o, S = FORMS[mechanism]["chunkwise"](
-        given["query"],
-        *(given[n].repeat_interleave(readers, 2) for n in ("key", "value", "decay", "beta") if given[n] is not None),
+        tensors["query"],
+        *(
+            tensors[n].repeat_interleave(readers, 2)
+            for n in ("key", "value", "decay", "beta")
+            if tensors[n] is not None
+        ),
         scale=scale or None,
         initial_state=past,
     )

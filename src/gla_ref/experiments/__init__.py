@@ -1,7 +1,6 @@
 """Experiments as programs: what mixers remember, predict, forget and cost (chapters 19, 19b and 19c).
 
     python -m gla_ref.experiments mqar --device cuda --seeds 3
-    python -m gla_ref.experiments plan
     python -m gla_ref.experiments report FILE
 
 Each trains (or times) the models of :mod:`gla_ref.models` and writes one JSON file of records. An interrupted program
@@ -12,24 +11,17 @@ host it goes on with the runs that the file of records lacks: take the file alon
 Trials choose a learning rate for every group of runs, on validation data; they are no results. `mqar --preset live` is
 learned in some ten seconds a run on a CPU.
 
-With full settings MQAR has run at width 128, `language`, `ablations`, `length` and `throughput` whole; `recall` in
-trials only (lab/experiments.md). The tests run tiny settings on a CPU.
+With full settings MQAR has run at width 128, `language`, `ablations`, `length` and `throughput` whole. The tests run
+tiny settings on a CPU.
 """
 
-from . import ablations, language, length, mqar, recall, throughput
+from . import ablations, language, length, mqar, throughput
 from ._report import Interval, by_speech, compare, holm, interval, paired, results_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
 #: :meta hide-value:
-EXPERIMENTS = {
-    "mqar": mqar,
-    "recall": recall,
-    "language": language,
-    "ablations": ablations,
-    "length": length,
-    "throughput": throughput,
-}
+EXPERIMENTS = {"mqar": mqar, "language": language, "ablations": ablations, "length": length, "throughput": throughput}
 
 __all__ = [
     "EXPERIMENTS",

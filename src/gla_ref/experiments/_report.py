@@ -91,8 +91,15 @@ def paired(xs: dict[str, float], ys: dict[str, float], level: float = 0.95) -> I
     """
     if xs.keys() != ys.keys() or len(xs) < 2:
         raise ValueError(f"xs, ys: expected the same names, at least two, got {sorted(xs)} and {sorted(ys)}")
-    found = [xs[name] - ys[name] for name in xs]
-    return _around(fmean(found), math.sqrt(variance(found) / len(found)), len(found) - 1, len(found), level, True)
+    differences = [xs[name] - ys[name] for name in xs]
+    return _around(
+        fmean(differences),
+        math.sqrt(variance(differences) / len(differences)),
+        len(differences) - 1,
+        len(differences),
+        level,
+        True,
+    )
 
 
 def holm(ps: dict, level: float = 0.05) -> list:
@@ -119,22 +126,22 @@ def score(record: dict) -> tuple[str, float]:
 
 def results_of(records: Sequence[dict]) -> dict[str, list[dict]]:
     """Results grouped over seeds, without trials of learning rates."""
-    found: dict[str, list[dict]] = {}
+    groups: dict[str, list[dict]] = {}
     for r in records:
         if r["about"].get("stage", "main") == "main" and r["run"]["training"]:
             settings = json.dumps(r["run"]["settings"], sort_keys=True)
-            found.setdefault((r["name"].rpartition("/seed")[0].removeprefix("main/"), settings), []).append(r)
-    names = [name for name, _ in found]
+            groups.setdefault((r["name"].rpartition("/seed")[0].removeprefix("main/"), settings), []).append(r)
+    names = [name for name, _ in groups]
     return {  # records of two settings may be in one file
         name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})": rs
-        for i, ((name, _), rs) in enumerate(found.items())
+        for i, ((name, _), rs) in enumerate(groups.items())
     }
 
 
 def compare(records: Sequence[dict], one: str, other: str, level: float = 0.95) -> Interval:
     """How much larger the score of one result is than that of another, both as :func:`results_of` names them."""
-    found = results_of(records)
-    return welch(*([score(r)[1] for r in found[name]] for name in (one, other)), level)
+    groups = results_of(records)
+    return welch(*([score(r)[1] for r in groups[name]] for name in (one, other)), level)
 
 
 def by_speech(records: Sequence[dict], one: str, other: str, of: str = "by speech", level: float = 0.95) -> Interval:
@@ -146,10 +153,10 @@ def by_speech(records: Sequence[dict], one: str, other: str, of: str = "by speec
         of: "by speech", or "last positions by speech".
         level: of the interval.
     """
-    found = results_of(records)
+    groups = results_of(records)
 
     def means(name: str) -> dict[str, float]:
-        every = [r["evaluations"][-1][of] for r in found[name]]
+        every = [r["evaluations"][-1][of] for r in groups[name]]
         return {speech: fmean(x[speech] for x in every) for speech in every[0]}
 
     return paired(means(one), means(other), level)
@@ -170,10 +177,10 @@ def table(records: Sequence[dict], level: float = 0.95) -> str:
 
 def _notes(records: Sequence[dict]) -> set[str]:
     """Notes that a reader of a line needs."""
-    found = set()
+    notes = set()
     for r in records:
         choice = r.get("choice") or {}
-        found |= {"diverged"} if r["diverged"] else {"at chance"} if r["at chance"] else set()
-        found |= {f"{choice['edge']} rate tried"} if choice.get("edge") else set()
-        found |= set() if choice.get("learned", True) else {"no trial learned"}
-    return found
+        notes |= {"diverged"} if r["diverged"] else {"at chance"} if r["at chance"] else set()
+        notes |= {f"{choice['edge']} rate tried"} if choice.get("edge") else set()
+        notes |= set() if choice.get("learned", True) else {"no trial learned"}
+    return notes

@@ -121,7 +121,7 @@ class Language(Task):
 
     def starts(self, step: int) -> torch.Tensor:
         """Where the sequences of a step begin."""
-        found = []
+        starts = []
         for i in range(step * self.rows, (step + 1) * self.rows):
             epoch, place = divmod(i, self.cuts)
             if epoch not in self.orders:
@@ -129,8 +129,8 @@ class Language(Task):
                 offset = int(torch.randint(self.T, (), generator=rng))
                 self.orders = {epoch: (offset, torch.randperm(self.cuts, generator=rng))}
             offset, order = self.orders[epoch]
-            found.append(offset + self.T * int(order[place]))
-        return torch.tensor(found)
+            starts.append(offset + self.T * int(order[place]))
+        return torch.tensor(starts)
 
     def loss(self, objective, step, state):
         """Of the step's sequences; nothing is handed on."""
@@ -146,16 +146,16 @@ class Language(Task):
         """
         sums = {source: (*self.nats(model, tokens, self.T), size) for source, (tokens, size) in self.sources.items()}
         scores = {source: _scores(*of) for source, of in sums.items()}
-        found = _scores(*map(sum, zip(*sums.values(), strict=True))) | {"by source": scores}
+        result = _scores(*map(sum, zip(*sums.values(), strict=True))) | {"by source": scores}
         if self.part == "test":
             size = sum(size for _, size in self.sources.values())
             contexts = [n for n in CONTEXTS if n < self.T]
             nats = {n: sum(self.nats(model, tokens, n)[0] for tokens, _ in self.sources.values()) for n in contexts}
-            found["by context"] = {str(n): x / math.log(2) / size for n, x in nats.items()}
+            result["by context"] = {str(n): x / math.log(2) / size for n, x in nats.items()}
         longest = max((tokens for tokens, _ in self.sources.values()), key=len)
         some = longest[: len(longest) // self.T * self.T].view(-1, self.T)[: self.rows].to(self.device).long()
         layers = gates_of(model, some) if len(some) else []
-        return found | ({"gates": layers} if layers else {})
+        return result | ({"gates": layers} if layers else {})
 
     def nats(self, model, text: Tensor, T: int) -> tuple[float, int]:
         """Summed loss of a text in pieces of T tokens, and how many tokens are predicted: all but the first."""
@@ -222,5 +222,5 @@ def carry_out(run: Run, place: Place) -> dict | None:
     """Train and test; None if the deadline came first."""
     part = "validation" if run.about["stage"] == "rate" else "test"
     task = Language(run.settings, run.about["seed"], place, part)
-    found = trained(run, task, place)
-    return found and {**found, "epochs": run.training.steps * task.rows / task.cuts}
+    record = trained(run, task, place)
+    return record and {**record, "epochs": run.training.steps * task.rows / task.cuts}

@@ -100,22 +100,22 @@ class Length(Task):
         self.window, self.passing, self.rows, self.device = T, passing, settings.tokens // T, place.device
         speeches = corpus.documents("training")
         self.training, self.part = torch.cat(speeches).to(place.device), part
-        found = dict(zip([corpus.names[i] for i in corpus.places(part)], corpus.documents(part), strict=True))
+        held_out = dict(zip([corpus.names[i] for i in corpus.places(part)], corpus.documents(part), strict=True))
         if part == "validation":  # all, as far as all reach
-            n = min([judged or settings.test_length, *(len(x) - 1 for x in found.values())])
+            n = min([judged or settings.test_length, *(len(x) - 1 for x in held_out.values())])
         else:
             n = settings.test_length
-            found = {name: x for name, x in found.items() if len(x) > n}
-            if len(found) < settings.test_speeches:
+            held_out = {name: x for name, x in held_out.items() if len(x) > n}
+            if len(held_out) < settings.test_speeches:
                 raise ValueError(
-                    f"test_speeches: expected at most {len(found)}, the held-out speeches of {n} bytes, "
+                    f"test_speeches: expected at most {len(held_out)}, the held-out speeches of {n} bytes, "
                     f"got {settings.test_speeches}"
                 )
-            found = dict(sorted(found.items())[: settings.test_speeches])
-        if not found:
+            held_out = dict(sorted(held_out.items())[: settings.test_speeches])
+        if not held_out:
             raise ValueError(f"texts: expected speeches of the part {part!r}, found none")
-        self.names, self.T = list(found), n
-        self.test = torch.stack([x[: n + 1] for x in found.values()]).to(place.device)
+        self.names, self.T = list(held_out), n
+        self.test = torch.stack([x[: n + 1] for x in held_out.values()]).to(place.device)
         self.starts, self.fresh = self.schedule([len(x) for x in speeches], steps, seed)
         self.fresh = self.fresh.to(place.device)
 
@@ -221,5 +221,5 @@ def carry_out(run: Run, place: Place) -> dict | None:
     about = run.about
     what = run.settings, about["window"], about["passing"], run.training.steps, about["seed"]
     task = Length(*what, place, part, about.get("judged"))
-    found = trained(run, task, place)
-    return found and {**found, "epochs": run.training.steps * run.tokens / len(task.training)}
+    record = trained(run, task, place)
+    return record and {**record, "epochs": run.training.steps * run.tokens / len(task.training)}

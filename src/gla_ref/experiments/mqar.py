@@ -200,10 +200,10 @@ class Mqar(QuestionTask):
             again = pairs // 2 if s.overwritten else 0
             kinds["overwritten"].append(right[:, :again].float().mean().item())
             kinds["written once"].append(right[:, again:].float().mean().item())
-        found = {"accuracy": mean(shares.values()), "loss": mean(losses), "by length": shares}
+        scores = {"accuracy": mean(shares.values()), "loss": mean(losses), "by length": shares}
         layers = gates_of(model, longest[: max(1, s.tokens // self.T)])
-        found |= {"gates": layers} if layers else {}
-        return found | ({"by key": {kind: mean(x) for kind, x in kinds.items()}} if s.overwritten else {})
+        scores |= {"gates": layers} if layers else {}
+        return scores | ({"by key": {kind: mean(x) for kind, x in kinds.items()}} if s.overwritten else {})
 
     def baselines(self) -> dict:
         """Any value at all; and one of the values in the text, each as often as another ("majority")."""
@@ -242,7 +242,7 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
 
 def by_epsilon(settings: Epsilons, main: list[Run]) -> list[Run]:
     """Each of some runs with every epsilon and every rate, evaluated at its end."""
-    found = []
+    runs = []
     for run in main:
         about = {name: x for name, x in run.about.items() if name != "group"} | {"stage": "epsilon"}
         for eps in settings.epsilons:
@@ -250,8 +250,8 @@ def by_epsilon(settings: Epsilons, main: list[Run]) -> list[Run]:
                 name = f"epsilon/{run.about['group']}/{eps:g}/{rate:g}/seed{run.about['seed']}"
                 training = replace(run.training, learning_rate=rate, evaluations=1)
                 model = replace(run.model, norm_eps=eps)
-                found.append(replace(run, name=name, about=about, model=model, training=training))
-    return found
+                runs.append(replace(run, name=name, about=about, model=model, training=training))
+    return runs
 
 
 def carry_out(run: Run, place: Place) -> dict | None:
@@ -262,12 +262,12 @@ def carry_out(run: Run, place: Place) -> dict | None:
 
 def sanity(records: tuple[dict, ...]) -> list[str]:
     """Softmax attention must solve the task: a sentence for every result of it with less than 99 % right answers."""
-    found = []
+    sentences = []
     for r in records:
         score = r["evaluations"][-1]["accuracy"] if r["evaluations"] else 0.0
         if r["about"]["stage"] == "main" and r["about"]["mixer"] == "softmax" and score < 0.99:
-            found.append(
+            sentences.append(
                 f"{r['name']}: softmax attention has {score:.1%} of the answers, at least 99 % are expected: "
                 "find out why before you compare the others"
             )
-    return found
+    return sentences

@@ -32,12 +32,12 @@ def distinct(n: int, count: int, k: int, rng: torch.Generator) -> Tensor:
     Floyd's algorithm: k draws, where a permutation of all numbers would take `count` of them.
     """
     uniform = torch.rand(n, k, generator=rng, dtype=torch.float64, device=rng.device)
-    found = torch.empty(n, k, dtype=torch.int64, device=rng.device)
+    numbers = torch.empty(n, k, dtype=torch.int64, device=rng.device)
     for i, last in enumerate(range(count - k, count)):
         drawn = (uniform[:, i] * (last + 1)).long()
-        seen = (found[:, :i] == drawn[:, None]).any(1)
-        found[:, i] = torch.where(seen, last, drawn)
-    return found.gather(1, torch.rand(n, k, generator=rng, device=rng.device).argsort(1))
+        seen = (numbers[:, :i] == drawn[:, None]).any(1)
+        numbers[:, i] = torch.where(seen, last, drawn)
+    return numbers.gather(1, torch.rand(n, k, generator=rng, device=rng.device).argsort(1))
 
 
 def answer_logits(model: LanguageModel, tokens: Tensor, places: Tensor) -> Tensor:

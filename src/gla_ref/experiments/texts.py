@@ -57,8 +57,8 @@ def linux_doc(folder: Path) -> list[Document]:
     """
     files = sorted(p for p in folder.rglob("*") if p.name.endswith((".rst", ".rst.gz")) and p.is_file())
     files = [p for p in files if "translations" not in p.relative_to(folder).parts]
-    found = [Document(f"linux-doc/{p.relative_to(folder)}", _text(_unpacked(p))) for p in files]
-    return _some(found, "linux_doc", f"*.rst or *.rst.gz below {folder}")
+    documents = [Document(f"linux-doc/{p.relative_to(folder)}", _text(_unpacked(p))) for p in files]
+    return _some(documents, "linux_doc", f"*.rst or *.rst.gz below {folder}")
 
 
 def gcide(file: Path) -> list[Document]:
@@ -80,8 +80,8 @@ def sotu(folder: Path) -> list[Document]:
         FileNotFoundError: there are none.
     """
     files = sorted(folder.glob("*.json"))
-    found = [Document(f"sotu/{p.stem}", json.loads(p.read_text())["text"]) for p in files]
-    return _some(found, "sotu", f"*.json in {folder}")
+    speeches = [Document(f"sotu/{p.stem}", json.loads(p.read_text())["text"]) for p in files]
+    return _some(speeches, "sotu", f"*.json in {folder}")
 
 
 def _unpacked(file: Path) -> bytes:
@@ -235,7 +235,7 @@ def encode_pairs(documents: list[Document], vocab_size: int) -> Corpus:
 def prepare(documents: list[Document], folder: Path, vocab_size: int) -> dict[str, Corpus]:
     """Write `texts.pt` and `speeches.pt` into a folder."""
     long = [d for d in documents if d.name.startswith("sotu/") and len(d.text.encode()) > LONG]
-    made = {"texts": encode_pairs(documents, vocab_size), "speeches": encode_bytes(long)}
-    for name, corpus in made.items():
+    corpora = {"texts": encode_pairs(documents, vocab_size), "speeches": encode_bytes(long)}
+    for name, corpus in corpora.items():
         corpus.save(folder / f"{name}.pt")
-    return made
+    return corpora

@@ -203,8 +203,8 @@ def kernels(call: Callable[[], object], device: str) -> dict[str, float]:
     with torch.profiler.profile(activities=kinds) as profile:
         call()
         torch.cuda.synchronize(device)
-    found = [x for x in profile.key_averages() if x.device_type == torch.autograd.DeviceType.CUDA]
-    return {x.key: x.self_device_time_total / 1e3 for x in found}
+    kernels = [x for x in profile.key_averages() if x.device_type == torch.autograd.DeviceType.CUDA]
+    return {x.key: x.self_device_time_total / 1e3 for x in kernels}
 
 
 def profiled(step: dict[str, float], own: dict[str, float]) -> dict:
@@ -236,7 +236,7 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
     )
     cuda = torch.device(device).type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6, fused=cuda)
-    found = []
+    losses = []
 
     def step() -> None:
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=s.precision == "bf16"):
@@ -244,15 +244,15 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
         value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found.append(value.detach())
+        losses.append(value.detach())
 
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     first, times = milliseconds(step, s.repeats, 1, device)
     memory = torch.cuda.max_memory_allocated(device) if cuda else None
     once = operator(who, run.model, s.tokens // T, T, s.dtype, device)
-    first_operator, own = milliseconds(once, s.repeats, CALLS, device)
-    ms, operator_ms = statistics.median(times), statistics.median(own)
+    first_operator, operator_times = milliseconds(once, s.repeats, CALLS, device)
+    ms, operator_ms = statistics.median(times), statistics.median(operator_times)
     profile = profiled(kernels(step, device), kernels(once, device)) if cuda else None
     return {
         "T": T,
@@ -265,20 +265,20 @@ def measure(run: Run, T: int, model, loss, place: Place) -> dict:
         "operator first call s": first_operator,
         "operator share": round(operator_ms * run.model.num_hidden_layers / ms, 4),
         "profile ms": profile,
-        "loss": found[0].item(),
+        "loss": losses[0].item(),
     }
 
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
     """A run a size and contender: all lengths in one process, so that fla searches once. Seeds change nothing."""
-    found = []
+    runs = []
     for size in settings.sizes:
         fields, heads, checkpointing = SIZES[size]
         for who in settings.contenders:
             about = {"size": size, "contender": who, "checkpointing": checkpointing, "seed": 0}
             config = Config(**fields | ({"mixer": "softmax", "num_heads": heads} if who == "sdpa" else {}))
-            found.append(Run("throughput", f"{size}/{who}", about, settings, config, None, settings.tokens))
-    return found
+            runs.append(Run("throughput", f"{size}/{who}", about, settings, config, None, settings.tokens))
+    return runs
 
 
 def compiled_kernels() -> int:
@@ -296,14 +296,14 @@ def carry_out(run: Run, place: Place) -> dict | None:
         model, loss = model_and_loss(run.about["contender"], run.model, run.about["checkpointing"], place.device)
     except ImportError as reason:
         return {"refused": f"{type(reason).__name__}: {reason}", "lengths": [], "seconds": 0.0}
-    found: list[dict] = []
+    lengths: list[dict] = []
     for i, T in enumerate(s.lengths):
         if place.is_late():
             return None
         try:
-            found.append(measure(run, T, model, loss, place))
+            lengths.append(measure(run, T, model, loss, place))
         except torch.OutOfMemoryError as reason:
-            found.append({"T": T, "refused": str(reason).splitlines()[0]})
+            lengths.append({"T": T, "refused": str(reason).splitlines()[0]})
             model.zero_grad(set_to_none=True)
         gc.collect()  # a length's optimiser, before the next has its own
         place.tell(i + 1, len(s.lengths))
@@ -311,7 +311,7 @@ def carry_out(run: Run, place: Place) -> dict | None:
     return {
         "refused": None,
         "compiled before": compiled,
-        "lengths": found,
+        "lengths": lengths,
         "parameters": parameters,
         "seconds": round(time.time() - began, 3),
     }

@@ -51,14 +51,14 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
         "strong chunks": the share of chunks, over heads, in which that is beyond STRONG;
         "chunks": how many were looked at.
     """
-    found, handles = [], []
+    layers, handles = [], []
 
     def look(layer, args):
         g = log_gates(layer, args[0])
         C = min(CHUNK, g.shape[1])
         chunks = rearrange(g[:, : g.shape[1] // C * C], "b (n c) h k -> b n c h k", c=C)
         decay = -chunks.sum(2).amin(-1)  # [b, n, h]
-        found.append(
+        layers.append(
             {
                 "half-life": _half_lives(g.mean((0, 1))),
                 "half-life of a token": _half_lives(g[:, ::7]),  # a seventh of them: enough for quantiles
@@ -77,7 +77,7 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return layers
 
 
 def _half_lives(g: Tensor) -> dict[str, float]:

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..models import Config, LanguageModel
+from ..models import LanguageModel
 from ..models.layer import LayerState
 from .runs import Place, Run
 
-__all__ = ["Task", "compile_parts", "share_of_rate", "state_size", "train"]
+__all__ = ["Task", "compile_parts", "share_of_rate", "train"]
 
 POINTS = 50  # of a curve
 LEARNED = 0.98  # share of the loss without learning: a model above it is at chance
@@ -71,15 +71,6 @@ def compile_parts(model: LanguageModel) -> None:
     for block in model.model.layers:
         block.compile(dynamic=False)
     model._summed = torch.compile(model._summed, dynamic=False)
-
-
-def state_size(config: Config, T: int) -> int:
-    """Numbers that a model knows a sequence by after T tokens: of all layers, convolutions included."""
-    soft, d = config.mixer == "softmax", config.hidden_size
-    keys, values = (d, d) if soft else (config.key_size, config.value_size)
-    own = T * (keys + values) if soft else keys * values // config.num_heads
-    conv = (config.conv_size - 1) * (2 * keys + values) if config.use_short_conv else 0
-    return config.num_hidden_layers * (own + conv)
 
 
 def optimizer_of(model: nn.Module, run: Run, device: torch.device) -> torch.optim.Optimizer:
@@ -210,7 +201,7 @@ class _Trainer:
             "compiled": self.place.compile,
             "learning rate": self.run.training.learning_rate,
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "state": state_size(self.run.model, self.task.T),
+            "state": self.run.model.state_size(self.task.T),
             "baselines": self.baselines,
             "data": self.task.part,
             "at chance": self.diverged or self.at_chance(self.curve[-1][1]),

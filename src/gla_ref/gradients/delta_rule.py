@@ -85,8 +85,8 @@ def backward(
 
     Source: derived here; Yang et al. 2024b (DeltaNet), section 3, has the forward pass.
     """
-    given = dict(q=q, k=k, v=v, g=g, beta=beta, do=do, scale=scale, cu_seqlens=cu_seqlens, C=C)
-    given |= dict(initial_state=initial_state, dS=dS)
+    arguments = dict(q=q, k=k, v=v, g=g, beta=beta, do=do, scale=scale, cu_seqlens=cu_seqlens, C=C)
+    arguments |= dict(initial_state=initial_state, dS=dS)
 
     def one(q, k, v, g, beta, do, initial_state, dS, scale, C):
         """Forward over the chunks for their states and writes, then back over them with dS."""
@@ -105,7 +105,7 @@ def backward(
         dq, dk = (rearrange(x, "b t (h n) k -> b t h n k", h=q.shape[2]).sum(3) for x in (scale * dq, dk))
         return (dq, dk, dv, None if g is None else dg[..., 0], dbeta[..., 0]), (dS,)
 
-    grads, (d_initial_state,) = run(BACKWARD, one, given, ("initial_state", "dS"))
+    grads, (d_initial_state,) = run(BACKWARD, one, arguments, ("initial_state", "dS"))
     return Gradients(*grads, d_initial_state)
 
 

@@ -79,8 +79,8 @@ def backward(
 
     Source: GLA paper, section 4.3, appendices B (d log alpha) and C (d log beta).
     """
-    given = dict(q=q, k=k, v=v, g=g, g_v=g_v, do=do, scale=scale, cu_seqlens=cu_seqlens, C=C)
-    given |= dict(initial_state=initial_state, dS=dS)
+    arguments = dict(q=q, k=k, v=v, g=g, g_v=g_v, do=do, scale=scale, cu_seqlens=cu_seqlens, C=C)
+    arguments |= dict(initial_state=initial_state, dS=dS)
 
     def one(q, k, v, g, g_v, do, initial_state, dS, scale, C):
         """Forward over the chunks for the states, then back over them with dS."""
@@ -97,7 +97,7 @@ def backward(
         )
         return (scale * dq, dk, dv, dg, dg_v), (dS,)
 
-    grads, (d_initial_state,) = run(BACKWARD, one, given, ("initial_state", "dS"))
+    grads, (d_initial_state,) = run(BACKWARD, one, arguments, ("initial_state", "dS"))
     return Gradients(*grads, d_initial_state)
 
 
@@ -106,7 +106,7 @@ def _chunk_backward(q, k, v, g, do, g_v, S, dS_end):
     E = segment_sum(g).exp()  # [B H C C K], 0 above the diagonal
     dP = (do @ v.mT).tril() if g_v is None else scores(do, v, g_v)
     P = (q[..., :, None, :] * k[..., None, :, :] * E).sum(-1)  # [B H C C]
-    own, dP_own = (x.diagonal(dim1=-2, dim2=-1)[..., None] for x in (P, dP))  # the i = j terms
+    P_own, dP_own = (x.diagonal(dim1=-2, dim2=-1)[..., None] for x in (P, dP))  # the i = j terms
 
     # what reaches q through the state before the chunk, and k through the state after it
     dq_S = decayed(decayed(do, g_v, decay_from_start) @ S.mT, g, decay_from_start)
@@ -125,7 +125,7 @@ def _chunk_backward(q, k, v, g, do, g_v, S, dS_end):
         dg_v = _gate_gradient(o * do - v * dv, o_read * do, v * dv_S, kept.sum(-2), g_v)
 
     dS = G * dS_end + decayed(q, g, decay_from_start).mT @ decayed(do, g_v, decay_from_start)
-    return dq + dq_S + dP_own * k, dk + dk_S + dP_own * q, dv + dv_S + own * do, dg, dg_v, dS
+    return dq + dq_S + dP_own * k, dk + dk_S + dP_own * q, dv + dv_S + P_own * do, dg, dg_v, dS
 
 
 def _transposed(P: Tensor, do: Tensor, g_v: Tensor | None) -> Tensor:

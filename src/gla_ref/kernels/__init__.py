@@ -53,8 +53,8 @@ def find_device() -> Device:
             from .launch.interpreter import mend
 
             mend()
-        found = "No GPU" if not torch.cuda.is_available() else "GPU not used"
-        sentence = f"{found}: TRITON_INTERPRET=1 is set, kernels are interpreted, in float32."
+        reason = "No GPU" if not torch.cuda.is_available() else "GPU not used"
+        sentence = f"{reason}: TRITON_INTERPRET=1 is set, kernels are interpreted, in float32."
         return Device("cpu", torch.float32, sentence)
     name, (major, _) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     if major < 8:
@@ -90,7 +90,7 @@ def plan(mechanism: str, *tensors: Tensor, direction: str = "forward", hardware=
 def explain(mechanism: str, *tensors: Tensor, hardware=None, **options) -> str:
     """:func:`plan` in words, forward and backward: kernels, programs, tiles, warps, bytes, and why."""
     directions = ("forward", "backward")
-    found = [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in directions]
+    plans = [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in directions]
     from ._explain import describe
 
-    return "\n\n".join(f"{d}: {describe(p)}" for d, p in zip(directions, found, strict=True))
+    return "\n\n".join(f"{d}: {describe(p)}" for d, p in zip(directions, plans, strict=True))

@@ -9,10 +9,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from .mixers import MIXERS
-
 __all__ = ["Config"]
 
+MIXERS = ("softmax", "linear", "retnet", "scalar", "mamba2", "gla", "gated_delta")  # classes: mixers.py
 # fields of fla's files that we ignore: settings that change no result, and bookkeeping of transformers
 WITHOUT_EFFECT = set(
     "attn_mode fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy max_position_embeddings "
@@ -91,7 +90,7 @@ class Config:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             self._check_kind(field.name, field.type)
-        for name, choices in (("mixer", tuple(MIXERS)), ("head_norm", ("rms", "layer"))):
+        for name, choices in (("mixer", MIXERS), ("head_norm", ("rms", "layer"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.mixer == "softmax":
@@ -138,13 +137,21 @@ class Config:
         """Width of the MLP."""
         return self.intermediate_size or 256 * math.ceil(int(self.hidden_size * self.hidden_ratio * 2 / 3) / 256)
 
+    def state_size(self, T: int) -> int:
+        """Numbers that a model knows a sequence by after T tokens: of all layers, convolutions included."""
+        soft, d = self.mixer == "softmax", self.hidden_size
+        keys, values = (d, d) if soft else (self.key_size, self.value_size)
+        mixer = T * (keys + values) if soft else keys * values // self.num_heads
+        conv = (self.conv_size - 1) * (2 * keys + values) if self.use_short_conv else 0
+        return self.num_hidden_layers * (mixer + conv)
+
     def to_dict(self) -> dict:
         """Return a dict for JSON: one that fla's GLAConfig reads if fla has the model, else model_type "gla_ref"."""
         fields = dataclasses.asdict(self)
         if any(fields[name] != value for name, value in FLA_HAS.items()):
             return {"model_type": "gla_ref", **fields}
-        own = {name: x for name, x in fields.items() if name not in FLA_HAS}
-        return {"architectures": ["GLAForCausalLM"], "model_type": "gla", **own}
+        theirs = {name: x for name, x in fields.items() if name not in FLA_HAS}
+        return {"architectures": ["GLAForCausalLM"], "model_type": "gla", **theirs}
 
     @classmethod
     def from_dict(cls, fields: dict) -> Config:
@@ -162,5 +169,5 @@ class Config:
                 raise ValueError(f"{name}: expected {' or '.join(map(repr, neutral[name]))}, got {x!r}")
             if name not in WITHOUT_EFFECT | set(own) | set(neutral):
                 raise ValueError(f"{name}: expected a field of Config or of fla's GLAConfig, got {x!r}")
-        given = {name: x for name, x in fields.items() if name in own}
-        return cls(**{name: x for name, x in given.items() if x is not None or own[name].endswith("| None")})
+        ours = {name: x for name, x in fields.items() if name in own}
+        return cls(**{name: x for name, x in ours.items() if x is not None or own[name].endswith("| None")})

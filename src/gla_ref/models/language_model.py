@@ -357,9 +357,9 @@ def check_state(state: State | None, config: Config, N: int) -> None:
         for name, x in {"S": S, "conv": None if conv is None else conv[0]}.items():
             if x is None:
                 continue
-            found = len(cu) - 1 if name == "S" and cu is not None else len(x[0] if isinstance(x, tuple) else x)
-            if found != N:
-                raise ValueError(f"state[{i}].{name}: expected {N} sequences as in tokens, got {found}")
+            sequences = len(cu) - 1 if name == "S" and cu is not None else len(x[0] if isinstance(x, tuple) else x)
+            if sequences != N:
+                raise ValueError(f"state[{i}].{name}: expected {N} sequences as in tokens, got {sequences}")
 
 
 def parts(layer: LayerState, config: Config) -> Iterator[tuple[str, Tensor, tuple[str | int, ...]]]:

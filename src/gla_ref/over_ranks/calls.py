@@ -111,14 +111,14 @@ class Call:
 
     def batches_of(self, names: tuple[str, ...], tokens: Sequence[Tensor], backwards: bool) -> Iterator[Tokens]:
         """Yield each batch's tokens by name; tokens of sequences that do not leave the segment become zeros."""
-        for i, own in enumerate(self.segments[:: self.rows]):
+        for i, segment in enumerate(self.segments[:: self.rows]):
             x = dict(zip(names, tokens[i * len(names) : (i + 1) * len(names)], strict=True))
-            yield only_tokens(x, own.of_left if backwards else own.of_right)
+            yield only_tokens(x, segment.of_left if backwards else segment.of_right)
 
     def apart(self, batches: Sequence[Tensor]) -> Tensor:
         """Join the batches' rows [B * rows, ...] as [B, n, ...] of all segments."""
-        found = [x.view(-1, self.rows, *x.shape[1:]) for x in batches]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        rows = [x.view(-1, self.rows, *x.shape[1:]) for x in batches]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
     def together(self, x: Tensor) -> list[Tensor]:
         """The inverse of `apart`."""
@@ -165,8 +165,8 @@ class Call:
 
 def total(parts: list[Tensor | None], like: Tensor) -> Tensor:
     """Sum the tensors that are not None; if all are None, return zeros like `like`."""
-    given = [x for x in parts if x is not None]
-    return sum(given[1:], given[0]) if given else torch.zeros_like(like)
+    summands = [x for x in parts if x is not None]
+    return sum(summands[1:], summands[0]) if summands else torch.zeros_like(like)
 
 
 class Enter(torch.autograd.Function):
@@ -226,7 +226,7 @@ class Leave(torch.autograd.Function):
 @torch.compiler.disable  # the graph breaks here and resumes after the call
 def split_over_ranks(
     mechanism: str, tokens: dict[str, Tensor | None], initial_state: Tensor | None, cu_seqlens: Tensor | None, group,
-    scale, lengths, exchange, segment,
+    scale=None, lengths=None, exchange=None, segment=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run any function of :mod:`gla_ref.context_parallel`."""
     tokens = {name: x for name, x in tokens.items() if x is not None}
@@ -239,9 +239,9 @@ def split_over_ranks(
         flat = [x[i] for i in range(len(call.batches)) for x in cut.values()]
         starts = Enter.apply(call, tuple(cut), initial_state, *flat)
         o, S = [], []
-        for i, own in enumerate(call.segments[:: call.rows]):
+        for i, piece in enumerate(call.segments[:: call.rows]):
             here = {name: x[i] for name, x in cut.items()}
-            o_i, S_i = call.walk.form(**here, scale=call.walk.scale, initial_state=starts[i], cu_seqlens=own.cu)
+            o_i, S_i = call.walk.form(**here, scale=call.walk.scale, initial_state=starts[i], cu_seqlens=piece.cu)
             o.append(o_i)
             S.append(S_i)
         return Leave.apply(call, tuple(cut), *o, *S, *flat)

@@ -70,8 +70,8 @@ class Ranks:
 
     def all_gather(self, x: Tensor) -> tuple[dist.Work, Tensor]:
         """Gather every rank's numbers x [n] as [R, n], complete once the work is done."""
-        found = x.new_empty(self.size * len(x))
-        return all_gather(found, x, group=self.group, async_op=True), found.view(self.size, -1)
+        every_rank = x.new_empty(self.size * len(x))
+        return all_gather(every_rank, x, group=self.group, async_op=True), every_rank.view(self.size, -1)
 
     def receive(self, x: Tensor, rank: int) -> dist.Work:
         return self._message(dist.irecv, x, rank)
@@ -128,8 +128,8 @@ class Exchange:
         self.wait(work, found, ranks.others)
         S = torch.zeros_like(maps.X[:, 0])
         for r in range(ranks.size - 1, ranks.rank, -1) if backwards else range(ranks.rank):
-            own = found[r, 1 : 1 + counts[r] * sum(sizes)].split([counts[r] * n for n in sizes])
-            *M, X = (y.view(N, counts[r], *rest) for y, (N, *rest) in zip(own, self.plan.shapes, strict=True))
+            parts = found[r, 1 : 1 + counts[r] * sum(sizes)].split([counts[r] * n for n in sizes])
+            *M, X = (y.view(N, counts[r], *rest) for y, (N, *rest) in zip(parts, self.plan.shapes, strict=True))
             _, S = Maps(tuple(M), X).run(S, backwards)
         return self.checked(S, found[:, 0], list(range(ranks.size)))
 

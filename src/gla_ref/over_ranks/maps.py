@@ -82,12 +82,12 @@ class Maps(NamedTuple):
             from ..kernels.portable.border import crossed
 
             return crossed(self.X, self.M, S, backwards)
-        found, shape = [], S.shape
+        states, shape = [], S.shape
         S = S if self.decays else S.flatten(0, 1)
         for m in self.in_turn(backwards):
-            found.append(S.view(shape))
+            states.append(S.view(shape))
             S = m.after(S)
-        return torch.stack(found[::-1] if backwards else found, 1), S.view(shape)
+        return torch.stack(states[::-1] if backwards else states, 1), S.view(shape)
 
     def composed(self, backwards: bool = False) -> Maps:
         """The map of all segments together."""
@@ -119,8 +119,8 @@ class Walk(NamedTuple):
 
     def heads_first(self, *tensors: Tensor | None) -> list[Tensor | None]:
         """Return a tensor as [B, H, T, D] in the precision of states; None for None."""
-        found = (x if x is None or x.ndim == 4 else x[..., None] for x in tensors)  # gates of heads
-        return [None if x is None else heads_first(x.to(self.dtype)) for x in found]
+        columns = (x if x is None or x.ndim == 4 else x[..., None] for x in tensors)  # gates of heads
+        return [None if x is None else heads_first(x.to(self.dtype)) for x in columns]
 
 
 def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -6,7 +6,6 @@ A model's mixers, its short convolutions and its loss ask :class:`Pieces` for wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .. import context_parallel
+from ..mechanisms import MECHANISMS
+from .calls import split_over_ranks
 from .exchange import Ranks
 
 __all__ = ["Pieces"]
@@ -38,8 +38,14 @@ class Pieces(NamedTuple):
         return self.lengths[self.ranks.rank]
 
     def form(self, mechanism: str) -> Callable:
-        """The mechanism over all ranks."""
-        return partial(getattr(context_parallel, mechanism), group=self.ranks.group, lengths=self.lengths)
+        """The mechanism over all ranks, called as a form of :data:`gla_ref.FORMS` is."""
+
+        def form(*tensors: Tensor, initial_state=None, cu_seqlens: Tensor | None = None):
+            tokens = dict(zip(MECHANISMS[mechanism].required, tensors, strict=True))
+            where = {"group": self.ranks.group, "lengths": self.lengths}
+            return split_over_ranks(mechanism, tokens, initial_state, cu_seqlens, **where)
+
+        return form
 
     def own(self, cu_seqlens: Tensor | None) -> Tensor | None:
         """The boundaries among this rank's tokens `[N + 1]`; sequences of other ranks are empty here."""
@@ -67,9 +73,9 @@ class Pieces(NamedTuple):
             RuntimeError: a rank died or hangs; the message names it.
         """
         ranks, x = self.ranks, x.contiguous()
-        found, there, back = torch.zeros_like(x), ranks.rank + step, ranks.rank - step
+        received, there, back = torch.zeros_like(x), ranks.rank + step, ranks.rank - step
         members = dist.get_process_group_ranks(ranks.group)
-        ends = ((dist.isend, x, there), (dist.irecv, found, back))
+        ends = ((dist.isend, x, there), (dist.irecv, received, back))
         ends = [dist.P2POp(do, y, members[r], ranks.group) for do, y, r in ends if 0 <= r < ranks.size]
         try:
             for work in dist.batch_isend_irecv(ends) if ends else ():
@@ -78,7 +84,7 @@ class Pieces(NamedTuple):
             neighbours = [r for r in (there, back) if 0 <= r < ranks.size]
             raise ranks.agreement.lost(error, self.facts, neighbours) from error
         ranks.agreement.took_part(of_all=False)
-        return found
+        return received
 
 
 class Before(torch.autograd.Function):

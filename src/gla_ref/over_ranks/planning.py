@@ -158,13 +158,13 @@ def check_lengths(
     """
     if not isinstance(lengths, Sequence | None):
         raise TypeError(f"lengths: expected a sequence of token counts or None, got {type(lengths).__name__}")
-    found = (T,) * ranks if lengths is None else tuple(lengths)
-    if len(found) != ranks or not all(isinstance(n, int) and n >= least for n in found) or sum(found) == 0:
+    counts = (T,) * ranks if lengths is None else tuple(lengths)
+    if len(counts) != ranks or not all(isinstance(n, int) and n >= least for n in counts) or sum(counts) == 0:
         limit = f" of at least {least}{why}" if least else ""
-        raise ValueError(f"lengths: expected {ranks} token counts{limit}, one per rank, got {list(found)}")
-    if found[rank] != T:
-        raise ValueError(f"lengths: expected {T} for rank {rank}, the length of {name}, got {found[rank]}")
-    return found
+        raise ValueError(f"lengths: expected {ranks} token counts{limit}, one per rank, got {list(counts)}")
+    if counts[rank] != T:
+        raise ValueError(f"lengths: expected {T} for rank {rank}, the length of {name}, got {counts[rank]}")
+    return counts
 
 
 def side_by_side(tokens: int, programs: int, multiprocessors: int) -> int:

@@ -124,6 +124,6 @@ def attend(q, k, v, scale=None):
 
 
 if __name__ == "__main__":  # python -m gla_ref.pages.first: is it right here, and how fast
-    from gla_ref.pages._alone import run
+    from gla_ref._commands.page import run
 
     run(attend)

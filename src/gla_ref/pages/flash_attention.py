@@ -116,6 +116,6 @@ def flash_attention(q, k, v, scale=None):
 
 
 if __name__ == "__main__":  # python -m gla_ref.pages.flash_attention: is it right here, and how fast
-    from gla_ref.pages._alone import run
+    from gla_ref._commands.page import run
 
     run(flash_attention)

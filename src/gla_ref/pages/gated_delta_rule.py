@@ -161,6 +161,6 @@ def gated_delta_rule(q, k, v, g, beta, scale=None):
 
 
 if __name__ == "__main__":  # python -m gla_ref.pages.gated_delta_rule: is it right here, and how fast
-    from gla_ref.pages._alone import run
+    from gla_ref._commands.page import run
 
     run(gated_delta_rule)

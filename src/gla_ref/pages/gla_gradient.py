@@ -158,6 +158,6 @@ def gla_gradient(q, k, v, g, do, scale=None):
 
 
 if __name__ == "__main__":  # python -m gla_ref.pages.gla_gradient: is it right here, and how fast
-    from gla_ref.pages._alone import run
+    from gla_ref._commands.page import run
 
     run(gla_gradient)

@@ -164,6 +164,6 @@ def gla(q, k, v, g, scale=None):
 
 
 if __name__ == "__main__":  # python -m gla_ref.pages.gla_levels: is it right here, and how fast
-    from gla_ref.pages._alone import run
+    from gla_ref._commands.page import run
 
     run(gla)

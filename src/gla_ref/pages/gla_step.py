@@ -85,6 +85,6 @@ def gla_step(q, k, v, g, S, scale=None):
 
 
 if __name__ == "__main__":  # python -m gla_ref.pages.gla_step: is it right here, and how fast
-    from gla_ref.pages._alone import run
+    from gla_ref._commands.page import run
 
     run(gla_step)

@@ -91,6 +91,6 @@ def linear_attention(q, k, v, scale=None):
 
 
 if __name__ == "__main__":  # python -m gla_ref.pages.linear_attention: is it right here, and how fast
-    from gla_ref.pages._alone import run
+    from gla_ref._commands.page import run
 
     run(linear_attention)

@@ -5,7 +5,7 @@ import math
 import torch
 
 from . import exercise
-from ._compare import draw, hold
+from ._compare import draw, hold, variants
 from ._predict import ask, numbers
 
 
@@ -75,7 +75,7 @@ def accept(answer):
         "The writes of the rejected tokens are left out, but their gates are not.": (
             lambda S, k, v, g, m: _accepted(S, k, v, g, m, to=len(k))
         ),
-        "The state before has not decayed.": lambda S, k, v, g, m: _accepted(S, k, v, g, m, whole=0),
+        "The state before has not decayed.": dict(whole=0),
         "A write decays by the gates after it: the token's own gate is not among them.": (
             lambda S, k, v, g, m: (
                 g[:m].sum(0).exp()[:, None] * S + (k[:m] * (g[:m].flip(0).cumsum(0).flip(0)).exp()).T @ v[:m]
@@ -86,4 +86,4 @@ def accept(answer):
     }
     k, v, noise, S = draw(10, (5, 3), (5, 2), (5, 3), (3, 2))
     g = -noise.abs() / 4
-    hold(answer, [(S, k, v, g, 3), (S, k, v, g, 0)], _accepted, mistakes, {"S": "K V"})
+    hold(answer, [(S, k, v, g, 3), (S, k, v, g, 0)], _accepted, variants(_accepted, mistakes), {"S": "K V"})

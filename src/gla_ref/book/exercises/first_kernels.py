@@ -10,7 +10,7 @@ from torch import Tensor
 from ...kernels import find_device
 from ...rounding import error
 from . import Open, Wrong, exercise
-from ._compare import call, hold
+from ._compare import call, hold, variants
 from ._predict import choose, predict
 
 GUARD = 4096  # numbers before, between and after a kernel's tensors, which no program may touch
@@ -158,27 +158,24 @@ def partial_sums(answer):
         padded = torch.cat([x, x.new_full((-N % BLOCK,), fill)])
         return padded.view(-1, BLOCK)
 
-    kernel(
-        answer,
-        [
-            Launch({"x": numbers(N, N)}, [-(-N // BLOCK)], [-(-N // BLOCK)], [N], {"BLOCK": BLOCK})
-            for N, BLOCK in ((40, 16), (64, 32), (5, 8))
-        ],
-        lambda case: blocks(case).sum(1),
-        {
-            "All programs sum the first block. Which numbers are a program's own? Its number times BLOCK, and on.": (
-                lambda case: blocks(case)[:1].sum(1).expand(*case.shape)
-            ),
-            "Blocks overlap: program 1 begins at number BLOCK, not at number 1.": lambda case: torch.stack(
-                [x[: case.constants["BLOCK"]].sum() for x in (case.inputs["x"][p:] for p in range(*case.shape))]
-            ),
-            "That is the sum so far, over all earlier programs too; each program adds up its own block.": (
-                lambda case: blocks(case).sum(1).cumsum(0)
-            ),
-            "That is the largest number of a block; add them up.": (lambda case: blocks(case, -torch.inf).amax(1)),
-            "That is the mean of a block; the sum is not divided.": lambda case: blocks(case).mean(1),
-        },
-    )
+    mistakes = {
+        "All programs sum the first block. Which numbers are a program's own? Its number times BLOCK, and on.": (
+            lambda case: blocks(case)[:1].sum(1).expand(*case.shape)
+        ),
+        "Blocks overlap: program 1 begins at number BLOCK, not at number 1.": lambda case: torch.stack(
+            [x[: case.constants["BLOCK"]].sum() for x in (case.inputs["x"][p:] for p in range(*case.shape))]
+        ),
+        "That is the sum so far, over all earlier programs too; each program adds up its own block.": (
+            lambda case: blocks(case).sum(1).cumsum(0)
+        ),
+        "That is the largest number of a block; add them up.": lambda case: blocks(case, -torch.inf).amax(1),
+        "That is the mean of a block; the sum is not divided.": lambda case: blocks(case).mean(1),
+    }
+    cases = [
+        Launch({"x": numbers(N, N)}, [-(-N // BLOCK)], [-(-N // BLOCK)], [N], {"BLOCK": BLOCK})
+        for N, BLOCK in ((40, 16), (64, 32), (5, 8))
+    ]
+    kernel(answer, cases, lambda case: blocks(case).sum(1), mistakes)
 
 
 choose(
@@ -203,28 +200,23 @@ def offsets(answer):
     def of(order):
         return lambda *x: order(*x, torch.arange(x[3])[:, None], torch.arange(x[5])[None, :])
 
-    hold(
-        answer,
-        [(1, 2, 2, 5, 3, 4), (0, 0, 2, 3, 2, 4), (2, 1, 3, 4, 2, 8)],  # b, h, B, T, H, K
-        of(lambda b, h, B, T, H, K, t, c: ((b * T + t) * H + h) * K + c),
-        {
-            "That is the layout [B, H, T, K]. Here the heads of one token lie side by side.": of(
-                lambda b, h, B, T, H, K, t, c: ((b * H + h) * T + t) * K + c
-            ),
-            "The tokens of one head are not side by side: between two of them lie all other heads, H K numbers.": of(
-                lambda b, h, B, T, H, K, t, c: b * T * H * K + h * K + t * K + c
-            ),
-            "The sequence b is missing: each takes T H K numbers.": of(
-                lambda b, h, B, T, H, K, t, c: (t * H + h) * K + c
-            ),
-            "The head h is missing: it lies h K numbers from the token's first.": of(
-                lambda b, h, B, T, H, K, t, c: (b * T + t) * H * K + c
-            ),
-            "Those are bytes of float32. An offset counts numbers; Triton knows how large one is.": of(
-                lambda b, h, B, T, H, K, t, c: 4 * (((b * T + t) * H + h) * K + c)
-            ),
-        },
-    )
+    mistakes = {
+        "That is the layout [B, H, T, K]. Here the heads of one token lie side by side.": of(
+            lambda b, h, B, T, H, K, t, c: ((b * H + h) * T + t) * K + c
+        ),
+        "The tokens of one head are not side by side: between two of them lie all other heads, H K numbers.": of(
+            lambda b, h, B, T, H, K, t, c: b * T * H * K + h * K + t * K + c
+        ),
+        "The sequence b is missing: each takes T H K numbers.": of(lambda b, h, B, T, H, K, t, c: (t * H + h) * K + c),
+        "The head h is missing: it lies h K numbers from the token's first.": of(
+            lambda b, h, B, T, H, K, t, c: (b * T + t) * H * K + c
+        ),
+        "Those are bytes of float32. An offset counts numbers; Triton knows how large one is.": of(
+            lambda b, h, B, T, H, K, t, c: 4 * (((b * T + t) * H + h) * K + c)
+        ),
+    }
+    cases = [(1, 2, 2, 5, 3, 4), (0, 0, 2, 3, 2, 4), (2, 1, 3, 4, 2, 8)]  # b, h, B, T, H, K
+    hold(answer, cases, of(lambda b, h, B, T, H, K, t, c: ((b * T + t) * H + h) * K + c), mistakes)
 
 
 choose(
@@ -263,67 +255,57 @@ def rms_norm(answer):
         x = numbers(N, R * stride)  # between two rows lie numbers of another tensor
         return Launch({"x": x}, [R, N], [R], [N, stride, N, eps], {"BLOCK": BLOCK})
 
-    kernel(
-        answer,
-        [case(3, 8, 8, 8), case(4, 5, 5, 8), case(3, 20, 24, 32)],
-        normed,
-        {
-            "The mean is over the N numbers of the row, not over the BLOCK places of the program.": (
-                lambda case: normed(case, length=case.constants["BLOCK"])
-            ),
-            "eps is missing under the root.": lambda case: normed(case, eps=0.0),
-            "That is the sum of squares under the root; divide it by N.": lambda case: normed(case, length=1),
-            "Rows of x lie x_stride numbers apart, which need not be N.": packed,
-            "-inf squared is inf: what the mask leaves out must count as 0 in a sum of squares.": (
-                lambda case: normed(case) * (case.shape[1] == case.constants["BLOCK"])
-            ),
-            "All programs normalise row 0: a row begins at its number times the stride.": (
-                lambda case: normed(case)[:1].expand(*case.shape)
-            ),
-            "That subtracts the mean too (a LayerNorm); RMSNorm does not.": lambda case: (
-                (rows(case) - rows(case).mean(1, keepdim=True))
-                / (rows(case).var(1, correction=0, keepdim=True) + case.numbers[3]).sqrt()
-            ),
-        },
-    )
+    def centred(case):
+        x = rows(case) - rows(case).mean(1, keepdim=True)
+        return x / (x.square().mean(1, keepdim=True) + case.numbers[3]).sqrt()
+
+    mistakes = {
+        "The mean is over the N numbers of the row, not over the BLOCK places of the program.": (
+            lambda case: normed(case, length=case.constants["BLOCK"])
+        ),
+        "eps is missing under the root.": dict(eps=0.0),
+        "That is the sum of squares under the root; divide it by N.": dict(length=1),
+        "Rows of x lie x_stride numbers apart, which need not be N.": packed,
+        "-inf squared is inf: what the mask leaves out must count as 0 in a sum of squares.": (
+            lambda case: normed(case) * (case.shape[1] == case.constants["BLOCK"])
+        ),
+        "All programs normalise row 0: a row begins at its number times the stride.": (
+            lambda case: normed(case)[:1].expand(*case.shape)
+        ),
+        "That subtracts the mean too (a LayerNorm); RMSNorm does not.": centred,
+    }
+    cases = [case(3, 8, 8, 8), case(4, 5, 5, 8), case(3, 20, 24, 32)]
+    kernel(answer, cases, normed, variants(normed, mistakes))
 
 
 @exercise("ex-first-matmul", "implement")
 def matmul(answer):
     """c = a b, one tile of c per program, in steps of BK along K."""
 
-    def split(case):
-        return case.inputs["a"], case.inputs["b"], *case.constants.values()
-
-    def first(case):
-        a, b, _, _, BK = split(case)
-        return a[:, :BK] @ b[:BK]
-
-    def last(case):
-        a, b, _, _, BK = split(case)
-        begin = (a.shape[1] - 1) // BK * BK
-        return a[:, begin:] @ b[begin:]
-
-    def whole(case):
-        a, b, _, _, BK = split(case)
-        end = a.shape[1] // BK * BK
-        return a[:, :end] @ b[:end]
+    def product(case, steps=lambda K, BK: slice(K)):
+        """By the columns of a, and rows of b, that some steps have."""
+        a, b = case.inputs.values()
+        some = steps(a.shape[1], case.constants["BK"])
+        return a[:, some] @ b[some]
 
     def case(M, N, K):
         a, b = numbers(M, M, K), numbers(N, K, N)
         tiles = {"BM": 16, "BN": 16, "BK": 16}
         return Launch({"a": a, "b": b}, [M, N], [-(-M // 16), -(-N // 16)], [M, N, K], tiles)
 
-    kernel(
-        answer,
-        [case(32, 16, 16), case(16, 48, 64), case(20, 37, 41)],
-        lambda case: case.inputs["a"] @ case.inputs["b"],
-        {
-            "Only the first BK columns of a meet the first BK rows of b: a loop over K is missing.": first,
-            "Only the last step is kept: add each product to an accumulator.": last,
-            "The loop ends too early: the last BK numbers of K need a step too, if only a part of one.": whole,
-        },
-    )
+    mistakes = {
+        "Only the first BK columns of a meet the first BK rows of b: a loop over K is missing.": dict(
+            steps=lambda K, BK: slice(BK)
+        ),
+        "Only the last step is kept: add each product to an accumulator.": dict(
+            steps=lambda K, BK: slice((K - 1) // BK * BK, K)
+        ),
+        "The loop ends too early: the last BK numbers of K need a step too, if only a part of one.": dict(
+            steps=lambda K, BK: slice(K // BK * BK)
+        ),
+    }
+    cases = [case(32, 16, 16), case(16, 48, 64), case(20, 37, 41)]
+    kernel(answer, cases, product, variants(product, mistakes))
 
 
 @exercise("ex-first-keys", "implement")
@@ -366,25 +348,17 @@ def keys(answer):
         x = {"q": numbers(N, 16, 32), "k": numbers(N + 1, N, 32), "v": numbers(N + 2, N, 16)}
         return Launch(x, [16, 16], [1], [N, scale], {"BM": 16, "BN": 16, "K": 32, "V": 16})
 
-    kernel(
-        answer,
-        [case(16), case(48), case(40), case(64, scale=8.0)],
-        right,
-        {
-            "Only the first BN keys are read: walk over all N of them.": lambda case: walk(case, tiles=1),
-            "The last tile has keys beyond the end. Loaded as 0 they have the score 0, which counts: make their "
-            "scores -inf.": padded,
-            "The sum so far is relative to an older maximum: shrink it by e^(m - m_new).": (
-                lambda case: walk(case, on_sum=False)
-            ),
-            "The output so far is relative to an older maximum: shrink it by e^(m - m_new).": (
-                lambda case: walk(case, on_out=False)
-            ),
-            "The sum and the output so far are relative to an older maximum: shrink both by e^(m - m_new).": (
-                lambda case: walk(case, on_sum=False, on_out=False)
-            ),
-            "The output is not divided by the sum.": lambda case: walk(case, divide=False),
-            "These queries see all keys: no causal mask here.": causal,
-            "The scale is missing.": lambda case: attention(of(case)[0] @ of(case)[1].T, of(case)[2]),
-        },
-    )
+    mistakes = {
+        "Only the first BN keys are read: walk over all N of them.": dict(tiles=1),
+        "The last tile has keys beyond the end. Loaded as 0 they have the score 0, which counts: make their "
+        "scores -inf.": padded,
+        "The sum so far is relative to an older maximum: shrink it by e^(m - m_new).": dict(on_sum=False),
+        "The output so far is relative to an older maximum: shrink it by e^(m - m_new).": dict(on_out=False),
+        "The sum and the output so far are relative to an older maximum: shrink both by e^(m - m_new).": dict(
+            on_sum=False, on_out=False
+        ),
+        "The output is not divided by the sum.": dict(divide=False),
+        "These queries see all keys: no causal mask here.": causal,
+        "The scale is missing.": lambda case: attention(of(case)[0] @ of(case)[1].T, of(case)[2]),
+    }
+    kernel(answer, [case(16), case(48), case(40), case(64, scale=8.0)], right, variants(walk, mistakes))

@@ -5,7 +5,7 @@ import random
 import torch
 
 from . import Wrong, exercise
-from ._compare import call, draw, hold
+from ._compare import call, draw, hold, variants
 from ._predict import predict
 
 predict(
@@ -51,36 +51,27 @@ def mend(answer):
     def walk(q, k, v):
         return 0.6 * (q @ k.T).tril() @ v, k.T @ v
 
-    def variant(scaled=True, inclusive=False, first=True, running=True, final=True):
-        def form(walk, q, k, v, S0, L, scale):
-            o, S = [], S0 if first else torch.zeros_like(S0)
-            for i in range(0, len(q), L):
-                local, added = walk(q[i : i + L], k[i : i + L], v[i : i + L])
-                read = S + added if inclusive else S
-                o.append(local + (scale if scaled else 1) * q[i : i + L] @ read)
-                S = S + added if running else added
-            return torch.cat(o), S if final else S - S0
+    def mended(walk, q, k, v, S0, L, scale, scaled=True, inclusive=False, first=True, running=True, final=True):
+        o, S = [], S0 if first else torch.zeros_like(S0)
+        for i in range(0, len(q), L):
+            local, added = walk(q[i : i + L], k[i : i + L], v[i : i + L])
+            read = S + added if inclusive else S
+            o.append(local + (scale if scaled else 1) * q[i : i + L] @ read)
+            S = S + added if running else added
+        return torch.cat(o), S if final else S - S0
 
-        return form
-
-    hold(
-        answer,
-        [
-            (walk, *draw(T, (T, 3), (T, 3), (T, V), (3, V)), L, 0.6)
-            for T, V, L in ((8, 2, 2), (7, 4, 3), (5, 1, 8), (1, 2, 1))
-        ],
-        variant(),
-        {
-            "The part read from the true start needs the scale as well.": variant(scaled=False),
-            "A segment reads the state before it: its own tokens are in its outputs already.": variant(inclusive=True),
-            "The text begins with a state S0: all segments read it.": variant(first=False),
-            "The state before a segment is the sum of all segments before it, not of the last one alone.": (
-                variant(running=False)
-            ),
-            "The final state contains S0, too.": variant(final=False),
-        },
-        {"o": "T V", "S": "K V"},
-    )
+    mistakes = {
+        "The part read from the true start needs the scale as well.": dict(scaled=False),
+        "A segment reads the state before it: its own tokens are in its outputs already.": dict(inclusive=True),
+        "The text begins with a state S0: all segments read it.": dict(first=False),
+        "The state before a segment is the sum of all segments before it, not of the last one alone.": dict(
+            running=False
+        ),
+        "The final state contains S0, too.": dict(final=False),
+    }
+    sizes = (8, 2, 2), (7, 4, 3), (5, 1, 8), (1, 2, 1)
+    cases = [(walk, *draw(T, (T, 3), (T, 3), (T, V), (3, V)), L, 0.6) for T, V, L in sizes]
+    hold(answer, cases, mended, variants(mended, mistakes), {"o": "T V", "S": "K V"})
 
 
 @exercise("ex-fla-packed", "derive")

@@ -122,27 +122,24 @@ def convolution(answer):
 
     mistakes = {
         "The end comes round to the beginning: a product of FFTs of T points is a circular convolution. "
-        "Fill up with zeros to 2 T, and keep the first T.": lambda *x: _convolved(*x, size=1),
-        "Each write is decayed by its own gate as well: the powers begin with gamma ** 0 = 1.": (
-            lambda *x: _convolved(*x, powers=lambda t: t + 1)
+        "Fill up with zeros to 2 T, and keep the first T.": dict(size=1),
+        "Each write is decayed by its own gate as well: the powers begin with gamma ** 0 = 1.": dict(
+            powers=lambda t: t + 1
         ),
         "The filter is the wrong way round: its first entry, for the token's own write, is gamma ** 0 = 1.": (
             lambda k, v, gamma: _convolved(k, v, gamma, powers=lambda t: len(k) - 1 - t)
         ),
-        "Time runs backwards: each state holds the writes that come after it.": (
-            lambda *x: _convolved(*x, lags=lambda t: -t)
-        ),
+        "Time runs backwards: each state holds the writes that come after it.": dict(lags=lambda t: -t),
         "There is no decay in it: that is a running sum. The filter is gamma ** 0, gamma ** 1, ...": (
             lambda k, v, gamma: _convolved(k, v, 1.0)
         ),
-        "Each token misses its own write: the filter begins with gamma ** 0 = 1, at a distance of 0.": (
-            lambda *x: _convolved(*x, lags=lambda t: t + 1)
+        "Each token misses its own write: the filter begins with gamma ** 0 = 1, at a distance of 0.": dict(
+            lags=lambda t: t + 1
         ),
-        "Those are writes v_t^T k_t; the state has a row for each channel of k.": (
-            lambda *x: _convolved(*x, first="v")
-        ),
+        "Those are writes v_t^T k_t; the state has a row for each channel of k.": dict(first="v"),
     }
-    hold(answer, [(*draw(4, (7, 3), (7, 4)), 0.9)], right, mistakes, {"S": "T K V"})
+    cases = [(*draw(4, (7, 3), (7, 4)), 0.9)]
+    hold(answer, cases, right, variants(_convolved, mistakes), {"S": "T K V"})
 
 
 @exercise("ex-gates-order", "implement")

@@ -9,7 +9,7 @@ from ... import gla
 from ...gates import decay_to_end
 from ...rounding import error
 from . import Wrong, exercise
-from ._compare import draw, hold
+from ._compare import draw, hold, variants
 from ._predict import ask, choice, numbers
 from .first_kernels import Launch, launch_all
 
@@ -50,25 +50,23 @@ def difference():
     return choice("Formats that hide the error", hidden, why)
 
 
+def _tiles(e, memory, exponentials, needed=1, saved=2):
+    return needed + saved * e * exponentials / memory
+
+
 @exercise("ex-kernel-tiles", "derive")
 def tiles(answer):
     mistakes = {
-        "One tile needs its exponentials in any case: only n - 1 repetitions are saved.": (
-            lambda e, memory, exponentials: 2 * e * exponentials / memory
-        ),
-        "There are two exponentials for each number, one for q and one for k.": (
-            lambda e, memory, exponentials: 1 + 4 * e * exponentials / memory
-        ),
-        "q and k are written once more, and so are they read: four times K numbers.": (
-            lambda e, memory, exponentials: 1 + e * exponentials / memory
-        ),
+        "One tile needs its exponentials in any case: only n - 1 repetitions are saved.": dict(needed=0),
+        "There are two exponentials for each number, one for q and one for k.": dict(saved=4),
+        "q and k are written once more, and so are they read: four times K numbers.": dict(saved=1),
         "Bytes are paid at the rate of memory, exponentials at theirs: the ratio is upside down.": (
             lambda e, memory, exponentials: 1 + 2 * e * memory / exponentials
         ),
         "4 K numbers are 4 e K bytes.": lambda e, memory, exponentials: 1 + 2 * exponentials / memory,
     }
     cases = [(4, 1.5e12, 4.2e12), (2, 4.8e12, 3.9e12)]
-    hold(answer, cases, lambda e, memory, exponentials: 1 + 2 * e * exponentials / memory, mistakes, {"n": ""})
+    hold(answer, cases, _tiles, variants(_tiles, mistakes), {"n": ""})
 
 
 def _carried(decay, own, S, gate=lambda a, n: a[n], late=0):
@@ -81,19 +79,19 @@ def _carried(decay, own, S, gate=lambda a, n: a[n], late=0):
 @exercise("ex-kernel-carry", "implement")
 def carry(answer):
     mistakes = {
-        "The states after the segments: a segment needs the one before it.": lambda *x: _carried(*x, late=1),
+        "The states after the segments: a segment needs the one before it.": dict(late=1),
         "The decay belongs to the rows of the state, one for each channel of k.": (
             lambda a, own, S: _carried(a.new_ones(a.shape), own, S)
         ),
-        "A state decays by the segment that it passes through, not by the one before.": (
-            lambda *x: _carried(*x, gate=lambda a, n: a[n - 1] if n else a.new_ones(a[0].shape))
+        "A state decays by the segment that it passes through, not by the one before.": dict(
+            gate=lambda a, n: a[n - 1] if n else a.new_ones(a[0].shape)
         ),
         "The first segment starts from S, not from zeros.": lambda a, own, S: _carried(a, own, torch.zeros_like(S)),
         "What a segment adds has decayed inside of it already.": (lambda a, own, S: _carried(a, a[..., None] * own, S)),
     }
     noise, own, S = draw(9, (4, 2), (4, 2, 3), (2, 3))
     cases = [(noise.sigmoid(), own, S)]
-    hold(answer, cases, _carried, mistakes, {"starts": "N K V", "final": "K V"})
+    hold(answer, cases, _carried, variants(_carried, mistakes), {"starts": "N K V", "final": "K V"})
 
 
 def _chunks(

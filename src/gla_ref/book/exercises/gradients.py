@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from ... import gla, simple_gla
 from ...gradients.gla import backward
 from . import Wrong, exercise
-from ._compare import call, close, draw, hold, locate, results, reverse_sum
+from ._compare import call, close, draw, hold, locate, results, reverse_sum, variants
 from ._predict import RIGHT, Part, Question, ask, near, number, numbers
 
 
@@ -50,6 +50,22 @@ def stored():
     return numbers("The error is", "about as large", mistakes, hint, options=options)
 
 
+def _sums(terms, end, read, wrote):
+    """Mistakes in a gate's gradient: the sum of `terms` from its token on, and `end`, the final state's part."""
+    return {
+        "The sum runs from the start; a gate is crossed by paths that end at t or later.": (
+            lambda *x: terms(*x).cumsum(1) + end(*x)
+        ),
+        "Token t's own term is missing: the sum begins with i = t.": (
+            lambda *x: reverse_sum(terms(*x), 1) - terms(*x) + end(*x)
+        ),
+        "The sum over the later tokens is missing.": lambda *x: terms(*x) + end(*x),
+        f"The sign: {read} counts paths, and {wrote} takes away those that do not cross t.": (
+            lambda *x: end(*x) - reverse_sum(terms(*x), 1)
+        ),
+    }
+
+
 @exercise("ex-gradients-scalar", "implement")
 def scalar(answer):
     def channels(q, k, dq, dk, S, D):
@@ -63,16 +79,7 @@ def scalar(answer):
 
     mistakes = {
         "There is one gate for all channels: its gradient is the sum over them.": channels,
-        "The sum runs from the start; a gate is crossed by paths that end at t or later.": (
-            lambda *x: terms(*x).cumsum(1) + end(*x)
-        ),
-        "Token t's own term is missing: the sum begins with i = t.": (
-            lambda *x: reverse_sum(terms(*x), 1) - terms(*x) + end(*x)
-        ),
-        "The sum over the later tokens is missing.": lambda *x: terms(*x) + end(*x),
-        "The sign: q dq counts paths, and k dk takes away those that do not cross t.": (
-            lambda *x: end(*x) - reverse_sum(terms(*x), 1)
-        ),
+        **_sums(terms, end, "q dq", "k dk"),
         "The final state is missing: read after every token, it adds the sum of S_T * D.": (
             lambda *x: reverse_sum(terms(*x), 1)
         ),
@@ -119,29 +126,20 @@ def pairs():
 
 @exercise("ex-gradients-values", "implement")
 def values(answer):
-    def terms(o, do, v, dv):
+    def terms(o, do, v, dv, S, D):
         return o * do - v * dv
 
-    def end(S, D, axis=-2):
+    def end(o, do, v, dv, S, D, axis=-2):
         return (S * D).sum(axis)[:, None]
 
     mistakes = {
-        "The sum runs from the start; a gate is crossed by paths that end at t or later.": (
-            lambda *x: terms(*x[:4]).cumsum(1) + end(*x[4:])
-        ),
-        "Token t's own term is missing: the sum begins with i = t.": (
-            lambda *x: reverse_sum(terms(*x[:4]), 1) - terms(*x[:4]) + end(*x[4:])
-        ),
-        "The sum over the later tokens is missing.": lambda *x: terms(*x[:4]) + end(*x[4:]),
-        "The sign: o do counts paths, and v dv takes away those that do not cross t.": (
-            lambda *x: end(*x[4:]) - reverse_sum(terms(*x[:4]), 1)
-        ),
-        "The final state is missing: it is read after every token.": lambda *x: reverse_sum(terms(*x[:4]), 1),
+        **_sums(terms, end, "o do", "v dv"),
+        "The final state is missing: it is read after every token.": lambda *x: reverse_sum(terms(*x), 1),
         "The final state is summed over its columns, but these gates fade columns: sum over the rows, K.": (
-            lambda *x: reverse_sum(terms(*x[:4]), 1) + end(*x[4:], axis=-1)
+            lambda *x: reverse_sum(terms(*x), 1) + end(*x, axis=-1)
         ),
         "One gate per column: nothing is summed over the columns.": (
-            lambda *x: (reverse_sum(terms(*x[:4]), 1) + end(*x[4:])).sum(-1)
+            lambda *x: (reverse_sum(terms(*x), 1) + end(*x)).sum(-1)
         ),
     }
     key, value, state = (2, 6, 2, 4), (2, 6, 2, 4), (2, 2, 4, 4)  # K = V, so that rows and columns can be mixed up
@@ -152,21 +150,21 @@ def values(answer):
     hold(answer, [(o, do, v, found.dv, S_T, D)], lambda *_: found.dg_v, mistakes, {"dg_v": "B T H V"})
 
 
+def _states(K, V, kept=2, keys=3):
+    """C at which the chunks' states take as much memory as their inputs."""
+    return kept * K * V / (keys * K + V)
+
+
 @exercise("ex-gradients-states", "derive")
 def states(answer):
     mistakes = {
-        "Two states are kept for each chunk: the state before it and the gradient of the state after it.": (
-            lambda K, V: K * V / (3 * K + V)
-        ),
-        "The inputs have three tensors with K channels, q, k and g, and one with V.": (
-            lambda K, V: 2 * K * V / (2 * K + V)
-        ),
+        "Two states are kept for each chunk: the state before it and the gradient of the state after it.": dict(kept=1),
+        "The inputs have three tensors with K channels, q, k and g, and one with V.": dict(keys=2),
         "The ratio is upside down: longer chunks have fewer states.": lambda K, V: (3 * K + V) / (2 * K * V),
-        "States and inputs have numbers of the same size here, e bytes: the size cancels.": (
-            lambda K, V: 4 * K * V / (3 * K + V)
-        ),
+        "States and inputs have numbers of the same size here, e bytes: the size cancels.": dict(kept=4),
     }
-    hold(answer, [(128, 128), (64, 96), (256, 512)], lambda K, V: 2 * K * V / (3 * K + V), mistakes, {"C": ""})
+    cases = [(128, 128), (64, 96), (256, 512)]
+    hold(answer, cases, _states, variants(_states, mistakes), {"C": ""})
 
 
 @exercise("ex-gradients-same", "implement")

@@ -69,10 +69,11 @@ def parity(answer):
     hold(answer, cases, _rounds, variants(_rounds, mistakes), axes)
 
 
-def _end(load, transform, multiply, n, stages):
+def _end(load, transform, multiply, n, stages, more=0):
+    """When all is done; `more` stages than there are."""
     a, b, c = [], [], []
     for i in range(n):
-        room = c[i - stages] if i >= stages else 0
+        room = c[i - stages - more] if i >= stages + more else 0
         a.append(max(a[-1] if a else 0, room) + load)
         b.append(max(b[-1] if b else 0, a[i]) + transform)
         c.append(max(c[-1] if c else 0, b[i]) + multiply)
@@ -88,15 +89,11 @@ def end(answer):
         "The first chunk still has to pass the two other jobs.": (
             lambda load, transform, multiply, n, stages: n * max(load, transform, multiply)
         ),
-        "The loader has to wait for room: chunk i needs the stage of chunk i - stages.": (
-            lambda load, transform, multiply, n, stages: _end(load, transform, multiply, n, n)
-        ),
-        "There is one stage less than you use: chunk i waits for chunk i - stages.": (
-            lambda load, transform, multiply, n, stages: _end(load, transform, multiply, n, stages + 1)
-        ),
+        "The loader has to wait for room: chunk i needs the stage of chunk i - stages.": dict(more=99),
+        "There is one stage less than you use: chunk i waits for chunk i - stages.": dict(more=1),
     }
     cases = [(4.0, 3.0, 3.0, 6, 1), (4.0, 3.0, 3.0, 6, 2), (2.0, 1.0, 5.0, 7, 3), (6.0, 5.0, 7.0, 5, 2)]
-    hold(answer, cases, _end, mistakes, {"end": ""})
+    hold(answer, cases, _end, variants(_end, mistakes), {"end": ""})
 
 
 predict(

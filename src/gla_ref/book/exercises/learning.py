@@ -3,7 +3,7 @@
 import math
 
 from . import exercise
-from ._compare import draw, hold
+from ._compare import draw, hold, variants
 from ._predict import ask, choose, numbers
 
 
@@ -50,16 +50,14 @@ def _interval(xs, t, *, ddof=1, root=True, spread=True):
 @exercise("ex-learns-interval", "implement")
 def an_interval(answer):
     mistakes = {
-        "Divide by n - 1: the mean was made of the same numbers.": lambda xs, t: _interval(xs, t, ddof=0),
-        "That is the variance; take its root.": lambda xs, t: _interval(xs, t, root=False),
-        "That is how one run scatters. The mean of n scatters by the root of n less.": lambda xs, t: _interval(
-            xs, t, spread=False
-        ),
+        "Divide by n - 1: the mean was made of the same numbers.": dict(ddof=0),
+        "That is the variance; take its root.": dict(root=False),
+        "That is how one run scatters. The mean of n scatters by the root of n less.": dict(spread=False),
         "That is the whole width; half of it is asked for.": lambda xs, t: (xs.mean(), 2 * _interval(xs, t)[1]),
         "Multiply by t.": lambda xs, t: _interval(xs, 1.0),
     }
     three, five = draw(19, (3,), (5,))
-    hold(answer, [(three, 4.303), (five, 2.776)], _interval, mistakes, {"mean": "", "half": ""})
+    hold(answer, [(three, 4.303), (five, 2.776)], _interval, variants(_interval, mistakes), {"mean": "", "half": ""})
 
 
 @exercise("ex-learns-strong", "derive")

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from . import exercise
-from ._compare import draw, hold
+from ._compare import draw, hold, variants
 from ._predict import choose
 
 
@@ -24,7 +24,7 @@ def _mean_of_ratios(losses, sizes, sources):
 @exercise("ex-text-bits", "implement")
 def bits(answer):
     mistakes = {
-        "These are nats: take the logarithm to base 2.": lambda *x: _bits(*x, base=math.e),
+        "These are nats: take the logarithm to base 2.": dict(base=math.e),
         "These are the bits of a token: divide by bytes.": (
             lambda losses, sizes, sources: _bits(losses, sizes / sizes, sources)
         ),
@@ -41,7 +41,7 @@ def bits(answer):
         (losses,) = draw(seed, (len(sources),))
         sizes = torch.tensor([4.0, 1.0, 3.0, 6.0, 2.0, 5.0], dtype=torch.float64)[: len(sources)]
         cases.append((losses.exp(), sizes, torch.tensor(sources)))
-    hold(answer, cases, _bits, mistakes, {"each": "S", "whole": ""})
+    hold(answer, cases, _bits, variants(_bits, mistakes), {"each": "S", "whole": ""})
 
 
 @exercise("ex-text-stream", "derive")
@@ -116,14 +116,14 @@ def cutting(answer):
         "These tokens are guessed from all tokens before them: give each a window of its own.": lambda f, text, n: (
             F.cross_entropy(f(text[None])[0, n - 1 : -1], text[n:], reduction="none") / math.log(2)
         ),
-        "The last token of a window is known: score the one after it.": lambda *x: _cut(*x, first=-1),
-        "These are nats: take the logarithm to base 2.": lambda *x: _cut(*x, base=math.e),
+        "The last token of a window is known: score the one after it.": dict(first=-1),
+        "These are nats: take the logarithm to base 2.": dict(base=math.e),
         "Only the last logits of a window have seen n tokens, not the first.": lambda f, text, n: (
             F.cross_entropy(f(text.unfold(0, n, 1)[:-1])[:, 0], text[n:], reduction="none") / math.log(2)
         ),
     }
     text = torch.tensor([0, 3, 1, 1, 4, 2, 0, 1, 3, 3, 2, 4])
-    hold(answer, [(_model, text, 3), (_model, text, 4)], _cut, mistakes, {"bits": "T"})
+    hold(answer, [(_model, text, 3), (_model, text, 4)], _cut, variants(_cut, mistakes), {"bits": "T"})
 
 
 def _passed_on(alpha, u, size, *, cut=0, reset=False, early=False):
@@ -140,22 +140,14 @@ def _passed_on(alpha, u, size, *, cut=0, reset=False, early=False):
 @exercise("ex-far-passing", "implement")
 def passing(answer):
     mistakes = {
-        "The gradient passes the borders of windows: detach the state there.": lambda alpha, u, size: _passed_on(
-            alpha, u, size, cut=None
-        ),
-        "Only the gradient stops at a border: the state itself is passed on.": lambda alpha, u, size: _passed_on(
-            alpha, u, size, reset=True
-        ),
-        "Detach before the first token of a window, not after it.": lambda alpha, u, size: _passed_on(
-            alpha, u, size, cut=1
-        ),
-        "A token's own gate acts before its write: it is not in the gradient of that write.": lambda alpha, u, size: (
-            _passed_on(alpha, u, size, early=True)
-        ),
+        "The gradient passes the borders of windows: detach the state there.": dict(cut=None),
+        "Only the gradient stops at a border: the state itself is passed on.": dict(reset=True),
+        "Detach before the first token of a window, not after it.": dict(cut=1),
+        "A token's own gate acts before its write: it is not in the gradient of that write.": dict(early=True),
     }
     alpha, u = draw(19, (10,), (10,))
     cases = [(alpha.sigmoid(), u, 4), (alpha.sigmoid()[:7], u[:7], 5)]
-    hold(answer, cases, _passed_on, mistakes, {"S": "", "gradient": "T"})
+    hold(answer, cases, _passed_on, variants(_passed_on, mistakes), {"S": "", "gradient": "T"})
 
 
 choose(

@@ -47,9 +47,9 @@ def compose(answer):
     hold(answer, cases, _compose, variants(_compose, mistakes), {"keep": "", "add": ""})
 
 
-def _entry(keep, add, S, r, stop=0, start=0, decay=True, state=True):
+def _entry(keep, add, S, r, stop=0, decay=True, state=True):
     S = S if state else torch.zeros_like(S)
-    for i in range(start, max(0, r + stop)):
+    for i in range(max(0, r + stop)):
         S = (keep[i][:, None] * S if decay else S) + add[i]
     return S
 
@@ -71,21 +71,20 @@ def entries(answer):
     hold(answer, cases, _entry, variants(_entry, mistakes), {"S": ""})
 
 
-def _entry_back(keep, add, R, r, own=0, decay=True, last=True, order=1):
-    R = R if last else torch.zeros_like(R)
-    those = list(range(len(keep) - 1, r - own, -1))
-    for i in those[::order]:
-        R = (keep[i][:, None] * R if decay else R) + add[i]
-    return R
+def _entry_back(keep, add, R, r, **options):
+    """As on the way there, by ranks counted from the last."""
+    return _entry(keep.flip(0), add.flip(0), R, len(keep) - 1 - r, **options)
 
 
 @exercise("ex-ranks-back", "implement")
 def back(answer):
     mistakes = {
-        "Its own piece is not on its right: ranks r + 1 to the last count.": dict(own=1),
-        "Gradients come from the right: the last rank's map is applied first.": dict(order=-1),
+        "Its own piece is not on its right: ranks r + 1 to the last count.": dict(stop=1),
+        "Gradients come from the right: the last rank's map is applied first.": (
+            lambda keep, add, R, r: _entry(keep[r + 1 :], add[r + 1 :], R, len(keep) - 1 - r)
+        ),
         "A gradient fades over every piece that it crosses, as the state did.": dict(decay=False),
-        "The gradient of the last state is missing.": dict(last=False),
+        "The gradient of the last state is missing.": dict(state=False),
         "That runs from the first rank to the last, as states do. Gradients run the other way.": _entry,
     }
     cases = [(*_maps(3), r) for r in (0, 1, 3)]

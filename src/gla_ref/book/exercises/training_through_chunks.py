@@ -5,7 +5,7 @@ import torch
 from gla_ref import linear_attention
 
 from . import exercise
-from ._compare import draw, hold
+from ._compare import draw, hold, variants
 from ._predict import ask, numbers, predict
 
 
@@ -23,34 +23,24 @@ def flip(answer):
         o, _ = linear_attention.recurrent(*tokens, scale=0.6)
         return torch.autograd.grad(o[0, :, 0], leaves, do)
 
-    def variant(into, back):
-        def wrong(walk, q, k, v, do):
-            q, k, v, do = (x.flip(0) if into else x for x in (q, k, v, do))
-            dk, dv = walk(v, do, q), walk(k, q, do)
-            return (dk.flip(0), dv.flip(0)) if back else (dk, dv)
+    def turned(walk, q, k, v, do, into=True, back=True, swap=False):
+        q, k, v, do = (x.flip(0) if into else x for x in ((do, k, v, q) if swap else (q, k, v, do)))
+        dk, dv = walk(v, do, q), walk(k, q, do)
+        return (dk.flip(0), dv.flip(0)) if back else (dk, dv)
 
-        return wrong
-
-    def exchanged(walk, q, k, v, do):
-        q, k, v, do = (x.flip(0) for x in (q, k, v, do))
-        return walk(v, q, do).flip(0), walk(k, do, q).flip(0)
-
-    hold(
-        answer,
-        [(walk, *draw(T, (T, 3), (T, 3), (T, V), (T, V))) for T, V in ((6, 3), (7, 2), (1, 2))],
-        right,
-        {
-            "These sums run over i <= t: later outputs depend on k_t and v_t, so turn the tokens round first.": (
-                variant(False, False)
-            ),
-            "The results are not turned back: their first row belongs to the last token.": (variant(True, False)),
-            "The inputs are not turned round, only the results.": variant(False, True),
-            "dk and dv are exchanged.": lambda *x: right(*x)[::-1],
-            "q and do have changed places: dk has the keys do and the values q, dv has the keys q and the "
-            "values do.": exchanged,
-        },
-        {"dk": "T K", "dv": "T V"},
-    )
+    mistakes = {
+        "These sums run over i <= t: later outputs depend on k_t and v_t, so turn the tokens round first.": dict(
+            into=False, back=False
+        ),
+        "The results are not turned back: their first row belongs to the last token.": dict(back=False),
+        "The inputs are not turned round, only the results.": dict(into=False),
+        "dk and dv are exchanged.": lambda *x: right(*x)[::-1],
+        "q and do have changed places: dk has the keys do and the values q, dv has the keys q and the values do.": dict(
+            swap=True
+        ),
+    }
+    cases = [(walk, *draw(T, (T, 3), (T, 3), (T, V), (T, V))) for T, V in ((6, 3), (7, 2), (1, 2))]
+    hold(answer, cases, right, variants(turned, mistakes), {"dk": "T K", "dv": "T V"})
 
 
 @ask("ex-fla-traffic")
@@ -75,27 +65,17 @@ def traffic():
 @exercise("ex-fla-scale", "derive")
 def scale(answer):
     """ds = sum(do * o) / s."""
-
-    def right(o, do, scale):
-        return (o * do).sum() / scale
-
-    hold(
-        answer,
-        [(*draw(T, (T, V), (T, V)), s) for T, V, s in ((6, 3, 0.5), (1, 4, 2.0), (5, 2, 0.125))],
-        right,
-        {
-            "o contains the scale already: divide by it.": lambda o, do, scale: (o * do).sum(),
-            "Multiplied where it must be divided: o = s * y, and y does not depend on s.": (
-                lambda o, do, scale: (o * do).sum() * scale
-            ),
-            "One s for all outputs: add up over the channels, too.": lambda o, do, scale: (o * do).sum(0) / scale,
-            "One s for all outputs: add up over the tokens, too.": lambda o, do, scale: (o * do).sum(1) / scale,
-            "o is missing: how much an output grows with s depends on how large it is.": (
-                lambda o, do, scale: do.sum() / scale
-            ),
-        },
-        {"ds": ""},
-    )
+    mistakes = {
+        "o contains the scale already: divide by it.": lambda o, do, s: (o * do).sum(),
+        "Multiplied where it must be divided: o = s * y, and y does not depend on s.": (
+            lambda o, do, s: (o * do).sum() * s
+        ),
+        "One s for all outputs: add up over the channels, too.": lambda o, do, s: (o * do).sum(0) / s,
+        "One s for all outputs: add up over the tokens, too.": lambda o, do, s: (o * do).sum(1) / s,
+        "o is missing: how much an output grows with s depends on how large it is.": lambda o, do, s: do.sum() / s,
+    }
+    cases = [(*draw(T, (T, V), (T, V)), s) for T, V, s in ((6, 3, 0.5), (1, 4, 2.0), (5, 2, 0.125))]
+    hold(answer, cases, lambda o, do, s: (o * do).sum() / s, mistakes, {"ds": ""})
 
 
 predict(

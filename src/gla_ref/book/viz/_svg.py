@@ -7,6 +7,7 @@ the page's ink. On a fill, dark in all themes: ``on`` text, ``ink`` and ``hollow
 green are too dark for text.
 """
 
+from collections.abc import Iterable
 from html import escape
 
 Point = tuple[float, float]
@@ -26,6 +27,28 @@ def text(x: float, y: float, content: object, kind: str = "") -> str:
     return f'<text{attribute} x="{_n(x)}" y="{_n(y)}">{escape(str(content))}</text>'
 
 
+def cell(x: float, y: float, width: float, height: float, kind: str, content: object, ink: str = "on") -> str:
+    """A rectangle with a word or a number in its middle, which has the kind `ink`."""
+    return rect(x, y, width, height, kind) + text(x + width / 2, y + height / 2, content, ink)
+
+
+def square(x: float, y: float, size: float, number: float, largest: float = 1.0, *, rim: float = 2) -> str:
+    """An empty cell, and in it a square with the number's size as its area: blue above 0, vermilion below."""
+    side = (size - rim) * min(1, abs(number) / largest) ** 0.5
+    shape = rect(x + (size - side) / 2, y + (size - side) / 2, side, side, "blue" if number > 0 else "vermilion")
+    return rect(x, y, size, size, "edge faint") + (shape if side > 0.5 else "")
+
+
+def raised(x: object) -> str:
+    """A number as an exponent."""
+    return str(x).translate(str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def number(x: float) -> str:
+    """With two decimals at most."""
+    return f"{round(x, 2) + 0.0:g}".replace("-", "−")
+
+
 def path(points: list[Point], kind: str, *, closed: bool = False) -> str:
     d = "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
     return f'<path class="{kind}" d="M{d}{"Z" if closed else ""}"/>'
@@ -42,6 +65,27 @@ def part(words: str, *pieces: str, choose: dict[int, int] | None = None) -> str:
     pairs = " ".join(f"{control}:{value}" for control, value in (choose or {}).items())
     chosen = f' data-set="{pairs}"' if pairs else ""
     return f'<g data-say="{escape(words)}"{chosen}>{"".join(pieces)}</g>'
+
+
+def tracks(names: Iterable[str], x: float, y: float, pitch: float, width: float, height: float) -> str:
+    """The empty rows of a timeline, each with its name above it."""
+    tops = [(name, y + pitch * n) for n, name in enumerate(names)]
+    words = "".join(text(x, top - 10, name, "start") for name, top in tops)
+    return words + "".join(rect(x, top, width, height, "pale-grey") for _, top in tops)
+
+
+def ticks(x: float, y: float, unit: float, end: float) -> str:
+    """Marks of a timeline's axis every 10 µs; `unit` is the length of one."""
+    marks = [(us, x + unit * us) for us in range(0, int(end) + 1, 10)]
+    return "".join(
+        path([(at, y), (at, y + 5)], "line") + text(at, y + 15, us or "0 µs", "" if us else "start") for us, at in marks
+    )
+
+
+def bar(x: float, y: float, width: float, height: float, kind: str, number: int) -> str:
+    """A bar of a timeline, with a number on it if there is room."""
+    kind += " edge"
+    return cell(x, y, width, height, kind, number) if width > 12 else rect(x, y, width, height, kind)
 
 
 def played(ground: str, bars: str, name: str, x: float, top: float, bottom: float) -> list[str]:

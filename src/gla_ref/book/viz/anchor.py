@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...gates import decay_from_start
 from ._explorable import Explorable, Frame, Key, Question, Slider
-from ._svg import circle, part, path, rect, text
+from ._svg import circle, part, path, raised, rect, text
 
 __all__ = ["anchor", "factors"]
 
@@ -17,7 +17,6 @@ C, READER, WRITER = 64, 56, 8  # tokens of the chunk; a pair of them, counted fr
 GATES = (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0)
 EIGHTHS = range(9)  # where the anchor is, in eighths of the chunk's decay
 FORMATS = {"float16": torch.float16, "bfloat16, float32": torch.bfloat16}
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def factors(g: Tensor, at: float) -> tuple[Tensor, Tensor]:
@@ -39,7 +38,7 @@ def _x(token: float) -> float:
 
 
 def _power(power: float) -> str:
-    return "2" + str(round(power)).translate(RAISED)
+    return "2" + raised(round(power))
 
 
 def _axes() -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import softmax, softmax_attention
 from ._explorable import WIDTH, Explorable, Frame, Key, Question, Slider
-from ._svg import arrow, circle, part, path, rect, text
+from ._svg import arrow, cell, circle, part, path, rect, text
 
 __all__ = ["DIRECTIONS", "KEYS", "SCALES", "VALUES", "attention_weights", "query"]
 
@@ -91,8 +91,7 @@ def _frame(degrees: int, s: float) -> Frame:
             ),
             text(WIDTH - 8, middle, f"{a_i:.3f}", "end"),
         ]
-    pieces += [rect(108, 196, 184, 30, "pale-grey edge"), text(200, 211, f"o = {_vector(o)}", "on")]
-    return Frame(pieces, _said(s, a, o))
+    return Frame([*pieces, cell(108, 196, 184, 30, "pale-grey edge", f"o = {_vector(o)}")], _said(s, a, o))
 
 
 def _said(s: float, a: Tensor, o: Tensor) -> str:

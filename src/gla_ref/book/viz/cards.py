@@ -6,12 +6,9 @@ from html import escape
 from typing import NamedTuple
 
 from ..notebook import CHAPTER
-from ._explorable import STYLE
-from ._svg import arrow, circle, path, rect, text
+from ._explorable import HERE, STYLE
 
 __all__ = ["CARDS", "WAYS", "Cards", "cards", "paths", "ways"]
-
-WIDE, HIGH = 120, 52  # a picture's size
 
 
 class Card(NamedTuple):
@@ -20,113 +17,13 @@ class Card(NamedTuple):
     title: str
     question: str
     learns: str  # a reader's skill after the chapter
-    picture: str
+
+    def picture(self) -> str:
+        """A few marks, a picture of its question; their classes are those of `_svg`."""
+        return (HERE / "pictures" / f"{self.page}.svg").read_text()
 
 
-def _squares(rows: list[str], x: float, y: float, size: float) -> str:
-    """A matrix of letters; each letter names a kind."""
-    kinds = dict(g="pale-grey", G="grey", o="orange", p="pink", b="pale-blue", s="sky", r="pale-red", e="edge faint")
-    return "".join(
-        rect(x + size * j, y + size * i, size - 1.5, size - 1.5, kinds[letter])
-        for i, row in enumerate(rows)
-        for j, letter in enumerate(row)
-        if letter != " "
-    )
-
-
-def _bars(heights: list[float], kinds: list[str], x: float, width: float, base: float = 48) -> str:
-    return "".join(
-        rect(x + width * n, base - h, width - 2, h, k) for n, (h, k) in enumerate(zip(heights, kinds, strict=True))
-    )
-
-
-def _pictures() -> dict[str, str]:
-    """Draw a few marks for each chapter, a picture of its question."""
-    looks = [path([(108, 44), (12 + 24 * n, 12)], "line-blue" if n in (0, 3) else "edge") for n in range(4)]
-    looks += [circle(12 + 24 * n, 12, r, "pale-blue edge") for n, r in enumerate((9, 4, 5, 8))]
-    stairs = [(8, 40), (34, 40), (34, 26), (60, 26), (60, 12), (112, 12)]
-    walk = [(4, 14, 108), (4, 30, 50), (58, 30, 54)]
-    back = [arrow((10, 16), (110, 16), "line-blue"), arrow((110, 36), (10, 36), "line-vermilion")]
-    boxes = [rect(2 + 24 * n, 18, 17, 16, kind) for n, kind in enumerate(("sky", "sky", "orange", "pink", "pale-grey"))]
-    boxes += [arrow((19 + 24 * n, 26), (25 + 24 * n, 26)) for n in range(4)]
-    code = [
-        (8, 60, "pale-grey"),
-        (16, 84, "pale-blue"),
-        (16, 50, "pale-blue"),
-        (16, 92, "orange"),
-        (8, 40, "pale-grey"),
-    ]
-    steps = [
-        arrow((104 - 24 * n, 20 + 6 * (n % 2)), (86 - 24 * n, 26 - 6 * (n % 2)), "line-vermilion") for n in range(4)
-    ]
-    layer = [(4, 14, "grey"), (20, 14, "grey"), (36, 26, "grey"), (64, 26, "orange"), (92, 26, "grey")]
-    return {
-        "01_softmax_attention": "".join(looks) + circle(108, 44, 6, "orange"),
-        "02_online_softmax": path(stairs, "line-blue")
-        + _bars([6, 9, 14, 20, 28, 16], ["grey", "grey", "grey", "grey", "orange", "orange"], 10, 17),
-        "03_flash_attention": _squares(["g   ", "gg  ", "gso ", "gggg"], 36, 2, 12.5),
-        "04_first_triton_kernels": _squares(["ggggssssgggg"], 6, 6, 9)
-        + "".join(rect(6 + 36 * n, 34, 34, 12, "sky" if n == 1 else "edge") for n in range(3))
-        + arrow((60, 33), (60, 18)),
-        "05_linear_attention": _squares(["o", "e", "o"], 22, 14, 12)
-        + _squares(["bbb"], 44, 1, 12)
-        + _squares(["sss", "eee", "sss"], 44, 14, 12),
-        "06_prefix_sums_and_chunks": _bars([5, 9, 13, 5, 9, 13, 5, 9, 13], ["pale-blue"] * 9, 6, 12)
-        + "".join(rect(42 + 12 * n, (30, 26, 22, 17, 13, 9)[n], 10, 13 * (1 + n // 3), "pale-red") for n in range(6)),
-        "07_flash_linear_attention": "".join(rect(x, y, w, 12, "pale-blue edge") for x, y, w in walk),
-        "08_training_through_chunks": "".join(back) + text(60, 26, "S   R", "strong"),
-        "09_gates_and_decay": _squares(["sssss"], 30, 2, 12)
-        + "".join(rect(30 + 12 * j, 16, 10.5, 10.5, "sky faint") for j in range(5))
-        + _squares(["eeeee", "sssss"], 30, 28, 12),
-        "10_parallel_gla": rect(6, 2, 108, 10, "pale-red")
-        + path([(8, 26), (112, 50)], "line-blue")
-        + path([(8, 26), (76, 2)], "line-vermilion"),
-        "11_chunkwise_gla": _squares("p pp oop oopp GGGGp GGGGpp GGGGoop GGGGoopp".split(), 34, 0, 6.5),
-        "12_four_kernels": "".join(boxes),
-        "13_one_product_a_chunk": rect(36, 3, 46, 46, "pale-blue edge")
-        + path([(36, 3), (82, 49)], "line-grey dashed")
-        + circle(59, 26, 5, "vermilion"),
-        "14_gla_kernel": "".join(rect(x, 5 + 9 * n, w, 6, kind) for n, (x, w, kind) in enumerate(code)),
-        "15_gradients": "".join(steps) + "".join(circle(108 - 24 * n, 23, 4, "edge") for n in range(5)),
-        "15b_gradient_kernel": _squares(["g", "gg", "ggg", "bbbo", "bbboo", "bbbooo"], 36, 2, 8),
-        "16_one_token_at_a_time": path([(8, 48), (112, 4)], "line-vermilion") + path([(8, 32), (112, 32)], "line-blue"),
-        "17_gla_layer": "".join(rect(x, 8, w, 36, kind) for x, w, kind in layer),
-        "18_one_recurrence": _squares(["bbb", "bbb", "bbb"], 4, 8, 12)
-        + _squares(["bbb", "sss", "eee"], 43, 8, 12)
-        + _squares(["bse", "seb", "ebs"], 82, 8, 12),
-        "19_what_it_learns": path([(8, 44), (30, 42), (48, 34), (62, 14), (112, 8)], "line-blue")
-        + path([(8, 44), (62, 43), (84, 36), (112, 28)], "line-vermilion")
-        + path([(8, 48), (112, 48)], "line-grey dashed"),
-        "19b_what_it_learns_from_text": path([(8, 4), (26, 26), (58, 38), (112, 44)], "line-blue")
-        + path([(8, 4), (30, 18), (64, 27), (112, 32)], "line-vermilion dashed"),
-        "19c_how_far_back": path([(8, 34), (30, 38), (112, 38)], "line-blue")
-        + path([(8, 30), (30, 35), (50, 33), (72, 20), (112, 4)], "line-vermilion")
-        + path([(44, 4), (44, 49)], "line-grey dashed"),
-        "20_delta_rule": _squares(["bbb", "eee", "bbb"], 12, 8, 12)
-        + arrow((54, 25), (70, 25))
-        + _squares(["bbb", "ooo", "bbb"], 76, 8, 12),
-        "21_inverting_a_triangle": _squares(["b", "bb", "bbb", "oobb"], 8, 2, 12)
-        + arrow((60, 26), (74, 26))
-        + _squares(["s", "ps", " ps", "  ps"], 78, 8, 9),
-        "22_fully_fused_on_hopper": "".join(
-            rect(6 + 34 * i + 10 * n, 6 + 15 * n, 32 if n == 0 else 18, 11, kind)
-            for n, kind in enumerate(("sky", "orange", "pink"))
-            for i in range(3 if n == 0 else 2)
-        ),
-        "23_delta_rule_fused": "".join(
-            rect(6 + 18 * n, 4 + 16 * row, 15, 11, kind)
-            for row, (kind, first, last) in enumerate((("sky", 0, 5), ("orange", 1, 6), ("pink", 2, 6)))
-            for n in range(first, last)
-        ),
-        "24_many_gpus": "".join(
-            rect(6, 4 + 12 * n, 40, 9, "pale-blue edge") + rect(56, 4 + 12 * n, 58, 9, "orange edge")
-            for n in range(4)
-        )
-        + path([(51, 4), (51, 49)], "line-vermilion"),
-    }  # fmt: skip
-
-
-_TEXTS = (
+CARDS = tuple(Card(*texts) for texts in (
     ("Attention", "01_softmax_attention", "Softmax attention", "How does a word look back, and why is that expensive?",
      "Write attention in parallel and from a cache, and count what a long text costs."),
     ("Attention", "02_online_softmax", "Online softmax", "Can you read the keys once, and keep only three numbers?",
@@ -182,8 +79,7 @@ _TEXTS = (
      "Find the path that must stay in order, and move all else off it."),
     ("Beyond", "24_many_gpus", "Many GPUs", "How do several GPUs share one text?",
      "Split a recurrence over GPUs, count what crosses, and say when it pays."),
-)  # fmt: skip
-CARDS = tuple(Card(*words, _pictures()[words[1]]) for words in _TEXTS)
+))  # fmt: skip
 #: page, a reader's wish, the first step
 WAYS = (
     ("01_softmax_attention", "Start reading", "Chapter 1, from zero"),
@@ -262,8 +158,8 @@ def cards() -> Cards:
             html += f"{'</div>' * (part is not None)}<p><b>{card.part}</b></p><div>"
             part = card.part
         html += (
-            f'<a class="card-link" href="{card.page}.html"><svg viewBox="0 0 {WIDE} {HIGH}" aria-hidden="true">'
-            f"{card.picture}</svg><b>{CHAPTER.match(card.page)[1].lstrip('0')} {escape(card.title)}</b>"
+            f'<a class="card-link" href="{card.page}.html">{card.picture()}'
+            f"<b>{CHAPTER.match(card.page)[1].lstrip('0')} {escape(card.title)}</b>"
             f"<i>{escape(card.question)}</i><span>{escape(card.learns)} "
             f'<small data-page="{card.page}"></small></span></a>'
         )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import results
+from ... import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, played, rect, text
+from ._svg import bar, part, played, ticks, tracks
 
 __all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WALK", "WAYS"]
 __all__ += ["Task", "columns", "delta_roles", "period", "schedule"]
@@ -22,7 +22,7 @@ WALK = {32: 1.2, 64: 1.75}  # us per chunk of the library's `walk`, by its colum
 
 
 def _alone() -> dict[str, float]:
-    """Microseconds per chunk of each role of the page while all other roles wait, on an H200 (benchmarks/parts.py).
+    """Microseconds per chunk of each role of the page while all other roles wait, on an H200 ("parts").
 
     Without that record the times are those of a draft of the page (lab/delta_rules.md).
     """
@@ -34,7 +34,7 @@ def _alone() -> dict[str, float]:
 
 
 def _first() -> float:
-    """Microseconds of one multiprocessor that `solve` of the two kernels needs for a chunk (benchmarks/waits.py)."""
+    """Microseconds of one multiprocessor that `solve` of the two kernels needs for a chunk (benchmarks/clocks.py)."""
     data = results.load("h200", kind="waits")
     for r in data["waits"] if data else []:
         if (r["kernel"], r["B"], r["HV"]) == ("ahead", 8, 16):
@@ -119,45 +119,33 @@ SAYS = {
     "walk": "its walk from state to state",
 }
 MOMENT = 1.0  # us between two pictures
-TICK = 10  # us between two marks of the axis
 
 
 def _bars(tasks: list[Task]) -> str:
     pieces = []
     for job, chunk, start, stop in tasks:
         x, y, width = LEFT + UNIT * start, TOP + ROW * list(ROWS).index(job), UNIT * (stop - start)
-        bar = [rect(x, y, width, TALL, f"{KINDS[job]} edge")]
-        if width > 12:
-            bar.append(text(x + width / 2, y + TALL / 2, chunk + 1, "on"))
-        pieces.append(part(f"Chunk {chunk + 1}, {SAYS[job]}: from {start:.1f} to {stop:.1f} µs.", *bar))
+        words = f"Chunk {chunk + 1}, {SAYS[job]}: from {start:.1f} to {stop:.1f} µs."
+        pieces.append(part(words, bar(x, y, width, TALL, KINDS[job], chunk + 1)))
     return "".join(pieces)
 
 
 def _frames(way: str, heads: int) -> list[Frame]:
-    tasks = schedule(way, heads)
-    end, bars = stop(tasks), _bars(tasks)
-    ground = [text(LEFT, TOP + ROW * n - 10, words, "start") for n, words in enumerate(ROWS.values())]
-    ground += [rect(LEFT, TOP + ROW * n, UNIT * end, TALL, "pale-grey") for n in range(len(ROWS))]
-    bottom = TOP + ROW * (len(ROWS) - 1) + TALL
-    for us in range(0, int(end) + 1, TICK):
-        ground.append(path([(LEFT + UNIT * us, bottom), (LEFT + UNIT * us, bottom + 5)], "line"))
-        ground.append(text(LEFT + UNIT * us, bottom + 15, f"{us} µs" if us == 0 else us, "" if us else "start"))
-    moments = int(end / MOMENT) + 2
-    return [_frame(way, heads, tasks, n * MOMENT, end, "".join(ground), bars) for n in range(moments)]
-
-
-def _frame(way: str, heads: int, tasks: list[Task], t: float, end: float, ground: str, bars: str) -> Frame:
-    """A frame at time t: finished work in full colours, later work pale."""
-    x, bottom = LEFT + UNIT * min(t, end), TOP + ROW * (len(ROWS) - 1) + TALL
-    if t == 0:  # loads alone: the other bars would answer the question
-        bars = _bars([task for task in tasks if task.job == "load"])
-    name = f"roles-{WAYS.index(way)}-{heads}-{round(t / MOMENT)}"
-    pieces = played(ground, bars, name, x, TOP - 4, bottom + 4)
-    done = sum(task.job == "walk" and task.stop <= t for task in tasks)
-    if t >= end:
-        words = f"{way}, {heads} value heads: {CHUNKS} chunks after {end:.1f} µs. "
-        return Frame(pieces, words + f"In a long text a chunk lasts {period(way, heads):.1f} µs.")
-    return Frame(pieces, f"{way}, {heads} value heads, after {t:.0f} µs: {done} of {CHUNKS} chunks done.")
+    """A frame for each moment: finished work in full colours, later work pale."""
+    tasks, frames, bottom = schedule(way, heads), [], TOP + ROW * (len(ROWS) - 1) + TALL
+    end = stop(tasks)
+    ground = tracks(ROWS.values(), LEFT, TOP, ROW, UNIT * end, TALL) + ticks(LEFT, bottom, UNIT, end)
+    for n in range(int(end / MOMENT) + 2):
+        t = n * MOMENT
+        bars = _bars([task for task in tasks if n or task.job == "load"])  # other bars would answer the question
+        done = sum(task.job == "walk" and task.stop <= t for task in tasks)
+        words = f"{way}, {heads} value heads, after {t:.0f} µs: {done} of {CHUNKS} chunks done."
+        if t >= end:
+            words = f"{way}, {heads} value heads: {CHUNKS} chunks after {end:.1f} µs. "
+            words += f"In a long text a chunk lasts {period(way, heads):.1f} µs."
+        x, name = LEFT + UNIT * min(t, end), f"roles-{WAYS.index(way)}-{heads}-{n}"
+        frames.append(Frame(played(ground, bars, name, x, TOP - 4, bottom + 4), words))
+    return frames
 
 
 def delta_roles() -> Explorable:

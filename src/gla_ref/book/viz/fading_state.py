@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import gla
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import cell, part, path, rect, square, text
 
 __all__ = ["KINDS", "fading_state", "log_gates", "states", "wanted", "wrong"]
 
@@ -74,14 +74,10 @@ def _squares(S: Tensor, left: float) -> list[str]:
     pieces = []
     for row in range(K):
         for column in range(V):
-            x, y = left + CELL * column, _y(row)
-            cell = [rect(x, y, CELL, CELL, "edge faint")]
-            side = (CELL - 2) * min(1, abs(S[row, column].item()) / TOPICS) ** 0.5
-            if side > 0.5:
-                kind = "blue" if S[row, column] > 0 else "vermilion"
-                cell.append(rect(x + (CELL - side) / 2, y + (CELL - side) / 2, side, side, kind))
-            number = f"{S[row, column].item():.2g}".replace("-", "−")
-            pieces.append(part(f"Row {row + 1}, column {column + 1}: {number}", *cell))
+            x = S[row, column].item()
+            number = f"{x:.2g}".replace("-", "−")
+            shown = square(left + CELL * column, _y(row), CELL, x, TOPICS)
+            pieces.append(part(f"Row {row + 1}, column {column + 1}: {number}", shown))
     return pieces
 
 
@@ -89,19 +85,16 @@ def _ground() -> str:
     pieces = [text(8, 21, "token", "start")]
     heads = ((GATES + 20, "gate"), (HELD + 2 * CELL, "the state, 6 × 4"), (RIGHT + 2 * CELL, "as it should be"))
     pieces += [text(x, TOP - 16, name) for x, name in heads]
-    pieces += [
-        text(8, _y(1) + CELL / 2, "lasting", "start"),
-        text(8, _y(LASTING + 1) + CELL / 2, "this topic", "start"),
-    ]
+    for row, name in ((1, "lasting"), (LASTING + 1, "this topic")):
+        pieces.append(text(8, _y(row) + CELL / 2, name, "start"))
     return "".join(pieces)
 
 
 def _frame(kind: str, t: int, S: Tensor, alpha: Tensor) -> Frame:
     pieces = [_ground()]
     for n, name in enumerate(NAMES):
-        x = 58 + 27 * n
-        pieces.append(rect(x, 10, 23, 22, "orange" if n == t - 1 else "pale-grey" if n < t else "edge"))
-        pieces.append(text(x + 11.5, 21, name, "on" if n < t else ""))
+        look = "orange" if n == t - 1 else "pale-grey" if n < t else "edge"
+        pieces.append(cell(58 + 27 * n, 10, 23, 22, look, name, "on" if n < t else ""))
     for row in range(K):
         y = _y(row) + 6
         pieces.append(rect(GATES, y, 40, CELL - 12, "edge"))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import gates, gla, rounding
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import circle, part, path, rect, text
+from ._svg import circle, part, path, raised, rect, text
 
 __all__ = ["exponents", "gate_strength", "measured", "one_product"]
 
@@ -89,7 +89,6 @@ def measured(form: str, gate: float, dtype: torch.dtype) -> float:
 LEFT, WIDE, PANEL = 46, 340, 84  # a panel's left edge, width and height
 TOPS = dict(zip(FORMS, (26, 142, 258), strict=True))
 COLORS = {"q": "line-blue", "k": "line-vermilion"}
-RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def _scale(dtype: torch.dtype) -> tuple[float, float, float, float]:
@@ -108,12 +107,11 @@ def _panel(form: str, dtype: torch.dtype) -> str:
         rect(LEFT, y, WIDE, PANEL, "edge"),
     ]
     for power in (high, 0, low):
-        name = "2" + str(round(power)).translate(RAISED) if power else "1"
-        pieces.append(text(LEFT - 5, y + unit * (top - power), name, "end"))
+        pieces.append(text(LEFT - 5, y + unit * (top - power), _power(power) if power else "1", "end"))
     if form != "one ratio for the sequence":
         for x in (LEFT + WIDE * t / T for t in range(C, T, C)):
             pieces.append(path([(x, y), (x, y + PANEL)], "edge faint"))
-    limits = " to ".join("2" + str(round(power)).translate(RAISED) for power in (low, high))
+    limits = f"{_power(low)} to {_power(high)}"
     words = f"{form}: on grey, from {limits}, the format has all of its digits; pale red is infinity."
     return part(words, *pieces) + text(LEFT, y - 11, form, "start strong")
 
@@ -141,9 +139,7 @@ def _curves(form: str, gate: float, dtype: torch.dtype) -> str:
 
 def _power(x: float) -> str:
     """2 to the x, with one digit after the point where x is small."""
-    return (
-        "2" + f"{x:.1f}".removesuffix(".0").translate(RAISED) if abs(x) < 10 else "2" + str(round(x)).translate(RAISED)
-    )
+    return "2" + raised(f"{x:.1f}".removesuffix(".0") if abs(x) < 10 else round(x))
 
 
 def _tokens(y: float) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ... import triangular
 from ...rounding import PRODUCTS, products_in
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, rect, text
+from ._svg import cell, part, raised, rect, text
 
 __all__ = ["ALIKE", "ROWS", "STRENGTHS", "WAYS", "errors", "inverses", "triangles"]
 
@@ -54,7 +54,7 @@ def _power(x: float) -> str:
     if x == 0:
         return "0"
     digit, power = f"{x:.0e}".split("e")
-    return f"{digit}·10{str(int(power)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+    return f"{digit}·10{raised(int(power))}"
 
 
 LEFT, TOP, WIDE, HIGH = 96, 34, 50, 36
@@ -72,8 +72,7 @@ def _frame(n: int, at: tuple[int, int], largest: Tensor, found: dict[tuple[str, 
                 continue
             x = found[way, precision][at].item()
             kind = "pale-blue" if x < 1e-5 else "sky" if x < 1e-2 else "orange" if x < 1 else "pink"
-            shown = text(tile[0] + tile[2] / 2, y + HIGH / 2, _power(x), "on")
-            pieces.append(part(f"{way}, {name}: {_power(x)}", rect(*tile, kind), shown))
+            pieces.append(part(f"{way}, {name}: {_power(x)}", cell(*tile, kind, _power(x))))
     wrong = {name: _power(found[name][at].item()) for name in (("doubling", "ieee"), ("blocks of 16", "tf32"))}
     return Frame(
         pieces,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, rect, text
+from ._svg import cell, part, rect, text
 
 __all__ = ["WAYS", "Move", "kernel_walk", "walk"]
 
@@ -135,22 +135,18 @@ def _chip(now: list[Move]) -> list[str]:
         pieces.append(rect(LEFT + PITCH * p, CHIP, PITCH - 4, 82, "edge"))
         for i, (name, kind) in enumerate(tiles):
             x, y = LEFT + PITCH * p + 2 + 17 * (i % 2), CHIP + 2 + 26 * (i // 2)
-            pieces += [rect(x, y, 15, 24, kind), text(x + 7.5, y + 12, NAMES.get(name, name), "on")]
+            pieces.append(cell(x, y, 15, 24, kind, NAMES.get(name, name)))
     return pieces
 
 
-def _bars(rows: list[tuple[str, int, int, str]], most: int) -> list[str]:
-    """The bytes loaded and stored so far, and a mark at the least possible number."""
-    pieces = []
-    for i, (name, size, least, kind) in enumerate(rows):
-        y, unit = BARS + 24 * i, 230 / most
-        pieces += [
-            text(LEFT + 8, y + 9, name, "end"),
-            rect(LEFT + 16, y, size * unit, 18, kind),
-            rect(LEFT + 15 + least * unit, y - 2, 2, 22, "vermilion"),
-            text(WIDTH - 10, y + 9, f"{size // 1024} KiB", "end"),
-        ]
-    return pieces
+def counter(y: float, name: str, length: float, least: float, kind: str, shown: str) -> list[str]:
+    """A bar of what has been moved so far, and a mark at the least possible length."""
+    return [
+        text(LEFT + 8, y + 9, name, "end"),
+        rect(LEFT + 16, y, length, 18, kind),
+        rect(LEFT + 15 + least, y - 2, 2, 22, "vermilion"),
+        text(WIDTH - 10, y + 9, shown, "end"),
+    ]
 
 
 def _words(way: str, step: int, last: int) -> str:
@@ -186,16 +182,17 @@ def kernel_walk() -> Explorable:
         last = max(m.step for m in moves[way])
         frames.append([])
         for step in range(last + 1):
-            rows = [
-                (name, total(way, action, step), total("fused", action), kind)
-                for name, action, kind in (("loaded", "load", LOADED), ("stored", "store", STORED))
-            ]
-            moved, least = (sum(row[i] for row in rows) // 1024 for i in (1, 2))
+            bars, moved, least, unit = [], 0, 0, 230 / most
+            for i, (name, action, kind) in enumerate((("loaded", "load", LOADED), ("stored", "store", STORED))):
+                so_far, fewest = total(way, action, step), total("fused", action)
+                shown = f"{so_far // 1024} KiB"
+                bars += counter(BARS + 24 * i, name, so_far * unit, fewest * unit, kind, shown)
+                moved, least = moved + so_far // 1024, least + fewest // 1024
             words = f"{_words(way, step, last)} Moved so far: {moved} KiB"
             words += f", {moved / least:.2f} times the least possible." if step == last else "."
             done = [m for m in moves[way] if m.step < step]
             now = [m for m in moves[way] if m.step == step]
-            frames[-1].append(Frame(_memory(done, now) + _chip(now) + _bars(rows, most), words))
+            frames[-1].append(Frame(_memory(done, now) + _chip(now) + bars, words))
     return Explorable(
         title="A kernel's walk through the sequence",
         notice="The number in a tile says how often it was loaded; the vermilion marks are the least that can be "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, rect, text
+from ._svg import cell, number, part, square, text
 
 __all__ = ["GATES", "K4", "MODELS", "V4", "WRITES", "model_map", "states"]
 
@@ -63,12 +63,8 @@ CELL, TALL, TOP = 42, 34, 92  # a cell's width and height, the upper edge of the
 GATE, STATE, RIGHT = 6, 123, 266  # their left edges
 
 
-def _number(x: float) -> str:
-    return f"{round(x, 2) + 0.0:g}"
-
-
 def _row(x: Tensor) -> str:
-    return "(" + ", ".join(map(_number, x.tolist())) + ")"
+    return "(" + ", ".join(map(number, x.tolist())) + ")"
 
 
 def _latest(step: int) -> Tensor:
@@ -83,10 +79,9 @@ def _cells(left: float, name: str, x: Tensor, kinds: list[list[str]]) -> list[st
     pieces = []
     for i in range(2):
         for j in range(3):
-            at, said = (left + CELL * j, TOP + TALL * i), _number(x[i, j].item())
-            words = f"{name}, row {i + 1}, column {j + 1}: {said}"
-            middle = (at[0] + CELL / 2, at[1] + TALL / 2)
-            pieces.append(part(words, rect(*at, CELL, TALL, f"{kinds[i][j]} edge"), text(*middle, said, "on")))
+            said = number(x[i, j].item())
+            shown = cell(left + CELL * j, TOP + TALL * i, CELL, TALL, f"{kinds[i][j]} edge", said)
+            pieces.append(part(f"{name}, row {i + 1}, column {j + 1}: {said}", shown))
     return pieces
 
 
@@ -95,11 +90,8 @@ def _gate(G: Tensor) -> list[str]:
     pieces = []
     for i in range(2):
         for j in range(3):
-            at, share = (GATE + TALL * j, TOP + TALL * i), G[i, j].item()
-            shapes, side = [rect(*at, TALL, TALL, "edge faint")], 28 * share**0.5
-            if side:
-                shapes.append(rect(*(y + (TALL - side) / 2 for y in at), side, side, "blue"))
-            pieces.append(part(f"Row {i + 1}, column {j + 1} keeps {_number(share)} of its number", *shapes))
+            words = f"Row {i + 1}, column {j + 1} keeps {number(G[i, j].item())} of its number"
+            pieces.append(part(words, square(GATE + TALL * j, TOP + TALL * i, TALL, G[i, j].item(), rim=6)))
     return pieces
 
 
@@ -109,9 +101,9 @@ def _frame(gate: str, writes: str, step: int, S: Tensor) -> Frame:
     pieces += [text(RIGHT + 63, TOP - 14, "latest values")]
     for t, (k, v) in enumerate(zip(K4, V4, strict=True)):
         kind = "orange" if step and t == n else "pale-grey" if t < n else "edge"
-        words = " ".join(_number(y) for y in v.tolist()) + f" to row {int(k.argmax()) + 1}"
+        words = " ".join(number(y) for y in v.tolist()) + f" to row {int(k.argmax()) + 1}"
         x = 4 + 99 * t
-        pieces += [rect(x, 8, 95, 24, kind), text(x + 47.5, 20, words, "on" if step and t <= n else "")]
+        pieces.append(cell(x, 8, 95, 24, kind, words, "on" if step and t <= n else ""))
         pieces.append(text(x + 47.5, 46, f"token {t + 1}"))
     latest = _latest(step)
     kinds = [

@@ -96,39 +96,31 @@ def _heads(programs: list[Program]) -> str:
 
 
 def _row(way: str, heads: int) -> list[Frame]:
-    """A frame for each moment, until all is done."""
+    """A frame for each moment, until all is done: finished work in full colours, later work pale."""
     programs, alone = schedule(way, heads), max(p.stop for p in schedule(WAYS[0], heads))
-    end, bars = max(p.stop for p in programs), _bars(way, programs)
+    end, bars, frames = max(p.stop for p in programs), _bars(way, programs), []
     ground = [text(LEFT, 10, "a row for each multiprocessor, over time", "start")]
     for p in range(P):
         y = TOP + ROW * p
         ground += [text(13, y + 15, p + 1), rect(LEFT, y, UNIT * end, TALL, "pale-grey")]
     x = LEFT + UNIT * alone
     ground = "".join([*ground, path([(x, TOP - 4), (x, TOP + ROW * P)], "line dashed")])
-    return [
-        _frame(way, heads, programs, t, end, alone, ground, bars) for t in range(0, math.ceil(end) + MOMENT, MOMENT)
-    ]
-
-
-def _frame(way, heads, programs, t, end, alone, ground, bars) -> Frame:
-    """A frame at time t: finished work in full colours, later work pale."""
-    x, name = LEFT + UNIT * min(t, end), f"until-{WAYS.index(way)}-{heads}-{t}"
-    pieces = played(ground, bars, name, x, TOP - 6, TOP + ROW * P)
-    pieces.append(_heads(programs))
-    work = sum(p.stop - p.start for p in programs)
-    words = f"{heads} head{'s' * (heads > 1)}, {CALLED[way]}"
-    if t >= end:
-        words += f": done after {end:g} units of time (8 KiB moved each), "
-        words += f"{end / alone:.2f} times the long walk's {alone:g}" if way != WAYS[0] else "marked by the dashed line"
-        return Frame(pieces, f"{words}. {work / (P * end):.0%} of the chip is at work on average.")
-    busy = [p for p in programs if p.start <= t < p.stop]
-    done = sum(min(p.stop, t) - min(p.start, t) for p in programs)
-    what = " and ".join(sorted({MADE[p.makes] for p in busy}))
-    return Frame(
-        pieces,
-        f"{words}, after {t} units of time: {len(busy)} of {P} multiprocessors at work ({what}), "
-        f"{done:g} of {work:g} tiles moved.",
-    )
+    work, who = sum(p.stop - p.start for p in programs), f"{heads} head{'s' * (heads > 1)}, {CALLED[way]}"
+    for t in range(0, math.ceil(end) + MOMENT, MOMENT):
+        busy = [p for p in programs if p.start <= t < p.stop]
+        done = sum(min(p.stop, t) - min(p.start, t) for p in programs)
+        what = " and ".join(sorted({MADE[p.makes] for p in busy}))
+        words = f"{who}, after {t} units of time: {len(busy)} of {P} multiprocessors at work ({what}), "
+        words += f"{done:g} of {work:g} tiles moved."
+        if t >= end:
+            than = (
+                f"{end / alone:.2f} times the long walk's {alone:g}" if way != WAYS[0] else "marked by the dashed line"
+            )
+            words = f"{who}: done after {end:g} units of time (8 KiB moved each), {than}. "
+            words += f"{work / (P * end):.0%} of the chip is at work on average."
+        x, name = LEFT + UNIT * min(t, end), f"until-{WAYS.index(way)}-{heads}-{t}"
+        frames.append(Frame([*played(ground, bars, name, x, TOP - 6, TOP + ROW * P), _heads(programs)], words))
+    return frames
 
 
 def multiprocessors() -> Explorable:

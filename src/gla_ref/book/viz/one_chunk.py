@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._explorable import WIDTH, Explorable, Frame, Key, Question, Slider
-from ._svg import part, rect, text
+from ._svg import cell, part, rect, text
 
 __all__ = ["Step", "one_chunk", "walk"]
 
@@ -97,9 +97,8 @@ def _tiles(now: Step, there: set[str]) -> list[str]:
     for name, (x, y, width, height) in PLACES.items():
         kind = "orange" if name in now.makes else "pale-blue" if name in now.reads else "pale-grey"
         scaled = "′" if name in "qkS" and f"{name}′" in there else ""
-        tile = rect(x, y, width, height, kind if name in there else "edge")
-        letter = text(x + width / 2, y + height / 2, name + scaled, "on" if name in there else "")
-        pieces.append(part(f"{name}{scaled}: {WHAT[name]}.", tile, letter))
+        look = (kind, name + scaled, "on") if name in there else ("edge", name + scaled, "")
+        pieces.append(part(f"{name}{scaled}: {WHAT[name]}.", cell(x, y, width, height, *look)))
     return pieces
 
 

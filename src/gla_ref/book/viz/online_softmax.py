@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import softmax
 from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import circle, part, path, rect, text
+from ._svg import cell, circle, part, path, rect, text
 
 __all__ = ["online_softmax"]
 
@@ -119,8 +119,7 @@ def _frame(x, kept, tiles, said, added=True) -> Frame:
             pieces.append(_bar(j, x_j, kept[0], "line dashed"))
     boxes = ("m", 8, 92, _number(kept[0])), ("d′", 108, 92, _number(kept[1]))
     for name, at, width, value in (*boxes, ("o′", 208, 184, _vector(kept[2]))):
-        pieces.append(rect(at, 268, width, 30, "pale-grey edge"))
-        pieces.append(text(at + width / 2, 283, f"{name} = {value}", "on"))
+        pieces.append(cell(at, 268, width, 30, "pale-grey edge", f"{name} = {value}"))
     return Frame(pieces, said)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import delta_rule, linear_attention
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import arrow, circle, part, rect, text
+from ._svg import arrow, cell, circle, number, part, square, text
 
 __all__ = ["ALIKE", "RULES", "asked", "keys", "overwrite", "states"]
 
@@ -51,22 +51,13 @@ TOP, BELOW = 82, 186  # upper edges of the state and of the answers
 MIDDLE, RADIUS = (66, 124), 50  # the circle of keys
 
 
-def _number(x: float) -> str:
-    return f"{round(x, 2) + 0.0:g}".replace("-", "−")
-
-
 def _squares(x: Tensor, left: float, top: float, names: list[str], largest: float) -> list[str]:
     """Draw numbers as areas of squares: blue above 0, orange below."""
     pieces = []
     for i, name in enumerate(names):
         for j, what in enumerate(WHAT):
-            at, number = (left + CELL * j, top + CELL * i), x[i, j].item()
-            shapes = [rect(*at, CELL, CELL, "edge faint")]
-            side = (CELL - 3) * min(1, abs(number) / largest) ** 0.5
-            if side > 1:
-                corner = (y + (CELL - side) / 2 for y in at)
-                shapes.append(rect(*corner, side, side, "blue" if number > 0 else "vermilion"))
-            pieces.append(part(f"{name}, {what}: {_number(number)}", *shapes))
+            shown = square(left + CELL * j, top + CELL * i, CELL, x[i, j].item(), largest, rim=3)
+            pieces.append(part(f"{name}, {what}: {number(x[i, j].item())}", shown))
     return pieces
 
 
@@ -83,7 +74,7 @@ def _ground(alike: float) -> list[str]:
     for who, (x, y) in zip(WHO, keys(alike).tolist(), strict=True):
         tip = (MIDDLE[0] + RADIUS * x, MIDDLE[1] - RADIUS * y)
         kind = "line-green" if who == "Ada" else "line-pink"
-        words = f"The key of {who}: ({_number(x)}, {_number(y)})"
+        words = f"The key of {who}: ({number(x)}, {number(y)})"
         pieces.append(part(words, circle(*tip, 6, "green" if who == "Ada" else "pink"), arrow(MIDDLE, tip, kind)))
     pieces += [text(LEFT + 1.5 * CELL, TOP - 26, "the state"), text(RIGHT + 1.5 * CELL, BELOW - 12, "it should be")]
     pieces += [text(LEFT + CELL * (j + 0.5), TOP - 9, what) for j, what in enumerate(WHAT)]
@@ -100,7 +91,7 @@ def _words(rule: str, alike: float, step: int, before: Tensor, S: Tensor) -> str
     k = keys(alike)[WHO.index(who)]
 
     def tell(x):
-        return "(" + ", ".join(map(_number, x.tolist())) + ")"
+        return "(" + ", ".join(map(number, x.tolist())) + ")"
 
     if step % 2:
         if RULES[rule] is None:
@@ -115,7 +106,7 @@ def _frame(rule: str, alike: float, step: int, before: Tensor, S: Tensor, larges
     for n, (who, what) in enumerate(STORY):
         x, now = 8 + 130 * n, n == (step - 1) // 2
         kind = "orange" if step and now else "pale-grey" if n < step // 2 else "edge"
-        pieces += [rect(x, 8, 122, 24, kind), text(x + 61, 20, f"{who}: {what}", "on" if n < (step + 1) // 2 else "")]
+        pieces.append(cell(x, 8, 122, 24, kind, f"{who}: {what}", "on" if n < (step + 1) // 2 else ""))
     pieces += _squares(S, LEFT, TOP, ["Row 1", "Row 2"], largest)
     pieces += _squares(asked(S, alike), LEFT, BELOW, [f"Asked about {who}" for who in WHO], largest)
     pieces += _squares(_wanted(step), RIGHT, BELOW, [f"{who} should find" for who in WHO], largest)

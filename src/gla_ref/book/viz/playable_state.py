@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import gla
 from ._explorable import HERE, HINT, STYLE, Key, Question, ask, legend, script
+from ._svg import number
 
 __all__ = ["KINDS", "Playable", "playable_state"]
 
@@ -116,7 +117,7 @@ class Playable:
         q, k, v = (torch.tensor([token[x] for token in TOKENS[:2]], dtype=torch.float64) for x in "qkv")
         o, S = _run(q, k, v, torch.tensor(given["gates"][self.kind][:2], dtype=torch.float64))
         if self.size == "tokens":
-            said = ", ".join(_number(x) for x in o[1].tolist())
+            said = ", ".join(number(x) for x in o[1].tolist())
             words = f"Token 2. Read: the query adds up the rows, out comes ({said})."
             return dict(S=S, k=k[1], v=v[1], q=q[1], o=o[1], words=words)
         alpha = torch.tensor(given["gates"][self.kind], dtype=torch.float64)
@@ -124,7 +125,7 @@ class Playable:
         scores[0, 0], scores[1, 1], scores[1, 0] = q[0] @ k[0], q[1] @ k[1], q[1] @ (alpha[1] * k[0])
         every = {x: torch.tensor([token[x] for token in TOKENS], dtype=torch.float64) for x in "qkv"}
         shown = torch.cat([o, torch.full((2, 3), math.nan)])
-        said = ", ".join("(" + ", ".join(map(_number, row)) + ")" for row in o.tolist())
+        said = ", ".join("(" + ", ".join(map(number, row)) + ")" for row in o.tolist())
         words = f"Scores times values are added: the outputs {said}."
         return dict(every, S=torch.zeros_like(S), P=scores, o=shown, words=words)
 
@@ -187,10 +188,6 @@ def _run(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor
     return o[0, :, 0], S[0, 0]
 
 
-def _number(x: float) -> str:
-    return f"{round(x, 2):g}".replace("-", "−")
-
-
 def _matrix(label, name, rows, columns, above, first, given, kind, area="", typed=False) -> str:
     """A labelled matrix of cells; a vector has 0 rows or 0 columns. A matrix without an area belongs to the chunks."""
     cells = []
@@ -217,7 +214,7 @@ def _matrix(label, name, rows, columns, above, first, given, kind, area="", type
             size = min(1, abs(value or 0) / given["most"])
             cells.append(
                 f'<span class="playable-cell" data-cell="{name}.{at}" data-name="{where}" data-sign="{_sign(value)}" '
-                f'style="--size: {size:.3g}; --column: {j};"><span>{"" if value is None else _number(value)}</span>'
+                f'style="--size: {size:.3g}; --column: {j};"><span>{"" if value is None else number(value)}</span>'
                 "<small></small></span>"
             )
     place = f' style="grid-area:{area}"' if area else ""
@@ -230,7 +227,7 @@ def _matrix(label, name, rows, columns, above, first, given, kind, area="", type
 def _gate(at: str, where: str, alpha: float) -> str:
     return (
         f'<label class="playable-gate"><input type="range" min="0" max="1" step="0.05" value="{alpha:g}" '
-        f'data-gate="{at}" aria-label="{where}" autocomplete="off" disabled><span>{_number(alpha)}</span></label>'
+        f'data-gate="{at}" aria-label="{where}" autocomplete="off" disabled><span>{number(alpha)}</span></label>'
     )
 
 

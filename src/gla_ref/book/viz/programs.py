@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, rect, text
+from ._svg import cell, part, path, rect, text
 
 __all__ = ["programs"]
 
@@ -66,8 +66,8 @@ def _frame(N: int, BLOCK: int, p: int) -> Frame:
         owner, words = n // BLOCK, "memory beyond x, which belongs to another tensor."
         if n < N:
             words = f"program {owner} of {-(-N // BLOCK)}, place {n % BLOCK} of its block."
-        cell = rect(LEFT + CELL * n, 24, CELL, 24, kind), text(LEFT + CELL * (n + 0.5), 36, n, "on")
-        pieces.append(part(f"Number {n}: {words}", *cell, choose={2: owner} if n < N else None))
+        shown = cell(LEFT + CELL * n, 24, CELL, 24, kind, n)
+        pieces.append(part(f"Number {n}: {words}", shown, choose={2: owner} if n < N else None))
     pieces.append(rect(LEFT, 24, CELL * N, 24, "edge"))
     pieces.append(text(LEFT, 10, f"x, {N} numbers in memory, and the programs", "start"))
     for program in range(-(-N // BLOCK)):
@@ -84,8 +84,7 @@ def _frame(N: int, BLOCK: int, p: int) -> Frame:
         y = 88 + 30 * i
         pieces.append(text(4, y + 13, label, "start"))
         for n, value in enumerate(values):
-            pieces.append(rect(FIRST + PLACE * n, y, PLACE - 2, 26, "sky" if m[n] else "pale-red"))
-            pieces.append(text(FIRST + PLACE * n + PLACE / 2 - 1, y + 13, value, "on"))
+            pieces.append(cell(FIRST + PLACE * n, y, PLACE - 2, 26, "sky" if m[n] else "pale-red", value))
     out = BLOCK - int(m.sum())
     words = f"the mask leaves {out} of them out" if out else "the mask leaves none out"
     assert FIRST + PLACE * max(BLOCKS) <= WIDTH

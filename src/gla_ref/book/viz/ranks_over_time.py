@@ -38,28 +38,27 @@ def _bars(tasks: list[Task], ranks: int, end: float) -> str:
 
 
 def _frames(way: str, ranks: int) -> list[Frame]:
+    """A frame for each moment: finished work in full colours, later work pale."""
     tasks, alone = schedule(WAYS[way], TOKENS, ranks), schedule("one after another", TOKENS, 1)[-1].stop
     scale, done = alone * 1.05, max(t.stop for t in tasks)
-    row, bars = TALL / ranks, _bars(tasks, ranks, scale)
+    row, bars, frames = TALL / ranks, _bars(tasks, ranks, scale), []
     ground = [text(LEFT - 6, TOP + row * (r + 0.35), f"GPU {r + 1}", "end") for r in range(ranks)]
     ground += [rect(LEFT, TOP + row * r, WIDE, 0.7 * row, "pale-grey") for r in range(ranks)]
     end = LEFT + WIDE * alone / scale
     ground.append(path([(end, TOP - 4), (end, TOP + TALL)], "line-blue dashed"))
-    ground.append(text(end, TOP - 11, "one GPU alone", "end"))
-    return [_frame(way, tasks, n, scale, done, alone, "".join(ground), bars, ranks) for n in range(MOMENTS + 1)]
-
-
-def _frame(way, tasks, n, scale, done, alone, ground, bars, ranks) -> Frame:
-    """A frame at the n-th moment: finished work in full colours, later work pale."""
-    t = done * n / MOMENTS
-    x, name = LEFT + WIDE * t / scale + (2 if n == MOMENTS else 0), f"ranks-{list(WAYS).index(way)}-{ranks}-{n}"
-    pieces = played(ground, bars, name, x, TOP - 4, TOP + TALL)
-    if n == MOMENTS:
-        waited = max(task.stop - task.start for task in tasks if task.job == "exchange")
-        words = f"{way}, {ranks} GPUs: done after {_ms(done)}, {done / alone:.0%} of what one GPU takes. "
-        return Frame(pieces, words + f"The longest exchange took {1e6 * waited:.0f} µs.")
-    busy = sum(task.start <= t < task.stop for task in tasks if task.job != "exchange")
-    return Frame(pieces, f"{way}, {ranks} GPUs, after {_ms(t)}: {busy} of {ranks} at work.")
+    ground = "".join([*ground, text(end, TOP - 11, "one GPU alone", "end")])
+    for n in range(MOMENTS + 1):
+        t = done * n / MOMENTS
+        x = LEFT + WIDE * t / scale + (2 if n == MOMENTS else 0)
+        busy = sum(task.start <= t < task.stop for task in tasks if task.job != "exchange")
+        words = f"{way}, {ranks} GPUs, after {_ms(t)}: {busy} of {ranks} at work."
+        if n == MOMENTS:
+            waited = max(task.stop - task.start for task in tasks if task.job == "exchange")
+            words = f"{way}, {ranks} GPUs: done after {_ms(done)}, {done / alone:.0%} of what one GPU takes. "
+            words += f"The longest exchange took {1e6 * waited:.0f} µs."
+        name = f"ranks-{list(WAYS).index(way)}-{ranks}-{n}"
+        frames.append(Frame(played(ground, bars, name, x, TOP - 4, TOP + TALL), words))
+    return frames
 
 
 def ranks_over_time() -> Explorable:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from ...experiments.training import state_size
 from ...models import Config
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import circle, part, path, rect, text
@@ -28,7 +27,7 @@ def matrices(record: dict) -> int:
     """Numbers in the mixers' states or caches after the longest text, without the inputs kept by short convolutions."""
     run = record["run"]
     T = max(T for T, _ in run["settings"]["lengths"])
-    return state_size(Config(**run["model"] | {"use_short_conv": False}), T)
+    return Config(**run["model"] | {"use_short_conv": False}).state_size(T)
 
 
 def measured(records: Sequence[dict]) -> dict[str, dict[int, list[tuple[int, list[float]]]]]:

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from .. import costs, results
+from ... import results
+from .. import costs
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import circle, part, path, rect, text
 
@@ -170,7 +171,7 @@ def roofline(data: dict) -> Explorable:
     """The forms and kernels at each measured shape, under the ceilings of the GPU that ran the kernels.
 
     Args:
-        data: records from :func:`gla_ref.book.results.load`.
+        data: records from :func:`gla_ref.results.load`.
     """
     plot, directions = _plot(data), ("forward", "backward")
     frames = [[_row(data, plot, d, shape) for d in directions] for shape in shapes(data)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, played, rect, text
+from ._svg import bar, part, played, tracks
 
 __all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", "work"]
 
@@ -104,36 +104,28 @@ def _bars(tasks: list[Task]) -> str:
         x, y, width = LEFT + UNIT * start, TOP + ROW * list(ROWS).index(_row(job)), UNIT * (stop - start)
         of = f" of program {program + 1}" if max(t.program for t in tasks) else ""
         words = f"Chunk {chunk + 1}{of}, {SAYS[job]}: clocks {start:,} to {stop:,}."
-        bar = [rect(x, y, width, TALL, f"{KINDS[job]} edge")]
-        if width > 12:
-            bar.append(text(x + width / 2, y + TALL / 2, chunk + 1, "on"))
-        pieces.append(part(words, *bar))
+        pieces.append(part(words, bar(x, y, width, TALL, KINDS[job], chunk + 1)))
     return "".join(pieces)
 
 
 def _frames(way: str) -> list[Frame]:
-    """A frame for each moment, until all is done."""
-    tasks = schedule(way)
+    """A frame for each moment, until all is done: finished work in full colours, later work pale."""
+    tasks, frames, bottom = schedule(way), [], TOP + ROW * (len(ROWS) - 1) + TALL
     end, bars = max(t.stop for t in tasks), _bars(tasks)
-    ground = [text(LEFT, TOP + ROW * n - 10, words, "start") for n, words in enumerate(ROWS.values())]
-    ground += [rect(LEFT, TOP + ROW * n, UNIT * end, TALL, "pale-grey") for n in range(len(ROWS))]
-    return [_frame(way, tasks, t, end, "".join(ground), bars) for t in range(0, end + MOMENT, MOMENT)]
-
-
-def _frame(way: str, tasks: list[Task], t: int, end: int, ground: str, bars: str) -> Frame:
-    """A frame at clock t: finished work in full colours, later work pale."""
-    x, name, bottom = LEFT + UNIT * min(t, end), f"jobs-{WAYS.index(way)}-{t}", TOP + ROW * (len(ROWS) - 1) + TALL
-    pieces = played(ground, bars, name, x, TOP - 4, bottom + 4)
-    if t >= end:
-        used = sum(task.stop - task.start for task in tasks if _row(task.job) == "memory") / end
-        words = f"{way}: {CHUNKS} chunks after {end:,} clocks, memory at work {used:.0%} of them. "
-        return Frame(pieces, words + f"In the long run a chunk every {period(way):,} clocks.")
-    busy = sum(task.start <= t < task.stop for task in tasks)
-    last = {task.program: 0 for task in tasks} | {
-        task.program: task.chunk + 1 for task in tasks if task.job == "store" and task.stop <= t
-    }
-    words = f"{way}, after {t:,} clocks: {busy} of 3 units at work, {min(last.values())} of {CHUNKS} chunks done."
-    return Frame(pieces, words)
+    ground = tracks(ROWS.values(), LEFT, TOP, ROW, UNIT * end, TALL)
+    for t in range(0, end + MOMENT, MOMENT):
+        busy = sum(task.start <= t < task.stop for task in tasks)
+        last = {task.program: 0 for task in tasks} | {
+            task.program: task.chunk + 1 for task in tasks if task.job == "store" and task.stop <= t
+        }
+        words = f"{way}, after {t:,} clocks: {busy} of 3 units at work, {min(last.values())} of {CHUNKS} chunks done."
+        if t >= end:
+            used = sum(task.stop - task.start for task in tasks if _row(task.job) == "memory") / end
+            words = f"{way}: {CHUNKS} chunks after {end:,} clocks, memory at work {used:.0%} of them. "
+            words += f"In the long run a chunk every {period(way):,} clocks."
+        x, name = LEFT + UNIT * min(t, end), f"jobs-{WAYS.index(way)}-{t}"
+        frames.append(Frame(played(ground, bars, name, x, TOP - 4, bottom + 4), words))
+    return frames
 
 
 def three_jobs() -> Explorable:

@@ -1,13 +1,13 @@
 """Draw the work and waits of each role of a Hopper kernel, by clocks read inside the kernel (chapter 23).
 
-The bars are measurements of one program on one multiprocessor, from the records of benchmarks/waits.py.
+The bars are measurements of one program on one multiprocessor, from the records of benchmarks/clocks.py.
 """
 
 from __future__ import annotations
 
-from .. import results
+from ... import results
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import part, path, played, rect, text
+from ._svg import part, played, rect, ticks, tracks
 
 __all__ = ["NAMES", "barrier", "spans", "waits_timeline"]
 
@@ -17,7 +17,6 @@ NAMES = {"fused": "fused", "in turn": "in turn", "ahead": "two kernels: the walk
 BARRIERS = {"done": "empty"}
 MOMENTS = 12  # pictures from the beginning to the end
 LEFT, TOP, WIDE, ROW, TALL = 4, 26, 390, 44, 20
-TICK = 10  # us between two marks of the axis
 
 
 def spans(role: dict) -> list[tuple[str, int, float, float]]:
@@ -60,13 +59,9 @@ def _waiting(role: dict) -> str:
 def _frames(record: dict, end: float, rows: int) -> list[Frame]:
     """A frame for each moment: the past in full colours, the future pale."""
     roles, name = record["roles"], NAMES[record["kernel"]]
-    ground = [text(LEFT, TOP + ROW * n - 10, role["role"], "start") for n, role in enumerate(roles)]
-    ground = "".join([*ground, *[rect(LEFT, TOP + ROW * n, WIDE, TALL, "pale-grey") for n in range(len(roles))]])
     bars, bottom, found = _bars(record, end), TOP + ROW * (rows - 1) + TALL, []
-    for us in range(0, int(end / 1e3) + 1, TICK):
-        x = LEFT + WIDE * us * 1e3 / end
-        ground += path([(x, bottom), (x, bottom + 5)], "line")
-        ground += text(x, bottom + 15, us or "0 µs", "" if us else "start")
+    ground = tracks((role["role"] for role in roles), LEFT, TOP, ROW, WIDE, TALL)
+    ground += ticks(LEFT, bottom, WIDE * 1e3 / end, end / 1e3)
     done = max(x[3] for role in roles for x in spans(role))
     for n in range(MOMENTS + 1):
         t = done * n / MOMENTS
@@ -86,7 +81,7 @@ def waits_timeline(data: dict, B: int) -> Explorable:
     """Roles over time, for the schedules that were measured with B sequences.
 
     Args:
-        data: records of the kind "waits" from :func:`gla_ref.book.results.load`.
+        data: records of the kind "waits" from :func:`gla_ref.results.load`.
         B: sequences of the batch.
 
     Raises:

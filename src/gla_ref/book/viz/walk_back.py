@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
+from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import part, rect, text
+from .kernel_walk import LEFT, LOADED, STORED, counter
 
 __all__ = ["WAYS", "Step", "walk_back", "walks"]
 
@@ -66,11 +67,11 @@ def walks(
     return dq, dk, dv, steps
 
 
-PITCH, LEFT = 50, 44
+PITCH = 50
 ROWS = {name: 24 + 25 * i for i, name in enumerate(("q", "k", "v", "do", "dq", "dk", "dv"))}
 STATES = {"S": 230, "R": 257}
 BARS = 294
-LOADED, STORED, HELD = "pale-blue", "orange", "pink"
+HELD = "pink"
 
 
 def _frame(steps: list[Step], done: int) -> Frame:
@@ -97,16 +98,11 @@ def _frame(steps: list[Step], done: int) -> Frame:
             did, there = "wrote" if name == "S" else "asked for", "" if kind == HELD else "not "
             words = f"What chunk {n + 1} {did}, {there}in {name}."
             pieces.append(part(words, rect(LEFT + PITCH * n, y, PITCH - 4, 20, kind)))
-    for i, (name, tiles, least, kind) in enumerate(
-        (("loaded", sum(loads.values()), 4, LOADED), ("stored", len(stored), 3, STORED))
+    for name, y, tiles, least, kind in (
+        ("loaded", BARS, sum(loads.values()), 4, LOADED),
+        ("stored", BARS + 24, len(stored), 3, STORED),
     ):
-        y, unit = BARS + 24 * i, 22
-        pieces += [
-            text(LEFT + 8, y + 9, name, "end"),
-            rect(LEFT + 16, y, unit * tiles / N, 18, kind),
-            rect(LEFT + 15 + unit * least, y - 2, 2, 22, "vermilion"),
-            text(WIDTH - 10, y + 9, f"{tiles / N:.1f} tensors", "end"),
-        ]
+        pieces += counter(y, name, 22 * tiles / N, 22 * least, kind, f"{tiles / N:.1f} tensors")
     return Frame(pieces, _words(steps, done))
 
 

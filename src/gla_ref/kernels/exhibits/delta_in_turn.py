@@ -59,9 +59,7 @@ from ..delta import Call
 from ..hopper import delta_chunk, refusal_of_gpu, refusal_of_tokens
 from ..hopper.delta_chunk import (
     VARIABLE,
-    allocate_scratch,
     decays,
-    inverse,
     load_state,
     load_tokens,
     read,
@@ -73,7 +71,10 @@ from ..hopper.delta_chunk import (
     summed,
     write,
 )
+from ..hopper.delta_inverse import allocate_scratch, eliminate, is_strong, spread
+from ..hopper.delta_inverse import inverse as invert
 from ..hopper.gluon_names import named
+from ..hopper.ring import invalidate, new_barriers
 from ..hopper.tiles import box
 from ..launch.checks import check_call, check_forward_only
 from ..launch.hardware import Hardware
@@ -143,6 +144,20 @@ def scores(left, b_k, t_sums, layout: gl.constexpr):
     x = warpgroup_mma(left, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
     E = decays(t_sums, layout)
     return warpgroup_mma_wait(0, deps=[x]) * E
+
+
+@gluon.jit
+def inverse(N, t_beta, scratch, layout: gl.constexpr):
+    """(I - N)^-1 diag(beta), as exactly as N needs."""
+    spread(N, scratch, 0)
+    if is_strong(scratch):
+        spread(N, scratch, 1)
+        eliminate(scratch, 1)
+        Y = invert(scratch, 1, layout)
+    else:
+        eliminate(scratch, 0)
+        Y = invert(scratch, 0, layout)
+    return Y * t_beta.load(gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
@@ -247,19 +262,11 @@ def in_turn(
     t_S = gl.allocate_shared_memory(k.dtype, [GROUPS, K, BV], square)
     t_u = gl.allocate_shared_memory(k.dtype, [GROUPS, 1, 1, C, BV], d_o.layout)
     t_beta = gl.allocate_shared_memory(gl.float32, [C], line)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    made = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-    for s in gl.static_range(GROUPS):
-        mbarrier.init(made.index(s), count=1)
-    for s in gl.static_range(SLOTS):
-        mbarrier.init(done.index(s), count=GROUPS)
+    bars = Barriers(new_barriers(STAGES, 1), new_barriers(GROUPS, 1), new_barriers(SLOTS, GROUPS))
     fence_async_shared()
 
     tokens, outputs = (g, beta, (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)), (o, d_o, S_in, S_out)
-    tiles, bars, which = Tiles(t_q, t_k, t_v, t_T, t_P), Barriers(ready, made, done), (i_b, i_h, n, T, HV, scale)
+    tiles, which = Tiles(t_q, t_k, t_v, t_T, t_P), (i_b, i_h, n, T, HV, scale)
     own_0 = (allocate_decays(), t_T, t_S.index(0), t_u.index(0), t_beta, allocate_scratch())
     own_1 = (allocate_decays(), t_P, t_S.index(1), t_u.index(1), None, None)
     gl.warp_specialize(
@@ -271,13 +278,7 @@ def in_turn(
         [4, 4],
         [REGISTERS, 24],
     )
-    # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(ready.index(s))
-    for s in gl.static_range(GROUPS):
-        mbarrier.invalidate(made.index(s))
-    for s in gl.static_range(SLOTS):
-        mbarrier.invalidate(done.index(s))
+    invalidate(bars)
 
 
 # The plan, and the call.

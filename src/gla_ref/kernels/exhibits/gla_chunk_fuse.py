@@ -3,7 +3,8 @@
     o_i = scale * (q_i * 2^b_i) S + sum over j <= i of A_ij v_j      A_ij = scale * sum over K of q_i k_j 2^(b_i - b_j)
     S <- 2^b_C * S + (k * 2^(b_C - b))^T v                           b the running sum of g / ln 2 in the chunk of C
 
-References: :mod:`gla_ref.gla_chunk_fuse`, step by step, and :func:`gla_ref.gla.recurrent` for the whole. Programs:
+References: :mod:`gla_ref.kernels.exhibits.reference`, step by step, and :func:`gla_ref.gla.recurrent` for the
+whole. Programs:
 
     fwd_decay_cumsum             NK, N, B H    (decay_cumsum.py)       gates in, b out
     prepare_qg_kg                NK, N, B H    q, k, b in, decayed q and k out
@@ -12,8 +13,8 @@ References: :mod:`gla_ref.gla_chunk_fuse`, step by step, and :func:`gla_ref.gla.
     combine                      PyTorch       sums what the NK blocks of channels left, adds A v
 
 with N = ceil(T / C) chunks, NK = ceil(K / BK), NV = ceil(V / BV) and BK, BV <= 64. Bytes and FLOPs of each:
-:func:`gla_ref.gla_chunk_fuse.steps`. Any K and V. Limits, those of the description: no gradients, no packed sequences,
-no gate on V; gates of -inf make NaN, and a strong gate costs the decays after it their low bits.
+:func:`gla_ref.kernels.exhibits.reference.steps`. Any K and V. Limits, those of the description: no gradients, no packed
+sequences, no gate on V; gates of -inf make NaN, and a strong gate costs the decays after it their low bits.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import _contract as contract
-from ...gla_chunk_fuse import combine, tile
 from ..gla import Call
 from ..launch.checks import check_call, check_forward_only
 from ..launch.program import FUSED
 from .decay_cumsum import decay_cumsum
+from .reference import combine, tile
 
 __all__ = ["gla_chunk_fuse", "inner_scores", "qg_kg", "read_states"]
 

@@ -9,16 +9,10 @@ warps::
     loader    asks the copy engine (TMA) for q, k, v, T, P of a chunk           waits for `done`
     walker    (2) and (3) for BV columns of V; S in its registers; o out        waits for `ready`
 
-Chunk c lies in stage c % STAGES, and its round is j = c // STAGES. Each stage has two barriers::
+Barriers, in the order of ring.py, with chunks for rounds::
 
     ready    copy engine -> walker    the announced bytes    the chunk is there
     done     walker -> loader         1 arrival              the chunk has been read
-
-wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. The
-walker waits at `ready` for phase j, of parity j & 1, the loader at `done` for phase j - 1, of parity (j & 1) ^ 1. *No
-role waits for ever*: both go through the same chunks in order, `ready` of c needs `done` of c - STAGES, and `done` of c
-needs `ready` of c. *No role is two phases late*: `ready` of the next round needs `done` of this one, which the walker
-gives after its wait; `done` of this round needs `ready` of this one, which the loader asks for after its wait.
 
 *Segments.* A segment maps the state S to M S + X (portable/delta_forward.py). `walk` without q, P and o makes X
 and M, BV columns per program: X from a state of zeros, M from the columns of the unit matrix with values of zero, since
@@ -29,12 +23,12 @@ of 64 columns and three stages takes 112 KB, and two of them share a multiproces
 model says that segments are faster.
 
 Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tiles of q and k, the walker in its
-tiles of k and v. Proxies and barriers' bytes: delta_fused.py. The decays (float32) go from memory to the walker's
-registers a chunk before it needs them.
+tiles of k and v. Proxies: delta_fused.py. The decays (float32) go from memory to the walker's registers a chunk before
+it needs them.
 
 Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; each program of `walk` reads
 4 C K + 2 C BV + 4 C^2 + 12 C and writes 2 C BV, for X and M it reads half as much and writes nothing. Programs of a
-head share in L2 what they read. Shared memory at K = 128: `solve` 73 KB, three programs per multiprocessor; `walk` with
+head share in L2 what they read. Shared memory at K = 128: `solve` 35 KB, four programs per multiprocessor; `walk` with
 BV = 64 and three stages 192 KB.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels where `whole_duration` is less than
@@ -57,6 +51,7 @@ from . import delta_chunk
 from .delta_chunk import VARIABLE, load_state, read, state_columns, store_o, write
 from .delta_solve import C, launch_solve, load_decays, load_divisors
 from .gluon_names import named
+from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows, which_segment
 
 copy_in = named("copy_in")
@@ -213,14 +208,10 @@ def walk(
         t_P: gl.constexpr = None
         t_u: gl.constexpr = None
     t_S = gl.allocate_shared_memory(k.dtype, [K, BV], square)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(done.index(s), count=1)
+    bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 
-    tiles, bars = Tiles(t_q, t_k, t_v, t_T, t_P), Barriers(ready, done)
+    tiles = Tiles(t_q, t_k, t_v, t_T, t_P)
     outputs, which = (o, d_o, S_in, S_out), (i_s, i_b, i_h, i_c, o_v, begin, end, n, HV, scale)
     of_loader = (Boxes(q, k, v, d_T, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES)
     gl.warp_specialize(
@@ -228,10 +219,7 @@ def walk(
         [4],
         [REGISTERS],
     )
-    # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(ready.index(s))
-        mbarrier.invalidate(done.index(s))
+    invalidate(bars)
 
 
 # The plan.

@@ -3,22 +3,23 @@
 Equations, names and the reason for each step are those of ../portable/delta_gradient.py. Nothing of the forward pass is
 kept but its inputs::
 
-    launch       programs                   makes                                                   in
-    solve        chunks * HV                Y, P and the decays of each chunk                       delta_solve.py
-    walk         segments * HV * V / BV     w, and the state S before each chunk                    delta_walks.py
-    walk_back    segments * HV * V / BV     r, and the gradient R of the state after each chunk     delta_walks.py
-    gradients    chunks * H                 dq, dk, dv, dg and dbeta                                delta_gradients.py
+    launch       programs                      makes                                            in
+    solve        chunks * HV                   Y, P and the decays of each chunk                delta_solve.py
+    walks        2 * segments * HV * V / BV    w, and the state S before each chunk; dv, and    delta_walks.py
+                                               the gradient R of the state after it
+    gradients    one per multiprocessor        dq, dk, dg and dbeta                             delta_gradients.py
 
-Each launch waits for the one before. Only walks go from chunk to chunk; the other two have a program per chunk.
+Each launch waits for the one before. Only walks go from chunk to chunk.
 
 *Segments.* If heads are few, the plan cuts sequences into segments. A segment maps S to M S + X and R to M^T R + X'.
-Walks without results make X and M, and X'; `carry` of ../portable/delta_forward.py makes the states between segments of
-maps, and walks with results begin there. Segments and columns per program are those that `choose` of delta_ahead.py
-takes, by its model of the forward pass.
+Walks without results make X, M and X'; delta_carry.py makes the states between segments of them, and walks with results
+begin there. The chunks of a segment are those that `choose` of delta_ahead.py takes, by its model of the forward pass.
 
-*float16* ends at 65504, so sums of products pass through memory in float32, as in the portable kernel: threads store
-them, and the portable `gradients` reads them. Operands are divided by powers of 2 (`operand` of tiles.py); the divisors
-of Y and P are a row of `factors`.
+*Kept in float32.* `gradients` needs bfloat16's range, since it divides by beta: `solve` then counts a strength below
+2^-40 in size as 2^-40, and w and dv are that small. float16 ends at 65504 and at 6e-8, and a scale far from 1 may leave
+bfloat16's range, too. For these calls sums of products pass through memory in float32, the walk back stores r, and the
+portable `gradients` reads them, which divides by nothing. Operands of float16 are divided by powers of 2 (`operand` of
+tiles.py); the divisors of Y and P are a row of `factors`.
 
 Limits: tokens of 16 bits, K and V of 64 or 128.
 """
@@ -26,99 +27,79 @@ Limits: tokens of 16 bits, K and V of 64 or 128.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ... import _contract as contract
 from ..launch.hardware import Hardware
-from ..launch.plan import Box, Draft, Plan, Spec, cdiv
-from ..portable.delta_forward import BETA, COARSE, FINE, SINCE, UNTIL, DeltaCall, carry_states
+from ..launch.plan import Draft, Plan, cdiv
+from ..portable import delta_gradient
+from ..portable.delta_forward import BETA, COARSE, FINE, SINCE, UNTIL, DeltaCall
 from ..portable.delta_forward import ROWS as FACTORS
-from ..portable.delta_gradient import Local, finish, gradient_of_state
 from ..portable.segments import sequences, slots
 from . import delta_ahead
-from .delta_gradients import make_gradients
+from .delta_carry import launch_carry
+from .delta_gradients import Local, make_gradients
 from .delta_solve import C, launch_solve
-from .delta_walks import DIVISORS, launch_walk, walk, walk_back
+from .delta_walks import BV, DIVISORS, Walk, launch_walks
 from .tiles import box
 
-OF_SOLVE = 168  # registers of a thread of `solve`
+LEAST = 2.0**-40  # strengths below it in size count as it, where a gradient is divided by them
+SCALES = 2.0**-20, 2.0**20  # of a size that leaves dv and w of such a strength in bfloat16's range
+OF_SOLVE = 128  # registers of a thread of `solve`
 KEPT = {  # rows of `factors` (delta_solve.py)
     "BETA": BETA.value, "SINCE": SINCE.value, "UNTIL": UNTIL.value, "COARSE": COARSE.value, "FINE": FINE.value,
     "DIVISORS": DIVISORS.value,
 }
 
 
-def begin(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path) -> tuple[DeltaCall, Spec]:
-    """A call with room for Y, P and `factors`, and do as walks take it."""
+def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
+    """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
     draft = Draft(hardware, q, k, v, g, beta, S, cu, do, dS)
     (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
     G, cu, N = H // heads, draft.contiguous(cu, torch.int32), sequences(B, cu)
     do, scale = draft.gradient_of_o(v, do, contract.check_scale(scale, K))
     chunks, n = cdiv(T, C.value), slots(B, T, cu, C.value)
     each = cdiv(chunks, N) if cu else chunks
-    how, length = delta_ahead.choose(hardware, K, V, H * N, each, path)
-    BV = how.columns
-    L = C.value * length if path == "segmented" or length < each else T + 1
-    draft.because(f"T of all chunks first, then walks with a program for each {BV} columns of V: Hopper, in Gluon")
-    who = "it was asked for" if path else f"{V // BV * H * N} programs for {hardware}"
+    _, length = delta_ahead.choose(hardware, K, V, H * N, each, path)
+    cut = path == "segmented" or length < each
+    L = C.value * length if cut else T + 1
+    draft.because(f"T of all chunks first, then a program for each {BV.value} columns of V: Hopper, in Gluon")
+    who = "it was asked for" if path else f"{2 * V // BV.value * H * N} programs for {hardware}"
     # a sequence of less than one segment is walked in one go
     parts = f"segments of {length} of its {chunks} chunks" if L <= T else "one go"
     draft.because(f"each sequence in {parts}: {who}")
+    small = q.dtype == torch.bfloat16 and SCALES[0] <= abs(scale) <= SCALES[1]
+    if not small:
+        why = f"tokens are {q.dtype}" if q.dtype != torch.bfloat16 else f"scale is {scale}"
+        draft.because(f"sums pass through memory in float32, and the portable kernel reads them: {why}")
 
-    kept = q.dtype if q.dtype == torch.bfloat16 else torch.float32  # as the portable kernel's, which reads it
     Y, P = (draft.new(name, n * H, C.value, 1, C.value, dtype=q.dtype) for name in "YP")
-    rows = FACTORS + 1 if q.dtype == torch.float16 else FACTORS
-    factors = draft.new("factors", n, H, rows, C.value)
+    factors = draft.new("factors", n, H, FACTORS + (q.dtype == torch.float16), C.value)
     call = DeltaCall(
-        draft=draft, cu=cu, B=B, T=T, H=H, K=K, V=V, G=G, N=N, scale=scale, gated=g is not None, kept=kept, C=C.value,
-        L=L, BK=K, BV=BV, chunks=n, warps=4, stages=1, P=P, Y=Y, factors=factors,
+        draft=draft, cu=cu, B=B, T=T, H=H, K=K, V=V, G=G, N=N, scale=scale, gated=g is not None,
+        kept=q.dtype if small else torch.float32, C=C.value, L=L, BK=K, BV=BV.value, chunks=n, warps=4, stages=1,
+        P=P, Y=Y, factors=factors,
     )
-    return call, do
+    d_q, d_k, d_v, d_do = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV.value), (do, BV.value)))
+    d_Y, d_P = (box(x, C.value, C.value) for x in (Y, P))
+    launch_solve(call, d_q, d_k, g, beta, d_Y, d_P, factors, OF_SOLVE, LEAST if small else 0.0, **KEPT)
 
-
-def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
-    """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
-    call, do = begin(hardware, q, k, v, g, beta, S, cu, do, dS, scale, path)
-    draft, K, V, N = call.draft, call.K, call.V, call.N
-    d_q, d_k, d_v, d_do = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, call.BV), (do, call.BV)))
-    d_Y, d_P = (box(x, C.value, C.value) for x in (call.Y, call.P))
-    launch_solve(call, d_q, d_k, g, beta, d_Y, d_P, call.factors, OF_SOLVE, **KEPT)
-
-    S_in, R_in = draft.contiguous(S, torch.float32), gradient_of_state(draft, dS, call.scale)
-    cut = call.L <= call.T
-    part = draft.new("part", call.segments, call.H, K, V + K) if cut else None
-    S_T = draft.new("S_T", N, call.H, K, V) if cut else None
-    states, writes = walk_through(call, walk, (d_k, d_v, d_Y), S_in, part, S_T, "states", "writes")
-    part = draft.compute("part back", _turned, part, V)
-    R_0 = draft.new("R_0", N, call.H, K, V) if S or cut else None
-    dstates, r = walk_through(call, walk_back, (d_q, d_k, d_do, d_Y, d_P), R_in, part, R_0, "dstates", "r")
-    local = Local(q, k, v, g, do, states, writes, dstates, r)
-    made = (make_gradients if call.kept == q.dtype else finish)(call, local, beta, need_dg)
-    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, call.scale)
+    tokens = d_q, d_k, d_v, d_do, d_Y, d_P
+    S_in, R_in = draft.contiguous(S, torch.float32), delta_gradient.gradient_of_state(draft, dS, scale)
+    R_0 = draft.new("R_0", N, H, K, V) if S else None
+    last = R_0
+    if L <= T:
+        part, part_back = (draft.new(f"part{x}", call.segments, H, K, W) for x, W in (("", V + K), ("_back", V)))
+        launch_walks(call, tokens, Walk(None, part), Walk(None, part_back))
+        launch_carry(call, part, part_back, S_in, R_in, R_0)
+        S_in, R_in, last = part, part_back, None
+    sizes = (V, K) if small else (K, V)
+    states, dstates = (draft.new(name, n, H, *sizes, dtype=call.kept) for name in ("states", "dstates"))
+    writes, rows = (draft.new(name, B, T, H, V, dtype=call.kept) for name in ("writes", "dv" if small else "r"))
+    launch_walks(call, tokens, Walk(S_in, None, states, writes), Walk(R_in, last, dstates, rows))
+    if small:
+        made = make_gradients(call, Local(q, k, g, do, states, writes, dstates, rows), beta, need_dg)
+    else:
+        local = delta_gradient.Local(q, k, v, g, do, states, writes, dstates, rows)
+        made = delta_gradient.finish(call, local, beta, need_dg)
+    dS0 = draft.compute("dS0", torch.mul, R_0, scale)
     return draft.plan("hopper", *made, dS0)
-
-
-def walk_through(
-    call: DeltaCall, kernel, tokens: tuple[Box, ...], first: Spec | None, part: Spec | None, last: Spec | None,
-    states: str, rows: str,
-) -> tuple[Spec, Spec]:
-    """(states, rows) of a walk from state `first`, in tensors of these names; `last` gets the last state.
-
-    `part` gets the maps of segments, then the state before each; it is None if a sequence is walked in one go.
-    """
-    draft, out = call.draft, last
-    if part:
-        launch_walk(call, kernel, tokens, None, part)
-        carry_states(draft, part, first, last, call.cu, call.T, call.L, reverse=kernel is walk_back)
-        first, out = part, None
-    of_states = draft.new(states, call.chunks, call.H, call.K, call.V, dtype=call.kept)
-    of_rows = draft.new(rows, call.B, call.T, call.H, call.V, dtype=call.kept)
-    launch_walk(call, kernel, tokens, first, out, of_states, of_rows)
-    return of_states, of_rows
-
-
-def _turned(part: Tensor, V: int) -> Tensor:
-    """Maps [slots, H, K, V + K] of the way back: M^T, and room for X'."""
-    found = torch.empty_like(part)
-    found[..., V:] = part[..., V:].mT
-    return found

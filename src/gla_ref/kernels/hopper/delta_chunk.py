@@ -6,11 +6,10 @@ With b the running sum of a chunk's gates (0 without them) and E_ij = e^(b_i - b
     v' = v - e^b (k S)                         w = T v'                                          (2)
     o = scale * (e^b (q S) + P w)              S <- e^(b_C) S + k^T (e^(b_C - b) w)              (3)
 
-portable/delta_forward.py has the same algebra with A = -N, Y = (I + A)^-1 and beta in v'. (1) needs no state: `pairs`
-and `inverse` make it, for four warps. (2) and (3) are a chain from state to state: `read` and `write`, for four warps
-and up to 64 columns of V, since columns of the state never meet. delta_ahead.py makes (1) before the chain, of all
-chunks; delta_fused.py makes it beside the chain, with products of its own. `pairs` leaves the diagonal in N:
-delta_inverse.py looks at it, but does not invert it.
+portable/delta_forward.py has the same algebra with A = -N, Y = (I + A)^-1 and beta in v'. (1) needs no state:
+delta_ahead.py makes it of all chunks before (2) and (3), delta_fused.py beside them, both with delta_inverse.py. (2)
+and (3) are a chain from state to state: `read` and `write`, for four warps and up to 64 columns of V, since columns of
+the state never meet.
 
 *The decays* come from the two sums of portable/scalar_gates.py, `summed` there. Above the diagonal e^(b_i - b_j) may be
 infinite, so `where` selects after the product. A NaN among gates stays NaN.
@@ -32,12 +31,10 @@ from ... import _contract as contract
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Spec
 from ..portable.segments import sequences
-from .delta_inverse import allocate_scratch, eliminate, is_strong, spread  # noqa: F401
-from .delta_inverse import inverse as invert
 from .gluon_names import named
 from .tiles import LOG2E, operand, store_box, store_rows
 
-barrier, reinterpret = named("barrier"), named("reinterpret")
+barrier = named("barrier")
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
 VARIABLE = ("N", "T", "L", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
 
@@ -99,42 +96,6 @@ def decays(t_sums, layout: gl.constexpr):
     coarse = t_coarse.load(of_row)[:, None] - t_coarse.load(of_column)[None, :]
     fine = t_fine.load(of_row)[:, None] - t_fine.load(of_column)[None, :]
     return gl.exp2(coarse + fine)
-
-
-@gluon.jit
-def inverse(N, t_beta, scratch, layout: gl.constexpr):
-    """(I - N)^-1 diag(beta), as exactly as N needs."""
-    spread(N, scratch, 0)
-    if is_strong(scratch):
-        spread(N, scratch, 1)
-        eliminate(scratch, 1)
-        Y = invert(scratch, 1, layout)
-    else:
-        eliminate(scratch, 0)
-        Y = invert(scratch, 0, layout)
-    return Y * t_beta.load(gl.SliceLayout(0, layout))[None, :]
-
-
-@gluon.jit
-def pairs(b_q, b_k, t_sums, t_beta, layout: gl.constexpr):
-    """N and P of (1), of q and k in shared memory, and the factor of P in float16. Without t_sums E is 1."""
-    C: gl.constexpr = b_k.shape[0]
-    i, j = row_column(C, layout)
-    none = gl.zeros([C, C], gl.float32, layout)
-    N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
-    P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
-    strength = -t_beta.load(gl.SliceLayout(1, layout))[:, None]
-    if t_sums is not None:
-        E = decays(t_sums, layout)
-        N = warpgroup_mma_wait(1, deps=[N])
-        N = gl.where(i >= j, strength * (N * E), 0.0)
-        P = warpgroup_mma_wait(0, deps=[P]) * E
-    else:
-        N = warpgroup_mma_wait(1, deps=[N])
-        N = gl.where(i >= j, strength * N, 0.0)
-        P = warpgroup_mma_wait(0, deps=[P])
-    P, of_P = operand(gl.where(i >= j, P, 0.0), b_k.dtype)
-    return N, P, of_P
 
 
 # (2) and (3)

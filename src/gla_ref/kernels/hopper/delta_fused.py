@@ -15,17 +15,7 @@ lies in stage s = c % 2, and its round is j = c // 2. Each stage has four barrie
     solved    solver -> walkers                 1 arrival                T and P are there, and so are the decays
     done      walkers -> loader                 1 arrival per walker     everything of c has been read
 
-wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of parity 1. The
-loader waits at `done` for phase j - 1, other roles wait for phase j, of parity j & 1.
-
-*No role waits for ever.* All roles go through the same chunks in order, and each wait of chunk c is for an earlier
-event: the loader's for `done` of c - 2, the solver's for `ready` and `gated` of c, the walkers' for `ready` and
-`solved` of c.
-
-*No role is two phases late*, where parity would deceive. `ready` and `gated` of round j + 1 need `done` of round j,
-that is, both walkers past `ready` and `solved` of j, and `solved` of j needs the solver past `ready` and `gated` of j.
-`solved` of j + 1 needs `ready` of j + 1. The loader waits for `done` of j - 1 before it asks for round j, whose `done`
-comes later.
+This is the order of ring.py, with chunks for rounds.
 
 *Nothing is overwritten too early*: the solver, once past `ready` of c, knows that the walkers are done with c - 2. Its
 own products have read q and k before it arrives at `solved`.
@@ -46,8 +36,7 @@ q, k and v with zeros, and the walkers wait for `solved` before they read them. 
 zeros.
 
 *Proxies.* WGMMA and the copy engine see what threads wrote only after these threads' fence, so a fence follows every
-store that they read or overwrite, and every load that a copy overwrites. *Barriers own their bytes* until they are
-invalidated (gla_forward.py), and every one has a role that waits for it.
+store that they read or overwrite, and every load that a copy overwrites.
 
 *Shared memory* at K = V = 128, 175 KB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
 moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) = 10.5 MFLOP and 1 MFLOP for the inverse.
@@ -75,7 +64,9 @@ from ..launch.plan import Plan, cdiv
 from . import delta_chunk
 from .delta_chunk import VARIABLE, since_until, strides, summed, which_sequence
 from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, spread
+from .delta_walks import state_rows
 from .gluon_names import named
+from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
@@ -245,14 +236,6 @@ def solver(tiles, bars, scratch, begin, end, n, scale, GATED: gl.constexpr, PACK
 
 
 @gluon.jit
-def turned_columns(x, i_n, i_h, o_v, HV, K: gl.constexpr, V: gl.constexpr, layout: gl.constexpr):
-    """Pointers to the columns o_v on of a head's state, transposed: [BV, K]; x [N, HV, K, V]."""
-    rows = gl.arange(0, BV, layout=gl.SliceLayout(1, layout))[:, None]
-    columns = gl.arange(0, K, layout=gl.SliceLayout(0, layout))[None, :]
-    return x + (i_n * HV + i_h).to(gl.int64) * K * V + (columns * V + (o_v + rows))
-
-
-@gluon.jit
 def send(d_o, x, t_u, i_b, i_h, o_t, o_v):
     """o^T [BV, C] of a whole chunk, by way of t_u."""
     tma.store_wait(0)  # the last o has been read
@@ -297,7 +280,7 @@ def walker(outputs, tiles, bars, which, t_u, D: gl.constexpr, GATED: gl.constexp
     of_column: gl.constexpr = gl.SliceLayout(0, narrow)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if S_in is not None:
-        S = gl.load(turned_columns(S_in, i_n, i_h, D * BV, HV, K, V, state))
+        S = gl.load(state_rows(S_in, i_n, i_h, D * BV, HV, K, V, state))
     else:
         S = gl.zeros([BV, K], gl.float32, state)
     for c in range(n):
@@ -353,7 +336,7 @@ def walker(outputs, tiles, bars, which, t_u, D: gl.constexpr, GATED: gl.constexp
         store_turned(o, d_o, b_o.to(dtype), t_u, i_b, i_h, o_t, end, D * BV, HV, V, narrow, PACKED)
         mbarrier.arrive(bars.done.index(s), count=1)  # after a fence: threads have read v
     tma.store_wait(0)
-    gl.store(turned_columns(S_out, i_n, i_h, D * BV, HV, K, V, state), S)
+    gl.store(state_rows(S_out, i_n, i_h, D * BV, HV, K, V, state), S)
 
 
 @gluon.jit(do_not_specialize=VARIABLE)
@@ -388,18 +371,12 @@ def fused(
     else:
         powers: gl.constexpr = None
     scratch = allocate_scratch()
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    solved = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(gated.index(s), count=1)
-        mbarrier.init(solved.index(s), count=1)
-        mbarrier.init(done.index(s), count=WALKERS)
+    bars = Barriers(
+        new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, WALKERS)
+    )
     fence_async_shared()
 
-    tiles, bars = Tiles(t_q, t_k, t_v, t_T, t_P, gates, powers), Barriers(ready, gated, solved, done)
+    tiles = Tiles(t_q, t_k, t_v, t_T, t_P, gates, powers)
     outputs, which = (o, d_o, S_in, S_out), (i_n, i_b, i_h, begin, end, n, HV, scale)
     s_g, s_beta = (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)
     of_loader = (q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_h // G, begin, end, n, scale)
@@ -425,12 +402,7 @@ def fused(
             [4, 4],
             [R_SOLVER, 24],
         )
-    # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(ready.index(s))
-        mbarrier.invalidate(gated.index(s))
-        mbarrier.invalidate(solved.index(s))
-        mbarrier.invalidate(done.index(s))
+    invalidate(bars)
 
 
 # The plan.

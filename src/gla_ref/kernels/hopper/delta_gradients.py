@@ -1,38 +1,51 @@
 """The last launch of delta_backward.py: gradients of a chunk, from what both walks stored (chapter 20).
 
-With S, R, w and r of delta_walks.py, b and E of delta_solve.py, and scale left out until results are stored::
+With S, R, w and dv of delta_walks.py, b and E of delta_solve.py, and scale left out of dq, dk, dg until the end::
 
-    F = tril(do w^T * E)                   G = -beta tril(r w^T * E, -1)              dv = beta r          (3)
+    F = tril(do w^T * E)                   G = -tril(dv w^T * E, -1) / scale                              (3)
     dq = e^b (do S^T) + F k                                                                               (4)
-    dk = F^T q + (G + G^T) k - e^b beta (r S^T) + e^(b_C - b) (w R^T)                                     (5)
-    dbeta_i = r_i v_i - e^b k_i (r S^T)_i + sum_j G_ij (k_i k_j) / beta_i                                 (6)
+    dk = F^T q + (G + G^T) k - e^b (dv S^T) / scale + e^(b_C - b) (w R^T)                                 (5)
+    dbeta_i = dv_i w_i / beta_i^2                                                                         (6)
     dg_t = the paths across t, from j < t to i >= t:                                                      (7)
         pairs        sum of A_ij,  A = F * q k^T + G * k k^T
-        reads        sum over i of q_i e^b (do S^T)_i - beta k_i e^b (r S^T)_i
+        reads        sum over i of q_i e^b (do S^T)_i - k_i e^b (dv S^T)_i / scale
         writes       sum over j of k_j e^(b_C - b) (w R^T)_j
         the state    e^(b_C) sum(S R)
 
-The code never divides by beta. portable/delta_gradient.py has the same equations, and their numbers.
+(3) to (5) and (7) are those of ../portable/delta_gradient.py with dv = scale beta r. (6) holds since w_i = beta_i x_i
+and dbeta_i = scale r_i x_i, with x_i what is left of v_i; `solve` sees to it that no beta is 0. dv_i w_i is the
+diagonal of dv w^T, which is there for G, and sum(S R) that of S R^T, a product of its own: cheaper than S and R in
+registers.
 
-A program has a chunk of a key head and takes that head's value heads in turn. It has one role of four warps: two
-programs share a multiprocessor, and one of them computes while the other one's tiles come. All is in tiles of 64 x 64.
-The copy engine brings them, and the warps wait at three barriers::
+A program takes chunks of key heads, one after another, and of each the value heads in turn. dq and dk of a key head,
+and F and G summed over its value heads, stay in registers; products with F and G come once per key head. Tiles fill
+shared memory, so that 28 KB are left for L1, and what a thread spills comes back from L2, 300 clocks or more later. So
+all waits name what must be there before the next products (`deps`), and `never`, a zero that the compiler does not
+know, keeps it from holding one turn's addresses and masks for the next. Roles::
 
-    keys      once                        q and k, which stay
-    tokens    once per turn               do, w and r of a value head
-    states    N_K * N_V times per turn    one block of S and one of R
+    group 0     4 warps    channels 0 to 63 of K: w R^T, dv S^T, do S^T, S R^T; dv w^T and k k^T: G, its sums
+    group 1     4 warps    channels 64 to 127; do w^T and q k^T: F, its sums
+    loader      1 warp     brings do, w, dv and factors (two stages), S and R, q and k; sends dq and dk
+    finisher    1 warp     dg and dbeta of sums of rows of both groups
 
-Nobody waits for the warps: they ask for the next tiles themselves, after `barrier`, when all warps' products have read
-the last ones. So phase n of `tokens` is turn n, and phase n of `states` is the n-th block of all turns. The tiles of
-the next value head are asked for when the last product of do, w, r, S and R is over.
+Barriers, in the order of ring.py; rounds are turns n, and key heads `it` of G turns each; D is a group::
 
-dq and dk are sums over value heads in their order: between turns they lie in memory in float32 (`sums`), where each
-thread finds the numbers that it wrote. After the last turn 64 channels of them leave by way of the tiles of q and k,
-which all products have read by then.
+    rows_ready[n % 2]       do, w and dv have come
+    states_ready[D]         S and R of a group's channels
+    keys_ready              q and k
+    factors_ready[n % 2]    e^b, e^(b_C - b) and b for groups
+    states_done[D]          a group has read its S and R
+    rows_done[n % 2]        groups have read do, w and dv, and their sums are there
+    sums_done[n % 2]        the finisher has read sums
+    both_ready              F and G
+    keys_done               groups have read q and k
+    results_ready[it % 2]   dq and dk lie in the last turn's tiles of do and dv, from where the loader sends them
 
-Bytes per chunk in bf16: per value head 8 C V + 4 K V in and 2 C V out, per key head 4 C K in and out. `sums`, 8 C K per
-key head, are written and read once per value head after the first. Shared memory at K = V = 128: 112 KB, so that two
-programs share a multiprocessor.
+*Packed sequences*: the loader waits for the tiles of a chunk that is not whole, overwrites the next sequence's rows
+with zeros and then gives `factors_ready`; it stores such a chunk's dq and dk itself. *K of 64*: the copy engine reads
+zeros beyond them, so the second group then makes F and zeros.
+
+Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in and out. Shared memory: 222 KB.
 """
 
 from __future__ import annotations
@@ -50,351 +63,429 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..launch.plan import Spec
-from ..portable.delta_forward import BETA, COARSE, FINE, SINCE, DeltaCall
+from ..portable.delta_forward import BETA, COARSE, FINE, SINCE, UNTIL, DeltaCall
 from ..portable.delta_forward import ROWS as FACTORS
-from ..portable.delta_gradient import Local, Made
-from .delta_chunk import VARIABLE, barrier, load_tokens, reinterpret, row_column, strides
-from .delta_solve import C, load_decays, load_strengths
+from ..portable.delta_gradient import Made
+from .delta_chunk import barrier, load_tokens, row_column, strides
+from .delta_solve import C
 from .gla_backward import _add as add
 from .gla_backward import _behind as behind
 from .gluon_names import named
+from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows, store_own_rows, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
 BLOCK = gl.constexpr(64)  # rows and columns of a tile
 ROWS = gl.constexpr(FACTORS)  # of `factors`
-DBETA, READS, WRITES, KEPT = (gl.constexpr(i) for i in range(4))  # sums of rows on their way out
+OWN, READS, WRITES, PAIRS, KEPT = (gl.constexpr(i) for i in range(5))  # sums of rows of a group
+SUMS = gl.constexpr(5)
 
 
 class Tiles(NamedTuple):
-    """The tiles in shared memory."""
+    """Tiles of 64 x 64 in shared memory, and rows of 64 numbers."""
 
-    q: object  # 64 channels each, all of them
+    q: object  # 2: channels
     k: object
-    do: object  # 64 columns each, all of them
+    do: object  # stages * 2: columns
     w: object
-    r: object
-    S: object  # one block
+    dv: object
+    S: object  # 2 * 2: channels, columns
     R: object
+    FG: object  # F, G
+    factors: object  # [2 * 3, C]: turn; e^b, e^(b_C - b), b
+    sums: object  # [2 * 2 * SUMS, C]: turn, group, which
 
 
 class Barriers(NamedTuple):
-    """The warps wait until the copies have come."""
+    """As in the docstring above."""
 
-    keys: object  # of q and k
-    tokens: object  # of do, w and r
-    states: object  # of S and R
-
-
-@gluon.jit
-def load_keys(q, k, tiles, bar, i_b, i_k, o_t):
-    """Bring q and k of a chunk of a key head."""
-    TILES: gl.constexpr = tiles.q.shape[0]
-    mbarrier.expect(bar, 2 * TILES * k.block_type.nbytes)
-    for n in gl.static_range(TILES):
-        copy_in(k, [i_b, i_k, o_t, n * BLOCK], bar, tiles.k.index(n))
-        copy_in(q, [i_b, i_k, o_t, n * BLOCK], bar, tiles.q.index(n))
+    rows_ready: object
+    states_ready: object
+    keys_ready: object
+    factors_ready: object
+    states_done: object
+    rows_done: object
+    sums_done: object
+    both_ready: object
+    keys_done: object
+    results_ready: object
 
 
-@gluon.jit
-def load_rows(do, w, r, tiles, bar, i_b, i_h, o_t):
-    """Bring do, w and r of a chunk of a value head."""
-    TILES: gl.constexpr = tiles.r.shape[0]
-    mbarrier.expect(bar, 3 * TILES * r.block_type.nbytes)
-    for n in gl.static_range(TILES):
-        copy_in(r, [i_b, i_h, o_t, n * BLOCK], bar, tiles.r.index(n))
-        copy_in(w, [i_b, i_h, o_t, n * BLOCK], bar, tiles.w.index(n))
-        copy_in(do, [i_b, i_h, o_t, n * BLOCK], bar, tiles.do.index(n))
+class Work(NamedTuple):
+    """The chunks of key heads of all programs."""
+
+    cu: object
+    N: object  # sequences
+    T: object
+    H: object  # key heads
+    items: object
+    programs: object
 
 
 @gluon.jit
-def load_states(S, R, tiles, bar, i_s, i_h, n):
-    """Bring block n of S and of R: 64 rows and columns, all columns of the first rows first."""
-    N_V: gl.constexpr = tiles.r.shape[0]
-    mbarrier.expect(bar, 2 * S.block_type.nbytes)
-    copy_in(S, [i_s, i_h, n // N_V * BLOCK, n % N_V * BLOCK], bar, tiles.S)
-    copy_in(R, [i_s, i_h, n // N_V * BLOCK, n % N_V * BLOCK], bar, tiles.R)
+def which_chunk(work, it):
+    """(key head, slot, batch row, the sequence's stop, first token) of the chunk that a program takes as its it-th."""
+    item = gl.program_id(0) + it * work.programs
+    i_k, i_s = item % work.H, item // work.H
+    _, i_b, _, stop, o_t = which_segment(work.cu, i_s, work.N, work.T, C, 1)
+    return i_k, i_s, i_b, stop, o_t
 
 
 @gluon.jit
-def load_row_column(p, layout: gl.constexpr):
-    """C numbers as a column [C, 1] and as a row [1, C]."""
-    o_i, o_j = gl.arange(0, C, layout=gl.SliceLayout(1, layout)), gl.arange(0, C, layout=gl.SliceLayout(0, layout))
-    return gl.load(p + o_i)[:, None], gl.load(p + o_j)[None, :]
+def clear_rows(tile, remaining):
+    """Zeros from row `remaining` on, by a warp, 16 rows at a time."""
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for r in gl.static_range(0, C, 16):
+        keep_rows(tile.reshape([C, BLOCK]).slice(r, 16), remaining - r, by_rows)
 
 
 @gluon.jit
-def over_blocks(x, y, none):
-    """Begin x y^T of tiles [n, 1, 1, C, BLOCK], side by side."""
-    total = none
-    TILES: gl.constexpr = x.shape[0]
-    for n in gl.static_range(TILES):
-        b_x, b_y = x.index(n).reshape([C, BLOCK]), y.index(n).reshape([C, BLOCK])
-        total = warpgroup_mma(b_x, b_y.permute((1, 0)), total, use_acc=n > 0, is_async=True)
+def send(p, box_, tile, i_b, i_k, o_t, stop, o_k, T, H, K: gl.constexpr, PACKED: gl.constexpr):
+    """A tile of dq or dk: by the copy engine, or at the end of a packed sequence by a warp, 16 rows at a time."""
+    if PACKED:
+        if stop - o_t < C:
+            by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+            for r in gl.static_range(0, C, 16):
+                x = tile.reshape([C, BLOCK]).slice(r, 16).load(by_rows)
+                store_own_rows(p, x, i_b, i_k, o_t + r, stop, o_k, T, H, K, by_rows)
+        else:
+            copy_out(box_, [i_b, i_k, o_t, o_k], tile)
+    else:
+        copy_out(box_, [i_b, i_k, o_t, o_k], tile)
+
+
+@gluon.jit
+def give_factors(tiles, bars, s, since, until, b):
+    """Let groups have what rows are multiplied by."""
+    tiles.factors.index(3 * s).store(since)
+    tiles.factors.index(3 * s + 1).store(until)
+    tiles.factors.index(3 * s + 2).store(b)
+    barrier()
+    mbarrier.arrive(bars.factors_ready.index(s), count=1)
+
+
+@gluon.jit
+def loader(
+    q, k, do, w, dv, S, R, d_dq, d_dk, dq, dk, factors, tiles, bars, work,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):
+    """Bring the tiles of each turn, and send dq and dk of each key head, two turns after its last. One warp."""
+    PACKED: gl.constexpr = work.cu is not None
+    N_V: gl.constexpr = V // BLOCK
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    of_tile: gl.constexpr = q.block_type.nbytes
+    T, H, o_c = work.T, work.H, gl.arange(0, C, layout=line)
+    turns = gl.cdiv(work.items - gl.program_id(0), work.programs) * G
+    for n in range(turns + 2):
+        s, it = n % 2, gl.minimum(n, turns - 1) // G
+        i_k, i_s, i_b, stop, o_t = which_chunk(work, it)
+        i_h = i_k * G + n % G
+        p_f = factors + (i_s * (H * G) + i_h).to(gl.int64) * ROWS * C + o_c
+        since, until = gl.load(p_f + SINCE * C), gl.load(p_f + UNTIL * C)
+        b = gl.load(p_f + COARSE * C) + gl.load(p_f + FINE * C)
+        mbarrier.wait(bars.rows_done.index(s), ((n // 2) & 1) ^ 1)
+        if (n > 1) & ((n - 1) % G == 0):  # turn n - 2 was the last one of a key head
+            last = (n - 2) // G
+            mbarrier.wait(bars.results_ready.index(last % 2), (last // 2) & 1)
+            j_k, _, j_b, j_stop, j_t = which_chunk(work, last)
+            for m in gl.static_range(K // BLOCK):
+                send(dq, d_dq, tiles.do.index(2 * s + m), j_b, j_k, j_t, j_stop, m * BLOCK, T, H, K, PACKED)
+                send(dk, d_dk, tiles.dv.index(2 * s + m), j_b, j_k, j_t, j_stop, m * BLOCK, T, H, K, PACKED)
+            if PACKED:
+                fence_async_shared()  # before the copy engine writes where threads have read
+            tma.store_wait(0)
+        if n < turns:
+            bar = bars.rows_ready.index(s)
+            mbarrier.expect(bar, 3 * N_V * of_tile)
+            for m in gl.static_range(N_V):
+                copy_in(w, [i_b, i_h, o_t, m * BLOCK], bar, tiles.w.index(2 * s + m))
+                copy_in(dv, [i_b, i_h, o_t, m * BLOCK], bar, tiles.dv.index(2 * s + m))
+                copy_in(do, [i_b, i_h, o_t, m * BLOCK], bar, tiles.do.index(2 * s + m))
+            if not PACKED:
+                give_factors(tiles, bars, s, since, until, b)
+            for D in gl.static_range(2):
+                mbarrier.wait(bars.states_done.index(D), (n & 1) ^ 1)
+                bar = bars.states_ready.index(D)
+                mbarrier.expect(bar, 2 * N_V * of_tile)
+                for m in gl.static_range(N_V):
+                    copy_in(R, [i_s, i_h, m * BLOCK, D * BLOCK], bar, tiles.R.index(2 * D + m))
+                    copy_in(S, [i_s, i_h, m * BLOCK, D * BLOCK], bar, tiles.S.index(2 * D + m))
+            if n % G == 0:
+                mbarrier.wait(bars.keys_done.index(0), (it & 1) ^ 1)
+                mbarrier.expect(bars.keys_ready.index(0), 4 * of_tile)
+                for m in gl.static_range(2):
+                    copy_in(k, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready.index(0), tiles.k.index(m))
+                    copy_in(q, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready.index(0), tiles.q.index(m))
+            if PACKED:
+                if stop - o_t < C:  # the rest is another sequence's
+                    mbarrier.wait(bars.rows_ready.index(s), (n // 2) & 1)
+                    for m in gl.static_range(N_V):
+                        clear_rows(tiles.w.index(2 * s + m), stop - o_t)
+                        clear_rows(tiles.dv.index(2 * s + m), stop - o_t)
+                        clear_rows(tiles.do.index(2 * s + m), stop - o_t)
+                    if n % G == 0:
+                        mbarrier.wait(bars.keys_ready.index(0), it & 1)
+                        for m in gl.static_range(2):
+                            clear_rows(tiles.k.index(m), stop - o_t)
+                            clear_rows(tiles.q.index(m), stop - o_t)
+                    fence_async_shared()
+                give_factors(tiles, bars, s, since, until, b)
+
+
+@gluon.jit
+def both_sums(tiles, o_s, which: gl.constexpr, layout: gl.constexpr):
+    """Sums of rows of both groups."""
+    return tiles.sums.index(o_s + which).load(layout) + tiles.sums.index(o_s + SUMS + which).load(layout)
+
+
+@gluon.jit
+def finisher(tiles, bars, g, s_g, factors, dg, dbeta, work, scale, G: gl.constexpr):
+    """dg and dbeta of each turn, of both groups' sums. One warp."""
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    HV, o_c = work.H * G, gl.arange(0, C, layout=line)
+    for it in range(gl.cdiv(work.items - gl.program_id(0), work.programs)):
+        i_k, i_s, i_b, stop, o_t = which_chunk(work, it)
+        for turn in range(G):
+            n = it * G + turn
+            s, i_h = n % 2, i_k * G + turn
+            o_s = s * 2 * SUMS
+            p_f = factors + (i_s * HV + i_h).to(gl.int64) * ROWS * C
+            p_d = (i_b.to(gl.int64) * work.T + o_t + o_c) * HV + i_h
+            b_beta, through = gl.load(p_f + BETA * C + o_c), gl.load(p_f + (SINCE * C + (C - 1)))  # e^(b_C)
+            if dg is not None:
+                b_g = load_tokens(g, s_g, i_b, i_h, o_t + o_c, stop)
+            mbarrier.wait(bars.rows_done.index(s), (n // 2) & 1)
+            own = tiles.sums.index(o_s + OWN).load(line)
+            if dg is not None:
+                reads, writes = both_sums(tiles, o_s, READS, line), both_sums(tiles, o_s, WRITES, line)
+                crossed, kept = both_sums(tiles, o_s, PAIRS, line), both_sums(tiles, o_s, KEPT, line)
+            barrier()
+            mbarrier.arrive(bars.sums_done.index(s), count=1)
+            gl.store(dbeta + p_d, (own / b_beta / b_beta).to(dbeta.dtype.element_ty), mask=o_t + o_c < stop)
+            if dg is not None:
+                # (7) of each row: sums of the terms that count, never a total less others
+                total = gl.associative_scan(reads, 0, add, reverse=True)
+                total = total - gl.associative_scan(crossed, 0, add, reverse=True)
+                before, _ = gl.associative_scan((gl.zeros_like(writes), writes), 0, behind)
+                total = (total + before + gl.sum(kept, 0) * through) * scale
+                total = gl.where(b_g == float("-inf"), 0.0, total)  # nothing crosses it
+                gl.store(dg + p_d, total.to(dg.dtype.element_ty), mask=o_t + o_c < stop)
+
+
+@gluon.jit
+def over(x, y, i, j, N: gl.constexpr, layout: gl.constexpr, X_T: gl.constexpr = False, Y_T: gl.constexpr = False):
+    """Begin x y over N tiles each, from tiles i and j on; X_T, Y_T: of tiles transposed."""
+    total = gl.zeros([C, BLOCK], gl.float32, layout)
+    for m in gl.static_range(N):
+        b_x, b_y = x.index(i + m).reshape([C, BLOCK]), y.index(j + m).reshape([BLOCK, BLOCK])
+        if X_T:
+            b_x = b_x.permute((1, 0))
+        if Y_T:
+            b_y = b_y.permute((1, 0))
+        total = warpgroup_mma(b_x, b_y, total, use_acc=m > 0, is_async=True)
     return total
 
 
 @gluon.jit
-def make_dv(p_dv, p_v, s_vt, t_r, b_beta, o_t, stop, rows, columns, HV, scale, V: gl.constexpr, by_rows: gl.constexpr):
-    """Store dv of a chunk, up to row `stop`; return r_i v_i of each row."""
-    found = gl.zeros([C], gl.float32, gl.SliceLayout(1, by_rows))
-    TILES: gl.constexpr = t_r.shape[0]
-    for n in gl.static_range(TILES):
-        b_r = t_r.index(n).reshape([C, BLOCK]).load(by_rows).to(gl.float32)
-        own, o_c = rows < stop - o_t, n * BLOCK + columns
-        b_v = gl.load(p_v + (rows * s_vt + o_c), mask=own, other=0.0).to(gl.float32)
-        found += gl.sum(b_r * b_v, 1)
-        b_dv = (b_r * (b_beta * scale)[:, None]).to(p_dv.dtype.element_ty)
-        gl.store(p_dv + (rows * (HV * V) + o_c), b_dv, mask=own)
-    return found
-
-
-@gluon.jit
-def send_columns(
-    p, box_, tile, x, i_b, i_k, o_t, stop, o_k, T, H, K: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
+def group(
+    tiles, bars, work, scale, unscale, zero,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, DG: gl.constexpr,
 ):
-    """dq or dk of 64 channels: by the copy engine, by way of a tile that all products have read, or by threads."""
-    if PACKED:
-        if stop - o_t < C:
-            store_own_rows(p, x, i_b, i_k, o_t, stop, o_k, T, H, K, layout)
-        else:
-            send_tile(box_, tile, x, i_b, i_k, o_t, o_k)
-    else:
-        send_tile(box_, tile, x, i_b, i_k, o_t, o_k)
-
-
-@gluon.jit
-def send_tile(box_, tile, x, i_b, i_k, o_t, o_k):
-    """x to a box, by way of a tile."""
-    tile.reshape([C, BLOCK]).store(x.to(box_.dtype))
-    fence_async_shared()
-    barrier()  # all threads' stores are fenced
-    copy_out(box_, [i_b, i_k, o_t, o_k], tile)
-
-
-@gluon.jit
-def across(lines, t_pairs, through, line: gl.constexpr):
-    """(7) of each row, from sums in shared memory: sums of the terms that count, never a total less others.
-
-    READS sums a row's reads, of the state and of earlier rows; t_pairs sums the reads that later rows make of it.
-    """
-    total = gl.associative_scan(lines.index(READS).load(line), 0, add, reverse=True)
-    total = total - gl.associative_scan(t_pairs.load(line), 0, add, reverse=True)
-    writes = lines.index(WRITES).load(line)
-    before, _ = gl.associative_scan((gl.zeros_like(writes), writes), 0, behind)
-    return total + before + gl.sum(lines.index(KEPT).load(line), 0) * through
-
-
-@gluon.jit(do_not_specialize=VARIABLE)
-def gradients(
-    q, k, do, w, r, S, R, v, s_vb, s_vt, s_vh, g, s_gb, s_gt, s_gh, factors, d_dq, d_dk, sums, dq, dk, dv, dg, dbeta,
-    cu, N, T, HV, G, scale, K: gl.constexpr, V: gl.constexpr,
-):
-    """(3) to (7) for a chunk of a key head, in bf16; dg is None where it is not needed.
-
-    q ... R, d_dq and d_dk are boxes of 64 x 64 numbers, S the state before the chunk, R the gradient of the state after
-    it. `sums` [slots, H, 2, K / 64, C, 64] keeps dq and dk of the value heads so far, in float32; None if there is one.
-    """
-    PACKED: gl.constexpr = cu is not None
+    """Channels 64 D on of K: dq and dk, and sums of rows for `finisher`."""
     N_K: gl.constexpr = K // BLOCK
     N_V: gl.constexpr = V // BLOCK
-    TO_DK: gl.constexpr = N_K * C * BLOCK  # from dq of a chunk in `sums`
-    # this program's chunk of a key head, and its value heads, one a turn
-    turns = 1 if sums is None else G
-    pid, H = gl.program_id(0), HV // turns
-    i_k, i_s = pid % H, pid // H
-    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
-
-    # shared memory, in tiles of 64 x 64
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    of_rows: gl.constexpr = gl.SliceLayout(1, wide)
-    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    t_q = gl.allocate_shared_memory(q.dtype, [N_K, 1, 1, C, BLOCK], q.layout)
-    t_k = gl.allocate_shared_memory(k.dtype, [N_K, 1, 1, C, BLOCK], k.layout)
-    t_do = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, BLOCK], do.layout)
-    t_w = gl.allocate_shared_memory(w.dtype, [N_V, 1, 1, C, BLOCK], w.layout)
-    t_r = gl.allocate_shared_memory(r.dtype, [N_V, 1, 1, C, BLOCK], r.layout)
-    t_S = gl.allocate_shared_memory(S.dtype, [1, 1, BLOCK, BLOCK], S.layout)
-    t_R = gl.allocate_shared_memory(R.dtype, [1, 1, BLOCK, BLOCK], R.layout)
-    if dg is not None:
-        t_pairs = gl.allocate_shared_memory(gl.float32, [C], flat)
-    ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(3):
-        mbarrier.init(ready.index(n), count=1)
-    tiles = Tiles(t_q, t_k, t_do, t_w, t_r, t_S, t_R)
-    bars = Barriers(ready.index(0), ready.index(1), ready.index(2))
-    fence_async_shared()
-    barrier()
+    of_row: gl.constexpr = gl.SliceLayout(1, wide)
+    of_column: gl.constexpr = gl.SliceLayout(0, wide)
+    none = gl.zeros([C, BLOCK], gl.float32, wide)
+    of_M = -unscale if D == 0 else 1.0
+    for it in range(gl.cdiv(work.items - gl.program_id(0), work.programs)):
+        b_dq, b_dk, total = none, none, none  # total: F or G over the value heads
+        for turn in range(G):
+            n = it * G + turn
+            s = n % 2
+            o_s = (s * 2 + D) * SUMS
+            never = n & zero
+            mbarrier.wait(bars.sums_done.index(s), ((n // 2) & 1) ^ 1)
+            mbarrier.wait(bars.factors_ready.index(s), (n // 2) & 1)
+            mbarrier.wait(bars.rows_ready.index(s), (n // 2) & 1)
+            mbarrier.wait(bars.states_ready.index(D), n & 1)
 
-    # load
-    load_rows(do, w, r, tiles, bars.tokens, i_b, i_k * turns, o_t)
-    load_keys(q, k, tiles, bars.keys, i_b, i_k, o_t)
-    load_states(S, R, tiles, bars.states, i_s, i_k * turns, 0)
-    rows, columns = row_column(C, by_rows)
-    i, j = row_column(C, wide)
-    none = gl.zeros([C, C], gl.float32, wide)
-    mbarrier.wait(bars.keys, 0)
-    if PACKED:
-        if stop - o_t < C:  # the rest is another sequence's
-            for n in gl.static_range(N_K):
-                keep_rows(t_k.index(n).reshape([C, BLOCK]), stop - o_t, wide)
-                keep_rows(t_q.index(n).reshape([C, BLOCK]), stop - o_t, wide)
-            fence_async_shared()
+            # compute: what reads and writes states
+            x_w = over(tiles.w, tiles.R, 2 * s, 2 * D + never, N_V, wide)
+            x_v = over(tiles.dv, tiles.S, 2 * s, 2 * D + never, N_V, wide)
+            since = tiles.factors.index(3 * s).load(of_row)
+            until = tiles.factors.index(3 * s + 1).load(of_row)
+            since_v = -since * unscale
+            x_w, x_v = warpgroup_mma_wait(0, deps=[x_w, x_v])
+            if turn == 0:
+                mbarrier.wait(bars.keys_ready.index(0), it & 1)
+            if DG:
+                low = tiles.k.index(D + never).reshape([C, BLOCK]).load(wide).to(gl.float32)
+                b_writes = gl.sum(low * x_w, 1) * until
+                b_reads = gl.sum(low * x_v, 1) * since_v
+            b_dk = b_dk + x_w * until[:, None]
+            b_dk = b_dk + x_v * since_v[:, None]
+            if DG:
+                b_dk, b_reads, b_writes = warpgroup_mma_wait(0, deps=[b_dk, b_reads, b_writes])
+                x_q = over(tiles.do, tiles.S, 2 * s, 2 * D + never, N_V, wide)
+                kept = over(tiles.S, tiles.R, 2 * D + never, 2 * D + never, N_V, wide, X_T=True)  # diagonal: sum(S R)
+                i, j = row_column(C, wide)
+                i, j = i + never, j + never
+                x_q, kept = warpgroup_mma_wait(0, deps=[x_q, kept])
+            else:
+                b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+                x_q = over(tiles.do, tiles.S, 2 * s, 2 * D + never, N_V, wide)
+                x_q = warpgroup_mma_wait(0, deps=[x_q])
+            barrier()  # all warps' products have read S and R of these channels
+            mbarrier.arrive(bars.states_done.index(D), count=1)
+            b_dq = b_dq + x_q * since[:, None]
+            if DG:
+                b_kept = gl.sum(gl.where(i == j, kept, 0.0), 1)
+                low = tiles.q.index(D + never).reshape([C, BLOCK]).load(wide).to(gl.float32)
+                b_reads += gl.sum(low * x_q, 1) * since
+                b_dq, b_reads, b_kept = warpgroup_mma_wait(0, deps=[b_dq, b_reads, b_kept])
+            else:
+                b_dq = warpgroup_mma_wait(0, deps=[b_dq])
 
-    for turn in range(turns):
-        # load
-        i_h = i_k * turns + turn
-        i_t = i_s * HV + i_h
-        p_f = factors + i_t.to(gl.int64) * ROWS * C
-        beta = load_strengths(factors, i_t, BETA, ROWS, wide)
-        p_v = v + i_b.to(gl.int64) * s_vb + o_t.to(gl.int64) * s_vt + i_h.to(gl.int64) * s_vh
-        p_dv = dv + ((i_b.to(gl.int64) * T + o_t) * HV + i_h) * V
-        b_beta = gl.load(p_f + BETA * C + gl.arange(0, C, layout=gl.SliceLayout(1, by_rows)))
-        mbarrier.wait(bars.tokens, turn & 1)
-        if PACKED:
-            if stop - o_t < C:
-                for n in gl.static_range(N_V):
-                    keep_rows(t_r.index(n).reshape([C, BLOCK]), stop - o_t, wide)
-                    keep_rows(t_w.index(n).reshape([C, BLOCK]), stop - o_t, wide)
-                    keep_rows(t_do.index(n).reshape([C, BLOCK]), stop - o_t, wide)
-                fence_async_shared()
+            # compute: pairs, over V and over K
+            if D == 0:
+                M = over(tiles.dv, tiles.w, 2 * s, 2 * s, N_V, wide, Y_T=True)
+            else:
+                M = over(tiles.do, tiles.w, 2 * s, 2 * s, N_V, wide, Y_T=True)
+            t_b = tiles.factors.index(3 * s + 2)
+            # b in one number: b_i - b_j is wrong by 2^-24 of b, 6e-4 if 64 gates are closed; F, G are rounded to 2^-9
+            E = gl.exp2(t_b.load(of_row)[:, None] - t_b.load(of_column)[None, :])  # above the diagonal perhaps infinite
+            M = warpgroup_mma_wait(0, deps=[M])
+            i, j = row_column(C, wide)
+            never = s & zero
+            i, j = i + never, j + never
+            if DG:
+                if D == 0:
+                    A = over(tiles.k, tiles.k, never, never, N_K, wide, Y_T=True)
+                else:
+                    A = over(tiles.q, tiles.k, never, never, N_K, wide, Y_T=True)
+            if D == 0:
+                tiles.sums.index(o_s + OWN).store(gl.sum(gl.where(i == j, M, 0.0), 1))  # dv_i w_i
+                M = gl.where(i > j, M * E, 0.0)  # G is of_M M
+            else:
+                M = gl.where(i >= j, M * E, 0.0)
+            total = total + M
+            if DG:
+                A, total = warpgroup_mma_wait(0, deps=[A, total])
+                A = A * M
+                if D == 1:
+                    A = gl.where(i > j, A, 0.0)  # i = j crosses no gate
+                tiles.sums.index(o_s + READS).store(b_reads + gl.sum(A, 1) * of_M)
+                tiles.sums.index(o_s + WRITES).store(b_writes)
+                tiles.sums.index(o_s + KEPT).store(b_kept)
+                tiles.sums.index(o_s + PAIRS).store(gl.sum(A, 0) * of_M)
+            barrier()  # all warps' products have read do, w and dv, and all sums are there
+            mbarrier.arrive(bars.rows_done.index(s), count=1)
 
-        # compute: dv, and r v of (6)
-        b_dbeta = make_dv(p_dv, p_v, s_vt, t_r, b_beta, o_t, stop, rows, columns, HV, scale, V, by_rows)
-        b_dbeta = gl.convert_layout(b_dbeta, of_rows)
-
-        # compute: G over V and k k^T over K, then F and q k^T
-        M = over_blocks(t_r, t_w, none)
-        A = over_blocks(t_k, t_k, none)
-        if g is not None:
-            since, until, through = load_decays(factors, i_t, SINCE, ROWS, wide)
-            coarse_i, coarse_j = load_row_column(p_f + COARSE * C, wide)
-            fine_i, fine_j = load_row_column(p_f + FINE * C, wide)
-            E = gl.exp2((coarse_i - coarse_j) + (fine_i - fine_j))  # above the diagonal it may be infinite
-        M, A = warpgroup_mma_wait(0, deps=[M, A])
-        if g is not None:
-            M = M * E
-        M = gl.where(i > j, -M, 0.0)  # G is beta M
-        A = A * M
-        low_G = (M * beta[:, None]).to(k.dtype)
-        b_dbeta += gl.sum(A, 1)
-        F = over_blocks(t_do, t_w, none)
-        if dg is not None:
-            P = over_blocks(t_q, t_k, none)
-            A = A * beta[:, None]
-            F, P = warpgroup_mma_wait(0, deps=[F, P])
+        # dq and dk of the key head
+        e = it & zero
+        b_q, b_k = tiles.q.index(D + e).reshape([C, BLOCK]), tiles.k.index(D + e).reshape([C, BLOCK])
+        t_F, t_G = tiles.FG.index(e), tiles.FG.index(1 + e)
+        if D == 0:
+            t_G.store((total * of_M).to(t_G.dtype))
         else:
-            F = warpgroup_mma_wait(0, deps=[F])
-        if g is not None:
-            F = F * E
-        F = gl.where(i >= j, F, 0.0)
-        if dg is not None:
-            A += gl.where(i > j, F * P, 0.0)  # i = j crosses no gate
-            b_reads = gl.sum(A, 1)
-            t_pairs.store(gl.sum(A, 0))
-            b_writes = gl.zeros([C], gl.float32, of_rows)
-            b_kept = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, by_rows))
-        # allocated here, since sums over rows need memory, too, and two programs share a multiprocessor's
-        t_F = gl.allocate_shared_memory(k.dtype, [C, C], gl.NVMMASharedLayout(128, 16, 2))
-        t_G = gl.allocate_shared_memory(k.dtype, [C, C], gl.NVMMASharedLayout(128, 16, 2))
-        t_F.store(F.to(k.dtype))
-        t_G.store(low_G)
+            t_F.store(total.to(t_F.dtype))
         fence_async_shared()
+        barrier()
+        mbarrier.arrive(bars.both_ready.index(0), count=1)
+        mbarrier.wait(bars.both_ready.index(0), it & 1)
+        b_dq = warpgroup_mma(t_F, b_k, b_dq, is_async=True)
+        b_dk = warpgroup_mma(t_F.permute((1, 0)), b_q, b_dk, is_async=True)
+        b_dk = warpgroup_mma(t_G, b_k, b_dk, is_async=True)
+        b_dk = warpgroup_mma(t_G.permute((1, 0)), b_k, b_dk, is_async=True)
+        b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
+        barrier()  # all warps' products have read q and k
+        mbarrier.arrive(bars.keys_done.index(0), count=1)
+        # dq and dk leave by way of the last turn's tiles, which both groups have read
+        s = (it * G + G - 1) % 2
+        tiles.do.index(2 * s + D).reshape([C, BLOCK]).store((b_dq * scale).to(b_q.dtype))
+        tiles.dv.index(2 * s + D).reshape([C, BLOCK]).store((b_dk * scale).to(b_q.dtype))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(bars.results_ready.index(it % 2), count=1)
 
-        # compute: dq and dk of 64 channels, in a loop that is not unrolled: else ptxas keeps descriptors of all tiles
-        if sums is not None:
-            earlier = gl.full([C, BLOCK], turn, gl.int32, wide) > 0
-            later = gl.full([C, BLOCK], turn, gl.int32, wide) + 1 < turns
-        for m in range(N_K):
-            b_q, b_k = t_q.index(m).reshape([C, BLOCK]), t_k.index(m).reshape([C, BLOCK])
-            b_S, b_R = t_S.reshape([BLOCK, BLOCK]), t_R.reshape([BLOCK, BLOCK])
-            b_dq, b_rS, b_dk = none, none, none
-            for n_v in gl.static_range(N_V):
-                mbarrier.wait(bars.states, (turn * (N_K * N_V) + m * N_V + n_v) & 1)
-                S_T, R_T = b_S.permute((1, 0)), b_R.permute((1, 0))
-                b_dq = warpgroup_mma(t_do.index(n_v).reshape([C, BLOCK]), S_T, b_dq, use_acc=n_v > 0, is_async=True)
-                b_rS = warpgroup_mma(t_r.index(n_v).reshape([C, BLOCK]), S_T, b_rS, use_acc=n_v > 0, is_async=True)
-                b_dk = warpgroup_mma(t_w.index(n_v).reshape([C, BLOCK]), R_T, b_dk, use_acc=n_v > 0, is_async=True)
-                if dg is not None:
-                    b_kept += gl.sum(b_S.load(by_rows).to(gl.float32) * b_R.load(by_rows).to(gl.float32), 1)
-                b_dq, b_rS, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_rS, b_dk])
-                fence_async_shared()  # before the copy engine writes where threads have read
-                barrier()  # all warps have read S and R, and in the last round do, w and r
-                if m * N_V + n_v + 1 < N_K * N_V:
-                    load_states(S, R, tiles, bars.states, i_s, i_h, m * N_V + n_v + 1)
-                elif turn + 1 < turns:
-                    load_rows(do, w, r, tiles, bars.tokens, i_b, i_h + 1, o_t)
-                    load_states(S, R, tiles, bars.states, i_s, i_h + 1, 0)
-            low_k = b_k.load(wide).to(gl.float32)
-            if g is not None:
-                b_dq = b_dq * since[:, None]
-                b_rS = b_rS * since[:, None]
-                b_dk = b_dk * until[:, None]
-            b_found = gl.sum(low_k * b_rS, 1)
-            b_dbeta -= b_found
-            if dg is not None:
-                b_reads += gl.sum(b_q.load(wide).to(gl.float32) * b_dq, 1) - beta * b_found
-                b_writes += gl.sum(low_k * b_dk, 1)
-            b_dk = b_dk - b_rS * beta[:, None]
-            b_dq = warpgroup_mma(t_F, b_k, b_dq, is_async=True)
-            b_dk = warpgroup_mma(t_F.permute((1, 0)), b_q, b_dk, is_async=True)
-            b_dk = warpgroup_mma(t_G, b_k, b_dk, is_async=True)
-            b_dk = warpgroup_mma(t_G.permute((1, 0)), b_k, b_dk, is_async=True)
-            if sums is not None:  # each thread reads and writes numbers of its own
-                p_dq = sums + (pid.to(gl.int64) * (2 * N_K) + m) * (C * BLOCK) + (i * BLOCK + j)
-            b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
-            if sums is not None:
-                b_dq += gl.load(p_dq, mask=earlier, other=0.0)
-                b_dk += gl.load(p_dq + TO_DK, mask=earlier, other=0.0)
-                gl.store(p_dq, b_dq, mask=later)
-                gl.store(p_dq + TO_DK, b_dk, mask=later)
-            barrier()  # all warps' products have read F and G, and q and k of these channels
-            if turn + 1 == turns:
-                send_columns(
-                    dq, d_dq, t_q.index(m), b_dq * scale, i_b, i_k, o_t, stop, m * BLOCK, T, H, K, wide, PACKED
-                )
-                send_columns(
-                    dk, d_dk, t_k.index(m), b_dk * scale, i_b, i_k, o_t, stop, m * BLOCK, T, H, K, wide, PACKED
-                )
 
-        # store: sums of rows, one row per thread pair, by way of the memory of F
-        lines = reinterpret(t_F, gl.float32, [C // 2, C], flat)
-        lines.index(DBETA).store(b_dbeta)
-        o_r = o_t + gl.arange(0, C, layout=line)
-        p_d = (i_b.to(gl.int64) * T + o_r) * HV + i_h
-        if dg is not None:
-            lines.index(READS).store(b_reads)
-            lines.index(WRITES).store(b_writes)
-            lines.index(KEPT).store(b_kept)
-        gl.store(dbeta + p_d, (lines.index(DBETA).load(line) * scale).to(dbeta.dtype.element_ty), mask=o_r < stop)
-        if dg is not None:
-            total = across(lines, t_pairs, through, line) * scale
-            b_g = load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, o_r, stop)
-            total = gl.where(b_g == float("-inf"), 0.0, total)  # nothing crosses it
-            gl.store(dg + p_d, total.to(dg.dtype.element_ty), mask=o_r < stop)
-    tma.store_wait(0)
-    for n in gl.static_range(3):
-        mbarrier.invalidate(ready.index(n))
+@gluon.jit(do_not_specialize=("s_gb", "s_gt", "s_gh", "N", "T", "H", "n_items", "n_programs", "zero"))
+def gradients(
+    q, k, do, w, dv, S, R, g, s_gb, s_gt, s_gh, factors, d_dq, d_dk, dq, dk, dg, dbeta, cu, N, T, H,
+    n_items, n_programs, scale, unscale, zero,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R_GROUP: gl.constexpr, R_OTHER: gl.constexpr,
+):
+    """(3) to (7), in bf16; dg is None where it is not needed.
+
+    q ... R, d_dq and d_dk are boxes of 64 x 64 numbers; S and R are [V, K]. unscale is 1 / scale.
+    """
+    t_q = gl.allocate_shared_memory(q.dtype, [2, 1, 1, C, BLOCK], q.layout)
+    t_k = gl.allocate_shared_memory(k.dtype, [2, 1, 1, C, BLOCK], k.layout)
+    t_do = gl.allocate_shared_memory(do.dtype, [4, 1, 1, C, BLOCK], do.layout)
+    t_w = gl.allocate_shared_memory(w.dtype, [4, 1, 1, C, BLOCK], w.layout)
+    t_dv = gl.allocate_shared_memory(dv.dtype, [4, 1, 1, C, BLOCK], dv.layout)
+    t_S = gl.allocate_shared_memory(S.dtype, [4, 1, 1, BLOCK, BLOCK], S.layout)
+    t_R = gl.allocate_shared_memory(R.dtype, [4, 1, 1, BLOCK, BLOCK], R.layout)
+    t_FG = gl.allocate_shared_memory(k.dtype, [2, C, C], gl.NVMMASharedLayout(128, 16, 2))
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    t_factors = gl.allocate_shared_memory(gl.float32, [2 * 3, C], flat)
+    t_sums = gl.allocate_shared_memory(gl.float32, [4 * SUMS, C], flat)
+    bars = Barriers(
+        rows_ready=new_barriers(2, 1), states_ready=new_barriers(2, 1), keys_ready=new_barriers(1, 1),
+        factors_ready=new_barriers(2, 1), states_done=new_barriers(2, 1), rows_done=new_barriers(2, 2),
+        sums_done=new_barriers(2, 1), both_ready=new_barriers(1, 2), keys_done=new_barriers(1, 2),
+        results_ready=new_barriers(2, 2),
+    )
+    fence_async_shared()
+    tiles = Tiles(t_q, t_k, t_do, t_w, t_dv, t_S, t_R, t_FG, t_factors, t_sums)
+    work = Work(cu, N, T, H, n_items, n_programs)
+    DG: gl.constexpr = dg is not None
+    gl.warp_specialize(
+        [
+            (group, (tiles, bars, work, scale, unscale, zero, G, K, V, 0, DG)),
+            (group, (tiles, bars, work, scale, unscale, zero, G, K, V, 1, DG)),
+            (loader, (q, k, do, w, dv, S, R, d_dq, d_dk, dq, dk, factors, tiles, bars, work, G, K, V)),
+            (finisher, (tiles, bars, g, (s_gb, s_gt, s_gh), factors, dg, dbeta, work, scale, G)),
+        ],
+        [4, 1, 1],
+        [R_GROUP, R_OTHER, R_OTHER],
+    )
+    invalidate(bars)
 
 
 # The plan.
 
 
+class Local(NamedTuple):
+    """The tensors that `gradients` reads; states are [slots, HV, V, K]."""
+
+    q: Spec
+    k: Spec
+    g: Spec | None
+    do: Spec
+    states: Spec  # before each chunk
+    writes: Spec
+    dstates: Spec  # after each chunk
+    dv: Spec
+
+
 def make_gradients(call: DeltaCall, x: Local, beta: Spec, need_dg: bool) -> Made:
-    """The results of `gradients`, in bf16; dg is None unless needed."""
+    """The results of `gradients`, and dv; dg is None unless needed."""
     draft, H = call.draft, call.H // call.G
     dq, dk = (draft.new(f"d{n}", *y.shape, dtype=y.dtype) for n, y in (("q", x.q), ("k", x.k)))
-    made = Made(dq, dk, draft.like("dv", x.v), draft.like("dg", x.g) if need_dg else None, draft.like("dbeta", beta))
-    tokens = (box(y, C.value, BLOCK.value) for y in (x.q, x.k, x.do, x.writes, x.r))
+    made = Made(dq, dk, x.dv, draft.like("dg", x.g) if need_dg else None, draft.like("dbeta", beta))
+    tokens = (box(y, C.value, BLOCK.value) for y in (x.q, x.k, x.do, x.writes, x.dv))
     states = (box(y.transposed(1, 2), BLOCK.value, BLOCK.value) for y in (x.states, x.dstates))
     d_dq, d_dk = (box(y, C.value, BLOCK.value) for y in (dq, dk))
-    sums = draft.new("sums", call.chunks, H, 2, C.value, call.K) if call.G > 1 else None
+    items = H * call.chunks
+    programs = min(items, draft.hardware.multiprocessors)
     draft.launch(
-        gradients, H * call.chunks,
-        *tokens, *states, x.v, *x.v.strides[:3], x.g, *strides(x.g), call.factors, d_dq, d_dk, sums, *made, call.cu,
-        call.N, call.T, call.H, call.G, call.scale, K=call.K, V=call.V, num_warps=4, maxnreg=256,
+        gradients, programs,
+        *tokens, *states, x.g, *strides(x.g), call.factors, d_dq, d_dk, dq, dk, made.dg, made.dbeta, call.cu, call.N,
+        call.T, H, items, programs, call.scale, 1 / call.scale, 0, G=call.G, K=call.K, V=call.V,
+        R_GROUP=232, R_OTHER=40, num_warps=4, maxnreg=168,
     )
     return made

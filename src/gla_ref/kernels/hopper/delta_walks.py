@@ -1,34 +1,38 @@
-"""Two launches of delta_backward.py: forwards for the state of each chunk, backwards for its gradient (chapter 20).
+"""Both walks of delta_backward.py in one launch: states of chunks forwards, their gradients backwards (chapter 20).
 
 With S the state before a chunk, R the gradient of the state after it (over scale), and b, Y, P of delta_solve.py::
 
-    walk         w = Y (beta (v - e^b (k S)))               S <- e^(b_C) S + k^T (e^(b_C - b) w)                   (1)
-    walk_back    d = e^(b_C - b) (k R) + P^T do             R <- e^(b_C) R + q^T (e^b do) - k^T (e^b beta r)       (2)
+    forwards     w = Y (beta (v - e^b (k S)))               S <- e^(b_C) S + k^T (e^(b_C - b) w)                   (1)
+    backwards    d = e^(b_C - b) (k R) + P^T do             R <- e^(b_C) R + q^T (e^b do) - k^T (e^b beta r)       (2)
                  r = Y^T d
 
-d is the gradient of w, r the gradient of the factor that Y multiplies. `walk` stores w and the state before each chunk.
-`walk_back` stores r and the R after each chunk; its round i is chunk n - 1 - i. Columns of V never meet in (1) and (2),
-so a walk has V / BV programs per value head. A program has two roles of four warps::
+d is the gradient of w, r the gradient of the factor that Y multiplies. Y's ones are left out of what `solve` stores:
+products with it begin with that factor in float32. So where gates let nothing else through, w and r are rounded once,
+when they are stored, not before the product as well; delta_gradients.py divides both by beta.
 
-    loader                   asks the copy engine (TMA) for the tiles of a chunk                     waits for `done`
-    walker or back_walker    (1) or (2) for BV columns; the state in its registers; results out      waits for `ready`
+The walk forwards stores w and the state before each chunk, the walk backwards dv = scale beta r (or r) and the R after
+each chunk; its round i is chunk n - 1 - i. The two do not wait for each other, and columns of V never meet in (1) and
+(2): the first programs of a launch go forwards, V / BV of them per value head, the others backwards. A program has two
+roles of four warps::
 
-Stages, the two barriers of each, and why no role waits for ever or is two phases late: delta_ahead.py.
+    loader    asks the copy engine (TMA) for the tiles of a chunk, stores its rows' factors    waits for `done`
+    walker    (1) or (2) for BV columns; results out                             waits for `ready` and `loaded`
 
-*Results by the copy engine.* The copy of the state in 16 bits, from which products read, is the one that is stored: it
-leaves for memory when a round begins, and has been read when `store_wait` in the middle of the round returns, before
-the next state is written there. w and r leave from tiles of their own, which the same wait frees. A copy begins after
-`barrier`, since each thread's fence is for its own stores. The rows after a sequence's last one belong to the next
-sequence, where sequences are packed: threads store a last chunk that is not whole. In float16 threads store all
-results, in float32.
+The kinds of barriers, in the order of ring.py: `ready`, `loaded`, `done`; a round is a chunk, i.
+
+*All of it transposed.* S^T and R^T [BV, K] stay in registers, and all products but P^T do have a first operand there:
+only results pass through shared memory. A copy in 16 bits leaves when a round begins, and has been read when
+`store_wait` in the middle of the round returns. w and dv leave from a tile of their own, which the same wait frees. A
+copy begins after `barrier`, since each thread's fence is for its own stores. The rows after a sequence's last one
+belong to the next sequence, where sequences are packed: threads store a last chunk that is not whole. Where results are
+kept in float32 (delta_backward.py) threads store all of them.
 
 *Maps.* Without results, a walk makes maps of segments, BV columns per program: X or X' from a state of zeros, M from
 the columns of the unit matrix. Their v are zeros, since the copy engine reads zeros beyond the columns of V. M^T needs
 no walk.
 
-Bytes per chunk and value head in bf16: `walk` reads 2 C (K + V) + 2 C^2 and writes 2 C V + 2 K V; `walk_back` reads
-2 C (2 K + V) + 4 C^2 and writes 2 C V + 2 K V. Shared memory at K = V = 128 and BV = 64: `walk` with two stages 88 KB,
-so that two programs share a multiprocessor; `walk_back` with three stages 200 KB.
+Bytes per chunk and value head in bf16: forwards 2 C (K + V) + 2 C^2 in, backwards 2 C (2 K + V) + 4 C^2; each 2 C V +
+2 K V out. Shared memory at K = V = 128: 195 KB.
 """
 
 from __future__ import annotations
@@ -47,16 +51,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..launch.plan import Box, Spec
-from ..portable.delta_forward import BETA, SINCE, DeltaCall
+from ..portable.delta_forward import BETA, SINCE, UNTIL, DeltaCall
 from ..portable.delta_forward import ROWS as FACTORS
-from .delta_chunk import VARIABLE, barrier, load_state, read, state_columns
-from .delta_solve import C, load_decays, load_divisors, load_strengths
+from .delta_chunk import VARIABLE, barrier
+from .delta_solve import C, load_divisors
 from .gluon_names import named
-from .tiles import box, keep_rows, operand, store_own_rows, which_segment
+from .ring import invalidate, new_barriers
+from .tiles import box, keep_rows, operand, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
 DIVISORS = gl.constexpr(FACTORS)  # float16's row of `factors`, after those of the portable kernels
+BV, STAGES = gl.constexpr(64), gl.constexpr(3)
+FROM_V, STRENGTH, TO_END, TO_DV = (gl.constexpr(i) for i in range(4))  # rows of Tiles.factors
 
 
 class Part(NamedTuple):
@@ -76,47 +83,52 @@ class Part(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """The tensors that the copy engine brings; `walk` has no q and P."""
+    """The tensors that the copy engine brings; forwards no q and P."""
 
     q: object
     k: object
-    v: object  # do in `walk_back`
+    v: object  # do backwards
     Y: object
     P: object
 
 
 class Tiles(NamedTuple):
-    """Their tiles in shared memory, of several chunks."""
+    """Their tiles in shared memory, of several chunks, and those of results."""
 
     q: object
     k: object
     v: object
     Y: object
     P: object
+    factors: object  # [4 * stages, C]: forwards beta, backwards e^b; e^b beta; e^(b_C - b); backwards scale beta
+    state: object
+    rows: object
 
 
 class Barriers(NamedTuple):
     """Who waits for whom, one of each for each stage."""
 
     ready: object  # the walker: until the copies have come
+    loaded: object  # the walker: until the factors are there
     done: object  # the loader: until the walker has read a stage
 
 
 class Results(NamedTuple):
-    """Where the results of each chunk go; None where a walk makes maps."""
+    """Where a walk begins, and where its results go."""
 
-    states: object  # pointers to [slots, HV, K, V], in the precision in which sums pass through memory
-    rows: object  # pointers to [B, T, HV, V]: w or r
-    d_states: object  # the same two as boxes of the copy engine; None in float16
+    first: object  # states [slots, HV, K, W], or None for zeros
+    last: object  # the same, or None
+    states: object  # pointers to the states of chunks; None where a walk makes maps
+    rows: object  # pointers to [B, T, HV, V]: w, or dv or r
+    d_states: object  # the same two as boxes of the copy engine; None in float32
     d_rows: object
 
 
 @gluon.jit
-def which_part(cu, N, T, L, HV, G, columns: gl.constexpr, BV: gl.constexpr):
-    """The part of this program, in a walk over so many columns."""
-    N_V: gl.constexpr = columns // BV
-    pid = gl.program_id(0)  # neighbours share what they read in L2
-    o_v, i_h, i_s = pid % N_V * BV, pid // N_V % HV, pid // N_V // HV
+def which_part(pid, cu, N, T, L, HV, G, columns):
+    """The part of a program, in a walk over so many columns."""
+    n_v = columns // BV  # neighbours share what they read in L2
+    o_v, i_h, i_s = pid % n_v * BV, pid // n_v % HV, pid // n_v // HV
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, 4)
     begin = gl.minimum(begin, stop)  # a spare slot has no chunks
     end = gl.minimum(begin + L, stop)
@@ -129,366 +141,358 @@ def which_part(cu, N, T, L, HV, G, columns: gl.constexpr, BV: gl.constexpr):
 
 
 @gluon.jit
-def loader(boxes, tiles, bars, part, STAGES: gl.constexpr, REVERSE: gl.constexpr):
+def loader(boxes, factors, tiles, bars, part, scale, ROWS: gl.constexpr):
     """Bring the tiles of each round; what lies beyond a tensor comes as zeros."""
+    BACK: gl.constexpr = boxes.q is not None
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     of_k: gl.constexpr = boxes.k.block_type.nbytes  # bytes of a tile; q has as many, P as many as Y
     of_v: gl.constexpr = boxes.v.block_type.nbytes
     of_Y: gl.constexpr = boxes.Y.block_type.nbytes
+    o_c = gl.arange(0, C, layout=line)
     for i in range(part.n):
-        c = part.n - 1 - i if REVERSE else i
+        c = part.n - 1 - i if BACK else i
         s, o_t, i_t = i % STAGES, part.begin + c * C, (part.i_c + c) * part.HV + part.i_h
+        p = factors + i_t.to(gl.int64) * ROWS * C + o_c
+        beta, since, until = gl.load(p + BETA * C), gl.load(p + SINCE * C), gl.load(p + UNTIL * C)
         mbarrier.wait(bars.done.index(s), ((i // STAGES) & 1) ^ 1)
         bar = bars.ready.index(s)  # completes when so many bytes are there
-        if boxes.q is not None:
+        if BACK:
             mbarrier.expect(bar, 2 * of_k + of_v + 2 * of_Y)
         else:
             mbarrier.expect(bar, of_k + of_v + of_Y)
         copy_in(boxes.k, [part.i_b, part.i_k, o_t, 0], bar, tiles.k.index(s))
         copy_in(boxes.v, [part.i_b, part.i_h, o_t, part.o_v], bar, tiles.v.index(s))
-        if boxes.P is not None:
+        if BACK:
             copy_in(boxes.P, [i_t, 0, 0, 0], bar, tiles.P.index(s))
         copy_in(boxes.Y, [i_t, 0, 0, 0], bar, tiles.Y.index(s))
-        if boxes.q is not None:
+        if BACK:
             copy_in(boxes.q, [part.i_b, part.i_k, o_t, 0], bar, tiles.q.index(s))
+        tiles.factors.index(4 * s + FROM_V).store(since if BACK else beta)
+        tiles.factors.index(4 * s + STRENGTH).store(beta * since)
+        tiles.factors.index(4 * s + TO_END).store(until)
+        if BACK:
+            tiles.factors.index(4 * s + TO_DV).store(beta * scale)
+        barrier()
+        mbarrier.arrive(bars.loaded.index(s), count=1)
 
 
 @gluon.jit
-def send_state(made, t_S, S, i_c, part, V: gl.constexpr, layout: gl.constexpr):
-    """Store the state of chunk i_c: by the copy engine from t_S or, in float32, by threads from S."""
-    if made.d_states is not None:
-        copy_out(made.d_states, [i_c, part.i_h, 0, part.o_v], t_S)
+def state_rows(x, i_s, i_h, o_v, HV, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    """Pointers to the columns o_v on of a head's state as rows [BV, K]; x [slots, HV, K, W]."""
+    o_c, o_k = gl.arange(0, BV, layout=gl.SliceLayout(1, layout)), gl.arange(0, K, layout=gl.SliceLayout(0, layout))
+    # not a sum of integers first, of which one for each pointer would stay in registers
+    return x + (i_s * HV + i_h).to(gl.int64) * K * W + o_v + o_c[:, None] + o_k[None, :] * W
+
+
+@gluon.jit
+def load_state(x, part, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr, UNIT: gl.constexpr):
+    """The first state, transposed; without x it is zeros, and from column UNIT on the unit matrix."""
+    if x is not None:
+        S = gl.load(state_rows(x, part.i_s, part.i_h, part.o_v, part.HV, K, W, layout))
     else:
-        K: gl.constexpr = S.shape[0]
-        gl.store(state_columns(made.states, i_c, part.i_h, part.o_v, part.HV, K, V, S.shape[1], layout), S)
+        S = gl.zeros([BV, K], gl.float32, layout)
+    if UNIT is not None:
+        o_c, o_k = gl.arange(0, BV, layout=gl.SliceLayout(1, layout)), gl.arange(0, K, layout=gl.SliceLayout(0, layout))
+        S = gl.where((UNIT + o_k)[None, :] == (part.o_v + o_c)[:, None], 1.0, S)
+    return S
+
+
+@gluon.jit
+def send_state(made, tile, low, S, i_c, part, V: gl.constexpr, layout: gl.constexpr):
+    """Store the state of chunk i_c: by the copy engine, by way of `tile`, or in float32 by threads."""
+    K: gl.constexpr = S.shape[1]
+    if made.d_states is not None:
+        tile.reshape([BV, K]).store(low)
+        fence_async_shared()
+        barrier()
+        copy_out(made.d_states, [i_c, part.i_h, part.o_v, 0], tile)
+    else:
+        gl.store(state_rows(made.states, i_c, part.i_h, part.o_v, part.HV, K, V, layout), S)
+
+
+@gluon.jit
+def store_own_columns(p, x, o_t, part, V: gl.constexpr, layout: gl.constexpr):
+    """x [BV, C] transposed to rows o_t ... of p [B, T, HV, V], up to the part's end, by threads."""
+    o_c, o_r = gl.arange(0, BV, layout=gl.SliceLayout(1, layout)), gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+    rows = (o_t + o_r)[None, :]  # with o_t, so that nobody holds offsets from chunk to chunk
+    p += (part.i_b.to(gl.int64) * part.T * part.HV + part.i_h) * V + part.o_v
+    p += rows.to(gl.int64) * (part.HV * V) + o_c[:, None]
+    gl.store(p, x.to(p.dtype.element_ty), mask=(rows < part.end) & (o_c >= 0)[:, None])
 
 
 @gluon.jit
 def send_rows(made, tile, x, o_t, part, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr):
-    """Store w or r of a chunk: by the copy engine from `tile` or, in float32 or at an end, by threads from x."""
-    i_b, i_h, o_v, end, T, HV = part.i_b, part.i_h, part.o_v, part.end, part.T, part.HV
-    if made.d_rows is not None:
-        if PACKED:
-            if end - o_t < C:
-                store_own_rows(made.rows, x, i_b, i_h, o_t, end, o_v, T, HV, V, layout)
-            else:
-                copy_out(made.d_rows, [i_b, i_h, o_t, o_v], tile)
+    """Store the rows of a chunk: by the copy engine from `tile` or, in float32 or at an end, by threads from x."""
+    if made.d_rows is None:
+        store_own_columns(made.rows, x, o_t, part, V, layout)
+    elif PACKED:
+        if part.end - o_t < C:
+            store_own_columns(made.rows, x, o_t, part, V, layout)
         else:
-            copy_out(made.d_rows, [i_b, i_h, o_t, o_v], tile)
+            copy_out(made.d_rows, [part.i_b, part.i_h, o_t, part.o_v], tile)
     else:
-        store_own_rows(made.rows, x, i_b, i_h, o_t, end, o_v, T, HV, V, layout)
+        copy_out(made.d_rows, [part.i_b, part.i_h, o_t, part.o_v], tile)
 
 
 @gluon.jit
-def walker(
-    made, S_in, S_out, factors, tiles, bars, t_S, t_w, part,
-    V: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    PACKED: gl.constexpr,
+def walk(
+    made, factors, tiles, bars, part,
+    K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, PACKED: gl.constexpr,
 ):
-    """(1) for a part, from the state in S_in (or zeros) to S_out. Results leave by way of t_S and t_w."""
-    i_h, i_c, o_v, begin, end, n, HV = part.i_h, part.i_c, part.o_v, part.begin, part.end, part.n, part.HV
-    K: gl.constexpr = t_S.shape[2]
-    BV: gl.constexpr = t_S.shape[3]
-    FLOAT16: gl.constexpr = t_S.dtype == gl.float16
+    """(1) for a part."""
+    i_h, i_c, n, HV = part.i_h, part.i_c, part.n, part.HV
+    dtype: gl.constexpr = tiles.k.dtype
+    FLOAT16: gl.constexpr = dtype == gl.float16
     MAPS: gl.constexpr = made.rows is None
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # [K, BV] and [C, BV]
-    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    b_S = t_S.reshape([K, BV])
-    none = gl.zeros([C, BV], gl.float32, layout)
-    S, of_S = load_state(S_in, part.i_s, i_h, o_v, b_S, HV, W, layout, V if MAPS else None)
-    barrier()  # all threads' stores are fenced
-    beta = load_strengths(factors, i_c * HV + i_h, BETA, ROWS, layout)
-    if GATED:
-        since, until, through = load_decays(factors, i_c * HV + i_h, SINCE, ROWS, layout)
-    if FLOAT16:
-        of_Y, _ = load_divisors(factors, i_c * HV + i_h, DIVISORS, ROWS)
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
+    left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
+    left_S: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    column: gl.constexpr = gl.SliceLayout(0, narrow)
+    none = gl.zeros([BV, C], gl.float32, narrow)
+    S = load_state(made.first, part, K, W, wide, V if MAPS else None)
+    p_t = factors + (SINCE * C + (C - 1))  # e^(b_C)
+    through = gl.load(p_t + (i_c * HV + i_h).to(gl.int64) * (ROWS * C))
     for i in range(n):
-        s, o_t = i % STAGES, begin + i * C
-        i_next = (i_c + gl.minimum(i + 1, n - 1)) * HV + i_h  # factors are asked for a chunk before they are needed
+        s, o_t = i % STAGES, part.begin + i * C
         b_k, b_v = tiles.k.index(s).reshape([C, K]), tiles.v.index(s).reshape([C, BV])
-        b_Y = tiles.Y.index(s).reshape([C, C])
-        if not MAPS:
-            send_state(made, t_S, S, i_c + i, part, V, layout)
+        b_Y, t_f = tiles.Y.index(s).reshape([C, C]), tiles.factors
+        low, of_S = operand(S, dtype)
+        if FLOAT16:
+            of_Y, _ = load_divisors(factors, (i_c + i) * HV + i_h, DIVISORS, ROWS)
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
         if PACKED:
-            if end - o_t < C:  # the rest is another sequence's
-                keep_rows(b_k, end - o_t, of_k)
-                keep_rows(b_v, end - o_t, layout)
+            if part.end - o_t < C:  # the rest is another sequence's
+                keep_rows(b_k, part.end - o_t, wide)
+                keep_rows(b_v, part.end - o_t, narrow)
                 fence_async_shared()
 
-        # w, in v's tile beta (v - e^b (k S)), then e^(b_C - b) w
-        x = read(b_k, b_S, layout)
-        v = b_v.load(layout).to(gl.float32)
-        b_beta = beta[:, None]
-        beta = load_strengths(factors, i_next, BETA, ROWS, layout)
+        # w: v' = beta (v - e^b (k S)) is the first operand
+        x = warpgroup_mma(gl.convert_layout(low, left), b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        if not MAPS:
+            send_state(made, tiles.state, low, S, i_c + i, part, V, wide)
+        mbarrier.wait(bars.loaded.index(s), (i // STAGES) & 1)
+        v = b_v.permute((1, 0)).load(narrow).to(gl.float32) * t_f.index(4 * s + FROM_V).load(column)[None, :]
+        strength = t_f.index(4 * s + STRENGTH).load(column)[None, :]
         x = warpgroup_mma_wait(0, deps=[x])
         if FLOAT16:
             x = x * of_S
-        if GATED:
-            x = x * since[:, None]
-        low, of_x = operand((v - x) * b_beta, b_k.dtype)
-        b_v.store(low)
-        fence_async_shared()
-        w = warpgroup_mma(b_Y, b_v, none, use_acc=False, is_async=True)
-        if GATED:
-            S = S * through
+        w = v - x * strength
+        x, of_x = operand(w, dtype)
+        if FLOAT16:
+            w = w / (of_x * of_Y)
+        w = warpgroup_mma(gl.convert_layout(x, left), b_Y.permute((1, 0)), w, is_async=True)
+        S = S * through
+        through = gl.load(p_t + ((i_c + gl.minimum(i + 1, n - 1)) * HV + i_h).to(gl.int64) * (ROWS * C))
+        until = t_f.index(4 * s + TO_END).load(column)[None, :]
         w = warpgroup_mma_wait(0, deps=[w])
         if FLOAT16:
             w = w * (of_x * of_Y)
-            of_Y, _ = load_divisors(factors, i_next, DIVISORS, ROWS)
-        if GATED:
-            low, of_w = operand(w * until[:, None], b_k.dtype)
-            since, until, through = load_decays(factors, i_next, SINCE, ROWS, layout)
-        else:
-            low, of_w = operand(w, b_k.dtype)
-        tma.store_wait(0)  # the state and the last w have been read
-        if made.d_rows is not None:
-            t_w.reshape([C, BV]).store(w.to(b_k.dtype))
-        barrier()  # all warps' products have read S and v's tile
-        b_v.store(low)
-        fence_async_shared()
 
         # S
+        u, of_u = operand(w * until, dtype)
         if FLOAT16:
-            S = S / of_w
-        S = warpgroup_mma(b_k.permute((1, 0)), b_v, S)
+            S = S / of_u
+        S = warpgroup_mma(gl.convert_layout(u, left_S), b_k, S, is_async=True)
+        if made.d_rows is not None:
+            tma.store_wait(0)  # the state and the last w have been read
+            tiles.rows.reshape([C, BV]).permute((1, 0)).store(w.to(dtype))
+        S = warpgroup_mma_wait(0, deps=[S])
+        fence_async_shared()  # by Triton 3.6.0 ptxas dies of a fence right before a wait
         if FLOAT16:
-            S = S * of_w
-        low, of_S = operand(S, b_k.dtype)
-        b_S.store(low)
-        fence_async_shared()
+            S = S * of_u
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
         if not MAPS:
-            send_rows(made, t_w, w, o_t, part, V, layout, PACKED)
+            send_rows(made, tiles.rows, w, o_t, part, V, narrow, PACKED)
     tma.store_wait(0)
-    if S_out is not None:
-        gl.store(state_columns(S_out, part.i_s, i_h, o_v, HV, K, W, BV, layout), S)
+    if made.last is not None:
+        gl.store(state_rows(made.last, part.i_s, i_h, part.o_v, HV, K, W, wide), S)
 
 
 @gluon.jit
-def back_walker(
-    made, R_in, R_out, factors, tiles, bars, t_R, t_d, t_e, part,
-    V: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    PACKED: gl.constexpr,
+def walk_back(
+    made, factors, tiles, bars, part,
+    K: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, PACKED: gl.constexpr,
 ):
-    """(2) for a part, from the R in R_in (or zeros) to R_out. Results leave by way of t_R and t_d; t_e has e^b do."""
-    i_h, i_c, o_v, begin, end, n, HV = part.i_h, part.i_c, part.o_v, part.begin, part.end, part.n, part.HV
-    K: gl.constexpr = t_R.shape[2]
-    BV: gl.constexpr = t_R.shape[3]
-    FLOAT16: gl.constexpr = t_R.dtype == gl.float16
+    """(2) for a part."""
+    i_h, i_c, n, HV = part.i_h, part.i_c, part.n, part.HV
+    dtype: gl.constexpr = tiles.k.dtype
+    FLOAT16: gl.constexpr = dtype == gl.float16
     MAPS: gl.constexpr = made.rows is None
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # [K, BV] and [C, BV]
-    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    b_R, b_d, b_e = t_R.reshape([K, BV]), t_d.reshape([C, BV]), t_e.reshape([C, BV])
-    none = gl.zeros([C, BV], gl.float32, layout)
-    R, of_R = load_state(R_in, part.i_s, i_h, o_v, b_R, HV, W, layout)
-    barrier()  # all threads' stores are fenced
-    i_t = (i_c + gl.maximum(n - 1, 0)) * HV + i_h
-    beta = load_strengths(factors, i_t, BETA, ROWS, layout)
-    if GATED:
-        since, until, through = load_decays(factors, i_t, SINCE, ROWS, layout)
-    if FLOAT16:
-        of_Y, of_P = load_divisors(factors, i_t, DIVISORS, ROWS)
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
+    left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
+    left_R: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    column: gl.constexpr = gl.SliceLayout(0, narrow)
+    none = gl.zeros([BV, C], gl.float32, narrow)
+    R = load_state(made.first, part, K, V, wide, None)
+    p_t = factors + (SINCE * C + (C - 1))  # e^(b_C)
+    through = gl.load(p_t + ((i_c + gl.maximum(n - 1, 0)) * HV + i_h).to(gl.int64) * (ROWS * C))
     for i in range(n):
         s, c = i % STAGES, n - 1 - i
-        o_t = begin + c * C
-        i_next = (i_c + gl.maximum(c - 1, 0)) * HV + i_h  # factors are asked for a chunk before they are needed
+        o_t = part.begin + c * C
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
-        b_do = tiles.v.index(s).reshape([C, BV])
+        b_do, t_f = tiles.v.index(s).reshape([C, BV]), tiles.factors
         b_Y, b_P = tiles.Y.index(s).reshape([C, C]), tiles.P.index(s).reshape([C, C])
-        if not MAPS:
-            send_state(made, t_R, R, i_c + c, part, V, layout)
+        low, of_R = operand(R, dtype)
+        if FLOAT16:
+            of_Y, of_P = load_divisors(factors, (i_c + c) * HV + i_h, DIVISORS, ROWS)
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
         if PACKED:
-            if end - o_t < C:  # the rest is another sequence's
-                keep_rows(b_q, end - o_t, of_k)
-                keep_rows(b_k, end - o_t, of_k)
-                keep_rows(b_do, end - o_t, layout)
+            if part.end - o_t < C:  # the rest is another sequence's
+                keep_rows(b_q, part.end - o_t, wide)
+                keep_rows(b_k, part.end - o_t, wide)
+                keep_rows(b_do, part.end - o_t, narrow)
                 fence_async_shared()
 
         # d, and e^b do for R
-        x = read(b_k, b_R, layout)
-        y = warpgroup_mma(b_P.permute((1, 0)), b_do, none, use_acc=False, is_async=True)
-        e = b_do.load(layout).to(gl.float32)
-        if GATED:
-            e = e * since[:, None]
-        low, of_e = operand(e, b_k.dtype)
-        b_e.store(low)
+        x = warpgroup_mma(gl.convert_layout(low, left), b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        y = warpgroup_mma(b_do.permute((1, 0)), b_P, none, use_acc=False, is_async=True)
+        if not MAPS:
+            send_state(made, tiles.state, low, R, i_c + c, part, V, wide)
+        mbarrier.wait(bars.loaded.index(s), (i // STAGES) & 1)
+        e = b_do.permute((1, 0)).load(narrow).to(gl.float32) * t_f.index(4 * s + FROM_V).load(column)[None, :]
+        e, of_e = operand(e, dtype)
+        e = gl.convert_layout(e, left_R)
+        until = t_f.index(4 * s + TO_END).load(column)[None, :]
         x, y = warpgroup_mma_wait(0, deps=[x, y])
         if FLOAT16:
             x = x * of_R
             y = y * of_P
-        if GATED:
-            x = x * until[:, None]
-        low, of_d = operand(x + y, b_k.dtype)
-        tma.store_wait(0)  # R and the last r have been read
-        b_d.store(low)
-        fence_async_shared()
 
-        # r, while the reads of R run
-        r = warpgroup_mma(b_Y.permute((1, 0)), b_d, none, use_acc=False, is_async=True)
-        if GATED:
-            R = R * through
+        # r, while R takes e^b do
+        r = x * until + y
+        d, of_d = operand(r, dtype)
+        if FLOAT16:
+            r = r / (of_d * of_Y)
+        r = warpgroup_mma(gl.convert_layout(d, left), b_Y, r, is_async=True)
+        R = R * through
         if FLOAT16:
             R = R / of_e
-        R = warpgroup_mma(b_q.permute((1, 0)), b_e, R, is_async=True)
-        strength = beta
-        beta = load_strengths(factors, i_next, BETA, ROWS, layout)
-        if GATED:
-            strength = strength * since
-            since, until, through = load_decays(factors, i_next, SINCE, ROWS, layout)
-        r = warpgroup_mma_wait(1, deps=[r])
+        through = gl.load(p_t + ((i_c + gl.maximum(c - 1, 0)) * HV + i_h).to(gl.int64) * (ROWS * C))
+        R = warpgroup_mma(e, b_q, R, is_async=True)
+        strength = t_f.index(4 * s + STRENGTH).load(column)[None, :]
+        to_dv = t_f.index(4 * s + TO_DV).load(column)[None, :]
+        r, R = warpgroup_mma_wait(0, deps=[r, R])
         if FLOAT16:
             r = r * (of_d * of_Y)
-            of_Y, of_P = load_divisors(factors, i_next, DIVISORS, ROWS)
-        low, of_r = operand(r * -strength[:, None], b_k.dtype)
-        barrier()  # all warps' products have read d, do and R
-        b_do.store(low)
-        if made.d_rows is not None:
-            b_d.store(r.to(b_k.dtype))
-        fence_async_shared()
 
         # R
+        z, of_z = operand(r * -strength, dtype)
+        if FLOAT16:
+            R = R * (of_e / of_z)
+        R = warpgroup_mma(gl.convert_layout(z, left_R), b_k, R, is_async=True)
+        if made.d_rows is not None:
+            tma.store_wait(0)  # R and the last dv have been read
+            r = r * to_dv
+            tiles.rows.reshape([C, BV]).permute((1, 0)).store(r.to(dtype))
         R = warpgroup_mma_wait(0, deps=[R])
+        fence_async_shared()  # not before the wait, as above
         if FLOAT16:
-            R = R * (of_e / of_r)
-        R = warpgroup_mma(b_k.permute((1, 0)), b_do, R)
-        if FLOAT16:
-            R = R * of_r
-        low, of_R = operand(R, b_k.dtype)
-        b_R.store(low)
-        fence_async_shared()
+            R = R * of_z
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
         if not MAPS:
-            send_rows(made, t_d, r, o_t, part, V, layout, PACKED)
+            send_rows(made, tiles.rows, r, o_t, part, V, narrow, PACKED)
     tma.store_wait(0)
-    if R_out is not None:
-        gl.store(state_columns(R_out, part.i_s, i_h, o_v, HV, K, W, BV, layout), R)
+    if made.last is not None:
+        gl.store(state_rows(made.last, part.i_s, i_h, part.o_v, HV, K, V, wide), R)
 
 
-@gluon.jit(do_not_specialize=VARIABLE)
-def walk(
-    k, v, d_Y, factors, d_states, d_writes, states, writes, S_in, S_out, cu, N, T, L, HV, G,
-    K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, REGISTERS: gl.constexpr,
+@gluon.jit
+def either_walk(
+    back, forwards, backwards, factors, tiles, bars, part,
+    K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, PACKED: gl.constexpr,
 ):
-    """BV columns of a segment of a value head, first chunk first, from the state in S_in (or zeros) to S_out.
-
-    States are [slots, HV, K, W]. k, v, d_Y are boxes, and so are d_states and d_writes, of `states` and `writes` in 16
-    bits. Without those two the columns of S_out are those of X and, after them, of M.
-    """
-    PACKED: gl.constexpr = cu is not None
-    part = which_part(cu, N, T, L, HV, G, V if writes is not None else W, BV)
-
-    # shared memory
-    t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
-    t_v = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, C, BV], v.layout)
-    t_Y = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_Y.layout)
-    t_S = gl.allocate_shared_memory(k.dtype, [1, 1, K, BV], v.layout)
-    if d_writes is not None:
-        t_w = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], v.layout)
+    if back:
+        walk_back(backwards, factors, tiles, bars, part, K, V, ROWS, PACKED)
     else:
-        t_w: gl.constexpr = None
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(done.index(s), count=1)
-    fence_async_shared()
-
-    boxes, tiles = Boxes(None, k, v, d_Y, None), Tiles(None, t_k, t_v, t_Y, None)
-    bars, made = Barriers(ready, done), Results(states, writes, d_states, d_writes)
-    gl.warp_specialize(
-        [
-            (walker, (made, S_in, S_out, factors, tiles, bars, t_S, t_w, part, V, W, ROWS, STAGES, GATED, PACKED)),
-            (loader, (boxes, tiles, bars, part, STAGES, False)),
-        ],
-        [4],
-        [REGISTERS],
-    )
-    # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(ready.index(s))
-        mbarrier.invalidate(done.index(s))
+        walk(forwards, factors, tiles, bars, part, K, V, W, ROWS, PACKED)
 
 
-@gluon.jit(do_not_specialize=VARIABLE)
-def walk_back(
-    q, k, do, d_Y, d_P, factors, d_dstates, d_r, dstates, r, R_in, R_out, cu, N, T, L, HV, G,
-    K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BV: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, REGISTERS: gl.constexpr,
+@gluon.jit
+def either_loader(back, forwards, backwards, factors, tiles, bars, part, scale, ROWS: gl.constexpr):
+    if back:
+        loader(backwards, factors, tiles, bars, part, scale, ROWS)
+    else:
+        loader(forwards, factors, tiles, bars, part, scale, ROWS)
+
+
+@gluon.jit(do_not_specialize=(*VARIABLE, "n_forwards"))
+def walks(
+    q, k, v, do, d_Y, d_P, factors, S_in, S_out, states, writes, d_states, d_writes,
+    R_in, R_out, dstates, rows, d_dstates, d_rows, cu, n_forwards, N, T, L, HV, G, scale,
+    K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, REGISTERS: gl.constexpr,
 ):
-    """BV columns of a segment of a value head, last chunk first, from the R in R_in (or zeros) to R_out.
+    """BV columns of a segment of a value head, n_forwards programs forwards, as many as there are others backwards.
 
-    As `walk`, but without `dstates` and `r` the columns of R_out are those of X' alone.
+    The walk forwards goes from the state in S_in (or zeros) to S_out, both [slots, HV, K, W], the walk backwards from
+    R_in to R_out, [slots, HV, K, V]. q ... d_P are boxes, and so are d_states ... of `states` ... in 16 bits. Without
+    those four the columns of S_out are those of X and, after them, of M, and those of R_out are of X'.
     """
     PACKED: gl.constexpr = cu is not None
-    part = which_part(cu, N, T, L, HV, G, V, BV)
+    back = gl.program_id(0) >= n_forwards
+    pid = gl.program_id(0) - gl.where(back, n_forwards, 0)
+    columns = gl.where(back, V, W if writes is None else V)
+    part = which_part(pid, cu, N, T, L, HV, G, columns)
 
     # shared memory
     t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
     t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
-    t_do = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, C, BV], do.layout)
+    t_v = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, C, BV], v.layout)
     t_Y = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_Y.layout)
     t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout)
-    t_R = gl.allocate_shared_memory(k.dtype, [1, 1, K, BV], do.layout)
-    t_d = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], do.layout)
-    t_e = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], do.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(done.index(s), count=1)
+    t_factors = gl.allocate_shared_memory(gl.float32, [4 * STAGES, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if d_writes is not None:
+        t_state = gl.allocate_shared_memory(k.dtype, [1, 1, BV, K], k.layout)
+        t_rows = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], v.layout)
+    else:
+        t_state: gl.constexpr = None
+        t_rows: gl.constexpr = None
+    bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 
-    boxes, tiles = Boxes(q, k, do, d_Y, d_P), Tiles(t_q, t_k, t_do, t_Y, t_P)
-    bars, made = Barriers(ready, done), Results(dstates, r, d_dstates, d_r)
+    tiles = Tiles(t_q, t_k, t_v, t_Y, t_P, t_factors, t_state, t_rows)
+    boxes = Boxes(None, k, v, d_Y, None)
+    forwards = Results(S_in, S_out, states, writes, d_states, d_writes)
+    backwards = Results(R_in, R_out, dstates, rows, d_dstates, d_rows)
     gl.warp_specialize(
         [
-            (
-                back_walker,
-                (made, R_in, R_out, factors, tiles, bars, t_R, t_d, t_e, part, V, W, ROWS, STAGES, GATED, PACKED),
-            ),
-            (loader, (boxes, tiles, bars, part, STAGES, True)),
+            (either_walk, (back, forwards, backwards, factors, tiles, bars, part, K, V, W, ROWS, PACKED)),
+            (either_loader, (back, boxes, Boxes(q, k, do, d_Y, d_P), factors, tiles, bars, part, scale, ROWS)),
         ],
         [4],
         [REGISTERS],
     )
-    # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(ready.index(s))
-        mbarrier.invalidate(done.index(s))
+    invalidate(bars)
 
 
 # The plan.
 
 
-class Setup(NamedTuple):
-    """How the programs of both walks are made, by columns per program."""
+class Walk(NamedTuple):
+    """The tensors of one way: as in Results, with those of all chunks or with none."""
 
-    forward: int  # stages of `walk`
-    back: int  # stages of `walk_back`
-    registers: int  # a thread, at entry; the walker gets what the loader leaves of them
-
-
-SETUPS = {64: Setup(2, 3, 128), 32: Setup(4, 3, 128)}
+    first: Spec | None
+    last: Spec | None
+    states: Spec | None = None
+    rows: Spec | None = None
 
 
-def launch_walk(
-    call: DeltaCall, kernel, tokens: tuple[Box, ...], S_in: Spec | None, S_out: Spec | None,
-    states: Spec | None = None, rows: Spec | None = None,
-) -> None:
-    """A walk over all segments, `walk` of k, v, Y or `walk_back` of q, k, do, Y, P; without results, their maps."""
-    back, BV, how = kernel is walk_back, call.BV, SETUPS[call.BV]
+def launch_walks(call: DeltaCall, tokens: tuple[Box, ...], forwards: Walk, backwards: Walk) -> None:
+    """Both walks over all segments; `tokens`: boxes of q, k, v, do, Y, P. Without results, their maps."""
     W = call.V + call.K if call.L <= call.T else call.V
-    columns = call.V if rows or back else W
-    low = rows is not None and rows.dtype == call.kept != torch.float32
-    d_states = box(states.transposed(1, 2), call.K, BV) if low else None
-    d_rows = box(rows, C.value, BV) if low else None
+    heads, maps = call.H * call.segments, forwards.rows is None
+    n, n_back = (W if maps else call.V) // BV.value * heads, call.V // BV.value * heads
+
+    def outputs(way: Walk) -> tuple:
+        if maps or call.kept == torch.float32:
+            return (*way, None, None)
+        return (*way, box(way.states.transposed(1, 2), BV.value, call.K), box(way.rows, C.value, BV.value))
+
     call.draft.launch(
-        kernel, columns // BV * call.H * call.segments,
-        *tokens, call.factors, d_states, d_rows, states, rows, S_in, S_out, call.cu, call.N, call.T, call.L, call.H,
-        call.G, K=call.K, V=call.V, W=W, BV=BV, ROWS=call.factors.shape[2], STAGES=how.back if back else how.forward,
-        GATED=call.gated, REGISTERS=24, num_warps=4, maxnreg=how.registers,
+        walks, n + n_back, *tokens, call.factors, *outputs(forwards), *outputs(backwards), call.cu, n, call.N, call.T,
+        call.L, call.H, call.G, call.scale, K=call.K, V=call.V, W=W, ROWS=call.factors.shape[2], REGISTERS=24,
+        num_warps=4, maxnreg=128,
     )

@@ -384,8 +384,8 @@ def multiplier(
         P = warpgroup_mma_wait(1, deps=[P])
         # by where: what is left out may be infinite; of a strong chunk all
         t_P.store(gl.where((i_P >= j_P) & (strong == 0), P, 0.0).to(b_k.dtype))
-        fence_async_shared()
         b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+        fence_async_shared()  # not right before the wait, of which ptxas 12.8 may die
 
         # (1), dP and v R'^T
         mbarrier.wait(bars.has_v, odd)
@@ -404,8 +404,8 @@ def multiplier(
         own = gl.sum(gl.where(i_P == j_P, dP, 0.0), 1)
         own = gl.convert_layout(own, gl.SliceLayout(1, of_k))[:, None]
         t_dP.store(gl.where(i_P > j_P, dP, 0.0).to(b_k.dtype))
-        fence_async_shared()
         b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+        fence_async_shared()
         low_dv = (b_dv * scale).to(b_k.dtype)
         b_write = warpgroup_mma(b_v, t_R.permute((1, 0)), gl.zeros([C, BK], gl.float32, of_k), use_acc=False)
         barrier()  # all warps' products have read v and R'

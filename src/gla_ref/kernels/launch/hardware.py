@@ -101,6 +101,6 @@ def hardware_of(device: torch.device) -> Hardware:
     """Return the Hardware of a device; on a CPU, the interpreter's."""
     if device.type != "cuda":
         return INTERPRETER
-    found = class_of(*torch.cuda.get_device_capability(device))
+    row = class_of(*torch.cuda.get_device_capability(device))
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return found._replace(multiprocessors=count)
+    return row._replace(multiprocessors=count)

@@ -82,14 +82,14 @@ class Launch(NamedTuple):
 
     @property
     def tensors(self) -> list[Spec]:
-        found = []
+        specs = []
         for x in self.args:
             kind = type(x)
             if kind is Spec:
-                found.append(x)
+                specs.append(x)
             elif kind is Box:
-                found.append(x.tensor)
-        return found
+                specs.append(x.tensor)
+        return specs
 
     def given(self, name: str):
         """The argument for a parameter of the kernel; None if the kernel has no such parameter."""
@@ -192,11 +192,11 @@ def next_power_of_2(n: int) -> int:
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
-    found, n = [], 1
+    strides, n = [], 1
     for size in reversed(shape):
-        found.append(n)
+        strides.append(n)
         n *= size
-    return tuple(reversed(found))
+    return tuple(reversed(strides))
 
 
 def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -207,9 +207,9 @@ def spec_of(name: str, x: Tensor | None) -> Spec | None:
     if x is None:
         return None
     # an axis of one element may have any stride, even in a contiguous tensor
-    own = strides_of(x.shape) if 1 in x.shape and x.is_contiguous() else x.stride()
+    strides = strides_of(x.shape) if 1 in x.shape and x.is_contiguous() else x.stride()
     aligned = x.device.type == "meta" or x.data_ptr() % 16 == 0
-    return Spec(name, tuple(x.shape), own, x.dtype, aligned)
+    return Spec(name, tuple(x.shape), strides, x.dtype, aligned)
 
 
 def describable(x: Spec, hardware: Hardware, itemsize: int = 2) -> bool:

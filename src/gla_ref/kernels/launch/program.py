@@ -115,9 +115,9 @@ def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], l
     Compile with them the kernels of `twins`, which later calls will launch.
     """
     variants = [variant(launch, device) for launch in launches]
-    found = [COMPILED.get(v) for v in variants]
-    if None not in found:
-        return found
+    compiled = [COMPILED.get(v) for v in variants]
+    if None not in compiled:
+        return compiled
     wanted = zip(variants, launches, strict=True)
     more = [(variant(x, device), x) for x in twins()]
     new = {v: x for v, x in [*wanted, *more] if v not in COMPILED}
@@ -197,8 +197,8 @@ def _maker(step: Make, places: dict, device: torch.device) -> Callable[[list], N
     args = [(places[x.name], None) if isinstance(x, Spec) else (None, x) for x in step.args]
 
     def compute(values):
-        own = [x if place is None else values[place] for place, x in args]
-        values.append(function(*own))
+        arguments = [x if place is None else values[place] for place, x in args]
+        values.append(function(*arguments))
 
     return compute
 
@@ -245,16 +245,16 @@ class Descriptors:
     def of(self, x: Tensor):
         """The descriptor of a tensor."""
         address = x.data_ptr()
-        found = self.known.get(address)
-        if found is None:
+        descriptor = self.known.get(address)
+        if descriptor is None:
             if len(self.known) >= ADDRESSES:
                 self.known.clear()
             # the attributes of a TensorDescriptor that Triton reads, without its constructor's checks
             given = {"base": x, "shape": self.box.shape, "strides": self.box.strides, "padding": "zero"}
             given = SimpleNamespace(**given, round_f32_to_tf32=False)
-            found, *_ = nvidia.make_tensordesc_arg(given, self.meta, *self.more)
-            self.known[address] = found
-        return found
+            descriptor, *_ = nvidia.make_tensordesc_arg(given, self.meta, *self.more)
+            self.known[address] = descriptor
+        return descriptor
 
 
 @functools.cache

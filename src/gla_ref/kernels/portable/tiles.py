@@ -102,8 +102,8 @@ def patterns(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
     Triton compiles a kernel for every pattern of ones and multiples of 16 among its integers. Memory accesses are wide
     if the last stride is 1 and all other strides are multiples of 16. If the last stride is 1 but other strides are
     not all such multiples, each n of them becomes 16 n + 8, and a fifth number says so: all such tensors share a
-    pattern. The last stride stays 1, because Triton lays out the threads by it. With disguised strides a full check on
-    a GPU compiles 84 s less (lab/gla.md).
+    pattern. The last stride stays 1, because Triton lays out the threads by it. With two patterns of sizes and
+    strides a full check compiles 67 variants instead of 148 (lab/gla.md).
     """
     return [x if x is None else pattern(*x.strides) for x in tensors]
 
