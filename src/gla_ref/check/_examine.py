@@ -192,7 +192,7 @@ class Examiner:
             report.smallest, report.measured, report.cut = self.measured(least, *cases)
             matches = by_head(mechanism, failed)
             where = "" if matches else partly(report, [s.problem.case.name for s in failed])
-            matches = matches or named or terms
+            matches = matches or terms or named
         return [{"mistake": it.name + where, "line": it.mistake.line, "distance": it.distance} for it in matches]
 
     def measured(

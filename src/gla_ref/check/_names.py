@@ -103,16 +103,16 @@ def gates(kind: Kind) -> tuple[str, ...]:
 
 # -- named mistakes ------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=4000)
-def variant(mechanism: str, m: Mistake, C: int, s: Seen, backwards: int = 1) -> dict[str, Tensor] | None:
+def variant(mechanism: str, m: Mistake, C: int, p: Problem, backwards: int = 1) -> dict[str, Tensor] | None:
     """What the mistake makes of a problem, in float64 unless it rounds; None where it has no result (empty chunks)."""
     dtype = torch.float32 if m.rounding or m.overflow else torch.float64
-    x = {n: y.to(dtype) for n, y in s.problem.inputs.items()}
+    x = {n: y.to(dtype) for n, y in p.inputs.items()}
     try:
-        made = evaluate(apply(mechanism, m, C), MECHANISMS[mechanism], x, s.problem.case, backwards=backwards)
+        made = evaluate(apply(mechanism, m, C), MECHANISMS[mechanism], x, p.case, backwards=backwards)
     except (RuntimeError, IndexError):
         return None
     if backwards:  # what nothing reaches a kernel leaves 0
-        made |= {n: torch.zeros_like(s.problem.exact[n]) for n, y in made.items() if y is None and n.startswith("d")}
+        made |= {n: torch.zeros_like(p.exact[n]) for n, y in made.items() if y is None and n.startswith("d")}
     return made
 
 
@@ -232,7 +232,7 @@ def compared(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match
         for backwards, names in enumerate((s.forward, [*s.wrong])):  # most mistakes are out before a backward pass
             if not names or placed:  # gradients of an output that is wrong in places are no mistake's
                 continue
-            made = variant(mechanism, m, C, s, backwards)
+            made = variant(mechanism, m, C, p, backwards)
             if made is None or any(made[n] is None for n in names):
                 return None
             for n in names:
@@ -277,7 +277,7 @@ def compared(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match
 
 def shows(mechanism: str, it: Match, s: Seen) -> bool:
     """Whether the mistake would have failed here, however a match is rounded."""
-    made = variant(mechanism, it.mistake, it.C, s)
+    made = variant(mechanism, it.mistake, it.C, s.problem)
     for n in [] if made is None else [n for n in it.own if n in s.given]:
         error, budget = (math.inf, 1.0) if made[n] is None else s.problem.judge(n, made[n])
         if not error <= (1 + CLOSE) * budget:
@@ -290,7 +290,7 @@ def same(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
     if a.mistake.rounding or a.mistake.overflow or a.own != b.own:
         return False
     for s in calls:
-        x, y = (variant(mechanism, it.mistake, it.C, s) for it in (a, b))
+        x, y = (variant(mechanism, it.mistake, it.C, s.problem) for it in (a, b))
         for n in (n for n in a.own if n in s.given):
             neither = ~(torch.isfinite(x[n]) | torch.isfinite(y[n]))
             one, other = (made[n].masked_fill(neither, 0.0).double() for made in (x, y))
@@ -405,12 +405,11 @@ OWN = Mistake("", "", lambda c: c.chunks(lambda c, o, S: (c.run(S=torch.zeros_li
 
 
 @functools.lru_cache(maxsize=400)
-def pairs(mechanism: str, s: Seen, C: int) -> dict[str, Tensor]:
+def pairs(mechanism: str, p: Problem, C: int) -> dict[str, Tensor]:
     """The part of each quantity that does not pass through the states between chunks of C."""
-    x = {n: y for n, y in s.problem.inputs.items() if n != "d S"}
-    made = evaluate(apply(mechanism, OWN, C), MECHANISMS[mechanism], x, s.problem.case)
-    exact = s.problem.exact
-    return {n: torch.zeros_like(exact[n]) if made.get(n) is None else made[n] for n in TWO if n in exact}
+    x = {n: y for n, y in p.inputs.items() if n != "d S"}
+    made = evaluate(apply(mechanism, OWN, C), MECHANISMS[mechanism], x, p.case)
+    return {n: torch.zeros_like(p.exact[n]) if made.get(n) is None else made[n] for n in TWO if n in p.exact}
 
 
 def of_terms(name: str, first: str, second: str) -> str:
@@ -444,7 +443,7 @@ def explained(mechanism: str, name: str, calls: Sequence[Seen]) -> str:
     for C in CHUNKS if name in TWO and not MECHANISMS[mechanism].cache else ():
         for first, second in product(FACTORS, FACTORS):
             for s, scale, places in given:
-                own, exact = pairs(mechanism, s, C)[name], s.problem.exact[name]
+                own, exact = pairs(mechanism, s.problem, C)[name], s.problem.exact[name]
                 a, b = (FACTORS[how](scale, s.problem.case.K) for how in (first, second))
                 if not fits(s, places, a * own + b * (exact - own)):
                     break
