@@ -183,7 +183,7 @@ class Examiner:
         telling = sorted(self.telling, key=numbers)
         named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, more, self.called, telling)
         matches = [it for it in named if not it.somewhere] or stale(mechanism, calls) or rescaled(mechanism, calls)
-        terms = [] if matches else by_terms(mechanism, failed, passed)
+        terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
         matches = matches or [it for it in terms if not it.somewhere]
         where = ""
         if not matches and not report.alone:

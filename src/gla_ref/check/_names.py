@@ -319,6 +319,11 @@ def alike(case: Case, kind: Kind) -> Iterator[Case]:
         yield replace(case, past=case.past + CHUNK // 2 + 5)
 
 
+def again(s: Seen, call: Callable[[Case], Seen | None]) -> list[Seen]:
+    """New calls :func:`alike` that are wrong, too."""
+    return [new for new in map(call, alike(s.problem.case, s.problem.kind)) if new and new.wrong]
+
+
 def order(failed: Sequence[Seen]) -> list[Seen]:
     """Failing calls: the smallest with each set of wrong quantities first, then by size."""
     failed = sorted(failed, key=lambda s: s.size)
@@ -343,7 +348,6 @@ def by_name(
     place, it decays otherwise. `more` are mistakes that only this kernel can make. The `telling` cases are called one
     by one as long as several mistakes are left.
     """
-    kind = MECHANISMS[mechanism]
     small = [s for s in failed if s.small]
     calls = order(small)[:REST] or failed[:1]
     found = []
@@ -365,7 +369,7 @@ def by_name(
         found = [it for it in found if not (it.mistake.rounding or it.mistake.overflow)]
         found = [it for it in found if it.distance <= TIGHT and it.besides <= found[0].besides + 0.05]
         found = [it for it in found if it.mistake.line != DECAY or not any(shows(mechanism, it, s) for s in gates_only)]
-        new = [s for s in map(call, alike(calls[0].problem.case, kind)) if s and s.wrong] if found else []
+        new = again(calls[0], call) if found else []
         found = [it for it in found if all(compared(mechanism, it.mistake, it.C, [s]) for s in new)]
         found = found if len(calls) + len(new) > 1 else []
     names = [*dict.fromkeys(it.name for it in found if it is found[0] or same(mechanism, found[0], it, calls[:FIRST]))]
@@ -461,10 +465,13 @@ def rounded(name: str, calls: Sequence[Seen]) -> str:
     return ""
 
 
-def by_terms(mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen]) -> list[Match]:
+def by_terms(
+    mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], call: Callable[[Case], Seen | None]
+) -> list[Match]:
     """What each of a few wrong quantities is; of outputs alone where these are wrong, of which gradients are made.
 
-    Nothing if one of them is no such sum. A sum that passing calls contradict is one of some places or calls.
+    Nothing if one of them is no such sum. One that passing calls contradict is made in some places or calls only, and
+    must fit new ones, as a mistake must.
     """
     failed, kind = order([s for s in failed if s.small])[:REST], MECHANISMS[mechanism]
     passed = sorted((s for s in passed if s.small), key=lambda s: s.size)[:PASSING]
@@ -480,9 +487,11 @@ def by_terms(mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen]) -> 
         return []
     somewhere = not all(rounded(n, failed) or explained(mechanism, n, [*failed, *passed]) for n in names)
     somewhere = somewhere or any(not places.all() for s in failed for n, places in s.wrong.items() if n in names)
-    if somewhere and len(failed) < 2:
-        return []
-    line = READ if names == ["o"] else GRADIENT
+    if somewhere:
+        failed = [*failed, *again(failed[0], call)]
+        if len(failed) < 2 or not all(explained(mechanism, n, failed) for n in names):
+            return []
+    line = GRADIENT if names[0].startswith("d") else READ if "o" in names else "S_T"
     follows = FOLLOWS if {*gates(kind)} & wrong - {*names} and names[0].startswith("d") else ""
     own = frozenset(names)
     return [Match(Mistake("; ".join(said), line, None, ()), shown=own, own=own, somewhere=somewhere, follows=follows)]

@@ -50,11 +50,11 @@ def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
     def tell(axis: str, here: list[int], size: int) -> None:
         if len(here) == size:
             return
-        listed = ", ".join(map(str, here[:MOST])) + ", ..." * (len(here) > MOST)
+        which = ", ".join(map(str, here[:MOST])) + ", ..." * (len(here) > MOST)
         if len(here) == here[-1] - here[0] + 1 > 2:
-            listed = f"{here[0]} to {here[-1]}"
+            which = f"{here[0]} to {here[-1]}"
         plural = "" if len(here) == 1 else "es" if axis == "batch" else "s"
-        found.append(f"{axis}{plural} {listed} of {size}")
+        found.append(f"{axis}{plural} {which} of {size}")
 
     for dim, axis in enumerate(axes):
         here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
@@ -261,8 +261,16 @@ TRAITS = tuple(n for n, _ in PLAIN if n not in ("groups", "past", "state", "ends
 TRIALS, MORE = 80, 40  # calls that look for the smallest case of a failure, and for its bounds
 WORK, TOKEN = 2**26, 2**12  # numbers of the states of all these calls; as many as a token takes besides
 PLAINLY = 10.0  # budgets of the failing case that a call must be off by to count as wrong
-NOUNS = {"T": "token", "H": "head", "B": "batch entry", "K": "channel of keys", "V": "channel of values"}
-NOUNS |= {"groups": "value head of a key head", "past": "token in the cache", "N": "packed sequence"}
+NOUNS = {  # one of it, and several
+    "T": ("token", "tokens"),
+    "H": ("head", "heads"),
+    "B": ("batch entry", "batch entries"),
+    "K": ("channel of keys", "channels of keys"),
+    "V": ("channel of values", "channels of values"),
+    "groups": ("value head of a key head", "value heads of a key head"),
+    "past": ("token in the cache", "tokens in the cache"),
+    "N": ("packed sequence", "packed sequences"),
+}
 LARGER = {
     "T": (2, 3, 17, 64, 65, 129, 300),
     "past": (2, 16, 32, 64, 128),
@@ -344,23 +352,13 @@ def agreed(
     return [it.text for it in statements]
 
 
-def plural(noun: str, n: int) -> str:
-    if n == 1:
-        return f"{n} {noun}"
-    head, *rest = noun.split(" of ", 1)
-    head = (
-        head[:-1] + "ies"
-        if head.endswith("y")
-        else head.replace("token in", "tokens in")
-        if " in " in head
-        else head + "s"
-    )
-    return f"{n} {' of '.join([head, *rest])}"
+def counted(n: int, nouns: tuple[str, str]) -> str:
+    return f"{n} {nouns[n != 1]}"
 
 
-def listed(numbers: Iterable[int], noun: str) -> str:
+def listed(numbers: Iterable[int], nouns: tuple[str, str]) -> str:
     *some, last = sorted(numbers)
-    return f"{', '.join(map(str, some))}{' and ' * bool(some)}{plural(noun, last)}"
+    return f"{', '.join(map(str, some))}{' and ' * bool(some)}{counted(last, nouns)}"
 
 
 def plainly(p: Problem, found: Found) -> bool:
@@ -462,8 +460,8 @@ class Bounds:
         if n > 1:
             if self.fails(sizes(n - 1)):
                 return None
-            numbers = (n + 1,) if name == "N" else (n + 1, n + 2, up(n, 16), up(n, 64), 2 * n - 1, 2 * n, 2 * n + 1)
-            return self.between(sizes, sorted({n - 1, n, *numbers}), name)
+            tries = (n + 1,) if name == "N" else (n + 1, n + 2, up(n, 16), up(n, 64), 2 * n - 1, 2 * n, 2 * n + 1)
+            return self.between(sizes, sorted({n - 1, n, *tries}), name)
         right = next((m for m in LARGER.get(name, ()) if self.right(sizes(m))), None)
         if right is None:
             return None
@@ -473,25 +471,25 @@ class Bounds:
             low, high = (middle, high) if self.fails(sizes(middle)) else (low, middle)
         return self.between(sizes, sorted({1, low, high, high + 1, 2 * high, right}), name)
 
-    def between(self, sizes: Callable[[int], Case], numbers: list[int], name: str) -> Statement | None:
+    def between(self, sizes: Callable[[int], Case], tries: list[int], name: str) -> Statement | None:
         """Which of some sizes are wrong and which are right; None unless all that is wrong is so by far."""
-        noun, of = NOUNS[name], SIZES[name]
-        errors = {n: error for n in numbers if not math.isnan(error := self.error(sizes(n)))}
-        numbers = [*errors]
-        wrong, right = ([n for n in numbers if (errors[n] > 1) is bad] for bad in (True, False))
+        nouns, of = NOUNS[name], SIZES[name]
+        errors = {n: error for n in tries if not math.isnan(error := self.error(sizes(n)))}
+        tries = [*errors]
+        wrong, right = ([n for n in tries if (errors[n] > 1) is bad] for bad in (True, False))
         if not right or min(errors[n] for n in wrong) < FAR * max(errors[n] for n in right):
             return None
-        tried = f" ({', '.join(map(str, numbers))} tried)"
+        tried = f" ({', '.join(map(str, tries))} tried)"
         if min(wrong) > max(right):
-            words = f"wrong from {plural(noun, min(wrong))} on, right with {max(right)}{tried}"
+            words = f"wrong from {counted(min(wrong), nouns)} on, right with {max(right)}{tried}"
             return Statement(words, lambda c: of(c) >= min(wrong), lambda c: of(c) <= max(right))
         if max(wrong) < min(right):
-            least = f"wrong {'up to' if max(wrong) > 1 else 'with'} {plural(noun, max(wrong))}"
+            least = f"wrong {'up to' if max(wrong) > 1 else 'with'} {counted(max(wrong), nouns)}"
             words = f"{least}, right with {min(right)}{tried}"
             return Statement(words, lambda c: of(c) <= max(wrong), lambda c: of(c) >= min(right))
-        if any((self.error(sizes(n), 1) > 1) is not (errors[n] > 1) for n in numbers):
+        if any((self.error(sizes(n), 1) > 1) is not (errors[n] > 1) for n in tries):
             return None  # the data decide, not the size
-        words = f"wrong with {listed(wrong, noun)}, right with {listed(right, noun)}"
+        words = f"wrong with {listed(wrong, nouns)}, right with {listed(right, nouns)}"
         return Statement(words, lambda c: of(c) in wrong, lambda c: of(c) in right)
 
     def without(self, c: Case, name: str) -> Statement | None:
