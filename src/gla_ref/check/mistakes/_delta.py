@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...chunks import heads_first, scores
-from ...gates import decay_to_end
+from ...gates import decay_from_start, decay_to_end
 from ...rounding import Products
 from ...triangular import doubling
 from .._emulate import Product
@@ -128,6 +128,22 @@ def _(c, ends):
     return replace(c, q=c.q.repeat(1, 1, n, 1), k=c.k.repeat(1, 1, n, 1)).each(ends)
 
 
+def erased(n: Call, k: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The triangle and what is found in the state, by keys that search and strengths of their own."""
+    it = Chunk(n)
+    return (beta * scores(k, it.k, it.g)).tril(-1), beta * ((k * decay_from_start(it.g).exp()) @ n.S)
+
+
+for name, own in (
+    ("gradient of beta without what is erased", lambda it: (it.k, it.beta.detach())),
+    ("dk without what the keys erase", lambda it: (it.k.detach(), it.beta)),
+):
+    step(
+        name,
+        "the backward pass",
+        triangle=lambda n, A, own=own: erased(n, *own(Chunk(n)))[0],
+        found=lambda n, x, own=own: erased(n, *own(Chunk(n)))[1],
+    )
 step("no gradient through the inverse", "the backward pass", invert=lambda A: eliminated(A).detach())
 step(
     "gradient of the inverse with the wrong sign",

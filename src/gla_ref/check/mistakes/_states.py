@@ -151,6 +151,7 @@ def along_channels(c: Call) -> Tensor:
 carry("writes' decay laid along channels", lambda c, S: decay(c.g) * c.S + write(c.k * along_channels(c), c.v), GATED)
 carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.written), GATES)
 carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S, GATES)
+carry("state's decay from chunk to chunk in base 2", lambda c, S: S + (decay(c.g * log(2)) - decay(c.g)) * c.S, GATES)
 carry("state reset between chunks", lambda c, S: S - decay(c.g) * c.S, LINEAR)
 carry("gradient stops at chunk boundaries", lambda c, S: S.detach() if c.q.shape[1] == c.C else S)
 
@@ -301,6 +302,21 @@ for name, tensor in (("dq", "q"), ("gate's gradient", "g")):
         written = c.run(S=torch.zeros_like(c.S))
         carried = c.run(v=torch.zeros_like(c.v), **{tensor: getattr(c, tensor).detach()})
         return written[0] + carried[0], written[1] + carried[1]
+
+
+@mistake("gate's gradient without S_T dS_T, with which its reverse sum begins", GRADIENT, GATES)
+def _(c):
+    pulled: list[Tensor] = []
+
+    def note(d: Tensor) -> Tensor:
+        pulled.append(d)
+        return d
+
+    def change(d: Tensor) -> Tensor:
+        return d - (S.detach() * pulled[0]).sum(-1)[:, None] if pulled else d
+
+    o, S = c.run(g=backward(c.g, change))
+    return o, backward(S, note)
 
 
 @mistake("gradient of the state without scale where a chunk reads it", GRADIENT, chunked=True)
