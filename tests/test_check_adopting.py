@@ -18,7 +18,7 @@ from gla_ref.__main__ import main
 from gla_ref.check import Case
 from gla_ref.check._cases import inputs
 from gla_ref.check._claims import Claim, claimed
-from gla_ref.check._github import annotations, source
+from gla_ref.check._words import annotations, source
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[1]
@@ -194,7 +194,7 @@ from gla_ref import FORMS
 right = FORMS["gla"]["chunkwise"]
 
 def wrong(q, k, v, g, **named):
-    return right(q, k, v, 2 * g, **named)
+    return right(q, k, v, 0.6931471805599453 * g, **named)
 
 def half(q, k, v, g, *, scale=None, initial_state=None):
     if not q.shape[-1] == v.shape[-1] == 64:
@@ -262,7 +262,7 @@ def test_annotations(project, capsys):
     line = MODULE.split("\n").index("def wrong(q, k, v, g, **named):") + 1
     assert len(lines) == 3
     place = f"::error file={project}.py,line={line},title=gla%3A o wrong in case length 7::error "
-    assert lines[0].startswith(place) and "%0AIt behaves as if: every decay applied twice%0ACase(name=" in lines[0]
+    assert lines[0].startswith(place) and "%0AIt behaves as if: natural log read as base 2%0ACase(name=" in lines[0]
 
 
 def test_annotations_of_calls_and_waivers():
@@ -321,12 +321,12 @@ def test_a_failure_prints_the_report_and_nothing_of_the_kit(tests, monkeypatch):
     done = tests.runpytest_inprocess(*PLUGIN, "-k", "right or wrong", "--gla-ref-seed", "3", "--junitxml=out.xml")
     done.assert_outcomes(passed=1, failed=1)
     out = done.stdout.str()
-    assert "gla on cpu in float32, quick, seed 3: WRONG (1 of" in out and "every decay applied twice" in out
+    assert "gla on cpu in float32, quick, seed 3: WRONG (1 of" in out and "natural log read as base 2" in out
     assert "Case(name='length 7', B=2, T=7, H=3, K=5, V=7, often=True)" in out
     assert "Traceback" not in out and "pytest_plugin.py" not in out and "::error" not in out
     (suite,) = xml.etree.ElementTree.parse(tests.path / "out.xml").getroot()
     (failure,) = suite.iter("failure")
-    assert suite.get("failures") == "1" and "every decay applied twice" in failure.text
+    assert suite.get("failures") == "1" and "natural log read as base 2" in failure.text
 
 
 def test_every_case_is_a_test_of_its_own(tests):

@@ -9,11 +9,13 @@ import torch
 from cases import thin
 
 from gla_ref import FORMS, check
-from gla_ref.check import Case, mistakes
-from gla_ref.check._common import common
+from gla_ref.check import Case
+from gla_ref.check._alone import INSIDE, reproduction
+from gla_ref.check._examine import Examiner
+from gla_ref.check._kernel import SECONDS, Convention, Kernel
 from gla_ref.check._memory import AROUND, placed
-from gla_ref.check._runner import same
-from gla_ref.check._shrink import INSIDE, reproduction
+from gla_ref.check._run import same
+from gla_ref.check._where import common
 
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
 
@@ -326,6 +328,130 @@ def test_no_way_of_calling_is_left_out(mistake):
     only, *what = WAYS[mistake]
     report = check.kernel("linear_attention", linear(mistake), only=only)
     assert what in [[row.quantity, row.kind] for row in report.failures], str(report)
+
+
+def caught(mechanism, fn, name):
+    """The quantities that are wrong in one case of the quick level; no mistake is looked for."""
+    it = Examiner(Kernel(fn, mechanism, Convention(), torch.device("cpu"), SECONDS), torch.float32, 0)
+    (case,) = (case for case in check.cases(mechanism) if case.name == name)
+    return {row.quantity for row in it.run(it.pose([case])[0]).rows if row.status == "failed"}
+
+
+def on(mechanism, change):
+    """A right form on tensors that are changed, by their names; S0 is the initial state, if there is one."""
+    form, names = FORMS[mechanism]["chunkwise"], check.MECHANISMS[mechanism].arguments
+
+    def fn(*tokens, scale=None, initial_state=None, cu_seqlens=None):
+        x = dict(zip(names, tokens, strict=True)) | ({} if initial_state is None else {"S0": initial_state})
+        x |= change(x)
+        return form(*(x[n] for n in names), scale=scale, initial_state=x.get("S0"), cu_seqlens=cu_seqlens)
+
+    return fn
+
+
+def turned(x, axis=-1):
+    """x with the channels beyond the first 16 replaced by those of the first 16, over and over."""
+    return x.index_select(axis, torch.arange(x.shape[axis]) % 16)
+
+
+def overwritten(beta):
+    """Strengths in a buffer of 4096 numbers, which those of later tokens overwrite."""
+    numbers = beta.flatten(1)
+    i, last = torch.arange(numbers.shape[1]) % 4096, numbers.shape[1] - 1
+    return numbers[:, i + (last - i) // 4096 * 4096].view_as(beta)
+
+
+def divided(x, of=torch.clone):
+    """x, whose gradient was multiplied by `of(x)` and divided by that."""
+    return Unlike.apply(x, torch.clone, lambda d, passes: d * (of(x) / of(x)))
+
+
+def as_wide_as_keys(x):
+    return {"v": x["v"] * (torch.arange(x["v"].shape[-1]) < x["k"].shape[-1])}
+
+
+def first_two(x, HV):
+    """Key heads for their value heads, of which the first two alone give a gradient."""
+    some = (torch.arange(HV) % (HV // x.shape[2]) < 2)[:, None]
+    repeated = x.repeat_interleave(HV // x.shape[2], 2)
+    return torch.where(some, repeated, repeated.detach())
+
+
+def after_resets(x):
+    """Queries and keys of which those behind a reset are lost until their chunk of 64 ends."""
+    lost = torch.cat([g.cumsum(1).isneginf() for g in x["g"].split(64, 1)], 1)
+    return {n: x[n].masked_fill(lost, 0.0) for n in "qk"}
+
+
+def segments(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """No gradient comes back over the border of 256 tokens."""
+    if cu_seqlens is not None or q.shape[1] <= 256:
+        return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    first, S = LINEAR(*(x[:, :256] for x in (q, k, v)), scale=scale, initial_state=initial_state)
+    rest, S = LINEAR(*(x[:, 256:] for x in (q, k, v)), scale=scale, initial_state=S.detach())
+    return torch.cat([first, rest], 1), S
+
+
+def attention(seen):
+    """Attention to the keys j that a query i has by `seen(i, j, keys)`, and of these to those not behind it."""
+
+    def fn(q, k, v, *, scale=None, initial_state=None):
+        k, v = (k, v) if initial_state is None else (torch.cat(x, 1) for x in zip(initial_state, (k, v), strict=True))
+        keys, scale = k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+        i, j = torch.arange(q.shape[1])[:, None] + keys - q.shape[1], torch.arange(keys)
+        x = scale * torch.einsum("bihd,bjhd->bhij", q, k)
+        p = x.masked_fill(~((j <= i) & seen(i, j, keys)), -torch.inf).softmax(-1).nan_to_num()
+        return torch.einsum("bhij,bjhd->bihd", p, v), (k, v)
+
+    return fn
+
+
+def whole_tile(q, k, v, g, **named):
+    """The final state of sequences that end with a tile of 48 is that before it."""
+    o, S = FORMS["simple_gla"]["chunkwise"](q, k, v, g, **named)
+    T = q.shape[1]
+    early = T % 48 == 0 and named.get("cu_seqlens") is None
+    return o, FORMS["simple_gla"]["chunkwise"](*(x[:, : T - 48] for x in (q, k, v, g)), **named)[1] if early else S
+
+
+CHANGES = {  # mechanism, what becomes of the tensors of a right form, the case and a quantity that is wrong there
+    "channels of q modulo 16": ("linear_attention", lambda x: {"q": turned(x["q"])}, "wide", "o"),
+    "channels of v modulo 16": ("linear_attention", lambda x: {"v": turned(x["v"])}, "wide", "S"),
+    "channels of g modulo 16": ("gla", lambda x: {"g": turned(x["g"])}, "wide", "dg"),
+    "rows of S0 modulo 16": ("linear_attention", lambda x: {"S0": turned(x["S0"], -2)}, "wide", "S"),
+    "v masked like k": ("linear_attention", as_wide_as_keys, "values wider than keys", "o"),
+    "a buffer of strengths": ("delta_rule", lambda x: {"beta": overwritten(x["beta"])}, "many tokens and heads", "o"),
+    "dbeta divided by beta": ("delta_rule", lambda x: {"beta": divided(x["beta"])}, "strength 0", "dbeta"),
+    "dg divided by g": ("gla", lambda x: {"g": divided(x["g"])}, "gate zero", "dg"),
+    "dg divided by the decay": ("gla", lambda x: {"g": divided(x["g"], torch.exp)}, "gate -inf", "dg"),
+    "dk of two value heads": (
+        "delta_rule",
+        lambda x: {n: first_two(x[n], x["v"].shape[2]) for n in "qk"},
+        "value heads strided",
+        "dk",
+    ),
+    "g read as if contiguous": (
+        "simple_gla",
+        lambda x: {"g": Unlike.apply(x["g"], in_order, lambda d, passes: d)},
+        "strided",
+        "o",
+    ),
+    "lost after a reset": ("gla", after_resets, "gate many resets", "o"),
+}
+last_alone = attention(lambda i, j, keys: (j < keys - 1) | (keys % 96 != 1) | (keys == 1))
+CAUGHT = {name: (mechanism, on(mechanism, change), *at) for name, (mechanism, change, *at) in CHANGES.items()} | {
+    "segments of 256 tokens": ("linear_attention", segments, "long", "dk"),
+    "a window of 64 keys": ("softmax_attention", attention(lambda i, j, keys: i - j < 64), "length 65", "o"),
+    "a last key alone in its tile of 96": ("softmax_attention", last_alone, "481 tokens", "o"),
+    "a last tile of 48 that is whole": ("simple_gla", whole_tile, "480 tokens", "S"),
+}
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_kind_of_mistake_is_caught(name):
+    """The only ones of their kind."""
+    mechanism, fn, case, quantity = CAUGHT[name]
+    assert quantity in caught(mechanism, fn, case)
 
 
 def in_dtypes(seen, refused=(), most=9):
@@ -662,15 +788,6 @@ def test_lines_to_run_import_what_was_checked_or_say_that_nothing_does():
 
     assert "from test_check_calls import remembering\n" in reproduction("linear_attention", remembering, Case(), None)
     assert "# fn: the function that was checked\n" in reproduction("linear_attention", fn, Case(), None)
-
-
-@pytest.mark.parametrize("dtype", thin([torch.float32, torch.bfloat16], torch.bfloat16))
-@pytest.mark.parametrize("mechanism", thin(["linear_attention", "gla"], "linear_attention"))
-def test_mistakes_with_strides_are_mistakes_in_16_bits_too(mechanism, dtype):
-    """A conversion to float32 closes gaps between rows; then q and k have the same strides again."""
-    for m in mistakes.known(mechanism, dtype):
-        if "strides" in m.name:
-            assert not check.kernel(mechanism, mistakes.apply(mechanism, m), dtype=dtype, only="*strided").ok, m.name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

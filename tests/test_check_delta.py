@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DELTA, thin
+from cases import thin
 
 from gla_ref import check
 from gla_ref.check import mistakes
@@ -46,27 +46,16 @@ def test_what_later_tokens_do_to_earlier_ones_shows():
     assert found["loss of o alone"] < 1 < found["later tokens loud"]
 
 
-def test_every_delta_rule_has_many_named_mistakes():
-    names = {m: {x.name for x in mistakes.MISTAKES if m in x.mechanisms} for m in DELTA}
-    assert len(names["delta_rule"]) >= 100 and len(names["gated_delta_rule"] & names["kda"]) >= 150
-    assert "beta twice" in set.intersection(*names.values())
-
-
 NAMED = [  # and the cases that are enough to tell
     ("delta_rule", "sign of A: earlier corrections of the chunk added, not subtracted", "length*"),
     ("delta_rule", "value heads grouped wrongly: h reads key head h mod H", "value heads*"),
-    ("delta_rule", "inverse of the triangle kept in bfloat16", "length*"),
     ("gated_delta_rule", "Gamma left out of A: pairs not decayed", "gate -0.2"),
-    ("gated_delta_rule", "pairs i = j in the gate's gradient", "length*"),
     ("gated_delta_rule", "strengths clamped to 1", "strengths up to 2"),
-    ("gated_delta_rule", "dk without what the keys erase", "length*"),
-    ("kda", "gate applied between erase and write", "gate logsigmoid/16"),
     ("kda", "keys normalised again", "short keys"),
-    ("kda", "wrong merge of blocks: the wrong sign", "length 145"),
 ]
 
 
-@pytest.mark.parametrize("mechanism, name, only", thin(NAMED, NAMED[4]), ids=[x[1] for x in NAMED])
+@pytest.mark.parametrize("mechanism, name, only", thin(NAMED, NAMED[2]), ids=[x[1] for x in NAMED])
 def test_a_mistake_of_a_delta_rule_is_named(mechanism, name, only):
     m = next(m for m in mistakes.MISTAKES if m.name == name and mechanism in m.mechanisms)
     report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=only)

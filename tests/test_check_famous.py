@@ -98,8 +98,7 @@ NAMED = {  # the cases that tell, and how the name begins
     "scale of dq": (ONE, "dq without scale"),
     "S0 of dq": (ONE, "dq without what the initial state adds"),
     "S0 of dg": (ONE, "gate's gradient without what the initial state adds"),
-    "V tail": (WIDE, "the tail beyond whole tiles of 32 of V left out"),
-    "K tail": (WIDE, "channels beyond the first 32 of K left out"),
+    "K tail": (WIDE, "channels of K beyond the first 32 left out"),
     "sums": ("gate -[02i]*[02f]", "gates of an earlier call of the same sizes"),
 }
 
@@ -114,3 +113,8 @@ def test_a_famous_mistake_is_named(mistake):
     report = check.kernel("gla", gla(mistake), only=only)
     assert report.failures, str(report)
     assert any(match["mistake"].startswith(name) for match in report.diagnosis), str(report)
+
+
+def test_a_tail_that_is_left_out_has_a_bound():
+    report = check.kernel("gla", gla("V tail"), only=WIDE)
+    assert "wrong with 1, 31 and 33 channels of values, right with 32 and 64" in " ".join(str(report).split())

@@ -5,9 +5,10 @@ import wrong_kernels
 from cases import thin
 
 from gla_ref import check, linear_attention
-from gla_ref.check.mistakes._core import backward
+from gla_ref.check._names import FOLLOWS
+from gla_ref.check.mistakes._calls import backward
 
-MADE = "; dg is made of dq and dk"
+MADE = f"; {FOLLOWS}"
 NAMES = {  # of each kernel, what the report says it behaves like; nothing, where no named mistake is what it does
     "ratio of running products": "decays as a ratio, e^b_i times e^-b_j: it overflows in strong chunks",
     "one anchor in the middle of a chunk of 64": (
@@ -43,12 +44,12 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
     "a strict mask in the pairs": "mask strict instead of inclusive: a token does not see itself",
     "the last partial chunk never runs": "tail chunk lost",
     "boundaries of packed sequences one token late": "boundaries of packed sequences one token too late",
-    "whole tiles of 32 columns of V only": "the tail beyond whole tiles of 32 of V left out",
-    "at most 64 channels of K": "channels beyond the first 64 of K left out",
-    "gates of batch and head taken apart in the wrong order": "batch and head of g taken apart in the wrong order",
-    "the gate of the head before": "gate of the head before",
-    "k read with the strides of q": "strides of q taken for those of k",
-    "v read as if contiguous": "strides ignored: v read as if contiguous",
+    "whole tiles of 32 columns of V only": "",
+    "at most 64 channels of K": "channels of K beyond the first 64 left out",
+    "gates of batch and head taken apart in the wrong order": "",
+    "the gate of the head before": "",
+    "k read with the strides of q": "",
+    "v read as if contiguous": "",
     "divided by the sum of the weights": (
         "o divided by a number that every token has of its own, such as a sum of its weights"
     ),
@@ -56,7 +57,7 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
     "from the third chunk on channels of keys beyond 64 are those of the chunk before": "",
     "packed sequences: channels of the initial state beyond 32 taken for 0": "",
     "one packed sequence goes another way, without its initial state": "",
-    "more than 8 heads: the initial state of head h mod 8": "initial state of head h mod 8",
+    "more than 8 heads: the initial state of head h mod 8": "",
     "more than 8 heads: the state of head h mod 8 from the second chunk on": "",
     "pairs as a ratio where K is a multiple of 16": "",
 }

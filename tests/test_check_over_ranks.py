@@ -1,4 +1,4 @@
-"""Functions over ranks as subjects of the check: right ones pass; each mistake of theirs is caught and named."""
+"""Functions over ranks as subjects of the check: right ones pass; each mistake of theirs is caught."""
 
 import datetime
 import functools
@@ -51,7 +51,7 @@ def examined(rank, group, mechanism, wrong=None, **options):
             return subject.serve()
         report = check.kernel(mechanism, subject, **options)
         subject.close()
-    return report.ok, [x["mistake"] for x in report.diagnosis], f"{report}"
+    return report.ok, f"{report}"
 
 
 # What somebody may write who builds it anew, on the lines of context_parallel that it would stand in.
@@ -128,36 +128,18 @@ def lost():
     return mock.patch.object(Segment, "__init__", wrong)
 
 
-BACK = ", in the backward pass only"
-# (what is wrong, ranks, cases to look at, what is said)
-WRONG = {
-    "nothing crosses": (
-        exchange(only_if(always, nothing)), 2, "s[cqt]*", "nothing crosses the border between two ranks"
-    ),
-    "nothing crosses back": (
-        exchange(only_if(backward, nothing)), 2, "[ps][aq]*", f"nothing crosses the border between two ranks{BACK}"
-    ),
-    "inclusive": (
-        exchange(only_if(forwards, inclusive)), 2, "s[ct]*",
-        "state of the wrong rank: each starts from the end of its own piece, in the forward pass only",
-    ),
-    "inclusive, back": (
-        exchange(only_if(backward, inclusive)), 2, "s[ct]*",
-        f"state of the wrong rank: each starts from the end of its own piece{BACK}",
-    ),
-    "no decay": (
-        exchange(only_if(always, undecayed)), 3, "s[ct]*", "decay of the pieces between two ranks forgotten"
-    ),
-    "no decay, back": (
-        exchange(only_if(backward, undecayed)), 3, "s[ct]*", f"decay of the pieces between two ranks forgotten{BACK}"
-    ),
-    "empty": (exchange(only_if(always, empty)), 2, "length 145", "a rank without tokens lets no state through"),
-    "order": (
-        exchange(from_the_left), 3, "s[ct]*", "the gradient of the state goes from the first rank to the last"
-    ),
-    "goes on": (goes_on, 2, "packed*", "a sequence that begins on a border goes on from the one before it"),
-    "lost": (lost, 2, "packed*", "the final state of a sequence that ends on a border is lost"),
-}  # fmt: skip
+WRONG = {  # what is wrong, ranks, cases to look at
+    "nothing crosses": (exchange(only_if(always, nothing)), 2, "s[cqt]*"),
+    "nothing crosses back": (exchange(only_if(backward, nothing)), 2, "[ps][aq]*"),
+    "inclusive": (exchange(only_if(forwards, inclusive)), 2, "s[ct]*"),
+    "inclusive, back": (exchange(only_if(backward, inclusive)), 2, "s[ct]*"),
+    "no decay": (exchange(only_if(always, undecayed)), 3, "s[ct]*"),
+    "no decay, back": (exchange(only_if(backward, undecayed)), 3, "s[ct]*"),
+    "empty": (exchange(only_if(always, empty)), 2, "length 145"),
+    "order": (exchange(from_the_left), 3, "s[ct]*"),
+    "goes on": (goes_on, 2, "packed*"),
+    "lost": (lost, 2, "packed*"),
+}
 
 
 def told(pool, n, *args, **options):
@@ -165,16 +147,16 @@ def told(pool, n, *args, **options):
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_mistakes_are_named(pool, wrong):
-    _, n, only, name = WRONG[wrong]
-    ok, said, report = told(pool, n, "gla", wrong, only=only)
-    assert not ok and name in said, report
+def test_mistakes_are_caught(pool, wrong):
+    _, n, only = WRONG[wrong]
+    ok, report = told(pool, n, "gla", wrong, only=only)
+    assert not ok, report
 
 
 @pytest.mark.parametrize("mechanism", mistakes.LINEAR)
 def test_right_ones_pass(pool, mechanism):
     for n in (1, 2, 3):
-        ok, _, report = told(pool, n, mechanism, only="[ps]*" if n == 2 else "[ps][aq]*")
+        ok, report = told(pool, n, mechanism, only="[ps]*" if n == 2 else "[ps][aq]*")
         assert ok, report
 
 

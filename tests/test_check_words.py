@@ -9,8 +9,7 @@ import torch
 
 from gla_ref import FORMS, check
 from gla_ref.check import mistakes
-from gla_ref.check._common import Clock, by_gates
-from gla_ref.check._report import affected
+from gla_ref.check._where import affected, by_gates
 
 ATTENTION, LINEAR = FORMS["softmax_attention"]["two_pass"], FORMS["linear_attention"]["chunkwise"]
 SCALAR, DELTA = FORMS["simple_gla"]["chunkwise"], FORMS["delta_rule"]["chunkwise"]
@@ -198,15 +197,13 @@ def test_the_table_says_that_equal_calls_differ():
     assert "equal calls differ in 1 case" in report._repr_html_()
 
 
-@pytest.mark.deep
 def test_the_search_says_when_it_was_cut(monkeypatch):
-    clock = Clock(3600)
-    assert not clock.spent() and not clock.cut
-    monkeypatch.setitem(check._examine.SEARCH, "quick", 0.0)
-    report = check.kernel("linear_attention", odd, only=["length 6*", "packed"])
-    assert report.failing == ["packed"] and not report.diagnosis, str(report)
-    assert "cut off after 0 s of CPU time" in words(report)
-    assert "cut off after 0 s of CPU time" in report._repr_html_()
+    monkeypatch.setattr("gla_ref.check._where.TRIALS", 1)
+    monkeypatch.setattr("gla_ref.check._where.MORE", 0)
+    report = check.kernel("linear_attention", odd, only="packed")
+    assert report.failing == ["packed"] and not report.diagnosis and not report.measured, str(report)
+    said = "The search for bounds was cut off: its calls were spent."
+    assert said in words(report) and said in report._repr_html_()
 
 
 @pytest.mark.parametrize("mechanism, name", [("linear_attention", "initial state ignored")])
@@ -395,11 +392,3 @@ def test_more_than_four_batch_entries_are_tried():
     report = check.kernel("linear_attention", batches_of_four, only=["length 7", "many*"])
     assert report.failing == ["many batch entries"], str(report)
     assert "wrong from 5 batch entries on, right with 4" in words(report)
-
-
-def test_the_search_for_the_mistake_says_when_it_was_cut(monkeypatch):
-    m = next(m for m in mistakes.MISTAKES if m.name == "initial state ignored")
-    monkeypatch.setitem(check._examine.SEARCH, "quick", 0.0)
-    report = check.kernel("linear_attention", mistakes.apply("linear_attention", m), only=["length 6*"])
-    assert report.failing and not report.diagnosis, str(report)
-    assert "The search for the mistake was cut off after 0 s of CPU time" in words(report)

@@ -12,7 +12,7 @@ from cases import thin
 from gla_ref import FORMS, check
 from gla_ref.__main__ import main
 from gla_ref._commands import apart
-from gla_ref.check._runner import attempt
+from gla_ref.check._run import attempt
 
 MODULE = """
 import ctypes, os, signal, sys, threading, time

@@ -264,7 +264,7 @@ def told(args: argparse.Namespace, report, fn) -> int:
     """Print a report, write it where it was asked for; the exit status."""
     print(report)
     if args.github:
-        from .check._github import annotations, source
+        from .check._words import annotations, source
 
         print(*annotations(report, source(fn)), sep="\n")
     if args.json:

@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 
 import torch
 
-from . import mistakes, oracle
+from . import _words, mistakes, oracle  # noqa: F401  (a report in words)
 from ._cases import Case, cases
 from ._claims import Claim, Ladder, claimed, dtype_of
 from ._examine import Examiner, examine
@@ -163,9 +163,14 @@ def kernel(
         "waive": dict(waive or {}),
         "fail_on_not_covered": fail_on_not_covered,
     }
-    report = Report(settings, {case.name: case for case in tried})
-    report.ladder, report.made = len(ladder.cases) + len(ladder.left), ladder.made
-    report.left, report.skipped = ladder.left, [case.name for case in chosen if case not in tried]
+    report = Report(
+        settings,
+        {case.name: case for case in tried},
+        ladder=len(ladder.cases) + len(ladder.left),
+        made=ladder.made,
+        left=ladder.left,
+        skipped=[case.name for case in chosen if case not in tried],
+    )
     telling = tuple(case for case in ladder.cases if case.telling and case not in chosen)
     examine(Examiner(it, dtype, seed, claim, telling), report, progress or (lambda done, total, name: None))
     return report

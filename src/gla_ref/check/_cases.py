@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from random import Random
 
 import torch
@@ -252,6 +252,11 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found += [case for case in later if gates and case not in found]
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
+
+
+def but_for_gates(case: Case) -> Case:
+    """A case without the things that choose no other code in a kernel: its name and its gates' values."""
+    return replace(case, name="", gate=MILD, floor=None, telling=False, often=False)
 
 
 def any_case(mechanism: str, rng: Random, name: str) -> Case:

@@ -15,26 +15,24 @@ from fnmatch import fnmatch
 from itertools import islice, takewhile
 
 import torch
+from torch import Tensor
 
-from ._bounds import Bounds, Spent, plainly
+from ._alone import INSIDE, imported, reproduction, right_alone
 from ._budgets import Problem, problems, shape
 from ._cases import Case
 from ._claims import Claim
-from ._common import ONLY, Clock
-from ._diagnose import diagnose, outside, rescaled, stale
 from ._kernel import SECONDS, Convention, Finding, Kernel
-from ._localise import localised
-from ._report import Report, Row, judge
-from ._runner import Found, Trial, attempt, observe
-from ._shrink import INSIDE, imported, reproduction, right_alone, shrink
-from ._sources import misplaced
+from ._mechanisms import Kind
+from ._names import Seen, by_head, by_name, by_terms, rescaled, stale
+from ._report import Report, Row
+from ._run import Found, Trial, attempt, observe
+from ._where import ONLY, Bounds, Spent, by_gates, common, locate, plainly, smaller
+from .oracle import numbers
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
-SEARCH = {"quick": 60.0, "full": 600.0}  # seconds of CPU time for the mistake, and again for places and bounds
 WAYS = {"no_grad"}  # findings of calls that keep nothing for a backward pass, of which a kernel may keep something
 FIRST = "right as the first such call of a new process: something is kept between calls"
-PATTERNS = 6  # sets of quantities that are wrong together
 AHEAD = 2  # threads that work out problems
 ABREAST = 16  # problems of one shape at a time
 
@@ -150,7 +148,7 @@ class Examiner:
             return any(r.status == "failed" and r.quantity == first.quantity for r in rows)
 
         if first.kind != "hangs":  # every attempt would take the time limit
-            least = shrink(least, fails)
+            *_, least = smaller(self.kernel.kind, replace(least, name="smallest", telling=False), fails)
         return self.lines(least)
 
     def lines(self, case: Case) -> str:
@@ -177,89 +175,51 @@ class Examiner:
         seconds = 10 * self.kernel.seconds
         return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing[:LONE]))
 
-    def explain(self, report: Report, seen: list[Posed]) -> list[dict]:
-        """The mistakes that what was seen fits.
-
-        The cases that tell most are asked, and others that are wrong: the first, of the rest the widest, and the
-        smallest of each set of quantities that are wrong together. All that failed are asked where these leave several
-        mistakes.
-        """
-        wrong: dict[str, set[str]] = {}
-        for row in report.rows:
-            if row.where:
-                wrong.setdefault(row.case, set()).add(row.quantity)
-        telling, others, passed = [], [], []
-        for it in seen:
-            case = it.problem.case
-            kept = telling if case.telling else others if case.name in wrong else passed
-            kept.append((it.problem, it.found))
-        small, patterns = sorted(others, key=lambda pair: pair[0].exact["o"].numel()), {}
-        for pair in small:
-            patterns.setdefault(frozenset(wrong[pair[0].case.name]), pair)
-        asked = [*others[:1], *sorted(others[1:], key=lambda pair: -pair[0].case.K * pair[0].case.V)[:1]]
-        asked += [pair for pair in [*patterns.values()][:PATTERNS] if not any(pair is x for x in asked)]
+    def explain(self, report: Report, calls: list[Seen]) -> list[dict]:
+        """What the kernel behaves like, by all calls in their order; and bounds, where nothing explains all."""
+        mechanism = self.kernel.mechanism
+        failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
         more = getattr(self.kernel.fn, "mistakes", ())  # of a function over ranks
-        besides = [pair for pair in small if not any(pair is x for x in asked)]
-        seconds = SEARCH.get(report.settings["level"], SEARCH["quick"])
-        first = Clock(seconds)
-        light = self.light([pair for pair in telling + asked if wrong.get(pair[0].case.name)])
-        apart = filter(None, map(self.answered, sorted(self.telling, key=lambda c: c.B * c.T * c.H * c.K * c.V)))
-        pairs = light + telling + asked
-        matches = diagnose(self.kernel.mechanism, self.dtype, pairs, passed, besides, more, first, apart)
-        if first.cut:
-            late = f"; {first.late} named mistakes were not compared" if first.late else ""
-            report.cut = f"The search for the mistake was cut off after {seconds:g} s of CPU time{late}."
-        pairs = [(it.problem, it.found) for it in seen]
-        matches = matches or stale(self.kernel.mechanism, pairs) or rescaled(self.kernel.mechanism, pairs)
-        said = [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in matches]
-        if matches or report.alone:
-            return said
-        bad = [pair for pair in telling if pair[0].case.name in wrong]
-        failed = sorted([*bad, *asked], key=lambda pair: pair[0].exact["o"].numel()) + besides
-        clock = Clock(seconds)
-        cases = [[it.problem.case for it in seen if (it.problem.case.name in wrong) is bad] for bad in (True, False)]
-        report.smallest, report.measured, cut = self.measured(failed, *cases, clock)
-        matches = misplaced(self.kernel.mechanism, failed)
-        where = "" if matches else partly(report, [pair[0].case.name for pair in failed])
-        right = [(it.problem, it.found) for it in seen if it.problem.case.name not in wrong]
-        matches = matches or localised(
-            self.kernel.mechanism, self.dtype, failed, right, more, self.called, clock, light
-        )
-        if clock.cut:
-            late = f"The search for places and bounds was cut off after {seconds:g} s of CPU time."
-        else:
-            late = "The search for bounds was cut off: its calls or its time were spent." if cut else ""
-        report.cut = " ".join(filter(None, (report.cut, late)))
+        telling = sorted(self.telling, key=numbers)
+        named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, more, self.called, telling)
+        matches = [it for it in named if not it.somewhere] or stale(mechanism, calls) or rescaled(mechanism, calls)
+        terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
+        matches = matches or [it for it in terms if not it.somewhere]
+        where = ""
+        if not matches and not report.alone:
+            least = sorted(failed, key=lambda s: s.size)
+            cases = [[s.problem.case for s in some] for some in (failed, passed)]
+            report.smallest, report.measured, report.cut = self.measured(least, *cases)
+            matches = by_head(mechanism, failed)
+            where = "" if matches else partly(report, [s.problem.case.name for s in failed])
+            matches = matches or terms or named
         return [{"mistake": it.name + where, "line": it.mistake.line, "distance": it.distance} for it in matches]
 
     def measured(
-        self, failed: list[tuple[Problem, Found]], failing: list[Case], passing: list[Case], clock: Clock
+        self, failed: list[Seen], failing: list[Case], passing: list[Case]
     ) -> tuple[Case | None, list[str], bool]:
-        """The smallest case found that fails like the smallest one seen, its bounds, and whether the search was cut.
+        """The smallest case found that fails like the smallest one seen, its bounds, and that calls were wanting.
 
         A case that is wrong by a few budgets only says nothing: other calls like it may be right by luck.
         """
-        p, found = next((pair for pair in failed if plainly(*pair)), failed[0])
-        bounds = Bounds(self, p, frozenset(outside(p, found)), clock)
-        return *bounds.said(p.case, failing, passing), bounds.cut
+        s = next((s for s in failed if plainly(s.problem, s.found)), failed[0])
+        bounds = Bounds(self, s.problem, frozenset(s.wrong))
+        return *bounds.statements(s.problem.case, failing, passing), bounds.cut
 
-    def light(self, failed: list[tuple[Problem, Found]]) -> list[tuple[Problem, Found]]:
+    def light(self, failed: list[Seen]) -> list[Seen]:
         """One more call, like the smallest that failed and wrong in the same quantities, with fewer numbers; if any.
 
         Most mistakes are told from the kernel's by this call, in a part of the time.
         """
-        if not failed:
-            return []
-        p, found = min(failed, key=lambda pair: pair[0].exact["o"].numel())
-        wrong = frozenset(outside(p, found))
+        least = min(failed, key=lambda s: s.size)
         with suppress(Spent):
-            for case in Bounds(self, p, wrong, Clock(math.inf)).lighter(p.case):
-                pair = self.called(case)
-                if pair and {*outside(*pair)} == wrong:
-                    return [pair]
+            for case in Bounds(self, least.problem, frozenset(least.wrong)).lighter(least.problem.case):
+                s = self.called(case)
+                if s and {*s.wrong} == {*least.wrong}:
+                    return [s]
         return []
 
-    def answered(self, case: Case) -> tuple[Problem, Found] | None:
+    def called(self, case: Case) -> Seen | None:
         """One more case and the kernel's results; None where it gives none, or cannot be asked."""
         k = self.kernel
         rows, asked = self.asked(case)
@@ -268,12 +228,35 @@ class Examiner:
         (p,) = self.problems([case])
         trial = Trial(k, p)
         found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
-        return None if isinstance(found, Finding) else (p, found)
+        return None if isinstance(found, Finding) else Seen(p, found)
 
-    def called(self, case: Case) -> tuple[Problem, Found] | None:
-        """One more case and the kernel's results; None where it is right, or gives none."""
-        pair = self.answered(case)
-        return pair if pair and outside(*pair) else None
+
+def judge(p: Problem, name: str, x: Tensor | None) -> Row:
+    """The verdict on one quantity of a case."""
+    if x is None:
+        return Row(p.case.name, name, "not covered", "missing" if p.exact[name].any() else "zero")
+    error, budget = p.judge(name, x)
+    row = Row(p.case.name, name, "passed", "error", error, budget)
+    if not error <= budget:
+        row.status = "failed"
+        place = locate(p, name, x)
+        row.where, row.only, row.map, row.grid = (place[n] for n in ("where", "only", "map", "grid"))
+        if not torch.isfinite(x).all():
+            row.kind, nan = "not finite", bool(x.isnan().any())
+            row.error, row.message = (math.nan, "NaN") if nan else (math.inf, "infinity")
+    return row
+
+
+def shared(report: Report, kind: Kind) -> list[str]:
+    """What all failing cases share, in sentences, if several fail."""
+    failing = {*report.failing}
+    passing = {row.case for row in report.rows if row.status == "passed"} - failing
+    if len(failing) < 2:
+        return []
+    sides = [[report.cases[n] for n in report.cases if n in x] for x in (failing, passing)]
+    wrong = [*dict.fromkeys(row.quantity for row in report.failures if row.error is not None)]
+    gates = by_gates(*sides, wrong) if kind.named("gate") and not report.alone else ""
+    return common(*sides) + [gates] * bool(gates)
 
 
 def partly(report: Report, names: list[str]) -> str:
@@ -303,7 +286,7 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
     cases, seen = list(report.cases.values()), []
     for done in it.run_all(cases, progress):
         report.rows += done.rows
-        seen += [done] if done.found else []
+        seen += [Seen(done.problem, done.found)] if done.found else []
     for row in report.rows:
         waive(row, report.settings["waive"])
     given = {row.quantity for row in report.rows if row.error is not None}
@@ -311,6 +294,7 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
         if row.kind == "missing" and row.quantity in given:
             row.status, row.message = "failed", "none is given, though it is not 0 and other cases give one"
     report.alone = it.right_alone(report) if report.failures else []
+    report.common = shared(report, it.kernel.kind)
     for row in report.failures if report.alone else ():
         if row.kind in WAYS:
             row.message = row.message.replace("right otherwise", FIRST)

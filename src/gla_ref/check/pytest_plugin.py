@@ -18,7 +18,7 @@ import pytest
 
 from . import Report, kernel
 from ._claims import Claim, claimed, dtype_of
-from ._github import annotations, source
+from ._words import annotations, source
 
 ANNOTATIONS = pytest.StashKey[list[str]]()
 

@@ -2,17 +2,17 @@
 
 A mistake is a function of a call, one sequence (or batch) in the book's notation, that returns o and the
 state as the wrong kernel would; autograd carries it to the gradients. In float64 it is what a
-diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the tests with.
+diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the tests with. The list has what public
+libraries shipped, and what kernels written without knowledge of it were wrong by.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from . import _backward, _cache, _delta, _gated, _linear, _places, _rounding, _shipped, _softmax  # noqa: F401  (add mistakes)
-from ._calls import Attention, Call
+from . import _delta, _rounding, _softmax, _states  # noqa: F401  (add mistakes)
+from ._calls import DECAY, GRADIENT, LINEAR, MISTAKES, READ, Attention, Call, Mistake, apply
 from ._calls import C as CHUNK
-from ._core import DECAY, GRADIENT, LINEAR, MISTAKES, READ, Mistake, apply
 from ._ranks import over_ranks
 
 __all__ = [

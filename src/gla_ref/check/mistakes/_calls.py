@@ -9,12 +9,96 @@ import torch
 from torch import Tensor
 
 from ... import gla
-from ..._contract import per_sequence
+from ..._contract import compute_dtype, per_sequence, state_shape
 from ...chunks import by_chunk, scores
 from ...gates import decay_from_start, decay_to_end
 from ...mechanisms import MECHANISMS
+from .. import _mechanisms
+from .._emulate import by_channel
 
 C = 64  # the chunk, or tile of keys, that mistakes at chunk boundaries assume; a diagnosis tries others, too
+KINDS = _mechanisms.MECHANISMS
+SOFTMAX = tuple(m for m, kind in KINDS.items() if kind.cache)
+# one state, and writes that do not depend on it
+LINEAR = tuple(m for m, kind in KINDS.items() if not kind.cache and not kind.named("strength"))
+DELTA = tuple(m for m, kind in KINDS.items() if kind.named("strength"))  # writes that correct the state
+STATES = LINEAR + DELTA
+GATED = tuple(m for m in LINEAR if KINDS[m].named("gate"))
+GATES = tuple(m for m in STATES if KINDS[m].named("gate"))
+DECAY, READ, WRITE = "S_t = exp(g_t) S_{t-1} + ...", "o_t = scale q_t S_t", "S_t = ... + k_t^T v_t"
+CARRY, GRADIENT, PACK = ("S_[n+1] from S_[n]: chunk to chunk", "the backward pass", "S_0 of each sequence")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Its name, the line of the recurrence it touches, the wrong variant, and how it wants to be called."""
+
+    name: str
+    line: str
+    variant: Callable | None
+    mechanisms: tuple[str, ...]
+    whole: bool = False  # it gets all packed sequences at once, with their boundaries
+    rounding: bool = False  # right in float64: it is how float32 rounds there that is too wrong
+    fine: bool = False  # nothing but float32 is exact enough to show it
+    overflow: bool = False  # right in float64: what float32 cannot hold is not finite
+    chunked: bool = False  # it happens at the boundaries of chunks, whose length is the kernel's own
+    long: bool = False  # it shows in long sequences only
+
+
+MISTAKES: list[Mistake] = []
+
+
+def mistake(name: str, line: str, mechanisms: tuple[str, ...] = STATES, **more: bool):
+    def add(variant):
+        MISTAKES.append(Mistake(name, line, variant, mechanisms, **more))
+        return variant
+
+    return add
+
+
+def simple(name: str, line: str, changes: Callable[[Call], dict], mechanisms=STATES, **more: bool) -> None:
+    """A mistake that is the right computation on wrong arguments."""
+    mistake(name, line, mechanisms, **more)(lambda c: c.run(**changes(c)))
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, d):
+        return ctx.change(d), None
+
+
+def backward(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """x, with another gradient."""
+    return _Backward.apply(x, change)
+
+
+def at_most_0(x: Tensor) -> Tensor:
+    """min(x, 0) with a gradient of 1 everywhere; `clamp_max` passes none at 0 in some releases of PyTorch."""
+    return x - x.detach().clamp_min(0)
+
+
+def later(x: Tensor) -> Tensor:
+    """x[t - 1] in place of x[t], zeros first."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
+def decay(g: Tensor) -> Tensor:
+    """Total decay of a chunk, `[B, H, K, 1]`."""
+    return g.sum(1)[..., None].exp()
+
+
+def write(k: Tensor, v: Tensor) -> Tensor:
+    """The sum of k^T v over a chunk."""
+    return torch.einsum("bthk,bthv->bhkv", k, v)
+
+
+def read(q: Tensor, S: Tensor) -> Tensor:
+    return torch.einsum("bthk,bhkv->bthv", q, S)
 
 
 @dataclass(frozen=True)
@@ -185,3 +269,30 @@ class Attention:
 
         (o, *cache), _ = per_sequence(one, ends, self.tokens, {})
         return o, tuple(cache)
+
+
+def apply(mechanism: str, m: Mistake | None, C: int = C) -> Callable:
+    """A kernel with that mistake (None: without one) and chunks of C, under the contract, in at least float32."""
+    kind = KINDS[mechanism]
+
+    def fn(*tokens, scale=None, initial_state=None, cu_seqlens=None):
+        x = dict(zip(kind.arguments, tokens, strict=True))
+        dtype, result = compute_dtype(*(x[n] for n in kind.named("token"))), x["v"].dtype
+        x = {n: y.to(dtype) for n, y in x.items()}
+        ends = None if cu_seqlens is None else cu_seqlens.tolist()
+        if kind.cache:
+            k0, v0 = initial_state or (x["k"][:, :0], x["v"][:, :0])
+            c = Attention(**x, scale=scale, k0=k0, v0=v0)
+        else:
+            N, sizes = len(x["q"]) if ends is None else len(ends) - 1, kind.sizes(x)
+            S = x["q"].new_zeros(state_shape(kind.mechanism, sizes, N))
+            S = S if initial_state is None else initial_state.to(dtype)
+            k = x["k"].repeat_interleave(x["v"].shape[2] // x["k"].shape[2], 2)
+            c = Call(**x | {"g": by_channel(x.get("g"), k)}, scale=scale, S=S, C=C)
+        if m is None:
+            o, state = c.each(ends)
+        else:
+            o, state = m.variant(c, ends) if m.whole else c.each(ends, m.variant)
+        return o.to(result), tuple(x.to(result) for x in state) if kind.cache else state
+
+    return fn

@@ -1,4 +1,4 @@
-"""The smallest case on which a kernel still fails, and the lines that show it (appendix "Check your kernel")."""
+"""One case by itself: the lines that run it, and a new process that does (appendix "Check your kernel")."""
 
 from __future__ import annotations
 
@@ -8,64 +8,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from ._cases import MILD, Case
+from ._cases import Case
 
-PLAIN = (
-    ("strides", "contiguous"),
-    ("other", ""),
-    ("size", 1.0),
-    ("loud", None),
-    ("pull", 1.0),
-    ("floor", None),
-    ("scale", None),
-    ("strength", 1.0),
-    ("beta", None),
-    ("alike", 0.0),
-    ("keys", 1.0),
-    ("found", False),
-    ("groups", 1),
-    ("ends", None),
-    ("index", "int32"),
-    ("frozen", False),
-    ("loss", "both"),
-    ("reads", None),
-    ("zeros", False),
-    ("past", 9),
-    ("state", False),
-)
 INSIDE = "GLA_REF_CHECK_ALONE"  # set in a process that runs one case by itself: it starts no others
-GATES = ("zero", "-1", MILD)  # from the plainest on
-
-
-def less(case: Case, name: str, part: int) -> Case:
-    """A size smaller by one in `part` (at least by 1), packed sequences cut off at T."""
-    size = getattr(case, name)
-    size = max(1, size - max(1, size // part))
-    ends = case.ends
-    if name == "T" and ends:
-        ends = tuple(min(end, size) for end in ends)
-    return replace(case, **{name: size, "ends": ends})
-
-
-def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """Halve T, B, H, K and V while it fails, make the rest plain, then take single steps; until nothing helps."""
-    steps = [lambda c, n=n: less(c, n, 2) for n in "TBHKV"]
-    steps += [lambda c, n=n, value=value: replace(c, **{n: value}) for n, value in PLAIN]
-    for i, gate in enumerate(GATES):
-        plainer = GATES[:i]
-        steps.append(lambda c, g=gate, p=plainer: c if c.gate in p else replace(c, gate=g))
-    steps += [lambda c, n=n, part=part: less(c, n, part) for n in "TBHKV" for part in (8, 10**9)]
-    case, before = replace(case, name="smallest", telling=False), None
-    while case != before:
-        before = case
-        for step in steps:
-            while (smaller := step(case)) != case and fails(smaller):
-                case = smaller
-    return case
 
 
 def imported(fn: Callable) -> str:

@@ -1,0 +1,661 @@
+"""What a wrong kernel behaves like: a named mistake, a wrong term, another head, an earlier call ("Check your kernel").
+
+There is one way to compare: a mistake's quantities, in float64, must be the kernel's wherever the kernel is wrong. If
+the mistake would be wrong nowhere else it explains the kernel, otherwise a part of it. What is looked at does not
+depend on the time that it takes: a few of the smallest calls that fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise, product
+
+import torch
+from torch import Tensor
+
+from ._budgets import Problem
+from ._cases import Case, but_for_gates
+from ._mechanisms import MECHANISMS, SHORT, Kind
+from .mistakes import CHUNK, CHUNKS, DECAY, GRADIENT, LINEAR, READ, Mistake, apply, known
+from .oracle import evaluate, numbers
+
+CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
+SHARE = 0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
+BETTER = 0.75  # the part of a largest error beyond its budget that may be left: else the mistake explains nothing
+AS_WRONG = 4.0  # times larger or smaller may a kernel's error be than that of the mistake in rounding that it makes
+TIGHT = 0.5  # distance at most, of a mistake that is made in some places only
+PLAIN = 4.0  # budgets that something must be wrong by to get a name of its place: less may be rounding
+NEAR = 2.0  # budgets within which all that is wrong may be rounding, and not an earlier call's
+FIRST, REST = 4, 12  # failing calls in which every mistake is compared, and in which those that are left are
+PASSING = 8  # calls that pass, besides the telling ones, in which a mistake must not show
+LARGEST = 2**21  # numbers of the states of a call that is compared
+FOLLOWS = "dg is wrong besides, as one that is made of dq and dk"
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A problem, and what a kernel made of each of its quantities."""
+
+    problem: Problem
+    found: dict[str, Tensor | None]
+
+    @cached_property
+    def given(self) -> dict[str, Tensor]:
+        return {n: x for n, x in self.found.items() if x is not None}
+
+    @cached_property
+    def wrong(self) -> dict[str, Tensor]:
+        """Of each quantity outside its budget the places, as a mask.
+
+        They are all elements in the heads, channels, sequences and spans of tokens that hold something wrong.
+        """
+        return {n: self.places(n) for n in self.given if differs(self.problem, n, self.given[n])}
+
+    @property
+    def forward(self) -> list[str]:
+        """The wrong quantities of the forward pass."""
+        return [n for n in self.wrong if not n.startswith("d")]
+
+    @property
+    def size(self) -> int:
+        return self.problem.exact["o"].numel()
+
+    @property
+    def small(self) -> bool:
+        """Whether mistakes can be compared here quickly."""
+        return self.problem.case.T <= SHORT and numbers(self.problem.case) <= LARGEST
+
+    def places(self, name: str) -> Tensor:
+        p, x = self.problem, self.given[name]
+        wrong = ~((x.double() - p.exact[name]).abs() <= p.band(name))
+        places = torch.ones_like(wrong)
+        for dim, axis in enumerate(p.kind.axes(name)):
+            here = wrong.transpose(0, dim).flatten(1).any(1)
+            if axis in ("T", "T0"):
+                ends = p.case.ends if axis == "T" else None
+                for a, b in pairwise(ends or (0, len(here))):
+                    some = here[a:b].nonzero()
+                    if len(some):
+                        here[a + int(some[0]) : a + int(some[-1]) + 1] = True
+            places &= here.view(-1, *[1] * (wrong.ndim - dim - 1))
+        return places
+
+
+def differs(p: Problem, name: str, x: Tensor) -> bool:
+    error, budget = p.judge(name, x)
+    return not error <= budget
+
+
+def in_budgets(p: Problem, name: str, x: Tensor) -> float:
+    """The error of a quantity's worst octave in budgets of that octave: two errors may lie in different octaves."""
+    error, budget = p.judge(name, x)
+    return error / budget
+
+
+def gates(kind: Kind) -> tuple[str, ...]:
+    """The gradients of gates."""
+    return tuple(f"d{n}" for n in kind.named("gate"))
+
+
+# -- named mistakes ------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=4000)
+def variant(mechanism: str, m: Mistake, C: int, p: Problem, backwards: int = 1) -> dict[str, Tensor] | None:
+    """What the mistake makes of a problem, in float64 unless it rounds; None where it has no result (empty chunks)."""
+    dtype = torch.float32 if m.rounding or m.overflow else torch.float64
+    x = {n: y.to(dtype) for n, y in p.inputs.items()}
+    try:
+        made = evaluate(apply(mechanism, m, C), MECHANISMS[mechanism], x, p.case, backwards=backwards)
+    except (RuntimeError, IndexError):
+        return None
+    if backwards:  # what nothing reaches a kernel leaves 0
+        made |= {n: torch.zeros_like(p.exact[n]) for n, y in made.items() if y is None and n.startswith("d")}
+    return made
+
+
+def distance(m: Mistake, s: Seen, name: str, made: Tensor) -> float:
+    """How far a wrong quantity is from the mistake's, or from being as wrong if that rounds: at most 1 is a match."""
+    p, x, exact, places = s.problem, s.given[name], s.problem.exact[name], s.wrong[name]
+    if m.rounding or m.overflow:
+        found, error = in_budgets(p, name, x), in_budgets(p, name, made)
+        if math.isinf(error):  # which elements are not finite depends on how tiles are masked
+            return 1.0 if m.overflow or math.isinf(found) else math.inf
+        return found / max(1.0, AS_WRONG * error)
+    if name in gates(p.kind):  # some kernels mask the gradient of a gate of -inf, others leave there what cancels
+        places = places & torch.isfinite(p.inputs[name.removeprefix("d")])
+    if not m.whole and p.case.ends and "N" in p.kind.axes(name):  # what comes of no tokens is a matter by itself
+        some = torch.tensor([a < b for a, b in pairwise(p.case.ends)], device=x.device)
+        places = places & some[:, None, None, None]
+    if not torch.equal(torch.isfinite(x) | ~places, torch.isfinite(made) | ~places):
+        return math.inf
+    same = places & torch.isfinite(x)
+    x, made = (torch.where(same, y.double(), exact) for y in (x, made))
+    left, near = p.judge(name, x, made)
+    if left <= CLOSE * near:
+        return left / near / CLOSE
+    error, allowed = p.judge(name, x)
+    if error > allowed and left > BETTER * error:  # as far from the mistake as from what is right
+        return math.inf
+    unexplained, whole = ((x - y).square().mean().sqrt().item() for y in (made, exact))
+    return unexplained / whole / SHARE if whole else math.inf
+
+
+def nearer(s: Seen, name: str, made: Tensor) -> bool:
+    """Whether a wrong quantity is clearly nearer to the mistake's than to the right one.
+
+    What is not finite in both is what the mistake makes of it, and nothing that is right.
+    """
+    p, x, places = s.problem, s.given[name], s.wrong[name]
+    if not (torch.isfinite(x) | torch.isfinite(made) | ~places).all():
+        return True
+    seen = torch.isfinite(x) & torch.isfinite(made) & places
+    x, made = (torch.where(seen, y.double(), p.exact[name]) for y in (x, made))
+    (found, _), (error, allowed) = p.judge(name, x, made), p.judge(name, x)
+    return error > allowed and found <= BETTER * error
+
+
+def as_wrong(m: Mistake, compared: list[tuple[Seen, str, Tensor]]) -> float:
+    """How much more or less wrong a kernel is on the whole than a mistake that is right on paper; at most 1 is alike.
+
+    Or, where that overflows, which share of what is not finite only one of them has; they must overflow in the same
+    cases.
+    """
+    if m.overflow:
+        either = both = 0
+        for s in dict.fromkeys(s for s, *_ in compared):
+            masks = [(~torch.isfinite(s.given[n]), ~torch.isfinite(made)) for of, n, made in compared if of is s]
+            if any(x.any() for x, _ in masks) != any(y.any() for _, y in masks):
+                return math.inf
+            either += sum((x | y).sum().item() for x, y in masks)
+            both += sum((x & y).sum().item() for x, y in masks)
+        return 1 - both / either if either else 0.0
+    times = []
+    for s, name, made in compared:
+        found, error = in_budgets(s.problem, name, s.given[name]), in_budgets(s.problem, name, made)
+        if error > 1 + CLOSE and math.isfinite(error):
+            times.append(abs(math.log(max(found / error, 1e-2))))
+    return sum(times) / len(times) / math.log(AS_WRONG) if times else 0.0
+
+
+@dataclass(frozen=True)
+class Match:
+    """A mistake with chunks of C that is the kernel's wherever the kernel is wrong.
+
+    Attributes:
+        distance: the largest; at most 1.
+        shown: the quantities in which it shows.
+        own: those of them in which the kernel is wrong, if not in all.
+        besides: the share of elements that the mistake makes wrong, and not the kernel, of quantities that are wrong.
+        somewhere: whether the kernel makes it in some places or calls only.
+        follows: what to say of the gates' gradient, where the mistake by itself does not make it wrong in that way.
+    """
+
+    mistake: Mistake
+    C: int = CHUNK
+    distance: float = 0.0
+    shown: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
+    besides: float = 0.0
+    somewhere: bool = False
+    follows: str = ""
+
+    @property
+    def name(self) -> str:
+        """The mistake, and where alone the kernel makes it."""
+        also = f"; {self.follows}" if self.follows else ""
+        if self.own == self.shown or self.mistake.overflow:  # what is masked is not everywhere the same
+            return self.mistake.name + also
+        forward = {n for n in self.shown if not n.startswith("d")}
+        if self.own == self.shown - forward:
+            return f"{self.mistake.name}, in the backward pass only{also}"
+        if self.own == forward:
+            return f"{self.mistake.name}, in the forward pass only{also}"
+        *rest, last = sorted(self.own)
+        return f"{self.mistake.name}, in {', '.join(rest)}{' and ' * bool(rest)}{last} only{also}"
+
+    @property
+    def parts(self) -> tuple:
+        """What explains all comes before parts of it, and what is equal before what is as wrong."""
+        m = self.mistake
+        return self.somewhere, self.own != self.shown, self.follows != "", m.rounding or m.overflow
+
+
+def compared(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
+    """A mistake as these failing calls have it; None where one of them does not."""
+    worst, most, shown, own, followed = 0.0, 0.0, set(), set(), False
+    besides, total, better, rough = 0, 0, set(), []
+    for s in calls:
+        p, placed = s.problem, False
+        for backwards, names in enumerate((s.forward, [*s.wrong])):  # most mistakes are out before a backward pass
+            if not names or placed:  # gradients of an output that is wrong in places are no mistake's
+                continue
+            made = variant(mechanism, m, C, p, backwards)
+            if made is None or any(made[n] is None for n in names):
+                return None
+            for n in names:
+                far = distance(m, s, n, made[n])
+                if far > 1 and n in gates(p.kind) and {"dq", "dk"} & {*s.wrong} and not (m.rounding or m.overflow):
+                    followed = True
+                    continue
+                if far > 1:
+                    return None
+                worst, most = max(worst, far), max(most, in_budgets(p, n, s.given[n]))
+                better |= {n} if nearer(s, n, made[n]) else set()
+                own.add(n)
+                rough += [(s, n, made[n])] if backwards else []
+            for n in s.given:
+                if made[n] is None:
+                    continue
+                beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
+                if m.rounding or m.overflow:
+                    shown |= {n} if differs(p, n, made[n]) else set()
+                elif n in s.wrong:
+                    shown |= {n} if beyond.any() else set()
+                    elsewhere = int((beyond & ~s.wrong[n]).sum())
+                    besides, total = besides + elsewhere, total + beyond.numel()
+                    placed = placed or elsewhere > 0
+                elif beyond.any():
+                    shown.add(n)
+    if followed:
+        shown, own = shown - {*gates(MECHANISMS[mechanism])}, own - {*gates(MECHANISMS[mechanism])}
+    if m.rounding or m.overflow:
+        worst = as_wrong(m, rough)
+        passes = own != shown and any(not n.startswith("d") for n in own)  # in one pass, or in a gradient
+        if worst > 1 or m.rounding and passes:
+            return None
+    elif not own & shown <= better or besides and (worst > TIGHT or most < PLAIN):
+        return None
+    own &= shown
+    if not own:
+        return None
+    share = besides / max(total, 1)
+    return Match(m, C, worst, frozenset(shown), frozenset(own), share, besides > 0, FOLLOWS * followed)
+
+
+def shows(mechanism: str, it: Match, s: Seen) -> bool:
+    """Whether the mistake would have failed here, however a match is rounded."""
+    made = variant(mechanism, it.mistake, it.C, s.problem)
+    for n in [] if made is None else [n for n in it.own if n in s.given]:
+        error, budget = (math.inf, 1.0) if made[n] is None else s.problem.judge(n, made[n])
+        if not error <= (1 + CLOSE) * budget:
+            return True
+    return False
+
+
+def same(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
+    """Whether two mistakes cannot be told apart on these calls."""
+    if a.mistake.rounding or a.mistake.overflow or a.own != b.own:
+        return False
+    for s in calls:
+        x, y = (variant(mechanism, it.mistake, it.C, s.problem) for it in (a, b))
+        for n in (n for n in a.own if n in s.given):
+            neither = ~(torch.isfinite(x[n]) | torch.isfinite(y[n]))
+            one, other = (made[n].masked_fill(neither, 0.0).double() for made in (x, y))
+            error, near = s.problem.judge(n, one, other)
+            if not error <= near:
+                return False
+    return True
+
+
+def alike(case: Case, kind: Kind) -> Iterator[Case]:
+    """Cases like one that fails, each other in one thing, so that a name which fits by chance fits it no longer.
+
+    Heads and channels stay as they are: a mistake in a part of them may lie elsewhere among more.
+    """
+    if case.ends:  # every sequence has tokens, and some have more
+        ends = (0, *accumulate(max(b - a, 3) + 2 for a, b in pairwise(case.ends)))
+        yield replace(case, ends=ends, T=ends[-1])
+    else:
+        yield replace(case, B=case.B + 1)
+        yield replace(case, T=case.T + CHUNK // 4 + 1)
+        yield replace(case, T=case.T + CHUNK)
+    if case.reads:
+        yield replace(case, reads=(case.reads[0] // 2 + 1, case.T))
+        yield replace(case, reads=(0, case.reads[1]))
+    if kind.cache and case.state:
+        yield replace(case, past=case.past + CHUNK // 2 + 5)
+
+
+def again(s: Seen, call: Callable[[Case], Seen | None]) -> list[Seen]:
+    """New calls :func:`alike` that are wrong, too."""
+    return [new for new in map(call, alike(s.problem.case, s.problem.kind)) if new and new.wrong]
+
+
+def order(failed: Sequence[Seen]) -> list[Seen]:
+    """Failing calls: the smallest with each set of wrong quantities first, then by size."""
+    failed = sorted(failed, key=lambda s: s.size)
+    first = {frozenset(s.wrong): s for s in reversed(failed)}
+    return sorted(failed, key=lambda s: (first[frozenset(s.wrong)] is not s, s.size))
+
+
+def by_name(
+    mechanism: str,
+    dtype: torch.dtype,
+    failed: Sequence[Seen],
+    passed: Sequence[Seen],
+    more: Sequence[Mistake],
+    call: Callable[[Case], Seen | None],
+    telling: Iterable[Case],
+) -> list[Match]:
+    """The mistakes that explain what fails, and that cannot be told apart; at most three.
+
+    One that a passing call contradicts, or that would make more wrong in a failing one, is made in some places only.
+    A place can save a name that fits by chance: so such a mistake must agree in two calls at least, and in new ones
+    :func:`alike`. A wrong decay must not show in a case that passes and has other gates only: such a kernel has no
+    place, it decays otherwise. `more` are mistakes that only this kernel can make. The `telling` cases are called one
+    by one as long as several mistakes are left.
+    """
+    small = [s for s in failed if s.small]
+    calls = order(small)[:REST] or failed[:1]
+    found = []
+    for m in known(mechanism, dtype, more):
+        if m.long is bool(small):
+            continue
+        for C in CHUNKS if m.chunked else (CHUNK,):
+            it = compared(mechanism, m, C, calls[:FIRST])
+            it = it and (compared(mechanism, m, C, calls) if len(calls) > FIRST else it)
+            found += [it] if it else []
+    passed = sorted((s for s in passed if s.small), key=lambda s: (not s.problem.case.telling, s.size))
+    passed = passed[: PASSING + sum(s.problem.case.telling for s in passed)]
+    found = [replace(it, somewhere=it.somewhere or any(shows(mechanism, it, s) for s in passed)) for it in found]
+    found.sort(key=lambda it: (it.parts, it.besides, it.distance))
+    found = [it for it in found if it.parts == found[0].parts]
+    if found and found[0].somewhere:
+        like = {but_for_gates(s.problem.case) for s in failed}
+        gates_only = [s for s in passed if but_for_gates(s.problem.case) in like]
+        found = [it for it in found if not (it.mistake.rounding or it.mistake.overflow)]
+        found = [it for it in found if it.distance <= TIGHT and it.besides <= found[0].besides + 0.05]
+        found = [it for it in found if it.mistake.line != DECAY or not any(shows(mechanism, it, s) for s in gates_only)]
+        new = again(calls[0], call) if found else []
+        found = [it for it in found if all(compared(mechanism, it.mistake, it.C, [s]) for s in new)]
+        found = found if len(calls) + len(new) > 1 else []
+    names = [*dict.fromkeys(it.name for it in found if it is found[0] or same(mechanism, found[0], it, calls[:FIRST]))]
+    left = [it for it in found if it.name in names]  # with every length of chunks that fits so far
+    answers = iter(telling)
+    while len({it.name for it in left}) > 1 and (case := next(answers, None)):
+        s = call(case)
+        fits = s and [
+            it
+            for it in left
+            if (compared(mechanism, it.mistake, it.C, [s]) if s.wrong else it.somewhere or not shows(mechanism, it, s))
+        ]
+        left = fits or left
+    best: dict[str, Match] = {}
+    for it in left:
+        best.setdefault(it.name, it)
+    return [*best.values()][:3]
+
+
+# -- terms ---------------------------------------------------------------------------------------
+PAIRS, STATE = "what its own chunk's tokens add", "what the state adds"
+TWO = ("o", "dq", "dk", "dv")  # what is a sum of two terms
+SOME = 2  # quantities that are explained by their terms
+LOW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+FACTORS = {  # of a term, of what a kernel is called with: the scale, and the channels that share a gate
+    "right": lambda s, K: 1.0,
+    "left out": lambda s, K: 0.0,
+    "without scale": lambda s, K: 1 / s,
+    "with scale twice": lambda s, K: s,
+    "taken twice": lambda s, K: 2.0,
+    "with the wrong sign": lambda s, K: -1.0,
+    "times ln 2": lambda s, K: math.log(2),
+    "divided by ln 2": lambda s, K: 1 / math.log(2),
+    "averaged over channels, not summed": lambda s, K: 1 / K,
+}
+OWN = Mistake("", "", lambda c: c.chunks(lambda c, o, S: (c.run(S=torch.zeros_like(S))[0], S)), ())
+
+
+@functools.lru_cache(maxsize=400)
+def pairs(mechanism: str, p: Problem, C: int) -> dict[str, Tensor]:
+    """The part of each quantity that does not pass through the states between chunks of C."""
+    x = {n: y for n, y in p.inputs.items() if n != "d S"}
+    made = evaluate(apply(mechanism, OWN, C), MECHANISMS[mechanism], x, p.case)
+    return {n: torch.zeros_like(p.exact[n]) if made.get(n) is None else made[n] for n in TWO if n in p.exact}
+
+
+def of_terms(name: str, first: str, second: str) -> str:
+    if first == second:
+        return f"{name} {first}"
+    parts = ((PAIRS, first), (STATE, second))
+    return f"{name}: " + " and ".join(f"{part} is {how}" for part, how in parts if how != "right")
+
+
+def explained(mechanism: str, name: str, calls: Sequence[Seen]) -> str:
+    """What a quantity is, in all places where it is wrong and everywhere in calls that pass; empty if no such sum."""
+    given = []
+    for s in calls:
+        case, exact = s.problem.case, s.problem.exact.get(name)
+        scale = case.K**-0.5 if case.scale is None else case.scale
+        if name in s.given and exact.numel() and scale:
+            given.append((s, scale, s.wrong.get(name, torch.ones_like(exact, dtype=torch.bool))))
+
+    def fits(s: Seen, places: Tensor, made: Tensor) -> bool:
+        x = s.given[name]
+        error, near = s.problem.judge(name, torch.where(places, x.double(), 0.0), torch.where(places, made, 0.0))
+        return bool(torch.isfinite(x).all()) and error <= CLOSE * near
+
+    if all(fits(s, places, s.problem.exact[name]) for s, _, places in given):  # too near to what is right
+        return ""
+    for how, factor in FACTORS.items():
+        if how != "right" and all(
+            fits(s, places, factor(scale, s.problem.case.K) * s.problem.exact[name]) for s, scale, places in given
+        ):
+            return of_terms(name, how, how)
+    for C in CHUNKS if name in TWO and not MECHANISMS[mechanism].cache else ():
+        for first, second in product(FACTORS, FACTORS):
+            for s, scale, places in given:
+                own, exact = pairs(mechanism, s.problem, C)[name], s.problem.exact[name]
+                a, b = (FACTORS[how](scale, s.problem.case.K) for how in (first, second))
+                if not fits(s, places, a * own + b * (exact - own)):
+                    break
+            else:
+                return of_terms(name, first, second)
+    return ""
+
+
+def rounded(name: str, calls: Sequence[Seen]) -> str:
+    """That a quantity in float32 has no more bits than one of 16, if that is so."""
+    given = [s.given[name] for s in calls if name in s.given and s.given[name].dtype == torch.float32]
+    for dtype, called in LOW.items():
+        if any(x.any() for x in given) and all(torch.equal(x.to(dtype).float(), x) for x in given):
+            return f"{name} rounded to {called}"
+    return ""
+
+
+def by_terms(
+    mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], call: Callable[[Case], Seen | None]
+) -> list[Match]:
+    """What each of a few wrong quantities is; of outputs alone where these are wrong, of which gradients are made.
+
+    Nothing if one of them is no such sum. One that passing calls contradict is made in some places or calls only, and
+    must fit new ones, as a mistake must.
+    """
+    failed, kind = order([s for s in failed if s.small])[:REST], MECHANISMS[mechanism]
+    passed = sorted((s for s in passed if s.small), key=lambda s: s.size)[:PASSING]
+    wrong = {n for s in failed for n in s.wrong}
+    names = sorted(n for n in wrong if not n.startswith("d")) or sorted(wrong - {*gates(kind)} or wrong)
+    if not 0 < len(names) <= SOME or not any(
+        in_budgets(s.problem, n, s.given[n]) > PLAIN for s in failed for n in names if n in s.given
+    ):
+        return []
+    said = [rounded(n, failed) for n in names]
+    said = said if all(said) else [explained(mechanism, n, failed) for n in names]
+    if not all(said):
+        return []
+    somewhere = not all(rounded(n, failed) or explained(mechanism, n, [*failed, *passed]) for n in names)
+    somewhere = somewhere or any(not places.all() for s in failed for n, places in s.wrong.items() if n in names)
+    if somewhere:
+        failed = [*failed, *again(failed[0], call)]
+        if len(failed) < 2 or not all(explained(mechanism, n, failed) for n in names):
+            return []
+    line = GRADIENT if names[0].startswith("d") else READ if "o" in names else "S_T"
+    follows = FOLLOWS if {*gates(kind)} & wrong - {*names} and names[0].startswith("d") else ""
+    own = frozenset(names)
+    return [Match(Mistake("; ".join(said), line, None, ()), shown=own, own=own, somewhere=somewhere, follows=follows)]
+
+
+# -- earlier calls, divisors ---------------------------------------------------------------------
+KEPT = "the same call again"
+
+
+def stale(mechanism: str, seen: Sequence[Seen]) -> list[Match]:
+    """Tensors of an earlier case in place of a case's own, of the same sizes, if that explains all that is wrong.
+
+    `seen` is in the order of the calls.
+    """
+    kind, right = MECHANISMS[mechanism], apply(mechanism, None)
+    wrong = [i for i, s in enumerate(seen) if s.wrong and s.small]
+    if not any(not in_budgets(s.problem, n, s.given[n]) <= NEAR for s in (seen[i] for i in wrong) for n in s.wrong):
+        return []
+    for role, names in (("gates", kind.named("gate")), ("the initial state", tuple(kind.states)), ("keys", ("k",))):
+        name = f"{role} of an earlier call of the same sizes: something is kept between calls"
+        m, worst = Mistake(name, KEPT, None, ()), 0.0
+        for i in wrong[:2] + wrong[-1:]:
+            p = seen[i].problem
+            sizes = [p.inputs[n].shape for n in names if n in p.inputs]
+            before = [s.problem for s in seen[:i]]
+            before = [q for q in before if [q.inputs[n].shape for n in names if n in q.inputs] == sizes]
+            if not sizes or not before:
+                worst = math.inf
+                break
+            x = p.inputs | {n: before[0].inputs[n] for n in names}
+            made = evaluate(right, kind, x, p.case)
+            worst = max(worst, *(distance(m, seen[i], n, made[n]) for n in seen[i].wrong))
+        if worst <= 1:
+            return [Match(m, distance=worst)]
+    return []
+
+
+def rescaled(mechanism: str, seen: Sequence[Seen]) -> list[Match]:
+    """Whether all that is wrong with o is a factor that each token and head has of its own."""
+    wrong = [s for s in seen if "o" in s.wrong and s.problem.case.V > 1]
+    if mechanism not in LINEAR or not wrong or any("S" in s.wrong for s in seen):
+        return []
+    worst, spread = 0.0, 0.0
+    for s in wrong:
+        o, exact = s.given["o"].double(), s.problem.exact["o"]
+        factor = (o * exact).sum(-1, keepdim=True) / exact.square().sum(-1, keepdim=True).clamp_min(1e-30)
+        left, allowed = s.problem.judge("o", o, factor * exact)
+        worst, spread = max(worst, left / allowed / CLOSE), max(spread, factor.std().item())
+    if not (worst <= 1 and spread > SHARE / 4):
+        return []
+    return [
+        Match(
+            Mistake(
+                "o divided by a number that every token has of its own, such as a sum of its weights", READ, None, ()
+            ),
+            distance=worst,
+        )
+    ]
+
+
+# -- other heads ---------------------------------------------------------------------------------
+# A kernel finds its head by an index. A wrong index makes its output that of another head's tensor, whichever index it
+# is: so every head of every batch entry is tried in the place of the right one.
+LINE = "which head, which batch entry"
+FEW, SIZE = 8, 2**23  # programs that are looked at, and elements of their outputs that are made for that
+AHEAD = 24  # tokens after a program's first wrong one that are compared
+CASES = 3  # failing cases that are tried, those with the most heads first
+Place = tuple[int, int]  # batch entry or sequence, and head
+N = range(2, 129)
+RULES: tuple[tuple[str, Callable[[Place, int, int], Place], Sequence[int]], ...] = (  # functions of (b, h), H, n
+    ("head 0", lambda p, H, n: (p[0], 0), (0,)),
+    ("batch entry 0", lambda p, H, n: (0, p[1]), (0,)),
+    ("head h mod {n}", lambda p, H, n: (p[0], p[1] % n), N),
+    ("head h - {n}", lambda p, H, n: (p[0], p[1] - n), (1, *N)),
+    ("head h + {n}", lambda p, H, n: (p[0], p[1] + n), (1, *N)),
+    ("head h // {n}", lambda p, H, n: (p[0], p[1] // n), N),
+    ("program i mod {n}, i = b H + h", lambda p, H, n: divmod((p[0] * H + p[1]) % n, H), N),
+    ("program b {n} + h instead of b H + h", lambda p, H, n: divmod(p[0] * n + p[1], H), N),
+)
+SEVERAL = (("q", "k"), ("k", "v"), ("g", "beta"), ("q", "k", "v"), ("k0", "v0"), ("k", "v", "k0", "v0"))
+
+
+def own(p: Problem, name: str, x: Tensor, at: Place, span: slice) -> Tensor:
+    """One program's slice of a tensor, `[1, T, 1, ...]`, or `[1, 1, ...]` of a state."""
+    b, h = at
+    head = p.kind.head_axis(name)
+    y = x.narrow(head, h, 1)
+    if head == 1:
+        return y[b : b + 1]
+    if p.case.ends:
+        return y[:, span]
+    return y[b : b + 1] if "T0" in p.kind.axes(name) else y[b : b + 1, span]
+
+
+def sources(s: Seen, tensors: tuple[str, ...], at: Place) -> list[Place]:
+    """The heads whose tensors, in the place of a program's own, give what the kernel gave; none if too many to try."""
+    p, x, (b, h) = s.problem, s.given["o"], at
+    wrong = ~((x.double() - p.exact["o"]).abs() <= p.band("o"))
+    a, end = (p.case.ends[b], p.case.ends[b + 1]) if p.case.ends else (0, p.case.T)
+    row = 0 if p.case.ends else b
+    first = int(wrong[row, a:end, h].any(-1).nonzero()[0])
+    span = slice(a, min(end, a + first + AHEAD))
+    names = [n for n in (*p.kind.arguments, *p.kind.states) if n in p.inputs]
+    heads = {n: p.inputs[n].shape[p.kind.head_axis(n)] for n in names}
+    H = heads[tensors[0]]
+    packed_tokens = p.case.ends and not any(p.kind.head_axis(n) == 1 for n in tensors)
+    entries = [b] if packed_tokens else range(len(p.inputs[tensors[0]]))
+    places = [(e, i) for e in entries for i in range(H)]
+    too_many = len(places) * (span.stop - span.start) * p.case.K * p.case.V > SIZE
+    if too_many or any(heads[n] != H for n in tensors):
+        return []
+    given = {}
+    for n in names:
+        if n in tensors:
+            given[n] = torch.cat([own(p, n, p.inputs[n], place, span) for place in places])
+        else:
+            mine = own(p, n, p.inputs[n], (b, h * heads[n] // x.shape[2]), span)
+            given[n] = mine.expand(len(places), *mine.shape[1:])
+    states = tuple(given[n] for n in p.kind.states if n in given)
+    state = None if not states else states if p.kind.cache else states[0]
+    tokens = [given[n] for n in p.kind.arguments]
+    with torch.no_grad():
+        made = p.kind.oracle(*tokens, scale=p.case.scale, initial_state=state, cu_seqlens=None)[0][:, :, 0]
+    o, band = x[row, span, h].double(), p.band("o")[row, span, h]
+    near = ((made - o).abs() <= CLOSE * band).flatten(1).all(1)
+    return [places[int(i)] for i in near.nonzero().flatten()]
+
+
+def rule(table: dict[Place, Place], H: int) -> str:
+    """The simplest index that gives every entry; empty where none does or the entries are too few to tell."""
+    if len(table) < 3:
+        return ""
+    for said, of, choices in RULES:
+        for n in choices:
+            if all(of(place, H, n) == source for place, source in table.items()):
+                return said.format(n=n)
+    return ""
+
+
+def by_head(mechanism: str, failed: Sequence[Seen]) -> list[Match]:
+    """A tensor of another head or batch entry, if that explains o in the programs looked at."""
+    kind = MECHANISMS[mechanism]
+    wide = sorted(failed, key=lambda s: -s.problem.exact["o"].shape[0] * s.problem.exact["o"].shape[2])
+    for s in wide[:CASES]:
+        p, x = s.problem, s.given["o"]
+        if "o" not in s.wrong or in_budgets(p, "o", x) < PLAIN or x.shape[0] * x.shape[2] == 1:
+            continue
+        wrong = ~((x.double() - p.exact["o"]).abs() <= p.band("o")).all(-1)
+        spans = [wrong[0, a:b].any(0) for a, b in pairwise(p.case.ends)] if p.case.ends else [*wrong.any(1)]
+        programs = [tuple(at) for at in torch.stack(spans).nonzero().tolist()]
+        programs = dict.fromkeys(programs[i * (len(programs) - 1) // (FEW - 1)] for i in range(FEW))
+        names = [n for n in (*kind.arguments, *kind.states) if n in p.inputs]
+        for tensors in (*((n,) for n in names), *(some for some in SEVERAL if {*some} <= {*names})):
+            table: dict[Place, Place] = {}
+            for at in programs:
+                found = sources(s, tensors, at)
+                if len(found) != 1:
+                    break
+                table[at] = found[0]
+            else:
+                index = rule(table, p.inputs[tensors[0]].shape[kind.head_axis(tensors[0])])
+                of = "sequence" if p.case.ends else "batch entry"
+                reads = [f"head {h} of {of} {b} reads head {i} of {of} {e}" for (b, h), (e, i) in table.items()]
+                name = f"{' and '.join(tensors)} of another head: {'; '.join(reads[:3])}"
+                name += f"; all {len(table)} that were looked at read {index}" if index else ""
+                return [Match(Mistake(f"{name} (case {p.case.name})", LINE, None, ()))]
+    return []

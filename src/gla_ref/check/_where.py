@@ -1,0 +1,554 @@
+"""Where a kernel is wrong: its first wrong element, what failing cases share, the smallest one, and its bounds.
+
+The cases of a ladder are far apart: a kernel that is right with 5 heads and wrong with 101 may be wrong from 9 on. So
+the smallest case that fails is made plainer and smaller as long as it still fails. Each sentence says what was seen in
+two calls that differ in one thing. A reader takes it for more, so it is said only if no other case speaks against it.
+How many calls are made depends on their sizes, not on the time that they take (appendix "Check your kernel").
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+
+from ..rounding import unit
+from ._budgets import Problem
+from ._cases import GATES, MILD, SUB, C, Case, but_for_gates, held, inputs
+from ._claims import up
+from ._kernel import Finding
+from ._mechanisms import Kind
+from ._run import Found, Trial, attempt
+from .oracle import evaluate, numbers, parts
+
+# -- in a tensor ---------------------------------------------------------------------------------
+SHADES = " .:-=+*#%@"  # within budget, then one more for every half power of ten
+TIME = {"T", "T0"}  # of tokens, and of those in a cache
+MOST = 4  # values of one kind that are worth a line
+
+
+def shaded(excess: Tensor, down: int, along: int) -> list[str]:
+    """A plane of errors over their budgets in shades, the worst of each block, `down` x `along` of them at most."""
+    for dim, most in enumerate((down, along)):
+        parts = excess.split(-(-excess.shape[dim] // most), dim)
+        excess = torch.stack([part.amax(dim) for part in parts], dim)
+    levels = (excess.clamp_min(1).log10() * 2).clamp_max(8).int() + (excess > 1)
+    return ["".join(SHADES[i] for i in line) for line in levels.tolist()]
+
+
+def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
+    """Which chunks, heads, ... hold all that is wrong; an axis along which everything has some of it is left out."""
+    found = []
+
+    def tell(axis: str, here: list[int], size: int) -> None:
+        if len(here) == size:
+            return
+        which = ", ".join(map(str, here[:MOST])) + ", ..." * (len(here) > MOST)
+        if len(here) == here[-1] - here[0] + 1 > 2:
+            which = f"{here[0]} to {here[-1]}"
+        plural = "" if len(here) == 1 else "es" if axis == "batch" else "s"
+        found.append(f"{axis}{plural} {which} of {size}")
+
+    for dim, axis in enumerate(axes):
+        here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
+        if axis == "chunk":
+            starts = [(t - ends[bisect_right(ends, t) - 1]) // C for t in range(size)]
+            some = [n for n, (a, b) in enumerate(pairwise(ends)) if a < b]  # nothing is wrong where no tokens are
+            inside = sorted({bisect_right(ends, t) - 1 for t in here})
+            if len(ends) > 2 and inside != some:
+                tell("sequence", inside, len(ends) - 1)
+            here, size = sorted({starts[t] for t in here}), max(starts) + 1
+        tell(axis, here, size)
+    return "; ".join(found)
+
+
+def locate(p: Problem, name: str, x: Tensor) -> dict:
+    """Where a quantity is wrong: first in the order of time, in which parts, along a line of time (or K), in a plane.
+
+    In a packed sequence chunks are counted from its own first token.
+    """
+    excess = (x.double() - p.exact[name]).abs() / p.band(name)
+    excess = excess.nan_to_num(nan=math.inf, posinf=math.inf)
+    if TIME & {*p.kind.axes(name)}:
+        t = int((excess.amax([d for d in range(excess.ndim) if d != 1]) > 1).nonzero()[0])
+        b, h, *channel = (int(i) for i in (excess[:, t] > 1).nonzero()[0])
+        where, own, batch = {"t": t}, t, {"batch": b}
+        if p.case.ends:
+            n = bisect_right(p.case.ends, t) - 1
+            own, batch = t - p.case.ends[n], {}
+            where |= {"sequence": n, "token": own}
+        where |= {"chunk": own // C, "sub-chunk": own % C // SUB, **batch, "head": h}
+        where |= {"channel": channel[0]} if channel else {}
+        axes, names = ["t", "channel" if channel else "head"], ["batch", "chunk", "head", "channel"]
+        plane, line = excess.amax((0, 2) if channel else 0).T, excess.transpose(0, 1).flatten(1)
+    else:
+        n, h, i, j = (int(i) for i in (excess > 1).nonzero()[0])
+        where, axes = {"sequence": n, "head": h, "row": i, "column": j}, ["column", "row"]
+        plane, line, names = excess.amax((0, 1)), excess.movedim(2, 0).flatten(1), [*where]
+    grid = {"axes": axes, "size": [*plane.shape[::-1]], "cells": shaded(plane, 32, 64)}
+    only = affected(excess > 1, names[: excess.ndim], p.case.ends or (0,))
+    return {"where": where, "only": only, "map": shaded(line.amax(1)[None], 1, 60)[0], "grid": grid}
+
+
+# -- among cases ---------------------------------------------------------------------------------
+ONLY = "Only these have "  # how a sentence on traits begins that no passing case has
+
+
+def longest(case: Case) -> int:
+    """The tokens of a case's longest sequence."""
+    ends = case.ends or (0, case.T)
+    return max(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+
+NUMBERS = {  # in words that may follow "have", as those below
+    "tokens in a sequence": longest,
+    "packed sequences": lambda case: len(case.ends or (0,)) - 1,
+    "heads": lambda case: case.H,
+    "value heads of a key head": lambda case: case.groups,
+    "channels of keys": lambda case: case.K,
+    "channels of values": lambda case: case.V,
+}
+KINDS = (
+    lambda case: "an initial state" if case.state else "no initial state",
+    lambda case: "no scale given" if case.scale is None else "a scale given",
+    lambda case: f"gates {case.gate}",
+    lambda case: f"strengths below {case.strength:g}",
+    lambda case: "random strengths" if case.beta is None else f"strengths of {case.beta:g}",
+    lambda case: f"keys of correlation {case.alike:g}",
+    lambda case: f"{case.strides} strides",
+    lambda case: f"a loss of {case.loss}",
+    lambda case: "a loss of some tokens only" if case.reads else "a loss of all tokens",
+    lambda case: f"values of size {case.size:g}",
+    lambda case: f"cu_seqlens of {case.index}" if case.ends else None,
+    lambda case: "K = V" if case.K == case.V else "K and V that differ",
+)
+ONE = re.compile(r"s(?= |$)")  # of "tokens in a sequence", so that it can be one
+CHANCE = 0.05  # that as many cases, drawn at random, would share a trait: below, it is worth a line
+
+
+LADDER = GATES[: GATES.index("-inf") + 1]  # gates that are all alike or mild, from weak to strong
+
+
+def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[str] = ()) -> str:
+    """From which gates on cases fail, if no weaker ones do, and which quantities `names`; empty if that does not hold.
+
+    Only cases whose gates are all alike, or mild, count. One that fails and one that passes must differ in them only.
+    """
+    sides = [[c for c in some if c.gate in LADDER] for some in (failing, passing)]
+    wrong, right = ({LADDER.index(c.gate) for c in some} for some in sides)
+    calls = [{but_for_gates(c) for c in some} for some in sides]
+    if not calls[0] & calls[1] or min(wrong) <= max(right):
+        return ""
+    stronger = " and stronger" if min(wrong) < len(LADDER) - 1 else ""
+    only = f"; only {' and '.join(names)} {'is' if len(names) == 1 else 'are'} wrong" if 0 < len(names) <= 2 else ""
+    return f"Wrong with gates {LADDER[min(wrong)]}{stronger}, right with gates {LADDER[max(right)]} and weaker{only}"
+
+
+def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
+    """What all of the failing cases have and none of the passing ones, and what they hardly share by chance."""
+    only, also = [], []
+    for name, of in NUMBERS.items() if passing else ():
+        wrong, right = [of(c) for c in failing], [of(c) for c in passing]
+        if min(wrong) > max(right):
+            most = max(right)
+            than = f"one {ONE.sub('', name, count=1)}" if most == 1 else f"{most} {name}"
+            only.append(f"more than {than}" if most else name)
+        if max(wrong) < min(right):
+            only.append(f"fewer than {min(right)} {name}" if min(right) > 1 else f"no {name}")
+    for of in KINDS if passing else ():
+        wrong, right = ([of(c) for c in some] for some in (failing, passing))
+        told = None not in wrong and any(right) and not set(wrong) & set(right)
+        if told and len(set(wrong)) <= MOST:
+            only.append(" or ".join(dict.fromkeys(wrong)))
+        some = [x for x in wrong + right if x is not None]  # of packed cases alone, if only they have it
+        share = some.count(wrong[0]) / max(len(some), 1)
+        if not told and wrong[0] and len(set(wrong)) == 1 and share ** len(wrong) < CHANCE:
+            also.append(wrong[0])
+    found = {ONLY: only, "All failing cases have ": also}
+    return [f"{who}{'; '.join(what)}" for who, what in found.items() if what]
+
+
+# -- the smallest case ---------------------------------------------------------------------------
+PLAIN = (
+    ("strides", "contiguous"),
+    ("other", ""),
+    ("size", 1.0),
+    ("loud", None),
+    ("pull", 1.0),
+    ("floor", None),
+    ("scale", None),
+    ("strength", 1.0),
+    ("beta", None),
+    ("alike", 0.0),
+    ("keys", 1.0),
+    ("found", False),
+    ("groups", 1),
+    ("ends", None),
+    ("index", "int32"),
+    ("frozen", False),
+    ("loss", "both"),
+    ("reads", None),
+    ("zeros", False),
+    ("past", 9),
+    ("state", False),
+    ("gate", MILD),
+)
+
+
+def sized(kind: Kind, c: Case, name: str) -> tuple[int, Callable[[int], Case]] | None:
+    """A size of a case, and the same case with other sizes; None where it has no such size to choose."""
+    if name == "N":
+        if not c.ends or len(c.ends) <= 2:
+            return None
+        step = c.ends[-1] - c.ends[-2] or 1
+
+        def packs(n: int) -> Case:
+            ends = (*c.ends[: n + 1], *(c.ends[-1] + step * i for i in range(1, n + 2 - len(c.ends))))
+            return replace(c, ends=ends, T=max(1, ends[-1]))
+
+        return len(c.ends) - 1, packs
+    if name == "T" and c.reads:  # with fewer tokens others would be in the loss, or none
+        return None
+    if name == "T" and c.ends:
+        return (c.T, lambda n: replace(c, ends=(0, n), T=n)) if len(c.ends) == 2 else None
+    no_cache = name == "past" and not (c.state and kind.cache)
+    if no_cache or name == "groups" and not kind.mechanism.multiples or name == "B" and c.ends:
+        return None
+    return getattr(c, name), lambda n: replace(c, **{name: n})
+
+
+def least(sizes: Callable[[int], Case], n: int, fails: Callable[[Case], bool]) -> Case:
+    """The smallest size that fails, if all larger ones do; n fails."""
+    if n == 1 or fails(sizes(1)):
+        return sizes(1)
+    low, high = 1, n
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fails(sizes(middle)) else (middle, high)
+    return sizes(high)
+
+
+def smaller(kind: Kind, case: Case, fails: Callable[[Case], bool]) -> Iterator[Case]:
+    """A failing case, and again and again one that is plainer or smaller and still fails."""
+    yield case
+    for _ in range(2):
+        before = case
+        for name, value in PLAIN:
+            plainer = replace(case, **{name: value})
+            if plainer != case and fails(plainer):
+                yield (case := plainer)
+        for name in ("N", "groups", "B", "H", "K", "V", "T", "past"):
+            if size := sized(kind, case, name):
+                yield (case := least(size[1], size[0], fails))
+            if name == "N" and case.ends and len(case.ends) > 2:
+                a, b = case.ends[-2:]
+                last = replace(case, ends=(0, b - a), T=max(1, b - a))
+                if b > a and fails(last):
+                    yield (case := last)
+        if case == before:
+            return
+
+
+# -- bounds --------------------------------------------------------------------------------------
+TRAITS = tuple(n for n, _ in PLAIN if n not in ("groups", "past", "state", "ends", "frozen"))
+TRIALS, MORE = 80, 40  # calls that look for the smallest case of a failure, and for its bounds
+WORK, TOKEN = 2**26, 2**12  # numbers of the states of all these calls; as many as a token takes besides
+PLAINLY = 10.0  # budgets of the failing case that a call must be off by to count as wrong
+NOUNS = {  # one of it, and several
+    "T": ("token", "tokens"),
+    "H": ("head", "heads"),
+    "B": ("batch entry", "batch entries"),
+    "K": ("channel of keys", "channels of keys"),
+    "V": ("channel of values", "channels of values"),
+    "groups": ("value head of a key head", "value heads of a key head"),
+    "past": ("token in the cache", "tokens in the cache"),
+    "N": ("packed sequence", "packed sequences"),
+}
+LARGER = {
+    "T": (2, 3, 17, 64, 65, 129, 300),
+    "past": (2, 16, 32, 64, 128),
+    "H": (2, 5, 17, 70),
+    "K": (2, 17, 64, 65, 130),
+    "V": (2, 17, 64, 65, 130),
+    "B": (2, 5),
+}
+LIGHT = (7, 17, 33, 65, 145)  # tokens of calls in which mistakes are told apart quickly
+FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
+WITH = {  # traits of a case that is not plain
+    "strides": lambda c: f"{c.strides} strides",
+    "other": lambda c: f"{c.other} in its own dtype",
+    "size": lambda c: f"values of size {c.size:g}",
+    "loud": lambda c: "loud tokens",
+    "pull": lambda c: f"a loss of size {c.pull:g}",
+    "scale": lambda c: f"a scale of {c.scale:g} given",
+    "strength": lambda c: f"strengths up to {c.strength:g}",
+    "beta": lambda c: f"strengths of {c.beta:g}",
+    "alike": lambda c: f"keys of correlation {c.alike:g}",
+    "keys": lambda c: f"keys of length {c.keys:g}",
+    "found": lambda c: "values that the keys find",
+    "ends": lambda c: "cu_seqlens",
+    "index": lambda c: f"cu_seqlens of {c.index}",
+    "loss": lambda c: f"a loss of {c.loss}",
+    "reads": lambda c: "a loss of some tokens only",
+    "zeros": lambda c: "an initial state of zeros",
+    "state": lambda c: "an initial state",
+    "gate": lambda c: f"gates {c.gate}",
+}
+
+USUAL = {  # words for a plain case, where "without" would be more than was seen
+    "strides": lambda c: "contiguous strides",
+    "size": lambda c: "values of size 1",
+    "pull": lambda c: "a loss of size 1",
+    "strength": lambda c: f"strengths below {c.strength:g}",
+    "beta": lambda c: f"random strengths below {c.strength:g}",
+    "alike": lambda c: "keys of correlation 0",
+    "keys": lambda c: "keys of length 1",
+    **{name: WITH[name] for name in ("index", "loss", "gate")},
+}
+SIZES = {  # as sentences count them
+    "T": longest,
+    "H": lambda c: c.H,
+    "B": lambda c: c.B,
+    "K": lambda c: c.K,
+    "V": lambda c: c.V,
+    "groups": lambda c: c.groups,
+    "past": lambda c: c.past if c.state else 0,
+    "N": lambda c: len(c.ends or (0, c.T)) - 1,
+}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A sentence on the smallest failing case, and which cases it calls wrong and right, if all else is alike."""
+
+    text: str
+    wrong: Callable[[Case], bool]
+    right: Callable[[Case], bool]
+
+
+def agreed(
+    statements: Sequence[Statement], smallest: Case, failing: Sequence[Case], passing: Sequence[Case]
+) -> list[str]:
+    """The sentences that all cases agree with.
+
+    No failing case may lie on the side that a sentence calls right. No passing case that has all that the smallest
+    failing one has, or more of it, may lie on the wrong side of all sentences: then none of them is said.
+    """
+    statements = [it for it in statements if not any(it.right(case) for case in failing)]
+
+    def more(case: Case) -> bool:
+        a, b = ({n: getattr(c, n) for n in TRAITS} | {"ends": c.ends is None} for c in (case, smallest))
+        return a == b and all(of(case) >= of(smallest) for of in SIZES.values()) and case.state >= smallest.state
+
+    if any(more(case) and all(it.wrong(case) for it in statements) for case in passing):
+        return []
+    return [it.text for it in statements]
+
+
+def counted(n: int, nouns: tuple[str, str]) -> str:
+    return f"{n} {nouns[n != 1]}"
+
+
+def listed(numbers: Iterable[int], nouns: tuple[str, str]) -> str:
+    *some, last = sorted(numbers)
+    return f"{', '.join(map(str, some))}{' and ' * bool(some)}{counted(last, nouns)}"
+
+
+def plainly(p: Problem, found: Found) -> bool:
+    """Whether a quantity is wrong by so much that it counts as wrong in other calls, too."""
+    judged = (p.judge(n, x) for n, x in found.items() if x is not None)
+    return any(not error <= PLAINLY * allowed for error, allowed in judged)
+
+
+class Spent(Exception):
+    """No more calls."""
+
+
+class Bounds:
+    """A failing case, and calls of the same kernel on others like it.
+
+    `wrong` are the quantities that fail in it; another case fails if one of them is clearly wrong there.
+    """
+
+    def __init__(self, examiner, p: Problem, wrong: frozenset[str]):
+        self.examiner, self.wrong = examiner, wrong
+        self.kind = p.kind
+        self.allowed = {n: PLAINLY * max(budgets, default=0.0) for n, budgets in p.budgets.items()}
+        self.left, self.work = TRIALS, WORK
+        self.known: dict[tuple, dict[str, float]] = {}
+        self.cut = False  # whether calls were spent before the end
+        self.apart: str | None = None  # the one tensor that has the case's strides; None for all
+
+    def problem(self, case: Case, other: int = 0) -> Problem:
+        """A case with its exact quantities, and for budgets those of the failing one; `other` is added to the seed."""
+        k, dtype = self.examiner.kernel, self.examiner.dtype
+        x = inputs(k.mechanism, case, dtype, self.examiner.seed + other, k.how.gate)
+        exact = evaluate(self.kind.oracle, self.kind, x, case)
+        exact = {n: y.contiguous() for n, y in exact.items() if y is not None}
+        units = {n: [unit(y[s]) for s in parts(self.kind, n, y)] for n, y in exact.items()}
+        budgets = {n: [self.allowed.get(n, 1.0)] * len(ones) for n, ones in units.items()}
+        return Problem(self.kind, case, x, exact, {n: held(self.kind, n, case, dtype) for n in exact}, units, budgets)
+
+    def fails(self, case: Case) -> bool:
+        """Whether one of the quantities is wrong; a call that gives no result does not count as wrong."""
+        return self.error(case) > 1
+
+    def right(self, case: Case) -> bool:
+        """Whether all of the quantities are right; a call that gives no result does not count as right either."""
+        return self.error(case) <= 1
+
+    def error(self, case: Case, other: int = 0) -> float:
+        """The largest of the :meth:`errors`; NaN if there are none."""
+        return max(self.errors(case, other).values(), default=math.nan)
+
+    def errors(self, case: Case, other: int = 0) -> dict[str, float]:
+        """The errors of the quantities, in errors that count as wrong; `other` is added to the seed.
+
+        There are none if the kernel does not claim the case, or gives no result.
+        """
+        key = (case, self.apart, other)
+        if key in self.known:
+            return self.known[key]
+        k, claim = self.examiner.kernel, self.examiner.claim
+        rows, asked = self.examiner.asked(case)
+        if case.T < 1 or rows or asked is None or claim.fit(case, self.kind) != case:
+            return self.known.setdefault(key, {})
+        self.left, self.work = self.left - 1, self.work - numbers(case) - TOKEN * case.T
+        if self.left < 0 or self.work < 0:
+            self.cut = True
+            raise Spent
+        p = self.problem(case, other)
+        trial = Trial(k, p, self.apart)
+        found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
+        if isinstance(found, Finding):
+            return self.known.setdefault(key, {})
+        judged = {n: p.judge(n, found[n]) for n in self.wrong if found.get(n) is not None and n in p.exact}
+        return self.known.setdefault(key, {n: error / allowed for n, (error, allowed) in judged.items()})
+
+    def lighter(self, case: Case) -> Iterator[Case]:
+        """Cases with fewer tokens, batch entries and heads in which all of the quantities are wrong, small ones first.
+
+        Each has at most half of the case's tokens, in all batch entries and heads.
+        """
+        if case.reads:  # other tokens would be in the loss
+            return
+        tried = {case}
+        for T, n in product(LIGHT, (1, 2, max(case.B, case.H))):
+            ends = case.ends and (0, T // 2, T)
+            few = replace(case, B=min(case.B, n), T=T, H=min(case.H, n), ends=ends, loud=None, past=min(case.past, T))
+            few = self.examiner.claim.fit(few, self.kind)
+            if few is None or few in tried or 2 * few.B * few.T * few.H > case.B * case.T * case.H:
+                continue
+            tried.add(few)
+            errors = self.errors(few)
+            if {*errors} == self.wrong and all(error > 1 for error in errors.values()):
+                yield few
+
+    def bound(self, c: Case, name: str) -> Statement | None:
+        """From which size on, up to which, or at which sizes the kernel is wrong; None if at every size tried."""
+        size = sized(self.kind, c, name)
+        if size is None:
+            return None
+        n, sizes = size
+        if n > 1:
+            if self.fails(sizes(n - 1)):
+                return None
+            tries = (n + 1,) if name == "N" else (n + 1, n + 2, up(n, 16), up(n, 64), 2 * n - 1, 2 * n, 2 * n + 1)
+            return self.between(sizes, sorted({n - 1, n, *tries}), name)
+        right = next((m for m in LARGER.get(name, ()) if self.right(sizes(m))), None)
+        if right is None:
+            return None
+        low, high = 1, right
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fails(sizes(middle)) else (low, middle)
+        return self.between(sizes, sorted({1, low, high, high + 1, 2 * high, right}), name)
+
+    def between(self, sizes: Callable[[int], Case], tries: list[int], name: str) -> Statement | None:
+        """Which of some sizes are wrong and which are right; None unless all that is wrong is so by far."""
+        nouns, of = NOUNS[name], SIZES[name]
+        errors = {n: error for n in tries if not math.isnan(error := self.error(sizes(n)))}
+        tries = [*errors]
+        wrong, right = ([n for n in tries if (errors[n] > 1) is bad] for bad in (True, False))
+        if not right or min(errors[n] for n in wrong) < FAR * max(errors[n] for n in right):
+            return None
+        tried = f" ({', '.join(map(str, tries))} tried)"
+        if min(wrong) > max(right):
+            words = f"wrong from {counted(min(wrong), nouns)} on, right with {max(right)}{tried}"
+            return Statement(words, lambda c: of(c) >= min(wrong), lambda c: of(c) <= max(right))
+        if max(wrong) < min(right):
+            least = f"wrong {'up to' if max(wrong) > 1 else 'with'} {counted(max(wrong), nouns)}"
+            words = f"{least}, right with {min(right)}{tried}"
+            return Statement(words, lambda c: of(c) <= max(wrong), lambda c: of(c) >= min(right))
+        if any((self.error(sizes(n), 1) > 1) is not (errors[n] > 1) for n in tries):
+            return None  # the data decide, not the size
+        words = f"wrong with {listed(wrong, nouns)}, right with {listed(right, nouns)}"
+        return Statement(words, lambda c: of(c) in wrong, lambda c: of(c) in right)
+
+    def without(self, c: Case, name: str) -> Statement | None:
+        """A trait without which the kernel is right; None if it is wrong, here or in failing calls of other sizes."""
+        value = dict(PLAIN)[name]
+        if getattr(c, name) == value:
+            return None
+        known = [(case, errors) for (case, apart, _), errors in self.known.items() if apart is None]
+        failed = [case for case, errors in known if max(errors.values(), default=0.0) > 1]
+        failed = sorted(failed, key=lambda case: case.B * case.T * case.H * case.K * case.V)
+        like = [case for case in failed if getattr(case, name) == getattr(c, name)]
+        others = [next((case for case in like if of(case) != of(c)), c) for of in SIZES.values()]
+        usual = replace(c, **{name: value})
+        if not self.right(usual) or any(self.fails(replace(case, **{name: value})) for case in dict.fromkeys(others)):
+            return None
+        right = f" with {USUAL[name](usual)}" if name in USUAL else " without"
+        words = f"wrong with {WITH[name](c)}, right{right}"
+
+        def alike(case: Case) -> bool:
+            if name in ("beta", "strength"):  # the two say together how strong writes are
+                return case.beta is None and case.strength <= usual.strength
+            return getattr(case, name) == value
+
+        return Statement(words, lambda case: not alike(case), alike)
+
+    def alone(self, c: Case) -> str:
+        """Which tensors are enough to have the strides of a case, the others in order."""
+        if c.strides == "contiguous":
+            return ""
+        enough = []
+        for n in Trial(self.examiner.kernel, self.problem(c)).x:
+            self.apart = n
+            enough += [n.replace("d ", "d")] if self.fails(c) else []
+        self.apart = None
+        if not enough:
+            return ""
+        return f"wrong where {' or '.join(enough)} alone has {c.strides} strides and all else is contiguous"
+
+    def statements(self, case: Case, failing: Sequence[Case], passing: Sequence[Case]) -> tuple[Case | None, list[str]]:
+        """The smallest case found, and sentences on it; nothing if the case does not fail when it is called again.
+
+        `failing` and `passing` are all cases that were seen: a sentence that one of them contradicts is left out.
+        """
+        c, found, alone = None, [], ""
+        with suppress(Spent):
+            if not self.fails(case):
+                return None, []
+            for c in smaller(self.kind, case, self.fails):  # noqa: B007  (the last one)
+                pass
+        if c is None:
+            return None, []
+        self.left, self.work = self.left + MORE, self.work + WORK // 2
+        with suppress(Spent):
+            for name in ("N", "T", "past", "B", "H", "groups", "K", "V"):
+                found += filter(None, [self.bound(c, name)])
+            needed = {name: s for name in WITH if (s := self.without(c, name))}
+            found += needed.values()
+            alone = "" if "other" in needed else self.alone(c)
+            if not (c.state or self.kind.cache) and self.right(replace(c, state=True)):  # a cache adds keys
+                text = "wrong without an initial state, right with one"
+                found.append(Statement(text, lambda case: not case.state, lambda case: case.state))
+        return c, agreed(found, c, failing, passing) + [alone] * bool(alone)

@@ -1,0 +1,437 @@
+"""A report in words: as text, as HTML for Jupyter, Colab and the site, as annotations ("Check your kernel").
+
+Nothing is measured or judged here. The HTML is one piece: no script, nothing loaded; text takes the page's own colour,
+in light and dark themes. Annotations are lines that GitHub Actions shows beside the code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from ._cases import C, Case
+from ._report import Report, Row
+from ._where import SHADES
+
+CUT = "The search for bounds was cut off: its calls were spent."
+SCALE = f"a space is within budget, each of {SHADES[1:]} half a power of ten further"
+LOW, HIGH = -2, 8  # powers of ten of error / budget that a bar spans
+WIDTH, LEFT, SIDE = 480, 80, 14  # of a picture, of its margin; most that a cell may measure
+
+
+# -- sentences -----------------------------------------------------------------------------------
+def claim(report: Report) -> str:
+    """What the kernel claims, and what that made of the ladder; empty if it claims all."""
+    if not report.settings.get("supports"):
+        return ""
+    left = f"; left out: {', '.join(report.left)}" if report.left else ""
+    return f"Claimed: {report.settings['supports']}. {report.made} cases made for that{left}."
+
+
+def exceptions(report: Report) -> list[str]:
+    """Sentences on what was claimed, skipped and waived."""
+    said = [claim(report)] if claim(report) else []
+    if report.skipped:
+        said.append(f"Skipped: {', '.join(report.skipped)}.")
+    for (quantity, reason), rows in report.waived.items():
+        worst = max(rows, key=lambda row: row.ratio)
+        much = f", worst {worst.ratio:.3g} budgets in {worst.case}" if worst.error is not None else ""
+        said.append(f"Waived: {quantity} in {len(rows)} case{'s' * (len(rows) != 1)}{much}: {reason}")
+    return said
+
+
+def extent(report: Report) -> str:
+    """In how many of the cases that were covered something failed, and in which."""
+    failing = report.failing
+    cases = len(report.covered)
+    if len(failing) == cases > 1:
+        return f"Failing in all {cases} cases"
+    plural = "s" * (cases != 1)
+    return f"Failing in {len(failing)} of {cases} case{plural}: {', '.join(failing)}"
+
+
+def company(report: Report) -> str:
+    """That some of it fails after other cases only."""
+    if not report.alone:
+        return ""
+    passes = "passes" if len(report.alone) == 1 else "pass"
+    return f"{', '.join(report.alone)} {passes} alone, in a new process: the kernel kept state from an earlier case"
+
+
+def reach(cases: Sequence[Case]) -> str:
+    """The largest sizes among cases, and those of the largest case, where they meet."""
+
+    def said(sizes: dict[str, int]) -> str:
+        return ", ".join(f"{n} = {size}" for n, size in sizes.items())
+
+    most = {n: max(getattr(c, n) for c in cases) for n in "BTHKV"}
+    packs = [len(c.ends) - 1 for c in cases if c.ends]
+    largest = max(cases, key=lambda c: c.B * c.T * c.H * c.K * c.V)
+    met = {n: getattr(largest, n) for n in "BTHKV"}
+    found = f"up to {said(most)}" + (f", {max(packs)} packed sequences" if packs else "")
+    return found if met == most else f"{found}; at most {said(met)} in one case"
+
+
+def tried(report: Report) -> str:
+    """How large the cases were, and what no case gave the function."""
+    covered = report.covered
+    if not covered:
+        return ""
+    left = report.settings.get("defaults")
+    return f"Tried {reach([report.cases[n] for n in report.cases if n in covered])}" + (
+        f"; {', '.join(left)} not given." if left else "."
+    )
+
+
+def title(report: Report) -> str:
+    s = report.settings
+    return f"{s['mechanism']} on {s['device']} in {s['dtype']}, {s['level']}, seed {s['seed']}"
+
+
+def head(report: Report) -> str:
+    """The verdict, and how much of the ladder it is of; the first line of the report, and its last."""
+    cases = f"{len(report.covered)} of {report.ladder} cases tried"
+    return f"{title(report)}: {report.verdict} ({cases})"
+
+
+def failed(report: Report, name: str) -> int:
+    """The number of cases in which a quantity failed, by its numbers or by how it was called."""
+    return len({row.case for row in report.failures if row.quantity == name})
+
+
+def differing(report: Report, name: str) -> str:
+    """In how many cases a quantity differs between equal calls, in words; empty if in none."""
+    n = len({row.case for row in report.failures if row.quantity == name and row.kind == "differs"})
+    return f"equal calls differ in {n} case{'s' * (n != 1)}" if n else ""
+
+
+def undiagnosed(report: Report) -> str:
+    """What to say of wrong numbers that no mistake explains; empty where there are none."""
+    if report.diagnosis or report.alone or not report.first_wrong:
+        return ""
+    if len(report.cases) == 1 < report.ladder:  # to run it again would say the same
+        return "No named mistake explains all of it. The other cases may tell more: run them, too."
+    return "No named mistake explains all of it. Run next: " + report.next_step
+
+
+def unclaimed(report: Report) -> str:
+    """Advice on calls that raise, if the kernel claims to take every call; else empty."""
+    if report.settings.get("supports") or not any(row.kind == "raises" for row in report.failures):
+        return ""
+    return (
+        "Calls raise. If the kernel is not made for them, say which it takes: --K 64 --V 64 --no-packed, in Python "
+        'supports={"K": 64, "V": 64, "packed": False}. Or let it raise gla_ref.check.NotClaimed.'
+    )
+
+
+# -- text ----------------------------------------------------------------------------------------
+def text(report: Report) -> str:
+    lines = [head(report)]
+    for line in exceptions(report):
+        lines += textwrap.wrap(line, 80, subsequent_indent="    ", max_lines=5)
+    if any(r.error is not None for r in report.rows):
+        lines += ["", f"{'quantity':10}{'cases':>6}{'failed':>8}{'error':>10}{'budget':>10}  worst case"]
+    for name in dict.fromkeys(r.quantity for r in report.rows if r.error is not None):
+        rows = [r for r in report.rows if r.quantity == name and r.error is not None]
+        worst = max(rows, key=lambda r: r.ratio)
+        wrong, said = failed(report, name), differing(report, name) or worst.case[:34]
+        lines.append(f"{name:10}{len(rows):6}{wrong:8}{worst.error:10.2e}{worst.budget:10.2e}  {said}")
+    if report.failing:
+        whole = extent(report)
+        for name in report.failing:  # not broken in two where it has spaces
+            whole = whole.replace(name, name.replace(" ", "\0"))
+        filled = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
+        lines += ["", filled.replace("\0", " ")]
+    for line in (*report.common, company(report), unclaimed(report)):
+        lines += textwrap.wrap(line, 80, subsequent_indent="    ")
+    for (kind, message), rows in report.findings.items():
+        found = ", ".join(dict.fromkeys(r.quantity for r in rows))
+        n = len({r.case for r in rows})
+        what = f"{kind}: {found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"
+        lines += ["", *textwrap.wrap(what, 80, subsequent_indent="    ")]
+        for said in (message[:400], str(report.cases[rows[0].case])):
+            lines += textwrap.wrap(said, 76, initial_indent="    ", subsequent_indent="    ")
+    if report.diagnosis:
+        lines += ["", "It behaves as if:" if len(report.diagnosis) == 1 else "It behaves as one of:"]
+        for match in report.diagnosis:
+            for start, said in (("  * ", match["mistake"]), ("      line: ", match["line"])):
+                lines += textwrap.wrap(said, 80, initial_indent=start, subsequent_indent="      ")
+    if report.measured:
+        lines += ["", "Called with other sizes and options, it is"]
+        for sentence in report.measured:
+            lines += textwrap.wrap(sentence, 80, initial_indent="  * ", subsequent_indent="    ")
+        lines += textwrap.wrap(f"all else as in {report.smallest}", 80, initial_indent="    ", subsequent_indent="    ")
+    if report.cut:
+        lines += ["", CUT]
+    if undiagnosed(report):
+        lines += ["", *textwrap.wrap(undiagnosed(report), 80)]
+    shown = ""
+    for row in report.first_wrong:
+        where = ", ".join(f"{n} {i}" for n, i in row.where.items())
+        along = "time" if "t" in row.where else "rows"
+        what = [] if row.case == shown else textwrap.wrap(str(report.cases[row.case]), 76)
+        shown = row.case
+        lines += [
+            "",
+            f"first wrong {row.quantity} of case {row.case}{row.message and f' ({row.message})'}:",
+            *(f"    {line}" for line in what),
+            *textwrap.wrap(where, 76, initial_indent="    ", subsequent_indent="    "),
+            *textwrap.wrap(row.only and f"only in {row.only}", 76, initial_indent="    ", subsequent_indent="    "),
+            f"    {along} |{row.map}|",
+        ]
+    if report.first_wrong:
+        lines += [f"    ({SCALE})"]
+    if report.reproduction:
+        lines += ["", "The smallest case that fails, to run:", ""]
+        lines.append(textwrap.indent(report.reproduction, "    "))
+    if report.not_covered:
+        left = "; ".join(f"{n} ({i})" for n, i in report.not_covered.items())
+        lines += ["", *textwrap.wrap(f"Not covered (cases): {left}", 80)]
+    if tried(report):
+        lines += ["", *textwrap.wrap(tried(report), 80)]
+    lines += ["", head(report)]
+    return "\n".join(lines)
+
+
+# -- HTML ----------------------------------------------------------------------------------------
+def times(row: Row) -> str:
+    """An error in budgets, in a few characters."""
+    if not math.isfinite(row.error):
+        return "NaN" if math.isnan(row.error) else "∞"
+    ratio = row.ratio
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}" if ratio < 1e9 else f"{ratio:.0e}"
+
+
+def bar(ratio: float) -> str:
+    """A bar on a scale of powers of ten, with a line where the budget ends."""
+    power = math.log10(ratio) if 0 < ratio < math.inf else LOW if ratio == 0 else HIGH
+    length, line = ((x - LOW) / (HIGH - LOW) for x in (min(max(power, LOW), HIGH), 0))
+    kind = "in" if ratio <= 1 else "out"
+    return (
+        f'<div class="bar" aria-hidden="true"><i class="{kind}" style="width:{100 * length:.0f}%"></i>'
+        f'<b style="left:{100 * line:.0f}%"></b></div>'
+    )
+
+
+def table(report: Report) -> Iterator[str]:
+    """Every quantity's worst error over its budget."""
+    measured = [row for row in report.rows if row.error is not None]
+    if not measured:
+        return
+    yield (
+        '<div class="errors" tabindex="0" role="region" aria-label="errors and budgets"><table><thead>'
+        '<tr><th scope="col">quantity</th><th scope="col">cases</th>'
+        '<th scope="col">failed</th><th scope="col">worst error / budget</th><th></th>'
+        '<th scope="col">case</th></tr></thead><tbody>'
+    )
+    for name in dict.fromkeys(row.quantity for row in measured):
+        rows = [row for row in measured if row.quantity == name]
+        worst, wrong = max(rows, key=lambda r: r.ratio), failed(report, name)
+        said = differing(report, name) or worst.case
+        yield (
+            f'<tr><th scope="row">{escape(name)}</th><td>{len(rows)}</td><td>{wrong}</td>'
+            f"<td>{times(worst)}</td><td>{bar(worst.ratio)}</td><td>{escape(said)}</td></tr>"
+        )
+    yield "</tbody></table></div>"
+
+
+def opacity(level: int) -> float:
+    return 0.2 + 0.8 * level / (len(SHADES) - 1)
+
+
+def squares(cells: list[str], w: float, h: float) -> Iterator[str]:
+    """One path a shade; neighbours in a row share a rectangle."""
+    for level, shade in enumerate(SHADES[1:], 1):
+        path = []
+        for i, line in enumerate(cells):
+            start = 0
+            while (a := line.find(shade, start)) >= 0:
+                b = a
+                while b < len(line) and line[b] == shade:
+                    b += 1
+                side = (b - a) * w
+                path.append(f"M{LEFT + a * w:.1f} {i * h:.1f}h{side:.1f}v{h:.1f}h{-side:.1f}z")
+                start = b
+        if path:
+            yield f'<path class="wrong" fill-opacity="{opacity(level):.2f}" d="{"".join(path)}"/>'
+
+
+def picture(row: Row) -> str:
+    """The map of a failed quantity: time along, channels down; of a state, columns along and rows down."""
+    (x_name, y_name), (across, down), cells = (row.grid[n] for n in ("axes", "size", "cells"))
+    n, m = len(cells[0]), len(cells)
+    w, h = min(SIDE, (WIDTH - LEFT) / n), min(SIDE, 320 / m)
+    width, height = n * w, m * h
+    scale_x, scale_y = w / math.ceil(across / n), h / math.ceil(down / m)
+    tokens = x_name == "t"
+    name = f"Where {row.quantity} of case {row.case} is wrong"
+    where = ", ".join(f"{name} {i}" for name, i in row.where.items())
+    wrong = sum(shade != " " for line in cells for shade in line)
+    about = (
+        f"{x_name} from 0 to {across - 1} along, {y_name} from 0 to {down - 1} down, the worst of all heads and "
+        f"sequences. {wrong} of {n * m} cells hold an error beyond the budget; first at {where}."
+    )
+    parts = [f'<rect class="ground" x="{LEFT}" width="{width:.1f}" height="{height:.1f}"/>']
+    parts += squares(cells, w, h)
+    marks = range(0, across, C) if tokens else (0, across - 1)
+    marks = [t for t in marks if t == 0 or t % (C * math.ceil(across / C / 9)) == 0 or not tokens]
+    for t in dict.fromkeys(marks):
+        x = LEFT + t * scale_x + (0 if tokens else w / 2)
+        if tokens and t:
+            parts.append(f'<path class="edge" d="M{x:.1f} 0v{height:.1f}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{height + 15:.1f}" class="middle">{t}</text>')
+    parts.append(
+        f'<text x="{LEFT + width / 2:.1f}" y="{height + 31:.1f}" class="middle">'
+        f"{escape(x_name)}{' (a line for each chunk of 64)' if tokens and across > C else ''}</text>"
+    )
+    for i in dict.fromkeys((0, down - 1)):
+        y = i * scale_y + min(h, scale_y) / 2 + 4
+        parts.append(f'<text x="{LEFT - 6}" y="{y:.1f}" class="end">{escape(y_name)} {i}</text>')
+    first = [row.where.get(name, 0) for name in ("t" if tokens else "column", y_name)]
+    x, y = LEFT + int(first[0] * scale_x / w) * w, int(first[1] * scale_y / h) * h
+    parts.append(f'<rect class="first" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"/>')
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height + 38:.0f}" role="img"><title>{escape(name)}</title>'
+        f"<desc>{escape(about)}</desc>{''.join(parts)}</svg>"
+    )
+
+
+def legend() -> str:
+    shades = "".join(f'<i style="opacity:{opacity(level):.2f}"></i>' for level in range(1, 10))
+    return (
+        f'<p class="legend">error over budget: 1 <span aria-hidden="true">{shades}</span> '
+        "10,000 and more; framed: the first</p>"
+    )
+
+
+def html(report: Report) -> str:
+    """The whole report; every word that came from outside is escaped."""
+    kind = "in" if report.ok else "out" if report.failures else ""
+    tried_of = f"{len(report.covered)} of {report.ladder} cases tried"
+    parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(title(report))} ({tried_of})</p>']
+    parts += [f"<p>{escape(line)}</p>" for line in exceptions(report)]
+    parts += table(report)
+    if report.failing:
+        parts.append(f"<p>{escape(extent(report))}</p>")
+    parts += [f"<p>{escape(line)}</p>" for line in (*report.common, company(report)) if line]
+    for (kind, message), rows in report.findings.items():
+        found = ", ".join(dict.fromkeys(row.quantity for row in rows))
+        n = len({row.case for row in rows})
+        where = f"{found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"
+        parts.append(f"<p><strong>{escape(kind)}</strong> {escape(where)}: {escape(message[:400])}</p>")
+    if report.diagnosis:
+        items = "".join(
+            f"<li><strong>{escape(match['mistake'])}</strong><br><code>{escape(match['line'])}</code></li>"
+            for match in report.diagnosis
+        )
+        one = "It behaves as if:" if len(report.diagnosis) == 1 else "It behaves as one of:"
+        parts.append(f"<p>{one}</p><ul>{items}</ul>")
+    if report.measured:
+        items = "".join(f"<li>{escape(line)}</li>" for line in report.measured)
+        parts.append(f"<p>Called with other sizes and options, it is</p><ul>{items}</ul>")
+        parts.append(f"<p>all else as in <code>{escape(str(report.smallest))}</code></p>")
+    if report.cut:
+        parts.append(f"<p>{CUT}</p>")
+    if undiagnosed(report):
+        parts.append(f"<p>{escape(undiagnosed(report))}</p>")
+    for row in report.first_wrong:
+        where = ", ".join(f"{name} {i}" for name, i in row.where.items())
+        parts.append(
+            f"<p>First wrong <strong>{escape(row.quantity)}</strong> of case {escape(row.case)}: {where}"
+            f"{row.only and f'; only in {escape(row.only)}'}<br>"
+            f"<code>{escape(str(report.cases.get(row.case)))}</code></p>{picture(row)}"
+        )
+    if report.first_wrong:
+        parts.append(legend())
+    if report.reproduction:
+        parts.append("<p>The smallest case that fails, to run:</p>")
+        parts.append(f'<pre tabindex="0">{escape(report.reproduction)}</pre>')
+    if report.not_covered:
+        left = "; ".join(f"{escape(name)} ({n})" for name, n in report.not_covered.items())
+        parts.append(f"<p>Not covered (cases): {left}</p>")
+    if tried(report):
+        parts.append(f"<p>{escape(tried(report))}</p>")
+    return f'<div class="gla-check"><style>{STYLE}</style>{"".join(parts)}</div>'
+
+
+# Light values, then the same names for the dark themes of the book, JupyterLab, Colab and VS Code
+STYLE = """
+.gla-check { --check-in: #0072b2; --check-out: #c24f00; max-width: 44rem; color: inherit }
+.gla-check .errors { overflow-x: auto }
+:is(html[data-theme=dark], [data-jp-theme-light=false], html[theme=dark], .vscode-dark) .gla-check {
+  --check-in: #56b4e9; --check-out: #ff8a3d }
+html[data-theme=dark] .bd-content div.cell_output .text_html:has(> div.gla-check) {
+  background: none; color: inherit; padding: 0 }
+.gla-check p { margin: .5rem 0 } .gla-check strong.in { color: var(--check-in) }
+.gla-check strong.out { color: var(--check-out) }
+.gla-check table { margin: 0; border-collapse: collapse; font-size: .875rem; color: inherit;
+  font-variant-numeric: tabular-nums }
+.gla-check :is(th, td) { padding: .15rem .6rem .15rem 0; text-align: left; background: none; color: inherit;
+  white-space: nowrap }
+.gla-check thead th { border-bottom: 1px solid; font-weight: 600 }
+.gla-check .bar { position: relative; width: 10rem; height: .75rem }
+.gla-check .bar i { display: block; height: 100%; min-width: 2px; background: var(--check-in) }
+.gla-check .bar i.out, .gla-check .legend i { background: var(--check-out) }
+.gla-check .bar b { position: absolute; top: -.15rem; bottom: -.15rem; border-left: 2px solid }
+.gla-check .legend { font-size: .875rem } .gla-check .legend i { display: inline-block; width: .8rem; height: .8rem }
+.gla-check svg { display: block; width: 100%; max-width: 40rem; height: auto; font: 13px system-ui, sans-serif }
+.gla-check svg text { fill: currentColor } .gla-check svg .middle { text-anchor: middle }
+.gla-check svg .end { text-anchor: end } .gla-check svg .ground { fill: currentColor; fill-opacity: .08 }
+.gla-check svg .wrong { fill: var(--check-out) }
+.gla-check svg .edge { stroke: currentColor; stroke-opacity: .5; stroke-dasharray: 3 2 }
+.gla-check svg .first { fill: none; stroke: currentColor; stroke-width: 2 }
+"""
+
+
+# -- annotations ---------------------------------------------------------------------------------
+def source(fn: Callable) -> tuple[str, int] | None:
+    """File, from the current folder on, and line of a function, if it lies there."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    path = Path(code.co_filename) if code else Path()
+    if code is None or not path.is_relative_to(Path.cwd()):
+        return None
+    return str(path.relative_to(Path.cwd())), code.co_firstlineno
+
+
+def escaped(text: str, also: str = "") -> str:
+    for sign in "%\r\n" + also:
+        text = text.replace(sign, f"%{ord(sign):02X}")
+    return text
+
+
+def line(kind: str, where: tuple[str, int] | None, heading: str, message: str) -> str:
+    given = {"file": where[0], "line": str(where[1])} if where else {}
+    said = ",".join(f"{n}={escaped(x, ':,')}" for n, x in (given | {"title": heading}).items())
+    return f"::{kind} {said}::{escaped(message)}"
+
+
+def annotations(report: Report, where: tuple[str, int] | None) -> list[str]:
+    """An error for each of the first wrong quantities and failed calls, a warning for each waiver."""
+    mechanism = report.settings["mechanism"]
+    why = [f"It behaves as if: {match['mistake']}" for match in report.diagnosis[:1]]
+    found = []
+    for row in report.first_wrong:
+        place = ", ".join(f"{n} {i}" for n, i in row.where.items())
+        said = [f"error {row.error:.1e}, budget {row.budget:.1e}, first wrong at {place}"]
+        said += [*why, str(report.cases[row.case]), head(report)]
+        found.append(line("error", where, f"{mechanism}: {row.quantity} wrong in case {row.case}", "\n".join(said)))
+    for (kind, message), rows in report.findings.items():
+        heading = f"{mechanism}: {kind}, {rows[0].quantity} of case {rows[0].case}"
+        found.append(line("error", where, heading, f"{message}\n{report.cases[rows[0].case]}\n{head(report)}"))
+    if not report.ok and not found:
+        left = "; ".join(f"{n} ({i})" for n, i in report.not_covered.items())
+        found.append(line("error", where, f"{mechanism}: {report.verdict}", f"not covered (cases): {left}"))
+    for (quantity, reason), rows in report.waived.items():
+        heading = f"{mechanism}: {quantity} waived"
+        found.append(line("warning", where, heading, f"{reason} ({len(rows)} of {len(report.covered)} cases)"))
+    return found
+
+
+# A report shows itself; its data do not know their words.
+Report.__str__, Report._repr_html_ = text, html
+for sentence in (claim, exceptions, extent, company, tried, title, head, undiagnosed, unclaimed):
+    setattr(Report, sentence.__name__, property(sentence))

@@ -1,0 +1,414 @@
+"""Mistakes of mechanisms with a state: reads, writes, decays, chunks, packs, gradients (chapters 5 to 15)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from math import log
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...gates import segment_sum
+from .._emulate import Decayed
+from ._calls import (
+    CARRY,
+    DECAY,
+    GATED,
+    GATES,
+    GRADIENT,
+    LINEAR,
+    PACK,
+    READ,
+    STATES,
+    WRITE,
+    Call,
+    at_most_0,
+    backward,
+    decay,
+    later,
+    mistake,
+    read,
+    simple,
+    write,
+)
+
+
+# -- reads and writes --------------------------------------------------------------------------
+@mistake("mask strict instead of inclusive: a token does not see itself", READ)
+def _(c):
+    o, S = c.run()
+    return o - c.own, S
+
+
+simple("k of the previous token", WRITE, lambda c: {"k": later(c.k)})
+simple("scale given by the caller ignored", READ, lambda c: {"scale": None})
+simple("scale from V instead of K", READ, lambda c: {"scale": c.v.shape[-1] ** -0.5 if c.scale is None else c.scale})
+
+for n in (16, 32, 64, 128):
+
+    @mistake(f"channels of K beyond the first {n} left out", WRITE)
+    def _(c, n=n):
+        keep = torch.arange(c.k.shape[-1], device=c.k.device) < n
+        return c.run(q=c.q * keep, k=c.k * keep, S=c.S * keep[:, None])
+
+
+@mistake("normaliser summed over heads instead of time", "o_t / (q_t z_t), z_t = z_{t-1} + k_t", ("linear_attention",))
+def _(c):
+    o, S = c.run()
+    over_time, over_heads = ((c.q * c.k.cumsum(axis)).sum(-1, keepdim=True) for axis in (1, 2))
+    return o * over_time / over_heads, S
+
+
+# -- decays ------------------------------------------------------------------------------------
+simple("gate applied after the update instead of before", DECAY, lambda c: {"k": c.k * c.g.exp()}, GATED)
+simple("gate forgotten", DECAY, lambda c: {"g": 0 * c.g.clamp_min(-1)}, GATES)
+simple("gate of the previous token", DECAY, lambda c: {"g": later(c.g)}, GATES)
+simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, GATES)
+simple("factor 1 / ln 2 applied twice", DECAY, lambda c: {"g": c.g / log(2)}, GATES)
+simple("1.44 taken for log2(e)", DECAY, lambda c: {"g": c.g * (1.44 * log(2))}, GATES, fine=True)
+simple("log gate taken for alpha", DECAY, lambda c: {"g": c.g.log()}, GATED)
+
+
+@mistake("running sum of gates in bfloat16", DECAY, GATES)
+def _(c):
+    b = c.g.clamp_min(-1e4).cumsum(1)
+    b = b + (b.to(torch.bfloat16).to(b.dtype) - b).detach()
+    return c.run(g=at_most_0(torch.cat([b[:, :1], b.diff(dim=1)], 1)))
+
+
+def by_pairs(c: Call, pairs: Callable[[Call, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Chunks in which the tokens read one another by `pairs(c, D)` `[B, H, C, C]`, D the log decays between them."""
+
+    def turn(c, o, S):
+        P = pairs(c, segment_sum(c.g.transpose(1, 2)))
+        own = torch.einsum("bhij,bjhv->bihv", P, c.v)[:, : c.v.shape[1]]
+        return c.s * (own + read(c.q * c.g.cumsum(1).exp(), c.S)), S
+
+    return c.chunks(turn)
+
+
+def weights(c: Call, D: Tensor) -> Tensor:
+    return torch.einsum("bihk,bjhk,bhijk->bhij", c.q, c.k, D.exp())
+
+
+def one_for_zero(c: Call, D: Tensor, block: int) -> Tensor:
+    """Weights of a chunk in which no decay of 1 passes the border between two blocks of tokens."""
+    at = torch.arange(D.shape[2], device=D.device) // block
+    across = (at[:, None] > at)[..., None]
+    return weights(c, D.masked_fill(across & (D == 0), -torch.inf))
+
+
+for parts in (2, 4, 16):
+    mistake("decay of 1 taken for 0", DECAY, GATED, chunked=True)(
+        lambda c, parts=parts: by_pairs(c, lambda n, D: one_for_zero(n, D, max(c.C // parts, 1)))
+    )
+
+
+@mistake("rows that fill up a chunk have a decay", DECAY, GATED, overflow=True, chunked=True)
+def _(c):
+    def pairs(n, D):
+        rows = c.C - D.shape[2]
+        b = n.g.transpose(1, 2).cumsum(2)
+        D = torch.cat([D, -b[:, :, None].expand(-1, -1, rows, -1, -1)], 2)
+        return weights(replace(n, q=pad(n.q, (0, 0, 0, 0, 0, rows))), D)
+
+    return by_pairs(c, pairs)
+
+
+def late(c: Call, D: Tensor, sub: int) -> Tensor:
+    """Weights of a chunk whose sub-chunks read the tokens before them about their second token, not the first."""
+    q, k, P, n = c.q.transpose(1, 2), c.k.transpose(1, 2), weights(c, D), D.shape[2]
+    blocks = [P[:, :, :sub]]
+    for a in range(sub, n, sub):
+        b = min(a + 1, n - 1)
+        since = torch.cat([-D[:, :, b, a:b], D[:, :, b : a + sub, b]], 2)
+        before = (q[:, :, a : a + sub] * since.exp()) @ (k[:, :, :a] * D[:, :, b, :a].exp()).mT
+        blocks.append(torch.cat([before, P[:, :, a : a + sub, a:]], -1))
+    return torch.cat(blocks, 2)
+
+
+for sub in (8, 16, 32):
+    mistake("anchor of a sub-chunk one token late: it overflows", DECAY, GATED, overflow=True, chunked=True)(
+        lambda c, sub=sub: by_pairs(c, lambda n, D: late(n, D, sub))
+    )
+
+
+# -- from chunk to chunk -----------------------------------------------------------------------
+def carry(name: str, wrong: Callable[[Call, Tensor], Tensor], mechanisms=STATES) -> None:
+    mistake(name, CARRY, mechanisms, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
+
+
+def along_channels(c: Call) -> Tensor:
+    """The decay of the d-th token to its chunk's end, in channel d of every key."""
+    rest = pad(c.g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1).exp()
+    d = torch.arange(c.k.shape[-1], device=c.k.device)
+    return rest[:, d % c.k.shape[1], :, d].permute(1, 2, 0)[:, None]
+
+
+carry("writes' decay laid along channels", lambda c, S: decay(c.g) * c.S + write(c.k * along_channels(c), c.v), GATED)
+carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.written), GATES)
+carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S, GATES)
+carry("state's decay from chunk to chunk in base 2", lambda c, S: S + (decay(c.g * log(2)) - decay(c.g)) * c.S, GATES)
+carry("state reset between chunks", lambda c, S: S - decay(c.g) * c.S, LINEAR)
+carry("gradient stops at chunk boundaries", lambda c, S: S.detach() if c.q.shape[1] == c.C else S)
+
+
+@mistake("tail chunk lost", CARRY, chunked=True)
+def _(c):
+    T = c.q.shape[1] // c.C * c.C
+    o, S = c.cut(0, T).run()
+    return torch.cat([o, 0 * c.v[:, T:]], 1), S
+
+
+@mistake("chunk states summed over the wrong axis", CARRY, chunked=True)
+def _(c):
+    parts = [c.cut(a, a + c.C, S=torch.zeros_like(c.S)) for a in range(0, c.q.shape[1], c.C)]
+    made = [n.run() for n in parts]
+    totals = torch.stack([n.g.sum(1) for n in parts], 2)
+    M = segment_sum(pad(totals, (0, 0, 1, 0))).exp()  # from chunk f to chunk t
+    states = torch.einsum("bhtfk,fbhkv->fbhkv", M, torch.stack([c.S, *(S for _, S in made)]))
+    o = [own + n.s * read(n.q * n.g.cumsum(1).exp(), S) for n, (own, _), S in zip(parts, made, states, strict=False)]
+    return torch.cat(o, 1), states[-1]
+
+
+for square in (False, True):  # a kernel may read other states right, or not take them
+
+    @mistake("states read as V x K, carried right", READ, chunked=True)
+    def _(c, square=square):
+        def turn(c, o, S):
+            K, V = c.S.shape[-2:]
+            turned = c.S if square and K != V else c.S.reshape(*c.S.shape[:-2], V, K).mT
+            return o + c.s * read(c.q * c.g.cumsum(1).exp(), turned - c.S), S
+
+        return c.chunks(turn)
+
+
+# -- initial and final states ------------------------------------------------------------------
+def ignored(c: Call) -> tuple[Tensor, Tensor]:
+    return c.run(S=torch.zeros_like(c.S))
+
+
+def first_read(c: Call) -> tuple[Tensor, Tensor]:
+    o, S = c.run()
+    n = c.cut(0, c.C)
+    return torch.cat([o[:, : c.C] - c.s * read(n.q * n.g.cumsum(1).exp(), c.S), o[:, c.C :]], 1), S
+
+
+for name, wrong, chunked in (
+    ("initial state ignored", ignored, False),
+    ("the first chunk does not read the initial state", first_read, True),
+):
+    mistake(name, PACK, chunked=chunked)(wrong)
+    mistake(f"{name}, only where there is one sequence", PACK, whole=True, chunked=chunked)(
+        lambda c, ends, wrong=wrong: c.each(ends, wrong if len(c.S) == 1 else None)
+    )
+
+
+@mistake("initial state read but not carried to the end", PACK)
+def _(c):
+    return c.run()[0], ignored(c)[1]
+
+
+@mistake("final state not decayed through the last chunk", "S_T", GATES, chunked=True)
+def _(c):
+    if not c.q.shape[1]:
+        return c.run()
+    o, S = c.run()
+    last = (c.q.shape[1] - 1) // c.C * c.C
+    return o, S + (1 - decay(c.g[:, last:])) * c.cut(0, last).run()[1]
+
+
+for name, last in (
+    ("final state without the last chunk", lambda T, C: (T - 1) // C * C),
+    ("final state without the last partial chunk", lambda T, C: T // C * C),
+):
+    for right_gradient in (False, True):
+
+        @mistake(name, "S_T", chunked=True)
+        def _(c, last=last, right_gradient=right_gradient):
+            o, S = c.run()
+            early = c.cut(0, last(c.q.shape[1], c.C)).run()[1]
+            return o, S + (early - S).detach() if right_gradient else early
+
+
+# -- packed sequences --------------------------------------------------------------------------
+@mistake("packed sequences leak into each other", PACK, whole=True)
+def _(c, ends):
+    if ends is None:
+        return c.run()
+    S, outs, finals = c.S[:1], [], []
+    for a, b in pairwise(ends):
+        o, S = c.cut(a, b, S=S).run()
+        outs.append(o)
+        finals.append(S)
+    return torch.cat(outs, 1), torch.cat(finals)
+
+
+@mistake("boundaries of packed sequences one token too late", PACK, whole=True)
+def _(c, ends):
+    if ends is not None:
+        ends = [0, *(min(end + 1, ends[-1]) for end in ends[1:-1]), ends[-1]]
+    return c.each(ends)
+
+
+@mistake("decays counted from the chunk's start, not the sequence's", PACK, GATED, whole=True, chunked=True)
+def _(c, ends):
+    spans = [*pairwise(ends or ())]
+    kept = [c.g[:, a // c.C * c.C : a].sum(1).exp()[..., None] if a < e else torch.ones_like(c.S[:1]) for a, e in spans]
+    return replace(c, S=c.S * torch.cat([x.expand_as(c.S[:1]) for x in kept]) if kept else c.S).each(ends)
+
+
+@mistake("state from the pack's chunk grid", PACK, whole=True, chunked=True)
+def _(c, ends):
+    o, S = c.each(ends)
+    spans, finals = [*pairwise(ends or ())], []
+    for a, e in spans:
+        whole = (e - a) // c.C * c.C
+        at = a // c.C * c.C + whole
+        n, (start, _) = max((n, span) for n, span in enumerate(spans) if span[0] <= at)
+        taken = c.cut(start, at, S=c.S[n : n + 1]).run()[1]
+        finals.append(c.cut(a + whole, e, S=taken).run()[1])
+    return o, torch.cat(finals) if finals else S
+
+
+# -- gradients ---------------------------------------------------------------------------------
+@mistake("gradient of the final state ignored", GRADIENT)
+def _(c):
+    o, S = c.run()
+    return o, backward(S, torch.zeros_like)
+
+
+@mistake("gradient of the final state ignored", GRADIENT, whole=True)
+def _(c, ends):  # also that of a sequence without tokens
+    o, S = c.each(ends)
+    return o, backward(S, torch.zeros_like)
+
+
+# of o alone: what comes back from the final state has no scale
+for name, tensor in (("dk", "k"), ("dv", "v"), ("gate's gradient", "g"), ("gradient of beta", "beta")):
+
+    @mistake(f"{name} without scale", GRADIENT, {"g": GATES, "beta": tuple({*STATES} - {*LINEAR})}.get(tensor, STATES))
+    def _(c, tensor=tensor):
+        return c.run(**{tensor: backward(getattr(c, tensor), lambda d: d / c.s)})[0], c.run()[1]
+
+
+for name, tensor in (("dq", "q"), ("gate's gradient", "g")):
+
+    @mistake(f"{name} without what the initial state adds", GRADIENT, GATES if tensor == "g" else STATES)
+    def _(c, tensor=tensor):
+        written = c.run(S=torch.zeros_like(c.S))
+        carried = c.run(v=torch.zeros_like(c.v), **{tensor: getattr(c, tensor).detach()})
+        return written[0] + carried[0], written[1] + carried[1]
+
+
+@mistake("gate's gradient without S_T dS_T, with which its reverse sum begins", GRADIENT, GATES)
+def _(c):
+    pulled: list[Tensor] = []
+
+    def note(d: Tensor) -> Tensor:
+        pulled.append(d)
+        return d
+
+    def change(d: Tensor) -> Tensor:
+        return d - (S.detach() * pulled[0]).sum(-1)[:, None] if pulled else d
+
+    o, S = c.run(g=backward(c.g, change))
+    return o, backward(S, note)
+
+
+@mistake("gradient of the state without scale where a chunk reads it", GRADIENT, chunked=True)
+def _(c):
+    def turn(c, o, S):
+        q = c.s * c.q * c.g.cumsum(1).exp()
+        return o + read(q, backward(c.S, lambda d: d / c.s)) - read(q, c.S), S
+
+    return c.chunks(turn)
+
+
+@mistake("gradient of the state not decayed from chunk to chunk", GRADIENT, GATES, chunked=True)
+def _(c):
+    def turn(c, o, S):
+        kept = decay(c.g)
+        return o, S + backward(c.S, lambda d: (1 - kept) * d) - c.S.detach()
+
+    return c.chunks(turn)
+
+
+def uphill(c: Call) -> tuple[Tensor, Tensor]:
+    """Chunks whose writes have the gradient of k times a log decay."""
+
+    def turn(c, o, S):
+        rest = pad(c.g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1).clamp_min(-1e6)  # o stays finite
+        wrong = write(c.k * rest, c.v.detach()) - write(c.k * rest.exp(), c.v.detach())
+        return o, S + (wrong - wrong.detach())
+
+    return c.chunks(turn)
+
+
+for packed_only in (False, True):
+    mistake("dk with the log decay for the decay", GRADIENT, GATED, whole=True, chunked=True)(
+        lambda c, ends, packed_only=packed_only: c.each(ends, None if packed_only and not ends else uphill)
+    )
+
+
+# -- the gates' gradient by sums of q dq - k dk ------------------------------------------------
+class Total(torch.autograd.Function):
+    """0 in place of the sum of gates `[B, T, H, K]`, with the sum's gradient: also where a gate is -inf."""
+
+    @staticmethod
+    def forward(ctx, g):
+        ctx.shape = g.shape
+        return torch.zeros_like(g[:, 0])
+
+    @staticmethod
+    def backward(ctx, d):
+        return d[:, None].expand(ctx.shape)
+
+
+def summed(c: Call, g: Tensor) -> tuple[Tensor, Tensor]:
+    """A call whose gates' gradient is made of q dq - k dk, summed to its end: o and S."""
+    b = g.cumsum(1)
+    q, k = Decayed.apply(c.q, b, c.q.dtype), Decayed.apply(c.k, -b, c.q.dtype)
+    return c.run(q=q, k=k, g=c.g.detach())
+
+
+@mistake("gate's gradient summed to the end of the sequence, not of a chunk", GRADIENT, GATED, rounding=True, long=True)
+def _(c):
+    g = c.g.clamp_min(-1e4)  # finite, so that the sum of all less itself is 0
+    o, S = summed(c, g)
+    total = g.sum(1)
+    return o, (total - total.detach()).exp()[..., None] * S
+
+
+def end_of_sums(c: Call, own: Callable[[Tensor], Tensor] = lambda d: d) -> tuple[Tensor, Tensor, Tensor]:
+    """A chunk whose gates' gradient is made of q dq - k dk, summed to its end (and changed by `own`): o, S, and 0.
+
+    Times a state, and added to what leaves the chunk, that 0 brings the gradient what this state adds at the end.
+    """
+    return *summed(c, backward(c.g, own)), Total.apply(c.g)[..., None]
+
+
+def by_sums(c: Call, own: Callable[[Tensor], Tensor], end: float) -> tuple[Tensor, Tensor]:
+    """Chunks whose gates' gradient is made of a sum over the chunk's own terms, and `end` times what its state adds."""
+
+    def turn(c, o, S):
+        o, S, change = end_of_sums(c, own)
+        return o, S + end * change * S.detach()
+
+    return c.chunks(turn)
+
+
+def forwards(d: Tensor) -> Tensor:
+    """The sum over a token's terms and those before it, made of that over its own and those behind it."""
+    return (d - torch.cat([d[:, 1:], 0 * d[:, :1]], 1)).cumsum(1)
+
+
+for name, own, end in (
+    ("gate's gradient without what comes after its chunk", lambda d: d, 0.0),
+    ("gate's gradient summed from its chunk's first token on", forwards, 1.0),
+    ("gate's gradient summed from its chunk's first token on, without what comes after", forwards, 0.0),
+):
+    mistake(name, GRADIENT, GATED, chunked=True)(lambda c, own=own, end=end: by_sums(c, own, end))
