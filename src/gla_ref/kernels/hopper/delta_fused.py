@@ -25,6 +25,11 @@ the next one takes its first operand from. So S^T, v'^T, w^T never leave registe
 memory. The order of products is one that the assembler runs asynchronously: k S and q S are both waited for before the
 decays are loaded, which takes fewer registers than waiting for k S alone.
 
+*The decays of N and P* are 2^(c_i - c_j), with c the coarse sums, which fall by 1/512 a row more than gates do: so the
+sign of c_i - c_j tells what is above the diagonal, and no mask is made. The rest is D = diag(2^x), where b in base 2 is
+c + x, x < 1/4. With N = D N' D^-1 and P = D P' D^-1 walkers have w' = D^-1 w = (I - N')^-1 diag(2^-x beta) v', and P w
+= D P' w'. D costs nothing in the solver: rows of P and columns of T have factors anyway.
+
 *The inverse* is that of delta_inverse.py, with float16's products. If a chunk's largest N_ij is above its limit the
 solver makes N again, and the inverse by pairs of bfloat16: a mild chunk pays for the vote only.
 
@@ -73,8 +78,8 @@ copy_in, copy_out = named("copy_in"), named("copy_out")
 
 C, BV = gl.constexpr(64), gl.constexpr(64)  # tokens of a chunk, columns of a walker
 STAGES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
-# rows of a chunk's `gates`: strengths, sums of gates in two parts, e^b, e^(b_C - b), scale e^b
-BETA, COARSE, FINE, SINCE, UNTIL, READ = (gl.constexpr(i) for i in range(6))
+# rows of a chunk's `gates`: strengths, c, e^b, 2^x e^(b_C - b), scale e^b, 2^-x times strengths, 2^x scale
+BETA, COARSE, SINCE, UNTIL, READ, RIGHT, LEFT = (gl.constexpr(i) for i in range(7))
 
 
 class Tiles(NamedTuple):
@@ -141,11 +146,14 @@ def loader(q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_k, begin, end
         if g is not None:
             coarse, fine = summed(b_g.to(gl.float32))
             since, until = since_until(coarse, fine, C, line)
-            row(tiles, s, COARSE).store(coarse)
-            row(tiles, s, FINE).store(fine)
+            fall = rows.to(gl.float32) * (1.0 / 512.0)
+            rest = gl.exp2(fine + fall)  # 2^x
+            row(tiles, s, COARSE).store(coarse - fall)
             row(tiles, s, SINCE).store(since)
-            row(tiles, s, UNTIL).store(until)
+            row(tiles, s, UNTIL).store(until * rest)
             row(tiles, s, READ).store(since * scale)
+            row(tiles, s, RIGHT).store(b_beta.to(gl.float32) / rest)
+            row(tiles, s, LEFT).store(rest * scale)
         mbarrier.arrive(bars.gated.index(s), count=1)
         left -= C  # the next chunk's gates are asked for long before they are needed
         beta += C * s_beta[1]
@@ -157,16 +165,15 @@ def loader(q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_k, begin, end
 
 @gluon.jit
 def decays(tiles, s, never, GATED: gl.constexpr, layout: gl.constexpr):
-    """E of (1). `never` is 0, but Triton does not know: so it makes masks where they are used, and keeps none."""
+    """D^-1 E D of (1). `never` is 0, but Triton does not know: so masks are made where they are used, not kept."""
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     of_column: gl.constexpr = gl.SliceLayout(0, layout)
-    i, j = gl.arange(0, C, layout=of_row)[:, None], gl.arange(0, C, layout=of_column)[None, :]
-    below = (i + never) - j % 8 >= j // 8 * 8
     if GATED:
         coarse = row(tiles, s, COARSE).load(of_row)[:, None] - row(tiles, s, COARSE).load(of_column)[None, :]
-        fine = row(tiles, s, FINE).load(of_row)[:, None] - row(tiles, s, FINE).load(of_column)[None, :]
-        return gl.where(below, gl.exp2(coarse + fine), 0.0)
+        return gl.where(coarse > 0.0, 0.0, gl.exp2(coarse))
     else:
+        i, j = gl.arange(0, C, layout=of_row)[:, None], gl.arange(0, C, layout=of_column)[None, :]
+        below = (i + never) - j % 8 >= j // 8 * 8
         return gl.where(below, gl.full([C, C], 1.0, gl.float32, layout), 0.0)
 
 
@@ -181,9 +188,10 @@ def spread_again(tiles, scratch, s, b_k, never, GATED: gl.constexpr, layout: gl.
 
 
 @gluon.jit
-def store_T(tiles, s, Y, layout: gl.constexpr):
+def store_T(tiles, s, Y, GATED: gl.constexpr, layout: gl.constexpr):
     """T = Y diag(beta), and the powers of its rows."""
-    T, power = scaled_rows(Y * row(tiles, s, BETA).load(gl.SliceLayout(0, layout))[None, :], tiles.T.dtype)
+    strength = row(tiles, s, RIGHT if GATED else BETA).load(gl.SliceLayout(0, layout))[None, :]
+    T, power = scaled_rows(Y * strength, tiles.T.dtype)
     tiles.T.index(s).store(T)
     if tiles.powers is not None:
         tiles.powers.index(2 * s).store(power)
@@ -218,7 +226,10 @@ def solver(tiles, bars, scratch, begin, end, n, scale, GATED: gl.constexpr, PACK
         N = warpgroup_mma_wait(0, deps=[N])
         P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         spread(N * (E * strength), scratch, 0)
-        E *= scale
+        if GATED:
+            E *= row(tiles, s, LEFT).load(gl.SliceLayout(1, wide))[:, None]
+        else:
+            E *= scale
         eliminate(scratch, 0)
         P = warpgroup_mma_wait(0, deps=[P]) * E
         P, power = scaled_rows(P, b_k.dtype)
@@ -228,25 +239,26 @@ def solver(tiles, bars, scratch, begin, end, n, scale, GATED: gl.constexpr, PACK
         if is_strong(scratch):
             spread_again(tiles, scratch, s, b_k, never, GATED, wide)
             eliminate(scratch, 1)
-            store_T(tiles, s, inverse(scratch, 1, wide), wide)
+            store_T(tiles, s, inverse(scratch, 1, wide), GATED, wide)
         else:
-            store_T(tiles, s, inverse(scratch, 0, wide), wide)
+            store_T(tiles, s, inverse(scratch, 0, wide), GATED, wide)
         fence_async_shared()
         mbarrier.arrive(bars.solved.index(s), count=1)
 
 
 @gluon.jit
-def send(d_o, x, t_u, i_b, i_h, o_t, o_v):
+def send(d_o, x, t_u, done, i_b, i_h, o_t, o_v):
     """o^T [BV, C] of a whole chunk, by way of t_u."""
     tma.store_wait(0)  # the last o has been read
     t_u.reshape([C, BV]).permute((1, 0)).store(x)
     fence_async_shared()
+    mbarrier.arrive(done, count=1)  # after a fence: threads have read v
     copy_out(d_o, [i_b, i_h, o_t, o_v], t_u)
 
 
 @gluon.jit
 def store_turned(
-    o, d_o, x, t_u, i_b, i_h, o_t, end, o_v, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
+    o, d_o, x, t_u, done, i_b, i_h, o_t, end, o_v, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
 ):
     """o^T [BV, C] to rows o_t ..., up to row `end`."""
     if PACKED:
@@ -256,10 +268,11 @@ def store_turned(
             p = o + (o_t.to(gl.int64) * HV + i_h) * V + o_v
             gl.store(p + (columns * (HV * V) + rows), x, mask=columns < end - o_t)
             fence_async_shared()
+            mbarrier.arrive(done, count=1)
         else:
-            send(d_o, x, t_u, i_b, i_h, o_t, o_v)
+            send(d_o, x, t_u, done, i_b, i_h, o_t, o_v)
     else:
-        send(d_o, x, t_u, i_b, i_h, o_t, o_v)
+        send(d_o, x, t_u, done, i_b, i_h, o_t, o_v)
 
 
 @gluon.jit
@@ -333,8 +346,8 @@ def walker(outputs, tiles, bars, which, t_u, D: gl.constexpr, GATED: gl.constexp
         S, b_o = warpgroup_mma_wait(0, deps=[S, b_o])
         if FLOAT16:
             S, b_o = S * gl.exp2(of_u), b_o * gl.exp2(of_w)[:, None] * gl.exp2(of_P)
-        store_turned(o, d_o, b_o.to(dtype), t_u, i_b, i_h, o_t, end, D * BV, HV, V, narrow, PACKED)
-        mbarrier.arrive(bars.done.index(s), count=1)  # after a fence: threads have read v
+        done = bars.done.index(s)
+        store_turned(o, d_o, b_o.to(dtype), t_u, done, i_b, i_h, o_t, end, D * BV, HV, V, narrow, PACKED)
     tma.store_wait(0)
     gl.store(state_rows(S_out, i_n, i_h, D * BV, HV, K, V, state), S)
 
@@ -365,7 +378,7 @@ def fused(
     t_T = gl.allocate_shared_memory(k.dtype, [STAGES, C, C], square)
     t_P = gl.allocate_shared_memory(k.dtype, [STAGES, C, C], square)
     t_u = gl.allocate_shared_memory(k.dtype, [WALKERS, 1, 1, C, BV], d_o.layout)
-    gates = gl.allocate_shared_memory(gl.float32, [STAGES * (6 if GATED else 1), C], line)
+    gates = gl.allocate_shared_memory(gl.float32, [STAGES * (7 if GATED else 1), C], line)
     if k.dtype == gl.float16:
         powers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line)
     else:

@@ -38,7 +38,7 @@ class Scratch(NamedTuple):
     N: object  # blocks of 16 of N in two parts; those of D_j take the place of blocks that nobody reads
     L: object  # the lower left quarters of the blocks of 16 on the diagonal, in two parts
     D: object  # the inverses of blocks of 8, two in a block of 16, in two parts
-    most: object  # [32] float32: the largest |N_ij| of each two rows
+    most: object  # [4] float32: the largest |N_ij| of a warp's rows
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def allocate_scratch():
     t_N = gl.allocate_shared_memory(gl.float16, [32, 16, 16], rows)
     t_L = gl.allocate_shared_memory(gl.float16, [8, 16, 16], rows)
     t_D = gl.allocate_shared_memory(gl.float16, [8, 16, 16], rows)
-    most = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    most = gl.allocate_shared_memory(gl.float32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Scratch(t_E, t_N, t_L, t_D, most)
 
 
@@ -123,8 +123,7 @@ def times(x, tile, n: gl.constexpr, acc, mma: gl.constexpr, PAIRS: gl.constexpr)
 @gluon.jit
 def spread(N, scratch, PAIRS: gl.constexpr):
     """N to shared memory; zeros above the diagonal, and on it -beta_i |k_i|^2 or zeros, which only `is_strong` sees."""
-    most = gl.max(gl.max(gl.abs(N).reshape([4, 2, 8, 64]), 1), 2)  # a thread has rows i and i + 8
-    reinterpret(scratch.most, gl.float32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(most)
+    scratch.most.store(gl.max(gl.max(gl.abs(N).reshape([4, 16, 64]), 2), 1))
     # blocks of 16 on the diagonal [block, row, column]: a warp has all blocks of its rows, and picks one
     four: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
@@ -148,7 +147,7 @@ def spread(N, scratch, PAIRS: gl.constexpr):
 @gluon.jit
 def is_strong(scratch):
     """Whether an N that has been spread needs pairs: one vote of the chunk."""
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    line: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     return gl.max(scratch.most.load(line), 0) > MILD
 
 
@@ -165,7 +164,8 @@ def eliminate(scratch, PAIRS: gl.constexpr):
         y = gl.sum(gl.where(j == 7 - n, Y, 0.0), 2)  # the register 7 - n
         Y += y[:, :, None] * scratch.E.index(7 - n).load(gl.SliceLayout(1, eight))[:, None, :]
     # rows of 16, zeros beside the block: of even blocks behind, of odd ones before
-    even, odd = gl.where(b % 2 == 0, Y, 0.0), gl.where(b % 2 == 0, 0.0, Y)
+    is_odd = (b % 2).to(gl.float32)
+    even, odd = Y * (1.0 - is_odd), Y * is_odd
     store_parts(scratch.D, gl.join(even, odd).permute((0, 1, 3, 2)).reshape([4, 16, 16]), PAIRS)
 
 
