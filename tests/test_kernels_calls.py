@@ -492,7 +492,7 @@ def test_a_profiler_sees_the_launches():
         both("gla", x)
     finally:
         hooks.remove(hook)
-    assert {"walk", "mend"} <= set(names) and len({"gradients", "rewind"} & set(names)) == 1  # portable, or Hopper's
+    assert {"walk", "mend"} <= set(names) and len({"gradients", "unwind"} & set(names)) == 1  # portable, or Hopper's
 
 
 FIRST = """
