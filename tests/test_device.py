@@ -77,3 +77,22 @@ def test_what_was_interpreted_leaves_triton_as_it_was(tmp_path):
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, tmp_path / "program.py"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_the_interpreter_works_out_once_is_each_tensors_own():
+    """Fields of types and tensors of one shape: an element's type, a layout and a value are not mixed up."""
+    core = pytest.importorskip("triton.language.core")
+    gluon = pytest.importorskip("triton.experimental.gluon.language._core")
+    find_device()
+    single, half = (core.block_type(x, [4, 8]) for x in (core.float32, core.float16))
+    layouts = [gluon.BlockedLayout([1, n], [4, 8], [1, 1], [1, 0]) for n in (1, 2)]
+    kinds = [single, half, *(gluon.distributed_type(core.float32, [4, 8], x) for x in layouts)]
+    for n, kind in enumerate([*kinds, core.float32, core.pointer_type(core.float32)]):
+        x = core.tensor(n, kind)
+        assert (x.handle, x.type, x.dtype) == (n, kind, kind.scalar)
+        assert [s.value for s in x.shape] == ([4, 8] if kind in kinds else []) and x.numel.value == 32 ** (
+            kind in kinds
+        )
+    assert [x.layout for x in kinds[2:]] == layouts and single != half and str(single) != str(half)
+    with pytest.raises(ValueError, match="power of 2"):
+        core.block_type(core.float32, [3])
