@@ -289,11 +289,10 @@ def test_every_page_is_listed():
     assert listed == {f"book/{path.stem}" for path in (ROOT / "book").glob("*.md")}
 
 
-def test_readme_example_runs():
+def test_readme_example_runs(capsys):
     (example,) = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "README.md").read_text())
-    result = run("-c", example)
-    assert result.returncode == 0, result.stderr
-    assert float(re.search(r"[\d.]+e-\d+|0\.", result.stdout)[0]) < 1e-12
+    exec(example, {})
+    assert float(re.search(r"[\d.]+e-\d+|0\.", capsys.readouterr().out)[0]) < 1e-12
 
 
 @pytest.mark.deep

@@ -1,10 +1,9 @@
 """Reading measurements: the right file, the right records, nothing where there is none."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+import ranks
 
 from gla_ref.book import results
 
@@ -54,23 +53,20 @@ def test_label_names_gpu_and_versions(folder):
 
 # -- files that several processes write ----------------------------------------------------------
 
-WRITER = """
-import sys
-from pathlib import Path
-from gla_ref.book import results
-for i in range(int(sys.argv[3])):
-    results.merge(Path(sys.argv[1]), {"gpu": None}, "runs", [{"name": f"{sys.argv[2]}/{i}", "x": "y" * 999}], ["name"])
-"""
+
+def write(file, who, n):
+    for i in range(n):
+        results.merge(file, {"gpu": None}, "runs", [{"name": f"{who}/{i}", "x": "y" * 999}], ["name"])
 
 
 def test_two_processes_lose_no_record(tmp_path):
     file, n = tmp_path / "new" / "r.json", 12
-    line = [sys.executable, "-c", WRITER, str(file)]
-    writers = [subprocess.Popen([*line, who, str(n)]) for who in ("a", "b")]
-    while any(writer.poll() is None for writer in writers):
+    writers = [ranks.CONTEXT.Process(target=write, args=(file, who, n)) for who in ("a", "b")]
+    ranks.start(writers)
+    while any(writer.is_alive() for writer in writers):
         if file.exists():
             results.read(file, "runs")  # a whole file at every moment
-    assert [writer.returncode for writer in writers] == [0, 0]
+    assert [writer.exitcode for writer in writers] == [0, 0]
     found = {r["name"] for r in results.read(file, "runs")}
     assert found == {f"{who}/{i}" for who in "ab" for i in range(n)}
     assert {p.name for p in file.parent.iterdir()} <= {"r.json", ".r.json.lock"}
