@@ -117,14 +117,18 @@ def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         items.sort(key=lambda item: (item.path.stem, item.function.__name__, str(parameters(item).get("dtype"))))
     else:
-        longest = ["test_book", "test_kernels_linear", "test_check", "test_kernels_gla"]
-        items.sort(key=lambda item: (longest + [item.path.stem]).index(item.path.stem))
+        longest = ("check", "check_calls", "kernels_hopper_delta", "kernels_linear", "orders", "bench")
+        items.sort(key=lambda item: (*longest, name(item)).index(name(item)))
 
 
 def pytest_runtest_teardown(item):
     """A large test gives its memory back: others run at the same time, and PyTorch would keep it for this process."""
     if item.get_closest_marker("gpu") and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+def name(item) -> str:
+    return item.path.stem.removeprefix("test_")
 
 
 def parameters(item) -> dict:

@@ -1,6 +1,7 @@
 """Reading measurements: the right file, the right records, nothing where there is none."""
 
 import json
+import statistics
 
 import pytest
 import ranks
@@ -19,6 +20,16 @@ def folder(tmp_path):
     (tmp_path / "a-steps.json").write_text('{"environment": {"gpu": "NVIDIA A100"}, "steps": [1]}')
     (tmp_path / "0-test-gpu.json").write_text('{"passed": 3}')
     return tmp_path
+
+
+def test_milliseconds_are_the_median_of_their_samples():
+    """So a record that a hand has edited is found."""
+    contents = [json.loads(file.read_text()) for file in results.file("X").parent.glob("*.json")]
+    lists = [x for content in contents if isinstance(content, dict) for x in content.values() if isinstance(x, list)]
+    timed = [r for records in lists for r in records if isinstance(r, dict) and r.get("samples_ms")]
+    assert len(timed) > 400
+    for r in timed:
+        assert r["ms"] == pytest.approx(statistics.median(r["samples_ms"]), rel=2e-4, abs=2e-5), r
 
 
 def test_load_by_gpu(folder):
