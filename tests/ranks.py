@@ -39,7 +39,7 @@ def serve(rank, size, port, pipe):
 
 #: processes of it are forked from a server, which imports the package once
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["cases", "gla_ref.context_parallel", "gla_ref.book.results"])
+CONTEXT.set_forkserver_preload(["cases", "gla_ref.context_parallel"])
 
 
 def start(processes):

@@ -87,12 +87,13 @@ def kinds(record: Path) -> frozenset[str]:
 
 
 def files(root: Path, code: str) -> list[Path]:
-    """All that the cells of a page read: modules with the style sheets and scripts beside them, records, the map.
+    """All that the cells of a page read: modules with style sheets, scripts and drawings beside them, records, the map.
 
     A record counts whose kind ("records", "waits", ...) is a string of the cells or of one of the modules.
     """
     found = modules(root / "src", code)
-    beside = {x for file in found for x in file.parent.iterdir() if x.suffix in (".css", ".js")}
+    near = {x for file in found for x in (*file.parent.iterdir(), *file.with_suffix("").glob("*"))}
+    beside = {x for x in near if x.suffix in (".css", ".js", ".svg")}
     named = strings(code).union(*map(strings, found.values()))
     records = [x for x in (root / "benchmarks" / "results").glob("*.json") if x.stem not in WRITTEN_LATER]
     records = [x for x in records if LOOKS.search(code) or kinds(x) & named]
