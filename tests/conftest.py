@@ -1,11 +1,17 @@
 """Settings of the whole run: Triton's interpreter without a GPU, hypothesis, and the summary of a GPU run."""
 
+import atexit
 import datetime
+import gc
 import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
+import sys
+from inspect import isfunction
+from itertools import compress
 from pathlib import Path
 
 import pytest
@@ -14,6 +20,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
+gc.disable()  # until all tests are collected: half of the seconds that this takes
+sys.modules["rfc3987_syntax"] = None  # 38 grammars that nbformat's import would build, for formats that no schema has
 if importlib.util.find_spec("playwright") is None:
     collect_ignore = ["browser"]
 
@@ -65,6 +73,41 @@ def place(tmp_path, corpora):
     return Place("cpu", tmp_path / "checkpoints", texts=corpora)
 
 
+def left_out(config, marks) -> bool:
+    """Whether the run's expression excludes one of these marks."""
+    return not {mark.name for mark in marks}.isdisjoint(re.findall(r"\bnot (\w+)", config.option.markexpr))
+
+
+def pytest_ignore_collect(collection_path, config):
+    return True if collection_path.name == "browser" and left_out(config, [pytest.mark.browser]) else None
+
+
+def pytest_pycollect_makeitem(collector, obj):
+    """Make no tests of a function that the run leaves out."""
+    if isfunction(obj) and left_out(collector.config, [*getattr(obj, "pytestmark", ()), *collector.iter_markers()]):
+        return []
+
+
+def pytest_generate_tests(metafunc):
+    """Nor of a parameter that it leaves out."""
+    parametrize = metafunc.parametrize
+
+    def keep(names, values, *, ids=None, **more):
+        values = list(values)
+        kept = [not left_out(metafunc.config, getattr(x, "marks", ())) for x in values]
+        if isinstance(ids, list | tuple):
+            ids = list(compress(ids, kept))
+        parametrize(names, list(compress(values, kept)), ids=ids, **more)
+
+    metafunc.parametrize = keep
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was made so far stays until the end
+    atexit.register(gc.unfreeze)
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config, items):
     """Without a GPU the files that take longest start first, so that in the end no worker waits for another's.
 
@@ -74,14 +117,18 @@ def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         items.sort(key=lambda item: (item.path.stem, item.function.__name__, str(parameters(item).get("dtype"))))
     else:
-        longest = ["test_book", "test_kernels_linear", "test_check", "test_kernels_gla"]
-        items.sort(key=lambda item: (longest + [item.path.stem]).index(item.path.stem))
+        longest = ("check", "check_calls", "kernels_hopper_delta", "kernels_linear", "orders", "bench")
+        items.sort(key=lambda item: (*longest, name(item)).index(name(item)))
 
 
 def pytest_runtest_teardown(item):
     """A large test gives its memory back: others run at the same time, and PyTorch would keep it for this process."""
     if item.get_closest_marker("gpu") and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+def name(item) -> str:
+    return item.path.stem.removeprefix("test_")
 
 
 def parameters(item) -> dict:

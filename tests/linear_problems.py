@@ -34,10 +34,10 @@ def problem(
     given = {n: F32 if n in ("S", "dS") else dtype for n in x}
     given["g"] = given["g_v"] = gates or dtype
     x, judged = budgets(mechanism, x, given, products=products, scale=scale, ends=ends)
-    dS0, band = judged["dS0"]
-    if (mechanism, dtype) == ("simple_gla", torch.float16) and dS0.abs().max() < SMALLEST:
-        # the walk does not scale do before it rounds e^b do, which is 0 here
-        judged["dS0"] = dS0, max(band, allowed(torch.zeros_like(dS0).float(), dS0))
+    if (mechanism, dtype) == ("simple_gla", torch.float16):
+        dS0, band = judged["dS0"]
+        if dS0.abs().max() < SMALLEST:  # the walk does not scale do before it rounds e^b do, which is 0 here
+            judged["dS0"] = dS0, max(band, allowed(torch.zeros_like(dS0).float(), dS0))
     return x, judged
 
 

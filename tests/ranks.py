@@ -1,4 +1,4 @@
-"""A pool of processes that are ranks of gloo groups: one pool serves every test, since starting it takes longest."""
+"""Processes that share one import, and a pool of them that are ranks of gloo groups and serve every test."""
 
 import datetime
 import multiprocessing
@@ -37,21 +37,28 @@ def serve(rank, size, port, pipe):
             pipe.send((False, (str(error), time.monotonic() - began, traceback.format_exc())))
 
 
+#: processes of it are forked from a server, which imports the package once
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["cases", "gla_ref.context_parallel"])
+
+
+def start(processes):
+    # the server imports by its environment, not by our sys.path
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        for process in processes:
+            process.start()
+
+
 class Pool:
     def __init__(self, size):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["cases", "gla_ref.context_parallel"])  # imported once for all ranks
         # in this process, so that it outlives every rank
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes, self.groups = [], [], {}
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, self.store.port, there), daemon=True)
-            # the server that ranks are forked from imports by its environment, not by our sys.path
-            with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-                process.start()
+            here, there = CONTEXT.Pipe()
             self.pipes.append(here)
-            self.processes.append(process)
+            self.processes.append(CONTEXT.Process(target=serve, args=(rank, size, self.store.port, there), daemon=True))
+        start(self.processes)
 
     def group(self, name, n, limit=LIMIT):
         """A new group of the first n ranks, to be asked for by its name; all ranks take part in making it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import gla_api
 import gla_book
 import gla_minutes
 import gla_package
+import gla_reads
 import make_notebooks
 from bs4 import BeautifulSoup
 from docutils import nodes
@@ -289,11 +291,55 @@ def test_every_page_is_listed():
     assert listed == {f"book/{path.stem}" for path in (ROOT / "book").glob("*.md")}
 
 
-def test_readme_example_runs():
+def test_readme_example_runs(capsys):
     (example,) = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "README.md").read_text())
-    result = run("-c", example)
-    assert result.returncode == 0, result.stderr
-    assert float(re.search(r"[\d.]+e-\d+|0\.", result.stdout)[0]) < 1e-12
+    exec(example, {})
+    assert float(re.search(r"[\d.]+e-\d+|0\.", capsys.readouterr().out)[0]) < 1e-12
+
+
+def test_a_page_runs_again_where_something_that_it_reads_has_changed(tmp_path):
+    """A module two imports away counts, and one that nothing imports does not; kernels, judges and records by name."""
+    package = tmp_path / "src" / "gla_ref"
+    texts = {
+        "__init__": "from . import used\nFORMS = {}\ndef call():\n    from .kernels.forms import FUNCTIONS",
+        "used": "def work():\n    from .deep import below",
+        "deep/__init__": "",
+        "deep/below": "x = 1\nif __name__ == '__main__':\n    from .. import unused",
+        "unused": "x = 1",
+        "kernels/__init__": "",
+        "kernels/forms": "FUNCTIONS = {}",
+        "book/__init__": "",
+        "book/exercises/__init__": "def check(label): ...",
+        "book/exercises/first": "'ex-one'",
+        "book/exercises/second": "'ex-two'",
+    }
+    for name, text in texts.items():
+        (package / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        (package / f"{name}.py").write_text(text)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    for kind in ("waits", "parts"):
+        (package / f"../../benchmarks/results/{kind}.json").write_text(json.dumps({"environment": {}, kind: []}))
+    (tmp_path / "requirements.txt").write_text("torch==1")
+
+    def read(code):
+        return {str(file.relative_to(tmp_path)) for file in gla_reads.files(tmp_path, code)}
+
+    def of(*names):
+        return {f"src/gla_ref/{name}.py" for name in ("__init__", *names)} | {"requirements.txt"}
+
+    plain, everything = of("used", "deep/__init__", "deep/below"), of(*texts)
+    assert read("%matplotlib inline\nimport gla_ref") == read("f('gla_ref.used')") == plain
+    assert read("from gla_ref import FORMS") == plain | of("kernels/__init__", "kernels/forms")
+    assert read("import gla_ref\nload(kind='waits')") == plain | {"benchmarks/results/waits.json"}
+    judged = plain | of("book/__init__", "book/exercises/__init__", "book/exercises/second")
+    assert read("from gla_ref.book.exercises import check\ncheck('ex-two')") == judged
+    assert read("import gla_ref.gone") == everything
+    assert read("import gla_ref\nPath().rglob('*')") >= everything | {"benchmarks/results/parts.json"}
+    before = gla_reads.key(tmp_path, "import gla_ref")
+    (package / "unused.py").write_text("x = 2")
+    assert gla_reads.key(tmp_path, "import gla_ref") == before
+    (package / "deep" / "below.py").write_text("x = 2")
+    assert gla_reads.key(tmp_path, "import gla_ref") != before
 
 
 @pytest.mark.deep

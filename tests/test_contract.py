@@ -272,15 +272,23 @@ def test_every_form_can_be_pickled_and_copied():
             assert pickle.loads(pickle.dumps(form)) is form and copy.deepcopy(form) is form
 
 
-def test_import_needs_neither_triton_nor_a_gpu():
-    """In a fresh process where importing Triton fails; every form is callable, and kernels say what is missing."""
+def test_import_needs_neither_triton_nor_a_gpu_nor_a_call_the_compiler_of_pytorch():
+    """In a fresh process where importing Triton fails; every form is callable, and kernels say what is missing.
+
+    Where it does not fail, forward and backward of a kernel do not import torch.compile: it would add seconds.
+    """
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import gla_ref, pickle; print(gla_ref.FORMS)\n"
         "assert all(callable(f) for forms in gla_ref.FORMS.values() for f in forms.values())\n"
         "form = pickle.loads(pickle.dumps(gla_ref.FORMS['delta_rule']['triton']))\n"
         "try: form(None, None, None, None)\n"
-        "except ModuleNotFoundError as error: print(error)"
+        "except ModuleNotFoundError as error: print(error)\n"
+        "import torch; del sys.modules['triton']\n"
+        "if not torch.cuda.is_available():\n"
+        "    x = [torch.randn(1, 3, 1, 4, requires_grad=True) for _ in 'qkv']\n"
+        "    gla_ref.FORMS['linear_attention']['triton'](*x)[0].sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "chunkwise_two_level" in done.stdout, done.stderr

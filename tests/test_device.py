@@ -1,11 +1,11 @@
 """Where kernels run on a machine: a GPU with or without bfloat16, or the interpreter."""
 
+import importlib
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from harness import interpreted
 
 from gla_ref.kernels import find_device
 
@@ -53,27 +53,41 @@ def test_the_interpreter_can_be_asked_for_on_a_gpu(machine, monkeypatch):
     assert found[:2] == ("cpu", torch.float32) and "GPU not used" in found.sentence
 
 
-INTERPRET = """
-from gla_ref.kernels import find_device
-find_device()
-import torch, triton, triton.language as tl
-before = dict(vars(tl.core))
+SUM = """
+import triton
+import triton.language as tl
 
 @triton.jit
 def total(x, out, N: tl.constexpr):
     tl.store(out, tl.sum(tl.load(x + tl.arange(0, N)), 0))
-
-out = torch.zeros(1)
-total[(1,)](torch.ones(8), out, N=8)
-assert out.item() == 8
-assert dict(vars(tl.core)) == before
 """
 
 
-def test_what_was_interpreted_leaves_triton_as_it_was(tmp_path):
+@interpreted
+def test_what_was_interpreted_leaves_triton_as_it_was(tmp_path, monkeypatch):
     """Else nothing can be compiled after a kernel that calls another function."""
-    pytest.importorskip("triton")
-    (tmp_path / "program.py").write_text(INTERPRET)
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, tmp_path / "program.py"], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    core = pytest.importorskip("triton.language.core")
+    (tmp_path / "sum_of_a_block.py").write_text(SUM)
+    monkeypatch.syspath_prepend(tmp_path)
+    before, out = dict(vars(core)), torch.zeros(1)
+    importlib.import_module("sum_of_a_block").total[(1,)](torch.ones(8), out, N=8)
+    assert out.item() == 8 and dict(vars(core)) == before and core.is_builtin(core.load)
+
+
+def test_what_the_interpreter_works_out_once_is_each_tensors_own():
+    """Fields of types and tensors of one shape: an element's type, a layout and a value are not mixed up."""
+    core = pytest.importorskip("triton.language.core")
+    gluon = pytest.importorskip("triton.experimental.gluon.language._core")
+    find_device()
+    single, half = (core.block_type(x, [4, 8]) for x in (core.float32, core.float16))
+    layouts = [gluon.BlockedLayout([1, n], [4, 8], [1, 1], [1, 0]) for n in (1, 2)]
+    kinds = [single, half, *(gluon.distributed_type(core.float32, [4, 8], x) for x in layouts)]
+    for n, kind in enumerate([*kinds, core.float32, core.pointer_type(core.float32)]):
+        x = core.tensor(n, kind)
+        assert (x.handle, x.type, x.dtype) == (n, kind, kind.scalar)
+        assert [s.value for s in x.shape] == ([4, 8] if kind in kinds else []) and x.numel.value == 32 ** (
+            kind in kinds
+        )
+    assert [x.layout for x in kinds[2:]] == layouts and single != half and str(single) != str(half)
+    with pytest.raises(ValueError, match="power of 2"):
+        core.block_type(core.float32, [3])

@@ -1,9 +1,5 @@
 """What GLA's kernels have alone, beyond what test_kernels_linear.py holds them to: strong gates, float16, two gates."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from cases import error, inputs
@@ -191,17 +187,3 @@ def test_memory_of_forward_and_backward():
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(gla(*x)[0], x, do)
     assert torch.cuda.max_memory_allocated() - before <= 3.2e9
-
-
-@interpreted
-def test_a_call_does_not_import_the_compiler_of_pytorch():
-    """It would add seconds to the first one."""
-    code = """
-import sys, torch
-from gla_ref.kernels.gla import gla
-x = [torch.randn(1, 3, 1, 4, requires_grad=True) for _ in "qkv"]
-gla(*x, torch.full_like(x[0], -0.05))[0].sum().backward()
-assert "torch._dynamo" not in sys.modules
-"""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True)

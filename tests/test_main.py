@@ -179,7 +179,7 @@ def test_the_doctor_on_a_gpu(capsys):
 def test_a_fresh_process_chooses_the_interpreter():
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "gla_ref"], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "gla_ref", *SMALL], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "TRITON_INTERPRET=1 is set" in done.stdout and not done.stderr

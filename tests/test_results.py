@@ -1,10 +1,10 @@
 """Reading measurements: the right file, the right records, nothing where there is none."""
 
 import json
-import subprocess
-import sys
+import statistics
 
 import pytest
+import ranks
 
 from gla_ref import results
 
@@ -20,6 +20,16 @@ def folder(tmp_path):
     (tmp_path / "a-steps.json").write_text('{"environment": {"gpu": "NVIDIA A100"}, "steps": [1]}')
     (tmp_path / "0-test-gpu.json").write_text('{"passed": 3}')
     return tmp_path
+
+
+def test_milliseconds_are_the_median_of_their_samples():
+    """So a record that a hand has edited is found."""
+    contents = [json.loads(file.read_text()) for file in results.file("X").parent.glob("*.json")]
+    lists = [x for content in contents if isinstance(content, dict) for x in content.values() if isinstance(x, list)]
+    timed = [r for records in lists for r in records if isinstance(r, dict) and r.get("samples_ms")]
+    assert len(timed) > 400
+    for r in timed:
+        assert r["ms"] == pytest.approx(statistics.median(r["samples_ms"]), rel=2e-4, abs=2e-5), r
 
 
 def test_load_by_gpu(folder):
@@ -64,23 +74,20 @@ def test_records_keep_the_version_that_measured_them(tmp_path):
 
 # -- files that several processes write ----------------------------------------------------------
 
-WRITER = """
-import sys
-from pathlib import Path
-from gla_ref import results
-for i in range(int(sys.argv[3])):
-    results.merge(Path(sys.argv[1]), {"gpu": None}, "runs", [{"name": f"{sys.argv[2]}/{i}", "x": "y" * 999}], ["name"])
-"""
+
+def write(file, who, n):
+    for i in range(n):
+        results.merge(file, {"gpu": None}, "runs", [{"name": f"{who}/{i}", "x": "y" * 999}], ["name"])
 
 
 def test_two_processes_lose_no_record(tmp_path):
     file, n = tmp_path / "new" / "r.json", 12
-    line = [sys.executable, "-c", WRITER, str(file)]
-    writers = [subprocess.Popen([*line, who, str(n)]) for who in ("a", "b")]
-    while any(writer.poll() is None for writer in writers):
+    writers = [ranks.CONTEXT.Process(target=write, args=(file, who, n)) for who in ("a", "b")]
+    ranks.start(writers)
+    while any(writer.is_alive() for writer in writers):
         if file.exists():
             results.read(file, "runs")  # a whole file at every moment
-    assert [writer.returncode for writer in writers] == [0, 0]
+    assert [writer.exitcode for writer in writers] == [0, 0]
     found = {r["name"] for r in results.read(file, "runs")}
     assert found == {f"{who}/{i}" for who in "ab" for i in range(n)}
     assert {p.name for p in file.parent.iterdir()} <= {"r.json", ".r.json.lock"}

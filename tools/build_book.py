@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 
+sys.modules["rfc3987_syntax"] = None  # 38 grammars that nbformat's import would build, for formats that no schema has
 from filelock import FileLock
 from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
@@ -22,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "book" / "_ext"))
 import gla_book
 import gla_package
+import gla_reads
 
 SITE = "_build/html"
 SOURCES = (
@@ -69,22 +72,21 @@ def remember(root: Path, made: str) -> None:
 
 
 def execute(page: Path) -> str:
-    """Run a page unless the cache has it; what went wrong, or nothing."""
+    """Run a page unless the cache has it and it reads what it read; what went wrong, or nothing."""
     root = page.parents[1]
     notebook, path = read_myst_markdown_notebook(page.read_text()), gla_book.execution_cache(root)
-    if not any(cell.cell_type == "code" for cell in notebook.cells):
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    if not code:
         return ""
-    with FileLock(path / "lock"):
-        try:
-            get_cache(path).match_cache_notebook(notebook)
+    reads = gla_reads.key(root, code)
+    with FileLock(path / "lock"), suppress(KeyError):
+        if get_cache(path).match_cache_notebook(notebook).data.get("reads") == reads:
             return ""
-        except KeyError:
-            pass
     result = single_nb_execution(notebook, cwd=str(page.parent), timeout=600, allow_errors=False)
     if result.err is not None:
         return f"{page.name}\n{result.err}"
     with FileLock(path / "lock"):
-        bundle = CacheBundleIn(notebook, str(page), data={"execution_seconds": result.time})
+        bundle = CacheBundleIn(notebook, str(page), data={"execution_seconds": result.time, "reads": reads})
         get_cache(path).cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
     return ""
 
@@ -107,7 +109,7 @@ def execute_pages(root: Path) -> dict[str, str]:
 
 def build(root: Path, **options) -> subprocess.CompletedProcess:
     """Run Jupyter Book; a warning or a broken cell fails it."""
-    main = "import sys; from jupyter_book.cli.main import main; sys.exit(main())"
+    main = "import sys; sys.modules['rfc3987_syntax'] = None; from jupyter_book.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "build", str(root), "-W", "-n", "--keep-going", "--all"]
     before = state(root)
     # viewcode keeps its page of a source that did not change, though other names of it may be documented now

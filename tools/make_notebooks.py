@@ -18,6 +18,8 @@ import build_book
 import gla_answers
 import gla_package
 import myst_nb.sphinx_
+
+sys.modules["rfc3987_syntax"] = None  # 38 grammars that nbformat's import would build, for formats that no schema has
 import nbformat
 from docutils import nodes
 from jupyter_book.config import get_final_config

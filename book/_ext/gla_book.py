@@ -3,13 +3,11 @@
 * A chapter's number is the one in its file name (``book/11_chunkwise_gla.md`` is chapter 11, and 15b follows 15).
 * The Colab and download buttons lead to the generated notebook; with no public repository
   address (``repository.url`` in _config.yml) there is no button that needs one.
-* Executed pages are cached under a key that covers the package, not only the page's cells.
 * Equations are rendered by a local KaTeX, strictly; nothing is loaded from another host.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -126,16 +124,8 @@ def clean_page(app, pagename, templatename, context, doctree):
 
 
 def execution_cache(root: Path) -> Path:
-    """Where executed pages are kept; jupyter-cache compares their cells only, not what they read."""
-    digest = hashlib.sha256()
-    package, measured = root / "src" / "gla_ref", root / "benchmarks"
-    files = [path for path in package.rglob("*") if path.suffix in (".py", ".mplstyle", ".css", ".js", ".svg")]
-    files += [path for path in measured.glob("results/*.json") if path.stem not in ("nightly", "compiled-launches")]
-    for file in [*sorted(files), *(root / "book").glob("map.md"), root / "requirements.txt"]:
-        digest.update(file.read_bytes())
-    listed = [root.glob(name) for name in ("book/*.md", "notebooks/*.ipynb", "tests/test_*.py")]
-    digest.update("\n".join(sorted(path.name for names in listed for path in names)).encode())
-    return root / "_build" / ".jupyter_cache" / digest.hexdigest()[:16]
+    """Where executed pages are kept, found by their cells; tools/build_book.py runs those that read something else."""
+    return root / "_build" / ".jupyter_cache" / "pages"
 
 
 def use_execution_cache(app, config):

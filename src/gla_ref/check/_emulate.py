@@ -122,8 +122,8 @@ def products_in(dtype: torch.dtype, luck: Luck = PLAIN) -> Products:
 class Carry(torch.autograd.Function):
     """The states S_0 .. S_N `[..., N + 1, K, V]` of S_[n+1] = exp(total_n) S_n + write_n, and dS as it comes back.
 
-    The total decays are those of keys, `[..., N, K, 1]`. What comes back for them is S_[n+1] dS_[n+1], as
-    :class:`ReverseSum` wants it.
+    The total decays are those of keys, `[..., N, K, 1]`. What comes back for them is S_[n+1] dS_[n+1], to be summed up
+    from the end.
     """
 
     @staticmethod

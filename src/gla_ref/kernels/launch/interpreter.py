@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
-from functools import wraps
+from collections.abc import Callable
 from types import SimpleNamespace
 
 TURN = threading.RLock()  # held by the thread that interprets a kernel
 
 
 def mend() -> None:
-    """Let threads interpret kernels in turn, in half of the time, and leave `triton.language` as it was.
+    """Let threads interpret kernels in turn, in a quarter of the time, and leave `triton.language` as it was.
 
     The interpreter has one grid for the whole process, and replaces functions of `triton.language` while it runs a
     kernel. It replaces them again at each call *inside* the kernel, such as `tl.sum`, which takes half of its time, and
     after the launch Triton (3.7.1) does not restore those replacements: then the process can compile no kernel any
     more. Here a launch replaces them once for each module that its functions come from, and restores all of them.
+
+    Half of the remaining time goes into types: the shape of each value is checked anew (here once a shape), and each
+    int32 sum and product is repeated in int64 for an assertion that only a debugging interpreter makes.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -25,7 +30,7 @@ def mend() -> None:
         return  # mended already
     replaced = {}  # by the globals of a function: what `replace` returned, in this launch
 
-    @wraps(launch)
+    @functools.wraps(launch)
     def launch_in_turn(self, *args, **kwargs):
         with TURN:
             try:
@@ -45,3 +50,27 @@ def mend() -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_in_turn, replace_once
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
+    of_numpy = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: of_numpy(tl.uint64 if dtype.scalar.is_ptr() else dtype.scalar)
+    remember(tl.block_type, lambda element, shape: (id(element), *shape))
+    remember(tl.tensor, lambda _, x: (id(x.scalar), *x.shape) if x.is_block() else id(x), "handle", "type")
+
+
+def remember(cls: type, key: Callable, *own: str) -> None:
+    """Let objects copy the fields that were worked out for an equal key before; `own` are the first arguments.
+
+    A key may have the identity of an object that one of these fields holds, since the fields are kept.
+    """
+    init, known = cls.__init__, {}
+
+    @functools.wraps(init)
+    def initialise(self, *args):
+        at = key(*args)
+        if at not in known:
+            init(self, *args)
+            known[at] = {name: x for name, x in vars(self).items() if name not in own}
+        vars(self).update(known[at], **dict(zip(own, args, strict=False)))
+
+    cls.__init__ = initialise
