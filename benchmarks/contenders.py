@@ -373,9 +373,10 @@ contender(
 )(function("gla_ref.pages.gated_delta_rule_hopper", "gated_delta_rule"))
 
 
-# what fla hands the call to where it is installed, and what vLLM and SGLang call
-body = function("flash_qla", "chunk_gated_delta_rule")
-contender("gated_delta_rule", name="flash_qla", peer=True, limit_s=200)(body)
+@contender("gated_delta_rule", peer=True, limit_s=200)
+def flash_qla(case, g, **tensors):
+    """What fla hands the call to where it is installed; its gradient takes gates in float32 only."""
+    return function("flash_qla", "chunk_gated_delta_rule")(case, g=g.float(), **tensors)
 
 
 @functools.lru_cache(maxsize=8)  # as many as there are sets of inputs: a model makes its gates so
