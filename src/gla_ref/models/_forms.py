@@ -31,7 +31,7 @@ def choose(mechanism: str, device: torch.device, dtype: torch.dtype, T: int, gra
 
 
 def attend(mechanism: str, *tensors: Tensor, initial_state, cu_seqlens: Tensor | None, pieces: Pieces | None = None):
-    """Return (o, state) from tensors as :data:`gla_ref.FORMS` takes them; with `pieces`, over all ranks."""
+    """Return (o, state) from tensors as `gla_ref.FORMS` takes them; with `pieces`, over all ranks."""
     q, gradient = tensors[0], torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     options = {}
     if pieces is not None:

@@ -38,7 +38,7 @@ class Pieces(NamedTuple):
         return self.lengths[self.ranks.rank]
 
     def form(self, mechanism: str) -> Callable:
-        """The mechanism over all ranks, called as a form of :data:`gla_ref.FORMS` is."""
+        """The mechanism over all ranks, called as a form of `gla_ref.FORMS` is."""
 
         def form(*tensors: Tensor, initial_state=None, cu_seqlens: Tensor | None = None):
             tokens = dict(zip(MECHANISMS[mechanism].required, tensors, strict=True))
