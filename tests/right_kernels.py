@@ -410,7 +410,7 @@ def library(dtype):
     """PyTorch's own attention, with whatever kernel it chooses here."""
 
     @_form
-    def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    def fn(q, k, v, *, scale):
         q, k, v = (x.transpose(1, 2).to(dtype) for x in (q, k, v))
         seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
         seen = seen.tril(k.shape[-2] - q.shape[-2])
@@ -424,7 +424,7 @@ def attention(way, dtype, C=0, product=None):
     product = product or in_dtype(dtype)
 
     @_form
-    def fn(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    def fn(q, k, v, *, scale):
         return way(*(x.transpose(1, 2) for x in (q, k, v)), scale, C, product).transpose(1, 2)
 
     return fn
