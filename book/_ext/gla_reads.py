@@ -9,6 +9,7 @@ import ast
 import hashlib
 import json
 import re
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ LOOKS = re.compile(r"glob\(|iterdir\(")  # for files, whichever there are
 KERNELS = re.compile(r"FORMS|triton")  # leads to the kernels, which `gla_ref` imports when the first one is called
 LABEL = re.compile(r"\bex-[\w-]+")  # of an exercise: `gla_ref.book.exercises` imports all judges
 WRITTEN_LATER = ("nightly", "compiled-launches")  # by programs that run after the book is built
+PARSING = threading.Lock()  # Python 3.11 cannot parse in two threads: "AST constructor recursion depth mismatch"
 
 
 @cache
@@ -103,7 +105,9 @@ def files(root: Path, code: str) -> list[Path]:
 def key(root: Path, code: str) -> str:
     """A digest of the files that the cells of a page read, and of the names of all pages, notebooks and tests."""
     digest = hashlib.sha256()
-    for file in files(root, code):
+    with PARSING:
+        read = files(root, code)
+    for file in read:
         digest.update(f"{file.relative_to(root)}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
     listed = [root.glob(name) for name in ("book/*.md", "notebooks/*.ipynb", "tests/test_*.py")]
     digest.update("\n".join(sorted(path.name for names in listed for path in names)).encode())
