@@ -375,7 +375,7 @@ contender(
 
 @contender("gated_delta_rule", peer=True, limit_s=200)
 def flash_qla(case, g, **tensors):
-    """What fla hands the call to where it is installed; its gradient takes gates in float32 only."""
+    """FlashQLA, which fla calls where it is installed; its gradient takes gates in float32 only."""
     return function("flash_qla", "chunk_gated_delta_rule")(case, g=g.float(), **tensors)
 
 

@@ -90,8 +90,11 @@ def test_unknown_label():
 def compared(label: str, patch: pytest.MonkeyPatch) -> list[tuple]:
     """The arguments of each comparison of a judge after the answer: cases, right, mistakes, axes."""
     seen, (_, judge) = [], exercises.JUDGES[label]
+
+    def compare(answer, cases, *args):
+        seen.append((list(cases), *args))
+
     for name in ("hold", "kernel"):
-        compare = lambda answer, cases, *args: seen.append((list(cases), *args))  # noqa: E731
         patch.setattr(sys.modules[judge.__module__], name, compare, raising=False)
     with suppress(exercises.Open, exercises.Wrong):
         judge(lambda *_: None)
