@@ -300,8 +300,9 @@ def scoreboard() -> list[Case]:
     """Every kernel of the book's scoreboard at one shape, forward."""
     gates = {"simple_gla": "logsigmoid/16", "gla": "logsigmoid/16", "gated_delta_rule": "logsigmoid/16"}
     mechanisms = "softmax_attention", "linear_attention", *gates, "delta_rule"
-    only, forward = ("triton", "gla_chunk_fuse"), ("forward",)
-    return [Case(m, 8, 8192, 16, 128, 128, gates=gates.get(m), only=only, directions=forward) for m in mechanisms]
+    only = {"gla": ("triton", "gla_chunk_fuse")}
+    shape, forward = (8, 8192, 16, 128, 128), ("forward",)
+    return [Case(m, *shape, gates=gates.get(m), only=only.get(m, ("triton",)), directions=forward) for m in mechanisms]
 
 
 KNOWN = (
