@@ -71,7 +71,7 @@ from ..hopper.delta_chunk import (
     summed,
     write,
 )
-from ..hopper.delta_inverse import allocate_scratch, eliminate, is_strong, spread
+from ..hopper.delta_inverse import allocate_scratch, eliminate, is_strong, largest, spread
 from ..hopper.delta_inverse import inverse as invert
 from ..hopper.gluon_names import named
 from ..hopper.ring import invalidate, new_barriers
@@ -149,12 +149,12 @@ def scores(left, b_k, t_sums, layout: gl.constexpr):
 @gluon.jit
 def inverse(N, t_beta, scratch, layout: gl.constexpr):
     """(I - N)^-1 diag(beta), as exactly as N needs."""
-    spread(N, scratch, 0)
-    if is_strong(scratch):
+    if is_strong(largest(N)):
         spread(N, scratch, 1)
         eliminate(scratch, 1)
         Y = invert(scratch, 1, layout)
     else:
+        spread(N, scratch, 0)
         eliminate(scratch, 0)
         Y = invert(scratch, 0, layout)
     return Y * t_beta.load(gl.SliceLayout(0, layout))[None, :]
