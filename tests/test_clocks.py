@@ -22,7 +22,7 @@ from clocks import SITES, Role, clocked
 
 CHUNKS = 5
 BARRIERS = {  # in the order in which the walking kernel makes them
-    "fused": ("ready", "gated", "solved", "done"),
+    "fused": ("keys", "ready", "gated", "solved", "done"),
     "in turn": ("ready", "made", "done"),
     "ahead": ("ready", "done"),
 }

@@ -423,7 +423,7 @@ def test_segments_do_not_see_a_neighbour_of_nan(dtype):
 BARRIERS = {
     **{
         f"{name} {s}": ("hopper_fused", "fused", n, s)
-        for n, name in enumerate(("ready", "gated", "solved", "done"))
+        for n, name in enumerate(("keys", "ready", "gated", "solved", "done"))
         for s in (0, 1)
         if (name, s) != ("gated", 1)  # played, the loader is too early there to be missed
     },

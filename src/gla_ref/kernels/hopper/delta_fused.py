@@ -2,21 +2,22 @@
 
 Equations (1) to (3) are those of delta_chunk.py. A program owns a value head of a sequence. It has three roles::
 
-    loader    a warp        asks the copy engine (TMA) for q, k, v of a chunk; sums gates    waits for `done`
-    solver    four warps    (1)                                                       waits for `ready`, `gated`
-    walker    V / 16 warps  (2) and (3); S in its registers; o out                    waits for `ready`, `solved`
+    loader    a warp          asks the copy engine (TMA) for k, q, v of a chunk; sums gates    waits for `done`
+    solver    four warps      (1)                                        waits for `keys`, `gated`, `ready`
+    walker    V / 16 warps    (2) and (3); S in its registers; o out     waits for `keys`, `ready`, `solved`
 
 The solver works a chunk ahead of the walker, so everything of a chunk has two stages. Chunk c lies in stage s = c % 2,
-and its round is j = c // 2. Each stage has four barriers::
+and its round is j = c // 2. Each stage has five barriers::
 
-    ready     copy engine -> solver, walker    the announced bytes    q, k and v are there
+    keys      copy engine -> solver, walker    the announced bytes    k is there: the solver needs no more to begin
+    ready     copy engine -> solver, walker    the announced bytes    q and v are there
     gated     loader -> solver                 1 arrival              strengths, sums of gates and decays are there
     solved    solver -> walker                 1 arrival              T and P are there, and so are the decays
     done      walker -> loader                 1 arrival              everything of c has been read
 
 This is the order of ring.py, with chunks for rounds.
 
-*Nothing is overwritten too early*: the solver, once past `ready` of c, knows that the walker is done with c - 2. Its
+*Nothing is overwritten too early*: the solver, once past `keys` of c, knows that the walker is done with c - 2. Its
 own products have read q and k before it arrives at `solved`.
 
 *The walker's tiles are transposed.* A product's first operand may be in registers, and a product leaves its sums where
@@ -99,7 +100,8 @@ class Tiles(NamedTuple):
 class Barriers(NamedTuple):
     """Who waits for whom, one of each for each stage."""
 
-    ready: object  # solver and walker: until the copies have come
+    keys: object  # solver and walker: until k has come
+    ready: object  # solver and walker: until q and v have come
     gated: object  # the solver: until the loader has stored the rows of `gates`
     solved: object  # the walker: until T and P are made
     done: object  # the loader: until the walker has read the chunk
@@ -137,9 +139,11 @@ def loader(q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_k, begin, end
     for c in range(n):
         s, o_t = c % STAGES, begin + c * C
         mbarrier.wait(bars.done.index(s), ((c // STAGES) & 1) ^ 1)
-        bar = bars.ready.index(s)  # completes when so many bytes are there
-        mbarrier.expect(bar, 2 * k.block_type.nbytes + v.block_type.nbytes)
+        bar = bars.keys.index(s)  # completes when so many bytes are there
+        mbarrier.expect(bar, k.block_type.nbytes)
         copy_in(k, [i_b, i_k, o_t, 0], bar, tiles.k.index(s))
+        bar = bars.ready.index(s)
+        mbarrier.expect(bar, q.block_type.nbytes + v.block_type.nbytes)
         copy_in(q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
         copy_in(v, [i_b, i_h, o_t, 0], bar, tiles.v.index(s))
         row(tiles, s, BETA).store(b_beta.to(gl.float32))
@@ -201,10 +205,11 @@ def solver(
     for c in range(n):
         s, parity = c % STAGES, (c // STAGES) & 1
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
-        mbarrier.wait(bars.ready.index(s), parity)
+        mbarrier.wait(bars.keys.index(s), parity)
         if PACKED:
             left = end - begin - c * C
             if left < C:  # the rest is another sequence's
+                mbarrier.wait(bars.ready.index(s), parity)
                 keep_rows(b_q, left, of_k)
                 keep_rows(b_k, left, of_k)
                 keep_rows(tiles.v.index(s).reshape([C, V]), left, of_v)
@@ -216,11 +221,12 @@ def solver(
         E = decays(tiles, s, never, GATED, wide)
         strength = -row(tiles, s, BETA).load(gl.SliceLayout(1, wide))[:, None]
         N = warpgroup_mma_wait(0, deps=[N])
+        mbarrier.wait(bars.ready.index(s), parity)
+        P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         N *= E * strength
         if not EXACT:
             most = gl.maximum(most, largest(N))  # infinite where N is
         spread(N, scratch, EXACT)
-        P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         if GATED:
             E *= row(tiles, s, LEFT).load(gl.SliceLayout(1, wide))[:, None]
         else:
@@ -296,6 +302,7 @@ def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.con
         none = gl.zeros([V, C], gl.float32, narrow)
         low, of_S = scaled_rows(S, dtype)
         low = gl.convert_layout(low, left)
+        mbarrier.wait(bars.keys.index(s), parity)
         mbarrier.wait(bars.ready.index(s), parity)
         if PACKED:
             if end - o_t < C:  # the solver puts zeros into k
@@ -381,7 +388,11 @@ def fused(
         powers: gl.constexpr = None
     scratch = allocate_scratch()
     bars = Barriers(
-        new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1)
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
     )
     fence_async_shared()
 

@@ -178,7 +178,7 @@ def loader(boxes, factors, tiles, bars, part, scale, ROWS: gl.constexpr):
 
 @gluon.jit
 def state_rows(
-    x, i_s, i_h, o_v, HV, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr = BV
+    x, i_s, i_h, o_v, HV, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr = 64
 ):
     """Pointers to the columns o_v on of a head's state as rows [ROWS, K]; x [slots, HV, K, W]."""
     o_c, o_k = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), gl.arange(0, K, layout=gl.SliceLayout(0, layout))
