@@ -427,8 +427,11 @@ CHUNK = 3.1  # microseconds of a chunk where all multiprocessors work
 
 
 def duration(hardware: Hardware, heads: int, chunks: int) -> float:
-    """Microseconds for `heads` heads of sequences of `chunks` chunks, by a model: a multiprocessor has one program."""
-    return cdiv(heads, hardware.multiprocessors) * chunks * CHUNK
+    """Microseconds for `heads` heads of sequences of `chunks` chunks, by a model.
+
+    A multiprocessor has one program, whose walker begins when the solver has made the first chunk.
+    """
+    return cdiv(heads, hardware.multiprocessors) * (chunks + 1) * CHUNK
 
 
 def plan_forward(hardware: Hardware, call) -> Plan:
