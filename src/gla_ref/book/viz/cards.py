@@ -58,7 +58,7 @@ CARDS = tuple(Card(*texts) for texts in (
     ("Gates", "15b_gradient_kernel", "Summing a gate's gradient", "Why does a sum that is right on paper lose digits?",
      "Cut a sum so that nothing has to cancel, and read the backward kernels."),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
-     "Write a decoding step and its kernel, and predict its time from bytes."),
+     "Write a decoding step and its kernel, and serve many users from states."),
     ("Models", "17_gla_layer", "The layer and its Transformer", "What stands around the recurrence in a model?",
      "Build a language model around the operator, and count its numbers, operations and bytes."),
     ("Models", "18_one_recurrence", "One recurrence, many models", "Are Mamba, RWKV and DeltaNet different memories?",
