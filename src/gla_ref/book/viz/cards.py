@@ -60,7 +60,7 @@ CARDS = tuple(Card(*texts) for texts in (
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
      "Write a decoding step and its kernel, and serve many users from states."),
     ("Models", "17_gla_layer", "The layer and its Transformer", "What stands around the recurrence in a model?",
-     "Build a language model around the operator, and count its numbers, operations and bytes."),
+     "Build a language model around the operator, and say where a training step's time goes."),
     ("Models", "18_one_recurrence", "One recurrence, many models", "Are Mamba, RWKV and DeltaNet different memories?",
      "Run sixteen models as their papers write them, each as a call of one recurrence."),
     ("Models", "19_comparing_mixers", "Comparing mixers", "Which mixer would you take, and can you be sure?",
