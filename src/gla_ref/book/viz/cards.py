@@ -62,7 +62,7 @@ CARDS = tuple(Card(*texts) for texts in (
     ("Models", "17_gla_layer", "The layer and its Transformer", "What stands around the recurrence in a model?",
      "Build a language model around the operator, and say where a training step's time goes."),
     ("Models", "18_one_recurrence", "One recurrence, many models", "Are Mamba, RWKV and DeltaNet different memories?",
-     "Run sixteen models as their papers write them, each as a call of one recurrence."),
+     "Run sixteen models as their papers write them, and place the next one yourself."),
     ("Models", "19_comparing_mixers", "Comparing mixers", "Which mixer would you take, and can you be sure?",
      "Compare trained models fairly: baselines, the start, rates, seeds, and what of a text is used."),
     ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?",
