@@ -20,6 +20,7 @@ predict(
     "Go through tokens 3 to 6, and ask of each whether its gate has acted when token 6 reads.",
 )
 
+
 def _factor(g, omega):
     return g.sum().exp() * omega.sum().cos()
 
