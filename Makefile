@@ -82,7 +82,7 @@ bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flas
 notebooks: $(VENV) ## write notebooks/*.ipynb from book/*.md
 	$(PYTHON) tools/make_notebooks.py
 
-test-notebooks: book ## run the notebooks (or NOTEBOOKS="19_what_it_learns") as a reader does: from the site, where the package is missing
+test-notebooks: book ## run the notebooks (or NOTEBOOKS="19_comparing_mixers") as a reader does: from the site, where the package is missing
 	OMP_NUM_THREADS=1 $(PYTHON) tools/run_notebooks_clean.py $(NOTEBOOKS) --jobs 2
 
 serve: book ## build, then show the book at http://localhost:8000

@@ -1,4 +1,4 @@
-"""A training step of the paper's 340M and 1.3B models: time, memory, the operator's share (chapter 19).
+"""A training step of the paper's 340M and 1.3B models: time, memory, the operator's share (chapter 17).
 
 Forward, loss, backward and AdamW, at equal tokens and growing length (GLA paper, figure 6): our model with its kernels,
 the same with its blocks and its loss compiled by PyTorch, flash-linear-attention's GLAForCausalLM with the same
