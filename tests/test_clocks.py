@@ -23,7 +23,6 @@ from clocks import SITES, Role, clocked
 CHUNKS = 5
 BARRIERS = {  # in the order in which the walking kernel makes them
     "fused": ("ready", "gated", "solved", "done"),
-    "in turn": ("ready", "made", "done"),
     "ahead": ("ready", "done"),
 }
 
@@ -128,9 +127,8 @@ class PlayedProgram:
 
     def __call__(self, inputs):
         named = {spec.name: x for spec, x in zip(self.plan.inputs, inputs, strict=True) if spec is not None}
-        names = "delta_chunk", "delta_inverse", "delta_solve", "delta_walks", "ring", "tiles"
-        names = (*clocks.MODULES.values(), *(f"hopper.{name}" for name in names))
-        modules = [*(importlib.import_module(f"gla_ref.kernels.{name}") for name in names), *COPIES]
+        names = *clocks.MODULES.values(), "delta_chunk", "delta_inverse", "delta_solve", "delta_walks", "ring", "tiles"
+        modules = [*(importlib.import_module(f"gla_ref.kernels.hopper.{name}") for name in names), *COPIES]
         return played_gluon.play(self.plan, named, modules)[:2]
 
     def step(self, values):
@@ -152,7 +150,7 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
         made.append(self)
 
     def keep_copy(self, kernel, chunks):
-        if broken and kernel == "in turn":
+        if broken and kernel == "fused":
             raise RuntimeError("no clocks")
         found = copy(self, kernel, chunks)
         COPIES.append(found.module)
@@ -174,22 +172,19 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
     for name, function in stand_ins.items():
         monkeypatch.setitem(played_gluon.STANDS_IN, name, function)
 
-    def keep(records, newest):
-        kept.append(json.loads(json.dumps(records)))
-        clocks.say(newest)
+    def keep(record):
+        kept.append(json.loads(json.dumps(record)))
+        clocks.say(record)
 
-    wrong = clocks.measure(True, keep, "cpu")
-    assert [r["ms"] for r in kept[2]] == [0.5] * 3 and all(r["roles"] == [] for r in kept[2]), "times come first"
-    logged = {r["kernel"]: bool(r["roles"]) for r in kept[-1]}
-    assert logged == {"fused": True, "in turn": not broken, "ahead": True}
-    assert wrong == (["clocks of in turn at 1 x 128: no clocks"] if broken else [])
-    assert all(0 < r["error"] <= r["budget"] for r in kept[-1])
+    wrong = clocks.measure(keep, "cpu")
+    assert [r["kernel"] for r in kept] == (["fused"] if broken else ["fused"] * 2) + ["ahead"] * 2, "times come first"
+    assert all(r["ms"] == 0.5 and 0 < r["error"] <= r["budget"] for r in kept)
+    assert [bool(r["roles"]) for r in kept] == ([False] if broken else [False, True]) + [False, True]
+    assert wrong == (["fused at 1 x 128: no clocks"] if broken else [])
     assert "waits for ready" in capsys.readouterr().out
     if not broken:
-        drawn = waits_timeline(
-            {"environment": {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}, "waits": kept[-1]}, B=1
-        )
-        assert len(drawn.frames) == 3
+        environment = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
+        assert len(waits_timeline({"environment": environment, "waits": kept}, B=1).frames) == 2
 
 
 COMPILED = """

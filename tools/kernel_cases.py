@@ -38,13 +38,6 @@ def frozen_gates(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
     return planned_by(gla.backward, hardware, given | options)
 
 
-def in_turn(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
-    """The delta rule's walk in which the roles take turns."""
-    from gla_ref.kernels.exhibits.delta_in_turn import forward  # not where Gluon is missing
-
-    return planned_by(forward, hardware, given)
-
-
 def borders(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
     """The maps of a piece, from left to right and back; of a decay, the message of eight segments and its reading."""
     q, k, v, g, beta = (spec_of(n, given.get(n)) for n in ("q", "k", "v", "g", "beta"))
@@ -266,7 +259,6 @@ WIDE = {
         "gated_delta_rule", 64, 128, "float16", "bfloat16", kernel="hopper", path="segmented", packed=True, few=True
     ),
     "delta hopper back no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", packed=True),
-    "delta in turn": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=in_turn, shared=True),
     "gla float32 g_v": Case("gla", 64, 128, "float32", two_sided=True),
     "border wide": Case("gla", 256, 512, "bfloat16", planned=borders),
     "border simple": Case("simple_gla", 128, 128, "bfloat16", "float32", planned=borders),
