@@ -34,9 +34,8 @@ test-orders: $(VENV) ## run what depends on the order of a product's sum as othe
 # every file that has tests for a GPU
 GPU_TESTS = $(shell grep -lE "pytest.mark.gpu|^@anywhere|^@on_hopper" tests/test_*.py)
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and not alone" -n auto --maxprocesses 15 --dist worksteal \
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(GPU_TESTS) -m gpu -n auto --maxprocesses 15 --dist worksteal \
 	  --gpu-summary benchmarks/results/test-gpu.json
-	$(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and alone"
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
 gpu-tests:

@@ -14,7 +14,6 @@ tl = pytest.importorskip("triton.language")
 
 from gla_ref.kernels.gla import PATHS, gla
 from gla_ref.kernels.portable import gla_forward
-from gla_ref.kernels.steps import gla_step
 
 F32, BF16, F16 = DTYPES
 
@@ -102,17 +101,6 @@ def small(T, kind):
 
 
 @anywhere
-def test_without_decay_it_is_linear_attention():
-    *args, S0 = small(35, "zero")
-    ones = gla(*args, initial_state=S0)
-    both = gla(*args, initial_state=S0, g_v=torch.zeros_like(args[2]))
-    plain = FORMS["linear_attention"]["triton"](*args[:3], initial_state=S0)
-    for x, y, z in zip(ones, both, plain, strict=True):
-        torch.testing.assert_close(x, z, rtol=3e-6, atol=3e-6)
-        torch.testing.assert_close(y, z, rtol=3e-6, atol=3e-6)
-
-
-@anywhere
 def test_the_path_of_a_chunk_changes_rounding_only():
     """A channel whose q and k are 0 makes a chunk strong, and nothing else."""
     q, k, v, g, S0 = small(64, "logsigmoid/16")
@@ -121,21 +109,6 @@ def test_the_path_of_a_chunk_changes_rounding_only():
     strong[..., 7] = -1e3
     for x, y in zip(gla(q, k, v, g, initial_state=S0), gla(q, k, v, strong, initial_state=S0), strict=True):
         assert error(x, y.double()) < 3e-6
-
-
-@anywhere
-@pytest.mark.parametrize("kind", ["logsigmoid/16", "many resets"])
-def test_prefill_then_decode_is_the_whole(kind):
-    """37 tokens by chunks, four one by one; each hands its state on and leaves the one that it was given."""
-    x, judged = problem("gla", 2, 41, 1, 5, 7, kind=kind, two_sided=True)
-    S, before, parts = x["S"], x["S"].clone(), []
-    for a, b in [(0, 37), *((t, t + 1) for t in range(37, 41))]:
-        q, k, v, g, g_v = (x[n][:, a:b] for n in ("q", "k", "v", "g", "g_v"))
-        form = gla if b - a > 1 else gla_step
-        o, S = form(q, k, v, g, g_v=g_v, initial_state=S)
-        parts.append(o)
-    compare({"o": torch.cat(parts, 1), "S": S}, judged)
-    assert torch.equal(x["S"], before)
 
 
 # on a GPU

@@ -72,13 +72,6 @@ def test_the_gate_ladder(mechanism, two_sided, kind):
     check(mechanism, 1, 70, 1, 5, 3, kind=kind, two_sided=two_sided)
 
 
-@interpreted
-@pytest.mark.parametrize("path", thin(kernels.PATHS, "segmented"))
-def test_paths_in_the_interpreter(path):
-    check("simple_gla", 1, 50, 1, 20, 37, kind="mild and strong chunks", path=path)
-    check("simple_gla", 2, 19, 2, 7, 3, kind="zero", path=path)
-
-
 SIZES = [(60, 16), (128, 16), (64, 100), (256, 40), (16, 512)]
 
 

@@ -733,18 +733,6 @@ def test_values_are_not_looked_at_where_there_are_none(mixer):
         model(tokens + 50)
 
 
-@pytest.mark.deep  # imports PyTorch's compiler
-@pytest.mark.parametrize("mixer", ["softmax", "linear"])
-def test_a_model_that_looks_at_no_gates_compiles_without_a_break(mixer):
-    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=1, use_short_conv=True), some(1, 5)
-    _, state = model(tokens)
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    close(compiled(tokens, state=state)[0], model(tokens, state=state)[0], 1e-5)
-    exported = torch.export.export(model, (tokens,)).module()
-    close(exported(tokens)[0], model(tokens)[0], 1e-5)
-
-
 # -- which form --------------------------------------------------------------------------------
 
 
@@ -785,14 +773,6 @@ def test_kernels_in_the_interpreter(mixer, monkeypatch):
     if mixer in ("gla", "softmax"):
         torch.compiler.reset()
         close(torch.compile(model.loss, fullgraph=True, backend="aot_eager")(tokens)[0], plain[0], 1e-5)
-
-
-@pytest.mark.deep
-def test_references_compile():
-    """With breaks, since they look at their gates' values."""
-    model, tokens = make(dtype=torch.float32, num_hidden_layers=1), some(1, 5)
-    torch.compiler.reset()
-    close(torch.compile(model.loss, backend="aot_eager")(tokens)[0], model.loss(tokens)[0], 1e-5)
 
 
 @pytest.mark.parametrize("T, N, ends", [(1, 2, None), (2, 2, None), (37, 2, None), (37, 3, (0, 5, 5, 37))])
