@@ -130,19 +130,6 @@ def test_threads_at_once(mechanism, monkeypatch):
         assert_right(mechanism, y, z)
 
 
-@interpreted
-def test_an_interpreted_launch_restores_the_language():
-    """Also functions that its calls of tl.sum and the like have replaced: else this process can compile no kernel."""
-    import triton.language as tl
-
-    def builtin():
-        return [tl.core.is_builtin(x) for x in (tl.load, tl.core.load, tl.math.exp, tl.core.tensor.__add__)]
-
-    assert all(builtin())
-    FORMS["softmax_attention"]["triton"](*tokens("softmax_attention", T=3))  # takes maxima and sums
-    assert all(builtin())
-
-
 def test_launchers_are_loaded_one_at_a_time(monkeypatch):
     """Python keeps one module for all of them: two threads that load at once may get one another's function."""
     loading = []
