@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import F64, LADDER, error, inputs, thin
-from harness import CUDA, DTYPES, HERE, anywhere, interpreted
+from harness import CUDA, EVERY_DTYPE, HERE, anywhere, interpreted
 from torch.utils.flop_counter import FlopCounterMode
 
 from gla_ref import gates, gla, prefix_sum
@@ -22,11 +22,6 @@ from gla_ref.rounding import budget
 
 RESETS = ("-inf", "resets at chunk ends", "many resets")
 FINITE = [kind for kind in LADDER if kind not in RESETS]
-compiled = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no GPU")]
-EVERY_DTYPE = [
-    pytest.param(torch.float32, marks=interpreted, id="interpreted"),
-    *(pytest.param(getattr(torch, name), marks=compiled, id=name) for name in ("float32", "float16", "bfloat16")),
-]
 
 
 def test_the_reference_has_its_public_name():
@@ -80,21 +75,14 @@ def check(B, T, H, K, V, *, C=16, dtype=torch.float32, kind="logsigmoid/16"):
 
 SHAPES = [(1, 3, 5, 16), (70, 20, 36, 32), (65, 5, 20, 64)]
 MORE_SHAPES = [(15, 5, 3, 16), (16, 20, 36, 16), (17, 80, 20, 16), (49, 7, 70, 16)]
+LARGE = [(*size, C) for size in ((1000, 64, 64), (777, 100, 130), (513, 256, 512)) for C in (16, 32, 64)]
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
 @pytest.mark.parametrize("kind", thin(["zero", "-1e-4", "logsigmoid/16"], "logsigmoid/16"))
-@pytest.mark.parametrize("T, K, V, C", thin(SHAPES + MORE_SHAPES, *SHAPES))
+@pytest.mark.parametrize("T, K, V, C", LARGE if CUDA else thin(SHAPES + MORE_SHAPES, *SHAPES))
 def test_mild_gates(T, K, V, C, kind, dtype):
     check(1, T, 2, K, V, C=C, kind=kind, dtype=dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("C", [16, 32, 64])
-@pytest.mark.parametrize("T, K, V", [(1000, 64, 64), (777, 100, 130), (513, 256, 512)])
-def test_mild_gates_at_size(T, K, V, C, dtype):
-    check(2, T, 3, K, V, C=C, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
