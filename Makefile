@@ -63,8 +63,8 @@ mutants: $(VENV) ## hold the check kit against every named mistake: how many are
 nightly: $(VENV) ## run the parts that take long, or PART="deep kit", and record each; a part runs again when a file that it reads changed
 	$(PYTHON) tools/nightly.py $(PART)
 
-compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"; MOST=1: the widest heads), without one: registers, spills, shared memory, barriers
-	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --record $(if $(ARCH),--arch $(ARCH)) $(if $(MOST),--most)
+compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"), without one: registers, spills, shared memory, barriers
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --record $(if $(ARCH),--arch $(ARCH))
 
 compile-changed: $(VENV) ## compile for sm_90 the launches whose plan or kernel changed since they were last compiled right
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --changed --arch 90
