@@ -72,9 +72,6 @@ compile-changed: $(VENV) ## compile for sm_90 the launches whose plan or kernel 
 compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned, or TRITON="3.6.0" (GLUON=1: Gluon kernels only; or some CASES)
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(CASES) --triton $(TRITON) --arch 90 $(if $(GLUON),--gluon)
 
-compile-notebooks: $(VENV) ## compile what the notebooks launch for a T4, L4 and A100 with Colab's Triton, and record it for the status page
-	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_notebooks.py --record
-
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
 	$(PY) benchmarks/run.py $(SUITE)
 
@@ -104,6 +101,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-changed compile-versions compile-notebooks \
+.PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-changed compile-versions \
   test-browser test-notebooks pdf mutants bench notebooks serve lint lines clean
 .DEFAULT_GOAL := help
