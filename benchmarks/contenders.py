@@ -357,14 +357,8 @@ for mechanism, module, op in (
     ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
 ):
     ours(mechanism, "triton")
-    for path in ("fused", "segmented"):
-        contender(mechanism, name=f"triton_{path}", named=True, entry="triton", options={"path": path})(
-            form(mechanism, "triton", path=path)
-        )
-    for kernel in ("portable", "hopper"):
-        contender(mechanism, name=f"triton_{kernel}", named=True, entry="triton", options={"kernel": kernel})(
-            form(mechanism, "triton", kernel=kernel)
-        )
+    for name, how in (("triton_fused", {"path": "fused"}), ("triton_portable", {"kernel": "portable"})):
+        contender(mechanism, name=name, named=True, entry="triton", options=how)(form(mechanism, "triton", **how))
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op)))
 body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
 page("gated_delta_rule", directions=("forward",))(body)

@@ -338,11 +338,6 @@ def told(pool, group, change, x, cu, **options):
     return [what[:2] for _, what in answers]
 
 
-def in_debug(rank, group, *args, **options):
-    with mock.patch.dict(os.environ, GLA_REF_DEBUG="1"):
-        return piece(rank, group, *args, **options)
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("change", AT_ONCE)
 def test_ranks_differ(pool, change):

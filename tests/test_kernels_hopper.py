@@ -2,7 +2,6 @@
 
 import itertools
 import pkgutil
-import threading
 from functools import partial
 
 import played_gluon
@@ -588,32 +587,6 @@ def test_the_page_needs_a_hopper_gpu():
 @on_hopper
 def test_float16_of_large_scores_and_states():
     check(1, 200, 2, 64, 64, kind="mild and strong chunks", dtype=F16, large=1e6, scale=1e-3)
-
-
-@on_hopper
-def test_threads_streams_and_graphs():
-    x, _ = problem("gla", 2, 1000, 4, 128, 128, dtype=BF16)
-    x = tokens(x)
-    right, found = hopper(*x), [None] * 4
-
-    def work(i):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(5):
-                found[i] = hopper(*x)
-            torch.cuda.current_stream().synchronize()
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found.append(hopper(*x))
-    graph.replay()
-    torch.cuda.synchronize()
-    for o, S in found:
-        assert torch.equal(o, right[0]) and torch.equal(S, right[1])
 
 
 @on_hopper

@@ -276,24 +276,6 @@ def test_truncated_backpropagation_passes_the_state_and_cuts_the_gradient(mixer)
     assert (short - long).abs().max() > 1e-6
 
 
-@pytest.mark.deep
-def test_a_model_learns_to_remember():
-    """A letter, then blanks; at the end the letter is asked for, which only the state knows."""
-    torch.manual_seed(0)
-    model = LanguageModel(Config(**SMALL_MODEL | {"hidden_size": 32, "vocab_size": 9, "tau": 16.0}))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(80):
-        tokens = torch.full((16, 8), 8)
-        tokens[:, 0] = torch.randint(8, (16,))
-        targets = torch.full_like(tokens, -100)
-        targets[:, -1] = tokens[:, 0]
-        loss, _ = model.loss(tokens, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.1
-
-
 # -- sizes -------------------------------------------------------------------------------------
 
 

@@ -359,8 +359,3 @@ def test_a_gate_that_is_touched_becomes_one_a_row(visit):
     drag(figure.locator("[data-gate='1']"), 0.5)
     assert figure.locator("select").first.input_value() == "vector"
     assert [float(gate.input_value()) for gate in figure.locator("[data-gate]").all()] == [1, 0.5]
-
-
-def test_the_book_has_explorables():
-    pages = ((tools.SITE / f"{page}.html").read_text() for page in PAGES)
-    assert sum(text.count('class="explorable"') for text in pages) >= 15
