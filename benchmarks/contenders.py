@@ -379,7 +379,7 @@ def flash_qla(case, g, **tensors):
 
 @functools.lru_cache(maxsize=8)  # as many as there are sets of inputs: a model makes its gates so
 def factors(g, beta, ends: int) -> tuple:
-    """What FlashInfer takes for g and beta, in float32: a gate is a factor, and the ends of packed sequences."""
+    """g and beta as FlashInfer takes them, in float32: a gate is a factor, and the ends of packed sequences."""
     return g.float().exp().flatten(0, 1), beta.float().flatten(0, 1), torch.arange(ends, device=g.device) * g.shape[1]
 
 

@@ -94,7 +94,7 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     wait = played_gluon.wait
 
     def number(bar):
-        """Of the allocation of barriers that has this one."""
+        """The number of the allocation that has this barrier."""
         memory = bar.x.untyped_storage().data_ptr()
         return [bars.x.untyped_storage().data_ptr() for bars in played_gluon.PLAY.bars].index(memory)
 

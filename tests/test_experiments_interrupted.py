@@ -19,7 +19,7 @@ from gla_ref.experiments._driver import carry_out_all, do
 
 
 def numbers(record: dict) -> dict:
-    """What must be equal."""
+    """The parts of a record that must be equal."""
     return {name: record[name] for name in ("curve", "evaluations", "diverged")}
 
 

@@ -35,7 +35,7 @@ def test_a_new_speech_begins_with_nothing():
 
 
 def test_states_passed_on_change_the_loss(place):
-    """Where the state is passed on, the second window's loss is that of the whole; gradients end there."""
+    """With the state passed on, the second window's loss is that of the whole; gradients end there."""
     tasks = [length.Length(length.Settings.tiny(), 16, passing, 5, 0, place) for passing in (True, False)]
     torch.manual_seed(0)
     model = LanguageModel(length.runs(length.Settings.tiny(), 1)[0].model)

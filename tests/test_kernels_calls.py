@@ -1,4 +1,4 @@
-"""What lies between a call and the GPU: signatures, plans and programs; interpreted here, for real on a GPU."""
+"""Between a call and the GPU: signatures, plans and programs; interpreted here, for real on a GPU."""
 
 import contextlib
 import gc
@@ -436,7 +436,7 @@ def test_a_new_length_compiles_nothing(mechanism, monkeypatch):
 @pytest.mark.parametrize("name", ["sm_75", "sm_80", "sm_89", "sm_100", "sm_120"])
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_tiles_of_other_classes(mechanism, name, dtype, monkeypatch):
-    """What is planned for other GPUs is right on this one: tiles, pointers in place of descriptors, paths."""
+    """Plans for other GPUs are right on this one: tiles, pointers in place of descriptors, paths."""
     monkeypatch.setattr(program, "hardware_of", lambda device: CLASSES[name])
     for planned in (PLANNED[mechanism].forward, PLANNED[mechanism].backward):
         monkeypatch.setattr(planned, "programs", {})

@@ -163,7 +163,7 @@ def test_wrong_input_is_named():
 
 @interpreted
 def test_grids_and_bytes_are_those_of_the_kernels(monkeypatch):
-    """What the interpreter's programs load and store, element by element, and how many programs there are.
+    """The interpreter's programs are counted, and what they load and store, element by element.
 
     Once as often as they ask, and once each element of memory that they ask for.
     """

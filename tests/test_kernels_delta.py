@@ -121,7 +121,7 @@ def test_chunks_of_64(mechanism, path, correlation, strength):
 @interpreted
 @pytest.mark.parametrize("mechanism, path", thin(WAYS, (RULES[1], "segmented")))
 def test_packed_sequences(mechanism, path):
-    """Of lengths around a multiple of a chunk's, and of no tokens; odd sizes."""
+    """Lengths around a multiple of a chunk's, and of no tokens; odd sizes."""
     ends = tuple(torch.tensor([0, 1, 0, 17, 0]).cumsum(0).tolist())
     check(mechanism, 1, ends[-1], 1, 3, 5, kind="many resets", ends=ends, path=path, groups=1)
 

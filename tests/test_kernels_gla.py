@@ -1,4 +1,4 @@
-"""What GLA's kernels have alone, beyond what test_kernels_linear.py holds them to: strong gates, float16, two gates."""
+"""GLA's kernels alone, beyond what test_kernels_linear.py holds them to: strong gates, float16, two gates."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_float16_of_small_scores_and_states(q_size, S_size):
 @anywhere
 @pytest.mark.parametrize("dtype, T", [(torch.float32, 8), (torch.float32, 16), (torch.float16, 32)], ids=str)
 def test_just_inside_the_limit(dtype, T):
-    """Where one product costs the most digits, by budgets that know nothing of the kernel's limits."""
+    """One product costs the most digits there, by budgets that know nothing of the kernel's limits."""
     case = kit.Case(B=1, H=1, T=T, gate=str((gla_forward.LIMIT[dtype] + 1e-3) / T))
     kit.kernel("gla", FORMS["gla"]["triton"], device=HERE, dtype=dtype, only=case).raise_if_failed()
 
@@ -132,7 +132,7 @@ def test_gates_in_other_precisions(kind):
 
 @pytest.mark.gpu
 def test_two_gates_share_the_range():
-    """Of decays of 80 nats on keys and on values, k'^T v' would hold e^80 k v."""
+    """With decays of 80 nats on keys and on values, k'^T v' would hold e^80 k v."""
     q, k, v = (100 * torch.randn(1, 128, 1, 64, device="cuda").bfloat16() for _ in "qkv")
     g = torch.full_like(q, -1.25)
     forward_within_budget(q, k, v, g, g_v=g)

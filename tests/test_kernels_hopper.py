@@ -31,7 +31,7 @@ hopper = FORMS["gla"]["triton_hopper"]
 
 
 def on_hopper(test):
-    """Of a GPU of compute capability 9.0."""
+    """A test that needs a GPU of compute capability 9.0."""
     here = CUDA and torch.cuda.get_device_capability() == (9, 0)
     return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
 
@@ -504,7 +504,7 @@ def test_gradients_of_segments():
 @on_hopper
 @pytest.mark.parametrize("T", [1, 2, 4, 65])
 def test_gradients_of_short_sequences_with_strong_gates(T):
-    """Where a pair i = j that did not cancel would be all of dg."""
+    """A pair i = j that did not cancel would be all of dg."""
     check(2, T, 3, 128, 64, kind="-20", dtype=BF16)
 
 

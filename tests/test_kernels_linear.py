@@ -54,7 +54,7 @@ def test_gradients_at_edges(T):
     "mechanism, path", thin([*WAYS, ("simple_gla", None)], ("simple_gla", "segmented"), ("gla", "segmented"))
 )
 def test_packed_sequences(mechanism, path):
-    """Of lengths around a multiple of a chunk's, and of no tokens; odd sizes."""
+    """Lengths around a multiple of a chunk's, and of no tokens; odd sizes."""
     ends = torch.tensor([0, 0, 1, 31, 32, 0, 33, 65, 0]).cumsum(0).tolist()
     two_sided = (mechanism, path) == ("gla", "fused")
     check(mechanism, 1, ends[-1], 1, 3, 5, kind="many resets", ends=ends, path=path, two_sided=two_sided)

@@ -299,7 +299,7 @@ def test_a_mixer_has_four_d_squared_parameters(mixer):
 
 @pytest.mark.parametrize("d", thin(FACTS["parameters"], "1024"))
 def test_parameters_of_the_published_sizes(d):
-    """What fla counts with its defaults at widths of 1024 and 2048."""
+    """They are as many as fla counts with its defaults at widths of 1024 and 2048."""
     with torch.device("meta"):
         assert count(LanguageModel(Config(hidden_size=int(d)))) == FACTS["parameters"][d]
 

@@ -90,7 +90,7 @@ def test_scan_is_differentiable(scan, T):
 
 
 def test_work_and_depth():
-    """What chapter 6 draws: rounds and combined elements, counted."""
+    """The rounds and combined elements that chapter 6 draws, counted."""
     for T in (1, 2, 3, 8, 13, 64):
         counted = {}
         for scan in SCANS:

@@ -170,7 +170,7 @@ def is_right(record: dict) -> bool:
 
 
 def rounds_of(trainings: list[Training], processes: int) -> list[list[Training]]:
-    """Which trainings run side by side, each at least twice, all places taken."""
+    """The trainings that run side by side, each at least twice, all places taken."""
     each = max(1, processes // 2)
     groups = [trainings[i : i + each] for i in range(0, len(trainings), each)]
     return [[group[i % len(group)] for i in range(processes)] for group in groups]

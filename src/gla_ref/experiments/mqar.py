@@ -33,7 +33,7 @@ __all__ = ["Epsilons", "Mqar", "Settings", "carry_out", "questions", "runs", "sa
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared, and on what.
+    """The mixers to compare, and their training.
 
     Attributes:
         vocab_size: tokens, the first half keys.
