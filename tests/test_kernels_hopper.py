@@ -261,19 +261,20 @@ def test_the_page_and_the_kernel_with_options_make_the_same_bits(kind, size):
 
 @played_here
 def test_the_page_marks_the_pairs_that_it_leaves_out():
-    """Without flags, rows of strong chunks are NaN. The states, and so all later rows, are right."""
+    """Without flags, the rows of a head's strong chunk are NaN. The states, and so all other rows, are right."""
     import kernel_cases
 
     from gla_ref.pages import gla_hopper as page
 
-    x, _ = problem("gla", 1, 200, 1, 64, 64, dtype=BF16, large=0.0)
+    x, _ = problem("gla", 1, 200, 2, 64, 64, dtype=BF16, large=0.0)
     x["g"] = x["g"].clone()
-    x["g"][:, 70, :, 3] = -torch.inf
+    x["g"][:, 70, 1, 3] = -torch.inf
     right = played(x | {"S": None}, backward=False)
     found = kernel_cases.plan_gla_page(SM_90, *(spec_of(n, x[n]) for n in "qkvg"))
     o, S, _ = played_gluon.play(found, x, (page,))
-    assert o[:, 64:128].isnan().all() and torch.equal(S, right["S"])
-    assert torch.equal(o[:, :64], right["o"][:, :64]) and torch.equal(o[:, 128:], right["o"][:, 128:])
+    assert o[:, 64:128, 1].isnan().all() and torch.equal(S, right["S"])
+    o[:, 64:128, 1] = right["o"][:, 64:128, 1]
+    assert torch.equal(o, right["o"])
 
 
 OF_PAGE = {f"{name} {s}": ("walk", n, s) for n, name in enumerate(("empty", "ready", "hat")) for s in range(3)}
@@ -557,19 +558,6 @@ def test_the_page(size, kind):
     left = alone.isnan()  # pairs of strong chunks
     assert torch.equal(alone[~left], found[0][~left]) and torch.equal(S, found[1])
     assert kind not in (MILD, "zero", "-1") or not left.any()
-
-
-@on_hopper
-def test_the_page_marks_what_it_leaves_out():
-    """The rows of a strong chunk are NaN, and no others."""
-    from gla_ref.pages import gla_hopper
-
-    x, _ = problem("gla", 1, 300, 2, 64, 64, dtype=BF16)
-    q, k, v, g = (y.clone() for y in tokens(x))
-    g[:, 130, 1, 3] = -torch.inf
-    o, S = gla_hopper.gla(q, k, v, g)
-    assert o[:, 128:192, 1].isnan().all() and S.isfinite().all()
-    assert o[:, :128].isfinite().all() and o[:, 192:].isfinite().all() and o[:, :, 0].isfinite().all()
 
 
 @gluon
