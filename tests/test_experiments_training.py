@@ -116,13 +116,6 @@ def test_the_live_setting_is_learned_on_a_cpu(place, record_property):
     record_property("two runs of the live setting", round(time.process_time() - began, 1))
 
 
-@pytest.mark.deep
-def test_mqar_can_be_learned(place):
-    s = replace(mqar.Settings.tiny(), vocab_size=16, lengths=((16, 2),), tokens=1024, rate_steps=400)
-    run = mqar.runs(replace(s, widths=(32,), test_sequences=100), 1)[0]
-    assert run.model.use_short_conv and mqar.carry_out(run, place)["evaluations"][-1]["accuracy"] > 0.9
-
-
 def test_the_learning_rate_rises_and_falls():
     shares = [share_of_rate(step, 100, 0.1) for step in range(100)]
     assert shares[0] == 0.1 and shares[9] == 1 and shares[:10] == sorted(shares[:10])
