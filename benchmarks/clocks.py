@@ -221,7 +221,7 @@ class Walk:
     def __init__(self, plan: Plan, x: dict[str, Tensor]):
         self.program, self.programs = Program(plan, x["q"].device), plan.launches[-1].grid[0]
         self.inputs = [None if spec is None else x[spec.name] for spec in plan.inputs]
-        self.o, self.S = self.program(tuple(self.inputs))
+        self.o, self.S = self.program(tuple(self.inputs))[:2]
         self.values = [torch.cuda.current_stream().cuda_stream, *self.inputs]
         for step, _ in self.program.steps:
             step(self.values)
