@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -114,24 +114,18 @@ class Examiner:
         groups: dict[Case, list[Case]] = {}
         for case in cases:
             groups.setdefault(shape(self.asked(case)[1] or case), []).append(case)
-        left = iter([group[i : i + ABREAST] for group in groups.values() for i in range(0, len(group), ABREAST)])
-        coming: dict[str, tuple[Future, int]] = {}  # by the case's name
-
-        def submit(n: int) -> None:
-            for group in islice(left, n):
-                posed = pool.submit(self.pose, group)
-                coming.update({case.name: (posed, i) for i, case in enumerate(group)})
-
-        with ThreadPoolExecutor(AHEAD) as pool:
-            submit(2 * AHEAD)
+        pool = ThreadPoolExecutor(AHEAD)
+        posed: dict[str, tuple[Future, int]] = {}  # by the case's name
+        try:
+            for some in (group[i : i + ABREAST] for group in groups.values() for i in range(0, len(group), ABREAST)):
+                together = pool.submit(self.pose, some)
+                posed |= {case.name: (together, i) for i, case in enumerate(some)}
             for n, case in enumerate(cases):
                 progress(n, len(cases), case.name)
-                while case.name not in coming:
-                    submit(1)
-                posed, i = coming.pop(case.name)
-                if not i:
-                    submit(1)
-                yield self.run(posed.result()[i])
+                together, i = posed.pop(case.name)
+                yield self.run(together.result()[i])
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def smallest_failure(self, report: Report) -> str:
         """The smallest case found that fails as the smallest of the report does, as lines to run."""

@@ -431,7 +431,8 @@ def annotations(report: Report, where: tuple[str, int] | None) -> list[str]:
     return found
 
 
-# A report shows itself; its data do not know their words.
-Report.__str__, Report._repr_html_ = text, html
-for sentence in (claim, exceptions, extent, company, tried, title, head, undiagnosed, unclaimed):
-    setattr(Report, sentence.__name__, property(sentence))
+def teach(cls: type[Report]) -> None:
+    """Let reports, which are data, show themselves, and have these sentences as properties."""
+    cls.__str__, cls._repr_html_ = text, html
+    for sentence in (claim, exceptions, extent, company, tried, title, head, undiagnosed, unclaimed):
+        setattr(cls, sentence.__name__, property(sentence))
