@@ -209,9 +209,6 @@ class Chunk:
     def triangle(self) -> Tensor:
         return (self.beta * self.weights(self.k)).tril(-1)
 
-    def stored(self) -> Tensor:
-        return self.beta * self.v
-
     def found(self) -> Tensor:
         """What keys find in the state before the chunk, times beta."""
         return self.beta * ((self.k * self.since.exp()) @ self.S)
@@ -232,7 +229,6 @@ def in_steps(
     pairs: Callable[[Chunk], Tensor] = Chunk.pairs,
     triangle: Callable[[Chunk], Tensor] = Chunk.triangle,
     invert: Callable[[Tensor], Tensor] = eliminated,
-    stored: Callable[[Chunk], Tensor] = Chunk.stored,
     found: Callable[[Chunk], Tensor] = Chunk.found,
     read: Callable[[Chunk], Tensor] = Chunk.read,
     after: Callable[[Chunk, Tensor], Tensor] = Chunk.after,
@@ -245,7 +241,7 @@ def in_steps(
     S, outs, writes = c.S, [c.v[:, :0]], [c.v[:, :0]]
     for a in range(0, c.q.shape[1], C):
         n = Chunk(c.cut(a, a + C, S=S), C, decays)
-        write = n.v if n.beta is None else invert(triangle(n)) @ (stored(n) - found(n))
+        write = n.v if n.beta is None else invert(triangle(n)) @ (n.beta * n.v - found(n))
         o = read(n) + (pairs(n) @ write)[..., : n.v.shape[-2], :]  # without rows that fill up a chunk
         outs.append(c.s * o.transpose(1, 2))
         writes.append(write.transpose(1, 2))

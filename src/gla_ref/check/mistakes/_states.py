@@ -72,7 +72,7 @@ simple("gate of the previous token", DECAY, lambda c: {"g": later(c.g)}, GATES)
 simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, GATES)
 simple("factor 1 / ln 2 applied twice", DECAY, lambda c: {"g": c.g / log(2)}, GATES)
 simple("1.44 taken for log2(e)", DECAY, lambda c: {"g": c.g * (1.44 * log(2))}, GATES, fine=True)
-simple("log gate taken for alpha", DECAY, lambda c: {"g": c.g.log()}, GATED)
+simple("log gate taken for alpha", DECAY, lambda c: {"g": c.g.log()}, GATES)
 
 
 @mistake("running sum of gates in bfloat16", DECAY, GATES)
