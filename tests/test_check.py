@@ -23,9 +23,9 @@ import false_alarms
 from gla_ref import FORMS, check, gla
 from gla_ref.__main__ import main
 from gla_ref.check import MECHANISMS, Case, _budgets, mistakes, oracle
-from gla_ref.check._alone import reproduction
 from gla_ref.check._cases import GATES, inputs
 from gla_ref.check._emulate import cut_
+from gla_ref.check._examine import reproduction
 from gla_ref.check.oracle import evaluate
 
 F32, BF16 = torch.float32, torch.bfloat16

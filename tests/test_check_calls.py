@@ -10,11 +10,9 @@ from cases import thin
 
 from gla_ref import FORMS, check
 from gla_ref.check import Case
-from gla_ref.check._alone import INSIDE, reproduction
-from gla_ref.check._examine import Examiner
+from gla_ref.check._examine import INSIDE, Examiner, reproduction
 from gla_ref.check._kernel import SECONDS, Convention, Kernel
-from gla_ref.check._memory import AROUND, placed
-from gla_ref.check._run import same
+from gla_ref.check._run import AROUND, placed, same
 from gla_ref.check._where import common
 from gla_ref.check.museum import corrected, inverse
 
@@ -104,32 +102,15 @@ def neighbours(x):
     return whole[(x.storage_offset() + last) % len(whole)].nan_to_num()
 
 
-class Workspace(torch.autograd.Function):
-    """x, whose backward pass needs what the latest forward pass of this size has left."""
-
-    kept = {}
-
-    @staticmethod
-    def forward(ctx, x):
-        Workspace.kept[x.shape] = x.detach()
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, d):
-        (x,) = ctx.saved_tensors
-        return d if torch.equal(Workspace.kept[x.shape], x) else 2 * d
-
-
 class Ring(torch.autograd.Function):
-    """x, whose backward pass needs one of five buffers; the fifth call after it takes that again."""
+    """x, whose backward pass needs one of so many buffers, which as many calls of this size later another one takes."""
 
     kept, calls = {}, {}
 
     @staticmethod
-    def forward(ctx, x):
-        n = Ring.calls[x.shape] = Ring.calls.get(x.shape, 0) + 1
-        ctx.slot = (x.shape, n % 5)
+    def forward(ctx, x, slots):
+        n = Ring.calls[x.shape, slots] = Ring.calls.get((x.shape, slots), 0) + 1
+        ctx.slot = (x.shape, slots, n % slots)
         Ring.kept[ctx.slot] = x.detach()
         ctx.save_for_backward(x)
         return x.clone()
@@ -137,7 +118,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d):
         (x,) = ctx.saved_tensors
-        return d if torch.equal(Ring.kept[ctx.slot], x) else 2 * d
+        return d if torch.equal(Ring.kept[ctx.slot], x) else 2 * d, None
 
 
 class Pool(torch.autograd.Function):
@@ -211,9 +192,9 @@ def linear(mistake):
         if mistake == "channels read as neighbours":
             k = Unlike.apply(k, neighbours, lambda d, passes: d)
         if mistake == "another call's q in the backward pass":
-            q = Workspace.apply(q)
+            q = Ring.apply(q, 1)
         if mistake == "a ring of five buffers":
-            q = Ring.apply(q)
+            q = Ring.apply(q, 5)
         if mistake == "a buffer that the first backward pass hands on":
             q = Pool.apply(q)
         chunks = {}

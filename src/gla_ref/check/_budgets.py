@@ -99,7 +99,7 @@ def plain(case: Case) -> Case:
 
 
 def shape(case: Case) -> Case:
-    """What cases have in common that can be worked out side by side: all but the values of what is given."""
+    """The case without the values of its inputs: cases that share it can be worked out side by side."""
     values = {"gate": MILD, "floor": None, "size": 1.0, "loud": None, "zeros": False}
     values |= {"strength": 1.0, "beta": None, "alike": 0.0, "keys": 1.0, "found": False}
     return replace(plain(case), strides="contiguous", **values)

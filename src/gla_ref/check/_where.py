@@ -44,7 +44,7 @@ def shaded(excess: Tensor, down: int, along: int) -> list[str]:
 
 
 def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
-    """Which chunks, heads, ... hold all that is wrong; an axis along which everything has some of it is left out."""
+    """The chunks, heads, ... that contain all wrong elements; an axis is left out if every part of it has some."""
     found = []
 
     def tell(axis: str, here: list[int], size: int) -> None:
@@ -70,7 +70,7 @@ def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
 
 
 def locate(p: Problem, name: str, x: Tensor) -> dict:
-    """Where a quantity is wrong: first in the order of time, in which parts, along a line of time (or K), in a plane.
+    """The place where a quantity is wrong: its first element in time, the parts, a line of time (or K), a plane.
 
     In a packed sequence chunks are counted from its own first token.
     """
@@ -193,7 +193,7 @@ def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[s
 
 
 def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
-    """What all of the failing cases have and none of the passing ones, and what they hardly share by chance."""
+    """Sentences on traits that only failing cases have, and on those that all of them hardly share by chance."""
     if not passing:
         return []
     only, also = [], []
@@ -433,7 +433,7 @@ class Bounds:
         return self.between(sizes, sorted({1, low, high, high + 1, 2 * high, right}), name)
 
     def between(self, sizes: Callable[[int], Case], tries: list[int], name: str) -> Statement | None:
-        """Which of some sizes are wrong and which are right; None unless all that is wrong is so by far."""
+        """Tell wrong sizes from right ones among those tried; None unless every wrong one is wrong by far."""
         size = SIZES[name]
         errors = {n: error for n in tries if not math.isnan(error := self.error(sizes(n)))}
         tries = [*errors]
@@ -477,7 +477,7 @@ class Bounds:
         return Statement(words, lambda case: not alike(case), alike)
 
     def alone(self, c: Case) -> str:
-        """Which tensors are enough to have the strides of a case, the others in order."""
+        """Name the tensors of which one alone with the case's strides is enough to fail; empty if none is."""
         if c.strides == "contiguous":
             return ""
         enough = []

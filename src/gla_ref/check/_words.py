@@ -25,7 +25,7 @@ WIDTH, LEFT, SIDE = 480, 80, 14  # of a picture, of its margin; most that a cell
 
 # -- sentences -----------------------------------------------------------------------------------
 def claim(report: Report) -> str:
-    """What the kernel claims, and what that made of the ladder; empty if it claims all."""
+    """The kernel's claim, and the cases made or left out for it; empty if it claims all."""
     if not report.settings.get("supports"):
         return ""
     left = f"; left out: {', '.join(report.left)}" if report.left else ""
@@ -55,7 +55,7 @@ def extent(report: Report) -> str:
 
 
 def company(report: Report) -> str:
-    """That some of it fails after other cases only."""
+    """A sentence on cases that fail only after others; empty if there are none."""
     if not report.alone:
         return ""
     passes = "passes" if len(report.alone) == 1 else "pass"
@@ -77,7 +77,7 @@ def reach(cases: Sequence[Case]) -> str:
 
 
 def tried(report: Report) -> str:
-    """How large the cases were, and what no case gave the function."""
+    """The sizes of the covered cases, and the arguments that no case gave the function."""
     covered = report.covered
     if not covered:
         return ""
@@ -110,7 +110,7 @@ def differing(report: Report, name: str) -> str:
 
 
 def undiagnosed(report: Report) -> str:
-    """What to say of wrong numbers that no mistake explains; empty where there are none."""
+    """A next step for wrong numbers that no mistake explains; empty if there are none."""
     if report.diagnosis or report.alone or not report.first_wrong:
         return ""
     if len(report.cases) == 1 < report.ladder:  # to run it again would say the same

@@ -201,12 +201,12 @@ def judge(
 
 
 def numbers(case: Case) -> int:
-    """How many numbers the states of all tokens would have."""
+    """The number of elements in the states of all tokens together."""
     return case.B * case.T * case.H * case.groups * max(case.K * case.V, C)
 
 
 def copied(kind: Kind, case: Case) -> int:
-    """How many copies of a case's inputs each emulated run has, each with its own luck: the fewer, the larger they are.
+    """The number of copies of a case's inputs in an emulated run, each with its own luck: fewer if they are large.
 
     The runs of a mechanism have LUCKS copies together, or a few more. A token's pairs in its chunk count, too, where
     channels are fewer.

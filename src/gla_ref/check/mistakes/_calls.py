@@ -1,4 +1,4 @@
-"""What a mistake is made of: a call of a mechanism, right by itself, to be cut and changed (chapters 1 and 11)."""
+"""The parts of a mistake: a call of a mechanism, right by itself, to be cut and changed (chapters 1 and 11)."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Call:
 
     @property
     def tokens(self) -> dict[str, Tensor]:
-        """What has a time axis, by name."""
+        """The tensors with a time axis, by name."""
         names = MECHANISMS["gla" if self.beta is None else "kda"].required
         return {n: getattr(self, n) for n in names}
 
@@ -137,7 +137,7 @@ class Call:
 
     @property
     def own(self) -> Tensor:
-        """What a token reads of its own write."""
+        """The output that a token reads from its own write."""
         return self.s * (self.q * self.k).sum(-1, keepdim=True) * self.written
 
     @property
@@ -210,7 +210,7 @@ class Chunk:
         return (self.beta * self.weights(self.k)).tril(-1)
 
     def found(self) -> Tensor:
-        """What keys find in the state before the chunk, times beta."""
+        """The values that keys find in the state before the chunk, times beta."""
         return self.beta * ((self.k * self.since.exp()) @ self.S)
 
     def read(self) -> Tensor:
@@ -264,7 +264,7 @@ class Attention:
 
     @property
     def tokens(self) -> dict[str, Tensor]:
-        """What has a time axis, by name."""
+        """The tensors with a time axis, by name."""
         return {n: getattr(self, n) for n in MECHANISMS["softmax_attention"].required}
 
     @property
