@@ -6,8 +6,8 @@ from cases import thin
 
 from gla_ref import check
 from gla_ref.check import mistakes
-from gla_ref.check._budgets import problems
 from gla_ref.check._cases import inputs
+from gla_ref.check.oracle import problems
 
 F32 = torch.float32
 

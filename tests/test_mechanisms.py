@@ -7,11 +7,10 @@ from cases import thin
 from gla_ref import check
 from gla_ref._contract import form
 from gla_ref.check import MECHANISMS, Case
-from gla_ref.check._budgets import problems
 from gla_ref.check._cases import inputs
 from gla_ref.check._emulate import products_in
 from gla_ref.check._mechanisms import Kind
-from gla_ref.check.oracle import evaluate
+from gla_ref.check.oracle import evaluate, problems
 from gla_ref.mechanisms import Argument, Mechanism
 
 NAME = "own_delta_rule"

@@ -21,7 +21,6 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from ._budgets import Problem, problems, shape
 from ._cases import Case
 from ._claims import Claim
 from ._kernel import SECONDS, Convention, Finding, Kernel
@@ -30,7 +29,7 @@ from ._names import Seen, by_head, by_name, by_terms, rescaled, stale
 from ._report import Report, Row
 from ._run import Found, Trial, attempt, observe
 from ._where import ONLY, Bounds, Spent, by_gates, common, locate, plainly, smaller
-from .oracle import numbers
+from .oracle import Problem, numbers, problems, shape
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 INSIDE = "GLA_REF_CHECK_ALONE"  # set in a process that runs one case by itself: it starts no others

@@ -17,11 +17,10 @@ from itertools import accumulate, pairwise, product
 import torch
 from torch import Tensor
 
-from ._budgets import Problem
 from ._cases import Case, but_for_gates
 from ._mechanisms import MECHANISMS, SHORT, Kind
 from .mistakes import CHUNK, CHUNKS, DECAY, GRADIENT, LINEAR, READ, Mistake, apply, known
-from .oracle import evaluate, numbers
+from .oracle import Problem, evaluate, numbers
 
 CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
 SHARE = 0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square

@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ._budgets import Problem
 from ._cases import SUB, held, optional
 from ._kernel import Finding, Kernel, NotClaimed
-from .oracle import evaluate
+from .oracle import Problem, evaluate
 
 KIT = Path(__file__).parent
 LIBRARIES = tuple(Path(torch.__file__).parents[1] / name for name in ("torch", "triton", "einops"))

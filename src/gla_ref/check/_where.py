@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from ..rounding import unit
-from ._budgets import Problem
 from ._cases import GATES, MILD, SUB, C, Case, but_for_gates, held, inputs
 from ._claims import up
 from ._kernel import Finding
 from ._mechanisms import Kind
 from ._run import Found, Trial, attempt
-from .oracle import evaluate, numbers, parts
+from .oracle import Problem, evaluate, numbers, parts
 
 # -- in a tensor ---------------------------------------------------------------------------------
 SHADES = " .:-=+*#%@"  # within budget, then one more for every half power of ten
