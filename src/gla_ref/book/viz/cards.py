@@ -121,8 +121,8 @@ PATHS = (
 #: page, an optional part on a first reading, and the sentence that says what a reader misses; the page has it too
 OPTIONAL = (
     (
-        "03_flash_attention.html#sec-flash-backward",
-        "The backward pass of chapter 3",
+        "training_attention.html",
+        "The backward pass of FlashAttention",
         "If you skip it, you will miss how attention is trained without storing its weights.",
     ),
     (
