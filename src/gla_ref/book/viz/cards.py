@@ -26,7 +26,7 @@ class Card(NamedTuple):
 CARDS = tuple(Card(*texts) for texts in (
     ("Attention", "01_softmax_attention", "Softmax attention", "How does a word look back, and why is that expensive?",
      "Write attention in parallel and from a cache, and count what a long text costs."),
-    ("Attention", "02_online_softmax", "Online softmax", "Can you read the keys once, and keep only three numbers?",
+    ("Attention", "02_online_softmax", "Online softmax", "Can you read the keys once, and keep no list of scores?",
      "Rescale a running sum, so that no row of scores is ever stored."),
     ("Attention", "03_flash_attention", "FlashAttention", "Why is the same work faster in tiles?",
      "Count a GPU's bytes and products, and derive attention in tiles."),
@@ -117,8 +117,8 @@ PATHS = (
 #: page, an optional part on a first reading, and the sentence that says what a reader misses; the page has it too
 OPTIONAL = (
     (
-        "03_flash_attention.html#sec-flash-backward",
-        "The backward pass of chapter 3",
+        "training_attention.html",
+        "The backward pass of FlashAttention",
         "If you skip it, you will miss how attention is trained without storing its weights.",
     ),
     (
