@@ -55,7 +55,8 @@ def test_every_exercise_of_the_book_is_checked():
             start, solution = re.split(r"(?m)^:::+\{solution-start\} " + label + "$", text)
             assert f'\ncheck("{label}", ' in start, f"{label}: no cell to answer it in"
             assert f'assert check("{label}", ' in solution, f"{label}: its solution is not checked"
-        assert {exercises.JUDGES[label][0] for label in of} == {"predict", "derive", "implement"}, chapter
+        kinds = {exercises.JUDGES[label][0] for label in of}
+        assert len(of) == 1 or ("predict" in kinds and len(kinds) > 1), chapter
     assert len(labels) >= 40
 
 
