@@ -19,12 +19,14 @@ sys.path.append(str(ROOT / "benchmarks"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 import clocks
 from clocks import SITES, Role, clocked
+from suites import Case, inputs
 
 CHUNKS = 5
 BARRIERS = {  # in the order in which the walking kernel makes them
     "fused": ("ready", "gated", "solved", "done"),
     "in turn": ("ready", "made", "done"),
     "ahead": ("ready", "done"),
+    "gla": ("empty", "ready", "hat"),
 }
 
 
@@ -80,8 +82,10 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
 
     plain, copy = clocks.module_of(kernel), clocked(clocks.module_of(kernel), 0, CHUNKS)
     # one head and sequence; V = 128, so that `fused` has both walkers
-    x, _ = problem("gated_delta_rule", 1, 64 * CHUNKS - 3, 1, 128, 128, dtype=BF16, gates=F32, groups=1)
-    x = {n: x[n] for n in clocks.NAMES}
+    if kernel == "gla":
+        x = {n: y.detach() for n, y in inputs(Case("gla", 1, 64 * CHUNKS, 1, 128, 128, gates="zero"), 0, "cpu").items()}
+    else:
+        x, _ = problem("gated_delta_rule", 1, 64 * CHUNKS - 3, 1, 128, 128, dtype=BF16, gates=F32, groups=1)
 
     def play(module):
         modules = module, *{delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles, plain}
@@ -129,8 +133,8 @@ class PlayedProgram:
     def __call__(self, inputs):
         named = {spec.name: x for spec, x in zip(self.plan.inputs, inputs, strict=True) if spec is not None}
         names = "delta_chunk", "delta_inverse", "delta_solve", "delta_walks", "ring", "tiles"
-        names = (*clocks.MODULES.values(), *(f"hopper.{name}" for name in names))
-        modules = [*(importlib.import_module(f"gla_ref.kernels.{name}") for name in names), *COPIES]
+        names = (*clocks.MODULES.values(), *(f"kernels.hopper.{name}" for name in (*names, "gla_forward")))
+        modules = [*(importlib.import_module(f"gla_ref.{name}") for name in names), *COPIES]
         return played_gluon.play(self.plan, named, modules)[:2]
 
     def step(self, values):
@@ -179,9 +183,9 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
         clocks.say(newest)
 
     wrong = clocks.measure(True, keep, "cpu")
-    assert [r["ms"] for r in kept[2]] == [0.5] * 3 and all(r["roles"] == [] for r in kept[2]), "times come first"
+    assert [r["ms"] for r in kept[3]] == [0.5] * 4 and all(r["roles"] == [] for r in kept[3]), "times come first"
     logged = {r["kernel"]: bool(r["roles"]) for r in kept[-1]}
-    assert logged == {"fused": True, "in turn": not broken, "ahead": True}
+    assert logged == {"fused": True, "in turn": not broken, "ahead": True, "gla": True}
     assert wrong == (["clocks of in turn at 1 x 128: no clocks"] if broken else [])
     assert all(0 < r["error"] <= r["budget"] for r in kept[-1])
     assert "waits for ready" in capsys.readouterr().out
@@ -198,11 +202,11 @@ sys.path[:0] = ["tools", "benchmarks", "src"]
 import clocks, compile_kernels, tempfile, torch
 with tempfile.TemporaryDirectory() as cache:
     compile_kernels.begin(cache)
-    x = {n: torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16, device="meta") for n in clocks.NAMES}
-    x |= {n: x[n][..., 0] for n in ("g", "beta")}
+    x = {n: torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16, device="meta") for n in "qkvg"}
+    one = {n: x["g"][..., 0] for n in ("g", "beta")}
     for kernel in clocks.MODULES:
         copy = clocks.clocked(clocks.module_of(kernel), 1 << 40, 128)
-        launch = clocks.planned(kernel, copy.module, x).launches[-1]
+        launch = clocks.planned(kernel, copy.module, x if kernel == "gla" else x | one).launches[-1]
         row, ptx = compile_kernels.compiled(launch, 90), compile_kernels.compile_launch(launch).asm["ptx"]
         print("copy", json.dumps([row["broken"], row["shared"], copy.roles, ptx]))
 """
