@@ -1,4 +1,4 @@
-"""Helpers of the cells in chapters 1 to 24: sentences and tables with computed numbers, and excerpts of code."""
+"""Helpers of the cells in chapters 1 to 25: sentences and tables with computed numbers, and excerpts of code."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-# the name of a chapter's page: two digits, a letter where one chapter became two, and a slug (15b_gradient_kernel)
+# the name of a chapter's page: two digits, and a slug (15_gradients)
 CHAPTER = re.compile(r"(\d\d[a-z]?)_\w+$")
 
 
 def chapters(book: Path) -> dict[str, str]:
-    """The pages of the chapters in the order of reading, each with its number: {"15b_gradient_kernel": "15b"}."""
+    """The pages of the chapters in the order of reading, each with its number: {"15_gradients": "15"}."""
     found = {path.stem: CHAPTER.match(path.stem) for path in sorted(Path(book).glob("*.md"))}
     return {page: match[1].lstrip("0") for page, match in found.items() if match}
 

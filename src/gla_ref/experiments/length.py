@@ -1,4 +1,4 @@
-"""Longer texts than in training: does a model trained on 512 or 2048 bytes use 32,768? (chapter 19c)
+"""Longer texts than in training: does a model trained on 512 or 2048 bytes use 32,768? (chapter 19)
 
 Speeches of more than 30,000 bytes, byte by byte. In training each row of a batch walks through one speech after another
 in windows of T bytes. Every window begins either with nothing, or with the state that the window before left, through
@@ -34,7 +34,7 @@ __all__ = ["Length", "Settings", "carry_out", "runs"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared, and on what.
+    """The mixers to compare, and their training.
 
     Attributes:
         mixers: keys of :data:`gla_ref.models.mixers.MIXERS`.
@@ -120,7 +120,7 @@ class Length(Task):
         self.fresh = self.fresh.to(place.device)
 
     def schedule(self, sizes: list[int], steps: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Where each row's window begins in each step, and whether a speech begins there; `[steps, rows]` both.
+        """The start of each row's window in each step, and whether a speech begins there; `[steps, rows]` both.
 
         A row takes all speeches in an order of its own, then again in another. What is left of a speech behind its
         last whole window is not read.
@@ -140,7 +140,7 @@ class Length(Task):
         return torch.tensor(starts).T.contiguous(), torch.tensor(fresh).T.contiguous()
 
     def loss(self, objective, step, state):
-        """Of the step's windows, from the states of the windows before where these are passed on."""
+        """The loss of the step's windows, from the states of the windows before where these are passed on."""
         inside = torch.arange(self.window + 1, device=self.device)
         both = self.training[self.starts[step].to(self.device)[:, None] + inside].long()
         if not self.passing:

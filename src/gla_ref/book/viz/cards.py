@@ -1,4 +1,4 @@
-"""The front page: cards of chapters 1 to 24, with a question and a small picture each, and paths through them."""
+"""The front page: cards of chapters 1 to 25, with a question and a small picture each, and paths through them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Card(NamedTuple):
 CARDS = tuple(Card(*texts) for texts in (
     ("Attention", "01_softmax_attention", "Softmax attention", "How does a word look back, and why is that expensive?",
      "Write attention in parallel and from a cache, and count what a long text costs."),
-    ("Attention", "02_online_softmax", "Online softmax", "Can you read the keys once, and keep only three numbers?",
+    ("Attention", "02_online_softmax", "Online softmax", "Can you read the keys once, and keep no list of scores?",
      "Rescale a running sum, so that no row of scores is ever stored."),
     ("Attention", "03_flash_attention", "FlashAttention", "Why is the same work faster in tiles?",
      "Count a GPU's bytes and products, and derive attention in tiles."),
@@ -47,28 +47,23 @@ CARDS = tuple(Card(*texts) for texts in (
      "Say at which length a ratio of decays dies in any number format, and repair it."),
     ("Gates", "11_chunkwise_gla", "Chunkwise GLA", "Which pairs of words need the slow way?",
      "Derive the GLA paper's two-level algorithm, and choose its two lengths."),
-    ("Gates", "12_four_kernels", "Four kernels and a sum", "How did its authors run it, and what did that cost?",
-     "Read an early implementation, and count what each step moves."),
-    ("Gates", "13_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?",
+    ("Gates", "12_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?",
      "Anchor a chunk's scales, and know when the data forbid it."),
-    ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
+    ("Gates", "13_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
      "Read every line of a fast kernel, predict its time, and write it yourself."),
+    ("Gates", "14_four_kernels", "The first four kernels",
+     "How did its author run it, and why did no test see the bugs?",
+     "Follow every byte of a kernel from launch to launch, and see what a test will never see."),
     ("Gates", "15_gradients", "Gradients of the gates", "How much passed through this gate?",
-     "Derive the gates' gradient without storing states, and see which pairs cancel."),
-    ("Gates", "15b_gradient_kernel", "Summing a gate's gradient", "Why does a sum that is right on paper lose digits?",
-     "Cut a sum so that nothing has to cancel, and read the backward kernels."),
+     "Derive the gates' gradient without storing states, and add it up without losing its digits."),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
-     "Write a decoding step and its kernel, and predict its time from bytes."),
+     "Write a decoding step and its kernel, and serve many users from states."),
     ("Models", "17_gla_layer", "The layer and its Transformer", "What stands around the recurrence in a model?",
-     "Build a language model around the operator, and count its numbers, operations and bytes."),
+     "Build a language model around the operator, and say where a training step's time goes."),
     ("Models", "18_one_recurrence", "One recurrence, many models", "Are Mamba, RWKV and DeltaNet different memories?",
-     "Run sixteen models as their papers write them, each as a call of one recurrence."),
-    ("Models", "19_what_it_learns", "What it learns", "What can a state of fixed size still find in a text?",
-     "Compare trained models fairly: rates, baselines, intervals, and what their gates do."),
-    ("Models", "19b_what_it_learns_from_text", "What it learns from text", "Does the mixer matter on real text?",
-     "Compare language models by bits per byte, and look at them before their first step."),
-    ("Models", "19c_how_far_back", "How far back it looks", "Does a model use the beginning of a long text?",
-     "Measure how much of a text a model uses, and read its gates."),
+     "Run sixteen models as their papers write them, and place the next one yourself."),
+    ("Models", "19_comparing_mixers", "Comparing mixers", "Which mixer would you take, and can you be sure?",
+     "Compare trained models fairly: baselines, the start, rates, seeds, and what of a text is used."),
     ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?",
      "Derive DeltaNet's and Gated DeltaNet's chunks."),
     ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?",
@@ -77,7 +72,7 @@ CARDS = tuple(Card(*texts) for texts in (
      "Read a kernel whose warps have different jobs, and say what limits it."),
     ("Beyond", "23_delta_rule_fused", "The delta rule, fully fused", "What can be done before the state is known?",
      "Find the path that must stay in order, and move all else off it."),
-    ("Beyond", "24_many_gpus", "Many GPUs", "How do several GPUs share one text?",
+    ("Beyond", "25_many_gpus", "Many GPUs", "How do several GPUs share one text?",
      "Split a recurrence over GPUs, count what crosses, and say when it pays."),
 ))  # fmt: skip
 #: page, a reader's wish, the first step
@@ -101,7 +96,16 @@ PATHS = (
         "GLA in {hours}",
         "From your first kernel to a fast one for GLA. You know attention, and the idea of FlashAttention; if not, "
         "read chapters 1 to 3 first.",
-        tuple(card.page for card in CARDS if int(card.page[:2]) in (4, 5, 6, 9, 10, 11, 13, 14)),
+        (
+            "04_first_triton_kernels",
+            "05_linear_attention",
+            "06_prefix_sums_and_chunks",
+            "09_gates_and_decay",
+            "10_parallel_gla",
+            "11_chunkwise_gla",
+            "12_one_product_a_chunk",
+            "13_gla_kernel",
+        ),
     ),
     Path(
         "The whole book, in {hours}",
@@ -112,20 +116,15 @@ PATHS = (
 #: page, an optional part on a first reading, and the sentence that says what a reader misses; the page has it too
 OPTIONAL = (
     (
-        "03_flash_attention.html#sec-flash-backward",
-        "The backward pass of chapter 3",
+        "training_attention.html",
+        "The backward pass of FlashAttention",
         "If you skip it, you will miss how attention is trained without storing its weights.",
     ),
     (
-        "08_training_through_chunks.html",
-        "The paper's Figure 2 in chapter 8",
-        "If you skip it, you will miss a comparison with softmax attention over many lengths.",
-    ),
-    (
-        "12_four_kernels.html",
-        "Chapter 12",
-        "If you skip it, you will miss how to read a kernel by its grid, and the measured costs that two later "
-        "chapters avoid.",
+        "14_four_kernels.html",
+        "Chapter 14",
+        "If you skip it, you will miss how GLA's first kernels worked, what each of their steps costs, and two bugs "
+        "that shipped.",
     ),
 )
 
