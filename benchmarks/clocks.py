@@ -1,12 +1,11 @@
 """Measure where the roles of Hopper kernels wait, by clocks read inside copies of the kernels.
 
-    python benchmarks/clocks.py [--out FILE] [--no-clocks]
+    python benchmarks/clocks.py [--out FILE]
 
-Three schedules of the gated delta rule (bf16, K = V = 128, chunks of 64): "fused", with a solver a chunk ahead; "in
-turn", without a solver; and the walk of "ahead", for which a kernel before it makes T. And "gla", the page of gated
-linear attention, with programs for every multiprocessor and with few. First every kernel is checked
-against the float64 recurrence for a key head, and timed. Then the copies run, after a check that they make the same
-bits. It runs in the host's own Python and needs a Hopper GPU.
+Two schedules of the gated delta rule (bf16, K = V = 128, chunks of 64): "fused", with a solver a chunk ahead, and the
+walk of "ahead", for which a kernel before it makes T. And "gla", the page of gated linear attention, with programs for
+every multiprocessor and with few. Each is checked against the float64 recurrence for a key head, and timed. Then its
+copy runs, after a check that it makes the same bits. It runs in the host's own Python and needs a Hopper GPU.
 
 A role is a function that `gl.warp_specialize` is given, with a loop over chunks, here `for c in range(n)`. In the copy
 every wait in that loop, here at the barrier `ready`, becomes::
@@ -25,12 +24,13 @@ roles are one function. LOG is the address of a tensor [programs, ROLES, PAIRS, 
 role stores. All warps of a multiprocessor read the same clock, so the roles of a program can be compared. Waits of
 packed sequences are left out.
 
-Writes results/<gpu>-waits.json, a record per kernel and shape, as soon as there is one. `ms` is the kernel's time alone
-(of "ahead" the walk's), `ms_call` that of all of its call's launches, `ms_clocked` that of the copy. `roles` has for
-each role: `sites`, the barriers it waits for in the order of a chunk; `waits`, the shares of its time that it waits at
-each of them, over all chunks, the median of all programs; `us_a_chunk`, its time by the GPU's timer over its chunks;
-and, of one program, `chunks`: [began, ended] at each site in ns, from chunk `first` on. Time that a role does not wait
-at a barrier includes its waits for its own products. Without clocks, `roles` is empty and `ms_clocked` None.
+Writes results/<gpu>-waits.json, a record per kernel and shape, as soon as there is one; others stay, such as those of
+"in turn", without a solver, which name an earlier commit. `ms` is the kernel's time alone (of "ahead" the
+walk's), `ms_call` that of all of its call's launches, `ms_clocked` that of the copy. `roles` has of each: `sites`,
+the barriers it waits for in the order of a chunk; `waits`, the shares of its time that it waits at each of them, over
+all chunks, the median of all programs; `us_a_chunk`, its time by the GPU's timer over its chunks; and, of one program,
+`chunks`: [began, ended] at each site in ns, from chunk `first` on. Time that a role does not wait at a barrier includes
+its waits for its own products. Where the copy fails, `roles` is empty and `ms_clocked` None.
 """
 
 from __future__ import annotations
@@ -68,12 +68,8 @@ from gla_ref.kernels.launch.plan import Plan, spec_of
 from gla_ref.kernels.launch.program import Program
 
 SHAPES = [(8, 8192, 16, 16), (1, 8192, 16, 32)]  # B, T, H, HV
-MODULES = {
-    "fused": "kernels.hopper.delta_fused",
-    "in turn": "kernels.exhibits.delta_in_turn",
-    "ahead": "kernels.hopper.delta_ahead",
-    "gla": "pages.gla_hopper",
-}
+MODULES = {"fused": "kernels.hopper.delta_fused", "ahead": "kernels.hopper.delta_ahead", "gla": "pages.gla_hopper"}
+KEY = ("kernel", "B", "T", "H", "HV")
 C, SHOWN = 64, 8  # tokens of a chunk; chunks that a record has clocks of
 NAMES = ("q", "k", "v", "g", "beta")
 LOOPS = ("range(n)", "range(gl.cdiv(T, C))")  # over chunks
@@ -311,9 +307,10 @@ def waited(kernel: str, x: dict[str, Tensor], log: Log, plain: Walk) -> dict:
     return {"ms_clocked": round(ms, 5), "roles": waits(part.cpu(), copy.roles, chunks)}
 
 
-def measure(clocks: bool, keep: Callable[[list[dict], dict], None], device: str = "cuda") -> list[str]:
-    """Call `keep` with all records and the newest whenever one is made or gets its clocks; what went wrong."""
-    records, wrong, calls = [], [], []
+def measure(keep: Callable[[dict], None], device: str = "cuda") -> list[str]:
+    """Call `keep` with every record, once it is timed and again once it has its clocks; what went wrong."""
+    wrong = []
+    log = Log(512 * 4 * (8192 // C * SITES + 2) * 2, device)  # of at most 512 programs with 4 roles
     for B, T, H, HV in SHAPES:
         rule = Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=HV // H)
         given = {}
@@ -330,22 +327,11 @@ def measure(clocks: bool, keep: Callable[[list[dict], dict], None], device: str 
                 record |= check(kernel, case, truth, walk.o)
                 record |= {"ms": round(run.median_ms([walk.alone], 0.2)[0], 5)}
                 record |= {"ms_call": round(run.median_ms([walk.call], 0.2)[0], 5), "ms_clocked": None, "roles": []}
+                keep(record)
+                keep(record | waited(kernel, x, log, walk))
             except Exception as error:
                 traceback.print_exc()
                 wrong.append(f"{kernel} at {B} x {T}: {error}")
-                continue
-            records.append(record)
-            calls.append((record, x, walk))
-            keep(records, record)
-    log = Log(512 * 4 * (8192 // C * SITES + 2) * 2, device)  # of at most 512 programs with 4 roles
-    for record, x, walk in calls if clocks else []:
-        try:
-            record |= waited(record["kernel"], x, log, walk)
-        except Exception as error:
-            traceback.print_exc()
-            wrong.append(f"clocks of {record['kernel']} at {record['B']} x {record['T']}: {error}")
-        else:
-            keep(records, record)
     return wrong
 
 
@@ -361,7 +347,6 @@ def say(record: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="the JSON file to write")
-    parser.add_argument("--no-clocks", action="store_true", help="check and time the kernels, and no more")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("benchmarks: expected an NVIDIA GPU of compute capability 9.0, found none")
@@ -369,12 +354,12 @@ def main() -> None:
     print(json.dumps(environment), flush=True)
     path = args.out or results.file(f"{environment['gpu']} waits")
 
-    def keep(records: list[dict], newest: dict) -> None:
-        results.write(path, environment, "waits", records)
-        say(newest)
+    def keep(record: dict) -> None:
+        results.merge(path, environment, "waits", [record], KEY)
+        say(record)
 
     with torch.no_grad():
-        wrong = measure(not args.no_clocks, keep)
+        wrong = measure(keep)
     sys.exit("\n".join(wrong) or 0)
 
 

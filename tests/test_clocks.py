@@ -23,8 +23,7 @@ from suites import Case, inputs
 
 CHUNKS = 5
 BARRIERS = {  # in the order in which the walking kernel makes them
-    "fused": ("ready", "gated", "solved", "done"),
-    "in turn": ("ready", "made", "done"),
+    "fused": ("keys", "ready", "gated", "solved", "done"),
     "ahead": ("ready", "done"),
     "gla": ("empty", "ready", "hat"),
 }
@@ -95,7 +94,7 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     wait = played_gluon.wait
 
     def number(bar):
-        """Of the allocation of barriers that has this one."""
+        """The number of the allocation that has this barrier."""
         memory = bar.x.untyped_storage().data_ptr()
         return [bars.x.untyped_storage().data_ptr() for bars in played_gluon.PLAY.bars].index(memory)
 
@@ -156,7 +155,7 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
         made.append(self)
 
     def keep_copy(self, kernel, chunks):
-        if broken and kernel == "in turn":
+        if broken and kernel == "fused":
             raise RuntimeError("no clocks")
         found = copy(self, kernel, chunks)
         COPIES.append(found.module)
@@ -178,22 +177,20 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
     for name, function in stand_ins.items():
         monkeypatch.setitem(played_gluon.STANDS_IN, name, function)
 
-    def keep(records, newest):
-        kept.append(json.loads(json.dumps(records)))
-        clocks.say(newest)
+    def keep(record):
+        kept.append(json.loads(json.dumps(record)))
+        clocks.say(record)
 
-    wrong = clocks.measure(True, keep, "cpu")
-    assert [r["ms"] for r in kept[3]] == [0.5] * 4 and all(r["roles"] == [] for r in kept[3]), "times come first"
-    logged = {r["kernel"]: bool(r["roles"]) for r in kept[-1]}
-    assert logged == {"fused": True, "in turn": not broken, "ahead": True, "gla": True}
-    assert wrong == (["clocks of in turn at 1 x 128: no clocks"] if broken else [])
-    assert all(0 < r["error"] <= r["budget"] for r in kept[-1])
+    wrong = clocks.measure(keep, "cpu")
+    names = ["fused"] * (1 if broken else 2) + ["ahead"] * 2 + ["gla"] * 2
+    assert [r["kernel"] for r in kept] == names, "times come first"
+    assert all(r["ms"] == 0.5 and 0 < r["error"] <= r["budget"] for r in kept)
+    assert [bool(r["roles"]) for r in kept] == ([False] if broken else [False, True]) + [False, True] * 2
+    assert wrong == (["fused at 1 x 128: no clocks"] if broken else [])
     assert "waits for ready" in capsys.readouterr().out
     if not broken:
-        drawn = waits_timeline(
-            {"environment": {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}, "waits": kept[-1]}, B=1
-        )
-        assert len(drawn.frames) == 3
+        environment = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
+        assert len(waits_timeline({"environment": environment, "waits": kept}, B=1).frames) == 2
 
 
 COMPILED = """
