@@ -243,7 +243,6 @@ def test_right_answers_of_another_kind(label, answer):
         ("ex-parallel-padding", dict(k=0), "Expected dict(k=..., v=..., g=...)"),
         ("ex-fuse-sum", "many", "Expected a number, got 'many'"),
         ("ex-adaptive-level", [6, 32, 28], "Expected a list of three pairs"),
-        ("ex-adaptive-difference", ["int8"], "Expected some of float32"),
         ("ex-gradients-stored", 3, "Expected a word"),
         ("ex-gradients-same", chunk_pairs(low=lambda low: lambda x: x), "Nothing is rounded"),
         ("ex-gradients-same", chunk_pairs(), "All pairs lie after token 1"),

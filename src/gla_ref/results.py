@@ -193,8 +193,8 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
             directory and the directories above it.
         kind: "records" of run.py, "checks" of check_peers.py, "scaling" of scaling.py, "trainings" of
             split_training.py, "waits" of clocks.py or "museum" of `python -m gla_ref check --museum`; of
-            :mod:`gla_ref.experiments` the experiment's name; "steps", "parts", "late reads" and "models", whose
-            environment names a program of an earlier commit.
+            :mod:`gla_ref.experiments` the experiment's name; "steps", "parts", "late reads", "models" and "trials",
+            whose environment names where they come from.
 
     Returns:
         The content of the file, or None if there is no such file.

@@ -1,4 +1,4 @@
-"""Gated linear attention on a page: all scores of a chunk from one product, q' k'^T (chapter 13).
+"""Gated linear attention on a page: all scores of a chunk from one product, q_hat k_hat^T (chapter 13).
 
 Computes, for log gates g <= 0::
 
@@ -7,9 +7,9 @@ Computes, for log gates g <= 0::
 Chunk by chunk, b [C, K] is the running sum of g, each token's own gate included, b_C its last row, and r = b_C / 2 [K]
 one exponent for each row of S [K, V]::
 
-    q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                   (1)
-    o  = scale (q' S' + tril(q' k'^T) v)                                                 (2)
-    S <- e^r (S' + k'^T v)                                                               (3)
+    q_hat = q e^(b - r)    k_hat = k e^(r - b)    S_hat = e^r S                          (1)
+    o  = scale (q_hat S_hat + tril(q_hat k_hat^T) v)                                     (2)
+    S <- e^r (S_hat + k_hat^T v)                                                         (3)
 
 Why r: b - r lies between b_C / 2 and -b_C / 2. Without it, k e^(-b) would reach e^(-b_C). Reference:
 :func:`gla_ref.gla.recurrent`.
@@ -22,9 +22,9 @@ products with `sign` and `ones` below.
 Left out: packed sequences, initial states, gradients, gates on values, float16, sizes other than 16, 32, 64 and 128.
 Few heads leave multiprocessors idle; :mod:`gla_ref.pages.linear_attention_segments` has a remedy, without gates. If any
 channel's log gates sum to less than -80 in a chunk (bf16; -4 in float32), o of that head is NaN from that chunk on, and
-so is that channel's row of the state. So q' and k' are at most e^40 (e^2) times q and k, and their products are far
-from the largest number. The limit for float32 is lower because the error of e^x, x / 2^24, would show; bf16 hides it.
-:mod:`gla_ref.pages.gla_levels` takes every gate.
+so is that channel's row of the state. So q_hat and k_hat are at most e^40 (e^2) times q and k, and their products are
+far from the largest number. The limit for float32 is lower because the error of e^x, x / 2^24, would show; bf16 hides
+it. :mod:`gla_ref.pages.gla_levels` takes every gate.
 """
 
 import torch
@@ -64,12 +64,12 @@ def walk(
         # the maximum takes one. LIMIT bounds the whole sum, so half of it bounds r
         r = tl.max(tl.dot(half_g.T, ones, input_precision="ieee"), 1)  # [BK]
         e_r = tl.where(r >= -LIMIT / 2, tl.exp2(r * LOG2E), float("nan"))[:, None]  # [BK, 1]
-        b_q = (b_q * tl.exp2(exponent)).to(b_v.dtype)  # q' of (1)
-        b_k = (b_k * tl.exp2(-exponent)).to(b_v.dtype)  # k' of (1)
-        S *= e_r  # S' of (1)
-        P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C], q' k'^T
+        b_q = (b_q * tl.exp2(exponent)).to(b_v.dtype)  # q_hat of (1)
+        b_k = (b_k * tl.exp2(-exponent)).to(b_v.dtype)  # k_hat of (1)
+        S *= e_r  # S_hat of (1)
+        P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C], q_hat k_hat^T
         P = tl.where(i >= j, P, 0.0).to(b_v.dtype)  # tril: above the diagonal P may be huge
-        b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV], q' S'
+        b_o = tl.dot(b_q, S.to(b_v.dtype), input_precision="ieee")  # [C, BV], q_hat S_hat
         b_o = tl.dot(P, b_v, b_o, input_precision="ieee") * scale  # (2)
         S = tl.dot(b_k.T, b_v, S, input_precision="ieee") * e_r  # (3)
 

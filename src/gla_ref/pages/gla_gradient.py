@@ -1,13 +1,13 @@
 """Gradients of gated linear attention on a page: states both ways, then each chunk by itself (chapter 15).
 
 Of :mod:`gla_ref.pages.gla`, chunk by chunk: b is the running sum of the log gates g, each token's own included,
-r = b_C / 2, q' = q e^(b - r) and k' = k e^(r - b), S the state before a chunk, R the gradient of the state after it::
+r = b_C / 2, q_hat = q e^(b - r) and k_hat = k e^(r - b), S the state before a chunk, R the gradient of that after it::
 
-    S <- e^r (e^r S + k'^T v)  forwards           R <- e^r (e^r R + q'^T do)  backwards  (1)
-    dv = k' e^r R + tril(q' k'^T)^T do                                                   (2)
-    A  = tril(do v^T)                             D  = v (e^r R)^T                       (3)
-    dq = e^(b - r) (do (e^r S)^T + A k')          dk = e^(r - b) (A^T q' + D)            (4)
-    dg = sum from t on of q dq - k' (A^T q')  +  sum before t of k' D  +  rowsum(S * e^(2 r) R)  (5)
+    S <- e^r (e^r S + k_hat^T v)  forwards       R <- e^r (e^r R + q_hat^T do)  backwards    (1)
+    dv = k_hat e^r R + tril(q_hat k_hat^T)^T do                                              (2)
+    dP = tril(do v^T)                            write = v (e^r R)^T                         (3)
+    dq = e^(b - r) (do (e^r S)^T + dP k_hat)     dk = e^(r - b) (dP^T q_hat + write)         (4)
+    dg = sum from t on of q dq - k_hat (dP^T q_hat), sum before t of k_hat write, rowsum(S * e^(2 r) R)  (5)
 
 and all results except R times scale. dg_t sums paths across token t: reads of the chunk, writes for later chunks, and
 the way from state to state. Reference: :mod:`gla_ref.gradients.gla`. Programs: V / BV * H * B of each `walk`, which
@@ -53,10 +53,10 @@ def walk(
         b_x = x.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
         states.store([(i_b * H + i_h) * n + t // C, 0, i_v], S.to(b_x.dtype).reshape(1, BK, BV))
         up, down, e_r = decays(b_g, LIMIT)
-        b_w = (b_w * (up if BACK else down)).to(b_x.dtype)  # k', backwards q'
+        b_w = (b_w * (up if BACK else down)).to(b_x.dtype)  # k_hat, backwards q_hat
         S *= e_r[:, None]
         if BACK:
-            b_k = (reads.load([i_b, i_h, t, 0]).reshape(C, BK) * down).to(b_x.dtype)  # k'
+            b_k = (reads.load([i_b, i_h, t, 0]).reshape(C, BK) * down).to(b_x.dtype)  # k_hat
             P = tl.where(i <= j, tl.dot(b_k, b_w.T, input_precision="ieee"), 0.0)  # [C, C]
             b_y = tl.dot(b_k, S.to(b_x.dtype), input_precision="ieee")  # [C, BV]
             b_y = tl.dot(P.to(b_x.dtype), b_x, b_y, input_precision="ieee") * scale  # (2)
@@ -82,7 +82,7 @@ def local(
     n = (i_b * H + i_h) * tl.num_programs(1) + i_c  # the number of this state
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     # compute: sums over V. By pointers: in a short program nothing hides how long the copy engine takes to start
-    A, kept = tl.zeros([C, C], tl.float32), tl.zeros([BK], tl.float32)
+    dP, kept = tl.zeros([C, C], tl.float32), tl.zeros([BK], tl.float32)
     read, write = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     for i_v in tl.range(0, V, BV):
         at, m = tile(i_b, i_h, i_c * C, i_v, T, H, V, C, BV)
@@ -92,7 +92,7 @@ def local(
         # again, from L2: a buffer that serves products and registers is refilled too early (Triton 3.6)
         S_2 = tl.load(S_all + at, mask=m, other=0.0, eviction_policy="evict_first")
         R_2 = tl.load(R_all + at, mask=m, other=0.0, eviction_policy="evict_first")
-        A = tl.dot(b_do, b_v.T, A, input_precision="ieee")  # "ieee": no TF32 in float32
+        dP = tl.dot(b_do, b_v.T, dP, input_precision="ieee")  # "ieee": no TF32 in float32
         read += tl.dot(b_do, S.T, input_precision="ieee")
         write += tl.dot(b_v, R.T, input_precision="ieee")
         kept += tl.sum(S_2.to(tl.float32) * R_2, 1)
@@ -102,10 +102,10 @@ def local(
     b_g = tl.load(g + at, mask=m, other=0.0)  # [C, BK]
     # compute
     up, down, e_r = decays(b_g, LIMIT)
-    b_q, b_k = (b_q * up).to(b_g.dtype), (b_k * down).to(b_g.dtype)  # q', k'
-    A, write = tl.where(i >= j, A, 0.0).to(b_g.dtype), write * e_r[None, :]  # (3)
-    b_dq = read * e_r[None, :] + tl.dot(A, b_k, input_precision="ieee")  # (4)
-    b_dk = tl.dot(A.T, b_q, input_precision="ieee")  # [C, BK]
+    b_q, b_k = (b_q * up).to(b_g.dtype), (b_k * down).to(b_g.dtype)  # q_hat, k_hat
+    dP, write = tl.where(i >= j, dP, 0.0).to(b_g.dtype), write * e_r[None, :]  # (3)
+    b_dq = read * e_r[None, :] + tl.dot(dP, b_k, input_precision="ieee")  # (4)
+    b_dk = tl.dot(dP.T, b_q, input_precision="ieee")  # [C, BK]
     b_net, b_later = b_q * b_dq - b_k * b_dk, b_k * write  # [C, BK], i = j cancels in b_net
     # store: (4) and (5)
     tl.store(dq + at, (b_dq * up * scale).to(b_g.dtype), mask=m)

@@ -8,18 +8,18 @@ Chunk by chunk, b is the running sum of g, each token's own gate included. One p
 :mod:`gla_ref.pages.gla`, holds in *mild* chunks, where b_C is at least -80 (float32: -4) in all channels. In a *strong*
 chunk, all others, reads decay from its start and writes to its end instead::
 
-    mild    q' = q e^(b - b_C / 2)   k' = k e^(b_C / 2 - b)   S' = e^(b_C / 2) S, before and after     (1)
-    strong  q' = q e^b               k' = k e^(b_C - b)       S' = e^(b_C) S, in between               (2)
-    o  = scale (q' S' + P v)         S <- S' + k'^T v                                                  (3)
+    mild    q_hat = q e^(b - b_C / 2)   k_hat = k e^(b_C / 2 - b)   S_hat = e^(b_C / 2) S, before and after  (1)
+    strong  q_hat = q e^b               k_hat = k e^(b_C - b)       S_hat = e^(b_C) S, in between            (2)
+    o  = scale (q_hat S_hat + P v)      S <- S_hat + k_hat^T v                                               (3)
 
-P is tril(q' k'^T) in a mild chunk. In a strong one, tokens j < i meet at the border in the middle of the smallest block
-of 2^l tokens that holds both: k_j decays up to the border and q_i from there on, one product for each level l::
+P is tril(q_hat k_hat^T) in a mild chunk. In a strong one, tokens j < i meet at the border in the middle of the smallest
+block of 2^(l + 1) tokens that holds both: k_j decays up to it and q_i from there on, one product for each level l::
 
     P_ij = q_i E_i . k_j E_j         E the decay between a token and the border of its block           (4)
 
 No exponent is above 0, and each is the sum of just the gates between: right for every gate. Programs: V / BV * H * B
-of `walk`, each for BV columns of a state, and T / (16 C) * H * B of `levels`, which adds P v of strong chunks to o, for
-2 C C (13 K + V) FLOPs each in bf16: six levels of two products, and the diagonal. Reference:
+of `walk`, each for BV columns of a state, and T / (16 C) * H * B of `levels`, which adds P v of strong chunks to o,
+2 C C (13 K + V) FLOPs a strong chunk in bf16: six levels of two products, and the diagonal. Reference:
 :func:`gla_ref.gla.recurrent`. Left out: packed sequences, initial states, gradients, gates on values, float16, sizes
 other than 16, 32, 64 and 128. For few heads, see :mod:`gla_ref.pages.linear_attention_segments`.
 """

@@ -6,11 +6,10 @@ import math
 import torch
 
 from ... import gla
-from ...gates import decay_to_end
 from ...rounding import error
 from . import Wrong, exercise
 from ._compare import draw, hold, variants
-from ._predict import ask, choice, numbers
+from ._predict import ask, numbers
 from .first_kernels import Launch, launch_all
 
 
@@ -29,25 +28,6 @@ def grid():
     hint = "Programs: columns / 64 times heads times segments. Rounds: tokens of a segment / 64."
     names = ["programs", "rounds", "programs, by segments", "rounds, by segments"]
     return numbers(names, right, mistakes, hint)
-
-
-@ask("ex-adaptive-difference")
-def difference():
-    units = {n: torch.finfo(getattr(torch, n)).eps / 2 for n in ("float32", "float16", "bfloat16")}
-    (noise,) = draw(4, (64, 500))
-    g = -(noise.abs().clamp(max=1) / 16).float()
-    g[:32] = -104.0
-    halves = torch.where(torch.ones(64, 64).tril() > 0, 0.5, -0.5).float()
-    exact = decay_to_end(g.double()).exp()
-    whole, weighed = (g.double().sum(0) / 2).float(), (halves.double() @ g.double()).float()
-    found = (whole - weighed).double().exp()
-    worst = (found / exact - 1)[exact > 2**-20].abs().max().item()
-    why = {
-        name: f"It rounds by up to {unit:.0e}; with 32 such gates a decay is off by {worst:.0e}."
-        for name, unit in units.items()
-    }
-    hidden = [name for name, unit in units.items() if worst < unit]
-    return choice("Formats that hide the error", hidden, why)
 
 
 def _tiles(e, memory, exponentials, needed=1, saved=2):
