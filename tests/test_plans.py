@@ -22,10 +22,11 @@ CALLS = (
     "gla g_v",
     "delta_rule",
     "gated_delta_rule",
+    "kda",
     "gla_step",
 )
 OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own
-CHOSEN = ("gla", "delta_rule", "gated_delta_rule")  # mechanisms with a choice of kernels
+CHOSEN = ("gla", "delta_rule", "gated_delta_rule", "kda")  # mechanisms with a choice of kernels
 
 
 def meta(*shape, dtype=torch.float32):

@@ -172,6 +172,7 @@ EVERYWHERE = {
     "delta_rule": Case("delta_rule", kernel="portable"),
     "gated_delta_rule": Case("gated_delta_rule", kernel="portable"),
     "gated_delta_rule segmented": Case("gated_delta_rule", kernel="portable", path="segmented"),
+    "kda": Case("kda", kernel="portable"),
     "gated_delta_rule_step": Case("gated_delta_rule", planned=one_token, T=1),
 }
 CASES = {
