@@ -53,7 +53,7 @@ SUBJECTS = [
     and form != "triton_hopper"  # "triton" plans it where it can
     and (form != "triton_portable" or "triton_hopper" in FORMS[m])  # elsewhere what "triton" plans
 ]
-SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapter 12)
+SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapter 14)
 SUBJECTS = [name + FORWARD if name.endswith(".triton_recurrent") else name for name in SUBJECTS]
 LIBRARIES = [name for name, it in libraries.FUNCTIONS.items() if it.mechanism in check.MECHANISMS]
 SUBJECTS += LIBRARIES

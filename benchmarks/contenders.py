@@ -191,6 +191,10 @@ for kernel in ("portable", "hopper"):  # "triton" is one of them
     ours("gla", f"triton_{kernel}", named=True, options={"kernel": kernel})
 
 
+chunk_fuse = function("gla_ref.kernels.exhibits.gla_chunk_fuse", "gla_chunk_fuse")
+contender("gla", name="gla_chunk_fuse", packed=False, directions=("forward",), named=True)(chunk_fuse)
+
+
 same_bits = {"path": "fused", "kernel": "portable"}  # in any batch
 for mechanism in ("simple_gla", "gla"):
     contender(mechanism, name="triton_fused", named=True, entry="triton", options=same_bits)(

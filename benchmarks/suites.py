@@ -296,6 +296,15 @@ def packed() -> list[Case]:
     return [replace(case, mechanism=m, directions=("forward",)) for m in ("softmax_attention", "linear_attention")]
 
 
+def scoreboard() -> list[Case]:
+    """Every kernel of the book's scoreboard at one shape, forward."""
+    gates = {"simple_gla": "logsigmoid/16", "gla": "logsigmoid/16", "gated_delta_rule": "logsigmoid/16"}
+    mechanisms = "softmax_attention", "linear_attention", *gates, "delta_rule"
+    only = {"gla": ("triton", "gla_chunk_fuse")}
+    shape, forward = (8, 8192, 16, 128, 128), ("forward",)
+    return [Case(m, *shape, gates=gates.get(m), only=only.get(m, ("triton",)), directions=forward) for m in mechanisms]
+
+
 KNOWN = (
     figure2,
     flash,
@@ -312,5 +321,6 @@ KNOWN = (
     batch,
     prefill,
     packed,
+    scoreboard,
 )
 SUITES = {f.__name__: f for f in KNOWN}

@@ -172,14 +172,29 @@ def test_lines_that_chapters_explain_are_lines_that_run():
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_module_names_its_chapter(module):
-    first = (ast.get_docstring(ast.parse(module.read_text())) or "").split("\n")[0]
+    """...and the chapter's page the module: by its name, its package's, or that of something public in it."""
+    tree = ast.parse(module.read_text())
+    first = (ast.get_docstring(tree) or "").split("\n")[0]
     if appendix := re.search(r'appendix "(.+?)"', first):
         titles = [path.read_text() for path in (ROOT / "book").glob("[a-z]*.md")]
         assert any(f"\n# {appendix[1]}\n" in text for text in titles), appendix[0]
         return
-    named = re.search(r"[Cc]hapters? \d+[a-z]?\b(?:(?:, | and |, and )\d+[a-z]?\b)*", first)
+    named = re.search(r"[Cc]hapters? (\d+\b(?:(?:,? and |, | to )\d+\b)*)", first)
     assert named, f"the first docstring line names no chapter: {first!r}"
-    assert set(re.findall(r"\d+[a-z]?\b", named[0])) <= set(CHAPTERS.values()), named[0]
+    _, *parts = module.relative_to(ROOT / "src").with_suffix("").parts
+    package = parts[:-1] if len(parts) > 2 or parts[-1] == "__init__" else []
+    names = {".".join(parts), ".".join(package), f"{parts[-1]}.py"} | public(tree)
+    for number in [] if " to " in named[1] else re.findall(r"\d+", named[1]):
+        pages = [page for page, its in CHAPTERS.items() if re.match(r"\d+", its)[0] == number]
+        text = "".join((ROOT / "book" / f"{page}.md").read_text() for page in pages)
+        assert any(re.search(rf"\b{re.escape(name)}\b", text) for name in names if name), (number, sorted(names))
+
+
+def public(tree: ast.Module) -> set[str]:
+    """Names of five letters or more that a module defines for others."""
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
+    return {name for name in names if len(name) > 4 and not name.startswith("_")}
 
 
 def test_api_page_lists_every_module():

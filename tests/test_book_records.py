@@ -117,7 +117,7 @@ def told(monkeypatch):
     torch.set_default_dtype(dtype)  # a chapter may have chosen another
 
 
-@pytest.mark.parametrize("chapter", thin(MEASURED, "14_gla_kernel", "23_delta_rule_fused"))
+@pytest.mark.parametrize("chapter", thin(MEASURED, "13_gla_kernel", "23_delta_rule_fused"))
 def test_a_changed_record_changes_what_is_said(chapter, told, monkeypatch):
     before, load = told(chapter), results.load
     monkeypatch.setattr(results, "load", lambda *a, **k: slower(copy.deepcopy(load(*a, **k))))

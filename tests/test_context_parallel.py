@@ -576,7 +576,7 @@ def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
 
 
 def test_one_gpu_finds_the_states_of_linear_attention_three_times():
-    """In its backward pass (chapter 24): once for each of its walks over a text in segments."""
+    """In its backward pass (chapter 25): once for each of its walks over a text in segments."""
     kernels = pytest.importorskip("gla_ref.kernels")
     x = meta_tokens("linear_attention", 1 << 19)
     found = kernels.plan("linear_attention", *x.values(), direction="backward", hardware="sm_90")

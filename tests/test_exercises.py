@@ -1,7 +1,7 @@
 """Exercises: each has a judge, a cell to answer it in and a solution; a known mistake gets its own sentence.
 
 Right answers stand in the chapters: `make book` runs every solution cell, which asserts that the judge accepts it. The
-kernels of chapters 4 and 14 are in test_exercises_first.py. What each known mistake computes is in
+kernels of chapters 4 and 13 are in test_exercises_first.py. What each known mistake computes is in
 exercise_mistakes.json; at commit 14bf296 a second implementation of each, as readers write it, got the same sentence.
 """
 

@@ -1,4 +1,4 @@
-"""Wrong kernels as answers to the exercises of chapters 4 and 14: judges launch them between guards.
+"""Wrong kernels as answers to the exercises of chapters 4 and 13: judges launch them between guards.
 
 `test_exercises.py` holds the mistakes that these judges list; right kernels are the chapters' solutions.
 """
@@ -66,7 +66,7 @@ def mild_walk(
     own: tl.constexpr = True, base_S: tl.constexpr = 1.4426950408889634, rows: tl.constexpr = True,
     store: tl.constexpr = "masked",
 ):  # fmt: skip
-    """The walk of the GLA kernel (chapter 14); right as it is, each option is a mistake."""
+    """The walk of the GLA kernel (chapter 13); right as it is, each option is a mistake."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     o_k, o_v = tl.arange(0, K), (tl.program_id(0) * BV if own else 0) + tl.arange(0, BV)
     S = tl.zeros([K, BV], tl.float32)

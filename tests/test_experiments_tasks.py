@@ -136,7 +136,7 @@ def test_an_epoch_reads_every_sequence_once(place):
 
 
 def test_language_models_start_equally_quiet():
-    """Every mixer adds less than a tenth of an embedding before the first step, with no lead for any (chapter 19b)."""
+    """Every mixer adds less than a tenth of an embedding before the first step, with no lead for any (chapter 19)."""
     added = {}
     for mixer in language.Settings().mixers:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The model of many GPUs: its counts are the plan's, its times those of the formulas (chapter 24)."""
+"""The model of many GPUs: its counts are the plan's, its times those of the formulas (chapter 25)."""
 
 import json
 import math
@@ -110,7 +110,7 @@ def test_the_figure_says_what_the_schedule_does():
 @pytest.mark.deep
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_program_that_measures(tmp_path, ranks):
-    """Tiny, with processes of a CPU: bytes are those of the plan, and the record says all that chapter 24 shows."""
+    """Tiny, with processes of a CPU: bytes are those of the plan, and the record says all that chapter 25 shows."""
     program, out = Path(__file__).parents[1] / "benchmarks/scaling.py", tmp_path / "scaling.json"
     options = f"--ranks {ranks} --tokens 64 --heads 2 --size 8 --repeats 1 --check 8 --alone 64".split()
     subprocess.run([sys.executable, program, *options, "--out", out], check=True, capture_output=True, timeout=300)

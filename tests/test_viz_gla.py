@@ -1,4 +1,4 @@
-"""Explorables of anchors, levels, the GLA kernel and decoding, against the package (chapters 13 to 16)."""
+"""Explorables of anchors, levels, the GLA kernel and decoding, against the package (chapters 12, 13, 15 and 16)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explorables of walks, maps, exponents and roofs: they show what the package computes (chapters 7 to 13)."""
+"""Explorables of walks, maps, exponents and roofs: they show what the package computes (chapters 7 to 12)."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_map_tells_the_truth_in_its_notice():
         assert shares[2] < 0.7 * shares[4]
 
 
-# -- gate strength and exponents (chapters 10 and 13) -------------------------------------------
+# -- gate strength and exponents (chapters 10 and 12) -------------------------------------------
 
 FORM = list(gate_strength.FORMS)
 FIRST = {  # by hand: the largest number is e^88.7, in float16 e^11.09; 256 tokens, or half of 64

@@ -1,6 +1,6 @@
 """The book's own Sphinx extension: what Jupyter Book cannot be told in _config.yml.
 
-* A chapter's number is the one in its file name (``book/11_chunkwise_gla.md`` is chapter 11, and 15b follows 15).
+* A chapter's number is the one in its file name (``book/11_chunkwise_gla.md`` is chapter 11): the list may have gaps.
 * The Colab and download buttons lead to the generated notebook; with no public repository
   address (``repository.url`` in _config.yml) there is no button that needs one.
 * Equations are rendered by a local KaTeX, strictly; nothing is loaded from another host.
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def number_by_file_name(collector, env):
-    """Give chapter ``book/NN_slug`` the number NN, such as 9 or 15b, whatever its place in the table of contents."""
+    """Give chapter ``book/NN_slug`` the number NN, such as 9, whatever its place in the table of contents."""
     old, env.toc_secnumbers = env.toc_secnumbers, {}
     for page, toc in env.tocs.items():
         if match := CHAPTER.match(page):

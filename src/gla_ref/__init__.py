@@ -1,4 +1,4 @@
-"""gla_ref: exact references for softmax, linear and gated linear attention and the delta rule (chapters 1 to 24).
+"""gla_ref: exact references for softmax, linear and gated linear attention and the delta rule (chapters 1 to 25).
 
 `FORMS[mechanism][form]` is a function `o, state = form(q, k, v, ..., *, scale=None, initial_state=None,
 cu_seqlens=None, **options)`; every form of a mechanism computes the same thing. Importing the

@@ -1,4 +1,4 @@
-"""`python -m gla_ref`: run the four kernels of the original GLA, or check a kernel of your own (chapter 12).
+"""`python -m gla_ref`: run the four kernels of the original GLA, or check a kernel of your own (chapter 14).
 
 `run` takes random input and checks every step; without a GPU Triton interprets them on the CPU.
 `check gla my_module:my_fn` says whether a function is right, and if not, where and why.

@@ -1,4 +1,4 @@
-"""Many GPUs: one sequence, its tokens split over the ranks of a process group (chapter 24).
+"""Many GPUs: one sequence, its tokens split over the ranks of a process group (chapter 25).
 
 Each rank walks its own piece. Between them crosses a state of K V numbers a head, however long the pieces are. A call
 takes three steps, and its gradient the same three from right to left:

@@ -19,7 +19,7 @@ PAGES = tools.book_pages()
 #: of the API's pages, which are alike, those with the most kinds of entries
 API = [f"book/api/gla_ref.{module}" for module in ("check", "linear_attention", "kernels.gla")]
 #: the front page, two chapters (the most formulas; the most code), one page of tables, one of the API
-KEPT = "book/index", "book/11_chunkwise_gla", "book/14_gla_kernel", "book/benchmarks", API[1]
+KEPT = "book/index", "book/11_chunkwise_gla", "book/13_gla_kernel", "book/benchmarks", API[1]
 #: seconds from the start of the navigation until the whole text stands there, painted; 0 until it does
 READABLE = """() => {
   const [page] = performance.getEntriesByType("navigation");

@@ -28,12 +28,12 @@ ASKED = {
     "flash attention": "03_flash_attention",
     "prefix sum": "06_prefix_sums_and_chunks",
     "前缀和": "06_prefix_sums_and_chunks",
-    "anchor": "13_one_product_a_chunk",
+    "anchor": "12_one_product_a_chunk",
     "gradient of the gate": "15_gradients",
     "decoding": "16_one_token_at_a_time",
     "check my kernel": "check_your_kernel",
     "cu_seqlens": "notation",
-    "context parallelism": "24_many_gpus",
+    "context parallelism": "25_many_gpus",
 }
 
 

@@ -1,4 +1,4 @@
-"""`python -m gla_ref doctor`: what is installed here, which kernels would run, and are they right? (chapter 12)."""
+"""`python -m gla_ref doctor`: what is installed here, which kernels would run, and are they right? (chapter 14)."""
 
 from __future__ import annotations
 

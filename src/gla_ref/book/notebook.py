@@ -1,4 +1,4 @@
-"""Helpers of the cells in chapters 1 to 24: sentences and tables with computed numbers, and excerpts of code."""
+"""Helpers of the cells in chapters 1 to 25: sentences and tables with computed numbers, and excerpts of code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-# the name of a chapter's page: two digits, a letter where one chapter became two, and a slug (15b_gradient_kernel)
+# the name of a chapter's page: two digits, and a slug (15_gradients)
 CHAPTER = re.compile(r"(\d\d[a-z]?)_\w+$")
 
 

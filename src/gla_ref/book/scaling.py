@@ -1,8 +1,8 @@
-"""A model of the time that many GPUs take for one text: bytes at the memory's speed, messages at a link's (chapter 24).
+"""A model of the time that many GPUs take for one text: bytes at the memory's speed, messages at a link's (chapter 25).
 
 The model simulates; it does not measure. A GPU only moves the necessary bytes, at its memory's published speed. A
 message costs a fixed time, which was measured, and its bytes at the link's published speed. All predictions of chapter
-24 come from this model, and `context_parallel` chooses its exchange by the same formulas, which are in
+25 come from this model, and `context_parallel` chooses its exchange by the same formulas, which are in
 :mod:`gla_ref.over_ranks.links`. The measurements are in the records of benchmarks/scaling.py.
 
 One GPU alone and one GPU among many do the same work: each finds its own sum, and then walks. With few heads a GPU

@@ -212,7 +212,7 @@ def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves
     """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S.
 
     What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
-    kernel may that has one product a chunk (chapter 13), and by e^-3 at most from there on, to be within float16; if
+    kernel may that has one product a chunk (chapter 12), and by e^-3 at most from there on, to be within float16; if
     `luck` is sharp, only where a chunk decays by no more than the kernels' limit. Products are those of `mode`, if
     there is one. Gates on values are for sharp kernels, which add the terms of a chunk's writes to the state
     one after the other, as an accumulator does, and those of its pairs to what is read of the state.

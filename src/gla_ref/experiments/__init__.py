@@ -1,4 +1,4 @@
-"""Experiments as programs: what mixers remember, predict, forget and cost (chapters 19, 19b and 19c).
+"""Experiments as programs: what mixers remember, predict, forget and cost (chapter 19).
 
     python -m gla_ref.experiments mqar --device cuda --seeds 3
     python -m gla_ref.experiments report FILE

@@ -1,4 +1,4 @@
-"""GLA's gate, one change at a time: the GLA paper's table 4 on our texts (chapter 19b).
+"""GLA's gate, one change at a time: the GLA paper's table 4 on our texts (chapter 19).
 
 The base is GLA of the size "10M" with short convolutions and a quiet start: a gate for every channel, of rank 16,
 tau = 16, 4 heads. The changes: no gate, a decay that no data change (RetNet's), one gate for every head, no

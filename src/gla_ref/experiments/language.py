@@ -1,4 +1,4 @@
-"""Language models at equal budget: which mixer predicts held-out text best? (chapter 19b)
+"""Language models at equal budget: which mixer predicts held-out text best? (chapter 19)
 
 Every model sees the same tokens in the same order: some 20 million of three installed packages
 (:mod:`gla_ref.experiments.texts`), about twice; each record says how often. The score is the perplexity of documents
@@ -10,7 +10,7 @@ strong.
 All mixers start equally quiet (:func:`.runs.quiet_start`): with the start of MQAR their order was one of loudness. The
 learning rate is chosen for every mixer at the first size, in trials as long as the runs, on validation documents; at
 another size it is divided by the ratio of the widths. Trials of 150 steps chose rates that were too low for every mixer
-(chapter 19b).
+(chapter 19).
 """
 
 from __future__ import annotations

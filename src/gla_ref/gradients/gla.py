@@ -1,4 +1,4 @@
-"""Gradients of Gated Linear Attention in closed form, chunk by chunk (chapters 11, 15 and 15b).
+"""Gradients of Gated Linear Attention in closed form, chunk by chunk (chapter 15).
 
 Changing the log gate g_t scales every path that crosses token t: from a write j < t, or from the state S before the
 chunk, to a read i >= t, or to the state after the chunk, whose gradient is dS. Inside a chunk of C tokens

@@ -1,4 +1,4 @@
-"""The functions behind the kernels of `gla_ref.FORMS`, imported together (chapter 4)."""
+"""The functions behind the kernels of `gla_ref.FORMS`, imported together (appendix "Map of the package")."""
 
 from __future__ import annotations
 

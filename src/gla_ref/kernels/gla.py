@@ -1,4 +1,4 @@
-"""Gated Linear Attention: the function that one calls, its checks and its way through autograd (chapters 14 and 15b).
+"""Gated Linear Attention: the function that one calls, its checks and its way through autograd (chapters 13 and 15).
 
 A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
 the kernels of its plan (launch/plan.py has the picture). These are in portable/gla_forward.py,

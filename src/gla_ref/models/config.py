@@ -62,7 +62,7 @@ class Config:
         conv_range: the same for convolutions; None: PyTorch's start, uniform within conv_size^-0.5. With fla's 0.02,
             q, k and v shrink so far that a head's output is far below norm_eps^0.5 (chapter 19).
         output_range: the same for the mixers' W_O; None: initializer_range. A small one lets mixers start quietly
-            (chapter 19b).
+            (chapter 19).
 
     Raises:
         TypeError, ValueError: a field does not fit; the message names it.

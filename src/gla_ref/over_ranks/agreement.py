@@ -1,4 +1,4 @@
-"""Do all ranks of a process group make the same call? Asked through its store, not by a collective (chapter 24).
+"""Do all ranks of a process group make the same call? Asked through its store, not by a collective (chapter 25).
 
 Collectives that do not fit each other hang, or end the process. So before the first call of a kind every rank writes
 what it was called with into the store and reads what the others have written. When a later exchange fails, the store

@@ -1,4 +1,4 @@
-"""A call over ranks: its steps, forward and backward, and the ranks' agreement before them (chapter 24).
+"""A call over ranks: its steps, forward and backward, and the ranks' agreement before them (chapter 25).
 
 `Enter` exchanges states on the way forward and nothing on the way back. Then each rank walks its own piece by the
 mechanism's own differentiable function. `Leave` exchanges nothing on the way forward and gradients of states on the

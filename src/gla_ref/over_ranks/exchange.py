@@ -1,4 +1,4 @@
-"""The exchange: which state comes into a rank's piece (chapter 24).
+"""The exchange: which state comes into a rank's piece (chapter 25).
 
 A state of K V numbers per head crosses a border between ranks, however long the pieces are. An all-gather sends every
 rank's map to all other ranks at once, and each rank composes the maps before its own. A pipeline sends the state itself

@@ -1,4 +1,4 @@
-"""A language model whose sequences are split over the ranks of a process group (chapters 17 and 24).
+"""A language model whose sequences are split over the ranks of a process group (chapter 25).
 
 Each rank has a piece of every sequence. Three things look across the border between two pieces:
 

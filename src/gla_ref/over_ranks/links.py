@@ -1,4 +1,4 @@
-"""A model of the links between ranks: the time that a message and an exchange take (chapter 24)."""
+"""A model of the links between ranks: the time that a message and an exchange take (chapter 25)."""
 
 from __future__ import annotations
 

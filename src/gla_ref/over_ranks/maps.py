@@ -1,4 +1,4 @@
-"""The algebra of pieces and segments: how a run of tokens changes the state that crosses it (chapter 24).
+"""The algebra of pieces and segments: how a run of tokens changes the state that crosses it (chapter 25).
 
 A piece is the run of tokens that a rank has. A segment is a part of a piece, often all of it.
 

@@ -1,4 +1,4 @@
-"""The tokens of a sequence on their ranks, and the messages between neighbours (chapters 17 and 24).
+"""The tokens of a sequence on their ranks, and the messages between neighbours (chapter 25).
 
 A model's mixers, its short convolutions and its loss ask :class:`Pieces` for what lies across a border.
 """

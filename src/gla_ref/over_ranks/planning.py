@@ -1,4 +1,4 @@
-"""The plan of a call over ranks: which exchange, how many bytes, and why (chapter 24)."""
+"""The plan of a call over ranks: which exchange, how many bytes, and why (chapter 25)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A segment among all tokens: which packed sequences begin or end in it, and which cross its borders (chapter 24).
+"""A segment among all tokens: which packed sequences begin or end in it, and which cross its borders (chapter 25).
 
 Sequences packed with `cu_seqlens` need no algebra of their own: only the sequence that lies across a border sends its
 state over it. For the map of a segment all other tokens are zeros: a token of zeros neither writes, reads nor forgets.

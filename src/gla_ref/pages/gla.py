@@ -1,4 +1,4 @@
-"""Gated linear attention on a page: all scores of a chunk from one product, q' k'^T (chapter 14).
+"""Gated linear attention on a page: all scores of a chunk from one product, q' k'^T (chapter 13).
 
 Computes, for log gates g <= 0::
 

@@ -1,4 +1,4 @@
-"""Gradients of gated linear attention on a page: states both ways, then each chunk by itself (chapter 15b).
+"""Gradients of gated linear attention on a page: states both ways, then each chunk by itself (chapter 15).
 
 Of :mod:`gla_ref.pages.gla`, chunk by chunk: b is the running sum of the log gates g, each token's own included,
 r = b_C / 2, q' = q e^(b - r) and k' = k e^(r - b), S the state before a chunk, R the gradient of the state after it::

@@ -1,4 +1,4 @@
-"""Gated linear attention on Hopper, on a page: warps with three jobs at once (chapters 14 and 22).
+"""Gated linear attention on Hopper, on a page: warps with three jobs at once (chapters 13 and 22).
 
 Computes the equations of :mod:`gla_ref.pages.gla`::
 

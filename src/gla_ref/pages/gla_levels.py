@@ -1,4 +1,4 @@
-"""Gated linear attention on a page, for every log gate in [-inf, 0]: pairs of strong chunks in levels (chapter 14).
+"""Gated linear attention on a page, for every log gate in [-inf, 0]: pairs of strong chunks in levels (chapter 13).
 
 Computes::
 

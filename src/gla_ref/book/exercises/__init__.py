@@ -1,4 +1,4 @@
-"""Exercises that answer: `check("ex-linear-capacity", 17)` says "right", or names the mistake (chapters 1 to 24).
+"""Exercises that answer: `check("ex-linear-capacity", 17)` says "right", or names the mistake (chapters 1 to 25).
 
 A judge is a function that raises :class:`Wrong` with a sentence for the reader, or returns. A judge sees values and
 functions only, never the reader's code.

@@ -1,4 +1,4 @@
-"""Helpers of the judges: call the answer, name its mistake, or find the first difference (chapters 1 to 24)."""
+"""Helpers of the judges: call the answer, name its mistake, or find the first difference (chapters 1 to 25)."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence

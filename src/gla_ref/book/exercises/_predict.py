@@ -1,4 +1,4 @@
-"""Exercises that only predict: questions and rules, as data that a page can use too (chapters 1 to 24)."""
+"""Exercises that only predict: questions and rules, as data that a page can use too (chapters 1 to 25)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Judges of the exercises on anchors, levels and the decision between them (chapter 13)."""
+"""Judges of the exercises on anchors, levels and the decision between them (chapter 12)."""
 
 import math
 

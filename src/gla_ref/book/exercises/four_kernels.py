@@ -1,4 +1,4 @@
-"""Judges of the exercises on the four kernels of chunk fuse (chapter 12)."""
+"""Judges of the exercises on the four kernels of chunk fuse (chapter 14)."""
 
 import math
 

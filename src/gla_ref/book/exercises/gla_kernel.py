@@ -1,4 +1,4 @@
-"""Judges of the exercises on the GLA kernel: programs, sums by products, segments, the walk itself (chapter 14)."""
+"""Judges of the exercises on the GLA kernel: programs, sums by products, segments, the walk itself (chapter 13)."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Judges of the exercises on gradients of gates: the closed form, and how it is summed (chapters 15 and 15b)."""
+"""Judges of the exercises on gradients of gates: the closed form, and how it is summed (chapter 15)."""
 
 import math
 

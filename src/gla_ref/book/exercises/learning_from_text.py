@@ -1,4 +1,4 @@
-"""Judges of the exercises on language models: bits per byte, loudness, the reach of a gate (chapters 19b and 19c)."""
+"""Judges of the exercises on language models: bits per byte, loudness, the reach of a gate (chapter 19)."""
 
 import math
 

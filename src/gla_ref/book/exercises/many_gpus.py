@@ -1,4 +1,4 @@
-"""Judges of the exercises on many GPUs (chapter 24)."""
+"""Judges of the exercises on many GPUs (chapter 25)."""
 
 import torch
 

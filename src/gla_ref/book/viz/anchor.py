@@ -1,4 +1,4 @@
-"""Where to anchor the decay of a chunk: the factors on q and k, and the formats that hold them (chapter 13)."""
+"""Where to anchor the decay of a chunk: the factors on q and k, and the formats that hold them (chapter 12)."""
 
 from __future__ import annotations
 

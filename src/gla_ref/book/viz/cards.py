@@ -1,4 +1,4 @@
-"""The front page: cards of chapters 1 to 24, with a question and a small picture each, and paths through them."""
+"""The front page: cards of chapters 1 to 25, with a question and a small picture each, and paths through them."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ CARDS = tuple(Card(*texts) for texts in (
      "Say at which length a ratio of decays dies in any number format, and repair it."),
     ("Gates", "11_chunkwise_gla", "Chunkwise GLA", "Which pairs of words need the slow way?",
      "Derive the GLA paper's two-level algorithm, and choose its two lengths."),
-    ("Gates", "12_four_kernels", "Four kernels and a sum", "How did its authors run it, and what did that cost?",
-     "Read an early implementation, and count what each step moves."),
-    ("Gates", "13_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?",
+    ("Gates", "12_one_product_a_chunk", "One product a chunk", "Can a gate cost next to nothing?",
      "Anchor a chunk's scales, and know when the data forbid it."),
-    ("Gates", "14_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
+    ("Gates", "13_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
      "Read every line of a fast kernel, predict its time, and write it yourself."),
+    ("Gates", "14_four_kernels", "Four kernels and a sum", "How did its authors run it, and what did that cost?",
+     "Read an early implementation, and count what each step moves."),
     ("Gates", "15_gradients", "Gradients of the gates", "How much passed through this gate?",
      "Derive the gates' gradient without storing states, and see which pairs cancel."),
     ("Gates", "15b_gradient_kernel", "Summing a gate's gradient", "Why does a sum that is right on paper lose digits?",
@@ -77,7 +77,7 @@ CARDS = tuple(Card(*texts) for texts in (
      "Read a kernel whose warps have different jobs, and say what limits it."),
     ("Beyond", "23_delta_rule_fused", "The delta rule, fully fused", "What can be done before the state is known?",
      "Find the path that must stay in order, and move all else off it."),
-    ("Beyond", "24_many_gpus", "Many GPUs", "How do several GPUs share one text?",
+    ("Beyond", "25_many_gpus", "Many GPUs", "How do several GPUs share one text?",
      "Split a recurrence over GPUs, count what crosses, and say when it pays."),
 ))  # fmt: skip
 #: page, a reader's wish, the first step
@@ -101,7 +101,16 @@ PATHS = (
         "GLA in {hours}",
         "From your first kernel to a fast one for GLA. You know attention, and the idea of FlashAttention; if not, "
         "read chapters 1 to 3 first.",
-        tuple(card.page for card in CARDS if int(card.page[:2]) in (4, 5, 6, 9, 10, 11, 13, 14)),
+        (
+            "04_first_triton_kernels",
+            "05_linear_attention",
+            "06_prefix_sums_and_chunks",
+            "09_gates_and_decay",
+            "10_parallel_gla",
+            "11_chunkwise_gla",
+            "12_one_product_a_chunk",
+            "13_gla_kernel",
+        ),
     ),
     Path(
         "The whole book, in {hours}",
@@ -122,8 +131,8 @@ OPTIONAL = (
         "If you skip it, you will miss a comparison with softmax attention over many lengths.",
     ),
     (
-        "12_four_kernels.html",
-        "Chapter 12",
+        "14_four_kernels.html",
+        "Chapter 14",
         "If you skip it, you will miss how to read a kernel by its grid, and the measured costs that two later "
         "chapters avoid.",
     ),

@@ -1,4 +1,4 @@
-"""The strongest gate that each form of gated attention can bear in each number format (chapters 10 and 13)."""
+"""The strongest gate that each form of gated attention can bear in each number format (chapters 10 and 12)."""
 
 import math
 from functools import cache, partial

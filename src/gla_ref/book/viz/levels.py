@@ -1,4 +1,4 @@
-"""The place where two tokens of a chunk meet: the border of the smallest block that holds both (chapter 13)."""
+"""The place where two tokens of a chunk meet: the border of the smallest block that holds both (chapter 12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One chunk of the GLA kernel, step by step: the tiles that a step reads and makes, and its costs (chapter 14)."""
+"""One chunk of the GLA kernel, step by step: the tiles that a step reads and makes, and its costs (chapter 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of several GPUs over time, each with its piece of one text (chapter 24).
+"""The work of several GPUs over time, each with its piece of one text (chapter 25).
 
 The times come from the model in :mod:`gla_ref.book.scaling`, not from measurements.
 """

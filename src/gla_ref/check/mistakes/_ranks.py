@@ -1,4 +1,4 @@
-"""The mistake of functions whose tokens are split over ranks: what comes back over a border (chapter 24)."""
+"""The mistake of functions whose tokens are split over ranks: what comes back over a border (chapter 25)."""
 
 from __future__ import annotations
 

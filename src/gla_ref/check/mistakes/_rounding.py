@@ -1,4 +1,4 @@
-"""Mistakes that are right on paper: what float32 and less do to them is wrong (chapters 10, 11 and 13)."""
+"""Mistakes that are right on paper: what float32 and less do to them is wrong (chapters 10, 11 and 12)."""
 
 from __future__ import annotations
 

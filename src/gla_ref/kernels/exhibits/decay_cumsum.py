@@ -1,4 +1,4 @@
-"""Chunk-local running sum of log gates, natural log in, base 2 out: `fwd_decay_cumsum` (chapter 12).
+"""Chunk-local running sum of log gates, natural log in, base 2 out: `fwd_decay_cumsum` (chapter 14).
 
     b_t = (1 / ln 2) * sum of g_l over l from the first token of t's chunk to t
 

@@ -1,4 +1,4 @@
-"""The original GLA implementation in its four kernels and a sum, forward only: "chunk fuse" (chapter 12).
+"""The original GLA implementation in its four kernels and a sum, forward only: "chunk fuse" (chapter 14).
 
     o_i = scale * (q_i * 2^b_i) S + sum over j <= i of A_ij v_j      A_ij = scale * sum over K of q_i k_j 2^(b_i - b_j)
     S <- 2^b_C * S + (k * 2^(b_C - b))^T v                           b the running sum of g / ln 2 in the chunk of C

@@ -1,4 +1,4 @@
-"""The original GLA implementation, four kernels and a sum, in PyTorch: its steps and their cost (chapter 12).
+"""The original GLA implementation, four kernels and a sum, in PyTorch: its steps and their cost (chapter 14).
 
     b = fwd_decay_cumsum(g)                    running sums in each chunk, base 2: gates.chunk_cumsum
     q_g, k_g = prepare_qg_kg(q, k, b)          q decayed from the chunk's start, k to its end
@@ -7,7 +7,7 @@
     o = combine(o, A, v)                       o + A v
 
 Kept as it is, with its weakness: it takes differences of running sums, so that a strong gate costs the later
-decays of its chunk their low bits, and -inf makes NaN. Chapter 12 has the bound; :mod:`gla_ref.gla` is right
+decays of its chunk their low bits, and -inf makes NaN. Chapter 14 has the bound; :mod:`gla_ref.gla` is right
 for every gate. The kernels are in :mod:`gla_ref.kernels.exhibits.gla_chunk_fuse`. `gla_ref.gla_chunk_fuse` is this
 module's public name; it needs no Triton.
 """

@@ -1,4 +1,4 @@
-"""Kernels for Hopper in Gluon: warps with different jobs in one program (their algebra: chapters 14 and 20).
+"""Kernels for Hopper in Gluon: warps with different jobs in one program (their algebra: chapters 13 and 20).
 
 A plan takes them for every call for which no function below, called `refusal...`, has a reason not to.
 """

@@ -1,4 +1,4 @@
-"""The gradient of Gated Linear Attention on Hopper: one walk backwards that makes all of it (chapter 15b).
+"""The gradient of Gated Linear Attention on Hopper: one walk backwards that makes all of it (chapter 15).
 
 With S the state before a chunk, R the gradient of the state after it (over scale, which comes last), and P, q', k', r,
 b as in gla_forward.py::

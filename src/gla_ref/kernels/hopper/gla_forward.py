@@ -1,4 +1,4 @@
-"""Gated Linear Attention, forward, on Hopper: three jobs side by side in one program (chapters 14 and 22).
+"""Gated Linear Attention, forward, on Hopper: three jobs side by side in one program (chapters 13 and 22).
 
 *Which kernel runs.* A plain call runs the kernel of the page gla_ref/pages/gla_hopper.py: sequences of
 64 or 128 channels in bfloat16, gates too, each in one go from a state of zeros. All other calls run `walk` below, the

@@ -1,4 +1,4 @@
-"""Checks of a call before it is planned, and those that every call needs (chapter 14)."""
+"""Checks of a call before it is planned, and those that every call needs (chapter 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU as plans see it: memory on chip, matrix units, copy engine, multiprocessors (chapter 14)."""
+"""A GPU as plans see it: memory on chip, matrix units, copy engine, multiprocessors (chapter 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A planned function's way through PyTorch: autograd, torch.compile, or neither (chapter 14)."""
+"""A planned function's way through PyTorch: autograd, torch.compile, or neither (chapter 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signature -> plan -> launch: why the second call of a kind costs next to nothing (chapter 14).
+"""Signature -> plan -> launch: why the second call of a kind costs next to nothing (chapter 13).
 
 A *signature* has the properties of a call's arguments that decide how the call runs: shapes, strides, dtypes, device,
 alignment, options; no values. A *plan* lists the steps of a call as data that a person can print: tensors to make,

@@ -1,4 +1,4 @@
-"""Plans bound to compiled kernels, and the look-up that finds them again (chapter 14)."""
+"""Plans bound to compiled kernels, and the look-up that finds them again (chapter 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The versions of Triton that the project knows, and the work done with each (chapter 12).
+"""The versions of Triton that the project knows, and the work done with each (chapter 14).
 
 This table is the only list of them: `tools/compile_kernels.py` compiles with these versions, `python -m gla_ref doctor`
 compares the installed one with them. An installed wheel has no `benchmarks/results`, so the table says which versions

@@ -1,4 +1,4 @@
-"""States at the borders of a sequence in pieces: the map of a piece, the state that comes in (chapter 24).
+"""States at the borders of a sequence in pieces: the map of a piece, the state that comes in (chapter 25).
 
     S_right = M S_left + X          X, for GLA: sum_t (e^(b_T - b_t) k_t)^T v_t, the piece's writes at its end
     R_left  = M^T R_right + A       A, for GLA: sum_t (e^(b_t) q_t)^T do_t, the piece's reads of the state before it

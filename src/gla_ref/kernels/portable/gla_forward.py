@@ -1,4 +1,4 @@
-"""Gated Linear Attention, forward, for every log gate in [-inf, 0] (chapter 14).
+"""Gated Linear Attention, forward, for every log gate in [-inf, 0] (chapter 13).
 
     q' = q e^(b - r)    k' = k e^(r - b)    S' = e^r S                                          (1)
     o  = scale * (q' S' + tril(q' k'^T) v)                                                      (2)

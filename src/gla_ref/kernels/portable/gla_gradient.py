@@ -1,4 +1,4 @@
-"""The gradient of Gated Linear Attention, chunk by chunk (chapter 15b).
+"""The gradient of Gated Linear Attention, chunk by chunk (chapter 15).
 
 With S the state before a chunk, R the gradient of the state after it (over scale, so that scale may
 come last), and P, q', k', r, b as in gla_forward.py::

@@ -1,4 +1,4 @@
-"""Gated Linear Attention with a second gate, on the value axis: forward and gradient (chapter 14).
+"""Gated Linear Attention with a second gate, on the value axis: forward and gradient (chapter 13).
 
     S_t = (alpha_t^T alpha^v_t) * S_(t-1) + k_t^T v_t
 
