@@ -268,6 +268,11 @@ WIDE = {
     ),
     "delta hopper back no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", packed=True),
     "delta in turn": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=in_turn, shared=True),
+    "kda hopper": Case("kda", 128, 128, "bfloat16", "float32", kernel="hopper", shared=True),
+    "kda hopper segments": Case("kda", 128, 128, "bfloat16", kernel="hopper", path="segmented", packed=True),
+    "kda hopper 64": Case("kda", 64, 64, "bfloat16", kernel="hopper", path="segmented"),
+    "kda hopper 64/128": Case("kda", 64, 128, "bfloat16", "float32", kernel="hopper", packed=True),
+    "kda hopper 128/64": Case("kda", 128, 64, "bfloat16", "float16", kernel="hopper"),
     "gla float32 g_v": Case("gla", 64, 128, "float32", two_sided=True),
     "border wide": Case("gla", 256, 512, "bfloat16", planned=borders),
     "border simple": Case("simple_gla", 128, 128, "bfloat16", "float32", planned=borders),
@@ -278,6 +283,8 @@ WIDE = {
     "delta wide segments": Case(
         "gated_delta_rule", 256, 256, "bfloat16", "float32", kernel="portable", path="segmented"
     ),
+    "kda wide": Case("kda", 256, 512, "bfloat16", "float32", kernel="portable"),
+    "kda packed": Case("kda", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented", shared=True),
     "delta packed": Case("gated_delta_rule", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented"),
     "delta shared heads": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="portable", shared=True),
     # rows that are no multiples of 16 bytes, which Triton does not prefetch

@@ -2,7 +2,8 @@
 
 A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
 the kernels of its plan (launch/plan.py has the picture). These are in portable/kda_forward.py and
-portable/kda_gradient.py, and walk as the delta rules do (delta.py).
+portable/kda_gradient.py, and walk as the delta rules do (delta.py). Hopper has kernels of its own for the forward pass,
+hopper/kda_forward.py, and the plan takes them wherever they run.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .. import _contract as contract
+from . import hopper
 from .launch.checks import check_call
+from .launch.hardware import Hardware
 from .launch.operator import differentiable, with_state
+from .launch.plan import Plan
 from .launch.program import Planned
 from .portable import kda_forward, kda_gradient
 
 __all__ = ["kda"]
 
-PATHS, KERNELS = ("fused", "segmented"), ("portable",)
+PATHS, KERNELS = ("fused", "segmented"), ("portable", "hopper")
 
 
 class Call(NamedTuple):
@@ -40,8 +44,23 @@ class Call(NamedTuple):
 
 
 check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS, "kernel": KERNELS})
+
+
+def plan_forward(hardware: Hardware, call: Call) -> Plan:
+    """(o, final state)."""
+    reason = hopper.refusal_of_kda(hardware, call)
+    if call.kernel == "hopper" and reason:
+        raise ValueError(f"kernel: expected what the Hopper kernels take for kernel='hopper', but {reason}")
+    if not reason:
+        from .hopper import kda_forward as gluon  # not where Gluon is missing
+
+        return gluon.plan_forward(hardware, call)
+    plan = kda_forward.plan_forward(hardware, call)
+    return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
+
+
 # launch/ checks a new call, plans it by these functions and keeps its launches
-forward = Planned(kda_forward.plan_forward, Call, check)
+forward = Planned(plan_forward, Call, check)
 _forward = with_state("kda", forward)
 KEPT = {}  # the backward pass makes its inputs again, in a small part of its time
 backward = differentiable(_forward, kda_gradient.plan_backward, KEPT, optional="g")
@@ -74,6 +93,8 @@ def kda(
             Their values, and those of g and beta, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose, which
             :func:`gla_ref.kernels.explain` prints with the reason.
+        kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens in bfloat16, one GPU class);
+            None takes Hopper's where they run. Gradients have portable kernels only.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

@@ -94,3 +94,12 @@ def refusal_of_delta(hardware: Hardware, call) -> str | None:
     if call.path == "segmented" and call.kernel == "hopper_fused":
         return "this kernel walks over each sequence in one go, and path='segmented' was asked for"
     return None
+
+
+def refusal_of_kda(hardware: Hardware, call) -> str | None:
+    """Why the Hopper kernels of KDA do not take a call; None if they do."""
+    if reason := refusal_of_delta(hardware, call):
+        return reason
+    if call.q.dtype != torch.bfloat16:
+        return f"the Hopper kernels take tokens in bfloat16, not {call.q.dtype}"
+    return refusal_of_box(hardware, call.g)
