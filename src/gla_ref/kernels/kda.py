@@ -2,8 +2,8 @@
 
 A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
 the kernels of its plan (launch/plan.py has the picture). These are in portable/kda_forward.py and
-portable/kda_gradient.py, and walk as the delta rules do (delta.py). Hopper has kernels of its own for the forward pass,
-hopper/kda_forward.py, and the plan takes them wherever they run.
+portable/kda_gradient.py, and walk as the delta rules do (delta.py). Hopper has kernels of its own,
+hopper/kda_forward.py and hopper/kda_gradients.py, and the plan takes them wherever they run.
 """
 
 from __future__ import annotations
@@ -59,11 +59,22 @@ def plan_forward(hardware: Hardware, call: Call) -> Plan:
     return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
+def plan_backward(hardware: Hardware, call) -> Plan:
+    """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor not given and a dg not needed."""
+    reason = hopper.refusal_of_kda_gradient(hardware, call)
+    if not reason:
+        from .hopper import kda_gradients as gluon  # not where Gluon is missing
+
+        return gluon.plan_backward(hardware, call)
+    plan = kda_gradient.plan_backward(hardware, call)
+    return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
+
+
 # launch/ checks a new call, plans it by these functions and keeps its launches
 forward = Planned(plan_forward, Call, check)
 _forward = with_state("kda", forward)
 KEPT = {}  # the backward pass makes its inputs again, in a small part of its time
-backward = differentiable(_forward, kda_gradient.plan_backward, KEPT, optional="g")
+backward = differentiable(_forward, plan_backward, KEPT, optional="g")
 
 
 def kda(
@@ -94,7 +105,7 @@ def kda(
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose, which
             :func:`gla_ref.kernels.explain` prints with the reason.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens in bfloat16, one GPU class);
-            None takes Hopper's where they run. Gradients have portable kernels only.
+            None takes Hopper's where they run. Their gradients walk over each sequence in one go.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, Spec, boxed, cdiv
+from ..launch.plan import Box, Plan, Spec, boxed, cdiv
 from ..portable.delta_forward import carry_states
 from ..portable.segments import slots
 from . import delta_chunk
@@ -52,7 +52,7 @@ from .kda_prepare import launch_prepare
 from .ring import invalidate, new_barriers
 from .tiles import box
 
-copy_in = named("copy_in")
+copy_in, copy_out = named("copy_in"), named("copy_out")
 
 STAGES = gl.constexpr(3)  # chunks in shared memory
 REGISTERS = 128  # a thread at entry; the walker gets what the loader leaves
@@ -68,6 +68,7 @@ class Tiles(NamedTuple):
     U: object
     P: object
     through: object
+    state: object = None  # of the walks of kda_walks.py, which keep states
 
 
 class Barriers(NamedTuple):
@@ -102,27 +103,40 @@ def loader(boxes, tiles, bars, part):
 
 
 @gluon.jit
+def keep_state(box, tile, low, i_t, o_v):
+    """The state of a chunk, transposed [BV, K], to columns o_v on of a tensor [slots, K, 1, V], by way of a tile."""
+    tile.reshape([low.shape[1], low.shape[0]]).permute((1, 0)).store(low)
+    fence_async_shared()
+    barrier()
+    copy_out(box, [i_t, 0, 0, o_v], tile)
+
+
+@gluon.jit
 def walker(
     made, tiles, bars, t_o, part, scale, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, PACKED: gl.constexpr
 ):
-    """(1) for a part, from the first state to the last."""
+    """(1) for a part, from the first state to the last: o, or w and the states before chunks, or a map."""
     READ: gl.constexpr = 1 if made.rows is not None else 0  # products for o, under way after the state's
+    KEPT: gl.constexpr = made.d_states is not None
     dtype: gl.constexpr = tiles.k.dtype
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
     left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
     left_S: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     none = gl.zeros([BV, C], gl.float32, narrow)
-    S = load_state(made.first, part, K, W, wide, None if READ else V)
+    S = load_state(made.first, part, K, W, wide, None if READ or KEPT else V)
     for i in range(part.n):
         s, o_t = i % STAGES, part.begin + i * C
         b_k, b_W = tiles.k.index(s).reshape([C, K]), tiles.W.index(s).reshape([C, K])
-        low = gl.convert_layout(S.to(dtype), left)
+        low_S = S.to(dtype)
+        low = gl.convert_layout(low_S, left)
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
         x = warpgroup_mma(low, b_W.permute((1, 0)), none, use_acc=False, is_async=True)  # (W S)^T
         if READ:
             b_q = tiles.q.index(s).reshape([C, K])
             b_o = warpgroup_mma(low, b_q.permute((1, 0)), none, use_acc=False, is_async=True)  # (q^ S)^T
+        if KEPT:
+            keep_state(made.d_states, tiles.state, low_S, (part.i_c + i) * part.HV + part.i_h, part.o_v)
         u = tiles.U.index(s).reshape([C, BV]).permute((1, 0)).load(narrow)
         S *= tiles.through.index(s).reshape([1, K]).load(wide)
         x = warpgroup_mma_wait(READ, deps=[x])
@@ -136,12 +150,17 @@ def walker(
             tma.store_wait(0)  # the last o has been read
             t_o.reshape([C, BV]).permute((1, 0)).store(b_o.to(dtype))
         else:
+            if KEPT:
+                tma.store_wait(0)  # the state and the last w have been read
+                t_o.reshape([C, BV]).permute((1, 0)).store(w)
             S = warpgroup_mma_wait(0, deps=[S])
         fence_async_shared()
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
         if READ:
             send_rows(made, t_o, b_o, o_t, part, V, narrow, PACKED)
+        if KEPT:
+            copy_out(made.d_rows, [(part.i_c + i) * part.HV + part.i_h, 0, 0, part.o_v], t_o)
     tma.store_wait(0)
     if made.last is not None:
         gl.store(state_rows(made.last, part.i_s, part.i_h, part.o_v, part.HV, K, W, wide), S)
@@ -222,6 +241,25 @@ def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: st
     return min(lengths, key=lambda length: duration(hardware, K, V, heads, chunks, length))
 
 
+def prepared(
+    shared: delta_chunk.Shared, q: Spec, k: Spec, v: Spec, g: Spec, beta: Spec,
+    inverses: Spec | None = None, LEAST: float = 0.0,
+) -> tuple[Box, ...]:
+    """What `prepare` makes of all chunks, as boxes of a walk: q^, k~, W, U, P, e^(b_C). `inverses` get T."""
+    draft, K, V, n = shared.draft, shared.K, shared.V, shared.H * slots(shared.B, shared.T, shared.cu, C.value)
+    q_hat, k_til, W = (draft.new(name, n, C.value, 1, K, dtype=q.dtype) for name in ("q_hat", "k_til", "W"))
+    U, P = draft.new("U", n, C.value, 1, V, dtype=q.dtype), draft.new("P", n, C.value, 1, C.value, dtype=q.dtype)
+    through, strong = draft.new("through", n, 1, 1, K), draft.new("strong", n, dtype=torch.int32)
+    d_T = None if inverses is None else box(inverses, C.value, C.value)
+    launch_prepare(
+        draft, tuple(box(x, C.value, 64) for x in (q, k, v, g)), beta, box(q_hat, C.value, 64),
+        (*(box(x, C.value, 64) for x in (k_til, W, U, P)), d_T), through, strong, shared.cu,
+        N=shared.N, T=shared.T, HV=shared.H, G=shared.G, K=K, V=V, LEAST=LEAST,
+    )
+    widths = (q_hat, K), (k_til, K), (W, K), (U, BV.value), (P, C.value)
+    return *(box(x, C.value, width) for x, width in widths), boxed(through, 1, K)._replace(layout=ROW)
+
+
 def plan_forward(hardware: Hardware, call) -> Plan:
     """(o, final state)."""
     shared, q, v, path = delta_chunk.begin(hardware, call), call.q, call.v, call.path
@@ -234,25 +272,16 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     draft.because(f"all chunks first, then a program for each {BV.value} columns of V: Hopper kernels, in Gluon")
     who = "it was asked for" if path else f"{V // BV.value * H * N} programs for {hardware}"
     draft.because(f"each sequence in {f'segments of {length} of its {chunks} chunks' if cut else 'one go'}: {who}")
-    n = H * slots(shared.B, T, cu, C.value)
-    q_hat, k_til, W = (draft.new(name, n, C.value, 1, K, dtype=q.dtype) for name in ("q_hat", "k_til", "W"))
-    U, P = draft.new("U", n, C.value, 1, V, dtype=q.dtype), draft.new("P", n, C.value, 1, C.value, dtype=q.dtype)
-    through, strong = draft.new("through", n, 1, 1, K), draft.new("strong", n, dtype=torch.int32)
-    launch_prepare(
-        draft, tuple(box(x, C.value, 64) for x in (q, call.k, v, call.g)), call.beta, box(q_hat, C.value, 64),
-        tuple(box(x, C.value, 64) for x in (k_til, W, U, P)), through, strong, cu,
-        N=N, T=T, HV=H, G=shared.G, K=K, V=V,
-    )  # fmt: skip
+    d_q, d_k, d_W, d_U, d_P, d_through = prepared(shared, q, call.k, v, call.g, call.beta)
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
-    d_q, d_k, d_W = (box(x, C.value, K) for x in (q_hat, k_til, W))
-    d_U, d_P, d_o = (box(x, C.value, width) for x, width in ((U, BV.value), (P, C.value), (o, BV.value)))
+    d_o = box(o, C.value, BV.value)
 
     def launch_walk(L: int, columns: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None) -> None:
         """`walk` over segments of L tokens, whose states have so many columns; without o, their maps."""
         draft.launch(
             walk, (V if o else columns) // BV.value * H * slots(shared.B, T, cu, L),
-            d_q if o else None, d_k, d_W, d_U, d_P if o else None, boxed(through, 1, K)._replace(layout=ROW),
-            d_o if o else None, o, S_in, S_out, cu, N, T, L, H, shared.scale,
+            d_q if o else None, d_k, d_W, d_U, d_P if o else None, d_through, d_o if o else None,
+            o, S_in, S_out, cu, N, T, L, H, shared.scale,
             K=K, V=V, W=columns, REGISTERS=24, num_warps=4, maxnreg=REGISTERS,
         )
 

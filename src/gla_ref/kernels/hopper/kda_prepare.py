@@ -22,6 +22,8 @@ block's gates sum to less than LIMIT, -80 nats; pairs above the diagonal may be 
 smallest block of 2^n tokens that holds both), pairs of different blocks as above with c_J at the block's end. No
 exponent is above 1, so the answer is exact for every gate. A program looks through at most 64 flags.
 
+For a gradient T leaves too (`d_T`), and strengths below LEAST in size count as LEAST, since it divides by them.
+
 A program has one role: it waits at `ready`, once for each half of the channels and once for v, which comes to q's place
 while the inverse (delta_inverse.py) is made; nobody waits for it. Packed sequences: rows of the next sequence are zeros
 here, gates too. Bytes per chunk and value head at K = V = 128, bf16, gates float32: 80 KB in, 72 KB out. Shared memory:
@@ -55,7 +57,7 @@ HALF = gl.constexpr(64)  # channels at a time
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32
 LIMIT = gl.constexpr(-80.0)  # nats of a block of 16 tokens, as in portable/gla_forward.py for bf16
 REGISTERS = 240  # of a thread: two programs share a multiprocessor
-VARIABLE = ("N", "T", "HV", "G", "n_flags", "BN", "s_bb", "s_bt", "s_bh")
+VARIABLE = ("N", "T", "HV", "G", "n_flags", "n_programs", "s_bb", "s_bt", "s_bh")
 
 
 @gluon.jit
@@ -142,7 +144,7 @@ def put_decayed(tile, x, E, three: gl.constexpr, col: gl.constexpr):
 def begin_product(t_T, tile, layout: gl.constexpr):
     """Begin T x of a tile [1, 1, 64, 64]."""
     zeros = gl.zeros([64, 64], gl.float32, layout)
-    return warpgroup_mma(t_T, tile.reshape([64, 64]), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(t_T.reshape([64, 64]), tile.reshape([64, 64]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -154,8 +156,8 @@ def joined(x_0, x_1, x_2, x_3, layout: gl.constexpr):
 
 @gluon.jit
 def make(
-    pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, through, strong, cu, N, T, HV, G,
-    K: gl.constexpr, V: gl.constexpr, STRONG: gl.constexpr,
+    pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
+    K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr, STRONG: gl.constexpr,
 ):
     """(1) of chunk pid, P and its flag; of a STRONG one all but q^ and e^(b_C), pairs inside blocks by levels."""
     PACKED: gl.constexpr = cu is not None
@@ -203,7 +205,8 @@ def make(
             copy_in(g, [i_b, i_h, o_t, 0], bar, t_g.index(0))
         copy_in(k, [i_b, i_h // G, o_t, n * HALF], bar, t_k.index(n))
         copy_in(q, [i_b, i_h // G, o_t, n * HALF], bar, t_q.index(n))
-    t_beta.store(load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_t + gl.arange(0, C, layout=line), stop))
+    b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_t + gl.arange(0, C, layout=line), stop)
+    t_beta.store(gl.where(gl.abs(b_beta) < LEAST, LEAST, b_beta))
 
     # compute: the pairs
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, of_f))[:, None]
@@ -311,8 +314,8 @@ def make(
     spread(gl.where(i > j, strength * joined(A_0, A_1, A_2, A_3, wide), 0.0), scratch, 1)
     eliminate(scratch, 1)
     Y = inverse(scratch, 1, wide) * t_beta.load(gl.SliceLayout(0, wide))[None, :]
-    t_T = gl.allocate_shared_memory(k.dtype, [C, C], square)
-    t_T.store(Y.to(k.dtype))
+    t_T = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
+    t_T.reshape([C, C]).store(Y.to(k.dtype))
     mbarrier.wait(bar, 0)
     if PACKED:
         if stop - o_t < C:  # T has zeros in these columns, which NaN would not heed
@@ -347,6 +350,8 @@ def make(
     fence_async_shared()
     barrier()
     copy_out(d_P, [pid, 0, 0, 0], t_P)
+    if d_T is not None:
+        copy_out(d_T, [pid, 0, 0, 0], t_T)
     for n in gl.static_range(N_K):
         copy_out(d_W, [pid, 0, 0, n * HALF], t_k.index(n))
     for n in gl.static_range(N_V):
@@ -357,34 +362,33 @@ def make(
 
 @gluon.jit(do_not_specialize=VARIABLE)
 def prepare(
-    q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, through, strong, cu, N, T, HV, G,
-    K: gl.constexpr, V: gl.constexpr,
+    q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
+    K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr,
 ):
     """(1) and P of a chunk of a value head, and its flag. All but beta, through and strong are boxes of 64 columns."""
     pid = gl.program_id(0)
     make(
-        pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, through, strong, cu, N, T, HV, G, K, V,
-        False,
+        pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
+        K, V, LEAST, False,
     )
 
 
 @gluon.jit(do_not_specialize=VARIABLE)
 def mend(
-    q, k, v, g, beta, s_bb, s_bt, s_bh, k_til, d_W, d_U, d_P, strong, cu, n_flags, BN, N, T, HV, G,
-    K: gl.constexpr, V: gl.constexpr,
+    q, k, v, g, beta, s_bb, s_bt, s_bh, k_til, d_W, d_U, d_P, d_T, strong, cu, n_flags, n_programs, N, T, HV, G,
+    K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr,
 ):
-    """k~, P, W and U of the strong chunks among BN, at most 64."""
+    """k~, P, W and U of the strong chunks among at most 64: far apart, since neighbours are often strong together."""
     of_flags: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    begin = gl.program_id(0) * BN
-    end = gl.minimum(begin + BN, n_flags)
-    o_n = begin + gl.arange(0, 64, layout=of_flags)
-    if gl.max(gl.load(strong + o_n, mask=o_n < end, other=0), 0) != 0:
-        for i in range(begin, end):
-            pid = begin * 0 + i
+    begin = gl.program_id(0)
+    o_n = begin + n_programs * gl.arange(0, 64, layout=of_flags)
+    if gl.max(gl.load(strong + o_n, mask=o_n < n_flags, other=0), 0) != 0:
+        for i in range(gl.cdiv(n_flags - begin, n_programs)):
+            pid = begin + i * n_programs
             if gl.load(strong + pid) != 0:
                 make(
-                    pid, q, k, v, g, beta, s_bb, s_bt, s_bh, None, k_til, d_W, d_U, d_P, None, strong, cu, N, T, HV, G,
-                    K, V, True,
+                    pid, q, k, v, g, beta, s_bb, s_bt, s_bh, None, k_til, d_W, d_U, d_P, d_T, None, strong, cu,
+                    N, T, HV, G, K, V, LEAST, True,
                 )
 
 
@@ -392,17 +396,17 @@ def mend(
 
 
 def launch_prepare(
-    draft: Draft, tokens: tuple[Box, ...], beta: Spec, q_hat: Box, made: tuple[Box, ...], through: Spec, strong: Spec,
-    cu: Spec | None, **sizes: int,
+    draft: Draft, tokens: tuple[Box, ...], beta: Spec, q_hat: Box, made: tuple[Box | None, ...], through: Spec,
+    strong: Spec, cu: Spec | None, **sizes: float,
 ) -> None:
-    """`prepare` of all chunks, and `mend`; tokens are q, k, v, g, made k~, W, U, P."""
+    """`prepare` of all chunks, and `mend`; tokens are q, k, v, g, made k~, W, U, P, and T or None."""
     n = strong.shape[0]
     draft.launch(
         prepare, n, *tokens, beta, *beta.strides, q_hat, *made, through, strong, cu,
         **sizes, num_warps=4, maxnreg=REGISTERS,
     )
-    BN = min(64, cdiv(n, 2 * draft.hardware.multiprocessors))  # one round of programs
+    n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))  # one round of them, if possible
     draft.launch(
-        mend, cdiv(n, BN), *tokens, beta, *beta.strides, *made, strong, cu, n, BN,
+        mend, n_programs, *tokens, beta, *beta.strides, *made, strong, cu, n, n_programs,
         **sizes, num_warps=4, maxnreg=REGISTERS,
     )

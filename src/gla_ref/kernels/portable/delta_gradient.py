@@ -338,7 +338,7 @@ def finish(call: DeltaCall, x: Local, dbeta: Spec, need_dg: bool, launch=launch_
     if not shared:
         return made
     dq, dk = (
-        draft.compute(f"{y.name} of key heads", _of_key_heads, y, z.dtype, call.G, shape=z.shape, dtype=z.dtype)
+        draft.compute(f"{y.name} of key heads", of_key_heads, y, z.dtype, call.G, shape=z.shape, dtype=z.dtype)
         for y, z in ((dq, x.q), (dk, x.k))
     )
     return made._replace(dq=dq, dk=dk)
@@ -360,6 +360,6 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     return draft.plan("portable", *made, dS0)
 
 
-def _of_key_heads(x: Tensor, dtype: torch.dtype, G: int) -> Tensor:
+def of_key_heads(x: Tensor, dtype: torch.dtype, G: int) -> Tensor:
     """The sum over the G value heads that read each key head."""
     return x.unflatten(2, (-1, G)).sum(3).to(dtype)

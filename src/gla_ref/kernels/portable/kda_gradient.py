@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
-from .delta_forward import BETA, DeltaCall, factor, state_strides, times, walks
+from .delta_forward import BETA, DeltaCall, factor, square, state_strides, times, walks
 from .delta_gradient import Local, Made, finish, gradient_of_state, walk_backwards
 from .gla_forward import between, clamped, sums, to_border
 from .gla_gradient import across, one_half
@@ -42,7 +42,7 @@ from .tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
 
 # BK, BV and warps of `gradients`
 GRADIENTS = {
-    ("hopper", 16): (32, 64, 8),
+    ("hopper", 16): (64, 64, 8),
     ("hopper", 32): (16, 16, 4),
     ("ampere", 16): (64, 32, 8),
     ("ampere", 32): (16, 16, 4),
@@ -171,6 +171,71 @@ def gradients(
         store_tile(dg, b_dg, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
     p_dbeta = dbeta + ((i_k * B + i_b).to(tl.int64) * T + o_r) * H + i_h
     tl.store(p_dbeta, b_dbeta * scale, mask=o_r < stop)
+
+
+@triton.jit(do_not_specialize=(*VARYING, "n_programs"))
+def mend_gradients(
+    q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, s_q, s_k, s_g, s_do, s_d,
+    n_flags, n_programs, N, T, H, G, scale,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
+):
+    """Add what hopper/kda_gradients.py leaves out: the own pairs of strong blocks; dg of closed gates becomes 0.
+
+    Ts, w, e [chunks * H, C, ...] are T, w and -dw of chunks, `weak` [chunks * H, C / 16, K] is 0 where pairs are left
+    out, `strong` [n_flags] is 1 for a chunk that has such blocks.
+    """
+    # which chunks: at most 64, most of them not strong, far apart since neighbours are often strong together
+    i_0 = tl.program_id(0)
+    o_n = i_0 + n_programs * tl.arange(0, 64)
+    if tl.max(tl.load(strong + o_n, mask=o_n < n_flags, other=0)) == 0:
+        return
+    o_c, o_v = tl.arange(0, C), tl.arange(0, V)
+    i, j = o_c[:, None], o_c[None, :]
+    for n in tl.range(i_0, n_flags, n_programs):
+        if tl.load(strong + n) != 0:
+            i_h, i_s = n % H, n // H
+            i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+            # compute: F and G, from -dv
+            o_w = (i_s * H + i_h).to(tl.int64) * C * V + i * V + o_v[None, :]
+            b_w, b_e = tl.load(w + o_w), tl.load(e + o_w)  # [C, V]
+            b_e = tl.dot(tl.trans(tl.load(square(Ts, i_s, i_h, H, C))), b_e, input_precision="ieee").to(b_w.dtype)
+            b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, 0, V, C, V, False)  # [C, V]
+            b_F = tl.where(i > j, tl.dot(b_do, b_w.T, input_precision="ieee"), 0.0)
+            b_G = tl.where(i > j, tl.dot(b_e, b_w.T, input_precision="ieee"), 0.0)
+            for o_k in tl.range(0, K, BK):
+                b_raw = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+                p_weak = weak + ((i_s * H + i_h).to(tl.int64) * (C // 16) + (i >> 4)) * K
+                left_out = tl.load(p_weak + (o_k + tl.arange(0, BK))[None, :]) == 0  # [C, BK]
+                b_q, b_k = tl.where(left_out, b_q, 0.0).to(b_w.dtype), tl.where(left_out, b_k, 0.0).to(b_w.dtype)
+                b_dq, b_x = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+                b_dk, b_dg = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+                for level in tl.range(0, 4):
+                    b_dq, b_x, b_dk, b_dg = at_border(
+                        b_dq, b_x, b_dk, b_dg, b_F, b_G, b_q, b_k, b_k, clamped(b_raw), level, True
+                    )
+                b_dq, b_dk, b_dg = b_dq * scale, (b_dk + b_x) * scale, b_dg * scale
+                b_dq += load_tile(dq, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                b_dk += load_tile(dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                store_tile(dq, b_dq, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                store_tile(dk, b_dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                if dg is not None:  # e^-104 is 0 in float32: no path crosses it
+                    b_dg += load_tile(dg, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                    b_dg = tl.where(b_raw.to(tl.float32) < -104.0, 0.0, b_dg)
+                    store_tile(dg, b_dg, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+
+
+def launch_mend(draft: Draft, q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, N: int, G: int, scale) -> None:
+    """`mend_gradients` of all chunks."""
+    n, C, (_, T, H, K) = strong.shape[0], w.shape[1], dq.shape
+    n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))
+    draft.launch(
+        mend_gradients, n_programs,
+        q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, *patterns(q, k, g, do, dq),
+        n, n_programs, N, T, H, G, scale,
+        C=C, K=K, V=do.shape[3], BK=32, PACKED=cu is not None, num_warps=4, num_stages=1,
+    )
 
 
 def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
