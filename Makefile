@@ -34,9 +34,8 @@ test-orders: $(VENV) ## run what depends on the order of a product's sum as othe
 # every file that has tests for a GPU
 GPU_TESTS = $(shell grep -lE "pytest.mark.gpu|^@anywhere|^@on_hopper" tests/test_*.py)
 test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 uses its own torch)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and not alone" -n auto --maxprocesses 15 --dist worksteal \
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(GPU_TESTS) -m gpu -n auto --maxprocesses 15 --dist worksteal \
 	  --gpu-summary benchmarks/results/test-gpu.json
-	$(PYTHON) -m pytest $(GPU_TESTS) -m "gpu and alone"
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
 gpu-tests:
@@ -64,8 +63,8 @@ mutants: $(VENV) ## hold the check kit against every named mistake: how many are
 nightly: $(VENV) ## run the parts that take long, or PART="deep kit", and record each; a part runs again when a file that it reads changed
 	$(PYTHON) tools/nightly.py $(PART)
 
-compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"; MOST=1: the widest heads), without one: registers, spills, shared memory, barriers
-	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --record $(if $(ARCH),--arch $(ARCH)) $(if $(MOST),--most)
+compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"), without one: registers, spills, shared memory, barriers
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --record $(if $(ARCH),--arch $(ARCH))
 
 compile-changed: $(VENV) ## compile for sm_90 the launches whose plan or kernel changed since they were last compiled right
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --changed --arch 90
@@ -73,16 +72,13 @@ compile-changed: $(VENV) ## compile for sm_90 the launches whose plan or kernel 
 compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned, or TRITON="3.6.0" (GLUON=1: Gluon kernels only; or some CASES)
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(CASES) --triton $(TRITON) --arch 90 $(if $(GLUON),--gluon)
 
-compile-notebooks: $(VENV) ## compile what the notebooks launch for a T4, L4 and A100 with Colab's Triton, and record it for the status page
-	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_notebooks.py --record
-
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
 	$(PY) benchmarks/run.py $(SUITE)
 
 notebooks: $(VENV) ## write notebooks/*.ipynb from book/*.md
 	$(PYTHON) tools/make_notebooks.py
 
-test-notebooks: book ## run the notebooks (or NOTEBOOKS="19_what_it_learns") as a reader does: from the site, where the package is missing
+test-notebooks: book ## run the notebooks (or NOTEBOOKS="19_comparing_mixers") as a reader does: from the site, where the package is missing
 	OMP_NUM_THREADS=1 $(PYTHON) tools/run_notebooks_clean.py $(NOTEBOOKS) --jobs 2
 
 serve: book ## build, then show the book at http://localhost:8000
@@ -105,6 +101,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-changed compile-versions compile-notebooks \
+.PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-changed compile-versions \
   test-browser test-notebooks pdf mutants bench notebooks serve lint lines clean
 .DEFAULT_GOAL := help

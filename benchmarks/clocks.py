@@ -1,14 +1,14 @@
-"""Measure where the roles of the delta rules' Hopper kernels wait, by clocks read inside copies of the kernels.
+"""Measure where the roles of Hopper kernels wait, by clocks read inside copies of the kernels.
 
-    python benchmarks/clocks.py [--out FILE] [--no-clocks]
+    python benchmarks/clocks.py [--out FILE]
 
-Three schedules of the gated delta rule (bf16, K = V = 128, chunks of 64): "fused", with a solver a chunk ahead; "in
-turn", without a solver; and the walk of "ahead", for which a kernel before it makes T. First every kernel is checked
-against the float64 recurrence for a key head, and timed. Then the copies run, after a check that they make the same
-bits. It runs in the host's own Python and needs a Hopper GPU.
+Two schedules of the gated delta rule (bf16, K = V = 128, chunks of 64): "fused", with a solver a chunk ahead, and the
+walk of "ahead", for which a kernel before it makes T. And "gla", the page of gated linear attention, with programs for
+every multiprocessor and with few. Each is checked against the float64 recurrence for a key head, and timed. Then its
+copy runs, after a check that it makes the same bits. It runs in the host's own Python and needs a Hopper GPU.
 
-A role is a function that `gl.warp_specialize` is given, with a loop `for c in range(n)` over chunks. In the copy every
-wait in that loop, here at the barrier `ready`, becomes::
+A role is a function that `gl.warp_specialize` is given, with a loop over chunks, here `for c in range(n)`. In the copy
+every wait in that loop, here at the barrier `ready`, becomes::
 
     began = clock()
     mbarrier.wait(ready.index(s), (c // STAGES) & 1)
@@ -24,12 +24,13 @@ roles are one function. LOG is the address of a tensor [programs, ROLES, PAIRS, 
 role stores. All warps of a multiprocessor read the same clock, so the roles of a program can be compared. Waits of
 packed sequences are left out.
 
-Writes results/<gpu>-waits.json, a record per kernel and shape, as soon as there is one. `ms` is the kernel's time alone
-(of "ahead" the walk's), `ms_call` that of all of its call's launches, `ms_clocked` that of the copy. `roles` has for
-each role: `sites`, the barriers it waits for in the order of a chunk; `waits`, the shares of its time that it waits at
-each of them, over all chunks, the median of all programs; `us_a_chunk`, its time by the GPU's timer over its chunks;
-and, of one program, `chunks`: [began, ended] at each site in ns, from chunk `first` on. Time that a role does not wait
-at a barrier includes its waits for its own products. Without clocks, `roles` is empty and `ms_clocked` None.
+Writes results/<gpu>-waits.json, a record per kernel and shape, as soon as there is one; others stay, such as those of
+"in turn", without a solver, which name an earlier commit. `ms` is the kernel's time alone (of "ahead" the
+walk's), `ms_call` that of all of its call's launches, `ms_clocked` that of the copy. `roles` has of each: `sites`,
+the barriers it waits for in the order of a chunk; `waits`, the shares of its time that it waits at each of them, over
+all chunks, the median of all programs; `us_a_chunk`, its time by the GPU's timer over its chunks; and, of one program,
+`chunks`: [began, ended] at each site in ns, from chunk `first` on. Time that a role does not wait at a barrier includes
+its waits for its own products. Where the copy fails, `roles` is empty and `ms_clocked` None.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -59,15 +61,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gla_ref import results
-from gla_ref.kernels.delta import Call
+from gla_ref.kernels import delta, gla
+from gla_ref.kernels.hopper import gla_forward
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import Plan, spec_of
 from gla_ref.kernels.launch.program import Program
 
 SHAPES = [(8, 8192, 16, 16), (1, 8192, 16, 32)]  # B, T, H, HV
-MODULES = {"fused": "hopper.delta_fused", "in turn": "exhibits.delta_in_turn", "ahead": "hopper.delta_ahead"}
+MODULES = {"fused": "kernels.hopper.delta_fused", "ahead": "kernels.hopper.delta_ahead", "gla": "pages.gla_hopper"}
+KEY = ("kernel", "B", "T", "H", "HV")
 C, SHOWN = 64, 8  # tokens of a chunk; chunks that a record has clocks of
 NAMES = ("q", "k", "v", "g", "beta")
+LOOPS = ("range(n)", "range(gl.cdiv(T, C))")  # over chunks
 SITES = 4  # waits of a role in a chunk, at most
 WAITS = ("mbarrier.wait", "wait_done")
 
@@ -141,8 +146,9 @@ class Clocks(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_For(self, node):
-        if ast.unparse(node.iter) != "range(n)":
+        if ast.unparse(node.iter) not in LOOPS:
             return node
+        self.chunk = ast.unparse(node.target)
         inside = self.generic_visit(node)
         first, last = (self.note("clock()", "nanoseconds()", str(self.pairs - n)) for n in (2, 1))
         return [first, inside, last]
@@ -158,7 +164,7 @@ class Clocks(ast.NodeTransformer):
         return [
             self.lines("began = clock()"),
             node,
-            self.note("began", "clock()", f"c * {SITES} + {len(self.found) - 1}"),
+            self.note("began", "clock()", f"{self.chunk} * {SITES} + {len(self.found) - 1}"),
         ]
 
 
@@ -193,23 +199,29 @@ def clocked(module: ModuleType, log: int, chunks: int) -> Copy:
 
 
 def module_of(kernel: str):
-    return import_module(f"gla_ref.kernels.{MODULES[kernel]}")
+    return import_module(f"gla_ref.{MODULES[kernel]}")
 
 
 def planned(kernel: str, module, x: dict[str, Tensor]) -> Plan:
     """The plan of a call without an initial state, by a kernel's module or a copy of it."""
-    tensors = {n: spec_of(n, x[n]) for n in NAMES}
-    return module.plan_forward(CLASSES["sm_90"], Call(**tensors, initial_state=None, cu_seqlens=None, scale=None))
+    tensors = {n: spec_of(n, y) for n, y in x.items() if n in NAMES}
+    tensors |= dict.fromkeys(("initial_state", "cu_seqlens", "scale"))
+    if kernel != "gla":
+        return module.plan_forward(CLASSES["sm_90"], delta.Call(**tensors))
+    # the call's first launch is the page's kernel; the second one looks for strong chunks
+    plan = gla_forward.plan_forward(CLASSES["sm_90"], gla.Call(**tensors, g_v=None, path="fused"))
+    first = plan.steps.index(plan.launches[0])
+    assert plan.steps[first].kernel is module_of(kernel).walk
+    return plan._replace(steps=(*plan.steps[:first], plan.steps[first]._replace(kernel=module.walk)))
 
 
 class Walk:
     """A plan whose last launch can be repeated alone."""
 
     def __init__(self, plan: Plan, x: dict[str, Tensor]):
-        self.x = tuple(x[n] for n in NAMES)
-        self.program = Program(plan, x["q"].device)
-        self.inputs = [*self.x, *[None] * (len(plan.inputs) - len(NAMES))]
-        self.o, self.S = self.program(tuple(self.inputs))
+        self.program, self.programs = Program(plan, x["q"].device), plan.launches[-1].grid[0]
+        self.inputs = [None if spec is None else x[spec.name] for spec in plan.inputs]
+        self.o, self.S = self.program(tuple(self.inputs))[:2]
         self.values = [torch.cuda.current_stream().cuda_stream, *self.inputs]
         for step, _ in self.program.steps:
             step(self.values)
@@ -284,11 +296,10 @@ def waited(kernel: str, x: dict[str, Tensor], log: Log, plain: Walk) -> dict:
     """
     chunks = x["q"].shape[1] // C
     copy = log.copy(kernel, chunks)
-    plan = planned(kernel, copy.module, x)
-    walk = Walk(plan, x)
+    walk = Walk(planned(kernel, copy.module, x), x)
     assert torch.equal(walk.o, plain.o) and torch.equal(walk.S, plain.S), f"{kernel}: the clocks change its bits"
     ms, _ = run.median_ms([walk.alone], 0.1)
-    shape = plan.launches[-1].grid[0], len(copy.roles), chunks * SITES + 2, 2
+    shape = walk.programs, len(copy.roles), chunks * SITES + 2, 2
     part = log.memory[: torch.Size(shape).numel()].view(shape)
     part.fill_(-1)
     walk.alone()
@@ -296,37 +307,31 @@ def waited(kernel: str, x: dict[str, Tensor], log: Log, plain: Walk) -> dict:
     return {"ms_clocked": round(ms, 5), "roles": waits(part.cpu(), copy.roles, chunks)}
 
 
-def measure(clocks: bool, keep: Callable[[list[dict], dict], None], device: str = "cuda") -> list[str]:
-    """Call `keep` with all records and the newest whenever one is made or gets its clocks; what went wrong."""
-    records, wrong, calls = [], [], []
+def measure(keep: Callable[[dict], None], device: str = "cuda") -> list[str]:
+    """Call `keep` with every record, once it is timed and again once it has its clocks; what went wrong."""
+    wrong = []
+    log = Log(512 * 4 * (8192 // C * SITES + 2) * 2, device)  # of at most 512 programs with 4 roles
     for B, T, H, HV in SHAPES:
-        case = Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=HV // H)
-        x = {n: y.detach() for n, y in inputs(case, 0, device).items()}
-        truth = run.Truth(case, x, 1)
+        rule = Case("gated_delta_rule", B, T, H, 128, 128, gates="logsigmoid/16", groups=HV // H)
+        given = {}
         for kernel in MODULES:
-            record = {"kernel": kernel, "B": B, "T": T, "H": H, "HV": HV, "K": 128, "V": 128}
+            case = replace(rule, mechanism="gla", groups=1) if kernel == "gla" else rule
+            if case not in given:
+                x = {n: y.detach() for n, y in inputs(case, 0, device).items()}
+                given[case] = x, run.Truth(case, x, 1)
+            x, truth = given[case]
+            record = {"kernel": kernel, "B": B, "T": T, "H": H, "HV": case.groups * H, "K": 128, "V": 128}
             record |= {"dtype": case.dtype, "gates": case.gates}
             try:
                 walk = Walk(planned(kernel, module_of(kernel), x), x)
                 record |= check(kernel, case, truth, walk.o)
                 record |= {"ms": round(run.median_ms([walk.alone], 0.2)[0], 5)}
                 record |= {"ms_call": round(run.median_ms([walk.call], 0.2)[0], 5), "ms_clocked": None, "roles": []}
+                keep(record)
+                keep(record | waited(kernel, x, log, walk))
             except Exception as error:
                 traceback.print_exc()
                 wrong.append(f"{kernel} at {B} x {T}: {error}")
-                continue
-            records.append(record)
-            calls.append((record, x, walk))
-            keep(records, record)
-    log = Log(512 * 4 * (8192 // C * SITES + 2) * 2, device)  # of at most 512 programs with 4 roles
-    for record, x, walk in calls if clocks else []:
-        try:
-            record |= waited(record["kernel"], x, log, walk)
-        except Exception as error:
-            traceback.print_exc()
-            wrong.append(f"clocks of {record['kernel']} at {record['B']} x {record['T']}: {error}")
-        else:
-            keep(records, record)
     return wrong
 
 
@@ -342,7 +347,6 @@ def say(record: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="the JSON file to write")
-    parser.add_argument("--no-clocks", action="store_true", help="check and time the kernels, and no more")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("benchmarks: expected an NVIDIA GPU of compute capability 9.0, found none")
@@ -350,12 +354,12 @@ def main() -> None:
     print(json.dumps(environment), flush=True)
     path = args.out or results.file(f"{environment['gpu']} waits")
 
-    def keep(records: list[dict], newest: dict) -> None:
-        results.write(path, environment, "waits", records)
-        say(newest)
+    def keep(record: dict) -> None:
+        results.merge(path, environment, "waits", [record], KEY)
+        say(record)
 
     with torch.no_grad():
-        wrong = measure(not args.no_clocks, keep)
+        wrong = measure(keep)
     sys.exit("\n".join(wrong) or 0)
 
 

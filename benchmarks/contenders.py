@@ -357,14 +357,8 @@ for mechanism, module, op in (
     ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
 ):
     ours(mechanism, "triton")
-    for path in ("fused", "segmented"):
-        contender(mechanism, name=f"triton_{path}", named=True, entry="triton", options={"path": path})(
-            form(mechanism, "triton", path=path)
-        )
-    for kernel in ("portable", "hopper"):
-        contender(mechanism, name=f"triton_{kernel}", named=True, entry="triton", options={"kernel": kernel})(
-            form(mechanism, "triton", kernel=kernel)
-        )
+    for name, how in (("triton_fused", {"path": "fused"}), ("triton_portable", {"kernel": "portable"})):
+        contender(mechanism, name=name, named=True, entry="triton", options=how)(form(mechanism, "triton", **how))
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op)))
 body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
 page("gated_delta_rule", directions=("forward",))(body)
@@ -385,7 +379,7 @@ def flash_qla(case, g, **tensors):
 
 @functools.lru_cache(maxsize=8)  # as many as there are sets of inputs: a model makes its gates so
 def factors(g, beta, ends: int) -> tuple:
-    """What FlashInfer takes for g and beta, in float32: a gate is a factor, and the ends of packed sequences."""
+    """g and beta as FlashInfer takes them, in float32: a gate is a factor, and the ends of packed sequences."""
     return g.float().exp().flatten(0, 1), beta.float().flatten(0, 1), torch.arange(ends, device=g.device) * g.shape[1]
 
 

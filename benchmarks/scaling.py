@@ -11,8 +11,7 @@ and every gradient of a short sequence are held against the float64 recurrence, 
 which the host launches nothing, `alone` and `alone_replayed` those of one GPU. `exchange_seconds` is the time of the
 exchanges alone, forward and backward, measured in calls of their own, in which all ranks wait for each other before
 they send; `gather_seconds` that of one all-gather of as many bytes by NCCL, and of next to none. `sent` are the bytes
-that a rank hands to torch.distributed, counted as it does so. `simulated` is what gla_ref.book.scaling says of that
-number of GPUs, as a multiple of one.
+that a rank hands to torch.distributed, counted as it does so.
 """
 
 import argparse
@@ -35,13 +34,11 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
 from gla_ref import FORMS, context_parallel, results
-from gla_ref.book import scaling
 from gla_ref.mechanisms import MECHANISMS as KINDS
 from gla_ref.over_ranks.exchange import Exchange, Ranks, all_gather
 
 MECHANISMS = ("gla", "linear_attention", "gated_delta_rule")
 KEY = ("mechanism", "tokens", "heads", "size", "ranks", "exchange")
-SIZES = {"gla": scaling.GLA, "linear_attention": scaling.Sizes(tensors=(2, 2), sums=(1, 1), decay=1)}  # of the model
 
 
 def tokens(mechanism: str, T: int, H: int, D: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
@@ -195,8 +192,6 @@ def measure(args, mechanism: str, device: str) -> list[dict]:
             record["exchange_seconds"], record["sent"] = exchanged(call, device, args.repeats)
             record["gather_seconds"] = [gather_seconds(n, device, args.repeats) for n in (record["sent"] // 8, 1)]
             record |= dict(error=errors[way], error_alone=error_alone)
-            sizes = SIZES.get(mechanism)
-            record["simulated"] = sizes and scaling.step(way, T, 1, sizes) / scaling.step(way, T, size, sizes)
             if rank == 0:
                 print(json.dumps(record), flush=True)
             records.append(record)

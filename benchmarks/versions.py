@@ -65,7 +65,7 @@ def tested(env: dict[str, str], files: list[str], jobs: int) -> dict[str, dict]:
     """Run the GPU tests of these files; the counts of their outcomes, by the files' names."""
     with tempfile.TemporaryDirectory() as there:
         summary = Path(there, "summary.json")
-        command = [sys.executable, "-m", "pytest", *files, "-m", "gpu and not alone", "-q"]
+        command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q"]
         command += ["-n", str(jobs), "--dist", "worksteal", "--gpu-summary", str(summary)]
         subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
         counts = json.loads(summary.read_text())

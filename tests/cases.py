@@ -1,4 +1,4 @@
-"""What the tests share: random inputs, the gate ladder, and the measure of error (the oracle rule)."""
+"""The tests' common parts: random inputs, the gate ladder, and the measure of error (the oracle rule)."""
 
 import os
 import subprocess

@@ -38,7 +38,7 @@ except ImportError:  # the GPU host may lack it; the tests that use it say so th
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def here(request):
-    """Where kernels run: interpreted without a GPU, compiled with one."""
+    """The device where kernels run: interpreted without a GPU, compiled with one."""
     if (request.param == "cuda") != torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU, interpreted elsewhere")
 

@@ -1,4 +1,4 @@
-"""Forty wrong kernels and ten right ones, written by someone who has not seen the checker that they are for.
+"""Forty wrong kernels, written by someone who has not seen the checker that they are for.
 
 All linear mechanisms are one recurrence, in chunks (`chunks`), token by token (`tokens`) or with a backward by hand
 (`by_hand`); `run` does what a kernel does around it. Those and `attention` are right: a wrong kernel replaces a step.
@@ -7,7 +7,6 @@ All linear mechanisms are one recurrence, in chunks (`chunks`), token by token (
 import importlib
 import inspect
 import itertools
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -24,23 +23,6 @@ class Case(NamedTuple):
     mechanism: str
     fn: Callable
     what: str
-
-
-def check(mechanism: str, cu, **tensors) -> None:
-    """Shapes and dtypes; U are the heads of v."""
-    size, axes = {}, {"q": "BTHK", "k": "BTHK", "v": "BTUV", "g_v": "BTUV", "beta": "BTU", "g": "BTU"}
-    for name, x in ((name, x) for name, x in tensors.items() if x is not None):
-        want = "BTUK" if name == "g" and mechanism in ("gla", "kda") else axes[name]
-        if not torch.is_tensor(x) or not x.is_floating_point() or (name in "qkv" and x.dtype != tensors["q"].dtype):
-            raise TypeError(f"{name}: expected a floating-point tensor as q, got {getattr(x, 'dtype', type(x))}")
-        if x.ndim != len(want) or any(size.setdefault(a, n) != n for a, n in zip(want, x.shape, strict=True)):
-            raise ValueError(f"{name}: expected {want} with {size}, got {list(x.shape)}")
-    if size["U"] % size["H"] or (size["U"] != size["H"] and tensors.get("beta") is None):
-        raise ValueError(f"v: expected {size['H']} heads as in q, got {size['U']}")
-    if cu is not None and (not isinstance(cu, Tensor) or cu.dtype not in (torch.int32, torch.int64)):
-        raise TypeError(f"cu_seqlens: expected an int32 or int64 tensor, got {cu}")
-    if cu is not None and (len(cu) < 2 or size["B"] > 1 or cu[0] or cu[-1] != size["T"] or (cu.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens: expected B = 1 and boundaries rising from 0 to {size['T']}, got {cu}")
 
 
 def dtype_of(*tensors: Tensor) -> torch.dtype:
@@ -82,7 +64,7 @@ def chunks(s, q, k, v, g, h, beta, S):
 
 def step(s, q, k, v, g, h, beta, S):
     """The read, the state after, the state decayed, and what v has that the key does not find."""
-    old = s.gate(g)[..., :, None] * s.gate(h)[..., None, :] * S
+    old = g.exp()[..., :, None] * h.exp()[..., None, :] * S
     miss = v if beta is None else v - (k[..., None] * s.searched(old, S)).sum(-2)
     S = s.stored(old + k[..., None] * (miss if beta is None else beta * miss)[..., None, :], s.io)
     return (q[..., None] * S).sum(-2), S, old, miss
@@ -145,7 +127,6 @@ def by_hand(s, q, k, v, g, h, beta, S):
 
 def run(s, q, k, v, g=None, beta=None, *, g_v=None, scale=None, initial_state=None, cu_seqlens=None):
     """Everything around the recurrence: dtypes, scale, heads, packed sequences; inside, heads come before tokens."""
-    check(s.mechanism, cu_seqlens, q=q, k=k, v=v, g=g, beta=beta, g_v=g_v)
     (B, T, _, K), (HV, V), s.io, dtype = q.shape, v.shape[2:], v.dtype, dtype_of(q, k, v)
     pieces = [(0, T)] if cu_seqlens is None else s.spans(cu_seqlens, T)
     shape = (B if cu_seqlens is None else len(pieces), HV, K, V)
@@ -170,7 +151,6 @@ def run(s, q, k, v, g=None, beta=None, *, g_v=None, scale=None, initial_state=No
 
 def linear(s, q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, feature_map=None, normalize=False):
     """Linear attention's two options around `run`; the normaliser is one more column of values."""
-    check(s.mechanism, cu_seqlens, q=q, k=k, v=v)
     T, io, dtype, scale = q.shape[1], v.dtype, dtype_of(q, k, v), s.factor(scale, q.shape[-1])
     q, k, v = (s.pad(x.to(dtype)) if cu_seqlens is None else x.to(dtype) for x in (q, k, v))
     if feature_map is not None:
@@ -212,7 +192,6 @@ def softmax(s, q, k, scale):
 
 
 def attention(s, q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
-    check("softmax_attention", cu_seqlens, q=q, k=k, v=v)
     io, s.io, dtype, scale = v.dtype, q.dtype, dtype_of(q, k, v), s.factor(scale, q.shape[-1])
     if initial_state is not None and cu_seqlens is not None:
         raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
@@ -225,42 +204,8 @@ def attention(s, q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return torch.cat(o, 2).transpose(1, 2).to(io), (s.cached(k, scale), v)
 
 
-def flash(s, q, k, v, scale):
-    T, S, m, d, o = q.shape[2], k.shape[2], torch.full_like(q[..., :1], -torch.inf), 0, 0
-    hidden = torch.ones(T, S, dtype=torch.bool).triu(1 + S - T)
-    for a in range(0, S, 32):
-        x = (scale * q @ k[:, :, a : a + 32].mT).masked_fill(hidden[:, a : a + 32], -torch.inf)
-        m, old = torch.maximum(m, x.detach().amax(-1, keepdim=True)), m
-        p = (x - m).exp()
-        d, o = (old - m).exp() * d + p.sum(-1, keepdim=True), (old - m).exp() * o + rounded(s, p) @ v[:, :, a : a + 32]
-    return o / d
-
-
 def rounded(s, x):
     return x.bfloat16().to(x.dtype) if s.io == torch.bfloat16 else x
-
-
-def states_first(s, q, k, v, g, h, beta, S):
-    """As in Mamba-2: what each chunk adds, then the states, then all outputs; operands of 16 bits for bfloat16."""
-    T, states = q.shape[2], [S]
-    q, k, v, g = (F.pad(x, (0, 0, 0, -T % 32)).unflatten(2, (-1, 32)) for x in (q, k, v, g))
-    D, v = segments(g).exp(), rounded(s, v)
-    for add, G in zip(
-        (rounded(s, k * D[..., -1, :, :]).mT @ v).unbind(2), s.decay(g)[..., None].unbind(2), strict=True
-    ):
-        states.append(G * states[-1] + add)
-    o = (q * g.cumsum(-2).exp()) @ torch.stack(states[:-1], 2) + rounded(s, weighted(q, k, D)) @ v
-    return o.flatten(2, 3)[:, :, :T], states[-1]
-
-
-def blocks(s, q, k, g):
-    """Two levels: pair by pair in blocks of 5 tokens, a matrix product anchored where the block begins before it."""
-    P = [F.pad(scores(s, *(x[..., :5, :] for x in (q, k, g))), (0, max(q.shape[-2] - 5, 0)))]
-    for i in range(5, q.shape[-2], 5):
-        q_i, k_i, g_i = (x[..., i : i + 5, :] for x in (q, k, g))
-        before = (q_i * g_i.cumsum(-2).exp()) @ (k[..., :i, :] * segments(g[..., :i, :]).exp()[..., -1, :, :]).mT
-        P.append(F.pad(torch.cat([before, scores(s, q_i, k_i, g_i)], -1), (0, max(q.shape[-2] - i - 5, 0))))
-    return torch.cat(P, -2)
 
 
 def scores(s, q, k, g):
@@ -291,7 +236,7 @@ class ContiguousGradient(Function):
 STEPS = {
     "C": 16, "slip": "", "doublings": 3, "scores": scores, "carry": carry,
     "solve": lambda s, A, x: torch.linalg.solve_triangular(A, x, upper=False, unitriangular=True),
-    "decay": lambda g: g.sum(-2).exp(), "gate": lambda g: g.exp(), "searched": lambda old, S: old,
+    "decay": lambda g: g.sum(-2).exp(), "searched": lambda old, S: old,
     "spans": lambda cu, T: list(itertools.pairwise(cu.tolist())), "stored": lambda S, io: S,
     "factor": lambda scale, K: K**-0.5 if scale is None else scale,
     "group": lambda x, HV: x.repeat_interleave(HV // x.shape[2], 2),
@@ -404,17 +349,5 @@ WRONG = {
     "dk_without_its_search": case(KDA, "dk lacks the path through what the key finds.", by_hand, slip="dk"),
     "plan_of_older_boundaries": case(KDA, "Boundaries are cached under the length of cu_seqlens and T.",
         spans=lambda cu, T: MEMORY.setdefault((len(cu), T), STEPS["spans"](cu, T))),
-}
-RIGHT = {
-    "attention_in_tiles": case(SOFTMAX, "Tiles of 32 keys, bfloat16 weights for bfloat16.", attend=flash),
-    "attention_by_hand": case(SOFTMAX, "The whole matrix, and its backward by hand.", attend=Attend.apply),
-    "linear_at_once": case(LINEAR, "All pairs at once, quadratic.", C=1 << 30),
-    "linear_by_hand": case(LINEAR, "Token by token, and its backward by hand.", by_hand),
-    "simple_gla_states_first": case(SIMPLE, "All states, then all outputs, bfloat16 operands.", states_first),
-    "gla_in_two_levels": case(GLA, "Chunks of 16, blocks of 5.", scores=blocks),
-    "gla_in_base_two": case(GLA, "Token by token, 2^(g / ln 2).", tokens, gate=lambda g: (g / math.log(2)).exp2()),
-    "delta_rule_in_chunks_of_37": case(DELTA, "A triangular solve in each chunk.", C=37),
-    "gated_delta_rule_by_series": case(GATED, "The inverse as a product of doublings.", solve=series),
-    "kda_by_hand": case(KDA, "Token by token, and its backward by hand.", by_hand),
 }
 # fmt: on

@@ -28,6 +28,11 @@ TOKENS = ("q", "k", "v", "g", "beta")
 LEAVES = ("q", "k", "v", "g", "beta", "S", "g_v")
 interpreted = pytest.mark.skipif(CUDA, reason="kernels are compiled here")
 anywhere = pytest.mark.usefixtures("here")  # interpreted by `make test`, compiled by `make test-gpu`
+compiled = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no GPU")]
+EVERY_DTYPE = [  # float32 interpreted, all three on a GPU
+    pytest.param(F32, marks=interpreted, id="interpreted"),
+    *(pytest.param(dtype, marks=compiled, id=f"{dtype}") for dtype in DTYPES),
+]
 
 
 def allowed(x, exact):

@@ -49,7 +49,7 @@ def at(explorable: Explorable, indices) -> Frame:
 
 
 def area(d: str) -> float:
-    """Of a closed path made of straight lines, positive if it runs clockwise."""
+    """The area of a closed path made of straight lines, positive if it runs clockwise."""
     corners = [tuple(map(float, pair.split())) for pair in d.strip("MZ").split("L")]
     return sum(a * y - b * x for (a, b), (x, y) in zip(corners, corners[1:] + corners[:1], strict=True)) / 2
 

@@ -165,7 +165,7 @@ class Descriptor:
 
 
 class Sums:
-    """Of a product under way."""
+    """The sums of a product under way."""
 
     def __init__(self, x):
         self.x = x
@@ -318,7 +318,7 @@ def allocate(dtype, shape, layout):
 
 
 def layout(*args):
-    """What no result depends on."""
+    """A call that no result depends on."""
 
 
 LANGUAGE = SimpleNamespace(
@@ -407,7 +407,7 @@ def bfloat16_interpreted():
 
 
 def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=None) -> list[torch.Tensor | None]:
-    """What a plan makes of its inputs, called by their specs' names.
+    """A plan's results of its inputs, called by their specs' names.
 
     Kernels of `modules` are played; `mend_gradient` and `mend` are left out, others are interpreted by Triton.
     `ignored`: (kernel, which of its allocations of barriers, which of them) at which nobody waits.

@@ -74,14 +74,14 @@ class Pool:
         return name
 
     def tell(self, name, function, *args):
-        """What each rank of a group returns, or its error: [(whether well, what or (message, seconds, traceback))]."""
+        """Each rank's result, or its error: [(whether well, what or (message, seconds, traceback))]."""
         pipes = self.pipes[: self.groups[name]]
         for pipe in pipes:
             pipe.send((function, name, args))
         return [answer(pipe) for pipe in pipes]
 
     def ask(self, n, function, *args):
-        """What each of the first n ranks returns."""
+        """The results of the first n ranks."""
         answers = self.tell(self.group(f"{n}", n), function, *args)
         for well, what in answers:
             assert well, what[-1]

@@ -10,12 +10,11 @@ from cases import thin
 
 from gla_ref import FORMS, check
 from gla_ref.check import Case
-from gla_ref.check._alone import INSIDE, reproduction
-from gla_ref.check._examine import Examiner
+from gla_ref.check._examine import INSIDE, Examiner, reproduction
 from gla_ref.check._kernel import SECONDS, Convention, Kernel
-from gla_ref.check._memory import AROUND, placed
-from gla_ref.check._run import same
+from gla_ref.check._run import AROUND, placed, same
 from gla_ref.check._where import common
+from gla_ref.check.museum import corrected, inverse
 
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
 
@@ -103,32 +102,15 @@ def neighbours(x):
     return whole[(x.storage_offset() + last) % len(whole)].nan_to_num()
 
 
-class Workspace(torch.autograd.Function):
-    """x, whose backward pass needs what the latest forward pass of this size has left."""
-
-    kept = {}
-
-    @staticmethod
-    def forward(ctx, x):
-        Workspace.kept[x.shape] = x.detach()
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, d):
-        (x,) = ctx.saved_tensors
-        return d if torch.equal(Workspace.kept[x.shape], x) else 2 * d
-
-
 class Ring(torch.autograd.Function):
-    """x, whose backward pass needs one of five buffers; the fifth call after it takes that again."""
+    """x, whose backward pass needs one of so many buffers, which as many calls of this size later another one takes."""
 
     kept, calls = {}, {}
 
     @staticmethod
-    def forward(ctx, x):
-        n = Ring.calls[x.shape] = Ring.calls.get(x.shape, 0) + 1
-        ctx.slot = (x.shape, n % 5)
+    def forward(ctx, x, slots):
+        n = Ring.calls[x.shape, slots] = Ring.calls.get((x.shape, slots), 0) + 1
+        ctx.slot = (x.shape, slots, n % slots)
         Ring.kept[ctx.slot] = x.detach()
         ctx.save_for_backward(x)
         return x.clone()
@@ -136,7 +118,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d):
         (x,) = ctx.saved_tensors
-        return d if torch.equal(Ring.kept[ctx.slot], x) else 2 * d
+        return d if torch.equal(Ring.kept[ctx.slot], x) else 2 * d, None
 
 
 class Pool(torch.autograd.Function):
@@ -210,9 +192,9 @@ def linear(mistake):
         if mistake == "channels read as neighbours":
             k = Unlike.apply(k, neighbours, lambda d, passes: d)
         if mistake == "another call's q in the backward pass":
-            q = Workspace.apply(q)
+            q = Ring.apply(q, 1)
         if mistake == "a ring of five buffers":
-            q = Ring.apply(q)
+            q = Ring.apply(q, 5)
         if mistake == "a buffer that the first backward pass hands on":
             q = Pool.apply(q)
         chunks = {}
@@ -406,6 +388,18 @@ def attention(seen):
     return fn
 
 
+def rescaled(q, k, v, *, scale=None):
+    """Attention whose sums over tiles of 32 keys are not rescaled to a new maximum."""
+    scale, T = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1]
+    x = scale * torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+    m, d, o = torch.full_like(x[..., :1], -torch.inf), 0, 0
+    for a in range(0, T, 32):
+        m = torch.maximum(m, x[..., a : a + 32].amax(-1, keepdim=True))
+        p = (x[..., a : a + 32] - m).exp()
+        d, o = d + p.sum(-1, keepdim=True), o + p @ v[:, a : a + 32].transpose(1, 2)
+    return (o / d).transpose(1, 2)
+
+
 def whole_tile(q, k, v, g, **named):
     """The final state of sequences that end with a tile of 48 is that before it."""
     o, S = FORMS["simple_gla"]["chunkwise"](q, k, v, g, **named)
@@ -437,10 +431,34 @@ CHANGES = {  # mechanism, what becomes of the tensors of a right form, the case 
         "o",
     ),
     "lost after a reset": ("gla", after_resets, "gate many resets", "o"),
+    "strengths clamped to 1": ("delta_rule", lambda x: {"beta": x["beta"].clamp_max(1)}, "strengths up to 2", "o"),
+    "keys normalised again": ("kda", lambda x: {"k": x["k"] / x["k"].norm(dim=-1, keepdim=True)}, "short keys", "o"),
+    "beta left out of what is erased": (
+        "delta_rule",
+        lambda x: {"v": x["beta"][..., None] * x["v"], "beta": torch.ones_like(x["beta"])},
+        "length 7",
+        "o",
+    ),
+}
+CORRECTED = {  # what a delta rule takes for the inverse of I + A
+    "sign of A": lambda A: inverse(-A),
+    "inverse transposed": lambda A: inverse(A).mT,
+    "values not corrected within a chunk": lambda A: inverse(0 * A),
+    "inverse to first order": lambda A: inverse(0 * A) - A,
+    "no gradient through the inverse": lambda A: inverse(A).detach(),
 }
 last_alone = attention(lambda i, j, keys: (j < keys - 1) | (keys % 96 != 1) | (keys == 1))
 CAUGHT = {name: (mechanism, on(mechanism, change), *at) for name, (mechanism, change, *at) in CHANGES.items()} | {
     "segments of 256 tokens": ("linear_attention", segments, "long", "dk"),
+    **{name: ("kda", corrected(inverse=invert), "length 7", "dbeta") for name, invert in CORRECTED.items()},
+    "sums not rescaled to a new maximum": ("softmax_attention", rescaled, "length 65", "o"),
+    "a strict mask": ("softmax_attention", attention(lambda i, j, keys: j < i), "length 7", "o"),
+    "a last tile of 64 keys lost": (
+        "softmax_attention",
+        attention(lambda i, j, keys: j < keys // 64 * 64),
+        "length 65",
+        "o",
+    ),
     "a window of 64 keys": ("softmax_attention", attention(lambda i, j, keys: i - j < 64), "length 65", "o"),
     "a last key alone in its tile of 96": ("softmax_attention", last_alone, "481 tokens", "o"),
     "a last tile of 48 that is whole": ("simple_gla", whole_tile, "480 tokens", "S"),

@@ -19,12 +19,13 @@ sys.path.append(str(ROOT / "benchmarks"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 import clocks
 from clocks import SITES, Role, clocked
+from suites import Case, inputs
 
 CHUNKS = 5
 BARRIERS = {  # in the order in which the walking kernel makes them
     "fused": ("ready", "gated", "solved", "done"),
-    "in turn": ("ready", "made", "done"),
     "ahead": ("ready", "done"),
+    "gla": ("empty", "ready", "hat"),
 }
 
 
@@ -80,8 +81,10 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
 
     plain, copy = clocks.module_of(kernel), clocked(clocks.module_of(kernel), 0, CHUNKS)
     # one head and sequence; V = 128, so that `fused` has both walkers
-    x, _ = problem("gated_delta_rule", 1, 64 * CHUNKS - 3, 1, 128, 128, dtype=BF16, gates=F32, groups=1)
-    x = {n: x[n] for n in clocks.NAMES}
+    if kernel == "gla":
+        x = {n: y.detach() for n, y in inputs(Case("gla", 1, 64 * CHUNKS, 1, 128, 128, gates="zero"), 0, "cpu").items()}
+    else:
+        x, _ = problem("gated_delta_rule", 1, 64 * CHUNKS - 3, 1, 128, 128, dtype=BF16, gates=F32, groups=1)
 
     def play(module):
         modules = module, *{delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles, plain}
@@ -91,7 +94,7 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     wait = played_gluon.wait
 
     def number(bar):
-        """Of the allocation of barriers that has this one."""
+        """The number of the allocation that has this barrier."""
         memory = bar.x.untyped_storage().data_ptr()
         return [bars.x.untyped_storage().data_ptr() for bars in played_gluon.PLAY.bars].index(memory)
 
@@ -129,8 +132,8 @@ class PlayedProgram:
     def __call__(self, inputs):
         named = {spec.name: x for spec, x in zip(self.plan.inputs, inputs, strict=True) if spec is not None}
         names = "delta_chunk", "delta_inverse", "delta_solve", "delta_walks", "ring", "tiles"
-        names = (*clocks.MODULES.values(), *(f"hopper.{name}" for name in names))
-        modules = [*(importlib.import_module(f"gla_ref.kernels.{name}") for name in names), *COPIES]
+        names = (*clocks.MODULES.values(), *(f"kernels.hopper.{name}" for name in (*names, "gla_forward")))
+        modules = [*(importlib.import_module(f"gla_ref.{name}") for name in names), *COPIES]
         return played_gluon.play(self.plan, named, modules)[:2]
 
     def step(self, values):
@@ -152,7 +155,7 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
         made.append(self)
 
     def keep_copy(self, kernel, chunks):
-        if broken and kernel == "in turn":
+        if broken and kernel == "fused":
             raise RuntimeError("no clocks")
         found = copy(self, kernel, chunks)
         COPIES.append(found.module)
@@ -174,22 +177,20 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
     for name, function in stand_ins.items():
         monkeypatch.setitem(played_gluon.STANDS_IN, name, function)
 
-    def keep(records, newest):
-        kept.append(json.loads(json.dumps(records)))
-        clocks.say(newest)
+    def keep(record):
+        kept.append(json.loads(json.dumps(record)))
+        clocks.say(record)
 
-    wrong = clocks.measure(True, keep, "cpu")
-    assert [r["ms"] for r in kept[2]] == [0.5] * 3 and all(r["roles"] == [] for r in kept[2]), "times come first"
-    logged = {r["kernel"]: bool(r["roles"]) for r in kept[-1]}
-    assert logged == {"fused": True, "in turn": not broken, "ahead": True}
-    assert wrong == (["clocks of in turn at 1 x 128: no clocks"] if broken else [])
-    assert all(0 < r["error"] <= r["budget"] for r in kept[-1])
+    wrong = clocks.measure(keep, "cpu")
+    names = ["fused"] * (1 if broken else 2) + ["ahead"] * 2 + ["gla"] * 2
+    assert [r["kernel"] for r in kept] == names, "times come first"
+    assert all(r["ms"] == 0.5 and 0 < r["error"] <= r["budget"] for r in kept)
+    assert [bool(r["roles"]) for r in kept] == ([False] if broken else [False, True]) + [False, True] * 2
+    assert wrong == (["fused at 1 x 128: no clocks"] if broken else [])
     assert "waits for ready" in capsys.readouterr().out
     if not broken:
-        drawn = waits_timeline(
-            {"environment": {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}, "waits": kept[-1]}, B=1
-        )
-        assert len(drawn.frames) == 3
+        environment = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
+        assert len(waits_timeline({"environment": environment, "waits": kept}, B=1).frames) == 2
 
 
 COMPILED = """
@@ -198,11 +199,11 @@ sys.path[:0] = ["tools", "benchmarks", "src"]
 import clocks, compile_kernels, tempfile, torch
 with tempfile.TemporaryDirectory() as cache:
     compile_kernels.begin(cache)
-    x = {n: torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16, device="meta") for n in clocks.NAMES}
-    x |= {n: x[n][..., 0] for n in ("g", "beta")}
+    x = {n: torch.empty(2, 8192, 16, 128, dtype=torch.bfloat16, device="meta") for n in "qkvg"}
+    one = {n: x["g"][..., 0] for n in ("g", "beta")}
     for kernel in clocks.MODULES:
         copy = clocks.clocked(clocks.module_of(kernel), 1 << 40, 128)
-        launch = clocks.planned(kernel, copy.module, x).launches[-1]
+        launch = clocks.planned(kernel, copy.module, x if kernel == "gla" else x | one).launches[-1]
         row, ptx = compile_kernels.compiled(launch, 90), compile_kernels.compile_launch(launch).asm["ptx"]
         print("copy", json.dumps([row["broken"], row["shared"], copy.roles, ptx]))
 """

@@ -59,7 +59,7 @@ def results(form, x, cu, **options):
 
 
 def piece(rank, group, mechanism, x, cu, lengths, change=None, **options):
-    """What one rank makes of its tokens; `change` is the name of a FAULT, which is rank 1's."""
+    """One rank's results of its tokens; `change` is the name of a FAULT, which is rank 1's."""
     a = sum(lengths[:rank])
     own = {n: y if n in ("S", "dS") else y[:, a : a + lengths[rank]] for n, y in x.items()}
     call = {"x": own, "cu": cu, "lengths": lengths, "group": group, **options}
@@ -229,7 +229,7 @@ def test_a_language_model(pool):
 
 
 def as_a_subject(rank, group):
-    """What the check kit says of a right function; more in test_check_over_ranks.py."""
+    """The check kit's report of a right function; more in test_check_over_ranks.py."""
     from gla_ref import check
 
     subject = check.OverRanks(context_parallel.gla, group, control=group)
@@ -336,11 +336,6 @@ def told(pool, group, change, x, cu, **options):
     answers = pool.tell(group, functools.partial(piece, change=change, **options), "gla", x, cu, SPLITS[2])
     assert not any(well for well, _ in answers), "no rank may go on"
     return [what[:2] for _, what in answers]
-
-
-def in_debug(rank, group, *args, **options):
-    with mock.patch.dict(os.environ, GLA_REF_DEBUG="1"):
-        return piece(rank, group, *args, **options)
 
 
 @pytest.mark.deep

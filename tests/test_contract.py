@@ -137,7 +137,7 @@ def test_feature_maps_step_out_of_autocast(form):
 
 @pytest.mark.parametrize("mechanism, form", REFERENCES)
 def test_no_values_are_checked_where_there_are_none(mechanism, form):
-    """Of meta and fake tensors there are shapes only; vmap has values, but no single one to decide by."""
+    """Meta and fake tensors have shapes only; vmap has values, but no single one to decide by."""
     args = plain(mechanism)
 
     def call(*args):

@@ -1,4 +1,4 @@
-"""Where kernels run on a machine: a GPU with or without bfloat16, or the interpreter."""
+"""The device where kernels run: a GPU with or without bfloat16, or the interpreter."""
 
 import importlib
 import os

@@ -13,7 +13,7 @@ READERS = [path for folder in ("src", "tests", "tools", "book", "benchmarks") fo
 
 
 def anchors(path):
-    """What the headings of a page are called in links, as GitHub makes it."""
+    """The names of a page's headings in links, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -27,7 +27,7 @@ from gla_ref.book.notebook import chapters
 
 HERE = Path(__file__).parent
 BOOK = HERE.parent / "book"
-CHAPTERS = [BOOK / f"{page}.md" for page in chapters(BOOK)]
+PAGES = [BOOK / f"{page}.md" for page in (*chapters(BOOK), "training_attention")]
 
 exercises.load()
 LABELS = sorted(exercises.JUDGES)
@@ -46,7 +46,7 @@ def boxes(text: str) -> dict[str, str]:
 
 
 def test_every_exercise_of_the_book_is_checked():
-    found = {path.stem: boxes(path.read_text()) for path in CHAPTERS}
+    found = {path.stem: boxes(path.read_text()) for path in PAGES}
     labels = [label for chapter in found.values() for label in chapter]
     assert len(labels) == len(set(labels))
     assert set(labels) == set(exercises.JUDGES)
@@ -55,7 +55,8 @@ def test_every_exercise_of_the_book_is_checked():
             start, solution = re.split(r"(?m)^:::+\{solution-start\} " + label + "$", text)
             assert f'\ncheck("{label}", ' in start, f"{label}: no cell to answer it in"
             assert f'assert check("{label}", ' in solution, f"{label}: its solution is not checked"
-        assert {exercises.JUDGES[label][0] for label in of} == {"predict", "derive", "implement"}, chapter
+        kinds = {exercises.JUDGES[label][0] for label in of}
+        assert len(of) == 1 or ("predict" in kinds and len(kinds) > 1), chapter
     assert len(labels) >= 40
 
 

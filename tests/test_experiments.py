@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -169,11 +168,3 @@ def test_language_models_have_the_sizes_that_they_are_called():
         with torch.device("meta"):
             count = sum(p.numel() for p in LanguageModel(run.model).parameters())
         assert count == pytest.approx(1e6 * int(size[:-1]), rel=0.05)
-
-
-def test_what_is_said_of_full_settings():
-    """No full setting has been run: where a module says so it must stop saying so when records are there."""
-    results = Path(__file__).parents[1] / "benchmarks" / "results"
-    for name, module in EXPERIMENTS.items():
-        said = "No full setting of it has been run yet" in module.__doc__.replace("\n", " ")
-        assert said == (not list(results.glob(f"*-{name}.json"))), name

@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -21,7 +19,7 @@ from gla_ref.experiments._driver import carry_out_all, do
 
 
 def numbers(record: dict) -> dict:
-    """What must be equal."""
+    """The parts of a record that must be equal."""
     return {name: record[name] for name in ("curve", "evaluations", "diverged")}
 
 
@@ -81,47 +79,6 @@ def test_a_corpus_that_cannot_be_read_is_named(tmp_path):
         texts.load(tmp_path, "texts")
     with pytest.raises(ValueError, match="^corpus: expected one of texts, speeches, got '../x'"):
         texts.load(tmp_path, "../x")
-
-
-PROGRAM = """
-import sys
-from pathlib import Path
-from gla_ref.experiments import ablations
-from gla_ref.experiments._driver import carry_out_all
-from gla_ref.experiments.runs import Place
-from dataclasses import replace
-
-if __name__ == "__main__":
-    runs = ablations.runs(replace(ablations.Settings.tiny(), steps=20, rate_steps=40), 1)
-    folder, jobs = Path(sys.argv[1]), int(sys.argv[3])
-    place = Place("cpu", folder, save_every=0.0, texts=Path(sys.argv[2]))
-    print(carry_out_all(runs, place, folder / "records.json", jobs))
-"""
-
-
-@pytest.mark.deep
-def test_killed_by_a_signal_and_called_again(tmp_path, corpora):
-    """A program is killed with a checkpoint and no record; called again, with two processes, it has all numbers."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-
-    def command(name, jobs):
-        return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / name), str(corpora), str(jobs)]
-
-    subprocess.run(command("whole", 1), check=True)
-    process = subprocess.Popen(command("killed", 1))
-    file = tmp_path / "killed" / "ablations" / "rate-base-0.01.pt"
-    while not file.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert file.exists() and not (tmp_path / "killed" / "records.json").exists()
-    subprocess.run(command("killed", 2), check=True)
-    whole, again = (
-        {r["name"]: numbers(r) for r in results.read(tmp_path / folder / "records.json", "ablations")}
-        for folder in ("whole", "killed")
-    )
-    assert whole == again and len(whole) == 4
 
 
 def when_saved(folder: Path, act) -> threading.Thread:

@@ -35,7 +35,7 @@ def test_a_new_speech_begins_with_nothing():
 
 
 def test_states_passed_on_change_the_loss(place):
-    """Where the state is passed on, the second window's loss is that of the whole; gradients end there."""
+    """With the state passed on, the second window's loss is that of the whole; gradients end there."""
     tasks = [length.Length(length.Settings.tiny(), 16, passing, 5, 0, place) for passing in (True, False)]
     torch.manual_seed(0)
     model = LanguageModel(length.runs(length.Settings.tiny(), 1)[0].model)
@@ -114,13 +114,6 @@ def test_the_live_setting_is_learned_on_a_cpu(place, record_property):
         torch.set_num_threads(threads)
     assert soft > 0.95 and gla > 0.6
     record_property("two runs of the live setting", round(time.process_time() - began, 1))
-
-
-@pytest.mark.deep
-def test_mqar_can_be_learned(place):
-    s = replace(mqar.Settings.tiny(), vocab_size=16, lengths=((16, 2),), tokens=1024, rate_steps=400)
-    run = mqar.runs(replace(s, widths=(32,), test_sequences=100), 1)[0]
-    assert run.model.use_short_conv and mqar.carry_out(run, place)["evaluations"][-1]["accuracy"] > 0.9
 
 
 def test_the_learning_rate_rises_and_falls():

@@ -78,13 +78,6 @@ def test_scale(scale):
     assert_right(run(x, scale=scale), x, scale=scale)
 
 
-def test_large_scores():
-    """Scores of up to 1e4 carry float32 errors of 1e4 eps, and so do those of the emulated runs."""
-    x = inputs(1, 50, 1, 8, 8)
-    x["q"] = (1e3 * x["q"].detach()).requires_grad_()
-    assert_right(run(x), x)
-
-
 def offset(T, H, K, V, seed=0):
     """Rows of scores to base 2 that float32 holds exactly: an offset, up to 992 from 0, and a few multiples of 2^-6."""
     x = inputs(1, T, H, K, V, seed=seed)
@@ -213,23 +206,6 @@ def test_strides_poisoned_memory_and_repetition(poisoned):
     assert every_other.stride(-1) == 2
     z = dict(y, v=every_other.requires_grad_(), do=y["do"][:, :1].expand_as(y["do"]))
     assert_right(run(z), z, heads=[(1, 2)])
-
-
-def test_registered_form_compiles():
-    """The operator is opaque to torch.compile: no graph break, the same numbers."""
-    form = FORMS["softmax_attention"]["triton"]
-    x = inputs(1, 40, 2, 16, 8, torch.bfloat16 if CUDA else torch.float32)
-
-    def f(q, k, v):
-        o, (k, _) = form(2 * q, k, v)
-        return o + 1, k
-
-    compiled = torch.compile(f, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
-    args = [x[n] for n in NAMES]
-    for a, b in zip(f(*args), compiled(*args), strict=True):
-        assert torch.equal(a, b)
-    grads = [torch.autograd.grad(g(*args)[0], args, x["do"]) for g in (f, compiled)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_operator_is_registered_right():

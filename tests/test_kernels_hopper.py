@@ -2,7 +2,6 @@
 
 import itertools
 import pkgutil
-import threading
 from functools import partial
 
 import played_gluon
@@ -32,7 +31,7 @@ hopper = FORMS["gla"]["triton_hopper"]
 
 
 def on_hopper(test):
-    """Of a GPU of compute capability 9.0."""
+    """A test that needs a GPU of compute capability 9.0."""
     here = CUDA and torch.cuda.get_device_capability() == (9, 0)
     return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
 
@@ -262,19 +261,20 @@ def test_the_page_and_the_kernel_with_options_make_the_same_bits(kind, size):
 
 @played_here
 def test_the_page_marks_the_pairs_that_it_leaves_out():
-    """Without flags, rows of strong chunks are NaN. The states, and so all later rows, are right."""
+    """Without flags, the rows of a head's strong chunk are NaN. The states, and so all other rows, are right."""
     import kernel_cases
 
     from gla_ref.pages import gla_hopper as page
 
-    x, _ = problem("gla", 1, 200, 1, 64, 64, dtype=BF16, large=0.0)
+    x, _ = problem("gla", 1, 200, 2, 64, 64, dtype=BF16, large=0.0)
     x["g"] = x["g"].clone()
-    x["g"][:, 70, :, 3] = -torch.inf
+    x["g"][:, 70, 1, 3] = -torch.inf
     right = played(x | {"S": None}, backward=False)
     found = kernel_cases.plan_gla_page(SM_90, *(spec_of(n, x[n]) for n in "qkvg"))
     o, S, _ = played_gluon.play(found, x, (page,))
-    assert o[:, 64:128].isnan().all() and torch.equal(S, right["S"])
-    assert torch.equal(o[:, :64], right["o"][:, :64]) and torch.equal(o[:, 128:], right["o"][:, 128:])
+    assert o[:, 64:128, 1].isnan().all() and torch.equal(S, right["S"])
+    o[:, 64:128, 1] = right["o"][:, 64:128, 1]
+    assert torch.equal(o, right["o"])
 
 
 OF_PAGE = {f"{name} {s}": ("walk", n, s) for n, name in enumerate(("empty", "ready", "hat")) for s in range(3)}
@@ -505,7 +505,7 @@ def test_gradients_of_segments():
 @on_hopper
 @pytest.mark.parametrize("T", [1, 2, 4, 65])
 def test_gradients_of_short_sequences_with_strong_gates(T):
-    """Where a pair i = j that did not cancel would be all of dg."""
+    """A pair i = j that did not cancel would be all of dg."""
     check(2, T, 3, 128, 64, kind="-20", dtype=BF16)
 
 
@@ -560,19 +560,6 @@ def test_the_page(size, kind):
     assert kind not in (MILD, "zero", "-1") or not left.any()
 
 
-@on_hopper
-def test_the_page_marks_what_it_leaves_out():
-    """The rows of a strong chunk are NaN, and no others."""
-    from gla_ref.pages import gla_hopper
-
-    x, _ = problem("gla", 1, 300, 2, 64, 64, dtype=BF16)
-    q, k, v, g = (y.clone() for y in tokens(x))
-    g[:, 130, 1, 3] = -torch.inf
-    o, S = gla_hopper.gla(q, k, v, g)
-    assert o[:, 128:192, 1].isnan().all() and S.isfinite().all()
-    assert o[:, :128].isfinite().all() and o[:, 192:].isfinite().all() and o[:, :, 0].isfinite().all()
-
-
 @gluon
 @pytest.mark.skipif(CUDA, reason="on a CPU")
 def test_the_page_needs_a_hopper_gpu():
@@ -588,32 +575,6 @@ def test_the_page_needs_a_hopper_gpu():
 @on_hopper
 def test_float16_of_large_scores_and_states():
     check(1, 200, 2, 64, 64, kind="mild and strong chunks", dtype=F16, large=1e6, scale=1e-3)
-
-
-@on_hopper
-def test_threads_streams_and_graphs():
-    x, _ = problem("gla", 2, 1000, 4, 128, 128, dtype=BF16)
-    x = tokens(x)
-    right, found = hopper(*x), [None] * 4
-
-    def work(i):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(5):
-                found[i] = hopper(*x)
-            torch.cuda.current_stream().synchronize()
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found.append(hopper(*x))
-    graph.replay()
-    torch.cuda.synchronize()
-    for o, S in found:
-        assert torch.equal(o, right[0]) and torch.equal(S, right[1])
 
 
 @on_hopper

@@ -18,7 +18,6 @@ from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
 
 BOTH = DELTA_KERNELS[1:]
-IN_TURN = "hopper_in_turn"  # no call chooses it: bf16, K = V = 128
 LENGTHS = (1, 63, 64, 65, 130)
 PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
 KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
@@ -167,7 +166,6 @@ def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
 
 def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     """o and the final state of inputs of `problem`."""
-    from gla_ref.kernels.exhibits import delta_in_turn
     from gla_ref.kernels.hopper import (
         delta_ahead,
         delta_chunk,
@@ -182,9 +180,9 @@ def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
     call = delta.Call(*(spec_of(n, y) for n, y in named.items()), scale, path, kernel)
-    found = (delta_in_turn if kernel == IN_TURN else delta).plan_forward(CLASSES["sm_90"], call)
+    found = delta.plan_forward(CLASSES["sm_90"], call)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_ahead, delta_chunk, delta_fused, delta_in_turn, delta_inverse, delta_solve, delta_walks, ring, tiles
+    modules = delta_ahead, delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles
     o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
     return {"o": o, "S": S}
 
@@ -195,12 +193,7 @@ def check(mechanism, *sizes, ends=None, scale=None, path=None, kernels=BOTH, dty
     x, judged = problem(mechanism, *sizes, **kw)
     judged = {n: judged[n] for n in ("o", "S")}
     for kernel in ("hopper_ahead",) if path else kernels:
-        if CUDA and kernel == IN_TURN:
-            from gla_ref.kernels.exhibits.delta_in_turn import gated_delta_rule
-
-            o, S = gated_delta_rule(*tokens(x), initial_state=x["S"], scale=scale)
-            compare({"o": o, "S": S}, judged)
-        elif CUDA:
+        if CUDA:
             cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
             form = {"delta_rule": delta.delta_rule, "gated_delta_rule": delta.gated_delta_rule}[mechanism]
             o, S = form(*tokens(x), initial_state=x["S"], cu_seqlens=cu, scale=scale, path=path, kernel=kernel)
@@ -408,19 +401,14 @@ BARRIERS = {
     **{f"ready {s} ahead": ("hopper_ahead", "walk", 0, s) for s in range(3)},
     **{f"done {s} ahead": ("hopper_ahead", "walk", 1, s) for s in range(3)},
     "ready of solve": ("hopper_ahead", "solve", 0, 0),
-    **{f"ready {s} in turn": (IN_TURN, "in_turn", 0, s) for s in range(2)},
-    "T made in turn": (IN_TURN, "in_turn", 1, 0),
-    "P made in turn": (IN_TURN, "in_turn", 1, 1),
-    **{f"done {s} in turn": (IN_TURN, "in_turn", 2, s) for s in range(4)},
 }
 
 
 @played_here
-@pytest.mark.parametrize("bar", thin(BARRIERS, "solved 0", "done 0", "ready 2 ahead", "T made in turn"))
+@pytest.mark.parametrize("bar", thin(BARRIERS, "solved 0", "done 0", "ready 2 ahead"))
 def test_every_barrier_is_needed(bar):
     kernel, *ignored = BARRIERS[bar]
-    width = 128 if kernel == IN_TURN else 64
-    x, _ = problem("gated_delta_rule", 1, 600, 1, width, width, dtype=BF16, gates=F32, groups=1)
+    x, _ = problem("gated_delta_rule", 1, 600, 1, 64, 64, dtype=BF16, gates=F32, groups=1)
 
     def play(seed=None):
         return played(kernel, x) if seed is None else played(kernel, x, seed=seed, ignored=ignored)
@@ -494,20 +482,6 @@ def test_the_page_at_every_length(T):
     check_page(1, T, gates=BF16)
 
 
-# the groups in turn, which take less
-
-
-def in_turn(*sizes, **kw):
-    check("gated_delta_rule", *sizes, 128, 128, kernels=(IN_TURN,), **kw)
-
-
-@played_here
-@pytest.mark.parametrize("T", thin(LENGTHS, 65))
-def test_in_turn_at_every_length(T):
-    in_turn(2, T, 1)
-    in_turn(1, T, 2, groups=1, gates=BF16, scale=-2.0)
-
-
 @played_here
 @pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
 def test_the_page_on_the_gate_ladder(kind):
@@ -569,42 +543,6 @@ def test_the_page_is_equal_from_run_to_run(poisoned):
     first = gated_delta_rule(*tokens(x))
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, gated_delta_rule(*tokens(x)), strict=True))
-
-
-@played_here
-@pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
-def test_in_turn_on_the_gate_ladder(kind):
-    in_turn(1, 130, 1, kind=kind)
-
-
-@played_here
-@pytest.mark.parametrize("correlation, strength", thin(KEYS, (0.99, 1.0)))
-def test_in_turn_on_the_key_ladder(correlation, strength):
-    in_turn(1, 130, 1, correlation=correlation, strength=strength)
-
-
-@played_here
-def test_in_turn_any_order_of_steps_gives_the_same_bits():
-    x, judged = problem("gated_delta_rule", 1, 300, 1, 128, 128, dtype=BF16, gates=F32, groups=1, S=0.0)
-    first = played(IN_TURN, x | {"S": None})
-    compare(first, {n: judged[n] for n in ("o", "S")})
-    for seed in range(100, 600, 100):
-        assert all(torch.equal(y, first[n]) for n, y in played(IN_TURN, x | {"S": None}, seed=seed).items())
-
-
-@gluon
-@pytest.mark.parametrize("sizes", ({"K": 64}, {"V": 64}, {"dtype": F16}))
-def test_in_turn_refuses_what_it_does_not_take(sizes):
-    from gla_ref.kernels.exhibits import delta_in_turn
-
-    specs = [spec_of(n, x) for n, x in zip("q k v g beta".split(), call(**sizes), strict=True)]
-    asked = delta.Call(*specs, initial_state=None, cu_seqlens=None, scale=None)
-    with pytest.raises((ValueError, TypeError), match="^[qv]: expected (128 channels|bfloat16), got"):
-        delta_in_turn.plan_forward(CLASSES["sm_90"], asked)
-    with pytest.raises(ValueError, match="is for sm_90, not sm_80"):
-        delta_in_turn.plan_forward(CLASSES["sm_80"], asked)
-    with pytest.raises(ValueError, match="q: expected a tensor that needs no gradient"):
-        delta_in_turn.gated_delta_rule(meta(1, 2, 1, 128).requires_grad_(), *call(B=1, T=2, H=1, HV=1)[1:])
 
 
 # on a Hopper GPU
@@ -709,24 +647,6 @@ def test_a_batch_changes_no_bit(mechanism, dtype):
 def test_equal_from_run_to_run(kernel, path, poisoned):
     x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
     run = partial(delta.gated_delta_rule, *tokens(x), initial_state=x["S"], kernel=kernel, path=path)
-    first = run()
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
-
-
-@on_hopper
-@pytest.mark.parametrize("T", (*LENGTHS, 1000))
-def test_in_turn_on_a_gpu(T):
-    for kind in (MILD, "many resets"):
-        in_turn(2, T, 2, kind=kind)
-
-
-@on_hopper
-def test_in_turn_is_equal_from_run_to_run(poisoned):
-    from gla_ref.kernels.exhibits.delta_in_turn import gated_delta_rule
-
-    x, _ = problem("gated_delta_rule", 2, 1000, 4, 128, 128, dtype=BF16, gates=F32)
-    run = partial(gated_delta_rule, *tokens(x), initial_state=x["S"])
     first = run()
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))

@@ -10,7 +10,7 @@ import harness
 import pytest
 import torch
 from cases import LADDER, error, inputs, thin
-from harness import CUDA, DTYPES, EPS, F32, HERE, allowed, anywhere, compare, interpreted, tokens
+from harness import CUDA, DTYPES, EPS, EVERY_DTYPE, F32, HERE, allowed, anywhere, compare, interpreted, tokens
 from linear_problems import KERNELS, MILD, check, problem
 
 from gla_ref import FORMS
@@ -54,7 +54,7 @@ def test_gradients_at_edges(T):
     "mechanism, path", thin([*WAYS, ("simple_gla", None)], ("simple_gla", "segmented"), ("gla", "segmented"))
 )
 def test_packed_sequences(mechanism, path):
-    """Of lengths around a multiple of a chunk's, and of no tokens; odd sizes."""
+    """Lengths around a multiple of a chunk's, and of no tokens; odd sizes."""
     ends = torch.tensor([0, 0, 1, 31, 32, 0, 33, 65, 0]).cumsum(0).tolist()
     two_sided = (mechanism, path) == ("gla", "fused")
     check(mechanism, 1, ends[-1], 1, 3, 5, kind="many resets", ends=ends, path=path, two_sided=two_sided)
@@ -63,20 +63,14 @@ def test_packed_sequences(mechanism, path):
 RUNGS = [(m, two, kind) for m, two in (("simple_gla", False), ("gla", False), ("gla", True)) for kind in LADDER]
 
 
-@interpreted
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
 @pytest.mark.parametrize(
     "mechanism, two_sided, kind",
     thin(RUNGS, *(x for x in RUNGS if x[2] in (MILD, "many resets") or x == ("simple_gla", False, "-inf"))),
 )
-def test_the_gate_ladder(mechanism, two_sided, kind):
-    check(mechanism, 1, 70, 1, 5, 3, kind=kind, two_sided=two_sided)
-
-
-@interpreted
-@pytest.mark.parametrize("path", thin(kernels.PATHS, "segmented"))
-def test_paths_in_the_interpreter(path):
-    check("simple_gla", 1, 50, 1, 20, 37, kind="mild and strong chunks", path=path)
-    check("simple_gla", 2, 19, 2, 7, 3, kind="zero", path=path)
+def test_the_gate_ladder(mechanism, two_sided, kind, dtype):
+    for size in ((2, 300, 3, 64, 128), (2, 200, 3, 128, 100)) if CUDA else ((1, 70, 1, 5, 3),):
+        check(mechanism, *size, kind=kind, dtype=dtype, two_sided=two_sided)
 
 
 SIZES = [(60, 16), (128, 16), (64, 100), (256, 40), (16, 512)]
@@ -254,22 +248,6 @@ def test_sizes_on_the_gpu(mechanism, K, V, dtype):
         pytest.skip("float32 has one path for every size: half of them will do")
     kind = "zero" if mechanism == "simple_gla" and (K + V) % 8 == 0 else MILD
     check(mechanism, 2, 193, 3, K, V, kind=kind, dtype=dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", LADDER)
-@pytest.mark.parametrize(
-    "mechanism, two_sided, T, K, V",
-    [
-        ("simple_gla", False, 300, 64, 128),
-        ("gla", False, 200, 64, 100),
-        ("gla", False, 200, 128, 100),
-        ("gla", True, 200, 64, 128),
-    ],
-)
-def test_the_gate_ladder_on_the_gpu(mechanism, two_sided, T, K, V, kind, dtype):
-    check(mechanism, 2, T, 3, K, V, kind=kind, dtype=dtype, two_sided=two_sided)
 
 
 @pytest.mark.gpu

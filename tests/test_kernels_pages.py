@@ -350,7 +350,7 @@ def test_a_cpu_is_refused_without_the_interpreter(page, monkeypatch):
 
 @anywhere
 def test_scale():
-    """Of any sign but for softmax, and K^-0.5 unless given."""
+    """It has any sign but for softmax, and is K^-0.5 unless given."""
     q, k, v, g, do = tensors((1, 19, 1, 16, 16), F32, -0.01)
     for page, x in (("gla", (q, k, v, g)), ("gla_levels", (q, k, v, g)), ("linear_attention", (q, k, v))):
         function = CALLS[page][0]

@@ -1,4 +1,4 @@
-"""What the chapters' cells show: tables and excerpts from the sources that run."""
+"""The output of the chapters' cells: tables and excerpts from the sources that run."""
 
 from __future__ import annotations
 

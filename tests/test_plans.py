@@ -213,7 +213,7 @@ print(len(found), max(map(len, found.values())))
 
 @pytest.mark.deep
 def test_equal_variants_are_compiled_alike():
-    """What Triton would compile apart never shares a kernel: Triton's own specialisation is asked, nothing compiled."""
+    """Launches that Triton compiles apart share no kernel: its own specialisation is asked, nothing compiled."""
     variants, most = map(int, in_process("-c", VARIANTS).split())
     assert variants > 50 and most == 1
 

@@ -1,4 +1,4 @@
-"""What the workflow that publishes the site relies on: settings, addresses, versions that agree."""
+"""The workflow that publishes the site relies on settings, addresses, versions that agree."""
 
 import email
 import re

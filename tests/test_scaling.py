@@ -20,7 +20,6 @@ from gla_ref.book.scaling import (
     pipeline_seconds,
     ring_attention,
     schedule,
-    step,
 )
 from gla_ref.book.viz import ranks_over_time as viz
 from gla_ref.context_parallel import LINKS
@@ -47,12 +46,10 @@ def test_times_are_those_of_the_formulas(ranks):
     assert exchange("pipeline", ranks, GLA, H200) <= exchange("pipeline", ranks, GLA, H200, 1)
 
 
-def test_more_ranks_are_slower_to_reach_and_have_less_to_do():
+def test_more_ranks_are_slower_to_reach():
     for way in WAYS[1:]:
         times = [exchange(way, 2**n, GLA, H200) for n in range(11)]
         assert times[0] == 0 and times == sorted(times)
-        assert step(way, 2**24, 8) < step(way, 2**24, 1) / 7
-    assert exchange("tree", 1024, GLA, H200) < exchange("pipeline", 1024, GLA, H200) / 20
 
 
 @pytest.mark.parametrize("way", WAYS[:3])
@@ -71,13 +68,11 @@ def test_a_schedule_waits_for_what_it_needs(way):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_one_gpu_and_many_are_charged_alike(ranks):
-    """Forward, in the explorable, and forward and backward, in the figure, are as many times as fast."""
     tokens = 2**24
     for way in ("all-gather", "pipeline"):
         done, alone = (max(t.stop for t in schedule(way, tokens, n)) for n in (ranks, 1))
         assert alone == schedule(WAYS[0], tokens, 1)[-1].stop
         assert ranks > alone / done > 0.97 * ranks
-        assert math.isclose(alone / done, step(way, tokens, 1) / step(way, tokens, ranks), rel_tol=0.02)
         waited = exchange(way, ranks, GLA, H200)
         assert math.isclose(done, alone / ranks + waited), "the last rank waits for one exchange, and for no walk"
 
@@ -119,7 +114,7 @@ def test_the_program_that_measures(tmp_path, ranks):
     for (mechanism, way), r in found.items():
         decay = 0 if way == "pipeline" else {"gla": 8, "linear_attention": 1, "gated_delta_rule": 64}[mechanism]
         assert r["ranks"] == ranks and r["error"] < 1e-4 and r["seconds"] > 0 and r["alone"] > 0
-        assert 0 < r["exchange_seconds"] and (r["simulated"] is None) == (mechanism == "gated_delta_rule")
+        assert 0 < r["exchange_seconds"]
         blocks = 1
         once = 4 * (2 * (8 * 8 + decay) + blocks)
         ways = 2 if way == "all-gather" or ranks > 2 else 1  # in a pipeline of two each rank sends one way

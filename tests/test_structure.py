@@ -1,4 +1,4 @@
-"""What a form does, not only what it returns: operators are counted as they are dispatched."""
+"""The work of a form, not only its results: operators are counted as they are dispatched."""
 
 import ast
 from pathlib import Path

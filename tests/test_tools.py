@@ -226,7 +226,7 @@ def test_a_launch_is_compiled_again_when_its_kernel_or_its_plan_changed():
 
 
 def test_status_is_written_from_the_record():
-    assert nightly.STATUS.read_text() == nightly.status(), "run `python tools/nightly.py`"
+    assert nightly.STATUS.read_text() == nightly.status(), "run `python tools/nightly.py --due`"
 
 
 def test_a_part_is_due_until_it_was_right_for_its_files(monkeypatch, tmp_path):

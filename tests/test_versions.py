@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import ROOT, in_process
+from packaging.requirements import Requirement
 
 from gla_ref import kernels, results
 from gla_ref.kernels.launch.versions import KNOWN, MEASURED, PINNED, REQUIRED, not_interpreted, too_old
@@ -54,6 +55,17 @@ def test_the_oldest_versions_were_tried():
         refused = too_old(r["triton"]) or not_interpreted(r["triton"], r["numpy"])
         assert r["runs"] or refused, f"{r}: expected a step that runs, or a version that is refused"
         assert r["runs"] or refused in r["said"], "expected the sentence that names what to install"
+
+
+def test_colab_needs_nothing_but_the_wheel():
+    """The versions that Colab has satisfy the package's and the notebooks' dependencies, so that it keeps them."""
+    lines = (ROOT / "tools" / "colab.txt").read_text().splitlines()
+    has = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [Requirement(x) for x in (*project["dependencies"], *extras["triton"], *extras["notebook"])]
+    assert all(x.name == "gla-ref" or x.specifier.contains(has[x.name]) for x in needed)
+    assert has["triton"] in MEASURED
 
 
 @pytest.mark.parametrize(

@@ -121,13 +121,11 @@ def refilled(product: str, operands: set[str], later: list[str], slots: dict[str
     return not operands <= set(slots)
 
 
-def cases_of(arch: int, most: bool = False) -> list[str]:
-    """The cases compiled for a class when nothing is asked for; `most`: only the cases that need most of a thread."""
+def cases_of(arch: int) -> list[str]:
+    """The cases compiled for a class when nothing is asked for."""
     if arch in ALIKE:
         return [n for n, case in CASES.items() if case.K == 128 and case.dtype == "float16"]
-    half = "bfloat16" if arch >= 80 else "float16"
-    every = [n for n, case in CASES.items() if not most or case.K == 128 and case.dtype in (half, "float32")]
-    return [*every, *(WIDE if arch == 90 else ())]
+    return [*CASES, *(WIDE if arch == 90 else ())]
 
 
 class Target:
@@ -306,22 +304,6 @@ def wrongs(found: dict) -> list[str]:
     return [f"sm_{arch}, {found['case']}, {text}" for text in wrong]
 
 
-def record(path: Path, everything: list[dict]) -> None:
-    """The worst launch of each mechanism and precision on each class, for the status page; other classes stay."""
-    worst: dict[tuple, dict] = {}
-    for found in (x for x in everything if x["case"] in CASES):
-        case = CASES[found["case"]]
-        mechanism = found["case"].removesuffix(f" {case.K} {case.dtype}")
-        row = worst.setdefault((found["arch"], mechanism, case.dtype), {"registers": 0, "spilled": 0, "shared": 0})
-        for launch in found["rows"]:
-            registers = {"registers": most_registers(launch)}
-            row |= {n: max(row[n], x) for n, x in (launch | registers).items() if n in row}
-    names, environment = ("arch", "mechanism", "dtype"), results.environment(None)
-    versions = {name: environment[name] for name in ("triton", "commit", "date")}
-    rows = [dict(zip(names, key, strict=True)) | row | versions for key, row in worst.items()]
-    results.merge(path, environment, "compiled", rows, key=names)
-
-
 def most_registers(row: dict) -> int:
     """Registers per thread of a launch; of the role with the most, if the program has roles."""
     return max(map(int, str(row["registers"]).split()))
@@ -360,11 +342,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
     parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
-    parser.add_argument("--most", action="store_true", help="only heads of 128 channels, and one of both 16-bit dtypes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument(
-        "--json", type=Path, help="where to write the worst launches of each class; with --triton, a row per version"
-    )
+    parser.add_argument("--json", type=Path, help="with --triton: where to write a row per version")
     parser.add_argument("--changed", action="store_true", help=f"only {LIMIT} launches that {LAUNCHES.name} lacks")
     parser.add_argument(
         "--record", action="store_true", help=f"write the launches that compiled right to {LAUNCHES.name}"
@@ -379,10 +358,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
     if args.changed and len(args.arch) > 1:
         parser.error("--changed: expected one class of GPU")
-    if args.json and args.most:
-        parser.error("--json: expected all cases, without --most")
-    if args.json and args.gluon and args.triton is None:
-        parser.error("--json: expected --triton with --gluon, since the worst launches of a class are of all kernels")
+    if args.json and args.triton is None:
+        parser.error("--json: expected --triton, whose versions have a row each")
     if args.triton is None and triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET: expected it to be unset, since nothing is compiled with it")
     if args.triton is not None and args.json and (args.cases or len(args.arch) > 1):
@@ -411,7 +388,7 @@ def main() -> None:
     tasks = [
         (arch, name, args.gluon, None)
         for arch in args.arch
-        for name in args.cases or cases_of(arch, args.most)
+        for name in args.cases or cases_of(arch)
         if (arch >= 80 or (CASES | WIDE)[name].dtype != "bfloat16") and (not args.gluon or has_gluon(arch, name))
     ]
     if args.changed:
@@ -427,8 +404,6 @@ def main() -> None:
     everything = compile_all(tasks, args.jobs)
     wrong = [text for found in everything for text in wrongs(found)]
     print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s", flush=True)
-    if args.json:
-        record(args.json, everything)
     if args.record:
         rows = [{"arch": x["arch"], "fingerprint": mark} for x in everything if not wrongs(x) for mark in x["right"]]
         results.merge(LAUNCHES, results.environment(None), "launches", rows, key=("arch", "fingerprint"))

@@ -23,9 +23,8 @@ from pathlib import Path
 import torch
 
 from gla_ref import check, results
-from gla_ref.check._budgets import problems
 from gla_ref.check._cases import held, inputs
-from gla_ref.check.oracle import copied, errors, evaluate, parts, work_out
+from gla_ref.check.oracle import copied, errors, evaluate, parts, problems, work_out
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 import torch
 
@@ -36,13 +37,6 @@ def frozen_gates(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
     """The gradient of GLA on Hopper, without that of the gates."""
     options = {"do": given["v"], "path": case.path, "kernel": "hopper", "need_dg": False}
     return planned_by(gla.backward, hardware, given | options)
-
-
-def in_turn(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
-    """The delta rule's walk in which the roles take turns."""
-    from gla_ref.kernels.exhibits.delta_in_turn import forward  # not where Gluon is missing
-
-    return planned_by(forward, hardware, given)
 
 
 def borders(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
@@ -181,8 +175,28 @@ CASES = {
     for D in (64, 128)
     for dtype in ("bfloat16", "float16", "float32")
 }
+gated = partial(Case, "gated_delta_rule")
+# of each Hopper kernel of the delta rules, with a kernel's name before it; those in segments not of the fused one
+DELTA = {
+    "": gated(128, 128, "bfloat16", "float32", shared=True),
+    " packed": gated(128, 128, "float16", "float32", packed=True),
+    " 64": gated(64, 64, "bfloat16", packed=True),
+    " 64/128": gated(64, 128, "bfloat16", "float32"),
+    " 128/64": Case("delta_rule", 128, 64, "float16"),
+    " no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", packed=True),
+}
+SEGMENTS = {
+    " few": gated(64, 128, "bfloat16", "float32", few=True),
+    " segments": gated(128, 128, "bfloat16", "float32", path="segmented", packed=True),
+    " segments few": gated(128, 128, "bfloat16", "float32", path="segmented", few=True),
+    " segments 64": Case("delta_rule", 64, 64, "bfloat16", "float32", path="segmented"),
+    " segments 64/128": gated(64, 128, "float16", "bfloat16", path="segmented", packed=True, few=True),
+}
 # for sm_90 besides
 WIDE = {
+    **{f"delta fused{what}": replace(case, kernel="hopper_fused") for what, case in DELTA.items()},
+    **{f"delta ahead{what}": replace(case, kernel="hopper_ahead") for what, case in (DELTA | SEGMENTS).items()},
+    **{f"delta hopper back{what}": replace(case, kernel="hopper") for what, case in (DELTA | SEGMENTS).items()},
     "softmax wide": Case("softmax_attention", 256, 256, "bfloat16", path=None, state=False),
     "softmax packed": Case("softmax_attention", 128, 64, "bfloat16", path=None, state=False, packed=True),
     "linear wide": Case("linear_attention", 256, 512, "bfloat16"),
@@ -217,62 +231,13 @@ WIDE = {
     "gla hopper page": Case("gla", 128, 128, "bfloat16", planned=of_page),
     "gla hopper page 64": Case("gla", 64, 64, "bfloat16", planned=of_page),
     "delta hopper page": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=of_page, shared=True),
-    "delta fused": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_fused", shared=True),
-    "delta fused packed": Case("gated_delta_rule", 128, 128, "float16", "float32", kernel="hopper_fused", packed=True),
-    "delta fused 64": Case("gated_delta_rule", 64, 64, "bfloat16", kernel="hopper_fused", packed=True),
-    "delta fused 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", kernel="hopper_fused"),
-    "delta fused 128/64": Case("delta_rule", 128, 64, "float16", kernel="hopper_fused"),
-    "delta fused no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_fused", packed=True),
-    "delta ahead": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_ahead", shared=True),
-    "delta ahead packed": Case("gated_delta_rule", 128, 128, "float16", "float32", kernel="hopper_ahead", packed=True),
-    "delta ahead 64": Case("gated_delta_rule", 64, 64, "bfloat16", kernel="hopper_ahead", packed=True),
-    "delta ahead 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", kernel="hopper_ahead"),
-    "delta ahead 128/64": Case("delta_rule", 128, 64, "float16", kernel="hopper_ahead"),
-    "delta ahead segments": Case(
-        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_ahead", path="segmented", packed=True
-    ),
-    "delta ahead segments few": Case(
-        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_ahead", path="segmented", few=True
-    ),
-    "delta ahead segments 64": Case(
-        "delta_rule", 64, 64, "bfloat16", "float32", kernel="hopper_ahead", path="segmented"
-    ),
-    "delta ahead segments 64/128": Case(
-        "gated_delta_rule",
-        64,
-        128,
-        "float16",
-        "bfloat16",
-        kernel="hopper_ahead",
-        path="segmented",
-        packed=True,
-        few=True,
-    ),
-    "delta ahead no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper_ahead", packed=True),
-    "delta hopper back": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", shared=True),
-    "delta hopper back packed": Case("gated_delta_rule", 128, 128, "float16", "float32", kernel="hopper", packed=True),
-    "delta hopper back 64": Case("gated_delta_rule", 64, 64, "bfloat16", kernel="hopper", packed=True),
-    "delta hopper back 64/128": Case("gated_delta_rule", 64, 128, "bfloat16", "float32", kernel="hopper", few=True),
-    "delta hopper back 128/64": Case("delta_rule", 128, 64, "float16", kernel="hopper"),
-    "delta hopper back segments": Case(
-        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", path="segmented", packed=True
-    ),
-    "delta hopper back segments few": Case(
-        "gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", path="segmented", few=True
-    ),
-    "delta hopper back segments 64": Case(
-        "delta_rule", 64, 64, "bfloat16", "float32", kernel="hopper", path="segmented"
-    ),
-    "delta hopper back segments float16": Case(
-        "gated_delta_rule", 64, 128, "float16", "bfloat16", kernel="hopper", path="segmented", packed=True, few=True
-    ),
-    "delta hopper back no gates": Case("delta_rule", 128, 128, "bfloat16", "float32", kernel="hopper", packed=True),
-    "delta in turn": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=in_turn, shared=True),
     "kda hopper": Case("kda", 128, 128, "bfloat16", "float32", kernel="hopper", shared=True),
-    "kda hopper segments": Case("kda", 128, 128, "bfloat16", kernel="hopper", path="segmented", packed=True),
-    "kda hopper 64": Case("kda", 64, 64, "bfloat16", kernel="hopper", path="segmented"),
+    "kda hopper packed": Case("kda", 128, 128, "bfloat16", kernel="hopper", packed=True),
+    "kda hopper segments": Case("kda", 64, 64, "bfloat16", kernel="hopper", path="segmented"),
     "kda hopper 64/128": Case("kda", 64, 128, "bfloat16", "float32", kernel="hopper", packed=True),
     "kda hopper 128/64": Case("kda", 128, 64, "bfloat16", "float16", kernel="hopper"),
+    "kda wide": Case("kda", 256, 512, "bfloat16", "float32", kernel="portable"),
+    "kda packed": Case("kda", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented", shared=True),
     "gla float32 g_v": Case("gla", 64, 128, "float32", two_sided=True),
     "border wide": Case("gla", 256, 512, "bfloat16", planned=borders),
     "border simple": Case("simple_gla", 128, 128, "bfloat16", "float32", planned=borders),
@@ -280,11 +245,7 @@ WIDE = {
     "border delta shared": Case("gated_delta_rule", 64, 256, "float16", "float32", planned=borders, shared=True),
     "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32", kernel="portable"),
     "delta wide float16": Case("delta_rule", 256, 256, "float16", kernel="portable"),
-    "delta wide segments": Case(
-        "gated_delta_rule", 256, 256, "bfloat16", "float32", kernel="portable", path="segmented"
-    ),
-    "kda wide": Case("kda", 256, 512, "bfloat16", "float32", kernel="portable"),
-    "kda packed": Case("kda", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented", shared=True),
+    "delta wide segments": gated(256, 256, "bfloat16", "float32", kernel="portable", path="segmented"),
     "delta packed": Case("gated_delta_rule", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented"),
     "delta shared heads": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="portable", shared=True),
     # rows that are no multiples of 16 bytes, which Triton does not prefetch

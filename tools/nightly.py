@@ -7,6 +7,7 @@ the parts that would run. The records are in benchmarks/results/nightly.json, an
 
 import argparse
 import hashlib
+import json
 import os
 import platform
 import re
@@ -130,19 +131,41 @@ def status() -> str:
     if measured:
         text += "\nPromises of speed, as measured in these runs:\n\n"
         text += tabulate([[what, f"{seconds:.2f}"] for what, seconds in measured], ["what", "seconds"], "github") + "\n"
-    return text
+    kept = {path.name: json.loads(path.read_text()) for path in sorted(RECORD.parent.glob("*.json")) if path != RECORD}
+    machines = [data.get("environment", data) for data in kept.values()]
+    text += (
+        "\n## Records\n\nWhat has been measured and compiled, on which machine and when (`benchmarks/results/`).\n\n"
+    )
+    text += tabulate(
+        [
+            [
+                f"`{name}`",
+                e["gpu"] or "no GPU",
+                e["torch"],
+                ", ".join(sorted(results.tritons(data))) or e["triton"],
+                e["date"],
+            ]
+            for (name, data), e in zip(kept.items(), machines, strict=True)
+        ],
+        ["file", "machine", "PyTorch", "Triton", "date"],
+        "github",
+    )
+    return text + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; none: all")
     parser.add_argument("--again", action="store_true", help="also parts whose files have not changed")
-    parser.add_argument("--due", action="store_true", help="only list the parts that would run")
+    parser.add_argument(
+        "--due", action="store_true", help="only list the parts that would run, and write docs/status.md"
+    )
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"PART: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     wanted = [name for name in args.parts or PARTS if args.again or due(name)]
     if args.due:
+        STATUS.write_text(status())
         print("\n".join(wanted) or "Every part is right for the files as they are.")
         return 0
     os.chdir(ROOT)

@@ -1,14 +1,12 @@
 """Run the notebooks as a reader without a checkout does: from the site, in a Python that lacks the book's package.
 
-    python tools/run_notebooks_clean.py [NN_slug ...] [--python python3.12] [--dir DIR] [--jobs N] [--record]
+    python tools/run_notebooks_clean.py [NN_slug ...] [--jobs N]
 
-Makes a virtual environment in DIR (default: a temporary one) with Jupyter and all that the package needs, but not the
-package, and serves the built site (make book) on this machine. PyTorch, Triton and CUDA, 6 GB of files, are links to
-this Python's own, unless --python names another. Each notebook is downloaded into an empty
-folder and runs top to bottom in an environment of its own: its first cell installs the site's wheel by its address.
-That cell is also tried with the wheel beside the notebook, and with neither. Triton comes with PyTorch, as on Colab;
-the kernels run on the GPU, or are interpreted where there is none.
---record writes benchmarks/results/notebooks-<gpu or cpu>.json, which the book's status page shows. A notebook that
+Makes a temporary virtual environment with Jupyter and all that the package needs, but not the package, and serves the
+built site (make book) on this machine. PyTorch, Triton and CUDA, 6 GB of files, are links to this Python's own. Each
+notebook is downloaded into an empty folder and runs top to bottom in an environment of its own: its first cell installs
+the site's wheel by its address. That cell is also tried with the wheel beside the notebook, and with neither. Triton
+comes with PyTorch, as on Colab; the kernels run on the GPU, or are interpreted where there is none. A notebook that
 takes more GPU memory than a T4 has fails.
 
 A GPU host without a network brings its own PyTorch and Triton; what it lacks comes in a folder and is installed whole
@@ -16,7 +14,7 @@ A GPU host without a network brings its own PyTorch and Triton; what it lacks co
 
     pip wheel --no-deps --wheel-dir build/wheels .
     pip download --only-binary=:all: --python-version 3.12 --dest build/wheels nbclient ipykernel
-    python tools/run_notebooks_clean.py --offline build/wheels --record     # there
+    python tools/run_notebooks_clean.py --offline build/wheels     # there
 """
 
 import argparse
@@ -43,25 +41,18 @@ SITE = ROOT / "_build" / "html"
 FOLDER = "_sources/book"  # where the site has its notebooks and the wheel
 #: the wheel's dependencies are loose; take the versions that the book was tested with
 PACKAGES = ["nbclient", "ipykernel"]
-#: execute a notebook, or its first cell and the code that is given; prints its code cells, and the bytes of GPU it took
+#: execute a notebook, or its first cell and the code that is given; prints the bytes of GPU memory that it took
 RUN = """
-import json, sys, nbformat, nbclient
+import sys, nbformat, nbclient
 notebook = nbformat.read(sys.argv[1], 4)
 if len(sys.argv) > 2:
     notebook.cells[1:] = [nbformat.v4.new_code_cell(sys.argv[2])]
-cells = sum(cell.cell_type == "code" for cell in notebook.cells)
 peak = "import torch; torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0"
 notebook.cells.append(nbformat.v4.new_code_cell(peak))
 nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
-print(json.dumps([cells, int(notebook.cells[-1].outputs[0]["data"]["text/plain"])]))
+print(notebook.cells[-1].outputs[0]["data"]["text/plain"])
 """
 ROOM = 15e9  # bytes of a T4
-DESCRIBE = """
-import json, torch
-from gla_ref import results
-gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-print(json.dumps(results.environment(gpu)))
-"""
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -147,24 +138,13 @@ def set_address(path: Path, address: str) -> None:
     path.write_text(json.dumps(notebook))
 
 
-def write_record(environment: dict, notebooks: dict[str, dict]) -> Path:
-    """A record of the run for the status page: notebooks, machine, seconds."""
-    name = re.sub(r"\W+", "-", environment["gpu"] or "cpu").lower()
-    path = ROOT / "benchmarks" / "results" / f"notebooks-{name}.json"
-    path.write_text(json.dumps({"environment": environment, "notebooks": notebooks}, indent=1) + "\n")
-    return path
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="notebooks without .ipynb (default: all)")
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--dir", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="notebooks side by side")
     parser.add_argument("--offline", type=Path, help="a folder of wheels; torch is the host's own")
-    parser.add_argument("--record", action="store_true", help="keep seconds, cells and versions")
     args = parser.parse_args()
-    work = args.dir or Path(tempfile.mkdtemp(prefix="gla-clean-"))
+    work = Path(tempfile.mkdtemp(prefix="gla-clean-"))
     site = work / "site" if args.offline else SITE
     if args.offline:
         lay_out(site, *args.offline.glob("gla_ref-*.whl"))
@@ -172,12 +152,11 @@ def main() -> int:
     if wheel is None:
         sys.exit("needs a built site (make book)")
     python = work / "venv" / "bin" / "python"
-    if not python.exists():
-        run(args.python, "-m", "venv", work / "venv")
+    run(sys.executable, "-m", "venv", work / "venv")
     shared = [packages_of(python)]
     if args.offline:  # the host's packages follow its own, also where the host's Python is an environment itself
-        shared.append(packages_of(args.python))
-    elif args.python == sys.executable:
+        shared.append(packages_of(sys.executable))
+    else:
         shared.append(link_heavy(work / "heavy"))
     (shared[0] / "host.pth").write_text("".join(f"{path}\n" for path in shared[1:]))
     install(python, wheel, args.offline)
@@ -187,7 +166,7 @@ def main() -> int:
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"no_proxy": "127.0.0.1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     env |= {"TRITON_CACHE_DIR": str(work / "triton")}  # nothing was compiled before
-    notebooks, failed = {}, []
+    failed = []
 
     def execute(path: Path, *only: str) -> subprocess.CompletedProcess:
         """Run a notebook in an environment of its own, which lies beside its folder."""
@@ -221,21 +200,11 @@ def main() -> int:
                 failed.append(name)
                 print(result.stderr[-3000:])
                 continue
-            cells, peak = json.loads(result.stdout.splitlines()[-1])
-            notebooks[name] = {"seconds": round(seconds, 1), "cells": cells, "gpu_bytes": peak}
-            if peak > ROOM:
+            if (peak := int(result.stdout.splitlines()[-1])) > ROOM:
                 failed.append(name)
                 print(f"it took {peak / 1e9:.1f} GB of the GPU, and a T4 has {ROOM / 1e9:.0f}")
-    print(f"{len(notebooks)} of {len(names)} notebooks run with only {wheel.name}, from the site")
-    if args.record and not failed:
-        if "GLA_REF_COMMIT" not in env:  # a wheel knows none
-            head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-            env["GLA_REF_COMMIT"] = head.stdout.strip()
-        own = work / "environments" / names[-1] / "bin" / "python"
-        described = subprocess.run([own, "-c", DESCRIBE], env=env, check=True, stdout=-1).stdout
-        print(f"The record: {write_record(json.loads(described), notebooks)}")
-    if not args.dir:
-        shutil.rmtree(work)
+    print(f"{len(set(names) - set(failed))} of {len(names)} notebooks run with only {wheel.name}, from the site")
+    shutil.rmtree(work)
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
 """Train small models in many processes on one GPU: does one die, and do equal trainings keep equal losses?
 
     python tools/stress_gpu.py                                # all mixers, 14 processes, 60 s
-    python tools/stress_gpu.py --mixers gla --sizes recall --source OTHER/src     # another commit's kernels
+    python tools/stress_gpu.py --mixers gla --sizes recall
 
 A kernel may be right in a million calls of a process that has the GPU to itself, and fail where the GPU changes from
 one process to another (chapter 22 tells of one). So every process here trains a model of one mixer, with PyTorch's own
@@ -170,14 +170,14 @@ def is_right(record: dict) -> bool:
 
 
 def rounds_of(trainings: list[Training], processes: int) -> list[list[Training]]:
-    """Which trainings run side by side, each at least twice, all places taken."""
+    """The trainings that run side by side, each at least twice, all places taken."""
     each = max(1, processes // 2)
     groups = [trainings[i : i + each] for i in range(0, len(trainings), each)]
     return [[group[i % len(group)] for i in range(processes)] for group in groups]
 
 
 def start(training: Training, until: float, args: argparse.Namespace, log) -> subprocess.Popen:
-    source = [str(Path(x).resolve()) for x in (args.source, os.environ.get("PYTHONPATH")) if x]
+    source = [x for x in (str(ROOT / "src"), os.environ.get("PYTHONPATH")) if x]
     return subprocess.Popen(
         [sys.executable, __file__, "--process", *training, "--until", str(until), "--device", args.device],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(source), "OMP_NUM_THREADS": "1"},
@@ -226,7 +226,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--processes", type=int, default=14, help="training processes; one more multiplies matrices")
     parser.add_argument("--seconds", type=float, default=60.0, help="of all rounds together")
-    parser.add_argument("--source", default=str(ROOT / "src"), help="the folder that holds the gla_ref to be tried")
     parser.add_argument("--record", action="store_true", help="write what was found to benchmarks/results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny models")
     parser.add_argument("--process", nargs=2, metavar=("MIXER", "SIZE"), help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
 """Try the oldest versions that pyproject.toml allows: what runs, what is refused, and with which sentence.
 
     python tools/try_oldest.py --keep build/oldest   # installs some GB, runs each step, prints a table
-    python tools/try_oldest.py --record    # also writes benchmarks/results/oldest-versions.json for the status page
+    python tools/try_oldest.py --record    # also writes benchmarks/results/oldest-versions.json
 
 The environment is new: `pip install .` beside the oldest PyTorch, which brings its own Triton. Then the oldest Triton
 takes its place, and then an older NumPy. A step is a program of its own there. It runs if it exits with 0; otherwise
@@ -132,7 +132,7 @@ def try_steps(python: Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--keep", type=Path, help="a folder for the environment, which stays; none: it is removed")
-    parser.add_argument("--record", action="store_true", help="write the record that the status page reads")
+    parser.add_argument("--record", action="store_true", help="write the record that tests/test_versions.py reads")
     args = parser.parse_args()
     folder, rows = args.keep or Path(tempfile.mkdtemp()), []
     try:

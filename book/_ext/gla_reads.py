@@ -89,7 +89,7 @@ def kinds(record: Path) -> frozenset[str]:
 
 
 def files(root: Path, code: str) -> list[Path]:
-    """All that the cells of a page read: modules with style sheets, scripts and drawings beside them, records, the map.
+    """All that the cells of a page read: modules with style sheets, scripts and drawings beside them, records.
 
     A record counts whose kind ("records", "waits", ...) is a string of the cells or of one of the modules.
     """
@@ -99,7 +99,7 @@ def files(root: Path, code: str) -> list[Path]:
     named = strings(code).union(*map(strings, found.values()))
     records = [x for x in (root / "benchmarks" / "results").glob("*.json") if x.stem not in WRITTEN_LATER]
     records = [x for x in records if LOOKS.search(code) or kinds(x) & named]
-    return sorted([*found, *beside, *records, *root.glob("book/map.md"), root / "requirements.txt"])
+    return sorted([*found, *beside, *records, root / "requirements.txt"])
 
 
 def key(root: Path, code: str) -> str:

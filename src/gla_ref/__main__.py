@@ -39,7 +39,7 @@ LONGEST = 1e9  # seconds; a thread cannot wait much longer
 
 
 def prepare_device(args: argparse.Namespace) -> str:
-    """Where the kernels run; the interpreter must be chosen before Triton is imported."""
+    """Say where the kernels run, and return that device; the interpreter must be chosen before Triton is imported."""
     if reason := refusal():
         raise ValueError(reason)
     device, _, sentence = find_device()
@@ -391,7 +391,7 @@ def add_check(commands) -> None:
 
 
 def number(text: str, of: type, holds: Callable[[float], bool], expected: str):
-    """What a text says, if it is a number for which that holds."""
+    """Parse a number for which a condition holds."""
     try:
         if holds(value := of(text)):
             return value

@@ -1,4 +1,4 @@
-"""The tensors of each mechanism as data: their names, axes and roles (appendix "Map of the package").
+"""The tensors of each mechanism as data: their names, axes and roles (chapters 1 to 25).
 
 References, kernels, the check kit, other libraries' names and the tests all read them here, so that a mechanism with
 another gate, or with a write strength, is one more entry.

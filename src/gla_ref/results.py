@@ -192,8 +192,8 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
         folder: where the files are; None looks in the checkout of this package, then in the working
             directory and the directories above it.
         kind: "records" of run.py, "checks" of check_peers.py, "scaling" of scaling.py, "trainings" of
-            split_training.py, "waits" of clocks.py, "models" of fla_models.py or "museum" of `python -m gla_ref check
-            --museum`; of :mod:`gla_ref.experiments` the experiment's name; "steps", "parts" and "late reads", whose
+            split_training.py, "waits" of clocks.py or "museum" of `python -m gla_ref check --museum`; of
+            :mod:`gla_ref.experiments` the experiment's name; "steps", "parts", "late reads" and "models", whose
             environment names a program of an earlier commit.
 
     Returns:

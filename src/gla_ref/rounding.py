@@ -93,7 +93,7 @@ def products_in(precision: str) -> Products:
 
 
 class Luck:
-    """What right kernels differ in without being more or less exact, drawn anew for every product.
+    """The choices that right kernels make without being more or less exact, drawn anew for every product.
 
     It is the order in which a product is summed up, which a BLAS, a GPU's tiles and a backward pass that makes k q^T
     of q k^T choose each for themselves; and by what factor an operand is smaller when it is rounded, as a scale, a

@@ -77,7 +77,7 @@ def by_touch(tab, form, question, x: list[float]) -> None:
 
 
 def said(tab, label: str, way: str, x: list[float]) -> str:
-    """What the page says of an answer."""
+    """The page's words on an answer."""
     form = tab.locator(f"#answer-{label}")
     form.evaluate(RESET)
     (by_touch if way == "touch" else by_keyboard)(tab, form, exercises.QUESTIONS[label](), x)

@@ -170,7 +170,7 @@ def play_and_reset(tab, figure, way: str) -> None:
 
 
 def pointing(tab, figure, way: str) -> None:
-    """What one points at is explained below the picture; what can be chosen changes the picture."""
+    """The part that one points at is explained below the picture; a choice changes the picture."""
     picture, told = figure.locator(".explorable-picture"), figure.locator(".explorable-told")
     before, said = figure.evaluate(STATE), picture.evaluate(SAID)
     assert told.text_content().startswith("Point at")
@@ -334,7 +334,7 @@ def test_sliders_of_the_front_page_are_the_gate_of_the_last_write(visit):
 
 @pytest.mark.parametrize("page", ["index", "05_linear_attention", "09_gates_and_decay", "11_chunkwise_gla"])
 def test_playable_state_without_javascript(chromium, page):
-    """What Python drew is what the script draws some steps on."""
+    """The script draws some steps on from the picture that Python drew."""
     seen = []
     for script in (False, True):
         context = chromium.new_context(java_script_enabled=script)
@@ -359,8 +359,3 @@ def test_a_gate_that_is_touched_becomes_one_a_row(visit):
     drag(figure.locator("[data-gate='1']"), 0.5)
     assert figure.locator("select").first.input_value() == "vector"
     assert [float(gate.input_value()) for gate in figure.locator("[data-gate]").all()] == [1, 0.5]
-
-
-def test_the_book_has_explorables():
-    pages = ((tools.SITE / f"{page}.html").read_text() for page in PAGES)
-    assert sum(text.count('class="explorable"') for text in pages) >= 15

@@ -105,7 +105,7 @@ def seconds_to_read(chromium, page: str, slower: int, enough: float, *, tries: i
 
 
 def layout_problems(tab) -> list[str]:
-    """What is still wrong half a second after the window changed: side bars slide."""
+    """Problems that stay half a second after the window changed: side bars slide."""
     for _ in range(5):
         if not (problems := tools.layout_problems(tab)):
             break

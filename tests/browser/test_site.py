@@ -1,4 +1,4 @@
-"""What surrounds the chapters: search, previews, icons, margins, API pages, addresses for other sites."""
+"""The chapters' surroundings: search, previews, icons, margins, API pages, addresses for other sites."""
 
 import re
 from functools import partial

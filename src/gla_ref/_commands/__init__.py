@@ -1,1 +1,1 @@
-"""What the command line runs (chapters 4 and 14): `python -m gla_ref` and `python -m gla_ref.pages.gla`."""
+"""The command line's programs (chapters 4 and 14): `python -m gla_ref` and `python -m gla_ref.pages.gla`."""

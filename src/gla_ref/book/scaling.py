@@ -11,7 +11,6 @@ alone cuts its text into segments that fill the GPU, so it makes the sums of its
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from ..over_ranks.links import LINKS, Wire, gather_seconds, pipeline_seconds
@@ -29,7 +28,6 @@ __all__ = [
     "pipeline_seconds",
     "ring_attention",
     "schedule",
-    "step",
 ]
 
 
@@ -55,8 +53,8 @@ class Machine(NamedTuple):
 #: network for each GPU. A message between hosts is taken to cost as much as one inside a host; 5 µs per hop between
 #: hosts is an assumption
 H200 = Machine(4.8e12, 989e12, LINKS["nccl"], LINKS["nccl"]._replace(hop=5e-6, bandwidth=50e9), 8)
-#: ways to bring states to all ranks; the last way exists only in this model
-WAYS = ("one after another", "all-gather", "pipeline", "tree")
+#: ways to bring states to all ranks
+WAYS = ("one after another", "all-gather", "pipeline")
 
 
 class Sizes(NamedTuple):
@@ -98,7 +96,7 @@ def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int |
     """Return the seconds from the ranks' own sums until the last rank has the state that comes into its piece.
 
     Args:
-        way: "all-gather", "pipeline" or "tree".
+        way: "all-gather" or "pipeline".
         ranks: the number of GPUs, in hosts of `machine.host`.
         sizes: the sizes of the layer.
         machine: the hosts and wires.
@@ -113,11 +111,6 @@ def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int |
         return 0.0
     if way == "all-gather":  # round a ring, whose slowest wire limits the speed
         return gather_seconds(wire, ranks, sizes.map)
-    if way == "tree":  # after n rounds a rank has the maps of the 2^n ranks before it
-        rounds = math.ceil(math.log2(ranks))
-        inside = min(rounds, int(math.log2(machine.host)))
-        near, far = (w.message + sizes.map / w.bandwidth for w in (machine.near, machine.far))
-        return inside * near + (rounds - inside) * far
     if way == "pipeline":
         return _pipeline(ranks, sizes, machine, blocks or _blocks(ranks, sizes, machine))
     raise ValueError(f"way: expected one of {', '.join(WAYS[1:])}, got {way!r}")
@@ -178,22 +171,6 @@ def _forward(tokens: int, sizes: Sizes, machine: Machine) -> tuple[float, float]
     """(seconds of its own sum, seconds of its walk) for a GPU with so many tokens."""
     own, walk = (sizes.bytes(tokens, x) / machine.memory for x in (sizes.sums, sizes.tensors))
     return own, walk
-
-
-def _backward(tokens: int, sizes: Sizes, machine: Machine) -> tuple[float, float]:
-    """(seconds of its own sum, seconds of its walk) in the backward pass.
-
-    A piece's own sum needs q, the gates and the gradient of o. The walk reads the inputs of the forward walk and that
-    gradient, and writes a gradient for each input.
-    """
-    walk = (2 * sizes.tensors[0], 2 * sizes.tensors[1] - 1)
-    return sizes.bytes(tokens, sizes.sums) / machine.memory, sizes.bytes(tokens, walk) / machine.memory
-
-
-def step(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> float:
-    """Seconds of a layer's forward and backward pass over `tokens`, in equal pieces."""
-    piece, each = tokens // ranks, exchange(way, ranks, sizes, machine)
-    return sum(_forward(piece, sizes, machine)) + sum(_backward(piece, sizes, machine)) + 2 * each
 
 
 def ring_attention(tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> tuple[float, int]:

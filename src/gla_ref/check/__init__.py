@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 
 import torch
 
-from . import _words, mistakes, oracle  # noqa: F401  (a report in words)
+from . import _words, mistakes, oracle
 from ._cases import Case, cases
 from ._claims import Claim, Ladder, claimed, dtype_of
 from ._examine import Examiner, examine
@@ -30,8 +30,11 @@ from ._report import Report, Row
 __all__ = ["MECHANISMS", "Case", "NotClaimed", "OverRanks", "Report", "Row", "cases", "kernel", "mistakes", "oracle"]
 
 
-def instead(mechanism: str, patterns: Sequence[str], ladder: Ladder) -> str:
-    """What to say of patterns that fit no case: where such a case is, or which names are like them."""
+_words.teach(Report)
+
+
+def hint_for_unmatched(mechanism: str, patterns: Sequence[str], ladder: Ladder) -> str:
+    """A hint for patterns that fit no case: where such a case is, or the nearest names."""
 
     def fitting(names: Sequence[str]) -> list[str]:
         return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
@@ -65,8 +68,9 @@ def selected(
     chosen = [case for case in ladder.cases if any(fnmatch(case.name, pattern) for pattern in asked)]
     tried = [case for case in chosen if not any(fnmatch(case.name, pattern) for pattern in skip)]
     if not tried:
-        said = f"got {only!r}{f', and skip {skip}' * bool(skip)}{'' if chosen else instead(mechanism, asked, ladder)}"
-        raise ValueError(f"only: expected a pattern that fits a case, {said}")
+        hint = "" if chosen else hint_for_unmatched(mechanism, asked, ladder)
+        skipped = f", and skip {skip}" if skip else ""
+        raise ValueError(f"only: expected a pattern that fits a case, got {only!r}{skipped}{hint}")
     return ladder, chosen, tried
 
 

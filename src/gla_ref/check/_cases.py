@@ -338,7 +338,7 @@ def sizes_of(kind: Kind, case: Case) -> dict[str, int]:
 
 
 def optional(kind: Kind, case: Case) -> str:
-    """What a kernel may refuse by raising; empty where it may not."""
+    """The feature that a kernel may refuse by raising; empty if it may refuse none."""
     return OPTIONAL.get(kind.tensors[case.other].role if case.other else case.strides, "")
 
 

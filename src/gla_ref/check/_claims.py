@@ -1,4 +1,4 @@
-"""What a kernel claims to compute, and the cases that are made for it (appendix "Check your kernel")."""
+"""The calls that a kernel claims to take, and the cases that are made for them (appendix "Check your kernel")."""
 
 from __future__ import annotations
 

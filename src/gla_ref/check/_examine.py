@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from ._alone import INSIDE, imported, reproduction, right_alone
-from ._budgets import Problem, problems, shape
 from ._cases import Case
 from ._claims import Claim
 from ._kernel import SECONDS, Convention, Finding, Kernel
@@ -27,9 +29,10 @@ from ._names import Seen, by_head, by_name, by_terms, rescaled, stale
 from ._report import Report, Row
 from ._run import Found, Trial, attempt, observe
 from ._where import ONLY, Bounds, Spent, by_gates, common, locate, plainly, smaller
-from .oracle import numbers
+from .oracle import Problem, numbers, problems, shape
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
+INSIDE = "GLA_REF_CHECK_ALONE"  # set in a process that runs one case by itself: it starts no others
 LONE = 3  # failing cases that are run again, each in a process of its own
 WAYS = {"no_grad"}  # findings of calls that keep nothing for a backward pass, of which a kernel may keep something
 FIRST = "right as the first such call of a new process: something is kept between calls"
@@ -91,7 +94,7 @@ class Examiner:
         found, findings = observe(self.kernel, p)
         stateless = found and all(found[n] is None for n in kind.states.values())
         if stateless and p.case.loss == "both" and found["dq"] is not None:
-            # a loss cannot be of what is not returned
+            # no state came back, so ask again with a loss of o alone
             (p,) = self.problems([replace(p.case, loss="o")])
             found, findings = observe(self.kernel, p)
         asked = found
@@ -114,24 +117,18 @@ class Examiner:
         groups: dict[Case, list[Case]] = {}
         for case in cases:
             groups.setdefault(shape(self.asked(case)[1] or case), []).append(case)
-        left = iter([group[i : i + ABREAST] for group in groups.values() for i in range(0, len(group), ABREAST)])
-        coming: dict[str, tuple[Future, int]] = {}  # by the case's name
-
-        def submit(n: int) -> None:
-            for group in islice(left, n):
-                posed = pool.submit(self.pose, group)
-                coming.update({case.name: (posed, i) for i, case in enumerate(group)})
-
-        with ThreadPoolExecutor(AHEAD) as pool:
-            submit(2 * AHEAD)
+        pool = ThreadPoolExecutor(AHEAD)
+        posed: dict[str, tuple[Future, int]] = {}  # by the case's name
+        try:
+            for some in (group[i : i + ABREAST] for group in groups.values() for i in range(0, len(group), ABREAST)):
+                together = pool.submit(self.pose, some)
+                posed |= {case.name: (together, i) for i, case in enumerate(some)}
             for n, case in enumerate(cases):
                 progress(n, len(cases), case.name)
-                while case.name not in coming:
-                    submit(1)
-                posed, i = coming.pop(case.name)
-                if not i:
-                    submit(1)
-                yield self.run(posed.result()[i])
+                together, i = posed.pop(case.name)
+                yield self.run(together.result()[i])
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def smallest_failure(self, report: Report) -> str:
         """The smallest case found that fails as the smallest of the report does, as lines to run."""
@@ -152,7 +149,7 @@ class Examiner:
         return self.lines(least)
 
     def lines(self, case: Case) -> str:
-        """What runs that case by itself."""
+        """Lines of Python that run that case by itself."""
         k = self.kernel
         given = {"device": str(k.device), "seed": self.seed, "time_limit": k.seconds, **vars(k.how)}
         plain = {"device": "cpu", "seed": 0, "time_limit": SECONDS, **vars(Convention())}
@@ -176,7 +173,7 @@ class Examiner:
         return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing[:LONE]))
 
     def explain(self, report: Report, calls: list[Seen]) -> list[dict]:
-        """What the kernel behaves like, by all calls in their order; and bounds, where nothing explains all."""
+        """The mistakes that the kernel behaves like, by all calls in their order; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
         more = getattr(self.kernel.fn, "mistakes", ())  # of a function over ranks
@@ -231,6 +228,50 @@ class Examiner:
         return None if isinstance(found, Finding) else Seen(p, found)
 
 
+# -- a case by itself -----------------------------------------------------------------------------
+def imported(fn: Callable) -> str:
+    """The line that imports fn in another process, and under which name; empty where none does."""
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__":
+        return ""
+    names = (name for name, x in vars(module).items() if x is fn)
+    return next((f"from {module.__name__} import {name}" for name in names), "")
+
+
+def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, **options) -> str:
+    """Lines of Python that run that case, and as a comment whence fn comes if it cannot be imported."""
+    source = imported(fn)
+    name, source = (source.split()[-1], source) if source else ("fn", "# fn: the function that was checked")
+    named = "".join(f", {n}={value!r}" for n, value in options.items())
+    lines = [
+        "import torch",
+        "from gla_ref import check",
+        source,
+        f"case = check.{case}",
+        f"print(check.kernel({mechanism!r}, {name}, dtype={dtype}, only=case{named}))",
+    ]
+    whole = (re.sub("'[^']*'", lambda m: m[0].replace(" ", "\0"), line) for line in lines)
+    wrapper = textwrap.TextWrapper(76, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    return "\n".join(wrapper.fill(line) for line in whole).replace("\0", " ")
+
+
+def right_alone(lines: str, seconds: float) -> bool:
+    """Whether a fresh Python process, which these lines of a reproduction run in, calls the kernel right."""
+    path = os.pathsep.join(x or os.getcwd() for x in sys.path)
+    options = {
+        "env": os.environ | {"PYTHONPATH": path, INSIDE: "1"},
+        "capture_output": True,
+        "text": True,
+        "timeout": seconds,
+    }
+    try:
+        said = subprocess.run([sys.executable, "-c", lines], **options, check=False).stdout
+    except subprocess.TimeoutExpired:
+        return False
+    return ": right" in said.partition("\n")[0]
+
+
+# -- rows and what they share -----------------------------------------------------------------------
 def judge(p: Problem, name: str, x: Tensor | None) -> Row:
     """The verdict on one quantity of a case."""
     if x is None:
@@ -248,7 +289,7 @@ def judge(p: Problem, name: str, x: Tensor | None) -> Row:
 
 
 def shared(report: Report, kind: Kind) -> list[str]:
-    """What all failing cases share, in sentences, if several fail."""
+    """Sentences on the traits that all failing cases share, if several fail."""
     failing = {*report.failing}
     passing = {row.case for row in report.rows if row.status == "passed"} - failing
     if len(failing) < 2:

@@ -71,7 +71,7 @@ class Convention:
 
 
 def checked(name: str, x: object, shape: torch.Size, dtypes: list[torch.dtype], device: torch.device) -> Tensor:
-    """What a kernel returned, if it is what was expected."""
+    """Return a kernel's result x if its type, shape, dtype and device are those expected; raise a Finding if not."""
     if not isinstance(x, Tensor):
         raise Finding("type", f"expected a tensor, got {type(x).__name__}", name)
     if x.shape != shape:
@@ -112,7 +112,7 @@ class Kernel:
 
     @cached_property
     def takes(self) -> set[str]:
-        """Which of the contract's options it takes; `output_final_state` only if it names that."""
+        """The options of the contract that it takes; `output_final_state` only if it names that."""
         if self.parameters is None:
             return {*OPTIONS}
         found = {p.name for p in self.parameters} & {*OPTIONS, "output_final_state"}
@@ -120,7 +120,7 @@ class Kernel:
 
     @property
     def never_given(self) -> list[str]:
-        """Which of its arguments no call of the kit has."""
+        """The arguments that no call of the kit gives it."""
         named = [p.name for p in self.parameters or () if p.kind != p.VAR_KEYWORD]
         return [name for name in named[len(self.kind.arguments) :] if name not in self.takes]
 

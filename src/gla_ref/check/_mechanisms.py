@@ -1,4 +1,4 @@
-"""What the kit knows of a mechanism: its declared tensors, and the callables that judge it (chapters 1 to 20)."""
+"""The mechanisms as the kit knows them: declared tensors, and the callables that judge (chapters 1 to 20)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Kind:
 
     @cached_property
     def tensors(self) -> dict[str, Argument]:
-        """What each tensor of a problem is like, by its name.
+        """The declaration of each tensor of a problem, by its name.
 
         They are those given (q, S0), those returned (o, S), the gradients of the former (dq, dS0), and what the loss
         puts on the latter (d o, d S).
@@ -115,7 +115,7 @@ class Kind:
         return self.tensors[name].axes.split()
 
     def head_axis(self, name: str) -> int:
-        """Which axis of a tensor of a problem runs over heads."""
+        """The axis of a tensor of a problem that runs over heads."""
         heads = {"H", *(many for many, _ in self.mechanism.multiples)}
         (axis,) = (i for i, a in enumerate(self.axes(name)) if a in heads)
         return axis

@@ -1,4 +1,4 @@
-"""What a wrong kernel behaves like: a named mistake, a wrong term, another head, an earlier call ("Check your kernel").
+"""Names for a wrong kernel: a known mistake, a wrong term, another head, an earlier call ("Check your kernel").
 
 There is one way to compare: a mistake's quantities, in float64, must be the kernel's wherever the kernel is wrong. If
 the mistake would be wrong nowhere else it explains the kernel, otherwise a part of it. What is looked at does not
@@ -17,11 +17,10 @@ from itertools import accumulate, pairwise, product
 import torch
 from torch import Tensor
 
-from ._budgets import Problem
 from ._cases import Case, but_for_gates
 from ._mechanisms import MECHANISMS, SHORT, Kind
 from .mistakes import CHUNK, CHUNKS, DECAY, GRADIENT, LINEAR, READ, Mistake, apply, known
-from .oracle import evaluate, numbers
+from .oracle import Problem, evaluate, numbers
 
 CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
 SHARE = 0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
@@ -49,7 +48,7 @@ class Seen:
 
     @cached_property
     def wrong(self) -> dict[str, Tensor]:
-        """Of each quantity outside its budget the places, as a mask.
+        """The places of each quantity that is outside its budget, as a mask.
 
         They are all elements in the heads, channels, sequences and spans of tokens that hold something wrong.
         """
@@ -104,7 +103,7 @@ def gates(kind: Kind) -> tuple[str, ...]:
 # -- named mistakes ------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=4000)
 def variant(mechanism: str, m: Mistake, C: int, p: Problem, backwards: int = 1) -> dict[str, Tensor] | None:
-    """What the mistake makes of a problem, in float64 unless it rounds; None where it has no result (empty chunks)."""
+    """The mistake's results on a problem, in float64 unless it rounds; None if there are none (empty chunks)."""
     dtype = torch.float32 if m.rounding or m.overflow else torch.float64
     x = {n: y.to(dtype) for n, y in p.inputs.items()}
     try:
@@ -117,7 +116,7 @@ def variant(mechanism: str, m: Mistake, C: int, p: Problem, backwards: int = 1) 
 
 
 def distance(m: Mistake, s: Seen, name: str, made: Tensor) -> float:
-    """How far a wrong quantity is from the mistake's, or from being as wrong if that rounds: at most 1 is a match."""
+    """The distance of a wrong quantity from the mistake's, or of their errors if that rounds: at most 1 is a match."""
     p, x, exact, places = s.problem, s.given[name], s.problem.exact[name], s.wrong[name]
     if m.rounding or m.overflow:
         found, error = in_budgets(p, name, x), in_budgets(p, name, made)
@@ -158,7 +157,7 @@ def nearer(s: Seen, name: str, made: Tensor) -> bool:
 
 
 def as_wrong(m: Mistake, compared: list[tuple[Seen, str, Tensor]]) -> float:
-    """How much more or less wrong a kernel is on the whole than a mistake that is right on paper; at most 1 is alike.
+    """The mean ratio of a kernel's errors to those of a mistake that is right on paper; at most 1 is alike.
 
     Or, where that overflows, which share of what is not finite only one of them has; they must overflow in the same
     cases.
@@ -218,7 +217,7 @@ class Match:
 
     @property
     def parts(self) -> tuple:
-        """What explains all comes before parts of it, and what is equal before what is as wrong."""
+        """A key to sort by: first mistakes that explain everything, and equal results before errors of equal size."""
         m = self.mistake
         return self.somewhere, self.own != self.shown, self.follows != "", m.rounding or m.overflow
 
@@ -424,7 +423,7 @@ def of_terms(name: str, first: str, second: str) -> str:
 
 
 def explained(mechanism: str, name: str, calls: Sequence[Seen]) -> str:
-    """What a quantity is, in all places where it is wrong and everywhere in calls that pass; empty if no such sum."""
+    """The sum of terms that a quantity is, wherever it is wrong and everywhere in passing calls; empty if none fits."""
     given = []
     for s in calls:
         case, exact = s.problem.case, s.problem.exact.get(name)
@@ -457,7 +456,7 @@ def explained(mechanism: str, name: str, calls: Sequence[Seen]) -> str:
 
 
 def rounded(name: str, calls: Sequence[Seen]) -> str:
-    """That a quantity in float32 has no more bits than one of 16, if that is so."""
+    """The 16-bit dtype whose values a float32 quantity has; empty if it has more bits."""
     given = [s.given[name] for s in calls if name in s.given and s.given[name].dtype == torch.float32]
     for dtype, called in LOW.items():
         if any(x.any() for x in given) and all(torch.equal(x.to(dtype).float(), x) for x in given):
@@ -468,7 +467,7 @@ def rounded(name: str, calls: Sequence[Seen]) -> str:
 def by_terms(
     mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], call: Callable[[Case], Seen | None]
 ) -> list[Match]:
-    """What each of a few wrong quantities is; of outputs alone where these are wrong, of which gradients are made.
+    """The terms of a few wrong quantities; of outputs alone if these are wrong, since gradients are made of them.
 
     Nothing if one of them is no such sum. One that passing calls contradict is made in some places or calls only, and
     must fit new ones, as a mistake must.

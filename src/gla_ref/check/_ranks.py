@@ -28,7 +28,7 @@ KEPT = 16  # calls whose graphs are kept for their backward passes
 
 
 def pieces(T: int, ends: tuple[int, ...] | None, ranks: int, even: bool = False) -> tuple[int, ...]:
-    """How many tokens each rank gets of T, of sequences with these boundaries or none.
+    """The number of tokens on each rank, of T in sequences with these boundaries or none.
 
     By their sizes: equal pieces, pieces that differ, one rank without tokens, or, of packed sequences, pieces that
     begin where a sequence does.
@@ -100,7 +100,7 @@ class OverRanks:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """What a caller may give: not what tells a rank which it is."""
+        """The parameters that a caller may give, without those that tell a rank which it is."""
         own = ("group", "lengths")
         return inspect.Signature([p for name, p in self.parameters.items() if name not in own])
 
@@ -112,7 +112,7 @@ class OverRanks:
 
     @cached_property
     def mistakes(self) -> list[Mistake]:
-        """Those that only a function over ranks can make."""
+        """The mistakes that only a function over ranks can make."""
         even = not self.takes("lengths")
         return over_ranks(lambda T, ends: pieces(T, ends, self.size, even))
 
@@ -128,7 +128,7 @@ class OverRanks:
         return Over.apply(self, pieces(T, ends, self.size, even), options, gradients, initial_state, *tensors)
 
     def ask(self, what: str, **given) -> list[dict]:
-        """What every rank answers.
+        """Ask every rank, and return the answers in their order.
 
         Raises:
             RuntimeError: some rank raised, or an earlier call has not come back.
@@ -166,7 +166,7 @@ class OverRanks:
             dist.gather_object(self.answer(what, given), None, self.first, self.control)
 
     def answer(self, what: str, given: dict) -> dict:
-        """What this rank makes of a call or of its backward pass, on the CPU; or its error."""
+        """This rank's results of a call or of its backward pass, on the CPU; or its error."""
         try:
             found = {"call": self.call, "backward": self.backward}[what](**given)
         except (Exception, SystemExit) as error:  # a rank that ended would be waited for

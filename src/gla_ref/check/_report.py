@@ -1,4 +1,4 @@
-"""What was seen of a kernel, as data: rows, and the verdict that they come to (appendix "Check your kernel")."""
+"""The findings on a kernel as data: rows, and the verdict that they come to (appendix "Check your kernel")."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Report:
 
     @property
     def first_wrong(self) -> list[Row]:
-        """Of each of the first three wrong quantities one case, if possible one in which a part of it is right.
+        """One row for each of the first three wrong quantities, of a case in which a part of it is right, if possible.
 
         A single token says least, and comes last.
         """
@@ -135,7 +135,7 @@ class Report:
 
     @property
     def next_step(self) -> str:
-        """How to rerun only the smallest of the most telling cases; empty if nothing is wrong."""
+        """The option that reruns only the smallest of the most telling cases; empty if nothing is wrong."""
         if not self.failing:
             return ""
         wrong = {row.case for row in self.first_wrong} or {*self.failing}

@@ -1,14 +1,19 @@
-"""One case of a stranger's kernel: every way of calling it, within its time (appendix "Check your kernel")."""
+"""One case of a stranger's kernel: its inputs in memory, and every way of calling it, within its time.
+
+Appendix "Check your kernel".
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import math
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,11 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ._budgets import Problem
 from ._cases import SUB, held, optional
 from ._kernel import Finding, Kernel, NotClaimed
-from ._memory import placed, poisoned
-from .oracle import evaluate
+from .oracle import Problem, evaluate
 
 KIT = Path(__file__).parent
 LIBRARIES = tuple(Path(torch.__file__).parents[1] / name for name in ("torch", "triton", "einops"))
@@ -31,6 +34,8 @@ STOPS, ENDS = 0.2, 2.0  # seconds that a thread may take to stop, and that all m
 LEFT: list[threading.Thread] = []  # those that did not stop
 VARIES = "equal calls give different results{}: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
+AROUND = 2**16  # elements of NaN before and behind a tensor: of a tile that reaches beyond its last row, too
+FUSED = 3  # tensors that a projection makes at once: q, k and v, the first of a call
 Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
 
 
@@ -76,7 +81,7 @@ def wait() -> None:
 
 
 def attempt(seconds: float, work: Callable, *args):
-    """What work(*args) returns, or the Finding that it gives instead."""
+    """Return the result of work(*args), or the Finding that it gives instead."""
     try:
         return within(seconds, work, *args)
     except Finding as finding:
@@ -123,13 +128,13 @@ def only_then(p: Problem, usual: Found, found: Found) -> list[str]:
 
 @dataclass(frozen=True)
 class Way:
-    """Another way in which training or inference calls a kernel; where it is right as usual, it must be right so too.
+    """A second way to call a kernel, as training or inference does. If the usual call is right, this one must be.
 
     Attributes:
         kind: the word for a finding.
         when: the same in a message.
         options: of `evaluate`.
-        besides: options of a call that must be right where the way is to blame; none for the usual call.
+        control: options of a control call, which must be right for this way to be blamed; none for the usual call.
         gradients: whether they are recorded.
         lacks: quantities that it does not return.
         may_raise: what is not covered where it raises; empty where it must not.
@@ -138,12 +143,53 @@ class Way:
     kind: str
     when: str
     options: dict = field(default_factory=dict)
-    besides: dict | None = None
+    control: dict | None = None
     gradients: bool = True
     lacks: tuple[str, ...] = ()
     may_raise: str = ""
 
 
+# -- memory ---------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def poisoned(device: str):
+    """Uninitialised memory holds NaN: through PyTorch's own switch, and on a GPU in freed blocks too."""
+    before = torch.get_deterministic_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import PyTorch's compiler
+        if torch.device(device).type == "cuda":
+            blocks = [torch.full((n,), math.nan, device=device) for n in (1 << 10, 1 << 16, 1 << 22, 1 << 26)]
+            del blocks
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+
+
+def placed(x: Tensor, strides: str, i: int) -> Tensor:
+    """Place these values in the midst of NaN: in order, rows apart (NaN between them), tokens apart, one element off a
+    16-byte boundary, channels apart, or all along an axis of equal values at one address.
+
+    How far apart, an odd number, differs for every tensor i of a call: one that takes another's strides reads NaN.
+    """
+    order, sizes, extra = [*range(x.ndim)], [*x.shape], 0
+    if strides == "strided":
+        order[:2], extra = [1, 0], x.shape[-1] + 2 * i + 1
+    elif strides == "transposed":
+        order[1], order[-1] = order[-1], order[1]
+    elif strides == "expanded":
+        sizes = [1 if x.narrow(d, 0, 1).expand_as(x).equal(x) else n for d, n in enumerate(sizes)]
+    steps, n = [0] * x.ndim, 1
+    for d in reversed(order):
+        steps[d] = n
+        n = n * sizes[d] + extra * (d == order[-1])
+        n *= FUSED if strides == "fused" and d == 2 and i < FUSED else 1
+    room = x.new_full((AROUND + n + AROUND,), math.nan)
+    view = room.as_strided(sizes, steps, AROUND + (strides == "misaligned"))
+    return view.copy_(x[tuple(slice(n) for n in sizes)]).expand_as(x)
+
+
+# -- calls ----------------------------------------------------------------------------------------
 class Trial:
     """A case as one kernel meets it: the tensors that it is given, and its calls.
 
@@ -199,7 +245,7 @@ class Trial:
         if low:
             x = {n: self.more(n, y, entries).to(held(kind, n, case, low)) for n, y in self.x.items()}
             call = partial(self.kernel.call, dict.fromkeys(kind.named("gate"), low))
-            with suppress(Exception):  # a kernel may refuse a dtype
+            with contextlib.suppress(Exception):  # a kernel may refuse a dtype
                 evaluate(call, kind, x, case)
         past = () if initial_state is None else initial_state if kind.cache else (initial_state,)
         past = tuple(self.more(n, y, entries) for n, y in zip(kind.states, past, strict=False))
@@ -217,7 +263,7 @@ class Trial:
             evaluate(self.call, self.kind, self.other, self.p.case, backwards=i % 2)
 
     def overwritten(self, gradients: bool) -> list[str]:
-        """Which results of a call are not what they were after another one, on the inputs moved along by one."""
+        """The results of a call that another one changes, which is on the inputs moved along by one."""
         with torch.set_grad_enabled(gradients):
             found = evaluate(self.call, self.kind, self.x, self.p.case)
             kept = {n: y if y is None else y.clone() for n, y in found.items()}
@@ -225,7 +271,7 @@ class Trial:
             return [n for n, y in found.items() if not same(y, kept[n])]
 
     def ways(self, differentiable: bool) -> Iterator[Way]:
-        """Those that a case has; a kernel that is forward only is called without gradients throughout."""
+        """The other ways of calling a case; a kernel that is forward only is called without gradients throughout."""
         case, takes, states = self.p.case, self.kernel.takes, tuple(self.kind.states.values())
         forward_only = self.kernel.how.forward_only
         if not forward_only:
@@ -262,8 +308,8 @@ class Trial:
             return only_then(self.p, usual, {n: x for n, x in found.items() if n not in way.lacks})
 
         names = wrong(found)
-        if names and way.besides:
-            usually = attempt(self.kernel.seconds, self.run, way.gradients, way.besides)
+        if names and way.control:
+            usually = attempt(self.kernel.seconds, self.run, way.gradients, way.control)
             names = [] if isinstance(usually, Finding) else [n for n in names if n not in wrong(usually)]
         if not names:
             return
@@ -296,7 +342,7 @@ class Trial:
         return state["other"], state["differ"], state["calls"]
 
     def tried(self, usual: Found) -> Iterator[Finding]:
-        """What is wrong in the other ways and right, or there, as usual."""
+        """Findings on results that are wrong or missing in another way of calling, and right in the usual one."""
         written, failed = self.written(), set()
         for way in self.ways(usual["dq"] is not None):
             if way.kind == "nested" and failed & {"twice", "interleaved"}:
@@ -319,7 +365,7 @@ class Trial:
             yield Finding("overwritten", "another call writes into the results", n)
 
     def written(self) -> list[str]:
-        """Which results another call writes into."""
+        """The results that another call writes into."""
         names: dict[str, None] = {}
         for gradients in (False, True) if self.p.case.frozen else ():
             if gradients and self.kernel.how.forward_only:
@@ -330,13 +376,13 @@ class Trial:
 
 
 def nearest(p: Problem, n: str, runs: list[Found]) -> Tensor | None:
-    """Of several results the one with the least error."""
+    """The result with the least error, of several."""
     given = [found[n] for found in runs if found[n] is not None]
     return min(given, key=lambda x: p.judge(n, x)[0], default=None)
 
 
 def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
-    """What the kernel made of each quantity of a case (nothing where it gave no result), and what is wrong with calls.
+    """The kernel's results on a case (none if it gave none), and findings on its calls.
 
     Two runs must be the same, and many more in a case that is called `often`. Then come the other ways of calling it.
     A failure in another way may come in any call now and then: several more calls are made as usual. If they differ,

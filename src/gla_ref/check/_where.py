@@ -9,24 +9,23 @@ How many calls are made depends on their sizes, not on the time that they take (
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..rounding import unit
-from ._budgets import Problem
 from ._cases import GATES, MILD, SUB, C, Case, but_for_gates, held, inputs
 from ._claims import up
 from ._kernel import Finding
 from ._mechanisms import Kind
 from ._run import Found, Trial, attempt
-from .oracle import evaluate, numbers, parts
+from .oracle import Problem, evaluate, numbers, parts
 
 # -- in a tensor ---------------------------------------------------------------------------------
 SHADES = " .:-=+*#%@"  # within budget, then one more for every half power of ten
@@ -44,7 +43,7 @@ def shaded(excess: Tensor, down: int, along: int) -> list[str]:
 
 
 def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
-    """Which chunks, heads, ... hold all that is wrong; an axis along which everything has some of it is left out."""
+    """The chunks, heads, ... that contain all wrong elements; an axis is left out if every part of it has some."""
     found = []
 
     def tell(axis: str, here: list[int], size: int) -> None:
@@ -70,7 +69,7 @@ def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
 
 
 def locate(p: Problem, name: str, x: Tensor) -> dict:
-    """Where a quantity is wrong: first in the order of time, in which parts, along a line of time (or K), in a plane.
+    """The place where a quantity is wrong: its first element in time, the parts, a line of time (or K), a plane.
 
     In a packed sequence chunks are counted from its own first token.
     """
@@ -97,39 +96,80 @@ def locate(p: Problem, name: str, x: Tensor) -> dict:
     return {"where": where, "only": only, "map": shaded(line.amax(1)[None], 1, 60)[0], "grid": grid}
 
 
-# -- among cases ---------------------------------------------------------------------------------
+# -- words for cases -----------------------------------------------------------------------------
 ONLY = "Only these have "  # how a sentence on traits begins that no passing case has
 
 
 def longest(case: Case) -> int:
     """The tokens of a case's longest sequence."""
-    ends = case.ends or (0, case.T)
-    return max(b - a for a, b in zip(ends, ends[1:], strict=False))
+    return max(b - a for a, b in pairwise(case.ends or (0, case.T)))
 
 
-NUMBERS = {  # in words that may follow "have", as those below
-    "tokens in a sequence": longest,
-    "packed sequences": lambda case: len(case.ends or (0,)) - 1,
-    "heads": lambda case: case.H,
-    "value heads of a key head": lambda case: case.groups,
-    "channels of keys": lambda case: case.K,
-    "channels of values": lambda case: case.V,
+class Size(NamedTuple):
+    """A number that a case has, and nouns for one of it and for several."""
+
+    of: Callable[[Case], int]
+    one: str
+    several: str
+
+    def count(self, n: int, where: str = "") -> str:
+        return f"{n} {self.one if n == 1 else self.several}{where}"
+
+
+SIZES = {
+    "T": Size(longest, "token", "tokens"),
+    "N": Size(lambda c: len(c.ends or (0,)) - 1, "packed sequence", "packed sequences"),
+    "H": Size(lambda c: c.H, "head", "heads"),
+    "groups": Size(lambda c: c.groups, "value head of a key head", "value heads of a key head"),
+    "K": Size(lambda c: c.K, "channel of keys", "channels of keys"),
+    "V": Size(lambda c: c.V, "channel of values", "channels of values"),
+    "B": Size(lambda c: c.B, "batch entry", "batch entries"),
+    "past": Size(lambda c: c.past if c.state else 0, "token in the cache", "tokens in the cache"),
 }
-KINDS = (
-    lambda case: "an initial state" if case.state else "no initial state",
-    lambda case: "no scale given" if case.scale is None else "a scale given",
-    lambda case: f"gates {case.gate}",
-    lambda case: f"strengths below {case.strength:g}",
-    lambda case: "random strengths" if case.beta is None else f"strengths of {case.beta:g}",
-    lambda case: f"keys of correlation {case.alike:g}",
-    lambda case: f"{case.strides} strides",
-    lambda case: f"a loss of {case.loss}",
-    lambda case: "a loss of some tokens only" if case.reads else "a loss of all tokens",
-    lambda case: f"values of size {case.size:g}",
-    lambda case: f"cu_seqlens of {case.index}" if case.ends else None,
-    lambda case: "K = V" if case.K == case.V else "K and V that differ",
-)
-ONE = re.compile(r"s(?= |$)")  # of "tokens in a sequence", so that it can be one
+
+
+class Trait(NamedTuple):
+    """The plain value of a field of a case; words for any other, and for the plain one unless it is "without" them."""
+
+    plain: object
+    words: Callable[[Case], str] | None = None
+    none: str = ""
+
+
+TRAITS = {  # in the order in which a failing case is made plainer
+    "strides": Trait("contiguous", lambda c: f"{c.strides} strides"),
+    "other": Trait("", lambda c: c.other and f"{c.other} in its own dtype"),
+    "size": Trait(1.0, lambda c: f"values of size {c.size:g}"),
+    "loud": Trait(None, lambda c: "loud tokens" * (c.loud is not None)),
+    "pull": Trait(1.0, lambda c: f"a loss of size {c.pull:g}"),
+    "floor": Trait(None),
+    "scale": Trait(None, lambda c: "" if c.scale is None else f"a scale of {c.scale:g} given", "no scale given"),
+    "strength": Trait(1.0, lambda c: f"strengths below {c.strength:g}"),
+    "beta": Trait(
+        None, lambda c: f"random strengths below {c.strength:g}" if c.beta is None else f"strengths of {c.beta:g}"
+    ),
+    "alike": Trait(0.0, lambda c: f"keys of correlation {c.alike:g}"),
+    "keys": Trait(1.0, lambda c: f"keys of length {c.keys:g}"),
+    "found": Trait(False, lambda c: "values that the keys find" * c.found),
+    "groups": Trait(1),
+    "ends": Trait(None, lambda c: "cu_seqlens" * (c.ends is not None)),
+    "index": Trait("int32", lambda c: f"cu_seqlens of {c.index}" * (c.ends is not None)),
+    "frozen": Trait(False),
+    "loss": Trait("both", lambda c: f"a loss of {c.loss}"),
+    "reads": Trait(None, lambda c: "a loss of some tokens only" * (c.reads is not None), "a loss of all tokens"),
+    "zeros": Trait(False, lambda c: "an initial state of zeros" * c.zeros),
+    "past": Trait(9),
+    "state": Trait(False, lambda c: "an initial state" * c.state, "no initial state"),
+    "gate": Trait(MILD, lambda c: f"gates {c.gate}"),
+}
+SAID = {name: trait for name, trait in TRAITS.items() if trait.words}
+
+
+# -- among cases ---------------------------------------------------------------------------------
+KINDS = [  # words that may follow "have"
+    *(lambda c, trait=trait: trait.words(c) or trait.none for name, trait in SAID.items() if name != "ends"),
+    lambda c: "K = V" if c.K == c.V else "K and V that differ",
+]
 CHANCE = 0.05  # that as many cases, drawn at random, would share a trait: below, it is worth a line
 
 
@@ -152,56 +192,31 @@ def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[s
 
 
 def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
-    """What all of the failing cases have and none of the passing ones, and what they hardly share by chance."""
+    """Sentences on traits that only failing cases have, and on those that all of them hardly share by chance."""
+    if not passing:
+        return []
     only, also = [], []
-    for name, of in NUMBERS.items() if passing else ():
-        wrong, right = [of(c) for c in failing], [of(c) for c in passing]
+    for name in ("T", "N", "H", "groups", "K", "V"):
+        size, where = SIZES[name], " in a sequence" * (name == "T")
+        wrong, right = ([size.of(c) for c in some] for some in (failing, passing))
         if min(wrong) > max(right):
-            most = max(right)
-            than = f"one {ONE.sub('', name, count=1)}" if most == 1 else f"{most} {name}"
-            only.append(f"more than {than}" if most else name)
+            only.append(f"more than {size.count(max(right), where)}" if max(right) else size.several)
         if max(wrong) < min(right):
-            only.append(f"fewer than {min(right)} {name}" if min(right) > 1 else f"no {name}")
-    for of in KINDS if passing else ():
+            only.append(f"fewer than {size.count(min(right), where)}" if min(right) > 1 else f"no {size.several}")
+    for of in KINDS:
         wrong, right = ([of(c) for c in some] for some in (failing, passing))
-        told = None not in wrong and any(right) and not set(wrong) & set(right)
-        if told and len(set(wrong)) <= MOST:
+        told = all(wrong) and any(right) and not {*wrong} & {*right}
+        if told and len({*wrong}) <= MOST:
             only.append(" or ".join(dict.fromkeys(wrong)))
-        some = [x for x in wrong + right if x is not None]  # of packed cases alone, if only they have it
+        some = [x for x in wrong + right if x]  # of packed cases alone, if only they have it
         share = some.count(wrong[0]) / max(len(some), 1)
-        if not told and wrong[0] and len(set(wrong)) == 1 and share ** len(wrong) < CHANCE:
+        if not told and wrong[0] and len({*wrong}) == 1 and share ** len(wrong) < CHANCE:
             also.append(wrong[0])
     found = {ONLY: only, "All failing cases have ": also}
     return [f"{who}{'; '.join(what)}" for who, what in found.items() if what]
 
 
 # -- the smallest case ---------------------------------------------------------------------------
-PLAIN = (
-    ("strides", "contiguous"),
-    ("other", ""),
-    ("size", 1.0),
-    ("loud", None),
-    ("pull", 1.0),
-    ("floor", None),
-    ("scale", None),
-    ("strength", 1.0),
-    ("beta", None),
-    ("alike", 0.0),
-    ("keys", 1.0),
-    ("found", False),
-    ("groups", 1),
-    ("ends", None),
-    ("index", "int32"),
-    ("frozen", False),
-    ("loss", "both"),
-    ("reads", None),
-    ("zeros", False),
-    ("past", 9),
-    ("state", False),
-    ("gate", MILD),
-)
-
-
 def sized(kind: Kind, c: Case, name: str) -> tuple[int, Callable[[int], Case]] | None:
     """A size of a case, and the same case with other sizes; None where it has no such size to choose."""
     if name == "N":
@@ -240,8 +255,8 @@ def smaller(kind: Kind, case: Case, fails: Callable[[Case], bool]) -> Iterator[C
     yield case
     for _ in range(2):
         before = case
-        for name, value in PLAIN:
-            plainer = replace(case, **{name: value})
+        for name, trait in TRAITS.items():
+            plainer = replace(case, **{name: trait.plain})
             if plainer != case and fails(plainer):
                 yield (case := plainer)
         for name in ("N", "groups", "B", "H", "K", "V", "T", "past"):
@@ -257,20 +272,9 @@ def smaller(kind: Kind, case: Case, fails: Callable[[Case], bool]) -> Iterator[C
 
 
 # -- bounds --------------------------------------------------------------------------------------
-TRAITS = tuple(n for n, _ in PLAIN if n not in ("groups", "past", "state", "ends", "frozen"))
 TRIALS, MORE = 80, 40  # calls that look for the smallest case of a failure, and for its bounds
 WORK, TOKEN = 2**26, 2**12  # numbers of the states of all these calls; as many as a token takes besides
 PLAINLY = 10.0  # budgets of the failing case that a call must be off by to count as wrong
-NOUNS = {  # one of it, and several
-    "T": ("token", "tokens"),
-    "H": ("head", "heads"),
-    "B": ("batch entry", "batch entries"),
-    "K": ("channel of keys", "channels of keys"),
-    "V": ("channel of values", "channels of values"),
-    "groups": ("value head of a key head", "value heads of a key head"),
-    "past": ("token in the cache", "tokens in the cache"),
-    "N": ("packed sequence", "packed sequences"),
-}
 LARGER = {
     "T": (2, 3, 17, 64, 65, 129, 300),
     "past": (2, 16, 32, 64, 128),
@@ -281,47 +285,6 @@ LARGER = {
 }
 LIGHT = (7, 17, 33, 65, 145)  # tokens of calls in which mistakes are told apart quickly
 FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
-WITH = {  # traits of a case that is not plain
-    "strides": lambda c: f"{c.strides} strides",
-    "other": lambda c: f"{c.other} in its own dtype",
-    "size": lambda c: f"values of size {c.size:g}",
-    "loud": lambda c: "loud tokens",
-    "pull": lambda c: f"a loss of size {c.pull:g}",
-    "scale": lambda c: f"a scale of {c.scale:g} given",
-    "strength": lambda c: f"strengths up to {c.strength:g}",
-    "beta": lambda c: f"strengths of {c.beta:g}",
-    "alike": lambda c: f"keys of correlation {c.alike:g}",
-    "keys": lambda c: f"keys of length {c.keys:g}",
-    "found": lambda c: "values that the keys find",
-    "ends": lambda c: "cu_seqlens",
-    "index": lambda c: f"cu_seqlens of {c.index}",
-    "loss": lambda c: f"a loss of {c.loss}",
-    "reads": lambda c: "a loss of some tokens only",
-    "zeros": lambda c: "an initial state of zeros",
-    "state": lambda c: "an initial state",
-    "gate": lambda c: f"gates {c.gate}",
-}
-
-USUAL = {  # words for a plain case, where "without" would be more than was seen
-    "strides": lambda c: "contiguous strides",
-    "size": lambda c: "values of size 1",
-    "pull": lambda c: "a loss of size 1",
-    "strength": lambda c: f"strengths below {c.strength:g}",
-    "beta": lambda c: f"random strengths below {c.strength:g}",
-    "alike": lambda c: "keys of correlation 0",
-    "keys": lambda c: "keys of length 1",
-    **{name: WITH[name] for name in ("index", "loss", "gate")},
-}
-SIZES = {  # as sentences count them
-    "T": longest,
-    "H": lambda c: c.H,
-    "B": lambda c: c.B,
-    "K": lambda c: c.K,
-    "V": lambda c: c.V,
-    "groups": lambda c: c.groups,
-    "past": lambda c: c.past if c.state else 0,
-    "N": lambda c: len(c.ends or (0, c.T)) - 1,
-}
 
 
 @dataclass(frozen=True)
@@ -344,21 +307,18 @@ def agreed(
     statements = [it for it in statements if not any(it.right(case) for case in failing)]
 
     def more(case: Case) -> bool:
-        a, b = ({n: getattr(c, n) for n in TRAITS} | {"ends": c.ends is None} for c in (case, smallest))
-        return a == b and all(of(case) >= of(smallest) for of in SIZES.values()) and case.state >= smallest.state
+        sized = ("groups", "past", "state", "ends", "frozen")
+        a, b = ([getattr(c, n) for n in TRAITS if n not in sized] + [c.ends is None] for c in (case, smallest))
+        return a == b and all(it.of(case) >= it.of(smallest) for it in SIZES.values()) and case.state >= smallest.state
 
     if any(more(case) and all(it.wrong(case) for it in statements) for case in passing):
         return []
     return [it.text for it in statements]
 
 
-def counted(n: int, nouns: tuple[str, str]) -> str:
-    return f"{n} {nouns[n != 1]}"
-
-
-def listed(numbers: Iterable[int], nouns: tuple[str, str]) -> str:
+def listed(numbers: Iterable[int], size: Size) -> str:
     *some, last = sorted(numbers)
-    return f"{', '.join(map(str, some))}{' and ' * bool(some)}{counted(last, nouns)}"
+    return f"{', '.join(map(str, some))}{' and ' * bool(some)}{size.count(last)}"
 
 
 def plainly(p: Problem, found: Found) -> bool:
@@ -472,8 +432,8 @@ class Bounds:
         return self.between(sizes, sorted({1, low, high, high + 1, 2 * high, right}), name)
 
     def between(self, sizes: Callable[[int], Case], tries: list[int], name: str) -> Statement | None:
-        """Which of some sizes are wrong and which are right; None unless all that is wrong is so by far."""
-        nouns, of = NOUNS[name], SIZES[name]
+        """Tell wrong sizes from right ones among those tried; None unless every wrong one is wrong by far."""
+        size = SIZES[name]
         errors = {n: error for n in tries if not math.isnan(error := self.error(sizes(n)))}
         tries = [*errors]
         wrong, right = ([n for n in tries if (errors[n] > 1) is bad] for bad in (True, False))
@@ -481,42 +441,42 @@ class Bounds:
             return None
         tried = f" ({', '.join(map(str, tries))} tried)"
         if min(wrong) > max(right):
-            words = f"wrong from {counted(min(wrong), nouns)} on, right with {max(right)}{tried}"
-            return Statement(words, lambda c: of(c) >= min(wrong), lambda c: of(c) <= max(right))
+            words = f"wrong from {size.count(min(wrong))} on, right with {max(right)}{tried}"
+            return Statement(words, lambda c: size.of(c) >= min(wrong), lambda c: size.of(c) <= max(right))
         if max(wrong) < min(right):
-            least = f"wrong {'up to' if max(wrong) > 1 else 'with'} {counted(max(wrong), nouns)}"
+            least = f"wrong {'up to' if max(wrong) > 1 else 'with'} {size.count(max(wrong))}"
             words = f"{least}, right with {min(right)}{tried}"
-            return Statement(words, lambda c: of(c) <= max(wrong), lambda c: of(c) >= min(right))
+            return Statement(words, lambda c: size.of(c) <= max(wrong), lambda c: size.of(c) >= min(right))
         if any((self.error(sizes(n), 1) > 1) is not (errors[n] > 1) for n in tries):
             return None  # the data decide, not the size
-        words = f"wrong with {listed(wrong, nouns)}, right with {listed(right, nouns)}"
-        return Statement(words, lambda c: of(c) in wrong, lambda c: of(c) in right)
+        words = f"wrong with {listed(wrong, size)}, right with {listed(right, size)}"
+        return Statement(words, lambda c: size.of(c) in wrong, lambda c: size.of(c) in right)
 
     def without(self, c: Case, name: str) -> Statement | None:
         """A trait without which the kernel is right; None if it is wrong, here or in failing calls of other sizes."""
-        value = dict(PLAIN)[name]
-        if getattr(c, name) == value:
+        plain, with_it, none = SAID[name]
+        if getattr(c, name) == plain:
             return None
         known = [(case, errors) for (case, apart, _), errors in self.known.items() if apart is None]
         failed = [case for case, errors in known if max(errors.values(), default=0.0) > 1]
         failed = sorted(failed, key=lambda case: case.B * case.T * case.H * case.K * case.V)
         like = [case for case in failed if getattr(case, name) == getattr(c, name)]
-        others = [next((case for case in like if of(case) != of(c)), c) for of in SIZES.values()]
-        usual = replace(c, **{name: value})
-        if not self.right(usual) or any(self.fails(replace(case, **{name: value})) for case in dict.fromkeys(others)):
+        others = [next((case for case in like if it.of(case) != it.of(c)), c) for it in SIZES.values()]
+        usual = replace(c, **{name: plain})
+        if not self.right(usual) or any(self.fails(replace(case, **{name: plain})) for case in dict.fromkeys(others)):
             return None
-        right = f" with {USUAL[name](usual)}" if name in USUAL else " without"
-        words = f"wrong with {WITH[name](c)}, right{right}"
+        right = f"with {with_it(usual)}" if with_it(usual) else "without"
+        words = f"wrong with {with_it(c)}, right {right}"
 
         def alike(case: Case) -> bool:
             if name in ("beta", "strength"):  # the two say together how strong writes are
                 return case.beta is None and case.strength <= usual.strength
-            return getattr(case, name) == value
+            return getattr(case, name) == plain
 
         return Statement(words, lambda case: not alike(case), alike)
 
     def alone(self, c: Case) -> str:
-        """Which tensors are enough to have the strides of a case, the others in order."""
+        """Name the tensors of which one alone with the case's strides is enough to fail; empty if none is."""
         if c.strides == "contiguous":
             return ""
         enough = []
@@ -537,15 +497,15 @@ class Bounds:
         with suppress(Spent):
             if not self.fails(case):
                 return None, []
-            for c in smaller(self.kind, case, self.fails):  # noqa: B007  (the last one)
-                pass
+            for smallest in smaller(self.kind, case, self.fails):
+                c = smallest
         if c is None:
             return None, []
         self.left, self.work = self.left + MORE, self.work + WORK // 2
         with suppress(Spent):
             for name in ("N", "T", "past", "B", "H", "groups", "K", "V"):
                 found += filter(None, [self.bound(c, name)])
-            needed = {name: s for name in WITH if (s := self.without(c, name))}
+            needed = {name: s for name in SAID if (s := self.without(c, name))}
             found += needed.values()
             alone = "" if "other" in needed else self.alone(c)
             if not (c.state or self.kind.cache) and self.right(replace(c, state=True)):  # a cache adds keys

@@ -25,7 +25,7 @@ WIDTH, LEFT, SIDE = 480, 80, 14  # of a picture, of its margin; most that a cell
 
 # -- sentences -----------------------------------------------------------------------------------
 def claim(report: Report) -> str:
-    """What the kernel claims, and what that made of the ladder; empty if it claims all."""
+    """The kernel's claim, and the cases made or left out for it; empty if it claims all."""
     if not report.settings.get("supports"):
         return ""
     left = f"; left out: {', '.join(report.left)}" if report.left else ""
@@ -55,7 +55,7 @@ def extent(report: Report) -> str:
 
 
 def company(report: Report) -> str:
-    """That some of it fails after other cases only."""
+    """A sentence on cases that fail only after others; empty if there are none."""
     if not report.alone:
         return ""
     passes = "passes" if len(report.alone) == 1 else "pass"
@@ -77,7 +77,7 @@ def reach(cases: Sequence[Case]) -> str:
 
 
 def tried(report: Report) -> str:
-    """How large the cases were, and what no case gave the function."""
+    """The sizes of the covered cases, and the arguments that no case gave the function."""
     covered = report.covered
     if not covered:
         return ""
@@ -98,19 +98,38 @@ def head(report: Report) -> str:
     return f"{title(report)}: {report.verdict} ({cases})"
 
 
-def failed(report: Report, name: str) -> int:
-    """The number of cases in which a quantity failed, by its numbers or by how it was called."""
-    return len({row.case for row in report.failures if row.quantity == name})
+def by_quantity(report: Report) -> Iterator[tuple[str, int, int, Row, str]]:
+    """Each measured quantity: cases, failed cases, the worst row, and its case or that equal calls differ."""
+    measured = [row for row in report.rows if row.error is not None]
+    for name in dict.fromkeys(row.quantity for row in measured):
+        rows = [row for row in measured if row.quantity == name]
+        worst = max(rows, key=lambda row: row.ratio)
+        wrong = [row for row in report.failures if row.quantity == name]
+        n = len({row.case for row in wrong if row.kind == "differs"})
+        differ = f"equal calls differ in {n} case{'s' * (n != 1)}"
+        yield name, len(rows), len({row.case for row in wrong}), worst, differ if n else worst.case
 
 
-def differing(report: Report, name: str) -> str:
-    """In how many cases a quantity differs between equal calls, in words; empty if in none."""
-    n = len({row.case for row in report.failures if row.quantity == name and row.kind == "differs"})
-    return f"equal calls differ in {n} case{'s' * (n != 1)}" if n else ""
+def called(rows: Sequence[Row]) -> str:
+    """The quantities and cases of a finding."""
+    names, n = ", ".join(dict.fromkeys(row.quantity for row in rows)), len({row.case for row in rows})
+    return f"{names} ({n} case{'s' * (n != 1)}, first {rows[0].case})"
+
+
+def behaves(report: Report) -> str:
+    return "It behaves as if:" if len(report.diagnosis) == 1 else "It behaves as one of:"
+
+
+def place(row: Row) -> str:
+    return ", ".join(f"{axis} {i}" for axis, i in row.where.items())
+
+
+def uncovered(report: Report) -> str:
+    return "; ".join(f"{name} ({n})" for name, n in report.not_covered.items())
 
 
 def undiagnosed(report: Report) -> str:
-    """What to say of wrong numbers that no mistake explains; empty where there are none."""
+    """A next step for wrong numbers that no mistake explains; empty if there are none."""
     if report.diagnosis or report.alone or not report.first_wrong:
         return ""
     if len(report.cases) == 1 < report.ladder:  # to run it again would say the same
@@ -135,11 +154,8 @@ def text(report: Report) -> str:
         lines += textwrap.wrap(line, 80, subsequent_indent="    ", max_lines=5)
     if any(r.error is not None for r in report.rows):
         lines += ["", f"{'quantity':10}{'cases':>6}{'failed':>8}{'error':>10}{'budget':>10}  worst case"]
-    for name in dict.fromkeys(r.quantity for r in report.rows if r.error is not None):
-        rows = [r for r in report.rows if r.quantity == name and r.error is not None]
-        worst = max(rows, key=lambda r: r.ratio)
-        wrong, said = failed(report, name), differing(report, name) or worst.case[:34]
-        lines.append(f"{name:10}{len(rows):6}{wrong:8}{worst.error:10.2e}{worst.budget:10.2e}  {said}")
+    for name, cases, wrong, worst, said in by_quantity(report):
+        lines.append(f"{name:10}{cases:6}{wrong:8}{worst.error:10.2e}{worst.budget:10.2e}  {said[:34]}")
     if report.failing:
         whole = extent(report)
         for name in report.failing:  # not broken in two where it has spaces
@@ -149,14 +165,11 @@ def text(report: Report) -> str:
     for line in (*report.common, company(report), unclaimed(report)):
         lines += textwrap.wrap(line, 80, subsequent_indent="    ")
     for (kind, message), rows in report.findings.items():
-        found = ", ".join(dict.fromkeys(r.quantity for r in rows))
-        n = len({r.case for r in rows})
-        what = f"{kind}: {found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"
-        lines += ["", *textwrap.wrap(what, 80, subsequent_indent="    ")]
+        lines += ["", *textwrap.wrap(f"{kind}: {called(rows)}", 80, subsequent_indent="    ")]
         for said in (message[:400], str(report.cases[rows[0].case])):
             lines += textwrap.wrap(said, 76, initial_indent="    ", subsequent_indent="    ")
     if report.diagnosis:
-        lines += ["", "It behaves as if:" if len(report.diagnosis) == 1 else "It behaves as one of:"]
+        lines += ["", behaves(report)]
         for match in report.diagnosis:
             for start, said in (("  * ", match["mistake"]), ("      line: ", match["line"])):
                 lines += textwrap.wrap(said, 80, initial_indent=start, subsequent_indent="      ")
@@ -171,7 +184,6 @@ def text(report: Report) -> str:
         lines += ["", *textwrap.wrap(undiagnosed(report), 80)]
     shown = ""
     for row in report.first_wrong:
-        where = ", ".join(f"{n} {i}" for n, i in row.where.items())
         along = "time" if "t" in row.where else "rows"
         what = [] if row.case == shown else textwrap.wrap(str(report.cases[row.case]), 76)
         shown = row.case
@@ -179,7 +191,7 @@ def text(report: Report) -> str:
             "",
             f"first wrong {row.quantity} of case {row.case}{row.message and f' ({row.message})'}:",
             *(f"    {line}" for line in what),
-            *textwrap.wrap(where, 76, initial_indent="    ", subsequent_indent="    "),
+            *textwrap.wrap(place(row), 76, initial_indent="    ", subsequent_indent="    "),
             *textwrap.wrap(row.only and f"only in {row.only}", 76, initial_indent="    ", subsequent_indent="    "),
             f"    {along} |{row.map}|",
         ]
@@ -189,8 +201,7 @@ def text(report: Report) -> str:
         lines += ["", "The smallest case that fails, to run:", ""]
         lines.append(textwrap.indent(report.reproduction, "    "))
     if report.not_covered:
-        left = "; ".join(f"{n} ({i})" for n, i in report.not_covered.items())
-        lines += ["", *textwrap.wrap(f"Not covered (cases): {left}", 80)]
+        lines += ["", *textwrap.wrap(f"Not covered (cases): {uncovered(report)}", 80)]
     if tried(report):
         lines += ["", *textwrap.wrap(tried(report), 80)]
     lines += ["", head(report)]
@@ -219,8 +230,7 @@ def bar(ratio: float) -> str:
 
 def table(report: Report) -> Iterator[str]:
     """Every quantity's worst error over its budget."""
-    measured = [row for row in report.rows if row.error is not None]
-    if not measured:
+    if all(row.error is None for row in report.rows):
         return
     yield (
         '<div class="errors" tabindex="0" role="region" aria-label="errors and budgets"><table><thead>'
@@ -228,12 +238,9 @@ def table(report: Report) -> Iterator[str]:
         '<th scope="col">failed</th><th scope="col">worst error / budget</th><th></th>'
         '<th scope="col">case</th></tr></thead><tbody>'
     )
-    for name in dict.fromkeys(row.quantity for row in measured):
-        rows = [row for row in measured if row.quantity == name]
-        worst, wrong = max(rows, key=lambda r: r.ratio), failed(report, name)
-        said = differing(report, name) or worst.case
+    for name, cases, wrong, worst, said in by_quantity(report):
         yield (
-            f'<tr><th scope="row">{escape(name)}</th><td>{len(rows)}</td><td>{wrong}</td>'
+            f'<tr><th scope="row">{escape(name)}</th><td>{cases}</td><td>{wrong}</td>'
             f"<td>{times(worst)}</td><td>{bar(worst.ratio)}</td><td>{escape(said)}</td></tr>"
         )
     yield "</tbody></table></div>"
@@ -269,11 +276,10 @@ def picture(row: Row) -> str:
     scale_x, scale_y = w / math.ceil(across / n), h / math.ceil(down / m)
     tokens = x_name == "t"
     name = f"Where {row.quantity} of case {row.case} is wrong"
-    where = ", ".join(f"{name} {i}" for name, i in row.where.items())
     wrong = sum(shade != " " for line in cells for shade in line)
     about = (
         f"{x_name} from 0 to {across - 1} along, {y_name} from 0 to {down - 1} down, the worst of all heads and "
-        f"sequences. {wrong} of {n * m} cells hold an error beyond the budget; first at {where}."
+        f"sequences. {wrong} of {n * m} cells hold an error beyond the budget; first at {place(row)}."
     )
     parts = [f'<rect class="ground" x="{LEFT}" width="{width:.1f}" height="{height:.1f}"/>']
     parts += squares(cells, w, h)
@@ -319,17 +325,13 @@ def html(report: Report) -> str:
         parts.append(f"<p>{escape(extent(report))}</p>")
     parts += [f"<p>{escape(line)}</p>" for line in (*report.common, company(report)) if line]
     for (kind, message), rows in report.findings.items():
-        found = ", ".join(dict.fromkeys(row.quantity for row in rows))
-        n = len({row.case for row in rows})
-        where = f"{found} ({n} case{'s' * (n != 1)}, first {rows[0].case})"
-        parts.append(f"<p><strong>{escape(kind)}</strong> {escape(where)}: {escape(message[:400])}</p>")
+        parts.append(f"<p><strong>{escape(kind)}</strong> {escape(called(rows))}: {escape(message[:400])}</p>")
     if report.diagnosis:
         items = "".join(
             f"<li><strong>{escape(match['mistake'])}</strong><br><code>{escape(match['line'])}</code></li>"
             for match in report.diagnosis
         )
-        one = "It behaves as if:" if len(report.diagnosis) == 1 else "It behaves as one of:"
-        parts.append(f"<p>{one}</p><ul>{items}</ul>")
+        parts.append(f"<p>{behaves(report)}</p><ul>{items}</ul>")
     if report.measured:
         items = "".join(f"<li>{escape(line)}</li>" for line in report.measured)
         parts.append(f"<p>Called with other sizes and options, it is</p><ul>{items}</ul>")
@@ -339,9 +341,8 @@ def html(report: Report) -> str:
     if undiagnosed(report):
         parts.append(f"<p>{escape(undiagnosed(report))}</p>")
     for row in report.first_wrong:
-        where = ", ".join(f"{name} {i}" for name, i in row.where.items())
         parts.append(
-            f"<p>First wrong <strong>{escape(row.quantity)}</strong> of case {escape(row.case)}: {where}"
+            f"<p>First wrong <strong>{escape(row.quantity)}</strong> of case {escape(row.case)}: {place(row)}"
             f"{row.only and f'; only in {escape(row.only)}'}<br>"
             f"<code>{escape(str(report.cases.get(row.case)))}</code></p>{picture(row)}"
         )
@@ -351,8 +352,7 @@ def html(report: Report) -> str:
         parts.append("<p>The smallest case that fails, to run:</p>")
         parts.append(f'<pre tabindex="0">{escape(report.reproduction)}</pre>')
     if report.not_covered:
-        left = "; ".join(f"{escape(name)} ({n})" for name, n in report.not_covered.items())
-        parts.append(f"<p>Not covered (cases): {left}</p>")
+        parts.append(f"<p>Not covered (cases): {escape(uncovered(report))}</p>")
     if tried(report):
         parts.append(f"<p>{escape(tried(report))}</p>")
     return f'<div class="gla-check"><style>{STYLE}</style>{"".join(parts)}</div>'
@@ -415,23 +415,23 @@ def annotations(report: Report, where: tuple[str, int] | None) -> list[str]:
     why = [f"It behaves as if: {match['mistake']}" for match in report.diagnosis[:1]]
     found = []
     for row in report.first_wrong:
-        place = ", ".join(f"{n} {i}" for n, i in row.where.items())
-        said = [f"error {row.error:.1e}, budget {row.budget:.1e}, first wrong at {place}"]
+        said = [f"error {row.error:.1e}, budget {row.budget:.1e}, first wrong at {place(row)}"]
         said += [*why, str(report.cases[row.case]), head(report)]
         found.append(line("error", where, f"{mechanism}: {row.quantity} wrong in case {row.case}", "\n".join(said)))
     for (kind, message), rows in report.findings.items():
         heading = f"{mechanism}: {kind}, {rows[0].quantity} of case {rows[0].case}"
         found.append(line("error", where, heading, f"{message}\n{report.cases[rows[0].case]}\n{head(report)}"))
     if not report.ok and not found:
-        left = "; ".join(f"{n} ({i})" for n, i in report.not_covered.items())
-        found.append(line("error", where, f"{mechanism}: {report.verdict}", f"not covered (cases): {left}"))
+        missing = f"not covered (cases): {uncovered(report)}"
+        found.append(line("error", where, f"{mechanism}: {report.verdict}", missing))
     for (quantity, reason), rows in report.waived.items():
         heading = f"{mechanism}: {quantity} waived"
         found.append(line("warning", where, heading, f"{reason} ({len(rows)} of {len(report.covered)} cases)"))
     return found
 
 
-# A report shows itself; its data do not know their words.
-Report.__str__, Report._repr_html_ = text, html
-for sentence in (claim, exceptions, extent, company, tried, title, head, undiagnosed, unclaimed):
-    setattr(Report, sentence.__name__, property(sentence))
+def teach(cls: type[Report]) -> None:
+    """Let reports, which are data, show themselves, and have these sentences as properties."""
+    cls.__str__, cls._repr_html_ = text, html
+    for sentence in (claim, exceptions, extent, company, tried, title, head, undiagnosed, unclaimed):
+        setattr(cls, sentence.__name__, property(sentence))

@@ -136,9 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in EXPERIMENTS.items():
         about = module.__doc__.partition("\n")[0].partition(" (chapter")[0]
-        presets = [
-            name for name in ("full", "overwrite", "wide", "live", "epsilon", "tiny") if hasattr(module.Settings, name)
-        ]
+        presets = [preset for preset in PRESETS if hasattr(module.Settings, preset)]
         command = commands.add_parser(name, help=about, description=module.__doc__)
         command.set_defaults(function=run)
         command.add_argument("--preset", choices=presets, default="full", help="of the settings")

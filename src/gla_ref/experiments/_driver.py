@@ -27,7 +27,7 @@ CONTEXT = multiprocessing.get_context("spawn")  # CUDA cannot be forked
 
 @dataclass
 class Outcome:
-    """What became of runs, by name."""
+    """The runs that are done, left and failed, by name."""
 
     done: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # for lack of time, or in another process: the next call goes on

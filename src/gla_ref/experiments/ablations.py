@@ -42,7 +42,7 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared, and on what.
+    """The changes to compare, and their training.
 
     Attributes:
         changes: keys of :data:`CHANGES`.

@@ -40,7 +40,7 @@ TOGETHER = 4096  # tokens that are evaluated at a time, or those of a step if th
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared, and on what.
+    """The mixers to compare, and their training.
 
     Attributes:
         corpus: "texts" or "speeches" of :mod:`gla_ref.experiments.texts`.
@@ -120,7 +120,7 @@ class Language(Task):
         self.orders: dict[int, tuple[int, torch.Tensor]] = {}
 
     def starts(self, step: int) -> torch.Tensor:
-        """Where the sequences of a step begin."""
+        """The starts of a step's sequences."""
         starts = []
         for i in range(step * self.rows, (step + 1) * self.rows):
             epoch, place = divmod(i, self.cuts)
@@ -133,7 +133,7 @@ class Language(Task):
         return torch.tensor(starts)
 
     def loss(self, objective, step, state):
-        """Of the step's sequences; nothing is handed on."""
+        """The loss of the step's sequences; nothing is handed on."""
         inside = torch.arange(self.T + 1, device=self.device)
         both = self.training[self.starts(step).to(self.device)[:, None] + inside].long()
         return objective(both[:, :-1], both[:, 1:].contiguous())[0], None

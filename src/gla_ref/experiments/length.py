@@ -34,7 +34,7 @@ __all__ = ["Length", "Settings", "carry_out", "runs"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared, and on what.
+    """The mixers to compare, and their training.
 
     Attributes:
         mixers: keys of :data:`gla_ref.models.mixers.MIXERS`.
@@ -120,7 +120,7 @@ class Length(Task):
         self.fresh = self.fresh.to(place.device)
 
     def schedule(self, sizes: list[int], steps: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Where each row's window begins in each step, and whether a speech begins there; `[steps, rows]` both.
+        """The start of each row's window in each step, and whether a speech begins there; `[steps, rows]` both.
 
         A row takes all speeches in an order of its own, then again in another. What is left of a speech behind its
         last whole window is not read.
@@ -140,7 +140,7 @@ class Length(Task):
         return torch.tensor(starts).T.contiguous(), torch.tensor(fresh).T.contiguous()
 
     def loss(self, objective, step, state):
-        """Of the step's windows, from the states of the windows before where these are passed on."""
+        """The loss of the step's windows, from the states of the windows before where these are passed on."""
         inside = torch.arange(self.window + 1, device=self.device)
         both = self.training[self.starts[step].to(self.device)[:, None] + inside].long()
         if not self.passing:

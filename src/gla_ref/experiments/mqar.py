@@ -23,16 +23,17 @@ import torch
 
 from ..models import Config
 from ._rates import trained, trials
-from .questions import Questions, QuestionTask, distinct, judged
+from .questions import Questions, answer_loss, distinct, judged
 from .runs import Place, Run, Training, check_fields, dice, start_of
 from .trained_gates import gates_of
+from .training import Task
 
 __all__ = ["Epsilons", "Mqar", "Settings", "carry_out", "questions", "runs", "sanity"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared, and on what.
+    """The mixers to compare, and their training.
 
     Attributes:
         vocab_size: tokens, the first half keys.
@@ -165,7 +166,7 @@ def questions(
     return Questions(tokens.scatter(1, places, keys), places, values)
 
 
-class Mqar(QuestionTask):
+class Mqar(Task):
     """The task of one seed; `part` says which data it is evaluated on."""
 
     def __init__(self, settings: Settings, seed: int, device: str, part: str = "test"):
@@ -183,6 +184,14 @@ class Mqar(QuestionTask):
         """All of one length; lengths take turns."""
         T, pairs = self.settings.lengths[step % len(self.settings.lengths)]
         return self.draw(self.settings.tokens // T, T, pairs, self.seed, step)
+
+    def objective(self, model):
+        """The loss of the answers alone."""
+        return lambda *questions: answer_loss(model, *questions)
+
+    def loss(self, objective, step, state):
+        """The loss of a step's answers; nothing is handed on."""
+        return objective(*self.batch(step)), None
 
     def evaluate(self, model) -> dict:
         """Share of right answers by length, the mean of these shares, and the mean loss; by kind of key too.

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..models import LanguageModel
-from .training import Task
 
-__all__ = ["QuestionTask", "Questions", "answer_logits", "answer_loss", "distinct", "judged"]
+__all__ = ["Questions", "answer_logits", "answer_loss", "distinct", "judged"]
 
 
 class Questions(NamedTuple):
@@ -50,22 +49,6 @@ def answer_logits(model: LanguageModel, tokens: Tensor, places: Tensor) -> Tenso
 def answer_loss(model: LanguageModel, tokens: Tensor, places: Tensor, answers: Tensor) -> Tensor:
     """Mean cross-entropy of the answers."""
     return F.cross_entropy(answer_logits(model, tokens, places).flatten(0, 1), answers.flatten())
-
-
-class QuestionTask(Task):
-    """A task made of batches of questions."""
-
-    def batch(self, step: int) -> Questions:
-        """The training data of a step."""
-        raise NotImplementedError
-
-    def objective(self, model):
-        """The answers' loss."""
-        return lambda *questions: answer_loss(model, *questions)
-
-    def loss(self, objective, step, state):
-        """Of `batch(step)`; nothing is handed on."""
-        return objective(*self.batch(step)), None
 
 
 def judged(model: LanguageModel, questions: Questions, rows: int) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is carried out, which its numbers must not depend on but for rounding.
+    """The place where a run is carried out, which its numbers must not depend on but for rounding.
 
     Attributes:
         device: "cpu", "cuda" or "cuda:1".

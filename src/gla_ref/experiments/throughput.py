@@ -1,4 +1,4 @@
-"""A training step of the paper's 340M and 1.3B models: time, memory, the operator's share (chapter 19).
+"""A training step of the paper's 340M and 1.3B models: time, memory, the operator's share (chapter 17).
 
 Forward, loss, backward and AdamW, at equal tokens and growing length (GLA paper, figure 6): our model with its kernels,
 the same with its blocks and its loss compiled by PyTorch, flash-linear-attention's GLAForCausalLM with the same
@@ -53,7 +53,7 @@ LONGEST = 8  # kernels that a profile names
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """The models to time, and how.
 
     Attributes:
         sizes: keys of :data:`SIZES`.
@@ -208,7 +208,7 @@ def kernels(call: Callable[[], object], device: str) -> dict[str, float]:
 
 
 def profiled(step: dict[str, float], own: dict[str, float]) -> dict:
-    """Where the GPU's time in a step goes, in milliseconds.
+    """The GPU's milliseconds of a step, by where they go.
 
     Args:
         step: of every kernel of the step, by name.
@@ -229,7 +229,7 @@ def profiled(step: dict[str, float], own: dict[str, float]) -> dict:
 
 
 def measure(run: Run, T: int, model, loss, place: Place) -> dict:
-    """Of one length: times of the step and of the operator, the most memory, and the loss before any step."""
+    """The record of one length: times of step and operator, the most memory, and the loss before any step."""
     s, who, device = run.settings, run.about["contender"], place.device
     tokens = torch.randint(
         run.model.vocab_size, (s.tokens // T, T), generator=dice(device, "throughput tokens", T), device=device

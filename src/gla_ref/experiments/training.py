@@ -33,7 +33,7 @@ SAVED = {
 
 
 class Task(ABC):
-    """What is learned. The data of a step follow from its number and the run's seed alone: no reader has a position.
+    """A task to learn. The data of a step follow from its number and the run's seed alone: no reader has a position.
 
     Attributes:
         T: tokens of the longest sequence, for the size of a state that grows.
@@ -44,7 +44,7 @@ class Task(ABC):
     part: str = "test"
 
     def objective(self, model: LanguageModel) -> Callable:
-        """What `loss` calls."""
+        """The function that `loss` calls."""
         return model.loss
 
     @abstractmethod
@@ -84,7 +84,7 @@ def optimizer_of(model: nn.Module, run: Run, device: torch.device) -> torch.opti
 
 
 def share_of_rate(step: int, steps: int, warmup: float) -> float:
-    """Of the learning rate in step 0, 1, ...: up in a line, then half a cosine down to a tenth."""
+    """The share of the learning rate in step 0, 1, ...: up in a line, then half a cosine down to a tenth."""
     rise = max(1, round(steps * warmup))
     if step < rise:
         return (step + 1) / rise

@@ -25,11 +25,11 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def add_kernel(x, y, z, N, BLOCK: tl.constexpr):
     # which tile: program 0 has the numbers 0 to BLOCK - 1, program 1 has the next BLOCK numbers, ...
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    m = o < N  # [BLOCK], the last program has less to do
+    inside = o < N  # [BLOCK], the last program has less to do
     # load: x is a pointer to the first number, x + o are pointers to a whole tile; b_ is a block, in registers
-    b_x, b_y = tl.load(x + o, mask=m), tl.load(y + o, mask=m)  # [BLOCK] each
+    b_x, b_y = tl.load(x + o, mask=inside), tl.load(y + o, mask=inside)  # [BLOCK] each
     # compute and store: where the mask is false nothing is read or written
-    tl.store(z + o, b_x + b_y, mask=m)  # (1)
+    tl.store(z + o, b_x + b_y, mask=inside)  # (1)
 
 
 @triton.jit
@@ -52,19 +52,19 @@ def attend_kernel(q, k, v, o, T, H, scale, BT: tl.constexpr, K: tl.constexpr, V:
     # which tile: head i_h of sequence i_b; token t of it begins at q + ((i_b T + t) H + i_h) K
     i_h, i_b = tl.program_id(0), tl.program_id(1)
     t = tl.arange(0, BT)  # [BT]
-    row, m = ((i_b * T + t) * H + i_h)[:, None], (t < T)[:, None]  # [BT, 1]
+    row, inside = ((i_b * T + t) * H + i_h)[:, None], (t < T)[:, None]  # [BT, 1]
     o_k, o_v = tl.arange(0, K)[None, :], tl.arange(0, V)[None, :]  # [1, K], [1, V]
     # load: a column of rows and a row of columns make a tile of pointers
-    b_q = tl.load(q + row * K + o_k, mask=m, other=0.0)  # [BT, K]
-    b_k = tl.load(k + row * K + o_k, mask=m, other=0.0)  # [BT, K]
-    b_v = tl.load(v + row * V + o_v, mask=m, other=0.0)  # [BT, V]
+    b_q = tl.load(q + row * K + o_k, mask=inside, other=0.0)  # [BT, K]
+    b_k = tl.load(k + row * K + o_k, mask=inside, other=0.0)  # [BT, K]
+    b_v = tl.load(v + row * V + o_v, mask=inside, other=0.0)  # [BT, V]
     # compute: tl.dot adds up in float32; "ieee" keeps it from rounding float32 operands to TF32
     s = tl.dot(b_q, b_k.T, input_precision="ieee") * scale  # [BT, BT]
     s = tl.where(t[:, None] >= t[None, :], s, float("-inf"))  # a token sees no later one
     p = tl.exp(s - tl.max(s, 1)[:, None])  # [BT, BT], each row by itself
     b_o = tl.dot(p.to(b_v.dtype), b_v, input_precision="ieee") / tl.sum(p, 1)[:, None]  # (3)
     # store
-    tl.store(o + row * V + o_v, b_o.to(b_v.dtype), mask=m)
+    tl.store(o + row * V + o_v, b_o.to(b_v.dtype), mask=inside)
 
 
 def check(name, x, shape, like, rows_apart=False):

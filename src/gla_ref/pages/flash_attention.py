@@ -1,13 +1,13 @@
 """FlashAttention on a page: causal softmax attention without the T x T matrix (chapter 4).
 
-Token i attends to all j <= i; its row of scores comes in tiles, with a running maximum m and sum l::
+Token i attends to all j <= i; its row of scores comes in tiles, with a running maximum m and sum d::
 
     s_ij = scale q_i k_j                                                                 (1)
     m'   = max(m, max_j s_ij)                                                            (2)
     p_ij = e^(s_ij - m')      r = e^(m - m')                                             (3)
-    l   <- r l + sum_j p_ij   o <- r o + sum_j p_ij v_j                                  (4)
+    d   <- r d + sum_j p_ij   o <- r o + sum_j p_ij v_j                                  (4)
 
-and in the end o / l. Reference: :func:`gla_ref.softmax_attention.recurrent`; Dao 2023, algorithm 1. A program owns BM
+and in the end o / d. Reference: :func:`gla_ref.softmax_attention.recurrent`; Dao 2023, algorithm 1. A program owns BM
 queries of one head and walks over the keys, BN at a time, up to its last query: T / BM * H * B programs. A pair of
 tiles costs 2 BM BN (K + V) FLOPs, BM BN exponentials and 2 BN (K + V) bytes in bf16, which mostly come from L2, since
 programs that run together belong to the same few heads.
@@ -26,25 +26,25 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit
 def keys(
-    b_q, b_o, l, m, k, v, i_b, i_h, o_i, first, last, scale,
+    b_q, b_o, d, m, k, v, i_b, i_h, o_i, first, last, scale,
     BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DIAGONAL: tl.constexpr,
 ):
-    """o [BM, BV], l and m [BM] after the keys from `first` to `last`."""
-    for t in tl.range(first, last, BN):
+    """o [BM, BV], d and m [BM] after the keys from `first` to `last`."""
+    for j in tl.range(first, last, BN):
         # load: 0 beyond the end, where no query sees a key
-        b_k = k.load([i_b, i_h, t, 0]).reshape(BN, BK)  # [BN, BK]
-        b_v = v.load([i_b, i_h, t, 0]).reshape(BN, BV)  # [BN, BV]
+        b_k = k.load([i_b, i_h, j, 0]).reshape(BN, BK)  # [BN, BK]
+        b_v = v.load([i_b, i_h, j, 0]).reshape(BN, BV)  # [BN, BV]
         # compute, to base 2: e^x = 2^(x log2(e)), and log2(e) is in scale; "ieee": no TF32 in float32
         s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN], over scale
         if DIAGONAL:  # elsewhere every query sees every key
-            s = tl.where(o_i[:, None] >= t + tl.arange(0, BN)[None, :], s, float("-inf"))
+            s = tl.where(o_i[:, None] >= j + tl.arange(0, BN)[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale)  # (2)
         p = tl.exp2(s * scale - m_new[:, None])  # (1) and (3), a fused multiply-add each
         r = tl.exp2(m - m_new)  # (3), the factor by which sums of earlier keys shrink
-        l = r * l + tl.sum(p, 1)  # (4)
+        d = r * d + tl.sum(p, 1)  # (4)
         b_o = tl.dot(p.to(b_v.dtype), b_v, b_o * r[:, None], input_precision="ieee")  # (4)
         m = m_new
-    return b_o, l, m
+    return b_o, d, m
 
 
 @triton.jit
@@ -62,13 +62,13 @@ def attend(
 
     # compute: keys that all BM queries see, then the diagonal
     b_o = tl.zeros([BM, BV], tl.float32)
-    l, m = tl.zeros([BM], tl.float32), tl.full([BM], float("-inf"), tl.float32)
+    d, m = tl.zeros([BM], tl.float32), tl.full([BM], float("-inf"), tl.float32)
     seen, end = (i_m + 1) // BN * BN, tl.minimum(i_m + BM, T)
-    b_o, l, m = keys(b_q, b_o, l, m, k, v, i_b, i_h, o_i, 0, seen, scale, BN, BK, BV, False)
-    b_o, l, m = keys(b_q, b_o, l, m, k, v, i_b, i_h, o_i, seen, end, scale, BN, BK, BV, True)
+    b_o, d, m = keys(b_q, b_o, d, m, k, v, i_b, i_h, o_i, 0, seen, scale, BN, BK, BV, False)
+    b_o, d, m = keys(b_q, b_o, d, m, k, v, i_b, i_h, o_i, seen, end, scale, BN, BK, BV, True)
 
     # store: nothing beyond the end
-    o.store([i_b, i_h, i_m, 0], (b_o / l[:, None]).to(b_q.dtype).reshape(1, 1, BM, BV))
+    o.store([i_b, i_h, i_m, 0], (b_o / d[:, None]).to(b_q.dtype).reshape(1, 1, BM, BV))
 
 
 def descriptor(name, x, shape, like, *box):

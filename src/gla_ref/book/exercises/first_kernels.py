@@ -178,21 +178,6 @@ def partial_sums(answer):
     kernel(answer, cases, lambda case: blocks(case).sum(1), mistakes)
 
 
-choose(
-    "ex-first-compile",
-    "Calls that need other code",
-    "bce",  # a version for each dtype, constant and hint; none for values, contents and grids
-    {
-        "a": "2048 is a multiple of 16 like 4096: the version with that promise serves both.",
-        "b": "1000 is no multiple of 16, so the version for 4096 promises too much and cannot be used.",
-        "c": "BLOCK is a tl.constexpr: it decides how many numbers a thread has, and so the code.",
-        "d": "What stands in the tensors is read when the kernel runs.",
-        "e": "A pointer to 16-bit numbers needs other loads and other additions.",
-        "f": "A kernel never knows how many programs there are until it asks for it.",
-    },
-)
-
-
 @exercise("ex-first-offsets", "derive")
 def offsets(answer):
     """((b T + t) H + h) K + c for t = 0 ... T - 1 and c = 0 ... K - 1."""

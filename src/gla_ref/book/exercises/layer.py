@@ -58,16 +58,3 @@ def output(answer):
     }
     o, x, W_R, W_O = draw(17, (2, 3), (4,), (4, 6), (6, 4))
     hold(answer, [(3 * o + 1, x, W_R, W_O)], _output, variants(_output, mistakes), {"y": "w"})
-
-
-@ask("ex-layer-context")
-def context():
-    mistakes = [
-        (12 * 1024, "A token has a key and a value: 2 w numbers."),
-        (6, "Per token the cache has 2 w numbers, not 2 w w."),
-        (3 * 1024, "Both have two bytes per number: they cancel."),
-        (24 * 1024, "Both have two bytes per number, and a token has a key and a value."),
-        (2 * 1024, "The MLP's weights are read too: 12 w^2 in all."),
-        (24 * 6 * 1024, "Every block has its own weights and its own cache: their number cancels."),
-    ]
-    return numbers("tokens", 6 * 1024, mistakes, "12 w^2 weights, and 2 w numbers of the cache for each token.")

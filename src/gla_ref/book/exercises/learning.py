@@ -1,10 +1,10 @@
-"""Judges of the exercises on experiments: baselines, epsilons, intervals, half-lives, comparisons (chapter 19)."""
+"""Judges of the exercises on experiments: baselines, intervals, comparisons (chapter 19)."""
 
 import math
 
 from . import exercise
 from ._compare import draw, hold, variants
-from ._predict import ask, choose, numbers
+from ._predict import choose
 
 
 @exercise("ex-learns-baseline", "derive")
@@ -21,24 +21,6 @@ def baseline(answer):
         ),
     }
     hold(answer, [(5, 2), (16, 8), (4, 0)], lambda pairs, again: 1 / (pairs + again), mistakes, {"share": ""})
-
-
-@ask("ex-learns-epsilon")
-def epsilon():
-    r = 2e-6
-
-    def passed(eps: float) -> float:
-        return r / math.sqrt(r**2 + eps)
-
-    mistakes = [
-        ([1.0, 1.0], "That is a norm without an epsilon."),
-        ([r / (r + 1e-6), r / (r + 1e-12)], "The epsilon is added to the mean square, under the root."),
-        ([r**2 / (r**2 + 1e-6), r**2 / (r**2 + 1e-12)], "The root is missing: divide r by the root of r^2 + epsilon."),
-        ([r / 1e-6, r / 1e-12], "Divide by the root of the epsilon, and do not forget r^2 under it."),
-        ([passed(1e-12), passed(1e-6)], "The two are exchanged: the larger epsilon lets less through."),
-    ]
-    hint = "The norm divides by the root of r^2 + epsilon."
-    return numbers(["epsilon 1e-6", "epsilon 1e-12"], [passed(1e-6), passed(1e-12)], mistakes, hint, tolerance=0.02)
 
 
 def _interval(xs, t, *, ddof=1, root=True, spread=True):
@@ -60,19 +42,6 @@ def an_interval(answer):
     hold(answer, [(three, 4.303), (five, 2.776)], _interval, variants(_interval, mistakes), {"mean": "", "half": ""})
 
 
-@exercise("ex-learns-strong", "derive")
-def strong(answer):
-    mistakes = {
-        "Half is left when the log gates sum to -ln 2.": lambda C, limit: C / limit,
-        "The other way round: the longer the chunk, the longer the half-life that is already strong.": (
-            lambda C, limit: limit / (C * math.log(2))
-        ),
-        "The limit is in nats, to base e, not in halvings.": lambda C, limit: C / (limit * math.log(2)),
-        "A chunk has C gates: their sum counts.": lambda C, limit: math.log(2) / limit,
-    }
-    hold(answer, [(64, 80.0), (32, 4.0)], lambda C, limit: C * math.log(2) / limit, mistakes, {"half-life": ""})
-
-
 choose(
     "ex-learns-judge",
     "Sentences that you may write",
@@ -82,21 +51,5 @@ choose(
         "b": "The mean is lower, but look at the interval of the difference: one model makes it wider than the scale.",
         "c": "Two models of A have a state of the same size, and answer nearly everything.",
         "d": "The rate was chosen for B. Nobody has looked for the best rate of A.",
-    },
-)
-
-choose(
-    "ex-learns-design",
-    "Models for which the two explanations predict different answers",
-    "ad",
-    {
-        "a": "Its keys are those of sixteen heads, its state is as large as with four: one explanation says like "
-        "sixteen, the other like four.",
-        "b": "State and keys are as small as with sixteen heads: both explanations say like sixteen.",
-        "c": "State and keys are as large as with four heads: both explanations say like four.",
-        "d": "Its keys are those of four heads, its state is as small as with sixteen: one explanation says like four, "
-        "the other like sixteen.",
-        "e": "Its state and keys are those of sixteen heads: both explanations say like "
-        "sixteen. More steps test a third one.",
     },
 )

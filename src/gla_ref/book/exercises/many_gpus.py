@@ -71,26 +71,6 @@ def entries(answer):
     hold(answer, cases, _entry, variants(_entry, mistakes), {"S": ""})
 
 
-def _entry_back(keep, add, R, r, **options):
-    """As on the way there, by ranks counted from the last."""
-    return _entry(keep.flip(0), add.flip(0), R, len(keep) - 1 - r, **options)
-
-
-@exercise("ex-ranks-back", "implement")
-def back(answer):
-    mistakes = {
-        "Its own piece is not on its right: ranks r + 1 to the last count.": dict(stop=1),
-        "Gradients come from the right: the last rank's map is applied first.": (
-            lambda keep, add, R, r: _entry(keep[r + 1 :], add[r + 1 :], R, len(keep) - 1 - r)
-        ),
-        "A gradient fades over every piece that it crosses, as the state did.": dict(decay=False),
-        "The gradient of the last state is missing.": dict(state=False),
-        "That runs from the first rank to the last, as states do. Gradients run the other way.": _entry,
-    }
-    cases = [(*_maps(3), r) for r in (0, 1, 3)]
-    hold(answer, cases, _entry_back, variants(_entry_back, mistakes), {"R": ""})
-
-
 def _blocks(ranks, latency, size, bandwidth, fewer=2, power=0.5):
     return ((ranks - fewer) * size / (latency * bandwidth)) ** power
 

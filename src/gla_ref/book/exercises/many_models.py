@@ -1,26 +1,10 @@
-"""Judges of the exercises on one recurrence for many models: states, order, gates, Longhorn (chapter 18)."""
+"""Judges of the exercises on one recurrence for many models: order, turning gates, Longhorn (chapter 18)."""
 
 import torch
 
 from . import exercise
 from ._compare import draw, hold, variants
-from ._predict import choose, predict
-
-predict(
-    "ex-models-states",
-    ["GLA", "GateLoop", "mLSTM", "gated slot attention"],
-    [64 * 128, 2 * 64 * 128, 64 * 129, 64 * 192],
-    [
-        ([64 * 128, 64 * 128, ..., ...], "GateLoop's state is complex: two real numbers for every entry."),
-        ([64 * 128, 4 * 64 * 128, ..., ...], "A complex state has twice the rows, not twice the columns as well."),
-        ([64 * 128, 2 * 64 * 128, 64 * 128, ...], "The normaliser of mLSTM is a state too: one more value column."),
-        ([64 * 128, 2 * 64 * 128, 65 * 128, ...], "The normaliser has a number for each key channel."),
-        ([64 * 128, 2 * 64 * 128, 64 * 129, 64 * 128], "A slot has a key and a value: 64 + 128 numbers."),
-        ([64 * 128, 2 * 64 * 128, 64 * 129, 64 * 64], "A slot has a value besides its key: 64 + 128 numbers."),
-        ([64 + 128, ..., ..., ...], "A state has a number for every pair of a key and a value channel: their product."),
-    ],
-    "A state has a number for each pair of a row and a column. Count the rows and columns of each state.",
-)
+from ._predict import predict
 
 predict(
     "ex-models-order",
@@ -34,20 +18,6 @@ predict(
         ([5, ...], "A write is not faded by its own token's gate: the first that counts is token 3's."),
     ],
     "Go through tokens 3 to 6, and ask of each whether its gate has acted when token 6 reads.",
-)
-
-choose(
-    "ex-models-clear",
-    "Models that can clear one row alone",
-    "cef",
-    {
-        "a": "Its gate is a constant of each head.",
-        "b": "It can clear the state, but all rows at once.",
-        "c": "It has a gate for each row, which may be arbitrarily small.",
-        "d": "Its gates never go below their lower bound, here 0.9.",
-        "e": "It has a gate for each row: a large pre-activation makes exp(-exp(y)) arbitrarily small.",
-        "f": "One row's gate near 0, all others and the columns' near 1.",
-    },
 )
 
 

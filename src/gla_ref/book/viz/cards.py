@@ -26,7 +26,7 @@ class Card(NamedTuple):
 CARDS = tuple(Card(*texts) for texts in (
     ("Attention", "01_softmax_attention", "Softmax attention", "How does a word look back, and why is that expensive?",
      "Write attention in parallel and from a cache, and count what a long text costs."),
-    ("Attention", "02_online_softmax", "Online softmax", "Can you read the keys once, and keep only three numbers?",
+    ("Attention", "02_online_softmax", "Online softmax", "Can you read the keys once, and keep no list of scores?",
      "Rescale a running sum, so that no row of scores is ever stored."),
     ("Attention", "03_flash_attention", "FlashAttention", "Why is the same work faster in tiles?",
      "Count a GPU's bytes and products, and derive attention in tiles."),
@@ -58,17 +58,13 @@ CARDS = tuple(Card(*texts) for texts in (
     ("Gates", "15b_gradient_kernel", "Summing a gate's gradient", "Why does a sum that is right on paper lose digits?",
      "Cut a sum so that nothing has to cancel, and read the backward kernels."),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
-     "Write a decoding step and its kernel, and predict its time from bytes."),
+     "Write a decoding step and its kernel, and serve many users from states."),
     ("Models", "17_gla_layer", "The layer and its Transformer", "What stands around the recurrence in a model?",
-     "Build a language model around the operator, and count its numbers, operations and bytes."),
+     "Build a language model around the operator, and say where a training step's time goes."),
     ("Models", "18_one_recurrence", "One recurrence, many models", "Are Mamba, RWKV and DeltaNet different memories?",
-     "Run sixteen models as their papers write them, each as a call of one recurrence."),
-    ("Models", "19_what_it_learns", "What it learns", "What can a state of fixed size still find in a text?",
-     "Compare trained models fairly: rates, baselines, intervals, and what their gates do."),
-    ("Models", "19b_what_it_learns_from_text", "What it learns from text", "Does the mixer matter on real text?",
-     "Compare language models by bits per byte, and look at them before their first step."),
-    ("Models", "19c_how_far_back", "How far back it looks", "Does a model use the beginning of a long text?",
-     "Measure how much of a text a model uses, and read its gates."),
+     "Run sixteen models as their papers write them, and place the next one yourself."),
+    ("Models", "19_comparing_mixers", "Comparing mixers", "Which mixer would you take, and can you be sure?",
+     "Compare trained models fairly: baselines, the start, rates, seeds, and what of a text is used."),
     ("Beyond", "20_delta_rule", "Delta rule", "How does a memory overwrite what is out of date?",
      "Derive DeltaNet's and Gated DeltaNet's chunks."),
     ("Beyond", "21_inverting_a_triangle", "Inverting a triangle", "How many bits does an inverse need?",
@@ -121,8 +117,8 @@ PATHS = (
 #: page, an optional part on a first reading, and the sentence that says what a reader misses; the page has it too
 OPTIONAL = (
     (
-        "03_flash_attention.html#sec-flash-backward",
-        "The backward pass of chapter 3",
+        "training_attention.html",
+        "The backward pass of FlashAttention",
         "If you skip it, you will miss how attention is trained without storing its weights.",
     ),
     (

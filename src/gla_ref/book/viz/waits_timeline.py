@@ -87,7 +87,7 @@ def waits_timeline(data: dict, B: int) -> Explorable:
     Raises:
         ValueError: no record has clocks at this B.
     """
-    records = [r for r in data["waits"] if r["B"] == B and r["roles"]]
+    records = [r for r in data["waits"] if r["B"] == B and r["roles"] and r["kernel"] in NAMES]
     records.sort(key=lambda r: list(NAMES).index(r["kernel"]))
     if not records:
         raise ValueError(f"data: expected clocks of kernels at B = {B}, got none")

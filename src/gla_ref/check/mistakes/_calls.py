@@ -1,4 +1,4 @@
-"""What a mistake is made of: a call of a mechanism, right by itself, to be cut and changed (chapters 1 and 11)."""
+"""The parts of a mistake: a call of a mechanism, right by itself, to be cut and changed (chapters 1 and 11)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ... import gla
 from ..._contract import compute_dtype, per_sequence, state_shape
-from ...chunks import by_chunk, scores
-from ...gates import decay_from_start, decay_to_end
+from ...chunks import heads_first
+from ...gates import decay_from_start, decay_to_end, segment_sum
 from ...mechanisms import MECHANISMS
 from .. import _mechanisms
 from .._emulate import by_channel
@@ -25,6 +25,7 @@ DELTA = tuple(m for m, kind in KINDS.items() if kind.named("strength"))  # write
 STATES = LINEAR + DELTA
 GATED = tuple(m for m in LINEAR if KINDS[m].named("gate"))
 GATES = tuple(m for m in STATES if KINDS[m].named("gate"))
+DELTA_GATED = tuple(m for m in DELTA if m in GATES)
 DECAY, READ, WRITE = "S_t = exp(g_t) S_{t-1} + ...", "o_t = scale q_t S_t", "S_t = ... + k_t^T v_t"
 CARRY, GRADIENT, PACK = ("S_[n+1] from S_[n]: chunk to chunk", "the backward pass", "S_0 of each sequence")
 
@@ -121,7 +122,7 @@ class Call:
 
     @property
     def tokens(self) -> dict[str, Tensor]:
-        """What has a time axis, by name."""
+        """The tensors with a time axis, by name."""
         names = MECHANISMS["gla" if self.beta is None else "kda"].required
         return {n: getattr(self, n) for n in names}
 
@@ -132,11 +133,11 @@ class Call:
     @property
     def written(self) -> Tensor:
         """The values that tokens add to the state under their keys; with a beta, the corrections."""
-        return self.v if self.beta is None else corrected(self)[2]
+        return self.v if self.beta is None else in_steps(self)[2]
 
     @property
     def own(self) -> Tensor:
-        """What a token reads of its own write."""
+        """The output that a token reads from its own write."""
         return self.s * (self.q * self.k).sum(-1, keepdim=True) * self.written
 
     @property
@@ -150,7 +151,7 @@ class Call:
         if not c.q.shape[1]:
             return c.v, c.S
         if c.beta is not None:
-            return corrected(c)[:2]
+            return in_steps(c)[:2]
         return gla.chunkwise.__wrapped__(c.q, c.k, c.v, c.g, scale=c.s, initial_state=c.S, C=16)
 
     def cut(self, a: int, b: int | None, **changes) -> Call:
@@ -184,44 +185,67 @@ def eliminated(A: Tensor) -> Tensor:
     return Y
 
 
-def right(n: Call, x: Tensor) -> Tensor:
-    return x
+def decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log decays of a chunk's gates: from its start to i, from j to its end, from j to i, from start to end."""
+    return decay_from_start(g), decay_to_end(g), segment_sum(g), g.sum(-2, keepdim=True)
 
 
-def corrected(
+class Chunk:
+    """A chunk of a call of C tokens, the last one of fewer: `[B, H, C, ...]`, its log :func:`decays`, right steps."""
+
+    def __init__(self, c: Call, C: int, decays: Callable):
+        self.q, self.k, self.v, self.g = (heads_first(getattr(c, name)) for name in ("q", "k", "v", "g"))
+        self.beta = None if c.beta is None else heads_first(c.beta[..., None])
+        self.S, self.C = c.S, C
+        self.since, self.until, self.between, self.whole = decays(self.g)
+
+    def weights(self, q: Tensor) -> Tensor:
+        """The weights of keys, for queries or for keys that search."""
+        return (q[..., :, None, :] * self.k[..., None, :, :] * self.between.exp()).sum(-1)
+
+    def pairs(self) -> Tensor:
+        return self.weights(self.q)
+
+    def triangle(self) -> Tensor:
+        return (self.beta * self.weights(self.k)).tril(-1)
+
+    def found(self) -> Tensor:
+        """The values that keys find in the state before the chunk, times beta."""
+        return self.beta * ((self.k * self.since.exp()) @ self.S)
+
+    def read(self) -> Tensor:
+        return (self.q * self.since.exp()) @ self.S
+
+    def after(self, write: Tensor) -> Tensor:
+        """The state behind the chunk."""
+        return self.whole.exp().mT * self.S + (self.k * self.until.exp()).mT @ write
+
+
+def in_steps(
     c: Call,
     C: int = 16,
     *,
-    triangle: Callable[[Call, Tensor], Tensor] = right,
+    decays: Callable[[Tensor], tuple] = decays,
+    pairs: Callable[[Chunk], Tensor] = Chunk.pairs,
+    triangle: Callable[[Chunk], Tensor] = Chunk.triangle,
     invert: Callable[[Tensor], Tensor] = eliminated,
-    found: Callable[[Call, Tensor], Tensor] = right,
-    stored: Callable[[Call, Tensor], Tensor] = right,
-    solved: Callable[[Call, Tensor], Tensor] = right,
-    read: Callable[[Call, Tensor], Tensor] = right,
-    weights: Callable[[Call, Tensor], Tensor] = right,
-    after: Callable[[Call, Tensor, Tensor], Tensor] | None = None,
+    found: Callable[[Chunk], Tensor] = Chunk.found,
+    read: Callable[[Chunk], Tensor] = Chunk.read,
+    after: Callable[[Chunk, Tensor], Tensor] = Chunk.after,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A delta rule in chunks of C: o, the final state, and each token's correction `[B, T, HV, V]`.
+    """A call in chunks of C, by steps that a mistake replaces: o, the final state, each token's write `[B, T, HV, V]`.
 
-    A step is given a chunk's call and the right result, heads first, and returns the wrong one: the triangle A, beta
-    times what keys have found in the state, beta v, the solved corrections, what queries read of the state, the weights
-    of pairs, and the state behind (also from the corrections).
+    What a token writes is its value; with a beta the correction that the triangle gives.
     """
     c = c.wide
-    S, outs, writes = c.S, [], []
+    S, outs, writes = c.S, [c.v[:, :0]], [c.v[:, :0]]
     for a in range(0, c.q.shape[1], C):
-        n = c.cut(a, a + C, S=S)
-        ((q, k, v, g, beta),) = by_chunk(C, n.q, n.k, n.v, n.g, n.beta[..., None])
-        since = decay_from_start(g).exp()
-        A = triangle(n, (beta * scores(k, k, g)).tril(-1))
-        write = solved(n, invert(A) @ (stored(n, beta * v) - found(n, beta * ((k * since) @ S))))
-        P = weights(n, scores(q, k, g))
-        outs.append(c.s * (read(n, (q * since) @ S) + P @ write).transpose(1, 2))
+        n = Chunk(c.cut(a, a + C, S=S), C, decays)
+        write = n.v if n.beta is None else invert(triangle(n)) @ (n.beta * n.v - found(n))
+        o = read(n) + (pairs(n) @ write)[..., : n.v.shape[-2], :]  # without rows that fill up a chunk
+        outs.append(c.s * o.transpose(1, 2))
         writes.append(write.transpose(1, 2))
-        kept = since[..., -1:, :].mT * S + (k * decay_to_end(g).exp()).mT @ write
-        S = kept if after is None else after(n, kept, write)
-    if not outs:
-        return c.v, c.S, c.v
+        S = after(n, write)
     return torch.cat(outs, 1), S, torch.cat(writes, 1)
 
 
@@ -240,7 +264,7 @@ class Attention:
 
     @property
     def tokens(self) -> dict[str, Tensor]:
-        """What has a time axis, by name."""
+        """The tensors with a time axis, by name."""
         return {n: getattr(self, n) for n in MECHANISMS["softmax_attention"].required}
 
     @property

@@ -9,75 +9,78 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ...gates import decay_to_end
 from ...rounding import Products
-from .._emulate import Product, two_level
-from ._calls import CARRY, DECAY, GATED, LINEAR, READ, Call, at_most_0, backward, later, mistake, read, write
+from .._emulate import Product, corrected, two_level
+from ._calls import CARRY, DECAY, DELTA_GATED, GATED, GATES, READ, Call, Chunk, at_most_0, backward, in_steps, mistake
 from ._states import end_of_sums
-
-CHUNKS = (16, 32, 64, 128, 10**9)  # a kernel's own is not known
 
 
 # -- exponents ---------------------------------------------------------------------------------
-def factored(c: Call, C: int, anchor: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def anchored(c: Call, C: int, anchor: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Pairs of a chunk as one product of q e^(b_i - r) and k e^(r - b_j), r the anchor of the running sums b."""
-    S, outs = c.S, []
-    for a in range(0, c.q.shape[1], C):
-        n = c.cut(a, a + C)
-        b = n.g.cumsum(1)
-        r, end = anchor(b), b[:, -1:]
-        q, k = n.q * (b - r).exp(), n.k * (r - b).exp()
-        P = torch.einsum("bihk,bjhk->bhij", q, k).tril()
-        outs.append(c.s * (torch.einsum("bhij,bjhv->bihv", P, n.v) + read(n.q * b.exp(), S)))
-        S = end[:, 0, ..., None].exp() * S + write(k * (end - r).exp(), n.v)
-    return torch.cat(outs, 1), S
 
+    def up(n: Chunk) -> Tensor:
+        return (n.since - anchor(n.since)).exp()
 
-def differences(c: Call, C: int) -> tuple[Tensor, Tensor]:
-    """Decays between tokens as differences of running sums: -inf less -inf after a reset."""
-    S, outs = c.S, []
-    for a in range(0, c.q.shape[1], C):
-        n = c.cut(a, a + C)
-        b = n.g.cumsum(1)
-        i = torch.arange(b.shape[1], device=b.device)
-        seen = (i[:, None] >= i)[:, :, None, None]
-        D = torch.where(seen, b[:, :, None] - b[:, None], -torch.inf).exp()
-        P = torch.einsum("bihk,bjhk,bijhk->bhij", n.q, n.k, D)
-        outs.append(c.s * (torch.einsum("bhij,bjhv->bihv", P, n.v) + read(n.q * b.exp(), S)))
-        S = b[:, -1, ..., None].exp() * S + write(n.k * (b[:, -1:] - b).exp(), n.v)
-    return torch.cat(outs, 1), S
+    def keys(n: Chunk) -> Tensor:
+        return n.k * (anchor(n.since) - n.since).exp()
+
+    def after(n: Chunk, write: Tensor) -> Tensor:
+        end = n.since[..., -1:, :]
+        return end.exp().mT * n.S + (keys(n) * (end - anchor(n.since)).exp()).mT @ write
+
+    return in_steps(
+        c,
+        C,
+        pairs=lambda n: ((n.q * up(n)) @ keys(n).mT).tril(),
+        triangle=lambda n: (n.beta * ((n.k * up(n)) @ keys(n).mT)).tril(-1),
+        after=after,
+    )[:2]
 
 
 RATIO = "decays as a ratio, e^b_i times e^-b_j: it overflows in strong chunks"
 MIDDLE = "one anchor for a whole chunk, in its middle: it overflows in strong chunks"
-DIFFERENCES = "decays as differences of running sums: not a number after a reset"
-for C in CHUNKS:
-    mistake(RATIO, DECAY, GATED, overflow=True)(partial(factored, C=C, anchor=torch.zeros_like))
-    mistake(MIDDLE, DECAY, GATED, overflow=True)(partial(factored, C=C, anchor=lambda b: b[:, -1:] / 2))
-for C in CHUNKS[:-1]:
-    mistake(DIFFERENCES, DECAY, GATED, overflow=True)(partial(differences, C=C))
+for name, anchor in ((RATIO, torch.zeros_like), (MIDDLE, lambda b: b[..., -1:, :] / 2)):
+    mistake(name, DECAY, GATES, overflow=True, chunked=True)(lambda c, anchor=anchor: anchored(c, c.C, anchor))
+    mistake(name, DECAY, GATED, overflow=True)(partial(anchored, C=10**9, anchor=anchor))  # all tokens at once
 
 
-def in_log_space(c: Call, decays: Callable[[Tensor], tuple]) -> tuple[Tensor, Tensor]:
-    """Chunks by log decays of their gates: from the start to i, from j to the end, from j to i, from start to end."""
-    S, outs = c.S, []
-    for a in range(0, c.q.shape[1], c.C):
-        n = c.cut(a, a + c.C)
-        since, until, between, whole = decays(n.g)
-        P = torch.einsum("bihk,bjhk,bijhk->bhij", n.q, n.k, between.exp()).tril()
-        outs.append(c.s * (torch.einsum("bhij,bjhv->bihv", P, n.v) + read(n.q * since.exp(), S)))
-        S = whole.exp()[..., None] * S + write(n.k * until.exp(), n.v)
-    return torch.cat(outs, 1), S
+def in_log_space(name: str, decays: Callable[[Tensor], tuple], mechanisms=GATED, **more: bool) -> None:
+    """A mistake in a chunk's log decays; those from j to i are of all pairs, and earlier tokens see no later ones."""
+
+    def unseen(g: Tensor) -> tuple[Tensor, ...]:
+        since, until, between, whole = decays(g)
+        return since, until, seen(between), whole
+
+    mistake(name, DECAY, mechanisms, chunked=True, **more)(lambda c: in_steps(c, c.C, decays=unseen)[:2])
+
+
+def seen(between: Tensor, other: float = -torch.inf) -> Tensor:
+    """The log decays of pairs, -inf (or what is given) for a token that is later than the one that reads it."""
+    earlier = torch.ones(between.shape[-3:-1], dtype=torch.bool, device=between.device).tril()[..., None]
+    return torch.where(earlier, between, other)
+
+
+def differences(b: Tensor) -> Tensor:
+    return b[..., :, None, :] - b[..., None, :, :]
+
+
+def running_sums(g: Tensor) -> tuple[Tensor, ...]:
+    b = g.cumsum(-2)
+    return b, b[..., -1:, :] - b, differences(b), b[..., -1:, :]
 
 
 def cut_off(g: Tensor, least: float, carried: bool) -> tuple[Tensor, ...]:
-    b = g.cumsum(1).clamp_min(least)
-    return b, b[:, -1:] - b, at_most_0(b[:, :, None] - b[:, None]), b[:, -1] if carried else g.sum(1)
+    b = g.cumsum(-2).clamp_min(least)
+    whole = b[..., -1:, :] if carried else g.sum(-2, keepdim=True)
+    return b, b[..., -1:, :] - b, at_most_0(differences(b)), whole
 
 
 def from_the_end(g: Tensor, least: float) -> tuple[Tensor, ...]:
     g = g.clamp_min(least)
-    b = g.sum(1, keepdim=True) - (g.flip(1).cumsum(1).flip(1) - g)
-    return b, b[:, -1:] - b, at_most_0(b[:, :, None] - b[:, None]), b[:, -1]
+    b = g.sum(-2, keepdim=True) - (g.flip(-2).cumsum(-2).flip(-2) - g)
+    return b, b[..., -1:, :] - b, at_most_0(differences(b)), b[..., -1:, :]
 
 
 def nothing_after_resets(g: Tensor, carried: bool) -> tuple[Tensor, ...]:
@@ -86,43 +89,45 @@ def nothing_after_resets(g: Tensor, carried: bool) -> tuple[Tensor, ...]:
     def lost(x: Tensor) -> Tensor:
         return x.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
-    b, until = g.cumsum(1), later(g.flip(1)).cumsum(1).flip(1)
-    earlier = torch.ones(2 * [g.shape[1]], dtype=torch.bool, device=g.device).tril()[..., None, None]
-    between = torch.where(earlier, b[:, :, None] - b[:, None], -torch.inf)
-    return b, lost(b[:, -1:] - b) if carried else until, lost(between), b[:, -1]
+    b, until, between, whole = running_sums(g)
+    return b, lost(until) if carried else decay_to_end(g), lost(seen(between)), whole
 
 
+in_log_space("decays as differences of running sums: not a number after a reset", running_sums, GATES, overflow=True)
 for carried in (False, True):
-    mistake("NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing", DECAY, GATED, chunked=True)(
-        partial(in_log_space, decays=partial(nothing_after_resets, carried=carried))
+    in_log_space(
+        "NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing",
+        partial(nothing_after_resets, carried=carried),
     )
+
+
+@mistake("gate outside the mask: above the diagonal infinity times 0", DECAY, DELTA_GATED, overflow=True, chunked=True)
+def _(c):
+    def pairs(n: Chunk, x: Tensor) -> Tensor:
+        D = differences(n.since).exp() * seen(torch.ones_like(n.between), 0.0)
+        return (x[..., :, None, :] * n.k[..., None, :, :] * D).sum(-1)
+
+    return in_steps(c, c.C, pairs=lambda n: pairs(n, n.q), triangle=lambda n: (n.beta * pairs(n, n.k)).tril(-1))[:2]
 
 
 def clipped(c: Call, most: float) -> tuple[Tensor, Tensor]:
     """The ratio form whose growing exponential stays below e^most."""
-
-    def turn(c, o, S):
-        b = c.g.cumsum(1)
-        P = torch.einsum("bihk,bjhk->bhij", c.q * b.exp(), c.k * (-b).clamp_max(most).exp()).tril()
-        return c.s * (torch.einsum("bhij,bjhv->bihv", P, c.v) + read(c.q * b.exp(), c.S)), S
-
-    return c.chunks(turn)
+    return in_steps(
+        c, c.C, pairs=lambda n: ((n.q * n.since.exp()) @ (n.k * (-n.since).clamp_max(most).exp()).mT).tril()
+    )[:2]
 
 
-LEAST = (20.0, 60.0, 80.0, 88.0)  # where authors cut exponents off
-for x in LEAST:
+for x in (20.0, 60.0, 80.0, 88.0):  # where authors cut exponents off
     mistake("decays as a ratio whose growing exponential is cut off", DECAY, GATED, chunked=True)(
         partial(clipped, most=x)
     )
     for carried in (False, True):
-        mistake(f"running sums of gates cut off at -{x:g}", DECAY, GATED, chunked=True)(
-            partial(in_log_space, decays=partial(cut_off, least=-x, carried=carried))
-        )
-FROM_THE_END = "running sums of gates made from the chunk's end: later gates change earlier tokens"
+        in_log_space(f"running sums of gates cut off at -{x:g}", partial(cut_off, least=-x, carried=carried))
 for least in (-1e3, -1e4, -torch.inf):
-    kind = "rounding" if least > -torch.inf else "overflow"
-    mistake(FROM_THE_END, DECAY, GATED, chunked=True, **{kind: True})(
-        partial(in_log_space, decays=partial(from_the_end, least=least))
+    in_log_space(
+        "running sums of gates made from the chunk's end: later gates change earlier tokens",
+        partial(from_the_end, least=least),
+        **{"rounding" if least > -torch.inf else "overflow": True},
     )
 
 
@@ -148,20 +153,22 @@ class Low(torch.autograd.Function):
 
 
 def rounded(c: Call, multiply: Callable) -> tuple[Tensor, Tensor]:
-    x = {"state": c.S, "scale": c.s, "dtype": torch.float32}
-    return two_level(c.q, c.k, c.v, c.g, **x, C=64, mode=Products(multiply))
+    x = {"state": c.S, "scale": c.s, "dtype": torch.float32, "C": 64, "mode": Products(multiply)}
+    if c.beta is None:
+        return two_level(c.q, c.k, c.v, c.g, **x)
+    return corrected(c.q, c.k, c.v, c.beta, c.g, **x)
 
 
-mistake("products in TF32, which Triton takes for float32 (or float16)", READ, LINEAR, rounding=True)(
+mistake("products in TF32, which Triton takes for float32 (or float16)", READ, rounding=True)(
     partial(rounded, multiply=Low.apply)
 )
-mistake("operands of products in bfloat16", READ, LINEAR, rounding=True)(
+mistake("operands of products in bfloat16", READ, rounding=True)(
     partial(rounded, multiply=lambda x, y: Product.apply(x, y, torch.bfloat16))
 )
 
 
 def stored(c: Call, dtype: torch.dtype, first: bool, last: bool, back: bool) -> tuple[Tensor, Tensor]:
-    """States of 16 bits between chunks, of which gates' gradients are made, too.
+    """States of 16 bits between chunks, of which gates' gradients are made, too, except in a delta rule.
 
     Also the `first` and the `last` state, and, `back` through them, their gradients.
     """
@@ -172,10 +179,11 @@ def stored(c: Call, dtype: torch.dtype, first: bool, last: bool, back: bool) -> 
     def change(d: Tensor) -> Tensor:
         return low(d) if back else d
 
-    T, S, outs = c.q.shape[1], c.S, []
+    T, S, outs = c.q.shape[1], c.S, [c.v[:, :0]]
     S = backward(S + (low(S) - S).detach() if first else S, change)
     for a in range(0, T, c.C):
-        o, S, at_end = end_of_sums(c.cut(a, a + c.C, S=S))
+        n = c.cut(a, a + c.C, S=S)
+        o, S, at_end = end_of_sums(n) if c.beta is None else (*n.run(), 0.0)
         outs.append(o)
         kept = low(S).detach()
         S = (S + (kept - S.detach()) if last or a + c.C < T else S) + kept * at_end
@@ -183,10 +191,10 @@ def stored(c: Call, dtype: torch.dtype, first: bool, last: bool, back: bool) -> 
     return torch.cat(outs, 1), S
 
 
-ENDS = ((False, False), (True, False), (True, True))  # whether the first state is of 16 bits, and the last
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED = ((False, False), (True, False), (True, True))  # whether the first state is of 16 bits, and the last
 for name, dtype in LOW.items():
-    for (first, last), back in product(ENDS, (False, True)):
-        mistake(f"state kept in {name} between chunks", CARRY, LINEAR, rounding=True, chunked=True)(
+    for (first, last), back in product(STORED, (False, True)):
+        mistake(f"state kept in {name} between chunks", CARRY, rounding=True, chunked=True)(
             partial(stored, dtype=dtype, first=first, last=last, back=back)
         )

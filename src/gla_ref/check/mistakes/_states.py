@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import log
 
@@ -25,9 +26,11 @@ from ._calls import (
     STATES,
     WRITE,
     Call,
+    Chunk,
     at_most_0,
     backward,
     decay,
+    in_steps,
     later,
     mistake,
     read,
@@ -69,7 +72,7 @@ simple("gate of the previous token", DECAY, lambda c: {"g": later(c.g)}, GATES)
 simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, GATES)
 simple("factor 1 / ln 2 applied twice", DECAY, lambda c: {"g": c.g / log(2)}, GATES)
 simple("1.44 taken for log2(e)", DECAY, lambda c: {"g": c.g * (1.44 * log(2))}, GATES, fine=True)
-simple("log gate taken for alpha", DECAY, lambda c: {"g": c.g.log()}, GATED)
+simple("log gate taken for alpha", DECAY, lambda c: {"g": c.g.log()}, GATES)
 
 
 @mistake("running sum of gates in bfloat16", DECAY, GATES)
@@ -79,61 +82,46 @@ def _(c):
     return c.run(g=at_most_0(torch.cat([b[:, :1], b.diff(dim=1)], 1)))
 
 
-def by_pairs(c: Call, pairs: Callable[[Call, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Chunks in which the tokens read one another by `pairs(c, D)` `[B, H, C, C]`, D the log decays between them."""
-
-    def turn(c, o, S):
-        P = pairs(c, segment_sum(c.g.transpose(1, 2)))
-        own = torch.einsum("bhij,bjhv->bihv", P, c.v)[:, : c.v.shape[1]]
-        return c.s * (own + read(c.q * c.g.cumsum(1).exp(), c.S)), S
-
-    return c.chunks(turn)
+def by_pairs(name: str, pairs: Callable[[Chunk], Tensor], **more: bool) -> None:
+    """A mistake in the weights of a chunk's pairs."""
+    mistake(name, DECAY, GATED, chunked=True, **more)(lambda c: in_steps(c, c.C, pairs=pairs)[:2])
 
 
-def weights(c: Call, D: Tensor) -> Tensor:
-    return torch.einsum("bihk,bjhk,bhijk->bhij", c.q, c.k, D.exp())
-
-
-def one_for_zero(c: Call, D: Tensor, block: int) -> Tensor:
-    """Weights of a chunk in which no decay of 1 passes the border between two blocks of tokens."""
-    at = torch.arange(D.shape[2], device=D.device) // block
+def one_for_zero(n: Chunk, parts: int) -> Tensor:
+    """Weights of a chunk in which no decay of 1 passes the border between two of so many blocks of tokens."""
+    at = torch.arange(n.q.shape[2], device=n.q.device) // max(n.C // parts, 1)
     across = (at[:, None] > at)[..., None]
-    return weights(c, D.masked_fill(across & (D == 0), -torch.inf))
+    n.between = n.between.masked_fill(across & (n.between == 0), -torch.inf)
+    return n.pairs()
 
 
 for parts in (2, 4, 16):
-    mistake("decay of 1 taken for 0", DECAY, GATED, chunked=True)(
-        lambda c, parts=parts: by_pairs(c, lambda n, D: one_for_zero(n, D, max(c.C // parts, 1)))
-    )
+    by_pairs("decay of 1 taken for 0", partial(one_for_zero, parts=parts))
 
 
-@mistake("rows that fill up a chunk have a decay", DECAY, GATED, overflow=True, chunked=True)
-def _(c):
-    def pairs(n, D):
-        rows = c.C - D.shape[2]
-        b = n.g.transpose(1, 2).cumsum(2)
-        D = torch.cat([D, -b[:, :, None].expand(-1, -1, rows, -1, -1)], 2)
-        return weights(replace(n, q=pad(n.q, (0, 0, 0, 0, 0, rows))), D)
-
-    return by_pairs(c, pairs)
+def filled_up(n: Chunk) -> Tensor:
+    rows = n.C - n.q.shape[2]
+    n.between = torch.cat([n.between, -n.since[:, :, None].expand(-1, -1, rows, -1, -1)], 2)
+    return n.weights(pad(n.q, (0, 0, 0, rows)))
 
 
-def late(c: Call, D: Tensor, sub: int) -> Tensor:
+by_pairs("rows that fill up a chunk have a decay", filled_up, overflow=True)
+
+
+def late(n: Chunk, sub: int) -> Tensor:
     """Weights of a chunk whose sub-chunks read the tokens before them about their second token, not the first."""
-    q, k, P, n = c.q.transpose(1, 2), c.k.transpose(1, 2), weights(c, D), D.shape[2]
+    D, P, T = n.between, n.pairs(), n.q.shape[2]
     blocks = [P[:, :, :sub]]
-    for a in range(sub, n, sub):
-        b = min(a + 1, n - 1)
+    for a in range(sub, T, sub):
+        b = min(a + 1, T - 1)
         since = torch.cat([-D[:, :, b, a:b], D[:, :, b : a + sub, b]], 2)
-        before = (q[:, :, a : a + sub] * since.exp()) @ (k[:, :, :a] * D[:, :, b, :a].exp()).mT
+        before = (n.q[:, :, a : a + sub] * since.exp()) @ (n.k[:, :, :a] * D[:, :, b, :a].exp()).mT
         blocks.append(torch.cat([before, P[:, :, a : a + sub, a:]], -1))
     return torch.cat(blocks, 2)
 
 
 for sub in (8, 16, 32):
-    mistake("anchor of a sub-chunk one token late: it overflows", DECAY, GATED, overflow=True, chunked=True)(
-        lambda c, sub=sub: by_pairs(c, lambda n, D: late(n, D, sub))
-    )
+    by_pairs("anchor of a sub-chunk one token late: it overflows", partial(late, sub=sub), overflow=True)
 
 
 # -- from chunk to chunk -----------------------------------------------------------------------
