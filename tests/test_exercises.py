@@ -142,7 +142,7 @@ def test_every_known_mistake_is_told_apart(label, default_dtype, monkeypatch):
 
 
 def test_every_judge_knows_some_mistakes():
-    assert set(MISTAKES) == set(LABELS) - set(exercises.QUESTIONS) - {"ex-fla-packed"}  # which plays with numbers
+    assert set(MISTAKES) == set(LABELS) - set(exercises.QUESTIONS)
     for label, numbers in MISTAKES.items():
         assert len(numbers) >= (3 if exercises.JUDGES[label][0] == "implement" else 2), label
 
@@ -239,11 +239,6 @@ def test_right_answers_of_another_kind(label, answer):
         ("ex-online-divide", lambda m, new, x: (m - new).exp(), "Expected 2 result(s), a, b; got 1"),
         ("ex-linear-capacity", {}, "Expected a number, got dict"),
         ("ex-linear-taylor", lambda x: None, "returns nothing yet"),
-        ("ex-fla-packed", lambda c, n, L: c // L, "floor(c / L) has not grown"),
-        ("ex-fla-packed", lambda c, n, L: -(-c // L), "inside one multiple of L"),
-        ("ex-fla-packed", lambda c, n, L: -(-c // L) + n, "1 more than floor(T / L) + N"),
-        ("ex-fla-packed", lambda c, n, L: n, "slot(s) are its own"),
-        ("ex-fla-packed", lambda c, n, L: c // L + n - 1, "counted from 0"),
         ("ex-gates-reset", [1, 2, 3, 4], "Expected a list of four lists"),
         ("ex-parallel-padding", dict(k=0), "Expected dict(k=..., v=..., g=...)"),
         ("ex-fuse-sum", "many", "Expected a number, got 'many'"),

@@ -78,7 +78,7 @@ def test_scan_is_differentiable(scan, T):
 
 
 def test_work_and_depth():
-    """The rounds and combined elements that chapter 6 draws, counted."""
+    """What chapter 6 says of two scans: rounds and combined elements, counted."""
     for T in (1, 2, 3, 8, 13, 64):
         counted = {}
         for scan in SCANS:

@@ -1,17 +1,15 @@
 """Judges of the exercises on FlashLinearAttention (chapter 7)."""
 
-import random
-
 import torch
 
-from . import Wrong, exercise
-from ._compare import call, draw, hold, variants
+from . import exercise
+from ._compare import draw, hold, variants
 from ._predict import predict
 
 predict(
     "ex-fla-programs",
     ["fused walk", "second stage, materialised", "walk over segments"],
-    [32, 4096, 128],  # B H V / B_V = 32 walks; times T / C = 128 chunks, or T / L = 4 segments
+    [32, 4096, 128],  # B H V / B_V = 32 walks; times T / C = 128 chunks, or 4 segments
     [
         ([16, ..., ...], "Columns of V are independent, too: two tiles of 64 columns per head."),
         ([8, ..., ...], "Two sequences, and two tiles of columns: both multiply the heads."),
@@ -26,20 +24,20 @@ predict(
 )
 
 RIDGE = 989e12 / 4.8e12  # FLOPs in the time of one byte, the chapter's chip
-C = 2 * RIDGE - 128  # e ridge - d
+C = 2 * RIDGE - 128  # 2 ridge - d
 predict(
     "ex-fla-chunk",
     ["length of a chunk", "bytes a token, relative to C = 64"],
     [C, 1.0],  # the bytes per token do not depend on C
     [
-        ([RIDGE - 128, ...], "Numbers have e = 2 bytes: (C + d) / e must be the ridge."),
-        ([RIDGE, ...], "d counts as well, and so does e = 2: (C + d) / e must be the ridge."),
-        ([2 * RIDGE, ...], "d counts as well: (C + d) / e must be the ridge."),
+        ([RIDGE - 128, ...], "Numbers have two bytes: (C + d) / 2 must be the ridge."),
+        ([RIDGE, ...], "d counts as well, and numbers have two bytes: (C + d) / 2 must be the ridge."),
+        ([2 * RIDGE, ...], "d counts as well: (C + d) / 2 must be the ridge."),
         ([C, C / 64], "That is the ratio for whole chunks. What is it for one token?"),
         ([C, 64 / C], "That is the ratio for whole chunks. What is it for one token?"),
         ([C, (C + 128) / 192], "That is how the intensity grows, by more FLOPs. Do the bytes shrink?"),
     ],
-    "Solve (C + d) / e = ridge for C; then divide the bytes of a chunk by its C tokens.",
+    "Solve (C + d) / 2 = ridge for C; then divide the bytes of a chunk by its C tokens.",
     tolerance=0.01,
 )
 
@@ -72,34 +70,3 @@ def mend(answer):
     sizes = (8, 2, 2), (7, 4, 3), (5, 1, 8), (1, 2, 1)
     cases = [(walk, *draw(T, (T, 3), (T, 3), (T, V), (3, V)), L, 0.6) for T, V, L in sizes]
     hold(answer, cases, mended, variants(mended, mistakes), {"o": "T V", "S": "K V"})
-
-
-@exercise("ex-fla-packed", "derive")
-def packed(answer):
-    """floor(c / L) + n."""
-    rng = random.Random(0)
-    for _ in range(300):
-        N, L, ends = rng.randint(1, 6), rng.randint(1, 9), [0]
-        for _ in range(N):
-            ends.append(ends[-1] + rng.choice([0, 1, L, L + 1, rng.randint(0, 40)]))
-        first = [int(call(answer, c, n, L)[0]) for n, c in enumerate(ends)]
-        about = f"With boundaries {ends} and L = {L}"
-        why = ""
-        if first == [c // L for c in ends]:
-            why = " A short text may need a segment although floor(c / L) has not grown."
-        elif first == [-(-c // L) for c in ends]:
-            why = " Two short texts may lie inside one multiple of L."
-        for n in range(N):
-            free, need = first[n + 1] - first[n], -((ends[n] - ends[n + 1]) // L)
-            if free < need:
-                raise Wrong(
-                    f"{about}, sequence {n} needs {need} segment(s), but {max(free, 0)} slot(s) are its own "
-                    f"before sequence {n + 1} begins.{why}"
-                )
-        if first[0] < 0:
-            raise Wrong(f"{about}, the first slot is {first[0]}: slots are counted from 0.")
-        more = first[-1] - ends[-1] // L - N
-        if more > 0:
-            raise Wrong(
-                f"{about}, {first[-1]} slots are taken. That is {more} more than floor(T / L) + N, which are enough."
-            )

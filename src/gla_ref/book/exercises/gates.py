@@ -101,47 +101,6 @@ def retention(answer):
     hold(answer, [(*draw(0, (7, 3), (7, 3), (7, 4)), 0.9)], right, variants(_retention, mistakes))
 
 
-def _convolved(k, v, gamma, *, powers=lambda t: t, lags=lambda t: t, size=2, first="k"):
-    """Sum over j of gamma^(power of i - j) k_j^T v_j for lags i - j of 0 and more, in a circle of size * T tokens."""
-    T, (a, b) = len(k), (k, v) if first == "k" else (v, k)
-    x = a[:, :, None] * b[:, None, :]
-    circle = torch.zeros(size * T, dtype=k.dtype)
-    t = torch.arange(T)
-    circle[lags(t) % (size * T)] = gamma ** powers(t).to(k.dtype)
-    i, j = torch.arange(T)[:, None], torch.arange(T)
-    return torch.einsum("ij,jab->iab", circle[(i - j) % (size * T)], x)
-
-
-@exercise("ex-gates-convolution", "implement")
-def convolution(answer):
-    def right(k, v, gamma):
-        S = [k.new_zeros(k.shape[1], v.shape[1])]
-        for k_t, v_t in zip(k, v, strict=True):
-            S.append(gamma * S[-1] + torch.outer(k_t, v_t))
-        return torch.stack(S[1:])
-
-    mistakes = {
-        "The end comes round to the beginning: a product of FFTs of T points is a circular convolution. "
-        "Fill up with zeros to 2 T, and keep the first T.": dict(size=1),
-        "Each write is decayed by its own gate as well: the powers begin with gamma ** 0 = 1.": dict(
-            powers=lambda t: t + 1
-        ),
-        "The filter is the wrong way round: its first entry, for the token's own write, is gamma ** 0 = 1.": (
-            lambda k, v, gamma: _convolved(k, v, gamma, powers=lambda t: len(k) - 1 - t)
-        ),
-        "Time runs backwards: each state holds the writes that come after it.": dict(lags=lambda t: -t),
-        "There is no decay in it: that is a running sum. The filter is gamma ** 0, gamma ** 1, ...": (
-            lambda k, v, gamma: _convolved(k, v, 1.0)
-        ),
-        "Each token misses its own write: the filter begins with gamma ** 0 = 1, at a distance of 0.": dict(
-            lags=lambda t: t + 1
-        ),
-        "Those are writes v_t^T k_t; the state has a row for each channel of k.": dict(first="v"),
-    }
-    cases = [(*draw(4, (7, 3), (7, 4)), 0.9)]
-    hold(answer, cases, right, variants(_convolved, mistakes), {"S": "T K V"})
-
-
 @exercise("ex-gates-order", "implement")
 def order(answer):
     def gate_first(q, k, v, g, on_q=torch.ones_like, on_k=torch.ones_like, on_g=lambda g: g):

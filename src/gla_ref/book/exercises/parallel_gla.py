@@ -41,34 +41,6 @@ def padding():
     return Question([Part("k", numbers), Part("v", numbers), Part("g", gates)], rules, read)
 
 
-def _from_state(q, b, d, S, rows=1.0, columns=1.0):
-    return ((q * b.exp()) @ S) * d.exp(), (rows * b[-1, :, None] + columns * d[-1]).exp() * S
-
-
-@exercise("ex-parallel-two-sided", "derive")
-def two_sided(answer):
-    def at_end(q, b, d, S):
-        return q @ _from_state(q, b, d, S)[1], _from_state(q, b, d, S)[1]
-
-    mistakes = {
-        "The gate on the values is missing in both: exp(d) belongs to the columns of S_0.": (
-            lambda q, b, d, S: _from_state(q, b, 0 * d, S)
-        ),
-        "o is right; the columns of the final state have decayed as well, by exp(d_T).": dict(columns=0.0),
-        "o is right; the rows of the final state have decayed as well, by exp(b_T).": dict(rows=0.0),
-        "exp(-d) divides, as for values on their way in; but S_0 was there before every gate.": (
-            lambda q, b, d, S: _from_state(q, b, -d, S, columns=-1.0)
-        ),
-        "Every token reads the final state; token i has only passed the gates up to i.": at_end,
-        "b and d are sums of logarithms: the factors are their exponentials.": (
-            lambda q, b, d, S: (((q * b) @ S) * d, b[-1, :, None] * d[-1] * S)
-        ),
-    }
-    q, g, g_v, S = draw(2, (6, 3), (6, 3), (6, 4), (3, 4))
-    case = q, (-g.abs()).cumsum(0), (-g_v.abs()).cumsum(0), S
-    hold(answer, [case], _from_state, variants(_from_state, mistakes), {"o": "T V", "S": "K V"})
-
-
 def _anchored(q, k, v, g, at=lambda b: b[-1] / 2, scale=None, cut=torch.tril):
     b = g.cumsum(0)
     r = at(b)

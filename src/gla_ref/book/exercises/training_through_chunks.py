@@ -6,7 +6,7 @@ from gla_ref import linear_attention
 
 from . import exercise
 from ._compare import draw, hold, variants
-from ._predict import ask, numbers, predict
+from ._predict import predict
 
 
 @exercise("ex-fla-flip", "implement")
@@ -41,25 +41,6 @@ def flip(answer):
     }
     cases = [(walk, *draw(T, (T, 3), (T, 3), (T, V), (T, V))) for T, V in ((6, 3), (7, 2), (1, 2))]
     hold(answer, cases, right, variants(turned, mistakes), {"dk": "T K", "dv": "T V"})
-
-
-@ask("ex-fla-traffic")
-def traffic():
-    """Three walks 6 (K + V), two passes 5 (K + V), one walk 4 K + 3 V numbers a token, in bf16."""
-    three, two, one = 12 * (256 + 128), 10 * (256 + 128), 2 * (4 * 256 + 3 * 128)
-    return numbers(
-        ["three walks", "two passes", "one walk"],
-        [three, two, one],
-        [
-            ([three // 2, two // 2, one // 2], "These are numbers: in bf16 each has two bytes."),
-            ([three * 2 // 3, ..., ...], "Each of the three walks also writes: four tensors, not three."),
-            ([..., ..., two], "One walk reads q, k, v and do once, and writes dq, dk and dv."),
-            ([..., ..., 2 * 7 * 256], "V is not K here: dq and dk have K columns, and dv has V."),
-            ([..., ..., 2 * (3 * 256 + 4 * 128)], "Of the seven tensors q, k, dq and dk have K columns: four."),
-            ([..., three, ...], "The second pass makes dk and dv together, and reads q, k, v and do only once."),
-        ],
-        "List the tensors that each walk reads and writes: q, k, dq and dk have K columns, v, do and dv have V.",
-    )
 
 
 @exercise("ex-fla-scale", "derive")

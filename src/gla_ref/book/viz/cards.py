@@ -122,11 +122,6 @@ OPTIONAL = (
         "If you skip it, you will miss how attention is trained without storing its weights.",
     ),
     (
-        "08_training_through_chunks.html",
-        "The paper's Figure 2 in chapter 8",
-        "If you skip it, you will miss a comparison with softmax attention over many lengths.",
-    ),
-    (
         "14_four_kernels.html",
         "Chapter 14",
         "If you skip it, you will miss how to read a kernel by its grid, and the measured costs that two later "

@@ -33,7 +33,8 @@ def chunk_size() -> Explorable:
         title="From recurrent to parallel",
         notice="Each doubling of C halves the steps and the state bytes: one state written and one read per step, "
         "unless a kernel keeps it on the chip. All FLOPs of a step can run at the same time. Up to C = 16, the head "
-        "size, all FLOPs stay below twice those of C = 1; beyond that, doubling C nearly doubles them.",
+        "size, all FLOPs stay below twice those of C = 1. The next doubling adds half as much again, the last one two "
+        "thirds, and a longer text in a single chunk nearly twice.",
         alt="Left, a lower triangle of outputs by tokens: blue triangles of width C along the diagonal are computed as "
         "scores, all left of them in red goes through the state. Right, five bars: FLOPs, steps, FLOPs in a step, "
         "bytes of tensors, bytes of states.",
