@@ -14,7 +14,7 @@ reads key head h // G, G value heads to a key head; its gates are its own, and s
 blocks of 16 meet at a border, the middle of the smallest block of 2^n tokens that holds both: k_j decays up to the
 border, q_i and k_i from there on, and no exponent is above 0. Tokens of one block are anchored in its middle: their
 exponents are within half of the block's sum, 40 nats for gates above -5 (LIMIT of gla_forward.py, here for 16 tokens).
-If a channel's gates sum to less in a block, the chunk is strong in the 64 channels of that product: there tokens of a
+If a channel's gates sum to less in a block, the chunk is strong in the channels of that product: there tokens of a
 block meet at borders too, in four more levels. So nothing is clamped in a mild chunk, and every gate is exact.
 
 The kernel, and its programs (H value heads)::
@@ -166,11 +166,12 @@ def prepare_all(draft: Draft, q: Spec, k: Spec, v: Spec, g: Spec, beta: Spec, cu
     # float16 has no range for e^b: these stay float32, and a walk gives each tile a size of its own
     q_hat, k_hat, k_til = (draft.new(name, B, T, H, call.K, dtype=call.kept) for name in ("q_hat", "k_hat", "k_til"))
     call = call._replace(G=1, k_til=k_til, through=draft.new("through", call.chunks, H, call.K))
+    BK = 32 if q.dtype == torch.float16 else 64  # float16's sizes of rows take registers
     draft.launch(
         prepare, H * call.chunks,
         q, k, g, beta, q_hat, k_hat, k_til, call.through, call.P, call.Y, call.factors, call.cu,
         *patterns(q, k, g, q_hat), *beta.strides, call.N, call.T, H, G, call.K,
-        BK=min(64, call.BK), **call.same, **constants(call, q.dtype), num_warps=WARPS[call.C], num_stages=1,
+        BK=min(BK, call.BK), **call.same, **constants(call, q.dtype), num_warps=WARPS[call.C], num_stages=1,
     )
     return Prepared(call, q_hat, k_hat, G)
 
