@@ -23,7 +23,7 @@ from suites import Case, inputs
 
 CHUNKS = 5
 BARRIERS = {  # in the order in which the walking kernel makes them
-    "fused": ("ready", "gated", "solved", "done"),
+    "fused": ("keys", "ready", "gated", "solved", "done"),
     "ahead": ("ready", "done"),
     "gla": ("empty", "ready", "hat"),
 }

@@ -247,7 +247,6 @@ def test_right_answers_of_another_kind(label, answer):
         ("ex-gradients-stored", 3, "Expected a word"),
         ("ex-gradients-same", chunk_pairs(low=lambda low: lambda x: x), "Nothing is rounded"),
         ("ex-gradients-same", chunk_pairs(), "All pairs lie after token 1"),
-        ("ex-gradients-chunk", [4], "Expected two factors"),
         ("ex-delta-parity", parity(beta=3.0), "beta: write strengths must lie in [0, 2]"),
         ("ex-delta-parity", parity(results=2), "Expected three results"),
         ("ex-delta-parity", lambda bits: ([1.0], [0.0], [2.0]), "a number for each of the 8 tokens"),

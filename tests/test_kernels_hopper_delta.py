@@ -67,7 +67,7 @@ def test_the_number_of_programs_decides_between_them():
     assert few.name == "hopper_ahead" and "64 value heads of sequences for sm_90, 132" in few.why[0]
     assert many.name == "hopper_fused"
     assert [(x.name, x.grid) for x in few.launches] == [("solve", (64 * 5,)), ("walk", (2 * 64,))]
-    assert [(x.name, x.grid) for x in many.launches] == [("fused", (128,))]
+    assert [(x.name, x.grid, x.given("EXACT")) for x in many.launches] == [("fused", (128,), 0), ("fused", (128,), 1)]
     fewer = ON_HOPPER(*call(1, HV=32))  # programs for 32 columns each still fit at once
     assert [x.grid for x in fewer.launches] == [(32 * 5,), (4 * 32,)]
 
@@ -164,8 +164,14 @@ def test_other_gpus_and_other_tritons_are_told_why(monkeypatch):
 # played from their source
 
 
-def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
+def played(*args, **options):
     """o and the final state of inputs of `problem`."""
+    made, _ = played_with_flags(*args, **options)
+    return made
+
+
+def played_with_flags(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
+    """As `played`, and the flags of a plan that has some: which heads are made again."""
     from gla_ref.kernels.hopper import (
         delta_ahead,
         delta_chunk,
@@ -183,8 +189,8 @@ def played(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     found = delta.plan_forward(CLASSES["sm_90"], call)
     named = {n: y for n, y in named.items() if y is not None}
     modules = delta_ahead, delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles
-    o, S, _ = played_gluon.play(found, named, modules, seed, ignored)
-    return {"o": o, "S": S}
+    o, S, strong = played_gluon.play(found, named, modules, seed, ignored)
+    return {"o": o, "S": S}, strong
 
 
 def check(mechanism, *sizes, ends=None, scale=None, path=None, kernels=BOTH, dtype=BF16, gates=F32, groups=2, **kw):
@@ -230,6 +236,22 @@ def test_the_source_on_the_gate_ladder(kind):
 def test_the_source_on_the_key_ladder(correlation, strength):
     for mechanism, dtype in itertools.product(RULES, (BF16, F16)):
         check(mechanism, 1, 130, 1, 64, 64, correlation=correlation, strength=strength, dtype=dtype)
+
+
+@played_here
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+def test_only_heads_with_a_strong_chunk_are_made_again(dtype):
+    sizes = ("gated_delta_rule", 2, 130, 1, 64, 64)
+    (mild, _), (strong, _) = (problem(*sizes, correlation=0.9, strength=b, dtype=dtype, gates=F32) for b in (0.5, 2.0))
+    mixed = mild | {"beta": mild["beta"].clone()}
+    mixed["beta"][0, 64:, 1] = 2.0
+    strong["beta"][0, :64, 1] = 0.5
+    made, flags = zip(*(played_with_flags("hopper_fused", x) for x in (mild, strong, mixed)), strict=True)
+    assert [y.tolist() for y in flags] == [[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]]
+    for n in ("o", "S"):
+        for b, h in itertools.product((0, 1), repeat=2):
+            head = (b, h) if n == "S" else (b, slice(None), h)
+            assert torch.equal(made[2][n][head], made[1 if (b, h) == (0, 1) else 0][n][head])
 
 
 @played_here
@@ -394,7 +416,7 @@ def test_segments_do_not_see_a_neighbour_of_nan(dtype):
 BARRIERS = {
     **{
         f"{name} {s}": ("hopper_fused", "fused", n, s)
-        for n, name in enumerate(("ready", "gated", "solved", "done"))
+        for n, name in enumerate(("keys", "ready", "gated", "solved", "done"))
         for s in (0, 1)
         if (name, s) != ("gated", 1)  # played, the loader is too early there to be missed
     },

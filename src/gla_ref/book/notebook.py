@@ -13,7 +13,7 @@ CHAPTER = re.compile(r"(\d\d[a-z]?)_\w+$")
 
 
 def chapters(book: Path) -> dict[str, str]:
-    """The pages of the chapters in the order of reading, each with its number: {"15b_gradient_kernel": "15b"}."""
+    """The pages of the chapters in the order of reading, each with its number: {"15_gradients": "15"}."""
     found = {path.stem: CHAPTER.match(path.stem) for path in sorted(Path(book).glob("*.md"))}
     return {page: match[1].lstrip("0") for page, match in found.items() if match}
 

@@ -30,25 +30,20 @@ predict(
 )
 
 
-@exercise("ex-fuse-narrow", "derive")
-def narrow(answer):
-    def bound(x, y, u=2**-8):
-        return u * math.log(2) * (abs(x) + abs(y))
+@exercise("ex-fuse-wall", "derive")
+def wall(answer):
+    def right(C, E, between=-1, ln_2=1, sign=-1):
+        return sign * E * math.log(2) ** ln_2 / (C + between)
 
     mistakes = {
-        "That is float32's unit roundoff, 2 ** -24; bfloat16's is 2 ** -8.": dict(u=2**-24),
-        "2 ** -7 is the way from 1 to the next bfloat16; rounding errs by half of it at most.": dict(u=2**-7),
-        "2 ** -9 is too small: bfloat16 has 8 significant bits, so rounding errs by up to 2 ** -8.": dict(u=2**-9),
-        "ln 2 is missing: an error e in the exponent is a factor 2 ** e, about 1 + e ln 2.": (
-            lambda x, y: bound(x, y) / math.log(2)
+        "From the first token to the last there are C - 1 gates: the first token's own does not lie between.": dict(
+            between=0
         ),
-        "The two sums are rounded, not their difference: each errs in proportion to its size.": (
-            lambda x, y: bound(x - y, 0)
-        ),
-        "Both sums are rounded, not only one.": lambda x, y: bound(x, 0),
-        "Nearly: now take 2 ** x - 1 to first order in x.": (lambda x, y: 2 ** (bound(x, y) / math.log(2)) - 1),
+        "That is to base 2; the gates are natural logarithms, and one half-life is ln 2 of them.": dict(ln_2=0),
+        "ln 2 is on the wrong side: 2^E is e^(E ln 2).": dict(ln_2=-1),
+        "A log gate is negative.": dict(sign=1),
     }
-    hold(answer, [(-23.0, -21.5), (-3.0, -0.5)], bound, variants(bound, mistakes), {"bound": ""})
+    hold(answer, [(16, 128), (64, 128), (16, 16)], right, variants(right, mistakes), {"g": ""})
 
 
 def moved(NK: int, T: int, C: int, V: int) -> int:
@@ -74,23 +69,6 @@ def total():
         ],
         lambda answer: [number(answer)],
     )
-
-
-@exercise("ex-fuse-one", "derive")
-def one(answer):
-    def saved(NK, T, V, each=10, kept=1):
-        return each * (NK - kept) * T * V
-
-    mistakes = {
-        "One block has to write and read its output as well: NK - 1 are saved.": dict(kept=0),
-        "v is missing: every block of channels loads it, 2 bytes a number.": dict(each=8),
-        "6 bytes are too few: o takes 4 written and 4 read, and v another 2.": dict(each=6),
-        "Only the writing of o is counted: the sum reads it again, and v is loaded.": dict(each=4),
-        "v is bfloat16: 2 bytes a number.": dict(each=12),
-        "Those are numbers; each takes 4 bytes (o, twice) or 2 (v).": dict(each=3),
-    }
-    cases = [(4, 2048, 512), (2, 100, 48), (1, 64, 16)]
-    hold(answer, cases, saved, variants(saved, mistakes), {"bytes": ""})
 
 
 def _prepare(q, k, g, C, to_end=decay_to_end, scale=None, exp=torch.exp, on_k=1.0):

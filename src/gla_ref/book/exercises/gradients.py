@@ -1,14 +1,12 @@
 """Judges of the exercises on gradients of gates: the closed form, and how it is summed (chapter 15)."""
 
-import math
-
 from torch.nn import functional as F
 
-from ... import gla, simple_gla
+from ... import simple_gla
 from ...gradients.gla import backward
 from . import Wrong, exercise
-from ._compare import call, close, draw, hold, locate, results, reverse_sum, variants
-from ._predict import RIGHT, Part, Question, ask, near, number, numbers
+from ._compare import call, close, draw, hold, locate, results, reverse_sum
+from ._predict import ask, numbers
 
 
 @exercise("ex-gradients-first", "derive")
@@ -124,49 +122,6 @@ def pairs():
     return numbers(names, right, mistakes, hint)
 
 
-@exercise("ex-gradients-values", "implement")
-def values(answer):
-    def terms(o, do, v, dv, S, D):
-        return o * do - v * dv
-
-    def end(o, do, v, dv, S, D, axis=-2):
-        return (S * D).sum(axis)[:, None]
-
-    mistakes = {
-        **_sums(terms, end, "o do", "v dv"),
-        "The final state is missing: it is read after every token.": lambda *x: reverse_sum(terms(*x), 1),
-        "The final state is summed over its columns, but these gates fade columns: sum over the rows, K.": (
-            lambda *x: reverse_sum(terms(*x), 1) + end(*x, axis=-1)
-        ),
-        "One gate per column: nothing is summed over the columns.": (
-            lambda *x: (reverse_sum(terms(*x), 1) + end(*x)).sum(-1)
-        ),
-    }
-    key, value, state = (2, 6, 2, 4), (2, 6, 2, 4), (2, 2, 4, 4)  # K = V, so that rows and columns can be mixed up
-    q, k, g, v, do, noise, S_0, D = draw(15, key, key, key, value, value, value, state, state)
-    g, g_v = -g.abs(), -noise.abs()
-    o, S_T = gla.recurrent(q, k, v, g, g_v=g_v, initial_state=S_0)
-    found = backward(q, k, v, g, do, D, g_v=g_v, initial_state=S_0)
-    hold(answer, [(o, do, v, found.dv, S_T, D)], lambda *_: found.dg_v, mistakes, {"dg_v": "B T H V"})
-
-
-def _states(K, V, kept=2, keys=3):
-    """C at which the chunks' states take as much memory as their inputs."""
-    return kept * K * V / (keys * K + V)
-
-
-@exercise("ex-gradients-states", "derive")
-def states(answer):
-    mistakes = {
-        "Two states are kept for each chunk: the state before it and the gradient of the state after it.": dict(kept=1),
-        "The inputs have three tensors with K channels, q, k and g, and one with V.": dict(keys=2),
-        "The ratio is upside down: longer chunks have fewer states.": lambda K, V: (3 * K + V) / (2 * K * V),
-        "States and inputs have numbers of the same size here, e bytes: the size cancels.": dict(kept=4),
-    }
-    cases = [(128, 128), (64, 96), (256, 512)]
-    hold(answer, cases, _states, variants(_states, mistakes), {"C": ""})
-
-
 @exercise("ex-gradients-same", "implement")
 def same(answer):
     def terms(q, k, g, dP, low, taken=1.0):
@@ -205,24 +160,3 @@ def same(answer):
         )
     if not close(found, want):
         raise Wrong(f"Other factors are rounded. {locate('dg', 'T K', found, want)}")
-
-
-@ask("ex-gradients-chunk")
-def chunk():
-    def read(answer):
-        if not isinstance(answer, (list, tuple)) or len(answer) != 2:
-            raise Wrong("Expected two factors: that of the error and that of the states' bytes.")
-        return [number(x) for x in answer]
-
-    error, states = (2.0, 6.0), near(1 / 16, 1e-9)  # errors grow by about the root of 16
-    return Question(
-        [Part("factor of the error"), Part("factor of the states' bytes")],
-        [
-            ((error, states), RIGHT),
-            ((None, (1.0, math.inf)), "The states' bytes: longer chunks have fewer states."),
-            (((6.0, math.inf), states), "The error: errors of either sign partly cancel, n add up to about sqrt(n)."),
-            ((None, states), "The error: a longer chunk adds and takes away more pairs."),
-            ((None, None), "The states' bytes: one state and one gradient for each chunk."),
-        ],
-        read,
-    )

@@ -51,12 +51,11 @@ CARDS = tuple(Card(*texts) for texts in (
      "Anchor a chunk's scales, and know when the data forbid it."),
     ("Gates", "13_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
      "Read every line of a fast kernel, predict its time, and write it yourself."),
-    ("Gates", "14_four_kernels", "Four kernels and a sum", "How did its authors run it, and what did that cost?",
-     "Read an early implementation, and count what each step moves."),
+    ("Gates", "14_four_kernels", "The first four kernels",
+     "How did its author run it, and why did no test see the bugs?",
+     "Follow every byte of a kernel from launch to launch, and see what a test will never see."),
     ("Gates", "15_gradients", "Gradients of the gates", "How much passed through this gate?",
-     "Derive the gates' gradient without storing states, and see which pairs cancel."),
-    ("Gates", "15b_gradient_kernel", "Summing a gate's gradient", "Why does a sum that is right on paper lose digits?",
-     "Cut a sum so that nothing has to cancel, and read the backward kernels."),
+     "Derive the gates' gradient without storing states, and add it up without losing its digits."),
     ("Gates", "16_one_token_at_a_time", "One token at a time", "What must be kept to write the next word?",
      "Write a decoding step and its kernel, and serve many users from states."),
     ("Models", "17_gla_layer", "The layer and its Transformer", "What stands around the recurrence in a model?",
@@ -124,8 +123,8 @@ OPTIONAL = (
     (
         "14_four_kernels.html",
         "Chapter 14",
-        "If you skip it, you will miss how to read a kernel by its grid, and the measured costs that two later "
-        "chapters avoid.",
+        "If you skip it, you will miss how GLA's first kernels worked, what each of their steps costs, and two bugs "
+        "that shipped.",
     ),
 )
 

@@ -7,9 +7,8 @@
     o = combine(o, A, v)                       o + A v
 
 Kept as it is, with its weakness: it takes differences of running sums, so that a strong gate costs the later
-decays of its chunk their low bits, and -inf makes NaN. Chapter 14 has the bound; :mod:`gla_ref.gla` is right
-for every gate. The kernels are in :mod:`gla_ref.kernels.exhibits.gla_chunk_fuse`. `gla_ref.gla_chunk_fuse` is this
-module's public name; it needs no Triton.
+decays of its chunk their low bits, and -inf makes NaN. :mod:`gla_ref.gla` is right for every gate. The kernels are in
+:mod:`gla_ref.kernels.exhibits.gla_chunk_fuse`. `gla_ref.gla_chunk_fuse` is the public name; it needs no Triton.
 """
 
 from dataclasses import dataclass

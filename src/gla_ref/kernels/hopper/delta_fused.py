@@ -1,43 +1,45 @@
 """The delta rules, forward, on Hopper, for many heads: everything in one program (chapters 20 and 23).
 
-Equations (1) to (3) are those of delta_chunk.py. A program owns a value head of a sequence. It has three kinds of roles
-of four warps each, because setmaxnreg is one instruction of a whole warpgroup::
+Equations (1) to (3) are those of delta_chunk.py. A program owns a value head of a sequence. It has three roles::
 
-    loader    asks the copy engine (TMA) for q, k, v of a chunk; sums gates     waits for `done`
-    solver    (1)                                                               waits for `ready`, `gated`
-    walker    (2) and (3) for 64 columns of V; S in its registers; o out        waits for `ready`, `solved`
+    loader    a warp          asks the copy engine (TMA) for k, q, v of a chunk; sums gates    waits for `done`
+    solver    four warps      (1)                                        waits for `keys`, `gated`, `ready`
+    walker    V / 16 warps    (2) and (3); S in its registers; o out     waits for `keys`, `ready`, `solved`
 
-V = 128 has two walkers. The solver works a chunk ahead of the walkers, so everything of a chunk has two stages. Chunk c
-lies in stage s = c % 2, and its round is j = c // 2. Each stage has four barriers::
+The solver works a chunk ahead of the walker, so everything of a chunk has two stages. Chunk c lies in stage s = c % 2,
+and its round is j = c // 2. Each stage has five barriers::
 
-    ready     copy engine -> solver, walkers    the announced bytes      q, k and v are there
-    gated     loader -> solver                  1 arrival                strengths, sums of gates and decays are there
-    solved    solver -> walkers                 1 arrival                T and P are there, and so are the decays
-    done      walkers -> loader                 1 arrival per walker     everything of c has been read
+    keys      copy engine -> solver, walker    the announced bytes    k is there: the solver needs no more to begin
+    ready     copy engine -> solver, walker    the announced bytes    q and v are there
+    gated     loader -> solver                 1 arrival              strengths, sums of gates and decays are there
+    solved    solver -> walker                 1 arrival              T and P are there, and so are the decays
+    done      walker -> loader                 1 arrival              everything of c has been read
 
 This is the order of ring.py, with chunks for rounds.
 
-*Nothing is overwritten too early*: the solver, once past `ready` of c, knows that the walkers are done with c - 2. Its
+*Nothing is overwritten too early*: the solver, once past `keys` of c, knows that the walker is done with c - 2. Its
 own products have read q and k before it arrives at `solved`.
 
-*The walkers' tiles are transposed.* A product's first operand may be in registers, and a product leaves its sums where
+*The walker's tiles are transposed.* A product's first operand may be in registers, and a product leaves its sums where
 the next one takes its first operand from. So S^T, v'^T, w^T never leave registers, and only o goes through shared
 memory. The order of products is one that the assembler runs asynchronously: k S and q S are both waited for before the
 decays are loaded, which takes fewer registers than waiting for k S alone.
 
-*The decays of N and P* are 2^(c_i - c_j), with c the coarse sums, which fall by 1/512 a row more than gates do: so the
+*The decays* of N and P are 2^(c_i - c_j), with c the coarse sums, which fall by 1/512 a row more than gates do: so the
 sign of c_i - c_j tells what is above the diagonal, and no mask is made. The rest is D = diag(2^x), where b in base 2 is
-c + x, x < 1/4. With N = D N' D^-1 and P = D P' D^-1 walkers have w' = D^-1 w = (I - N')^-1 diag(2^-x beta) v', and P w
-= D P' w'. D costs nothing in the solver: rows of P and columns of T have factors anyway.
+c + x, x < 1/4. With N = D N' D^-1 and P = D P' D^-1 the walker has w' = D^-1 w = (I - N')^-1 diag(2^-x beta) v', and
+P w = D P' w'. D costs nothing in the solver: rows of P and columns of T have factors anyway.
 
-*The inverse* is that of delta_inverse.py, with float16's products. If a chunk's largest N_ij is above its limit the
-solver makes N again, and the inverse by pairs of bfloat16: a mild chunk pays for the vote only.
+*Two launches.* The inverse is that of delta_inverse.py. The first launch makes it by float16's products and votes: if
+an N_ij of any of a program's chunks is above its limit, the program's flag is 1. The second launch, EXACT, has the same
+programs; one whose flag is 0 returns at once, the others make their heads again by pairs of bfloat16. A branch on each
+chunk's vote instead would cost the mild chunks registers, and time although none takes it (lab/delta_rules.md).
 
 *float16* ends at 65504, so rows of operands are divided by powers of 2 before they are rounded (`scaled_rows`), and
 products are multiplied by them. A row is a column of V, or of T and P a token: no warp needs another one's maximum.
 
 *Packed sequences.* The last chunk of a sequence may end with rows of the next one. The solver overwrites these rows of
-q, k and v with zeros, and the walkers wait for `solved` before they read them. Gates and strengths of these rows are
+q, k and v with zeros, and the walker waits for `solved` before it reads them. Gates and strengths of these rows are
 zeros.
 
 *Proxies.* WGMMA and the copy engine see what threads wrote only after these threads' fence, so a fence follows every
@@ -54,6 +56,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -68,7 +71,7 @@ from ..launch.hardware import Hardware
 from ..launch.plan import Plan, cdiv
 from . import delta_chunk
 from .delta_chunk import VARIABLE, since_until, strides, summed, which_sequence
-from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, spread
+from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, largest, spread
 from .delta_walks import state_rows
 from .gluon_names import named
 from .ring import invalidate, new_barriers
@@ -76,7 +79,7 @@ from .tiles import box, keep_rows
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
-C, BV = gl.constexpr(64), gl.constexpr(64)  # tokens of a chunk, columns of a walker
+C = gl.constexpr(64)  # tokens of a chunk
 STAGES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
 # rows of a chunk's `gates`: strengths, c, e^b, 2^x e^(b_C - b), scale e^b, 2^-x times strengths, 2^x scale
 BETA, COARSE, SINCE, UNTIL, READ, RIGHT, LEFT = (gl.constexpr(i) for i in range(7))
@@ -87,7 +90,7 @@ class Tiles(NamedTuple):
 
     q: object
     k: object
-    v: object  # a tile for each walker
+    v: object
     T: object
     P: object
     gates: object  # rows of C numbers; without gates only BETA
@@ -97,10 +100,11 @@ class Tiles(NamedTuple):
 class Barriers(NamedTuple):
     """Who waits for whom, one of each for each stage."""
 
-    ready: object  # solver and walkers: until the copies have come
+    keys: object  # solver and walker: until k has come
+    ready: object  # solver and walker: until q and v have come
     gated: object  # the solver: until the loader has stored the rows of `gates`
-    solved: object  # walkers: until T and P are made
-    done: object  # the loader: until all walkers have read the chunk
+    solved: object  # the walker: until T and P are made
+    done: object  # the loader: until the walker has read the chunk
 
 
 @gluon.jit
@@ -124,8 +128,7 @@ def scaled_rows(x, dtype: gl.constexpr):
 @gluon.jit
 def loader(q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_k, begin, end, n, scale):
     """Bring q, k, v of each chunk, zeros beyond the tensor; strengths, sums of gates and decays, zeros beyond `end`."""
-    n_v: gl.constexpr = tiles.v.shape[0] // STAGES  # walkers, with a tile of v each
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     rows = gl.arange(0, C, layout=line)
     left = end - begin
     beta += i_b.to(gl.int64) * s_beta[0] + begin.to(gl.int64) * s_beta[1] + i_h.to(gl.int64) * s_beta[2]
@@ -136,12 +139,13 @@ def loader(q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_k, begin, end
     for c in range(n):
         s, o_t = c % STAGES, begin + c * C
         mbarrier.wait(bars.done.index(s), ((c // STAGES) & 1) ^ 1)
-        bar = bars.ready.index(s)  # completes when so many bytes are there
-        mbarrier.expect(bar, 2 * k.block_type.nbytes + n_v * v.block_type.nbytes)
+        bar = bars.keys.index(s)  # completes when so many bytes are there
+        mbarrier.expect(bar, k.block_type.nbytes)
         copy_in(k, [i_b, i_k, o_t, 0], bar, tiles.k.index(s))
+        bar = bars.ready.index(s)
+        mbarrier.expect(bar, q.block_type.nbytes + v.block_type.nbytes)
         copy_in(q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
-        for d in gl.static_range(n_v):
-            copy_in(v, [i_b, i_h, o_t, d * BV], bar, tiles.v.index(s * n_v + d))
+        copy_in(v, [i_b, i_h, o_t, 0], bar, tiles.v.index(s))
         row(tiles, s, BETA).store(b_beta.to(gl.float32))
         if g is not None:
             coarse, fine = summed(b_g.to(gl.float32))
@@ -178,16 +182,6 @@ def decays(tiles, s, never, GATED: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def spread_again(tiles, scratch, s, b_k, never, GATED: gl.constexpr, layout: gl.constexpr):
-    """N, in pairs of bfloat16."""
-    none = gl.zeros([C, C], gl.float32, layout)
-    N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
-    E = decays(tiles, s, never, GATED, layout)
-    strength = -row(tiles, s, BETA).load(gl.SliceLayout(1, layout))[:, None]
-    spread(warpgroup_mma_wait(0, deps=[N]) * (E * strength), scratch, 1)
-
-
-@gluon.jit
 def store_T(tiles, s, Y, GATED: gl.constexpr, layout: gl.constexpr):
     """T = Y diag(beta), and the powers of its rows."""
     strength = row(tiles, s, RIGHT if GATED else BETA).load(gl.SliceLayout(0, layout))[None, :]
@@ -198,24 +192,27 @@ def store_T(tiles, s, Y, GATED: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def solver(tiles, bars, scratch, begin, end, n, scale, GATED: gl.constexpr, PACKED: gl.constexpr):
-    """(1) of each chunk."""
+def solver(
+    tiles, bars, scratch, strong, begin, end, n, scale, GATED: gl.constexpr, PACKED: gl.constexpr, EXACT: gl.constexpr
+):
+    """(1) of each chunk; without EXACT also whether one of them needs it."""
     K: gl.constexpr = tiles.q.shape[4]
-    n_v: gl.constexpr = tiles.v.shape[0] // STAGES
+    V: gl.constexpr = tiles.v.shape[4]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    most = largest(gl.zeros([C, C], gl.float32, wide))
     for c in range(n):
         s, parity = c % STAGES, (c // STAGES) & 1
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
-        mbarrier.wait(bars.ready.index(s), parity)
+        mbarrier.wait(bars.keys.index(s), parity)
         if PACKED:
             left = end - begin - c * C
             if left < C:  # the rest is another sequence's
+                mbarrier.wait(bars.ready.index(s), parity)
                 keep_rows(b_q, left, of_k)
                 keep_rows(b_k, left, of_k)
-                for d in gl.static_range(n_v):
-                    keep_rows(tiles.v.index(s * n_v + d).reshape([C, BV]), left, of_v)
+                keep_rows(tiles.v.index(s).reshape([C, V]), left, of_v)
                 fence_async_shared()
         none = gl.zeros([C, C], gl.float32, wide)
         N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -224,85 +221,88 @@ def solver(tiles, bars, scratch, begin, end, n, scale, GATED: gl.constexpr, PACK
         E = decays(tiles, s, never, GATED, wide)
         strength = -row(tiles, s, BETA).load(gl.SliceLayout(1, wide))[:, None]
         N = warpgroup_mma_wait(0, deps=[N])
+        mbarrier.wait(bars.ready.index(s), parity)
         P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
-        spread(N * (E * strength), scratch, 0)
+        N *= E * strength
+        if not EXACT:
+            most = gl.maximum(most, largest(N))  # infinite where N is
+        spread(N, scratch, EXACT)
         if GATED:
             E *= row(tiles, s, LEFT).load(gl.SliceLayout(1, wide))[:, None]
         else:
             E *= scale
-        eliminate(scratch, 0)
+        eliminate(scratch, EXACT)
         P = warpgroup_mma_wait(0, deps=[P]) * E
         P, power = scaled_rows(P, b_k.dtype)
         tiles.P.index(s).store(P)
         if tiles.powers is not None:
             tiles.powers.index(2 * s + 1).store(power)
-        if is_strong(scratch):
-            spread_again(tiles, scratch, s, b_k, never, GATED, wide)
-            eliminate(scratch, 1)
-            store_T(tiles, s, inverse(scratch, 1, wide), GATED, wide)
-        else:
-            store_T(tiles, s, inverse(scratch, 0, wide), GATED, wide)
+        store_T(tiles, s, inverse(scratch, EXACT, wide), GATED, wide)
         fence_async_shared()
         mbarrier.arrive(bars.solved.index(s), count=1)
+    if not EXACT:
+        gl.store(strong, is_strong(most).to(gl.int32))
 
 
 @gluon.jit
-def send(d_o, x, t_u, done, i_b, i_h, o_t, o_v):
-    """o^T [BV, C] of a whole chunk, by way of t_u."""
+def send(d_o, x, t_u, done, i_b, i_h, o_t):
+    """o^T [V, C] of a whole chunk, by way of t_u."""
+    V: gl.constexpr = t_u.shape[3]
     tma.store_wait(0)  # the last o has been read
-    t_u.reshape([C, BV]).permute((1, 0)).store(x)
+    t_u.reshape([C, V]).permute((1, 0)).store(x)
     fence_async_shared()
     mbarrier.arrive(done, count=1)  # after a fence: threads have read v
-    copy_out(d_o, [i_b, i_h, o_t, o_v], t_u)
+    copy_out(d_o, [i_b, i_h, o_t, 0], t_u)
 
 
 @gluon.jit
 def store_turned(
-    o, d_o, x, t_u, done, i_b, i_h, o_t, end, o_v, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
+    o, d_o, x, t_u, done, i_b, i_h, o_t, end, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
 ):
-    """o^T [BV, C] to rows o_t ..., up to row `end`."""
+    """o^T [V, C] to rows o_t ..., up to row `end`."""
     if PACKED:
         if end - o_t < C:
-            rows = gl.arange(0, BV, layout=gl.SliceLayout(1, layout))[:, None]
+            rows = gl.arange(0, V, layout=gl.SliceLayout(1, layout))[:, None]
             columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :]
-            p = o + (o_t.to(gl.int64) * HV + i_h) * V + o_v
+            p = o + (o_t.to(gl.int64) * HV + i_h) * V
             gl.store(p + (columns * (HV * V) + rows), x, mask=columns < end - o_t)
             fence_async_shared()
             mbarrier.arrive(done, count=1)
         else:
-            send(d_o, x, t_u, done, i_b, i_h, o_t, o_v)
+            send(d_o, x, t_u, done, i_b, i_h, o_t)
     else:
-        send(d_o, x, t_u, done, i_b, i_h, o_t, o_v)
+        send(d_o, x, t_u, done, i_b, i_h, o_t)
 
 
 @gluon.jit
-def walker(outputs, tiles, bars, which, t_u, D: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr):
-    """(2) and (3) for columns D * BV on, from S_in to S_out, all transposed."""
+def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.constexpr):
+    """(2) and (3), from S_in to S_out, all transposed."""
     o, d_o, S_in, S_out = outputs
     i_n, i_b, i_h, begin, end, n, HV, scale = which
     K: gl.constexpr = tiles.q.shape[4]
     dtype: gl.constexpr = tiles.k.dtype
     FLOAT16: gl.constexpr = dtype == gl.float16
-    n_v: gl.constexpr = tiles.v.shape[0] // STAGES
-    V: gl.constexpr = n_v * BV
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
-    state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
+    V: gl.constexpr = tiles.v.shape[4]
+    W: gl.constexpr = V // 16  # warps
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, C, 16])  # [V, C]
+    state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, K, 16])  # [V, K]
     left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
     left_S: gl.constexpr = gl.DotOperandLayout(0, state, 2)
     of_row: gl.constexpr = gl.SliceLayout(1, narrow)
     of_column: gl.constexpr = gl.SliceLayout(0, narrow)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     if S_in is not None:
-        S = gl.load(state_rows(S_in, i_n, i_h, D * BV, HV, K, V, state))
+        S = gl.load(state_rows(S_in, i_n, i_h, 0, HV, K, V, state, V))
     else:
-        S = gl.zeros([BV, K], gl.float32, state)
+        S = gl.zeros([V, K], gl.float32, state)
     for c in range(n):
         s, o_t, parity = c % STAGES, begin + c * C, (c // STAGES) & 1
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
-        b_v = tiles.v.index(s * n_v + D).reshape([C, BV])
-        none = gl.zeros([BV, C], gl.float32, narrow)
+        b_v = tiles.v.index(s).reshape([C, V])
+        none = gl.zeros([V, C], gl.float32, narrow)
         low, of_S = scaled_rows(S, dtype)
         low = gl.convert_layout(low, left)
+        mbarrier.wait(bars.keys.index(s), parity)
         mbarrier.wait(bars.ready.index(s), parity)
         if PACKED:
             if end - o_t < C:  # the solver puts zeros into k
@@ -347,21 +347,24 @@ def walker(outputs, tiles, bars, which, t_u, D: gl.constexpr, GATED: gl.constexp
         if FLOAT16:
             S, b_o = S * gl.exp2(of_u), b_o * gl.exp2(of_w)[:, None] * gl.exp2(of_P)
         done = bars.done.index(s)
-        store_turned(o, d_o, b_o.to(dtype), t_u, done, i_b, i_h, o_t, end, D * BV, HV, V, narrow, PACKED)
+        store_turned(o, d_o, b_o.to(dtype), t_u, done, i_b, i_h, o_t, end, HV, V, narrow, PACKED)
     tma.store_wait(0)
-    gl.store(state_rows(S_out, i_n, i_h, D * BV, HV, K, V, state), S)
+    gl.store(state_rows(S_out, i_n, i_h, 0, HV, K, V, state, V), S)
 
 
 @gluon.jit(do_not_specialize=VARIABLE)
 def fused(
-    q, k, v, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_o, o, S_in, S_out, cu, T, HV, G, scale,
-    K: gl.constexpr, V: gl.constexpr, R_WALKER: gl.constexpr, R_SOLVER: gl.constexpr,
+    q, k, v, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_o, o, S_in, S_out, strong, cu, T, HV, G, scale,
+    K: gl.constexpr, V: gl.constexpr, EXACT: gl.constexpr, R_SOLVER: gl.constexpr,
 ):
     """A value head of a sequence, chunk by chunk, from its state in S_in (or zeros) to S_out.
 
-    q, k, v are boxes, and so is d_o, of the tensor o. g may be None: the delta rule.
+    q, k, v are boxes, and so is d_o, of the tensor o. g may be None: the delta rule. strong [programs] has the flags.
     """
-    WALKERS: gl.constexpr = V // BV
+    strong += gl.program_id(0)
+    if EXACT:
+        if gl.load(strong) == 0:
+            return
     GATED: gl.constexpr = g is not None
     PACKED: gl.constexpr = cu is not None
     # this program's tile: neighbours are value heads of one key head, which share what they read in L2
@@ -374,10 +377,10 @@ def fused(
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
     t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
-    t_v = gl.allocate_shared_memory(v.dtype, [STAGES * WALKERS, 1, 1, C, BV], v.layout)
+    t_v = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, C, V], v.layout)
     t_T = gl.allocate_shared_memory(k.dtype, [STAGES, C, C], square)
     t_P = gl.allocate_shared_memory(k.dtype, [STAGES, C, C], square)
-    t_u = gl.allocate_shared_memory(k.dtype, [WALKERS, 1, 1, C, BV], d_o.layout)
+    t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, V], d_o.layout)
     gates = gl.allocate_shared_memory(gl.float32, [STAGES * (7 if GATED else 1), C], line)
     if k.dtype == gl.float16:
         powers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line)
@@ -385,7 +388,11 @@ def fused(
         powers: gl.constexpr = None
     scratch = allocate_scratch()
     bars = Barriers(
-        new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, WALKERS)
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
     )
     fence_async_shared()
 
@@ -393,28 +400,15 @@ def fused(
     outputs, which = (o, d_o, S_in, S_out), (i_n, i_b, i_h, begin, end, n, HV, scale)
     s_g, s_beta = (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)
     of_loader = (q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_h // G, begin, end, n, scale)
-    of_solver = (tiles, bars, scratch, begin, end, n, scale, GATED, PACKED)
-    if WALKERS == 2:
-        gl.warp_specialize(
-            [
-                (walker, (outputs, tiles, bars, which, t_u.index(0), 0, GATED, PACKED)),
-                (walker, (outputs, tiles, bars, which, t_u.index(1), 1, GATED, PACKED)),
-                (solver, of_solver),
-                (loader, of_loader),
-            ],
-            [4, 4, 4],
-            [R_WALKER, R_SOLVER, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (walker, (outputs, tiles, bars, which, t_u.index(0), 0, GATED, PACKED)),
-                (solver, of_solver),
-                (loader, of_loader),
-            ],
-            [4, 4],
-            [R_SOLVER, 24],
-        )
+    gl.warp_specialize(
+        [
+            (walker, (outputs, tiles, bars, which, t_u, GATED, PACKED)),
+            (solver, (tiles, bars, scratch, strong, begin, end, n, scale, GATED, PACKED, EXACT)),
+            (loader, of_loader),
+        ],
+        [4, 1],
+        [R_SOLVER, 24],
+    )
     invalidate(bars)
 
 
@@ -422,14 +416,13 @@ def fused(
 
 
 class Roles(NamedTuple):
-    """How a program is made."""
+    """Registers a thread; the walker gets what the others leave."""
 
-    registers: int  # a thread, at entry; the first walker gets what the others leave of them
-    of_walker: int  # a thread of the second walker: with 184 the assembler serialises all products
-    of_solver: int
+    at_entry: int
+    of_solver: int  # with 112 at V = 128 the walker has 184, and the assembler serialises all products
 
 
-ROLES = {64: Roles(160, 0, 216), 128: Roles(128, 192, 104)}  # by V
+ROLES = {64: Roles(160, 216), 128: Roles(128, 104)}  # by V
 CHUNK = 4.1  # microseconds of a chunk where all multiprocessors work
 
 
@@ -443,11 +436,14 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     shared, q, k, v, g, beta = delta_chunk.begin(hardware, call), call.q, call.k, call.v, call.g, call.beta
     draft, K, V, roles = shared.draft, shared.K, shared.V, ROLES[shared.V]
     draft.because("the whole chunk in one program, a program a value head: the fused Hopper kernel, in Gluon")
+    draft.because("the second launch makes again, by pairs of bfloat16, the heads with a chunk too strong for float16")
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.N, shared.H, K, V)
-    draft.launch(
-        fused, shared.H * shared.N,
-        box(q, C.value, K), box(k, C.value, K), box(v, C.value, BV.value), g, beta, *strides(g), *strides(beta),
-        box(o, C.value, BV.value), o, shared.S_in, S_T, shared.cu, shared.T, shared.H, shared.G, shared.scale,
-        K=K, V=V, R_WALKER=roles.of_walker, R_SOLVER=roles.of_solver, num_warps=4, maxnreg=roles.registers,
-    )
+    strong = draft.new("strong", shared.H * shared.N, dtype=torch.int32)
+    for exact in (0, 1):
+        draft.launch(
+            fused, shared.H * shared.N,
+            box(q, C.value, K), box(k, C.value, K), box(v, C.value, V), g, beta, *strides(g), *strides(beta),
+            box(o, C.value, V), o, shared.S_in, S_T, strong, shared.cu, shared.T, shared.H, shared.G, shared.scale,
+            K=K, V=V, EXACT=exact, R_SOLVER=roles.of_solver, num_warps=V // 16, maxnreg=roles.at_entry,
+        )
     return draft.plan("hopper_fused", o, S_T)

@@ -38,7 +38,6 @@ class Scratch(NamedTuple):
     N: object  # blocks of 16 of N in two parts; those of D_j take the place of blocks that nobody reads
     L: object  # the lower left quarters of the blocks of 16 on the diagonal, in two parts
     D: object  # the inverses of blocks of 8, two in a block of 16, in two parts
-    most: object  # [4] float32: the largest |N_ij| of a warp's rows
 
 
 @gluon.jit
@@ -49,8 +48,7 @@ def allocate_scratch():
     t_N = gl.allocate_shared_memory(gl.float16, [32, 16, 16], rows)
     t_L = gl.allocate_shared_memory(gl.float16, [8, 16, 16], rows)
     t_D = gl.allocate_shared_memory(gl.float16, [8, 16, 16], rows)
-    most = gl.allocate_shared_memory(gl.float32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Scratch(t_E, t_N, t_L, t_D, most)
+    return Scratch(t_E, t_N, t_L, t_D)
 
 
 @gluon.jit
@@ -122,8 +120,7 @@ def times(x, tile, n: gl.constexpr, acc, mma: gl.constexpr, PAIRS: gl.constexpr)
 
 @gluon.jit
 def spread(N, scratch, PAIRS: gl.constexpr):
-    """N to shared memory; zeros above the diagonal, and on it -beta_i |k_i|^2 or zeros, which only `is_strong` sees."""
-    scratch.most.store(gl.max(gl.max(gl.abs(N).reshape([4, 16, 64]), 2), 1))
+    """N to shared memory; zeros above the diagonal, and on it -beta_i |k_i|^2 or zeros, which only `largest` sees."""
     # blocks of 16 on the diagonal [block, row, column]: a warp has all blocks of its rows, and picks one
     four: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, four)))[:, None, None]
@@ -145,10 +142,15 @@ def spread(N, scratch, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def is_strong(scratch):
-    """Whether an N that has been spread needs pairs: one vote of the chunk."""
-    line: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    return gl.max(scratch.most.load(line), 0) > MILD
+def largest(N):
+    """The largest |N_ij| of each thread, as a tile [64, 4]."""
+    return gl.max(gl.max(gl.abs(N).reshape([64, 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def is_strong(most):
+    """Whether an N needs pairs: one vote of all threads."""
+    return gl.max(gl.max(most, 1), 0) > MILD
 
 
 @gluon.jit

@@ -177,9 +177,11 @@ def loader(boxes, factors, tiles, bars, part, scale, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def state_rows(x, i_s, i_h, o_v, HV, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
-    """Pointers to the columns o_v on of a head's state as rows [BV, K]; x [slots, HV, K, W]."""
-    o_c, o_k = gl.arange(0, BV, layout=gl.SliceLayout(1, layout)), gl.arange(0, K, layout=gl.SliceLayout(0, layout))
+def state_rows(
+    x, i_s, i_h, o_v, HV, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr = 64
+):
+    """Pointers to the columns o_v on of a head's state as rows [ROWS, K]; x [slots, HV, K, W]."""
+    o_c, o_k = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), gl.arange(0, K, layout=gl.SliceLayout(0, layout))
     # not a sum of integers first, of which one for each pointer would stay in registers
     return x + (i_s * HV + i_h).to(gl.int64) * K * W + o_v + o_c[:, None] + o_k[None, :] * W
 
