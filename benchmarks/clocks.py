@@ -206,13 +206,15 @@ def planned(kernel: str, module, x: dict[str, Tensor]) -> Plan:
     """The plan of a call without an initial state, by a kernel's module or a copy of it."""
     tensors = {n: spec_of(n, y) for n, y in x.items() if n in NAMES}
     tensors |= dict.fromkeys(("initial_state", "cu_seqlens", "scale"))
-    if kernel != "gla":
-        return module.plan_forward(CLASSES["sm_90"], delta.Call(**tensors))
-    # the call's first launch is the page's kernel; the second one looks for strong chunks
-    plan = gla_forward.plan_forward(CLASSES["sm_90"], gla.Call(**tensors, g_v=None, path="fused"))
-    first = plan.steps.index(plan.launches[0])
-    assert plan.steps[first].kernel is module_of(kernel).walk
-    return plan._replace(steps=(*plan.steps[:first], plan.steps[first]._replace(kernel=module.walk)))
+    if kernel == "gla":  # the call launches the page's kernel
+        plan = gla_forward.plan_forward(CLASSES["sm_90"], gla.Call(**tensors, g_v=None, path="fused"))
+    else:
+        plan = module.plan_forward(CLASSES["sm_90"], delta.Call(**tensors))
+    if kernel == "ahead":
+        return plan
+    # one launch: the second one of a call is for strong chunks, and these have none
+    *made, launch = plan.steps[: plan.steps.index(plan.launches[0]) + 1]
+    return plan._replace(steps=(*made, launch._replace(kernel=module.walk) if kernel == "gla" else launch))
 
 
 class Walk:

@@ -280,35 +280,32 @@ def test_mistakes_written_without_the_library_are_caught(name):
     assert report.failures and [match["mistake"] for match in report.diagnosis] == [said] * bool(said), str(report)
 
 
+PLACED = {  # the case, the element of o that is wrong, and where the report finds it
+    "length 145": ((1, 85, 1, 4), {"t": 85, "chunk": 1, "sub-chunk": 1, "batch": 1, "head": 1, "channel": 4}),
+    "packed": (
+        (0, 110, 1, 4),
+        {"t": 110, "sequence": 4, "token": 70, "chunk": 1, "sub-chunk": 0, "head": 1, "channel": 4},
+    ),
+}
+
+
 @pytest.mark.deep
-def test_where_it_is_wrong():
+@pytest.mark.parametrize("only", PLACED)
+def test_where_it_is_wrong(only):
+    at, where = PLACED[only]
+
     def wrong(q, k, v, g, **named):
         o, S = GATED(q, k, v, g, **named)
         o = o.clone()
         if o.shape[1] > 100:
-            o[1 % len(o), 85, 1, 4] += 1e-3
+            o[at[0] % len(o), *at[1:]] += 1e-3
         return o, S
 
-    report = check.kernel("gla", wrong, only="length 145")
+    report = check.kernel("gla", wrong, only=only)
     (row,) = report.failures
-    assert row.quantity == "o" and not report.diagnosis
-    assert row.where == {"t": 85, "chunk": 1, "sub-chunk": 1, "batch": 1, "head": 1, "channel": 4}
+    assert row.quantity == "o" and not report.diagnosis and row.where == where
     assert "No named mistake" in str(report) and set(row.map) > {" "}
-
-
-@pytest.mark.deep
-def test_where_it_is_wrong_in_packed_sequences():
-    def wrong(q, k, v, g, **named):
-        o, S = GATED(q, k, v, g, **named)
-        o = o.clone()
-        o[0, 110, 1, 4] += 1e-3
-        return o, S
-
-    report = check.kernel("gla", wrong, only="packed")
-    (row,) = report.failures
-    own = {"sequence": 4, "token": 70, "chunk": 1, "sub-chunk": 0}
-    assert row.where == {"t": 110, **own, "head": 1, "channel": 4}
-    assert "t 110, sequence 4, token 70, chunk 1, sub-chunk 0" in str(report)
+    assert ", ".join(f"{n} {i}" for n, i in where.items()) in " ".join(str(report).split())
 
 
 @pytest.mark.deep
@@ -559,26 +556,8 @@ def test_json_has_its_schema():
     report = check.kernel("gla", wrong, only="length 65")
     assert not report.reproduction  # of the full level only
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert set(data) == {
-        "schema",
-        "ok",
-        "verdict",
-        "settings",
-        "ladder",
-        "made",
-        "left",
-        "skipped",
-        "cases",
-        "rows",
-        "common",
-        "diagnosis",
-        "next",
-        "not_covered",
-        "alone",
-        "measured",
-        "smallest",
-        "reproduction",
-    }
+    names = "schema ok verdict settings ladder made left skipped cases rows common diagnosis next not_covered alone"
+    assert set(data) == {*names.split(), "measured", "smallest", "reproduction"}
     assert data["settings"] == {
         "mechanism": "gla",
         "device": "cpu",
@@ -597,20 +576,7 @@ def test_json_has_its_schema():
     }
     assert check.Case(**data["cases"]["length 65"]) == report.cases["length 65"]
     assert data["schema"] == 4 and data["ok"] is False
-    keys = {
-        "case",
-        "quantity",
-        "status",
-        "kind",
-        "error",
-        "budget",
-        "message",
-        "waived",
-        "where",
-        "only",
-        "map",
-        "grid",
-    }
+    keys = {*"case quantity status kind error budget message waived where only map grid".split()}
     assert all(set(row) == keys for row in data["rows"])
     assert {row["status"] for row in data["rows"]} <= {"passed", "failed", "not covered"}
     assert "inf" in [row["error"] for row in data["rows"]]

@@ -35,6 +35,17 @@ def test_trials_as_long_as_the_runs_choose_two_to_four_times_the_rates():
     assert len(chosen) == 8 and all(chosen[m, True] / chosen[m, False] in (2, 4) for m, _ in chosen)
 
 
+def test_a_step_is_fastest_compiled_then_ours_then_fla_then_softmax_at_both_sizes():
+    ms = {}
+    for r in records("h200", "throughput"):
+        for x in r["lengths"]:
+            ms[r["about"]["size"], x["T"], r["about"]["contender"]] = x["ms"]
+    for size, T in {key[:2] for key in ms}:
+        order = [ms[size, T, who] for who in ("gla_compiled", "gla", "fla", "sdpa")]
+        assert order == sorted(order), (size, T)
+    assert {size for size, *_ in ms} == {"340M", "1.3B"}
+
+
 def test_the_timed_models_are_one_model():
     """With the same weights ours and fla's are within the budgets of the reference, gradients too."""
     found = records("h200", "models")

@@ -143,7 +143,7 @@ TRAITS = {  # in the order in which a failing case is made plainer
     "loud": Trait(None, lambda c: "loud tokens" * (c.loud is not None)),
     "pull": Trait(1.0, lambda c: f"a loss of size {c.pull:g}"),
     "floor": Trait(None),
-    "scale": Trait(None, lambda c: "" if c.scale is None else f"a scale of {c.scale:g} given", "no scale given"),
+    "scale": Trait(None, lambda c: "" if c.scale is None else f"a scale of {c.scale:g} given"),
     "strength": Trait(1.0, lambda c: f"strengths below {c.strength:g}"),
     "beta": Trait(
         None, lambda c: f"random strengths below {c.strength:g}" if c.beta is None else f"strengths of {c.beta:g}"
@@ -167,7 +167,8 @@ SAID = {name: trait for name, trait in TRAITS.items() if trait.words}
 
 # -- among cases ---------------------------------------------------------------------------------
 KINDS = [  # words that may follow "have"
-    *(lambda c, trait=trait: trait.words(c) or trait.none for name, trait in SAID.items() if name != "ends"),
+    *(lambda c, it=it: it.words(c) or it.none for name, it in SAID.items() if name not in ("ends", "scale")),
+    lambda c: "no scale given" if c.scale is None else "a scale given",
     lambda c: "K = V" if c.K == c.V else "K and V that differ",
 ]
 CHANCE = 0.05  # that as many cases, drawn at random, would share a trait: below, it is worth a line
