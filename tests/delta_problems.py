@@ -6,6 +6,7 @@ from harness import F32, budgets
 
 MILD = "logsigmoid/16"
 RULES = ("delta_rule", "gated_delta_rule")
+GATED, EVERY = ("gated_delta_rule", "kda"), (*RULES, "kda")
 
 
 def problem(
@@ -17,7 +18,8 @@ def problem(
     S multiplies the initial state, `length` is that of keys; `products` have operands of the tokens' dtype unless
     given; on the segmented path three segments each have a map of the state.
     """
-    (q, k, v, g, beta), _ = inputs("gated_delta_rule", B, T, H * max(1, groups // 2), K, V, kind=kind, seed=seed)
+    kind_of = "kda" if mechanism == "kda" else "gated_delta_rule"
+    (q, k, v, g, beta), _ = inputs(kind_of, B, T, H * max(1, groups // 2), K, V, kind=kind, seed=seed)
     q, k = (x[:, :, :H] for x in (q, k))
     v, g, beta = (x[:, :, : H * groups] for x in (v, g, beta))
     k = length * alike(k, correlation)
@@ -25,7 +27,7 @@ def problem(
     rng, N = torch.Generator().manual_seed(seed), B if ends is None else len(ends) - 1
     S, dS = (x * torch.randn(N, H * groups, K, V, generator=rng, dtype=F64) for x in (S, 1.0))
     do = torch.randn(v.shape, generator=rng, dtype=F64)
-    g = g if mechanism == "gated_delta_rule" else None
+    g = None if mechanism == "delta_rule" else g
     x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "do": do, "dS": dS}
     given = {n: F32 if n in ("S", "dS") else dtype for n in x}
     given["g"] = given["beta"] = gates or dtype

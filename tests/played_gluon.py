@@ -325,7 +325,8 @@ LANGUAGE = SimpleNamespace(
     float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
     int8=torch.int8, int32=torch.int32, int64=torch.int64,
     BlockedLayout=layout, SliceLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout,
-    SwizzledSharedLayout=layout, DotOperandLayout=layout, constexpr=lambda x: x, static_range=range,
+    SwizzledSharedLayout=layout, DotOperandLayout=layout, DistributedLinearLayout=layout,
+    constexpr=lambda x: x, static_range=range,
     program_id=lambda axis: torch.tensor(PLAY.pid),
     cdiv=lambda x, y: -(-x // y),
     minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
@@ -392,7 +393,7 @@ def bfloat16_interpreted():
         return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
     def rounded(self, x, kind):
-        if (x.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+        if kind.scalar != tl.bfloat16 or x.dtype.scalar == tl.bfloat16:
             return cast(self, x, kind)
         low = torch.tensor(x.data).to(torch.bfloat16).view(torch.int16)
         return TensorHandle(low.numpy().view(np.uint16), tl.bfloat16)

@@ -209,8 +209,8 @@ STEPS = {name: getattr(steps, name) for name in steps.__all__}
 FORM = {name: FORMS[name]["triton"] for name in PLANNED} | STEPS
 EVERY, CACHED, STATED = tuple(FORM), tuple(FORM)[:1], tuple(FORM)[1:]
 GATED = [name for name in EVERY if "g" in declared(name)]
-DELTA, TWO_SIDED = [name for name in EVERY if "delta" in name], ("gla", "gla_step")
-CHOSEN = ("gla", "delta_rule", "gated_delta_rule")  # mechanisms with a choice of kernels
+DELTA, TWO_SIDED = [name for name in EVERY if "beta" in declared(name)], ("gla", "gla_step")
+CHOSEN = ("gla", "delta_rule", "gated_delta_rule", "kda")  # mechanisms with a choice of kernels
 WRONG = [  # (functions, error, message, changes of the tensors x by name: B = 1, T = 20, H = 2, K = 16, V = 12)
     (EVERY, TypeError, "q: expected a torch.Tensor of shape .*, got list", lambda x: {"q": [1.0]}),
     (EVERY, TypeError, "v: expected a torch.Tensor of shape .*, got None", lambda x: {"v": None}),

@@ -1,12 +1,13 @@
 """The delta rules in Triton against their float64 recurrences: interpreted here, compiled on a GPU."""
 
 import functools
+import itertools
 
 import harness
 import pytest
 import torch
 from cases import CORRELATIONS, F64, LADDER, STRENGTHS, alike, thin
-from delta_problems import MILD, RULES, problem
+from delta_problems import EVERY, GATED, MILD, RULES, problem
 from harness import CUDA, DTYPES, F16, F32, HERE, RUNS, allowed, anywhere, compare, interpreted, results, tokens
 
 from gla_ref import FORMS, triangular
@@ -18,12 +19,13 @@ from triton import language as tl
 
 from gla_ref.kernels import delta as kernels
 from gla_ref.kernels.delta import delta_rule, gated_delta_rule
+from gla_ref.kernels.kda import kda
 from gla_ref.kernels.portable.delta_forward import choose_length, inverse
 from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step
 
-KERNELS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule}
+KERNELS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
 STEPS = {"delta_rule": delta_rule_step, "gated_delta_rule": gated_delta_rule_step}
-WAYS = [(mechanism, path) for mechanism in RULES for path in kernels.PATHS]
+WAYS = [(mechanism, path) for mechanism in EVERY for path in kernels.PATHS]
 
 
 def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
@@ -65,7 +67,7 @@ def test_the_inverse_of_a_triangle(C):
 
 @interpreted
 @pytest.mark.deep
-@pytest.mark.parametrize("mechanism, start", [(m, t) for m in RULES for t in range(1, 71, 10)])
+@pytest.mark.parametrize("mechanism, start", [(m, t) for m in EVERY for t in range(1, 71, 10)])
 def test_every_length(mechanism, start):
     for T in range(start, start + 10):
         kind, path = MILD if T % 2 else "many resets", kernels.PATHS[T // 2 % 2]
@@ -76,15 +78,20 @@ def test_every_length(mechanism, start):
 
 
 @interpreted
-@pytest.mark.parametrize("mechanism, T", thin([(m, T) for m in RULES for T in (1, 15, 16, 17, 50)], (RULES[0], 17)))
+@pytest.mark.parametrize(
+    "mechanism, T", thin([(m, T) for m in EVERY for T in (1, 15, 16, 17, 50)], (RULES[0], 17), ("kda", 50))
+)
 def test_gradients_at_edges(mechanism, T):
     check(mechanism, 1, T, 1, 3, 5, groups=1, path=kernels.PATHS[T % 2], seed=T)
 
 
 @interpreted
-@pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
-def test_the_gate_ladder(kind):
-    check("gated_delta_rule", 1, 37, 1, 5, 3, kind=kind)  # and HV = 2 H
+@pytest.mark.parametrize(
+    "mechanism, kind",
+    thin([(m, x) for m in GATED for x in LADDER], *((m, "many resets") for m in GATED), ("kda", "one strong channel")),
+)
+def test_the_gate_ladder(mechanism, kind):
+    check(mechanism, 1, 37, 1, 5, 3, kind=kind)  # and HV = 2 H
 
 
 KEYS = [(c, b) for c in CORRELATIONS for b in STRENGTHS]
@@ -92,7 +99,8 @@ KEYS = [(c, b) for c in CORRELATIONS for b in STRENGTHS]
 
 @interpreted
 @pytest.mark.parametrize(
-    "mechanism, correlation, strength", thin([(m, *x) for m in RULES for x in KEYS], (RULES[0], 0.99, 2.0))
+    "mechanism, correlation, strength",
+    thin([(m, *x) for m in EVERY for x in KEYS], *((m, 0.99, 2.0) for m in ("delta_rule", "kda"))),
 )
 def test_the_key_ladder(mechanism, correlation, strength):
     check(mechanism, 1, 33, 1, 8, 3, correlation=correlation, strength=strength, groups=1)
@@ -104,11 +112,11 @@ def test_the_key_ladder(mechanism, correlation, strength):
     thin(
         [
             (m, path, *x)
-            for m in RULES
+            for m in EVERY
             for path in kernels.PATHS
             for x in ((0.0, None), (0.99, 1.0), (1.0, 2.0), (0.9, 0.0))
         ],
-        (RULES[1], "segmented", 0.99, 1.0),
+        *((m, "segmented", 0.99, 1.0) for m in GATED),
     ),
 )
 def test_chunks_of_64(mechanism, path, correlation, strength):
@@ -119,7 +127,7 @@ def test_chunks_of_64(mechanism, path, correlation, strength):
 
 
 @interpreted
-@pytest.mark.parametrize("mechanism, path", thin(WAYS, (RULES[1], "segmented")))
+@pytest.mark.parametrize("mechanism, path", thin(WAYS, *((m, "segmented") for m in GATED)))
 def test_packed_sequences(mechanism, path):
     """Lengths around a multiple of a chunk's, and of no tokens; odd sizes."""
     ends = tuple(torch.tensor([0, 1, 0, 17, 0]).cumsum(0).tolist())
@@ -130,7 +138,8 @@ def test_packed_sequences(mechanism, path):
 @pytest.mark.deep
 @pytest.mark.parametrize("K, V", [(1, 1), (60, 16), (128, 16), (64, 100), (256, 40), (16, 512)])
 def test_sizes_in_the_interpreter(K, V):
-    check("gated_delta_rule", 1, 33, 1, K, V, path="segmented" if K > 60 else "fused")
+    for mechanism in GATED:
+        check(mechanism, 1, 33, 1, K, V, path="segmented" if K > 60 else "fused")
 
 
 # anywhere: interpreted by `make test`, compiled by `make test-gpu`
@@ -138,7 +147,7 @@ def test_sizes_in_the_interpreter(K, V):
 
 @anywhere
 @pytest.mark.deep
-@pytest.mark.parametrize("mechanism", RULES)
+@pytest.mark.parametrize("mechanism", EVERY)
 def test_initial_state_and_scale_are_optional(mechanism):
     x, _ = problem(mechanism, 1, 19, 1, 5, 7)
     form, zero = FORMS[mechanism]["triton"], torch.zeros_like(x["S"])
@@ -147,14 +156,14 @@ def test_initial_state_and_scale_are_optional(mechanism):
 
 
 @anywhere
-@pytest.mark.parametrize("mechanism, scale", thin([(m, s) for m in RULES for s in (0.0, -2.0)], (RULES[1], 0.0)))
+@pytest.mark.parametrize("mechanism, scale", thin([(m, s) for m in EVERY for s in (0.0, -2.0)], (RULES[1], 0.0)))
 def test_any_scale(mechanism, scale):
     check(mechanism, 1, 17, 1, 5, 7, scale=scale, groups=1)
 
 
 @anywhere
 @pytest.mark.deep
-@pytest.mark.parametrize("mechanism", RULES)
+@pytest.mark.parametrize("mechanism", EVERY)
 def test_split_and_carry(mechanism):
     x, judged = problem(mechanism, 1, 19, 1, 20, 7)
     harness.hold_in_parts(KERNELS[mechanism], x, judged, (1, 16, 17))
@@ -170,14 +179,16 @@ def test_strides_poison_and_equal_runs(mechanism, path, poisoned):
 
 @anywhere
 @pytest.mark.deep
-def test_gates_alone_may_need_no_gradient():
-    x, _ = problem("gated_delta_rule", 1, 17, 1, 5, 7)
+@pytest.mark.parametrize("mechanism", GATED)
+def test_gates_alone_may_need_no_gradient(mechanism):
+    x, _ = problem(mechanism, 1, 17, 1, 5, 7)
+    form = KERNELS[mechanism]
     q, k, v, g, beta = (y.detach() for y in tokens(x))
     every = [y.clone().requires_grad_() for y in (q, k, v, g, beta)]
-    o, _ = gated_delta_rule(*every)
+    o, _ = form(*every)
     want = torch.autograd.grad(o.sum(), every)
     few = [every[i] for i in (0, 1, 2, 4)]
-    o, _ = gated_delta_rule(*every[:3], g, every[4])
+    o, _ = form(*every[:3], g, every[4])
     for y, z in zip(torch.autograd.grad(o.sum(), few), (want[i] for i in (0, 1, 2, 4)), strict=True):
         assert torch.equal(y, z)
 
@@ -227,7 +238,7 @@ def test_steps_of_packed_sequences(poisoned):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mechanism", RULES)
+@pytest.mark.parametrize("mechanism", EVERY)
 @pytest.mark.parametrize("T", [63, 257, 1000, 2049])
 def test_lengths_on_the_gpu(mechanism, T, dtype):
     for path in kernels.PATHS:
@@ -243,7 +254,7 @@ SIZES += [(256, 512), (256, 64)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("K, V", SIZES)
 def test_sizes_on_the_gpu(K, V, dtype):
-    for mechanism, path in zip(RULES, kernels.PATHS, strict=True):
+    for mechanism, path in zip(EVERY, (*kernels.PATHS, None), strict=True):
         check(mechanism, 2, 193, 2, K, V, dtype=dtype, path=path, groups=1 if K == 64 else 2)
 
 
@@ -251,16 +262,16 @@ def test_sizes_on_the_gpu(K, V, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", LADDER)
 def test_the_gate_ladder_on_the_gpu(kind, dtype):
-    for path in kernels.PATHS:
-        check("gated_delta_rule", 2, 300, 2, 64, 100, kind=kind, dtype=dtype, gates=F32, path=path)
-        check("gated_delta_rule", 2, 200, 2, 128, 64, kind=kind, dtype=dtype, path=path)
+    for mechanism, path in itertools.product(GATED, kernels.PATHS):
+        check(mechanism, 2, 300, 2, 64, 100, kind=kind, dtype=dtype, gates=F32, path=path)
+        check(mechanism, 2, 200, 2, 128, 64, kind=kind, dtype=dtype, path=path)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("correlation, strength", KEYS)
 def test_the_key_ladder_on_the_gpu(correlation, strength, dtype):
-    for mechanism, path in zip(RULES, kernels.PATHS, strict=True):
+    for mechanism, path in zip(EVERY, (*kernels.PATHS, None), strict=True):
         check(mechanism, 2, 300, 2, 128, 64, correlation=correlation, strength=strength, dtype=dtype, path=path)
 
 
@@ -269,7 +280,8 @@ def test_the_key_ladder_on_the_gpu(correlation, strength, dtype):
 @pytest.mark.parametrize("path", [None, *kernels.PATHS])
 def test_packed_on_the_gpu(path, dtype):
     ends = (0, 0, 33, 33, 40, 300, 941, 1100, 1100)
-    check("gated_delta_rule", 1, 1100, 2, 64, 128, kind="many resets", dtype=dtype, path=path, ends=ends)
+    for mechanism in GATED:
+        check(mechanism, 1, 1100, 2, 64, 128, kind="many resets", dtype=dtype, path=path, ends=ends)
     check("delta_rule", 1, 1100, 2, 128, 64, dtype=dtype, path=path, ends=ends)
 
 

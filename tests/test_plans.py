@@ -22,10 +22,11 @@ CALLS = (
     "gla g_v",
     "delta_rule",
     "gated_delta_rule",
+    "kda",
     "gla_step",
 )
 OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own
-CHOSEN = ("gla", "delta_rule", "gated_delta_rule")  # mechanisms with a choice of kernels
+CHOSEN = ("gla", "delta_rule", "gated_delta_rule", "kda")  # mechanisms with a choice of kernels
 
 
 def meta(*shape, dtype=torch.float32):
@@ -76,7 +77,7 @@ def test_every_class_has_a_plan_up_to_128(call, name):
                     if launch.name in ("walk", "step"):  # all rows of a state are in one program
                         k = launch.given("k")
                         assert BK >= getattr(k, "tensor", k).shape[-1]
-                    if launch.name == "mend":
+                    if launch.given("LEVELS"):
                         assert 1 << launch.given("LEVELS") == C and C >= 16
                     if dtype == torch.bfloat16 and launch.name in ("walk", "gradients"):
                         assert min(BK, BV) >= 32  # narrower ones came out wrong once

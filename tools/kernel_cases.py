@@ -166,6 +166,7 @@ EVERYWHERE = {
     "delta_rule": Case("delta_rule", kernel="portable"),
     "gated_delta_rule": Case("gated_delta_rule", kernel="portable"),
     "gated_delta_rule segmented": Case("gated_delta_rule", kernel="portable", path="segmented"),
+    "kda": Case("kda", kernel="portable"),
     "gated_delta_rule_step": Case("gated_delta_rule", planned=one_token, T=1),
 }
 CASES = {
@@ -230,6 +231,13 @@ WIDE = {
     "gla hopper page": Case("gla", 128, 128, "bfloat16", planned=of_page),
     "gla hopper page 64": Case("gla", 64, 64, "bfloat16", planned=of_page),
     "delta hopper page": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=of_page, shared=True),
+    "kda hopper": Case("kda", 128, 128, "bfloat16", "float32", kernel="hopper", shared=True),
+    "kda hopper packed": Case("kda", 128, 128, "bfloat16", kernel="hopper", packed=True),
+    "kda hopper segments": Case("kda", 64, 64, "bfloat16", kernel="hopper", path="segmented"),
+    "kda hopper 64/128": Case("kda", 64, 128, "bfloat16", "float32", kernel="hopper", packed=True),
+    "kda hopper 128/64": Case("kda", 128, 64, "bfloat16", "float16", kernel="hopper"),
+    "kda wide": Case("kda", 256, 512, "bfloat16", "float32", kernel="portable"),
+    "kda packed": Case("kda", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented", shared=True),
     "gla float32 g_v": Case("gla", 64, 128, "float32", two_sided=True),
     "border wide": Case("gla", 256, 512, "bfloat16", planned=borders),
     "border simple": Case("simple_gla", 128, 128, "bfloat16", "float32", planned=borders),

@@ -83,7 +83,7 @@ def _form(mechanism: str, form: str):
 
 sys.modules[f"{__name__}.gla_chunk_fuse"] = gla_chunk_fuse  # `from gla_ref.gla_chunk_fuse import steps` works too
 
-# kernels: their functions come from kernels/gla.py, delta.py, linear_attention.py, flash_attention.py and steps.py
+# kernels: functions of kernels/gla.py, delta.py, kda.py, linear_attention.py, flash_attention.py and steps.py
 _CHOSEN, _STEPS = "the kernel that a plan chooses", "token by token, forward only"
 _PORTABLE = "the kernel for every GPU, where a plan would choose another"
 FORMS = {
@@ -141,7 +141,12 @@ FORMS = {
         "triton_portable": _Kernel("gated_delta_rule", _PORTABLE, kernel="portable"),
         "triton_recurrent": _Kernel("gated_delta_rule_step", _STEPS),
     },
-    "kda": {"recurrent": kda.recurrent, "chunkwise": kda.chunkwise},
+    "kda": {
+        "recurrent": kda.recurrent,
+        "chunkwise": kda.chunkwise,
+        "triton": _Kernel("kda", _CHOSEN),
+        "triton_portable": _Kernel("kda", _PORTABLE, kernel="portable"),
+    },
 }
 for _mechanism, _forms in FORMS.items():
     for _name, _function in _forms.items():

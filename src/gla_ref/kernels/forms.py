@@ -6,6 +6,7 @@ from .delta import delta_rule, gated_delta_rule
 from .exhibits.gla_chunk_fuse import gla_chunk_fuse
 from .flash_attention import flash_attention
 from .gla import gla
+from .kda import kda
 from .linear_attention import linear_attention, simple_gla
 from .steps import delta_rule_step, gated_delta_rule_step, gla_step
 
@@ -18,6 +19,7 @@ __all__ = [
     "gla",
     "gla_chunk_fuse",
     "gla_step",
+    "kda",
     "linear_attention",
     "simple_gla",
 ]

@@ -19,6 +19,7 @@ WIDEST = 128  # channels of a key: the state of as many rows, and two stages of 
 FASTER = (3, 9)
 
 WIDTHS = (64, 128)  # K and V of the delta rules
+SCALES = 2.0**-20, 2.0**20  # of KDA's gradient: it divides by strengths, and bfloat16's range must bear that
 DELTA_KERNELS = ("hopper", "hopper_fused", "hopper_ahead")  # the first: which one, the number of programs decides
 
 
@@ -93,4 +94,26 @@ def refusal_of_delta(hardware: Hardware, call) -> str | None:
         return reason
     if call.path == "segmented" and call.kernel == "hopper_fused":
         return "this kernel walks over each sequence in one go, and path='segmented' was asked for"
+    return None
+
+
+def refusal_of_kda(hardware: Hardware, call) -> str | None:
+    """Why the Hopper kernels of KDA do not take a call; None if they do."""
+    if reason := refusal_of_delta(hardware, call):
+        return reason
+    if call.q.dtype != torch.bfloat16:
+        return f"the Hopper kernels take tokens in bfloat16, not {call.q.dtype}"
+    return refusal_of_box(hardware, call.g)
+
+
+def refusal_of_kda_gradient(hardware: Hardware, call) -> str | None:
+    """Why the Hopper kernels of KDA's gradient do not take a call; None if they do."""
+    if reason := refusal_of_kda(hardware, call):
+        return reason
+    if call.kernel != "hopper":
+        return "kernel='hopper' asks for the Hopper kernels of the gradient"
+    if call.path == "segmented":
+        return "the Hopper kernels of the gradient have no segments, and path='segmented' was asked for"
+    if call.scale and not SCALES[0] <= abs(call.scale) <= SCALES[1]:
+        return f"the Hopper kernels make gradients for a scale of {SCALES[0]:.0e} to {SCALES[1]:.0e}, not {call.scale}"
     return None

@@ -100,6 +100,6 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
         made = make_gradients(call, Local(q, k, g, do, states, writes, dstates, rows), beta, need_dg)
     else:
         local = delta_gradient.Local(q, k, v, g, do, states, writes, dstates, rows)
-        made = delta_gradient.finish(call, local, beta, need_dg)
+        made = delta_gradient.finish(call, local, draft.like("dbeta", beta), need_dg)
     dS0 = draft.compute("dS0", torch.mul, R_0, scale)
     return draft.plan("hopper", *made, dS0)

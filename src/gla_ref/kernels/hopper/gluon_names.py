@@ -25,6 +25,7 @@ NEEDED = {
     "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),
     LANGUAGE: (
         "BlockedLayout",
+        "DistributedLinearLayout",
         "DotOperandLayout",
         "NVMMADistributedLayout",
         "NVMMASharedLayout",

@@ -23,6 +23,9 @@ If heads are too few to fill the chip, the plan cuts sequences into segments. A 
 from a state of zeros, and M, whose columns walk like a state's from the unit matrix with values of 0; `carry` finds the
 state between segments; a second `walk` makes o.
 
+*A gate per channel.* Kimi Delta Attention (kda_forward.py) has q e^b, k e^b and, to write, k e^(b_C - b) made before a
+walk, and e^(b_C) for each row of the state; `walk` takes these as q, k, `k_til` and `through`, and no other decay.
+
 The kernels, and the number of programs of each (H value heads, N sequences)::
 
     solve      H * chunks              (1), and the decays that (2) and (3) need
@@ -175,6 +178,13 @@ def load_whole_decay(factors, i_t, i_h, H, C: tl.constexpr, ROWS: tl.constexpr):
     return tl.load(factors + ((i_t * H + i_h).to(tl.int64) * ROWS + SINCE) * C + C - 1)
 
 
+@triton.jit
+def load_channels(through, i_t, i_h, H, K, BK: tl.constexpr):
+    """e^(b_C) of a chunk in each channel, [BK]; through [chunks, H, K]."""
+    o_k = tl.arange(0, BK)
+    return tl.load(through + (i_t * H + i_h).to(tl.int64) * K + o_k, mask=o_k < K, other=0.0)
+
+
 @triton.jit(do_not_specialize=VARIABLE)
 def solve(
     q, k, g, beta, P, Y, factors, cu, s_q, s_k, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, N, T, H, G, K,
@@ -239,7 +249,7 @@ def columns(i_v, K, V, BV: tl.constexpr, MAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def walk(
-    q, k, v, o, P, Y, factors, S_in, S_out, states, writes, cu, s_q, s_k, s_v, s_o, s_w, s_in,
+    q, k, v, o, P, Y, factors, k_til, through, S_in, S_out, states, writes, cu, s_q, s_k, s_v, s_o, s_w, s_in,
     N, T, L, H, G, K, V, scale,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
     GATED: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr,
@@ -257,6 +267,7 @@ def walk(
     o_k = tl.arange(0, BK)
     o_v, m_v, o_m = columns(i_v, K, V, BV, MAP)
     m_S = (o_k < K)[:, None] & m_v[None, :]
+    dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
 
     # load
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
@@ -278,14 +289,14 @@ def walk(
         b_beta = tl.load(p_f + BETA * C)  # [C]
 
         # compute: (2)
-        b_low, of_S = operand(b_S, b_k.dtype)
-        b_x = tl.dot(b_k, b_low, input_precision="ieee") * of_S  # [C, BV]
+        b_low, of_S = operand(b_S, dtype)
+        b_k, of_k = low(b_k, dtype)
+        b_x = tl.dot(b_k, b_low, input_precision="ieee") * (of_k * of_S)  # [C, BV]
         if GATED:
             b_since = tl.load(p_f + SINCE * C)  # [C]
             b_until = tl.load(p_f + UNTIL * C)  # [C]
-            through = load_whole_decay(factors, i_t, i_h, H, C, ROWS)
             b_x *= b_since[:, None]
-        b_w = times(b_Y, (b_v.to(tl.float32) - b_x) * b_beta[:, None], b_k.dtype)  # [C, BV]
+        b_w = times(b_Y, (b_v.to(tl.float32) - b_x) * b_beta[:, None], dtype)  # [C, BV]
         if states is not None:
             p_S = states + (i_t * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
             tl.store(p_S, b_S.to(states.dtype.element_ty), mask=m_S)
@@ -296,15 +307,20 @@ def walk(
         if o is not None:
             b_q = load_tile(q, s_q, i_b, i_h // G, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
             b_P = tl.load(square(P, i_t, i_h, H, C))  # [C, C]
-            b_o = tl.dot(b_q, b_low, input_precision="ieee") * of_S  # [C, BV]
+            b_q, of_q = low(b_q, dtype)
+            b_o = tl.dot(b_q, b_low, input_precision="ieee") * (of_q * of_S)  # [C, BV]
             if GATED:
                 b_o *= b_since[:, None]
-            b_o += times(b_P, b_w, b_k.dtype)
+            b_o += times(b_P, b_w, dtype)
             # store
             store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
         if GATED:
-            b_S *= through
+            b_S *= load_whole_decay(factors, i_t, i_h, H, C, ROWS)
             b_w *= b_until[:, None]
+        if k_til is not None:
+            b_S *= load_channels(through, i_t, i_h, H, K, BK)[:, None]
+            b_k, of_k = low(load_tile(k_til, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA), dtype)  # [C, BK]
+            b_w *= of_k
         b_S = product(b_k.T, b_w, b_S)
 
     # store
@@ -408,6 +424,8 @@ class DeltaCall(NamedTuple):
     P: Spec
     Y: Spec
     factors: Spec
+    k_til: Spec | None = None  # keys that write, and the state's decays, where each channel has a gate
+    through: Spec | None = None
 
     @property
     def same(self) -> dict:
@@ -422,6 +440,10 @@ class DeltaCall(NamedTuple):
     def by_engine(self, *tensors: Spec | None) -> bool:
         """Whether the copy engine takes all these tensors."""
         return self.cu is None and all([describable(x, self.draft.hardware) for x in tensors if x])
+
+    def writers(self, engine: bool) -> tuple:
+        """`k_til` and `through` for a launch."""
+        return *boxes(engine, self.C, (self.k_til, self.BK)), self.through
 
 
 def columns_of_v(hardware: Hardware, q: Spec, k: Spec, v: Spec) -> tuple[int, int]:
@@ -455,8 +477,8 @@ def choose_segments(
     return length, False
 
 
-def solve_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> DeltaCall:
-    """Begin a call whose plan is `draft`: solve all chunks."""
+def begin(draft: Draft, q, k, v, cu, scale, path, rows: int) -> DeltaCall:
+    """Begin a call whose plan is `draft`, with so many rows of factors."""
     hardware, (B, T, heads, K), (H, V) = draft.hardware, q.shape, v.shape[2:]
     G, scale = H // heads, contract.check_scale(scale, K)
     cu, N, half = draft.contiguous(cu, torch.int32), sequences(B, cu), q.dtype != torch.float32
@@ -470,18 +492,24 @@ def solve_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> DeltaCall:
     # bfloat16 has the range for sums of products; float16 does not
     kept, chunks = q.dtype if q.dtype == torch.bfloat16 else torch.float32, slots(B, T, cu, C)
     P, Y = (draft.new(n, chunks, H, C, C, dtype=kept) for n in "PY")
-    factors = draft.new("factors", chunks, H, ROWS, C)
-    call = DeltaCall(
-        draft, cu, B, T, H, K, V, G, N, scale, g is not None, kept, C, C * length, BK, BV, chunks, warps, stages,
+    factors = draft.new("factors", chunks, H, rows, C)
+    return DeltaCall(
+        draft, cu, B, T, H, K, V, G, N, scale, False, kept, C, C * length, BK, BV, chunks, warps, stages,
         P, Y, factors,
     )  # fmt: skip
+
+
+def solve_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> DeltaCall:
+    """Begin a call whose plan is `draft`: solve all chunks."""
+    call = begin(draft, q, k, v, cu, scale, path, ROWS)._replace(gated=g is not None)
+    half = q.dtype != torch.float32
     # a multiprocessor has room for two programs of 224 registers per thread, or four of 128, which spill 32 bytes
-    fewer = {"maxnreg": 128} if half and hardware.family == "hopper" else {}
+    fewer = {"maxnreg": 128} if half and draft.hardware.family == "hopper" else {}
     draft.launch(
-        solve, H * chunks,
-        q, k, g, beta, P, Y, factors, cu, *patterns(q, k),
-        *(g.strides if g else (0, 0, 0)), *beta.strides, N, T, H, G, K,
-        BK=min(64, BK), **call.same, num_warps=4, num_stages=1, **fewer,
+        solve, call.H * call.chunks,
+        q, k, g, beta, call.P, call.Y, call.factors, call.cu, *patterns(q, k),
+        *(g.strides if g else (0, 0, 0)), *beta.strides, call.N, call.T, call.H, call.G, call.K,
+        BK=min(64, call.BK), **call.same, num_warps=4, num_stages=1, **fewer,
     )
     return call
 
@@ -504,7 +532,7 @@ def launch_walk(
     call.draft.launch(
         walk, (n_v + n_k * maps) * call.H * call.segments,
         *boxes(engine, call.C, (x, call.BK), (k, call.BK), (v, call.BV), (o, call.BV)),
-        call.P if o else None, call.Y, call.factors, S_in, S_out, states, writes, call.cu,
+        call.P if o else None, call.Y, call.factors, *call.writers(engine), S_in, S_out, states, writes, call.cu,
         *patterns(x, k, v, o, writes), state_strides(S_in),
         call.N, call.T, call.L, call.H, call.G, call.K, call.V, call.scale,
         BK=call.BK, BV=call.BV, TMA=engine, GATED=call.gated, MAP=maps, **call.same,

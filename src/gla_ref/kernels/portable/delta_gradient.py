@@ -45,7 +45,9 @@ from .delta_forward import (
     carry_states,
     columns,
     factor,
+    load_channels,
     load_whole_decay,
+    low,
     solve_all,
     square,
     state_strides,
@@ -70,7 +72,8 @@ VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh")
 
 @triton.jit(do_not_specialize=VARYING)
 def walk_back(
-    q, k, do, r, P, Y, factors, R_in, R_out, dstates, cu, s_q, s_k, s_do, s_r, s_in, N, T, L, H, G, K, V,
+    q, k, do, r, P, Y, factors, k_til, through, R_in, R_out, dstates, cu, s_q, s_k, s_do, s_r, s_in,
+    N, T, L, H, G, K, V,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
     GATED: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr,
 ):
@@ -86,6 +89,7 @@ def walk_back(
     o_k = tl.arange(0, BK)
     o_v, m_v, o_m = columns(i_v, K, V, BV, MAP)
     m_R = (o_k < K)[:, None] & m_v[None, :]
+    dtype: tl.constexpr = do.dtype if TMA else do.dtype.element_ty
 
     # load
     b_R = tl.zeros([BK, BV], dtype=tl.float32)
@@ -109,15 +113,19 @@ def walk_back(
         b_beta = tl.load(p_f + BETA * C)  # [C]
 
         # compute: (1)
-        b_low, of_R = operand(b_R, b_k.dtype)
-        b_d = tl.dot(b_k, b_low, input_precision="ieee") * of_R  # [C, BV]
+        b_low, of_R = operand(b_R, dtype)
+        b_k, of_k = low(b_k, dtype)
+        if k_til is not None:
+            b_t, of_t = low(load_tile(k_til, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA), dtype)  # [C, BK]
+        else:
+            b_t, of_t = b_k, of_k
+        b_d = tl.dot(b_t, b_low, input_precision="ieee") * (of_t * of_R)  # [C, BV]
         if GATED:
             b_since = tl.load(p_f + SINCE * C)  # [C]
             b_until = tl.load(p_f + UNTIL * C)  # [C]
-            through = load_whole_decay(factors, i_t, i_h, H, C, ROWS)
             b_d *= b_until[:, None]
-        b_d += times(tl.trans(b_P), b_do, b_k.dtype)
-        b_r = times(tl.trans(b_Y), b_d, b_k.dtype)  # [C, BV]
+        b_d += times(tl.trans(b_P), b_do, dtype)
+        b_r = times(tl.trans(b_Y), b_d, dtype)  # [C, BV]
         b_dv = b_r * b_beta[:, None]
         # store
         if dstates is not None:
@@ -128,11 +136,14 @@ def walk_back(
 
         # compute: (2)
         if GATED:
-            b_R *= through
+            b_R *= load_whole_decay(factors, i_t, i_h, H, C, ROWS)
             b_dv *= b_since[:, None]
             b_R = product((b_q.to(tl.float32) * b_since[:, None]).T, b_do, b_R)
         else:
-            b_R = tl.dot(b_q.T, b_do, b_R, input_precision="ieee")
+            if k_til is not None:
+                b_R *= load_channels(through, i_t, i_h, H, K, BK)[:, None]
+                b_dv *= of_k
+            b_R = product(b_q.T, b_do, b_R)
         b_R = product(b_k.T, -b_dv, b_R)
 
     # store
@@ -252,7 +263,7 @@ def launch_walk_back(
     call.draft.launch(
         walk_back, (n_v + n_k * maps) * call.H * call.segments,
         *boxes(engine, call.C, (q, call.BK), (k, call.BK), (do, call.BV)), r,
-        call.P, call.Y, call.factors, R_in, R_out, dstates, call.cu,
+        call.P, call.Y, call.factors, *call.writers(engine), R_in, R_out, dstates, call.cu,
         *patterns(q, k, do, r), state_strides(R_in),
         call.N, call.T, call.L, call.H, call.G, call.K, call.V,
         BK=call.BK, BV=call.BV, TMA=engine, GATED=call.gated, MAP=maps, **call.same,
@@ -317,18 +328,17 @@ def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
     )
 
 
-def finish(call: DeltaCall, x: Local, beta: Spec, need_dg: bool) -> Made:
-    """What `gradients` makes of all chunks; dq and dk are of key heads; dg is None unless needed."""
+def finish(call: DeltaCall, x: Local, dbeta: Spec, need_dg: bool, launch=launch_gradients) -> Made:
+    """What `gradients`, by its launch, makes of all chunks; dq, dk are of key heads; dg is None unless needed."""
     draft, shared = call.draft, call.G > 1
     shape, dtype = (*x.v.shape[:3], call.K), torch.float32 if shared else x.q.dtype
     dq, dk = (draft.new(f"d{n}", *shape, dtype=dtype) for n in "qk")
-    dv, dbeta = draft.like("dv", x.v), draft.like("dbeta", beta)
-    made = Made(dq, dk, dv, draft.like("dg", x.g) if need_dg else None, dbeta)
-    launch_gradients(call, x, made)
+    made = Made(dq, dk, draft.like("dv", x.v), draft.like("dg", x.g) if need_dg else None, dbeta)
+    launch(call, x, made)
     if not shared:
         return made
     dq, dk = (
-        draft.compute(f"{y.name} of key heads", _of_key_heads, y, z.dtype, call.G, shape=z.shape, dtype=z.dtype)
+        draft.compute(f"{y.name} of key heads", of_key_heads, y, z.dtype, call.G, shape=z.shape, dtype=z.dtype)
         for y, z in ((dq, x.q), (dk, x.k))
     )
     return made._replace(dq=dq, dk=dk)
@@ -345,11 +355,11 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     walked = walks(solved, q, k, v, S_in, states="states", writes="writes")
     r, R_0, dstates = walk_backwards(solved, q, k, do, R, S is not None)
     local = Local(q, k, v, call.g, do, walked.states, walked.writes, dstates, r)
-    made = finish(solved, local, call.beta, call.need_dg)
+    made = finish(solved, local, draft.like("dbeta", call.beta), call.need_dg)
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
     return draft.plan("portable", *made, dS0)
 
 
-def _of_key_heads(x: Tensor, dtype: torch.dtype, G: int) -> Tensor:
+def of_key_heads(x: Tensor, dtype: torch.dtype, G: int) -> Tensor:
     """The sum over the G value heads that read each key head."""
     return x.unflatten(2, (-1, G)).sum(3).to(dtype)

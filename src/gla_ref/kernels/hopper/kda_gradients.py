@@ -1,0 +1,484 @@
+"""The last launches of KDA's gradient on Hopper: all gradients of a chunk, from what both walks stored (chapter 20).
+
+With S, R, w and e = -d of kda_walks.py, T of kda_prepare.py, d_ij of ../portable/kda_forward.py, and scale left out
+until the end::
+
+    dv = -T^T e            dbeta_i = dv_i w_i / beta_i^2                                                      (3)
+    F = tril(do w^T)       G = -tril(dv w^T, -1)                                                              (4)
+    dq_i = sum_j F_ij d_ij k_j + e^(b_i) (do S^T)_i                                                           (5)
+    x_i  = sum_j G_ij d_ij k_j - e^(b_i) (dv S^T)_i                what k_i reads                             (6)
+    dk_j = x_j + sum_i d_ij (F_ij q_i + G_ij k_i) + e^(b_C - b_j) (w R^T)_j                                   (7)
+    dg_t = the paths across t: rows of (5), (6) from t on, less columns of pairs of (7) from t on, ends of    (8)
+           (7) before t, and from state to state e^(b_C) sum_v S R
+
+U = T v and W = T k^ are all of w that knows T, so no v, no inverse and no pair of keys is needed; beta is in dv. (3)
+divides by beta: `prepare` counts a strength below 2^-40 in size as 2^-40.
+
+*Anchors.* A chunk has blocks J of 16 tokens, x is the sum of gates from the block's first token to i, D_J the block's
+sum. A table has four rows, one for each block, of each of::
+
+    H    e^h: h = D_J / 2, or 0 in a strong channel of the block (D_J < LIMIT)
+    OWN  e^-h, or 0
+    ALL  e^(D_J)
+    REST D_J - 2 h
+
+Left operands are q e^(x - h), k e^(x - h), right ones k e^(D - x - h). What a token reads of the state and of earlier
+blocks is anchored at its block's begin, what is read of it behind its block at its end, so block after block joins by H
+and ALL, exponents <= 0; its own block joins by OWN. Channels do not meet in a gradient, so each block and channel is
+strong or not on its own: OWN leaves the own pairs of strong ones out, and `mend_gradients` of
+../portable/kda_gradient.py adds them by levels. Pairs of (8) are made of the same rounded operands on both sides, so
+they cancel to float32. i = j is left out of F and added in float32.
+
+A program has one role of four warps for a chunk of a value head, 32 channels at a time; a warp has a block of 16
+tokens. It waits at four barriers, and nobody waits for it: for T, e, w; for do; for q, k, g; for S, R. Packed
+sequences: rows of the next sequence are overwritten with zeros, and threads store a last chunk that is not whole. If
+value heads share key heads, each has its own dq and dk, and PyTorch adds them up. Shared memory: 111 KB, two programs a
+multiprocessor.
+
+The launches, each of which waits for the one before: `prepare` and `mend` of kda_prepare.py, `walks`, `gradients`,
+`mend_gradients`. Nothing of the forward pass is kept but its inputs. Each sequence is walked in one go.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..launch.hardware import Hardware
+from ..launch.plan import Plan
+from ..portable.delta_gradient import gradient_of_state, of_key_heads
+from ..portable.kda_gradient import launch_mend
+from ..portable.segments import slots
+from . import delta_chunk
+from .delta_chunk import barrier, load_tokens, row_column
+from .delta_inverse import reinterpret
+from .delta_solve import C
+from .delta_walks import BV
+from .gla_backward import _behind as behind
+from .gluon_names import named
+from .kda_forward import prepared
+from .kda_prepare import FLOOR, LIMIT, add
+from .kda_walks import walks
+from .ring import invalidate_stages, new_barriers
+from .tiles import LOG2E, box, keep_rows, store_own_rows, which_segment
+
+copy_in, copy_out = named("copy_in"), named("copy_out")
+
+BK = gl.constexpr(32)  # channels at a time
+LEAST = gl.constexpr(2.0**-40)  # strengths below it in size count as it
+REGISTERS = 255  # of a thread: two programs share a multiprocessor
+VARIABLE = ("N", "T", "HV", "G", "s_bb", "s_bt", "s_bh")
+
+
+@gluon.jit
+def over_blocks(x, y, none):
+    """Begin x y^T of tiles [n, 1, 1, rows, 64], side by side."""
+    total = none
+    TILES: gl.constexpr = x.shape[0]
+    ROWS: gl.constexpr = y.shape[3]
+    for n in gl.static_range(TILES):
+        b_x, b_y = x.index(n).reshape([C, 64]), y.index(n).reshape([ROWS, 64])
+        total = warpgroup_mma(b_x, b_y.permute((1, 0)), total, use_acc=n > 0, is_async=True)
+    return total
+
+
+@gluon.jit
+def four(x, layout: gl.constexpr):
+    """The blocks of 16 columns of x [64, 64], as left operands in registers."""
+    y = x.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2))
+    even, odd = gl.split(y)  # [64, 16, 2], by the last axis: blocks 0, 2 and 1, 3
+    x_0, x_2 = gl.split(even)
+    x_1, x_3 = gl.split(odd)
+    return (
+        gl.convert_layout(x_0, layout), gl.convert_layout(x_1, layout), gl.convert_layout(x_2, layout),
+        gl.convert_layout(x_3, layout),
+    )
+
+
+@gluon.jit
+def blocks(x, acc: gl.constexpr):
+    """[64, BK] as [4, 16, BK]: no number moves."""
+    return gl.convert_layout(x.reshape([4, 16, BK]), acc)
+
+
+@gluon.jit
+def load_blocks(tile, thin: gl.constexpr, acc: gl.constexpr):
+    """A tile [1, 1, 64, BK] as [4, 16, BK], in float32."""
+    return blocks(tile.reshape([C, BK]).load(thin).to(gl.float32), acc)
+
+
+@gluon.jit
+def store_blocks(tile, x, thin: gl.constexpr):
+    """x [4, 16, BK] to a tile [1, 1, 64, BK]."""
+    tile.reshape([C, BK]).store(gl.convert_layout(x.reshape([C, BK]), thin).to(tile.dtype))
+
+
+@gluon.jit
+def factors(table, J: gl.constexpr, first, o_a, of_a: gl.constexpr, LATER: gl.constexpr):
+    """Of each block [4, BK]: of what was joined before block J, and of block J's part, whose own block is `first`."""
+    of_ad: gl.constexpr = gl.SliceLayout(0, of_a)
+    H, ALL = table.index(J).load(of_ad)[None, :], table.index(8 + J).load(of_ad)[None, :]
+    if LATER:
+        before = gl.where(o_a > J, ALL, 1.0)
+    else:
+        before = gl.where(o_a < J, ALL, 1.0)
+    return before[:, None, :], gl.where(o_a == J, first, H)[:, None, :]
+
+
+@gluon.jit
+def load_tiles(box, at_0, at_1, at_2, o, bar, tiles):
+    """Bring blocks of 64 columns."""
+    TILES: gl.constexpr = tiles.shape[0]
+    for n in gl.static_range(TILES):
+        copy_in(box, [at_0, at_1, at_2, o + n * 64], bar, tiles.index(n))
+
+
+@gluon.jit(do_not_specialize=VARIABLE)
+def gradients(
+    q, k, g, do, d_w, d_e, d_T, d_S, d_R, beta, s_bb, s_bt, s_bh, d_dq, d_dk, d_dv, dq, dk, dv, dg, dbeta, weak, strong,
+    cu, N, T, HV, G, scale, K: gl.constexpr, V: gl.constexpr,
+):
+    """(3) to (8) of a chunk of a value head, but for the own pairs of strong blocks.
+
+    q, k, g, d_dq, d_dk are boxes of BK columns, d_S and d_R of BK x 64, do to d_T and d_dv of 64. `weak` [slots, 4, K]
+    is 0 where a block's own pairs are left out, `strong` [slots] is 1 if there are any. dg may be None.
+    """
+    PACKED: gl.constexpr = cu is not None
+    N_K: gl.constexpr = K // BK
+    N_V: gl.constexpr = V // 64
+    pid = gl.program_id(0)
+    i_h, i_s = pid % HV, pid // HV
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
+
+    # layouts
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, thin, 2)
+    col: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [4, 1], [1, 0])
+    three: gl.constexpr = gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    of_f: gl.constexpr = gl.SliceLayout(1, three)  # [4, BK]
+    of_D: gl.constexpr = gl.SliceLayout(0, of_f)  # [BK]
+    acc: gl.constexpr = gl.DistributedLinearLayout(  # a product's sums [64, BK] as [4, 16, BK]
+        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]],
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 16, 32],
+    )
+    of_a: gl.constexpr = gl.SliceLayout(1, acc)  # [4, BK]
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    of_S: gl.constexpr = gl.SliceLayout(1, by_rows)
+    of_row: gl.constexpr = gl.SliceLayout(1, wide)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flat_2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, BK // 8, [1, 0])
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(2 * BK, 16, 2)
+
+    # shared memory
+    t_do = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], do.layout)
+    t_w = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_w.layout)
+    t_e = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_e.layout)
+    t_FG = gl.allocate_shared_memory(do.dtype, [2, 1, 1, C, C], d_dv.layout)  # T and dv, then F and G
+    t_q = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], q.layout)
+    t_k = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], k.layout)
+    # gates, and then sums in float32: gates of 16 bits fill half. Allocated as the copy engine's, which aligns it
+    gates = gl.allocate_shared_memory(g.dtype, [(C * BK * 4) // g.block_type.nbytes, 1, 1, C, BK], g.layout)
+    t_g, t_x = gates.index(0), reinterpret(gates, gl.float32, [C, BK], spread)
+    t_S = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_S.layout)
+    t_R = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_R.layout)
+    t_lq = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], q.layout)
+    t_lk = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], q.layout)
+    t_rk = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], q.layout)
+    table = gl.allocate_shared_memory(gl.float32, [16, BK], flat)
+    t_tail = gl.allocate_shared_memory(gl.float32, [4, BK], flat)
+    tables = reinterpret(table, gl.float32, [4, 4, BK], flat_2)
+    tails = reinterpret(t_tail, gl.float32, [4, BK], flat_2)
+    t_own = gl.allocate_shared_memory(gl.float32, [C], flat)
+    t_kept = gl.allocate_shared_memory(gl.float32, [BK], flat)
+    ready = new_barriers(4, 1)
+    fence_async_shared()
+    barrier()
+    of_e, of_do, of_keys, of_states = ready.index(0), ready.index(1), ready.index(2), ready.index(3)
+
+    # load
+    mbarrier.expect(of_e, 2 * N_V * d_e.block_type.nbytes + d_T.block_type.nbytes)
+    copy_in(d_T, [pid, 0, 0, 0], of_e, t_FG.index(0))
+    load_tiles(d_e, pid, 0, 0, 0, of_e, t_e)
+    load_tiles(d_w, pid, 0, 0, 0, of_e, t_w)
+    mbarrier.expect(of_do, N_V * do.block_type.nbytes)
+    load_tiles(do, i_b, i_h, o_t, 0, of_do, t_do)
+    mbarrier.expect(of_keys, 2 * q.block_type.nbytes + g.block_type.nbytes)
+    copy_in(g, [i_b, i_h, o_t, 0], of_keys, t_g)
+    copy_in(k, [i_b, i_h // G, o_t, 0], of_keys, t_k)
+    copy_in(q, [i_b, i_h // G, o_t, 0], of_keys, t_q)
+    mbarrier.expect(of_states, 2 * N_V * d_S.block_type.nbytes)
+    load_tiles(d_S, pid, 0, 0, 0, of_states, t_S)
+    load_tiles(d_R, pid, 0, 0, 0, of_states, t_R)
+    i, j = row_column(C, wide)
+    o_r = o_t + gl.arange(0, C, layout=of_row)
+    b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_r, stop)
+    # rounded as on T's diagonal, since dv and w both have that factor
+    b_beta = gl.where(gl.abs(b_beta) < LEAST, LEAST, b_beta).to(q.dtype).to(gl.float32)
+
+    # compute: (3), -dv in the place of e
+    none = gl.zeros([C, C], gl.float32, wide)
+    b_T = t_FG.index(0).reshape([C, C]).permute((1, 0))
+    found = gl.zeros([C], gl.float32, of_row)
+    mbarrier.wait(of_e, 0)
+    for n in gl.static_range(N_V):
+        b_e, b_dv = t_e.index(n).reshape([C, 64]), t_FG.index(1 - n)
+        x_v = warpgroup_mma(b_T, b_e, none, use_acc=False, is_async=True)
+        b_w = t_w.index(n).reshape([C, 64]).load(wide).to(gl.float32)
+        x_v = warpgroup_mma_wait(0, deps=[x_v])
+        found += gl.sum(x_v * b_w, 1)
+        barrier()  # all warps' products have read e, and at last T
+        b_e.store(x_v.to(b_e.dtype))
+        b_dv.reshape([C, 64]).store((x_v * -scale).to(b_e.dtype))
+        fence_async_shared()
+        barrier()  # all threads' stores are fenced
+        if PACKED:
+            if stop - o_t < C:
+                store_own_rows(dv, x_v * -scale, i_b, i_h, o_t, stop, n * 64, T, HV, V, wide)
+            else:
+                copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
+        else:
+            copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
+    b_dbeta = (found / b_beta) * (-scale / b_beta)
+    p_b = dbeta + (i_b.to(gl.int64) * T + o_r) * HV + i_h
+    gl.store(p_b, b_dbeta.to(dbeta.dtype.element_ty), mask=o_r < stop)
+
+    # compute: (4); F and G as left operands in registers, and as tiles to be transposed
+    mbarrier.wait(of_do, 0)
+    if PACKED:
+        if stop - o_t < C:  # the rest is another sequence's
+            for n in gl.static_range(N_V):
+                keep_rows(t_do.index(n).reshape([C, 64]), stop - o_t, wide)
+            fence_async_shared()
+            barrier()
+    G_ = over_blocks(t_e, t_w, none)
+    F = over_blocks(t_do, t_w, none)
+    F, G_ = warpgroup_mma_wait(0, deps=[F, G_])
+    t_own.store(gl.sum(gl.where(i == j, F, 0.0), 1))  # i = j crosses no gate
+    F, G_ = gl.where(i > j, F, 0.0).to(q.dtype), gl.where(i > j, G_, 0.0).to(q.dtype)
+    tma.store_wait(0)  # dv has been read
+    t_FG.index(0).reshape([C, C]).store(F)
+    t_FG.index(1).reshape([C, C]).store(G_)
+    fence_async_shared()
+    F_0, F_1, F_2, F_3 = four(F, left)
+    G_0, G_1, G_2, G_3 = four(G_, left)
+    rows_F = reinterpret(t_FG.index(0), q.dtype, [4, 16, C], square)
+    rows_G = reinterpret(t_FG.index(1), q.dtype, [4, 16, C], square)
+    rows_lq = reinterpret(t_lq, q.dtype, [4, 16, BK], narrow)
+    rows_lk = reinterpret(t_lk, q.dtype, [4, 16, BK], narrow)
+    rows_rk = reinterpret(t_rk, q.dtype, [4, 16, BK], narrow)
+
+    zero = gl.zeros([C, BK], gl.float32, thin)
+    o_a = gl.arange(0, 4, layout=gl.SliceLayout(1, of_a))[:, None]
+    o_f = gl.arange(0, 4, layout=gl.SliceLayout(1, of_f))[:, None]
+    o_d = gl.arange(0, BK, layout=of_D)
+    least = gl.zeros([4, BK], gl.float32, of_f)
+    for m in range(N_K):
+        # compute: reads of S and writes to R, while the decays are made
+        mbarrier.wait(of_states, m & 1)
+        b_q = over_blocks(t_do, t_S, zero)
+        b_k = over_blocks(t_e, t_S, zero)
+        b_v = over_blocks(t_w, t_R, zero)
+        kept = gl.zeros([BK], gl.float32, of_S)
+        for n in gl.static_range(N_V):
+            b_S = t_S.index(n).reshape([BK, 64]).load(by_rows).to(gl.float32)
+            kept += gl.sum(b_S * t_R.index(n).reshape([BK, 64]).load(by_rows).to(gl.float32), 1)
+        t_kept.store(kept)
+        b_q, b_k, b_v = warpgroup_mma_wait(0, deps=[b_q, b_k, b_v])
+
+        mbarrier.wait(of_keys, m & 1)
+        if PACKED:
+            if stop - o_t < C:  # the rest is another sequence's
+                keep_rows(t_g.reshape([C, BK]), stop - o_t, col)
+                keep_rows(t_k.reshape([C, BK]), stop - o_t, col)
+                keep_rows(t_q.reshape([C, BK]), stop - o_t, col)
+        x = t_g.reshape([C, BK]).load(col).to(gl.float32)
+        x = gl.convert_layout(x.reshape([4, 16, BK]), three)
+        x = gl.where(x < FLOOR, FLOOR, x) * LOG2E  # NaN is not below, and stays
+        x = gl.associative_scan(x, 1, add)
+        D = gl.min(x, 1)  # [4, BK]: the last row
+        least = gl.where(D < least, D, least)
+        mild = D >= LIMIT * LOG2E
+        h = gl.where(mild, D * 0.5, 0.0)
+        gl.store(weak + (pid.to(gl.int64) * 4 + o_f) * K + (m * BK + o_d)[None, :], mild.to(gl.int8))
+        tables.index(0).store(gl.exp2(h))
+        tables.index(1).store(gl.where(mild, gl.exp2(-h), 0.0))
+        tables.index(2).store(gl.exp2(D))
+        tables.index(3).store(D - 2.0 * h)
+        t_x.store(gl.convert_layout((x - h[:, None, :]).reshape([C, BK]), col))
+        E_1, E_2, E_3 = table.index(9).load(of_D), table.index(10).load(of_D), table.index(11).load(of_D)
+        E_2 = E_2 * E_3
+        tail = gl.where(o_f == 1, E_2[None, :], gl.where(o_f == 2, E_3[None, :], 1.0))
+        tails.store(gl.where(o_f == 0, (E_1 * E_2)[None, :], tail))  # e^(D of all later blocks)
+
+        # operands
+        z = blocks(t_x.load(thin), acc)
+        half = tables.index(0).load(of_a)[:, None, :]
+        s, t = gl.exp2(z), gl.exp2(tables.index(3).load(of_a)[:, None, :] - z)
+        x_k = load_blocks(t_k, thin, acc)
+        x_q = load_blocks(t_q, thin, acc)
+        tma.store_wait(0)  # dq and dk of the channels before have been read
+        store_blocks(t_lq, x_q * s, thin)
+        store_blocks(t_lk, x_k * s, thin)
+        store_blocks(t_rk, x_k * t, thin)
+        fence_async_shared()
+        barrier()  # operands are there, and all warps have read S, R, q, k and t_x
+        if m + 1 < N_K:
+            mbarrier.expect(of_states, 2 * N_V * d_S.block_type.nbytes)
+            for n in gl.static_range(N_V):
+                copy_in(d_S, [pid, 0, (m + 1) * BK, n * 64], of_states, t_S.index(n))
+                copy_in(d_R, [pid, 0, (m + 1) * BK, n * 64], of_states, t_R.index(n))
+
+        # ends, the writes to R
+        b_q, b_k = blocks(b_q, acc), blocks(b_k, acc)
+        b_v = blocks(b_v, acc) * tails.load(of_a)[:, None, :]
+        t_x.store(gl.convert_layout((load_blocks(t_rk, thin, acc) * (half * b_v)).reshape([C, BK]), thin))
+
+        # what block J gives to later tokens, and to its own
+        own_f = tables.index(1).load(of_a)
+        y_q = warpgroup_mma(F_0, rows_rk.index(0), zero, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(G_0, rows_rk.index(0), zero, use_acc=False, is_async=True)
+        f_0, h_0 = factors(table, 0, own_f, o_a, of_a, True)
+        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
+        b_q, b_k = b_q * f_0 + blocks(y_q, acc) * h_0, b_k * f_0 + blocks(y_k, acc) * h_0
+        y_q = warpgroup_mma(F_1, rows_rk.index(1), zero, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(G_1, rows_rk.index(1), zero, use_acc=False, is_async=True)
+        f_1, h_1 = factors(table, 1, own_f, o_a, of_a, True)
+        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
+        b_q, b_k = b_q * f_1 + blocks(y_q, acc) * h_1, b_k * f_1 + blocks(y_k, acc) * h_1
+        y_q = warpgroup_mma(F_2, rows_rk.index(2), zero, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(G_2, rows_rk.index(2), zero, use_acc=False, is_async=True)
+        f_2, h_2 = factors(table, 2, own_f, o_a, of_a, True)
+        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
+        b_q, b_k = b_q * f_2 + blocks(y_q, acc) * h_2, b_k * f_2 + blocks(y_k, acc) * h_2
+        y_q = warpgroup_mma(F_3, rows_rk.index(3), zero, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(G_3, rows_rk.index(3), zero, use_acc=False, is_async=True)
+        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
+        b_q, b_k = b_q + blocks(y_q, acc) * own_f[:, None, :], b_k + blocks(y_k, acc) * own_f[:, None, :]
+        # what block J reads of earlier tokens, and of its own
+        p = gl.zeros([4, 16, BK], gl.float32, acc)
+        for n in gl.static_range(4):
+            b_F, b_G = rows_F.index(3 - n).permute((1, 0)), rows_G.index(3 - n).permute((1, 0))
+            y = warpgroup_mma(b_F, rows_lq.index(3 - n), zero, use_acc=False, is_async=True)
+            y = warpgroup_mma(b_G, rows_lk.index(3 - n), y, is_async=True)
+            if n < 3:
+                f_w, h_w = factors(table, 3 - n, own_f, o_a, of_a, False)
+                y = warpgroup_mma_wait(0, deps=[y])
+                p = p * f_w + blocks(y, acc) * h_w
+            else:
+                y = warpgroup_mma_wait(0, deps=[y])
+                p = p + blocks(y, acc) * own_f[:, None, :]
+
+        # dq, dk, and rows less columns of pairs
+        z = load_blocks(t_lq, thin, acc) * b_q + load_blocks(t_lk, thin, acc) * b_k
+        z = (z - load_blocks(t_rk, thin, acc) * p) * half
+        own = reinterpret(t_own, gl.float32, [4, 16], flat_2).load(gl.SliceLayout(2, acc))[:, :, None]
+        own = gl.convert_layout(own, acc) * scale
+        x_k = load_blocks(t_k, thin, acc)
+        x_q = load_blocks(t_q, thin, acc)
+        s, t = s * (half * scale), t * (half * scale)
+        b_q = s * b_q + own * x_k
+        b_k = s * b_k + t * (p + b_v) + own * x_q
+        y_e = gl.convert_layout(t_x.load(col).reshape([4, 16, BK]), three)
+        t_x.store(gl.convert_layout(z.reshape([C, BK]), thin))
+        barrier()  # all warps' products have read lq, lk, rk
+        store_blocks(t_lq, b_q, thin)
+        store_blocks(t_lk, b_k, thin)
+        y_n = gl.convert_layout(t_x.load(col).reshape([4, 16, BK]), three)
+        fence_async_shared()
+        barrier()  # all threads' stores are fenced, and all have read q, k and t_x
+        if PACKED:
+            if stop - o_t < C:
+                own_q, own_k = t_lq.reshape([C, BK]).load(thin), t_lk.reshape([C, BK]).load(thin)
+                store_own_rows(dq, own_q, i_b, i_h, o_t, stop, m * BK, T, HV, K, thin)
+                store_own_rows(dk, own_k, i_b, i_h, o_t, stop, m * BK, T, HV, K, thin)
+            else:
+                copy_out(d_dq, [i_b, i_h, o_t, m * BK], t_lq)
+                copy_out(d_dk, [i_b, i_h, o_t, m * BK], t_lk)
+        else:
+            copy_out(d_dq, [i_b, i_h, o_t, m * BK], t_lq)
+            copy_out(d_dk, [i_b, i_h, o_t, m * BK], t_lk)
+        kept_d = table.index(8).load(of_D) * table.index(9).load(of_D) * table.index(10).load(of_D)
+        kept_d = kept_d * table.index(11).load(of_D) * t_kept.load(of_D)
+        if m + 1 < N_K:
+            mbarrier.expect(of_keys, 2 * q.block_type.nbytes + g.block_type.nbytes)
+            copy_in(g, [i_b, i_h, o_t, (m + 1) * BK], of_keys, t_g)
+            copy_in(k, [i_b, i_h // G, o_t, (m + 1) * BK], of_keys, t_k)
+            copy_in(q, [i_b, i_h // G, o_t, (m + 1) * BK], of_keys, t_q)
+
+        # (8): reads from t on, writes before t, the state
+        if dg is not None:
+            all_e, all_n = gl.sum(y_e, 1), gl.sum(y_n, 1)  # [4, BK]
+            y_e = y_e - y_n
+            # in t's block: writes before t, less all but the reads from t on
+            before, _ = gl.associative_scan((gl.zeros_like(y_e), y_e), 1, behind)
+            tables.index(3).store(all_e)
+            tails.store(all_n)
+            e_0, e_1, e_2 = table.index(12).load(of_D), table.index(13).load(of_D), table.index(14).load(of_D)
+            n_1, n_2, n_3 = t_tail.index(1).load(of_D), t_tail.index(2).load(of_D), t_tail.index(3).load(of_D)
+            e_1, n_2 = e_0 + e_1, n_2 + n_3
+            e_2, n_1 = e_1 + e_2, n_1 + n_2
+            earlier = gl.where(o_f == 2, e_1[None, :], gl.where(o_f == 3, e_2[None, :], 0.0))
+            earlier = gl.where(o_f == 1, e_0[None, :], earlier)
+            later = gl.where(o_f == 1, n_2[None, :], gl.where(o_f == 0, n_1[None, :], 0.0))
+            later = gl.where(o_f == 2, n_3[None, :], later)
+            b_dg = (before + (earlier + later + all_n + kept_d[None, :])[:, None, :]) * scale
+            b_dg = gl.convert_layout(b_dg.reshape([C, BK]), col)
+            store_own_rows(dg, b_dg, i_b, i_h, o_t, stop, m * BK, T, HV, K, col)
+    tma.store_wait(0)  # before sums over warps may take the memory of a tile that is on its way
+    mild_all = gl.min(gl.min(least, 1), 0) >= LIMIT * LOG2E
+    gl.store(strong + pid, 1 - mild_all.to(gl.int32))
+    invalidate_stages(ready)
+
+
+# The plan.
+
+
+def plan_backward(hardware: Hardware, call) -> Plan:
+    """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
+    shared, q, k, v, g, beta = delta_chunk.begin(hardware, call), call.q, call.k, call.v, call.g, call.beta
+    draft, K, V, H, N, T, cu = shared.draft, shared.K, shared.V, shared.H, shared.N, shared.T, shared.cu
+    draft.because(f"all chunks first, then two walks at once, a program for each {BV.value} columns of V: in Gluon")
+    do, scale = draft.gradient_of_o(v, call.do, shared.scale)
+    n, low, c = H * slots(shared.B, T, cu, C.value), q.dtype, C.value
+    Ts = draft.new("T", n, c, 1, c, dtype=low)
+    made = prepared(shared, q, k, v, g, beta, Ts, LEAST.value)
+    w, e = (draft.new(name, n, c, 1, V, dtype=low) for name in "we")
+    states, dstates = (draft.new(name, n, K, 1, V, dtype=low) for name in ("states", "dstates"))
+    R_0 = draft.new("R_0", N, H, K, V) if call.initial_state else None
+    programs = V // BV.value * H * N
+    draft.launch(
+        walks, 2 * programs, *made, box(do, c, BV.value),
+        shared.S_in, box(states, K, BV.value), box(w, c, BV.value),
+        gradient_of_state(draft, call.dS, scale), R_0, box(dstates, K, BV.value), box(e, c, BV.value),
+        cu, programs, N, T, T + 1, H, K=K, V=V, REGISTERS=24, num_warps=4, maxnreg=128,
+    )
+    dq, dk = (draft.new(f"d{name}", *v.shape[:3], K, dtype=low) for name in "qk")
+    dv, dbeta, dg = draft.new("dv", *v.shape, dtype=low), draft.like("dbeta", beta), None
+    if call.need_dg:
+        dg = draft.new("dg", *g.shape, dtype=g.dtype)
+    weak, strong = draft.new("weak", n, 4, K, dtype=torch.int8), draft.new("strong_too", n, dtype=torch.int32)
+    width = BK.value
+    draft.launch(
+        gradients, n, *(box(x, c, width) for x in (q, k, g)), *(box(x, c, 64) for x in (do, w, e, Ts)),
+        box(states, width, 64), box(dstates, width, 64), beta, *beta.strides, box(dq, c, width), box(dk, c, width),
+        box(dv, c, 64), dq, dk, dv, dg, dbeta, weak, strong, cu, N, T, H, shared.G, scale,
+        K=K, V=V, num_warps=4, maxnreg=REGISTERS,
+    )
+    launch_mend(draft, q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, N, shared.G, scale)
+    if shared.G > 1:
+        dq, dk = (
+            draft.compute(f"{y.name} of key heads", of_key_heads, y, low, shared.G, shape=x.shape, dtype=low)
+            for y, x in ((dq, q), (dk, k))
+        )
+    return draft.plan("hopper", dq, dk, dv, dg, dbeta, draft.compute("dS0", torch.mul, R_0, scale))

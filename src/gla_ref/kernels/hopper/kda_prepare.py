@@ -1,0 +1,412 @@
+"""All of a KDA chunk that needs no state, on Hopper: pairs, their inverse, and what a walk multiplies (chapter 20).
+
+With b, d, P and A of portable/kda_forward.py, T = (I + A)^-1 diag(beta), and
+
+    q^ = q e^b        k^ = k e^b        k~ = k e^(b_C - b)        W = T k^        U = T v                    (1)
+
+a walk (kda_forward.py) has only w = U - W S and two more products of the state. `prepare` has a program of four warps
+for each chunk of a value head, and works on 64 channels at a time. A thread owns two channels of a block of 16 tokens,
+so running sums x of gates and their exponentials stay in the thread. In powers of 2, by channel, with B the sum before
+a block and D_J the sum of block J::
+
+    b_i = B + x_i        B = N + r, N whole        y = x + r        c_J the whole number nearest D_J / 2
+    left  = k 2^y, q 2^y        right_J = k 2^(c_J - y)
+    A[:, block J] = (left 2^(N - N_J - c_J)) right_J^T      k^ = left 2^N      k~ = k 2^(c - y) 2^(b_C - N - c)
+
+So all that differs between blocks is a power of 2 for a block and channel: left operands are rounded once, kept in
+registers, and multiplied in 16 bits without a further error. Exponents of left and right are at most 58 while no
+block's gates sum to less than LIMIT, -80 nats; pairs above the diagonal may be infinite, and `where` drops them.
+
+*Strong chunks* have a block and channel below LIMIT. `prepare` flags them; its q^ and e^(b_C) are right there too.
+`mend` makes k~, P, W and U of flagged chunks again: pairs inside a block by levels (tokens meet at the middle of the
+smallest block of 2^n tokens that holds both), pairs of different blocks as above with c_J at the block's end. No
+exponent is above 1, so the answer is exact for every gate. A program looks through at most 64 flags.
+
+For a gradient T leaves too (`d_T`), and strengths below LEAST in size count as LEAST, since it divides by them.
+
+A program has one role: it waits at `ready`, once for each half of the channels and once for v, which comes to q's place
+while the inverse (delta_inverse.py) is made; nobody waits for it. Packed sequences: rows of the next sequence are zeros
+here, gates too. Bytes per chunk and value head at K = V = 128, bf16, gates float32: 80 KB in, 72 KB out. Shared memory:
+74 KB, two programs a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..launch.plan import Box, Draft, Spec, cdiv
+from .delta_chunk import barrier, load_tokens, row_column
+from .delta_inverse import allocate_scratch, eliminate, inverse, reinterpret, spread
+from .delta_solve import C
+from .gluon_names import named
+from .ring import invalidate_stages, new_barriers
+from .tiles import LOG2E, keep_rows, which_segment
+
+copy_in, copy_out = named("copy_in"), named("copy_out")
+
+HALF = gl.constexpr(64)  # channels at a time
+FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32
+LIMIT = gl.constexpr(-80.0)  # nats of a block of 16 tokens, as in portable/gla_forward.py for bf16
+REGISTERS = 240  # of a thread: two programs share a multiprocessor
+VARIABLE = ("N", "T", "HV", "G", "n_flags", "n_programs", "s_bb", "s_bt", "s_bh")
+
+
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def put(tile, x, layout: gl.constexpr):
+    """x [4, 16, 64] to a tile [64, 64]."""
+    tile.store(gl.convert_layout(x.to(tile.dtype).reshape([C, HALF]), layout))
+
+
+@gluon.jit
+def add_columns(A, P, k_s, q_s, factors, right, J: gl.constexpr, mma: gl.constexpr, frag: gl.constexpr):
+    """Add the pairs of a half's channels to the columns of block J: k_s, q_s [4, 16, 64], factors [4, 64]."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    f = factors.index(J).load(gl.SliceLayout(1, frag))[:, None, :]
+    R = right.index(J).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+    A = mma_v2(gl.convert_layout((k_s * f).reshape([C, HALF]), left), R, A)
+    P = mma_v2(gl.convert_layout((q_s * f).reshape([C, HALF]), left), R, P)
+    return A, P
+
+
+@gluon.jit
+def whole(x):
+    """The nearest whole number."""
+    return gl.floor(x + 0.5)
+
+
+@gluon.jit
+def store_factors(tile, J: gl.constexpr, exponents, b, OTHERS: gl.constexpr):
+    """Powers of 2 [4, 64] of a tile's row J, of 16 bits; with OTHERS 0 in block J."""
+    f = gl.exp2(exponents)
+    if OTHERS:
+        f = gl.where(b == J, 0.0, f)
+    tile.index(J).store(f.to(tile.dtype))
+
+
+@gluon.jit
+def to_border(x, n: gl.constexpr, three: gl.constexpr):
+    """The decay between each token of a block and the middle of its 2^(n + 1) tokens, from prefix sums [4, 16, 64]."""
+    by_border: gl.constexpr = gl.BlockedLayout([1, 8 >> n, 2 << n, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0])
+    of_rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, by_border)))
+    y = gl.convert_layout(x.reshape([4, 8 >> n, 2 << n, 64]), by_border)
+    r = gl.arange(0, 2 << n, layout=of_rows)[None, None, :, None]
+    middle = gl.sum(gl.where(r == (1 << n) - 1, y, -0.0), 2)  # up to the last token before the border
+    E = gl.exp2(-gl.abs(y - middle[:, :, None, :]))
+    return gl.convert_layout(E.reshape([4, 16, 64]), three)
+
+
+@gluon.jit
+def meet(total, more, n: gl.constexpr, J: gl.constexpr, DIAGONAL: gl.constexpr, mma: gl.constexpr):
+    """Add to columns of block J the pairs inside the block that meet at level n; with n = -1 each token with itself."""
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))[:, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, mma))[None, :] + 16 * J
+    if n < 0:
+        return gl.where((i == j) & DIAGONAL, total + more, total)
+    else:
+        return gl.where((i > j) & (((i ^ j) >> n) == 1), total + more, total)
+
+
+@gluon.jit
+def add_level(X_0, X_1, X_2, X_3, tile, t_R, n: gl.constexpr, DIAGONAL: gl.constexpr, mma: gl.constexpr):
+    """Add a level's pairs to the four blocks of columns."""
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    none = gl.zeros([64, 16], gl.float32, mma)
+    x = tile.reshape([C, HALF]).load(gl.DotOperandLayout(0, mma, 2))
+    X_0 = meet(X_0, mma_v2(x, t_R.index(0).permute((1, 0)).load(right), none), n, 0, DIAGONAL, mma)
+    X_1 = meet(X_1, mma_v2(x, t_R.index(1).permute((1, 0)).load(right), none), n, 1, DIAGONAL, mma)
+    X_2 = meet(X_2, mma_v2(x, t_R.index(2).permute((1, 0)).load(right), none), n, 2, DIAGONAL, mma)
+    X_3 = meet(X_3, mma_v2(x, t_R.index(3).permute((1, 0)).load(right), none), n, 3, DIAGONAL, mma)
+    return X_0, X_1, X_2, X_3
+
+
+@gluon.jit
+def put_decayed(tile, x, E, three: gl.constexpr, col: gl.constexpr):
+    """The raw tile x times decays E [4, 16, 64], to a tile."""
+    b_x = gl.convert_layout(x.load(col).to(gl.float32).reshape([4, 16, 64]), three) * E
+    tile.store(gl.convert_layout(b_x.to(tile.dtype).reshape([64, 64]), col))
+
+
+@gluon.jit
+def begin_product(t_T, tile, layout: gl.constexpr):
+    """Begin T x of a tile [1, 1, 64, 64]."""
+    zeros = gl.zeros([64, 64], gl.float32, layout)
+    return warpgroup_mma(t_T.reshape([64, 64]), tile.reshape([64, 64]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def joined(x_0, x_1, x_2, x_3, layout: gl.constexpr):
+    """Four blocks of columns [64, 16] side by side."""
+    x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))  # [64, 16, 2, 2]
+    return gl.convert_layout(x.permute((0, 3, 2, 1)).reshape([64, 64]), layout)
+
+
+@gluon.jit
+def make(
+    pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
+    K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr, STRONG: gl.constexpr,
+):
+    """(1) of chunk pid, P and its flag; of a STRONG one all but q^ and e^(b_C), pairs inside blocks by levels."""
+    PACKED: gl.constexpr = cu is not None
+    N_K: gl.constexpr = K // HALF
+    N_V: gl.constexpr = V // HALF
+    i_h, i_s = pid % HV, pid // HV
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
+
+    # layouts: a warp has a block of 16 tokens, a thread two channels of it
+    col: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    of_f: gl.constexpr = gl.SliceLayout(1, three)  # [4, 64]
+    of_D: gl.constexpr = gl.SliceLayout(0, of_f)  # [64]
+    of_r: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, three))  # [16]
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    frag: gl.constexpr = gl.DistributedLinearLayout(  # left operands seen as [4, 16, 64]
+        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 16, 64],
+    )
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flat_2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+    # shared memory
+    t_q = gl.allocate_shared_memory(q.dtype, [N_K, 1, 1, C, HALF], q.layout)
+    t_k = gl.allocate_shared_memory(k.dtype, [N_K, 1, 1, C, HALF], k.layout)
+    t_g = gl.allocate_shared_memory(g.dtype, [1, 1, 1, C, HALF], g.layout)
+    t_beta = gl.allocate_shared_memory(gl.float32, [C], flat)
+    t_D = gl.allocate_shared_memory(gl.float32, [4, HALF], flat)
+    t_F = gl.allocate_shared_memory(k.dtype, [5, 4, HALF], flat_2)
+    t_two = gl.allocate_shared_memory(k.dtype, [2, 1, 1, C, HALF], k.layout)  # right operands, and k~
+    t_R = reinterpret(t_two.index(0), k.dtype, [4, 16, HALF], square)
+    ready = new_barriers(N_K + 1, 1)
+    fence_async_shared()
+    barrier()
+
+    # load
+    for n in gl.static_range(N_K):
+        bar = ready.index(n)
+        mbarrier.expect(bar, 2 * k.block_type.nbytes + g.block_type.nbytes)
+        if n == 0:
+            copy_in(g, [i_b, i_h, o_t, 0], bar, t_g.index(0))
+        copy_in(k, [i_b, i_h // G, o_t, n * HALF], bar, t_k.index(n))
+        copy_in(q, [i_b, i_h // G, o_t, n * HALF], bar, t_q.index(n))
+    b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_t + gl.arange(0, C, layout=line), stop)
+    t_beta.store(gl.where(gl.abs(b_beta) < LEAST, LEAST, b_beta))
+
+    # compute: the pairs
+    b = gl.arange(0, 4, layout=gl.SliceLayout(1, of_f))[:, None]
+    r = gl.arange(0, 16, layout=of_r)[None, :, None]
+    o_d = gl.arange(0, HALF, layout=of_D)
+    none = gl.zeros([C, 16], gl.float32, mma)
+    A_0, A_1, A_2, A_3, P_0, P_1, P_2, P_3 = none, none, none, none, none, none, none, none
+    least = gl.zeros([4, HALF], gl.float32, of_f)
+    MIDDLE: gl.constexpr = 1.0 if STRONG else 0.5  # of a block, or its end
+    for n in gl.static_range(N_K):
+        mbarrier.wait(ready.index(n), 0)
+        b_K, b_Q = t_k.index(n).reshape([C, HALF]), t_q.index(n).reshape([C, HALF])
+        if PACKED:
+            if stop - o_t < C:  # the rest is another sequence's
+                keep_rows(b_K, stop - o_t, col)
+                keep_rows(b_Q, stop - o_t, col)
+                keep_rows(t_g.index(0).reshape([C, HALF]), stop - o_t, col)
+        b_g = t_g.index(0).reshape([C, HALF]).load(col).to(gl.float32)
+        if n + 1 < N_K:  # the gates have one tile
+            fence_async_shared()
+            barrier()
+            copy_in(g, [i_b, i_h, o_t, (n + 1) * HALF], ready.index(n + 1), t_g.index(0))
+        b_g = gl.where(b_g < FLOOR, FLOOR, b_g) * LOG2E  # NaN is not below, and stays
+        b_g = gl.convert_layout(b_g.reshape([4, 16, HALF]), three)
+        x = gl.associative_scan(b_g, 1, add)
+        D = gl.sum(gl.where(r == 15, x, -0.0), 1)  # [4, 64]: the last row
+        least = gl.where(D < least, D, least)
+        reinterpret(t_D, gl.float32, [4, HALF], flat_2).store(D)
+        D_0, D_1 = t_D.index(0).load(of_D), t_D.index(1).load(of_D)
+        D_2, D_3 = t_D.index(2).load(of_D), t_D.index(3).load(of_D)
+        if n > 0:
+            tma.store_wait(0)
+            barrier()  # the last half's k~ has left
+        if STRONG:
+            for level in gl.static_range(5):
+                if level == 0:
+                    E = gl.full([4, 16, HALF], 1.0, gl.float32, three)
+                else:
+                    E = to_border(x, level - 1, three)
+                put_decayed(t_two.index(0).reshape([C, HALF]), b_K, E, three, col)
+                put_decayed(t_two.index(1).reshape([C, HALF]), b_Q, E, three, col)
+                if level > 0:
+                    A_0, A_1, A_2, A_3 = add_level(A_0, A_1, A_2, A_3, t_two.index(0), t_R, level - 1, False, mma)
+                P_0, P_1, P_2, P_3 = add_level(P_0, P_1, P_2, P_3, t_two.index(1), t_R, level - 1, True, mma)
+        # the blocks' begins, in whole numbers, and what is left of them
+        to_2 = D_0 + D_1
+        to_3, all_D = to_2 + D_2, to_2 + (D_2 + D_3)
+        n_1, n_2, n_3 = whole(D_0), whole(to_2), whole(to_3)
+        begin = gl.where(b == 3, to_3[None, :], gl.where(b == 2, to_2[None, :], gl.where(b == 1, D_0[None, :], 0.0)))
+        n_b, m = whole(begin), whole(D * MIDDLE)
+        m_0, m_1, m_2, m_3 = whole(D_0 * MIDDLE), whole(D_1 * MIDDLE), whole(D_2 * MIDDLE), whole(D_3 * MIDDLE)
+        store_factors(t_F, 0, n_b - m_0[None, :], b, STRONG)
+        store_factors(t_F, 1, n_b - (n_1 + m_1)[None, :], b, STRONG)
+        store_factors(t_F, 2, n_b - (n_2 + m_2)[None, :], b, STRONG)
+        store_factors(t_F, 3, n_b - (n_3 + m_3)[None, :], b, STRONG)
+        store_factors(t_F, 4, n_b, b, False)
+        if not STRONG:
+            gl.store(through + pid.to(gl.int64) * K + n * HALF + o_d, gl.exp2(all_D))
+        y = x + (begin - n_b)[:, None, :]
+        b_k = gl.convert_layout(b_K.load(col).to(gl.float32).reshape([4, 16, HALF]), three)
+        k_t = b_k * gl.exp2(m[:, None, :] - y)
+        put(t_two.index(0).reshape([C, HALF]), k_t, col)
+        put(t_two.index(1).reshape([C, HALF]), k_t * gl.exp2(all_D[None, :] - (n_b + m))[:, None, :], col)
+        s = gl.exp2(y)
+        b_q = gl.convert_layout(b_Q.load(col).to(gl.float32).reshape([4, 16, HALF]), three)
+        put(b_K, b_k * s, col)
+        put(b_Q, b_q * s, col)
+        k_s = gl.convert_layout(b_K.load(left).reshape([4, 16, HALF]), frag)
+        q_s = gl.convert_layout(b_Q.load(left).reshape([4, 16, HALF]), frag)
+        # columns of blocks; rows above a block's are masked in the end, whatever they are
+        A_0, P_0 = add_columns(A_0, P_0, k_s, q_s, t_F, t_R, 0, mma, frag)
+        A_1, P_1 = add_columns(A_1, P_1, k_s, q_s, t_F, t_R, 1, mma, frag)
+        A_2, P_2 = add_columns(A_2, P_2, k_s, q_s, t_F, t_R, 2, mma, frag)
+        A_3, P_3 = add_columns(A_3, P_3, k_s, q_s, t_F, t_R, 3, mma, frag)
+        f = t_F.index(4).load(gl.SliceLayout(1, frag))[:, None, :]
+        put(b_K, k_s * f, left)  # k^, for W
+        if not STRONG:
+            put(b_Q, q_s * f, left)
+        fence_async_shared()
+        barrier()
+        copy_out(k_til, [pid, 0, 0, n * HALF], t_two.index(1))
+        if not STRONG:
+            copy_out(q_hat, [pid, 0, 0, n * HALF], t_q.index(n))
+
+    # v comes while the inverse is made, to q's place
+    if N_V <= N_K:
+        t_v = t_q
+    else:
+        t_v = gl.allocate_shared_memory(v.dtype, [N_V, 1, 1, C, HALF], v.layout)
+    tma.store_wait(0)
+    barrier()  # q^ and k~ have left
+    bar = ready.index(N_K)
+    mbarrier.expect(bar, N_V * v.block_type.nbytes)
+    for n in gl.static_range(N_V):
+        copy_in(v, [i_b, i_h, o_t, n * HALF], bar, t_v.index(n))
+    if not STRONG:
+        mild = gl.min(gl.min(least, 1), 0) >= LIMIT * LOG2E
+        gl.store(strong + pid, 1 - mild.to(gl.int32))
+    i, j = row_column(C, wide)
+    P = gl.where(i >= j, joined(P_0, P_1, P_2, P_3, wide), 0.0)
+    t_P = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
+    t_P.reshape([C, C]).store(P.to(k.dtype))
+    strength = -t_beta.load(gl.SliceLayout(1, wide))[:, None]
+    scratch = allocate_scratch()
+    spread(gl.where(i > j, strength * joined(A_0, A_1, A_2, A_3, wide), 0.0), scratch, 1)
+    eliminate(scratch, 1)
+    Y = inverse(scratch, 1, wide) * t_beta.load(gl.SliceLayout(0, wide))[None, :]
+    t_T = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
+    t_T.reshape([C, C]).store(Y.to(k.dtype))
+    mbarrier.wait(bar, 0)
+    if PACKED:
+        if stop - o_t < C:  # T has zeros in these columns, which NaN would not heed
+            for n in gl.static_range(N_V):
+                keep_rows(t_v.index(n).reshape([C, HALF]), stop - o_t, col)
+    fence_async_shared()
+    barrier()
+
+    # W and U, all products under way at once
+    W_0 = begin_product(t_T, t_k.index(0), wide)
+    if N_K == 2:
+        W_1 = begin_product(t_T, t_k.index(1), wide)
+    U_0 = begin_product(t_T, t_v.index(0), wide)
+    if N_V == 2:
+        U_1 = begin_product(t_T, t_v.index(1), wide)
+    W_0 = warpgroup_mma_wait(N_K + N_V - 1, deps=[W_0])
+    if N_K == 2:
+        W_1 = warpgroup_mma_wait(N_V, deps=[W_1])
+    if N_V == 2:
+        U_0, U_1 = warpgroup_mma_wait(0, deps=[U_0, U_1])
+    else:
+        U_0 = warpgroup_mma_wait(0, deps=[U_0])
+    barrier()  # all warps' products have read k^ and v: W and U leave by way of their tiles
+    t_k.index(0).reshape([C, HALF]).store(W_0.to(k.dtype))
+    if N_K == 2:
+        t_k.index(1).reshape([C, HALF]).store(W_1.to(k.dtype))
+    t_v.index(0).reshape([C, HALF]).store(U_0.to(k.dtype))
+    if N_V == 2:
+        t_v.index(1).reshape([C, HALF]).store(U_1.to(k.dtype))
+    # the compiler gives a tile's bytes away after the last use that it sees, so nothing comes between these copies and
+    # the wait for them
+    fence_async_shared()
+    barrier()
+    copy_out(d_P, [pid, 0, 0, 0], t_P)
+    if d_T is not None:
+        copy_out(d_T, [pid, 0, 0, 0], t_T)
+    for n in gl.static_range(N_K):
+        copy_out(d_W, [pid, 0, 0, n * HALF], t_k.index(n))
+    for n in gl.static_range(N_V):
+        copy_out(d_U, [pid, 0, 0, n * HALF], t_v.index(n))
+    tma.store_wait(0)
+    invalidate_stages(ready)
+
+
+@gluon.jit(do_not_specialize=VARIABLE)
+def prepare(
+    q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
+    K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr,
+):
+    """(1) and P of a chunk of a value head, and its flag. All but beta, through and strong are boxes of 64 columns."""
+    pid = gl.program_id(0)
+    make(
+        pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
+        K, V, LEAST, False,
+    )
+
+
+@gluon.jit(do_not_specialize=VARIABLE)
+def mend(
+    q, k, v, g, beta, s_bb, s_bt, s_bh, k_til, d_W, d_U, d_P, d_T, strong, cu, n_flags, n_programs, N, T, HV, G,
+    K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr,
+):
+    """k~, P, W and U of the strong chunks among at most 64: far apart, since neighbours are often strong together."""
+    of_flags: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    begin = gl.program_id(0)
+    o_n = begin + n_programs * gl.arange(0, 64, layout=of_flags)
+    if gl.max(gl.load(strong + o_n, mask=o_n < n_flags, other=0), 0) != 0:
+        for i in range(gl.cdiv(n_flags - begin, n_programs)):
+            pid = begin + i * n_programs
+            if gl.load(strong + pid) != 0:
+                make(
+                    pid, q, k, v, g, beta, s_bb, s_bt, s_bh, None, k_til, d_W, d_U, d_P, d_T, None, strong, cu,
+                    N, T, HV, G, K, V, LEAST, True,
+                )
+
+
+# The plan.
+
+
+def launch_prepare(
+    draft: Draft, tokens: tuple[Box, ...], beta: Spec, q_hat: Box, made: tuple[Box | None, ...], through: Spec,
+    strong: Spec, cu: Spec | None, **sizes: float,
+) -> None:
+    """`prepare` of all chunks, and `mend`; tokens are q, k, v, g, made k~, W, U, P, and T or None."""
+    n = strong.shape[0]
+    draft.launch(
+        prepare, n, *tokens, beta, *beta.strides, q_hat, *made, through, strong, cu,
+        **sizes, num_warps=4, maxnreg=REGISTERS,
+    )
+    n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))  # one round of them, if possible
+    draft.launch(
+        mend, n_programs, *tokens, beta, *beta.strides, *made, strong, cu, n, n_programs,
+        **sizes, num_warps=4, maxnreg=REGISTERS,
+    )

@@ -1,0 +1,184 @@
+"""Kimi Delta Attention, forward, in chunks, for every log gate in [-inf, 0] (chapter 20).
+
+With b the running sum of a chunk's gates (K numbers a token), b_C its last row, and d_ij = e^(b_i - b_j) by channel,
+
+    A = tril(beta_i sum_d k_id k_jd d_ijd, -1)      Y = (I + A)^-1      P = tril(sum_d q_id k_jd d_ijd)      (1)
+    q^ = q e^b        k^ = k e^b        k~ = k e^(b_C - b)                                                  (2)
+    w = Y (beta (v - k^ S))        o = scale * (q^ S + P w)        S <- diag(e^(b_C)) S + k~^T w            (3)
+
+`prepare` makes (1) and (2) of all chunks at once; (3) is the `walk` of delta_forward.py, with its segments and packed
+sequences, and Y is the inverse of that file. References: :mod:`gla_ref.kda`; Kimi Linear, 2025, section 3. Value head h
+reads key head h // G, G value heads to a key head; its gates are its own, and so are q^, k^ and k~.
+
+*Decays of pairs* do not leave the sum over channels in (1), so each product has an anchor. Tokens i > j in different
+blocks of 16 meet at a border, the middle of the smallest block of 2^n tokens that holds both: k_j decays up to the
+border, q_i and k_i from there on, and no exponent is above 0. Tokens of one block are anchored in its middle: their
+exponents are within half of the block's sum, 40 nats for gates above -5 (LIMIT of gla_forward.py, here for 16 tokens).
+If a channel's gates sum to less in a block, the chunk is strong in the channels of that product: there tokens of a
+block meet at borders too, in four more levels. So nothing is clamped in a mild chunk, and every gate is exact.
+
+The kernel, and its programs (H value heads)::
+
+    prepare    H * chunks    (1) and (2)
+
+It reads 2 C K tokens and C K gates, and writes 3 C K + 2 C^2 numbers. Limits: those of delta_forward.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch.hardware import Hardware
+from ..launch.plan import Draft, Plan, Spec
+from . import delta_forward
+from .delta_forward import BETA, DeltaCall, factor, inverse, square, walks
+from .gla_forward import LIMIT, LOG2E, between, clamped, sums, to_border
+from .segments import which_segment
+from .tiles import VARYING, load_tile, operand, patterns, store_tile
+
+WARPS = {64: 8, 32: 8, 16: 4}  # of `prepare`, by C
+VARIABLE = (*VARYING, "s_bb", "s_bt", "s_bh")
+
+
+@triton.jit
+def scores(x, y, dtype: tl.constexpr):
+    """x y^T of float32 rows, rounded to the product's precision: in float16 each row has its own size."""
+    x, of_x = operand(x, dtype, -100.0, True)
+    y, of_y = operand(y, dtype, -100.0, True)
+    b = tl.dot(x, y.T, input_precision="ieee")
+    if dtype == tl.float16:
+        b *= of_x * tl.trans(of_y)
+    return b
+
+
+@triton.jit
+def add_pairs(b_P, b_A, b_q, b_k, E_i, E_j, met):
+    """Add the pairs in `met` to (P, A): q_i and k_i decay by E_i, k_j by E_j."""
+    b_r = b_k * E_j
+    b_P += tl.where(met, scores(b_q * E_i, b_r, b_k.dtype), 0.0)
+    b_A += tl.where(met, scores(b_k * E_i, b_r, b_k.dtype), 0.0)
+    return b_P, b_A
+
+
+@triton.jit
+def from_middle(b_g, FAST: tl.constexpr):
+    """(Exponents of base 2 [C, D] of each token from the middle of its block of 16, the blocks' sums in nats)."""
+    o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
+    same = (o_i >> 4) == (o_j >> 4)
+    return sums(tl.where(same, tl.where(o_i >= o_j, 0.5, -0.5), 0.0), b_g, FAST) * LOG2E, sums(same, b_g, FAST)
+
+
+@triton.jit
+def since_until(b_g, FAST: tl.constexpr):
+    """(e^b, e^(b_C - b)) [C, D], and e^(b_C) [D]."""
+    o_i, o_j = tl.arange(0, b_g.shape[0])[:, None], tl.arange(0, b_g.shape[0])[None, :]
+    since = tl.exp2(sums(o_i >= o_j, b_g, FAST) * LOG2E)
+    until = tl.exp2(sums(o_i < o_j, b_g, FAST) * LOG2E)
+    return since, until, tl.sum(tl.where(o_i == b_g.shape[0] - 1, since, 0.0), 0)
+
+
+@triton.jit(do_not_specialize=VARIABLE)
+def prepare(
+    q, k, g, beta, q_hat, k_hat, k_til, through, P, Y, factors, cu, s_q, s_k, s_g, s_hat, s_bb, s_bt, s_bh,
+    N, T, H, G, K,
+    C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, FAST_SUMS: tl.constexpr,
+):
+    """Make (1), (2), the strengths in `factors` [chunks, H, 1, C] and e^(b_C) in `through` [chunks, H, K]."""
+    # which tile: a chunk of a value head
+    i_h, i_s = tl.program_id(0) % H, tl.program_id(0) // H
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
+    if o_t >= stop:
+        return
+    o_c = tl.arange(0, C)
+    i, j = o_c[:, None], o_c[None, :]
+
+    # load
+    o_r = o_t + o_c
+    p_b = beta + i_b.to(tl.int64) * s_bb + o_r.to(tl.int64) * s_bt + i_h.to(tl.int64) * s_bh
+    b_beta = tl.load(p_b, mask=o_r < stop, other=0.0).to(tl.float32)  # [C]
+    b_P = tl.zeros([C, C], dtype=tl.float32)
+    b_A = tl.zeros([C, C], dtype=tl.float32)
+    for o_k in tl.range(0, K, BK):
+        b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+        b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
+        b_g = clamped(load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False))  # [C, BK]
+
+        # compute: (1), pairs of a block of 16, then pairs that meet at borders between blocks
+        z, total = from_middle(b_g, FAST_SUMS)
+        if tl.min(tl.min(total, 1), 0) >= LIMIT:
+            b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, tl.exp2(z), tl.exp2(-z), (i >> 4) == (j >> 4))
+        else:
+            b_P += tl.where(i == j, scores(b_q.to(tl.float32), b_k.to(tl.float32), b_k.dtype), 0.0)
+            for level in tl.range(0, 4):
+                b_E = to_border(b_g, between(level, C), FAST_SUMS)  # [C, BK]
+                b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, b_E, b_E, ((i ^ j) >> level) == 1)
+        for level in tl.range(4, LEVELS):
+            b_E = to_border(b_g, between(level, C), FAST_SUMS)  # [C, BK]
+            b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, b_E, b_E, ((i ^ j) >> level) == 1)
+
+        # (2)
+        since, until, all_of_it = since_until(b_g, FAST_SUMS)
+        o_d = o_k + tl.arange(0, BK)
+        # store
+        store_tile(q_hat, b_q * since, s_hat, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+        store_tile(k_hat, b_k * since, s_hat, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+        store_tile(k_til, b_k * until, s_hat, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+        tl.store(through + (i_s * H + i_h).to(tl.int64) * K + o_d, all_of_it, mask=o_d < K)
+
+    # compute
+    b_Y = inverse(tl.where(i > j, b_A * b_beta[:, None], 0.0))
+
+    # store
+    tl.store(factor(factors, i_s, i_h, H, C, ROWS) + BETA * C, b_beta)
+    tl.store(square(P, i_s, i_h, H, C), tl.where(i >= j, b_P, 0.0).to(P.dtype.element_ty))
+    tl.store(square(Y, i_s, i_h, H, C), b_Y.to(Y.dtype.element_ty))
+
+
+# The plan.
+
+
+class Prepared(NamedTuple):
+    """A call whose chunks are prepared, as a walk takes it."""
+
+    call: DeltaCall  # each value head reads its own q^ and k^: G = 1
+    q: Spec  # q^
+    k: Spec  # k^
+    G: int
+
+
+def constants(call: DeltaCall, dtype: torch.dtype) -> dict:
+    """Constants of the kernels that make decays."""
+    hardware, half = call.draft.hardware, dtype != torch.float32
+    # makes products of bf16, which Triton's interpreter gets wrong
+    fast = half and hardware.matrix_units and not hardware.interpreted
+    return {"LEVELS": call.C.bit_length() - 1, "LIMIT": LIMIT[dtype], "FAST_SUMS": fast}
+
+
+def prepare_all(draft: Draft, q: Spec, k: Spec, v: Spec, g: Spec, beta: Spec, cu, scale, path) -> Prepared:
+    """Begin a call whose plan is `draft`: prepare all chunks."""
+    call = delta_forward.begin(draft, q, k, v, cu, scale, path, 1)
+    G, (B, T, H) = call.G, v.shape[:3]
+    # float16 has no range for e^b: these stay float32, and a walk gives each tile a size of its own
+    q_hat, k_hat, k_til = (draft.new(name, B, T, H, call.K, dtype=call.kept) for name in ("q_hat", "k_hat", "k_til"))
+    call = call._replace(G=1, k_til=k_til, through=draft.new("through", call.chunks, H, call.K))
+    BK = 32 if q.dtype == torch.float16 else 64  # float16's sizes of rows take registers
+    draft.launch(
+        prepare, H * call.chunks,
+        q, k, g, beta, q_hat, k_hat, k_til, call.through, call.P, call.Y, call.factors, call.cu,
+        *patterns(q, k, g, q_hat), *beta.strides, call.N, call.T, H, G, call.K,
+        BK=min(BK, call.BK), **call.same, **constants(call, q.dtype), num_warps=WARPS[call.C], num_stages=1,
+    )
+    return Prepared(call, q_hat, k_hat, G)
+
+
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """Plan (o, final state)."""
+    draft, v = Draft(hardware, *call), call.v
+    x = prepare_all(draft, call.q, call.k, v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
+    walked = walks(x.call, x.q, x.k, v, draft.contiguous(call.initial_state, torch.float32), o="o", S="S_T")
+    return draft.plan("portable", walked.o, walked.S)
