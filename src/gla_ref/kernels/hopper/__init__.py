@@ -110,8 +110,6 @@ def refusal_of_kda_gradient(hardware: Hardware, call) -> str | None:
     """Why the Hopper kernels of KDA's gradient do not take a call; None if they do."""
     if reason := refusal_of_kda(hardware, call):
         return reason
-    if call.kernel != "hopper":
-        return "kernel='hopper' asks for the Hopper kernels of the gradient"
     if call.path == "segmented":
         return "the Hopper kernels of the gradient have no segments, and path='segmented' was asked for"
     if call.scale and not SCALES[0] <= abs(call.scale) <= SCALES[1]:
