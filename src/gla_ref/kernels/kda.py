@@ -3,7 +3,7 @@
 A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
 the kernels of its plan (launch/plan.py has the picture). These are in portable/kda_forward.py and
 portable/kda_gradient.py, and walk as the delta rules do (delta.py). Hopper has kernels of its own,
-hopper/kda_forward.py and hopper/kda_gradients.py, and the plan takes them wherever they run.
+hopper/kda_forward.py and hopper/kda_gradients.py, for calls that ask for them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def kda(
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose, which
             :func:`gla_ref.kernels.explain` prints with the reason.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens in bfloat16, one GPU class);
-            None takes Hopper's where they run. Their gradients walk over each sequence in one go.
+            None takes the portable ones. Hopper's gradients walk over each sequence in one go.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.
