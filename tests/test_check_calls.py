@@ -441,7 +441,6 @@ CHANGES = {  # mechanism, what becomes of the tensors of a right form, the case 
     ),
 }
 CORRECTED = {  # what a delta rule takes for the inverse of I + A
-    "sign of A": lambda A: inverse(-A),
     "inverse transposed": lambda A: inverse(A).mT,
     "values not corrected within a chunk": lambda A: inverse(0 * A),
     "inverse to first order": lambda A: inverse(0 * A) - A,
