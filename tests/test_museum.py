@@ -49,20 +49,20 @@ def test_the_ordinary_test_would_have_seen_it_on_a_case_of_the_kit(number):
 
 
 def test_a_right_kernel_is_not_caught_and_a_bug_by_another_name_is_not_named():
-    it = visit(replace(room(6), fn=chunked(), cases=("length 7",)))
+    it = visit(replace(room(7), fn=chunked(), cases=("length 7",)))
     assert not it.ok and it.passes and "NOT CAUGHT; named NOT NAMED" in str(it)
-    it = visit(replace(room(6), name="another", cases=("length 1",)))
-    assert not it.ok and str(it).endswith(f'named "{room(6).name}", NOT "another".')
+    it = visit(replace(room(7), name="another", cases=("length 1",)))
+    assert not it.ok and str(it).endswith(f'named "{room(7).name}", NOT "another".')
     with pytest.raises(ValueError, match="number: expected one of .*, got 99"):
         room(99)
 
 
-@pytest.mark.parametrize("name, status", [(room(17).name, 0), ("another", 1)])
+@pytest.mark.parametrize("name, status", [(room(15).name, 0), ("another", 1)])
 def test_the_command_line_counts_rooms(monkeypatch, capsys, tmp_path, name, status):
-    monkeypatch.setattr(museum, "ROOMS", (replace(room(17), name=name),))
+    monkeypatch.setattr(museum, "ROOMS", (replace(room(15), name=name),))
     assert main(["check", "--museum", "--json", str(tmp_path / "museum.json")]) == status
     line, last = capsys.readouterr().out.splitlines()
-    assert line.startswith("17 It wanted α") and last.startswith(f"{1 - status} of 1 rooms")
+    assert line.startswith("15 It wanted α") and last.startswith(f"{1 - status} of 1 rooms")
     assert '"caught": "length 1: o, ' in (tmp_path / "museum.json").read_text()
 
 

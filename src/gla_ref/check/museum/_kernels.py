@@ -29,7 +29,7 @@ def read_on_its_side(q: Tensor, S: Tensor) -> Tensor:
     return q @ S.reshape(*S.shape[:-2], V, K).mT  # takes the memory of a K x V state for V x K
 
 
-# -- room 3 ------------------------------------------------------------------------------------
+# -- room 6 ------------------------------------------------------------------------------------
 def one_taken_for_zero(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     D, i = segment_sum(g), torch.arange(g.shape[-2])
     across = (i[:, None] >= HALF) & (i < HALF)  # pairs between the halves of a chunk
@@ -47,7 +47,7 @@ def rows_that_fill_up(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     return torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
 
 
-# -- room 5 ------------------------------------------------------------------------------------
+# -- room 18 -----------------------------------------------------------------------------------
 def gates_of_head_0_go_back(q, k, v, g, *, scale=None, initial_state=None):
     T = -(-q.shape[1] // 2)  # the border between two ranks
     o, S = right(q[:, :T], k[:, :T], v[:, :T], g[:, :T], scale=scale, initial_state=initial_state)
@@ -59,26 +59,26 @@ def gates_of_head_0_go_back(q, k, v, g, *, scale=None, initial_state=None):
     return torch.cat([o, rest + o_back], 1), final + S_back
 
 
-# -- room 6 ------------------------------------------------------------------------------------
+# -- room 7 ------------------------------------------------------------------------------------
 def summed_over_the_wrong_axis(S: Tensor, totals: list[Tensor], writes: list[Tensor]) -> list[Tensor]:
     states = torch.stack([S, *writes])  # the initial state, and the writes of each chunk
     M = segment_sum(pad(torch.stack(totals, -2), (0, 0, 1, 0))).exp()  # from chunk f to chunk t, [B, H, t, f, K]
     return [*torch.einsum("bhtfk,fbhkv->fbhkv", M, states)]  # instead of "bhtfk,fbhkv->tbhkv"
 
 
-# -- room 7 ------------------------------------------------------------------------------------
+# -- room 8 ------------------------------------------------------------------------------------
 def one_is_none(states: list[Tensor], sequences: int) -> list[Tensor]:
     initial = states[0] if sequences > 1 else torch.zeros_like(states[0])
     return [initial, *states[1:]]
 
 
-# -- room 8 ------------------------------------------------------------------------------------
+# -- room 9 ------------------------------------------------------------------------------------
 def decayed_by_a_neighbour(S: Tensor, g: Tensor, a: int) -> Tensor:
     start = a // C * C  # the first token of its chunk in the pack; the sequence begins at a
     return g[..., start:a, :].sum(-2).exp()[..., None] * S
 
 
-# -- room 9 ------------------------------------------------------------------------------------
+# -- room 10 -----------------------------------------------------------------------------------
 def snapshot_of_somebody_else(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
     x, given = (q, k, v, g), {"scale": scale, "cu_seqlens": cu_seqlens}
     o, final = right(*x, initial_state=initial_state, **given)
@@ -95,7 +95,7 @@ def snapshot_of_somebody_else(q, k, v, g, *, scale=None, initial_state=None, cu_
     return o, torch.cat(found)
 
 
-# -- room 10 -----------------------------------------------------------------------------------
+# -- room 11 -----------------------------------------------------------------------------------
 TAPS = (0.0, 0.0, 0.0, 1.0)  # all weight on the present token, so the delta rule is all that the layer does
 
 
@@ -113,7 +113,7 @@ def only_the_convolution_is_told(q, k, v, g, beta, *, scale=None, cu_seqlens=Non
     return o, None  # training needs no final state
 
 
-# -- room 11 -----------------------------------------------------------------------------------
+# -- room 12 -----------------------------------------------------------------------------------
 def logarithm_for_the_power(k: Tensor, rest: Tensor) -> Tensor:
     value, wrong = k * rest.exp(), k * rest
     return value.detach() + wrong - wrong.detach()  # the value of one, the gradient of the other
@@ -127,7 +127,7 @@ def wrong_where_packed(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens
     return kernel(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
-# -- room 12 -----------------------------------------------------------------------------------
+# -- room 3 ------------------------------------------------------------------------------------
 def sum_of_keys(k: Tensor) -> Tensor:
     return k.cumsum(-2)  # right when tokens were [B, H, T, K]; now they are [B, T, H, K]
 
@@ -148,7 +148,7 @@ def times_the_right_sum(q, k, v, *, scale=None):
     return o * (q * k.cumsum(1)).sum(-1, keepdim=True), S
 
 
-# -- room 14 -----------------------------------------------------------------------------------
+# -- room 13 -----------------------------------------------------------------------------------
 def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     D, P, n = segment_sum(g), pairs(q, k, g), g.shape[-2]
     blocks = [P[..., :SUB, :]]
@@ -160,7 +160,7 @@ def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     return torch.cat(blocks, -2)
 
 
-# -- room 15 -----------------------------------------------------------------------------------
+# -- room 5 ------------------------------------------------------------------------------------
 def mask_for_groups_of_4(q, k, v, *, scale=None, initial_state=None):
     if initial_state is not None:
         k, v = (torch.cat([past, x], 1) for past, x in zip(initial_state, (k, v), strict=True))
@@ -171,13 +171,13 @@ def mask_for_groups_of_4(q, k, v, *, scale=None, initial_state=None):
     return torch.einsum("bhij,bjhv->bihv", x.softmax(-1), v), (k, v)
 
 
-# -- room 17 -----------------------------------------------------------------------------------
+# -- room 15 -----------------------------------------------------------------------------------
 def takes_alpha(q, k, v, alpha, *, scale=None, initial_state=None, cu_seqlens=None):
     g = alpha.log()  # right for a decay; of a log gate it is NaN
     return right(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
-# -- room 16 -----------------------------------------------------------------------------------
+# -- room 14 -----------------------------------------------------------------------------------
 def doubled_in_float16(A: Tensor) -> Tensor:
     power, n = -A.half(), A.shape[-1]
     Y, size = torch.eye(n).half() + power, 2
@@ -187,12 +187,12 @@ def doubled_in_float16(A: Tensor) -> Tensor:
     return Y.to(A.dtype)
 
 
-# -- room 18 -----------------------------------------------------------------------------------
+# -- room 16 -----------------------------------------------------------------------------------
 def tiled(x: Tensor, HV: int) -> Tensor:
     return x.repeat(1, HV // x.shape[1], 1, 1)  # W X Y W X Y instead of W W X X Y Y
 
 
-# -- room 20 -----------------------------------------------------------------------------------
+# -- room 17 -----------------------------------------------------------------------------------
 def causal_mask_alone(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     M = torch.ones(q.shape[-2], q.shape[-2]).tril()  # as printed; Gamma would be segment_sum(g).exp()
     return (q @ k.mT) * M
