@@ -17,8 +17,8 @@ the bytes in all, for N times the programs. Each state moves four times, 4 K V b
 2 C (C (BK + BV) + 2 BK BV) FLOPs, BK = max(K, 64), a chunk of `add_up` 2 C BK BV.
 
 Left out: packed sequences, initial states, normalisation, gradients, float16 (a state may be too large for it), other
-sizes than 16, 32, 64 and 128. If heads give at least two programs for three multiprocessors,
-:mod:`gla_ref.pages.linear_attention` reads less.
+sizes than 16, 32, 64 and 128. If heads give a program to more than half of the multiprocessors,
+:mod:`gla_ref.pages.linear_attention` is faster.
 """
 
 import torch
