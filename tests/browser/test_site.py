@@ -269,7 +269,7 @@ def test_wide_listings_use_the_margin(visit):
     table = tab.locator("table.wide").first
     box = table.bounding_box()
     assert right < box["x"] + box["width"] <= 1280
-    table.scroll_into_view_if_needed()
+    table.evaluate("e => e.scrollIntoView({block: 'center'})")
     tab.wait_for_selector(".bd-sidebar-secondary.hide", state="attached")
 
 
