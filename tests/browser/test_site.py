@@ -264,7 +264,7 @@ def test_icons_are_drawn(visit):
 
 def test_wide_listings_use_the_margin(visit):
     tab = visit.tab
-    tab.goto(url("book/benchmarks"))
+    tab.goto(url("book/conformance"))
     right = tab.evaluate("document.querySelector('.bd-article').getBoundingClientRect().right")
     table = tab.locator("table.wide").first
     box = table.bounding_box()
