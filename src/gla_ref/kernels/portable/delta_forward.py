@@ -477,12 +477,12 @@ def choose_segments(
     return length, False
 
 
-def begin(draft: Draft, q, k, v, cu, scale, path, rows: int) -> DeltaCall:
-    """Begin a call whose plan is `draft`, with so many rows of factors."""
+def begin(draft: Draft, q, k, v, cu, scale, path, rows: int, most: int = 64) -> DeltaCall:
+    """Begin a call whose plan is `draft`, with so many rows of factors and at most so many tokens in a chunk."""
     hardware, (B, T, heads, K), (H, V) = draft.hardware, q.shape, v.shape[2:]
     G, scale = H // heads, contract.check_scale(scale, K)
     cu, N, half = draft.contiguous(cu, torch.int32), sequences(B, cu), q.dtype != torch.float32
-    C, BK = CHUNK[hardware.family, 8 * q.dtype.itemsize], max(64 if half else 16, next_power_of_2(K))
+    C, BK = min(most, CHUNK[hardware.family, 8 * q.dtype.itemsize]), max(64 if half else 16, next_power_of_2(K))
     _, warps, stages = tiles(WALK, hardware, q.dtype, K=K)
     BV, least = columns_of_v(hardware, q, k, v)
     length, narrow = choose_segments(draft, path, cdiv(V, BV) * H * N, cdiv(T, C), N if cu else None)

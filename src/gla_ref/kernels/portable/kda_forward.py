@@ -161,7 +161,8 @@ def constants(call: DeltaCall, dtype: torch.dtype) -> dict:
 
 def prepare_all(draft: Draft, q: Spec, k: Spec, v: Spec, g: Spec, beta: Spec, cu, scale, path) -> Prepared:
     """Begin a call whose plan is `draft`: prepare all chunks."""
-    call = delta_forward.begin(draft, q, k, v, cu, scale, path, 1)
+    # a walk's stages hold three tiles of keys; 64 tokens of K = 256 would take 254 to 280 KB (Triton 3.9)
+    call = delta_forward.begin(draft, q, k, v, cu, scale, path, 1, most=64 if q.shape[3] <= 128 else 32)
     G, (B, T, H) = call.G, v.shape[:3]
     # float16 has no range for e^b: these stay float32, and a walk gives each tile a size of its own
     q_hat, k_hat, k_til = (draft.new(name, B, T, H, call.K, dtype=call.kept) for name in ("q_hat", "k_hat", "k_til"))
