@@ -49,7 +49,7 @@ from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from .scalar_gates import between, summed
 from .segments import sequences, slots, which_segment, which_sequence
-from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+from .tiles import VARYING, load_tile, load_tokens, operand, pattern, patterns, product, store_tile, which_tile
 
 # by family and bits, the tokens of a chunk
 CHUNK = {
@@ -185,6 +185,17 @@ def load_channels(through, i_t, i_h, H, K, BK: tl.constexpr):
     return tl.load(through + (i_t * H + i_h).to(tl.int64) * K + o_k, mask=o_k < K, other=0.0)
 
 
+@triton.jit
+def invert_and_store(P, Y, p_f, b_P, b_A, b_beta, i_s, i_h, H):
+    """Store the strengths of a chunk behind p_f, its P, and Y, from all pairs [C, C] without strengths."""
+    C: tl.constexpr = b_P.shape[0]
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    b_Y = inverse(tl.where(i > j, b_A * b_beta[:, None], 0.0))
+    tl.store(p_f + BETA * C, b_beta)
+    tl.store(square(P, i_s, i_h, H, C), tl.where(i >= j, b_P, 0.0).to(P.dtype.element_ty))
+    tl.store(square(Y, i_s, i_h, H, C), b_Y.to(Y.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=VARIABLE)
 def solve(
     q, k, g, beta, P, Y, factors, cu, s_q, s_k, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, N, T, H, G, K,
@@ -201,8 +212,7 @@ def solve(
 
     # load
     o_r = o_t + o_c
-    p_b = beta + i_b.to(tl.int64) * s_bb + o_r.to(tl.int64) * s_bt + i_h.to(tl.int64) * s_bh
-    b_beta = tl.load(p_b, mask=o_r < stop, other=0.0).to(tl.float32)  # [C]
+    b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_r, stop)  # [C]
     b_P = tl.zeros([C, C], dtype=tl.float32)
     b_A = tl.zeros([C, C], dtype=tl.float32)
     for o_k in tl.range(0, K, BK):
@@ -214,8 +224,7 @@ def solve(
     # compute
     p_f = factor(factors, i_s, i_h, H, C, ROWS)
     if g is not None:
-        p_g = g + i_b.to(tl.int64) * s_gb + o_r.to(tl.int64) * s_gt + i_h.to(tl.int64) * s_gh
-        b_coarse, b_fine = summed(tl.load(p_g, mask=o_r < stop, other=0.0))  # [C]
+        b_coarse, b_fine = summed(load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, o_r, stop))  # [C]
         coarse = tl.sum(tl.where(o_c == C - 1, b_coarse, 0.0))
         fine = tl.sum(tl.where(o_c == C - 1, b_fine, 0.0))
         b_E = tl.exp2(tl.where(i >= j, between(b_coarse, b_fine), float("-inf")))  # [C, C]
@@ -225,12 +234,7 @@ def solve(
         tl.store(p_f + UNTIL * C, tl.exp2((coarse - b_coarse) + (fine - b_fine)))
         tl.store(p_f + COARSE * C, b_coarse)
         tl.store(p_f + FINE * C, b_fine)
-    b_Y = inverse(tl.where(i > j, b_A * b_beta[:, None], 0.0))
-
-    # store
-    tl.store(p_f + BETA * C, b_beta)
-    tl.store(square(P, i_s, i_h, H, C), tl.where(i >= j, b_P, 0.0).to(P.dtype.element_ty))
-    tl.store(square(Y, i_s, i_h, H, C), b_Y.to(Y.dtype.element_ty))
+    invert_and_store(P, Y, p_f, b_P, b_A, b_beta, i_s, i_h, H)
 
 
 @triton.jit
