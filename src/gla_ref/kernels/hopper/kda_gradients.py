@@ -56,19 +56,17 @@ from ..launch.hardware import Hardware
 from ..launch.plan import Plan
 from ..portable.delta_gradient import gradient_of_state, of_key_heads
 from ..portable.kda_gradient import launch_mend
-from ..portable.segments import slots
 from . import delta_chunk
 from .delta_chunk import barrier, load_tokens, row_column
 from .delta_inverse import reinterpret
 from .delta_solve import C
 from .delta_walks import BV
-from .gla_backward import _behind as behind
 from .gluon_names import named
 from .kda_forward import prepared
-from .kda_prepare import FLOOR, LIMIT, add
+from .kda_prepare import FLOOR, LIMIT
 from .kda_walks import walks
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, box, keep_rows, store_own_rows, which_segment
+from .tiles import LOG2E, add, behind, box, keep_rows, store_own_rows, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
@@ -450,7 +448,7 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     draft, K, V, H, N, T, cu = shared.draft, shared.K, shared.V, shared.H, shared.N, shared.T, shared.cu
     draft.because(f"all chunks first, then two walks at once, a program for each {BV.value} columns of V: in Gluon")
     do, scale = draft.gradient_of_o(v, call.do, shared.scale)
-    n, low, c = H * slots(shared.B, T, cu, C.value), q.dtype, C.value
+    n, low, c = shared.slots, q.dtype, C.value
     Ts = draft.new("T", n, c, 1, c, dtype=low)
     made = prepared(shared, q, k, v, g, beta, Ts, LEAST.value)
     w, e = (draft.new(name, n, c, 1, V, dtype=low) for name in "we")
