@@ -6,32 +6,17 @@ from functools import partial
 import played_gluon
 import pytest
 import torch
-from cases import CORRELATIONS, LADDER, STRENGTHS, thin
+from cases import LADDER, thin
 from delta_problems import MILD, problem
 from harness import BF16, CUDA, F16, F32, HERE, compare, results, tokens
-
-pytest.importorskip("triton", reason="Triton exists for Linux only")
+from test_kernels_hopper_delta import CUT, KEYS, LENGTHS, PACK, gluon, meta, on_hopper, played_here
+from test_kernels_hopper_delta import call as call_of_delta_rule
 
 from gla_ref.kernels import explain, kda, plan
-from gla_ref.kernels.hopper import gluon_names
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
 
-LENGTHS = (1, 63, 64, 65, 130)
-PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
-CUT = (0, 0, 64, 230, 240)  # no tokens; a whole segment, segments and a part of one, a part
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dS0")
-KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
-gluon = pytest.mark.skipif(gluon_names.missing() is not None, reason=f"this Triton has no {gluon_names.missing()}")
-played_here = pytest.mark.skipif(
-    CUDA or gluon_names.missing() is not None, reason="played on a CPU, where there is Gluon"
-)
-
-
-def on_hopper(test):
-    """A test that needs a GPU of compute capability 9.0."""
-    here = CUDA and torch.cuda.get_device_capability() == (9, 0)
-    return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
 
 
 # the plan
@@ -40,13 +25,10 @@ PLAN = partial(plan, "kda", hardware="sm_90")
 ON_HOPPER = partial(PLAN, kernel="hopper")
 
 
-def call(B=2, T=300, H=2, HV=4, K=128, V=128, dtype=BF16, gates=F32):
+def call(**sizes):
     """q, k, v, g and beta without memory."""
-    q, v, g = (
-        torch.empty(B, T, heads, D, dtype=x, device="meta")
-        for heads, D, x in ((H, K, dtype), (HV, V, dtype), (HV, K, gates))
-    )
-    return q, q, v, g, g[..., 0]
+    q, k, v, _, beta = call_of_delta_rule(**sizes)
+    return q, k, v, meta(*v.shape[:3], q.shape[3], dtype=F32), beta
 
 
 @gluon
