@@ -1,7 +1,6 @@
 """One token after another: the functions that one calls to decode (chapters 16 and 20).
 
-The kernels are in portable/gla_step.py and portable/delta_step.py. Forward only: that nothing needs a gradient is
-checked in every call.
+The kernel is in portable/gla_step.py. Forward only: that nothing needs a gradient is checked in every call.
 """
 
 from __future__ import annotations
@@ -10,23 +9,15 @@ from torch import Tensor
 
 from . import delta, gla
 from .launch.checks import check_call
-from .launch.hardware import Hardware
 from .launch.operator import attend, forward_only, with_state
-from .launch.plan import Plan
 from .launch.program import Planned
-from .portable import delta_step, gla_two_sided
 from .portable.gla_step import plan_step
 
 __all__ = ["delta_rule_step", "gated_delta_rule_step", "gla_step"]
 
 
-def plan_gla(hardware: Hardware, call: gla.Call) -> Plan:
-    """(o, final state)."""
-    return (plan_step if call.g_v is None else gla_two_sided.plan_tokens)(hardware, call)
-
-
-gla_forward = Planned(plan_gla, gla.Call, gla.check)
-delta_forward = Planned(delta_step.plan_step, delta.Call, delta.check)
+gla_forward = Planned(plan_step, gla.Call, gla.check)
+delta_forward = Planned(plan_step, delta.Call, delta.check)
 _gla_step = forward_only(with_state("gla_step", gla_forward))
 _delta_step = forward_only(with_state("delta_step", delta_forward))
 
