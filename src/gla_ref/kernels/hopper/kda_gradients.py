@@ -268,8 +268,7 @@ def gradients(
     t_FG.index(0).reshape([C, C]).store(F)
     t_FG.index(1).reshape([C, C]).store(G_)
     fence_async_shared()
-    F_0, F_1, F_2, F_3 = four(F, left)
-    G_0, G_1, G_2, G_3 = four(G_, left)
+    left_F, left_G = four(F, left), four(G_, left)
     rows_F = reinterpret(t_FG.index(0), q.dtype, [4, 16, C], square)
     rows_G = reinterpret(t_FG.index(1), q.dtype, [4, 16, C], square)
     rows_lq = reinterpret(t_lq, q.dtype, [4, 16, BK], narrow)
@@ -344,25 +343,17 @@ def gradients(
 
         # what block J gives to later tokens, and to its own
         own_f = tables.index(1).load(of_a)
-        y_q = warpgroup_mma(F_0, rows_rk.index(0), zero, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_0, rows_rk.index(0), zero, use_acc=False, is_async=True)
-        f_0, h_0 = factors(table, 0, own_f, o_a, of_a, True)
-        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
-        b_q, b_k = b_q * f_0 + blocks(y_q, acc) * h_0, b_k * f_0 + blocks(y_k, acc) * h_0
-        y_q = warpgroup_mma(F_1, rows_rk.index(1), zero, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_1, rows_rk.index(1), zero, use_acc=False, is_async=True)
-        f_1, h_1 = factors(table, 1, own_f, o_a, of_a, True)
-        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
-        b_q, b_k = b_q * f_1 + blocks(y_q, acc) * h_1, b_k * f_1 + blocks(y_k, acc) * h_1
-        y_q = warpgroup_mma(F_2, rows_rk.index(2), zero, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_2, rows_rk.index(2), zero, use_acc=False, is_async=True)
-        f_2, h_2 = factors(table, 2, own_f, o_a, of_a, True)
-        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
-        b_q, b_k = b_q * f_2 + blocks(y_q, acc) * h_2, b_k * f_2 + blocks(y_k, acc) * h_2
-        y_q = warpgroup_mma(F_3, rows_rk.index(3), zero, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_3, rows_rk.index(3), zero, use_acc=False, is_async=True)
-        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
-        b_q, b_k = b_q + blocks(y_q, acc) * own_f[:, None, :], b_k + blocks(y_k, acc) * own_f[:, None, :]
+        for n in gl.static_range(4):
+            y_q = warpgroup_mma(left_F[n], rows_rk.index(n), zero, use_acc=False, is_async=True)
+            y_k = warpgroup_mma(left_G[n], rows_rk.index(n), zero, use_acc=False, is_async=True)
+            if n < 3:
+                f_r, h_r = factors(table, n, own_f, o_a, of_a, True)
+                y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
+                b_q, b_k = b_q * f_r + blocks(y_q, acc) * h_r, b_k * f_r + blocks(y_k, acc) * h_r
+            else:
+                y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
+                b_q = b_q + blocks(y_q, acc) * own_f[:, None, :]
+                b_k = b_k + blocks(y_k, acc) * own_f[:, None, :]
         # what block J reads of earlier tokens, and of its own
         p = gl.zeros([4, 16, BK], gl.float32, acc)
         for n in gl.static_range(4):

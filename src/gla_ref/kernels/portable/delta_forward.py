@@ -238,17 +238,30 @@ def solve(
 
 
 @triton.jit
-def columns(i_v, K, V, BV: tl.constexpr, MAP: tl.constexpr):
-    """The BV columns of a tile of [X, M], or of a state: (their places, the mask, whether they are in M), each [BV].
+def load_first(S_in, s_in, i_s, i_h, i_v, K, V, BK: tl.constexpr, BV: tl.constexpr, MAP: tl.constexpr):
+    """(Tile i_v of the state before a walk, or of [0, I] with MAP; the places of its columns [BV]; its mask [BK, BV]).
 
     Tiles of M come after the tiles of X; no tile has columns of both.
     """
-    o_v, n_v = i_v * BV + tl.arange(0, BV), tl.cdiv(V, BV)
-    o_m = o_v - n_v * BV
+    o_k, o_v, n_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.cdiv(V, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_in, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
     if MAP:
-        return tl.where(i_v < n_v, o_v, V + o_m), tl.where(i_v < n_v, o_v < V, o_m < K), o_m
+        o_m = o_v - n_v * BV
+        b_S += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
+        o_v, m_v = tl.where(i_v < n_v, o_v, V + o_m), tl.where(i_v < n_v, o_v < V, o_m < K)
     else:
-        return o_v, o_v < V, o_m
+        m_v = o_v < V
+    return b_S, o_v, (o_k < K)[:, None] & m_v[None, :]
+
+
+@triton.jit
+def store_state(x, b_S, i, o_v, m_S, K, W):
+    """Store the columns o_v of the i-th state of x [..., K, W]."""
+    o_k = tl.arange(0, b_S.shape[0])
+    p = x + i.to(tl.int64) * K * W + o_k[:, None] * W + o_v[None, :]
+    tl.store(p, b_S.to(x.dtype.element_ty), mask=m_S)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -268,17 +281,10 @@ def walk(
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
-    o_k = tl.arange(0, BK)
-    o_v, m_v, o_m = columns(i_v, K, V, BV, MAP)
-    m_S = (o_k < K)[:, None] & m_v[None, :]
     dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
 
     # load
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if S_in is not None:
-        b_S += load_tile(S_in, s_in, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
-    if MAP:
-        b_S += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
+    b_S, o_v, m_S = load_first(S_in, s_in, i_s, i_h, i_v, K, V, BK, BV, MAP)
 
     n_c = tl.cdiv(end - begin, C)  # at most 0 in a spare slot
     for i_c in tl.range(0, n_c):
@@ -302,8 +308,7 @@ def walk(
             b_x *= b_since[:, None]
         b_w = times(b_Y, (b_v.to(tl.float32) - b_x) * b_beta[:, None], dtype)  # [C, BV]
         if states is not None:
-            p_S = states + (i_t * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
-            tl.store(p_S, b_S.to(states.dtype.element_ty), mask=m_S)
+            store_state(states, b_S, i_t * H + i_h, o_v, m_S, K, V)
         if writes is not None:
             store_tile(writes, b_w, s_w, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)
 
@@ -329,9 +334,7 @@ def walk(
 
     # store
     if S_out is not None:
-        W = V + K if MAP else V
-        p_S = S_out + (i_s * H + i_h).to(tl.int64) * K * W + o_k[:, None] * W + o_v[None, :]
-        tl.store(p_S, b_S, mask=m_S)
+        store_state(S_out, b_S, i_s * H + i_h, o_v, m_S, K, V + K if MAP else V)
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -43,14 +43,15 @@ from .delta_forward import (
     UNTIL,
     DeltaCall,
     carry_states,
-    columns,
     factor,
     load_channels,
+    load_first,
     load_whole_decay,
     low,
     solve_all,
     square,
     state_strides,
+    store_state,
     times,
     walks,
 )
@@ -86,17 +87,10 @@ def walk_back(
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
-    o_k = tl.arange(0, BK)
-    o_v, m_v, o_m = columns(i_v, K, V, BV, MAP)
-    m_R = (o_k < K)[:, None] & m_v[None, :]
     dtype: tl.constexpr = do.dtype if TMA else do.dtype.element_ty
 
     # load
-    b_R = tl.zeros([BK, BV], dtype=tl.float32)
-    if R_in is not None:
-        b_R += load_tile(R_in, s_in, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
-    if MAP:
-        b_R += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
+    b_R, o_v, m_R = load_first(R_in, s_in, i_s, i_h, i_v, K, V, BK, BV, MAP)
 
     n_c = tl.cdiv(end - begin, C)  # at most 0 in a spare slot
     for i in tl.range(0, n_c):
@@ -129,8 +123,7 @@ def walk_back(
         b_dv = b_r * b_beta[:, None]
         # store
         if dstates is not None:
-            p_R = dstates + (i_t * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
-            tl.store(p_R, b_R.to(dstates.dtype.element_ty), mask=m_R)
+            store_state(dstates, b_R, i_t * H + i_h, o_v, m_R, K, V)
         if r is not None:
             store_tile(r, b_r, s_r, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)
 
@@ -148,9 +141,7 @@ def walk_back(
 
     # store
     if R_out is not None:
-        W = V + K if MAP else V
-        p_R = R_out + (i_s * H + i_h).to(tl.int64) * K * W + o_k[:, None] * W + o_v[None, :]
-        tl.store(p_R, b_R, mask=m_R)
+        store_state(R_out, b_R, i_s * H + i_h, o_v, m_R, K, V + K if MAP else V)
 
 
 @triton.jit
