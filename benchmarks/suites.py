@@ -62,6 +62,12 @@ class Case:
     def shape(self, x: Argument) -> tuple[int, ...]:
         return tuple(self.sizes[axis] for axis in x.axes.split())
 
+    def dtype_of(self, x: Argument) -> torch.dtype:
+        """Models make KDA's gates and strengths in float32, and so do those that time it."""
+        dtype = getattr(torch, self.dtype)
+        wide = self.mechanism == "kda" and x.role != "token"
+        return torch.promote_types(dtype, torch.float32) if wide else dtype
+
     def __str__(self):
         packed = f" packed x{len(self.lengths)}" if self.lengths else ""
         packed += " with a state" if self.state else ""
@@ -85,6 +91,10 @@ GATES = {
     "1 % at -1e3": lambda x: torch.where(
         torch.arange(x.shape[-1], device=x.device) % 100 == 50, -1e3, logsigmoid(x) / 16
     ),
+    # bounded at -5, as KDA's models have them; on average -0.05, as in trained models, -0.5 and -2.5
+    "weak": lambda x: -5 * torch.sigmoid(x - 5),
+    "middle": lambda x: -5 * torch.sigmoid(x - 2.5),
+    "strong": lambda x: -5 * torch.sigmoid(x),
 }
 
 
@@ -100,9 +110,9 @@ def inputs(case: Case, seed: int, device="cuda") -> dict[str, Tensor]:
     x["do"] = normal(given["v"])
     for n, a in given.items():
         if a.role == "gate":
-            x[n] = GATES[case.gates](normal(a).float()).to(dtype)
+            x[n] = GATES[case.gates](normal(a).float()).to(case.dtype_of(a))
         if a.role == "strength":
-            x[n] = normal(a).float().sigmoid().to(dtype)
+            x[n] = normal(a).float().sigmoid().to(case.dtype_of(a))
             x["k"] = normalize(x["k"].float(), dim=-1).to(dtype)
     if case.state:
         (state,) = MECHANISMS[case.mechanism].states
@@ -119,16 +129,16 @@ def memory_floor_bytes(case: Case, direction: str) -> int:
     """Each input read once, each output written once (states are small and left out, but not when decoding)."""
     if direction == "both":
         return memory_floor_bytes(case, "forward") + memory_floor_bytes(case, "backward")
-    given = {n: math.prod(case.shape(x)) for n, x in case.given.items()}
+    given = {n: math.prod(case.shape(x)) * case.dtype_of(x).itemsize for n, x in case.given.items()}
     leaves, o = sum(given.values()), given["v"]
     # forward: leaves in, o out; backward: leaves and do in (and softmax's o), gradients of the leaves out
     extra = o if case.mechanism == "softmax_attention" else 0
-    numbers = leaves + o if direction == "forward" else 2 * leaves + o + extra
+    moved = leaves + o if direction == "forward" else 2 * leaves + o + extra
     states = 0
     if case.decode:  # a token: read and written, float32
         state = sum(math.prod(case.shape(x)) for x in MECHANISMS[case.mechanism].states)
         states = 2 * 4 * case.T * state
-    return numbers * getattr(torch, case.dtype).itemsize + states
+    return moved + states
 
 
 def flop_floor(case: Case, direction: str) -> float:
@@ -266,6 +276,17 @@ def decode_delta() -> list[Case]:
     return [replace(case, B=B, directions=("forward",)) for B in (1, 8, 64, 256)]
 
 
+def kda() -> list[Case]:
+    """Kimi Delta Attention at three strengths of gates, forward and with its gradient: ours, fla's and cuDNN's."""
+    shapes = [(1, 2048, 12), (1, 8192, 16), (1, 8192, 24), (4, 2048, 12), (1, 32768, 16), (8, 8192, 16)]
+    names = ("triton", "triton_portable", "triton_hopper", "fla_chunk_kda", "cudnn_kda", "cudnn_kda_uncut")
+    return [
+        Case("kda", B, T, H, 128, 128, gates=gates, only=names, directions=("forward", "both"))
+        for B, T, H in shapes
+        for gates in ("weak", "middle", "strong")
+    ]
+
+
 def same_bits() -> list[Case]:
     """The price of bits that depend on the text alone: the walk, and the path that the plan chooses."""
     return [
@@ -298,7 +319,7 @@ def packed() -> list[Case]:
 
 def scoreboard() -> list[Case]:
     """Every kernel of the book's scoreboard at one shape, forward."""
-    gates = {"simple_gla": "logsigmoid/16", "gla": "logsigmoid/16", "gated_delta_rule": "logsigmoid/16"}
+    gates = dict.fromkeys(("simple_gla", "gla", "gated_delta_rule", "kda"), "logsigmoid/16")
     mechanisms = "softmax_attention", "linear_attention", *gates, "delta_rule"
     only = {"gla": ("triton", "gla_chunk_fuse")}
     shape, forward = (8, 8192, 16, 128, 128), ("forward",)
@@ -313,6 +334,7 @@ KNOWN = (
     hopper,
     delta,
     gated_delta,
+    kda,
     decode,
     decode_delta,
     host,
