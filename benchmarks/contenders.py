@@ -396,6 +396,10 @@ def flashinfer_gdn(case, q, k, v, g, beta, **_):
     return chunk_gated_delta_rule(*flat, alpha, beta, cu_seqlens=ends).unflatten(0, (case.B, case.T))
 
 
+body, gates = function("gla_ref.pages.kda", "kda"), ("weak", "middle", "strong", "copies")
+page("kda", gates=gates, directions=("forward",))(body)
+
+
 def cudnn_kda(case, q, k, v, g, beta, **_):
     """NVIDIA's kernel, which begins pieces of a text from an empty state where gates are strong in every channel."""
     from cudnn.linear_attention import kimi_delta_attention

@@ -95,7 +95,23 @@ GATES = {
     "weak": lambda x: -5 * torch.sigmoid(x - 5),
     "middle": lambda x: -5 * torch.sigmoid(x - 2.5),
     "strong": lambda x: -5 * torch.sigmoid(x),
+    "copies": lambda x: torch.full_like(x, -2.5),  # but for two channels: see `copied`
 }
+
+
+def copied(x: dict[str, Tensor]) -> None:
+    """Erase channels 0 and 1 in turn, for 8 tokens each; before that a key copies half of one into the other.
+
+    A kernel that drops a state where all channels have been closed is wrong here.
+    """
+    t = torch.arange(x["k"].shape[1], device=x["k"].device)
+    for channel in (0, 1):
+        x["g"][..., channel] = torch.where(t // 8 % 2 == channel, -4.95, -1e-3)[:, None]
+    x["q"][..., :2] *= 3
+    x["k"][..., :2] = 0
+    x["k"][:, t % 8 == 7] = 0
+    x["k"][:, t % 8 == 7, :, :2] = 0.5**0.5
+    x["beta"][:, t % 8 == 7] = 0.99
 
 
 def inputs(case: Case, seed: int, device="cuda") -> dict[str, Tensor]:
@@ -114,6 +130,8 @@ def inputs(case: Case, seed: int, device="cuda") -> dict[str, Tensor]:
         if a.role == "strength":
             x[n] = normal(a).float().sigmoid().to(case.dtype_of(a))
             x["k"] = normalize(x["k"].float(), dim=-1).to(dtype)
+    if case.gates == "copies":
+        copied(x)
     if case.state:
         (state,) = MECHANISMS[case.mechanism].states
         x["initial_state"] = torch.randn(case.shape(state), generator=rng, device=device)
@@ -277,14 +295,12 @@ def decode_delta() -> list[Case]:
 
 
 def kda() -> list[Case]:
-    """Kimi Delta Attention at three strengths of gates, forward and with its gradient: ours, fla's and cuDNN's."""
+    """Kimi Delta Attention at three strengths of gates, with and without gradient; a state that they miss."""
     shapes = [(1, 2048, 12), (1, 8192, 16), (1, 8192, 24), (4, 2048, 12), (1, 32768, 16), (8, 8192, 16)]
-    names = ("triton", "triton_portable", "triton_hopper", "fla_chunk_kda", "cudnn_kda", "cudnn_kda_uncut")
-    return [
-        Case("kda", B, T, H, 128, 128, gates=gates, only=names, directions=("forward", "both"))
-        for B, T, H in shapes
-        for gates in ("weak", "middle", "strong")
-    ]
+    names = ("triton", "triton_portable", "triton_hopper", "page", "fla_chunk_kda", "cudnn_kda", "cudnn_kda_uncut")
+    case = Case("kda", *shapes[1], 128, 128, only=names, directions=("forward", "both"))
+    cases = [replace(case, B=B, T=T, H=H, gates=gates) for B, T, H in shapes for gates in ("weak", "middle", "strong")]
+    return [*cases, replace(case, gates="copies", directions=("forward",))]
 
 
 def same_bits() -> list[Case]:
