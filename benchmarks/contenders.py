@@ -352,18 +352,17 @@ def by_triton(call: Callable) -> Callable:
     return without
 
 
-HOW = {"fused": {"path": "fused"}, "portable": {"kernel": "portable"}, "hopper": {"kernel": "hopper"}}
-for mechanism, module, op, paths, how in (
-    ("delta_rule", "fla.ops.delta_rule", "chunk_delta_rule", ("fused", "portable"), {}),
-    ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", ("fused", "portable"), {}),
+DELTA = ("portable", "hopper_fused", "hopper_ahead")
+for mechanism, module, op, kernels, options in (
+    ("delta_rule", "fla.ops.delta_rule", "chunk_delta_rule", DELTA, {}),
+    ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", DELTA, {}),
     ("kda", "fla.ops.kda", "chunk_kda", ("portable", "hopper"), {"safe_gate": True}),  # gates in [-5, 0]
 ):
     ours(mechanism, "triton")
-    for path in paths:
-        contender(mechanism, name=f"triton_{path}", named=True, entry="triton", options=HOW[path])(
-            form(mechanism, "triton", **HOW[path])
-        )
-    contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op, **how)))
+    named = {f"triton_{kernel}": {"kernel": kernel} for kernel in kernels}
+    for name, how in ({"triton_fused": {"path": "fused"}} | named).items():
+        contender(mechanism, name=name, named=True, entry="triton", options=how)(form(mechanism, "triton", **how))
+    contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op, **options)))
 body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
 page("gated_delta_rule", directions=("forward",))(body)
 contender(
