@@ -188,7 +188,7 @@ def test_gated_delta_rule(size, dtype, kind, correlation, strength):
 
 
 @anywhere
-@pytest.mark.parametrize("size, dtype", [((1, 70, 1, 16, 32), F32), *WIDE])
+@pytest.mark.parametrize("size, dtype", [((1, 70, 2, 16, 32), F32), *WIDE])
 @pytest.mark.parametrize("kind, correlation, strength", [("logsigmoid/16", 0.99, 1.0), ("edge", 0.0, None)])
 def test_kda(size, dtype, kind, correlation, strength):
     """Two value heads to a key head; at the edge all channels of all blocks of 16 tokens are just mild."""
