@@ -144,6 +144,7 @@ FORMS = {
     "kda": {
         "recurrent": kda.recurrent,
         "chunkwise": kda.chunkwise,
+        "chunkwise_two_level": kda.chunkwise_two_level,
         "triton": _Kernel("kda", _CHOSEN),
         "triton_portable": _Kernel("kda", _PORTABLE, kernel="portable"),
     },
