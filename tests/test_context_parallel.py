@@ -125,7 +125,7 @@ def test_autocast_changes_nothing(pool, mechanism, exchange):
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", ["zero", "-20", "-1e3", "-inf", "many resets", "one strong channel"])
 def test_gate_ladder(pool, kind):
-    for mechanism in ("gla", "simple_gla", "gated_delta_rule"):
+    for mechanism in ("gla", "simple_gla", "gated_delta_rule", "kda"):
         if (mechanism, kind) != ("simple_gla", "one strong channel"):
             x, cu = problem(mechanism, PACKED, kind)
             check(ask(pool, 3, mechanism, x, cu), results(gla_ref.FORMS[mechanism]["recurrent"], x, cu))
@@ -524,7 +524,7 @@ def test_kernels_run_through_maps(rows):
 
 def test_plan_counts_bytes():
     """K V + K numbers a head for GLA, K V + K K for the delta rules, K V in a pipeline, and a tag; T plays no part."""
-    numbers = {"linear_attention": 1, "simple_gla": 1, "gla": 128, "delta_rule": 128**2, "gated_delta_rule": 128**2}
+    numbers = {"linear_attention": 1, "simple_gla": 1, "gla": 128} | dict.fromkeys(DELTA, 128**2)
     for mechanism, decay in numbers.items():
         for T in (1024, 1 << 20):
             found = context_parallel.plan(mechanism, meta_tokens(mechanism, T), (T, T), exchange="all-gather")

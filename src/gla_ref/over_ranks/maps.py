@@ -132,7 +132,7 @@ def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
     k, v, g, g_v = x["k"], x["v"], x.get("g"), x.get("g_v")
     if "beta" in x:
         V = v.shape[-1]
-        if walk.kernel:
+        if walk.kernel and (g is None or g.ndim == 3):
             from ..kernels.portable.border import written
 
             S = written(k, v, g, x["beta"])
@@ -152,7 +152,7 @@ def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Ten
     """Find (M^T, A) of rows of tokens, from right to left, from q, do and gates (for the delta rules, from k too)."""
     q, g, g_v, V = x["q"], x.get("g"), x.get("g_v"), do.shape[-1]
     if "beta" in x:
-        if walk.kernel:
+        if walk.kernel and (g is None or g.ndim == 3):
             from ..kernels.portable.border import read
 
             R = read(q, x["k"], do, g, x["beta"])
