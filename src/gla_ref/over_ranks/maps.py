@@ -23,6 +23,7 @@ from ..chunks import decayed, heads_first
 from ..gates import decay_from_start, decay_to_end
 
 Tokens = dict[str, Tensor]
+COLUMNS = 512  # of a state, that a kernel takes
 
 
 class Maps(NamedTuple):
@@ -186,4 +187,7 @@ def _of_identity(walk: Walk, x: Tokens, v: Tensor) -> tuple[Tensor, Tensor]:
     x, v = {name: y.to(walk.dtype) for name, y in x.items()}, v.to(walk.dtype)
     (B, _, HV, V), K = v.shape, x["k"].shape[-1]
     S = F.pad(torch.eye(K, dtype=walk.dtype, device=v.device), (V, 0)).expand(B, HV, K, V + K)
-    return walk.form(**x | {"v": F.pad(v, (0, K))}, scale=walk.scale, initial_state=S)
+    parts = zip(F.pad(v, (0, K)).split(COLUMNS, -1), S.split(COLUMNS, -1), strict=True)
+    found = [walk.form(**x | {"v": v}, scale=walk.scale, initial_state=S) for v, S in parts]
+    o, S = (torch.cat(y, -1) for y in zip(*found, strict=True))
+    return o, S
