@@ -103,7 +103,7 @@ def test_decoding_has_the_bits_of_prefill(name):
 
 
 @anywhere
-@pytest.mark.parametrize("name", ["gla", "delta_rule", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["gla", "delta_rule", "gated_delta_rule", "kda"])
 def test_steps_have_the_bits_of_several_tokens_in_one_call(name):
     step, args = FORMS[name]["triton_recurrent"], text(name, T=9)
     S = torch.zeros_like(step(*args)[1])  # without a state a compiler may fuse the first token's operations otherwise
