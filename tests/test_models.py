@@ -374,6 +374,7 @@ def test_gates_of_kda(bound):
     x = torch.randn(2, 3, 16, dtype=torch.float64)
     start, g, strong = (layer.gates(c * x) for c in (0, 1, 1e3))
     assert ((start < -0.0009) & (start > -1.7)).all() and start.shape == (2, 3, 2, 4)
+    assert layer.dt.A_log.any() == (bound is None), "with a bound all rates begin at 1"
     assert strong.max() <= 0 and (strong.min() < -100 if bound is None else abs(strong.min() - bound) < 1e-9)
     assert all(d.abs().sum() > 0 for d in torch.autograd.grad(g.sum(), list(layer.dt.parameters())))
 
