@@ -331,6 +331,10 @@ STEPS = {  # by mechanism: contender, function, whether it is a peer
         ("triton_recurrent", our_step("gated_delta_rule"), False),
         ("fla_fused_recurrent", their_step("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"), True),
     ),
+    "kda": (
+        ("triton_recurrent", our_step("kda"), False),
+        ("fla_fused_recurrent", their_step("fla.ops.kda", "fused_recurrent_kda"), True),
+    ),
 }
 for mechanism, steps in STEPS.items():
     for name, step, is_peer in steps:

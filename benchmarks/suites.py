@@ -303,10 +303,11 @@ def training() -> list[Case]:
 
 
 def decode_delta() -> list[Case]:
-    """Eight tokens of the gated delta rule, one call a token, from one sequence to many."""
+    """Eight tokens of the gated delta rule and of KDA, one call a token, from one sequence to many."""
     names = ("triton_recurrent_steps", "fla_fused_recurrent_steps")
     case = Case("gated_delta_rule", 1, 8, 16, 128, 128, gates="logsigmoid/16", groups=2, only=names, decode=True)
-    return [replace(case, B=B, directions=("forward",)) for B in (1, 8, 64, 256)]
+    cases = case, replace(case, mechanism="kda", groups=1)
+    return [replace(case, B=B, directions=("forward",)) for case in cases for B in (1, 8, 64, 256)]
 
 
 def kda() -> list[Case]:
