@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import delta, gla
+from . import delta, gla, kda
 from .launch.checks import check_call
 from .launch.operator import attend, forward_only, with_state
 from .launch.program import Planned
 from .portable.gla_step import plan_step
 
-__all__ = ["delta_rule_step", "gated_delta_rule_step", "gla_step"]
+__all__ = ["delta_rule_step", "gated_delta_rule_step", "gla_step", "kda_step"]
 
 
-gla_forward = Planned(plan_step, gla.Call, gla.check)
-delta_forward = Planned(plan_step, delta.Call, delta.check)
+gla_forward, delta_forward, kda_forward = (Planned(plan_step, form.Call, form.check) for form in (gla, delta, kda))
 _gla_step = forward_only(with_state("gla_step", gla_forward))
 _delta_step = forward_only(with_state("delta_step", delta_forward))
+_kda_step = forward_only(with_state("kda_step", kda_forward))
 
 
 def gla_step(
@@ -85,3 +85,21 @@ def delta_rule_step(
         q=q, k=k, v=v, g=None, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
     )  # fmt: skip
     return attend(_delta_step, call)
+
+
+def kda_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """KDA for one token or a few: :func:`gated_delta_rule_step` with a gate for each channel, g `[B, T, HV, K]`."""
+    call = kda.Call(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
+    )  # fmt: skip
+    return attend(_kda_step, call)

@@ -1,19 +1,18 @@
-"""GLA and the delta rules token by token, for decoding; right for any gate (chapters 16 and 20).
+"""GLA, the delta rules and KDA token by token, for decoding; right for any gate (chapters 16, 20 and 24).
 
     S <- e^g S        w = v, or of a delta rule beta (v - k S)        S <- S + k^T w        o = scale * q S
 
-g may have channels (GLA) or be one number (the gated delta rule); g_v fades the columns of S as g fades its rows.
-References: :func:`gla_ref.gla.recurrent`, :func:`gla_ref.delta_rule.recurrent`,
-:func:`gla_ref.gated_delta_rule.recurrent`. The kernel computes their recurrence in float32, without chunks, triangles
-or products of matrices. A program holds BV columns of one head's state in registers and walks over the tokens of its
-sequence; value head h reads key head h // G::
+g has a gate for each row of S (GLA, KDA) or one for all (the gated delta rule), g_v one for each column. References:
+`recurrent` of :mod:`gla_ref.gla`, :mod:`gla_ref.delta_rule`, :mod:`gla_ref.gated_delta_rule` and :mod:`gla_ref.kda`.
+The kernel computes their recurrence in float32, without chunks, triangles or products of matrices. A program holds BV
+columns of one head's state in registers and walks over the tokens of its sequence; value head h reads key head h // G::
 
     step    V tiles * heads * sequences    reads and writes its part of the state once
 
 For one token that is 8 K V bytes per head and little else (q, k, g, v and o of GLA are 2 (3 K + 2 V) bytes in bf16),
 for 5 K V FLOPs, 7 K V of a delta rule: memory limits the time, as in every model that answers token by token. For many
-tokens use :mod:`gla_ref.kernels.gla` and :mod:`gla_ref.kernels.delta`, which take and return the same state. Forward
-only. Limits: K <= 256, V <= 512.
+tokens use :mod:`gla_ref.kernels.gla`, :mod:`gla_ref.kernels.delta` or :mod:`gla_ref.kernels.kda`, which take and return
+the same state. Forward only. Limits: K <= 256, V <= 512.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ... import _contract as contract
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec, cdiv, next_power_of_2
 from .segments import sequences, which_sequence
-from .tiles import load_tile, pattern, patterns, store_tile, which_tile
+from .tiles import load_tile, patterns, store_tile, which_tile
 
 BV = 32  # columns: a row of the tile is 128 bytes, one line of memory, and the tile at most 64 registers a thread
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -41,9 +40,9 @@ def row(x, s, i_b, t, i_h, o_d, D, BD: tl.constexpr):
 @triton.jit  # unlike other kernels this one is compiled apart for T = 1, which needs no loop and half the registers
 def step(
     q, k, v, g, g_v, beta, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_gv, s_beta, s_o, s_in, s_S, T, H, G, K, V, scale,
-    BK: tl.constexpr, BV: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BG: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """Each of g, g_v, beta may be None; g is [B, T, H, K] with CHANNELS, else, as beta is, [B, T, 1, H]."""
+    """Each of g, g_v, beta may be None; g is [B, T, H, K], or [B, T, H, 1] if BG is 1, as beta always is."""
     # which tile: BV columns of the state of a head of a sequence
     i_v, i_h, i_n = which_tile(H, V, BV)
     i_b, start, stop = which_sequence(cu, i_n, T, PACKED)
@@ -61,14 +60,12 @@ def step(
         b_w = row(v, s_v, i_b, t, i_h, o_v, V, BV)  # [BV]
 
         # compute
-        if CHANNELS:
-            b_S *= tl.exp2(row(g, s_g, i_b, t, i_h, 0, K, BK) * LOG2E)[:, None]
-        elif g is not None:
-            b_S *= tl.exp2(row(g, s_g, i_b, t, i_h * 0, i_h, H, 1) * LOG2E)[:, None]
+        if g is not None:
+            b_S *= tl.exp2(row(g, s_g, i_b, t, i_h, 0, K, BG) * LOG2E)[:, None]  # a gate, or BK of them
         if g_v is not None:
             b_S *= tl.exp2(row(g_v, s_gv, i_b, t, i_h, o_v, V, BV) * LOG2E)[None, :]
         if beta is not None:
-            b_w = row(beta, s_beta, i_b, t, i_h * 0, i_h, H, 1) * (b_w - tl.sum(b_k[:, None] * b_S, 0))
+            b_w = row(beta, s_beta, i_b, t, i_h, 0, 1, 1) * (b_w - tl.sum(b_k[:, None] * b_S, 0))
         b_S += b_k[:, None] * b_w[None, :]
         b_o = tl.sum(b_q[:, None] * b_S, 0) * scale  # [BV]
 
@@ -80,8 +77,10 @@ def step(
 
 
 def of_heads(x: Spec | None) -> tuple[int, ...] | None:
-    """The strides of gates or strengths [B, T, H] as [B, T, 1, H]."""
-    return x if x is None else (*x.strides[:2], 0, x.strides[2])
+    """The strides of gates or strengths: [B, T, H] as [B, T, H, 1]."""
+    if x is None or len(x.shape) == 4:
+        return patterns(x)[0]
+    return *x.strides, 1
 
 
 def plan_step(hardware: Hardware, call) -> Plan:
@@ -97,8 +96,8 @@ def plan_step(hardware: Hardware, call) -> Plan:
     draft.launch(
         step, cdiv(V, BV) * H * N,
         q, k, v, g, g_v, beta, o, *states, cu,
-        *patterns(q, k, v), pattern(*g.strides) if channels else of_heads(g), *patterns(g_v), of_heads(beta),
-        *patterns(o, *states), T, H, H // heads, K, V, scale,
-        BK=BK, BV=BV, CHANNELS=channels, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
+        *patterns(q, k, v), of_heads(g), *patterns(g_v), of_heads(beta), *patterns(o, *states),
+        T, H, H // heads, K, V, scale,
+        BK=BK, BV=BV, BG=BK if channels else 1, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
     )
     return draft.plan("recurrent", o, S_T)
