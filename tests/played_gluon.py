@@ -11,6 +11,7 @@ what threads have written or read without one. Not seen: warps of one role that 
 
 import contextlib
 import random
+import sys
 import types
 from functools import partial
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from triton.experimental.gluon import language
+from triton.experimental.gluon._runtime import GluonJITFunction
 
-from gla_ref.kernels.launch.plan import Box, Launch, Make, Plan, Spec
+from gla_ref.kernels.launch.plan import Box, Make, Plan, Spec
 
 
 class Play:
@@ -406,14 +408,17 @@ def bfloat16_interpreted():
         InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = dot, cast
 
 
-def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=None) -> list[torch.Tensor | None]:
+def play(plan: Plan, inputs: dict[str, torch.Tensor], seed=0, ignored=None, more=()) -> list[torch.Tensor | None]:
     """A plan's results of its inputs, called by their specs' names.
 
-    Kernels of `modules` are played; `mend_gradient` and `mend` are left out, others are interpreted by Triton.
-    `ignored`: (kernel, which of its allocations of barriers, which of them) at which nobody waits.
+    Gluon kernels of kernels/hopper and of the modules `more` are played; `mend_gradient` and `mend` in Triton are left
+    out, others are interpreted. `ignored`: (kernel, which of its allocations of barriers, which of them) at which
+    nobody waits.
     """
     global PLAY
     tensors = dict(inputs)
+    modules = [m for name, m in sys.modules.items() if name.startswith("gla_ref.kernels.hopper.")]
+    modules += [m for m in more if m not in modules]
     for step in plan.steps:
         if isinstance(step, Make):
             args = [tensors[x.name] if isinstance(x, Spec) else x for x in step.args]
@@ -422,9 +427,7 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=N
             if not (step.zero or step.function) and new.is_floating_point():
                 new.fill_(torch.nan)
             tensors[step.tensor.name] = new
-        elif isinstance(step, Launch) and step.kernel.fn.__module__ in {m.__name__ for m in modules}:
-            if step.name == "mend_gradient":
-                continue
+        elif isinstance(step.kernel, GluonJITFunction):
             function = played(step.kernel, modules)
             args = []
             for x in step.args:
@@ -437,7 +440,7 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], modules, seed=0, ignored=N
                 PLAY = Play(pid, seed + pid, ignored[1:] if ignored and ignored[0] == step.name else None)
                 function(*args)
                 assert not PLAY.phases, f"{step.name}: {len(PLAY.phases)} barriers were not invalidated"
-        elif step.name != "mend":
+        elif step.name not in ("mend", "mend_gradient"):
             args = [tensors[x.name] if isinstance(x, Spec) else x for x in step.args]
             with bfloat16_interpreted():
                 step.kernel[step.grid](*args, **step.options)

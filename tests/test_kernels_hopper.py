@@ -144,7 +144,6 @@ def played(x, ends=None, path=None, seed=0, ignored=None, backward=True):
     """Gradients as the Hopper kernels make them (or o and the final state), of inputs of `problem`."""
     from gla_ref.kernels.hopper import gla_backward as back
     from gla_ref.kernels.hopper import gla_forward as forth
-    from gla_ref.kernels.hopper import tiles
     from gla_ref.pages import gla_hopper as page
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
@@ -152,13 +151,13 @@ def played(x, ends=None, path=None, seed=0, ignored=None, backward=True):
     named = {n: y for n, y in call._asdict().items() if isinstance(y, torch.Tensor)}
     if not backward:
         found = forth.plan_forward(SM_90, forward.specs(call))
-        o, S, *_, strong = played_gluon.play(found, named, (back, forth, page, tiles), seed, ignored)
+        o, S, *_, strong = played_gluon.play(found, named, seed, ignored, (page,))
         add_pairs([o], x, ends, strong, forward=True)
         return {"o": o, "S": S}
     named |= {n: x[n] for n in ("do", "dS") if x[n] is not None}
     more = {"starts": None, "do": x["do"], "dS": x["dS"], "need_dg": True}
     found = back.plan_backward(SM_90, gradient.specs(gradient.record(**call._asdict(), **more)))
-    *made, _, dS0, strong = played_gluon.play(found, named, (back, forth, tiles), seed, ignored)
+    *made, _, dS0, strong = played_gluon.play(found, named, seed, ignored)
     add_pairs(made, x, ends, strong)
     return dict(zip(("dq", "dk", "dv", "dg", "dS0"), (*made, dS0), strict=True))
 
@@ -271,7 +270,7 @@ def test_the_page_marks_the_pairs_that_it_leaves_out():
     x["g"][:, 70, 1, 3] = -torch.inf
     right = played(x | {"S": None}, backward=False)
     found = kernel_cases.plan_gla_page(SM_90, *(spec_of(n, x[n]) for n in "qkvg"))
-    o, S, _ = played_gluon.play(found, x, (page,))
+    o, S, _ = played_gluon.play(found, x, more=(page,))
     assert o[:, 64:128, 1].isnan().all() and torch.equal(S, right["S"])
     o[:, 64:128, 1] = right["o"][:, 64:128, 1]
     assert torch.equal(o, right["o"])

@@ -172,24 +172,12 @@ def played(*args, **options):
 
 def played_with_flags(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     """As `played`, and the flags of a plan that has some: which heads are made again."""
-    from gla_ref.kernels.hopper import (
-        delta_ahead,
-        delta_chunk,
-        delta_fused,
-        delta_inverse,
-        delta_solve,
-        delta_walks,
-        ring,
-        tiles,
-    )
-
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
     call = delta.Call(*(spec_of(n, y) for n, y in named.items()), scale, path, kernel)
     found = delta.plan_forward(CLASSES["sm_90"], call)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_ahead, delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles
-    o, S, strong = played_gluon.play(found, named, modules, seed, ignored)
+    o, S, strong = played_gluon.play(found, named, seed, ignored)
     return {"o": o, "S": S}, strong
 
 
@@ -458,7 +446,7 @@ def played_page(x, seed=0, ignored=None):
 
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
     found = kernel_cases.plan_delta_page(CLASSES["sm_90"], *(spec_of(n, y) for n, y in named.items()))
-    o, S, _ = played_gluon.play(found, named, (page,), seed, ignored)
+    o, S, _ = played_gluon.play(found, named, seed, ignored, (page,))
     return {"o": o, "S": S}
 
 

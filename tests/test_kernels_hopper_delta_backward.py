@@ -99,25 +99,13 @@ FEW = CLASSES["sm_90"]._replace(multiprocessors=3)  # so that programs of `gradi
 
 def played(x, ends=None, scale=None, seed=0, ignored=None, path=None, need_dg=True, hardware=FEW):
     """Gradients of inputs of `problem`; the portable `gradients` of float16 is interpreted."""
-    from gla_ref.kernels.hopper import (
-        delta_chunk,
-        delta_gradients,
-        delta_inverse,
-        delta_solve,
-        delta_walks,
-        gla_backward,
-        ring,
-        tiles,
-    )
-
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu, "do": x["do"], "dS": x["dS"]}
     specs = [spec_of(n, y) for n, y in named.items()]
     call = delta.backward.record(*specs, scale, path, "hopper", need_dg and x["g"] is not None)
     found = delta.plan_backward(hardware, call)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_chunk, delta_gradients, delta_inverse, delta_solve, delta_walks, gla_backward, ring, tiles
-    *made, _ = played_gluon.play(found, named, modules, seed, ignored)
+    *made, _ = played_gluon.play(found, named, seed, ignored)
     made = zip(("dq", "dk", "dv", "dg", "dbeta", "dS0"), made, strict=True)
     return {n: y for n, y in made if y is not None}
 

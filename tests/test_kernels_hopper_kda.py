@@ -102,25 +102,9 @@ def played_back(x, ends=None, scale=None, seed=0, ignored=None, need_dg=True):
 
 def play(made, names, tensors, seed, ignored):
     """The outputs of a plan by these names, without those that are None."""
-    from gla_ref.kernels.hopper import (
-        delta_chunk,
-        delta_inverse,
-        delta_solve,
-        delta_walks,
-        gla_backward,
-        kda_forward,
-        kda_gradients,
-        kda_prepare,
-        kda_walks,
-        ring,
-        tiles,
-    )
-
-    modules = delta_chunk, delta_inverse, delta_solve, delta_walks, gla_backward, kda_forward, kda_gradients
-    modules += kda_prepare, kda_walks, ring, tiles
     assert made.name == "hopper"
     tensors = {n: y for n, y in tensors.items() if y is not None}
-    found = played_gluon.play(made, tensors, modules, seed, ignored)
+    found = played_gluon.play(made, tensors, seed, ignored)
     return {n: y for n, y in zip(names, found, strict=False) if y is not None}
 
 
