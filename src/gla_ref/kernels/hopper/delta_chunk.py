@@ -38,7 +38,7 @@ barrier = named("barrier")
 
 C = gl.constexpr(64)  # tokens of a chunk
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
-VARIABLE = ("N", "T", "L", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
+VARIABLE = ("N", "T", "L", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh", "zero")
 
 
 @gluon.jit
