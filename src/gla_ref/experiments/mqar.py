@@ -189,9 +189,9 @@ class Mqar(Task):
         """The loss of the answers alone."""
         return lambda *questions: answer_loss(model, *questions)
 
-    def loss(self, objective, step, state):
-        """The loss of a step's answers; nothing is handed on."""
-        return objective(*self.batch(step)), None
+    def loss(self, objective, step):
+        """The loss of a step's answers."""
+        return objective(*self.batch(step))
 
     def evaluate(self, model) -> dict:
         """Share of right answers by length, the mean of these shares, and the mean loss; by kind of key too.
