@@ -238,48 +238,6 @@ def test_a_failure_is_shrunk_to_lines_that_run(capsys):
         compile(lines, "lines", "exec")
 
 
-def loop(update, read, scale=lambda s: s, unit=1.0):
-    """A recurrence that shares no code with the library of mistakes."""
-
-    def fn(q, k, v, g, *, initial_state=None):
-        B, T, H, K = q.shape
-        S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
-        o = []
-        for t in range(T):
-            a, kv = (unit * g[:, t, :, :, None]).exp(), k[:, t, :, :, None] * v[:, t, :, None, :]
-            old, S = S, update(S, a, kv)
-            o.append(scale(K**-0.5) * (q[:, t, :, :, None] * read(old, S, a, kv)).sum(-2))
-        return torch.stack(o, 1), S
-
-    return fn
-
-
-OWN = {  # and how the name begins, if it has one
-    "gate after the update": (
-        loop(lambda S, a, kv: a * (S + kv), lambda old, S, a, kv: S),
-        "gate applied after the update instead of before",
-    ),
-    "strict mask": (
-        loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: a * old),
-        "mask strict instead of inclusive: a token does not see itself",
-    ),
-    "base 2": (
-        loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, unit=0.6931471805599453),
-        "natural log read as base 2",
-    ),
-    "scale twice": (loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, lambda s: s * s), "o with scale twice"),
-    "a token's decay lost in the read": (loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old + kv), ""),
-    "the state read before its update": (loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old), ""),
-}
-
-
-@pytest.mark.parametrize("name", thin(OWN, "scale twice"))
-def test_mistakes_written_without_the_library_are_caught(name):
-    fn, said = OWN[name]
-    report = check.kernel("gla", fn, only="length *5")
-    assert report.failures and [match["mistake"] for match in report.diagnosis] == [said] * bool(said), str(report)
-
-
 PLACED = {  # the case, the element of o that is wrong, and where the report finds it
     "length 145": ((1, 85, 1, 4), {"t": 85, "chunk": 1, "sub-chunk": 1, "batch": 1, "head": 1, "channel": 4}),
     "packed": (
