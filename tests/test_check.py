@@ -163,20 +163,6 @@ def test_the_forms_that_break_are_told(name):
     assert not {"length 65", "packed", "gate zero"} & failed
 
 
-SOME = [
-    (mechanism, m)
-    for mechanism in ("gla", "softmax_attention")  # `make mutants`: all
-    for m in [m for m in mistakes.MISTAKES if mechanism in m.mechanisms][::21]
-]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("mechanism, m", SOME, ids=[m.name for _, m in SOME])
-def test_a_mistake_is_caught_and_named(mechanism, m):
-    report = check.kernel(mechanism, mistakes.apply(mechanism, m))
-    assert report.failures and m.name in [match["mistake"] for match in report.diagnosis]
-
-
 @pytest.mark.parametrize(
     "mechanism, runs", [("softmax_attention", 3), ("gla", 5), ("linear_attention", 5), ("delta_rule", 4), ("kda", 5)]
 )
