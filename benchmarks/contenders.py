@@ -357,8 +357,7 @@ for mechanism, module, op in (
     ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
 ):
     ours(mechanism, "triton")
-    kernels = {f"triton_{kernel}": {"kernel": kernel} for kernel in ("portable", "hopper_fused", "hopper_ahead")}
-    for name, how in ({"triton_fused": {"path": "fused"}} | kernels).items():
+    for name, how in (("triton_fused", {"path": "fused"}), ("triton_portable", {"kernel": "portable"})):
         contender(mechanism, name=name, named=True, entry="triton", options=how)(form(mechanism, "triton", **how))
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op)))
 body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")

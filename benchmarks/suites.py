@@ -259,21 +259,6 @@ def gated_delta() -> list[Case]:
     return cases + [replace(case, gates=gates, only=names) for gates in ("retnet", "-2") for case in cases[2:4]]
 
 
-def unseen() -> list[Case]:
-    """The gated delta rule at five sizes that its plan was not fitted to: both Hopper kernels, and which is chosen."""
-    names = ("triton", "triton_hopper_fused", "triton_hopper_ahead", "flash_qla", "flashinfer_gdn")
-    shapes = [(2, 4096, 16, 2), (3, 4992, 8, 4), (16, 2048, 16, 1), (1, 16384, 8, 3), (1, 65536, 4, 2)]
-    case = replace(gated_delta()[0], only=names, directions=("forward",))
-    return [replace(case, B=B, T=T, H=H, groups=groups) for B, T, H, groups in shapes]
-
-
-def training() -> list[Case]:
-    """A training step of the gated delta rule: its memory at full size, and what a small one costs on the host."""
-    names = ("triton", "fla_chunk_gated_delta_rule", "flash_qla", "flashinfer_gdn")
-    case = replace(gated_delta()[0], only=names, directions=("forward", "both"))
-    return [replace(case, B=4), replace(case, T=2048, clock=True)]
-
-
 def decode_delta() -> list[Case]:
     """Eight tokens of the gated delta rule, one call a token, from one sequence to many."""
     names = ("triton_recurrent_steps", "fla_fused_recurrent_steps")
@@ -328,8 +313,6 @@ KNOWN = (
     hopper,
     delta,
     gated_delta,
-    unseen,
-    training,
     decode,
     decode_delta,
     host,
