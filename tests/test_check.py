@@ -21,7 +21,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import false_alarms
 
 from gla_ref import FORMS, check, gla
-from gla_ref.__main__ import main
 from gla_ref.check import MECHANISMS, Case, mistakes, oracle
 from gla_ref.check._cases import GATES, inputs
 from gla_ref.check._emulate import cut_
@@ -527,37 +526,6 @@ def test_json_has_its_schema():
     assert report._repr_html_().startswith("<div")
     with pytest.raises(AssertionError, match="WRONG"):
         report.raise_if_failed()
-
-
-@pytest.mark.parametrize(
-    "kernel, code, printed",
-    [
-        ("own:right", 0, "right"),
-        ("own:wrong", 1, "WRONG"),
-        ("own:absent", 2, "cannot load"),
-        ("nowhere:fn", 2, "cannot load"),
-    ],
-)
-def test_the_command(tmp_path, monkeypatch, capsys, kernel, code, printed):
-    """`tests/test_command_line.py` starts it from a shell."""
-    module = (
-        "from gla_ref.gla import chunkwise as right\n"
-        "def wrong(q, k, v, g, **named):\n    return right(q, k, v, 2 * g, **named)\n"
-    )
-    (tmp_path / "own.py").write_text(module)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    try:
-        status = main(["check", "gla", kernel, "--quick", "--only", "length 7", "--json", "out.json"])
-    except SystemExit as reason:
-        status = reason.code
-    finally:
-        sys.modules.pop("own", None)
-    out, err = capsys.readouterr()
-    assert status == code and printed in out + err
-    assert max(map(len, out.split("\n"))) <= 80
-    if code < 2:
-        assert json.loads((tmp_path / "out.json").read_text())["ok"] == (code == 0)
 
 
 def test_importing_the_package_loads_no_triton():
