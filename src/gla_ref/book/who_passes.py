@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """Return the rows in the order of FUNCTIONS: at least one for each."""
-    found = []
+    listed = []
     for name in FUNCTIONS:
         here = [
             Row(name, f"{r['subject']} {r['dtype']}" + (" full" if r["level"] == "full" else ""), data, r)
@@ -58,9 +58,9 @@ def rows() -> list[Row]:
             for r in (data["checks"] if data else ())
             if r["subject"].split()[0] == name and _claimed(name, r["dtype"])
         ]
-        found += sorted(here, key=lambda row: (row.data["environment"]["gpu"] == "CPU", row.name))
-        found += [] if here else [Row(name, name, None, None)]
-    return found
+        listed += sorted(here, key=lambda row: (row.data["environment"]["gpu"] == "CPU", row.name))
+        listed += [] if here else [Row(name, name, None, None)]
+    return listed
 
 
 def _claimed(name: str, dtype: str) -> bool:
@@ -71,12 +71,12 @@ def _claimed(name: str, dtype: str) -> bool:
 
 def verdicts(rows: list[Row]) -> dict[str, list[str]]:
     """Return the functions by the gravest verdict of their rows: wrong, refuses, right, none."""
-    found = {"wrong": [], "refuses": [], "right": [], "none": []}
+    by = {"wrong": [], "refuses": [], "right": [], "none": []}
     for name in FUNCTIONS:
         counts = [row.counts for row in rows if row.function == name and row.counts]
         wrong, refused = (any(c[n] for c in counts) for n in (1, 2))
-        found["none" if not counts else "wrong" if wrong else "refuses" if refused else "right"].append(name)
-    return found
+        by["none" if not counts else "wrong" if wrong else "refuses" if refused else "right"].append(name)
+    return by
 
 
 def _cell(counts: dict | None) -> str:
