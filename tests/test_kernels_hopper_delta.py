@@ -524,11 +524,15 @@ def test_any_order_of_the_steps_of_the_page_gives_the_same_bits():
         assert all(torch.equal(y, first[n]) for n, y in played_page(x, seed=seed).items())
 
 
-PAGE_BARRIERS = {f"{name} {s}": (n, s) for n, name in enumerate(("empty", "ready", "solved")) for s in range(2)}
+PAGE_BARRIERS = {
+    f"{name} {s}": (0, 5 * s + n)
+    for n, name in enumerate(("keys", "ready", "gated", "solved", "done"))
+    for s in range(2)
+}
 
 
 @played_here
-@pytest.mark.parametrize("bar", thin(PAGE_BARRIERS, "empty 1"))
+@pytest.mark.parametrize("bar", thin(PAGE_BARRIERS, "done 1"))
 def test_every_barrier_of_the_page_is_needed(bar):
     x, _ = page_problem(1, 600, 2)
 
