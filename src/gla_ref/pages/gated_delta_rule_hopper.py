@@ -4,8 +4,8 @@ Computes the same as :mod:`gla_ref.pages.gated_delta_rule`. With b_i = g_1 + ...
 D_ij = e^(b_i - b_j) for j <= i, 0 above the diagonal::
 
     N = -tril(beta_i (k_i k_j^T) D_ij, -1)     P = (q k^T) * D     Y = (I - N)^-1                (1)
-    v' = v - e^b (k S)                         w = Y (beta v')                                   (2)
-    o = scale (e^b (q S) + P w)                S <- e^(b_C) S + k^T (e^(b_C - b) w)              (3)
+    v' = v - e^b (k S)                         v_hat = Y (beta v')                               (2)
+    o = scale (e^b (q S) + P v_hat)            S <- e^(b_C) S + k^T (e^(b_C - b) v_hat)          (3)
 
 (1) needs no state. (2) and (3) are a chain from state to state. A program owns a value head of a sequence, and its
 roles pass chunks on through shared memory. Chunk c lies in stage c % 2, and its round is c // 2::
@@ -27,13 +27,13 @@ role is two phases late: phase n + 1 of a barrier ends after `done` n, before wh
 each, or for the solver, which has. So the solver, past `keys` n, may overwrite its tiles of round n - 1.
 
 *The walker's tiles are transposed.* A product's first operand may be in registers, and a result leaves them there: so
-S^T, v'^T and w^T go from product to product, and only o^T passes through shared memory.
+S^T, v'^T and v_hat^T go from product to product, and only o^T passes through shared memory.
 
 *The inverse.* `eliminate` inverts blocks of 8 in float32, a thread per row. `inverse` joins two such blocks, X, by the
 block L between them, X + X L X, a warp per block of 16. Columns of these follow from the last to the first, Y_j = X_j +
 (sum_(m > j) Y_m N_mj) X_j: a warp has 16 rows of all of them, and needs no other warp's. Products are in float16. That
-is enough if no |N_ij|, and no beta_i |k_i|^2, is above 1 but by the rounding of keys. The solver votes, and a second
-launch, EXACT, makes stronger heads again in TF32. A branch on each chunk would cost all chunks time.
+is enough if no N_ij, with beta_i k_i . k_i for N_ii, is larger than 1 but for rounded keys. The solver votes, and
+a second launch, EXACT, makes stronger heads again by three products for one. A branch would cost all chunks time.
 
 The copy engine and WGMMA see threads' writes to shared memory only after these threads' fence. One thread arrives for
 its role; the compiler lets the role's warps meet before. A barrier's bytes are the hardware's until `invalidate`.
@@ -60,7 +60,7 @@ copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 Shared = gl.shared_memory_descriptor
 reinterpret = getattr(Shared, "reinterpret", None) or Shared._reinterpret  # the same
 
-LOG2E, MILD = gl.constexpr(1.4426950408889634), gl.constexpr(1.0625)  # the largest |N_ij| for float16
+LOG2E, MILD = gl.constexpr(1.4426950408889634), gl.constexpr(1.0625)  # the largest N_ij for float16
 C, STAGES, K, V = gl.constexpr(64), gl.constexpr(2), gl.constexpr(128), gl.constexpr(128)
 KEYS, READY, GATED, SOLVED, DONE = (gl.constexpr(i) for i in range(5))  # the barriers of a stage
 BETA, SUM, SINCE, UNTIL = (gl.constexpr(i) for i in range(4))  # its rows: beta, b, e^b, e^(b_C - b)
@@ -143,27 +143,41 @@ def eliminate(scratch):
 
 
 @gluon.jit
+def cut(x):
+    """x rounded to the 8 bits of bf16, by integers."""
+    return ((x.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def product(x, y, acc):
+    """acc + x y, in float16, or as high high + high low + low high in TF32, which reads 11 bits."""
+    if x.dtype == gl.float16:
+        return mma_v2(x, y, acc)
+    else:
+        a, b = cut(x), cut(y)
+        return mma_v2(a, b, mma_v2(a, y - b, mma_v2(x - a, b, acc, "tf32"), "tf32"), "tf32")
+
+
+@gluon.jit
 def times(x, tile, n: gl.constexpr, acc, mma: gl.constexpr):
     """acc + x B of rows x [C, 16] and block n of a tile."""
-    EXACT: gl.constexpr = tile.dtype == gl.float32
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 1 if EXACT else 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 1 if EXACT else 2)
-    B = tile.index(n).load(right)
-    return mma_v2(gl.convert_layout(x.to(tile.dtype), left), B, acc, "tf32" if EXACT else None)
+    width: gl.constexpr = 2 if tile.dtype == gl.float16 else 1
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, width)
+    B = tile.index(n).load(gl.DotOperandLayout(1, mma, width))
+    return product(gl.convert_layout(x.to(tile.dtype), left), B, acc)
 
 
 @gluon.jit
 def inverse(scratch, wide: gl.constexpr):
     t_E, t_N, t_L, t_X = scratch
-    EXACT: gl.constexpr = t_N.dtype == gl.float32
-    precision: gl.constexpr = "tf32" if EXACT else None
+    width: gl.constexpr = 2 if t_N.dtype == gl.float16 else 1
     four: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])  # a warp per block of 16
-    left: gl.constexpr = gl.DotOperandLayout(0, four, 1 if EXACT else 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, four, 1 if EXACT else 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, four, width)
+    right: gl.constexpr = gl.DotOperandLayout(1, four, width)
     none = gl.zeros([4, 16, 16], gl.float32, four)
-    XL = mma_v2(blocks(t_X).load(left), blocks(t_L).load(right), none, precision).to(t_X.dtype)
+    XL = product(blocks(t_X).load(left), blocks(t_L).load(right), none).to(t_X.dtype)
     X = blocks(t_X).load(four).to(gl.float32)
-    X = mma_v2(gl.convert_layout(XL, left), blocks(t_X).load(right), X, precision)
+    X = product(gl.convert_layout(XL, left), blocks(t_X).load(right), X)
     blocks(t_X).store(X.to(t_X.dtype))
 
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])  # a warp per 16 rows
@@ -181,7 +195,7 @@ def inverse(scratch, wide: gl.constexpr):
 
 @gluon.jit
 def largest(N):
-    """The largest |N_ij| of each thread."""
+    """The largest size of an N_ij of each thread."""
     return gl.max(gl.max(gl.abs(N).reshape([C, 8, 4, 2]), 3), 1)  # [C, 4]
 
 
@@ -205,7 +219,7 @@ def solver(tiles, bars, scratch, strong, T, EXACT: gl.constexpr):
         never = ((c - n) >> 31) + 1  # 0, but Triton does not know: else it keeps 32 masks in registers
         D = gl.where(i + never >= j, gl.exp2(b.load(of_row)[:, None] - b.load(of_column)[None, :]), 0.0)
         beta = t_rows.index(4 * s + BETA)
-        N = -warpgroup_mma_wait(0, [N]) * D * beta.load(of_row)[:, None]  # (1), and -beta_i |k_i|^2
+        N = -warpgroup_mma_wait(0, [N]) * D * beta.load(of_row)[:, None]  # (1), and N_ii
         most = gl.maximum(most, largest(N))
         spread(N, scratch, wide)
         mbarrier.wait(bars.index(5 * s + READY), parity)
@@ -245,14 +259,14 @@ def walker(o, S_last, tiles, bars, t_o, i_b, i_h, T, scale):
         since = t_rows.index(4 * s + SINCE)
         b_v -= kS * since.load(of_token)[None, :]  # v' of (2)
         low = gl.convert_layout(b_v.to(b_q.dtype), first)
-        w = warpgroup_mma(low, t_Y.index(s).permute((1, 0)), none, use_acc=False, is_async=True)  # (2)
+        v_hat = warpgroup_mma(low, t_Y.index(s).permute((1, 0)), none, use_acc=False, is_async=True)  # (2)
         b_o *= since.load(of_token)[None, :]
         S *= gl.sum(since.slice(C - 1, 1).load(one), 0)  # e^(b_C) S
         until = t_rows.index(4 * s + UNTIL).load(of_token)[None, :]
-        w = warpgroup_mma_wait(0, [w])
-        low = gl.convert_layout((w * until).to(b_q.dtype), first_of_S)
+        v_hat = warpgroup_mma_wait(0, [v_hat])
+        low = gl.convert_layout((v_hat * until).to(b_q.dtype), first_of_S)
         S = warpgroup_mma(low, b_k, S, is_async=True)  # (3)
-        low = gl.convert_layout(w.to(b_q.dtype), first)
+        low = gl.convert_layout(v_hat.to(b_q.dtype), first)
         b_o = warpgroup_mma(low, t_P.index(s).permute((1, 0)), b_o, is_async=True)  # (3)
         S, b_o = warpgroup_mma_wait(0, [S, b_o])
         tma.store_wait(0)  # the copy engine has read the last o
